@@ -1,0 +1,25 @@
+"""ftckpt: in-memory, bit-exact fault tolerance for hybrid-parallel training.
+
+Names are loaded on first use, so that parts which never touch a tensor start without torch.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ftckpt.checkpointer import Checkpointer
+    from ftckpt.config import Config
+
+__all__ = ["Checkpointer", "Config"]
+__version__ = "0.1.0"
+
+_HOMES = {"Checkpointer": "ftckpt.checkpointer", "Config": "ftckpt.config"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'ftckpt' has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(_HOMES[name]), name)

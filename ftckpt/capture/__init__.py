@@ -1,0 +1,1 @@
+"""From the device into a slot: plan, copier, windows, fence."""

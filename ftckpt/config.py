@@ -1,0 +1,169 @@
+"""The one configuration schema behind ``--ftckpt-*`` flags, the JSON section and Python."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from ftckpt.errors import ConfigError
+
+MIB = 1 << 20
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+
+
+def _setting(default: Any, text: str, choices: tuple[str, ...] = (), minimum: float | None = None) -> Any:
+    return field(default=default, metadata={"help": text, "choices": choices, "minimum": minimum})
+
+
+@dataclass(frozen=True)
+class Config:
+    """Everything a user can set. Flags are ``--ftckpt-<name with dashes>``; ``enabled`` is ``--ftckpt``.
+
+    Raises:
+        ConfigError: an impossible value; the text names the field and what is accepted.
+    """
+
+    enabled: bool = _setting(False, "switch ftckpt on")
+    interval: int = _setting(1, "iterations between snapshots", minimum=1)
+    slots: int = _setting(2, "slots per arena; two hold one whole snapshot while the next is written", minimum=2)
+    job: str = _setting("", "name of the job; default: the torchrun or Slurm job id")
+    node: str = _setting("", "stable name of this machine; default: the host name")
+    arena: str = _setting("/dev/shm", "directory on a tmpfs that holds the arenas")
+    chunk_mib: int = _setting(16, "size of a copy and of a checksum, in MiB", minimum=1)
+    objects_mib: int = _setting(4, "room for RNG, counters, schedulers and user objects in a slot, in MiB", minimum=1)
+    fence_timeout_secs: float = _setting(120.0, "longest wait for an unfinished copy before the snapshot is dropped", minimum=0.001)
+    agree_timeout_secs: float = _setting(120.0, "longest wait for the other ranks before a slot is reused", minimum=0.001)
+    start_timeout_secs: float = _setting(300.0, "longest wait for the other ranks at start, restore and close", minimum=1)
+    replica_check_interval: int = _setting(1000, "iterations between proofs that replicas hold the same bits; 0: only at start", minimum=0)
+    on_error: str = _setting("continue", "what a failed snapshot does to training", choices=("continue", "raise"))
+    error_limit: int = _setting(3, "failed snapshots in a row after which ftckpt turns itself off", minimum=1)
+    on_lost: str = _setting("fail", "what a restart does when snapshots were lost", choices=("fail", "fresh"))
+    events: str = _setting("", "directory for event logs (JSON lines); default: none")
+
+    def __post_init__(self) -> None:
+        for setting in fields(self):
+            _check(setting.name, getattr(self, setting.name), type(setting.default), setting.metadata)
+        for name in ("job", "node"):
+            value = getattr(self, name)
+            if value and not _NAME.fullmatch(value):
+                raise ConfigError(f"{name}: {value!r} is not a name; use 1 to 64 of A-Z a-z 0-9 . _ -")
+        if not os.path.isabs(self.arena):
+            raise ConfigError(f"arena: {self.arena!r} is not an absolute path; name a directory on a tmpfs")
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Size of a copy and of a checksum in bytes."""
+        return self.chunk_mib * MIB
+
+    @property
+    def events_dir(self) -> Path | None:
+        """Directory for event logs, or None."""
+        return Path(self.events) if self.events else None
+
+    @classmethod
+    def from_mapping(cls, section: Mapping[str, Any]) -> Config:
+        """Build from a JSON section; unknown names are errors that name the closest valid one."""
+        if not isinstance(section, Mapping):
+            raise ConfigError(f"ftckpt: expected a mapping of settings, got {type(section).__name__}")
+        known = [setting.name for setting in fields(cls)]
+        for name in section:
+            if name not in known:
+                raise ConfigError(f"ftckpt: unknown setting {name!r}; {_closest(str(name), known)}")
+        return cls(**section)
+
+    @classmethod
+    def from_flags(cls, argv: Sequence[str]) -> tuple[Config, list[str]]:
+        """Split ``argv`` into the configuration of its ``--ftckpt*`` flags and all the other arguments.
+
+        Accepts ``--ftckpt-name value`` and ``--ftckpt-name=value``. Raises ConfigError for an unknown or
+        repeated flag, a missing or a wrong value.
+        """
+        settings: dict[str, Any] = {}
+        rest: list[str] = []
+        arguments = iter(argv)
+        for argument in arguments:
+            flag, has_value, value = argument.partition("=")
+            if flag != "--ftckpt" and not flag.startswith("--ftckpt-"):
+                rest.append(argument)
+                continue
+            name, kind = _flag_target(flag)
+            if name in settings:
+                raise ConfigError(f"{flag}: given twice")
+            if kind is bool:
+                if has_value:
+                    raise ConfigError(f"{flag}: takes no value")
+                settings[name] = True
+                continue
+            text = value if has_value else next(arguments, None)
+            if text is None:
+                raise ConfigError(f"{flag}: needs a value")
+            settings[name] = _convert(flag, text, kind)
+        if settings and not settings.get("enabled"):
+            raise ConfigError("--ftckpt is missing: the other --ftckpt-* flags mean nothing without it")
+        return cls(**settings), rest
+
+    def flags(self) -> list[str]:
+        """The flags that build this configuration; ``from_flags`` of them gives an equal one."""
+        words: list[str] = []
+        for setting in fields(self):
+            value = getattr(self, setting.name)
+            if setting.name == "enabled":
+                words += ["--ftckpt"] if value else []
+            elif value != setting.default:
+                words += [f"--ftckpt-{setting.name.replace('_', '-')}", str(value)]
+        return words
+
+
+def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add every ``--ftckpt*`` flag to a parser, so that its ``--help`` and its checks know them."""
+    group = parser.add_argument_group("ftckpt")
+    for setting in fields(Config):
+        text = setting.metadata["help"].replace("%", "%%")
+        if setting.name == "enabled":
+            group.add_argument("--ftckpt", action="store_true", help=text)
+            continue
+        flag = f"--ftckpt-{setting.name.replace('_', '-')}"
+        choices = setting.metadata["choices"] or None
+        group.add_argument(flag, type=type(setting.default), default=setting.default, choices=choices, help=text)
+    return parser
+
+
+def _flag_target(flag: str) -> tuple[str, type]:
+    flags = {f"--ftckpt-{s.name.replace('_', '-')}": s for s in fields(Config) if s.name != "enabled"}
+    if flag == "--ftckpt":
+        return "enabled", bool
+    if flag not in flags:
+        raise ConfigError(f"unknown flag {flag}; {_closest(flag, ['--ftckpt', *flags])}")
+    return flags[flag].name, type(flags[flag].default)
+
+
+def _convert(flag: str, text: str, kind: type) -> Any:
+    try:
+        return kind(text)
+    except ValueError:
+        raise ConfigError(f"{flag}: {text!r} is not {_described(kind)}") from None
+
+
+def _check(name: str, value: Any, kind: type, rule: Mapping[str, Any]) -> None:
+    accepted = (int, float) if kind is float else (kind,)
+    if not isinstance(value, accepted) or (isinstance(value, bool) and kind is not bool):
+        raise ConfigError(f"{name}: {value!r} is not {_described(kind)}")
+    if rule["choices"] and value not in rule["choices"]:
+        raise ConfigError(f"{name}: {value!r} is not one of {', '.join(rule['choices'])}")
+    if rule["minimum"] is not None and not value >= rule["minimum"]:
+        raise ConfigError(f"{name}: {value} is too small; the least is {rule['minimum']}")
+
+
+def _described(kind: type) -> str:
+    return {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}[kind]
+
+
+def _closest(name: str, known: list[str]) -> str:
+    close = difflib.get_close_matches(name, known, n=1)
+    return f"did you mean {close[0]}?" if close else f"known are {', '.join(known)}"

@@ -1,0 +1,1 @@
+"""Identity and restarts under torchrun and Slurm."""

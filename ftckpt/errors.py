@@ -1,0 +1,43 @@
+"""The errors ftckpt raises, split by what an operator does next."""
+
+from __future__ import annotations
+
+
+class FtckptError(Exception):
+    """Base of every error that ftckpt raises on purpose; its text is one line with the remedy."""
+
+
+class ConfigError(FtckptError):
+    """A flag, a configuration field or a call is wrong: fix it and start again."""
+
+
+class LaunchError(FtckptError):
+    """The launcher or the environment cannot work with ftckpt: change how the job is started."""
+
+
+class UnsupportedError(FtckptError):
+    """A version, an optimizer or a piece of training state that ftckpt does not know."""
+
+
+class MemoryBudgetError(FtckptError):
+    """Host memory or the tmpfs is too small for the arenas: free some, or name another path."""
+
+
+class ArenaError(FtckptError):
+    """An arena cannot be opened or used: wrong owner, foreign format, held by another process."""
+
+
+class CorruptError(ArenaError):
+    """Bytes in an arena do not match what was written: the slot, header or control block is bad."""
+
+
+class MismatchError(FtckptError):
+    """A snapshot belongs to another model, layout or format version."""
+
+
+class LostError(FtckptError):
+    """Snapshots that were whole can no longer be made whole; the text names what is missing."""
+
+
+class CaptureError(FtckptError):
+    """A snapshot could not be taken; training goes on unless ``on_error`` is ``raise``."""

@@ -1,0 +1,46 @@
+"""Events as JSON lines: what ftckpt did, when, and how long training was blocked by it."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import time
+from pathlib import Path
+from typing import IO, Any
+
+log = logging.getLogger("ftckpt")
+
+LOUD = frozenset({"snapshot_error", "turned_off", "replicas_differ", "fallback", "lost", "not_derived"})
+
+
+class Events:
+    """One rank's event stream.
+
+    Every line has ``time`` (seconds since the epoch), ``event`` and ``rank``; durations end in ``_secs``,
+    sizes in ``_bytes``. ``blocked_secs`` is time the training thread waited; background time has its own
+    name. Lines go to ``directory/rank<R>.jsonl`` (appended, so that attempts follow each other); without a
+    directory only loud events are kept, as log messages. Safe to call from several threads: each line is
+    one ``write`` of an unbuffered file.
+    """
+
+    def __init__(self, directory: Path | None, rank: int) -> None:
+        self._rank = rank
+        self._file: IO[bytes] | None = None
+        if directory is not None:
+            directory.mkdir(parents=True, exist_ok=True)
+            self._file = open(directory / f"rank{rank}.jsonl", "ab", buffering=0)
+
+    def emit(self, event: str, **fields: Any) -> None:
+        """Record ``event``; loud ones are logged as warnings too."""
+        if event in LOUD:
+            log.warning("ftckpt rank %d: %s %s", self._rank, event, json.dumps(fields, default=str))
+        if self._file is not None:
+            line = {"time": time.time(), "event": event, "rank": self._rank, "pid": os.getpid(), **fields}
+            self._file.write(json.dumps(line, default=str).encode() + b"\n")
+
+    def close(self) -> None:
+        """Close the file; events after this are only logged."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None

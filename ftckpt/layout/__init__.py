@@ -1,0 +1,1 @@
+"""The parallel shape of a job: coordinates, nodes, replica sets and shares."""

@@ -1,0 +1,1 @@
+"""From arenas back to the device: inventory, decide, plan, load."""

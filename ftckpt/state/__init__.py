@@ -1,0 +1,1 @@
+"""What must be saved: fragments, manifests and objects, as pure data."""

@@ -1,0 +1,91 @@
+"""What one slot holds: the shard's coordinates, its layout and its fragments in the order of the bytes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import xxhash
+
+from ftckpt.errors import CorruptError, MismatchError
+from ftckpt.state.fragment import Fragment
+
+VERSION = 1
+"""Raised whenever a reader of the previous version would misread a slot or a control block."""
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The contents of every slot of one arena.
+
+    ``coords`` places the shard in the layout (``{"tp": 0, "pp": 1, "dp": 0}``) and ``layout`` holds the
+    sizes and the sharding of the optimizer. ``stepped`` fragments are copied in the background, ``volatile``
+    ones at the boundary. ``objects_bytes`` is the room for encoded objects, ``chunk_bytes`` the size of a
+    copy and of a checksum.
+    """
+
+    coords: Mapping[str, int]
+    layout: Mapping[str, int | str | bool]
+    stepped: tuple[Fragment, ...]
+    volatile: tuple[Fragment, ...]
+    objects_bytes: int
+    chunk_bytes: int
+
+    @property
+    def shard(self) -> str:
+        """The coordinates as a file name: ``tp0-pp1-dp0``."""
+        return shard_name(self.coords)
+
+    @property
+    def fragments(self) -> tuple[Fragment, ...]:
+        """Stepped, then volatile."""
+        return self.stepped + self.volatile
+
+    def encode(self) -> bytes:
+        """Canonical JSON: equal manifests give equal bytes."""
+        value = {
+            "version": VERSION,
+            "coords": dict(self.coords),
+            "layout": dict(self.layout),
+            "stepped": [f.to_json() for f in self.stepped],
+            "volatile": [f.to_json() for f in self.volatile],
+            "objects_bytes": self.objects_bytes,
+            "chunk_bytes": self.chunk_bytes,
+        }
+        return json.dumps(value, separators=(",", ":"), sort_keys=True).encode()
+
+    @classmethod
+    def decode(cls, data: bytes) -> Manifest:
+        """Inverse of ``encode``.
+
+        Raises:
+            CorruptError: not a manifest.
+            MismatchError: a manifest of another format version.
+        """
+        try:
+            value: dict[str, Any] = json.loads(data)
+            version = value["version"]
+            if version != VERSION:
+                raise MismatchError(f"manifest has format version {version}, this ftckpt reads {VERSION}")
+            return cls(
+                coords={str(k): int(v) for k, v in value["coords"].items()},
+                layout=value["layout"],
+                stepped=tuple(map(Fragment.from_json, value["stepped"])),
+                volatile=tuple(map(Fragment.from_json, value["volatile"])),
+                objects_bytes=int(value["objects_bytes"]),
+                chunk_bytes=int(value["chunk_bytes"]),
+            )
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise CorruptError(f"not a manifest: {error}") from None
+
+    @property
+    def digest(self) -> bytes:
+        """16 bytes (xxh3-128) that name this manifest."""
+        return xxhash.xxh3_128_digest(self.encode())
+
+
+def shard_name(coords: Mapping[str, int]) -> str:
+    """Coordinates as a file name, in their own order: ``tp0-pp1-dp0``."""
+    return "-".join(f"{axis}{index}" for axis, index in coords.items())
