@@ -47,7 +47,7 @@ class Manifest:
         """Canonical JSON: equal manifests give equal bytes."""
         value = {
             "version": VERSION,
-            "coords": dict(self.coords),
+            "coords": list(self.coords.items()),
             "layout": dict(self.layout),
             "stepped": [f.to_json() for f in self.stepped],
             "volatile": [f.to_json() for f in self.volatile],
@@ -70,7 +70,7 @@ class Manifest:
             if version != VERSION:
                 raise MismatchError(f"manifest has format version {version}, this ftckpt reads {VERSION}")
             return cls(
-                coords={str(k): int(v) for k, v in value["coords"].items()},
+                coords={str(axis): int(index) for axis, index in value["coords"]},
                 layout=value["layout"],
                 stepped=tuple(map(Fragment.from_json, value["stepped"])),
                 volatile=tuple(map(Fragment.from_json, value["volatile"])),
