@@ -1,0 +1,171 @@
+"""Where arenas live: ``{root}/ftckpt-{job}/{node}/{shard}.{digest}/``, and how they are found and cleaned."""
+
+from __future__ import annotations
+
+import os
+import pwd
+import re
+import shutil
+import stat
+from contextlib import ExitStack
+from pathlib import Path
+
+from ftckpt.arena.locks import JOB_LOCK_NAME, FileLock, JobLock, held_elsewhere
+from ftckpt.errors import ArenaError
+from ftckpt.state.manifest import Manifest
+
+LOCK_NAME = "lock"
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
+
+
+def node_directory(root: Path, job: str, node: str) -> Path:
+    """The directory of one node's arenas, created 0700 if needed.
+
+    Raises:
+        ArenaError: an unusable name, an unwritable root, a symbolic link, or another user's directory.
+    """
+    job_dir = root / f"ftckpt-{_checked(job, 'job')}"
+    node_dir = job_dir / _checked(node, "node")
+    for directory in (job_dir, node_dir):
+        try:
+            directory.mkdir(mode=0o700, exist_ok=True)
+        except FileExistsError:
+            pass  # a file or a dangling link: require_own says which
+        except OSError as error:
+            raise ArenaError(
+                f"{directory}: cannot be created: {error.strerror}; "
+                f"name a writable tmpfs with --ftckpt-arena instead of {root}"
+            ) from None
+        require_own(directory)
+        directory.chmod(0o700)
+    return node_dir
+
+
+def arena_path(node_dir: Path, manifest: Manifest) -> Path:
+    """Where the arena of ``manifest`` lies."""
+    return node_dir / f"{_checked(manifest.shard, 'shard')}.{manifest.digest.hex()[:8]}"
+
+
+def list_arenas(node_dir: Path) -> list[Path]:
+    """Directories of complete arenas, sorted; temporary ones and a missing directory are left out."""
+    if not node_dir.is_dir():
+        return []
+    return sorted(path for path in node_dir.iterdir() if _is_plain_dir(path) and path.name[0] != ".")
+
+
+def remove_arena(path: Path) -> None:
+    """Delete an arena. It is renamed first, so that a kill half-way leaves nothing that looks whole."""
+    doomed = path.with_name(f".{path.name}.gone-{os.getpid()}")
+    try:
+        path.rename(doomed)
+    except FileNotFoundError:
+        return
+    remove_tree(doomed)
+
+
+def remove_tree(path: Path) -> None:
+    """Delete a directory; files that vanish meanwhile are no error."""
+    shutil.rmtree(path, ignore_errors=True)
+    if path.exists():
+        shutil.rmtree(path)
+
+
+def remove_stale(node_dir: Path, shard: str) -> list[Path]:
+    """Delete what killed processes left half-created or half-removed for ``shard``; returns what was deleted.
+
+    Raises:
+        ArenaError: a live process is creating an arena for this shard right now.
+    """
+    removed = []
+    for path in _temporaries(node_dir, shard):
+        if not path.is_dir():
+            continue
+        lock = FileLock(path / LOCK_NAME, 0, f"a new arena for {shard}", "two ranks hold the same shard")
+        with lock:
+            remove_tree(path)
+        removed.append(path)
+    return removed
+
+
+def remove_job_if_empty(root: Path, job: str, node: str) -> bool:
+    """Delete the node's directory, and the job's, if no arena is left; whether the node's is gone.
+
+    The process that holds the job's lock calls this; for any other it does nothing while the lock is held.
+    """
+    job_dir = root / f"ftckpt-{_checked(job, 'job')}"
+    node_dir = job_dir / _checked(node, "node")
+    if node_dir.is_dir():
+        others = any(entry.name != JOB_LOCK_NAME for entry in node_dir.iterdir())
+        if others or held_elsewhere(node_dir / JOB_LOCK_NAME):
+            return False
+        (node_dir / JOB_LOCK_NAME).unlink(missing_ok=True)
+        try:
+            node_dir.rmdir()
+        except OSError:  # an arena was created meanwhile
+            return False
+    if job_dir.is_dir() and not any(job_dir.iterdir()):
+        job_dir.rmdir()
+    return True
+
+
+def clean_job(root: Path, job: str) -> list[Path]:
+    """Delete every arena of ``job`` on this node; returns the arenas that were deleted.
+
+    Raises:
+        ArenaError: a live process holds a lock of the job, or the directory belongs to another user.
+    """
+    job_dir = root / f"ftckpt-{_checked(job, 'job')}"
+    if not job_dir.is_symlink() and not job_dir.exists():
+        return []
+    require_own(job_dir)
+    node_dirs = sorted(path for path in job_dir.iterdir() if _is_plain_dir(path))
+    arenas = [path for node_dir in node_dirs for path in list_arenas(node_dir)]
+    temporaries = [path for node_dir in node_dirs for path in _temporaries(node_dir, "")]
+    with ExitStack() as locks:
+        for node_dir in node_dirs:
+            require_own(node_dir)
+            locks.enter_context(JobLock(node_dir, 0))
+        for path in arenas + temporaries:
+            remedy = "end that process first"
+            locks.enter_context(FileLock(path / LOCK_NAME, 0, f"arena {path.name}", remedy))
+        for path in arenas:
+            remove_arena(path)
+        remove_tree(job_dir)
+    return arenas
+
+
+def require_own(path: Path) -> None:
+    """Refuse (ArenaError) a symbolic link, what is no directory, and a directory of another user."""
+    status = path.lstat()
+    if stat.S_ISLNK(status.st_mode):
+        raise ArenaError(f"{path} is a symbolic link; remove it")
+    if not stat.S_ISDIR(status.st_mode):
+        raise ArenaError(f"{path} is not a directory; remove it")
+    if status.st_uid != os.geteuid():
+        raise ArenaError(
+            f"{path} belongs to {_user(status.st_uid)}, not to {_user(os.geteuid())}; "
+            "give the job another name with --ftckpt-job, or have the owner remove it"
+        )
+
+
+def _is_plain_dir(path: Path) -> bool:
+    return path.is_dir() and not path.is_symlink()
+
+
+def _temporaries(node_dir: Path, shard: str) -> list[Path]:
+    """Hidden ``.{shard}.{digest}.{new|gone}-{pid}`` directories; those of every shard if it is empty."""
+    pattern = re.compile(rf"\.{re.escape(shard) or '.+'}\.[0-9a-f]{{8}}\.(new|gone)-[0-9]+")
+    return sorted(p for p in node_dir.iterdir() if pattern.fullmatch(p.name) and _is_plain_dir(p))
+
+
+def _checked(name: str, what: str) -> str:
+    if not _NAME.fullmatch(name):
+        raise ArenaError(f"{what}: {name!r} is not a name; use letters, digits and . _ -")
+    return name
+
+
+def _user(uid: int) -> str:
+    try:
+        return f"{pwd.getpwuid(uid).pw_name} (uid {uid})"
+    except KeyError:
+        return f"uid {uid}"

@@ -1,0 +1,244 @@
+"""The bytes of a slot: a safetensors file whose layout is a pure function of the manifest.
+
+Byte map, rules and what is forbidden: ``FORMAT.md``. A reader never trusts the offsets it finds: it computes
+the image from the manifest and compares.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from ftckpt.errors import ConfigError, CorruptError, MismatchError
+from ftckpt.state.fragment import Fragment
+from ftckpt.state.manifest import Manifest
+
+PAGE_BYTES = 4096
+"""Regions begin on multiples of this."""
+
+WIDE_BYTES = 64
+"""Alignment of fragments of a page or more; smaller ones are aligned to their items."""
+
+MAX_HEADER_BYTES = 100_000_000
+"""The safetensors library refuses longer headers."""
+
+MAX_CHUNKS = 1 << 20
+"""Bound on a slot's chunks, so that a hostile manifest cannot ask for an endless table."""
+
+FORMAT = "ftckpt-slot"
+VERSION = "1"
+OBJECTS_NAME = "__objects__"
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Bytes ``begin`` to ``end`` (exclusive) of a slot file."""
+
+    begin: int
+    end: int
+
+    @property
+    def nbytes(self) -> int:
+        """Length in bytes."""
+        return self.end - self.begin
+
+
+@dataclass(frozen=True)
+class SlotImage:
+    """Where each byte of a slot lies; every offset counts from the start of the file.
+
+    ``offsets`` follows ``manifest.fragments``. ``stepped`` and ``volatile`` end with the last byte of their
+    last fragment; ``objects`` is the capacity, not the length in use. ``chunks`` cuts the stepped region
+    and then the volatile one into pieces of ``manifest.chunk_bytes``; the last of a region may be shorter.
+    """
+
+    manifest: Manifest
+    header: bytes
+    file_bytes: int
+    offsets: tuple[int, ...]
+    stepped: Span
+    volatile: Span
+    objects: Span
+    chunks: tuple[Span, ...]
+    num_stepped_chunks: int
+
+    @classmethod
+    def of(cls, manifest: Manifest) -> SlotImage:
+        """Compute the image of ``manifest``.
+
+        Raises:
+            ConfigError: a name occurs twice, a size is negative, or the image passes the format's bounds.
+        """
+        if manifest.chunk_bytes < 1 or manifest.objects_bytes < 0:
+            raise ConfigError(
+                f"manifest of {manifest.shard}: chunk_bytes {manifest.chunk_bytes} must be at least 1 "
+                f"and objects_bytes {manifest.objects_bytes} at least 0"
+            )
+        entries = _Entries()
+        stepped, stepped_offsets = entries.add_region(manifest.stepped)
+        volatile, volatile_offsets = entries.add_region(manifest.volatile)
+        entries.align(PAGE_BYTES)
+        objects_begin = entries.add(OBJECTS_NAME, "U8", [manifest.objects_bytes], manifest.objects_bytes)
+        entries.align(PAGE_BYTES)
+        _check_chunk_count(manifest, stepped.nbytes, volatile.nbytes)
+        header = _header(manifest, entries.table)
+        base = len(header)
+        stepped, volatile = _shift(stepped, base), _shift(volatile, base)
+        stepped_chunks = _cut(stepped, manifest.chunk_bytes)
+        return cls(
+            manifest=manifest,
+            header=header,
+            file_bytes=base + entries.end,
+            offsets=tuple(base + offset for offset in stepped_offsets + volatile_offsets),
+            stepped=stepped,
+            volatile=volatile,
+            objects=Span(base + objects_begin, base + objects_begin + manifest.objects_bytes),
+            chunks=stepped_chunks + _cut(volatile, manifest.chunk_bytes),
+            num_stepped_chunks=len(stepped_chunks),
+        )
+
+    @property
+    def pads(self) -> tuple[Span, ...]:
+        """Gaps behind each region; they hold zeros and belong to no chunk."""
+        return (
+            Span(self.stepped.end, self.volatile.begin),
+            Span(self.volatile.end, self.objects.begin),
+            Span(self.objects.end, self.file_bytes),
+        )
+
+
+def parse_image(buffer: bytes | bytearray | memoryview) -> SlotImage:
+    """The image of an existing slot, from its first bytes (all of its header at least).
+
+    Raises:
+        CorruptError: not a slot, or a header that differs from the one its own manifest gives.
+        MismatchError: a slot of another format version.
+    """
+    with memoryview(buffer) as view, view.cast("B") as data:
+        text = _header_text(data)
+    found = _json_object(text)
+    image = _image_of_metadata(found.pop("__metadata__", None))
+    if text != image.header[8:]:
+        raise CorruptError(f"slot header: {_difference(found, image)}")
+    return image
+
+
+class _Entries:
+    """The tensor table of a slot under construction; offsets count from the end of the header."""
+
+    def __init__(self) -> None:
+        self.table: dict[str, Any] = {}
+        self.end = 0
+        self._num_pads = 0
+
+    def add(self, name: str, dtype: str, shape: list[int], nbytes: int) -> int:
+        if name in self.table:
+            raise ConfigError(f"slot image: two entries are named {name!r}")
+        begin, self.end = self.end, self.end + nbytes
+        self.table[name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, self.end]}
+        return begin
+
+    def align(self, multiple: int) -> None:
+        gap = -self.end % multiple
+        if gap:
+            self.add(f"__pad.{self._num_pads}", "U8", [gap], gap)
+            self._num_pads += 1
+
+    def add_region(self, fragments: tuple[Fragment, ...]) -> tuple[Span, tuple[int, ...]]:
+        self.align(PAGE_BYTES)
+        begin = self.end
+        offsets = []
+        for fragment in fragments:
+            self.align(WIDE_BYTES if fragment.nbytes >= PAGE_BYTES else fragment.item_bytes)
+            offsets.append(self.add(fragment.name, fragment.dtype, _shape(fragment), fragment.nbytes))
+        return Span(begin, self.end), tuple(offsets)
+
+
+def _shape(fragment: Fragment) -> list[int]:
+    if fragment.numel == fragment.box.numel:
+        return list(fragment.box.shape)
+    return [fragment.numel]
+
+
+def _header(manifest: Manifest, table: dict[str, Any]) -> bytes:
+    metadata = {"format": FORMAT, "version": VERSION, "manifest": manifest.encode().decode()}
+    text = json.dumps({"__metadata__": metadata, **table}, separators=(",", ":")).encode()
+    text += b" " * (-(len(text) + 8) % PAGE_BYTES)
+    if len(text) > MAX_HEADER_BYTES:
+        raise ConfigError(
+            f"slot image: {len(table)} entries need a header of {len(text)} bytes, "
+            f"safetensors allows {MAX_HEADER_BYTES}; hold the state in fewer fragments"
+        )
+    return len(text).to_bytes(8, "little") + text
+
+
+def _check_chunk_count(manifest: Manifest, *region_bytes: int) -> None:
+    count = sum(-(-nbytes // manifest.chunk_bytes) for nbytes in region_bytes)
+    if count > MAX_CHUNKS:
+        raise ConfigError(
+            f"slot image: {count} chunks of {manifest.chunk_bytes} bytes, at most {MAX_CHUNKS} are allowed; "
+            "raise --ftckpt-chunk-mib"
+        )
+
+
+def _shift(span: Span, by: int) -> Span:
+    return Span(span.begin + by, span.end + by)
+
+
+def _cut(span: Span, nbytes: int) -> tuple[Span, ...]:
+    return tuple(Span(at, min(at + nbytes, span.end)) for at in range(span.begin, span.end, nbytes))
+
+
+def _header_text(data: memoryview) -> bytes:
+    """The JSON of a header, its length checked before anything is copied."""
+    if len(data) < 8:
+        raise CorruptError(f"slot header: truncated, {len(data)} bytes are too few for a length")
+    length = int.from_bytes(data[:8], "little")
+    if length > MAX_HEADER_BYTES:
+        raise CorruptError(f"slot header: length {length} is more than {MAX_HEADER_BYTES}")
+    if (8 + length) % PAGE_BYTES:
+        raise CorruptError(f"slot header: length {length} does not end on a page boundary")
+    if 8 + length > len(data):
+        raise CorruptError(f"slot header: truncated, {8 + length} bytes announced, {len(data)} there")
+    return bytes(data[8 : 8 + length])
+
+
+def _json_object(text: bytes) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise CorruptError(f"slot header: not JSON: {str(error)[:200]}") from None
+    if not isinstance(value, dict):
+        raise CorruptError(f"slot header: expected a JSON object, found {type(value).__name__}")
+    return value
+
+
+def _image_of_metadata(metadata: Any) -> SlotImage:
+    if not isinstance(metadata, dict) or metadata.get("format") != FORMAT:
+        raise CorruptError(f"slot header: __metadata__ does not name the format {FORMAT!r}")
+    version = metadata.get("version")
+    if version != VERSION:
+        raise MismatchError(f"slot has format version {str(version)[:20]!r}, this ftckpt reads {VERSION!r}")
+    manifest = metadata.get("manifest")
+    if not isinstance(manifest, str):
+        raise CorruptError("slot header: __metadata__ holds no manifest")
+    try:
+        return SlotImage.of(Manifest.decode(manifest.encode()))
+    # What a hostile manifest can raise: infinite or endless numbers, deep nesting, wrong types.
+    except (CorruptError, ConfigError, ValueError, TypeError, ArithmeticError, RecursionError) as error:
+        raise CorruptError(f"slot header: bad manifest: {str(error)[:200]}") from None
+
+
+def _difference(found: dict[str, Any], image: SlotImage) -> str:
+    expected = json.loads(image.header[8:])
+    del expected["__metadata__"]
+    for name, entry in expected.items():
+        if name not in found:
+            return f"entry {name!r} is missing"
+        if found[name] != entry:
+            return f"entry {name!r} is {str(found[name])[:200]}, the manifest gives {entry}"
+    for name in found:
+        if name not in expected:
+            return f"entry {name[:200]!r} is not in the manifest"
+    return "not the canonical form of its manifest"

@@ -1,0 +1,163 @@
+"""Record locks on files: dropped by a killed process, not inherited by the workers it forked.
+
+The kernel drops a process's record locks on a file as soon as that process closes *any* descriptor of it.
+This module therefore never opens a lock file that its own process holds: a table of held files says so first.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import struct
+import threading
+import time
+from pathlib import Path
+from types import TracebackType
+
+from ftckpt.errors import ArenaError
+
+JOB_LOCK_NAME = "job.lock"
+_POLL_SECS = 0.02
+_FLOCK = struct.Struct("@hhqqi4x")  # struct flock of 64-bit Linux: type, whence, start, length, pid
+
+_held: dict[tuple[int, int], int] = {}
+"""(device, inode) of each lock file held here -> pid that locked it; a forked child's entries are stale."""
+_held_guard = threading.Lock()
+
+
+class FileLock:
+    """An exclusive lock on ``path``, which is created (0600) if it is not there.
+
+    Args:
+        deadline_secs: longest wait for another holder; 0 tries once.
+        what: subject of the error text (``arena tp0-pp0``).
+        remedy: what the operator does when another process holds it.
+
+    Raises:
+        ArenaError: held by another process (named by pid) or by this one, or not a plain file.
+    """
+
+    def __init__(self, path: Path, deadline_secs: float, what: str, remedy: str) -> None:
+        self.path = path
+        self._fd = -1
+        deadline = time.monotonic() + deadline_secs
+        while True:
+            holder = self._try()
+            if holder is None:
+                return
+            if holder == os.getpid() or time.monotonic() >= deadline:
+                raise ArenaError(f"{what} is held by {_named(holder)}; {remedy}")
+            time.sleep(_POLL_SECS)
+
+    def release(self) -> None:
+        """Drop the lock; a second call does nothing."""
+        if self._fd < 0:
+            return
+        fd, self._fd = self._fd, -1
+        with _held_guard:
+            _held.pop(_identity(os.fstat(fd)), None)
+            os.close(fd)
+
+    def __enter__(self) -> FileLock:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release()
+
+    def _try(self) -> int | None:
+        """None once the lock is ours, else the holder's pid (0 if unknown)."""
+        with _held_guard:
+            while True:
+                if _held_here(self.path):
+                    return os.getpid()
+                fd = _open(self.path)
+                try:
+                    fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except OSError as error:
+                    holder = _holder(fd)
+                    os.close(fd)
+                    if error.errno in (errno.EACCES, errno.EAGAIN):
+                        return holder
+                    raise ArenaError(f"{self.path}: cannot be locked: {error.strerror}") from None
+                if _still_named(fd, self.path):
+                    _held[_identity(os.fstat(fd))] = os.getpid()
+                    self._fd = fd
+                    return None
+                os.close(fd)  # the file was removed after it was opened: its lock protects nothing
+
+
+class JobLock(FileLock):
+    """Held by one process of a node for the life of a job attempt.
+
+    Raises:
+        ArenaError: a live process of a job with this name runs on this node.
+    """
+
+    def __init__(self, node_dir: Path, deadline_secs: float) -> None:
+        job = node_dir.parent.name.removeprefix("ftckpt-")
+        remedy = "wait for it, end it, or give this job another name with --ftckpt-job"
+        super().__init__(
+            node_dir / JOB_LOCK_NAME, deadline_secs, f"a live job named {job!r} runs on this node: it", remedy
+        )
+
+    def _try(self) -> int | None:
+        # The attempt that ends may delete the directories while this one waits.
+        for directory in (self.path.parent.parent, self.path.parent):
+            directory.mkdir(mode=0o700, exist_ok=True)
+        return super()._try()
+
+
+def held_elsewhere(path: Path) -> bool:
+    """Whether another process holds the lock file ``path``; a missing file is held by nobody."""
+    with _held_guard:
+        if _held_here(path) or not path.exists():
+            return False
+        fd = _open(path)
+        try:
+            fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            return True
+        finally:
+            os.close(fd)
+        return False
+
+
+def _held_here(path: Path) -> bool:
+    try:
+        return _held.get(_identity(os.stat(path, follow_symlinks=False))) == os.getpid()
+    except FileNotFoundError:
+        return False
+
+
+def _open(path: Path) -> int:
+    try:
+        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise ArenaError(f"{path}: cannot be opened for locking: {error.strerror}") from None
+
+
+def _holder(fd: int) -> int:
+    """Pid of the process whose lock is in the way; 0 if it is gone or lives in another container."""
+    request = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+    kind, _, _, _, pid = _FLOCK.unpack(fcntl.fcntl(fd, fcntl.F_GETLK, request))
+    return pid if kind != fcntl.F_UNLCK and pid > 0 else 0
+
+
+def _still_named(fd: int, path: Path) -> bool:
+    try:
+        return _identity(os.fstat(fd)) == _identity(os.stat(path, follow_symlinks=False))
+    except FileNotFoundError:
+        return False
+
+
+def _identity(status: os.stat_result) -> tuple[int, int]:
+    return status.st_dev, status.st_ino
+
+
+def _named(pid: int) -> str:
+    if pid == os.getpid():
+        return f"this process (pid {pid})"
+    return f"process {pid}" if pid else "a process of another container"

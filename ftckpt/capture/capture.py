@@ -1,0 +1,153 @@
+"""One rank's snapshots: from the boundary, through the fence, to a sealed slot."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import xxhash
+
+from ftckpt.arena.control import SlotState
+from ftckpt.arena.segment import Arena
+from ftckpt.capture.copier import Copier, Flight
+from ftckpt.capture.plan import Part, chunk_copies
+from ftckpt.capture.windows import Always, Windows
+from ftckpt.errors import CaptureError
+from ftckpt.state import objects
+from ftckpt.state.piece import Piece
+
+SnapshotId = tuple[bytes, int]
+"""Lineage and iteration: with the job's name they name a snapshot."""
+
+
+class Capture:
+    """Copies one rank's parts into the slots of its arena, one snapshot at a time.
+
+    ``pieces`` and ``parts`` follow ``arena.manifest.fragments``; pieces belong to the trainer. All methods
+    are called from the training thread. The arena must be locked by this process.
+    """
+
+    def __init__(
+        self,
+        arena: Arena,
+        pieces: Sequence[Piece],
+        parts: Sequence[Part],
+        copier: Copier,
+        windows: Windows | None = None,
+    ) -> None:
+        self.arena = arena
+        self._tensors = [piece.tensor for piece in pieces]
+        copies = chunk_copies(arena.image, parts)
+        self._stepped = copies[: arena.image.num_stepped_chunks]
+        self._volatile = copies[arena.image.num_stepped_chunks :]
+        self._copier = copier
+        self._windows = windows or Always()
+        self._slots = [torch.frombuffer(arena.slot(i), dtype=torch.uint8) for i in range(arena.control.slots)]
+        self._flight: Flight | None = None
+        self._flying: tuple[int, SnapshotId] | None = None
+        copier.prepare(self._slots)
+
+    @property
+    def stepped_bytes(self) -> int:
+        """Bytes that each snapshot copies in the background."""
+        return sum(copy.nbytes for copy in self._stepped)
+
+    @property
+    def busy(self) -> bool:
+        """Whether copies of the last snapshot still run, so that no new one can begin."""
+        return self._flight is not None and not self._flight.ended
+
+    @property
+    def newest(self) -> SnapshotId | None:
+        """The newest snapshot sealed in this arena."""
+        sealed = [(r.lineage, r.iteration) for r in self._records() if r.state >= SlotState.SEALED]
+        return max(sealed, key=lambda snapshot: snapshot[1], default=None)
+
+    def begin(self, snapshot: SnapshotId, keep: SnapshotId | None, state_objects: Mapping[str, Any]) -> int:
+        """Start a snapshot at the boundary: volatile state and objects now, stepped state in the background.
+
+        ``keep`` is the newest snapshot known to be whole on all ranks; its slot is not touched. Returns the
+        slot.
+
+        Raises:
+            CaptureError: no slot is free, or the objects do not fit.
+            UnsupportedError: an object cannot be encoded.
+        """
+        if self.busy:
+            raise CaptureError("the copies of the previous snapshot have not ended")
+        encoded = objects.encode(dict(state_objects))
+        room = self.arena.image.objects
+        if len(encoded) > room.end - room.begin:
+            raise CaptureError(
+                f"objects need {len(encoded)} bytes, objects_mib gives {room.end - room.begin}; raise objects_mib"
+            )
+        slot = self._free_slot(keep)
+        control = self.arena.control
+        control.begin(slot)
+        self._flight, self._flying = None, (slot, snapshot)
+        self.arena.slot(slot)[room.begin : room.begin + len(encoded)] = encoded
+        control.set_objects(slot, len(encoded), xxhash.xxh3_64_intdigest(encoded))
+        self._copier.copy_now(self._tensors, self._volatile, self._slots[slot])
+        for copy in self._volatile:
+            control.set_chunk_hash(slot, copy.chunk, self.arena.hash_chunk(slot, copy.chunk))
+        self._flight = self._start(slot, snapshot)
+        return slot
+
+    def fence(self, timeout_secs: float) -> float:
+        """Before stepped state changes: make the snapshot safe or drop it; returns seconds waited.
+
+        Raises:
+            CaptureError: the snapshot was dropped; its slot is void.
+        """
+        if self._flight is None or self._flying is None:
+            return 0.0
+        begin = time.perf_counter()
+        flight = self._flight
+        safe = self._copier.fence(flight, timeout_secs)
+        waited = time.perf_counter() - begin
+        if not safe and flight.cancel():
+            self.arena.control.void(self._flying[0])
+            cause = f"copy failed: {flight.error!r}" if flight.error else f"copy not done after {timeout_secs} s"
+            raise CaptureError(f"snapshot of iteration {self._flying[1][1]} dropped: {cause}")
+        return waited
+
+    def settle(self, timeout_secs: float) -> SnapshotId | None:
+        """Wait for the host's knowledge that the copies are there; the newest sealed snapshot."""
+        if self._flight is not None:
+            self._flight.wait(timeout_secs)
+        return self.newest
+
+    def close(self) -> None:
+        """Stop copying; a snapshot under way is dropped."""
+        if self._flight is not None and self._flight.cancel() and self._flying is not None:
+            self.arena.control.void(self._flying[0])
+        self._copier.close()
+        self._slots.clear()
+
+    def _start(self, slot: int, snapshot: SnapshotId) -> Flight:
+        control, arena = self.arena.control, self.arena
+        flight = Flight(
+            self._stepped,
+            self._slots[slot],
+            landed=lambda chunk: control.set_chunk_hash(slot, chunk, arena.hash_chunk(slot, chunk)),
+            arrived=lambda: control.seal(slot, *snapshot),
+        )
+        self._copier.start(self._tensors, flight, self._windows)
+        return flight
+
+    def _free_slot(self, keep: SnapshotId | None) -> int:
+        """The slot to write: an empty one, otherwise the oldest that is not ``keep``."""
+        candidates = []
+        for index, record in enumerate(self._records()):
+            sealed = record.state >= SlotState.SEALED
+            if sealed and keep is not None and (record.lineage, record.iteration) == keep:
+                continue
+            candidates.append((record.iteration if sealed else -1, index))
+        if not candidates:
+            raise CaptureError("every slot holds a snapshot that must be kept")
+        return min(candidates)[1]
+
+    def _records(self) -> list[Any]:
+        return [self.arena.control.record(index) for index in range(self.arena.control.slots)]

@@ -1,0 +1,144 @@
+"""Collectives that ftckpt posts, all from the training thread, all with a deadline.
+
+They run on a gloo group of their own, over host memory: no device stream is touched, and no collective of
+the framework can come between.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, TypeVar, cast
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from ftckpt import errors
+
+T = TypeVar("T")
+Bytes = bytes | bytearray | memoryview
+
+
+class Group:
+    """All ranks of the job. ``timeout_secs`` bounds every call that waits for other ranks.
+
+    Collective: every rank constructs it, at the same point of its program.
+
+    Raises:
+        RuntimeError: from torch.distributed, when a peer is gone or the deadline passes.
+    """
+
+    def __init__(self, timeout_secs: float) -> None:
+        self.rank = dist.get_rank()
+        self.size = dist.get_world_size()
+        self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_secs))
+
+    def gather(self, data: Bytes) -> list[bytes]:
+        """Every rank's ``data``, in rank order."""
+        mine = torch.tensor([len(data)], dtype=torch.int64)
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
+        dist.all_gather(sizes, mine, group=self._group)
+        longest = max(int(size) for size in sizes)
+        if longest == 0:
+            return [b""] * self.size
+        padded = torch.zeros(longest, dtype=torch.uint8)
+        padded[: len(data)] = _tensor(data)
+        parts = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.size)]
+        dist.all_gather(parts, padded, group=self._group)
+        return [part[: int(size)].numpy().tobytes() for part, size in zip(parts, sizes, strict=True)]
+
+    def broadcast(self, data: bytes, source: int = 0) -> bytes:
+        """``data`` of rank ``source``; its length must be the same on all ranks."""
+        tensor = _tensor(data).clone()
+        dist.broadcast(tensor, src=source, group=self._group)
+        return tensor.numpy().tobytes()
+
+    def barrier(self) -> None:
+        """Return when every rank is here."""
+        self.gather(b"")
+
+    def send(self, data: torch.Tensor, to: int) -> None:
+        """Send a 1-D uint8 tensor; returns when it may be overwritten."""
+        dist.send(data, dst=to, group=self._group)
+
+    def receive(self, into: torch.Tensor, source: int) -> None:
+        """Fill a 1-D uint8 tensor with what ``source`` sends."""
+        dist.recv(into, src=source, group=self._group)
+
+    def start_minimum(self, values: Sequence[int]) -> tuple[Any, torch.Tensor]:
+        """Post an asynchronous element-wise MIN; returns the work and the tensor that will hold it."""
+        tensor = torch.tensor(list(values), dtype=torch.int64)
+        work = dist.all_reduce(tensor, op=dist.ReduceOp.MIN, group=self._group, async_op=True)
+        return work, tensor
+
+
+class Agreement:
+    """What all ranks know together, by one asynchronous MIN all-reduce per snapshot.
+
+    Each rank posts once per snapshot, whether it took it or not, so the n-th posts of all ranks belong
+    together. A rank posts the newest iteration that it has sealed and how willing it is to take the next
+    snapshot: ``GO``, ``SKIP`` (all skip it) or ``OFF`` (all turn ftckpt off).
+    """
+
+    GO, SKIP, OFF = 1, 0, -1
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+        self._pending: deque[tuple[Any, torch.Tensor]] = deque()
+
+    def post(self, newest: int, willing: int) -> None:
+        """Say what this rank has; never waits."""
+        self._pending.append(self._group.start_minimum((newest, willing)))
+
+    def read(self, timeout_secs: float) -> tuple[int, int] | None:
+        """(newest iteration sealed by all, least willing), or None when an answer is still missing.
+
+        An answer older than the last post is not given: slots may have been reused since, by ranks that
+        know more.
+        """
+        deadline = time.monotonic() + timeout_secs
+        answer = (-1, self.GO)
+        while self._pending:
+            work, tensor = self._pending[0]
+            try:
+                work.wait(timedelta(seconds=max(0.001, deadline - time.monotonic())))
+            except RuntimeError as error:
+                if "timed out" in str(error).lower():
+                    return None
+                raise
+            self._pending.popleft()
+            answer = (int(tensor[0]), int(tensor[1]))
+            if answer[1] == self.OFF:
+                break
+        return answer
+
+
+def _tensor(data: Bytes) -> torch.Tensor:
+    if len(data) == 0:
+        return torch.empty(0, dtype=torch.uint8)
+    return torch.from_numpy(np.frombuffer(data, dtype=np.uint8).copy())
+
+
+def together(group: Group, action: Callable[[], T]) -> T:
+    """Run ``action`` on every rank; when it fails on one, raise that error on all of them.
+
+    Collective. Only errors of ftckpt are shared; anything else ends its own rank.
+
+    Raises:
+        FtckptError: the error of the lowest failing rank, of the same class, naming the rank.
+    """
+    failure = ""
+    value: T | None = None
+    try:
+        value = action()
+    except errors.FtckptError as error:
+        failure = json.dumps([type(error).__name__, str(error)])
+    for rank, text in enumerate(group.gather(failure.encode())):
+        if text:
+            name, message = json.loads(text)
+            raise getattr(errors, name, errors.FtckptError)(f"rank {rank}: {message}")
+    return cast(T, value)

@@ -1,0 +1,166 @@
+"""One Megatron rank's training state, for ``ftckpt.Checkpointer``."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+from megatron.core.utils import unwrap_model
+
+from ftckpt.errors import CaptureError, UnsupportedError
+from ftckpt.megatron import optimizers
+from ftckpt.megatron.geometry import dtype_name, fragments, place_parameters
+from ftckpt.state.fragment import Box, Fragment
+from ftckpt.state.piece import Description, Piece
+
+
+class Stateful(Protocol):
+    """A user's own object, a data loader for example: state as numbers, texts, lists, dicts, tensors."""
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """The state."""
+
+    def load_state_dict(self, state: Any) -> Any:
+        """Take the state."""
+
+
+class MegatronState:
+    """Implements ``ftckpt.state.piece.TrainingState``.
+
+    Stepped: what the optimizers hold and step, and parameters that nothing steps (frozen). Volatile: module
+    buffers (router bias and token counts among them). Objects: RNG, the scheduler, hyperparameters, the
+    loss scaler and ``objects``.
+    """
+
+    def __init__(
+        self, model: Sequence[torch.nn.Module], optimizer: Any, scheduler: Stateful, objects: Mapping[str, Stateful]
+    ) -> None:
+        self._wrapped = list(model)
+        self._chunks = [unwrap_model(chunk) for chunk in model]
+        self._leaves = optimizers.leaf_optimizers(optimizer)
+        self._scheduler = scheduler
+        self._objects = dict(objects)
+        self._addresses: tuple[int, ...] = ()
+        self._rng: Mapping[str, Any] | None = None
+
+    def describe(self) -> Description:
+        """See TrainingState."""
+        _refuse_extra_state(self._chunks)
+        places = place_parameters(self._chunks)
+        stepped: list[Piece] = []
+        for leaf in self._leaves:
+            stepped += optimizers.pieces(leaf, places)
+        stepped += self._frozen(places)
+        volatile = tuple(self._buffers())
+        self._addresses = tuple(self._live_addresses())
+        return Description(tuple(stepped), volatile)
+
+    def save_objects(self) -> dict[str, Any]:
+        """See TrainingState.
+
+        Raises:
+            CaptureError: a tensor was replaced since ``describe``, so that copies would read dead memory.
+        """
+        if tuple(self._live_addresses()) != self._addresses:
+            raise CaptureError(
+                "optimizer state or buffers were replaced after training began (load_state_dict?); "
+                "attach ftckpt after the last load"
+            )
+        return {
+            "rng": save_rng(),
+            "optimizers": [optimizers.save_hyperparameters(leaf) for leaf in self._leaves],
+            "scheduler": self._scheduler.state_dict(),
+            "objects": {name: value.state_dict() for name, value in self._objects.items()},
+        }
+
+    def load_objects(self, objects: Mapping[str, Any]) -> None:
+        """See TrainingState."""
+        for leaf, saved in zip(self._leaves, objects["optimizers"], strict=True):
+            optimizers.load_hyperparameters(leaf, saved)
+        self._scheduler.load_state_dict(objects["scheduler"])
+        for name, value in self._objects.items():
+            value.load_state_dict(objects["objects"][name])
+        self._rng = objects["rng"]
+
+    def finish_load(self) -> None:
+        """Gather what other data-parallel ranks own of each parameter, then set RNG."""
+        for chunk in self._wrapped:
+            ddp_config = getattr(chunk, "ddp_config", None)
+            if ddp_config is not None and ddp_config.use_distributed_optimizer:
+                chunk.start_param_sync(force_sync=True)
+        self.set_rng()
+
+    def set_rng(self) -> None:
+        """Set RNG to what was loaded; again after anything that draws numbers before training begins."""
+        if self._rng is not None:
+            load_rng(self._rng)
+
+    def _frozen(self, places: optimizers.Places) -> Iterator[Piece]:
+        stepped: set[torch.nn.Parameter] = set()
+        for leaf in self._leaves:
+            stepped |= optimizers.stepped_parameters(leaf)
+        for parameter, placed in places.items():
+            if parameter in stepped:
+                continue
+            if parameter.requires_grad:
+                raise UnsupportedError(f"parameter {placed[0].key} needs gradients and no optimizer steps it")
+            for fragment, view in fragments(placed, "weight", parameter, 0):
+                yield Piece(fragment, view)
+
+    def _buffers(self) -> Iterator[Piece]:
+        for index, chunk in enumerate(self._chunks):
+            for module in chunk.modules():
+                if hasattr(module, "_maintain_float32_expert_bias"):
+                    module._maintain_float32_expert_bias()  # else its first forward would move the buffer
+            for name, buffer in chunk.named_buffers():
+                if not buffer.is_contiguous():
+                    raise UnsupportedError(f"buffer {name} of model chunk {index} is not contiguous")
+                shape = tuple(buffer.shape)
+                key = f"buffer/{index}.{name}"
+                whole = Fragment.whole(key, dtype_name(buffer, key), shape, Box((0,) * len(shape), shape))
+                yield Piece(whole, buffer.detach().view(-1))
+
+    def _live_addresses(self) -> Iterator[int]:
+        for leaf in self._leaves:
+            yield from optimizers.addresses(leaf)
+        for chunk in self._chunks:
+            yield from (tensor.data_ptr() for tensor in chunk.parameters())
+            yield from (tensor.data_ptr() for tensor in chunk.buffers())
+
+
+def save_rng() -> dict[str, Any]:
+    """State of every generator that training draws from: Python, NumPy, torch, device, Megatron's tracker."""
+    return {
+        "python": random.getstate(),
+        "numpy": np.random.get_state(),
+        "torch": torch.get_rng_state(),
+        "device": torch.cuda.get_rng_state(),
+        "tracker": dict(get_cuda_rng_tracker().get_states()),
+    }
+
+
+def load_rng(saved: Mapping[str, Any]) -> None:
+    """Inverse of ``save_rng``."""
+    random.setstate(saved["python"])
+    np.random.set_state(saved["numpy"])
+    torch.set_rng_state(saved["torch"])
+    torch.cuda.set_rng_state(saved["device"])
+    get_cuda_rng_tracker().set_states(dict(saved["tracker"]))
+
+
+def _refuse_extra_state(chunks: Sequence[torch.nn.Module]) -> None:
+    """Transformer Engine keeps FP8 scales there, pickled."""
+    for chunk in chunks:
+        for name, module in chunk.named_modules():
+            if type(module).get_extra_state is torch.nn.Module.get_extra_state:
+                continue
+            extra = module.get_extra_state()
+            size = extra.getbuffer().nbytes if hasattr(extra, "getbuffer") else getattr(extra, "numel", int)()
+            if extra is not None and size:
+                raise UnsupportedError(
+                    f"module {name} keeps extra state of {size} bytes (FP8 scales?), which ftckpt cannot save yet"
+                )

@@ -1,0 +1,151 @@
+"""Executes reads: from this node's arenas straight into live tensors, from other nodes by messages."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from ftckpt.arena.segment import Arena
+from ftckpt.comm import Group
+from ftckpt.restore.decide import Source
+from ftckpt.restore.plan import Read
+
+MESSAGE_BYTES = 16 << 20
+"""Upper bound of one message and of each side's extra memory."""
+
+Extent = tuple[int, int]
+"""File offset and number of bytes inside one slot."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """Where bytes go: a live 1-D tensor, seen from its byte ``start`` on."""
+
+    tensor: torch.Tensor
+    start: int
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """Bytes of one slot that one rank wants, in order; ``targets[i]`` takes ``extents[i]``."""
+
+    source: Source
+    reader: int
+    extents: tuple[Extent, ...]
+    targets: tuple[Target, ...]
+
+
+class OpenArenas:
+    """Arenas of this node, opened for reading once each; ``close`` unmaps them."""
+
+    def __init__(self, node_dir: Path) -> None:
+        self._node_dir = node_dir
+        self._open: dict[str, Arena] = {}
+
+    def get(self, name: str) -> Arena:
+        """The arena in directory ``name`` of this node."""
+        if name not in self._open:
+            self._open[name] = Arena.open(self._node_dir / name)
+        return self._open[name]
+
+    def close(self) -> None:
+        """Unmap all."""
+        for arena in self._open.values():
+            arena.close()
+        self._open.clear()
+
+
+def transfer(source: Source, reader: int, reads: Sequence[Read], needs: Sequence[torch.Tensor]) -> Transfer:
+    """Turn reads of one source into byte extents and the tensors that take them."""
+    extents: list[Extent] = []
+    targets: list[Target] = []
+    for read in reads:
+        item = read.have.fragment.item_bytes
+        for start, stop, numel in read.runs.tolist():
+            extents.append((read.have.offset + start * item, numel * item))
+            targets.append(Target(needs[read.need], stop * item))
+    return Transfer(source, reader, tuple(extents), tuple(targets))
+
+
+def execute(group: Group, transfers: Sequence[Transfer], arenas: OpenArenas) -> int:
+    """Perform all transfers of all ranks; returns the bytes this rank received from other nodes.
+
+    Collective. Messages are exchanged in one order that all ranks derive from the gathered requests, so
+    that each send meets its receive.
+    """
+    remote = [t for t in transfers if t.reader != group.rank]
+    for local in transfers:
+        if local.reader == group.rank:
+            _read_local(local, arenas.get(local.source.arena).slot(local.source.slot))
+    wanted = [{"reader": t.reader, "arena": t.source.arena, "slot": t.source.slot, "extents": t.extents} for t in remote]
+    received = 0
+    for asker, data in enumerate(group.gather(json.dumps(wanted).encode())):
+        requests = json.loads(data)
+        for index, request in enumerate(requests):
+            if asker == group.rank:
+                received += _receive(group, remote[index])
+            elif request["reader"] == group.rank:
+                slot = arenas.get(request["arena"]).slot(request["slot"])
+                _send(group, asker, slot, request["extents"])
+    return received
+
+
+def _read_local(local: Transfer, slot: memoryview) -> None:
+    whole = _bytes_of(slot)
+    for (offset, nbytes), target in zip(local.extents, local.targets, strict=True):
+        _put(target, 0, whole[offset : offset + nbytes])
+
+
+def _send(group: Group, to: int, slot: memoryview, extents: Sequence[Extent]) -> None:
+    whole = _bytes_of(slot)
+    for message in messages(extents):
+        parts = [whole[extents[i][0] + begin :][:nbytes] for i, begin, nbytes in message]
+        group.send(torch.cat(parts), to)
+
+
+def _receive(group: Group, remote: Transfer) -> int:
+    received = 0
+    for message in messages(remote.extents):
+        buffer = torch.empty(sum(nbytes for _, _, nbytes in message), dtype=torch.uint8)
+        group.receive(buffer, remote.reader)
+        position = 0
+        for index, begin, nbytes in message:
+            _put(remote.targets[index], begin, buffer[position : position + nbytes])
+            position += nbytes
+        received += position
+    return received
+
+
+def _bytes_of(slot: memoryview) -> torch.Tensor:
+    with warnings.catch_warnings():  # the mapping is read-only, and so is every use of this tensor
+        warnings.simplefilter("ignore", UserWarning)
+        return torch.frombuffer(slot, dtype=torch.uint8)
+
+
+def _put(target: Target, begin: int, data: torch.Tensor) -> None:
+    """Write bytes into a live tensor; typed views are used, so that copies to a device stay bytes."""
+    live = target.tensor.view(torch.uint8)
+    live[target.start + begin : target.start + begin + data.numel()].copy_(data)
+
+
+def messages(extents: Sequence[Extent]) -> Iterator[list[tuple[int, int, int]]]:
+    """Pack extents into messages of at most ``MESSAGE_BYTES``: (extent, begin in it, bytes)."""
+    message: list[tuple[int, int, int]] = []
+    room = MESSAGE_BYTES
+    for index, (_, nbytes) in enumerate(extents):
+        begin = 0
+        while begin < nbytes:
+            part = min(room, nbytes - begin)
+            message.append((index, begin, part))
+            begin += part
+            room -= part
+            if room == 0:
+                yield message
+                message, room = [], MESSAGE_BYTES
+    if message:
+        yield message

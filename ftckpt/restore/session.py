@@ -1,0 +1,230 @@
+"""A restart from memory, step by step: inventory → decide → verify → void → plan → load."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from ftckpt.arena.image import SlotImage
+from ftckpt.arena.segment import Arena, list_arenas
+from ftckpt.comm import Group, together
+from ftckpt.errors import ArenaError, LostError, MismatchError
+from ftckpt.events import Events
+from ftckpt.layout.replicas import private_key
+from ftckpt.layout.topology import Topology
+from ftckpt.restore.decide import Decision, Source, decide
+from ftckpt.restore.inventory import ArenaReport, take_inventory
+from ftckpt.restore.load import OpenArenas, Target, Transfer, execute, transfer
+from ftckpt.restore.plan import Have, Read, plan
+from ftckpt.state import objects
+from ftckpt.state.fragment import Fragment
+from ftckpt.state.manifest import Manifest
+from ftckpt.state.piece import Description, Piece, TrainingState
+
+
+@dataclass(frozen=True)
+class Held:
+    """A chosen slot: where it lies, the rank that reads it for other nodes, and what is in it."""
+
+    source: Source
+    reader: int
+    image: SlotImage
+    objects_used: int
+
+
+class Session:
+    """One restart. Every method is collective, called in the order in which they stand."""
+
+    def __init__(self, group: Group, topology: Topology, node_dir: Path, events: Events) -> None:
+        self._group = group
+        self._topology = topology
+        self._node_dir = node_dir
+        self._events = events
+        self._arenas = OpenArenas(node_dir)
+
+    def choose(self, on_lost: str) -> Decision | None:
+        """The newest snapshot that is whole and whose every byte was verified.
+
+        Raises:
+            LostError: snapshots were lost and ``on_lost`` is ``fail``.
+            MismatchError: the snapshots belong to another layout or version.
+        """
+        reports = self._inventory()
+        homes = {member.shard: member.node for member in self._topology.members}
+        bad: dict[Source, str] = {}
+        while True:
+            try:
+                decision = decide(reports, homes, self._topology.layout, bad)
+            except LostError as error:
+                if on_lost == "fail":
+                    raise
+                self._events.emit("lost", error=str(error))
+                return None
+            if decision is None:
+                return None
+            begin = time.perf_counter()
+            found = self._verify(decision)
+            if not found:
+                self._events.emit("verified", iteration=decision.iteration, secs=time.perf_counter() - begin)
+                self._tell_fallback(decision, bad)
+                return decision
+            bad.update(found)
+
+    def void_newer(self, decision: Decision | None) -> bytes:
+        """Make sure that no snapshot but older ones can ever be taken again; returns the new lineage."""
+        together(self._group, lambda: self._void(decision))
+        return self._group.broadcast(os.urandom(16))
+
+    def load(self, decision: Decision, state: TrainingState, described: Description) -> None:
+        """Bring tensors and objects of every rank to what they were at the snapshot's boundary.
+
+        Raises:
+            MismatchError: the snapshot is of another model.
+        """
+        held = self._gather_held(decision)
+        pieces = [*described.stepped, *described.volatile]
+        wanted = together(self._group, lambda: _needs(pieces, held.values(), self._topology.me.shard))
+        transfers = together(self._group, lambda: self._plan(held, wanted))
+        encoded, fetch = self._fetch_objects(held[self._topology.me.shard])
+        received = execute(self._group, [*transfers, fetch], self._arenas)
+        _derive(pieces, {id(piece) for piece, _ in wanted})
+        state.load_objects(objects.decode(encoded.numpy().tobytes()))
+        state.finish_load()
+        total = sum(nbytes for t in transfers for _, nbytes in t.extents)
+        self._events.emit("loaded", iteration=decision.iteration, read_bytes=total, received_bytes=received)
+
+    def close(self) -> None:
+        """Unmap the arenas that were read."""
+        self._arenas.close()
+
+    def _inventory(self) -> list[ArenaReport]:
+        leader = self._topology.is_node_leader
+        node = self._topology.me.node
+        mine = together(self._group, lambda: take_inventory(self._node_dir, node) if leader else [])
+        gathered = self._group.gather(json.dumps([report.to_json() for report in mine]).encode())
+        reports = [ArenaReport.from_json(value) for data in gathered for value in json.loads(data)]
+        for report in reports:
+            if report.problems:
+                self._events.emit("arena_problem", shard=report.shard, problems=report.problems)
+        return reports
+
+    def _reader(self, shard: str, source: Source) -> int:
+        """The rank that reads a source: the shard's own where it is on that node, otherwise spread."""
+        local = self._topology.ranks_on(source.node)
+        own = self._topology.rank_of[shard]
+        return own if own in local else local[self._topology.rank_of[shard] % len(local)]
+
+    def _verify(self, decision: Decision) -> dict[Source, str]:
+        found: list[list[object]] = []
+        for shard, source in decision.sources.items():
+            if self._reader(shard, source) != self._group.rank:
+                continue
+            try:
+                problems = self._arenas.get(source.arena).verify(source.slot)
+            except ArenaError as error:
+                problems = [str(error)]
+            if problems:
+                found.append([source.node, source.arena, source.slot, f"{shard}: {', '.join(problems[:3])}"])
+        gathered = self._group.gather(json.dumps(found).encode())
+        values = [value for data in gathered for value in json.loads(data)]
+        return {Source(node, arena, slot): text for node, arena, slot, text in values}
+
+    def _tell_fallback(self, decision: Decision, bad: Mapping[Source, str]) -> None:
+        if bad or decision.passed_over:
+            reasons = [*decision.passed_over, *bad.values()]
+            loud = "fallback" if bad else "passed_over"
+            self._events.emit(loud, iteration=decision.iteration, reasons=reasons)
+
+    def _void(self, decision: Decision | None) -> None:
+        if not self._topology.is_node_leader:
+            return
+        for path in list_arenas(self._node_dir):
+            try:
+                arena = Arena.open(path, writable=True)
+            except ArenaError:
+                continue
+            try:
+                for index in range(arena.control.slots):
+                    record = arena.control.record(index)
+                    if decision is None or record.iteration > decision.iteration:
+                        arena.control.void(index)
+            finally:
+                arena.close()
+
+    def _gather_held(self, decision: Decision) -> dict[str, Held]:
+        """What each chosen slot holds, told by the rank that reads it to all."""
+        readers = {shard: self._reader(shard, source) for shard, source in decision.sources.items()}
+        mine = []
+        for shard, source in decision.sources.items():
+            if readers[shard] == self._group.rank:
+                arena = self._arenas.get(source.arena)
+                used = arena.control.record(source.slot).objects_used
+                mine.append([shard, arena.manifest.encode().decode(), used])
+        held: dict[str, Held] = {}
+        for data in self._group.gather(json.dumps(mine).encode()):
+            for shard, manifest, used in json.loads(data):
+                image = SlotImage.of(Manifest.decode(manifest.encode()))
+                held[shard] = Held(decision.sources[shard], readers[shard], image, used)
+        return held
+
+    def _plan(self, held: Mapping[str, Held], wanted: Sequence[tuple[Piece, Fragment]]) -> list[Transfer]:
+        sources = list(held.values())
+        haves = [
+            Have(index, fragment, offset)
+            for index, source in enumerate(sources)
+            for fragment, offset in zip(source.image.manifest.fragments, source.image.offsets, strict=True)
+        ]
+        here = self._topology.me.node
+        reads = plan(haves, [need for _, need in wanted], lambda i: int(sources[i].source.node != here))
+        by_source: dict[int, list[Read]] = {}
+        for read in reads:
+            by_source.setdefault(read.have.source, []).append(read)
+        tensors = [piece.tensor for piece, _ in wanted]
+        return [
+            transfer(sources[index].source, self._reader_for_me(sources[index]), found, tensors)
+            for index, found in by_source.items()
+        ]
+
+    def _fetch_objects(self, mine: Held) -> tuple[torch.Tensor, Transfer]:
+        buffer = torch.empty(mine.objects_used, dtype=torch.uint8)
+        extent = (mine.image.objects.begin, mine.objects_used)
+        return buffer, Transfer(mine.source, self._reader_for_me(mine), (extent,), (Target(buffer, 0),))
+
+    def _reader_for_me(self, held: Held) -> int:
+        """A rank reads what lies on its own node by itself."""
+        return self._group.rank if held.source.node == self._topology.me.node else held.reader
+
+
+def _needs(pieces: Sequence[Piece], sources: Iterable[Held], shard: str) -> list[tuple[Piece, Fragment]]:
+    """What to read for each piece: its own private copy where replicas differed, otherwise the shared one.
+
+    A derived piece is read only if the snapshot holds it, that is, if the rule did not hold then.
+    """
+    held = {(f.key, f.dtype, f.global_shape) for held_by in sources for f in held_by.image.manifest.fragments}
+    wanted: list[tuple[Piece, Fragment]] = []
+    for piece in pieces:
+        fragment = piece.fragment
+        own = fragment.with_key(private_key(fragment.key, shard))
+        if (own.key, own.dtype, own.global_shape) in held:
+            wanted.append((piece, own))
+        elif (fragment.key, fragment.dtype, fragment.global_shape) in held:
+            wanted.append((piece, fragment))
+        elif piece.derived_from is None:
+            raise MismatchError(
+                f"the snapshot is of another model: it has no {fragment.key} of type {fragment.dtype} and shape "
+                f"{list(fragment.global_shape)}; start the model it was taken from, or remove it with "
+                "'ftckpt clean JOB'"
+            )
+    return wanted
+
+
+def _derive(pieces: Sequence[Piece], read: set[int]) -> None:
+    for piece in pieces:
+        if piece.derived_from is not None and id(piece) not in read:
+            piece.tensor.copy_(piece.derived_from)

@@ -1,0 +1,58 @@
+"""Live training state as an integration describes it: fragments with the memory that holds them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from ftckpt.state.fragment import Fragment
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One fragment and the live memory of its elements.
+
+    ``tensor`` is 1-D, contiguous, on any device, and stays at its address for the whole job; it belongs to
+    the trainer. ``derived_from``, where given, is a tensor of as many elements from which ``tensor`` is
+    believed to be the round-to-nearest cast; it is believed only as long as the bytes agree.
+    """
+
+    fragment: Fragment
+    tensor: torch.Tensor
+    derived_from: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Description:
+    """All tensors of one rank: ``stepped`` ones change only inside the optimizer step, ``volatile`` ones
+    anywhere."""
+
+    stepped: tuple[Piece, ...]
+    volatile: tuple[Piece, ...]
+
+
+class TrainingState(Protocol):
+    """What a framework integration gives. All calls come from the training thread.
+
+    Order: ``describe`` once; after a restart ``load_objects``, then, with every described tensor in place,
+    ``finish_load``; ``save_objects`` at each boundary.
+    """
+
+    def describe(self) -> Description:
+        """Every tensor that must be saved, with optimizer state already allocated.
+
+        Raises UnsupportedError naming what is neither stepped nor volatile.
+        """
+
+    def save_objects(self) -> Mapping[str, Any]:
+        """RNG, counters, schedulers and users' objects, as ``objects.encode`` takes them."""
+
+    def load_objects(self, objects: Mapping[str, Any]) -> None:
+        """Inverse of ``save_objects``."""
+
+    def finish_load(self) -> None:
+        """Spread what each rank loaded to where replicas and views expect it, then set RNG."""

@@ -1,0 +1,168 @@
+"""`torch.distributed` over gloo, for code that was written for NCCL."""
+
+from __future__ import annotations
+
+import functools
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+# Deeper than any schedule leaves sends unfinished.
+_MAX_PENDING_SENDS = 64
+_pending_sends: deque[Any] = deque()
+
+
+def install_distributed() -> None:
+    _replace(c10d, init_process_group=_init_process_group, new_group=_new_group, barrier=_barrier)
+    _replace(c10d, isend=_isend, all_to_all_single=_all_to_all_single)
+    _replace(c10d, all_gather=_all_gather, reduce_scatter=_reduce_scatter)
+    # The coalescing manager compares with c10d's own name for it, which stays as it is.
+    dist.all_reduce = _all_reduce(dist.all_reduce)
+
+
+def _replace(home: Any, **wrappers: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    for name, wrap in wrappers.items():
+        wrapped = wrap(getattr(home, name))
+        setattr(home, name, wrapped)
+        setattr(dist, name, wrapped)
+
+
+def _backend(name: str | None) -> str | None:
+    """gloo for anything that names nccl, such as "nccl" or "cpu:gloo,cuda:nccl"."""
+    return "gloo" if name is not None and "nccl" in name else name
+
+
+def _init_process_group(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def init_process_group(backend: str | None = None, *args: Any, **kwargs: Any) -> None:
+        # Options (streams, channels) and the device are NCCL's, here and below.
+        kwargs.pop("device_id", None)
+        kwargs.pop("pg_options", None)
+        original(_backend(backend) or "gloo", *args, **kwargs)
+
+    return init_process_group
+
+
+def _new_group(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def new_group(
+        ranks: Any = None,
+        timeout: Any = None,
+        backend: str | None = None,
+        pg_options: Any = None,
+        use_local_synchronization: bool = False,
+        group_desc: str | None = None,
+        device_id: Any = None,
+    ) -> Any:
+        return original(ranks, timeout, _backend(backend), None, use_local_synchronization, group_desc)
+
+    return new_group
+
+
+def _barrier(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def barrier(group: Any = None, async_op: bool = False, device_ids: Any = None) -> Any:
+        return original(group, async_op)
+
+    return barrier
+
+
+def _isend(original: Callable[..., Any]) -> Callable[..., Any]:
+    """A send that outlives its tensor, as one on a CUDA stream does.
+
+    The pipeline schedules free the storage of a tensor (`tensor.data = ...`) and forget the handle while
+    the send may be under way: an alias keeps the storage, and the queue keeps the handle.
+    """
+
+    @functools.wraps(original)
+    def isend(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        alias = tensor.detach()
+        work = original(alias, *args, **kwargs)
+        _pending_sends.append((work, alias))
+        if len(_pending_sends) > _MAX_PENDING_SENDS:
+            _pending_sends.popleft()
+        return work
+
+    return isend
+
+
+def _all_to_all_single(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Megatron's MoE copies split sizes from the device into lists, but leaves CPU tensors alone."""
+
+    def as_list(sizes: Any) -> Any:
+        return sizes.tolist() if isinstance(sizes, torch.Tensor) else sizes
+
+    @functools.wraps(original)
+    def all_to_all_single(
+        output: torch.Tensor,
+        input: torch.Tensor,
+        output_split_sizes: Any = None,
+        input_split_sizes: Any = None,
+        group: Any = None,
+        async_op: bool = False,
+    ) -> Any:
+        return original(output, input, as_list(output_split_sizes), as_list(input_split_sizes), group, async_op)
+
+    return all_to_all_single
+
+
+def _even(tensors: Sequence[torch.Tensor]) -> bool:
+    return all(tensor.shape == tensors[0].shape for tensor in tensors)
+
+
+def _all_gather(original: Callable[..., Any]) -> Callable[..., Any]:
+    """With parts of different sizes, which NCCL also turns into broadcasts (experts with TP)."""
+
+    @functools.wraps(original)
+    def all_gather(
+        tensor_list: list[torch.Tensor], tensor: torch.Tensor, group: Any = None, async_op: bool = False
+    ) -> Any:
+        if async_op or _even(tensor_list):
+            return original(tensor_list, tensor, group, async_op)
+        tensor_list[dist.get_rank(group)].copy_(tensor)
+        for rank, part in zip(dist.get_process_group_ranks(group), tensor_list, strict=True):
+            dist.broadcast(part, rank, group=group)
+        return None
+
+    return all_gather
+
+
+def _reduce_scatter(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def reduce_scatter(
+        output: torch.Tensor,
+        input_list: list[torch.Tensor],
+        op: Any = dist.ReduceOp.SUM,
+        group: Any = None,
+        async_op: bool = False,
+    ) -> Any:
+        if async_op or _even(input_list):
+            return original(output, input_list, op, group, async_op)
+        for rank, part in zip(dist.get_process_group_ranks(group), input_list, strict=True):
+            # A reduction leaves rubbish in the other ranks' buffers.
+            total = part.contiguous().clone()
+            dist.reduce(total, rank, op, group=group)
+            if rank == dist.get_rank():
+                output.copy_(total)
+        return None
+
+    return reduce_scatter
+
+
+def _all_reduce(original: Callable[..., Any]) -> Callable[..., Any]:
+    """gloo has no average: dividing first also serves asynchronous and coalesced calls."""
+
+    @functools.wraps(original)
+    def all_reduce(
+        tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False
+    ) -> Any:
+        if op == dist.ReduceOp.AVG:
+            tensor.div_(dist.get_world_size(group))
+            op = dist.ReduceOp.SUM
+        return original(tensor, op, group, async_op)
+
+    return all_reduce

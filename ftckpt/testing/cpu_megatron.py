@@ -1,0 +1,110 @@
+"""The details of Megatron's modules that fail without a GPU, fixed as those modules are imported."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import logging
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from types import ModuleType
+from typing import Any
+
+_Around = Callable[[], AbstractContextManager[None]]
+_After = Callable[[ModuleType], None]
+
+
+def install_megatron() -> None:
+    _on_import("megatron.core.transformer.moe.moe_utils", after=_bind_router_gemm)
+    _on_import("megatron.core.tensor_parallel.random", after=_drop_rng_warning)
+    _on_import("megatron.core.transformer.custom_layers.batch_invariant_kernels", around=_import_without_triton)
+    _on_import("megatron.legacy.fused_kernels", after=_load_no_kernels)
+
+
+def _bind_router_gemm(moe_utils: ModuleType) -> None:
+    # Without Transformer Engine 0.16.1 never binds this name and then compares it with None.
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None  # type: ignore[attr-defined]
+
+
+def _load_no_kernels(fused_kernels: ModuleType) -> None:
+    # It asks nvcc for its version and then builds nothing.
+    fused_kernels.load = lambda _args: None  # type: ignore[attr-defined]
+
+
+def _drop_rng_warning(random: ModuleType) -> None:
+    # Forking the device generator warns when the CPU generator moved: here they are the same.
+    def keep(record: logging.LogRecord) -> bool:
+        return not record.getMessage().startswith("CPU RNG state changed within GPU RNG context")
+
+    logging.getLogger(random.__name__).addFilter(keep)
+
+
+class _Decorator:
+    """Stands for anything in triton: decorators return their function, the rest is never called."""
+
+    def __getattr__(self, _name: str) -> _Decorator:
+        return self
+
+    def __call__(self, *args: Any, **_kwargs: Any) -> Any:
+        return args[0] if args else self
+
+
+@contextlib.contextmanager
+def _import_without_triton() -> Iterator[None]:
+    # Megatron-LM imports this module, and the module defines triton kernels, even if none is used.
+    # triton goes away again: others take its presence for a sign that it works.
+    if importlib.util.find_spec("triton") is not None:
+        yield
+        return
+    triton, language = ModuleType("triton"), ModuleType("triton.language")
+    triton.language = language  # type: ignore[attr-defined]
+    for module in (triton, language):
+        module.__getattr__ = lambda _name: _Decorator()  # type: ignore[method-assign]
+    sys.modules.update({"triton": triton, "triton.language": language})
+    try:
+        yield
+    finally:
+        del sys.modules["triton"], sys.modules["triton.language"]
+
+
+def _on_import(
+    name: str, around: _Around = contextlib.nullcontext, after: _After = lambda _module: None
+) -> None:
+    """Runs the module's code inside `around()` and then `after(module)`, at once if it is loaded."""
+    module = sys.modules.get(name)
+    if module is not None:
+        after(module)
+    else:
+        sys.meta_path.insert(0, _ImportHook(name, around, after))
+
+
+class _ImportHook(importlib.abc.MetaPathFinder):
+    """Lets the other finders find the module and wraps its execution."""
+
+    def __init__(self, name: str, around: _Around, after: _After) -> None:
+        self._name = name
+        self._around = around
+        self._after = after
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname != self._name:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(fullname)
+        if spec is None or spec.loader is None:
+            return spec
+        execute = spec.loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            with self._around():
+                execute(module)
+            self._after(module)
+
+        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec

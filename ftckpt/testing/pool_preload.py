@@ -1,0 +1,28 @@
+"""Imported once by the fork server: what every rank would otherwise import for itself."""
+
+import importlib
+import importlib.util
+import warnings
+
+import torch
+import torch.distributed
+
+_OPTIONAL = (
+    "pytest",
+    "megatron.core.distributed",
+    "megatron.core.dist_checkpointing",
+    "megatron.core.models.gpt",
+    "megatron.core.models.gpt.gpt_layer_specs",
+    "megatron.core.optimizer",
+    "megatron.core.optimizer_param_scheduler",
+    "megatron.core.pipeline_parallel",
+    "megatron.core.tensor_parallel.random",
+    "megatron.core.transformer.moe.moe_utils",
+)
+
+torch.set_num_threads(1)
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    for name in _OPTIONAL:
+        if importlib.util.find_spec(name.partition(".")[0]) is not None:
+            importlib.import_module(name)

@@ -1,0 +1,189 @@
+"""Real torchrun: workers kill themselves with SIGKILL, the job comes back and finishes its all-reduces."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import ftckpt
+
+pytestmark = pytest.mark.faults
+
+DEADLINE_SECS = 90.0
+
+# A fault (rank, step) fires once, in the order given: the file it leaves tells the following attempts, and
+# the test, that it did.
+WORKER = """
+import json, os, pathlib, signal, sys, time
+import torch, torch.distributed as dist
+from ftckpt.elastic.rendezvous import isolate_attempts
+
+def log(**fields):
+    with open(here / f"rank{rank}.jsonl", "a") as out:
+        out.write(json.dumps({"time": time.time(), **fields}) + "\\n")
+
+def fault_due(step):
+    for number, (victim, at) in enumerate(faults):
+        fired = here / f"fired{number}"
+        if not fired.exists():
+            if (victim, at) == (rank, step):
+                fired.touch()
+                return True
+            return False
+    return False
+
+here, faults, rank = pathlib.Path(sys.argv[1]), json.loads(sys.argv[2]), int(os.environ["RANK"])
+done = isolate_attempts(timeout_secs=60) if sys.argv[3] == "isolate" else "not isolated"
+log(event="start", done=done)
+dist.init_process_group("gloo", init_method="env://")
+world = dist.get_world_size()
+for step in range(4):
+    if fault_due(step):
+        log(event="die", step=step)
+        os.kill(os.getpid(), signal.SIGKILL)
+    total = torch.tensor([rank + 1.0])
+    dist.all_reduce(total)
+    assert total.item() == world * (world + 1) / 2
+    log(event="step", step=step)
+dist.barrier()
+log(event="done", world=world)
+dist.destroy_process_group()
+"""
+
+
+@dataclass
+class Job:
+    """The agents of one job, and the directory its workers write to."""
+
+    here: Path
+    agents: list[subprocess.Popen[bytes]] = field(default_factory=list)
+
+    def start(self, *flags: str, faults: list[tuple[int, int]], isolate: bool = True, **env: str) -> None:
+        script = self.here / "worker.py"
+        script.write_text(WORKER)
+        root = str(Path(ftckpt.__file__).parent.parent)
+        common = ("--max-restarts", "3", "--monitor-interval", "0.1")
+        command = [sys.executable, "-m", "torch.distributed.run", *common, *flags]
+        arguments = [str(script), str(self.here), json.dumps(faults), "isolate" if isolate else "plain"]
+        clean = {key: value for key, value in os.environ.items() if not key.startswith(("TORCH", "PET_"))}
+        clean |= {"PYTHONPATH": root, "OMP_NUM_THREADS": "1", **env}
+        with open(self.here / f"agent{len(self.agents)}.log", "wb") as out:
+            agent = subprocess.Popen([*command, *arguments], env=clean, stdout=out, stderr=out)
+        self.agents.append(agent)
+
+    def wait(self) -> None:
+        """Until all agents have ended well.
+
+        :raises AssertionError: one failed, or not all ended in time; the text has the ends of their logs.
+        """
+        deadline = time.monotonic() + DEADLINE_SECS
+        while any(agent.poll() is None for agent in self.agents) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        codes = [agent.poll() for agent in self.agents]
+        logs = [path.read_text()[-3000:] for path in sorted(self.here.glob("agent*.log"))]
+        assert codes == [0] * len(codes), f"agents ended with {codes}\n" + "\n".join(logs)
+
+    def log(self, rank: int) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (self.here / f"rank{rank}.jsonl").read_text().splitlines()]
+
+    def stop(self) -> None:
+        """Kill what is left: agents first, so that they start nothing anew, then the workers they orphan."""
+        for agent in self.agents:
+            agent.kill()
+            agent.wait()
+        for pid in workers_of(self.here / "worker.py"):
+            os.kill(pid, signal.SIGKILL)
+
+
+def workers_of(script: Path) -> list[int]:
+    """The processes that run ``script``, which lies in a directory that only this test has."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if os.fsencode(script) in (entry / "cmdline").read_bytes().split(b"\0"):
+                found.append(int(entry.name))
+    return found
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[Job]:
+    started = Job(tmp_path)
+    yield started
+    started.stop()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def check_finished(job: Job, world: int, num_faults: int) -> None:
+    """Every fault fired, every rank finished, and all ranks of the last attempt had one name that was new."""
+    assert [(job.here / f"fired{number}").exists() for number in range(num_faults)] == [True] * num_faults
+    logs = [job.log(rank) for rank in range(world)]
+    assert [log[-1].get("world") for log in logs] == [world] * world
+    names = [[line["done"] for line in log if line["event"] == "start"] for log in logs]
+    assert len({name[-1] for name in names}) == 1
+    assert len(set(names[0])) == num_faults + 1
+
+
+def test_standalone(job: Job) -> None:
+    job.start("--standalone", "--nproc-per-node", "2", faults=[(1, 1), (0, 2)])
+    job.wait()
+    check_finished(job, world=2, num_faults=2)
+
+
+def test_two_c10d_agents(job: Job) -> None:
+    endpoint = f"127.0.0.1:{free_port()}"
+    for node in ("a", "b"):
+        job.start(
+            *("--nnodes", "2", "--nproc-per-node", "2", "--rdzv-backend", "c10d", "--rdzv-id", "two"),
+            *("--rdzv-endpoint", endpoint, "--rdzv-conf", "last_call_timeout=1,join_timeout=60"),
+            faults=[(3, 1), (0, 2)],
+            FTCKPT_NODE=node,
+        )
+    job.wait()
+    check_finished(job, world=4, num_faults=2)
+
+
+def test_static(job: Job) -> None:
+    job.start(
+        *("--rdzv-backend", "static", "--nnodes", "1", "--node-rank", "0", "--nproc-per-node", "2"),
+        *("--master-addr", "127.0.0.1", "--master-port", str(free_port())),
+        faults=[(0, 1)],
+    )
+    job.wait()
+    check_finished(job, world=2, num_faults=1)
+
+
+def test_c10d_through_a_file(job: Job) -> None:
+    job.start(
+        *("--nnodes", "1", "--nproc-per-node", "2", "--rdzv-backend", "c10d", "--rdzv-id", "file"),
+        *("--rdzv-endpoint", str(job.here / "rendezvous"), "--rdzv-conf", "store_type=file"),
+        faults=[(1, 1)],
+    )
+    job.wait()
+    check_finished(job, world=2, num_faults=1)
+
+
+def test_a_private_store_needs_nothing(job: Job) -> None:
+    job.start(
+        *("--standalone", "--nproc-per-node", "2"), faults=[(1, 1)], TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1"
+    )
+    job.wait()
+    starts = [line["done"] for line in job.log(0) if line["event"] == "start"]
+    assert len(starts) == 2
+    assert all("nothing to isolate" in done for done in starts)

@@ -1,0 +1,249 @@
+"""Locks, the directories of arenas, and cleaning by the name of the job."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from ftckpt.arena.locks import FileLock
+from ftckpt.arena.segment import (
+    Arena,
+    JobLock,
+    clean_job,
+    list_arenas,
+    node_directory,
+    remove_job_if_empty,
+)
+from ftckpt.errors import ArenaError
+from ftckpt.state.fragment import Box, Fragment
+from ftckpt.state.manifest import Manifest
+
+REPOSITORY = Path(__file__).parents[2]
+WEIGHTS = Fragment.whole("w", "F32", (3000,), Box((0,), (3000,)))
+
+
+def manifest_of(tp: int) -> Manifest:
+    return Manifest({"tp": tp}, {"tp": 2}, (WEIGHTS,), (), 100, 8192)
+
+
+@pytest.fixture
+def root() -> Iterator[Path]:
+    path = Path(tempfile.mkdtemp(prefix="ftckpt-test-locks-", dir="/dev/shm"))
+    yield path
+    shutil.rmtree(path)
+
+
+@contextmanager
+def holder(code: str, *arguments: object) -> Iterator[subprocess.Popen[str]]:
+    """A process that runs ``code``, says so, and waits until it is killed."""
+    code = f"import sys\nfrom pathlib import Path\n{code}\nprint('ready', flush=True)\nsys.stdin.read()"
+    command = [sys.executable, "-c", code, *map(str, arguments)]
+    process = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=REPOSITORY
+    )
+    try:
+        assert process.stdout is not None and process.stdout.readline() == "ready\n"
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+LOCK_FILE = """
+from ftckpt.arena.locks import FileLock
+lock = FileLock(Path(sys.argv[1]), 0, 'x', 'y')
+"""
+LOCK_ARENA = """
+from ftckpt.arena.segment import Arena
+arena = Arena.open(Path(sys.argv[1]), writable=True)
+arena.lock(0)
+"""
+LOCK_JOB = """
+from ftckpt.arena.segment import JobLock
+lock = JobLock(Path(sys.argv[1]), 0)
+"""
+
+
+def test_a_live_holder_is_named_and_a_dead_one_forgotten(root: Path) -> None:
+    arena = Arena.create(node_directory(root, "job", "node"), manifest_of(0), 2)
+    with holder(LOCK_ARENA, arena.path) as process:
+        begin = time.monotonic()
+        with pytest.raises(
+            ArenaError, match=rf"arena tp0\.\w+ is held by process {process.pid}; wait for it"
+        ):
+            arena.lock(0.3)
+        assert 0.3 <= time.monotonic() - begin < 5
+        os.kill(process.pid, signal.SIGKILL)
+        arena.lock(5)
+    arena.close()
+
+
+def test_waiting_ends_when_the_holder_does(root: Path) -> None:
+    with holder(LOCK_FILE, root / "lock") as process:
+        os.kill(process.pid, signal.SIGSTOP)
+        subprocess.Popen(["sh", "-c", f"sleep 0.3; kill -9 {process.pid}"]).wait()
+        FileLock(root / "lock", 10, "a", "b").release()
+
+
+def test_a_forked_worker_does_not_keep_the_lock(root: Path) -> None:
+    fork = LOCK_FILE + "\nimport os\npid = os.fork()\nif pid == 0:\n    import time; time.sleep(60)\n"
+    fork += "Path(sys.argv[2]).write_text(str(pid))"
+    with holder(fork, root / "lock", root / "worker") as process:
+        worker = int((root / "worker").read_text())
+        try:
+            with pytest.raises(ArenaError, match=f"process {process.pid}"):
+                FileLock(root / "lock", 0, "a", "b")
+            os.kill(process.pid, signal.SIGKILL)
+            FileLock(root / "lock", 5, "a", "b").release()
+            os.kill(worker, 0)
+        finally:
+            os.kill(worker, signal.SIGKILL)
+
+
+def test_a_second_lock_in_one_process_is_refused_and_does_not_drop_the_first(root: Path) -> None:
+    with FileLock(root / "lock", 0, "a", "b"):
+        with pytest.raises(ArenaError, match=r"held by this process \(pid \d+\)"):
+            FileLock(root / "lock", 60, "a", "b")
+        code = (
+            LOCK_FILE.replace("lock = ", "try:\n    ").rstrip() + "\nexcept Exception as error: print(error)"
+        )
+        told = subprocess.run(
+            [sys.executable, "-c", f"import sys\nfrom pathlib import Path\n{code}", root / "lock"],
+            cwd=REPOSITORY, capture_output=True, text=True, check=True,
+        )  # fmt: skip
+        assert f"held by process {os.getpid()}" in told.stdout
+    FileLock(root / "lock", 0, "a", "b").release()
+
+
+def test_opening_and_closing_another_arena_object_keeps_the_lock(root: Path) -> None:
+    arena = Arena.create(node_directory(root, "job", "node"), manifest_of(0), 2)
+    arena.lock(0)
+    Arena.open(arena.path).close()
+    with holder("import fcntl\nfile = open(sys.argv[1], 'r+b')\n"
+                "try:\n    fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)\n"
+                "except OSError:\n    pass\nelse:\n    sys.exit('not locked')", arena.path / "lock"):  # fmt: skip
+        pass
+    arena.unlock()
+    arena.unlock()
+    arena.lock(0)
+    arena.close()
+
+
+def test_a_lock_file_that_was_removed_protects_nothing(root: Path) -> None:
+    with FileLock(root / "lock", 0, "a", "b"):
+        (root / "lock").unlink()
+        with FileLock(root / "lock", 0, "a", "b"):
+            assert (root / "lock").exists()
+
+
+def test_the_job_lock_tells_who_runs(root: Path) -> None:
+    node_dir = node_directory(root, "train7", "node")
+    with holder(LOCK_JOB, node_dir) as process:
+        with pytest.raises(
+            ArenaError, match=rf"'train7' runs on this node: .*process {process.pid}; .*--ftckpt-job"
+        ):
+            JobLock(node_dir, 0.1)
+        assert not remove_job_if_empty(root, "train7", "node")
+        assert node_dir.exists()
+    JobLock(node_dir, 5).release()
+
+
+def test_an_ended_job_leaves_nothing(root: Path) -> None:
+    node_dir = node_directory(root, "job", "node")
+    lock = JobLock(node_dir, 0)
+    arena = Arena.create(node_dir, manifest_of(0), 2)
+    arena.lock(0)
+    assert not remove_job_if_empty(root, "job", "node")
+    arena.remove()
+    assert remove_job_if_empty(root, "job", "node")
+    lock.release()
+    assert list(root.iterdir()) == []
+    assert remove_job_if_empty(root, "job", "node")
+    with JobLock(node_dir, 0):  # the next attempt begins from nothing
+        assert node_dir.stat().st_mode & 0o777 == 0o700
+
+
+def test_another_node_keeps_its_part(root: Path) -> None:
+    node_directory(root, "job", "a")
+    other = node_directory(root, "job", "b")
+    assert remove_job_if_empty(root, "job", "a")
+    assert other.exists()
+
+
+def test_clean_refuses_a_live_job_then_takes_all(root: Path) -> None:
+    node_dir = node_directory(root, "job", "node")
+    paths = []
+    for tp in range(2):
+        arena = Arena.create(node_dir, manifest_of(tp), 2)
+        arena.close()
+        paths.append(arena.path)
+    (node_dir / ".tp3.00000000.new-77").mkdir()
+    keep = node_directory(root, "job2", "node")
+    for code, path in ((LOCK_JOB, node_dir), (LOCK_ARENA, paths[1])):
+        with holder(code, path) as process:
+            with pytest.raises(ArenaError, match=f"process {process.pid}"):
+                clean_job(root, "job")
+            assert list_arenas(node_dir) == paths
+    assert clean_job(root, "job") == paths
+    assert list(root.iterdir()) == [keep.parent]
+    assert clean_job(root, "job") == []
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "a/b", "-x", "a b", "x" * 300])
+def test_names_that_could_leave_the_root(root: Path, name: str) -> None:
+    for call in (
+        lambda: node_directory(root, name, "node"),
+        lambda: node_directory(root, "job", name),
+        lambda: clean_job(root, name),
+        lambda: remove_job_if_empty(root, "job", name),
+    ):
+        with pytest.raises(ArenaError, match="is not a name"):
+            call()
+
+
+def test_a_link_in_place_of_the_job(root: Path) -> None:
+    (root / "elsewhere").mkdir()
+    (root / "ftckpt-job").symlink_to(root / "elsewhere")
+    (root / "ftckpt-gone").symlink_to(root / "nowhere")
+    (root / "ftckpt-file").write_text("")
+    for job, text in (("job", "symbolic link"), ("gone", "symbolic link"), ("file", "not a directory")):
+        with pytest.raises(ArenaError, match=text):
+            node_directory(root, job, "node")
+        with pytest.raises(ArenaError, match=text):
+            clean_job(root, job)
+    assert (root / "elsewhere").exists()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a directory away")
+def test_what_belongs_to_another_user_is_left_alone(root: Path) -> None:
+    node_dir = node_directory(root, "job", "node")
+    arena = Arena.create(node_dir, manifest_of(0), 2)
+    arena.close()
+    os.chown(arena.path, 12345, -1)
+    with pytest.raises(ArenaError, match=r"belongs to uid 12345, not to .*--ftckpt-job"):
+        Arena.open(arena.path)
+    for path in (node_dir, node_dir.parent):
+        os.chown(path, 12345, -1)
+        with pytest.raises(ArenaError, match="belongs to uid 12345"):
+            node_directory(root, "job", "node")
+        with pytest.raises(ArenaError, match="belongs to uid 12345"):
+            clean_job(root, "job")
+    assert list_arenas(node_dir) == [arena.path]
+
+
+def test_an_unwritable_root(tmp_path: Path) -> None:
+    with pytest.raises(ArenaError, match=re.escape("name a writable tmpfs with --ftckpt-arena")):
+        node_directory(tmp_path / "missing", "job", "node")
+    with pytest.raises(ArenaError, match="cannot be created"):
+        node_directory(Path("/proc"), "job", "node")

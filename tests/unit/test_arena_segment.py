@@ -1,0 +1,350 @@
+"""Arenas on a tmpfs: create, reopen, damage, remove; and nothing left behind."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import stat
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import xxhash
+from safetensors import safe_open
+
+from ftckpt.arena.control import SlotState
+from ftckpt.arena.segment import Arena, arena_path, list_arenas, node_directory
+from ftckpt.errors import ArenaError, CorruptError, MemoryBudgetError, MismatchError
+from ftckpt.state.fragment import Box, Fragment
+from ftckpt.state.manifest import Manifest
+
+WEIGHTS = Fragment.whole("w", "F32", (64, 100), Box((0, 0), (64, 100)))
+FLAT = Fragment("m", "BF16", (64, 100), Box((0, 0), (64, 100)), 100, 2100)
+RNG = Fragment.whole("rng", "U8", (816,), Box((0,), (816,)))
+MANIFEST = Manifest({"tp": 0, "pp": 0}, {"tp": 1}, (WEIGHTS, FLAT), (RNG,), 5000, 8192)
+LINEAGE = b"l" * 16
+
+
+@pytest.fixture
+def node_dir() -> Iterator[Path]:
+    root = Path(tempfile.mkdtemp(prefix="ftckpt-test-segment-", dir="/dev/shm"))
+    yield node_directory(root, "job", "node")
+    shutil.rmtree(root)
+
+
+def pattern(arena: Arena, iteration: int) -> bytes:
+    spans = (arena.image.stepped, arena.image.volatile)
+    return np.random.default_rng(iteration).bytes(sum(span.nbytes for span in spans))
+
+
+def write(arena: Arena, slot: int, iteration: int, objects: bytes = b"objects") -> None:
+    arena.control.begin(slot)
+    image, data = arena.image, pattern(arena, iteration)
+    with arena.slot(slot) as view:
+        view[image.stepped.begin : image.stepped.end] = data[: image.stepped.nbytes]
+        view[image.volatile.begin : image.volatile.end] = data[image.stepped.nbytes :]
+        view[image.objects.begin : image.objects.begin + len(objects)] = objects
+    for chunk in range(len(image.chunks)):
+        arena.control.set_chunk_hash(slot, chunk, arena.hash_chunk(slot, chunk))
+    arena.control.set_objects(slot, len(objects), xxhash.xxh3_64_intdigest(objects))
+    arena.control.seal(slot, LINEAGE, iteration)
+
+
+def flip(path: Path, at: int, bit: int = 0) -> None:
+    with open(path, "r+b") as file:
+        file.seek(at)
+        value = file.read(1)[0]
+        file.seek(at)
+        file.write(bytes([value ^ 1 << bit]))
+
+
+def test_create_write_reopen(node_dir: Path) -> None:
+    arena = Arena.create(node_dir, MANIFEST, 2)
+    assert list_arenas(node_dir) == [arena.path] == [arena_path(node_dir, MANIFEST)]
+    write(arena, 1, 7)
+    arena.close()
+    for writable in (False, True):
+        again = Arena.open(arena.path, writable)
+        assert again.manifest == MANIFEST
+        assert [again.control.record(slot).state for slot in range(2)] == [SlotState.EMPTY, SlotState.SEALED]
+        assert again.verify(1) == [] and again.verify(0) == ["record"]
+        assert bytes(again.read_objects(1)) == b"objects"
+        assert again.slot(1).readonly is not writable
+        again.close()
+
+
+def test_modes_and_sizes(node_dir: Path) -> None:
+    os.umask(before := os.umask(0))
+    os.umask(0)
+    try:
+        arena = Arena.create(node_dir, MANIFEST, 2)
+    finally:
+        os.umask(before)
+    for directory in (node_dir.parent, node_dir, arena.path):
+        assert stat.S_IMODE(directory.stat().st_mode) == 0o700
+    files = {file.name: file.stat() for file in arena.path.iterdir()}
+    assert sorted(files) == ["control", "lock", "slot0.safetensors", "slot1.safetensors"]
+    assert all(stat.S_IMODE(status.st_mode) == 0o600 for status in files.values())
+    slot = files["slot0.safetensors"]
+    assert slot.st_size == arena.image.file_bytes and slot.st_blocks * 512 >= slot.st_size
+    arena.close()
+
+
+def test_a_slot_opens_in_safetensors(node_dir: Path) -> None:
+    arena = Arena.create(node_dir, MANIFEST, 2)
+    write(arena, 0, 3)
+    with safe_open(arena.path / "slot0.safetensors", "pt") as file:
+        assert file.metadata()["format"] == "ftckpt-slot"
+        weights, flat = file.get_tensor(WEIGHTS.name), file.get_tensor(FLAT.name)
+    assert weights.shape == (64, 100) and weights.dtype == torch.float32
+    assert flat.shape == (2000,) and flat.dtype == torch.bfloat16
+    data = pattern(arena, 3)
+    assert weights.numpy().tobytes() == data[: WEIGHTS.nbytes]
+    arena.close()
+
+
+def test_create_refuses_to_replace(node_dir: Path) -> None:
+    arena = Arena.create(node_dir, MANIFEST, 2)
+    write(arena, 0, 3)
+    with pytest.raises(ArenaError, match="exists; open it, or remove it first"):
+        Arena.create(node_dir, MANIFEST, 2)
+    assert arena.verify(0) == []
+    arena.remove()
+    assert list(node_dir.iterdir()) == []
+    Arena.create(node_dir, MANIFEST, 2).close()
+
+
+def test_stale_temporaries_of_the_same_shard_go_away(node_dir: Path) -> None:
+    name = arena_path(node_dir, MANIFEST).name
+    stale = [node_dir / f".{name}.new-1", node_dir / f".{MANIFEST.shard}.00000000.gone-22"]
+    other = node_dir / ".tp1-pp0.00000000.new-1"
+    for directory in (*stale, other):
+        directory.mkdir()
+        (directory / "slot0.safetensors").write_bytes(b"half")
+    assert list_arenas(node_dir) == []
+    Arena.create(node_dir, MANIFEST, 2).close()
+    assert not any(directory.exists() for directory in stale)
+    assert other.exists()
+
+
+def test_no_room_is_an_error_and_leaves_nothing(node_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+
+    def full(fd: int, offset: int, length: int) -> None:
+        calls.append(length)
+        if len(calls) > 1:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    monkeypatch.setattr("ftckpt.arena.mapping.Mapping.__init__", _sparse_ok(monkeypatch))
+    with pytest.raises(MemoryBudgetError, match=r"no room for \d+ bytes.*--ftckpt-arena"):
+        Arena.create(node_dir, MANIFEST, 2)
+    assert len(calls) == 2 and list(node_dir.iterdir()) == []
+
+
+def _sparse_ok(monkeypatch: pytest.MonkeyPatch) -> object:
+    from ftckpt.arena.mapping import Mapping
+
+    original = Mapping.__init__
+
+    def init(self: Mapping, fd: int, nbytes: int, writable: bool) -> None:
+        os.ftruncate(fd, nbytes)
+        original(self, fd, nbytes, writable)
+
+    return init
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small tmpfs needs root")
+def test_a_full_tmpfs_is_an_error_not_a_sigbus(tmp_path: Path) -> None:
+    if os.system(f"mount -t tmpfs -o size=1m ftckpt-test {tmp_path} 2>/dev/null"):
+        pytest.skip("mounting is not allowed here")
+    try:
+        node_dir = node_directory(tmp_path, "job", "node")
+        big = Fragment.whole("w", "U8", (700_000,), Box((0,), (700_000,)))
+        manifest = Manifest({"tp": 0}, {}, (big,), (), 100, 8192)
+        Arena.create(node_dir, manifest, 1).remove()
+        with pytest.raises(MemoryBudgetError, match="no room"):
+            Arena.create(node_dir, manifest, 2)
+        assert list(node_dir.iterdir()) == []
+        Arena.create(node_dir, manifest, 1).close()
+    finally:
+        os.system(f"umount {tmp_path}")
+
+
+def test_every_byte_is_verified(node_dir: Path) -> None:
+    arena = Arena.create(node_dir, MANIFEST, 2)
+    write(arena, 0, 3)
+    path, image = arena.path / "slot0.safetensors", arena.image
+    dead = range(image.objects.begin + len(b"objects"), image.objects.end)
+    rng = np.random.default_rng(5)
+    for at in [*rng.integers(0, image.file_bytes, 300).tolist(), 0, image.file_bytes - 1]:
+        flip(path, at, at % 8)
+        bad = arena.verify(0)
+        assert len(bad) == (0 if at in dead else 1), at
+        flip(path, at, at % 8)
+    assert arena.verify(0) == []
+    arena.close()
+
+
+def test_verify_names_what_is_bad_and_reports_progress(node_dir: Path) -> None:
+    arena = Arena.create(node_dir, MANIFEST, 2)
+    write(arena, 0, 3)
+    path, image = arena.path / "slot0.safetensors", arena.image
+    for at in (9, image.chunks[2].begin, image.chunks[-1].end - 1, image.objects.begin, image.volatile.end):
+        flip(path, at)
+    seen: list[tuple[int, int]] = []
+    bad = arena.verify(0, lambda done, whole: seen.append((done, whole)))
+    assert bad == ["header", "padding", "chunk 2", f"chunk {len(image.chunks) - 1}", "objects"]
+    assert seen[-1] == (image.file_bytes, image.file_bytes) and seen == sorted(seen)
+    flip(arena.path / "control", 4096 + 40)
+    assert arena.verify(0) == ["record"]
+    arena.close()
+
+
+def test_objects_longer_than_their_room_are_bad(node_dir: Path) -> None:
+    arena = Arena.create(node_dir, MANIFEST, 2)
+    arena.control.begin(0)
+    arena.control.set_objects(0, 5001, 0)
+    arena.control.seal(0, LINEAGE, 1)
+    with pytest.raises(CorruptError, match="room for 5000"):
+        arena.read_objects(0)
+    assert "objects" in arena.verify(0)
+    arena.close()
+
+
+@pytest.mark.parametrize("length", [0, 100, 4096, -1, None])
+def test_a_truncated_slot_spoils_only_itself(node_dir: Path, length: int | None) -> None:
+    arena = Arena.create(node_dir, MANIFEST, 2)
+    write(arena, 0, 3)
+    write(arena, 1, 4)
+    arena.close()
+    slot = arena.path / "slot0.safetensors"
+    if length is None:
+        slot.unlink()
+    else:
+        os.truncate(slot, length % arena.image.file_bytes)
+    again = Arena.open(arena.path, writable=True)
+    error = again.slot_error(0)
+    assert error is not None and "slot0.safetensors" in error
+    assert again.verify(0) == [error] and again.verify(1) == []
+    with pytest.raises(CorruptError, match="slot0"):
+        again.slot(0)
+    again.close()
+
+
+def test_a_slot_with_holes_is_filled_before_it_is_written(node_dir: Path) -> None:
+    arena = Arena.create(node_dir, MANIFEST, 2)
+    arena.close()
+    slot = arena.path / "slot1.safetensors"
+    os.truncate(slot, 4096)
+    os.truncate(slot, arena.image.file_bytes)
+    again = Arena.open(arena.path, writable=True)
+    assert slot.stat().st_blocks * 512 >= again.image.file_bytes
+    again.close()
+
+
+def test_a_bad_header_in_one_slot_is_reported_by_verify(node_dir: Path) -> None:
+    arena = Arena.create(node_dir, MANIFEST, 2)
+    write(arena, 0, 3)
+    write(arena, 1, 4)
+    flip(arena.path / "slot0.safetensors", 20)
+    arena.close()
+    again = Arena.open(arena.path)
+    assert again.verify(0) == ["header"] and again.verify(1) == []
+    again.close()
+
+
+def test_bad_headers_in_all_slots_are_corrupt(node_dir: Path) -> None:
+    arena = Arena.create(node_dir, MANIFEST, 2)
+    arena.close()
+    for slot in range(2):
+        flip(arena.path / f"slot{slot}.safetensors", 3)
+    with pytest.raises(CorruptError, match=r"no slot has a usable header: slot 0: .*slot 1: "):
+        Arena.open(arena.path)
+
+
+def test_slots_of_another_manifest_are_corrupt(node_dir: Path) -> None:
+    other = Manifest({"tp": 1, "pp": 0}, {"tp": 1}, (WEIGHTS, FLAT), (RNG,), 5000, 8192)
+    arenas = [Arena.create(node_dir, manifest, 1) for manifest in (MANIFEST, other)]
+    for arena in arenas:
+        arena.close()
+    shutil.copy(arenas[1].path / "slot0.safetensors", arenas[0].path / "slot0.safetensors")
+    with pytest.raises(CorruptError, match="not the one of the control block"):
+        Arena.open(arenas[0].path)
+
+
+@pytest.mark.parametrize("damage", ["missing", "empty", "truncated", "flipped"])
+def test_a_bad_control_block_is_corrupt(node_dir: Path, damage: str) -> None:
+    arena = Arena.create(node_dir, MANIFEST, 2)
+    arena.close()
+    control = arena.path / "control"
+    match damage:
+        case "missing":
+            control.unlink()
+        case "empty":
+            os.truncate(control, 0)
+        case "truncated":
+            os.truncate(control, 4100)
+        case "flipped":
+            flip(control, 33)
+    with pytest.raises(CorruptError, match="control"):
+        Arena.open(arena.path)
+
+
+def test_a_control_block_of_another_version_is_a_mismatch(node_dir: Path) -> None:
+    arena = Arena.create(node_dir, MANIFEST, 2)
+    arena.close()
+    header = bytearray((arena.path / "control").read_bytes()[:504])
+    header[8] = 9
+    with open(arena.path / "control", "r+b") as file:
+        file.write(header + xxhash.xxh3_64_intdigest(bytes(header)).to_bytes(8, "little"))
+    with pytest.raises(MismatchError, match="version 9"):
+        Arena.open(arena.path)
+
+
+def test_a_link_in_place_of_a_slot_is_not_followed(node_dir: Path) -> None:
+    arena = Arena.create(node_dir, MANIFEST, 2)
+    arena.close()
+    slot = arena.path / "slot1.safetensors"
+    slot.rename(node_dir / "elsewhere")
+    slot.symlink_to(node_dir / "elsewhere")
+    again = Arena.open(arena.path, writable=True)
+    assert again.slot_error(1) is not None and again.slot_error(0) is None
+    again.close()
+
+
+def test_a_missing_arena(node_dir: Path) -> None:
+    with pytest.raises(ArenaError, match="no such arena"):
+        Arena.open(node_dir / "tp9.00000000")
+
+
+def _mapped(path: Path) -> bool:
+    return str(path) in Path("/proc/self/maps").read_text()
+
+
+def test_close_with_views_alive(node_dir: Path) -> None:
+    arena = Arena.create(node_dir, MANIFEST, 2)
+    write(arena, 0, 3)
+    array = np.frombuffer(arena.slot(0), dtype=np.uint8)
+    tensor = torch.frombuffer(arena.slot(1), dtype=torch.uint8)
+    arena.close()
+    arena.close()
+    assert array[: arena.image.stepped.begin].tobytes() == arena.image.header
+    tensor[-1] = 1
+    with pytest.raises(ValueError, match="released"):
+        arena.slot(0)
+    arena.remove()
+    assert _mapped(node_dir)
+    del array, tensor
+    assert not _mapped(node_dir)
+
+
+def test_close_gives_the_memory_back(node_dir: Path) -> None:
+    arena = Arena.create(node_dir, MANIFEST, 2)
+    assert _mapped(arena.path.parent)
+    arena.close()
+    assert not _mapped(arena.path.parent)

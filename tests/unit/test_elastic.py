@@ -1,0 +1,182 @@
+"""Names from the environment; agreeing on an attempt's name among live workers and what dead ones left."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from torch._C._distributed_c10d import HashStore, Store, TCPStore
+from torch.distributed.rendezvous import rendezvous as torch_rendezvous
+
+from ftckpt.elastic import rendezvous
+from ftckpt.elastic.identity import job_name, node_name
+from ftckpt.errors import ConfigError, LaunchError
+
+
+def test_job_name_prefers_what_is_configured() -> None:
+    env = {"TORCHELASTIC_RUN_ID": "run7", "SLURM_JOB_ID": "12"}
+    assert job_name("mine", env) == "mine"
+    assert job_name(None, env) == "run7"
+    assert job_name("", env) == "run7"
+
+
+@pytest.mark.parametrize("run_id", ["none", ""])
+def test_job_name_takes_slurm_when_torchrun_has_no_run_id(run_id: str) -> None:
+    assert job_name(None, {"TORCHELASTIC_RUN_ID": run_id, "SLURM_JOB_ID": "12"}) == "slurm-12"
+
+
+def test_job_name_is_default_only_without_a_launcher() -> None:
+    assert job_name(None, {"PATH": "/bin"}) == "default"
+    for env in ({"TORCHELASTIC_RUN_ID": "none", "RANK": "0"}, {"RANK": "0"}, {"PMI_RANK": "3"}):
+        with pytest.raises(LaunchError, match="--rdzv-id"):
+            job_name(None, env)
+
+
+@pytest.mark.parametrize("bad", ["a/b", "a b", "..", ".", "x" * 65, "ü", "a\n", "--"])
+def test_bad_names_are_refused_by_name(bad: str) -> None:
+    with pytest.raises(ConfigError) as configured:
+        job_name(bad, {})
+    assert repr(bad) in str(configured.value)
+    with pytest.raises(LaunchError):
+        job_name(None, {"TORCHELASTIC_RUN_ID": bad})
+    with pytest.raises(ConfigError):
+        node_name(None, {"FTCKPT_NODE": bad})
+
+
+def test_node_name_order_and_independence_of_ranks() -> None:
+    env = {"FTCKPT_NODE": "n-a", "SLURMD_NODENAME": "n-b", "GROUP_RANK": "1"}
+    assert node_name("n-c", env) == "n-c"
+    assert node_name(None, env) == "n-a"
+    assert node_name(None, {"SLURMD_NODENAME": "n-b", "GROUP_RANK": "0"}) == "n-b"
+    assert node_name(None, {"GROUP_RANK": "0"}) == node_name(None, {}) == socket.gethostname()
+
+
+def agree_all(store: Store, world_size: int, timeout_secs: float = 20.0) -> set[str]:
+    """The names that ``world_size`` workers agree on, rank 0 starting last."""
+    with ThreadPoolExecutor(world_size) as pool:
+        ranks = [
+            pool.submit(rendezvous.agree, store, rank, world_size, timeout_secs)
+            for rank in reversed(range(world_size))
+        ]
+        return {rank.result() for rank in ranks}
+
+
+def test_agree_gives_one_new_name_to_each_attempt() -> None:
+    store = HashStore()
+    names = [agree_all(store, world_size) for world_size in (3, 3, 1, 3, 4)]
+    assert all(len(name) == 1 for name in names)
+    assert len(set.union(*names)) == len(names)
+
+
+def test_agree_passes_over_what_a_broken_attempt_left() -> None:
+    store = HashStore()
+    with pytest.raises(LaunchError, match="ranks \\[1, 2\\]"):
+        rendezvous.agree(store, 0, 3, timeout_secs=0.1)  # a leader that nobody joined
+    (stale,) = agree_all(store, 2)
+    store.set(f"join/{stale}/1", "dead")
+    (name,) = agree_all(store, 2)
+    assert name != stale
+
+
+def test_a_follower_joins_the_leader_that_comes_late() -> None:
+    store = HashStore()
+    agree_all(store, 2)
+    with ThreadPoolExecutor(1) as pool:
+        follower = pool.submit(rendezvous.agree, store, 1, 2, 20.0)
+        threading.Event().wait(0.3)
+        assert not follower.done()  # the stale leader does not answer
+        assert rendezvous.agree(store, 0, 2, 20.0) == follower.result()
+
+
+def test_a_follower_alone_gives_up_at_its_deadline() -> None:
+    with pytest.raises(LaunchError, match="TORCH_DISABLE_SHARE_RDZV_TCP_STORE"):
+        rendezvous.agree(HashStore(), 1, 2, timeout_secs=0.2)
+
+
+@pytest.fixture
+def agent_store(monkeypatch: pytest.MonkeyPatch) -> Iterator[TCPStore]:
+    """A store as an agent would share it with the single worker that is this process."""
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, multi_tenant=True)
+    worker = {
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(server.port),
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+    }
+    for key, value in worker.items():
+        monkeypatch.setenv(key, value)
+    yield server
+    rendezvous.restore_rendezvous()
+
+
+def opened_store(url: str) -> Store:
+    store: Store = next(iter(torch_rendezvous(url)))[0]
+    return store
+
+
+def test_each_attempt_sees_only_its_own_keys(agent_store: TCPStore) -> None:
+    for _attempt in range(2):
+        assert "own keys" in rendezvous.isolate_attempts(timeout_secs=10)
+        store = opened_store("env://")
+        assert not store.check(["address"])
+        store.set("address", "dead after this attempt")
+        tcp = f"tcp://127.0.0.1:{agent_store.port}?rank=0&world_size=1"
+        assert opened_store(tcp).check(["address"])
+        rendezvous.restore_rendezvous()
+    assert not agent_store.check(["address"])
+    opened_store("env://").set("address", "restored")
+    assert agent_store.check(["address"])
+
+
+@pytest.mark.usefixtures("agent_store")
+def test_a_second_call_keeps_the_name_and_restoring_twice_is_harmless() -> None:
+    assert rendezvous.isolate_attempts() == rendezvous.isolate_attempts()
+    rendezvous.restore_rendezvous()
+    rendezvous.restore_rendezvous()
+
+
+def test_a_private_store_is_left_alone(agent_store: TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    rendezvous.isolate_attempts(timeout_secs=10)
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "False")
+    opened_store("env://").set("mine", "1")  # port and server are the same
+    assert agent_store.check(["mine"])
+
+
+@pytest.mark.parametrize("value", [None, "False"])
+def test_nothing_is_done_where_no_store_is_shared(value: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    if value is not None:
+        monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", value)
+    monkeypatch.setattr(rendezvous, "_HOOK", "no_such_name")  # an unknown torch does not matter here
+    assert "nothing" in rendezvous.isolate_attempts()
+
+
+@pytest.mark.usefixtures("agent_store")
+def test_an_unknown_torch_is_refused_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendezvous, "_HOOK", "no_such_name")
+    with pytest.raises(LaunchError, match="TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"):
+        rendezvous.isolate_attempts()
+
+
+@pytest.mark.usefixtures("agent_store")
+def test_an_unreachable_store_is_an_error_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # bound and never listening: refuses connections
+        monkeypatch.setenv("MASTER_PORT", str(taken.getsockname()[1]))
+        with pytest.raises(LaunchError, match=r"does not answer.*TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"):
+            rendezvous.isolate_attempts(timeout_secs=1)
+
+
+@pytest.mark.parametrize("missing", ["MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE"])
+def test_a_shared_store_without_an_address_is_an_error(missing: str) -> None:
+    env = {"MASTER_ADDR": "h", "MASTER_PORT": "1", "RANK": "0", "WORLD_SIZE": "1"}
+    shared = {**env, "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    assert rendezvous.shared_store(env) is None
+    assert rendezvous.shared_store(shared) == rendezvous.SharedStore("h", 1, 0, 1)
+    del shared[missing]
+    with pytest.raises(LaunchError, match=missing):
+        rendezvous.shared_store(shared)
