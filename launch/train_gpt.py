@@ -308,6 +308,7 @@ def build_optimizer(args: argparse.Namespace, model: list[DistributedDataParalle
     config = OptimizerConfig(
         optimizer="adam",
         lr=args.lr,
+        min_lr=args.lr / 10,
         weight_decay=0.01,
         clip_grad=1.0,
         params_dtype=DTYPES[args.precision],

@@ -1,7 +1,7 @@
 """Give each attempt of a torchrun job its own keys in the store that torchrun shares among attempts.
 
-Since torch 2.5 the agent of group rank 0 keeps one TCPStore for all attempts (``static`` has always done so),
-and ``init_process_group`` of a restarted worker reads there the addresses that its dead predecessors wrote:
+Since torch 2.5 the agent of group rank 0 keeps one TCPStore for all attempts (``static`` does so too), and
+``init_process_group`` of a restarted worker reads there the addresses that its dead predecessors wrote:
 https://github.com/pytorch/pytorch/issues/135712. With ``TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1`` in the agent's
 environment rank 0 opens a fresh store each time, but a worker cannot set that any more.
 
@@ -217,11 +217,13 @@ def _checked_module() -> ModuleType:
     # torch.distributed.rendezvous as an attribute is the function of that name.
     module = importlib.import_module("torch.distributed.rendezvous")
     handlers = getattr(module, "_rendezvous_handlers", {})
-    fits = callable(getattr(module, _HOOK, None)) and all(
-        _HOOK in getattr(getattr(handlers.get(scheme), "__code__", None), "co_names", ())
-        and handlers[scheme].__globals__ is vars(module)
-        for scheme in ("env", "tcp")
-    )
+    hook_code = getattr(getattr(module, _HOOK, None), "__code__", None)
+    # A hook that divides the store by this count itself would part the workers of several agents.
+    fits = hook_code is not None and "TORCHELASTIC_RESTART_COUNT" not in hook_code.co_consts
+    for scheme in ("env", "tcp"):
+        opener = handlers.get(scheme)
+        calls = getattr(getattr(opener, "__code__", None), "co_names", ())
+        fits = fits and _HOOK in calls and getattr(opener, "__globals__", None) is vars(module)
     if not fits:
         raise LaunchError(
             f"torchrun shares one store among attempts, and how torch {torch.__version__} opens it "

@@ -78,7 +78,7 @@ class Job:
         command = [sys.executable, "-m", "torch.distributed.run", *common, *flags]
         arguments = [str(script), str(self.here), json.dumps(faults), "isolate" if isolate else "plain"]
         clean = {key: value for key, value in os.environ.items() if not key.startswith(("TORCH", "PET_"))}
-        clean |= {"PYTHONPATH": root, "OMP_NUM_THREADS": "1", **env}
+        clean |= {"PYTHONPATH": root, "OMP_NUM_THREADS": "1", "TMPDIR": str(self.here), **env}
         with open(self.here / f"agent{len(self.agents)}.log", "wb") as out:
             agent = subprocess.Popen([*command, *arguments], env=clean, stdout=out, stderr=out)
         self.agents.append(agent)

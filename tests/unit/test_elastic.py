@@ -163,6 +163,12 @@ def test_an_unknown_torch_is_refused_with_the_remedy(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.usefixtures("agent_store")
+def test_what_several_agents_do_not_survive_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GROUP_WORLD_SIZE", "2")
+    assert "group rank 0" in rendezvous.isolate_attempts(timeout_secs=10)
+
+
+@pytest.mark.usefixtures("agent_store")
 def test_an_unreachable_store_is_an_error_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))  # bound and never listening: refuses connections

@@ -1,0 +1,166 @@
+"""A writer is killed by SIGKILL at random instants; whatever is SEALED afterwards is what was written."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import xxhash
+
+from ftckpt.arena.control import SlotState
+from ftckpt.arena.segment import Arena, arena_path, list_arenas, node_directory
+from ftckpt.state.fragment import Box, Fragment
+from ftckpt.state.manifest import Manifest
+
+pytestmark = pytest.mark.faults
+
+REPOSITORY = Path(__file__).parents[2]
+NUMEL = 200_000
+WEIGHTS = Fragment.whole("w", "U8", (NUMEL,), Box((0,), (NUMEL,)))
+RNG = Fragment.whole("rng", "U8", (816,), Box((0,), (816,)))
+MANIFEST = Manifest({"tp": 0}, {"tp": 1}, (WEIGHTS,), (RNG,), 4096, 16384)
+KILLS = 60
+
+
+@pytest.fixture
+def node_dir() -> Iterator[Path]:
+    root = Path(tempfile.mkdtemp(prefix="ftckpt-test-kill-", dir="/dev/shm"))
+    yield node_directory(root, "job", "node")
+    shutil.rmtree(root)
+
+
+def pattern(iteration: int) -> tuple[bytes, bytes]:
+    """What a slot of ``iteration`` holds: bytes of the fragments, objects."""
+    block = hashlib.sha256(iteration.to_bytes(8, "little")).digest()
+    return (block * (NUMEL // 32 + 26))[: NUMEL + 816], block * (1 + iteration % 100)
+
+
+def write(arena: Arena, slot: int, lineage: bytes, iteration: int) -> None:
+    image, (data, objects) = arena.image, pattern(iteration)
+    arena.control.begin(slot)
+    with arena.slot(slot) as view:
+        for offset, part in zip(image.offsets, (data[:NUMEL], data[NUMEL:]), strict=True):
+            view[offset : offset + len(part)] = part
+        view[image.objects.begin : image.objects.begin + len(objects)] = objects
+    for chunk in range(len(image.chunks)):
+        arena.control.set_chunk_hash(slot, chunk, arena.hash_chunk(slot, chunk))
+    arena.control.set_objects(slot, len(objects), xxhash.xxh3_64_intdigest(objects))
+    arena.control.seal(slot, lineage, iteration)
+    arena.control.mark_whole(lineage, iteration)
+
+
+def write_for_ever(path: Path, first: int) -> None:
+    """Alternate the slots; after each seal, tell the iteration in ``progress`` beside the arena."""
+    arena = Arena.open(path, writable=True)
+    arena.lock(5)
+    progress = np.memmap(path.parent / "progress", np.int64, "r+", shape=(1,))
+    print("writing", flush=True)
+    for iteration in range(first, first + 10_000_000):
+        write(arena, iteration % 2, b"l" * 16, iteration)
+        progress[0] = iteration
+
+
+def create_for_ever(node_dir: Path) -> None:
+    """Create and remove the arena again and again."""
+    print("writing", flush=True)
+    while True:
+        Arena.create(node_dir, MANIFEST, 2).remove()
+
+
+def start(call: str) -> subprocess.Popen[str]:
+    code = f"from pathlib import Path\nimport test_arena_kill as t\nt.{call}"
+    paths = os.pathsep.join([str(REPOSITORY), str(Path(__file__).parent)])
+    child = subprocess.Popen(
+        [sys.executable, "-c", code],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": paths},
+    )
+    assert child.stdout is not None and child.stdout.readline() == "writing\n"
+    return child
+
+
+def kill(child: subprocess.Popen[str]) -> None:
+    assert child.poll() is None, "the writer ended by itself: no fault was injected"
+    os.kill(child.pid, signal.SIGKILL)
+    child.communicate()
+    assert child.returncode == -signal.SIGKILL
+
+
+def assert_slot_holds(arena: Arena, slot: int, iteration: int) -> None:
+    assert arena.verify(slot) == []
+    data, objects = pattern(iteration)
+    with arena.slot(slot) as view:
+        held = b"".join(
+            bytes(view[offset : offset + fragment.nbytes])
+            for fragment, offset in zip(MANIFEST.fragments, arena.image.offsets, strict=True)
+        )
+    assert held == data
+    assert bytes(arena.read_objects(slot)) == objects
+
+
+def test_killed_while_writing_snapshots(node_dir: Path) -> None:
+    (node_dir / "progress").write_bytes((-1).to_bytes(8, "little", signed=True))
+    progress = np.memmap(node_dir / "progress", np.int64, "r", shape=(1,))
+    Arena.create(node_dir, MANIFEST, 2).close()
+    path = arena_path(node_dir, MANIFEST)
+    instants = random.Random(20240607)
+    seen = set()
+    told = -1
+    for _ in range(KILLS):
+        child = start(f"write_for_ever(Path({str(path)!r}), {told + 1})")
+        deadline = time.monotonic() + 20
+        while progress[0] < told + 3 and time.monotonic() < deadline:
+            time.sleep(0.001)
+        time.sleep(instants.random() * 0.01)
+        kill(child)
+        assert progress[0] >= told + 3, "the writer was killed before it wrote: the fault tested nothing"
+        told = int(progress[0])
+        arena = Arena.open(path, writable=True)
+        arena.lock(0)  # a killed holder has lost it
+        records = [arena.control.record(slot) for slot in range(2)]
+        assert not any(record.torn for record in records)
+        sealed = {record.iteration: slot for slot, record in enumerate(records) if record.sealed}
+        for iteration, slot in sealed.items():
+            assert iteration % 2 == slot
+            assert_slot_holds(arena, slot, iteration)
+        # The writer was in the middle of told + 1 or, at the latest, of telling that it is done.
+        assert told in sealed or told + 1 in sealed
+        whole = arena.control.whole()
+        assert whole is not None and whole[0] == b"l" * 16 and told <= whole[1] <= told + 1
+        seen |= {record.state for record in records}
+        told = max(sealed)
+        arena.close()
+    assert seen == {SlotState.WRITING, SlotState.SEALED}
+
+
+def test_killed_while_creating_and_removing(node_dir: Path) -> None:
+    instants = random.Random(7)
+    complete = half = 0
+    for _ in range(KILLS // 2):
+        child = start(f"create_for_ever(Path({str(node_dir)!r}))")
+        time.sleep(instants.random() * 0.02)
+        kill(child)
+        hidden = [path for path in node_dir.iterdir() if path.name.startswith(".")]
+        assert len(hidden) <= 1
+        half += len(hidden)
+        for path in list_arenas(node_dir):
+            complete += 1
+            arena = Arena.open(path)
+            assert [arena.slot_error(slot) for slot in range(2)] == [None, None]
+            assert arena.control.whole() is None
+            arena.remove()
+        Arena.create(node_dir, MANIFEST, 2).remove()
+        assert list(node_dir.iterdir()) == []
+    assert half > 0, "no kill hit the middle: the fault tested nothing"

@@ -1,0 +1,168 @@
+"""The command line: what it shows, what it deletes, its exit status."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import xxhash
+
+from ftckpt.arena.segment import Arena, JobLock, node_directory
+from ftckpt.cli import main
+from ftckpt.state.fragment import Box, Fragment
+from ftckpt.state.manifest import Manifest
+
+REPOSITORY = Path(__file__).parents[2]
+WEIGHTS = Fragment.whole("w", "F32", (3000,), Box((0,), (3000,)))
+LINEAGE = bytes.fromhex("1f2e3d4c") * 4
+
+
+@pytest.fixture
+def root() -> Iterator[Path]:
+    path = Path(tempfile.mkdtemp(prefix="ftckpt-test-cli-", dir="/dev/shm"))
+    yield path
+    shutil.rmtree(path)
+
+
+def arena_with_snapshot(root: Path, tp: int = 0, node: str = "n0") -> Path:
+    manifest = Manifest({"tp": tp}, {"tp": 2}, (WEIGHTS,), (), 100, 8192)
+    arena = Arena.create(node_directory(root, "job", node), manifest, 2)
+    arena.control.begin(1)
+    for chunk in range(len(arena.image.chunks)):
+        arena.control.set_chunk_hash(1, chunk, arena.hash_chunk(1, chunk))
+    arena.control.set_objects(1, 0, xxhash.xxh3_64_intdigest(b""))
+    arena.control.seal(1, LINEAGE, 120)
+    arena.control.mark_whole(LINEAGE, 119)
+    arena.close()
+    return arena.path
+
+
+def flip(path: Path, at: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+
+
+def rows(text: str) -> list[list[str]]:
+    return [line.split() for line in text.splitlines() if len(line.split()) == 7]
+
+
+@pytest.mark.parametrize("up", [0, 1, 2])
+def test_inspect_an_arena_a_node_or_a_job(root: Path, capsys: pytest.CaptureFixture[str], up: int) -> None:
+    path = arena_with_snapshot(root)
+    target = [path, path.parent, path.parent.parent][up]
+    assert main(["inspect", str(target)]) == 0
+    out = capsys.readouterr().out
+    name, size = f"n0/{path.name}", str((path / "slot0.safetensors").stat().st_size)
+    assert rows(out) == [
+        ["ARENA", "SLOT", "STATE", "ITERATION", "LINEAGE", "BYTES", "VERIFIED"],
+        [name, "0", "EMPTY", "-", "-", size, "-"],
+        [name, "1", "SEALED", "120", "1f2e3d4c", size, "-"],
+    ]
+    assert f"{name}: newest snapshot known to be whole on all ranks: iteration 119 of lineage 1f2e3d4c" in out
+
+
+def test_inspect_all_nodes_of_a_job(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    paths = [arena_with_snapshot(root, tp, node) for tp, node in ((0, "n0"), (1, "n0"), (0, "n1"))]
+    assert main(["inspect", str(root / "ftckpt-job")]) == 0
+    shown = {row[0] for row in rows(capsys.readouterr().out)[1:]}
+    assert shown == {f"{path.parent.name}/{path.name}" for path in paths}
+
+
+def test_inspect_verifies(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = arena_with_snapshot(root)
+    assert main(["inspect", "--verify", str(path)]) == 0
+    assert [row[-1] for row in rows(capsys.readouterr().out)] == ["VERIFIED", "-", "yes"]
+    flip(path / "slot1.safetensors", 4096 + 9000)
+    assert main(["inspect", str(path)]) == 0
+    capsys.readouterr()
+    assert main(["inspect", str(path), "--verify"]) == 1
+    out = capsys.readouterr().out
+    assert rows(out)[2][-1] == "BAD" and "slot 1: bad: chunk 1" in out
+
+
+def test_inspect_one_slot(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = arena_with_snapshot(root)
+    assert main(["inspect", str(path / "slot1.safetensors"), "--verify"]) == 0
+    assert [row[1:3] for row in rows(capsys.readouterr().out)[1:]] == [["1", "SEALED"]]
+
+
+def test_inspect_a_slot_copied_elsewhere(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = arena_with_snapshot(root)
+    copy = root / "copy.safetensors"
+    shutil.copy(path / "slot1.safetensors", copy)
+    assert main(["inspect", str(copy)]) == 0
+    assert "shard tp0, 1 fragments" in capsys.readouterr().out
+    os.truncate(copy, copy.stat().st_size - 1)
+    assert main(["inspect", str(copy)]) == 1
+    assert "UNREADABLE" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("file", "at", "state", "note"),
+    [
+        ("control", 20, "UNREADABLE", "header checksum"),
+        ("control", 4096 + 128 + 70, "TORN", "slot 1: bad: record"),
+        ("slot1.safetensors", None, "UNUSABLE", "has 5000 bytes"),
+    ],
+)
+def test_inspect_reports_damage(
+    root: Path, capsys: pytest.CaptureFixture[str], file: str, at: int | None, state: str, note: str
+) -> None:
+    path = arena_with_snapshot(root)
+    if at is None:
+        os.truncate(path / file, 5000)
+    else:
+        flip(path / file, at)
+    assert main(["inspect", str(path.parent)]) == 1
+    out = capsys.readouterr().out
+    assert state in {row[2] for row in rows(out)} and note in out
+
+
+def test_clean(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = arena_with_snapshot(root)
+    with JobLock(path.parent, 0):
+        assert main(["clean", "job", "--arena", str(root)]) == 2
+        captured = capsys.readouterr()
+        assert captured.out == "" and captured.err.count("\n") == 1
+        assert captured.err.startswith("ftckpt: a live job named 'job' runs on this node")
+    assert main(["clean", "job", "--arena", str(root)]) == 0
+    assert capsys.readouterr().out == f"removed {path}\n"
+    assert list(root.iterdir()) == []
+    assert main(["clean", "job", "--arena", str(root)]) == 0
+    assert capsys.readouterr().out == f"no arenas of job 'job' under {root}\n"
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        [],
+        ["dance"],
+        ["inspect"],
+        ["inspect", "/nowhere/at/all"],
+        ["inspect", "x", "--quick"],
+        ["clean", "../x"],
+    ],
+)
+def test_errors_are_one_line(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(argv) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and captured.err.startswith("ftckpt: ") and captured.err.count("\n") == 1
+
+
+def test_help(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["--help"])
+    assert caught.value.code == 0
+    assert "inspect" in capsys.readouterr().out
+
+
+def test_torch_is_not_loaded() -> None:
+    code = "import sys, ftckpt.cli; sys.exit('torch' in sys.modules or 'safetensors' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, check=False).returncode == 0

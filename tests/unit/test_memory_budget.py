@@ -1,0 +1,187 @@
+"""The memory check: which limit binds, for each kind of limit, and what its message says."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from ftckpt.arena.memory import check_budget
+from ftckpt.errors import MemoryBudgetError
+
+GIB = 1 << 30
+
+
+class Host:
+    """A pretended host: /proc, /sys/fs/cgroup and a tmpfs of any size."""
+
+    def __init__(self, base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.path = base / "shm"
+        self.proc = base / "proc"
+        self.cgroups = base / "cgroup"
+        for directory in (self.path, self.proc / "self", self.cgroups):
+            directory.mkdir(parents=True)
+        self.statvfs = SimpleNamespace(f_blocks=1 << 30, f_bavail=16 * GIB // 4096, f_frsize=4096)
+        monkeypatch.setattr(os, "statvfs", lambda path: self.statvfs)
+        self.put(self.proc / "meminfo", f"MemTotal: 99 kB\nMemAvailable:   {12 * GIB >> 10} kB\n")
+        self.mounts("tmpfs")
+
+    def put(self, path: Path, text: object) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"{text}\n")
+
+    def mounts(self, kind: str) -> None:
+        lines = [
+            "1 0 8:1 / / rw - ext4 /dev/sda rw",
+            f"2 1 0:9 / {self.path} rw,nosuid shared:3 - {kind} {kind} rw",
+            f"3 1 0:9 / {self.path}-other rw - overlay overlay rw",
+            "broken line",
+        ]
+        self.put(self.proc / "self" / "mountinfo", "\n".join(lines))
+
+    def cgroup(
+        self, line: str, base: str, limit: object, usage: object, cache: tuple[str, int] = ("", 0)
+    ) -> None:
+        """One group with a limit; ``base`` is its directory below the cgroup root."""
+        version_1 = base.split("/")[0] in ("memory", "cpu,memory")
+        names = (
+            ("memory.limit_in_bytes", "memory.usage_in_bytes")
+            if version_1
+            else ("memory.max", "memory.current")
+        )
+        self.put(self.proc / "self" / "cgroup", f"12:cpuset:/x\n1:name=systemd:/y\n{line}")
+        for name, value in zip(names, (limit, usage), strict=True):
+            self.put(self.cgroups / base / name, value)
+        self.put(self.cgroups / base / "memory.stat", f"anon 5\n{cache[0]} {cache[1]}\nslab 4")
+
+    def check(self, need: int) -> None:
+        check_budget(self.path / "not" / "yet", need, proc=self.proc, cgroup_root=self.cgroups)
+
+    def refusal(self, need: int) -> str:
+        with pytest.raises(MemoryBudgetError) as caught:
+            self.check(need)
+        assert "\n" not in str(caught.value)
+        return str(caught.value)
+
+
+@pytest.fixture
+def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Host:
+    return Host(tmp_path, monkeypatch)
+
+
+def test_what_fits_passes(host: Host) -> None:
+    host.check(12 * GIB)
+    host.check(0)
+
+
+def test_available_memory_binds(host: Host) -> None:
+    text = host.refusal(12 * GIB + 1)
+    assert f"need 12.0 GiB ({12 * GIB + 1} bytes)" in text
+    assert "only 12.0 GiB are free in MemAvailable: free host memory" in text
+    assert "--ftckpt-slots" in text and f"file system {host.path} 16.0 GiB" in text
+
+
+def test_a_small_tmpfs_binds(host: Host) -> None:
+    host.statvfs.f_bavail = (64 << 20) // 4096
+    text = host.refusal(65 << 20)
+    assert f"only 64.0 MiB are free in file system {host.path}: enlarge it" in text
+    assert f"mount -o remount,size=… {host.path}; --shm-size" in text and "--ftckpt-arena" in text
+
+
+def test_a_tmpfs_without_a_size_does_not_bind(host: Host) -> None:
+    host.statvfs.f_blocks = host.statvfs.f_bavail = 0
+    host.check(12 * GIB)
+
+
+def test_cgroup_version_2_binds(host: Host) -> None:
+    host.cgroup("0::/job/step", "job/step", 8 * GIB, 5 * GIB)
+    host.check(3 * GIB)
+    text = host.refusal(3 * GIB + 1)
+    assert "only 3.0 GiB are free in cgroup /job/step (limit 8.0 GiB): raise the memory limit" in text
+
+
+@pytest.mark.parametrize("base", ["memory", "cpu,memory"])
+def test_cgroup_version_1_binds(host: Host, base: str) -> None:
+    host.cgroup(f"4:{base}:/slurm/job", f"{base}/slurm/job", 8 * GIB, 5 * GIB)
+    host.check(3 * GIB)
+    assert "3.0 GiB are free in cgroup /slurm/job" in host.refusal(3 * GIB + 1)
+
+
+def test_a_parent_group_binds(host: Host) -> None:
+    host.cgroup("0::/pod/container", "pod/container", "max", 5 * GIB)
+    host.cgroup("0::/pod/container", "pod", 4 * GIB, 3 * GIB)
+    assert "1.0 GiB are free in cgroup /pod (limit 4.0 GiB)" in host.refusal(2 * GIB)
+
+
+def test_a_container_sees_its_group_at_the_root(host: Host) -> None:
+    host.cgroup("4:memory:/docker/0a1b", "memory", 4 * GIB, 3 * GIB)
+    assert "1.0 GiB are free in cgroup / (limit 4.0 GiB)" in host.refusal(2 * GIB)
+
+
+def test_a_group_outside_the_namespace(host: Host) -> None:
+    host.cgroup("0::/../../outside", ".", 4 * GIB, 3 * GIB)
+    assert "1.0 GiB" in host.refusal(2 * GIB)
+
+
+def test_the_unified_part_of_a_mixed_host(host: Host) -> None:
+    host.cgroup("0::/job", "unified/job", 4 * GIB, 3 * GIB)
+    assert "1.0 GiB are free in cgroup /job" in host.refusal(2 * GIB)
+
+
+@pytest.mark.parametrize(
+    ("line", "base", "name"),
+    [("0::/g", "g", "inactive_file"), ("4:memory:/g", "memory/g", "total_inactive_file")],
+)
+def test_idle_file_cache_counts_as_free(host: Host, line: str, base: str, name: str) -> None:
+    host.cgroup(line, base, 4 * GIB, 4 * GIB, (name, 2 * GIB))
+    host.check(2 * GIB)
+    assert "2.0 GiB are free" in host.refusal(2 * GIB + 1)
+
+
+@pytest.mark.parametrize("limit", ["max", (1 << 63) - 4096])
+def test_no_limit(host: Host, limit: object) -> None:
+    host.cgroup("4:memory:/g" if limit != "max" else "0::/g", "memory/g" if limit != "max" else "g", limit, 5)
+    host.check(12 * GIB)
+
+
+def test_usage_above_the_limit_is_no_room(host: Host) -> None:
+    host.cgroup("0::/g", "g", 4 * GIB, 5 * GIB)
+    assert "only 0 B are free" in host.refusal(1)
+
+
+def test_the_smallest_of_several_binds(host: Host) -> None:
+    host.cgroup("0::/g", "g", 8 * GIB, 5 * GIB)
+    host.statvfs.f_bavail = GIB // 4096
+    text = host.refusal(20 * GIB)
+    assert "only 1.0 GiB are free in file system" in text
+    assert all(part in text for part in ("MemAvailable 12.0 GiB", "cgroup /g (limit 8.0 GiB) 3.0 GiB"))
+
+
+def test_a_disk_is_slow_but_works(host: Host, caplog: pytest.LogCaptureFixture) -> None:
+    host.mounts("xfs")
+    with caplog.at_level(logging.WARNING, "ftckpt"):
+        host.check(16 * GIB)
+    assert "is on xfs, not on a tmpfs" in caplog.text
+    assert "file system" in host.refusal(17 * GIB)
+
+
+def test_a_tmpfs_raises_no_warning(host: Host, caplog: pytest.LogCaptureFixture) -> None:
+    host.check(1)
+    assert caplog.text == ""
+
+
+def test_missing_and_broken_files_bind_nothing(host: Host) -> None:
+    host.cgroup("0::/g", "g", "many", 5)
+    (host.proc / "meminfo").unlink()
+    host.check(16 * GIB)
+    (host.proc / "self" / "cgroup").write_bytes(b"\xff\n::\nx")
+    host.check(16 * GIB)
+
+
+def test_this_machine() -> None:
+    check_budget(Path("/dev/shm"), 1)
+    with pytest.raises(MemoryBudgetError, match="1024.0 TiB"):
+        check_budget(Path("/dev/shm"), 1 << 50)
