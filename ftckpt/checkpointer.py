@@ -81,6 +81,7 @@ class Checkpointer:
         self._proven = False
         self._retired: list[Path] = []
         self._off = False
+        self._closed = False
 
     def restore(self) -> int | None:
         """Bring back the newest whole snapshot; returns its iteration, or None for a start from the beginning.
@@ -152,8 +153,12 @@ class Checkpointer:
     def close(self, remove: bool = True) -> None:
         """End: when all ranks have come here the arenas are removed, otherwise they stay for a restart.
 
-        With ``remove=False`` they stay in any case, for a later start of the same job.
+        With ``remove=False`` they stay in any case, for a later start of the same job. A second call does
+        nothing.
         """
+        if self._closed:
+            return
+        self._closed = True
         capture, self._capture = self._capture, None
         if capture is not None:
             capture.close()

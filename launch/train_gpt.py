@@ -260,7 +260,7 @@ class LayerNorm(torch.nn.LayerNorm):
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
         super().__init__(hidden_size, eps=eps)
         for param in self.parameters():
-            param.sequence_parallel = config.sequence_parallel
+            param.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
 
 def block_spec(
@@ -393,7 +393,8 @@ def mean_loss(reports: list[dict[str, torch.Tensor]]) -> float | None:
         return None
     loss = torch.stack([report["loss"] for report in reports]).mean()
     dist.all_reduce(loss, group=mpu.get_data_parallel_group())
-    return float(loss) / mpu.get_data_parallel_world_size()
+    replicas: int = mpu.get_data_parallel_world_size()
+    return float(loss) / replicas
 
 
 def train(job: Job) -> list[dict[str, Any]]:

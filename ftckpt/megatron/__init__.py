@@ -78,5 +78,5 @@ def attach(
     group = Group(config.start_timeout_secs)
     topology = gather_topology(group, config.node, sharded)
     checkpointer = Checkpointer(config, state, topology, group=group)
-    hooks.activate(checkpointer, optimizer)
+    hooks.activate(checkpointer, optimizer, state)
     return checkpointer

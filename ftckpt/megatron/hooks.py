@@ -17,6 +17,7 @@ from megatron.core.utils import get_model_config
 
 from ftckpt.checkpointer import Checkpointer
 from ftckpt.errors import UnsupportedError
+from ftckpt.megatron.state import MegatronState
 
 KNOWN_VERSIONS = ("0.16.0", "0.16.1")
 _SCHEDULES = (
@@ -27,6 +28,7 @@ _SCHEDULES = (
 
 _originals: dict[str, Callable[..., Any]] = {}
 _active: Checkpointer | None = None
+_state: MegatronState | None = None
 
 
 def install() -> None:
@@ -52,17 +54,17 @@ def install() -> None:
 
 def remove() -> None:
     """Put the schedule functions back and forget the active checkpointer."""
-    global _active
+    global _active, _state
     for name, original in _originals.items():
         setattr(schedules, name, original)
     _originals.clear()
-    _active = None
+    _active = _state = None
 
 
-def activate(checkpointer: Checkpointer, optimizer: Any) -> None:
+def activate(checkpointer: Checkpointer, optimizer: Any, state: MegatronState) -> None:
     """Fence this checkpointer before each optimizer step, by the schedules and around ``optimizer.step``."""
-    global _active
-    _active = checkpointer
+    global _active, _state
+    _active, _state = checkpointer, state
     step = optimizer.step
 
     @functools.wraps(step)
@@ -76,6 +78,12 @@ def activate(checkpointer: Checkpointer, optimizer: Any) -> None:
 def active() -> Checkpointer | None:
     """The checkpointer of this process's training job."""
     return _active
+
+
+def set_rng() -> None:
+    """Set RNG to what was restored, if anything was."""
+    if _state is not None:
+        _state.set_rng()
 
 
 def _fenced(schedule: Callable[..., Any]) -> Callable[..., Any]:

@@ -16,8 +16,6 @@ import os
 import warnings
 from typing import Any
 
-import torch
-
 from ftckpt.testing.cpu_cuda import install_cuda
 from ftckpt.testing.cpu_dist import install_distributed
 from ftckpt.testing.cpu_megatron import install_megatron

@@ -178,8 +178,6 @@ def _null_context(*_args: Any, **_kwargs: Any) -> Iterator[None]:
     yield
 
 
-
-
 _RNG: dict[str, Callable[..., Any]] = {
     "manual_seed": _manual_seed,
     "manual_seed_all": _manual_seed,

@@ -54,11 +54,10 @@ def _new_group(original: Callable[..., Any]) -> Callable[..., Any]:
         timeout: Any = None,
         backend: str | None = None,
         pg_options: Any = None,
-        use_local_synchronization: bool = False,
-        group_desc: str | None = None,
-        device_id: Any = None,
+        **kwargs: Any,
     ) -> Any:
-        return original(ranks, timeout, _backend(backend), None, use_local_synchronization, group_desc)
+        kwargs.pop("device_id", None)
+        return original(ranks, timeout, _backend(backend), None, **kwargs)
 
     return new_group
 
@@ -102,10 +101,9 @@ def _all_to_all_single(original: Callable[..., Any]) -> Callable[..., Any]:
         input: torch.Tensor,
         output_split_sizes: Any = None,
         input_split_sizes: Any = None,
-        group: Any = None,
-        async_op: bool = False,
+        **kwargs: Any,
     ) -> Any:
-        return original(output, input, as_list(output_split_sizes), as_list(input_split_sizes), group, async_op)
+        return original(output, input, as_list(output_split_sizes), as_list(input_split_sizes), **kwargs)
 
     return all_to_all_single
 

@@ -20,7 +20,9 @@ _After = Callable[[ModuleType], None]
 def install_megatron() -> None:
     _on_import("megatron.core.transformer.moe.moe_utils", after=_bind_router_gemm)
     _on_import("megatron.core.tensor_parallel.random", after=_drop_rng_warning)
-    _on_import("megatron.core.transformer.custom_layers.batch_invariant_kernels", around=_import_without_triton)
+    _on_import(
+        "megatron.core.transformer.custom_layers.batch_invariant_kernels", around=_import_without_triton
+    )
     _on_import("megatron.legacy.fused_kernels", after=_load_no_kernels)
 
 

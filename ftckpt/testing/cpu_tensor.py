@@ -85,8 +85,6 @@ def _record_stream(self: torch.Tensor, stream: Any) -> None:
     pass
 
 
-
-
 def install_tensor() -> None:
     for name in _FACTORIES:
         setattr(torch, name, _device_keyword_on_cpu(getattr(torch, name)))

@@ -29,7 +29,9 @@ class Settings:
     pg_timeout_secs: float = 60.0
 
 
-def run(fn: Callable[..., Any], rank: int, args: tuple[Any, ...], settings: Settings, pipe: Connection) -> None:
+def run(
+    fn: Callable[..., Any], rank: int, args: tuple[Any, ...], settings: Settings, pipe: Connection
+) -> None:
     """Sends ("value", result) or ("error", traceback) through `pipe`, then exits without cleaning up.
 
     Library destructors can wait for peers that have died; a test must not.
@@ -91,14 +93,17 @@ def _init_process_group(rank: int, settings: Settings) -> None:
     from datetime import timedelta
 
     import torch.distributed as dist
+    from torch._C._distributed_c10d import FileStore
 
-    dist.init_process_group(
-        "gloo",
-        store=dist.FileStore(settings.store_path, settings.world_size),
-        rank=rank,
-        world_size=settings.world_size,
-        timeout=timedelta(seconds=settings.pg_timeout_secs),
-    )
+    assert settings.store_path is not None
+    timeout = timedelta(seconds=settings.pg_timeout_secs)
+    store = FileStore(settings.store_path, settings.world_size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=settings.world_size, timeout=timeout)
+    # Nobody starts before all are connected: a rank may begin by dying. Through the file, because a
+    # barrier over sockets could still be under way elsewhere when the first one leaves it.
+    if store.add("connected", 1) == settings.world_size:
+        store.set("all-connected", "yes")
+    store.wait(["all-connected"], timeout)
 
 
 def _leave_together() -> None:

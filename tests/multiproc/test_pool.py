@@ -14,8 +14,13 @@ from ftckpt.testing.pool import RankFailure, run_ranks, spawn_ranks
 pytestmark = pytest.mark.multiproc
 
 
+def nothing(rank: int, world_size: int) -> None:
+    pass
+
+
 @pytest.fixture(autouse=True)
 def no_folders_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    run_ranks(nothing, 1, init_process_group=False)  # the fork server has a folder that stays
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     yield
     assert list(tmp_path.iterdir()) == []

@@ -33,7 +33,17 @@ LAYOUTS = {
     "dp2-bf16-overlap-param-gather": (2, ["--overlap-grad-reduce", "--overlap-param-gather"]),
     "tp2-dp2-fp32-swiglu-gqa-untied-sequence": (
         4,
-        ["--tp", "2", "--precision", "fp32", "--swiglu", "--kv-groups", "2", "--untie", "--sequence-parallel"],
+        [
+            "--tp",
+            "2",
+            "--precision",
+            "fp32",
+            "--swiglu",
+            "--kv-groups",
+            "2",
+            "--untie",
+            "--sequence-parallel",
+        ],
     ),
     "dp2-fp32-not-distributed": (2, ["--precision", "fp32", "--no-distributed-optimizer"]),
 }
@@ -70,8 +80,9 @@ def test_overlap_and_sharding_do_not_change_the_losses(tmp_path: Path) -> None:
 
 def test_a_pipeline_without_dropout_computes_what_one_stage_does(tmp_path: Path) -> None:
     def last(world_size: int, *flags: str) -> dict[str, Any]:
-        argv = [*SMALL, "--layers", "4", "--precision", "fp32", "--dropout", "0", "--log", str(tmp_path / "log")]
-        results = run_ranks(train_from_common_weights, world_size, [*argv, *flags])
+        argv = [*SMALL, *["--layers", "4", "--precision", "fp32", "--dropout", "0"], *flags]
+        argv += ["--log", str(tmp_path / "log.jsonl")]
+        results = run_ranks(train_from_common_weights, world_size, argv)
         return results[-1].value
 
     one, two, interleaved = last(1), last(2, "--pp", "2"), last(2, "--pp", "2", "--vpp", "2")
@@ -85,6 +96,7 @@ def train_from_common_weights(rank: int, world_size: int, argv: list[str]) -> li
     import zlib
 
     import torch
+
     from launch import train_gpt
 
     job = train_gpt.build(train_gpt.parse_args(argv))
@@ -93,10 +105,11 @@ def train_from_common_weights(rank: int, world_size: int, argv: list[str]) -> li
         for name, param in chunk.module.named_parameters():
             if name.endswith("bias") or "layernorm" in name:
                 continue
-            name = re.sub(r"layers\.(\d+)", lambda m: f"layers.{int(m[1]) + first_layer}", name)
+            match = re.search(r"layers\.(\d+)(.*)", name)
+            key = f"{int(match[1]) + first_layer}{match[2]}" if match else name
             # A tied output layer is a second copy of the embedding.
-            name = name.replace("output_layer.weight", "embedding.word_embeddings.weight")
-            generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+            key = key.replace("output_layer.weight", "embedding.word_embeddings.weight")
+            generator = torch.Generator().manual_seed(zlib.crc32(key.encode()))
             param.data.copy_(torch.randn(param.shape, generator=generator) * 0.02)
     job.optimizer.reload_model_params()
     return [metrics["loss"] for metrics in train_gpt.train(job)]
@@ -112,17 +125,17 @@ def test_fp16_skips_overflowing_steps_then_trains(tmp_path: Path) -> None:
     assert history[0]["loss_scale"] != history[-1]["loss_scale"]
 
 
-def write_outputs(rank: int, world_size: int, argv: list[str]) -> None:
+def run_main_without_ftckpt(rank: int, world_size: int, argv: list[str]) -> None:
     from launch import train_gpt
 
-    job = train_gpt.build(train_gpt.parse_args(argv))
-    train_gpt.train(job)
-    train_gpt.dump_final(job, job.args.dump_final)
+    train_gpt.attach_checkpointer = lambda job: None
+    train_gpt.main(argv)
 
 
 def test_log_and_final_hashes_are_written(tmp_path: Path) -> None:
-    argv = [*SMALL, "--pp", "2", "--log", str(tmp_path / "log.jsonl"), "--dump-final", str(tmp_path / "final")]
-    run_ranks(write_outputs, 2, argv)
+    argv = [*SMALL, "--pp", "2", "--log", str(tmp_path / "log.jsonl")]
+    argv += ["--dump-final", str(tmp_path / "final")]
+    run_ranks(run_main_without_ftckpt, 2, argv)
     lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
     assert [line["iteration"] for line in lines] == [1, 2, 3]
     assert [line["consumed_samples"] for line in lines] == [8, 16, 24]

@@ -107,7 +107,7 @@ def test_geometry(manifest: Manifest) -> None:
     assert all(image.volatile.begin <= s.begin and s.end <= image.volatile.end for s in spans[count:])
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(manifests())
 def test_chunks_cover_each_region_and_never_span_two(manifest: Manifest) -> None:
     image = SlotImage.of(manifest)

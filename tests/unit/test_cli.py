@@ -7,7 +7,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -105,21 +105,18 @@ def test_inspect_a_slot_copied_elsewhere(root: Path, capsys: pytest.CaptureFixtu
 
 
 @pytest.mark.parametrize(
-    ("file", "at", "state", "note"),
+    ("damage", "state", "note"),
     [
-        ("control", 20, "UNREADABLE", "header checksum"),
-        ("control", 4096 + 128 + 70, "TORN", "slot 1: bad: record"),
-        ("slot1.safetensors", None, "UNUSABLE", "has 5000 bytes"),
+        (lambda path: flip(path / "control", 20), "UNREADABLE", "header checksum"),
+        (lambda path: flip(path / "control", 4096 + 128 + 70), "TORN", "slot 1: bad: record"),
+        (lambda path: os.truncate(path / "slot1.safetensors", 5000), "UNUSABLE", "has 5000 bytes"),
     ],
 )
 def test_inspect_reports_damage(
-    root: Path, capsys: pytest.CaptureFixture[str], file: str, at: int | None, state: str, note: str
+    root: Path, capsys: pytest.CaptureFixture[str], damage: Callable[[Path], None], state: str, note: str
 ) -> None:
     path = arena_with_snapshot(root)
-    if at is None:
-        os.truncate(path / file, 5000)
-    else:
-        flip(path / file, at)
+    damage(path)
     assert main(["inspect", str(path.parent)]) == 1
     out = capsys.readouterr().out
     assert state in {row[2] for row in rows(out)} and note in out

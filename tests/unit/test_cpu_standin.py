@@ -95,6 +95,7 @@ def pinned_loader(rank: int, world_size: int) -> None:
 
 def twice(rank: int, world_size: int) -> None:
     import torch
+
     from ftckpt.testing import cpu
 
     before = (torch.zeros, torch.Tensor.to, torch.distributed.new_group)
