@@ -78,7 +78,7 @@ class Checkpointer:
         self._whole: SnapshotId | None = None
         self._posted = True
         self._failures = 0
-        self._proven = False
+        self._num_snapshots = 0
         self._retired: list[Path] = []
         self._off = False
         self._closed = False
@@ -274,12 +274,18 @@ class Checkpointer:
         self._posted = True
 
     def _prove(self, iteration: int) -> None:
-        """Look again whether derived pieces and replicas are what they were taken for; else lay out anew."""
+        """Look again whether derived pieces and replicas are what they were taken for; else lay out anew.
+
+        What a configuration makes differ shows in the first steps that move weights, so the proofs are close
+        together at first: snapshots 1, 2, 4, 8 and so on.
+        """
         assignment, described = self._assignment, self._described
         if assignment is None or described is None:
             return
+        self._num_snapshots += 1
+        early = self._num_snapshots & (self._num_snapshots - 1) == 0
         interval = self.config.replica_check_interval
-        if self._proven and not (interval and iteration % interval == 0):
+        if not (interval and (early or iteration % interval == 0)) and self._num_snapshots > 1:
             return
         broken = [p.fragment.key for p in assignment.derived if not rule_holds(p)]
         if broken:
@@ -294,7 +300,6 @@ class Checkpointer:
                 old.close()
                 old.arena.close()
             self._open_arena(described)
-        self._proven = True
 
     def _failed(self, error: Exception) -> None:
         self._failures += 1

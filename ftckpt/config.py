@@ -40,7 +40,7 @@ class Config:
     fence_timeout_secs: float = _setting(120.0, "longest wait for an unfinished copy before the snapshot is dropped", minimum=0.001)
     agree_timeout_secs: float = _setting(120.0, "longest wait for the other ranks before a slot is reused", minimum=0.001)
     start_timeout_secs: float = _setting(300.0, "longest wait for the other ranks at start, restore and close", minimum=1)
-    replica_check_interval: int = _setting(1000, "iterations between proofs that replicas hold the same bits; 0: only at start", minimum=0)
+    replica_check_interval: int = _setting(1000, "longest distance of proofs that replicas hold the same bits, in iterations; 0: prove it at start only", minimum=0)
     on_error: str = _setting("continue", "what a failed snapshot does to training", choices=("continue", "raise"))
     error_limit: int = _setting(3, "failed snapshots in a row after which ftckpt turns itself off", minimum=1)
     on_lost: str = _setting("fail", "what a restart does when snapshots were lost", choices=("fail", "fresh"))

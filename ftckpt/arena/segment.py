@@ -114,6 +114,7 @@ class Arena:
             CorruptError: the control block is bad, or no slot tells what the arena holds.
             MismatchError: written by another format version.
             ArenaError: missing, or owned by another user.
+            MemoryBudgetError: a slot to be written has holes and there is no room to fill them.
         """
         if not path.exists():
             raise ArenaError(f"{path}: no such arena")

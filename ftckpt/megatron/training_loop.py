@@ -1,11 +1,13 @@
 """Hooks into Megatron-LM's own train loop (``megatron.training``), for scripts such as ``pretrain_gpt.py``.
 
-Four places, each looked up through a module at run time, so that replacing the name is enough:
+Five places, each looked up through a module at run time, so that replacing the name is enough:
 
 * ``arguments.add_megatron_arguments``: the ftckpt flags join Megatron's parser (its ``--help`` too);
 * ``training.setup_model_and_optimizer``: everything is built and a checkpoint on storage is loaded, but no
   data is: attach, restore, and tell the loop where it stands;
 * ``training.train``: the last thing before the first batch: set RNG, since building data loaders drew from it;
+* ``training.training_log``: sums that wait for the next log line are counters too, and a restarted process
+  does not begin a log;
 * ``training.checkpoint_and_decide_exit``: the boundary; all counters of the iteration have advanced.
 """
 
@@ -18,6 +20,8 @@ import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import fields
 from typing import Any
+
+import torch
 
 import ftckpt.megatron
 from ftckpt.config import add_flags
@@ -44,16 +48,19 @@ class Counters:
     def __init__(self, args: Any) -> None:
         self._args = args
         self.now: dict[str, Any] = {}
+        self.log_sums: dict[str, Any] = {}
+        self.restored_sums: dict[str, Any] | None = None
 
     def state_dict(self) -> dict[str, Any]:
         """The counters as they stand."""
         found = {name: getattr(self._args, name) for name in _COUNTERS if hasattr(self._args, name)}
-        return {**found, **self.now}
+        return {"counters": {**found, **self.now}, "log_sums": dict(self.log_sums)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Make the loop start there."""
-        for name, value in state.items():
+        for name, value in state["counters"].items():
             setattr(self._args, name, value)
+        self.restored_sums = state["log_sums"]
 
 
 def available() -> bool:
@@ -73,6 +80,7 @@ def install() -> None:
         ("arguments", "add_megatron_arguments", _with_flags),
         ("training", "setup_model_and_optimizer", _with_restore),
         ("training", "train", _with_rng),
+        ("training", "training_log", _with_log_sums),
         ("training", "checkpoint_and_decide_exit", _with_boundary),
     ):
         _hook(module, name, wrapper)
@@ -135,6 +143,27 @@ def _with_rng(original: Callable[..., Any]) -> Callable[..., Any]:
         return original(*args, **kwargs)
 
     return wrapped
+
+
+def _with_log_sums(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def wrapped(loss_dict: Any, total_loss_dict: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        if _counters is not None:
+            _counters.log_sums = total_loss_dict
+            if _counters.restored_sums is not None:
+                total_loss_dict.update({k: _as(loss_dict, v) for k, v in _counters.restored_sums.items()})
+                _counters.restored_sums = None
+                kwargs["is_first_iteration"] = False
+        return original(loss_dict, total_loss_dict, *args, **kwargs)
+
+    return wrapped
+
+
+def _as(losses: Mapping[str, Any], saved: Any) -> Any:
+    """A saved sum on the device of this iteration's losses."""
+    if isinstance(saved, torch.Tensor):
+        return next((saved.to(loss.device) for loss in losses.values()), saved)
+    return saved
 
 
 def _with_boundary(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -11,6 +11,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -62,6 +63,11 @@ def run(
 
 def _die_with_parent() -> None:
     """A killed test run takes the fork server with it, and the server its ranks."""
+    # The server lives while anyone holds this end of a pipe, and its children inherit it.
+    server: Any = forkserver._forkserver  # type: ignore[attr-defined]
+    if server._forkserver_alive_fd is not None:
+        os.close(server._forkserver_alive_fd)
+        server._forkserver_alive_fd = None
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 

@@ -1,7 +1,10 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
+import subprocess
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -117,6 +120,37 @@ def test_a_spawned_rank_can_be_killed_and_the_rest_goes_with_the_group() -> None
         assert group.wait_first_failure(10)
         assert group.alive() == [0, 1]
         assert group.results()[2].exitcode == -signal.SIGKILL
+    assert not any(is_running(pid) for pid in pids)
+
+
+ABANDON = """
+import os, signal, sys
+from ftckpt.testing.pool import spawn_ranks
+from test_pool import sleep
+group = spawn_ranks(sleep, 2, init_process_group=False)
+print(*group.pids, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_killed_test_run_leaves_no_rank(tmp_path: Path) -> None:
+    here, folder = Path(__file__).resolve(), tmp_path / "killed"
+    folder.mkdir()
+    path = os.pathsep.join([str(here.parents[2]), str(here.parent)])
+    run = subprocess.run(
+        [sys.executable, "-c", ABANDON],
+        env={**os.environ, "PYTHONPATH": path, "TMPDIR": str(folder)},
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    pids = [int(pid) for pid in run.stdout.split()]
+    deadline = time.monotonic() + 20
+    while any(is_running(pid) for pid in pids) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    shutil.rmtree(folder)
+    assert len(pids) == 2
     assert not any(is_running(pid) for pid in pids)
 
 

@@ -187,6 +187,19 @@ def test_death_at_any_store_of_mark_whole(num_before: int) -> None:
     assert outcomes == {before, (NEW, 7)}
 
 
+def test_a_mark_after_a_half_written_one_never_goes_back() -> None:
+    def prepare(block: ControlBlock) -> None:
+        block.mark_whole(OLD, 0)
+        dying = Dying(block._data)
+        dying.fatal = 2
+        with pytest.raises(Killed):
+            dying.mark_whole(OLD, 1)
+        assert block.whole() == (OLD, 1)
+
+    wholes = {ControlBlock(raw).whole() for raw, _ in deaths(prepare, lambda block: block.mark_whole(NEW, 7))}
+    assert wholes == {(OLD, 1), (NEW, 7)}
+
+
 @pytest.mark.parametrize("bit", range(8))
 def test_a_bit_flip_in_either_mark_loses_nothing(bit: int) -> None:
     buffer, block = new_block()

@@ -196,7 +196,10 @@ HOSTILE = {
     "no chunks": (with_manifest(lambda m: m.update(chunk_bytes=0)), "bad manifest"),
     "too many chunks": (
         with_manifest(
-            lambda m: m.update(chunk_bytes=1, stepped=[["a", "U8", [1 << 40], [0], [1 << 40], 0, 1 << 40]])
+            lambda m: m.update(
+                chunk_bytes=1,
+                stepped=[["a", "U8", [MAX_CHUNKS + 1], [0], [MAX_CHUNKS + 1], 0, MAX_CHUNKS + 1]],
+            )
         ),
         f"at most {MAX_CHUNKS}",
     ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import shutil
@@ -158,6 +159,22 @@ def test_a_lock_file_that_was_removed_protects_nothing(root: Path) -> None:
         (root / "lock").unlink()
         with FileLock(root / "lock", 0, "a", "b"):
             assert (root / "lock").exists()
+
+
+def test_a_lock_file_removed_between_open_and_lock(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lockf = fcntl.lockf
+    calls = []
+
+    def remove_then_lock(fd: int, kind: int) -> None:
+        calls.append(fd)
+        if len(calls) == 1:
+            (root / "lock").unlink()
+        lockf(fd, kind)
+
+    monkeypatch.setattr(fcntl, "lockf", remove_then_lock)
+    with FileLock(root / "lock", 0, "a", "b"):
+        assert len(calls) == 2
+        assert f"held by process {os.getpid()}" in answer_to_another(root / "lock")
 
 
 def test_the_job_lock_tells_who_runs(root: Path) -> None:

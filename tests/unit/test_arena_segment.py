@@ -141,10 +141,10 @@ def test_no_room_is_an_error_and_leaves_nothing(node_dir: Path, monkeypatch: pyt
         reserve(fd, offset, length)
 
     monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(MemoryBudgetError, match=r"no room for \d+ bytes.*--ftckpt-arena"):
+    with pytest.raises(MemoryBudgetError, match=r"no room for \d+ bytes.*--ftckpt-arena") as caught:
         Arena.create(node_dir, MANIFEST, 2)
     assert len(calls) == 2 and list(node_dir.iterdir()) == []
-    assert not _mapped(node_dir)
+    assert caught.tb is not None and not _mapped(node_dir)  # although the traceback holds the frames
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small tmpfs needs root")
@@ -159,7 +159,17 @@ def test_a_full_tmpfs_is_an_error_not_a_sigbus(tmp_path: Path) -> None:
         with pytest.raises(MemoryBudgetError, match="no room"):
             Arena.create(node_dir, manifest, 2)
         assert list(node_dir.iterdir()) == []
-        Arena.create(node_dir, manifest, 1).close()
+        arena = Arena.create(node_dir, manifest, 1)
+        arena.close()
+        slot = arena.path / "slot0.safetensors"
+        os.truncate(slot, 8192)
+        os.truncate(slot, arena.image.file_bytes)
+        with open(tmp_path / "filler", "wb", buffering=0) as filler, pytest.raises(OSError, match="No space"):
+            while True:
+                filler.write(bytes(4096))
+        Arena.open(arena.path).close()
+        with pytest.raises(MemoryBudgetError, match="no room"):
+            Arena.open(arena.path, writable=True)
     finally:
         os.system(f"umount {tmp_path}")
 
@@ -203,6 +213,19 @@ def test_objects_longer_than_their_room_are_bad(node_dir: Path) -> None:
         arena.read_objects(0)
     assert "objects" in arena.verify(0)
     arena.close()
+
+
+def test_a_removal_cut_short_leaves_nothing_that_looks_whole(
+    node_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arena = Arena.create(node_dir, MANIFEST, 2)
+    with monkeypatch.context() as patch:
+        patch.setattr("ftckpt.arena.directory.remove_tree", lambda path: None)
+        arena.remove()
+    assert list_arenas(node_dir) == [] and len(list(node_dir.iterdir())) == 1
+    again = Arena.create(node_dir, MANIFEST, 2)
+    assert list(node_dir.iterdir()) == [again.path]
+    again.close()
 
 
 @pytest.mark.parametrize("length", [0, 100, 4096, -1, None])

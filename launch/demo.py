@@ -1,0 +1,260 @@
+"""Kills ranks of a training job and shows that it comes back from memory, bit for bit.
+
+Trains a small GPT on text with 8 ranks (tensor 2 x pipeline 2 x data 2, bf16, distributed optimizer,
+dropout) as two torchrun agents, two simulated nodes. Once undisturbed and without ftckpt: the reference.
+Then with ftckpt and with faults:
+
+  rank     one rank is killed by SIGKILL in the middle of an iteration
+  writing  one rank is killed while it writes a slot of its arena
+  all      all eight ranks are killed at once
+
+Every loss and the hashes of the final state of every rank must be those of the reference.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import shlex
+import signal
+import statistics
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, NoReturn
+
+from ftckpt.testing.faults import Fault
+from launch import demo_measure, demo_report
+from launch.demo_measure import Comparison, FaultCost
+from launch.demo_run import DemoError, Run, Watch, execute, victims
+
+LAYOUT = ["--tp", "2", "--pp", "2"]
+MODEL = ["--layers", "4", "--hidden", "160", "--seq", "64", "--global-batch", "16", "--micro-batch", "2"]
+# Small chunks and objects, because so is the model: a slot is to have several chunks, and all arenas together
+# are to fit the 64 MB of /dev/shm that containers often have.
+ARENA = ["--ftckpt-chunk-mib", "1", "--ftckpt-objects-mib", "1"]
+
+
+@dataclass(frozen=True)
+class Scene:
+    """A fault, and how to tell it. ``ordinal`` of ``copy``: one chunk is in the slot, the next is not."""
+
+    rank: Any
+    point: str
+    ordinal: int
+    secs: float
+    what: str
+
+
+SCENES = {
+    "rank": Scene(5, "forward", 3, 0.0, "rank 5 killed in the middle of iteration {}"),
+    "writing": Scene(2, "copy", 1, 0.0, "rank 2 killed while it wrote the snapshot of iteration {}"),
+    "all": Scene("all", "before_step", 0, 60.0, "all 8 ranks killed before the optimizer step of iteration {}"),
+}
+
+
+def parse_args(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """The demo's own arguments, and those that go to train_gpt."""
+    parser = argparse.ArgumentParser(
+        prog="demo.sh", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="Any other argument goes to launch/train_gpt.py, --hidden 256 for example.", allow_abbrev=False,
+    )  # fmt: skip
+    parser.add_argument("--scene", choices=sorted(SCENES), help="this fault alone (default: all three in one run)")
+    parser.add_argument("--iterations", type=int, help="default: 36, with --scene 16")
+    parser.add_argument("--out", type=Path, default=Path("runs/demo"), help="where the report goes")
+    args, training = parser.parse_known_args(argv)
+    args.iterations = args.iterations or (16 if args.scene else 36)
+    args.scenes = [args.scene] if args.scene else list(SCENES)
+    if args.iterations < 4 * len(args.scenes):
+        parser.error("--iterations: at least four for each fault")
+    return args, training
+
+
+def plan_faults(scenes: Sequence[str], iterations: int, folder: Path) -> dict[str, Fault]:
+    """The faults, spread evenly over the run."""
+    faults = {}
+    for index, name in enumerate(scenes):
+        scene = SCENES[name]
+        iteration = iterations * (index + 1) // (len(scenes) + 1)
+        marker = (folder / f"fired-{name}").resolve()
+        faults[name] = Fault(scene.rank, iteration, scene.point, marker, "kill", scene.ordinal, scene.secs)
+    return faults
+
+
+class Teller:
+    """Prints what happens in a run, one line each."""
+
+    def __init__(self, run: str, iterations: int, faults: Mapping[str, Fault], every: int = 1) -> None:
+        self._run = run
+        self._iterations = iterations
+        self._faults = faults
+        self._every = every
+        self._killed_at: float | None = None
+        self._restored: dict[str, set[int]] = {}
+
+    def __call__(self, kind: str, found: dict[str, Any]) -> None:
+        if kind == "iteration":
+            number = found["iteration"]
+            if number % self._every == 0 or number == self._iterations:
+                self._say(f"iteration {number:3d}  loss {found['loss']:.4f}  {found['loss_hex']}")
+        elif kind == "fault":
+            self._killed_at = time.time()
+            name = next(name for name, fault in self._faults.items() if fault is found["fault"])
+            self._say("KILLED: " + SCENES[name].what.format(self._faults[name].iteration))
+        elif found["event"] == "restored" and self._killed_at is not None:
+            self._came_back(found, time.time() - self._killed_at)
+
+    def _came_back(self, found: Mapping[str, Any], secs: float) -> None:
+        ranks = self._restored.setdefault(found["lineage"], set())
+        ranks.add(found["rank"])
+        if len(ranks) == 8:
+            self._say(f"BACK: snapshot of iteration {found['iteration']} from memory, {secs:.1f} s after the kill")
+
+    def _say(self, text: str) -> None:
+        print(f"{self._run:9s}  {text}", flush=True)
+
+
+def train_both(
+    args: argparse.Namespace, training: Sequence[str], faults: Mapping[str, Fault]
+) -> tuple[Run, Watch, Run, Watch]:
+    """The reference and the run with faults."""
+    training = [*LAYOUT, *MODEL, *training, "--iterations", str(args.iterations)]
+    job = f"demo-{os.getpid()}-{time.time_ns() % 10**9}"
+    reference = Run("reference", args.out / "reference", training)
+    flags = ["--ftckpt", "--ftckpt-job", job, *ARENA]
+    faulted = Run("faulted", args.out / "faulted", training, flags, tuple(faults.values()))
+    print(f"demo: reference run of {args.iterations} iterations, without ftckpt", flush=True)
+    seen = execute(reference, job, Teller("reference", args.iterations, {}, every=5))
+    print(f"demo: the same with ftckpt and {len(faults)} fault(s): {', '.join(faults)}", flush=True)
+    seen_faulted = execute(faulted, job, Teller("faulted", args.iterations, faults))
+    return reference, seen, faulted, seen_faulted
+
+
+def costs_of(faults: Mapping[str, Fault], watch: Watch) -> list[FaultCost]:
+    """What each fault cost."""
+    costs = []
+    for name, fault in faults.items():
+        ranks = victims(fault)
+        markers = [json.loads(fault.marker_of(rank).read_text()) for rank in ranks]
+        costs.append(
+            demo_measure.fault_cost(
+                name, fault.point, fault.iteration, markers, ranks, watch.events, watch.lines, watch.gone
+            )
+        )
+    return costs
+
+
+def table(costs: Sequence[FaultCost]) -> str:
+    """The costs in text."""
+    heads = ("fault", "killed at", "restored", "lost", "detect", "rejoin", "load", "first step", "total")
+    rows = [heads]
+    for cost in costs:
+        secs = (cost.detect_secs, cost.rejoin_secs, cost.load_secs, cost.first_step_secs, cost.total_secs)
+        numbers = (str(cost.iteration), str(cost.restored_iteration), str(cost.iterations_lost))
+        rows.append((cost.name, *numbers, *(f"{value:.2f} s" for value in secs)))
+    widths = [max(len(row[column]) for row in rows) for column in range(len(heads))]
+    return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
+
+
+def summarize(
+    argv: Sequence[str], comparison: Comparison, costs: Sequence[FaultCost], seen: Watch, seen_faulted: Watch
+) -> dict[str, Any]:
+    """Everything that the report shows."""
+    return {
+        "bit_exact": comparison.bit_exact,
+        "differences": list(comparison.differences),
+        "num_losses_compared": comparison.num_losses,
+        "num_tensors_compared": comparison.tensors,
+        "faults": [{**asdict(cost), "total_secs": cost.total_secs} for cost in costs],
+        "reference": _losses(seen),
+        "faulted": _losses(seen_faulted),
+        "blocked_secs": {
+            str(iteration): {"boundary": boundary, "fence": fence}
+            for iteration, (boundary, fence) in demo_measure.blocked_by_iteration(seen_faulted.events).items()
+        },
+        "run_secs": {"reference": seen.secs, "faulted": seen_faulted.secs},
+        "command": shlex.join(["launch/demo.sh", *argv]),
+        "date": time.strftime("%Y-%m-%d %H:%M:%S %z"),
+        "versions": _versions(),
+        "hardware": _hardware(),
+    }
+
+
+def _losses(watch: Watch) -> dict[str, Any]:
+    secs = [line["time"] for line in watch.lines]
+    return {
+        "losses": [[line["iteration"], line["loss"], line["loss_hex"]] for line in watch.lines],
+        "median_iteration_secs": statistics.median(secs) if secs else None,
+    }
+
+
+def _versions() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for name in ("ftckpt", "torch", "megatron-core", "numpy"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = "not installed as a package"
+    return found
+
+
+def _hardware() -> dict[str, Any]:
+    models = [
+        line.partition(":")[2].strip()
+        for line in Path("/proc/cpuinfo").read_text().splitlines()
+        if line.startswith("model name")
+    ]
+    memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return {
+        "cpu": models[0] if models else platform.machine(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_bytes": memory_bytes,
+        "device": os.environ.get("FTCKPT_DEVICE", "cpu"),
+    }
+
+
+def conclude(summary: Mapping[str, Any], out: Path) -> int:
+    """Write the report and print the verdict; returns the exit code."""
+    (out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
+    report = out / "report.html"
+    report.write_text(demo_report.render(summary))
+    survived = f"{len(summary['faults'])} fault(s) survived".replace("(s)", "s" * (len(summary["faults"]) != 1))
+    if summary["bit_exact"]:
+        print(f"demo: bit-exact, {survived}, report in {report}")
+        return 0
+    for difference in summary["differences"][:20]:
+        print(f"demo: {difference}")
+    print(f"demo: NOT bit-exact, {len(summary['differences'])} differences, report in {report}")
+    return 1
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the demo; returns the exit code."""
+    args, training = parse_args(argv)
+    signal.signal(signal.SIGTERM, _interrupt)
+    faults = plan_faults(args.scenes, args.iterations, args.out / "faulted")
+    try:
+        reference, seen, faulted, seen_faulted = train_both(args, training, faults)
+    except DemoError as error:
+        print(f"demo: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("demo: interrupted; everything it started has been stopped", file=sys.stderr)
+        return 130
+    comparison = demo_measure.compare(seen.lines, seen_faulted.lines, reference.final, faulted.final)
+    costs = costs_of(faults, seen_faulted)
+    print(table(costs), flush=True)
+    return conclude(summarize(argv, comparison, costs, seen, seen_faulted), args.out)
+
+
+def _interrupt(*_: object) -> NoReturn:
+    raise KeyboardInterrupt
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,25 @@
+#!/usr/bin/env bash
+# Lints, type checks and tests ftckpt. Needs Python 3.11 and nothing else. Arguments go to pytest.
+
+set -euo pipefail
+NAME=tests
+# shellcheck source=launch/environment.sh
+source "$(dirname -- "${BASH_SOURCE[0]}")/environment.sh"
+
+prepare "$ALL_EXTRAS"
+cd "$ROOT"
+
+say "ruff check"
+"$PYTHON" -m ruff check --quiet . || fail "ruff has complaints"
+say "mypy"
+"$PYTHON" -m mypy || fail "mypy has complaints"
+
+say "pytest"
+output=$(mktemp)
+trap 'rm -f "$output"' EXIT
+code=0
+"$PYTHON" -m pytest "$@" 2>&1 | tee "$output" || code=$?
+closing=$(grep -E '(passed|failed|errors?|skipped|deselected|no tests ran)\b.* in [0-9.]+s' "$output" | tail -n 1 || true)
+closing=$(printf '%s' "$closing" | sed -E 's/^=+ //; s/ =+$//')
+printf '%s: %s\n' "$NAME" "${closing:-pytest ended with code $code}"
+exit "$code"

@@ -1,0 +1,132 @@
+"""Faults fire in a real training process, at every point, exactly once, and leave their marker."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ftckpt.testing.faults import PLAN_VAR, POINTS, Fault, dumps, install, loads, plan_from_env, remove
+from ftckpt.testing.pool import RankResult, run_ranks
+
+pytestmark = pytest.mark.multiproc
+
+SMALL = ["--layers", "1", "--hidden", "16", "--seq", "16", "--global-batch", "4", "--iterations", "4"]
+ITERATION = 2
+AT_RESTORE = ("void", "load")
+
+
+@pytest.fixture
+def arena() -> Iterator[Path]:
+    path = Path(tempfile.mkdtemp(prefix="ftckpt-test-faults-", dir="/dev/shm"))
+    yield path
+    shutil.rmtree(path)
+
+
+def train(rank: int, world_size: int, plan: str, arena: str, log: str) -> None:
+    """One attempt of a real job, as the demo's worker runs it."""
+    import ftckpt.megatron
+    from ftckpt.config import Config
+    from launch import train_gpt
+
+    install(loads(plan), rank, world_size)
+    ftckpt.megatron.configure(Config(enabled=True, job="faults", node="n", arena=arena))
+    train_gpt.main([*SMALL, "--log", log])
+
+
+def attempt(world_size: int, faults: list[Fault], arena: Path, log: Path) -> list[RankResult]:
+    return run_ranks(
+        train, world_size, dumps(faults), str(arena), str(log), expect_failures=True, timeout_secs=60
+    )
+
+
+def logged(log: Path) -> list[int]:
+    return [json.loads(line)["iteration"] for line in log.read_text().splitlines()]
+
+
+def test_every_point_is_reached_once_in_the_order_of_an_iteration(arena: Path, tmp_path: Path) -> None:
+    """A stall of no length at each point of one run, then of a restart: markers tell what fired, and when."""
+    points = [point for point in POINTS if point not in AT_RESTORE]
+    plan = [Fault(0, ITERATION, point, tmp_path / point, "stall") for point in points]
+    # Behind the fence of the next iteration but one, so that ITERATION + 1 is sealed.
+    plan.append(Fault(0, ITERATION + 2, "before_step", tmp_path / "kill", "kill"))
+    [killed] = attempt(1, plan, arena, tmp_path / "log")
+    assert killed.exitcode == -signal.SIGKILL
+    assert [fault.point for fault in plan if not fault.fired(0)] == []
+    assert logged(tmp_path / "log") == [1, 2, 3]
+
+    restored = ITERATION + 1
+    plan += [Fault(0, restored, "load", tmp_path / "load", "stall")]
+    [ended] = attempt(1, plan, arena, tmp_path / "log")
+    assert ended.ok, ended.error
+    assert plan[-1].fired(0)
+    assert logged(tmp_path / "log") == [1, 2, 3, 4]
+    times = {fault.point: json.loads(fault.marker_of(0).read_text())["time"] for fault in plan[: len(points)]}
+    trained = ["forward", "fence", "before_step", "after_step", "boundary", "begin", "copy"]
+    order = [*trained, "before_seal", "after_seal", "post", "mark"]
+    assert sorted(order, key=lambda point: times[point]) == order
+    assert times["begin"] <= times["between"]
+
+
+def test_killed_while_a_slot_is_written_and_while_newer_ones_are_voided(arena: Path, tmp_path: Path) -> None:
+    copying = Fault(0, 3, "copy", tmp_path / "copy", "kill")
+    # Rank 1 has time to seal snapshot 3, which rank 0 never finishes: the restart has to void it.
+    waiting = Fault(1, 4, "forward", tmp_path / "wait", "stall", secs=0.5)
+    voiding = Fault(0, 2, "void", tmp_path / "void", "kill")
+    plan = [copying, waiting, voiding]
+    results = attempt(2, plan, arena, tmp_path / "log")
+    assert results[0].exitcode == -signal.SIGKILL and copying.fired(0) and not copying.fired(1)
+    assert waiting.fired(1) and not voiding.fired(0)
+    results = attempt(2, plan, arena, tmp_path / "log")
+    assert results[0].exitcode == -signal.SIGKILL and voiding.fired(0)
+    results = attempt(2, plan, arena, tmp_path / "log")
+    assert [result.ok for result in results] == [True, True]
+    assert logged(tmp_path / "log") == [1, 2, 3, 3, 4]
+
+
+def test_all_ranks_die_together(arena: Path, tmp_path: Path) -> None:
+    fault = Fault("all", 2, "before_step", tmp_path / "all", "kill", secs=20)
+    results = attempt(2, [fault], arena, tmp_path / "log")
+    assert [result.exitcode for result in results] == [-signal.SIGKILL] * 2
+    assert fault.fired(0) and fault.fired(1)
+
+
+def test_raise_names_the_point(arena: Path, tmp_path: Path) -> None:
+    fault = Fault(0, 1, "boundary", tmp_path / "raise", "raise")
+    [result] = attempt(1, [fault], arena, tmp_path / "log")
+    assert result.error is not None and "FaultInjected: rank 0: boundary of iteration 1" in result.error
+    assert fault.fired(0)
+
+
+def test_plans_survive_json(tmp_path: Path) -> None:
+    plan = [
+        Fault("all", 3, "copy", tmp_path / "a", "kill", ordinal=2, secs=1.5),
+        Fault(1, 1, "load", tmp_path / "b", "raise"),
+    ]
+    assert loads(dumps(plan)) == plan
+    (tmp_path / "plan").write_text(dumps(plan))
+    assert plan_from_env({PLAN_VAR: str(tmp_path / "plan")}) == plan
+    assert plan_from_env({}) == []
+
+
+def test_unknown_points_and_actions_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="point 'teatime' is not one of forward, "):
+        Fault(0, 1, "teatime", tmp_path / "x", "kill")
+    with pytest.raises(ValueError, match="action 'sleep' is not one of"):
+        Fault(0, 1, "copy", tmp_path / "x", "sleep")  # type: ignore[arg-type]
+
+
+def test_remove_puts_everything_back(tmp_path: Path) -> None:
+    from ftckpt.arena.control import ControlBlock
+    from ftckpt.capture import copier, device_copier
+
+    before = (ControlBlock.begin, copier.copy_chunk, device_copier.copy_chunk)
+    install([Fault(0, 1, point, tmp_path / point, "kill") for point in ("begin", "copy")], 0)
+    assert ControlBlock.begin is not before[0]
+    remove()
+    assert (ControlBlock.begin, copier.copy_chunk, device_copier.copy_chunk) == before
