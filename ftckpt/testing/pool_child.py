@@ -64,7 +64,7 @@ def run(
 def _die_with_parent() -> None:
     """A killed test run takes the fork server with it, and the server its ranks."""
     # The server lives while anyone holds this end of a pipe, and its children inherit it.
-    server: Any = forkserver._forkserver  # type: ignore[attr-defined]
+    server: Any = forkserver._forkserver
     if server._forkserver_alive_fd is not None:
         os.close(server._forkserver_alive_fd)
         server._forkserver_alive_fd = None

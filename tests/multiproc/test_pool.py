@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from ftckpt.testing.pool import RankFailure, run_ranks, spawn_ranks
+from ftckpt.testing.pool import RankFailure, preload, run_ranks, spawn_ranks
 
 pytestmark = pytest.mark.multiproc
 
@@ -161,3 +161,8 @@ def unpicklable(rank: int, world_size: int) -> Any:
 def test_a_value_that_cannot_travel_is_a_failure() -> None:
     with pytest.raises(RankFailure, match=r"(?i)pickle"):
         run_ranks(unpicklable, 1, init_process_group=False)
+
+
+def test_preload_after_the_first_rank_is_refused() -> None:
+    with pytest.raises(RuntimeError, match="before the first"):
+        preload("json")

@@ -1,0 +1,80 @@
+"""A job that loses all its processes goes on from memory to the same bits as an unbroken one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jobs
+import pytest
+
+pytestmark = pytest.mark.multiproc
+
+FULL = ["--tp", "2", "--pp", "2"]
+LAYOUTS = {
+    "tp2-pp2-dp2-distributed": (8, FULL),
+    "tp2-pp2-dp2-replicated-overlap": (8, [*FULL, "--no-distributed-optimizer", "--overlap-grad-reduce"]),
+    "dp2-fp32": (2, ["--precision", "fp32", "--no-distributed-optimizer"]),
+    "dp2-fp32-distributed": (2, ["--precision", "fp32"]),
+    "dp2-fp16-scaled": (2, ["--precision", "fp16", "--loss-scale", "262144", "--loss-scale-window", "2"]),
+    "pp2-vpp2-dp2-overlap-both": (
+        4,
+        ["--pp", "2", "--vpp", "2", "--layers", "4", "--overlap-grad-reduce", "--overlap-param-gather"],
+    ),
+    "tp2-ep2-router-bias": (4, ["--tp", "2", "--ep", "2", "--num-experts", "4", "--router-bias"]),
+    "ep2-experts-replicated": (2, ["--ep", "2", "--num-experts", "4", "--no-distributed-optimizer"]),
+    "tp2-swiglu-gqa-untied": (2, ["--tp", "2", "--swiglu", "--kv-groups", "2", "--untie"]),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_resume_is_bit_exact(name: str, settings: dict[str, Any], arena_root: Path) -> None:
+    world_size, argv = LAYOUTS[name]
+    reference = jobs.outcomes(world_size, jobs.Run(argv, until=6))
+    first = jobs.broken(world_size, jobs.Run(argv, until=4, settings=settings, end="die"))
+    assert all(map(jobs.killed, first)), [r.error for r in first]
+    resumed = jobs.outcomes(world_size, jobs.Run(argv, until=6, settings=settings))
+    assert jobs.assert_continues(reference, resumed) in (3, 4)
+    assert not jobs.events(settings, "snapshot_error")
+    assert not list(arena_root.iterdir()), "an ended job left something behind"
+
+
+def test_interval(settings: dict[str, Any]) -> None:
+    settings["interval"] = 3
+    argv = ["--pp", "2"]
+    reference = jobs.outcomes(2, jobs.Run(argv, until=9))
+    jobs.broken(2, jobs.Run(argv, until=8, settings=settings, end="die"))
+    resumed = jobs.outcomes(2, jobs.Run(argv, until=9, settings=settings))
+    assert jobs.assert_continues(reference, resumed) == 6
+    assert {e["iteration"] for e in jobs.events(settings, "snapshot")} == {3, 6, 9}
+
+
+def test_more_slots(settings: dict[str, Any]) -> None:
+    settings["slots"] = 4
+    reference = jobs.outcomes(2, jobs.Run([], until=7))
+    jobs.broken(2, jobs.Run([], until=6, settings=settings, end="die"))
+    assert jobs.assert_continues(reference, jobs.outcomes(2, jobs.Run([], until=7, settings=settings))) >= 5
+
+
+def test_swapped_nodes_load_over_the_network(settings: dict[str, Any], arena_root: Path) -> None:
+    here, there = ["a"] * 4 + ["b"] * 4, ["b"] * 4 + ["a"] * 4
+    reference = jobs.outcomes(8, jobs.Run(FULL, until=7))
+    jobs.broken(8, jobs.Run(FULL, until=4, settings=settings, nodes=here, end="die"))
+    again = jobs.broken(8, jobs.Run(FULL, until=5, settings=settings, nodes=there, end="die"))
+    assert all(map(jobs.killed, again)), [r.error for r in again]
+    loaded = jobs.events(settings, "loaded")
+    assert len(loaded) == 8
+    assert all(event["received_bytes"] > 0 for event in loaded)
+    resumed = jobs.outcomes(8, jobs.Run(FULL, until=7, settings=settings, nodes=there))
+    assert jobs.assert_continues(reference, resumed) >= 4
+    assert not list(arena_root.iterdir())
+
+
+def test_replicas_that_differ_are_each_captured(settings: dict[str, Any]) -> None:
+    """Different dropout masks on ranks of one tensor-parallel group make its layer norms drift apart."""
+    argv = ["--tp", "2"]
+    reference = jobs.outcomes(2, jobs.Run(argv, until=8, drift=True))
+    jobs.broken(2, jobs.Run(argv, until=6, settings=settings, drift=True, end="die"))
+    resumed = jobs.outcomes(2, jobs.Run(argv, until=8, settings=settings, drift=True))
+    jobs.assert_continues(reference, resumed)
+    assert jobs.events(settings, "replicas_differ")
