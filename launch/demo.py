@@ -31,7 +31,7 @@ from typing import Any, NoReturn
 from ftckpt.testing.faults import Fault
 from launch import demo_measure, demo_report
 from launch.demo_measure import Comparison, FaultCost
-from launch.demo_run import DemoError, Run, Watch, execute, victims
+from launch.demo_run import WORLD_SIZE, DemoError, Run, Watch, execute, victims
 
 LAYOUT = ["--tp", "2", "--pp", "2"]
 MODEL = ["--layers", "4", "--hidden", "160", "--seq", "64", "--global-batch", "16", "--micro-batch", "2"]
@@ -54,7 +54,7 @@ class Scene:
 SCENES = {
     "rank": Scene(5, "forward", 3, 0.0, "rank 5 killed in the middle of iteration {}"),
     "writing": Scene(2, "copy", 1, 0.0, "rank 2 killed while it wrote the snapshot of iteration {}"),
-    "all": Scene("all", "before_step", 0, 60.0, "all 8 ranks killed before the optimizer step of iteration {}"),
+    "all": Scene("all", "before_step", 0, 60.0, "all ranks killed before the optimizer step of iteration {}"),
 }
 
 
@@ -64,7 +64,9 @@ def parse_args(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         prog="demo.sh", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog="Any other argument goes to launch/train_gpt.py, --hidden 256 for example.", allow_abbrev=False,
     )  # fmt: skip
-    parser.add_argument("--scene", choices=sorted(SCENES), help="this fault alone (default: all three in one run)")
+    parser.add_argument(
+        "--scene", choices=sorted(SCENES), help="this fault alone; default: all three in one run"
+    )
     parser.add_argument("--iterations", type=int, help="default: 36, with --scene 16")
     parser.add_argument("--out", type=Path, default=Path("runs/demo"), help="where the report goes")
     args, training = parser.parse_known_args(argv)
@@ -112,8 +114,9 @@ class Teller:
     def _came_back(self, found: Mapping[str, Any], secs: float) -> None:
         ranks = self._restored.setdefault(found["lineage"], set())
         ranks.add(found["rank"])
-        if len(ranks) == 8:
-            self._say(f"BACK: snapshot of iteration {found['iteration']} from memory, {secs:.1f} s after the kill")
+        if len(ranks) == WORLD_SIZE:
+            snapshot = f"snapshot of iteration {found['iteration']} from memory"
+            self._say(f"BACK: {snapshot}, {secs:.1f} s after the kill")
 
     def _say(self, text: str) -> None:
         print(f"{self._run:9s}  {text}", flush=True)
@@ -130,7 +133,7 @@ def train_both(
     faulted = Run("faulted", args.out / "faulted", training, flags, tuple(faults.values()))
     print(f"demo: reference run of {args.iterations} iterations, without ftckpt", flush=True)
     seen = execute(reference, job, Teller("reference", args.iterations, {}, every=5))
-    print(f"demo: the same with ftckpt and {len(faults)} fault(s): {', '.join(faults)}", flush=True)
+    print(f"demo: the same with ftckpt and {_count(len(faults))}: {', '.join(faults)}", flush=True)
     seen_faulted = execute(faulted, job, Teller("faulted", args.iterations, faults))
     return reference, seen, faulted, seen_faulted
 
@@ -143,7 +146,13 @@ def costs_of(faults: Mapping[str, Fault], watch: Watch) -> list[FaultCost]:
         markers = [json.loads(fault.marker_of(rank).read_text()) for rank in ranks]
         costs.append(
             demo_measure.fault_cost(
-                name, fault.point, fault.iteration, markers, ranks, watch.events, watch.lines, watch.gone
+                name,
+                fault,
+                ranks=ranks,
+                markers=markers,
+                events=watch.events,
+                lines=watch.lines,
+                gone=watch.gone,
             )
         )
     return costs
@@ -158,7 +167,8 @@ def table(costs: Sequence[FaultCost]) -> str:
         numbers = (str(cost.iteration), str(cost.restored_iteration), str(cost.iterations_lost))
         rows.append((cost.name, *numbers, *(f"{value:.2f} s" for value in secs)))
     widths = [max(len(row[column]) for row in rows) for column in range(len(heads))]
-    return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
+    lines = ([cell.rjust(width) for cell, width in zip(row, widths, strict=True)] for row in rows)
+    return "\n".join("  ".join(line) for line in lines)
 
 
 def summarize(
@@ -174,8 +184,8 @@ def summarize(
         "reference": _losses(seen),
         "faulted": _losses(seen_faulted),
         "blocked_secs": {
-            str(iteration): {"boundary": boundary, "fence": fence}
-            for iteration, (boundary, fence) in demo_measure.blocked_by_iteration(seen_faulted.events).items()
+            str(iteration): asdict(blocked)
+            for iteration, blocked in demo_measure.blocked_by_iteration(seen_faulted.events).items()
         },
         "run_secs": {"reference": seen.secs, "faulted": seen_faulted.secs},
         "command": shlex.join(["launch/demo.sh", *argv]),
@@ -218,12 +228,16 @@ def _hardware() -> dict[str, Any]:
     }
 
 
+def _count(num: int) -> str:
+    return f"{num} fault{'s' * (num != 1)}"
+
+
 def conclude(summary: Mapping[str, Any], out: Path) -> int:
     """Write the report and print the verdict; returns the exit code."""
     (out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
     report = out / "report.html"
     report.write_text(demo_report.render(summary))
-    survived = f"{len(summary['faults'])} fault(s) survived".replace("(s)", "s" * (len(summary["faults"]) != 1))
+    survived = f"{_count(len(summary['faults']))} survived"
     if summary["bit_exact"]:
         print(f"demo: bit-exact, {survived}, report in {report}")
         return 0

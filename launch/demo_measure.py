@@ -7,7 +7,10 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median
 from typing import Any
+
+from ftckpt.testing.faults import Fault
 
 Line = Mapping[str, Any]
 
@@ -100,10 +103,10 @@ def _kind(name: str) -> str:
 
 def fault_cost(
     name: str,
-    point: str,
-    iteration: int,
-    markers: Sequence[Line],
+    fault: Fault,
+    *,
     ranks: Sequence[int],
+    markers: Sequence[Line],
     events: Iterable[Line],
     lines: Iterable[Line],
     gone: Mapping[int, float],
@@ -128,8 +131,8 @@ def fault_cost(
     return FaultCost(
         name=name,
         ranks=tuple(ranks),
-        point=point,
-        iteration=iteration,
+        point=fault.point,
+        iteration=fault.iteration,
         killed_at=killed_at,
         restored_iteration=new.started_from,
         iterations_lost=max(0, finished - new.started_from),
@@ -140,11 +143,17 @@ def fault_cost(
     )
 
 
-def blocked_by_iteration(events: Iterable[Line]) -> dict[int, tuple[float, float]]:
-    """Seconds that training stood still at the boundary and in the fence, the slowest rank's, by iteration.
+@dataclass(frozen=True)
+class Blocked:
+    """Seconds that training stood still in one iteration: the median rank's two parts, the slowest's sum."""
 
-    Of an iteration that was trained again, the last attempt counts.
-    """
+    boundary: float
+    fence: float
+    slowest: float
+
+
+def blocked_by_iteration(events: Iterable[Line]) -> dict[int, Blocked]:
+    """What snapshots cost, by iteration; of an iteration that was trained again the last attempt counts."""
     fences: dict[int, float] = defaultdict(float)
     boundaries: dict[tuple[int, int], tuple[float, float]] = {}
     for event in sorted(events, key=lambda event: float(event["time"])):
@@ -153,11 +162,17 @@ def blocked_by_iteration(events: Iterable[Line]) -> dict[int, tuple[float, float
         elif event["event"] == "snapshot":
             key = (event["iteration"], event["rank"])
             boundaries[key] = (event["blocked_secs"], fences.pop(event["pid"], 0.0))
-    slowest: dict[int, tuple[float, float]] = {}
-    for (iteration, _), (boundary, fence) in boundaries.items():
-        most = slowest.get(iteration, (0.0, 0.0))
-        slowest[iteration] = (max(most[0], boundary), max(most[1], fence))
-    return dict(sorted(slowest.items()))
+    ranks: dict[int, list[tuple[float, float]]] = defaultdict(list)
+    for (iteration, _), blocked in boundaries.items():
+        ranks[iteration].append(blocked)
+    return {
+        iteration: Blocked(
+            median(boundary for boundary, _ in found),
+            median(fence for _, fence in found),
+            max(map(sum, found)),
+        )
+        for iteration, found in sorted(ranks.items())
+    }
 
 
 @dataclass

@@ -38,7 +38,7 @@ class DemoError(Exception):
 
 @dataclass(frozen=True)
 class Run:
-    """One training run: where it writes, the arguments of train_gpt, those of ftckpt, and what happens to it."""
+    """One training run: where it writes, arguments of train_gpt and of ftckpt, and what happens to it."""
 
     name: str
     folder: Path
@@ -66,7 +66,7 @@ class Run:
 
 @dataclass
 class Watch:
-    """What was seen while a run went on: log lines, events, and when processes disappeared (epoch seconds)."""
+    """What was seen while a run went on; ``gone`` is when processes disappeared, in seconds since the epoch."""
 
     lines: list[dict[str, Any]] = field(default_factory=list)
     events: list[dict[str, Any]] = field(default_factory=list)
@@ -172,9 +172,11 @@ def _start(run: Run, processes: Processes, plan: Path) -> None:
     for node in NODES:
         command = [
             *(sys.executable, "-m", "torch.distributed.run"),
-            *("--nnodes", str(len(NODES)), "--nproc-per-node", str(RANKS_PER_NODE), "--local-addr", "127.0.0.1"),
+            *("--nnodes", str(len(NODES)), "--nproc-per-node", str(RANKS_PER_NODE)),
+            *("--local-addr", "127.0.0.1"),
             *("--rdzv-backend", "c10d", "--rdzv-id", "demo", "--rdzv-endpoint", endpoint),
             *("--rdzv-conf", "last_call_timeout=1,join_timeout=120"),
+            # Without the two dashes torchrun takes the script's --log for an ambiguous option of its own.
             *("--max-restarts", "9", "--monitor-interval", "0.1", "-m", "--", "ftckpt.megatron"),
             *(str(ROOT / "launch" / "demo_worker.py"), *run.training),
             *("--log", str(run.log.resolve()), "--dump-final", str(run.final.resolve())),
