@@ -14,6 +14,7 @@ from typing import Any
 from ftckpt.errors import ConfigError
 
 MIB = 1 << 20
+_MAX_SECS = 1e9  # what timers of the operating system and of torch.distributed can hold
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
@@ -39,6 +40,7 @@ class Config:
     objects_mib: int = _setting(4, "room for RNG, counters, schedulers and user objects in a slot, in MiB", minimum=1)
     fence_timeout_secs: float = _setting(120.0, "longest wait for an unfinished copy before the snapshot is dropped", minimum=0.001)
     agree_timeout_secs: float = _setting(120.0, "longest wait for the other ranks before a slot is reused", minimum=0.001)
+    lock_timeout_secs: float = _setting(20.0, "longest wait for processes of an earlier attempt to end", minimum=0)
     start_timeout_secs: float = _setting(300.0, "longest wait for the other ranks at start, restore and close", minimum=1)
     replica_check_interval: int = _setting(1000, "longest distance of proofs that replicas hold the same bits, in iterations; 0: prove it at start only", minimum=0)
     on_error: str = _setting("continue", "what a failed snapshot does to training", choices=("continue", "raise"))
@@ -89,7 +91,7 @@ class Config:
         arguments = iter(argv)
         for argument in arguments:
             flag, has_value, value = argument.partition("=")
-            if flag != "--ftckpt" and not flag.startswith("--ftckpt-"):
+            if not flag.startswith("--ftckpt"):
                 rest.append(argument)
                 continue
             name, kind = _flag_target(flag)
@@ -101,7 +103,7 @@ class Config:
                 settings[name] = True
                 continue
             text = value if has_value else next(arguments, None)
-            if text is None:
+            if text is None or (text.startswith("--") and not has_value):
                 raise ConfigError(f"{flag}: needs a value")
             settings[name] = _convert(flag, text, kind)
         if settings and not settings.get("enabled"):
@@ -116,7 +118,7 @@ class Config:
             if setting.name == "enabled":
                 words += ["--ftckpt"] if value else []
             elif value != setting.default:
-                words += [f"--ftckpt-{setting.name.replace('_', '-')}", str(value)]
+                words.append(f"--ftckpt-{setting.name.replace('_', '-')}={value}")
         return words
 
 
@@ -158,6 +160,8 @@ def _check(name: str, value: Any, kind: type, rule: Mapping[str, Any]) -> None:
         raise ConfigError(f"{name}: {value!r} is not one of {', '.join(rule['choices'])}")
     if rule["minimum"] is not None and not value >= rule["minimum"]:
         raise ConfigError(f"{name}: {value} is too small; the least is {rule['minimum']}")
+    if kind is float and value > _MAX_SECS:
+        raise ConfigError(f"{name}: {value} is too large; the most is {_MAX_SECS:g}")
 
 
 def _described(kind: type) -> str:

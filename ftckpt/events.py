@@ -21,7 +21,7 @@ class Events:
     sizes in ``_bytes``. ``blocked_secs`` is time the training thread waited; background time has its own
     name. Lines go to ``directory/rank<R>.jsonl`` (appended, so that attempts follow each other); without a
     directory only loud events are kept, as log messages. Safe to call from several threads: each line is
-    one ``write`` of an unbuffered file.
+    one ``write`` of an unbuffered file. A file that cannot be written any more is given up with a warning.
     """
 
     def __init__(self, directory: Path | None, rank: int) -> None:
@@ -37,7 +37,11 @@ class Events:
             log.warning("ftckpt rank %d: %s %s", self._rank, event, json.dumps(fields, default=str))
         if self._file is not None:
             line = {"time": time.time(), "event": event, "rank": self._rank, "pid": os.getpid(), **fields}
-            self._file.write(json.dumps(line, default=str).encode() + b"\n")
+            try:
+                self._file.write(json.dumps(line, default=str).encode() + b"\n")
+            except OSError as error:
+                log.warning("ftckpt rank %d: no more events: %s", self._rank, error)
+                self.close()
 
     def close(self) -> None:
         """Close the file; events after this are only logged."""

@@ -38,6 +38,7 @@ MODEL = ["--layers", "4", "--hidden", "160", "--seq", "64", "--global-batch", "1
 # Small chunks and objects, because so is the model: a slot is to have several chunks, and all arenas together
 # are to fit the 64 MB of /dev/shm that containers often have.
 ARENA = ["--ftckpt-chunk-mib", "1", "--ftckpt-objects-mib", "1"]
+_INTERRUPTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @dataclass(frozen=True)
@@ -61,9 +62,12 @@ SCENES = {
 def parse_args(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     """The demo's own arguments, and those that go to train_gpt."""
     parser = argparse.ArgumentParser(
-        prog="demo.sh", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="Any other argument goes to launch/train_gpt.py, --hidden 256 for example.", allow_abbrev=False,
-    )  # fmt: skip
+        prog="demo.sh",
+        description=__doc__,
+        epilog="Any other argument goes to launch/train_gpt.py, --hidden 256 for example.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
     parser.add_argument(
         "--scene", choices=sorted(SCENES), help="this fault alone; default: all three in one run"
     )
@@ -161,7 +165,7 @@ def costs_of(faults: Mapping[str, Fault], watch: Watch) -> list[FaultCost]:
 def table(costs: Sequence[FaultCost]) -> str:
     """The costs in text."""
     heads = ("fault", "killed at", "restored", "lost", "detect", "rejoin", "load", "first step", "total")
-    rows = [heads]
+    rows: list[tuple[str, ...]] = [heads]
     for cost in costs:
         secs = (cost.detect_secs, cost.rejoin_secs, cost.load_secs, cost.first_step_secs, cost.total_secs)
         numbers = (str(cost.iteration), str(cost.restored_iteration), str(cost.iterations_lost))
@@ -250,7 +254,8 @@ def conclude(summary: Mapping[str, Any], out: Path) -> int:
 def main(argv: Sequence[str]) -> int:
     """Run the demo; returns the exit code."""
     args, training = parse_args(argv)
-    signal.signal(signal.SIGTERM, _interrupt)
+    for signum in _INTERRUPTS:
+        signal.signal(signum, _interrupt)
     faults = plan_faults(args.scenes, args.iterations, args.out / "faulted")
     try:
         reference, seen, faulted, seen_faulted = train_both(args, training, faults)
@@ -261,12 +266,18 @@ def main(argv: Sequence[str]) -> int:
         print("demo: interrupted; everything it started has been stopped", file=sys.stderr)
         return 130
     comparison = demo_measure.compare(seen.lines, seen_faulted.lines, reference.final, faulted.final)
-    costs = costs_of(faults, seen_faulted)
+    try:
+        costs = costs_of(faults, seen_faulted)
+    except ValueError as error:
+        print(f"demo: {error}", file=sys.stderr)
+        return 1
     print(table(costs), flush=True)
     return conclude(summarize(argv, comparison, costs, seen, seen_faulted), args.out)
 
 
 def _interrupt(*_: object) -> NoReturn:
+    for signum in _INTERRUPTS:  # a second one must not disturb the cleaning up
+        signal.signal(signum, signal.SIG_IGN)
     raise KeyboardInterrupt
 
 

@@ -1,4 +1,4 @@
-"""The charts of the demo's report: inline SVG, no script. Colours are classes; the page's style defines them."""
+"""The charts of the demo's report: inline SVG without script; the page's style gives the colours."""
 
 from __future__ import annotations
 
@@ -86,7 +86,8 @@ def blocked_chart(blocked: Mapping[int, tuple[float, float, float]], markers: Se
         center = frame.x(iteration)
         left = center - width / 2
         middle, top = frame.y(boundary * 1e3), frame.y((boundary + fence) * 1e3)
-        text = f"iteration {iteration}: boundary {boundary * 1e3:.2f} ms, fence {fence * 1e3:.2f} ms, slowest rank {slowest * 1e3:.2f} ms"
+        times = {"boundary": boundary, "fence": fence, "slowest rank": slowest}
+        text = f"iteration {iteration}: " + ", ".join(f"{k} {secs * 1e3:.2f} ms" for k, secs in times.items())
         parts.append(
             f'<line class="slowest" x1="{center:.1f}" x2="{center:.1f}" y1="{frame.y(slowest * 1e3):.1f}" '
             f'y2="{top:.1f}"/>'

@@ -119,9 +119,9 @@ def _blocked(summary: Mapping[str, Any]) -> str:
     )
     note = (
         "How long training stood still for snapshots in each iteration. The fence of a bar belongs to the "
-        "snapshot before it; at the boundary ranks also wait for what the others say of that snapshot. Here "
-        "copies use the processor cores that train, and ranks share cores, so that the slowest rank mostly "
-        "waited for its turn: real overhead has to be measured on real devices."
+        "snapshot before it. Tall bars come with snapshots 1, 2, 4, 8 and so on after each start: there the "
+        "ranks also prove that replicas hold the same bits. Here copies use the cores that train, and ranks "
+        "share cores: real overhead has to be measured on real devices."
     )
     return _section("Training blocked by snapshots", note, legend + blocked_chart(blocked, _markers(summary)))
 

@@ -66,7 +66,7 @@ class Run:
 
 @dataclass
 class Watch:
-    """What was seen while a run went on; ``gone`` is when processes disappeared, in seconds since the epoch."""
+    """What was seen while a run went on; ``gone``: when processes disappeared (epoch seconds)."""
 
     lines: list[dict[str, Any]] = field(default_factory=list)
     events: list[dict[str, Any]] = field(default_factory=list)

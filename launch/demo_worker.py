@@ -5,9 +5,8 @@ from __future__ import annotations
 import os
 import sys
 
-import train_gpt
-
 from ftckpt.testing import faults
+from launch import train_gpt
 
 if __name__ == "__main__":
     faults.install(faults.plan_from_env(os.environ), int(os.environ["RANK"]))

@@ -20,7 +20,8 @@ TINY = ["--layers", "2", "--hidden", "32", "--seq", "32", "--global-batch", "8",
 @dataclass(frozen=True)
 class Run:
     """One attempt of a job. ``settings`` are fields of Config, None trains without ftckpt; ``nodes[rank]`` names
-    nodes; ``drift`` gives each rank its own dropout masks; ``end`` is what ranks do after iteration ``until``: ``close``, ``keep`` (leave the arenas) or ``die``."""
+    nodes; ``drift`` gives each rank its own dropout masks, ``perturb`` other data after the
+    restore; ``end`` is what ranks do after iteration ``until``: ``close``, ``keep`` (leave the arenas) or ``die``."""
 
     argv: Sequence[str]
     until: int
@@ -28,6 +29,7 @@ class Run:
     nodes: Sequence[str] | None = None
     faults: Sequence[Fault] = ()
     drift: bool = False
+    perturb: bool = False
     end: str = "close"
 
 
@@ -62,6 +64,7 @@ def train(rank: int, world_size: int, run: Run) -> Outcome:
             job.model, job.optimizer, job.scheduler, objects, config=config
         )
         start = job.checkpointer.restore()
+        job.data.consumed_samples += 1000 * run.perturb
     rows = [(m["iteration"], m["loss"], m["grad_norm"]) for m in train_gpt.train(job)]
     if run.end == "die":
         os.kill(os.getpid(), signal.SIGKILL)

@@ -192,8 +192,8 @@ class Arena:
         record = self.control.record(slot)
         if not record.sealed:
             return ["record"]
+        bad = [] if self.header_good(slot) else ["header"]
         with self.slot(slot) as data:
-            bad = [] if bytes(data[: len(self.image.header)]) == self.image.header else ["header"]
             if any(bytes(data[pad.begin : pad.end]).strip(b"\0") for pad in self.image.pads):
                 bad.append("padding")
         for chunk, expected in enumerate(record.chunk_hashes.tolist()):
@@ -206,6 +206,29 @@ class Arena:
         if on_progress is not None:
             on_progress(self.image.file_bytes, self.image.file_bytes)
         return bad
+
+    def header_good(self, slot: int) -> bool:
+        """Whether ``slot`` is mapped and begins with the header that its manifest gives."""
+        if self.slot_error(slot) is not None:
+            return False
+        with self.slot(slot) as data:
+            return bytes(data[: len(self.image.header)]) == self.image.header
+
+    def renew(self, slot: int) -> Arena:
+        """Give ``slot`` a new, empty file in place of a damaged one; returns the arena, opened again.
+
+        Raises:
+            MemoryBudgetError: the file system has no room.
+        """
+        self.control.void(slot)
+        self.close()
+        fresh = self.path / f".{slot_name(slot)}.new"
+        fresh.unlink(missing_ok=True)
+        mapping = create_mapping(fresh, self.image.file_bytes)
+        mapping.data[: len(self.image.header)] = self.image.header
+        mapping.close()
+        fresh.rename(self.path / slot_name(slot))
+        return Arena.open(self.path, writable=True)
 
     def remove(self) -> None:
         """Close the arena and delete its files."""

@@ -108,9 +108,10 @@ class Capture:
         safe = self._copier.fence(flight, timeout_secs)
         waited = time.perf_counter() - begin
         if not safe and flight.cancel():
-            self.arena.control.void(self._flying[0])
+            (slot, (_, iteration)), self._flying = self._flying, None
+            self.arena.control.void(slot)
             cause = f"copy failed: {flight.error!r}" if flight.error else f"copy not done after {timeout_secs} s"
-            raise CaptureError(f"snapshot of iteration {self._flying[1][1]} dropped: {cause}")
+            raise CaptureError(f"snapshot of iteration {iteration} dropped: {cause}")
         return waited
 
     def settle(self, timeout_secs: float) -> SnapshotId | None:

@@ -64,8 +64,9 @@ class Flight:
 
     def chunk_landed(self, chunk: int) -> None:
         """Called by the copier."""
-        if not self._cancelled:
-            self._landed(chunk)
+        with self._lock:
+            if not self._cancelled:
+                self._landed(chunk)
 
     def end(self, error: BaseException | None = None) -> None:
         """Called by the copier, once, last: seals unless the flight was cancelled or failed."""

@@ -112,5 +112,5 @@ class Fragment:
                 raise TypeError(f"key {key!r} is not a text")
             box = Box(tuple(map(int, offset)), tuple(map(int, shape)))
             return cls(key, dtype, tuple(map(int, global_shape)), box, int(start), int(stop))
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, OverflowError) as error:
             raise ValueError(f"not a fragment: {error}") from None

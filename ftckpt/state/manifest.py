@@ -71,13 +71,13 @@ class Manifest:
                 raise MismatchError(f"manifest has format version {version}, this ftckpt reads {VERSION}")
             return cls(
                 coords={str(axis): int(index) for axis, index in value["coords"]},
-                layout=value["layout"],
+                layout=dict(value["layout"]),
                 stepped=tuple(map(Fragment.from_json, value["stepped"])),
                 volatile=tuple(map(Fragment.from_json, value["volatile"])),
                 objects_bytes=int(value["objects_bytes"]),
                 chunk_bytes=int(value["chunk_bytes"]),
             )
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except (KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
             raise CorruptError(f"not a manifest: {error}") from None
 
     @property

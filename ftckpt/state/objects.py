@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections import OrderedDict
 from typing import Any
 
@@ -19,6 +20,11 @@ from ftckpt.errors import CorruptError, UnsupportedError
 MAGIC = b"FTOBJ001"
 _PLAIN = (str, bool, int, type(None))
 _ARRAY_KINDS = "biufc"
+_ARRAY_DTYPE = re.compile(rf"[<>|][{_ARRAY_KINDS}]\d{{1,2}}")
+_TENSOR_DTYPES = frozenset(
+    "bool uint8 int8 uint16 int16 uint32 int32 uint64 int64 float16 bfloat16 float32 float64 float8_e4m3fn "
+    "float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz float8_e8m0fnu".split()
+)
 
 
 def encode(value: Any) -> bytes:
@@ -46,7 +52,7 @@ def decode(data: bytes | memoryview) -> Any:
         if end > len(view):
             raise ValueError("truncated")
         return _decode(json.loads(bytes(view[16:end])), view[end:])
-    except (ValueError, KeyError, TypeError, IndexError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, IndexError, OverflowError, RuntimeError) as error:
         raise CorruptError(f"objects cannot be decoded: {error}") from None
 
 
@@ -60,10 +66,12 @@ def _encode(value: Any, where: str, blobs: list[bytes]) -> Any:
     if type(value) in (list, tuple):
         items = [_encode(item, f"{where}[{index}]", blobs) for index, item in enumerate(value)]
         return items if type(value) is list else {"$": "tuple", "items": items}
-    if isinstance(value, (bytes, bytearray)):
-        return {"$": "bytes", **_blob(bytes(value), blobs)}
-    if isinstance(value, np.generic | np.ndarray) and value.dtype.kind in _ARRAY_KINDS:
-        kind = "array" if isinstance(value, np.ndarray) else "scalar"
+    if type(value) in (bytes, bytearray):
+        return {"$": type(value).__name__, **_blob(bytes(value), blobs)}
+    # Subclasses of arrays carry more than their elements: masks, names of fields.
+    is_array = type(value) is np.ndarray
+    if (is_array or isinstance(value, np.generic)) and value.dtype.kind in _ARRAY_KINDS:
+        kind = "array" if is_array else "scalar"
         return _array(kind, np.asarray(value), blobs)
     if type(value).__module__ == "torch" and type(value).__name__ in ("Tensor", "ByteTensor"):
         return _encode_tensor(value, where, blobs)
@@ -87,10 +95,11 @@ def _encode_dict(value: dict[Any, Any], where: str, blobs: list[bytes]) -> Any:
 def _encode_tensor(value: Any, where: str, blobs: list[bytes]) -> Any:
     import torch
 
-    if value.layout != torch.strided or value.is_quantized or value.dtype.is_complex:
-        raise UnsupportedError(f"{where} is a sparse, quantized or complex tensor, which cannot be saved")
-    flat = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
     name = str(value.dtype).removeprefix("torch.")
+    if value.layout != torch.strided or name not in _TENSOR_DTYPES:
+        kind = "" if value.layout == torch.strided else "sparse "
+        raise UnsupportedError(f"{where} is a {kind}tensor of {value.dtype}, which cannot be saved")
+    flat = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
     return {"$": "tensor", "dtype": name, "shape": list(value.shape), **_blob(flat.tobytes(), blobs)}
 
 
@@ -128,20 +137,24 @@ def _decode_blob(kind: str, value: dict[str, Any], raw: memoryview) -> Any:
     if not 0 <= begin <= end <= len(raw):
         raise ValueError(f"bytes {begin}:{end} lie outside {len(raw)}")
     data = bytes(raw[begin:end])
-    if kind == "bytes":
-        return data
-    if kind == "tensor":
-        import torch
-
-        dtype = getattr(torch, value["dtype"], None)
-        if not isinstance(dtype, torch.dtype):
-            raise ValueError(f"unknown tensor dtype {value['dtype']!r}")
-        flat = torch.frombuffer(bytearray(data), dtype=dtype) if data else torch.empty(0, dtype=dtype)
-        return flat.reshape([int(size) for size in value["shape"]])
-    if kind not in ("array", "scalar"):
+    if kind in ("bytes", "bytearray"):
+        return data if kind == "bytes" else bytearray(data)
+    if kind not in ("tensor", "array", "scalar"):
         raise ValueError(f"unknown kind {kind!r}")
-    dtype = np.dtype(value["dtype"])
-    if dtype.kind not in _ARRAY_KINDS:
-        raise ValueError(f"array of dtype {dtype}")
-    array = np.frombuffer(bytearray(data), dtype=dtype).reshape(value["shape"])
+    name, shape = value["dtype"], [int(size) for size in value["shape"]]
+    if kind == "tensor":
+        return _decode_tensor(data, name, shape)
+    if not _ARRAY_DTYPE.fullmatch(name):
+        raise ValueError(f"array of dtype {name!r}")
+    array = np.frombuffer(bytearray(data), dtype=np.dtype(name)).reshape(shape)
     return array if kind == "array" else array[()]
+
+
+def _decode_tensor(data: bytes, name: str, shape: list[int]) -> Any:
+    import torch
+
+    if name not in _TENSOR_DTYPES:
+        raise ValueError(f"tensor of dtype {name!r}")
+    dtype = getattr(torch, name)
+    flat = torch.frombuffer(bytearray(data), dtype=dtype) if data else torch.empty(0, dtype=dtype)
+    return flat.reshape(shape)

@@ -125,8 +125,11 @@ def test_remove_puts_everything_back(tmp_path: Path) -> None:
     from ftckpt.arena.control import ControlBlock
     from ftckpt.capture import copier, device_copier
 
-    before = (ControlBlock.begin, copier.copy_chunk, device_copier.copy_chunk)
+    def current() -> list[object]:
+        return [ControlBlock.begin, *(vars(module)["copy_chunk"] for module in (copier, device_copier))]
+
+    before = current()
     install([Fault(0, 1, point, tmp_path / point, "kill") for point in ("begin", "copy")], 0)
-    assert ControlBlock.begin is not before[0]
+    assert all(new is not old for new, old in zip(current(), before, strict=True))
     remove()
-    assert (ControlBlock.begin, copier.copy_chunk, device_copier.copy_chunk) == before
+    assert current() == before

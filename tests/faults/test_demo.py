@@ -1,0 +1,269 @@
+"""The demo: its conclusions on logs made up here, what Ctrl-C leaves, and (slow) the whole of it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import secrets
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ftckpt.testing.faults import Fault
+from launch import demo, demo_report
+from launch.demo_charts import attempts_of, ticks_of
+from launch.demo_measure import blocked_by_iteration, compare, fault_cost
+from launch.demo_run import Watch
+
+pytestmark = pytest.mark.faults
+
+REPOSITORY = Path(__file__).parents[2]
+OWNER_VAR = "FTCKPT_TEST_OWNER"
+HASHES = {"model0.w": "a1", "optimizer0.0.master": "b2", "optimizer0.0.exp_avg": "c3", "rng.cpu": "d4"}
+
+
+def line(iteration: int, loss: float, seen: float = 0.0) -> dict[str, Any]:
+    return {"iteration": iteration, "loss": loss, "loss_hex": loss.hex(), "time": 0.5, "seen": seen}
+
+
+@pytest.fixture
+def finals(tmp_path: Path) -> tuple[Path, Path]:
+    """The final hashes of two equal runs of two ranks."""
+    folders = (tmp_path / "reference", tmp_path / "faulted")
+    for folder in folders:
+        folder.mkdir()
+        for rank in ("tp0-pp0-dp0", "tp0-pp0-dp1"):
+            (folder / f"{rank}.json").write_text(json.dumps(HASHES))
+    return folders
+
+
+REFERENCE = [line(1, 5.0), line(2, 4.5), line(3, 4.25)]
+
+
+def test_equal_runs_are_bit_exact_though_an_iteration_was_trained_twice(finals: tuple[Path, Path]) -> None:
+    found = compare(REFERENCE, [*REFERENCE[:2], *REFERENCE[1:]], *finals)
+    assert found.bit_exact
+    assert found.num_losses == 4
+    kinds = {"weights": 2, "masters": 2, "moments": 2, "steps": 0, "learning rates": 0, "RNG states": 2}
+    assert found.tensors == kinds
+
+
+def test_a_loss_that_differs_in_its_last_bit_is_named(finals: tuple[Path, Path]) -> None:
+    other = 4.500000000000001
+    found = compare(REFERENCE, [REFERENCE[0], line(2, other), *REFERENCE[1:]], *finals)
+    assert not found.bit_exact
+    assert found.differences == (f"loss of iteration 2: {other.hex()} is not {(4.5).hex()}",)
+
+
+def test_a_loss_that_is_missing_is_named(finals: tuple[Path, Path]) -> None:
+    assert compare(REFERENCE, REFERENCE[:2], *finals).differences == ("loss of iteration 3: missing",)
+
+
+def test_tensors_that_differ_or_are_missing_are_named(finals: tuple[Path, Path]) -> None:
+    changed = {**HASHES, "optimizer0.0.exp_avg": "ff"}
+    (finals[1] / "tp0-pp0-dp0.json").write_text(json.dumps(changed))
+    del changed["rng.cpu"], changed["optimizer0.0.exp_avg"]
+    (finals[1] / "tp0-pp0-dp1.json").write_text(json.dumps({**changed, "optimizer0.0.exp_avg": "c3"}))
+    found = compare(REFERENCE, REFERENCE, *finals)
+    assert found.differences == (
+        "tp0-pp0-dp0/optimizer0.0.exp_avg: ff is not c3",
+        "tp0-pp0-dp1/rng.cpu: missing is not d4",
+    )
+
+
+def test_nothing_compared_is_not_bit_exact(tmp_path: Path) -> None:
+    assert not compare([], [], tmp_path, tmp_path).bit_exact
+
+
+def attempt(lineage: str, pids: tuple[int, int], joined: float, start: int | None, last: int) -> list[Any]:
+    """Events of two ranks: joined, 0.2 s of restore, a boundary each second, of rank 1 a bit later."""
+    events = []
+    for rank, pid in enumerate(pids):
+        who = {"rank": rank, "pid": pid}
+        first = (start or 0) + 1
+        late = 0.1 * rank
+        restored = {"iteration": start, "lineage": lineage, "blocked_secs": 0.2}
+        events.append({"event": "joined", "time": joined + late, **who})
+        events.append({"event": "restored", "time": joined + late + 0.2, **restored, **who})
+        for iteration in range(first, last + 1):
+            when = joined + late + 1 + iteration - first
+            events.append({"event": "fence", "time": when - 0.2, "blocked_secs": 0.01, **who})
+            events.append({"event": "fence", "time": when - 0.1, "blocked_secs": 0.02 * rank, **who})
+            snapshot = {"iteration": iteration, "blocked_secs": 0.001}
+            events.append({"event": "snapshot", "time": when, **snapshot, **who})
+    return events
+
+
+def test_the_cost_of_a_fault() -> None:
+    events = attempt("aa", (1, 2), 100.0, None, 3) + attempt("bb", (11, 12), 110.0, 2, 5)
+    fault = Fault(1, 3, "copy", Path("marker"), "kill")
+    lines = [line(3, 4.0, seen=103.2), line(4, 4.0, seen=103.9), line(3, 4.0, seen=111.0)]
+    markers = [{"time": 104.0, "pid": 2}]
+    cost = fault_cost(
+        "writing", fault, ranks=[1], markers=markers, events=events, lines=lines, gone={1: 104.7, 2: 104.1}
+    )
+    assert (cost.restored_iteration, cost.iterations_lost, cost.iteration) == (2, 2, 3)
+    parts = (cost.detect_secs, cost.rejoin_secs, cost.load_secs, cost.first_step_secs)
+    assert parts == pytest.approx((0.7, 5.4, 0.2, 0.8))
+    assert cost.total_secs == pytest.approx(111.1 - 104.0)
+
+
+def test_an_attempt_that_never_came_back_has_no_cost() -> None:
+    fault = Fault(1, 3, "copy", Path("marker"), "kill")
+    with pytest.raises(ValueError, match="none after it that went on"):
+        fault_cost(
+            "rank", fault, ranks=[1], markers=[{"time": 104.0}], events=attempt("aa", (1, 2), 100.0, None, 3),
+            lines=[], gone={1: 105.0, 2: 105.0},
+        )  # fmt: skip
+
+
+def test_blocked_time_is_of_the_last_attempt() -> None:
+    found = blocked_by_iteration(attempt("aa", (1, 2), 100.0, None, 2))
+    assert found.keys() == {1, 2}
+    assert (found[1].boundary, found[1].fence, found[1].slowest) == pytest.approx((0.001, 0.02, 0.031))
+
+
+class Page(HTMLParser):
+    """Collects what is not closed, and whatever a browser would fetch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.fetched: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.fetched += [value or "" for name, value in attrs if name in ("src", "href", "srcset", "data")]
+        if tag != "meta":
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.fetched += [value or "" for name, value in attrs if name in ("src", "href")]
+
+
+def summary(bit_exact: bool, finals: tuple[Path, Path]) -> dict[str, Any]:
+    events = attempt("aa", (1, 2), 100.0, None, 3) + attempt("bb", (11, 12), 110.0, 2, 3)
+    fault = Fault(1, 3, "copy", Path("marker"), "kill")
+    cost = fault_cost(
+        "writing", fault, ranks=[1], markers=[{"time": 104.0}], events=events, lines=[],
+        gone={1: 104.7, 2: 104.1},
+    )  # fmt: skip
+    watch = Watch(lines=REFERENCE, events=events, secs=9.0)
+    lines = REFERENCE if bit_exact else [*REFERENCE, line(2, 4.75)]
+    return demo.summarize(["--scene", "<script>"], compare(REFERENCE, lines, *finals), [cost], watch, watch)
+
+
+@pytest.mark.parametrize("bit_exact", [True, False])
+def test_report_and_verdict(
+    bit_exact: bool, finals: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code = demo.conclude(summary(bit_exact, finals), tmp_path)
+    told = capsys.readouterr().out.splitlines()
+    page = (tmp_path / "report.html").read_text()
+    if bit_exact:
+        assert code == 0
+        assert told == [f"demo: bit-exact, 1 fault survived, report in {tmp_path / 'report.html'}"]
+        assert "Bit-exact after 1 fault<" in page
+    else:
+        assert code == 1
+        assert told[0].startswith("demo: loss of iteration 2: ") and told[-1].startswith(
+            "demo: NOT bit-exact"
+        )
+        assert "Not bit-exact" in page and "loss of iteration 2" in page
+    assert json.loads((tmp_path / "summary.json").read_text())["bit_exact"] is bit_exact
+    parser = Page()
+    parser.feed(page)
+    assert (parser.open, parser.fetched) == ([], [])
+    assert not re.search(r"url\(|@import|https?:|<script", page)
+
+
+def test_charts_cut_curves_and_choose_round_ticks() -> None:
+    assert attempts_of([(1, 5.0), (2, 4.0), (2, 4.0), (3, 3.0)]) == [
+        [(1, 5.0), (2, 4.0)],
+        [(2, 4.0), (3, 3.0)],
+    ]
+    assert ticks_of(0.0, 14.2) == [0.0, 2.5, 5.0, 7.5, 10.0, 12.5, 15.0]
+    assert ticks_of(3.0, 3.0)[0] <= 3.0 <= ticks_of(3.0, 3.0)[-1]
+
+
+def test_the_report_needs_no_snapshot_events(finals: tuple[Path, Path]) -> None:
+    assert "No snapshot was taken" in demo_report.render({**summary(True, finals), "blocked_secs": {}})
+
+
+@contextlib.contextmanager
+def start_demo(out: Path, *flags: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """The demo as a process, and the value by which everything it starts is known."""
+    owner = secrets.token_hex(8)
+    child = subprocess.Popen(
+        [sys.executable, "-m", "launch.demo", "--out", str(out), *flags], cwd=REPOSITORY,
+        env={**os.environ, OWNER_VAR: owner}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+    try:
+        yield child, owner
+    finally:
+        child.kill()
+        child.communicate()
+        for pid in owned(owner):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+def owned(owner: str) -> list[int]:
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if f"{OWNER_VAR}={owner}".encode() in (entry / "environ").read_bytes().split(b"\0"):
+                found.append(int(entry.name))
+    return found
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_leaves_nothing(tmp_path: Path, signum: int) -> None:
+    with start_demo(tmp_path, "--scene", "rank") as (child, owner):
+        deadline = time.monotonic() + 60
+        while len(owned(owner)) < 11 and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert len(owned(owner)) >= 11, "the demo, two agents and eight ranks did not come up"
+        child.send_signal(signum)
+        output, _ = child.communicate(timeout=60)
+        assert child.returncode == 130, output
+        assert owned(owner) == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_whole_demo(tmp_path: Path) -> None:
+    with start_demo(tmp_path) as (child, owner):
+        output, _ = child.communicate(timeout=800)
+        assert child.returncode == 0, output
+        assert owned(owner) == []
+    assert output.splitlines()[-1].startswith("demo: bit-exact, 3 faults survived, report in ")
+    found = json.loads((tmp_path / "summary.json").read_text())
+    assert found["bit_exact"] is True
+    assert [fault["name"] for fault in found["faults"]] == ["rank", "writing", "all"]
+    for fault in found["faults"]:
+        assert 0 <= fault["iterations_lost"] <= 2
+        assert 0 < fault["total_secs"] < 120
+        assert min(fault[f"{part}_secs"] for part in ("detect", "rejoin", "load", "first_step")) > 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("scene", ["rank", "writing", "all"])
+def test_each_scene_alone(tmp_path: Path, scene: str) -> None:
+    with start_demo(tmp_path, "--scene", scene, "--iterations", "8") as (child, owner):
+        output, _ = child.communicate(timeout=500)
+        assert child.returncode == 0, output
+        assert owned(owner) == []
+    assert output.splitlines()[-1].startswith("demo: bit-exact, 1 fault survived, report in ")

@@ -1,0 +1,125 @@
+"""A rank killed at any point, of any snapshot, loses nothing that was whole."""
+
+from __future__ import annotations
+
+import random
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import jobs
+import pytest
+
+from ftckpt.testing.faults import Fault
+
+pytestmark = [pytest.mark.multiproc, pytest.mark.faults]
+
+LAYOUT = ["--pp", "2"]
+RANKS = 4
+UNTIL = 8
+AT = 5
+
+
+@cache
+def reference() -> list[jobs.Outcome]:
+    return jobs.outcomes(RANKS, jobs.Run(LAYOUT, until=UNTIL))
+
+
+def attempt(settings: dict[str, Any], *faults: Fault, until: int = UNTIL, **more: Any) -> list[Any]:
+    results = jobs.broken(RANKS, jobs.Run(LAYOUT, until, settings, faults=faults, **more))
+    for fault in faults:
+        ranks = range(RANKS) if fault.rank == "all" else [fault.rank]
+        assert all(fault.fired(rank) for rank in ranks), f"{fault} did not fire"
+    return results
+
+
+def resume(settings: dict[str, Any]) -> int:
+    resumed = jobs.outcomes(RANKS, jobs.Run(LAYOUT, UNTIL, settings))
+    assert not list(Path(settings["arena"]).iterdir()), "an ended job left something behind"
+    return jobs.assert_continues(reference(), resumed)
+
+
+# point → iterations that may be restored when rank 1 dies there in iteration AT; up to the fence the copies
+# of the snapshot before may be under way
+POINTS = {
+    "forward": {AT - 2, AT - 1},
+    "fence": {AT - 2, AT - 1},
+    "before_step": {AT - 1},
+    "after_step": {AT - 1},
+    "boundary": {AT - 1},
+    "begin": {AT - 1},
+    "copy": {AT - 1},
+    "before_seal": {AT - 1},
+    "after_seal": {AT - 1, AT},
+    "post": {AT},
+    "mark": {AT},
+    "between": {AT - 1, AT},
+}
+
+
+@pytest.mark.parametrize("point", POINTS)
+def test_one_rank_killed_at_every_state_of_a_slot(point: str, settings: dict[str, Any], tmp_path: Path) -> None:
+    results = attempt(settings, Fault(1, AT, point, tmp_path / "fired", "kill"))
+    assert jobs.killed(results[1])
+    assert resume(settings) in POINTS[point]
+
+
+@pytest.mark.parametrize("point", ["copy", "fence", "before_step"])
+def test_all_ranks_killed_at_once(point: str, settings: dict[str, Any], tmp_path: Path) -> None:
+    results = attempt(settings, Fault("all", AT, point, tmp_path / "fired", "kill", secs=20))
+    assert all(map(jobs.killed, results)), [r.error for r in results]
+    assert resume(settings) in POINTS[point]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_killed_at_a_random_instant(seed: int, settings: dict[str, Any], tmp_path: Path) -> None:
+    dice = random.Random(seed)
+    point = dice.choice(["forward", "before_step", "boundary", "copy", "begin"])
+    fault = Fault(dice.randrange(RANKS), dice.randint(2, UNTIL - 1), point, tmp_path / "fired", "kill")
+    results = attempt(settings, fault)
+    assert jobs.killed(results[int(fault.rank)])
+    assert resume(settings) in {max(0, fault.iteration + start - AT) for start in POINTS[point]}
+
+
+@pytest.mark.parametrize("point", ["void", "load"])
+def test_killed_while_restoring(point: str, settings: dict[str, Any], tmp_path: Path) -> None:
+    attempt(settings, Fault(1, AT, "before_seal", tmp_path / "first", "kill"))
+    victim = 0 if point == "void" else 1
+    results = attempt(settings, Fault(victim, AT - 1, point, tmp_path / "second", "kill"))
+    assert jobs.killed(results[victim])
+    assert resume(settings) == AT - 1
+
+
+def test_lineages_never_mix(settings: dict[str, Any], tmp_path: Path) -> None:
+    """Two attempts each seal the same iteration on some ranks only, the second with other bits."""
+    attempt(settings, Fault(1, AT, "before_seal", tmp_path / "first", "kill"))
+    attempt(settings, Fault(2, AT, "before_seal", tmp_path / "second", "kill"), perturb=True)
+    assert resume(settings) == AT - 1
+
+
+def test_stalled_failing_and_killed_ranks_together(settings: dict[str, Any], tmp_path: Path) -> None:
+    argv = ["--pp", "2", "--no-distributed-optimizer", "--overlap-grad-reduce"]
+    faults = [
+        Fault(0, 4, "fence", tmp_path / "stalled", "stall", secs=1.5),
+        Fault(1, 4, "copy", tmp_path / "raised", "raise"),
+        Fault(2, 6, "forward", tmp_path / "killed", "kill"),
+    ]
+    whole = jobs.outcomes(RANKS, jobs.Run(argv, UNTIL))
+    jobs.broken(RANKS, jobs.Run(argv, UNTIL, settings, faults=faults))
+    assert [fault.fired(int(fault.rank)) for fault in faults] == [True] * 3
+    errors = jobs.events(settings, "snapshot_error")
+    assert {event["rank"] for event in errors} == {1}, errors
+    start = jobs.assert_continues(whole, jobs.outcomes(RANKS, jobs.Run(argv, UNTIL, settings)))
+    assert start == 5
+
+
+def test_two_faults_one_after_the_other(settings: dict[str, Any], tmp_path: Path) -> None:
+    attempt(settings, Fault(3, 3, "forward", tmp_path / "first", "kill"))
+    attempt(settings, Fault(0, 3, "begin", tmp_path / "second", "kill"))
+    attempt(settings, Fault(2, 6, "copy", tmp_path / "third", "kill"))
+    assert resume(settings) == 5
+
+
+def test_killed_before_anything_was_whole(settings: dict[str, Any], tmp_path: Path) -> None:
+    attempt(settings, Fault(1, 1, "before_seal", tmp_path / "fired", "kill"))
+    assert resume(settings) == 0
