@@ -103,9 +103,10 @@ class Checkpointer:
             return
         begin = time.perf_counter()
         try:
-            self._make_safe(self._capture)
+            self._capture.fence(self.config.fence_timeout_secs)
         except Exception as error:  # noqa: BLE001 - promise 4: training goes on whatever a snapshot does
             self._failed(error)
+        self._post_if_known()
         self.events.emit("fence", blocked_secs=time.perf_counter() - begin)
 
     def step(self, iteration: int) -> None:
@@ -171,24 +172,16 @@ class Checkpointer:
         derived_bytes = sum(piece.fragment.nbytes for piece in assignment.derived)
         self.events.emit("plan", copied_bytes=self._capture.stepped_bytes, derived_bytes=derived_bytes)
 
-    def _make_safe(self, capture: Capture) -> None:
-        """Fence the copies; say what this rank has as soon as the host knows it."""
-        dropped = True
-        try:
-            capture.fence(self.config.fence_timeout_secs)
-            dropped = False
-        finally:
-            if dropped or not capture.busy:
-                self._post(capture)
-
     def _may_take(self) -> bool:
         """Whether all ranks take the next snapshot; learns which one is whole on all of them."""
         capture = self._capture
         if capture is None:
             return False
-        if not self._posted:
+        try:
             capture.settle(self.config.fence_timeout_secs)
-            self._post(capture)
+        except CaptureError as error:
+            self._failed(error)
+        self._post_if_known()
         answer = self._agreement.read(self.config.agree_timeout_secs)
         self._posted = False
         if answer is None:
@@ -211,16 +204,22 @@ class Checkpointer:
         secs = time.perf_counter() - since
         self.events.emit("snapshot", iteration=iteration, slot=slot, blocked_secs=secs)
 
-    def _post(self, capture: Capture) -> None:
-        """Say once per snapshot what this rank has."""
+    def _post_if_known(self) -> None:
+        """Say once per snapshot what this rank has, as soon as the host knows it."""
+        capture = self._capture
+        if self._posted or self._off or capture is None or capture.flying:
+            return
         newest = capture.newest[1] if capture.newest else -1
         if newest > self._newest:
             self._newest, self._failures = newest, 0
         willing = Agreement.SKIP if capture.busy else Agreement.GO
         if self._failures >= self.config.error_limit:
             willing = Agreement.OFF
-        self._agreement.post(newest, willing)
-        self._posted = True
+        try:
+            self._agreement.post(newest, willing)
+            self._posted = True
+        except RuntimeError as error:
+            self._failed(error)
 
     def _prove(self, iteration: int) -> None:
         """Look again whether derived pieces and replicas are what they were taken for; else lay out anew.

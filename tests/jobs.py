@@ -21,7 +21,7 @@ TINY = ["--layers", "2", "--hidden", "32", "--seq", "32", "--global-batch", "8",
 class Run:
     """One attempt of a job. ``settings`` are fields of Config, None trains without ftckpt; ``nodes[rank]`` names
     nodes; ``drift`` gives each rank its own dropout masks, ``perturb`` other data after the
-    restore; ``end`` is what ranks do after iteration ``until``: ``close``, ``keep`` (leave the arenas) or ``die``."""
+    restore, ``ballast_bytes`` adds an object of that size, ``extra_parameter`` one that no optimizer knows; ``end`` is what ranks do after iteration ``until``: ``close``, ``keep`` (leave the arenas) or ``die``."""
 
     argv: Sequence[str]
     until: int
@@ -30,6 +30,8 @@ class Run:
     faults: Sequence[Fault] = ()
     drift: bool = False
     perturb: bool = False
+    ballast_bytes: int = 0
+    extra_parameter: bool = False
     end: str = "close"
 
 
@@ -40,6 +42,27 @@ class Outcome:
     start: int | None
     history: list[tuple[int, float | None, float | None]]
     hashes: dict[str, str]
+
+
+class Ballast:
+    """An object of a given size."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+
+    def state_dict(self) -> dict[str, bytes]:
+        return {"bytes": bytes(self.nbytes)}
+
+    def load_state_dict(self, state: dict[str, bytes]) -> None:
+        assert len(state["bytes"]) == self.nbytes
+
+
+def add_parameter(chunk: Any) -> None:
+    """Give a built model one more module, after its optimizer was made."""
+    import torch
+    from megatron.core.utils import unwrap_model
+
+    unwrap_model(chunk).extra = torch.nn.Linear(2, 2, bias=False)
 
 
 def train(rank: int, world_size: int, run: Run) -> Outcome:
@@ -60,6 +83,10 @@ def train(rank: int, world_size: int, run: Run) -> Outcome:
         node = run.nodes[rank] if run.nodes else "node"
         config = Config(enabled=True, node=node, **run.settings)
         objects = {"data": job.data, "progress": job.progress}
+        if run.ballast_bytes:
+            objects["ballast"] = Ballast(run.ballast_bytes)
+        if run.extra_parameter:
+            add_parameter(job.model[0])
         job.checkpointer = ftckpt.megatron.attach(
             job.model, job.optimizer, job.scheduler, objects, config=config
         )

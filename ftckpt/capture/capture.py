@@ -60,6 +60,11 @@ class Capture:
         return self._flight is not None and not self._flight.ended
 
     @property
+    def flying(self) -> bool:
+        """Whether the last snapshot's copies run and it may yet be sealed."""
+        return self.busy and self._flying is not None
+
+    @property
     def newest(self) -> SnapshotId | None:
         """The newest snapshot sealed in this arena."""
         sealed = [(r.lineage, r.iteration) for r in self._records() if r.state >= SlotState.SEALED]
@@ -107,18 +112,19 @@ class Capture:
         flight = self._flight
         safe = self._copier.fence(flight, timeout_secs)
         waited = time.perf_counter() - begin
-        if not safe and flight.cancel():
-            (slot, (_, iteration)), self._flying = self._flying, None
-            self.arena.control.void(slot)
-            cause = f"copy failed: {flight.error!r}" if flight.error else f"copy not done after {timeout_secs} s"
-            raise CaptureError(f"snapshot of iteration {iteration} dropped: {cause}")
+        if not safe:
+            late = f"copy not done after {timeout_secs} s"
+            self._drop(f"copy failed: {flight.error!r}" if flight.error else late)
         return waited
 
-    def settle(self, timeout_secs: float) -> SnapshotId | None:
-        """Wait for the host's knowledge that the copies are there; the newest sealed snapshot."""
-        if self._flight is not None:
-            self._flight.wait(timeout_secs)
-        return self.newest
+    def settle(self, timeout_secs: float) -> None:
+        """Wait for the host's knowledge that the copies of a fenced snapshot are there, or drop it.
+
+        Raises:
+            CaptureError: the snapshot was dropped.
+        """
+        if self._flight is not None and self.flying and not self._flight.wait(timeout_secs):
+            self._drop(f"copies not there after {timeout_secs} s")
 
     def close(self) -> None:
         """Stop copying; a snapshot under way is dropped."""
@@ -126,6 +132,14 @@ class Capture:
             self.arena.control.void(self._flying[0])
         self._copier.close()
         self._slots.clear()
+
+    def _drop(self, cause: str) -> None:
+        """Void the snapshot under way, unless it was sealed in this instant."""
+        if self._flight is None or self._flying is None or not self._flight.cancel():
+            return
+        (slot, (_, iteration)), self._flying = self._flying, None
+        self.arena.control.void(slot)
+        raise CaptureError(f"snapshot of iteration {iteration} dropped: {cause}")
 
     def _start(self, slot: int, snapshot: SnapshotId) -> Flight:
         control, arena = self.arena.control, self.arena

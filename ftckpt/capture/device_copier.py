@@ -2,25 +2,26 @@
 
 Registering pins the slot's own pages (``cudaHostRegister``), so copies need no staging buffer. It takes
 seconds for tens of GB, hence runs piece by piece in the background; chunks that are not registered yet go
-through one pinned buffer of a chunk's size.
+through one pinned buffer of a chunk's size. ROCm builds of torch keep the CUDA names.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 
 import torch
 
 from ftckpt.capture.copier import Flight, Slot, Worker, copy_chunk
-from ftckpt.capture.plan import ChunkCopy
+from ftckpt.capture.plan import ChunkCopy, Segment
 from ftckpt.capture.windows import Windows
-from ftckpt.errors import CaptureError
+from ftckpt.events import log
 
 ALIGN_BYTES = 64
 _REGISTER_BYTES = 64 << 20
-_ALREADY_REGISTERED = 712  # cudaErrorHostMemoryAlreadyRegistered
+_JOIN_SECS = 10.0
 
 
 class DeviceCopier:
@@ -28,11 +29,12 @@ class DeviceCopier:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream = torch.cuda.Stream(device)
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._worker = Worker("ftckpt-copy")
+        self._flight: Flight | None = None
         self._registered: dict[int, int] = {}
-        self._pinned: list[tuple[int, int]] = []
         self._closing = threading.Event()
+        self._quiet = threading.Event()
         self._registrar: threading.Thread | None = None
         self._staging: torch.Tensor | None = None
         self.register_secs = 0.0
@@ -41,19 +43,21 @@ class DeviceCopier:
         """Register the slots' pages, from the first byte on, on a thread of its own."""
         self._registered.update({slot.data_ptr(): 0 for slot in slots})
         self._registrar = threading.Thread(
-            target=self._register, args=(list(slots),), name="ftckpt-register", daemon=True
+            target=self._hold_registered, args=(list(slots),), name="ftckpt-register", daemon=True
         )
         self._registrar.start()
 
     def copy_now(self, tensors: Sequence[torch.Tensor], copies: Sequence[ChunkCopy], slot: Slot) -> None:
-        """A blocking copy; pageable memory makes it synchronous by itself."""
+        """A blocking copy behind all that the current stream holds; no flight uses the staging buffer now."""
+        stream = torch.cuda.current_stream(self._device)
         for copy in copies:
-            copy_chunk(tensors, copy, slot)
+            self._through_staging(tensors, copy, slot, stream)
 
     def start(self, tensors: Sequence[torch.Tensor], flight: Flight, windows: Windows) -> None:
         """The side stream first waits for the boundary: all that the current stream holds by now."""
-        boundary = torch.cuda.Event()
+        boundary = torch.cuda.Event()  # type: ignore[no-untyped-call]
         boundary.record(torch.cuda.current_stream(self._device))
+        self._flight = flight
         self._worker.submit(lambda: self._fly(tensors, flight, boundary, windows))
 
     def fence(self, flight: Flight, timeout_secs: float) -> bool:
@@ -66,27 +70,43 @@ class DeviceCopier:
         return True
 
     def close(self) -> None:
-        """Stop and unpin; the slots may be unmapped afterwards."""
+        """Stop and unpin; the slots may be unmapped afterwards.
+
+        Where the device does not come to rest the pages stay registered and their slots mapped.
+        """
         self._closing.set()
         self._worker.close()
-        if self._registrar is not None:
-            self._registrar.join(10.0)
-        for address, _ in self._pinned:
-            torch.cuda.cudart().cudaHostUnregister(address)
-        self._pinned.clear()
+        if self._flight is None or self._flight.ended:
+            self._quiet.set()
+            if self._registrar is not None:
+                self._registrar.join(_JOIN_SECS)
 
-    def _register(self, slots: list[Slot]) -> None:
+    def _hold_registered(self, slots: list[Slot]) -> None:
+        """Register, and unregister at the end; ``slots`` keeps the memory mapped for as long.
+
+        On this thread from first to last, because a refusal stays behind as the calling thread's last
+        error, and the training thread's next kernel launch would take it for its own.
+        """
         begin = time.perf_counter()
+        addresses: list[int] = []
         with torch.cuda.device(self._device):
-            for slot in slots:
-                base, size = slot.data_ptr(), slot.numel()
-                for offset in range(0, size, _REGISTER_BYTES):
-                    length = min(_REGISTER_BYTES, size - offset)
-                    if self._closing.is_set() or not _pin(base + offset, length):
-                        return
-                    self._pinned.append((base + offset, length))
-                    self._registered[base] = offset + length
-        self.register_secs = time.perf_counter() - begin
+            try:
+                self._register(slots, addresses)
+            finally:
+                self.register_secs = time.perf_counter() - begin
+                self._quiet.wait()
+                for address in addresses:
+                    torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
+
+    def _register(self, slots: Sequence[Slot], addresses: list[int]) -> None:
+        for slot in slots:
+            base, size = slot.data_ptr(), slot.numel()
+            for offset in range(0, size, _REGISTER_BYTES):
+                length = min(_REGISTER_BYTES, size - offset)
+                if self._closing.is_set() or not _pin(base + offset, length):
+                    return
+                addresses.append(base + offset)
+                self._registered[base] = offset + length
 
     def _fly(
         self, tensors: Sequence[torch.Tensor], flight: Flight, boundary: torch.cuda.Event, windows: Windows
@@ -100,6 +120,8 @@ class DeviceCopier:
                 event.synchronize()
                 flight.chunk_landed(chunk)
         except Exception as error:  # noqa: BLE001 - the fence reports it on the training thread
+            with suppress(RuntimeError):
+                self._stream.synchronize()  # an ended flight writes nothing any more
             flight.end(error)
         else:
             flight.end()
@@ -113,10 +135,11 @@ class DeviceCopier:
             if flight.cancelled:
                 break
             if self._is_registered(flight.slot, copy):
-                copy_chunk(tensors, copy, flight.slot, non_blocking=True)
+                copy_chunk(tensors, _within_registrations(copy), flight.slot, non_blocking=True)
             else:
-                self._through_ring(tensors, copy, flight.slot)
-            event = torch.cuda.Event()
+                self._through_staging(tensors, copy, flight.slot, self._stream)
+            # Whoever waits for it sleeps: cores are for training.
+            event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
             event.record(self._stream)
             landing.append((copy.chunk, event))
             flight.last_copy = event
@@ -126,24 +149,53 @@ class DeviceCopier:
         end = max((segment.offset + segment.nbytes for segment in copy.segments), default=0)
         return end <= self._registered.get(slot.data_ptr(), 0)
 
-    def _through_ring(self, tensors: Sequence[torch.Tensor], copy: ChunkCopy, slot: Slot) -> None:
-        """Device → pinned buffer → slot, waiting for the device: only until registration is through."""
+    def _through_staging(
+        self, tensors: Sequence[torch.Tensor], copy: ChunkCopy, slot: Slot, stream: torch.cuda.Stream
+    ) -> None:
+        """Device → pinned buffer → slot, waiting for the device; ``stream`` is the thread's current one.
+
+        The device never writes to a slot's pages that this copier has not registered itself: the driver
+        refuses copies that cross into registered memory, and may know the address from an older mapping.
+        """
+        if not copy.segments:
+            return
         begin = copy.segments[0].offset // ALIGN_BYTES * ALIGN_BYTES
-        size = copy.segments[-1].offset + copy.segments[-1].nbytes - begin
-        if self._staging is None or self._staging.numel() < size:
-            self._staging = torch.empty(size, dtype=torch.uint8, pin_memory=True)
-        copy_chunk(tensors, copy, self._staging, at=begin, non_blocking=True)
-        self._stream.synchronize()
+        staging = self._staging_of(copy.segments[-1].offset + copy.segments[-1].nbytes - begin)
+        copy_chunk(tensors, copy, staging, at=begin, non_blocking=True)
+        stream.synchronize()
         for segment in copy.segments:
-            staged = self._staging[segment.offset - begin :][: segment.nbytes]
+            staged = staging[segment.offset - begin :][: segment.nbytes]
             slot[segment.offset : segment.offset + segment.nbytes].copy_(staged)
+
+    def _staging_of(self, size: int) -> torch.Tensor:
+        if self._staging is None or self._staging.numel() < size:
+            try:
+                self._staging = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+            except RuntimeError:  # no more memory may be locked: slower, and right as well
+                self._staging = torch.empty(size, dtype=torch.uint8)
+        return self._staging
+
+
+def _within_registrations(copy: ChunkCopy) -> ChunkCopy:
+    """The same bytes in segments that each lie in one registration: drivers refuse copies across two."""
+    return ChunkCopy(copy.chunk, tuple(part for segment in copy.segments for part in _cut(segment)))
+
+
+def _cut(segment: Segment) -> Iterator[Segment]:
+    item, done = segment.nbytes // segment.numel, 0
+    while done < segment.nbytes:
+        offset = segment.offset + done
+        nbytes = min(segment.nbytes - done, _REGISTER_BYTES - offset % _REGISTER_BYTES)
+        yield Segment(segment.piece, segment.start + done // item, nbytes // item, offset, nbytes)
+        done += nbytes
 
 
 def _pin(address: int, nbytes: int) -> bool:
-    """Register host memory; False when the driver has no more to give (copies then stay staged)."""
-    code = int(torch.cuda.cudart().cudaHostRegister(address, nbytes, 0))
-    if code not in (0, _ALREADY_REGISTERED):
-        if code == 2:  # cudaErrorMemoryAllocation: a limit on locked memory
-            return False
-        raise CaptureError(f"cudaHostRegister of {nbytes} bytes failed with error {code}")
-    return True
+    """Register host memory; after a refusal (a limit on locked memory, a sandbox) copies stay staged.
+
+    "Already registered" is a refusal too: it may be an older mapping's registration, of other pages.
+    """
+    code = int(torch.cuda.cudart().cudaHostRegister(address, nbytes, 0))  # type: ignore[no-untyped-call]
+    if code != 0:
+        log.warning("ftckpt: registering host memory failed with error %d; copies are staged, slower", code)
+    return code == 0

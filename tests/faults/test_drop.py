@@ -1,0 +1,80 @@
+"""A snapshot that cannot be finished is dropped on all ranks and never tears; training goes on."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import jobs
+import pytest
+
+from ftckpt.testing.faults import Fault
+from ftckpt.testing.pool import RankFailure
+
+pytestmark = [pytest.mark.multiproc, pytest.mark.faults]
+
+RANKS = 2
+UNTIL = 10
+
+
+@cache
+def reference() -> list[jobs.Outcome]:
+    return jobs.outcomes(RANKS, jobs.Run([], UNTIL))
+
+
+def resume(settings: dict[str, Any]) -> int:
+    return jobs.assert_continues(reference(), jobs.outcomes(RANKS, jobs.Run([], UNTIL, settings)))
+
+
+def test_a_slow_copy_makes_the_optimizer_wait(settings: dict[str, Any], tmp_path: Path) -> None:
+    slow = Fault("all", 5, "copy", tmp_path / "slow", "stall", secs=1.0)
+    dead = Fault("all", 6, "boundary", tmp_path / "dead", "kill", secs=20)
+    results = jobs.broken(RANKS, jobs.Run([], UNTIL, settings, faults=[slow, dead]))
+    assert all(map(jobs.killed, results)) and all(slow.fired(rank) for rank in range(RANKS))
+    waited = [event["blocked_secs"] for event in jobs.events(settings, "fence")]
+    assert max(waited) > 0.5, "nobody waited, so this test showed nothing"
+    assert resume(settings) == 5
+
+
+def test_a_stuck_copy_drops_the_snapshot_on_all_ranks(settings: dict[str, Any], tmp_path: Path) -> None:
+    settings = {**settings, "fence_timeout_secs": 0.2, "error_limit": 100}
+    stuck = Fault(1, 5, "copy", tmp_path / "stuck", "stall", secs=1.5)
+    dead = Fault("all", 7, "boundary", tmp_path / "dead", "kill", secs=20)
+    jobs.broken(RANKS, jobs.Run([], UNTIL, settings, faults=[stuck, dead]))
+    assert stuck.fired(1) and dead.fired(0)
+    assert {event["rank"] for event in jobs.events(settings, "snapshot_error")} == {1}
+    assert jobs.events(settings, "skipped"), "the stuck rank could not write, so nobody should have"
+    assert resume(settings) == 4
+
+
+def test_after_a_stuck_copy_snapshots_go_on(settings: dict[str, Any], tmp_path: Path) -> None:
+    settings = {**settings, "fence_timeout_secs": 0.2, "error_limit": 100}
+    stuck = Fault(1, 3, "copy", tmp_path / "stuck", "stall", secs=0.4)
+    resumed = jobs.outcomes(RANKS, jobs.Run([], UNTIL, settings, faults=[stuck], end="keep"))
+    assert stuck.fired(1)
+    assert jobs.assert_continues(reference(), resumed) == 0
+    assert jobs.events(settings, "snapshot")[-1]["iteration"] == UNTIL
+
+
+def test_too_many_errors_turn_it_off_on_all_ranks(settings: dict[str, Any], tmp_path: Path) -> None:
+    settings = {**settings, "error_limit": 2}
+    faults = [Fault(1, at, "copy", tmp_path / f"raise{at}", "raise") for at in (3, 4)]
+    resumed = jobs.outcomes(RANKS, jobs.Run([], UNTIL, settings, faults=faults))
+    assert jobs.assert_continues(reference(), resumed) == 0
+    assert {event["rank"] for event in jobs.events(settings, "turned_off")} == {0, 1}
+    assert max(event["iteration"] for event in jobs.events(settings, "snapshot")) <= 6
+    assert not list(Path(settings["arena"]).iterdir())
+
+
+def test_on_error_raise_reverses_it(settings: dict[str, Any], tmp_path: Path) -> None:
+    settings = {**settings, "on_error": "raise"}
+    fault = Fault(1, 3, "copy", tmp_path / "raise", "raise")
+    with pytest.raises(RankFailure, match="CaptureError: snapshot of iteration 3 dropped"):
+        jobs.outcomes(RANKS, jobs.Run([], UNTIL, settings, faults=[fault]))
+
+
+def test_objects_that_do_not_fit_are_an_error_that_names_the_field(settings: dict[str, Any]) -> None:
+    settings = {**settings, "on_error": "raise", "objects_mib": 1}
+    with pytest.raises(RankFailure, match="raise objects_mib"):
+        jobs.outcomes(RANKS, jobs.Run([], UNTIL, settings, ballast_bytes=2 << 20))

@@ -1,0 +1,77 @@
+"""What cannot work is refused at start, on all ranks, by name and with a remedy."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import jobs
+import pytest
+
+from ftckpt.testing.pool import RankFailure, spawn_ranks
+
+pytestmark = [pytest.mark.multiproc, pytest.mark.faults]
+
+
+def refused(settings: dict[str, Any], argv: list[str], text: str, ranks: int = 2) -> None:
+    with pytest.raises(RankFailure, match=f"(?s){text}") as caught:
+        jobs.outcomes(ranks, jobs.Run(argv, 5, settings))
+    assert all(result.error and text.split(".*")[0] in result.error for result in caught.value.results)
+
+
+def test_another_model(settings: dict[str, Any]) -> None:
+    jobs.broken(2, jobs.Run([], 3, settings, end="die"))
+    refused(settings, ["--hidden", "64"], "MismatchError.*another model.*shape.*clean JOB")
+    assert jobs.outcomes(2, jobs.Run([], 5, settings))[0].start is not None, "a refusal lost the snapshots"
+
+
+@pytest.mark.parametrize(
+    ("argv", "text"),
+    [
+        (["--tp", "2"], r"MismatchError.*dp 2 → 1.*tp 1 → 2"),
+        (["--no-distributed-optimizer"], "MismatchError.*distributed_optimizer True → False"),
+    ],
+)
+def test_another_layout(argv: list[str], text: str, settings: dict[str, Any]) -> None:
+    jobs.broken(2, jobs.Run([], 3, settings, end="die"))
+    refused(settings, argv, text)
+
+
+def test_a_second_live_job_of_the_same_name(settings: dict[str, Any]) -> None:
+    settings = {**settings, "lock_timeout_secs": 0.5}
+    with spawn_ranks(jobs.train, 2, jobs.Run([], 2000, settings)) as first:
+        assert wait_for_snapshot(settings)
+        refused(settings, [], "ArenaError.*live job named 'test'.*--ftckpt-job")
+        assert first.alive() == [0, 1]
+
+
+def test_too_little_memory(settings: dict[str, Any], arena_root: Path) -> None:
+    if os.geteuid():
+        pytest.skip("mounting a small tmpfs needs root")
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(arena_root)], check=True)
+    try:
+        refused(settings, [], "MemoryBudgetError.*--ftckpt-arena")
+    finally:
+        subprocess.run(["umount", str(arena_root)], check=True)
+
+
+def test_an_unwritable_arena_directory(settings: dict[str, Any]) -> None:
+    refused({**settings, "arena": "/proc/nowhere"}, [], "ArenaError.*/proc")
+
+
+def test_a_parameter_that_nothing_steps(settings: dict[str, Any]) -> None:
+    with pytest.raises(RankFailure, match="UnsupportedError.*extra.weight.*no optimizer steps it"):
+        jobs.outcomes(2, jobs.Run([], 3, settings, extra_parameter=True))
+
+
+def wait_for_snapshot(settings: dict[str, Any]) -> bool:
+    import time
+
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        if Path(settings["events"]).exists() and jobs.events(settings, "snapshot"):
+            return True
+        time.sleep(0.1)
+    return False

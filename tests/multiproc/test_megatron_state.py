@@ -1,0 +1,175 @@
+"""What a Megatron rank says of its state is true: geometry, classes, derived weights, shares."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+import jobs
+import pytest
+
+from ftckpt.testing.pool import run_ranks
+
+pytestmark = pytest.mark.multiproc
+
+LAYOUTS = {
+    "tp2-pp2-dp2": (8, ["--tp", "2", "--pp", "2"]),
+    "tp2-pp2-dp2-replicated": (8, ["--tp", "2", "--pp", "2", "--no-distributed-optimizer"]),
+    "tp2-swiglu-gqa-untied": (2, ["--tp", "2", "--swiglu", "--kv-groups", "2", "--untie"]),
+    "pp2-vpp2": (2, ["--pp", "2", "--vpp", "2", "--layers", "4"]),
+    "tp2-ep2-experts": (4, ["--tp", "2", "--ep", "2", "--num-experts", "4", "--router-bias"]),
+    "dp2-fp32": (2, ["--precision", "fp32", "--no-distributed-optimizer"]),
+}
+
+
+def build(argv: list[str]) -> tuple[Any, Any]:
+    """A job and its state."""
+    import train_gpt
+
+    from ftckpt.megatron.state import MegatronState
+
+    job = train_gpt.build(train_gpt.parse_args([*jobs.TINY, *argv, "--iterations", "9"]))
+    return job, MegatronState(job.model, job.optimizer, job.scheduler, {"data": job.data})
+
+
+def described_tensors(rank: int, world_size: int, argv: list[str]) -> list[tuple[Any, list[float]]]:
+    _, state = build(argv)
+    return [(piece.fragment, piece.tensor.float().tolist()) for piece in state.describe().stepped]
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_fragments_of_all_ranks_make_up_every_tensor(name: str) -> None:
+    """No element is missing, and ranks that claim the same element hold the same value."""
+    world_size, argv = LAYOUTS[name]
+    elements: dict[str, dict[int, float]] = defaultdict(dict)
+    shapes: dict[str, tuple[int, ...]] = {}
+    for result in run_ranks(described_tensors, world_size, argv):
+        for fragment, values in result.value:
+            assert shapes.setdefault(fragment.key, fragment.global_shape) == fragment.global_shape
+            for position, value in zip(flat_positions(fragment), values, strict=True):
+                assert elements[fragment.key].setdefault(position, value) == value, fragment.name
+    for key, shape in shapes.items():
+        numel = 1
+        for size in shape:
+            numel *= size
+        role = key.partition("/")[0]
+        # Under the distributed optimizer the owned ranges of a parameter make it up as well.
+        assert len(elements[key]) == numel, f"{key}: {len(elements[key])} of {numel} ({role})"
+    roles = {key.partition("/")[0] for key in shapes}
+    assert {"weight", "exp_avg", "exp_avg_sq", "step"} <= roles
+    assert ("master" in roles) == ("fp32" not in name)
+
+
+def flat_positions(fragment: Any) -> list[int]:
+    import numpy as np
+
+    whole = np.arange(int(np.prod(fragment.global_shape, dtype=int))).reshape(fragment.global_shape)
+    box = tuple(
+        slice(offset, offset + size)
+        for offset, size in zip(fragment.box.offset, fragment.box.shape, strict=True)
+    )
+    return whole[box].reshape(-1)[fragment.start : fragment.stop].tolist()
+
+
+def stepped_bytes_at_the_fence(rank: int, world_size: int, argv: list[str]) -> list[str]:
+    """Keys of stepped pieces that changed between the boundary and the fence, over three iterations."""
+    import train_gpt
+    from megatron.core.pipeline_parallel import schedules
+
+    from ftckpt.capture.prepare import content_hash
+
+    job, state = build(argv)
+    pieces = state.describe().stepped
+    changed: list[str] = []
+    fences: list[int] = []
+
+    def at_the_fence(*_args: Any, **_kwargs: Any) -> Any:
+        fences.append(1)
+        changed.extend(
+            p.fragment.key for p, h in zip(pieces, before, strict=True) if content_hash(p.tensor) != h
+        )
+        return finalize(*_args, **_kwargs)
+
+    finalize = job.config.finalize_model_grads_func
+    job.config.finalize_model_grads_func = at_the_fence
+    assert schedules is not None
+    for _ in range(3):
+        before = [content_hash(piece.tensor) for piece in pieces]
+        train_gpt.train_step(job)
+    assert len(fences) == 3
+    return changed
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["--pp", "2"],
+        ["--overlap-grad-reduce", "--overlap-param-gather"],
+        ["--no-distributed-optimizer", "--overlap-grad-reduce"],
+        ["--ep", "2", "--num-experts", "4", "--router-bias"],
+    ],
+    ids=lambda argv: " ".join(argv),
+)
+def test_no_stepped_byte_changes_between_boundary_and_fence(argv: list[str]) -> None:
+    for result in run_ranks(stepped_bytes_at_the_fence, 4, argv):
+        assert result.value == []
+
+
+def captured(rank: int, world_size: int, argv: list[str]) -> dict[str, Any]:
+    from ftckpt.capture.prepare import assign
+    from ftckpt.comm import Group
+    from ftckpt.megatron.topology import gather_topology
+
+    _, state = build(argv)
+    group = Group(30.0)
+    described = state.describe()
+    topology = gather_topology(group, "node", "--no-distributed-optimizer" not in argv)
+    assignment = assign(group, topology, described, 1 << 20, 1 << 20)
+    return {
+        "copied": sum(f.nbytes for f in assignment.manifest.stepped),
+        "held": {p.fragment.name: p.fragment.nbytes for p in described.stepped},
+        "derived": [piece.fragment.key for piece in assignment.derived],
+        "volatile": [f.key for f in assignment.manifest.volatile],
+    }
+
+
+@pytest.mark.parametrize("optimizer", ["--distributed-optimizer", "--no-distributed-optimizer"])
+def test_each_rank_copies_its_equal_share_without_derived_weights(optimizer: str) -> None:
+    results = [r.value for r in run_ranks(captured, 8, ["--tp", "2", "--pp", "2", optimizer])]
+    holders: dict[str, int] = defaultdict(int)
+    for value in results:
+        for name in value["held"]:
+            holders[name] += 1
+    for value in results:
+        derived = set(value["derived"])
+        assert derived and all(key.startswith("weight/") for key in derived)
+        due = sum(
+            nbytes / holders[name]
+            for name, nbytes in value["held"].items()
+            if not name.startswith("weight/")
+        )
+        assert abs(value["copied"] - due) <= 64 * 8, f"copies {value['copied']} bytes, its share is {due}"
+
+
+def test_router_bias_and_counts_are_volatile() -> None:
+    for result in run_ranks(captured, 2, ["--ep", "2", "--num-experts", "4", "--router-bias"]):
+        assert any("expert_bias" in key for key in result.value["volatile"])
+        assert any("tokens_per_expert" in key for key in result.value["volatile"])
+
+
+def weights_off_their_masters(rank: int, world_size: int) -> tuple[list[str], list[str]]:
+    """What is taken as derived once one weight is no cast of its master any more."""
+    from ftckpt.capture.prepare import rule_holds
+
+    _, state = build([])
+    pieces = [p for p in state.describe().stepped if p.derived_from is not None]
+    before = [p.fragment.key for p in pieces if not rule_holds(p)]
+    pieces[0].tensor[0] += 1
+    return before, [p.fragment.key for p in pieces if not rule_holds(p)]
+
+
+def test_a_weight_that_is_no_cast_of_its_master_is_copied() -> None:
+    for result in run_ranks(weights_off_their_masters, 2):
+        before, after = result.value
+        assert before == []
+        assert len(after) == 1

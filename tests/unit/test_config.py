@@ -1,0 +1,164 @@
+"""Every wrong setting is an error at start that names the field and what is accepted."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ftckpt.config import Config, add_flags
+from ftckpt.errors import ConfigError
+
+NAMES = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", fullmatch=True)
+TEXTS = st.text(st.characters(codec="utf-8"), max_size=20)
+SECS = st.floats(1, 1e9, allow_nan=False)
+
+
+@st.composite
+def configs(draw: st.DrawFn) -> Config:
+    values: dict[str, Any] = {}
+    for setting in fields(Config):
+        choices, least = setting.metadata["choices"], setting.metadata["minimum"]
+        if choices:
+            strategy: st.SearchStrategy[Any] = st.sampled_from(choices)
+        elif type(setting.default) is int:
+            strategy = st.integers(int(least), 1 << 40)
+        elif type(setting.default) is float:
+            strategy = SECS
+        elif setting.name in ("job", "node"):
+            strategy = st.just("") | NAMES
+        elif setting.name == "arena":
+            strategy = TEXTS.map(lambda text: "/" + text)
+        else:
+            strategy = TEXTS
+        if setting.name != "enabled" and draw(st.booleans()):
+            values[setting.name] = draw(strategy)
+    return Config(enabled=True, **values)
+
+
+@given(configs(), st.lists(st.sampled_from(["--lr", "1e-4", "x", "--job=1", "-v", ""]), max_size=4))
+def test_flags_of_any_configuration_build_an_equal_one(config: Config, others: list[str]) -> None:
+    flags = config.flags()
+    half = len(others) // 2
+    assert Config.from_flags([*others[:half], *flags, *others[half:]]) == (config, others)
+
+
+@given(configs())
+def test_the_json_section_builds_an_equal_configuration(config: Config) -> None:
+    assert Config.from_mapping({s.name: getattr(config, s.name) for s in fields(config)}) == config
+
+
+def test_both_forms_of_a_flag_are_read_and_all_else_is_left() -> None:
+    argv = ["--lr", "1", "--ftckpt", "--ftckpt-interval", "5", "data", "--ftckpt-job=a", "--ftckpt-fence-timeout-secs=2"]
+    config, rest = Config.from_flags(argv)
+    assert config == Config(enabled=True, interval=5, job="a", fence_timeout_secs=2.0)
+    assert rest == ["--lr", "1", "data"]
+
+
+def test_without_flags_ftckpt_is_off() -> None:
+    assert Config.from_flags(["--lr", "1"]) == (Config(), ["--lr", "1"])
+    assert Config().flags() == []
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--ftckpt-intervall", "1"], r"unknown flag --ftckpt-intervall; did you mean --ftckpt-interval\?"),
+        (["--ftckpt_interval=1"], r"unknown flag --ftckpt_interval; did you mean --ftckpt-interval\?"),
+        (["--ftckpt-enabled"], "unknown flag --ftckpt-enabled"),
+        (["--ftckpt-q"], "unknown flag --ftckpt-q"),
+        (["--ftckpt", "--ftckpt-interval"], "--ftckpt-interval: needs a value"),
+        (["--ftckpt", "--ftckpt-events", "--ftckpt-interval", "2"], "--ftckpt-events: needs a value"),
+        (["--ftckpt", "--ftckpt-job", "--lr"], "--ftckpt-job: needs a value"),
+        (["--ftckpt", "--ftckpt-interval", "often"], "--ftckpt-interval: 'often' is not a whole number"),
+        (["--ftckpt", "--ftckpt-interval=1.5"], "--ftckpt-interval: '1.5' is not a whole number"),
+        (["--ftckpt", "--ftckpt-fence-timeout-secs="], "--ftckpt-fence-timeout-secs: '' is not a number"),
+        (["--ftckpt", "--ftckpt-slots=2", "--ftckpt-slots=2"], "--ftckpt-slots: given twice"),
+        (["--ftckpt", "--ftckpt"], "--ftckpt: given twice"),
+        (["--ftckpt=yes"], "--ftckpt: takes no value"),
+        (["--ftckpt-interval=2"], "--ftckpt is missing"),
+    ],
+)
+def test_a_wrong_flag_is_refused(argv: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Config.from_flags(argv)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("interval", 0, "interval: 0 is too small; the least is 1"),
+        ("interval", True, "interval: True is not a whole number"),
+        ("interval", 1.0, "interval: 1.0 is not a whole number"),
+        ("interval", None, "interval: None is not a whole number"),
+        ("slots", 1, "slots: 1 is too small; the least is 2"),
+        ("chunk_mib", 0, "chunk_mib: 0 is too small"),
+        ("objects_mib", 0, "objects_mib: 0 is too small"),
+        ("error_limit", 0, "error_limit: 0 is too small"),
+        ("replica_check_interval", -1, "replica_check_interval: -1 is too small"),
+        ("fence_timeout_secs", 0, "fence_timeout_secs: 0 is too small"),
+        ("agree_timeout_secs", float("nan"), "agree_timeout_secs: nan"),
+        ("start_timeout_secs", float("inf"), "start_timeout_secs: inf is too large"),
+        ("start_timeout_secs", "9", "start_timeout_secs: '9' is not a number"),
+        ("enabled", "yes", "enabled: 'yes' is not true or false"),
+        ("enabled", 1, "enabled: 1 is not true or false"),
+        ("arena", "shm", "arena: 'shm' is not an absolute path"),
+        ("arena", "", "arena: '' is not an absolute path"),
+        ("arena", Path("/dev/shm"), "arena: .* is not a text"),
+        ("on_error", "stop", "on_error: 'stop' is not one of continue, raise"),
+        ("on_lost", "", "on_lost: '' is not one of fail, fresh"),
+        ("job", "a/b", "job: 'a/b' is not a name"),
+        ("job", "..", r"job: '\.\.' is not a name"),
+        ("job", "a\n", "job: .* is not a name"),
+        ("job", "j" * 65, "job: .* is not a name"),
+        ("node", "a b", "node: 'a b' is not a name"),
+    ],
+)
+def test_a_wrong_value_is_refused_by_name(name: str, value: object, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Config.from_mapping({name: value})
+
+
+@pytest.mark.parametrize("name", [s.name for s in fields(Config) if s.name != "enabled"])
+def test_every_flag_holds_the_rules_of_its_field(name: str) -> None:
+    flag = f"--ftckpt-{name.replace('_', '-')}"
+    setting = next(s for s in fields(Config) if s.name == name)
+    if setting.metadata["minimum"] is not None:
+        with pytest.raises(ConfigError, match=f"^{name}: .*too small"):
+            Config.from_flags(["--ftckpt", flag, str(type(setting.default)(setting.metadata["minimum"]) - 1)])
+    elif setting.metadata["choices"]:
+        with pytest.raises(ConfigError, match=f"^{name}: .*not one of"):
+            Config.from_flags(["--ftckpt", flag, "never"])
+    else:
+        assert getattr(Config.from_flags(["--ftckpt", flag, "/x" if name == "arena" else "x"])[0], name)
+
+
+def test_an_unknown_setting_names_the_closest() -> None:
+    with pytest.raises(ConfigError, match=r"unknown setting 'intervall'; did you mean interval\?"):
+        Config.from_mapping({"intervall": 1})
+    with pytest.raises(ConfigError, match="unknown setting 'zzz'; known are enabled, interval, slots"):
+        Config.from_mapping({"zzz": 1})
+    with pytest.raises(ConfigError, match="unknown setting 5"):
+        Config.from_mapping({5: 1})  # type: ignore[dict-item]
+
+
+@pytest.mark.parametrize("section", [None, [], "interval=1", 1, True])
+def test_a_section_must_be_a_mapping(section: Any) -> None:
+    with pytest.raises(ConfigError, match="ftckpt: expected a mapping"):
+        Config.from_mapping(section)
+
+
+def test_a_parser_with_the_flags_knows_them_all() -> None:
+    parser = add_flags(argparse.ArgumentParser())
+    text = parser.format_help()
+    given = parser.parse_args(["--ftckpt", "--ftckpt-interval", "7", "--ftckpt-on-lost", "fresh"])
+    assert (given.ftckpt, given.ftckpt_interval, given.ftckpt_on_lost) == (True, 7, "fresh")
+    for setting in fields(Config):
+        if setting.name != "enabled":
+            assert f"--ftckpt-{setting.name.replace('_', '-')} " in text
+            assert getattr(given, f"ftckpt_{setting.name}") is not None
