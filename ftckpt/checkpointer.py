@@ -165,9 +165,7 @@ class Checkpointer:
         if self._whole is not None:
             arena.control.mark_whole(*self._whole)
         device = next((p.tensor.device for p in described.stepped if p.tensor.is_cuda), torch.device("cpu"))
-        self._capture = Capture(
-            arena, assignment.pieces, assignment.parts, make_copier(device), self._windows
-        )
+        self._capture = Capture(arena, assignment.pieces, assignment.parts, make_copier(device), self._windows)
         self._assignment = assignment
         derived_bytes = sum(piece.fragment.nbytes for piece in assignment.derived)
         self.events.emit("plan", copied_bytes=self._capture.stepped_bytes, derived_bytes=derived_bytes)

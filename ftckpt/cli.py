@@ -77,9 +77,7 @@ def _add_inspect(commands: Any) -> None:
 def _add_clean(commands: Any) -> None:
     parser = commands.add_parser("clean", help="delete the arenas of a job that no longer runs, on this node")
     parser.add_argument("job", help="name of the job")
-    parser.add_argument(
-        "--arena", type=Path, default=Path(Config().arena), help="tmpfs (default: %(default)s)"
-    )
+    parser.add_argument("--arena", type=Path, default=Path(Config().arena), help="tmpfs (default: %(default)s)")
     parser.set_defaults(run=_clean)
 
 
@@ -112,11 +110,7 @@ def _inspect(arguments: argparse.Namespace) -> int:
 def _arenas_under(path: Path) -> Iterable[Path]:
     if _is_arena(path):
         return [path]
-    return [
-        arena
-        for child in list_arenas(path)
-        for arena in ([child] if _is_arena(child) else list_arenas(child))
-    ]
+    return [arena for child in list_arenas(path) for arena in ([child] if _is_arena(child) else list_arenas(child))]
 
 
 def _is_arena(path: Path) -> bool:

@@ -38,11 +38,21 @@ class Config:
     arena: str = _setting("/dev/shm", "directory on a tmpfs that holds the arenas")
     chunk_mib: int = _setting(16, "size of a copy and of a checksum, in MiB", minimum=1)
     objects_mib: int = _setting(4, "room for RNG, counters, schedulers and user objects in a slot, in MiB", minimum=1)
-    fence_timeout_secs: float = _setting(120.0, "longest wait for an unfinished copy before the snapshot is dropped", minimum=0.001)
-    agree_timeout_secs: float = _setting(120.0, "longest wait for the other ranks before a slot is reused", minimum=0.001)
+    fence_timeout_secs: float = _setting(
+        120.0, "longest wait for an unfinished copy before the snapshot is dropped", minimum=0.001
+    )
+    agree_timeout_secs: float = _setting(
+        120.0, "longest wait for the other ranks before a slot is reused", minimum=0.001
+    )
     lock_timeout_secs: float = _setting(20.0, "longest wait for processes of an earlier attempt to end", minimum=0)
-    start_timeout_secs: float = _setting(300.0, "longest wait for the other ranks at start, restore and close", minimum=1)
-    replica_check_interval: int = _setting(1000, "longest distance of proofs that replicas hold the same bits, in iterations; 0: prove it at start only", minimum=0)
+    start_timeout_secs: float = _setting(
+        300.0, "longest wait for the other ranks at start, restore and close", minimum=1
+    )
+    replica_check_interval: int = _setting(
+        1000,
+        "longest distance of proofs that replicas hold the same bits, in iterations; 0: prove it at start only",
+        minimum=0,
+    )
     on_error: str = _setting("continue", "what a failed snapshot does to training", choices=("continue", "raise"))
     error_limit: int = _setting(3, "failed snapshots in a row after which ftckpt turns itself off", minimum=1)
     on_lost: str = _setting("fail", "what a restart does when snapshots were lost", choices=("fail", "fresh"))
@@ -132,7 +142,8 @@ def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
             continue
         flag = f"--ftckpt-{setting.name.replace('_', '-')}"
         choices = setting.metadata["choices"] or None
-        group.add_argument(flag, type=type(setting.default), default=setting.default, choices=choices, help=text)
+        kind: type = type(setting.default)
+        group.add_argument(flag, type=kind, default=setting.default, choices=choices, help=text)
     return parser
 
 
@@ -160,7 +171,7 @@ def _check(name: str, value: Any, kind: type, rule: Mapping[str, Any]) -> None:
         raise ConfigError(f"{name}: {value!r} is not one of {', '.join(rule['choices'])}")
     if rule["minimum"] is not None and not value >= rule["minimum"]:
         raise ConfigError(f"{name}: {value} is too small; the least is {rule['minimum']}")
-    if kind is float and value > _MAX_SECS:
+    if isinstance(value, float) and value > _MAX_SECS:
         raise ConfigError(f"{name}: {value} is too large; the most is {_MAX_SECS:g}")
 
 

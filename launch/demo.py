@@ -68,9 +68,7 @@ def parse_args(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument(
-        "--scene", choices=sorted(SCENES), help="this fault alone; default: all three in one run"
-    )
+    parser.add_argument("--scene", choices=sorted(SCENES), help="this fault alone; default: all three in one run")
     parser.add_argument("--iterations", type=int, help="default: 36, with --scene 16")
     parser.add_argument("--out", type=Path, default=Path("runs/demo"), help="where the report goes")
     args, training = parser.parse_known_args(argv)

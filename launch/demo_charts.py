@@ -114,9 +114,7 @@ def restart_chart(rows: Sequence[tuple[str, Sequence[tuple[str, float]]]]) -> st
         parts.append(_tick(x, height - 12, f"{tick:g} s"))
     for index, (name, stack) in enumerate(rows):
         y, x = top + index * row_height + 8, float(label)
-        parts.append(
-            f'<text class="name" x="{label - 12}" y="{y + 20}" text-anchor="end">{escape(name)}</text>'
-        )
+        parts.append(f'<text class="name" x="{label - 12}" y="{y + 20}" text-anchor="end">{escape(name)}</text>')
         for kind, secs in stack:
             width = secs * scale
             parts.append(
@@ -175,6 +173,4 @@ def _line(frame: _Frame, points: Sequence[tuple[int, float]], kind: str) -> str:
 
 
 def _svg(parts: Sequence[str], title: str, height: int = HEIGHT) -> str:
-    return (
-        f'<svg viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{escape(title)}">{"".join(parts)}</svg>'
-    )
+    return f'<svg viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{escape(title)}">{"".join(parts)}</svg>'

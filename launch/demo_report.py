@@ -71,8 +71,7 @@ def _tiles(summary: Mapping[str, Any]) -> str:
 
 def _losses(summary: Mapping[str, Any]) -> str:
     reference, faulted = (
-        [(int(line[0]), float(line[1])) for line in summary[run]["losses"]]
-        for run in ("reference", "faulted")
+        [(int(line[0]), float(line[1])) for line in summary[run]["losses"]] for run in ("reference", "faulted")
     )
     legend = _legend({"reference": "reference: nothing killed, ftckpt off", "faulted": "ftckpt and faults"})
     note = "Where training went back and trained an iteration again, its loss is drawn again."

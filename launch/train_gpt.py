@@ -263,9 +263,7 @@ class LayerNorm(torch.nn.LayerNorm):
             param.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
 
-def block_spec(
-    args: argparse.Namespace, config: TransformerConfig, stage: int | None
-) -> TransformerBlockSubmodules:
+def block_spec(args: argparse.Namespace, config: TransformerConfig, stage: int | None) -> TransformerBlockSubmodules:
     layer = get_gpt_layer_local_spec(num_experts=args.num_experts)
     layer.submodules.input_layernorm = LayerNorm
     layer.submodules.pre_mlp_layernorm = LayerNorm

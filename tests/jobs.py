@@ -19,9 +19,13 @@ TINY = ["--layers", "2", "--hidden", "32", "--seq", "32", "--global-batch", "8",
 
 @dataclass(frozen=True)
 class Run:
-    """One attempt of a job. ``settings`` are fields of Config, None trains without ftckpt; ``nodes[rank]`` names
-    nodes; ``drift`` gives each rank its own dropout masks, ``perturb`` other data after the
-    restore, ``ballast_bytes`` adds an object of that size, ``extra_parameter`` one that no optimizer knows; ``end`` is what ranks do after iteration ``until``: ``close``, ``keep`` (leave the arenas) or ``die``."""
+    """One attempt of a job.
+
+    ``settings`` are fields of Config, None trains without ftckpt; ``nodes[rank]`` names nodes. ``drift`` gives
+    each rank its own dropout masks, ``perturb`` other data after the restore, ``ballast_bytes`` an object of
+    that size, ``extra_parameter`` a parameter that no optimizer steps. ``end`` is what ranks do after iteration
+    ``until``: ``close``, ``keep`` (leave the arenas) or ``die``.
+    """
 
     argv: Sequence[str]
     until: int
@@ -87,9 +91,7 @@ def train(rank: int, world_size: int, run: Run) -> Outcome:
             objects["ballast"] = Ballast(run.ballast_bytes)
         if run.extra_parameter:
             add_parameter(job.model[0])
-        job.checkpointer = ftckpt.megatron.attach(
-            job.model, job.optimizer, job.scheduler, objects, config=config
-        )
+        job.checkpointer = ftckpt.megatron.attach(job.model, job.optimizer, job.scheduler, objects, config=config)
         start = job.checkpointer.restore()
         job.data.consumed_samples += 1000 * run.perturb
     rows = [(m["iteration"], m["loss"], m["grad_norm"]) for m in train_gpt.train(job)]
@@ -108,9 +110,7 @@ def outcomes(world_size: int, run: Run, timeout_secs: float = 120.0) -> list[Out
 
 def broken(world_size: int, run: Run, timeout_secs: float = 120.0, grace_secs: float = 3.0) -> list[RankResult]:
     """Run an attempt that is meant to fail."""
-    return run_ranks(
-        train, world_size, run, timeout_secs=timeout_secs, expect_failures=True, grace_secs=grace_secs
-    )
+    return run_ranks(train, world_size, run, timeout_secs=timeout_secs, expect_failures=True, grace_secs=grace_secs)
 
 
 def assert_continues(reference: Sequence[Outcome], resumed: Sequence[Outcome]) -> int:

@@ -148,9 +148,7 @@ class ControlBlock:
         data[:need] = bytes(need)
         for offset in _MARK_OFFSETS:
             data[offset : offset + 40] = _mark(_NO_LINEAGE, -1, 0)
-        header = _HEADER.pack(
-            MAGIC, VERSION, slots, chunks, len(shard), manifest.chunk_bytes, manifest.digest
-        )
+        header = _HEADER.pack(MAGIC, VERSION, slots, chunks, len(shard), manifest.chunk_bytes, manifest.digest)
         header = (header + shard).ljust(_HEADER_BYTES - 8, b"\0")
         data[:_HEADER_BYTES] = header + _U64.pack(xxhash.xxh3_64_intdigest(header))
         return cls(data)

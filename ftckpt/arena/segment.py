@@ -58,9 +58,7 @@ class Arena:
     memory is unmapped when the last of them is gone. Who writes holds the lock (``lock``).
     """
 
-    def __init__(
-        self, path: Path, image: SlotImage, control: Mapping, slots: Sequence[Mapping | str]
-    ) -> None:
+    def __init__(self, path: Path, image: SlotImage, control: Mapping, slots: Sequence[Mapping | str]) -> None:
         self.path = path
         self.image = image
         self.control = ControlBlock(control.data)
@@ -130,9 +128,7 @@ class Arena:
                 block.close()
             image = _image_of_slots(path, slots, digest)
             if len(image.chunks) != chunks:
-                raise CorruptError(
-                    f"{path}: {chunks} chunks in the control block, {len(image.chunks)} in a slot"
-                )
+                raise CorruptError(f"{path}: {chunks} chunks in the control block, {len(image.chunks)} in a slot")
         except BaseException:
             control.close()
             raise

@@ -82,14 +82,12 @@ def gather_replica_sets(group: Group, pieces: Sequence[Piece]) -> ReplicaSets:
         count[key] = count.get(key, 0) + 1
     hashes = [content_hash(p.tensor) if count[key] > 1 else 0 for key, p in zip(mine, pieces, strict=True)]
     answers = [json.loads(data) for data in group.gather(json.dumps(hashes).encode())]
-    return replica_sets(
-        [list(map(Holding, keys, values)) for keys, values in zip(gathered, answers, strict=True)]
-    )
+    return replica_sets([list(map(Holding, keys, values)) for keys, values in zip(gathered, answers, strict=True)])
 
 
 def content_hash(tensor: torch.Tensor) -> int:
     """xxh3-64 of a 1-D tensor's bytes."""
-    return xxhash.xxh3_64_intdigest(as_bytes(tensor).cpu().numpy())
+    return xxhash.xxh3_64_intdigest(as_bytes(tensor).cpu().numpy().data)
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:

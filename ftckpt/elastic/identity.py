@@ -45,9 +45,7 @@ def job_name(configured: str | None, env: Mapping[str, str]) -> str:
     if slurm_job:
         return _checked(f"slurm-{slurm_job}", "the name made from SLURM_JOB_ID", LaunchError)
     if any(var in env for var in _LAUNCHER_VARS):
-        raise LaunchError(
-            "this job has no name: give torchrun --rdzv-id NAME, or configure ftckpt's job name"
-        )
+        raise LaunchError("this job has no name: give torchrun --rdzv-id NAME, or configure ftckpt's job name")
     return "default"
 
 
@@ -68,7 +66,5 @@ def node_name(configured: str | None, env: Mapping[str, str]) -> str:
 
 def _checked(name: str, origin: str, error: type[ConfigError] | type[LaunchError]) -> str:
     if not _NAME.fullmatch(name):
-        raise error(
-            f"{origin} is {name!r}: use 1 to 64 of A-Z a-z 0-9 . _ - with a letter or digit among them"
-        )
+        raise error(f"{origin} is {name!r}: use 1 to 64 of A-Z a-z 0-9 . _ - with a letter or digit among them")
     return name

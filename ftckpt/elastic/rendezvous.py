@@ -83,9 +83,7 @@ def shared_store(env: Mapping[str, str]) -> SharedStore | None:
             world_size=int(env["WORLD_SIZE"]),
         )
     except (KeyError, ValueError) as exc:
-        raise LaunchError(
-            f"torchrun's shared store has no address in the environment ({exc}): {REMEDY}"
-        ) from exc
+        raise LaunchError(f"torchrun's shared store has no address in the environment ({exc}): {REMEDY}") from exc
 
 
 def agree(store: Store, rank: int, world_size: int, timeout_secs: float) -> str:

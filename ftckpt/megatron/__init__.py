@@ -1,6 +1,6 @@
 """ftckpt for Megatron-core: ``attach`` in a script of your own, or the runner for a script as it is.
 
-    torchrun ... -m ftckpt.megatron SCRIPT ARGS... --ftckpt
+torchrun ... -m ftckpt.megatron SCRIPT ARGS... --ftckpt
 """
 
 from __future__ import annotations
@@ -70,9 +70,7 @@ def attach(
     from ftckpt.megatron.topology import gather_topology
 
     hooks.install()
-    config = replace(
-        config, job=job_name(config.job, os.environ), node=node_name(config.node, os.environ)
-    )
+    config = replace(config, job=job_name(config.job, os.environ), node=node_name(config.node, os.environ))
     state = MegatronState(model, optimizer, scheduler, objects or {})
     sharded = any(leaf.config.use_distributed_optimizer for leaf in leaf_optimizers(optimizer))
     group = Group(config.start_timeout_secs)

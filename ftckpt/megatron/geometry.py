@@ -63,7 +63,7 @@ def dtype_name(tensor: torch.Tensor, what: str) -> str:
     return DTYPE_NAMES[tensor.dtype]
 
 
-def place_parameters(chunks: Sequence[torch.nn.Module]) -> dict[torch.nn.Parameter, tuple[Placed, ...]]:
+def place_parameters(chunks: Sequence[Any]) -> dict[torch.nn.Parameter, tuple[Placed, ...]]:
     """The places of every parameter of this rank's model chunks.
 
     Raises:

@@ -39,8 +39,8 @@ class MegatronState:
     def __init__(
         self, model: Sequence[torch.nn.Module], optimizer: Any, scheduler: Stateful, objects: Mapping[str, Stateful]
     ) -> None:
-        self._wrapped = list(model)
-        self._chunks = [unwrap_model(chunk) for chunk in model]
+        self._wrapped: list[Any] = list(model)
+        self._chunks: list[Any] = [unwrap_model(chunk) for chunk in model]
         self._leaves = optimizers.leaf_optimizers(optimizer)
         self._scheduler = scheduler
         self._objects = dict(objects)

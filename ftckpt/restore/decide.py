@@ -61,13 +61,17 @@ def decide(
         shards = found[iteration, lineage]
         missing = sorted(shard for shard in homes if not shards.get(shard))
         if not missing:
-            chosen = {s: min(shards[s], key=lambda c, s=s: (c.node != homes[s], c)) for s in homes}
+            chosen = {shard: _nearest(shards[shard], home) for shard, home in homes.items()}
             return Decision(lineage, iteration, chosen, tuple(passed_over))
         corrupt = [shard for shard in missing if shard in shards]
         cause = f"corrupt in {_some(corrupt)}" if corrupt else f"not sealed by {_some(missing)}"
         passed_over.append(f"iteration {iteration}: {cause}")
     _refuse_lost(reports, homes, passed_over)
     return None
+
+
+def _nearest(sources: Sequence[Source], home: str) -> Source:
+    return min(sources, key=lambda source: (source.node != home, source))
 
 
 def _check_layout(reports: Sequence[ArenaReport], layout: Mapping[str, int | str | bool]) -> None:
@@ -80,9 +84,7 @@ def _check_layout(reports: Sequence[ArenaReport], layout: Mapping[str, int | str
             )
 
 
-def _refuse_lost(
-    reports: Sequence[ArenaReport], homes: Mapping[str, str], passed_over: Sequence[str]
-) -> None:
+def _refuse_lost(reports: Sequence[ArenaReport], homes: Mapping[str, str], passed_over: Sequence[str]) -> None:
     whole = max((r.whole[1] for r in reports if r.whole is not None), default=None)
     if whole is None:
         return

@@ -82,7 +82,9 @@ def execute(group: Group, transfers: Sequence[Transfer], arenas: OpenArenas) -> 
     for local in transfers:
         if local.reader == group.rank:
             _read_local(local, arenas.get(local.source.arena).slot(local.source.slot))
-    wanted = [{"reader": t.reader, "arena": t.source.arena, "slot": t.source.slot, "extents": t.extents} for t in remote]
+    wanted = [
+        {"reader": t.reader, "arena": t.source.arena, "slot": t.source.slot, "extents": t.extents} for t in remote
+    ]
     received = 0
     for asker, data in enumerate(group.gather(json.dumps(wanted).encode())):
         requests = json.loads(data)

@@ -46,9 +46,7 @@ class Read:
         return int(self.runs[:, 2].sum()) * self.have.fragment.item_bytes
 
 
-def plan(
-    haves: Iterable[Have], needs: Sequence[Fragment], cost: Callable[[int], int]
-) -> list[Read]:
+def plan(haves: Iterable[Have], needs: Sequence[Fragment], cost: Callable[[int], int]) -> list[Read]:
     """Reads that fill every element of every need exactly once.
 
     ``cost(source)`` orders the sources; cheaper ones are taken first, ties in the order given.
@@ -119,9 +117,7 @@ def _rows(have: Fragment, need: Fragment) -> Runs:
     """Runs of the boxes' intersection, in flat positions of the two whole boxes."""
     dims = range(len(need.global_shape))
     low = [max(have.box.offset[d], need.box.offset[d]) for d in dims]
-    high = [
-        min(have.box.offset[d] + have.box.shape[d], need.box.offset[d] + need.box.shape[d]) for d in dims
-    ]
+    high = [min(have.box.offset[d] + have.box.shape[d], need.box.offset[d] + need.box.shape[d]) for d in dims]
     shape = [h - lo for lo, h in zip(low, high, strict=True)]
     if any(size <= 0 for size in shape):
         return _NO_RUNS

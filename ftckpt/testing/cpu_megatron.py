@@ -20,9 +20,7 @@ _After = Callable[[ModuleType], None]
 def install_megatron() -> None:
     _on_import("megatron.core.transformer.moe.moe_utils", after=_bind_router_gemm)
     _on_import("megatron.core.tensor_parallel.random", after=_drop_rng_warning)
-    _on_import(
-        "megatron.core.transformer.custom_layers.batch_invariant_kernels", around=_import_without_triton
-    )
+    _on_import("megatron.core.transformer.custom_layers.batch_invariant_kernels", around=_import_without_triton)
     _on_import("megatron.legacy.fused_kernels", after=_load_no_kernels)
 
 
@@ -73,9 +71,7 @@ def _import_without_triton() -> Iterator[None]:
         del sys.modules["triton"], sys.modules["triton.language"]
 
 
-def _on_import(
-    name: str, around: _Around = contextlib.nullcontext, after: _After = lambda _module: None
-) -> None:
+def _on_import(name: str, around: _Around = contextlib.nullcontext, after: _After = lambda _module: None) -> None:
     """Runs the module's code inside `around()` and then `after(module)`, at once if it is loaded."""
     module = sys.modules.get(name)
     if module is not None:

@@ -221,9 +221,7 @@ def _wrap(module: str, dotted: str, wrapper: Callable[[Callable[..., Any]], Call
     setattr(owner, name, functools.wraps(original)(wrapper(original)))
 
 
-def _at_point(
-    injector: _Injector, name: str, after: bool, original: Callable[..., Any]
-) -> Callable[..., Any]:
+def _at_point(injector: _Injector, name: str, after: bool, original: Callable[..., Any]) -> Callable[..., Any]:
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         if after:
             result = original(*args, **kwargs)

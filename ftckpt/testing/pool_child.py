@@ -30,9 +30,7 @@ class Settings:
     pg_timeout_secs: float = 60.0
 
 
-def run(
-    fn: Callable[..., Any], rank: int, args: tuple[Any, ...], settings: Settings, pipe: Connection
-) -> None:
+def run(fn: Callable[..., Any], rank: int, args: tuple[Any, ...], settings: Settings, pipe: Connection) -> None:
     """Sends ("value", result) or ("error", traceback) through `pipe`, then exits without cleaning up.
 
     Library destructors can wait for peers that have died; a test must not.

@@ -95,7 +95,9 @@ def record_bytes(path: Path) -> int:
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_snapshot_falls_back_to_the_older_one(damage: str, settings: dict[str, Any], tmp_path: Path) -> None:
+def test_a_damaged_snapshot_falls_back_to_the_older_one(
+    damage: str, settings: dict[str, Any], tmp_path: Path
+) -> None:
     paths, whole = die(settings, tmp_path)
     DAMAGES[damage](paths[2], slot_with(paths[2], whole))
     resumed = jobs.outcomes(RANKS, jobs.Run(LAYOUT, UNTIL, settings))

@@ -177,9 +177,7 @@ def test_report_and_verdict(
         assert "Bit-exact after 1 fault<" in page
     else:
         assert code == 1
-        assert told[0].startswith("demo: loss of iteration 2: ") and told[-1].startswith(
-            "demo: NOT bit-exact"
-        )
+        assert told[0].startswith("demo: loss of iteration 2: ") and told[-1].startswith("demo: NOT bit-exact")
         assert "Not bit-exact" in page and "loss of iteration 2" in page
     assert json.loads((tmp_path / "summary.json").read_text())["bit_exact"] is bit_exact
     parser = Page()

@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.multiproc, pytest.mark.faults]
 def refused(settings: dict[str, Any], argv: list[str], text: str, ranks: int = 2) -> None:
     with pytest.raises(RankFailure, match=f"(?s){text}") as caught:
         jobs.outcomes(ranks, jobs.Run(argv, 5, settings))
-    assert all(result.error and text.split(".*")[0] in result.error for result in caught.value.results)
+    assert all(result.error and text.split(".*", maxsplit=1)[0] in result.error for result in caught.value.results)
 
 
 def test_another_model(settings: dict[str, Any]) -> None:
@@ -62,7 +62,7 @@ def test_an_unwritable_arena_directory(settings: dict[str, Any]) -> None:
 
 
 def test_a_parameter_that_nothing_steps(settings: dict[str, Any]) -> None:
-    with pytest.raises(RankFailure, match="UnsupportedError.*extra.weight.*no optimizer steps it"):
+    with pytest.raises(RankFailure, match=r"UnsupportedError.*extra\.weight.*no optimizer steps it"):
         jobs.outcomes(2, jobs.Run([], 3, settings, extra_parameter=True))
 
 

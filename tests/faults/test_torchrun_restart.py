@@ -180,9 +180,7 @@ def test_c10d_through_a_file(job: Job) -> None:
 
 
 def test_a_private_store_needs_nothing(job: Job) -> None:
-    job.start(
-        *("--standalone", "--nproc-per-node", "2"), faults=[(1, 1)], TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1"
-    )
+    job.start(*("--standalone", "--nproc-per-node", "2"), faults=[(1, 1)], TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
     job.wait()
     starts = [line["done"] for line in job.log(0) if line["event"] == "start"]
     assert len(starts) == 2

@@ -131,9 +131,7 @@ def delay(stream: Any, secs: float) -> None:
 @pytest.mark.gpu
 @needs_device
 @pytest.mark.parametrize("registered", [True, False])
-def test_bytes_arrive_exactly(
-    registered: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bytes_arrive_exactly(registered: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first tensor alone is longer than one registration, so some copies touch two of them."""
     tensors = state(device)
     copies, size = plan(tensors, 16 * MIB)

@@ -65,8 +65,7 @@ def flat_positions(fragment: Any) -> list[int]:
 
     whole = np.arange(int(np.prod(fragment.global_shape, dtype=int))).reshape(fragment.global_shape)
     box = tuple(
-        slice(offset, offset + size)
-        for offset, size in zip(fragment.box.offset, fragment.box.shape, strict=True)
+        slice(offset, offset + size) for offset, size in zip(fragment.box.offset, fragment.box.shape, strict=True)
     )
     return whole[box].reshape(-1)[fragment.start : fragment.stop].tolist()
 
@@ -85,9 +84,7 @@ def stepped_bytes_at_the_fence(rank: int, world_size: int, argv: list[str]) -> l
 
     def at_the_fence(*_args: Any, **_kwargs: Any) -> Any:
         fences.append(1)
-        changed.extend(
-            p.fragment.key for p, h in zip(pieces, before, strict=True) if content_hash(p.tensor) != h
-        )
+        changed.extend(p.fragment.key for p, h in zip(pieces, before, strict=True) if content_hash(p.tensor) != h)
         return finalize(*_args, **_kwargs)
 
     finalize = job.config.finalize_model_grads_func
@@ -108,7 +105,7 @@ def stepped_bytes_at_the_fence(rank: int, world_size: int, argv: list[str]) -> l
         ["--no-distributed-optimizer", "--overlap-grad-reduce"],
         ["--ep", "2", "--num-experts", "4", "--router-bias"],
     ],
-    ids=lambda argv: " ".join(argv),
+    ids=" ".join,
 )
 def test_no_stepped_byte_changes_between_boundary_and_fence(argv: list[str]) -> None:
     for result in run_ranks(stepped_bytes_at_the_fence, 4, argv):
@@ -143,11 +140,7 @@ def test_each_rank_copies_its_equal_share_without_derived_weights(optimizer: str
     for value in results:
         derived = set(value["derived"])
         assert derived and all(key.startswith("weight/") for key in derived)
-        due = sum(
-            nbytes / holders[name]
-            for name, nbytes in value["held"].items()
-            if not name.startswith("weight/")
-        )
+        due = sum(nbytes / holders[name] for name, nbytes in value["held"].items() if not name.startswith("weight/"))
         assert abs(value["copied"] - due) <= 64 * 8, f"copies {value['copied']} bytes, its share is {due}"
 
 

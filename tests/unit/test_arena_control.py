@@ -103,9 +103,7 @@ class Dying(ControlBlock):
         super()._store(offset, data)
 
 
-def deaths(
-    prepare: Callable[[ControlBlock], None], act: Callable[[ControlBlock], None]
-) -> list[tuple[bytes, bool]]:
+def deaths(prepare: Callable[[ControlBlock], None], act: Callable[[ControlBlock], None]) -> list[tuple[bytes, bool]]:
     """The buffer as each possible death during ``act`` leaves it, and whether ``act`` was complete."""
     left = []
     fatal = 1

@@ -26,9 +26,7 @@ def manifest_of(
     objects_bytes: int = 1000,
     chunk_bytes: int = 8192,
 ) -> Manifest:
-    return Manifest(
-        {"tp": 0, "pp": 1}, {"tp": 2, "zero": True}, stepped, volatile, objects_bytes, chunk_bytes
-    )
+    return Manifest({"tp": 0, "pp": 1}, {"tp": 2, "zero": True}, stepped, volatile, objects_bytes, chunk_bytes)
 
 
 def vector(key: str, numel: int, dtype: str = "F32") -> Fragment:

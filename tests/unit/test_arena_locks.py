@@ -51,9 +51,7 @@ def holder(code: str, *arguments: object) -> Iterator[subprocess.Popen[str]]:
     """A process that runs ``code``, says so, and waits until it is killed."""
     code = f"import sys\nfrom pathlib import Path\n{code}\nprint('ready', flush=True)\nsys.stdin.read()"
     command = [sys.executable, "-c", code, *map(str, arguments)]
-    process = subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=REPOSITORY
-    )
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=REPOSITORY)
     try:
         assert process.stdout is not None and process.stdout.readline() == "ready\n"
         yield process
@@ -100,9 +98,7 @@ def test_a_live_holder_is_named_and_a_dead_one_forgotten(root: Path) -> None:
     arena = Arena.create(node_directory(root, "job", "node"), manifest_of(0), 2)
     with holder(LOCK_ARENA, arena.path) as process:
         begin = time.monotonic()
-        with pytest.raises(
-            ArenaError, match=rf"arena tp0\.\w+ is held by process {process.pid}; wait for it"
-        ):
+        with pytest.raises(ArenaError, match=rf"arena tp0\.\w+ is held by process {process.pid}; wait for it"):
             arena.lock(0.3)
         assert 0.3 <= time.monotonic() - begin < 5
         os.kill(process.pid, signal.SIGKILL)
@@ -180,9 +176,7 @@ def test_a_lock_file_removed_between_open_and_lock(root: Path, monkeypatch: pyte
 def test_the_job_lock_tells_who_runs(root: Path) -> None:
     node_dir = node_directory(root, "train7", "node")
     with holder(LOCK_JOB, node_dir) as process:
-        with pytest.raises(
-            ArenaError, match=rf"'train7' runs on this node: .*process {process.pid}; .*--ftckpt-job"
-        ):
+        with pytest.raises(ArenaError, match=rf"'train7' runs on this node: .*process {process.pid}; .*--ftckpt-job"):
             JobLock(node_dir, 0.1)
         assert not remove_job_if_empty(root, "train7", "node")
         assert node_dir.exists()

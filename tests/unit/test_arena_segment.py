@@ -215,9 +215,7 @@ def test_objects_longer_than_their_room_are_bad(node_dir: Path) -> None:
     arena.close()
 
 
-def test_a_removal_cut_short_leaves_nothing_that_looks_whole(
-    node_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_removal_cut_short_leaves_nothing_that_looks_whole(node_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     arena = Arena.create(node_dir, MANIFEST, 2)
     with monkeypatch.context() as patch:
         patch.setattr("ftckpt.arena.directory.remove_tree", lambda path: None)

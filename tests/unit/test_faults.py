@@ -40,9 +40,7 @@ def train(rank: int, world_size: int, plan: str, arena: str, log: str) -> None:
 
 
 def attempt(world_size: int, faults: list[Fault], arena: Path, log: Path) -> list[RankResult]:
-    return run_ranks(
-        train, world_size, dumps(faults), str(arena), str(log), expect_failures=True, timeout_secs=60
-    )
+    return run_ranks(train, world_size, dumps(faults), str(arena), str(log), expect_failures=True, timeout_secs=60)
 
 
 def logged(log: Path) -> list[int]:

@@ -147,7 +147,9 @@ FOREIGN: list[Any] = [None, "x", -1, 1.5, 10**30, float("inf"), float("nan"), []
 
 
 @pytest.mark.parametrize("value", FOREIGN, ids=repr)
-@pytest.mark.parametrize("name", ["coords", "layout", "stepped", "volatile", "objects_bytes", "chunk_bytes", "version"])
+@pytest.mark.parametrize(
+    "name", ["coords", "layout", "stepped", "volatile", "objects_bytes", "chunk_bytes", "version"]
+)
 def test_a_field_of_another_kind_is_refused_or_harmless(name: str, value: Any) -> None:
     attempt(json.dumps({**json.loads(MANIFEST.encode()), name: value}).encode())
 

@@ -152,7 +152,13 @@ def test_messages_are_bounded_full_and_in_order(extents: list[tuple[int, int]], 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.float64, torch.uint8])
 def test_elements_of_a_read_land_at_their_bytes(dtype: torch.dtype) -> None:
     item = dtype.itemsize
-    names = {torch.float32: "F32", torch.bfloat16: "BF16", torch.bool: "BOOL", torch.float64: "F64", torch.uint8: "U8"}
+    names = {
+        torch.float32: "F32",
+        torch.bfloat16: "BF16",
+        torch.bool: "BOOL",
+        torch.float64: "F64",
+        torch.uint8: "U8",
+    }
     fragment = Fragment.whole("w", names[dtype], (10,), Box((0,), (10,)))
     live = [torch.zeros(4, dtype=dtype), torch.zeros(6, dtype=dtype)]
     runs = np.array([[2, 1, 3], [7, 4, 2]], dtype=np.int64)
@@ -160,7 +166,9 @@ def test_elements_of_a_read_land_at_their_bytes(dtype: torch.dtype) -> None:
     planned = transfer(source, 0, [Read(Have(0, fragment, 64), 1, runs)], live)
     assert planned.extents == ((64 + 2 * item, 3 * item), (64 + 7 * item, 2 * item))
     data = bytes([0, 1] * (SLOT_BYTES // 2))
-    run_ranks(1, lambda group: execute(cast(Group, group), [planned], cast(OpenArenas, FakeArenas({("a0", 0): data}))))
+    run_ranks(
+        1, lambda group: execute(cast(Group, group), [planned], cast(OpenArenas, FakeArenas({("a0", 0): data})))
+    )
     held = data[64 : 64 + 10 * item]
     wanted = bytearray(6 * item)
     for begin, at, numel in runs.tolist():

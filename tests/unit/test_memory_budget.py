@@ -42,16 +42,10 @@ class Host:
         ]
         self.put(self.proc / "self" / "mountinfo", "\n".join(lines))
 
-    def cgroup(
-        self, line: str, base: str, limit: object, usage: object, cache: tuple[str, int] = ("", 0)
-    ) -> None:
+    def cgroup(self, line: str, base: str, limit: object, usage: object, cache: tuple[str, int] = ("", 0)) -> None:
         """One group with a limit; ``base`` is its directory below the cgroup root."""
         version_1 = base.startswith(("memory", "cpu,memory"))
-        names = (
-            ("memory.limit_in_bytes", "memory.usage_in_bytes")
-            if version_1
-            else ("memory.max", "memory.current")
-        )
+        names = ("memory.limit_in_bytes", "memory.usage_in_bytes") if version_1 else ("memory.max", "memory.current")
         self.put(self.proc / "self" / "cgroup", f"12:cpuset:/x\n1:name=systemd:/y\n{line}")
         for name, value in zip(names, (limit, usage), strict=True):
             self.put(self.cgroups / base / name, value)

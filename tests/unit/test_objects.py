@@ -202,9 +202,11 @@ WORDS = st.sampled_from(
 )  # fmt: skip
 HOSTILE = st.recursive(
     JSON_VALUES | WORDS,
-    lambda inner: st.lists(inner, max_size=3)
-    | st.dictionaries(
-        st.sampled_from(["$", "begin", "end", "dtype", "shape", "items", "pairs", "value"]), inner, max_size=6
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(
+            st.sampled_from(["$", "begin", "end", "dtype", "shape", "items", "pairs", "value"]), inner, max_size=6
+        )
     ),
     max_leaves=8,
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -21,7 +22,7 @@ def spans(draw: st.DrawFn, size: int) -> list[tuple[int, int]]:
     """``range(size)`` cut at up to two places."""
     cuts = draw(st.sets(st.integers(1, size - 1), max_size=2)) if size > 1 else set()
     edges = [0, *sorted(cuts), size]
-    return list(zip(edges, edges[1:], strict=False))
+    return list(pairwise(edges))
 
 
 @st.composite
