@@ -95,6 +95,8 @@ class Checkpointer:
         iteration = decision.iteration if decision else None
         secs = time.perf_counter() - begin
         self.events.emit("restored", iteration=iteration, lineage=self._lineage.hex(), blocked_secs=secs)
+        where = f"iteration {iteration} from memory" if decision else "nothing to restore, from the beginning"
+        self.events.tell(f"job {self.config.job}, {len(self.topology.members)} ranks: {where}, in {secs:.1f} s")
         return iteration
 
     def fence(self) -> None:
@@ -168,7 +170,13 @@ class Checkpointer:
         self._capture = Capture(arena, assignment.pieces, assignment.parts, make_copier(device), self._windows)
         self._assignment = assignment
         derived_bytes = sum(piece.fragment.nbytes for piece in assignment.derived)
-        self.events.emit("plan", copied_bytes=self._capture.stepped_bytes, derived_bytes=derived_bytes)
+        copied_bytes = self._capture.stepped_bytes
+        self.events.emit("plan", copied_bytes=copied_bytes, derived_bytes=derived_bytes)
+        host_bytes = arena.image.file_bytes * arena.control.slots
+        self.events.tell(
+            f"a snapshot every {self.config.interval} iteration(s) copies {copied_bytes / 1e6:.1f} MB from rank 0 "
+            f"into {host_bytes / 1e6:.1f} MB at {arena.path}; survives killed processes, not yet lost nodes"
+        )
 
     def _may_take(self) -> bool:
         """Whether all ranks take the next snapshot; learns which one is whole on all of them."""

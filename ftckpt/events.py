@@ -14,6 +14,23 @@ log = logging.getLogger("ftckpt")
 LOUD = frozenset({"snapshot_error", "turned_off", "replicas_differ", "fallback", "lost", "not_derived"})
 
 
+class Progress:
+    """Tells how far a long piece of work is, every ``every_secs``; silent where it takes less."""
+
+    def __init__(self, what: str, every_secs: float = 3.0) -> None:
+        self._what = what
+        self._every_secs = every_secs
+        self._begun = self._told = time.monotonic()
+
+    def __call__(self, done_bytes: int, total_bytes: int) -> None:
+        """Called as often as one likes."""
+        now = time.monotonic()
+        if now - self._told >= self._every_secs:
+            self._told = now
+            rate = done_bytes / (now - self._begun) / 1e9
+            log.info("ftckpt: %s: %.1f of %.1f GB, %.1f GB/s", self._what, done_bytes / 1e9, total_bytes / 1e9, rate)
+
+
 class Events:
     """One rank's event stream.
 
@@ -42,6 +59,11 @@ class Events:
             except OSError as error:
                 log.warning("ftckpt rank %d: no more events: %s", self._rank, error)
                 self.close()
+
+    def tell(self, text: str) -> None:
+        """One line for people, from rank 0 alone."""
+        if self._rank == 0:
+            log.info("ftckpt: %s", text)
 
     def close(self) -> None:
         """Close the file; events after this are only logged."""

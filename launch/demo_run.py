@@ -176,10 +176,10 @@ def _start(run: Run, processes: Processes, plan: Path) -> None:
             *("--local-addr", "127.0.0.1"),
             *("--rdzv-backend", "c10d", "--rdzv-id", "demo", "--rdzv-endpoint", endpoint),
             *("--rdzv-conf", "last_call_timeout=1,join_timeout=120"),
-            # Without the two dashes torchrun takes the script's --log for an ambiguous option of its own.
+            # The two dashes end torchrun's own options.
             *("--max-restarts", "9", "--monitor-interval", "0.1", "-m", "--", "ftckpt.megatron"),
             *(str(ROOT / "launch" / "demo_worker.py"), *run.training),
-            *("--log", str(run.log.resolve()), "--dump-final", str(run.final.resolve())),
+            *("--log-file", str(run.log.resolve()), "--dump-final", str(run.final.resolve())),
             *(run.ftckpt and (*run.ftckpt, "--ftckpt-events", str(run.events.resolve()))),
         ]
         processes.start(command, {**clean, "FTCKPT_NODE": node}, run.folder / f"{node}.log")

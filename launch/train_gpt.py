@@ -89,7 +89,7 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     training.add_argument("--loss-scale", type=float, default=2.0**16, help="where fp16 starts")
     training.add_argument("--loss-scale-window", type=int, default=1000)
     output = parser.add_argument_group("output")
-    output.add_argument("--log", type=Path, help="JSON lines, one per iteration")
+    output.add_argument("--log-file", dest="log", type=Path, help="JSON lines, one per iteration")
     output.add_argument("--dump-final", type=Path, help="folder for the hashes of each rank's final state")
     args = parser.parse_args(argv)
     args.ffn = args.ffn or 4 * args.hidden

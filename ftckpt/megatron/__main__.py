@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import logging
 import os
 import runpy
 import sys
@@ -59,14 +60,24 @@ def _close() -> None:
 
 
 def _install(config: Config) -> None:
+    _log_to_stderr()
     from ftckpt.elastic.rendezvous import isolate_attempts
     from ftckpt.megatron import hooks, training_loop
 
     ftckpt.megatron.configure(config)
-    isolate_attempts()
+    logging.getLogger("ftckpt").debug("rendezvous: %s", isolate_attempts())
     hooks.install()
     if training_loop.available():
         training_loop.install()
+
+
+def _log_to_stderr() -> None:
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
+    log = logging.getLogger("ftckpt")
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    log.propagate = False
 
 
 def _script(name: str) -> Path:

@@ -15,7 +15,7 @@ from ftckpt.arena.image import SlotImage
 from ftckpt.arena.segment import Arena, list_arenas
 from ftckpt.comm import Group, together
 from ftckpt.errors import ArenaError, LostError, MismatchError
-from ftckpt.events import Events
+from ftckpt.events import Events, Progress
 from ftckpt.layout.replicas import private_key
 from ftckpt.layout.topology import Topology
 from ftckpt.restore.decide import Decision, Source, decide
@@ -126,7 +126,8 @@ class Session:
             if self._reader(shard, source) != self._group.rank:
                 continue
             try:
-                problems = self._arenas.get(source.arena).verify(source.slot)
+                told = Progress(f"rank {self._group.rank} verifies {shard}")
+                problems = self._arenas.get(source.arena).verify(source.slot, told)
             except ArenaError as error:
                 problems = [str(error)]
             if problems:

@@ -98,7 +98,9 @@ def _encode_tensor(value: Any, where: str, blobs: list[bytes]) -> Any:
     if value.layout != torch.strided or name not in _TENSOR_DTYPES:
         kind = "" if value.layout == torch.strided else "sparse "
         raise UnsupportedError(f"{where} is a {kind}tensor of {value.dtype}, which cannot be saved")
-    flat = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    # ``contiguous`` would keep the strides of a tensor of one element or none, which ``view`` refuses.
+    fresh = value.detach().cpu().resolve_neg().clone(memory_format=torch.contiguous_format)
+    flat = fresh.reshape(-1).view(torch.uint8).numpy()
     return {"$": "tensor", "dtype": name, "shape": list(value.shape), **_blob(flat.tobytes(), blobs)}
 
 

@@ -63,7 +63,7 @@ def losses(history: list[dict[str, Any]]) -> list[str]:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_two_runs_end_in_the_same_bits(layout: str, tmp_path: Path) -> None:
     world_size, flags = LAYOUTS[layout]
-    argv = [*SMALL, *flags, "--log", str(tmp_path / "log.jsonl")]
+    argv = [*SMALL, *flags, "--log-file", str(tmp_path / "log.jsonl")]
     first, second = (run_ranks(train, world_size, argv) for _ in range(2))
     assert [result.value for result in first] == [result.value for result in second]
     history, hashes = first[-1].value
@@ -72,7 +72,7 @@ def test_two_runs_end_in_the_same_bits(layout: str, tmp_path: Path) -> None:
 
 
 def test_overlap_and_sharding_do_not_change_the_losses(tmp_path: Path) -> None:
-    log = ["--log", str(tmp_path / "log.jsonl")]
+    log = ["--log-file", str(tmp_path / "log.jsonl")]
     runs = [[], ["--overlap-grad-reduce", "--overlap-param-gather"], ["--no-distributed-optimizer"]]
     histories = [run_ranks(train, 2, [*SMALL, *flags, *log])[0].value[0] for flags in runs]
     assert losses(histories[0]) == losses(histories[1]) == losses(histories[2])
@@ -81,7 +81,7 @@ def test_overlap_and_sharding_do_not_change_the_losses(tmp_path: Path) -> None:
 def test_a_pipeline_without_dropout_computes_what_one_stage_does(tmp_path: Path) -> None:
     def last(world_size: int, *flags: str) -> dict[str, Any]:
         argv = [*SMALL, *["--layers", "4", "--precision", "fp32", "--dropout", "0"], *flags]
-        argv += ["--log", str(tmp_path / "log.jsonl")]
+        argv += ["--log-file", str(tmp_path / "log.jsonl")]
         results = run_ranks(train_from_common_weights, world_size, argv)
         return results[-1].value
 
@@ -117,7 +117,7 @@ def train_from_common_weights(rank: int, world_size: int, argv: list[str]) -> li
 
 def test_fp16_skips_overflowing_steps_then_trains(tmp_path: Path) -> None:
     world_size, flags = LAYOUTS["dp2-fp16-scaled"]
-    argv = [*SMALL, *flags, "--iterations", "8", "--log", str(tmp_path / "log.jsonl")]
+    argv = [*SMALL, *flags, "--iterations", "8", "--log-file", str(tmp_path / "log.jsonl")]
     history = run_ranks(train, world_size, argv)[0].value[0]
     stepped = [metrics["stepped"] for metrics in history]
     assert not all(stepped)
@@ -133,7 +133,7 @@ def run_main_without_ftckpt(rank: int, world_size: int, argv: list[str]) -> None
 
 
 def test_log_and_final_hashes_are_written(tmp_path: Path) -> None:
-    argv = [*SMALL, "--pp", "2", "--log", str(tmp_path / "log.jsonl")]
+    argv = [*SMALL, "--pp", "2", "--log-file", str(tmp_path / "log.jsonl")]
     argv += ["--dump-final", str(tmp_path / "final")]
     run_ranks(run_main_without_ftckpt, 2, argv)
     lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]

@@ -36,7 +36,7 @@ def train(rank: int, world_size: int, plan: str, arena: str, log: str) -> None:
 
     install(loads(plan), rank, world_size)
     ftckpt.megatron.configure(Config(enabled=True, job="faults", node="n", arena=arena))
-    train_gpt.main([*SMALL, "--log", log])
+    train_gpt.main([*SMALL, "--log-file", log])
 
 
 def attempt(world_size: int, faults: list[Fault], arena: Path, log: Path) -> list[RankResult]:

@@ -103,8 +103,10 @@ def test_tensors_of_every_type_and_shape_come_back(dtype: torch.dtype, shape: tu
 
 def test_views_are_saved_as_their_elements() -> None:
     base = torch.arange(24.0).reshape(4, 6)
-    for view in (base.t(), base[:, 1::2], base[1], base[0, 0].expand(3)):
-        assert identical(decode(encode(view)), view.contiguous())
+    negative = torch.tensor([1 + 2j]).conj().imag
+    empty = torch.from_numpy(np.empty(0, np.float32))
+    for view in (base.t(), base[:, 1::2], base[1], base[0, 0].expand(3), base[:1, 2], base[0, ::6], empty, negative):
+        assert identical(decode(encode(view)), view.resolve_neg().clone(memory_format=torch.contiguous_format))
 
 
 def test_a_decoded_tensor_owns_its_memory() -> None:

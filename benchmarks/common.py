@@ -1,0 +1,97 @@
+"""What every benchmark shares: where and with what it ran, medians, tables, memory bandwidth, the JSON file."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shlex
+import statistics
+import subprocess
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = ("ftckpt", "torch", "megatron-core", "numpy")
+
+
+def environment(argv: Sequence[str], script: str) -> dict[str, Any]:
+    """Hardware, versions, command, date and revision: what a number means nothing without."""
+    return {
+        "hardware": {
+            "cpu": _cpu_model(),
+            "cores": len(os.sched_getaffinity(0)),
+            "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+            "device": "none: CPU stand-in for CUDA",
+        },
+        "versions": {"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}},
+        "command": shlex.join(["python", script, *argv]),
+        "date": time.strftime("%Y-%m-%d %H:%M:%S %z"),
+        "revision": _revision(),
+    }
+
+
+def median_ms(secs: Iterable[float]) -> float:
+    """The median of some seconds, in milliseconds; NaN of none."""
+    values = list(secs)
+    return statistics.median(values) * 1e3 if values else float("nan")
+
+
+def memcpy_rate(nbytes: int, repeats: int = 5) -> float:
+    """Bytes per second of a plain copy between two touched buffers of ``nbytes``: the median."""
+    source = torch.ones(nbytes, dtype=torch.uint8)
+    target = torch.ones(nbytes, dtype=torch.uint8)
+    secs = []
+    for _ in range(repeats):
+        begin = time.perf_counter()
+        target.copy_(source)
+        secs.append(time.perf_counter() - begin)
+    return nbytes / statistics.median(secs)
+
+
+def print_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Columns as wide as their widest cell, the first to the left, numbers to the right."""
+    lines = [heads, *rows]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(heads))]
+    for line in lines:
+        first, *rest = (
+            cell.ljust(width) if column == 0 else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(line, widths, strict=True))
+        )
+        print("  ".join([first, *rest]), flush=True)
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Write the result, readable in a diff."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(content, indent=1) + "\n")
+
+
+def _cpu_model() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.machine()
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed as a package"
+
+
+def _revision() -> str | None:
+    """The commit, marked where tracked files of the measured code differ from it."""
+    git = ["git", "-C", str(ROOT)]
+    try:
+        head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True)
+        changed = subprocess.run([*git, "diff", "--quiet", "HEAD", "--", "ftckpt"], check=False).returncode
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return head.stdout.strip() + ("-dirty" if changed else "")

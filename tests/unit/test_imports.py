@@ -1,0 +1,231 @@
+"""Who may import whom, what must start without torch, and what must never be in the package."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "ftckpt"
+MODULES = {
+    ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
+    for path in sorted(PACKAGE.rglob("*.py"))
+}
+
+BASE = {"ftckpt", "errors", "events", "config"}
+"""May be imported by all; ``ftckpt`` itself loads lazily."""
+
+STAGES: dict[str, set[str]] = {
+    "state": {"layout"},
+    "layout": {"state"},
+    "arena": {"state"},
+    "universal.format": {"state", "layout"},
+    "comm": set(),
+    "protect": {"arena", "layout", "state"},
+    "capture": {"protect.groups", "arena", "layout", "state", "comm"},
+    "persist": {"universal.format", "arena", "state"},
+    "restore": {"protect", "persist", "universal.format", "arena", "layout", "state", "smp.client", "comm"},
+    "smp": {"protect", "persist", "arena", "restore.inventory"},
+    "universal": {"persist", "restore.plan", "state", "layout"},
+}
+FRAMEWORK = {"checkpointer", "capture.windows", "layout", "state", "comm"}
+MAY_IMPORT: dict[str, set[str]] = {
+    "errors": set(),
+    "events": set(),
+    "config": set(),
+    **STAGES,
+    "checkpointer": set(STAGES),
+    "cli": set(STAGES),
+    "elastic": FRAMEWORK,
+    "megatron": FRAMEWORK | {"elastic"},
+    "deepspeed": FRAMEWORK | {"elastic"},
+    "testing": set(STAGES) | {"checkpointer"},
+}
+BY_NAME = {("ftckpt.megatron.__main__", "ftckpt.testing.cpu")}
+"""Loaded by name, only when FTCKPT_DEVICE=cpu asks for the stand-in."""
+
+NO_PICKLE_MODULES = {"pickle", "_pickle", "cPickle", "marshal", "shelve", "dill", "cloudpickle", "joblib"}
+NO_PICKLE_NAMES = {
+    "all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list", "send_object_list",
+    "recv_object_list", "allow_pickle", "object_to_tensor", "tensor_to_object",
+}  # fmt: skip
+WITHOUT_TORCH = [
+    name
+    for name in MODULES
+    if name.startswith(("ftckpt.state", "ftckpt.layout", "ftckpt.arena", "ftckpt.smp", "ftckpt.protect"))
+] + ["ftckpt", "ftckpt.restore.inventory", "ftckpt.restore.decide", "ftckpt.config", "ftckpt.events", "ftckpt.cli"]
+
+
+def is_type_checking(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING")
+
+
+def running_nodes(node: ast.AST) -> Iterator[ast.AST]:
+    """Every node below ``node`` but those that only a type checker sees."""
+    for child in ast.iter_child_nodes(node):
+        if is_type_checking(child):
+            for other in child.orelse:  # type: ignore[attr-defined]
+                yield from running_nodes(other)
+            continue
+        yield child
+        yield from running_nodes(child)
+
+
+def modules_named(node: ast.AST, importer: str) -> Iterator[str]:
+    """Modules that a node imports; of ``from a import b`` both ``a`` and, where it is a module, ``a.b``."""
+    if isinstance(node, ast.Import):
+        yield from (alias.name for alias in node.names)
+    elif isinstance(node, ast.ImportFrom):
+        assert node.level == 0, f"{importer}: relative import"
+        base = node.module or ""
+        found = [f"{base}.{a.name}" for a in node.names if f"{base}.{a.name}" in MODULES]
+        yield from found or [base]
+    elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("import_module", "__import__")):
+        arguments = [a.value for a in node.args if isinstance(a, ast.Constant)]
+        yield from (str(a) for a in arguments if (importer, a) not in BY_NAME)
+
+
+def imports_of(name: str) -> set[str]:
+    tree = ast.parse(MODULES[name].read_text())
+    return {target for node in running_nodes(tree) for target in modules_named(node, name)}
+
+
+def within(module: str, places: set[str]) -> bool:
+    return any(module == place or module.startswith(f"{place}.") for place in places)
+
+
+def stage_of(module: str) -> str:
+    """The row of the table that holds a module: the longest that fits."""
+    rows = [row for row in MAY_IMPORT if within(module, {row})]
+    assert rows, f"{module} is in no row of the table"
+    return max(rows, key=len)
+
+
+@pytest.mark.parametrize("name", [name for name in MODULES if name != "ftckpt"])
+def test_a_module_imports_only_what_its_stage_may(name: str) -> None:
+    stage = stage_of(name.removeprefix("ftckpt."))
+    allowed = BASE | MAY_IMPORT[stage] | {stage}
+    ours = {target for target in imports_of(name) if target.split(".")[0] == "ftckpt"}
+    wrong = {target for target in ours if not within(target.removeprefix("ftckpt."), allowed)}
+    assert not wrong, f"{name} imports {sorted(wrong)}; {stage} may import {sorted(allowed)}"
+
+
+@pytest.mark.parametrize("name", ["ftckpt", "ftckpt.errors", "ftckpt.events", "ftckpt.config"])
+def test_base_modules_import_nothing_but_errors(name: str) -> None:
+    ours = {target for target in imports_of(name) if target.split(".")[0] == "ftckpt"}
+    assert ours <= ({"ftckpt.errors"} if name == "ftckpt.config" else set())
+
+
+def test_comm_rests_on_errors_alone() -> None:
+    assert {t for t in imports_of("ftckpt.comm") if t.startswith("ftckpt")} <= {"ftckpt.errors", "ftckpt"}
+
+
+@pytest.mark.parametrize("stage", ["state", "layout"])
+def test_pure_data_knows_no_torch_distributed(stage: str) -> None:
+    for name in MODULES:
+        if within(name, {f"ftckpt.{stage}"}):
+            assert not within("torch.distributed", imports_of(name)), name
+
+
+@pytest.mark.parametrize("framework", ["megatron", "deepspeed"])
+def test_a_framework_is_imported_by_its_integration_alone(framework: str) -> None:
+    for name in MODULES:
+        if not within(name, {f"ftckpt.{framework}", "ftckpt.testing"}):
+            assert not any(within(target, {framework}) for target in imports_of(name)), name
+
+
+@pytest.mark.parametrize("name", list(MODULES))
+def test_nothing_reads_pickle(name: str) -> None:
+    tree = ast.parse(MODULES[name].read_text())
+    assert not {t.split(".")[0] for t in imports_of(name)} & NO_PICKLE_MODULES
+    for node in ast.walk(tree):
+        names = {getattr(node, "attr", None), getattr(node, "id", None), getattr(node, "arg", None)}
+        names |= {getattr(node, "name", None)} if isinstance(node, ast.alias) else set()
+        assert not names & NO_PICKLE_NAMES, f"{name}:{getattr(node, 'lineno', '?')}"
+        if isinstance(node, ast.Attribute):
+            loads = ast.unparse(node) in ("torch.load", "torch.save", "np.load", "numpy.load")
+            assert not loads, f"{name}:{node.lineno} {ast.unparse(node)}"
+
+
+def python(code: str) -> str:
+    """Output of a fresh interpreter."""
+    run = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert run.returncode == 0, run.stderr
+    return run.stdout.strip()
+
+
+@pytest.mark.parametrize("names", [[name] for name in ("ftckpt", "ftckpt.cli")] + [WITHOUT_TORCH], ids=len)
+def test_what_manages_snapshots_starts_without_torch(names: list[str]) -> None:
+    assert len(set(names)) == len(names)
+    code = f"import sys, {', '.join(names)}\n"
+    heavy = "('torch', 'megatron', 'deepspeed', 'multiprocessing')"
+    assert python(code + f"print([m for m in sys.modules if m.split('.')[0] in {heavy}])") == "[]"
+
+
+SIDE_EFFECTS = """
+import importlib, os, random, signal, sys, threading, warnings
+warnings.simplefilter("ignore")
+import numpy as np, torch, torch.distributed as dist
+{frameworks}
+def world():
+    return [
+        dict(os.environ), list(sys.path), torch.get_num_threads(), torch.cuda.is_initialized(), dist.is_initialized(),
+        random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist(), torch.get_default_dtype(),
+        [signal.getsignal(s) for s in signal.valid_signals()], len(threading.enumerate()), len(os.listdir("/proc/self/fd")),
+        vars(torch.cuda).copy(), vars(torch.Tensor).copy(), vars(dist).copy(), torch.compile, {patched}
+    ]
+before = world()
+for name in {names}:
+    importlib.import_module(name)
+    for index, (a, b) in enumerate(zip(before, world())):
+        assert a == b, (name, index)
+"""
+ON_PURPOSE = {"ftckpt.testing.pool_preload"}
+"""Imports Megatron and sets the number of threads: that is what it is for."""
+
+
+def importable(framework: str) -> bool:
+    import importlib.util
+
+    return importlib.util.find_spec(framework) is not None
+
+
+def test_importing_any_module_changes_nothing() -> None:
+    names = [name for name in MODULES if name not in ON_PURPOSE and not name.startswith("ftckpt.deepspeed")]
+    frameworks, patched = "", ""
+    if importable("megatron.core"):
+        lines = (ROOT / "ftckpt" / "testing" / "pool_preload.py").read_text()
+        wanted = [node.value for node in ast.walk(ast.parse(lines)) if isinstance(node, ast.Constant)]
+        megatron = [str(value) for value in wanted if str(value).startswith("megatron.")]
+        frameworks = f"import {', '.join(megatron)}\nfrom megatron.core.pipeline_parallel import schedules"
+        patched = "vars(schedules).copy()"
+    else:
+        names = [name for name in names if not name.startswith("ftckpt.megatron")]
+    python(SIDE_EFFECTS.format(names=names, frameworks=frameworks, patched=patched))
+
+
+@pytest.mark.parametrize("name", list(MODULES))
+def test_modules_and_functions_stay_small(name: str) -> None:
+    text = MODULES[name].read_text()
+    assert text.count("\n") <= 300
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            assert (node.end_lineno or 0) - node.lineno < 60, f"{name}.{node.name}"
+
+
+def test_the_registrys_apex_is_no_dependency() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    lists = [project["dependencies"], *project["optional-dependencies"].values()]
+    for file in ROOT.glob("**/*requirements*.txt"):
+        if ".venv" not in file.parts:
+            lists.append(file.read_text().splitlines())
+    for wanted in (line for lines in lists for line in lines):
+        assert not wanted.strip().lower().replace("_", "-").startswith(("apex", "nvidia-apex")), wanted

@@ -1,0 +1,115 @@
+"""The runner: a wrong command line is one line on stderr and exit code 2; else the script runs as it is."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+USAGE = "torchrun ... -m ftckpt.megatron SCRIPT ARGS... --ftckpt [--ftckpt-interval N ...]"
+SCRIPT = """
+import json, sys
+heavy = [name for name in ("torch", "megatron.core", "ftckpt.testing") if name in sys.modules]
+print(json.dumps([__name__, sys.argv[1:], sys.path[0] == {folder!r}, heavy]))
+import helper
+{end}
+"""
+
+
+def run(*argv: str, device: str | None = None) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment.pop("FTCKPT_DEVICE", None)
+    if device is not None:
+        environment["FTCKPT_DEVICE"] = device
+    return subprocess.run(
+        [sys.executable, "-m", "ftckpt.megatron", *argv],
+        env=environment,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+def script(folder: Path, end: str = "") -> str:
+    (folder / "helper.py").write_text("")
+    (folder / "train.py").write_text(SCRIPT.format(folder=str(folder), end=end))
+    return str(folder / "train.py")
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (
+            ["--ftckpt", "--ftckpt-intervall", "2"],
+            "unknown flag --ftckpt-intervall; did you mean --ftckpt-interval?",
+        ),
+        (["--ftckpt", "--ftckpt-interval", "often"], "--ftckpt-interval: 'often' is not a whole number"),
+        (["--ftckpt", "--ftckpt-slots", "1"], "slots: 1 is too small; the least is 2"),
+        (
+            ["--ftckpt-interval", "2"],
+            "--ftckpt is missing: the other --ftckpt-* flags mean nothing without it",
+        ),
+    ],
+)
+def test_a_wrong_flag_is_one_line_and_code_2(tmp_path: Path, flags: list[str], message: str) -> None:
+    ended = run(script(tmp_path), "--lr", "1", *flags)
+    assert (ended.returncode, ended.stderr, ended.stdout) == (2, f"ftckpt: {message}\n", "")
+
+
+@pytest.mark.parametrize("name", ["no/such/train.py", "--lr", "."])
+def test_a_script_that_does_not_exist_is_named_with_the_usage(name: str) -> None:
+    ended = run(name, "--ftckpt")
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert ended.stderr == f"ftckpt: script {name!r} does not exist; usage: {USAGE}\n"
+
+
+def test_a_wrong_device_names_the_accepted_ones(tmp_path: Path) -> None:
+    ended = run(script(tmp_path), "--ftckpt", device="gpu")
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert ended.stderr == "ftckpt: FTCKPT_DEVICE: 'gpu' is not one of cpu, cuda\n"
+
+
+@pytest.mark.parametrize("flag", ["-h", "--help"])
+def test_help_lists_every_flag_and_ends_well(flag: str) -> None:
+    ended = run(flag)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    for word in (USAGE, "--ftckpt-interval", "--ftckpt-on-lost", "--ftckpt-events"):
+        assert word in ended.stdout
+
+
+def test_no_arguments_show_the_help_and_code_2() -> None:
+    ended = run()
+    assert ended.returncode == 2
+    assert USAGE in ended.stdout
+
+
+def test_without_ftckpt_the_script_runs_untouched(tmp_path: Path) -> None:
+    ended = run(script(tmp_path), "--lr", "1", "--help")
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert ended.stdout == '["__main__", ["--lr", "1", "--help"], true, []]\n'
+
+
+@pytest.mark.parametrize(("end", "code"), [("sys.exit(0)", 0), ("sys.exit(7)", 7), ("sys.exit()", 0), ("1 / 0", 1)])
+def test_the_scripts_own_exit_code_is_kept(tmp_path: Path, end: str, code: int) -> None:
+    ended = run(script(tmp_path, end))
+    assert ended.returncode == code
+    assert ("ZeroDivisionError" in ended.stderr) == (code == 1)
+
+
+def test_an_error_of_ftckpt_inside_the_script_is_one_line(tmp_path: Path) -> None:
+    ended = run(script(tmp_path, "from ftckpt.errors import LostError\nraise LostError('iteration 4 is lost')"))
+    assert (ended.returncode, ended.stderr) == (2, "ftckpt: iteration 4 is lost\n")
+
+
+def test_the_stand_in_is_installed_before_the_script(tmp_path: Path) -> None:
+    pytest.importorskip("megatron.core")
+    end = "import torch\nprint(torch.cuda.is_available(), torch.zeros(1, device='cuda').device.type)"
+    ended = run(script(tmp_path, end), device="cpu")
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.splitlines()[1] == "True cpu"
