@@ -9,12 +9,13 @@ import shlex
 import statistics
 import subprocess
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("ftckpt", "torch", "megatron-core", "numpy")
@@ -52,6 +53,51 @@ def memcpy_rate(nbytes: int, repeats: int = 5) -> float:
         target.copy_(source)
         secs.append(time.perf_counter() - begin)
     return nbytes / statistics.median(secs)
+
+
+def bandwidth(rank: int, nbytes: int) -> tuple[float, float]:
+    """Bytes per second of a memcpy: of rank 0 while the others wait (0.0 on those), of all at once."""
+    dist.barrier()
+    alone = memcpy_rate(nbytes) if rank == 0 else 0.0
+    dist.barrier()
+    together = memcpy_rate(nbytes)
+    dist.barrier()
+    return alone, together
+
+
+class CopyMeter:
+    """Counts what really goes through ``copy_chunk``, with wall and CPU time of its thread."""
+
+    def __init__(self) -> None:
+        from ftckpt.capture import copier
+
+        self.clear()
+        self._copy_chunk = copier.copy_chunk
+        copier.copy_chunk = self._measured
+
+    def clear(self) -> None:
+        """Begin anew; only while nothing is copied."""
+        self.nbytes, self.secs, self.cpu_secs = 0, 0.0, 0.0
+
+    def _measured(self, tensors: Any, copy: Any, *args: Any, **kwargs: Any) -> None:
+        begin, cpu_begin = time.perf_counter(), time.thread_time()
+        self._copy_chunk(tensors, copy, *args, **kwargs)
+        self.secs += time.perf_counter() - begin
+        self.cpu_secs += time.thread_time() - cpu_begin
+        self.nbytes += sum(s.numel * tensors[s.piece].element_size() for s in copy.segments)
+
+
+def synchronous(tensors: Sequence[torch.Tensor]) -> Callable[[], float]:
+    """A copy into memory that was allocated and touched before; calling it returns the seconds it took."""
+    targets = [torch.zeros_like(tensor) for tensor in tensors]
+
+    def copy() -> float:
+        begin = time.perf_counter()
+        for target, tensor in zip(targets, tensors, strict=True):
+            target.copy_(tensor)
+        return time.perf_counter() - begin
+
+    return copy
 
 
 def print_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

@@ -99,6 +99,9 @@ class Agreement:
 
         An answer older than the last post is not given: slots may have been reused since, by ranks that
         know more.
+
+        Raises:
+            RuntimeError: the answer will never come, because a rank is gone or later than the group's timeout.
         """
         deadline = time.monotonic() + timeout_secs
         answer = (-1, self.GO)
@@ -106,10 +109,10 @@ class Agreement:
             work, tensor = self._pending[0]
             try:
                 work.wait(timedelta(seconds=max(0.001, deadline - time.monotonic())))
-            except RuntimeError as error:
-                if "timed out" in str(error).lower():
+            except RuntimeError:
+                if not work.is_completed():
                     return None
-                raise
+                work.wait()  # at once: it came in this instant, or it raises what made it fail
             self._pending.popleft()
             answer = (int(tensor[0]), int(tensor[1]))
             if answer[1] == self.OFF:

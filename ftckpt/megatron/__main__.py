@@ -52,9 +52,8 @@ def _run(script: Path) -> int:
 
 def _close() -> None:
     """The script ended well: its snapshots are not needed any more."""
-    from ftckpt.megatron import hooks
-
-    checkpointer = hooks.active()
+    hooks = sys.modules.get("ftckpt.megatron.hooks")  # a script without ftckpt need not wait for Megatron
+    checkpointer = hooks.active() if hooks is not None else None
     if checkpointer is not None:
         checkpointer.close()
 
@@ -65,7 +64,9 @@ def _install(config: Config) -> None:
     from ftckpt.megatron import hooks, training_loop
 
     ftckpt.megatron.configure(config)
-    logging.getLogger("ftckpt").debug("rendezvous: %s", isolate_attempts())
+    rendezvous = isolate_attempts()
+    if os.environ.get("RANK", "0") == "0":
+        logging.getLogger("ftckpt").info("ftckpt: rendezvous: %s", rendezvous)
     hooks.install()
     if training_loop.available():
         training_loop.install()

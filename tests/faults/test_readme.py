@@ -1,0 +1,148 @@
+"""Every code block of the README runs as it stands."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import jobs
+import pytest
+
+from ftckpt.config import Config
+from ftckpt.testing.pool import run_ranks
+
+pytestmark = [pytest.mark.multiproc, pytest.mark.faults]
+
+ROOT = Path(__file__).parent.parent.parent
+BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```", (ROOT / "README.md").read_text(), re.M | re.S)
+ENV = {
+    **os.environ,
+    "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+    "FTCKPT_DEVICE": "cpu",
+    "OMP_NUM_THREADS": "1",
+    "GLOO_SOCKET_IFNAME": "lo",
+}
+JOB = Path("/dev/shm/ftckpt-readme")
+
+
+def block(language: str, word: str) -> str:
+    found = [text for kind, text in BLOCKS if kind == language and word in text]
+    assert len(found) == 1, f"{len(found)} {language} blocks mention {word!r}"
+    return found[0]
+
+
+def run(text: str, timeout_secs: float = 60) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        ["bash", "-ec", text], cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=timeout_secs, check=False
+    )
+
+
+def test_all_blocks_are_known() -> None:
+    assert [kind for kind, _ in BLOCKS] == ["bash", "bash", "python", "bash", "bash", "python", "bash"]
+
+
+@pytest.fixture
+def live_job() -> Iterator[subprocess.Popen[bytes]]:
+    """The job that the README starts, once it has snapshots."""
+    shutil.rmtree(JOB, ignore_errors=True)
+    command = block("bash", "--standalone")
+    job = subprocess.Popen(
+        ["bash", "-ec", command], cwd=ROOT, env=ENV, start_new_session=True, stdout=subprocess.DEVNULL
+    )
+    try:
+        yield job
+    finally:
+        end(job)
+        shutil.rmtree(JOB, ignore_errors=True)
+
+
+def end(job: subprocess.Popen[bytes]) -> None:
+    """SIGTERM: the agent ends its workers, which have sessions of their own."""
+    if job.poll() is None:
+        os.killpg(job.pid, signal.SIGTERM)
+        job.wait(40)
+
+
+def wait_for(what: str, command: str, timeout_secs: float = 90) -> str:
+    deadline = time.monotonic() + timeout_secs
+    while time.monotonic() < deadline:
+        output = run(command).stdout
+        if what in output:
+            return output
+        time.sleep(0.5)
+    raise AssertionError(f"{what!r} did not show in the output of {command!r}: {output}")
+
+
+def test_start_inspect_open_kill_clean(live_job: subprocess.Popen[bytes]) -> None:
+    inspect = block("bash", "inspect").splitlines()[0]
+    shown = wait_for("SEALED", inspect)
+    assert "tp0-pp1-cp0-dp1" in shown
+    opened = subprocess.run(
+        [sys.executable, "-c", block("python", "safe_open")], env=ENV, capture_output=True, text=True, check=False
+    )
+    assert "master fragments" in opened.stdout, opened.stderr
+    refused = run(block("bash", "clean"))
+    assert refused.returncode and JOB.exists(), "a job that runs was cleaned"
+    end(live_job)
+    assert JOB.exists(), "a job that was given up leaves its arenas"
+    verified = run(block("bash", "inspect"))
+    assert verified.returncode == 0, verified.stdout + verified.stderr
+    cleaned = run(block("bash", "clean"))
+    assert cleaned.returncode == 0 and not JOB.exists(), cleaned.stderr
+
+
+def six_lines(rank: int, world_size: int, text: str, settings: dict[str, Any]) -> int:
+    import train_gpt
+
+    import ftckpt.megatron
+
+    job = train_gpt.build(train_gpt.parse_args([*jobs.TINY, "--iterations", "3"]))
+    ftckpt.megatron.configure(Config(enabled=True, node="node", **settings))
+    names = {
+        "model": job.model,
+        "optimizer": job.optimizer,
+        "scheduler": job.scheduler,
+        "data": job.data,
+        "progress": job.progress,
+        "last": 3,
+        "train_step": lambda: train_gpt.train_step(job),
+    }
+    exec(text, names)
+    return int(names["iteration"])
+
+
+def test_six_lines_of_python(settings: dict[str, Any], arena_root: Path) -> None:
+    results = run_ranks(six_lines, 2, block("python", "attach"), settings)
+    assert [result.value for result in results] == [3, 3]
+    assert not list(arena_root.iterdir())
+
+
+def test_the_launch_line_reaches_the_script(tmp_path: Path) -> None:
+    """As it stands, on one rank, with a script in the place of Megatron-LM's."""
+    script = tmp_path / "pretrain_gpt.py"
+    script.write_text("import sys, ftckpt.megatron as m; print('RUNS', sys.argv[1:], m.configuration().interval)")
+    text = block("bash", "pretrain_gpt.py").replace("--nproc-per-node 8", "--standalone --nproc-per-node 1")
+    result = run(f"cd {tmp_path}; YOUR_MEGATRON_FLAGS='--lr 1e-3'; export PYTHONPATH={ROOT}; {text}")
+    assert "RUNS ['--lr', '1e-3'] 1" in result.stdout, result.stderr
+
+
+def test_demo_and_tests_are_where_the_readme_says() -> None:
+    for line in block("bash", "demo.sh").splitlines():
+        assert run(line.replace("bash ", "bash -n ")).returncode == 0
+
+
+def test_the_flags_file_lists_every_setting_with_its_default() -> None:
+    text = (ROOT / "configs" / "ftckpt.flags").read_text()
+    words = [word for line in text.splitlines() if not line.startswith("#") for word in line.split()]
+    assert Config.from_flags(words) == (Config(enabled=True), [])
+    for setting in fields(Config)[1:]:
+        assert f"--ftckpt-{setting.name.replace('_', '-')} " in text

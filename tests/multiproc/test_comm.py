@@ -1,0 +1,240 @@
+"""Ranks that wait for each other: deadlines, late ranks, lagging answers, and errors that reach all."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+
+from ftckpt.testing.pool import run_ranks
+
+pytestmark = pytest.mark.multiproc
+
+LATE_SECS = 1.5
+
+
+def gather_all(rank: int, size: int) -> list[Any]:
+    from ftckpt.comm import Group
+
+    group = Group(30.0)
+    assert (group.rank, group.size) == (rank, size)
+    mine = bytes([rank]) * (rank * 1000)
+    return [
+        [len(part) for part in group.gather(mine)],
+        group.gather(memoryview(bytearray([rank, 255]))),
+        group.gather(b""),
+        group.gather(b"only" if rank == 1 else b""),
+        group.broadcast(bytes([rank, rank + 7]), source=2),
+        group.broadcast(b""),
+        group.barrier(),
+    ]
+
+
+def test_all_ranks_see_the_same_bytes_in_the_order_of_ranks() -> None:
+    expected = [[0, 1000, 2000], [b"\0\xff", b"\1\xff", b"\2\xff"], [b""] * 3, [b"", b"only", b""], b"\2\x09", b"", None]
+    assert [result.value for result in run_ranks(gather_all, 3)] == [expected] * 3
+
+
+def pass_around(rank: int, size: int) -> list[int]:
+    import torch
+
+    from ftckpt.comm import Group
+
+    group = Group(30.0)
+    mine, other = torch.full((5,), rank, dtype=torch.uint8), torch.empty(5, dtype=torch.uint8)
+    if rank == 0:
+        group.send(mine, 1)
+        mine.fill_(9)  # allowed once send has returned
+        group.receive(other, 1)
+    else:
+        group.receive(other, 0)
+        group.send(mine, 0)
+    return other.tolist()
+
+
+def test_messages_reach_the_other_rank() -> None:
+    assert [result.value for result in run_ranks(pass_around, 2)] == [[1] * 5, [0] * 5]
+
+
+def wait_for_late(rank: int, size: int, what: str) -> tuple[str, float]:
+    from ftckpt.comm import Group
+
+    group = Group(LATE_SECS / 3)
+    begin = time.monotonic()
+    if rank == 1:
+        time.sleep(LATE_SECS)
+    try:
+        {"gather": lambda: group.gather(b"x"), "barrier": group.barrier, "broadcast": lambda: group.broadcast(b"x", 1)}[what]()
+    except RuntimeError as error:
+        return f"RuntimeError {error}", time.monotonic() - begin
+    return "", time.monotonic() - begin
+
+
+@pytest.mark.parametrize("what", ["gather", "barrier", "broadcast"])
+def test_a_late_rank_is_an_error_at_the_deadline(what: str) -> None:
+    results = run_ranks(wait_for_late, 2, what)
+    told, waited = results[0].value
+    assert told.startswith("RuntimeError")
+    assert waited < LATE_SECS
+
+
+def agree(rank: int, size: int) -> list[Any]:
+    from ftckpt.comm import Agreement, Group
+
+    agreement = Agreement(Group(30.0))
+    found: list[Any] = [agreement.read(5.0)]
+    for newest, willing in [((4, 5, 3)[rank], Agreement.GO), (6, Agreement.GO if rank else Agreement.SKIP)]:
+        agreement.post(newest, willing)
+        found.append(agreement.read(30.0))
+    agreement.post(-1 if rank == 2 else 7, Agreement.GO)
+    agreement.post(8, Agreement.GO)
+    found.append(agreement.read(30.0))  # two answers: the later one counts
+    found.append(agreement.read(0.0))
+    return found
+
+
+def test_what_all_ranks_have_is_the_least_of_the_last_posts() -> None:
+    expected = [(-1, 1), (3, 1), (6, 0), (8, 1), (-1, 1)]
+    assert [result.value for result in run_ranks(agree, 3)] == [expected] * 3
+
+
+def turn_off(rank: int, size: int) -> list[Any]:
+    from ftckpt.comm import Agreement, Group
+
+    agreement = Agreement(Group(30.0))
+    agreement.post(4, Agreement.OFF if rank == 1 else Agreement.SKIP)
+    agreement.post(5, Agreement.GO)
+    return [agreement.read(30.0), agreement.read(30.0)]
+
+
+def test_off_of_one_rank_reaches_all_even_behind_later_posts() -> None:
+    assert {result.value[0] for result in run_ranks(turn_off, 3)} == {(4, -1)}
+
+
+def lag(rank: int, size: int) -> tuple[list[Any], float]:
+    from ftckpt.comm import Agreement, Group
+
+    agreement = Agreement(Group(30.0))
+    if rank == 1:
+        time.sleep(LATE_SECS)
+    agreement.post(4, Agreement.GO)
+    found: list[Any] = []
+    begin = time.monotonic()
+    if rank == 0:
+        found.append(agreement.read(0.1))
+        found.append(agreement.read(0.0))
+        agreement.post(5, Agreement.GO)
+        found.append(agreement.read(0.1))
+    waited = time.monotonic() - begin
+    if rank == 1:
+        agreement.post(6, Agreement.GO)
+    found.append(agreement.read(30.0))
+    return found, waited
+
+
+def test_a_read_that_timed_out_gives_nothing_and_the_next_one_the_last_answer() -> None:
+    late, punctual = run_ranks(lag, 2)[0].value, run_ranks(lag, 2)[1].value
+    assert late[0] == [None, None, None, (5, 1)]
+    assert late[1] < LATE_SECS, "a read waits no longer than it was told"
+    assert punctual[0] == [(5, 1)]
+
+
+def post_without_waiting(rank: int, size: int) -> float:
+    from ftckpt.comm import Agreement, Group
+
+    group = Group(30.0)
+    agreement = Agreement(group)
+    group.barrier()
+    if rank == 1:
+        time.sleep(LATE_SECS)
+    begin = time.monotonic()
+    for iteration in range(5):
+        agreement.post(iteration, Agreement.GO)
+    secs = time.monotonic() - begin
+    assert agreement.read(30.0) == (4, 1)
+    return secs
+
+
+def test_posting_never_waits_for_other_ranks() -> None:
+    assert run_ranks(post_without_waiting, 2)[0].value < LATE_SECS / 2
+
+
+def share_errors(rank: int, size: int) -> list[str]:
+    from ftckpt import errors
+    from ftckpt.comm import Group, together
+
+    group = Group(30.0)
+    found = [str(together(group, lambda: rank * 10))]
+
+    def fail(*ranks: int) -> None:
+        if rank in ranks:
+            raise errors.LostError(f"shard of {rank} is gone: 100 % \u2192 0")
+
+    class OwnError(errors.FtckptError):
+        """A class that only this rank knows."""
+
+    def fail_own() -> None:
+        if rank == 1:
+            raise OwnError("x")
+
+    for action in (lambda: fail(1), lambda: fail(2, 1), fail_own, lambda: None):
+        try:
+            together(group, action)
+            found.append("good")
+        except errors.FtckptError as error:
+            found.append(f"{type(error).__name__} {error}")
+    return found
+
+
+def test_an_error_of_one_rank_is_raised_on_all_with_its_class_and_rank() -> None:
+    lost = "LostError rank 1: shard of 1 is gone: 100 % \u2192 0"
+    for rank, result in enumerate(run_ranks(share_errors, 3)):
+        assert result.value == [str(rank * 10), lost, lost, "FtckptError rank 1: x", "good"]
+
+
+def die_alone(rank: int, size: int) -> str:
+    from ftckpt.comm import Group, together
+
+    group = Group(LATE_SECS)
+
+    def fail() -> None:
+        if rank == 1:
+            raise KeyError("a bug")
+
+    try:
+        together(group, fail)
+    except RuntimeError:
+        return "left alone"
+    return "good"
+
+
+def test_a_foreign_error_ends_its_own_rank_and_the_others_do_not_hang() -> None:
+    results = run_ranks(die_alone, 3, expect_failures=True, grace_secs=10.0)
+    assert "KeyError: 'a bug'" in (results[1].error or "")
+    assert [results[0].value, results[2].value] == ["left alone"] * 2
+
+
+def outlive_the_group(rank: int, size: int) -> list[str]:
+    """The whole group times out under a posted answer, because one rank is very late."""
+    from ftckpt.comm import Agreement, Group
+
+    agreement = Agreement(Group(LATE_SECS / 3))
+    found: list[str] = []
+    for iteration in range(3):
+        if rank == 1:
+            time.sleep(LATE_SECS)
+        begin = time.monotonic()
+        try:
+            agreement.post(iteration, Agreement.GO)
+            found.append(str(agreement.read(0.1 if iteration == 0 else LATE_SECS / 2)))
+        except RuntimeError:
+            found.append("RuntimeError")
+        assert time.monotonic() - begin < LATE_SECS
+    return found
+
+
+def test_an_answer_that_will_never_come_is_an_error_and_not_awaited_again() -> None:
+    punctual, late = (result.value for result in run_ranks(outlive_the_group, 2))
+    assert punctual == ["None", "RuntimeError", "RuntimeError"]
+    assert late == ["RuntimeError"] * 3
