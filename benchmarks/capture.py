@@ -30,7 +30,17 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "launch"))
 
-from benchmarks.common import CopyMeter, bandwidth, environment, median_ms, print_table, synchronous, write_json
+from benchmarks.common import (
+    CopyMeter,
+    Snapshot,
+    bandwidth,
+    environment,
+    from_events,
+    median_ms,
+    print_table,
+    synchronous,
+    write_json,
+)
 from ftckpt.testing.pool import run_ranks
 
 LAYOUT = {"tp": 2, "pp": 2, "dp": 2}
@@ -42,19 +52,6 @@ CHUNK_MIB = 1
 MIB = 1 << 20
 MEMCPY_BYTES = 64 * MIB
 TIMEOUT_SECS = 300.0
-
-
-@dataclass
-class Snapshot:
-    """How long one snapshot blocked the training thread of one rank, and where."""
-
-    boundary_secs: float
-    fence_secs: float = 0.0
-
-    @property
-    def secs(self) -> float:
-        """In all."""
-        return self.boundary_secs + self.fence_secs
 
 
 @dataclass
@@ -73,7 +70,6 @@ class Report:
     iteration_secs: dict[str, list[float]] = field(default_factory=lambda: {mode: [] for mode in MODES})
     copy_secs: list[float] = field(default_factory=list)
     copy_cpu_secs: list[float] = field(default_factory=list)
-
 
     def add(self, mode: str, secs: float, sync_secs: float, meter: CopyMeter) -> None:
         """One iteration that began with ``mode``."""
@@ -152,7 +148,7 @@ def measure(rank: int, world_size: int, argv: Sequence[str], repeats: int, folde
         if turn >= len(MODES):
             report.add(mode, secs, sync_secs, meter)
         meter.clear()
-    report.arena_bytes, report.snapshots = from_events(folder, rank)
+    report.arena_bytes, report.snapshots = from_events(folder / "events", rank)
     dist.barrier()
     checkpointer.close()
     return report
@@ -171,20 +167,6 @@ def attach(job: Any, folder: Path) -> Any:
     job.checkpointer = ftckpt.megatron.attach(job.model, job.optimizer, job.scheduler, objects, config=config)
     job.checkpointer.restore()
     return job.checkpointer
-
-
-def from_events(folder: Path, rank: int) -> tuple[int, list[Snapshot]]:
-    """Bytes of the arena's files, and what each snapshot cost training."""
-    arena_bytes, snapshots = 0, []
-    for line in (folder / "events" / f"rank{rank}.jsonl").read_text().splitlines():
-        event = json.loads(line)
-        if event["event"] == "arena":
-            arena_bytes = sum(file.stat().st_size for file in Path(event["path"]).iterdir())
-        elif event["event"] == "snapshot":
-            snapshots.append(Snapshot(event["blocked_secs"]))
-        elif event["event"] == "fence" and snapshots:
-            snapshots[-1].fence_secs += event["blocked_secs"]
-    return arena_bytes, snapshots
 
 
 def run_case(optimizer: str, args: argparse.Namespace) -> dict[str, Any]:
@@ -255,19 +237,20 @@ def show(case: Mapping[str, Any]) -> None:
     rows = [
         ["ftckpt", case["blocked_ms_median"], iteration["with"]],
         ["synchronous copy of the full state", case["sync_copy_ms_median"], iteration["sync_copy"]],
-        ["synchronous copy of the same bytes", case["sync_same_bytes_ms_median"], iteration["sync_same_bytes"]],
+        ["synchronous copy of the same bytes", case["sync_same_bytes_ms_median"], iteration[MODES[2]]],
         ["nothing", 0.0, iteration["without"]],
     ]
     print_table(["median", "blocked ms", "iteration ms"], [[n, f"{b:.2f}", f"{i:.1f}"] for n, b, i in rows])
+    together = case["memcpy_gb_per_sec_together"]
     print(
         f"blocked, against a synchronous copy: {case['ratio']:.3f} of the full state's, "
-        f"{case['ratio_same_bytes']:.3f} of the same bytes'\n"
-        f"of that at the boundary {case['boundary_ms_median']:.2f} ms, at the fence {case['fence_ms_median']:.2f} ms; "
+        f"{case['ratio_same_bytes']:.3f} of the same bytes'; {case['boundary_ms_median']:.2f} ms at the boundary, "
+        f"{case['fence_ms_median']:.2f} ms at the fence\n"
         f"first snapshot, with the proof of replicas: {case['first_blocked_ms_median']:.0f} ms\n"
-        f"limit: memcpy {case['memcpy_gb_per_sec_alone']:.2f} GB/s for one rank alone, "
-        f"{case['memcpy_gb_per_sec_together']:.2f} GB/s each for {RANKS} at once; the copy thread reaches "
-        f"{case['copy_gb_per_sec']:.2f} GB/s, {case['copy_ms_median']:.1f} ms per snapshot of which "
-        f"{case['copy_cpu_ms_median']:.1f} ms on a core"
+        f"physical limit: memcpy {case['memcpy_gb_per_sec_alone']:.2f} GB/s for one rank alone, {together:.2f} GB/s "
+        f"each for {RANKS} at once\n"
+        f"copy thread: {case['copy_gb_per_sec']:.2f} GB/s, {case['copy_gb_per_sec'] / together:.0%} of the latter, "
+        f"{case['copy_ms_median']:.1f} ms per snapshot, of which {case['copy_cpu_ms_median']:.1f} ms on a core"
     )
 
 

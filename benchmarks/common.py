@@ -10,6 +10,7 @@ import statistics
 import subprocess
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ def environment(argv: Sequence[str], script: str) -> dict[str, Any]:
             "cores": len(os.sched_getaffinity(0)),
             "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
             "device": "none: CPU stand-in for CUDA",
+            "load_average_at_start": os.getloadavg()[0],
         },
         "versions": {"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}},
         "command": shlex.join(["python", script, *argv]),
@@ -98,6 +100,33 @@ def synchronous(tensors: Sequence[torch.Tensor]) -> Callable[[], float]:
         return time.perf_counter() - begin
 
     return copy
+
+
+@dataclass
+class Snapshot:
+    """How long one snapshot blocked the training thread of one rank, and where."""
+
+    boundary_secs: float
+    fence_secs: float = 0.0
+
+    @property
+    def secs(self) -> float:
+        """In all."""
+        return self.boundary_secs + self.fence_secs
+
+
+def from_events(folder: Path, rank: int) -> tuple[int, list[Snapshot]]:
+    """Bytes of the arena's files, and what each snapshot cost training."""
+    arena_bytes, snapshots = 0, []
+    for line in (folder / f"rank{rank}.jsonl").read_text().splitlines():
+        event = json.loads(line)
+        if event["event"] == "arena":
+            arena_bytes = sum(file.stat().st_size for file in Path(event["path"]).iterdir())
+        elif event["event"] == "snapshot":
+            snapshots.append(Snapshot(event["blocked_secs"]))
+        elif event["event"] == "fence" and snapshots:
+            snapshots[-1].fence_secs += event["blocked_secs"]
+    return arena_bytes, snapshots
 
 
 def print_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

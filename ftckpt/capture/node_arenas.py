@@ -100,6 +100,7 @@ class NodeArenas:
         self.path = node_directory(Path(self._config.arena), self._config.job, self._topology.me.node)
         if not self._leads:
             return
+        _refuse_renamed(self.path, {member.node for member in self._topology.members})
         deadline_secs = self._config.lock_timeout_secs
         self._job_lock = JobLock(self.path, deadline_secs)
         for path in list_arenas(self.path):
@@ -132,6 +133,16 @@ class NodeArenas:
             if not arena.header_good(slot):
                 arena = arena.renew(slot)
         return arena
+
+
+def _refuse_renamed(node_dir: Path, nodes: set[str]) -> None:
+    """Arenas under a node name that no rank has any more would be lost without a word."""
+    for other in sorted(node_dir.parent.iterdir()):
+        if other.name not in nodes and other.is_dir() and list_arenas(other):
+            raise ArenaError(
+                f"{other} holds snapshots of this job under the node name {other.name!r}, which no rank has now: "
+                f"start with --ftckpt-node {other.name}, or remove them with 'ftckpt clean JOB'"
+            )
 
 
 def _wait_for_straggler(path: Path, deadline_secs: float) -> None:

@@ -29,6 +29,7 @@ _SCHEDULES = (
 _originals: dict[str, Callable[..., Any]] = {}
 _active: Checkpointer | None = None
 _state: MegatronState | None = None
+_guarded: Any = None
 
 
 def install() -> None:
@@ -53,18 +54,22 @@ def install() -> None:
 
 
 def remove() -> None:
-    """Put the schedule functions back and forget the active checkpointer."""
-    global _active, _state
+    """Put the schedule functions and the optimizer's step back and forget the active checkpointer."""
+    global _active, _state, _guarded
     for name, original in _originals.items():
         setattr(schedules, name, original)
     _originals.clear()
-    _active = _state = None
+    if _guarded is not None:
+        del _guarded.step  # the instance's attribute; the class's method shows again
+    _active = _state = _guarded = None
 
 
 def activate(checkpointer: Checkpointer, optimizer: Any, state: MegatronState) -> None:
     """Fence this checkpointer before each optimizer step, by the schedules and around ``optimizer.step``."""
-    global _active, _state
-    _active, _state = checkpointer, state
+    global _active, _state, _guarded
+    if _guarded is not None:
+        del _guarded.step
+    _active, _state, _guarded = checkpointer, state, optimizer
     step = optimizer.step
 
     @functools.wraps(step)

@@ -86,15 +86,17 @@ def _check_layout(reports: Sequence[ArenaReport], layout: Mapping[str, int | str
 
 def _refuse_lost(reports: Sequence[ArenaReport], homes: Mapping[str, str], passed_over: Sequence[str]) -> None:
     whole = max((r.whole[1] for r in reports if r.whole is not None), default=None)
-    if whole is None:
+    unreadable = [report for report in reports if report.problems and not report.layout]
+    if whole is None and not unreadable:
         return
     present = {report.shard for report in reports if report.slots}
     absent = sorted(set(homes) - present)
     causes = [f"no arena of {_some(absent)}"] if absent else []
     causes += [f"{r.shard}: {text}" for r in reports for text in r.problems][:3]
     causes += list(passed_over)[:3]
+    what = f"iteration {whole} was whole and" if whole is not None else "what an unreadable arena held"
     raise LostError(
-        f"snapshot of iteration {whole} was whole and cannot be restored: {'; '.join(causes)}. Start over with "
+        f"{what} cannot be restored: {'; '.join(causes)}. Start over with "
         "--ftckpt-on-lost fresh (or from your last checkpoint on storage)"
     )
 

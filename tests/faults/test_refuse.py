@@ -61,6 +61,11 @@ def test_an_unwritable_arena_directory(settings: dict[str, Any]) -> None:
     refused({**settings, "arena": "/proc/nowhere"}, [], "ArenaError.*/proc")
 
 
+def test_a_node_that_was_renamed(settings: dict[str, Any]) -> None:
+    jobs.broken(2, jobs.Run([], 3, settings, nodes=["old", "old"], end="die"))
+    refused(settings, [], "ArenaError.*node name 'old'.*--ftckpt-node old")
+
+
 def test_a_parameter_that_nothing_steps(settings: dict[str, Any]) -> None:
     with pytest.raises(RankFailure, match=r"UnsupportedError.*extra\.weight.*no optimizer steps it"):
         jobs.outcomes(2, jobs.Run([], 3, settings, extra_parameter=True))
