@@ -45,26 +45,22 @@ def median_ms(secs: Iterable[float]) -> float:
     return statistics.median(values) * 1e3 if values else float("nan")
 
 
-def memcpy_rate(nbytes: int, repeats: int = 5) -> float:
-    """Bytes per second of a plain copy between two touched buffers of ``nbytes``: the median."""
-    source = torch.ones(nbytes, dtype=torch.uint8)
-    target = torch.ones(nbytes, dtype=torch.uint8)
-    secs = []
-    for _ in range(repeats):
+def bandwidth(rank: int, nbytes: int, rounds: int = 3) -> tuple[float, float]:
+    """Bytes per second of a plain copy of ``nbytes``, the best of some rounds: of rank 0 while the others wait
+    (0.0 on those), and of each rank while all copy."""
+    source, target = (torch.ones(nbytes, dtype=torch.uint8) for _ in range(2))
+    alone, together = [0.0], []
+    dist.barrier()
+    for _ in range(rounds if rank == 0 else 0):
+        alone.append(nbytes / synchronous_secs([target], [source]))
+    for _ in range(rounds):
+        dist.barrier()
         begin = time.perf_counter()
-        target.copy_(source)
-        secs.append(time.perf_counter() - begin)
-    return nbytes / statistics.median(secs)
-
-
-def bandwidth(rank: int, nbytes: int) -> tuple[float, float]:
-    """Bytes per second of a memcpy: of rank 0 while the others wait (0.0 on those), of all at once."""
-    dist.barrier()
-    alone = memcpy_rate(nbytes) if rank == 0 else 0.0
-    dist.barrier()
-    together = memcpy_rate(nbytes)
-    dist.barrier()
-    return alone, together
+        for _ in range(4):
+            target.copy_(source)
+        dist.barrier()
+        together.append(4 * nbytes / (time.perf_counter() - begin))
+    return max(alone), max(together)
 
 
 class CopyMeter:
@@ -92,14 +88,15 @@ class CopyMeter:
 def synchronous(tensors: Sequence[torch.Tensor]) -> Callable[[], float]:
     """A copy into memory that was allocated and touched before; calling it returns the seconds it took."""
     targets = [torch.zeros_like(tensor) for tensor in tensors]
+    return lambda: synchronous_secs(targets, tensors)
 
-    def copy() -> float:
-        begin = time.perf_counter()
-        for target, tensor in zip(targets, tensors, strict=True):
-            target.copy_(tensor)
-        return time.perf_counter() - begin
 
-    return copy
+def synchronous_secs(targets: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> float:
+    """Copy; returns the seconds it took."""
+    begin = time.perf_counter()
+    for target, tensor in zip(targets, tensors, strict=True):
+        target.copy_(tensor)
+    return time.perf_counter() - begin
 
 
 @dataclass

@@ -21,9 +21,10 @@ MAGIC = b"FTOBJ001"
 _PLAIN = (str, bool, int, type(None))
 _ARRAY_KINDS = "biufc"
 _ARRAY_DTYPE = re.compile(rf"[<>|][{_ARRAY_KINDS}]\d{{1,2}}")
-_TENSOR_DTYPES = frozenset(
-    ["bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64", "float16", "bfloat16", "float32", "float64", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu"]
-)
+_TENSOR_DTYPES = frozenset((
+    "bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64", "float16", "bfloat16",
+    "float32", "float64", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu",
+))  # fmt: skip
 
 
 def encode(value: Any) -> bytes:

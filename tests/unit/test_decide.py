@@ -122,6 +122,11 @@ def test_what_was_whole_and_is_lost_names_the_missing_shard(
     assert "--ftckpt-on-lost fresh" in str(lost.value)
 
 
+def test_an_unreadable_arena_may_have_held_the_last_snapshot() -> None:
+    with pytest.raises(LostError, match="tp0: control block: bad magic"):
+        choose(report("tp0", layout={}, problems=("control block: bad magic",)), report("tp1", (A, 4)))
+
+
 def test_another_layout_names_the_axis() -> None:
     reports = [report("tp0", (A, 5), layout={"tp": 4, "pp": 1}, whole=(A, 5))]
     with pytest.raises(MismatchError, match=r"tp 4 → 2"):

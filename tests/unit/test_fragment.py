@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 from typing import Any
@@ -159,10 +160,8 @@ def test_a_field_of_another_kind_is_refused_or_harmless(name: str, value: Any) -
 def test_a_fragment_of_other_kinds_is_a_value_error(place: int, value: Any) -> None:
     text = MANIFEST.stepped[0].to_json()
     text[place] = value
-    try:
+    with contextlib.suppress(ValueError):
         Fragment.from_json(text)
-    except ValueError:
-        pass
 
 
 @pytest.mark.parametrize("data", [b"", b"null", b"[]", b"{}", b"\xff", b"[" * 100_000, b'{"version":1}'])

@@ -178,9 +178,11 @@ import numpy as np, torch, torch.distributed as dist
 {frameworks}
 def world():
     return [
-        dict(os.environ), list(sys.path), torch.get_num_threads(), torch.cuda.is_initialized(), dist.is_initialized(),
-        random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist(), torch.get_default_dtype(),
-        [signal.getsignal(s) for s in signal.valid_signals()], len(threading.enumerate()), len(os.listdir("/proc/self/fd")),
+        dict(os.environ), list(sys.path), torch.get_num_threads(), torch.cuda.is_initialized(),
+        dist.is_initialized(), torch.get_default_dtype(),
+        len(threading.enumerate()), len(os.listdir("/proc/self/fd")),
+        random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist(),
+        [signal.getsignal(s) for s in signal.valid_signals()],
         vars(torch.cuda).copy(), vars(torch.Tensor).copy(), vars(dist).copy(), torch.compile, {patched}
     ]
 before = world()

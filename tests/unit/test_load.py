@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
@@ -22,6 +24,7 @@ from ftckpt.restore.plan import Have, Read
 from ftckpt.state.fragment import Box, Fragment
 
 WAIT_SECS = 20.0
+POLL_SECS = 0.05
 SLOT_BYTES = 1 << 12
 
 
@@ -33,6 +36,14 @@ class Exchange:
         self.barrier = threading.Barrier(size)
         self.parts: list[bytes] = [b""] * size
         self.lines = {(a, b): queue.Queue[torch.Tensor](1) for a in range(size) for b in range(size)}
+
+    def patiently(self, action: Callable[[], Any]) -> Any:
+        """Repeat a queue's action until it is done, another rank has failed, or time is up."""
+        deadline = time.monotonic() + WAIT_SECS
+        while not self.barrier.broken and time.monotonic() < deadline:
+            with contextlib.suppress(queue.Empty, queue.Full):
+                return action()
+        raise TimeoutError("the other rank does not answer")
 
 
 class ThreadGroup:
@@ -51,10 +62,12 @@ class ThreadGroup:
 
     def send(self, data: torch.Tensor, to: int) -> None:
         self.longest = max(self.longest, data.numel())
-        self.exchange.lines[self.rank, to].put(data.clone(), timeout=WAIT_SECS)
+        line, copy = self.exchange.lines[self.rank, to], data.clone()
+        self.exchange.patiently(lambda: line.put(copy, timeout=POLL_SECS))
 
     def receive(self, into: torch.Tensor, source: int) -> None:
-        data = self.exchange.lines[source, self.rank].get(timeout=WAIT_SECS)
+        line = self.exchange.lines[source, self.rank]
+        data = self.exchange.patiently(lambda: line.get(timeout=POLL_SECS))
         assert data.shape == into.shape
         into.copy_(data)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import random
@@ -77,7 +78,7 @@ VALUES = st.recursive(LEAVES, nests, max_leaves=12)
 @given(VALUES)
 @example({"$": {"$": "tuple", "items": []}})
 @example([-0.0, 0.0, math.nan, math.inf, -math.inf, 5e-324, {math.nan: 1, -0.0: 2}])
-@example({1: "a", "1": "b", None: 1, (1, (2, b"x")): [()], True: 3})
+@example({1: "a", "1": "b", None: 1, (1, (2, b"x")): [()], False: 3})
 @example("\ud800 \0 é")
 def test_any_nest_comes_back_identical(value: Any) -> None:
     back = decode(encode(value))
@@ -169,10 +170,8 @@ def test_what_cannot_be_saved_is_named_with_its_place(value: Any, message: str) 
 
 def attempt(data: bytes) -> None:
     """Decoding gives a value or CorruptError; any other exception fails the test."""
-    try:
+    with contextlib.suppress(CorruptError):
         decode(data)
-    except CorruptError:
-        pass
 
 
 @settings(max_examples=300, deadline=None)
@@ -239,7 +238,8 @@ def test_an_array_of_objects_cannot_be_smuggled_in(dtype: Any) -> None:
 
 @pytest.mark.parametrize(
     "data",
-    [b"", MAGIC, MAGIC + b"\xff" * 8, b"FTOBJ002" + bytes(8), image([])[:-17], MAGIC + (2).to_bytes(8, "little") + b"\xff{",
+    [b"", MAGIC, MAGIC + b"\xff" * 8, b"FTOBJ002" + bytes(8), image([])[:-17],
+     MAGIC + (2).to_bytes(8, "little") + b"\xff{",
      MAGIC + (200_000).to_bytes(8, "little") + b"[" * 200_000],
 )  # fmt: skip
 def test_foreign_bytes_are_corrupt(data: bytes) -> None:
