@@ -9,7 +9,7 @@ import torch
 from ftckpt.capture.capture import Capture, SnapshotId
 from ftckpt.capture.copier import make_copier
 from ftckpt.capture.node_arenas import NodeArenas
-from ftckpt.capture.prepare import Assignment, assign, rule_holds
+from ftckpt.capture.prepare import Assignment, assign
 from ftckpt.capture.windows import Windows
 from ftckpt.comm import Agreement, Group, together
 from ftckpt.config import Config
@@ -54,7 +54,7 @@ class Checkpointer:
         self._state = state
         self._windows = windows
         self._group = group or Group(config.start_timeout_secs)
-        self._agreement = Agreement(self._group)
+        self._agreement = Agreement(Group(config.start_timeout_secs))
         self._arenas = NodeArenas(config, topology, self._group, self.events)
         self._capture: Capture | None = None
         self._assignment: Assignment | None = None
@@ -62,16 +62,18 @@ class Checkpointer:
         self._lineage = b""
         self._whole: SnapshotId | None = None
         self._newest = -1
+        self._last = -1
         self._posted = True
         self._failures = 0
-        self._num_snapshots = 0
+        self._first = -1
         self._off = False
         self._closed = False
 
-    def restore(self) -> int | None:
+    def restore(self, newer_than: int = -1) -> int | None:
         """Bring back the newest whole snapshot; returns its iteration, or None for a start from the beginning.
 
-        Must be called once before the first ``step``, on a first start too: it allocates the arena.
+        Must be called once before the first ``step``, on a first start too: it allocates the arena. A snapshot
+        older than ``newer_than``, an iteration that was loaded from storage before, is given up.
 
         Raises:
             LostError, MismatchError, MemoryBudgetError, ArenaError, UnsupportedError: on all ranks together.
@@ -85,6 +87,9 @@ class Checkpointer:
         session = Session(self._group, self.topology, self._arenas.path, self.events)
         try:
             decision = session.choose(self.config.on_lost)
+            if decision is not None and decision.iteration < newer_than:
+                self.events.emit("older_than_storage", in_memory=decision.iteration, loaded=newer_than)
+                decision = None
             self._lineage = session.void_newer(decision)
             if decision is not None:
                 session.load(decision, self._state, described)
@@ -93,6 +98,7 @@ class Checkpointer:
             session.close()
         self._lay_out(described, self._assign(described))
         iteration = decision.iteration if decision else None
+        self._last = iteration if iteration is not None else -1
         secs = time.perf_counter() - begin
         self.events.emit("restored", iteration=iteration, lineage=self._lineage.hex(), blocked_secs=secs)
         where = f"iteration {iteration} from memory" if decision else "nothing to restore, from the beginning"
@@ -101,11 +107,12 @@ class Checkpointer:
 
     def fence(self) -> None:
         """Call before stepped state changes; returns at once unless a copy is unfinished."""
-        if self._capture is None or self._posted:
+        if self._posted:
             return
         begin = time.perf_counter()
         try:
-            self._capture.fence(self.config.fence_timeout_secs)
+            if self._capture is not None:
+                self._capture.fence(self.config.fence_timeout_secs)
         except Exception as error:  # noqa: BLE001 - promise 4: training goes on whatever a snapshot does
             self._failed(error)
         self._post_if_known()
@@ -122,12 +129,15 @@ class Checkpointer:
             raise ConfigError("step() before restore(): call restore() once, on a first start too")
         if self._off or self._closed or iteration % self.config.interval:
             return
+        if iteration <= self._last:
+            self._turn_off(f"iteration {iteration} after {self._last}: training went back; restart the job")
+            return
+        self._last = iteration
+        self._first = iteration if self._first < 0 else self._first
         begin = time.perf_counter()
         self.fence()
         try:
-            if self._may_take():
-                self._prove(iteration)
-                self._begin(iteration, begin)
+            self._take(iteration, begin)
         except Exception as error:  # noqa: BLE001 - promise 4: training goes on whatever a snapshot does
             self._failed(error)
 
@@ -178,56 +188,74 @@ class Checkpointer:
             f"into {host_bytes / 1e6:.1f} MB at {arena.path}; survives killed processes, not yet lost nodes"
         )
 
-    def _may_take(self) -> bool:
-        """Whether all ranks take the next snapshot; learns which one is whole on all of them."""
-        capture = self._capture
-        if capture is None:
-            return False
-        try:
-            capture.settle(self.config.fence_timeout_secs)
-        except CaptureError as error:
-            self._failed(error)
-        self._post_if_known()
-        answer = self._agreement.read(self.config.agree_timeout_secs)
-        self._posted = False
-        if answer is None:
+    def _take(self, iteration: int, since: float) -> None:
+        """Take the snapshot of ``iteration`` if all ranks do. A proof that is due is collective: every rank
+        enters it, whatever it has heard."""
+        willing = self._hear()
+        if not self._off and self._proof_due(iteration):
+            self._prove(late=willing is None)
+        if willing is None:
             raise CaptureError(f"other ranks did not answer within {self.config.agree_timeout_secs} s")
-        newest, willing = answer
-        if newest >= 0 and (self._whole is None or newest > self._whole[1]):
-            self._whole = (self._lineage, newest)
-            capture.arena.control.mark_whole(*self._whole)
-            self._arenas.remove_old()
-        if willing == Agreement.OFF:
-            self._turn_off("a rank had too many failed snapshots in a row")
-        elif willing == Agreement.SKIP:
-            self.events.emit("skipped", reason="a rank is not ready")
-        return willing == Agreement.GO
-
-    def _begin(self, iteration: int, since: float) -> None:
-        if self._capture is None:
+        if willing != Agreement.GO or self._capture is None or self._off:
             return
         slot = self._capture.begin((self._lineage, iteration), self._whole, self._state.save_objects())
         secs = time.perf_counter() - since
         self.events.emit("snapshot", iteration=iteration, slot=slot, blocked_secs=secs)
 
+    def _hear(self) -> int | None:
+        """Learn what is whole on all ranks, and how willing they are; None when answers are missing."""
+        capture = self._capture
+        try:
+            if capture is not None:
+                capture.settle(self.config.fence_timeout_secs)
+        except CaptureError as error:
+            self._failed(error)
+        self._post_if_known()
+        try:
+            answer = self._agreement.read(self.config.agree_timeout_secs)
+        except RuntimeError as error:
+            self._failed(error, alone=True)
+            return Agreement.SKIP
+        self._posted = False
+        if answer is None:
+            return None
+        newest, willing = answer
+        if newest >= 0 and (self._whole is None or newest > self._whole[1]):
+            self._whole = (self._lineage, newest)
+            if capture is not None:
+                capture.arena.control.mark_whole(*self._whole)
+            self._arenas.remove_old()
+        if willing == Agreement.OFF:
+            self._turn_off("a rank had too many failed snapshots in a row")
+        elif willing == Agreement.SKIP:
+            self.events.emit("skipped", reason="a rank is not ready")
+        return willing
+
     def _post_if_known(self) -> None:
         """Say once per snapshot what this rank has, as soon as the host knows it."""
         capture = self._capture
-        if self._posted or self._off or capture is None or capture.flying:
+        if self._posted or self._off or (capture is not None and capture.flying):
             return
-        newest = capture.newest[1] if capture.newest else -1
+        sealed = capture.newest if capture is not None else None
+        newest = sealed[1] if sealed is not None and sealed[0] == self._lineage else -1
         if newest > self._newest:
             self._newest, self._failures = newest, 0
-        willing = Agreement.SKIP if capture.busy else Agreement.GO
-        if self._failures >= self.config.error_limit:
+        willing = Agreement.SKIP if capture is not None and capture.busy else Agreement.GO
+        if capture is None or self._failures >= self.config.error_limit:
             willing = Agreement.OFF
         try:
             self._agreement.post(newest, willing)
             self._posted = True
         except RuntimeError as error:
-            self._failed(error)
+            self._failed(error, alone=True)
 
-    def _prove(self, iteration: int) -> None:
+    def _proof_due(self, iteration: int) -> bool:
+        """A function of the iteration alone: every rank must come to the same answer, late or not."""
+        interval = self.config.replica_check_interval
+        number = (iteration - self._first) // self.config.interval + 1
+        return number == 1 or (bool(interval) and (number & (number - 1) == 0 or iteration % interval == 0))
+
+    def _prove(self, late: bool) -> None:
         """Look again whether derived pieces and replicas are what they were taken for; else lay out anew.
 
         What a configuration makes differ shows in the first steps that move weights, so the proofs are close
@@ -237,17 +265,15 @@ class Checkpointer:
         assignment, described, capture = self._assignment, self._described, self._capture
         if assignment is None or described is None or capture is None:
             return
-        self._num_snapshots += 1
-        early = self._num_snapshots & (self._num_snapshots - 1) == 0
-        interval = self.config.replica_check_interval
-        if self._num_snapshots > 1 and not (interval and (early or iteration % interval == 0)):
-            return
-        broken = [piece.fragment.key for piece in assignment.derived if not rule_holds(piece)]
+        checked = self._assign(described)
+        still = {piece.fragment.key for piece in checked.derived}
+        broken = [piece.fragment.key for piece in assignment.derived if piece.fragment.key not in still]
         if broken:
             self.events.emit("not_derived", keys=broken[:5], num=len(broken))
-        checked = self._assign(described)
-        if not any(self._group.gather(b"changed" if checked.manifest != assignment.manifest else b"")):
-            return
+        changed = b"changed" if checked.manifest != assignment.manifest else b""
+        told = self._group.gather(b"late" if late else changed)
+        if b"late" in told or b"changed" not in told:
+            return  # a rank that has not read the last answer must not take its arena for an old one
         self._capture = None
         capture.close()
         capture.arena.close()
@@ -256,12 +282,12 @@ class Checkpointer:
         except FtckptError as error:
             self._turn_off(f"no new arena: {error}")
 
-    def _failed(self, error: Exception) -> None:
+    def _failed(self, error: Exception, alone: bool = False) -> None:
         self._failures += 1
         self.events.emit("snapshot_error", error=repr(error), in_a_row=self._failures)
         if self.config.on_error == "raise":
             raise error
-        if not isinstance(error, FtckptError) and self._failures >= self.config.error_limit:
+        if alone and self._failures >= self.config.error_limit:
             self._turn_off("other ranks cannot be reached")
 
     def _turn_off(self, reason: str) -> None:

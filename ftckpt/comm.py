@@ -7,6 +7,7 @@ the framework can come between.
 from __future__ import annotations
 
 import json
+import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -18,6 +19,8 @@ import torch
 import torch.distributed as dist
 
 from ftckpt import errors
+
+log = logging.getLogger("ftckpt")
 
 T = TypeVar("T")
 Bytes = bytes | bytearray | memoryview
@@ -92,7 +95,7 @@ class Agreement:
 
     def post(self, newest: int, willing: int) -> None:
         """Say what this rank has; never waits."""
-        self._pending.append(self._group.start_minimum((newest, willing)))
+        self._pending.append(self._group.start_minimum((newest, -newest, willing)))
 
     def read(self, timeout_secs: float) -> tuple[int, int] | None:
         """(newest iteration sealed by all, least willing), or None when an answer is still missing.
@@ -114,7 +117,9 @@ class Agreement:
                     return None
                 work.wait()  # at once: it came in this instant, or it raises what made it fail
             self._pending.popleft()
-            answer = (int(tensor[0]), int(tensor[1]))
+            least, most, willing = int(tensor[0]), -int(tensor[1]), int(tensor[2])
+            # A rank that has a newer one may have dropped the least one: only what all name is whole.
+            answer = (least if least == most else -1, willing)
             if answer[1] == self.OFF:
                 break
         return answer
@@ -129,10 +134,10 @@ def _tensor(data: Bytes) -> torch.Tensor:
 def together(group: Group, action: Callable[[], T]) -> T:
     """Run ``action`` on every rank; when it fails on one, raise that error on all of them.
 
-    Collective. Only errors of ftckpt are shared; anything else ends its own rank.
+    Collective: a rank that failed alone would leave the others waiting for it.
 
     Raises:
-        FtckptError: the error of the lowest failing rank, of the same class, naming the rank.
+        FtckptError: the error of the lowest failing rank, naming it: of the same class if it is one of ftckpt's.
     """
     failure = ""
     value: T | None = None
@@ -140,6 +145,9 @@ def together(group: Group, action: Callable[[], T]) -> T:
         value = action()
     except errors.FtckptError as error:
         failure = json.dumps([type(error).__name__, str(error)])
+    except Exception as error:
+        log.exception("ftckpt: rank %d failed", group.rank)
+        failure = json.dumps(["FtckptError", f"{type(error).__name__}: {error}"])
     for rank, text in enumerate(group.gather(failure.encode())):
         if text:
             name, message = json.loads(text)

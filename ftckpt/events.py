@@ -11,7 +11,9 @@ from typing import IO, Any
 
 log = logging.getLogger("ftckpt")
 
-LOUD = frozenset({"snapshot_error", "turned_off", "replicas_differ", "fallback", "lost", "not_derived"})
+LOUD = frozenset(
+    {"snapshot_error", "turned_off", "replicas_differ", "fallback", "lost", "not_derived", "older_than_storage"}
+)
 
 
 class Progress:

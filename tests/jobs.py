@@ -23,7 +23,8 @@ class Run:
 
     ``settings`` are fields of Config, None trains without ftckpt; ``nodes[rank]`` names nodes. ``drift`` gives
     each rank its own dropout masks, ``perturb`` other data after the restore, ``ballast_bytes`` an object of
-    that size, ``extra_parameter`` a parameter that no optimizer steps. ``end`` is what ranks do after iteration
+    that size, ``extra_parameter`` a parameter that no optimizer steps; ``spoil`` names a tensor of which rank 1
+    gets one wrong element. ``end`` is what ranks do after iteration
     ``until``: ``close``, ``keep`` (leave the arenas) or ``die``.
     """
 
@@ -36,6 +37,7 @@ class Run:
     perturb: bool = False
     ballast_bytes: int = 0
     extra_parameter: bool = False
+    spoil: str = ""
     end: str = "close"
 
 
@@ -94,6 +96,9 @@ def train(rank: int, world_size: int, run: Run) -> Outcome:
         job.checkpointer = ftckpt.megatron.attach(job.model, job.optimizer, job.scheduler, objects, config=config)
         start = job.checkpointer.restore()
         job.data.consumed_samples += 1000 * run.perturb
+        if run.spoil and rank == 1:
+            pieces = job.checkpointer._described.stepped
+            next(piece for piece in pieces if piece.fragment.key == run.spoil).tensor[0] = 1e-3
     rows = [(m["iteration"], m["loss"], m["grad_norm"]) for m in train_gpt.train(job)]
     if run.end == "die":
         os.kill(os.getpid(), signal.SIGKILL)

@@ -7,7 +7,7 @@ import pwd
 import re
 import shutil
 import stat
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from ftckpt.arena.locks import JOB_LOCK_NAME, FileLock, JobLock, held_elsewhere
@@ -103,7 +103,7 @@ def remove_job_if_empty(root: Path, job: str, node: str) -> bool:
             node_dir.rmdir()
         except OSError:  # an arena was created meanwhile
             return False
-    if job_dir.is_dir() and not any(job_dir.iterdir()):
+    with suppress(OSError):  # another node of this host was first, or is not done
         job_dir.rmdir()
     return True
 

@@ -123,8 +123,12 @@ class Capture:
         Raises:
             CaptureError: the snapshot was dropped.
         """
-        if self._flight is not None and self.flying and not self._flight.wait(timeout_secs):
+        if self._flight is None or self._flying is None:
+            return
+        if not self._flight.wait(timeout_secs):
             self._drop(f"copies not there after {timeout_secs} s")
+        elif self._flight.error is not None:
+            self._drop(f"copy failed: {self._flight.error!r}")
 
     def close(self) -> None:
         """Stop copying; a snapshot under way is dropped."""

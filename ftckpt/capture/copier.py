@@ -34,7 +34,8 @@ class Flight:
         self._lock = threading.Lock()
         self._ended = threading.Event()
         self.error: BaseException | None = None
-        self.hurry_at = float("inf")
+        self.hurry = threading.Event()
+        """Set when there is no more time to wait for windows."""
         self.copy_secs = 0.0
         self.submitted = threading.Event()
         """Set when the device knows of every copy, so that it can be told to wait for them."""
@@ -60,6 +61,7 @@ class Flight:
             if self._ended.is_set() and self.error is None:
                 return False
             self._cancelled = True
+            self.hurry.set()
             return True
 
     def chunk_landed(self, chunk: int) -> None:
@@ -98,7 +100,7 @@ class Copier(Protocol):
         """Make sure that no later write to the tensors can reach the snapshot; False: drop it."""
 
     def close(self) -> None:
-        """Stop threads; flights under way end as cancelled."""
+        """Stop the threads once the flight under way, cancelled by the caller, has ended."""
 
 
 def make_copier(device: torch.device) -> Copier:
@@ -164,7 +166,7 @@ class HostCopier:
 
     def fence(self, flight: Flight, timeout_secs: float) -> bool:
         """Wait for the copies: host memory has no stream that could wait instead."""
-        flight.hurry_at = time.monotonic()
+        flight.hurry.set()
         return flight.wait(timeout_secs) and flight.error is None
 
     def close(self) -> None:
@@ -174,7 +176,7 @@ class HostCopier:
     def _fly(self, tensors: Sequence[torch.Tensor], flight: Flight, windows: Windows) -> None:
         try:
             for copy in flight.copies:
-                windows.wait_turn(copy.nbytes, flight.hurry_at)
+                windows.wait_turn(copy.nbytes, flight.hurry)
                 if flight.cancelled:
                     break
                 begin = time.perf_counter()

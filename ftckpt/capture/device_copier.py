@@ -62,7 +62,7 @@ class DeviceCopier:
 
     def fence(self, flight: Flight, timeout_secs: float) -> bool:
         """Enqueue a device-side wait, once every copy it waits for has been submitted."""
-        flight.hurry_at = time.monotonic()
+        flight.hurry.set()
         if not flight.submitted.wait(timeout_secs) or flight.error is not None:
             return False
         if flight.last_copy is not None:
@@ -131,7 +131,7 @@ class DeviceCopier:
     ) -> list[tuple[int, torch.cuda.Event]]:
         landing: list[tuple[int, torch.cuda.Event]] = []
         for copy in flight.copies:
-            windows.wait_turn(copy.nbytes, flight.hurry_at)
+            windows.wait_turn(copy.nbytes, flight.hurry)
             if flight.cancelled:
                 break
             if self._is_registered(flight.slot, copy):

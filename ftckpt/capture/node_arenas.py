@@ -39,6 +39,7 @@ class NodeArenas:
         self._leads = topology.is_node_leader
         self._job_lock: JobLock | None = None
         self._old: list[Path] = []
+        self._own: Path | None = None
 
     def enter(self) -> None:
         """Make sure that no other live process uses this job's arenas on this node.
@@ -60,6 +61,7 @@ class NodeArenas:
         path = arena_path(self.path, manifest)
         slots = self._config.slots
         existing = together(self._group, lambda: self._reuse(path))
+        self._own = path
         self._set_aside_old(path, holds_snapshot)
         need = 0 if existing is not None else SlotImage.of(manifest).file_bytes * slots
         self._check_memory(need)
@@ -86,6 +88,8 @@ class NodeArenas:
         self.remove_old()
         if arena is not None:
             arena.remove()
+        elif self._own is not None:
+            remove_arena(self._own)
         self._group.barrier()
         if self._job_lock is not None:
             remove_job_if_empty(Path(self._config.arena), self._config.job, self._topology.me.node)

@@ -10,7 +10,8 @@ import torch
 import xxhash
 
 from ftckpt.capture.plan import Part
-from ftckpt.comm import Group
+from ftckpt.comm import Group, together
+from ftckpt.errors import UnsupportedError
 from ftckpt.layout.replicas import Holding, ReplicaSets, identity, private_key, replica_sets, share
 from ftckpt.layout.topology import Topology
 from ftckpt.state.manifest import Manifest
@@ -36,7 +37,10 @@ def assign(
     group: Group, topology: Topology, described: Description, objects_bytes: int, chunk_bytes: int
 ) -> Assignment:
     """Agree with all ranks on who copies what. Collective; reads every stepped tensor once."""
-    derived = tuple(p for p in described.stepped if rule_holds(p))
+    broken = together(group, lambda: _broken(described))
+    # Broken on one rank is broken on all: else ranks would disagree on what a snapshot holds.
+    anywhere = {key for data in group.gather(json.dumps(broken).encode()) for key in json.loads(data)}
+    derived = tuple(p for p in described.stepped if p.derived_from is not None and p.fragment.key not in anywhere)
     dropped = {id(piece) for piece in derived}
     stepped = [p for p in described.stepped if id(p) not in dropped]
     sets = gather_replica_sets(group, stepped)
@@ -62,6 +66,15 @@ def assign(
     return Assignment(manifest, (*stepped, *described.volatile), tuple(parts), derived, differing)
 
 
+def _broken(described: Description) -> list[str]:
+    """Keys of pieces that are not what they are believed to be derived from."""
+    names = [piece.fragment.name for piece in described.stepped]
+    twice = next((name for name in names if names.count(name) > 1), None) if len(set(names)) < len(names) else None
+    if twice is not None:
+        raise UnsupportedError(f"the state describes {twice} twice")
+    return [p.fragment.key for p in described.stepped if p.derived_from is not None and not rule_holds(p)]
+
+
 def rule_holds(piece: Piece) -> bool:
     """Whether the piece is, bit for bit, the round-to-nearest cast of what it is derived from."""
     if piece.derived_from is None:
@@ -80,7 +93,10 @@ def gather_replica_sets(group: Group, pieces: Sequence[Piece]) -> ReplicaSets:
     count: dict[bytes, int] = {}
     for key in (key for keys in gathered for key in keys):
         count[key] = count.get(key, 0) + 1
-    hashes = [content_hash(p.tensor) if count[key] > 1 else 0 for key, p in zip(mine, pieces, strict=True)]
+    shared = [count[key] > 1 for key in mine]
+    hashes = together(
+        group, lambda: [content_hash(p.tensor) if known else 0 for known, p in zip(shared, pieces, strict=True)]
+    )
     answers = [json.loads(data) for data in group.gather(json.dumps(hashes).encode())]
     return replica_sets([list(map(Holding, keys, values)) for keys, values in zip(gathered, answers, strict=True)])
 

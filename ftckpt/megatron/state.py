@@ -81,6 +81,8 @@ class MegatronState:
         """See TrainingState."""
         for leaf, saved in zip(self._leaves, objects["optimizers"], strict=True):
             optimizers.load_hyperparameters(leaf, saved)
+        if hasattr(self._scheduler, "num_steps"):
+            self._scheduler.num_steps = 0  # Megatron's load_state_dict adds to what is there
         self._scheduler.load_state_dict(objects["scheduler"])
         for name, value in self._objects.items():
             value.load_state_dict(objects["objects"][name])
@@ -134,8 +136,9 @@ class MegatronState:
 
 def save_rng() -> dict[str, Any]:
     """State of every generator that training draws from: Python, NumPy, torch, device, Megatron's tracker."""
+    version, words, gauss = random.getstate()
     return {
-        "python": random.getstate(),
+        "python": {"version": version, "words": np.array(words, dtype=np.uint32), "gauss": gauss},
         "numpy": np.random.get_state(),
         "torch": torch.get_rng_state(),
         "device": torch.cuda.get_rng_state(),
@@ -145,7 +148,8 @@ def save_rng() -> dict[str, Any]:
 
 def load_rng(saved: Mapping[str, Any]) -> None:
     """Inverse of ``save_rng``."""
-    random.setstate(saved["python"])
+    python = saved["python"]
+    random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
     np.random.set_state(saved["numpy"])
     torch.set_rng_state(saved["torch"])
     torch.cuda.set_rng_state(saved["device"])

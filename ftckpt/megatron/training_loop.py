@@ -130,7 +130,7 @@ def _with_restore(original: Callable[..., Any]) -> Callable[..., Any]:
         _counters = Counters(get_args())
         checkpointer = ftckpt.megatron.attach(model, optimizer, scheduler, {"counters": _counters})
         if checkpointer is not None:
-            checkpointer.restore()
+            checkpointer.restore(newer_than=int(getattr(get_args(), "iteration", 0) or 0))
         return model, optimizer, scheduler
 
     return wrapped

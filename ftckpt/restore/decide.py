@@ -57,6 +57,8 @@ def decide(
             if source not in bad:
                 snapshot[report.shard].append(source)
     passed_over: list[str] = []
+    # A slot is sealed only after every rank has its arena: a missing arena, like a corrupt slot, was there once.
+    spoilt = bool(found) and not set(homes) <= {report.shard for report in reports}
     for iteration, lineage in sorted(found, reverse=True):
         shards = found[iteration, lineage]
         missing = sorted(shard for shard in homes if not shards.get(shard))
@@ -66,7 +68,8 @@ def decide(
         corrupt = [shard for shard in missing if shard in shards]
         cause = f"corrupt in {_some(corrupt)}" if corrupt else f"not sealed by {_some(missing)}"
         passed_over.append(f"iteration {iteration}: {cause}")
-    _refuse_lost(reports, homes, passed_over)
+        spoilt = spoilt or bool(corrupt)
+    _refuse_lost(reports, homes, passed_over, spoilt)
     return None
 
 
@@ -84,17 +87,23 @@ def _check_layout(reports: Sequence[ArenaReport], layout: Mapping[str, int | str
             )
 
 
-def _refuse_lost(reports: Sequence[ArenaReport], homes: Mapping[str, str], passed_over: Sequence[str]) -> None:
-    whole = max((r.whole[1] for r in reports if r.whole is not None), default=None)
+def _refuse_lost(
+    reports: Sequence[ArenaReport], homes: Mapping[str, str], passed_over: Sequence[str], spoilt: bool
+) -> None:
+    whole = max((r.whole[1] for r in reports if r.whole is not None and r.whole[1] >= 0), default=None)
     unreadable = [report for report in reports if report.problems and not report.layout]
-    if whole is None and not unreadable:
+    if whole is None and not unreadable and not spoilt:
         return
     present = {report.shard for report in reports if report.slots}
     absent = sorted(set(homes) - present)
     causes = [f"no arena of {_some(absent)}"] if absent else []
     causes += [f"{r.shard}: {text}" for r in reports for text in r.problems][:3]
     causes += list(passed_over)[:3]
-    what = f"iteration {whole} was whole and" if whole is not None else "what an unreadable arena held"
+    what = "what the arenas held"
+    if whole is not None:
+        what = f"iteration {whole} was whole and"
+    elif unreadable:
+        what = "what an unreadable arena held"
     raise LostError(
         f"{what} cannot be restored: {'; '.join(causes)}. Start over with "
         "--ftckpt-on-lost fresh (or from your last checkpoint on storage)"

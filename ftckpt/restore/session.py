@@ -155,6 +155,8 @@ class Session:
                     record = arena.control.record(index)
                     if decision is None or record.iteration > decision.iteration:
                         arena.control.void(index)
+                if decision is None:
+                    arena.control.mark_whole(bytes(16), -1)
             finally:
                 arena.close()
 
@@ -207,12 +209,13 @@ def _needs(pieces: Sequence[Piece], sources: Iterable[Held], shard: str) -> list
 
     A derived piece is read only if the snapshot holds it, that is, if the rule did not hold then.
     """
-    held = {(f.key, f.dtype, f.global_shape) for held_by in sources for f in held_by.image.manifest.fragments}
+    fragments = {f for held_by in sources for f in held_by.image.manifest.fragments}
+    held = {(f.key, f.dtype, f.global_shape) for f in fragments}
     wanted: list[tuple[Piece, Fragment]] = []
     for piece in pieces:
         fragment = piece.fragment
         own = fragment.with_key(private_key(fragment.key, shard))
-        if (own.key, own.dtype, own.global_shape) in held:
+        if own in fragments:  # private copies are never cut
             wanted.append((piece, own))
         elif (fragment.key, fragment.dtype, fragment.global_shape) in held:
             wanted.append((piece, fragment))

@@ -290,7 +290,7 @@ def test_failed_flight_ends_only_when_the_device_is_at_rest(fake: FakeDevice) ->
     class Failing(Always):
         turns = 0
 
-        def wait_turn(self, nbytes: int, hurry_at: float) -> None:
+        def wait_turn(self, nbytes: int, hurry: threading.Event) -> None:
             self.turns += 1
             if self.turns == 3:
                 raise ValueError("no third turn")
@@ -315,7 +315,7 @@ def test_fence_gives_up_at_its_deadline(fake: FakeDevice) -> None:
     leave = threading.Event()
 
     class Endless(Always):
-        def wait_turn(self, nbytes: int, hurry_at: float) -> None:
+        def wait_turn(self, nbytes: int, hurry: threading.Event) -> None:
             assert leave.wait(SECS)
 
     with prepared([slot], torch.device("cpu")) as copier:

@@ -1,0 +1,191 @@
+"""What ranks know together: no order of failures on different ranks makes them lose, mix or wait."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import jobs
+import plain
+import pytest
+
+from ftckpt.errors import CaptureError
+from ftckpt.testing.faults import Fault
+from ftckpt.testing.pool import RankFailure, run_ranks
+
+pytestmark = [pytest.mark.multiproc, pytest.mark.faults]
+
+FAST = {"replica_check_interval": 0, "error_limit": 9}
+
+
+def start_over(settings: dict[str, Any], nodes: list[str] | None = None) -> list[Any]:
+    return [result.value for result in run_ranks(plain.restored, 2, settings, nodes)]
+
+
+def failing_in_turn(
+    rank: int, world_size: int, settings: dict[str, Any], failing: set[tuple[int, int]], at: int
+) -> None:
+    """Copies of (rank, iteration) in ``failing`` raise; all ranks die while ``at`` is being copied."""
+    checkpointer, state = plain.make(rank, world_size, settings)
+    assert checkpointer.restore() is None
+
+    def disturb() -> None:
+        if (rank, state.iteration) in failing:
+            raise OSError("copy failed")
+        if state.iteration == at:
+            time.sleep(0.5)
+            plain.die()
+
+    plain.before_each_copy(disturb)
+    if (0, -5) in failing:  # rank 0 fails at 5 before it touches a slot
+        state.failing = {5: CaptureError("an object could not be saved once")}
+    for iteration in range(1, at + 1):
+        plain.iterate(checkpointer, state, iteration)
+    time.sleep(5)
+
+
+@pytest.mark.parametrize(
+    ("slots", "failing", "at", "whole"),
+    [(2, {(1, 4), (0, -5)}, 6, 3), (3, {(1, 4), (0, 5), (0, 6)}, 7, 3)],
+    ids=["two slots", "three slots"],
+)
+def test_only_what_all_ranks_name_is_whole(
+    slots: int, failing: set[tuple[int, int]], at: int, whole: int, settings: dict[str, Any]
+) -> None:
+    """Ranks that each have something newer, but not the same, must keep what they have together."""
+    settings |= {**FAST, "slots": slots}
+    run_ranks(failing_in_turn, 2, settings, failing, at, expect_failures=True)
+    assert start_over(settings) == [(whole, whole, [float(whole)], [float(whole)])] * 2
+
+
+def going_back(rank: int, world_size: int, settings: dict[str, Any]) -> None:
+    checkpointer, state = plain.make(rank, world_size, settings)
+    checkpointer.restore()
+    for iteration in range(1, 7):
+        plain.iterate(checkpointer, state, iteration)
+    checkpointer.fence()
+    for iteration in range(3, 7):
+        plain.iterate(checkpointer, state, iteration, offset=100.0)
+    time.sleep(0.3)
+    plain.die()
+
+
+def test_going_back_in_one_process_never_mixes(settings: dict[str, Any]) -> None:
+    run_ranks(going_back, 2, {**settings, **FAST}, expect_failures=True)
+    values = start_over(settings)
+    assert values == [(6, 6, [6.0], [6.0])] * 2
+    assert len(jobs.events(settings, "turned_off")) == 2
+
+
+def weight_off_on_one_rank(rank: int, world_size: int, settings: dict[str, Any]) -> None:
+    checkpointer, state = plain.make(rank, world_size, settings)
+    checkpointer.restore()
+    for iteration in range(1, 6):
+        checkpointer.fence()
+        state.advance(iteration, float(iteration))
+        state.weight[7] = 64.0 if rank == 1 else state.weight[7]
+        checkpointer.step(iteration)
+    checkpointer.fence()
+    plain.die()
+
+
+def test_a_weight_that_is_derived_on_some_ranks_only_is_each_ranks_own(settings: dict[str, Any]) -> None:
+    run_ranks(weight_off_on_one_rank, 2, settings, expect_failures=True)
+    (start, _, _, first), (_, _, _, second) = start_over(settings)
+    assert (first, second) == ([float(start)], [float(start), 64.0])
+
+
+def long_interval(rank: int, world_size: int, settings: dict[str, Any]) -> None:
+    checkpointer, state = plain.make(rank, world_size, settings, ["a", "b"])
+    checkpointer.restore()
+    for iteration in range(1, 15):
+        plain.iterate(checkpointer, state, iteration)
+    checkpointer.fence()
+    plain.die()
+
+
+@pytest.mark.parametrize("damage", ["flipped bit", "node gone"])
+def test_what_was_sealed_before_the_first_mark_is_not_lost_in_silence(damage: str, settings: dict[str, Any]) -> None:
+    settings["interval"] = 10
+    run_ranks(long_interval, 2, settings, expect_failures=True)
+    root = Path(settings["arena"]) / "ftckpt-test"
+    if damage == "node gone":
+        shutil.rmtree(root / "b")
+    for slot in root.glob("b/*/slot*") if damage == "flipped bit" else []:
+        data = bytearray(slot.read_bytes())
+        data[2 * 4096] ^= 1
+        slot.write_bytes(data)
+    with pytest.raises(RankFailure, match=r"LostError.*cannot be restored"):
+        start_over(settings, ["a", "b"])
+
+
+def late_error(rank: int, world_size: int, settings: dict[str, Any]) -> bool:
+    from ftckpt.capture import copier
+
+    # As on a device: the fence returns when copies are submitted.
+    copier.HostCopier.fence = lambda self, flight, timeout_secs: True  # type: ignore[method-assign]
+    checkpointer, state = plain.make(rank, world_size, settings)
+    checkpointer.restore()
+
+    def fail() -> None:
+        time.sleep(0.1)
+        raise OSError("late device error")
+
+    plain.before_each_copy(fail)
+    for iteration in range(1, 8):
+        plain.iterate(checkpointer, state, iteration)
+    return checkpointer._off
+
+
+def test_an_error_after_the_fence_is_counted(settings: dict[str, Any]) -> None:
+    assert [result.value for result in run_ranks(late_error, 2, settings)] == [True, True]
+    assert jobs.events(settings, "snapshot_error")
+
+
+def test_a_foreign_error_turns_all_ranks_off_together(settings: dict[str, Any], tmp_path: Path) -> None:
+    faults = [Fault(1, at, "begin", tmp_path / f"raise{at}", "raise") for at in (3, 4, 5)]
+    begin = time.monotonic()
+    jobs.outcomes(2, jobs.Run([], 12, settings, faults=faults))
+    assert time.monotonic() - begin < settings["agree_timeout_secs"], "a rank waited for one that was off"
+    assert {event["rank"] for event in jobs.events(settings, "turned_off")} == {0, 1}
+    assert not list(Path(settings["arena"]).iterdir())
+
+
+def after_storage(rank: int, world_size: int, settings: dict[str, Any], loaded: int) -> tuple[int | None, int]:
+    """Restore after a checkpoint of iteration ``loaded`` was read from storage, as Megatron-LM does."""
+    import train_gpt
+
+    import ftckpt.megatron
+    from ftckpt.config import Config
+
+    job = train_gpt.build(train_gpt.parse_args([*jobs.TINY, "--iterations", "6"]))
+    steps = loaded * job.args.global_batch
+    job.scheduler.load_state_dict({**job.scheduler.state_dict(), "num_steps": steps})
+    config = Config(enabled=True, node="node", **settings)
+    objects = {"data": job.data, "progress": job.progress}
+    checkpointer = ftckpt.megatron.attach(job.model, job.optimizer, job.scheduler, objects, config=config)
+    assert checkpointer is not None
+    start = checkpointer.restore(newer_than=loaded)
+    checkpointer.close(remove=False)
+    return start, job.scheduler.num_steps // job.args.global_batch
+
+
+@pytest.mark.parametrize(("loaded", "start", "scheduled"), [(2, 4, 4), (5, None, 5)])
+def test_the_newer_of_storage_and_memory_wins(
+    loaded: int, start: int | None, scheduled: int, settings: dict[str, Any], tmp_path: Path
+) -> None:
+    dead = Fault("all", 5, "boundary", tmp_path / "dead", "kill", secs=20)
+    jobs.broken(2, jobs.Run([], 6, settings, faults=[dead]))
+    results = run_ranks(after_storage, 2, settings, loaded)
+    assert [result.value for result in results] == [(start, scheduled)] * 2
+
+
+def test_one_of_two_halves_differs_between_replicas(settings: dict[str, Any]) -> None:
+    """The halves of a gated layer share a key: only the half that differs is private."""
+    argv = ["--no-distributed-optimizer", "--swiglu"]
+    jobs.broken(2, jobs.Run(argv, 5, settings, spoil="exp_avg_sq/decoder.layers.0.mlp.linear_fc1.weight", end="die"))
+    assert jobs.events(settings, "replicas_differ")
+    resumed = jobs.outcomes(2, jobs.Run(argv, 6, settings))
+    assert {outcome.start for outcome in resumed} <= {4, 5}
