@@ -240,7 +240,7 @@ def test_close_after_cancel_ends_the_thread_within_the_copy_under_way(monkeypatc
     gate.opened.set()
     copier.close()
     assert flight.ended and watched.told == []
-    assert "ftckpt-copy" not in [thread.name for thread in threading.enumerate()]
+    assert not copier._worker._thread.is_alive()
     copier.close()
 
 
