@@ -22,6 +22,9 @@ from ftckpt.events import Events
 from ftckpt.layout.topology import Topology
 from ftckpt.state.manifest import Manifest
 
+_LARGE_BYTES = 4 << 30
+"""Allocating this much takes seconds: people are told."""
+
 
 class NodeArenas:
     """This rank's view of its node's directory. ``enter``, ``open`` and ``leave`` are collective.
@@ -65,6 +68,8 @@ class NodeArenas:
         self._set_aside_old(path, holds_snapshot)
         need = 0 if existing is not None else SlotImage.of(manifest).file_bytes * slots
         self._check_memory(need)
+        if need > _LARGE_BYTES:
+            self._events.tell(f"allocating {need / 1e9:.1f} GB of shared memory for each rank")
         arena = together(self._group, lambda: existing or Arena.create(self.path, manifest, slots))
         together(self._group, lambda: arena.lock(self._config.lock_timeout_secs))
         self._events.emit(
