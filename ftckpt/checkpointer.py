@@ -16,7 +16,7 @@ from ftckpt.config import Config
 from ftckpt.errors import CaptureError, ConfigError, FtckptError
 from ftckpt.events import Events
 from ftckpt.layout.topology import Topology
-from ftckpt.restore.session import Session
+from ftckpt.restore.restart import Restart
 from ftckpt.state.piece import Description, TrainingState
 
 
@@ -84,18 +84,18 @@ class Checkpointer:
         self.events.emit("joined", job=self.config.job, node=self.topology.me.node)
         self._arenas.enter()
         described = self._described = together(self._group, self._state.describe)
-        session = Session(self._group, self.topology, self._arenas.path, self.events)
+        restart = Restart(self._group, self.topology, self._arenas.path, self.events)
         try:
-            decision = session.choose(self.config.on_lost)
+            decision = restart.choose(self.config.on_lost)
             if decision is not None and decision.iteration < newer_than:
                 self.events.emit("older_than_storage", in_memory=decision.iteration, loaded=newer_than)
                 decision = None
-            self._lineage = session.void_newer(decision)
+            self._lineage = restart.void_newer(decision)
             if decision is not None:
-                session.load(decision, self._state, described)
+                restart.load(decision, self._state, described)
                 self._whole = (bytes.fromhex(decision.lineage), decision.iteration)
         finally:
-            session.close()
+            restart.close()
         self._lay_out(described, self._assign(described))
         iteration = decision.iteration if decision else None
         self._last = iteration if iteration is not None else -1

@@ -11,6 +11,7 @@ cd "$ROOT"
 
 say "ruff check"
 "$PYTHON" -m ruff check --quiet . || fail "ruff has complaints"
+"$PYTHON" -m ruff format --check --quiet . || fail "files are not formatted: run 'ruff format .'"
 say "mypy"
 "$PYTHON" -m mypy || fail "mypy has complaints"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -68,10 +69,10 @@ def assign(
 
 def _broken(described: Description) -> list[str]:
     """Keys of pieces that are not what they are believed to be derived from."""
-    names = [piece.fragment.name for piece in described.stepped]
-    twice = next((name for name in names if names.count(name) > 1), None) if len(set(names)) < len(names) else None
-    if twice is not None:
-        raise UnsupportedError(f"the state describes {twice} twice")
+    names = Counter(piece.fragment.name for piece in described.stepped)
+    twice = [name for name, count in names.items() if count > 1]
+    if twice:
+        raise UnsupportedError(f"the state describes {twice[0]} more than once")
     return [p.fragment.key for p in described.stepped if p.derived_from is not None and not rule_holds(p)]
 
 

@@ -50,7 +50,7 @@ class Point:
     argument: int = 0
 
 
-_CHECKPOINTER, _CONTROL, _SESSION = "ftckpt.checkpointer", "ftckpt.arena.control", "ftckpt.restore.session"
+_CHECKPOINTER, _CONTROL, _RESTART = "ftckpt.checkpointer", "ftckpt.arena.control", "ftckpt.restore.restart"
 _OPTIMIZER = "megatron.core.optimizer.optimizer"
 _OPTIMIZERS = ("ChainedOptimizer", "MixedPrecisionOptimizer", "FP32Optimizer")
 _STEPS = tuple(f"{kind}.step_with_ready_grads" for kind in _OPTIMIZERS)
@@ -76,7 +76,7 @@ POINTS: dict[str, Point] = {
     "mark": Point((Hook(_CONTROL, "ControlBlock.mark_whole", after=True),), "argument", 2),
     # Before each slot that the restore voids (the leader of a node alone does), before any byte is loaded.
     "void": Point((Hook(_CONTROL, "ControlBlock.void"),), "restored"),
-    "load": Point((Hook(_SESSION, "execute"),), "restored"),
+    "load": Point((Hook(_RESTART, "execute"),), "restored"),
 }
 
 
@@ -262,4 +262,4 @@ def _follow(injector: _Injector) -> None:
 
     _wrap(_CHECKPOINTER, "Checkpointer.step", step)
     _wrap("ftckpt.capture.capture", "Capture.begin", begin)
-    _wrap(_SESSION, "Session.void_newer", void_newer)
+    _wrap(_RESTART, "Restart.void_newer", void_newer)

@@ -38,7 +38,7 @@ class Held:
     objects_used: int
 
 
-class Session:
+class Restart:
     """One restart. Every method is collective, called in the order in which they stand."""
 
     def __init__(self, group: Group, topology: Topology, node_dir: Path, events: Events) -> None:
