@@ -120,6 +120,16 @@ def test_two_faults_one_after_the_other(settings: dict[str, Any], tmp_path: Path
     assert resume(settings) == 5
 
 
+def test_old_arenas_stay_until_a_new_snapshot_is_whole(settings: dict[str, Any], tmp_path: Path) -> None:
+    """After nodes swapped, new arenas are empty: until they hold a snapshot the old ones have the only one."""
+    here, there = ["a", "a", "b", "b"], ["b", "b", "a", "a"]
+    attempt(settings, Fault("all", AT, "boundary", tmp_path / "first", "kill", secs=20), nodes=here)
+    attempt(settings, Fault("all", AT, "boundary", tmp_path / "second", "kill", secs=20), nodes=there)
+    resumed = jobs.outcomes(RANKS, jobs.Run(LAYOUT, UNTIL, settings, nodes=there))
+    assert jobs.assert_continues(reference(), resumed) == AT - 1
+    assert not list(Path(settings["arena"]).iterdir()), "old arenas were left behind"
+
+
 def test_killed_before_anything_was_whole(settings: dict[str, Any], tmp_path: Path) -> None:
     attempt(settings, Fault(1, 1, "before_seal", tmp_path / "fired", "kill"))
     assert resume(settings) == 0
