@@ -16,6 +16,8 @@ from ftckpt.errors import ConfigError
 MIB = 1 << 20
 _MAX_SECS = 1e9  # what timers of the operating system and of torch.distributed can hold
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_CORES = re.compile(r"\d{1,5}(-\d{1,5})?(,\d{1,5}(-\d{1,5})?)*")
+_PAGE_BYTES = 4096
 
 
 def _setting(default: Any, text: str, choices: tuple[str, ...] = (), minimum: float | None = None) -> Any:
@@ -36,7 +38,25 @@ class Config:
     job: str = _setting("", "name of the job; default: the torchrun or Slurm job id")
     node: str = _setting("", "stable name of this machine; default: the host name")
     arena: str = _setting("/dev/shm", "directory on a tmpfs that holds the arenas")
-    chunk_mib: int = _setting(16, "size of a copy and of a checksum, in MiB", minimum=1)
+    chunk_mib: float = _setting(16.0, "size of a copy and of a checksum, in MiB", minimum=0.0625)
+    schedule: str = _setting(
+        "bubble",
+        "when state is copied: in the pipeline's idle windows, at once in the background on a side stream or by "
+        "a plain thread, or all of it at the boundary while training waits",
+        choices=("bubble", "stream", "thread", "sync"),
+    )
+    copy_gbps: float = _setting(
+        0.0, "copy budget of a node in GB/s, shared by its ranks; 0: what was measured", minimum=0
+    )
+    fence_budget: float = _setting(
+        0.01, "share of an iteration that the fence may cost before snapshots become rarer; 0: any", minimum=0
+    )
+    replan_share: float = _setting(
+        0.1, "share of an iteration by which windows must have moved before copies are planned anew", minimum=0.001
+    )
+    affinity: str = _setting(
+        "auto", "cores of ftckpt's threads: auto (those of the device's NUMA node), none, or a list such as 0-3,8"
+    )
     objects_mib: int = _setting(4, "room for RNG, counters, schedulers and user objects in a slot, in MiB", minimum=1)
     fence_timeout_secs: float = _setting(
         120.0, "longest wait for an unfinished copy before the snapshot is dropped", minimum=0.001
@@ -57,6 +77,9 @@ class Config:
     error_limit: int = _setting(3, "failed snapshots in a row after which ftckpt turns itself off", minimum=1)
     on_lost: str = _setting("fail", "what a restart does when snapshots were lost", choices=("fail", "fresh"))
     events: str = _setting("", "directory for event logs (JSON lines); default: none")
+    timeline_interval: int = _setting(
+        50, "snapshots between two that leave a timeline in the event log; 0: none", minimum=0
+    )
 
     def __post_init__(self) -> None:
         for setting in fields(self):
@@ -65,13 +88,15 @@ class Config:
             value = getattr(self, name)
             if value and not _NAME.fullmatch(value):
                 raise ConfigError(f"{name}: {value!r} is not a name; use 1 to 64 of A-Z a-z 0-9 . _ -")
+        if self.affinity not in ("auto", "none") and not _CORES.fullmatch(self.affinity):
+            raise ConfigError(f"affinity: {self.affinity!r} is not auto, none or a list of cores such as 0-3,8")
         if not os.path.isabs(self.arena):
             raise ConfigError(f"arena: {self.arena!r} is not an absolute path; name a directory on a tmpfs")
 
     @property
     def chunk_bytes(self) -> int:
-        """Size of a copy and of a checksum in bytes."""
-        return self.chunk_mib * MIB
+        """Size of a copy and of a checksum in bytes, a multiple of a page."""
+        return int(self.chunk_mib * MIB) // _PAGE_BYTES * _PAGE_BYTES
 
     @property
     def events_dir(self) -> Path | None:
