@@ -1,4 +1,4 @@
-"""The ``ftckpt`` command: look at arenas and delete those of a dead job.
+"""The ``ftckpt`` command: look at arenas, delete those of a dead job, draw what was copied when.
 
 Exit status: 0 good, 1 something inspected is corrupt, 2 the command could not be carried out.
 """
@@ -18,6 +18,9 @@ from ftckpt.arena.mapping import open_mapping
 from ftckpt.arena.segment import CONTROL_NAME, Arena, clean_job, list_arenas, slot_name
 from ftckpt.config import Config
 from ftckpt.errors import ArenaError, ConfigError, CorruptError, FtckptError, MismatchError
+from ftckpt.timeline.read import read_recording
+from ftckpt.timeline.table import notes_of, summary, text_table
+from ftckpt.timeline.write import write_timeline
 
 _COLUMNS = ("ARENA", "SLOT", "STATE", "ITERATION", "LINEAGE", "BYTES", "VERIFIED")
 
@@ -56,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line ``argv`` (default: the process's own) and return its exit status."""
     parser = _Parser(prog="ftckpt", description="in-memory snapshots of training state")
     commands = parser.add_subparsers(metavar="COMMAND", required=True, dest="command")
-    for add in (_add_inspect, _add_clean):
+    for add in (_add_inspect, _add_clean, _add_timeline):
         add(commands)
     try:
         arguments = parser.parse_args(argv)
@@ -79,6 +82,30 @@ def _add_clean(commands: Any) -> None:
     parser.add_argument("job", help="name of the job")
     parser.add_argument("--arena", type=Path, default=Path(Config().arena), help="tmpfs (default: %(default)s)")
     parser.set_defaults(run=_clean)
+
+
+def _add_timeline(commands: Any) -> None:
+    parser = commands.add_parser("timeline", help="draw one iteration and the copies in it, from event logs")
+    parser.add_argument(
+        "events", type=Path, metavar="RUN", help="directory with event logs (--ftckpt-events) at any depth"
+    )
+    parser.add_argument(
+        "--iteration", type=int, help="of the snapshot; default: the newest that all ranks left a timeline of"
+    )
+    parser.add_argument("--output", type=Path, metavar="DIR", help="where the files go (default: RUN)")
+    parser.set_defaults(run=_timeline)
+
+
+def _timeline(arguments: argparse.Namespace) -> int:
+    recording = read_recording(arguments.events, arguments.iteration)
+    html, trace = write_timeline(recording, arguments.output or arguments.events)
+    print(text_table(recording))
+    print(f"iteration {recording.iteration + 1}, snapshot of {recording.iteration}: {summary(recording)}")
+    for note in notes_of(recording):
+        print(f"note: {note}")
+    print(f"picture {html}")
+    print(f"trace   {trace} (opens in https://ui.perfetto.dev)")
+    return 0
 
 
 def _clean(arguments: argparse.Namespace) -> int:
@@ -138,6 +165,8 @@ def _inspect_slot(report: Report, name: str, arena: Arena, slot: int, verify: bo
     record = arena.control.record(slot)
     bad = _problems(arena, slot, record, verify)
     state = "UNUSABLE" if arena.slot_error(slot) else "TORN" if record.torn else record.state.name
+    if not arena.allocated(slot):
+        state = "ABSENT"
     iteration, lineage = (str(record.iteration), record.lineage.hex()[:8]) if record.sealed else ("-", "-")
     checked = "-" if not (verify and record.sealed) else "BAD" if bad else "yes"
     report.rows.append((name, str(slot), state, iteration, lineage, str(arena.image.file_bytes), checked))
@@ -147,6 +176,8 @@ def _inspect_slot(report: Report, name: str, arena: Arena, slot: int, verify: bo
 
 
 def _problems(arena: Arena, slot: int, record: SlotRecord, verify: bool) -> list[str]:
+    if not arena.allocated(slot):
+        return []
     error = arena.slot_error(slot)
     if error is not None:
         return [error]

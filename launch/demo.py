@@ -29,6 +29,9 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from ftckpt.testing.faults import Fault
+from ftckpt.timeline.model import Recording
+from ftckpt.timeline.read import TimelineError, read_recording
+from ftckpt.timeline.write import remove_timeline, write_timeline
 from launch import demo_measure, demo_report
 from launch.demo_measure import Comparison, FaultCost
 from launch.demo_run import WORLD_SIZE, DemoError, Run, Watch, execute, victims
@@ -38,6 +41,7 @@ MODEL = ["--layers", "4", "--hidden", "160", "--seq", "64", "--global-batch", "1
 # Small chunks and objects, because so is the model: a slot is to have several chunks, and all arenas together
 # are to fit the 64 MB of /dev/shm that containers often have.
 ARENA = ["--ftckpt-chunk-mib", "1", "--ftckpt-objects-mib", "1"]
+TIMELINES = ["--ftckpt-timeline-interval", "4"]  # between two faults there are few iterations
 _INTERRUPTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -131,7 +135,7 @@ def train_both(
     training = [*LAYOUT, *MODEL, *training, "--iterations", str(args.iterations)]
     job = f"demo-{os.getpid()}-{time.time_ns() % 10**9}"
     reference = Run("reference", args.out / "reference", training)
-    flags = ["--ftckpt", "--ftckpt-job", job, *ARENA]
+    flags = ["--ftckpt", "--ftckpt-job", job, *ARENA, *TIMELINES]
     faulted = Run("faulted", args.out / "faulted", training, flags, tuple(faults.values()))
     print(f"demo: reference run of {args.iterations} iterations, without ftckpt", flush=True)
     seen = execute(reference, job, Teller("reference", args.iterations, {}, every=5))
@@ -234,11 +238,23 @@ def _count(num: int) -> str:
     return f"{num} fault{'s' * (num != 1)}"
 
 
+def draw_timeline(out: Path) -> Recording | None:
+    """Write picture and trace of one iteration of the run with faults; None where none can be drawn."""
+    try:
+        recording = read_recording(out / "faulted")
+    except TimelineError as error:
+        remove_timeline(out)  # of an earlier run
+        print(f"demo: no timeline: {error}", file=sys.stderr)
+        return None
+    write_timeline(recording, out)
+    return recording
+
+
 def conclude(summary: Mapping[str, Any], out: Path) -> int:
     """Write the report and print the verdict; returns the exit code."""
     (out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
     report = out / "report.html"
-    report.write_text(demo_report.render(summary))
+    report.write_text(demo_report.render(summary, draw_timeline(out)))
     survived = f"{_count(len(summary['faults']))} survived"
     if summary["bit_exact"]:
         print(f"demo: bit-exact, {survived}, report in {report}")

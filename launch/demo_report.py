@@ -7,6 +7,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from typing import Any
 
+from ftckpt.timeline.model import Recording
+from ftckpt.timeline.picture import fragment
+from ftckpt.timeline.style import STYLE as TIMELINE_STYLE
+from ftckpt.timeline.table import summary as timeline_summary
 from launch.demo_charts import Marker, blocked_chart, loss_chart, restart_chart
 from launch.demo_style import STYLE
 
@@ -23,13 +27,20 @@ MEANINGS = {
 }
 
 
-def render(summary: Mapping[str, Any]) -> str:
-    """The page for a summary of ``demo.py``."""
-    sections = (_header(summary), _tiles(summary), _losses(summary), _restarts(summary), _blocked(summary))
+def render(summary: Mapping[str, Any], recording: Recording | None = None) -> str:
+    """The page for a summary of ``demo.py``, with the timeline of one iteration if there is one."""
+    sections = (
+        _header(summary),
+        _tiles(summary),
+        _losses(summary),
+        _restarts(summary),
+        _blocked(summary),
+        timeline_section(recording),
+    )
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>ftckpt demo</title><style>{STYLE}</style></head><body><main>\n"
+        f"<title>ftckpt demo</title><style>{STYLE}{TIMELINE_STYLE if recording else ''}</style></head><body><main>\n"
         + "\n".join((*sections, _compared(summary), _conditions(summary)))
         + "\n</main></body></html>\n"
     )
@@ -123,6 +134,18 @@ def _blocked(summary: Mapping[str, Any]) -> str:
         "share cores: real overhead has to be measured on real devices."
     )
     return _section("Training blocked by snapshots", note, legend + blocked_chart(blocked, _markers(summary)))
+
+
+def timeline_section(recording: Recording | None) -> str:
+    """The picture of one iteration, or that there is none."""
+    title = "One iteration, and when its snapshot was copied"
+    if recording is None:
+        return _section(title, "The run left no timeline that could be drawn.", "")
+    note = (
+        f"Iteration {recording.iteration + 1}, while the snapshot of {recording.iteration} was copied: "
+        f"{timeline_summary(recording)}. A trace of it is in timeline.json, which Perfetto opens."
+    )
+    return _section(title, note, fragment(recording))
 
 
 def _compared(summary: Mapping[str, Any]) -> str:

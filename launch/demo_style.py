@@ -15,7 +15,7 @@ STYLE = """
 * { box-sizing: border-box; }
 body { margin: 0; background: var(--ground); color: var(--text);
   font: 15px/1.55 system-ui, -apple-system, "Segoe UI", Roboto, "DejaVu Sans", sans-serif; }
-main { max-width: 1040px; margin: 0 auto; padding: 32px 20px 64px; }
+main { max-width: 1120px; margin: 0 auto; padding: 32px 20px 64px; }
 header { border-left: 6px solid var(--good); background: var(--good-soft); border-radius: 10px;
   padding: 20px 26px; }
 header.bad { border-color: var(--bad); background: var(--bad-soft); }

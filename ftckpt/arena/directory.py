@@ -15,6 +15,8 @@ from ftckpt.errors import ArenaError
 from ftckpt.state.manifest import Manifest
 
 LOCK_NAME = "lock"
+BUDGET_NAME = ".budget"
+"""The page in a node's directory through which its ranks divide the node's copy budget."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
 
 
@@ -95,11 +97,12 @@ def remove_job_if_empty(root: Path, job: str, node: str) -> bool:
     job_dir = root / f"ftckpt-{_checked(job, 'job')}"
     node_dir = job_dir / _checked(node, "node")
     if node_dir.is_dir():
-        others = any(entry.name != JOB_LOCK_NAME for entry in node_dir.iterdir())
+        others = any(entry.name not in (JOB_LOCK_NAME, BUDGET_NAME) for entry in node_dir.iterdir())
         if others or held_elsewhere(node_dir / JOB_LOCK_NAME):
             return False
-        (node_dir / JOB_LOCK_NAME).unlink(missing_ok=True)
         try:
+            for name in (BUDGET_NAME, JOB_LOCK_NAME):
+                (node_dir / name).unlink(missing_ok=True)
             node_dir.rmdir()
         except OSError:  # an arena was created meanwhile
             return False

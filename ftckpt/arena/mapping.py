@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import mmap
 import os
+import weakref
 from contextlib import suppress
 from pathlib import Path
 
@@ -23,6 +24,13 @@ class Mapping:
         flags = mmap.MAP_SHARED | (mmap.MAP_POPULATE if writable else 0)
         self._map: mmap.mmap | None = mmap.mmap(fd, nbytes, flags=flags, prot=protection)
         self.data = memoryview(self._map)
+        self._alive = weakref.ref(self._map)
+
+    @property
+    def released(self) -> bool:
+        """Whether the memory is unmapped: closed, and no view is left."""
+        mapped = self._alive()
+        return mapped is None or mapped.closed
 
     def close(self) -> None:
         """Unmap now, or, while views made by others exist, as soon as the last of them is gone."""

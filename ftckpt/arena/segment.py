@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 import xxhash
@@ -21,10 +22,11 @@ from ftckpt.arena.directory import (
     remove_tree,
     require_own,
 )
-from ftckpt.arena.image import SlotImage, parse_image
+from ftckpt.arena.image import SlotImage
 from ftckpt.arena.locks import FileLock, JobLock
 from ftckpt.arena.mapping import Mapping, create_mapping, open_mapping
-from ftckpt.errors import ArenaError, CorruptError, MismatchError
+from ftckpt.arena.slots import SlotFiles, image_of_slots, slot_name
+from ftckpt.errors import ArenaError, ConfigError, CorruptError
 from ftckpt.state.manifest import Manifest
 
 __all__ = [
@@ -46,19 +48,15 @@ Progress = Callable[[int, int], None]
 """Called with bytes done and bytes in all."""
 
 
-def slot_name(slot: int) -> str:
-    """File name of a slot."""
-    return f"slot{slot}.safetensors"
-
-
 class Arena:
     """The mapped files of one shard.
 
-    Made by ``create`` or ``open``; the caller closes it. ``slot`` views stay usable after ``close``: the
-    memory is unmapped when the last of them is gone. Who writes holds the lock (``lock``).
+    Made by ``create`` or ``open``; the caller closes it. ``slot`` views stay usable after ``close`` and
+    ``free``: the memory is unmapped when the last of them is gone. Who writes holds the lock (``lock``).
+    A slot may be without memory, not allocated: its record is EMPTY, its file is missing.
     """
 
-    def __init__(self, path: Path, image: SlotImage, control: Mapping, slots: Sequence[Mapping | str]) -> None:
+    def __init__(self, path: Path, image: SlotImage, control: Mapping, slots: SlotFiles) -> None:
         self.path = path
         self.image = image
         self.control = ControlBlock(control.data)
@@ -67,42 +65,46 @@ class Arena:
         self._lock: FileLock | None = None
 
     @classmethod
-    def create(cls, node_dir: Path, manifest: Manifest, slots: int) -> Arena:
-        """Create an arena whose slots are all EMPTY; every page of it is allocated and mapped.
+    def create(cls, node_dir: Path, manifest: Manifest, slots: int, allocate: int | None = None) -> Arena:
+        """Create an arena whose slots are all EMPTY; every page of the first ``allocate`` is allocated and mapped.
 
         It is built under a temporary name and renamed when complete. What killed processes left under
-        temporary names for the same shard is removed first. The arena comes back unlocked.
+        temporary names for the same shard is removed first. The arena comes back unlocked. The others of its
+        ``slots`` get their memory by the method ``allocate``; None means all at once.
 
         Raises:
             ArenaError: there is an arena for this manifest already, or another process is creating it.
+            ConfigError: ``allocate`` is not 1 to ``slots``: a slot's header tells what an arena holds.
             MemoryBudgetError: the file system has no room; nothing is left behind.
         """
         final = arena_path(node_dir, manifest)
         if final.exists():
             raise ArenaError(f"{final} exists; open it, or remove it first")
+        if allocate is not None and not 1 <= allocate <= slots:
+            raise ConfigError(f"{final}: allocate {allocate} is not 1 to {slots}, the number of slots")
         image = SlotImage.of(manifest)
         remove_stale(node_dir, manifest.shard)
         temporary = node_dir / f".{final.name}.new-{os.getpid()}"
-        mappings: list[Mapping] = []
+        files = SlotFiles(temporary, image, slots)
+        control = None
         try:
             temporary.mkdir(mode=0o700)
             with FileLock(temporary / LOCK_NAME, 0, f"new arena {final.name}", "end that process first"):
-                for slot in range(slots):
-                    mappings.append(create_mapping(temporary / slot_name(slot), image.file_bytes))
-                    mappings[-1].data[: len(image.header)] = image.header
-                nbytes = control_bytes(slots, len(image.chunks))
-                mappings.append(create_mapping(temporary / CONTROL_NAME, nbytes))
-                ControlBlock.format_into(mappings[-1].data, manifest, slots).close()
+                for slot in range(slots if allocate is None else allocate):
+                    files.make(slot)
+                control = create_mapping(temporary / CONTROL_NAME, control_bytes(slots, len(image.chunks)))
+                ControlBlock.format_into(control.data, manifest, slots).close()
                 temporary.rename(final)
         except BaseException as error:
-            for mapping in mappings:
-                mapping.close()
+            files.close()
+            if control is not None:
+                control.close()
             remove_tree(temporary)
             if isinstance(error, OSError):
                 raise ArenaError(f"{final}: cannot be created: {error.strerror}") from None
             raise
-        *made, control = mappings
-        return cls(final, image, control, made)
+        files.path = final
+        return cls(final, image, control, files)
 
     @classmethod
     def open(cls, path: Path, writable: bool = False) -> Arena:
@@ -122,17 +124,17 @@ class Arena:
         except ArenaError as error:
             raise CorruptError(str(error)) from None
         try:
-            with memoryview(control.data) as view:
-                block = ControlBlock(view)
-                slots, digest, chunks = block.slots, block.digest, block.num_chunks
-                block.close()
-            image = _image_of_slots(path, slots, digest)
-            if len(image.chunks) != chunks:
-                raise CorruptError(f"{path}: {chunks} chunks in the control block, {len(image.chunks)} in a slot")
+            with memoryview(control.data) as view, closing(ControlBlock(view)) as block:
+                image = image_of_slots(path, block.slots, block.digest)
+                if len(image.chunks) != block.num_chunks:
+                    raise CorruptError(
+                        f"{path}: {block.num_chunks} chunks in the control block, {len(image.chunks)} in a slot"
+                    )
+                files = SlotFiles.open(path, image, block, writable)
         except BaseException:
             control.close()
             raise
-        return cls(path, image, control, [_open_slot(path, image, slot, writable) for slot in range(slots)])
+        return cls(path, image, control, files)
 
     @property
     def manifest(self) -> Manifest:
@@ -140,16 +142,46 @@ class Arena:
         return self.image.manifest
 
     def slot(self, slot: int) -> memoryview:
-        """The whole file of ``slot``; raises CorruptError if it could not be mapped."""
-        mapping = self._slots[slot]
-        if isinstance(mapping, str):
-            raise CorruptError(mapping)
-        return mapping.data[:]
+        """The whole file of ``slot``; raises CorruptError if it is damaged, ArenaError if not allocated."""
+        return self._slots.view(slot)
 
     def slot_error(self, slot: int) -> str | None:
         """Why ``slot`` cannot be used, or None."""
-        mapping = self._slots[slot]
-        return mapping if isinstance(mapping, str) else None
+        return self._slots.error(slot)
+
+    def allocated(self, slot: int) -> bool:
+        """Whether ``slot`` has memory; one that has none is no damage."""
+        return self._slots.allocated(slot)
+
+    @property
+    def lingering(self) -> int:
+        """How many slots were freed or closed while views of them exist, so that their memory is still used."""
+        return self._slots.lingering
+
+    def allocate(self, slot: int) -> None:
+        """Give ``slot`` memory if it has none; it can be written at once, without opening the arena again.
+
+        Raises:
+            MemoryBudgetError: the file system has no room; nothing has changed.
+            ArenaError: the file cannot be created.
+        """
+        if not self.allocated(slot):
+            self._slots.make(slot)
+
+    def free(self, slot: int) -> None:
+        """Give up what ``slot`` holds, and its memory, until ``allocate``.
+
+        The file is deleted at once; the memory comes back when the last view of the slot is gone
+        (``lingering`` counts those that wait for it).
+
+        Raises:
+            ArenaError: no other slot can be read: without one nothing tells what the arena holds.
+        """
+        if all(self.slot_error(other) for other in range(self.control.slots) if other != slot):
+            raise ArenaError(f"{self.path}: slot {slot} is the last one; remove the arena instead")
+        # Readers take a missing file for damage unless the record is EMPTY.
+        self.control.void(slot)
+        self._slots.free(slot)
 
     def lock(self, deadline_secs: float) -> None:
         """Become the one process that writes this arena, until ``unlock`` or ``close``.
@@ -159,6 +191,7 @@ class Arena:
         """
         remedy = "wait for it or end it; two ranks of one job must not share an arena"
         self._lock = FileLock(self.path / LOCK_NAME, deadline_secs, f"arena {self.path.name}", remedy)
+        self._slots.remove_half_made()
 
     def unlock(self) -> None:
         """Give the lock up; does nothing if it is not held."""
@@ -210,21 +243,15 @@ class Arena:
         with self.slot(slot) as data:
             return bytes(data[: len(self.image.header)]) == self.image.header
 
-    def renew(self, slot: int) -> Arena:
-        """Give ``slot`` a new, empty file in place of a damaged one; returns the arena, opened again.
+    def renew(self, slot: int) -> None:
+        """Give ``slot`` a new, empty file in place of a damaged one, which is deleted first.
 
         Raises:
-            MemoryBudgetError: the file system has no room.
+            MemoryBudgetError: the file system has no room; the slot is not allocated then.
+            ArenaError: as ``free``.
         """
-        self.control.void(slot)
-        self.close()
-        fresh = self.path / f".{slot_name(slot)}.new"
-        fresh.unlink(missing_ok=True)
-        mapping = create_mapping(fresh, self.image.file_bytes)
-        mapping.data[: len(self.image.header)] = self.image.header
-        mapping.close()
-        fresh.rename(self.path / slot_name(slot))
-        return Arena.open(self.path, writable=True)
+        self.free(slot)
+        self.allocate(slot)
 
     def remove(self) -> None:
         """Close the arena and delete its files."""
@@ -236,9 +263,7 @@ class Arena:
         self.unlock()
         self.control.close()
         self._control_map.close()
-        for mapping in self._slots:
-            if not isinstance(mapping, str):
-                mapping.close()
+        self._slots.close()
 
     def _objects(self, slot: int, record: SlotRecord) -> memoryview:
         span = self.image.objects
@@ -252,31 +277,3 @@ class Arena:
                 return xxhash.xxh3_64_intdigest(objects) == record.objects_hash
         except CorruptError:
             return False
-
-
-def _open_slot(path: Path, image: SlotImage, slot: int, writable: bool) -> Mapping | str:
-    try:
-        return open_mapping(path / slot_name(slot), image.file_bytes, writable)
-    except ArenaError as error:
-        return str(error)
-
-
-def _image_of_slots(path: Path, slots: int, digest: bytes) -> SlotImage:
-    """The image that the first sound header gives, if the control block was made for its manifest."""
-    errors = []
-    for slot in range(slots):
-        try:
-            mapping = open_mapping(path / slot_name(slot), None, writable=False)
-        except ArenaError as error:
-            errors.append(str(error))
-            continue
-        try:
-            image = parse_image(mapping.data)
-            if image.manifest.digest == digest:
-                return image
-            errors.append(f"slot {slot}: its manifest is not the one of the control block")
-        except (CorruptError, MismatchError) as error:
-            errors.append(f"slot {slot}: {error}")
-        finally:
-            mapping.close()
-    raise CorruptError(f"{path}: no slot has a usable header: {'; '.join(errors)}")

@@ -2,9 +2,23 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 from ftckpt.arena.image import SlotImage
+from ftckpt.arena.leftovers import (
+    Snapshot,
+    holding,
+    num_allocated,
+    reclaim,
+    refuse_renamed,
+    remove_temporaries,
+    shard_at,
+    trim,
+    used_bytes,
+    void_others,
+    wait_for_straggler,
+)
 from ftckpt.arena.memory import check_budget
 from ftckpt.arena.segment import (
     Arena,
@@ -17,7 +31,7 @@ from ftckpt.arena.segment import (
 )
 from ftckpt.comm import Group, together
 from ftckpt.config import Config
-from ftckpt.errors import ArenaError, FtckptError
+from ftckpt.errors import ArenaError, FtckptError, MemoryBudgetError
 from ftckpt.events import Events
 from ftckpt.layout.topology import Topology
 from ftckpt.state.manifest import Manifest
@@ -27,10 +41,12 @@ _LARGE_BYTES = 4 << 30
 
 
 class NodeArenas:
-    """This rank's view of its node's directory. ``enter``, ``open`` and ``leave`` are collective.
+    """This rank's view of its node's directory. ``enter``, ``open``, ``replace`` and ``leave`` are collective.
 
-    Old arenas, those that no rank of the node writes any more, are kept until a snapshot of the new lineage
-    is whole: until then they may hold the only one.
+    Old arenas, those that no rank of the node writes any more, are kept until a snapshot in the new ones is
+    whole: until then they may hold the only one. Each rank removes the old arenas of its own shard, so that
+    it knows without asking when their memory is there for its new one; the node's leader removes those of
+    shards that no rank of the node holds.
     """
 
     def __init__(self, config: Config, topology: Topology, group: Group, events: Events) -> None:
@@ -42,6 +58,7 @@ class NodeArenas:
         self._leads = topology.is_node_leader
         self._job_lock: JobLock | None = None
         self._old: list[Path] = []
+        self._replaced: list[Arena] = []  # closed, but views that somebody still holds keep memory of slots
         self._own: Path | None = None
 
     def enter(self) -> None:
@@ -52,36 +69,99 @@ class NodeArenas:
         """
         together(self._group, self._enter)
 
-    def open(self, manifest: Manifest, holds_snapshot: bool) -> Arena:
+    def open(self, manifest: Manifest, holds_snapshot: bool, keep: Snapshot | None = None) -> Arena:
         """The locked arena for ``manifest``: the one that is there, or a new one.
 
         ``holds_snapshot``: the arenas that are there hold the snapshot that the job would restart from.
+        ``keep`` is that snapshot. Where it is given, slots of old arenas that hold anything else are freed
+        first, and the arena may come back with fewer slots allocated than configured (one that can be
+        written at least): as many as keep the sum of this rank's slots at what is configured. ``complete``
+        allocates the others. Without it all slots are allocated.
 
         Raises:
-            MemoryBudgetError: the node has no room for its ranks' new arenas.
+            MemoryBudgetError: the node has no room for its ranks' new slots.
             ArenaError: held by another process, or not creatable.
         """
         path = arena_path(self.path, manifest)
-        slots = self._config.slots
         existing = together(self._group, lambda: self._reuse(path))
         self._own = path
-        self._set_aside_old(path, holds_snapshot)
-        need = 0 if existing is not None else SlotImage.of(manifest).file_bytes * slots
-        self._check_memory(need)
-        if need > _LARGE_BYTES:
-            self._events.tell(f"allocating {need / 1e9:.1f} GB of shared memory for each rank")
-        arena = together(self._group, lambda: existing or Arena.create(self.path, manifest, slots))
-        together(self._group, lambda: arena.lock(self._config.lock_timeout_secs))
-        self._events.emit(
-            "arena", path=str(path), reused=existing is not None, slots=slots, slot_bytes=arena.image.file_bytes
-        )
+        together(self._group, lambda: self._set_aside_old(path, holds_snapshot, keep))
+        most = self._config.slots - (self._num_old_slots() if keep is not None else 0)
+        slot_bytes = SlotImage.of(manifest).file_bytes
+        new, absent = self._num_new(existing, most, keep)
+        self._check_memory(new * slot_bytes, absent * slot_bytes - sum(map(used_bytes, self._old)))
+        return together(self._group, lambda: self._have(manifest, existing, new))
+
+    def replace(self, old: Arena, keep: Snapshot | None, manifest: Manifest) -> Arena:
+        """Go over to another manifest while training: the locked arena for it.
+
+        ``old`` is the arena that was written until now, ``keep`` the newest snapshot that is whole on all
+        ranks. The slots of ``old`` that do not hold it are given back before new ones are allocated. The new
+        arena has as many slots as keep the sum of this rank's slots at what is configured, one at least; the
+        others follow from ``remove_old`` and ``complete``. ``keep`` is marked in it as whole. A rank whose
+        manifest has not changed gets ``old``, void of all but ``keep``. No copy may run, and no view of a slot
+        of ``old`` may be held.
+
+        Raises:
+            MemoryBudgetError: no room; nothing was freed, ``old`` is open, locked and can be used.
+            ArenaError: the new arena cannot be had. ``old`` is closed; what ``keep`` names is still there.
+        """
+        path = arena_path(self.path, manifest)
+        same = path == old.path
+        existing = together(self._group, lambda: old if same else self._reuse(path))
+        try:
+            self._check_replacement(old, existing, keep, manifest)
+        except BaseException:
+            if existing is not None and not same:
+                existing.close()
+            raise
+        # A kill from here on must find the same on all ranks: what is not whole is gone from every arena
+        # before the first of them goes.
+        together(self._group, lambda: void_others(old, keep))
+        lingering = together(self._group, lambda: 0 if same else self._give_back(old, keep))
+        self._own = path
+        self._old = [other for other in self._old if other != path]
+        most = self._config.slots - self._num_old_slots() - lingering
+        new, _ = self._num_new(existing, most, keep)
+        try:
+            arena = together(self._group, lambda: old if same else self._have(manifest, existing, new))
+        except MemoryBudgetError as error:
+            raise ArenaError(f"no room any more after the old slots were freed: {error}") from None
+        if keep is not None:
+            arena.control.mark_whole(*keep)
         return arena
 
     def remove_old(self) -> None:
-        """A snapshot of the new lineage is whole: nobody needs the old arenas."""
+        """A snapshot in the new arenas is whole on all ranks: nobody needs the old ones."""
         for path in self._old:
             remove_arena(path)
         self._old.clear()
+
+    def complete(self, arena: Arena) -> list[int]:
+        """Allocate slots that ``arena`` lacks, once old arenas have gone; returns those that it has now.
+
+        Cheap where nothing is to be done: call it at each boundary. A slot for which there is no room is an
+        event, and the next call tries again. A slot that was given back counts while there are views of it.
+        """
+        slots = range(arena.control.slots)
+        absent = [slot for slot in slots if not arena.allocated(slot)]
+        if not absent or self._old:
+            return []
+        self._replaced = [replaced for replaced in self._replaced if replaced.lingering]
+        lingering = sum(replaced.lingering for replaced in self._replaced)
+        room = self._config.slots - (len(slots) - len(absent)) - lingering
+        made: list[int] = []
+        for slot in absent[: max(0, room)]:
+            try:
+                check_budget(self.path, arena.image.file_bytes)
+                arena.allocate(slot)
+            except FtckptError as error:
+                self._events.emit("arena_problem", path=str(arena.path), problems=[str(error)])
+                break
+            made.append(slot)
+        if made:
+            self._events.emit("slots_allocated", path=str(arena.path), slots=made)
+        return made
 
     def leave(self, arena: Arena | None) -> None:
         """Remove what this rank has, once all ranks are here.
@@ -109,24 +189,94 @@ class NodeArenas:
         self.path = node_directory(Path(self._config.arena), self._config.job, self._topology.me.node)
         if not self._leads:
             return
-        _refuse_renamed(self.path, {member.node for member in self._topology.members})
+        refuse_renamed(self.path, {member.node for member in self._topology.members})
         deadline_secs = self._config.lock_timeout_secs
         self._job_lock = JobLock(self.path, deadline_secs)
         for path in list_arenas(self.path):
-            _wait_for_straggler(path, deadline_secs)
+            wait_for_straggler(path, deadline_secs)
+        remove_temporaries(self.path)
 
-    def _set_aside_old(self, own: Path, holds_snapshot: bool) -> None:
-        kept = set(self._group.gather(str(own).encode()))
-        if not self._leads:
-            return
-        self._old = [path for path in list_arenas(self.path) if str(path).encode() not in kept]
+    def _set_aside_old(self, own: Path, holds_snapshot: bool, keep: Snapshot | None) -> None:
+        mine = self._topology.me.shard
+        here = {self._topology.members[rank].shard for rank in self._topology.ranks_on(self._topology.me.node)}
+        old = [path for path in list_arenas(self.path) if path != own]
+        self._old = [p for p in old if shard_at(p) == mine or (self._leads and shard_at(p) not in here)]
         if not holds_snapshot:
             self.remove_old()
+        elif keep is not None:
+            self._old = [path for path in self._old if trim(path, keep)]
 
-    def _check_memory(self, need_bytes: int) -> None:
-        needs = [int(data) for data in self._group.gather(str(need_bytes).encode())]
-        total = sum(needs[rank] for rank in self._topology.ranks_on(self._topology.me.node))
-        together(self._group, lambda: check_budget(self.path, total) if self._leads and total else None)
+    def _check_replacement(
+        self, old: Arena, existing: Arena | None, keep: Snapshot | None, manifest: Manifest
+    ) -> None:
+        """Whether the new slots fit, both now and when the old arenas have gone."""
+        if existing is old:
+            self._check_memory(0, 0)
+            return
+        others = [path for path in self._old if path != arena_path(self.path, manifest)]
+        kept, there = len(holding(old, keep)), num_allocated(old)
+        most = self._config.slots - kept - self._num_old_slots(others)
+        new, absent = self._num_new(existing, most, keep)
+        slot_bytes, old_bytes = SlotImage.of(manifest).file_bytes, old.image.file_bytes
+        self._check_memory(
+            new * slot_bytes - (there - kept) * old_bytes,
+            absent * slot_bytes - there * old_bytes - sum(map(used_bytes, others)),
+        )
+
+    def _give_back(self, old: Arena, keep: Snapshot | None) -> int:
+        """Close ``old`` with nothing in it but ``keep``; the number of its slots whose memory is not back yet."""
+        if reclaim(old, keep):
+            self._old.append(old.path)
+            self._replaced.append(old)
+            lingering = old.lingering  # before the kept slot, which counts among the old ones, is closed
+            old.close()
+            return lingering
+        self._replaced.append(old)
+        old.close()
+        return old.lingering
+
+    def _num_new(self, existing: Arena | None, most: int, keep: Snapshot | None) -> tuple[int, int]:
+        """How many slots to allocate now, and how many lack memory: at most ``most`` in all, but one to write."""
+        if existing is None:
+            return max(1, min(most, self._config.slots)), self._config.slots
+        there = num_allocated(existing)
+        absent = existing.control.slots - there
+        least = 1 + len(holding(existing, keep))
+        return min(absent, max(0, max(most, least) - there)), absent
+
+    def _num_old_slots(self, paths: list[Path] | None = None) -> int:
+        """Slots of this rank's own shard in old arenas."""
+        old, mine = self._old if paths is None else paths, self._topology.me.shard
+        return sum(len(list(path.glob("slot*"))) for path in old if shard_at(path) == mine)
+
+    def _check_memory(self, now_bytes: int, later_bytes: int) -> None:
+        """Whether the node has room for what its ranks need more now, and when their old arenas have gone."""
+        gathered = self._group.gather(json.dumps([now_bytes, later_bytes]).encode())
+        needs = [json.loads(gathered[rank]) for rank in self._topology.ranks_on(self._topology.me.node)]
+        total = max(sum(now for now, _ in needs), sum(later for _, later in needs))
+        together(self._group, lambda: check_budget(self.path, total) if self._leads and total > 0 else None)
+
+    def _have(self, manifest: Manifest, existing: Arena | None, new: int) -> Arena:
+        """The arena for ``manifest``, locked, with ``new`` slots more than it has."""
+        need_bytes = new * SlotImage.of(manifest).file_bytes
+        if need_bytes > _LARGE_BYTES:
+            self._events.tell(f"allocating {need_bytes / 1e9:.1f} GB of shared memory for each rank")
+        if existing is None:
+            arena = Arena.create(self.path, manifest, self._config.slots, new)
+        else:
+            arena = existing
+            for slot in [slot for slot in range(arena.control.slots) if not arena.allocated(slot)][:new]:
+                arena.allocate(slot)
+        arena.lock(self._config.lock_timeout_secs)
+        self._events.emit(
+            "arena",
+            path=str(arena.path),
+            reused=existing is not None,
+            slots=arena.control.slots,
+            allocated=num_allocated(arena),
+            slot_bytes=arena.image.file_bytes,
+        )
+        return arena
 
     def _reuse(self, path: Path) -> Arena | None:
         """The arena at ``path`` with its damaged slots made new; None where nothing in it can be used."""
@@ -139,28 +289,6 @@ class NodeArenas:
             remove_arena(path)
             return None
         for slot in range(arena.control.slots):
-            if not arena.header_good(slot):
-                arena = arena.renew(slot)
+            if arena.allocated(slot) and not arena.header_good(slot):
+                arena.renew(slot)
         return arena
-
-
-def _refuse_renamed(node_dir: Path, nodes: set[str]) -> None:
-    """Arenas under a node name that no rank has any more would be lost without a word."""
-    for other in sorted(node_dir.parent.iterdir()):
-        if other.name not in nodes and other.is_dir() and list_arenas(other):
-            raise ArenaError(
-                f"{other} holds snapshots of this job under the node name {other.name!r}, which no rank has now: "
-                f"start with --ftckpt-node {other.name}, or remove them with 'ftckpt clean JOB'"
-            )
-
-
-def _wait_for_straggler(path: Path, deadline_secs: float) -> None:
-    """An arena that a process of an earlier attempt still writes cannot be read."""
-    try:
-        arena = Arena.open(path)
-    except FtckptError:
-        return  # the inventory reports it
-    try:
-        arena.lock(deadline_secs)
-    finally:
-        arena.close()

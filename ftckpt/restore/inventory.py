@@ -70,6 +70,8 @@ def _report(path: Path, node: str) -> ArenaReport:
         slots, problems = [], []
         for index in range(arena.control.slots):
             record, bad = arena.control.record(index), arena.slot_error(index)
+            if not arena.allocated(index):
+                continue  # its record is EMPTY: nothing was lost
             if bad is not None:
                 problems.append(f"slot {index}: {bad}")
             elif record.torn:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import os
 import random
 import shutil
@@ -17,9 +18,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import xxhash
+from killing import killed_at
 
 from ftckpt.arena.control import SlotState
 from ftckpt.arena.segment import Arena, arena_path, list_arenas, node_directory
+from ftckpt.restore.inventory import take_inventory
 from ftckpt.state.fragment import Box, Fragment
 from ftckpt.state.manifest import Manifest
 
@@ -80,7 +83,7 @@ def create_for_ever(node_dir: Path) -> None:
 
 def start(call: str) -> subprocess.Popen[str]:
     code = f"from pathlib import Path\nimport test_arena_kill as t\nt.{call}"
-    paths = os.pathsep.join([str(REPOSITORY), str(Path(__file__).parent)])
+    paths = os.pathsep.join(map(str, (REPOSITORY, REPOSITORY / "tests", Path(__file__).parent)))
     child = subprocess.Popen(
         [sys.executable, "-c", code],
         stdout=subprocess.PIPE,
@@ -164,3 +167,42 @@ def test_killed_while_creating_and_removing(node_dir: Path) -> None:
         Arena.create(node_dir, MANIFEST, 2).remove()
         assert list(node_dir.iterdir()) == []
     assert half > 0, "no kill hit the middle: the fault tested nothing"
+
+
+def test_killed_at_each_step_of_freeing_and_allocating(node_dir: Path) -> None:
+    lineage = b"l" * 16
+
+    def change() -> None:
+        arena = Arena.open(arena_path(node_dir, MANIFEST), writable=True)
+        arena.lock(0)
+        arena.free(0)
+        arena.allocate(0)
+        write(arena, 0, lineage, 9)
+        arena.free(1)
+        arena.allocate(1)
+
+    seen = set()
+    for step in itertools.count():
+        arena = Arena.create(node_dir, MANIFEST, 2)
+        write(arena, 0, lineage, 7)
+        write(arena, 1, lineage, 8)
+        arena.close()
+        killed = killed_at(step, change)
+        (report,) = take_inventory(node_dir, "node")
+        assert report.problems == ()
+        arena = Arena.open(arena.path, writable=True)
+        arena.lock(0)
+        assert not [path.name for path in arena.path.iterdir() if path.name.startswith(".")]
+        sealed = [slot for slot in range(2) if arena.control.record(slot).sealed]
+        for slot in sealed:
+            assert_slot_holds(arena, slot, arena.control.record(slot).iteration)
+        assert 1 in sealed or (sealed == [0] and arena.control.record(0).iteration == 9)
+        seen.add(tuple(arena.allocated(slot) for slot in range(2)))
+        for slot in {0, 1} - set(sealed):
+            arena.allocate(slot)
+            write(arena, slot, lineage, 10)
+            assert_slot_holds(arena, slot, 10)
+        arena.remove()
+        if not killed:
+            break
+    assert step > 20 and seen == {(True, True), (False, True), (True, False)}

@@ -9,6 +9,7 @@ import stat
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,9 +17,11 @@ import torch
 import xxhash
 from safetensors import safe_open
 
+from ftckpt.arena import slots
 from ftckpt.arena.control import SlotState
 from ftckpt.arena.segment import Arena, arena_path, list_arenas, node_directory
-from ftckpt.errors import ArenaError, CorruptError, MemoryBudgetError, MismatchError
+from ftckpt.errors import ArenaError, ConfigError, CorruptError, MemoryBudgetError, MismatchError
+from ftckpt.restore.inventory import take_inventory
 from ftckpt.state.fragment import Box, Fragment
 from ftckpt.state.manifest import Manifest
 
@@ -330,6 +333,168 @@ def test_a_link_in_place_of_a_slot_is_not_followed(node_dir: Path) -> None:
 def test_a_missing_arena(node_dir: Path) -> None:
     with pytest.raises(ArenaError, match="no such arena"):
         Arena.open(node_dir / "tp9.00000000")
+
+
+def used_bytes(arena: Arena) -> int:
+    return sum(path.stat().st_blocks * 512 for path in arena.path.iterdir() if "slot" in path.name)
+
+
+def test_slots_without_memory(node_dir: Path) -> None:
+    arena = Arena.create(node_dir, MANIFEST, 3, allocate=1)
+    assert [arena.allocated(slot) for slot in range(3)] == [True, False, False] and arena.control.slots == 3
+    assert used_bytes(arena) == arena.image.file_bytes
+    error = arena.slot_error(2)
+    assert error is not None and error.endswith("slot2.safetensors: not allocated") and arena.verify(2) == [error]
+    with pytest.raises(ArenaError, match="not allocated") as caught:
+        arena.slot(2)
+    assert not isinstance(caught.value, CorruptError)
+    assert not arena.header_good(2)
+    arena.allocate(2)
+    write(arena, 2, 7)
+    arena.allocate(2)
+    assert arena.verify(2) == [], "allocating what is there must not touch it"
+    arena.close()
+    again = Arena.open(arena.path, writable=True)
+    assert [again.allocated(slot) for slot in range(3)] == [True, False, True] and again.verify(2) == []
+    again.allocate(1)
+    write(again, 1, 8)
+    assert again.verify(1) == [] and used_bytes(again) == 3 * again.image.file_bytes
+    again.remove()
+    assert list(node_dir.iterdir()) == []
+
+
+@pytest.mark.parametrize("allocate", [0, 3, -1])
+def test_impossible_numbers_of_slots_to_allocate(node_dir: Path, allocate: int) -> None:
+    with pytest.raises(ConfigError, match="not 1 to 2"):
+        Arena.create(node_dir, MANIFEST, 2, allocate)
+    assert list(node_dir.iterdir()) == []
+
+
+def test_a_freed_slot_gives_its_memory_back(node_dir: Path) -> None:
+    arena = Arena.create(node_dir, MANIFEST, 2)
+    write(arena, 0, 3)
+    write(arena, 1, 4)
+    arena.free(0)
+    assert used_bytes(arena) == arena.image.file_bytes and not _mapped(arena.path / "slot0")
+    assert not arena.allocated(0) and arena.control.record(0).state == SlotState.EMPTY and arena.verify(1) == []
+    with pytest.raises(ArenaError, match="slot 1 is the last one; remove the arena instead"):
+        arena.free(1)
+    assert arena.verify(1) == []
+    arena.allocate(0)
+    write(arena, 0, 5)
+    assert arena.verify(0) == [] and arena.lingering == 0
+    arena.close()
+
+
+def test_memory_of_a_freed_slot_comes_back_with_its_last_view(node_dir: Path) -> None:
+    arena = Arena.create(node_dir, MANIFEST, 2)
+    first, second = np.frombuffer(arena.slot(0), np.uint8), torch.frombuffer(arena.slot(0), dtype=torch.uint8)
+    arena.free(0)
+    assert arena.lingering == 1 and _mapped(arena.path / "slot0")
+    arena.allocate(0)  # another file: what the old view writes does not reach it
+    second[-1] = 7
+    assert arena.slot(0)[-1] == 0 and arena.lingering == 1
+    del first
+    assert arena.lingering == 1
+    del second
+    assert arena.lingering == 0
+    view = arena.slot(1)
+    arena.close()
+    assert arena.lingering == 1
+    view.release()
+    assert arena.lingering == 0 and not _mapped(arena.path)
+
+
+@pytest.mark.parametrize("state", ["WRITING", "SEALED", "torn"])
+def test_a_missing_file_is_damage_unless_the_record_is_empty(node_dir: Path, state: str) -> None:
+    arena = Arena.create(node_dir, MANIFEST, 2)
+    write(arena, 0, 3)
+    if state == "WRITING":
+        arena.control.begin(0)
+    arena.close()
+    if state == "torn":
+        flip(arena.path / "control", 4096 + 30)
+    (arena.path / "slot0.safetensors").unlink()
+    again = Arena.open(arena.path)
+    assert again.allocated(0)
+    with pytest.raises(CorruptError, match="slot0"):
+        again.slot(0)
+    (report,) = take_inventory(node_dir, "node")
+    assert len(report.problems) == 1 and "slot 0" in report.problems[0]
+    again.close()
+    again = Arena.open(arena.path, writable=True)
+    again.renew(0)
+    write(again, 0, 5)
+    assert again.verify(0) == []
+    again.close()
+
+
+def test_a_slot_that_is_not_allocated_is_no_problem_of_the_inventory(node_dir: Path) -> None:
+    arena = Arena.create(node_dir, MANIFEST, 2, allocate=1)
+    write(arena, 0, 3)
+    (report,) = take_inventory(node_dir, "node")
+    assert report.problems == () and [slot.index for slot in report.slots] == [0]
+    arena.close()
+
+
+def test_a_slot_freed_or_allocated_while_a_reader_opens(node_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    arena = Arena.create(node_dir, MANIFEST, 2)
+    write(arena, 1, 4)
+    opened = slots.open_mapping
+
+    def allocated_after(path: Path, *args: Any, **options: Any) -> Any:
+        try:
+            return opened(path, *args, **options)
+        finally:
+            if args[0] and path.name == "slot0.safetensors" and not arena.allocated(0):
+                arena.allocate(0)
+                write(arena, 0, 5)
+
+    def freed_before(path: Path, *args: Any, **options: Any) -> Any:
+        if args[0] and path.name == "slot0.safetensors" and arena.allocated(0):
+            arena.free(0)
+        return opened(path, *args, **options)
+
+    arena.free(0)
+    with monkeypatch.context() as patch:
+        patch.setattr(slots, "open_mapping", allocated_after)
+        reader = Arena.open(arena.path)
+    assert reader.verify(0) == []
+    reader.close()
+    with monkeypatch.context() as patch:
+        patch.setattr(slots, "open_mapping", freed_before)
+        reader = Arena.open(arena.path)
+    assert not reader.allocated(0)
+    reader.close()
+    arena.close()
+
+
+def test_no_room_for_a_slot_changes_nothing(node_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    arena = Arena.create(node_dir, MANIFEST, 2, allocate=1)
+    write(arena, 0, 3)
+    before = used_bytes(arena)
+
+    def full(fd: int, offset: int, length: int) -> None:
+        os.ftruncate(fd, 8192)
+        os.pwrite(fd, bytes(8192), 0)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(MemoryBudgetError, match="no room"):
+        arena.allocate(1)
+    assert not arena.allocated(1) and used_bytes(arena) == before and arena.verify(0) == []
+    arena.close()
+
+
+def test_what_a_killed_allocation_left_goes_with_the_next_lock(node_dir: Path) -> None:
+    arena = Arena.create(node_dir, MANIFEST, 2, allocate=1)
+    (arena.path / ".slot1.safetensors.new").write_bytes(bytes(9000))
+    arena.lock(0)
+    assert used_bytes(arena) == arena.image.file_bytes
+    (arena.path / ".slot1.safetensors.new").write_bytes(b"half")
+    arena.allocate(1)
+    assert arena.slot_error(1) is None
+    arena.remove()
 
 
 def _mapped(path: Path) -> bool:

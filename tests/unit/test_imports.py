@@ -34,14 +34,15 @@ STAGES: dict[str, set[str]] = {
     "smp": {"protect", "persist", "arena", "restore.inventory"},
     "universal": {"persist", "restore.plan", "state", "layout"},
 }
-FRAMEWORK = {"checkpointer", "capture.windows", "layout", "state", "comm"}
+FRAMEWORK = {"checkpointer", "capture.schedule", "capture.windows", "layout", "state", "comm"}
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "events": set(),
     "config": set(),
     **STAGES,
     "checkpointer": set(STAGES),
-    "cli": set(STAGES),
+    "cli": {*STAGES, "timeline"},
+    "timeline": set(),
     "elastic": FRAMEWORK,
     "megatron": FRAMEWORK | {"elastic"},
     "deepspeed": FRAMEWORK | {"elastic"},
@@ -55,11 +56,15 @@ NO_PICKLE_NAMES = {
     "all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list", "send_object_list",
     "recv_object_list", "allow_pickle", "object_to_tensor", "tensor_to_object",
 }  # fmt: skip
-WITHOUT_TORCH = [
-    name
-    for name in MODULES
-    if name.startswith(("ftckpt.state", "ftckpt.layout", "ftckpt.arena", "ftckpt.smp", "ftckpt.protect"))
-] + ["ftckpt", "ftckpt.restore.inventory", "ftckpt.restore.decide", "ftckpt.config", "ftckpt.events", "ftckpt.cli"]
+NO_TORCH = ("state", "layout", "arena", "smp", "protect", "timeline")
+WITHOUT_TORCH = [name for name in MODULES if name.startswith(tuple(f"ftckpt.{stage}" for stage in NO_TORCH))] + [
+    "ftckpt",
+    "ftckpt.restore.inventory",
+    "ftckpt.restore.decide",
+    "ftckpt.config",
+    "ftckpt.events",
+    "ftckpt.cli",
+]
 
 
 def is_type_checking(node: ast.AST) -> bool:

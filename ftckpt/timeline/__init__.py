@@ -1,0 +1,1 @@
+"""Pictures and traces of one iteration, from the timelines in the event logs."""

@@ -1,0 +1,122 @@
+"""All ranks are killed at each step of a change of manifests: what was whole is found, and the job goes on."""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+from pathlib import Path
+
+import arenas
+import pytest
+from killing import killed_at
+
+from ftckpt.arena.segment import Arena, list_arenas
+
+pytestmark = pytest.mark.faults
+
+
+def set_up(root: Path, whole: bool) -> list[arenas.Rank]:
+    """Two ranks have sealed 4; rank 0 alone has sealed 5."""
+
+    def begin(member: arenas.Rank) -> None:
+        member.arenas.enter()
+        member.arena = member.arenas.open(member.manifest(), False)
+        if whole:
+            arenas.write(member.have, 0, 4)
+            member.have.control.mark_whole(arenas.LINEAGE, 4)
+        arenas.write(member.have, 1, 5, seal=member.rank == 0)
+
+    members = arenas.ranks(root, 2)
+    arenas.on_all(members, begin)
+    return members
+
+
+def change_manifests(root: Path, keep: tuple[bytes, int] | None, first_too: bool) -> None:
+    """Shares change (for rank 1 only unless ``first_too``); snapshots 6 and 7 become whole in the new arenas."""
+
+    def change(member: arenas.Rank) -> None:
+        grown = arenas.SHARE + (8192 if first_too or member.rank else 0)
+        arena = member.arenas.replace(member.have, keep, member.manifest(grown))
+        free = next(s for s in range(2) if arena.allocated(s) and not arena.control.record(s).sealed)
+        arenas.write(arena, free, 6)
+        member.group.barrier()
+        arena.control.mark_whole(arenas.LINEAGE, 6)
+        member.arenas.remove_old()
+        member.arenas.complete(arena)
+        arenas.write(arena, 1 - free, 7)
+
+    members = set_up(root, keep is not None)
+    (root / "begun").touch()  # steps before this one are those of the set-up
+    arenas.on_all(members, change)
+
+
+@pytest.mark.parametrize("first_too", [True, False], ids=["all ranks", "one rank"])
+@pytest.mark.parametrize("keep", [(arenas.LINEAGE, 4), None], ids=["4 is whole", "nothing is whole"])
+def test_killed_at_each_step_of_a_change_of_manifests(
+    arena_root: Path, keep: tuple[bytes, int] | None, first_too: bool
+) -> None:
+    """Every rank dies at once; a start of the same job finds the newest whole snapshot and has slots to go on."""
+    found = set()
+    for step in itertools.count(first_step(arena_root, keep, first_too)):
+        killed = killed_at(step, lambda: change_manifests(arena_root, keep, first_too))
+        decision = arenas.choose(arena_root, 2)
+        chosen = None if decision is None else (bytes.fromhex(decision.lineage), decision.iteration)
+        found.add(chosen and chosen[1])
+        start_again(arena_root, chosen)
+        for left in arena_root.iterdir():
+            shutil.rmtree(left) if left.is_dir() else left.unlink()
+        if not killed:
+            break
+    assert found == {keep and 4, 6, 7}
+
+
+def first_step(root: Path, keep: tuple[bytes, int] | None, first_too: bool) -> int:
+    """How many steps the set-up takes."""
+    low, high = 0, 4096
+    while low < high:
+        middle = (low + high) // 2
+        killed_at(middle, lambda: change_manifests(root, keep, first_too))
+        begun = (root / "begun").exists()
+        for left in root.iterdir():
+            shutil.rmtree(left) if left.is_dir() else left.unlink()
+        low, high = (low, middle) if begun else (middle + 1, high)
+    return low
+
+
+def start_again(root: Path, chosen: tuple[bytes, int] | None) -> None:
+    """The restart: whatever the killed attempt left, each rank gets a slot to write and no slot too many."""
+
+    def begin(member: arenas.Rank) -> None:
+        member.arenas.enter()
+        if chosen is None:
+            for path in list_arenas(member.arenas.path) if member.rank == 0 else []:
+                arena = Arena.open(path, writable=True)
+                for slot in range(2):
+                    arena.control.void(slot)
+                arena.close()
+            member.group.barrier()
+        grown = member.manifest(arenas.SHARE + 8192)
+        member.arena = member.arenas.open(grown, chosen is not None, chosen)
+        member.group.barrier()
+        mine = [path for path in list_arenas(member.arenas.path) if path.name.startswith(member.shard)]
+        assert sum(len(list(path.glob("slot*"))) for path in mine) <= 2
+        free = [s for s in range(2) if member.have.allocated(s) and _is_free(member.have, s, chosen)]
+        member.group.barrier()
+        arenas.write(member.have, free[0], 9)
+        member.arenas.remove_old()
+        member.arenas.complete(member.have)
+        assert all(member.have.allocated(slot) for slot in range(2))
+
+    members = arenas.ranks(root, 2)
+    arenas.on_all(members, begin)
+    decision = arenas.choose(root, 2)
+    assert decision is not None and decision.iteration == 9
+    arenas.on_all(members, lambda member: member.arenas.leave(member.arena))
+    arenas.on_all(members, lambda member: member.arenas.release())
+    left = [path.name for path in root.rglob("*") if path.name != "begun"]
+    assert left == [], "something was left behind"
+
+
+def _is_free(arena: Arena, slot: int, keep: tuple[bytes, int] | None) -> bool:
+    record = arena.control.record(slot)
+    return not record.sealed or (record.lineage, record.iteration) != keep

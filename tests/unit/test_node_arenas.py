@@ -1,0 +1,361 @@
+"""Going over to another manifest: never more slots than configured, and what is whole stays."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+
+import arenas
+import pytest
+from arenas import LINEAGE, SHARE, Rank, on_all, ranks, used_bytes, write
+
+from ftckpt.arena import mapping
+from ftckpt.arena.control import SlotState
+from ftckpt.arena.image import SlotImage
+from ftckpt.arena.leftovers import num_allocated
+from ftckpt.arena.segment import Arena, list_arenas
+from ftckpt.capture import node_arenas
+from ftckpt.errors import ArenaError, FtckptError, MemoryBudgetError
+
+KEEP = (LINEAGE, 4)
+MORE = SHARE + 8192
+
+
+def begin(member: Rank, share: int = SHARE) -> None:
+    member.arenas.enter()
+    member.arena = member.arenas.open(member.manifest(share), False, None)
+
+
+def snapshots(member: Rank) -> None:
+    """4 is whole on all ranks; 5 is sealed by rank 0 and half written by the others."""
+    write(member.have, 0, 4)
+    member.have.control.mark_whole(*KEEP)
+    write(member.have, 1, 5, seal=member.rank == 0)
+
+
+def replace(member: Rank, keep: tuple[bytes, int] | None = KEEP, share: int = MORE) -> None:
+    member.arena = member.arenas.replace(member.have, keep, member.manifest(share))
+
+
+def finish(member: Rank) -> list[int]:
+    member.arenas.remove_old()
+    return member.arenas.complete(member.have)
+
+
+def files(member: Rank) -> list[int]:
+    """Number of slot files in each arena of this rank's shard."""
+    mine = [path for path in list_arenas(member.arenas.path) if path.name.startswith(member.shard)]
+    return sorted(len(list(path.glob("slot*"))) for path in mine)
+
+
+def end(members: list[Rank]) -> None:
+    on_all(members, lambda member: member.arenas.leave(member.arena))
+    on_all(members, lambda member: member.arenas.release())
+
+
+@pytest.fixture
+def peaks(arena_root: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    """The most memory that each shard was seen to use, looked at whenever pages have been allocated."""
+    seen: dict[str, int] = {}
+    reserve = mapping._reserve
+    one_at_a_time = threading.Lock()
+
+    def watched(fd: int, path: Path, nbytes: int) -> None:
+        reserve(fd, path, nbytes)
+        with one_at_a_time:
+            for shard in ("dp0", "dp1"):
+                seen[shard] = max(seen.get(shard, 0), used_bytes(arena_root, shard))
+
+    monkeypatch.setattr(mapping, "_reserve", watched)
+    return seen
+
+
+@pytest.mark.parametrize("slots", [2, 3])
+@pytest.mark.parametrize("share", [SHARE - 8192, MORE])
+def test_no_more_slots_than_configured_at_any_time(
+    arena_root: Path, peaks: dict[str, int], slots: int, share: int
+) -> None:
+    members = ranks(arena_root, 2, slots)
+    on_all(members, begin)
+    on_all(members, snapshots)
+    small, large = sorted(SlotImage.of(members[0].manifest(size)).file_bytes for size in (SHARE, share))
+    assert small < large and peaks["dp0"] == peaks["dp1"] == slots * members[0].have.image.file_bytes
+    peaks.clear()
+    on_all(members, lambda member: replace(member, share=share))
+    assert [files(member) for member in members] == [sorted([1, slots - 1])] * 2
+    assert max(peaks.values()) <= slots * large
+    on_all(members, lambda member: member.arenas.complete(member.have))
+    assert [files(member) for member in members] == [sorted([1, slots - 1])] * 2, "allocated before the old one went"
+    on_all(members, lambda member: write(member.have, 0, 6))
+    assert on_all(members, finish) == [[slots - 1]] * 2
+    assert [files(member) for member in members] == [[slots]] * 2 and max(peaks.values()) <= slots * large
+    on_all(members, lambda member: write(member.have, slots - 1, 7))
+    decision = arenas.choose(arena_root, 2)
+    assert decision is not None and decision.iteration == 7
+    end(members)
+    assert list(arena_root.iterdir()) == []
+
+
+def test_the_kept_snapshot_stays_and_nothing_else(arena_root: Path) -> None:
+    members = ranks(arena_root, 2)
+    on_all(members, begin)
+    on_all(members, snapshots)
+    old = members[0].have
+    on_all(members, replace)
+    decision = arenas.choose(arena_root, 2)
+    assert decision is not None and (decision.iteration, decision.passed_over) == (4, ())
+    old.close()
+    again = Arena.open(old.path)
+    assert [again.allocated(slot) for slot in range(2)] == [True, False]
+    again.close()
+    assert members[0].have.slot_error(0) is None and not members[0].have.allocated(1)
+    assert members[0].have.control.whole() == KEEP, "without its old arena a rank would not know what was lost"
+    Arena.open(old.path).lock(0)  # it was unlocked
+    end(members)
+
+
+def test_nothing_to_keep_leaves_all_slots_to_the_new_arena(arena_root: Path, peaks: dict[str, int]) -> None:
+    members = ranks(arena_root, 2)
+    on_all(members, begin)
+    on_all(members, snapshots)
+    peaks.clear()
+    on_all(members, lambda member: replace(member, keep=None))
+    assert [files(member) for member in members] == [[2], [2]]
+    assert max(peaks.values()) <= 2 * members[0].have.image.file_bytes
+    assert arenas.choose(arena_root, 2) is None
+    end(members)
+
+
+def test_only_ranks_whose_manifest_changed_get_a_new_arena(arena_root: Path) -> None:
+    members = ranks(arena_root, 2)
+    on_all(members, begin)
+    on_all(members, snapshots)
+    before = members[0].have
+    on_all(members, lambda member: replace(member, share=MORE if member.rank else SHARE))
+    assert members[0].have is before and [files(member) for member in members] == [[2], [1, 1]]
+    assert before.control.record(1).state == SlotState.EMPTY
+    on_all(members, lambda member: write(member.have, 1 - member.rank, 6))
+    on_all(members, finish)
+    assert [files(member) for member in members] == [[2], [2]]
+    end(members)
+
+
+def test_changing_twice_before_a_new_snapshot_is_whole(arena_root: Path, peaks: dict[str, int]) -> None:
+    members = ranks(arena_root, 2)
+    on_all(members, begin)
+    on_all(members, snapshots)
+    on_all(members, replace)
+    on_all(members, lambda member: write(member.have, 0, 6, seal=False))
+    peaks.clear()
+    on_all(members, lambda member: replace(member, share=MORE + 4096))
+    assert [files(member) for member in members] == [[1, 1]] * 2
+    assert max(peaks.values()) <= 2 * members[0].have.image.file_bytes
+    decision = arenas.choose(arena_root, 2)
+    assert decision is not None and decision.iteration == 4
+    end(members)
+
+
+def test_changing_back_takes_the_arena_that_holds_the_kept_snapshot(arena_root: Path) -> None:
+    members = ranks(arena_root, 2)
+    on_all(members, begin)
+    on_all(members, snapshots)
+    path = members[0].have.path
+    on_all(members, replace)
+    on_all(members, lambda member: replace(member, share=SHARE))
+    assert members[0].have.path == path and [files(member) for member in members] == [[2]] * 2
+    assert on_all(members, finish) == [[], []] and path.exists()
+    decision = arenas.choose(arena_root, 2)
+    assert decision is not None and decision.iteration == 4
+    end(members)
+
+
+def test_no_room_is_told_before_anything_is_freed(arena_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    members = ranks(arena_root, 2)
+    on_all(members, begin)
+    on_all(members, snapshots)
+    needs: list[int] = []
+
+    def check(path: Path, need_bytes: int) -> None:
+        needs.append(need_bytes)
+        raise MemoryBudgetError("too small")
+
+    olds = [member.have for member in members]
+    with monkeypatch.context() as patch:
+        patch.setattr(node_arenas, "check_budget", check)
+        for member in members:
+            member.arena = None
+
+        def refused(member: Rank) -> str:
+            with pytest.raises(MemoryBudgetError) as caught:
+                member.arenas.replace(olds[member.rank], KEEP, member.manifest(MORE))
+            return str(caught.value)
+
+        assert on_all(members, refused) == ["rank 0: too small"] * 2
+    growth = SlotImage.of(members[0].manifest(MORE)).file_bytes - olds[0].image.file_bytes
+    assert needs == [2 * 2 * growth], "a node needs what two ranks' two slots grow by"
+    for member, old in zip(members, olds, strict=True):
+        assert files(member) == [2] and old.verify(0) == [] and old.control.record(1).state != SlotState.EMPTY
+        write(old, 1, 6)
+        with pytest.raises(ArenaError, match="this process"):
+            old.lock(0)
+        member.arena = old
+    end(members)
+
+
+def test_room_that_vanished_after_the_check_loses_nothing(arena_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    members = ranks(arena_root, 2)
+    on_all(members, begin)
+    on_all(members, snapshots)
+    create = Arena.create
+
+    def full(node_dir: Path, manifest: object, *args: object) -> Arena:
+        if manifest == members[1].manifest(MORE):
+            raise MemoryBudgetError("no room")
+        return create(node_dir, manifest, *args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Arena, "create", full)
+    with pytest.raises(ArenaError, match=r"after the old slots were freed: rank 1: no room"):
+        on_all(members, replace)
+    decision = arenas.choose(arena_root, 2)
+    assert decision is not None and decision.iteration == 4
+    for member in members:
+        member.arena = None
+    end(members)
+    assert list(arena_root.iterdir()) == []
+
+
+def test_a_last_slot_without_room_is_tried_again(arena_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    members = ranks(arena_root, 1)
+    on_all(members, begin)
+    on_all(members, snapshots)
+    on_all(members, replace)
+    on_all(members, lambda member: write(member.have, 0, 6))
+
+    def full(fd: int, offset: int, length: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "posix_fallocate", full)
+        assert on_all(members, finish) == [[]]
+    (member,) = members
+    assert member.events.seen[-1][0] == "arena_problem" and "no room" in str(member.events.seen[-1][1])
+    assert member.have.verify(0) == [] and not member.have.allocated(1) and files(member) == [1]
+    assert member.arenas.complete(member.have) == [1] and member.arenas.complete(member.have) == []
+    write(member.have, 1, 7)
+    assert member.have.verify(1) == []
+    end(members)
+
+
+def test_a_slot_that_somebody_still_views_counts(arena_root: Path, peaks: dict[str, int]) -> None:
+    members = ranks(arena_root, 1, slots=3)
+    on_all(members, begin)
+    (member,) = members
+    write(member.have, 0, 4)
+    view = member.have.slot(2)
+    peaks.clear()
+    on_all(members, replace)
+    slot_bytes = member.have.image.file_bytes
+    assert num_allocated(member.have) == 1 and peaks["dp0"] <= 3 * slot_bytes
+    write(member.have, 0, 6)
+    assert finish(member) == [1] and peaks["dp0"] <= 3 * slot_bytes
+    view.release()
+    assert member.arenas.complete(member.have) == [2]
+    end(members)
+
+
+@pytest.mark.parametrize("share", [SHARE, MORE])
+def test_a_start_in_the_middle_of_a_change(arena_root: Path, peaks: dict[str, int], share: int) -> None:
+    """Both the old arena and the new one lack a slot; the job may start with the manifest of either."""
+    killed = ranks(arena_root, 2)
+    on_all(killed, begin)
+    on_all(killed, snapshots)
+    on_all(killed, replace)
+    on_all(killed, lambda member: member.have.close())
+    on_all(killed, lambda member: member.arenas.release())
+    members = ranks(arena_root, 2)
+    peaks.clear()
+
+    def restart(member: Rank) -> None:
+        member.arenas.enter()
+        member.arena = member.arenas.open(member.manifest(share), True, KEEP)
+
+    on_all(members, restart)
+    large = SlotImage.of(members[0].manifest(MORE)).file_bytes
+    assert max(peaks.values(), default=0) <= 2 * large
+    assert [files(member) for member in members] == [[2] if share == SHARE else [1, 1]] * 2
+    on_all(members, lambda member: write(member.have, 1 if share == SHARE else 0, 6))
+    on_all(members, finish)
+    assert [files(member) for member in members] == [[2]] * 2
+    end(members)
+    assert list(arena_root.iterdir()) == []
+
+
+def test_an_old_arena_that_cannot_be_read_leaves_a_slot_to_write(arena_root: Path) -> None:
+    killed = ranks(arena_root, 1)
+    on_all(killed, begin)
+    on_all(killed, snapshots)
+    on_all(killed, replace)
+    (first,) = killed
+    first.have.close()
+    first.arenas.release()
+    os.truncate(first.have.path / "control", 100)
+    (member,) = members = ranks(arena_root, 1)
+    member.arenas.enter()
+    member.arena = member.arenas.open(member.manifest(SHARE), True, KEEP)
+    assert files(member) == [1, 2] and member.have.verify(0) == [] and member.have.allocated(1)
+    end(members)
+    assert list(arena_root.iterdir()) == []
+
+
+def test_a_start_without_a_kept_snapshot_allocates_all(arena_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    killed = ranks(arena_root, 1)
+    on_all(killed, begin)
+    (first,) = killed
+    first.have.free(0)
+    first.have.close()
+    first.arenas.release()
+    needs: list[int] = []
+    monkeypatch.setattr(node_arenas, "check_budget", lambda path, need_bytes: needs.append(need_bytes))
+    members = ranks(arena_root, 1)
+    on_all(members, begin)
+    assert needs == [members[0].have.image.file_bytes] and num_allocated(members[0].have) == 2
+    end(members)
+
+
+def test_old_arenas_of_shards_that_no_rank_here_holds(arena_root: Path) -> None:
+    """They go with the leader's; those of other ranks of the node are left to them."""
+    killed = ranks(arena_root, 3)
+    on_all(killed, begin)
+    on_all(killed, snapshots)
+    on_all(killed, lambda member: member.have.close())
+    on_all(killed, lambda member: member.arenas.release())
+    members = ranks(arena_root, 2)
+
+    def restart(member: Rank) -> None:
+        member.arenas.enter()
+        member.arena = member.arenas.open(member.manifest(MORE), True, KEEP)
+
+    on_all(members, restart)
+    assert [path.name.rpartition(".")[0] for path in list_arenas(members[0].arenas.path)] == [
+        *("dp0", "dp0", "dp1", "dp1", "dp2")
+    ]
+    members[1].arenas.remove_old()
+    assert files(members[0]) == [1, 1] and files(members[1]) == [1]
+    members[0].arenas.remove_old()
+    assert len(list_arenas(members[0].arenas.path)) == 2
+    end(members)
+
+
+def test_a_foreign_error_is_raised_on_all_ranks(arena_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    members = ranks(arena_root, 2)
+    on_all(members, begin)
+    monkeypatch.setattr(node_arenas, "check_budget", lambda path, need_bytes: 1 / 0)
+
+    def refused(member: Rank) -> None:
+        with pytest.raises(FtckptError, match="ZeroDivisionError"):
+            replace(member)
+
+    on_all(members, refused)
+    monkeypatch.undo()
+    end(members)
