@@ -12,8 +12,10 @@ import xxhash
 
 from ftckpt.capture.plan import Part
 from ftckpt.comm import Group, together
-from ftckpt.errors import UnsupportedError
-from ftckpt.layout.replicas import Holding, ReplicaSets, identity, private_key, replica_sets, share
+from ftckpt.errors import CaptureError, ConfigError, UnsupportedError
+from ftckpt.layout.groups import DIFFERING
+from ftckpt.layout.replicas import ReplicaSets, private_key, replica_sets, share
+from ftckpt.layout.shares import Array, choose, room
 from ftckpt.layout.topology import Topology
 from ftckpt.state.manifest import Manifest
 from ftckpt.state.piece import Description, Piece
@@ -24,7 +26,9 @@ class Assignment:
     """What this rank copies: ``parts[i]`` of ``pieces`` becomes ``manifest.fragments[i]``.
 
     ``derived`` pieces are not copied. ``differing`` names fragments whose replicas do not hold the same
-    bits; every holder copies its own.
+    bits; every holder copies its own. ``copied_bytes`` are the stepped bytes of this rank per snapshot.
+    ``spill_bytes``, known only where capacities are, is what of the job's stepped bytes is predicted not to fit
+    in windows: with equal shares, and with those that were chosen.
     """
 
     manifest: Manifest
@@ -32,24 +36,43 @@ class Assignment:
     parts: tuple[Part, ...]
     derived: tuple[Piece, ...]
     differing: tuple[str, ...]
+    copied_bytes: int
+    spill_bytes: tuple[int, int] | None
 
 
-def assign(
-    group: Group, topology: Topology, described: Description, objects_bytes: int, chunk_bytes: int
+def assign(  # noqa: PLR0917 - the last one is optional
+    group: Group,
+    topology: Topology,
+    described: Description,
+    objects_bytes: int,
+    chunk_bytes: int,
+    capacities: Sequence[int] | None = None,
 ) -> Assignment:
-    """Agree with all ranks on who copies what. Collective; reads every stepped tensor once."""
+    """Agree with all ranks on who copies what. Collective; reads every stepped tensor once.
+
+    ``capacities[rank]``, the same on all ranks, are the bytes that each rank could copy inside its windows per
+    snapshot: replica sets are dealt in proportion, where that makes noticeably less of the state spill. None
+    means equal shares.
+
+    Raises:
+        UnsupportedError: a fragment is described twice.
+        ConfigError: not one capacity per rank.
+        CaptureError: ranks were given different capacities. All three on all ranks together.
+    """
+    weights = together(group, lambda: _room(capacities, group.size))
     broken = together(group, lambda: _broken(described))
     # Broken on one rank is broken on all: else ranks would disagree on what a snapshot holds.
-    anywhere = {key for data in group.gather(json.dumps(broken).encode()) for key in json.loads(data)}
+    anywhere = _agree(group, broken, weights)
     derived = tuple(p for p in described.stepped if p.derived_from is not None and p.fragment.key not in anywhere)
     dropped = {id(piece) for piece in derived}
     stepped = [p for p in described.stepped if id(p) not in dropped]
     sets = gather_replica_sets(group, stepped)
+    shares = choose(sets.runs, sets.private, weights)
     shard = topology.me.shard
     fragments = [piece.fragment for piece in stepped]
     parts = [
         Part(index, part.start - fragments[index].start, part)
-        for index, part in share(fragments, sets, group.rank, shard)
+        for index, part in share(fragments, sets, shares.cuts, group.rank, shard)
     ]
     num_stepped = len(parts)
     for offset, piece in enumerate(described.volatile):
@@ -62,9 +85,27 @@ def assign(
         volatile=tuple(part.fragment for part in parts[num_stepped:]),
         objects_bytes=objects_bytes,
         chunk_bytes=chunk_bytes,
+        capacity=int(weights[group.rank]) if weights is not None and shares.weighted else 0,
     )
-    differing = tuple(f.name for f in fragments if identity(f) in sets.differing)
-    return Assignment(manifest, (*stepped, *described.volatile), tuple(parts), derived, differing)
+    differing = tuple(f.name for f, at in zip(fragments, sets.group_of, strict=True) if at == DIFFERING)
+    copied = sum(fragment.nbytes for fragment in manifest.stepped)
+    pieces = (*stepped, *described.volatile)
+    return Assignment(manifest, pieces, tuple(parts), derived, differing, copied, shares.spill)
+
+
+def _room(capacities: Sequence[int] | None, num_ranks: int) -> Array | None:
+    if capacities is not None and len(capacities) != num_ranks:
+        raise ConfigError(f"capacities: {len(capacities)} given, one for each of {num_ranks} ranks is needed")
+    return None if capacities is None else room(capacities)
+
+
+def _agree(group: Group, broken: Sequence[str], weights: Array | None) -> set[str]:
+    """Keys that are broken on any rank; different weights would leave bytes that nobody copies."""
+    seen = "" if weights is None else xxhash.xxh3_64_hexdigest(weights.tobytes())
+    told = [json.loads(data) for data in set(group.gather(json.dumps([broken, seen]).encode()))]
+    if len({theirs for _, theirs in told}) > 1:
+        raise CaptureError("the ranks were given different capacities of their windows")
+    return {key for keys, _ in told for key in keys}
 
 
 def _broken(described: Description) -> list[str]:
@@ -89,17 +130,11 @@ def gather_replica_sets(group: Group, pieces: Sequence[Piece]) -> ReplicaSets:
 
     Only fragments that several ranks hold are hashed.
     """
-    mine = [identity(piece.fragment) for piece in pieces]
-    gathered = [_split(data, 16) for data in group.gather(b"".join(mine))]
-    count: dict[bytes, int] = {}
-    for key in (key for keys in gathered for key in keys):
-        count[key] = count.get(key, 0) + 1
-    shared = [count[key] > 1 for key in mine]
-    hashes = together(
-        group, lambda: [content_hash(p.tensor) if known else 0 for known, p in zip(shared, pieces, strict=True)]
-    )
-    answers = [json.loads(data) for data in group.gather(json.dumps(hashes).encode())]
-    return replica_sets([list(map(Holding, keys, values)) for keys, values in zip(gathered, answers, strict=True)])
+
+    def contents(indices: Sequence[int]) -> list[int]:
+        return together(group, lambda: [content_hash(pieces[index].tensor) for index in indices])
+
+    return replica_sets(group.gather, group.rank, group.size, [piece.fragment for piece in pieces], contents)
 
 
 def content_hash(tensor: torch.Tensor) -> int:
@@ -110,7 +145,3 @@ def content_hash(tensor: torch.Tensor) -> int:
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """A 1-D contiguous tensor seen as uint8: comparing bytes tells NaN from NaN and 0.0 from -0.0."""
     return tensor.detach().view(torch.uint8)
-
-
-def _split(data: bytes, size: int) -> list[bytes]:
-    return [data[i : i + size] for i in range(0, len(data), size)]

@@ -2,34 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import xxhash
 
+from ftckpt.layout.groups import DIFFERING, PRIVATE, Groups, find_groups, pack
+from ftckpt.layout.shares import Array, Run
 from ftckpt.state.fragment import Fragment
 
 CUT_BYTES = 64
 """Shares are cut at multiples of this many bytes inside a fragment, so that no cache line has two copiers."""
 
-
-@dataclass(frozen=True)
-class Holding:
-    """What one rank says of one fragment: its identity and a hash of the bytes it holds."""
-
-    identity: bytes
-    content: int
+Gather = Callable[[bytes], list[bytes]]
+"""A collective: every rank's bytes, in rank order."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class ReplicaSets:
-    """``members[identity]``: ranks that hold the same bits of a fragment, ascending.
+    """The replica sets of the job, and where this rank's fragments belong.
 
-    ``differing`` holds identities whose holders do not agree on the bits; each holder keeps its own.
+    ``runs`` are the same on all ranks, in the same order, without fragments whose holders differ.
+    ``private[rank]``, int64, are bytes that only this rank copies: fragments of its own and differing ones.
+    ``group_of[i]`` is the index into ``runs`` of this rank's fragment ``i``, or ``PRIVATE`` or ``DIFFERING``.
     """
 
-    members: Mapping[bytes, tuple[int, ...]]
-    differing: frozenset[bytes]
+    runs: tuple[Run, ...]
+    private: Array
+    group_of: Array
 
 
 def identity(fragment: Fragment) -> bytes:
@@ -38,38 +39,101 @@ def identity(fragment: Fragment) -> bytes:
     return xxhash.xxh3_128_digest(f"{fragment.name}|{fragment.dtype}|{shape}".encode())
 
 
-def replica_sets(holdings: Sequence[Sequence[Holding]]) -> ReplicaSets:
-    """Group equal fragments of all ranks; ``holdings[rank]`` is what that rank has."""
-    members: dict[bytes, list[int]] = {}
-    content: dict[bytes, int] = {}
-    differing: set[bytes] = set()
-    for rank, held in enumerate(holdings):
-        for holding in held:
-            members.setdefault(holding.identity, []).append(rank)
-            if content.setdefault(holding.identity, holding.content) != holding.content:
-                differing.add(holding.identity)
-    return ReplicaSets({key: tuple(ranks) for key, ranks in members.items()}, frozenset(differing))
+@dataclass(frozen=True, eq=False)
+class Held:
+    """One rank's fragments, as it tells others of them.
+
+    Of fragment ``i``: ``group_of[i]`` as in ``ReplicaSets``, ``nbytes[i]`` and ``hashes[i]`` (uint64) of its
+    identity and content, where it is in a group. ``order`` are the indices of those that are in groups, by group,
+    then in an order that all members have.
+    """
+
+    group_of: Array
+    nbytes: Array
+    hashes: Array
+    order: Array
+
+    def of(self, group: int) -> Array:
+        """Indices of the fragments of one group, in the order that all members have."""
+        members: Array = self.order[self.group_of[self.order] == group]
+        return members
+
+    def summary(self) -> bytes:
+        """Bytes that this rank holds alone, then of each of its groups, ascending, a digest and the bytes."""
+        words = [np.array([self.nbytes[self.group_of < 0].sum()], np.uint64)]
+        for group in np.unique(self.group_of[self.order]).tolist():
+            index = self.of(group)
+            digest = xxhash.xxh3_64_intdigest(self.hashes[index].tobytes())
+            words.append(np.array([digest, int(self.nbytes[index].sum())], np.uint64))
+        return np.concatenate(words).tobytes()
+
+    def details(self, groups: Sequence[int]) -> bytes:
+        """Of each group: content hashes, then bytes, of every fragment in it."""
+        held = (self.of(group) for group in groups)
+        return b"".join(self.hashes[index].tobytes() + self.nbytes[index].tobytes() for index in held)
 
 
-def share(fragments: Sequence[Fragment], sets: ReplicaSets, rank: int, shard: str) -> list[tuple[int, Fragment]]:
+def replica_sets(
+    gather: Gather,
+    rank: int,
+    num_ranks: int,
+    fragments: Sequence[Fragment],
+    contents: Callable[[Sequence[int]], Sequence[int]],
+) -> ReplicaSets:
+    """Find out together which ranks hold the same bits of the same fragments. Collective.
+
+    ``contents`` is called once on every rank, with indices into ``fragments``, and answers a 64-bit hash of the
+    bytes of each: only of fragments that several ranks hold. Two messages per rank: a code of 8 bytes per
+    fragment; bytes and a digest per group. Only where digests differ a third one: the hash of each fragment of
+    these groups.
+    """
+    identities = [identity(fragment) for fragment in fragments]
+    mine = pack((int.from_bytes(name[:8], "little") for name in identities), rank, num_ranks)
+    entries = _joined(gather(mine.tobytes()))
+    groups = find_groups(entries, num_ranks)
+    del entries
+    group_of = groups.find(mine, num_ranks)
+    order = np.flatnonzero(group_of >= 0)
+    order = order[np.lexsort((mine[order], group_of[order]))]
+    hashes = np.zeros(len(fragments), np.uint64)
+    for index, content in zip(order.tolist(), contents(order.tolist()), strict=True):
+        # With the identity: different fragments that were given one code cannot pass for equal.
+        hashes[index] = xxhash.xxh3_64_intdigest(identities[index] + content.to_bytes(8, "little"))
+    nbytes = np.array([fragment.nbytes for fragment in fragments], np.int64)
+    held = Held(group_of, nbytes, hashes, order)
+    private, totals, unequal = _hear(groups, gather(held.summary()), num_ranks)
+    if unequal:
+        told = gather(held.details(unequal))
+        for group, differ in _settle(groups, unequal, told, private, totals).items():
+            own = held.of(group)
+            group_of[own[differ[: len(own)]]] = DIFFERING  # nothing where this rank is no member
+    runs = tuple(Run(members, int(total)) for members, total in zip(groups.members, totals, strict=True))
+    return ReplicaSets(runs, private, group_of)
+
+
+def share(
+    fragments: Sequence[Fragment], sets: ReplicaSets, cuts: Sequence[Array], rank: int, shard: str
+) -> list[tuple[int, Fragment]]:
     """The parts of ``fragments`` that ``rank`` copies: pairs of index into ``fragments`` and the part.
 
-    The fragments of all sets with the same members are laid end to end in the order of their names and cut
-    into as many equal runs of bytes as there are members, so the work is even to ``CUT_BYTES`` whatever
-    the sizes of single tensors. Fragments whose replicas differ are taken whole by every holder, under a
-    key that carries the shard's name. Deterministic: every rank computes the same cut.
+    The fragments of a group are laid end to end in the order of their names and cut where ``cuts`` says, so the
+    work is as dealt to ``CUT_BYTES`` whatever the sizes of single tensors. Fragments whose replicas differ are
+    taken whole by every holder, under a key that carries the shard's name. Every rank computes the same cut.
     """
     parts: list[tuple[int, Fragment]] = []
-    groups: dict[tuple[int, ...], list[int]] = {}
-    for index, fragment in enumerate(fragments):
-        key = identity(fragment)
-        if key in sets.differing:
-            parts.append((index, fragment.with_key(private_key(fragment.key, shard))))
-        else:
-            groups.setdefault(sets.members[key], []).append(index)
-    for ranks, indices in groups.items():
+    groups: dict[int, list[int]] = {}
+    for index, group in enumerate(sets.group_of.tolist()):
+        if group == DIFFERING:
+            parts.append((index, fragments[index].with_key(private_key(fragments[index].key, shard))))
+        elif group != PRIVATE:
+            groups.setdefault(group, []).append(index)
+        elif fragments[index].numel > 0:
+            parts.append((index, fragments[index]))
+    for group, indices in groups.items():
         indices.sort(key=lambda i: fragments[i].name)
-        parts += _cut([(i, fragments[i]) for i in indices], ranks.index(rank), len(ranks))
+        place = int(np.searchsorted(sets.runs[group].members, rank))
+        begin, end = (int(cut) for cut in cuts[group][place : place + 2])
+        parts += _cut([(i, fragments[i]) for i in indices], begin, end)
     return sorted(parts, key=lambda part: part[0])
 
 
@@ -78,9 +142,7 @@ def private_key(key: str, shard: str) -> str:
     return f"{key}@{shard}"
 
 
-def _cut(run: list[tuple[int, Fragment]], place: int, places: int) -> list[tuple[int, Fragment]]:
-    total = sum(fragment.nbytes for _, fragment in run)
-    begin, end = total * place // places, total * (place + 1) // places
+def _cut(run: list[tuple[int, Fragment]], begin: int, end: int) -> list[tuple[int, Fragment]]:
     parts: list[tuple[int, Fragment]] = []
     position = 0
     for index, fragment in run:
@@ -96,3 +158,45 @@ def _cut_inside(fragment: Fragment, cut_bytes: int) -> int:
     if cut_bytes >= fragment.nbytes:
         return fragment.numel
     return max(0, cut_bytes) // CUT_BYTES * CUT_BYTES // fragment.item_bytes
+
+
+def _joined(told: list[bytes]) -> Array:
+    """All messages of uint64 as one array that may be written to."""
+    return np.frombuffer(bytearray().join(told), np.uint64)
+
+
+def _hear(groups: Groups, told: list[bytes], num_ranks: int) -> tuple[Array, Array, list[int]]:
+    """From all summaries: private bytes by rank, bytes by group, and groups whose members do not agree."""
+    members = np.concatenate([np.empty(0, np.int32), *groups.members])
+    values = _joined(told)
+    heads = np.arange(num_ranks) + 2 * np.append(0, np.cumsum(np.bincount(members, minlength=num_ranks))[:-1])
+    pairs = np.empty((len(members), 2), np.uint64)
+    # Ranks told their groups in ascending order: a stable sort of all members by rank is the order of telling.
+    pairs[np.argsort(members, kind="stable")] = np.delete(values, heads).reshape(-1, 2)
+    private = values[heads].astype(np.int64)
+    if not groups.members:
+        return private, np.empty(0, np.int64), []
+    begins = np.cumsum([0, *map(len, groups.members)])[:-1]
+    digests = pairs[:, 0]
+    agree = np.maximum.reduceat(digests, begins) == np.minimum.reduceat(digests, begins)
+    return private, pairs[begins, 1].astype(np.int64), np.flatnonzero(~agree).tolist()
+
+
+def _settle(
+    groups: Groups, unequal: Sequence[int], told: Sequence[bytes], private: Array, totals: Array
+) -> dict[int, Array]:
+    """Which fragments of the ``unequal`` groups differ; their bytes are moved from ``totals`` to ``private``."""
+    found: dict[int, Array] = {}
+    read = [0] * len(told)
+    for group in unequal:
+        members, length = groups.members[group], int(groups.lengths[group])
+        rows = []
+        for rank in members.tolist():
+            rows.append(np.frombuffer(told[rank], np.int64, 2 * length, read[rank]))
+            read[rank] += 16 * length
+        hashes, nbytes = np.split(np.stack(rows), 2, axis=1)
+        differ = (hashes != hashes[0]).any(axis=0)
+        private[members] += (nbytes * differ).sum(axis=1)
+        totals[group] = nbytes[0, ~differ].sum()
+        found[group] = differ
+    return found

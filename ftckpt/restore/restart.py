@@ -99,6 +99,18 @@ class Restart:
         total = sum(nbytes for t in transfers for _, nbytes in t.extents)
         self._events.emit("loaded", iteration=decision.iteration, read_bytes=total, received_bytes=received)
 
+    def capacities(self, decision: Decision) -> list[int] | None:
+        """What the snapshot's shares were weighted with, in bytes by rank of this job; None where they were equal.
+
+        With it ``assign`` cuts replica sets as the arenas that are there have them.
+        """
+        mine = together(self._group, lambda: self._own_capacities(decision))
+        told: dict[str, int] = {}
+        for data in self._group.gather(json.dumps(mine).encode()):
+            told.update(json.loads(data))
+        found = [told.get(member.shard, 0) for member in self._topology.members]
+        return found if all(found) else None
+
     def close(self) -> None:
         """Unmap the arenas that were read."""
         self._arenas.close()
@@ -175,6 +187,13 @@ class Restart:
                 image = SlotImage.of(Manifest.decode(manifest.encode()))
                 held[shard] = Held(decision.sources[shard], readers[shard], image, used)
         return held
+
+    def _own_capacities(self, decision: Decision) -> dict[str, int]:
+        return {
+            shard: self._arenas.get(source.arena).manifest.capacity
+            for shard, source in decision.sources.items()
+            if self._reader(shard, source) == self._group.rank
+        }
 
     def _plan(self, held: Mapping[str, Held], wanted: Sequence[tuple[Piece, Fragment]]) -> list[Transfer]:
         sources = list(held.values())

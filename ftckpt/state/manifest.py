@@ -23,7 +23,8 @@ class Manifest:
     ``coords`` places the shard in the layout (``{"tp": 0, "pp": 1, "dp": 0}``) and ``layout`` holds the
     sizes and the sharding of the optimizer. ``stepped`` fragments are copied in the background, ``volatile``
     ones at the boundary. ``objects_bytes`` is the room for encoded objects, ``chunk_bytes`` the size of a
-    copy and of a checksum.
+    copy and of a checksum. ``capacity`` is 0 where replica sets were cut into equal shares; otherwise shares
+    follow the bytes that each rank's windows take per snapshot, and this is the rank's own such figure.
     """
 
     coords: Mapping[str, int]
@@ -32,6 +33,7 @@ class Manifest:
     volatile: tuple[Fragment, ...]
     objects_bytes: int
     chunk_bytes: int
+    capacity: int = 0
 
     @property
     def shard(self) -> str:
@@ -45,7 +47,7 @@ class Manifest:
 
     def encode(self) -> bytes:
         """Canonical JSON: equal manifests give equal bytes."""
-        value = {
+        value: dict[str, Any] = {
             "version": VERSION,
             "coords": list(self.coords.items()),
             "layout": dict(self.layout),
@@ -54,6 +56,8 @@ class Manifest:
             "objects_bytes": self.objects_bytes,
             "chunk_bytes": self.chunk_bytes,
         }
+        if self.capacity:  # absent where it says nothing: slots written before it existed stay readable
+            value["capacity"] = self.capacity
         return json.dumps(value, separators=(",", ":"), sort_keys=True).encode()
 
     @classmethod
@@ -69,6 +73,9 @@ class Manifest:
             version = value["version"]
             if version != VERSION:
                 raise MismatchError(f"manifest has format version {version}, this ftckpt reads {VERSION}")
+            capacity = int(value.get("capacity", 0))
+            if capacity < 0:
+                raise ValueError(f"capacity {capacity} is negative")
             return cls(
                 coords={str(axis): int(index) for axis, index in value["coords"]},
                 layout=dict(value["layout"]),
@@ -76,6 +83,7 @@ class Manifest:
                 volatile=tuple(map(Fragment.from_json, value["volatile"])),
                 objects_bytes=int(value["objects_bytes"]),
                 chunk_bytes=int(value["chunk_bytes"]),
+                capacity=capacity,
             )
         except (KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
             raise CorruptError(f"not a manifest: {error}") from None

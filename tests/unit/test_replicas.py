@@ -5,21 +5,27 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
-from collections.abc import Collection, Mapping
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from random import Random
+from typing import TypeVar
 
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from ftckpt.errors import ConfigError
-from ftckpt.layout.replicas import CUT_BYTES, Holding, ReplicaSets, identity, private_key, replica_sets, share
+from ftckpt.layout import replicas
+from ftckpt.layout.groups import DIFFERING, PRIVATE
+from ftckpt.layout.replicas import CUT_BYTES, Gather, ReplicaSets, identity, private_key, replica_sets, share
+from ftckpt.layout.shares import choose, deal, loads, room
 from ftckpt.layout.topology import Member, Topology, layouts_differ
 from ftckpt.state.fragment import Box, Fragment
 
 Ranks = tuple[int, ...]
 Job = tuple[dict[int, list[Fragment]], dict[bytes, Ranks], set[bytes]]
 Parts = list[tuple[int, Fragment]]
+T = TypeVar("T")
 
 
 @st.composite
@@ -52,30 +58,93 @@ def jobs(draw: st.DrawFn) -> Job:
     return held, holders, differing
 
 
-def sets_of(held: Mapping[int, list[Fragment]], differing: Collection[bytes] = ()) -> ReplicaSets:
-    """By what the ranks would tell each other: the last holder's bits are others where they differ."""
-    return replica_sets(
-        [[Holding(identity(f), rank if identity(f) in differing else 7) for f in held[rank]] for rank in sorted(held)]
-    )
+class Asked(Exception):
+    """A rank's message, of which not all ranks' answers are known yet."""
 
 
-def shares(held: Mapping[int, list[Fragment]], sets: ReplicaSets) -> dict[int, Parts]:
-    return {rank: share(held[rank], sets, rank, f"dp{rank}") for rank in held}
+def in_lockstep(run: Callable[[int, Gather], T], num_ranks: int) -> list[T]:
+    """What ``run`` gives on each rank, run again and again, one collective further each time."""
+    rounds: list[list[bytes]] = []
+    while True:
+        values, asked = [], []
+        for rank in range(num_ranks):
+            known = iter(rounds)
+
+            def gather(data: bytes, known: Iterator[list[bytes]] = known) -> list[bytes]:
+                for told in known:
+                    return told
+                raise Asked(data)
+
+            try:
+                values.append(run(rank, gather))
+                assert next(known, None) is None, "a rank took part in fewer collectives than others"
+            except Asked as message:
+                asked.append(message.args[0])
+        if not asked:
+            return values
+        assert len(asked) == num_ranks, "a collective that not all ranks take part in"
+        rounds.append(asked)
+
+
+def sets_of(held: Mapping[int, list[Fragment]], differing: Collection[bytes] = ()) -> dict[int, ReplicaSets]:
+    """By what the ranks tell each other: the bits of each holder are others where they differ."""
+    ranks = sorted(held)
+
+    def run(place: int, gather: Gather) -> ReplicaSets:
+        def contents(indices: Sequence[int]) -> list[int]:
+            return [place if identity(mine[index]) in differing else 7 for index in indices]
+
+        mine = held[ranks[place]]
+        return replica_sets(gather, place, len(ranks), mine, contents)
+
+    return dict(zip(ranks, in_lockstep(run, len(ranks)), strict=True))
+
+
+def shares(
+    held: Mapping[int, list[Fragment]], sets: Mapping[int, ReplicaSets], capacities: Sequence[int] | None = None
+) -> dict[int, Parts]:
+    """The parts of each rank; every rank deals by itself."""
+    weights = None if capacities is None else room(capacities)
+    return {
+        rank: share(held[rank], sets[rank], deal(sets[rank].runs, sets[rank].private, weights), rank, f"dp{rank}")
+        for rank in held
+    }
 
 
 @settings(deadline=None)
 @given(jobs())
 def test_replica_sets_are_who_holds_what(job: Job) -> None:
     held, holders, differing = job
-    assert sets_of(held, differing) == ReplicaSets(holders, frozenset(differing))
+    views = sets_of(held, differing)
+    private = [
+        sum(f.nbytes for f in held[rank] if len(holders[identity(f)]) == 1 or identity(f) in differing)
+        for rank in sorted(held)
+    ]
+    common: Counter[Ranks] = Counter()
+    for key, ranks in holders.items():
+        if len(ranks) > 1:
+            common[ranks] += 0 if key in differing else next(f for f in held[ranks[0]] if identity(f) == key).nbytes
+    for rank, sets in views.items():
+        assert sets.private.tolist() == private
+        assert Counter({tuple(run.members.tolist()): run.nbytes for run in sets.runs}) == common
+        assert [run.members.tolist() for run in sets.runs] == [run.members.tolist() for run in views[0].runs]
+        for fragment, group in zip(held[rank], sets.group_of.tolist(), strict=True):
+            key = identity(fragment)
+            if key in differing:
+                assert group == DIFFERING
+            elif len(holders[key]) == 1:
+                assert group == PRIVATE
+            else:
+                assert tuple(sets.runs[group].members.tolist()) == holders[key]
 
 
 @settings(max_examples=200, deadline=None)
-@given(jobs())
-def test_every_element_is_copied_exactly_once(job: Job) -> None:
+@given(jobs(), st.none() | st.lists(st.integers(0, 3000), min_size=6, max_size=6))
+def test_every_element_is_copied_exactly_once(job: Job, capacities: list[int] | None) -> None:
     held, holders, differing = job
     copied: dict[bytes, list[tuple[int, int]]] = {key: [] for key in holders if key not in differing}
-    for rank, parts in shares(held, sets_of(held, differing)).items():
+    weights = None if capacities is None else capacities[: len(held)]
+    for rank, parts in shares(held, sets_of(held, differing), weights).items():
         assert [index for index, _ in parts] == sorted(index for index, _ in parts)
         for index, part in parts:
             whole = held[rank][index]
@@ -106,11 +175,11 @@ def test_differing_replicas_are_captured_whole_by_each_holder(job: Job) -> None:
 @given(jobs())
 def test_the_work_of_a_set_is_even_and_cut_at_whole_lines(job: Job) -> None:
     held, holders, _ = job
-    sets = sets_of(held)
+    copied = shares(held, sets_of(held))
     for members in set(holders.values()):
         total = sum(f.nbytes for f in held[members[0]] if holders[identity(f)] == members)
         for rank in members:
-            taken = [(held[rank][index], part) for index, part in share(held[rank], sets, rank, "")]
+            taken = [(held[rank][index], part) for index, part in copied[rank]]
             mine = [(whole, part) for whole, part in taken if holders[identity(whole)] == members]
             assert abs(sum(part.nbytes for _, part in mine) - total / len(members)) <= CUT_BYTES
             for whole, part in mine:
@@ -118,20 +187,126 @@ def test_the_work_of_a_set_is_even_and_cut_at_whole_lines(job: Job) -> None:
                 assert part.stop == whole.stop or (part.stop - whole.start) * part.item_bytes % CUT_BYTES == 0
 
 
+@settings(max_examples=200, deadline=None)
+@given(jobs(), st.none() | st.just([5000] * 6))
+def test_without_capacities_or_with_equal_ones_a_set_is_cut_into_equal_runs(
+    job: Job, capacities: list[int] | None
+) -> None:
+    held, holders, differing = job
+    held = {rank: [f for f in found if len(holders[identity(f)]) == len(held)] for rank, found in held.items()}
+    copied = shares(held, sets_of(held, differing), capacities and capacities[: len(held)])
+    run = sorted((f for f in held[0] if identity(f) not in differing), key=lambda f: f.name)
+    total, places = sum(f.nbytes for f in run), len(held)
+    for rank, parts in copied.items():
+        wanted, position = [], 0
+        for fragment in run:
+            edges = [total * (rank + step) // places - position for step in (0, 1)]
+            start, stop = (
+                fragment.numel
+                if edge >= fragment.nbytes
+                else max(0, edge) // CUT_BYTES * CUT_BYTES // fragment.item_bytes
+                for edge in edges
+            )
+            wanted += [fragment.part(start, stop)] if stop > start else []
+            position += fragment.nbytes
+        mine = [part for _, part in parts if "@" not in part.key]
+        assert sorted(mine, key=lambda f: f.name) == sorted(wanted, key=lambda f: f.name)
+
+
 @settings(deadline=None)
-@given(jobs(), st.randoms(use_true_random=False))
-def test_the_cut_does_not_depend_on_who_computes_it_or_in_which_order(job: Job, random: Random) -> None:
+@given(jobs(), st.lists(st.integers(0, 3000), min_size=6, max_size=6), st.randoms(use_true_random=False))
+def test_the_cut_does_not_depend_on_who_computes_it_or_in_which_order(
+    job: Job, capacities: list[int], random: Random
+) -> None:
     held, _, differing = job
-    sets = sets_of(held, differing)
-    first = shares(held, sets)
+    weights = capacities[: len(held)]
+    first = shares(held, sets_of(held, differing), weights)
     shuffled = {rank: fragments.copy() for rank, fragments in held.items()}
     for fragments_ in shuffled.values():
         random.shuffle(fragments_)
-    turned = ReplicaSets(dict(reversed(list(sets.members.items()))), sets.differing)
-    second = shares(shuffled, turned)
+    second = shares(shuffled, sets_of(shuffled, differing), weights)
     for rank in held:
         assert {part for _, part in first[rank]} == {part for _, part in second[rank]}
         assert len(first[rank]) == len(second[rank])
+
+
+@settings(max_examples=200, deadline=None)
+@given(jobs(), st.lists(st.integers(0, 3000), min_size=6, max_size=6))
+def test_ranks_copy_what_was_dealt_and_all_deal_the_same(job: Job, capacities: list[int]) -> None:
+    held, _, differing = job
+    views, weights = sets_of(held, differing), room(capacities[: len(held)])
+    dealt = [choose(view.runs, view.private, weights) for view in views.values()]
+    for other in dealt[1:]:
+        assert [cut.tolist() for cut in other.cuts] == [cut.tolist() for cut in dealt[0].cuts]
+        assert (other.weighted, other.spill) == (dealt[0].weighted, dealt[0].spill)
+    for rank, view in views.items():
+        due = loads(view.runs, dealt[rank].cuts, view.private)[rank]
+        copied = sum(f.nbytes for _, f in share(held[rank], view, dealt[rank].cuts, rank, ""))
+        assert abs(copied - due) <= CUT_BYTES * len(view.runs)
+
+
+def colliding(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every fragment whose key begins alike has the code of the others, however their names differ."""
+    names = replicas.identity
+
+    def collide(fragment: Fragment) -> bytes:
+        return fragment.key[:1].encode() * 8 + names(fragment)[8:]
+
+    monkeypatch.setattr(replicas, "identity", collide)
+
+
+def whole(key: str, numel: int) -> Fragment:
+    return Fragment.whole(key, "F32", (numel,), Box((0,), (numel,)))
+
+
+@pytest.mark.parametrize(
+    "held",
+    [
+        {0: [whole("a1", 100)], 1: [whole("a2", 300)]},
+        {0: [whole("a1", 100), whole("a2", 100)], 1: [whole("b", 64)]},
+        {0: [whole("a1", 100), whole("a2", 300)], 1: [whole("a2", 300)], 2: [whole("a2", 300), whole("b", 9)]},
+        {0: [whole("a1", 100), whole("b", 50)], 1: [whole("a1", 100), whole("b", 50)], 2: [whole("a3", 8)]},
+        {0: [whole("a1", 100), whole("b", 50)], 1: [whole("a2", 100), whole("b", 50)]},
+    ],
+    ids=["two ranks", "one rank", "both", "a replica set and a stranger", "beside a set that is one"],
+)
+def test_fragments_under_one_code_are_each_captured_whole(
+    held: dict[int, list[Fragment]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    colliding(monkeypatch)
+    views = sets_of(held)
+    copied = shares(held, views)
+    for rank, fragments_ in held.items():
+        for fragment in fragments_:
+            if fragment.key.startswith("a"):
+                assert fragment.with_key(private_key(fragment.key, f"dp{rank}")) in [part for _, part in copied[rank]]
+    shared = [part for parts in copied.values() for _, part in parts if part.key == "b"]
+    assert sum(part.nbytes for part in shared) == max(
+        (f.nbytes for found in held.values() for f in found if f.key == "b"), default=0
+    )
+    for rank, view in views.items():
+        assert view.private[rank] >= sum(f.nbytes for f in held[rank] if f.key.startswith("a"))
+
+
+def test_only_fragments_that_several_ranks_hold_are_hashed() -> None:
+    held = {0: [whole("own", 10), whole("both", 20)], 1: [whole("both", 20)]}
+    hashed = []
+
+    def run(rank: int, gather: Gather) -> ReplicaSets:
+        def contents(indices: Sequence[int]) -> list[int]:
+            hashed.extend((rank, held[rank][index].key) for index in indices)
+            return [1] * len(indices)
+
+        return replica_sets(gather, rank, 2, held[rank], contents)
+
+    in_lockstep(run, 2)
+    assert set(hashed) == {(0, "both"), (1, "both")}
+
+
+def test_a_rank_that_holds_nothing_takes_part() -> None:
+    held: dict[int, list[Fragment]] = {0: [whole("w", 100)], 1: [], 2: [whole("w", 100)]}
+    copied = shares(held, sets_of(held), [1, 1, 3])
+    assert [sum(part.nbytes for _, part in copied[rank]) for rank in range(3)] == [64, 0, 336]
 
 
 @given(fragments("a"), fragments("b"))
@@ -146,12 +321,12 @@ def test_identity_tells_key_type_and_geometry(a: Fragment, b: Fragment) -> None:
 
 
 def test_one_rank_alone_copies_everything() -> None:
-    whole = Fragment.whole("w", "F32", (1000,), Box((0,), (1000,)))
-    assert share([whole], sets_of({0: [whole]}), 0, "dp0") == [(0, whole)]
+    fragment = whole("w", 1000)
+    assert shares({0: [fragment]}, sets_of({0: [fragment]})) == {0: [(0, fragment)]}
 
 
 def test_fewer_lines_than_ranks_still_cover_all() -> None:
-    tiny = Fragment.whole("w", "F32", (3,), Box((0,), (3,)))
+    tiny = whole("w", 3)
     held = {rank: [tiny] for rank in range(8)}
     assert [part for parts in shares(held, sets_of(held)).values() for part in parts] == [(0, tiny)]
 

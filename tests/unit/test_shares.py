@@ -1,0 +1,326 @@
+"""Dealing: each byte to exactly one member, where there is room, the same on all ranks, and equal if in doubt."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+from typing import cast
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from test_replicas import in_lockstep
+
+from ftckpt.arena.segment import Arena, arena_path
+from ftckpt.capture.prepare import Assignment, assign
+from ftckpt.comm import Group
+from ftckpt.errors import CaptureError, ConfigError, CorruptError
+from ftckpt.events import Events
+from ftckpt.layout.replicas import CUT_BYTES, Gather
+from ftckpt.layout.shares import MOST_BYTES, Run, choose, deal, equal_cuts, loads, room, spill
+from ftckpt.layout.topology import Member, Topology
+from ftckpt.restore.decide import Decision, Source
+from ftckpt.restore.restart import Restart
+from ftckpt.state.fragment import Box, Fragment
+from ftckpt.state.manifest import Manifest
+from ftckpt.state.piece import Description, Piece
+
+SIZE = 6
+GB = 1_000_000_000
+sizes = st.integers(0, 10**12)
+capacities_of_ranks = st.lists(st.integers(0, 10**12), min_size=SIZE, max_size=SIZE)
+private_bytes = st.lists(sizes, min_size=SIZE, max_size=SIZE).map(lambda values: np.array(values, np.int64))
+job_runs = st.lists(
+    st.builds(
+        lambda ranks, nbytes, equal: Run(np.array(sorted(ranks), np.int32), nbytes, equal),
+        st.sets(st.integers(0, SIZE - 1), min_size=1),
+        sizes,
+        st.booleans(),
+    ),
+    max_size=6,
+    unique_by=lambda run: tuple(run.members.tolist()),
+)
+
+
+def run_of(*members: int, nbytes: int, equal: bool = False) -> Run:
+    return Run(np.array(members, np.int32), nbytes, equal)
+
+
+def dealt(runs: Sequence[Run], private: Sequence[int], capacities: Sequence[int]) -> list[list[int]]:
+    """Bytes per member of each run."""
+    return [np.diff(cut).tolist() for cut in deal(runs, np.array(private, np.int64), room(capacities))]
+
+
+def loads_of(runs: Sequence[Run], private: Sequence[int], capacities: Sequence[int]) -> list[int]:
+    base = np.array(private, np.int64)
+    return loads(runs, deal(runs, base, room(capacities)), base).tolist()
+
+
+@settings(max_examples=300, deadline=None)
+@given(job_runs, private_bytes, capacities_of_ranks)
+def test_every_byte_goes_to_exactly_one_member(runs: list[Run], private: np.ndarray, capacities: list[int]) -> None:
+    cuts = deal(runs, private, room(capacities))
+    for run, cut in zip(runs, cuts, strict=True):
+        assert len(cut) == len(run.members) + 1
+        assert (cut[0], cut[-1]) == (0, run.nbytes)
+        assert (np.diff(cut) >= 0).all()
+    assert loads(runs, cuts, private).sum() == private.sum() + sum(run.nbytes for run in runs)
+
+
+@settings(max_examples=300, deadline=None)
+@given(job_runs, private_bytes, capacities_of_ranks)
+def test_who_takes_part_is_filled_to_one_level_and_fuller_ones_get_nothing(
+    runs: list[Run], private: np.ndarray, capacities: list[int]
+) -> None:
+    run = next((run for run in runs if len(run.members) > 1 and not run.equal), None)
+    assume(run is not None)
+    assert run is not None
+    weights = room(capacities)[run.members]
+    (taken,) = dealt([run], private.tolist(), capacities)
+    level = (private[run.members] + taken) / weights
+    for place, nbytes in enumerate(taken):
+        if nbytes > 1:  # rounding can leave a byte anywhere; on a rank without room that is a level of its own
+            others = np.delete(level, place)
+            slack = 2 / weights[place] + 2 / np.delete(weights, place) + 1e-9 * level[place]
+            assert (level[place] <= others + slack).all()
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.integers(0, 10**12), st.lists(st.integers(1, 10**12), min_size=2, max_size=9))
+def test_shares_are_proportional_to_capacity_where_nothing_else_is_loaded(nbytes: int, capacities: list[int]) -> None:
+    run = run_of(*range(len(capacities)), nbytes=nbytes)
+    (taken,) = dealt([run], [0] * len(capacities), capacities)
+    for share, capacity in zip(taken, capacities, strict=True):
+        assert abs(share - nbytes * capacity / sum(capacities)) <= 2
+
+
+@settings(max_examples=300, deadline=None)
+@given(private_bytes, capacities_of_ranks, sizes, st.integers(0, SIZE - 1), st.integers(0, 10**12))
+def test_more_room_never_means_a_smaller_share(
+    private: np.ndarray, capacities: list[int], nbytes: int, place: int, more: int
+) -> None:
+    run = run_of(*range(SIZE), nbytes=nbytes)
+    before = dealt([run], private.tolist(), capacities)[0]
+    wider = [c + more * (rank == place) for rank, c in enumerate(capacities)]
+    after = dealt([run], private.tolist(), wider)[0]
+    assert after[place] >= before[place] - 2
+    assert all(after[rank] <= before[rank] + 2 for rank in range(SIZE) if rank != place)
+
+
+@settings(max_examples=200, deadline=None)
+@given(job_runs, private_bytes, capacities_of_ranks, st.randoms(use_true_random=False))
+def test_runs_are_dealt_alike_in_whatever_order_they_are_given(
+    runs: list[Run], private: np.ndarray, capacities: list[int], random: Random
+) -> None:
+    first = deal(runs, private, room(capacities))
+    order = list(range(len(runs)))
+    random.shuffle(order)
+    second = deal([runs[index] for index in order], private, room(capacities))
+    for place, index in enumerate(order):
+        assert second[place].tolist() == first[index].tolist()
+
+
+@settings(max_examples=200, deadline=None)
+@given(job_runs, private_bytes, capacities_of_ranks)
+def test_runs_that_must_stay_equal_do(runs: list[Run], private: np.ndarray, capacities: list[int]) -> None:
+    for run, cut in zip(runs, deal(runs, private, room(capacities)), strict=True):
+        if run.equal:
+            places = len(run.members)
+            assert cut.tolist() == [run.nbytes * place // places for place in range(places + 1)]
+
+
+@given(st.integers(0, 1 << 60), st.integers(1, 20_000))
+def test_equal_cuts_are_exact_at_any_size(nbytes: int, places: int) -> None:
+    cuts = equal_cuts(nbytes, places)
+    for place in {0, 1, places // 2, places - 1, places}:
+        assert cuts[place] == nbytes * place // places
+
+
+@given(st.integers(0, 10**15), st.integers(0, 10**12), st.integers(2, 40), st.integers(0, 10**12))
+def test_equal_capacities_and_loads_give_exactly_the_equal_cut(
+    nbytes: int, capacity: int, places: int, load: int
+) -> None:
+    run = run_of(*range(places), nbytes=nbytes)
+    (cut,) = deal([run], np.full(places, load), room([capacity] * places))
+    assert cut.tolist() == [nbytes * place // places for place in range(places + 1)]
+
+
+def test_tied_embeddings_go_to_the_stage_with_room() -> None:
+    # Two stages of two data-parallel ranks; the first stage has no windows to speak of, the last has many.
+    stages = [run_of(0, 1, nbytes=4 * GB), run_of(2, 3, nbytes=4 * GB)]
+    tied = run_of(0, 1, 2, 3, nbytes=3 * GB)
+    chosen = choose([*stages, tied], np.zeros(4, np.int64), room([GB, GB, 4 * GB, 4 * GB]))
+    assert chosen.weighted
+    assert np.diff(chosen.cuts[2]).tolist() == [0, 0, 3 * GB // 2, 3 * GB // 2]
+    assert chosen.spill == (2 * (2 * GB + 3 * GB // 4 - GB), 2 * GB)
+
+
+def test_sets_that_cannot_move_are_loaded_first_and_small_sets_before_large_ones() -> None:
+    every, pair = run_of(0, 1, 2, nbytes=300), run_of(0, 1, nbytes=100)
+    assert dealt([every, pair], [0, 200, 0], [100, 100, 100]) == [[100, 0, 200], [100, 0]]
+    protected = run_of(1, 2, 3, nbytes=300, equal=True)
+    assert dealt([pair, protected], [0] * 4, [100] * 4) == [[100, 0], [100] * 3]
+    assert loads_of([every, pair], [0, 200, 0], [100, 100, 100]) == [200, 200, 200]
+
+
+@pytest.mark.parametrize("capacities", [[0, 0, 0], [0, 0, 10**6], [0, 10**6, 10**6]])
+def test_a_rank_without_room_gets_next_to_nothing_unless_none_has(capacities: list[int]) -> None:
+    (taken,) = dealt([run_of(0, 1, 2, nbytes=300_000)], [0, 0, 0], capacities)
+    with_room = [rank for rank, capacity in enumerate(capacities) if capacity] or [0, 1, 2]
+    for rank in range(3):
+        due = 300_000 / len(with_room) if rank in with_room else 0
+        assert abs(taken[rank] - due) <= 2
+
+
+def test_capacities_of_any_size_are_taken() -> None:
+    assert room([-5, 0, 7, 1 << 70]).tolist() == [1, 1, 7, MOST_BYTES]
+    size = 16_384
+    run = run_of(*range(size), nbytes=10**14)
+    (taken,) = dealt([run], [10**12] * size, [1 << 70] * size)
+    assert max(taken) - min(taken) <= 1
+
+
+def test_spill_is_what_exceeds_capacity() -> None:
+    assert spill(np.array([5, 10, 0]), np.array([7, 4, 0])) == 6
+
+
+@pytest.mark.parametrize(
+    ("capacities", "weighted"),
+    [
+        ([1000, 1000], False),  # nothing spills
+        ([500, 600], False),  # nothing spills
+        ([490, 600], False),  # 10 of 1000 bytes spill: not more than 1 %
+        ([489, 600], True),  # 11 of 1000
+        ([0, 0], False),  # all spills either way
+        ([300, 300], False),
+    ],
+)
+def test_shares_stay_equal_unless_it_pays(capacities: list[int], weighted: bool) -> None:
+    run = run_of(0, 1, nbytes=1000)
+    chosen = choose([run], np.zeros(2, np.int64), room(capacities))
+    assert chosen.weighted == weighted
+    assert chosen.spill is not None
+    if not weighted:
+        assert chosen.cuts[0].tolist() == [0, 500, 1000]
+        assert chosen.spill[0] == chosen.spill[1]
+    else:
+        assert chosen.spill == (11, 0)
+
+
+@settings(max_examples=200, deadline=None)
+@given(job_runs, private_bytes, capacities_of_ranks)
+def test_chosen_shares_never_spill_more_than_equal_ones(
+    runs: list[Run], private: np.ndarray, capacities: list[int]
+) -> None:
+    weights = room(capacities)
+    chosen = choose(runs, private, weights)
+    equal = spill(loads(runs, deal(runs, private, None), private), weights)
+    assert chosen.spill == (equal, spill(loads(runs, chosen.cuts, private), weights))
+    total = int(private.sum()) + sum(run.nbytes for run in runs)
+    assert chosen.weighted == (100 * (chosen.spill[0] - chosen.spill[1]) > total) or not chosen.weighted
+    assert chosen.spill[1] <= chosen.spill[0]
+
+
+def test_without_capacities_shares_are_equal_and_nothing_is_predicted() -> None:
+    chosen = choose([run_of(0, 2, nbytes=9)], np.zeros(3, np.int64), None)
+    assert (chosen.weighted, chosen.spill, chosen.cuts[0].tolist()) == (False, None, [0, 4, 9])
+
+
+class LoneGroup:
+    """A group of which only one rank runs at a time; see ``in_lockstep``."""
+
+    def __init__(self, rank: int, size: int, gather: Gather) -> None:
+        self.rank, self.size, self.gather = rank, size, gather
+
+
+MEMBERS = tuple(Member({"pp": pp, "dp": dp}, "node") for pp in range(2) for dp in range(2))
+NUMEL = 50_000
+
+
+def described(rank: int) -> Description:
+    """A layer of the stage, replicated over two ranks, and an embedding that both stages tie."""
+    keys = [f"layer{rank // 2}", "embedding"]
+    wholes = [Fragment.whole(key, "F32", (NUMEL,), Box((0,), (NUMEL,))) for key in keys]
+    return Description(tuple(Piece(f, torch.arange(NUMEL, dtype=torch.float32)) for f in wholes), ())
+
+
+def assigned(capacities: Sequence[Sequence[int] | None]) -> list[Assignment]:
+    """The assignments of four ranks; ``capacities[rank]`` is what that rank was told of all."""
+
+    def run(rank: int, gather: Gather) -> Assignment:
+        group = cast(Group, LoneGroup(rank, 4, gather))
+        topology = Topology(rank, MEMBERS, {"pp": 2, "dp": 2})
+        return assign(group, topology, described(rank), 1 << 12, 1 << 16, capacities[rank])
+
+    return in_lockstep(run, 4)
+
+
+def test_ranks_copy_the_tied_embedding_where_there_is_room_and_say_so() -> None:
+    told = [100_000, 100_000, 300_000, 300_000]
+    found = assigned([told] * 4)
+    assert [a.manifest.capacity for a in found] == told
+    assert [a.copied_bytes for a in found] == [sum(f.nbytes for f in a.manifest.stepped) for a in found]
+    for assignment, due in zip(found, (100_000, 100_000, 200_000, 200_000), strict=True):
+        assert abs(assignment.copied_bytes - due) <= 2 * CUT_BYTES
+    assert sum(a.copied_bytes for a in found) == 3 * 4 * NUMEL
+    assert {a.spill_bytes for a in found} == {(100_000, 0)}
+    again = assigned([[a.manifest.capacity for a in found]] * 4)
+    assert [a.manifest.digest for a in again] == [a.manifest.digest for a in found]
+
+
+@pytest.mark.parametrize("told", [[0] * 4, [1 << 40] * 4, [150_000] * 4, [200_000, 150_000, 150_000, 160_000]])
+def test_capacities_that_change_nothing_leave_every_manifest_as_it_was(told: list[int]) -> None:
+    plain, found = assigned([None] * 4), assigned([told] * 4)
+    assert [a.manifest.encode() for a in found] == [a.manifest.encode() for a in plain]
+    assert {a.manifest.capacity for a in found} == {0}
+    assert {a.spill_bytes for a in plain} == {None}
+    assert all(a.spill_bytes is not None and a.spill_bytes[0] == a.spill_bytes[1] for a in found)
+
+
+def test_ranks_that_were_told_different_capacities_refuse() -> None:
+    with pytest.raises(CaptureError, match="different capacities"):
+        assigned([[1, 2, 3, 4], [1, 2, 3, 4], [1, 2, 3, 5], [1, 2, 3, 4]])
+    with pytest.raises(CaptureError, match="different capacities"):
+        assigned([None, [1, 2, 3, 4], [1, 2, 3, 4], [1, 2, 3, 4]])
+    with pytest.raises(ConfigError, match="rank 2: capacities: 3 given, one for each of 4 ranks"):
+        assigned([None, None, [1, 2, 3], None])
+
+
+@pytest.mark.parametrize("zero", [False, True])
+def test_a_restart_goes_on_with_the_capacities_of_the_arenas(arena_root: Path, zero: bool) -> None:
+    told = [0 if zero else 11, 22, 33, 44]
+    sources: dict[str, Source] = {}
+    # The ranks have changed nodes: what one of them needs, another reads.
+    nodes, members = ("a", "a", "b", "b"), [replace(MEMBERS[rank], node="bbaa"[rank]) for rank in range(4)]
+    for member, capacity, node in zip(MEMBERS, told, nodes, strict=True):
+        manifest = Manifest(member.coords, {}, (), (), 4096, 4096, capacity)
+        arena = Arena.create(arena_root, manifest, 2)
+        sources[member.shard] = Source(node, arena_path(arena_root, manifest).name, 0)
+        arena.close()
+    decision = Decision("00" * 16, 7, sources, ())
+
+    def run(rank: int, gather: Gather) -> list[int] | None:
+        group = cast(Group, LoneGroup(rank, 4, gather))
+        restart = Restart(group, Topology(rank, tuple(members), {}), arena_root, Events(None, rank))
+        try:
+            return restart.capacities(decision)
+        finally:
+            restart.close()
+
+    assert in_lockstep(run, 4) == [None if zero else told] * 4
+
+
+def test_a_manifest_tells_its_capacity_only_where_shares_were_weighted() -> None:
+    plain = Manifest({"dp": 0}, {}, (), (), 4096, 4096)
+    weighted = Manifest({"dp": 0}, {}, (), (), 4096, 4096, 5 * GB)
+    assert plain.capacity == Manifest.decode(plain.encode()).capacity == 0
+    assert b"capacity" not in plain.encode()
+    assert Manifest.decode(weighted.encode()) == weighted
+    assert weighted.digest != plain.digest
+    for wrong in (b"-1", b'"much"', b"null"):
+        with pytest.raises(CorruptError):
+            Manifest.decode(weighted.encode().replace(b'"capacity":5000000000', b'"capacity":' + wrong))
