@@ -17,6 +17,9 @@ from ftckpt.errors import ConfigError
 NAMES = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", fullmatch=True)
 TEXTS = st.text(st.characters(codec="utf-8"), max_size=20)
 SECS = st.floats(1, 1e9, allow_nan=False)
+CORES = st.from_regex(r"[0-9]{1,5}(-[0-9]{1,5})?(,[0-9]{1,5}(-[0-9]{1,5})?){0,3}", fullmatch=True)
+SAMPLES = {"arena": "/x", "affinity": "0-3,8"}
+"""A value for each text setting that does not take any text; names take ``x``."""
 
 
 @st.composite
@@ -34,6 +37,8 @@ def configs(draw: st.DrawFn) -> Config:
             strategy = st.just("") | NAMES
         elif setting.name == "arena":
             strategy = TEXTS.map(lambda text: "/" + text)
+        elif setting.name == "affinity":
+            strategy = st.sampled_from(["auto", "none"]) | CORES
         else:
             strategy = TEXTS
         if setting.name != "enabled" and draw(st.booleans()):
@@ -106,7 +111,28 @@ def test_a_wrong_flag_is_refused(argv: list[str], message: str) -> None:
         ("interval", 1.0, "interval: 1.0 is not a whole number"),
         ("interval", None, "interval: None is not a whole number"),
         ("slots", 1, "slots: 1 is too small; the least is 2"),
-        ("chunk_mib", 0, "chunk_mib: 0 is too small"),
+        ("chunk_mib", 0, "chunk_mib: 0 is too small; the least is 0.0625"),
+        ("chunk_mib", 0.0624, "chunk_mib: 0.0624 is too small"),
+        ("chunk_mib", "16", "chunk_mib: '16' is not a number"),
+        ("chunk_mib", float("nan"), "chunk_mib: nan"),
+        ("schedule", "idle", "schedule: 'idle' is not one of bubble, stream, thread, sync"),
+        ("schedule", None, "schedule: None is not a text"),
+        ("copy_gbps", -0.1, "copy_gbps: -0.1 is too small; the least is 0"),
+        ("copy_gbps", float("inf"), "copy_gbps: inf is too large"),
+        ("copy_gbps", True, "copy_gbps: True is not a number"),
+        ("fence_budget", -1e-9, "fence_budget: .* is too small; the least is 0"),
+        ("fence_budget", float("nan"), "fence_budget: nan"),
+        ("replan_share", 0, "replan_share: 0 is too small; the least is 0.001"),
+        ("timeline_interval", -1, "timeline_interval: -1 is too small; the least is 0"),
+        ("timeline_interval", 0.5, "timeline_interval: 0.5 is not a whole number"),
+        ("affinity", "", "affinity: '' is not auto, none or a list of cores such as 0-3,8"),
+        ("affinity", "all", "affinity: 'all' is not auto"),
+        ("affinity", "0-", "affinity: '0-' is not auto"),
+        ("affinity", "0,,1", "affinity: '0,,1' is not auto"),
+        ("affinity", "-1", "affinity: '-1' is not auto"),
+        ("affinity", "123456", "affinity: '123456' is not auto"),
+        ("affinity", "1\n", "affinity: .* is not auto"),
+        ("affinity", 3, "affinity: 3 is not a text"),
         ("objects_mib", 0, "objects_mib: 0 is too small"),
         ("error_limit", 0, "error_limit: 0 is too small"),
         ("replica_check_interval", -1, "replica_check_interval: -1 is too small"),
@@ -144,7 +170,38 @@ def test_every_flag_holds_the_rules_of_its_field(name: str) -> None:
         with pytest.raises(ConfigError, match=f"^{name}: .*not one of"):
             Config.from_flags(["--ftckpt", flag, "never"])
     else:
-        assert getattr(Config.from_flags(["--ftckpt", flag, "/x" if name == "arena" else "x"])[0], name)
+        value = SAMPLES.get(name, "x")
+        assert getattr(Config.from_flags(["--ftckpt", flag, value])[0], name) == value
+
+
+@given(st.floats(0.0625, 1e4))
+def test_a_chunk_is_the_most_whole_pages_that_its_size_holds(mib: float) -> None:
+    nbytes = Config(chunk_mib=mib).chunk_bytes
+    assert nbytes % 4096 == 0 and 4096 <= nbytes <= mib * (1 << 20) < nbytes + 4096
+
+
+@pytest.mark.parametrize(("mib", "nbytes"), [(0.0625, 65536), (16, 16 << 20), (0.1, 102400)])
+def test_chunk_sizes(mib: float, nbytes: int) -> None:
+    assert Config(chunk_mib=mib).chunk_bytes == nbytes
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("schedule", "sync"),
+        ("copy_gbps", 0),
+        ("copy_gbps", 12.5),
+        ("fence_budget", 0),
+        ("replan_share", 0.001),
+        ("affinity", "none"),
+        ("affinity", "8,0-3"),
+        ("timeline_interval", 0),
+    ],
+)
+def test_accepted_values(name: str, value: Any) -> None:
+    assert getattr(Config.from_mapping({name: value}), name) == value
+    flag = f"--ftckpt-{name.replace('_', '-')}={value}"
+    assert getattr(Config.from_flags(["--ftckpt", flag])[0], name) == value
 
 
 def test_an_unknown_setting_names_the_closest() -> None:

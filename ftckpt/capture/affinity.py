@@ -1,0 +1,114 @@
+"""Which cores ftckpt's background threads run on: near the device, or where the user says."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ftckpt.errors import ConfigError
+from ftckpt.events import log
+
+if TYPE_CHECKING:
+    import torch
+
+SYSFS = Path("/sys")
+_RANGE = re.compile(r"([0-9]{1,5})(?:-([0-9]{1,5}))?")
+
+
+def cores(setting: str, device_numa_node: int | None, allowed: set[int] | None = None) -> set[int] | None:
+    """The cores for background threads; None: leave them where they are.
+
+    Args:
+        setting: the configuration's ``affinity``: ``none``, ``auto`` (the cores of ``device_numa_node``) or a
+            list such as ``0-3,8``.
+        device_numa_node: where the device is attached; None if that is not known.
+        allowed: the cores this process may use; default: those of the calling thread.
+
+    Raises:
+        ConfigError: not a list of cores, or a list of which no core is allowed.
+    """
+    if setting == "none":
+        return None
+    allowed = set(os.sched_getaffinity(0)) if allowed is None else allowed
+    if setting == "auto":
+        return (_cores_of_node(device_numa_node) & allowed) or None
+    wanted = parse_cores(setting) & allowed
+    if not wanted:
+        raise ConfigError(
+            f"affinity: none of the cores {setting} is allowed here; allowed are {format_cores(allowed)}"
+        )
+    return wanted
+
+
+def parse_cores(text: str) -> set[int]:
+    """The cores of a list such as ``0-3,8``, the form of the kernel's cpulist files.
+
+    Raises:
+        ConfigError: another text, a range that runs backwards, or a number of more than five digits.
+    """
+    found: set[int] = set()
+    for part in text.split(","):
+        match = _RANGE.fullmatch(part)
+        if match is None:
+            raise ConfigError(f"affinity: {part!r} in {text!r} is not a core or a range of cores such as 0-3,8")
+        first, last = int(match[1]), int(match[2] or match[1])
+        if last < first:
+            raise ConfigError(f"affinity: the range {part} runs backwards; write {last}-{first}")
+        found.update(range(first, last + 1))
+    return found
+
+
+def format_cores(found: set[int]) -> str:
+    """Inverse of ``parse_cores``: ascending, neighbours joined into ranges."""
+    ranges: list[list[int]] = []
+    for core in sorted(found):
+        if ranges and core == ranges[-1][1] + 1:
+            ranges[-1][1] = core
+        else:
+            ranges.append([core, core])
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in ranges)
+
+
+def numa_node_of(device: torch.device) -> int | None:
+    """The NUMA node a CUDA or ROCm device is attached to; None for other devices and where it is not known."""
+    if device.type != "cuda":
+        return None
+    try:
+        import torch
+
+        properties = torch.cuda.get_device_properties(device)
+        address = "{:04x}:{:02x}:{:02x}.0".format(
+            *(getattr(properties, f"pci_{part}_id") for part in ("domain", "bus", "device"))
+        )
+        node = int((SYSFS / "bus/pci/devices" / address / "numa_node").read_text())
+    except Exception as error:  # noqa: BLE001 - older torch, a container without sysfs: only speed is at stake
+        log.debug("ftckpt: NUMA node of %s is not known: %s", device, error)
+        return None
+    return node if node >= 0 else None
+
+
+def pin(wanted: set[int] | None) -> bool:
+    """Bind the calling thread, and no other one, to ``wanted``; whether it now runs there (None: it may anywhere).
+
+    A refusal of the operating system is a warning: the thread works on other cores as well.
+    """
+    if wanted is None:
+        return True
+    try:
+        os.sched_setaffinity(0, wanted)  # Linux: 0 is the calling thread, not the process
+    except (OSError, ValueError, OverflowError) as error:
+        log.warning("ftckpt: cannot bind a thread to cores %s: %s", format_cores(wanted), error)
+        return False
+    return True
+
+
+def _cores_of_node(node: int | None) -> set[int]:
+    """Cores of a NUMA node; none where there is no such node or it has memory only."""
+    if node is None:
+        return set()
+    try:
+        return parse_cores((SYSFS / f"devices/system/node/node{node}/cpulist").read_text().strip())
+    except (OSError, ConfigError):
+        return set()

@@ -1,0 +1,175 @@
+"""Which cores background threads run on, and that only the calling thread moves."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ftckpt.capture import affinity
+from ftckpt.capture.affinity import cores, format_cores, numa_node_of, parse_cores, pin
+from ftckpt.config import Config
+from ftckpt.errors import ConfigError
+
+CORES = st.sets(st.integers(0, 300), min_size=1)
+
+
+@pytest.fixture
+def sysfs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(affinity, "SYSFS", tmp_path)
+    for node, cpulist in enumerate(["0-3,8-11\n", "4-7\n", "\n", "what\n"]):
+        directory = tmp_path / "devices/system/node" / f"node{node}"
+        directory.mkdir(parents=True)
+        (directory / "cpulist").write_text(cpulist)
+    return tmp_path
+
+
+@given(CORES)
+def test_a_written_list_reads_as_the_same_cores(wanted: set[int]) -> None:
+    text = format_cores(wanted)
+    assert parse_cores(text) == wanted
+    assert Config(affinity=text).affinity == text
+
+
+@given(CORES, CORES)
+def test_a_list_gives_its_allowed_cores_or_an_error_that_names_them(wanted: set[int], allowed: set[int]) -> None:
+    if wanted & allowed:
+        assert cores(format_cores(wanted), 0, allowed) == wanted & allowed
+    else:
+        with pytest.raises(ConfigError, match=f"^affinity: .* allowed are {format_cores(allowed)}$"):
+            cores(format_cores(wanted), 0, allowed)
+
+
+@given(st.text("0123456789-, x", max_size=12) | st.text(max_size=12))
+def test_any_text_is_a_list_of_cores_or_an_error(text: str) -> None:
+    try:
+        found = parse_cores(text)
+    except ConfigError as error:
+        assert str(error).startswith("affinity: ")
+    else:
+        assert found and parse_cores(format_cores(found)) == found
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [("0", {0}), ("0-3,8", {0, 1, 2, 3, 8}), ("3,1-2,2", {1, 2, 3}), ("007", {7}), ("5-5", {5})],
+)
+def test_lists(text: str, found: set[int]) -> None:
+    assert parse_cores(text) == found
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("3-0", "the range 3-0 runs backwards; write 0-3"),
+        ("0-99999999999", "not a core or a range"),
+        ("123456", "not a core or a range"),
+        ("", "not a core or a range"),
+        ("1,", "not a core or a range"),
+        ("-1", "not a core or a range"),
+        ("0-3-5", "not a core or a range"),
+        ("1 2", "not a core or a range"),
+        ("1\n", "not a core or a range"),
+        ("١", "not a core or a range"),
+    ],
+)
+def test_what_is_no_list(text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        cores(text, None, {0, 1})
+
+
+def test_auto_takes_the_allowed_cores_of_the_devices_node(sysfs: Path) -> None:
+    assert cores("auto", 0, {2, 3, 4, 9}) == {2, 3, 9}
+    assert cores("auto", 1, set(range(64))) == {4, 5, 6, 7}
+
+
+@pytest.mark.parametrize("node", [None, 1, 2, 3, 4])
+def test_auto_leaves_threads_alone_where_nothing_is_known_or_allowed(sysfs: Path, node: int | None) -> None:
+    assert cores("auto", node, {0, 1}) is None
+
+
+def test_none_leaves_threads_alone(sysfs: Path) -> None:
+    assert cores("none", 0, {0}) is None
+
+
+def test_by_default_the_callers_own_cores_are_allowed() -> None:
+    own = os.sched_getaffinity(0)
+    assert cores(format_cores(own), None) == own
+    with pytest.raises(ConfigError, match=f"allowed are {format_cores(own)}"):
+        cores("99999", None)
+
+
+def fake_properties(monkeypatch: pytest.MonkeyPatch, **properties: int) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(**properties))
+
+
+@pytest.mark.parametrize(("content", "node"), [("1\n", 1), ("0\n", 0), ("-1\n", None), ("", None), ("x", None)])
+def test_the_numa_node_of_a_device(
+    sysfs: Path, monkeypatch: pytest.MonkeyPatch, content: str, node: int | None
+) -> None:
+    fake_properties(monkeypatch, pci_domain_id=0x10, pci_bus_id=0xDC, pci_device_id=2)
+    device = sysfs / "bus/pci/devices/0010:dc:02.0"
+    device.mkdir(parents=True)
+    (device / "numa_node").write_text(content)
+    assert numa_node_of(torch.device("cuda", 0)) == node
+
+
+def test_an_unknown_numa_node_is_no_error(sysfs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert numa_node_of(torch.device("cpu")) is None
+    if not torch.cuda.is_available():
+        assert numa_node_of(torch.device("cuda", 0)) is None
+    fake_properties(monkeypatch, pci_bus_id=1)  # older versions tell no domain
+    assert numa_node_of(torch.device("cuda", 0)) is None
+    fake_properties(monkeypatch, pci_domain_id=0, pci_bus_id=1, pci_device_id=0)
+    assert numa_node_of(torch.device("cuda", 0)) is None  # a container that hides the bus
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a device")
+def test_the_numa_node_of_a_real_device_exists_or_is_unknown() -> None:
+    node = numa_node_of(torch.device("cuda", 0))
+    assert node is None or Path(f"/sys/devices/system/node/node{node}").is_dir()
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
+def test_pin_moves_the_calling_thread_alone() -> None:
+    before = os.sched_getaffinity(0)
+    other = threading.Event()
+    seen: dict[str, object] = {}
+
+    def bystander() -> None:
+        other.wait(10)
+        seen["bystander"] = os.sched_getaffinity(0)
+
+    def pinned() -> None:
+        seen["answer"] = pin({min(before)})
+        seen["pinned"] = os.sched_getaffinity(0)
+
+    threads = [threading.Thread(target=bystander), threading.Thread(target=pinned)]
+    for thread in threads:
+        thread.start()
+    threads[1].join(10)
+    other.set()
+    threads[0].join(10)
+    assert seen == {"answer": True, "pinned": {min(before)}, "bystander": before}
+    assert os.sched_getaffinity(0) == before
+
+
+@pytest.mark.parametrize("wanted", [{99999}, set(), {-1}, {1 << 70}])
+def test_a_refused_pin_is_a_warning(wanted: set[int], caplog: pytest.LogCaptureFixture) -> None:
+    before = os.sched_getaffinity(0)
+    with caplog.at_level(logging.WARNING, "ftckpt"):
+        assert pin(wanted) is False
+    assert "cannot bind a thread" in caplog.text
+    assert os.sched_getaffinity(0) == before
+
+
+def test_no_wish_is_no_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(os, "sched_setaffinity")
+    assert pin(None) is True

@@ -1,0 +1,421 @@
+"""The ranks of a node divide its copy budget, and nothing in the shared page can stop or slow training for long."""
+
+from __future__ import annotations
+
+import math
+import os
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ftckpt.arena.directory import BUDGET_NAME, clean_job, node_directory, remove_job_if_empty
+from ftckpt.arena.locks import JobLock
+from ftckpt.capture import node_budget
+from ftckpt.capture.node_budget import NodeBudget
+
+REPOSITORY = Path(__file__).parents[2]
+MIB = 1 << 20
+NEVER = threading.Event()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def long_lease() -> Iterator[None]:
+    """So that no rank seems to be gone where the machine is busy with other things."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(node_budget, "_LEASE_NS", 60_000_000_000)
+        yield
+
+
+def words(directory: Path) -> np.memmap[tuple[int, int], np.dtype[np.uint64]]:
+    return np.memmap(directory / BUDGET_NAME, np.uint64, "r+", shape=(256, 8))
+
+
+def eventually(condition: Callable[[], bool], timeout_secs: float = 5.0) -> float:
+    """Seconds until the condition held."""
+    begin = time.monotonic()
+    while not condition():
+        assert time.monotonic() - begin < timeout_secs
+        time.sleep(0.002)
+    return time.monotonic() - begin
+
+
+def test_the_limit_is_divided_among_the_ranks_that_copy(arena_root: Path) -> None:
+    ranks = [NodeBudget.open(arena_root, place, 3, 9e9) for place in range(3)]
+    observer = NodeBudget.open(arena_root, None, 3, 0)
+    assert all(rank.problem is None and rank.limited for rank in ranks) and not observer.limited
+    for copying, rank in enumerate(ranks, 1):
+        rank.start()
+        assert [other.copying() for other in (*ranks, observer)] == [copying] * 4
+        assert rank.share() == 9e9 / copying
+    ranks[0].stop()
+    assert (observer.copying(), ranks[1].share()) == (2, 4.5e9)
+    assert ranks[0].share() == 3e9, "what it would get if it copied as well"
+    ranks[1].close()
+    assert (observer.copying(), ranks[2].share()) == (1, 9e9)
+    assert (arena_root / BUDGET_NAME).stat().st_mode & 0o777 == 0o600
+
+
+def test_copies_under_way_count_until_the_last_is_stopped(arena_root: Path) -> None:
+    budget = NodeBudget.open(arena_root, 0, 2, 1e12)
+    budget.start()
+    budget.start()
+    budget.stop()
+    assert budget.copying() == 1
+    budget.pace(1, time.monotonic(), NEVER)
+    budget.stop()
+    budget.stop()
+    assert budget.copying() == 0
+    budget.pace(1, time.monotonic(), NEVER)  # a chunk that another thread has stopped already
+    assert budget.copying() == 0
+    budget.start()
+    assert budget.copying() == 1
+
+
+def test_a_rank_that_gives_no_sign_of_life_does_not_copy(arena_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(node_budget, "_LEASE_NS", 50_000_000)
+    rank, other = (NodeBudget.open(arena_root, place, 2, 1e9) for place in range(2))
+    rank.start()
+    assert other.share() == 0.5e9
+    assert eventually(lambda: other.copying() == 0) < 1
+    rank.start()
+    rank.stop()
+    assert other.copying() == 0, "the copy that was never stopped counts no longer"
+
+
+def test_a_pid_that_was_given_to_another_process_is_a_dead_owner(arena_root: Path) -> None:
+    rank, other = (NodeBudget.open(arena_root, place, 2, 1e9) for place in range(2))
+    rank.start()
+    assert other.copying() == 1
+    page = words(arena_root)
+    ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+    assert ticks > 0 and int(page[0, 0]) == ticks << 22 | os.getpid()
+    page[0, 0] += np.uint64(1 << 22)  # the same pid, started a tick later
+    assert other.copying() == 0
+    page[0, 1] += np.uint64(1)  # in another pid namespace only the lease tells
+    time.sleep(0.06)
+    assert other.copying() == 1
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"x", random.Random(7).randbytes(16384), b"\xff" * 16384, bytes(16384), b"ab" * 20000],
+    ids=["empty", "short", "random", "ones", "zeros", "long"],
+)
+def test_a_page_that_holds_anything_is_written_over(arena_root: Path, content: bytes) -> None:
+    (arena_root / BUDGET_NAME).write_bytes(content)
+    (arena_root / BUDGET_NAME).chmod(0o644)
+    rank, other = (NodeBudget.open(arena_root, place, 200, 1e9) for place in (0, 9))
+    assert (rank.problem, other.problem) == (None, None)
+    assert rank.copying() == 0 and rank.share() == 1e9 and rank.estimate(2) == 0.5e9
+    rank.start()
+    assert other.copying() == 1
+    assert (arena_root / BUDGET_NAME).stat().st_size == max(16384, len(content))
+    assert (arena_root / BUDGET_NAME).stat().st_mode & 0o777 == 0o600
+
+
+def test_a_page_overwritten_while_in_use_heals_with_the_next_chunk(arena_root: Path) -> None:
+    rank, other = (NodeBudget.open(arena_root, place, 2, 1e9) for place in range(2))
+    rank.start()
+    words(arena_root)[:] = np.frombuffer(random.Random(8).randbytes(16384), np.uint64).reshape(256, 8)
+    other.pace(1, time.monotonic(), NEVER)
+    rank.pace(1, time.monotonic(), NEVER)
+    assert other.share() == 0.5e9
+
+
+def spoil_directory(path: Path) -> None:
+    path.mkdir()
+
+
+def spoil_link(path: Path) -> None:
+    path.with_name("elsewhere").write_bytes(b"")
+    path.symlink_to("elsewhere")
+
+
+def spoil_fifo(path: Path) -> None:
+    os.mkfifo(path)
+
+
+@pytest.mark.parametrize("spoil", [spoil_directory, spoil_link, spoil_fifo])
+def test_an_unusable_page_means_no_limit_and_a_reason(arena_root: Path, spoil: Callable[[Path], None]) -> None:
+    spoil(arena_root / BUDGET_NAME)
+    check_alone(NodeBudget.open(arena_root, 3, 8, 1e6))
+
+
+def test_no_room_no_directory_and_no_place_are_reasons(arena_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_alone(NodeBudget.open(arena_root / "missing", 0, 2, 1e6))
+    for place, places in ((2, 2), (-1, 2), (0, 256), (0, 0)):
+        check_alone(NodeBudget.open(arena_root, place, places, 1e6))
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    check_alone(NodeBudget.open(arena_root, 0, 2, 1e6))
+
+
+def check_alone(budget: NodeBudget) -> None:
+    assert budget.problem is not None and str(BUDGET_NAME) in budget.problem
+    assert not budget.limited
+    assert budget.share() == math.inf
+    budget.start()
+    assert budget.copying() == 1
+    begin = time.monotonic()
+    budget.pace(1 << 40, begin, NEVER)
+    assert time.monotonic() - begin < 0.5
+    budget.stop()
+    assert budget.wait_quiet(0)
+    budget.close()
+
+
+def test_after_close_nothing_is_held_up(arena_root: Path) -> None:
+    rank, other = (NodeBudget.open(arena_root, place, 2, 1e6) for place in range(2))
+    rank.start()
+    rank.close()
+    rank.close()
+    assert other.copying() == 0
+    rank.start()
+    rank.pace(1 << 40, time.monotonic(), NEVER)
+    rank.publish(5.0)
+    rank.stop()
+    assert other.copying() == 0 and not words(arena_root)[0].any()
+
+
+def test_close_lets_a_thread_in_the_middle_of_a_pace_end(arena_root: Path) -> None:
+    budget = NodeBudget.open(arena_root, 0, 1, 1e6)
+    hurry, failed = threading.Event(), []
+
+    def copy() -> None:
+        try:
+            budget.start()
+            budget.pace(100 * MIB, time.monotonic(), hurry)
+        except BaseException as error:  # noqa: BLE001 - the assertion shows it
+            failed.append(error)
+
+    thread = threading.Thread(target=copy)
+    thread.start()
+    eventually(lambda: budget.copying() == 1)
+    budget.close()
+    time.sleep(0.15)
+    hurry.set()
+    thread.join(5)
+    assert not thread.is_alive() and failed == []
+
+
+def test_pace_keeps_the_limit(arena_root: Path) -> None:
+    budget = NodeBudget.open(arena_root, 0, 1, 200e6)
+    rates = []
+    for nbytes, times in ((MIB, 40), (16384, 2560), (10 * MIB, 4)):
+        begin = time.monotonic()
+        for _ in range(times):
+            budget.start()
+            budget.pace(nbytes, time.perf_counter(), NEVER)
+            budget.stop()
+        rates.append(nbytes * times / (time.monotonic() - begin))
+    assert max(rates) <= 1.1 * 200e6 + 0.02 * 200e6 / 0.2, rates  # a burst of at most the credit
+    assert statistics.median(rates) >= 0.7 * 200e6, rates
+
+
+def test_pace_does_not_make_up_for_idle_time(arena_root: Path) -> None:
+    budget = NodeBudget.open(arena_root, 0, 1, 100e6)
+    for _ in range(3):
+        time.sleep(0.05)
+        begin = time.monotonic()
+        budget.pace(5 * MIB, begin, NEVER)
+        assert time.monotonic() - begin >= 0.051
+
+
+def test_hurry_ends_a_pace_and_leaves_no_debt(arena_root: Path) -> None:
+    budget, hurry = NodeBudget.open(arena_root, 0, 1, 1e6), threading.Event()
+    begin = time.monotonic()
+    threading.Timer(0.1, hurry.set).start()
+    budget.pace(1 << 40, begin, hurry)
+    assert 0.1 <= time.monotonic() - begin < 2
+    begin = time.monotonic()
+    for _ in range(100):
+        budget.pace(1 << 40, begin, hurry)
+    budget.pace(10_000, time.monotonic(), NEVER)
+    assert time.monotonic() - begin < 2
+
+
+@pytest.mark.parametrize("limit", [1.0, 5e-324])
+def test_a_pace_is_bounded(arena_root: Path, monkeypatch: pytest.MonkeyPatch, limit: float) -> None:
+    monkeypatch.setattr(node_budget, "_LONGEST_SECS", 0.2)
+    budget = NodeBudget.open(arena_root, 0, 1, limit)
+    begin = time.monotonic()
+    budget.pace(1 << 40, begin, NEVER)
+    assert 0.2 <= time.monotonic() - begin < 2
+
+
+def test_a_pace_adapts_to_ranks_that_come_and_go(arena_root: Path) -> None:
+    ranks = [NodeBudget.open(arena_root, place, 4, 100e6) for place in range(4)]
+    for rank in ranks:
+        rank.start()
+    threading.Timer(0.1, lambda: [rank.stop() for rank in ranks[1:]]).start()
+    begin = time.monotonic()
+    ranks[0].pace(25 * MIB, begin, NEVER)  # a second at a quarter, a quarter alone
+    assert 0.25 <= time.monotonic() - begin < 0.7
+
+
+def test_without_a_limit_pace_never_sleeps_and_costs_little(arena_root: Path) -> None:
+    ranks = [NodeBudget.open(arena_root, place, 8, 0) for place in range(8)]
+    for rank in ranks:
+        rank.start()
+        rank.publish(1e6)
+    costs = []
+    for _ in range(500):
+        begin = time.thread_time()
+        ranks[0].pace(MIB, time.monotonic() - 10, NEVER)
+        ranks[1].pace(1 << 40, time.monotonic(), NEVER)
+        costs.append((time.thread_time() - begin) / 2)
+    assert statistics.median(costs) < 200e-6
+
+
+def test_what_was_measured_gives_an_estimate(arena_root: Path) -> None:
+    ranks = [NodeBudget.open(arena_root, place, 4, 0) for place in range(4)]
+    assert [rank.share() for rank in ranks] == [math.inf] * 4
+    ranks[0].start()
+    ranks[0].publish(20e9)  # alone
+    assert (ranks[0].estimate(1), ranks[0].estimate(4), ranks[3].estimate(4)) == (20e9, 5e9, 5e9)
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.publish(math.nan)  # forgets who copied before
+        rank.pace(MIB, time.monotonic(), NEVER)
+        rank.publish(8e9)  # four at once: 32e9
+    assert ranks[0].estimate(2) == pytest.approx(16e9)
+    assert ranks[0].estimate(4) == pytest.approx(8e9)
+    assert ranks[0].estimate(1) == 20e9 and ranks[1].estimate(1) == pytest.approx(8e9), "no more than its own"
+    assert ranks[0].share() == pytest.approx(8e9)
+    for rank in ranks[1:]:
+        rank.stop()
+    assert ranks[0].share() == 20e9
+    ranks[1].close()
+    assert NodeBudget.open(arena_root, 1, 4, 0).share() == pytest.approx(16e9), "beside one other"
+    assert NodeBudget.open(arena_root, None, 4, 10e9).estimate(4) == 2.5e9
+
+
+@pytest.mark.parametrize("rate", [math.nan, math.inf, -math.inf, -1.0, 0.0, 1e300])
+def test_an_impossible_rate_is_ignored(arena_root: Path, rate: float) -> None:
+    budget = NodeBudget.open(arena_root, 0, 1, 0)
+    budget.start()
+    budget.publish(rate)
+    assert budget.share() == math.inf
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 3), st.sampled_from(["start", "stop", "publish", "pace"])), max_size=30))
+def test_shares_never_exceed_the_limit(calls: list[tuple[int, str]]) -> None:
+    directory = Path("/dev/shm") / f"ftckpt-test-budget-{os.getpid()}"
+    directory.mkdir(exist_ok=True)
+    ranks = [NodeBudget.open(directory, place, 4, 1e15) for place in range(4)]
+    under_way = [0] * 4
+    try:
+        for place, call in calls:
+            rank = ranks[place]
+            if call == "start":
+                under_way[place] += 1
+                rank.start()
+            elif call == "stop":
+                under_way[place] = max(0, under_way[place] - 1)
+                rank.stop()
+            elif call == "pace":
+                rank.pace(1, time.monotonic(), NEVER)
+            else:
+                rank.publish(5e9)
+            copies = [rank for rank, count in zip(ranks, under_way, strict=True) if count]
+            assert {rank.copying() for rank in ranks} == {len(copies)}
+            assert sum(rank.share() for rank in copies) <= 1e15 * 1.001
+    finally:
+        (directory / BUDGET_NAME).unlink()
+        directory.rmdir()
+
+
+def test_work_beside_training_waits_for_quiet(arena_root: Path) -> None:
+    rank, observer = NodeBudget.open(arena_root, 0, 1, 0), NodeBudget.open(arena_root, None, 1, 0)
+    assert observer.wait_quiet(0)
+    rank.start()
+    begin = time.monotonic()
+    assert not observer.wait_quiet(0.1)
+    assert 0.1 <= time.monotonic() - begin < 2
+    threading.Timer(0.1, rank.stop).start()
+    cost = time.thread_time()
+    assert observer.wait_quiet(10)
+    assert time.thread_time() - cost < 0.05
+    observer.start()
+    observer.pace(MIB, time.monotonic(), NEVER)
+    observer.publish(1e9)
+    observer.stop()
+    assert (observer.copying(), rank.copying()) == (0, 0), "an observer never copies"
+
+
+def test_the_page_goes_with_the_job(arena_root: Path) -> None:
+    node_dir = node_directory(arena_root, "job", "node")
+    with JobLock(node_dir, 0):
+        budget = NodeBudget.open(node_dir, 0, 1, 0)
+        budget.start()
+        budget.close()
+        assert remove_job_if_empty(arena_root, "job", "node")
+    assert list(arena_root.iterdir()) == []
+    NodeBudget.open(node_directory(arena_root, "job", "node"), 0, 1, 0)  # what a killed job leaves
+    assert clean_job(arena_root, "job") == []
+    assert list(arena_root.iterdir()) == []
+
+
+def test_what_is_no_page_is_not_removed_by_mistake(arena_root: Path) -> None:
+    node_dir = node_directory(arena_root, "job", "node")
+    (node_dir / BUDGET_NAME).mkdir()
+    assert not remove_job_if_empty(arena_root, "job", "node")
+    assert (node_dir / BUDGET_NAME).is_dir()
+
+
+@contextmanager
+def child(code: str, *arguments: object) -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, "-c", f"import sys\nfrom pathlib import Path\n{code}", *map(str, arguments)]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=REPOSITORY)
+    try:
+        assert process.stdout is not None and process.stdout.readline() == "ready\n"
+        yield process
+    finally:
+        process.send_signal(signal.SIGCONT)
+        process.kill()
+        process.communicate(timeout=10)
+
+
+HAMMER = """
+from ftckpt.capture.node_budget import _map_page
+words = _map_page(Path(sys.argv[1]))
+print("ready", flush=True)
+while True:
+    for _ in range(10000):
+        words[2] = 0
+        words[2] = 0xFFFFFFFFFFFFFFFF
+"""
+
+
+def test_a_word_is_never_seen_half_written(arena_root: Path) -> None:
+    page = node_budget._map_page(arena_root / BUDGET_NAME)
+    seen: set[int] = set()
+    with child(HAMMER, arena_root / BUDGET_NAME):
+        deadline = time.monotonic() + 1.0
+        while time.monotonic() < deadline:
+            seen.update(page[2] for _ in range(5000))
+    assert seen == {0, 0xFFFFFFFFFFFFFFFF}
+
+
+def test_the_module_starts_without_torch() -> None:
+    code = "import ftckpt.capture.node_budget, ftckpt.capture.affinity, sys\nprint('ready', flush=True)\n"
+    code += "print(sorted({'torch', 'multiprocessing', 'numpy'} & set(sys.modules)), flush=True)"
+    with child(code) as process:
+        assert process.stdout is not None and "torch" not in process.stdout.readline()
