@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import time
-
-import torch
+from collections.abc import Sequence
 
 from ftckpt.capture.capture import Capture, SnapshotId
-from ftckpt.capture.copier import make_copier
+from ftckpt.capture.interval import Interval
 from ftckpt.capture.node_arenas import NodeArenas
-from ftckpt.capture.prepare import Assignment, assign
-from ftckpt.capture.windows import Windows
+from ftckpt.capture.pacer import Pacer, make_pacer
+from ftckpt.capture.shard import Shard
 from ftckpt.comm import Agreement, Group, together
 from ftckpt.config import Config
 from ftckpt.errors import CaptureError, ConfigError, FtckptError
 from ftckpt.events import Events
 from ftckpt.layout.topology import Topology
 from ftckpt.restore.restart import Restart
-from ftckpt.state.piece import Description, TrainingState
+from ftckpt.state.piece import TrainingState
+
+_WEIGH_AT = 16
+"""The snapshot at which shares are fitted to the windows: by then these have been measured."""
 
 
 class Checkpointer:
@@ -25,49 +27,49 @@ class Checkpointer:
 
     Construction, ``restore``, ``step`` and ``close`` are collective. The order of calls is ``restore`` once,
     then per iteration ``fence`` before the first write to stepped state and ``step`` at the boundary, then
-    ``close`` when training is done (not after an error: the snapshots are needed then).
+    ``close`` when training is done (not after an error: the snapshots are needed then). ``phase`` tells where
+    in the schedule training is, so that copies find its windows.
 
     Args:
         config: ``job`` and ``node`` must be names.
         state: what to save; see TrainingState for who calls what.
         topology: the place and node of every rank.
-        windows: when chunks may be copied; at once if not given.
         group: all ranks; a new one if not given.
 
     Raises:
         ConfigError: ``job`` or ``node`` is empty.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        state: TrainingState,
-        topology: Topology,
-        windows: Windows | None = None,
-        group: Group | None = None,
-    ) -> None:
+    def __init__(self, config: Config, state: TrainingState, topology: Topology, group: Group | None = None) -> None:
         if not config.job or not config.node:
             raise ConfigError("job and node: both need a name")
         self.config = config
         self.topology = topology
         self.events = Events(config.events_dir, topology.rank)
         self._state = state
-        self._windows = windows
         self._group = group or Group(config.start_timeout_secs)
         self._agreement = Agreement(Group(config.start_timeout_secs))
         self._arenas = NodeArenas(config, topology, self._group, self.events)
-        self._capture: Capture | None = None
-        self._assignment: Assignment | None = None
-        self._described: Description | None = None
+        self._interval = Interval(config.interval, config.error_limit + 5)
+        self._pacer: Pacer | None = None
+        self._shard: Shard | None = None
         self._lineage = b""
         self._whole: SnapshotId | None = None
-        self._newest = -1
-        self._last = -1
-        self._posted = True
+        self._newest = self._last = self._first = -1
+        self._posted, self._posts_for = True, -1
         self._failures = 0
-        self._first = -1
-        self._off = False
-        self._closed = False
+        self._off = self._closed = False
+
+    def phase(self, kind: str) -> None:
+        """Training comes to a part of the iteration: a kind of ``ftckpt.capture.iteration``. Takes microseconds."""
+        if self._pacer is not None and not self._off:
+            self._pacer.enter(kind)
+
+    def expect(self, kinds: Sequence[str], lengths: Sequence[float]) -> None:
+        """A model of the schedule: its ``kinds`` of places between the schedule's begin and the fence, and their
+        relative lengths. Copies go by it until the places were measured."""
+        if self._pacer is not None:
+            self._pacer.expect(kinds, lengths)
 
     def restore(self, newer_than: int = -1) -> int | None:
         """Bring back the newest whole snapshot; returns its iteration, or None for a start from the beginning.
@@ -78,12 +80,17 @@ class Checkpointer:
         Raises:
             LostError, MismatchError, MemoryBudgetError, ArenaError, UnsupportedError: on all ranks together.
         """
-        if self._described is not None:
+        if self._shard is not None:
             raise ConfigError("restore() was called twice")
         begin = time.perf_counter()
         self.events.emit("joined", job=self.config.job, node=self.topology.me.node)
         self._arenas.enter()
-        described = self._described = together(self._group, self._state.describe)
+        described = together(self._group, self._state.describe)
+        self._pacer = make_pacer(self.config, self.topology, described, self._arenas.path, self.events)
+        shard = self._shard = Shard(
+            self.config, self.topology, self._group, arenas=self._arenas, events=self.events, described=described,
+            pacer=self._pacer,
+        )  # fmt: skip
         restart = Restart(self._group, self.topology, self._arenas.path, self.events)
         try:
             decision = restart.choose(self.config.on_lost)
@@ -94,9 +101,10 @@ class Checkpointer:
             if decision is not None:
                 restart.load(decision, self._state, described)
                 self._whole = (bytes.fromhex(decision.lineage), decision.iteration)
+                shard.capacities = restart.capacities(decision)
         finally:
             restart.close()
-        self._lay_out(described, self._assign(described))
+        shard.lay_out(self._whole)
         iteration = decision.iteration if decision else None
         self._last = iteration if iteration is not None else -1
         secs = time.perf_counter() - begin
@@ -107,16 +115,17 @@ class Checkpointer:
 
     def fence(self) -> None:
         """Call before stepped state changes; returns at once unless a copy is unfinished."""
-        if self._posted:
-            return
-        begin = time.perf_counter()
-        try:
-            if self._capture is not None:
-                self._capture.fence(self.config.fence_timeout_secs)
-        except Exception as error:  # noqa: BLE001 - promise 4: training goes on whatever a snapshot does
-            self._failed(error)
-        self._post_if_known()
-        self.events.emit("fence", blocked_secs=time.perf_counter() - begin)
+        self.phase("fence")
+        if not self._posted:
+            begin = time.perf_counter()
+            try:
+                if self._capture is not None:
+                    self._capture.fence(self.config.fence_timeout_secs)
+            except Exception as error:  # noqa: BLE001 - promise 4: training goes on whatever a snapshot does
+                self._failed(error)
+            self._post_if_known()
+            self.events.emit("fence", blocked_secs=time.perf_counter() - begin)
+        self.phase("optimizer")
 
     def step(self, iteration: int) -> None:
         """The boundary of ``iteration``: optimizer, scheduler and counters have advanced, no batch is drawn.
@@ -125,21 +134,25 @@ class Checkpointer:
             ConfigError: ``restore`` was not called.
             FtckptError: only under ``on_error: raise``.
         """
-        if self._described is None:
+        if self._pacer is None:
             raise ConfigError("step() before restore(): call restore() once, on a first start too")
-        if self._off or self._closed or iteration % self.config.interval:
+        if self._off or self._closed:
             return
         if iteration <= self._last:
             self._turn_off(f"iteration {iteration} after {self._last}: training went back; restart the job")
             return
-        self._last = iteration
-        self._first = iteration if self._first < 0 else self._first
         begin = time.perf_counter()
         self.fence()
-        try:
-            self._take(iteration, begin)
-        except Exception as error:  # noqa: BLE001 - promise 4: training goes on whatever a snapshot does
-            self._failed(error)
+        self._pacer.boundary()
+        if self._interval.due(iteration):
+            self._last = iteration
+            self._first = iteration if self._first < 0 else self._first
+            try:
+                self._take(iteration, begin)
+            except Exception as error:  # noqa: BLE001 - promise 4: training goes on whatever a snapshot does
+                self._failed(error)
+        else:
+            self._pacer.learn()
 
     def close(self, remove: bool = True) -> None:
         """End: when all ranks have come here the arenas are removed, otherwise they stay for a restart.
@@ -149,11 +162,15 @@ class Checkpointer:
         """
         if self._closed:
             return
+        if not remove:
+            self.fence()  # nothing more is trained: the last snapshot is good
         self._closed = True
-        capture, self._capture = self._capture, None
+        capture = self._capture
         if capture is not None:
             capture.close()
-        if remove and self._described is not None:
+        if self._pacer is not None:
+            self._pacer.close()
+        if remove and self._shard is not None:
             try:
                 self._arenas.leave(capture.arena if capture is not None else None)
             except RuntimeError as error:
@@ -164,45 +181,34 @@ class Checkpointer:
         self.events.emit("closed")
         self.events.close()
 
-    def _assign(self, described: Description) -> Assignment:
-        config = self.config
-        return assign(self._group, self.topology, described, config.objects_mib << 20, config.chunk_bytes)
-
-    def _lay_out(self, described: Description, assignment: Assignment) -> None:
-        """Have an arena for what this rank copies; raises on all ranks together."""
-        if assignment.differing:
-            names = assignment.differing
-            self.events.emit("replicas_differ", fragments=names[:5], num=len(names))
-        arena = self._arenas.open(assignment.manifest, holds_snapshot=self._whole is not None)
-        if self._whole is not None:
-            arena.control.mark_whole(*self._whole)
-        device = next((p.tensor.device for p in described.stepped if p.tensor.is_cuda), torch.device("cpu"))
-        self._capture = Capture(arena, assignment.pieces, assignment.parts, make_copier(device), self._windows)
-        self._assignment = assignment
-        derived_bytes = sum(piece.fragment.nbytes for piece in assignment.derived)
-        copied_bytes = self._capture.stepped_bytes
-        self.events.emit("plan", copied_bytes=copied_bytes, derived_bytes=derived_bytes)
-        host_bytes = arena.image.file_bytes * arena.control.slots
-        self.events.tell(
-            f"a snapshot every {self.config.interval} iteration(s) copies {copied_bytes / 1e6:.1f} MB from rank 0 "
-            f"into {host_bytes / 1e6:.1f} MB at {arena.path}; survives killed processes, not yet lost nodes"
-        )
+    @property
+    def _capture(self) -> Capture | None:
+        return self._shard.capture if self._shard is not None else None
 
     def _take(self, iteration: int, since: float) -> None:
         """Take the snapshot of ``iteration`` if all ranks do. A proof that is due is collective: every rank
         enters it, whatever it has heard."""
-        willing = self._hear()
+        shard, pacer = self._shard, self._pacer
+        if shard is None or pacer is None:
+            return
+        willing = self._hear(iteration)
+        pacer.learn()
         if not self._off and self._proof_due(iteration):
-            self._prove(late=willing is None)
+            self._prove(shard, pacer, iteration, late=willing is None)
         if willing is None:
             raise CaptureError(f"other ranks did not answer within {self.config.agree_timeout_secs} s")
-        if willing != Agreement.GO or self._capture is None or self._off:
+        capture = shard.capture
+        if willing != Agreement.GO or capture is None or self._off:
             return
-        slot = self._capture.begin((self._lineage, iteration), self._whole, self._state.save_objects())
+        base = pacer.begin(capture.stepped_bytes, capture.unit_bytes)
+        slot = capture.begin((self._lineage, iteration), self._whole, self._state.save_objects(), base)
+        pacer.follow(capture.flight, iteration)
+        if self.config.schedule == "sync":
+            capture.settle(self.config.fence_timeout_secs)
         secs = time.perf_counter() - since
         self.events.emit("snapshot", iteration=iteration, slot=slot, blocked_secs=secs)
 
-    def _hear(self) -> int | None:
+    def _hear(self, iteration: int) -> int | None:
         """Learn what is whole on all ranks, and how willing they are; None when answers are missing."""
         capture = self._capture
         try:
@@ -216,15 +222,21 @@ class Checkpointer:
         except RuntimeError as error:
             self._failed(error, alone=True)
             return Agreement.SKIP
-        self._posted = False
+        self._posted, self._posts_for = False, iteration
         if answer is None:
             return None
-        newest, willing = answer
+        for told, stretch in answer.wishes:
+            if self._interval.heard(told, stretch):
+                interval = stretch * self.config.interval
+                self.events.emit("interval_changed", interval=interval, fence_budget=self.config.fence_budget)
+                self.events.tell(f"soon a snapshot every {interval} iterations, so that fences keep their budget")
+        newest, willing = answer.newest, answer.willing
         if newest >= 0 and (self._whole is None or newest > self._whole[1]):
             self._whole = (self._lineage, newest)
             if capture is not None:
                 capture.arena.control.mark_whole(*self._whole)
-            self._arenas.remove_old()
+        if self._shard is not None and self._whole is not None and self._whole[0] == self._lineage:
+            self._shard.complete()
         if willing == Agreement.OFF:
             self._turn_off("a rank had too many failed snapshots in a row")
         elif willing == Agreement.SKIP:
@@ -244,41 +256,30 @@ class Checkpointer:
         if capture is None or self._failures >= self.config.error_limit:
             willing = Agreement.OFF
         try:
-            self._agreement.post(newest, willing)
+            stretch = self._pacer.stretch if self._pacer is not None else 1
+            self._agreement.post(newest, willing, self._posts_for, stretch)
             self._posted = True
         except RuntimeError as error:
             self._failed(error, alone=True)
 
     def _proof_due(self, iteration: int) -> bool:
-        """A function of the iteration alone: every rank must come to the same answer, late or not."""
-        interval = self.config.replica_check_interval
-        number = (iteration - self._first) // self.config.interval + 1
-        return number == 1 or (bool(interval) and (number & (number - 1) == 0 or iteration % interval == 0))
-
-    def _prove(self, late: bool) -> None:
-        """Look again whether derived pieces and replicas are what they were taken for; else lay out anew.
+        """A function of the iteration alone: every rank must come to the same answer, late or not.
 
         What a configuration makes differ shows in the first steps that move weights, so the proofs are close
-        together at first: snapshots 1, 2, 4, 8 and so on. All ranks take the same snapshots, hence prove
-        together.
+        together at first: snapshots 1, 2, 4, 8 and so on.
         """
-        assignment, described, capture = self._assignment, self._described, self._capture
-        if assignment is None or described is None or capture is None:
-            return
-        checked = self._assign(described)
-        still = {piece.fragment.key for piece in checked.derived}
-        broken = [piece.fragment.key for piece in assignment.derived if piece.fragment.key not in still]
-        if broken:
-            self.events.emit("not_derived", keys=broken[:5], num=len(broken))
-        changed = b"changed" if checked.manifest != assignment.manifest else b""
-        told = self._group.gather(b"late" if late else changed)
-        if b"late" in told or b"changed" not in told:
-            return  # a rank that has not read the last answer must not take its arena for an old one
-        self._capture = None
-        capture.close()
-        capture.arena.close()
+        interval, number = self.config.replica_check_interval, self._number(iteration)
+        often = bool(interval) and (number & (number - 1) == 0 or iteration % interval == 0)
+        return number in (1, _WEIGH_AT) or often
+
+    def _number(self, iteration: int) -> int:
+        return (iteration - self._first) // self.config.interval + 1
+
+    def _prove(self, shard: Shard, pacer: Pacer, iteration: int, late: bool) -> None:
+        """All ranks take the same snapshots, hence prove together."""
+        weigh = self._number(iteration) == _WEIGH_AT and shard.capacities is None
         try:
-            self._lay_out(described, checked)
+            shard.prove(late, self._whole, pacer.capacity_bytes if weigh else None)
         except FtckptError as error:
             self._turn_off(f"no new arena: {error}")
 

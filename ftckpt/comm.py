@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 import torch
@@ -79,26 +79,39 @@ class Group:
         return work, tensor
 
 
+class Answer(NamedTuple):
+    """Newest iteration sealed by all, the least willing rank, and for each answer read the largest wish.
+
+    ``wishes`` are pairs of the snapshot's iteration and the stretch; every rank reads the same sequence.
+    """
+
+    newest: int
+    willing: int
+    wishes: tuple[tuple[int, int], ...]
+
+
 class Agreement:
     """What all ranks know together, by one asynchronous MIN all-reduce per snapshot.
 
     Each rank posts once per snapshot, whether it took it or not, so the n-th posts of all ranks belong
-    together. A rank posts the newest iteration that it has sealed and how willing it is to take the next
-    snapshot: ``GO``, ``SKIP`` (all skip it) or ``OFF`` (all turn ftckpt off).
+    together. A rank posts the newest iteration that it has sealed, how willing it is to take the next
+    snapshot: ``GO``, ``SKIP`` (all skip it) or ``OFF`` (all turn ftckpt off), and by how much it wishes the
+    interval of snapshots to be stretched.
     """
 
     GO, SKIP, OFF = 1, 0, -1
 
     def __init__(self, group: Group) -> None:
         self._group = group
-        self._pending: deque[tuple[Any, torch.Tensor]] = deque()
+        self._pending: deque[tuple[int, Any, torch.Tensor]] = deque()
+        self._wishes: list[tuple[int, int]] = []
 
-    def post(self, newest: int, willing: int) -> None:
-        """Say what this rank has; never waits."""
-        self._pending.append(self._group.start_minimum((newest, -newest, willing)))
+    def post(self, newest: int, willing: int, iteration: int = 0, stretch: int = 1) -> None:
+        """Say what this rank has, with the snapshot of ``iteration``; never waits."""
+        self._pending.append((iteration, *self._group.start_minimum((newest, -newest, willing, -stretch))))
 
-    def read(self, timeout_secs: float) -> tuple[int, int] | None:
-        """(newest iteration sealed by all, least willing), or None when an answer is still missing.
+    def read(self, timeout_secs: float) -> Answer | None:
+        """The last answer, or None when one is still missing.
 
         An answer older than the last post is not given: slots may have been reused since, by ranks that
         know more.
@@ -107,9 +120,9 @@ class Agreement:
             RuntimeError: the answer will never come, because a rank is gone or later than the group's timeout.
         """
         deadline = time.monotonic() + timeout_secs
-        answer = (-1, self.GO)
+        newest, willing = -1, self.GO
         while self._pending:
-            work, tensor = self._pending[0]
+            iteration, work, tensor = self._pending[0]
             try:
                 work.wait(timedelta(seconds=max(0.001, deadline - time.monotonic())))
             except RuntimeError:
@@ -118,11 +131,13 @@ class Agreement:
                 work.wait()  # at once: it came in this instant, or it raises what made it fail
             self._pending.popleft()
             least, most, willing = int(tensor[0]), -int(tensor[1]), int(tensor[2])
+            self._wishes.append((iteration, -int(tensor[3])))
             # A rank that has a newer one may have dropped the least one: only what all name is whole.
-            answer = (least if least == most else -1, willing)
-            if answer[1] == self.OFF:
+            newest = least if least == most else -1
+            if willing == self.OFF:
                 break
-        return answer
+        wishes, self._wishes = tuple(self._wishes), []
+        return Answer(newest, willing, wishes)
 
 
 def _tensor(data: Bytes) -> torch.Tensor:

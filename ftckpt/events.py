@@ -12,8 +12,11 @@ from typing import IO, Any
 log = logging.getLogger("ftckpt")
 
 LOUD = frozenset(
-    {"snapshot_error", "turned_off", "replicas_differ", "fallback", "lost", "not_derived", "older_than_storage"}
-)
+    {
+        "snapshot_error", "turned_off", "replicas_differ", "fallback", "lost", "not_derived", "older_than_storage",
+        "shares_kept", "no_budget",
+    }
+)  # fmt: skip
 
 
 class Progress:

@@ -97,7 +97,7 @@ def train(rank: int, world_size: int, run: Run) -> Outcome:
         start = job.checkpointer.restore()
         job.data.consumed_samples += 1000 * run.perturb
         if run.spoil and rank == 1:
-            pieces = job.checkpointer._described.stepped
+            pieces = job.checkpointer._shard._described.stepped
             next(piece for piece in pieces if piece.fragment.key == run.spoil).tensor[0] = 1e-3
     rows = [(m["iteration"], m["loss"], m["grad_norm"]) for m in train_gpt.train(job)]
     if run.end == "die":

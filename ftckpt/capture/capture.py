@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ import xxhash
 
 from ftckpt.arena.control import SlotState
 from ftckpt.arena.segment import Arena
+from ftckpt.capture.clock import Mark
 from ftckpt.capture.copier import Copier, Flight
 from ftckpt.capture.plan import Part, chunk_copies
 from ftckpt.capture.windows import Always, Windows
@@ -20,6 +21,10 @@ from ftckpt.state.piece import Piece
 
 SnapshotId = tuple[bytes, int]
 """Lineage and iteration: with the job's name they name a snapshot."""
+
+
+_SEAL_SECS = 10.0
+"""Longest wait of ``close`` for the seal of a snapshot whose copies are on their way."""
 
 
 class Capture:
@@ -44,10 +49,26 @@ class Capture:
         self._volatile = copies[arena.image.num_stepped_chunks :]
         self._copier = copier
         self._windows = windows or Always()
-        self._slots = [torch.frombuffer(arena.slot(i), dtype=torch.uint8) for i in range(arena.control.slots)]
+        self._slots: dict[int, torch.Tensor] = {}
         self._flight: Flight | None = None
         self._flying: tuple[int, SnapshotId] | None = None
-        copier.prepare(self._slots)
+        self.use_slots(slot for slot in range(arena.control.slots) if arena.slot_error(slot) is None)
+
+    def use_slots(self, slots: Iterable[int]) -> None:
+        """Slots of the arena that can be written from now on."""
+        fresh = {slot: torch.frombuffer(self.arena.slot(slot), dtype=torch.uint8) for slot in slots}
+        self._slots.update(fresh)
+        self._copier.prepare(list(fresh.values()))
+
+    @property
+    def flight(self) -> Flight | None:
+        """The copies of the last snapshot that began."""
+        return self._flight
+
+    @property
+    def unit_bytes(self) -> int:
+        """The size of the largest single copy."""
+        return max((copy.nbytes for copy in self._stepped), default=1) or 1
 
     @property
     def stepped_bytes(self) -> int:
@@ -70,11 +91,13 @@ class Capture:
         sealed = [(r.lineage, r.iteration) for r in self._records() if r.state >= SlotState.SEALED]
         return max(sealed, key=lambda snapshot: snapshot[1], default=None)
 
-    def begin(self, snapshot: SnapshotId, keep: SnapshotId | None, state_objects: Mapping[str, Any]) -> int:
+    def begin(
+        self, snapshot: SnapshotId, keep: SnapshotId | None, state_objects: Mapping[str, Any], base: Mark = None
+    ) -> int:
         """Start a snapshot at the boundary: volatile state and objects now, stepped state in the background.
 
-        ``keep`` is the newest snapshot known to be whole on all ranks; its slot is not touched. Returns the
-        slot.
+        ``keep`` is the newest snapshot known to be whole on all ranks; its slot is not touched. ``base`` is
+        the boundary's moment. Returns the slot.
 
         Raises:
             CaptureError: no slot is free, or the objects do not fit.
@@ -97,7 +120,7 @@ class Capture:
         self._copier.copy_now(self._tensors, self._volatile, self._slots[slot])
         for copy in self._volatile:
             control.set_chunk_hash(slot, copy.chunk, self.arena.hash_chunk(slot, copy.chunk))
-        self._flight = self._start(slot, snapshot)
+        self._flight = self._start(slot, snapshot, base)
         return slot
 
     def fence(self, timeout_secs: float) -> float:
@@ -131,10 +154,13 @@ class Capture:
             self._drop(f"copy failed: {self._flight.error!r}")
 
     def close(self) -> None:
-        """Stop copying; a snapshot under way is dropped."""
+        """Stop copying; a snapshot is dropped unless all of its copies were submitted, as they are at the fence."""
+        if self._flight is not None and self._flight.submitted.is_set():
+            self._flight.wait(_SEAL_SECS)
         if self._flight is not None and self._flight.cancel() and self._flying is not None:
             self.arena.control.void(self._flying[0])
         self._copier.close()
+        self._flight = None
         self._slots.clear()
 
     def _drop(self, cause: str) -> None:
@@ -145,13 +171,14 @@ class Capture:
         self.arena.control.void(slot)
         raise CaptureError(f"snapshot of iteration {iteration} dropped: {cause}")
 
-    def _start(self, slot: int, snapshot: SnapshotId) -> Flight:
+    def _start(self, slot: int, snapshot: SnapshotId, base: Mark) -> Flight:
         control, arena = self.arena.control, self.arena
         flight = Flight(
             self._stepped,
             self._slots[slot],
             landed=lambda chunk: control.set_chunk_hash(slot, chunk, arena.hash_chunk(slot, chunk)),
             arrived=lambda: control.seal(slot, *snapshot),
+            base=base,
         )
         self._copier.start(self._tensors, flight, self._windows)
         return flight
@@ -160,6 +187,8 @@ class Capture:
         """The slot to write: an empty one, otherwise the oldest that is not ``keep``."""
         candidates = []
         for index, record in enumerate(self._records()):
+            if index not in self._slots:
+                continue
             sealed = record.state >= SlotState.SEALED
             if sealed and keep is not None and (record.lineage, record.iteration) == keep:
                 continue

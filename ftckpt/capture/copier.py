@@ -2,32 +2,93 @@
 
 from __future__ import annotations
 
+import math
+import queue
 import threading
-import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
 
+from ftckpt.capture.clock import Clock, HostClock, Mark
 from ftckpt.capture.plan import ChunkCopy
 from ftckpt.capture.windows import Windows
 
 Slot = torch.Tensor
 """A slot's file as a 1-D uint8 CPU tensor over the shared mapping."""
 
+_NO_SLOT = torch.empty(0, dtype=torch.uint8)
+
+
+class Budget(Protocol):
+    """The node's budget for copies, as one rank sees it; see ``ftckpt.capture.node_budget``."""
+
+    limited: bool
+    """Whether ``pace`` holds copies back."""
+
+    def start(self) -> None:
+        """This rank copies from now on."""
+
+    def stop(self) -> None:
+        """It does not any more."""
+
+    def share(self) -> float:
+        """Bytes per second that this rank may use; infinite without a limit."""
+
+    def pace(self, nbytes: int, begin: float, hurry: threading.Event) -> None:
+        """Sleep until a copy that began at ``time.perf_counter()`` ``begin`` has taken the time it must."""
+
+    def publish(self, bytes_per_sec: float) -> None:
+        """What this rank measured."""
+
+    def close(self) -> None:
+        """Give up the place in it."""
+
+
+class NoBudget:
+    """Copies as fast as it goes."""
+
+    limited = False
+
+    def start(self) -> None:
+        """See Budget."""
+
+    def stop(self) -> None:
+        """See Budget."""
+
+    def share(self) -> float:
+        """See Budget."""
+        return math.inf
+
+    def pace(self, nbytes: int, begin: float, hurry: threading.Event) -> None:
+        """See Budget."""
+
+    def publish(self, bytes_per_sec: float) -> None:
+        """See Budget."""
+
+    def close(self) -> None:
+        """See Budget."""
+
 
 class Flight:
     """One snapshot's copies on their way; made by a copier, waited for at the fence.
 
-    ``landed(chunk)`` is called on the copier's thread when the host knows that a chunk's bytes are in the
-    slot, ``arrived()`` when all are. Neither is called after ``cancel`` has returned True.
+    ``landed(chunk)`` is called on a thread of the copier when the host knows that a chunk's bytes are in the
+    slot, ``arrived()`` when all are. Neither is called after ``cancel`` has returned True. ``base`` is the
+    boundary's moment on the copier's clock.
     """
 
     def __init__(
-        self, copies: Sequence[ChunkCopy], slot: Slot, landed: Callable[[int], None], arrived: Callable[[], None]
+        self,
+        copies: Sequence[ChunkCopy],
+        slot: Slot,
+        landed: Callable[[int], None],
+        arrived: Callable[[], None],
+        base: Mark = None,
     ) -> None:
         self.copies = copies
         self.slot = slot
+        self.base = base
         self._landed = landed
         self._arrived = arrived
         self._cancelled = False
@@ -36,9 +97,10 @@ class Flight:
         self.error: BaseException | None = None
         self.hurry = threading.Event()
         """Set when there is no more time to wait for windows."""
-        self.copy_secs = 0.0
+        self.timed: list[tuple[float, float, int]] = []
+        """(begin, end, bytes) of each chunk's copy, in seconds since ``base``."""
         self.submitted = threading.Event()
-        """Set when the device knows of every copy, so that it can be told to wait for them."""
+        """Set when every copy is done, or the device knows of it, so that it can be told to wait for them."""
         self.last_copy: torch.cuda.Event | None = None
 
     @property
@@ -80,6 +142,7 @@ class Flight:
             except Exception as failure:  # noqa: BLE001 - the fence reports it on the training thread
                 self.error = failure
             finally:
+                self.slot = _NO_SLOT  # whoever still looks at the times must not keep the memory mapped
                 self.submitted.set()
                 self._ended.set()
 
@@ -103,54 +166,75 @@ class Copier(Protocol):
         """Stop the threads once the flight under way, cancelled by the caller, has ended."""
 
 
-def make_copier(device: torch.device) -> Copier:
-    """The copier for tensors on ``device``."""
-    if device.type == "cuda":
+def make_copier(clock: Clock, budget: Budget, own_stream: bool = True) -> Copier:
+    """The copier for the clock's device; without an ``own_stream`` copies queue behind training's work."""
+    if clock.on_device:
         from ftckpt.capture.device_copier import DeviceCopier
 
-        return DeviceCopier(device)
-    return HostCopier()
+        return DeviceCopier(clock, budget, own_stream)
+    return HostCopier(budget)
 
 
 class Worker:
-    """One daemon thread that runs flights one after the other."""
+    """One daemon thread that runs jobs one after the other."""
 
     def __init__(self, name: str) -> None:
-        self._wake = threading.Condition()
-        self._job: Callable[[], None] | None = None
-        self._closed = False
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
     def submit(self, job: Callable[[], None]) -> None:
-        """Run ``job`` on the thread; the previous one must have ended."""
-        with self._wake:
-            self._job = job
-            self._wake.notify()
+        """Run ``job``, which must not raise, on the thread."""
+        self._jobs.put(job)
 
     def close(self, timeout_secs: float = 10.0) -> None:
         """End the thread; one that is stuck in a copy is left to die with the process."""
-        with self._wake:
-            self._closed = True
-            self._wake.notify()
+        self._jobs.put(None)
         self._thread.join(timeout_secs)
 
     def _run(self) -> None:
-        while True:
-            with self._wake:
-                while self._job is None and not self._closed:
-                    self._wake.wait()
-                job, self._job = self._job, None
-            if job is None:
-                return
+        while (job := self._jobs.get()) is not None:
             job()
 
 
-class HostCopier:
-    """For tensors in host memory: one thread copies chunk by chunk."""
+class Landing:
+    """What follows a copy, on a thread of its own, so that checksums take no time from the windows.
+
+    ``chunk`` and ``end`` are called by the thread that copies, in the order of the copies.
+    """
 
     def __init__(self) -> None:
+        self._worker = Worker("ftckpt-land")
+
+    def chunk(self, flight: Flight, chunk: int, wait: Callable[[], None] | None = None) -> None:
+        """After ``wait`` the chunk's bytes are in the slot."""
+        self._worker.submit(lambda: self._land(flight, chunk, wait))
+
+    def end(self, flight: Flight, error: BaseException | None = None) -> None:
+        """No more chunks follow."""
+        self._worker.submit(lambda: flight.end(error or flight.error))
+
+    def close(self) -> None:
+        """Stop once what was given has been dealt with."""
+        self._worker.close()
+
+    def _land(self, flight: Flight, chunk: int, wait: Callable[[], None] | None) -> None:
+        try:
+            if wait is not None:
+                wait()
+            flight.chunk_landed(chunk)
+        except Exception as error:  # noqa: BLE001 - the fence reports it on the training thread
+            flight.error = flight.error or error
+
+
+class HostCopier:
+    """For tensors in host memory: one thread copies chunk by chunk, another takes checksums."""
+
+    def __init__(self, budget: Budget | None = None) -> None:
+        self._clock = HostClock()
+        self._budget = budget or NoBudget()
         self._worker = Worker("ftckpt-copy")
+        self._landing = Landing()
 
     def prepare(self, slots: Sequence[Slot]) -> None:
         """Nothing to do: slots are mapped and pre-faulted."""
@@ -167,26 +251,36 @@ class HostCopier:
     def fence(self, flight: Flight, timeout_secs: float) -> bool:
         """Wait for the copies: host memory has no stream that could wait instead."""
         flight.hurry.set()
-        return flight.wait(timeout_secs) and flight.error is None
+        return flight.submitted.wait(timeout_secs) and flight.error is None
 
     def close(self) -> None:
         """See Copier."""
         self._worker.close()
+        self._landing.close()
 
     def _fly(self, tensors: Sequence[torch.Tensor], flight: Flight, windows: Windows) -> None:
         try:
             for copy in flight.copies:
                 windows.wait_turn(copy.nbytes, flight.hurry)
-                if flight.cancelled:
+                if flight.cancelled or flight.error is not None:
                     break
-                begin = time.perf_counter()
-                copy_chunk(tensors, copy, flight.slot)
-                flight.copy_secs += time.perf_counter() - begin
-                flight.chunk_landed(copy.chunk)
+                self._copy(tensors, copy, flight)
+                self._landing.chunk(flight, copy.chunk)
         except Exception as error:  # noqa: BLE001 - the fence reports it on the training thread
-            flight.end(error)
-        else:
-            flight.end()
+            flight.error = error
+        flight.submitted.set()
+        self._landing.end(flight)
+
+    def _copy(self, tensors: Sequence[torch.Tensor], copy: ChunkCopy, flight: Flight) -> None:
+        begin = self._clock.mark()
+        self._budget.start()
+        try:
+            copy_chunk(tensors, copy, flight.slot)
+            self._budget.pace(copy.nbytes, begin, flight.hurry)
+        finally:
+            self._budget.stop()
+        base = flight.base if flight.base is not None else begin
+        flight.timed.append((begin - base, self._clock.mark() - base, copy.nbytes))
 
 
 def copy_chunk(

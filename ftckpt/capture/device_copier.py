@@ -14,7 +14,8 @@ from contextlib import suppress
 
 import torch
 
-from ftckpt.capture.copier import Flight, Slot, Worker, copy_chunk
+from ftckpt.capture.clock import Clock, Mark
+from ftckpt.capture.copier import Budget, Flight, Landing, Slot, Worker, copy_chunk
 from ftckpt.capture.plan import ChunkCopy, Segment
 from ftckpt.capture.windows import Windows
 from ftckpt.events import log
@@ -25,12 +26,19 @@ _JOIN_SECS = 10.0
 
 
 class DeviceCopier:
-    """See ``ftckpt.capture.copier.Copier`` for the contract of each method."""
+    """See ``ftckpt.capture.copier.Copier`` for the contract of each method.
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    Copies go to a side stream, or behind training's own work on its stream.
+    """
+
+    def __init__(self, clock: Clock, budget: Budget, own_stream: bool) -> None:
+        device = self._device = clock.device
+        self._clock = clock
+        self._budget = budget
+        current = torch.cuda.current_stream(device)
+        self._stream = torch.cuda.Stream(device) if own_stream else current  # type: ignore[no-untyped-call]
         self._worker = Worker("ftckpt-copy")
+        self._landing = Landing()
         self._flight: Flight | None = None
         self._registered: dict[int, int] = {}
         self._closing = threading.Event()
@@ -76,6 +84,7 @@ class DeviceCopier:
         """
         self._closing.set()
         self._worker.close()
+        self._landing.close()
         if self._flight is None or self._flight.ended:
             self._quiet.set()
             if self._registrar is not None:
@@ -114,36 +123,52 @@ class DeviceCopier:
         try:
             with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
                 self._stream.wait_event(boundary)
-                landing = self._submit(tensors, flight, windows)
-            flight.submitted.set()
-            for chunk, event in landing:
-                event.synchronize()
-                flight.chunk_landed(chunk)
+                self._submit(tensors, flight, windows)
         except Exception as error:  # noqa: BLE001 - the fence reports it on the training thread
+            flight.error = error
             with suppress(RuntimeError):
                 self._stream.synchronize()  # an ended flight writes nothing any more
-            flight.end(error)
-        else:
-            flight.end()
+        flight.submitted.set()
+        self._landing.end(flight)
 
-    def _submit(
-        self, tensors: Sequence[torch.Tensor], flight: Flight, windows: Windows
-    ) -> list[tuple[int, torch.cuda.Event]]:
-        landing: list[tuple[int, torch.cuda.Event]] = []
+    def _submit(self, tensors: Sequence[torch.Tensor], flight: Flight, windows: Windows) -> None:
+        gate = None
         for copy in flight.copies:
-            windows.wait_turn(copy.nbytes, flight.hurry)
-            if flight.cancelled:
+            turn = windows.wait_turn(copy.nbytes, flight.hurry)
+            if flight.cancelled or flight.error is not None:
                 break
-            if self._is_registered(flight.slot, copy):
-                copy_chunk(tensors, _within_registrations(copy), flight.slot, non_blocking=True)
-            else:
-                self._through_staging(tensors, copy, flight.slot, self._stream)
-            # Whoever waits for it sleeps: cores are for training.
-            event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-            event.record(self._stream)
-            landing.append((copy.chunk, event))
-            flight.last_copy = event
-        return landing
+            if turn.gate is not None and turn.gate is not gate:
+                gate = turn.gate
+                self._stream.wait_event(gate)
+            self._enqueue(tensors, copy, flight)
+
+    def _enqueue(self, tensors: Sequence[torch.Tensor], copy: ChunkCopy, flight: Flight) -> None:
+        if self._budget.limited:
+            # What is enqueued ahead cannot be slowed down any more: go along with the device.
+            self._stream.synchronize()
+        self._budget.start()
+        begin = self._clock.mark()
+        if self._is_registered(flight.slot, copy):
+            copy_chunk(tensors, _within_registrations(copy), flight.slot, non_blocking=True)
+        else:
+            self._through_staging(tensors, copy, flight.slot, self._stream)
+        end = self._clock.mark()
+        # Whoever waits for it sleeps: cores are for training.
+        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        event.record(self._stream)
+        flight.last_copy = event
+        self._landing.chunk(flight, copy.chunk, lambda: self._landed(flight, copy.nbytes, begin, end, event))
+        if self._budget.limited:
+            event.synchronize()
+            secs = self._clock.secs(begin, end) or 0.0
+            self._budget.pace(copy.nbytes, time.perf_counter() - secs, flight.hurry)
+
+    def _landed(self, flight: Flight, nbytes: int, begin: Mark, end: Mark, event: torch.cuda.Event) -> None:
+        event.synchronize()
+        self._budget.stop()
+        begin_secs, end_secs = self._clock.secs(flight.base, begin), self._clock.secs(flight.base, end)
+        if begin_secs is not None and end_secs is not None:
+            flight.timed.append((begin_secs, end_secs, nbytes))
 
     def _is_registered(self, slot: Slot, copy: ChunkCopy) -> bool:
         end = max((segment.offset + segment.nbytes for segment in copy.segments), default=0)

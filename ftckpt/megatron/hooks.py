@@ -1,8 +1,13 @@
-"""Where ftckpt touches a running Megatron-core: one fence in the schedules, one around the optimizer.
+"""Where ftckpt touches a running Megatron-core: it listens to the schedules and fences the optimizer.
 
-The schedules call ``config.finalize_model_grads_func`` after the last backward and before the optimizer. The
-field itself is no place for a hook: train loops overwrite it and scripts may leave it None. So the three
-schedule functions are wrapped, and each run puts the fence before whatever the field holds then.
+The schedules call ``config.finalize_model_grads_func`` after the last backward. What follows, until weights
+change, is the tail: gradients are reduced, their norm is agreed, and the stages that are done wait for those that
+are not. The field itself is no place for a hook: train loops overwrite it and scripts may leave it None, and
+``config.timers`` may be shared with other code. So the three schedule functions are wrapped, and each run puts
+its listeners around whatever the fields hold then.
+
+The fence stands immediately before the first write to stepped state: ``step_with_ready_grads`` of the optimizer,
+and once more, as a guard that holds alone, before each step of the optimizers of torch inside it.
 """
 
 from __future__ import annotations
@@ -17,6 +22,8 @@ from megatron.core.utils import get_model_config
 
 from ftckpt.checkpointer import Checkpointer
 from ftckpt.errors import UnsupportedError
+from ftckpt.megatron import phases
+from ftckpt.megatron.optimizers import leaf_optimizers
 from ftckpt.megatron.state import MegatronState
 
 KNOWN_VERSIONS = ("0.16.0", "0.16.1")
@@ -29,7 +36,8 @@ _SCHEDULES = (
 _originals: dict[str, Callable[..., Any]] = {}
 _active: Checkpointer | None = None
 _state: MegatronState | None = None
-_guarded: Any = None
+_guards: list[Callable[[], None]] = []
+"""Each takes one fence away."""
 
 
 def install() -> None:
@@ -50,34 +58,29 @@ def install() -> None:
     for name in _SCHEDULES:
         if name not in _originals:
             _originals[name] = getattr(schedules, name)
-            setattr(schedules, name, _fenced(_originals[name]))
+            setattr(schedules, name, _followed(_originals[name]))
 
 
 def remove() -> None:
     """Put the schedule functions and the optimizer's step back and forget the active checkpointer."""
-    global _active, _state, _guarded
+    global _active, _state
     for name, original in _originals.items():
         setattr(schedules, name, original)
     _originals.clear()
-    if _guarded is not None:
-        del _guarded.step  # the instance's attribute; the class's method shows again
-    _active = _state = _guarded = None
+    _unguard()
+    _active = _state = None
 
 
 def activate(checkpointer: Checkpointer, optimizer: Any, state: MegatronState) -> None:
-    """Fence this checkpointer before each optimizer step, by the schedules and around ``optimizer.step``."""
-    global _active, _state, _guarded
-    if _guarded is not None:
-        del _guarded.step
-    _active, _state, _guarded = checkpointer, state, optimizer
-    step = optimizer.step
-
-    @functools.wraps(step)
-    def guarded(*args: Any, **kwargs: Any) -> Any:
-        checkpointer.fence()
-        return step(*args, **kwargs)
-
-    optimizer.step = guarded
+    """Follow the schedules for this checkpointer, and fence it before each optimizer step."""
+    global _active, _state
+    _unguard()
+    _active, _state = checkpointer, state
+    _guards.append(_guard_step(checkpointer, optimizer))
+    for leaf in leaf_optimizers(optimizer):
+        if leaf.optimizer is not None:
+            handle = leaf.optimizer.register_step_pre_hook(lambda *args: checkpointer.fence())
+            _guards.append(handle.remove)
 
 
 def active() -> Checkpointer | None:
@@ -91,7 +94,29 @@ def set_rng() -> None:
         _state.set_rng()
 
 
-def _fenced(schedule: Callable[..., Any]) -> Callable[..., Any]:
+def _guard_step(checkpointer: Checkpointer, optimizer: Any) -> Callable[[], None]:
+    """Fence the optimizer's first write; returns what undoes it."""
+    step = optimizer.step_with_ready_grads
+
+    @functools.wraps(step)
+    def guarded(*args: Any, **kwargs: Any) -> Any:
+        checkpointer.fence()
+        return step(*args, **kwargs)
+
+    optimizer.step_with_ready_grads = guarded
+
+    def undo() -> None:
+        del optimizer.step_with_ready_grads  # the instance's attribute; the class's method shows again
+
+    return undo
+
+
+def _unguard() -> None:
+    while _guards:
+        _guards.pop()()
+
+
+def _followed(schedule: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(schedule)
     def run(**kwargs: Any) -> Any:
         checkpointer = _active
@@ -99,16 +124,17 @@ def _fenced(schedule: Callable[..., Any]) -> Callable[..., Any]:
             return schedule(**kwargs)
         model = kwargs["model"]
         config = get_model_config(model[0] if isinstance(model, list) else model)
-        finalize = config.finalize_model_grads_func
+        finalize, timers = config.finalize_model_grads_func, config.timers
 
-        def fence_and_finalize(*args: Any, **more: Any) -> Any:
-            checkpointer.fence()
+        def finalize_in_the_tail(*args: Any, **more: Any) -> Any:
+            checkpointer.phase("tail")
             return finalize(*args, **more) if finalize is not None else None
 
-        config.finalize_model_grads_func = fence_and_finalize
+        config.finalize_model_grads_func = finalize_in_the_tail
+        config.timers = phases.begin(checkpointer, config, kwargs["num_microbatches"])
         try:
             return schedule(**kwargs)
         finally:
-            config.finalize_model_grads_func = finalize
+            config.finalize_model_grads_func, config.timers = finalize, timers
 
     return run

@@ -47,7 +47,7 @@ def run(text: str, timeout_secs: float = 60) -> subprocess.CompletedProcess[str]
 
 
 def test_all_blocks_are_known() -> None:
-    assert [kind for kind, _ in BLOCKS] == ["bash", "bash", "python", "bash", "bash", "python", "bash"]
+    assert [kind for kind, _ in BLOCKS] == ["bash", "bash", "python", "bash", "bash", "bash", "python", "bash"]
 
 
 @pytest.fixture
@@ -133,6 +133,14 @@ def test_the_launch_line_reaches_the_script(tmp_path: Path) -> None:
     text = block("bash", "pretrain_gpt.py").replace("--nproc-per-node 8", "--standalone --nproc-per-node 1")
     result = run(f"cd {tmp_path}; YOUR_MEGATRON_FLAGS='--lr 1e-3'; export PYTHONPATH={ROOT}; {text}")
     assert "RUNS ['--lr', '1e-3'] 1" in result.stdout, result.stderr
+
+
+def test_a_timeline_of_events(settings: dict[str, Any], tmp_path: Path) -> None:
+    settings["timeline_interval"] = 2
+    jobs.outcomes(2, jobs.Run(["--pp", "2"], until=6, settings=settings))
+    result = run(block("bash", "timeline").replace("runs/demo", str(tmp_path)))
+    assert result.returncode == 0, result.stderr
+    assert (tmp_path / "timeline.html").exists() and (tmp_path / "timeline.json").exists()
 
 
 def test_demo_and_tests_are_where_the_readme_says() -> None:

@@ -88,18 +88,23 @@ def test_a_late_rank_is_an_error_at_the_deadline(what: str) -> None:
     assert waited < LATE_SECS
 
 
+def pair(answer: Any) -> Any:
+    """An answer without its wishes."""
+    return None if answer is None else (answer.newest, answer.willing)
+
+
 def agree(rank: int, size: int) -> list[Any]:
     from ftckpt.comm import Agreement, Group
 
     agreement = Agreement(Group(30.0))
-    found: list[Any] = [agreement.read(5.0)]
+    found: list[Any] = [pair(agreement.read(5.0))]
     for newest, willing in [((4, 5, 3)[rank], Agreement.GO), (6, Agreement.GO if rank else Agreement.SKIP)]:
         agreement.post(newest, willing)
-        found.append(agreement.read(30.0))
+        found.append(pair(agreement.read(30.0)))
     agreement.post(-1 if rank == 2 else 7, Agreement.GO)
     agreement.post(8, Agreement.GO)
-    found.append(agreement.read(30.0))  # two answers: the later one counts
-    found.append(agreement.read(0.0))
+    found.append(pair(agreement.read(30.0)))  # two answers: the later one counts
+    found.append(pair(agreement.read(0.0)))
     return found
 
 
@@ -114,7 +119,7 @@ def turn_off(rank: int, size: int) -> list[Any]:
     agreement = Agreement(Group(30.0))
     agreement.post(4, Agreement.OFF if rank == 1 else Agreement.SKIP)
     agreement.post(5, Agreement.GO)
-    return [agreement.read(30.0), agreement.read(30.0)]
+    return [pair(agreement.read(30.0)), pair(agreement.read(30.0))]
 
 
 def test_off_of_one_rank_reaches_all_even_behind_later_posts() -> None:
@@ -131,14 +136,14 @@ def lag(rank: int, size: int) -> tuple[list[Any], float]:
     found: list[Any] = []
     begin = time.monotonic()
     if rank == 0:
-        found.append(agreement.read(0.1))
-        found.append(agreement.read(0.0))
+        found.append(pair(agreement.read(0.1)))
+        found.append(pair(agreement.read(0.0)))
         agreement.post(5, Agreement.GO)
-        found.append(agreement.read(0.1))
+        found.append(pair(agreement.read(0.1)))
     waited = time.monotonic() - begin
     if rank == 1:
         agreement.post(6, Agreement.GO)
-    found.append(agreement.read(30.0))
+    found.append(pair(agreement.read(30.0)))
     return found, waited
 
 
@@ -147,6 +152,21 @@ def test_a_read_that_timed_out_gives_nothing_and_the_next_one_the_last_answer() 
     assert late[0] == [None, None, None, (-1, 1)]
     assert late[1] < LATE_SECS, "a read waits no longer than it was told"
     assert punctual[0] == [(-1, 1)]
+
+
+def wish(rank: int, size: int) -> list[Any]:
+    from ftckpt.comm import Agreement, Group
+
+    agreement = Agreement(Group(30.0))
+    agreement.post(4, Agreement.GO, iteration=4, stretch=rank + 1)
+    agreement.post(6, Agreement.GO, iteration=6, stretch=1)
+    found = [agreement.read(30.0)]
+    agreement.post(8, Agreement.GO, iteration=8, stretch=5 - rank)
+    return [answer.wishes for answer in (*found, agreement.read(30.0)) if answer is not None]
+
+
+def test_the_largest_wish_of_each_post_is_told_once_and_in_order() -> None:
+    assert [result.value for result in run_ranks(wish, 3)] == [[((4, 3), (6, 1)), ((8, 5),)]] * 3
 
 
 def post_without_waiting(rank: int, size: int) -> float:
@@ -161,7 +181,7 @@ def post_without_waiting(rank: int, size: int) -> float:
     for iteration in range(5):
         agreement.post(iteration, Agreement.GO)
     secs = time.monotonic() - begin
-    assert agreement.read(30.0) == (4, 1)
+    assert pair(agreement.read(30.0)) == (4, 1)
     return secs
 
 

@@ -1,7 +1,8 @@
-"""The fence is where the schedules finalize gradients, and around the optimizer: each holds alone."""
+"""The fence stands before the first write of the optimizer, twice, and the schedule is followed step by step."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jobs
@@ -13,28 +14,35 @@ pytestmark = pytest.mark.multiproc
 
 
 class Recorder:
-    """Stands where a checkpointer does and writes down when it is asked to fence."""
+    """Stands where a checkpointer does and writes down what it is told."""
 
     def __init__(self) -> None:
         self.log: list[str] = []
+        self.expected: tuple[Sequence[str], Sequence[float]] | None = None
 
     def fence(self) -> None:
         self.log.append("fence")
 
+    def phase(self, kind: str) -> None:
+        self.log.append(kind)
 
-def order_of_calls(rank: int, world_size: int, argv: list[str], finalize: bool, hooks_only: str) -> list[str]:
-    """What happens in one iteration, in order, with one of the two fences taken away."""
+    def expect(self, kinds: Sequence[str], lengths: Sequence[float]) -> None:
+        self.expected = (kinds, lengths)
+
+
+def order_of_calls(rank: int, world_size: int, argv: list[str], finalize: bool, guard: str) -> list[str]:
+    """What happens in one iteration, in order; of the two fences perhaps one alone."""
     import train_gpt
     from megatron.core.pipeline_parallel import schedules
 
     from ftckpt.megatron import hooks
 
     recorder = Recorder()
-    if hooks_only != "optimizer":
-        hooks.install()
+    hooks.install()
     job = train_gpt.build(train_gpt.parse_args([*jobs.TINY, *argv, "--iterations", "2"]))
-    step = job.optimizer.step_with_ready_grads
-    job.optimizer.step_with_ready_grads = lambda: (recorder.log.append("step"), step())[1]
+    leaf = job.optimizer.chained_optimizers[0].optimizer
+    inner = leaf.step
+    leaf.step = lambda *a, **k: (recorder.log.append("write"), inner(*a, **k))[1]
     if finalize:
         original = job.config.finalize_model_grads_func
         job.config.finalize_model_grads_func = lambda *a, **k: (recorder.log.append("finalize"), original(*a, **k))[1]
@@ -42,34 +50,71 @@ def order_of_calls(rank: int, world_size: int, argv: list[str], finalize: bool, 
         job.config.finalize_model_grads_func = None
     before = job.config.finalize_model_grads_func
     hooks.activate(recorder, job.optimizer, None)  # type: ignore[arg-type]
-    if hooks_only == "schedule":
-        del job.optimizer.step
-        hooks._guarded = None
+    if guard == "outer":
+        hooks._guards.pop()()
+    if guard == "inner":
+        hooks._guards.pop(0)()
+        leaf.step = inner
     train_gpt.train_step(job)
     assert job.config.finalize_model_grads_func is before
+    assert job.config.timers is None
     hooks.remove()
-    assert "step" not in vars(job.optimizer)
+    assert "step_with_ready_grads" not in vars(job.optimizer)
     assert not hasattr(schedules.forward_backward_no_pipelining, "__wrapped__")
     done = list(recorder.log)
     train_gpt.train_step(job)
     assert recorder.log.count("fence") == done.count("fence"), "removed hooks still fence"
+    assert recorder.log.count("forward") == done.count("forward"), "removed hooks still listen"
     return done
 
 
-@pytest.mark.parametrize("argv", [[], ["--pp", "2"], ["--pp", "2", "--vpp", "2", "--layers", "4"]], ids=" ".join)
+SCHEDULES = [[], ["--pp", "2"], ["--pp", "2", "--vpp", "2", "--layers", "4"]]
+
+
+@pytest.mark.parametrize("argv", SCHEDULES, ids=" ".join)
 @pytest.mark.parametrize("finalize", [True, False], ids=["finalize", "no finalize"])
-def test_fences_come_before_finalize_and_before_the_step(argv: list[str], finalize: bool) -> None:
-    expected = ["fence", "finalize", "fence", "step"] if finalize else ["fence", "fence", "step"]
+def test_the_tail_goes_from_the_last_backward_to_the_fence(argv: list[str], finalize: bool) -> None:
     for result in run_ranks(order_of_calls, 2, argv, finalize, "both"):
-        assert result.value == expected
+        log = result.value
+        last = len(log) - log[::-1].index("backward") - 1
+        rest = ["window", "tail", *["finalize"] * finalize, "fence", "write"]
+        assert [word for word in log[last + 1 :] if word != "fence"] == [word for word in rest if word != "fence"]
+        assert log.index("fence") > log.index("tail")
+        assert log.index("fence") < log.index("write")
 
 
-def test_the_optimizer_guard_holds_alone() -> None:
-    assert run_ranks(order_of_calls, 2, [], True, "optimizer")[0].value == ["finalize", "fence", "step"]
+@pytest.mark.parametrize("guard", ["outer", "inner"])
+def test_each_fence_holds_alone(guard: str) -> None:
+    log = run_ranks(order_of_calls, 2, [], True, guard)[0].value
+    assert log.count("fence") == 1
+    assert log.index("finalize") < log.index("fence")
+    if guard == "outer":
+        assert log[-2:] == ["fence", "write"]
 
 
-def test_the_schedule_fence_holds_alone() -> None:
-    assert run_ranks(order_of_calls, 2, [], True, "schedule")[0].value == ["fence", "finalize", "step"]
+def followed(rank: int, world_size: int, argv: list[str]) -> tuple[list[str], Any]:
+    """What is told of one iteration, and what the model said before."""
+    import train_gpt
+
+    from ftckpt.megatron import hooks
+
+    recorder = Recorder()
+    hooks.install()
+    job = train_gpt.build(train_gpt.parse_args([*jobs.TINY, *argv, "--iterations", "2"]))
+    hooks.activate(recorder, job.optimizer, None)  # type: ignore[arg-type]
+    train_gpt.train_step(job)
+    hooks.remove()
+    return recorder.log, recorder.expected
+
+
+@pytest.mark.parametrize("argv", SCHEDULES, ids=" ".join)
+def test_the_model_names_the_places_that_training_comes_to(argv: list[str]) -> None:
+    for result in run_ranks(followed, 2, argv):
+        log, (kinds, lengths) = result.value
+        told = [kind for kind in log if kind != "fence"]
+        merged = [kind for index, kind in enumerate(told) if index == 0 or kind != told[index - 1]]
+        assert tuple(merged) == tuple(kinds)
+        assert len(lengths) == len(kinds)
 
 
 def forward_only(rank: int, world_size: int) -> list[str]:

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from ftckpt.capture import copier as copier_module
-from ftckpt.capture.copier import Flight, HostCopier, Worker, copy_chunk, make_copier
+from ftckpt.capture.clock import HostClock
+from ftckpt.capture.copier import Flight, HostCopier, NoBudget, Worker, copy_chunk, make_copier
 from ftckpt.capture.plan import ChunkCopy, Segment
 from ftckpt.capture.windows import Always
 
@@ -75,6 +76,7 @@ def test_chunks_land_in_order_and_then_the_snapshot_arrives_once(copier: HostCop
     flight = watched.start(copier)
     assert copier.fence(flight, LONG_SECS)
     assert watched.copied
+    assert flight.wait(LONG_SECS)
     assert watched.told == [0, 1, 2, 3, "arrived"]
     assert flight.ended and not flight.cancelled and flight.error is None
     assert copier.fence(flight, 0.0)
@@ -87,6 +89,7 @@ def test_the_fence_waits_for_a_slow_copy(copier: HostCopier, monkeypatch: pytest
     assert not flight.ended
     assert copier.fence(flight, LONG_SECS)
     watched.live.fill_(-1)  # what the optimizer does after the fence
+    assert flight.wait(LONG_SECS)
     assert watched.copied and watched.told[-1] == "arrived"
 
 
@@ -101,7 +104,7 @@ def test_a_failed_copy_is_told_at_the_fence_and_never_arrives(
     watched = Watched()
     flight = watched.start(copier)
     assert not copier.fence(flight, LONG_SECS)
-    assert flight.ended and isinstance(flight.error, OSError)
+    assert flight.wait(LONG_SECS) and isinstance(flight.error, OSError)
     assert watched.told == [0, 1]
     assert flight.cancel() and flight.cancelled
 
@@ -116,6 +119,7 @@ def test_a_failure_while_hashing_or_sealing_is_a_failed_copy(copier: HostCopier,
     calls = {"landed": quiet, "arrived": quiet, which: fail}
     watched.flight = Flight(COPIES, watched.slot, calls["landed"], calls["arrived"])
     flight = watched.start(copier)
+    assert flight.wait(LONG_SECS)
     assert not copier.fence(flight, LONG_SECS)
     assert repr(flight.error) == f"OSError('{which}')"
     assert flight.cancel()
@@ -219,6 +223,7 @@ def test_a_flight_without_copies_arrives(copier: HostCopier) -> None:
     flight = Flight([], torch.zeros(0, dtype=torch.uint8), lambda chunk: None, lambda: told.append("arrived"))
     copier.start([], flight, Always())
     assert copier.fence(flight, LONG_SECS)
+    assert flight.wait(LONG_SECS)
     assert told == ["arrived"]
 
 
@@ -254,5 +259,5 @@ def test_a_stuck_thread_does_not_hold_up_close() -> None:
 
 
 def test_host_memory_gets_the_host_copier() -> None:
-    with closing(make_copier(torch.device("cpu"))) as made:
+    with closing(make_copier(HostClock(), NoBudget())) as made:
         assert isinstance(made, HostCopier)

@@ -1,0 +1,55 @@
+"""A fence that costs more than its budget makes snapshots rarer, at the same iteration on all ranks."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import jobs
+import plain
+import pytest
+
+from ftckpt.testing.pool import run_ranks
+
+pytestmark = [pytest.mark.multiproc, pytest.mark.faults]
+
+
+def train(rank: int, world_size: int, settings: dict[str, Any], iterations: int, slow_until: int) -> None:
+    """Iterations of some milliseconds; the copies of rank 1 take longer than that."""
+    checkpointer, state = plain.make(rank, world_size, settings)
+    checkpointer.restore()
+    slow = [True]
+    plain.before_each_copy(lambda: time.sleep(0.03 if rank == 1 and slow[0] else 0.0))
+    for iteration in range(1, iterations + 1):
+        slow[0] = iteration < slow_until
+        time.sleep(0.002)
+        plain.iterate(checkpointer, state, iteration)
+    checkpointer.close()
+
+
+def taken(settings: dict[str, Any]) -> list[list[int]]:
+    """Iterations of the snapshots of each rank."""
+    snapshots = jobs.events(settings, "snapshot")
+    return [[e["iteration"] for e in snapshots if e["rank"] == rank] for rank in range(3)]
+
+
+def test_snapshots_become_rarer_together_and_frequent_again(settings: dict[str, Any]) -> None:
+    settings |= {"fence_budget": 0.3, "replica_check_interval": 0}
+    run_ranks(train, 3, settings, 120, 40)
+    assert not jobs.events(settings, "snapshot_error")
+    assert {event["rank"] for event in jobs.events(settings, "replanned")} == {1}
+    changes = jobs.events(settings, "interval_changed")
+    by_rank = [[event["interval"] for event in changes if event["rank"] == rank] for rank in range(3)]
+    assert by_rank[0] == by_rank[1] == by_rank[2]
+    assert by_rank[0][0] in (3, 4), "the least interval at which the fence takes less than 0.3 of the time"
+    iterations = taken(settings)
+    assert iterations[0] == iterations[1] == iterations[2]
+    gaps = [b - a for a, b in zip(iterations[0], iterations[0][1:], strict=False)]
+    assert gaps.count(by_rank[0][0]) > 2
+    assert by_rank[0][-1] == 1 and iterations[0][-1] == 120, "nothing is slow any more"
+
+
+def test_a_budget_of_nothing_is_no_budget(settings: dict[str, Any]) -> None:
+    settings |= {"fence_budget": 0.0, "replica_check_interval": 0}
+    run_ranks(train, 3, settings, 25, 100)
+    assert taken(settings) == [list(range(1, 26))] * 3

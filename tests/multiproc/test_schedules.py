@@ -1,0 +1,58 @@
+"""Every rung of the ladder, under every schedule of Megatron-core, brings back the same bits."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jobs
+import pytest
+
+pytestmark = pytest.mark.multiproc
+
+PIPELINES = {
+    "no-pipelining": (2, []),
+    "1f1b": (4, ["--pp", "4", "--layers", "4"]),
+    "interleaved": (2, ["--pp", "2", "--vpp", "2", "--layers", "4"]),
+}
+UNTIL, KILLED = 12, 10
+"""Iterations: enough for windows to be measured and planned for before the kill."""
+
+
+@functools.cache
+def reference(name: str) -> list[jobs.Outcome]:
+    """The unbroken run."""
+    world_size, argv = PIPELINES[name]
+    return jobs.outcomes(world_size, jobs.Run(argv, until=UNTIL))
+
+
+@pytest.mark.parametrize("schedule", ["sync", "thread", "stream", "bubble"])
+@pytest.mark.parametrize("name", PIPELINES)
+def test_resume_is_bit_exact(name: str, schedule: str, settings: dict[str, Any]) -> None:
+    world_size, argv = PIPELINES[name]
+    settings |= {"schedule": schedule, "chunk_mib": 0.0625, "timeline_interval": 2, "fence_budget": 0.0}
+    first = jobs.broken(world_size, jobs.Run(argv, until=KILLED, settings=settings, end="die"))
+    assert all(map(jobs.killed, first)), [r.error for r in first]
+    resumed = jobs.outcomes(world_size, jobs.Run(argv, until=UNTIL, settings=settings))
+    assert jobs.assert_continues(reference(name), resumed) in (KILLED - 1, KILLED)
+    assert not jobs.events(settings, "snapshot_error")
+    copied = jobs.events(settings, "copied")
+    assert len(copied) >= world_size * (KILLED - 2)
+    planned = [event for event in jobs.events(settings, "planned") if event["measured"]]
+    assert {event["rank"] for event in planned} == (set(range(world_size)) if schedule == "bubble" else set())
+    timelines = jobs.events(settings, "timeline")
+    assert {event["iteration"] % 2 for event in timelines} == {0}
+    for event in timelines:
+        assert sum(event["moved_bytes"].values()) == sum(nbytes for _, _, nbytes in event["copies"]) > 0
+        kinds = [kind for kind, _, _ in event["spans"]]
+        assert kinds[0] == "start" and kinds[-2:] == ["fence", "optimizer"]
+        assert kinds.count("forward") == kinds.count("backward") > 0
+        ends = [end for _, _, end in event["spans"]]
+        assert [begin for _, begin, _ in event["spans"]] == [0.0, *ends[:-1]]
+
+
+def test_no_copy_runs_beside_training_when_all_is_copied_at_the_boundary(settings: dict[str, Any]) -> None:
+    settings |= {"schedule": "sync", "timeline_interval": 1}
+    jobs.outcomes(2, jobs.Run(["--pp", "2"], until=5, settings=settings))
+    moved = [set(event["moved_bytes"]) for event in jobs.events(settings, "copied")]
+    assert moved and all(kinds == {"start"} for kinds in moved)

@@ -1,0 +1,230 @@
+"""Copies go where there is room: windows first, then forward, then backward, at last the fence."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ftckpt.capture.interval import Interval
+from ftckpt.capture.iteration import IDLE, Iteration, divide, in_windows
+from ftckpt.capture.pacing import Plan
+from ftckpt.capture.profile import Profile, Timeline
+from ftckpt.capture.windows import Bubbles, Turn
+
+KINDS = ("start", "window", "forward", "window", "backward", "window", "tail", "fence", "optimizer")
+SECS = (0.0, 2.0, 1.0, 0.0, 2.0, 0.0, 1.0, 0.0, 0.5)
+
+
+def plan(rate: float = 10.0, unit: int = 1, kinds: tuple[str, ...] = KINDS, secs: tuple[float, ...] = SECS) -> Plan:
+    return Plan.of(Timeline(kinds, secs), rate, unit)
+
+
+@pytest.mark.parametrize(
+    ("total", "expected"),
+    [
+        (30, {"window": 30, "forward": 0, "backward": 0, "fence": 0}),
+        (35, {"window": 30, "forward": 5, "backward": 0, "fence": 0}),
+        (55, {"window": 30, "forward": 10, "backward": 15, "fence": 0}),
+        (75, {"window": 30, "forward": 10, "backward": 20, "fence": 15}),
+    ],
+)
+def test_what_does_not_fit_spills_in_order(total: int, expected: dict[str, int]) -> None:
+    assert plan().forecast(total) == expected
+
+
+timelines = st.lists(
+    st.tuples(st.sampled_from(["window", "forward", "backward", "tail"]), st.floats(0, 5)), min_size=1, max_size=30
+).map(lambda places: Timeline((*(k for k, _ in places), "fence"), (*(s for _, s in places), 0.0)))
+
+
+@given(timelines, st.integers(0, 500), st.floats(0.1, 20), st.integers(1, 16))
+def test_every_byte_goes_somewhere_and_nothing_spills_that_windows_take(
+    timeline: Timeline, total: int, rate: float, unit: int
+) -> None:
+    made = Plan.of(timeline, rate, unit)
+    forecast = made.forecast(total)
+    assert sum(forecast.values()) == total
+    assert forecast["window"] == min(total, made.window_bytes)
+    forwards = sum(n for kind, n in zip(timeline.kinds, made.capacity, strict=True) if kind == "forward")
+    if forecast["backward"]:
+        assert forecast["window"] == made.window_bytes
+    if forecast["fence"]:
+        assert forecast["forward"] == forwards
+
+
+def test_a_window_takes_whole_copies() -> None:
+    assert plan(rate=1.0, unit=3).capacity[1] == 3
+    assert plan(rate=1.0, unit=5).capacity[1] == 0
+
+
+class Copier:
+    """Takes turns until it would have to wait."""
+
+    def __init__(self, bubbles: Bubbles, nbytes: int) -> None:
+        self.bubbles, self.nbytes = bubbles, nbytes
+
+    def run(self) -> list[Any]:
+        gates = []
+        while (turn := self.bubbles._turn(self.nbytes)) is not None:
+            gates.append(turn.gate)
+            assert len(gates) < 1000
+        return gates
+
+
+def test_a_place_that_was_left_is_over_for_the_host_and_to_come_for_a_device() -> None:
+    for queued, expected in ((False, 0), (True, 20)):
+        bubbles = Bubbles(queued)
+        bubbles.begin(30, plan())
+        bubbles.enter(0, "start", "a")
+        bubbles.enter(1, "window", "b")
+        bubbles.enter(2, "forward", "c")
+        gates = Copier(bubbles, 1).run()
+        assert gates.count("b") == expected
+        # On the host the window's bytes are missed: the later ones take 10, the forward step what they cannot.
+        assert gates.count("c") == (0 if queued else 10)
+
+
+def test_a_missed_window_is_made_up_for_by_later_ones() -> None:
+    made = plan(secs=(0.0, 2.0, 1.0, 3.0, 2.0, 0.0, 1.0, 0.0, 0.5))
+    bubbles = Bubbles(queued=False)
+    bubbles.begin(40, made)
+    bubbles.enter(1, "window", 1)
+    bubbles.enter(2, "forward", 2)
+    assert Copier(bubbles, 1).run() == []
+    bubbles.enter(3, "window", 3)
+    assert len(Copier(bubbles, 1).run()) == 30
+
+
+def test_steps_shorter_than_a_copy_add_up() -> None:
+    made = plan(rate=1.0, kinds=("forward",) * 8 + ("fence",), secs=(1.0,) * 8 + (0.0,))
+    bubbles = Bubbles(queued=False)
+    bubbles.begin(8, made)
+    taken = []
+    for place in range(8):
+        bubbles.enter(place, "forward", place)
+        taken += Copier(bubbles, 4).run()
+    assert taken == [1, 5]
+
+
+def test_without_a_plan_and_off_the_plan_copies_go_at_once() -> None:
+    bubbles = Bubbles(queued=False)
+    bubbles.begin(10, None)
+    assert bubbles._turn(5) == Turn()
+    bubbles.begin(10, plan())
+    bubbles.enter(0, "start", 0)
+    assert bubbles._turn(5) is None
+    bubbles.enter(1, "backward", 1)
+    assert bubbles._turn(5) == Turn()
+
+
+def test_hurry_ends_every_wait() -> None:
+    bubbles = Bubbles(queued=False)
+    bubbles.begin(10, plan())
+    bubbles.enter(0, "start", 0)
+    hurry = threading.Event()
+    timer = threading.Timer(0.05, hurry.set)
+    timer.start()
+    assert bubbles.wait_turn(5, hurry) == Turn()
+    assert hurry.is_set()
+
+
+def iteration(scale: float = 1.0, kinds: tuple[str, ...] = KINDS, secs: tuple[float, ...] = SECS) -> Iteration:
+    edges = [0.0]
+    for length in secs:
+        edges.append(edges[-1] + length * scale)
+    return Iteration(kinds, tuple(edges))
+
+
+def test_the_first_iteration_is_not_counted_and_one_slow_one_moves_nothing() -> None:
+    profile = Profile()
+    for scale in (50.0, 1.0, 1.0, 9.0):
+        assert not profile.measured
+        profile.add(iteration(scale))
+    assert profile.measured
+    timeline = profile.timeline
+    assert timeline is not None
+    assert timeline.secs == SECS
+
+
+def test_until_it_was_measured_the_model_holds_at_the_speed_of_the_first_iteration() -> None:
+    profile = Profile()
+    profile.expect(KINDS[1:7], (1.0, 2.0, 0.0, 4.0, 0.0, 3.0))
+    assert profile.timeline is None
+    profile.add(iteration())
+    timeline = profile.timeline
+    assert timeline is not None
+    assert timeline.secs == pytest.approx((0.0, 0.6, 1.2, 0.0, 2.4, 0.0, 1.8, 0.0, 0.5))
+    other = Profile()
+    other.expect(("window", "forward"), (1.0, 1.0))
+    other.add(iteration())
+    assert other.timeline is None
+
+
+def test_another_schedule_is_measured_anew() -> None:
+    profile = Profile()
+    for _ in range(5):
+        profile.add(iteration())
+    profile.add(iteration(kinds=KINDS[1:], secs=SECS[1:]))
+    assert not profile.measured
+    for _ in range(5):
+        profile.add(iteration(2.0, KINDS[1:], SECS[1:]))
+    timeline = profile.timeline
+    assert timeline is not None
+    assert timeline.kinds == KINDS[1:]
+    before = Timeline(KINDS, SECS)
+    assert timeline.distance(before) == 1.0
+    assert before.distance(Timeline(KINDS, (*SECS[:-1], 1.15))) == pytest.approx(0.1)
+
+
+spans = st.lists(st.tuples(st.sampled_from(sorted(IDLE | {"forward"})), st.floats(0.01, 3)), min_size=1, max_size=12)
+copies = st.lists(st.tuples(st.floats(0, 4), st.floats(0, 2), st.integers(1, 10**9)), max_size=12)
+
+
+@settings(max_examples=200)
+@given(spans, copies)
+def test_no_byte_is_counted_twice_or_lost(
+    spans: list[tuple[str, float]], copies: list[tuple[float, float, int]]
+) -> None:
+    """Each copy begins some time after the one before it; what it moves is divided by time."""
+    made = iteration(1.0, tuple(k for k, _ in spans), tuple(s for _, s in spans))
+    placed, now = [], -1.0
+    for pause, secs, nbytes in copies:
+        placed.append((now + pause, now + pause + secs, nbytes))
+        now += pause + secs
+    moved = divide(placed, made.kinds, made.edges)
+    assert sum(moved.values()) == sum(n for _, _, n in copies)
+    for kind in set(made.kinds):
+        expected = 0.0
+        for index, name in enumerate(made.kinds):
+            low = made.edges[index] if index else -1e9
+            high = made.edges[index + 1] if index + 1 < len(made.kinds) else 1e9
+            for begin, end, nbytes in placed:
+                if name == kind and end > begin:
+                    expected += nbytes * max(0.0, min(end, high) - max(begin, low)) / (end - begin)
+                elif name == kind and low <= begin < high:
+                    expected += nbytes
+        instants = sum(n for b, e, n in placed if e - b < 1e-6)
+        assert abs(moved.get(kind, 0) - expected) <= instants + len(made.kinds) + 1e-3 * expected
+
+
+def test_a_copy_across_spans_is_divided_by_time() -> None:
+    made = iteration()
+    moved = divide([(1.0, 4.0, 300), (6.2, 6.4, 7)], made.kinds, made.edges)
+    assert moved == {"window": 100, "forward": 100, "backward": 100, "optimizer": 7}
+    assert in_windows(moved) == pytest.approx(100 / 307)
+    assert made.window_share == pytest.approx(0.5)
+
+
+def test_an_interval_changes_at_the_same_iteration_for_all() -> None:
+    interval = Interval(2, delay=8)
+    assert [i for i in range(1, 9) if interval.due(i)] == [2, 4, 6, 8]
+    assert interval.heard(8, 3)
+    assert not interval.heard(10, 3)
+    assert not interval.heard(12, 4), "a change that is not in force yet is not changed again"
+    assert [i for i in range(9, 40) if interval.due(i)] == [10, 12, 14, 16, 18, 20, 22, 24, 30, 36]
+    assert interval.heard(30, 1)
+    assert [i for i in range(70, 84) if interval.due(i)] == [72, 78, 80, 82]
