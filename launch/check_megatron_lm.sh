@@ -44,9 +44,10 @@ train() {
         --tokenizer-type NullTokenizer --vocab-size 1000 --data-cache-path "$WORK/cache" "$@"
 }
 
-# rows LOG: iteration, losses, learning rate, gradient norm, consumed samples; not the time they took.
+# rows LOG: iteration, losses, learning rate, gradient norm, consumed samples; not the time they took, nor
+# what another process wrote into the same line.
 rows() {
-    grep -E 'iteration .*lm loss|validation loss' "$1" | sed -E 's/^ *\[[^]]*\] *//; s/elapsed[^|]*\|//'
+    grep -E 'iteration .*lm loss|validation loss' "$1" | sed -E 's/^ *\[[^]]*\] *//; s/elapsed[^|]*\|//; s/(nan iterations: +[0-9]+ \||PPL: [^|]*\|).*/\1/'
 }
 
 say "training undisturbed"

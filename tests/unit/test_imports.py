@@ -31,7 +31,7 @@ STAGES: dict[str, set[str]] = {
     "capture": {"protect.groups", "arena", "layout", "state", "comm"},
     "persist": {"universal.format", "arena", "state"},
     "restore": {"protect", "persist", "universal.format", "arena", "layout", "state", "smp.client", "comm"},
-    "smp": {"protect", "persist", "arena", "restore.inventory"},
+    "smp": {"protect", "persist", "arena", "restore.inventory", "capture.node_budget"},
     "universal": {"persist", "restore.plan", "state", "layout"},
 }
 FRAMEWORK = {"checkpointer", "capture.schedule", "capture.windows", "layout", "state", "comm"}
@@ -64,6 +64,9 @@ WITHOUT_TORCH = [name for name in MODULES if name.startswith(tuple(f"ftckpt.{sta
     "ftckpt.config",
     "ftckpt.events",
     "ftckpt.cli",
+    "ftckpt.capture.schedule",
+    "ftckpt.capture.interval",
+    "ftckpt.capture.node_budget",
 ]
 
 
