@@ -235,7 +235,8 @@ class Checkpointer:
             self._whole = (self._lineage, newest)
             if capture is not None:
                 capture.arena.control.mark_whole(*self._whole)
-        if self._shard is not None and self._whole is not None and self._whole[0] == self._lineage:
+            self._arenas.remove_old()
+        if self._shard is not None:
             self._shard.complete()
         if willing == Agreement.OFF:
             self._turn_off("a rank had too many failed snapshots in a row")

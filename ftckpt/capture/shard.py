@@ -87,8 +87,7 @@ class Shard:
         self._lay_out_anew(assignment, checked, whole, must=_BROKEN in answers)
 
     def complete(self) -> None:
-        """A snapshot in the arena is whole: nobody needs older arenas, their room is for the slots still missing."""
-        self._arenas.remove_old()
+        """Take into use the slots that the arena still lacks, once older arenas have made room for them."""
         if self.capture is not None:
             self.capture.use_slots(self._arenas.complete(self.capture.arena))
 

@@ -9,6 +9,7 @@ import jobs
 import pytest
 
 from ftckpt.errors import MemoryBudgetError
+from ftckpt.testing.faults import Fault
 from ftckpt.testing.pool import RankResult, run_ranks
 
 pytestmark = pytest.mark.multiproc
@@ -68,6 +69,20 @@ def test_the_rank_with_room_copies_more_and_a_restart_goes_on_so(
         assert all(event["reused"] for event in again)
     assert not jobs.events(settings, "snapshot_error")
     assert not list(arena_root.iterdir())
+
+
+def test_the_old_arena_stays_while_no_snapshot_in_the_new_one_is_whole(
+    settings: dict[str, Any], tmp_path: Path
+) -> None:
+    reference = jobs.outcomes(RANKS, jobs.Run(ARGV, until=UNTIL))
+    failing = Fault(1, WEIGHED_AT, "copy", tmp_path / "failing", "raise")
+    dead = Fault("all", WEIGHED_AT + 1, "begin", tmp_path / "dead", "kill", secs=20)
+    run = jobs.Run(ARGV, until=20, settings=settings, faults=[failing, dead])
+    run_ranks(with_room, RANKS, run, ROOMS, expect_failures=True, grace_secs=3.0)
+    assert failing.fired(1) and all(dead.fired(rank) for rank in range(RANKS))
+    assert [len(plan) for plan in copied(settings)] == [2] * RANKS
+    resumed = [result.value for result in attempt(settings, UNTIL, ROOMS, end="close")]
+    assert jobs.assert_continues(reference, resumed) == WEIGHED_AT - 1
 
 
 @pytest.mark.parametrize("rooms", [[10**9] * 4, [0] * 4, [10**9, 10**8, 10**9, 10**8]], ids=["even", "none", "ample"])

@@ -1,0 +1,181 @@
+"""What one rank learns from its iterations, and what it plans and wishes from that."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ftckpt.capture.copier import Flight, NoBudget
+from ftckpt.capture.pacer import Pacer
+from ftckpt.config import Config
+from ftckpt.events import Events
+
+PLACES = (("window", 2.0), ("forward", 1.0), ("window", 0.0), ("backward", 2.0), ("tail", 1.0), ("fence", 0.0))
+MB = 1_000_000
+
+
+class Clock:
+    """Time passes as a test says; a device has come as far as ``reached``."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, on_device: bool = False) -> None:
+        self.on_device = on_device
+        self.now, self.reached = 0.0, float("inf")
+
+    def mark(self) -> float:
+        return self.now
+
+    def secs(self, begin: float, end: float) -> float | None:
+        return None if max(begin, end) > self.reached else end - begin
+
+
+class Rank:
+    """Drives a pacer through iterations of six seconds."""
+
+    def __init__(self, folder: Path, clock: Clock | None = None, **settings: Any) -> None:
+        self.clock = clock or Clock()
+        self.folder = folder
+        self.events = Events(folder, 0)
+        self.pacer = Pacer(Config(**settings), self.clock, NoBudget(), self.events, {"pp": 1})
+        self.number = 0
+        self.pacer.boundary()
+
+    def iterate(
+        self,
+        copies: tuple[tuple[float, float, int], ...] = ((0.5, 1.5, 2 * MB),),
+        scale: float = 1.0,
+        fence: float = 0.0,
+    ) -> None:
+        """One iteration beside these copies, up to and with its last boundary."""
+        self.number += 1
+        base = self.pacer.begin(10 * MB, MB)
+        flight = Flight([], torch.zeros(0, dtype=torch.uint8), lambda chunk: None, lambda: None, base)
+        flight.timed = list(copies)
+        flight.end()
+        self.pacer.follow(flight, self.number)
+        for kind, secs in PLACES:
+            self.pacer.enter(kind)
+            self.clock.now += secs * scale if kind != "fence" else fence
+        self.pacer.enter("optimizer")
+        self.pacer.enter("fence")
+        self.pacer.boundary()
+        self.pacer.learn()
+
+    def told(self, name: str) -> list[dict[str, Any]]:
+        lines = (self.folder / "rank0.jsonl").read_text().splitlines()
+        return [event for event in map(json.loads, lines) if event["event"] == name]
+
+
+def test_windows_are_planned_once_they_were_measured(tmp_path: Path) -> None:
+    rank = Rank(tmp_path)
+    capacities = []
+    for _ in range(6):
+        rank.iterate()
+        rank.pacer.begin(10 * MB, MB)
+        capacities.append(rank.pacer.capacity_bytes)
+    assert capacities == [0, 0, 0, 6 * MB, 6 * MB, 6 * MB]
+    (planned,) = rank.told("planned")
+    assert planned["measured"] and planned["iteration_secs"] == 6.0
+    assert planned["bytes_per_sec"] == 2 * MB
+    copied = rank.told("copied")
+    assert len(copied) == 6
+    assert copied[-1]["moved_bytes"] == {"window": 2 * MB} and copied[-1]["share_in_windows"] == 1.0
+    assert copied[-1]["window_capacity_bytes"] == 6 * MB
+
+
+def test_the_plan_is_made_anew_when_windows_have_moved(tmp_path: Path) -> None:
+    rank = Rank(tmp_path, replan_share=0.2)
+    for _ in range(10):
+        rank.iterate()
+    for _ in range(10):
+        rank.iterate(scale=1.1)
+    assert len(rank.told("planned")) == 1, "0.1 of the iteration is within the share"
+    for _ in range(10):
+        rank.iterate(scale=1.5)
+    first, second = rank.told("planned")
+    assert second["moved_share"] > 0.2
+    assert second["window_capacity_bytes"] > first["window_capacity_bytes"]
+
+
+def test_what_a_device_has_not_come_to_is_learned_later_and_in_order(tmp_path: Path) -> None:
+    rank = Rank(tmp_path, Clock(on_device=True))
+    rank.clock.reached = 3.0
+    rank.iterate()
+    rank.iterate()
+    assert not rank.told("copied")
+    rank.clock.reached = 20.0
+    rank.iterate()
+    assert [event["iteration"] for event in rank.told("copied")] == [1, 2, 3]
+    rank.clock.reached = 0.0
+    for _ in range(9):
+        rank.iterate()
+    rank.clock.reached = float("inf")
+    rank.iterate()
+    assert [event["iteration"] for event in rank.told("copied")][3:] == [10, 11, 12, 13], "the oldest are given up"
+
+
+def test_a_flight_that_has_not_ended_is_waited_for_by_nobody(tmp_path: Path) -> None:
+    rank = Rank(tmp_path)
+    base = rank.pacer.begin(MB, MB)
+    flight = Flight([], torch.zeros(0, dtype=torch.uint8), lambda chunk: None, lambda: None, base)
+    rank.pacer.follow(flight, 7)
+    rank.clock.now += 1.0
+    rank.pacer.boundary()
+    rank.pacer.learn()
+    assert not rank.told("copied")
+    flight.timed = [(0.0, 0.5, MB)]
+    flight.end()
+    rank.pacer.learn()
+    assert [event["iteration"] for event in rank.told("copied")] == [7]
+
+
+def test_only_the_wait_for_copies_counts_against_the_budget(tmp_path: Path) -> None:
+    rank = Rank(tmp_path, fence_budget=0.1)
+    for _ in range(20):
+        rank.iterate(fence=2.0)
+    assert rank.pacer.stretch == 1 and not rank.told("replanned")
+    assert rank.told("copied")[-1]["stall_secs"] == 0.0
+    assert rank.told("copied")[-1]["fence_secs"] == 2.0
+
+
+def test_a_dear_fence_is_measured_anew_then_stretches_the_interval_then_lets_go(tmp_path: Path) -> None:
+    rank = Rank(tmp_path, fence_budget=0.1)
+    slow = ((0.5, 8.0, 10 * MB),)
+    for _ in range(5):
+        rank.iterate(slow, fence=2.0)
+    assert len(rank.told("replanned")) == 1 and rank.pacer.stretch == 1
+    for _ in range(5):
+        rank.iterate(slow, fence=2.0)
+    assert rank.pacer.stretch == 3, "a stall of a quarter, at most a tenth of the time"
+    for _ in range(20):
+        rank.iterate(slow, fence=2.0)
+    assert rank.pacer.stretch == 3 and len(rank.told("replanned")) == 1
+    for _ in range(10):
+        rank.iterate()
+    assert rank.pacer.stretch == 1
+
+
+@pytest.mark.parametrize("interval", [0, 2])
+def test_timelines_are_left_as_often_as_asked_for(interval: int, tmp_path: Path) -> None:
+    rank = Rank(tmp_path, timeline_interval=interval)
+    for _ in range(5):
+        rank.iterate()
+    timelines = rank.told("timeline")
+    assert [event["iteration"] for event in timelines] == ([2, 4] if interval else [])
+    if interval:
+        kinds = [kind for kind, _, _ in timelines[0]["spans"]]
+        assert kinds == ["start", *(kind for kind, _ in PLACES), "optimizer"]
+        assert timelines[0]["copies"] == [[0.5, 1.5, 2 * MB]] and timelines[0]["coords"] == {"pp": 1}
+
+
+def test_other_rungs_of_the_ladder_plan_nothing(tmp_path: Path) -> None:
+    rank = Rank(tmp_path, schedule="stream")
+    for _ in range(8):
+        rank.iterate()
+    assert not rank.told("planned") and rank.pacer.capacity_bytes == 0
+    assert len(rank.told("copied")) == 8
