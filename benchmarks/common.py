@@ -10,13 +10,11 @@ import statistics
 import subprocess
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("ftckpt", "torch", "megatron-core", "numpy")
@@ -29,7 +27,7 @@ def environment(argv: Sequence[str], script: str) -> dict[str, Any]:
             "cpu": _cpu_model(),
             "cores": len(os.sched_getaffinity(0)),
             "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-            "device": "none: CPU stand-in for CUDA",
+            "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "none: CPU stand-in for CUDA",
             "load_average_at_start": os.getloadavg()[0],
         },
         "versions": {"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}},
@@ -45,43 +43,48 @@ def median_ms(secs: Iterable[float]) -> float:
     return statistics.median(values) * 1e3 if values else float("nan")
 
 
-def bandwidth(rank: int, nbytes: int, rounds: int = 3) -> tuple[float, float]:
-    """Bytes per second of a plain copy of ``nbytes``, the best of some rounds: of rank 0 while the others wait
-    (0.0 on those), and of each rank while all copy."""
-    source, target = (torch.ones(nbytes, dtype=torch.uint8) for _ in range(2))
-    alone, together = [0.0], []
-    dist.barrier()
-    for _ in range(rounds if rank == 0 else 0):
-        alone.append(nbytes / synchronous_secs([target], [source]))
-    for _ in range(rounds):
-        dist.barrier()
-        begin = time.perf_counter()
-        for _ in range(4):
-            target.copy_(source)
-        dist.barrier()
-        together.append(4 * nbytes / (time.perf_counter() - begin))
-    return max(alone), max(together)
+def attach(job: Any, folder: Path, name: str, **settings: Any) -> Any:
+    """ftckpt on for a job of ``launch/train_gpt.py``, from the beginning; errors are not hidden.
+
+    Arenas lie in ``folder/arena``; events are those that ``read_events`` finds by ``name``.
+    """
+    import ftckpt.megatron
+    from ftckpt.config import Config
+
+    config = Config(
+        enabled=True, job=name, node="node", arena=str(folder / "arena"), events=str(folder / "events" / name),
+        replica_check_interval=0, on_error="raise", **settings,
+    )  # fmt: skip
+    (folder / "arena").mkdir(exist_ok=True)
+    objects = {"data": job.data, "progress": job.progress}
+    job.checkpointer = ftckpt.megatron.attach(job.model, job.optimizer, job.scheduler, objects, config=config)
+    job.checkpointer.restore()
+    return job.checkpointer
+
+
+def read_events(folder: Path, name: str, rank: int, event: str = "") -> list[dict[str, Any]]:
+    """One rank's events of the run that was attached as ``name``, or those of one kind."""
+    lines = (folder / "events" / name / f"rank{rank}.jsonl").read_text().splitlines()
+    return [found for found in map(json.loads, lines) if event in ("", found["event"])]
+
+
+def disk_bytes(folder: Path) -> int:
+    """What the files below ``folder`` occupy."""
+    return sum(file.stat().st_blocks * 512 for file in folder.rglob("*") if file.is_file())
 
 
 class CopyMeter:
-    """Counts what really goes through ``copy_chunk``, with wall and CPU time of its thread."""
+    """Counts the bytes that really go through ``copy_chunk``."""
 
     def __init__(self) -> None:
         from ftckpt.capture import copier
 
-        self.clear()
+        self.nbytes = 0
         self._copy_chunk = copier.copy_chunk
         copier.copy_chunk = self._measured
 
-    def clear(self) -> None:
-        """Begin anew; only while nothing is copied."""
-        self.nbytes, self.secs, self.cpu_secs = 0, 0.0, 0.0
-
     def _measured(self, tensors: Any, copy: Any, *args: Any, **kwargs: Any) -> None:
-        begin, cpu_begin = time.perf_counter(), time.thread_time()
         self._copy_chunk(tensors, copy, *args, **kwargs)
-        self.secs += time.perf_counter() - begin
-        self.cpu_secs += time.thread_time() - cpu_begin
         self.nbytes += sum(s.numel * tensors[s.piece].element_size() for s in copy.segments)
 
 
@@ -97,33 +100,6 @@ def synchronous_secs(targets: Sequence[torch.Tensor], tensors: Sequence[torch.Te
     for target, tensor in zip(targets, tensors, strict=True):
         target.copy_(tensor)
     return time.perf_counter() - begin
-
-
-@dataclass
-class Snapshot:
-    """How long one snapshot blocked the training thread of one rank, and where."""
-
-    boundary_secs: float
-    fence_secs: float = 0.0
-
-    @property
-    def secs(self) -> float:
-        """In all."""
-        return self.boundary_secs + self.fence_secs
-
-
-def from_events(folder: Path, rank: int) -> tuple[int, list[Snapshot]]:
-    """Bytes of the arena's files, and what each snapshot cost training."""
-    arena_bytes, snapshots = 0, []
-    for line in (folder / f"rank{rank}.jsonl").read_text().splitlines():
-        event = json.loads(line)
-        if event["event"] == "arena":
-            arena_bytes = sum(file.stat().st_size for file in Path(event["path"]).iterdir())
-        elif event["event"] == "snapshot":
-            snapshots.append(Snapshot(event["blocked_secs"]))
-        elif event["event"] == "fence" and snapshots:
-            snapshots[-1].fence_secs += event["blocked_secs"]
-    return arena_bytes, snapshots
 
 
 def print_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

@@ -153,6 +153,7 @@ class Checkpointer:
                 self._failed(error)
         else:
             self._pacer.learn()
+        self.phase("start")
 
     def close(self, remove: bool = True) -> None:
         """End: when all ranks have come here the arenas are removed, otherwise they stay for a restart.

@@ -135,9 +135,9 @@ class Flight:
     def end(self, error: BaseException | None = None) -> None:
         """Called by the copier, once, last: seals unless the flight was cancelled or failed."""
         with self._lock:
-            self.error = error
+            self.error = error or self.error
             try:
-                if error is None and not self._cancelled:
+                if self.error is None and not self._cancelled:
                     self._arrived()
             except Exception as failure:  # noqa: BLE001 - the fence reports it on the training thread
                 self.error = failure
@@ -187,10 +187,11 @@ class Worker:
         """Run ``job``, which must not raise, on the thread."""
         self._jobs.put(job)
 
-    def close(self, timeout_secs: float = 10.0) -> None:
-        """End the thread; one that is stuck in a copy is left to die with the process."""
+    def close(self, timeout_secs: float = 10.0) -> bool:
+        """End the thread; False when it is stuck in a copy, and left to die with the process."""
         self._jobs.put(None)
         self._thread.join(timeout_secs)
+        return not self._thread.is_alive()
 
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
@@ -212,7 +213,7 @@ class Landing:
 
     def end(self, flight: Flight, error: BaseException | None = None) -> None:
         """No more chunks follow."""
-        self._worker.submit(lambda: flight.end(error or flight.error))
+        self._worker.submit(lambda: flight.end(error))
 
     def close(self) -> None:
         """Stop once what was given has been dealt with."""
@@ -255,8 +256,8 @@ class HostCopier:
 
     def close(self) -> None:
         """See Copier."""
-        self._worker.close()
-        self._landing.close()
+        if self._worker.close():  # otherwise its flight has still to end
+            self._landing.close()
 
     def _fly(self, tensors: Sequence[torch.Tensor], flight: Flight, windows: Windows) -> None:
         try:

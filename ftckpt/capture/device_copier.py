@@ -3,14 +3,22 @@
 Registering pins the slot's own pages (``cudaHostRegister``), so copies need no staging buffer. It takes
 seconds for tens of GB, hence runs piece by piece in the background; chunks that are not registered yet go
 through one pinned buffer of a chunk's size. ROCm builds of torch keep the CUDA names.
+
+Streams never wait for each other in a circle: whoever makes one wait does so for an event that was recorded
+before, so every wait points back in the order in which work was given to the device. For a gate the training
+thread records the event before it hands it over; for the fence all copies are submitted before it returns.
 """
 
 from __future__ import annotations
 
+import ctypes
+import queue
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
+from functools import lru_cache
+from typing import Any
 
 import torch
 
@@ -23,6 +31,11 @@ from ftckpt.events import log
 ALIGN_BYTES = 64
 _REGISTER_BYTES = 64 << 20
 _JOIN_SECS = 10.0
+_THREAD_LOCAL = 1  # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL, hipStreamCaptureModeThreadLocal
+_CAPTURE_MODES = (
+    (("libcuda.so.1",), "cuThreadExchangeStreamCaptureMode"),
+    (tuple(f"libamdhip64.so{version}" for version in (".7", ".6", ".5", "")), "hipThreadExchangeStreamCaptureMode"),
+)
 
 
 class DeviceCopier:
@@ -42,18 +55,21 @@ class DeviceCopier:
         self._flight: Flight | None = None
         self._registered: dict[int, int] = {}
         self._closing = threading.Event()
-        self._quiet = threading.Event()
+        self._to_register: queue.SimpleQueue[Sequence[Slot] | None] = queue.SimpleQueue()
         self._registrar: threading.Thread | None = None
         self._staging: torch.Tensor | None = None
         self.register_secs = 0.0
+        """What registering took so far."""
 
     def prepare(self, slots: Sequence[Slot]) -> None:
         """Register the slots' pages, from the first byte on, on a thread of its own."""
+        if not slots:
+            return
         self._registered.update({slot.data_ptr(): 0 for slot in slots})
-        self._registrar = threading.Thread(
-            target=self._hold_registered, args=(list(slots),), name="ftckpt-register", daemon=True
-        )
-        self._registrar.start()
+        self._to_register.put(list(slots))
+        if self._registrar is None:
+            self._registrar = threading.Thread(target=self._hold_registered, name="ftckpt-register", daemon=True)
+            self._registrar.start()
 
     def copy_now(self, tensors: Sequence[torch.Tensor], copies: Sequence[ChunkCopy], slot: Slot) -> None:
         """A blocking copy behind all that the current stream holds; no flight uses the staging buffer now."""
@@ -73,8 +89,13 @@ class DeviceCopier:
         flight.hurry.set()
         if not flight.submitted.wait(timeout_secs) or flight.error is not None:
             return False
-        if flight.last_copy is not None:
-            torch.cuda.current_stream(self._device).wait_event(flight.last_copy)
+        if flight.ended or flight.last_copy is None:
+            return flight.error is None
+        if torch.cuda.is_current_stream_capturing():
+            # A wait for work outside of the graph would spoil it.
+            flight.error = RuntimeError("the fence stands inside a graph capture, where no stream can be made wait")
+            return False
+        torch.cuda.current_stream(self._device).wait_event(flight.last_copy)
         return True
 
     def close(self) -> None:
@@ -83,29 +104,29 @@ class DeviceCopier:
         Where the device does not come to rest the pages stay registered and their slots mapped.
         """
         self._closing.set()
-        self._worker.close()
-        self._landing.close()
+        if self._worker.close():  # otherwise its flight has still to end
+            self._landing.close()
         if self._flight is None or self._flight.ended:
-            self._quiet.set()
+            self._to_register.put(None)
             if self._registrar is not None:
                 self._registrar.join(_JOIN_SECS)
 
-    def _hold_registered(self, slots: list[Slot]) -> None:
-        """Register, and unregister at the end; ``slots`` keeps the memory mapped for as long.
+    def _hold_registered(self) -> None:
+        """Register, and unregister at the end; ``held`` keeps the memory mapped for as long.
 
         On this thread from first to last, because a refusal stays behind as the calling thread's last
         error, and the training thread's next kernel launch would take it for its own.
         """
-        begin = time.perf_counter()
         addresses: list[int] = []
-        with torch.cuda.device(self._device):
-            try:
+        held: list[Sequence[Slot]] = []
+        with self._on_device():
+            while (slots := self._to_register.get()) is not None:
+                begin = time.perf_counter()
+                held.append(slots)
                 self._register(slots, addresses)
-            finally:
-                self.register_secs = time.perf_counter() - begin
-                self._quiet.wait()
-                for address in addresses:
-                    torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
+                self.register_secs += time.perf_counter() - begin
+            for address in addresses:
+                torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
 
     def _register(self, slots: Sequence[Slot], addresses: list[int]) -> None:
         for slot in slots:
@@ -121,13 +142,14 @@ class DeviceCopier:
         self, tensors: Sequence[torch.Tensor], flight: Flight, boundary: torch.cuda.Event, windows: Windows
     ) -> None:
         try:
-            with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+            with self._on_device(), torch.cuda.stream(self._stream):
                 self._stream.wait_event(boundary)
                 self._submit(tensors, flight, windows)
         except Exception as error:  # noqa: BLE001 - the fence reports it on the training thread
             flight.error = error
-            with suppress(RuntimeError):
-                self._stream.synchronize()  # an ended flight writes nothing any more
+            flight.submitted.set()  # the fence has nothing to wait for: it drops the snapshot
+            with suppress(RuntimeError), self._on_device():
+                _sleep_until_done(self._stream)  # an ended flight writes nothing any more
         flight.submitted.set()
         self._landing.end(flight)
 
@@ -145,7 +167,7 @@ class DeviceCopier:
     def _enqueue(self, tensors: Sequence[torch.Tensor], copy: ChunkCopy, flight: Flight) -> None:
         if self._budget.limited:
             # What is enqueued ahead cannot be slowed down any more: go along with the device.
-            self._stream.synchronize()
+            _sleep_until_done(self._stream)
         self._budget.start()
         begin = self._clock.mark()
         if self._is_registered(flight.slot, copy):
@@ -153,10 +175,7 @@ class DeviceCopier:
         else:
             self._through_staging(tensors, copy, flight.slot, self._stream)
         end = self._clock.mark()
-        # Whoever waits for it sleeps: cores are for training.
-        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-        event.record(self._stream)
-        flight.last_copy = event
+        event = flight.last_copy = _done_event(self._stream)
         self._landing.chunk(flight, copy.chunk, lambda: self._landed(flight, copy.nbytes, begin, end, event))
         if self._budget.limited:
             event.synchronize()
@@ -164,9 +183,10 @@ class DeviceCopier:
             self._budget.pace(copy.nbytes, time.perf_counter() - secs, flight.hurry)
 
     def _landed(self, flight: Flight, nbytes: int, begin: Mark, end: Mark, event: torch.cuda.Event) -> None:
-        event.synchronize()
-        self._budget.stop()
-        begin_secs, end_secs = self._clock.secs(flight.base, begin), self._clock.secs(flight.base, end)
+        with self._on_device():
+            event.synchronize()
+            self._budget.stop()
+            begin_secs, end_secs = self._clock.secs(flight.base, begin), self._clock.secs(flight.base, end)
         if begin_secs is not None and end_secs is not None:
             flight.timed.append((begin_secs, end_secs, nbytes))
 
@@ -187,7 +207,7 @@ class DeviceCopier:
         begin = copy.segments[0].offset // ALIGN_BYTES * ALIGN_BYTES
         staging = self._staging_of(copy.segments[-1].offset + copy.segments[-1].nbytes - begin)
         copy_chunk(tensors, copy, staging, at=begin, non_blocking=True)
-        stream.synchronize()
+        _sleep_until_done(stream)
         for segment in copy.segments:
             staged = staging[segment.offset - begin :][: segment.nbytes]
             slot[segment.offset : segment.offset + segment.nbytes].copy_(staged)
@@ -199,6 +219,45 @@ class DeviceCopier:
             except RuntimeError:  # no more memory may be locked: slower, and right as well
                 self._staging = torch.empty(size, dtype=torch.uint8)
         return self._staging
+
+    @contextmanager
+    def _on_device(self) -> Iterator[None]:
+        """For threads of this copier: a call on another than the current device would open a context there."""
+        _work_beside_captures()
+        with torch.cuda.device(self._device):
+            yield
+
+
+def _done_event(stream: torch.cuda.Stream) -> torch.cuda.Event:
+    """Behind all that ``stream`` holds by now. Whoever waits for it sleeps: cores are for training."""
+    event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+    event.record(stream)
+    return event
+
+
+def _sleep_until_done(stream: torch.cuda.Stream) -> None:
+    _done_event(stream).synchronize()
+
+
+def _work_beside_captures() -> None:
+    """Let the calling thread register, copy and wait while another thread captures a graph.
+
+    By default a driver answers such calls with an error and spoils the graph as well: torch begins captures in
+    the mode that forbids them to all threads of a process which do not say that they have no part in it.
+    """
+    exchange = _exchange_capture_mode()
+    if exchange is not None:
+        exchange(ctypes.byref(ctypes.c_int(_THREAD_LOCAL)))
+
+
+@lru_cache(maxsize=1)
+def _exchange_capture_mode() -> Any:
+    """The driver's function that sets a thread's capture mode; None where it is not found."""
+    libraries, function = _CAPTURE_MODES[bool(torch.version.hip)]
+    for library in libraries:
+        with suppress(OSError, AttributeError):
+            return getattr(ctypes.CDLL(library), function)
+    return None
 
 
 def _within_registrations(copy: ChunkCopy) -> ChunkCopy:

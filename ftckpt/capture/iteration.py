@@ -5,7 +5,8 @@ the trainer does; idle ones are the windows:
 
 | kind | from | to |
 |---|---|---|
-| start | the boundary | the beginning of the pipeline's schedule |
+| boundary | the end of an iteration | the snapshot has begun: the time for which training waits there |
+| start | that | the beginning of the pipeline's schedule |
 | forward, backward | the begin of one compute step | its end |
 | window | a compute step, or the schedule's begin | the next compute step: receives, sends, waiting |
 | tail | the last backward | the fence: reduction of gradients, gradient norm, waiting for other stages |

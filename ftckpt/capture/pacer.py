@@ -102,7 +102,7 @@ class Pacer:
         end = self.clock.mark()
         if self._marks:
             self._pending.append(Followed(self._began, self._marks, end, self._flight, self._snapshot))
-        self._began, self._marks, self._flight = time.time(), [("start", end)], None
+        self._began, self._marks, self._flight = time.time(), [("boundary", end)], None
         if self._bubbles is not None:
             self._bubbles.begin(0, None)
 
@@ -112,7 +112,6 @@ class Pacer:
         if self._bubbles is not None:
             self._plan = self._planned(unit_bytes)
             self._bubbles.begin(total_bytes, self._plan)
-            self._bubbles.enter(0, "start", base)
         return base
 
     def follow(self, flight: Flight | None, snapshot: int) -> None:

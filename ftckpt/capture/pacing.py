@@ -49,6 +49,8 @@ class Plan:
     def allowed(self, place: int, left_bytes: int) -> int:
         """Bytes that may be copied at ``place`` when ``left_bytes`` are left."""
         kind, room = self.timeline.kinds[place], self.capacity[place]
+        if kind == "boundary":
+            return 0  # the trainer waits
         if kind in IDLE:
             return min(room, left_bytes)
         spill = left_bytes - self.later_windows[place]

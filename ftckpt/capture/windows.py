@@ -8,11 +8,13 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from ftckpt.capture.clock import Mark
-from ftckpt.capture.iteration import IDLE
 from ftckpt.capture.pacing import Plan
 
 _POLL_SECS = 0.05
 """How late a dropped snapshot may be noticed; a place that opens wakes the copier at once."""
+
+_STEPS = frozenset({"forward", "backward"})
+"""Places whose room goes over to the next one: the fence takes all that is left, whatever was owed."""
 
 
 @dataclass(frozen=True)
@@ -61,24 +63,30 @@ class Bubbles:
         self._plan: Plan | None = None
         self._left = 0
         self._carried = 0
+        self._moving = True
 
     def begin(self, total_bytes: int, plan: Plan | None) -> None:
-        """A snapshot of ``total_bytes`` begins; without a plan its chunks are copied at once."""
+        """A snapshot of ``total_bytes`` begins; without a plan its chunks are copied as soon as training moves on."""
         with self._changed:
-            self._plan, self._left, self._carried = plan, total_bytes, 0
+            self._plan, self._left, self._carried, self._moving = plan, total_bytes, 0, False
             self._places.clear()
 
     def enter(self, index: int, kind: str, gate: Mark) -> None:
         """The trainer comes to place ``index`` of the iteration. Never waits for longer than a turn is counted."""
         with self._changed:
-            if self._left <= 0:
+            self._moving = True
+            self._changed.notify()
+            if self._plan is None or self._left <= 0:
+                return
+            if kind == "optimizer":  # every turn was given or hurried: places would pile up until the next snapshot
+                self._left = 0
+                self._places.clear()
                 return
             if not self._queued:
                 self._places.clear()
-            if self._plan is not None and not self._plan.knows(index, kind):
+            if not self._plan.knows(index, kind):
                 self._plan = None  # another schedule than the one that was planned for
             self._places.append(_Place(index, kind, gate))
-            self._changed.notify()
 
     def wait_turn(self, nbytes: int, hurry: threading.Event) -> Turn:
         """See Windows."""
@@ -88,24 +96,23 @@ class Bubbles:
                 if turn is not None:
                     return turn
                 self._changed.wait(_POLL_SECS)
-            self._left -= nbytes
-            return Turn()
+            return Turn()  # not counted: a dropped snapshot may still ask when the next one has begun
 
     def _turn(self, nbytes: int) -> Turn | None:
-        if self._plan is None:
-            return Turn()
+        if self._plan is None or nbytes == 0:
+            return Turn() if self._moving else None
         while self._places:
             place = self._places[0]
             if place.credit is None:
                 place.credit = self._plan.allowed(place.index, self._left)
-                if place.kind not in IDLE and place.credit:
+                if place.kind in _STEPS and place.credit:
                     # A step too short for a whole chunk adds its room to that of the next.
                     place.credit, self._carried = place.credit + self._carried, 0
             if place.credit and 2 * place.credit >= nbytes:
                 place.credit -= nbytes
                 self._left -= nbytes
                 return Turn(place.gate)
-            if place.kind not in IDLE and place.credit:
+            if place.kind in _STEPS and place.credit:
                 self._carried = place.credit
             if len(self._places) == 1:
                 return None

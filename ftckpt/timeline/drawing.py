@@ -14,8 +14,9 @@ from ftckpt.timeline.table import ms, share, shown, size
 WIDTH = 1180
 _LEFT, _PLOT, _BAR_LEFT, _BAR = 168, 780, 974, 130
 _TOP = 34
-_KINDS = {"start", "window", "tail", "forward", "backward", "fence", "optimizer"}
+_KINDS = {"boundary", "start", "window", "tail", "forward", "backward", "fence", "optimizer"}
 _MEANINGS = {
+    "boundary": "boundary: the snapshot begins",
     "start": "from the boundary to the schedule",
     "window": "window",
     "tail": "after the last backward",

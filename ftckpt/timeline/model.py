@@ -15,7 +15,7 @@ PLACES: Mapping[str, tuple[str, ...]] = {
     "window": IDLE,
     "forward": ("forward",),
     "backward": ("backward",),
-    "fence": ("fence",),
+    "fence": ("boundary", "fence"),
 }
 """Where bytes are counted; what is in none of these was copied elsewhere."""
 

@@ -14,13 +14,13 @@ _LEGEND = {
     "backward": "backward",
     "window": "window: idle, or waiting for other ranks",
     "optimizer": "optimizer",
-    "fence": "fence: training waits for the copy",
+    "fence": "boundary and fence: training waits for the snapshot",
     "copy": "background copy of the snapshot",
     "parity": "parity",
     "bytes-window": "bytes copied in windows",
     "other": "anything else",
 }
-_KNOWN = {"start", "window", "tail", *_LEGEND}
+_KNOWN = {"boundary", "start", "window", "tail", *_LEGEND}
 
 
 def page(recording: Recording) -> str:

@@ -1,9 +1,13 @@
-"""The capture benchmark keeps its promises at toy size, and fails where a rank copies more than its share."""
+"""The capture benchmark's claims hold at a small size, and each fails for results that break it."""
 
 from __future__ import annotations
 
+import argparse
+import copy
 import json
 import sys
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,58 +15,162 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent.parent.parent))
 
-from benchmarks import capture
+from benchmarks import capture, device, ladder, ladder_report, shares, simulated
+from benchmarks.ladder import AMPLE, SCARCE
 
 pytestmark = pytest.mark.multiproc
 
 NUM_CUTS = 8
 CUT_BYTES = 64
 """A share begins and ends within this many bytes of the exact cut, once per set of replicas."""
+SHARES_OF_RUNGS = {("sync", AMPLE), ("thread", AMPLE), ("stream", AMPLE), ("bubble", AMPLE), ("bubble", SCARCE)}
 
 
-def test_every_rank_copies_its_share(tmp_path: Path, arena_root: Path) -> None:
+def test_at_a_small_size(tmp_path: Path, arena_root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output = tmp_path / "result.json"
-    argv = ["--json", str(output), "--layers", "2", "--hidden", "64", "--repeats", "2", "--arena", str(arena_root)]
-    assert capture.main(argv) == 0
+    argv = ["--json", str(output), "--quick", "--repeats", "1", "--rounds", "2", "--arena", str(arena_root)]
+    code = capture.main(argv)
+    printed = capsys.readouterr()
+    assert code == 0, printed.err
     result = json.loads(output.read_text())
     assert {"hardware", "versions", "command", "date", "revision"} <= set(result["environment"])
-    cases = {case["optimizer"]: case for case in result["cases"]}
-    assert set(cases) == {"distributed", "non-distributed"}
-    for case in cases.values():
-        check(case)
+    assert {(case["schedule"], case["capacity_asked"]) for case in result["cases"]} == SHARES_OF_RUNGS
+    for case in result["cases"]:
+        check_ladder(case)
+    by_optimizer = {case["optimizer"]: case for case in result["shares"]}
+    assert set(by_optimizer) == {"distributed", "non-distributed"}
+    for case in by_optimizer.values():
+        check_shares(case)
     # However the optimizer keeps its state, the job has it once. Adam's step counts, 4 bytes each, are kept
     # per shard of a parameter.
-    sums = [sum(case["bytes_per_rank"]) for case in cases.values()]
+    sums = [sum(case["bytes_per_rank"]) for case in by_optimizer.values()]
     assert abs(sums[0] - sums[1]) < 4096
-    spread = cases["non-distributed"]
+    spread = by_optimizer["non-distributed"]
     assert sum(spread["full_bytes_per_rank"]) > 2 * sum(spread["bytes_per_rank"])
+    assert result["problems"] == []
     assert not list(arena_root.iterdir()), "the benchmark left something behind"
 
 
-def check(case: dict[str, Any]) -> None:
+def check_ladder(case: dict[str, Any]) -> None:
+    assert case["layout"] == ladder.QUICK_LAYOUT.name and case["ranks"] == 4 and case["repeats"] == 1
+    assert case["ratio_min"] <= case["ratio_median"] <= case["ratio_max"]
+    assert len(case["bytes_per_rank"]) == len(case["window_capacity_bytes"]) == 4
+    assert case["host_bytes"] > 2 * sum(case["bytes_per_rank"])
+    assert sum(case["shares"].values()) == pytest.approx(1)
+    assert sum(case["shares_expected"].values()) == pytest.approx(1)
+    assert case["window_share_model"] == pytest.approx(1 / 3)
+    assert 0.5 * case["capacity_asked"] < case["capacity_over_bytes"] < 2 * case["capacity_asked"]
+    assert 0 <= case["fence_stall_share"] <= case["fence_stall_share_max"]
+    if case["schedule"] == "sync":
+        assert case["share_in_windows"] == 0 and case["boundary_share"] > 0.1
+
+
+def check_shares(case: dict[str, Any]) -> None:
     copied, expected = case["bytes_per_rank"], case["expected_bytes_per_rank"]
     differences = [abs(a - b) for a, b in zip(copied, expected, strict=True)]
-    assert len(copied) == 8
+    assert len(copied) == 8 and case["repeats"] == 2
     assert case["max_difference_bytes"] == max(differences) <= NUM_CUTS * CUT_BYTES <= case["chunk_bytes"]
-    assert case["derived_bytes"] == sum(case["derived_bytes_per_rank"]) > 0
-    assert all(arena > 2 * nbytes for arena, nbytes in zip(case["arena_bytes_per_rank"], copied, strict=True))
-    assert case["repeats"] == 2
-    for name in ("blocked_ms_median", "sync_copy_ms_median", "sync_same_bytes_ms_median", "copy_ms_median"):
+    assert sum(case["derived_bytes_per_rank"]) > 0
+    assert case["host_bytes"] > 2 * sum(copied)
+    for name in ("blocked_ms_median", "sync_copy_ms_median", "sync_same_bytes_ms_median"):
         assert case[name] > 0, name
-    assert case["ratio"] == pytest.approx(case["blocked_ms_median"] / case["sync_copy_ms_median"])
     assert set(case["iteration_ms_median"]) == {"with", "without", "sync_copy", "sync_same_bytes"}
+
+
+def good(schedule: str, capacity: float) -> dict[str, Any]:
+    """A case as it should be."""
+    found = {
+        "layout": "some", "schedule": schedule, "capacity_asked": capacity, "capacity_over_bytes": capacity,
+        "settled": True, "interference": 0.3, "ratio_median": 1.01, "fence_stall_share": 0.0,
+        "share_in_windows": 0.97, "shares": {"window": 0.97, "forward": 0.03},
+        "shares_expected": {"windows": 1.0, "forward": 0.0, "backward": 0.0, "fence": 0.0},
+        "window_share_measured": 0.21, "window_share_model": 0.2,
+    }  # fmt: skip
+    if schedule == "stream":
+        found |= {"ratio_median": 1.08, "share_in_windows": 0.4, "shares": {"window": 0.4, "forward": 0.6}}
+    if capacity == SCARCE:
+        found |= {
+            "share_in_windows": 0.48, "shares": {"window": 0.48, "forward": 0.22, "backward": 0.3},
+            "shares_expected": {"windows": 0.5, "forward": 0.2, "backward": 0.3, "fence": 0.0},
+        }  # fmt: skip
+    return found
+
+
+@pytest.mark.parametrize(
+    "rung, changes, words",
+    [
+        (("bubble", AMPLE), {"window_share_measured": 0.23}, "windows are 23.0% of the schedule"),
+        (("bubble", AMPLE), {"window_share_measured": 0.17}, "windows are 17.0% of the schedule"),
+        (("bubble", AMPLE), {"share_in_windows": 0.89}, "89.0% of the bytes were copied in windows"),
+        (("bubble", AMPLE), {"fence_stall_share": 0.011}, "the fence stalls 1.10%"),
+        (("bubble", AMPLE), {"settled": False}, "were not measured"),
+        (("bubble", SCARCE), {"share_in_windows": 0.39}, "windows took 39.0%"),
+        (("bubble", SCARCE), {"shares": {"forward": 0.09, "backward": 0.35}}, "forward took 9.0%"),
+        (("bubble", SCARCE), {"shares": {"forward": 0.2, "backward": 0.41}}, "backward took 41.0%"),
+        (("bubble", SCARCE), {"shares": {"forward": 0.2, "fence": 0.04}}, "fence took 4.0%"),
+        (("stream", AMPLE), {"share_in_windows": 0.8}, "without windows lie in them by 80.0%"),
+        (("stream", AMPLE), {"ratio_median": 1.02}, "without windows cost +1.00%"),
+    ],
+)
+def test_a_broken_claim_of_the_ladder(rung: tuple[str, float], changes: dict[str, Any], words: str) -> None:
+    cases = [good(*rung) for rung in sorted(SHARES_OF_RUNGS)]
+    assert ladder_report.verdict(cases, ladder_report.Bounds()) == []
+    doctored = copy.deepcopy(cases)
+    next(case for case in doctored if (case["schedule"], case["capacity_asked"]) == rung).update(changes)
+    (problem,) = ladder_report.verdict(doctored, ladder_report.Bounds())
+    assert problem.startswith("some: ") and words in problem
 
 
 def test_more_than_a_share_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     reports = []
     for rank in range(8):
-        report = capture.Report(1_000_000, 10, 3_000_000, 1e10, 1e9, arena_bytes=1)
-        report.snapshots = [capture.Snapshot(0.1), capture.Snapshot(0.01)]
-        for mode in capture.MODES:
+        report = shares.Report(1_000_000, 10, 3_000_000, host_bytes=1, blocked_secs=[0.1, 0.01])
+        for mode in shares.MODES:
             report.iteration_secs[mode], report.sync_secs[mode] = [0.1], [0.01]
-        off = capture.CHUNK_MIB * capture.MIB + 1 if rank == 5 else 0
-        report.bytes_copied, report.copy_secs, report.copy_cpu_secs = [1_000_000 + off], [0.1], [0.1]
+        report.bytes_copied = [1_000_000 + ((shares.CHUNK_MIB << 20) + 1 if rank == 5 else 0)]
         reports.append(report)
-    case = capture.case_of("distributed", reports, repeats=1)
-    monkeypatch.setattr(capture, "run_case", lambda optimizer, args: {**case, "optimizer": optimizer})
-    assert capture.main(["--json", str(tmp_path / "result.json")]) == 1
+    case = shares.case_of("distributed", reports)
+    monkeypatch.setattr(shares, "run_case", lambda optimizer, args: {**case, "optimizer": optimizer})
+    output = tmp_path / "result.json"
+    assert capture.main(["--json", str(output), "--part", "shares"]) == 1
+    problems = json.loads(output.read_text())["problems"]
+    assert len(problems) == 2 and all("off by 1048577 bytes" in problem for problem in problems)
+
+
+def test_the_device_part_without_a_device(arena_root: Path) -> None:
+    args = argparse.Namespace(arena=arena_root, repeats=1, quick=True)
+    case = device.run_case(args, stand_in=True)
+    device.show(case)
+    assert set(case["ratio_median"]) == set(device.SCHEDULES)
+    assert case["bytes_per_sec"] > 0 and case["plain_bytes_per_sec"] > 0 and case["blocked_ms_per_gb"] > 0
+    assert case["register_secs"] is None
+    fine = {
+        "ratio_median": {"bubble": 1.0}, "blocked_ms_per_gb": 0.1, "bytes_per_sec": 99, "plain_bytes_per_sec": 100
+    }  # fmt: skip
+    assert device.verdict([fine]) == []
+    for change in ({"ratio_median": {"bubble": 1.01}}, {"blocked_ms_per_gb": 0.3}, {"bytes_per_sec": 90}):
+        assert len(device.verdict([{**fine, **change}])) == 1
+
+
+def test_a_step_takes_longer_beside_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    from ftckpt.capture import copier
+    from ftckpt.capture.plan import ChunkCopy, Segment
+
+    monkeypatch.setattr(copier, "copy_chunk", lambda *args: None)
+    copies = simulated.SlowCopies()
+    copies.bytes_per_sec = 1e6
+    steps = simulated.TimedSteps(0.02, 0.04, copies)
+    chunk = ChunkCopy(0, (Segment(0, 0, 100_000, 0, 100_000),))
+    secs = []
+    for interference in (0.0, 0.5, 1.0):
+        steps.interference = interference
+        thread = threading.Thread(target=copier.copy_chunk, args=([], chunk, None))
+        thread.start()
+        time.sleep(0.01)
+        begin = time.perf_counter()
+        steps("forward-compute").start()
+        steps("forward-compute").stop()
+        secs.append(time.perf_counter() - begin)
+        thread.join()
+    # All of the first two steps beside the copy; the third ends its own time after the copy, 0.09 s long.
+    assert secs == pytest.approx([0.02, 0.04, 0.11], abs=0.015)

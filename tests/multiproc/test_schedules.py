@@ -45,7 +45,7 @@ def test_resume_is_bit_exact(name: str, schedule: str, settings: dict[str, Any])
     for event in timelines:
         assert sum(event["moved_bytes"].values()) == sum(nbytes for _, _, nbytes in event["copies"]) > 0
         kinds = [kind for kind, _, _ in event["spans"]]
-        assert kinds[0] == "start" and kinds[-2:] == ["fence", "optimizer"]
+        assert kinds[:2] == ["boundary", "start"] and kinds[-2:] == ["fence", "optimizer"]
         assert kinds.count("forward") == kinds.count("backward") > 0
         ends = [end for _, _, end in event["spans"]]
         assert [begin for _, begin, _ in event["spans"]] == [0.0, *ends[:-1]]
@@ -55,4 +55,4 @@ def test_no_copy_runs_beside_training_when_all_is_copied_at_the_boundary(setting
     settings |= {"schedule": "sync", "timeline_interval": 1}
     jobs.outcomes(2, jobs.Run(["--pp", "2"], until=5, settings=settings))
     moved = [set(event["moved_bytes"]) for event in jobs.events(settings, "copied")]
-    assert moved and all(kinds == {"start"} for kinds in moved)
+    assert moved and all(kinds == {"boundary"} for kinds in moved)

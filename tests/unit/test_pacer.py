@@ -58,6 +58,7 @@ class Rank:
         flight.timed = list(copies)
         flight.end()
         self.pacer.follow(flight, self.number)
+        self.pacer.enter("start")
         for kind, secs in PLACES:
             self.pacer.enter(kind)
             self.clock.now += secs * scale if kind != "fence" else fence
@@ -169,7 +170,7 @@ def test_timelines_are_left_as_often_as_asked_for(interval: int, tmp_path: Path)
     assert [event["iteration"] for event in timelines] == ([2, 4] if interval else [])
     if interval:
         kinds = [kind for kind, _, _ in timelines[0]["spans"]]
-        assert kinds == ["start", *(kind for kind, _ in PLACES), "optimizer"]
+        assert kinds == ["boundary", "start", *(kind for kind, _ in PLACES), "optimizer"]
         assert timelines[0]["copies"] == [[0.5, 1.5, 2 * MB]] and timelines[0]["coords"] == {"pp": 1}
 
 

@@ -15,7 +15,7 @@ from ftckpt.capture.pacing import Plan
 from ftckpt.capture.profile import Profile, Timeline
 from ftckpt.capture.windows import Bubbles, Turn
 
-KINDS = ("start", "window", "forward", "window", "backward", "window", "tail", "fence", "optimizer")
+KINDS = ("boundary", "window", "forward", "window", "backward", "window", "tail", "fence", "optimizer")
 SECS = (0.0, 2.0, 1.0, 0.0, 2.0, 0.0, 1.0, 0.0, 0.5)
 
 
@@ -79,7 +79,8 @@ def test_a_place_that_was_left_is_over_for_the_host_and_to_come_for_a_device() -
     for queued, expected in ((False, 0), (True, 20)):
         bubbles = Bubbles(queued)
         bubbles.begin(30, plan())
-        bubbles.enter(0, "start", "a")
+        bubbles.enter(0, "boundary", "a")
+        assert not Copier(bubbles, 1).run()
         bubbles.enter(1, "window", "b")
         bubbles.enter(2, "forward", "c")
         gates = Copier(bubbles, 1).run()
@@ -113,9 +114,11 @@ def test_steps_shorter_than_a_copy_add_up() -> None:
 def test_without_a_plan_and_off_the_plan_copies_go_at_once() -> None:
     bubbles = Bubbles(queued=False)
     bubbles.begin(10, None)
+    assert bubbles._turn(5) is None, "the trainer still stands at the boundary"
+    bubbles.enter(1, "start", 0)
     assert bubbles._turn(5) == Turn()
     bubbles.begin(10, plan())
-    bubbles.enter(0, "start", 0)
+    bubbles.enter(0, "boundary", 0)
     assert bubbles._turn(5) is None
     bubbles.enter(1, "backward", 1)
     assert bubbles._turn(5) == Turn()
@@ -124,7 +127,7 @@ def test_without_a_plan_and_off_the_plan_copies_go_at_once() -> None:
 def test_hurry_ends_every_wait() -> None:
     bubbles = Bubbles(queued=False)
     bubbles.begin(10, plan())
-    bubbles.enter(0, "start", 0)
+    bubbles.enter(0, "boundary", 0)
     hurry = threading.Event()
     timer = threading.Timer(0.05, hurry.set)
     timer.start()

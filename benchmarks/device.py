@@ -1,0 +1,193 @@
+"""What a snapshot each iteration costs a GPT that really computes, on one device."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import statistics
+import tempfile
+import time
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.common import attach, print_table, read_events
+from benchmarks.shares import blocked_secs
+from ftckpt.config import Config
+from ftckpt.testing.pool import run_ranks
+
+FULL_SIZE = ["--layers", "24", "--hidden", "1024", "--heads", "16", "--seq", "1024", "--global-batch", "64"]
+"""About 300 million parameters: 3.6 GB of masters and moments, copied in a small part of an iteration."""
+QUICK_SIZE = ["--layers", "2", "--hidden", "64", "--seq", "32", "--global-batch", "8"]
+SCHEDULES = ("sync", "thread", "stream", "bubble")
+WARM_UP, MEASURED = 6, 10
+TIMEOUT_SECS = 1800.0
+REGISTER_TIMEOUT_SECS = 120.0
+PLAIN_BYTES = 1 << 30
+"""Memory that plain copies go through, larger than caches; a larger snapshot goes through it several times."""
+MOST_RATIO = 1.005
+MOST_BLOCKED_MS_PER_GB = 0.2
+LEAST_RATE_SHARE = 0.95
+
+
+def measure(rank: int, world_size: int, size: Sequence[str], repeats: int, folder: Path) -> dict[str, Any]:
+    """The only rank's run; lists have one entry per repeat."""
+    import train_gpt
+
+    warnings.filterwarnings("ignore", module="megatron")
+    if not dist.is_initialized():
+        store = dist.FileStore(str(folder / "store"), 1)
+        dist.init_process_group("nccl", store=store, rank=0, world_size=1)
+    job = train_gpt.build(train_gpt.parse_args(["--micro-batch", "4", *size]))
+    found: dict[str, Any] = {name: [] for name in ("off", *SCHEDULES, "register_secs", "blocked_ms_per_gb")}
+    rates: list[float] = []
+    for repeat in range(repeats):
+        found["off"].append(statistics.median(train(job)))
+        for schedule in SCHEDULES:
+            name = f"{schedule}-{repeat}"
+            checkpointer = attach(job, folder, name, schedule=schedule, timeline_interval=1, fence_budget=0.0)
+            registered = registration_secs(checkpointer)
+            found[schedule].append(statistics.median(train(job, checkpointer)))
+            checkpointer.close()
+            detach(job)
+            events = read_events(folder, name, rank)
+            found["copied_bytes"] = next(e["copied_bytes"] for e in reversed(events) if e["event"] == "plan")
+            if schedule == "sync":
+                rates += [rate_of(e["copies"]) for e in events if e["event"] == "timeline"][1:]
+            if schedule == "bubble":
+                blocked = statistics.median(blocked_secs(events)[WARM_UP:])
+                found["blocked_ms_per_gb"].append(blocked * 1e12 / found["copied_bytes"])
+                found["register_secs"].append(registered)
+    found["bytes_per_sec"] = statistics.median(rates)
+    found["plain_bytes_per_sec"] = plain_rate(found["copied_bytes"], Config().chunk_bytes)
+    return found
+
+
+def train(job: Any, checkpointer: Any = None) -> list[float]:
+    """Seconds of the iterations that count, boundary to boundary."""
+    import train_gpt
+
+    secs = []
+    for _ in range(WARM_UP + MEASURED):
+        begin = time.perf_counter()
+        if checkpointer is not None:
+            checkpointer.step(job.iteration)
+        train_gpt.train_step(job)
+        torch.cuda.synchronize()
+        secs.append(time.perf_counter() - begin)
+    return secs[WARM_UP:]
+
+
+def detach(job: Any) -> None:
+    """ftckpt off: hooks and all."""
+    from ftckpt.megatron import hooks
+
+    hooks.remove()
+    job.checkpointer = None
+
+
+def registration_secs(checkpointer: Any) -> float | None:
+    """Wait until all slots are registered with the device; None where there is nothing to register."""
+    copier = checkpointer._shard.capture._copier
+    registrar = getattr(copier, "_registrar", None)
+    if registrar is None:
+        return None
+    deadline = time.monotonic() + REGISTER_TIMEOUT_SECS
+    while copier.register_secs == 0.0 and registrar.is_alive() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return float(copier.register_secs)
+
+
+def rate_of(copies: Sequence[Sequence[float]]) -> float:
+    """Bytes per second from the begin of a snapshot's first copy to the end of its last."""
+    secs = max(end for _, end, _ in copies) - min(begin for begin, _, _ in copies)
+    return sum(nbytes for *_, nbytes in copies) / secs
+
+
+def plain_rate(total_bytes: int, chunk_bytes: int, rounds: int = 5) -> float:
+    """Bytes per second of plain copies of ``total_bytes`` from the device to pinned memory, chunk by chunk."""
+    source, target = (
+        torch.ones(min(total_bytes, PLAIN_BYTES), dtype=torch.uint8, **where)
+        for where in ({"device": torch.cuda.current_device()}, {"pin_memory": True})
+    )
+    chunks = list(zip(source.split(chunk_bytes), target.split(chunk_bytes), strict=True))
+    rates = []
+    for _ in range(rounds):
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        for _ in range(max(1, round(total_bytes / PLAIN_BYTES))):
+            for part, place in chunks:
+                place.copy_(part, non_blocking=True)
+        torch.cuda.synchronize()
+        secs = time.perf_counter() - begin
+        rates.append(max(1, round(total_bytes / PLAIN_BYTES)) * source.numel() / secs)
+    return statistics.median(rates)
+
+
+def run_case(args: argparse.Namespace, stand_in: bool = False) -> dict[str, Any]:
+    """One job in a process of its own; returns its entry in ``device``. ``stand_in``: without a device, for tests."""
+    size = QUICK_SIZE if args.quick else FULL_SIZE
+    folder = Path(tempfile.mkdtemp(prefix="ftckpt-benchmark-", dir=args.arena.absolute()))
+    try:
+        (result,) = run_ranks(
+            measure, 1, size, args.repeats, folder, timeout_secs=TIMEOUT_SECS, stand_in=stand_in,
+            init_process_group=stand_in,
+        )  # fmt: skip
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    return case_of(result.value, size)
+
+
+def case_of(found: Mapping[str, Any], size: Sequence[str]) -> dict[str, Any]:
+    """What was measured, put together."""
+    ratios = {
+        schedule: [with_it / off for with_it, off in zip(found[schedule], found["off"], strict=True)]
+        for schedule in SCHEDULES
+    }
+    registered = [secs for secs in found["register_secs"] if secs is not None]
+    return {
+        "layout": "tp1 pp1 dp1", "model": list(size), "repeats": len(found["off"]),
+        "off_iteration_ms_median": statistics.median(found["off"]) * 1e3,
+        "ratio_median": {schedule: statistics.median(values) for schedule, values in ratios.items()},
+        "ratio_min": {schedule: min(values) for schedule, values in ratios.items()},
+        "ratio_max": {schedule: max(values) for schedule, values in ratios.items()},
+        "bytes_per_rank": [found["copied_bytes"]],
+        "blocked_ms_per_gb": statistics.median(found["blocked_ms_per_gb"]),
+        "bytes_per_sec": found["bytes_per_sec"], "plain_bytes_per_sec": found["plain_bytes_per_sec"],
+        "register_secs": statistics.median(registered) if registered else None,
+    }  # fmt: skip
+
+
+def show(case: Mapping[str, Any]) -> None:
+    """Print the case."""
+    print(
+        f"\none device, {case['repeats']} repeats, {case['bytes_per_rank'][0] / 1e9:.2f} GB per snapshot, "
+        f"iteration {case['off_iteration_ms_median']:.1f} ms with ftckpt off"
+    )
+    names = ("ratio_median", "ratio_min", "ratio_max")
+    rows = [[schedule, *(f"{case[name][schedule]:.4f}" for name in names)] for schedule in SCHEDULES]
+    print_table(["schedule", "ratio to off", "min", "max"], rows)
+    rate, plain = case["bytes_per_sec"], case["plain_bytes_per_sec"]
+    print(f"training thread blocked: {case['blocked_ms_per_gb']:.3f} ms per GB")
+    print(f"device to slot: {rate / 1e9:.1f} GB/s; a plain pinned copy {plain / 1e9:.1f} GB/s: {rate / plain:.1%}")
+    if case["register_secs"] is not None:
+        print(f"slots registered in the background in {case['register_secs']:.2f} s")
+
+
+def verdict(cases: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The claims that do not hold, a line each."""
+    problems = []
+    for case in cases:
+        ratio, share = case["ratio_median"]["bubble"], case["bytes_per_sec"] / case["plain_bytes_per_sec"]
+        if ratio > MOST_RATIO:
+            problems.append(f"device: an iteration takes {ratio:.4f}x as long, more than {MOST_RATIO}")
+        blocked = case["blocked_ms_per_gb"]
+        if blocked > MOST_BLOCKED_MS_PER_GB:
+            problems.append(f"device: training is blocked {blocked:.2f} ms/GB, more than {MOST_BLOCKED_MS_PER_GB}")
+        if share < LEAST_RATE_SHARE:
+            problems.append(f"device: copies run at {share:.1%} of a plain one, below {LEAST_RATE_SHARE:.0%}")
+    return problems

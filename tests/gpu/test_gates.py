@@ -1,0 +1,240 @@
+"""Copies start when the device comes to their window, however far the host is ahead of it; on ``FakeDevice``."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+from device_states import CPU, prepared
+from fake_device import PAGE, SECS, FakeDevice, install
+from fake_training import KINDS, Run, slot_for
+
+from ftckpt.capture.copier import NoBudget
+from ftckpt.capture.iteration import Iteration
+from ftckpt.capture.windows import Turn
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
+    return install(monkeypatch)
+
+
+@pytest.mark.parametrize("num", [1, 6, 10, 13])
+@pytest.mark.parametrize("late", [True, False])
+@pytest.mark.parametrize("first", ["compute", "side"])
+def test_each_window_gets_its_bytes_while_the_host_is_past_them(
+    fake: FakeDevice, num: int, late: bool, first: str
+) -> None:
+    """``late``: the copier asks for its first turn when the host has passed the whole iteration."""
+    slot = slot_for(num)
+    with prepared([slot], CPU) as copier:
+        fake.first = fake.compute if first == "compute" else fake.side
+        fake.go.clear()
+        run = Run(fake, copier, slot, num)
+        passed = threading.Event()
+
+        def hold_back() -> None:
+            assert passed.wait(SECS)
+
+        if late:
+            copier._worker.submit(hold_back)
+        run.start()
+        run.enter(range(1, 9))
+        passed.set()
+        assert run.flight.submitted.wait(SECS)
+        assert not [entry for entry in fake.log if isinstance(entry, int)]
+        run.fence_and_step()
+        run.enter(range(9, 10))
+        run.finish()
+    assert run.planned[8:] == [max(0, num - 13), 0]
+    assert [entry for entry in fake.log if isinstance(entry, int)] == [copy.chunk for copy in run.copies]
+    if first == "side":
+        assert run.done == run.planned
+    else:  # copies may be late, but none is early
+        assert all(sum(run.done[:place]) <= sum(run.planned[:place]) for place in range(len(KINDS)))
+
+
+@pytest.mark.parametrize("pinned", [True, False])
+def test_no_copy_starts_before_the_device_reaches_its_window(fake: FakeDevice, pinned: bool) -> None:
+    """Not even when the copy could run and training's stream is stuck before the window; staged ones neither."""
+    fake.refuse_pinning = not pinned
+    slot = slot_for(5)
+    with prepared([slot], CPU) as copier:
+        fake.first = fake.side
+        run = Run(fake, copier, slot, 5)
+        slow = fake.hold(fake.compute)
+        run.start()
+        run.enter(range(1, 9))
+        assert not run.flight.submitted.wait(0.05) or pinned
+        fake.advance()
+        assert fake.log == []
+        slow.set()
+        assert run.flight.submitted.wait(SECS)
+        run.fence_and_step()
+        run.finish()
+    if pinned:
+        assert run.done == run.planned
+    chunks = [place for place, num in enumerate(run.done) for _ in range(num)]
+    assert chunks == sorted(chunks) and chunks[0] >= 1 and chunks[3] >= 3
+
+
+def test_chunks_left_at_the_fence_are_submitted_before_the_device_waits(fake: FakeDevice) -> None:
+    slot = slot_for(12)
+    with prepared([slot], CPU) as copier:
+        fake.go.clear()
+        run = Run(fake, copier, slot, 12)
+        run.start()
+        run.enter(range(1, 3))  # the host says nothing of later places: most chunks get no turn
+        assert not run.flight.submitted.wait(0.05)
+        assert 0 < fake.copies < 12
+        run.fence_and_step()
+        assert fake.compute.waits == [12], "one wait, behind all copies"
+        run.finish()
+
+
+@pytest.mark.parametrize("pinned", [True, False])
+def test_gates_that_the_device_has_not_reached_do_not_hold_up_the_fence_for_ever(
+    fake: FakeDevice, pinned: bool
+) -> None:
+    """The fence's wait lies behind all gates on training's stream, so that no circle closes."""
+    fake.refuse_pinning = not pinned
+    slot = slot_for(8)
+    with prepared([slot], CPU) as copier:
+        slow = fake.hold(fake.compute)
+        threading.Timer(0.1, slow.set).start()
+        run = Run(fake, copier, slot, 8)
+        run.start()
+        run.enter(range(1, 9))
+        run.fence_and_step()
+        run.finish()
+        assert len(fake.compute.waits) == 1 or not pinned
+
+
+def test_a_moment_that_could_not_be_taken_is_no_gate(fake: FakeDevice) -> None:
+    """While a graph is captured: copies follow those before them, and nothing is measured."""
+    slot = slot_for(4)
+    with prepared([slot], CPU) as copier:
+        run = Run(fake, copier, slot, 4)
+        fake.capturing = True
+        assert run.clock.mark() is None
+        for place in range(1, 9):
+            run.bubbles.enter(place, KINDS[place], run.clock.mark())
+        fake.capturing = False
+        run.start()
+        assert run.flight.submitted.wait(SECS)
+        run.fence_and_step()
+        run.finish()
+    assert run.clock.secs(run.marks[0], None) is None
+    assert run.clock.secs(None, run.marks[0]) is None
+
+
+def test_each_copy_is_timed_once_and_inside_its_window(fake: FakeDevice) -> None:
+    num = 10
+    slot = slot_for(num)
+    with prepared([slot], CPU) as copier:
+        fake.first = fake.side
+        fake.go.clear()
+        run = Run(fake, copier, slot, num)
+        run.start()
+        run.enter(range(1, 9))
+        assert run.flight.submitted.wait(SECS)
+        assert run.clock.secs(run.marks[0], run.marks[-1]) is None, "it lies ahead"
+        run.fence_and_step()
+        end = run.clock.mark()
+        run.finish()
+        edges = [run.clock.secs(run.marks[0], mark) for mark in (*run.marks, end)]
+    assert all(edge is not None for edge in edges)
+    timed = run.flight.timed
+    assert [nbytes for _, _, nbytes in timed] == [PAGE] * num
+    assert all(end - begin == pytest.approx(1e-3) for begin, end, _ in timed)
+    iteration = Iteration(KINDS[:9], tuple(edge for edge in edges if edge is not None), tuple(timed))
+    expected = {"window": 5, "tail": 1, "forward": 3, "backward": 1}
+    assert iteration.moved_bytes == {kind: chunks * PAGE for kind, chunks in expected.items()}
+
+
+class Limited(NoBudget):
+    """Bytes per second held by the sum of all waits, as if copies took no time."""
+
+    limited = True
+
+    def __init__(self, bytes_per_sec: float) -> None:
+        self.bytes_per_sec = bytes_per_sec
+        self.under_way = self.paced = 0
+        self.ahead: list[int] = []
+        self.started_early = 0
+        self.begin = 0.0
+
+    def start(self) -> None:
+        self.begin = self.begin or time.perf_counter()
+        self.under_way += 1
+        # On the side stream nothing waits for a window any more: the device copies from now on.
+        self.started_early += bool(FakeDevice.now.side.queue)
+
+    def stop(self) -> None:
+        self.under_way -= 1
+
+    def pace(self, nbytes: int, begin: float, hurry: threading.Event) -> None:
+        self.paced += nbytes
+        self.ahead.append(FakeDevice.now.copies - len([e for e in FakeDevice.now.log if isinstance(e, int)]))
+        left = self.begin + self.paced / self.bytes_per_sec - time.perf_counter()
+        if left > 0:
+            hurry.wait(left)
+
+
+@pytest.mark.parametrize("own_stream", [True, False])
+def test_a_limit_keeps_its_rate(fake: FakeDevice, own_stream: bool) -> None:
+    """Nothing is enqueued ahead of the device, where it could not be slowed down any more."""
+    slot, budget = slot_for(13), Limited(40 * PAGE)
+    with prepared([slot], CPU, budget, own_stream) as copier:
+        run = Run(fake, copier, slot, 13)
+        run.start()
+        run.enter(range(1, 9))
+        begin = time.perf_counter()
+        assert run.flight.submitted.wait(SECS)
+        assert time.perf_counter() - begin > 0.8 * 13 / 40
+        run.fence_and_step()
+        run.finish()
+    assert budget.ahead == [0] * 13
+    assert not own_stream or budget.started_early == 0
+    assert budget.paced == 13 * PAGE
+    assert budget.under_way == 0, "a copy that is through still counts"
+
+
+def test_a_limit_does_not_hold_up_the_fence(fake: FakeDevice) -> None:
+    """Neither its pace nor gates that the device reaches late keep copies back for ever."""
+    slot, budget = slot_for(13), Limited(PAGE / 60)
+    with prepared([slot], CPU, budget) as copier:
+        slow = fake.hold(fake.compute)
+        threading.Timer(0.1, slow.set).start()
+        run = Run(fake, copier, slot, 13)
+        run.start()
+        run.enter(range(1, 9))
+        begin = time.perf_counter()
+        run.fence_and_step()
+        assert time.perf_counter() - begin < SECS / 2
+        run.finish()
+
+
+def test_a_turn_without_a_gate_follows_the_last_gate(fake: FakeDevice) -> None:
+    """The side stream works in order: what is hurried does not overtake what waits for its window."""
+
+    class OneGate:
+        turns = 0
+
+        def wait_turn(self, nbytes: int, hurry: threading.Event) -> Turn:
+            self.turns += 1
+            return Turn(gate) if self.turns == 2 else Turn()
+
+    slot = slot_for(4)
+    with prepared([slot], CPU) as copier:
+        fake.first = fake.side
+        fake.go.clear()
+        run = Run(fake, copier, slot, 4)
+        fake.compute_step("1")
+        gate = run.clock.mark()
+        copier.start(run.tensors, run.flight, OneGate())
+        assert run.flight.submitted.wait(SECS)
+        run.fence_and_step()
+        run.finish()
+    assert fake.side.waits == [0, 1], "the boundary, then one gate"

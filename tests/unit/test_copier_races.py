@@ -1,0 +1,245 @@
+"""Threads of a copier against each other: training, copies, landings; seeds decide who is late."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+
+import pytest
+import torch
+
+from ftckpt.capture import copier as copier_module
+from ftckpt.capture.copier import Flight, HostCopier, NoBudget, copy_chunk
+from ftckpt.capture.pacing import Plan
+from ftckpt.capture.plan import ChunkCopy, Segment
+from ftckpt.capture.profile import Timeline
+from ftckpt.capture.windows import Always, Bubbles
+
+LONG_SECS = 20.0
+NUM = 8
+COPIES = [ChunkCopy(chunk, (Segment(0, chunk * 4, 4, chunk * 16, 16),)) for chunk in range(NUM)]
+KINDS = ("start", "window", "forward", "window", "backward", "tail", "fence", "optimizer")
+PLAN = Plan.of(Timeline(KINDS, (0.0, 2.0, 1.0, 2.0, 1.0, 1.0, 0.0, 1.0)), 16.0, 16)
+
+
+def pause(dice: random.Random) -> None:
+    """Nothing, let another thread run, or sleep."""
+    kind = dice.randrange(4)
+    if kind == 1:
+        time.sleep(0)
+    elif kind > 1:
+        time.sleep(dice.random() * 1e-3)
+
+
+class Snapshot:
+    """A flight that knows what it must never be asked or told."""
+
+    def __init__(self, live: torch.Tensor, slot: torch.Tensor, dice: random.Random, faulty: bool = False) -> None:
+        self.live, self.slot, self.dice = live, slot, dice
+        self.boundary = live.clone()
+        self.fails_at = dice.choice([None, None, "landed", "copied"]) if faulty else None
+        self.chunk = dice.randrange(NUM)
+        self.problems: list[str] = []
+        self.told: list[object] = []
+        self.over = False
+        self.flight = Flight(COPIES, slot, self._landed, self._arrived)
+
+    def before_copy(self, chunk: int) -> None:
+        pause(self.dice)
+        if self.flight.ended:
+            self.problems.append(f"chunk {chunk} was copied after the end")
+        if self.fails_at == "copied" and chunk == self.chunk:
+            raise OSError("copied")
+
+    def _landed(self, chunk: int) -> None:
+        if self.over or self.flight.ended:
+            self.problems.append(f"chunk {chunk} landed after cancel or the end")
+        pause(self.dice)
+        if self.fails_at == "landed" and chunk == self.chunk:
+            raise OSError("landed")
+        self.told.append(chunk)
+
+    def _arrived(self) -> None:
+        if self.over:
+            self.problems.append("arrived after cancel")
+        if not torch.equal(self.slot.view(torch.float32), self.boundary):
+            self.problems.append("arrived without its bytes")
+        self.told.append("arrived")
+
+    def cancel(self) -> bool:
+        cancelled = self.flight.cancel()
+        self.over = cancelled
+        return cancelled
+
+    def check(self, cancelled: bool) -> None:
+        """After the end."""
+        assert self.problems == []
+        arrived = "arrived" in self.told
+        assert arrived == (not cancelled and self.flight.error is None)
+        assert not arrived or self.told == [*range(NUM), "arrived"]
+
+
+Following = Callable[[Snapshot], None]
+
+
+@pytest.fixture
+def follow(monkeypatch: pytest.MonkeyPatch) -> Iterator[Following]:
+    """Tells the copies of a snapshot to it."""
+    current: list[Snapshot] = []
+
+    def copy(tensors: list[torch.Tensor], copy: ChunkCopy, slot: torch.Tensor) -> None:
+        current[-1].before_copy(copy.chunk)
+        copy_chunk(tensors, copy, slot)
+
+    monkeypatch.setattr(copier_module, "copy_chunk", copy)
+    yield current.append
+
+
+def go_through(bubbles: Bubbles, dice: random.Random) -> None:
+    for place, kind in enumerate(KINDS[1:7], start=1):
+        bubbles.enter(place, kind, float(place))
+        pause(dice)
+
+
+@pytest.mark.parametrize("queued", [True, False])
+@pytest.mark.parametrize("seed", range(6))
+def test_iterations_with_failures_drops_and_slow_threads(seed: int, queued: bool, follow: Following) -> None:
+    """As a checkpointer does it: begin, places, fence, write, settle; the next one when nothing runs any more."""
+    dice = random.Random(seed)
+    live, slot, bubbles = torch.zeros(4 * NUM), torch.zeros(16 * NUM, dtype=torch.uint8), Bubbles(queued)
+    with closing(HostCopier()) as copier:
+        for iteration in range(25):
+            live.add_(1)
+            snapshot = Snapshot(live, slot, random.Random(dice.random()), faulty=True)
+            follow(snapshot)
+            bubbles.begin(16 * NUM, dice.choice([PLAN, None]))
+            bubbles.enter(0, "start", 0.0)
+            copier.start([live], snapshot.flight, bubbles)
+            go_through(bubbles, dice)
+            cancelled = False
+            if copier.fence(snapshot.flight, dice.choice([LONG_SECS, 1e-4])):
+                live.fill_(-iteration)  # the optimizer
+            else:
+                cancelled = snapshot.cancel()
+            bubbles.enter(7, "optimizer", 7.0)
+            pause(dice)
+            if not cancelled and dice.random() < 0.3:
+                cancelled = snapshot.cancel()
+            assert snapshot.flight.wait(LONG_SECS)
+            snapshot.check(cancelled)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_close_at_any_moment(seed: int, follow: Following) -> None:
+    dice = random.Random(seed)
+    for _ in range(15):
+        live, slot = torch.ones(4 * NUM), torch.zeros(16 * NUM, dtype=torch.uint8)
+        snapshot, copier = Snapshot(live, slot, random.Random(dice.random())), HostCopier()
+        follow(snapshot)
+        copier.start([live], snapshot.flight, Always())
+        for _ in range(dice.randrange(6)):
+            pause(dice)
+        cancelled = snapshot.cancel()
+        copier.close()
+        assert snapshot.flight.ended, "close came back while a copy ran"
+        snapshot.check(cancelled)
+        live.zero_()
+
+
+def test_a_landing_that_fails_stops_copies_and_ends_the_flight_behind_them(
+    follow: Following,
+) -> None:
+    live, slot, failed = torch.ones(4 * NUM), torch.zeros(16 * NUM, dtype=torch.uint8), threading.Event()
+
+    class SecondLate(NoBudget):
+        chunks = 0
+
+        def stop(self) -> None:
+            self.chunks += 1
+            if self.chunks == 2:
+                assert failed.wait(LONG_SECS)
+                assert not snapshot.flight.wait(0.05), "ended in the middle of a copy"
+
+    with closing(HostCopier(SecondLate())) as copier:
+        snapshot = Snapshot(live, slot, random.Random(0))
+        snapshot.fails_at, snapshot.chunk = "landed", 0
+        landed = snapshot.flight._landed
+
+        def fail(chunk: int) -> None:
+            try:
+                landed(chunk)
+            except OSError:
+                failed.set()
+                raise
+
+        snapshot.flight._landed = fail
+        follow(snapshot)
+        copier.start([live], snapshot.flight, Always())
+        assert snapshot.flight.wait(LONG_SECS)
+        assert not slot[48:].any(), "copies went on"
+        assert not copier.fence(snapshot.flight, LONG_SECS)
+        snapshot.check(snapshot.cancel())
+
+
+def test_a_copy_stuck_during_close_still_ends_its_flight(follow: Following, monkeypatch: pytest.MonkeyPatch) -> None:
+    live, slot, release = torch.ones(4 * NUM), torch.zeros(16 * NUM, dtype=torch.uint8), threading.Event()
+    snapshot, copier, begun = Snapshot(live, slot, random.Random(0)), HostCopier(), threading.Event()
+
+    def stuck(chunk: int) -> None:
+        begun.set()
+        assert release.wait(LONG_SECS)
+
+    monkeypatch.setattr(snapshot, "before_copy", stuck)
+    follow(snapshot)
+    copier.start([live], snapshot.flight, Always())
+    assert begun.wait(LONG_SECS)
+    assert snapshot.cancel()
+    close = copier._worker.close
+    with monkeypatch.context() as patch:
+        patch.setattr(copier._worker, "close", lambda: close(0.05))
+        copier.close()
+    release.set()
+    assert snapshot.flight.wait(LONG_SECS), "its end was told to a thread that had been stopped"
+    copier.close()
+    snapshot.check(cancelled=True)
+
+
+def test_cancel_end_and_landings_from_any_thread() -> None:
+    """Either the end or the drop comes first, and what comes second knows."""
+    for seed in range(150):
+        dice, told = random.Random(seed), list[object]()
+        flight = Flight(COPIES, torch.zeros(0), told.append, lambda told=told: told.append("arrived"))
+        ready = threading.Barrier(2)
+        pauses = [random.Random(dice.random()) for _ in range(2)]
+
+        def land(flight: Flight = flight, ready: threading.Barrier = ready, dice: random.Random = pauses[0]) -> None:
+            ready.wait(LONG_SECS)
+            for chunk in range(3):
+                flight.chunk_landed(chunk)
+                if dice.random() < 0.3:
+                    time.sleep(0)
+            flight.end()
+
+        thread = threading.Thread(target=land)
+        thread.start()
+        ready.wait(LONG_SECS)
+        if pauses[1].random() < 0.7:
+            time.sleep(pauses[1].random() * 1e-4)
+        cancelled = flight.cancel()
+        known = list(told)
+        thread.join(LONG_SECS)
+        assert flight.ended and flight.submitted.is_set()
+        assert cancelled == ("arrived" not in told)
+        assert not cancelled or told == known, "told of a snapshot that had been dropped"
+
+
+def test_an_error_is_not_forgotten_at_the_end() -> None:
+    told: list[str] = []
+    flight = Flight(COPIES, torch.zeros(0), lambda chunk: None, lambda: told.append("arrived"))
+    flight.error = OSError("at the fence")
+    flight.end()
+    assert repr(flight.error) == "OSError('at the fence')"
+    assert told == []
