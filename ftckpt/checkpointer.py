@@ -86,10 +86,11 @@ class Checkpointer:
         self.events.emit("joined", job=self.config.job, node=self.topology.me.node)
         self._arenas.enter()
         described = together(self._group, self._state.describe)
-        self._pacer = make_pacer(self.config, self.topology, described, self._arenas.path, self.events)
+        shared = (self.config, self.topology, described, self._arenas.path, self.events)
+        pacer = self._pacer = together(self._group, lambda: make_pacer(*shared))
         shard = self._shard = Shard(
             self.config, self.topology, self._group, arenas=self._arenas, events=self.events, described=described,
-            pacer=self._pacer,
+            pacer=pacer,
         )  # fmt: skip
         restart = Restart(self._group, self.topology, self._arenas.path, self.events)
         try:
@@ -141,14 +142,13 @@ class Checkpointer:
         if iteration <= self._last:
             self._turn_off(f"iteration {iteration} after {self._last}: training went back; restart the job")
             return
-        begin = time.perf_counter()
+        since = time.perf_counter()
         self.fence()
         self._pacer.boundary()
         if self._interval.due(iteration):
-            self._last = iteration
-            self._first = iteration if self._first < 0 else self._first
+            self._last, self._first = iteration, iteration if self._first < 0 else self._first
             try:
-                self._take(iteration, begin)
+                self._take(iteration, since)
             except Exception as error:  # noqa: BLE001 - promise 4: training goes on whatever a snapshot does
                 self._failed(error)
         else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Set
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -60,7 +61,7 @@ def parse_cores(text: str) -> set[int]:
     return found
 
 
-def format_cores(found: set[int]) -> str:
+def format_cores(found: Set[int]) -> str:
     """Inverse of ``parse_cores``: ascending, neighbours joined into ranges."""
     ranges: list[list[int]] = []
     for core in sorted(found):
@@ -89,7 +90,7 @@ def numa_node_of(device: torch.device) -> int | None:
     return node if node >= 0 else None
 
 
-def pin(wanted: set[int] | None) -> bool:
+def pin(wanted: Set[int] | None) -> bool:
     """Bind the calling thread, and no other one, to ``wanted``; whether it now runs there (None: it may anywhere).
 
     A refusal of the operating system is a warning: the thread works on other cores as well.

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import math
 import queue
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from typing import Protocol
 
 import torch
 
+from ftckpt.capture.affinity import pin
+from ftckpt.capture.budget import Budget, NoBudget
 from ftckpt.capture.clock import Clock, HostClock, Mark
 from ftckpt.capture.plan import ChunkCopy
 from ftckpt.capture.windows import Windows
@@ -17,57 +18,10 @@ from ftckpt.capture.windows import Windows
 Slot = torch.Tensor
 """A slot's file as a 1-D uint8 CPU tensor over the shared mapping."""
 
+Cores = Set[int] | None
+"""Where background threads run; None: anywhere."""
+
 _NO_SLOT = torch.empty(0, dtype=torch.uint8)
-
-
-class Budget(Protocol):
-    """The node's budget for copies, as one rank sees it; see ``ftckpt.capture.node_budget``."""
-
-    limited: bool
-    """Whether ``pace`` holds copies back."""
-
-    def start(self) -> None:
-        """This rank copies from now on."""
-
-    def stop(self) -> None:
-        """It does not any more."""
-
-    def share(self) -> float:
-        """Bytes per second that this rank may use; infinite without a limit."""
-
-    def pace(self, nbytes: int, begin: float, hurry: threading.Event) -> None:
-        """Sleep until a copy that began at ``time.perf_counter()`` ``begin`` has taken the time it must."""
-
-    def publish(self, bytes_per_sec: float) -> None:
-        """What this rank measured."""
-
-    def close(self) -> None:
-        """Give up the place in it."""
-
-
-class NoBudget:
-    """Copies as fast as it goes."""
-
-    limited = False
-
-    def start(self) -> None:
-        """See Budget."""
-
-    def stop(self) -> None:
-        """See Budget."""
-
-    def share(self) -> float:
-        """See Budget."""
-        return math.inf
-
-    def pace(self, nbytes: int, begin: float, hurry: threading.Event) -> None:
-        """See Budget."""
-
-    def publish(self, bytes_per_sec: float) -> None:
-        """See Budget."""
-
-    def close(self) -> None:
-        """See Budget."""
 
 
 class Flight:
@@ -166,19 +120,20 @@ class Copier(Protocol):
         """Stop the threads once the flight under way, cancelled by the caller, has ended."""
 
 
-def make_copier(clock: Clock, budget: Budget, own_stream: bool = True) -> Copier:
+def make_copier(clock: Clock, budget: Budget, own_stream: bool = True, cores: Cores = None) -> Copier:
     """The copier for the clock's device; without an ``own_stream`` copies queue behind training's work."""
     if clock.on_device:
         from ftckpt.capture.device_copier import DeviceCopier
 
-        return DeviceCopier(clock, budget, own_stream)
-    return HostCopier(budget)
+        return DeviceCopier(clock, budget, own_stream, cores)
+    return HostCopier(budget, cores)
 
 
 class Worker:
-    """One daemon thread that runs jobs one after the other."""
+    """One daemon thread, on some cores if they are given, that runs jobs one after the other."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, cores: Cores = None) -> None:
+        self._cores = cores
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
@@ -194,6 +149,7 @@ class Worker:
         return not self._thread.is_alive()
 
     def _run(self) -> None:
+        pin(self._cores)
         while (job := self._jobs.get()) is not None:
             job()
 
@@ -204,8 +160,8 @@ class Landing:
     ``chunk`` and ``end`` are called by the thread that copies, in the order of the copies.
     """
 
-    def __init__(self) -> None:
-        self._worker = Worker("ftckpt-land")
+    def __init__(self, cores: Cores = None) -> None:
+        self._worker = Worker("ftckpt-land", cores)
 
     def chunk(self, flight: Flight, chunk: int, wait: Callable[[], None] | None = None) -> None:
         """After ``wait`` the chunk's bytes are in the slot."""
@@ -231,11 +187,11 @@ class Landing:
 class HostCopier:
     """For tensors in host memory: one thread copies chunk by chunk, another takes checksums."""
 
-    def __init__(self, budget: Budget | None = None) -> None:
+    def __init__(self, budget: Budget | None = None, cores: Cores = None) -> None:
         self._clock = HostClock()
         self._budget = budget or NoBudget()
-        self._worker = Worker("ftckpt-copy")
-        self._landing = Landing()
+        self._worker = Worker("ftckpt-copy", cores)
+        self._landing = Landing(cores)
 
     def prepare(self, slots: Sequence[Slot]) -> None:
         """Nothing to do: slots are mapped and pre-faulted."""

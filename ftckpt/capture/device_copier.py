@@ -22,8 +22,10 @@ from typing import Any
 
 import torch
 
+from ftckpt.capture.affinity import pin
+from ftckpt.capture.budget import Budget
 from ftckpt.capture.clock import Clock, Mark
-from ftckpt.capture.copier import Budget, Flight, Landing, Slot, Worker, copy_chunk
+from ftckpt.capture.copier import Cores, Flight, Landing, Slot, Worker, copy_chunk
 from ftckpt.capture.plan import ChunkCopy, Segment
 from ftckpt.capture.windows import Windows
 from ftckpt.events import log
@@ -44,14 +46,15 @@ class DeviceCopier:
     Copies go to a side stream, or behind training's own work on its stream.
     """
 
-    def __init__(self, clock: Clock, budget: Budget, own_stream: bool) -> None:
+    def __init__(self, clock: Clock, budget: Budget, own_stream: bool, cores: Cores = None) -> None:
         device = self._device = clock.device
         self._clock = clock
         self._budget = budget
         current = torch.cuda.current_stream(device)
         self._stream = torch.cuda.Stream(device) if own_stream else current  # type: ignore[no-untyped-call]
-        self._worker = Worker("ftckpt-copy")
-        self._landing = Landing()
+        self._cores = cores
+        self._worker = Worker("ftckpt-copy", cores)
+        self._landing = Landing(cores)
         self._flight: Flight | None = None
         self._registered: dict[int, int] = {}
         self._closing = threading.Event()
@@ -119,6 +122,7 @@ class DeviceCopier:
         """
         addresses: list[int] = []
         held: list[Sequence[Slot]] = []
+        pin(self._cores)
         with self._on_device():
             while (slots := self._to_register.get()) is not None:
                 begin = time.perf_counter()

@@ -5,15 +5,17 @@ from __future__ import annotations
 import statistics
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from ftckpt.capture.affinity import cores, numa_node_of
+from ftckpt.capture.budget import Budget
 from ftckpt.capture.clock import Clock, Mark, make_clock
-from ftckpt.capture.copier import Budget, Flight
+from ftckpt.capture.copier import Flight
 from ftckpt.capture.iteration import Iteration, in_windows
 from ftckpt.capture.node_budget import NodeBudget
 from ftckpt.capture.pacing import Plan
@@ -53,12 +55,21 @@ class Pacer:
     """
 
     def __init__(
-        self, config: Config, clock: Clock, budget: Budget, events: Events, coords: Mapping[str, int]
+        self,
+        config: Config,
+        clock: Clock,
+        budget: Budget,
+        events: Events,
+        coords: Mapping[str, int],
+        *,
+        cores: Set[int] | None = None,
     ) -> None:
         self._config = config
         self._coords = dict(coords)
         self.clock = clock
         self.budget = budget
+        self.cores = cores
+        """Where background threads belong; None: anywhere."""
         self._events = events
         self._bubbles = Bubbles(clock.on_device) if config.schedule == "bubble" else None
         self._profile = Profile()
@@ -100,7 +111,8 @@ class Pacer:
     def boundary(self) -> None:
         """An iteration ends and the next begins."""
         end = self.clock.mark()
-        if self._marks:
+        # Where a mark is missing, in a graph that is captured, nothing can be said of the iteration.
+        if self._marks and end is not None and all(mark is not None for _, mark in self._marks):
             self._pending.append(Followed(self._began, self._marks, end, self._flight, self._snapshot))
         self._began, self._marks, self._flight = time.time(), [("boundary", end)], None
         if self._bubbles is not None:
@@ -208,10 +220,15 @@ class Pacer:
 
 
 def make_pacer(config: Config, topology: Topology, described: Description, directory: Path, events: Events) -> Pacer:
-    """The pacer for tensors that lie where those of ``described`` do; ``directory`` is the node's."""
+    """The pacer for tensors that lie where those of ``described`` do; ``directory`` is the node's.
+
+    Raises:
+        ConfigError: ``affinity`` names no core that this process may use.
+    """
     device = next((p.tensor.device for p in described.stepped if p.tensor.is_cuda), torch.device("cpu"))
     local = topology.ranks_on(topology.me.node)
     budget = NodeBudget.open(directory, local.index(topology.rank), len(local), config.copy_gbps * 1e9)
     if budget.problem is not None:
         events.emit("no_budget", error=budget.problem)
-    return Pacer(config, make_clock(device), budget, events, topology.me.coords)
+    near = cores(config.affinity, numa_node_of(device))
+    return Pacer(config, make_clock(device), budget, events, topology.me.coords, cores=near)

@@ -118,9 +118,10 @@ class Shard:
         if assignment.differing:
             names = assignment.differing
             self._events.emit("replicas_differ", fragments=names[:5], num=len(names))
-        copier = make_copier(self._pacer.clock, self._pacer.budget, own_stream=self._config.schedule != "thread")
+        pacer, own_stream = self._pacer, self._config.schedule != "thread"
+        copier = make_copier(pacer.clock, pacer.budget, own_stream, pacer.cores)
         self._assignment = assignment
-        self.capture = Capture(arena, assignment.pieces, assignment.parts, copier, self._pacer.windows)
+        self.capture = Capture(arena, assignment.pieces, assignment.parts, copier, pacer.windows)
         derived_bytes = sum(piece.fragment.nbytes for piece in assignment.derived)
         copied_bytes = self.capture.stepped_bytes
         self._events.emit("plan", copied_bytes=copied_bytes, derived_bytes=derived_bytes)

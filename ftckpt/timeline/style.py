@@ -28,7 +28,8 @@ STYLE = """
 .timeline .tl-bytes-window { fill: var(--tl-hidden); }
 .timeline .tl-stroke { stroke: var(--tl-hatch); stroke-width: 1.6; }
 .timeline .tl-start, .timeline .tl-tail { fill: url(#tl-hatched); opacity: .6; }
-.timeline .tl-optimizer { fill: var(--tl-optimizer); } .timeline .tl-fence, .timeline .tl-boundary { fill: var(--tl-fence); }
+.timeline .tl-optimizer { fill: var(--tl-optimizer); }
+.timeline .tl-fence, .timeline .tl-boundary { fill: var(--tl-fence); }
 .timeline .tl-other, .timeline .tl-elsewhere { fill: var(--tl-other); }
 .timeline .tl-copy { fill: var(--tl-copy); } .timeline .tl-parity { fill: var(--tl-parity); }
 .timeline .tl-legend { display: flex; flex-wrap: wrap; gap: 4px 18px; margin: 0 0 8px; padding: 0;

@@ -39,6 +39,10 @@ def test_another_layout(argv: list[str], text: str, settings: dict[str, Any]) ->
     refused(settings, argv, text)
 
 
+def test_cores_that_are_not_there(settings: dict[str, Any]) -> None:
+    refused({**settings, "affinity": "99999"}, [], "ConfigError.*affinity: none of the cores 99999.*allowed are")
+
+
 def test_a_second_live_job_of_the_same_name(settings: dict[str, Any]) -> None:
     settings = {**settings, "lock_timeout_secs": 0.5}
     with spawn_ranks(jobs.train, 2, jobs.Run([], 2000, settings)) as first:

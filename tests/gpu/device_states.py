@@ -11,8 +11,9 @@ from contextlib import contextmanager
 import torch
 from fake_device import PAGE, SECS
 
+from ftckpt.capture.budget import Budget, NoBudget
 from ftckpt.capture.clock import DeviceClock, Mark
-from ftckpt.capture.copier import Budget, Flight, NoBudget
+from ftckpt.capture.copier import Flight
 from ftckpt.capture.device_copier import DeviceCopier
 from ftckpt.capture.plan import ChunkCopy, Segment
 from ftckpt.capture.windows import Always, Turn

@@ -10,7 +10,7 @@ from device_states import CPU, prepared
 from fake_device import PAGE, SECS, FakeDevice, install
 from fake_training import KINDS, Run, slot_for
 
-from ftckpt.capture.copier import NoBudget
+from ftckpt.capture.budget import NoBudget
 from ftckpt.capture.iteration import Iteration
 from ftckpt.capture.windows import Turn
 

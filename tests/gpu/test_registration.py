@@ -8,8 +8,8 @@ import pytest
 from device_states import CPU, Blocked, Landings, live_state, plan, prepared, shared_slot
 from fake_device import PAGE, SECS, FakeDevice, FakeStream, install
 
+from ftckpt.capture.budget import NoBudget
 from ftckpt.capture.clock import DeviceClock
-from ftckpt.capture.copier import NoBudget
 from ftckpt.capture.device_copier import DeviceCopier
 from ftckpt.capture.windows import Always
 

@@ -16,9 +16,9 @@ from fake_device import PAGE, SECS, FakeDevice, install
 
 from ftckpt.arena.control import SlotState
 from ftckpt.capture import capture as capture_module
+from ftckpt.capture.budget import NoBudget
 from ftckpt.capture.capture import Capture
 from ftckpt.capture.clock import DeviceClock
-from ftckpt.capture.copier import NoBudget
 from ftckpt.capture.device_copier import DeviceCopier
 from ftckpt.capture.windows import Always, Turn
 from ftckpt.errors import CaptureError

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -11,8 +12,9 @@ import pytest
 import torch
 
 from ftckpt.capture import copier as copier_module
+from ftckpt.capture.budget import NoBudget
 from ftckpt.capture.clock import HostClock
-from ftckpt.capture.copier import Flight, HostCopier, NoBudget, Worker, copy_chunk, make_copier
+from ftckpt.capture.copier import Flight, HostCopier, Worker, copy_chunk, make_copier
 from ftckpt.capture.plan import ChunkCopy, Segment
 from ftckpt.capture.windows import Always
 
@@ -261,3 +263,16 @@ def test_a_stuck_thread_does_not_hold_up_close() -> None:
 def test_host_memory_gets_the_host_copier() -> None:
     with closing(make_copier(HostClock(), NoBudget())) as made:
         assert isinstance(made, HostCopier)
+
+
+def test_background_threads_run_on_the_given_cores_and_no_other_thread_does() -> None:
+    allowed = os.sched_getaffinity(0)
+    core = max(allowed)
+    with closing(HostCopier(cores={core})) as copier:
+        watched = Watched()
+        assert watched.start(copier).wait(LONG_SECS)
+        threads = {t.name: t.native_id for t in threading.enumerate() if t.name.startswith("ftckpt-")}
+        assert set(threads) >= {"ftckpt-copy", "ftckpt-land"}
+        bound = [os.sched_getaffinity(tid) for tid in threads.values() if tid is not None]
+        assert {core} in bound and bound.count({core}) >= 2
+    assert os.sched_getaffinity(0) == allowed

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from ftckpt.capture import copier as copier_module
-from ftckpt.capture.copier import Flight, HostCopier, NoBudget, copy_chunk
+from ftckpt.capture.budget import NoBudget
+from ftckpt.capture.copier import Flight, HostCopier, copy_chunk
 from ftckpt.capture.pacing import Plan
 from ftckpt.capture.plan import ChunkCopy, Segment
 from ftckpt.capture.profile import Timeline

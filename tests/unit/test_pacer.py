@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from ftckpt.capture.copier import Flight, NoBudget
+from ftckpt.capture.budget import NoBudget
+from ftckpt.capture.copier import Flight
 from ftckpt.capture.pacer import Pacer
 from ftckpt.config import Config
 from ftckpt.events import Events
