@@ -125,7 +125,11 @@ def late_error(rank: int, world_size: int, settings: dict[str, Any]) -> bool:
     from ftckpt.capture import copier
 
     # As on a device: the fence returns when copies are submitted.
-    copier.HostCopier.fence = lambda self, flight, timeout_secs: True  # type: ignore[method-assign]
+    def fence(self: object, flight: copier.Flight, timeout_secs: float) -> bool:
+        flight.hurry.set()
+        return True
+
+    copier.HostCopier.fence = fence  # type: ignore[method-assign]
     checkpointer, state = plain.make(rank, world_size, settings)
     checkpointer.restore()
 
@@ -189,3 +193,20 @@ def test_one_of_two_halves_differs_between_replicas(settings: dict[str, Any]) ->
     assert jobs.events(settings, "replicas_differ")
     resumed = jobs.outcomes(2, jobs.Run(argv, 6, settings))
     assert {outcome.start for outcome in resumed} <= {4, 5}
+
+
+def slowly_sealed(rank: int, world_size: int, settings: dict[str, Any]) -> None:
+    from ftckpt.arena.segment import Arena
+
+    hash_chunk = Arena.hash_chunk
+    Arena.hash_chunk = lambda *args: (time.sleep(0.3), hash_chunk(*args))[1]  # type: ignore[method-assign, assignment]
+    checkpointer, state = plain.make(rank, world_size, settings)
+    checkpointer.restore()
+    for iteration in range(1, 4):
+        plain.iterate(checkpointer, state, iteration)
+    checkpointer.close(remove=False)
+
+
+def test_the_last_snapshot_of_a_job_that_leaves_its_arenas_is_sealed(settings: dict[str, Any]) -> None:
+    run_ranks(slowly_sealed, 2, {**settings, **FAST})
+    assert start_over(settings) == [(3, 3, [3.0], [3.0])] * 2

@@ -85,6 +85,21 @@ def test_the_old_arena_stays_while_no_snapshot_in_the_new_one_is_whole(
     assert jobs.assert_continues(reference, resumed) == WEIGHED_AT - 1
 
 
+def test_the_only_slot_is_written_again_while_no_snapshot_in_it_is_whole(
+    settings: dict[str, Any], tmp_path: Path, arena_root: Path
+) -> None:
+    failing = Fault(1, WEIGHED_AT, "copy", tmp_path / "failing", "raise")
+    run = jobs.Run(ARGV, until=20, settings=settings, faults=[failing])
+    run_ranks(with_room, RANKS, run, ROOMS)
+    assert failing.fired(1)
+    assert [event["rank"] for event in jobs.events(settings, "snapshot_error")] == [1]
+    assert {e["rank"] for e in jobs.events(settings, "slots_allocated")} == set(range(RANKS))
+    snapshots = jobs.events(settings, "snapshot")
+    second = [e["slot"] for e in snapshots if e["iteration"] in (WEIGHED_AT, WEIGHED_AT + 1)]
+    assert second == [0] * len(second) and len(second) >= 2 * RANKS - 1
+    assert not list(arena_root.iterdir())
+
+
 @pytest.mark.parametrize("rooms", [[10**9] * 4, [0] * 4, [10**9, 10**8, 10**9, 10**8]], ids=["even", "none", "ample"])
 def test_shares_stay_where_nothing_is_won(rooms: list[int], settings: dict[str, Any]) -> None:
     attempt(settings, 20, rooms, end="close")

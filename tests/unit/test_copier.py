@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,8 +16,14 @@ from ftckpt.capture import copier as copier_module
 from ftckpt.capture.budget import NoBudget
 from ftckpt.capture.clock import HostClock
 from ftckpt.capture.copier import Flight, HostCopier, Worker, copy_chunk, make_copier
+from ftckpt.capture.node_budget import NodeBudget
+from ftckpt.capture.pacer import make_pacer
 from ftckpt.capture.plan import ChunkCopy, Segment
 from ftckpt.capture.windows import Always
+from ftckpt.config import Config
+from ftckpt.events import Events
+from ftckpt.layout.topology import Member, Topology
+from ftckpt.state.piece import Description
 
 LONG_SECS = 20.0
 """Deadline of what is expected to happen."""
@@ -276,3 +283,40 @@ def test_background_threads_run_on_the_given_cores_and_no_other_thread_does() ->
         bound = [os.sched_getaffinity(tid) for tid in threads.values() if tid is not None]
         assert {core} in bound and bound.count({core}) >= 2
     assert os.sched_getaffinity(0) == allowed
+
+
+class Told(NoBudget):
+    """Writes down what a copier says to the budget."""
+
+    def __init__(self) -> None:
+        self.told: list[object] = []
+
+    def start(self) -> None:
+        self.told.append("start")
+
+    def stop(self) -> None:
+        self.told.append("stop")
+
+    def pace(self, nbytes: int, begin: float, hurry: threading.Event) -> None:
+        assert 0 <= time.perf_counter() - begin < LONG_SECS and not hurry.is_set()
+        self.told.append(nbytes)
+
+
+def test_each_copy_is_paced_by_the_budget() -> None:
+    budget, watched = Told(), Watched()
+    with closing(HostCopier(budget)) as copier:
+        assert watched.start(copier).wait(LONG_SECS)
+    assert budget.told == ["start", 16, "stop"] * 4
+    assert [nbytes for _, _, nbytes in watched.flight.timed] == [16] * 4
+
+
+def test_the_configured_budget_is_the_nodes(tmp_path: Path) -> None:
+    members = tuple(Member({"dp": rank}, "a" if rank < 2 else "b") for rank in range(5))
+    described = Description((), ())
+    for gbps, limited in ((0.0, False), (2.5, True)):
+        config = Config(copy_gbps=gbps)
+        pacer = make_pacer(config, Topology(3, members, {"dp": 5}), described, tmp_path, Events(None, 3))
+        with closing(pacer):
+            assert isinstance(pacer.budget, NodeBudget) and pacer.budget.problem is None
+            assert (pacer.budget.place, pacer.budget.places) == (1, 3)
+            assert (pacer.budget.limited, pacer.budget.limit) == (limited, gbps * 1e9)

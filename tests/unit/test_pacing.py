@@ -36,6 +36,12 @@ def test_what_does_not_fit_spills_in_order(total: int, expected: dict[str, int])
     assert plan().forecast(total) == expected
 
 
+def test_a_backward_step_leaves_to_later_forward_steps_what_they_can_take() -> None:
+    made = plan(kinds=("forward", "backward", "forward", "fence"), secs=(1.0, 2.0, 1.0, 0.0))
+    assert made.forecast(20) == {"window": 0, "forward": 20, "backward": 0, "fence": 0}
+    assert made.forecast(25) == {"window": 0, "forward": 20, "backward": 5, "fence": 0}
+
+
 timelines = st.lists(
     st.tuples(st.sampled_from(["window", "forward", "backward", "tail"]), st.floats(0, 5)), min_size=1, max_size=30
 ).map(lambda places: Timeline((*(k for k, _ in places), "fence"), (*(s for _, s in places), 0.0)))
