@@ -145,14 +145,15 @@ class Checkpointer:
         since = time.perf_counter()
         self.fence()
         self._pacer.boundary()
-        if self._interval.due(iteration):
-            self._last, self._first = iteration, iteration if self._first < 0 else self._first
-            try:
+        due = self._interval.due(iteration)
+        try:
+            if due:
+                self._last, self._first = iteration, iteration if self._first < 0 else self._first
                 self._take(iteration, since)
-            except Exception as error:  # noqa: BLE001 - promise 4: training goes on whatever a snapshot does
-                self._failed(error)
-        else:
-            self._pacer.learn()
+            else:
+                self._pacer.learn()
+        except Exception as error:  # noqa: BLE001 - promise 4: training goes on whatever a snapshot does
+            self._failed(error)
         self.phase("start")
 
     def close(self, remove: bool = True) -> None:
@@ -192,7 +193,7 @@ class Checkpointer:
         shard, pacer = self._shard, self._pacer
         if shard is None or pacer is None:
             return
-        willing = self._hear(iteration)
+        willing = self._hear()
         pacer.learn()
         if not self._off and self._proof_due(iteration):
             self._prove(shard, pacer, iteration, late=willing is None)
@@ -209,7 +210,7 @@ class Checkpointer:
         secs = time.perf_counter() - since
         self.events.emit("snapshot", iteration=iteration, slot=slot, blocked_secs=secs)
 
-    def _hear(self, iteration: int) -> int | None:
+    def _hear(self) -> int | None:
         """Learn what is whole on all ranks, and how willing they are; None when answers are missing."""
         capture = self._capture
         try:
@@ -223,7 +224,7 @@ class Checkpointer:
         except RuntimeError as error:
             self._failed(error, alone=True)
             return Agreement.SKIP
-        self._posted, self._posts_for = False, iteration
+        self._posted, self._posts_for = False, self._interval.number
         if answer is None:
             return None
         for told, stretch in answer.wishes:

@@ -82,7 +82,7 @@ class Group:
 class Answer(NamedTuple):
     """Newest iteration sealed by all, the least willing rank, and for each answer read the largest wish.
 
-    ``wishes`` are pairs of the snapshot's iteration and the stretch; every rank reads the same sequence.
+    ``wishes`` are pairs of the snapshot's number and the stretch; every rank reads the same sequence.
     """
 
     newest: int
@@ -106,9 +106,9 @@ class Agreement:
         self._pending: deque[tuple[int, Any, torch.Tensor]] = deque()
         self._wishes: list[tuple[int, int]] = []
 
-    def post(self, newest: int, willing: int, iteration: int = 0, stretch: int = 1) -> None:
-        """Say what this rank has, with the snapshot of ``iteration``; never waits."""
-        self._pending.append((iteration, *self._group.start_minimum((newest, -newest, willing, -stretch))))
+    def post(self, newest: int, willing: int, number: int = 0, stretch: int = 1) -> None:
+        """Say what this rank has, with the ``number``-th snapshot; never waits."""
+        self._pending.append((number, *self._group.start_minimum((newest, -newest, willing, -stretch))))
 
     def read(self, timeout_secs: float) -> Answer | None:
         """The last answer, or None when one is still missing.
@@ -122,7 +122,7 @@ class Agreement:
         deadline = time.monotonic() + timeout_secs
         newest, willing = -1, self.GO
         while self._pending:
-            iteration, work, tensor = self._pending[0]
+            number, work, tensor = self._pending[0]
             try:
                 work.wait(timedelta(seconds=max(0.001, deadline - time.monotonic())))
             except RuntimeError:
@@ -131,7 +131,7 @@ class Agreement:
                 work.wait()  # at once: it came in this instant, or it raises what made it fail
             self._pending.popleft()
             least, most, willing = int(tensor[0]), -int(tensor[1]), int(tensor[2])
-            self._wishes.append((iteration, -int(tensor[3])))
+            self._wishes.append((number, -int(tensor[3])))
             # A rank that has a newer one may have dropped the least one: only what all name is whole.
             newest = least if least == most else -1
             if willing == self.OFF:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections import deque
@@ -28,6 +29,9 @@ from ftckpt.state.piece import Description
 
 _KEPT = 5
 """Snapshots over which rates of copying and costs of fences are judged."""
+
+_MOST_STRETCH = 1000.0
+"""However small the budget, snapshots do not become rarer than this."""
 
 _PENDING = 4
 """Iterations that may wait for a device to come to their end."""
@@ -208,7 +212,7 @@ class Pacer:
         if not budget or len(self._fences) < _KEPT:
             return
         share = statistics.median(self._fences)
-        needed = max(1, int(-(-share // budget)))
+        needed = max(1, math.ceil(min(share / budget, _MOST_STRETCH)))
         if needed > self.stretch and self._bubbles is not None and not self._replanned:
             self._replanned = True
             self._profile.forget()

@@ -158,10 +158,10 @@ def wish(rank: int, size: int) -> list[Any]:
     from ftckpt.comm import Agreement, Group
 
     agreement = Agreement(Group(30.0))
-    agreement.post(4, Agreement.GO, iteration=4, stretch=rank + 1)
-    agreement.post(6, Agreement.GO, iteration=6, stretch=1)
+    agreement.post(4, Agreement.GO, number=4, stretch=rank + 1)
+    agreement.post(6, Agreement.GO, number=6, stretch=1)
     found = [agreement.read(30.0)]
-    agreement.post(8, Agreement.GO, iteration=8, stretch=5 - rank)
+    agreement.post(8, Agreement.GO, number=8, stretch=5 - rank)
     return [answer.wishes for answer in (*found, agreement.read(30.0)) if answer is not None]
 
 

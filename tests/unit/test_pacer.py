@@ -162,6 +162,13 @@ def test_a_dear_fence_is_measured_anew_then_stretches_the_interval_then_lets_go(
     assert rank.pacer.stretch == 1
 
 
+def test_the_smallest_budget_stretches_no_further_than_a_thousand(tmp_path: Path) -> None:
+    rank = Rank(tmp_path, fence_budget=5e-324)
+    for _ in range(12):
+        rank.iterate(((0.5, 8.0, 10 * MB),), fence=2.0)
+    assert rank.pacer.stretch == 1000
+
+
 @pytest.mark.parametrize("interval", [0, 2])
 def test_timelines_are_left_as_often_as_asked_for(interval: int, tmp_path: Path) -> None:
     rank = Rank(tmp_path, timeline_interval=interval)

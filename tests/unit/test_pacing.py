@@ -228,12 +228,29 @@ def test_a_copy_across_spans_is_divided_by_time() -> None:
     assert made.window_share == pytest.approx(0.5)
 
 
-def test_an_interval_changes_at_the_same_iteration_for_all() -> None:
+def test_an_interval_changes_at_the_same_snapshot_for_all() -> None:
     interval = Interval(2, delay=8)
     assert [i for i in range(1, 9) if interval.due(i)] == [2, 4, 6, 8]
-    assert interval.heard(8, 3)
-    assert not interval.heard(10, 3)
-    assert not interval.heard(12, 4), "a change that is not in force yet is not changed again"
+    assert interval.heard(4, 3)
+    assert not interval.heard(5, 3)
+    assert not interval.heard(6, 4), "a change that is not in force yet is not changed again"
     assert [i for i in range(9, 40) if interval.due(i)] == [10, 12, 14, 16, 18, 20, 22, 24, 30, 36]
-    assert interval.heard(30, 1)
-    assert [i for i in range(70, 84) if interval.due(i)] == [72, 78, 80, 82]
+    assert interval.number == 14
+    assert interval.heard(14, 1)
+    assert [i for i in range(40, 98) if interval.due(i)] == [42, 48, 54, 60, 66, 72, 78, 84, 86, 88, 90, 92, 94, 96]
+
+
+def test_a_rank_that_hears_late_is_due_when_the_others_are() -> None:
+    """However the numbers of iterations jump meanwhile."""
+    punctual, late = Interval(1, delay=8), Interval(1, delay=8)
+    boundaries = [*range(1, 42), 50, 60, 70, 71, 72, 73, *range(80, 120)]
+    taken = []
+    for boundary in boundaries:
+        due = punctual.due(boundary)
+        assert late.due(boundary) == due
+        if punctual.number == 40 and due:
+            punctual.heard(40, 7)
+        if punctual.number == 47 and due:
+            late.heard(40, 7)
+        taken += [boundary] * due
+    assert taken[-4:] == [98, 105, 112, 119]
