@@ -57,8 +57,7 @@ class Checkpointer:
         self._whole: SnapshotId | None = None
         self._newest = self._last = self._first = -1
         self._posted, self._posts_for = True, -1
-        self._failures = 0
-        self._off = self._closed = False
+        self._failures, self._off, self._closed = 0, False, False
 
     def phase(self, kind: str) -> None:
         """Training comes to a part of the iteration: a kind of ``ftckpt.capture.iteration``. Takes microseconds."""
