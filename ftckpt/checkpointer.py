@@ -55,7 +55,7 @@ class Checkpointer:
         self._shard: Shard | None = None
         self._lineage = b""
         self._whole: SnapshotId | None = None
-        self._newest = self._last = self._first = -1
+        self._newest = self._last = -1
         self._posted, self._posts_for = True, -1
         self._failures, self._off, self._closed = 0, False, False
 
@@ -115,6 +115,8 @@ class Checkpointer:
 
     def fence(self) -> None:
         """Call before stepped state changes; returns at once unless a copy is unfinished."""
+        if self._off or self._closed:
+            return
         self.phase("fence")
         if not self._posted:
             begin = time.perf_counter()
@@ -147,7 +149,7 @@ class Checkpointer:
         due = self._interval.due(iteration)
         try:
             if due:
-                self._last, self._first = iteration, iteration if self._first < 0 else self._first
+                self._last = iteration
                 self._take(iteration, since)
             else:
                 self._pacer.learn()
@@ -192,10 +194,13 @@ class Checkpointer:
         shard, pacer = self._shard, self._pacer
         if shard is None or pacer is None:
             return
+        was_off = self._off
         willing = self._hear()
+        if not was_off and self._proof_due(iteration):
+            busy = shard.capture is not None and shard.capture.busy
+            late = willing is None or self._off or busy or self._posted
+            self._prove(shard, pacer, late)
         pacer.learn()
-        if not self._off and self._proof_due(iteration):
-            self._prove(shard, pacer, iteration, late=willing is None)
         if willing is None:
             raise CaptureError(f"other ranks did not answer within {self.config.agree_timeout_secs} s")
         capture = shard.capture
@@ -265,21 +270,15 @@ class Checkpointer:
             self._failed(error, alone=True)
 
     def _proof_due(self, iteration: int) -> bool:
-        """A function of the iteration alone: every rank must come to the same answer, late or not.
-
-        What a configuration makes differ shows in the first steps that move weights, so the proofs are close
-        together at first: snapshots 1, 2, 4, 8 and so on.
-        """
-        interval, number = self.config.replica_check_interval, self._number(iteration)
+        """A function of iteration and number alone: every rank must come to the same answer, late or not. What a
+        configuration makes differ shows in the first steps, so proofs are close at first: at 1, 2, 4, 8 …"""
+        interval, number = self.config.replica_check_interval, self._interval.number
         often = bool(interval) and (number & (number - 1) == 0 or iteration % interval == 0)
         return number in (1, _WEIGH_AT) or often
 
-    def _number(self, iteration: int) -> int:
-        return (iteration - self._first) // self.config.interval + 1
-
-    def _prove(self, shard: Shard, pacer: Pacer, iteration: int, late: bool) -> None:
+    def _prove(self, shard: Shard, pacer: Pacer, late: bool) -> None:
         """All ranks take the same snapshots, hence prove together."""
-        weigh = self._number(iteration) == _WEIGH_AT and shard.capacities is None
+        weigh = self._interval.number == _WEIGH_AT and shard.capacities is None
         try:
             shard.prove(late, self._whole, pacer.capacity_bytes if weigh else None)
         except FtckptError as error:

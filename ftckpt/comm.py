@@ -105,6 +105,7 @@ class Agreement:
         self._group = group
         self._pending: deque[tuple[int, Any, torch.Tensor]] = deque()
         self._wishes: list[tuple[int, int]] = []
+        self._newest = -1
 
     def post(self, newest: int, willing: int, number: int = 0, stretch: int = 1) -> None:
         """Say what this rank has, with the ``number``-th snapshot; never waits."""
@@ -120,7 +121,7 @@ class Agreement:
             RuntimeError: the answer will never come, because a rank is gone or later than the group's timeout.
         """
         deadline = time.monotonic() + timeout_secs
-        newest, willing = -1, self.GO
+        willing = self.GO
         while self._pending:
             number, work, tensor = self._pending[0]
             try:
@@ -133,10 +134,11 @@ class Agreement:
             least, most, willing = int(tensor[0]), -int(tensor[1]), int(tensor[2])
             self._wishes.append((number, -int(tensor[3])))
             # A rank that has a newer one may have dropped the least one: only what all name is whole.
-            newest = least if least == most else -1
+            self._newest = least if least == most else self._newest
             if willing == self.OFF:
                 break
         wishes, self._wishes = tuple(self._wishes), []
+        newest, self._newest = self._newest, -1
         return Answer(newest, willing, wishes)
 
 

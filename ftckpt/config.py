@@ -45,9 +45,7 @@ class Config:
         "a plain thread, or all of it at the boundary while training waits",
         choices=("bubble", "stream", "thread", "sync"),
     )
-    copy_gbps: float = _setting(
-        0.0, "copy budget of a node in GB/s, shared by its ranks; 0: what was measured", minimum=0
-    )
+    copy_gbps: float = _setting(0.0, "copy budget of a node in GB/s, shared by its ranks; 0: no limit", minimum=0)
     fence_budget: float = _setting(
         0.01, "share of an iteration that the fence may cost before snapshots become rarer; 0: any", minimum=0
     )

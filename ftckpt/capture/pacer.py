@@ -86,6 +86,7 @@ class Pacer:
         self._rates: deque[float] = deque(maxlen=_KEPT)
         self._fences: deque[float] = deque(maxlen=_KEPT)
         self._replanned = False
+        self._capacity = 0
         self.stretch = 1
         """By how much this rank wishes snapshots to be rarer, so that its fence keeps its budget."""
 
@@ -97,7 +98,7 @@ class Pacer:
     @property
     def capacity_bytes(self) -> int:
         """What the windows of one iteration can take; 0 until they were measured."""
-        return self._plan.window_bytes if self._plan is not None and self._profile.measured else 0
+        return self._capacity
 
     def expect(self, kinds: Sequence[str], lengths: Sequence[float]) -> None:
         """A model's view of the schedule, see ``Profile.expect``."""
@@ -127,6 +128,8 @@ class Pacer:
         base = self._marks[0][1]
         if self._bubbles is not None:
             self._plan = self._planned(unit_bytes)
+            if self._plan is not None and self._profile.measured:
+                self._capacity = self._plan.window_bytes
             self._bubbles.begin(total_bytes, self._plan)
         return base
 
@@ -231,8 +234,8 @@ def make_pacer(config: Config, topology: Topology, described: Description, direc
     """
     device = next((p.tensor.device for p in described.stepped if p.tensor.is_cuda), torch.device("cpu"))
     local = topology.ranks_on(topology.me.node)
+    near = cores(config.affinity, numa_node_of(device))
     budget = NodeBudget.open(directory, local.index(topology.rank), len(local), config.copy_gbps * 1e9)
     if budget.problem is not None:
         events.emit("no_budget", error=budget.problem)
-    near = cores(config.affinity, numa_node_of(device))
     return Pacer(config, make_clock(device), budget, events, topology.me.coords, cores=near)

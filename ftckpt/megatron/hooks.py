@@ -130,9 +130,9 @@ def _followed(schedule: Callable[..., Any]) -> Callable[..., Any]:
             checkpointer.phase("tail")
             return finalize(*args, **more) if finalize is not None else None
 
-        config.finalize_model_grads_func = finalize_in_the_tail
-        config.timers = phases.begin(checkpointer, config, kwargs["num_microbatches"])
         try:
+            config.finalize_model_grads_func = finalize_in_the_tail
+            config.timers = phases.begin(checkpointer, config, kwargs["num_microbatches"])
             return schedule(**kwargs)
         finally:
             config.finalize_model_grads_func, config.timers = finalize, timers

@@ -51,6 +51,11 @@ class _Compute:
         self._inner.stop(*args, **kwargs)
         self._checkpointer.phase("window")
 
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._inner, name)
+
 
 class Listening:
     """Stands in for ``config.timers``, which it calls where it is one."""
@@ -66,6 +71,8 @@ class Listening:
         return inner if kind is None else _Compute(self._checkpointer, kind, inner)
 
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):  # a copy that is being made has no timers yet
+            raise AttributeError(name)
         return getattr(self._timers, name)
 
 

@@ -210,3 +210,41 @@ def slowly_sealed(rank: int, world_size: int, settings: dict[str, Any]) -> None:
 def test_the_last_snapshot_of_a_job_that_leaves_its_arenas_is_sealed(settings: dict[str, Any]) -> None:
     run_ranks(slowly_sealed, 2, {**settings, **FAST})
     assert start_over(settings) == [(3, 3, [3.0], [3.0])] * 2
+
+
+def late_then_killed(rank: int, world_size: int, settings: dict[str, Any]) -> None:
+    """Rank 0 does not hear in time that 5 is whole, and hears it together with an answer that names nothing."""
+    checkpointer, state = plain.make(rank, world_size, settings)
+    assert checkpointer.restore() is None
+
+    def disturb() -> None:
+        if state.iteration == 7:
+            time.sleep(1.0)
+            plain.die()
+
+    plain.before_each_copy(disturb)
+    for iteration in range(1, 8):
+        time.sleep({(1, 6): 1.5, (0, 7): 1.25}.get((rank, iteration), 0.1 if iteration < 6 else 0.0))
+        plain.iterate(checkpointer, state, iteration)
+    time.sleep(5)
+
+
+def test_a_rank_that_reads_two_answers_at_once_keeps_what_the_first_one_named(settings: dict[str, Any]) -> None:
+    settings |= {"replica_check_interval": 0, "error_limit": 9, "agree_timeout_secs": 0.5}
+    run_ranks(late_then_killed, 2, settings, expect_failures=True)
+    assert len({e["rank"] for e in jobs.events(settings, "snapshot") if e["iteration"] == 7}) == 2
+    assert start_over(settings) == [(5, 5, [5.0], [5.0])] * 2
+
+
+def used_after_close(rank: int, world_size: int, settings: dict[str, Any]) -> None:
+    checkpointer, state = plain.make(rank, world_size, settings)
+    checkpointer.restore()
+    plain.iterate(checkpointer, state, 1)
+    checkpointer.close()
+    checkpointer.phase("forward")
+    checkpointer.fence()
+    checkpointer.step(2)
+
+
+def test_a_closed_checkpointer_stays_out_of_the_way(settings: dict[str, Any]) -> None:
+    run_ranks(used_after_close, 2, settings)

@@ -149,9 +149,9 @@ def lag(rank: int, size: int) -> tuple[list[Any], float]:
 
 def test_a_read_that_timed_out_gives_nothing_and_the_next_one_the_last_answer() -> None:
     late, punctual = run_ranks(lag, 2)[0].value, run_ranks(lag, 2)[1].value
-    assert late[0] == [None, None, None, (-1, 1)]
+    assert late[0] == [None, None, None, (4, 1)], "all had 4, and whoever knew that has kept it"
     assert late[1] < LATE_SECS, "a read waits no longer than it was told"
-    assert punctual[0] == [(-1, 1)]
+    assert punctual[0] == [(4, 1)]
 
 
 def wish(rank: int, size: int) -> list[Any]:
