@@ -61,7 +61,7 @@ class Checkpointer:
 
     def phase(self, kind: str) -> None:
         """Training comes to a part of the iteration: a kind of ``ftckpt.capture.iteration``. Takes microseconds."""
-        if self._pacer is not None and not self._off:
+        if self._pacer is not None and not self._off and not self._closed:
             self._pacer.enter(kind)
 
     def expect(self, kinds: Sequence[str], lengths: Sequence[float]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import threading
 from typing import Protocol
 
@@ -18,9 +17,6 @@ class Budget(Protocol):
 
     def stop(self) -> None:
         """It does not any more."""
-
-    def share(self) -> float:
-        """Bytes per second that this rank may use; infinite without a limit."""
 
     def pace(self, nbytes: int, begin: float, hurry: threading.Event) -> None:
         """Sleep until a copy that began at ``time.perf_counter()`` ``begin`` has taken the time it must."""
@@ -42,10 +38,6 @@ class NoBudget:
 
     def stop(self) -> None:
         """See Budget."""
-
-    def share(self) -> float:
-        """See Budget."""
-        return math.inf
 
     def pace(self, nbytes: int, begin: float, hurry: threading.Event) -> None:
         """See Budget."""

@@ -124,7 +124,8 @@ class Shard:
         self.capture = Capture(arena, assignment.pieces, assignment.parts, copier, pacer.windows)
         derived_bytes = sum(piece.fragment.nbytes for piece in assignment.derived)
         copied_bytes = self.capture.stepped_bytes
-        self._events.emit("plan", copied_bytes=copied_bytes, derived_bytes=derived_bytes)
+        spill = dict(zip(("equal", "chosen"), assignment.spill_bytes or (), strict=False))
+        self._events.emit("plan", copied_bytes=copied_bytes, derived_bytes=derived_bytes, spill_bytes=spill)
 
     def _assign(self) -> Assignment:
         config, room = self._config, self._config.objects_mib << 20

@@ -241,9 +241,13 @@ def used_after_close(rank: int, world_size: int, settings: dict[str, Any]) -> No
     checkpointer.restore()
     plain.iterate(checkpointer, state, 1)
     checkpointer.close()
-    checkpointer.phase("forward")
+    before = len(checkpointer._pacer._marks)
+    for _ in range(3):
+        checkpointer.phase("forward")
+        checkpointer.phase("window")
     checkpointer.fence()
     checkpointer.step(2)
+    assert len(checkpointer._pacer._marks) == before, "each step of training after the end leaves something behind"
 
 
 def test_a_closed_checkpointer_stays_out_of_the_way(settings: dict[str, Any]) -> None:
