@@ -198,7 +198,7 @@ class Checkpointer:
         willing = self._hear()
         if not was_off and self._proof_due(iteration):
             busy = shard.capture is not None and shard.capture.busy
-            late = willing is None or self._off or busy or self._posted
+            late = willing is None or busy or self._posted  # posted: nothing was read, or ftckpt was turned off
             self._prove(shard, pacer, late)
         pacer.learn()
         if willing is None:

@@ -252,3 +252,48 @@ def used_after_close(rank: int, world_size: int, settings: dict[str, Any]) -> No
 
 def test_a_closed_checkpointer_stays_out_of_the_way(settings: dict[str, Any]) -> None:
     run_ranks(used_after_close, 2, settings)
+
+
+def told_late(rank: int, world_size: int, settings: dict[str, Any], trouble: str) -> list[bool]:
+    """Whether this rank said of itself in each proof that it is late; rank 1 is in trouble before the fourth."""
+    from ftckpt.capture.shard import Shard
+    from ftckpt.comm import Agreement
+
+    said: list[bool] = []
+    prove = Shard.prove
+
+    def recorded(self: Shard, late: bool, *rest: Any) -> None:
+        said.append(late)
+        prove(self, late, *rest)
+
+    Shard.prove = recorded  # type: ignore[method-assign]
+    checkpointer, state = plain.make(rank, world_size, settings)
+    checkpointer.restore()
+    plain.before_each_copy(lambda: time.sleep(1.0 if (trouble, rank, state.iteration) == ("stuck", 1, 7) else 0.0))
+    read, post = checkpointer._agreement.read, checkpointer._agreement.post
+    for iteration in range(1, 9):
+        if iteration == 8 and rank == 1 and trouble == "off":
+            checkpointer._agreement.post = lambda newest, _, *rest: post(newest, Agreement.OFF, *rest)  # type: ignore[method-assign]
+        checkpointer.fence()
+        if iteration == 8 and rank == 1 and trouble == "read":
+            checkpointer._agreement.read = broken_read  # type: ignore[method-assign]
+        state.advance(iteration, float(iteration))
+        checkpointer.step(iteration)
+        checkpointer._agreement.read = read  # type: ignore[method-assign]
+    time.sleep(1.2)  # until the stuck copy has ended
+    checkpointer.close(remove=False)
+    return said
+
+
+def broken_read(timeout_secs: float) -> None:
+    raise RuntimeError("the network is gone for a moment")
+
+
+@pytest.mark.parametrize("trouble", ["none", "stuck", "read", "off"])
+def test_a_rank_that_is_not_up_to_date_says_so_in_a_proof(trouble: str, settings: dict[str, Any]) -> None:
+    """Otherwise it would lay out anew beside a copy that still writes, or with another snapshot to keep."""
+    settings |= {"fence_timeout_secs": 0.2, "agree_timeout_secs": 5.0, "error_limit": 3, "objects_mib": 1}
+    results = [result.value for result in run_ranks(told_late, 2, settings, trouble)]
+    assert all(said[:3] == [False] * 3 and len(said) == 4 for said in results)
+    assert results[1][3] == (trouble != "none")
+    assert results[0][3] == (trouble == "off"), "off is what all ranks hear"
