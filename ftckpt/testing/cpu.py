@@ -6,6 +6,7 @@ For tests and the demo (FTCKPT_DEVICE=cpu). What is stood in, and why:
 * tensor factories and `Tensor` methods (cpu_tensor.py): `device="cuda"` is written out everywhere.
 * `torch.distributed` (cpu_dist.py): "nccl" becomes gloo, and gloo learns what only NCCL does.
 * details of Megatron's modules (cpu_megatron.py), fixed when those modules are imported.
+* `multiprocessing` (cpu_spawn.py): processes that are spawned get the stand-in too.
 * the compiler: 0.16.1 compiles its fused functions at first use, minutes on a small machine; eager
   execution gives the same bits in every run.
 """
@@ -19,6 +20,7 @@ from typing import Any
 from ftckpt.testing.cpu_cuda import install_cuda
 from ftckpt.testing.cpu_dist import install_distributed
 from ftckpt.testing.cpu_megatron import install_megatron
+from ftckpt.testing.cpu_spawn import install_spawn
 from ftckpt.testing.cpu_tensor import install_tensor
 
 _installed = False
@@ -35,6 +37,7 @@ def install() -> None:
     install_tensor()
     install_distributed()
     install_megatron()
+    install_spawn()
     # 0.16.1 calls collectives by their older names.
     warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
 

@@ -221,3 +221,25 @@ def test_installed_before_megatron_is_imported() -> None:
         check=True,
         timeout=120,
     )
+
+
+SPAWNS = """
+import multiprocessing
+import sys
+import torch
+if __name__ == "__main__":
+    from ftckpt.testing import cpu
+    cpu.install()
+    # As Megatron's checkpoint writers do: the manager's process imports this file again.
+    multiprocessing.get_context("spawn").Manager().Queue().put(1)
+else:
+    assert torch.cuda.is_available() and torch.ones(1, device="cuda").cuda() is not None
+"""
+
+
+def test_a_spawned_process_has_it_too(tmp_path: Path) -> None:
+    root = str(Path(__file__).resolve().parents[2])
+    script = tmp_path / "script.py"
+    script.write_text(SPAWNS)
+    path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
+    subprocess.run([sys.executable, script], env={**os.environ, "PYTHONPATH": path}, check=True, timeout=120)
