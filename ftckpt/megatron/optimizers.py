@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,25 +10,12 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import ChainedOptimizer, Float16OptimizerWithFloat16Params, FP32Optimizer
 
 from ftckpt.errors import UnsupportedError
-from ftckpt.megatron.geometry import Placed, dtype_name, fragments
-from ftckpt.state.fragment import Box, Fragment
+from ftckpt.live import optimizers as live
+from ftckpt.live.optimizers import Optimized, stepped_pieces, without_state
+from ftckpt.live.tensors import Placed
 from ftckpt.state.piece import Piece
 
 Places = Mapping[torch.nn.Parameter, Sequence[Placed]]
-
-
-@dataclass(frozen=True)
-class Optimized:
-    """What an optimizer steps: elements ``first`` and on of ``parameter``.
-
-    ``owner`` is the tensor under which the inner optimizer keeps its state: a master, or the parameter's
-    own memory. ``weight`` is the part of the parameter that this rank may read.
-    """
-
-    parameter: torch.nn.Parameter
-    first: int
-    owner: torch.Tensor
-    weight: torch.Tensor
 
 
 def leaf_optimizers(optimizer: Any) -> list[Any]:
@@ -61,16 +46,7 @@ def pieces(leaf: Any, places: Places) -> Iterator[Piece]:
         placed = places.get(item.parameter)
         if placed is None:
             raise UnsupportedError("the optimizer steps a parameter that is in none of the model's chunks")
-        has_master = item.owner.data_ptr() != item.weight.data_ptr()
-        weights = fragments(placed, "weight", item.weight, item.first)
-        if not has_master:
-            yield from (Piece(fragment, view) for fragment, view in weights)
-        else:
-            masters = fragments(placed, "master", item.owner, item.first)
-            for (weight, live), (master, source) in zip(weights, masters, strict=True):
-                yield Piece(weight, live, derived_from=source)
-                yield Piece(master, source)
-        yield from _moments(leaf.optimizer.state[item.owner], placed, item)
+        yield from stepped_pieces(placed, item, leaf.optimizer.state[item.owner])
 
 
 def stepped_parameters(leaf: Any) -> set[torch.nn.Parameter]:
@@ -78,27 +54,6 @@ def stepped_parameters(leaf: Any) -> set[torch.nn.Parameter]:
     if isinstance(leaf, DistributedOptimizer):
         return {parameter for buffer in leaf.buffers for parameter in buffer.params}
     return {item.parameter for item in _READERS[type(leaf)](leaf)}
-
-
-def _moments(state: Mapping[str, Any], placed: Sequence[Placed], item: Optimized) -> Iterator[Piece]:
-    for name, value in state.items():
-        if value is None:
-            continue
-        if not isinstance(value, torch.Tensor) or not value.is_contiguous():
-            raise UnsupportedError(f"optimizer state {name} of {placed[0].key} is not a contiguous tensor")
-        if value.numel() == item.owner.numel() and value.dim() == item.owner.dim():
-            for fragment, view in fragments(placed, name, value, item.first):
-                yield Piece(fragment, view)
-        elif value.numel() == 1:
-            place = ",".join(map(str, placed[0].box.offset))  # experts of a layer share a key
-            key = f"{name}/{placed[0].key}[{place}]"
-            whole = Fragment.whole(key, dtype_name(value, key), (1,), Box((0,), (1,)))
-            yield Piece(whole, value.detach().view(1))
-        else:
-            raise UnsupportedError(
-                f"optimizer state {name} of {placed[0].key} has {value.numel()} elements for a parameter of "
-                f"{item.owner.numel()}: neither per element nor a single number"
-            )
 
 
 def _read_distributed(leaf: DistributedOptimizer) -> Iterator[Optimized]:
@@ -145,66 +100,27 @@ def materialise(leaf: Any) -> None:
         UnsupportedError: an inner optimizer that ftckpt does not know.
     """
     inner = leaf.optimizer
-    missing = [p for group in inner.param_groups for p in group["params"] if not inner.state.get(p)]
-    if not missing:
-        return
     name = f"{type(inner).__module__}.{type(inner).__qualname__}"
-    if isinstance(inner, (torch.optim.Adam, torch.optim.AdamW)):
-        _materialise_adam(inner)
-    elif isinstance(inner, torch.optim.SGD):
-        _materialise_sgd(inner, missing)
-    elif name.startswith(("transformer_engine.", "apex.optimizers.")) and name.endswith(".FusedAdam"):
-        leaf.init_state_fn(inner, leaf.config)
+    if name.startswith(("transformer_engine.", "apex.optimizers.")) and name.endswith(".FusedAdam"):
+        if without_state(inner):
+            leaf.init_state_fn(inner, leaf.config)
     else:
-        raise UnsupportedError(f"inner optimizer {name} is not known; known are Adam, AdamW, SGD and FusedAdam")
-
-
-def _materialise_adam(inner: Any) -> None:
-    """``Adam._init_group`` creates state for parameters that have a gradient; any tensor will do as one."""
-    lists = len(inspect.signature(inner._init_group).parameters) - 1
-    for group in inner.param_groups:
-        before = [(p, p.grad) for p in group["params"]]
-        for parameter, _ in before:
-            parameter.grad = parameter.detach()
-        try:
-            inner._init_group(group, *([] for _ in range(lists)))
-        finally:
-            for parameter, grad in before:
-                parameter.grad = grad
-
-
-def _materialise_sgd(inner: Any, missing: Sequence[torch.Tensor]) -> None:
-    """A momentum of zeros gives the first step that no momentum gives, unless it is dampened."""
-    for group in inner.param_groups:
-        if group["momentum"] and group["dampening"]:
-            raise UnsupportedError("SGD with dampening creates its momentum in the first step; use dampening 0")
-        for parameter in group["params"]:
-            if group["momentum"] and any(parameter is other for other in missing):
-                inner.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+        live.materialise(inner)
 
 
 def save_hyperparameters(leaf: Any) -> dict[str, Any]:
     """Learning rates, weight decays and a fused optimizer's ``step``, and the loss scaler."""
-    groups = [{k: v for k, v in group.items() if k != "params"} for group in leaf.optimizer.param_groups]
     scaler = getattr(leaf, "grad_scaler", None)
-    return {"groups": groups, "scaler": scaler.state_dict() if scaler else None}
+    return {"groups": live.save_groups(leaf.optimizer), "scaler": scaler.state_dict() if scaler else None}
 
 
 def load_hyperparameters(leaf: Any, saved: Mapping[str, Any]) -> None:
     """Inverse of ``save_hyperparameters``, in place."""
-    for group, values in zip(leaf.optimizer.param_groups, saved["groups"], strict=True):
-        for name, value in values.items():
-            if isinstance(group.get(name), torch.Tensor):
-                group[name].copy_(value)
-            else:
-                group[name] = value
+    live.load_groups(leaf.optimizer, saved["groups"])
     if saved["scaler"] is not None:
         leaf.grad_scaler.load_state_dict(saved["scaler"])
 
 
 def addresses(leaf: Any) -> Iterator[int]:
-    """Where the inner optimizer's state lies: it must not move during a job."""
-    for state in leaf.optimizer.state.values():
-        for value in state.values():
-            if isinstance(value, torch.Tensor):
-                yield value.data_ptr()
+    """Where the inner optimizer's state lies."""
+    return live.addresses(leaf.optimizer)

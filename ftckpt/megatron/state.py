@@ -2,30 +2,20 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
-import numpy as np
 import torch
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.utils import unwrap_model
 
 from ftckpt.errors import CaptureError, UnsupportedError
+from ftckpt.live.rng import load_generators, save_generators
+from ftckpt.live.stateful import Stateful
+from ftckpt.live.tensors import fragments, whole_piece
 from ftckpt.megatron import optimizers
-from ftckpt.megatron.geometry import dtype_name, fragments, place_parameters
-from ftckpt.state.fragment import Box, Fragment
+from ftckpt.megatron.geometry import place_parameters
 from ftckpt.state.piece import Description, Piece
-
-
-class Stateful(Protocol):
-    """A user's own object, a data loader for example: state as numbers, texts, lists, dicts, tensors."""
-
-    def state_dict(self) -> Mapping[str, Any]:
-        """The state."""
-
-    def load_state_dict(self, state: Any) -> Any:
-        """Take the state."""
 
 
 class MegatronState:
@@ -119,12 +109,7 @@ class MegatronState:
                 if hasattr(module, "_maintain_float32_expert_bias"):
                     module._maintain_float32_expert_bias()  # else its first forward would move the buffer
             for name, buffer in chunk.named_buffers():
-                if not buffer.is_contiguous():
-                    raise UnsupportedError(f"buffer {name} of model chunk {index} is not contiguous")
-                shape = tuple(buffer.shape)
-                key = f"buffer/{index}.{name}"
-                whole = Fragment.whole(key, dtype_name(buffer, key), shape, Box((0,) * len(shape), shape))
-                yield Piece(whole, buffer.detach().view(-1))
+                yield whole_piece(f"buffer/{index}.{name}", buffer)
 
     def _live_addresses(self) -> Iterator[int]:
         for leaf in self._leaves:
@@ -135,24 +120,13 @@ class MegatronState:
 
 
 def save_rng() -> dict[str, Any]:
-    """State of every generator that training draws from: Python, NumPy, torch, device, Megatron's tracker."""
-    version, words, gauss = random.getstate()
-    return {
-        "python": {"version": version, "words": np.array(words, dtype=np.uint32), "gauss": gauss},
-        "numpy": np.random.get_state(),
-        "torch": torch.get_rng_state(),
-        "device": torch.cuda.get_rng_state(),
-        "tracker": dict(get_cuda_rng_tracker().get_states()),
-    }
+    """State of every generator that training draws from, Megatron's tracker among them."""
+    return {**save_generators(), "tracker": dict(get_cuda_rng_tracker().get_states())}
 
 
 def load_rng(saved: Mapping[str, Any]) -> None:
     """Inverse of ``save_rng``."""
-    python = saved["python"]
-    random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
-    np.random.set_state(saved["numpy"])
-    torch.set_rng_state(saved["torch"])
-    torch.cuda.set_rng_state(saved["device"])
+    load_generators(saved)
     get_cuda_rng_tracker().set_states(dict(saved["tracker"]))
 
 

@@ -34,7 +34,7 @@ STAGES: dict[str, set[str]] = {
     "smp": {"protect", "persist", "arena", "restore.inventory", "capture.node_budget"},
     "universal": {"persist", "restore.plan", "state", "layout"},
 }
-FRAMEWORK = {"checkpointer", "capture.schedule", "capture.windows", "layout", "state", "comm"}
+FRAMEWORK = {"checkpointer", "capture.schedule", "capture.windows", "layout", "live", "state", "comm"}
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "events": set(),
@@ -43,6 +43,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "checkpointer": set(STAGES),
     "cli": {*STAGES, "timeline"},
     "timeline": set(),
+    "live": {"state"},
     "elastic": FRAMEWORK,
     "megatron": FRAMEWORK | {"elastic"},
     "deepspeed": FRAMEWORK | {"elastic"},
