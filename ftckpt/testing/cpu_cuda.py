@@ -259,6 +259,8 @@ def install_cuda() -> None:
             setattr(module, name, value)
     torch.cuda.streams.Stream = CpuStream  # type: ignore[misc,assignment]
     torch.cuda.streams.Event = CpuEvent  # type: ignore[misc,assignment]
+    # torch built for CUDA says that there is an accelerator: its data loader would pin memory on it.
+    torch.accelerator.is_available = lambda: False
     # Deferred calls (Megatron sets generator states through them) then run at once, also for
     # those who imported `_lazy_call` before this.
     torch.cuda._initialized = True
