@@ -1,8 +1,8 @@
 """Faults injected inside a training process, by plan: which rank, at which iteration, at which point.
 
-``install`` wraps the real functions of ftckpt and of megatron.core in this process. A fault fires once over
-all attempts of a job: right before it acts it creates its marker file, which tells later attempts, and the
-test, that it did. No marker at the end means that nothing was tested.
+``install`` wraps the real functions of ftckpt, and of the frameworks that this process has imported. A fault
+fires once over all attempts of a job: right before it acts it creates its marker file, which tells later
+attempts, and the test, that it did. No marker at the end means that nothing was tested.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import importlib
 import json
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -53,16 +54,25 @@ class Point:
 _CHECKPOINTER, _CONTROL, _RESTART = "ftckpt.checkpointer", "ftckpt.arena.control", "ftckpt.restore.restart"
 _OPTIMIZER = "megatron.core.optimizer.optimizer"
 _OPTIMIZERS = ("ChainedOptimizer", "MixedPrecisionOptimizer", "FP32Optimizer")
-_STEPS = tuple(f"{kind}.step_with_ready_grads" for kind in _OPTIMIZERS)
+_ENGINE = "deepspeed.runtime.engine"
+
+
+def _steps(after: bool = False) -> tuple[Hook, ...]:
+    megatron = (Hook(_OPTIMIZER, f"{kind}.step_with_ready_grads", after) for kind in _OPTIMIZERS)
+    return (*megatron, Hook(_ENGINE, "DeepSpeedEngine._take_model_step", after))
+
 
 # training: the iteration being computed. snapshot: the one that the newest begun snapshot is of, which is
 # one less while its copies run in the background. restored: the one that was decided on, 0 for none.
 POINTS: dict[str, Point] = {
-    "forward": Point((Hook("megatron.core.pipeline_parallel.schedules", "forward_step"),), "training"),
+    "forward": Point(
+        (Hook("megatron.core.pipeline_parallel.schedules", "forward_step"), Hook(_ENGINE, "DeepSpeedEngine.forward")),
+        "training",
+    ),
     "fence": Point((Hook(_CHECKPOINTER, "Checkpointer.fence"),), "training"),
-    "before_step": Point(tuple(Hook(_OPTIMIZER, name) for name in _STEPS), "training"),
+    "before_step": Point(_steps(), "training"),
     # After an optimizer has written its shard, before data-parallel ranks gather what the others wrote.
-    "after_step": Point(tuple(Hook(_OPTIMIZER, name, after=True) for name in _STEPS), "training"),
+    "after_step": Point(_steps(after=True), "training"),
     "boundary": Point((Hook(_CHECKPOINTER, "Checkpointer.step"),), "argument", 1),
     "begin": Point((Hook(_CONTROL, "ControlBlock.begin", after=True),), "snapshot"),
     "copy": Point(
@@ -195,6 +205,7 @@ def install(faults: Iterable[Fault], rank: int, world_size: int | None = None) -
         for name, point in POINTS.items()
         if any(fault.point == name for fault in plan)
         for hook in point.hooks
+        if hook.module.partition(".")[0] in sys.modules
     ]
     for _, hook in hooks:  # all of them first: a module must not import a name that is wrapped already
         importlib.import_module(hook.module)
