@@ -12,12 +12,10 @@ On a machine without a GPU set FTCKPT_DEVICE=cpu.
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import os
 import random
 import sys
-import sysconfig
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -48,10 +46,9 @@ from megatron.core.transformer.transformer_block import (
     get_num_layers_to_build,
 )
 from megatron.core.transformer.transformer_config import TransformerConfig
+from text_data import NUM_TOKENS, Progress, TextData, sha256
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-END_OF_FILE = 256
-NUM_TOKENS = 257
 
 
 def parse_args(argv: Sequence[str]) -> argparse.Namespace:
@@ -95,64 +92,6 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     args.ffn = args.ffn or 4 * args.hidden
     args.kv_groups = args.kv_groups or args.heads
     return args
-
-
-class TextData:
-    """Byte-level samples in a shuffled order that depends on the seed alone, and a position in it."""
-
-    def __init__(self, seq: int, seed: int, limit_bytes: int = 2**20) -> None:
-        self._tokens = _standard_library_tokens(limit_bytes)
-        self._seq = seq
-        self._seed = seed
-        self._num_samples = (len(self._tokens) - 1) // seq
-        self._epoch, self._order = -1, np.empty(0, np.int64)
-        self.consumed_samples = 0
-
-    def next_batch(self, num_micro: int, micro_batch: int, dp_rank: int, dp_size: int) -> list[torch.Tensor]:
-        """This replica's micro-batches, (micro_batch, seq + 1) each; the position moves for all."""
-        first = self.consumed_samples + dp_rank * micro_batch
-        starts = [first + micro * micro_batch * dp_size for micro in range(num_micro)]
-        batches = [torch.stack([self._sample(start + i) for i in range(micro_batch)]) for start in starts]
-        self.consumed_samples += num_micro * micro_batch * dp_size
-        return batches
-
-    def state_dict(self) -> dict[str, int]:
-        return {"consumed_samples": self.consumed_samples}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.consumed_samples = state["consumed_samples"]
-
-    def _sample(self, index: int) -> torch.Tensor:
-        epoch, place = divmod(index, self._num_samples)
-        if epoch != self._epoch:
-            self._epoch = epoch
-            self._order = np.random.default_rng((self._seed, epoch)).permutation(self._num_samples)
-        start = int(self._order[place]) * self._seq
-        return torch.from_numpy(self._tokens[start : start + self._seq + 1].astype(np.int64))
-
-
-def _standard_library_tokens(limit_bytes: int) -> np.ndarray:
-    parts, size_bytes = [], 0
-    for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
-        content = np.frombuffer(path.read_bytes(), np.uint8).astype(np.int16)
-        parts += [content, np.array([END_OF_FILE], np.int16)]
-        size_bytes += len(content)
-        if size_bytes >= limit_bytes:
-            break
-    return np.concatenate(parts)[:limit_bytes]
-
-
-@dataclass
-class Progress:
-    iteration: int = 0
-    consumed_samples: int = 0
-
-    def state_dict(self) -> dict[str, int]:
-        return {"iteration": self.iteration, "consumed_samples": self.consumed_samples}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.iteration = state["iteration"]
-        self.consumed_samples = state["consumed_samples"]
 
 
 @dataclass
@@ -440,12 +379,7 @@ def final_hashes(job: Job) -> dict[str, str]:
     tensors["rng.cpu"], tensors["rng.cuda"] = torch.get_rng_state(), torch.cuda.get_rng_state()
     for name, state in get_cuda_rng_tracker().get_states().items():
         tensors[f"rng.{name}"] = state
-    return {name: _sha256(tensor) for name, tensor in tensors.items()}
-
-
-def _sha256(tensor: torch.Tensor) -> str:
-    flat = tensor.detach().cpu().contiguous().reshape(-1)
-    return hashlib.sha256(flat.view(torch.uint8).numpy().tobytes()).hexdigest()
+    return {name: sha256(tensor) for name, tensor in tensors.items()}
 
 
 def dump_final(job: Job, folder: Path) -> None:

@@ -1,0 +1,78 @@
+"""What the example scripts train on and share: the Python standard library's sources, byte by byte."""
+
+from __future__ import annotations
+
+import hashlib
+import sysconfig
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+END_OF_FILE = 256
+NUM_TOKENS = 257
+
+
+class TextData:
+    """Byte-level samples in a shuffled order that depends on the seed alone, and a position in it."""
+
+    def __init__(self, seq: int, seed: int, limit_bytes: int = 2**20) -> None:
+        self._tokens = _standard_library_tokens(limit_bytes)
+        self._seq = seq
+        self._seed = seed
+        self._num_samples = (len(self._tokens) - 1) // seq
+        self._epoch, self._order = -1, np.empty(0, np.int64)
+        self.consumed_samples = 0
+
+    def next_batch(self, num_micro: int, micro_batch: int, dp_rank: int, dp_size: int) -> list[torch.Tensor]:
+        """This replica's micro-batches, (micro_batch, seq + 1) each; the position moves for all."""
+        first = self.consumed_samples + dp_rank * micro_batch
+        starts = [first + micro * micro_batch * dp_size for micro in range(num_micro)]
+        batches = [torch.stack([self._sample(start + i) for i in range(micro_batch)]) for start in starts]
+        self.consumed_samples += num_micro * micro_batch * dp_size
+        return batches
+
+    def state_dict(self) -> dict[str, int]:
+        return {"consumed_samples": self.consumed_samples}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.consumed_samples = state["consumed_samples"]
+
+    def _sample(self, index: int) -> torch.Tensor:
+        epoch, place = divmod(index, self._num_samples)
+        if epoch != self._epoch:
+            self._epoch = epoch
+            self._order = np.random.default_rng((self._seed, epoch)).permutation(self._num_samples)
+        start = int(self._order[place]) * self._seq
+        return torch.from_numpy(self._tokens[start : start + self._seq + 1].astype(np.int64))
+
+
+def _standard_library_tokens(limit_bytes: int) -> np.ndarray:
+    parts, size_bytes = [], 0
+    for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
+        content = np.frombuffer(path.read_bytes(), np.uint8).astype(np.int16)
+        parts += [content, np.array([END_OF_FILE], np.int16)]
+        size_bytes += len(content)
+        if size_bytes >= limit_bytes:
+            break
+    return np.concatenate(parts)[:limit_bytes]
+
+
+@dataclass
+class Progress:
+    iteration: int = 0
+    consumed_samples: int = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"iteration": self.iteration, "consumed_samples": self.consumed_samples}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.iteration = state["iteration"]
+        self.consumed_samples = state["consumed_samples"]
+
+
+def sha256(tensor: torch.Tensor) -> str:
+    """Of a tensor's bytes."""
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    return hashlib.sha256(flat.view(torch.uint8).numpy().tobytes()).hexdigest()
