@@ -28,16 +28,19 @@ _LAUNCHER_VARS = (
 def job_name(configured: str | None, env: Mapping[str, str]) -> str:
     """The job's name: every process of the job gets the same, and so does its next start.
 
-    In this order: ``configured``, torchrun's run id (``--rdzv-id``; its default ``none`` is no name),
-    ``slurm-<SLURM_JOB_ID>``, and ``default`` for a process that no launcher has started. ``--standalone``
-    draws a new run id at each start of torchrun: a job that shall find its snapshots after torchrun itself
-    has ended needs a configured name.
+    What the user says comes first: ``configured`` (a flag, the JSON section), then FTCKPT_JOB. Otherwise the
+    launchers are asked: torchrun for its run id (``--rdzv-id``; its default ``none`` is no name), then Slurm, which
+    makes ``slurm-<SLURM_JOB_ID>``. A process that no launcher has started belongs to ``default``. ``--standalone``
+    draws a new run id at each start of torchrun: a job that shall find its snapshots after torchrun itself has
+    ended needs a name from the user.
 
-    :raises ConfigError: the configured name has other characters than ``[A-Za-z0-9._-]`` or is too long.
+    :raises ConfigError: the user's name has other characters than ``[A-Za-z0-9._-]`` or is too long.
     :raises LaunchError: the launcher's name has, or a launcher is at work and gives none.
     """
     if configured:
         return _checked(configured, "the configured job name", ConfigError)
+    if env.get("FTCKPT_JOB"):
+        return _checked(env["FTCKPT_JOB"], "FTCKPT_JOB", ConfigError)
     run_id = env.get("TORCHELASTIC_RUN_ID", "")
     if run_id and run_id != "none":
         return _checked(run_id, "torchrun's run id (--rdzv-id)", LaunchError)
@@ -45,14 +48,17 @@ def job_name(configured: str | None, env: Mapping[str, str]) -> str:
     if slurm_job:
         return _checked(f"slurm-{slurm_job}", "the name made from SLURM_JOB_ID", LaunchError)
     if any(var in env for var in _LAUNCHER_VARS):
-        raise LaunchError("this job has no name: give torchrun --rdzv-id NAME, or configure ftckpt's job name")
+        raise LaunchError(
+            "this job has no name: give torchrun --rdzv-id NAME, configure ftckpt's job name, or set FTCKPT_JOB"
+        )
     return "default"
 
 
 def node_name(configured: str | None, env: Mapping[str, str]) -> str:
     """The name of this failure domain, the same whatever rank torchrun gives the node after a restart.
 
-    In this order: ``configured``, FTCKPT_NODE, SLURMD_NODENAME, the host name.
+    In this order: ``configured``, FTCKPT_NODE, Slurm's name of the node (SLURMD_NODENAME), the host name.
+    torchrun has none to offer: its GROUP_RANK is dealt anew at each rendezvous.
 
     :raises ConfigError: the name has other characters than ``[A-Za-z0-9._-]`` or is longer than 64.
     """

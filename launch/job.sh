@@ -1,0 +1,61 @@
+# shellcheck shell=bash
+# Sourced by torchrun.sh, deepspeed.sh and slurm.sh, which set NAME: messages, flag files, checks of options, printing
+# commands. Needs bash 4.4.
+
+say() {
+    printf '%s: %s\n' "$NAME" "$*"
+}
+
+fail() {
+    printf '%s: %s\n' "$NAME" "$*" >&2
+    exit 2
+}
+
+# usage SCRIPT: prints the comment at its head.
+usage() {
+    sed -n '2,/^$/{/^#SBATCH/d; s/^# \{0,1\}//p}' "$1"
+}
+
+# value OPTION [VALUE]: sets VALUE, which must be there.
+value() {
+    [ $# -ge 2 ] || fail "$1 needs a value (see --help)"
+    # shellcheck disable=SC2034 # read by who called
+    VALUE=$2
+}
+
+# whole NAME TEXT LEAST: TEXT must be a whole number of at least LEAST.
+whole() {
+    if ! [[ $2 =~ ^[0-9]{1,9}$ ]] || ((10#$2 < $3)); then
+        fail "$1: '$2' is not a whole number of at least $3"
+    fi
+}
+
+# checked_name WHAT NAME: a name that ftckpt takes as well (it becomes part of file names).
+checked_name() {
+    [[ $2 =~ ^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$ ]] || fail "$1: '$2' is not a name; use 1 to 64 of A-Z a-z 0-9 . _ -"
+}
+
+# checked_module NAME: what 'python -m' takes, or none.
+checked_module() {
+    [[ $1 =~ ^[A-Za-z_][A-Za-z0-9_.]*$ ]] || fail "--runner: '$1' is not a module; use ftckpt.megatron, ftckpt.deepspeed or none"
+}
+
+# read_flags FILE: adds the words of a flag file to FLAGS. Lines that start with # are comments. Words are divided
+# at blanks; a value with blanks is written in quotes. Nothing is expanded: a $ or a * stays what it is.
+FLAGS=()
+read_flags() {
+    local text words
+    [ -r "$1" ] || fail "--flags: $1 is not a file that can be read"
+    text=$(sed '/^[[:space:]]*#/d; s/\r$//' "$1")
+    text=$(printf '%s\n' "$text" | xargs -r printf '%s\n') || fail "--flags: $1 has a quote that is not closed"
+    [ -z "$text" ] && return
+    mapfile -t words <<<"$text"
+    FLAGS+=("${words[@]}")
+}
+
+# show WORD...: prints a command such that a shell would read the same words.
+show() {
+    local line
+    printf -v line '%q ' "$@"
+    printf '%s\n' "${line% }"
+}

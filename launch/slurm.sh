@@ -1,0 +1,173 @@
+# shellcheck shell=bash
+# Sourced by frontier.sbatch and a100.sbatch, which set NAME and ROOT and define step: runs the job as steps of one
+# allocation. When a step fails the next one starts on the nodes that answer; their /dev/shm keeps the arenas. Nodes
+# beyond --nodes are spares.
+
+# shellcheck source=launch/job.sh
+source "$ROOT/launch/job.sh"
+
+PYTHON=${FTCKPT_PYTHON:-python3}
+WAIT_SECS=${FTCKPT_WAIT_SECS:-60} # longest wait for a node to answer
+PAUSE_SECS=${FTCKPT_PAUSE_SECS:-5}
+
+# options WORD...: reads the command line of the batch script.
+options() {
+    JOB=${FTCKPT_JOB:-${SLURM_JOB_ID:+slurm-$SLURM_JOB_ID}}
+    NODES=${FTCKPT_NODES:-}
+    NPROC=${FTCKPT_NPROC:-8}
+    STEPS=${FTCKPT_STEPS:-10}
+    PORT=${FTCKPT_PORT:-29500}
+    RUNNER=${FTCKPT_RUNNER:-ftckpt.megatron}
+    DRY_RUN=
+    STEP=()
+    while [ $# -gt 0 ]; do
+        case $1 in
+        --job) value "$@" && JOB=$VALUE ;;
+        --nodes) value "$@" && NODES=$VALUE ;;
+        --nproc) value "$@" && NPROC=$VALUE ;;
+        --steps) value "$@" && STEPS=$VALUE ;;
+        --port) value "$@" && PORT=$VALUE ;;
+        --runner) value "$@" && RUNNER=$VALUE ;;
+        --flags) value "$@" && read_flags "$VALUE" ;;
+        --dry-run) DRY_RUN=1 ;;
+        -h | --help) usage "$0" && exit ;;
+        --) shift && break ;;
+        -*) fail "unknown option $1 (see --help)" ;;
+        *) break ;;
+        esac
+        case $1 in --dry-run) shift ;; *) shift 2 ;; esac
+    done
+    whole --nproc "$NPROC" 1
+    whole --steps "$STEPS" 1
+    whole --port "$PORT" 1024
+    checked_module "$RUNNER"
+    [ $# -gt 0 ] || fail "no script: sbatch [options of sbatch] $NAME [options] SCRIPT [arguments] (see --help)"
+    [ -f "$1" ] || fail "script '$1' does not exist in $PWD"
+    PROGRAM=("$1" "${FLAGS[@]}" "${@:2}")
+    find_allocation
+    find_arena
+}
+
+# find_allocation: sets ALLOCATED and NODES.
+find_allocation() {
+    [ -n "${SLURM_JOB_ID:+${SLURM_JOB_NODELIST:-}}" ] ||
+        fail "SLURM_JOB_ID or SLURM_JOB_NODELIST is not set: submit this script with sbatch, or call it inside salloc"
+    checked_name --job "$JOB"
+    mapfile -t ALLOCATED < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
+    ((${#ALLOCATED[@]})) || fail "scontrol names no node of $SLURM_JOB_NODELIST"
+    : "${NODES:=${#ALLOCATED[@]}}"
+    whole --nodes "$NODES" 1
+    ((NODES <= ${#ALLOCATED[@]})) || fail "--nodes: $NODES nodes are to train, ${#ALLOCATED[@]} are allocated"
+}
+
+# find_arena: sets ARENA to the flag --ftckpt-arena, for the cleaning at the end.
+find_arena() {
+    local index word
+    ARENA=/dev/shm
+    for index in "${!PROGRAM[@]}"; do
+        word=${PROGRAM[index]}
+        case $word in
+        --ftckpt-job | --ftckpt-job=*) fail "name the job with --job: the steps and the cleaning at the end need it too" ;;
+        --ftckpt-arena=*) ARENA=${word#*=} ;;
+        --ftckpt-arena) ARENA=${PROGRAM[index + 1]:-$ARENA} ;;
+        esac
+    done
+}
+
+# on_node NODE COMMAND...: runs it there, within WAIT_SECS.
+on_node() {
+    timeout "$WAIT_SECS" srun --overlap --nodes=1 --ntasks=1 --nodelist="$1" "${@:2}"
+}
+
+# answering: prints those of the allocated nodes that can run a command now. A node that has just failed is still
+# "allocated" to Slurm, so they are asked.
+answering() {
+    local node answers
+    answers=$(
+        for node in "${ALLOCATED[@]}"; do
+            { on_node "$node" true >/dev/null 2>&1 </dev/null && echo "$node"; } &
+        done
+        wait
+    )
+    for node in "${ALLOCATED[@]}"; do
+        [[ $'\n'$answers$'\n' != *$'\n'"$node"$'\n'* ]] || echo "$node"
+    done
+}
+
+# choose: sets TRAINING to NODES of the nodes given, those of the last step before spares, and in the allocation's order:
+# Slurm numbers the nodes of a step in that order, and task 0 must be on the first.
+choose() {
+    local node wanted=()
+    for node in "${TRAINING[@]}" "$@"; do
+        [[ " ${wanted[*]} " == *" $node "* || " $* " != *" $node "* ]] || wanted+=("$node")
+    done
+    wanted=("${wanted[@]:0:NODES}")
+    TRAINING=()
+    for node in "${ALLOCATED[@]}"; do
+        [[ " ${wanted[*]} " != *" $node "* ]] || TRAINING+=("$node")
+    done
+}
+
+# joined WORD...: prints them with commas between.
+joined() {
+    local IFS=,
+    printf '%s' "$*"
+}
+
+# run_steps: until a step ends well, at most STEPS times. Step number N is what 'step N' puts into STEP.
+run_steps() {
+    local number code lost answers
+    TRAINING=()
+    choose "${ALLOCATED[@]}"
+    export FTCKPT_JOB=$JOB
+    for ((number = 1; number <= STEPS; number++)); do
+        if ((number > 1)); then
+            sleep "$PAUSE_SECS"
+            mapfile -t answers < <(answering)
+            lost=$(printf '%s\n' "${ALLOCATED[@]}" | grep -vxF "$(printf '%s\n' "${answers[@]}")" | paste -sd,) || true
+            [ -z "$lost" ] || say "do not answer: $lost"
+            choose "${answers[@]}"
+            ((${#TRAINING[@]} == NODES)) ||
+                give_up "${#TRAINING[@]} of $NODES nodes are left: allocate spares with sbatch --nodes, and say --nodes $NODES"
+        fi
+        step "$number"
+        if [ -n "$DRY_RUN" ]; then
+            show "${STEP[@]}"
+            return
+        fi
+        say "step $number of at most $STEPS on $(joined "${TRAINING[@]}")"
+        "${STEP[@]}" &
+        SRUN=$!
+        code=0
+        wait "$SRUN" || code=$?
+        SRUN=
+        ((code)) || return 0
+        say "step $number ended with code $code"
+    done
+    give_up "$STEPS steps have failed"
+}
+
+# give_up MESSAGE: the allocation ends, and with it the memory that could bring the job back.
+give_up() {
+    clean
+    fail "$1"
+}
+
+# clean: removes the arenas from all nodes that answer.
+clean() {
+    local node
+    for node in "${ALLOCATED[@]}"; do
+        on_node "$node" "$PYTHON" -m ftckpt.cli clean "$JOB" --arena "$ARENA" >/dev/null </dev/null &
+    done
+    wait
+}
+
+# stop: Slurm ends the batch script, because of scancel or the time limit.
+stop() {
+    trap '' TERM
+    say "told to stop"
+    [ -z "${SRUN:-}" ] || { kill -TERM "$SRUN" && wait "$SRUN"; } 2>/dev/null || true
+    clean
+    exit 143
+}
+trap stop TERM

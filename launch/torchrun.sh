@@ -1,0 +1,133 @@
+#!/usr/bin/env bash
+# Starts a job under torchrun, with ftckpt's runner. Call it on each node of the job; it ends when the job does.
+#
+#   bash launch/torchrun.sh [options] SCRIPT [arguments of the script]
+#
+#   --job NAME               name of the job, the same on all nodes and at the next start: it is how a restart finds its
+#                            snapshots (FTCKPT_JOB; default: slurm-$SLURM_JOB_ID)
+#   --nodes N | MIN:MAX      nodes of the job (FTCKPT_NODES; default: 1)
+#   --endpoint HOST[:PORT]   where the nodes meet; needed with more than one (FTCKPT_ENDPOINT; default port: 29400)
+#   --node-rank N            0: this node is HOST, another number: it is not (FTCKPT_NODE_RANK; default: HOST is the node
+#                            of that name, or the one that has this name or address)
+#   --nproc N                processes on this node (FTCKPT_NPROC; default: one for each GPU)
+#   --restarts N             restarts before torchrun gives up (FTCKPT_RESTARTS; default: 20)
+#   --monitor-interval SECS  how often torchrun looks at its processes (FTCKPT_MONITOR_INTERVAL; default: 0.1)
+#   --rdzv-conf K=V,...      more settings of torchrun's rendezvous (FTCKPT_RDZV_CONF)
+#   --cores "LIST LIST ..."  the cores of each process, such as "0-7 8-15" (FTCKPT_CORES; default: not bound)
+#   --runner MODULE          ftckpt.megatron (default), ftckpt.deepspeed, another module that takes a script, or none to
+#                            run the script itself (FTCKPT_RUNNER)
+#   --flags FILE             put the flags of FILE before the arguments of the script; can be given again
+#   --torchrun-arg WORD      one more word for torchrun, such as --local-addr=ADDRESS; can be given again
+#   --dry-run                print what would run, and do not run it
+#
+# FTCKPT_PYTHON names the interpreter (default: python3). An option wins over its variable.
+
+set -euo pipefail
+NAME=torchrun.sh
+HERE=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd)
+# shellcheck source=launch/job.sh
+source "$HERE/job.sh"
+
+PYTHON=${FTCKPT_PYTHON:-python3}
+JOB=${FTCKPT_JOB:-${SLURM_JOB_ID:+slurm-$SLURM_JOB_ID}}
+NODES=${FTCKPT_NODES:-1}
+ENDPOINT=${FTCKPT_ENDPOINT:-}
+NODE_RANK=${FTCKPT_NODE_RANK:-}
+NPROC=${FTCKPT_NPROC:-gpu}
+RESTARTS=${FTCKPT_RESTARTS:-20}
+MONITOR_INTERVAL=${FTCKPT_MONITOR_INTERVAL:-0.1}
+RDZV_CONF=${FTCKPT_RDZV_CONF:-}
+CORES=${FTCKPT_CORES:-}
+RUNNER=${FTCKPT_RUNNER:-ftckpt.megatron}
+EXTRA=()
+DRY_RUN=
+
+while [ $# -gt 0 ]; do
+    case $1 in
+    --job) value "$@" && JOB=$VALUE ;;
+    --nodes) value "$@" && NODES=$VALUE ;;
+    --endpoint) value "$@" && ENDPOINT=$VALUE ;;
+    --node-rank) value "$@" && NODE_RANK=$VALUE ;;
+    --nproc) value "$@" && NPROC=$VALUE ;;
+    --restarts) value "$@" && RESTARTS=$VALUE ;;
+    --monitor-interval) value "$@" && MONITOR_INTERVAL=$VALUE ;;
+    --rdzv-conf) value "$@" && RDZV_CONF=$VALUE ;;
+    --cores) value "$@" && CORES=$VALUE ;;
+    --runner) value "$@" && RUNNER=$VALUE ;;
+    --flags) value "$@" && read_flags "$VALUE" ;;
+    --torchrun-arg) value "$@" && EXTRA+=("$VALUE") ;;
+    --dry-run) DRY_RUN=1 ;;
+    -h | --help) usage "$0" && exit ;;
+    --) shift && break ;;
+    -*) fail "unknown option $1 (see --help)" ;;
+    *) break ;;
+    esac
+    case $1 in --dry-run) shift ;; *) shift 2 ;; esac
+done
+
+[ -n "$JOB" ] || fail "the job has no name: give --job NAME, the same on all nodes and at the next start"
+checked_name --job "$JOB"
+[[ $NODES =~ ^[0-9]+(:[0-9]+)?$ ]] || fail "--nodes: '$NODES' is neither a number nor MIN:MAX"
+whole --nodes "${NODES%:*}" 1
+whole --nodes "${NODES#*:}" "${NODES%:*}"
+[ "$NPROC" = gpu ] || whole --nproc "$NPROC" 1
+whole --restarts "$RESTARTS" 0
+[[ $MONITOR_INTERVAL =~ ^[0-9]*\.?[0-9]+$ ]] || fail "--monitor-interval: '$MONITOR_INTERVAL' is not a number of seconds"
+checked_module "$RUNNER"
+[ $# -gt 0 ] || fail "no script: $0 [options] SCRIPT [arguments] (see --help)"
+[ -f "$1" ] || fail "script '$1' does not exist"
+SCRIPT=$1
+shift
+
+MAX_NODES=${NODES#*:}
+[ -z "$ENDPOINT" ] || [[ $ENDPOINT == *:* ]] || ENDPOINT+=:29400
+CONF="join_timeout=600"
+if ((MAX_NODES == 1)); then
+    : "${ENDPOINT:=localhost:0}" # any free port
+else
+    [ -n "$ENDPOINT" ] || fail "$MAX_NODES nodes need a place to meet: --endpoint HOST[:PORT], the same on all nodes"
+    # torchrun asks this machine's resolver whether it is HOST, which fails where HOST is an alias or an address of
+    # another network.
+    [ "${SLURMD_NODENAME:-}" != "${ENDPOINT%:*}" ] || : "${NODE_RANK:=0}"
+    if [ -n "$NODE_RANK" ]; then
+        whole --node-rank "$NODE_RANK" 0
+        CONF+=",is_host=$((NODE_RANK == 0))"
+    fi
+    # How long the others wait for node 0 to be there.
+    CONF+=",read_timeout=120"
+fi
+CONF+=${RDZV_CONF:+,$RDZV_CONF}
+
+SETTINGS=("FTCKPT_JOB=$JOB")
+# Since torch 2.5 the attempts of a job share one store, in which restarted workers read the addresses of dead ones
+# (https://github.com/pytorch/pytorch/issues/135712). ftckpt's runner gives each attempt its own keys there, which is all
+# that one node needs. Without the runner nobody does; and with several nodes the agents keep the address of the first
+# store when its node is lost. Then each attempt must open a store of its own.
+if ((MAX_NODES > 1)) || [[ $RUNNER != ftckpt.megatron && $RUNNER != ftckpt.deepspeed ]]; then
+    SETTINGS+=(TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1)
+fi
+# Megatron demands it for tensor parallelism, where kernels and communication are to start in the order of the program.
+[ "$RUNNER" != ftckpt.megatron ] || SETTINGS+=("CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1}")
+
+PROGRAM=("$SCRIPT" "${FLAGS[@]}" "$@")
+[ "$RUNNER" = none ] || PROGRAM=(-m "$RUNNER" "${PROGRAM[@]}")
+if [ -n "$CORES" ]; then
+    read -ra LISTS <<<"$CORES"
+    [ "$NPROC" = gpu ] || ((${#LISTS[@]} == NPROC)) || fail "--cores: ${#LISTS[@]} lists for $NPROC processes"
+    # torchrun binds no process to cores.
+    SETTINGS+=("FTCKPT_CORES=$CORES")
+    # shellcheck disable=SC2016 # expanded in each process
+    BIND='read -ra lists <<<"$FTCKPT_CORES"; exec taskset --cpu-list "${lists[$LOCAL_RANK]:?--cores has no list for this process}" "$@"'
+    PROGRAM=(--no-python bash -c "$BIND" bind "$PYTHON" -u "${PROGRAM[@]}")
+fi
+
+COMMAND=(
+    "$PYTHON" -m torch.distributed.run --nnodes "$NODES" --nproc-per-node "$NPROC" --max-restarts "$RESTARTS"
+    --monitor-interval "$MONITOR_INTERVAL" --rdzv-backend c10d --rdzv-id "$JOB" --rdzv-endpoint "$ENDPOINT"
+    --rdzv-conf "$CONF" "${EXTRA[@]}" "${PROGRAM[@]}"
+)
+if [ -n "$DRY_RUN" ]; then
+    show env "${SETTINGS[@]}" "${COMMAND[@]}"
+    exit
+fi
+exec env "${SETTINGS[@]}" "${COMMAND[@]}"
