@@ -29,7 +29,7 @@ class TextData:
         """This replica's micro-batches, (micro_batch, seq + 1) each; the position moves for all."""
         first = self.consumed_samples + dp_rank * micro_batch
         starts = [first + micro * micro_batch * dp_size for micro in range(num_micro)]
-        batches = [torch.stack([self._sample(start + i) for i in range(micro_batch)]) for start in starts]
+        batches = [torch.stack([self.sample(start + i) for i in range(micro_batch)]) for start in starts]
         self.consumed_samples += num_micro * micro_batch * dp_size
         return batches
 
@@ -39,7 +39,8 @@ class TextData:
     def load_state_dict(self, state: dict[str, int]) -> None:
         self.consumed_samples = state["consumed_samples"]
 
-    def _sample(self, index: int) -> torch.Tensor:
+    def sample(self, index: int) -> torch.Tensor:
+        """Sample ``index`` of the shuffled order, (seq + 1,)."""
         epoch, place = divmod(index, self._num_samples)
         if epoch != self._epoch:
             self._epoch = epoch
