@@ -1,0 +1,86 @@
+"""Where each parameter of a DeepSpeed model lies in its logical tensor.
+
+Names are those of the module: a PipelineModule numbers layers across its stages and gives a tied layer one name on
+all of them. Experts have the number that they have among all experts of their layer. How ranks divide a tensor is
+what its marks say.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from deepspeed.moe.sharded_moe import MOELayer
+from deepspeed.moe.utils import is_moe_param
+
+from ftckpt.deepspeed.topology import tensor_parallel
+from ftckpt.errors import UnsupportedError
+from ftckpt.live.tensors import Placed
+from ftckpt.state.fragment import Box
+
+_EXPERTS = "experts.deepspeed_experts."
+
+
+def place_parameters(engine: Any) -> dict[torch.nn.Parameter, tuple[Placed, ...]]:
+    """The places of every parameter of this rank's module; each has one.
+
+    Raises:
+        UnsupportedError: a parameter whose part of its logical tensor is not known, by name.
+    """
+    first_experts = _first_experts(engine.module)
+    rank, size = tensor_parallel(engine)
+    places: dict[torch.nn.Parameter, tuple[Placed, ...]] = {}
+    for name, parameter in engine.module.named_parameters():
+        key = _key(name, parameter, first_experts)
+        local = tuple(getattr(parameter, "ds_shape", parameter.shape))
+        dim = _divided_dim(name, parameter) if size > 1 else None
+        whole, offset = list(local), [0] * len(local)
+        if dim is not None:
+            whole[dim] *= size
+            offset[dim] = rank * local[dim]
+        places[parameter] = (Placed(key, tuple(whole), Box(tuple(offset), local), 0),)
+    return places
+
+
+def _first_experts(module: torch.nn.Module) -> dict[str, int]:
+    """Of each layer of experts, the beginning of their names, and the number of this rank's first one."""
+    found = {}
+    for name, layer in module.named_modules():
+        if isinstance(layer, MOELayer):
+            prefix = f"{name}.{_EXPERTS}" if name else _EXPERTS
+            found[prefix] = dist.get_rank(layer.ep_group) * int(layer.num_local_experts)
+    return found
+
+
+def _key(name: str, parameter: torch.nn.Parameter, first_experts: dict[str, int]) -> str:
+    for prefix, first in first_experts.items():
+        if name.startswith(prefix):
+            index, _, rest = name.removeprefix(prefix).partition(".")
+            return f"{prefix}{first + int(index)}.{rest}"
+    if is_moe_param(parameter):
+        raise UnsupportedError(
+            f"parameter {name} is marked as an expert's (allreduce is False) and lies in no deepspeed.moe layer: "
+            "which expert it is cannot be known; build experts with deepspeed.moe.layer.MoE"
+        )
+    return name
+
+
+def _divided_dim(name: str, parameter: torch.nn.Parameter) -> int | None:
+    """The dimension in which tensor-parallel ranks divide a parameter, None where all have the same."""
+    marks = (getattr(parameter, mark, False) for mark in ("tensor_model_parallel", "model_parallel"))
+    if not any(marks):
+        return None
+    dim = getattr(parameter, "partition_dim", None)
+    if dim is None or not 0 <= dim < parameter.dim():
+        raise UnsupportedError(
+            f"parameter {name} is marked tensor_model_parallel and its partition_dim is {dim}: set partition_dim "
+            "to the dimension in which tensor-parallel ranks divide it, as megatron-core's layers do"
+        )
+    stride = getattr(parameter, "partition_stride", 1)
+    if stride != 1:
+        raise UnsupportedError(
+            f"parameter {name} has partition_stride {stride}: its parts are interleaved over tensor-parallel ranks; "
+            "only a stride of 1 is known, so keep what is interleaved as parameters of their own"
+        )
+    return int(dim)

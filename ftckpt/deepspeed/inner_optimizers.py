@@ -1,0 +1,91 @@
+"""The optimizers inside DeepSpeed's: state ahead of the first step, hyperparameters, and state that is no tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ftckpt.errors import UnsupportedError
+from ftckpt.live import optimizers as live
+
+Numbers = list[dict[str, Any]]
+
+
+def is_number(value: Any) -> bool:
+    """Whether state is a number of Python's, a step count for example: an object, not a tensor."""
+    return type(value) in (bool, int, float)
+
+
+def materialise(inner: Any) -> None:
+    """Let the optimizer create the state that it would create in its first step.
+
+    Raises:
+        UnsupportedError: an optimizer that ftckpt does not know.
+    """
+    if not live.without_state(inner):
+        return
+    first_state = _FIRST_STATE.get(_name(inner))
+    if first_state is not None:
+        for group in inner.param_groups:
+            for parameter in group["params"]:
+                if not inner.state.get(parameter):
+                    inner.state[parameter] = first_state(inner, group, parameter)
+    elif type(inner) in (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD):
+        live.materialise(inner)
+    else:
+        known = ["Adam, AdamW, SGD and Adagrad of torch", *(name.rpartition(".")[2] for name in _FIRST_STATE)]
+        raise UnsupportedError(f"inner optimizer {_name(inner)} is not known; known are {', '.join(known)}")
+
+
+def save(inner: Any, owners: Sequence[torch.Tensor]) -> dict[str, Any]:
+    """Hyperparameters of each group, and the numbers among each owner's state."""
+    numbers = [{name: value for name, value in inner.state[o].items() if is_number(value)} for o in owners]
+    return {"groups": live.save_groups(inner), "numbers": numbers}
+
+
+def load(inner: Any, owners: Sequence[torch.Tensor], saved: Mapping[str, Any]) -> None:
+    """Inverse of ``save``."""
+    live.load_groups(inner, saved["groups"])
+    for owner, numbers in zip(owners, saved["numbers"], strict=True):
+        inner.state[owner].update(numbers)
+    if hasattr(inner, "ds_opt_adam"):
+        _catch_up_cpu_adam(inner, saved["numbers"])
+
+
+def _name(inner: Any) -> str:
+    return f"{type(inner).__module__}.{type(inner).__qualname__}"
+
+
+def _fused_adam(inner: Any, group: dict[str, Any], parameter: torch.Tensor) -> dict[str, Any]:
+    group.setdefault("step", 0)
+    return {"step": group["step"], "exp_avg": torch.zeros_like(parameter), "exp_avg_sq": torch.zeros_like(parameter)}
+
+
+def _cpu_adam(inner: Any, group: dict[str, Any], parameter: torch.Tensor) -> dict[str, Any]:
+    dtype = torch.float32 if inner.fp32_optimizer_states else parameter.dtype
+    moments = {name: torch.zeros_like(parameter, dtype=dtype) for name in ("exp_avg", "exp_avg_sq")}
+    return {"step": 0, **moments}
+
+
+def _catch_up_cpu_adam(inner: Any, numbers: Numbers) -> None:
+    """Bring the compiled optimizer to the step that was loaded.
+
+    It keeps powers of the betas and multiplies them step by step; an optimizer that is asked for a later step at
+    once raises the betas to that power, which rounds differently. Stepping nothing gives the product.
+    """
+    steps = max((int(found.get("step", 0)) for found in numbers), default=0)
+    nothing = [torch.zeros(1) for _ in range(4)]
+    group = inner.param_groups[0]
+    beta1, beta2 = group["betas"]
+    for step in range(1, steps + 1):
+        inner.ds_opt_adam.adam_update(
+            inner.opt_id, step, 0.0, beta1, beta2, group["eps"], 0.0, group["bias_correction"], *nothing
+        )
+
+
+_FIRST_STATE: dict[str, Callable[[Any, dict[str, Any], torch.Tensor], dict[str, Any]]] = {
+    "deepspeed.ops.adam.fused_adam.FusedAdam": _fused_adam,
+    "deepspeed.ops.adam.cpu_adam.DeepSpeedCPUAdam": _cpu_adam,
+}

@@ -1,0 +1,229 @@
+"""DeepSpeed's optimizers as pieces: what each rank steps, its masters and moments, and the parameters they came from.
+
+Most of them step flat tensors in which parameters lie one after another, and each rank a partition of these. Where a
+parameter lies is read off its address: order, alignment and padding are then what they are. Padding belongs to no
+parameter: it is zero from the beginning, its gradient is zero, and it is not saved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
+from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
+from deepspeed.runtime.utils import all_gather_dp_groups
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
+from ftckpt.deepspeed import inner_optimizers
+from ftckpt.errors import UnsupportedError
+from ftckpt.live.optimizers import Optimized, stepped_pieces
+from ftckpt.live.tensors import Placed
+from ftckpt.state.piece import Piece
+
+Places = Mapping[torch.nn.Parameter, Sequence[Placed]]
+
+
+@dataclass(frozen=True)
+class Part:
+    """Elements ``first`` and on of ``parameter``, as many as ``weight`` has.
+
+    ``owner`` is the tensor under which the inner optimizer keeps state; the part begins at its element ``begin``.
+    """
+
+    parameter: torch.nn.Parameter
+    first: int
+    weight: torch.Tensor
+    owner: torch.Tensor
+    begin: int
+
+
+def check(optimizer: Any) -> None:
+    """Refuse an optimizer that is not known.
+
+    Raises:
+        UnsupportedError: its name, and the known ones.
+    """
+    if type(optimizer) not in _READERS and not isinstance(optimizer, torch.optim.Optimizer):
+        known = ", ".join(kind.__name__ for kind in _READERS)
+        name = "no optimizer" if optimizer is None else type(optimizer).__name__
+        raise UnsupportedError(f"the engine has {name}; known are those of torch, and of DeepSpeed {known}")
+
+
+def inner(optimizer: Any) -> Any:
+    """The optimizer that steps tensors, without what DeepSpeed wraps around it."""
+    return optimizer.optimizer if type(optimizer) in _READERS else optimizer
+
+
+def pieces(optimizer: Any, places: Places) -> Iterator[Piece]:
+    """Every tensor that this rank steps, weights included.
+
+    Raises:
+        UnsupportedError: a parameter or state that is not known, by name.
+    """
+    state = inner(optimizer).state
+    for part in _parts(optimizer):
+        placed = places.get(part.parameter)
+        if placed is None:
+            raise UnsupportedError("the optimizer steps a parameter that is not in the engine's module")
+        size = part.weight.numel()
+        kept = {
+            name: _cut(value, part) if _is_like(value, part.owner) else value
+            for name, value in state[part.owner].items()
+            if not inner_optimizers.is_number(value)
+        }
+        item = Optimized(part.parameter, part.first, _flat(part.owner)[part.begin : part.begin + size], part.weight)
+        yield from stepped_pieces(placed, item, kept)
+
+
+def stepped_parameters(optimizer: Any) -> set[torch.nn.Parameter]:
+    """Parameters that the optimizer steps on some rank, not only those of which this rank has a part."""
+    for name in ("bit16_groups", "bf16_groups", "fp16_groups"):
+        if type(optimizer) in _READERS and hasattr(optimizer, name):
+            return {parameter for group in getattr(optimizer, name) for parameter in group}
+    return {part.parameter for part in _parts(optimizer)}
+
+
+def owners(optimizer: Any) -> list[torch.Tensor]:
+    """The tensors under which the inner optimizer keeps state, in its order."""
+    if type(optimizer) is DeepSpeedZeroOptimizer_Stage3:
+        return list(optimizer.fp32_partitioned_groups_flat)
+    return [owner for group in inner(optimizer).param_groups for owner in group["params"]]
+
+
+def materialise(optimizer: Any) -> None:
+    """Let the inner optimizer create the state that it would create in its first step.
+
+    Raises:
+        UnsupportedError: an inner optimizer that ftckpt does not know.
+    """
+    if type(optimizer) is not DeepSpeedZeroOptimizer_Stage3:
+        inner_optimizers.materialise(inner(optimizer))
+        return
+    optimizer._set_fp32_optimizer_param_groups()  # its groups are empty except during a step
+    try:
+        inner_optimizers.materialise(inner(optimizer))
+    finally:
+        optimizer._clear_fp32_optimizer_param_groups()
+
+
+def spread(optimizer: Any) -> None:
+    """Gather the weights of which each rank loaded its own partition. Collective."""
+    if isinstance(optimizer, DeepSpeedZeroOptimizer):
+        _gather_flat(optimizer, optimizer.bit16_groups_flat, optimizer.parallel_partitioned_bit16_groups)
+    elif isinstance(optimizer, BF16_Optimizer):
+        _gather_flat(optimizer, optimizer.bf16_groups_flat, optimizer.bf16_partitioned_groups)
+    elif isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
+        optimizer._partition_all_parameters()  # gathered copies of old partitions go
+        if optimizer.persistent_parameters:
+            optimizer.persistent_parameters[0].all_gather(optimizer.persistent_parameters)
+
+
+def _gather_flat(optimizer: Any, flat: Any, partitions: Any) -> None:
+    all_gather_dp_groups(
+        groups_flat=flat,
+        partitioned_param_groups=partitions,
+        dp_process_group=optimizer.real_dp_process_group,
+        start_alignment_factor=optimizer.nccl_start_alignment_factor,
+        allgather_bucket_size=optimizer.allgather_bucket_size,
+    )
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().view(-1)
+
+
+def _is_like(value: Any, owner: torch.Tensor) -> bool:
+    return isinstance(value, torch.Tensor) and value.shape == owner.shape and value.is_contiguous()
+
+
+def _cut(value: torch.Tensor, part: Part) -> torch.Tensor:
+    return _flat(value)[part.begin : part.begin + part.weight.numel()]
+
+
+def _parts(optimizer: Any) -> Iterator[Part]:
+    yield from _READERS.get(type(optimizer), _read_plain)(optimizer)
+
+
+def _read_plain(optimizer: Any) -> Iterator[Part]:
+    """The parameters themselves are stepped."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            yield Part(parameter, 0, _flat(parameter), parameter, 0)
+
+
+def _read_unfused(optimizer: Any) -> Iterator[Part]:
+    for parameters, masters in zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True):
+        for parameter, master in zip(parameters, masters, strict=True):
+            yield Part(parameter, 0, _flat(parameter), master, 0)
+
+
+def _read_fused(optimizer: Any) -> Iterator[Part]:
+    groups = zip(optimizer.fp16_groups, optimizer.fp16_groups_flat, optimizer.fp32_groups_flat, strict=True)
+    for parameters, flat, master in groups:
+        yield from _in_flat(parameters, flat, master, 0)
+
+
+def _read_bf16(optimizer: Any) -> Iterator[Part]:
+    masters = optimizer.fp32_groups_flat_partition
+    yield from _read_partitions(optimizer, optimizer.bf16_groups, optimizer.bf16_groups_flat, masters)
+
+
+def _read_zero(optimizer: Any) -> Iterator[Part]:
+    masters = optimizer.single_partition_of_fp32_groups
+    yield from _read_partitions(optimizer, optimizer.bit16_groups, optimizer.bit16_groups_flat, masters)
+
+
+def _read_partitions(optimizer: Any, groups: Any, flats: Any, masters: Any) -> Iterator[Part]:
+    """Experts' groups are divided over other ranks than the rest."""
+    ranks = map(dist.get_rank, optimizer.real_dp_process_group)
+    for parameters, flat, master, rank in zip(groups, flats, masters, ranks, strict=True):
+        yield from _in_flat(parameters, flat, master, rank * master.numel())
+
+
+def _in_flat(
+    parameters: Sequence[torch.nn.Parameter], flat: torch.Tensor, owner: torch.Tensor, begin: int
+) -> Iterator[Part]:
+    """Parts of parameters that ``owner`` holds: elements ``begin`` and on of ``flat``, as many as it has."""
+    for parameter in parameters:
+        offset = (parameter.data_ptr() - flat.data_ptr()) // flat.element_size()
+        if not 0 <= offset <= flat.numel() - parameter.numel():
+            raise UnsupportedError(
+                "a parameter does not lie in the flat tensor of its optimizer group: its data was replaced after "
+                "deepspeed.initialize; load weights before it, or in place"
+            )
+        low, high = max(offset, begin), min(offset + parameter.numel(), begin + owner.numel())
+        if low < high:
+            yield Part(parameter, low - offset, _flat(flat)[low:high], owner, low - begin)
+
+
+def _read_stage3(optimizer: Any) -> Iterator[Part]:
+    """Each parameter is cut into equal partitions, the last one padded; a rank's ones lie one after another."""
+    for parameters, owner in zip(optimizer.fp16_groups, optimizer.fp32_partitioned_groups_flat, strict=True):
+        begin = 0
+        for parameter in parameters:
+            first, weight = partition(parameter)
+            if weight.numel():
+                yield Part(parameter, first, weight, owner, begin)
+            begin += parameter.partition_numel()
+
+
+def partition(parameter: Any) -> tuple[int, torch.Tensor]:
+    """Of a parameter under ZeRO 3: the first element of this rank's partition, and the partition without padding."""
+    size = int(parameter.partition_numel())
+    first = dist.get_rank(parameter.ds_process_group) * size
+    return first, _flat(parameter.ds_tensor)[: max(0, min(size, int(parameter.ds_numel) - first))]
+
+
+_READERS: dict[type, Callable[[Any], Iterator[Part]]] = {
+    FP16_Optimizer: _read_fused,
+    FP16_UnfusedOptimizer: _read_unfused,
+    BF16_Optimizer: _read_bf16,
+    DeepSpeedZeroOptimizer: _read_zero,
+    DeepSpeedZeroOptimizer_Stage3: _read_stage3,
+}

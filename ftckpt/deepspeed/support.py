@@ -1,0 +1,151 @@
+"""What ftckpt does not do with DeepSpeed, in one place: each with the JSON field that asks for it, and what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import deepspeed
+
+from ftckpt.errors import UnsupportedError
+
+KNOWN_VERSIONS = ("0.19.8",)
+
+
+class Refusal(NamedTuple):
+    """Something in DeepSpeed's JSON that ftckpt refuses; ``asked`` tells whether an engine was asked for it."""
+
+    field: str
+    asked: Callable[[Any], bool]
+    fix: str
+
+
+def check(engine: Any) -> None:
+    """Refuse an engine whose state is not known in full.
+
+    Raises:
+        UnsupportedError: the version, or the JSON field and what to do.
+    """
+    version = deepspeed.__version__.partition("+")[0]
+    if version not in KNOWN_VERSIONS:
+        raise UnsupportedError(
+            f"DeepSpeed {version} is not known to ftckpt; known are {', '.join(KNOWN_VERSIONS)}: install one of "
+            "these, or a newer ftckpt"
+        )
+    for refusal in REFUSALS:
+        if refusal.asked(engine):
+            raise UnsupportedError(f"DeepSpeed's {refusal.field} is not supported by ftckpt; {refusal.fix}")
+
+
+def _offload(part: str, value: str) -> Callable[[Any], Any]:
+    def read(engine: Any) -> Any:
+        config = getattr(engine._config.zero_config, part)
+        return getattr(config, value) if config is not None else None
+
+    return read
+
+
+def _is_nvme(part: str) -> Callable[[Any], bool]:
+    device = _offload(part, "device")
+    return lambda engine: device(engine) == "nvme"
+
+
+def _has_hpz(engine: Any) -> bool:
+    return int(engine.zero_hpz_partition_size()) > 1
+
+
+def _quantizes(engine: Any) -> bool:
+    zero = engine._config.zero_config
+    return bool(
+        zero.zero_quantized_weights or zero.zero_quantized_nontrainable_weights or zero.zero_quantized_gradients
+    )
+
+
+def _low_precision_masters(engine: Any) -> bool:
+    low = engine.fp16_master_weights_and_gradients() or engine.bf16_master_weights_and_gradients()
+    return bool(low or engine.bf16_optimizer_states())
+
+
+def _experts_with(engine: Any, other: bool) -> bool:
+    return bool(engine.has_moe_layers) and other
+
+
+REFUSALS = (
+    Refusal(
+        "zero_optimization.offload_optimizer.device nvme",
+        _is_nvme("offload_optimizer"),
+        "use device cpu: what lies on NVMe is not in memory",
+    ),
+    Refusal(
+        "zero_optimization.offload_param.device nvme",
+        _is_nvme("offload_param"),
+        "use device cpu: what lies on NVMe is not in memory",
+    ),
+    Refusal(
+        "zero_optimization.offload_optimizer.super_offload",
+        lambda engine: bool(_offload("offload_optimizer", "super_offload")(engine)),
+        "remove it",
+    ),
+    Refusal(
+        "zero_optimization.offload_optimizer.ratio below 1",
+        lambda engine: (
+            engine.zero_optimization_stage() == 3 and (_offload("offload_optimizer", "ratio")(engine) or 1.0) != 1.0
+        ),
+        "set it to 1: the second optimizer of a partial offload is not known",
+    ),
+    Refusal("zero_optimization.zenflow", lambda engine: engine.zenflow_config() is not None, "remove it"),
+    Refusal("zero_optimization.zero_hpz_partition_size", _has_hpz, "set it to 1"),
+    Refusal(
+        "zero_optimization.zero_quantized_weights, _nontrainable_weights or _gradients",
+        _quantizes,
+        "set them to false",
+    ),
+    Refusal(
+        "fp16.fp16_master_weights_and_grads, bf16.bf16_master_weights_and_grads and bf16.bf16_optimizer_states",
+        _low_precision_masters,
+        "set them to false",
+    ),
+    Refusal(
+        "tensor_parallel.autotp_size",
+        lambda engine: int(engine.autotp_size()) > 1,
+        "divide the model by layers that mark their parameters with tensor_model_parallel and partition_dim",
+    ),
+    Refusal(
+        "expert_parallel (AutoEP)",
+        lambda engine: bool(getattr(engine._config.expert_parallel_config, "enabled", False)),
+        "use deepspeed.moe.layer.MoE",
+    ),
+    Refusal(
+        "sequence_parallel_size", lambda engine: int(engine.sequence_parallel_size) > 1, "set it to 1 or leave it out"
+    ),
+    Refusal("hybrid_engine", lambda engine: bool(engine._config.hybrid_engine.enabled), "remove it"),
+    Refusal("torch_autocast", lambda engine: bool(engine.torch_autocast_enabled()), "use bf16 or fp16"),
+    Refusal(
+        "data_efficiency",
+        lambda engine: bool(engine.data_efficiency_enabled()),
+        "remove it: the state of curriculum sampling and random layer token drop is not saved",
+    ),
+    Refusal(
+        "compile.deepcompile",
+        lambda engine: bool(engine.is_deepcompile_enabled()) or bool(engine.is_compiled),
+        "set it to false and do not call engine.compile()",
+    ),
+    Refusal(
+        "optimizer.type Muon",
+        lambda engine: any("use_muon" in group for group in getattr(engine.basic_optimizer, "param_groups", ())),
+        "use AdamW",
+    ),
+    Refusal(
+        "zero_optimization.stage 3 with experts",
+        lambda engine: _experts_with(engine, engine.zero_optimization_stage() == 3),
+        "use stage 1 or 2",
+    ),
+    Refusal(
+        "PipelineModule with experts",
+        lambda engine: _experts_with(engine, bool(engine.pipeline_parallelism)),
+        "train experts without a pipeline",
+    ),
+    Refusal(
+        "LoRA of OptimizedLinear", lambda engine: bool(engine.optimized_linear_lora_enabled), "use layers of torch.nn"
+    ),
+)
