@@ -13,7 +13,6 @@ from jobs import Outcome
 from ftckpt.testing.faults import Fault
 from ftckpt.testing.pool import RankResult, run_ranks
 
-ENVIRONMENT = {"DS_ACCELERATOR": "cpu"}
 TINY = ["--layers", "2", "--hidden", "32", "--seq", "32"]
 BASE: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": 2,
@@ -116,13 +115,13 @@ def train(rank: int, world_size: int, run: Run) -> Outcome:
 
 def outcomes(run: Run, timeout_secs: float = 120.0) -> list[Outcome]:
     """Run to the end on all ranks."""
-    results = run_ranks(train, run.shape.ranks, run, timeout_secs=timeout_secs, env=ENVIRONMENT, stand_in=False)
+    results = run_ranks(train, run.shape.ranks, run, timeout_secs=timeout_secs, stand_in=False)
     return [result.value for result in results]
 
 
 def broken(run: Run, timeout_secs: float = 120.0, grace_secs: float = 3.0) -> list[RankResult]:
     """Run an attempt that is meant to fail."""
     return run_ranks(
-        train, run.shape.ranks, run, timeout_secs=timeout_secs, env=ENVIRONMENT, stand_in=False,
+        train, run.shape.ranks, run, timeout_secs=timeout_secs, stand_in=False,
         expect_failures=True, grace_secs=grace_secs,
     )  # fmt: skip

@@ -30,6 +30,7 @@ _SERVER_ENV = {
     "MKL_NUM_THREADS": "1",
     # Compiled functions decide when they are decorated, which is when the server imports them.
     "TORCHDYNAMO_DISABLE": "1",
+    "DS_ACCELERATOR": "cpu",  # DeepSpeed looks for a device when it is imported
 }
 _KILL_WAIT_SECS = 10.0
 _POLL_SECS = 0.05

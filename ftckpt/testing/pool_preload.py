@@ -9,6 +9,9 @@ import torch.distributed
 
 _OPTIONAL = (
     "pytest",
+    "deepspeed",
+    "deepspeed.moe.layer",
+    "deepspeed.pipe",
     "megatron.core.distributed",
     "megatron.core.dist_checkpointing",
     "megatron.core.models.gpt",
