@@ -1,0 +1,97 @@
+"""ftckpt for DeepSpeed: ``import ftckpt.deepspeed`` in a script of your own, or the runner for a script as it is.
+
+torchrun ... -m ftckpt.deepspeed SCRIPT ARGS...
+
+Either way ``"ftckpt": {"enabled": true}`` in DeepSpeed's JSON switches it on. ``deepspeed.initialize`` then returns
+an engine whose state is the newest snapshot's: a script that trains ``while engine.global_steps < N`` goes on where
+it was. The snapshot of an iteration is taken when ``engine.step`` or ``train_batch`` returns.
+
+With the runner snapshots are removed when the script has ended well. Without it ``engine.destroy()`` or ``close()``
+says that training is done; a script that says nothing leaves its snapshots in memory, because nothing else tells a
+good end from ``sys.exit`` after an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from ftckpt.config import Config
+from ftckpt.deepspeed import initialize as _door
+from ftckpt.deepspeed.section import configure
+from ftckpt.errors import ConfigError
+
+if TYPE_CHECKING:
+    from ftckpt.checkpointer import Checkpointer
+    from ftckpt.live.stateful import Stateful
+
+__all__ = ["active", "attach", "close", "configure", "register", "remove"]
+
+
+def register(name: str, value: Stateful) -> None:
+    """Save ``value``, a loader, a sampler or counters of the script, with each snapshot.
+
+    Call it before ``deepspeed.initialize``, which gives the object its state back. The object must have advanced
+    when ``engine.step`` or ``train_batch`` returns.
+
+    Raises:
+        ConfigError: the name is taken, the object has no ``state_dict`` or ``load_state_dict``, or it is too late.
+    """
+    if not name or name.startswith("ftckpt.") or name in _door.registered():
+        raise ConfigError(f"register: the name {name!r} is taken or empty; names that begin with ftckpt. are ours")
+    for method in ("state_dict", "load_state_dict"):
+        if not callable(getattr(value, method, None)):
+            raise ConfigError(f"register: {name!r} is a {type(value).__name__} and has no {method}()")
+    if active() is not None:
+        raise ConfigError(f"register: too late for {name!r}; register objects before deepspeed.initialize")
+    _door.registered()[name] = value
+
+
+def attach(engine: Any, objects: Mapping[str, Stateful] | None = None, config: Config | None = None) -> Any:
+    """Follow an engine whose JSON has no section ``"ftckpt"``; for objects that exist only when the engine does.
+
+    Collective. Call it after ``deepspeed.initialize`` and any ``load_checkpoint``. It restores what is newer than
+    the engine's state; ``engine.global_steps`` is right when it returns.
+
+    Args:
+        engine: what ``deepspeed.initialize`` has returned.
+        objects: the script's own, by name, beside those that were registered.
+        config: default is the section of the engine's JSON with what ``configure`` was given.
+
+    Returns:
+        The Checkpointer, or None where ftckpt is not switched on.
+
+    Raises:
+        ConfigError: an engine is followed already, or no job name can be found.
+        UnsupportedError: a version, a JSON field or state that ftckpt does not know.
+    """
+    from ftckpt.deepspeed import section
+
+    config = config or section.merged(section.of(engine.config))
+    if not config.enabled:
+        return None
+    from ftckpt.deepspeed.data import Epochs
+    from ftckpt.deepspeed.session import Session
+
+    return Session(engine, {**_door.registered(), **(objects or {})}, config, Epochs()).checkpointer
+
+
+def active() -> Checkpointer | None:
+    """The checkpointer of the engine that is followed, or None."""
+    session = _door.session()
+    return session.checkpointer if session is not None else None
+
+
+def close() -> None:
+    """Training has ended well: remove the snapshots. Collective; does nothing where no engine is followed."""
+    session = _door.session()
+    if session is not None:
+        session.close()
+
+
+def remove() -> None:
+    """Put ``deepspeed.initialize`` back and take all hooks off the engine; snapshots stay in memory."""
+    _door.remove()
+
+
+_door.install()

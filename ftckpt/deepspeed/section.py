@@ -1,0 +1,102 @@
+"""The ``"ftckpt"`` section of a DeepSpeed configuration, and how it goes together with the runner's flags.
+
+A setting may stand in the JSON, on the runner's command line, or in both. Settings given in one of them are
+merged; a setting given in both must have the same value in both.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from ftckpt.config import Config
+from ftckpt.errors import ConfigError
+
+NAME = "ftckpt"
+
+_given: dict[str, Any] = {}
+
+
+def configure(settings: Mapping[str, Any]) -> None:
+    """Settings from outside of the JSON, by the names of ``Config``; replaces those of an earlier call.
+
+    Raises:
+        ConfigError: an unknown name or an impossible value.
+    """
+    Config.from_mapping(settings)
+    _given.clear()
+    _given.update(settings)
+
+
+def from_flags(argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
+    """Split ``argv`` into the settings that its ``--ftckpt*`` flags give and all the other arguments.
+
+    Raises:
+        ConfigError: see ``Config.from_flags``; ``--ftckpt`` itself may be left to the JSON.
+    """
+    flags = [word.partition("=")[0] for word in argv if word.startswith("--ftckpt")]
+    alone = bool(flags) and "--ftckpt" not in flags
+    config, rest = Config.from_flags(["--ftckpt", *argv] if alone else argv)
+    names = [flag.removeprefix("--ftckpt-").replace("-", "_") for flag in flags if flag != "--ftckpt"]
+    settings = {name: getattr(config, name) for name in names}
+    return (settings if alone or not flags else {"enabled": True, **settings}), rest
+
+
+def merged(section: Any) -> Config:
+    """The configuration that ``section``, None where the JSON has none, and ``configure`` give together.
+
+    Raises:
+        ConfigError: not a mapping, an unknown name or an impossible value; a setting that differs between the two;
+            settings, and nothing that says whether ftckpt is switched on.
+    """
+    if section is None:
+        section = {}
+    Config.from_mapping(section)
+    for name, value in _given.items():
+        if section.get(name, value) != value:
+            raise ConfigError(
+                f"{name}: {value!r} by {_flag(name)} and {section[name]!r} in the DeepSpeed configuration; "
+                "give it once, or the same in both"
+            )
+    settings = {**section, **_given}
+    if settings and "enabled" not in settings:
+        raise ConfigError(
+            f'enabled: missing, and the other settings mean nothing without it; say "enabled": true in the section '
+            f'"{NAME}" of the DeepSpeed configuration, or --ftckpt to the runner'
+        )
+    return Config.from_mapping(settings)
+
+
+def _flag(name: str) -> str:
+    return "--ftckpt" if name == "enabled" else f"--ftckpt-{name.replace('_', '-')}"
+
+
+def find(initialize: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """The section in what a call of ``deepspeed.initialize`` is given, read as DeepSpeed reads it.
+
+    None where there is none, or where DeepSpeed itself has something to say about the call.
+    """
+    try:
+        given = inspect.signature(initialize).bind(*args, **kwargs).arguments
+    except TypeError:
+        return None
+    config = given.get("config")
+    if config is None:
+        config = given.get("config_params")
+    for name in ("deepspeed_config", "deepscale_config"):
+        if config is None:
+            config = getattr(given.get("args"), name, None)
+    return of(config)
+
+
+def of(config: Any) -> Any:
+    """The section of a DeepSpeed configuration: a mapping, a path, or base64 of JSON."""
+    if not isinstance(config, dict):
+        from deepspeed.runtime.tensor_parallel.init_utils import load_ds_config
+
+        try:
+            config = load_ds_config(config)
+        except (ValueError, OSError):
+            return None
+    return config.get(NAME)

@@ -1,0 +1,153 @@
+"""One engine and its snapshots: made when it is initialized, given up at the end of training."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch.distributed as dist
+
+from ftckpt.checkpointer import Checkpointer
+from ftckpt.comm import Group
+from ftckpt.config import Config
+from ftckpt.deepspeed import initialize, support
+from ftckpt.deepspeed.data import DataPosition, Epochs
+from ftckpt.deepspeed.hooks import Hooks
+from ftckpt.deepspeed.pipeline import follow_pipeline
+from ftckpt.deepspeed.state import DeepSpeedState
+from ftckpt.deepspeed.topology import gather_topology
+from ftckpt.elastic.identity import job_name, node_name
+from ftckpt.elastic.rendezvous import isolate_attempts
+from ftckpt.errors import ConfigError
+from ftckpt.live.stateful import Stateful
+
+_DATA = "ftckpt.data"
+
+
+class Session:
+    """Snapshots of one engine.
+
+    Collective. Restores at once, but for RNG and the position in the data: these follow right before the first
+    batch is drawn.
+
+    Args:
+        engine: what ``deepspeed.initialize`` has made.
+        objects: the script's own, by name.
+        config: ``job`` and ``node`` need not be given.
+        begun: epochs that began while the engine was made.
+
+    Raises:
+        UnsupportedError: a version, a JSON field or state that ftckpt does not know.
+        ConfigError: no job name can be found, or another engine is followed.
+        LostError, MismatchError, MemoryBudgetError, ArenaError: see ``Checkpointer.restore``.
+    """
+
+    def __init__(self, engine: Any, objects: Mapping[str, Stateful], config: Config, begun: Epochs) -> None:
+        if initialize.session() is not None:
+            raise ConfigError(
+                'ftckpt follows one engine, and has one: leave the section "ftckpt" out of the configuration of all '
+                "others, or call ftckpt.deepspeed.close() when training with the first has ended"
+            )
+        self.engine = engine
+        self.config = replace(config, job=job_name(config.job, os.environ), node=node_name(config.node, os.environ))
+        self._objects = dict(objects)
+        self._begun = begun
+        self._group = Group(self.config.start_timeout_secs)
+        support.check(engine)
+        self._topology = gather_topology(self._group, self.config.node, engine)
+        self.checkpointer, self._data = self._restored()
+        self._hooks = Hooks(engine, self.checkpointer, self._begin_training)
+        self._follow()
+        initialize.remember(self)
+        if not self._data.is_known:
+            self.checkpointer.events.tell(
+                "where in its data training stands is for the script to know: from engine.global_steps, or from an "
+                "object that is given to ftckpt.deepspeed.register"
+            )
+
+    def close(self) -> None:
+        """Training has ended well: snapshots are not needed any more. Collective; a second call does nothing."""
+        self._unhook()
+        self.checkpointer.close()
+
+    def leave(self) -> None:
+        """Follow the engine no longer; snapshots stay for a later start of the job."""
+        self._unhook()
+        self.checkpointer.close(remove=False)
+
+    def _unhook(self) -> None:
+        self._hooks.remove()
+        self._data.remove()
+        if initialize.session() is self:
+            initialize.forget()
+
+    def _restored(self) -> tuple[Checkpointer, DataPosition]:
+        """A new checkpointer that has restored what is newer than the engine's state."""
+        data = DataPosition(self.engine, self._begun, bool(self._objects))
+        state = DeepSpeedState(self.engine, {**self._objects, _DATA: data})
+        checkpointer = Checkpointer(self.config, state, self._topology, group=self._group)
+        data.set_rng, data.tell = state.set_rng, checkpointer.events.tell
+        checkpointer.restore(newer_than=self.engine.global_steps)
+        return checkpointer, data
+
+    def _follow(self) -> None:
+        if self.engine.pipeline_parallelism:
+            follow_pipeline(self._hooks, self._draw_from)
+        else:
+            self._hooks.follow_micro_batches()
+        self._hooks.fence_optimizer()
+        self._hooks.wrap(self.engine, "load_checkpoint", self._load_checkpoint)
+        self._hooks.wrap(self.engine, "destroy", self._destroy)
+
+    def _begin_training(self) -> None:
+        self._data.begin_training()
+
+    def _draw_from(self, given: Any) -> Any:
+        return self._data.draw_from(given)
+
+    def _load_checkpoint(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Before training has begun the newer of storage and memory counts; afterwards a load is the user's wish."""
+        events = self.checkpointer.events
+        self.checkpointer.fence()  # what is loaded must not be written below a copy
+        result = original(*args, **kwargs)
+        loaded = self.engine.global_steps
+        if result[0] is None:
+            return result
+        if self._hooks.trained:
+            events.emit("loaded_in_training", iteration=loaded)
+            events.tell(f"iteration {loaded} was loaded from storage while training: snapshots may end here")
+            return result
+        self._data.remove()
+        self.checkpointer.close(remove=False)
+        self.checkpointer, self._data = self._restored()
+        self._hooks.checkpointer = self.checkpointer
+        self._hooks.begin_again()
+        now = self.engine.global_steps
+        newer = f"memory has {now}, which counts" if now > loaded else "memory has nothing newer"
+        self.checkpointer.events.tell(f"storage has iteration {loaded}, {newer}")
+        return result
+
+    def _destroy(self, original: Callable[..., Any]) -> Any:
+        """The script says that it is done, unless it does so because of an error, or the engine is collected."""
+        collected = sys._getframe(2).f_code is getattr(type(self.engine).__del__, "__code__", None)
+        if not collected and sys.exc_info()[0] is None:
+            self.close()
+        return original()
+
+
+def follow(original: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], config: Config) -> Any:
+    """Call ``deepspeed.initialize`` and follow the engine that it makes; returns what it returns.
+
+    Raises:
+        UnsupportedError, ConfigError and others: see Session.
+    """
+    if not dist.is_initialized():
+        isolate_attempts()
+    begun = Epochs()
+    with begun.watched():
+        made = original(*args, **kwargs)
+    Session(made[0], initialize.registered(), config, begun)
+    return made
