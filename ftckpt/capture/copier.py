@@ -251,3 +251,18 @@ def copy_chunk(
         source = tensors[segment.piece]
         target = slot[segment.offset - at : segment.offset - at + segment.nbytes].view(source.dtype)
         target.copy_(source[segment.start : segment.start + segment.numel], non_blocking=non_blocking)
+
+
+def copy_host_state(tensors: Sequence[torch.Tensor], copy: ChunkCopy, slot: Slot) -> ChunkCopy:
+    """Copy what an offloaded optimizer keeps in host memory, now; returns what is left for the device to copy."""
+    here = tuple(segment for segment in copy.segments if in_host_memory(tensors[segment.piece]))
+    if not here:
+        return copy
+    copy_chunk(tensors, ChunkCopy(copy.chunk, here), slot)
+    left = (segment for segment in copy.segments if not in_host_memory(tensors[segment.piece]))
+    return ChunkCopy(copy.chunk, tuple(left))
+
+
+def in_host_memory(tensor: torch.Tensor) -> bool:
+    """Whether the host holds the bytes; a module-level function for tests, whose devices are not real."""
+    return tensor.device.type == "cpu"

@@ -7,6 +7,9 @@ through one pinned buffer of a chunk's size. ROCm builds of torch keep the CUDA 
 Streams never wait for each other in a circle: whoever makes one wait does so for an event that was recorded
 before, so every wait points back in the order in which work was given to the device. For a gate the training
 thread records the event before it hands it over; for the fence all copies are submitted before it returns.
+
+State that an offloaded optimizer keeps in host memory takes no detour: it is read when its chunk is submitted, and
+the fence, which waits on the host for that, stands before the optimizer.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ import torch
 from ftckpt.capture.affinity import pin
 from ftckpt.capture.budget import Budget
 from ftckpt.capture.clock import Clock, Mark
-from ftckpt.capture.copier import Cores, Flight, Landing, Slot, Worker, copy_chunk
+from ftckpt.capture.copier import Cores, Flight, Landing, Slot, Worker, copy_chunk, copy_host_state
 from ftckpt.capture.plan import ChunkCopy, Segment
 from ftckpt.capture.windows import Windows
 from ftckpt.events import log
@@ -78,7 +81,7 @@ class DeviceCopier:
         """A blocking copy behind all that the current stream holds; no flight uses the staging buffer now."""
         stream = torch.cuda.current_stream(self._device)
         for copy in copies:
-            self._through_staging(tensors, copy, slot, stream)
+            self._through_staging(tensors, copy_host_state(tensors, copy, slot), slot, stream)
 
     def start(self, tensors: Sequence[torch.Tensor], flight: Flight, windows: Windows) -> None:
         """The side stream first waits for the boundary: all that the current stream holds by now."""
@@ -174,10 +177,11 @@ class DeviceCopier:
             _sleep_until_done(self._stream)
         self._budget.start()
         begin = self._clock.mark()
-        if self._is_registered(flight.slot, copy):
-            copy_chunk(tensors, _within_registrations(copy), flight.slot, non_blocking=True)
+        left = copy_host_state(tensors, copy, flight.slot)
+        if self._is_registered(flight.slot, left):
+            copy_chunk(tensors, _within_registrations(left), flight.slot, non_blocking=True)
         else:
-            self._through_staging(tensors, copy, flight.slot, self._stream)
+            self._through_staging(tensors, left, flight.slot, self._stream)
         end = self._clock.mark()
         event = flight.last_copy = _done_event(self._stream)
         self._landing.chunk(flight, copy.chunk, lambda: self._landed(flight, copy.nbytes, begin, end, event))

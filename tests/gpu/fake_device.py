@@ -240,6 +240,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
     for name, value in replaced.items():
         monkeypatch.setattr(torch.cuda, name, value)
     monkeypatch.setattr(device_copier, "copy_chunk", made.copy_chunk)
+    monkeypatch.setattr(copier, "in_host_memory", lambda tensor: False)
     monkeypatch.setattr(device_copier, "_REGISTER_BYTES", 4 * PAGE)
     monkeypatch.setattr(
         device_copier,

@@ -14,6 +14,7 @@ import pytest
 from device_states import CPU, Blocked, Landings, assert_holds, live_state, plan, prepared, shared_slot
 from fake_device import PAGE, SECS, FakeDevice, install
 
+from ftckpt.capture import copier as host
 from ftckpt.capture import device_copier
 from ftckpt.capture.windows import Always, Turn
 
@@ -164,6 +165,45 @@ def test_the_host_does_not_wait_for_a_slow_copy_but_the_device_does(fake: FakeDe
         fake.compute.synchronize()
     assert not tensors[0].any()
     assert_holds(slot, copies, boundary)
+
+
+@pytest.mark.parametrize("pinned", [True, False])
+def test_state_in_host_memory_is_read_by_the_host_before_the_fence_lets_go(
+    fake: FakeDevice, monkeypatch: pytest.MonkeyPatch, pinned: bool
+) -> None:
+    """The device stands still: what an offloaded optimizer keeps is in the slot, and may be written at once."""
+    fake.refuse_pinning = not pinned
+    tensors = live_state()
+    copies, size = plan(tensors, 3 * PAGE)
+    slot = shared_slot(size)
+    boundary = [tensor.clone() for tensor in tensors]
+    offloaded = tensors[1]
+    monkeypatch.setattr(host, "in_host_memory", lambda tensor: tensor is offloaded)
+    with prepared([slot], CPU) as copier:
+        if pinned:
+            fake.go.clear()
+        seen = Landings(copies, slot)
+        copier.start(tensors, seen.flight, Always())
+        assert copier.fence(seen.flight, SECS)
+        offloaded.zero_()
+        fake.compute.enqueue(tensors[0].zero_)
+        fake.go.set()
+        seen.wait()
+        fake.compute.synchronize()
+    assert_holds(slot, copies, boundary)
+
+
+def test_volatile_state_in_host_memory_waits_for_no_device(fake: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = live_state()
+    copies, size = plan(tensors, 3 * PAGE)
+    slot = shared_slot(size)
+    monkeypatch.setattr(host, "in_host_memory", lambda tensor: True)
+    with prepared([slot], CPU) as copier:
+        fake.go.clear()
+        copier.copy_now(tensors, copies, slot)
+        fake.go.set()
+    assert fake.copies == 0
+    assert_holds(slot, copies, tensors)
 
 
 def test_what_has_landed_needs_no_wait(fake: FakeDevice) -> None:
