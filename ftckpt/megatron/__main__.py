@@ -11,9 +11,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import ftckpt.megatron
 from ftckpt.config import Config, add_flags
 from ftckpt.errors import ConfigError, FtckptError
+from ftckpt.megatron import patched
 
 _USAGE = "torchrun ... -m ftckpt.megatron SCRIPT ARGS... --ftckpt [--ftckpt-interval N ...]"
 
@@ -46,39 +46,22 @@ def _run(script: Path) -> int:
     except SystemExit as ended:
         if ended.code not in (None, 0):
             raise
-    _close()
+    patched.close()
     return 0
 
 
-def _close() -> None:
-    """The script ended well: its snapshots are not needed any more."""
-    hooks = sys.modules.get("ftckpt.megatron.hooks")  # a script without ftckpt need not wait for Megatron
-    checkpointer = hooks.active() if hooks is not None else None
-    if checkpointer is not None:
-        checkpointer.close()
-
-
 def _install(config: Config) -> None:
-    _log_to_stderr()
-    from ftckpt.elastic.rendezvous import isolate_attempts
+    patched.switch_on(config)
     from ftckpt.megatron import hooks, training_loop
 
-    ftckpt.megatron.configure(config)
-    rendezvous = isolate_attempts()
-    if os.environ.get("RANK", "0") == "0":
-        logging.getLogger("ftckpt").info("ftckpt: rendezvous: %s", rendezvous)
     hooks.install()
+    homes = hooks.patched_modules()
     if training_loop.available():
         training_loop.install()
-
-
-def _log_to_stderr() -> None:
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
-    log = logging.getLogger("ftckpt")
-    log.addHandler(handler)
-    log.setLevel(logging.INFO)
-    log.propagate = False
+        homes += training_loop.patched_modules()
+    if homes and os.environ.get("RANK", "0") == "0":
+        log = logging.getLogger("ftckpt")
+        log.info("ftckpt: patched, so that their own lines act and no run-time hooks: %s", ", ".join(homes))
 
 
 def _script(name: str) -> Path:

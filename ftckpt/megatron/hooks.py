@@ -6,6 +6,8 @@ are not. The field itself is no place for a hook: train loops overwrite it and s
 ``config.timers`` may be shared with other code. So the three schedule functions are wrapped, and each run puts
 its listeners around whatever the fields hold then.
 
+A patched Megatron-core (patches/) has lines that do this; what is patched is not wrapped.
+
 The fence stands immediately before the first write to stepped state: ``step_with_ready_grads`` of the optimizer,
 and once more, as a guard that holds alone, before each step of the optimizers of torch inside it.
 """
@@ -17,16 +19,17 @@ from collections.abc import Callable
 from typing import Any
 
 import megatron.core
+from megatron.core.optimizer import optimizer as optimizer_module
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.utils import get_model_config
 
 from ftckpt.checkpointer import Checkpointer
 from ftckpt.errors import UnsupportedError
-from ftckpt.megatron import phases
+from ftckpt.megatron import patched, phases
 from ftckpt.megatron.optimizers import leaf_optimizers
 from ftckpt.megatron.state import MegatronState
 
-KNOWN_VERSIONS = ("0.16.0", "0.16.1")
+KNOWN_VERSIONS = ("0.15.3", "0.16.0", "0.16.1", "0.19.0", "0.19.1")
 _SCHEDULES = (
     "forward_backward_no_pipelining",
     "forward_backward_pipelining_without_interleaving",
@@ -38,15 +41,17 @@ _active: Checkpointer | None = None
 _state: MegatronState | None = None
 _guards: list[Callable[[], None]] = []
 """Each takes one fence away."""
+_installed = False
 
 
 def install() -> None:
-    """Wrap the schedule functions; a second call does nothing. ``remove`` undoes it.
+    """Wrap the schedule functions, where they are not patched; a second call does nothing. ``remove`` undoes it.
 
     Raises:
         UnsupportedError: this version of megatron.core is not known.
     """
-    version = megatron.core.__version__
+    global _installed
+    version = megatron.core.__version__.partition("+")[0]  # what follows names a commit of whatever it lies in
     if version not in KNOWN_VERSIONS:
         raise UnsupportedError(
             f"megatron-core {version} is not known to ftckpt; known are {', '.join(KNOWN_VERSIONS)}: install one of "
@@ -55,15 +60,27 @@ def install() -> None:
     missing = [name for name in _SCHEDULES if not callable(getattr(schedules, name, None))]
     if missing:
         raise UnsupportedError(f"megatron-core {version} has no {missing[0]} in its schedules: a changed build?")
+    _installed = True
     for name in _SCHEDULES:
-        if name not in _originals:
+        if name not in _originals and not patched.is_patched(schedules):
             _originals[name] = getattr(schedules, name)
             setattr(schedules, name, _followed(_originals[name]))
 
 
+def installed() -> bool:
+    """Whether ``install`` was called, so that nothing goes without a hook or a line."""
+    return _installed
+
+
+def patched_modules() -> list[str]:
+    """Modules of megatron.core that have lines which call ftckpt."""
+    return patched.patched_among(patched.CORE)
+
+
 def remove() -> None:
     """Put the schedule functions and the optimizer's step back and forget the active checkpointer."""
-    global _active, _state
+    global _active, _state, _installed
+    _installed = False
     for name, original in _originals.items():
         setattr(schedules, name, original)
     _originals.clear()
@@ -76,7 +93,8 @@ def activate(checkpointer: Checkpointer, optimizer: Any, state: MegatronState) -
     global _active, _state
     _unguard()
     _active, _state = checkpointer, state
-    _guards.append(_guard_step(checkpointer, optimizer))
+    if not patched.is_patched(optimizer_module):
+        _guards.append(_guard_step(checkpointer, optimizer))
     for leaf in leaf_optimizers(optimizer):
         if leaf.optimizer is not None:
             handle = leaf.optimizer.register_step_pre_hook(lambda *args: checkpointer.fence())
@@ -124,17 +142,11 @@ def _followed(schedule: Callable[..., Any]) -> Callable[..., Any]:
             return schedule(**kwargs)
         model = kwargs["model"]
         config = get_model_config(model[0] if isinstance(model, list) else model)
-        finalize, timers = config.finalize_model_grads_func, config.timers
-
-        def finalize_in_the_tail(*args: Any, **more: Any) -> Any:
-            checkpointer.phase("tail")
-            return finalize(*args, **more) if finalize is not None else None
-
+        before = config.finalize_model_grads_func, config.timers
         try:
-            config.finalize_model_grads_func = finalize_in_the_tail
-            config.timers = phases.begin(checkpointer, config, kwargs["num_microbatches"])
+            phases.listen(checkpointer, config, kwargs["num_microbatches"])
             return schedule(**kwargs)
         finally:
-            config.finalize_model_grads_func, config.timers = finalize, timers
+            config.finalize_model_grads_func, config.timers = before
 
     return run

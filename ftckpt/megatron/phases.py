@@ -76,8 +76,20 @@ class Listening:
         return getattr(self._timers, name)
 
 
-def begin(checkpointer: Checkpointer, config: Any, micro_batches: int) -> Any:
-    """A schedule begins to run; returns what ``config.timers`` must be while it does."""
+def listen(checkpointer: Checkpointer, config: Any, micro_batches: int) -> None:
+    """A schedule begins to run with ``config``: put listeners around what its fields hold."""
+    finalize = config.finalize_model_grads_func
+
+    def finalize_in_the_tail(*args: Any, **kwargs: Any) -> Any:
+        checkpointer.phase("tail")
+        return finalize(*args, **kwargs) if finalize is not None else None
+
+    config.finalize_model_grads_func = finalize_in_the_tail
+    config.timers = _begin(checkpointer, config, micro_batches)
+
+
+def _begin(checkpointer: Checkpointer, config: Any, micro_batches: int) -> Any:
+    """Returns what ``config.timers`` must be while the schedule runs."""
     if getattr(config, "overlap_moe_expert_parallel_comm", False):
         # Forward and backward of two micro-batches run at once: the timers tell no gaps.
         checkpointer.phase("forward")
