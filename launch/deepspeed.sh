@@ -110,7 +110,7 @@ end_group() {
     kill -KILL -- "-$GROUP" 2>/dev/null || true
 }
 
-# shellcheck disable=SC2317 # called by the trap
+# shellcheck disable=SC2317,SC2329 # called by the trap
 stop() {
     trap '' INT TERM
     end_group

@@ -133,7 +133,7 @@ run_steps() {
         step "$number"
         if [ -n "$DRY_RUN" ]; then
             show "${STEP[@]}"
-            return
+            exit
         fi
         say "step $number of at most $STEPS on $(joined "${TRAINING[@]}")"
         "${STEP[@]}" &

@@ -21,6 +21,10 @@ def test_job_name_prefers_what_is_configured() -> None:
     assert job_name("mine", env) == "mine"
     assert job_name(None, env) == "run7"
     assert job_name("", env) == "run7"
+    named = {**env, "FTCKPT_JOB": "named"}
+    assert job_name("mine", named) == "mine"
+    assert job_name(None, named) == "named"
+    assert job_name(None, {**env, "FTCKPT_JOB": ""}) == "run7"
 
 
 @pytest.mark.parametrize("run_id", ["none", ""])
@@ -31,7 +35,7 @@ def test_job_name_takes_slurm_when_torchrun_has_no_run_id(run_id: str) -> None:
 def test_job_name_is_default_only_without_a_launcher() -> None:
     assert job_name(None, {"PATH": "/bin"}) == "default"
     for env in ({"TORCHELASTIC_RUN_ID": "none", "RANK": "0"}, {"RANK": "0"}, {"PMI_RANK": "3"}):
-        with pytest.raises(LaunchError, match="--rdzv-id"):
+        with pytest.raises(LaunchError, match=r"--rdzv-id .*FTCKPT_JOB"):
             job_name(None, env)
 
 
@@ -42,6 +46,8 @@ def test_bad_names_are_refused_by_name(bad: str) -> None:
     assert repr(bad) in str(configured.value)
     with pytest.raises(LaunchError):
         job_name(None, {"TORCHELASTIC_RUN_ID": bad})
+    with pytest.raises(ConfigError, match="FTCKPT_JOB"):
+        job_name(None, {"FTCKPT_JOB": bad})
     with pytest.raises(ConfigError):
         node_name(None, {"FTCKPT_NODE": bad})
 

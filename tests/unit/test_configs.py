@@ -1,0 +1,258 @@
+"""Ready configurations: read by the real classes, and by the real parsers where those are installed.
+
+``MEGATRON_LM=DIR`` names a checkout of Megatron-LM at core_v0.16.1, whose parser is not in the wheel.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import json
+import os
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ftckpt.config import Config
+
+ROOT = Path(__file__).parents[2]
+CONFIGS = ROOT / "configs"
+DEEPSPEED = sorted(CONFIGS.glob("*.json"))
+
+
+@dataclass(frozen=True)
+class Size:
+    """What a flag file says it is for: billions of parameters (tied or not), GPUs, vocabulary, GB per rank."""
+
+    parameters: float
+    world: int
+    vocab: int
+    memory_gb: float
+
+
+SIZES = {
+    "gpt-1.3b-1n": Size(1.3e9, 8, 50257, 4.0),
+    "llama2-7b-4n": Size(6.7e9, 32, 32000, 5.0),
+    "llama2-34b-64n": Size(33.7e9, 512, 32000, 1.6),
+}
+
+
+def words_of(name: str) -> list[str]:
+    """As launch/job.sh reads it."""
+    script = f'source launch/job.sh; read_flags "configs/{name}.flags"; printf "%s\\n" "${{FLAGS[@]}}"'
+    return subprocess.run(
+        ["bash", "-euc", script], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.splitlines()
+
+
+def options_of(name: str) -> dict[str, str]:
+    """Options and their values; a switch has the value ''."""
+    options: dict[str, str] = {}
+    for word in words_of(name):
+        if word.startswith("--"):
+            assert word not in options, f"{word} is given twice"
+            options[last := word] = ""
+        else:
+            assert not options[last], f"{last} has two values"
+            options[last] = word
+    return options
+
+
+TRANSFORMER = {
+    "--num-layers": "num_layers",
+    "--hidden-size": "hidden_size",
+    "--ffn-hidden-size": "ffn_hidden_size",
+    "--num-attention-heads": "num_attention_heads",
+    "--num-query-groups": "num_query_groups",
+    "--attention-dropout": "attention_dropout",
+    "--hidden-dropout": "hidden_dropout",
+    "--init-method-std": "init_method_std",
+    "--normalization": "normalization",
+    "--norm-epsilon": "layernorm_epsilon",
+    "--tensor-model-parallel-size": "tensor_model_parallel_size",
+    "--pipeline-model-parallel-size": "pipeline_model_parallel_size",
+    "--sequence-parallel": "sequence_parallel",
+    "--swiglu": "gated_linear_unit",
+}
+OPTIMIZER = {
+    "--lr": "lr",
+    "--min-lr": "min_lr",
+    "--weight-decay": "weight_decay",
+    "--clip-grad": "clip_grad",
+    "--adam-beta1": "adam_beta1",
+    "--adam-beta2": "adam_beta2",
+    "--adam-eps": "adam_eps",
+    "--bf16": "bf16",
+    "--use-distributed-optimizer": "use_distributed_optimizer",
+    "--overlap-param-gather": "overlap_param_gather",
+}
+DDP = {
+    "--use-distributed-optimizer": "use_distributed_optimizer",
+    "--overlap-grad-reduce": "overlap_grad_reduce",
+    "--overlap-param-gather": "overlap_param_gather",
+}
+OF_THE_TRAINING_LOOP = {
+    "--group-query-attention", "--seq-length", "--max-position-embeddings", "--position-embedding-type",
+    "--disable-bias-linear", "--untie-embeddings-and-output-weights", "--tokenizer-type", "--seed",
+    "--distributed-timeout-minutes", "--micro-batch-size", "--global-batch-size", "--train-iters",
+    "--lr-decay-style", "--lr-warmup-iters", "--lr-decay-iters", "--log-interval", "--eval-interval",
+    "--eval-iters", "--save-interval", "--no-gradient-accumulation-fusion",
+}  # fmt: skip
+"""Known to the parser of Megatron-LM and to no class of megatron-core."""
+
+
+def fields_of(options: dict[str, str], names: dict[str, str]) -> dict[str, Any]:
+    def typed(text: str) -> Any:
+        if not text:
+            return True
+        return json.loads(text) if re.fullmatch(r"-?[0-9.]+(e-?[0-9]+)?", text) else text
+
+    return {field: typed(options[option]) for option, field in names.items() if option in options}
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_flags_build_the_classes_of_megatron_core(name: str) -> None:
+    distributed = pytest.importorskip("megatron.core.distributed")
+    from megatron.core.optimizer import OptimizerConfig
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    options, size = options_of(name), SIZES[name]
+    unknown = set(options) - set(TRANSFORMER) - set(OPTIMIZER) - set(DDP) - OF_THE_TRAINING_LOOP
+    assert not unknown, f"this test does not know {sorted(unknown)}"
+    transformer = TransformerConfig(
+        **fields_of(options, TRANSFORMER),
+        add_bias_linear="--disable-bias-linear" not in options,
+        bf16="--bf16" in options,
+        pipeline_dtype=pytest.importorskip("torch").bfloat16,
+    )
+    optimizer = OptimizerConfig(**fields_of(options, OPTIMIZER))
+    ddp = distributed.DistributedDataParallelConfig(**fields_of(options, DDP))
+    assert ddp.use_distributed_optimizer and optimizer.lr > optimizer.min_lr > 0
+
+    model_parallel = transformer.tensor_model_parallel_size * transformer.pipeline_model_parallel_size
+    replicas, rest = divmod(size.world, model_parallel)
+    assert rest == 0 and transformer.num_layers % transformer.pipeline_model_parallel_size == 0
+    micro = int(options["--micro-batch-size"])
+    assert int(options["--global-batch-size"]) % (micro * replicas) == 0
+    assert transformer.tensor_model_parallel_size <= 8, "tensor parallelism stays inside a node"
+    assert number_of_parameters(transformer, options, size.vocab) == pytest.approx(size.parameters, rel=0.03)
+
+
+def number_of_parameters(config: Any, options: dict[str, str], vocab: int) -> float:
+    """Matrices only: biases and norms are far below a percent."""
+    hidden, ffn = config.hidden_size, config.ffn_hidden_size
+    attention = 2 * hidden**2 + 2 * hidden * config.kv_channels * config.num_query_groups
+    mlp = (3 if config.gated_linear_unit else 2) * hidden * ffn
+    embeddings = 2 if "--untie-embeddings-and-output-weights" in options else 1
+    positions = 0 if "--position-embedding-type" in options else int(options["--max-position-embeddings"])
+    return float(config.num_layers * (attention + mlp) + hidden * (embeddings * vocab + positions))
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_the_memory_that_a_flag_file_names_is_what_two_slots_take(name: str) -> None:
+    options, size = options_of(name), SIZES[name]
+    tp, pp = int(options["--tensor-model-parallel-size"]), int(options["--pipeline-model-parallel-size"])
+    replicas = size.world // (tp * pp)
+    per_rank = 2 * 12 * size.parameters / (tp * pp) / replicas / 1e9
+    assert per_rank == pytest.approx(size.memory_gb, rel=0.05)
+    text = (CONFIGS / f"{name}.flags").read_text()
+    told = re.search(r"about ([0-9.]+) GB per rank, ([0-9]+) GB on", text)
+    assert told and float(told[1]) == size.memory_gb
+    assert float(told[2]) == pytest.approx(8 * per_rank, rel=0.05)
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.flags")), ids=lambda path: path.stem)
+def test_every_option_has_a_comment_of_its_own(path: Path) -> None:
+    lines = path.read_text().splitlines()
+    for before, line in itertools.pairwise(lines):
+        if line.startswith(("--", "#--")):
+            assert re.match(r"# \S", before), f"{path.name}: no comment above {line}"
+        assert len(line) <= 118
+
+
+MEGATRON_LM = """
+import json, sys
+sys.path.insert(0, sys.argv.pop(1))
+from ftckpt.testing import cpu
+cpu.install()
+from megatron.training.arguments import core_transformer_config_from_args, parse_args, validate_args
+args = parse_args()
+validate_args(args)
+core_transformer_config_from_args(args)
+print("\\n" + json.dumps([args.data_parallel_size, args.global_batch_size, args.use_distributed_optimizer]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SIZES)
+def test_flags_pass_megatron_lms_own_parser(name: str) -> None:
+    checkout = os.environ.get("MEGATRON_LM")
+    if not checkout:
+        pytest.skip("MEGATRON_LM names no checkout of Megatron-LM")
+    # Fused rotary positions need Transformer Engine, which needs a GPU.
+    extra = ["--mock-data", "--tokenizer-type", "NullTokenizer", "--vocab-size", "32000", "--no-rope-fusion"]
+    env = {**os.environ, "WORLD_SIZE": str(SIZES[name].world), "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    run = subprocess.run(
+        [sys.executable, "-c", MEGATRON_LM, checkout, *words_of(name), *extra],
+        cwd=ROOT, env=env, capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr[-2000:]
+    options = options_of(name)
+    tp, pp = int(options["--tensor-model-parallel-size"]), int(options["--pipeline-model-parallel-size"])
+    expected = [SIZES[name].world // (tp * pp), int(options["--global-batch-size"]), True]
+    assert json.loads(run.stdout.splitlines()[-1]) == expected
+
+
+@pytest.mark.parametrize("path", DEEPSPEED, ids=lambda path: path.stem)
+def test_the_section_of_a_deepspeed_file_is_a_configuration(path: Path) -> None:
+    assert Config.from_mapping(json.loads(path.read_text())["ftckpt"]).enabled
+
+
+DEEPSPEED_CONFIG = """
+import json, sys
+from deepspeed.runtime.config import DeepSpeedConfig
+print("\\n" + json.dumps([
+    [c.zero_optimization_stage, c.bfloat16_config.enabled, c.gradient_clipping, c.train_batch_size,
+     c.optimizer_name, c.scheduler_name, c._param_dict["ftckpt"]["enabled"]]
+    for c in map(DeepSpeedConfig, sys.argv[1:])
+]))
+"""
+
+
+def test_deepspeeds_own_class_reads_its_files() -> None:
+    if importlib.util.find_spec("deepspeed") is None:
+        pytest.skip("DeepSpeed is not installed")
+    env = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+    run = subprocess.run(
+        [sys.executable, "-c", DEEPSPEED_CONFIG, *map(str, DEEPSPEED)],
+        env=env, capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr[-2000:]
+    read = json.loads(run.stdout.splitlines()[-1])
+    assert [path.stem for path in DEEPSPEED] == ["deepspeed-zero1-pp", "deepspeed-zero2", "deepspeed-zero3"]
+    assert [row[0] for row in read] == [1, 2, 3]
+    assert {tuple(row[1:]) for row in read} == {(True, 1.0, 32, "adamw", "WarmupCosineLR", True)}
+
+
+def leaves(section: dict[str, Any], prefix: str = "") -> set[str]:
+    names = set()
+    for name, value in section.items():
+        names |= leaves(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name}
+    return names
+
+
+def test_every_option_of_the_deepspeed_files_is_explained_once() -> None:
+    text = (CONFIGS / "README.md").read_text()
+    explained = re.findall(r"^\| `([a-z0-9_.]+)` \| \S", text, re.M)
+    assert len(explained) == len(set(explained))
+    assert set(explained) == set.union(*(leaves(json.loads(path.read_text())) for path in DEEPSPEED))
+
+
+def test_the_page_lists_every_file() -> None:
+    linked = set(re.findall(r"\]\(([a-z0-9.-]+)\)", (CONFIGS / "README.md").read_text()))
+    assert linked == {path.name for path in CONFIGS.iterdir()} - {"README.md"}

