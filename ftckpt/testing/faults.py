@@ -69,6 +69,8 @@ POINTS: dict[str, Point] = {
         (Hook("megatron.core.pipeline_parallel.schedules", "forward_step"), Hook(_ENGINE, "DeepSpeedEngine.forward")),
         "training",
     ),
+    # Whatever place of the iteration the integration tells, in the order in which it tells them.
+    "phase": Point((Hook(_CHECKPOINTER, "Checkpointer.phase"),), "training"),
     "fence": Point((Hook(_CHECKPOINTER, "Checkpointer.fence"),), "training"),
     "before_step": Point(_steps(), "training"),
     # After an optimizer has written its shard, before data-parallel ranks gather what the others wrote.

@@ -47,6 +47,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "elastic": FRAMEWORK,
     "megatron": FRAMEWORK | {"elastic"},
     "deepspeed": FRAMEWORK | {"elastic"},
+    "plain": FRAMEWORK | {"elastic"},
     "testing": set(STAGES) | {"checkpointer"},
 }
 BY_NAME = {("ftckpt.megatron.__main__", "ftckpt.testing.cpu")}

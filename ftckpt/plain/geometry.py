@@ -1,0 +1,92 @@
+"""Where each tensor of a torch model lies in its logical tensor: DTensors say it, all others are whole."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+
+import torch
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.nn.parallel import DistributedDataParallel
+
+from ftckpt.errors import UnsupportedError
+from ftckpt.live.tensors import Placed
+from ftckpt.state.fragment import Box
+
+_WRAPPERS = re.compile(r"\b(_orig_mod|_checkpoint_wrapped_module)\.")
+"""What torch.compile and activation checkpointing put into names."""
+
+
+def unwrap(model: torch.nn.Module) -> torch.nn.Module:
+    """The user's own module inside DDP and torch.compile.
+
+    Raises:
+        UnsupportedError: FSDP1 is in it.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, FullyShardedDataParallel):
+            raise UnsupportedError(
+                f"module {name or '(the model)'} is a FullyShardedDataParallel (FSDP1), which flattens parameters; "
+                "use torch.distributed.fsdp.fully_shard (FSDP2)"
+            )
+    while True:
+        inner = model.module if isinstance(model, DistributedDataParallel) else getattr(model, "_orig_mod", None)
+        if not isinstance(inner, torch.nn.Module):
+            return model
+        model = inner
+
+
+def named_parameters(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """Every parameter once, under the name it has without wrappers."""
+    for name, parameter in model.named_parameters():
+        yield _WRAPPERS.sub("", name), parameter
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory that this rank holds of a tensor."""
+    with torch.no_grad():
+        return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def place(name: str, tensor: torch.Tensor) -> Placed:
+    """The box that this rank holds; one without elements where an uneven shard is empty.
+
+    Raises:
+        UnsupportedError: what this rank holds is no box, is a summand, or is not contiguous.
+    """
+    mine = local(tensor)
+    if not mine.is_contiguous():
+        raise UnsupportedError(f"{name} is not contiguous in memory (channels_last?)")
+    if not isinstance(tensor, DTensor):
+        shape = tuple(tensor.shape)
+        return Placed(name, shape, Box((0,) * len(shape), shape), 0)
+    _refuse_unknown(name, tensor)
+    found = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    shape, offset = (tuple(map(int, sizes)) for sizes in found)
+    if shape != tuple(mine.shape):
+        raise UnsupportedError(f"{name} holds {tuple(mine.shape)} on this rank, and its placements say {shape}")
+    return Placed(name, tuple(tensor.shape), Box(offset, shape), 0)
+
+
+def _refuse_unknown(name: str, tensor: DTensor) -> None:
+    mesh, placements = tensor.device_mesh, tensor.placements
+    if mesh.get_coordinate() is None:
+        raise UnsupportedError(f"{name} lies on a device mesh that this rank is not part of")
+    for dim, placement in enumerate(placements):
+        if placement.is_partial():
+            raise UnsupportedError(f"{name} is {placement}: a summand of its logical tensor, not a piece of it")
+        factor = getattr(placement, "split_factor", None)
+        if factor is None:
+            continue
+        # FSDP2 over tensor parallelism shards a dimension that the mesh dimensions after it have cut first; only
+        # where they are all the cuts does a rank hold neighbouring rows.
+        after = [
+            mesh.size(place)
+            for place in range(dim + 1, mesh.ndim)
+            if getattr(placements[place], "dim", None) == getattr(placement, "dim", None)
+        ]
+        if math.prod(after) != factor:
+            raise UnsupportedError(f"{name} is placed {placements}: what a rank holds of it is no single box")

@@ -1,0 +1,279 @@
+"""Trains a small language model with plain torch on the sources of the Python standard library.
+
+A script of one's own, under DDP, FSDP2 or neither. What ftckpt needs from it are six lines, marked below.
+
+    torchrun --nproc-per-node 4 --rdzv-id plain launch/train_plain.py --wrap fsdp2 --iterations 100 --ftckpt
+
+Without a GPU it trains on CPU cores, over gloo.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import logging
+import os
+import random
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from text_data import NUM_TOKENS, Progress, TextData, sha256
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+import ftckpt.plain  # ftckpt: 1
+from ftckpt.config import Config
+
+
+def parse_args(argv: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--wrap", choices=("none", "ddp", "fsdp2"), default="ddp")
+    parser.add_argument(
+        "--replicas", type=int, default=1, help="fsdp2: groups of ranks with a whole model each (HSDP)"
+    )
+    model = parser.add_argument_group("model")
+    model.add_argument("--layers", type=int, default=4)
+    model.add_argument("--hidden", type=int, default=64)
+    model.add_argument("--heads", type=int, default=4)
+    model.add_argument("--dropout", type=float, default=0.1)
+    model.add_argument("--seq", type=int, default=64)
+    model.add_argument("--freeze", action="store_true", help="do not train the embedding of positions")
+    training = parser.add_argument_group("training")
+    training.add_argument("--micro-batch", type=int, default=2)
+    training.add_argument("--global-batch", type=int, default=16)
+    training.add_argument("--iterations", type=int, default=20)
+    training.add_argument("--optimizer", choices=("adam", "adamw", "sgd"), default="adamw")
+    training.add_argument("--lr", type=float, default=1e-3)
+    training.add_argument("--seed", type=int, default=1234)
+    training.add_argument(
+        "--precision", choices=("fp32", "mixed", "bf16", "fp16"), default="mixed",
+        help="mixed: bf16 compute on fp32 weights; bf16: weights too; fp16: autocast and a scaled loss",
+    )  # fmt: skip
+    output = parser.add_argument_group("output")
+    output.add_argument("--log-file", dest="log", type=Path, help="JSON lines, one per iteration")
+    output.add_argument("--dump-final", type=Path, help="folder for the hashes of each rank's final state")
+    args = parser.parse_args(argv)
+    if args.wrap == "fsdp2" and args.precision == "fp16":
+        parser.error("--precision fp16 is for --wrap none and ddp")
+    return args
+
+
+class Block(nn.Module):
+    """One layer of a decoder."""
+
+    def __init__(self, hidden: int, heads: int, dropout: float) -> None:
+        super().__init__()
+        self.heads, self.dropout = heads, dropout
+        self.norm1, self.norm2 = nn.LayerNorm(hidden), nn.LayerNorm(hidden)
+        self.qkv, self.out = nn.Linear(hidden, 3 * hidden), nn.Linear(hidden, hidden)
+        self.up, self.down = nn.Linear(hidden, 4 * hidden), nn.Linear(4 * hidden, hidden)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        batch, seq, hidden = x.shape
+        parts = self.qkv(self.norm1(x)).view(batch, seq, 3, self.heads, hidden // self.heads)
+        query, key, value = parts.permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        x = x + self._drop(self.out(mixed.transpose(1, 2).reshape(batch, seq, hidden)))
+        return x + self._drop(self.down(F.gelu(self.up(self.norm2(x)))))
+
+    def _drop(self, x: torch.Tensor) -> torch.Tensor:
+        return F.dropout(x, self.dropout, self.training)
+
+
+class LanguageModel(nn.Module):
+    """Tokens (batch, seq) to logits (batch, seq, NUM_TOKENS); 257 tokens divide evenly by no number of ranks."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(NUM_TOKENS, args.hidden)
+        self.positions = nn.Embedding(args.seq, args.hidden)
+        self.blocks = nn.ModuleList(Block(args.hidden, args.heads, args.dropout) for _ in range(args.layers))
+        self.norm = nn.LayerNorm(args.hidden)
+        self.scale = nn.Parameter(torch.ones(1))
+        self.register_buffer("seen_batches", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.seen_batches += 1
+        x = self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
+        for block in self.blocks:
+            x = block(x)
+        return F.linear(self.norm(x) * self.scale, self.tokens.weight)
+
+
+@dataclass
+class Job:
+    args: argparse.Namespace
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    scheduler: torch.optim.lr_scheduler.LambdaLR
+    scaler: torch.amp.GradScaler
+    data: TextData
+    num_micro: int
+    device: torch.device
+    progress: Progress = field(default_factory=Progress)
+    checkpointer: Any = None
+
+    @property
+    def objects(self) -> dict[str, Any]:
+        """What a restart must bring back beside model, optimizer and scheduler."""
+        return {"data": self.data, "progress": self.progress, "scaler": self.scaler}
+
+
+def build(args: argparse.Namespace) -> Job:
+    """Everything that trains; torch.distributed must be ready."""
+    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    num_micro, rest = divmod(args.global_batch, args.micro_batch * dist.get_world_size())
+    if rest or not num_micro:
+        raise SystemExit("--global-batch must be a multiple of --micro-batch x ranks")
+    for seed in (random.seed, np.random.seed, torch.manual_seed):
+        seed(args.seed)
+    model: nn.Module = LanguageModel(args).to(device, torch.bfloat16 if args.precision == "bf16" else None)
+    model.positions.requires_grad_(not args.freeze)
+    if args.wrap == "ddp":
+        model = DistributedDataParallel(model)
+    elif args.wrap == "fsdp2":
+        shard(args, model, device)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if args.optimizer == "sgd":
+        optimizer: torch.optim.Optimizer = torch.optim.SGD(trained, args.lr, momentum=0.9)
+    else:
+        kind = torch.optim.Adam if args.optimizer == "adam" else torch.optim.AdamW
+        optimizer = kind(trained, args.lr, weight_decay=0.01)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 5))
+    scaler = torch.amp.GradScaler(device.type, init_scale=2.0**16, enabled=args.precision == "fp16")
+    torch.manual_seed(args.seed + dist.get_rank())  # each rank has its own dropout masks
+    return Job(args, model, optimizer, scheduler, scaler, TextData(args.seq, args.seed), num_micro, device)
+
+
+def shard(args: argparse.Namespace, model: nn.Module, device: torch.device) -> None:
+    """Shard each block, and the rest, over all ranks or over each group of them."""
+    shape = (args.replicas, dist.get_world_size() // args.replicas)
+    mesh = init_device_mesh(device.type, shape, mesh_dim_names=("replica", "shard"))
+    mesh = mesh if args.replicas > 1 else mesh["shard"]
+    mixed = args.precision == "mixed"
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if mixed else MixedPrecisionPolicy()
+    for module in [*model.blocks, model]:  # type: ignore[misc]
+        fully_shard(module, mesh=mesh, mp_policy=policy)
+
+
+def train_step(job: Job) -> dict[str, Any]:
+    """One iteration, up to the boundary: optimizer, LR schedule and counters have all advanced."""
+    args, ranks = job.args, dist.get_world_size()
+    batches = job.data.next_batch(job.num_micro, args.micro_batch, dist.get_rank(), ranks)
+    total = torch.zeros((), device=job.device)
+    job.optimizer.zero_grad()
+    for micro, batch in enumerate(batches):
+        last = micro == job.num_micro - 1
+        with contextlib.nullcontext() if last or args.wrap != "ddp" else job.model.no_sync():
+            loss = loss_of(job, batch.to(job.device)) / job.num_micro
+            job.scaler.scale(loss).backward()
+        total += loss.detach()
+    parameters = [parameter for parameter in job.model.parameters() if parameter.grad is not None]
+    if args.wrap == "none":
+        for parameter in parameters:
+            dist.all_reduce(parameter.grad)
+            parameter.grad /= ranks
+    job.scaler.unscale_(job.optimizer)
+    norm = nn.utils.clip_grad_norm_(parameters, 1.0)
+    job.scaler.step(job.optimizer)
+    job.scaler.update()
+    job.scheduler.step()
+    job.progress.iteration += 1
+    job.progress.consumed_samples = job.data.consumed_samples
+    dist.all_reduce(total)
+    return {
+        "iteration": job.progress.iteration,
+        "loss": float(total) / ranks,
+        "lr": job.optimizer.param_groups[0]["lr"],
+        "grad_norm": float(norm.full_tensor() if isinstance(norm, DTensor) else norm),
+        "loss_scale": job.scaler.get_scale(),
+        "consumed_samples": job.progress.consumed_samples,
+    }
+
+
+def loss_of(job: Job, batch: torch.Tensor) -> torch.Tensor:
+    dtype = torch.float16 if job.args.precision == "fp16" else torch.bfloat16
+    cast = job.args.precision == "fp16" or (job.args.precision == "mixed" and job.args.wrap != "fsdp2")
+    with torch.autocast(job.device.type, dtype, enabled=cast):
+        logits = job.model(batch[:, :-1])
+    return F.cross_entropy(logits.float().flatten(0, 1), batch[:, 1:].flatten())
+
+
+def train(job: Job) -> list[dict[str, Any]]:
+    history = []
+    while job.progress.iteration < job.args.iterations:
+        started = time.time()
+        history.append(train_step(job))
+        log(job, {**history[-1], "time": time.time() - started})
+        if job.checkpointer:
+            job.checkpointer.step(job.progress.iteration)  # ftckpt: 5
+    return history
+
+
+def log(job: Job, metrics: dict[str, Any]) -> None:
+    """Rank 0 writes; the hexadecimal loss shows every bit."""
+    if dist.get_rank() != 0:
+        return
+    line = json.dumps({**metrics, "loss_hex": metrics["loss"].hex()})
+    if job.args.log is None:
+        print(line, flush=True)
+        return
+    with job.args.log.open("a") as file:
+        file.write(line + "\n")
+
+
+def final_hashes(job: Job) -> dict[str, str]:
+    """SHA-256 of each tensor this rank holds: weights, buffers, moments, RNG and scaler."""
+    tensors: dict[str, Any] = dict([*job.model.named_parameters(), *job.model.named_buffers()])
+    for index, (parameter, state) in enumerate(job.optimizer.state.items()):
+        tensors[f"optimizer.{index}"] = parameter
+        tensors |= {f"optimizer.{index}.{name}": torch.as_tensor(value) for name, value in state.items()}
+    for index, group in enumerate(job.optimizer.param_groups):
+        tensors[f"group.{index}.lr"] = torch.tensor(group["lr"])
+    tensors["scale"] = torch.tensor(job.scaler.get_scale())
+    tensors["rng"] = torch.get_rng_state()
+    if job.device.type == "cuda":
+        tensors["rng.device"] = torch.cuda.get_rng_state()
+    mine = {name: tensor.to_local() if isinstance(tensor, DTensor) else tensor for name, tensor in tensors.items()}
+    return {name: sha256(tensor) for name, tensor in mine.items()}
+
+
+def dump_final(job: Job, folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"rank{dist.get_rank()}.json").write_text(json.dumps(final_hashes(job), indent=1))
+
+
+def main(argv: Sequence[str]) -> None:
+    config, rest = Config.from_flags(argv)
+    args = parse_args(rest)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    ftckpt.plain.init_process_group(config, "nccl" if torch.cuda.is_available() else "gloo")  # ftckpt: 2
+    job = build(args)
+    job.checkpointer = ftckpt.plain.attach(job.model, job.optimizer, job.scheduler, job.objects, config)  # ftckpt: 3
+    if job.checkpointer:
+        job.checkpointer.restore()  # ftckpt: 4
+    train(job)
+    if args.dump_final:
+        dump_final(job, args.dump_final)
+    if job.checkpointer:
+        job.checkpointer.close()  # ftckpt: 6
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

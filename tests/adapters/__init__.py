@@ -1,0 +1,1 @@
+"""The frameworks as the conformance suite sees them: each adapter builds its example job of ``launch/``."""

@@ -1,0 +1,51 @@
+"""Every integration in every configuration, one suite. ``-k conformance -v`` prints the table."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import shutil
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ftckpt.testing.conformance.suite import CHECKS, Suite
+
+pytestmark = [pytest.mark.multiproc, pytest.mark.faults]
+
+FRAMEWORKS = {"megatron": "megatron.core", "plain": "torch"}
+
+
+def adapters() -> Iterator[Any]:
+    for framework, module in FRAMEWORKS.items():
+        if importlib.util.find_spec(module.partition(".")[0]) is not None:
+            yield from importlib.import_module(f"adapters.{framework}").ADAPTERS
+
+
+CASES = {f"{a.framework}-{a.configuration}-{check}": (a, check) for a in adapters() for check in CHECKS}
+
+
+@pytest.fixture(scope="module")
+def suite_of() -> Iterator[Callable[[Any], Suite]]:
+    """One suite per adapter, so that its checks share jobs."""
+    root = Path("/dev/shm") / f"ftckpt-test-{uuid.uuid4().hex[:8]}"
+    suites: dict[Any, Suite] = {}
+
+    def suite(adapter: Any) -> Suite:
+        if adapter not in suites:
+            folder = root / f"{adapter.framework}-{adapter.configuration}"
+            folder.mkdir(parents=True)
+            suites[adapter] = Suite(adapter, folder)
+        return suites[adapter]
+
+    yield suite
+    shutil.rmtree(root, ignore_errors=True)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_conformance(case: str, suite_of: Callable[[Any], Suite]) -> None:
+    adapter, check = CASES[case]
+    suite_of(adapter).check(check)
