@@ -1,0 +1,113 @@
+"""DeepSpeed jobs killed at any point go on bit-exact, whoever knows the position of the data, beside checkpoints."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import ds_jobs
+import jobs
+import pytest
+
+from ftckpt.testing.faults import Fault
+
+pytestmark = [pytest.mark.multiproc, pytest.mark.faults]
+
+UNTIL, AT = 7, 5
+PIPELINE = "pp2-dp2"
+
+# point → iterations that may be restored when rank 1 dies there in iteration AT, as in test_kill.py
+POINTS = {
+    "forward": {AT - 2, AT - 1},
+    "fence": {AT - 2, AT - 1},
+    "before_step": {AT - 1, AT - 2},
+    "after_step": {AT - 1},
+    "boundary": {AT - 1},
+    "copy": {AT - 1},
+    "before_seal": {AT - 1},
+    "after_seal": {AT - 1, AT},
+    "between": {AT - 1, AT},
+}
+
+
+@cache
+def reference(name: str, *argv: str, until: int = UNTIL) -> list[jobs.Outcome]:
+    return ds_jobs.outcomes(ds_jobs.Run(ds_jobs.SHAPES[name], until, argv=argv))
+
+
+def attempt(
+    name: str, settings: dict[str, Any], *faults: Fault, argv: tuple[str, ...] = (), until: int = UNTIL
+) -> None:
+    shape = ds_jobs.SHAPES[name]
+    results = ds_jobs.broken(ds_jobs.Run(shape, until, settings, argv, faults))
+    for fault in faults:
+        ranks = range(shape.ranks) if fault.rank == "all" else [fault.rank]
+        assert all(fault.fired(rank) for rank in ranks), [result.error for result in results]
+        assert all(jobs.killed(results[rank]) for rank in ranks), [result.error for result in results]
+
+
+def resume(name: str, settings: dict[str, Any], *argv: str, until: int = UNTIL) -> int:
+    resumed = ds_jobs.outcomes(ds_jobs.Run(ds_jobs.SHAPES[name], until, settings, argv))
+    assert not list(Path(settings["arena"]).iterdir()), "an ended job left something behind"
+    return jobs.assert_continues(reference(name, *argv, until=until), resumed)
+
+
+@pytest.mark.parametrize("point", POINTS)
+def test_one_rank_of_a_pipeline_killed_at_every_point(point: str, settings: dict[str, Any], tmp_path: Path) -> None:
+    attempt(PIPELINE, settings, Fault(1, AT, point, tmp_path / "fired", "kill"))
+    assert resume(PIPELINE, settings) in POINTS[point]
+
+
+@pytest.mark.parametrize("data", ["iterator", "engine"])
+@pytest.mark.parametrize("name", ["zero1", PIPELINE])
+def test_the_position_of_the_data_comes_back(name: str, data: str, settings: dict[str, Any], tmp_path: Path) -> None:
+    """In the second epoch of DeepSpeed's own loader, or of an iterator that the script makes anew."""
+    argv, until = ("--data", data), 15
+    if data == "iterator" and name != PIPELINE:
+        pytest.skip("who loops over batches by hand registers their position")
+    attempt(name, settings, Fault(1, 14, "forward", tmp_path / "fired", "kill"), argv=argv, until=until)
+    assert resume(name, settings, *argv, until=until) in {12, 13}
+
+
+@pytest.mark.parametrize("name", ["zero2", PIPELINE])
+def test_memory_newer_than_storage_wins(name: str, settings: dict[str, Any], tmp_path: Path) -> None:
+    """The script loads DeepSpeed's checkpoint of iteration 3; the arenas hold a newer one."""
+    argv = ("--save", str(tmp_path / "ds"), "--load", str(tmp_path / "ds"), "--save-interval", "3")
+    attempt(name, settings, Fault(1, AT, "boundary", tmp_path / "fired", "kill"), argv=argv)
+    resumed = ds_jobs.outcomes(ds_jobs.Run(ds_jobs.SHAPES[name], UNTIL, settings, argv))
+    assert jobs.assert_continues(reference(name), resumed) == AT - 1
+    assert any(event["iteration"] == AT - 1 for event in jobs.events(settings, "restored"))
+
+
+@pytest.mark.parametrize("name", ["zero2", PIPELINE])
+def test_storage_newer_than_memory_wins(name: str, settings: dict[str, Any], tmp_path: Path) -> None:
+    """A run without ftckpt has meanwhile gone on to iteration 6: what is in memory is older, and is given up."""
+    storage = str(tmp_path / "ds")
+    attempt(name, settings, Fault("all", AT, "boundary", tmp_path / "fired", "kill", secs=20))
+    ds_jobs.outcomes(ds_jobs.Run(ds_jobs.SHAPES[name], 6, argv=("--save", storage, "--save-interval", "6")))
+    loading = ds_jobs.Run(ds_jobs.SHAPES[name], 9, settings, ("--load", storage))
+    resumed = ds_jobs.outcomes(loading)
+    assert {outcome.start for outcome in resumed} == {6}
+    assert resumed == ds_jobs.outcomes(replace(loading, settings=None))
+    [older, *_] = jobs.events(settings, "older_than_storage")
+    assert (older["in_memory"], older["loaded"]) == (AT - 1, 6)
+
+
+def test_a_job_that_lost_its_storage_and_nothing_else(settings: dict[str, Any], tmp_path: Path) -> None:
+    """load_checkpoint finds nothing, which is no error of DeepSpeed: memory is what there is."""
+    storage = tmp_path / "ds"
+    argv = ("--save", str(storage), "--load", str(storage), "--save-interval", "3")
+    attempt("zero1", settings, Fault(1, AT, "boundary", tmp_path / "fired", "kill"), argv=argv)
+    shutil.rmtree(storage)
+    resumed = ds_jobs.outcomes(ds_jobs.Run(ds_jobs.SHAPES["zero1"], UNTIL, settings, argv))
+    assert jobs.assert_continues(reference("zero1"), resumed) == AT - 1
+
+
+def test_two_faults_one_after_the_other(settings: dict[str, Any], tmp_path: Path) -> None:
+    attempt(PIPELINE, settings, Fault(3, 3, "forward", tmp_path / "first", "kill"))
+    attempt(PIPELINE, settings, Fault(0, 3, "begin", tmp_path / "second", "kill"))
+    attempt(PIPELINE, settings, Fault(2, 6, "copy", tmp_path / "third", "kill"))
+    assert resume(PIPELINE, settings) in {4, 5}
