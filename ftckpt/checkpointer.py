@@ -9,6 +9,7 @@ from ftckpt.capture.capture import Capture, SnapshotId
 from ftckpt.capture.interval import Interval
 from ftckpt.capture.node_arenas import NodeArenas
 from ftckpt.capture.pacer import Pacer, make_pacer
+from ftckpt.capture.proofs import WEIGH_AT, Proofs
 from ftckpt.capture.shard import Shard
 from ftckpt.comm import Agreement, Group, together
 from ftckpt.config import Config
@@ -17,9 +18,6 @@ from ftckpt.events import Events
 from ftckpt.layout.topology import Topology
 from ftckpt.restore.restart import Restart
 from ftckpt.state.piece import TrainingState
-
-_WEIGH_AT = 16
-"""The snapshot at which shares are fitted to the windows: by then these have been measured."""
 
 
 class Checkpointer:
@@ -51,6 +49,7 @@ class Checkpointer:
         self._agreement = Agreement(Group(config.start_timeout_secs))
         self._arenas = NodeArenas(config, topology, self._group, self.events)
         self._interval = Interval(config.interval, config.error_limit + 5)
+        self._proofs = Proofs(config.replica_check_interval)
         self._pacer: Pacer | None = None
         self._shard: Shard | None = None
         self._lineage = b""
@@ -115,6 +114,10 @@ class Checkpointer:
 
     def fence(self) -> None:
         """Call before stepped state changes; returns at once unless a copy is unfinished."""
+        self._proofs.stepped = True
+        self._fence()
+
+    def _fence(self) -> None:
         if self._off or self._closed:
             return
         self.phase("fence")
@@ -144,7 +147,7 @@ class Checkpointer:
             self._turn_off(f"iteration {iteration} after {self._last}: training went back; restart the job")
             return
         since = time.perf_counter()
-        self.fence()
+        self._fence()
         self._pacer.boundary()
         due = self._interval.due(iteration)
         try:
@@ -166,7 +169,7 @@ class Checkpointer:
         if self._closed:
             return
         if not remove:
-            self.fence()  # nothing more is trained: the last snapshot is good
+            self._fence()  # nothing more is trained: the last snapshot is good
         self._closed = True
         capture = self._capture
         if capture is not None:
@@ -196,7 +199,7 @@ class Checkpointer:
             return
         was_off = self._off
         willing = self._hear()
-        if not was_off and self._proof_due(iteration):
+        if not was_off and self._proofs.due(iteration, self._interval.number):
             busy = shard.capture is not None and shard.capture.busy
             late = willing is None or busy or self._posted  # posted: nothing was read, or ftckpt was turned off
             self._prove(shard, pacer, late)
@@ -269,18 +272,13 @@ class Checkpointer:
         except RuntimeError as error:
             self._failed(error, alone=True)
 
-    def _proof_due(self, iteration: int) -> bool:
-        """A function of iteration and number alone: every rank must come to the same answer, late or not. What a
-        configuration makes differ shows in the first steps, so proofs are close at first: at 1, 2, 4, 8 …"""
-        interval, number = self.config.replica_check_interval, self._interval.number
-        often = bool(interval) and (number & (number - 1) == 0 or iteration % interval == 0)
-        return number in (1, _WEIGH_AT) or often
-
     def _prove(self, shard: Shard, pacer: Pacer, late: bool) -> None:
         """All ranks take the same snapshots, hence prove together."""
-        weigh = self._interval.number == _WEIGH_AT and shard.capacities is None
+        number, stepped = self._interval.number, self._proofs.stepped
+        weigh = number == WEIGH_AT and shard.capacities is None
         try:
-            shard.prove(late, self._whole, pacer.capacity_bytes if weigh else None)
+            stepped = shard.prove(late, stepped, self._whole, pacer.capacity_bytes if weigh else None)
+            self._proofs.proved(number, stepped)
         except FtckptError as error:
             self._turn_off(f"no new arena: {error}")
 

@@ -62,9 +62,10 @@ class Shard:
             f"into {host_bytes / 1e6:.1f} MB at {arena.path}; survives killed processes, not yet lost nodes"
         )
 
-    def prove(self, late: bool, whole: SnapshotId | None, capacity: int | None) -> None:
+    def prove(self, late: bool, stepped: bool, whole: SnapshotId | None, capacity: int | None) -> bool:
         """Look again whether derived pieces and replicas are what they were taken for; else lay out anew.
 
+        Tells all ranks whether stepped state may have changed on this one; returns whether it may have on any.
         ``capacity``, where it is given (on all ranks or on none), is what this rank's windows take per
         iteration: from then on shares follow the capacities, where that makes less of the state spill.
 
@@ -76,15 +77,18 @@ class Shard:
             self.capacities = told if any(told) else None
         assignment, capture = self._assignment, self.capture
         if assignment is None or capture is None:
-            return
+            return stepped
         checked = self._assign()
         change = _change(assignment, checked)
         if change == _BROKEN:
             self._tell_broken(assignment, checked)
-        answers = self._group.gather(b"late" if late else change)
-        if b"late" in answers or not any(answers):
-            return  # a rank that has not read the last answer must not take its arena for an old one
-        self._lay_out_anew(assignment, checked, whole, must=_BROKEN in answers)
+        mine = (b"+" if stepped else b"-") + (b"late" if late else change)
+        words = self._group.gather(mine)
+        answers = [word[1:] for word in words]
+        # A rank that has not read the last answer must not take its arena for an old one.
+        if b"late" not in answers and any(answers):
+            self._lay_out_anew(assignment, checked, whole, must=_BROKEN in answers)
+        return any(word.startswith(b"+") for word in words)
 
     def complete(self) -> None:
         """Take into use the slots that the arena still lacks, once older arenas have made room for them."""

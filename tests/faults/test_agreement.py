@@ -262,9 +262,9 @@ def told_late(rank: int, world_size: int, settings: dict[str, Any], trouble: str
     said: list[bool] = []
     prove = Shard.prove
 
-    def recorded(self: Shard, late: bool, *rest: Any) -> None:
+    def recorded(self: Shard, late: bool, *rest: Any) -> bool:
         said.append(late)
-        prove(self, late, *rest)
+        return prove(self, late, *rest)
 
     Shard.prove = recorded  # type: ignore[method-assign]
     checkpointer, state = plain.make(rank, world_size, settings)
