@@ -57,6 +57,7 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     )  # fmt: skip
     training.add_argument("--seed", type=int, default=1234)
     training.add_argument("--load", type=Path, help="folder of DeepSpeed's own checkpoints")
+    training.add_argument("--load-weights-only", action="store_true", help="leave the optimizer as it is")
     training.add_argument("--save", type=Path, help="the same, to save to")
     training.add_argument("--save-interval", type=int, default=5)
     output = parser.add_argument_group("output")
@@ -131,7 +132,7 @@ def build(args: argparse.Namespace, config: Mapping[str, Any]) -> Job:
         config=dict(config),
     )
     if args.load:
-        engine.load_checkpoint(str(args.load))
+        engine.load_checkpoint(str(args.load), load_optimizer_states=not args.load_weights_only)
     return Job(args, engine, data, batches_of(args, engine, data))
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import inspect
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -58,6 +60,7 @@ class Session:
         self._group = Group(self.config.start_timeout_secs)
         support.check(engine)
         self._topology = gather_topology(self._group, self.config.node, engine)
+        self._fresh = {name: copy.deepcopy(value.state_dict()) for name, value in self._objects.items()}
         self.checkpointer, self._data = self._restored()
         self._hooks = Hooks(engine, self.checkpointer, self._begin_training)
         self._follow()
@@ -90,7 +93,7 @@ class Session:
         state = DeepSpeedState(self.engine, {**self._objects, _DATA: data})
         checkpointer = Checkpointer(self.config, state, self._topology, group=self._group)
         data.set_rng, data.tell = state.set_rng, checkpointer.events.tell
-        checkpointer.restore(newer_than=self.engine.global_steps)
+        self._from_memory = checkpointer.restore(newer_than=self.engine.global_steps)
         return checkpointer, data
 
     def _follow(self) -> None:
@@ -120,15 +123,29 @@ class Session:
             events.emit("loaded_in_training", iteration=loaded)
             events.tell(f"iteration {loaded} was loaded from storage while training: snapshots may end here")
             return result
-        self._data.remove()
-        self.checkpointer.close(remove=False)
+        before = self._from_memory
+        self._forget_restored()
         self.checkpointer, self._data = self._restored()
         self._hooks.checkpointer = self.checkpointer
         self._hooks.begin_again()
-        now = self.engine.global_steps
-        newer = f"memory has {now}, which counts" if now > loaded else "memory has nothing newer"
-        self.checkpointer.events.tell(f"storage has iteration {loaded}, {newer}")
+        if self._from_memory is not None:
+            self.checkpointer.events.tell(f"memory has iteration {self._from_memory}, which counts: storage is older")
+            return result
+        if before is not None and not _is_whole(original, args, kwargs):
+            raise ConfigError(
+                f"load_checkpoint: iteration {before} was restored from memory, and loading a part of iteration "
+                f"{loaded} from storage would mix the two; load all of it, or remove the snapshots with "
+                f"'ftckpt clean {self.config.job}'"
+            )
+        self.checkpointer.events.tell(f"storage has iteration {loaded}, which counts: memory has no newer")
         return result
+
+    def _forget_restored(self) -> None:
+        """What a load does not overwrite is as before the snapshot was restored, in case that storage counts."""
+        self._data.remove()
+        self.checkpointer.close(remove=False)
+        for name, state in self._fresh.items():
+            self._objects[name].load_state_dict(copy.deepcopy(state))
 
     def _destroy(self, original: Callable[..., Any]) -> Any:
         """The script says that it is done, unless it does so because of an error, or the engine is collected."""
@@ -136,6 +153,16 @@ class Session:
         if not collected and sys.exc_info()[0] is None:
             self.close()
         return original()
+
+
+def _is_whole(load: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call of ``load_checkpoint`` replaces weights, optimizer and schedule."""
+    call = inspect.signature(load).bind(*args, **kwargs)
+    call.apply_defaults()
+    given = call.arguments
+    return bool(
+        given["load_optimizer_states"] and given["load_lr_scheduler_states"] and not given["load_module_only"]
+    )
 
 
 def follow(original: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], config: Config) -> Any:

@@ -96,6 +96,16 @@ def test_storage_newer_than_memory_wins(name: str, settings: dict[str, Any], tmp
     assert (older["in_memory"], older["loaded"]) == (AT - 1, 6)
 
 
+def test_a_part_of_storage_is_not_mixed_with_what_memory_had(settings: dict[str, Any], tmp_path: Path) -> None:
+    storage = str(tmp_path / "ds")
+    attempt("zero1", settings, Fault("all", AT, "boundary", tmp_path / "fired", "kill", secs=20))
+    ds_jobs.outcomes(ds_jobs.Run(ds_jobs.SHAPES["zero1"], 6, argv=("--save", storage, "--save-interval", "6")))
+    mixed = ds_jobs.Run(ds_jobs.SHAPES["zero1"], 9, settings, ("--load", storage, "--load-weights-only"))
+    for result in ds_jobs.broken(mixed):
+        assert result.error is not None
+        assert "iteration 4 was restored from memory" in result.error and "ftckpt clean test" in result.error
+
+
 def test_a_job_that_lost_its_storage_and_nothing_else(settings: dict[str, Any], tmp_path: Path) -> None:
     """load_checkpoint finds nothing, which is no error of DeepSpeed: memory is what there is."""
     storage = tmp_path / "ds"
