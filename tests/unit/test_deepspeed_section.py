@@ -1,0 +1,174 @@
+"""The JSON section: the names and checks of Config, read as DeepSpeed reads it, at one with the runner's flags."""
+
+from __future__ import annotations
+
+import base64
+import json
+import subprocess
+import sys
+from argparse import Namespace
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ftckpt.config import Config
+from ftckpt.deepspeed import section
+from ftckpt.errors import ConfigError
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(autouse=True)
+def no_flags() -> Iterator[None]:
+    section.configure({})
+    yield
+    section.configure({})
+
+
+def initialize(
+    args: Any = None, model: Any = None, optimizer: Any = None, config: Any = None, config_params: Any = None
+) -> None:
+    """Stands for deepspeed.initialize, whose signature is what counts."""
+
+
+@pytest.mark.parametrize(
+    ("given", "config"),
+    [
+        (None, Config()),
+        ({}, Config()),
+        ({"enabled": True}, Config(enabled=True)),
+        ({"enabled": True, "interval": 3, "fence_budget": 0}, Config(enabled=True, interval=3, fence_budget=0)),
+        ({"enabled": False, "interval": 3}, Config(interval=3)),
+    ],
+)
+def test_a_section_is_a_config(given: Any, config: Config) -> None:
+    assert section.merged(given) == config
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (True, "ftckpt: expected a mapping of settings, got bool"),
+        ([], "ftckpt: expected a mapping of settings, got list"),
+        ("on", "ftckpt: expected a mapping of settings, got str"),
+        ({"enabled": True, "intervall": 2}, "ftckpt: unknown setting 'intervall'; did you mean interval?"),
+        ({"enabled": "yes"}, "enabled: 'yes' is not true or false"),
+        ({"enabled": True, "interval": "2"}, "interval: '2' is not a whole number"),
+        ({"enabled": True, "slots": 1}, "slots: 1 is too small; the least is 2"),
+        ({"interval": 2}, "enabled: missing"),
+    ],
+)
+def test_a_wrong_section_is_one_line_that_names_the_field(given: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match="^" + message.replace("?", r"\?")) as raised:
+        section.merged(given)
+    assert "\n" not in str(raised.value)
+
+
+def test_flags_and_section_are_merged() -> None:
+    section.configure({"enabled": True, "interval": 2})
+    assert section.merged(None) == Config(enabled=True, interval=2)
+    assert section.merged({"slots": 3}) == Config(enabled=True, interval=2, slots=3)
+    assert section.merged({"enabled": True, "interval": 2, "slots": 3}) == Config(enabled=True, interval=2, slots=3)
+
+
+@pytest.mark.parametrize(
+    ("flags", "given", "words"),
+    [
+        ({"interval": 2}, {"enabled": True, "interval": 1}, ["interval: 2 by --ftckpt-interval and 1 in"]),
+        ({"enabled": True}, {"enabled": False}, ["enabled: True by --ftckpt and False in"]),
+        ({"fence_budget": 0.5}, {"enabled": True, "fence_budget": 0.1}, ["0.5 by --ftckpt-fence-budget and 0.1 in"]),
+    ],
+)  # fmt: skip
+def test_a_disagreement_names_the_field_and_both_values(
+    flags: dict[str, Any], given: dict[str, Any], words: list[str]
+) -> None:
+    section.configure(flags)
+    with pytest.raises(ConfigError) as raised:
+        section.merged(given)
+    assert all(word in str(raised.value) for word in words), raised.value
+
+
+@pytest.mark.parametrize(
+    ("argv", "settings", "rest"),
+    [
+        ([], {}, []),
+        (["--lr", "1", "--ftckpt"], {"enabled": True}, ["--lr", "1"]),
+        (["--ftckpt-interval", "1", "--lr"], {"interval": 1}, ["--lr"]),
+        (["--ftckpt-job=a", "--ftckpt"], {"enabled": True, "job": "a"}, []),
+        (["--ftckpt-on-lost", "fresh"], {"on_lost": "fresh"}, []),
+    ],
+)
+def test_only_the_flags_that_were_given_count(argv: list[str], settings: dict[str, Any], rest: list[str]) -> None:
+    assert section.from_flags(argv) == (settings, rest)
+
+
+def test_a_wrong_flag_is_an_error() -> None:
+    with pytest.raises(ConfigError, match="did you mean --ftckpt-interval"):
+        section.from_flags(["--ftckpt-intervall", "1"])
+
+
+JSON = {"train_batch_size": 4, "ftckpt": {"enabled": True, "interval": 7}}
+
+
+def test_the_section_is_found_wherever_deepspeed_looks(tmp_path: Path) -> None:
+    pytest.importorskip("deepspeed")
+    path = tmp_path / "ds.json"
+    path.write_text("# hjson has comments\n" + json.dumps(JSON))
+    coded = base64.urlsafe_b64encode(json.dumps(JSON).encode()).decode()
+    for config in (JSON, str(path), coded):
+        for args, kwargs in (
+            ((), {"config": config}),
+            ((), {"config_params": config}),
+            ((), {"args": Namespace(deepspeed_config=config)}),
+            ((Namespace(deepspeed_config=None), None, None, config), {}),
+            ((), {"args": Namespace(deepscale_config=config)}),
+        ):
+            assert section.find(initialize, args, kwargs) == {"enabled": True, "interval": 7}
+
+
+@pytest.mark.parametrize(
+    "kwargs", [{}, {"config": "no/such.json"}, {"config": 3}, {"configuration": {}}, {"config": {}}]
+)
+def test_what_deepspeed_complains_of_itself_has_no_section(kwargs: dict[str, Any]) -> None:
+    pytest.importorskip("deepspeed")
+    assert section.find(initialize, (), kwargs) is None
+
+
+DOOR = """
+import sys
+import ftckpt.deepspeed
+assert not {"deepspeed", "torch"} & set(sys.modules)
+ftckpt.deepspeed.remove()
+assert not any("ftckpt" in type(finder).__module__ for finder in sys.meta_path)
+import deepspeed
+assert not hasattr(deepspeed.initialize, "__wrapped__")
+from ftckpt.deepspeed import initialize
+initialize.install()
+wrapped = deepspeed.initialize
+assert wrapped.__wrapped__
+initialize.install()
+assert deepspeed.initialize is wrapped
+ftckpt.deepspeed.remove()
+assert deepspeed.initialize is wrapped.__wrapped__
+assert not [name for name in sys.modules if name in ("ftckpt.checkpointer", "ftckpt.deepspeed.session")]
+"""
+LATER = """
+import sys
+import ftckpt.deepspeed
+from deepspeed import initialize
+import deepspeed
+assert initialize is deepspeed.initialize and initialize.__wrapped__
+assert not any("ftckpt" in type(finder).__module__ for finder in sys.meta_path)
+assert "exec_module" not in vars(deepspeed.__spec__.loader)
+"""
+
+
+@pytest.mark.parametrize("code", [DOOR, LATER], ids=["removed and installed again", "deepspeed comes later"])
+def test_the_door_wraps_one_function_and_remove_puts_it_back(code: str) -> None:
+    pytest.importorskip("deepspeed")
+    ended = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert ended.returncode == 0, ended.stderr
