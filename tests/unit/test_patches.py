@@ -1,0 +1,384 @@
+"""The source patches add calls of ours and nothing else; apply.sh puts them in whole or not at all, and out again."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import inspect
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import patch_files
+import pytest
+from patch_files import NAMES, PATCHES
+
+import ftckpt.megatron
+from ftckpt.config import Config
+from ftckpt.megatron import patched
+
+ROOT = Path(__file__).parents[2]
+IMPORT = "from ftckpt.megatron import patched as ftckpt"
+NEEDED = (
+    "bash",
+    "sed",
+    "awk",
+    "cat",
+    "mkdir",
+    "mktemp",
+    "rm",
+    "basename",
+    "dirname",
+    "grep",
+    "diff",
+    "cmp",
+    "paste",
+    "wc",
+)
+
+
+@pytest.fixture(autouse=True)
+def as_before() -> Iterator[None]:
+    yield
+    ftckpt.megatron.configure(Config())
+
+
+def calls(name: str) -> Iterator[tuple[str, ast.Call, ast.expr | None]]:
+    """Each added line that is not an import: its text, the call, and what its value is assigned to."""
+    for parts in patch_files.hunks(name).values():
+        for line in (line for part in parts for line in part.added if line != IMPORT):
+            (statement,) = ast.parse(line.strip()).body
+            assert isinstance(statement, (ast.Expr, ast.Assign)), line
+            assert isinstance(statement.value, ast.Call), line
+            yield line, statement.value, statement.targets[0] if isinstance(statement, ast.Assign) else None
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_patch_only_adds_lines(name: str) -> None:
+    text = (PATCHES / f"{name}.patch").read_text()
+    assert not [line for line in text.splitlines() if line.startswith("-") and not line.startswith("--- a/")]
+    for path, parts in patch_files.hunks(name).items():
+        assert [line for part in parts for line in part.added].count(IMPORT) == 1, path
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_each_added_line_is_a_call_that_the_function_takes(name: str) -> None:
+    called = set()
+    for line, call, target in calls(name):
+        assert isinstance(call.func, ast.Attribute) and ast.unparse(call.func.value) == patched.ALIAS, line
+        assert call.func.attr in patched.LINES, line
+        assert not call.keywords and all(isinstance(argument, ast.Name) for argument in call.args), line
+        inspect.signature(getattr(patched, call.func.attr)).bind(*call.args)
+        if target is not None:  # with ftckpt off the name keeps its value
+            assert ast.unparse(target) in [ast.unparse(argument) for argument in call.args], line
+        called.add(call.func.attr)
+    assert called == set(patched.LINES)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_place_has_its_lines(name: str) -> None:
+    added = [call.func.attr for _, call, _ in calls(name) if isinstance(call.func, ast.Attribute)]
+    assert {word: added.count(word) for word in patched.LINES} == {
+        **dict.fromkeys(patched.LINES, 1), "listen": 3, "fence": 3, "close": 2
+    }  # fmt: skip
+    files = {path.removesuffix(".py").replace("/", ".") for path in patch_files.hunks(name)}
+    assert files == {*patched.CORE, *(f"megatron.training.{n}" for n in ("arguments", "initialize", "training"))}
+
+
+def test_each_function_is_documented_and_each_patched_release_is_known() -> None:
+    readme = (PATCHES / "README.md").read_text()
+    known = (ROOT / "ftckpt/megatron/hooks.py").read_text()
+    for word in patched.LINES:
+        assert inspect.getdoc(getattr(patched, word)), word
+        assert f"ftckpt.{word}(" in readme, word
+    for name in NAMES:
+        assert name in readme
+        assert all(f'"{version}"' in known for version in patch_files.versions(name))
+
+
+class Tree(argparse.Namespace):
+    """Stands for what a line is given: passing it through is all that may happen."""
+
+
+def test_with_ftckpt_off_a_line_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    training: Any = type(sys)("megatron.training")
+    training.get_args = Tree
+    monkeypatch.setitem(sys.modules, "megatron.training", training)
+    monkeypatch.delitem(sys.modules, "ftckpt.megatron.hooks", raising=False)
+    config = Tree(timers=None)
+    patched.start(Tree(ftckpt=False))
+    patched.start(Tree())
+    patched.restore([], None, None)
+    patched.set_rng()
+    assert patched.log_sums({}, {}, True) is True and patched.log_sums({}, {}) is False
+    patched.boundary(3, 1.0)
+    assert patched.listen(config, 4, False) is config
+    patched.fence()
+    patched.close()
+    patched.close(3)
+    assert vars(config) == {"timers": None}
+    assert "ftckpt.megatron.hooks" not in sys.modules
+
+
+def test_the_module_that_megatron_imports_is_light() -> None:
+    code = (
+        f"import sys; {IMPORT}; print([m for m in sys.modules if m.split('.')[0] in ('torch', 'megatron', 'numpy')])"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert ended.stdout == "[]\n", ended.stderr
+
+
+def parse(*words: str) -> argparse.Namespace:
+    return patched.add_flags(argparse.ArgumentParser(allow_abbrev=False)).parse_args(words)
+
+
+def test_the_parsed_flags_are_in_force(monkeypatch: pytest.MonkeyPatch) -> None:
+    switched: list[Config] = []
+    monkeypatch.setattr(patched, "switch_on", switched.append)
+    flags = ["--ftckpt", "--ftckpt-interval", "3", "--ftckpt-fence-budget=0.5", "--ftckpt-job", "a"]
+    patched.start(parse(*flags))
+    assert switched == [Config.from_flags(flags)[0]]
+    assert switched[0].interval == 3
+    patched.start(parse())
+    assert len(switched) == 1, "ftckpt was switched on without --ftckpt"
+
+
+def test_what_the_runner_took_off_the_command_line_stays_in_force(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = Config(enabled=True, interval=7)
+    ftckpt.megatron.configure(config)
+    args = parse()
+    assert (args.ftckpt, args.ftckpt_interval) == (True, 7)
+    patched.start(args)
+    assert ftckpt.megatron.configuration() == config
+    assert "ftckpt.megatron.hooks" not in sys.modules or not patched._active()
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"ftckpt": True, "ftckpt_slots": 1}, "slots: 1 is too small; the least is 2"),
+        ({"ftckpt": True, "ftckpt_interval": "often"}, "interval: 'often' is not a whole number"),
+        ({"ftckpt": False, "ftckpt_interval": 2}, "--ftckpt is missing: the other --ftckpt-* flags mean nothing"),
+    ],
+)
+def test_a_wrong_flag_ends_in_one_line(
+    values: dict[str, Any], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        patched.start(argparse.Namespace(**values))
+    error = capsys.readouterr().err
+    assert ended.value.code == 2
+    assert error.startswith(f"ftckpt: {message}") and error.count("\n") == 1
+
+
+def test_flags_that_were_parsed_and_not_put_in_force_are_an_error(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    training: Any = type(sys)("megatron.training")
+    training.get_args = lambda: Tree(ftckpt=True)
+    monkeypatch.setitem(sys.modules, "megatron.training", training)
+    with pytest.raises(SystemExit):
+        patched.restore([], object(), None)
+    assert "initialize_megatron has no ftckpt line" in capsys.readouterr().err
+
+
+OTHER_CORE = """
+import sys, types, argparse
+training = types.ModuleType("megatron.training")
+training.get_args = lambda: argparse.Namespace(ftckpt=True, iteration=0)
+sys.modules["megatron.training"] = training
+import ftckpt.megatron
+from ftckpt.config import Config
+from ftckpt.megatron import patched
+ftckpt.megatron.configure(Config(enabled=True))
+patched.restore([], object(), None)
+"""
+
+
+def test_a_core_without_lines_under_a_patched_loop_is_refused() -> None:
+    pytest.importorskip("megatron.core")
+    ended = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", OTHER_CORE],
+        cwd=ROOT, capture_output=True, text=True, timeout=240, check=False,
+    )  # fmt: skip
+    assert ended.returncode == 2, ended.stderr
+    last = ended.stderr.splitlines()[-1]
+    assert last.startswith("ftckpt: ") and "schedules.py has no ftckpt lines, though the train loop has" in last
+
+
+# --- apply.sh ---
+
+
+def apply(*argv: str | Path, path: str = "") -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHON": sys.executable}
+    if path:
+        environment["PATH"] = path
+    script = str(PATCHES / "apply.sh")
+    return subprocess.run(
+        [shutil.which("bash") or "bash", script, *map(str, argv)],
+        env=environment, capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+
+
+def contents(root: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(root)): path.read_bytes() for path in root.rglob("*") if path.is_file()}
+
+
+@pytest.fixture
+def tools(tmp_path: Path) -> Any:
+    """Gives a PATH with what apply.sh needs and, of patch and git, only what is asked for."""
+
+    def only(*extra: str) -> str:
+        folder = tmp_path / f"bin-{'-'.join(extra)}"
+        folder.mkdir()
+        for tool in (*NEEDED, *extra):
+            where = shutil.which(tool)
+            if where is None:
+                pytest.skip(f"this machine has no {tool}")
+            (folder / tool).symlink_to(where)
+        return str(folder)
+
+    return only
+
+
+def test_list_names_every_patch() -> None:
+    ended = apply("--list")
+    assert ended.returncode == 0
+    assert [line.split()[0] for line in ended.stdout.splitlines()] == NAMES
+
+
+@pytest.mark.parametrize("tool", ["patch", "git"])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_round_trip_changes_nothing(name: str, tool: str, tmp_path: Path, tools: Any) -> None:
+    path = tools(tool)
+    tree = patch_files.miniature(name, tmp_path / "tree")
+    before = contents(tree)
+    ended = apply(tree, path=path)
+    assert ended.returncode == 0, ended.stderr
+    assert f"{name} is applied" in ended.stdout and "19 lines in 5 files" in ended.stdout
+    patched_tree = contents(tree)
+    for file, parts in patch_files.hunks(name).items():
+        text = patched_tree[file].decode()
+        assert all(part.new in text for part in parts), file
+    again = apply(tree, path=path)
+    assert (again.returncode, contents(tree)) == (0, patched_tree)
+    assert "already applied" in again.stdout
+    ended = apply(tree, "--reverse", path=path)
+    assert ended.returncode == 0, ended.stderr
+    assert contents(tree) == before
+    again = apply("--reverse", tree, path=path)
+    assert (again.returncode, contents(tree)) == (0, before)
+    assert "nothing to take out" in again.stdout
+
+
+@pytest.mark.parametrize("version", [v for name in NAMES for v in patch_files.versions(name)])
+def test_each_version_of_a_release_is_recognised(version: str, tmp_path: Path) -> None:
+    name = next(name for name in NAMES if version in patch_files.versions(name))
+    ended = apply(patch_files.miniature(name, tmp_path, version))
+    assert ended.returncode == 0, ended.stderr
+    assert f"{name} is applied" in ended.stdout
+
+
+def refused(tree: Path, *argv: str, path: str = "") -> str:
+    """The message of a call that must fail and touch nothing."""
+    before = contents(tree)
+    ended = apply(tree, *argv, path=path)
+    assert ended.returncode != 0, ended.stdout
+    assert contents(tree) == before, "something was touched"
+    return ended.stderr
+
+
+def test_an_unknown_release_is_refused_with_those_that_are_known(tmp_path: Path) -> None:
+    message = refused(patch_files.miniature(NAMES[0], tmp_path, "9.9.9"))
+    assert "no patch for megatron-core 9.9.9" in message
+    assert all(name in message for name in NAMES)
+
+
+def test_a_release_candidate_is_not_the_release(tmp_path: Path) -> None:
+    tree = patch_files.miniature(NAMES[0], tmp_path)
+    info = tree / "megatron/core/package_info.py"
+    info.write_text(info.read_text().replace("PRE_RELEASE = ''", "PRE_RELEASE = 'rc1'"))
+    assert f"no patch for megatron-core {patch_files.versions(NAMES[0])[0]}rc1" in refused(tree)
+
+
+@pytest.mark.parametrize(
+    ("missing", "message"),
+    [
+        ("megatron/core/package_info.py", "is no checkout of Megatron-LM"),
+        ("megatron/training/training.py", "a wheel holds megatron.core alone"),
+        ("megatron/training/initialize.py", "not a whole checkout"),
+    ],
+)
+def test_what_is_no_checkout_is_refused(missing: str, message: str, tmp_path: Path) -> None:
+    tree = patch_files.miniature(NAMES[0], tmp_path)
+    (tree / missing).unlink()
+    assert message in refused(tree)
+
+
+def changed_lines(name: str) -> list[tuple[str, str]]:
+    """One line of context of each file, the last of a hunk."""
+    return [(file, parts[-1].old.splitlines()[-1]) for file, parts in patch_files.hunks(name).items()]
+
+
+@pytest.mark.parametrize(("file", "line"), changed_lines(NAMES[-1]), ids=lambda value: Path(value).stem)
+def test_a_file_that_someone_changed_is_refused(file: str, line: str, tmp_path: Path) -> None:
+    """The number of the version alone does not say that the patch fits."""
+    tree = patch_files.miniature(NAMES[-1], tmp_path)
+    text = (tree / file).read_text()
+    assert line.strip()
+    (tree / file).write_text(text.replace(line, f"{line}  # ours"))
+    message = refused(tree)
+    assert f"{NAMES[-1]} does not fit" in message
+
+
+@pytest.mark.parametrize("argv", [[], ["--reverse"]], ids=["apply", "reverse"])
+def test_lines_that_are_not_all_there_are_left_alone(argv: list[str], tmp_path: Path) -> None:
+    tree = patch_files.miniature(NAMES[0], tmp_path)
+    assert apply(tree).returncode == 0
+    file = tree / "megatron/core/optimizer/optimizer.py"
+    file.write_text(file.read_text().replace("        ftckpt.fence()\n", "", 1))
+    assert "has lines of ftckpt, but not those of" in refused(tree, *argv)
+
+
+def test_a_file_that_does_not_compile_is_refused(tmp_path: Path) -> None:
+    tree = patch_files.miniature(NAMES[0], tmp_path)
+    file = tree / "megatron/training/arguments.py"
+    file.write_text(file.read_text() + "\nprint(\n")
+    assert "arguments.py would not compile" in refused(tree)
+
+
+def test_without_patch_and_git_the_error_says_what_to_install(tmp_path: Path, tools: Any) -> None:
+    tree = patch_files.miniature(NAMES[0], tmp_path / "tree")
+    assert "neither patch nor git was found: install one" in refused(tree, path=tools())
+
+
+def test_git_does_not_take_the_repository_around_for_the_tree(tmp_path: Path, tools: Any) -> None:
+    path = tools("git")
+    subprocess.run(["git", "init", "--quiet", str(tmp_path)], check=True, timeout=60)
+    tree = patch_files.miniature(NAMES[0], tmp_path / "tree")
+    assert apply(tree, path=path).returncode == 0
+    assert b"ftckpt.fence()" in contents(tree)["megatron/core/optimizer/optimizer.py"]
+
+
+@pytest.mark.parametrize(("argv", "message"), [(["--undo"], "unknown option --undo"), ([], "patches/apply.sh DIR")])
+def test_a_wrong_command_line_shows_the_usage(argv: list[str], message: str) -> None:
+    ended = apply(*argv)
+    assert ended.returncode != 0
+    assert message in ended.stderr and re.search(r"--list +the releases", ended.stderr)
+
+
+def test_the_scripts_have_no_known_mistakes() -> None:
+    if shutil.which("shellcheck") is None:
+        pytest.skip("this machine has no shellcheck")
+    for script in ("patches/apply.sh", "launch/check_patches.sh"):
+        ended = subprocess.run(
+            ["shellcheck", "-x", script], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
+        )
+        assert ended.returncode == 0, ended.stdout
