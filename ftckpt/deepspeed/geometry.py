@@ -28,8 +28,13 @@ def place_parameters(engine: Any) -> dict[torch.nn.Parameter, tuple[Placed, ...]
     Raises:
         UnsupportedError: a parameter whose part of its logical tensor is not known, by name.
     """
-    first_experts = _first_experts(engine.module)
     rank, size = tensor_parallel(engine)
+    first_experts = _first_experts(engine.module)
+    if first_experts and (size > 1 or engine.pipeline_parallelism):
+        raise UnsupportedError(
+            "experts together with a PipelineModule or tensor parallelism are not supported by ftckpt; train them "
+            "with data and expert parallelism alone"
+        )
     places: dict[torch.nn.Parameter, tuple[Placed, ...]] = {}
     for name, parameter in engine.module.named_parameters():
         key = _key(name, parameter, first_experts)

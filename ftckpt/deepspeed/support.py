@@ -1,4 +1,8 @@
-"""What ftckpt does not do with DeepSpeed, in one place: each with the JSON field that asks for it, and what to do."""
+"""What ftckpt does not do with DeepSpeed: each with the JSON field that asks for it, and what to do.
+
+These are known from the configuration, which is the same on all ranks. What only some ranks can know, such as a
+parameter without a place, is refused where the state is described.
+"""
 
 from __future__ import annotations
 
@@ -66,10 +70,6 @@ def _low_precision_masters(engine: Any) -> bool:
     return bool(low or engine.bf16_optimizer_states())
 
 
-def _experts_with(engine: Any, other: bool) -> bool:
-    return bool(engine.has_moe_layers) and other
-
-
 REFUSALS = (
     Refusal(
         "zero_optimization.offload_optimizer.device nvme",
@@ -134,16 +134,6 @@ REFUSALS = (
         "optimizer.type Muon",
         lambda engine: any("use_muon" in group for group in getattr(engine.basic_optimizer, "param_groups", ())),
         "use AdamW",
-    ),
-    Refusal(
-        "zero_optimization.stage 3 with experts",
-        lambda engine: _experts_with(engine, engine.zero_optimization_stage() == 3),
-        "use stage 1 or 2",
-    ),
-    Refusal(
-        "PipelineModule with experts",
-        lambda engine: _experts_with(engine, bool(engine.pipeline_parallelism)),
-        "train experts without a pipeline",
     ),
     Refusal(
         "LoRA of OptimizedLinear", lambda engine: bool(engine.optimized_linear_lora_enabled), "use layers of torch.nn"

@@ -1,0 +1,577 @@
+"""What a DeepSpeed rank says of its state is true, is all of it, and brings training back to the bit."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import itertools
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+from ds_jobs import BF16, SHAPES, Shape, fp16, zero
+
+from ftckpt.testing.pool import run_ranks
+
+pytest.importorskip("deepspeed")
+pytestmark = pytest.mark.multiproc
+
+TINY = ["--layers", "2", "--hidden", "16", "--heads", "2", "--seq", "16", "--iterations", "99"]
+FP32_ACCUMULATION = {"data_types": {"grad_accum_dtype": "fp32"}}
+CPU = {"device": "cpu"}
+MORE = {
+    "bf16-pp2-dp2": Shape(4, ["--pp", "2"], BF16),
+    "fp16-static": Shape(2, config={"fp16": {"enabled": True, "loss_scale": 128.0}}),
+    "zero1-freeze": Shape(2, ["--freeze"], BF16 | zero(1)),
+    "zero1-aligned": Shape(3, config=BF16 | zero(1, parameter_alignment=True)),
+    "zero1-adagrad": Shape(2, config=zero(1) | {"optimizer": {"type": "Adagrad", "params": {"lr": 1e-2}}}),
+    "zero2-round-robin": Shape(2, config=BF16 | zero(2, round_robin_gradients=True)),
+    "zero2-own-steps": Shape(2, config=BF16 | zero(2) | {"managed_gradient_accumulation": False}),
+    "zero3-fp16": Shape(2, config=fp16(19) | zero(3)),
+    "zero3-sub-groups": Shape(3, config=BF16 | zero(3, sub_group_size=500)),
+    "zero3-offload": Shape(2, config=BF16 | zero(3, offload_optimizer=CPU, offload_param=CPU)),
+    "pp2-dp2-fp32-accumulation": Shape(4, ["--pp", "2", "--tie"], BF16 | zero(1) | FP32_ACCUMULATION),
+    "moe-ep2-zero1": Shape(4, ["--num-experts", "4", "--ep", "2"], zero(1)),
+    "moe-ep2-fp32-accumulation": Shape(4, ["--num-experts", "4", "--ep", "2"], BF16 | zero(1) | FP32_ACCUMULATION),
+}
+ALL = SHAPES | MORE
+BEFORE, AFTER = 3, 2
+"""Iterations before the boundary that is saved, and after it."""
+
+Elements = tuple[Any, np.ndarray[Any, Any]]
+"""A fragment, or its key and box, with its elements."""
+
+
+@dataclass(frozen=True)
+class Life:
+    """One rank's training without a break, and what it saved in the middle.
+
+    ``first`` are the stepped pieces before training; ``pieces`` those at the boundary, with bytes, or None where
+    they are derived; ``told`` is what DeepSpeed itself says of parameters then. ``changed`` names pieces that were
+    not the same right before a step as at the boundary before.
+    """
+
+    first: list[Elements]
+    built: dict[str, np.ndarray[Any, Any]]
+    at_boundary: list[Elements]
+    told: list[tuple[str, Any, np.ndarray[Any, Any]]]
+    changed: list[str]
+    pieces: list[tuple[str, bytes | None]]
+    objects: bytes
+    rows: list[dict[str, Any]]
+    end: dict[str, str]
+
+
+def build(shape: Shape) -> tuple[Any, Any]:
+    """A job and its state."""
+    from ftckpt.testing import cpu_deepspeed
+
+    cpu_deepspeed.install()
+    import train_deepspeed
+
+    job = train_deepspeed.build(train_deepspeed.parse_args([*TINY, *shape.argv]), shape.json())
+
+    from ftckpt.deepspeed.state import DeepSpeedState
+
+    return job, DeepSpeedState(job.engine, {"data": job.data})
+
+
+def steps(job: Any, number: int) -> list[dict[str, Any]]:
+    import train_deepspeed
+
+    return [train_deepspeed.train_step(job) for _ in range(number)]
+
+
+def live(rank: int, world_size: int, shape: Shape) -> Life:
+    from ftckpt.capture.prepare import as_bytes, rule_holds
+    from ftckpt.state.objects import encode
+
+    job, state = build(shape)
+    described = state.describe()
+    first = elements(described.stepped)
+    built = as_built(job) if rank == 0 else {}
+    changed = watch(job, described.stepped)
+    rows = steps(job, BEFORE)
+    pieces: list[tuple[str, bytes | None]] = []
+    for piece in (*described.stepped, *described.volatile):
+        data = None if rule_holds(piece) else as_bytes(piece.tensor).numpy().tobytes()
+        pieces.append((piece.fragment.name, data))
+    objects = encode(state.save_objects())
+    at_boundary, told = elements(described.stepped), told_by_deepspeed(job)
+    rows += steps(job, AFTER)
+    return Life(first, built, at_boundary, told, changed, pieces, objects, rows, end_of(job, described))
+
+
+def elements(pieces: Any) -> list[Elements]:
+    return [(piece.fragment, piece.tensor.detach().double().numpy().copy()) for piece in pieces]
+
+
+def as_built(job: Any) -> dict[str, np.ndarray[Any, Any]]:
+    """The weights that the model has as it is built, undivided, in the precision in which it trains."""
+    import deepspeed_model
+    import train_deepspeed
+
+    args = job.args
+    shape = deepspeed_model.Shape(
+        train_deepspeed.NUM_TOKENS, args.seq, args.hidden, args.heads, args.layers, args.dropout, args.num_experts
+    )
+    if job.is_pipeline:
+        weights = {}
+        for index, layer in enumerate(deepspeed_model.pipeline_layers(shape, args.tie)):
+            prefix = f"tied_modules.{layer.key}" if hasattr(layer, "key") else str(index)
+            weights.update({f"{prefix}.{name}": weight for name, weight in layer.build().named_parameters()})
+    else:
+        weights = dict(deepspeed_model.LanguageModel(shape, args.tie).named_parameters())
+    dtype = job.engine.get_data_types()[0]
+    return {name: weight.detach().to(dtype).double().numpy() for name, weight in weights.items()}
+
+
+def told_by_deepspeed(job: Any) -> list[tuple[str, Any, np.ndarray[Any, Any]]]:
+    """Each parameter's master and first moment as DeepSpeed gathers them: key with role, box, elements."""
+    from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+
+    from ftckpt.deepspeed.geometry import place_parameters
+
+    found: list[tuple[str, Any, np.ndarray[Any, Any]]] = []
+    if not job.engine.zero_optimization_stage() or job.engine.optimizer_name() == "adagrad":
+        return found
+    for parameter, (placed,) in place_parameters(job.engine).items():
+        if not parameter.requires_grad:
+            continue
+        values = {"master": safe_get_full_fp32_param(parameter)}
+        if job.engine.skipped_steps < job.engine.global_steps:  # DeepSpeed knows of moments after a step
+            values["exp_avg"] = safe_get_full_optimizer_state(parameter, "exp_avg")
+        for role, value in values.items():
+            found.append((f"{role}/{placed.key}", placed.box, value.detach().double().numpy().reshape(-1).copy()))
+    return found
+
+
+def watch(job: Any, pieces: Any) -> list[str]:
+    """Will name pieces that are changed between the end of one optimizer step and the beginning of the next."""
+    from ftckpt.capture.prepare import content_hash
+    from ftckpt.deepspeed import optimizers
+
+    changed: list[str] = []
+    before = [content_hash(piece.tensor) for piece in pieces]
+    is_between = [True]
+
+    def at_the_fence(*_args: Any) -> None:
+        if is_between[0]:  # a step of DeepSpeed's can be several of the inner optimizer
+            now = [content_hash(piece.tensor) for piece in pieces]
+            changed.extend(p.fragment.name for p, a, b in zip(pieces, before, now, strict=True) if a != b)
+        is_between[0] = False
+
+    optimizers.inner(job.engine.optimizer).register_step_pre_hook(at_the_fence)
+    take_step = job.engine._take_model_step
+
+    def step(*args: Any, **kwargs: Any) -> None:
+        take_step(*args, **kwargs)
+        before[:] = [content_hash(piece.tensor) for piece in pieces]
+        is_between[0] = True
+
+    job.engine._take_model_step = step
+    return changed
+
+
+def end_of(job: Any, described: Any) -> dict[str, str]:
+    """Hashes of all that a rank has: pieces, the weights that it computes with, RNG, counters, learning rates."""
+    import torch
+    import train_deepspeed
+
+    from ftckpt.deepspeed import optimizers
+
+    engine = job.engine
+    tensors = {piece.fragment.name: piece.tensor for piece in (*described.stepped, *described.volatile)}
+    for name, parameter in engine.module.named_parameters():
+        if not hasattr(parameter, "ds_tensor") or parameter.ds_persist:
+            tensors[f"model.{name}"] = parameter
+    found = {name: train_deepspeed.sha256(tensor) for name, tensor in tensors.items()}
+    found["rng"] = train_deepspeed.sha256(torch.get_rng_state())
+    groups = optimizers.inner(engine.optimizer).param_groups
+    found["groups"] = repr([{k: v for k, v in group.items() if k != "params"} for group in groups])
+    found["counters"] = repr((engine.global_steps, engine.global_samples, engine.micro_steps, engine.skipped_steps))
+    found["scheduler"] = repr(engine.lr_scheduler and engine.lr_scheduler.state_dict())
+    return found
+
+
+@functools.cache
+def lives(name: str) -> list[Life]:
+    """One per rank."""
+    shape = ALL[name]
+    return [result.value for result in run_ranks(live, shape.ranks, shape, stand_in=False)]
+
+
+def together(found: list[list[Elements]]) -> dict[str, np.ndarray[Any, Any]]:
+    """The tensors that the fragments of all ranks make up; ranks that claim the same element agree on it."""
+    tensors: dict[str, np.ndarray[Any, Any]] = {}
+    holes: dict[str, np.ndarray[Any, Any]] = {}
+    for fragment, values in (pair for of_rank in found for pair in of_rank):
+        tensor = tensors.setdefault(fragment.key, np.zeros(fragment.global_shape))
+        hole = holes.setdefault(fragment.key, np.ones(fragment.global_shape, bool))
+        assert tensor.shape == fragment.global_shape, fragment.name
+        whole = np.arange(tensor.size).reshape(tensor.shape)
+        places = whole[slices(fragment.box)].reshape(-1)[fragment.start : fragment.stop]
+        told = ~hole.flat[places]
+        assert np.array_equal(tensor.flat[places][told], values[told], equal_nan=True), fragment.name
+        tensor.flat[places] = values
+        hole.flat[places] = False
+    for key, hole in holes.items():
+        assert not hole.any(), f"{key}: {hole.sum()} of {hole.size} elements are on no rank"
+    return tensors
+
+
+def slices(box: Any) -> tuple[slice, ...]:
+    return tuple(slice(offset, offset + size) for offset, size in zip(box.offset, box.shape, strict=True))
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_fragments_of_all_ranks_make_up_the_model(name: str) -> None:
+    """Element by element what a single process builds, under the same names for every layout."""
+    found = lives(name)
+    tensors = together([life.first for life in found])
+    built = found[0].built
+    assert {key for key in tensors if key.startswith("weight/")} == {f"weight/{key}" for key in built}
+    for key, weight in built.items():
+        assert np.array_equal(tensors[f"weight/{key}"], weight), key
+        if f"master/{key}" in tensors:
+            # Without ZeRO DeepSpeed makes an optimizer's state by a step with zero gradients, which decays masters.
+            np.testing.assert_allclose(tensors[f"master/{key}"], weight, rtol=0 if "zero" in name else 1e-4)
+    roles = {key.partition("/")[0] for key in tensors}
+    assert ("master" in roles) == (name not in ("fp32", "fp32-sgd", "pp4"))
+    if "sgd" in name:
+        assert "momentum_buffer" in roles
+    elif "adagrad" in name:
+        assert "sum" in roles
+    else:
+        assert {"exp_avg", "exp_avg_sq", "step"} <= roles
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_fragments_are_what_deepspeed_says_after_training(name: str) -> None:
+    found = lives(name)
+    tensors = together([life.at_boundary for life in found])
+    told = [entry for life in found for entry in life.told]
+    assert bool(told) == bool(ALL[name].config.get("zero_optimization") and "adagrad" not in name)
+    if "round-robin" in name:
+        return  # DeepSpeed's own mapping does not know the order of parameters then
+    for key, box, values in told:
+        tensor = tensors[key] if key in tensors else tensors[key.replace("master/", "weight/")]
+        assert np.array_equal(tensor[slices(box)].reshape(-1), values), key
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_no_stepped_byte_changes_between_boundary_and_step(name: str) -> None:
+    for life in lives(name):
+        assert life.changed == []
+
+
+def resume(rank: int, world_size: int, shape: Shape, saved: list[tuple[Any, bytes]], dirty: bool) -> Any:
+    """Bring a new job to what was saved and train on. ``dirty``: it has trained on something else before."""
+    import torch
+
+    from ftckpt.state.objects import decode
+
+    job, state = build(shape)
+    described = state.describe()
+    if dirty:
+        job.data.consumed_samples = 500
+        steps(job, 1)
+    spoil(job, described)
+    data_of = dict(saved[rank][0])
+    for piece in (*described.stepped, *described.volatile):
+        data = data_of[piece.fragment.name]
+        if data is not None:
+            piece.tensor.view(torch.uint8).copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+    for piece in described.stepped:
+        if data_of[piece.fragment.name] is None:
+            assert piece.derived_from is not None
+            piece.tensor.copy_(piece.derived_from)
+    state.load_objects(decode(saved[rank][1]))
+    state.finish_load()
+    torch.rand(rank + 1)  # making a loader's iterator draws a number
+    state.set_rng()
+    rows = steps(job, AFTER)
+    state.save_objects()  # nothing was replaced
+    return rows, end_of(job, described)
+
+
+def spoil(job: Any, described: Any) -> None:
+    """Whatever is not loaded or gathered shows."""
+    import torch
+
+    with torch.no_grad():
+        for parameter in job.engine.module.parameters():
+            parameter.fill_(float("nan"))
+        for piece in described.stepped:
+            piece.tensor.fill_(float("nan"))
+
+
+TRAINED = ("zero1-fp16", "zero3", "pp2-dp2", "fp16")
+
+
+@pytest.mark.parametrize(("name", "dirty"), [(name, False) for name in ALL] + [(name, True) for name in TRAINED])
+def test_training_goes_on_from_what_was_saved_to_the_bit(name: str, dirty: bool) -> None:
+    found, shape = lives(name), ALL[name]
+    saved = [(life.pieces, life.objects) for life in found]
+    results = run_ranks(resume, shape.ranks, shape, saved, dirty, stand_in=False)
+    for life, result in zip(found, results, strict=True):
+        rows, end = result.value
+        assert rows == life.rows[BEFORE:]
+        assert all(np.isfinite(row["loss"]) for row in rows)
+        wrong = [key for key, value in life.end.items() if end[key] != value]
+        assert not wrong, wrong[:5]
+
+
+def plain(rank: int, world_size: int, shape: Shape) -> list[dict[str, Any]]:
+    """The same training, of which nobody has described the state."""
+    return steps(build(shape)[0], BEFORE + AFTER)
+
+
+@pytest.mark.parametrize("name", ["fp32", "fp32-sgd", "zero1", "zero2-offload", "zero3-sub-groups", "bf16-optimizer"])
+def test_state_made_ahead_of_the_first_step_is_what_that_step_makes(name: str) -> None:
+    shape = ALL[name]
+    for life, result in zip(lives(name), run_ranks(plain, shape.ranks, shape, stand_in=False), strict=True):
+        assert life.rows == result.value
+
+
+def test_steps_are_skipped_where_the_loss_scale_overflows() -> None:
+    """Else the tests above would say nothing of a scaler's state."""
+    for name in ("fp16", "pp2-fp16", "zero1-fp16", "zero3-fp16"):
+        rows = lives(name)[0].rows
+        assert len({row["loss_scale"] for row in rows}) > 1, name
+        assert (rows[-1]["skipped"] > 0) == ("zero" in name)
+
+
+def captured(rank: int, world_size: int, shape: Shape) -> dict[str, Any]:
+    """What a rank copies, of the pieces that it holds."""
+    from ftckpt.capture.prepare import assign
+    from ftckpt.comm import Group
+    from ftckpt.deepspeed.topology import gather_topology
+
+    job, state = build(shape)
+    described = state.describe()
+    group = Group(30.0)
+    topology = gather_topology(group, "node", job.engine)
+    assignment = assign(group, topology, described, 1 << 20, 1 << 20)
+    places = [(p.tensor.data_ptr(), p.fragment.nbytes) for p in described.stepped if p.fragment.numel > 1]
+    places.sort()
+    return {
+        "copied": sum(f.nbytes for f in assignment.manifest.stepped),
+        "wholes": {(p.fragment.key, p.fragment.global_shape, p.fragment.item_bytes) for p in described.stepped},
+        "overlap": [a for a, b in itertools.pairwise(places) if a[0] + a[1] > b[0]],
+        "derived": [piece.fragment.key for piece in assignment.derived],
+        "differing": assignment.differing,
+        "place": (topology.me.shard, dict(topology.layout)),
+    }
+
+
+UNTIED = {
+    "fp32": Shape(2),
+    "bf16-optimizer": SHAPES["bf16-optimizer"],
+    "zero2": Shape(3, config=BF16 | zero(2)),
+    "zero3": SHAPES["zero3"],
+    "pp2-tp2-dp2": Shape(8, ["--pp", "2", "--tp", "2"], BF16 | zero(1)),
+    "moe-ep2-zero2": SHAPES["moe-ep2-zero2"],
+}
+"""A tied weight is cut at different elements on its two stages, so both copy it."""
+
+
+@pytest.mark.parametrize("name", UNTIED)
+def test_every_byte_is_copied_by_one_rank_and_derived_weights_by_none(name: str) -> None:
+    shape = UNTIED[name]
+    results = [result.value for result in run_ranks(captured, shape.ranks, shape, stand_in=False)]
+    wholes = {whole for value in results for whole in value["wholes"]}
+    derived = {key for value in results for key in value["derived"]}
+    for value in results:
+        assert value["overlap"] == [] and value["differing"] == ()
+    if shape.config:
+        assert derived == {key for key, _, _ in wholes if key.startswith("weight/")}
+    due = sum(np.prod(size, dtype=int) * item_bytes for key, size, item_bytes in wholes if key not in derived)
+    assert sum(value["copied"] for value in results) == due
+
+
+def test_ranks_have_places_and_the_layout_has_sizes() -> None:
+    shape = UNTIED["pp2-tp2-dp2"]
+    places = [result.value["place"] for result in run_ranks(captured, 8, shape, stand_in=False)]
+    assert len({shard for shard, _ in places}) == 8
+    assert all(layout == {"tp": 2, "pp": 2, "dp": 2, "ep": "1", "zero": 1} for _, layout in places)
+
+
+OFFLOAD = "zero_optimization.offload_optimizer"
+ADAM = {"lr": 1e-3, "torch_adam": True}
+BY_JSON = {
+    f"{OFFLOAD}.device nvme": zero(3, offload_optimizer={"device": "nvme", "nvme_path": "/tmp"}),
+    "zero_optimization.offload_param.device nvme": zero(3, offload_param={"device": "nvme", "nvme_path": "/tmp"}),
+    f"{OFFLOAD}.super_offload": zero(3, offload_optimizer={"device": "cpu", "super_offload": True}),
+    f"{OFFLOAD}.ratio below 1": zero(3, offload_optimizer={"device": "cpu", "ratio": 0.5}),
+    "zero_optimization.zenflow": zero(2, offload_optimizer=CPU, zenflow={"topk_ratio": 0.1, "update_interval": 2}),
+    "zero_optimization.zero_hpz_partition_size": zero(3, zero_hpz_partition_size=2),
+    "zero_optimization.zero_quantized_weights": zero(3, zero_quantized_weights=True),
+    "or _gradients": zero(3, zero_quantized_gradients=True),
+    "fp16.fp16_master_weights_and_grads": zero(2)
+    | {"fp16": {"enabled": True, "fp16_master_weights_and_grads": True}},
+    "bf16.bf16_optimizer_states": zero(2, offload_optimizer=CPU)
+    | {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}},
+    "tensor_parallel.autotp_size": {"tensor_parallel": {"autotp_size": 2}},
+    "expert_parallel (AutoEP)": {"expert_parallel": {"enabled": True, "autoep_size": 2}},
+    "hybrid_engine": {"hybrid_engine": {"enabled": True}},
+    "torch_autocast": {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}},
+    "data_efficiency": {"data_efficiency": {"enabled": True}},
+    "compile.deepcompile": {"compile": {"deepcompile": True}},
+}
+"""Some of these cannot be built without a GPU, a disk or a compiler: an engine is given their configuration."""
+
+
+def refused_by_json(rank: int, world_size: int, texts: list[str]) -> dict[str, str]:
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    from ftckpt.errors import UnsupportedError
+
+    job, _ = build(Shape(1))
+    from ftckpt.deepspeed import support
+
+    found = {}
+    for text in texts:
+        job.engine._config = DeepSpeedConfig({"train_micro_batch_size_per_gpu": 2, **BY_JSON[text]})
+        try:
+            support.check(job.engine)
+        except UnsupportedError as error:
+            found[text] = str(error)
+    return found
+
+
+def test_what_is_not_known_is_refused_by_its_json_field_with_what_to_do() -> None:
+    (result,) = run_ranks(refused_by_json, 1, list(BY_JSON), stand_in=False)
+    assert set(result.value) == set(BY_JSON)
+    for text, told in result.value.items():
+        assert told.startswith("DeepSpeed's ") and text in told and "; " in told
+
+
+REFUSED = {
+    "sequence_parallel_size": Shape(2, config=zero(1) | {"sequence_parallel_size": 2, "data_parallel_size": 1}),
+    "optimizer.type Muon": Shape(2, config=BF16 | zero(1) | {"optimizer": {"type": "Muon", "params": ADAM}}),
+    "experts together with a PipelineModule": Shape(2, ["--pp", "2", "--num-experts", "2"], BF16 | zero(1)),
+    "the engine has no optimizer": Shape(2, config={"optimizer": "none", "scheduler": "none"}),
+    "known are Adam, AdamW, SGD and Adagrad of torch, FusedAdam": Shape(
+        2,
+        config=zero(1)
+        | {"optimizer": {"type": "RMSprop", "params": {"lr": 1e-3}}, "zero_allow_untested_optimizer": True},
+    ),
+}
+
+
+def refused(rank: int, world_size: int, shape: Shape) -> str:
+    from ftckpt.errors import UnsupportedError
+
+    try:
+        build(shape)[1].describe()
+    except UnsupportedError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("text", REFUSED)
+def test_engines_that_are_not_known_are_refused(text: str) -> None:
+    told = [result.value for result in run_ranks(refused, 2, REFUSED[text], stand_in=False)]
+    assert text in told[-1]
+    assert text in told[0] or "PipelineModule" in text  # its first stage has no experts
+
+
+def spoilt_marks(rank: int, world_size: int, shape: Shape) -> list[str]:
+    """What is said of parameters whose place is not known."""
+    from ftckpt.errors import UnsupportedError
+
+    job, state = build(shape)
+    (name, weight), *_ = [(n, p) for n, p in job.engine.module.named_parameters() if n.endswith("query.weight")]
+    told = []
+    for mark, wrong in (
+        ("partition_dim", None),
+        ("partition_stride", 2),
+        ("requires_grad", True),
+        ("allreduce", False),
+    ):
+        parameter = job.engine.module.get_parameter("1.positions") if mark == "requires_grad" else weight
+        before = getattr(parameter, mark, True)
+        setattr(parameter, mark, wrong)
+        try:
+            state.describe()
+        except UnsupportedError as error:
+            told.append(str(error))
+        setattr(parameter, mark, 1 if mark == "partition_stride" else before)
+    state.describe()
+    return [text.replace(name, "NAME") for text in told]
+
+
+def test_a_parameter_whose_place_is_not_known_is_refused_by_name() -> None:
+    shape = Shape(2, ["--pp", "1", "--tp", "2", "--freeze"], BF16 | zero(1))
+    for result in run_ranks(spoilt_marks, 2, shape, stand_in=False):
+        no_dim, stride, unstepped, expert = result.value
+        assert no_dim.startswith("parameter NAME") and "set partition_dim" in no_dim
+        assert stride.startswith("parameter NAME") and "partition_stride 2" in stride
+        assert unstepped.startswith("parameter 1.positions") and "requires_grad_(False)" in unstepped
+        assert expert.startswith("parameter NAME") and "deepspeed.moe.layer.MoE" in expert
+
+
+def replaced(rank: int, world_size: int, shape: Shape, what: str) -> str:
+    from ftckpt.deepspeed import optimizers
+    from ftckpt.errors import CaptureError
+
+    job, state = build(shape)
+    state.describe()
+    steps(job, 1)
+    state.save_objects()
+    if what == "state":
+        inner = optimizers.inner(job.engine.optimizer)
+        inner.load_state_dict(copy.deepcopy(inner.state_dict()))
+    else:
+        parameter = next(job.engine.module.parameters())
+        parameter.data = parameter.data.clone()
+    try:
+        state.save_objects()
+    except CaptureError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("what", ["state", "weights"])
+def test_replaced_tensors_are_noticed_before_dead_memory_is_copied(what: str) -> None:
+    for result in run_ranks(replaced, 2, SHAPES["zero1"], what, stand_in=False):
+        assert "replaced after training began" in result.value
+
+
+COMPILED = {
+    "fp16-fused": Shape(2, config=fp16(19) | {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}),
+    "zero1-fused": Shape(2, config=BF16 | zero(1) | {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}),
+    "zero3-fused": Shape(
+        2, config=BF16 | zero(3, sub_group_size=500) | {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
+    ),
+    "zero2-cpu-adam": Shape(
+        2,
+        config=BF16
+        | zero(2, offload_optimizer=CPU)
+        | {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "betas": [0.937, 0.99]}}},
+    ),
+    "zero3-cpu-adam": Shape(
+        2,
+        config=BF16
+        | zero(3, offload_optimizer=CPU, offload_param=CPU, sub_group_size=500)
+        | {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}},
+    ),
+}
+"""Optimizers that DeepSpeed compiles when they are first used, which takes minutes."""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", COMPILED)
+def test_compiled_optimizers_go_on_to_the_bit(name: str) -> None:
+    shape = COMPILED[name]
+    options: dict[str, Any] = {"stand_in": False, "timeout_secs": 600.0, "pg_timeout_secs": 600.0}
+    whole = [result.value for result in run_ranks(live, shape.ranks, shape, **options)]
+    saved = [(life.pieces, life.objects) for life in whole]
+    together([life.at_boundary for life in whole])
+    for life, made in zip(whole, run_ranks(plain, shape.ranks, shape, **options), strict=True):
+        assert life.rows == made.value and life.changed == []
+    for life, result in zip(whole, run_ranks(resume, shape.ranks, shape, saved, False, **options), strict=True):
+        assert result.value == (life.rows[BEFORE:], life.end)
