@@ -13,6 +13,9 @@ set -euo pipefail
 
 HERE=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd)
 PYTHON=${PYTHON:-python3}
+COMPILE='import sys
+for name in sys.argv[1:]:
+    compile(open(name, encoding="utf-8").read(), name, "exec")'
 
 say() {
     printf 'apply.sh: %s\n' "$*"
@@ -94,10 +97,8 @@ check() {
     fi
     sed -n 's/^> //p' "$WORK/differences" | diff -q - <(added_by "$PATCH") >/dev/null ||
         fail "other lines than the patch's would be new: nothing was touched"
-    for file in $FILES; do
-        "$PYTHON" -c 'import sys; compile(open(sys.argv[1], encoding="utf-8").read(), sys.argv[2], "exec")' \
-            "$2/$file" "$file" || fail "$file would not compile: nothing was touched"
-    done
+    # shellcheck disable=SC2086 # names without spaces, from our own patch
+    (cd "$2" && "$PYTHON" -ISc "$COMPILE" $FILES) || fail "a file would not compile: nothing was touched"
 }
 
 # install_files NEW OLD: puts files into the checkout, all or none.

@@ -1,6 +1,7 @@
-"""ftckpt for Megatron-core: ``attach`` in a script of your own, or the runner for a script as it is.
+"""ftckpt for Megatron-core: ``attach`` in a script of your own, or one of two doors for a script as it is.
 
-torchrun ... -m ftckpt.megatron SCRIPT ARGS... --ftckpt
+torchrun ... -m ftckpt.megatron SCRIPT ARGS... --ftckpt    the runner, which hooks Megatron at run time
+torchrun ... SCRIPT ARGS... --ftckpt                       with a Megatron-LM that patches/apply.sh has patched
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ _config = Config()
 
 
 def configure(config: Config) -> None:
-    """What ``attach`` uses where it is given no configuration; the runner calls this with the flags."""
+    """What ``attach`` uses where it is given no configuration; the flags come in here."""
     global _config
     _config = config
 
@@ -52,7 +53,7 @@ def attach(
         optimizer: what ``get_megatron_optimizer`` gave.
         scheduler: an OptimizerParamScheduler, or anything with ``state_dict`` and ``load_state_dict``.
         objects: more of the kind, by name: a data loader, counters.
-        config: default is what the runner read from the flags.
+        config: default is what the flags said.
 
     Raises:
         UnsupportedError: a version, an optimizer or state that ftckpt does not know.
