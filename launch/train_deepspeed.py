@@ -234,11 +234,11 @@ def final_hashes(job: Job) -> dict[str, str]:
     while hasattr(inner, "optimizer"):
         inner = inner.optimizer
     for index, (owner, state) in enumerate(inner.state.items()):
-        tensors[f"optimizer.{index}.owner"] = owner
+        tensors[f"optimizer.{index}.master"] = owner
         for name, value in state.items():
             tensors[f"optimizer.{index}.{name}"] = torch.as_tensor(value)
     for index, group in enumerate(inner.param_groups):
-        tensors[f"group.{index}.lr"] = torch.tensor(group["lr"])
+        tensors[f"optimizer.group{index}.lr"] = torch.tensor(group["lr"])
     tensors["rng.torch"] = torch.get_rng_state()
     return {name: sha256(tensor) for name, tensor in tensors.items()}
 
