@@ -2,7 +2,7 @@
 
 Most of them step flat tensors in which parameters lie one after another, and each rank a partition of these. Where a
 parameter lies is read off its address: order, alignment and padding are then what they are. Padding belongs to no
-parameter: it is zero from the beginning, its gradient is zero, and it is not saved.
+parameter and has no gradient: nothing comes of what it holds, and it is not saved.
 """
 
 from __future__ import annotations
@@ -151,10 +151,11 @@ def _parts(optimizer: Any) -> Iterator[Part]:
 
 
 def _read_plain(optimizer: Any) -> Iterator[Part]:
-    """The parameters themselves are stepped."""
+    """The parameters themselves are stepped, except frozen ones."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            yield Part(parameter, 0, _flat(parameter), parameter, 0)
+            if parameter.requires_grad:
+                yield Part(parameter, 0, _flat(parameter), parameter, 0)
 
 
 def _read_unfused(optimizer: Any) -> Iterator[Part]:

@@ -11,7 +11,7 @@ from deepspeed.runtime.activation_checkpointing import checkpointing
 
 from ftckpt.deepspeed import inner_optimizers, optimizers, support
 from ftckpt.deepspeed.geometry import place_parameters
-from ftckpt.errors import CaptureError, UnsupportedError
+from ftckpt.errors import CaptureError, MismatchError, UnsupportedError
 from ftckpt.live import rng
 from ftckpt.live.optimizers import addresses
 from ftckpt.live.stateful import Stateful
@@ -88,6 +88,11 @@ class DeepSpeedState:
         if objects["micro_offset"] is not None:
             engine.module.micro_offset = objects["micro_offset"]  # layers are seeded by it
         for name, value in self._objects.items():
+            if name not in objects["objects"]:
+                raise MismatchError(
+                    f"the snapshot has no object {name!r}: register the same objects as the job that took it, or "
+                    "remove it with 'ftckpt clean JOB'"
+                )
             value.load_state_dict(objects["objects"][name])
         self._rng = objects["rng"]
 

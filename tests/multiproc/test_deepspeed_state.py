@@ -575,3 +575,55 @@ def test_compiled_optimizers_go_on_to_the_bit(name: str) -> None:
         assert life.rows == made.value and life.changed == []
     for life, result in zip(whole, run_ranks(resume, shape.ranks, shape, saved, False, **options), strict=True):
         assert result.value == (life.rows[BEFORE:], life.end)
+
+
+def small_state(rank: int, world_size: int, shape: Shape) -> None:
+    """What the model above does not make use of comes back as well."""
+    import torch
+    from deepspeed.runtime.activation_checkpointing.checkpointing import get_cuda_rng_tracker
+
+    from ftckpt.state.objects import decode, encode
+
+    job, state = build(shape)
+    state.describe()
+    steps(job, 1)
+    tracker, offset = get_cuda_rng_tracker(), job.engine.module.micro_offset
+    assert offset > 0
+    tracker.add("model-parallel-rng", 1234)
+    kept = {name: value.clone() for name, value in tracker.get_states().items()}
+    saved = decode(encode(state.save_objects()))
+    with tracker.fork():
+        torch.rand(1)
+    steps(job, 1)
+    assert job.engine.module.micro_offset > offset
+    assert rank or not job.engine.first_output_send
+    assert not rank or job.engine.pipe_recv_buf is not None
+    state.load_objects(saved)
+    state.finish_load()
+    state.set_rng()
+    assert job.engine.module.micro_offset == offset
+    assert job.engine.first_output_send and job.engine.pipe_recv_buf is None  # stages agree on shapes anew
+    assert all(torch.equal(value, kept[name]) for name, value in tracker.get_states().items())
+
+
+def test_named_generators_and_what_seeds_layers_come_back() -> None:
+    run_ranks(small_state, 2, Shape(2, ["--pp", "2"]), stand_in=False)
+
+
+def without_object(rank: int, world_size: int) -> str:
+    from ftckpt.errors import MismatchError
+
+    _, state = build(Shape(1))
+    state.describe()
+    saved = state.save_objects()
+    saved["objects"] = {}
+    try:
+        state.load_objects(saved)
+    except MismatchError as error:
+        return str(error)
+    return ""
+
+
+def test_an_object_that_the_snapshot_does_not_have_is_named() -> None:
+    (result,) = run_ranks(without_object, 1, stand_in=False)
+    assert "'data'" in result.value and "register" in result.value
