@@ -70,8 +70,12 @@ checked_module "$RUNNER"
 [ -f "$1" ] || fail "script '$1' does not exist"
 
 PROGRAM=("$1" "${FLAGS[@]}" "${@:2}")
-# Without --no_local_rank the launcher puts --local_rank between the module and the script.
-[ "$RUNNER" = none ] || PROGRAM=(--module --no_local_rank "$RUNNER" "${PROGRAM[@]}")
+# The launcher puts --local_rank before the script, where ftckpt.deepspeed looks for it, and others do not.
+case $RUNNER in
+none) ;;
+ftckpt.deepspeed) PROGRAM=(--module "$RUNNER" "${PROGRAM[@]}") ;;
+*) PROGRAM=(--module --no_local_rank "$RUNNER" "${PROGRAM[@]}") ;;
+esac
 # An explicit hostfile that does not exist keeps the launcher from taking /job/hostfile.
 COMMAND=(deepspeed --hostfile "${HOSTFILE:-/dev/null/none}")
 [ -z "$NODES" ] || COMMAND+=(--num_nodes "$NODES")

@@ -1,19 +1,26 @@
-"""Stand-ins for what launch scripts call, which record how they were called and can do as Slurm does."""
+"""Launch scripts in tests: stand-ins for what they call, and jobs of real ranks that they start."""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
+import random
 import shutil
+import signal
+import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
+DEADLINE_SECS = 150.0
+ITERATIONS = 60
 
 STANDIN = r"""#!{python} -SE
 import json, os, pathlib, signal, subprocess, sys, time
@@ -165,3 +172,108 @@ class Standins:
     def cleaned(self) -> set[str]:
         """Nodes on which arenas were deleted."""
         return {c.options["--nodelist"] for c in self.calls("srun") if "clean" in c.argv and "--overlap" in c.argv}
+
+
+class Launched:
+    """Scripts of ``launch/`` that run together, with real ranks, and what these write.
+
+    Args:
+        here: for logs; its path is on each rank's command line.
+        arena: a directory on a tmpfs.
+        training: the training script and its arguments, but for logs and ftckpt's.
+    """
+
+    def __init__(self, here: Path, arena: Path, training: Sequence[str]) -> None:
+        self.here, self.arena, self.log = here, arena, here / "losses.jsonl"
+        self.scripts: list[subprocess.Popen[bytes]] = []
+        self.training = [
+            *(*training, "--iterations", str(ITERATIONS), "--log-file", str(self.log)),
+            *("--ftckpt", "--ftckpt-arena", str(arena), "--ftckpt-events", str(here / "events")),
+        ]
+        launchers = ("TORCH", "PET_", "SLURM", "FTCKPT", "DS_")
+        self.env = {
+            **{key: value for key, value in os.environ.items() if not key.startswith(launchers)},
+            "PYTHONPATH": str(ROOT),
+            "FTCKPT_PYTHON": sys.executable,
+            "FTCKPT_DEVICE": "cpu",
+            "OMP_NUM_THREADS": "1",
+            "GLOO_SOCKET_IFNAME": "lo",
+        }
+
+    def start(self, command: Sequence[str], **env: str) -> None:
+        with open(self.here / f"script{len(self.scripts)}.log", "wb") as out:
+            script = subprocess.Popen(
+                command, env={**self.env, **env}, stdout=out, stderr=out, start_new_session=True, cwd=self.here
+            )
+        self.scripts.append(script)
+
+    def events(self, rank: int, name: str) -> list[dict[str, Any]]:
+        with contextlib.suppress(OSError):
+            lines = (self.here / "events" / f"rank{rank}.jsonl").read_text().splitlines(keepends=True)
+            events = [json.loads(line) for line in lines if line.endswith("\n")]
+            return [event for event in events if event["event"] == name]
+        return []
+
+    def restored(self) -> list[int]:
+        """Iterations that starts went on from."""
+        return [event["iteration"] for event in self.events(0, "restored") if event["iteration"]]
+
+    def wait_for(self, what: str, condition: Callable[[], Any]) -> Any:
+        """What ``condition`` returns, once it is true; fails when a script has ended before."""
+        deadline = time.monotonic() + DEADLINE_SECS
+        while time.monotonic() < deadline:
+            ended = [script.returncode for script in self.scripts if script.poll() is not None]
+            if found := condition():
+                return found
+            assert not ended, f"ended with {ended} before {what}\n{self.output()}"
+            time.sleep(0.02)
+        raise AssertionError(f"no {what} in {DEADLINE_SECS} s\n{self.output()}")
+
+    def kill_rank(self, rank: int) -> None:
+        """SIGKILL, once it has three snapshots."""
+        snapshots = self.wait_for("three snapshots", lambda: self.events(rank, "snapshot")[2:])
+        os.kill(snapshots[-1]["pid"], signal.SIGKILL)
+
+    def finish(self) -> None:
+        deadline = time.monotonic() + DEADLINE_SECS
+        while any(script.poll() is None for script in self.scripts) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        codes = [script.poll() for script in self.scripts]
+        assert codes == [0] * len(codes), f"ended with {codes}\n{self.output()}"
+
+    def output(self, last: int = 3000) -> str:
+        """The last characters that each script has written."""
+        return "\n".join(path.read_text()[-last:] for path in sorted(self.here.glob("script*.log")))
+
+    def check_went_on(self, restarts: int = 1) -> None:
+        """From a snapshot, through all iterations; an iteration that was trained twice had the same loss twice."""
+        restored = self.restored()
+        assert len(restored) == restarts and min(restored) >= 2, restored
+        rows = [json.loads(line) for line in self.log.read_text().splitlines()]
+        losses: dict[int, str] = {}
+        for row in rows:
+            assert losses.setdefault(row["iteration"], row["loss_hex"]) == row["loss_hex"]
+        assert sorted(losses) == list(range(1, ITERATIONS + 1))
+        assert not list(self.arena.iterdir()), "an ended job left something behind"
+
+    def stop(self) -> None:
+        """Kill what is left, known by a path that only this test has on its command line."""
+        for script in self.scripts:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(script.pid, signal.SIGKILL)
+            script.wait()
+        for entry in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                if os.fsencode(self.here) in (entry / "cmdline").read_bytes():
+                    os.kill(int(entry.name), signal.SIGKILL)
+
+
+def free_ports(count: int) -> int:
+    """The first of ``count`` neighbouring ports that are free now. Another process may take one before it is used."""
+    for _ in range(100):
+        with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
+            first = random.randrange(20000, 30000)
+            for index in range(count):
+                stack.enter_context(socket.socket()).bind(("127.0.0.1", first + index))
+            return first
+    raise AssertionError("no free ports")

@@ -234,7 +234,7 @@ def test_deepspeeds_own_class_reads_its_files() -> None:
     )  # fmt: skip
     assert run.returncode == 0, run.stderr[-2000:]
     read = json.loads(run.stdout.splitlines()[-1])
-    assert [path.stem for path in DEEPSPEED] == ["deepspeed-zero1-pp", "deepspeed-zero2", "deepspeed-zero3"]
+    assert [path.stem for path in DEEPSPEED] == ["deepspeed_zero1_pp", "deepspeed_zero2", "deepspeed_zero3"]
     assert [row[0] for row in read] == [1, 2, 3]
     assert {tuple(row[1:]) for row in read} == {(True, 1.0, 32, "adamw", "WarmupCosineLR", True)}
 
@@ -254,5 +254,5 @@ def test_every_option_of_the_deepspeed_files_is_explained_once() -> None:
 
 
 def test_the_page_lists_every_file() -> None:
-    linked = set(re.findall(r"\]\(([a-z0-9.-]+)\)", (CONFIGS / "README.md").read_text()))
+    linked = set(re.findall(r"\]\(([a-z0-9._-]+)\)", (CONFIGS / "README.md").read_text()))
     assert linked == {path.name for path in CONFIGS.iterdir()} - {"README.md"}

@@ -225,10 +225,19 @@ def test_deepspeeds_launcher_runs_the_runner_as_a_module(standins: Standins) -> 
             "--master_port",
             "5000",
         ),
-        *("--module", "--no_local_rank", "ftckpt.deepspeed", str(standins.script), "--x", "1 2"),
+        *("--module", "ftckpt.deepspeed", str(standins.script), "--x", "1 2"),
     ]
     assert job_name(None, {**call.env, "RANK": "0"}) == "a"
     assert not Path(call.env["DS_ENV_FILE"]).exists(), "what was handed on to other nodes is left behind"
+
+
+@pytest.mark.parametrize(
+    ("runner", "words"), [("none", []), ("my.run", ["--module", "--no_local_rank", "my.run"])]
+)
+def test_another_runner_finds_the_script_first(standins: Standins, runner: str, words: list[str]) -> None:
+    standins.launch("deepspeed.sh", "--job", "a", "--runner", runner, str(standins.script), "x")
+    (call,) = standins.calls("deepspeed")
+    assert call.argv[call.argv.index("--master_port") + 2 :] == [*words, str(standins.script), "x"]
 
 
 def test_the_name_reaches_other_nodes_beside_what_the_user_hands_on(standins: Standins) -> None:

@@ -1,0 +1,92 @@
+"""DeepSpeed's own launcher in the loop of launch/deepspeed.sh: what dies, and what must not be left behind."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import signal
+import sys
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from launching import ROOT, Launched, free_ports
+
+pytestmark = [
+    pytest.mark.multiproc,
+    pytest.mark.faults,
+    pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed"),
+]
+
+SCRIPT = str(ROOT / "launch" / "deepspeed.sh")
+
+
+@pytest.fixture
+def launched(tmp_path: Path, arena_root: Path) -> Iterator[Launched]:
+    section = json.loads((ROOT / "configs" / "deepspeed_zero1_pp.json").read_text())
+    section["optimizer"]["params"]["torch_adam"] = True  # DeepSpeed's own is compiled first, which takes minutes
+    section["gradient_accumulation_steps"] = 2
+    config = tmp_path / "deepspeed.json"
+    config.write_text(json.dumps(section))
+    training = [str(ROOT / "launch" / "train_deepspeed.py"), "--deepspeed_config", str(config), "--pp", "2"]
+    job = Launched(tmp_path, arena_root, [*training, "--layers", "2", "--hidden", "32", "--seq", "32"])
+    job.env |= {"DS_ACCELERATOR": "cpu", "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    yield job
+    job.stop()
+
+
+def processes_of(group: int) -> dict[int, str]:
+    """Process ids and command lines below a script: it has a session of its own."""
+    found = {}
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            fields = (entry / "stat").read_text().rpartition(")")[2].split()
+            if int(fields[3]) == group and fields[0] != "Z":
+                found[int(entry.name)] = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+        except OSError:
+            continue
+    return found
+
+
+def helper_of(script: int) -> int | None:
+    """The process of the launcher that has the ranks as its children."""
+    return next((pid for pid, line in processes_of(script).items() if "deepspeed.launcher.launch" in line), None)
+
+
+def test_a_rank_dies_and_then_the_launcher(launched: Launched) -> None:
+    job = f"test-{uuid.uuid4().hex[:8]}"
+    options = ["--job", job, "--nproc", "2", "--port", str(free_ports(5)), "--restarts", "4"]
+    launched.start(["bash", SCRIPT, *options, *launched.training])
+    launched.kill_rank(1)
+    launched.wait_for("a restart", launched.restored)
+    helper = helper_of(launched.scripts[0].pid)
+    assert helper is not None
+    os.kill(helper, signal.SIGKILL)  # and the launcher that started it ends with 0
+    launched.finish()
+    assert "the launcher has left its processes behind" in launched.output(10**6)
+    launched.check_went_on(restarts=2)
+    assert {event["job"] for rank in range(2) for event in launched.events(rank, "joined")} == {job}
+
+
+def test_told_to_stop_it_leaves_no_process_behind(launched: Launched) -> None:
+    options = ["--job", "a", "--nproc", "2", "--port", str(free_ports(1))]
+    launched.start(
+        ["bash", SCRIPT, *options, "--runner", "none", str(ROOT / "launch" / "train_deepspeed.py"), "--help"]
+    )
+    launched.finish()  # the launcher is warm, and hands the script's arguments on
+    assert "JSON file" in launched.output()
+    sleeper = launched.here / "sleeper.py"
+    sleeper.write_text("import pathlib, sys, time\npathlib.Path(sys.argv[0] + '.started').touch()\ntime.sleep(300)\n")
+    launched.start(["bash", SCRIPT, *options, "--runner", "none", str(sleeper)])
+    launched.scripts.pop(0)
+    launched.wait_for("ranks", lambda: Path(f"{sleeper}.started").exists())
+    script = launched.scripts[0]
+    script.send_signal(signal.SIGTERM)
+    assert script.wait(90) == 143
+    deadline = time.monotonic() + 5
+    while (left := processes_of(script.pid)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not left
