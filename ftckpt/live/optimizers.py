@@ -77,6 +77,7 @@ def materialise(inner: Any) -> None:
     Raises:
         UnsupportedError: an optimizer that ftckpt does not know.
     """
+    _part_numbers(inner)
     missing = without_state(inner)
     if not missing:
         return
@@ -87,6 +88,17 @@ def materialise(inner: Any) -> None:
     else:
         name = f"{type(inner).__module__}.{type(inner).__qualname__}"
         raise UnsupportedError(f"inner optimizer {name} is not known; known are Adam, AdamW, SGD and FusedAdam")
+
+
+def _part_numbers(inner: Any) -> None:
+    """Loading a checkpoint can leave all parameters one ``step`` between them, which each would count up."""
+    seen: set[int] = set()
+    for state in inner.state.values():
+        for name, value in state.items():
+            if isinstance(value, torch.Tensor) and value.numel() == 1:
+                if value.data_ptr() in seen:
+                    value = state[name] = value.clone()  # noqa: PLW2901
+                seen.add(value.data_ptr())
 
 
 def _materialise_adam(inner: Any) -> None:
