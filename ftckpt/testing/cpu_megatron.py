@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import functools
 import importlib.abc
 import importlib.machinery
 import importlib.util
@@ -13,6 +15,8 @@ from contextlib import AbstractContextManager
 from types import ModuleType
 from typing import Any
 
+import torch
+
 _Around = Callable[[], AbstractContextManager[None]]
 _After = Callable[[ModuleType], None]
 
@@ -22,6 +26,8 @@ def install_megatron() -> None:
     _on_import("megatron.core.tensor_parallel.random", after=_drop_rng_warning)
     _on_import("megatron.core.transformer.custom_layers.batch_invariant_kernels", around=_import_without_triton)
     _on_import("megatron.legacy.fused_kernels", after=_load_no_kernels)
+    _on_import("megatron.core.transformer.torch_norm", after=_let_norms_be_sequence_parallel)
+    _on_import("megatron.core.optimizer.distrib_optimizer", after=_let_torch_adam_load)
 
 
 def _bind_router_gemm(moe_utils: ModuleType) -> None:
@@ -35,12 +41,55 @@ def _load_no_kernels(fused_kernels: ModuleType) -> None:
     fused_kernels.load = lambda _args: None  # type: ignore[attr-defined]
 
 
+def _let_norms_be_sequence_parallel(torch_norm: ModuleType) -> None:
+    # Without Apex or Transformer Engine 0.16.1 refuses. What theirs do is mark the weights, so that gradients are
+    # summed over the ranks that hold parts of a sequence.
+    build = torch_norm.WrappedTorchNorm.__new__
+
+    def new(cls: Any, config: Any, *args: Any, **kwargs: Any) -> Any:
+        plain = copy.copy(config)
+        plain.sequence_parallel = False
+        norm = build(cls, plain, *args, **kwargs)
+        for parameter in norm.parameters():
+            parameter.sequence_parallel = config.sequence_parallel
+        return norm
+
+    torch_norm.WrappedTorchNorm.__new__ = new
+
+
 def _drop_rng_warning(random: ModuleType) -> None:
     # Forking the device generator warns when the CPU generator moved: here they are the same.
     def keep(record: logging.LogRecord) -> bool:
         return not record.getMessage().startswith("CPU RNG state changed within GPU RNG context")
 
     logging.getLogger(random.__name__).addFilter(keep)
+
+
+def _let_torch_adam_load(distrib_optimizer: ModuleType) -> None:
+    # Without Apex or Transformer Engine 0.16.1 cannot load what it saved: it asks a new optimizer for the common
+    # step of its state, where there is none before the first step, and then keeps that in the place of the saved one.
+    kind = distrib_optimizer.DistributedOptimizer
+    describe, load = kind.sharded_state_dict, kind.load_state_dict
+
+    @functools.wraps(describe)
+    def sharded_state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
+        inner = self.optimizer
+        if isinstance(inner, torch.optim.Adam) and not inner.state:
+            for parameter in (parameter for group in inner.param_groups for parameter in group["params"]):
+                moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
+                inner.state[parameter] = {"step": torch.tensor(0.0), **moments}
+        return describe(self, *args, **kwargs)
+
+    @functools.wraps(load)
+    def load_state_dict(self: Any, state_dict: Any) -> Any:
+        result = load(self, state_dict)
+        steps = {float(group["step"]) for group in state_dict["optimizer"]["param_groups"] if "step" in group}
+        for state in self.optimizer.state.values():
+            if "step" in state and len(steps) == 1:
+                state["step"] = torch.tensor(*steps)
+        return result
+
+    kind.sharded_state_dict, kind.load_state_dict = sharded_state_dict, load_state_dict
 
 
 class _Decorator:
