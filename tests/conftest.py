@@ -34,3 +34,22 @@ def settings(arena_root: Path, tmp_path: Path) -> dict[str, object]:
         "fence_timeout_secs": 20.0,
         "agree_timeout_secs": 20.0,
     }
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """After a run with -v (pyproject.toml has -q): what of the conformance suite passed, by framework and configuration."""
+    table: dict[str, dict[str, str]] = {}
+    for outcome in ("passed", "failed", "error"):
+        for report in terminalreporter.stats.get(outcome, []):
+            _, _, case = report.nodeid.partition("::test_conformance[")
+            if case:
+                row, _, check = case.removesuffix("]").rpartition("-")
+                table.setdefault(row, {})[check] = outcome
+    if not table or terminalreporter.verbosity < 0:
+        return
+    checks = list(dict.fromkeys(check for row in table.values() for check in row))
+    terminalreporter.section("conformance")
+    terminalreporter.write_line(" " * 24 + "  ".join(checks))
+    for name, row in table.items():
+        cells = (row.get(check, "").ljust(len(check)) for check in checks)
+        terminalreporter.write_line(name.ljust(24) + "  ".join(cells))

@@ -13,6 +13,7 @@ from ftckpt.live import optimizers
 from ftckpt.live.rng import load_generators, save_generators
 from ftckpt.live.stateful import Stateful
 from ftckpt.live.tensors import Placed, fragments, whole_piece
+from ftckpt.plain.buckets import buckets_of
 from ftckpt.plain.geometry import local, named_parameters, place, unwrap
 from ftckpt.state.piece import Description, Piece
 
@@ -42,6 +43,9 @@ class TorchState:
         self._objects = {f"objects: {name}": value for name, value in objects.items()}
         if scheduler is not None:
             self._objects["scheduler"] = scheduler
+        self._buckets = buckets_of(model)
+        if self._buckets is not None:
+            self._objects["DDP buckets"] = self._buckets
         for name, value in self._objects.items():
             if not (hasattr(value, "state_dict") and hasattr(value, "load_state_dict")):
                 raise ConfigError(f"{name} is a {type(value).__name__} without state_dict and load_state_dict")
@@ -52,7 +56,8 @@ class TorchState:
     def describe(self) -> Description:
         """See TrainingState."""
         places = {parameter: place(name, parameter) for name, parameter in named_parameters(self.model)}
-        optimizers.materialise(self._optimizer)
+        if optimizers.without_state(self._optimizer):
+            optimizers.materialise(self._optimizer)
         stepped = [*self._optimized(places), *self._frozen(places)]
         volatile = [whole_piece(f"buffer/{name}", buffer) for name, buffer in self._buffers() if buffer.numel()]
         self._addresses, self._versions = dict(self._live_addresses()), self._count_writes()
@@ -83,10 +88,12 @@ class TorchState:
         self._rng = objects["rng"]
 
     def finish_load(self) -> None:
-        """Forget parameters that FSDP2 gathered before they were loaded, then set RNG."""
+        """Forget what FSDP2 gathered and DDP arranged before state was loaded, then set RNG."""
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
+        if self._buckets is not None:
+            self._buckets.replay()
         self._versions = self._count_writes()
         if self._rng is not None:
             load_generators(self._rng)

@@ -11,7 +11,7 @@ from ftckpt.config import Config
 TINY = ["--layers", "2", "--hidden", "32", "--seq", "32", "--global-batch", "8"]
 CONFIGURATIONS: dict[str, tuple[int, tuple[str, ...]]] = {
     "none": (2, ("--wrap", "none", "--precision", "fp32", "--optimizer", "adam")),
-    "ddp": (2, ("--wrap", "ddp")),
+    "ddp": (3, ("--wrap", "ddp", "--global-batch", "12")),
     "ddp-fp16-sgd": (2, ("--wrap", "ddp", "--precision", "fp16", "--optimizer", "sgd", "--freeze")),
     "fsdp2": (2, ("--wrap", "fsdp2")),
     "fsdp2-bf16": (3, ("--wrap", "fsdp2", "--precision", "bf16", "--global-batch", "12", "--freeze")),

@@ -16,7 +16,7 @@ from ftckpt.testing.conformance.suite import CHECKS, Suite
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.faults]
 
-FRAMEWORKS = {"megatron": "megatron.core", "plain": "torch"}
+FRAMEWORKS = {"megatron": "megatron.core", "plain": "torch", "deepspeed": "deepspeed"}
 
 
 def adapters() -> Iterator[Any]:
