@@ -1,0 +1,96 @@
+"""DDP's buckets as they were before a restart.
+
+DDP sums gradients in buckets. Its first iteration uses provisional ones; from the order in which gradients then
+became ready it builds those of all later iterations. Where three replicas or more add up, the place of a gradient in
+a bucket decides in which order its summands are added, hence its last bits. A restarted job would use provisional
+buckets once more, for one iteration that has other bits than an unbroken run's. So the order is saved, and after a
+restore the gradients become ready once in that order, all of them zero, before training goes on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
+
+from ftckpt.errors import UnsupportedError
+
+_ANY_ORDER = 2
+"""Replicas whose gradients have the same sum however they are added."""
+
+
+class Buckets:
+    """The order in which the parameters of ``ddp`` had their gradients in its first iteration.
+
+    Raises:
+        UnsupportedError: a mode of DDP in which the first iteration cannot be told.
+    """
+
+    def __init__(self, ddp: DistributedDataParallel) -> None:
+        if ddp.static_graph or ddp.mixed_precision is not None:
+            raise UnsupportedError(
+                "DistributedDataParallel with static_graph or mixed_precision treats its first iteration in its own "
+                "way, and would do so again after a restart; leave both out (torch.autocast gives mixed precision)"
+            )
+        self._ddp = ddp
+        ignored = ddp.parameters_to_ignore
+        named = ddp.module.named_parameters()
+        self._parameters = [p for name, p in named if p.requires_grad and name not in ignored]
+        self._ready: dict[int, None] = {}
+        self._order: list[int] = []
+        self._hooks: list[RemovableHandle] = [
+            parameter.register_post_accumulate_grad_hook(self._note(index))
+            for index, parameter in enumerate(self._parameters)
+        ]
+
+    def state_dict(self) -> dict[str, Any]:
+        """The order, as indices of trained parameters; empty before the first iteration."""
+        if self._hooks and len(self._ready) == len(self._parameters):
+            self._order = list(self._ready)
+            self._forget_hooks()
+        return {"order": self._order}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take the order; ``replay`` makes DDP know it."""
+        self._order = [int(index) for index in state["order"]]
+
+    def replay(self) -> None:
+        """Let gradients of zero become ready in the order that was loaded. Collective; before training begins."""
+        if len(self._order) != len(self._parameters):
+            return
+        self._forget_hooks()
+        before = [parameter.grad for parameter in self._parameters]
+        for parameter in self._parameters:
+            parameter.grad = None
+        with torch.enable_grad():
+            self._ddp.reducer.prepare_for_backward([])
+            for index in self._order:
+                parameter = self._parameters[index]
+                parameter.expand_as(parameter).backward(torch.zeros_like(parameter))
+        for parameter, grad in zip(self._parameters, before, strict=True):
+            parameter.grad = grad
+
+    def _note(self, index: int) -> Any:
+        def ready(_: torch.Tensor) -> None:
+            self._ready.pop(index, None)  # of several micro-batches the last one counts: DDP sums then
+            self._ready[index] = None
+
+        return ready
+
+    def _forget_hooks(self) -> None:
+        while self._hooks:
+            self._hooks.pop().remove()
+
+
+def buckets_of(model: torch.nn.Module) -> Buckets | None:
+    """The buckets that must be remembered, if the model is wrapped in DDP that builds them anew."""
+    for module in model.modules():
+        if isinstance(module, DistributedDataParallel):
+            rebuilt = not module.find_unused_parameters or module.static_graph
+            replicas = dist.get_world_size(module.process_group)
+            return Buckets(module) if rebuilt and replicas > _ANY_ORDER else None
+    return None
