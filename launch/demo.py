@@ -1,8 +1,8 @@
 """Kills ranks of a training job and shows that it comes back from memory, bit for bit.
 
-Trains a small GPT on text with 8 ranks (tensor 2 x pipeline 2 x data 2, bf16, distributed optimizer,
-dropout) as two torchrun agents, two simulated nodes. Once undisturbed and without ftckpt: the reference.
-Then with ftckpt and with faults:
+Trains a small language model on text with 8 ranks as two torchrun agents, two simulated nodes; with
+Megatron-core or with DeepSpeed. Once undisturbed and without ftckpt: the reference. Then with ftckpt and
+with faults:
 
   rank     one rank is killed by SIGKILL in the middle of an iteration
   writing  one rank is killed while it writes a slot of its arena
@@ -23,7 +23,7 @@ import statistics
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NoReturn
@@ -33,49 +33,30 @@ from ftckpt.timeline.model import Recording
 from ftckpt.timeline.read import TimelineError, read_recording
 from ftckpt.timeline.write import remove_timeline, write_timeline
 from launch import demo_measure, demo_report
+from launch.demo_frameworks import FRAMEWORKS, SMALL, Framework
 from launch.demo_measure import Comparison, FaultCost
 from launch.demo_run import WORLD_SIZE, DemoError, Run, Watch, execute, victims
+from launch.demo_scenes import SCENES, plan_faults
 
-LAYOUT = ["--tp", "2", "--pp", "2"]
-MODEL = ["--layers", "4", "--hidden", "160", "--seq", "64", "--global-batch", "16", "--micro-batch", "2"]
-# Small chunks and objects, because so is the model: a slot is to have several chunks, and all arenas together
-# are to fit the 64 MB of /dev/shm that containers often have.
-ARENA = ["--ftckpt-chunk-mib", "1", "--ftckpt-objects-mib", "1"]
-TIMELINES = ["--ftckpt-timeline-interval", "4"]  # between two faults there are few iterations
 _INTERRUPTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-@dataclass(frozen=True)
-class Scene:
-    """A fault, and how to tell it. ``ordinal`` of ``copy``: one chunk is in the slot, the next is not."""
-
-    rank: Any
-    point: str
-    ordinal: int
-    secs: float
-    what: str
-
-
-SCENES = {
-    "rank": Scene(5, "forward", 3, 0.0, "rank 5 killed in the middle of iteration {}"),
-    "writing": Scene(2, "copy", 1, 0.0, "rank 2 killed while it wrote the snapshot of iteration {}"),
-    "all": Scene("all", "before_step", 0, 60.0, "all ranks killed before the optimizer step of iteration {}"),
-}
-
-
 def parse_args(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """The demo's own arguments, and those that go to train_gpt."""
+    """The demo's own arguments, and those that go to the framework's script."""
     parser = argparse.ArgumentParser(
         prog="demo.sh",
         description=__doc__,
-        epilog="Any other argument goes to launch/train_gpt.py, --hidden 256 for example.",
+        epilog=_epilog(),
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
+    parser.add_argument("--framework", choices=list(FRAMEWORKS), default="megatron", help="default: megatron")
     parser.add_argument("--scene", choices=sorted(SCENES), help="this fault alone; default: all three in one run")
     parser.add_argument("--iterations", type=int, help="default: 36, with --scene 16")
-    parser.add_argument("--out", type=Path, default=Path("runs/demo"), help="where the report goes")
+    parser.add_argument("--out", type=Path, help=f"where the report goes; default: {_defaults('out')}")
     args, training = parser.parse_known_args(argv)
+    args.framework = FRAMEWORKS[args.framework]
+    args.out = args.out or args.framework.out
     args.iterations = args.iterations or (16 if args.scene else 36)
     args.scenes = [args.scene] if args.scene else list(SCENES)
     if args.iterations < 4 * len(args.scenes):
@@ -83,15 +64,13 @@ def parse_args(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     return args, training
 
 
-def plan_faults(scenes: Sequence[str], iterations: int, folder: Path) -> dict[str, Fault]:
-    """The faults, spread evenly over the run."""
-    faults = {}
-    for index, name in enumerate(scenes):
-        scene = SCENES[name]
-        iteration = iterations * (index + 1) // (len(scenes) + 1)
-        marker = (folder / f"fired-{name}").resolve()
-        faults[name] = Fault(scene.rank, iteration, scene.point, marker, "kill", scene.ordinal, scene.secs)
-    return faults
+def _epilog() -> str:
+    jobs = "\n".join(f"  {name:10s} {framework.job}" for name, framework in FRAMEWORKS.items())
+    return f"jobs:\n{jobs}\n\nAny other argument, --hidden 256 for example, goes to launch/{_defaults('script')}.py."
+
+
+def _defaults(field: str) -> str:
+    return " or ".join(str(getattr(framework, field)) for framework in FRAMEWORKS.values())
 
 
 class Teller:
@@ -132,11 +111,12 @@ def train_both(
     args: argparse.Namespace, training: Sequence[str], faults: Mapping[str, Fault]
 ) -> tuple[Run, Watch, Run, Watch]:
     """The reference and the run with faults."""
-    training = [*LAYOUT, *MODEL, *training, "--iterations", str(args.iterations)]
+    training = [*training, "--iterations", str(args.iterations)]
     job = f"demo-{os.getpid()}-{time.time_ns() % 10**9}"
-    reference = Run("reference", args.out / "reference", training)
-    flags = ["--ftckpt", "--ftckpt-job", job, *ARENA, *TIMELINES]
-    faulted = Run("faulted", args.out / "faulted", training, flags, tuple(faults.values()))
+    reference = Run("reference", args.out / "reference", args.framework, training)
+    settings = {**SMALL, "job": job}
+    faulted = Run("faulted", args.out / "faulted", args.framework, training, settings, tuple(faults.values()))
+    print(f"demo: {args.framework.title}: {args.framework.job}", flush=True)
     print(f"demo: reference run of {args.iterations} iterations, without ftckpt", flush=True)
     seen = execute(reference, job, Teller("reference", args.iterations, {}, every=5))
     print(f"demo: the same with ftckpt and {_count(len(faults))}: {', '.join(faults)}", flush=True)
@@ -178,25 +158,33 @@ def table(costs: Sequence[FaultCost]) -> str:
 
 
 def summarize(
-    argv: Sequence[str], comparison: Comparison, costs: Sequence[FaultCost], seen: Watch, seen_faulted: Watch
+    argv: Sequence[str],
+    framework: Framework,
+    comparison: Comparison,
+    costs: Sequence[FaultCost],
+    *,
+    reference: Watch,
+    faulted: Watch,
 ) -> dict[str, Any]:
     """Everything that the report shows."""
     return {
+        "framework": framework.title,
+        "job": framework.job,
         "bit_exact": comparison.bit_exact,
         "differences": list(comparison.differences),
         "num_losses_compared": comparison.num_losses,
         "num_tensors_compared": comparison.tensors,
         "faults": [{**asdict(cost), "total_secs": cost.total_secs} for cost in costs],
-        "reference": _losses(seen),
-        "faulted": _losses(seen_faulted),
+        "reference": _losses(reference),
+        "faulted": _losses(faulted),
         "blocked_secs": {
             str(iteration): asdict(blocked)
-            for iteration, blocked in demo_measure.blocked_by_iteration(seen_faulted.events).items()
+            for iteration, blocked in demo_measure.blocked_by_iteration(faulted.events).items()
         },
-        "run_secs": {"reference": seen.secs, "faulted": seen_faulted.secs},
+        "run_secs": {"reference": reference.secs, "faulted": faulted.secs},
         "command": shlex.join(["launch/demo.sh", *argv]),
         "date": time.strftime("%Y-%m-%d %H:%M:%S %z"),
-        "versions": _versions(),
+        "versions": _versions(framework.packages),
         "hardware": _hardware(),
     }
 
@@ -209,9 +197,9 @@ def _losses(watch: Watch) -> dict[str, Any]:
     }
 
 
-def _versions() -> dict[str, str]:
+def _versions(packages: Sequence[str]) -> dict[str, str]:
     found = {"python": platform.python_version()}
-    for name in ("ftckpt", "torch", "megatron-core", "numpy"):
+    for name in packages:
         try:
             found[name] = version(name)
         except PackageNotFoundError:
@@ -286,7 +274,8 @@ def main(argv: Sequence[str]) -> int:
         print(f"demo: {error}", file=sys.stderr)
         return 1
     print(table(costs), flush=True)
-    return conclude(summarize(argv, comparison, costs, seen, seen_faulted), args.out)
+    summary = summarize(argv, args.framework, comparison, costs, reference=seen, faulted=seen_faulted)
+    return conclude(summary, args.out)
 
 
 def _interrupt(*_: object) -> NoReturn:

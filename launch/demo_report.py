@@ -12,11 +12,10 @@ from ftckpt.timeline.picture import fragment
 from ftckpt.timeline.style import STYLE as TIMELINE_STYLE
 from ftckpt.timeline.table import summary as timeline_summary
 from launch.demo_charts import Marker, blocked_chart, loss_chart, restart_chart
+from launch.demo_scenes import SCENES
 from launch.demo_style import STYLE
 
 PARTS = ("detect", "rejoin", "load", "first-step")
-
-LABELS = {"rank": "one rank killed", "writing": "killed while writing", "all": "all ranks killed"}
 
 MEANINGS = {
     "lost": "finished iterations that were trained again; the one under way is always trained again",
@@ -160,6 +159,7 @@ def _conditions(summary: Mapping[str, Any]) -> str:
     machine = f"{hardware['cpu']}, {hardware['cores']} cores, {hardware['memory_bytes'] / 2**30:.0f} GiB"
     iteration = {name: summary[name]["median_iteration_secs"] for name in ("reference", "faulted")}
     rows = {
+        "job": escape(f"{summary['framework']}: {summary['job']}"),
         "command": f"<code>{escape(summary['command'])}</code>",
         "date": escape(summary["date"]),
         "hardware": escape(f"{machine}; trained on {hardware['device']}"),
@@ -172,7 +172,7 @@ def _conditions(summary: Mapping[str, Any]) -> str:
 
 
 def _markers(summary: Mapping[str, Any]) -> list[Marker]:
-    return [Marker(fault["iteration"], LABELS[fault["name"]]) for fault in summary["faults"]]
+    return [Marker(fault["iteration"], SCENES[fault["name"]].label) for fault in summary["faults"]]
 
 
 def _legend(names: Mapping[str, str]) -> str:

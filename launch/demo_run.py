@@ -20,12 +20,12 @@ from typing import Any
 
 from ftckpt.arena.directory import clean_job
 from ftckpt.testing.faults import PLAN_VAR, Fault, dumps
+from launch.demo_frameworks import ROOT, Framework, Settings
 
 ARENA = Path("/dev/shm")
 NODES = ("node0", "node1")
 RANKS_PER_NODE = 4
 WORLD_SIZE = len(NODES) * RANKS_PER_NODE
-ROOT = Path(__file__).resolve().parents[1]
 
 _TOKEN_VAR = "FTCKPT_DEMO_TOKEN"
 _POLL_SECS = 0.02
@@ -38,12 +38,13 @@ class DemoError(Exception):
 
 @dataclass(frozen=True)
 class Run:
-    """One training run: where it writes, arguments of train_gpt and of ftckpt, and what happens to it."""
+    """One training run: where it writes, more arguments of its script, ftckpt's settings, and what happens to it."""
 
     name: str
     folder: Path
+    framework: Framework
     training: Sequence[str]
-    ftckpt: Sequence[str] = ()
+    ftckpt: Settings = field(default_factory=dict)
     faults: Sequence[Fault] = ()
     timeout_secs: float = 600.0
     stall_secs: float = 180.0
@@ -169,6 +170,9 @@ def _start(run: Run, processes: Processes, plan: Path) -> None:
     clean |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONWARNINGS": "ignore"}
     clean |= {"PYTHONPATH": str(ROOT), PLAN_VAR: str(plan.resolve())}
     endpoint = f"127.0.0.1:{_free_port()}"
+    outputs = ("--log-file", str(run.log.resolve()), "--dump-final", str(run.final.resolve()))
+    settings = {**run.ftckpt, "events": str(run.events.resolve())} if run.ftckpt else {}
+    module = run.framework.command(run.folder, [*run.training, *outputs], settings)
     for node in NODES:
         command = [
             *(sys.executable, "-m", "torch.distributed.run"),
@@ -177,10 +181,8 @@ def _start(run: Run, processes: Processes, plan: Path) -> None:
             *("--rdzv-backend", "c10d", "--rdzv-id", "demo", "--rdzv-endpoint", endpoint),
             *("--rdzv-conf", "last_call_timeout=1,join_timeout=120"),
             # The two dashes end torchrun's own options.
-            *("--max-restarts", "9", "--monitor-interval", "0.1", "-m", "--", "ftckpt.megatron"),
-            *(str(ROOT / "launch" / "demo_worker.py"), *run.training),
-            *("--log-file", str(run.log.resolve()), "--dump-final", str(run.final.resolve())),
-            *(run.ftckpt and (*run.ftckpt, "--ftckpt-events", str(run.events.resolve()))),
+            *("--max-restarts", "9", "--monitor-interval", "0.1", "-m", "--"),
+            *module,
         ]
         processes.start(command, {**clean, "FTCKPT_NODE": node}, run.folder / f"{node}.log")
 

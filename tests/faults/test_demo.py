@@ -18,16 +18,20 @@ from typing import Any
 
 import pytest
 
+from ftckpt.config import Config
 from ftckpt.testing.faults import Fault
 from launch import demo, demo_report
 from launch.demo_charts import attempts_of, ticks_of
-from launch.demo_measure import blocked_by_iteration, compare, fault_cost
+from launch.demo_frameworks import FRAMEWORKS, SMALL
+from launch.demo_measure import KINDS, blocked_by_iteration, compare, fault_cost
 from launch.demo_run import Watch
+from launch.demo_scenes import SCENES
 
 pytestmark = pytest.mark.faults
 
 REPOSITORY = Path(__file__).parents[2]
 OWNER_VAR = "FTCKPT_TEST_OWNER"
+SETTINGS = {**SMALL, "job": "j"}
 HASHES = {"model0.w": "a1", "optimizer0.0.master": "b2", "optimizer0.0.exp_avg": "c3", "rng.cpu": "d4"}
 
 
@@ -161,7 +165,10 @@ def summary(bit_exact: bool, finals: tuple[Path, Path]) -> dict[str, Any]:
     )  # fmt: skip
     watch = Watch(lines=REFERENCE, events=events, secs=9.0)
     lines = REFERENCE if bit_exact else [*REFERENCE, line(2, 4.75)]
-    return demo.summarize(["--scene", "<script>"], compare(REFERENCE, lines, *finals), [cost], watch, watch)
+    comparison = compare(REFERENCE, lines, *finals)
+    return demo.summarize(
+        ["--scene", "<script>"], FRAMEWORKS["megatron"], comparison, [cost], reference=watch, faulted=watch
+    )
 
 
 @pytest.mark.parametrize("bit_exact", [True, False])
@@ -197,6 +204,44 @@ def test_charts_cut_curves_and_choose_round_ticks() -> None:
 
 def test_the_report_needs_no_snapshot_events(finals: tuple[Path, Path]) -> None:
     assert "No snapshot was taken" in demo_report.render({**summary(True, finals), "blocked_secs": {}})
+
+
+def test_flags_are_all_that_the_run_with_faults_has_more(tmp_path: Path) -> None:
+    plain, saved = (FRAMEWORKS["megatron"].command(tmp_path, ["--seed", "5"], chosen) for chosen in ({}, SETTINGS))
+    assert plain[0] == "ftckpt.megatron" and plain[-2:] == ["--seed", "5"]
+    assert saved[: len(plain)] == plain
+    assert Config.from_flags(saved[len(plain) :]) == (Config(**SETTINGS), [])
+
+
+def test_a_section_is_all_that_the_run_with_faults_has_more(tmp_path: Path) -> None:
+    shipped = json.loads((REPOSITORY / "configs" / "deepspeed_zero1_pp.json").read_text())
+    configs = []
+    for chosen in ({}, SETTINGS):
+        *words, path = FRAMEWORKS["deepspeed"].command(tmp_path, ["--seed", "5"], chosen)
+        assert words[0] == "ftckpt.deepspeed" and words[-3:] == ["--seed", "5", "--deepspeed_config"]
+        configs.append(json.loads(Path(path).read_text()))
+    plain, saved = configs
+    assert saved.pop("ftckpt") == {**shipped.pop("ftckpt"), **SETTINGS}
+    assert saved == plain and plain.keys() == shipped.keys()
+    assert (plain["optimizer"]["params"]["betas"], plain["optimizer"]["params"]["torch_adam"]) == ([0.9, 0.95], True)
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ([], "PREPARES megatron"),
+        (["--scene", "all"], "PREPARES megatron"),
+        (["--scene", "rank", "--framework", "deepspeed"], "PREPARES deepspeed"),
+        (["--framework=deepspeed", "--scene", "rank"], "PREPARES deepspeed"),
+        (["--framework", "jax"], "FAILS --framework: 'jax' is not one of megatron, deepspeed"),
+    ],
+)
+def test_the_script_installs_the_framework_that_is_asked_for(tmp_path: Path, words: list[str], told: str) -> None:
+    (tmp_path / "demo.sh").write_text((REPOSITORY / "launch" / "demo.sh").read_text())
+    stand_in = "prepare() { echo PREPARES $1; exit; }\nfail() { echo FAILS $*; exit 1; }\n"
+    (tmp_path / "environment.sh").write_text(stand_in)
+    ran = subprocess.run(["bash", tmp_path / "demo.sh", *words], capture_output=True, text=True, check=False)
+    assert ran.stdout.splitlines() == [told], ran.stderr
 
 
 @contextlib.contextmanager
@@ -239,10 +284,28 @@ def test_an_interrupt_leaves_nothing(tmp_path: Path, signum: int) -> None:
         assert owned(owner) == []
 
 
+def test_a_scene_with_deepspeed(tmp_path: Path) -> None:
+    words = ["--framework", "deepspeed", "--scene", "rank", "--iterations", "8"]
+    words += ["--layers", "2", "--hidden", "32", "--seq", "32"]
+    with start_demo(tmp_path, *words) as (child, owner):
+        output, _ = child.communicate(timeout=280)
+        assert child.returncode == 0, output
+        assert owned(owner) == []
+    assert len(output.splitlines()) < 24, "what DeepSpeed prints is in the logs"
+    assert output.splitlines()[-1].startswith("demo: bit-exact, 1 fault survived, report in ")
+    found = json.loads((tmp_path / "summary.json").read_text())
+    assert found["framework"] == "DeepSpeed" and "deepspeed" in found["versions"]
+    assert all(found["num_tensors_compared"][kind] >= 8 for kind in KINDS)
+    (fault,) = found["faults"]
+    assert fault["iteration"] == 4 and 0 <= fault["iterations_lost"] <= 2
+    assert "DeepSpeed: PipelineModule" in (tmp_path / "report.html").read_text()
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_the_whole_demo(tmp_path: Path) -> None:
-    with start_demo(tmp_path) as (child, owner):
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_the_whole_demo(tmp_path: Path, framework: str) -> None:
+    with start_demo(tmp_path, "--framework", framework) as (child, owner):
         output, _ = child.communicate(timeout=800)
         assert child.returncode == 0, output
         assert owned(owner) == []
@@ -250,6 +313,7 @@ def test_the_whole_demo(tmp_path: Path) -> None:
     found = json.loads((tmp_path / "summary.json").read_text())
     assert found["bit_exact"] is True
     assert [fault["name"] for fault in found["faults"]] == ["rank", "writing", "all"]
+    assert (tmp_path / "timeline.html").exists()
     for fault in found["faults"]:
         assert 0 <= fault["iterations_lost"] <= 2
         assert 0 < fault["total_secs"] < 120
@@ -258,9 +322,11 @@ def test_the_whole_demo(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("scene", ["rank", "writing", "all"])
-def test_each_scene_alone(tmp_path: Path, scene: str) -> None:
-    with start_demo(tmp_path, "--scene", scene, "--iterations", "8") as (child, owner):
+@pytest.mark.parametrize("scene", SCENES)
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_each_scene_alone(tmp_path: Path, framework: str, scene: str) -> None:
+    words = ["--framework", framework, "--scene", scene, "--iterations", "8"]
+    with start_demo(tmp_path, *words) as (child, owner):
         output, _ = child.communicate(timeout=500)
         assert child.returncode == 0, output
         assert owned(owner) == []
