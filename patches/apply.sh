@@ -81,8 +81,7 @@ try() {
         patch --directory "$1" --strip 1 --fuzz 0 --force --no-backup-if-mismatch --silent --reject-file - \
             --input "$PATCH" "${@:2}"
     else
-        # Not in a repository that TREE may lie in: it would take paths from that one's root.
-        (cd "$1" && GIT_CEILING_DIRECTORIES=$(dirname "$PWD") git apply -p1 "${@:2}" "$PATCH")
+        (cd "$1" && git apply -p1 "${@:2}" "$PATCH")
     fi
 }
 

@@ -42,6 +42,8 @@ leaf = job.optimizer.chained_optimizers[0].optimizer
 inner = leaf.step
 hooks.activate(recorder, job.optimizer, None)
 guards = len(hooks._guards)
+wrapped = hasattr(schedules.forward_backward_no_pipelining, "__wrapped__")
+guarded = "step_with_ready_grads" in vars(job.optimizer)
 hooks._unguard()  # the lines must hold alone
 leaf.step = lambda *a, **k: (recorder.log.append("write"), inner(*a, **k))[1]
 before = job.config.finalize_model_grads_func
@@ -59,9 +61,8 @@ with open(f"{sys.argv[1]}/{os.environ['RANK']}.json", "w") as out:
     json.dump({
         "core": megatron.core.__file__,
         "patched": hooks.patched_modules(),
-        "wrapped": hasattr(schedules.forward_backward_no_pipelining, "__wrapped__"),
-        "guarded": "step_with_ready_grads" in vars(job.optimizer),
-        "guards": guards, "trained": trained, "expected": recorder.expected, "evaluated": evaluated,
+        "wrapped": wrapped, "guarded": guarded, "guards": guards,
+        "trained": trained, "expected": recorder.expected, "evaluated": evaluated,
     }, out)
 """
 

@@ -216,8 +216,8 @@ def test_a_core_without_lines_under_a_patched_loop_is_refused() -> None:
 # --- apply.sh ---
 
 
-def apply(*argv: str | Path, path: str = "") -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHON": sys.executable}
+def apply(*argv: str | Path, path: str = "", **more: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHON": sys.executable, **more}
     if path:
         environment["PATH"] = path
     script = str(PATCHES / "apply.sh")
@@ -364,7 +364,8 @@ def test_git_does_not_take_the_repository_around_for_the_tree(tmp_path: Path, to
     path = tools("git")
     subprocess.run(["git", "init", "--quiet", str(tmp_path)], check=True, timeout=60)
     tree = patch_files.miniature(NAMES[0], tmp_path / "tree")
-    assert apply(tree, path=path).returncode == 0
+    ended = apply(tree, path=path, TMPDIR=str(tmp_path))
+    assert ended.returncode == 0, ended.stderr
     assert b"ftckpt.fence()" in contents(tree)["megatron/core/optimizer/optimizer.py"]
 
 
