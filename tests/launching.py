@@ -47,6 +47,9 @@ def srun():
         code = next_code()
         if code == "hang":
             time.sleep(60)
+        if str(code).startswith("dead:"):
+            (here / "dead.json").write_text(json.dumps(code[5:].split(",")))
+            return 1
         return code
     per_node, tasks = int(options["ntasks-per-node"]), []
     for task in range(int(options["ntasks"])):
@@ -112,7 +115,7 @@ class Standins:
         self.dead()
 
     def codes(self, *codes: int | str) -> None:
-        """Exit codes of the next steps; ``hang`` sleeps; 0 when there is none left."""
+        """Exit codes of the next steps, then 0. ``hang`` sleeps; ``dead:n1,n2`` fails and leaves these nodes dead."""
         (self.here / "codes.json").write_text(json.dumps(codes))
 
     def dead(self, *nodes: str) -> None:

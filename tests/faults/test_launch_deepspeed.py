@@ -56,6 +56,7 @@ def helper_of(script: int) -> int | None:
     return next((pid for pid, line in processes_of(script).items() if "deepspeed.launcher.launch" in line), None)
 
 
+@pytest.mark.timeout(600)  # three starts, each with imports of DeepSpeed in four processes
 def test_a_rank_dies_and_then_the_launcher(launched: Launched) -> None:
     job = f"test-{uuid.uuid4().hex[:8]}"
     options = ["--job", job, "--nproc", "2", "--port", str(free_ports(5)), "--restarts", "4"]

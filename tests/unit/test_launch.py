@@ -231,9 +231,7 @@ def test_deepspeeds_launcher_runs_the_runner_as_a_module(standins: Standins) -> 
     assert not Path(call.env["DS_ENV_FILE"]).exists(), "what was handed on to other nodes is left behind"
 
 
-@pytest.mark.parametrize(
-    ("runner", "words"), [("none", []), ("my.run", ["--module", "--no_local_rank", "my.run"])]
-)
+@pytest.mark.parametrize(("runner", "words"), [("none", []), ("my.run", ["--module", "--no_local_rank", "my.run"])])
 def test_another_runner_finds_the_script_first(standins: Standins, runner: str, words: list[str]) -> None:
     standins.launch("deepspeed.sh", "--job", "a", "--runner", runner, str(standins.script), "x")
     (call,) = standins.calls("deepspeed")
@@ -404,6 +402,16 @@ def test_a_node_in_front_that_was_lost(standins: Standins, script: str) -> None:
     assert [step.options["--nodelist"] for step in standins.steps()] == ["n1,n2", "n2,n3", "n2,n3"]
     last = standins.steps()[-1]
     assert (last.env.get("MASTER_ADDR") or last.after("--endpoint").split(":")[0]) == "n2"
+
+
+@pytest.mark.parametrize("script", BATCH)
+def test_a_spare_keeps_its_place_when_the_lost_node_is_back(standins: Standins, script: str) -> None:
+    """It holds snapshots by then, the other one does not."""
+    standins.codes(1, "dead:", "dead:n3")
+    standins.dead("n1")
+    ran = standins.launch(script, "--nodes", "2", str(standins.script), env=standins.slurm("n1", "n2", "n3"))
+    assert ran.returncode == 0, ran.stderr
+    assert [step.options["--nodelist"] for step in standins.steps()] == ["n1,n2", "n2,n3", "n2,n3", "n1,n2"]
 
 
 @pytest.mark.parametrize("script", BATCH)
