@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import logging
 import os
 import sys
 from collections.abc import Sequence
@@ -50,10 +49,10 @@ def _main(argv: Sequence[str]) -> int:
 def _isolate() -> None:
     from ftckpt.elastic.rendezvous import isolate_attempts
 
-    runner.log_to_stderr()
+    log = runner.log_to_stderr()
     rendezvous = isolate_attempts()
     if os.environ.get("RANK", "0") == "0":
-        logging.getLogger("ftckpt").info("ftckpt: rendezvous: %s", rendezvous)
+        log.info("ftckpt: rendezvous: %s", rendezvous)
 
 
 if __name__ == "__main__":

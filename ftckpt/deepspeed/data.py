@@ -114,8 +114,7 @@ class DataPosition:
         """The first batch is about to be used: go to the position, then set RNG unless a batch drawn has done so."""
         if self._restored is not None and isinstance(self._given, RepeatingLoader):
             self._given.data_iter = iter(self._given.loader)
-        if not self._rng_is_set:
-            self.set_rng()
+        self._set_rng_once()
         if not self._engine.pipeline_parallelism:
             self._restored = None
 
@@ -138,10 +137,23 @@ class DataPosition:
         return self._counted
 
     def remove(self) -> None:
-        """Follow the engine's loader no longer."""
+        """Follow the engine's loader and the script's iterator no longer."""
+        if self._counted is not None and self._engine.data_iterator is self._counted:
+            self._engine.data_iterator = self._counted.inner
         if self._class is not None:
             self._loader.__class__ = self._class
             self._class = None
+
+    def _set_rng_once(self) -> None:
+        if not self._rng_is_set:
+            self._rng_is_set = True
+            self.set_rng()
+
+    def _is_under_way(self, loader: Any) -> bool:
+        """Whether the epoch that is restored had begun and not all of its batches were drawn."""
+        assert self._restored is not None
+        epoch = self._restored["epoch"]
+        return epoch["drawn"] < len(loader) and (epoch["begin"] is not None or epoch["drawn"] > 0)
 
     def _skip(self, counted: _Counted, number: int) -> None:
         if not number or self._owned_by_objects:
@@ -165,20 +177,26 @@ class DataPosition:
 
         def begin(loader: Any) -> Any:
             if position._restored is not None:
-                position._replay(base, loader)
-                return loader
+                position._rng_is_set = False
+                if position._is_under_way(loader):
+                    position._replay(base, loader)
+                    return loader
+                position._set_rng_once()
             sampler = getattr(loader.data_sampler, "epoch", None)
             position._epoch = {"begin": rng.save_generators(), "first": None, "sampler": sampler, "drawn": 0}
             return base.__iter__(loader)
 
         def draw(loader: Any) -> Any:
             epoch = position._epoch
-            if position._restored is not None and not position._rng_is_set:
-                position._rng_is_set = True
-                position.set_rng()
+            if position._restored is not None:
+                position._set_rng_once()
             if epoch["first"] is None:
                 epoch["first"] = rng.save_generators()
-            batch = base.__next__(loader)
+            try:
+                batch = base.__next__(loader)
+            except StopIteration:
+                position._restored = None
+                raise
             epoch["drawn"] += 1
             return batch
 
@@ -187,8 +205,7 @@ class DataPosition:
     def _replay(self, base: Any, loader: Any) -> None:
         """Begin the epoch that was under way once more, and skip the batches drawn."""
         assert self._restored is not None
-        self._epoch, self._rng_is_set = dict(self._restored["epoch"]), False
-        epoch = self._epoch
+        self._epoch = epoch = dict(self._restored["epoch"])
         if epoch["sampler"] is not None and hasattr(loader.data_sampler, "set_epoch"):
             loader.data_sampler.set_epoch(epoch["sampler"])
         if epoch["begin"] is not None:

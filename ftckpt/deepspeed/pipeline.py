@@ -69,21 +69,26 @@ class Marked:
         return getattr(self._inner, name)
 
 
+def check_pipeline(engine: Any) -> None:
+    """Refuse an engine that runs its pipeline in another way than PipelineEngine does.
+
+    Raises:
+        UnsupportedError: the engine's class, and what to do.
+    """
+    if type(engine) is not PipelineEngine:
+        raise UnsupportedError(
+            f"engine {type(engine).__name__} runs a pipeline in a way that ftckpt does not know; use PipelineModule"
+        )
+
+
 def follow_pipeline(hooks: Hooks, position: Callable[[Any], Any]) -> None:
     """Listen to a PipelineEngine.
 
     Args:
         hooks: of that engine.
         position: gets the iterator given to ``train_batch``, or None, and returns the one to draw from.
-
-    Raises:
-        UnsupportedError: another schedule than that of PipelineEngine.
     """
     engine = hooks.engine
-    if type(engine) is not PipelineEngine:
-        raise UnsupportedError(
-            f"engine {type(engine).__name__} runs a pipeline in a way that ftckpt does not know; use PipelineModule"
-        )
     original = engine._train_schedule
 
     def place(engine: Any, kind: str) -> None:

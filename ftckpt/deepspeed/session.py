@@ -13,17 +13,17 @@ from typing import Any
 import torch.distributed as dist
 
 from ftckpt.checkpointer import Checkpointer
-from ftckpt.comm import Group
+from ftckpt.comm import Group, together
 from ftckpt.config import Config
 from ftckpt.deepspeed import initialize, support
 from ftckpt.deepspeed.data import DataPosition, Epochs
 from ftckpt.deepspeed.hooks import Hooks
-from ftckpt.deepspeed.pipeline import follow_pipeline
+from ftckpt.deepspeed.pipeline import check_pipeline, follow_pipeline
 from ftckpt.deepspeed.state import DeepSpeedState
 from ftckpt.deepspeed.topology import gather_topology
 from ftckpt.elastic.identity import job_name, node_name
 from ftckpt.elastic.rendezvous import isolate_attempts
-from ftckpt.errors import ConfigError
+from ftckpt.errors import ConfigError, UnsupportedError
 from ftckpt.live.stateful import Stateful
 
 _DATA = "ftckpt.data"
@@ -58,7 +58,7 @@ class Session:
         self._objects = dict(objects)
         self._begun = begun
         self._group = Group(self.config.start_timeout_secs)
-        support.check(engine)
+        together(self._group, lambda: _check(engine))
         self._topology = gather_topology(self._group, self.config.node, engine)
         self._fresh = {name: copy.deepcopy(value.state_dict()) for name, value in self._objects.items()}
         self.checkpointer, self._data = self._restored()
@@ -90,7 +90,7 @@ class Session:
     def _restored(self) -> tuple[Checkpointer, DataPosition]:
         """A new checkpointer that has restored what is newer than the engine's state."""
         data = DataPosition(self.engine, self._begun, bool(self._objects))
-        state = DeepSpeedState(self.engine, {**self._objects, _DATA: data})
+        state = together(self._group, lambda: DeepSpeedState(self.engine, {**self._objects, _DATA: data}))
         checkpointer = Checkpointer(self.config, state, self._topology, group=self._group)
         data.set_rng, data.tell = state.set_rng, checkpointer.events.tell
         self._from_memory = checkpointer.restore(newer_than=self.engine.global_steps)
@@ -104,6 +104,7 @@ class Session:
         self._hooks.fence_optimizer()
         self._hooks.wrap(self.engine, "load_checkpoint", self._load_checkpoint)
         self._hooks.wrap(self.engine, "destroy", self._destroy)
+        self._hooks.wrap(self.engine, "compile", _refuse_compile)
 
     def _begin_training(self) -> None:
         self._data.begin_training()
@@ -153,6 +154,16 @@ class Session:
         if not collected and sys.exc_info()[0] is None:
             self.close()
         return original()
+
+
+def _check(engine: Any) -> None:
+    support.check(engine)
+    if engine.pipeline_parallelism:
+        check_pipeline(engine)
+
+
+def _refuse_compile(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    raise UnsupportedError("engine.compile() is not supported by ftckpt; do not call it")
 
 
 def _is_whole(load: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:

@@ -49,14 +49,16 @@ def run(script: Path, ended_well: Callable[[], None]) -> int:
     return 0
 
 
-def log_to_stderr() -> None:
-    """Show what ftckpt tells."""
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
+def log_to_stderr() -> logging.Logger:
+    """Show what ftckpt tells; a second call adds nothing."""
     log = logging.getLogger("ftckpt")
-    log.addHandler(handler)
+    if not log.handlers:
+        handler = logging.StreamHandler(sys.stderr)
+        handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
+        log.addHandler(handler)
     log.setLevel(logging.INFO)
     log.propagate = False
+    return log
 
 
 def check_device(device: str) -> bool:

@@ -6,13 +6,11 @@ import argparse
 import importlib
 import logging
 import os
-import runpy
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from ftckpt.config import Config, add_flags
-from ftckpt.errors import ConfigError, FtckptError
+from ftckpt.elastic import runner
 from ftckpt.megatron import patched
 
 _USAGE = "torchrun ... -m ftckpt.megatron SCRIPT ARGS... --ftckpt [--ftckpt-interval N ...]"
@@ -26,28 +24,18 @@ def main(argv: Sequence[str]) -> int:
     if not argv or argv[0] in ("-h", "--help"):
         add_flags(argparse.ArgumentParser(prog="ftckpt.megatron", usage=_USAGE, add_help=False)).print_help()
         return 0 if argv else 2
-    try:
-        config, arguments = Config.from_flags(argv[1:])
-        script = _script(argv[0])
-        _stand_in(os.environ.get("FTCKPT_DEVICE", ""))
-        sys.path[0] = str(script.parent)
-        sys.argv = [str(script), *arguments]
-        if config.enabled:
-            _install(config)
-        return _run(script)
-    except FtckptError as error:
-        print(f"ftckpt: {error}", file=sys.stderr, flush=True)
-        return 2
+    return runner.guarded(lambda: _main(argv))
 
 
-def _run(script: Path) -> int:
-    try:
-        runpy.run_path(str(script), run_name="__main__")
-    except SystemExit as ended:
-        if ended.code not in (None, 0):
-            raise
-    patched.close()
-    return 0
+def _main(argv: Sequence[str]) -> int:
+    config, arguments = Config.from_flags(argv[1:])
+    script = runner.script_path(argv[0], _USAGE)
+    if runner.check_device(os.environ.get("FTCKPT_DEVICE", "")):
+        importlib.import_module("ftckpt.testing.cpu").install()
+    runner.prepare(script, arguments)
+    if config.enabled:
+        _install(config)
+    return runner.run(script, patched.close)
 
 
 def _install(config: Config) -> None:
@@ -62,21 +50,6 @@ def _install(config: Config) -> None:
     if homes and os.environ.get("RANK", "0") == "0":
         log = logging.getLogger("ftckpt")
         log.info("ftckpt: patched, so that their own lines act and no run-time hooks: %s", ", ".join(homes))
-
-
-def _script(name: str) -> Path:
-    path = Path(name)
-    if name.startswith("-") or not path.is_file():
-        raise ConfigError(f"script {name!r} does not exist; usage: {_USAGE}")
-    return path.resolve()
-
-
-def _stand_in(device: str) -> None:
-    """``FTCKPT_DEVICE=cpu`` trains on a machine without a GPU, for tests and trying things out."""
-    if device == "cpu":
-        importlib.import_module("ftckpt.testing.cpu").install()
-    elif device not in ("", "cuda"):
-        raise ConfigError(f"FTCKPT_DEVICE: {device!r} is not one of cpu, cuda")
 
 
 if __name__ == "__main__":

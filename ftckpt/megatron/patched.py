@@ -12,7 +12,6 @@ import argparse
 import copy
 import functools
 import importlib
-import logging
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping
@@ -23,6 +22,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 import ftckpt.megatron
 from ftckpt import config as schema
 from ftckpt.config import Config
+from ftckpt.elastic.runner import log_to_stderr
 from ftckpt.errors import FtckptError, UnsupportedError
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ def switch_on(config: Config) -> None:
     ftckpt.megatron.configure(config)
     if not config.enabled:
         return
-    log = _log_to_stderr()
+    log = log_to_stderr()
     from ftckpt.elastic.rendezvous import isolate_attempts
 
     rendezvous = isolate_attempts()
@@ -201,14 +201,3 @@ def _require_lines_in_core() -> None:
             f"{bare[0].__file__} has no ftckpt lines, though the train loop has: put the patched checkout before "
             "any other megatron-core on PYTHONPATH, or use the runner, -m ftckpt.megatron"
         )
-
-
-def _log_to_stderr() -> logging.Logger:
-    log = logging.getLogger("ftckpt")
-    if not log.handlers:
-        handler = logging.StreamHandler(sys.stderr)
-        handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
-        log.addHandler(handler)
-    log.setLevel(logging.INFO)
-    log.propagate = False
-    return log

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import os
 import subprocess
 import sys
 from argparse import Namespace
@@ -172,3 +173,77 @@ def test_the_door_wraps_one_function_and_remove_puts_it_back(code: str) -> None:
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
     )
     assert ended.returncode == 0, ended.stderr
+
+
+SCRIPT = """
+import json, sys
+print(json.dumps([__name__, sys.argv[1:], sys.path[0] == {folder!r}, "deepspeed" in sys.modules]))
+{end}
+"""
+
+
+def run(folder: Path, *argv: str, end: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
+    """The runner on a script; ``SCRIPT`` among the arguments stands for its path."""
+    script = folder / "train.py"
+    script.write_text(SCRIPT.format(folder=str(folder), end=end))
+    words = [str(script) if word == "SCRIPT" else word for word in argv]
+    return subprocess.run(
+        [sys.executable, "-m", "ftckpt.deepspeed", *words],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "FTCKPT_DEVICE": "", **environment},
+        cwd=ROOT, capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("argv", "seen"),
+    [
+        (["SCRIPT", "--lr", "1", "--ftckpt", "--ftckpt-interval=2"], ["--lr", "1"]),
+        (["--local_rank=3", "SCRIPT", "--lr", "1"], ["--local_rank=3", "--lr", "1"]),
+    ],
+)
+def test_the_runner_hands_the_scripts_arguments_on(tmp_path: Path, argv: list[str], seen: list[str]) -> None:
+    ended = run(tmp_path, *argv)
+    assert ended.returncode == 0, ended.stderr
+    assert json.loads(ended.stdout) == ["__main__", seen, True, False]
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["no/such.py"], "script 'no/such.py' does not exist; usage: torchrun"),
+        (["--local_rank=3"], "script '' does not exist; usage: torchrun"),
+        (["SCRIPT", "--ftckpt-intervall", "2"], "unknown flag --ftckpt-intervall; did you mean --ftckpt-interval?"),
+        (["SCRIPT", "--ftckpt-slots", "1"], "slots: 1 is too small; the least is 2"),
+    ],
+)
+def test_the_runner_refuses_in_one_line_and_code_2(tmp_path: Path, argv: list[str], message: str) -> None:
+    ended = run(tmp_path, *argv)
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert ended.stderr.startswith(f"ftckpt: {message}") and ended.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(("end", "code"), [("sys.exit(0)", 0), ("sys.exit(7)", 7), ("1 / 0", 1)])
+def test_the_scripts_own_exit_code_is_kept(tmp_path: Path, end: str, code: int) -> None:
+    ended = run(tmp_path, "SCRIPT", end=end)
+    assert ended.returncode == code
+    assert ("ZeroDivisionError" in ended.stderr) == (code == 1)
+
+
+WRONG = """
+import deepspeed, torch
+config = {"train_batch_size": 1, "ftckpt": {"enabled": True, "slot": 3}}
+deepspeed.initialize(model=torch.nn.Linear(1, 1), config=config)
+"""
+
+
+def test_a_wrong_section_ends_the_script_in_one_line_before_anything_is_built(tmp_path: Path) -> None:
+    pytest.importorskip("deepspeed")
+    ended = run(tmp_path, "SCRIPT", end=WRONG, FTCKPT_DEVICE="cpu")
+    assert ended.returncode == 2
+    assert ended.stderr.splitlines()[-1] == "ftckpt: ftckpt: unknown setting 'slot'; did you mean slots?"
+    assert "Traceback" not in ended.stderr
+
+
+def test_help_lists_the_flags(tmp_path: Path) -> None:
+    ended = run(tmp_path, "--help")
+    assert ended.returncode == 0 and "--ftckpt-interval" in ended.stdout and "JSON" in ended.stdout

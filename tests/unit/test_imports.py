@@ -50,7 +50,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "plain": FRAMEWORK | {"elastic"},
     "testing": set(STAGES) | {"checkpointer"},
 }
-BY_NAME = {("ftckpt.megatron.__main__", "ftckpt.testing.cpu")}
+BY_NAME = {
+    ("ftckpt.megatron.__main__", "ftckpt.testing.cpu"),
+    ("ftckpt.deepspeed.__main__", "ftckpt.testing.cpu_deepspeed"),
+}
 """Loaded by name, only when FTCKPT_DEVICE=cpu asks for the stand-in."""
 
 NO_PICKLE_MODULES = {"pickle", "_pickle", "cPickle", "marshal", "shelve", "dill", "cloudpickle", "multiprocessing"}

@@ -1,0 +1,327 @@
+"""The doors of DeepSpeed's integration: what starts it, refuses, gives data and RNG back, and ends it."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ftckpt.testing.pool import run_ranks
+
+pytestmark = pytest.mark.multiproc
+pytest.importorskip("deepspeed")
+
+WIDTH, SAMPLES = 4, 20
+JSON: dict[str, Any] = {
+    "train_micro_batch_size_per_gpu": 2,
+    "steps_per_print": None,
+    "zero_optimization": {"stage": 1},
+    "optimizer": {"type": "Adam", "params": {"lr": 1e-2, "torch_adam": True}},
+}
+
+
+def results(function: Any, ranks: int, *args: Any) -> list[Any]:
+    return [result.value for result in run_ranks(function, ranks, *args, stand_in=False)]
+
+
+def section(arena: str, **settings: Any) -> dict[str, Any]:
+    return {"enabled": True, "job": "doors", "node": "node", "arena": arena, **settings}
+
+
+def initialize(ftckpt_section: Any = None, data: Any = None, **config: Any) -> Any:
+    """A tiny engine with dropout."""
+    from ftckpt.testing import cpu_deepspeed
+
+    cpu_deepspeed.install()
+    import deepspeed
+    import torch
+
+    torch.manual_seed(5)
+    model = torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH), torch.nn.Dropout(0.5))
+    extra = {} if ftckpt_section is None else {"ftckpt": ftckpt_section}
+    engine, *_ = deepspeed.initialize(model=model, training_data=data, config={**JSON, **extra, **config})
+    return engine
+
+
+def train_step(engine: Any, batch: Any = None) -> float:
+    import torch
+
+    loss = engine(torch.ones(2, WIDTH) if batch is None else batch).square().mean()
+    engine.backward(loss)
+    engine.step()
+    return loss.item()
+
+
+class Samples:
+    """Each sample shows its index."""
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> Any:
+        import torch
+
+        return torch.full((WIDTH,), float(index))
+
+
+def drawn(rank: int, world_size: int, arena: str, until: int, peek: bool) -> list[Any]:
+    """Trains on the engine's own loader with a sampler that draws from torch's generator; leaves the arenas."""
+    import torch
+
+    import ftckpt.deepspeed  # noqa: F401 - the door
+
+    engine = initialize(section(arena) if arena else None, Samples())
+    loader = engine.training_dataloader
+    loader.data_sampler, loader.num_local_io_workers = torch.utils.data.RandomSampler(Samples()), 0  # type: ignore[arg-type]
+    if peek:
+        next(iter(loader))
+    rows = []
+    while engine.global_steps < until:
+        for batch in loader:
+            noise = torch.rand(1).item()
+            rows.append((engine.global_steps, batch[:, 0].tolist(), noise, train_step(engine, batch)))
+            if engine.global_steps == until:
+                break
+    return rows
+
+
+@pytest.mark.parametrize("stop", [3, 10, 13])
+@pytest.mark.parametrize("peek", [False, True], ids=["", "peek"])
+def test_epochs_go_on_at_their_batch_whatever_the_sampler_draws_from(stop: int, peek: bool, arena_root: Path) -> None:
+    unbroken = results(drawn, 2, "", 24, peek)
+    first = results(drawn, 2, str(arena_root), stop, peek)
+    second = results(drawn, 2, str(arena_root), 24, peek)
+    assert [a + b for a, b in zip(first, second, strict=True)] == unbroken
+    epochs = [sorted(index for _, ids, _, _ in unbroken[0][at : at + 10] for index in ids) for at in (0, 10)]
+    assert epochs == [[float(i) for i in range(SAMPLES)]] * 2
+
+
+def positions(rank: int, world_size: int, arena: str, items: int) -> str:
+    """A pipeline of one stage, over an iterator of so many items."""
+    from ftckpt.testing import cpu_deepspeed
+
+    cpu_deepspeed.install()
+    import deepspeed
+    import torch
+    from deepspeed.pipe import PipelineModule
+
+    import ftckpt.deepspeed  # noqa: F401 - the door
+    from ftckpt.errors import ConfigError
+
+    torch.distributed.barrier()
+    deepspeed.init_distributed()
+    torch.manual_seed(5)
+    net = PipelineModule([torch.nn.Linear(WIDTH, WIDTH)], num_stages=1, loss_fn=torch.nn.MSELoss())
+    engine, *_ = deepspeed.initialize(model=net, config={**JSON, "ftckpt": section(arena)})
+    given = iter([(torch.full((2, WIDTH), float(i)), torch.zeros(2, WIDTH)) for i in range(items)])
+    try:
+        for _ in range(3):
+            engine.train_batch(given)
+    except ConfigError as error:
+        return str(error)
+    left = next(given, None)
+    return "none" if left is None else str(left[0][0, 0].item())
+
+
+def test_items_that_were_drawn_from_a_scripts_iterator_are_skipped(arena_root: Path) -> None:
+    assert results(positions, 1, str(arena_root), 4) == ["3.0"]
+    assert results(positions, 1, str(arena_root), 7) == ["6.0"]
+    text = results(positions, 1, str(arena_root), 5)[0]
+    assert "ends after 5 of the 6 items" in text and "ftckpt.deepspeed.register" in text
+
+
+def restored_rng(rank: int, world_size: int, arena: str) -> list[bool]:
+    """Whether RNG is untouched by initialize, and what it is at the first batch."""
+    import torch
+
+    import ftckpt.deepspeed
+
+    engine = initialize(section(arena))
+    for _ in range(2):
+        train_step(engine)
+    at_boundary = torch.get_rng_state()
+    checkpointer: Any = ftckpt.deepspeed.active()
+    checkpointer.fence()
+    ftckpt.deepspeed.remove()
+    from ftckpt.deepspeed import initialize as door
+
+    door.install()
+    plain = initialize()
+    untouched = torch.get_rng_state()
+    engine = initialize(section(arena))
+    found = [engine.global_steps == 2, torch.equal(torch.get_rng_state(), untouched)]
+    engine.eval()
+    engine(torch.ones(2, WIDTH))
+    found.append(torch.equal(torch.get_rng_state(), untouched))
+    engine.train()
+    seen = []
+    engine.module.register_forward_pre_hook(lambda *args: seen.append(torch.get_rng_state()))
+    train_step(engine)
+    train_step(engine)
+    del plain
+    return [*found, torch.equal(seen[0], at_boundary), not torch.equal(seen[1], at_boundary)]
+
+
+def test_rng_is_set_right_before_the_first_batch_and_not_by_initialize(arena_root: Path) -> None:
+    assert results(restored_rng, 2, str(arena_root)) == [[True] * 5] * 2
+
+
+def ended(rank: int, world_size: int, arena: str, how: str) -> list[str]:
+    """The arenas that are left."""
+    import ftckpt.deepspeed
+
+    engine = initialize(section(arena, start_timeout_secs=20.0))
+    for _ in range(3):
+        train_step(engine)
+    if how == "destroy":
+        engine.destroy()
+        engine.destroy()
+    elif how == "close":
+        ftckpt.deepspeed.close()
+        train_step(engine)
+    elif how == "error":
+        try:
+            try:
+                raise ValueError("training failed")
+            finally:
+                engine.destroy()
+        except ValueError:
+            pass
+    elif how == "collected":
+        type(engine).__del__(engine)
+        del engine
+        gc.collect()
+    return sorted(path.name for path in Path(arena).rglob("tp0-pp0-dp*"))
+
+
+@pytest.mark.parametrize("how", ["destroy", "close"])
+def test_a_good_end_leaves_nothing(how: str, arena_root: Path) -> None:
+    results(ended, 2, str(arena_root), how)
+    assert list(arena_root.iterdir()) == []
+
+
+@pytest.mark.parametrize("how", ["error", "collected", "nothing"])
+def test_without_a_good_end_snapshots_stay(how: str, arena_root: Path) -> None:
+    for files in results(ended, 2, str(arena_root), how):
+        assert len(files) == 2
+    assert results(resumed, 2, str(arena_root)) in ([2, 2], [3, 3])
+
+
+def resumed(rank: int, world_size: int, arena: str) -> int:
+    import ftckpt.deepspeed  # noqa: F401 - the door
+
+    steps: int = initialize(section(arena)).global_steps
+    return steps
+
+
+def refused(rank: int, world_size: int, arena: str) -> list[str]:
+    """What wrong starts say, then that a right one works."""
+    import deepspeed
+
+    import ftckpt.deepspeed
+    from ftckpt.errors import FtckptError
+
+    def message(**arguments: Any) -> str:
+        try:
+            initialize(**arguments)
+        except FtckptError as error:
+            return f"{type(error).__name__}: {error}"
+        return "accepted"
+
+    found = [
+        message(ftckpt_section=["enabled"]),
+        message(ftckpt_section=section(arena, intervall=2)),
+        message(ftckpt_section=section(arena, interval=0)),
+        message(ftckpt_section={"enabled": False}),
+    ]
+    version, deepspeed.__version__ = deepspeed.__version__, "9.9.9"
+    found.append(message(ftckpt_section=section(arena)))
+    found.append(message())
+    deepspeed.__version__ = version
+    ftckpt.deepspeed.configure({"interval": 3})
+    found.append(message(ftckpt_section=section(arena, interval=2)))
+    ftckpt.deepspeed.configure({})
+    found.append(message(ftckpt_section=section(arena)))
+    found.append(message(ftckpt_section=section(arena)))
+    ftckpt.deepspeed.close()
+    found.append(message(ftckpt_section=section(arena)))
+    return found
+
+
+def test_wrong_starts_are_refused_on_all_ranks_in_one_line(arena_root: Path) -> None:
+    for found in results(refused, 2, str(arena_root)):
+        kind, unknown, small, off, version, plain, differ, right, second, again = found
+        assert kind == "ConfigError: ftckpt: expected a mapping of settings, got list"
+        assert unknown == "ConfigError: ftckpt: unknown setting 'intervall'; did you mean interval?"
+        assert small == "ConfigError: interval: 0 is too small; the least is 1"
+        assert version.startswith("UnsupportedError: ") and "DeepSpeed 9.9.9 is not known" in version
+        assert "0.19.8" in version
+        assert differ.startswith("ConfigError: interval: 3 by --ftckpt-interval and 2 in the DeepSpeed configuration")
+        assert second.startswith("ConfigError: ftckpt follows one engine")
+        assert (off, plain, right, again) == ("accepted",) * 4
+        assert not [text for text in found if "\n" in text]
+
+
+class Counter:
+    """An object of a script."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"count": self.count}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.count = state["count"]
+
+
+def by_hand(rank: int, world_size: int, arena: str) -> list[Any]:
+    """Attaches twice, as two starts of a job would; registers what cannot be registered."""
+    import ftckpt.deepspeed
+    from ftckpt.config import Config
+    from ftckpt.errors import ConfigError
+
+    found: list[Any] = []
+    for name, value in (("a", object()), ("", Counter()), ("ftckpt.data", Counter())):
+        with pytest.raises(ConfigError, match=r"^register: "):
+            ftckpt.deepspeed.register(name, value)  # type: ignore[arg-type]
+    registered = Counter()
+    ftckpt.deepspeed.register("registered", registered)
+    config = Config(**section(arena))
+    for _ in range(2):
+        engine, counter = initialize(), Counter()
+        registered.count = 0
+        assert ftckpt.deepspeed.attach(engine) is None, "the JSON has no section"
+        checkpointer = ftckpt.deepspeed.attach(engine, {"counter": counter}, config)
+        assert checkpointer is ftckpt.deepspeed.active()
+        found.append((engine.global_steps, counter.count, registered.count))
+        with pytest.raises(ConfigError, match="follows one engine"):
+            ftckpt.deepspeed.attach(engine, {}, config)
+        with pytest.raises(ConfigError, match="too late"):
+            ftckpt.deepspeed.register("late", Counter())
+        for _ in range(2):
+            counter.count, registered.count = counter.count + 1, registered.count + 10
+            train_step(engine)
+        session: Any = ftckpt.deepspeed._door.session()
+        session.leave()
+    return found
+
+
+def test_an_engine_is_attached_by_hand_with_objects(arena_root: Path) -> None:
+    assert results(by_hand, 2, str(arena_root)) == [[(0, 0, 0), (2, 2, 20)]] * 2
+
+
+def compiled(rank: int, world_size: int, arena: str) -> str:
+    import ftckpt.deepspeed  # noqa: F401 - the door
+    from ftckpt.errors import UnsupportedError
+
+    engine = initialize(section(arena))
+    with pytest.raises(UnsupportedError) as raised:
+        engine.compile()
+    return str(raised.value)
+
+
+def test_compiling_later_is_refused(arena_root: Path) -> None:
+    assert results(compiled, 1, str(arena_root)) == ["engine.compile() is not supported by ftckpt; do not call it"]
