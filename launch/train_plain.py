@@ -61,6 +61,7 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
         "--precision", choices=("fp32", "mixed", "bf16", "fp16"), default="mixed",
         help="mixed: bf16 compute on fp32 weights; bf16: weights too; fp16: autocast and a scaled loss",
     )  # fmt: skip
+    training.add_argument("--loss-scale", type=float, default=2.0**16, help="where fp16 starts")
     output = parser.add_argument_group("output")
     output.add_argument("--log-file", dest="log", type=Path, help="JSON lines, one per iteration")
     output.add_argument("--dump-final", type=Path, help="folder for the hashes of each rank's final state")
@@ -103,6 +104,8 @@ class LanguageModel(nn.Module):
         self.norm = nn.LayerNorm(args.hidden)
         self.scale = nn.Parameter(torch.ones(1))
         self.register_buffer("seen_batches", torch.zeros((), dtype=torch.int64))
+        for table in (self.tokens, self.positions):
+            nn.init.normal_(table.weight, std=0.02)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         if self.training:
@@ -153,7 +156,7 @@ def build(args: argparse.Namespace) -> Job:
         kind = torch.optim.Adam if args.optimizer == "adam" else torch.optim.AdamW
         optimizer = kind(trained, args.lr, weight_decay=0.01)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 5))
-    scaler = torch.amp.GradScaler(device.type, init_scale=2.0**16, enabled=args.precision == "fp16")
+    scaler = torch.amp.GradScaler(device.type, init_scale=args.loss_scale, enabled=args.precision == "fp16")
     torch.manual_seed(args.seed + dist.get_rank())  # each rank has its own dropout masks
     return Job(args, model, optimizer, scheduler, scaler, TextData(args.seq, args.seed), num_micro, device)
 

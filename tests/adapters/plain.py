@@ -12,7 +12,10 @@ TINY = ["--layers", "2", "--hidden", "32", "--seq", "32", "--global-batch", "8"]
 CONFIGURATIONS: dict[str, tuple[int, tuple[str, ...]]] = {
     "none": (2, ("--wrap", "none", "--precision", "fp32", "--optimizer", "adam")),
     "ddp": (3, ("--wrap", "ddp", "--global-batch", "12")),
-    "ddp-fp16-sgd": (2, ("--wrap", "ddp", "--precision", "fp16", "--optimizer", "sgd", "--freeze")),
+    "ddp-fp16-sgd": (
+        2,
+        ("--wrap", "ddp", "--precision", "fp16", "--loss-scale", "1048576", "--optimizer", "sgd", "--freeze"),
+    ),
     "fsdp2": (2, ("--wrap", "fsdp2")),
     "fsdp2-bf16": (3, ("--wrap", "fsdp2", "--precision", "bf16", "--global-batch", "12", "--freeze")),
     "hsdp": (4, ("--wrap", "fsdp2", "--replicas", "2")),

@@ -1,0 +1,335 @@
+"""What ftckpt.plain says of a torch model is true, and what it cannot map or guard is refused by name."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from ftckpt.testing.pool import run_ranks
+
+pytestmark = pytest.mark.multiproc
+
+
+class Odd(nn.Module):
+    """Sizes that four ranks, or three, do not divide: one row, two, five."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 5)
+        self.second = nn.Linear(5, 2, bias=False)
+        self.scale = nn.Parameter(torch.ones(1))
+        self.frozen = nn.Parameter(torch.arange(3.0), requires_grad=False)
+        self.register_buffer("seen", torch.zeros(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x)) * self.scale + self.frozen.sum()
+
+
+class Even(nn.Module):
+    """Sizes that sharding of other dimensions needs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 12)
+        self.second = nn.Linear(12, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x))
+
+
+def sharded_by_rows(world_size: int) -> nn.Module:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    return fully_shard(Odd(), mesh=init_device_mesh("cpu", (world_size,)))
+
+
+def sharded_by_columns(world_size: int) -> nn.Module:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import Shard
+
+    mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("dp",))
+    return fully_shard(Even(), mesh=mesh, shard_placement_fn=lambda parameter: Shard(parameter.dim() - 1))
+
+
+def sharded_in_groups(world_size: int) -> nn.Module:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (2, world_size // 2), mesh_dim_names=("replica", "shard"))
+    return fully_shard(Odd(), mesh=mesh)
+
+
+def tensor_parallel(world_size: int) -> nn.Module:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    mesh = init_device_mesh("cpu", (world_size // 2, 2), mesh_dim_names=("dp", "tp"))
+    model = parallelize_module(Even(), mesh["tp"], {"first": ColwiseParallel(), "second": RowwiseParallel()})
+    return fully_shard(model, mesh=mesh["dp"])
+
+
+MODELS: dict[str, tuple[int, Callable[[int], nn.Module]]] = {
+    "rows": (4, sharded_by_rows),
+    "columns": (2, sharded_by_columns),
+    "groups": (4, sharded_in_groups),
+    "tensor-parallel": (4, tensor_parallel),
+}
+
+
+def held(rank: int, world_size: int, name: str) -> tuple[list[Any], dict[str, Any], dict[str, int], dict[str, Any]]:
+    """Pieces with their elements after two steps, whole tensors, coordinates and layout."""
+    from torch.distributed.tensor import DTensor
+
+    from ftckpt.comm import Group
+    from ftckpt.plain.state import TorchState
+    from ftckpt.plain.topology import gather_topology
+
+    torch.manual_seed(3)
+    model = MODELS[name][1](world_size)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    state = TorchState(model, optimizer, None, {})
+    pieces = state.describe().stepped
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(torch.randn(4, model.first.in_features)).square().sum().backward()
+        optimizer.step()
+    found = [(piece.fragment, piece.tensor.numpy().copy()) for piece in pieces]
+    whole: dict[str, torch.Tensor] = {}
+    for key, parameter in model.named_parameters():
+        whole[f"weight/{key}"] = parameter.detach()
+        for kind, value in optimizer.state[parameter].items() if parameter.requires_grad else ():
+            if value.dim() == parameter.dim():
+                whole[f"{kind}/{key}"] = value
+    full = {k: (v.full_tensor() if isinstance(v, DTensor) else v).numpy().copy() for k, v in whole.items()}
+    topology = gather_topology(Group(30.0), "node", model)
+    return found, full, dict(topology.me.coords), dict(topology.layout)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_element_is_where_the_fragment_says(name: str) -> None:
+    """Against the tensors that torch itself gathers; of every element, on every rank."""
+    world_size = MODELS[name][0]
+    results = [result.value for result in run_ranks(held, world_size, name, stand_in=False)]
+    seen = {key: np.zeros(value.size, bool) for key, value in results[0][1].items()}
+    steps = set()
+    for found, full, _, _ in results:
+        for fragment, elements in found:
+            if fragment.key.startswith("step/"):
+                steps.add(float(elements[0]))
+                continue
+            value = full[fragment.key]
+            assert fragment.global_shape == value.shape
+            places = zip(fragment.box.offset, fragment.box.shape, strict=True)
+            box = tuple(slice(offset, offset + size) for offset, size in places)
+            np.testing.assert_array_equal(value[box].reshape(-1)[fragment.start : fragment.stop], elements)
+            at = np.arange(value.size).reshape(value.shape)[box].reshape(-1)
+            seen[fragment.key][at] = True
+    missing = [key for key, mask in seen.items() if not mask.all()]
+    assert not missing
+    assert steps == {2.0}
+
+
+@pytest.mark.parametrize(
+    ("name", "coords", "layout"),
+    [
+        ("rows", {"dp": 3}, {"dp": 4, "sharded": True}),
+        ("columns", {"dp": 1}, {"dp": 2, "sharded": True}),
+        ("groups", {"replica": 1, "shard": 1}, {"replica": 2, "shard": 2, "sharded": True}),
+        ("tensor-parallel", {"dp": 1, "tp": 1}, {"dp": 2, "tp": 2, "sharded": True}),
+    ],
+)
+def test_coordinates_are_those_of_the_mesh(name: str, coords: dict[str, int], layout: dict[str, Any]) -> None:
+    results = [result.value for result in run_ranks(held, MODELS[name][0], name, stand_in=False)]
+    assert results[-1][2] == coords
+    assert results[-1][3] == layout
+
+
+def refusals(rank: int, world_size: int) -> dict[str, str]:
+    """What is said of each state that cannot be mapped."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import FullyShardedDataParallel
+    from torch.distributed.tensor import DTensor, Partial
+    from torch.nn.parallel import DistributedDataParallel
+
+    from ftckpt.errors import FtckptError
+    from ftckpt.plain.state import TorchState
+
+    said: dict[str, str] = {}
+
+    def refused(name: str, model: nn.Module, optimizer: Any = None, **more: Any) -> None:
+        optimizer = optimizer or torch.optim.Adam([p for p in model.parameters() if p.requires_grad])
+        try:
+            TorchState(model, optimizer, more.get("scheduler"), more.get("objects", {})).describe()
+            said[name] = "accepted"
+        except FtckptError as error:
+            said[name] = f"{type(error).__name__}: {error}"
+
+    refused("nothing", Odd())
+    refused("fsdp1", FullyShardedDataParallel(Odd(), device_id=torch.device("cpu"), use_orig_params=True))
+    refused("static graph", DistributedDataParallel(Odd(), static_graph=True))
+    refused("optimizer", (model := Odd()), torch.optim.RMSprop(model.parameters()))
+    refused("stranger", Odd(), torch.optim.Adam([nn.Parameter(torch.ones(7, 3))]))
+    refused("unstepped", (model := Odd()), torch.optim.Adam(model.first.parameters()))
+    refused("layout", nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last))
+    refused("object", Odd(), objects={"data": [1, 2]})
+    refused("scheduler", Odd(), scheduler=lambda step: 1.0)
+    mesh = init_device_mesh("cpu", (world_size,))
+    summand = nn.Module()
+    summand.weight = nn.Parameter(DTensor.from_local(torch.ones(4), mesh, [Partial()]))
+    refused("summand", summand, torch.optim.SGD(summand.parameters(), lr=0.1))
+    return said
+
+
+def test_what_cannot_be_mapped_is_refused_by_name() -> None:
+    for result in run_ranks(refusals, 1, stand_in=False):
+        said = result.value
+        assert said["nothing"] == "accepted"
+        assert "FSDP1" in said["fsdp1"] and "fully_shard" in said["fsdp1"]
+        assert "RMSprop is not known" in said["optimizer"]
+        assert "steps a (7, 3) that is not in the model" in said["stranger"]
+        assert "scale needs gradients and no optimizer steps it" in said["unstepped"]
+        assert "weight is not contiguous in memory (channels_last?)" in said["layout"]
+        assert "ConfigError: objects: data is a list without state_dict" in said["object"]
+        assert "ConfigError: scheduler is a function" in said["scheduler"]
+        assert "weight is P(sum)" in said["summand"] or "weight is Partial" in said["summand"]
+
+
+def test_ddp_modes_with_a_first_iteration_of_their_own_are_refused() -> None:
+    assert "static_graph" in run_ranks(refusals, 3, stand_in=False)[0].value["static graph"]
+    assert run_ranks(refusals, 2, stand_in=False)[0].value["static graph"] == "accepted"
+
+
+class Recorder:
+    """Stands where a checkpointer does and writes down what it is told."""
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+
+    def fence(self) -> None:
+        self.log.append("fence")
+
+    def phase(self, kind: str) -> None:
+        self.log.append(kind)
+
+
+def followed(rank: int, world_size: int) -> dict[str, Any]:
+    """What is told of training, of evaluation, and of steps that do not come through the optimizer."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    from ftckpt.errors import CaptureError
+    from ftckpt.plain.hooks import follow
+    from ftckpt.plain.state import TorchState
+
+    model = DistributedDataParallel(Odd())
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
+    state = TorchState(model, optimizer, None, {})
+    state.describe()
+    recorder = Recorder()
+    follow(recorder, model, optimizer, state)  # type: ignore[arg-type]
+    module = importlib.import_module("torch.optim.sgd")
+    original = module.sgd
+
+    def written(*args: Any, **kwargs: Any) -> None:
+        recorder.log.append("write")
+        original(*args, **kwargs)
+
+    module.sgd = written
+
+    def save() -> str:
+        try:
+            state.save_objects()
+        except CaptureError as error:
+            return str(error)
+        return ""
+
+    seen: dict[str, Any] = {}
+    model(torch.randn(2, 6)).sum().backward()
+    model(torch.randn(2, 6)).sum().backward()
+    optimizer.step()
+    seen["training"] = list(recorder.log)
+    seen["after a step"] = save()
+    model.eval()
+    model(torch.randn(2, 6))
+    model.train()
+    with torch.no_grad():
+        model(torch.randn(2, 6))
+    seen["evaluation"] = recorder.log[len(seen["training"]) :]
+    seen["no step"] = save()
+    written_by = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(torch.randn(2, 6)).sum().backward()
+    written_by.step()
+    seen["another optimizer"] = save()
+    seen["once more"] = save()
+    optimizer.state[model.module.scale]["momentum_buffer"] = torch.zeros(1)
+    seen["replaced"] = save()
+    return seen
+
+
+def test_the_fence_comes_before_the_write_and_evaluation_tells_nothing() -> None:
+    seen = run_ranks(followed, 1, stand_in=False)[0].value
+    assert seen["training"] == ["forward", "backward", "forward", "backward", "fence", "write"]
+    assert seen["after a step"] == ""
+    assert seen["evaluation"] == []
+    assert seen["no step"] == ""
+
+
+def test_writes_without_a_fence_and_replaced_tensors_are_errors_at_the_boundary() -> None:
+    seen = run_ranks(followed, 1, stand_in=False)[0].value
+    assert "step hooks were not called" in seen["another optimizer"]
+    assert seen["once more"] == ""
+    assert "optimizer state momentum_buffer of scale and 0 more tensors were replaced" in seen["replaced"]
+
+
+def gathered_before(rank: int, world_size: int) -> tuple[float, float]:
+    """Outputs of a sharded model that has run before its weights are restored, and of one that has not."""
+    from ftckpt.plain.state import TorchState
+
+    outputs = []
+    for runs_before in (True, False):
+        torch.manual_seed(3)
+        model = sharded_by_rows(world_size)
+        optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+        state = TorchState(model, optimizer, None, {})
+        pieces = state.describe().stepped
+        with torch.no_grad():
+            if runs_before:
+                model(torch.ones(1, 6))
+            for piece in pieces:
+                piece.tensor.fill_(0.5)
+            state.finish_load()
+            outputs.append(float(model(torch.ones(1, 6)).sum()))
+    return outputs[0], outputs[1]
+
+
+def test_weights_that_were_gathered_before_a_restore_are_gathered_anew() -> None:
+    ran, fresh = run_ranks(gathered_before, 2, stand_in=False)[0].value
+    assert ran == fresh
+
+
+def without_process_group(rank: int, world_size: int) -> str:
+    import ftckpt.plain
+    from ftckpt.config import Config
+    from ftckpt.errors import ConfigError
+
+    model = Odd()
+    optimizer = torch.optim.Adam(model.parameters())
+    assert ftckpt.plain.attach(model, optimizer) is None, "off by default"
+    try:
+        ftckpt.plain.attach(model, optimizer, config=Config(enabled=True))
+    except ConfigError as error:
+        return str(error)
+    return "accepted"
+
+
+def test_a_process_group_is_needed() -> None:
+    said = run_ranks(without_process_group, 1, stand_in=False, init_process_group=False)[0].value
+    assert "call ftckpt.plain.init_process_group first" in said
