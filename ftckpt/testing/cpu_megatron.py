@@ -86,7 +86,7 @@ def _let_torch_adam_load(distrib_optimizer: ModuleType) -> None:
         steps = {float(group["step"]) for group in state_dict["optimizer"]["param_groups"] if "step" in group}
         for state in self.optimizer.state.values():
             if "step" in state and len(steps) == 1:
-                state["step"] = torch.tensor(*steps)
+                state["step"] = torch.tensor(next(iter(steps)))
         return result
 
     kind.sharded_state_dict, kind.load_state_dict = sharded_state_dict, load_state_dict

@@ -103,7 +103,20 @@ def twice(rank: int, world_size: int) -> None:
     assert before == (torch.zeros, torch.Tensor.to, torch.distributed.new_group)
 
 
-@pytest.mark.parametrize("check", [devices, type_names, generators, streams_and_events, pinned_loader, twice])
+def sequence_parallel_norms(rank: int, world_size: int) -> None:
+    from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+    for parallel in (True, False):
+        config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1, normalization="RMSNorm")
+        config.sequence_parallel = parallel
+        assert WrappedTorchNorm(config, 8).weight.sequence_parallel is parallel
+        assert config.sequence_parallel is parallel
+
+
+@pytest.mark.parametrize(
+    "check", [devices, type_names, generators, streams_and_events, pinned_loader, twice, sequence_parallel_norms]
+)
 def test_one_process(check: Any) -> None:
     run_ranks(check, 1, init_process_group=False)
 
@@ -194,6 +207,27 @@ def freed_sends(rank: int, world_size: int) -> None:
 
 def test_a_send_outlives_its_tensor() -> None:
     run_ranks(freed_sends, 2)
+
+
+def adam_loads(rank: int, world_size: int) -> None:
+    import train_gpt
+
+    argv = ["--layers", "1", "--hidden", "32", "--seq", "32", "--global-batch", "2", "--micro-batch", "2"]
+    job = train_gpt.build(train_gpt.parse_args([*argv, "--iterations", "1"]))
+    model = job.model[0].sharded_state_dict()
+    leaf = getattr(job.optimizer, "chained_optimizers", [job.optimizer])[0]
+    leaf.sharded_state_dict(model, is_loading=True, metadata={"distrib_optim_sharding_type": "dp_reshardable"})
+    state = leaf.state_dict()
+    for group in state["optimizer"]["param_groups"]:
+        group["step"] = 6.0
+    leaf.load_state_dict(state)
+    steps = [state["step"] for state in leaf.optimizer.state.values()]
+    assert {float(step) for step in steps} == {6.0}
+    assert len({step.data_ptr() for step in steps}) == len(steps) > 1
+
+
+def test_a_distributed_optimizer_without_fused_adam_loads() -> None:
+    run_ranks(adam_loads, 1)
 
 
 IMPORT_ORDER = """
