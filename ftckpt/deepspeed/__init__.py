@@ -8,7 +8,10 @@ it was. The snapshot of an iteration is taken when ``engine.step`` or ``train_ba
 
 With the runner snapshots are removed when the script has ended well. Without it ``engine.destroy()`` or ``close()``
 says that training is done; a script that says nothing leaves its snapshots in memory, because nothing else tells a
-good end from ``sys.exit`` after an error.
+good end from ``sys.exit`` after an error. What ftckpt has to tell goes to the logger ``ftckpt``, which the runner
+shows on stderr. Under torchrun the runner also keeps each attempt's rendezvous apart from earlier ones; without it
+that is done only where ``deepspeed.initialize`` itself starts torch.distributed, and a script that does so earlier
+needs TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the environment of torchrun.
 """
 
 from __future__ import annotations

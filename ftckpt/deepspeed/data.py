@@ -156,7 +156,10 @@ class DataPosition:
         return epoch["drawn"] < len(loader) and (epoch["begin"] is not None or epoch["drawn"] > 0)
 
     def _skip(self, counted: _Counted, number: int) -> None:
-        if not number or self._owned_by_objects:
+        if not number:
+            return
+        if self._owned_by_objects:
+            self.tell("data: where the iterator given to train_batch stands is left to the registered objects")
             return
         self.tell(f"data: skipping the {number} items that were drawn before from the iterator given to train_batch")
         for index in range(number):

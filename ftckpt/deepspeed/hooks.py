@@ -172,6 +172,7 @@ class Hooks:
         return "tail" if self.engine.is_gradient_accumulation_boundary() else "window"
 
 
+@functools.lru_cache(maxsize=16)
 def micro_batches_in_turn(count: int) -> tuple[tuple[str, ...], tuple[float, ...]]:
     """Kinds and relative lengths of the places of ``count`` micro-batches on an engine without a pipeline."""
     kinds = ("forward", "backward", "window") * (count - 1) + ("forward", "backward", "tail")

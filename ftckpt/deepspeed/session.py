@@ -182,6 +182,7 @@ def follow(original: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[st
     Raises:
         UnsupportedError, ConfigError and others: see Session.
     """
+    support.check_version()
     if not dist.is_initialized():
         isolate_attempts()
     begun = Epochs()

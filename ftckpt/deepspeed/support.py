@@ -24,11 +24,11 @@ class Refusal(NamedTuple):
     fix: str
 
 
-def check(engine: Any) -> None:
-    """Refuse an engine whose state is not known in full.
+def check_version() -> None:
+    """Refuse a version of DeepSpeed that is not known.
 
     Raises:
-        UnsupportedError: the version, or the JSON field and what to do.
+        UnsupportedError: the version, and those that are known.
     """
     version = deepspeed.__version__.partition("+")[0]
     if version not in KNOWN_VERSIONS:
@@ -36,6 +36,15 @@ def check(engine: Any) -> None:
             f"DeepSpeed {version} is not known to ftckpt; known are {', '.join(KNOWN_VERSIONS)}: install one of "
             "these, or a newer ftckpt"
         )
+
+
+def check(engine: Any) -> None:
+    """Refuse an engine whose state is not known in full.
+
+    Raises:
+        UnsupportedError: the version, or the JSON field and what to do.
+    """
+    check_version()
     for refusal in REFUSALS:
         if refusal.asked(engine):
             raise UnsupportedError(f"DeepSpeed's {refusal.field} is not supported by ftckpt; {refusal.fix}")

@@ -6,6 +6,7 @@ import gc
 from pathlib import Path
 from typing import Any
 
+import jobs
 import pytest
 
 from ftckpt.testing.pool import run_ranks
@@ -325,3 +326,29 @@ def compiled(rank: int, world_size: int, arena: str) -> str:
 
 def test_compiling_later_is_refused(arena_root: Path) -> None:
     assert results(compiled, 1, str(arena_root)) == ["engine.compile() is not supported by ftckpt; do not call it"]
+
+
+def loaded_in_training(rank: int, world_size: int, arena: str, folder: str) -> list[int]:
+    """A script goes back to what it saved."""
+    import ftckpt.deepspeed
+
+    engine = initialize(section(arena, events=f"{folder}/events"))
+    for _ in range(2):
+        train_step(engine)
+    engine.save_checkpoint(f"{folder}/saved")
+    train_step(engine)
+    engine.load_checkpoint(f"{folder}/saved")
+    steps = [engine.global_steps]
+    for _ in range(3):
+        train_step(engine)
+        steps.append(engine.global_steps)
+    assert ftckpt.deepspeed.active() is not None
+    engine.destroy()
+    return steps
+
+
+def test_a_load_in_training_is_honoured_and_turns_snapshots_off(arena_root: Path, tmp_path: Path) -> None:
+    assert results(loaded_in_training, 2, str(arena_root), str(tmp_path)) == [[2, 3, 4, 5]] * 2
+    for name in ("loaded_in_training", "turned_off"):
+        assert len(jobs.events({"events": tmp_path / "events"}, name)) == 2
+    assert list(arena_root.iterdir()) == []
