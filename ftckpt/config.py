@@ -35,7 +35,7 @@ class Config:
     enabled: bool = _setting(False, "switch ftckpt on")
     interval: int = _setting(1, "iterations between snapshots", minimum=1)
     slots: int = _setting(2, "slots per arena; two hold one whole snapshot while the next is written", minimum=2)
-    job: str = _setting("", "name of the job; default: the torchrun or Slurm job id")
+    job: str = _setting("", "name of the job; default: FTCKPT_JOB, or the torchrun or Slurm job id")
     node: str = _setting("", "stable name of this machine; default: the host name")
     arena: str = _setting("/dev/shm", "directory on a tmpfs that holds the arenas")
     chunk_mib: float = _setting(16.0, "size of a copy and of a checksum, in MiB", minimum=0.0625)
