@@ -25,6 +25,7 @@ def install_megatron() -> None:
     _on_import("megatron.core.transformer.moe.moe_utils", after=_bind_router_gemm)
     _on_import("megatron.core.tensor_parallel.random", after=_drop_rng_warning)
     _on_import("megatron.core.transformer.custom_layers.batch_invariant_kernels", around=_import_without_triton)
+    _on_import("megatron.core.transformer.moe.ops.paged_stash", around=_import_without_triton)  # 0.19
     _on_import("megatron.legacy.fused_kernels", after=_load_no_kernels)
     _on_import("megatron.core.transformer.torch_norm", after=_let_norms_be_sequence_parallel)
     _on_import("megatron.core.optimizer.distrib_optimizer", after=_let_torch_adam_load)
