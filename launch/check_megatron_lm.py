@@ -58,6 +58,7 @@ class Check:
         self._training = [flag for flag in flags if not flag.startswith("--ftckpt")]
         self._ftckpt = [flag for flag in flags if flag.startswith("--ftckpt")]
         self._references: dict[tuple[int, str, str], Run] = {}
+        self._resumed_runs: dict[Path, Run] = {}
 
     def scene(self, name: str, scene: Scene) -> Outcome:
         """All runs of one scene."""
@@ -98,11 +99,13 @@ class Check:
 
     def _resumed(self, name: str, scene: Scene, reference: Run, iteration: int) -> Run:
         """Megatron-LM alone, from its own checkpoint."""
-        run = Run(self._work / name / f"resumed{iteration}", scene, self._training)
-        saved = f"iter_{iteration:07d}"
-        shutil.copytree(reference.storage / saved, run.storage / saved)
-        run.tracker.write_text(str(iteration))
-        return self._timed(run, "without ftckpt from the same checkpoint")
+        saved = reference.storage / f"iter_{iteration:07d}"
+        if saved not in self._resumed_runs:
+            run = Run(self._work / name / f"resumed{iteration}", scene, self._training)
+            shutil.copytree(saved, run.storage / saved.name)
+            run.tracker.write_text(str(iteration))
+            self._resumed_runs[saved] = self._timed(run, "without ftckpt from the same checkpoint")
+        return self._resumed_runs[saved]
 
     def _disturbed(self, name: str, scene: Scene) -> Run:
         job = f"check-{secrets.token_hex(4)}"
