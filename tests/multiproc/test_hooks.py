@@ -160,3 +160,17 @@ def unknown_version(rank: int, world_size: int) -> str:
 def test_an_unknown_version_is_refused_by_name() -> None:
     text: Any = run_ranks(unknown_version, 1)[0].value
     assert "9.9.9 is not known" in text and "0.16.1" in text
+
+
+def version_of_a_checkout(rank: int, world_size: int) -> bool:
+    import megatron.core
+
+    from ftckpt.megatron import hooks
+
+    megatron.core.__version__ = "0.19.1+0a1b2c3"
+    hooks.install()
+    return hooks.installed()
+
+
+def test_a_commit_in_the_version_is_no_other_version() -> None:
+    assert run_ranks(version_of_a_checkout, 1)[0].value
