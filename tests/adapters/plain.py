@@ -14,7 +14,7 @@ CONFIGURATIONS: dict[str, tuple[int, tuple[str, ...]]] = {
     "ddp": (3, ("--wrap", "ddp", "--global-batch", "12")),
     "ddp-fp16-sgd": (
         2,
-        ("--wrap", "ddp", "--precision", "fp16", "--loss-scale", "1048576", "--optimizer", "sgd", "--freeze"),
+        ("--wrap", "ddp", "--precision", "fp16", "--loss-scale", "262144", "--optimizer", "sgd", "--freeze"),
     ),
     "fsdp2": (2, ("--wrap", "fsdp2")),
     "fsdp2-bf16": (3, ("--wrap", "fsdp2", "--precision", "bf16", "--global-batch", "12", "--freeze")),
