@@ -91,6 +91,10 @@ class DataPosition:
         self._counted: _Counted | None = None
         self._restored: Mapping[str, Any] | None = None
         self._rng_is_set = False
+        self._behind = False
+        """The restored epoch has begun, and its batches have yet to be skipped."""
+        self._peeked = False
+        """A batch was drawn, and nothing was trained yet."""
         self._class: type | None = None
         if self._loader is not None:
             self._epoch["sampler"] = getattr(self._loader.data_sampler, "epoch", None)
@@ -108,12 +112,13 @@ class DataPosition:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Stand there before the first batch is drawn."""
         self._restored = state
-        self._rng_is_set = False
 
     def begin_training(self) -> None:
         """The first batch is about to be used: go to the position, then set RNG unless a batch drawn has done so."""
         if self._restored is not None and isinstance(self._given, RepeatingLoader):
             self._given.data_iter = iter(self._given.loader)
+            if self._behind:
+                self._replay(self._class, self._loader)
         self._set_rng_once()
         if not self._engine.pipeline_parallelism:
             self._restored = None
@@ -179,20 +184,19 @@ class DataPosition:
         self._class = base
 
         def begin(loader: Any) -> Any:
-            if position._restored is not None:
-                position._rng_is_set = False
-                if position._is_under_way(loader):
-                    position._replay(base, loader)
-                    return loader
-                position._set_rng_once()
+            if position._begin_restored(loader):
+                return loader
             sampler = getattr(loader.data_sampler, "epoch", None)
             position._epoch = {"begin": rng.save_generators(), "first": None, "sampler": sampler, "drawn": 0}
             return base.__iter__(loader)
 
         def draw(loader: Any) -> Any:
-            epoch = position._epoch
             if position._restored is not None:
+                if position._behind:
+                    position._replay(base, loader)
                 position._set_rng_once()
+                position._peeked = True
+            epoch = position._epoch
             if epoch["first"] is None:
                 epoch["first"] = rng.save_generators()
             try:
@@ -205,9 +209,25 @@ class DataPosition:
 
         self._loader.__class__ = type(base.__name__, (base,), {"__iter__": begin, "__next__": draw})
 
+    def _begin_restored(self, loader: Any) -> bool:
+        """An epoch begins; returns whether it is the restored one, which the first draw will go through.
+
+        As long as nothing was trained, a script that has drawn a batch only to look at it begins where it began
+        before. One that begins twice and draws nothing in between has done so in the unbroken run too.
+        """
+        if self._restored is None:
+            return False
+        self._behind = self._is_under_way(loader)
+        if self._behind or self._peeked:
+            self._rng_is_set = self._peeked = False
+        if not self._behind:
+            self._set_rng_once()
+        return self._behind
+
     def _replay(self, base: Any, loader: Any) -> None:
         """Begin the epoch that was under way once more, and skip the batches drawn."""
         assert self._restored is not None
+        self._behind = False
         self._epoch = epoch = dict(self._restored["epoch"])
         if epoch["sampler"] is not None and hasattr(loader.data_sampler, "set_epoch"):
             loader.data_sampler.set_epoch(epoch["sampler"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 from pathlib import Path
 from typing import Any
@@ -56,7 +57,10 @@ def train_step(engine: Any, batch: Any = None) -> float:
 
 
 class Samples:
-    """Each sample shows its index."""
+    """Each sample shows its index; where ``noisy``, with noise from the generator of the process that loads it."""
+
+    def __init__(self, noisy: bool = False) -> None:
+        self.noisy = noisy
 
     def __len__(self) -> int:
         return SAMPLES
@@ -64,39 +68,65 @@ class Samples:
     def __getitem__(self, index: int) -> Any:
         import torch
 
-        return torch.full((WIDTH,), float(index))
+        sample = torch.full((WIDTH,), float(index))
+        sample[1:] += torch.rand(WIDTH - 1) if self.noisy else 0
+        return sample
 
 
-def drawn(rank: int, world_size: int, arena: str, until: int, peek: bool) -> list[Any]:
+def drawn(rank: int, world_size: int, arena: str, until: int, how: str) -> list[Any]:
     """Trains on the engine's own loader with a sampler that draws from torch's generator; leaves the arenas."""
+    import multiprocessing
+
     import torch
 
     import ftckpt.deepspeed  # noqa: F401 - the door
 
-    engine = initialize(section(arena) if arena else None, Samples())
+    multiprocessing.set_start_method("fork", force=True)
+    samples: Any = Samples(how == "workers")
+    engine = initialize(section(arena) if arena else None, samples)
     loader = engine.training_dataloader
-    loader.data_sampler, loader.num_local_io_workers = torch.utils.data.RandomSampler(Samples()), 0  # type: ignore[arg-type]
-    if peek:
+    loader.data_sampler, loader.num_local_io_workers = torch.utils.data.RandomSampler(samples), int(samples.noisy)
+    if how == "peek":
         next(iter(loader))
     rows = []
     while engine.global_steps < until:
-        for batch in loader:
+        batches = iter(loader)
+        if how == "pause":
+            torch.rand(7)
+            batches = iter(functools.partial(next, batches, None), None)  # not begun a second time
+        for batch in batches:
             noise = torch.rand(1).item()
             rows.append((engine.global_steps, batch[:, 0].tolist(), noise, train_step(engine, batch)))
             if engine.global_steps == until:
                 break
+    loader.data = None  # ends its workers
     return rows
 
 
-@pytest.mark.parametrize("stop", [3, 10, 13])
-@pytest.mark.parametrize("peek", [False, True], ids=["", "peek"])
-def test_epochs_go_on_at_their_batch_whatever_the_sampler_draws_from(stop: int, peek: bool, arena_root: Path) -> None:
-    unbroken = results(drawn, 2, "", 24, peek)
-    first = results(drawn, 2, str(arena_root), stop, peek)
-    second = results(drawn, 2, str(arena_root), 24, peek)
+@pytest.mark.parametrize(
+    ("how", "stop"), [("", 3), ("", 10), ("", 13), ("peek", 10), ("peek", 13), ("pause", 13), ("workers", 13)]
+)
+def test_epochs_go_on_at_their_batch_whatever_the_sampler_draws_from(how: str, stop: int, arena_root: Path) -> None:
+    unbroken = results(drawn, 2, "", 24, how)
+    first = results(drawn, 2, str(arena_root), stop, how)
+    second = results(drawn, 2, str(arena_root), 24, how)
     assert [a + b for a, b in zip(first, second, strict=True)] == unbroken
     epochs = [sorted(index for _, ids, _, _ in unbroken[0][at : at + 10] for index in ids) for at in (0, 10)]
     assert epochs == [[float(i) for i in range(SAMPLES)]] * 2
+
+
+def followed_loader(rank: int, world_size: int, arena: str) -> list[bool]:
+    import ftckpt.deepspeed
+
+    plain = type(initialize(data=Samples()).training_dataloader)
+    loader = initialize(section(arena), Samples()).training_dataloader
+    seen = [type(loader) is not plain, isinstance(loader, plain)]
+    ftckpt.deepspeed.remove()
+    return [*seen, type(loader) is plain]
+
+
+def test_remove_gives_the_loader_its_class_back(arena_root: Path) -> None:
+    assert results(followed_loader, 1, str(arena_root)) == [[True, True, True]]
 
 
 def positions(rank: int, world_size: int, arena: str, items: int) -> str:
