@@ -83,8 +83,8 @@ SCENES: dict[str, Scene] = {
         f"{layout(tp=2)} {SHARDED} {BF16} {LLAMA} --sequence-parallel",
     ),
     "llama-pp": Scene(
-        "Llama-like, TP2 PP2, bf16, full recomputation, log interval 2",
-        f"{layout(tp=2, pp=2)} {BF16} {LLAMA} --log-interval 2 "
+        "Llama-like, TP2 PP2, bf16, full recomputation, log interval 3",
+        f"{layout(tp=2, pp=2)} {BF16} {LLAMA} --log-interval 3 "
         "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
         kills=(Kill(5, "all"),),
     ),
