@@ -18,6 +18,8 @@ from ftckpt.state.piece import Description, Piece
 from ftckpt.testing import faults
 from ftckpt.testing.conformance.adapter import Adapter, Job
 
+_SEAL_SECS = 20.0
+
 Row = list[Any]
 """Iteration, losses as hexadecimal texts, hashes of all tensors this rank holds after it, by name."""
 
@@ -54,7 +56,7 @@ class Outcome:
     """What one rank saw: restored iteration, its tensors at the end, and what was watched.
 
     ``off_their_source`` names derived pieces that are no casts right after the restore, ``sealed`` the iterations
-    whose snapshot was in a slot, right, when training came to the fence; ``whole`` those known to be whole on all.
+    whose snapshot was in a slot, right, after the fence; ``whole`` those known to be whole on all.
     """
 
     start: int
@@ -149,6 +151,8 @@ class Watcher:
     def _check_slot(self, iteration: int, copies: list[tuple[Piece, torch.Tensor]]) -> None:
         capture = self._checkpointer._capture
         assert capture is not None
+        if capture.flight is not None:
+            capture.flight.wait(_SEAL_SECS)  # the fence waits for copies, not for the checksums and the seal
         arena = capture.arena
         records = [arena.control.record(slot) for slot in range(arena.control.slots)]
         slots = [slot for slot, record in enumerate(records) if record.sealed and record.iteration == iteration]

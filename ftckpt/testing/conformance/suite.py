@@ -76,7 +76,7 @@ class Suite:
         assert all("extra.weight" in refusal["parameter"] for refusal in refusals), refusals[0]
 
     def snapshot(self) -> None:
-        """Each iteration is sealed by its fence, whole at the next boundary, and as it was at its own."""
+        """Each iteration is sealed after its fence, whole at the next boundary, and as it was at its own."""
         for rank, outcome in enumerate(self._last()):
             assert not outcome.problems, f"rank {rank}: {outcome.problems[:3]}"
             assert outcome.sealed == list(range(outcome.start + 1, UNTIL)), f"rank {rank} sealed {outcome.sealed}"
