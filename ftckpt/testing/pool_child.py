@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import faulthandler
+import multiprocessing
 import os
 import signal
 import sys
@@ -82,6 +83,8 @@ def _prepare(rank: int, settings: Settings) -> None:
             **settings.env,
         }
     )
+    # What a rank starts itself, workers of a loader, is started as in any other process, not through our server.
+    multiprocessing.set_start_method("fork", force=True)
     import torch
 
     torch.set_num_threads(1)
