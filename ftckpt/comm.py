@@ -22,6 +22,10 @@ from ftckpt import errors
 
 log = logging.getLogger("ftckpt")
 
+_latest: list[torch.Tensor] = []
+"""Tensors of the latest collective. A thread of torch may let go of them after the call has returned; were it the
+last to hold them it would need the interpreter, and waiting for one that is at its end aborts the process."""
+
 T = TypeVar("T")
 Bytes = bytes | bytearray | memoryview
 
@@ -44,6 +48,7 @@ class Group:
         """Every rank's ``data``, in rank order."""
         mine = torch.tensor([len(data)], dtype=torch.int64)
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
+        _latest[:] = [mine, *sizes]
         dist.all_gather(sizes, mine, group=self._group)
         longest = max(int(size) for size in sizes)
         if longest == 0:
@@ -51,6 +56,7 @@ class Group:
         padded = torch.zeros(longest, dtype=torch.uint8)
         padded[: len(data)] = _tensor(data)
         parts = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.size)]
+        _latest[:] = [padded, *parts]
         dist.all_gather(parts, padded, group=self._group)
         return [part[: int(size)].numpy().tobytes() for part, size in zip(parts, sizes, strict=True)]
 
