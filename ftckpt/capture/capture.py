@@ -43,10 +43,14 @@ class Capture:
         windows: Windows | None = None,
     ) -> None:
         self.arena = arena
+        self._pieces = pieces
         self._tensors = [piece.tensor for piece in pieces]
+        self._versions: list[int] = []
+        self._fenced = False
         copies = chunk_copies(arena.image, parts)
         self._stepped = copies[: arena.image.num_stepped_chunks]
         self._volatile = copies[arena.image.num_stepped_chunks :]
+        self._watched = sorted({segment.piece for copy in self._stepped for segment in copy.segments})
         self._copier = copier
         self._windows = windows or Always()
         self._slots: dict[int, torch.Tensor] = {}
@@ -120,6 +124,7 @@ class Capture:
         self._copier.copy_now(self._tensors, self._volatile, self._slots[slot])
         for copy in self._volatile:
             control.set_chunk_hash(slot, copy.chunk, self.arena.hash_chunk(slot, copy.chunk))
+        self._versions, self._fenced = self._written(), False
         self._flight = self._start(slot, snapshot, base)
         return slot
 
@@ -133,6 +138,9 @@ class Capture:
             return 0.0
         begin = time.perf_counter()
         flight = self._flight
+        torn, self._fenced = self._torn(), True
+        if torn is not None and not flight.ended:
+            self._drop(torn)
         safe = self._copier.fence(flight, timeout_secs)
         waited = time.perf_counter() - begin
         if not safe:
@@ -163,6 +171,19 @@ class Capture:
         self._flight = None
         self._slots.clear()
 
+    def _written(self) -> list[int]:
+        """Of each tensor whose copies run in the background, torch's count of the writes to it."""
+        return [self._tensors[index]._version for index in self._watched]
+
+    def _torn(self) -> str | None:
+        """Who wrote to stepped state before the fence, where none stands: it may be below a copy."""
+        now = self._written()
+        if now == self._versions or self._fenced:  # in this order: what was read before the fence counts
+            return None
+        moved = next(i for i, *pair in zip(self._watched, self._versions, now, strict=True) if pair[0] != pair[1])
+        key = self._pieces[moved].fragment.key
+        return f"{key} was written before the fence; call fence() of the checkpointer before the script writes to it"
+
     def _drop(self, cause: str) -> None:
         """Void the snapshot under way, unless it was sealed in this instant."""
         if self._flight is None or self._flying is None or not self._flight.cancel():
@@ -177,11 +198,18 @@ class Capture:
             self._stepped,
             self._slots[slot],
             landed=lambda chunk: control.set_chunk_hash(slot, chunk, arena.hash_chunk(slot, chunk)),
-            arrived=lambda: control.seal(slot, *snapshot),
+            arrived=lambda: self._seal(slot, snapshot),
             base=base,
         )
         self._copier.start(self._tensors, flight, self._windows)
         return flight
+
+    def _seal(self, slot: int, snapshot: SnapshotId) -> None:
+        """Called by the copier when the host knows that all bytes are there."""
+        torn = self._torn()
+        if torn is not None:
+            raise CaptureError(torn)
+        self.arena.control.seal(slot, *snapshot)
 
     def _free_slot(self, keep: SnapshotId | None) -> int:
         """The slot to write: an empty one, otherwise the oldest that is not ``keep``."""

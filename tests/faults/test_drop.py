@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import jobs
+import plain
 import pytest
 
 from ftckpt.testing.faults import Fault
-from ftckpt.testing.pool import RankFailure
+from ftckpt.testing.pool import RankFailure, run_ranks
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.faults]
 
@@ -80,3 +81,44 @@ def test_objects_that_do_not_fit_are_an_error_that_names_the_field(settings: dic
     settings = {**settings, "on_error": "raise", "objects_mib": 1}
     with pytest.raises(RankFailure, match="raise objects_mib"):
         jobs.outcomes(RANKS, jobs.Run([], UNTIL, settings, ballast_bytes=2 << 20))
+
+
+def written_early(rank: int, world_size: int, settings: dict[str, Any], when: str) -> None:
+    """After the boundary of iteration 3 the script writes to its row, while it is copied or when it has been."""
+    import threading
+    import time
+
+    hold = threading.Event()
+    hold.set()
+    plain.before_each_copy(lambda: hold.wait(20) and None)
+    checkpointer, state = plain.make(rank, world_size, settings)
+    checkpointer.restore()
+    plain.iterate(checkpointer, state, 1)
+    plain.iterate(checkpointer, state, 2)
+    checkpointer.fence()
+    if when == "while copied":
+        hold.clear()
+    plain.iterate(checkpointer, state, 3)
+    if when == "when copied":
+        assert checkpointer._capture is not None and checkpointer._capture.flight is not None
+        assert checkpointer._capture.flight.wait(20)
+    state.row.fill_(-1)
+    hold.set()
+    if when == "while copied":
+        time.sleep(0.5)  # time to be sealed, wrongly
+    checkpointer.fence()
+    plain.die()
+
+
+@pytest.mark.parametrize(("when", "restored"), [("while copied", 2), ("when copied", 3)])
+def test_what_the_script_writes_before_the_fence_is_in_no_snapshot(
+    settings: dict[str, Any], when: str, restored: int
+) -> None:
+    """A teacher's weights, which no optimizer steps: the snapshot that they may have torn is dropped, and named."""
+    settings = {**settings, "schedule": "stream"}
+    run_ranks(written_early, 2, settings, when, expect_failures=True)
+    errors = [event["error"] for event in jobs.events(settings, "snapshot_error")]
+    assert all("row was written before the fence" in error for error in errors)
+    assert bool(errors) == (restored == 2)
+    for result in run_ranks(plain.restored, 2, settings):
+        assert result.value[:3] == (restored, restored, [float(restored)])
