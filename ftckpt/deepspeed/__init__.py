@@ -35,7 +35,8 @@ def register(name: str, value: Stateful) -> None:
     """Save ``value``, a loader, a sampler or counters of the script, with each snapshot.
 
     Call it before ``deepspeed.initialize``, which gives the object its state back. The object must have advanced
-    when ``engine.step`` or ``train_batch`` returns.
+    when ``engine.step`` or ``train_batch`` returns. An object named ``data`` knows the position of the iterators that
+    the script makes; where there is none, what was drawn from an iterator given to ``train_batch`` is skipped.
 
     Raises:
         ConfigError: the name is taken, the object has no ``state_dict`` or ``load_state_dict``, or it is too late.

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import ftckpt.deepspeed
 from ftckpt.config import add_flags
-from ftckpt.deepspeed import section
+from ftckpt.deepspeed import initialize, section
 from ftckpt.elastic import runner
 
 _USAGE = (
@@ -43,6 +43,7 @@ def _main(argv: Sequence[str]) -> int:
         importlib.import_module("ftckpt.testing.cpu_deepspeed").install()
     runner.prepare(script, [*first, *arguments])
     _isolate()
+    initialize.leave_the_end_to_the_runner()
     return runner.run(script, ftckpt.deepspeed.close)
 
 

@@ -6,7 +6,7 @@ Three ways of giving data to DeepSpeed:
   begin of the epoch and before its first batch, the sampler's epoch and the number of batches drawn are kept. A
   restarted process sets those states, begins the epoch and skips as many batches: exact for any sampler of torch.
 * an iterator given to ``train_batch``, or set by ``set_dataloader``: items drawn from it are counted, and a
-  restarted process skips as many, unless the script has registered objects: then the position is theirs.
+  restarted process skips as many, unless the script has registered an object named ``data``: the position is its.
 * a script that draws its batches itself and calls ``engine(batch)``: the position is the script's own.
 """
 
@@ -75,12 +75,12 @@ class DataPosition:
     Args:
         engine: whose data it is.
         begun: of an epoch that began before this object was made.
-        owned_by_objects: the script has registered objects: positions of its own iterators are theirs.
+        owned_by_script: the script has registered an object that knows the position of its own iterators.
     """
 
-    def __init__(self, engine: Any, begun: Epochs, owned_by_objects: bool) -> None:
+    def __init__(self, engine: Any, begun: Epochs, owned_by_script: bool) -> None:
         self._engine = engine
-        self._owned_by_objects = owned_by_objects
+        self._owned_by_script = owned_by_script
         self.set_rng: Callable[[], None] = _nothing
         """Sets the generators to what was restored; called before the first batch is drawn."""
         self.tell: Callable[[str], None] = _nothing
@@ -103,7 +103,7 @@ class DataPosition:
     @property
     def is_known(self) -> bool:
         """Whether anything here, or an object of the script, says where in the data training stands."""
-        return self._loader is not None or self._owned_by_objects or bool(self._engine.pipeline_parallelism)
+        return self._loader is not None or self._owned_by_script or bool(self._engine.pipeline_parallelism)
 
     def state_dict(self) -> dict[str, Any]:
         """The position at this boundary."""
@@ -163,8 +163,8 @@ class DataPosition:
     def _skip(self, counted: _Counted, number: int) -> None:
         if not number:
             return
-        if self._owned_by_objects:
-            self.tell("data: where the iterator given to train_batch stands is left to the registered objects")
+        if self._owned_by_script:
+            self.tell("data: where the iterator given to train_batch stands is left to the registered object")
             return
         self.tell(f"data: skipping the {number} items that were drawn before from the iterator given to train_batch")
         for index in range(number):

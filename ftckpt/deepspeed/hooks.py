@@ -108,6 +108,7 @@ class Hooks:
 
     def follow_micro_batches(self) -> None:
         """Listen to an engine without a pipeline."""
+        self._undo.append(self.engine.module.register_forward_pre_hook(self._before_module).remove)
         self.wrap(self.engine, "forward", self._forward)
         self.wrap(self.engine, "backward", self._backward)
         self.wrap(self.engine, "allreduce_gradients", self._reduce)
@@ -136,6 +137,11 @@ class Hooks:
     def _fenced(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self.checkpointer.fence()
         return original(*args, **kwargs)
+
+    def _before_module(self, module: torch.nn.Module, inputs: Any) -> None:
+        """Some scripts call the module, and not the engine."""
+        if module.training and torch.is_grad_enabled():
+            self.start()
 
     def _forward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if not (self.engine.module.training and torch.is_grad_enabled()):

@@ -2,7 +2,8 @@
 
 ``deepspeed.initialize`` is replaced as soon as both ftckpt.deepspeed and deepspeed are imported, whichever comes
 first; importing ftckpt.deepspeed does not import deepspeed. What replaces it does nothing at all where ftckpt is
-not switched on.
+not switched on. ``deepspeed.init_distributed`` is replaced too, by what keeps the attempts of torchrun apart: at that
+time nobody knows the JSON.
 """
 
 from __future__ import annotations
@@ -21,9 +22,10 @@ from ftckpt.deepspeed import section
 if TYPE_CHECKING:
     from ftckpt.deepspeed.session import Session
 
-_original: Callable[..., Any] | None = None
+_originals: dict[str, Callable[..., Any]] = {}
 _session: Session | None = None
 _objects: dict[str, Any] = {}
+_runner = False
 
 
 class _Watch(importlib.abc.MetaPathFinder):
@@ -64,16 +66,16 @@ def _call_after(loader: Any, done: Callable[[], None]) -> None:
 
 def install() -> None:
     """Wrap ``deepspeed.initialize``, now or when deepspeed is imported; a second call does nothing."""
-    global _original
     deepspeed: Any = sys.modules.get("deepspeed")
     if deepspeed is None:
         if _watch not in sys.meta_path:
             sys.meta_path.insert(0, _watch)
         return
     _unwatch()
-    if _original is None:
-        _original = deepspeed.initialize
-        deepspeed.initialize = _wrapped(_original)
+    for name, wrap in (("initialize", _wrapped), ("init_distributed", _isolated)):
+        if name not in _originals:
+            _originals[name] = getattr(deepspeed, name)
+            setattr(deepspeed, name, wrap(_originals[name]))
 
 
 def remove() -> None:
@@ -81,12 +83,10 @@ def remove() -> None:
 
     Snapshots stay where they are.
     """
-    global _original
     _unwatch()
-    if _original is not None:
-        deepspeed: Any = sys.modules["deepspeed"]
-        deepspeed.initialize = _original
-        _original = None
+    for name, original in _originals.items():
+        setattr(sys.modules["deepspeed"], name, original)
+    _originals.clear()
     if _session is not None:
         _session.leave()
     forget()
@@ -104,6 +104,17 @@ def registered() -> dict[str, Any]:
     return _objects
 
 
+def leave_the_end_to_the_runner() -> None:
+    """Who knows how the script ended removes the snapshots: ``engine.destroy`` does not any more."""
+    global _runner
+    _runner = True
+
+
+def has_runner() -> bool:
+    """Whether a runner started the script."""
+    return _runner
+
+
 def session() -> Session | None:
     """Of the engine that is followed now."""
     return _session
@@ -119,6 +130,20 @@ def forget() -> None:
     """No engine is followed any more."""
     global _session
     _session = None
+
+
+def _isolated(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def init_distributed(*args: Any, **kwargs: Any) -> Any:
+        import torch.distributed as dist
+
+        from ftckpt.elastic.rendezvous import isolate_attempts
+
+        if not dist.is_initialized():
+            isolate_attempts()
+        return original(*args, **kwargs)
+
+    return init_distributed
 
 
 def _wrapped(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -22,11 +22,13 @@ from ftckpt.deepspeed.pipeline import check_pipeline, follow_pipeline
 from ftckpt.deepspeed.state import DeepSpeedState
 from ftckpt.deepspeed.topology import gather_topology
 from ftckpt.elastic.identity import job_name, node_name
-from ftckpt.elastic.rendezvous import isolate_attempts
+from ftckpt.elastic.rendezvous import check_isolated, isolate_attempts
 from ftckpt.errors import ConfigError, UnsupportedError
 from ftckpt.live.stateful import Stateful
 
 _DATA = "ftckpt.data"
+_OWNS_DATA = "data"
+"""The name of the script's object that knows the position of the iterators which the script makes."""
 
 
 class Session:
@@ -44,6 +46,7 @@ class Session:
     Raises:
         UnsupportedError: a version, a JSON field or state that ftckpt does not know.
         ConfigError: no job name can be found, or another engine is followed.
+        LaunchError: a restarted attempt of torchrun could not meet.
         LostError, MismatchError, MemoryBudgetError, ArenaError: see ``Checkpointer.restore``.
     """
 
@@ -53,6 +56,7 @@ class Session:
                 'ftckpt follows one engine, and has one: leave the section "ftckpt" out of the configuration of all '
                 "others, or call ftckpt.deepspeed.close() when training with the first has ended"
             )
+        check_isolated()
         self.engine = engine
         self.config = replace(config, job=job_name(config.job, os.environ), node=node_name(config.node, os.environ))
         self._objects = dict(objects)
@@ -61,7 +65,8 @@ class Session:
         together(self._group, lambda: _check(engine))
         self._topology = gather_topology(self._group, self.config.node, engine)
         self._fresh = {name: copy.deepcopy(value.state_dict()) for name, value in self._objects.items()}
-        self.checkpointer, self._data = self._restored()
+        self._data = self._new_position()
+        self.checkpointer = self._restored()
         self._hooks = Hooks(engine, self.checkpointer, self._begin_training)
         self._follow()
         initialize.remember(self)
@@ -87,14 +92,17 @@ class Session:
         if initialize.session() is self:
             initialize.forget()
 
-    def _restored(self) -> tuple[Checkpointer, DataPosition]:
+    def _new_position(self) -> DataPosition:
+        return DataPosition(self.engine, self._begun, owned_by_script=_OWNS_DATA in self._objects)
+
+    def _restored(self) -> Checkpointer:
         """A new checkpointer that has restored what is newer than the engine's state."""
-        data = DataPosition(self.engine, self._begun, bool(self._objects))
+        data = self._data
         state = together(self._group, lambda: DeepSpeedState(self.engine, {**self._objects, _DATA: data}))
         checkpointer = Checkpointer(self.config, state, self._topology, group=self._group)
         data.set_rng, data.tell = state.set_rng, checkpointer.events.tell
         self._from_memory = checkpointer.restore(newer_than=self.engine.global_steps)
-        return checkpointer, data
+        return checkpointer
 
     def _follow(self) -> None:
         if self.engine.pipeline_parallelism:
@@ -114,32 +122,36 @@ class Session:
 
     def _load_checkpoint(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Before training has begun the newer of storage and memory counts; afterwards a load is the user's wish."""
-        events = self.checkpointer.events
         self.checkpointer.fence()  # what is loaded must not be written below a copy
         result = original(*args, **kwargs)
         loaded = self.engine.global_steps
         if result[0] is None:
             return result
         if self._hooks.trained:
-            events.emit("loaded_in_training", iteration=loaded)
-            events.tell(f"iteration {loaded} was loaded from storage while training: snapshots may end here")
+            self._begin_at_storage(loaded)
             return result
         before = self._from_memory
-        self._forget_restored()
-        self.checkpointer, self._data = self._restored()
-        self._hooks.checkpointer = self.checkpointer
-        self._hooks.begin_again()
-        if self._from_memory is not None:
-            self.checkpointer.events.tell(f"memory has iteration {self._from_memory}, which counts: storage is older")
-            return result
-        if before is not None and not _is_whole(original, args, kwargs):
+        if before is not None and loaded > before and not _is_whole(original, args, kwargs):
             raise ConfigError(
                 f"load_checkpoint: iteration {before} was restored from memory, and loading a part of iteration "
                 f"{loaded} from storage would mix the two; load all of it, or remove the snapshots with "
                 f"'ftckpt clean {self.config.job}'"
             )
-        self.checkpointer.events.tell(f"storage has iteration {loaded}, which counts: memory has no newer")
+        self._forget_restored()
+        self.checkpointer = self._hooks.checkpointer = self._restored()
+        self._hooks.begin_again()
+        found = self._from_memory
+        which = f"storage has {loaded}, which counts" if found is None else f"memory has {found}, which counts"
+        self.checkpointer.events.tell(f"load_checkpoint: of storage and memory the newer one is taken: {which}")
         return result
+
+    def _begin_at_storage(self, loaded: int) -> None:
+        """Training was taken back, or elsewhere: what is in memory must not come back at the next restart."""
+        events = self.checkpointer.events
+        events.emit("loaded_in_training", iteration=loaded)
+        events.tell(f"iteration {loaded} was loaded from storage while training: snapshots begin anew")
+        self.checkpointer.close()
+        self.checkpointer = self._hooks.checkpointer = self._restored()
 
     def _forget_restored(self) -> None:
         """What a load does not overwrite is as before the snapshot was restored, in case that storage counts."""
@@ -147,11 +159,15 @@ class Session:
         self.checkpointer.close(remove=False)
         for name, state in self._fresh.items():
             self._objects[name].load_state_dict(copy.deepcopy(state))
+        self._data = self._new_position()
 
     def _destroy(self, original: Callable[..., Any]) -> Any:
-        """The script says that it is done, unless it does so because of an error, or the engine is collected."""
+        """The script says that it is done, unless it does so because of an error, or the engine is collected.
+
+        Under the runner the end of the script says that.
+        """
         collected = sys._getframe(2).f_code is getattr(type(self.engine).__del__, "__code__", None)
-        if not collected and sys.exc_info()[0] is None:
+        if not collected and sys.exc_info()[0] is None and not initialize.has_runner():
             self.close()
         return original()
 

@@ -13,6 +13,7 @@ from ftckpt.deepspeed import inner_optimizers, optimizers, support
 from ftckpt.deepspeed.geometry import place_parameters
 from ftckpt.errors import CaptureError, MismatchError, UnsupportedError
 from ftckpt.live import rng
+from ftckpt.live.extra_state import refuse_extra_state
 from ftckpt.live.optimizers import addresses
 from ftckpt.live.stateful import Stateful
 from ftckpt.live.tensors import fragments, whole_piece
@@ -43,7 +44,7 @@ class DeepSpeedState:
 
     def describe(self) -> Description:
         """See TrainingState."""
-        _refuse_extra_state(self._engine.module)
+        refuse_extra_state(self._engine.module)
         places = place_parameters(self._engine)
         optimizers.materialise(self._engine.optimizer)
         stepped = [*optimizers.pieces(self._engine.optimizer, places), *self._frozen(places)]
@@ -172,10 +173,3 @@ def _load_trackers(saved: Mapping[str, Any]) -> None:
     for name, tracker in _trackers().items():
         if name in saved:
             tracker.set_states(dict(saved[name]))
-
-
-def _refuse_extra_state(module: torch.nn.Module) -> None:
-    """Transformer Engine keeps FP8 scales there, pickled."""
-    for name, part in module.named_modules():
-        if type(part).get_extra_state is not torch.nn.Module.get_extra_state and part.get_extra_state() is not None:
-            raise UnsupportedError(f"module {name} keeps extra state (FP8 scales?), which ftckpt cannot save yet")

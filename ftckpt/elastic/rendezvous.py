@@ -175,6 +175,18 @@ def isolate_attempts(timeout_secs: float = 300.0) -> str:
     return description
 
 
+def check_isolated() -> None:
+    """Refuse process groups that a restarted attempt could not make.
+
+    :raises LaunchError: torchrun shares its store among attempts, and process groups were made through it as it is.
+    """
+    if _installed is None and shared_store(os.environ) is not None:
+        raise LaunchError(
+            "torch.distributed was initialised before ftckpt could keep the attempts of torchrun apart, so that a "
+            f"restart would wait for dead processes: start the script with ftckpt's runner, or {REMEDY}"
+        )
+
+
 def restore_rendezvous() -> None:
     """Undo :func:`isolate_attempts`: stores opened from now on are torch's own again."""
     global _installed

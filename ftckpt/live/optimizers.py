@@ -77,17 +77,15 @@ def materialise(inner: Any) -> None:
     Raises:
         UnsupportedError: an optimizer that ftckpt does not know.
     """
-    _part_numbers(inner)
-    missing = without_state(inner)
-    if not missing:
-        return
-    if isinstance(inner, (torch.optim.Adam, torch.optim.AdamW)):
-        _materialise_adam(inner)
-    elif isinstance(inner, torch.optim.SGD):
-        _materialise_sgd(inner, missing)
-    else:
+    if not isinstance(inner, (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)):
         name = f"{type(inner).__module__}.{type(inner).__qualname__}"
         raise UnsupportedError(f"inner optimizer {name} is not known; known are Adam, AdamW, SGD and FusedAdam")
+    _part_numbers(inner)
+    missing = without_state(inner)
+    if missing and isinstance(inner, torch.optim.SGD):
+        _materialise_sgd(inner, missing)
+    elif missing:
+        _materialise_adam(inner)
 
 
 def _part_numbers(inner: Any) -> None:
@@ -95,7 +93,7 @@ def _part_numbers(inner: Any) -> None:
     seen: set[int] = set()
     for state in inner.state.values():
         for name, value in state.items():
-            if isinstance(value, torch.Tensor) and value.numel() == 1:
+            if isinstance(value, torch.Tensor) and value.numel() == 1 and value.data_ptr():  # a DTensor has none
                 if value.data_ptr() in seen:
                     value = state[name] = value.clone()  # noqa: PLW2901
                 seen.add(value.data_ptr())

@@ -15,6 +15,9 @@ from ftckpt.live.optimizers import Optimized, stepped_pieces, without_state
 from ftckpt.live.tensors import Placed
 from ftckpt.state.piece import Piece
 
+_SCALED = ("exp_avg_dtype", "exp_avg_sq_dtype", "main_params_dtype")
+"""Types that Transformer Engine's precision-aware optimizer may keep in fewer bits, with scales beside its state."""
+
 Places = Mapping[torch.nn.Parameter, Sequence[Placed]]
 
 
@@ -32,6 +35,9 @@ def leaf_optimizers(optimizer: Any) -> list[Any]:
             raise UnsupportedError(f"optimizer {type(leaf).__name__} is not known; known are {known}")
         if getattr(getattr(leaf, "ddp_config", None), "use_megatron_fsdp", False):
             raise UnsupportedError("Megatron-FSDP shards state in a way that ftckpt does not know yet")
+        for name in _SCALED:
+            if getattr(leaf.config, name, torch.float32) != torch.float32:
+                raise UnsupportedError(f"{name} {getattr(leaf.config, name)}: its scales are not known yet; use fp32")
     return leaves
 
 

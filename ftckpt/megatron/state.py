@@ -10,6 +10,7 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.utils import unwrap_model
 
 from ftckpt.errors import CaptureError, UnsupportedError
+from ftckpt.live.extra_state import refuse_extra_state
 from ftckpt.live.rng import load_generators, save_generators
 from ftckpt.live.stateful import Stateful
 from ftckpt.live.tensors import fragments, whole_piece
@@ -39,7 +40,8 @@ class MegatronState:
 
     def describe(self) -> Description:
         """See TrainingState."""
-        _refuse_extra_state(self._chunks)
+        for chunk in self._chunks:
+            refuse_extra_state(chunk)
         places = place_parameters(self._chunks)
         stepped: list[Piece] = []
         for leaf in self._leaves:
@@ -128,17 +130,3 @@ def load_rng(saved: Mapping[str, Any]) -> None:
     """Inverse of ``save_rng``."""
     load_generators(saved)
     get_cuda_rng_tracker().set_states(dict(saved["tracker"]))
-
-
-def _refuse_extra_state(chunks: Sequence[torch.nn.Module]) -> None:
-    """Transformer Engine keeps FP8 scales there, pickled."""
-    for chunk in chunks:
-        for name, module in chunk.named_modules():
-            if type(module).get_extra_state is torch.nn.Module.get_extra_state:
-                continue
-            extra = module.get_extra_state()
-            size = extra.getbuffer().nbytes if hasattr(extra, "getbuffer") else getattr(extra, "numel", int)()
-            if extra is not None and size:
-                raise UnsupportedError(
-                    f"module {name} keeps extra state of {size} bytes (FP8 scales?), which ftckpt cannot save yet"
-                )

@@ -56,8 +56,7 @@ class TorchState:
     def describe(self) -> Description:
         """See TrainingState."""
         places = {parameter: place(name, parameter) for name, parameter in named_parameters(self.model)}
-        if optimizers.without_state(self._optimizer):
-            optimizers.materialise(self._optimizer)
+        optimizers.materialise(self._optimizer)
         stepped = [*self._optimized(places), *self._frozen(places)]
         volatile = [whole_piece(f"buffer/{name}", buffer) for name, buffer in self._buffers() if buffer.numel()]
         self._addresses, self._versions = dict(self._live_addresses()), self._count_writes()

@@ -94,7 +94,7 @@ class Restart:
         encoded, fetch = self._fetch_objects(held[self._topology.me.shard])
         received = execute(self._group, [*transfers, fetch], self._arenas)
         _derive(pieces, {id(piece) for piece, _ in wanted})
-        state.load_objects(objects.decode(encoded.numpy().tobytes()))
+        together(self._group, lambda: state.load_objects(objects.decode(encoded.numpy().tobytes())))
         state.finish_load()
         total = sum(nbytes for t in transfers for _, nbytes in t.extents)
         self._events.emit("loaded", iteration=decision.iteration, read_bytes=total, received_bytes=received)
