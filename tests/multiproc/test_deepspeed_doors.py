@@ -79,7 +79,7 @@ def drawn(rank: int, world_size: int, arena: str, until: int, how: str) -> list[
 
     import torch
 
-    import ftckpt.deepspeed  # noqa: F401 - the door
+    import ftckpt.deepspeed
 
     multiprocessing.set_start_method("fork", force=True)
     samples: Any = Samples(how == "workers")
@@ -100,6 +100,7 @@ def drawn(rank: int, world_size: int, arena: str, until: int, how: str) -> list[
             if engine.global_steps == until:
                 break
     loader.data = None  # ends its workers
+    ftckpt.deepspeed.remove()  # the last snapshot is finished
     return rows
 
 
@@ -138,7 +139,7 @@ def positions(rank: int, world_size: int, arena: str, items: int) -> str:
     import torch
     from deepspeed.pipe import PipelineModule
 
-    import ftckpt.deepspeed  # noqa: F401 - the door
+    import ftckpt.deepspeed
     from ftckpt.errors import ConfigError
 
     torch.distributed.barrier()
@@ -153,6 +154,7 @@ def positions(rank: int, world_size: int, arena: str, items: int) -> str:
     except ConfigError as error:
         return str(error)
     left = next(given, None)
+    ftckpt.deepspeed.remove()  # the last snapshot is finished
     return "none" if left is None else str(left[0][0, 0].item())
 
 
@@ -358,27 +360,47 @@ def test_compiling_later_is_refused(arena_root: Path) -> None:
     assert results(compiled, 1, str(arena_root)) == ["engine.compile() is not supported by ftckpt; do not call it"]
 
 
-def loaded_in_training(rank: int, world_size: int, arena: str, folder: str) -> list[int]:
-    """A script goes back to what it saved."""
+def loaded_in_training(rank: int, world_size: int, arena: str, folder: str, dies: bool) -> list[int]:
+    """A script goes back to what it saved, trains on, and perhaps dies before it has come as far as before."""
+    import plain
+
     import ftckpt.deepspeed
 
-    engine = initialize(section(arena, events=f"{folder}/events"))
+    engine = initialize(section(arena, events=f"{folder}/events", schedule="sync"))
     for _ in range(2):
         train_step(engine)
     engine.save_checkpoint(f"{folder}/saved")
-    train_step(engine)
+    for _ in range(3):
+        train_step(engine)
     engine.load_checkpoint(f"{folder}/saved")
     steps = [engine.global_steps]
-    for _ in range(3):
+    for _ in range(2):
         train_step(engine)
         steps.append(engine.global_steps)
     assert ftckpt.deepspeed.active() is not None
+    if dies:
+        plain.die()
     engine.destroy()
     return steps
 
 
-def test_a_load_in_training_is_honoured_and_turns_snapshots_off(arena_root: Path, tmp_path: Path) -> None:
-    assert results(loaded_in_training, 2, str(arena_root), str(tmp_path)) == [[2, 3, 4, 5]] * 2
-    for name in ("loaded_in_training", "turned_off"):
-        assert len(jobs.events({"events": tmp_path / "events"}, name)) == 2
+def started_again(rank: int, world_size: int, arena: str) -> int:
+    import ftckpt.deepspeed  # noqa: F401 - the door
+
+    engine = initialize(section(arena))
+    return int(engine.global_steps)
+
+
+def test_a_load_in_training_is_honoured_and_snapshots_begin_anew(arena_root: Path, tmp_path: Path) -> None:
+    assert results(loaded_in_training, 2, str(arena_root), str(tmp_path), False) == [[2, 3, 4]] * 2
+    told = {"events": tmp_path / "events"}
+    assert len(jobs.events(told, "loaded_in_training")) == 2
+    assert not jobs.events(told, "turned_off") and not jobs.events(told, "snapshot_error")
     assert list(arena_root.iterdir()) == []
+
+
+def test_what_was_taken_back_does_not_come_back(arena_root: Path, tmp_path: Path) -> None:
+    """Iteration 5 was whole in memory, and undone by the load: the restart goes on from 4."""
+    args = (loaded_in_training, 2, str(arena_root), str(tmp_path), True)
+    assert [r.exitcode for r in run_ranks(*args, stand_in=False, expect_failures=True)] == [-9, -9]
+    assert results(started_again, 2, str(arena_root)) == [4, 4]
