@@ -145,6 +145,8 @@ class Checkpointer:
             return
         if iteration <= self._last:
             self._turn_off(f"iteration {iteration} after {self._last}: training went back; restart the job")
+            if self._capture is not None:
+                self._capture.forget(iteration)
             return
         since = time.perf_counter()
         self._fence()

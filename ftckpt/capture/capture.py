@@ -161,6 +161,16 @@ class Capture:
         elif self._flight.error is not None:
             self._drop(f"copy failed: {self._flight.error!r}")
 
+    def forget(self, iteration: int) -> None:
+        """Training went back to before ``iteration``: what it undid must not come back at a restart."""
+        control = self.arena.control
+        for slot, record in enumerate(self._records()):
+            if record.iteration >= iteration:
+                control.void(slot)
+        whole = control.whole()
+        if whole is not None and whole[1] >= iteration:
+            control.mark_whole(bytes(16), -1)
+
     def close(self) -> None:
         """Stop copying; a snapshot is dropped unless all of its copies were submitted, as they are at the fence."""
         if self._flight is not None and self._flight.submitted.is_set():
