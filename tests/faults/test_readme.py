@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -47,7 +48,8 @@ def run(text: str, timeout_secs: float = 60) -> subprocess.CompletedProcess[str]
 
 
 def test_all_blocks_are_known() -> None:
-    assert [kind for kind, _ in BLOCKS] == ["bash", "bash", "python", "bash", "bash", "bash", "python", "bash"]
+    kinds = "bash bash python bash json bash python bash bash python bash"
+    assert [kind for kind, _ in BLOCKS] == kinds.split()
 
 
 @pytest.fixture
@@ -121,7 +123,30 @@ def six_lines(rank: int, world_size: int, text: str, settings: dict[str, Any]) -
 
 
 def test_six_lines_of_python(settings: dict[str, Any], arena_root: Path) -> None:
-    results = run_ranks(six_lines, 2, block("python", "attach"), settings)
+    results = run_ranks(six_lines, 2, block("python", "megatron.attach"), settings)
+    assert [result.value for result in results] == [3, 3]
+    assert not list(arena_root.iterdir())
+
+
+def six_plain_lines(rank: int, world_size: int, text: str, settings: dict[str, Any]) -> int:
+    import train_plain
+
+    job = train_plain.build(train_plain.parse_args(["--layers", "1", "--hidden", "16", "--iterations", "3"]))
+    names = {
+        "model": job.model,
+        "optimizer": job.optimizer,
+        "scheduler": job.scheduler,
+        "data": job.data,
+        "config": Config(enabled=True, node="node", **settings),
+        "last": 3,
+        "train_step": lambda: train_plain.train_step(job),
+    }
+    exec(text, names)
+    return int(names["iteration"])
+
+
+def test_six_lines_of_plain_python(settings: dict[str, Any], arena_root: Path) -> None:
+    results = run_ranks(six_plain_lines, 2, block("python", "plain.attach"), settings, stand_in=False)
     assert [result.value for result in results] == [3, 3]
     assert not list(arena_root.iterdir())
 
@@ -133,6 +158,16 @@ def test_the_launch_line_reaches_the_script(tmp_path: Path) -> None:
     text = block("bash", "pretrain_gpt.py").replace("--nproc-per-node 8", "--standalone --nproc-per-node 1")
     result = run(f"cd {tmp_path}; YOUR_MEGATRON_FLAGS='--lr 1e-3'; export PYTHONPATH={ROOT}; {text}")
     assert "RUNS ['--lr', '1e-3'] 1" in result.stdout, result.stderr
+
+
+def test_the_section_and_the_line_for_deepspeed(tmp_path: Path) -> None:
+    """As they stand, on one rank, with a script that trains nothing."""
+    section = json.loads(block("json", "ftckpt"))["ftckpt"]
+    assert Config.from_mapping(section) == Config(enabled=True)
+    (tmp_path / "train.py").write_text("import sys, ftckpt.deepspeed, deepspeed; print('RUNS', sys.argv[1:])")
+    text = block("bash", "ftckpt.deepspeed").replace("--nproc-per-node 8", "--standalone --nproc-per-node 1")
+    result = run(f"cd {tmp_path}; export PYTHONPATH={ROOT}; {text}")
+    assert "RUNS ['--deepspeed_config', 'ds.json']" in result.stdout, result.stderr
 
 
 def test_a_timeline_of_events(settings: dict[str, Any], tmp_path: Path) -> None:
