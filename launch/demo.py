@@ -243,14 +243,13 @@ def conclude(summary: Mapping[str, Any], out: Path) -> int:
     (out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
     report = out / "report.html"
     report.write_text(demo_report.render(summary, draw_timeline(out)))
-    survived = f"{_count(len(summary['faults']))} survived"
-    if summary["bit_exact"]:
-        print(f"demo: bit-exact, {survived}, report in {report}")
-        return 0
+    exact = summary["bit_exact"]
     for difference in summary["differences"][:20]:
         print(f"demo: {difference}")
-    print(f"demo: NOT bit-exact, {len(summary['differences'])} differences, report in {report}")
-    return 1
+    verdict = "bit-exact" if exact else f"NOT bit-exact, {len(summary['differences'])} differences"
+    print(f"demo: {verdict}, {_count(len(summary['faults']))} survived, report in {report}")
+    print(json.dumps({"framework": summary["framework"], "faults": len(summary["faults"]), "bit_exact": exact}))
+    return 0 if exact else 1
 
 
 def main(argv: Sequence[str]) -> int:

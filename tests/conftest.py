@@ -37,7 +37,7 @@ def settings(arena_root: Path, tmp_path: Path) -> dict[str, object]:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """After a run with -v (pyproject.toml has -q): what of the conformance suite passed, by framework and configuration."""
+    """After a run with -v (pyproject.toml has -q): what passed, by framework and configuration."""
     table: dict[str, dict[str, str]] = {}
     for outcome in ("passed", "failed", "error"):
         for report in terminalreporter.stats.get(outcome, []):

@@ -180,12 +180,15 @@ def test_report_and_verdict(
     page = (tmp_path / "report.html").read_text()
     if bit_exact:
         assert code == 0
-        assert told == [f"demo: bit-exact, 1 fault survived, report in {tmp_path / 'report.html'}"]
+        assert told[0] == f"demo: bit-exact, 1 fault survived, report in {tmp_path / 'report.html'}"
         assert "Bit-exact after 1 fault<" in page
     else:
         assert code == 1
-        assert told[0].startswith("demo: loss of iteration 2: ") and told[-1].startswith("demo: NOT bit-exact")
+        assert told[0].startswith("demo: loss of iteration 2: ") and told[-2].startswith(
+            "demo: NOT bit-exact, 1 difference"
+        )
         assert "Not bit-exact" in page and "loss of iteration 2" in page
+    assert json.loads(told[-1]) == {"framework": "Megatron-core", "faults": 1, "bit_exact": bit_exact}
     assert json.loads((tmp_path / "summary.json").read_text())["bit_exact"] is bit_exact
     parser = Page()
     parser.feed(page)
@@ -291,9 +294,9 @@ def test_a_scene_with_deepspeed(tmp_path: Path) -> None:
         output, _ = child.communicate(timeout=280)
         assert child.returncode == 0, output
         assert owned(owner) == []
-    told = ("demo: ", "reference  ", "faulted    ", "fault  killed at", " rank  ")
+    told = ("demo: ", "reference  ", "faulted    ", "fault  killed at", " rank  ", '{"framework"')
     assert [line for line in output.splitlines() if not line.startswith(told)] == [], "DeepSpeed's is in the logs"
-    assert output.splitlines()[-1].startswith("demo: bit-exact, 1 fault survived, report in ")
+    assert output.splitlines()[-2].startswith("demo: bit-exact, 1 fault survived, report in ")
     found = json.loads((tmp_path / "summary.json").read_text())
     assert found["framework"] == "DeepSpeed" and "deepspeed" in found["versions"]
     assert all(found["num_tensors_compared"][kind] >= 8 for kind in KINDS)
@@ -310,7 +313,7 @@ def test_the_whole_demo(tmp_path: Path, framework: str) -> None:
         output, _ = child.communicate(timeout=800)
         assert child.returncode == 0, output
         assert owned(owner) == []
-    assert output.splitlines()[-1].startswith("demo: bit-exact, 3 faults survived, report in ")
+    assert output.splitlines()[-2].startswith("demo: bit-exact, 3 faults survived, report in ")
     found = json.loads((tmp_path / "summary.json").read_text())
     assert found["bit_exact"] is True
     assert [fault["name"] for fault in found["faults"]] == ["rank", "writing", "all"]
@@ -331,4 +334,4 @@ def test_each_scene_alone(tmp_path: Path, framework: str, scene: str) -> None:
         output, _ = child.communicate(timeout=500)
         assert child.returncode == 0, output
         assert owned(owner) == []
-    assert output.splitlines()[-1].startswith("demo: bit-exact, 1 fault survived, report in ")
+    assert output.splitlines()[-2].startswith("demo: bit-exact, 1 fault survived, report in ")
