@@ -11,11 +11,11 @@ from deepspeed.runtime.activation_checkpointing import checkpointing
 
 from ftckpt.deepspeed import inner_optimizers, optimizers, support
 from ftckpt.deepspeed.geometry import place_parameters
-from ftckpt.errors import CaptureError, MismatchError, UnsupportedError
+from ftckpt.errors import CaptureError, UnsupportedError
 from ftckpt.live import rng
 from ftckpt.live.extra_state import refuse_extra_state
 from ftckpt.live.optimizers import addresses
-from ftckpt.live.stateful import Stateful
+from ftckpt.live.stateful import Stateful, load_all
 from ftckpt.live.tensors import fragments, whole_piece
 from ftckpt.state.piece import Description, Piece
 
@@ -88,13 +88,7 @@ class DeepSpeedState:
             setattr(engine, name, value)
         if objects["micro_offset"] is not None:
             engine.module.micro_offset = objects["micro_offset"]  # layers are seeded by it
-        for name, value in self._objects.items():
-            if name not in objects["objects"]:
-                raise MismatchError(
-                    f"the snapshot has no object {name!r}: register the same objects as the job that took it, or "
-                    "remove it with 'ftckpt clean JOB'"
-                )
-            value.load_state_dict(objects["objects"][name])
+        load_all(self._objects, objects["objects"])
         self._rng = objects["rng"]
 
     def finish_load(self) -> None:

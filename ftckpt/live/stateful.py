@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Protocol
 
+from ftckpt.errors import MismatchError
+
 
 class Stateful(Protocol):
     """A user's own object, a data loader for example: state as numbers, texts, lists, dicts, tensors."""
@@ -14,3 +16,18 @@ class Stateful(Protocol):
 
     def load_state_dict(self, state: Any) -> Any:
         """Take the state."""
+
+
+def load_all(objects: Mapping[str, Stateful], saved: Mapping[str, Any]) -> None:
+    """Give each object the state that was saved under its name.
+
+    Raises:
+        MismatchError: the snapshot has no such object.
+    """
+    for name, value in objects.items():
+        if name not in saved:
+            raise MismatchError(
+                f"the snapshot has no object {name!r}, it has {', '.join(sorted(saved)) or 'none'}: give the same "
+                "objects as the job that took it, or remove it with 'ftckpt clean JOB'"
+            )
+        value.load_state_dict(saved[name])

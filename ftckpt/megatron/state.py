@@ -12,7 +12,7 @@ from megatron.core.utils import unwrap_model
 from ftckpt.errors import CaptureError, UnsupportedError
 from ftckpt.live.extra_state import refuse_extra_state
 from ftckpt.live.rng import load_generators, save_generators
-from ftckpt.live.stateful import Stateful
+from ftckpt.live.stateful import Stateful, load_all
 from ftckpt.live.tensors import fragments, whole_piece
 from ftckpt.megatron import optimizers
 from ftckpt.megatron.geometry import place_parameters
@@ -76,8 +76,7 @@ class MegatronState:
         if hasattr(self._scheduler, "num_steps"):
             self._scheduler.num_steps = 0  # Megatron's load_state_dict adds to what is there
         self._scheduler.load_state_dict(objects["scheduler"])
-        for name, value in self._objects.items():
-            value.load_state_dict(objects["objects"][name])
+        load_all(self._objects, objects["objects"])
         self._rng = objects["rng"]
 
     def finish_load(self) -> None:

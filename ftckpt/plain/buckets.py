@@ -40,6 +40,11 @@ class Buckets:
         ignored = ddp.parameters_to_ignore
         named = ddp.module.named_parameters()
         self._parameters = [p for name, p in named if p.requires_grad and name not in ignored]
+        if any(parameter._post_accumulate_grad_hooks for parameter in self._parameters):
+            raise UnsupportedError(
+                "a parameter has a hook of the script that runs when its gradient is ready (an optimizer inside the "
+                "backward pass?); a restart would run it once too often: step after the backward pass"
+            )
         self._ready: dict[int, None] = {}
         self._order: list[int] = []
         self._hooks: list[RemovableHandle] = [

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 from ftckpt.errors import CaptureError, ConfigError, UnsupportedError
 from ftckpt.live import optimizers
 from ftckpt.live.rng import load_generators, save_generators
-from ftckpt.live.stateful import Stateful
+from ftckpt.live.stateful import Stateful, load_all
 from ftckpt.live.tensors import Placed, fragments, whole_piece
 from ftckpt.plain.buckets import buckets_of
 from ftckpt.plain.geometry import local, named_parameters, place, unwrap
@@ -80,10 +80,7 @@ class TorchState:
     def load_objects(self, objects: Mapping[str, Any]) -> None:
         """See TrainingState."""
         optimizers.load_groups(self._optimizer, objects["optimizer"])
-        for name, value in self._objects.items():
-            if name not in objects["objects"]:
-                raise ConfigError(f"{name} is new: the snapshot has {sorted(objects['objects'])}")
-            value.load_state_dict(objects["objects"][name])
+        load_all(self._objects, objects["objects"])
         self._rng = objects["rng"]
 
     def finish_load(self) -> None:

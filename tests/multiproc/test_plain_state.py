@@ -176,6 +176,9 @@ def refusals(rank: int, world_size: int) -> dict[str, str]:
     refused("nothing", Odd())
     refused("fsdp1", FullyShardedDataParallel(Odd(), device_id=torch.device("cpu"), use_orig_params=True))
     refused("static graph", DistributedDataParallel(Odd(), static_graph=True))
+    hooked = Odd()
+    next(hooked.parameters()).register_post_accumulate_grad_hook(lambda parameter: None)
+    refused("hook", DistributedDataParallel(hooked))
     refused("optimizer", (model := Odd()), torch.optim.RMSprop(model.parameters()))
     refused("stranger", Odd(), torch.optim.Adam([nn.Parameter(torch.ones(7, 3))]))
     refused("unstepped", (model := Odd()), torch.optim.Adam(model.first.parameters()))
@@ -204,7 +207,9 @@ def test_what_cannot_be_mapped_is_refused_by_name() -> None:
 
 
 def test_ddp_modes_with_a_first_iteration_of_their_own_are_refused() -> None:
-    assert "static_graph" in run_ranks(refusals, 3, stand_in=False)[0].value["static graph"]
+    three = run_ranks(refusals, 3, stand_in=False)[0].value
+    assert "static_graph" in three["static graph"]
+    assert "step after the backward pass" in three["hook"]
     assert run_ranks(refusals, 2, stand_in=False)[0].value["static graph"] == "accepted"
 
 
