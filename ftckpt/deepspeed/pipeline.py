@@ -28,13 +28,12 @@ from deepspeed.runtime.pipe.schedule import (
 )
 
 from ftckpt.capture import schedule
+from ftckpt.capture.places import Places, expected_places
 from ftckpt.deepspeed.hooks import Hooks
 from ftckpt.errors import ConfigError, UnsupportedError
 
 _COMPUTE = {ForwardPass: "forward", BackwardPass: "backward"}
 _END = (ReduceTiedGrads, ReduceGrads, OptimizerStep)
-_BACKWARD = 2.0
-"""A backward step computes the gradients of inputs and of weights: twice a forward. A guess until measured."""
 
 
 class Place(PipeInstruction):  # type: ignore[misc] # DeepSpeed has no types
@@ -115,16 +114,10 @@ def follow_pipeline(hooks: Hooks, position: Callable[[Any], Any]) -> None:
 
 
 @lru_cache(maxsize=16)
-def expected(stages: int, stage: int, micro_batches: int) -> tuple[tuple[str, ...], tuple[float, ...]] | None:
+def expected(stages: int, stage: int, micro_batches: int) -> Places | None:
     """Kinds and relative lengths of the places that ``stage`` comes to, the tail last; None without a model."""
     try:
         orders = [schedule.one_forward_one_backward(stages, place, micro_batches) for place in range(stages)]
     except ConfigError:
         return None  # DeepSpeed says what is wrong with it
-    lengths = schedule.place_lengths(orders, stage, 1.0, _BACKWARD)
-    kinds: list[str] = []
-    secs: list[float] = []
-    for step, gap, length in zip(orders[stage], lengths.gaps, lengths.steps, strict=False):
-        kinds += ["window", step.kind]
-        secs += [gap, length]
-    return (*kinds, "window", "tail"), (*secs, 0.0, lengths.gaps[-1])
+    return expected_places(orders, stage)

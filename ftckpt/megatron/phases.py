@@ -15,12 +15,11 @@ from typing import Any
 from megatron.core import parallel_state as mpu
 
 from ftckpt.capture import schedule
+from ftckpt.capture.places import Places, expected_places
 from ftckpt.checkpointer import Checkpointer
 from ftckpt.errors import ConfigError
 
 _COMPUTE = {"forward-compute": "forward", "backward-compute": "backward"}
-_BACKWARD = 2.0
-"""A backward step computes the gradients of inputs and of weights: twice a forward. A guess until measured."""
 
 
 class _Silent:
@@ -105,9 +104,7 @@ def _begin(checkpointer: Checkpointer, config: Any, micro_batches: int) -> Any:
 
 
 @lru_cache(maxsize=16)
-def expected(
-    stages: int, stage: int, micro_batches: int, chunks: int, group: int | None
-) -> tuple[tuple[str, ...], tuple[float, ...]] | None:
+def expected(stages: int, stage: int, micro_batches: int, chunks: int, group: int | None) -> Places | None:
     """Kinds and relative lengths of the places that ``stage`` comes to, the tail last; None without a model."""
     try:
         if chunks > 1:
@@ -118,10 +115,4 @@ def expected(
             orders = [schedule.one_forward_one_backward(stages, place, micro_batches) for place in range(stages)]
     except ConfigError:
         return None  # Megatron says what is wrong with it
-    lengths = schedule.place_lengths(orders, stage, 1.0, _BACKWARD)
-    kinds: list[str] = []
-    secs: list[float] = []
-    for step, gap, length in zip(orders[stage], lengths.gaps, lengths.steps, strict=False):
-        kinds += ["window", step.kind]
-        secs += [gap, length]
-    return (*kinds, "window", "tail"), (*secs, 0.0, lengths.gaps[-1])
+    return expected_places(orders, stage)

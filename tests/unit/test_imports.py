@@ -34,7 +34,16 @@ STAGES: dict[str, set[str]] = {
     "smp": {"protect", "persist", "arena", "restore.inventory", "capture.node_budget"},
     "universal": {"persist", "restore.plan", "state", "layout"},
 }
-FRAMEWORK = {"checkpointer", "capture.schedule", "capture.windows", "layout", "live", "state", "comm"}
+FRAMEWORK = {
+    "checkpointer",
+    "capture.places",
+    "capture.schedule",
+    "capture.windows",
+    "layout",
+    "live",
+    "state",
+    "comm",
+}
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "events": set(),
