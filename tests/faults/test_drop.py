@@ -122,19 +122,3 @@ def test_what_the_script_writes_before_the_fence_is_in_no_snapshot(
     assert bool(errors) == (restored == 2)
     for result in run_ranks(plain.restored, 2, settings):
         assert result.value[:3] == (restored, restored, [float(restored)])
-
-
-def taken_back(rank: int, world_size: int, settings: dict[str, Any]) -> None:
-    """A script that goes on from iteration 2 after it has come to 5."""
-    checkpointer, state = plain.make(rank, world_size, settings)
-    checkpointer.restore()
-    for iteration in (1, 2, 3, 4, 5, 3, 4):
-        plain.iterate(checkpointer, state, iteration)
-    plain.die()
-
-
-def test_what_training_took_back_does_not_come_back(settings: dict[str, Any]) -> None:
-    run_ranks(taken_back, 2, settings, expect_failures=True)
-    assert {event["rank"] for event in jobs.events(settings, "turned_off")} == {0, 1}
-    for result in run_ranks(plain.restored, 2, settings):
-        assert result.value[0] is None
