@@ -40,7 +40,7 @@ class Buckets:
         ignored = ddp.parameters_to_ignore
         named = ddp.module.named_parameters()
         self._parameters = [p for name, p in named if p.requires_grad and name not in ignored]
-        if any(parameter._post_accumulate_grad_hooks for parameter in self._parameters):
+        if any(_has_other_hooks(parameter) for parameter in self._parameters):
             raise UnsupportedError(
                 "a parameter has a hook of the script that runs when its gradient is ready (an optimizer inside the "
                 "backward pass?); a restart would run it once too often: step after the backward pass"
@@ -89,6 +89,11 @@ class Buckets:
     def _forget_hooks(self) -> None:
         while self._hooks:
             self._hooks.pop().remove()
+
+
+def _has_other_hooks(parameter: Any) -> bool:
+    hooks = (parameter._post_accumulate_grad_hooks or {}).values()
+    return any(hook.__module__ != __name__ for hook in hooks)
 
 
 def buckets_of(model: torch.nn.Module) -> Buckets | None:
