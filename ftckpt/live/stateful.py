@@ -27,7 +27,7 @@ def load_all(objects: Mapping[str, Stateful], saved: Mapping[str, Any]) -> None:
     for name, value in objects.items():
         if name not in saved:
             raise MismatchError(
-                f"the snapshot has no object {name!r}, it has {', '.join(sorted(saved)) or 'none'}: register the same "
-                "objects as the job that took it, or remove it with 'ftckpt clean JOB'"
+                f"the snapshot has no object {name!r}, it has {', '.join(sorted(saved)) or 'none'}: register the "
+                "same objects as the job that took it, or remove it with 'ftckpt clean JOB'"
             )
         value.load_state_dict(saved[name])
