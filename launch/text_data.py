@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import sysconfig
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -71,6 +74,16 @@ class Progress:
     def load_state_dict(self, state: dict[str, int]) -> None:
         self.iteration = state["iteration"]
         self.consumed_samples = state["consumed_samples"]
+
+
+def write_line(log: Path | None, metrics: Mapping[str, Any]) -> None:
+    """One iteration as a line of JSON, to a file or to the screen; the hexadecimal loss shows every bit."""
+    line = json.dumps({**metrics, "loss_hex": metrics["loss"].hex()})
+    if log is None:
+        print(line, flush=True)
+        return
+    with log.open("a") as file:
+        file.write(line + "\n")
 
 
 def sha256(tensor: torch.Tensor) -> str:

@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
-from text_data import NUM_TOKENS, TextData, sha256
+from text_data import NUM_TOKENS, TextData, sha256, write_line
 
 
 def parse_args(argv: Sequence[str]) -> argparse.Namespace:
@@ -207,22 +207,11 @@ def train(job: Job) -> list[dict[str, Any]]:
     while job.engine.global_steps < job.args.iterations:
         started = time.time()
         history.append(train_step(job))
-        log(job, {**history[-1], "time": time.time() - started})
+        if dist.get_rank() == 0:
+            write_line(job.args.log, {**history[-1], "time": time.time() - started})
         if job.args.save and job.engine.global_steps % job.args.save_interval == 0:
             job.engine.save_checkpoint(str(job.args.save))
     return history
-
-
-def log(job: Job, metrics: dict[str, Any]) -> None:
-    """Rank 0 writes; the hexadecimal loss shows every bit."""
-    if dist.get_rank() != 0:
-        return
-    line = json.dumps({**metrics, "loss_hex": metrics["loss"].hex()})
-    if job.args.log is None:
-        print(line, flush=True)
-        return
-    with job.args.log.open("a") as file:
-        file.write(line + "\n")
 
 
 def final_hashes(job: Job) -> dict[str, str]:

@@ -46,7 +46,7 @@ from megatron.core.transformer.transformer_block import (
     get_num_layers_to_build,
 )
 from megatron.core.transformer.transformer_config import TransformerConfig
-from text_data import NUM_TOKENS, Progress, TextData, sha256
+from text_data import NUM_TOKENS, Progress, TextData, sha256, write_line
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -347,16 +347,10 @@ def train(job: Job) -> list[dict[str, Any]]:
 
 
 def log(job: Job, metrics: dict[str, Any]) -> None:
-    """One rank of the last stage writes; the hexadecimal loss shows every bit."""
+    """One rank of the last stage writes."""
     first_replica = mpu.get_data_parallel_rank() == 0 and mpu.get_tensor_model_parallel_rank() == 0
-    if not (first_replica and metrics["loss"] is not None):
-        return
-    line = json.dumps({**metrics, "loss_hex": metrics["loss"].hex()})
-    if job.args.log is None:
-        print(line, flush=True)
-        return
-    with job.args.log.open("a") as file:
-        file.write(line + "\n")
+    if first_replica and metrics["loss"] is not None:
+        write_line(job.args.log, metrics)
 
 
 def final_hashes(job: Job) -> dict[str, str]:

@@ -26,7 +26,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from text_data import NUM_TOKENS, Progress, TextData, sha256
+from text_data import NUM_TOKENS, Progress, TextData, sha256, write_line
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -220,22 +220,11 @@ def train(job: Job) -> list[dict[str, Any]]:
     while job.progress.iteration < job.args.iterations:
         started = time.time()
         history.append(train_step(job))
-        log(job, {**history[-1], "time": time.time() - started})
+        if dist.get_rank() == 0:
+            write_line(job.args.log, {**history[-1], "time": time.time() - started})
         if job.checkpointer:
             job.checkpointer.step(job.progress.iteration)  # ftckpt: 5
     return history
-
-
-def log(job: Job, metrics: dict[str, Any]) -> None:
-    """Rank 0 writes; the hexadecimal loss shows every bit."""
-    if dist.get_rank() != 0:
-        return
-    line = json.dumps({**metrics, "loss_hex": metrics["loss"].hex()})
-    if job.args.log is None:
-        print(line, flush=True)
-        return
-    with job.args.log.open("a") as file:
-        file.write(line + "\n")
 
 
 def final_hashes(job: Job) -> dict[str, str]:
