@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 from ftckpt.capture.capture import Capture, SnapshotId
 from ftckpt.capture.interval import Interval
@@ -41,7 +42,7 @@ class Checkpointer:
     def __init__(self, config: Config, state: TrainingState, topology: Topology, group: Group | None = None) -> None:
         if not config.job or not config.node:
             raise ConfigError("job and node: both need a name")
-        self.config = config
+        self.config = config = replace(config, slots=config.slots or 2)
         self.topology = topology
         self.events = Events(config.events_dir, topology.rank)
         self._state = state

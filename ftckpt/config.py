@@ -34,11 +34,39 @@ class Config:
 
     enabled: bool = _setting(False, "switch ftckpt on")
     interval: int = _setting(1, "iterations between snapshots", minimum=1)
-    slots: int = _setting(2, "slots per arena; two hold one whole snapshot while the next is written", minimum=2)
+    slots: int = _setting(
+        0, "slots per arena; 0: two, three with protection, four where not every snapshot is protected", minimum=0
+    )
     job: str = _setting("", "name of the job; default: FTCKPT_JOB, or the torchrun or Slurm job id")
     node: str = _setting("", "stable name of this machine; default: the host name")
     arena: str = _setting("/dev/shm", "directory on a tmpfs that holds the arenas")
     chunk_mib: float = _setting(16.0, "size of a copy and of a checksum, in MiB", minimum=0.0625)
+    memory: str = _setting(
+        "tmpfs", "what arenas are: files of the tmpfs, or memfds held by the SMP", choices=("tmpfs", "memfd")
+    )
+    protect: str = _setting(
+        "auto", "what guards snapshots: auto, none, or a list of node, replica or copy, peer, such as node,peer"
+    )
+    protect_interval: int = _setting(1, "snapshots between two that are protected", minimum=1)
+    protect_timeout_secs: float = _setting(
+        60.0, "longest wait for the protection of a snapshot before training goes on without it", minimum=0.1
+    )
+    peer_code: str = _setting(
+        "xor", "how peer parity is made; rs survives several lost nodes", choices=("xor", "rs", "mirror")
+    )
+    peer_group: int = _setting(0, "nodes per group of peer parity; 0: up to eight", minimum=0)
+    peer_losses: int = _setting(1, "nodes of a group that may be lost together", minimum=1)
+    network_gbps: float = _setting(0.0, "what a node receives for protection, in GB/s; 0: no limit", minimum=0)
+    smp_gbps: float = _setting(0.0, "what the SMP reads of the node's memory, in GB/s; 0: no limit", minimum=0)
+    smp_listen: str = _setting("", "address at which a node's SMP answers others; default: one that they reach")
+    smp_idle_secs: float = _setting(
+        3600.0, "time without any trainer after which the SMP ends itself; arenas stay", minimum=1
+    )
+    scrub_secs: float = _setting(300.0, "pause between two checks of all that is held; 0: no such checks", minimum=0)
+    hang_secs: float = _setting(600.0, "time without progress of any rank that counts as a hang; 0: none", minimum=0)
+    on_hang: str = _setting("report", "what a hang leads to", choices=("report", "abort"))
+    secret_file: str = _setting("", "file with the secret that SMPs share; default: drawn anew at each start")
+    rack: str = _setting("", "label of this machine's rack, or other failure domain of several nodes; default: none")
     schedule: str = _setting(
         "bubble",
         "when state is copied: in the pipeline's idle windows, at once in the background on a side stream or by "
@@ -82,7 +110,10 @@ class Config:
     def __post_init__(self) -> None:
         for setting in fields(self):
             _check(setting.name, getattr(self, setting.name), type(setting.default), setting.metadata)
-        for name in ("job", "node"):
+        if self.slots == 1:
+            raise ConfigError("slots: 1 is too small; the least is 2, or 0 for as many as protection needs")
+        check_protect(self.protect)
+        for name in ("job", "node", "rack"):
             value = getattr(self, name)
             if value and not _NAME.fullmatch(value):
                 raise ConfigError(f"{name}: {value!r} is not a name; use 1 to 64 of A-Z a-z 0-9 . _ -")
@@ -153,6 +184,26 @@ class Config:
             elif value != setting.default:
                 words.append(f"--ftckpt-{setting.name.replace('_', '-')}={value}")
         return words
+
+
+def check_protect(protect: str) -> tuple[str, ...]:
+    """The modes that ``protect`` lists; () for none.
+
+    Raises:
+        ConfigError: an unknown mode, one twice, replica beside copy, or auto or none beside others.
+    """
+    modes = tuple(mode.strip() for mode in protect.split(","))
+    known = ("auto", "none", "node", "replica", "copy", "peer")
+    for mode in modes:
+        if mode not in known:
+            raise ConfigError(f"protect: {mode!r} is not one of {', '.join(known)}")
+    if len(set(modes)) < len(modes):
+        raise ConfigError(f"protect: {protect!r} names a mode twice")
+    if len(modes) > 1 and {"auto", "none"} & set(modes):
+        raise ConfigError(f"protect: {protect!r}: auto and none stand alone")
+    if {"replica", "copy"} <= set(modes):
+        raise ConfigError(f"protect: {protect!r}: replica and copy guard the same bytes; choose one")
+    return () if modes == ("none",) else modes
 
 
 def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
