@@ -18,7 +18,8 @@ NAMES = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", fullmatch=True)
 TEXTS = st.text(st.characters(codec="utf-8"), max_size=20)
 SECS = st.floats(1, 1e9, allow_nan=False)
 CORES = st.from_regex(r"[0-9]{1,5}(-[0-9]{1,5})?(,[0-9]{1,5}(-[0-9]{1,5})?){0,3}", fullmatch=True)
-SAMPLES = {"arena": "/x", "affinity": "0-3,8"}
+PROTECT = ["auto", "none", "node", "replica", "copy", "peer", "node,peer", "node, replica,peer", "peer,copy"]
+SAMPLES = {"arena": "/x", "affinity": "0-3,8", "protect": "node,peer"}
 """A value for each text setting that does not take any text; names take ``x``."""
 
 
@@ -30,15 +31,17 @@ def configs(draw: st.DrawFn) -> Config:
         if choices:
             strategy: st.SearchStrategy[Any] = st.sampled_from(choices)
         elif type(setting.default) is int:
-            strategy = st.integers(int(least), 1 << 40)
+            strategy = st.integers(int(least), 1 << 40).filter(lambda n, name=setting.name: (name, n) != ("slots", 1))
         elif type(setting.default) is float:
             strategy = SECS
-        elif setting.name in ("job", "node"):
+        elif setting.name in ("job", "node", "rack"):
             strategy = st.just("") | NAMES
         elif setting.name == "arena":
             strategy = TEXTS.map(lambda text: "/" + text)
         elif setting.name == "affinity":
             strategy = st.sampled_from(["auto", "none"]) | CORES
+        elif setting.name == "protect":
+            strategy = st.sampled_from(PROTECT)
         else:
             strategy = TEXTS
         if setting.name != "enabled" and draw(st.booleans()):
@@ -111,6 +114,10 @@ def test_a_wrong_flag_is_refused(argv: list[str], message: str) -> None:
         ("interval", 1.0, "interval: 1.0 is not a whole number"),
         ("interval", None, "interval: None is not a whole number"),
         ("slots", 1, "slots: 1 is too small; the least is 2"),
+        ("protect", "nodes", "protect: 'nodes' is not one of auto, none, node"),
+        ("protect", "node,node", "protect: 'node,node' names a mode twice"),
+        ("protect", "none,peer", "protect: 'none,peer': auto and none stand alone"),
+        ("protect", "replica,copy", "protect: 'replica,copy': replica and copy guard the same bytes"),
         ("chunk_mib", 0, "chunk_mib: 0 is too small; the least is 0.0625"),
         ("chunk_mib", 0.0624, "chunk_mib: 0.0624 is too small"),
         ("chunk_mib", "16", "chunk_mib: '16' is not a number"),
