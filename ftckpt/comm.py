@@ -85,15 +85,29 @@ class Group:
         return work, tensor
 
 
-class Answer(NamedTuple):
-    """Newest iteration sealed by all, the least willing rank, and for each answer read the largest wish.
+class Told(NamedTuple):
+    """What all ranks said with the ``number``-th snapshot.
 
-    ``wishes`` are pairs of the snapshot's number and the stretch; every rank reads the same sequence.
+    ``stretch`` is the largest wish, ``newest`` the iteration that all had sealed (-1: not the same one), ``target``
+    the one that all took for the target (-1: not the same one), ``cover`` the least that any said of it.
+    """
+
+    number: int
+    stretch: int
+    newest: int
+    target: int
+    cover: int
+
+
+class Answer(NamedTuple):
+    """Newest iteration sealed by all, the least willing rank, and each answer on the way to this one.
+
+    Every rank reads the same sequence of ``told``, though not the same number of them at a time.
     """
 
     newest: int
     willing: int
-    wishes: tuple[tuple[int, int], ...]
+    told: tuple[Told, ...]
 
 
 class Agreement:
@@ -101,21 +115,26 @@ class Agreement:
 
     Each rank posts once per snapshot, whether it took it or not, so the n-th posts of all ranks belong
     together. A rank posts the newest iteration that it has sealed, how willing it is to take the next
-    snapshot: ``GO``, ``SKIP`` (all skip it) or ``OFF`` (all turn ftckpt off), and by how much it wishes the
-    interval of snapshots to be stretched.
+    snapshot: ``GO``, ``SKIP`` (all skip it) or ``OFF`` (all turn ftckpt off), by how much it wishes the
+    interval of snapshots to be stretched, and whether its node has done its part for the snapshot that is to be
+    protected: ``DONE``, ``WORKING`` or ``CANNOT``.
     """
 
     GO, SKIP, OFF = 1, 0, -1
+    DONE, WORKING, CANNOT = 1, 0, -1
 
     def __init__(self, group: Group) -> None:
         self._group = group
         self._pending: deque[tuple[int, Any, torch.Tensor]] = deque()
-        self._wishes: list[tuple[int, int]] = []
+        self._told: list[Told] = []
         self._newest = -1
 
-    def post(self, newest: int, willing: int, number: int = 0, stretch: int = 1) -> None:
+    def post(
+        self, newest: int, willing: int, number: int = 0, stretch: int = 1, *, target: int = -1, cover: int = DONE
+    ) -> None:
         """Say what this rank has, with the ``number``-th snapshot; never waits."""
-        self._pending.append((number, *self._group.start_minimum((newest, -newest, willing, -stretch))))
+        values = (newest, -newest, willing, -stretch, target, -target, cover)
+        self._pending.append((number, *self._group.start_minimum(values)))
 
     def read(self, timeout_secs: float) -> Answer | None:
         """The last answer, or None when one is still missing.
@@ -137,15 +156,17 @@ class Agreement:
                     return None
                 work.wait()  # at once: it came in this instant, or it raises what made it fail
             self._pending.popleft()
-            least, most, willing = int(tensor[0]), -int(tensor[1]), int(tensor[2])
-            self._wishes.append((number, -int(tensor[3])))
+            least, neg_most, willing, neg_stretch, target, neg_target, cover = tensor.tolist()
             # A rank that has a newer one may have dropped the least one: only what all name is whole.
-            self._newest = least if least == most else self._newest
+            alike = least == -neg_most
+            self._newest = least if alike else self._newest
+            target = target if target == -neg_target else -1
+            self._told.append(Told(number, -neg_stretch, least if alike else -1, target, cover))
             if willing == self.OFF:
                 break
-        wishes, self._wishes = tuple(self._wishes), []
+        told, self._told = tuple(self._told), []
         newest, self._newest = self._newest, -1
-        return Answer(newest, willing, wishes)
+        return Answer(newest, willing, told)
 
 
 def _tensor(data: Bytes) -> torch.Tensor:

@@ -89,7 +89,7 @@ def test_a_late_rank_is_an_error_at_the_deadline(what: str) -> None:
 
 
 def pair(answer: Any) -> Any:
-    """An answer without its wishes."""
+    """An answer without what was told on the way to it."""
     return None if answer is None else (answer.newest, answer.willing)
 
 
@@ -162,11 +162,29 @@ def wish(rank: int, size: int) -> list[Any]:
     agreement.post(6, Agreement.GO, number=6, stretch=1)
     found = [agreement.read(30.0)]
     agreement.post(8, Agreement.GO, number=8, stretch=5 - rank)
-    return [answer.wishes for answer in (*found, agreement.read(30.0)) if answer is not None]
+    found.append(agreement.read(30.0))
+    return [[(told.number, told.stretch) for told in answer.told] for answer in found if answer is not None]
 
 
 def test_the_largest_wish_of_each_post_is_told_once_and_in_order() -> None:
-    assert [result.value for result in run_ranks(wish, 3)] == [[((4, 3), (6, 1)), ((8, 5),)]] * 3
+    assert [result.value for result in run_ranks(wish, 3)] == [[[(4, 3), (6, 1)], [(8, 5)]]] * 3
+
+
+def say_cover(rank: int, size: int) -> list[Any]:
+    from ftckpt.comm import Agreement, Group
+
+    agreement = Agreement(Group(30.0))
+    agreement.post(4, Agreement.GO, target=3, cover=Agreement.WORKING if rank == 1 else Agreement.DONE)
+    agreement.post(5, Agreement.GO, target=3, cover=Agreement.CANNOT if rank == 2 else Agreement.DONE)
+    agreement.post(6 + rank, Agreement.GO, target=3)
+    agreement.post(7, Agreement.GO, target=4 if rank == 0 else 3)
+    answer = agreement.read(30.0)
+    return [(told.newest, told.target, told.cover) for told in answer.told] if answer is not None else []
+
+
+def test_a_target_is_covered_when_all_say_so_of_the_same_one() -> None:
+    expected = [(4, 3, 0), (5, 3, -1), (-1, 3, 1), (7, -1, 1)]
+    assert [result.value for result in run_ranks(say_cover, 3)] == [expected] * 3
 
 
 def post_without_waiting(rank: int, size: int) -> float:
