@@ -8,17 +8,16 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
+from ftckpt.arena.sections import PAGE_BYTES, SectionSpan, Span, gaps, section_layout
 from ftckpt.errors import ConfigError, CorruptError, MismatchError
 from ftckpt.state.fragment import Fragment
 from ftckpt.state.manifest import Manifest
+from ftckpt.state.sections import Section
 
-PAGE_BYTES = 4096
-"""Regions begin on multiples of this."""
-
-WIDE_BYTES = 64
-"""Alignment of fragments of a page or more; smaller ones are aligned to their items."""
+__all__ = ["MAX_CHUNKS", "PAGE_BYTES", "SectionSpan", "SlotImage", "Span", "parse_image", "section_layout"]
 
 MAX_HEADER_BYTES = 100_000_000
 """The safetensors library refuses longer headers."""
@@ -31,26 +30,14 @@ VERSION = "1"
 OBJECTS_NAME = "__objects__"
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
-    """Bytes ``begin`` to ``end`` (exclusive) of a slot file."""
-
-    begin: int
-    end: int
-
-    @property
-    def nbytes(self) -> int:
-        """Length in bytes."""
-        return self.end - self.begin
-
-
 @dataclass(frozen=True)
 class SlotImage:
     """Where each byte of a slot lies; every offset counts from the start of the file.
 
     ``offsets`` follows ``manifest.fragments``. ``stepped`` and ``volatile`` end with the last byte of their
-    last fragment; ``objects`` is the capacity, not the length in use. ``chunks`` cuts the stepped region
-    and then the volatile one into pieces of ``manifest.chunk_bytes``; the last of a region may be shorter.
+    last fragment; ``objects`` is the capacity, not the length in use. ``chunks`` cuts each section of the
+    stepped region, then the volatile region into pieces of ``manifest.chunk_bytes``; the last of each may be
+    shorter. ``sections`` follows ``manifest.sections``; without those it is one private section.
     """
 
     manifest: Manifest
@@ -62,6 +49,7 @@ class SlotImage:
     objects: Span
     chunks: tuple[Span, ...]
     num_stepped_chunks: int
+    sections: tuple[SectionSpan, ...]
 
     @classmethod
     def of(cls, manifest: Manifest) -> SlotImage:
@@ -76,36 +64,36 @@ class SlotImage:
                 f"and objects_bytes {manifest.objects_bytes} at least 0"
             )
         entries = _Entries()
-        stepped, stepped_offsets = entries.add_region(manifest.stepped)
+        placed = [(section, *entries.add_region(fragments)) for section, fragments in _divided(manifest)]
         volatile, volatile_offsets = entries.add_region(manifest.volatile)
         entries.align(PAGE_BYTES)
         objects_begin = entries.add(OBJECTS_NAME, "U8", [manifest.objects_bytes], manifest.objects_bytes)
         entries.align(PAGE_BYTES)
-        _check_chunk_count(manifest, stepped.nbytes, volatile.nbytes)
+        spans = [span for _, span, _ in placed]
+        _check_chunk_count(manifest, *(span.nbytes for span in spans), volatile.nbytes)
         header = _header(manifest, entries.table)
         base = len(header)
-        stepped, volatile = _shift(stepped, base), _shift(volatile, base)
-        stepped_chunks = _cut(stepped, manifest.chunk_bytes)
+        offsets = [offset for _, _, found in placed for offset in found] + list(volatile_offsets)
+        sections, chunks = _cut(placed, base, manifest.chunk_bytes)
+        volatile = volatile.shifted(base)
         return cls(
             manifest=manifest,
             header=header,
             file_bytes=base + entries.end,
-            offsets=tuple(base + offset for offset in stepped_offsets + volatile_offsets),
-            stepped=stepped,
+            offsets=tuple(base + offset for offset in offsets),
+            stepped=Span(base + spans[0].begin, base + spans[-1].end),
             volatile=volatile,
             objects=Span(base + objects_begin, base + objects_begin + manifest.objects_bytes),
-            chunks=stepped_chunks + _cut(volatile, manifest.chunk_bytes),
-            num_stepped_chunks=len(stepped_chunks),
+            chunks=chunks + volatile.cut(manifest.chunk_bytes),
+            num_stepped_chunks=len(chunks),
+            sections=sections,
         )
 
     @property
     def pads(self) -> tuple[Span, ...]:
-        """Gaps behind each region; they hold zeros and belong to no chunk."""
-        return (
-            Span(self.stepped.end, self.volatile.begin),
-            Span(self.volatile.end, self.objects.begin),
-            Span(self.objects.end, self.file_bytes),
-        )
+        """Gaps behind each section and region; they hold zeros and belong to no chunk."""
+        regions = [*(section.span for section in self.sections), self.volatile, self.objects]
+        return gaps(regions, self.file_bytes)
 
 
 def parse_image(buffer: bytes | bytearray | memoryview) -> SlotImage:
@@ -140,19 +128,45 @@ class _Entries:
         return begin
 
     def align(self, multiple: int) -> None:
-        gap = -self.end % multiple
+        self.pad_to(self.end + -self.end % multiple)
+
+    def pad_to(self, offset: int) -> None:
+        gap = offset - self.end
         if gap:
             self.add(f"__pad.{self._num_pads}", "U8", [gap], gap)
             self._num_pads += 1
 
     def add_region(self, fragments: tuple[Fragment, ...]) -> tuple[Span, tuple[int, ...]]:
+        """Entries for ``fragments`` from the next page on; their span, and the offset of each."""
         self.align(PAGE_BYTES)
         begin = self.end
-        offsets = []
-        for fragment in fragments:
-            self.align(WIDE_BYTES if fragment.nbytes >= PAGE_BYTES else fragment.item_bytes)
-            offsets.append(self.add(fragment.name, fragment.dtype, _shape(fragment), fragment.nbytes))
-        return Span(begin, self.end), tuple(offsets)
+        relative, nbytes = section_layout(fragments)
+        offsets = tuple(begin + offset for offset in relative)
+        for fragment, offset in zip(fragments, offsets, strict=True):
+            self.pad_to(offset)
+            self.add(fragment.name, fragment.dtype, _shape(fragment), fragment.nbytes)
+        return Span(begin, begin + nbytes), offsets
+
+
+def _divided(manifest: Manifest) -> list[tuple[Section, tuple[Fragment, ...]]]:
+    """The sections of a manifest and the fragments of each."""
+    sections = manifest.sections or (Section("private", len(manifest.stepped)),)
+    ends = list(accumulate(section.fragments for section in sections))
+    return [(s, manifest.stepped[end - s.fragments : end]) for s, end in zip(sections, ends, strict=True)]
+
+
+def _cut(
+    placed: list[tuple[Section, Span, tuple[int, ...]]], base: int, chunk_bytes: int
+) -> tuple[tuple[SectionSpan, ...], tuple[Span, ...]]:
+    """Where each section lies in the file, its header of ``base`` bytes included, and the chunks of all."""
+    sections: list[SectionSpan] = []
+    chunks: list[Span] = []
+    for section, place, _ in placed:
+        span = place.shifted(base)
+        cut = span.cut(chunk_bytes)
+        sections.append(SectionSpan(section.kind, section.group, section.of, span, len(chunks), len(cut)))
+        chunks.extend(cut)
+    return tuple(sections), tuple(chunks)
 
 
 def _shape(fragment: Fragment) -> list[int]:
@@ -180,14 +194,6 @@ def _check_chunk_count(manifest: Manifest, *region_bytes: int) -> None:
             f"slot image: {count} chunks of {manifest.chunk_bytes} bytes, at most {MAX_CHUNKS} are allowed; "
             "raise --ftckpt-chunk-mib"
         )
-
-
-def _shift(span: Span, by: int) -> Span:
-    return Span(span.begin + by, span.end + by)
-
-
-def _cut(span: Span, nbytes: int) -> tuple[Span, ...]:
-    return tuple(Span(at, min(at + nbytes, span.end)) for at in range(span.begin, span.end, nbytes))
 
 
 def _header_text(data: memoryview) -> bytes:

@@ -11,6 +11,9 @@ import xxhash
 
 from ftckpt.errors import CorruptError, MismatchError
 from ftckpt.state.fragment import Fragment
+from ftckpt.state.sections import Section, check_sections
+
+__all__ = ["VERSION", "Manifest", "Section", "shard_name"]
 
 VERSION = 1
 """Raised whenever a reader of the previous version would misread a slot or a control block."""
@@ -25,6 +28,10 @@ class Manifest:
     ones at the boundary. ``objects_bytes`` is the room for encoded objects, ``chunk_bytes`` the size of a
     copy and of a checksum. ``capacity`` is 0 where replica sets were cut into equal shares; otherwise shares
     follow the bytes that each rank's windows take per snapshot, and this is the rank's own such figure.
+    ``sections`` divides the stepped fragments, in their order; none at all is one private section.
+
+    Raises:
+        ValueError: sections that break the rules of ``check_sections``.
     """
 
     coords: Mapping[str, int]
@@ -34,6 +41,10 @@ class Manifest:
     objects_bytes: int
     chunk_bytes: int
     capacity: int = 0
+    sections: tuple[Section, ...] = ()
+
+    def __post_init__(self) -> None:
+        check_sections(self.sections, self.stepped)
 
     @property
     def shard(self) -> str:
@@ -58,6 +69,8 @@ class Manifest:
         }
         if self.capacity:  # absent where it says nothing: slots written before it existed stay readable
             value["capacity"] = self.capacity
+        if self.sections:  # as above
+            value["sections"] = [section.to_json() for section in self.sections]
         return json.dumps(value, separators=(",", ":"), sort_keys=True).encode()
 
     @classmethod
@@ -84,6 +97,7 @@ class Manifest:
                 objects_bytes=int(value["objects_bytes"]),
                 chunk_bytes=int(value["chunk_bytes"]),
                 capacity=capacity,
+                sections=tuple(map(Section.from_json, value.get("sections", ()))),
             )
         except (KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
             raise CorruptError(f"not a manifest: {error}") from None
