@@ -41,3 +41,7 @@ class LostError(FtckptError):
 
 class CaptureError(FtckptError):
     """A snapshot could not be taken; training goes on unless ``on_error`` is ``raise``."""
+
+
+class SmpError(FtckptError):
+    """The snapshot management process of a node cannot be started or reached: protection is degraded."""

@@ -17,6 +17,8 @@ from ftckpt.state.manifest import Manifest
 LOCK_NAME = "lock"
 BUDGET_NAME = ".budget"
 """The page in a node's directory through which its ranks divide the node's copy budget."""
+PULSE_NAME = ".pulse"
+"""The page through which a node's ranks and its SMP tell that they are alive."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
 
 

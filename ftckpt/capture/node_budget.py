@@ -21,22 +21,22 @@ This module imports neither torch nor multiprocessing.
 from __future__ import annotations
 
 import math
-import mmap
 import os
-import stat
 import threading
 import time
 from pathlib import Path
 
 from ftckpt.arena.directory import BUDGET_NAME
+from ftckpt.arena.page import PAGE_BYTES as _PAGE_BYTES
+from ftckpt.arena.page import PID_BITS as _PID_BITS
+from ftckpt.arena.page import map_page as _map_page
+from ftckpt.arena.page import owner_word as _owner_word
 
 MAX_PLACES = 255
 """Ranks of one node; a count of them fits the low bits of word 4."""
 
 _ENTRY_WORDS = 8
 _OWNER, _NAMESPACE, _UNTIL_NS, _ALONE, _COMPANY = range(5)
-_PAGE_BYTES = 16384
-_PID_BITS = 22  # PID_MAX_LIMIT of 64-bit Linux
 _COUNT_BITS = 8
 
 _LEASE_NS = 500_000_000
@@ -261,20 +261,6 @@ class NodeBudget:
         return max((copying * sum(found) / len(found) for copying, found in rates.items()), default=0.0)
 
 
-def _map_page(path: Path) -> memoryview:
-    """The words of the page, which is created or completed (never cut: others may have it mapped)."""
-    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-    fd = os.open(path, flags, 0o600)
-    try:
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
-            raise OSError("not a plain file; remove it")
-        os.fchmod(fd, 0o600)
-        os.posix_fallocate(fd, 0, _PAGE_BYTES)
-        return memoryview(mmap.mmap(fd, _PAGE_BYTES)).cast("Q")
-    finally:
-        os.close(fd)
-
-
 def _clear(page: memoryview, place: int, owner: int) -> None:
     for word, value in ((_UNTIL_NS, 0), (_ALONE, 0), (_COMPANY, 0), (_NAMESPACE, 0), (_OWNER, owner)):
         page[place * _ENTRY_WORDS + word] = value
@@ -282,16 +268,3 @@ def _clear(page: memoryview, place: int, owner: int) -> None:
 
 def _private_page() -> memoryview:
     return memoryview(bytearray(_PAGE_BYTES)).cast("Q")
-
-
-def _owner_word(pid: int) -> int:
-    """Pid and start time as one word; 0 for a process that has ended and waits for its parent.
-
-    Raises:
-        OSError, ValueError: no such process, or not readable.
-    """
-    with open(f"/proc/{pid}/stat", "rb") as file:
-        fields = file.read().rpartition(b")")[2].split()  # the name before it may hold anything
-    if len(fields) < 20:
-        raise ValueError(f"/proc/{pid}/stat cannot be read")
-    return 0 if fields[0] in (b"Z", b"X", b"x") else (int(fields[19]) << _PID_BITS | pid) & (1 << 64) - 1

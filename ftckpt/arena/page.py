@@ -1,0 +1,69 @@
+"""A page of shared memory in a node's directory, and words in it that name a live process.
+
+CPython stores and loads an item of a native ``Q`` memoryview with one 8-byte ``memcpy``, which compilers turn into
+one instruction, and a mapping is aligned, so that a word is never seen half-written.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import stat
+from pathlib import Path
+
+PAGE_BYTES = 16384
+PID_BITS = 22
+"""PID_MAX_LIMIT of 64-bit Linux."""
+
+
+def map_page(path: Path) -> memoryview:
+    """The words of the page, which is created (0600) or completed (never cut: others may have it mapped).
+
+    Raises:
+        OSError: no room, not permitted, or not a plain file.
+    """
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    fd = os.open(path, flags, 0o600)
+    try:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise OSError("not a plain file; remove it")
+        os.fchmod(fd, 0o600)
+        os.posix_fallocate(fd, 0, PAGE_BYTES)
+        return memoryview(mmap.mmap(fd, PAGE_BYTES)).cast("Q")
+    finally:
+        os.close(fd)
+
+
+def owner_word(pid: int) -> int:
+    """Pid (low 22 bits) and start time as one word; 0 for a process that has ended and waits for its parent.
+
+    Raises:
+        OSError, ValueError: no such process, or not readable.
+    """
+    with open(f"/proc/{pid}/stat", "rb") as file:
+        fields = file.read().rpartition(b")")[2].split()  # the name before it may hold anything
+    if len(fields) < 20:
+        raise ValueError(f"/proc/{pid}/stat cannot be read")
+    return 0 if fields[0] in (b"Z", b"X", b"x") else (int(fields[19]) << PID_BITS | pid) & (1 << 64) - 1
+
+
+def pid_of(owner: int) -> int:
+    """The pid in an owner's word."""
+    return owner & (1 << PID_BITS) - 1
+
+
+def pid_namespace() -> int:
+    """Inode of this process's pid namespace: pids of another one say nothing here."""
+    return os.stat("/proc/self/ns/pid").st_ino
+
+
+def owner_lives(owner: int) -> bool:
+    """Whether the process that an owner's word of this pid namespace names lives; if that cannot be told, it does."""
+    if owner == 0:
+        return False
+    try:
+        return owner_word(pid_of(owner)) == owner
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    except (OSError, ValueError):
+        return True
