@@ -14,18 +14,21 @@ Integers are little-endian. All of it fits one file beside the slots::
       504 checksum    u64                                       56 checksum       u64
                                                                 64 chunk hashes   u64 each
 
-Marks begin at 512, records at 4096, each record on a multiple of 64. Checksums are xxh3-64: of header bytes
-0:504; of mark bytes 0:32; of record bytes 8:56 and the chunk hashes, seeded with the slot's number.
+Marks begin at 512 (whole), 640 (target) and 768 (protected), records at 4096, each record on a multiple of 64.
+Checksums are xxh3-64: of header bytes 0:504; of mark bytes 0:32; of record bytes 8:56 and the chunk hashes,
+seeded with the slot's number, plus 256 if the flag ``UNHASHED`` is set: by the seed the checksum covers that
+flag, so that no flip of it makes a snapshot without hashes pass for one that has them, or the other way round.
 
 Why a SIGKILL between any two stores (or inside one longer than a byte) is safe:
 
 * ``begin`` stores the state byte first: from that byte on the slot claims nothing. Then the checksum is
   cleared, so that a bit flip cannot turn the state of a slot that is being overwritten into a sealed one.
-* ``seal`` stores the fields, then the checksum over all it vouches for, then the state byte: the only store
-  that makes the claim, and one byte cannot be torn.
+* ``seal`` stores the fields, without hashes zeros over those of the slot's previous snapshot, the flags, then
+  the checksum over all it vouches for, then the state byte: the only store that makes the claim, and one byte
+  cannot be torn.
 * ``void`` stores the state byte first, as ``begin`` does.
-* ``mark_whole`` writes the same mark twice, over the older mark first. One of the two is whole at every
-  instant, and once both are written a bit flip in either loses nothing.
+* ``mark_whole``, ``mark_target`` and ``mark_protected`` write the same mark twice, over the older copy first.
+  One of the two is whole at every instant, and once both are written a bit flip in either loses nothing.
 
 A killed process loses no store it has made. A reader in another process may see stores out of order on some
 processors; it then sees a checksum that does not match, which reads as torn.
@@ -42,6 +45,7 @@ import numpy.typing as npt
 import xxhash
 
 from ftckpt.arena.image import MAX_CHUNKS, SlotImage
+from ftckpt.arena.marks import NEVER, NOTHING, PROTECTED, TARGET, WHOLE, read_mark, store_mark
 from ftckpt.errors import ArenaError, ConfigError, CorruptError, MismatchError
 from ftckpt.state.manifest import Manifest
 
@@ -52,14 +56,19 @@ MAX_SHARD_BYTES = 456
 
 _HEADER = struct.Struct("<8sIIIIQ16s")
 _HEADER_BYTES = 512
-_MARK = struct.Struct("<16sqQ")
-_MARK_OFFSETS = (512, 576)
 _RECORDS_OFFSET = 4096
 _FIELDS = struct.Struct("<16sqQ")  # lineage, iteration, sequence, at 8
 _OBJECTS = struct.Struct("<QQ")  # used, hash, at 40
 _U64 = struct.Struct("<Q")
 _TABLE_OFFSET = 64
-_NO_LINEAGE = bytes(16)
+_MAX_SEQUENCE = 1 << 48
+"""What stands in the record of a slot that holds nothing is not proven: beyond this it is damage, not a number."""
+
+UNHASHED = 1
+"""Flag: the trainer took no hashes of the chunks; where there are any they are in the arena's ``checks``."""
+
+Snapshot = tuple[bytes, int]
+"""Lineage and iteration."""
 
 
 class SlotState(IntEnum):
@@ -91,6 +100,11 @@ class SlotRecord:
         """Whether the slot holds a snapshot."""
         return self.state >= SlotState.SEALED
 
+    @property
+    def hashed(self) -> bool:
+        """Whether ``chunk_hashes`` are the trainer's; otherwise they are zeros."""
+        return not self.flags & UNHASHED
+
 
 class ControlBlock:
     """A view of a control block in ``buffer``, which the caller owns and keeps mapped.
@@ -99,7 +113,7 @@ class ControlBlock:
     may be called from several threads at once, the rest from one.
 
     Raises:
-        CorruptError: not a control block, a bad header, both marks bad, or a buffer that is too short.
+        CorruptError: not a control block, a bad header, both whole marks bad, or a buffer that is too short.
         MismatchError: a control block of another format version.
     """
 
@@ -127,7 +141,7 @@ class ControlBlock:
         self.chunk_bytes: int = chunk_bytes
         self.digest: bytes = digest
         self.shard = header[_HEADER.size : _HEADER.size + name_bytes].decode(errors="replace")
-        self._newest_mark()
+        self.whole()
 
     @classmethod
     def format_into(cls, buffer: bytearray | memoryview, manifest: Manifest, slots: int) -> ControlBlock:
@@ -146,8 +160,8 @@ class ControlBlock:
                 f"(at most {MAX_SHARD_BYTES}), {len(data)} bytes of room ({need} needed)"
             )
         data[:need] = bytes(need)
-        for offset in _MARK_OFFSETS:
-            data[offset : offset + 40] = _mark(_NO_LINEAGE, -1, 0)
+        for offset in WHOLE:
+            data[offset : offset + len(NEVER.pack())] = NEVER.pack()
         header = _HEADER.pack(MAGIC, VERSION, slots, chunks, len(shard), manifest.chunk_bytes, manifest.digest)
         header = (header + shard).ljust(_HEADER_BYTES - 8, b"\0")
         data[:_HEADER_BYTES] = header + _U64.pack(xxhash.xxh3_64_intdigest(header))
@@ -186,35 +200,53 @@ class ControlBlock:
         """Record the length of the objects in bytes and xxh3-64 of them."""
         self._store(self._writing(slot) + 40, _OBJECTS.pack(used, value))
 
-    def seal(self, slot: int, lineage: bytes, iteration: int) -> None:
-        """SEALED: every byte of the slot and every hash is in place and belongs to this snapshot."""
+    def seal(self, slot: int, lineage: bytes, iteration: int, hashed: bool = True) -> None:
+        """SEALED: every byte of the slot and every hash is in place and belongs to this snapshot.
+
+        Not ``hashed``: the hash of no chunk is, those set since ``begin`` are dropped.
+        """
         begin = self._writing(slot)
         if len(lineage) != 16:
             raise ValueError(f"a lineage has 16 bytes, not {len(lineage)}")
-        records = [self.record(other) for other in range(self.slots)]
-        sequence = 1 + max((record.sequence for record in records if record.sealed), default=0)
-        self._store(begin + 8, _FIELDS.pack(lineage, iteration, sequence))
+        self._store(begin + 8, _FIELDS.pack(lineage, iteration, self._next_sequence()))
+        if not hashed:
+            self._store(begin + _TABLE_OFFSET, bytes(8 * self.num_chunks))
+        self._store(begin + 1, bytes([0 if hashed else UNHASHED]))
         raw = bytes(self._data[begin : begin + _record_bytes(self.num_chunks)])
         self._store(begin + 56, _U64.pack(_record_checksum(raw, slot)))
         self._store(begin, bytes([SlotState.SEALED]))
 
     def mark_whole(self, lineage: bytes, iteration: int) -> None:
         """Remember that every rank has sealed ``iteration`` of ``lineage``."""
-        if len(lineage) != 16:
-            raise ValueError(f"a lineage has 16 bytes, not {len(lineage)}")
-        newest, (_, _, sequence) = self._newest_mark()
-        mark = _mark(lineage, iteration, sequence + 1)
-        self._store(_MARK_OFFSETS[1 - newest], mark)
-        self._store(_MARK_OFFSETS[newest], mark)
+        store_mark(self._store, self._data, WHOLE, (lineage, iteration))
 
-    def whole(self) -> tuple[bytes, int] | None:
+    def mark_target(self, lineage: bytes, iteration: int) -> None:
+        """Remember what all ranks agreed to protect next; 16 zero bytes and -1: nothing."""
+        store_mark(self._store, self._data, TARGET, (lineage, iteration))
+
+    def mark_protected(self, lineage: bytes, iteration: int) -> None:
+        """Remember what is protected on all nodes; 16 zero bytes and -1: nothing."""
+        store_mark(self._store, self._data, PROTECTED, (lineage, iteration))
+
+    def whole(self) -> Snapshot | None:
         """Lineage and iteration of the newest mark, or None if no snapshot was ever whole.
 
         Raises:
             CorruptError: both marks are bad.
         """
-        _, (lineage, iteration, sequence) = self._newest_mark()
-        return (lineage, iteration) if sequence else None
+        found = read_mark(self._data, WHOLE)
+        if found is None:
+            raise CorruptError("control block: both whole marks are bad")
+        mark = found[1]
+        return (mark.lineage, mark.iteration) if mark.sequence else None
+
+    def target(self) -> Snapshot | None:
+        """Lineage and iteration of what is to be protected next; None if nothing is, or the mark is lost."""
+        return self._advice(TARGET)
+
+    def protected(self) -> Snapshot | None:
+        """Lineage and iteration of what is protected on all nodes; None if nothing is, or the mark is lost."""
+        return self._advice(PROTECTED)
 
     def close(self) -> None:
         """Let go of the buffer."""
@@ -240,18 +272,16 @@ class ControlBlock:
             raise ArenaError(f"slot {slot} of {self.shard} is not WRITING; call begin first")
         return begin
 
-    def _newest_mark(self) -> tuple[int, tuple[bytes, int, int]]:
-        """Index and fields (lineage, iteration, sequence) of the valid mark with the highest sequence."""
-        valid: list[tuple[int, int, tuple[bytes, int, int]]] = []
-        for index, offset in enumerate(_MARK_OFFSETS):
-            raw = bytes(self._data[offset : offset + 40])
-            lineage, iteration, sequence = _MARK.unpack_from(raw)
-            if raw == _mark(lineage, iteration, sequence):
-                valid.append((sequence, index, (lineage, iteration, sequence)))
-        if not valid:
-            raise CorruptError("control block: both whole marks are bad")
-        _, index, fields = max(valid)
-        return index, fields
+    def _next_sequence(self) -> int:
+        """Above that of every snapshot the arena ever held: what is known of one never fits another."""
+        records = [self.record(slot) for slot in range(self.slots)]
+        return 1 + max((r.sequence for r in records if r.sealed or r.sequence < _MAX_SEQUENCE), default=0)
+
+    def _advice(self, places: tuple[int, int]) -> Snapshot | None:
+        """A mark that may be missing, as zeros are, and without which nothing but a little work is lost."""
+        _, mark = read_mark(self._data, places) or (0, NEVER)
+        snapshot = (mark.lineage, mark.iteration)
+        return None if snapshot == NOTHING else snapshot
 
 
 def control_bytes(slots: int, num_chunks: int) -> int:
@@ -264,10 +294,5 @@ def _record_bytes(num_chunks: int) -> int:
 
 
 def _record_checksum(raw: bytes, slot: int) -> int:
-    """Over fields and chunk hashes (and the zeros that fill the record), without state, flags, checksum."""
-    return xxhash.xxh3_64_intdigest(raw[8:56] + raw[_TABLE_OFFSET:], seed=slot)
-
-
-def _mark(lineage: bytes, iteration: int, sequence: int) -> bytes:
-    fields = _MARK.pack(lineage, iteration, sequence)
-    return fields + _U64.pack(xxhash.xxh3_64_intdigest(fields))
+    """Over fields, chunk hashes, the zeros that fill the record and, by the seed, the flag ``UNHASHED``."""
+    return xxhash.xxh3_64_intdigest(raw[8:56] + raw[_TABLE_OFFSET:], seed=slot + 256 * (raw[1] & UNHASHED))
