@@ -9,6 +9,7 @@ import weakref
 from contextlib import suppress
 from pathlib import Path
 
+from ftckpt.arena import memfd
 from ftckpt.errors import ArenaError, MemoryBudgetError
 
 _RESERVE_STEP_BYTES = 256 << 20
@@ -25,6 +26,8 @@ class Mapping:
         self._map: mmap.mmap | None = mmap.mmap(fd, nbytes, flags=flags, prot=protection)
         self.data = memoryview(self._map)
         self._alive = weakref.ref(self._map)
+        # Who writes a memfd keeps it open: another SMP can get it from here when the one that holds it dies.
+        self._kept = memfd.remember(fd) if writable else -1
 
     @property
     def released(self) -> bool:
@@ -36,6 +39,7 @@ class Mapping:
         """Unmap now, or, while views made by others exist, as soon as the last of them is gone."""
         data, self.data = self.data, memoryview(b"")
         self.data.release()  # so that use after close raises ValueError
+        memfd.forget(self._kept)
         mapped, self._map = self._map, None
         with suppress(BufferError):
             data.release()
@@ -47,25 +51,36 @@ def create_mapping(path: Path, nbytes: int) -> Mapping:
     """Create ``path`` (0600, must not exist) with every page allocated.
 
     Raises:
-        MemoryBudgetError: the file system has no room.
+        MemoryBudgetError: the file system, or for a memfd the host, has no room.
+        ArenaError: ``path`` is to be a memfd (``memory: memfd``) and nobody holds it.
     """
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    if memfd.creates_memfd(path):
+        fd = memfd.create_memfd(path, nbytes, lambda fd: _reserve(fd, path, nbytes))
+    else:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        try:
+            _reserve(fd, path, nbytes)
+        except BaseException:
+            os.close(fd)
+            raise
     try:
-        _reserve(fd, path, nbytes)
         return Mapping(fd, nbytes, writable=True)
     finally:
         os.close(fd)
 
 
 def open_mapping(path: Path, nbytes: int | None, writable: bool) -> Mapping:
-    """Map an existing file of exactly ``nbytes`` (of any length but 0 if None).
+    """Map an existing file of exactly ``nbytes`` (of any length but 0 if None), or the memfd that it leads to.
 
     Raises:
-        ArenaError: missing, another length, not a plain file, or not permitted.
+        ArenaError: missing, another length, not a plain file, not permitted, or a memfd that nobody holds any more.
         MemoryBudgetError: the file has holes and the file system no room to fill them.
     """
     try:
-        fd = os.open(path, (os.O_RDWR if writable else os.O_RDONLY) | os.O_NOFOLLOW | os.O_CLOEXEC)
+        if path.is_symlink():
+            fd = memfd.open_memfd(path, writable)
+        else:
+            fd = os.open(path, (os.O_RDWR if writable else os.O_RDONLY) | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError as error:
         raise ArenaError(f"{path}: cannot be opened: {error.strerror}") from None
     try:
@@ -89,8 +104,13 @@ def _reserve(fd: int, path: Path, nbytes: int) -> None:
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENOMEM):
             raise
+        if memfd.creates_memfd(path):
+            raise MemoryBudgetError(
+                f"{path}: no room for {nbytes} bytes: {error.strerror}; free host memory, or hold less "
+                "(fewer --ftckpt-slots, more ranks to share the state)"
+            ) from None
         free = os.statvfs(path.parent)
         raise MemoryBudgetError(
-            f"{path}: no room for {nbytes} bytes, {free.f_bavail * free.f_frsize} are free now; "
-            "enlarge the tmpfs (mount -o remount,size=…) or name another with --ftckpt-arena"
+            f"{path}: no room for {nbytes} bytes, {free.f_bavail * free.f_frsize} are free now; enlarge the tmpfs "
+            "(mount -o remount,size=…), name another with --ftckpt-arena, or set --ftckpt-memory memfd"
         ) from None

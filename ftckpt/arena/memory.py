@@ -6,10 +6,11 @@ import os
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
+from ftckpt.arena import memfd
 from ftckpt.errors import MemoryBudgetError
 from ftckpt.events import log
 
-_MEMORY_FILE_SYSTEMS = frozenset({"tmpfs", "ramfs", "hugetlbfs"})
+MEMORY_FILE_SYSTEMS = frozenset({"tmpfs", "ramfs", "hugetlbfs"})
 _UNLIMITED_BYTES = 1 << 62
 """cgroup v1 writes a number near 2**63 for "no limit"."""
 
@@ -23,28 +24,43 @@ class Limit:
     remedy: str
 
 
+@dataclass(frozen=True)
+class Mount:
+    """A line of mountinfo: file system type, mount point, ``major:minor``, what is mounted from there, and source."""
+
+    kind: str
+    point: str
+    device: str = ""
+    root: str = "/"
+    source: str = ""
+
+
 def check_budget(
     path: Path, need_bytes: int, *, proc: Path = Path("/proc"), cgroup_root: Path = Path("/sys/fs/cgroup")
 ) -> None:
     """Refuse ``need_bytes`` of new arenas under ``path`` if they cannot fit.
 
     Counted are the room of the file system and, where it keeps files in memory, the memory the kernel calls
-    available and every cgroup limit up to the root. A path on a disk works, slowly, with a warning.
+    available and every cgroup limit up to the root. Memfds (``memory: memfd``) are bound by these two alone. A path
+    on a disk works, slowly, with a warning.
 
     Raises:
         MemoryBudgetError: the text prints need, each limit, which one binds and how to change it.
     """
     where = _existing(path)
-    kind, mount = _file_system(where, proc)
-    limits = _room(where, mount)
-    if kind in _MEMORY_FILE_SYSTEMS:
-        limits += _available(proc) + cgroup_limits(proc, cgroup_root)
+    mount = mount_of(where, proc)
+    if memfd.uses_memfds(path):
+        memfd.give_back_unlinked(path)
+        limits = _available(proc) + cgroup_limits(proc, cgroup_root)
+    elif mount.kind in MEMORY_FILE_SYSTEMS:
+        limits = _room(where, mount.point) + _available(proc) + cgroup_limits(proc, cgroup_root)
     else:
+        limits = _room(where, mount.point)
         log.warning(
             "ftckpt: %s is on %s, not on a tmpfs: snapshots go at the speed of that device; "
             "name a tmpfs with --ftckpt-arena",
             path,
-            kind,
+            mount.kind,
         )
     tight = [limit for limit in limits if limit.free_bytes < need_bytes]
     if not tight:
@@ -61,7 +77,7 @@ def check_budget(
 def cgroup_limits(proc: Path, cgroup_root: Path) -> list[Limit]:
     """Memory limits of this process's cgroups, own first, versions 1 and 2."""
     limits = []
-    for line in _lines(proc / "self" / "cgroup"):
+    for line in read_lines(proc / "self" / "cgroup"):
         _, _, rest = line.partition(":")
         controllers, _, group = rest.partition(":")
         if not controllers:
@@ -98,34 +114,34 @@ def _room(where: Path, mount: str) -> list[Limit]:
     if status.f_blocks == 0:  # a tmpfs mounted without a size
         return []
     remedy = (
-        f"enlarge it (mount -o remount,size=… {mount}; --shm-size for a container) "
-        "or name another tmpfs with --ftckpt-arena"
+        f"enlarge it (mount -o remount,size=… {mount}; --shm-size for a container), "
+        "name another tmpfs with --ftckpt-arena, or hold the slots outside of it with --ftckpt-memory memfd"
     )
     return [Limit(f"file system {mount}", status.f_bavail * status.f_frsize, remedy)]
 
 
 def _available(proc: Path) -> list[Limit]:
-    for line in _lines(proc / "meminfo"):
+    for line in read_lines(proc / "meminfo"):
         name, _, value = line.partition(":")
         if name == "MemAvailable":
             return [Limit("MemAvailable", int(value.split()[0]) << 10, "free host memory")]
     return []
 
 
-def _file_system(where: Path, proc: Path) -> tuple[str, str]:
-    """Type and mount point of the file system that holds ``where``."""
-    best = ("an unknown file system", str(where))
-    depth = -1
+def mount_of(where: Path, proc: Path, process: str = "self") -> Mount:
+    """The mount that holds ``where`` as ``process`` sees it; of an unknown kind where that cannot be read."""
+    best, depth = Mount("an unknown file system", str(where)), -1
     resolved = where.resolve()
-    for line in _lines(proc / "self" / "mountinfo"):
+    for line in read_lines(proc / process / "mountinfo"):
         left, _, right = line.partition(" - ")
-        fields = left.split()
-        if len(fields) < 5 or not right:
+        fields, ending = left.split(), right.split()
+        if len(fields) < 5 or not ending:
             continue
-        mount = Path(fields[4].replace("\\040", " "))
+        point = Path(fields[4].replace("\\040", " "))
         # A later mount covers an earlier one on the same point.
-        if resolved.is_relative_to(mount) and len(mount.parts) >= depth:
-            best, depth = (right.split()[0], str(mount)), len(mount.parts)
+        if resolved.is_relative_to(point) and len(point.parts) >= depth:
+            source = ending[1] if len(ending) > 1 else ""
+            best, depth = Mount(ending[0], str(point), fields[2], fields[3], source), len(point.parts)
     return best
 
 
@@ -135,7 +151,8 @@ def _existing(path: Path) -> Path:
     return path
 
 
-def _lines(path: Path) -> list[str]:
+def read_lines(path: Path) -> list[str]:
+    """The lines of a small file; none if it cannot be read."""
     try:
         return path.read_text(errors="replace").splitlines()
     except OSError:
@@ -144,12 +161,12 @@ def _lines(path: Path) -> list[str]:
 
 def _number(path: Path) -> int | None:
     """The number in a one-line file; None for "max" and for a missing file."""
-    lines = _lines(path)
+    lines = read_lines(path)
     return int(lines[0]) if lines and lines[0].strip().isdigit() else None
 
 
 def _statistic(path: Path, name: str) -> int:
-    for line in _lines(path):
+    for line in read_lines(path):
         key, _, value = line.partition(" ")
         if key == name and value.isdigit():
             return int(value)
