@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 
-import xxhash
-
-from ftckpt.arena.control import ControlBlock, SlotRecord, control_bytes
+from ftckpt.arena.contents import Contents
+from ftckpt.arena.control import ControlBlock, control_bytes
 from ftckpt.arena.directory import (
     LOCK_NAME,
     arena_path,
@@ -44,11 +42,8 @@ __all__ = [
 
 CONTROL_NAME = "control"
 
-Progress = Callable[[int, int], None]
-"""Called with bytes done and bytes in all."""
 
-
-class Arena:
+class Arena(Contents):
     """The mapped files of one shard.
 
     Made by ``create`` or ``open``; the caller closes it. ``slot`` views stay usable after ``close`` and
@@ -57,11 +52,7 @@ class Arena:
     """
 
     def __init__(self, path: Path, image: SlotImage, control: Mapping, slots: SlotFiles) -> None:
-        self.path = path
-        self.image = image
-        self.control = ControlBlock(control.data)
-        self._control_map = control
-        self._slots = slots
+        super().__init__(path, image, control, slots)
         self._lock: FileLock | None = None
 
     @classmethod
@@ -137,23 +128,6 @@ class Arena:
         return cls(path, image, control, files)
 
     @property
-    def manifest(self) -> Manifest:
-        """What every slot holds."""
-        return self.image.manifest
-
-    def slot(self, slot: int) -> memoryview:
-        """The whole file of ``slot``; raises CorruptError if it is damaged, ArenaError if not allocated."""
-        return self._slots.view(slot)
-
-    def slot_error(self, slot: int) -> str | None:
-        """Why ``slot`` cannot be used, or None."""
-        return self._slots.error(slot)
-
-    def allocated(self, slot: int) -> bool:
-        """Whether ``slot`` has memory; one that has none is no damage."""
-        return self._slots.allocated(slot)
-
-    @property
     def lingering(self) -> int:
         """How many slots were freed or closed while views of them exist, so that their memory is still used."""
         return self._slots.lingering
@@ -199,50 +173,6 @@ class Arena:
             self._lock.release()
             self._lock = None
 
-    def hash_chunk(self, slot: int, chunk: int) -> int:
-        """xxh3-64 of the bytes of ``chunk``, read in place; other threads run meanwhile."""
-        span = self.image.chunks[chunk]
-        with self.slot(slot) as data, data[span.begin : span.end] as piece:
-            return xxhash.xxh3_64_intdigest(piece)
-
-    def read_objects(self, slot: int) -> memoryview:
-        """The objects in use, not verified; raises CorruptError if their length passes the capacity."""
-        return self._objects(slot, self.control.record(slot))
-
-    def verify(self, slot: int, on_progress: Progress | None = None) -> list[str]:
-        """Names of what is bad in ``slot``; an empty list means that every byte of the snapshot is verified.
-
-        Names are ``header``, ``chunk N``, ``objects``, ``padding``, ``record`` (no snapshot, or a torn
-        record), or the slot's error. Room for objects behind those in use holds nothing and is not looked at.
-        """
-        error = self.slot_error(slot)
-        if error is not None:
-            return [error]
-        record = self.control.record(slot)
-        if not record.sealed:
-            return ["record"]
-        bad = [] if self.header_good(slot) else ["header"]
-        with self.slot(slot) as data:
-            if any(bytes(data[pad.begin : pad.end]).strip(b"\0") for pad in self.image.pads):
-                bad.append("padding")
-        for chunk, expected in enumerate(record.chunk_hashes.tolist()):
-            if self.hash_chunk(slot, chunk) != expected:
-                bad.append(f"chunk {chunk}")
-            if on_progress is not None:
-                on_progress(self.image.chunks[chunk].end, self.image.file_bytes)
-        if not self._objects_good(slot, record):
-            bad.append("objects")
-        if on_progress is not None:
-            on_progress(self.image.file_bytes, self.image.file_bytes)
-        return bad
-
-    def header_good(self, slot: int) -> bool:
-        """Whether ``slot`` is mapped and begins with the header that its manifest gives."""
-        if self.slot_error(slot) is not None:
-            return False
-        with self.slot(slot) as data:
-            return bytes(data[: len(self.image.header)]) == self.image.header
-
     def renew(self, slot: int) -> None:
         """Give ``slot`` a new, empty file in place of a damaged one, which is deleted first.
 
@@ -261,19 +191,7 @@ class Arena:
     def close(self) -> None:
         """Give the lock up and unmap; never raises because of views that still exist."""
         self.unlock()
+        self._checks = None
         self.control.close()
         self._control_map.close()
         self._slots.close()
-
-    def _objects(self, slot: int, record: SlotRecord) -> memoryview:
-        span = self.image.objects
-        if record.objects_used > span.nbytes:
-            raise CorruptError(f"slot {slot}: {record.objects_used} bytes of objects, room for {span.nbytes}")
-        return self.slot(slot)[span.begin : span.begin + record.objects_used]
-
-    def _objects_good(self, slot: int, record: SlotRecord) -> bool:
-        try:
-            with self._objects(slot, record) as objects:
-                return xxhash.xxh3_64_intdigest(objects) == record.objects_hash
-        except CorruptError:
-            return False
