@@ -1,0 +1,109 @@
+"""Which kinds of protection a job uses: what ``protect`` says, or what the layout allows."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ftckpt.config import check_protect
+from ftckpt.errors import ConfigError
+
+MOST_MEMBERS = 8
+"""Members of a group where nothing else is asked for: more save memory, fewer survive more losses."""
+
+MIRROR_COPIES = 2
+"""Other nodes that keep the packages of a node, at the least."""
+
+
+@dataclass(frozen=True)
+class Modes:
+    """The kinds of protection in use. ``replica`` is "", "replica" or "copy".
+
+    ``peer_losses`` nodes of a group may be lost together. ``peer_group`` is the nodes per group; 0: up to
+    ``MOST_MEMBERS``.
+    """
+
+    node: bool = False
+    replica: str = ""
+    peer: bool = False
+    peer_code: str = "xor"
+    peer_losses: int = 1
+    peer_group: int = 0
+
+    @property
+    def mirror_copies(self) -> int:
+        """How many other nodes keep each package: none where no lost node could be rebuilt anyway."""
+        return max(MIRROR_COPIES, self.peer_losses if self.peer else 0) if self.replica or self.peer else 0
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The modes in use, in the words of ``protect``."""
+        peer = ("peer",) if self.peer else ()
+        return (("node",) if self.node else ()) + ((self.replica,) if self.replica else ()) + peer
+
+
+def resolve_modes(
+    protect: str,
+    places: Sequence[tuple[str, str, str]],
+    spans_nodes: bool,
+    *,
+    peer_code: str = "xor",
+    peer_losses: int = 1,
+    peer_group: int = 0,
+) -> Modes:
+    """The modes that ``protect`` means on this job.
+
+    ``places`` are shard, node and rack of every rank; ``spans_nodes`` tells whether any replica set has members on
+    two nodes. "auto" is ``node`` where every node has three ranks or more, ``replica`` where replica sets span
+    nodes, ``peer`` where there are two nodes or more. The order of ``places`` does not matter.
+
+    Raises:
+        ConfigError: an unknown mode, one that would protect nothing on this layout, or settings of ``peer`` that
+            cannot work; the text names the field.
+    """
+    wanted = check_protect(protect)
+    ranks_of = Counter(node for _, node, _ in places)
+    if wanted == ("auto",):
+        node = min(ranks_of.values(), default=0) >= 3
+        replica, peer = "replica" if spans_nodes else "", len(ranks_of) >= 2
+    else:
+        node, peer = "node" in wanted, "peer" in wanted
+        replica = next((mode for mode in ("replica", "copy") if mode in wanted), "")
+        _check_useful(node, replica, peer, ranks_of, spans_nodes)
+    if peer:
+        _check_peer(peer_code, peer_losses, peer_group, len(ranks_of))
+    return Modes(node, replica, peer, peer_code, peer_losses, peer_group)
+
+
+def _check_useful(node: bool, replica: str, peer: bool, ranks_of: Counter[str], spans_nodes: bool) -> None:
+    if node and max(ranks_of.values(), default=0) < 2:
+        raise ConfigError("protect: node needs two ranks or more on a node, here each has one; use replica or peer")
+    if replica and not spans_nodes:
+        raise ConfigError(
+            f"protect: {replica} needs state that ranks on different nodes hold alike, here there is none; "
+            "use peer, which guards what one node alone holds"
+        )
+    if peer and len(ranks_of) < 2:
+        raise ConfigError("protect: peer needs two nodes or more, here all ranks are on one; use node")
+
+
+def _check_peer(code: str, losses: int, group: int, num_nodes: int) -> None:
+    if code not in ("xor", "rs", "mirror"):
+        raise ConfigError(f"peer_code: {code!r} is not one of xor, rs, mirror")
+    if losses < 1:
+        raise ConfigError(f"peer_losses: {losses} is too small; the least is 1")
+    if group < 0 or group == 1:
+        raise ConfigError(
+            f"peer_group: a group of {group} cannot guard anything; use 2 or more, or 0 for up to eight"
+        )
+    if code == "xor" and losses > 1:
+        raise ConfigError(
+            f"peer_losses: xor survives one lost node, not {losses}; use --ftckpt-peer-code rs or mirror"
+        )
+    members = min(group or MOST_MEMBERS, num_nodes)
+    if losses >= members:
+        raise ConfigError(
+            f"peer_losses: {losses} lost of a group of {members} nodes cannot be survived; use at most {members - 1}"
+            + (", or a larger peer_group" if members < num_nodes else "")
+        )
