@@ -22,7 +22,7 @@ from ftckpt.timeline.read import read_recording
 from ftckpt.timeline.table import notes_of, summary, text_table
 from ftckpt.timeline.write import write_timeline
 
-_COLUMNS = ("ARENA", "SLOT", "STATE", "ITERATION", "LINEAGE", "BYTES", "VERIFIED")
+_COLUMNS = ("ARENA", "SLOT", "STATE", "ITERATION", "LINEAGE", "BYTES", "GAP", "VERIFIED")
 
 Row = tuple[str, ...]
 
@@ -149,30 +149,48 @@ def _inspect_arena(report: Report, path: Path, only: str | None, verify: bool) -
     try:
         arena = Arena.open(path)
     except (CorruptError, MismatchError) as error:
-        report.rows.append((name, "-", "UNREADABLE", "-", "-", "-", "-"))
+        report.rows.append((name, "-", "UNREADABLE", *["-"] * 5))
         report.bad(f"{name}: {error}")
         return
     with closing(arena):
         for slot in range(arena.control.slots):
             if only in (None, slot_name(slot)):
                 _inspect_slot(report, name, arena, slot, verify)
-        whole = arena.control.whole()
-        told = "none" if whole is None else f"iteration {whole[1]} of lineage {whole[0].hex()[:8]}"
-        report.notes.append(f"{name}: newest snapshot known to be whole on all ranks: {told}")
+        control = arena.control
+        report.notes.append(f"{name}: newest snapshot known to be whole on all ranks: {_told(control.whole())}")
+        for what, snapshot in (("being protected", control.target()), ("protected", control.protected())):
+            if snapshot is not None:
+                report.notes.append(f"{name}: {what} on all nodes: {_told(snapshot)}")
+
+
+def _told(snapshot: tuple[bytes, int] | None) -> str:
+    return "none" if snapshot is None else f"iteration {snapshot[1]} of lineage {snapshot[0].hex()[:8]}"
 
 
 def _inspect_slot(report: Report, name: str, arena: Arena, slot: int, verify: bool) -> None:
     record = arena.control.record(slot)
     bad = _problems(arena, slot, record, verify)
-    state = "UNUSABLE" if arena.slot_error(slot) else "TORN" if record.torn else record.state.name
+    state = "UNUSABLE" if arena.slot_error(slot) else "TORN" if record.torn else arena.state(slot).name
     if not arena.allocated(slot):
         state = "ABSENT"
     iteration, lineage = (str(record.iteration), record.lineage.hex()[:8]) if record.sealed else ("-", "-")
-    checked = "-" if not (verify and record.sealed) else "BAD" if bad else "yes"
-    report.rows.append((name, str(slot), state, iteration, lineage, str(arena.image.file_bytes), checked))
+    good = "unchecked" if arena.unchecked(slot) else "yes"
+    verified = "-" if not (verify and record.sealed) else "BAD" if bad else good
+    size, gap = str(arena.image.file_bytes), _gap(arena, slot, record)
+    report.rows.append((name, str(slot), state, iteration, lineage, size, gap, verified))
     if bad:
         more = f" and {len(bad) - 8} more" if len(bad) > 8 else ""
         report.bad(f"{name} slot {slot}: bad: {', '.join(bad[:8])}{more}")
+
+
+def _gap(arena: Arena, slot: int, record: SlotRecord) -> str:
+    """Time from the seal until there were checksums, before which bad memory goes unnoticed."""
+    if not record.sealed:
+        return "-"
+    if record.hashed:  # taken before the seal
+        return "0s"
+    check = arena.check(slot)
+    return "open" if check is None else f"{check.gap_secs:.3f}s"
 
 
 def _problems(arena: Arena, slot: int, record: SlotRecord, verify: bool) -> list[str]:
@@ -199,11 +217,11 @@ def _inspect_file(report: Report, path: Path) -> None:
             if len(mapping.data) != image.file_bytes:
                 raise CorruptError(f"{len(mapping.data)} bytes, expected {image.file_bytes}")
     except (CorruptError, MismatchError) as error:
-        report.rows.append((path.name, "-", "UNREADABLE", "-", "-", "-", "-"))
+        report.rows.append((path.name, "-", "UNREADABLE", *["-"] * 5))
         report.bad(f"{path}: {error}")
         return
     shard = image.manifest.shard
-    report.rows.append((path.name, "-", "-", "-", "-", str(image.file_bytes), "-"))
+    report.rows.append((path.name, "-", "-", "-", "-", str(image.file_bytes), "-", "-"))
     report.notes.append(f"{path}: shard {shard}, {len(image.manifest.fragments)} fragments; no control block")
 
 

@@ -11,9 +11,11 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import xxhash
 
+from ftckpt.arena.checks import Checks
 from ftckpt.arena.segment import Arena, JobLock, node_directory
 from ftckpt.cli import main
 from ftckpt.state.fragment import Box, Fragment
@@ -51,7 +53,7 @@ def flip(path: Path, at: int) -> None:
 
 
 def rows(text: str) -> list[list[str]]:
-    return [line.split() for line in text.splitlines() if len(line.split()) == 7]
+    return [line.split() for line in text.splitlines() if len(line.split()) == 8]
 
 
 @pytest.mark.parametrize("up", [0, 1, 2])
@@ -62,9 +64,9 @@ def test_inspect_an_arena_a_node_or_a_job(root: Path, capsys: pytest.CaptureFixt
     out = capsys.readouterr().out
     name, size = f"n0/{path.name}", str((path / "slot0.safetensors").stat().st_size)
     assert rows(out) == [
-        ["ARENA", "SLOT", "STATE", "ITERATION", "LINEAGE", "BYTES", "VERIFIED"],
-        [name, "0", "EMPTY", "-", "-", size, "-"],
-        [name, "1", "SEALED", "120", "1f2e3d4c", size, "-"],
+        ["ARENA", "SLOT", "STATE", "ITERATION", "LINEAGE", "BYTES", "GAP", "VERIFIED"],
+        [name, "0", "EMPTY", "-", "-", size, "-", "-"],
+        [name, "1", "SEALED", "120", "1f2e3d4c", size, "0s", "-"],
     ]
     assert f"{name}: newest snapshot known to be whole on all ranks: iteration 119 of lineage 1f2e3d4c" in out
 
@@ -86,6 +88,42 @@ def test_inspect_verifies(root: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert main(["inspect", str(path), "--verify"]) == 1
     out = capsys.readouterr().out
     assert rows(out)[2][-1] == "BAD" and "slot 1: bad: chunk 1" in out
+
+
+def test_inspect_tells_how_far_a_snapshot_has_come(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = arena_with_snapshot(root)
+    arena = Arena.open(path, writable=True)
+    control, chunks = arena.control, len(arena.image.chunks)
+    control.begin(0)
+    control.set_objects(0, 0, xxhash.xxh3_64_intdigest(b""))
+    control.seal(0, LINEAGE, 121, hashed=False)
+
+    def shown() -> tuple[list[str], str]:
+        assert main(["inspect", "--verify", str(path)]) == 0
+        out = capsys.readouterr().out
+        return rows(out)[1][2:4] + rows(out)[1][-2:], out
+
+    assert shown()[0] == ["SEALED", "121", "open", "unchecked"]
+    checks = Checks.create_or_open(path, 2, chunks, arena.manifest.digest, writable=True)
+    record = control.record(0)
+    named = (record.lineage, record.iteration, record.sequence)
+    hashes = np.array([arena.hash_chunk(0, chunk) for chunk in range(chunks)], np.uint64)
+    checks.store_checked(0, *named, hashes, 0.25)
+    assert shown()[0] == ["CHECKED", "121", "0.250s", "yes"]
+    control.mark_target(LINEAGE, 121)
+    assert "being protected on all nodes: iteration 121 of lineage 1f2e3d4c" in shown()[1]
+    control.mark_target(bytes(16), -1)
+    checks.store_covered(0, *named)
+    control.mark_protected(LINEAGE, 121)
+    state, out = shown()
+    assert state == ["PROTECTED", "121", "0.250s", "yes"]
+    assert "n0/" + path.name + ": protected on all nodes: iteration 121 of lineage 1f2e3d4c" in out
+    assert "being protected" not in out
+    flip(path / "slot0.safetensors", 4096 + 9000)
+    assert main(["inspect", str(path), "--verify"]) == 1
+    assert rows(capsys.readouterr().out)[1][-1] == "BAD"
+    checks.close()
+    arena.close()
 
 
 def test_inspect_one_slot(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
