@@ -1,13 +1,53 @@
-"""Parity over byte arrays: XOR, Reed-Solomon and mirror, blocked so that work stays in cache."""
+"""Parity over byte arrays: XOR, Reed-Solomon and mirror; numpy alone, blocked so that work stays in cache.
+
+Parity row ``r`` of a stripe is the sum over i of ``coefficient(r, i)`` times data array i, byte by byte in
+GF(2^8) with the polynomial 0x11d and the generator 2. Addition is XOR. The coefficients are an extended Cauchy
+matrix (R. M. Roth and A. Lempel, On MDS codes via Cauchy matrices, IEEE Trans. Inf. Theory 35(6), 1989): a row
+of ones, then rows 1/(y_i + x_r) with y_i = 2^-i and all x_r different from each other and from all y_i. Every
+square submatrix of it is invertible, so any ``m`` lost arrays come back from any ``m`` rows. x_1 = 0 makes the
+second row 2^i, as RAID-6 has it.
+
+Tables of products are slow in numpy, doubling of whole arrays is not (H. P. Anvin, The mathematics of RAID-6). So
+row 1 is summed by Horner's rule, one doubling for each array. Any other row, and the solution of a decode, is
+summed by bits of its coefficients, from the highest: one doubling for each of 8 bits, one XOR for each bit that
+is set (J. Blömer et al., An XOR-based erasure-resilient coding scheme, ICSI TR-95-048, 1995, without its
+transposed layout). numpy releases the GIL in all of it.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from enum import Enum
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
+from ftckpt.errors import ConfigError, LostError
+
 Bytes = npt.NDArray[np.uint8]
 
 BLOCK_BYTES = 1 << 20
+"""What XOR works on at a time."""
+
+MAX_MEMBERS = 256
+"""Data arrays and parity rows of one Reed-Solomon stripe together: elements of the field."""
+
+_CACHE_BYTES = 1 << 20
+"""What one step of Reed-Solomon touches at a time: all its arrays' blocks stay in a core's own cache."""
+_WINDOW_BYTES = 256 << 10
+"""What a decode solves at a time."""
+_POLYNOMIAL = 0x11D
+_REMAINDER = np.uint8(_POLYNOMIAL & 0xFF)
+
+
+class Missing(Enum):
+    """The type of ``MISSING``: a data array that is to be solved for."""
+
+    MISSING = 0
+
+
+MISSING: Final = Missing.MISSING
 
 
 def xor_into(target: Bytes, source: Bytes) -> None:
@@ -16,3 +56,214 @@ def xor_into(target: Bytes, source: Bytes) -> None:
         piece = source[begin : begin + BLOCK_BYTES]
         part = target[begin : begin + len(piece)]
         np.bitwise_xor(part, piece, out=part)
+
+
+def encode(  # noqa: PLR0917 - the last one is optional
+    code: str, data: Sequence[Bytes | None], length: int, row: int, losses: int, out: Bytes | None = None
+) -> Bytes:
+    """Parity block ``row`` (0 to ``losses`` - 1) of a stripe of ``length`` bytes, in ``out`` or a new array.
+
+    ``data`` are uint8 arrays in the stripe's order, each of ``length`` bytes at most; what is missing at an
+    end, and None, counts as zeros. ``xor`` has the row 0 alone; ``mirror`` has one data array, and every row is
+    a copy of it.
+
+    Raises:
+        ConfigError: an unknown code, or one that has no such row for so much data.
+        ValueError: an array of more than ``length`` bytes, or ``out`` of another length.
+    """
+    coefficients = _row(code, row, len(data), losses)
+    if out is None:
+        out = np.empty(length, np.uint8)
+    if len(out) != length or any(array is not None and len(array) > length for array in data):
+        raise ValueError(
+            f"arrays of a stripe of {length} bytes: {[len(a) for a in data if a is not None]}, {len(out)}"
+        )
+    _sum_row(row, coefficients, data, out)
+    return out
+
+
+def decode(
+    code: str,
+    data: Sequence[Bytes | Missing | None],
+    blocks: Mapping[int, Bytes],
+    length: int,
+    losses: int,
+) -> dict[int, Bytes]:
+    """What ``MISSING`` data arrays hold, by their index, as new arrays of ``length`` bytes each.
+
+    ``data`` as for ``encode``; ``blocks`` are good parity blocks by row, at least as many as arrays are missing.
+
+    Raises:
+        LostError: more arrays are missing than ``blocks`` can give back.
+        ConfigError, ValueError: as ``encode``; a parity block of another length than ``length``.
+    """
+    lost = [index for index, array in enumerate(data) if isinstance(array, Missing)]
+    known = [None if isinstance(array, Missing) else array for array in data]
+    rows = sorted(blocks)[: len(lost)]
+    if len(rows) < len(lost):
+        raise LostError(
+            f"{len(lost)} of {len(data)} arrays of a stripe are missing, {len(rows)} parity blocks are there"
+        )
+    if any(len(blocks[row]) != length for row in rows):
+        raise ValueError(f"parity blocks of {[len(blocks[row]) for row in rows]} bytes in a stripe of {length}")
+    if code == "mirror":
+        return {index: blocks[rows[0]].copy() for index in lost}
+    found = {index: np.empty(length, np.uint8) for index in lost}
+    if rows == [0]:
+        _sum([1] * (len(known) + 1), [*known, blocks[0]], found[lost[0]])
+        return found
+    _solve([_row(code, row, len(data), losses) for row in rows], rows, known, blocks, found)
+    return found
+
+
+def coefficient(row: int, index: int) -> int:
+    """What data array ``index`` is multiplied with in parity row ``row``."""
+    if row == 0:
+        return 1
+    x = 0 if row == 1 else _EXP[row - 1]
+    return _reciprocal(_EXP[-index % 255] ^ x)
+
+
+def _row(code: str, row: int, width: int, losses: int) -> list[int]:
+    """Coefficients of one parity row of ``width`` data arrays."""
+    if code not in ("xor", "rs", "mirror"):
+        raise ConfigError(f"peer_code: {code!r} is none of xor, rs, mirror")
+    if not 0 <= row < losses or (code == "xor" and losses != 1) or (code == "mirror" and width != 1):
+        raise ConfigError(f"peer_losses: {code} of {width} arrays has no parity block {row} of {losses}")
+    if code == "rs" and width + losses > MAX_MEMBERS:
+        raise ConfigError(f"peer_group: rs spans {MAX_MEMBERS} members at most, not {width + losses}; lower it")
+    return [1] * width if code == "mirror" else [coefficient(row, index) for index in range(width)]
+
+
+def _solve(
+    matrix: Sequence[Sequence[int]],
+    rows: Sequence[int],
+    known: Sequence[Bytes | None],
+    blocks: Mapping[int, Bytes],
+    found: Mapping[int, Bytes],
+) -> None:
+    """Fill ``found`` (by index) from as many parity ``rows``, whose coefficients are ``matrix``."""
+    inverse = _inverse([[factors[index] for index in found] for factors in matrix])
+    length = len(blocks[rows[0]]) if rows else 0
+    # What the missing arrays alone add up to, window by window: it never leaves the cache.
+    remains = np.empty((len(rows), min(length, _WINDOW_BYTES)), np.uint8)
+    for begin in range(0, length, _WINDOW_BYTES):
+        end = min(begin + _WINDOW_BYTES, length)
+        window = [None if array is None else array[begin:end] for array in known]
+        sums = [remain[: end - begin] for remain in remains]
+        for row, factors, total in zip(rows, matrix, sums, strict=True):
+            _sum_row(row, factors, window, total)
+            _add(total, blocks[row][begin:end])
+        for factors, array in zip(inverse, found.values(), strict=True):
+            _sum(factors, sums, array[begin:end])
+
+
+def _sum_row(row: int, factors: Sequence[int], arrays: Sequence[Bytes | None], out: Bytes) -> None:
+    if row == 1 and len(arrays) > 1:
+        _sum_powers(arrays, out)
+    else:
+        _sum(factors, arrays, out)
+
+
+def _sum(factors: Sequence[int], arrays: Sequence[Bytes | None], out: Bytes) -> None:
+    """``out`` = sum of ``factors[i]`` times ``arrays[i]``."""
+    terms = [(f, array) for f, array in zip(factors, arrays, strict=True) if f and array is not None]
+    planes = [[array for f, array in terms if f >> bit & 1] for bit in range(8)]
+    top = max((bit for bit in range(8) if planes[bit]), default=0)
+    block = BLOCK_BYTES if top == 0 else _block_bytes(len(terms))
+    scratch = np.empty(block, np.uint8)
+    for begin in range(0, len(out), block):
+        part = out[begin : begin + block]
+        _sum_plain(_pieces(planes[top], begin, len(part)), part)
+        for bit in range(top - 1, -1, -1):
+            _double(part, scratch)
+            for piece in _pieces(planes[bit], begin, len(part)):
+                _add(part, piece)
+
+
+def _sum_powers(arrays: Sequence[Bytes | None], out: Bytes) -> None:
+    """``out`` = sum of 2^i times ``arrays[i]``."""
+    block = _block_bytes(1)
+    scratch = np.empty(block, np.uint8)
+    for begin in range(0, len(out), block):
+        part = out[begin : begin + block]
+        part[:] = 0
+        started = False
+        for array in reversed(arrays):
+            if started:
+                _double(part, scratch)
+            if array is not None and begin < len(array):
+                _add(part, array[begin : begin + len(part)])
+                started = True
+
+
+def _sum_plain(pieces: list[Bytes], out: Bytes) -> None:
+    """``out`` = XOR of pieces, which may be shorter than it."""
+    pieces.sort(key=len, reverse=True)
+    whole = sum(len(piece) == len(out) for piece in pieces)
+    if whole >= 2:
+        np.bitwise_xor(pieces[0], pieces[1], out=out)
+    else:
+        out[:] = pieces[0] if whole else 0
+    for piece in pieces[min(whole, 2) :]:
+        _add(out, piece)
+
+
+def _pieces(arrays: Sequence[Bytes], begin: int, nbytes: int) -> list[Bytes]:
+    return [array[begin : begin + nbytes] for array in arrays if begin < len(array)]
+
+
+def _add(target: Bytes, source: Bytes) -> None:
+    part = target[: len(source)]
+    np.bitwise_xor(part, source, out=part)
+
+
+def _double(array: Bytes, scratch: Bytes) -> None:
+    """``array`` times 2: shifted left, and the polynomial taken off where the highest bit falls out."""
+    carry = scratch[: len(array)]
+    np.less(array.view(np.int8), np.int8(0), out=carry.view(np.bool_))
+    np.multiply(carry, _REMAINDER, out=carry)
+    np.add(array, array, out=array)
+    np.bitwise_xor(array, carry, out=array)
+
+
+def _block_bytes(width: int) -> int:
+    """A multiple of a page, such that as many blocks, a result and a scratch stay in cache."""
+    return max(16 << 10, min(128 << 10, _CACHE_BYTES // (width + 2) // 4096 * 4096))
+
+
+def _powers() -> list[int]:
+    """2^0 to 2^254."""
+    values = [1]
+    while len(values) < 255:
+        doubled = values[-1] << 1
+        values.append(doubled ^ _POLYNOMIAL if doubled > 0xFF else doubled)
+    return values
+
+
+_EXP = _powers()
+_LOG = {value: power for power, value in enumerate(_EXP)}
+
+
+def _multiply(a: int, b: int) -> int:
+    return _EXP[(_LOG[a] + _LOG[b]) % 255] if a and b else 0
+
+
+def _reciprocal(a: int) -> int:
+    return _EXP[-_LOG[a] % 255]
+
+
+def _inverse(matrix: list[list[int]]) -> list[list[int]]:
+    """Gauss-Jordan; the matrix is a square submatrix of ``coefficient`` and therefore has an inverse."""
+    size = len(matrix)
+    rows = [row + [int(i == j) for j in range(size)] for i, row in enumerate(matrix)]
+    for column in range(size):
+        pivot = next(i for i in range(column, size) if rows[i][column])
+        rows[column], rows[pivot] = rows[pivot], rows[column]
+        scale = _reciprocal(rows[column][column])
+        rows[column] = [_multiply(scale, value) for value in rows[column]]
+        for i in range(size):
+            if i != column and rows[i][column]:
+                factor = rows[i][column]
+                rows[i] = [a ^ _multiply(factor, b) for a, b in zip(rows[i], rows[column], strict=True)]
+    return [row[size:] for row in rows]
