@@ -11,12 +11,11 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import groupby
-from typing import Any, NamedTuple
+from typing import Any
 
 import xxhash
 
-from ftckpt.arena.image import MAX_CHUNKS, SlotImage
+from ftckpt.protect.holding import HeldSection, Holding, pack_lengths, unpack_lengths
 from ftckpt.protect.modes import MOST_MEMBERS, Modes, resolve_modes
 from ftckpt.protect.spread import apart, mirror_nodes, replica_partition, spread
 
@@ -139,72 +138,6 @@ class ParityGroup:
         return group
 
 
-class HeldSection(NamedTuple):
-    """A section of a slot: its chunks begin with ``first`` and have ``lengths`` bytes. See ``Section``."""
-
-    kind: str
-    group: str
-    of: str
-    first: int
-    lengths: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Holding:
-    """What protection must know of one arena: where it is and how its slots are cut.
-
-    ``arena`` is the name of its directory, ``digest`` the manifest's in hex. Chunks of ``sections`` follow each
-    other from 0; ``volatile`` is the chunk behind them and the lengths from there. ``slot_bytes`` is the size
-    of a slot file, ``package_bytes`` the most that a package of the shard takes.
-    """
-
-    shard: str
-    node: str
-    rack: str
-    arena: str
-    digest: str
-    chunk_bytes: int
-    sections: tuple[HeldSection, ...]
-    volatile: tuple[int, tuple[int, ...]]
-    slot_bytes: int = 0
-    package_bytes: int = 0
-
-    @classmethod
-    def of(cls, image: SlotImage, node: str, rack: str, arena: str) -> Holding:
-        """The holding of an arena whose slots have this image."""
-        lengths = tuple(chunk.nbytes for chunk in image.chunks)
-        sections = tuple(
-            HeldSection(s.kind, s.group, s.of, s.first_chunk, lengths[s.first_chunk : s.first_chunk + s.num_chunks])
-            for s in image.sections
-        )
-        behind = image.num_stepped_chunks
-        manifest = image.manifest
-        package = len(image.header) + 8 * len(lengths) + image.objects.nbytes + sum(lengths[behind:])
-        return cls(
-            shard=manifest.shard,
-            node=node,
-            rack=rack,
-            arena=arena,
-            digest=manifest.digest.hex(),
-            chunk_bytes=manifest.chunk_bytes,
-            sections=sections,
-            volatile=(behind, lengths[behind:]),
-            slot_bytes=image.file_bytes,
-            package_bytes=package,
-        )
-
-    @property
-    def lengths(self) -> tuple[int, ...]:
-        """Bytes of every chunk of a slot, in order."""
-        stepped = tuple(nbytes for section in self.sections for nbytes in section.lengths)
-        return stepped + self.volatile[1]
-
-    @property
-    def private(self) -> tuple[int, ...]:
-        """Bytes of the chunks that no group in slots covers; they begin with chunk 0."""
-        return tuple(n for section in self.sections if section.kind == "private" for n in section.lengths)
-
-
 def node_groups(holdings: Iterable[Holding]) -> list[ParityGroup]:
     """XOR over all chunks of all arenas of each node that has two or more."""
     on: dict[str, list[Member]] = {}
@@ -284,19 +217,6 @@ def mirrors(holdings: Iterable[Holding], modes: Modes) -> dict[str, tuple[str, .
     racks = {holding.node: holding.rack for holding in held}
     kept = {node: mirror_nodes(sorted(racks), node, modes.mirror_copies, racks) for node in racks}
     return {holding.shard: (holding.node, *kept[holding.node]) for holding in held}
-
-
-def pack_lengths(lengths: Iterable[int]) -> list[list[int]]:
-    """Runs of equal lengths as [count, bytes]."""
-    return [[len(list(run)), nbytes] for nbytes, run in groupby(lengths)]
-
-
-def unpack_lengths(runs: Any) -> tuple[int, ...]:
-    """Inverse of ``pack_lengths``; raises ValueError or TypeError for anything else."""
-    pairs = [(int(count), int(nbytes)) for count, nbytes in runs]
-    if any(count < 1 for count, _ in pairs) or sum(count for count, _ in pairs) > MAX_CHUNKS:
-        raise ValueError("lengths of chunks are not runs of [count, bytes]")
-    return tuple(nbytes for count, nbytes in pairs for _ in range(count))
 
 
 def _member_json(member: Member) -> list[Any]:
