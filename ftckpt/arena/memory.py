@@ -47,7 +47,7 @@ def check_budget(
     Raises:
         MemoryBudgetError: the text prints need, each limit, which one binds and how to change it.
     """
-    where = _existing(path)
+    where = existing(path)
     mount = mount_of(where, proc)
     if memfd.uses_memfds(path):
         memfd.give_back_unlinked(path)
@@ -66,10 +66,10 @@ def check_budget(
     if not tight:
         return
     binding = min(tight, key=lambda limit: limit.free_bytes)
-    listing = ", ".join(f"{limit.name} {_human(limit.free_bytes)}" for limit in limits)
+    listing = ", ".join(f"{limit.name} {human(limit.free_bytes)}" for limit in limits)
     raise MemoryBudgetError(
-        f"arenas under {path} need {_human(need_bytes)} ({need_bytes} bytes) but only "
-        f"{_human(binding.free_bytes)} are free in {binding.name}: {binding.remedy}; "
+        f"arenas under {path} need {human(need_bytes)} ({need_bytes} bytes) but only "
+        f"{human(binding.free_bytes)} are free in {binding.name}: {binding.remedy}; "
         f"or hold less (fewer --ftckpt-slots, more ranks to share the state); all limits: {listing}"
     )
 
@@ -104,7 +104,7 @@ def _group_limits(root: Path, group: str, names: tuple[str, str, str]) -> list[L
             continue
         # File cache that nobody uses is given back on demand; pages of a tmpfs are not part of it.
         free = max(0, limit - usage + _statistic(directory / "memory.stat", names[2]))
-        name = f"cgroup /{'/'.join(parts[:depth])} (limit {_human(limit)})"
+        name = f"cgroup /{'/'.join(parts[:depth])} (limit {human(limit)})"
         limits.append(Limit(name, free, "raise the memory limit of the container or the job"))
     return limits
 
@@ -145,7 +145,8 @@ def mount_of(where: Path, proc: Path, process: str = "self") -> Mount:
     return best
 
 
-def _existing(path: Path) -> Path:
+def existing(path: Path) -> Path:
+    """``path``, or the directory above it that is there."""
     while not path.exists() and path != path.parent:
         path = path.parent
     return path
@@ -173,7 +174,8 @@ def _statistic(path: Path, name: str) -> int:
     return 0
 
 
-def _human(nbytes: int) -> str:
+def human(nbytes: int) -> str:
+    """A size for people."""
     size = float(nbytes)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if size < 1024:
