@@ -99,7 +99,7 @@ def train(rank: int, world_size: int, run: Run) -> Outcome:
     if run.settings is not None:
         import ftckpt.deepspeed  # noqa: F401 - the door
 
-        config["ftckpt"] = {"enabled": True, "node": "node", **run.settings}
+        config["ftckpt"] = {"enabled": True, "node": "node", "protect": "none", **run.settings}
     faults.install(run.faults, rank, world_size)
     args = train_deepspeed.parse_args([*TINY, *run.shape.argv, *run.argv, "--iterations", str(run.until)])
     job = train_deepspeed.build(args, config)

@@ -21,9 +21,9 @@ TINY = ["--layers", "2", "--hidden", "32", "--seq", "32", "--global-batch", "8",
 class Run:
     """One attempt of a job.
 
-    ``settings`` are fields of Config, None trains without ftckpt; ``nodes[rank]`` names nodes. ``drift`` gives
-    each rank its own dropout masks, ``perturb`` other data after the restore, ``ballast_bytes`` an object of
-    that size, ``extra_parameter`` a parameter that no optimizer steps; ``spoil`` names a tensor of which rank 1
+    ``settings`` are fields of Config, without protection unless they say so, None trains without ftckpt;
+    ``nodes[rank]`` names nodes. ``drift`` gives each rank its own dropout masks, ``perturb`` other data after the
+    restore, ``ballast_bytes`` an object of that size, ``extra_parameter`` a parameter that no optimizer steps; ``spoil`` names a tensor of which rank 1
     gets one wrong element. ``end`` is what ranks do after iteration
     ``until``: ``close``, ``keep`` (leave the arenas) or ``die``.
     """
@@ -87,7 +87,7 @@ def train(rank: int, world_size: int, run: Run) -> Outcome:
     faults.install(run.faults, rank, world_size)
     if run.settings is not None:
         node = run.nodes[rank] if run.nodes else "node"
-        config = Config(enabled=True, node=node, **run.settings)
+        config = Config(enabled=True, node=node, **{"protect": "none", **run.settings})
         objects = {"data": job.data, "progress": job.progress}
         if run.ballast_bytes:
             objects["ballast"] = Ballast(run.ballast_bytes)

@@ -63,7 +63,7 @@ def make(
     names = nodes or ["node"] * world_size
     members = tuple(Member({"dp": index}, names[index]) for index in range(world_size))
     state = PlainState(rank, world_size)
-    config = Config(enabled=True, node=names[rank], **settings)
+    config = Config(enabled=True, node=names[rank], **{"protect": "none", **settings})
     group = Group(config.start_timeout_secs)
     return Checkpointer(config, state, Topology(rank, members, {"dp": world_size}), group=group), state
 

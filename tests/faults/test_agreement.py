@@ -168,7 +168,7 @@ def after_storage(rank: int, world_size: int, settings: dict[str, Any], loaded: 
     job = train_gpt.build(train_gpt.parse_args([*jobs.TINY, "--iterations", "6"]))
     steps = loaded * job.args.global_batch
     job.scheduler.load_state_dict({**job.scheduler.state_dict(), "num_steps": steps})
-    config = Config(enabled=True, node="node", **settings)
+    config = Config(enabled=True, node="node", protect="none", **settings)
     objects = {"data": job.data, "progress": job.progress}
     checkpointer = ftckpt.megatron.attach(job.model, job.optimizer, job.scheduler, objects, config=config)
     assert checkpointer is not None
