@@ -39,9 +39,35 @@ def write(block: ControlBlock, slot: int, lineage: bytes, iteration: int) -> Non
     block.seal(slot, lineage, iteration)
 
 
+def write_unhashed(block: ControlBlock, slot: int, lineage: bytes, iteration: int) -> None:
+    block.begin(slot)
+    block.set_chunk_hash(slot, 1, hash_of(lineage, iteration, 1))  # dropped by the seal
+    block.set_objects(slot, iteration, hash_of(lineage, iteration, 99))
+    block.seal(slot, lineage, iteration, hashed=False)
+
+
+def assert_holds_unhashed(block: ControlBlock, slot: int, lineage: bytes, iteration: int) -> None:
+    record = block.record(slot)
+    assert record.sealed and not record.torn and not record.hashed
+    assert (record.lineage, record.iteration, record.objects_used) == (lineage, iteration, iteration)
+    assert record.chunk_hashes.tolist() == [0] * CHUNKS
+
+
+MARKS: dict[str, tuple[int, int]] = {"whole": (512, 576), "target": (640, 704), "protected": (768, 832)}
+
+
+def mark(block: ControlBlock, name: str, lineage: bytes, iteration: int) -> None:
+    getattr(block, f"mark_{name}")(lineage, iteration)
+
+
+def marked(block: ControlBlock, name: str) -> tuple[bytes, int] | None:
+    found: tuple[bytes, int] | None = getattr(block, name)()
+    return found
+
+
 def assert_holds(block: ControlBlock, slot: int, lineage: bytes, iteration: int) -> None:
     record = block.record(slot)
-    assert record.sealed and not record.torn
+    assert record.sealed and not record.torn and record.hashed
     assert (record.lineage, record.iteration, record.objects_used) == (lineage, iteration, iteration)
     assert record.objects_hash == hash_of(lineage, iteration, 99)
     assert record.chunk_hashes.tolist() == [hash_of(lineage, iteration, chunk) for chunk in range(CHUNKS)]
@@ -52,7 +78,7 @@ def test_a_fresh_block() -> None:
     for view in (block, ControlBlock(bytes(buffer))):
         assert (view.slots, view.num_chunks, view.chunk_bytes) == (2, CHUNKS, 4096)
         assert (view.digest, view.shard) == (MANIFEST.digest, "tp1-pp0")
-        assert view.whole() is None
+        assert [marked(view, name) for name in MARKS] == [None] * 3
         assert [view.record(slot).state for slot in range(2)] == [SlotState.EMPTY] * 2
         assert not view.record(0).torn and not view.record(0).sealed
 
@@ -69,6 +95,37 @@ def test_documented_offsets() -> None:
     assert struct.unpack_from("<Q", buffer, begin + 56)[0] == xxhash.xxh3_64_intdigest(bytes(covered), seed=1)
 
 
+def test_a_block_written_before_there_were_marks_and_flags() -> None:
+    """The digest is of what the first version of this format wrote; the bytes of these calls never change."""
+    buffer, block = new_block(3)
+    write(block, 0, OLD, 1)
+    write(block, 1, OLD, 2)
+    block.mark_whole(OLD, 2)
+    block.begin(0)
+    block.set_chunk_hash(0, 1, 7)
+    block.void(2)
+    assert xxhash.xxh3_128_hexdigest(bytes(buffer)) == "e82b94fc4dad6c73f664e2e38c236407"
+    assert buffer[640:4096] == bytes(4096 - 640)
+    assert (block.whole(), block.target(), block.protected()) == ((OLD, 2), None, None)
+    assert_holds(block, 1, OLD, 2)
+
+
+@pytest.mark.parametrize("seal", [write, write_unhashed])
+def test_the_sequence_of_a_snapshot_never_comes_back(seal: Callable[..., None]) -> None:
+    buffer, block = new_block()
+    seen = []
+    for number in range(6):
+        seal(block, number % 2, OLD, 5)
+        seen.append(block.record(number % 2).sequence)
+        if number % 3:
+            block.void(number % 2)
+    assert seen == [1, 2, 3, 4, 5, 6]
+    block.void(0)
+    buffer[4096 + 32 : 4096 + 40] = b"\xff" * 8
+    write(block, 1, OLD, 6)
+    assert block.record(1).sequence == 7, "damage in a slot that holds nothing is no number"
+
+
 def test_sequence_orders_snapshots_across_lineages() -> None:
     _, block = new_block(3)
     write(block, 0, OLD, 9)
@@ -77,11 +134,25 @@ def test_sequence_orders_snapshots_across_lineages() -> None:
     assert [block.record(slot).sequence for slot in range(3)] == [1, 3, 2]
 
 
-def test_marks_alternate_and_the_newest_counts() -> None:
-    _, block = new_block()
+@pytest.mark.parametrize("name", MARKS)
+def test_marks_alternate_and_the_newest_counts(name: str) -> None:
+    buffer, block = new_block()
     for iteration in (-1, 0, 4, 2):
-        block.mark_whole(NEW, iteration)
-        assert block.whole() == (NEW, iteration)
+        mark(block, name, NEW, iteration)
+        assert [marked(block, other) for other in MARKS] == [(NEW, iteration) if n == name else None for n in MARKS]
+    for place in MARKS[name]:
+        fields = struct.pack("<16sqQ", NEW, 2, 4)
+        assert buffer[place : place + 40] == fields + struct.pack("<Q", xxhash.xxh3_64_intdigest(fields))
+
+
+@pytest.mark.parametrize("name", ["target", "protected"])
+def test_a_mark_is_taken_back(name: str) -> None:
+    _, block = new_block()
+    mark(block, name, NEW, 3)
+    mark(block, name, bytes(16), -1)
+    assert marked(block, name) is None
+    mark(block, name, NEW, 4)
+    assert marked(block, name) == (NEW, 4)
 
 
 class Killed(Exception):
@@ -169,51 +240,138 @@ def test_death_at_any_store_of_void() -> None:
         assert not complete or record.state == SlotState.EMPTY
 
 
+@pytest.mark.parametrize("name", MARKS)
 @pytest.mark.parametrize("num_before", [0, 1, 2, 3])
-def test_death_at_any_store_of_mark_whole(num_before: int) -> None:
+def test_death_at_any_store_of_a_mark(name: str, num_before: int) -> None:
     def prepare(block: ControlBlock) -> None:
-        for iteration in range(num_before):
-            block.mark_whole(OLD, iteration)
+        for other in MARKS:
+            for iteration in range(num_before):
+                mark(block, other, OLD, iteration)
 
     before = (OLD, num_before - 1) if num_before else None
     outcomes = set()
-    for raw, complete in deaths(prepare, lambda block: block.mark_whole(NEW, 7)):
-        whole = ControlBlock(raw).whole()
-        assert whole in (before, (NEW, 7))
-        assert not complete or whole == (NEW, 7)
-        outcomes.add(whole)
+    for raw, complete in deaths(prepare, lambda block: mark(block, name, NEW, 7)):
+        now = marked(ControlBlock(raw), name)
+        assert now in (before, (NEW, 7))
+        assert not complete or now == (NEW, 7)
+        assert all(marked(ControlBlock(raw), other) == before for other in MARKS if other != name)
+        outcomes.add(now)
     assert outcomes == {before, (NEW, 7)}
 
 
-def test_a_mark_after_a_half_written_one_never_goes_back() -> None:
+@pytest.mark.parametrize("name", MARKS)
+def test_a_mark_after_a_half_written_one_never_goes_back(name: str) -> None:
     def prepare(block: ControlBlock) -> None:
-        block.mark_whole(OLD, 0)
+        mark(block, name, OLD, 0)
         dying = Dying(block._data)
         dying.fatal = 2
         with pytest.raises(Killed):
-            dying.mark_whole(OLD, 1)
-        assert block.whole() == (OLD, 1)
+            mark(dying, name, OLD, 1)
+        assert marked(block, name) == (OLD, 1)
 
-    wholes = {ControlBlock(raw).whole() for raw, _ in deaths(prepare, lambda block: block.mark_whole(NEW, 7))}
-    assert wholes == {(OLD, 1), (NEW, 7)}
+    found = {marked(ControlBlock(raw), name) for raw, _ in deaths(prepare, lambda block: mark(block, name, NEW, 7))}
+    assert found == {(OLD, 1), (NEW, 7)}
 
 
+@pytest.mark.parametrize("name", MARKS)
 @pytest.mark.parametrize("bit", range(8))
-def test_a_bit_flip_in_either_mark_loses_nothing(bit: int) -> None:
+def test_a_bit_flip_in_either_copy_of_a_mark_loses_nothing(name: str, bit: int) -> None:
     buffer, block = new_block()
-    block.mark_whole(NEW, 7)
-    for at in [*range(512, 552), *range(576, 616)]:
+    mark(block, name, NEW, 7)
+    for at in (place + offset for place in MARKS[name] for offset in range(40)):
         damaged = bytearray(buffer)
         damaged[at] ^= 1 << bit
-        assert ControlBlock(damaged).whole() == (NEW, 7)
+        assert marked(ControlBlock(damaged), name) == (NEW, 7)
 
 
-def test_both_marks_bad_is_an_error_not_never_whole() -> None:
+def test_both_copies_of_whole_bad_is_an_error_not_never_whole() -> None:
     buffer, _ = new_block()
     buffer[512] ^= 1
     buffer[576] ^= 1
     with pytest.raises(CorruptError, match="both whole marks"):
         ControlBlock(buffer)
+
+
+@pytest.mark.parametrize("name", ["target", "protected"])
+def test_both_copies_of_another_mark_bad_is_as_if_there_were_none(name: str) -> None:
+    buffer, block = new_block()
+    block.mark_whole(OLD, 6)
+    mark(block, name, NEW, 7)
+    for place in MARKS[name]:
+        buffer[place + 3] ^= 8
+    again = ControlBlock(buffer)
+    assert marked(again, name) is None and again.whole() == (OLD, 6)
+    for raw, _ in deaths(lambda block: None, lambda block: mark(block, name, NEW, 8)):
+        assert marked(ControlBlock(raw), name) in (None, (NEW, 8))
+    mark(again, name, NEW, 8)
+    assert marked(again, name) == (NEW, 8)
+
+
+def sealed_unhashed() -> tuple[bytearray, ControlBlock]:
+    buffer, block = new_block()
+    prepare_both(block)
+    write_unhashed(block, 0, NEW, 3)
+    return buffer, block
+
+
+def test_a_seal_without_hashes() -> None:
+    buffer, block = sealed_unhashed()
+    assert buffer[4096 : 4096 + 2] == bytes([SlotState.SEALED, 1])
+    assert_holds_unhashed(block, 0, NEW, 3)
+    assert_holds(block, 1, OLD, 2)
+    assert buffer[4096 + 64 : 4096 + 128] == bytes(64), "hashes of the slot's previous snapshot remain"
+    covered = bytes(buffer[4096 + 8 : 4096 + 56] + buffer[4096 + 64 : 4096 + 128])
+    stored = struct.unpack_from("<Q", buffer, 4096 + 56)[0]
+    assert stored == xxhash.xxh3_64_intdigest(covered, seed=256) != xxhash.xxh3_64_intdigest(covered, seed=0)
+    write(block, 0, NEW, 4)
+    assert buffer[4096 + 1] == 0
+    assert_holds(block, 0, NEW, 4)
+
+
+def test_the_flag_flipped_is_torn_either_way() -> None:
+    for slot in range(2):  # the first without hashes, the second with
+        buffer, block = sealed_unhashed()
+        buffer[4096 + 128 * slot + 1] ^= 1
+        assert block.record(slot).torn and not block.record(slot).sealed
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(8, 127), st.integers(0, 7))
+def test_a_bit_flip_in_a_record_without_hashes_reads_as_torn(at: int, bit: int) -> None:
+    buffer, block = sealed_unhashed()
+    buffer[4096 + at] ^= 1 << bit
+    assert block.record(0).torn and not block.record(0).sealed
+
+
+@pytest.mark.parametrize(("first", "then"), [(write, write_unhashed), (write_unhashed, write)])
+@pytest.mark.parametrize("flipped", [0, 1])
+def test_death_at_any_store_of_a_seal_mistakes_no_hashes(
+    first: Callable[..., None], then: Callable[..., None], flipped: int
+) -> None:
+    """Whatever is sealed has the hashes it was sealed with; nothing else does, not even with the flag flipped."""
+
+    def prepare(block: ControlBlock) -> None:
+        first(block, 0, OLD, 1)
+        write(block, 1, OLD, 2)
+
+    holds = {write: assert_holds, write_unhashed: assert_holds_unhashed}
+    seen = set()
+    for raw, complete in deaths(prepare, lambda block: then(block, 0, NEW, 3)):
+        for state in (raw[4096], SlotState.SEALED):
+            damaged = bytearray(raw)
+            damaged[4096], damaged[4096 + 1] = state, raw[4097] ^ flipped
+            block = ControlBlock(damaged)
+            assert_holds(block, 1, OLD, 2)
+            record = block.record(0)
+            if not record.sealed:
+                assert not complete or flipped
+                continue
+            seen.add(record.lineage)
+            if record.lineage == NEW:
+                holds[then](block, 0, NEW, 3)
+            else:
+                holds[first](block, 0, OLD, 1)
+    assert seen == (set() if flipped else {OLD, NEW})
 
 
 @settings(max_examples=300, deadline=None)
