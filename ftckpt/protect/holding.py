@@ -78,8 +78,14 @@ class Holding:
         try:
             first, lengths = value["volatile"]
             return cls(
-                **{name: str(value[name]) for name in ("shard", "node", "rack", "arena", "digest")},
-                **{name: int(value[name]) for name in ("chunk_bytes", "slot_bytes", "package_bytes")},
+                shard=str(value["shard"]),
+                node=str(value["node"]),
+                rack=str(value["rack"]),
+                arena=str(value["arena"]),
+                digest=str(value["digest"]),
+                chunk_bytes=int(value["chunk_bytes"]),
+                slot_bytes=int(value["slot_bytes"]),
+                package_bytes=int(value["package_bytes"]),
                 sections=tuple(
                     HeldSection(str(kind), str(group), str(of), int(begin), unpack_lengths(runs))
                     for kind, group, of, begin, runs in value["sections"]

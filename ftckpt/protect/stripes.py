@@ -86,6 +86,15 @@ def block_length(group: ParityGroup, holder: int, block: int) -> int:
     return _stripe(group, stripe_of_block(group, holder, block)).length
 
 
+def blocks_bytes(group: ParityGroup, holder: int) -> int:
+    """End of a holder's last block, if block b begins at b * chunk_bytes; 0 where it has none with any bytes."""
+    for block in range(num_blocks(group, holder) - 1, -1, -1):
+        length = block_length(group, holder, block)
+        if length:
+            return block * group.chunk_bytes + length
+    return 0
+
+
 def _stripe(group: ParityGroup, index: int) -> Stripe:
     members, losses = len(group.members), group.losses
     if group.code == "mirror":
