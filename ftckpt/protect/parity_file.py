@@ -139,10 +139,9 @@ class ParityFile:
 
     def block(self, block: int) -> Bytes:
         """The bytes of a block, a view; they mean something while ``snapshot`` names one, and ``verify`` is true."""
-        begin = self._offsets[block] if 0 <= block < self.num_blocks else -1
-        if begin < 0:
+        if not 0 <= block < self.num_blocks:
             raise IndexError(f"{self.path}: block {block} of {self.num_blocks}")
-        return np.frombuffer(self._map.data, np.uint8, self._lengths[block], begin)
+        return np.frombuffer(self._map.data, np.uint8, self._lengths[block], self._offsets[block])
 
     def verify(self, block: int) -> bool:
         """Whether the bytes of a block match the checksum that was stored with it."""
