@@ -6,11 +6,14 @@ import os
 import pwd
 import re
 import shutil
+import signal
 import stat
+import time
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
-from ftckpt.arena.locks import JOB_LOCK_NAME, FileLock, JobLock, held_elsewhere
+from ftckpt.arena.locks import JOB_LOCK_NAME, FileLock, JobLock, held_elsewhere, holder_of
+from ftckpt.arena.process import Process
 from ftckpt.errors import ArenaError
 from ftckpt.state.manifest import Manifest
 
@@ -19,6 +22,13 @@ BUDGET_NAME = ".budget"
 """The page in a node's directory through which its ranks divide the node's copy budget."""
 PULSE_NAME = ".pulse"
 """The page through which a node's ranks and its SMP tell that they are alive."""
+SMP_LOCK_NAME, SMP_SOCKET_NAME, SMP_STATE_NAME, SMP_LOG_NAME = "smp.lock", "smp.sock", "smp.json", "smp.log"
+"""Of the node's SMP: the lock it holds, its socket, what it was configured with, its log."""
+MIRROR_NAME = ".mirror"
+"""Packages of shards of other nodes, which the SMP keeps."""
+SMP_NAMES = (SMP_LOCK_NAME, SMP_SOCKET_NAME, SMP_STATE_NAME, f"{SMP_STATE_NAME}.new", SMP_LOG_NAME, PULSE_NAME)
+"""All files of the SMP in a node's directory, ``.mirror`` and what lies in arenas apart."""
+_END_SECS = 10.0
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
 
 
@@ -28,9 +38,8 @@ def node_directory(root: Path, job: str, node: str) -> Path:
     Raises:
         ArenaError: an unusable name, an unwritable root, a symbolic link, or another user's directory.
     """
-    job_dir = root / f"ftckpt-{_checked(job, 'job')}"
-    node_dir = job_dir / _checked(node, "node")
-    for directory in (job_dir, node_dir):
+    node_dir = job_node_path(root, job, node)
+    for directory in (node_dir.parent, node_dir):
         try:
             directory.mkdir(mode=0o700, exist_ok=True)
         except FileExistsError:
@@ -43,6 +52,11 @@ def node_directory(root: Path, job: str, node: str) -> Path:
         require_own(directory)
         directory.chmod(0o700)
     return node_dir
+
+
+def job_node_path(root: Path, job: str, node: str) -> Path:
+    """Where the arenas of ``node`` lie, whether they do or not. Raises ArenaError for an unusable name."""
+    return root / f"ftckpt-{_checked(job, 'job')}" / _checked(node, "node")
 
 
 def arena_path(node_dir: Path, manifest: Manifest) -> Path:
@@ -94,30 +108,33 @@ def remove_stale(node_dir: Path, shard: str) -> list[Path]:
 def remove_job_if_empty(root: Path, job: str, node: str) -> bool:
     """Delete the node's directory, and the job's, if no arena is left; whether the node's is gone.
 
-    The process that holds the job's lock calls this; for any other it does nothing while the lock is held.
+    The process that holds the job's lock calls this; for any other it does nothing while the lock is held. An SMP
+    that serves there yet has nothing to guard any more: it is ended.
     """
-    job_dir = root / f"ftckpt-{_checked(job, 'job')}"
-    node_dir = job_dir / _checked(node, "node")
+    node_dir = job_node_path(root, job, node)
     if node_dir.is_dir():
-        others = any(entry.name not in (JOB_LOCK_NAME, BUDGET_NAME) for entry in node_dir.iterdir())
-        if others or held_elsewhere(node_dir / JOB_LOCK_NAME):
+        known = (JOB_LOCK_NAME, BUDGET_NAME, MIRROR_NAME, *SMP_NAMES)
+        others = any(entry.name not in known for entry in node_dir.iterdir())
+        if others or held_elsewhere(node_dir / JOB_LOCK_NAME) or not end_smp(node_dir, _END_SECS):
             return False
         try:
+            remove_smp_files(node_dir)
             for name in (BUDGET_NAME, JOB_LOCK_NAME):
                 (node_dir / name).unlink(missing_ok=True)
             node_dir.rmdir()
         except OSError:  # an arena was created meanwhile
             return False
     with suppress(OSError):  # another node of this host was first, or is not done
-        job_dir.rmdir()
+        node_dir.parent.rmdir()
     return True
 
 
 def clean_job(root: Path, job: str) -> list[Path]:
-    """Delete every arena of ``job`` on this node; returns the arenas that were deleted.
+    """Delete every arena of ``job`` on this node and end its SMPs; returns the arenas that were deleted.
 
     Raises:
-        ArenaError: a live process holds a lock of the job, or the directory belongs to another user.
+        ArenaError: a live process holds a lock of the job, an SMP does not end, or the directory belongs to another
+            user.
     """
     job_dir = root / f"ftckpt-{_checked(job, 'job')}"
     if not job_dir.is_symlink() and not job_dir.exists():
@@ -133,10 +150,40 @@ def clean_job(root: Path, job: str) -> list[Path]:
         for path in arenas + temporaries:
             remedy = "end that process first"
             locks.enter_context(FileLock(path / LOCK_NAME, 0, f"arena {path.name}", remedy))
+        for node_dir in node_dirs:  # no trainer lives: none would miss it, and none starts it anew
+            if not end_smp(node_dir, _END_SECS):
+                raise ArenaError(f"the SMP of {node_dir} does not end, or runs in another container; end it first")
         for path in arenas:
             remove_arena(path)
         remove_tree(job_dir)
     return arenas
+
+
+def end_smp(node_dir: Path, deadline_secs: float) -> bool:
+    """End the SMP that holds the lock of ``node_dir``, by SIGTERM, then SIGKILL; whether none runs there now."""
+    lock, deadline = node_dir / SMP_LOCK_NAME, time.monotonic() + deadline_secs
+    while (pid := holder_of(lock)) is not None and pid != os.getpid():
+        if time.monotonic() >= deadline:
+            return False
+        process = Process.open(pid)
+        if process is None:
+            time.sleep(0.02)  # it ended just now, or is of another container
+            continue
+        with process:
+            if holder_of(lock) == pid:
+                process.send(signal.SIGTERM)
+                if not process.gone(deadline_secs / 2):
+                    process.send(signal.SIGKILL)
+                    process.gone(deadline - time.monotonic())
+    return True
+
+
+def remove_smp_files(node_dir: Path) -> None:
+    """Delete what SMPs keep in ``node_dir`` beside the arenas; none must run."""
+    for name in SMP_NAMES:
+        (node_dir / name).unlink(missing_ok=True)
+    if (node_dir / MIRROR_NAME).exists():
+        remove_tree(node_dir / MIRROR_NAME)
 
 
 def require_own(path: Path) -> None:

@@ -125,6 +125,25 @@ def held_elsewhere(path: Path) -> bool:
         return False
 
 
+def holder_of(path: Path) -> int | None:
+    """Pid of the process that holds the lock file ``path``, 0 for one of another container; None: nobody.
+
+    Only asks: no other process that tries to get the lock is disturbed.
+    """
+    with _held_guard:
+        try:
+            if _held_here(path):
+                return os.getpid()
+            fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except OSError:
+            return None
+        try:
+            kind, pid = _blocking(fd)
+        finally:
+            os.close(fd)
+    return None if kind == fcntl.F_UNLCK else max(0, pid)
+
+
 def _held_here(path: Path) -> bool:
     try:
         return _held.get(_identity(os.stat(path, follow_symlinks=False))) == os.getpid()
@@ -141,9 +160,15 @@ def _open(path: Path) -> int:
 
 def _holder(fd: int) -> int:
     """Pid of the process whose lock is in the way; 0 if it is gone or lives in another container."""
+    kind, pid = _blocking(fd)
+    return pid if kind != fcntl.F_UNLCK and pid > 0 else 0
+
+
+def _blocking(fd: int) -> tuple[int, int]:
+    """Kind and owner of the lock that keeps this process from locking the file."""
     request = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
     kind, _, _, _, pid = _FLOCK.unpack(fcntl.fcntl(fd, fcntl.F_GETLK, request))
-    return pid if kind != fcntl.F_UNLCK and pid > 0 else 0
+    return kind, pid
 
 
 def _still_named(fd: int, path: Path) -> bool:
