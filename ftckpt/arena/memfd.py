@@ -267,7 +267,7 @@ def _kept_labels() -> dict[int, str]:
 
 
 def _is_held(path: Path) -> bool:
-    return _HELD_NAME.fullmatch(path.name) is not None and path.is_symlink()
+    return path.name[0] != "." and _HELD_NAME.fullmatch(path.name) is not None and path.is_symlink()
 
 
 def _identity(path: Path) -> tuple[int, int] | None:
