@@ -1,0 +1,263 @@
+"""How far a snapshot has come, whose checksums count for it, and what a slot without any tells of itself."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import xxhash
+
+from ftckpt.arena.checks import CHECKS_NAME, Checks
+from ftckpt.arena.control import SlotState
+from ftckpt.arena.segment import Arena, node_directory
+from ftckpt.state.fragment import Box, Fragment
+from ftckpt.state.manifest import Manifest, Section
+from ftckpt.state.sections import parity_fragment
+
+GROUP = "0123456789abcdef"
+WEIGHTS = Fragment.whole("w", "F32", (3000,), Box((0,), (3000,)))
+SHARE = Fragment.whole("s", "U8", (9000,), Box((0,), (9000,)))
+RNG = Fragment.whole("rng", "U8", (816,), Box((0,), (816,)))
+SECTIONS = (Section("private", 1), Section("shared", 1, GROUP), Section("parity", 1, GROUP))
+STEPPED = (WEIGHTS, SHARE, parity_fragment(GROUP, 5000))
+MANIFEST = Manifest({"tp": 0}, {"tp": 1}, STEPPED, (RNG,), 5000, 8192, 0, SECTIONS)
+LINEAGE, OTHER = b"l" * 16, b"o" * 16
+OBJECTS = b"objects"
+
+
+@pytest.fixture
+def arena() -> Iterator[Arena]:
+    root = Path(tempfile.mkdtemp(prefix="ftckpt-test-contents-", dir="/dev/shm"))
+    made = Arena.create(node_directory(root, "job", "node"), MANIFEST, 3)
+    yield made
+    made.close()
+    shutil.rmtree(root)
+
+
+def write(arena: Arena, slot: int, iteration: int, hashed: bool, lineage: bytes = LINEAGE) -> None:
+    control, image = arena.control, arena.image
+    control.begin(slot)
+    rng = np.random.default_rng(iteration)
+    with arena.slot(slot) as view:
+        for span in image.chunks:
+            view[span.begin : span.end] = rng.bytes(span.nbytes)
+        view[image.objects.begin : image.objects.begin + len(OBJECTS)] = OBJECTS
+    for chunk in range(len(image.chunks)) if hashed else ():
+        control.set_chunk_hash(slot, chunk, arena.hash_chunk(slot, chunk))
+    control.set_objects(slot, len(OBJECTS), xxhash.xxh3_64_intdigest(OBJECTS))
+    control.seal(slot, lineage, iteration, hashed)
+
+
+def taken(arena: Arena, slot: int) -> np.ndarray[tuple[int, ...], np.dtype[np.uint64]]:
+    return np.array([arena.hash_chunk(slot, chunk) for chunk in range(len(arena.image.chunks))], np.uint64)
+
+
+def checks_of(arena: Arena) -> Checks:
+    """As the SMP opens it."""
+    return Checks.create_or_open(arena.path, 3, len(arena.image.chunks), MANIFEST.digest, writable=True)
+
+
+def named(arena: Arena, slot: int) -> tuple[bytes, int, int]:
+    record = arena.control.record(slot)
+    return record.lineage, record.iteration, record.sequence
+
+
+def flip(arena: Arena, slot: int, at: int) -> None:
+    with open(arena.path / f"slot{slot}.safetensors", "r+b") as file:
+        file.seek(at)
+        value = file.read(1)[0]
+        file.seek(at)
+        file.write(bytes([value ^ 1]))
+
+
+def test_a_snapshot_comes_further_step_by_step(arena: Arena) -> None:
+    assert arena.state(0) == SlotState.EMPTY and arena.hashes(0) is None and not arena.unchecked(0)
+    arena.control.begin(0)
+    assert arena.state(0) == SlotState.WRITING and not arena.unchecked(0)
+    write(arena, 0, 3, hashed=False)
+    assert arena.state(0) == SlotState.SEALED and arena.unchecked(0)
+    assert arena.checks is None and arena.check(0) is None and arena.hashes(0) is None
+    checks = checks_of(arena)
+    assert arena.checks is not None and arena.check(0) is None and arena.unchecked(0)
+    hashes = taken(arena, 0)
+    checks.store_checked(0, *named(arena, 0), hashes, 0.5)
+    check, found = arena.check(0), arena.hashes(0)
+    assert arena.state(0) == SlotState.CHECKED and not arena.unchecked(0)
+    assert check is not None and check.gap_secs == 0.5
+    assert found is not None and found.tolist() == hashes.tolist()
+    checks.store_covered(0, *named(arena, 0))
+    assert arena.state(0) == SlotState.CHECKED, "this node alone has done its part"
+    arena.control.mark_protected(LINEAGE, 2)
+    assert arena.state(0) == SlotState.CHECKED
+    arena.control.mark_protected(OTHER, 3)
+    assert arena.state(0) == SlotState.CHECKED
+    arena.control.mark_protected(LINEAGE, 3)
+    assert arena.state(0) == SlotState.PROTECTED
+    again = Arena.open(arena.path)
+    assert again.state(0) == SlotState.PROTECTED and again.verify(0) == [] and not again.unchecked(0)
+    again.close()
+    arena.control.void(0)
+    assert arena.state(0) == SlotState.EMPTY and arena.hashes(0) is None and not arena.unchecked(0)
+
+
+def test_protected_needs_this_nodes_part(arena: Arena) -> None:
+    write(arena, 0, 3, hashed=True)
+    arena.control.mark_protected(LINEAGE, 3)
+    assert arena.state(0) == SlotState.SEALED
+    checks_of(arena).store_checked(0, *named(arena, 0), taken(arena, 0), 0.0)
+    assert arena.state(0) == SlotState.CHECKED
+
+
+def test_the_trainers_hashes_count_before_the_smps(arena: Arena) -> None:
+    write(arena, 0, 3, hashed=True)
+    checks_of(arena).store_checked(0, *named(arena, 0), np.zeros(len(arena.image.chunks), np.uint64), 0.0)
+    found = arena.hashes(0)
+    assert found is not None and found.tolist() == taken(arena, 0).tolist() and arena.verify(0) == []
+
+
+@pytest.mark.parametrize("lineage", [LINEAGE, OTHER])
+@pytest.mark.parametrize("iteration", [3, 4])
+def test_checks_of_a_slots_earlier_snapshot_do_not_count(arena: Arena, lineage: bytes, iteration: int) -> None:
+    write(arena, 0, 3, hashed=False)
+    checks = checks_of(arena)
+    checks.store_checked(0, *named(arena, 0), taken(arena, 0), 0.5)
+    checks.store_covered(0, *named(arena, 0))
+    arena.control.mark_protected(LINEAGE, 3)
+    assert arena.state(0) == SlotState.PROTECTED
+    arena.control.void(0)
+    write(arena, 0, iteration, hashed=False, lineage=lineage)
+    assert arena.check(0) is None and arena.hashes(0) is None and arena.unchecked(0)
+    assert arena.state(0) == SlotState.SEALED, "the same iteration, written anew, is another snapshot"
+    assert arena.verify(0) == []
+
+
+def test_checks_of_another_slot_do_not_count(arena: Arena) -> None:
+    write(arena, 0, 3, hashed=False)
+    write(arena, 1, 4, hashed=False)
+    checks_of(arena).store_checked(0, *named(arena, 1), taken(arena, 1), 0.5)
+    assert arena.unchecked(0) and arena.unchecked(1)
+
+
+def test_an_unchecked_slot_is_verified_as_far_as_it_can_be(arena: Arena) -> None:
+    image = arena.image
+    write(arena, 0, 3, hashed=False)
+    seen: list[tuple[int, int]] = []
+    assert arena.verify(0, lambda *progress: seen.append(progress)) == []
+    assert seen[-1] == (image.file_bytes, image.file_bytes)
+    flip(arena, 0, image.chunks[1].begin)
+    assert arena.verify(0) == [] and arena.unchecked(0), "a chunk without a hash is neither good nor bad"
+    pads = [pad.begin for pad in image.pads if pad.nbytes]
+    assert len(pads) == len(image.sections) + 2
+    for at, name in [(9, "header"), (image.objects.begin, "objects"), *((pad, "padding") for pad in pads)]:
+        flip(arena, 0, at)
+        assert arena.verify(0) == [name]
+        flip(arena, 0, at)
+    checks = checks_of(arena)
+    flip(arena, 0, image.chunks[1].begin)
+    checks.store_checked(0, *named(arena, 0), taken(arena, 0), 0.5)
+    for chunk, span in enumerate(image.chunks):
+        flip(arena, 0, span.end - 1)
+        assert arena.verify(0) == [f"chunk {chunk}"]
+        flip(arena, 0, span.end - 1)
+    assert arena.verify(0) == []
+
+
+def test_every_byte_of_a_slot_with_sections_is_verified(arena: Arena) -> None:
+    write(arena, 0, 3, hashed=True)
+    image = arena.image
+    dead = range(image.objects.begin + len(OBJECTS), image.objects.end)
+    for at in np.random.default_rng(5).integers(0, image.file_bytes, 300).tolist():
+        flip(arena, 0, at)
+        assert len(arena.verify(0)) == (0 if at in dead else 1), at
+        flip(arena, 0, at)
+
+
+@pytest.mark.parametrize("damage", ["gone", "empty", "flipped", "of another version", "of another arena"])
+def test_a_bad_checks_file_is_as_good_as_none(arena: Arena, damage: str) -> None:
+    write(arena, 0, 3, hashed=False)
+    write(arena, 1, 4, hashed=True)
+    checks_of(arena).store_checked(0, *named(arena, 0), taken(arena, 0), 0.5)
+    path = arena.path / CHECKS_NAME
+    assert arena.state(0) == SlotState.CHECKED
+    data = bytearray(path.read_bytes())
+    fresh = path.with_name("fresh")
+    match damage:
+        case "gone":
+            path.unlink()
+        case "empty":
+            fresh.write_bytes(b"")
+        case "flipped":
+            data[40] ^= 1
+            fresh.write_bytes(data)
+        case "of another version":
+            data[8] = 9
+            data[504:512] = xxhash.xxh3_64_intdigest(bytes(data[:504])).to_bytes(8, "little")
+            fresh.write_bytes(data)
+        case "of another arena":
+            data[32] ^= 1
+            data[504:512] = xxhash.xxh3_64_intdigest(bytes(data[:504])).to_bytes(8, "little")
+            fresh.write_bytes(data)
+    if fresh.exists():
+        os.replace(fresh, path)
+    for view in (arena, Arena.open(arena.path)):
+        assert view.checks is None and view.unchecked(0) and view.state(0) == SlotState.SEALED
+        assert view.verify(0) == view.verify(1) == [] and not view.unchecked(1)
+    again = checks_of(arena)  # an SMP starts and makes a new one
+    again.store_checked(0, *named(arena, 0), taken(arena, 0), 0.25)
+    assert arena.state(0) == SlotState.CHECKED and not arena.unchecked(0)
+
+
+def test_a_flip_in_the_checks_is_unchecked_not_verified(arena: Arena) -> None:
+    write(arena, 0, 3, hashed=False)
+    checks_of(arena).store_checked(0, *named(arena, 0), taken(arena, 0), 0.5)
+    path = arena.path / CHECKS_NAME
+    for at in range(4096, 4096 + 64 + 8 * len(arena.image.chunks)):
+        with open(path, "r+b") as file:
+            file.seek(at)
+            value = file.read(1)[0]
+            file.seek(at)
+            file.write(bytes([value ^ 4]))
+            file.flush()
+            # Reserved bytes and the proof of COVERED are of no meaning for CHECKED.
+            believed = at in range(4097, 4104) or at in range(4096 + 48, 4096 + 56)
+            assert arena.unchecked(0) is not believed, at
+            file.seek(at)
+            file.write(bytes([value]))
+
+
+def test_repair_writes_one_chunk_and_nothing_else(arena: Arena) -> None:
+    write(arena, 0, 3, hashed=True)
+    before, image = bytes(arena.slot(0)), arena.image
+    control = (arena.path / "control").read_bytes()
+    for chunk, span in enumerate(image.chunks):
+        flip(arena, 0, span.begin)
+        flip(arena, 0, span.end - 1)
+        assert arena.verify(0) == [f"chunk {chunk}"]
+        good = before[span.begin : span.end]
+        arena.repair_chunk(0, chunk, np.frombuffer(good, np.uint8) if chunk % 2 else memoryview(good))
+        assert arena.verify(0) == [] and bytes(arena.slot(0)) == before
+    assert (arena.path / "control").read_bytes() == control
+    span = image.chunks[-1]
+    for data in (before[span.begin : span.end - 1], before[span.begin : span.end + 1], b""):
+        with pytest.raises(ValueError, match=r"chunk 5, which has 816|buffer"):
+            arena.repair_chunk(0, len(image.chunks) - 1, data)
+    reader = Arena.open(arena.path)
+    with pytest.raises(TypeError):
+        reader.repair_chunk(0, 0, before[image.chunks[0].begin : image.chunks[0].end])
+    reader.close()
+    assert bytes(arena.slot(0)) == before
+
+
+def test_checks_do_not_keep_a_closed_arena_mapped(arena: Arena) -> None:
+    write(arena, 0, 3, hashed=False)
+    checks_of(arena).close()
+    other = Arena.open(arena.path)
+    assert other.checks is not None
+    mapped = Path("/proc/self/maps").read_text().count(str(arena.path / CHECKS_NAME))
+    other.close()
+    assert Path("/proc/self/maps").read_text().count(str(arena.path / CHECKS_NAME)) == mapped - 1
