@@ -59,10 +59,16 @@ def replica_partition(
 def mirror_nodes(
     nodes: Sequence[str], node: str, copies: int, racks: Mapping[str, str] | None = None
 ) -> tuple[str, ...]:
-    """The ``copies`` nodes that keep the packages of ``node``: the next ones in turn, those of other racks first."""
+    """The ``copies`` nodes that keep the packages of ``node``: the next ones in turn, those of other racks first.
+
+    Every node keeps about as many as any other where racks are equally large.
+    """
     place = nodes.index(node)
     others = [*nodes[place + 1 :], *nodes[:place]]
-    if racks:
-        own = racks.get(node, "")
-        others.sort(key=lambda other: bool(own) and racks.get(other, "") == own)
-    return tuple(others[:copies])
+    own = racks.get(node, "") if racks else ""
+    if not racks or not own:
+        return tuple(others[:copies])
+    far = [other for other in others if racks.get(other, "") != own]
+    turn = sum(racks.get(other, "") == own for other in nodes[:place]) % max(len(far), 1)
+    near = [other for other in others if racks.get(other, "") == own]
+    return (*far[turn:], *far[:turn], *near)[:copies]
