@@ -17,6 +17,7 @@ and each writer overwrites its own entry as a whole.
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from dataclasses import dataclass
@@ -35,12 +36,16 @@ _PHASE_BYTES = 16
 
 
 class SmpState(IntEnum):
-    """What an SMP does: ``WAITING`` for a configuration, ``GUARDING`` what it was told to, ``ENDING``."""
+    """What an SMP does: ``WAITING`` for a configuration, ``GUARDING`` what it was told to, ``ENDING``.
+
+    ``CANNOT``: it guards, but the snapshot that is to be protected cannot be, as things are.
+    """
 
     NONE = 0
     WAITING = 1
     GUARDING = 2
     ENDING = 3
+    CANNOT = 4
 
 
 @dataclass(frozen=True)
@@ -129,8 +134,9 @@ class Pulse:
         """The SMP's owner word (0: there is none), the age of its last sign of life in seconds, its state."""
         base = _SMP * _ENTRY_WORDS
         owner, beat_ns, state = (self._words[base + word] for word in (_OWNER, _BEAT_NS, _STATE))
-        age_secs = max(0, time.monotonic_ns() - beat_ns) / 1e9  # read last: a beat may come in between
-        return owner, age_secs, SmpState(state) if state <= SmpState.ENDING else SmpState.NONE
+        age_ns = time.monotonic_ns() - beat_ns  # the clock is read last: a beat in the future is none
+        age_secs = age_ns / 1e9 if age_ns >= 0 else math.inf
+        return owner, age_secs, SmpState(state) if state <= max(SmpState) else SmpState.NONE
 
     def leave(self) -> None:
         """This rank trains no more: nobody shall wait for its next beat. Later beats go nowhere."""

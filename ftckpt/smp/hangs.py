@@ -54,10 +54,10 @@ class HangWatch:
         Args:
             pulses: what the ranks of the node told.
             hang_secs: time without a beat of any live rank that counts as a hang; 0: none does.
-            now_ns: CLOCK_MONOTONIC.
+            now_ns: CLOCK_MONOTONIC, read after them.
         """
         ranks = tuple(pulses)
-        living = [pulse for pulse in ranks if pulse.lives is not False]
+        living = [pulse for pulse in ranks if pulse.lives is not False and pulse.beat_ns <= now_ns]
         if hang_secs <= 0 or not any(pulse.beats for pulse in living):  # the first iteration may take any time
             return None
         newest_ns = max(pulse.beat_ns for pulse in living)

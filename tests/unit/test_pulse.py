@@ -1,0 +1,159 @@
+"""What the ranks of a node and its SMP tell about themselves, and what nobody can be fooled by."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ftckpt.arena.directory import PULSE_NAME
+from ftckpt.arena.pulse import Pulse, SmpState
+
+REPOSITORY = Path(__file__).parents[2]
+
+RANK = """
+import sys, time
+from pathlib import Path
+from ftckpt.arena.pulse import Pulse
+pulse = Pulse.open(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
+pulse.beat(int(sys.argv[4]), sys.argv[5])
+print(pulse.problem, flush=True)
+time.sleep(100)
+"""
+
+
+def rank(directory: Path, *arguments: object) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", RANK, str(directory), *map(str, arguments)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=REPOSITORY)
+    assert process.stdout is not None and process.stdout.readline() == "None\n"
+    return process
+
+
+def words(directory: Path) -> np.memmap[tuple[int, int], np.dtype[np.uint64]]:
+    return np.memmap(directory / PULSE_NAME, np.uint64, "r+", shape=(256, 8))
+
+
+def test_an_observer_reads_what_ranks_of_other_processes_told(arena_root: Path) -> None:
+    observer = Pulse.open(arena_root, None)
+    assert observer.ranks() == []
+    processes = [rank(arena_root, 3, 17, 41, "optimizer"), rank(arena_root, 0, 9, 0, "a phase longer than that")]
+    try:
+        first, second = observer.ranks()
+        assert (first.place, first.rank, first.iteration, first.phase) == (0, 9, 0, "a phase longer t")
+        assert (second.place, second.rank, second.iteration, second.phase) == (3, 17, 41, "optimizer")
+        assert second.beats == 1 and second.lives and 0 <= time.monotonic_ns() - second.beat_ns < 60e9
+        os.kill(processes[0].pid, signal.SIGKILL)  # not waited for: a zombie trains no more
+        os.waitid(os.P_PID, processes[0].pid, os.WEXITED | os.WNOWAIT)
+        assert [pulse.lives for pulse in observer.ranks()] == [True, False]
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate(timeout=10)
+    assert [pulse.lives for pulse in observer.ranks()] == [False, False]
+    assert (arena_root / PULSE_NAME).stat().st_mode & 0o777 == 0o600
+
+
+def test_each_beat_moves_and_a_rank_that_left_is_not_waited_for(arena_root: Path) -> None:
+    mine, observer = Pulse.open(arena_root, 254, 5), Pulse.open(arena_root, None)
+    (joined,) = observer.ranks()
+    assert (joined.iteration, joined.phase, joined.beats) == (-1, "", 0)
+    seen = []
+    for iteration, phase in ((7, "forward"), (7, "forward"), (8, "")):
+        mine.beat(iteration, phase)
+        (told,) = observer.ranks()
+        assert (told.iteration, told.phase) == (iteration, phase)
+        seen.append((told.beats, told.beat_ns))
+    assert seen == sorted(set(seen)) and seen[0] > (0, joined.beat_ns)
+    mine.leave()
+    mine.beat(9, "start")
+    mine.leave()
+    assert observer.ranks() == []
+
+
+def test_a_process_that_got_the_pid_of_another_is_not_that_one(arena_root: Path) -> None:
+    mine, observer = Pulse.open(arena_root, 0), Pulse.open(arena_root, None)
+    mine.beat(1, "start")
+    page = words(arena_root)
+    page[0, 0] += np.uint64(1 << 22)  # the same pid, started a tick later
+    assert observer.ranks()[0].lives is False
+    page[0, 1] += np.uint64(1)
+    assert observer.ranks()[0].lives is None, "in another pid namespace it cannot be told"
+
+
+def test_a_new_attempt_begins_its_entry_anew(arena_root: Path) -> None:
+    old = Pulse.open(arena_root, 0, 1)
+    old.beat(500, "backward")
+    observer, new = Pulse.open(arena_root, None), Pulse.open(arena_root, 0, 2)
+    (told,) = observer.ranks()
+    assert (told.rank, told.iteration, told.phase, told.beats) == (2, -1, "", 0)
+    new.beat(3, "start")
+    assert observer.ranks()[0].iteration == 3
+
+
+def test_the_smp_is_alive_while_it_beats(arena_root: Path) -> None:
+    trainer, smp = Pulse.open(arena_root, 0), Pulse.open(arena_root, None)
+    assert not trainer.smp_alive(60) and trainer.smp()[0] == 0
+    smp.beat_smp(SmpState.WAITING)
+    assert trainer.smp_alive(60) and trainer.smp()[2] == SmpState.WAITING
+    smp.beat_smp()
+    assert trainer.smp()[2] == SmpState.GUARDING
+    time.sleep(0.05)
+    assert not trainer.smp_alive(0.04), "its last sign of life is too old"
+    smp.beat_smp()
+    assert trainer.smp_alive(60)
+    words(arena_root)[255, 0] += np.uint64(1 << 22)
+    assert not trainer.smp_alive(60), "another process has its pid"
+    smp.leave_smp()
+    assert not trainer.smp_alive(60)
+    assert [pulse.place for pulse in trainer.ranks()] == [0], "the SMP is no rank"
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_foreign_bytes_name_no_live_process_and_hurt_nobody(arena_root: Path, seed: int) -> None:
+    (arena_root / PULSE_NAME).write_bytes(random.Random(seed).randbytes(20000))
+    (arena_root / PULSE_NAME).chmod(0o644)
+    mine = Pulse.open(arena_root, 3, 4)
+    assert mine.problem is None and not mine.smp_alive(60)
+    told = {pulse.place: pulse for pulse in mine.ranks()}
+    assert not any(pulse.lives for place, pulse in told.items() if place != 3)
+    assert all(pulse.phase.isprintable() for pulse in told.values())
+    assert told[3].lives and (told[3].rank, told[3].iteration) == (4, -1)
+    assert (arena_root / PULSE_NAME).stat().st_mode & 0o777 == 0o600
+    assert (arena_root / PULSE_NAME).stat().st_size == 20000, "never cut: others may have it mapped"
+
+
+def test_without_a_page_training_goes_on(arena_root: Path) -> None:
+    (arena_root / "elsewhere").write_bytes(b"")
+    (arena_root / PULSE_NAME).symlink_to(arena_root / "elsewhere")
+    for directory, place in ((arena_root, 0), (arena_root / "nowhere", 0), (arena_root, 255), (arena_root, -1)):
+        pulse = Pulse.open(directory, place)
+        assert pulse.problem is not None and PULSE_NAME in pulse.problem
+        pulse.beat(1, "start")
+        pulse.leave()
+        assert pulse.ranks() == [] and not pulse.smp_alive(60)
+    assert (arena_root / "elsewhere").stat().st_size == 0
+
+
+def test_no_number_can_stop_a_beat(arena_root: Path) -> None:
+    pulse = Pulse.open(arena_root, 0, -7)
+    for iteration, phase in ((-1, "start"), (-99, "é\0\n"), (1 << 62, "")):
+        pulse.beat(iteration, phase)
+    assert pulse.ranks()[0].iteration == 1 << 62 and pulse.ranks()[0].rank == -1
+
+
+def test_a_beat_takes_microseconds(arena_root: Path) -> None:
+    pulse, took = Pulse.open(arena_root, 0), []
+    for _ in range(20):
+        begin = time.perf_counter()
+        for _ in range(1000):
+            pulse.beat(1, "forward")
+        took.append((time.perf_counter() - begin) / 1000)
+    assert statistics.median(took) < 20e-6, f"{statistics.median(took) * 1e6:.1f} us"
