@@ -19,8 +19,8 @@ def shard_at(path: Path) -> str:
 
 
 def used_bytes(path: Path) -> int:
-    """Memory of the slots of the arena at ``path``, in bytes."""
-    return sum(file.stat().st_blocks * 512 for file in path.glob("slot*"))
+    """Memory of the slots of the arena at ``path``, in bytes; a slot whose memory nobody holds any more has none."""
+    return sum(file.stat().st_blocks * 512 for file in path.glob("slot*") if file.exists())
 
 
 def num_allocated(arena: Arena) -> int:

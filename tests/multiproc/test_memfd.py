@@ -25,8 +25,10 @@ from ftckpt.arena.directory import remove_tree
 from ftckpt.arena.leftovers import used_bytes
 from ftckpt.arena.mapping import create_mapping, open_mapping
 from ftckpt.arena.memory import check_budget
+from ftckpt.arena.process import Process
 from ftckpt.arena.segment import Arena, node_directory, remove_arena
-from ftckpt.errors import ArenaError, CorruptError, FtckptError, MemoryBudgetError, UnsupportedError
+from ftckpt.errors import ArenaError, CorruptError, FtckptError, MemoryBudgetError, SmpError, UnsupportedError
+from ftckpt.smp.client import SmpClient, find_or_start
 from ftckpt.smp.memfd import HeldMemory
 from ftckpt.state.fragment import Box, Fragment
 from ftckpt.state.manifest import Manifest
@@ -261,7 +263,7 @@ def test_what_nobody_holds_is_lost_by_name(node: Node) -> None:
         CorruptError, match=rf"slot0.safetensors: lost: process {pid}, which held its memory, has ended"
     ):
         Arena.open(arena.path)
-    assert memfd.keep(arena.path) == 0
+    assert memfd.keep(arena.path) == used_bytes(arena.path) == 0
     remove_arena(arena.path)  # and it is cleaned as any other
     assert list(node.path.iterdir()) == []
 
@@ -449,6 +451,76 @@ def test_the_cost_of_a_look_that_finds_nothing(node: Node) -> None:
         assert memfd.keep(arena.path) == 0
     assert (time.perf_counter() - begin) / 100 < 0.01
     arena.remove()
+
+
+@pytest.fixture
+def smp(root: Path) -> Iterator[SmpClient]:
+    """The SMP of a node whose trainer is this process, which has it hold memory."""
+    node_dir = node_directory(root, "job", "node")
+    client = find_or_start(node_dir, root, "job", "node", {})
+    memfd.use_memfds(node_dir, lambda request: client.call(request, 30.0))
+    yield client
+    memfd.stop_memfds(node_dir)
+    client.end(30.0)
+
+
+def kill(client: SmpClient) -> int:
+    pid = int(client.hello()["pid"])
+    process = Process.open(pid)
+    assert process is not None
+    os.kill(pid, signal.SIGKILL)
+    assert process.gone(30.0)
+    process.close()
+    return pid
+
+
+def test_the_smp_holds_memory(smp: SmpClient) -> None:
+    path = smp.node_dir / f"{manifest().shard}.{manifest().digest.hex()[:8]}"
+
+    def train() -> None:
+        arena = Arena.create(smp.node_dir, manifest(), 2)
+        arena.lock(0)
+        write(arena, 0, 7)
+
+    in_trainer(train)
+    assert smp.status()["held_bytes"] >= 6 * MIB
+    require_whole(path)
+    remove_arena(path)
+    deadline = time.monotonic() + 30
+    while smp.status()["held_bytes"]:  # it looks by itself
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_a_killed_smp_gets_the_memory_back_from_the_trainer(smp: SmpClient) -> None:
+    arena = Arena.create(smp.node_dir, manifest(), 2)
+    write(arena, 0, 7)
+    old = kill(smp)
+    with pytest.raises(SmpError):
+        memfd.keep(arena.path)
+    find_or_start(smp.node_dir, smp.root, "job", "node", {})
+    assert memfd.keep(arena.path) == 2
+    arena.close()
+    assert smp.hello()["pid"] != old
+    require_whole(arena.path)
+    assert smp.status()["held_bytes"] == 2 * arena.image.file_bytes
+    remove_arena(arena.path)
+
+
+def test_an_smp_that_holds_memory_does_not_end_for_want_of_trainers(root: Path) -> None:
+    node_dir = node_directory(root, "job", "node")
+    client = find_or_start(node_dir, root, "job", "node", {"smp_idle_secs": 1.0})
+    memfd.use_memfds(node_dir, lambda request: client.call(request, 30.0))
+    arena = Arena.create(node_dir, manifest(), 2)
+    write(arena, 0, 7)
+    arena.close()
+    begun = time.monotonic()
+    while time.monotonic() < begun + 3:
+        assert client.status()["held_bytes"]
+        time.sleep(0.1)
+    require_whole(arena.path)
+    memfd.stop_memfds(node_dir)
+    client.end(30.0)
 
 
 def test_a_holder_in_this_process(root: Path) -> None:
