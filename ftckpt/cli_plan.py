@@ -219,9 +219,8 @@ def run(arguments: argparse.Namespace) -> int:
     print(f"{job.ranks} ranks on {len(told.memory)} nodes, protect {names}, {slots} slots per arena")
     for line in told.lines():
         print(line)
-    print(
-        f"a snapshot is protected every {every} iterations" if every > 1 else "each iteration's snapshot is protected"
-    )
+    if modes.names:
+        print("protected is " + (f"one iteration of {every}" if every > 1 else "every iteration"))
     for text in assumed:
         print(f"assumed: {text}")
     return 0

@@ -1,0 +1,303 @@
+"""Groups: nobody fails with another member, names follow from contents, modes fit the layout."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ftckpt.arena.image import SlotImage
+from ftckpt.errors import ConfigError
+from ftckpt.protect.groups import (
+    HeldSection,
+    Holding,
+    Member,
+    Modes,
+    ParityGroup,
+    mirror_nodes,
+    mirrors,
+    node_groups,
+    pack_lengths,
+    peer_groups,
+    replica_partition,
+    resolve_modes,
+    slot_group,
+    slot_group_name,
+    slot_groups,
+    spread,
+    unpack_lengths,
+)
+from ftckpt.state.fragment import Box, Fragment
+from ftckpt.state.manifest import Manifest, Section
+
+CHUNK = 4096
+
+
+def holding(shard: str, node: str, *sections: HeldSection, rack: str = "", volatile: tuple[int, ...] = ()) -> Holding:
+    behind = sum(len(section.lengths) for section in sections)
+    return Holding(shard, node, rack, f"{shard}.x", "00", CHUNK, sections, (behind, volatile))
+
+
+def private(*lengths: int) -> HeldSection:
+    return HeldSection("private", "", "", 0, lengths)
+
+
+def members(*nodes: str) -> list[Member]:
+    return [Member(f"s{i}", node, f"a{i}", 0, (CHUNK, 100)) for i, node in enumerate(nodes)]
+
+
+@given(st.lists(st.integers(0, 5), max_size=40), st.sampled_from([0, 2, 3, 8]), st.integers(2, 4))
+@settings(max_examples=300)
+def test_spread_never_puts_two_of_a_domain_together(domains: list[int], most: int, least: int) -> None:
+    people = list(enumerate(domains))
+    groups = spread(people, lambda person: str(person[1]), most, least)
+    assert sorted(person for group in groups for person in group) == people
+    for group in groups:
+        assert len({domain for _, domain in group}) == len(group)
+        assert not most or len(group) <= max(most, 2 * least)
+    largest = max(Counter(domains).values(), default=0)
+    if any(len(group) < least for group in groups):
+        assert largest > len(domains) // least  # one domain outnumbers all others: it cannot be helped
+    assert max(map(len, groups), default=0) - min(map(len, groups), default=0) <= 1
+
+
+def test_spread_takes_the_kth_of_each_domain() -> None:
+    people = ["a0", "a1", "b0", "b1", "c0", "c1"]
+    assert spread(people, lambda p: p[0]) == [["a0", "b0", "c0"], ["a1", "b1", "c1"]]
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 3)), max_size=30), st.booleans())
+@settings(max_examples=300)
+def test_a_replica_set_is_split_over_nodes_and_racks(places: list[tuple[int, int]], labels: bool) -> None:
+    nodes = [node for node, _ in places]
+    racks = [f"r{node % 3}" if labels else "" for node in nodes]
+    groups = replica_partition(range(len(places)), lambda r: f"n{nodes[r]}", racks.__getitem__)
+    assert sorted(rank for group in groups for rank in group) == list(range(len(places)))
+    for group in groups:
+        assert len({nodes[rank] for rank in group}) == len(group)
+    counts = Counter(racks)
+    if labels and len(counts) > 1 and max(counts.values()) <= len(places) - max(counts.values()):
+        for group in groups:  # no rack outnumbers the others: each group can do without sharing one
+            assert len({racks[rank] for rank in group}) == len(group) > 1
+
+
+def test_who_finds_no_other_rack_stands_with_its_own() -> None:
+    rack = {0: "a", 1: "a", 2: "a", 3: "b"}
+    groups = replica_partition(range(4), lambda r: f"n{r}", rack.__getitem__)
+    assert sorted(groups) == [(0, 3), (1, 2)]
+    assert replica_partition([4, 7], lambda r: "n", lambda r: "") == [(4,), (7,)]  # one node: nothing guards them
+
+
+def test_a_groups_name_follows_from_everything_in_it() -> None:
+    base = ParityGroup.of("peer", "xor", 1, CHUNK, members("a", "b"))
+    others = [
+        ParityGroup.of("node", "xor", 1, CHUNK, members("a", "b")),
+        ParityGroup.of("peer", "rs", 1, CHUNK, members("a", "b")),
+        ParityGroup.of("peer", "xor", 1, CHUNK + 1, members("a", "b")),
+        ParityGroup.of("peer", "xor", 1, CHUNK, members("a", "c")),
+        ParityGroup.of("peer", "xor", 1, CHUNK, members("a", "b")[::-1]),
+    ]
+    assert len({group.name for group in [base, *others]}) == 6
+    told = json.loads(json.dumps(base.to_json()))
+    assert ParityGroup.from_json(told) == base
+    with pytest.raises(ValueError, match="digest"):
+        ParityGroup.from_json({**told, "losses": 1, "chunk_bytes": CHUNK + 1})
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"members": members("a")}, "two members"),
+        ({"members": members("a", "b") + members("a")}, "another shard"),
+        ({"losses": 2}, "cannot survive"),
+        ({"losses": 0}, "cannot survive"),
+        ({"members": members("a", "b", "c"), "losses": 2}, "cannot survive"),
+        ({"mode": "raid"}, "unknown mode"),
+        ({"code": "crc"}, "code 'crc'"),
+        ({"chunk_bytes": 99}, "too long"),
+        ({"members": [Member("s", "n", "a", -1, (1,)), *members("b")]}, "negative"),
+        ({"members": [Member("s", "n", "a", 0, (0,)), *members("b")]}, "empty"),
+    ],
+)
+def test_impossible_groups_are_refused(change: dict[str, Any], text: str) -> None:
+    settings: dict[str, Any] = {"mode": "peer", "code": "xor", "losses": 1, "chunk_bytes": CHUNK} | {
+        "members": members("a", "b")
+    }
+    with pytest.raises(ValueError, match=text):
+        ParityGroup.of(**settings | change)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [{}, {"members": 3}, {"members": [["s"]]}, {"members": [["s", "n", "a", 0, [[1 << 40, 4]], -1]] * 2}, []],
+)
+def test_foreign_json_is_a_value_error(value: Any) -> None:
+    with pytest.raises(ValueError, match="not a parity group"):
+        ParityGroup.from_json(value)
+    with pytest.raises(ValueError, match="not a holding"):
+        Holding.from_json(value)
+
+
+@given(st.lists(st.integers(1, 3), max_size=50))
+def test_lengths_are_packed_and_back(lengths: list[int]) -> None:
+    assert unpack_lengths(json.loads(json.dumps(pack_lengths(lengths)))) == tuple(lengths)
+
+
+def fragment(key: str, nbytes: int) -> Fragment:
+    return Fragment.whole(key, "U8", (nbytes,), Box((0,), (nbytes,)))
+
+
+def test_a_holding_is_cut_as_the_slot_is() -> None:
+    name = slot_group_name("replica", ["tp0", "tp1"], ["tp0", "tp1"])
+    manifest = Manifest(
+        coords={"tp": 0},
+        layout={"tp": 2},
+        stepped=(fragment("a", 5000), fragment("b", 9000), fragment(f"__parity__/{name}", 4200)),
+        volatile=(fragment("v", 77),),
+        objects_bytes=1000,
+        chunk_bytes=CHUNK,
+        sections=(Section("private", 1), Section("shared", 1, name), Section("parity", 1, name)),
+    )
+    image = SlotImage.of(manifest)
+    held = Holding.of(image, "n0", "r0", "tp0.abc")
+    assert [(s.kind, s.first, s.lengths) for s in held.sections] == [
+        ("private", 0, (4096, 904)),
+        ("shared", 2, (4096, 4096, 808)),
+        ("parity", 5, (4096, 104)),
+    ]
+    assert held.volatile == (7, (77,)) and held.private == (4096, 904)
+    assert held.lengths == tuple(chunk.nbytes for chunk in image.chunks)
+    assert held.slot_bytes == image.file_bytes and held.digest == manifest.digest.hex()
+    assert held.package_bytes > 1000 + 77 + 8 * 8
+    assert Holding.from_json(json.loads(json.dumps(held.to_json()))) == held
+
+
+def test_node_groups_take_all_chunks_of_all_arenas_of_a_node() -> None:
+    holdings = [holding(f"s{i}", f"n{i // 3}", private(CHUNK, i + 1), volatile=(7,)) for i in range(7)]
+    groups = node_groups(holdings[::-1])
+    assert [[m.shard for m in g.members] for g in groups] == [["s0", "s1", "s2"], ["s3", "s4", "s5"]]  # s6 is alone
+    assert groups[0].members[1].lengths == (CHUNK, 2, 7) and groups[0].code == "xor" and groups[0].losses == 1
+    assert groups == node_groups(holdings)
+
+
+def test_peer_groups_take_what_no_slot_group_covers_of_arenas_on_different_nodes() -> None:
+    name = slot_group_name("replica", ["s0", "s1"], ["s0", "s1"])
+    holdings = [
+        holding(f"s{i}", f"n{i // 2}", private(CHUNK, 9), HeldSection("shared", name, "", 2, (5,)), volatile=(7,))
+        for i in range(8)
+    ]
+    groups = peer_groups(holdings, Modes(peer=True))
+    assert len(groups) == 2
+    for group in groups:
+        assert [member.node for member in group.members] == ["n0", "n1", "n2", "n3"]
+        assert {member.lengths for member in group.members} == {(CHUNK, 9)}
+    assert peer_groups(holdings, Modes()) == []
+    two = peer_groups(holdings, Modes(peer=True, peer_group=2))
+    assert sorted(tuple(m.node for m in g.members) for g in two) == [("n0", "n2")] * 2 + [("n1", "n3")] * 2
+    assert peer_groups(holdings[::-1], Modes(peer=True)) == groups
+
+
+def test_peers_are_in_different_racks_and_large_arenas_stand_together() -> None:
+    holdings = [
+        holding(f"s{n}{r}", f"n{n}", private(*[CHUNK] * (9 if (n + r) % 2 else 2)), rack=f"r{n // 2}")
+        for n in range(4)
+        for r in range(2)
+    ]
+    groups = peer_groups(holdings, Modes(peer=True))
+    racks = {h.node: h.rack for h in holdings}
+    for group in groups:
+        assert len({racks[member.node] for member in group.members}) == len(group.members) == 2
+        assert len({len(member.lengths) for member in group.members}) == 1
+
+
+def test_a_small_group_spares_what_it_can() -> None:
+    holdings = [holding(f"s{n}{r}", f"n{n}", private(CHUNK)) for n in range(3) for r in range(3 if n else 1)]
+    groups = peer_groups(holdings, Modes(peer=True, peer_code="rs", peer_losses=2))
+    assert sorted((len(group.members), group.losses) for group in groups) == [(2, 1), (2, 1), (3, 2)]
+
+
+@pytest.mark.parametrize("mode", ["replica", "copy"])
+def test_slot_groups_are_read_from_the_sections(mode: str) -> None:
+    shards = ["dp0", "dp1", "dp2"]
+    name = slot_group_name(mode, shards[::-1], shards)
+    kind = "parity" if mode == "replica" else "copy"
+    holdings = [
+        holding(
+            s, f"n{s}", private(5), HeldSection("shared", name, "", 1, (CHUNK,)), HeldSection(kind, name, "", 2, (9,))
+        )
+        for s in shards
+    ]
+    (group,) = slot_groups(holdings[::-1])
+    assert (group.name, group.mode, group.code, group.in_slots) == (
+        name, mode, "xor" if mode == "replica" else "mirror", True
+    )  # fmt: skip
+    assert [(m.shard, m.first, m.lengths, m.blocks) for m in group.members] == [(s, 1, (CHUNK,), 2) for s in shards]
+    assert group == slot_group(name, mode, CHUNK, group.members[::-1])
+    assert slot_groups(holdings[:2]) == []  # geometry is not known without all members
+    assert ParityGroup.from_json(json.loads(json.dumps(group.to_json()))) == group
+    assert slot_group_name(mode, shards[:2], shards) != slot_group_name(mode, shards[:2], shards[:2])
+
+
+def test_packages_go_to_the_next_nodes_other_racks_first() -> None:
+    nodes = [f"n{i}" for i in range(6)]
+    assert mirror_nodes(nodes, "n4", 2) == ("n5", "n0")
+    assert mirror_nodes(nodes, "n4", 9) == ("n5", "n0", "n1", "n2", "n3")
+    assert mirror_nodes(["n"], "n", 2) == ()
+    racks = {node: f"r{place // 3}" for place, node in enumerate(nodes)}
+    kept = [mirror_nodes(nodes, node, 2, racks) for node in nodes]
+    assert all(racks[other] != racks[node] for node, others in zip(nodes, kept, strict=True) for other in others)
+    assert set(Counter(other for others in kept for other in others).values()) == {2}  # nobody keeps all
+    assert mirror_nodes(nodes, "n0", 4, racks)[3] in ("n1", "n2")
+    holdings = [holding(f"s{node}", node, private(5)) for node in nodes]
+    assert mirrors(holdings, Modes(node=True))["sn3"] == ("n3",)
+    assert mirrors(holdings, Modes(peer=True, peer_code="rs", peer_losses=3))["sn3"] == ("n3", "n4", "n5", "n0")
+
+
+def places(ranks: int, per_node: int) -> list[tuple[str, str, str]]:
+    return [(f"s{rank}", f"n{rank // per_node}", "") for rank in range(ranks)]
+
+
+@pytest.mark.parametrize(
+    ("protect", "ranks", "per_node", "spans", "expected"),
+    [
+        ("auto", 16, 8, True, "node,replica,peer"),
+        ("auto", 16, 8, False, "node,peer"),
+        ("auto", 4, 2, False, "peer"),
+        ("auto", 7, 4, False, "node,peer"),
+        ("auto", 5, 4, False, "peer"),
+        ("auto", 8, 8, False, "node"),
+        ("auto", 2, 2, False, ""),
+        ("none", 16, 8, True, ""),
+        ("copy,peer", 16, 8, True, "copy,peer"),
+        ("peer,node", 16, 8, True, "node,peer"),
+        ("node", 2, 2, False, "node"),
+    ],
+)
+def test_modes_fit_the_layout(protect: str, ranks: int, per_node: int, spans: bool, expected: str) -> None:
+    assert ",".join(resolve_modes(protect, places(ranks, per_node), spans).names) == expected
+
+
+@pytest.mark.parametrize(
+    ("protect", "per_node", "settings", "text"),
+    [
+        ("node", 1, {}, "protect: node needs two ranks"),
+        ("peer", 8, {}, "protect: peer needs two nodes"),
+        ("replica", 2, {}, "protect: replica needs state"),
+        ("node,copy", 2, {}, "protect: copy needs state"),
+        ("raid", 2, {}, "protect: 'raid'"),
+        ("peer", 2, {"peer_losses": 2}, "peer_losses: xor survives one"),
+        ("peer", 2, {"peer_losses": 4, "peer_code": "rs"}, "peer_losses: 4 lost of a group of 4"),
+        ("peer", 1, {"peer_losses": 2, "peer_code": "rs", "peer_group": 2}, "a larger peer_group"),
+        ("auto", 2, {"peer_losses": 4, "peer_code": "mirror"}, "peer_losses"),
+        ("peer", 2, {"peer_losses": 0}, "peer_losses: 0"),
+        ("peer", 2, {"peer_group": 1}, "peer_group: a group of 1"),
+        ("peer", 2, {"peer_code": "raid6"}, "peer_code"),
+    ],
+)
+def test_modes_that_cannot_work_are_named(protect: str, per_node: int, settings: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        resolve_modes(protect, places(8, per_node), False, **settings)
