@@ -1,0 +1,427 @@
+"""The SMP's checks: whichever store is the last, and whatever bit flips, no reader is told what was not found."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import stat
+import struct
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import xxhash
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ftckpt.arena.checks import Check, Checks, CheckState, checks_bytes
+from ftckpt.errors import ArenaError, ConfigError, CorruptError, MemoryBudgetError, MismatchError
+
+CHUNKS = 3
+SLOTS = 2
+DIGEST = b"d" * 16
+OLD, NEW = b"o" * 16, b"n" * 16
+RECORD = 4096 + 128
+"""Where the record of slot 1 begins."""
+
+
+@pytest.fixture
+def arena_dir() -> Iterator[Path]:
+    path = Path(tempfile.mkdtemp(prefix="ftckpt-test-checks-", dir="/dev/shm"))
+    yield path
+    shutil.rmtree(path)
+
+
+def new_checks(arena_dir: Path, kind: type[Checks] = Checks) -> Checks:
+    return kind.create_or_open(arena_dir, SLOTS, CHUNKS, DIGEST, True)
+
+
+def hashes_of(iteration: int) -> Any:
+    return np.arange(CHUNKS, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(iteration)
+
+
+def check(checks: Checks, slot: int, lineage: bytes, iteration: int) -> None:
+    checks.store_checked(slot, lineage, iteration, 10 * iteration, hashes_of(iteration), 0.25 * iteration)
+
+
+def assert_tells(found: Check | None, state: CheckState, lineage: bytes, iteration: int) -> None:
+    assert found is not None and found.state == state
+    assert found.key == (lineage, iteration, 10 * iteration) and found.gap_secs == 0.25 * iteration
+    assert found.chunk_hashes.dtype == np.uint64
+    assert found.chunk_hashes.tolist() == hashes_of(iteration).tolist()
+
+
+def test_checked_then_covered_as_readers_see_it(arena_dir: Path) -> None:
+    writer = new_checks(arena_dir)
+    reader = Checks.create_or_open(arena_dir, SLOTS, CHUNKS, DIGEST, False)
+    assert [reader.read(slot) for slot in range(SLOTS)] == [None, None]
+    check(writer, 1, NEW, 3)
+    assert_tells(reader.read(1), CheckState.CHECKED, NEW, 3)
+    writer.store_covered(1, NEW, 3, 30)
+    assert_tells(reader.read(1), CheckState.COVERED, NEW, 3)
+    assert reader.read(0) is None
+    check(writer, 1, NEW, 5)
+    assert_tells(reader.read(1), CheckState.CHECKED, NEW, 5)
+    writer.clear(1)
+    assert reader.read(1) is None
+    check(writer, 1, NEW, 6)
+    writer.close()
+    again = new_checks(arena_dir)
+    assert_tells(again.read(1), CheckState.CHECKED, NEW, 6)
+    assert not reader.replaced and not again.replaced
+    with pytest.raises(TypeError):
+        reader.clear(0)
+    reader.close()
+    again.close()
+
+
+def test_the_file_is_private_and_whole(arena_dir: Path) -> None:
+    before = os.umask(0)
+    try:
+        new_checks(arena_dir).close()
+    finally:
+        os.umask(before)
+    status = (arena_dir / "checks").stat()
+    assert stat.S_IMODE(status.st_mode) == 0o600
+    assert status.st_size == checks_bytes(SLOTS, CHUNKS) <= status.st_blocks * 512
+    assert [file.name for file in arena_dir.iterdir()] == ["checks"]
+
+
+def test_documented_offsets(arena_dir: Path) -> None:
+    checks = new_checks(arena_dir)
+    check(checks, 1, NEW, 4)
+    checks.store_covered(1, NEW, 4, 40)
+    checks.lease(1, time.monotonic_ns() + 10**9)
+    raw = (arena_dir / "checks").read_bytes()
+    checks.close()
+    assert raw[:8] == b"FTCKPTCK" and struct.unpack_from("<III", raw, 8) == (1, SLOTS, CHUNKS)
+    assert raw[32:48] == DIGEST and struct.unpack_from("<Q", raw, 504)[0] == xxhash.xxh3_64_intdigest(raw[:504])
+    assert raw[512:520] == bytes(8) and raw[520:528] != bytes(8)
+    assert raw[RECORD] == 2 and struct.unpack_from("<16sqQd", raw, RECORD + 8) == (NEW, 4, 40, 1.0)
+    assert raw[RECORD + 64 : RECORD + 64 + 8 * CHUNKS] == hashes_of(4).tobytes()
+    covered = raw[RECORD + 8 : RECORD + 48] + raw[RECORD + 64 : RECORD + 128]
+    assert struct.unpack_from("<Q", raw, RECORD + 56)[0] == xxhash.xxh3_64_intdigest(covered, seed=1)
+    proof = xxhash.xxh3_64_intdigest(raw[RECORD + 56 : RECORD + 64] + b"\2", seed=1)
+    assert struct.unpack_from("<Q", raw, RECORD + 48)[0] == proof
+
+
+class Killed(Exception):
+    pass
+
+
+class Dying(Checks):
+    """Dies inside the store number ``fatal``, once ``partial`` bytes of it are written."""
+
+    stores = 0
+    fatal = -1
+    partial = 0
+
+    def _store(self, offset: int, data: bytes) -> None:
+        self.stores += 1
+        if self.stores == self.fatal:
+            super()._store(offset, data[: self.partial])
+            raise Killed
+        super()._store(offset, data)
+
+
+def deaths(arena_dir: Path, prepare: Callable[[Checks], None], act: Callable[[Checks], None]) -> Iterator[bool]:
+    """Leave the file as each possible death during ``act`` does, in turn; yields whether ``act`` was complete."""
+    fatal = 1
+    while True:
+        for partial in range(33):
+            (arena_dir / "checks").unlink(missing_ok=True)
+            dying = new_checks(arena_dir, Dying)
+            assert isinstance(dying, Dying)
+            prepare(dying)
+            dying.stores, dying.fatal, dying.partial = 0, fatal, partial
+            complete = True
+            try:
+                act(dying)
+            except Killed:
+                complete = False
+            dying.close()
+            yield complete
+            if complete:
+                assert dying.stores == fatal - 1
+                return
+        fatal += 1
+
+
+def prepare_both(checks: Checks) -> None:
+    check(checks, 0, OLD, 1)
+    check(checks, 1, OLD, 2)
+    checks.store_covered(0, OLD, 1, 10)
+    checks.store_covered(1, OLD, 2, 20)
+
+
+def test_death_at_any_store_of_checked(arena_dir: Path) -> None:
+    seen = set()
+    for complete in deaths(arena_dir, prepare_both, lambda checks: check(checks, 1, NEW, 3)):
+        for writable in (False, True):
+            checks = Checks.create_or_open(arena_dir, SLOTS, CHUNKS, DIGEST, writable)
+            assert_tells(checks.read(0), CheckState.COVERED, OLD, 1)
+            found = checks.read(1)
+            checks.close()
+            if found is None:
+                assert not complete
+                seen.add("none")
+            elif found.lineage == OLD:
+                assert_tells(found, CheckState.COVERED, OLD, 2)
+                assert not complete
+                seen.add("old")
+            else:
+                assert_tells(found, CheckState.CHECKED, NEW, 3)
+                seen.add("new")
+    assert seen == {"old", "none", "new"}
+
+
+def test_death_at_any_store_of_covered(arena_dir: Path) -> None:
+    def prepare(checks: Checks) -> None:
+        prepare_both(checks)
+        check(checks, 1, NEW, 3)
+
+    seen = set()
+    for complete in deaths(arena_dir, prepare, lambda checks: checks.store_covered(1, NEW, 3, 30)):
+        checks = Checks.create_or_open(arena_dir, SLOTS, CHUNKS, DIGEST, False)
+        found = checks.read(1)
+        checks.close()
+        assert found is not None
+        assert_tells(found, found.state, NEW, 3)
+        assert not complete or found.state == CheckState.COVERED
+        seen.add(found.state)
+    assert seen == {CheckState.CHECKED, CheckState.COVERED}
+
+
+def test_death_at_any_store_of_clear(arena_dir: Path) -> None:
+    for complete in deaths(arena_dir, prepare_both, lambda checks: checks.clear(1)):
+        checks = Checks.create_or_open(arena_dir, SLOTS, CHUNKS, DIGEST, False)
+        found = checks.read(1)
+        checks.close()
+        if found is not None:
+            assert_tells(found, CheckState.COVERED, OLD, 2)
+        assert found is None or not complete
+
+
+@pytest.mark.parametrize("covered", [False, True])
+def test_no_bit_flip_claims_more_or_else(arena_dir: Path, covered: bool) -> None:
+    checks = new_checks(arena_dir)
+    check(checks, 1, NEW, 3)
+    if covered:
+        checks.store_covered(1, NEW, 3, 30)
+    state = CheckState.COVERED if covered else CheckState.CHECKED
+    data = checks._data
+    for at in range(RECORD, RECORD + 128):
+        for bit in range(8):
+            data[at] ^= 1 << bit
+            found = checks.read(1)
+            data[at] ^= 1 << bit
+            harmless = RECORD < at < RECORD + 8 or (not covered and RECORD + 48 <= at < RECORD + 56)
+            assert (found is not None) == harmless, (at - RECORD, bit)
+            if found is not None:
+                assert_tells(found, state, NEW, 3)
+    checks.close()
+
+
+def test_a_state_byte_alone_proves_nothing(arena_dir: Path) -> None:
+    checks = new_checks(arena_dir)
+    for prepare in (
+        lambda: None,
+        lambda: check(checks, 1, NEW, 3),
+        lambda: checks.store_covered(1, NEW, 3, 30),
+        lambda: check(checks, 1, NEW, 4),  # the proof of the one before is gone
+        lambda: checks.clear(1),
+    ):
+        prepare()
+        before = checks.read(1)
+        kept = checks._data[RECORD]
+        for state in range(256):
+            checks._data[RECORD] = state
+            found = checks.read(1)
+            if found is not None:
+                assert before is not None and found.state <= before.state and found.key == before.key
+        checks._data[RECORD] = kept
+    checks.close()
+
+
+def test_records_of_two_slots_cannot_be_exchanged(arena_dir: Path) -> None:
+    checks = new_checks(arena_dir)
+    prepare_both(checks)
+    checks._data[4096:RECORD] = bytes(checks._data[RECORD : RECORD + 128])
+    assert checks.read(0) is None
+    checks.close()
+
+
+def test_what_is_covered_must_be_what_was_checked(arena_dir: Path) -> None:
+    checks = new_checks(arena_dir)
+    for args in ((1, NEW, 3, 30), (0, NEW, 3, 30), (1, OLD, 3, 30), (1, NEW, 4, 30), (1, NEW, 3, 31)):
+        with pytest.raises(ArenaError, match="not CHECKED for iteration"):
+            checks.store_covered(*args)
+        check(checks, 1, NEW, 3)
+    assert_tells(checks.read(1), CheckState.CHECKED, NEW, 3)
+    checks.close()
+
+
+def test_a_reader_beside_the_writer_never_sees_a_mixture(arena_dir: Path) -> None:
+    writer = new_checks(arena_dir)
+    ended = threading.Event()
+
+    def write() -> None:
+        for iteration in range(1, 4000):
+            check(writer, 1, NEW, iteration)
+            if iteration % 3 == 0:
+                writer.store_covered(1, NEW, iteration, 10 * iteration)
+        ended.set()
+
+    thread = threading.Thread(target=write)
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        thread.start()
+        reader = Checks.create_or_open(arena_dir, SLOTS, CHUNKS, DIGEST, False)
+        deadline = time.monotonic() + 60
+        while not ended.is_set() and time.monotonic() < deadline:
+            found = reader.read(1)
+            if found is not None:
+                assert_tells(found, found.state, NEW, found.iteration)
+                assert found.state == CheckState.CHECKED or found.iteration % 3 == 0
+        thread.join(60)
+    finally:
+        sys.setswitchinterval(before)
+    assert ended.is_set()
+    reader.close()
+    writer.close()
+
+
+def test_leases(arena_dir: Path) -> None:
+    writer = new_checks(arena_dir)
+    reader = Checks.create_or_open(arena_dir, SLOTS, CHUNKS, DIGEST, False)
+    assert [reader.leased(slot) for slot in range(SLOTS)] == [False, False]
+    writer.lease(1, time.monotonic_ns() + 50 * 10**9)
+    assert [reader.leased(slot) for slot in range(SLOTS)] == [False, True]
+    writer.release(1)
+    assert not reader.leased(1)
+    writer.lease(0, time.monotonic_ns() + 20 * 10**6)
+    time.sleep(0.03)
+    assert not reader.leased(0)
+    with pytest.raises(ValueError, match="more than 60 s"):
+        writer.lease(0, time.monotonic_ns() + 61 * 10**9)
+    for forged in (time.monotonic_ns() + 62 * 10**9, (1 << 64) - 1):
+        writer._store(512, forged.to_bytes(8, "little"))
+        assert not reader.leased(0)
+    reader.close()
+    writer.close()
+
+
+def test_readers_refuse_and_the_writer_replaces_what_is_bad(arena_dir: Path) -> None:
+    path = arena_dir / "checks"
+    with pytest.raises(ArenaError, match="cannot be opened"):
+        Checks.create_or_open(arena_dir, SLOTS, CHUNKS, DIGEST, False)
+    stale = new_checks(arena_dir)
+    check(stale, 0, OLD, 1)
+    good = path.read_bytes()
+    for at in (0, 9, 13, 17, 33, 100, 503, 504, 511):
+        path.write_bytes(good[:at] + bytes([good[at] ^ 1]) + good[at + 1 :])
+        with pytest.raises(CorruptError, match=r"bad magic|header checksum"):
+            Checks.create_or_open(arena_dir, SLOTS, CHUNKS, DIGEST, False)
+    for damaged in (b"x", good[:100], good[:-1], good + b"\0", good[:511]):
+        path.write_bytes(damaged)
+        with pytest.raises(CorruptError):
+            Checks.create_or_open(arena_dir, SLOTS, CHUNKS, DIGEST, False)
+    for slots, chunks, digest in ((3, CHUNKS, DIGEST), (SLOTS, 4, DIGEST), (SLOTS, CHUNKS, b"e" * 16)):
+        path.write_bytes(good)
+        with pytest.raises(CorruptError, match="made for another arena"):
+            Checks.create_or_open(arena_dir, slots, chunks, digest, False)
+        fresh = Checks.create_or_open(arena_dir, slots, chunks, digest, True)
+        assert fresh.read(0) is None and stale.replaced and not fresh.replaced
+        fresh.close()
+    stale.close()
+
+
+def test_another_version_is_a_mismatch(arena_dir: Path) -> None:
+    new_checks(arena_dir).close()
+    raw = bytearray((arena_dir / "checks").read_bytes())
+    raw[8] = 2
+    raw[504:512] = xxhash.xxh3_64_intdigest(bytes(raw[:504])).to_bytes(8, "little")
+    (arena_dir / "checks").write_bytes(raw)
+    with pytest.raises(MismatchError, match="version 2"):
+        Checks.create_or_open(arena_dir, SLOTS, CHUNKS, DIGEST, False)
+    new_checks(arena_dir).close()
+    Checks.create_or_open(arena_dir, SLOTS, CHUNKS, DIGEST, False).close()
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.binary(max_size=600))
+def test_any_bytes_are_refused(data: bytes) -> None:
+    directory = Path(tempfile.mkdtemp(prefix="ftckpt-test-checks-", dir="/dev/shm"))
+    try:
+        (directory / "checks").write_bytes(data)
+        with pytest.raises(ArenaError):
+            Checks.create_or_open(directory, SLOTS, CHUNKS, DIGEST, False)
+    finally:
+        shutil.rmtree(directory)
+
+
+def test_arguments_out_of_range(arena_dir: Path) -> None:
+    checks = new_checks(arena_dir)
+    for call in (lambda: checks.read(2), lambda: checks.read(-1), lambda: checks.leased(2), lambda: checks.clear(9)):
+        with pytest.raises(IndexError):
+            call()
+    for lineage, hashes in ((b"short", hashes_of(1)), (NEW, np.zeros(CHUNKS + 1, np.uint64))):
+        with pytest.raises(ValueError, match="16"):
+            checks.store_checked(0, lineage, 1, 1, hashes, 0.0)
+    checks.close()
+    for slots, chunks, digest in (
+        (0, 1, DIGEST),
+        (65, 1, DIGEST),
+        (1, -1, DIGEST),
+        (1, 1 << 21, DIGEST),
+        (1, 1, b""),
+    ):
+        with pytest.raises(ConfigError, match="impossible checks"):
+            Checks.create_or_open(arena_dir, slots, chunks, digest, True)
+
+
+def test_no_room_leaves_nothing_behind(arena_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(fd: int, offset: int, length: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(MemoryBudgetError):
+        new_checks(arena_dir)
+    assert list(arena_dir.iterdir()) == []
+
+
+CREATE = """
+import sys
+from pathlib import Path
+from ftckpt.arena import checks
+print("ready", flush=True)
+while True:
+    checks._create(Path(sys.argv[1]) / "checks", 2, 3, b"d" * 16)
+"""
+
+
+def test_a_kill_while_it_is_created_leaves_none_or_a_good_one(arena_dir: Path) -> None:
+    for round_ in range(5):
+        with suppress(FileNotFoundError):
+            (arena_dir / "checks").unlink()
+        command = [sys.executable, "-c", CREATE, str(arena_dir)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE) as child:
+            assert child.stdout is not None and child.stdout.readline() == b"ready\n"
+            time.sleep(0.001 * round_)
+            child.kill()
+        if (arena_dir / "checks").exists():
+            Checks.create_or_open(arena_dir, SLOTS, CHUNKS, DIGEST, False).close()
+        new_checks(arena_dir).close()
+        assert sorted(file.name for file in arena_dir.iterdir()) in (["checks"], [".checks.new", "checks"])
+    (arena_dir / "checks").unlink()
+    new_checks(arena_dir).close()  # a half-made one is no obstacle, and does not stay
+    assert [file.name for file in arena_dir.iterdir()] == ["checks"]
