@@ -1,0 +1,257 @@
+"""What the SMP of a node does, in small steps: check what is sealed, cover the target snapshot, scrub."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ftckpt.arena.control import Snapshot
+from ftckpt.arena.pulse import Pulse
+from ftckpt.capture.node_budget import MAX_PLACES, NodeBudget
+from ftckpt.errors import FtckptError, SmpError
+from ftckpt.events import Events
+from ftckpt.smp.answers import Answerer
+from ftckpt.smp.check import Checker
+from ftckpt.smp.cover import Cover, Duty, uncover
+from ftckpt.smp.held import HeldArenas, common_mark
+from ftckpt.smp.pace import Pace
+from ftckpt.smp.peers import Peers
+from ftckpt.smp.scrub import Scrubber
+from ftckpt.smp.serve import Service
+from ftckpt.smp.sources import Sources
+from ftckpt.smp.wire import Deadlines
+from ftckpt.smp.work import Running
+
+NETWORK_PHASES = frozenset({"fence", "optimizer"})
+"""Phases of training in which transfers would take the network from it."""
+_LOOK_SECS = 0.02
+_PAUSE_SECS = 1.0
+_MOST_TOLD = 200
+_PATIENCE = 0.5
+"""Share of the time that trainers wait for protection, after which a node that fails all the time is given up."""
+
+
+class Duties:
+    """All work of one node's SMP. Everything but what it starts itself runs in the caller's thread.
+
+    Args:
+        node_dir: directory of the node's arenas.
+        deadlines: of talks with other nodes.
+    """
+
+    def __init__(self, node_dir: Path, events: Events, deadlines: Deadlines | None = None) -> None:
+        self._events = events
+        self._deadlines = deadlines
+        self._held = HeldArenas(node_dir)
+        self._peers = Peers(deadlines)
+        self._answerer: Answerer | None = None
+        self._budget = NodeBudget.open(node_dir, None, MAX_PLACES, 0)
+        self._pulse = Pulse.open(node_dir, None)
+        self._description: dict[str, Any] | None = None
+        self._duty = Duty()
+        self._target: Snapshot | None = None
+        self._cannot: tuple[Snapshot, str] | None = None
+        self._next_look = 0.0
+        self._told: set[str] = set()
+        self._turn = False
+        self._check, self._cover, self._scrub = Running(), Running(), Running()
+        self._pace = self._new_pace({})
+        self._service = Service(self._held, self._pace.read)
+        self._sources = Sources("", self._held, self._peers, self._pace, events=events, patience_secs=30.0)
+        self._checker = Checker(self._held, self._pace, events)
+        self._scrubber = Scrubber(self._sources, events, 0.0)
+
+    @property
+    def cannot(self) -> Snapshot | None:
+        """The target that this node cannot protect; None while it can, or there is none."""
+        return self._cannot[0] if self._cannot else None
+
+    def listen(self, host: str, secret: bytes, port: int = 0) -> int:
+        """Answer other nodes at ``host``; returns the port, ``port`` itself if it is free.
+
+        A second call for the same host keeps the port and takes over the secret.
+
+        Raises:
+            ConfigError: the address cannot be listened at, or the secret is too short.
+        """
+        if self._answerer is not None and self._answerer.host == host and port in (0, self._answerer.port):
+            self._answerer.replace_secret(secret)
+            return self._answerer.port
+        if self._answerer is not None:
+            self._answerer.close()
+            self._answerer = None
+        self._answerer = Answerer(
+            host, port, secret, find=self._service.find, events=self._events, deadlines=self._deadlines
+        )
+        return self._answerer.port
+
+    def configure(self, description: Mapping[str, Any]) -> None:
+        """Take over what this node has to do; what is under way for anything else is given up.
+
+        Raises:
+            SmpError: the description lacks something or contradicts itself.
+            ConfigError: the secret is too short.
+        """
+        given = dict(description)
+        if given == self._description:
+            return
+        try:
+            node, settings = str(given["node"]), dict(given.get("settings", {}))
+            duty = Duty.from_json(given)
+            arenas = [str(place["arena"]) for place in given["places"].values()]
+            addresses = {str(name): (str(at[0]), int(at[1])) for name, at in given.get("peers", {}).items()}
+            secret = bytes.fromhex(given.get("secret") or "")
+        except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+            raise SmpError(f"configure: the description is unusable: {type(error).__name__}: {error}") from None
+        addresses.pop(node, None)
+        if addresses or secret:
+            self._peers.configure(addresses, secret)
+        if secret and self._answerer is not None:
+            self._answerer.replace_secret(secret)
+        self._abandon()
+        self._description, self._duty = given, duty
+        self._pace = self._service_pace(settings)
+        patience_secs = _PATIENCE * float(settings.get("protect_timeout_secs", 60.0))
+        self._sources = Sources(
+            node, self._held, self._peers, self._pace, events=self._events, patience_secs=patience_secs
+        )
+        self._checker.pace = self._pace
+        self._scrubber = Scrubber(self._sources, self._events, float(settings.get("scrub_secs", 300.0)))
+        self._held.want(arenas)
+        self._refresh()
+
+    def step(self, deadline: float) -> bool:
+        """Work until ``deadline`` (``time.monotonic``), or there is nothing to do; whether anything was done."""
+        worked = False
+        while (now := time.monotonic()) < deadline:
+            if now >= self._next_look:
+                self._next_look = now + _LOOK_SECS
+                self._look()
+            wait_secs = self._advance()
+            if wait_secs is None:
+                break
+            if wait_secs > 0:
+                time.sleep(min(wait_secs, max(0.0, deadline - time.monotonic())))
+            else:
+                worked = True
+        return worked
+
+    def status(self) -> dict[str, Any]:
+        """What it is at, as JSON values."""
+        state = "idle" if self._description is None else "cannot" if self._cannot else "working"
+        return {
+            "state": state,
+            "target": _named(self._target),
+            "cannot": self._cannot and {**(_named(self._cannot[0]) or {}), "reason": self._cannot[1]},
+            "covering": self._cover.active,
+            "checked": self._checker.checked,
+            "repaired": self._scrubber.repaired,
+            "received_bytes": self._sources.received_bytes,
+            "failing": dict(self._sources.failing),
+            "problems": dict(self._held.problems),
+            "port": self._answerer.port if self._answerer else 0,
+            "connections": self._answerer.connections if self._answerer else 0,
+        }
+
+    def close(self) -> None:
+        """Stop answering, give up what is under way, unmap everything."""
+        self._abandon()
+        if self._answerer is not None:
+            self._answerer.close()
+        self._peers.close()
+        self._held.close()
+        self._budget.close()
+
+    def _new_pace(self, settings: Mapping[str, Any]) -> Pace:
+        return Pace(
+            lambda: self._budget.copying() > 0,
+            self._network_in_use,
+            float(settings.get("smp_gbps", 0.0)),
+            float(settings.get("network_gbps", 0.0)),
+        )
+
+    def _service_pace(self, settings: Mapping[str, Any]) -> Pace:
+        pace = self._new_pace(settings)
+        self._service.read = pace.read
+        return pace
+
+    def _network_in_use(self) -> bool:
+        return any(rank.phase in NETWORK_PHASES and rank.lives is not False for rank in self._pulse.ranks())
+
+    def _look(self) -> None:
+        """Arenas that were replaced, a target that has changed, seals that nobody has checked."""
+        if self._held.changed:
+            self._abandon()
+            self._refresh()
+        arenas = self._held.all
+        target = common_mark([held.arena.control.target() for held in arenas]) if self._held.complete else None
+        if target != self._target:
+            self._cover.stop()
+            self._target, self._cannot = target, None
+            if target is not None:
+                self._cover.start(Cover(self._sources, self._duty, self._events, target).run())
+        if not self._check.active:
+            work = self._checker.next(self._target)
+            if work is not None:
+                self._check.start(work)
+        if not (self._check.active or self._cover.active or self._scrub.active) and self._scrubber.due:
+            self._scrub.start(self._scrubber.run())
+
+    def _advance(self) -> float | None:
+        """One piece of work; returns the seconds to wait, None if there is nothing to do."""
+        self._turn = not self._turn  # neither of the two waits for ever because the other has always work
+        first = [self._check, self._cover] if self._turn else [self._cover, self._check]
+        busy = [running for running in first if running.active]
+        waits = []
+        for running in busy or [self._scrub]:
+            if not running.active:
+                continue
+            if running.wait_secs > 0:
+                waits.append(running.wait_secs)
+                continue
+            self._run(running)
+            return 0.0
+        return min(waits) if waits else None
+
+    def _run(self, running: Running) -> None:
+        try:
+            running.go_on()
+        except (FtckptError, OSError, ValueError) as error:  # ValueError: what was closed meanwhile
+            self._failed(running, error)
+        if running is self._scrub and not running.active and self._scrubber.lost:
+            uncover(self._sources, self._duty)
+            self._target = None  # what was lost is made anew
+
+    def _failed(self, running: Running, error: Exception) -> None:
+        reason = str(error) if isinstance(error, FtckptError) else f"{type(error).__name__}: {error}"
+        if running is self._cover and self._target is not None:
+            self._cannot = (self._target, reason)
+            self._events.emit("not_covered", iteration=self._target[1], reason=reason)
+            return
+        self._next_look = time.monotonic() + _PAUSE_SECS
+        self._tell_once(reason)
+
+    def _tell_once(self, problem: str, **fields: Any) -> None:
+        """The same problem may come every time; more than a few hundred different ones are not kept apart."""
+        if problem not in self._told:
+            if len(self._told) >= _MOST_TOLD:
+                self._told.clear()
+            self._told.add(problem)
+            self._events.emit("smp_error", error=problem, **fields)
+
+    def _abandon(self) -> None:
+        for running in (self._check, self._cover, self._scrub):
+            running.stop()
+        self._target = self._cannot = None
+
+    def _refresh(self) -> None:
+        self._held.refresh()
+        for name, problem in self._held.problems.items():
+            self._tell_once(problem, arena=name)
+        uncover(self._sources, self._duty)
+
+
+def _named(snapshot: Snapshot | None) -> dict[str, Any] | None:
+    return None if snapshot is None else {"lineage": snapshot[0].hex(), "iteration": snapshot[1]}

@@ -1,0 +1,103 @@
+"""How the SMP keeps out of training's way: it waits for quiet moments, and for what its own limits allow.
+
+All waits are generators of the seconds to wait next, so that the caller's loop stays free in between.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+POLL_SECS = 0.01
+MOST_SECS = 0.5
+"""Most that is waited at a stretch, and that is saved up, for others to be quiet."""
+
+
+class Bucket:
+    """A rate of bytes per second. Work is charged when it begins; the next has to wait until it is paid for.
+
+    Any thread may call it.
+    """
+
+    def __init__(self, bytes_per_sec: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._rate = bytes_per_sec
+        self._clock = clock
+        self._due = clock()
+        self._guard = threading.Lock()
+
+    def charge(self, nbytes: int) -> None:
+        """Note that ``nbytes`` are being moved now."""
+        if self._rate > 0:
+            with self._guard:
+                self._due = max(self._due, self._clock()) + nbytes / self._rate
+
+    def wait_secs(self) -> float:
+        """Seconds until the rate allows more; 0: now."""
+        return max(0.0, self._due - self._clock()) if self._rate > 0 else 0.0
+
+
+class Courtesy:
+    """Lets others go first, but not for ever: at most as long as was worked, half a second at a stretch.
+
+    So work takes at most twice as long as with nobody else there (and half a second), however busy they are.
+
+    Args:
+        busy: whether others should go first now.
+    """
+
+    def __init__(self, busy: Callable[[], bool], clock: Callable[[], float] = time.monotonic) -> None:
+        self._busy = busy
+        self._clock = clock
+        self._saved = MOST_SECS
+        self._since = clock()
+
+    def wait(self) -> Iterator[float]:
+        """Until nobody is busy, or the patience is used up. The time since the last call counts as work."""
+        begun = self._clock()
+        self._saved = min(MOST_SECS, self._saved + begun - self._since)
+        while self._busy() and self._clock() - begun < self._saved:
+            yield POLL_SECS
+        self._since = self._clock()
+        # What a late caller waited too long is made good by work before anybody is waited for again.
+        self._saved = max(-MOST_SECS, self._saved - (self._since - begun))
+
+
+class Pace:
+    """What to do before each piece of work.
+
+    Args:
+        copying: whether ranks of the node copy state now.
+        network: whether ranks of the node need the network now.
+        smp_gbps: GB/s read of the node's memory; 0: no limit.
+        network_gbps: GB/s received; 0: no limit.
+    """
+
+    def __init__(
+        self,
+        copying: Callable[[], bool],
+        network: Callable[[], bool],
+        smp_gbps: float = 0.0,
+        network_gbps: float = 0.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.read = Bucket(smp_gbps * 1e9, clock)
+        self.received = Bucket(network_gbps * 1e9, clock)
+        self._copying = Courtesy(copying, clock)
+        self._network = Courtesy(network, clock)
+
+    def memory(self, nbytes: int) -> Iterator[float]:
+        """Before ``nbytes`` of memory are read."""
+        yield from _pay(self.read, nbytes)
+        yield from self._copying.wait()
+
+    def receive(self, nbytes: int) -> Iterator[float]:
+        """Before ``nbytes`` are asked for over the network."""
+        yield from _pay(self.received, nbytes)
+        yield from self._network.wait()
+
+
+def _pay(bucket: Bucket, nbytes: int) -> Iterator[float]:
+    while (left := bucket.wait_secs()) > 0:
+        yield left
+    bucket.charge(nbytes)

@@ -1,0 +1,150 @@
+"""The side of an SMP that asks other nodes: a thread and a connection for each of them."""
+
+from __future__ import annotations
+
+import queue
+import socket
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import xxhash
+
+from ftckpt.smp.wire import Channel, Deadlines, Kind, PeerError, Request, check_secret, greet, read_answer
+
+_BACKOFF_SECS = (0.1, 0.2, 0.5, 1.0, 2.0)
+
+
+@dataclass
+class Fetch:
+    """Something that was asked for: read ``data`` and ``error`` once ``done`` is set.
+
+    ``data`` is None and ``error`` empty where the other side does not have it (yet).
+    """
+
+    request: Request
+    at_most: int
+    done: threading.Event = field(default_factory=threading.Event)
+    data: bytearray | None = None
+    error: str = ""
+
+
+class Peers:
+    """The other nodes of a job, by name. All methods belong to one thread."""
+
+    def __init__(self, deadlines: Deadlines | None = None) -> None:
+        self._deadlines = deadlines or Deadlines()
+        self._peers: dict[str, _Peer] = {}
+        self.secret = b""
+
+    def configure(self, addresses: Mapping[str, tuple[str, int]], secret: bytes) -> None:
+        """Who is where. Connections to nodes that are gone, have moved, or had another secret end.
+
+        Raises:
+            ConfigError: the secret is too short.
+        """
+        check_secret(secret)
+        for node, peer in list(self._peers.items()):
+            if secret != self.secret or addresses.get(node) != peer.address:
+                self._peers.pop(node).close()
+        self.secret = secret
+        for node, address in addresses.items():
+            if node not in self._peers:
+                self._peers[node] = _Peer(node, address, secret, self._deadlines)
+
+    def fetch(self, node: str, request: Request, at_most: int) -> Fetch:
+        """Ask ``node``; answered in its thread, within deadlines, also when the node is dead or unknown."""
+        wanted = Fetch(request, at_most)
+        peer = self._peers.get(node)
+        if peer is None:
+            wanted.error = f"{node}: its SMP has no address"
+            wanted.done.set()
+        else:
+            peer.queue.put(wanted)
+        return wanted
+
+    def close(self) -> None:
+        """End all connections; what was asked for ends with an error."""
+        for peer in self._peers.values():
+            peer.close()
+        self._peers.clear()
+
+
+class _Peer:
+    """One other node: its address, and the thread that talks to it."""
+
+    def __init__(self, node: str, address: tuple[str, int], secret: bytes, deadlines: Deadlines) -> None:
+        self.address = address
+        self.queue: queue.SimpleQueue[Fetch | None] = queue.SimpleQueue()
+        self._node = node
+        self._secret = secret
+        self._deadlines = deadlines
+        self._channel: Channel | None = None
+        self._closed = False
+        self._failures = 0
+        self._not_before = 0.0
+        self._error = ""
+        threading.Thread(target=self._run, name=f"smp-ask-{node}", daemon=True).start()
+
+    def close(self) -> None:
+        """From any thread; nothing is asked for afterwards."""
+        self._closed = True
+        self.queue.put(None)
+        channel = self._channel
+        if channel is not None:
+            channel.abort()
+
+    def _run(self) -> None:
+        while (wanted := self.queue.get()) is not None:
+            if not self._closed:
+                self._serve(wanted)
+            else:
+                wanted.error = f"{self._node}: the connection was given up"
+            wanted.done.set()
+        self._hang_up()
+
+    def _serve(self, wanted: Fetch) -> None:
+        if time.monotonic() < self._not_before:
+            wanted.error = self._error
+            return
+        try:
+            wanted.data = self._ask(wanted)
+            self._failures = 0
+        except (PeerError, MemoryError) as error:
+            self._hang_up()
+            host, port = self.address
+            wanted.error = self._error = f"{self._node} at {host}:{port}: {error or 'no memory for its answer'}"
+            pause = _BACKOFF_SECS[min(self._failures, len(_BACKOFF_SECS) - 1)]
+            self._failures += 1
+            self._not_before = time.monotonic() + pause
+
+    def _ask(self, wanted: Fetch) -> bytearray | None:
+        channel = self._channel or self._connect()
+        channel.write(wanted.request.encode(), time.monotonic() + self._deadlines.step_secs)
+        answer = read_answer(channel, wanted.at_most, self._deadlines)
+        if answer is None:
+            return None
+        data, expected = answer
+        if xxhash.xxh3_64_intdigest(data) != expected:
+            what = wanted.request
+            name = f"chunk {what.chunk}" if what.kind == Kind.CHUNK else "the package"
+            raise PeerError(f"{name} of {what.shard} at {what.iteration} does not match its checksum")
+        return data
+
+    def _connect(self) -> Channel:
+        deadline = time.monotonic() + self._deadlines.connect_secs
+        try:
+            sock = socket.create_connection(self.address, timeout=self._deadlines.connect_secs)
+        except OSError as error:
+            raise PeerError(f"cannot be reached: {error}") from None
+        self._channel = Channel(sock)
+        if self._closed:
+            raise PeerError("the connection was given up")
+        greet(self._channel, self._secret, deadline)
+        return self._channel
+
+    def _hang_up(self) -> None:
+        channel, self._channel = self._channel, None
+        if channel is not None:
+            channel.close()

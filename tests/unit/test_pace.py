@@ -1,0 +1,114 @@
+"""The SMP keeps out of training's way, and still gets its work done."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from ftckpt.smp.pace import MOST_SECS, Bucket, Courtesy, Pace
+
+
+class Clock:
+    """A clock that goes on when somebody waits."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def spend(self, waits: Iterator[float]) -> float:
+        """Seconds that were waited."""
+        begun = self.now
+        for secs in waits:
+            assert secs > 0
+            self.now += secs
+        return self.now - begun
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+def pace(clock: Clock, copying: Callable[[], bool] = bool, network: Callable[[], bool] = bool, **rates: float) -> Pace:
+    return Pace(copying, network, clock=clock, **rates)
+
+
+def test_nothing_is_waited_for_where_all_is_quiet_and_nothing_is_limited(clock: Clock) -> None:
+    calm = pace(clock)
+    for _ in range(100):
+        assert list(calm.memory(1 << 30)) == [] and list(calm.receive(1 << 30)) == []
+
+
+@pytest.mark.parametrize("piece", [1 << 12, 1 << 20, 16 << 20])
+def test_a_rate_is_kept(clock: Clock, piece: int) -> None:
+    bucket, begun, total = Bucket(1e8, clock), clock.now, 0
+    while clock.now < begun + 10:
+        clock.now += bucket.wait_secs()
+        bucket.charge(piece)
+        total += piece
+    assert total / 1e8 == pytest.approx(10, rel=0.05)
+
+
+def test_time_that_was_not_used_is_not_made_up_for(clock: Clock) -> None:
+    bucket = Bucket(1e6, clock)
+    clock.now += 1000
+    bucket.charge(1_000_000)
+    assert bucket.wait_secs() == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("which", ["smp_gbps", "network_gbps"])
+def test_reads_and_what_is_received_have_limits_of_their_own(clock: Clock, which: str) -> None:
+    limited = pace(clock, **{which: 0.001})
+    read = sum(clock.spend(limited.memory(1_000_000)) for _ in range(11))
+    received = sum(clock.spend(limited.receive(1_000_000)) for _ in range(11))
+    expected = (10, 0) if which == "smp_gbps" else (0, 10)
+    assert (read, received) == pytest.approx(expected, abs=0.1)
+
+
+def test_copies_of_ranks_go_first(clock: Clock) -> None:
+    quiet_at = clock.now + 0.2
+    assert clock.spend(pace(clock, copying=lambda: clock.now < quiet_at).memory(1)) == pytest.approx(0.2, abs=0.02)
+
+
+@pytest.mark.parametrize("work_secs", [0.0005, 0.01, 0.1, 2.0])
+def test_work_goes_on_however_busy_the_ranks_are(clock: Clock, work_secs: float) -> None:
+    busy, begun, pieces = Courtesy(lambda: True, clock), clock.now, 0
+    while clock.now < begun + 30:
+        clock.spend(busy.wait())
+        clock.now += work_secs
+        pieces += 1
+    assert pieces * work_secs > 30 * 0.45
+
+
+def test_ranks_that_are_always_busy_are_let_go_first_half_of_the_time(clock: Clock) -> None:
+    busy, waited, worked = Courtesy(lambda: True, clock), 0.0, 0.0
+    while worked < 30:
+        waited += clock.spend(busy.wait())
+        clock.now += 0.02
+        worked += 0.02
+    assert waited > 0.45 * worked
+
+
+def test_no_wait_is_longer_than_its_bound(clock: Clock) -> None:
+    busy = Courtesy(lambda: True, clock)
+    for _ in range(20):
+        assert clock.spend(busy.wait()) <= MOST_SECS + 0.02
+        clock.now += 7
+
+
+def test_a_loop_that_comes_late_does_not_make_the_next_piece_wait(clock: Clock) -> None:
+    busy = Courtesy(lambda: True, clock)
+    for _ in busy.wait():
+        clock.now += 3.0  # the caller did something else
+    clock.now += 0.1
+    assert list(busy.wait()) == []
+
+
+def test_transfers_hold_while_training_uses_the_network(clock: Clock) -> None:
+    free_at = clock.now + 0.3
+    held = pace(clock, network=lambda: clock.now < free_at)
+    assert list(held.memory(1)) == []
+    assert clock.spend(held.receive(1)) == pytest.approx(0.3, abs=0.02)
