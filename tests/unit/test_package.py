@@ -1,0 +1,325 @@
+"""Packages: what a node keeps of another's shard is whole, and of the snapshot that it names, or refused."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import stat
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import xxhash
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ftckpt.arena import package
+from ftckpt.arena.checks import Checks
+from ftckpt.arena.directory import list_arenas
+from ftckpt.arena.package import (
+    MAX_PACKAGE_BYTES,
+    Package,
+    list_packages,
+    load,
+    mirror_dir,
+    pack,
+    package_path,
+    prune,
+    store,
+    unpack,
+)
+from ftckpt.arena.segment import Arena, node_directory
+from ftckpt.errors import ArenaError, CorruptError, MemoryBudgetError, MismatchError
+from ftckpt.state.fragment import Box, Fragment
+from ftckpt.state.manifest import Manifest
+
+WEIGHTS = Fragment.whole("w", "F32", (64, 100), Box((0, 0), (64, 100)))
+RNG = Fragment.whole("rng", "U8", (9000,), Box((0,), (9000,)))
+MANIFEST = Manifest({"tp": 0, "pp": 1}, {"tp": 1}, (WEIGHTS,), (RNG,), 5000, 8192)
+LINEAGE = b"l" * 16
+
+
+@pytest.fixture
+def node_dir() -> Iterator[Path]:
+    root = Path(tempfile.mkdtemp(prefix="ftckpt-test-package-", dir="/dev/shm"))
+    yield node_directory(root, "job", "node")
+    shutil.rmtree(root)
+
+
+@pytest.fixture
+def arena(node_dir: Path) -> Iterator[Arena]:
+    made = Arena.create(node_dir, MANIFEST, 2)
+    yield made
+    made.close()
+
+
+def write(arena: Arena, slot: int, iteration: int, hashed: bool = True, objects: bytes = b"objects") -> None:
+    arena.control.begin(slot)
+    random = np.random.default_rng(iteration)
+    with arena.slot(slot) as view:
+        for span in (arena.image.stepped, arena.image.volatile):
+            view[span.begin : span.end] = random.bytes(span.nbytes)
+        view[arena.image.objects.begin : arena.image.objects.begin + len(objects)] = objects
+    for chunk in range(len(arena.image.chunks) if hashed else 0):
+        arena.control.set_chunk_hash(slot, chunk, arena.hash_chunk(slot, chunk))
+    arena.control.set_objects(slot, len(objects), xxhash.xxh3_64_intdigest(objects))
+    arena.control.seal(slot, LINEAGE, iteration, hashed=hashed)
+
+
+def hand_made(iteration: int = 3, coords: dict[str, int] | None = None) -> Package:
+    manifest = Manifest(coords or {"dp": 0}, {}, (), (Fragment.whole("r", "U8", (4,), Box((0,), (4,))),), 10, 4096)
+    hashes = np.array([xxhash.xxh3_64_intdigest(b"rngs")], np.uint64)
+    return Package(manifest, LINEAGE, iteration, 9, hashes, b"objects", b"rngs")
+
+
+def assert_is_of(found: Package, arena: Arena, slot: int) -> None:
+    record = arena.control.record(slot)
+    assert found.manifest == arena.manifest and found.shard == "tp0-pp1"
+    assert (found.lineage, found.iteration, found.sequence) == (LINEAGE, record.iteration, record.sequence)
+    assert found.chunk_hashes.tolist() == [arena.hash_chunk(slot, c) for c in range(len(arena.image.chunks))]
+    assert found.objects == b"objects"
+    with arena.slot(slot) as data:
+        assert found.volatile == bytes(data[arena.image.volatile.begin : arena.image.volatile.end])
+
+
+def test_a_package_holds_what_parity_cannot_prove(arena: Arena) -> None:
+    write(arena, 1, 7)
+    assert_is_of(unpack(pack(arena, 1)), arena, 1)
+    assert_is_of(unpack(memoryview(bytearray(pack(arena, 1)))), arena, 1)
+
+
+def test_hashes_of_the_smp_serve_as_well(arena: Arena) -> None:
+    write(arena, 1, 7, hashed=False)
+    with pytest.raises(ArenaError, match="no snapshot with checksums"):
+        pack(arena, 1)
+    checks = Checks.create_or_open(arena.path, 2, len(arena.image.chunks), MANIFEST.digest, True)
+    hashes = np.array([arena.hash_chunk(1, chunk) for chunk in range(len(arena.image.chunks))], np.uint64)
+    sequence = arena.control.record(1).sequence
+    checks.store_checked(1, LINEAGE, 8, sequence, hashes, 0.0)
+    with pytest.raises(ArenaError, match="no snapshot with checksums"):
+        pack(arena, 1)
+    checks.store_checked(1, LINEAGE, 7, sequence, hashes, 0.0)
+    assert_is_of(unpack(pack(arena, 1)), arena, 1)
+    checks.close()
+
+
+def test_no_snapshot_no_package(arena: Arena) -> None:
+    with pytest.raises(ArenaError, match="no snapshot"):
+        pack(arena, 0)
+    write(arena, 0, 3)
+    arena.control.begin(0)
+    with pytest.raises(ArenaError, match="no snapshot"):
+        pack(arena, 0)
+
+
+def test_a_slot_given_up_while_it_is_read_is_no_package(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(arena, 0, 3)
+    read_objects = arena.read_objects
+
+    def late(slot: int) -> memoryview:
+        write(arena, slot, 4)
+        return read_objects(slot)
+
+    monkeypatch.setattr(arena, "read_objects", late)
+    with pytest.raises(ArenaError, match="given up while it was read"):
+        pack(arena, 0)
+
+
+def test_bad_bytes_are_not_packed(arena: Arena) -> None:
+    image = arena.image
+    for at, text in (
+        (image.volatile.begin, f"chunk {image.num_stepped_chunks}"),
+        (image.volatile.end - 1, f"chunk {len(image.chunks) - 1}"),
+        (image.objects.begin, "objects do not match"),
+    ):
+        write(arena, 0, 3)
+        with arena.slot(0) as data:
+            data[at] ^= 1
+        with pytest.raises(CorruptError, match=text):
+            pack(arena, 0)
+
+
+@pytest.mark.parametrize("bit", [0, 7])
+def test_no_bit_of_a_package_can_flip(bit: int) -> None:
+    data = bytearray(hand_made().encode())
+    for at in range(len(data)):
+        data[at] ^= 1 << bit
+        with pytest.raises(CorruptError):
+            unpack(data)
+        data[at] ^= 1 << bit
+    assert unpack(data).objects == b"objects"
+
+
+def test_any_truncation_is_refused() -> None:
+    data = hand_made().encode()
+    for length in range(len(data)):
+        with pytest.raises(CorruptError):
+            unpack(data[:length])
+    with pytest.raises(CorruptError):
+        unpack(data + b"\0")
+
+
+def resigned(data: bytes, offset: int, value: bytes) -> bytes:
+    body = data[:offset] + value + data[offset + len(value) : -16]
+    return body + xxhash.xxh3_128_digest(body)
+
+
+def test_another_version_is_a_mismatch() -> None:
+    with pytest.raises(MismatchError, match="version 2"):
+        unpack(resigned(hand_made().encode(), 8, b"\2"))
+
+
+@pytest.mark.parametrize("part", range(4))
+@pytest.mark.parametrize("length", [0, 1, 1 << 20, 1 << 40, (1 << 64) - 1])
+def test_hostile_lengths(part: int, length: int) -> None:
+    with pytest.raises(CorruptError):
+        unpack(resigned(hand_made().encode(), 48 + 8 * part, struct.pack("<Q", length)))
+
+
+def test_lengths_that_wrap_around_are_refused() -> None:
+    data = hand_made().encode()
+    a, b = struct.unpack_from("<QQ", data, 48)
+    with pytest.raises(CorruptError):
+        unpack(resigned(data, 48, struct.pack("<QQ", a + b + (1 << 63), (1 << 63))))
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.binary(max_size=300))
+def test_any_bytes_are_refused(data: bytes) -> None:
+    body = data + bytes(0)
+    for hostile in (data, b"FTCKPTPK" + data, body + xxhash.xxh3_128_digest(body)):
+        with pytest.raises(CorruptError):
+            unpack(hostile)
+
+
+def changed(**fields: object) -> bytes:
+    good = hand_made()
+    values = {name: getattr(good, name) for name in good.__dataclass_fields__} | fields
+    return Package(**values).encode()
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"volatile": b"rng"}, "3 bytes volatile"),
+        ({"volatile": b"rngS"}, "does not match the checksum of chunk 0"),
+        ({"chunk_hashes": np.zeros(2, np.uint64)}, "2 checksums"),
+        ({"objects": b"more than ten"}, "13 bytes of objects"),
+        ({"iteration": -1}, "parts of"),
+        ({"manifest": Manifest({"../dp": 0}, {}, (), (), 10, 4096)}, "bad manifest"),
+        ({"manifest": Manifest({"dp": 0}, {}, (), (), 10, 0)}, "bad manifest"),
+    ],
+)
+def test_what_contradicts_its_manifest_is_refused(fields: dict[str, object], text: str) -> None:
+    with pytest.raises(CorruptError, match=text):
+        unpack(changed(**fields))
+
+
+def test_a_package_too_large_is_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(package, "MAX_PACKAGE_BYTES", 300)
+    with pytest.raises(ArenaError, match="at most 300"):
+        changed(objects=bytes(300))
+    assert MAX_PACKAGE_BYTES == 1 << 30
+
+
+def test_store_list_load_prune(node_dir: Path) -> None:
+    assert list_packages(node_dir) == [] and prune(node_dir, set()) == []
+    for iteration in (3, 20, 100):
+        for dp in (0, 1):
+            path = store(node_dir, hand_made(iteration, {"dp": dp}).encode())
+            assert path == package_path(node_dir, f"dp{dp}", LINEAGE, iteration)
+            assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert stat.S_IMODE(mirror_dir(node_dir).stat().st_mode) == 0o700
+    names = list_packages(node_dir)
+    lineage8 = LINEAGE.hex()[:8]
+    assert [(n.shard, n.lineage8, n.iteration) for n in names] == [
+        (f"dp{dp}", lineage8, iteration) for dp in (0, 1) for iteration in (3, 20, 100)
+    ]
+    assert load(names[1].path).iteration == 20 and load(names[1].path).volatile == b"rngs"
+    assert list_arenas(node_dir) == []
+    for stranger in ("notes", "dp0.0123456.3", "dp0.01234567.x", ".dp0.01234567.3.new", "dp0.0123456G.3"):
+        (mirror_dir(node_dir) / stranger).write_bytes(b"")
+    assert list_packages(node_dir) == names
+    gone = prune(node_dir, {(lineage8, 20), ("ffffffff", 100)})
+    assert len(gone) == 5 and [n.iteration for n in list_packages(node_dir)] == [20, 20]
+    assert not (mirror_dir(node_dir) / ".dp0.01234567.3.new").exists()
+    assert (mirror_dir(node_dir) / "notes").exists()
+
+
+def test_storing_again_replaces(node_dir: Path) -> None:
+    store(node_dir, hand_made().encode())
+    path = store(node_dir, changed(objects=b"later"))
+    assert load(path).objects == b"later" and len(list_packages(node_dir)) == 1
+
+
+def test_bad_packages_are_not_stored(node_dir: Path) -> None:
+    with pytest.raises(CorruptError):
+        store(node_dir, hand_made().encode()[:-1])
+    assert not mirror_dir(node_dir).exists()
+
+
+def test_bad_files_are_not_loaded(node_dir: Path) -> None:
+    path = store(node_dir, hand_made().encode())
+    other = path.with_name(path.name.replace(".3", ".4"))
+    shutil.copy(path, other)
+    with pytest.raises(CorruptError, match="holds dp0 at iteration 3"):
+        load(other)
+    path.write_bytes(path.read_bytes()[:50])
+    with pytest.raises(CorruptError):
+        load(path)
+    link = path.with_name(path.name.replace(".3", ".5"))
+    link.symlink_to(other)
+    assert [n.iteration for n in list_packages(node_dir)] == [3, 4]
+    for missing in (link, path.with_name("none"), path.parent):
+        with pytest.raises(CorruptError, match="cannot be read"):
+            load(missing)
+    with open(path, "wb") as file:
+        file.truncate(MAX_PACKAGE_BYTES + 1)
+    with pytest.raises(CorruptError, match="more than"):
+        load(path)
+
+
+@pytest.mark.parametrize(("code", "kind"), [(errno.ENOSPC, MemoryBudgetError), (errno.EIO, ArenaError)])
+def test_no_room_leaves_the_old_one(
+    node_dir: Path, monkeypatch: pytest.MonkeyPatch, code: int, kind: type[Exception]
+) -> None:
+    path = store(node_dir, hand_made().encode())
+
+    def full(*args: int) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(kind):
+        store(node_dir, changed(objects=b"later"))
+    assert load(path).objects == b"objects" and list(path.parent.iterdir()) == [path]
+
+
+STORE = """
+import sys
+from pathlib import Path
+from ftckpt.arena.package import store
+data = Path(sys.argv[2]).read_bytes()
+print("ready", flush=True)
+while True:
+    store(Path(sys.argv[1]), data)
+"""
+
+
+def test_a_kill_while_it_is_stored_leaves_the_old_or_the_new(node_dir: Path, tmp_path: Path) -> None:
+    (tmp_path / "new").write_bytes(changed(objects=b"later"))
+    for round_ in range(5):
+        path = store(node_dir, hand_made().encode())
+        command = [sys.executable, "-c", STORE, str(node_dir), str(tmp_path / "new")]
+        with subprocess.Popen(command, stdout=subprocess.PIPE) as child:
+            assert child.stdout is not None and child.stdout.readline() == b"ready\n"
+            time.sleep(0.001 * round_)
+            child.kill()
+        assert load(path).objects in (b"objects", b"later")
+        assert len(list_packages(node_dir)) == 1
