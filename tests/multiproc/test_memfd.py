@@ -28,6 +28,7 @@ from ftckpt.arena.memory import check_budget
 from ftckpt.arena.process import Process
 from ftckpt.arena.segment import Arena, node_directory, remove_arena
 from ftckpt.errors import ArenaError, CorruptError, FtckptError, MemoryBudgetError, SmpError, UnsupportedError
+from ftckpt.smp import memfd as smp_memfd
 from ftckpt.smp.client import SmpClient, find_or_start
 from ftckpt.smp.memfd import HeldMemory
 from ftckpt.state.fragment import Box, Fragment
@@ -331,6 +332,32 @@ def test_a_sweep_never_takes_what_is_being_made(node: Node) -> None:
     assert swept[0] > 0
 
 
+def test_a_sweep_looks_as_often_as_files_are_renamed(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new arena and a slot in it get their final names just behind the eyes of whoever looks for them."""
+    node_dir = node_directory(root, "job", "node")
+    held = HeldMemory(node_dir)
+    memfd.use_memfds(node_dir, held.answer)
+    arena, final = node_dir / ".dp0.00000000.new-1", node_dir / "dp0.00000000"
+    arena.mkdir()
+    create_mapping(arena / ".slot0.safetensors.new", MIB).close()
+    renames = [(arena / ".slot0.safetensors.new", arena / "slot0.safetensors"), (arena, final)]
+    really = smp_memfd._entries
+
+    def moving(directory: Path) -> list[os.DirEntry[str]]:
+        entries = really(directory)
+        if renames and directory == renames[0][0].parent:
+            begin, end = renames.pop(0)
+            begin.rename(end)
+        return entries
+
+    with monkeypatch.context() as patch:
+        patch.setattr(smp_memfd, "_entries", moving)
+        assert held.sweep() == 0
+    assert renames == [] and held.held_bytes == MIB
+    held.close()
+    memfd.stop_memfds(node_dir)
+
+
 def test_sizes_never_change(node: Node) -> None:
     mapping = create_mapping(node_file(node), MIB)
     fd = memfd.open_memfd(node_file(node), writable=True)
@@ -346,7 +373,7 @@ def node_file(node: Node, name: str = "slot0.safetensors", arena: str = "dp0.000
     return node.path / arena / name
 
 
-def test_a_link_leads_to_its_own_memory_alone(node: Node, tmp_path: Path) -> None:
+def test_a_link_leads_to_its_own_memory_alone(node: Node, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Descriptors and pids repeat: what a stale link finds is not opened unless it was made for that slot."""
     mappings = [create_mapping(node_file(node, f"slot{slot}.safetensors"), MIB) for slot in (0, 1)]
     mappings.append(create_mapping(node_file(node, "slot0.safetensors", "dp1.00000000"), MIB))
@@ -358,6 +385,8 @@ def test_a_link_leads_to_its_own_memory_alone(node: Node, tmp_path: Path) -> Non
     os.ftruncate(named, MIB)
     reading, writing = os.pipe()
     with plain.open() as file:
+        opened, really = [], os.open
+        monkeypatch.setattr(os, "open", lambda path, *rest: opened.append(str(path)) or really(path, *rest))
         descriptors = [f"/proc/{os.getpid()}/fd/{fd}" for fd in (file.fileno(), named, reading, writing, 99999)]
         link = node_file(node)
         for wrong in (target, other, *descriptors, str(plain), "slot1.safetensors", "/proc/4194304/fd/1"):
@@ -366,6 +395,7 @@ def test_a_link_leads_to_its_own_memory_alone(node: Node, tmp_path: Path) -> Non
             for writable in (False, True):
                 with pytest.raises(ArenaError, match="slot0"):
                     open_mapping(link, None, writable)
+        assert set(opened) == {descriptors[1]}, "what has another name is not even opened"
     for fd in (named, reading, writing):
         os.close(fd)
     for mapping in mappings:
@@ -395,7 +425,7 @@ def test_what_a_holder_refuses(node: Node, tmp_path: Path) -> None:
         {"pid": "1"},
         {"pid": -1},
         {"pid": 4194304},
-        {"fd": True},
+        {"fd": "3"},
         {"fd": 99999},
     ):
         with pytest.raises(ArenaError):
