@@ -1,0 +1,186 @@
+"""What the fault campaign does to the memory of a job whose trainers are dead, and what that leaves to promise."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ftckpt.arena.package import mirror_dir
+from ftckpt.arena.segment import CONTROL_NAME, Arena, list_arenas, slot_name
+from ftckpt.errors import FtckptError
+from ftckpt.protect.groups import Modes, mirrors, node_groups, peer_groups, slot_groups
+from ftckpt.protect.holding import Holding
+from ftckpt.protect.survive import survives
+
+
+@dataclass
+class Job:
+    """Where the memory of a job lies, what was in it before any damage, and what was damaged.
+
+    ``whole`` and ``protected`` are iterations, -1: none. ``lost_packages`` are pairs of shard and node.
+    """
+
+    folder: Path
+    holdings: list[Holding]
+    modes: Modes
+    whole: int
+    protected: int
+    lost_shards: set[str] = field(default_factory=set)
+    lost_nodes: set[str] = field(default_factory=set)
+    lost_packages: set[tuple[str, str]] = field(default_factory=set)
+    told: list[str] = field(default_factory=list)
+
+    @property
+    def promise(self) -> int | None:
+        """The iteration that a restart must reach at least, -1 for any, None where it may refuse."""
+        if not (self.lost_shards or self.lost_nodes or self.lost_packages):
+            return self.whole
+        if self.protected < 0:
+            return None
+        groups = peer_groups(self.holdings, self.modes) + slot_groups(self.holdings)
+        groups += node_groups(self.holdings) if self.modes.node else []
+        packages = {
+            shard: tuple(node for node in nodes if (shard, node) not in self.lost_packages)
+            for shard, nodes in mirrors(self.holdings, self.modes).items()
+        }
+        lost = survives(groups, packages, self.holdings, self.lost_shards, self.lost_nodes)
+        return None if lost else self.protected
+
+    def arenas(self) -> list[Path]:
+        """Arenas that are there and were not damaged yet."""
+        found = [path for node in sorted(self.folder.iterdir()) if node.is_dir() for path in list_arenas(node)]
+        return [path for path in found if path.name.rpartition(".")[0] not in self.lost_shards]
+
+    def lose(self, path: Path, how: str) -> None:
+        """Count the arena at ``path`` as lost: whatever is wrong with it, it must be made up for."""
+        self.lost_shards.add(path.name.rpartition(".")[0])
+        self.told.append(f"{how} of {path.parent.name}/{path.name}")
+
+
+def survey(folder: Path, modes: Modes) -> Job:
+    """Look at a job's arenas below ``folder`` before they are damaged."""
+    job = Job(folder, [], modes, -1, -1)
+    for path in job.arenas():
+        with closing(Arena.open(path)) as arena:
+            job.holdings.append(Holding.of(arena.image, path.parent.name, "", path.name))
+            whole, protected = arena.control.whole(), arena.control.protected()
+            job.whole = max(job.whole, whole[1] if whole else -1)
+            job.protected = max(job.protected, protected[1] if protected else -1)
+    return job
+
+
+def lose_node(job: Job, dice: random.Random) -> None:
+    """Delete all that lies on a node; its SMP was killed before."""
+    nodes = sorted({path.parent.name for path in job.arenas()})
+    node = dice.choice(nodes)
+    shutil.rmtree(job.folder / node)
+    job.lost_nodes.add(node)
+    job.lost_shards |= {holding.shard for holding in job.holdings if holding.node == node}
+    job.told.append(f"all of {node}")
+
+
+def delete_arena(job: Job, dice: random.Random) -> None:
+    """Delete one arena."""
+    path = dice.choice(job.arenas())
+    shutil.rmtree(path)
+    job.lose(path, "deletion")
+
+
+def flip_slot(job: Job, dice: random.Random) -> None:
+    """Flip bits in a slot that has checksums: before they are taken nobody promises anything."""
+    path = dice.choice(job.arenas())
+    with closing(Arena.open(path)) as arena:
+        slots = [
+            slot
+            for slot in range(arena.control.slots)
+            if arena.slot_error(slot) is None and arena.control.record(slot).sealed and not arena.unchecked(slot)
+        ]
+        begin = len(arena.image.header)
+    if slots:
+        _flip(path / slot_name(dice.choice(slots)), dice, begin)
+        job.lose(path, "flipped bits in a slot")
+
+
+def truncate_slot(job: Job, dice: random.Random) -> None:
+    """Cut a slot's file."""
+    path = dice.choice(job.arenas())
+    slot = dice.choice(sorted(path.glob("slot*")))
+    os.truncate(slot, dice.randrange(slot.stat().st_size))
+    job.lose(path, f"truncation of {slot.name}")
+
+
+def flip_control(job: Job, dice: random.Random) -> None:
+    """Flip bits in a control block."""
+    path = dice.choice(job.arenas())
+    _flip(path / CONTROL_NAME, dice, 0)
+    job.lose(path, "flipped bits in the control block")
+
+
+def spoil_checks(job: Job, dice: random.Random) -> None:
+    """Flip bits in the SMP's checksums, or delete them."""
+    _spoil(job, dice, "checks")
+
+
+def spoil_parity(job: Job, dice: random.Random) -> None:
+    """Flip bits in a parity file, or delete it."""
+    _spoil(job, dice, "parity.*")
+
+
+def spoil_package(job: Job, dice: random.Random) -> None:
+    """Flip bits in the packages of a shard on one node, or delete them."""
+    nodes = [node for node in sorted(job.folder.iterdir()) if mirror_dir(node).is_dir()]
+    names = sorted((node.name, path.name.split(".")[0]) for node in nodes for path in mirror_dir(node).iterdir())
+    if names:
+        node, shard = dice.choice(names)
+        for path in mirror_dir(job.folder / node).glob(f"{shard}.*"):
+            _flip_or_delete(path, dice)
+        job.lost_packages.add((shard, node))
+        job.told.append(f"packages of {shard} on {node}")
+
+
+DAMAGES: Sequence[Callable[[Job, random.Random], None]] = (
+    lose_node, lose_node, delete_arena, flip_slot, flip_slot, truncate_slot, flip_control, spoil_checks, spoil_parity,
+    spoil_package,
+)  # fmt: skip
+"""Drawn from with equal chances: what is named twice is twice as likely."""
+
+
+def damage(job: Job, dice: random.Random) -> None:
+    """One fault, if there is anything left to damage."""
+    if job.arenas():
+        try:
+            dice.choice(DAMAGES)(job, dice)
+        except (FtckptError, OSError) as error:  # an SMP that lives may repair or replace a file meanwhile
+            job.told.append(f"nothing: {error}")
+
+
+def _spoil(job: Job, dice: random.Random, pattern: str) -> None:
+    path = dice.choice(job.arenas())
+    files = sorted(path.glob(pattern))
+    if files:
+        chosen = dice.choice(files)
+        _flip_or_delete(chosen, dice)
+        job.lose(path, f"damage to {chosen.name}")
+
+
+def _flip_or_delete(path: Path, dice: random.Random) -> None:
+    if dice.random() < 0.5:
+        path.unlink()
+    else:
+        _flip(path, dice, 0)
+
+
+def _flip(path: Path, dice: random.Random, begin: int) -> None:
+    with open(path, "r+b") as file:
+        nbytes = file.seek(0, os.SEEK_END)
+        for _ in range(dice.randint(1, 3)):
+            at = dice.randrange(begin, nbytes)
+            file.seek(at)
+            value = file.read(1)[0] ^ (1 << dice.randrange(8))
+            file.seek(at)
+            file.write(bytes([value]))

@@ -1,0 +1,124 @@
+"""What a rank of the fault campaign trains: state that is a pure function of rank and iteration, so that any instant
+of it can be checked without another run."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ftckpt.checkpointer import Checkpointer
+from ftckpt.comm import Group
+from ftckpt.config import Config
+from ftckpt.layout.topology import Member, Topology
+from ftckpt.state.fragment import Box, Fragment
+from ftckpt.state.piece import Description, Piece
+
+SHARED, PRIVATE, SMALL = 60_000, 50_000, 100
+"""Elements of what all ranks hold alike, of what each holds alone, and of a tensor that changes anywhere."""
+
+_ITERATION_SECS = 0.03
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One attempt: ``nodes[rank]`` names nodes; it trains ``iterations`` from where it starts, or until killed.
+
+    ``progress`` gets a file ``rank{R}`` once its rank has trained an iteration.
+    """
+
+    settings: Mapping[str, Any]
+    nodes: Sequence[str]
+    iterations: int
+    progress: Path
+
+
+@dataclass(frozen=True)
+class Ended:
+    """The iteration that was restored (None: from the beginning), and tensors that were not as they must be."""
+
+    start: int | None
+    wrong: tuple[str, ...]
+
+
+class KnownState:
+    """Tensors and objects whose every bit follows from rank and iteration."""
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self._rank = rank
+        self.iteration = 0
+        self.shared, self.private = torch.zeros(SHARED), torch.zeros(PRIVATE)
+        self.small = torch.zeros(SMALL, dtype=torch.int64)
+        self.weight = torch.zeros(SHARED, dtype=torch.bfloat16)
+        whole = Fragment.whole("master/shared", "F32", (SHARED,), Box((0,), (SHARED,)))
+        weight = Fragment.whole("weight/shared", "BF16", (SHARED,), Box((0,), (SHARED,)))
+        own = Fragment.whole("master/own", "F32", (world_size, PRIVATE), Box((rank, 0), (1, PRIVATE)))
+        small = Fragment.whole("small", "I64", (SMALL,), Box((0,), (SMALL,)))
+        stepped = (Piece(own, self.private), Piece(weight, self.weight, self.shared), Piece(whole, self.shared))
+        self._described = Description(stepped, (Piece(small, self.small),))
+        self.advance(0)
+
+    def describe(self) -> Description:
+        """See TrainingState."""
+        return self._described
+
+    def save_objects(self) -> dict[str, Any]:
+        """See TrainingState."""
+        return {"iteration": self.iteration, "note": f"rank {self._rank} at {self.iteration}"}
+
+    def load_objects(self, objects: Any) -> None:
+        """See TrainingState."""
+        self.iteration = objects["iteration"]
+        assert objects["note"] == f"rank {self._rank} at {self.iteration}"
+
+    def finish_load(self) -> None:
+        """See TrainingState."""
+
+    def advance(self, iteration: int) -> None:
+        """What optimizer and script do in an iteration."""
+        self.iteration = iteration
+        for tensor, expected in zip(self._tensors(), self._expected(iteration), strict=True):
+            tensor.copy_(expected)
+
+    def wrong(self, iteration: int) -> tuple[str, ...]:
+        """Names of tensors that are not, bit for bit, those of ``iteration``."""
+        names = ("private", "shared", "weight", "small")
+        pairs = zip(names, self._tensors(), self._expected(iteration), strict=True)
+        bad = [name for name, found, expected in pairs if not torch.equal(found, expected)]
+        return (*bad, *(["objects"] if self.iteration != iteration else []))
+
+    def _tensors(self) -> tuple[torch.Tensor, ...]:
+        return self.private, self.shared, self.weight, self.small
+
+    def _expected(self, iteration: int) -> tuple[torch.Tensor, ...]:
+        private, shared = _values(PRIVATE, 31 * self._rank + iteration), _values(SHARED, 7919 + iteration)
+        small = torch.arange(SMALL) * (self._rank + 1) + iteration
+        return private, shared, shared.to(torch.bfloat16), small
+
+
+def _values(count: int, salt: int) -> torch.Tensor:
+    return ((torch.arange(count) * 48271 + salt * 69621) % 65521).to(torch.float32)
+
+
+def train(rank: int, world_size: int, plan: Plan) -> Ended:
+    """Restore, check every bit, train, end well."""
+    members = tuple(Member({"dp": index}, plan.nodes[index]) for index in range(world_size))
+    state = KnownState(rank, world_size)
+    config = Config(enabled=True, node=plan.nodes[rank], **plan.settings)
+    group = Group(config.start_timeout_secs)
+    checkpointer = Checkpointer(config, state, Topology(rank, members, {"dp": world_size}), group=group)
+    start = checkpointer.restore()
+    wrong = state.wrong(start or 0)
+    for iteration in range((start or 0) + 1, (start or 0) + plan.iterations + 1):
+        checkpointer.phase("forward")
+        time.sleep(_ITERATION_SECS)
+        checkpointer.fence()
+        state.advance(iteration)
+        checkpointer.step(iteration)
+        (plan.progress / f"rank{rank}").write_text(str(iteration))
+    checkpointer.close()
+    return Ended(start, wrong)

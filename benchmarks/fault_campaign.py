@@ -1,0 +1,292 @@
+"""A campaign of random faults: whatever happens to a job, it comes back right, or says what is missing.
+
+Each trial trains a small job on one to four simulated nodes, kills trainers or SMPs at random instants, damages
+arenas, parity and packages, two faults at once, and starts the job again. What it restores is compared bit for bit;
+from where it must be able to go on is what the failure table says of this loss.
+
+  python benchmarks/fault_campaign.py --trials 40 --seed 7 --json OUT
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import random
+import re
+import signal
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.campaign_damage import Job, damage, survey  # noqa: E402
+from benchmarks.campaign_job import Plan, train  # noqa: E402
+from benchmarks.common import environment, print_table, write_json  # noqa: E402
+from ftckpt.arena.directory import SMP_LOCK_NAME, clean_job  # noqa: E402
+from ftckpt.arena.locks import holder_of  # noqa: E402
+from ftckpt.errors import ConfigError, FtckptError  # noqa: E402
+from ftckpt.protect.modes import Modes, resolve_modes  # noqa: E402
+from ftckpt.testing.pool import RankGroup, RankResult, run_ranks, spawn_ranks  # noqa: E402
+
+KINDS = ("resumed", "refused", "wrong", "hung", "leaked")
+PROTECT = (
+    "auto", "auto", "node", "peer", "node,peer", "replica,peer", "copy,peer", "node,replica,peer", "replica", "copy"
+)  # fmt: skip
+"""Drawn from; what cannot work on the drawn layout is drawn again."""
+
+_START_SECS = 60.0
+_RESTART_SECS = 90.0
+_GRACE_SECS = 3.0
+_LINES = re.compile(r"^(ftckpt\.errors\.)?(\w*Error): (.*)$", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What was drawn for one trial."""
+
+    nodes: tuple[str, ...]
+    settings: dict[str, Any]
+    modes: Modes
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """How a trial ended: one of ``KINDS``; what was done, and what came of it."""
+
+    kind: str
+    shape: Shape
+    faults: tuple[str, ...]
+    promise: int | None
+    start: int | None
+    text: str
+    secs: float
+
+
+def draw_shape(dice: random.Random, arena: Path, job: str) -> Shape:
+    """A layout with a way of protecting it that can work there."""
+    while True:
+        num_nodes = dice.randint(1, 4)
+        per_node = dice.randint(1, max(1, 6 // num_nodes))
+        nodes = tuple(f"node{index}" for index in range(num_nodes) for _ in range(per_node))
+        code, losses = dice.choice([("xor", 1), ("xor", 1), ("mirror", 1), ("rs", 2)])
+        settings: dict[str, Any] = {
+            "job": job, "arena": str(arena), "chunk_mib": 0.0625, "objects_mib": 1, "replica_check_interval": 0,
+            "protect": dice.choice(PROTECT), "peer_code": code, "peer_losses": losses,
+            "protect_interval": dice.choice([1, 1, 3]), "scrub_secs": dice.choice([0.0, 0.2, 300.0]),
+            "start_timeout_secs": 30.0, "lock_timeout_secs": 10.0, "protect_timeout_secs": 10.0,
+            "schedule": "thread", "smp_idle_secs": 60.0,
+        }  # fmt: skip
+        places = [(f"dp{rank}", node, "") for rank, node in enumerate(nodes)]
+        with contextlib.suppress(ConfigError):
+            modes = resolve_modes(
+                settings["protect"], places, num_nodes > 1, peer_code=code, peer_losses=losses, peer_group=0
+            )
+            if modes.names:
+                return Shape(nodes, settings, modes)
+
+
+def run_trial(seed: int) -> Verdict:
+    """One trial; its outcome follows from ``seed`` up to the instants at which things happen."""
+    dice = random.Random(seed)
+    begin = time.monotonic()
+    job = f"campaign-{os.getpid()}-{seed}"
+    with tempfile.TemporaryDirectory(prefix="ftckpt-campaign-", dir="/dev/shm") as folder:
+        arena, told = Path(folder), []
+        shape = draw_shape(dice, arena, job)
+        try:
+            told += _train_and_kill(dice, shape, arena / "progress")
+            memory = survey(arena / f"ftckpt-{job}", shape.modes)
+            for _ in range(dice.choice([0, 1, 1, 2, 2])):
+                _damage(memory, dice)
+            results = _restart(dice, shape, arena / "again", memory)
+            kind, start, text = judge(results, memory)
+        finally:
+            left = _clean(arena, job)
+        if left and kind in ("resumed", "refused"):
+            kind, text = "leaked", left
+        faults = (*told, *memory.told)
+    return Verdict(kind, shape, faults, memory.promise, start, text, time.monotonic() - begin)
+
+
+def judge(results: Sequence[RankResult], memory: Job) -> tuple[str, int | None, str]:
+    """Kind, restored iteration and text of a restart that ended with ``results``."""
+    promise = memory.promise
+    if all(result.ok for result in results):
+        starts = {result.value.start for result in results}
+        wrong = {name for result in results for name in result.value.wrong}
+        start = next(iter(starts))
+        if len(starts) > 1 or wrong:
+            return "wrong", start, f"started from {sorted(starts, key=str)}, wrong: {sorted(wrong)}"
+        if start is None and memory.whole >= 0:
+            return "wrong", start, f"began anew although iteration {memory.whole} was whole"
+        if promise is not None and promise >= 0 and (start is None or start < promise):
+            return "wrong", start, f"iteration {start}, promised was {promise}"
+        return "resumed", start, ""
+    texts = [result.error or f"exit code {result.exitcode}" for result in results if not result.ok]
+    if any(result.exitcode == -signal.SIGKILL and result.error is None for result in results):
+        return "hung", None, texts[0]
+    told = [match for text in texts for match in _LINES.findall(text)]
+    lost = [message for _, name, message in told if name == "LostError"]
+    if not lost:
+        return "wrong", None, texts[0][-600:]
+    if promise is not None:
+        return "wrong", None, f"refused although iteration {promise} was promised: {lost[0]}"
+    return "refused", None, lost[0]
+
+
+def _train_and_kill(dice: random.Random, shape: Shape, progress: Path) -> list[str]:
+    """Train for a while, then kill some ranks, and maybe SMPs before; the launcher ends the others."""
+    progress.mkdir()
+    world_size, told = len(shape.nodes), []
+    plan = Plan(shape.settings, shape.nodes, 100_000, progress)
+    with spawn_ranks(train, world_size, plan) as ranks:
+        _wait_for(ranks, progress, dice.randint(1, 20))
+        time.sleep(dice.random() * 0.2)
+        if dice.random() < 0.3:
+            told += _kill_smps(shape, dice.sample(sorted(set(shape.nodes)), 1))
+            time.sleep(dice.random())
+        victims = range(world_size) if dice.random() < 0.3 else dice.sample(range(world_size), 1)
+        for rank in victims:
+            ranks.kill(rank)
+        told.append(f"kill of {'all ranks' if len(victims) == world_size else f'rank {victims[0]}'}")
+        ranks.wait(dice.random() * 0.5)
+    return told
+
+
+def _wait_for(ranks: RankGroup, progress: Path, iteration: int) -> None:
+    """Until every rank has trained ``iteration``."""
+    deadline = time.monotonic() + _START_SECS
+    while time.monotonic() < deadline:
+        files = [progress / f"rank{rank}" for rank in range(ranks.world_size)]
+        if all(file.exists() and int(file.read_text() or 0) >= iteration for file in files):
+            return
+        if ranks.wait_first_failure(0.0):
+            break
+        time.sleep(0.01)
+    texts = [result.error for result in ranks.results() if result.error]
+    raise RuntimeError(f"iteration {iteration} was not reached: {(texts or ['no error'])[0]}")
+
+
+def _kill_smps(shape: Shape, nodes: Sequence[str]) -> list[str]:
+    told = []
+    for node in nodes:
+        lock = Path(shape.settings["arena"]) / f"ftckpt-{shape.settings['job']}" / node / SMP_LOCK_NAME
+        pid = holder_of(lock) if lock.exists() else None
+        if pid:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+            told.append(f"kill of the SMP of {node}")
+    return told
+
+
+def _damage(memory: Job, dice: random.Random) -> None:
+    """A fault; the SMP of a node that is lost dies with it."""
+    smps = {node.name: holder_of(node / SMP_LOCK_NAME) for node in memory.folder.iterdir() if node.is_dir()}
+    before = set(memory.lost_nodes)
+    damage(memory, dice)
+    for node in memory.lost_nodes - before:
+        if pid := smps.get(node):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+def _restart(dice: random.Random, shape: Shape, progress: Path, memory: Job) -> list[RankResult]:
+    """Start again; lost nodes are replaced by others, with the same names or new ones."""
+    progress.mkdir()
+    renamed = {node: f"{node}-new" if dice.random() < 0.5 else node for node in sorted(memory.lost_nodes)}
+    nodes = [renamed.get(node, node) for node in shape.nodes]
+    plan = Plan(shape.settings, nodes, dice.randint(1, 8), progress)
+    return run_ranks(
+        train, len(nodes), plan, timeout_secs=_RESTART_SECS, expect_failures=True, grace_secs=_GRACE_SECS * 10
+    )
+
+
+def _clean(arena: Path, job: str) -> str:
+    """End what is left; returns what was there that a job that ended well, or was cleaned, must not leave."""
+    folder = arena / f"ftckpt-{job}"
+    refused = folder.exists()
+    if refused:
+        clean_job(arena, job)
+    left = [str(path.relative_to(arena)) for path in folder.rglob("*")] if folder.exists() else []
+    deadline = time.monotonic() + 10.0
+    while (alive := _processes_of(job)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    for pid in alive:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    return "; ".join([*left[:5], *(f"process {pid}" for pid in alive)])
+
+
+def _processes_of(job: str) -> list[int]:
+    """SMPs of the job."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            words = (entry / "cmdline").read_bytes().split(b"\0")
+            if b"ftckpt.smp" in words and job.encode() in words:
+                found.append(int(entry.name))
+    return found
+
+
+def campaign(trials: int, seed: int) -> list[Verdict]:
+    """All trials, each told in one line."""
+    verdicts = []
+    for number in range(trials):
+        try:
+            verdict = run_trial(seed * 100_000 + number)
+        except FtckptError as error:
+            raise RuntimeError(f"trial {number} of seed {seed}: {error}") from error
+        verdicts.append(verdict)
+        shape = verdict.shape
+        where = f"{len(set(shape.nodes))}x{len(shape.nodes) // len(set(shape.nodes))} {'+'.join(shape.modes.names)}"
+        said = f"promised {verdict.promise}, started from {verdict.start}"
+        print(
+            f"{number:4d}  {verdict.kind:8s} {where:24s} {'; '.join(verdict.faults)}: {said} {verdict.text}",
+            flush=True,
+        )
+    return verdicts
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the campaign; the exit status is 0 if nothing was wrong, hung or leaked."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--trials", type=int, default=40)
+    parser.add_argument("--seed", type=int, default=7)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args(argv)
+    begin = time.monotonic()
+    verdicts = campaign(args.trials, args.seed)
+    counts = Counter(verdict.kind for verdict in verdicts)
+    as_table = sum(1 for v in verdicts if v.kind == "resumed" and v.promise is not None)
+    print_table(("outcome", "trials"), [(kind, str(counts[kind])) for kind in KINDS])
+    result = {
+        **{kind: counts[kind] for kind in KINDS},
+        "trials": args.trials,
+        "seed": args.seed,
+        "resumed_as_promised": as_table,
+        "resumed_beyond_promise": counts["resumed"] - as_table,
+        "secs": round(time.monotonic() - begin, 1),
+        "bad": [
+            {"seed": args.seed * 100_000 + number, "kind": v.kind, "faults": v.faults, "text": v.text}
+            for number, v in enumerate(verdicts)
+            if v.kind in ("wrong", "hung", "leaked")
+        ],
+        **environment(sys.argv[1:] if argv is None else argv, "benchmarks/fault_campaign.py"),
+    }
+    print(f"wrong: {counts['wrong']}, hung: {counts['hung']}, leaked: {counts['leaked']}; ", end="")
+    print(f"{counts['resumed']} resumed ({as_table} as promised), {counts['refused']} refused as the table says")
+    if args.json is not None:
+        write_json(args.json, result)
+    return 1 if counts["wrong"] + counts["hung"] + counts["leaked"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
