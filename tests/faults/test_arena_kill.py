@@ -49,6 +49,11 @@ def pattern(iteration: int) -> tuple[bytes, bytes]:
     return (block * (NUMEL // 32 + 26))[: NUMEL + 816], block * (1 + iteration % 100)
 
 
+def hashed(iteration: int) -> bool:
+    """Every third snapshot is sealed without hashes."""
+    return iteration % 3 > 0
+
+
 def write(arena: Arena, slot: int, lineage: bytes, iteration: int) -> None:
     image, (data, objects) = arena.image, pattern(iteration)
     arena.control.begin(slot)
@@ -59,8 +64,10 @@ def write(arena: Arena, slot: int, lineage: bytes, iteration: int) -> None:
     for chunk in range(len(image.chunks)):
         arena.control.set_chunk_hash(slot, chunk, arena.hash_chunk(slot, chunk))
     arena.control.set_objects(slot, len(objects), xxhash.xxh3_64_intdigest(objects))
-    arena.control.seal(slot, lineage, iteration)
+    arena.control.seal(slot, lineage, iteration, hashed(iteration))
     arena.control.mark_whole(lineage, iteration)
+    arena.control.mark_target(lineage, iteration)
+    arena.control.mark_protected(lineage, iteration)
 
 
 def write_for_ever(path: Path, first: int) -> None:
@@ -102,7 +109,7 @@ def kill(child: subprocess.Popen[str]) -> None:
 
 
 def assert_slot_holds(arena: Arena, slot: int, iteration: int) -> None:
-    assert arena.verify(slot) == []
+    assert arena.verify(slot) == [] and arena.unchecked(slot) is not hashed(iteration)
     data, objects = pattern(iteration)
     with arena.slot(slot) as view:
         held = b"".join(
@@ -119,7 +126,8 @@ def test_killed_while_writing_snapshots(node_dir: Path) -> None:
     Arena.create(node_dir, MANIFEST, 2).close()
     path = arena_path(node_dir, MANIFEST)
     instants = random.Random(20240607)
-    seen = set()
+    seen: set[SlotState] = set()
+    unhashed: set[bool] = set()
     told = -1
     for _ in range(KILLS):
         child = start(f"write_for_ever(Path({str(path)!r}), {told + 1})")
@@ -142,10 +150,13 @@ def test_killed_while_writing_snapshots(node_dir: Path) -> None:
         assert told in sealed or told + 1 in sealed
         whole = arena.control.whole()
         assert whole is not None and whole[0] == b"l" * 16 and told <= whole[1] <= told + 1
+        for mark in (arena.control.target(), arena.control.protected()):
+            assert mark in ((b"l" * 16, told), (b"l" * 16, told + 1))
+        unhashed |= {iteration % 3 == 0 for iteration in sealed}
         seen |= {record.state for record in records}
         told = max(sealed)
         arena.close()
-    assert seen == {SlotState.WRITING, SlotState.SEALED}
+    assert seen == {SlotState.WRITING, SlotState.SEALED} and unhashed == {False, True}
 
 
 def test_killed_while_creating_and_removing(node_dir: Path) -> None:
