@@ -26,7 +26,7 @@ class ArenaReport:
     """One arena: where it lies, which shard it holds, what is sealed in it.
 
     ``whole`` is the newest snapshot that all ranks were known to have sealed (lineage in hex, iteration).
-    ``problems`` are texts about what could not be read.
+    ``problems`` are texts about what could not be read. ``num_slots`` counts all slots, 0 where unknown.
     """
 
     node: str
@@ -36,6 +36,7 @@ class ArenaReport:
     slots: tuple[SlotReport, ...] = ()
     whole: tuple[str, int] | None = None
     problems: tuple[str, ...] = ()
+    num_slots: int = 0
 
     def to_json(self) -> dict[str, Any]:
         """A JSON value for ``from_json``."""
@@ -87,6 +88,7 @@ def _report(path: Path, node: str) -> ArenaReport:
             tuple(slots),
             (whole[0].hex(), whole[1]) if whole else None,
             tuple(problems),
+            arena.control.slots,
         )
     finally:
         arena.close()

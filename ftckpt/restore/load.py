@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from ftckpt.arena.package import mirror_dir
 from ftckpt.arena.segment import Arena
-from ftckpt.comm import Group
-from ftckpt.restore.decide import Source
+from ftckpt.comm import Group, together
+from ftckpt.errors import ArenaError
+from ftckpt.protect.parity_file import ParityFile
 from ftckpt.restore.plan import Read
+from ftckpt.restore.source import BlockAt, ChunkAt, Place, Source, place_of_json
 
 MESSAGE_BYTES = 16 << 20
 """Upper bound of one message and of each side's extra memory."""
 
 Extent = tuple[int, int]
-"""File offset and number of bytes inside one slot."""
+"""Offset and number of bytes inside one slot, chunk, block or package."""
 
 
 @dataclass(frozen=True)
@@ -32,20 +35,21 @@ class Target:
 
 @dataclass(frozen=True)
 class Transfer:
-    """Bytes of one slot that one rank wants, in order; ``targets[i]`` takes ``extents[i]``."""
+    """Bytes of one place that one rank wants, in order; ``targets[i]`` takes ``extents[i]``."""
 
-    source: Source
+    source: Place
     reader: int
     extents: tuple[Extent, ...]
     targets: tuple[Target, ...]
 
 
 class OpenArenas:
-    """Arenas of this node, opened for reading once each; ``close`` unmaps them."""
+    """Arenas and parity files of this node, opened for reading once each; ``close`` unmaps them."""
 
     def __init__(self, node_dir: Path) -> None:
         self._node_dir = node_dir
         self._open: dict[str, Arena] = {}
+        self._parity: dict[tuple[str, str], ParityFile] = {}
 
     def get(self, name: str) -> Arena:
         """The arena in directory ``name`` of this node."""
@@ -53,11 +57,39 @@ class OpenArenas:
             self._open[name] = Arena.open(self._node_dir / name)
         return self._open[name]
 
+    def parity(self, arena: str, file: str) -> ParityFile:
+        """The parity file ``file`` in directory ``arena`` of this node."""
+        if (arena, file) not in self._parity:
+            self._parity[arena, file] = ParityFile.open(self._node_dir / arena / file)
+        return self._parity[arena, file]
+
+    def view(self, place: Place) -> memoryview:
+        """The bytes of a slot, a chunk, a block or a package of this node.
+
+        Raises:
+            ArenaError: not there, or damaged so that it cannot be read.
+        """
+        if isinstance(place, Source):
+            return self.get(place.arena).slot(place.slot)
+        if isinstance(place, ChunkAt):
+            arena = self.get(place.arena)
+            span = arena.image.chunks[place.chunk]
+            return arena.slot(place.slot)[span.begin : span.end]
+        if isinstance(place, BlockAt):
+            return self.parity(place.arena, place.file).block(place.block).data
+        try:
+            return memoryview((mirror_dir(self._node_dir) / place.file).read_bytes())
+        except OSError as error:
+            raise ArenaError(f"package {place.file}: cannot be read: {error.strerror}") from None
+
     def close(self) -> None:
         """Unmap all."""
         for arena in self._open.values():
             arena.close()
+        for parity in self._parity.values():
+            parity.close()
         self._open.clear()
+        self._parity.clear()
 
 
 def transfer(source: Source, reader: int, reads: Sequence[Read], needs: Sequence[torch.Tensor]) -> Transfer:
@@ -77,24 +109,42 @@ def execute(group: Group, transfers: Sequence[Transfer], arenas: OpenArenas) -> 
 
     Collective. Messages are exchanged in one order that all ranks derive from the gathered requests, so
     that each send meets its receive.
+
+    Raises:
+        ArenaError: on all ranks together, if one cannot open what it is to read.
     """
     remote = [t for t in transfers if t.reader != group.rank]
-    for local in transfers:
-        if local.reader == group.rank:
-            _read_local(local, arenas.get(local.source.arena).slot(local.source.slot))
-    wanted = [
-        {"reader": t.reader, "arena": t.source.arena, "slot": t.source.slot, "extents": t.extents} for t in remote
-    ]
+    wanted = [{"reader": t.reader, "place": t.source.to_json(), "extents": t.extents} for t in remote]
+    requests = [json.loads(data) for data in group.gather(json.dumps(wanted).encode())]
+    asked = {
+        (asker, index): place_of_json(request["place"])
+        for asker, wishes in enumerate(requests)
+        for index, request in enumerate(wishes)
+        if request["reader"] == group.rank
+    }
+    views = together(group, lambda: _prepare(group.rank, transfers, asked, arenas))
     received = 0
-    for asker, data in enumerate(group.gather(json.dumps(wanted).encode())):
-        requests = json.loads(data)
-        for index, request in enumerate(requests):
+    for asker, wishes in enumerate(requests):
+        for index, request in enumerate(wishes):
             if asker == group.rank:
                 received += _receive(group, remote[index])
             elif request["reader"] == group.rank:
-                slot = arenas.get(request["arena"]).slot(request["slot"])
-                _send(group, asker, slot, request["extents"])
+                _send(group, asker, views[asker, index], request["extents"])
     return received
+
+
+Asked = tuple[int, int]
+"""The rank that asked, and the place of its request among its own."""
+
+
+def _prepare(
+    rank: int, transfers: Sequence[Transfer], asked: Mapping[Asked, Place], arenas: OpenArenas
+) -> dict[Asked, memoryview]:
+    """Read what lies on this node, and open what others have asked for: what can fail does so before any message."""
+    for local in transfers:
+        if local.reader == rank:
+            _read_local(local, arenas.view(local.source))
+    return {wish: arenas.view(place) for wish, place in asked.items()}
 
 
 def _read_local(local: Transfer, slot: memoryview) -> None:

@@ -1,10 +1,9 @@
-"""A restart from memory, step by step: inventory → decide → verify → void → plan → load."""
+"""A restart from memory, step by step: inventory → decide → verify → repair → void → plan → load."""
 
 from __future__ import annotations
 
 import json
 import os
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,13 +14,16 @@ from ftckpt.arena.image import SlotImage
 from ftckpt.arena.segment import Arena, list_arenas
 from ftckpt.comm import Group, together
 from ftckpt.errors import ArenaError, LostError, MismatchError
-from ftckpt.events import Events, Progress
+from ftckpt.events import Events
 from ftckpt.layout.replicas import private_key
 from ftckpt.layout.topology import Topology
-from ftckpt.restore.decide import Decision, Source, decide
-from ftckpt.restore.inventory import ArenaReport, take_inventory
+from ftckpt.restore.decide import Decision
 from ftckpt.restore.load import OpenArenas, Target, Transfer, execute, transfer
 from ftckpt.restore.plan import Have, Read, plan
+from ftckpt.restore.protection import remove_newer
+from ftckpt.restore.repair import Used
+from ftckpt.restore.search import Search, reader_of
+from ftckpt.restore.source import Source
 from ftckpt.state import objects
 from ftckpt.state.fragment import Fragment
 from ftckpt.state.manifest import Manifest
@@ -47,34 +49,35 @@ class Restart:
         self._node_dir = node_dir
         self._events = events
         self._arenas = OpenArenas(node_dir)
+        self._search: Search | None = None
 
     def choose(self, on_lost: str) -> Decision | None:
-        """The newest snapshot that is whole and whose every byte was verified.
+        """The newest snapshot that is whole, or was made whole from parity, and whose every byte was verified.
 
         Raises:
             LostError: snapshots were lost and ``on_lost`` is ``fail``.
             MismatchError: the snapshots belong to another layout or version.
+            MemoryBudgetError, ArenaError: lost shards cannot be rebuilt here.
         """
-        reports = self._inventory()
-        homes = {member.shard: member.node for member in self._topology.members}
-        bad: dict[Source, str] = {}
-        while True:
-            try:
-                decision = decide(reports, homes, self._topology.layout, bad)
-            except LostError as error:
-                if on_lost == "fail":
-                    raise
-                self._events.emit("lost", error=str(error))
-                return None
-            if decision is None:
-                return None
-            begin = time.perf_counter()
-            found = self._verify(decision)
-            if not found:
-                self._events.emit("verified", iteration=decision.iteration, secs=time.perf_counter() - begin)
-                self._tell_fallback(decision, bad)
-                return decision
-            bad.update(found)
+        search = self._search = Search(self._group, self._topology, self._node_dir, self._events, self._arenas)
+        try:
+            return search.run()
+        except LostError as error:
+            if on_lost == "fail":
+                raise
+            self._events.emit("lost", error=str(error))
+            return None
+
+    @property
+    def sources(self) -> Used:
+        """What was rebuilt, of all ranks, by what (``node_parity``, ``replica_parity``, ``peer_parity``, ``copy``):
+        chunks and bytes. Empty where all was taken as it lay in memory."""
+        return self._search.used if self._search is not None else {}
+
+    @property
+    def source(self) -> str:
+        """``memory``, or what lost shards were rebuilt from, joined by ``+``."""
+        return "+".join(sorted(self.sources)) or "memory"
 
     def void_newer(self, decision: Decision | None) -> bytes:
         """Make sure that no snapshot but older ones can ever be taken again; returns the new lineage."""
@@ -115,48 +118,10 @@ class Restart:
         """Unmap the arenas that were read."""
         self._arenas.close()
 
-    def _inventory(self) -> list[ArenaReport]:
-        leader = self._topology.is_node_leader
-        node = self._topology.me.node
-        mine = together(self._group, lambda: take_inventory(self._node_dir, node) if leader else [])
-        gathered = self._group.gather(json.dumps([report.to_json() for report in mine]).encode())
-        reports = [ArenaReport.from_json(value) for data in gathered for value in json.loads(data)]
-        for report in reports:
-            if report.problems:
-                self._events.emit("arena_problem", shard=report.shard, problems=report.problems)
-        return reports
-
-    def _reader(self, shard: str, source: Source) -> int:
-        """The rank that reads a source: the shard's own where it is on that node, otherwise spread."""
-        local = self._topology.ranks_on(source.node)
-        own = self._topology.rank_of[shard]
-        return own if own in local else local[self._topology.rank_of[shard] % len(local)]
-
-    def _verify(self, decision: Decision) -> dict[Source, str]:
-        found: list[list[object]] = []
-        for shard, source in decision.sources.items():
-            if self._reader(shard, source) != self._group.rank:
-                continue
-            try:
-                told = Progress(f"rank {self._group.rank} verifies {shard}")
-                problems = self._arenas.get(source.arena).verify(source.slot, told)
-            except ArenaError as error:
-                problems = [str(error)]
-            if problems:
-                found.append([source.node, source.arena, source.slot, f"{shard}: {', '.join(problems[:3])}"])
-        gathered = self._group.gather(json.dumps(found).encode())
-        values = [value for data in gathered for value in json.loads(data)]
-        return {Source(node, arena, slot): text for node, arena, slot, text in values}
-
-    def _tell_fallback(self, decision: Decision, bad: Mapping[Source, str]) -> None:
-        if bad or decision.passed_over:
-            reasons = [*decision.passed_over, *bad.values()]
-            loud = "fallback" if bad else "passed_over"
-            self._events.emit(loud, iteration=decision.iteration, reasons=reasons)
-
     def _void(self, decision: Decision | None) -> None:
         if not self._topology.is_node_leader:
             return
+        remove_newer(self._node_dir, decision.iteration if decision is not None else -1)
         for path in list_arenas(self._node_dir):
             try:
                 arena = Arena.open(path, writable=True)
@@ -174,7 +139,7 @@ class Restart:
 
     def _gather_held(self, decision: Decision) -> dict[str, Held]:
         """What each chosen slot holds, told by the rank that reads it to all."""
-        readers = {shard: self._reader(shard, source) for shard, source in decision.sources.items()}
+        readers = {shard: reader_of(self._topology, shard, source) for shard, source in decision.sources.items()}
         mine = []
         for shard, source in decision.sources.items():
             if readers[shard] == self._group.rank:
@@ -192,7 +157,7 @@ class Restart:
         return {
             shard: self._arenas.get(source.arena).manifest.capacity
             for shard, source in decision.sources.items()
-            if self._reader(shard, source) == self._group.rank
+            if reader_of(self._topology, shard, source) == self._group.rank
         }
 
     def _plan(self, held: Mapping[str, Held], wanted: Sequence[tuple[Piece, Fragment]]) -> list[Transfer]:

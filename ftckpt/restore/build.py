@@ -1,0 +1,220 @@
+"""One shard that is made whole again in this node's memory: where its bytes go, and that they are the right ones."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from ftckpt.arena.control import SlotState
+from ftckpt.arena.image import SlotImage
+from ftckpt.arena.package import Package
+from ftckpt.arena.segment import Arena, arena_path, remove_arena
+from ftckpt.errors import ArenaError, CorruptError
+from ftckpt.restore.rebuild import Fix
+from ftckpt.restore.source import Source
+
+Bytes = npt.NDArray[np.uint8]
+
+_LOCK_SECS = 5.0
+
+
+class Build:
+    """A slot that is being made whole: ``open``, ``put`` and ``check`` chunk by chunk, ``finish``, ``close``.
+
+    A new slot is WRITING until ``finish``: what a killed process leaves is never taken for a snapshot. A slot that
+    is repaired in place stays what it is; until its last chunk is right it does not verify, as before.
+
+    Args:
+        package: None only where bad chunks alone are repaired in place.
+        num_slots: of an arena that must be created.
+    """
+
+    def __init__(self, node_dir: Path, fix: Fix, package: Package | None, num_slots: int) -> None:
+        self.fix = fix
+        self._node_dir = node_dir
+        self._package = package
+        self._num_slots = num_slots
+        self._arena: Arena | None = None
+        self._slot = fix.at.slot
+        self._hashes: npt.NDArray[np.uint64] = np.empty(0, np.uint64)
+
+    @property
+    def arena(self) -> Arena:
+        """The arena, locked and writable."""
+        if self._arena is None:
+            raise ArenaError(f"{self.fix.shard}: not open")
+        return self._arena
+
+    @property
+    def source(self) -> Source:
+        """Where the shard lies, once it is open."""
+        return Source(self.fix.at.node, self.arena.path.name, self._slot)
+
+    @property
+    def file_bytes(self) -> int:
+        """Size of one slot file, 0 for a slot that is repaired in place."""
+        return SlotImage.of(self._whole.manifest).file_bytes if not self.fix.in_place else 0
+
+    def new_bytes(self) -> int:
+        """Memory that ``open`` will take from the node."""
+        if self.fix.in_place:
+            return 0
+        try:
+            arena = Arena.open(arena_path(self._node_dir, self._whole.manifest))
+        except ArenaError:
+            return self.file_bytes
+        try:
+            return 0 if arena.slot_error(_pick(arena, self._whole)) is None else self.file_bytes
+        finally:
+            arena.close()
+
+    def open(self) -> None:
+        """Have the slot, with everything in it that parity does not give.
+
+        Raises:
+            ArenaError: another process writes the arena, or it cannot be created.
+            MemoryBudgetError: no room.
+        """
+        if self.fix.in_place:
+            self._arena = Arena.open(self._node_dir / self.fix.at.arena, writable=True)
+            self._arena.lock(_LOCK_SECS)
+            self._mend()
+            return
+        path = arena_path(self._node_dir, self._whole.manifest)
+        self._arena = self._existing(path) or Arena.create(self._node_dir, self._whole.manifest, self._num_slots, 1)
+        self._arena.lock(_LOCK_SECS)
+        self._slot = _pick(self._arena, self._whole)
+        self._begin()
+
+    def put(self, chunk: int, begin: int, data: Bytes) -> None:
+        """Write ``data`` at byte ``begin`` of ``chunk``; what goes past the chunk's end is zeros of the stripe."""
+        span = self.arena.image.chunks[chunk]
+        part = data[: max(0, span.nbytes - begin)]
+        with self.arena.slot(self._slot) as view:
+            view[span.begin + begin : span.begin + begin + len(part)] = part.data
+
+    def clear_behind(self, chunk: int, nbytes: int) -> None:
+        """Zeros behind the first ``nbytes`` of ``chunk``: a block in a slot may be shorter than its chunk."""
+        span = self.arena.image.chunks[chunk]
+        with self.arena.slot(self._slot) as view:
+            view[span.begin + nbytes : span.end] = bytes(max(0, span.nbytes - nbytes))
+
+    def check(self, chunk: int) -> bool:
+        """Whether the bytes of ``chunk`` have the checksum that was taken when the snapshot was."""
+        return self.arena.hash_chunk(self._slot, chunk) == int(self._hashes[chunk])
+
+    def length(self, chunk: int) -> int:
+        """Bytes of ``chunk``."""
+        return self.arena.image.chunks[chunk].nbytes
+
+    def finish(self) -> list[str]:
+        """Seal a new slot, every chunk of which was checked; what is still bad in one that was repaired in place."""
+        arena, package = self.arena, self._package
+        if self.fix.in_place:
+            return arena.verify(self._slot) if self.fix.parts else self._bad_volatile()
+        whole = arena.control.whole()
+        arena.control.seal(self._slot, self._whole.lineage, self._whole.iteration)
+        if package is not None and (whole is None or whole[1] < package.iteration):
+            arena.control.mark_whole(package.lineage, package.iteration)
+        return []
+
+    def close(self) -> None:
+        """Give the arena up; what is not finished does not count."""
+        if self._arena is not None:
+            self._arena.close()
+            self._arena = None
+
+    @property
+    def _whole(self) -> Package:
+        if self._package is None:
+            raise ArenaError(f"{self.fix.shard}: no package to rebuild it from")
+        return self._package
+
+    def _existing(self, path: Path) -> Arena | None:
+        """The arena at ``path``; one in which nothing can be read is removed."""
+        if not path.exists():
+            return None
+        try:
+            return Arena.open(path, writable=True)
+        except CorruptError:
+            remove_arena(path)
+            return None
+
+    def _begin(self) -> None:
+        """Make the slot WRITING, with everything but the stepped chunks in place."""
+        arena, package, slot = self.arena, self._whole, self._slot
+        if not arena.allocated(slot):
+            arena.allocate(slot)
+        elif arena.slot_error(slot) is not None:
+            arena.renew(slot)
+        arena.control.begin(slot)
+        image = arena.image
+        with arena.slot(slot) as view:
+            view[: len(image.header)] = image.header
+            for pad in image.pads:
+                view[pad.begin : pad.end] = bytes(pad.nbytes)
+        self._put_volatile()
+        self._put_objects()
+        self._hashes = package.chunk_hashes
+        for chunk, value in enumerate(package.chunk_hashes.tolist()):
+            arena.control.set_chunk_hash(slot, chunk, value)
+        arena.control.set_objects(slot, len(package.objects), xxhash.xxh3_64_intdigest(package.objects))
+
+    def _mend(self) -> None:
+        """Put right what is not a matter of parity in a slot that is repaired in place."""
+        arena, package, slot = self.arena, self._package, self._slot
+        hashes = arena.hashes(slot)
+        if hashes is None and package is not None:
+            hashes = package.chunk_hashes
+        if hashes is None and self.fix.chunks:
+            raise CorruptError(f"{self.fix.shard}: slot {slot} has no checksums to repair it by")
+        self._hashes = hashes if hashes is not None else self._hashes
+        image = arena.image
+        with arena.slot(slot) as view:
+            view[: len(image.header)] = image.header
+            for pad in image.pads:
+                view[pad.begin : pad.end] = bytes(pad.nbytes)
+        if package is not None and package.manifest.digest == arena.manifest.digest:
+            self._put_volatile()
+            if "objects" in self.fix.parts:
+                self._put_objects()
+
+    def _bad_volatile(self) -> list[str]:
+        image = self.arena.image
+        chunks = range(image.num_stepped_chunks, len(image.chunks)) if self._package is not None else ()
+        return [f"chunk {chunk}" for chunk in chunks if not self.check(chunk)]
+
+    def _put_volatile(self) -> None:
+        span = self.arena.image.volatile
+        with self.arena.slot(self._slot) as view:
+            view[span.begin : span.end] = self._whole.volatile
+
+    def _put_objects(self) -> None:
+        span, data = self.arena.image.objects, self._whole.objects
+        with self.arena.slot(self._slot) as view:
+            view[span.begin : span.begin + len(data)] = data
+
+
+def _pick(arena: Arena, package: Package) -> int:
+    """The slot to rebuild into: one that holds nothing, or what is needed least.
+
+    A slot of the very snapshot that could not be used comes first, then damaged ones, those without a snapshot,
+    those without memory, newer snapshots (they could not be taken), the oldest one.
+    """
+
+    def key(slot: int) -> tuple[int, int]:
+        record = arena.control.record(slot)
+        if (record.lineage, record.iteration) == (package.lineage, package.iteration) and record.sealed:
+            return 0, 0
+        if not arena.allocated(slot):
+            return 3, 0
+        if arena.slot_error(slot) is not None:
+            return 1, 0
+        if record.state < SlotState.SEALED:
+            return 2, 0
+        return (4, -record.iteration) if record.iteration > package.iteration else (5, record.iteration)
+
+    return min(range(arena.control.slots), key=key)

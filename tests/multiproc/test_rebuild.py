@@ -1,0 +1,339 @@
+"""Shards that were lost come back from parity, bit for bit, at the node of the rank that needs them."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+from protected import (
+    Job,
+    build,
+    contents,
+    events_of,
+    flip,
+    flip_chunk,
+    restart,
+    slot_of,
+)
+
+from ftckpt.arena.segment import Arena, slot_name
+from ftckpt.protect.groups import Modes
+from ftckpt.testing.pool import RankFailure, run_ranks
+
+pytestmark = pytest.mark.multiproc
+
+NODE = Modes(node=True)
+ITERATIONS = (3, 4, 5)
+
+
+def made(job: Job, protected: tuple[int, ...] = (4, 5), hashed: bool = True) -> dict[int, list[bytes]]:
+    """The job's arenas; what every shard was at each protected iteration."""
+    build(job, ITERATIONS, protected, hashed)
+    return {i: [contents(job, rank, i) for rank in range(len(job.nodes))] for i in protected}
+
+
+def restarted(job: Job, tmp_path: Path, **options: Any) -> list[dict[str, Any]]:
+    results = run_ranks(restart, len(job.nodes), job, tmp_path / "events", **options)
+    return [result.value for result in results]
+
+
+def assert_whole(job: Job, told: list[dict[str, Any]], iteration: int, wanted: list[bytes]) -> None:
+    for rank, value in enumerate(told):
+        assert value["iteration"] == iteration, value
+        assert value["node"] == job.nodes[rank]
+        assert contents(job, rank, iteration) == wanted[rank], f"rank {rank}"
+    assert {value["source"] for value in told} == {told[0]["source"]}
+
+
+def gone(job: Job, rank: int) -> None:
+    shutil.rmtree(job.path(rank))
+
+
+def slot_gone(job: Job, rank: int) -> None:
+    slot_file(job, rank).unlink()
+
+
+def slot_file(job: Job, rank: int, iteration: int = 5) -> Path:
+    with closing(Arena.open(job.path(rank))) as arena:
+        return job.path(rank) / slot_name(slot_of(arena, iteration))
+
+
+def truncated(job: Job, rank: int) -> None:
+    os.truncate(slot_file(job, rank), 20_000)
+
+
+def stepped_byte(job: Job, rank: int) -> None:
+    flip_chunk(job, rank, 5, 2)
+
+
+def volatile_byte(job: Job, rank: int) -> None:
+    with closing(Arena.open(job.path(rank))) as arena:
+        chunk = arena.image.num_stepped_chunks
+    flip_chunk(job, rank, 5, chunk)
+
+
+def all_chunks(job: Job, rank: int) -> None:
+    with closing(Arena.open(job.path(rank))) as arena:
+        chunks = len(arena.image.chunks)
+    for chunk in range(chunks):
+        flip_chunk(job, rank, 5, chunk)
+
+
+def header_byte(job: Job, rank: int) -> None:
+    flip(slot_file(job, rank), 1500)
+
+
+def objects_byte(job: Job, rank: int) -> None:
+    with closing(Arena.open(job.path(rank))) as arena:
+        begin = arena.image.objects.begin
+    flip(slot_file(job, rank), begin + 300)
+
+
+def padding_byte(job: Job, rank: int) -> None:
+    with closing(Arena.open(job.path(rank))) as arena:
+        begin = arena.image.stepped.end
+    flip(slot_file(job, rank), begin + 1)
+
+
+def torn_record(job: Job, rank: int) -> None:
+    with closing(Arena.open(job.path(rank))) as arena:
+        slot, chunks = slot_of(arena, 5), len(arena.image.chunks)
+    record = -(-(64 + 8 * chunks) // 64) * 64
+    flip(job.path(rank) / "control", 4096 + slot * record + 26)
+
+
+def control_byte(job: Job, rank: int) -> None:
+    flip(job.path(rank) / "control", 20)
+
+
+def being_written(job: Job, rank: int) -> None:
+    with closing(Arena.open(job.path(rank), writable=True)) as arena:
+        arena.control.begin(slot_of(arena, 5))
+
+
+LOSSES: list[Callable[[Job, int], None]] = [
+    gone, slot_gone, truncated, stepped_byte, volatile_byte, all_chunks, header_byte, objects_byte, padding_byte,
+    torn_record, control_byte, being_written,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: loss.__name__)
+def test_node_parity_brings_back_any_one_arena(
+    loss: Callable[[Job, int], None], arena_root: Path, tmp_path: Path
+) -> None:
+    job = Job(arena_root, ("a", "a", "a"), NODE)
+    wanted = made(job)
+    loss(job, 1)
+    told = restarted(job, tmp_path)
+    assert_whole(job, told, 5, wanted[5])
+    by_package = (header_byte, objects_byte, padding_byte, volatile_byte)
+    assert told[0]["source"] == ("memory" if loss in by_package else "node_parity")
+    (event,) = events_of(tmp_path / "events", "rebuilt")
+    assert event["shards"] == ["dp1"] and event["rank"] == 1
+    assert not events_of(tmp_path / "events", "fallback")
+
+
+@pytest.mark.parametrize("victim", [0, 2, 3])
+def test_any_arena_of_either_node(victim: int, arena_root: Path, tmp_path: Path) -> None:
+    job = Job(arena_root, ("a", "a", "a", "b", "b"), NODE)
+    wanted = made(job)
+    gone(job, victim)
+    told = restarted(job, tmp_path)
+    assert_whole(job, told, 5, wanted[5])
+    assert set(told[0]["sources"]) == {"node_parity"}
+    rebuilt = told[0]["sources"]["node_parity"]
+    assert rebuilt["bytes"] == job.stepped + victim * 3000
+    assert rebuilt["chunks"] == -(-rebuilt["bytes"] // 8192)
+
+
+def test_one_bad_chunk_per_stripe_in_all_arenas_at_once(arena_root: Path, tmp_path: Path) -> None:
+    job = Job(arena_root, ("a",) * 4, NODE)
+    wanted = made(job)
+    for rank, chunk in enumerate([0, 1, 2, 4]):
+        flip_chunk(job, rank, 5, chunk)
+    told = restarted(job, tmp_path)
+    assert_whole(job, told, 5, wanted[5])
+    assert told[0]["sources"]["node_parity"]["chunks"] == 4
+
+
+def test_two_arenas_of_a_node_are_too_much_and_named(arena_root: Path, tmp_path: Path) -> None:
+    job = Job(arena_root, ("a", "a", "a"), NODE)
+    made(job)
+    gone(job, 0)
+    gone(job, 2)
+    with pytest.raises(RankFailure, match=r"(?s)LostError.*dp0: .*has lost 2 of 3 members.*dp2: ") as failure:
+        restarted(job, tmp_path)
+    assert "node-" in str(failure.value)
+
+
+def test_an_older_whole_snapshot_is_taken_where_the_newest_cannot_be_rebuilt(
+    arena_root: Path, tmp_path: Path
+) -> None:
+    job = Job(arena_root, ("a", "a", "a"), NODE)
+    wanted = made(job)
+    flip_chunk(job, 0, 5, 0)
+    for path in arena_root.glob("*/a/dp1.*/parity.node.1"):
+        path.unlink()
+    for chunk in range(6):
+        flip_chunk(job, 2, 5, chunk)
+    told = restarted(job, tmp_path)
+    assert_whole(job, told, 4, wanted[4])
+    assert told[0]["source"] == "memory"
+    assert any("iteration 5" in text for text in told[0]["passed_over"])
+    assert events_of(tmp_path / "events", "fallback")
+
+
+def test_an_older_snapshot_is_rebuilt_where_the_newest_cannot_be(arena_root: Path, tmp_path: Path) -> None:
+    job = Job(arena_root, ("a", "a", "a"), NODE)
+    wanted = made(job)
+    gone(job, 1)
+    for path in arena_root.glob("*/a/dp*/parity.node.1"):
+        path.unlink()
+    told = restarted(job, tmp_path)
+    assert_whole(job, told, 4, wanted[4])
+    assert told[0]["source"] == "node_parity"
+
+
+def test_nothing_of_parity_is_read_where_all_is_there(arena_root: Path, tmp_path: Path) -> None:
+    job = Job(arena_root, ("a", "a", "a"), NODE)
+    wanted = made(job)
+    for path in arena_root.glob("*/a/dp*/parity.node.*"):
+        flip(path, path.stat().st_size - 4096 * 2)
+    for path in arena_root.glob("*/a/.mirror/*"):
+        flip(path, 100)
+    told = restarted(job, tmp_path)
+    assert_whole(job, told, 5, wanted[5])
+    assert told[0]["source"] == "memory"
+    for name in ("rebuilt", "fallback", "protection_problem"):
+        assert not events_of(tmp_path / "events", name)
+    for event in events_of(tmp_path / "events", "verified"):
+        assert event["states"] == {"sealed": 3} and len(event["unprotected"]) == 1
+
+
+PEERS = [("xor", 1, 2), ("xor", 1, 3), ("xor", 1, 4), ("mirror", 1, 2), ("mirror", 1, 4), ("mirror", 2, 4)]
+PEERS += [("rs", 1, 3), ("rs", 2, 3), ("rs", 2, 4)]
+
+
+@pytest.mark.parametrize(("code", "losses", "nodes"), PEERS)
+def test_peer_parity_brings_back_whole_nodes(
+    code: str, losses: int, nodes: int, arena_root: Path, tmp_path: Path
+) -> None:
+    names = tuple(f"n{index // 2}" for index in range(2 * nodes)) if nodes < 4 else ("n0", "n1", "n2", "n3")
+    job = Job(arena_root, names, Modes(peer=True, peer_code=code, peer_losses=losses))
+    wanted = made(job)
+    for node in sorted(set(names))[1 : 1 + losses]:
+        shutil.rmtree(job.node_dir(node))
+    told = restarted(job, tmp_path)
+    assert_whole(job, told, 5, wanted[5])
+    assert told[0]["source"] == "peer_parity"
+
+
+def test_more_nodes_than_parity_can_give_back(arena_root: Path, tmp_path: Path) -> None:
+    job = Job(arena_root, ("n0", "n1", "n2", "n3"), Modes(peer=True, peer_code="rs", peer_losses=2))
+    made(job)
+    for node in ("n0", "n1", "n3"):
+        shutil.rmtree(job.node_dir(node))
+    lost = r"(?s)LostError.*dp3: its node's arenas are gone and no package of it is left"
+    with pytest.raises(RankFailure, match=lost):
+        restarted(job, tmp_path)
+
+
+@pytest.mark.parametrize("replica", ["replica", "copy"])
+@pytest.mark.parametrize("nodes", [2, 3])
+def test_replicas_parity_and_peers_bring_back_a_node(
+    replica: str, nodes: int, arena_root: Path, tmp_path: Path
+) -> None:
+    names = tuple(f"n{rank}" for rank in range(nodes))
+    modes = Modes(replica=replica, peer=True)
+    job = Job(arena_root, names, modes, replica, (tuple(range(nodes)),))
+    wanted = made(job)
+    shutil.rmtree(job.node_dir("n1"))
+    told = restarted(job, tmp_path)
+    assert_whole(job, told, 5, wanted[5])
+    mode = "copy" if replica == "copy" else "replica_parity"
+    assert set(told[0]["sources"]) == {mode, "peer_parity"}
+
+
+@pytest.mark.parametrize("replica", ["replica", "copy"])
+def test_a_chunk_of_a_share_comes_back_without_any_package(replica: str, arena_root: Path, tmp_path: Path) -> None:
+    """Blocks in slots are of every snapshot that was sealed, protected or not."""
+    job = Job(arena_root, ("n0", "n1", "n2"), Modes(replica=replica), replica, ((0, 1, 2),))
+    build(job, ITERATIONS, ())
+    wanted = [contents(job, rank, 5) for rank in range(3)]
+    with closing(Arena.open(job.path(1))) as arena:
+        data, blocks = (section.first_chunk for section in arena.image.sections[1:])
+    flip_chunk(job, 1, 5, data)
+    flip_chunk(job, 2, 5, blocks)
+    told = restarted(job, tmp_path)
+    assert_whole(job, told, 5, wanted)
+    mode = "copy" if replica == "copy" else "replica_parity"
+    assert set(told[0]["sources"]) == {mode}
+
+
+def test_node_parity_and_peers_help_each_other(arena_root: Path, tmp_path: Path) -> None:
+    """A node is gone and all chunks of an arena of another one: node parity gives back what peers need."""
+    names = ("n0", "n0", "n0", "n1", "n1", "n1", "n2", "n2", "n2")
+    job = Job(arena_root, names, Modes(node=True, peer=True))
+    wanted = made(job, protected=(5,))
+    shutil.rmtree(job.node_dir("n1"))
+    all_chunks(job, 1)
+    told = restarted(job, tmp_path)
+    assert_whole(job, told, 5, wanted[5])
+    assert set(told[0]["sources"]) == {"node_parity", "peer_parity"}
+
+
+def test_ranks_on_other_nodes_than_before(arena_root: Path, tmp_path: Path) -> None:
+    """Nodes swap names: what is there is read over the network, what is not is rebuilt where it is needed."""
+    from dataclasses import replace
+
+    job = Job(arena_root, ("a", "a", "a", "b", "b", "b"), NODE)
+    wanted = made(job)
+    gone(job, 4)
+    swapped = replace(job, nodes=("b", "b", "b", "a", "a", "a"))
+    told = restarted(swapped, tmp_path)
+    assert [value["iteration"] for value in told] == [5] * 6
+    assert [value["node"] for value in told] == ["a", "a", "a", "b", "a", "b"]
+    assert contents(swapped, 4, 5) == wanted[5][4]
+
+
+def test_small_batches_give_the_same_bytes(
+    arena_root: Path, tmp_path: Path
+) -> None:
+    job = Job(arena_root, ("n0", "n1", "n2"), Modes(peer=True))
+    wanted = made(job)
+    shutil.rmtree(job.node_dir("n2"))
+    told = [r.value for r in run_ranks(restart_in_small_batches, 3, job, tmp_path / "events")]
+    assert_whole(job, told, 5, wanted[5])
+
+
+def restart_in_small_batches(rank: int, world_size: int, job: Job, events: Path) -> dict[str, Any]:
+    from ftckpt.restore import repair
+
+    repair.BATCH_BYTES = 20_000
+    return restart(rank, world_size, job, events)
+
+
+def test_memory_is_checked_before_a_shard_is_rebuilt(arena_root: Path, tmp_path: Path) -> None:
+    job = Job(arena_root, ("a", "a", "a"), NODE)
+    made(job)
+    gone(job, 1)
+    with pytest.raises(RankFailure, match=r"MemoryBudgetError: rank 0: .*no room in this test"):
+        run_ranks(restart_without_memory, 3, job, tmp_path / "events")
+    assert not job.path(1).exists()
+
+
+def restart_without_memory(rank: int, world_size: int, job: Job, events: Path) -> dict[str, Any]:
+    from ftckpt.errors import MemoryBudgetError
+    from ftckpt.restore import repair
+
+    def refuse(path: Path, need_bytes: int) -> None:
+        assert need_bytes >= job.stepped
+        raise MemoryBudgetError("no room in this test")
+
+    repair.check_budget = refuse  # type: ignore[assignment]
+    return restart(rank, world_size, job, events)
