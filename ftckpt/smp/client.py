@@ -190,7 +190,7 @@ def _start(client: SmpClient, timeout_secs: float) -> str:
     try:
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, cwd="/",
-            env=_environment(), start_new_session=True,
+            env=environment(), start_new_session=True,
         )  # fmt: skip
     except OSError as error:
         return f"{command[0]} cannot be started: {error.strerror}"
@@ -205,16 +205,16 @@ def _start(client: SmpClient, timeout_secs: float) -> str:
     return said.decode("utf-8", "replace").strip()[-500:] or f"it ended with status {process.returncode}"
 
 
-def _environment() -> dict[str, str]:
-    """The trainer's, with the package that this process imported, and without threads that do nothing."""
+def environment() -> dict[str, str]:
+    """For an SMP: this process's, with the package that it imported, and without threads that do nothing."""
     package_root = Path(__file__).parents[2]
-    environment = os.environ | {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "2"}
+    variables = os.environ | {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "2"}
     if package_root.name not in (
         "site-packages",
         "dist-packages",
     ):  # those shall not come before the standard library
-        environment["PYTHONPATH"] = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), str(package_root))))
-    return environment
+        variables["PYTHONPATH"] = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), str(package_root))))
+    return variables
 
 
 def _exchange(node_dir: Path, line: bytes, deadline: float) -> bytes:

@@ -1,0 +1,134 @@
+"""``python -m ftckpt.smp --job J --node N [--arena ROOT] [--detach]``: start an SMP."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from ftckpt.config import Config
+from ftckpt.errors import FtckptError, SmpError
+
+_READY = b"ready\n"
+_BUSY = b"busy "
+_BUSY_STATUS = 3
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of an SMP, for ``ftckpt smp`` too."""
+    parser.add_argument("--job", required=True, help="name of the job")
+    parser.add_argument("--node", required=True, help="stable name of this machine")
+    parser.add_argument("--arena", type=Path, default=Path(Config().arena), help="tmpfs (default: %(default)s)")
+    parser.add_argument(
+        "--idle-secs", type=float, default=Config().smp_idle_secs, metavar="SECS",
+        help="time without any trainer after which it ends (default: %(default)s)",
+    )  # fmt: skip
+
+
+def serve(arguments: argparse.Namespace, ready: Callable[[], None]) -> int:
+    """Be the SMP until it ends; ``ready`` is called once it answers.
+
+    Raises:
+        SmpError: another one serves.
+        ArenaError: the directory cannot be used.
+    """
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # before numpy: each of its threads has memory of its own
+    from ftckpt.smp.daemon import Daemon, bound_process
+
+    bound_process()
+    daemon = Daemon(arguments.arena, arguments.job, arguments.node, arguments.idle_secs)
+    logging.getLogger("ftckpt").setLevel(logging.INFO)
+    if arguments.detach:
+        os.dup2(daemon.log.fd, 1)
+        os.dup2(daemon.log.fd, 2)
+    ready()
+    daemon.run()
+    return 0
+
+
+def detached(arguments: argparse.Namespace) -> int:
+    """Start an SMP that is nobody's child, in a session of its own; returns when it answers.
+
+    Exit status: 0 it does, 3 another one serves, 1 it failed; the reason is on stderr.
+    """
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        _become_detached(arguments, writer)  # does not return
+    os.close(writer)
+    os.waitpid(child, 0)
+    with os.fdopen(reader, "rb") as pipe:
+        said = pipe.read()
+    if said == _READY:
+        return 0
+    print(said.removeprefix(_BUSY).decode("utf-8", "replace") or "it ended before it was ready", file=sys.stderr)
+    return _BUSY_STATUS if said.startswith(_BUSY) else 1
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line ``argv`` (default: the process's own) and return its exit status."""
+    parser = argparse.ArgumentParser(prog="python -m ftckpt.smp", description="snapshot management process")
+    add_arguments(parser)
+    parser.add_argument("--detach", action="store_true", help="run in the background; return when it answers")
+    arguments = parser.parse_args(argv)
+    return detached(arguments) if arguments.detach else foreground(arguments)
+
+
+def foreground(arguments: argparse.Namespace) -> int:
+    """Be the SMP in this process, which tells people what it does; returns the exit status."""
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s")
+    try:
+        return serve(arguments, lambda: None)
+    except (FtckptError, OSError) as error:
+        print(f"ftckpt: {error}", file=sys.stderr)
+        return _BUSY_STATUS if isinstance(error, SmpError) else 2
+
+
+def _become_detached(arguments: argparse.Namespace, writer: int) -> None:
+    """In the child of ``detached``: never returns."""
+    starter, status = _Starter(writer), 1
+    try:
+        os.setsid()
+        if os.fork():
+            os._exit(0)
+        signal.pthread_sigmask(signal.SIG_SETMASK, [])
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        os.chdir("/")
+        os.umask(0o077)
+        null = os.open(os.devnull, os.O_RDWR)
+        for fd in range(3):
+            os.dup2(null, fd)
+        os.closerange(3, writer)
+        os.closerange(writer + 1, os.sysconf("SC_OPEN_MAX"))
+        status = serve(arguments, lambda: starter.tell(_READY))
+    except BaseException as error:  # noqa: BLE001 - the process ends here; who started it, or the log, must know why
+        busy = _BUSY if isinstance(error, SmpError) else b""
+        starter.tell(busy + f"{type(error).__name__}: {error}".encode())
+        traceback.print_exc()
+    finally:
+        os._exit(status)
+
+
+class _Starter:
+    """Who started this process waits for one message."""
+
+    def __init__(self, writer: int) -> None:
+        self._writer = writer
+
+    def tell(self, message: bytes) -> None:
+        """Say how the start went; what comes after the first message is dropped."""
+        writer, self._writer = self._writer, -1
+        if writer >= 0:
+            with suppress(OSError):  # it is gone
+                os.write(writer, message)
+            os.close(writer)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

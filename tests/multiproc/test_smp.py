@@ -1,0 +1,402 @@
+"""The SMP as a process: found by name, nobody's child, deaf to nonsense, and gone when it shall be."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from arenas import Rank, ranks
+from smps import JOB, NODE, REPOSITORY, SECRET, Site, eventually, python, send, site_at
+
+from ftckpt.arena.directory import clean_job, list_arenas, node_directory, remove_job_if_empty
+from ftckpt.arena.locks import JobLock
+from ftckpt.arena.pulse import Pulse, SmpState
+from ftckpt.arena.segment import Arena
+from ftckpt.errors import ArenaError, SmpError
+from ftckpt.smp import server
+from ftckpt.smp.client import SmpClient
+from ftckpt.smp.protocol import MAX_REQUEST_BYTES, socket_address
+
+pytestmark = pytest.mark.multiproc
+
+FIND = """
+import sys, time
+from pathlib import Path
+from ftckpt.smp.client import find_or_start
+node_dir, root, at = Path(sys.argv[1]), Path(sys.argv[2]), float(sys.argv[3])
+print("up", flush=True)
+time.sleep(max(0, at - time.time()))
+print(find_or_start(node_dir, root, "job", "n0", {}).hello()["pid"], flush=True)
+time.sleep(float(sys.argv[4]))
+"""
+TRAIN = """
+import sys, time
+from pathlib import Path
+from ftckpt.arena.locks import JobLock
+from ftckpt.arena.pulse import Pulse
+how, node_dir = sys.argv[1], Path(sys.argv[2])
+held = JobLock(node_dir, 0) if how == "lock" else Pulse.open(node_dir, 0, 0)
+print("up", flush=True)
+time.sleep(100)
+"""
+ANON_LIMIT_BYTES = 64 << 20
+
+
+@pytest.fixture
+def site(arena_root: Path) -> Iterator[Site]:
+    with site_at(arena_root) as made:
+        yield made
+
+
+def proc(pid: int, name: str) -> str:
+    return (Path("/proc") / str(pid) / name).read_text()
+
+
+def arena_of(site: Site) -> Path:
+    member: Rank = ranks(site.root, 1)[0]
+    arena = Arena.create(site.node_dir, member.manifest(), 2)
+    arena.close()
+    return arena.path
+
+
+def test_ranks_that_race_get_one_and_the_same(site: Site) -> None:
+    at = time.time() + 1.5
+    starters = [python(FIND, site.node_dir, site.root, at, 0) for _ in range(6)]
+    told = set()
+    for starter in starters:
+        out, _ = starter.communicate(timeout=60)
+        assert starter.returncode == 0
+        told.add(int(out))
+    assert told == set(site.pids()) and len(told) == 1
+
+
+def test_it_is_nobodys_child_and_holds_nothing_of_who_started_it(site: Site, tmp_path: Path) -> None:
+    with open(tmp_path / "marker", "w") as marker:
+        os.set_inheritable(marker.fileno(), True)
+        starter = python(FIND, site.node_dir, site.root, 0, 100, pass_fds=[marker.fileno()], start_new_session=True)
+    assert starter.stdout is not None
+    pid = int(starter.stdout.readline())
+    try:
+        fields = proc(pid, "stat").rpartition(")")[2].split()
+        parent, group, session = (int(field) for field in fields[1:4])
+        assert parent != starter.pid and starter.pid not in (group, session) and pid not in (group, session)
+        assert int(fields[16]) == 19, "nice"
+        links = [os.readlink(entry) for entry in Path(f"/proc/{pid}/fd").iterdir() if entry.exists()]
+        allowed = ("/dev/null", "socket:", "anon_inode:", str(site.node_dir))
+        assert all(link.startswith(allowed) for link in links), links
+        assert os.readlink(f"/proc/{pid}/cwd") == "/"
+        assert "libtorch" not in proc(pid, "maps")
+        os.killpg(starter.pid, signal.SIGKILL)  # what torchrun does to a worker
+        starter.wait(10)
+        time.sleep(0.5)
+        assert site.pids() == [pid] and site.start().hello()["pid"] == pid
+    finally:
+        starter.kill()
+        starter.communicate(timeout=10)
+
+
+def test_starting_and_finding_are_quick(site: Site) -> None:
+    begin = time.monotonic()
+    site.start()
+    started = time.monotonic() - begin
+    begin = time.monotonic()
+    site.start()
+    assert time.monotonic() - begin < 0.5
+    assert started < 5, f"{started:.2f} s; 0.2 s on an idle machine"
+
+
+def test_modes_and_secrets(site: Site) -> None:
+    client = site.start()
+    port = client.listen("127.0.0.1", SECRET)
+    assert port > 0 and client.hello()["port"] == port
+    client.configure(site.description(hang_secs=5.0))
+    hello = client.hello()
+    assert hello["configured"] and (hello["job"], hello["node"]) == (JOB, NODE)
+    assert Pulse.open(site.node_dir, None).smp_alive(10)
+    for name in ("smp.lock", "smp.sock", "smp.json", "smp.log", ".pulse"):
+        assert stat.S_IMODE((site.node_dir / name).stat().st_mode) == 0o600, name
+    pid = hello["pid"]
+    for told in (proc(pid, "cmdline"), proc(pid, "environ"), site.log, json.dumps(client.status())):
+        assert SECRET.hex() not in told and str(SECRET) not in told
+    eventually(lambda: Pulse.open(site.node_dir, None).smp()[2] == SmpState.GUARDING)
+
+
+def test_a_second_one_says_so_and_ends(site: Site) -> None:
+    pid = site.start().hello()["pid"]
+    command = [sys.executable, "-m", "ftckpt.smp", "--job", JOB, "--node", NODE, "--arena", str(site.root)]
+    for more in ([], ["--detach"]):
+        run = subprocess.run(
+            [*command, *more], cwd=REPOSITORY, capture_output=True, text=True, timeout=60, check=False
+        )
+        assert run.returncode == 3 and f"process {pid}" in run.stderr and "has an SMP" in run.stderr, run
+        assert "Traceback" not in run.stderr
+    assert site.pids() == [pid] and site.start().hello()["pid"] == pid
+
+
+@pytest.mark.parametrize("stale", ["socket", "file"])
+def test_what_lies_in_place_of_the_socket_is_replaced(site: Site, stale: str) -> None:
+    if stale == "file":
+        (site.node_dir / "smp.sock").write_text("x")
+    else:
+        with socket.socket(socket.AF_UNIX) as dead, socket_address(site.node_dir) as address:
+            dead.bind(address)
+    assert site.start().hello()["node"] == NODE
+
+
+def test_a_path_longer_than_a_socket_address(arena_root: Path) -> None:
+    root = arena_root / ("r" * 100) / ("s" * 100)
+    root.mkdir(parents=True)
+    with site_at(root) as site:
+        assert len(str(site.node_dir / "smp.sock")) > 200
+        assert site.start().hello()["node"] == NODE
+
+
+@pytest.mark.parametrize(
+    ("data", "error"),
+    [
+        (b"hello\n", "not a JSON object"),
+        (b"[1, 2]\n", "not a JSON object but list"),
+        (b"\n", "not a JSON object"),
+        (b"\x00\xff\xfe\n", "not a JSON object"),
+        (b"[" * 200_000 + b"\n", "not a JSON object"),
+        (b"{}\n", "unknown request"),
+        (b'{"request": {"a": 1}}\n', "unknown request"),
+        (b'{"request": "shutdown"}\n', "unknown request"),
+        (b'{"request": "configure"}\n', "needs a description"),
+        (b'{"request": "configure", "description": {"job": "other", "node": "n0"}}\n', "job is 'other'"),
+        (b'{"request": "configure", "description": {"job": "job", "node": "n0", "settings": 7}}\n', "settings"),
+        (b'{"request": "listen", "host": 7}\n', "needs host and secret"),
+        (b'{"request": "listen", "host": "127.0.0.1", "secret": "xyz"}\n', "not hexadecimal"),
+    ],
+)
+def test_a_bad_message_is_refused_and_logged(site: Site, data: bytes, error: str) -> None:
+    client = site.start()
+    before = client.hello()
+    reply = json.loads(send(site.node_dir, data))
+    assert reply["ok"] is False and error in reply["error"], reply
+    assert error in site.log
+    assert client.hello() == before, "it goes on as before"
+    assert not (site.node_dir / "smp.json").exists()
+
+
+def test_a_message_that_never_ends_is_refused(site: Site) -> None:
+    client = site.start()
+    for line in (b"x" * MAX_REQUEST_BYTES + b"y" * 100_000, b"z" * (MAX_REQUEST_BYTES + 1) + b"\n"):
+        reply = send(site.node_dir, line)
+        assert reply == b"" or b"more than" in reply
+    eventually(lambda: "more than" in site.log)
+    assert send(site.node_dir, b'{"request": "hel', finish=True) == b""
+    assert client.hello()["node"] == NODE
+    with pytest.raises(SmpError, match="the most is"):
+        client.configure({"x": "y" * MAX_REQUEST_BYTES})
+
+
+def test_who_says_nothing_is_dropped(arena_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "_CONNECTION_SECS", 0.3)
+    serving = server.Server(arena_root, {"hello": lambda message: {"n": message.get("n")}})
+    stop = threading.Event()
+
+    def serve() -> None:
+        while not stop.is_set():
+            serving.poll(0.02)
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    try:
+        begin = time.monotonic()
+        assert send(arena_root, b'{"request": "hello"') == b""
+        assert time.monotonic() - begin >= 0.25
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(server, "_MOST_CONNECTIONS", 0)
+            assert send(arena_root, b'{"request": "hello"}\n') == b"", "too many at once"
+        assert json.loads(send(arena_root, b'{"request": "hello", "n": 5}\n')) == {"ok": True, "n": 5}
+    finally:
+        stop.set()
+        thread.join(10)
+        serving.close()
+    assert list(arena_root.iterdir()) == []
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be somebody else")
+def test_another_user_is_refused(site: Site) -> None:
+    client = site.start()
+    for path in (site.root, site.node_dir.parent, site.node_dir):
+        path.chmod(0o755)
+    (site.node_dir / "smp.sock").chmod(0o666)  # what only a mistake could do
+    child = os.fork()
+    if child == 0:
+        answer = b"none"
+        try:
+            os.chdir(site.node_dir)
+            os.setuid(12345)
+            with socket.socket(socket.AF_UNIX) as connection:
+                connection.settimeout(20)
+                connection.connect("smp.sock")
+                connection.sendall(b'{"request": "hello"}\n')
+                answer = connection.recv(100)
+        except (ConnectionResetError, BrokenPipeError):
+            answer = b""
+        finally:
+            os._exit(1 if answer else 0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    eventually(lambda: "user 12345" in site.log)
+    assert client.hello()["node"] == NODE
+
+
+def test_its_own_memory_and_its_log_are_bounded(site: Site) -> None:
+    client = site.start()
+    pid = client.hello()["pid"]
+    limits = next(line for line in proc(pid, "limits").splitlines() if line.startswith("Max data size"))
+    assert limits.split()[3] == str(1 << 30)
+    for _ in range(20):
+        send(site.node_dir, b"[" + b"[]," * ((MAX_REQUEST_BYTES - 100) // 3) + b"[]]\n")
+    for n in range(3000):
+        send(site.node_dir, b"nonsense %d" % n + b"x" * 200 + b"\n")
+        send(site.node_dir, b'{"request": "%d%s"}\n' % (n, b"y" * 100))
+    client.configure(site.description())
+    status = client.status()
+    anon = next(line for line in proc(pid, "status").splitlines() if line.startswith("RssAnon"))
+    print("own memory", anon, status["anon_bytes"])
+    assert abs(int(anon.split()[1]) * 1024 - status["anon_bytes"]) < 8 << 20
+    assert status["anon_bytes"] < ANON_LIMIT_BYTES
+    assert 10_000 < (site.node_dir / "smp.log").stat().st_size < 300_000
+    assert "unknown request '2999" in site.log, "the newest is kept"
+
+
+@pytest.mark.parametrize("how", ["lock", "pulse"])
+def test_without_trainers_it_ends_and_arenas_stay(site: Site, how: str) -> None:
+    arena = arena_of(site)
+    trainer = python(TRAIN, how, site.node_dir)
+    try:
+        client = site.start(smp_idle_secs=1.0)
+        client.configure(site.description(smp_idle_secs=1.0))
+        pid = client.hello()["pid"]
+        time.sleep(2.5)
+        assert site.pids() == [pid], "a trainer lives"
+    finally:
+        trainer.kill()
+        trainer.communicate(timeout=10)
+    eventually(lambda: not site.pids())
+    assert not {"smp.sock", "smp.lock", "smp.json"} & site.files()
+    assert list_arenas(site.node_dir) == [arena]
+    assert "no trainer for 1 s; arenas stay" in site.log
+
+
+def test_without_trainers_and_arenas_nothing_stays(site: Site) -> None:
+    site.start(smp_idle_secs=1.0)
+    eventually(lambda: not site.pids())
+    assert list(site.root.iterdir()) == []
+
+
+def test_the_end_of_the_job_takes_its_files_and_no_arena(site: Site) -> None:
+    arena = arena_of(site)
+    with JobLock(site.node_dir, 0):
+        client = site.start()
+        client.configure(site.description())
+        (site.node_dir / ".mirror").mkdir()
+        (site.node_dir / ".mirror" / "tp1.00000000.5").write_text("package")
+        client.end()
+        assert site.pids() == []
+        assert site.files() - {".budget"} == {"job.lock", arena.name}
+        client.end()
+        with pytest.raises(SmpError, match="does not answer"):
+            client.hello(1)
+
+
+def test_sigterm_ends_it_cleanly_and_a_new_one_can_start(site: Site) -> None:
+    arena_of(site)
+    command = [sys.executable, "-m", "ftckpt.smp", "--job", JOB, "--node", NODE, "--arena", str(site.root)]
+    process = subprocess.Popen(command, cwd=REPOSITORY, stderr=subprocess.PIPE, text=True)
+    try:
+        client = SmpClient(site.node_dir, site.root, JOB, NODE, {})
+        eventually((site.node_dir / "smp.sock").exists)
+        assert client.hello()["pid"] == process.pid, "in the foreground"
+        process.terminate()
+        _, said = process.communicate(timeout=20)
+    finally:
+        process.kill()
+    assert process.returncode == 0 and "ends: signal SIGTERM" in said and "Traceback" not in said
+    assert not {"smp.sock", "smp.lock", "smp.json"} & site.files()
+    assert site.start().hello()["pid"] != process.pid
+
+
+def test_clean_ends_it_unless_trainers_live(site: Site) -> None:
+    arena = arena_of(site)
+    other = node_directory(site.root, JOB, "n1")
+    pid = site.start().hello()["pid"]
+    trainer = python(TRAIN, "lock", site.node_dir)
+    try:
+        with pytest.raises(ArenaError, match=f"process {trainer.pid}"):
+            clean_job(site.root, JOB)
+        time.sleep(0.3)
+        assert site.pids() == [pid] and arena.exists() and other.exists()
+    finally:
+        trainer.kill()
+        trainer.communicate(timeout=10)
+    assert clean_job(site.root, JOB) == [arena]
+    assert site.pids() == [] and list(site.root.iterdir()) == []
+
+
+def test_clean_takes_what_a_killed_one_left(site: Site) -> None:
+    client = site.start()
+    client.configure(site.description())
+    os.kill(client.hello()["pid"], signal.SIGKILL)
+    eventually(lambda: not site.pids())
+    assert {"smp.sock", "smp.lock", "smp.json", "smp.log", ".pulse"} <= site.files()
+    assert remove_job_if_empty(site.root, JOB, NODE)
+    assert list(site.root.iterdir()) == []
+
+
+def test_an_smp_is_no_reason_to_keep_an_empty_directory(site: Site) -> None:
+    site.start()
+    with JobLock(site.node_dir, 0):
+        assert remove_job_if_empty(site.root, JOB, NODE)
+    assert site.pids() == [] and list(site.root.iterdir()) == []
+
+
+def test_it_ends_when_its_directory_is_gone_and_makes_no_new_one(site: Site) -> None:
+    site.start()
+    shutil.rmtree(site.node_dir.parent)
+    eventually(lambda: not site.pids())
+    assert list(site.root.iterdir()) == []
+
+
+def test_a_start_that_cannot_succeed_tells_why(site: Site) -> None:
+    site.node_dir.rmdir()
+    site.node_dir.write_text("a file in place of the directory")
+    begin = time.monotonic()
+    with pytest.raises(SmpError, match="is not a directory; remove it"):
+        site.start()
+    assert time.monotonic() - begin < 15
+    assert site.pids() == []
+    site.node_dir.unlink()
+
+
+def test_the_command_runs_asks_and_ends_one(site: Site) -> None:
+    arena_of(site)
+    command = [sys.executable, "-m", "ftckpt.cli", "smp", "--job", JOB, "--node", NODE, "--arena", str(site.root)]
+    process = subprocess.Popen(command, cwd=REPOSITORY, stderr=subprocess.PIPE, text=True)
+    try:
+        eventually((site.node_dir / "smp.sock").exists)
+        asked = subprocess.run([*command, "--status"], cwd=REPOSITORY, capture_output=True, timeout=60, check=True)
+        assert json.loads(asked.stdout)["pid"] == process.pid
+        subprocess.run([*command, "--end"], cwd=REPOSITORY, timeout=60, check=True)
+        assert process.wait(20) == 0
+    finally:
+        process.kill()
+        process.communicate(timeout=10)
+    again = subprocess.run(
+        [*command, "--status"], cwd=REPOSITORY, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert again.returncode == 2 and again.stderr.startswith("ftckpt: the SMP of job job on node n0 does not answer")

@@ -1,0 +1,114 @@
+"""SMPs as real processes of a job under a test's own root; none outlives the block that made it."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from ftckpt.arena.directory import end_smp, node_directory
+from ftckpt.smp.client import SmpClient, find_or_start
+from ftckpt.smp.protocol import peer_uid, socket_address
+
+REPOSITORY = Path(__file__).parents[1]
+JOB, NODE = "job", "n0"
+SECRET = bytes(range(100, 132))
+
+
+class Site:
+    """One node's directory and its SMP."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.node_dir = node_directory(root, JOB, NODE)
+
+    def start(self, **settings: Any) -> SmpClient:
+        return find_or_start(self.node_dir, self.root, JOB, NODE, {"smp_idle_secs": 300.0, **settings})
+
+    def description(self, **settings: Any) -> dict[str, Any]:
+        """What a leader tells, of a node without arenas."""
+        return {
+            "job": JOB, "node": NODE, "secret": SECRET.hex(), "peers": {}, "places": {}, "groups": [],
+            "mirror_from": {}, "settings": settings,
+        }  # fmt: skip
+
+    @property
+    def log(self) -> str:
+        return (self.node_dir / "smp.log").read_text()
+
+    def pids(self) -> list[int]:
+        """All processes that were started as an SMP under this root."""
+        found = []
+        for entry in Path("/proc").iterdir():
+            if entry.name.isdigit():
+                try:
+                    words = (entry / "cmdline").read_bytes().split(b"\0")
+                    dead = (entry / "stat").read_text().rpartition(")")[2].split()[0] in "ZX"
+                except OSError:
+                    continue
+                if str(self.root).encode() in words and b"smp" in b" ".join(words) and not dead:
+                    found.append(int(entry.name))
+        return found
+
+    def files(self) -> set[str]:
+        return {path.name for path in self.node_dir.iterdir()} if self.node_dir.exists() else set()
+
+
+@contextmanager
+def site_at(root: Path) -> Iterator[Site]:
+    """A node's directory; at the end its SMP must be gone, or go."""
+    site = Site(root)
+    try:
+        yield site
+    finally:
+        assert end_smp(site.node_dir, 20)
+        eventually(lambda: not site.pids())
+
+
+def eventually(condition: Callable[[], Any], timeout_secs: float = 20.0) -> float:
+    """Seconds until the condition held."""
+    begin = time.monotonic()
+    while not condition():
+        assert time.monotonic() - begin < timeout_secs
+        time.sleep(0.01)
+    return time.monotonic() - begin
+
+
+def send(node_dir: Path, data: bytes, finish: bool = False) -> bytes:
+    """What the SMP answers to raw bytes; nothing where it hangs up. ``finish``: send no more after that."""
+    received = b""
+    with socket.socket(socket.AF_UNIX) as connection, socket_address(node_dir) as address:
+        connection.settimeout(20)
+        connection.connect(address)
+        assert peer_uid(connection) == os.geteuid()
+        try:
+            connection.sendall(data)
+            if finish:
+                connection.shutdown(socket.SHUT_WR)
+            while piece := connection.recv(1 << 16):
+                received += piece
+        except (ConnectionResetError, BrokenPipeError):
+            pass
+        return received
+
+
+def python(code: str, *arguments: object, **options: Any) -> subprocess.Popen[str]:
+    """A fresh interpreter that has said its first line, which is ``up``."""
+    command = [sys.executable, "-c", code, *map(str, arguments)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=REPOSITORY, **options)
+    assert process.stdout is not None and process.stdout.readline() == "up\n"
+    return process
+
+
+def events(directory: Path, name: str) -> list[dict[str, Any]]:
+    """Events of that name that the node's SMP left."""
+    path = directory / f"smp-{NODE}.jsonl"
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [event for event in map(json.loads, lines) if event["event"] == name]
