@@ -198,9 +198,10 @@ def load(path: Path) -> Package:
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
         with os.fdopen(fd, "rb") as file:
-            if os.fstat(fd).st_size > MAX_PACKAGE_BYTES:
+            nbytes = os.fstat(fd).st_size
+            if nbytes > MAX_PACKAGE_BYTES:
                 raise CorruptError(f"{path}: more than {MAX_PACKAGE_BYTES} bytes")
-            data = file.read(MAX_PACKAGE_BYTES + 1)
+            data = file.read(nbytes + 1)  # a larger number would be allocated
     except OSError as error:
         raise CorruptError(f"{path}: cannot be read: {error.strerror}") from None
     package = unpack(data)

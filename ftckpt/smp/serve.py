@@ -62,10 +62,10 @@ class Service:
 
 def _package(node_dir: Path, request: Request, stack: ExitStack) -> Answer | None:
     path = package_path(node_dir, request.shard, request.lineage, request.iteration)
-    if not path.is_file():
-        return None
-    with open(path, "rb") as file:
-        data = file.read(MAX_PACKAGE_BYTES + 1)
-    if len(data) > MAX_PACKAGE_BYTES:
+    try:
+        if not 0 < path.stat().st_size <= MAX_PACKAGE_BYTES:
+            return None
+        data = path.read_bytes()  # replaced whole, never changed: it has the size that was seen, or another is there
+    except FileNotFoundError:
         return None
     return Answer(stack.enter_context(memoryview(data)), xxhash.xxh3_64_intdigest(data), lambda: True)
