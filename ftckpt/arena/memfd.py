@@ -2,13 +2,12 @@
 
 The link ``slotN.safetensors`` points to ``/proc/PID/fd/N`` of the process that holds the memfd, so that any
 reader opens a slot as before, and whoever deletes the link gives the memory up. A process that writes
-an arena keeps its memfds open as well and hands them to the next SMP (``keep``) where the old one died:
-memory is lost when no process is left that has it open.
+an arena keeps its memfds open as well and hands them to the next SMP (``keep``) where the old one died: memory
+is lost when no process is left that has it open.
 """
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import os
 import re
@@ -29,12 +28,9 @@ _HELD_NAME = re.compile(r"\.?(slot\d+\.safetensors|parity\.[a-z]+\.\d+)(\.[A-Za-
 _SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 """The size never changes again: no reader gets a SIGBUS because of what another process did."""
 
-_holders: dict[str, Ask] = {}
-"""Directory of a node -> whom this process asks to hold what it creates there."""
-_kept: dict[int, str] = {}
-"""Memfds that this process has open -> their labels."""
-_adopted: set[int] = set()
-"""Those of ``_kept`` that ``keep`` opened: nothing in this process maps them."""
+_holders: dict[str, Ask] = {}  # directory of a node -> whom this process asks to hold what it creates there
+_kept: dict[int, str] = {}  # memfds that this process has open -> their labels
+_adopted: set[int] = set()  # those of _kept that keep() opened: this process does not map them
 _guard = threading.Lock()
 
 
@@ -50,8 +46,9 @@ def use_memfds(node_dir: Path, ask: Ask) -> None:
 
 
 def stop_memfds(node_dir: Path) -> None:
-    """Create plain files under ``node_dir`` again."""
+    """Create plain files under ``node_dir`` again, and close what ``keep`` opened."""
     _holders.pop(os.path.realpath(node_dir), None)
+    _close_adopted({})
 
 
 def uses_memfds(node_dir: Path) -> bool:
@@ -124,8 +121,8 @@ def open_memfd(path: Path, writable: bool) -> int:
     except FileNotFoundError:
         raise ArenaError(lost) from None
     except OSError as error:
-        hint = "; only processes of one user and one container reach it" if error.errno == errno.EACCES else ""
-        raise ArenaError(f"{path}: cannot be opened: {error.strerror}{hint}") from None
+        text = "only processes of one user in one container reach it"
+        raise ArenaError(f"{path}: cannot be opened: {error.strerror}; {text}") from None
     except ArenaError as error:
         raise ArenaError(f"{lost} ({error})") from None
 
@@ -138,19 +135,20 @@ def open_checked(target: str, name: str, writable: bool) -> int:
         OSError: the process or the descriptor is gone, or access is denied.
     """
     # Looked at before it is opened: opening a pipe or a device that has the number now would have effects.
-    _require_name(os.readlink(target), name)
+    if _memfd_name(os.readlink(target)) != name:
+        raise ArenaError(f"it is {os.readlink(target)!r} now")
     fd = os.open(target, (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
-        _require_name(os.readlink(f"/proc/self/fd/{fd}"), name)
-        require_sealed(fd)
+        if _memfd_name(os.readlink(f"/proc/self/fd/{fd}")) != name:
+            raise ArenaError("it is something else now")
+        _require_sealed(fd)
     except BaseException:
         os.close(fd)
         raise
     return fd
 
 
-def require_sealed(fd: int) -> None:
-    """Refuse (ArenaError) what is not a memfd of this user whose size is fixed."""
+def _require_sealed(fd: int) -> None:
     status = os.fstat(fd)
     try:
         seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
@@ -181,20 +179,21 @@ def forget(kept: int) -> None:
         _adopted.discard(kept)
 
 
-def keep(arena: Path) -> int:
-    """Hand the memory of ``arena`` to the SMP again where the process that held it died; how many files that were.
+def keep(node_dir: Path) -> int:
+    """Hand what this process writes under ``node_dir`` to the SMP again where the process that held it died.
 
-    Cheap where nothing is to be done: call it at each boundary in the process that writes the arena. It keeps
-    the parity of the arena open, too. ``drop`` ends that when the arena is closed.
+    Returns how many files that were. Cheap where nothing is to be done, and safe to call from a thread: call it
+    often. Parity of the arenas that this process writes is kept open, too: the SMP that made it may die.
 
     Raises:
-        ArenaError: the memory could not be handed over; the next call tries again.
+        FtckptError: memory could not be handed over; the next call tries again.
     """
-    ask = _holders.get(os.path.realpath(arena.parent))
+    ask = _holders.get(os.path.realpath(node_dir))
     if ask is None:
         return 0
-    links = {label(path): path for path in sorted(arena.iterdir()) if _is_held(path)}
     mine = _kept_labels()
+    written = {name.rpartition("-")[0] for fd, name in mine.items() if fd not in _adopted}
+    links = {label(path): path for path in _links(node_dir, written)}
     handed = 0
     for name, path in links.items():
         found = _identity(path)
@@ -203,13 +202,8 @@ def keep(arena: Path) -> int:
             handed += _hand_over_kept(ask, path, fds)
         elif found not in [_identity_of(fd) for fd in fds]:
             _adopt(path, name)
-    _close_adopted(arena, links)
+    _close_adopted(links)
     return handed
-
-
-def drop(arena: Path) -> None:
-    """Close what ``keep`` opened of ``arena``."""
-    _close_adopted(arena, {})
 
 
 def give_back_unlinked(node_dir: Path) -> None:
@@ -251,14 +245,23 @@ def _adopt(path: Path, name: str) -> None:
             _adopted.add(fd)
 
 
-def _close_adopted(arena: Path, links: dict[str, Path]) -> None:
-    """Close what was adopted of ``arena`` and is not what the link of that name leads to any more."""
-    with suppress(FileNotFoundError):
-        prefix = label(arena / "parity.node.0").removesuffix("parity.node.0")
-        for fd, name in _kept_labels().items():
-            named = _identity(links[name]) if name in links else (0, 0)
-            if fd in _adopted and name.startswith(prefix) and named not in (None, _identity_of(fd)):
-                forget(fd)
+def _close_adopted(links: dict[str, Path]) -> None:
+    """Close what was adopted and is not what the link of that name leads to any more."""
+    for fd, name in _kept_labels().items():
+        named = _identity(links[name]) if name in links else (0, 0)
+        if fd in _adopted and named not in (None, _identity_of(fd)):
+            forget(fd)
+
+
+def _links(node_dir: Path, written: set[str]) -> list[Path]:
+    """Links of complete files in arenas whose labels begin with one of ``written``."""
+    found = []
+    with suppress(OSError):
+        for arena in node_dir.iterdir():
+            with suppress(OSError, ArenaError):
+                if written and arena.is_dir() and label(arena / "parity.node.0").rpartition("-")[0] in written:
+                    found += [path for path in arena.iterdir() if _is_held(path)]
+    return found
 
 
 def _kept_labels() -> dict[int, str]:
@@ -292,8 +295,3 @@ def _identity_of(fd: int) -> tuple[int, int] | None:
 def _memfd_name(text: str) -> str | None:
     match = re.fullmatch(r"/memfd:(ftckpt-\S+) \(deleted\)", text)
     return match[1] if match else None
-
-
-def _require_name(text: str, name: str) -> None:
-    if _memfd_name(text) != name:
-        raise ArenaError(f"it is {text!r} now")

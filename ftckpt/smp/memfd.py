@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from ftckpt.arena.memfd import label, open_checked
+from ftckpt.arena.memfd import label, open_checked, stop_memfds, use_memfds
 from ftckpt.errors import ArenaError
 
 _LOOKS = 3
 """An arena's file is renamed twice at most while it is made: a link that three looks miss is not there."""
+_HAND_OVER_SECS = 3.0
+"""Trainers that live hand memory over within a second (``ftckpt.smp.keeper``)."""
 
 
 class HeldMemory:
@@ -25,6 +28,7 @@ class HeldMemory:
         self._node_dir = node_dir
         self._held: set[int] = set()
         self._guard = threading.Lock()
+        self._begun = time.monotonic()
 
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
         """Serve ``{"request": "memfd", "link": "ARENA/FILE", "pid", "fd"}`` or ``{"request": "memfd_sweep"}``.
@@ -39,6 +43,13 @@ class HeldMemory:
             raise ArenaError(f"memfd: a request needs link, pid and fd, not {link!r}, {pid!r}, {fd!r}")
         self.hold(link, pid, fd)
         return {}
+
+    def hold_own(self, wanted: bool) -> None:
+        """Whether parity that this process creates under ``node_dir`` is held here, or is plain files."""
+        if wanted:
+            use_memfds(self._node_dir, self.answer)
+        else:
+            stop_memfds(self._node_dir)
 
     def hold(self, link: str, pid: int, fd: int) -> None:
         """Open descriptor ``fd`` of process ``pid`` and point ``link`` (``ARENA/FILE``) to it.
@@ -90,6 +101,13 @@ class HeldMemory:
         with self._guard:
             return sum(os.fstat(fd).st_size for fd in self._held)
 
+    @property
+    def waits(self) -> bool:
+        """Whether trainers may yet hand over what the SMP before this one held: what is not there is not lost."""
+        if time.monotonic() - self._begun > _HAND_OVER_SECS:
+            return False
+        return any(not os.path.exists(link) for link in self._links())
+
     def close(self) -> None:
         """Give all memory up."""
         with self._guard:
@@ -100,13 +118,15 @@ class HeldMemory:
         """Descriptors of this process that links in arenas name, complete ones and temporary ones."""
         mine = f"/proc/{os.getpid()}/fd/"
         named = set()
-        for arena in _entries(self._node_dir):
-            if arena.is_dir(follow_symlinks=False):
-                for entry in _entries(Path(arena.path)):
-                    with suppress(OSError, ValueError):
-                        if entry.is_symlink() and (target := os.readlink(entry.path)).startswith(mine):
-                            named.add(int(target.removeprefix(mine)))
+        for link in self._links():
+            with suppress(OSError, ValueError):
+                if (target := os.readlink(link)).startswith(mine):
+                    named.add(int(target.removeprefix(mine)))
         return named
+
+    def _links(self) -> list[str]:
+        arenas = [entry for entry in _entries(self._node_dir) if entry.is_dir(follow_symlinks=False)]
+        return [entry.path for arena in arenas for entry in _entries(Path(arena.path)) if entry.is_symlink()]
 
 
 def _entries(directory: Path) -> list[os.DirEntry[str]]:

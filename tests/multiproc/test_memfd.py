@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import smp_nodes
 import xxhash
 from safetensors import safe_open
 
@@ -28,8 +29,11 @@ from ftckpt.arena.memory import check_budget
 from ftckpt.arena.process import Process
 from ftckpt.arena.segment import Arena, node_directory, remove_arena
 from ftckpt.errors import ArenaError, CorruptError, FtckptError, MemoryBudgetError, SmpError, UnsupportedError
+from ftckpt.protect.groups import Modes
+from ftckpt.smp import keeper as smp_keeper
 from ftckpt.smp import memfd as smp_memfd
-from ftckpt.smp.client import SmpClient, find_or_start
+from ftckpt.smp.client import SmpClient, Watch, find_or_start
+from ftckpt.smp.keeper import Keeper
 from ftckpt.smp.memfd import HeldMemory
 from ftckpt.state.fragment import Box, Fragment
 from ftckpt.state.manifest import Manifest
@@ -228,15 +232,14 @@ def test_snapshots_outlive_killed_trainers(node: Node) -> None:
 def test_a_killed_holder_is_replaced_from_the_trainer(node: Node) -> None:
     arena = Arena.create(node.path, manifest(), 2)
     write(arena, 0, 7)
-    assert memfd.keep(arena.path) == 0
+    assert memfd.keep(arena.path.parent) == 0
     node.replace()
     with pytest.raises(CorruptError, match="no slot has a usable header"):
         Arena.open(arena.path)
-    assert memfd.keep(arena.path) == 2
-    assert memfd.keep(arena.path) == 0
+    assert memfd.keep(arena.path.parent) == 2
+    assert memfd.keep(arena.path.parent) == 0
     assert node.holder.held_bytes == 2 * arena.image.file_bytes
     write(arena, 1, 8)
-    memfd.drop(arena.path)
     arena.close()
     require_whole(arena.path, 0)
     require_whole(arena.path, 1)
@@ -247,9 +250,9 @@ def test_no_holder_yet_is_an_error_and_the_next_call_tries_again(node: Node) -> 
     write(arena, 1, 7)
     node.holder.kill()
     with pytest.raises(ArenaError, match="does not answer"):
-        memfd.keep(arena.path)
+        memfd.keep(arena.path.parent)
     node.holder = Holder(node.path)
-    assert memfd.keep(arena.path) == 2
+    assert memfd.keep(arena.path.parent) == 2
     arena.close()
     require_whole(arena.path, 1)
 
@@ -264,7 +267,7 @@ def test_what_nobody_holds_is_lost_by_name(node: Node) -> None:
         CorruptError, match=rf"slot0.safetensors: lost: process {pid}, which held its memory, has ended"
     ):
         Arena.open(arena.path)
-    assert memfd.keep(arena.path) == used_bytes(arena.path) == 0
+    assert memfd.keep(arena.path.parent) == used_bytes(arena.path) == 0
     remove_arena(arena.path)  # and it is cleaned as any other
     assert list(node.path.iterdir()) == []
 
@@ -276,16 +279,16 @@ def test_parity_outlives_the_holder_too(node: Node) -> None:
     (arena.path / ".parity.node.0.new").rename(arena.path / "parity.node.0")
     parity.data[:4] = b"good"
     parity.close()
-    assert memfd.keep(arena.path) == 0
+    assert memfd.keep(arena.path.parent) == 0
     node.replace()
-    assert memfd.keep(arena.path) == 3
+    assert memfd.keep(arena.path.parent) == 3
     again = open_mapping(arena.path / "parity.node.0", MIB, writable=False)
     assert bytes(again.data[:4]) == b"good"
     again.close()
     held = node.holder.held_bytes
     (arena.path / "parity.node.0").unlink()
     memfd.give_back_unlinked(node.path)
-    assert memfd.keep(arena.path) == 0 and memfd._adopted == set(), "the trainer keeps memory that has no name"
+    assert memfd.keep(arena.path.parent) == 0 and memfd._adopted == set(), "the trainer keeps memory that has no name"
     assert node.holder.held_bytes == held - MIB
     arena.remove()
 
@@ -470,7 +473,7 @@ def test_other_directories_keep_plain_files(root: Path, node: Node) -> None:
     other = node_directory(root, "other", "node")
     arena = Arena.create(other, manifest(), 2)
     assert not any(path.is_symlink() for path in arena.path.iterdir()) and node.holder.held_bytes == 0
-    assert memfd.keep(arena.path) == 0
+    assert memfd.keep(arena.path.parent) == 0
     arena.remove()
 
 
@@ -478,7 +481,7 @@ def test_the_cost_of_a_look_that_finds_nothing(node: Node) -> None:
     arena = Arena.create(node.path, manifest(), 3)
     begin = time.perf_counter()
     for _ in range(100):
-        assert memfd.keep(arena.path) == 0
+        assert memfd.keep(arena.path.parent) == 0
     assert (time.perf_counter() - begin) / 100 < 0.01
     arena.remove()
 
@@ -527,14 +530,105 @@ def test_a_killed_smp_gets_the_memory_back_from_the_trainer(smp: SmpClient) -> N
     write(arena, 0, 7)
     old = kill(smp)
     with pytest.raises(SmpError):
-        memfd.keep(arena.path)
+        memfd.keep(arena.path.parent)
     find_or_start(smp.node_dir, smp.root, "job", "node", {})
-    assert memfd.keep(arena.path) == 2
+    assert memfd.keep(arena.path.parent) == 2
     arena.close()
     assert smp.hello()["pid"] != old
     require_whole(arena.path)
     assert smp.status()["held_bytes"] == 2 * arena.image.file_bytes
     remove_arena(arena.path)
+
+
+def test_a_keeper_hands_memory_to_the_next_smp(root: Path) -> None:
+    """All that a trainer starts: nothing on the training thread, and a killed SMP costs no snapshot."""
+    node_dir = node_directory(root, "job", "node")
+    client = find_or_start(node_dir, root, "job", "node", {})
+    told: list[str] = []
+
+    def tell(event: str, **fields: Any) -> None:
+        told.append(event)
+
+    keeper = Keeper(client, tell, 0.05)
+    watch = Watch(client, tell, 0.05)
+    try:
+        arena = Arena.create(node_dir, manifest(), 2)
+        write(arena, 0, 7)
+        for _ in range(2):
+            kill(client)
+            deadline = time.monotonic() + 60
+            while "memory_handed_over" not in told:
+                assert time.monotonic() < deadline, told
+                time.sleep(0.02)
+            told.clear()
+            assert client.status()["held_bytes"] == 2 * arena.image.file_bytes
+            require_whole(arena.path)
+        arena.close()
+        keeper.stop()
+        keeper.stop()
+        require_whole(arena.path)
+        assert not memfd.uses_memfds(node_dir)
+    finally:
+        watch.stop()
+        keeper.stop()
+        client.end(30.0)
+
+
+def test_a_keeper_tells_once_that_no_smp_comes(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    node_dir = node_directory(root, "job", "node")
+    client = find_or_start(node_dir, root, "job", "node", {})
+    told: list[tuple[str, dict[str, Any]]] = []
+    monkeypatch.setattr(smp_keeper, "_PATIENCE_SECS", 0.2)
+    keeper = Keeper(client, lambda event, **fields: told.append((event, fields)), 0.02)
+    arena = Arena.create(node_dir, manifest(), 2)
+    kill(client)
+    time.sleep(1.5)
+    keeper.stop()
+    arena.close()
+    assert [event for event, _ in told] == ["smp_error"]
+    assert "no SMP holds the snapshots" in told[0][1]["error"]
+
+
+def test_parity_is_memory_too_and_outlives_a_killed_smp(arena_root: Path) -> None:
+    """Three ranks of a node with node parity: what was protected still is when the SMP was killed."""
+    node_dir = node_directory(arena_root, "job", "n0")
+    client = find_or_start(node_dir, arena_root, "job", "n0", {})
+    told: list[str] = []
+
+    def tell(event: str, **fields: Any) -> None:
+        told.append(event)
+
+    keeper, watch = Keeper(client, tell, 0.1), Watch(client, tell, 0.1)
+    ranks = smp_nodes.Node(arena_root, "n0", [0, 1, 2], 3)
+    modes = Modes(node=True)
+    try:
+        client.configure(smp_nodes.describe(ranks, [ranks], modes, {}, memory="memfd"))
+        for slot, iteration in enumerate((7, 8)):
+            ranks.snapshot(slot, iteration)
+            ranks.target(iteration)
+            smp_nodes.until(lambda: ranks.covered(iteration), "covered")  # noqa: B023
+            ranks.protected(iteration)
+        files = list(node_dir.glob("*/parity.node.?"))
+        assert len(files) == 6 and all(path.is_symlink() for path in files)
+        assert client.status()["held_bytes"] == sum(path.stat().st_size for path in node_dir.glob("*/[ps]*.*"))
+        before = {path: path.stat().st_ino for path in files}
+        time.sleep(0.3)  # keepers look now and then
+        kill(client)
+        smp_nodes.until(lambda: "memory_handed_over" in told, "handed over")
+        smp_nodes.until(lambda: ranks.covered(8), "covered")
+        assert {path: path.stat().st_ino for path in files if path.exists()} == before
+        assert smp_nodes.check_parity([ranks], modes, 7) > 5
+        assert smp_nodes.check_parity([ranks], modes, 8) > 5
+        ranks.snapshot(2, 9)
+        ranks.target(9)
+        smp_nodes.until(lambda: ranks.covered(9), "covered")
+        assert smp_nodes.check_parity([ranks], modes, 9) > 5
+        assert all(path.is_symlink() for path in node_dir.glob("*/parity.node.?")), "the new one knows, too"
+    finally:
+        watch.stop()
+        ranks.close()
+        keeper.stop()
+        client.end(30.0)
 
 
 def test_an_smp_that_holds_memory_does_not_end_for_want_of_trainers(root: Path) -> None:
