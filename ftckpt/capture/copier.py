@@ -14,12 +14,16 @@ from ftckpt.capture.budget import Budget, NoBudget
 from ftckpt.capture.clock import Clock, HostClock, Mark
 from ftckpt.capture.plan import ChunkCopy
 from ftckpt.capture.windows import Windows
+from ftckpt.capture.xor import combine, pieces
 
 Slot = torch.Tensor
 """A slot's file as a 1-D uint8 CPU tensor over the shared mapping."""
 
 Cores = Set[int] | None
 """Where background threads run; None: anywhere."""
+
+_XOR_BYTES = 1 << 20
+"""The XOR in host memory is made of so many bytes at a time, which stay in a core's cache."""
 
 _NO_SLOT = torch.empty(0, dtype=torch.uint8)
 
@@ -108,7 +112,7 @@ class Copier(Protocol):
         """Make the slots fit for copies, in the background where it takes long."""
 
     def copy_now(self, tensors: Sequence[torch.Tensor], copies: Sequence[ChunkCopy], slot: Slot) -> None:
-        """Copy and return when the bytes are in the slot (volatile state at the boundary)."""
+        """Copy and return when the bytes are in the slot (volatile state at the boundary, which is never XORed)."""
 
     def start(self, tensors: Sequence[torch.Tensor], flight: Flight, windows: Windows) -> None:
         """Begin a flight; ``tensors`` must not change before the fence."""
@@ -245,8 +249,13 @@ def copy_chunk(
 ) -> None:
     """Copy one chunk's segments into ``slot``, a buffer whose first byte is file offset ``at``.
 
-    A module-level function, so that a test can put a slow or failing one in its place.
+    The XOR of segments is made in place, so all of them and the slot must be in host memory. A module-level
+    function, so that a test can put a slow or failing one in its place.
     """
+    if copy.xor:
+        for piece in pieces(copy, _XOR_BYTES):
+            combine(tensors, piece.segments, slot[piece.begin - at :], piece.begin, piece.end)
+        return
     for segment in copy.segments:
         source = tensors[segment.piece]
         target = slot[segment.offset - at : segment.offset - at + segment.nbytes].view(source.dtype)
@@ -255,12 +264,19 @@ def copy_chunk(
 
 def copy_host_state(tensors: Sequence[torch.Tensor], copy: ChunkCopy, slot: Slot) -> ChunkCopy:
     """Copy what an offloaded optimizer keeps in host memory, now; returns what is left for the device to copy."""
+    here, left = by_home(tensors, copy)
+    if here.segments:
+        copy_chunk(tensors, here, slot)
+    return left
+
+
+def by_home(tensors: Sequence[torch.Tensor], copy: ChunkCopy) -> tuple[ChunkCopy, ChunkCopy]:
+    """What of a chunk is in host memory, and what is not."""
     here = tuple(segment for segment in copy.segments if in_host_memory(tensors[segment.piece]))
     if not here:
-        return copy
-    copy_chunk(tensors, ChunkCopy(copy.chunk, here), slot)
-    left = (segment for segment in copy.segments if not in_host_memory(tensors[segment.piece]))
-    return ChunkCopy(copy.chunk, tuple(left))
+        return ChunkCopy(copy.chunk, (), copy.xor), copy
+    left = tuple(segment for segment in copy.segments if not in_host_memory(tensors[segment.piece]))
+    return ChunkCopy(copy.chunk, here, copy.xor), ChunkCopy(copy.chunk, left, copy.xor)
 
 
 def in_host_memory(tensor: torch.Tensor) -> bool:

@@ -2,7 +2,8 @@
 
 Registering pins the slot's own pages (``cudaHostRegister``), so copies need no staging buffer. It takes
 seconds for tens of GB, hence runs piece by piece in the background; chunks that are not registered yet go
-through one pinned buffer of a chunk's size. ROCm builds of torch keep the CUDA names.
+through one pinned buffer of a chunk's size. Parity is made in a few MiB of the device's memory. ROCm builds of
+torch keep the CUDA names.
 
 Streams never wait for each other in a circle: whoever makes one wait does so for an event that was recorded
 before, so every wait points back in the order in which work was given to the device. For a gate the training
@@ -14,33 +15,28 @@ the fence, which waits on the host for that, stands before the optimizer.
 
 from __future__ import annotations
 
-import ctypes
 import queue
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from functools import lru_cache
-from typing import Any
 
 import torch
 
 from ftckpt.capture.affinity import pin
 from ftckpt.capture.budget import Budget
 from ftckpt.capture.clock import Clock, Mark
-from ftckpt.capture.copier import Cores, Flight, Landing, Slot, Worker, copy_chunk, copy_host_state
-from ftckpt.capture.plan import ChunkCopy, Segment
+from ftckpt.capture.copier import Cores, Flight, Landing, Slot, Worker, by_home, copy_chunk, copy_host_state
+from ftckpt.capture.graphs import work_beside_captures
+from ftckpt.capture.plan import ChunkCopy, Segment, divided
 from ftckpt.capture.windows import Windows
+from ftckpt.capture.xor import combine, pieces, xor_onto
 from ftckpt.events import log
 
 ALIGN_BYTES = 64
 _REGISTER_BYTES = 64 << 20
+_XOR_BYTES = 8 << 20
 _JOIN_SECS = 10.0
-_THREAD_LOCAL = 1  # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL, hipStreamCaptureModeThreadLocal
-_CAPTURE_MODES = (
-    (("libcuda.so.1",), "cuThreadExchangeStreamCaptureMode"),
-    (tuple(f"libamdhip64.so{version}" for version in (".7", ".6", ".5", "")), "hipThreadExchangeStreamCaptureMode"),
-)
 
 
 class DeviceCopier:
@@ -64,6 +60,7 @@ class DeviceCopier:
         self._to_register: queue.SimpleQueue[Sequence[Slot] | None] = queue.SimpleQueue()
         self._registrar: threading.Thread | None = None
         self._staging: torch.Tensor | None = None
+        self._mixed: torch.Tensor | None = None
         self.register_secs = 0.0
         """What registering took so far."""
 
@@ -177,11 +174,11 @@ class DeviceCopier:
             _sleep_until_done(self._stream)
         self._budget.start()
         begin = self._clock.mark()
-        left = copy_host_state(tensors, copy, flight.slot)
-        if self._is_registered(flight.slot, left):
-            copy_chunk(tensors, _within_registrations(left), flight.slot, non_blocking=True)
+        if copy.xor:
+            for piece in pieces(copy, _XOR_BYTES):
+                self._xor(tensors, piece, flight.slot)
         else:
-            self._through_staging(tensors, left, flight.slot, self._stream)
+            self._to_slot(tensors, copy_host_state(tensors, copy, flight.slot), flight.slot)
         end = self._clock.mark()
         event = flight.last_copy = _done_event(self._stream)
         self._landing.chunk(flight, copy.chunk, lambda: self._landed(flight, copy.nbytes, begin, end, event))
@@ -198,9 +195,39 @@ class DeviceCopier:
         if begin_secs is not None and end_secs is not None:
             flight.timed.append((begin_secs, end_secs, nbytes))
 
+    def _xor(self, tensors: Sequence[torch.Tensor], piece: ChunkCopy, slot: Slot) -> None:
+        """Make the XOR in device memory that this stream alone uses, and copy it to the slot.
+
+        What is in host memory is read now, as ever: into the slot, from where the device takes it up. Where the
+        device cannot, it comes last, behind a staged copy that is in the slot when its call returns.
+        """
+        (here, left), registered = by_home(tensors, piece), self._is_registered(slot, piece)
+        begin, end = piece.begin, piece.end
+        first = bool(here.segments) and (registered or not left.segments)
+        if first:
+            slot[begin:end].zero_()
+            xor_onto(tensors, here.segments, slot)
+        if not left.segments:
+            return
+        if self._mixed is None:
+            self._mixed = torch.empty(_XOR_BYTES, dtype=torch.uint8, device=self._device)
+        if first:
+            copy_chunk([slot], _within_registrations(_bytes(piece, begin)), self._mixed, begin, non_blocking=True)
+        combine(tensors, left.segments, self._mixed, begin, end, onto=first)
+        if here.segments and not registered:
+            self._through_staging([self._mixed], _bytes(piece, 0), slot, self._stream)
+            xor_onto(tensors, here.segments, slot)
+        else:
+            self._to_slot([self._mixed], _bytes(piece, 0), slot)
+
+    def _to_slot(self, tensors: Sequence[torch.Tensor], copy: ChunkCopy, slot: Slot) -> None:
+        if self._is_registered(slot, copy):
+            copy_chunk(tensors, _within_registrations(copy), slot, non_blocking=True)
+        else:
+            self._through_staging(tensors, copy, slot, self._stream)
+
     def _is_registered(self, slot: Slot, copy: ChunkCopy) -> bool:
-        end = max((segment.offset + segment.nbytes for segment in copy.segments), default=0)
-        return end <= self._registered.get(slot.data_ptr(), 0)
+        return copy.end <= self._registered.get(slot.data_ptr(), 0)
 
     def _through_staging(
         self, tensors: Sequence[torch.Tensor], copy: ChunkCopy, slot: Slot, stream: torch.cuda.Stream
@@ -231,7 +258,7 @@ class DeviceCopier:
     @contextmanager
     def _on_device(self) -> Iterator[None]:
         """For threads of this copier: a call on another than the current device would open a context there."""
-        _work_beside_captures()
+        work_beside_captures()
         with torch.cuda.device(self._device):
             yield
 
@@ -247,39 +274,15 @@ def _sleep_until_done(stream: torch.cuda.Stream) -> None:
     _done_event(stream).synchronize()
 
 
-def _work_beside_captures() -> None:
-    """Let the calling thread register, copy and wait while another thread captures a graph.
-
-    By default a driver answers such calls with an error and spoils the graph as well: torch begins captures in
-    the mode that forbids them to all threads of a process which do not say that they have no part in it.
-    """
-    exchange = _exchange_capture_mode()
-    if exchange is not None:
-        exchange(ctypes.byref(ctypes.c_int(_THREAD_LOCAL)))
-
-
-@lru_cache(maxsize=1)
-def _exchange_capture_mode() -> Any:
-    """The driver's function that sets a thread's capture mode; None where it is not found."""
-    libraries, function = _CAPTURE_MODES[bool(torch.version.hip)]
-    for library in libraries:
-        with suppress(OSError, AttributeError):
-            return getattr(ctypes.CDLL(library), function)
-    return None
-
-
 def _within_registrations(copy: ChunkCopy) -> ChunkCopy:
     """The same bytes in segments that each lie in one registration: drivers refuse copies across two."""
-    return ChunkCopy(copy.chunk, tuple(part for segment in copy.segments for part in _cut(segment)))
+    return divided(copy, _REGISTER_BYTES)
 
 
-def _cut(segment: Segment) -> Iterator[Segment]:
-    item, done = segment.nbytes // segment.numel, 0
-    while done < segment.nbytes:
-        offset = segment.offset + done
-        nbytes = min(segment.nbytes - done, _REGISTER_BYTES - offset % _REGISTER_BYTES)
-        yield Segment(segment.piece, segment.start + done // item, nbytes // item, offset, nbytes)
-        done += nbytes
+def _bytes(piece: ChunkCopy, start: int) -> ChunkCopy:
+    """All bytes of ``piece`` from one tensor of bytes, where the first is at ``start``."""
+    nbytes = piece.end - piece.begin
+    return ChunkCopy(piece.chunk, (Segment(0, start, nbytes, piece.begin, nbytes),))
 
 
 def _pin(address: int, nbytes: int) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from ftckpt.arena.image import SlotImage
 from ftckpt.state.fragment import Fragment
@@ -22,24 +23,43 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class ChunkCopy:
-    """All segments that fill one chunk of the slot; many small tensors share one chunk."""
+    """All segments that fill one chunk of the slot; many small tensors share one chunk.
+
+    ``xor``: segments overlap, and the chunk is their XOR, zero where none lies. Otherwise they follow each other.
+    """
 
     chunk: int
     segments: tuple[Segment, ...]
+    xor: bool = False
+
+    @property
+    def begin(self) -> int:
+        """File offset of the first byte of any segment."""
+        return min((segment.offset for segment in self.segments), default=0)
+
+    @property
+    def end(self) -> int:
+        """File offset behind the last byte of any segment."""
+        return max((segment.offset + segment.nbytes for segment in self.segments), default=0)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of state in this chunk (its padding is not copied)."""
-        return sum(segment.nbytes for segment in self.segments)
+        """Bytes that go to the slot (a chunk's padding is not copied)."""
+        return self.end - self.begin if self.xor else sum(segment.nbytes for segment in self.segments)
 
 
 @dataclass(frozen=True)
 class Part:
-    """What this rank copies of one of its pieces: elements ``start`` on, stored as ``fragment``."""
+    """What this rank copies of one of its pieces: elements ``start`` on, stored as ``fragment``.
+
+    Parity is of many pieces: ``piece`` is -1 and ``strips`` are the elements whose XOR it is, in the order of
+    their offsets, which count from the fragment's first byte.
+    """
 
     piece: int
     start: int
     fragment: Fragment
+    strips: tuple[Segment, ...] = ()
 
 
 def chunk_copies(image: SlotImage, parts: Sequence[Part]) -> list[ChunkCopy]:
@@ -50,13 +70,41 @@ def chunk_copies(image: SlotImage, parts: Sequence[Part]) -> list[ChunkCopy]:
     segments: list[list[Segment]] = [[] for _ in image.chunks]
     chunk = 0
     for part, offset in zip(parts, image.offsets, strict=True):
-        item, done = part.fragment.item_bytes, 0
-        while done < part.fragment.nbytes:
-            while image.chunks[chunk].end <= offset + done:
-                chunk += 1
-            nbytes = min(part.fragment.nbytes - done, image.chunks[chunk].end - offset - done)
-            segments[chunk].append(
-                Segment(part.piece, part.start + done // item, nbytes // item, offset + done, nbytes)
-            )
-            done += nbytes
-    return [ChunkCopy(index, tuple(found)) for index, found in enumerate(segments)]
+        for strip in part.strips or (Segment(part.piece, part.start, part.fragment.numel, 0, part.fragment.nbytes),):
+            done = 0
+            item = strip.nbytes // max(strip.numel, 1)
+            while done < strip.nbytes:
+                at = offset + strip.offset + done
+                while image.chunks[chunk].end <= at:
+                    chunk += 1
+                nbytes = min(strip.nbytes - done, image.chunks[chunk].end - at)
+                segments[chunk].append(Segment(strip.piece, strip.start + done // item, nbytes // item, at, nbytes))
+                done += nbytes
+    return [ChunkCopy(index, tuple(found), _overlap(found)) for index, found in enumerate(segments)]
+
+
+def _overlap(segments: Sequence[Segment]) -> bool:
+    """Whether segments in the order of their offsets lie on one another."""
+    return any(before.offset + before.nbytes > after.offset for before, after in pairwise(segments))
+
+
+def divided(copy: ChunkCopy, nbytes: int) -> ChunkCopy:
+    """The same bytes in segments that each lie in one block of ``nbytes``, counted from the file's first byte."""
+    found = []
+    for segment in copy.segments:
+        rest = [segment]
+        while rest:
+            head, *rest = split(rest[0], (rest[0].offset // nbytes + 1) * nbytes)
+            found.append(head)
+    return ChunkCopy(copy.chunk, tuple(found), copy.xor)
+
+
+def split(segment: Segment, end: int) -> list[Segment]:
+    """What of a segment lies before file offset ``end``, and, if anything does, what behind; no element is cut."""
+    if segment.offset + segment.nbytes <= end:
+        return [segment]
+    nbytes = end - segment.offset
+    numel = nbytes * segment.numel // segment.nbytes
+    head = Segment(segment.piece, segment.start, numel, segment.offset, nbytes)
+    tail = Segment(segment.piece, segment.start + numel, segment.numel - numel, end, segment.nbytes - nbytes)
+    return [head, tail]

@@ -11,10 +11,11 @@ import torch
 import xxhash
 
 from ftckpt.capture.plan import Part
+from ftckpt.capture.sections import NO_REDUNDANCY, Job, Redundancy, burden, lay_out
 from ftckpt.comm import Group, together
 from ftckpt.errors import CaptureError, ConfigError, UnsupportedError
 from ftckpt.layout.groups import DIFFERING
-from ftckpt.layout.replicas import ReplicaSets, private_key, replica_sets, share
+from ftckpt.layout.replicas import ReplicaSets, private_key, replica_sets
 from ftckpt.layout.shares import Array, choose, room
 from ftckpt.layout.topology import Topology
 from ftckpt.state.manifest import Manifest
@@ -40,44 +41,45 @@ class Assignment:
     spill_bytes: tuple[int, int] | None
 
 
-def assign(  # noqa: PLR0917 - the last one is optional
+def assign(  # noqa: PLR0917 - the last ones are optional
     group: Group,
     topology: Topology,
     described: Description,
     objects_bytes: int,
     chunk_bytes: int,
     capacities: Sequence[int] | None = None,
+    redundancy: Redundancy = NO_REDUNDANCY,
 ) -> Assignment:
     """Agree with all ranks on who copies what. Collective; reads every stepped tensor once.
 
     ``capacities[rank]``, the same on all ranks, are the bytes that each rank could copy inside its windows per
     snapshot: replica sets are dealt in proportion, where that makes noticeably less of the state spill. None
-    means equal shares.
+    means equal shares. ``redundancy``, too, is the same on all ranks; what it protects is dealt equally.
 
     Raises:
         UnsupportedError: a fragment is described twice.
-        ConfigError: not one capacity per rank.
-        CaptureError: ranks were given different capacities. All three on all ranks together.
+        ConfigError: not one capacity, or not one node, per rank.
+        CaptureError: ranks were given different capacities or nodes. All three on all ranks together.
     """
-    weights = together(group, lambda: _room(capacities, group.size))
+    weights = together(group, lambda: _room(capacities, redundancy, group.size))
     broken = together(group, lambda: _broken(described))
     # Broken on one rank is broken on all: else ranks would disagree on what a snapshot holds.
-    anywhere = _agree(group, broken, weights)
+    anywhere = _agree(group, broken, weights, redundancy)
     derived = tuple(p for p in described.stepped if p.derived_from is not None and p.fragment.key not in anywhere)
     dropped = {id(piece) for piece in derived}
     stepped = [p for p in described.stepped if id(p) not in dropped]
     sets = gather_replica_sets(group, stepped)
-    shares = choose(sets.runs, sets.private, weights)
-    shard = topology.me.shard
+    shares = (
+        choose(*burden(sets, redundancy), weights) if weights is not None else choose(sets.runs, sets.private, None)
+    )
     fragments = [piece.fragment for piece in stepped]
-    parts = [
-        Part(index, part.start - fragments[index].start, part)
-        for index, part in share(fragments, sets, shares.cuts, group.rank, shard)
-    ]
-    num_stepped = len(parts)
+    shards = [member.shard for member in topology.members]
+    laid = lay_out(fragments, sets, group.rank, Job(shares.cuts, shards, chunk_bytes, redundancy))
+    parts = list(laid.parts)
     for offset, piece in enumerate(described.volatile):
-        private = piece.fragment.with_key(private_key(piece.fragment.key, shard))
+        private = piece.fragment.with_key(private_key(piece.fragment.key, topology.me.shard))
         parts.append(Part(len(stepped) + offset, 0, private))
+    num_stepped = len(laid.parts)
     manifest = Manifest(
         coords=topology.me.coords,
         layout=topology.layout,
@@ -86,6 +88,7 @@ def assign(  # noqa: PLR0917 - the last one is optional
         objects_bytes=objects_bytes,
         chunk_bytes=chunk_bytes,
         capacity=int(weights[group.rank]) if weights is not None and shares.weighted else 0,
+        sections=laid.sections,
     )
     differing = tuple(f.name for f, at in zip(fragments, sets.group_of, strict=True) if at == DIFFERING)
     copied = sum(fragment.nbytes for fragment in manifest.stepped)
@@ -93,19 +96,26 @@ def assign(  # noqa: PLR0917 - the last one is optional
     return Assignment(manifest, pieces, tuple(parts), derived, differing, copied, shares.spill)
 
 
-def _room(capacities: Sequence[int] | None, num_ranks: int) -> Array | None:
+def _room(capacities: Sequence[int] | None, redundancy: Redundancy, num_ranks: int) -> Array | None:
     if capacities is not None and len(capacities) != num_ranks:
         raise ConfigError(f"capacities: {len(capacities)} given, one for each of {num_ranks} ranks is needed")
+    if redundancy.mode and len(redundancy.nodes) != num_ranks:
+        raise ConfigError(
+            f"protect: {len(redundancy.nodes)} nodes given, one for each of {num_ranks} ranks is needed"
+        )
     return None if capacities is None else room(capacities)
 
 
-def _agree(group: Group, broken: Sequence[str], weights: Array | None) -> set[str]:
-    """Keys that are broken on any rank; different weights would leave bytes that nobody copies."""
+def _agree(group: Group, broken: Sequence[str], weights: Array | None, redundancy: Redundancy) -> set[str]:
+    """Keys that are broken on any rank; different weights or nodes would leave bytes that nobody copies."""
     seen = "" if weights is None else xxhash.xxh3_64_hexdigest(weights.tobytes())
-    told = [json.loads(data) for data in set(group.gather(json.dumps([broken, seen]).encode()))]
-    if len({theirs for _, theirs in told}) > 1:
+    mine = [broken, seen, redundancy.digest]
+    told = [json.loads(data) for data in set(group.gather(json.dumps(mine).encode()))]
+    if len({theirs for _, theirs, _ in told}) > 1:
         raise CaptureError("the ranks were given different capacities of their windows")
-    return {key for keys, _ in told for key in keys}
+    if len({theirs for _, _, theirs in told}) > 1:
+        raise CaptureError("the ranks were given different nodes, racks or ways to protect replicas")
+    return {key for keys, _, _ in told for key in keys}
 
 
 def _broken(described: Description) -> list[str]:

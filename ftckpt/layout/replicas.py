@@ -116,41 +116,63 @@ def share(
 ) -> list[tuple[int, Fragment]]:
     """The parts of ``fragments`` that ``rank`` copies: pairs of index into ``fragments`` and the part.
 
-    The fragments of a group are laid end to end in the order of their names and cut where ``cuts`` says, so the
-    work is as dealt to ``CUT_BYTES`` whatever the sizes of single tensors. Fragments whose replicas differ are
-    taken whole by every holder, under a key that carries the shard's name. Every rank computes the same cut.
+    Each fragment of its own whole, and of each run what ``cuts`` deal to it; in the order of ``fragments``.
     """
-    parts: list[tuple[int, Fragment]] = []
-    groups: dict[int, list[int]] = {}
-    for index, group in enumerate(sets.group_of.tolist()):
-        if group == DIFFERING:
-            parts.append((index, fragments[index].with_key(private_key(fragments[index].key, shard))))
-        elif group != PRIVATE:
-            groups.setdefault(group, []).append(index)
-        elif fragments[index].numel > 0:
-            parts.append((index, fragments[index]))
-    for group, indices in groups.items():
-        indices.sort(key=lambda i: fragments[i].name)
+    parts = own_parts(fragments, sets, shard)
+    for group, indices in run_indices(fragments, sets).items():
         place = int(np.searchsorted(sets.runs[group].members, rank))
-        begin, end = (int(cut) for cut in cuts[group][place : place + 2])
-        parts += _cut([(i, fragments[i]) for i in indices], begin, end)
+        parts += run_share(fragments, indices, cuts[group], place)
     return sorted(parts, key=lambda part: part[0])
 
 
-def private_key(key: str, shard: str) -> str:
-    """The key of a tensor that only the rank at ``shard`` can give back."""
-    return f"{key}@{shard}"
+def own_parts(fragments: Sequence[Fragment], sets: ReplicaSets, shard: str) -> list[tuple[int, Fragment]]:
+    """What no other rank copies for this one: fragments of its own, and its bits of those whose holders differ.
+
+    The latter under a key that carries the shard's name.
+    """
+    parts: list[tuple[int, Fragment]] = []
+    for index, group in enumerate(sets.group_of.tolist()):
+        if group == DIFFERING:
+            parts.append((index, fragments[index].with_key(private_key(fragments[index].key, shard))))
+        elif group == PRIVATE and fragments[index].numel > 0:
+            parts.append((index, fragments[index]))
+    return parts
 
 
-def _cut(run: list[tuple[int, Fragment]], begin: int, end: int) -> list[tuple[int, Fragment]]:
+def run_indices(fragments: Sequence[Fragment], sets: ReplicaSets) -> dict[int, list[int]]:
+    """By run, the indices of its fragments in the order that all members have: that of their names."""
+    runs: dict[int, list[int]] = {}
+    for index, group in enumerate(sets.group_of.tolist()):
+        if group >= 0:
+            runs.setdefault(group, []).append(index)
+    for indices in runs.values():
+        indices.sort(key=lambda index: fragments[index].name)
+    return runs
+
+
+def run_share(
+    fragments: Sequence[Fragment], indices: Sequence[int], cuts: Array, place: int
+) -> list[tuple[int, Fragment]]:
+    """What the member at ``place`` of a run copies of it: pairs of index and part, in the run's order.
+
+    The run's fragments are laid end to end and cut where ``cuts`` says, so the work is as dealt to ``CUT_BYTES``
+    whatever the sizes of single tensors. Every member computes the same for every member.
+    """
+    begin, end = int(cuts[place]), int(cuts[place + 1])
     parts: list[tuple[int, Fragment]] = []
     position = 0
-    for index, fragment in run:
+    for index in indices:
+        fragment = fragments[index]
         start, stop = _cut_inside(fragment, begin - position), _cut_inside(fragment, end - position)
         if stop > start:
             parts.append((index, fragment.part(start, stop)))
         position += fragment.nbytes
     return parts
+
+
+def private_key(key: str, shard: str) -> str:
+    """The key of a tensor that only the rank at ``shard`` can give back."""
+    return f"{key}@{shard}"
 
 
 def _cut_inside(fragment: Fragment, cut_bytes: int) -> int:

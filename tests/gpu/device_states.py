@@ -21,8 +21,13 @@ from ftckpt.capture.windows import Always, Turn
 CPU = torch.device("cpu")
 
 
-def plan(tensors: Sequence[torch.Tensor], chunk_bytes: int, begin: int = PAGE) -> tuple[list[ChunkCopy], int]:
-    """Chunks that lay the tensors end to end from file offset ``begin`` on, and the size of the slot."""
+def plan(
+    tensors: Sequence[torch.Tensor], chunk_bytes: int, begin: int = PAGE, parity: bool = False
+) -> tuple[list[ChunkCopy], int]:
+    """Chunks that lay the tensors end to end from file offset ``begin`` on, and the size of the slot.
+
+    ``parity`` adds a chunk that is the XOR of parts of all of them, two of the first one.
+    """
     segments: dict[int, list[Segment]] = {}
     offset = begin
     for piece, tensor in enumerate(tensors):
@@ -37,7 +42,21 @@ def plan(tensors: Sequence[torch.Tensor], chunk_bytes: int, begin: int = PAGE) -
             done += nbytes
         offset += tensor.nbytes
     copies = [ChunkCopy(chunk, tuple(found)) for chunk, found in sorted(segments.items())]
-    return copies, -(-offset // PAGE) * PAGE
+    offset = -(-offset // PAGE) * PAGE
+    if not parity:
+        return copies, offset
+    strips = [_strip(tensors, piece, 0, offset, chunk_bytes) for piece in range(len(tensors))]
+    strips.append(_strip(tensors, 0, tensors[0].numel() // 2, offset, chunk_bytes))
+    copies.append(ChunkCopy(len(copies), tuple(strips), xor=True))
+    return copies, offset + -(-chunk_bytes // PAGE) * PAGE
+
+
+def _strip(tensors: Sequence[torch.Tensor], piece: int, start: int, offset: int, nbytes: int) -> Segment:
+    """What of a tensor fits into one chunk from an element on; small tensors do not begin with the chunk."""
+    item = tensors[piece].element_size()
+    offset += 3 * item if tensors[piece].nbytes < PAGE else 0
+    numel = min(tensors[piece].numel() - start, nbytes // item)
+    return Segment(piece, start, numel, offset, numel * item)
 
 
 def shared_slot(size: int) -> torch.Tensor:
@@ -45,13 +64,15 @@ def shared_slot(size: int) -> torch.Tensor:
     return torch.frombuffer(memoryview(mmap.mmap(-1, size)), dtype=torch.uint8)
 
 
-def assert_holds(slot: torch.Tensor, copies: Sequence[ChunkCopy], tensors: Sequence[torch.Tensor]) -> None:
-    """Every planned byte is there, and no other byte was written."""
+def assert_holds(
+    slot: torch.Tensor, copies: Sequence[ChunkCopy], tensors: Sequence[torch.Tensor], begin: int = 0
+) -> None:
+    """From ``begin`` on every planned byte is there, and no other byte was written."""
     expected = torch.zeros_like(slot)
     for segment in (segment for copy in copies for segment in copy.segments):
         source = tensors[segment.piece].cpu()[segment.start : segment.start + segment.numel]
-        expected[segment.offset : segment.offset + segment.nbytes] = source.view(torch.uint8)
-    assert torch.equal(slot, expected)
+        expected[segment.offset : segment.offset + segment.nbytes] ^= source.view(torch.uint8)
+    assert torch.equal(slot[begin:], expected[begin:])
 
 
 class Landings:

@@ -17,8 +17,9 @@ from typing import Any
 import pytest
 import torch
 
-from ftckpt.capture import copier, device_copier
+from ftckpt.capture import copier, device_copier, graphs
 from ftckpt.capture.plan import ChunkCopy
+from ftckpt.capture.xor import combine
 
 PAGE = 4096
 SECS = 20.0
@@ -215,6 +216,10 @@ class FakeDevice:
         self.copies += 1
         self.current_stream().enqueue(run, millis=1.0)
 
+    def combine(self, *args: Any, **options: Any) -> None:
+        """Queued like a copy, of which one follows."""
+        self.current_stream().enqueue(lambda: combine(*args, **options), millis=0.1)
+
     def register(self, address: int, nbytes: int, _flags: int) -> int:
         self.check_thread()
         if self.refuse_pinning:
@@ -240,11 +245,12 @@ def install(monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
     for name, value in replaced.items():
         monkeypatch.setattr(torch.cuda, name, value)
     monkeypatch.setattr(device_copier, "copy_chunk", made.copy_chunk)
+    monkeypatch.setattr(device_copier, "combine", made.combine)
     monkeypatch.setattr(copier, "in_host_memory", lambda tensor: False)
     monkeypatch.setattr(device_copier, "_REGISTER_BYTES", 4 * PAGE)
     monkeypatch.setattr(
-        device_copier,
-        "_exchange_capture_mode",
+        graphs,
+        "exchange_capture_mode",
         lambda: lambda _mode: made.beside_captures.add(threading.current_thread().name),
     )
     return made

@@ -43,7 +43,7 @@ def test_snapshot_is_the_boundary_in_any_order(fake: FakeDevice, first: str, pin
     """A write before ``start`` is in the snapshot and one after the fence is not, whoever runs first."""
     fake.refuse_pinning = not pinned
     tensors = live_state()
-    copies, size = plan(tensors, 3 * PAGE)
+    copies, size = plan(tensors, 3 * PAGE, parity=True)
     slot = shared_slot(size)
     with prepared([slot], CPU, own_stream=own_stream) as copier:
         fake.first = fake.compute if first == "compute" else fake.side
@@ -66,7 +66,7 @@ def test_snapshot_is_the_boundary_in_any_order(fake: FakeDevice, first: str, pin
 
 def test_without_a_stream_of_its_own_copies_queue_behind_training(fake: FakeDevice) -> None:
     tensors = live_state()
-    copies, size = plan(tensors, 3 * PAGE)
+    copies, size = plan(tensors, 3 * PAGE, parity=True)
     slot = shared_slot(size)
     with prepared([slot], CPU, own_stream=False) as copier:
         assert fake.streams == [fake.compute]
@@ -84,7 +84,7 @@ def test_without_a_stream_of_its_own_copies_queue_behind_training(fake: FakeDevi
 
 def test_nothing_lands_before_the_device_is_done(fake: FakeDevice) -> None:
     tensors = live_state()
-    copies, size = plan(tensors, 3 * PAGE)
+    copies, size = plan(tensors, 3 * PAGE, parity=True)
     slot = shared_slot(size)
     with prepared([slot], CPU) as copier:
         fake.go.clear()
@@ -104,7 +104,7 @@ def test_a_failed_flight_ends_only_when_the_device_is_at_rest(fake: FakeDevice) 
     The fence need not wait for it: nothing is to be sealed.
     """
     tensors = live_state()
-    copies, size = plan(tensors, 3 * PAGE)
+    copies, size = plan(tensors, 3 * PAGE, parity=True)
     slot = shared_slot(size)
     with prepared([slot], CPU) as copier:
         release = fake.hold(fake.side)
@@ -125,7 +125,7 @@ def test_a_failed_flight_ends_only_when_the_device_is_at_rest(fake: FakeDevice) 
 def test_a_chunk_that_failed_half_way_is_waited_for(fake: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> None:
     """Part of it is on its way, and no event of its own tells when that is through."""
     tensors = live_state()
-    copies, size = plan(tensors, 3 * PAGE)
+    copies, size = plan(tensors, 3 * PAGE, parity=True)
     slot = shared_slot(size)
 
     def half(*args: Any, **options: Any) -> None:
@@ -147,7 +147,7 @@ def test_a_chunk_that_failed_half_way_is_waited_for(fake: FakeDevice, monkeypatc
 
 def test_the_host_does_not_wait_for_a_slow_copy_but_the_device_does(fake: FakeDevice) -> None:
     tensors = live_state()
-    copies, size = plan(tensors, 3 * PAGE)
+    copies, size = plan(tensors, 3 * PAGE, parity=True)
     slot = shared_slot(size)
     boundary = [tensor.clone() for tensor in tensors]
     with prepared([slot], CPU) as copier:
@@ -174,7 +174,7 @@ def test_state_in_host_memory_is_read_by_the_host_before_the_fence_lets_go(
     """The device stands still: what an offloaded optimizer keeps is in the slot, and may be written at once."""
     fake.refuse_pinning = not pinned
     tensors = live_state()
-    copies, size = plan(tensors, 3 * PAGE)
+    copies, size = plan(tensors, 3 * PAGE, parity=True)
     slot = shared_slot(size)
     boundary = [tensor.clone() for tensor in tensors]
     offloaded = tensors[1]
@@ -195,7 +195,7 @@ def test_state_in_host_memory_is_read_by_the_host_before_the_fence_lets_go(
 
 def test_volatile_state_in_host_memory_waits_for_no_device(fake: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> None:
     tensors = live_state()
-    copies, size = plan(tensors, 3 * PAGE)
+    copies, size = plan(tensors, 3 * PAGE, parity=True)
     slot = shared_slot(size)
     monkeypatch.setattr(host, "in_host_memory", lambda tensor: True)
     with prepared([slot], CPU) as copier:
@@ -208,7 +208,7 @@ def test_volatile_state_in_host_memory_waits_for_no_device(fake: FakeDevice, mon
 
 def test_what_has_landed_needs_no_wait(fake: FakeDevice) -> None:
     tensors = live_state()
-    copies, size = plan(tensors, 3 * PAGE)
+    copies, size = plan(tensors, 3 * PAGE, parity=True)
     slot = shared_slot(size)
     with prepared([slot], CPU) as copier:
         seen = Landings(copies, slot)
@@ -220,7 +220,7 @@ def test_what_has_landed_needs_no_wait(fake: FakeDevice) -> None:
 
 def test_a_stuck_submission_is_given_up_at_the_deadline(fake: FakeDevice) -> None:
     tensors = live_state()
-    copies, size = plan(tensors, 3 * PAGE)
+    copies, size = plan(tensors, 3 * PAGE, parity=True)
     slot = shared_slot(size)
     stuck = Blocked()
     with prepared([slot], CPU) as copier:
@@ -239,7 +239,7 @@ def test_a_stuck_submission_is_given_up_at_the_deadline(fake: FakeDevice) -> Non
 def test_a_failed_landing_drops_the_snapshot_before_the_wait(fake: FakeDevice, when: str) -> None:
     """While chunks are submitted, or between the last submission and the fence."""
     tensors = live_state()
-    copies, size = plan(tensors, 3 * PAGE)
+    copies, size = plan(tensors, 3 * PAGE, parity=True)
     slot = shared_slot(size)
 
     def fail(chunk: int) -> None:
@@ -261,7 +261,7 @@ def test_a_failed_landing_drops_the_snapshot_before_the_wait(fake: FakeDevice, w
 
 def test_no_wait_is_captured_into_a_graph(fake: FakeDevice) -> None:
     tensors = live_state()
-    copies, size = plan(tensors, 3 * PAGE)
+    copies, size = plan(tensors, 3 * PAGE, parity=True)
     slot = shared_slot(size)
     with prepared([slot], CPU) as copier:
         slow = fake.hold(fake.side)
@@ -280,7 +280,7 @@ def test_no_wait_is_captured_into_a_graph(fake: FakeDevice) -> None:
 
 def test_own_threads_have_no_part_in_captures(fake: FakeDevice) -> None:
     tensors = live_state()
-    copies, size = plan(tensors, 3 * PAGE)
+    copies, size = plan(tensors, 3 * PAGE, parity=True)
     with prepared([shared_slot(size)], CPU) as copier:
         seen = Landings(copies, shared_slot(size))
         copier.start(tensors, seen.flight, Always())

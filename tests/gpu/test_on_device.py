@@ -25,7 +25,7 @@ def device() -> torch.device:
 def test_bytes_arrive_exactly(registered: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first tensor alone is longer than one registration, so some copies touch two of them."""
     tensors = state(device)
-    copies, size = plan(tensors, 16 * MIB)
+    copies, size = plan(tensors, 16 * MIB, parity=True)
     slot = shared_slot(size)
     if not registered:
         monkeypatch.setattr(device_copier, "_pin", lambda address, nbytes: False)
@@ -45,7 +45,7 @@ def test_copy_now_returns_with_the_bytes(
     registered: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tensors = state(device)
-    copies, size = plan(tensors, 16 * MIB)
+    copies, size = plan(tensors, 16 * MIB, parity=True)
     slot = shared_slot(size)
     if not registered:
         monkeypatch.setattr(device_copier, "_pin", lambda address, nbytes: False)
@@ -59,7 +59,7 @@ def test_copy_now_returns_with_the_bytes(
 
 def test_seal_waits_for_the_device(device: torch.device) -> None:
     tensors = state(device)
-    copies, size = plan(tensors, 16 * MIB)
+    copies, size = plan(tensors, 16 * MIB, parity=True)
     slot = shared_slot(size)
     with prepared([slot], device) as copier:
         seen = Landings(copies, slot)
@@ -77,7 +77,7 @@ def test_seal_waits_for_the_device(device: torch.device) -> None:
 def test_fence_holds_back_writes_on_the_device(fenced: bool, device: torch.device) -> None:
     """The host runs ahead of a slow copy. Without the fence the write comes first, which shows it can."""
     tensors = [torch.empty(8 * MIB, device=device).fill_(1)]  # loads the kernel, which waits for the device
-    copies, size = plan(tensors, 16 * MIB)
+    copies, size = plan(tensors, 16 * MIB, parity=True)
     slot = shared_slot(size)
     with prepared([slot], device) as copier:
         torch.cuda.synchronize()

@@ -13,7 +13,7 @@ from device_states import Landings, assert_holds, plan, prepared, shared_slot
 from fake_device import SECS
 from real_device import MIB, cycles_for, needs_device, sleep, state
 
-from ftckpt.capture import device_copier
+from ftckpt.capture import device_copier, graphs
 from ftckpt.capture.clock import DeviceClock, Mark
 from ftckpt.capture.pacing import Plan
 from ftckpt.capture.profile import Timeline
@@ -144,7 +144,7 @@ def flights_without_end(device: torch.device, registered: bool) -> Iterator[list
         stream = torch.cuda.Stream(device)
 
         def fly() -> None:
-            device_copier._work_beside_captures()
+            graphs.work_beside_captures()
             with torch.cuda.device(device), torch.cuda.stream(stream):
                 while not stop.is_set():
                     begun.append(Landings(copies, slot))

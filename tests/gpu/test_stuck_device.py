@@ -10,8 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
-from device_states import CPU, live_state, plan, shared_slot
+from device_states import CPU, assert_holds, live_state, plan, shared_slot
 from fake_device import PAGE, SECS, FakeDevice, install
 
 from ftckpt.arena.control import SlotState
@@ -51,7 +50,7 @@ class Control:
     def set_chunk_hash(self, _slot: int, chunk: int, digest: int) -> None:
         self.told.append(f"chunk {chunk}")
 
-    def seal(self, _slot: int, lineage: bytes, iteration: int) -> None:
+    def seal(self, _slot: int, lineage: bytes, iteration: int, hashed: bool) -> None:
         self._tell("seal", SlotState.SEALED)
 
     def void(self, _slot: int) -> None:
@@ -68,7 +67,7 @@ class Snapshots:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, windows: Any = None) -> None:
         self.tensors = live_state()
         self.boundary = [tensor.clone() for tensor in self.tensors]
-        self.copies, size = plan(self.tensors, 3 * PAGE)
+        self.copies, size = plan(self.tensors, 3 * PAGE, parity=True)
         self.slot, self.control = shared_slot(size), Control()
         arena: Any = SimpleNamespace(
             control=self.control,
@@ -77,6 +76,7 @@ class Snapshots:
             ),
             slot=lambda _slot: memoryview(self.slot.numpy()),
             slot_error=lambda _slot: None,
+            checks=None,
             hash_chunk=lambda _slot, _chunk: 0,
         )
         monkeypatch.setattr(capture_module, "chunk_copies", lambda image, parts: self.copies)
@@ -88,12 +88,10 @@ class Snapshots:
             time.sleep(0.001)
 
     def begin(self) -> None:
-        self.capture.begin(SNAPSHOT, None, {})
+        self.capture.begin(SNAPSHOT, (), {})
 
     def assert_boundary(self) -> None:
-        for segment in (segment for copy in self.copies for segment in copy.segments):
-            expected = self.boundary[segment.piece][segment.start :][: segment.numel].view(torch.uint8)
-            assert torch.equal(self.slot[segment.offset :][: segment.nbytes], expected)
+        assert_holds(self.slot, self.copies, self.boundary, begin=PAGE)  # the first page is that of the objects
 
 
 @contextmanager
