@@ -39,7 +39,8 @@ def serve(arguments: argparse.Namespace, ready: Callable[[], None]) -> int:
         ArenaError: the directory cannot be used.
     """
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # before numpy: each of its threads has memory of its own
-    from ftckpt.smp.daemon import Daemon, bound_process
+    from ftckpt.smp.daemon import Daemon
+    from ftckpt.smp.limits import bound_process
 
     bound_process()
     daemon = Daemon(arguments.arena, arguments.job, arguments.node, arguments.idle_secs)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import resource
 import signal
-import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -28,13 +26,11 @@ from ftckpt.events import Events, log
 from ftckpt.smp.duties import Duties
 from ftckpt.smp.files import BoundedLog, SmpConfig
 from ftckpt.smp.hangs import Abort, HangWatch, describe
+from ftckpt.smp.limits import anon_bytes
 from ftckpt.smp.memfd import HeldMemory
 from ftckpt.smp.protocol import VERSION
 from ftckpt.smp.server import Server
 
-DATA_LIMIT_BYTES = 1 << 30
-"""Of private writable memory (RLIMIT_DATA): mapped arenas do not count. By itself the process needs some 40 MB."""
-_STACK_BYTES = 1 << 20
 _IDLE_WAIT_SECS = 0.02
 _STEP_SECS = 0.05
 _LOOK_SECS = 0.5
@@ -58,10 +54,12 @@ class Daemon:
     def __init__(self, root: Path, job: str, node: str, idle_secs: float) -> None:
         self.job, self.node, self._root = job, node, root
         self.node_dir = node_directory(root, job, node)
-        what = f"job {job!r} on node {node!r} has an SMP: it"
+        what, lock = f"job {job!r} on node {node!r} has an SMP: it", self.node_dir / SMP_LOCK_NAME
         try:
-            self._lock = FileLock(self.node_dir / SMP_LOCK_NAME, 0, what, "use that one, or end it first")
+            self._lock = FileLock(lock, 0, what, "use that one, or end it first")
         except ArenaError as error:
+            if holder_of(lock) is None:
+                raise
             raise SmpError(str(error)) from None
         self.log = BoundedLog(self.node_dir)
         log.addHandler(self.log)
@@ -92,6 +90,7 @@ class Daemon:
         try:
             while not self._ending:
                 worked = self._work()
+                self._beat()
                 self._server.poll(0 if worked else _IDLE_WAIT_SECS)
                 if time.monotonic() >= self._next_look:
                     self._next_look = time.monotonic() + _LOOK_SECS
@@ -116,7 +115,7 @@ class Daemon:
             self.events.emit("smp_error", error=f"not adopted: {error}")
 
     def _work(self) -> bool:
-        if time.monotonic() < self._paused_until:
+        if time.monotonic() < self._paused_until or self._held.waits:
             return False
         try:
             return self._duties.step(time.monotonic() + _STEP_SECS)
@@ -126,9 +125,15 @@ class Daemon:
             self._paused_until = time.monotonic() + _PAUSE_SECS
             return False
 
+    def _beat(self) -> None:
+        cannot = self._duties.cannot
+        if cannot is not None:
+            self._pulse.beat_smp(SmpState.CANNOT, cannot[1])
+        else:
+            self._pulse.beat_smp(SmpState.GUARDING if self._config.description else SmpState.WAITING)
+
     def _look(self) -> None:
         now = time.monotonic()
-        self._pulse.beat_smp(SmpState.GUARDING if self._config.description else SmpState.WAITING)
         self.log.trim()
         self._held.sweep()
         if holder_of(self.node_dir / SMP_LOCK_NAME) != os.getpid():
@@ -224,6 +229,7 @@ class Daemon:
                 raise SmpError(f"configure: {name} is {description.get(name)!r}, this is the SMP of {mine!r}")
         given = description.get("settings", {})
         settings = _settings(given)
+        self._held.hold_own(settings.memory == "memfd")
         self._duties.configure(description)
         self._hang_secs, self._on_hang = settings.hang_secs, settings.on_hang
         self._idle_secs = settings.smp_idle_secs if "smp_idle_secs" in given else self._idle_secs
@@ -273,22 +279,6 @@ class Daemon:
         self.events.close()
         log.removeHandler(self.log)
         self.log.close()
-
-
-def bound_process() -> None:
-    """Lowest priority, bounded memory, as many descriptors as allowed."""
-    os.nice(19)
-    threading.stack_size(_STACK_BYTES)
-    for limit, wanted in ((resource.RLIMIT_DATA, DATA_LIMIT_BYTES), (resource.RLIMIT_NOFILE, None)):
-        _, hard = resource.getrlimit(limit)
-        soft = hard if wanted is None else wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-        resource.setrlimit(limit, (soft, hard))
-
-
-def anon_bytes() -> int:
-    """Memory of this process that is its own: neither files nor arenas."""
-    with open("/proc/self/status") as file:
-        return next(int(line.split()[1]) << 10 for line in file if line.startswith("RssAnon:"))
 
 
 def _settings(given: Any) -> Config:

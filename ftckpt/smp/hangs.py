@@ -61,7 +61,7 @@ class HangWatch:
         if hang_secs <= 0 or not any(pulse.beats for pulse in living):  # the first iteration may take any time
             return None
         newest_ns = max(pulse.beat_ns for pulse in living)
-        if newest_ns == self._told_ns or (now_ns - newest_ns) / 1e9 < hang_secs:
+        if newest_ns <= self._told_ns or (now_ns - newest_ns) / 1e9 < hang_secs:
             return None
         self._told_ns = newest_ns
         return Hang((now_ns - newest_ns) / 1e9, ranks, now_ns)

@@ -60,6 +60,12 @@ def test_a_dead_rank_keeps_nobody_from_hanging_and_is_named() -> None:
     assert [rank["lives"] for rank in hang.fields()["ranks"]] == [True, False]
 
 
+def test_a_hang_whose_ranks_end_one_by_one_is_still_the_same() -> None:
+    watch = HangWatch()
+    assert watch.look([pulse(0, 100), pulse(1, 103)], 10, 120 * SEC) is not None
+    assert watch.look([pulse(0, 100), pulse(1, 103, lives=False)], 10, 121 * SEC) is None
+
+
 def test_a_rank_of_another_container_counts_as_live() -> None:
     assert HangWatch().look([pulse(0, 100, lives=None)], 10, 111 * SEC) is not None
     assert HangWatch().look([pulse(0, 100), pulse(1, 105, lives=None)], 10, 111 * SEC) is None

@@ -105,6 +105,11 @@ def test_the_smp_is_alive_while_it_beats(arena_root: Path) -> None:
     assert trainer.smp_alive(60) and trainer.smp()[2] == SmpState.WAITING
     smp.beat_smp()
     assert trainer.smp()[2] == SmpState.GUARDING
+    smp.beat_smp(SmpState.CANNOT, 7)
+    assert trainer.smp()[2] == SmpState.CANNOT and trainer.smp_cannot(7)
+    assert not trainer.smp_cannot(8), "it speaks of an older target"
+    smp.beat_smp()
+    assert not trainer.smp_cannot(7)
     time.sleep(0.05)
     assert not trainer.smp_alive(0.04), "its last sign of life is too old"
     smp.beat_smp()

@@ -1,0 +1,293 @@
+"""An SMP killed, frozen or fooled: trainers go on, a new one takes over alone, and hung trainers are ended."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from smps import JOB, NODE, SECRET, Site, events, eventually, python, site_at
+
+from ftckpt.arena.locks import JobLock
+from ftckpt.arena.process import Process
+from ftckpt.arena.pulse import Pulse
+from ftckpt.errors import SmpError
+from ftckpt.smp.client import SmpClient, Watch, find_or_start
+from ftckpt.smp.files import SmpConfig
+
+pytestmark = [pytest.mark.multiproc, pytest.mark.faults]
+
+TRAIN = """
+import signal, sys, time
+from pathlib import Path
+from ftckpt.arena.process import Process
+from ftckpt.arena.pulse import Pulse
+pulse = Pulse.open(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[2]) + 10)
+if sys.argv[3] == "stubborn":
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+print("up", flush=True)
+for iteration in range(int(sys.argv[4])):
+    pulse.beat(iteration, "forward")
+    time.sleep(0.05)
+time.sleep(100)
+"""
+
+
+@pytest.fixture
+def site(arena_root: Path) -> Iterator[Site]:
+    with site_at(arena_root) as made:
+        yield made
+
+
+def kill(client: SmpClient) -> int:
+    """SIGKILL the SMP that answers ``client``."""
+    process = Process.open(int(client.hello()["pid"]))
+    assert process is not None
+    with process:
+        process.send(signal.SIGKILL)
+        assert process.gone(20)
+        return process.pid
+
+
+class Told:
+    """Events that a Watch tells."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[str, dict[str, Any]]] = []
+
+    def __call__(self, event: str, **fields: Any) -> None:
+        self.seen.append((event, fields))
+
+    @property
+    def names(self) -> list[str]:
+        return [name for name, _ in self.seen]
+
+
+def test_a_new_one_takes_over_what_the_killed_one_was_told(site: Site, tmp_path: Path) -> None:
+    client = site.start()
+    port = client.listen("127.0.0.1", SECRET)
+    client.configure(site.description(hang_secs=1.0, events=str(tmp_path)))
+    trainer = python(TRAIN, site.node_dir, 0, "meek", 5)
+    try:
+        killed = kill(client)
+        assert {"smp.sock", "smp.json"} <= site.files(), "as a killed one leaves it"
+        hello = site.start().hello()
+        assert hello["pid"] != killed and hello["configured"] and hello["port"] == port
+        eventually(lambda: events(tmp_path, "hang"))  # it watches for what it was told to
+        assert SECRET.hex() not in site.log
+    finally:
+        trainer.kill()
+        trainer.communicate(timeout=10)
+
+
+def test_the_watch_brings_it_back_again_and_again(site: Site, tmp_path: Path) -> None:
+    client, told = site.start(), Told()
+    port = client.listen("127.0.0.1", SECRET)
+    client.configure(site.description(events=str(tmp_path)))
+    watch = Watch(client, told)
+    took = []
+    try:
+        for times in range(1, 4):
+            pid = kill(client)
+            begin = time.monotonic()
+            eventually(lambda n=times: told.names.count("smp_restarted") == n)
+            took.append(time.monotonic() - begin)
+            hello = client.hello()
+            assert hello["pid"] != pid and hello["configured"] and hello["port"] == port
+            assert len(site.pids()) == 1
+    finally:
+        watch.stop()
+    assert told.names == ["smp_restarted"] * 3
+    print("restarted after", took)
+    assert min(took) < 3, took
+    kill(client)
+    time.sleep(1.2)
+    assert site.pids() == [], "a watch that was stopped starts none"
+
+
+def test_a_watch_tells_what_it_cannot_cure(site: Site) -> None:
+    client, told = site.start(), Told()
+    kill(client)
+    (site.node_dir / "smp.lock").unlink()
+    (site.node_dir / "smp.lock").mkdir()
+    watch = Watch(client, told, every_secs=0.05)
+    try:
+        eventually(lambda: told.seen)
+    finally:
+        watch.stop()
+    name, fields = told.seen[0]
+    assert name == "smp_error" and "smp.lock" in fields["error"]
+    (site.node_dir / "smp.lock").rmdir()
+
+
+def test_killed_while_it_starts(site: Site) -> None:
+    for delay in (0.0, 0.02, 0.05, 0.1, 0.2, 0.4):
+        found: list[Any] = []
+        starter = threading.Thread(target=lambda found=found: found.append(site.start()))
+        starter.start()
+        eventually(lambda starter=starter: site.pids() or not starter.is_alive())
+        time.sleep(delay)
+        for pid in site.pids():
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        starter.join(60)
+        assert not starter.is_alive()
+        assert found, "it was started once more"
+        assert site.start().hello()["node"] == NODE
+        assert len(site.pids()) == 1
+        kill(site.start())
+
+
+def test_killed_while_it_is_configured(site: Site) -> None:
+    """What the next one reads is what the last configuration that was acknowledged said, or the one on its way."""
+    rng = random.Random(7)
+    acknowledged, sent = -1, 0
+    for _ in range(8):
+        client = site.start()
+        kept = SmpConfig.load(site.node_dir)
+        if kept is not None and kept.description is not None:
+            assert kept.description["mirror_from"] == {}
+            assert acknowledged <= kept.description["number"] < sent
+        else:
+            assert acknowledged < 0
+        pid = client.hello()["pid"]
+        killer = threading.Timer(rng.uniform(0.0, 0.1), os.kill, (pid, signal.SIGKILL))
+        killer.start()
+        try:
+            while True:
+                number, sent = sent, sent + 1
+                client.configure({**site.description(), "number": number, "filler": "x" * 300_000})
+                acknowledged = number
+        except SmpError:
+            pass
+        killer.join()
+        eventually(lambda: not site.pids())
+    assert acknowledged > 0
+
+
+@pytest.mark.parametrize(
+    "content", ["", "{", "[1]", '{"version": 99}', '{"version": 1, "host": 5}', "\0" * 5000, "link"]
+)
+def test_what_was_kept_and_is_damaged_stops_nobody(site: Site, content: str) -> None:
+    path = site.node_dir / "smp.json"
+    if content == "link":
+        path.symlink_to("/etc/hostname")
+    else:
+        path.write_text(content)
+    hello = site.start().hello()
+    assert not hello["configured"] and hello["port"] == 0
+    eventually(lambda: "cannot be used" in site.log)
+    site.start().configure(site.description())
+    assert json.loads(path.read_text())["description"]["job"] == JOB and not path.is_symlink()
+
+
+def test_a_frozen_one_hangs_nobody(site: Site) -> None:
+    client = site.start()
+    pid = client.hello()["pid"]
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        begin = time.monotonic()
+        for call in (client.hello, client.status):
+            with pytest.raises(SmpError, match="does not answer"):
+                call(0.5)
+        with pytest.raises(SmpError, match="does not answer"):
+            client.configure(site.description(), timeout_secs=0.5)
+        with pytest.raises(SmpError, match="no SMP"):
+            find_or_start(site.node_dir, site.root, JOB, NODE, {}, timeout_secs=1.0)
+        assert time.monotonic() - begin < 10
+        assert site.pids() == [pid], "a second one is not started beside it"
+        eventually(lambda: not Pulse.open(site.node_dir, None).smp_alive(0.5))
+        client.end(timeout_secs=4)  # the job is over: nobody waits for it any more
+        assert site.pids() == []
+    finally:
+        if site.pids() == [pid]:
+            os.kill(pid, signal.SIGCONT)
+
+
+def trainers(site: Site, *kinds: tuple[str, int]) -> list[subprocess.Popen[str]]:
+    return [python(TRAIN, site.node_dir, place, kind, beats) for place, (kind, beats) in enumerate(kinds)]
+
+
+def end_all(processes: list[subprocess.Popen[str]]) -> None:
+    for process in processes:
+        process.kill()
+        process.communicate(timeout=10)
+
+
+def test_a_hang_says_who_waits_where_and_ends_nobody(site: Site, tmp_path: Path) -> None:
+    client = site.start()
+    client.configure(site.description(hang_secs=1.0, events=str(tmp_path)))
+    processes = trainers(site, ("meek", 10), ("meek", 30))
+    try:
+        eventually(lambda: events(tmp_path, "hang"))
+        (hang,) = events(tmp_path, "hang")
+        assert hang["process"] == f"smp-{NODE}" and 1 <= hang["secs"] < 10 and hang["on_hang"] == "report"
+        first, second = hang["ranks"]
+        assert (first["rank"], first["iteration"], first["phase"], first["pid"]) == (
+            10,
+            9,
+            "forward",
+            processes[0].pid,
+        )
+        assert (second["rank"], second["iteration"]) == (11, 29) and first["secs"] > second["secs"] >= 1
+        time.sleep(2.5)
+        assert len(events(tmp_path, "hang")) == 1, "once per hang"
+        assert all(process.poll() is None for process in processes)
+        assert client.status()["hangs"] == 1 and "hang" in site.log
+    finally:
+        end_all(processes)
+
+
+def test_hung_trainers_are_ended_and_nobody_else(site: Site, tmp_path: Path) -> None:
+    processes = trainers(site, ("meek", 3), ("stubborn", 3), ("meek", 3))
+    bystander = trainers(site, ("meek", 3))[0]  # it has place 0 again: the entry of the first is its own now
+    processes, former = [bystander, *processes[1:]], processes[0]
+    os.kill(processes[2].pid, signal.SIGSTOP)
+    try:
+        client = site.start()
+        client.configure(site.description(hang_secs=1.0, on_hang="abort", events=str(tmp_path)))
+        eventually(lambda: events(tmp_path, "hang_aborted"), 30)
+        assert [process.wait(10) for process in processes] == [-signal.SIGTERM, -signal.SIGKILL, -signal.SIGKILL]
+        (aborted,) = events(tmp_path, "hang_aborted")
+        assert sorted(aborted["killed"]) == sorted(process.pid for process in processes[1:])
+        assert former.poll() is None, "a process that no entry names"
+        assert len(events(tmp_path, "hang")) == 1
+        # The launcher starts them anew: they train, and are left alone.
+        again = trainers(site, ("meek", 60), ("meek", 60))
+        try:
+            time.sleep(2)
+            assert all(process.poll() is None for process in again)
+            assert len(events(tmp_path, "hang")) == 1
+        finally:
+            end_all(again)
+    finally:
+        end_all([*processes, former])
+
+
+def test_trainers_that_have_not_begun_do_not_hang(site: Site, tmp_path: Path) -> None:
+    site.start().configure(site.description(hang_secs=1.0, on_hang="abort", events=str(tmp_path)))
+    processes = trainers(site, ("meek", 0), ("meek", 0))
+    try:
+        time.sleep(2.5)
+        assert all(process.poll() is None for process in processes) and not events(tmp_path, "hang")
+    finally:
+        end_all(processes)
+
+
+def test_the_end_of_the_job_after_a_kill_leaves_nothing(site: Site) -> None:
+    client = site.start()
+    client.configure(site.description())
+    with JobLock(site.node_dir, 0):
+        kill(client)
+        site.start().end()
+        assert site.files() - {".budget"} == {"job.lock"}
+    assert site.pids() == []
