@@ -29,6 +29,12 @@ def reference() -> list[jobs.Outcome]:
     return jobs.outcomes(RANKS, jobs.Run(LAYOUT, UNTIL))
 
 
+@pytest.fixture(autouse=True)
+def without_protection(settings: dict[str, Any]) -> None:
+    """Here nothing can be rebuilt; test_rebuild_faults.py has the rest."""
+    settings["protect"] = "none"
+
+
 def die(settings: dict[str, Any], tmp_path: Path) -> tuple[list[Path], int]:
     """Arenas of a job that died between two snapshots, by name, and the newest iteration that they hold."""
     dead = Fault("all", DIED_AT, "boundary", tmp_path / "dead", "kill", secs=20)
@@ -78,11 +84,25 @@ def span_of(path: Path, region: str) -> int:
 DAMAGES: dict[str, Callable[[Path, int], None]] = {
     "stepped byte": lambda path, slot: flip(path / slot_name(slot), span_of(path, "stepped") + 100),
     "objects byte": lambda path, slot: flip(path / slot_name(slot), span_of(path, "objects") + 40),
-    "header byte": lambda path, slot: flip(path / slot_name(slot), 2000),
     "truncated": lambda path, slot: os.truncate(path / slot_name(slot), 8192),
     "slot gone": lambda path, slot: (path / slot_name(slot)).unlink(),
     "record byte": lambda path, slot: flip(path / "control", 4096 + slot * record_bytes(path) + 24),
 }
+
+
+REPAIRED: dict[str, Callable[[Path, int], None]] = {
+    "header byte": lambda path, slot: flip(path / slot_name(slot), 2000),
+    "padding byte": lambda path, slot: flip(path / slot_name(slot), padding_of(path)),
+}
+"""What follows from the manifest alone is put right without any parity."""
+
+
+def padding_of(path: Path) -> int:
+    arena = Arena.open(path)
+    try:
+        return next(pad.begin for pad in arena.image.pads if pad.nbytes)
+    finally:
+        arena.close()
 
 
 def record_bytes(path: Path) -> int:
@@ -104,6 +124,16 @@ def test_a_damaged_snapshot_falls_back_to_the_older_one(
     assert jobs.assert_continues(reference(), resumed) == whole - 1
     told = jobs.events(settings, "fallback") + jobs.events(settings, "passed_over")
     assert any(str(whole) in str(event) or "chunk" in str(event) for event in told), told
+
+
+@pytest.mark.parametrize("damage", REPAIRED)
+def test_what_follows_from_the_manifest_is_put_right(damage: str, settings: dict[str, Any], tmp_path: Path) -> None:
+    paths, whole = die(settings, tmp_path)
+    REPAIRED[damage](paths[2], slot_with(paths[2], whole))
+    resumed = jobs.outcomes(RANKS, jobs.Run(LAYOUT, UNTIL, settings))
+    assert jobs.assert_continues(reference(), resumed) == whole
+    (event,) = jobs.events(settings, "rebuilt")
+    assert event["iteration"] == whole and event["sources"] == {}
 
 
 @pytest.mark.parametrize("damage", ["arena gone", "control byte"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import queue
 import threading
 import time
@@ -17,10 +18,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ftckpt.comm import Bytes, Group
+from ftckpt.errors import ArenaError
 from ftckpt.restore import load
-from ftckpt.restore.decide import Source
 from ftckpt.restore.load import OpenArenas, Target, Transfer, execute, messages, transfer
 from ftckpt.restore.plan import Have, Read
+from ftckpt.restore.source import BlockAt, ChunkAt, PackageAt, Place, Source, place_of_json
 from ftckpt.state.fragment import Box, Fragment
 
 WAIT_SECS = 20.0
@@ -78,14 +80,11 @@ class FakeArenas:
     def __init__(self, slots: dict[tuple[str, int], bytes]) -> None:
         self.slots = slots
 
-    def get(self, name: str) -> Any:
-        slots = self.slots
-
-        class FakeArena:
-            def slot(self, index: int) -> memoryview:
-                return memoryview(slots[name, index])
-
-        return FakeArena()
+    def view(self, place: Place) -> memoryview:
+        assert isinstance(place, Source)
+        if (place.arena, place.slot) not in self.slots:
+            raise ArenaError(f"{place.arena}: no such arena")
+        return memoryview(self.slots[place.arena, place.slot])
 
 
 def run_ranks(size: int, rank_main: Callable[[ThreadGroup], Any]) -> list[Any]:
@@ -149,6 +148,26 @@ def test_every_rank_gets_every_byte_it_wants(monkeypatch: pytest.MonkeyPatch, pl
             foreign += len(wanted) if reader != rank else 0
         assert received == foreign
         assert longest <= bound
+
+
+def test_a_source_that_one_rank_cannot_open_is_an_error_on_all_before_any_message() -> None:
+    def rank_main(group: ThreadGroup) -> tuple[str, int]:
+        buffer = torch.zeros(8, dtype=torch.uint8)
+        wanted = [Transfer(Source("n", "a0", 7), 0, ((0, 8),), (Target(buffer, 0),))] if group.rank == 1 else []
+        arenas = FakeArenas({("a0", 0): bytes(SLOT_BYTES)})
+        with pytest.raises(ArenaError) as error:
+            execute(cast(Group, group), wanted, cast(OpenArenas, arenas))
+        return str(error.value), group.longest
+
+    assert run_ranks(3, rank_main) == [("rank 0: a0: no such arena", 0)] * 3
+
+
+PLACES = [Source("n", "a", 1), ChunkAt("n", "a", 1, 2), BlockAt("n", "a", "parity.node.0", 3), PackageAt("n", "f")]
+
+
+@pytest.mark.parametrize("place", PLACES, ids=lambda place: type(place).__name__)
+def test_a_place_survives_json(place: Place) -> None:
+    assert place_of_json(json.loads(json.dumps(place.to_json()))) == place
 
 
 @given(st.lists(st.tuples(st.integers(0, 100), st.integers(0, 100)), max_size=8), st.integers(1, 64))
