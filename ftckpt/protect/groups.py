@@ -16,7 +16,7 @@ from typing import Any
 import xxhash
 
 from ftckpt.protect.holding import HeldSection, Holding, pack_lengths, unpack_lengths
-from ftckpt.protect.modes import MOST_MEMBERS, Modes, resolve_modes
+from ftckpt.protect.modes import MOST_ARENAS, MOST_MEMBERS, Modes, resolve_modes
 from ftckpt.protect.spread import apart, mirror_nodes, replica_partition, spread
 
 __all__ = [
@@ -139,14 +139,21 @@ class ParityGroup:
 
 
 def node_groups(holdings: Iterable[Holding]) -> list[ParityGroup]:
-    """XOR over all chunks of all arenas of each node that has two or more."""
-    on: dict[str, list[Member]] = {}
-    chunk_bytes = 1
+    """XOR over all chunks of all arenas of each node that has two or more.
+
+    The arenas of a node are one group, or several of ``MOST_ARENAS`` at most, about equally large.
+    """
+    on: dict[str, list[Holding]] = {}
     for holding in sorted(holdings, key=lambda h: (h.node, h.shard)):
-        member = Member(holding.shard, holding.node, holding.arena, 0, holding.lengths)
-        on.setdefault(holding.node, []).append(member)
-        chunk_bytes = max(chunk_bytes, holding.chunk_bytes)
-    return [ParityGroup.of("node", "xor", 1, chunk_bytes, members) for members in on.values() if len(members) > 1]
+        on.setdefault(holding.node, []).append(holding)
+    groups = []
+    for held in on.values():
+        num = -(-len(held) // MOST_ARENAS)
+        for own in (held[len(held) * i // num : len(held) * (i + 1) // num] for i in range(num)):
+            if len(own) > 1:
+                members = [Member(h.shard, h.node, h.arena, 0, h.lengths) for h in own]
+                groups.append(ParityGroup.of("node", "xor", 1, max(h.chunk_bytes for h in own), members))
+    return groups
 
 
 def peer_groups(holdings: Iterable[Holding], modes: Modes) -> list[ParityGroup]:

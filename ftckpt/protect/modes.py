@@ -12,6 +12,9 @@ from ftckpt.errors import ConfigError
 MOST_MEMBERS = 8
 """Members of a group where nothing else is asked for: more save memory, fewer survive more losses."""
 
+MOST_ARENAS = 16
+"""Members of a group inside a node: one of so many may be lost."""
+
 MIRROR_COPIES = 2
 """Other nodes that keep the packages of a node, at the least."""
 

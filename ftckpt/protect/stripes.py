@@ -32,8 +32,12 @@ def num_stripes(group: ParityGroup) -> int:
     """How many stripes hold all chunks of all members."""
     if group.code == "mirror":
         return group.chunk_ends[-1]
-    sizes = [len(member.lengths) for member in group.members]
-    return max((stripe_of(group, index, size - 1) + 1 for index, size in enumerate(sizes) if size), default=0)
+    known: dict[str, int] = vars(group)  # as cached_property does: it is asked for with every stripe
+    if "_num_stripes" not in known:
+        sizes = [len(member.lengths) for member in group.members]
+        last = [stripe_of(group, index, size - 1) for index, size in enumerate(sizes) if size]
+        known["_num_stripes"] = max(last, default=-1) + 1
+    return known["_num_stripes"]
 
 
 def stripe_of(group: ParityGroup, member: int, chunk: int) -> int:

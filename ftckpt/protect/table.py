@@ -9,7 +9,8 @@ from typing import Any
 
 from ftckpt.protect.groups import ParityGroup
 from ftckpt.protect.holding import Holding
-from ftckpt.protect.stripes import blocks_bytes, stripes
+from ftckpt.protect.parity_file import parity_bytes
+from ftckpt.protect.stripes import stripes
 from ftckpt.protect.survive import Forecast
 
 _COPIES = 2
@@ -151,15 +152,18 @@ def _one_and_two(
 
 
 def _parity(groups: Iterable[ParityGroup]) -> dict[str, int]:
-    """Node → bytes of blocks in files."""
+    """Node → bytes of one parity file of each of its arenas and modes."""
     known: dict[Any, list[int]] = {}
     total: dict[str, int] = {}
     for group in groups:
         if group.in_slots:
             continue
-        key = _shape(group)
+        names = sum(
+            len(m.shard) + len(m.node) + len(m.arena) for m in group.members
+        )  # they are in the files' headers
+        key = (_shape(group), names)
         if key not in known:
-            known[key] = [blocks_bytes(group, holder) for holder in range(len(group.members))]
+            known[key] = [parity_bytes(group, holder) for holder in range(len(group.members))]
         for member, nbytes in zip(group.members, known[key], strict=True):
             total[member.node] = total.get(member.node, 0) + nbytes
     return total

@@ -184,6 +184,12 @@ def test_node_groups_take_all_chunks_of_all_arenas_of_a_node() -> None:
     assert groups == node_groups(holdings)
 
 
+def test_a_node_of_many_ranks_has_several_groups() -> None:
+    groups = node_groups([holding(f"s{i:02d}", "n", private(5)) for i in range(33)])
+    assert [len(group.members) for group in groups] == [11, 11, 11]
+    assert len({member.shard for group in groups for member in group.members}) == 33
+
+
 def test_peer_groups_take_what_no_slot_group_covers_of_arenas_on_different_nodes() -> None:
     name = slot_group_name("replica", ["s0", "s1"], ["s0", "s1"])
     holdings = [

@@ -1,0 +1,141 @@
+"""``ftckpt plan``: the groups of a real start, numbers that follow from the size, errors that name the flag."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from ftckpt.cli import main
+from ftckpt.cli_plan import BYTES_PER_PARAM, Job, build
+from ftckpt.protect.groups import Modes, slot_groups
+
+SIZE = "--tp 8 --pp 8 --dp 8 --gpus-per-node 8 --params 34e9"
+
+
+def planned(capsys: pytest.CaptureFixture[str], arguments: str) -> dict[str, Any]:
+    assert main(["plan", *arguments.split(), "--json"]) == 0
+    value: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return value
+
+
+def failures(value: dict[str, Any]) -> dict[str, tuple[int, int]]:
+    return {row["lost"]: (row["cases"], row["survived"]) for row in value["failures"]}
+
+
+def test_the_plan_of_a_large_job(capsys: pytest.CaptureFixture[str]) -> None:
+    value = planned(capsys, f"{SIZE} --protect node,peer")
+    assert (value["ranks"], value["nodes"], value["protect"], value["slots"]) == (512, 64, "node,peer", 3)
+    state = 34e9 * BYTES_PER_PARAM / 64  # of a node
+    memory = value["memory_per_node"]
+    assert 3 * state < memory["slots"] < 3.2 * state
+    assert 2 * 2 * state / 7 < memory["parity"] < 2 * 2 * state / 7 * 1.1  # two modes, two files, a seventh each
+    assert state < value["network_bytes"]["node"] < 1.1 * state
+    assert failures(value)["any two arenas"] == (512 * 511 // 2, 512 * 511 // 2)
+    assert failures(value)["one node"] == (64, 64)
+    assert failures(value)["any two nodes"] == (2016, 2016 - 8 * 28)  # eight groups of eight nodes
+
+
+def test_the_text_says_what_was_assumed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *SIZE.split(), "--interval", "5"]) == 0
+    text = capsys.readouterr().out
+    for words in ("512 ranks on 64 nodes", "any two nodes", "12 bytes per parameter", "layernorms", "iteration of 5"):
+        assert words in text
+    assert main(["plan", *SIZE.split(), "--dtype", "fp32", "--protect", "none"]) == 0
+    text = capsys.readouterr().out
+    assert "fp32 weights" in text and "protect none, 2 slots" in text and "protected is" not in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ("", "node,peer"),
+        ("--optimizer replicated", "node,replica,peer"),
+        ("--optimizer replicated --protect copy", "copy"),
+        ("--gpus-per-node 2", "peer"),
+        ("--gpus-per-node 512", "node"),
+    ],
+)
+def test_auto_is_what_a_start_would_choose(capsys: pytest.CaptureFixture[str], arguments: str, expected: str) -> None:
+    assert planned(capsys, f"{SIZE} {arguments}")["protect"] == expected
+
+
+def test_replicas_cost_parity_in_slots_and_no_network_but_packages(capsys: pytest.CaptureFixture[str]) -> None:
+    value = planned(capsys, f"{SIZE} --optimizer replicated --protect replica --objects-mib 1")
+    memory = value["memory_per_node"]
+    share = 34e9 * BYTES_PER_PARAM / 64
+    assert 3 * share / 7 < memory["in_slots"] < 3.4 * share / 7
+    assert memory["parity"] == 0
+    assert value["network_bytes"]["node"] < 0.01 * share
+    assert failures(value)["one node"] == (64, 64)
+
+
+def test_racks_are_kept_apart(capsys: pytest.CaptureFixture[str]) -> None:
+    apart = planned(capsys, f"{SIZE} --protect peer --racks 8")
+    assert failures(apart)["one rack"] == (8, 8)
+    same = planned(capsys, f"{SIZE} --protect peer --nodes-per-rack 8")
+    assert failures(same) == failures(apart)
+    alone = planned(capsys, f"{SIZE} --protect peer --racks 1")
+    assert failures(alone)["one rack"] == (1, 0)
+
+
+def test_more_losses_survive_more_and_cost_more(capsys: pytest.CaptureFixture[str]) -> None:
+    one = planned(capsys, f"{SIZE} --protect peer")
+    two = planned(capsys, f"{SIZE} --protect peer --peer-code rs --peer-losses 2")
+    assert failures(one)["any two nodes"][1] < failures(two)["any two nodes"][1] == 2016
+    assert 1.9 * one["network_bytes"]["job"] < two["network_bytes"]["job"]
+    assert one["memory_per_node"]["parity"] < two["memory_per_node"]["parity"]
+
+
+def test_experts_have_replica_sets_of_their_own() -> None:
+    job = Job(2, 1, 8, 2, 4, 8, 1_000_000, 600_000, False, 0, 4096, 4096)
+    sets = job.replica_sets()
+    assert sorted({len(ranks) for ranks in sets}) == [2, 8]
+    assert sum(sets.values()) == BYTES_PER_PARAM * 1_000_000
+    held = build(job, Modes(replica="replica"))
+    assert sum(sum(s.lengths) for h in held for s in h.sections if s.kind in ("private", "shared")) == sum(
+        sets.values()
+    )
+    groups = slot_groups(held)
+    assert {len(group.members) for group in groups} == {2}  # eight replicas of a pp and tp lie on two nodes
+    for group in groups:
+        assert len({member.node for member in group.members}) == 2
+
+
+def test_a_small_job_with_nothing_to_guard_it(capsys: pytest.CaptureFixture[str]) -> None:
+    value = planned(capsys, "--dp 2 --gpus-per-node 2 --params 1e6")
+    assert value["protect"] == "none" and value["slots"] == 2
+    assert failures(value)["one rank's arena"] == (2, 0)
+    one = planned(capsys, "--gpus-per-node 1 --params 10")
+    assert one["ranks"] == 1 and "any two arenas" not in failures(one)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ("--dp 8 --gpus-per-node 3 --params 1e9", "--gpus-per-node: 8 ranks"),
+        ("--tp 0 --gpus-per-node 3 --params 1e9", "--tp: 0 is too small"),
+        ("--dp 8 --gpus-per-node 8 --params 0", "--params: 0"),
+        ("--dp 8 --gpus-per-node 8 --params nan", "--params: nan"),
+        ("--dp 8 --gpus-per-node 8 --params 1e30", "--params: 1e+30"),
+        ("--dp 8 --ep 3 --gpus-per-node 8 --params 1e9", "--ep: 3 does not divide"),
+        ("--dp 8 --ep 2 --gpus-per-node 8 --params 1e9", "--ep: experts need --expert-params"),
+        ("--dp 8 --expert-params 2e9 --gpus-per-node 8 --params 1e9", "--expert-params: 2e+09"),
+        ("--dp 8 --gpus-per-node 8 --params 1e9 --protect peer", "protect: peer needs two nodes"),
+        ("--dp 8 --gpus-per-node 1 --params 1e9 --protect node", "protect: node needs two ranks"),
+        ("--dp 8 --gpus-per-node 1 --params 1e9 --protect replica", "protect: replica needs state"),
+        ("--dp 8 --gpus-per-node 1 --params 1e9 --protect raid", "protect: 'raid'"),
+        ("--dp 8 --gpus-per-node 1 --params 1e9 --peer-group 1", "peer_group: a group of 1"),
+        ("--dp 4 --gpus-per-node 1 --params 1e9 --peer-losses 4 --peer-code rs", "peer_losses: 4 lost of a group"),
+        ("--dp 4 --gpus-per-node 1 --params 1e9 --peer-losses 2", "peer_losses: xor survives one"),
+        ("--dp 8 --gpus-per-node 1 --params 1e9 --racks 3", "--racks: 8 nodes"),
+        ("--dp 8 --gpus-per-node 1 --params 1e9 --racks 2 --nodes-per-rack 2", "give one of them"),
+        ("--dp 1000000 --pp 1000 --gpus-per-node 8 --params 1e12", "are too many"),
+        ("--dp 8 --params 1e9", "--gpus-per-node"),
+    ],
+)
+def test_a_job_that_cannot_be_names_its_flag(capsys: pytest.CaptureFixture[str], arguments: str, text: str) -> None:
+    assert main(["plan", *arguments.split()]) == 2
+    error = capsys.readouterr().err
+    assert text in error and error.count("\n") == 1

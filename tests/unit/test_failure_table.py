@@ -1,0 +1,152 @@
+"""The table counts every case, names a loss that is not survived, and sums what protection costs."""
+
+from __future__ import annotations
+
+import json
+from itertools import combinations
+
+import pytest
+from test_survive import ALL_MODES, CHUNK, build, small
+
+from ftckpt.protect.groups import HeldSection, Holding, Modes, mirrors, node_groups, peer_groups
+from ftckpt.protect.parity_file import parity_bytes
+from ftckpt.protect.stripes import stripes
+from ftckpt.protect.survive import survives
+from ftckpt.protect.table import Report, report
+
+MIB = 1 << 20
+
+
+def holding(rank: int, node: int, chunks: int = 6, rack: str = "") -> Holding:
+    lengths = (MIB,) * chunks
+    sections = (HeldSection("private", "", "", 0, lengths),)
+    size = chunks * MIB + 5000
+    return Holding(f"s{rank}", f"n{node}", rack, f"s{rank}.0", "", MIB, sections, (chunks, ()), size, 300)
+
+
+def told(holdings: list[Holding], modes: Modes, slots: int = 3) -> Report:
+    groups = [*(node_groups(holdings) if modes.node else []), *peer_groups(holdings, modes)]
+    return report(holdings, groups, mirrors(holdings, modes), slots)
+
+
+def row(found: Report, lost: str) -> tuple[int, int]:
+    (failure,) = [failure for failure in found.failures if failure.lost == lost]
+    return failure.cases, failure.survived
+
+
+@pytest.mark.parametrize("modes", ALL_MODES, ids=lambda m: "-".join((*m.names, m.peer_code, str(m.peer_losses))))
+def test_every_number_is_what_trying_all_cases_gives(modes: Modes) -> None:
+    job = small(modes, nodes=4, per_node=3, seed=1)
+    packages = mirrors(job.holdings, modes)
+    found = report(job.holdings, job.groups, packages, 3)
+    shards, nodes = [h.shard for h in job.holdings], [f"n{i}" for i in range(4)]
+
+    def survived(names: list[str], count: int, are_nodes: bool) -> tuple[int, int]:
+        cases = [set(lost) for lost in combinations(names, count)]
+        bad = [
+            lost
+            for lost in cases
+            if survives(job.groups, packages, job.holdings, *((set(), lost) if are_nodes else (lost, set())))
+        ]
+        return len(cases), len(cases) - len(bad)
+
+    assert row(found, "one rank's arena") == survived(shards, 1, False)
+    assert row(found, "any two arenas") == survived(shards, 2, False)
+    assert row(found, "one node") == survived(nodes, 1, True)
+    assert row(found, "any two nodes") == survived(nodes, 2, True)
+    assert row(found, "the SMP of a node") == (4, 4)
+    for failure in found.failures:
+        assert bool(failure.example) == (failure.survived < failure.cases)
+        if failure.example:
+            lost, none = set(failure.example), set[str]()
+            args = (none, lost) if "node" in failure.lost else (lost, none)
+            assert survives(job.groups, packages, job.holdings, *args)
+
+
+def test_node_parity_never_claims_to_bring_a_node_back() -> None:
+    found = told([holding(r, r // 4) for r in range(8)], Modes(node=True))
+    assert row(found, "one rank's arena") == (8, 8)
+    assert row(found, "any two arenas") == (28, 16)  # those on different nodes
+    assert row(found, "one node") == (2, 0)
+    assert row(found, "any two nodes") == (1, 0)
+
+
+def test_racks_are_a_row_where_they_have_labels() -> None:
+    racks = ["a", "a", "b", "b"]
+    holdings = [holding(r, r // 2, rack=racks[r // 2]) for r in range(8)]
+    found = told(holdings, Modes(peer=True))
+    assert row(found, "one rack") == (2, 2) and row(found, "one node") == (4, 4)
+    assert "one rack" not in {f.lost for f in told([holding(r, r) for r in range(4)], Modes(peer=True)).failures}
+    lone = [holding(r, r, rack="a") for r in range(3)]
+    assert row(told(lone, Modes(peer=True)), "one rack") == (1, 0)
+
+
+def test_an_arena_in_no_group_is_counted() -> None:
+    holdings = [holding(r, r // 2) for r in range(5)]  # the last node has one rank
+    found = told(holdings, Modes(node=True))
+    assert row(found, "one rank's arena") == (5, 4)
+    assert found.failures[0].example == ("s4",)
+    nothing = told(holdings, Modes())
+    assert row(nothing, "one rank's arena") == (5, 0) and nothing.memory["n0"].parity == 0
+
+
+def test_memory_counts_slots_two_parity_files_and_two_packages() -> None:
+    holdings = [holding(r, r // 2) for r in range(4)]
+    modes = Modes(node=True, peer=True)
+    found = told(holdings, modes, slots=3)
+    groups = [*node_groups(holdings), *peer_groups(holdings, modes)]
+    parity = {f"n{n}": 0 for n in range(2)}
+    for group in groups:
+        for index, member in enumerate(group.members):
+            parity[member.node] += 2 * parity_bytes(group, index)
+            assert 2 * parity_bytes(group, index) >= 2 * 6 * MIB  # groups of two: as much as the state
+    for node, memory in found.memory.items():
+        assert memory.slots == 3 * 2 * (6 * MIB + 5000)
+        assert memory.parity == parity[node]
+        assert memory.packages == 2 * 4 * 300  # its own, and the other node's
+        assert memory.sum == memory.slots + memory.parity + memory.packages
+        assert found.smp_bytes(node) == memory.parity + memory.packages
+    assert found.fullest.sum == max(memory.sum for memory in found.memory.values())
+
+
+def test_parity_and_copies_in_slots_are_part_of_the_slots() -> None:
+    job = build(Modes(replica="copy"), 3, 1, [0] * 3, [5 * CHUNK] * 3)
+    memory = report(job.holdings, job.groups, mirrors(job.holdings, job.modes), 2).fullest
+    assert memory.in_slots == 2 * 5 * CHUNK and memory.slots == 2 * (10 * CHUNK + 3) and memory.parity == 0
+
+
+@pytest.mark.parametrize(
+    ("code", "losses", "times"), [("xor", 1, 1), ("mirror", 1, 1), ("rs", 2, 2), ("mirror", 2, 2)]
+)
+def test_peers_read_the_state_once_for_each_loss_they_survive(code: str, losses: int, times: int) -> None:
+    holdings = [holding(r, r, chunks=12) for r in range(4)]
+    modes = Modes(peer=True, peer_code=code, peer_losses=losses)
+    found = told(holdings, modes)
+    packages = sum(len(kept) - 1 for kept in mirrors(holdings, modes).values()) * 300
+    assert sum(found.network.values()) == times * 4 * 12 * MIB + packages
+    (group,) = peer_groups(holdings, modes)
+    for index, member in enumerate(group.members):
+        pulled = sum(
+            group.members[m].lengths[c]
+            for s in stripes(group)
+            if index in [holder for holder, _ in s.blocks]
+            for m, c in s.data
+            if c >= 0
+        )
+        assert found.network[member.node] == pulled + 2 * 300
+    assert sum(told(holdings, Modes(node=True)).network.values()) == 0
+
+
+def test_the_report_is_text_and_json() -> None:
+    found = told([holding(r, r // 4) for r in range(8)], Modes(node=True))
+    text = "\n".join(found.lines())
+    for words in ("any two arenas", "16 (not: s0 and s1)", "none (not: n0)", "memory per node", "GiB", "network"):
+        assert words in text.replace("MiB", "GiB")
+    value = json.loads(json.dumps(found.to_json()))
+    assert value["failures"][0] == {"lost": "one rank's arena", "cases": 8, "survived": 8, "example": []}
+    assert value["memory_per_node"]["sum"] == found.fullest.sum and value["network_bytes"]["job"] == 0
+
+
+def test_no_holdings_are_refused() -> None:
+    with pytest.raises(ValueError, match="no holdings"):
+        report([], [], {}, 3)
