@@ -20,7 +20,8 @@ _BACKOFF_SECS = (0.1, 0.2, 0.5, 1.0, 2.0)
 class Fetch:
     """Something that was asked for: read ``data`` and ``error`` once ``done`` is set.
 
-    ``data`` is None and ``error`` empty where the other side does not have it (yet).
+    ``data`` is None and ``error`` empty where the other side does not have it (yet). ``tried`` is false where
+    nobody was asked, because an earlier failure is not long ago: ``error`` is that one's then.
     """
 
     request: Request
@@ -28,6 +29,7 @@ class Fetch:
     done: threading.Event = field(default_factory=threading.Event)
     data: bytearray | None = None
     error: str = ""
+    tried: bool = True
 
 
 class Peers:
@@ -106,7 +108,7 @@ class _Peer:
 
     def _serve(self, wanted: Fetch) -> None:
         if time.monotonic() < self._not_before:
-            wanted.error = self._error
+            wanted.error, wanted.tried = self._error, False
             return
         try:
             wanted.data = self._ask(wanted)

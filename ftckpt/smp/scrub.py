@@ -107,7 +107,7 @@ class Scrubber:
             # Only what was not given up meanwhile says anything.
             if bad and found is not None and held.same(found.slot, found.record):
                 states.setdefault(snapshot, _State()).bad_chunks.update(bad)
-                self._tell_corrupt(held, found, [f"chunk {chunk}" for _, chunk in bad])
+                self._tell_corrupt(held, found, [chunk for _, chunk in bad])
         return total
 
     def _parity(self, held: Held, states: dict[Snapshot, _State]) -> Work[int]:
@@ -237,9 +237,14 @@ class Scrubber:
                 self.lost.add(mark)
         yield 0.0
 
-    def _tell_corrupt(self, held: Held, found: Found, what: list[str]) -> None:
-        key = (held.name, found.slot, found.record.sequence, *what)
-        self._tell(key, arena=held.name, slot=found.slot, iteration=found.record.iteration, what=what[:20])
+    def _tell_corrupt(self, held: Held, found: Found, chunks: list[int]) -> None:
+        keys = {chunk: (held.name, found.slot, found.record.sequence, chunk) for chunk in chunks}
+        new = [chunk for chunk, key in keys.items() if key not in self._told]
+        self._told.update(keys.values())
+        if new:
+            what = [f"chunk {chunk}" for chunk in new[:20]]
+            iteration = found.record.iteration
+            self._events.emit("corrupt", arena=held.name, slot=found.slot, iteration=iteration, what=what)
 
     def _tell(self, key: tuple[object, ...], **fields: object) -> None:
         if key not in self._told:

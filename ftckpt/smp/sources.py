@@ -98,7 +98,7 @@ class Sources:
             if data is not None and (wrong := problem(data)):
                 error = f"{node}: {fetch.request.shard} at {fetch.request.iteration}: {wrong}"
             if error:
-                self._failed(node, error)
+                self._failed(node, error, fetch.tried)
             else:
                 self._answered(node)
                 if data is not None:
@@ -108,13 +108,13 @@ class Sources:
             pause = min(2 * pause, _MOST_AGAIN_SECS)
             fetch = yield from self.ask(node, fetch.request, fetch.at_most)
 
-    def _failed(self, node: str, error: str) -> None:
+    def _failed(self, node: str, error: str, tried: bool) -> None:
         now = time.monotonic()
         since = self._since.setdefault(node, now)
         if now - since >= min(_TELL_SECS, self._patience_secs) and node not in self.failing:
             self._events.emit("peer_lost", node=node, reason=error)
             self.failing[node] = error
-        if now - since >= self._patience_secs:
+        if tried and now - since >= self._patience_secs:
             raise CannotError(f"{error} (for {now - since:.0f} s)")
 
     def _answered(self, node: str) -> None:

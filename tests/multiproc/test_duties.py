@@ -1,0 +1,415 @@
+"""What the SMP of one node does with real arenas: checks, parity, packages, scrubbing."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from smp_nodes import LINEAGE, Node, Smp, check_parity, describe, fill, flip, parity_of, until
+
+from ftckpt.arena.checks import CheckState
+from ftckpt.arena.control import SlotState
+from ftckpt.arena.package import load, mirror_dir
+from ftckpt.arena.segment import Arena
+from ftckpt.capture.node_budget import NodeBudget
+from ftckpt.errors import SmpError
+from ftckpt.protect.groups import Modes
+from ftckpt.protect.parity_file import ParityFile, parity_path
+
+pytestmark = pytest.mark.multiproc
+NODE = Modes(node=True)
+
+Make = Callable[..., Smp]
+
+
+@pytest.fixture
+def node(arena_root: Path) -> Iterator[Node]:
+    with closing(Node(arena_root, "n0", [0, 1, 2], 3)) as made:
+        yield made
+
+
+@pytest.fixture
+def smp(node: Node) -> Iterator[Smp]:
+    with closing(Smp(node)) as made:
+        made.duties.configure(describe(node, [node], NODE, {}))
+        yield made
+
+
+def iterations_of(smp: Smp, event: str) -> list[int]:
+    return [fields["iteration"] for fields in smp.events.of(event)]
+
+
+@pytest.mark.parametrize("hashed", [False, True])
+def test_sealed_slots_are_checked(node: Node, smp: Smp, hashed: bool) -> None:
+    node.snapshot(0, 7, hashed)
+    smp.start()
+    until(lambda: node.checked(7), "checked")
+    for arena in node.arenas:
+        check, hashes = arena.check(0), arena.hashes(0)
+        assert check is not None and hashes is not None and arena.state(0) == SlotState.CHECKED
+        assert hashes.tolist() == [arena.hash_chunk(0, chunk) for chunk in range(len(arena.image.chunks))]
+        assert 0 <= check.gap_secs < 30 and arena.verify(0) == [] and not arena.unchecked(0)
+        assert arena.checks is not None
+        until(lambda arena=arena: not arena.checks.leased(0), "the lease is released")
+    events = smp.events.of("checked")
+    assert sorted(fields["shard"] for fields in events) == ["dp0", "dp1", "dp2"]
+    assert all(fields["bytes"] == sum(s.nbytes for s in node.arenas[0].image.chunks) for fields in events[:0])
+
+
+def test_the_target_is_checked_first_then_the_newest(node: Node, smp: Smp) -> None:
+    for slot, iteration in enumerate((1, 2, 3)):
+        node.snapshot(slot, iteration)
+    node.target(1)
+    smp.start()
+    until(lambda: all(node.checked(iteration) for iteration in (1, 2, 3)), "checked")
+    assert iterations_of(smp, "checked") == [1, 1, 1, 3, 3, 3, 2, 2, 2]
+
+
+@pytest.mark.parametrize("what", ["chunk 2", "objects", "header", "padding"])
+@pytest.mark.parametrize("hashed", [False, True])
+def test_what_is_not_as_the_trainer_left_it_is_never_checked(node: Node, smp: Smp, what: str, hashed: bool) -> None:
+    node.snapshot(0, 7, hashed)
+    image = node.arenas[1].image
+    at = {
+        "chunk 2": image.chunks[2].begin + 5,
+        "objects": image.objects.begin,
+        "header": 100,
+        "padding": image.objects.end,
+    }[what]
+    flip(node.arenas[1], 0, at)
+    smp.start()
+    until(lambda: len(node.states(7)) == (3 if what == "chunk 2" and not hashed else 2), "the others are checked")
+    if what == "chunk 2" and not hashed:
+        return  # nobody can know: the checksum is taken of what is there
+    time.sleep(0.2)
+    assert node.states(7) == [CheckState.CHECKED] * 2 and node.arenas[1].check(0) is None
+    [corrupt] = smp.events.of("corrupt")
+    assert corrupt["what"] == [what] and corrupt["iteration"] == 7
+
+
+def test_a_slot_that_is_written_anew_while_it_is_hashed_is_not_checked(node: Node, smp: Smp) -> None:
+    arena = node.arenas[0]
+    hold = NodeBudget.open(node.dir, 0, 1, 0)  # a rank that copies: the SMP goes slowly
+    node.snapshot(0, 7)
+    hold.start()
+    smp.start()
+    checks = None
+    while checks is None or not checks.leased(0):
+        checks = arena.checks
+    arena.control.begin(0)
+    with arena.slot(0) as view:
+        view[arena.image.chunks[0].begin] ^= 1
+    time.sleep(0.5)
+    assert arena.check(0) is None
+    fill(arena, 0, 8)
+    hold.stop()
+    until(lambda: arena.state(0) == SlotState.CHECKED, "the new one is checked")
+    assert arena.verify(0) == []
+    hold.close()
+
+
+def test_a_target_is_covered_by_packages_and_node_parity(node: Node, smp: Smp) -> None:
+    node.snapshot(0, 7)
+    node.target(7)
+    smp.start()
+    until(lambda: node.covered(7), "covered")
+    assert check_parity([node], NODE, 7) > 5
+    assert node.packages(7) == ["dp0", "dp1", "dp2"]
+    for arena in node.arenas:
+        package = load(mirror_dir(node.dir) / f"{arena.manifest.shard}.{LINEAGE.hex()[:8]}.7")
+        assert package.manifest == arena.manifest and package.chunk_hashes.tolist() == arena.hashes(0).tolist()
+        assert package.objects == bytes(arena.read_objects(0))
+    [covered] = smp.events.of("covered")
+    assert covered["iteration"] == 7 and covered["bytes"] == sum(a.image.file_bytes for a in node.arenas)
+    assert covered["received_bytes"] == 0
+
+
+def test_nothing_is_covered_before_all_arenas_name_the_target(node: Node, smp: Smp) -> None:
+    node.snapshot(0, 7)
+    smp.start()
+    for arena in node.arenas[:2]:
+        arena.control.mark_target(LINEAGE, 7)
+    until(lambda: node.checked(7), "checked")
+    time.sleep(0.3)
+    assert not mirror_dir(node.dir).exists() and smp.duties.status()["target"] is None
+    node.target(7)
+    until(lambda: node.covered(7), "covered")
+
+
+def test_the_parity_of_the_protected_snapshot_is_never_overwritten(node: Node, smp: Smp) -> None:
+    smp.start()
+    for iteration in range(1, 6):
+        node.snapshot(iteration % 3, iteration)
+        node.target(iteration)
+        until(lambda: node.covered(iteration), "covered")  # noqa: B023
+        assert check_parity([node], NODE, iteration) > 5
+        if iteration in (1, 4):
+            node.protected(iteration)
+        held = [n for n in (1, 4) if n <= iteration][-1]  # what the trainers call protected now
+        assert check_parity([node], NODE, held) > 5
+        assert node.packages(held) == ["dp0", "dp1", "dp2"]
+    names = {path.name.rpartition(".")[2] for path in mirror_dir(node.dir).iterdir()}
+    assert names <= {"4", "5"}
+    files = [path.name for path in node.arenas[0].path.glob("parity*")]
+    assert sorted(files) == ["parity.node.0", "parity.node.1"]
+
+
+def test_a_target_that_is_given_up_is_left_and_another_one_covered(node: Node, smp: Smp) -> None:
+    node.snapshot(0, 1)
+    node.snapshot(1, 2)
+    smp.start()
+    until(lambda: node.checked(1) and node.checked(2), "checked")
+    slow = NodeBudget.open(node.dir, 0, 1, 0)
+    slow.start()
+    node.target(1)
+    until(lambda: smp.duties.status()["target"] is not None, "taken up")
+    node.target(-1)
+    until(lambda: smp.duties.status()["target"] is None, "given up")
+    node.target(2)
+    slow.stop()
+    until(lambda: node.covered(2), "covered")
+    assert check_parity([node], NODE, 2) > 5 and not node.covered(1)
+    slow.close()
+
+
+def test_an_smp_that_starts_anew_uses_what_is_sealed(node: Node, smp: Smp) -> None:
+    node.snapshot(0, 7)
+    node.target(7)
+    smp.start()
+    until(lambda: node.covered(7), "covered")
+    smp.pause()
+    smp.duties.close()
+    paths = [*node.dir.glob("*/parity*"), *mirror_dir(node.dir).iterdir()]
+    before = {path: path.stat().st_mtime_ns for path in paths}
+    again = Smp(node)
+    again.duties.configure(describe(node, [node], NODE, {}))
+    again.start()
+    time.sleep(0.3)
+    assert node.covered(7) and {path: path.stat().st_mtime_ns for path in paths} == before
+    assert again.events.of("covered") == [] and again.events.of("checked") == []
+    again.close()
+
+
+def test_one_that_was_killed_half_way_does_only_the_rest(node: Node, smp: Smp) -> None:
+    node.snapshot(0, 7)
+    node.target(7)
+    smp.start()
+    until(lambda: node.covered(7), "covered")
+    smp.pause()
+    smp.duties.close()
+    # As a kill leaves it: one file half written, one package missing, nothing claimed.
+    with closing(ParityFile.open(parity_path(node.arenas[1].path, "node", 0), writable=True)) as file:
+        file.begin(LINEAGE, 7)
+    next(mirror_dir(node.dir).glob("dp2.*")).unlink()
+    kept = parity_path(node.arenas[0].path, "node", 0)
+    before = kept.stat().st_mtime_ns
+    again = Smp(node)
+    again.duties.configure(describe(node, [node], NODE, {}))
+    assert node.states(7) == [CheckState.CHECKED] * 3, "COVERED is taken back"
+    again.start()
+    until(lambda: node.covered(7), "covered again")
+    assert check_parity([node], NODE, 7) > 5 and node.packages(7) == ["dp0", "dp1", "dp2"]
+    assert kept.stat().st_mtime_ns == before and len(again.events.of("covered")) == 1
+    again.close()
+
+
+def test_other_groups_take_covered_back(arena_root: Path, node: Node, smp: Smp) -> None:
+    node.snapshot(0, 7)
+    node.target(7)
+    smp.start()
+    until(lambda: node.covered(7), "covered")
+    smp.pause()
+    with closing(Node(arena_root, "n0", [3], 4)) as more:
+        fill(more.arenas[0], 0, 7)
+        node.arenas.append(more.arenas.pop())
+        node.arenas[-1].control.mark_target(LINEAGE, 7)
+        node.protected(7)
+        smp.duties.configure(describe(node, [node], NODE, {}))
+        assert not any(state == CheckState.COVERED for state in node.states(7))
+        smp.start()
+        until(lambda: node.covered(7), "covered")
+        assert check_parity([node], NODE, 7) > 5
+
+
+def test_a_chunk_that_went_bad_after_its_check_makes_no_parity(node: Node, smp: Smp) -> None:
+    node.snapshot(0, 7)
+    smp.start()
+    until(lambda: node.checked(7), "checked")
+    flip(node.arenas[2], 0, node.arenas[2].image.chunks[1].begin)
+    node.target(7)
+    until(lambda: smp.duties.cannot == (LINEAGE, 7), "cannot")
+    [event] = smp.events.of("not_covered")
+    assert "chunk 1" in event["reason"] and smp.duties.status()["state"] == "cannot"
+    assert node.states(7) == [CheckState.CHECKED] * 3
+    node.snapshot(1, 8)
+    node.target(8)
+    until(lambda: node.covered(8), "the next one is covered")
+    assert smp.duties.cannot is None and smp.duties.status()["state"] == "working"
+
+
+def test_a_slot_with_a_new_file_is_mapped_anew(node: Node, smp: Smp) -> None:
+    node.snapshot(0, 7)
+    smp.start()
+    until(lambda: node.checked(7), "checked")
+    arena = node.arenas[0]
+    arena.renew(0)
+    fill(arena, 0, 8)
+    until(lambda: arena.state(0) == SlotState.CHECKED, "checked")
+    assert arena.verify(0) == []
+
+
+def test_a_slot_that_gets_memory_later_is_checked(arena_root: Path) -> None:
+    with closing(Node(arena_root, "n1", [0], 1)) as node, closing(Smp(node)) as smp:
+        smp.duties.configure(describe(node, [node], NODE, {}))
+        smp.start()
+        node.arenas[0].free(2)
+        time.sleep(0.3)
+        node.arenas[0].allocate(2)
+        fill(node.arenas[0], 2, 9)
+        until(lambda: node.checked(9), "checked")
+
+
+def test_an_arena_that_is_made_anew_is_opened_again(arena_root: Path, node: Node, smp: Smp) -> None:
+    node.snapshot(0, 7)
+    smp.start()
+    until(lambda: node.checked(7), "checked")
+    old = node.arenas.pop(0)
+    old.remove()
+    with closing(Node(arena_root, "n0", [0], 3)) as again:
+        node.arenas.insert(0, again.arenas.pop())
+        node.snapshot(1, 8)
+        node.target(8)
+        until(lambda: node.covered(8), "covered")
+        assert check_parity([node], NODE, 8) > 5
+
+
+def test_work_goes_on_however_long_ranks_copy(node: Node, smp: Smp) -> None:
+    budget = NodeBudget.open(node.dir, 0, 1, 0)
+    node.snapshot(0, 7)
+    node.target(7)
+    smp.start()
+    deadline = time.monotonic() + 30
+    while not node.covered(7):
+        budget.start()
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    budget.close()
+
+
+def test_the_limit_of_reads_is_kept(node: Node, smp: Smp) -> None:
+    smp.duties.configure(describe(node, [node], NODE, {}, smp_gbps=0.001))
+    node.snapshot(0, 7)
+    begun = time.monotonic()
+    smp.start()
+    until(lambda: node.checked(7), "checked")
+    nbytes = sum(span.nbytes for arena in node.arenas for span in arena.image.chunks)
+    assert time.monotonic() - begun > 0.9 * (nbytes - 65536) / 1e6
+
+
+def test_a_description_that_lacks_something_is_refused(smp: Smp) -> None:
+    with pytest.raises(SmpError, match="places"):
+        smp.duties.configure({"node": "n0"})
+    with pytest.raises(SmpError, match="parity group"):
+        smp.duties.configure({"node": "n0", "places": {}, "groups": [{"name": "x"}]})
+
+
+def test_an_arena_that_is_not_there_is_told_once(node: Node, smp: Smp) -> None:
+    description = describe(node, [node], NODE, {})
+    description["places"]["9"] = {"shard": "dp9", "arena": "dp9.00000000", "pid": 1}
+    smp.duties.configure(description)
+    node.snapshot(0, 7)
+    node.target(7)
+    smp.start()
+    until(lambda: node.checked(7), "the others are checked")
+    time.sleep(1.5)
+    assert len(smp.events.of("smp_error")) == 1 and not node.covered(7)
+
+
+class TestScrub:
+    @pytest.fixture
+    def covered(self, node: Node, smp: Smp) -> Smp:
+        """Iteration 7 is covered, and from now on scrubbed all the time."""
+        node.snapshot(0, 7)
+        node.target(7)
+        smp.start()
+        until(lambda: node.covered(7), "covered")
+        smp.pause()
+        smp.duties.configure(describe(node, [node], NODE, {}, scrub_secs=0.05))
+        return smp
+
+    def test_a_bad_chunk_is_put_right_in_place(self, node: Node, covered: Smp) -> None:
+        arena = node.arenas[1]
+        for chunk in (0, 3, len(arena.image.chunks) - 1):
+            flip(arena, 0, arena.image.chunks[chunk].begin + 9)
+        assert len(arena.verify(0)) == 3
+        covered.start()
+        until(lambda: arena.verify(0) == [], "repaired")
+        until(lambda: len(covered.events.of("repaired")) == 3, "told")
+        assert covered.duties.status()["repaired"] == 3 and node.covered(7)
+        assert len(covered.events.of("corrupt")) == 1
+
+    def test_two_bad_chunks_of_a_stripe_stay_and_are_told_once(self, node: Node, covered: Smp) -> None:
+        for arena in node.arenas[1:]:
+            for span in arena.image.chunks:
+                flip(arena, 0, span.begin)
+        covered.start()
+        until(lambda: len(covered.events.of("scrubbed")) >= 3, "scrubbed")
+        assert len(covered.events.of("corrupt")) == 2
+        assert all(arena.verify(0) != [] for arena in node.arenas[1:])
+
+    def test_what_no_parity_covers_is_only_told(self, node: Node, covered: Smp) -> None:
+        node.snapshot(1, 8)
+        covered.start()
+        until(lambda: node.checked(8), "checked")
+        flip(node.arenas[0], 1, node.arenas[0].image.chunks[0].begin)
+        until(lambda: any(e["iteration"] == 8 for e in covered.events.of("corrupt")), "told")
+        until(lambda: len(covered.events.of("scrubbed")) >= 2, "scrubbed")
+        assert node.arenas[0].verify(1) == ["chunk 0"]
+
+    def test_a_slot_that_trainers_may_take_is_not_written(self, node: Node, covered: Smp) -> None:
+        node.protected(6)
+        node.target(-1)
+        flip(node.arenas[1], 0, node.arenas[1].image.chunks[0].begin)
+        covered.start()
+        until(lambda: len(covered.events.of("scrubbed")) >= 3, "scrubbed")
+        assert node.arenas[1].verify(0) == ["chunk 0"] and covered.events.of("repaired") == []
+        node.protected(7)
+        until(lambda: node.arenas[1].verify(0) == [], "repaired")
+
+    def test_bad_parity_is_computed_anew(self, node: Node, covered: Smp) -> None:
+        with closing(parity_of(node.arenas[0].path, "node", 7)) as file:
+            path, blocks = file.path, file.num_blocks
+        with closing(ParityFile.open(path, writable=True)) as file:
+            for block in range(blocks):
+                file.block(block)[3] ^= 1
+        covered.start()
+        until(lambda: len(covered.events.of("repaired")) == blocks, "repaired")
+        assert check_parity([node], NODE, 7) > 5 and node.covered(7)
+
+    def test_a_bad_package_is_packed_again(self, node: Node, covered: Smp) -> None:
+        path = next(mirror_dir(node.dir).glob("dp1.*"))
+        data = bytearray(path.read_bytes())
+        data[200] ^= 1
+        path.write_bytes(data)
+        covered.start()
+        until(lambda: covered.events.of("repaired"), "repaired")
+        assert node.packages(7) == ["dp0", "dp1", "dp2"] and node.covered(7)
+
+    def test_scrubbing_rests_between_runs(self, node: Node, covered: Smp) -> None:
+        covered.duties.configure(describe(node, [node], NODE, {}, scrub_secs=0.5))
+        covered.start()
+        time.sleep(1.8)
+        assert 2 <= len(covered.events.of("scrubbed")) <= 3
+
+
+def test_a_reader_of_the_arena_sees_protected(node: Node, smp: Smp) -> None:
+    node.snapshot(0, 7)
+    node.target(7)
+    smp.start()
+    until(lambda: node.covered(7), "covered")
+    node.protected(7)
+    with closing(Arena.open(node.arenas[0].path)) as arena:
+        assert arena.state(0) == SlotState.PROTECTED

@@ -1,0 +1,293 @@
+"""SMPs of several nodes: parity over nodes and packages of each other's shards, over real TCP."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+from smp_nodes import CHUNK, LINEAGE, Node, Smp, check_parity, describe, fill, flip, parity_of, until
+
+from ftckpt.arena.checks import CheckState
+from ftckpt.arena.package import mirror_dir
+from ftckpt.arena.pulse import Pulse
+from ftckpt.protect.groups import Modes
+from ftckpt.protect.parity_file import ParityFile
+
+pytestmark = pytest.mark.multiproc
+PEER = Modes(peer=True)
+
+
+class Cluster:
+    """Nodes and the duties of their SMPs, in this process."""
+
+    def __init__(self, root: Path, stack: ExitStack) -> None:
+        self.root, self._stack = root, stack
+        self.nodes: list[Node] = []
+        self.smps: list[Smp] = []
+        self.modes = PEER
+
+    def build(self, ranks_of: Sequence[Sequence[int]], modes: Modes, *, start: bool = True, **settings: Any) -> None:
+        self.modes = modes
+        of = sum(map(len, ranks_of))
+        for index, ranks in enumerate(ranks_of):
+            node = Node(self.root, f"n{index}", ranks, of)
+            self._stack.callback(node.close)
+            self.nodes.append(node)
+            self.smps.append(Smp(node))
+            self._stack.callback(self.smps[-1].close)
+        self.configure(**settings)
+        for smp in self.smps if start else ():
+            smp.start()
+
+    def configure(self, **settings: Any) -> None:
+        ports = {node.name: smp.listen() for node, smp in zip(self.nodes, self.smps, strict=True)}
+        for node, smp in zip(self.nodes, self.smps, strict=True):
+            smp.duties.configure(describe(node, self.nodes, self.modes, ports, **settings))
+
+    def snapshot(self, slot: int, iteration: int) -> None:
+        for node in self.nodes:
+            node.snapshot(slot, iteration)
+
+    def target(self, iteration: int) -> None:
+        for node in self.nodes:
+            node.target(iteration)
+
+    def covered(self, iteration: int) -> bool:
+        return all(node.covered(iteration) for node in self.nodes)
+
+    def check(self, iteration: int) -> int:
+        return check_parity(self.nodes, self.modes, iteration)
+
+
+@pytest.fixture
+def cluster(arena_root: Path) -> Iterator[Cluster]:
+    with ExitStack() as stack:
+        yield Cluster(arena_root, stack)
+
+
+@pytest.mark.parametrize(
+    "ranks_of, modes",
+    [
+        ([[0], [1]], Modes(peer=True)),
+        ([[0, 1], [2, 3], [4, 5]], Modes(peer=True)),
+        ([[0], [1], [2], [3], [4]], Modes(peer=True, peer_code="rs", peer_losses=2)),
+        ([[0], [1], [2]], Modes(peer=True, peer_code="mirror", peer_losses=2)),
+        ([[0, 1, 2], [3, 4, 5]], Modes(node=True, peer=True)),
+        ([[0, 1], [2]], Modes(peer=True)),
+    ],
+    ids=["two", "three-by-two", "rs", "mirror", "node-and-peer", "uneven"],
+)
+def test_a_target_is_covered_on_all_nodes(cluster: Cluster, ranks_of: list[list[int]], modes: Modes) -> None:
+    cluster.build(ranks_of, modes)
+    for iteration in (1, 2):
+        cluster.snapshot(iteration, iteration)
+        cluster.target(iteration)
+        until(lambda: cluster.covered(iteration), "covered")  # noqa: B023
+        assert cluster.check(iteration) >= len(ranks_of)
+        for node in cluster.nodes:
+            node.protected(iteration)
+    assert cluster.check(1) >= len(ranks_of), "the parity before the last one is still there"
+    shards = sorted(arena.manifest.shard for node in cluster.nodes for arena in node.arenas)
+    kept = [shard for node in cluster.nodes for shard in node.packages(2)]
+    assert sorted(kept) == sorted(shards * min(1 + modes.mirror_copies, len(cluster.nodes)))
+    received = sum(event["received_bytes"] for smp in cluster.smps for event in smp.events.of("covered"))
+    assert received > 0 and all(smp.events.of("peer_lost") == [] for smp in cluster.smps)
+
+
+def test_each_byte_of_state_travels_once_per_loss(cluster: Cluster) -> None:
+    cluster.build([[0], [1], [2]], Modes(peer=True, peer_losses=1))
+    cluster.snapshot(0, 1)
+    cluster.target(1)
+    until(lambda: cluster.covered(1), "covered")
+    arenas = [arena for node in cluster.nodes for arena in node.arenas]
+    state = sum(arena.image.chunks[c].nbytes for arena in arenas for c in range(arena.image.num_stepped_chunks))
+    packages = sum(path.stat().st_size for node in cluster.nodes for path in mirror_dir(node.dir).glob("*"))
+    received = sum(event["received_bytes"] for smp in cluster.smps for event in smp.events.of("covered"))
+    assert received == state + packages * 2 // 3  # of three copies of a package one did not travel
+
+
+def test_one_that_is_late_is_waited_for(cluster: Cluster) -> None:
+    cluster.build([[0], [1], [2]], PEER)
+    for node in cluster.nodes[:2]:
+        node.snapshot(0, 1)
+    cluster.target(1)
+    until(lambda: all(node.checked(1) for node in cluster.nodes[:2]), "checked")
+    time.sleep(1.0)
+    assert not any(node.covered(1) for node in cluster.nodes)
+    assert all(smp.duties.cannot is None and smp.events.of("peer_lost") == [] for smp in cluster.smps)
+    cluster.nodes[2].snapshot(0, 1)
+    until(lambda: cluster.covered(1), "covered")
+    assert cluster.check(1) >= 3
+
+
+def test_a_target_that_changes_is_left_at_once(cluster: Cluster) -> None:
+    cluster.build([[0], [1]], PEER)
+    cluster.nodes[0].snapshot(0, 1)
+    cluster.target(1)  # n1 never has it
+    until(lambda: cluster.smps[0].duties.status()["covering"] and cluster.nodes[0].checked(1), "under way")
+    cluster.snapshot(1, 2)
+    cluster.target(2)
+    until(lambda: cluster.covered(2), "covered")
+    assert cluster.check(2) >= 2 and not cluster.nodes[0].covered(1)
+
+
+def test_a_node_that_stays_away_is_given_up_and_told_once(cluster: Cluster) -> None:
+    cluster.build([[0], [1]], PEER, protect_timeout_secs=4.0)
+    cluster.snapshot(0, 1)
+    cluster.snapshot(1, 2)
+    until(lambda: all(node.checked(i) for node in cluster.nodes for i in (1, 2)), "checked")
+    cluster.smps[1].pause()
+    cluster.smps[1].duties.close()
+    begun = time.monotonic()
+    cluster.target(1)
+    duties, events = cluster.smps[0].duties, cluster.smps[0].events
+    until(lambda: duties.cannot == (LINEAGE, 1), "cannot")
+    assert 1.5 < time.monotonic() - begun < 10
+    cluster.target(2)
+    until(lambda: duties.cannot == (LINEAGE, 2), "cannot, at once this time")
+    assert time.monotonic() - begun < 12
+    assert [event["node"] for event in events.of("peer_lost")] == ["n1"]
+    assert [event["iteration"] for event in events.of("not_covered")] == [1, 2]
+    assert "n1 at 127.0.0.1" in events.of("not_covered")[0]["reason"]
+    assert duties.status()["state"] == "cannot" and "n1" in duties.status()["failing"]
+    assert cluster.nodes[0].states(2) == [CheckState.CHECKED]
+
+
+def test_a_node_with_another_secret_gets_nothing(cluster: Cluster) -> None:
+    cluster.build([[0], [1]], PEER, start=False, protect_timeout_secs=4.0)
+    ports = {node.name: smp.port for node, smp in zip(cluster.nodes, cluster.smps, strict=True)}
+    other = describe(cluster.nodes[1], cluster.nodes, PEER, ports, secret="a1" * 32, protect_timeout_secs=4.0)
+    cluster.smps[1].duties.configure(other)
+    for smp in cluster.smps:
+        smp.start()
+    cluster.snapshot(0, 1)
+    cluster.target(1)
+    until(lambda: all(smp.duties.cannot for smp in cluster.smps), "cannot")
+    for smp in cluster.smps:
+        assert [event["address"] for event in smp.events.of("peer_refused")] == ["127.0.0.1"]
+        assert len(smp.events.of("peer_lost")) == len(smp.events.of("not_covered")) == 1
+        assert smp.duties.status()["received_bytes"] == 0
+    assert not any(node.packages(1) != [node.arenas[0].manifest.shard] for node in cluster.nodes)
+    # The same secret for all of them, as after a restart of the trainers.
+    for node, smp in zip(cluster.nodes, cluster.smps, strict=True):
+        smp.pause()
+        smp.duties.configure(describe(node, cluster.nodes, PEER, ports, secret="b2" * 32))
+        smp.start()
+    until(lambda: cluster.covered(1), "covered")
+
+
+def test_bad_bytes_of_another_node_make_no_parity(cluster: Cluster) -> None:
+    cluster.build([[0], [1], [2]], PEER, protect_timeout_secs=3.0)
+    cluster.snapshot(0, 1)
+    until(lambda: all(node.checked(1) for node in cluster.nodes), "checked")
+    arena = cluster.nodes[1].arenas[0]
+    flip(arena, 0, arena.image.chunks[0].begin + 1)
+    cluster.target(1)
+    lacking = lambda: [smp for smp in cluster.smps if smp.duties.cannot]  # noqa: E731
+    until(lacking, "cannot")
+    assert "does not match its checksum" in lacking()[0].events.of("not_covered")[0]["reason"]
+    assert not cluster.covered(1)
+    flip(arena, 0, arena.image.chunks[0].begin + 1)
+    cluster.target(-1)
+    until(lambda: not any(smp.duties.status()["target"] for smp in cluster.smps), "given up")
+    cluster.target(1)
+    until(lambda: cluster.covered(1), "covered")
+    assert cluster.check(1) >= 3
+
+
+def test_only_a_few_chunks_are_asked_for_ahead(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    from ftckpt.smp import sources
+    from ftckpt.smp.sources import Feed
+
+    most = [0]
+    ask = Feed._ask_next
+
+    def counted(self: Feed) -> Any:
+        yield from ask(self)
+        most[0] = max(most[0], len(self._asked))
+
+    monkeypatch.setattr(Feed, "_ask_next", counted)
+    monkeypatch.setattr(sources, "AHEAD_BYTES", 3 * CHUNK)
+    cluster.build([[0], [1], [2]], PEER)
+    cluster.snapshot(0, 1)
+    cluster.target(1)
+    until(lambda: cluster.covered(1), "covered")
+    assert most[0] == 3
+
+
+def test_the_limit_of_what_is_received_is_kept(cluster: Cluster) -> None:
+    cluster.build([[0], [1]], PEER, network_gbps=0.0002)
+    cluster.snapshot(0, 1)
+    cluster.target(1)
+    until(lambda: cluster.covered(1), "covered")
+    for smp in cluster.smps:
+        [covered] = smp.events.of("covered")
+        assert covered["secs"] > 0.6 * (covered["received_bytes"] - CHUNK) / 2e5
+
+
+def test_transfers_hold_while_training_uses_the_network(cluster: Cluster) -> None:
+    cluster.build([[0], [1]], PEER, start=False)
+    cluster.snapshot(0, 1)
+    cluster.target(1)
+    pulse = Pulse.open(cluster.nodes[0].dir, 0)
+    pulse.beat(1, "optimizer")
+    asked: list[float] = []
+    fetch = cluster.smps[0].duties._peers.fetch
+    cluster.smps[0].duties._peers.fetch = lambda *a: (asked.append(time.monotonic()), fetch(*a))[1]  # type: ignore[method-assign]
+    begun = time.monotonic()
+    for smp in cluster.smps:
+        smp.start()
+    until(lambda: asked, "asked, although the phase never ends")
+    assert asked[0] - begun > 0.3
+    pulse.beat(1, "forward")
+    until(lambda: cluster.covered(1), "covered")
+    pulse.leave()
+
+
+def test_bad_parity_and_packages_are_fetched_again(cluster: Cluster) -> None:
+    cluster.build([[0], [1], [2]], PEER)
+    cluster.snapshot(0, 1)
+    cluster.target(1)
+    until(lambda: cluster.covered(1), "covered")
+    for smp in cluster.smps:
+        smp.pause()
+    node, smp = cluster.nodes[0], cluster.smps[0]
+    file = parity_of(node.arenas[0].path, "peer", 1)
+    path = file.path
+    file.close()
+    file = ParityFile.open(path, writable=True)
+    file.block(0)[1] ^= 1
+    file.close()
+    package = next(mirror_dir(node.dir).glob("dp1.*"))
+    package.write_bytes(package.read_bytes()[:-1])
+    cluster.configure(scrub_secs=0.1)
+    for each in cluster.smps:
+        each.start()
+    until(lambda: smp.events.of("repaired"), "the block is computed anew")
+    until(lambda: node.packages(1) == ["dp0", "dp1", "dp2"] and cluster.covered(1), "the package comes again")
+    assert cluster.check(1) >= 3
+
+
+def test_what_is_gone_at_the_others_does_not_stop_a_scrub(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ftckpt.smp.scrub._REMOTE_SECS", 0.5)
+    cluster.build([[0], [1]], PEER, scrub_secs=0.1)
+    cluster.snapshot(0, 1)
+    cluster.target(1)
+    until(lambda: cluster.covered(1), "covered")
+    smp, node = cluster.smps[0], cluster.nodes[0]
+    path = parity_of(node.arenas[0].path, "peer", 1).path
+    smp.pause()
+    cluster.target(-1)
+    for other in cluster.nodes[1:]:
+        fill(other.arenas[0], 0, 2)
+    file = ParityFile.open(path, writable=True)
+    file.block(0)[1] ^= 1
+    file.close()
+    before = len(smp.events.of("scrubbed"))
+    smp.start()
+    until(lambda: len(smp.events.of("scrubbed")) > before + 1, "scrubbed")
+    assert len(smp.events.of("corrupt")) == 1 and smp.events.of("repaired") == []
