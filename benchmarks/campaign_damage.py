@@ -36,6 +36,11 @@ class Job:
     told: list[str] = field(default_factory=list)
 
     @property
+    def all_lost(self) -> bool:
+        """Whether nothing is left that could tell that there ever was a snapshot."""
+        return self.lost_nodes >= {holding.node for holding in self.holdings}
+
+    @property
     def promise(self) -> int | None:
         """The iteration that a restart must reach at least, -1 for any, None where it may refuse."""
         if not (self.lost_shards or self.lost_nodes or self.lost_packages):

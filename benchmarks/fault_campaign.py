@@ -125,7 +125,7 @@ def judge(results: Sequence[RankResult], memory: Job) -> tuple[str, int | None, 
         start = next(iter(starts))
         if len(starts) > 1 or wrong:
             return "wrong", start, f"started from {sorted(starts, key=str)}, wrong: {sorted(wrong)}"
-        if start is None and memory.whole >= 0:
+        if start is None and memory.whole >= 0 and not memory.all_lost:
             return "wrong", start, f"began anew although iteration {memory.whole} was whole"
         if promise is not None and promise >= 0 and (start is None or start < promise):
             return "wrong", start, f"iteration {start}, promised was {promise}"

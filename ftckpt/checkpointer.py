@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
-from ftckpt.capture.capture import Capture, SnapshotId
+from ftckpt.capture.capture import Capture
 from ftckpt.capture.interval import Interval
 from ftckpt.capture.node_arenas import NodeArenas
 from ftckpt.capture.pacer import Pacer, make_pacer
@@ -14,9 +14,11 @@ from ftckpt.capture.proofs import WEIGH_AT, Proofs
 from ftckpt.capture.shard import Shard
 from ftckpt.comm import Agreement, Group, together
 from ftckpt.config import Config
+from ftckpt.dialogue import Dialogue
 from ftckpt.errors import CaptureError, ConfigError, FtckptError
 from ftckpt.events import Events
 from ftckpt.layout.topology import Topology
+from ftckpt.protection import Protection
 from ftckpt.restore.restart import Restart
 from ftckpt.state.piece import TrainingState
 
@@ -42,27 +44,28 @@ class Checkpointer:
     def __init__(self, config: Config, state: TrainingState, topology: Topology, group: Group | None = None) -> None:
         if not config.job or not config.node:
             raise ConfigError("job and node: both need a name")
-        self.config = config = replace(config, slots=config.slots or 2)
         self.topology = topology
         self.events = Events(config.events_dir, topology.rank)
         self._state = state
         self._group = group or Group(config.start_timeout_secs)
-        self._agreement = Agreement(Group(config.start_timeout_secs))
+        self._protection = Protection(config, topology, self._group, self.events)
+        self.config = config = replace(config, slots=self._protection.slots)
         self._arenas = NodeArenas(config, topology, self._group, self.events)
         self._interval = Interval(config.interval, config.error_limit + 5)
+        self._dialogue = Dialogue(config, self._interval, self._protection, self.events)
         self._proofs = Proofs(config.replica_check_interval)
         self._pacer: Pacer | None = None
         self._shard: Shard | None = None
         self._lineage = b""
-        self._whole: SnapshotId | None = None
-        self._newest = self._last = -1
-        self._posted, self._posts_for = True, -1
+        self._last = self._at = -1
         self._failures, self._off, self._closed = 0, False, False
 
     def phase(self, kind: str) -> None:
         """Training comes to a part of the iteration: a kind of ``ftckpt.capture.iteration``. Takes microseconds."""
-        if self._pacer is not None and not self._off and not self._closed:
-            self._pacer.enter(kind)
+        if self._pacer is not None and not self._closed:
+            self._protection.beat(self._at, kind)
+            if not self._off:
+                self._pacer.enter(kind)
 
     def expect(self, kinds: Sequence[str], lengths: Sequence[float]) -> None:
         """A model of the schedule: its ``kinds`` of places between the schedule's begin and the fence, and their
@@ -89,7 +92,7 @@ class Checkpointer:
         pacer = self._pacer = together(self._group, lambda: make_pacer(*shared))
         shard = self._shard = Shard(
             self.config, self.topology, self._group, arenas=self._arenas, events=self.events, described=described,
-            pacer=pacer,
+            pacer=pacer, redundancy=self._protection.redundancy,
         )  # fmt: skip
         restart = Restart(self._group, self.topology, self._arenas.path, self.events)
         try:
@@ -97,16 +100,18 @@ class Checkpointer:
             if decision is not None and decision.iteration < newer_than:
                 self.events.emit("older_than_storage", in_memory=decision.iteration, loaded=newer_than)
                 decision = None
-            self._lineage = restart.void_newer(decision)
+            self._lineage, whole = restart.void_newer(decision), None
             if decision is not None:
                 restart.load(decision, self._state, described)
-                self._whole = (bytes.fromhex(decision.lineage), decision.iteration)
+                whole = (bytes.fromhex(decision.lineage), decision.iteration)
                 shard.capacities = restart.capacities(decision)
         finally:
             restart.close()
-        shard.lay_out(self._whole)
+        shard.lay_out(whole)
+        self._dialogue.begin(self._lineage, whole)
+        self._protection.lay_out(shard.capture, self._arenas.path)
         iteration = decision.iteration if decision else None
-        self._last = iteration if iteration is not None else -1
+        self._last = self._at = iteration if iteration is not None else -1
         secs = time.perf_counter() - begin
         self.events.emit("restored", iteration=iteration, lineage=self._lineage.hex(), blocked_secs=secs)
         where = f"iteration {iteration} from memory" if decision else "nothing to restore, from the beginning"
@@ -122,7 +127,7 @@ class Checkpointer:
         if self._off or self._closed:
             return
         self.phase("fence")
-        if not self._posted:
+        if not self._dialogue.posted:
             begin = time.perf_counter()
             try:
                 if self._capture is not None:
@@ -146,15 +151,16 @@ class Checkpointer:
             return
         if iteration <= self._last:
             self._turn_off(f"iteration {iteration} after {self._last}: training went back; restart the job")
+            self._protection.targets.forget()
             if self._capture is not None:
                 self._capture.forget(iteration)
             return
+        self._at = iteration
         since = time.perf_counter()
         self._fence()
         self._pacer.boundary()
-        due = self._interval.due(iteration)
         try:
-            if due:
+            if self._interval.due(iteration):
                 self._last = iteration
                 self._take(iteration, since)
             else:
@@ -181,9 +187,10 @@ class Checkpointer:
             self._pacer.close()
         if remove and self._shard is not None:
             try:
-                self._arenas.leave(capture.arena if capture is not None else None)
+                self._arenas.leave(capture.arena if capture is not None else None, self._protection.end)
             except RuntimeError as error:
                 self.events.emit("close_incomplete", error=str(error))
+        self._protection.release()
         if capture is not None:
             capture.arena.close()
         self._arenas.release()
@@ -203,17 +210,21 @@ class Checkpointer:
         was_off = self._off
         willing = self._hear()
         if not was_off and self._proofs.due(iteration, self._interval.number):
-            busy = shard.capture is not None and shard.capture.busy
-            late = willing is None or busy or self._posted  # posted: nothing was read, or ftckpt was turned off
-            self._prove(shard, pacer, late)
+            late = willing is None or self._dialogue.posted  # posted: nothing was read, or ftckpt was turned off
+            self._prove(shard, pacer, late or (shard.capture is not None and shard.capture.busy))
         pacer.learn()
         if willing is None:
             raise CaptureError(f"other ranks did not answer within {self.config.agree_timeout_secs} s")
         capture = shard.capture
         if willing != Agreement.GO or capture is None or self._off:
             return
+        keep = self._protection.targets.keep(self._dialogue.whole)
+        if not capture.has_room(keep):
+            self.events.emit("skipped", reason="every slot is kept until the target is protected")
+            return
         base = pacer.begin(capture.stepped_bytes, capture.unit_bytes)
-        slot = capture.begin((self._lineage, iteration), self._whole, self._state.save_objects(), base)
+        hashed = not self._protection.smp_alive
+        slot = capture.begin((self._lineage, iteration), keep, self._state.save_objects(), base, hashed)
         pacer.follow(capture.flight, iteration)
         if self.config.schedule == "sync":
             capture.settle(self.config.fence_timeout_secs)
@@ -230,23 +241,16 @@ class Checkpointer:
             self._failed(error)
         self._post_if_known()
         try:
-            answer = self._agreement.read(self.config.agree_timeout_secs)
+            answer = self._dialogue.read()
         except RuntimeError as error:
             self._failed(error, alone=True)
             return Agreement.SKIP
-        self._posted, self._posts_for = False, self._interval.number
         if answer is None:
             return None
-        for told, stretch in answer.wishes:
-            if self._interval.heard(told, stretch):
-                interval = stretch * self.config.interval
-                self.events.emit("interval_changed", interval=interval, fence_budget=self.config.fence_budget)
-                self.events.tell(f"soon a snapshot every {interval} iterations, so that fences keep their budget")
-        newest, willing = answer.newest, answer.willing
-        if newest >= 0 and (self._whole is None or newest > self._whole[1]):
-            self._whole = (self._lineage, newest)
+        willing, whole = answer
+        if whole is not None:
             if capture is not None:
-                capture.arena.control.mark_whole(*self._whole)
+                capture.arena.control.mark_whole(*whole)
             self._arenas.remove_old()
         if self._shard is not None:
             self._shard.complete()
@@ -259,19 +263,12 @@ class Checkpointer:
     def _post_if_known(self) -> None:
         """Say once per snapshot what this rank has, as soon as the host knows it."""
         capture = self._capture
-        if self._posted or self._off or (capture is not None and capture.flying):
+        if self._dialogue.posted or self._off or (capture is not None and capture.flying):
             return
-        sealed = capture.newest if capture is not None else None
-        newest = sealed[1] if sealed is not None and sealed[0] == self._lineage else -1
-        if newest > self._newest:
-            self._newest, self._failures = newest, 0
-        willing = Agreement.SKIP if capture is not None and capture.busy else Agreement.GO
-        if capture is None or self._failures >= self.config.error_limit:
-            willing = Agreement.OFF
+        spent = self._failures >= self.config.error_limit
         try:
-            stretch = self._pacer.stretch if self._pacer is not None else 1
-            self._agreement.post(newest, willing, self._posts_for, stretch)
-            self._posted = True
+            if self._dialogue.post(capture, spent, self._pacer.stretch if self._pacer is not None else 1):
+                self._failures = 0
         except RuntimeError as error:
             self._failed(error, alone=True)
 
@@ -280,8 +277,11 @@ class Checkpointer:
         number, stepped = self._interval.number, self._proofs.stepped
         weigh = number == WEIGH_AT and shard.capacities is None
         try:
-            stepped = shard.prove(late, stepped, self._whole, pacer.capacity_bytes if weigh else None)
+            before = shard.layouts
+            stepped = shard.prove(late, stepped, self._dialogue.whole, pacer.capacity_bytes if weigh else None)
             self._proofs.proved(number, stepped)
+            if shard.layouts != before:
+                self._protection.lay_out(shard.capture, self._arenas.path, anew=True)
         except FtckptError as error:
             self._turn_off(f"no new arena: {error}")
 
@@ -294,7 +294,7 @@ class Checkpointer:
             self._turn_off("other ranks cannot be reached")
 
     def _turn_off(self, reason: str) -> None:
-        self._off, self._posted = True, True
+        self._off = self._dialogue.posted = True
         self.events.emit("turned_off", reason=reason)
         if self._capture is not None:
             self._capture.close()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -95,13 +95,22 @@ class Capture:
         sealed = [(r.lineage, r.iteration) for r in self._records() if r.state >= SlotState.SEALED]
         return max(sealed, key=lambda snapshot: snapshot[1], default=None)
 
+    def has_room(self, keep: Collection[SnapshotId]) -> bool:
+        """Whether a slot can be written without losing what ``keep`` names."""
+        return bool(self._candidates(keep))
+
     def begin(
-        self, snapshot: SnapshotId, keep: SnapshotId | None, state_objects: Mapping[str, Any], base: Mark = None
+        self,
+        snapshot: SnapshotId,
+        keep: Collection[SnapshotId],
+        state_objects: Mapping[str, Any],
+        base: Mark = None,
+        hashed: bool = True,
     ) -> int:
         """Start a snapshot at the boundary: volatile state and objects now, stepped state in the background.
 
-        ``keep`` is the newest snapshot known to be whole on all ranks; its slot is not touched. ``base`` is
-        the boundary's moment. Returns the slot.
+        The slots of the snapshots in ``keep`` are not touched. ``base`` is the boundary's moment. ``hashed``:
+        checksums are taken here, as the bytes arrive; otherwise the SMP takes them. Returns the slot.
 
         Raises:
             CaptureError: no slot is free, or the objects do not fit.
@@ -122,10 +131,10 @@ class Capture:
         self.arena.slot(slot)[room.begin : room.begin + len(encoded)] = encoded
         control.set_objects(slot, len(encoded), xxhash.xxh3_64_intdigest(encoded))
         self._copier.copy_now(self._tensors, self._volatile, self._slots[slot])
-        for copy in self._volatile:
+        for copy in self._volatile if hashed else ():
             control.set_chunk_hash(slot, copy.chunk, self.arena.hash_chunk(slot, copy.chunk))
         self._versions, self._fenced = self._written(), False
-        self._flight = self._start(slot, snapshot, base)
+        self._flight = self._start(slot, snapshot, base, hashed)
         return slot
 
     def fence(self, timeout_secs: float) -> float:
@@ -170,6 +179,8 @@ class Capture:
         whole = control.whole()
         if whole is not None and whole[1] >= iteration:
             control.mark_whole(bytes(16), -1)
+        control.mark_target(bytes(16), -1)
+        control.mark_protected(bytes(16), -1)
 
     def close(self) -> None:
         """Stop copying; a snapshot is dropped unless all of its copies were submitted, as they are at the fence."""
@@ -202,38 +213,42 @@ class Capture:
         self.arena.control.void(slot)
         raise CaptureError(f"snapshot of iteration {iteration} dropped: {cause}")
 
-    def _start(self, slot: int, snapshot: SnapshotId, base: Mark) -> Flight:
+    def _start(self, slot: int, snapshot: SnapshotId, base: Mark, hashed: bool) -> Flight:
         control, arena = self.arena.control, self.arena
-        flight = Flight(
-            self._stepped,
-            self._slots[slot],
-            landed=lambda chunk: control.set_chunk_hash(slot, chunk, arena.hash_chunk(slot, chunk)),
-            arrived=lambda: self._seal(slot, snapshot),
-            base=base,
-        )
+
+        def landed(chunk: int) -> None:
+            if hashed:
+                control.set_chunk_hash(slot, chunk, arena.hash_chunk(slot, chunk))
+
+        arrived = lambda: self._seal(slot, snapshot, hashed)  # noqa: E731
+        flight = Flight(self._stepped, self._slots[slot], landed, arrived, base)
         self._copier.start(self._tensors, flight, self._windows)
         return flight
 
-    def _seal(self, slot: int, snapshot: SnapshotId) -> None:
+    def _seal(self, slot: int, snapshot: SnapshotId, hashed: bool) -> None:
         """Called by the copier when the host knows that all bytes are there."""
         torn = self._torn()
         if torn is not None:
             raise CaptureError(torn)
-        self.arena.control.seal(slot, *snapshot)
+        self.arena.control.seal(slot, *snapshot, hashed=hashed)
 
-    def _free_slot(self, keep: SnapshotId | None) -> int:
-        """The slot to write: an empty one, otherwise the oldest that is not ``keep``."""
-        candidates = []
-        for index, record in enumerate(self._records()):
-            if index not in self._slots:
-                continue
-            sealed = record.state >= SlotState.SEALED
-            if sealed and keep is not None and (record.lineage, record.iteration) == keep:
-                continue
-            candidates.append((record.iteration if sealed else -1, index))
+    def _free_slot(self, keep: Collection[SnapshotId]) -> int:
+        """The slot to write: an empty one, otherwise the oldest, if nobody reads it, that is not in ``keep``."""
+        candidates = self._candidates(keep)
         if not candidates:
             raise CaptureError("every slot holds a snapshot that must be kept")
-        return min(candidates)[1]
+        return min(candidates)[2]
+
+    def _candidates(self, keep: Collection[SnapshotId]) -> list[tuple[bool, int, int]]:
+        """Slots that may be written: whether the SMP reads it now, its iteration, its index."""
+        candidates, checks = [], self.arena.checks
+        for index, record in enumerate(self._records()):
+            sealed = record.state >= SlotState.SEALED
+            if index not in self._slots or (sealed and (record.lineage, record.iteration) in keep):
+                continue
+            leased = sealed and checks is not None and checks.leased(index)
+            candidates.append((leased, record.iteration if sealed else -1, index))
+        return candidates
 
     def _records(self) -> list[Any]:
         return [self.arena.control.record(index) for index in range(self.arena.control.slots)]

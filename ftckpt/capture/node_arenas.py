@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 from ftckpt.arena.image import SlotImage
@@ -163,8 +164,8 @@ class NodeArenas:
             self._events.emit("slots_allocated", path=str(arena.path), slots=made)
         return made
 
-    def leave(self, arena: Arena | None) -> None:
-        """Remove what this rank has, once all ranks are here.
+    def leave(self, arena: Arena | None, end_smp: Callable[[], None] | None = None) -> None:
+        """Remove what this rank has, once all ranks are here; ``end_smp`` is then called by the node's leader.
 
         Raises:
             RuntimeError: a rank did not come; nothing was removed.
@@ -177,6 +178,8 @@ class NodeArenas:
             remove_arena(self._own)
         self._group.barrier()
         if self._job_lock is not None:
+            if end_smp is not None:
+                end_smp()
             remove_job_if_empty(Path(self._config.arena), self._config.job, self._topology.me.node)
 
     def release(self) -> None:

@@ -271,16 +271,17 @@ def told_late(rank: int, world_size: int, settings: dict[str, Any], trouble: str
     checkpointer, state = plain.make(rank, world_size, settings)
     checkpointer.restore()
     plain.before_each_copy(lambda: time.sleep(1.0 if (trouble, rank, state.iteration) == ("stuck", 1, 7) else 0.0))
-    read, post = checkpointer._agreement.read, checkpointer._agreement.post
+    agreement = checkpointer._dialogue._agreement
+    read, post = agreement.read, agreement.post
     for iteration in range(1, 9):
         if iteration == 8 and rank == 1 and trouble == "off":
-            checkpointer._agreement.post = lambda newest, _, *rest: post(newest, Agreement.OFF, *rest)  # type: ignore[method-assign]
+            agreement.post = lambda newest, _, *rest, **more: post(newest, Agreement.OFF, *rest, **more)  # type: ignore[method-assign]
         checkpointer.fence()
         if iteration == 8 and rank == 1 and trouble == "read":
-            checkpointer._agreement.read = broken_read  # type: ignore[method-assign]
+            agreement.read = broken_read  # type: ignore[method-assign]
         state.advance(iteration, float(iteration))
         checkpointer.step(iteration)
-        checkpointer._agreement.read = read  # type: ignore[method-assign]
+        agreement.read = read  # type: ignore[method-assign]
     time.sleep(1.2)  # until the stuck copy has ended
     checkpointer.close(remove=False)
     return said

@@ -49,7 +49,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "events": set(),
     "config": set(),
     **STAGES,
-    "checkpointer": set(STAGES),
+    "protection": set(STAGES),
+    "dialogue": {*STAGES, "protection"},
+    "checkpointer": {*STAGES, "protection", "dialogue"},
     "cli": {*STAGES, "timeline", "cli_plan", "cli_smp"},
     "cli_plan": {"protect", "layout", "state"},
     "cli_smp": {"smp", "arena"},
@@ -73,7 +75,7 @@ NO_PICKLE_NAMES = {
     "recv_object_list", "allow_pickle", "object_to_tensor", "tensor_to_object",
 }  # fmt: skip
 NO_TORCH = ("state", "layout", "arena", "smp", "protect", "timeline")
-WITHOUT_TORCH = [name for name in MODULES if name.startswith(tuple(f"ftckpt.{stage}" for stage in NO_TORCH))] + [
+WITHOUT_TORCH = [name for name in MODULES if f"{name}.".startswith(tuple(f"ftckpt.{s}." for s in NO_TORCH))] + [
     "ftckpt",
     "ftckpt.restore.inventory",
     "ftckpt.restore.decide",

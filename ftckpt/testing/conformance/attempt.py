@@ -133,7 +133,7 @@ class Watcher:
             step(target, iteration)
             if at is not None:
                 self._check_slot(*at)
-            whole = self._checkpointer._whole
+            whole = self._checkpointer._dialogue.whole
             self.whole.append(whole[1] if whole is not None else -1)
             pieces = described(self._checkpointer)
             copies = [(piece, piece.tensor.clone()) for piece in (*pieces.stepped, *pieces.volatile)]

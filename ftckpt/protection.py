@@ -1,0 +1,298 @@
+"""Protection as a rank drives it: its modes and groups at start, the SMP of its node, what it tells at boundaries."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import time
+from collections.abc import Iterable
+from dataclasses import asdict
+from pathlib import Path
+
+from ftckpt.arena.checks import CheckState
+from ftckpt.arena.environment import findings
+from ftckpt.arena.memory import check_budget
+from ftckpt.arena.pulse import Pulse, SmpState
+from ftckpt.arena.segment import Arena
+from ftckpt.capture.capture import Capture
+from ftckpt.capture.sections import Redundancy
+from ftckpt.capture.targets import SnapshotId, Targets
+from ftckpt.comm import Agreement, Group, Told, together
+from ftckpt.config import Config
+from ftckpt.errors import ConfigError, FtckptError
+from ftckpt.events import Events
+from ftckpt.layout.topology import Topology
+from ftckpt.protect.groups import (
+    Modes,
+    ParityGroup,
+    mirrors,
+    node_groups,
+    peer_groups,
+    resolve_modes,
+    slot_groups,
+)
+from ftckpt.protect.holding import Holding
+from ftckpt.protect.table import Report, report
+from ftckpt.smp.address import SECRET_BYTES, listening_address, machine, read_secret
+from ftckpt.smp.client import SmpClient, Watch, find_or_start
+
+_SMP_SILENT_SECS = 10.0
+"""An SMP that gave no sign of life for so long guards nothing."""
+
+_PAUSES = 5
+"""After a target that took too long, this many times that wait pass before another is waited for."""
+
+_NONE = (bytes(16), -1)
+"""What marks say of no snapshot."""
+
+
+class Protection:
+    """One rank's part. Construction, ``lay_out`` and ``close`` are collective.
+
+    Nothing but ``__init__`` and ``lay_out`` raises: where protection fails, snapshots are not protected, an event
+    says so, and training goes on.
+    """
+
+    def __init__(self, config: Config, topology: Topology, group: Group, events: Events) -> None:
+        self._config = config
+        self._topology = topology
+        self._group = group
+        self._events = events
+        told = [json.loads(data) for data in group.gather(json.dumps([config.rack, machine()]).encode())]
+        self._racks = [rack for rack, _ in told]
+        self._machines = [where for _, where in told]
+        nodes = [member.node for member in topology.members]
+        self.modes = together(group, lambda: self._resolve(spans_nodes=len(set(nodes)) > 1))
+        self.redundancy = Redundancy(self.modes.replica, tuple(nodes), tuple(self._racks))
+        self.targets = Targets(b"", 0)
+        self._arena: Arena | None = None
+        self._pulse: Pulse | None = None
+        self._client: SmpClient | None = None
+        self._watch: Watch | None = None
+        self._secret = b""
+        self._since = self._patient_at = 0.0
+        self._degraded = False
+
+    @property
+    def on(self) -> bool:
+        """Whether anything is protected, and each node has an SMP."""
+        return bool(self.modes.names)
+
+    @property
+    def slots(self) -> int:
+        """How many slots an arena has."""
+        needed = 2 if not self.on else 3 if self._config.protect_interval == 1 else 4
+        return self._config.slots or needed
+
+    @property
+    def smp_alive(self) -> bool:
+        """Whether this node's SMP gave a sign of life lately."""
+        return self._pulse is not None and self._pulse.smp_alive(_SMP_SILENT_SECS)
+
+    def begin(self, lineage: bytes, restored: SnapshotId | None) -> None:
+        """Training goes on from ``restored``."""
+        self.targets = Targets(lineage, self._config.protect_interval if self.on else 0)
+        self.targets.begin(restored)
+        self._since = time.monotonic()
+
+    def lay_out(self, capture: Capture | None, node_dir: Path, anew: bool = False) -> None:
+        """Know what all ranks hold now: groups, memory, the SMP of this node and those of others.
+
+        ``anew``: the arenas hold other shares than before, so that nothing in them is protected yet.
+
+        Raises:
+            MemoryBudgetError: the node has no room for parity and packages.
+            ConfigError: modes, groups, secret or address that cannot work; all on all ranks together.
+        """
+        if anew:
+            self.targets.forget()
+        if capture is None or not self.on:
+            return
+        arena = self._arena = capture.arena
+        me, leads = self._topology.me, self._topology.is_node_leader
+        place = self._topology.ranks_on(me.node).index(self._topology.rank)
+        if self._pulse is None:
+            self._pulse = Pulse.open(node_dir, place, self._topology.rank)
+        mine = Holding.of(arena.image, me.node, self._config.rack, arena.path.name)
+        holdings = [Holding.from_json(json.loads(d)) for d in self._group.gather(json.dumps(mine.to_json()).encode())]
+        in_slots = slot_groups(holdings)
+        self.modes = together(self._group, lambda: self._resolve(spans_nodes=bool(in_slots)))
+        groups = node_groups(holdings) if self.modes.node else []
+        groups += peer_groups(holdings, self.modes)
+        if leads:
+            told = report(holdings, [*groups, *in_slots], mirrors(holdings, self.modes), self.slots)
+            self._tell(told)
+        together(self._group, lambda: self._check_memory(node_dir, told.smp_bytes(me.node)) if leads else None)
+        self._start_smp(node_dir, groups, holdings)
+        self._mark()
+
+    def _resolve(self, spans_nodes: bool) -> Modes:
+        config, members = self._config, self._topology.members
+        places = [(member.shard, member.node, rack) for member, rack in zip(members, self._racks, strict=True)]
+        return resolve_modes(
+            config.protect,
+            places,
+            spans_nodes,
+            peer_code=config.peer_code,
+            peer_losses=config.peer_losses,
+            peer_group=config.peer_group,
+        )
+
+    def _packages(self, holdings: list[Holding]) -> dict[str, list[str]]:
+        """Of each other node the shards whose packages this node keeps."""
+        wanted: dict[str, list[str]] = {}
+        for shard, (home, *others) in mirrors(holdings, self.modes).items():
+            if self._topology.me.node in others:
+                wanted.setdefault(home, []).append(shard)
+        return wanted
+
+    def _tell(self, told: Report) -> None:
+        self._events.emit("protection", modes=self.modes.names, **told.to_json())
+        self._events.tell(f"protection: {', '.join(self.modes.names)}")
+        for line in told.lines():
+            self._events.tell(line)
+
+    def _check_memory(self, node_dir: Path, need_bytes: int) -> None:
+        have = sum(f.stat().st_blocks * 512 for f in (*node_dir.glob("*/parity.*"), *node_dir.glob(".mirror/*")))
+        if need_bytes > have:
+            check_budget(node_dir, need_bytes - have)
+        for finding in findings(node_dir):
+            self._events.emit("environment", name=finding.name, text=finding.text, remedy=finding.remedy)
+
+    def _start_smp(self, node_dir: Path, groups: list[ParityGroup], holdings: list[Holding]) -> None:
+        """Each node's leader has an SMP, and tells it where the others are. Collective."""
+        me, leads, config = self._topology.me, self._topology.is_node_leader, self._config
+        self._secret = self._share_secret()
+        address = together(self._group, lambda: listening_address(config.smp_listen, self._machines, os.environ))
+        mine: list[object] = [os.getpid(), "", 0]
+        if leads:
+            try:
+                root = Path(config.arena)
+                self._client = self._client or find_or_start(node_dir, root, config.job, me.node, asdict(config))
+                mine = [os.getpid(), address, self._client.listen(address, self._secret)]
+            except (FtckptError, OSError) as error:
+                self._fail(error)
+        told = [json.loads(data) for data in self._group.gather(json.dumps(mine).encode())]
+        if self._client is None:
+            return
+        peers = {self._topology.members[rank].node: [host, port] for rank, (_, host, port) in enumerate(told) if port}
+        places = {
+            str(rank): {"shard": holdings[rank].shard, "arena": holdings[rank].arena, "pid": told[rank][0]}
+            for rank in self._topology.ranks_on(me.node)
+        }
+        description = {
+            "job": config.job,
+            "node": me.node,
+            "secret": self._secret.hex(),
+            "peers": {node: where for node, where in peers.items() if node != me.node},
+            "places": places,
+            "groups": [g.to_json() for g in groups if any(member.node == me.node for member in g.members)],
+            "mirror_from": self._packages(holdings),
+            "settings": asdict(config),
+        }
+        try:
+            self._client.configure(description)
+            self._watch = self._watch or Watch(self._client, self._events.emit)
+        except (FtckptError, OSError) as error:
+            self._fail(error)
+
+    def _share_secret(self) -> bytes:
+        """The job's secret: drawn by rank 0, or what each node's file holds, which must be the same.
+
+        Raises:
+            ConfigError: the files differ.
+        """
+        path = self._config.secret_file
+        if not path:
+            return self._group.broadcast(secrets.token_bytes(SECRET_BYTES))
+        mine = together(self._group, lambda: read_secret(Path(path)))
+        if len(set(self._group.gather(mine))) > 1:
+            raise ConfigError(f"secret_file: {path} does not hold the same on all nodes; copy one to all of them")
+        return mine
+
+    def beat(self, iteration: int, phase: str) -> None:
+        """Training is in ``phase`` of ``iteration``: who looks for hangs sees it. Takes microseconds."""
+        if self._pulse is not None:
+            self._pulse.beat(iteration, phase)
+
+    def say(self) -> tuple[int, int]:
+        """The target's iteration and whether this node has done its part for it, as ``Agreement.post`` takes them."""
+        target = self.targets.target
+        if target is None:
+            return -1, Agreement.DONE
+        try:
+            return target[1], self._cover(target)
+        except Exception as error:  # noqa: BLE001 - promise 4: training goes on whatever protection does
+            self._fail(error)
+            return target[1], Agreement.CANNOT
+
+    def _cover(self, target: SnapshotId) -> int:
+        pulse, now = self._pulse, time.monotonic()
+        state = self._state_of(target)
+        if state == CheckState.COVERED:
+            return Agreement.DONE
+        if state is None or pulse is None or not self.smp_alive or pulse.smp()[2] == SmpState.CANNOT:
+            return Agreement.CANNOT
+        if now < self._patient_at:
+            return Agreement.CANNOT
+        if now - self._since > self._config.protect_timeout_secs:
+            self._patient_at = now + _PAUSES * self._config.protect_timeout_secs
+            return Agreement.CANNOT
+        return Agreement.WORKING
+
+    def _state_of(self, target: SnapshotId) -> CheckState | None:
+        """What the SMP did to the target's slot; None where this rank's arena does not hold the target."""
+        arena = self._arena
+        if arena is None:
+            return None
+        for slot in range(arena.control.slots):
+            record = arena.control.record(slot)
+            if record.sealed and (record.lineage, record.iteration) == target:
+                check = arena.check(slot)
+                return CheckState.NONE if check is None else check.state
+        return None
+
+    def hear(self, told: Iterable[Told]) -> None:
+        """Take in what all ranks said."""
+        before = self.targets.protected
+        if not self.targets.hear(told):
+            return
+        now = time.monotonic()
+        if self.targets.protected != before and self.targets.protected is not None:
+            iteration = self.targets.protected[1]
+            self._events.emit("protected", iteration=iteration, secs=now - self._since, again=self._degraded)
+            self._degraded = False
+        for _, iteration in self.targets.given_up:
+            if not self._degraded:
+                kept = self.targets.protected[1] if self.targets.protected is not None else None
+                self._events.emit("not_protected", iteration=iteration, protected=kept)
+            self._degraded = True
+        self.targets.given_up.clear()
+        self._since = now
+        self._mark()
+
+    def end(self) -> None:
+        """The job is over: its SMP ends; called by each node's leader once no rank needs it."""
+        self.release()
+        if self._client is not None:
+            try:
+                self._client.end()
+            except (FtckptError, OSError) as error:
+                self._fail(error)
+
+    def release(self) -> None:
+        """This rank trains no more; the SMP stays."""
+        if self._watch is not None:
+            self._watch.stop()
+        if self._pulse is not None:
+            self._pulse.leave()
+
+    def _mark(self) -> None:
+        """Tell the SMP what to protect, and readers of the arena what is."""
+        if self._arena is not None:
+            self._arena.control.mark_protected(*(self.targets.protected or _NONE))
+            self._arena.control.mark_target(*(self.targets.target or _NONE))
+
+    def _fail(self, error: Exception) -> None:
+        self._events.emit("smp_error", error=str(error))
