@@ -214,10 +214,10 @@ class Smp:
 class SmpProcess:
     """Duties of one node in a process of its own, which a test kills or stops."""
 
-    def __init__(self, node: Node) -> None:
+    def __init__(self, node: Node, port: int = 0) -> None:
         code = "import sys; sys.path.insert(0, 'tests'); import smp_nodes; smp_nodes.child(*sys.argv[1:])"
         self.process = subprocess.Popen(
-            [sys.executable, "-c", code, str(node.dir)],
+            [sys.executable, "-c", code, str(node.dir), str(port)],
             cwd=ROOT,
             text=True,
             stdin=subprocess.PIPE,
@@ -246,10 +246,10 @@ class SmpProcess:
         return self.process.stdout.readline().strip()
 
 
-def child(node_dir: str) -> None:
+def child(node_dir: str, port: str) -> None:
     """The process of ``SmpProcess``: one description per line."""
     duties = Duties(Path(node_dir), Seen(), QUICK)
-    print(duties.listen("127.0.0.1", bytes.fromhex(SECRET)), flush=True)
+    print(duties.listen("127.0.0.1", bytes.fromhex(SECRET), int(port)), flush=True)
     given: list[dict[str, Any]] = []
     threading.Thread(target=_read_descriptions, args=(given,), daemon=True).start()
     while True:

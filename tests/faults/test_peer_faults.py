@@ -1,0 +1,391 @@
+"""SMPs that are killed, stopped, lied to or out of memory: what is protected stays, and training is told to go on."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import socket
+import struct
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import xxhash
+from smp_nodes import (
+    LINEAGE,
+    QUICK,
+    SECRET,
+    Node,
+    Seen,
+    Smp,
+    SmpProcess,
+    check_parity,
+    describe,
+    fill,
+    until,
+)
+
+from ftckpt.arena.checks import Checks, CheckState
+from ftckpt.arena.package import mirror_dir
+from ftckpt.protect.groups import Modes
+from ftckpt.protect.parity_file import ParityFile
+from ftckpt.smp import wire
+from ftckpt.smp.duties import Duties
+from ftckpt.smp.wire import Channel, PeerError
+
+pytestmark = [pytest.mark.faults, pytest.mark.multiproc]
+PEER = Modes(peer=True)
+NODE = Modes(node=True)
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as made:
+        yield made
+
+
+def two_nodes(root: Path, stack: ExitStack, chunks: int = 5) -> list[Node]:
+    nodes = [Node(root, f"n{index}", [index], 2, chunks=chunks) for index in range(2)]
+    for node in nodes:
+        stack.callback(node.close)
+    return nodes
+
+
+def start_process(node: Node, stack: ExitStack, port: int = 0) -> SmpProcess:
+    process = SmpProcess(node, port)
+    stack.callback(process.kill)
+    return process
+
+
+def test_a_peer_killed_in_the_middle_of_a_transfer_is_waited_for(arena_root: Path, stack: ExitStack) -> None:
+    nodes = two_nodes(arena_root, stack)
+    smp = stack.enter_context(closing(Smp(nodes[0])))
+    other = start_process(nodes[1], stack)
+    ports = {"n0": smp.listen(), "n1": other.port}
+    settings = {"network_gbps": 0.0002, "protect_timeout_secs": 60.0}  # a transfer takes seconds
+    smp.duties.configure(describe(nodes[0], nodes, PEER, ports, **settings))
+    other.configure(describe(nodes[1], nodes, PEER, ports, **settings))
+    smp.start()
+    for node in nodes:
+        node.snapshot(0, 1)
+        node.target(1)
+    until(lambda: smp.duties.status()["received_bytes"] > 0, "in the middle")
+    other.kill()
+    time.sleep(0.5)
+    assert not nodes[0].covered(1) and smp.duties.cannot is None
+    again = start_process(nodes[1], stack, other.port)
+    assert again.port == other.port
+    again.configure(describe(nodes[1], nodes, PEER, ports, **settings))
+    until(lambda: all(node.covered(1) for node in nodes), "covered")
+    assert check_parity(nodes, PEER, 1) >= 2
+
+
+def test_a_peer_that_is_stopped_is_given_up_and_used_again(arena_root: Path, stack: ExitStack) -> None:
+    nodes = two_nodes(arena_root, stack)
+    smp = stack.enter_context(closing(Smp(nodes[0])))
+    other = start_process(nodes[1], stack)
+    ports = {"n0": smp.listen(), "n1": other.port}
+    smp.duties.configure(describe(nodes[0], nodes, PEER, ports, protect_timeout_secs=4.0))
+    other.configure(describe(nodes[1], nodes, PEER, ports))
+    smp.start()
+    for node in nodes:
+        node.snapshot(0, 1)
+        node.snapshot(1, 2)
+    until(lambda: all(node.checked(i) for node in nodes for i in (1, 2)), "checked")
+    other.signal(signal.SIGSTOP)
+    nodes[0].target(1)
+    slowest = _longest_step(smp)
+    until(lambda: smp.duties.cannot == (LINEAGE, 1), "cannot")
+    assert slowest() < 1.0, "its loop was held up by a peer that does not answer"
+    assert len(smp.events.of("peer_lost")) == len(smp.events.of("not_covered")) == 1
+    nodes[0].snapshot(2, 3)
+    until(lambda: nodes[0].checked(3), "it still checks what is sealed")
+    other.signal(signal.SIGCONT)
+    for node in nodes:
+        node.target(2)
+    until(lambda: all(node.covered(2) for node in nodes), "covered")
+    assert check_parity(nodes, PEER, 2) >= 2 and len(smp.events.of("peer_back")) == 1
+
+
+def _longest_step(smp: Smp) -> Callable[[], float]:
+    step, longest = smp.duties.step, [0.0]
+
+    def timed(deadline: float) -> bool:
+        begun = time.monotonic()
+        try:
+            return step(deadline)
+        finally:
+            longest[0] = max(longest[0], time.monotonic() - begun)
+
+    smp.duties.step = timed  # type: ignore[method-assign]
+    return lambda: longest[0]
+
+
+ANSWERS = {
+    "garbage": lambda request: random.Random(7).randbytes(5000),
+    "too long": lambda request: struct.pack("<B7xQQ", 1, 1 << 40, 0) + bytes(1 << 16),
+    "too short": lambda request: _answer(b"short"),
+    "wrong bytes": lambda request: struct.pack("<B7xQQ", 1, 65536, 12345) + bytes(65536) + b"\x01",
+    "nothing": lambda request: b"",
+    "never valid": lambda request: struct.pack("<B7xQQ", 1, 0, 0) + b"\x05",
+    "another's package": lambda request: _answer(bytes(request.iteration * 1000)),
+}  # fmt: skip
+
+
+def _answer(data: bytes) -> bytes:
+    return struct.pack("<B7xQQ", 1, len(data), xxhash.xxh3_64_intdigest(data)) + data + b"\x01"
+
+
+@pytest.mark.parametrize("kind", ANSWERS)
+def test_a_peer_that_answers_nonsense_is_given_up(arena_root: Path, stack: ExitStack, kind: str) -> None:
+    """It knows the secret; whatever it says is not believed, and told once."""
+    nodes = two_nodes(arena_root, stack)
+    server = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+    stop = threading.Event()
+    stack.callback(stop.set)
+    threading.Thread(target=_talk_nonsense, args=(server, ANSWERS[kind], stop), daemon=True).start()
+    smp = stack.enter_context(closing(Smp(nodes[0])))
+    ports = {"n0": smp.listen(), "n1": server.getsockname()[1]}
+    smp.duties.configure(describe(nodes[0], nodes, PEER, ports, protect_timeout_secs=3.0))
+    smp.start()
+    nodes[0].snapshot(0, 1)
+    nodes[0].target(1)
+    until(lambda: smp.duties.cannot == (LINEAGE, 1), "cannot")
+    assert len(smp.events.of("peer_lost")) == len(smp.events.of("not_covered")) == 1
+    assert nodes[0].states(1) == [CheckState.CHECKED] and smp.duties.status()["received_bytes"] == 0
+    assert nodes[0].packages(1) == ["dp0"]
+
+
+def _talk_nonsense(server: socket.socket, answer: Callable[[Any], bytes], stop: threading.Event) -> None:
+    server.settimeout(0.2)
+    while not stop.is_set():
+        try:
+            with closing(Channel(server.accept()[0])) as channel:
+                wire.welcome(channel, bytes.fromhex(SECRET), time.monotonic() + 2)
+                while True:
+                    request = wire.read_request(channel, QUICK)
+                    channel.write(answer(request), time.monotonic() + 2)
+        except (PeerError, OSError):
+            pass
+
+
+def test_strangers_at_the_port_do_not_disturb(arena_root: Path, stack: ExitStack) -> None:
+    nodes = two_nodes(arena_root, stack)
+    smps = [stack.enter_context(closing(Smp(node))) for node in nodes]
+    ports = {node.name: smp.listen() for node, smp in zip(nodes, smps, strict=True)}
+    socks = [socket.create_connection(("127.0.0.1", ports["n0"])) for _ in range(40)]
+    for index, sock in enumerate(socks):
+        stack.callback(sock.close)
+        sock.sendall((b"\xff" * 200, b"GET / HTTP/1.0\r\n\r\n", wire.MAGIC + b"\0" * 64, b"")[index % 4])
+    for node, smp in zip(nodes, smps, strict=True):
+        smp.duties.configure(describe(node, nodes, PEER, ports))
+        node.snapshot(0, 1)
+        node.target(1)
+        smp.start()
+    until(lambda: all(node.covered(1) for node in nodes), "covered")
+    assert check_parity(nodes, PEER, 1) >= 2
+
+
+def test_an_smp_killed_at_any_time_loses_nothing(arena_root: Path, stack: ExitStack) -> None:
+    """By the clock: SIGKILL of a real process that talks to a peer, again and again, then one that may end."""
+    nodes = two_nodes(arena_root, stack)
+    smp = stack.enter_context(closing(Smp(nodes[0])))
+    ports = {"n0": smp.listen(), "n1": 0}
+    delays = random.Random(3)
+    for node in nodes:
+        node.snapshot(0, 1)
+        node.target(1)
+    for attempt in range(6):
+        other = start_process(nodes[1], stack, ports["n1"])
+        ports["n1"] = other.port
+        if attempt == 0:
+            smp.duties.configure(describe(nodes[0], nodes, PEER, ports, protect_timeout_secs=60.0))
+            smp.start()
+        other.configure(describe(nodes[1], nodes, PEER, ports, protect_timeout_secs=60.0))
+        until(lambda: nodes[1].checked(1), "checked")
+        if attempt == 1:  # from now on 1 is protected, and 2 the one that suffers
+            until(lambda: all(node.covered(1) for node in nodes), "covered")
+            for node in nodes:
+                node.protected(1)
+                node.snapshot(1, 2)
+                node.target(2)
+        time.sleep(delays.uniform(0, 0.1))
+        other.kill()
+        if attempt >= 1:
+            assert check_parity(nodes, PEER, 1) >= 2
+    last = start_process(nodes[1], stack, ports["n1"])
+    last.configure(describe(nodes[1], nodes, PEER, ports, protect_timeout_secs=60.0))
+    until(lambda: all(node.covered(2) for node in nodes), "covered")
+    assert check_parity(nodes, PEER, 2) >= 2 and check_parity(nodes, PEER, 1) >= 2
+
+
+def test_an_smp_killed_at_any_store_claims_nothing_that_is_not_so(arena_root: Path, stack: ExitStack) -> None:
+    node = Node(arena_root, "n0", [0, 1], 2, chunks=2)
+    stack.callback(node.close)
+    description = describe(node, [node], NODE, {})
+
+    def cover(iteration: int) -> None:
+        duties = Duties(node.dir, Seen())
+        duties.configure(description)
+        deadline = time.monotonic() + 30
+        while not node.covered(iteration):
+            assert time.monotonic() < deadline
+            duties.step(time.monotonic() + 1)
+        duties.close()
+
+    iteration = 1
+    node.snapshot(1, iteration)
+    node.target(iteration)
+    cover(iteration)
+    node.protected(iteration)
+    for step in range(0, 1000):
+        iteration += 1
+        node.snapshot(iteration % 3, iteration)
+        node.target(iteration)
+        killed = _killed_at(step, lambda: cover(iteration))  # noqa: B023
+        _check_claims(node, iteration)
+        assert check_parity([node], NODE, iteration - 1) >= 2, "of the protected one"
+        assert node.packages(iteration - 1) == ["dp0", "dp1"]
+        cover(iteration)
+        assert check_parity([node], NODE, iteration) >= 2 and node.packages(iteration) == ["dp0", "dp1"]
+        node.protected(iteration)
+        if not killed:
+            break
+    assert 30 < step < 999
+
+
+def _check_claims(node: Node, iteration: int) -> None:
+    for arena in node.arenas:
+        check = arena.check(iteration % 3)
+        if check is not None and check.iteration == iteration:
+            hashes = [arena.hash_chunk(iteration % 3, chunk) for chunk in range(len(arena.image.chunks))]
+            assert check.chunk_hashes.tolist() == hashes
+    if CheckState.COVERED in node.states(iteration):
+        assert check_parity([node], NODE, iteration) >= 2 and node.packages(iteration) == ["dp0", "dp1"]
+
+
+def _killed_at(step: int, action: Callable[[], None]) -> bool:
+    """Run ``action`` in a child that is killed before its ``step``-th store; False: it ended by itself."""
+    child = os.fork()
+    if child:
+        _, status = os.waitpid(child, 0)
+        assert os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 0, "the child failed by itself"
+        return os.WIFSIGNALED(status)
+    try:
+        left, guard = [step], threading.Lock()
+
+        def counted(call: Callable[..., Any]) -> Callable[..., Any]:
+            def killing(*args: Any, **options: Any) -> Any:
+                with guard:
+                    if left[0] == 0:
+                        os.kill(os.getpid(), signal.SIGKILL)
+                        time.sleep(30)
+                    left[0] -= 1
+                return call(*args, **options)
+
+            return killing
+
+        for name in ("open", "unlink", "rename", "posix_fallocate"):
+            setattr(os, name, counted(getattr(os, name)))
+        ParityFile._store = counted(ParityFile._store)  # type: ignore[method-assign]
+        Checks._store = counted(Checks._store)  # type: ignore[method-assign]
+        action()
+        os._exit(0)
+    except BaseException:  # noqa: BLE001 - a child must not come back into the test
+        traceback.print_exc()
+    finally:
+        os._exit(1)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small tmpfs needs root")
+def test_a_full_tmpfs_is_told_once_and_training_goes_on(tmp_path: Path, stack: ExitStack) -> None:
+    if os.system(f"mount -t tmpfs -o size=4m ftckpt-test {tmp_path} 2>/dev/null"):
+        pytest.skip("mounting is not allowed here")
+    stack.callback(lambda: os.system(f"umount -l {tmp_path}"))
+    node = Node(tmp_path, "n0", [0, 1, 2], 3, chunks=4, slots=2)
+    stack.callback(node.close)
+    smp = stack.enter_context(closing(Smp(node)))
+    smp.duties.configure(describe(node, [node], NODE, {}))
+    ballast = tmp_path / "ballast"
+    ballast.write_bytes(b"x" * (os.statvfs(tmp_path).f_bavail * 4096 - 300_000))
+    node.snapshot(0, 1)
+    node.target(1)
+    smp.start()
+    until(lambda: smp.duties.cannot == (LINEAGE, 1), "cannot")
+    time.sleep(0.3)
+    [event] = smp.events.of("not_covered")
+    assert "no room" in event["reason"] and node.states(1) == [CheckState.CHECKED] * 3
+    node.snapshot(1, 2)
+    until(lambda: node.checked(2), "what is sealed is still checked")
+    ballast.unlink()
+    node.target(2)
+    until(lambda: node.covered(2), "covered")
+    assert check_parity([node], NODE, 2) >= 3
+
+
+def test_what_a_trainer_overwrites_while_it_is_sent_is_dropped(arena_root: Path, stack: ExitStack) -> None:
+    """A slot that is taken over while a peer reads it: the peer gets what it asked for or nothing, never a mix."""
+    nodes = two_nodes(arena_root, stack, chunks=3)
+    smp = stack.enter_context(closing(Smp(nodes[0])))
+    port = smp.listen()
+    smp.duties.configure(describe(nodes[0], nodes, PEER, {"n0": port}))
+    smp.start()
+    arena = nodes[0].arenas[0]
+    expected = {}
+    for iteration in range(1, 3):
+        fill(arena, iteration, iteration)
+        expected[iteration] = [arena.hash_chunk(iteration, chunk) for chunk in range(len(arena.image.chunks))]
+    stop = threading.Event()
+    stack.callback(stop.set)
+    writer = threading.Thread(target=_write_on, args=(arena, stop))
+    writer.start()
+    got = 0
+    with closing(Channel(socket.create_connection(("127.0.0.1", port)))) as channel:
+        wire.greet(channel, bytes.fromhex(SECRET), time.monotonic() + 5)
+        deadline = time.monotonic() + 3
+        while time.monotonic() < deadline:
+            for iteration in (1, 2):
+                request = wire.Request(wire.Kind.CHUNK, "dp0", LINEAGE, iteration, 1)
+                channel.write(request.encode(), time.monotonic() + 5)
+                answer = wire.read_answer(channel, 1 << 20, QUICK)
+                if answer is not None:
+                    got += 1
+                    assert answer[1] == expected[iteration][1] == xxhash.xxh3_64_intdigest(answer[0])
+    stop.set()
+    writer.join(30)
+    assert got > 0
+
+
+def _write_on(arena: Any, stop: threading.Event) -> None:
+    """Both snapshots, again and again, with other bytes in between."""
+    while not stop.is_set():
+        for iteration in (1, 2):
+            arena.control.begin(iteration)
+            with arena.slot(iteration) as view:
+                span = arena.image.chunks[1]
+                view[span.begin : span.end] = np.random.default_rng().bytes(span.nbytes)
+            fill(arena, iteration, iteration)
+            time.sleep(0.05)
+
+
+def test_nothing_is_left_half_made(arena_root: Path, stack: ExitStack) -> None:
+    nodes = two_nodes(arena_root, stack)
+    smps = [stack.enter_context(closing(Smp(node))) for node in nodes]
+    ports = {node.name: smp.listen() for node, smp in zip(nodes, smps, strict=True)}
+    for node, smp in zip(nodes, smps, strict=True):
+        smp.duties.configure(describe(node, nodes, PEER, ports))
+        node.snapshot(0, 1)
+        node.target(1)
+        smp.start()
+    until(lambda: all(node.covered(1) for node in nodes), "covered")
+    for node in nodes:
+        names = [path.name for path in [*node.arenas[0].path.iterdir(), *mirror_dir(node.dir).iterdir()]]
+        assert not [name for name in names if name.startswith(".")]
+        assert {oct(path.stat().st_mode & 0o777) for path in mirror_dir(node.dir).iterdir()} == {"0o600"}
