@@ -154,8 +154,14 @@ def _solve(
         for row, factors, total in zip(rows, matrix, sums, strict=True):
             _sum_row(row, factors, window, total)
             _add(total, blocks[row][begin:end])
-        for factors, array in zip(inverse, found.values(), strict=True):
-            _sum(factors, sums, array[begin:end])
+        parts = [array[begin:end] for array in found.values()]
+        if rows[0] == 0:  # a row of ones: the last one is what the others leave of it
+            for factors, part in zip(inverse, parts[:-1], strict=False):
+                _sum(factors, sums, part)
+            _sum_plain([sums[0], *parts[:-1]], parts[-1])
+        else:
+            for factors, part in zip(inverse, parts, strict=True):
+                _sum(factors, sums, part)
 
 
 def _sum_row(row: int, factors: Sequence[int], arrays: Sequence[Bytes | None], out: Bytes) -> None:

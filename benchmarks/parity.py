@@ -1,0 +1,353 @@
+"""What protection costs: checksums and parity per core against the limits of this machine's memory, and memory.
+
+All rates are of one core, over the chunks of a real slot in a tmpfs, in the same process and in turn: every
+repeat runs each of them once, in another order. A limit is what numpy does with as many arrays and nothing else.
+Rates count the bytes of state that go in (of a copy: the bytes copied; of XOR's limit: both inputs).
+
+Times are CPU times of the thread, system time included: a busy machine takes turns away, which is no cost of ours.
+
+Exits with 1 where XOR parity or checksums reach less than 80 % of their limit, or where Reed-Solomon parity is made
+slower than by ISA-L by way of pyeclib (where that is installed).
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.common import environment, print_table, write_json
+from ftckpt.arena.segment import Arena
+from ftckpt.protect.codecs import MISSING, decode, encode
+from ftckpt.protect.groups import Holding, Member, Modes, ParityGroup, mirrors, node_groups, peer_groups
+from ftckpt.protect.holding import HeldSection
+from ftckpt.protect.parity_file import ParityFile, parity_path
+from ftckpt.protect.table import report
+from ftckpt.state.fragment import Box, Fragment
+from ftckpt.state.manifest import Manifest
+
+MEMBERS = 8
+"""Arenas of a group: seven give, one holds."""
+BLOCK = 1 << 20
+"""What the limits work on at a time."""
+LEAST = 0.8
+"""Part of a limit that XOR and checksums must reach."""
+CHUNK_BYTES, CHUNKS = 16 << 20, 84
+"""A rank's state in the comparison of memory, whole turns of 8 holders; nothing of that size is allocated."""
+NODES, RANKS = 8, 8
+BESIDE = {"node xor": "node mirror", "peer xor, m=1": "peer mirror, m=1", "peer rs, m=2": "peer mirror, m=2"}
+"""Parity and the mirror that gives the same guarantees."""
+EXAMPLES = ((6.4, 10.0), (64.0, 10.0))
+"""GB per node and snapshot, seconds between snapshots."""
+NODE_CORES = 64
+
+Array = Any
+
+
+class Bench:
+    """A slot whose chunks are the data of one stripe, and everything that can be timed on it."""
+
+    def __init__(self, folder: Path, chunk_bytes: int) -> None:
+        self.nbytes = chunk_bytes
+        key = Fragment.whole("w", "U8", (MEMBERS * chunk_bytes,), Box((0,), (MEMBERS * chunk_bytes,)))
+        self.arena = Arena.create(folder, Manifest({"dp": 0}, {}, (key,), (), 0, chunk_bytes), 1)
+        span = self.arena.image.stepped
+        slot = np.frombuffer(self.arena.slot(0), np.uint8)[span.begin : span.end]
+        slot[:] = np.frombuffer(np.random.default_rng(0).bytes(slot.nbytes), np.uint8)
+        self.chunks = list(slot.reshape(MEMBERS, chunk_bytes))
+        self.out = np.zeros(chunk_bytes, np.uint8)
+        members = [Member(f"dp{i}", "n0", f"dp{i}.00000000", 0, (chunk_bytes,)) for i in range(MEMBERS)]
+        group = ParityGroup.of("node", "xor", 1, chunk_bytes, members)
+        self.file = ParityFile.create(parity_path(self.arena.path, "node", 0), group, 0)
+
+    def close(self) -> None:
+        self.file.close()
+        self.arena.close()
+
+    def limits(self) -> dict[str, tuple[int, Callable[[], Any]]]:
+        """What the machine can do: name → bytes, action."""
+        first, second = self.chunks[:2]
+        words = first.view(np.uint64)
+        return {
+            "copy": (self.nbytes, lambda: blocked(lambda at: np.copyto(self.out[at], first[at]), self.nbytes)),
+            "read (sum)": (self.nbytes, words.sum),
+            "xor of two arrays": (
+                2 * self.nbytes,
+                lambda: blocked(lambda at: np.bitwise_xor(first[at], second[at], out=self.out[at]), self.nbytes),
+            ),
+            "xxh3, raw": (self.nbytes, lambda: xxhash.xxh3_64_intdigest(first.data)),
+        }
+
+    def ours(self) -> dict[str, tuple[int, Callable[[], Any]]]:
+        """What ftckpt does: name → bytes, action."""
+        xor, rs = self.chunks[:-1], self.chunks[:-2]
+        parity = encode("xor", xor, self.nbytes, 0, 1)
+        rows = {row: encode("rs", rs, self.nbytes, row, 2) for row in range(2)}
+        for data, code, blocks, losses in ((xor, "xor", {0: parity}, 1), (rs, "rs", rows, 2)):
+            found = decode(code, [MISSING] * losses + data[losses:], blocks, self.nbytes, losses)
+            assert all(np.array_equal(found[index], data[index]) for index in range(losses))
+        return {
+            "checksum of a chunk": (self.nbytes, lambda: self.arena.hash_chunk(0, 0)),
+            "xor encode": (len(xor) * self.nbytes, lambda: encode("xor", xor, self.nbytes, 0, 1, self.out)),
+            "xor decode": (
+                len(xor) * self.nbytes,
+                lambda: decode("xor", [MISSING, *xor[1:]], {0: parity}, self.nbytes, 1),
+            ),
+            "rs row 0": (len(rs) * self.nbytes, lambda: encode("rs", rs, self.nbytes, 0, 2, self.out)),
+            "rs row 1": (len(rs) * self.nbytes, lambda: encode("rs", rs, self.nbytes, 1, 2, self.out)),
+            "rs encode, m=2": (
+                len(rs) * self.nbytes,
+                lambda: [encode("rs", rs, self.nbytes, row, 2, self.out) for row in range(2)],
+            ),
+            "rs row 2": (len(rs) * self.nbytes, lambda: encode("rs", rs, self.nbytes, 2, 3, self.out)),
+            "rs decode of one, row 1": (
+                len(rs) * self.nbytes,
+                lambda: decode("rs", [MISSING, *rs[1:]], {1: rows[1]}, self.nbytes, 2),
+            ),
+            "rs decode of two": (
+                len(rs) * self.nbytes,
+                lambda: decode("rs", [MISSING, MISSING, *rs[2:]], rows, self.nbytes, 2),
+            ),
+            "parity block into its file": (self.nbytes, lambda: self.put(parity)),
+        }
+
+    def put(self, block: Array) -> None:
+        """Checksum and copy, as at the end of each block."""
+        self.file.begin(b"l" * 16, 0)
+        self.file.put(0, block)
+
+    def isa_l(self) -> dict[str, tuple[int, Callable[[], Any]]]:
+        """The same two rows and the same two lost arrays by ISA-L; nothing where pyeclib is not installed."""
+        try:
+            from pyeclib.ec_iface import ECDriver
+        except ImportError:
+            return {}
+        data = self.chunks[:-2]
+        driver = ECDriver(k=len(data), m=2, ec_type="isa_l_rs_vand")
+        whole = np.concatenate(data).tobytes()
+        fragments = driver.encode(whole)
+        for row in range(2):
+            own = encode("rs", data, self.nbytes, row, 2)
+            assert fragments[len(data) + row][-self.nbytes :] == own.tobytes(), "ISA-L computes other rows"
+        found = driver.reconstruct(fragments[2:], [0, 1])
+        assert [bytes(fragment) for fragment in found] == fragments[:2]
+        return {
+            "rs encode, m=2, pyeclib": (len(whole), lambda: driver.encode(whole)),
+            "rs decode of two, pyeclib": (len(whole), lambda: driver.reconstruct(fragments[2:], [0, 1])),
+        }
+
+
+def blocked(action: Callable[[slice], Any], nbytes: int) -> None:
+    """Run an action on each block."""
+    for begin in range(0, nbytes, BLOCK):
+        action(slice(begin, begin + BLOCK))
+
+
+def measure(actions: Mapping[str, tuple[int, Callable[[], Any]]], repeats: int) -> dict[str, dict[str, float]]:
+    """GB/s of each action: median, least, most."""
+    rates: dict[str, list[float]] = {name: [] for name in actions}
+    order = list(actions)
+    shuffled = random.Random(0)
+    for repeat in range(repeats + 1):
+        shuffled.shuffle(order)
+        for name in order:
+            nbytes, action = actions[name]
+            begin = time.thread_time()
+            action()
+            secs = time.thread_time() - begin
+            if repeat:  # the first one warms up
+                rates[name].append(nbytes / secs / 1e9)
+    return {name: {"median": statistics.median(r), "least": min(r), "most": max(r)} for name, r in rates.items()}
+
+
+def ratios_of(rates: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
+    """Ours over its limit, or over another way of doing the same; medians of one run."""
+    pairs = {
+        "checksum of a chunk / xxh3, raw": ("checksum of a chunk", "xxh3, raw"),
+        "xor encode / xor of two arrays": ("xor encode", "xor of two arrays"),
+        "xor decode / xor of two arrays": ("xor decode", "xor of two arrays"),
+        "rs row 0 / xor of two arrays": ("rs row 0", "xor of two arrays"),
+        "rs encode, m=2 / pyeclib": ("rs encode, m=2", "rs encode, m=2, pyeclib"),
+        "rs decode of two / pyeclib": ("rs decode of two", "rs decode of two, pyeclib"),
+    }
+    return {
+        name: rates[own]["median"] / rates[other]["median"] for name, (own, other) in pairs.items() if other in rates
+    }
+
+
+def holdings() -> list[Holding]:
+    """A job whose ranks all hold state of their own."""
+    chunks = (CHUNK_BYTES,) * CHUNKS
+    sections = (HeldSection("private", "", "", 0, chunks),)
+    return [
+        Holding(
+            f"dp{rank}", f"n{rank // RANKS}", "", f"dp{rank}.00000000", "0" * 32, CHUNK_BYTES, sections,
+            (CHUNKS, ()), CHUNKS * CHUNK_BYTES, 8 * CHUNKS,
+        )
+        for rank in range(NODES * RANKS)
+    ]  # fmt: skip
+
+
+def memory_cases() -> list[dict[str, Any]]:
+    """Parity beside mirrors of the same guarantees: what redundancy takes, over the bytes of the state."""
+    held = holdings()
+    by_node = node_groups(held)
+    mirrored = [ParityGroup.of("node", "mirror", 1, g.chunk_bytes, g.members) for g in by_node]
+    peers = {
+        f"peer {code}, m={losses}": Modes(peer=True, peer_code=code, peer_losses=losses)
+        for code, losses in (("xor", 1), ("mirror", 1), ("rs", 2), ("mirror", 2))
+    }
+    groups = {"node xor": by_node, "node mirror": mirrored}
+    groups |= {name: peer_groups(held, modes) for name, modes in peers.items()}
+    cases = []
+    for name, found in groups.items():
+        kept = mirrors(held, peers.get(name, Modes(node=True)))
+        told = report(held, found, kept, 3)
+        node = told.memory["n0"]
+        cases.append({
+            "protection": name, "beside": BESIDE.get(name),
+            "guaranteed": [row.lost for row in told.failures if row.survived == row.cases],
+            "survived": {row.lost: [row.survived, row.cases] for row in told.failures},
+            "memory_over_state": node.parity / 2 / (RANKS * CHUNKS * CHUNK_BYTES),  # two files, one snapshot each
+            "received_over_state": told.network["n0"] / (RANKS * CHUNKS * CHUNK_BYTES),
+        })  # fmt: skip
+    over = {case["protection"]: case["memory_over_state"] for case in cases}
+    for case in cases:
+        if case["beside"]:
+            case["memory_over_mirror"] = over[case["protection"]] / over[case["beside"]]
+    return cases
+
+
+def core_cases(rates: Mapping[str, Mapping[str, float]]) -> list[dict[str, Any]]:
+    """What an SMP computes per snapshot, as a share of one core and of a node's. Sockets and pauses are not in it.
+
+    Each node's blocks of a group are made of as many bytes as the node's own state, once per parity row.
+    """
+    per_gb = {name: 1 / rate["median"] for name, rate in rates.items()}
+    parity = {name: per_gb[name] + per_gb["parity block into its file"] / (MEMBERS - 1) for name in ("xor encode",)}
+    two_rows = per_gb["rs encode, m=2"] + 2 * per_gb["parity block into its file"] / (MEMBERS - 2)
+    costs = {
+        "checksums": per_gb["checksum of a chunk"],
+        "checksums, node": per_gb["checksum of a chunk"] + parity["xor encode"],
+        "checksums, node, peer xor": 2 * per_gb["checksum of a chunk"] + 2 * parity["xor encode"],
+        "checksums, node, peer rs m=2": 3 * per_gb["checksum of a chunk"] + parity["xor encode"] + two_rows,
+    }
+    return [
+        {
+            "protection": name,
+            "node_gb": node_gb,
+            "interval_secs": secs,
+            "core_secs_per_snapshot": node_gb * cost,
+            "share_of_a_core": node_gb * cost / secs,
+            "share_of_the_node": node_gb * cost / secs / NODE_CORES,
+        }
+        for node_gb, secs in EXAMPLES
+        for name, cost in costs.items()
+    ]
+
+
+def show(result: Mapping[str, Any]) -> None:
+    """Print the tables."""
+    print_table(
+        ["one core", "GB/s", "least", "most"],
+        [
+            [name, *(f"{rate[key]:.2f}" for key in ("median", "least", "most"))]
+            for name, rate in result["rates"].items()
+        ],
+    )
+    print()
+    print_table(["ratio of medians", ""], [[name, f"{value:.2f}"] for name, value in result["ratios"].items()])
+    print()
+    heads = [
+        f"{NODES} nodes x {RANKS} ranks",
+        "all survived of",
+        "of two nodes",
+        "memory / state",
+        "/ mirror",
+        "network",
+    ]
+    rows = [
+        [
+            case["protection"], ", ".join(case["guaranteed"]), "{} of {}".format(*case["survived"]["any two nodes"]),
+            f"{case['memory_over_state']:.3f}",
+            f"{case['memory_over_mirror']:.3f}" if case["beside"] else "", f"{case['received_over_state']:.3f}",
+        ]
+        for case in result["memory"]
+    ]  # fmt: skip
+    print_table(heads, rows)
+    print()
+    heads = ["the SMP of a node", "GB", "each s", "core seconds", "of a core", f"of {NODE_CORES} cores"]
+    rows = [
+        [
+            case["protection"], f"{case['node_gb']:.1f}", f"{case['interval_secs']:.0f}",
+            f"{case['core_secs_per_snapshot']:.2f}", f"{case['share_of_a_core']:.1%}",
+            f"{case['share_of_the_node']:.2%}",
+        ]
+        for case in result["cores"]
+    ]  # fmt: skip
+    print_table(heads, rows)
+
+
+def verdict(ratios: Mapping[str, float]) -> list[str]:
+    """Which claims do not hold; empty where all is well."""
+    least = {"checksum of a chunk / xxh3, raw": LEAST, "xor encode / xor of two arrays": LEAST}
+    least |= {"rs encode, m=2 / pyeclib": 1.0}
+    return [
+        f"{name}: {ratios[name]:.2f} is below {bound:.2f}"
+        for name, bound in least.items()
+        if ratios.get(name, bound) < bound
+    ]
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run everything; returns the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, required=True, help="where the result goes")
+    parser.add_argument(
+        "--mib", type=int, default=64, help="size of a chunk; larger than the processor's cache counts"
+    )
+    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--arena", type=Path, default=Path("/dev/shm"), help="a tmpfs")
+    parser.add_argument("--quick", action="store_true", help="no claims: for tests of this program")
+    args = parser.parse_args(argv)
+    where = environment(argv, "benchmarks/parity.py")
+    for package in ("xxhash", "pyeclib"):
+        try:
+            where["versions"][package] = version(package)
+        except PackageNotFoundError:
+            where["versions"][package] = "not installed"
+    with ExitStack() as stack:
+        folder = Path(tempfile.mkdtemp(prefix="ftckpt-benchmark-", dir=args.arena.absolute()))
+        stack.callback(shutil.rmtree, folder, ignore_errors=True)
+        bench = Bench(folder, args.mib << 20)
+        stack.callback(bench.close)
+        rates = measure(bench.limits() | bench.ours() | bench.isa_l(), args.repeats)
+    result = {
+        "benchmark": "parity", "environment": where, "chunk_mib": args.mib, "members": MEMBERS,
+        "repeats": args.repeats, "node_cores": NODE_CORES, "rates": rates, "ratios": ratios_of(rates),
+        "memory": memory_cases(), "cores": core_cases(rates),
+    }  # fmt: skip
+    show(result)
+    write_json(args.json, result)
+    problems = [] if args.quick else verdict(result["ratios"])
+    for problem in problems:
+        print(f"FAILED: {problem}", file=sys.stderr)
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
