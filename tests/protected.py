@@ -229,6 +229,13 @@ def slot_of(arena: Arena, iteration: int) -> int:
     raise AssertionError(f"{arena.path}: no slot with iteration {iteration}")
 
 
+def record_begin(job: Job, rank: int, iteration: int) -> int:
+    """Where in the control block the record of a snapshot lies, see FORMAT.md."""
+    with closing(Arena.open(job.path(rank))) as arena:
+        slot, chunks = slot_of(arena, iteration), len(arena.image.chunks)
+    return 4096 + slot * (-(-(64 + 8 * chunks) // 64) * 64)
+
+
 def flip(path: Path, offset: int) -> None:
     with path.open("r+b") as file:
         file.seek(offset)

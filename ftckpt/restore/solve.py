@@ -136,7 +136,7 @@ def batches(jobs: Sequence[Job], most_bytes: int) -> list[list[Part]]:
     room = 0
     for job in jobs:
         step = max(PAGE_BYTES, most_bytes // job.width // PAGE_BYTES * PAGE_BYTES)
-        for begin in range(0, job.length, step):
+        for begin in range(0, max(1, job.length), step):  # a block of a stripe without chunks has no bytes
             part = Part(job, begin, min(begin + step, job.length))
             if part.nbytes > room or not found:
                 found.append([])

@@ -17,6 +17,7 @@ from protected import (
     events_of,
     flip,
     flip_chunk,
+    record_begin,
     restart,
     slot_of,
 )
@@ -101,10 +102,7 @@ def padding_byte(job: Job, rank: int) -> None:
 
 
 def torn_record(job: Job, rank: int) -> None:
-    with closing(Arena.open(job.path(rank))) as arena:
-        slot, chunks = slot_of(arena, 5), len(arena.image.chunks)
-    record = -(-(64 + 8 * chunks) // 64) * 64
-    flip(job.path(rank) / "control", 4096 + slot * record + 26)
+    flip(job.path(rank) / "control", record_begin(job, rank, 5) + 26)
 
 
 def control_byte(job: Job, rank: int) -> None:

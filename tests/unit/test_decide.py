@@ -11,8 +11,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ftckpt.errors import LostError, MismatchError
-from ftckpt.restore.decide import Decision, Source, decide
+from ftckpt.protect.groups import node_groups, peer_groups
+from ftckpt.protect.holding import HeldSection, Holding
+from ftckpt.protect.modes import Modes
+from ftckpt.restore.decide import Ask, Decision, Known, Source, decide
 from ftckpt.restore.inventory import ArenaReport, SlotReport
+from ftckpt.restore.protection import (
+    Kept,
+    PackageReport,
+    ParityReport,
+    ProtectionReport,
+    Shield,
+    holding_json,
+    holding_of_json,
+    join,
+)
+from ftckpt.restore.rebuild import NEW_SLOT, Fix
+from ftckpt.restore.source import Damage
 
 LAYOUT: dict[str, int | str | bool] = {"tp": 2, "pp": 1}
 HOMES = {"tp0": "n0", "tp1": "n1"}
@@ -32,31 +47,38 @@ def report(
     return ArenaReport(node or home, f"{shard}.0011", shard, layout, slots, whole, problems)
 
 
-def choose(*reports: ArenaReport, bad: Collection[Source] = ()) -> Decision | None:
-    return decide(reports, HOMES, LAYOUT, bad)
+def choose(*reports: ArenaReport, bad: Collection[Source] = ()) -> Decision | Ask | None:
+    return decide(reports, HOMES, LAYOUT, dict.fromkeys(bad, Damage()))
+
+
+def chosen(*reports: ArenaReport, bad: Collection[Source] = ()) -> Decision | None:
+    """Without parity nothing is asked."""
+    decision = choose(*reports, bad=bad)
+    assert not isinstance(decision, Ask)
+    return decision
 
 
 def test_the_newest_whole_snapshot_is_taken() -> None:
-    decision = choose(report("tp0", (A, 4), (A, 5)), report("tp1", (A, 5), (A, 4)))
+    decision = chosen(report("tp0", (A, 4), (A, 5)), report("tp1", (A, 5), (A, 4)))
     assert decision == Decision(A, 5, {"tp0": Source("n0", "tp0.0011", 1), "tp1": Source("n1", "tp1.0011", 0)}, ())
 
 
 def test_a_shard_missing_in_the_newest_gives_the_one_before_and_says_why() -> None:
-    decision = choose(report("tp0", (A, 4), (A, 5)), report("tp1", (A, 4)))
+    decision = chosen(report("tp0", (A, 4), (A, 5)), report("tp1", (A, 4)))
     assert decision is not None and decision.iteration == 4
     assert decision.passed_over == ("iteration 5: not sealed by tp1",)
 
 
 def test_iterations_of_two_lineages_are_never_one_snapshot() -> None:
     reports = report("tp0", (A, 5), (A, 4)), report("tp1", (B, 5), (A, 4))
-    decision = choose(*reports)
+    decision = chosen(*reports)
     assert decision is not None and (decision.lineage, decision.iteration) == (A, 4)
     assert choose(report("tp0", (A, 5)), report("tp1", (B, 5))) is None
 
 
 def test_bad_slots_are_left_out() -> None:
     reports = report("tp0", (A, 4), (A, 5)), report("tp1", (A, 4), (A, 5))
-    decision = choose(*reports, bad={Source("n1", "tp1.0011", 1)})
+    decision = chosen(*reports, bad={Source("n1", "tp1.0011", 1)})
     assert decision is not None and decision.iteration == 4
     assert decision.passed_over == ("iteration 5: corrupt in tp1",)
 
@@ -66,23 +88,23 @@ def test_a_copy_on_the_home_node_is_preferred_in_any_order_of_reports(home: str)
     copies = [report("tp0", (A, 5), node=node) for node in ("n0", "n1", "n2")]
     for order in itertools.permutations(copies):
         decision = decide(order, {"tp0": home}, LAYOUT)
-        assert decision is not None and decision.sources["tp0"].node == home
+        assert isinstance(decision, Decision) and decision.sources["tp0"].node == home
 
 
 def test_another_node_gives_what_home_does_not_have() -> None:
-    decision = choose(report("tp0", (A, 5), node="n7"), report("tp0", (A, 4)), report("tp1", (A, 5), (A, 4)))
+    decision = chosen(report("tp0", (A, 5), node="n7"), report("tp0", (A, 4)), report("tp1", (A, 5), (A, 4)))
     assert decision is not None and decision.iteration == 5
     assert decision.sources["tp0"].node == "n7"
 
 
 def test_a_bad_copy_at_home_is_replaced_by_another_nodes() -> None:
     reports = report("tp0", (A, 5)), report("tp0", (A, 5), node="n7"), report("tp1", (A, 5))
-    decision = choose(*reports, bad=[Source("n0", "tp0.0011", 0)])
+    decision = chosen(*reports, bad=[Source("n0", "tp0.0011", 0)])
     assert decision is not None and decision.sources["tp0"].node == "n7"
 
 
 def test_shards_that_nobody_needs_do_not_matter() -> None:
-    decision = choose(report("tp0", (A, 5)), report("tp1", (A, 5)), report("tp9", (A, 6)))
+    decision = chosen(report("tp0", (A, 5)), report("tp1", (A, 5)), report("tp9", (A, 6)))
     assert decision is not None and decision.iteration == 5
 
 
@@ -135,7 +157,7 @@ def test_another_layout_names_the_axis() -> None:
 
 def test_an_empty_arena_of_another_layout_is_no_hindrance() -> None:
     stale = report("tp3", layout={"tp": 4, "pp": 1})
-    decision = choose(stale, report("tp0", (A, 5)), report("tp1", (A, 5)))
+    decision = chosen(stale, report("tp0", (A, 5)), report("tp1", (A, 5)))
     assert decision is not None and decision.iteration == 5
 
 
@@ -177,7 +199,7 @@ def check(reports: Sequence[ArenaReport], bad: Collection[Source]) -> None:
         with pytest.raises(LostError):
             choose(*reports, bad=bad)
         return
-    decision = choose(*reports, bad=bad)
+    decision = chosen(*reports, bad=bad)
     assert (None if decision is None else (decision.iteration, decision.lineage)) == expected
     if decision is None:
         return
@@ -227,3 +249,180 @@ def test_any_reports_give_the_decision_by_definition(reports: list[ArenaReport],
 def test_a_report_survives_json(reports: list[ArenaReport]) -> None:
     for value in reports:
         assert ArenaReport.from_json(json.loads(json.dumps(value.to_json()))) == value
+
+
+# --- with parity: three ranks on node n0, three on n1 ---
+
+RANKS = [f"tp{rank}" for rank in range(6)]
+NODES = {shard: f"n{index // 3}" for index, shard in enumerate(RANKS)}
+
+
+def holding(shard: str, chunks: int = 4) -> Holding:
+    sections = (HeldSection("private", "", "", 0, (64,) * (chunks - 1) + (40,)),)
+    return Holding(shard, NODES[shard], "", f"{shard}.0011", "00" * 16, 64, sections, (chunks, (24,)))
+
+
+def shielded(
+    snapshot: tuple[str, int] = (A, 5),
+    modes: Modes = Modes(node=True),  # noqa: B008 - frozen
+    packages_of: Collection[str] = RANKS,
+    without_parity_of: Collection[str] = (),
+) -> Known:
+    """All that protects one snapshot, but the parity files in the arenas of some shards."""
+    lineage, iteration = snapshot
+    held = [holding(shard) for shard in RANKS]
+    groups = (node_groups(held) if modes.node else []) + peer_groups(held, modes)
+    parity = [
+        ParityReport(member.node, member.arena, f"parity.{group.mode}.0", group.mode, group.name, index, *snapshot)
+        for group in groups
+        for index, member in enumerate(group.members)
+        if member.shard not in without_parity_of
+    ]
+    packages = [
+        PackageReport(NODES[s], f"{s}.{lineage[:8]}.{iteration}", s, lineage[:8], iteration) for s in packages_of
+    ]
+    kept = {p.shard: (Kept(p.node, p.file, 100, holding(p.shard)),) for p in packages}
+    shield = Shield({g.name: g for g in groups}, {(p.group, p.holder): p for p in parity}, kept)
+    return Known(ProtectionReport(tuple(parity), tuple(packages)), {(iteration, lineage): shield})
+
+
+def six(
+    *snapshots: tuple[str, int], without: Collection[str] = (), whole: tuple[str, int] | None = None
+) -> list[ArenaReport]:
+    return [report(s, *snapshots, node=NODES[s], whole=whole) for s in RANKS if s not in without]
+
+
+def outcome(
+    reports: list[ArenaReport], known: Known, bad: Mapping[Source, Damage] | None = None
+) -> Decision | Ask | None:
+    answer = decide(reports, NODES, LAYOUT, bad, known)
+    assert decide(list(reversed(reports)), NODES, LAYOUT, bad, known) == answer
+    return answer
+
+
+def rebuilt(decision: Decision | Ask | None) -> dict[str, Fix]:
+    assert isinstance(decision, Decision) and decision.rebuild is not None
+    assert set(decision.sources) | set(decision.rebuild.fixes) == set(RANKS)
+    return dict(decision.rebuild.fixes)
+
+
+def test_a_snapshot_that_is_protected_is_asked_for_before_an_older_one_is_taken() -> None:
+    known = shielded()
+    reports = [*six((A, 5), without=["tp1"]), report("tp1", (A, 4), node="n0")]
+    assert outcome(reports, Known(known.protection)) == Ask((5, A))
+    fixes = rebuilt(outcome(reports, known))
+    assert fixes == {"tp1": Fix("tp1", Source("n0", "tp1.0011", NEW_SLOT), (0, 1, 2, 3), fixes["tp1"].kept)}
+
+
+def test_nothing_is_asked_where_all_is_there_or_nothing_protects() -> None:
+    direct = outcome(six((A, 4), (A, 5)), Known(shielded().protection))
+    assert isinstance(direct, Decision) and direct.iteration == 5 and direct.rebuild is None
+    reports = [*six((A, 4), (A, 5), without=["tp1"]), report("tp1", (A, 4), node="n0")]
+    older = outcome(reports, Known(shielded((A, 4)).protection))
+    assert isinstance(older, Decision) and older.iteration == 4
+
+
+def test_a_newer_snapshot_that_can_be_rebuilt_goes_before_an_older_that_is_there() -> None:
+    reports = [*six((A, 4), (A, 5), without=["tp1"]), report("tp1", (A, 4), node="n0")]
+    decision = outcome(reports, shielded())
+    assert isinstance(decision, Decision) and decision.iteration == 5
+    assert set(rebuilt(decision)) == {"tp1"}
+
+
+def test_of_two_snapshots_of_one_iteration_the_one_that_is_there_is_taken() -> None:
+    """The other one's lineage sorts higher."""
+    known = shielded((B, 5))
+    decision = outcome([*six((A, 5), (B, 5), without=["tp1"]), report("tp1", (A, 5), node="n0")], known)
+    assert isinstance(decision, Decision) and decision.lineage == A and decision.rebuild is None
+
+
+def test_bad_chunks_are_repaired_where_they_are() -> None:
+    bad = {Source("n0", "tp1.0011", 0): Damage((1, 4), (), useless=False)}
+    fixes = rebuilt(outcome(six((A, 5)), shielded(), bad))
+    assert fixes["tp1"].in_place and fixes["tp1"].chunks == (1,), "volatile chunks are in the package"
+    without = shielded(packages_of=[s for s in RANKS if s != "tp1"])
+    assert rebuilt(outcome(six((A, 5)), without, bad))["tp1"].chunks == (1, 4)
+
+
+def test_objects_that_are_corrupt_need_a_package() -> None:
+    bad = {Source("n0", "tp1.0011", 0): Damage((), ("objects",), useless=False)}
+    assert rebuilt(outcome(six((A, 5)), shielded(), bad))["tp1"].chunks == ()
+    with pytest.raises(LostError, match="tp1: objects are corrupt and no package of it is left"):
+        outcome(six((A, 5)), shielded(packages_of=[]), bad)
+
+
+LOST = {
+    "two of a node": (["tp0", "tp2"], shielded(without_parity_of=["tp0", "tp2"]),
+                      r"tp0: its arena does not hold it and group node-[0-9a-f]{4} has lost 2 of 3 members"),
+    "a node": (["tp0", "tp1", "tp2"], shielded(without_parity_of=["tp0", "tp1", "tp2"]),
+               r"tp0: its node's arenas are gone and group node-[0-9a-f]{4} has lost 3 of 3 members"),
+    "no package": (["tp4"], shielded(packages_of=["tp0"]), "tp4: its arena does not hold it and no package"),
+    "parity of others": (["tp4"], shielded(without_parity_of=["tp3"]), r"has lost 2 of 3 members"),
+    "no parity": (["tp4"], shielded(modes=Modes()), r"tp4: its arena does not hold it and no parity covers it"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", LOST)
+def test_what_cannot_be_rebuilt_is_named_with_the_failure(case: str) -> None:
+    lost, known, message = LOST[case]
+    with pytest.raises(LostError, match=message):
+        outcome(six((A, 5), without=lost, whole=(A, 5)), known)
+
+
+def test_the_snapshot_before_is_taken_where_the_newest_cannot_be_rebuilt() -> None:
+    known = shielded(without_parity_of=["tp0"])
+    reports = [*six((A, 4), (A, 5), without=["tp1"]), report("tp1", (A, 4), node="n0")]
+    decision = outcome(reports, known)
+    assert isinstance(decision, Decision) and decision.iteration == 4
+    assert "tp1: its arena does not hold it and group node-" in decision.passed_over[0]
+
+
+def test_a_whole_node_comes_back_from_its_peers() -> None:
+    lost = ["tp3", "tp4", "tp5"]
+    known = shielded(modes=Modes(node=True, peer=True), without_parity_of=lost)
+    decision = outcome(six((A, 5), without=lost), known)
+    assert set(rebuilt(decision)) == set(lost)
+    assert isinstance(decision, Decision) and decision.rebuild is not None
+    assert {repair.group.mode for repair in decision.rebuild.repairs} == {"peer"}
+
+
+def test_blocks_that_were_bad_and_snapshots_that_were_given_up_are_not_tried_again() -> None:
+    reports = six((A, 5), without=["tp1"], whole=(A, 5))
+    known = shielded()
+    decision = outcome(reports, known)
+    assert isinstance(decision, Decision) and decision.rebuild is not None
+    (used,) = decision.rebuild.repairs[0].use
+    for worse in (
+        Known(known.protection, known.shields, {(5, A): {used}}),
+        Known(known.protection, known.shields, given_up={(5, A): "tp1: wrong bytes"}),
+    ):
+        with pytest.raises(LostError, match="tp1: "):
+            outcome(reports, worse)
+    other = Known(known.protection, known.shields, {(4, A): {used}})
+    assert outcome(reports, other) == decision
+
+
+def test_a_group_of_other_arenas_is_not_used() -> None:
+    """Its chunks are cut otherwise."""
+    reports = [report(s, (A, 5), node=NODES[s], whole=(A, 5)) for s in RANKS if s != "tp1"]
+    reports[0] = ArenaReport("n0", "tp0.0022", "tp0", LAYOUT, reports[0].slots, (A, 5))
+    with pytest.raises(LostError, match=r"tp1: .*no parity covers it"):
+        outcome(reports, shielded())
+
+
+def test_damage_is_what_verify_says() -> None:
+    assert Damage.of(["header", "chunk 3", "chunk 12", "objects"]) == Damage((3, 12), ("header", "objects"), False)
+    for text in ("record", "/x/slot0: has 5 bytes", "chunk x"):
+        assert Damage.of(["chunk 1", text]).useless
+
+
+def test_reports_of_protection_survive_json_and_foreign_shards_are_problems() -> None:
+    known = shielded(modes=Modes(node=True, peer=True))
+    whole = known.protection
+    assert ProtectionReport.from_json(json.loads(json.dumps(whole.to_json()))) == whole
+    joined = join([whole, ProtectionReport(problems=(("x", "bad"),))], RANKS[:5])
+    assert {package.shard for package in joined.packages} == set(RANKS[:5])
+    assert ("x", "bad") in joined.problems and any("tp5 is no shard" in text for _, text in joined.problems)
+    assert joined.protects((5, A)) and not joined.protects((5, B)) and not joined.protects((4, A))
+    held = holding("tp3")
+    assert holding_of_json(json.loads(json.dumps(holding_json(held)))) == held
