@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -18,6 +17,7 @@ from typing import Any
 import jobs
 import pytest
 
+from ftckpt.arena.directory import clean_job
 from ftckpt.config import Config
 from ftckpt.testing.pool import run_ranks
 
@@ -48,14 +48,14 @@ def run(text: str, timeout_secs: float = 60) -> subprocess.CompletedProcess[str]
 
 
 def test_all_blocks_are_known() -> None:
-    kinds = "bash bash python bash json bash python bash bash python bash"
+    kinds = "bash bash python bash json bash python bash bash bash python bash"
     assert [kind for kind, _ in BLOCKS] == kinds.split()
 
 
 @pytest.fixture
 def live_job() -> Iterator[subprocess.Popen[bytes]]:
     """The job that the README starts, once it has snapshots."""
-    shutil.rmtree(JOB, ignore_errors=True)
+    clean_job(JOB.parent, "readme")
     command = block("bash", "--standalone")
     job = subprocess.Popen(
         ["bash", "-ec", command], cwd=ROOT, env=ENV, start_new_session=True, stdout=subprocess.DEVNULL
@@ -64,7 +64,7 @@ def live_job() -> Iterator[subprocess.Popen[bytes]]:
         yield job
     finally:
         end(job)
-        shutil.rmtree(JOB, ignore_errors=True)
+        clean_job(JOB.parent, "readme")
 
 
 def end(job: subprocess.Popen[bytes]) -> None:
@@ -84,9 +84,15 @@ def wait_for(what: str, command: str, timeout_secs: float = 90) -> str:
     raise AssertionError(f"{what!r} did not show in the output of {command!r}: {output}")
 
 
+def test_the_plan_of_a_large_job_names_what_it_survives() -> None:
+    planned = run(block("bash", "ftckpt plan"))
+    assert planned.returncode == 0, planned.stderr
+    assert "512 ranks on 64 nodes" in planned.stdout and re.search(r"one node +64 +all", planned.stdout)
+
+
 def test_start_inspect_open_kill_clean(live_job: subprocess.Popen[bytes]) -> None:
     inspect = block("bash", "inspect").splitlines()[0]
-    shown = wait_for("SEALED", inspect)
+    shown = wait_for(" PROTECTED ", inspect)
     assert "tp0-pp1-cp0-dp1" in shown
     opened = subprocess.run(
         [sys.executable, "-c", block("python", "safe_open")], env=ENV, capture_output=True, text=True, check=False
