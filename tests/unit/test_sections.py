@@ -1,0 +1,363 @@
+"""Sections: what a lost rank stored of replicated state comes back, bit for bit, from what the others store."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import reduce
+from typing import cast
+
+import numpy as np
+import pytest
+import torch
+import xxhash
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_replicas import Gather, Job, in_lockstep, jobs, sets_of, whole
+from test_shares import LoneGroup
+
+from ftckpt.arena.image import SlotImage
+from ftckpt.capture.copier import copy_chunk
+from ftckpt.capture.plan import Part, chunk_copies
+from ftckpt.capture.prepare import Assignment, assign
+from ftckpt.capture.sections import Job as Known
+from ftckpt.capture.sections import Laid, Redundancy, burden, lay_out
+from ftckpt.comm import Group
+from ftckpt.errors import CaptureError, ConfigError
+from ftckpt.layout.replicas import CUT_BYTES, ReplicaSets, identity, share
+from ftckpt.layout.shares import choose, deal, equal_cuts
+from ftckpt.layout.topology import Member, Topology
+from ftckpt.protect.groups import Holding, ParityGroup, slot_groups
+from ftckpt.protect.stripes import stripes
+from ftckpt.state.fragment import Box, Fragment
+from ftckpt.state.manifest import Manifest
+from ftckpt.state.piece import Description, Piece
+
+TYPES = {"U8": torch.uint8, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64}
+Held = dict[int, list[Fragment]]
+
+
+def live(fragment: Fragment, salt: int = 0) -> torch.Tensor:
+    """Bytes that follow from what the fragment is: replicas hold the same."""
+    seed = xxhash.xxh3_64_intdigest(identity(fragment), salt)
+    tensor = torch.empty(fragment.numel, dtype=TYPES[fragment.dtype])
+    if fragment.numel:
+        data = np.random.default_rng(seed).integers(0, 256, fragment.nbytes, np.uint8)
+        tensor.view(torch.uint8).copy_(torch.from_numpy(data))
+    return tensor
+
+
+class World:
+    """What every rank lays out and stores; each rank reads nothing but its own tensors."""
+
+    def __init__(
+        self, held: Held, redundancy: Redundancy, chunk_bytes: int, views: dict[int, ReplicaSets] | None = None
+    ) -> None:
+        views = views or sets_of(held)
+        self.held, self.chunk_bytes = held, chunk_bytes
+        self.shards = [f"dp{rank}" for rank in held]
+        self.laid: list[Laid] = []
+        self.images: list[SlotImage] = []
+        self.slots: list[torch.Tensor] = []
+        for rank, fragments in held.items():
+            runs, private = burden(views[rank], redundancy)
+            cuts = deal(runs, private, None)
+            laid = lay_out(fragments, views[rank], rank, Known(cuts, self.shards, chunk_bytes, redundancy))
+            stepped = tuple(part.fragment for part in laid.parts)
+            manifest = Manifest({"dp": rank}, {}, stepped, (), 64, chunk_bytes, sections=laid.sections)
+            self.laid.append(laid)
+            self.images.append(SlotImage.of(Manifest.decode(manifest.encode())))
+            self.slots.append(self._filled(self.images[-1], laid.parts, [live(f) for f in fragments]))
+        places = zip(self.images, redundancy.nodes or self.shards, strict=True)
+        self.holdings = [Holding.of(image, node, "", f"arena-{node}") for image, node in places]
+        self.groups = slot_groups(self.holdings)
+
+    def chunk(self, shard: str, chunk: int) -> np.ndarray:
+        rank = self.shards.index(shard)
+        span = self.images[rank].chunks[chunk]
+        return self.slots[rank].numpy()[span.begin : span.end]
+
+    @staticmethod
+    def _filled(image: SlotImage, parts: Sequence[Part], tensors: list[torch.Tensor]) -> torch.Tensor:
+        slot = torch.zeros(image.file_bytes, dtype=torch.uint8)
+        for copy in chunk_copies(image, parts):
+            span = image.chunks[copy.chunk]
+            assert not copy.segments or (span.begin <= copy.begin and copy.end <= span.end)
+            copy_chunk(tensors, copy, slot)
+        return slot
+
+    def rebuilt(self, group: ParityGroup, lost: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Each chunk of the group that member ``lost`` stored, and what plain XOR of the others' chunks gives."""
+        members = group.members
+        for stripe in stripes(group):
+            ((holder, block),) = stripe.blocks
+            chunks = [(m, members[m].first + c) for m, c in stripe.data if c >= 0]
+            if lost in (m for m, _ in chunks):
+                ((_, wanted),) = [(m, c) for m, c in chunks if m == lost]
+                others = [(m, c) for m, c in chunks if m != lost] + [(holder, members[holder].blocks + block)]
+                assert lost not in (m for m, _ in others), "a member guards its own chunk"
+                stored = self.chunk(members[lost].shard, wanted)
+                sources = [self.chunk(members[m].shard, c) for m, c in others]
+                yield stored, reduce(np.bitwise_xor, [wide(s, self.chunk_bytes) for s in sources])[: len(stored)]
+
+
+def wide(data: np.ndarray, nbytes: int) -> np.ndarray:
+    return np.concatenate([data, np.zeros(nbytes - len(data), np.uint8)])
+
+
+@st.composite
+def redundancies(draw: st.DrawFn, ranks: int, mode: str | None = None) -> Redundancy:
+    nodes = draw(st.lists(st.sampled_from("abcd"), min_size=ranks, max_size=ranks))
+    racks = draw(st.sampled_from([{}, {"a": "r", "b": "r", "c": "s", "d": "s"}]))
+    mode = draw(st.sampled_from(["replica", "copy"])) if mode is None else mode
+    return Redundancy(mode, tuple(nodes), tuple(racks.get(node, "") for node in nodes))
+
+
+@st.composite
+def worlds(draw: st.DrawFn, mode: str | None = None) -> tuple[Job, Redundancy, int]:
+    job = draw(jobs())
+    redundancy = draw(redundancies(len(job[0]), mode))
+    return job, redundancy, draw(st.sampled_from([64, 192, 512, 4096, 1 << 16]))
+
+
+@settings(max_examples=250, deadline=None)
+@given(worlds())
+def test_every_chunk_of_a_lost_member_comes_back_from_the_others(case: tuple[Job, Redundancy, int]) -> None:
+    (held, _, _), redundancy, chunk_bytes = case
+    world = World(held, redundancy, chunk_bytes)
+    sections = [section for image in world.images for section in image.sections]
+    names = {section.group for section in sections if section.group}
+    assert names == {group.name for group in world.groups}, "a reader of the slots does not know all groups"
+    for group in world.groups:
+        assert group.mode == redundancy.mode
+        nodes = [redundancy.nodes[world.shards.index(member.shard)] for member in group.members]
+        assert len(set(nodes)) == len(nodes)
+        for lost, member in enumerate(group.members):
+            found = list(world.rebuilt(group, lost))
+            assert len(found) == len(member.lengths)
+            for stored, again in found:
+                assert np.array_equal(stored, again)
+
+
+@settings(max_examples=250, deadline=None)
+@given(worlds("replica"))
+def test_blocks_are_no_longer_than_their_stripes_and_nothing_else_is_in_them(
+    case: tuple[Job, Redundancy, int],
+) -> None:
+    (held, _, _), redundancy, chunk_bytes = case
+    world = World(held, redundancy, chunk_bytes)
+    for group in world.groups:
+        of_holder: dict[int, int] = {}
+        for stripe in stripes(group):
+            ((holder, block),) = stripe.blocks
+            if stripe.length:
+                stored = world.chunk(group.members[holder].shard, group.members[holder].blocks + block)
+                assert not stored[stripe.length :].any()
+                of_holder[holder] = block * chunk_bytes + stripe.length
+        for holder, member in enumerate(group.members):
+            image = world.images[world.shards.index(member.shard)]
+            found = [s for s in image.sections if (s.kind, s.group) == ("parity", group.name)]
+            assert [s.span.nbytes for s in found] == [of_holder[h] for h in (holder,) if h in of_holder]
+
+
+@settings(max_examples=250, deadline=None)
+@given(worlds())
+def test_sections_hold_each_byte_once_in_the_order_of_kinds(case: tuple[Job, Redundancy, int]) -> None:
+    (held, holders, _), redundancy, chunk_bytes = case
+    world = World(held, redundancy, chunk_bytes)
+    copied: dict[bytes, int] = dict.fromkeys(holders, 0)
+    for rank, laid in enumerate(world.laid):
+        kinds = [section.kind for section in laid.sections]
+        assert kinds == sorted(kinds, key=["private", "shared", "copy", "parity"].index)
+        assert kinds != ["private"], "nothing is protected: there are no sections"
+        assert sum(section.fragments for section in laid.sections) in (0, len(laid.parts))
+        wanted = {part.name: part for _, part in share_of(held, rank)}
+        first = 0
+        for section in laid.sections or [None]:
+            parts = laid.parts if section is None else laid.parts[first : first + section.fragments]
+            first += len(parts)
+            if section is None or section.kind in ("private", "shared"):
+                for part in parts:
+                    assert wanted.pop(part.fragment.name) == part.fragment
+                    copied[identity(held[rank][part.piece])] += part.fragment.nbytes
+            elif section.kind == "copy":
+                other = world.laid[world.shards.index(section.of)]
+                assert [p.fragment for p in parts] == [p.fragment for p in shared(other, section.group)]
+                assert redundancy.nodes[rank] != redundancy.nodes[world.shards.index(section.of)]
+        assert not wanted, "something is in no section"
+    wholes = {identity(f): f.nbytes for fragments in held.values() for f in fragments}
+    assert copied == wholes
+
+
+def share_of(held: Held, rank: int) -> list[tuple[int, Fragment]]:
+    sets = sets_of(held)[rank]
+    return share(held[rank], sets, deal(sets.runs, sets.private, None), rank, f"dp{rank}")
+
+
+def shared(laid: Laid, group: str) -> list[Part]:
+    first = 0
+    for section in laid.sections:
+        if (section.kind, section.group) == ("shared", group):
+            return list(laid.parts[first : first + section.fragments])
+        first += section.fragments
+    return []
+
+
+@settings(max_examples=100, deadline=None)
+@given(worlds("copy"))
+def test_a_copy_is_chunk_by_chunk_the_original(case: tuple[Job, Redundancy, int]) -> None:
+    (held, _, _), redundancy, chunk_bytes = case
+    world = World(held, redundancy, chunk_bytes)
+    for image, slot in zip(world.images, world.slots, strict=True):
+        for section in image.sections:
+            if section.kind != "copy":
+                continue
+            rank = world.shards.index(section.of)
+            (original,) = [s for s in world.images[rank].sections if (s.kind, s.group) == ("shared", section.group)]
+            assert original.num_chunks == section.num_chunks
+            theirs = world.slots[rank][original.span.begin : original.span.end]
+            assert torch.equal(slot[section.span.begin : section.span.end], theirs)
+
+
+@pytest.mark.parametrize("mode", ["replica", "copy"])
+@pytest.mark.parametrize("numel", [1, 3, 17, 40, 100, 130])
+def test_fewer_lines_than_ranks_are_protected_as_well(mode: str, numel: int) -> None:
+    held = {rank: [whole("w", numel)] for rank in range(7)}
+    world = World(held, Redundancy(mode, tuple("abcdefg"), ("",) * 7), 64)
+    (group,) = world.groups
+    assert sum(len(member.lengths) for member in group.members) == -(-numel * 4 // CUT_BYTES)
+    for lost in range(len(group.members)):
+        assert all(np.array_equal(stored, again) for stored, again in world.rebuilt(group, lost))
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
+def test_parity_costs_one_part_in_all_others_of_a_share_and_a_copy_a_whole_one(ranks: int) -> None:
+    held = {rank: [whole(f"w{i}", 64 * ranks * (ranks - 1)) for i in range(6)] for rank in range(ranks)}
+    nodes, racks = tuple("abcdefgh"[:ranks]), ("",) * ranks
+    due = {"replica": ranks - 1, "copy": 1}
+    for mode, others in due.items():
+        world = World(held, Redundancy(mode, nodes, racks), 256)
+        for laid in world.laid:
+            kinds = [section.kind for section in laid.sections]
+            assert kinds == ["shared", "parity" if mode == "replica" else "copy"]
+            first = laid.sections[0].fragments
+            stored, extra = (
+                sum(part.fragment.nbytes for part in parts) for parts in (laid.parts[:first], laid.parts[first:])
+            )
+            assert stored == 6 * 4 * 64 * (ranks - 1) and extra == stored // others
+
+
+@pytest.mark.parametrize("nodes", ["aaaa", "aabb"])
+def test_two_replicas_on_two_nodes_need_no_xor_and_one_node_no_sections(nodes: str) -> None:
+    held = {rank: [whole("w", 3000)] for rank in range(4)}
+    world = World(held, Redundancy("replica", tuple(nodes), ("",) * 4), 1024)
+    assert len(world.groups) == (2 if nodes == "aabb" else 0)
+    for image, laid in zip(world.images, world.laid, strict=True):
+        assert bool(laid.sections) == (nodes == "aabb")
+        assert not any(copy.xor for copy in chunk_copies(image, laid.parts))
+
+
+def test_who_has_no_partner_on_another_node_keeps_its_share_to_itself() -> None:
+    held = {rank: [whole("w", 3000)] for rank in range(4)}
+    world = World(held, Redundancy("replica", tuple("aaab"), ("",) * 4), 1024)
+    (group,) = world.groups
+    assert [member.shard for member in group.members] == ["dp0", "dp3"]
+    assert [bool(laid.sections) for laid in world.laid] == [True, False, False, True]
+
+
+def test_names_tell_mode_members_and_replica_set_apart() -> None:
+    held = {rank: [whole("w", 3000)] + [whole("v", 3000)] * (rank < 2) for rank in range(4)}
+    found = [World(held, Redundancy(m, tuple("abab"), ("",) * 4), 1024) for m in ("replica", "copy")]
+    names = [group.name for world in found for group in world.groups]
+    assert len(names) == len(set(names)) == 6
+
+
+def test_differing_replicas_are_nobodys_parity() -> None:
+    held = {rank: [whole("same", 1000), whole("other", 1000)] for rank in range(3)}
+    views = sets_of(held, [identity(whole("other", 1000))])
+    world = World(held, Redundancy("replica", tuple("abc"), ("",) * 3), 1024, views)
+    for rank, laid in enumerate(world.laid):
+        assert laid.parts[0].fragment.key == f"other@dp{rank}" and laid.sections[0].fragments == 1
+        assert {strip.piece for part in laid.parts for strip in part.strips} == {0}
+
+
+MEMBERS = tuple(Member({"pp": pp, "dp": dp}, f"n{dp}") for pp in range(2) for dp in range(2))
+NODES = tuple(member.node for member in MEMBERS)
+NUMEL = 50_000
+
+
+def described(rank: int) -> Description:
+    """A layer of the stage, replicated over two ranks, and an embedding that both stages tie."""
+    keys = [f"layer{rank // 2}", "embedding"]
+    wholes = [Fragment.whole(key, "F32", (NUMEL,), Box((0,), (NUMEL,))) for key in keys]
+    step = Fragment.whole("step", "F32", (1,), Box((0,), (1,)))
+    return Description(tuple(Piece(f, live(f)) for f in wholes), (Piece(step, torch.ones(1)),))
+
+
+def assigned(capacities: list[int] | None, redundancy: Sequence[Redundancy]) -> list[Assignment]:
+    def run(rank: int, gather: Gather) -> Assignment:
+        group = cast(Group, LoneGroup(rank, 4, gather))
+        topology = Topology(rank, MEMBERS, {"pp": 2, "dp": 2})
+        return assign(group, topology, described(rank), 1 << 12, 1 << 16, capacities, redundancy[rank])
+
+    return in_lockstep(run, 4)
+
+
+def test_without_protection_a_manifest_is_what_it_was() -> None:
+    for redundancy in (Redundancy(), Redundancy("", NODES, ("",) * 4), Redundancy("copy", ("n",) * 4, ("",) * 4)):
+        for rank, found in enumerate(assigned(None, [redundancy] * 4)):
+            layer, embedding = (piece.fragment for piece in described(rank).stepped)
+            pair, four = equal_cuts(4 * NUMEL, 2) // 64 * 16, equal_cuts(4 * NUMEL, 4) // 64 * 16
+            pair[-1] = four[-1] = NUMEL
+            stepped = (
+                layer.part(*(int(at) for at in (pair[rank % 2], pair[rank % 2 + 1]))),
+                embedding.part(int(four[rank]), int(four[rank + 1])),
+            )
+            (step,) = described(rank).volatile
+            volatile = (step.fragment.with_key(f"step@{MEMBERS[rank].shard}"),)
+            was = Manifest(
+                MEMBERS[rank].coords,
+                {"pp": 2, "dp": 2},
+                tuple(p for p in stepped if p.numel),
+                volatile,
+                4096,
+                1 << 16,
+            )
+            assert found.manifest.encode() == was.encode()
+
+
+@pytest.mark.parametrize("mode", ["replica", "copy"])
+def test_protected_runs_stay_equal_whatever_the_windows_take(mode: str) -> None:
+    redundancy = Redundancy(mode, NODES, ("",) * 4)
+    plain = assigned(None, [redundancy] * 4)
+    found = assigned([100_000, 100_000, 300_000, 300_000], [redundancy] * 4)
+    for before, after in zip(plain, found, strict=True):
+        assert after.manifest.sections and after.manifest.sections == before.manifest.sections
+        assert after.manifest.stepped == before.manifest.stepped
+        # Two members: parity of one share is a share. 150 kB of the state, 150 kB of protection.
+        assert abs(after.copied_bytes - 300_000) <= 4 * CUT_BYTES
+        assert after.spill_bytes is not None
+        assert abs(after.spill_bytes[0] - 400_000) <= 16 * CUT_BYTES, "what protection copies needs room as well"
+
+
+def test_unprotected_runs_go_where_protection_leaves_room() -> None:
+    """The stage of ranks 0 and 1 spans nodes, that of 2 and 3 does not: the embedding is on one node for each."""
+    runs_of = sets_of({0: [whole("a", 1000)], 1: [whole("a", 1000), whole("b", 1000)], 2: [whole("b", 1000)]})[0]
+    runs, private = burden(runs_of, Redundancy("copy", ("x", "y", "y"), ("",) * 3))
+    assert sorted((run.members.tolist(), run.equal) for run in runs) == [([0, 1], True), ([1, 2], False)]
+    assert private.tolist() == [2000, 2000, 0]
+    cuts = choose(runs, private, np.array([1, 4100, 8000])).cuts
+    shares = {tuple(run.members.tolist()): np.diff(cut).tolist() for run, cut in zip(runs, cuts, strict=True)}
+    assert shares[0, 1] == [2000, 2000] and shares[1, 2][1] > 3 * shares[1, 2][0]
+
+
+def test_ranks_that_were_told_different_nodes_refuse() -> None:
+    same = Redundancy("replica", NODES, ("",) * 4)
+    for other in (Redundancy("copy", NODES, ("",) * 4), Redundancy("replica", NODES[::-1], ("",) * 4), Redundancy()):
+        with pytest.raises(CaptureError, match="different nodes"):
+            assigned(None, [same, same, other, same])
+    with pytest.raises(ConfigError, match="protect: 3 nodes given, one for each of 4 ranks"):
+        assigned(None, [Redundancy("replica", NODES[:3], ("",) * 3)] * 4)
+    with pytest.raises(ConfigError, match="'mirror' is no way to protect replicas; replica, copy"):
+        Redundancy("mirror", NODES, ("",) * 4)
+    with pytest.raises(ConfigError, match="4 nodes and 1 racks"):
+        Redundancy("copy", NODES, ("",))
