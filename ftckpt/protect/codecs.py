@@ -260,12 +260,10 @@ def _reciprocal(a: int) -> int:
 
 
 def _inverse(matrix: list[list[int]]) -> list[list[int]]:
-    """Gauss-Jordan; the matrix is a square submatrix of ``coefficient`` and therefore has an inverse."""
+    """Gauss-Jordan of a square submatrix of ``coefficient``; as all of its own are invertible, no pivot is 0."""
     size = len(matrix)
     rows = [row + [int(i == j) for j in range(size)] for i, row in enumerate(matrix)]
     for column in range(size):
-        pivot = next(i for i in range(column, size) if rows[i][column])
-        rows[column], rows[pivot] = rows[pivot], rows[column]
         scale = _reciprocal(rows[column][column])
         rows[column] = [_multiply(scale, value) for value in rows[column]]
         for i in range(size):

@@ -169,7 +169,9 @@ def test_death_at_any_store_of_checked(arena_dir: Path) -> None:
             checks = Checks.create_or_open(arena_dir, SLOTS, CHUNKS, DIGEST, writable)
             assert_tells(checks.read(0), CheckState.COVERED, OLD, 1)
             found = checks.read(1)
+            claims = checks._data[RECORD] != CheckState.NONE
             checks.close()
+            assert claims == (found is not None)  # nothing is ever claimed that is not proven
             if found is None:
                 assert not complete
                 seen.add("none")

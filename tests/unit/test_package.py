@@ -171,6 +171,12 @@ def resigned(data: bytes, offset: int, value: bytes) -> bytes:
     return body + xxhash.xxh3_128_digest(body)
 
 
+def test_nothing_may_follow_the_parts() -> None:
+    body = hand_made().encode()[:-16] + b"more"
+    with pytest.raises(CorruptError, match="parts of"):
+        unpack(body + xxhash.xxh3_128_digest(body))
+
+
 def test_another_version_is_a_mismatch() -> None:
     with pytest.raises(MismatchError, match="version 2"):
         unpack(resigned(hand_made().encode(), 8, b"\2"))

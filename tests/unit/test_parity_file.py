@@ -244,6 +244,7 @@ def test_death_at_any_store(path: Path) -> None:
         file = ParityFile.open(path, True)
         found = file.snapshot()
         seen.add(found)
+        assert (file._data[512] == 2) == (found is not None)  # nothing is ever claimed that is not proven
         if found == (OLD, 1):
             assert_holds(file, OLD, 1)
         elif found is not None:
@@ -257,6 +258,16 @@ def test_death_at_any_store(path: Path) -> None:
         assert_holds(file, NEW, 3)
         file.close()
     assert seen == {(OLD, 1), None, (NEW, 2)}
+
+
+def test_a_state_byte_does_not_bring_back_what_was_given_up(path: Path) -> None:
+    file = ParityFile.create(path, GROUP, 1)
+    write(file, NEW, 2)
+    file.begin(NEW, 2)
+    file.block(0)[0] ^= 1
+    file._data[512] = 2
+    assert file.snapshot() is None
+    file.close()
 
 
 def test_any_bit_flip_of_what_is_vouched_for_reads_as_none(path: Path) -> None:
@@ -376,6 +387,16 @@ def test_any_bytes_are_refused(data: bytes) -> None:
         file.flush()
         with pytest.raises(ArenaError):
             ParityFile.open(Path(file.name))
+
+
+def test_another_number_of_blocks_than_the_groups(path: Path) -> None:
+    ParityFile.create(path, GROUP, 1).close()
+    raw = path.read_bytes()
+    blocks, begin = num_blocks(GROUP, 1), 4096 + 8 * num_blocks(GROUP, 1)
+    moved = raw[:begin] + bytes(8) + raw[begin : 2 * 4096 - 8] + raw[2 * 4096 :]
+    path.write_bytes(resigned(moved, 16, u32(blocks + 1)))
+    with pytest.raises(CorruptError, match=f"{blocks + 1} blocks"):
+        ParityFile.open(path)
 
 
 def test_a_group_too_large_is_refused(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
