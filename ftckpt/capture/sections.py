@@ -20,8 +20,8 @@ from ftckpt.layout.replicas import ReplicaSets, own_parts, run_indices, run_shar
 from ftckpt.layout.shares import Array, Run
 from ftckpt.protect.groups import SLOT_MODES, Member, ParityGroup, replica_partition, slot_group, slot_group_name
 from ftckpt.protect.stripes import Stripe, stripes
-from ftckpt.state.fragment import Box, Fragment
-from ftckpt.state.manifest import Section
+from ftckpt.state.fragment import Fragment
+from ftckpt.state.sections import Section, parity_fragment
 
 Pairs = list[tuple[int, Fragment]]
 """Parts of fragments, each with its fragment's index."""
@@ -202,8 +202,7 @@ class Replicas:
             found.sort(key=lambda strip: strip.offset)
             strips += [replace(strip, offset=begin + strip.offset) for strip in found]
         nbytes = held[-1].blocks[0][1] * size + held[-1].length
-        fragment = Fragment.whole(parity_key(self._group.name), "U8", (nbytes,), Box((0,), (nbytes,)))
-        return Part(-1, 0, fragment, tuple(strips))
+        return Part(-1, 0, parity_fragment(self._group.name, nbytes), tuple(strips))
 
 
 def burden(sets: ReplicaSets, redundancy: Redundancy) -> tuple[tuple[Run, ...], Array]:
@@ -217,11 +216,6 @@ def burden(sets: ReplicaSets, redundancy: Redundancy) -> tuple[tuple[Run, ...], 
             others = 1 if redundancy.mode == "copy" else len(group) - 1
             private[list(group)] += run.nbytes // len(run.members) // others
     return tuple(runs), private
-
-
-def parity_key(group: str) -> str:
-    """The key under which a slot holds the blocks of a group."""
-    return f"__parity__/{group}"
 
 
 def _parts(fragments: Sequence[Fragment], pairs: Pairs) -> list[Part]:

@@ -286,3 +286,42 @@ def test_own_threads_have_no_part_in_captures(fake: FakeDevice) -> None:
         copier.start(tensors, seen.flight, Always())
         seen.wait()
     assert fake.beside_captures == {"ftckpt-copy", "ftckpt-land", "ftckpt-register"}
+
+
+@pytest.mark.parametrize("where", ["device", "host", "both"])
+@pytest.mark.parametrize("pinned", [True, False])
+@pytest.mark.parametrize("first", ["compute", "side"])
+def test_parity_in_many_pieces_is_that_of_the_boundary(
+    fake: FakeDevice, monkeypatch: pytest.MonkeyPatch, first: str, pinned: bool, where: str
+) -> None:
+    """One buffer on the device for all pieces, a slot full of an older snapshot, and a write after the fence."""
+    monkeypatch.setattr(device_copier, "_XOR_BYTES", PAGE)
+    fake.refuse_pinning = not pinned
+    tensors = live_state()
+    copies, size = plan(tensors, 3 * PAGE, parity=True)
+    slot = shared_slot(size)
+    for segment in (segment for copy in copies for segment in copy.segments):
+        slot[segment.offset : segment.offset + segment.nbytes] = 0x5A
+    homes = {"device": (), "host": tensors, "both": tensors[:1]}[where]
+    monkeypatch.setattr(host, "in_host_memory", lambda tensor: any(tensor is home for home in homes))
+    boundary = [tensor.clone() for tensor in tensors]
+    with prepared([slot], CPU) as copier:
+        fake.first = fake.compute if first == "compute" else fake.side
+        seen = Landings(copies, slot)
+        if pinned:
+            fake.go.clear()
+        copier.start(tensors, seen.flight, Always())
+        assert copier.fence(seen.flight, SECS), "the host waits for a device that stands still"
+        for tensor in tensors:
+            if any(tensor is home for home in homes):
+                tensor.zero_()
+            else:
+                fake.compute.enqueue(tensor.zero_)
+        fake.go.set()
+        seen.wait()
+        fake.compute.synchronize()
+        assert (copier._mixed is None) == (where == "host")
+        assert copier._mixed is None or copier._mixed.numel() == PAGE
+    assert not any(tensor.any() for tensor in tensors)
+    assert seen.chunks == [copy.chunk for copy in copies]
+    assert_holds(slot, copies, boundary)

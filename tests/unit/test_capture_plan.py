@@ -12,12 +12,14 @@ from hypothesis import strategies as st
 
 from ftckpt.arena.image import SlotImage
 from ftckpt.capture.copier import copy_chunk
-from ftckpt.capture.plan import Part, chunk_copies
+from ftckpt.capture.plan import Part, Segment, chunk_copies
 from ftckpt.state.fragment import Box, Fragment
 from ftckpt.state.manifest import Manifest
+from ftckpt.state.sections import Section, parity_fragment
 
 TYPES = {"U8": torch.uint8, "BOOL": torch.bool, "BF16": torch.bfloat16, "F32": torch.float32, "I64": torch.int64}
 PAGE = 4096
+SECTIONS = (Section("shared", 1, "0" * 16), Section("parity", 1, "0" * 16))
 
 Case = tuple[SlotImage, list[Part], list[torch.Tensor]]
 
@@ -118,3 +120,18 @@ def test_a_copy_through_a_smaller_buffer_gives_the_same_bytes(case: Case) -> Non
         copy_chunk(tensors, copy, buffer, at=span.begin)
         copy_chunk(tensors, copy, slot)
         assert torch.equal(buffer, slot[span.begin : span.end])
+
+
+def test_parity_takes_its_strips_to_their_chunks_and_says_where_they_overlap() -> None:
+    state = Fragment.whole("w", "F32", (3000,), Box((0,), (3000,)))
+    parity = parity_fragment("0" * 16, 2 * PAGE)
+    strips = (Segment(0, 0, 1000, 0, 4000), Segment(0, 1500, 500, 0, 2000), Segment(0, 2000, 100, PAGE, 400))
+    parts = [Part(0, 0, state), Part(-1, 0, parity, strips)]
+    image = SlotImage.of(Manifest({}, {}, (state, parity), (), 100, PAGE, sections=SECTIONS))
+    begin, first = image.offsets[1], image.sections[1].first_chunk
+    copies = chunk_copies(image, parts)
+    assert begin % PAGE == 0 and first == 3
+    assert [(copy.xor, copy.nbytes) for copy in copies[first:]] == [(True, 4000), (False, 400)]
+    assert copies[first].segments == (Segment(0, 0, 1000, begin, 4000), Segment(0, 1500, 500, begin, 2000))
+    assert copies[first + 1].segments == (Segment(0, 2000, 100, begin + PAGE, 400),)
+    assert not any(copy.xor for copy in copies[:first])
