@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from itertools import combinations
 from typing import Any
 
 from ftckpt.protect.groups import ParityGroup
@@ -146,7 +145,10 @@ def _one_and_two(
     if len(names) > 1:
         # Two that do not touch each other are survived if each of them is.
         pairs = len(good) * (len(good) - 1) // 2 - len(bad_pairs)
-        example = bad_pairs[0] if bad_pairs else next((p for p in combinations(names, 2) if failed & set(p)), ())
+        example: tuple[str, ...] = bad_pairs[0] if bad_pairs else ()
+        if failed and not bad_pairs:
+            one_failed = min(failed)
+            example = tuple(sorted([one_failed, next(name for name in names if name != one_failed)]))
         rows.append(Failure(two, len(names) * (len(names) - 1) // 2, pairs, example))
     return rows
 

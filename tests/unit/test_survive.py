@@ -371,6 +371,17 @@ def test_a_lost_node_takes_its_packages_along() -> None:
     assert not Forecast(job.groups, own_only, job.holdings).survived(set(), {"n1"})
 
 
+def test_nodes_that_keep_each_others_packages_are_near() -> None:
+    job = small(Modes(peer=True, peer_code="mirror", peer_losses=2), nodes=4, per_node=1)
+    packages = {"s0": ["n0", "n3"], "s1": ["n1"], "s2": ["n2", "n0", "n1"], "s3": ["n3", "n0"]}
+    forecast = Forecast([], packages, job.holdings)
+    near = forecast.near(nodes=True)
+    assert near == {"n0": {"n2", "n3"}, "n1": {"n2"}, "n2": {"n0", "n1"}, "n3": {"n0"}}
+    assert forecast.near(nodes=False) == {f"s{i}": set() for i in range(4)}
+    both = Forecast(job.groups, packages, job.holdings)
+    assert both.survived(set(), {"n0"}) and both.survived(set(), {"n3"}) and not both.survived(set(), {"n0", "n3"})
+
+
 def test_all_pairs_of_a_large_job_take_seconds() -> None:
     modes = Modes(node=True, replica="replica", peer=True)
     job = build(modes, 64, 8, [60 * CHUNK] * 512, [40 * CHUNK] * 512)
