@@ -60,16 +60,22 @@ find_allocation() {
     ((NODES <= ${#ALLOCATED[@]})) || fail "--nodes: $NODES nodes are to train, ${#ALLOCATED[@]} are allocated"
 }
 
-# find_arena: sets ARENA to the flag --ftckpt-arena, for the cleaning at the end.
+# find_arena: sets ARENA to the flag --ftckpt-arena, for SMPs and the cleaning at the end, and UNGUARDED where
+# the flags want no SMP. GUARDED holds the process that waits for the SMP of each node.
 find_arena() {
     local index word
     ARENA=/dev/shm
+    declare -gA GUARDED=()
+    UNGUARDED=
+    [ "$RUNNER" != none ] || UNGUARDED=1
     for index in "${!PROGRAM[@]}"; do
         word=${PROGRAM[index]}
         case $word in
         --ftckpt-job | --ftckpt-job=*) fail "name the job with --job: the steps and the cleaning at the end need it too" ;;
         --ftckpt-arena=*) ARENA=${word#*=} ;;
         --ftckpt-arena) ARENA=${PROGRAM[index + 1]:-$ARENA} ;;
+        --ftckpt-protect=none) UNGUARDED=1 ;;
+        --ftckpt-protect) [ "${PROGRAM[index + 1]:-}" != none ] || UNGUARDED=1 ;;
         esac
     done
 }
@@ -108,6 +114,21 @@ choose() {
     done
 }
 
+# guard: an SMP on each node that trains, in a step of its own: with the end of a step Slurm kills all that it started.
+# It ends with the job, or is ended by the cleaning.
+guard() {
+    local node
+    [ -z "$UNGUARDED" ] || return 0
+    for node in "${TRAINING[@]}"; do
+        [ -z "${GUARDED[$node]:-}" ] || ! kill -0 "${GUARDED[$node]}" 2>/dev/null || continue
+        # shellcheck disable=SC2016 # expanded on the node
+        srun --overlap --nodes=1 --ntasks=1 --nodelist="$node" --cpus-per-task=1 --unbuffered \
+            bash -c 'exec "$@" --node "${FTCKPT_NODE:-$SLURMD_NODENAME}"' smp \
+            "$PYTHON" -m ftckpt.smp --job "$JOB" --arena "$ARENA" </dev/null &
+        GUARDED[$node]=$!
+    done
+}
+
 # joined WORD...: prints them with commas between.
 joined() {
     local IFS=,
@@ -136,6 +157,7 @@ run_steps() {
             exit
         fi
         say "step $number of at most $STEPS on $(joined "${TRAINING[@]}")"
+        guard
         "${STEP[@]}" &
         SRUN=$!
         code=0

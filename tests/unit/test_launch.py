@@ -437,6 +437,22 @@ def test_slurm_ends_the_allocation(standins: Standins, script: str) -> None:
 
 
 @pytest.mark.parametrize("script", BATCH)
+def test_each_node_that_trains_has_an_smp_in_a_step_of_its_own(standins: Standins, script: str) -> None:
+    standins.launch(script, "--nodes", "2", str(standins.script), env=standins.slurm("n1", "n2", "n3"))
+    guards = [call for call in standins.calls("srun") if "ftckpt.smp" in call.argv]
+    assert [call.options["--nodelist"] for call in guards] == ["n1", "n2"]
+    assert (
+        guards[0].after("--job") == standins.steps()[0].env["FTCKPT_JOB"] and guards[0].after("--arena") == "/dev/shm"
+    )
+
+
+@pytest.mark.parametrize("words", [["--ftckpt-protect", "none"], ["--ftckpt-protect=none"]])
+def test_no_smp_is_started_where_none_is_wanted(standins: Standins, words: list[str]) -> None:
+    standins.launch("frontier.sbatch", str(standins.script), "--ftckpt", *words, env=standins.slurm("n1"))
+    assert standins.steps() and not [call for call in standins.calls("srun") if "ftckpt.smp" in call.argv]
+
+
+@pytest.mark.parametrize("script", BATCH)
 def test_a_dry_run_prints_the_step(standins: Standins, script: str) -> None:
     dry = standins.launch(script, "--dry-run", str(standins.script), env=standins.slurm("n1"))
     assert dry.returncode == 0 and not standins.calls("srun")
