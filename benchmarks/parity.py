@@ -235,27 +235,29 @@ def memory_cases() -> list[dict[str, Any]]:
 def core_cases(rates: Mapping[str, Mapping[str, float]]) -> list[dict[str, Any]]:
     """What an SMP computes per snapshot, as a share of one core and of a node's. Sockets and pauses are not in it.
 
-    Each node's blocks of a group are made of as many bytes as the node's own state, once per parity row.
+    Each byte is hashed once to check it, and once more before it goes into a block. A node's blocks of a group are
+    made of as many bytes as its own state, once per parity row.
     """
-    per_gb = {name: 1 / rate["median"] for name, rate in rates.items()}
-    parity = {name: per_gb[name] + per_gb["parity block into its file"] / (MEMBERS - 1) for name in ("xor encode",)}
-    two_rows = per_gb["rs encode, m=2"] + 2 * per_gb["parity block into its file"] / (MEMBERS - 2)
+    secs = {name: 1 / rate["median"] for name, rate in rates.items()}
+    check, put = secs["checksum of a chunk"], secs["parity block into its file"]
+    xor = check + secs["xor encode"] + put / (MEMBERS - 1)
+    rs = 2 * check + secs["rs encode, m=2"] + 2 * put / (MEMBERS - 2)
     costs = {
-        "checksums": per_gb["checksum of a chunk"],
-        "checksums, node": per_gb["checksum of a chunk"] + parity["xor encode"],
-        "checksums, node, peer xor": 2 * per_gb["checksum of a chunk"] + 2 * parity["xor encode"],
-        "checksums, node, peer rs m=2": 3 * per_gb["checksum of a chunk"] + parity["xor encode"] + two_rows,
+        "checksums": check,
+        "checksums, node": check + xor,
+        "checksums, node, peer xor": check + 2 * xor,
+        "checksums, node, peer rs m=2": check + xor + rs,
     }
     return [
         {
             "protection": name,
             "node_gb": node_gb,
-            "interval_secs": secs,
+            "interval_secs": interval,
             "core_secs_per_snapshot": node_gb * cost,
-            "share_of_a_core": node_gb * cost / secs,
-            "share_of_the_node": node_gb * cost / secs / NODE_CORES,
+            "share_of_a_core": node_gb * cost / interval,
+            "share_of_the_node": node_gb * cost / interval / NODE_CORES,
         }
-        for node_gb, secs in EXAMPLES
+        for node_gb, interval in EXAMPLES
         for name, cost in costs.items()
     ]
 
@@ -317,9 +319,7 @@ def main(argv: Sequence[str]) -> int:
     """Run everything; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, required=True, help="where the result goes")
-    parser.add_argument(
-        "--mib", type=int, default=64, help="size of a chunk; larger than the processor's cache counts"
-    )
+    parser.add_argument("--mib", type=int, default=16, help="size of a chunk; the slot has eight of them")
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--arena", type=Path, default=Path("/dev/shm"), help="a tmpfs")
     parser.add_argument("--quick", action="store_true", help="no claims: for tests of this program")

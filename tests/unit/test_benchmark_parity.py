@@ -49,7 +49,7 @@ def test_shares_of_cores_follow_from_the_rates() -> None:
     assert case["core_secs_per_snapshot"] == pytest.approx(32.0)
     assert case["share_of_a_core"] == pytest.approx(3.2)
     assert case["share_of_the_node"] == pytest.approx(3.2 / parity.NODE_CORES)
-    assert cases["checksums, node", 6.4]["core_secs_per_snapshot"] == pytest.approx(6.4 * (1 + 1 / 14))
+    assert cases["checksums, node", 6.4]["core_secs_per_snapshot"] == pytest.approx(6.4 * (1.5 + 1 / 14))
 
 
 def test_what_does_not_hold_is_told() -> None:
