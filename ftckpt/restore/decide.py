@@ -40,7 +40,7 @@ class Ask:
 
 @dataclass(frozen=True)
 class Known:
-    """What is known of parity: names of all of it, and all about the snapshots that were asked for.
+    """What is known of parity: which snapshots have packages, and all about those that were asked for.
 
     ``bad_blocks`` did not verify, or gave wrong bytes. ``given_up`` are snapshots that could not be rebuilt though
     parity was there, with the reason.

@@ -1,7 +1,8 @@
 """What protects the snapshots: parity files and packages of every node, as data that can be sent to other nodes.
 
-First each node tells by names alone what it has (``take_protection``). Only if a snapshot cannot be taken as it
-lies in the arenas do nodes tell the rest of it (``read_shield``), and ``Shield`` puts together what all told.
+First each node tells the names of its packages (``take_protection``): what can be rebuilt has some. Only if a
+snapshot cannot be taken as it lies in the arenas do nodes look into packages and parity files of it
+(``read_shield``), and ``Shield`` puts together what all told.
 """
 
 from __future__ import annotations
@@ -28,21 +29,13 @@ Snapshot = tuple[int, str]
 
 @dataclass(frozen=True, order=True)
 class ParityReport:
-    """A parity file of one node: blocks of holder ``holder`` of ``group``, for one snapshot (lineage in hex)."""
+    """A parity file of one node, in the directory ``arena``: the blocks of member ``holder`` of ``group``."""
 
     node: str
     arena: str
     file: str
-    mode: str
     group: str
     holder: int
-    lineage: str
-    iteration: int
-
-    @property
-    def snapshot(self) -> Snapshot:
-        """What its blocks belong to."""
-        return self.iteration, self.lineage
 
 
 @dataclass(frozen=True, order=True)
@@ -58,9 +51,8 @@ class PackageReport:
 
 @dataclass(frozen=True)
 class ProtectionReport:
-    """Parity files and packages of one node. ``problems``: (name of the file, why it is not used)."""
+    """The packages of one node or of all. ``problems``: (name of the file, why it is not used)."""
 
-    parity: tuple[ParityReport, ...] = ()
     packages: tuple[PackageReport, ...] = ()
     problems: tuple[tuple[str, str], ...] = ()
 
@@ -71,55 +63,35 @@ class ProtectionReport:
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> ProtectionReport:
         """Inverse of ``to_json``."""
-        return cls(
-            tuple(ParityReport(**parity) for parity in value["parity"]),
-            tuple(PackageReport(**package) for package in value["packages"]),
-            tuple((name, text) for name, text in value["problems"]),
-        )
+        packages = tuple(PackageReport(**package) for package in value["packages"])
+        return cls(packages, tuple((name, text) for name, text in value["problems"]))
 
     def protects(self, snapshot: Snapshot) -> bool:
-        """Whether there is anything of ``snapshot``."""
+        """Whether there is a package of ``snapshot``."""
         iteration, lineage = snapshot
-        return any(parity.snapshot == snapshot for parity in self.parity) or any(
-            (package.iteration, package.lineage8) == (iteration, lineage[:8]) for package in self.packages
-        )
+        return any((package.iteration, package.lineage8) == (iteration, lineage[:8]) for package in self.packages)
 
 
 def join(reports: Iterable[ProtectionReport], shards: Collection[str]) -> ProtectionReport:
     """All nodes' reports as one; packages of shards that are not of this job's layout are problems."""
-    parity: list[ParityReport] = []
     packages: list[PackageReport] = []
     problems: list[tuple[str, str]] = []
     for report in reports:
-        parity += report.parity
         packages += [package for package in report.packages if package.shard in shards]
         foreign = [package for package in report.packages if package.shard not in shards]
         problems += [(package.file, f"{package.shard} is no shard of this layout") for package in foreign]
         problems += report.problems
-    return ProtectionReport(tuple(sorted(parity)), tuple(sorted(packages)), tuple(problems))
+    return ProtectionReport(tuple(sorted(packages)), tuple(problems))
 
 
 def take_protection(node_dir: Path, node: str) -> ProtectionReport:
-    """Report every parity file with a snapshot and every package of this node; nothing is written."""
-    parity: list[ParityReport] = []
-    problems: list[tuple[str, str]] = []
-    for name in list_parity(node_dir):
-        try:
-            file = ParityFile.open(name.path)
-        except FtckptError as error:
-            problems.append((f"{name.arena}/{name.path.name}", str(error)))
-            continue
-        with closing(file):
-            snapshot, group = file.snapshot(), file.group
-            if snapshot is None or snapshot[1] < 0:
-                continue  # it was being written
-            place = (node, name.arena, name.path.name, group.mode, group.name)
-            parity.append(ParityReport(*place, file.holder, snapshot[0].hex(), snapshot[1]))
-    packages = [
-        PackageReport(node, name.path.name, name.shard, name.lineage8, name.iteration)
-        for name in list_packages(node_dir)
-    ]
-    return ProtectionReport(tuple(parity), tuple(packages), tuple(problems))
+    """Report every package of this node, by its name."""
+    return ProtectionReport(
+        tuple(
+            PackageReport(node, name.path.name, name.shard, name.lineage8, name.iteration)
+            for name in list_packages(node_dir)
+        )
+    )
 
 
 @dataclass(frozen=True)
@@ -147,16 +119,22 @@ class Shield:
     problems: tuple[tuple[str, str], ...] = ()
 
     @classmethod
-    def of(cls, snapshot: Snapshot, told: Iterable[Mapping[str, Any]], protection: ProtectionReport) -> Shield:
-        """Put together what ``read_shield`` gave on every node."""
+    def of(cls, told: Iterable[Mapping[str, Any]], shards: Collection[str]) -> Shield:
+        """Put together what ``read_shield`` gave on every node; groups of others than ``shards`` are problems."""
         groups: dict[str, ParityGroup] = {}
+        parity: list[ParityReport] = []
         kept: dict[str, list[Kept]] = {}
         holdings: dict[str, Holding] = {}
         problems: list[tuple[str, str]] = []
         for node in told:
             for value in node["groups"]:
                 group = ParityGroup.from_json(value)
-                groups[group.name] = group
+                foreign = sorted(group.places.keys() - set(shards))
+                if foreign:
+                    problems.append((f"group {group.name}", f"{foreign[0]} is no shard of this layout"))
+                else:
+                    groups[group.name] = group
+            parity += [ParityReport(**value) for value in node["parity"]]
             for where, file, nbytes, value in node["kept"]:
                 holding = holding_of_json(value)
                 kept.setdefault(holding.shard, []).append(Kept(where, file, nbytes, holding))
@@ -166,8 +144,8 @@ class Shield:
             holdings.setdefault(shard, packages[0].holding)
         grouped = [holdings[shard] for shard in sorted(holdings) if _in_slots(holdings[shard])]
         groups.update({group.name: group for group in slot_groups(grouped)})
-        parity = {(p.group, p.holder): p for p in reversed(protection.parity) if p.snapshot == snapshot}
-        return cls(groups, parity, {s: tuple(p) for s, p in kept.items()}, holdings, tuple(problems))
+        files = {(p.group, p.holder): p for p in sorted(parity, reverse=True)}
+        return cls(groups, files, {s: tuple(p) for s, p in kept.items()}, holdings, tuple(problems))
 
 
 def read_shield(
@@ -180,15 +158,7 @@ def read_shield(
     """What this node has of the protection of ``snapshot``, as a JSON value: the groups of its parity files, the
     packages of ``shards``, and what arenas hold that have blocks of other shards in their slots."""
     iteration, lineage = snapshot
-    problems: list[tuple[str, str]] = []
-    groups: dict[str, ParityGroup] = {}
-    for parity in list_parity(node_dir):
-        try:
-            with closing(ParityFile.open(parity.path)) as file:
-                if file.snapshot() == (bytes.fromhex(lineage), iteration):
-                    groups[file.group.name] = file.group
-        except FtckptError:
-            continue  # told by take_protection
+    groups, parity, problems = _read_parity(node_dir, node, snapshot)
     kept = []
     for name in list_packages(node_dir):
         if name.shard not in shards or (name.iteration, name.lineage8) != (iteration, lineage[:8]):
@@ -208,10 +178,32 @@ def read_shield(
         kept.append([node, name.path.name, name.path.stat().st_size, holding_json(holding)])
     return {
         "groups": [group.to_json() for group in groups.values()],
+        "parity": [asdict(report) for report in parity],
         "kept": kept,
         "holdings": [holding_json(holding) for holding in _holdings(node_dir, node, snapshot)],
         "problems": problems,
     }
+
+
+def _read_parity(
+    node_dir: Path, node: str, snapshot: Snapshot
+) -> tuple[dict[str, ParityGroup], list[ParityReport], list[tuple[str, str]]]:
+    """Groups and parity files of ``snapshot``, and what could not be read."""
+    groups: dict[str, ParityGroup] = {}
+    parity: list[ParityReport] = []
+    problems: list[tuple[str, str]] = []
+    for name in list_parity(node_dir):
+        try:
+            file = ParityFile.open(name.path)
+        except FtckptError as error:
+            problems.append((f"{name.arena}/{name.path.name}", str(error)))
+            continue
+        with closing(file):
+            found = file.snapshot()  # None: it was being written
+            if found is not None and (found[1], found[0].hex()) == snapshot:
+                groups[file.group.name] = file.group
+                parity.append(ParityReport(node, name.arena, name.path.name, file.group.name, file.holder))
+    return groups, parity, problems
 
 
 def _holdings(node_dir: Path, node: str, snapshot: Snapshot) -> list[Holding]:

@@ -67,7 +67,7 @@ class Search:
             if decision is None:
                 return None
             if isinstance(decision, Ask):
-                self._shields[decision.snapshot] = self._ask(decision.snapshot, reports, protection)
+                self._shields[decision.snapshot] = self._ask(decision.snapshot, reports)
                 continue
             if self._verify(decision):
                 self._shields.clear()  # more packages may be needed now
@@ -97,7 +97,7 @@ class Search:
         self._tell_problems(protection.problems)
         return reports, protection
 
-    def _ask(self, snapshot: Snapshot, reports: list[ArenaReport], protection: ProtectionReport) -> Shield:
+    def _ask(self, snapshot: Snapshot, reports: list[ArenaReport]) -> Shield:
         """All about the protection of ``snapshot``, from the leaders of all nodes."""
         good = {
             report.shard
@@ -112,7 +112,7 @@ class Search:
         mine = together(self._group, lambda: read_shield(*place) if topology.is_node_leader else {})
         packed = zlib.compress(json.dumps(mine).encode(), 1)
         told = [json.loads(zlib.decompress(data)) for data in self._group.gather(packed)]
-        shield = together(self._group, lambda: Shield.of(snapshot, [part for part in told if part], protection))
+        shield = together(self._group, lambda: Shield.of([part for part in told if part], self._homes))
         self._tell_problems(shield.problems)
         return shield
 

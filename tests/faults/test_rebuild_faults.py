@@ -154,8 +154,10 @@ def test_packages_and_parity_of_another_layout_are_never_used(arena_root: Path, 
     told = restarted(job, tmp_path)
     assert {value["iteration"] for value in told} == {5}
     assert wanted_of(job, 5) == wanted
-    problems = [event["problem"] for event in events_of(tmp_path / "events", "protection_problem")]
+    told_of = events_of(tmp_path / "events", "protection_problem")
+    problems = [event["problem"] for event in told_of]
     assert any("dp3 is no shard of this layout" in text for text in problems)
+    assert any(event["file"].startswith("group ") for event in told_of)
     assert any("another layout" in text for text in problems)
 
 

@@ -258,6 +258,20 @@ def test_replicas_parity_and_peers_bring_back_a_node(
 
 
 @pytest.mark.parametrize("replica", ["replica", "copy"])
+def test_a_slot_full_of_other_bytes_is_written_over(replica: str, arena_root: Path, tmp_path: Path) -> None:
+    """Blocks in slots may be shorter than their chunks: what lies behind them is part of the chunk."""
+    job = Job(arena_root, ("n0", "n1", "n2"), Modes(replica=replica, peer=True), replica, ((0, 1, 2),))
+    wanted = made(job)
+    with closing(Arena.open(job.path(1), writable=True)) as arena:
+        slot, begin = slot_of(arena, 5), len(arena.image.header)
+        arena.control.begin(slot)
+        with arena.slot(slot) as view:
+            view[begin:] = b"\xff" * (len(view) - begin)
+    told = restarted(job, tmp_path)
+    assert_whole(job, told, 5, wanted[5])
+
+
+@pytest.mark.parametrize("replica", ["replica", "copy"])
 def test_a_chunk_of_a_share_comes_back_without_any_package(replica: str, arena_root: Path, tmp_path: Path) -> None:
     """Blocks in slots are of every snapshot that was sealed, protected or not."""
     job = Job(arena_root, ("n0", "n1", "n2"), Modes(replica=replica), replica, ((0, 1, 2),))

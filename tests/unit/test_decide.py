@@ -273,7 +273,7 @@ def shielded(
     held = [holding(shard) for shard in RANKS]
     groups = (node_groups(held) if modes.node else []) + peer_groups(held, modes)
     parity = [
-        ParityReport(member.node, member.arena, f"parity.{group.mode}.0", group.mode, group.name, index, *snapshot)
+        ParityReport(member.node, member.arena, f"parity.{group.mode}.0", group.name, index)
         for group in groups
         for index, member in enumerate(group.members)
         if member.shard not in without_parity_of
@@ -283,7 +283,7 @@ def shielded(
     ]
     kept = {p.shard: (Kept(p.node, p.file, 100, holding(p.shard)),) for p in packages}
     shield = Shield({g.name: g for g in groups}, {(p.group, p.holder): p for p in parity}, kept)
-    return Known(ProtectionReport(tuple(parity), tuple(packages)), {(iteration, lineage): shield})
+    return Known(ProtectionReport(tuple(packages)), {(iteration, lineage): shield})
 
 
 def six(
