@@ -53,7 +53,7 @@ class Duty:
         node_dir = sources.held.node_dir
         shards = [held.shard for held in sources.held.all] + [shard for _, shard in self.mirror_from]
         return all(package.package_path(node_dir, shard, *snapshot).is_file() for shard in shards) and all(
-            num_blocks(group, index) == 0 or sealed_parity(held, group, index, snapshot) is not None
+            num_blocks(group, index) == 0 or sealed_parity(sources, held, group, index, snapshot=snapshot) is not None
             for held, group, index in self.holders(sources)
         )
 

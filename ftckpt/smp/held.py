@@ -17,6 +17,7 @@ from ftckpt.arena.checks import Check, Checks
 from ftckpt.arena.control import MAX_SLOTS, SlotRecord, Snapshot
 from ftckpt.arena.segment import CONTROL_NAME, Arena, slot_name
 from ftckpt.errors import FtckptError
+from ftckpt.smp.parity_files import ParityFiles
 
 LEASE_SECS = 20.0
 _OPEN_AGAIN_SECS = 1.0
@@ -136,6 +137,7 @@ class HeldArenas:
     def __init__(self, node_dir: Path) -> None:
         self.node_dir = node_dir
         self.by_shard: Mapping[str, Held] = {}
+        self.parity = ParityFiles()
         self.problems: dict[str, str] = {}
         """Why an arena cannot be used, by its name."""
         self._wanted: tuple[str, ...] = ()
@@ -181,12 +183,14 @@ class HeldArenas:
                 except (FtckptError, OSError) as error:
                     self.problems[name] = str(error)
         self.by_shard = {held.shard: held for held in keep.values()}
+        self.parity.keep(lambda directory: directory.name in keep)
         for held in gone:
             held.close()
 
     def close(self) -> None:
         """Unmap all."""
         arenas, self.by_shard = self.all, {}
+        self.parity.keep(lambda directory: False)
         for held in arenas:
             held.close()
 

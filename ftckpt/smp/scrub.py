@@ -20,8 +20,9 @@ from ftckpt.protect.groups import MODES
 from ftckpt.protect.parity_file import ParityFile, parity_path
 from ftckpt.protect.stripes import stripe, stripe_of_block
 from ftckpt.protect.survive import BlockId, ChunkId, Repair, solve
-from ftckpt.smp.encode import FILES, make_block, open_parity
+from ftckpt.smp.encode import make_block
 from ftckpt.smp.held import Found, Held
+from ftckpt.smp.parity_files import FILES
 from ftckpt.smp.sources import Bytes, Feed, Sources
 from ftckpt.smp.work import Work, in_thread, within
 
@@ -86,9 +87,6 @@ class Scrubber:
                     yield from self._repair_block(snapshot, state.files[name, holder], block)
             yield from self._packages()
         finally:
-            for state in states.values():
-                for file in state.files.values():
-                    file.close()
             self._next = time.monotonic() + self._secs
         self._events.emit("scrubbed", secs=round(time.monotonic() - begun, 4), bytes=nbytes)
 
@@ -114,12 +112,9 @@ class Scrubber:
         """Hash every block of every sealed parity file; returns the bytes."""
         total = 0
         for path in (parity_path(held.path, mode, index) for mode in MODES for index in range(FILES)):
-            file = open_parity(path)
-            if file is None:
-                continue
-            snapshot = file.snapshot()
-            if snapshot is None or file.group.members[file.holder].shard != held.shard:
-                file.close()
+            file = self._sources.held.parity.get(path)
+            snapshot = None if file is None else file.snapshot()
+            if file is None or snapshot is None or file.group.members[file.holder].shard != held.shard:
                 continue
             state = states.setdefault(snapshot, _State())
             state.files[file.group.name, file.holder] = file
@@ -191,21 +186,17 @@ class Scrubber:
         what = f"block {block} of {file.path.name}"
         try:
             feed = Feed(self._sources, group, [one], snapshot)
-            data = yield from within(make_block(self._sources, feed, group, one, row), _REMOTE_SECS)
-            writable = ParityFile.open(file.path, writable=True)
-            try:
-                # Still the same file with the same claim: the main thread alone writes it, and it is here.
-                if writable.snapshot() == snapshot and writable.group.name == group.name:
-                    np.copyto(writable.block(block), data)
-                good = writable.verify(block)
-            finally:
-                writable.close()
+            data = yield from within(make_block(self._sources, feed, group, one, row=row), _REMOTE_SECS)
+            if file.snapshot() == snapshot:
+                np.copyto(file.block(block), data)
+            good = file.verify(block)
         except FtckptError:
             good = False
         if good:
             self.repaired += 1
             self._events.emit("repaired", arena=file.path.parent.name, iteration=snapshot[1], what=what)
         elif snapshot in [held.arena.control.target() for held in self._sources.held.all]:
+            self._sources.held.parity.drop(file.path)
             file.path.unlink(missing_ok=True)
             self.lost.add(snapshot)
 

@@ -33,7 +33,7 @@ from smp_nodes import (
 )
 
 from ftckpt.arena.checks import Checks, CheckState
-from ftckpt.arena.package import mirror_dir
+from ftckpt.arena.package import mirror_dir, pack
 from ftckpt.protect.groups import Modes
 from ftckpt.protect.parity_file import ParityFile
 from ftckpt.smp import wire
@@ -161,6 +161,35 @@ def test_a_peer_that_answers_nonsense_is_given_up(arena_root: Path, stack: ExitS
     assert len(smp.events.of("peer_lost")) == len(smp.events.of("not_covered")) == 1
     assert nodes[0].states(1) == [CheckState.CHECKED] and smp.duties.status()["received_bytes"] == 0
     assert nodes[0].packages(1) == ["dp0"]
+
+
+@pytest.mark.parametrize("wrong", ["iteration", "shard", "damaged"])
+def test_a_package_that_is_not_what_was_asked_for_is_not_kept(arena_root: Path, stack: ExitStack, wrong: str) -> None:
+    nodes = two_nodes(arena_root, stack)
+    modes = Modes(replica="copy")  # nothing but packages travels
+    for iteration in (1, 2):
+        nodes[1].snapshot(iteration, iteration, hashed=True)
+    good, other = (pack(nodes[1].arenas[0], slot) for slot in (1, 2))
+    nodes[0].snapshot(0, 1, hashed=True)
+    lie = {"iteration": other, "shard": pack(nodes[0].arenas[0], 0), "damaged": good[:-1] + b"x"}[wrong]
+    server = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+    stop = threading.Event()
+    stack.callback(stop.set)
+    said = [lie]
+    threading.Thread(target=_talk_nonsense, args=(server, lambda _: _answer(said[0]), stop), daemon=True).start()
+    smp = stack.enter_context(closing(Smp(nodes[0])))
+    ports = {"n0": smp.listen(), "n1": server.getsockname()[1]}
+    smp.duties.configure(describe(nodes[0], nodes, modes, ports, protect_timeout_secs=3.0))
+    smp.start()
+    nodes[0].target(1)
+    until(lambda: smp.duties.cannot == (LINEAGE, 1), "cannot")
+    assert nodes[0].packages(1) == ["dp0"] and nodes[0].packages(2) == []
+    said[0] = good
+    nodes[0].target(-1)
+    until(lambda: smp.duties.status()["target"] is None, "given up")
+    nodes[0].target(1)
+    until(lambda: nodes[0].covered(1), "covered")
+    assert nodes[0].packages(1) == ["dp0", "dp1"]
 
 
 def _talk_nonsense(server: socket.socket, answer: Callable[[Any], bytes], stop: threading.Event) -> None:

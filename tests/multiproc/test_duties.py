@@ -53,7 +53,7 @@ def test_sealed_slots_are_checked(node: Node, smp: Smp, hashed: bool) -> None:
         assert hashes.tolist() == [arena.hash_chunk(0, chunk) for chunk in range(len(arena.image.chunks))]
         assert 0 <= check.gap_secs < 30 and arena.verify(0) == [] and not arena.unchecked(0)
         assert arena.checks is not None
-        until(lambda arena=arena: not arena.checks.leased(0), "the lease is released")
+        until(lambda arena=arena: not arena.checks.leased(0), "the lease is released", secs=5)
     events = smp.events.of("checked")
     assert sorted(fields["shard"] for fields in events) == ["dp0", "dp1", "dp2"]
     assert all(fields["bytes"] == sum(s.nbytes for s in node.arenas[0].image.chunks) for fields in events[:0])
@@ -108,6 +108,7 @@ def test_a_slot_that_is_written_anew_while_it_is_hashed_is_not_checked(node: Nod
     hold.stop()
     until(lambda: arena.state(0) == SlotState.CHECKED, "the new one is checked")
     assert arena.verify(0) == []
+    assert [e["iteration"] for e in smp.events.of("checked") if e["shard"] == "dp0"] == [8]
     hold.close()
 
 
