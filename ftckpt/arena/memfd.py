@@ -195,7 +195,7 @@ def keep(node_dir: Path) -> int:
     written = {name.rpartition("-")[0] for fd, name in mine.items() if fd not in _adopted}
     links = {label(path): path for path in _links(node_dir, written)}
     handed = 0
-    for name, path in links.items():
+    for name, path in sorted(links.items()):  # parity first: an SMP that finds slots without it makes it anew
         found = _identity(path)
         fds = [fd for fd, kept_name in mine.items() if kept_name == name]
         if found is None:

@@ -115,7 +115,7 @@ class Daemon:
             self.events.emit("smp_error", error=f"not adopted: {error}")
 
     def _work(self) -> bool:
-        if time.monotonic() < self._paused_until or self._held.waits:
+        if time.monotonic() < self._paused_until:
             return False
         try:
             return self._duties.step(time.monotonic() + _STEP_SECS)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -14,8 +13,6 @@ from ftckpt.errors import ArenaError
 
 _LOOKS = 3
 """An arena's file is renamed twice at most while it is made: a link that three looks miss is not there."""
-_HAND_OVER_SECS = 3.0
-"""Trainers that live hand memory over within a second (``ftckpt.smp.keeper``)."""
 
 
 class HeldMemory:
@@ -28,7 +25,6 @@ class HeldMemory:
         self._node_dir = node_dir
         self._held: set[int] = set()
         self._guard = threading.Lock()
-        self._begun = time.monotonic()
 
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
         """Serve ``{"request": "memfd", "link": "ARENA/FILE", "pid", "fd"}`` or ``{"request": "memfd_sweep"}``.
@@ -100,13 +96,6 @@ class HeldMemory:
         """Sum of the sizes of what is held: while it is not 0, the end of this process loses snapshots."""
         with self._guard:
             return sum(os.fstat(fd).st_size for fd in self._held)
-
-    @property
-    def waits(self) -> bool:
-        """Whether trainers may yet hand over what the SMP before this one held: what is not there is not lost."""
-        if time.monotonic() - self._begun > _HAND_OVER_SECS:
-            return False
-        return any(not os.path.exists(link) for link in self._links())
 
     def close(self) -> None:
         """Give all memory up."""

@@ -293,6 +293,39 @@ def test_parity_outlives_the_holder_too(node: Node) -> None:
     arena.remove()
 
 
+def test_parity_is_handed_over_before_slots(node: Node) -> None:
+    """An SMP that finds the slots of all ranks, and not their parity, would make it anew over that of others."""
+    arena = Arena.create(node.path, manifest(), 2)
+    for name in ("parity.peer.1", "parity.node.0"):
+        create_mapping(arena.path / name, MIB).close()
+    assert memfd.keep(node.path) == 0
+    node.replace()
+    asked = []
+
+    def ask(request: dict[str, Any]) -> object:
+        asked.append(request["link"].rpartition("/")[2].partition(".")[0])
+        return node.holder.ask(request)
+
+    memfd.use_memfds(node.path, ask)
+    assert memfd.keep(node.path) == 4
+    assert asked == ["parity", "parity", "slot0", "slot1"]
+    memfd.stop_memfds(node.path)
+    assert memfd._adopted == set() and len(memfd._kept) == 2
+    arena.remove()
+
+
+def test_what_is_half_made_is_handed_over_when_it_is_whole(node: Node) -> None:
+    arena = Arena.create(node.path, manifest(), 2)
+    fresh = arena.path / ".slot2.safetensors.new"
+    mapping = create_mapping(fresh, MIB)
+    node.replace()
+    assert memfd.keep(node.path) == 2
+    fresh.rename(arena.path / "slot2.safetensors")
+    assert memfd.keep(node.path) == 1
+    mapping.close()
+    arena.remove()
+
+
 def test_memory_comes_back_when_the_link_goes(node: Node) -> None:
     arena = Arena.create(node.path, manifest(), 3)
     slot_bytes = arena.image.file_bytes
