@@ -39,6 +39,11 @@ class Site:
             "mirror_from": {}, "settings": settings,
         }  # fmt: skip
 
+    def command(self, *more: str) -> list[str]:
+        """What a person types to start one."""
+        named = ["--job", JOB, "--node", NODE, "--arena", str(self.root)]
+        return [sys.executable, "-m", "ftckpt.smp", *named, *more]
+
     @property
     def log(self) -> str:
         return (self.node_dir / "smp.log").read_text()
@@ -53,7 +58,7 @@ class Site:
                     dead = (entry / "stat").read_text().rpartition(")")[2].split()[0] in "ZX"
                 except OSError:
                     continue
-                if str(self.root).encode() in words and b"smp" in b" ".join(words) and not dead:
+                if words[1:3] == [b"-m", b"ftckpt.smp"] and str(self.root).encode() in words and not dead:
                     found.append(int(entry.name))
         return found
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import random
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from killing import killed_at
 from smps import JOB, NODE, SECRET, Site, events, eventually, python, site_at
 
 from ftckpt.arena.locks import JobLock
@@ -172,6 +174,21 @@ def test_killed_while_it_is_configured(site: Site) -> None:
         killer.join()
         eventually(lambda: not site.pids())
     assert acknowledged > 0
+
+
+def test_a_kill_while_the_configuration_is_kept_leaves_the_old_or_the_new_one(arena_root: Path) -> None:
+    kept: list[Any] = []
+    old, new = SmpConfig({"number": 1}), SmpConfig({"number": 2})
+    for step in itertools.count():
+        old.store(arena_root)
+        killed = killed_at(step, lambda: new.store(arena_root))
+        config = SmpConfig.load(arena_root)
+        assert config is not None and config.description is not None
+        kept.append(config.description["number"])
+        if not killed:
+            break
+    assert kept[0] == 1 and kept[-1] == 2 and len(kept) >= 3
+    assert {path.name for path in arena_root.iterdir()} == {"smp.json"}
 
 
 @pytest.mark.parametrize(

@@ -106,6 +106,21 @@ def test_it_is_nobodys_child_and_holds_nothing_of_who_started_it(site: Site, tmp
         starter.communicate(timeout=10)
 
 
+def test_one_that_a_shell_started_outlives_it(site: Site) -> None:
+    code = "import subprocess, sys, time\nsubprocess.run(sys.argv[1:], check=True)\n"
+    code += "print('up', flush=True)\ntime.sleep(100)"
+    shell = python(code, *site.command("--detach"), start_new_session=True)
+    try:
+        (pid,) = site.pids()
+        os.killpg(shell.pid, signal.SIGKILL)
+        shell.wait(10)
+        time.sleep(0.3)
+        assert site.pids() == [pid]
+    finally:
+        shell.kill()
+        shell.communicate(timeout=10)
+
+
 def test_starting_and_finding_are_quick(site: Site) -> None:
     begin = time.monotonic()
     site.start()
@@ -134,10 +149,9 @@ def test_modes_and_secrets(site: Site) -> None:
 
 def test_a_second_one_says_so_and_ends(site: Site) -> None:
     pid = site.start().hello()["pid"]
-    command = [sys.executable, "-m", "ftckpt.smp", "--job", JOB, "--node", NODE, "--arena", str(site.root)]
     for more in ([], ["--detach"]):
         run = subprocess.run(
-            [*command, *more], cwd=REPOSITORY, capture_output=True, text=True, timeout=60, check=False
+            site.command(*more), cwd=REPOSITORY, capture_output=True, text=True, timeout=60, check=False
         )
         assert run.returncode == 3 and f"process {pid}" in run.stderr and "has an SMP" in run.stderr, run
         assert "Traceback" not in run.stderr
@@ -195,7 +209,7 @@ def test_a_message_that_never_ends_is_refused(site: Site) -> None:
     for line in (b"x" * MAX_REQUEST_BYTES + b"y" * 100_000, b"z" * (MAX_REQUEST_BYTES + 1) + b"\n"):
         reply = send(site.node_dir, line)
         assert reply == b"" or b"more than" in reply
-    eventually(lambda: "more than" in site.log)
+    eventually(lambda: site.log.count("more than") == 2)
     assert send(site.node_dir, b'{"request": "hel', finish=True) == b""
     assert client.hello()["node"] == NODE
     with pytest.raises(SmpError, match="the most is"):
@@ -318,8 +332,7 @@ def test_the_end_of_the_job_takes_its_files_and_no_arena(site: Site) -> None:
 
 def test_sigterm_ends_it_cleanly_and_a_new_one_can_start(site: Site) -> None:
     arena_of(site)
-    command = [sys.executable, "-m", "ftckpt.smp", "--job", JOB, "--node", NODE, "--arena", str(site.root)]
-    process = subprocess.Popen(command, cwd=REPOSITORY, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(site.command(), cwd=REPOSITORY, stderr=subprocess.PIPE, text=True)
     try:
         client = SmpClient(site.node_dir, site.root, JOB, NODE, {})
         eventually((site.node_dir / "smp.sock").exists)
