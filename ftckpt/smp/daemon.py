@@ -94,7 +94,7 @@ class Daemon:
                 self._server.poll(0 if worked else _IDLE_WAIT_SECS)
                 if time.monotonic() >= self._next_look:
                     self._next_look = time.monotonic() + _LOOK_SECS
-                    self._look()
+                    self._look_safely()
         finally:
             self._close()
 
@@ -131,6 +131,12 @@ class Daemon:
             self._pulse.beat_smp(SmpState.CANNOT, cannot[1])
         else:
             self._pulse.beat_smp(SmpState.GUARDING if self._config.description else SmpState.WAITING)
+
+    def _look_safely(self) -> None:
+        try:
+            self._look()
+        except Exception:  # noqa: BLE001 - such as a directory that vanishes while it is listed: look again
+            log.exception("a look at the node failed")
 
     def _look(self) -> None:
         now = time.monotonic()
