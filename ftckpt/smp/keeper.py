@@ -5,10 +5,13 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
 
 from ftckpt.arena import memfd
+from ftckpt.config import Config
 from ftckpt.errors import FtckptError
-from ftckpt.smp.client import SmpClient
+from ftckpt.smp.client import SmpClient, Watch, find_or_start
 
 _ASK_SECS = 10.0
 _PATIENCE_SECS = 5.0
@@ -55,3 +58,31 @@ class Keeper:
                 if time.monotonic() - since > _PATIENCE_SECS:
                     self._told("smp_error", error=f"no SMP holds the snapshots of this process: {error}")
                     since = float("inf")  # once for each time that it is gone
+
+
+def hold_memory(config: Config, node_dir: Path, watches: bool, told: Callable[..., None]) -> Callable[[], None]:
+    """Where ``memory`` is ``memfd``: have an SMP, which from now on holds what this process creates in ``node_dir``.
+
+    Args:
+        watches: whether this process starts a new SMP when the node's dies; one of a node must.
+        told: called with an event's name and fields.
+
+    Returns:
+        What ends it: call it when the arenas of this process are closed.
+
+    Raises:
+        SmpError: there is no SMP, and none can be started.
+        UnsupportedError: this host cannot do it.
+    """
+    if config.memory != "memfd":
+        return lambda: None
+    client = find_or_start(node_dir, Path(config.arena), config.job, config.node, asdict(config))
+    keeper = Keeper(client, told)
+    watch = Watch(client, told) if watches else None
+
+    def end() -> None:
+        if watch is not None:
+            watch.stop()
+        keeper.stop()
+
+    return end

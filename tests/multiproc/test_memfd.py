@@ -12,6 +12,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,18 +23,19 @@ import xxhash
 from safetensors import safe_open
 
 from ftckpt.arena import memfd
-from ftckpt.arena.directory import remove_tree
+from ftckpt.arena.directory import remove_job_if_empty, remove_tree
 from ftckpt.arena.leftovers import used_bytes
 from ftckpt.arena.mapping import create_mapping, open_mapping
 from ftckpt.arena.memory import check_budget
 from ftckpt.arena.process import Process
 from ftckpt.arena.segment import Arena, node_directory, remove_arena
+from ftckpt.config import Config
 from ftckpt.errors import ArenaError, CorruptError, FtckptError, MemoryBudgetError, SmpError, UnsupportedError
 from ftckpt.protect.groups import Modes
 from ftckpt.smp import keeper as smp_keeper
 from ftckpt.smp import memfd as smp_memfd
 from ftckpt.smp.client import SmpClient, Watch, find_or_start
-from ftckpt.smp.keeper import Keeper
+from ftckpt.smp.keeper import Keeper, hold_memory
 from ftckpt.smp.memfd import HeldMemory
 from ftckpt.state.fragment import Box, Fragment
 from ftckpt.state.manifest import Manifest
@@ -605,6 +607,30 @@ def test_a_keeper_hands_memory_to_the_next_smp(root: Path) -> None:
         watch.stop()
         keeper.stop()
         client.end(30.0)
+
+
+def test_a_configuration_decides_what_arenas_are(root: Path) -> None:
+    node_dir = node_directory(root, "job", "n0")
+    told: list[str] = []
+
+    def tell(event: str, **fields: Any) -> None:
+        told.append(event)
+
+    config = Config(enabled=True, job="job", node="n0", arena=str(root))
+    hold_memory(config, node_dir, True, tell)()
+    assert not memfd.uses_memfds(node_dir) and list(node_dir.iterdir()) == []
+    end = hold_memory(replace(config, memory="memfd"), node_dir, True, tell)
+    arena = Arena.create(node_dir, manifest(), 2)
+    assert (arena.path / "slot1.safetensors").is_symlink()
+    client = find_or_start(node_dir, root, "job", "n0", {})
+    kill(client)
+    smp_nodes.until(lambda: "memory_handed_over" in told, "handed over")
+    assert told == ["smp_restarted", "memory_handed_over"]
+    arena.remove()
+    end()
+    assert not memfd.uses_memfds(node_dir)
+    remove_job_if_empty(root, "job", "n0")
+    assert list(root.iterdir()) == [], "the SMP has ended, and nothing is left of it"
 
 
 def test_a_keeper_tells_once_that_no_smp_comes(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
