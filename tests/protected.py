@@ -46,7 +46,7 @@ SLOTS = 3
 @dataclass(frozen=True)
 class Job:
     """``nodes[rank]`` is where a rank runs. ``replica`` is "", "replica" or "copy": the shards that hold the same
-    (``sets``, lists of ranks) protect each other's shares in their slots."""
+    (``sets``, lists of ranks) protect each other's shares in their slots; ``uneven``: the first has the most."""
 
     root: Path
     nodes: tuple[str, ...]
@@ -54,6 +54,7 @@ class Job:
     replica: str = ""
     sets: tuple[tuple[int, ...], ...] = ()
     stepped: int = 5 * CHUNK + 1000
+    uneven: bool = False
 
     @property
     def topology(self) -> Topology:
@@ -77,12 +78,12 @@ class Job:
         for ranks in self.sets:
             if rank in ranks:
                 name, group = self._slot_group(ranks)
-                stepped.append(_share(ranks, rank))
+                stepped.append(self._share(ranks, rank))
                 sections.append(Section("shared", 1, name))
                 place = sorted(ranks, key=self.shard).index(rank)
                 if self.replica == "copy":
                     of = sorted(ranks, key=self.shard)[place - 1]
-                    stepped.append(_share(ranks, of))
+                    stepped.append(self._share(ranks, of))
                     sections.append(Section("copy", 1, name, self.shard(of)))
                 else:
                     last = num_blocks(group, place) - 1
@@ -92,12 +93,22 @@ class Job:
         coords = {"dp": rank}
         return Manifest(coords, self.topology.layout, tuple(stepped), volatile, 2000, CHUNK, sections=places)
 
+    def _share(self, ranks: tuple[int, ...], rank: int) -> Fragment:
+        """The share of one of the ranks that hold the same tensor; shares differ in length."""
+        width = 5 * CHUNK
+        begin = rank * width
+        name = "-".join(map(str, ranks))
+        whole = width * (max(ranks) + 1)
+        place = ranks.index(rank)
+        stop = begin + (900 if self.uneven and place else 3 * CHUNK + 500 - 700 * place)
+        return Fragment(f"shared{name}", "U8", (whole,), Box((0,), (whole,)), begin, stop)
+
     def _slot_group(self, ranks: tuple[int, ...]) -> tuple[str, ParityGroup]:
         shards = [self.shard(rank) for rank in ranks]
         name = slot_group_name(self.replica, shards, shards)
         members = []
         for rank in ranks:
-            nbytes = _share(ranks, rank).nbytes
+            nbytes = self._share(ranks, rank).nbytes
             lengths = tuple(min(CHUNK, nbytes - at) for at in range(0, nbytes, CHUNK))
             members.append(Member(self.shard(rank), self.nodes[rank], "", 0, lengths, 0))
         return name, slot_group(name, self.replica, CHUNK, members)
@@ -105,16 +116,6 @@ class Job:
 
 def _fragment(key: str, rank: int, nbytes: int) -> Fragment:
     return Fragment.whole(f"{key}{rank}", "U8", (nbytes,), Box((0,), (nbytes,)))
-
-
-def _share(ranks: Sequence[int], rank: int) -> Fragment:
-    """The share of one of the ranks that hold the same tensor; shares differ in length."""
-    width = 3 * CHUNK + 500
-    begin = rank * width
-    name = "-".join(map(str, ranks))
-    whole = width * (max(ranks) + 1)
-    stop = begin + width - 700 * ranks.index(rank)
-    return Fragment(f"shared{name}", "U8", (whole,), Box((0,), (whole,)), begin, stop)
 
 
 def build(job: Job, iterations: Sequence[int], protected: Sequence[int], hashed: bool = True) -> None:

@@ -257,12 +257,16 @@ def test_replicas_parity_and_peers_bring_back_a_node(
     assert set(told[0]["sources"]) == {mode, "peer_parity"}
 
 
+@pytest.mark.parametrize("uneven", [False, True])
 @pytest.mark.parametrize("replica", ["replica", "copy"])
-def test_a_slot_full_of_other_bytes_is_written_over(replica: str, arena_root: Path, tmp_path: Path) -> None:
+def test_a_slot_full_of_other_bytes_is_written_over(
+    replica: str, uneven: bool, arena_root: Path, tmp_path: Path
+) -> None:
     """Blocks in slots may be shorter than their chunks: what lies behind them is part of the chunk."""
-    job = Job(arena_root, ("n0", "n1", "n2"), Modes(replica=replica, peer=True), replica, ((0, 1, 2),))
+    modes = Modes(replica=replica, peer=True)
+    job = Job(arena_root, ("n0", "n1", "n2"), modes, replica, ((0, 1, 2),), uneven=uneven)
     wanted = made(job)
-    with closing(Arena.open(job.path(1), writable=True)) as arena:
+    with closing(Arena.open(job.path(0), writable=True)) as arena:
         slot, begin = slot_of(arena, 5), len(arena.image.header)
         arena.control.begin(slot)
         with arena.slot(slot) as view:
