@@ -155,11 +155,15 @@ DAMAGES: Sequence[Callable[[Job, random.Random], None]] = (
 """Drawn from with equal chances: what is named twice is twice as likely."""
 
 
-def damage(job: Job, dice: random.Random) -> None:
-    """One fault, if there is anything left to damage."""
+LIVE_DAMAGES = (delete_arena, flip_slot, spoil_checks, spoil_parity, spoil_package)
+"""What can happen while trainers and SMPs have it mapped without killing them."""
+
+
+def damage(job: Job, dice: random.Random, live: bool = False) -> None:
+    """One fault, if there is anything left to damage; ``live``: while the job trains."""
     if job.arenas():
         try:
-            dice.choice(DAMAGES)(job, dice)
+            dice.choice(LIVE_DAMAGES if live else DAMAGES)(job, dice)
         except (FtckptError, OSError) as error:  # an SMP that lives may repair or replace a file meanwhile
             job.told.append(f"nothing: {error}")
 

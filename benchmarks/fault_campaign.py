@@ -102,8 +102,7 @@ def run_trial(seed: int) -> Verdict:
         arena, told = Path(folder), []
         shape = draw_shape(dice, arena, job)
         try:
-            told += _train_and_kill(dice, shape, arena / "progress")
-            memory = survey(arena / f"ftckpt-{job}", shape.modes)
+            memory = _train_and_kill(dice, shape, arena / "progress", told)
             for _ in range(dice.choice([0, 1, 1, 2, 2])):
                 _damage(memory, dice)
             results = _restart(dice, shape, arena / "again", memory)
@@ -142,23 +141,28 @@ def judge(results: Sequence[RankResult], memory: Job) -> tuple[str, int | None, 
     return "refused", None, lost[0]
 
 
-def _train_and_kill(dice: random.Random, shape: Shape, progress: Path) -> list[str]:
-    """Train for a while, then kill some ranks, and maybe SMPs before; the launcher ends the others."""
+def _train_and_kill(dice: random.Random, shape: Shape, progress: Path, told: list[str]) -> Job:
+    """Train for a while, then kill some ranks, and maybe SMPs or arenas before; the launcher ends the others."""
     progress.mkdir()
-    world_size, told = len(shape.nodes), []
-    plan = Plan(shape.settings, shape.nodes, 100_000, progress)
+    world_size = len(shape.nodes)
+    folder = Path(shape.settings["arena"]) / f"ftckpt-{shape.settings['job']}"
+    plan, memory = Plan(shape.settings, shape.nodes, 100_000, progress), None
     with spawn_ranks(train, world_size, plan) as ranks:
         _wait_for(ranks, progress, dice.randint(1, 20))
         time.sleep(dice.random() * 0.2)
         if dice.random() < 0.3:
             told += _kill_smps(shape, dice.sample(sorted(set(shape.nodes)), 1))
             time.sleep(dice.random())
+        if dice.random() < 0.3:
+            memory = survey(folder, shape.modes)
+            damage(memory, dice, live=True)
+            time.sleep(dice.random() * 0.5)
         victims = range(world_size) if dice.random() < 0.3 else dice.sample(range(world_size), 1)
         for rank in victims:
             ranks.kill(rank)
         told.append(f"kill of {'all ranks' if len(victims) == world_size else f'rank {victims[0]}'}")
         ranks.wait(dice.random() * 0.5)
-    return told
+    return memory or survey(folder, shape.modes)
 
 
 def _wait_for(ranks: RankGroup, progress: Path, iteration: int) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from ftckpt.arena.checks import CheckState
 from ftckpt.arena.environment import findings
 from ftckpt.arena.memory import check_budget
-from ftckpt.arena.pulse import Pulse, SmpState
+from ftckpt.arena.pulse import Pulse
 from ftckpt.arena.segment import Arena
 from ftckpt.capture.capture import Capture
 from ftckpt.capture.sections import Redundancy
@@ -232,7 +232,7 @@ class Protection:
         state = self._state_of(target)
         if state == CheckState.COVERED:
             return Agreement.DONE
-        if state is None or pulse is None or not self.smp_alive or pulse.smp()[2] == SmpState.CANNOT:
+        if state is None or pulse is None or not self.smp_alive or pulse.smp_cannot(target[1]):
             return Agreement.CANNOT
         if now < self._patient_at:
             return Agreement.CANNOT

@@ -76,6 +76,8 @@ def decide(
     found = _find(reports, homes)
     # A slot is sealed only after every rank has its arena: a missing arena, like a corrupt slot, was there once.
     spoilt = bool(found) and not set(homes) <= {report.shard for report in reports}
+    # And only snapshots that were whole have packages.
+    spoilt = spoilt or (known is not None and bool(known.protection.packages))
     for snapshot in _by_age(found, homes, bad):
         iteration, lineage = snapshot
         sources = {shard: found[snapshot].nearest(shard, bad) for shard in homes}

@@ -1,0 +1,276 @@
+"""Protection as a job sees it: real ranks, real SMPs, protected snapshots, and every loss of small jobs."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent.parent.parent))
+
+from benchmarks.campaign_damage import survey
+from benchmarks.campaign_job import Ended, Plan, train
+from ftckpt.arena.control import SlotState
+from ftckpt.arena.directory import SMP_LOCK_NAME, clean_job, end_smp
+from ftckpt.arena.locks import holder_of
+from ftckpt.arena.segment import Arena, list_arenas
+from ftckpt.errors import FtckptError
+from ftckpt.protect.modes import resolve_modes
+from ftckpt.testing.pool import RankGroup, run_ranks, spawn_ranks
+
+pytestmark = [pytest.mark.multiproc, pytest.mark.faults]
+
+ENDLESS = 100_000
+
+
+@pytest.fixture
+def plan(settings: dict[str, Any], arena_root: Path, tmp_path: Path) -> Iterator[Plan]:
+    """Three ranks of one node, protected by its own parity."""
+    settings |= {"protect": "node", "chunk_mib": 0.0625, "objects_mib": 1, "schedule": "thread", "on_error": "raise"}
+    (tmp_path / "progress").mkdir()
+    yield Plan(settings, ["n0"] * 3, 30, tmp_path / "progress")
+    clean_job(arena_root, "test")
+
+
+def folder(plan: Plan) -> Path:
+    return Path(plan.settings["arena"]) / f"ftckpt-{plan.settings['job']}"
+
+
+def smp_pid(plan: Plan, node: str = "n0") -> int:
+    lock = folder(plan) / node / SMP_LOCK_NAME
+    return (holder_of(lock) if lock.exists() else None) or 0
+
+
+def told(plan: Plan, rank: int = 0) -> list[dict[str, Any]]:
+    path = Path(plan.settings["events"]) / f"rank{rank}.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def names(plan: Plan) -> list[str]:
+    return [event["event"] for event in told(plan)]
+
+
+def eventually(condition: Callable[[], Any], timeout_secs: float = 30.0) -> None:
+    deadline = time.monotonic() + timeout_secs
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.02)
+
+
+def iteration(plan: Plan) -> int:
+    files = list(plan.progress.iterdir())
+    return min((int(file.read_text() or 0) for file in files), default=0)
+
+
+def moved(plan: Plan, by: int) -> None:
+    goal = iteration(plan) + by
+    eventually(lambda: iteration(plan) >= goal)
+
+
+def states(plan: Plan) -> set[SlotState]:
+    found: set[SlotState] = set()
+    for path in list_arenas(folder(plan) / "n0"):
+        try:
+            with closing(Arena.open(path)) as arena:
+                found |= {arena.state(slot) for slot in range(arena.control.slots)}
+        except FtckptError:
+            continue
+    return found
+
+
+def test_snapshots_become_protected_and_nothing_is_left_at_the_end(plan: Plan) -> None:
+    ended = [result.value for result in run_ranks(train, 3, plan)]
+    assert ended == [Ended(None, ())] * 3
+    protected = [event["iteration"] for event in told(plan) if event["event"] == "protected"]
+    assert protected == sorted(protected) and len(protected) >= 3
+    assert not {"smp_error", "not_protected", "snapshot_error"} & set(names(plan))
+    assert not folder(plan).exists()
+    (report,) = [event for event in told(plan) if event["event"] == "protection"]
+    arenas = {row["lost"]: row["survived"] for row in report["failures"]}
+    assert arenas["one rank's arena"] == 3 and arenas["one node"] == 0
+
+
+def test_who_looks_sees_checked_and_protected_slots_and_each_keeps_its_protected_one(plan: Plan) -> None:
+    with spawn_ranks(train, 3, replace(plan, iterations=ENDLESS)):
+        seen: set[SlotState] = set()
+
+        def all_seen() -> bool:
+            seen.update(states(plan))
+            return {SlotState.CHECKED, SlotState.PROTECTED} <= seen
+
+        eventually(all_seen)
+        for _ in range(100):
+            for path in list_arenas(folder(plan) / "n0"):
+                with closing(Arena.open(path)) as arena:
+                    protected = arena.control.protected()
+                    held = [arena.control.record(slot) for slot in range(arena.control.slots)]
+                    still = arena.control.protected()
+                if protected is not None and protected == still:
+                    assert protected in [(record.lineage, record.iteration) for record in held if record.sealed]
+
+
+def test_a_frozen_smp_degrades_protection_and_never_training(plan: Plan) -> None:
+    plan = replace(plan, iterations=ENDLESS, settings={**plan.settings, "protect_timeout_secs": 1.0})
+    with spawn_ranks(train, 3, plan) as ranks:
+        eventually(lambda: "protected" in names(plan))
+        os.kill(smp_pid(plan), signal.SIGSTOP)
+        try:
+            moved(plan, 20)
+            eventually(lambda: "not_protected" in names(plan))
+            before = sum(name == "snapshot" for name in names(plan))
+            moved(plan, 20)
+            assert sum(name == "snapshot" for name in names(plan)) >= before + 10, "snapshots go on unprotected"
+        finally:
+            os.kill(smp_pid(plan), signal.SIGCONT)
+        again = len(told(plan))
+        eventually(lambda: "protected" in [event["event"] for event in told(plan)[again:]])
+        assert ranks.alive() == [0, 1, 2]
+
+
+def test_a_killed_smp_is_followed_by_another_and_training_does_not_notice(plan: Plan) -> None:
+    with spawn_ranks(train, 3, replace(plan, iterations=ENDLESS)) as ranks:
+        eventually(lambda: "protected" in names(plan))
+        dead = smp_pid(plan)
+        os.kill(dead, signal.SIGKILL)
+        eventually(lambda: smp_pid(plan) not in (0, dead))
+        again = len(told(plan))
+        eventually(lambda: "protected" in [event["event"] for event in told(plan)[again:]])
+        assert ranks.alive() == [0, 1, 2] and "snapshot_error" not in names(plan)
+
+
+def hang(rank: int, world_size: int, plan: Plan) -> Any:
+    """Train; from the tenth iteration on rank 1 does not come to its fence."""
+    import benchmarks.campaign_job as job
+
+    advance = job.KnownState.advance
+
+    def stuck(self: Any, iteration: int) -> None:
+        if rank == 1 and iteration == 10:
+            time.sleep(600)
+        advance(self, iteration)
+
+    job.KnownState.advance = stuck  # type: ignore[method-assign]
+    return train(rank, world_size, plan)
+
+
+def test_hung_trainers_are_ended_where_that_was_asked_for_and_it_is_said_who_waited_where(plan: Plan) -> None:
+    settings = {**plan.settings, "hang_secs": 1.5, "on_hang": "abort", "on_error": "continue"}
+    plan = replace(plan, iterations=ENDLESS, settings=settings)
+    with spawn_ranks(hang, 3, plan) as ranks:
+        results = ranks.wait(60)
+    assert results is not None and all(result.exitcode for result in results)
+    path = Path(plan.settings["events"]) / "smp-n0.jsonl"
+    (found, *_) = [e for e in map(json.loads, path.read_text().splitlines()) if e["event"] == "hang"]
+    text = json.dumps(found)
+    assert '"iteration": 9' in text and "optimizer" in text
+    with_again = run_ranks(train, 3, replace(plan, iterations=3))
+    assert {result.value.start for result in with_again} <= {8, 9} and not any(r.value.wrong for r in with_again)
+
+
+def lost_sets(plan: Plan) -> list[tuple[set[str], set[str]]]:
+    """Every set of arenas, and every set of nodes, of a job."""
+    shards = [f"dp{rank}" for rank in range(len(plan.nodes))]
+    nodes = sorted(set(plan.nodes))
+    sets: list[tuple[set[str], set[str]]] = []
+    for count in range(len(shards) + 1):
+        sets += [(set(lost), set()) for lost in itertools.combinations(shards, count)]
+    for count in range(1, len(nodes)) if len(nodes) > 1 else ():
+        sets += [(set(), set(lost)) for lost in itertools.combinations(nodes, count)]
+    return sets
+
+
+def train_until_protected(ranks: RankGroup, plan: Plan) -> None:
+    eventually(lambda: names(plan).count("protected") >= 2)
+    for rank in range(len(plan.nodes)):
+        ranks.kill(rank)
+
+
+def kept(plan: Plan, root: Path, number: int) -> Plan:
+    """A copy of the job's memory, for a restart that may spoil it."""
+    copy = root / str(number)
+    shutil.copytree(
+        folder(plan), copy / folder(plan).name, ignore=shutil.ignore_patterns("smp*", ".pulse", ".budget")
+    )
+    return replace(plan, iterations=1, settings={**plan.settings, "arena": str(copy), "protect": "none", "slots": 3})
+
+
+@pytest.mark.parametrize(
+    ("protect", "nodes"),
+    [
+        pytest.param("node", "aaa", id="node"),
+        pytest.param("peer", "aabb", id="peer"),
+        pytest.param("replica,peer", "abc", id="replica+peer"),
+        pytest.param("node,copy", "aabb", id="node+copy", marks=pytest.mark.slow),
+    ],
+)
+def test_every_loss_of_a_small_job_is_survived_if_and_only_if_the_table_says_so(
+    plan: Plan, protect: str, nodes: str
+) -> None:
+    plan = replace(plan, nodes=list(nodes), iterations=ENDLESS, settings={**plan.settings, "protect": protect})
+    places = [(f"dp{rank}", node, "") for rank, node in enumerate(nodes)]
+    modes = resolve_modes(protect, places, len(set(nodes)) > 1)
+    with spawn_ranks(train, len(nodes), plan) as ranks:
+        train_until_protected(ranks, plan)
+    for node in set(nodes):
+        assert end_smp(folder(plan) / node, 20)
+    outcomes = {}
+    for number, (shards, lost_nodes) in enumerate(lost_sets(plan)):
+        again = kept(plan, folder(plan).parent / "copies", number)
+        memory = survey(folder(again), modes)
+        memory.lost_shards, memory.lost_nodes = set(shards), set(lost_nodes)
+        on_lost = {holding.shard for holding in memory.holdings if holding.node in lost_nodes}
+        for path in memory.folder.glob("*/dp*"):
+            if path.name.partition(".")[0] in shards | on_lost:
+                shutil.rmtree(path)
+        for node in lost_nodes:
+            shutil.rmtree(memory.folder / node)
+        memory.lost_shards |= on_lost
+        outcomes[frozenset(shards | lost_nodes)] = check_restart(again, memory)
+        shutil.rmtree(again.settings["arena"])
+    assert set(outcomes.values()) == {True, False}, "both kinds of losses were tried"
+
+
+def check_restart(plan: Plan, memory: Any) -> bool:
+    """Whether it came back, which must be as was promised."""
+    promise = memory.promise
+    results = run_ranks(train, len(plan.nodes), plan, timeout_secs=60, expect_failures=True, grace_secs=20)
+    if promise is None:
+        assert all(not result.ok and "LostError" in (result.error or "") for result in results)
+        lost = memory.lost_shards
+        assert any(shard in (results[0].error or "") for shard in lost), results[0].error
+        return False
+    assert all(result.ok for result in results), [result.error for result in results]
+    assert all(result.value.start >= promise and not result.value.wrong for result in results)
+    return True
+
+
+@pytest.mark.parametrize(
+    ("changes", "nodes", "text"),
+    [
+        ({"protect": "peer"}, "aaa", "protect: peer needs two nodes or more"),
+        ({"protect": "node"}, "abc", "protect: node needs two ranks or more on a node"),
+        ({"protect": "peer", "peer_group": 1}, "abc", "peer_group: a group of 1 cannot guard anything"),
+        ({"protect": "peer", "peer_losses": 2}, "abc", "peer_losses: xor survives one lost node"),
+        ({"protect": "peer", "peer_code": "rs", "peer_losses": 3}, "abc", "peer_losses: 3 lost of a group of 3"),
+        ({"secret_file": "/nowhere/secret"}, "aaa", "secret_file: /nowhere/secret cannot be read"),
+        ({"smp_listen": "192.0.2.1"}, "aaa", "smp_listen: '192.0.2.1' cannot be listened at here"),
+    ],
+)
+def test_what_cannot_work_is_an_error_at_start_on_all_ranks(
+    plan: Plan, changes: dict[str, Any], nodes: Sequence[str], text: str
+) -> None:
+    plan = replace(plan, nodes=list(nodes), settings={**plan.settings, **changes})
+    results = run_ranks(train, 3, plan, expect_failures=True, grace_secs=10)
+    for result in results:
+        assert result.error is not None and "ConfigError" in result.error and text in result.error
