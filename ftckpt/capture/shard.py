@@ -8,6 +8,7 @@ from ftckpt.capture.copier import make_copier
 from ftckpt.capture.node_arenas import NodeArenas
 from ftckpt.capture.pacer import Pacer
 from ftckpt.capture.prepare import Assignment, assign
+from ftckpt.capture.sections import NO_REDUNDANCY, Redundancy
 from ftckpt.comm import Group
 from ftckpt.config import Config
 from ftckpt.errors import MemoryBudgetError
@@ -33,6 +34,7 @@ class Shard:
         events: Events,
         described: Description,
         pacer: Pacer,
+        redundancy: Redundancy = NO_REDUNDANCY,
     ) -> None:
         self._config = config
         self._topology = topology
@@ -41,8 +43,11 @@ class Shard:
         self._events = events
         self._described = described
         self._pacer = pacer
+        self._redundancy = redundancy
         self.capacities: list[int] | None = None
         self.capture: Capture | None = None
+        self.layouts = 0
+        """How often all ranks have laid out their arenas."""
         self._assignment: Assignment | None = None
 
     def lay_out(self, whole: SnapshotId | None) -> None:
@@ -59,7 +64,7 @@ class Shard:
         copied = self.capture.stepped_bytes if self.capture is not None else 0
         self._events.tell(
             f"a snapshot every {self._config.interval} iteration(s) copies {copied / 1e6:.1f} MB from rank 0 "
-            f"into {host_bytes / 1e6:.1f} MB at {arena.path}; survives killed processes, not yet lost nodes"
+            f"into {host_bytes / 1e6:.1f} MB at {arena.path}"
         )
 
     def prove(self, late: bool, stepped: bool, whole: SnapshotId | None, capacity: int | None) -> bool:
@@ -119,6 +124,7 @@ class Shard:
             self._use(checked, arena)
 
     def _use(self, assignment: Assignment, arena: Arena) -> None:
+        self.layouts += 1
         if assignment.differing:
             names = assignment.differing
             self._events.emit("replicas_differ", fragments=names[:5], num=len(names))
@@ -133,7 +139,9 @@ class Shard:
 
     def _assign(self) -> Assignment:
         config, room = self._config, self._config.objects_mib << 20
-        return assign(self._group, self._topology, self._described, room, config.chunk_bytes, self.capacities)
+        return assign(
+            self._group, self._topology, self._described, room, config.chunk_bytes, self.capacities, self._redundancy
+        )
 
     def _tell_broken(self, assignment: Assignment, checked: Assignment) -> None:
         still = {piece.fragment.key for piece in checked.derived}
