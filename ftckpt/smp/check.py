@@ -47,6 +47,10 @@ class Checker:
         self._seen: dict[_Key, float] = {}
         self._bad: set[_Key] = set()
 
+    def refused(self, snapshot: Snapshot) -> str:
+        """The arena whose slot of ``snapshot`` is not as the trainer left it; "" if none is known."""
+        return next((arena for arena, _, *which, _ in self._bad if tuple(which) == snapshot), "")
+
     def next(self, first: Snapshot | None) -> Work[None] | None:
         """The work on the slot to check next, or None: those of ``first`` before others, then newest first."""
         seals = list(self._seals())

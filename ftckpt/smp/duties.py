@@ -192,6 +192,9 @@ class Duties:
             self._target, self._cannot = target, None
             if target is not None:
                 self._cover.start(Cover(self._sources, self._duty, self._events, target).run())
+        if self._cover.active and target is not None and (arena := self._checker.refused(target)):
+            self._cover.stop()
+            self._give_up(target, f"{arena}: the snapshot is not as it was sealed")
         if not self._check.active:
             work = self._checker.next(self._target)
             if work is not None:
@@ -227,11 +230,14 @@ class Duties:
     def _failed(self, running: Running, error: Exception) -> None:
         reason = str(error) if isinstance(error, FtckptError) else f"{type(error).__name__}: {error}"
         if running is self._cover and self._target is not None:
-            self._cannot = (self._target, reason)
-            self._events.emit("not_covered", iteration=self._target[1], reason=reason)
+            self._give_up(self._target, reason)
             return
         self._next_look = time.monotonic() + _PAUSE_SECS
         self._tell_once(reason)
+
+    def _give_up(self, target: Snapshot, reason: str) -> None:
+        self._cannot = (target, reason)
+        self._events.emit("not_covered", iteration=target[1], reason=reason)
 
     def _tell_once(self, problem: str, **fields: Any) -> None:
         """The same problem may come every time; more than a few hundred different ones are not kept apart."""

@@ -133,7 +133,10 @@ class Scrubber:
         unique = list({group.name: group for group in groups}.values())
         repairs, _ = solve(unique, state.bad_chunks, _LostBlocks(state))
         for repair in repairs:
-            arrays = yield from self._solve(snapshot, repair, state)
+            try:
+                arrays = yield from self._solve(snapshot, repair, state)
+            except FtckptError:
+                continue  # what it needs has gone bad, or was given up, meanwhile: the next run sees it
             for (shard, chunk), data in arrays.items():
                 held, found = self._sources.find(shard, snapshot)
                 if xxhash.xxh3_64_intdigest(data.data) != int(found.hashes[chunk]):

@@ -251,6 +251,18 @@ def test_a_chunk_that_went_bad_after_its_check_makes_no_parity(node: Node, smp: 
     assert smp.duties.cannot is None and smp.duties.status()["state"] == "working"
 
 
+def test_a_target_that_fails_its_check_is_given_up_at_once(node: Node, smp: Smp) -> None:
+    node.snapshot(0, 7, hashed=True)
+    flip(node.arenas[0], 0, node.arenas[0].image.chunks[0].begin)
+    node.target(7)
+    smp.start()
+    until(lambda: smp.duties.cannot == (LINEAGE, 7), "cannot", secs=5)
+    assert [event["iteration"] for event in smp.events.of("not_covered")] == [7]
+    node.snapshot(1, 8, hashed=True)
+    node.target(8)
+    until(lambda: node.covered(8), "covered")
+
+
 def test_a_slot_with_a_new_file_is_mapped_anew(node: Node, smp: Smp) -> None:
     node.snapshot(0, 7)
     smp.start()
