@@ -18,7 +18,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ftckpt.arena.directory import SMP_LOCK_NAME, list_arenas
+from ftckpt.arena.locks import holder_of
+
 ROOT = Path(__file__).parent.parent
+OWNER_VAR = "FTCKPT_TEST_OWNER"
 DEADLINE_SECS = 150.0
 ITERATIONS = 60
 
@@ -181,7 +185,7 @@ class Launched:
     """Scripts of ``launch/`` that run together, with real ranks, and what these write.
 
     Args:
-        here: for logs; its path is on each rank's command line.
+        here: for logs; all processes have it in their environment.
         arena: a directory on a tmpfs.
         training: the training script and its arguments, but for logs and ftckpt's.
     """
@@ -189,10 +193,12 @@ class Launched:
     def __init__(self, here: Path, arena: Path, training: Sequence[str]) -> None:
         self.here, self.arena, self.log = here, arena, here / "losses.jsonl"
         self.scripts: list[subprocess.Popen[bytes]] = []
-        self.training = [
+        self._num_started = 0
+        self.common = [
             *(*training, "--iterations", str(ITERATIONS), "--log-file", str(self.log)),
-            *("--ftckpt", "--ftckpt-arena", str(arena), "--ftckpt-events", str(here / "events")),
+            *("--ftckpt", "--ftckpt-events", str(here / "events")),
         ]
+        self.training = [*self.common, "--ftckpt-arena", str(arena)]
         launchers = ("TORCH", "PET_", "SLURM", "FTCKPT", "DS_")
         self.env = {
             **{key: value for key, value in os.environ.items() if not key.startswith(launchers)},
@@ -201,14 +207,17 @@ class Launched:
             "FTCKPT_DEVICE": "cpu",
             "OMP_NUM_THREADS": "1",
             "GLOO_SOCKET_IFNAME": "lo",
+            OWNER_VAR: str(here),
         }
 
-    def start(self, command: Sequence[str], **env: str) -> None:
-        with open(self.here / f"script{len(self.scripts)}.log", "wb") as out:
+    def start(self, command: Sequence[str], **env: str) -> subprocess.Popen[bytes]:
+        with open(self.here / f"script{self._num_started}.log", "wb") as out:
             script = subprocess.Popen(
                 command, env={**self.env, **env}, stdout=out, stderr=out, start_new_session=True, cwd=self.here
             )
+        self._num_started += 1
         self.scripts.append(script)
+        return script
 
     def events(self, rank: int, name: str) -> list[dict[str, Any]]:
         with contextlib.suppress(OSError):
@@ -259,16 +268,112 @@ class Launched:
         assert sorted(losses) == list(range(1, ITERATIONS + 1))
         assert not list(self.arena.iterdir()), "an ended job left something behind"
 
+    def pids(self, node: str = "") -> list[int]:
+        """Processes of this job that run, SMPs among them; of one node if it is named."""
+        wanted = {f"{OWNER_VAR}={self.here}".encode()} | ({f"FTCKPT_NODE={node}".encode()} if node else set())
+        found = []
+        for entry in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                ended = (entry / "stat").read_text().rpartition(")")[2].split()[0] in "ZX"
+                if not ended and wanted <= set((entry / "environ").read_bytes().split(b"\0")):
+                    found.append(int(entry.name))
+        return found
+
+    def kill(self, node: str = "") -> list[int]:
+        """SIGKILL what runs, of one node if it is named, until nothing does; returns the process ids."""
+        killed: set[int] = set()
+        deadline = time.monotonic() + DEADLINE_SECS
+        while left := self.pids(node):
+            assert time.monotonic() < deadline, f"{left} do not die"
+            for pid in left:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            killed.update(left)
+            time.sleep(0.02)
+        return sorted(killed)
+
     def stop(self) -> None:
-        """Kill what is left, known by a path that only this test has on its command line."""
+        """Kill what is left, known by a variable that only this test has in its environment."""
         for script in self.scripts:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(script.pid, signal.SIGKILL)
             script.wait()
-        for entry in Path("/proc").glob("[0-9]*"):
-            with contextlib.suppress(OSError):
-                if os.fsencode(self.here) in (entry / "cmdline").read_bytes():
-                    os.kill(int(entry.name), signal.SIGKILL)
+        self.kill()
+
+
+class Nodes(Launched):
+    """A job of torchrun agents. Each is a simulated node with an arena directory of its own, and can be lost."""
+
+    def __init__(self, here: Path, arena: Path, training: Sequence[str], *, count: int, nproc: int) -> None:
+        super().__init__(here, arena, training)
+        self.count, self.nproc, self.final, self.job = count, nproc, here / "final", f"test-{os.getpid()}"
+        self.common += ["--dump-final", str(self.final)]
+        self._endpoint = f"127.0.0.1:{free_ports(1)}"
+        self._agents: dict[str, subprocess.Popen[bytes]] = {}
+
+    def node_dir(self, node: str) -> Path:
+        """Where the arenas of a node lie; no two nodes have a directory in common."""
+        return self.arena / node / f"ftckpt-{self.job}" / node
+
+    def start_node(self, node: str, address: str, *options: str, prefix: Sequence[str] = (), **env: str) -> None:
+        """The first node that is started hosts the rendezvous. Ranks go by ``address``, in the order of the text."""
+        (self.arena / node).mkdir()
+        words = ["--job", self.job, "--nodes", str(self.count), "--nproc", str(self.nproc), "--runner", "none"]
+        words += ["--endpoint", self._endpoint, "--node-rank", str(self._num_started), "--restarts", "4"]
+        words += ["--rdzv-conf", "last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=5"]
+        words += ["--torchrun-arg", f"--local-addr={address}", *options]
+        ours = ["--ftckpt-arena", str(self.arena / node)]
+        command = [*prefix, "bash", str(ROOT / "launch" / "torchrun.sh"), *words, *self.common, *ours]
+        self._agents[node] = self.start(command, FTCKPT_NODE=node, **env)
+
+    def meet_at(self, host: str) -> None:
+        """Where nodes meet, if not on loopback."""
+        self._endpoint = f"{host}:{free_ports(1)}"
+
+    def smp(self, node: str) -> int | None:
+        """The process id of the node's SMP."""
+        return holder_of(self.node_dir(node) / SMP_LOCK_NAME)
+
+    def protected(self, since: float = 0.0) -> list[int]:
+        """Snapshots that rank 0 knew to be protected, of which it heard after ``since`` (epoch seconds)."""
+        return [event["iteration"] for event in self.events(0, "protected") if event["time"] > since]
+
+    def lose(self, node: str) -> set[str]:
+        """SIGKILL all of a node at once: agent, ranks and SMP; its memory is gone. Returns the shards it held."""
+        shards = {path.name.rpartition(".")[0] for path in list_arenas(self.node_dir(node))}
+        agent, smp = self._agents.pop(node), self.smp(node)
+        agent.kill()
+        killed = self.kill(node)
+        agent.wait()
+        self.scripts.remove(agent)
+        assert smp in killed and len(killed) >= 1 + self.nproc, f"{node}: only {killed} ran; its SMP was {smp}"
+        shutil.rmtree(self.arena / node)
+        return shards
+
+    def rebuilt(self) -> dict[str, set[str]]:
+        """What was rebuilt: shard → by what."""
+        found: dict[str, set[str]] = {}
+        for rank in range(self.count * self.nproc):
+            for event in self.events(rank, "rebuilt"):
+                found.update({shard: set(event["sources"]) for shard in event["shards"]})
+        return found
+
+    def check_equal(self, losses: Sequence[str], finals: Sequence[dict[str, str]]) -> None:
+        """Every loss that was logged and the final state of each rank are those of an undisturbed run."""
+        rows = [json.loads(line) for line in self.log.read_text().splitlines()]
+        assert [row["loss_hex"] for row in rows] == [losses[row["iteration"] - 1] for row in rows]
+        assert {row["iteration"] for row in rows} == set(range(1, len(losses) + 1))
+        for rank, final in enumerate(finals):
+            assert json.loads((self.final / f"rank{rank}.json").read_text()) == final, f"rank {rank}"
+
+    def check_nothing_left(self) -> None:
+        """No process, and nothing in the memory of nodes that were not lost."""
+        deadline = time.monotonic() + 20
+        while self.pids() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert self.pids() == []
+        left = [path for root in self.arena.iterdir() for path in root.iterdir()]
+        assert left == [], "an ended job left something behind"
 
 
 def free_ports(count: int) -> int:
