@@ -11,6 +11,7 @@ import time
 from typing import Any
 
 import pytest
+import torch
 from device_states import CPU, Blocked, Landings, assert_holds, live_state, plan, prepared, shared_slot
 from fake_device import PAGE, SECS, FakeDevice, install
 
@@ -297,12 +298,12 @@ def test_parity_in_many_pieces_is_that_of_the_boundary(
     """One buffer on the device for all pieces, a slot full of an older snapshot, and a write after the fence."""
     monkeypatch.setattr(device_copier, "_XOR_BYTES", PAGE)
     fake.refuse_pinning = not pinned
-    tensors = live_state()
+    tensors = [*live_state(), torch.arange(9000, dtype=torch.float32) * 3]
     copies, size = plan(tensors, 3 * PAGE, parity=True)
     slot = shared_slot(size)
     for segment in (segment for copy in copies for segment in copy.segments):
         slot[segment.offset : segment.offset + segment.nbytes] = 0x5A
-    homes = {"device": (), "host": tensors, "both": tensors[:1]}[where]
+    homes = {"device": (), "host": tensors, "both": tensors[3:]}[where]
     monkeypatch.setattr(host, "in_host_memory", lambda tensor: any(tensor is home for home in homes))
     boundary = [tensor.clone() for tensor in tensors]
     with prepared([slot], CPU) as copier:
