@@ -251,19 +251,17 @@ def flip_chunk(job: Job, rank: int, iteration: int, chunk: int) -> None:
     flip(job.path(rank) / slot_name(slot), begin + 17)
 
 
-def restart(rank: int, world_size: int, job: Job, events: Path, faults: Any = ()) -> dict[str, Any]:
+def restart(rank: int, world_size: int, job: Job, events: Path, on_lost: str = "fail") -> dict[str, Any]:
     """One rank of a restart up to the point where training would load its state."""
     from ftckpt.comm import Group
     from ftckpt.events import Events
     from ftckpt.restore.restart import Restart
-    from ftckpt.testing.faults import install
 
-    install(faults, rank, world_size)
     topology = replace(job.topology, rank=rank)
     group = Group(30.0)
     found = Restart(group, topology, job.node_dir(topology.me.node), Events(events, rank))
     try:
-        decision = found.choose("fail")
+        decision = found.choose(on_lost)
         found.void_newer(decision)
         told = {"source": found.source, "sources": found.sources}
         if decision is not None:

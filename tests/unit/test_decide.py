@@ -410,6 +410,12 @@ def test_a_group_of_other_arenas_is_not_used() -> None:
         outcome(reports, shielded())
 
 
+def test_packages_alone_tell_that_there_was_a_snapshot() -> None:
+    with pytest.raises(LostError, match="no arena of tp0, tp1, tp2 and 3 more"):
+        outcome(six(), Known(shielded().protection))
+    assert outcome(six(), Known()) is None
+
+
 def test_damage_is_what_verify_says() -> None:
     assert Damage.of(["header", "chunk 3", "chunk 12", "objects"]) == Damage((3, 12), ("header", "objects"), False)
     for text in ("record", "/x/slot0: has 5 bytes", "chunk x"):
