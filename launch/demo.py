@@ -7,6 +7,7 @@ with faults:
   rank     one rank is killed by SIGKILL in the middle of an iteration
   writing  one rank is killed while it writes a slot of its arena
   all      all eight ranks are killed at once
+  node     a node is lost: its agent, its ranks, its snapshot management process and its memory; another joins
 
 Every loss and the hashes of the final state of every rank must be those of the reference.
 """
@@ -34,9 +35,9 @@ from ftckpt.timeline.read import TimelineError, read_recording
 from ftckpt.timeline.write import remove_timeline, write_timeline
 from launch import demo_measure, demo_report
 from launch.demo_frameworks import FRAMEWORKS, SMALL, Framework
-from launch.demo_measure import Comparison, FaultCost
-from launch.demo_run import WORLD_SIZE, DemoError, Run, Watch, execute, victims
-from launch.demo_scenes import SCENES, plan_faults
+from launch.demo_measure import Comparison, FaultCost, Strike
+from launch.demo_run import DemoError, Run, Watch, execute
+from launch.demo_scenes import SCENES, WORLD_SIZE, NodeLoss, marks_of, plan_faults, victims
 
 _INTERRUPTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -51,13 +52,13 @@ def parse_args(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         allow_abbrev=False,
     )
     parser.add_argument("--framework", choices=list(FRAMEWORKS), default="megatron", help="default: megatron")
-    parser.add_argument("--scene", choices=sorted(SCENES), help="this fault alone; default: all three in one run")
-    parser.add_argument("--iterations", type=int, help="default: 36, with --scene 16")
+    parser.add_argument("--scene", choices=list(SCENES), help="this fault alone; default: all of them in one run")
+    parser.add_argument("--iterations", type=int, help="default: 48, with --scene 16")
     parser.add_argument("--out", type=Path, help=f"where the report goes; default: {_defaults('out')}")
     args, training = parser.parse_known_args(argv)
     args.framework = FRAMEWORKS[args.framework]
     args.out = args.out or args.framework.out
-    args.iterations = args.iterations or (16 if args.scene else 36)
+    args.iterations = args.iterations or (16 if args.scene else 48)
     args.scenes = [args.scene] if args.scene else list(SCENES)
     if args.iterations < 4 * len(args.scenes):
         parser.error("--iterations: at least four for each fault")
@@ -76,7 +77,7 @@ def _defaults(field: str) -> str:
 class Teller:
     """Prints what happens in a run, one line each."""
 
-    def __init__(self, run: str, iterations: int, faults: Mapping[str, Fault], every: int = 1) -> None:
+    def __init__(self, run: str, iterations: int, faults: Mapping[str, Fault | NodeLoss], every: int = 1) -> None:
         self._run = run
         self._iterations = iterations
         self._faults = faults
@@ -92,7 +93,11 @@ class Teller:
         elif kind == "fault":
             self._killed_at = time.time()
             name = next(name for name, fault in self._faults.items() if fault is found["fault"])
-            self._say("KILLED: " + SCENES[name].what.format(self._faults[name].iteration))
+            self._say("KILLED: " + SCENES[name].what.format(found["iteration"]))
+            if "protected" in found:
+                self._say(f"        the snapshot of iteration {found['protected']} is protected")
+        elif found["event"] == "rebuilt":
+            self._say(f"REBUILT: {', '.join(found['shards'])} from {', '.join(found['sources'])}")
         elif found["event"] == "restored" and self._killed_at is not None:
             self._came_back(found, time.time() - self._killed_at)
 
@@ -108,7 +113,7 @@ class Teller:
 
 
 def train_both(
-    args: argparse.Namespace, training: Sequence[str], faults: Mapping[str, Fault]
+    args: argparse.Namespace, training: Sequence[str], faults: Mapping[str, Fault | NodeLoss]
 ) -> tuple[Run, Watch, Run, Watch]:
     """The reference and the run with faults."""
     training = [*training, "--iterations", str(args.iterations)]
@@ -124,34 +129,31 @@ def train_both(
     return reference, seen, faulted, seen_faulted
 
 
-def costs_of(faults: Mapping[str, Fault], watch: Watch) -> list[FaultCost]:
+def costs_of(faults: Mapping[str, Fault | NodeLoss], watch: Watch) -> list[FaultCost]:
     """What each fault cost."""
-    costs = []
-    for name, fault in faults.items():
-        ranks = victims(fault)
-        markers = [json.loads(fault.marker_of(rank).read_text()) for rank in ranks]
-        costs.append(
-            demo_measure.fault_cost(
-                name,
-                fault,
-                ranks=ranks,
-                markers=markers,
-                events=watch.events,
-                lines=watch.lines,
-                gone=watch.gone,
-            )
-        )
-    return costs
+    seen = {"events": watch.events, "lines": watch.lines, "gone": watch.gone}
+    return [demo_measure.fault_cost(strike_of(name, fault), **seen) for name, fault in faults.items()]
+
+
+def strike_of(name: str, fault: Fault | NodeLoss) -> Strike:
+    """The fault as its markers tell it."""
+    marks = marks_of(fault)
+    if marks is None:
+        raise ValueError(f"fault {name} did not happen")
+    told, killed_at = marks[0], max(float(mark["time"]) for mark in marks)
+    ranks = victims(fault) if isinstance(fault, Fault) else told["ranks"]
+    return Strike(name, SCENES[name].point, told["iteration"], ranks, killed_at, frozenset(told.get("shards", ())))
 
 
 def table(costs: Sequence[FaultCost]) -> str:
     """The costs in text."""
-    heads = ("fault", "killed at", "restored", "lost", "detect", "rejoin", "load", "first step", "total")
+    parts = [part.replace("-", " ") for part in demo_measure.PARTS]
+    heads = ("fault", "killed at", "restored", "lost", "source", *parts, "total")
     rows: list[tuple[str, ...]] = [heads]
     for cost in costs:
-        secs = (cost.detect_secs, cost.rejoin_secs, cost.load_secs, cost.first_step_secs, cost.total_secs)
         numbers = (str(cost.iteration), str(cost.restored_iteration), str(cost.iterations_lost))
-        rows.append((cost.name, *numbers, *(f"{value:.2f} s" for value in secs)))
+        secs = (*cost.parts.values(), cost.total_secs)
+        rows.append((cost.name, *numbers, cost.source, *(f"{value:.2f} s" for value in secs)))
     widths = [max(len(row[column]) for row in rows) for column in range(len(heads))]
     lines = ([cell.rjust(width) for cell, width in zip(row, widths, strict=True)] for row in rows)
     return "\n".join("  ".join(line) for line in lines)

@@ -16,11 +16,11 @@ Settings = Mapping[str, Any]
 """Fields of ftckpt's ``Config``; empty: train without ftckpt."""
 
 LAYOUT = ("--tp", "2", "--pp", "2")
-MODEL = ("--layers", "4", "--hidden", "160", "--seq", "64")
+MODEL = ("--layers", "4", "--hidden", "64", "--seq", "64")
 
-# Small chunks and objects, because so is the model: a slot is to have several chunks, and all arenas together
-# are to fit the 64 MB of /dev/shm that containers often have. Between two faults there are few iterations.
-SMALL: Settings = {"enabled": True, "chunk_mib": 1.0, "objects_mib": 1, "timeline_interval": 4}
+# Small chunks and objects, because so is the model: a slot is to have several chunks, and arenas, parity and packages
+# of both nodes are to fit the 64 MB of /dev/shm that containers often have. Between two faults are few iterations.
+SMALL: Settings = {"enabled": True, "chunk_mib": 0.125, "objects_mib": 1, "timeline_interval": 4}
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from ftckpt.testing.faults import Fault
-
 Line = Mapping[str, Any]
+
+PARTS = ("detect", "rejoin", "rebuild", "load", "first-step")
+"""What the time from a fault to the first boundary after it is made of."""
 
 KINDS = ("weights", "masters", "moments", "steps", "learning rates", "RNG states")
 
@@ -32,14 +33,27 @@ class Comparison:
 
 
 @dataclass(frozen=True)
+class Strike:
+    """A fault as it happened; ``lost_shards`` had no other place than the memory that is gone."""
+
+    name: str
+    point: str
+    iteration: int
+    ranks: Sequence[int]
+    killed_at: float
+    lost_shards: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
 class FaultCost:
     """What one fault cost.
 
     ``iterations_lost``: finished iterations that were trained again (the one under way when it struck always
     is). ``detect_secs``: from the kill until the last process of that attempt was gone. ``rejoin_secs``: from
-    then until the last rank had joined: rendezvous, imports, building the model. ``load_secs``: how long
-    ftckpt's restore took, on the slowest rank. ``first_step_secs``: from the last rank's restore to the first
-    boundary that all ranks have passed.
+    then until the last rank had joined: rendezvous, imports, building the model. ``rebuild_secs``: how long
+    what was lost was made anew from parity; ``load_secs``: the rest of ftckpt's restore; both on the slowest
+    rank. ``first_step_secs``: from the last rank's restore to the first boundary that all ranks have passed.
+    ``source``: ``memory``, or what lost shards were rebuilt from, joined by ``+``.
     """
 
     name: str
@@ -51,13 +65,22 @@ class FaultCost:
     iterations_lost: int
     detect_secs: float
     rejoin_secs: float
+    rebuild_secs: float
     load_secs: float
     first_step_secs: float
+    source: str = "memory"
+    rebuilt_shards: tuple[str, ...] = ()
+    rebuilt_bytes: int = 0
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """Seconds of each of ``PARTS``."""
+        return {part: getattr(self, f"{part.replace('-', '_')}_secs") for part in PARTS}
 
     @property
     def total_secs(self) -> float:
         """From the kill to the first boundary after it."""
-        return self.detect_secs + self.rejoin_secs + self.load_secs + self.first_step_secs
+        return sum(self.parts.values())
 
 
 def compare(
@@ -102,44 +125,44 @@ def _kind(name: str) -> str:
 
 
 def fault_cost(
-    name: str,
-    fault: Fault,
-    *,
-    ranks: Sequence[int],
-    markers: Sequence[Line],
-    events: Iterable[Line],
-    lines: Iterable[Line],
-    gone: Mapping[int, float],
+    strike: Strike, *, events: Iterable[Line], lines: Iterable[Line], gone: Mapping[int, float]
 ) -> FaultCost:
-    """Work out the cost of a fault from its markers, the event logs, and when processes disappeared.
+    """Work out the cost of a fault from the event logs, and from when processes disappeared.
 
     ``lines`` are the training log's, each with ``seen``: when it was read.
 
     Raises:
-        ValueError: the logs have no attempt before the fault, or none after it that passed a boundary.
+        ValueError: the logs have no attempt before the fault, none after it that passed a boundary, or one
+            that did not rebuild a lost shard.
     """
-    killed_at = max(float(marker["time"]) for marker in markers)
+    name, killed_at = strike.name, strike.killed_at
     attempts = _attempts(events)
     before = [attempt for attempt in attempts if attempt.restored_at < killed_at]
     after = [attempt for attempt in attempts if attempt.restored_at >= killed_at and attempt.boundary_at]
     if not before or not after:
         raise ValueError(f"fault {name}: no attempt before it, or none after it that went on")
     old, new = before[-1], after[0]
+    if missing := strike.lost_shards - new.rebuilt_shards:
+        raise ValueError(f"fault {name}: {', '.join(sorted(missing))} were lost and not rebuilt")
     gone_at = max(gone[pid] for pid in old.pids)
     logged = (line["iteration"] for line in lines if old.restored_at <= line["seen"] < new.joined_at)
     finished = max((old.started_from, old.last_iteration, *logged))
     return FaultCost(
         name=name,
-        ranks=tuple(ranks),
-        point=fault.point,
-        iteration=fault.iteration,
+        ranks=tuple(strike.ranks),
+        point=strike.point,
+        iteration=strike.iteration,
         killed_at=killed_at,
         restored_iteration=new.started_from,
         iterations_lost=max(0, finished - new.started_from),
         detect_secs=gone_at - killed_at,
         rejoin_secs=new.joined_at - gone_at,
-        load_secs=new.load_secs,
-        first_step_secs=new.boundary_at - new.joined_at - new.load_secs,
+        rebuild_secs=new.rebuild_secs,
+        load_secs=new.restore_secs - new.rebuild_secs,
+        first_step_secs=new.boundary_at - new.joined_at - new.restore_secs,
+        source="+".join(sorted(new.sources)) or "memory",
+        rebuilt_shards=tuple(sorted(new.rebuilt_shards)),
+        rebuilt_bytes=new.rebuilt_bytes,
     )
 
 
@@ -182,10 +205,21 @@ class _Attempt:
     started_from: int = 0
     joined_at: float = 0.0
     restored_at: float = 0.0
-    load_secs: float = 0.0
+    restore_secs: float = 0.0
+    rebuild_secs: float = 0.0
     boundary_at: float = 0.0
     last_iteration: int = 0
     pids: set[int] = field(default_factory=set)
+    sources: set[str] = field(default_factory=set)
+    rebuilt_shards: set[str] = field(default_factory=set)
+    rebuilt_bytes: int = 0
+
+    def take(self, rebuilt: Line) -> None:
+        """What one rank rebuilt."""
+        self.rebuild_secs = max(self.rebuild_secs, rebuilt["secs"])
+        self.sources |= rebuilt["sources"].keys()
+        self.rebuilt_shards |= set(rebuilt["shards"])
+        self.rebuilt_bytes += rebuilt["bytes"]
 
 
 def _attempts(events: Iterable[Line]) -> list[_Attempt]:
@@ -194,6 +228,7 @@ def _attempts(events: Iterable[Line]) -> list[_Attempt]:
     attempts: dict[str, _Attempt] = {}
     attempt_of: dict[int, _Attempt] = {}
     first: dict[int, float] = {}
+    rebuilt: dict[int, list[Line]] = defaultdict(list)
     for event in ordered:
         pid, when = event["pid"], float(event["time"])
         if event["event"] == "restored":
@@ -202,7 +237,11 @@ def _attempts(events: Iterable[Line]) -> list[_Attempt]:
             attempt.started_from = event["iteration"] or 0
             attempt.joined_at = max(attempt.joined_at, joined[pid])
             attempt.restored_at = max(attempt.restored_at, when)
-            attempt.load_secs = max(attempt.load_secs, event["blocked_secs"])
+            attempt.restore_secs = max(attempt.restore_secs, event["blocked_secs"])
+            for done in rebuilt.pop(pid, ()):
+                attempt.take(done)
+        elif event["event"] == "rebuilt":
+            rebuilt[pid].append(event)
         elif event["event"] == "snapshot" and pid in attempt_of:
             attempt = attempt_of[pid]
             attempt.last_iteration = max(attempt.last_iteration, event["iteration"])

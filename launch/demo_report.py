@@ -12,16 +12,16 @@ from ftckpt.timeline.picture import fragment
 from ftckpt.timeline.style import STYLE as TIMELINE_STYLE
 from ftckpt.timeline.table import summary as timeline_summary
 from launch.demo_charts import Marker, blocked_chart, loss_chart, restart_chart
+from launch.demo_measure import PARTS
 from launch.demo_scenes import SCENES
 from launch.demo_style import STYLE
-
-PARTS = ("detect", "rejoin", "load", "first-step")
 
 MEANINGS = {
     "lost": "finished iterations that were trained again; the one under way is always trained again",
     "detect": "from the kill until the last process of the old attempt was gone",
     "rejoin": "from then until the last rank had joined: new rendezvous, imports, building the model",
-    "load": "ftckpt's restore: decide, verify and read the snapshot, lay out the arenas; the slowest rank",
+    "rebuild": "what lay in lost memory was made anew from parity in the memory of the other nodes",
+    "load": "the rest of ftckpt's restore: decide, verify and read the snapshot, lay out arenas; the slowest rank",
     "first step": "from there until every rank had passed its first boundary",
 }
 
@@ -53,6 +53,10 @@ def _header(summary: Mapping[str, Any]) -> str:
             "Every loss and the final state of every rank are, bit for bit, those of a run that nothing "
             "disturbed. Each restart took its snapshot from the memory of the nodes; storage held none."
         )
+        lost = [fault for fault in summary["faults"] if fault["rebuilt_shards"]]
+        if lost:
+            nbytes = sum(fault["rebuilt_bytes"] for fault in lost)
+            text += f" What lay in the memory of a lost node, {nbytes / 1e6:.1f} MB, was rebuilt from parity."
         return f"<header><h1>Bit-exact after {faults}</h1><p>{text}</p></header>"
     items = "".join(f"<li><code>{escape(text)}</code></li>" for text in summary["differences"][:20])
     return (
@@ -98,6 +102,7 @@ def _restarts(summary: Mapping[str, Any]) -> str:
         "in iteration",
         "restored",
         "lost",
+        "source",
         *(part.replace("-", " ") for part in PARTS),
     ]
     heads.append("total")
@@ -106,7 +111,8 @@ def _restarts(summary: Mapping[str, Any]) -> str:
         ranks = ", ".join(map(str, fault["ranks"])) if len(fault["ranks"]) < 8 else "all"
         secs = [fault[f"{part.replace('-', '_')}_secs"] for part in PARTS] + [fault["total_secs"]]
         numbers = [fault["iteration"], fault["restored_iteration"], fault["iterations_lost"]]
-        body.append([fault["name"], ranks, *map(str, numbers), *(f"{value:.2f} s" for value in secs)])
+        source = fault["source"].replace("_", " ").replace("+", " + ")
+        body.append([fault["name"], ranks, *map(str, numbers), source, *(f"{value:.2f} s" for value in secs)])
     terms = "".join(f"<dt>{term}</dt><dd>{escape(text)}</dd>" for term, text in MEANINGS.items())
     legend = _legend({part: part.replace("-", " ") for part in PARTS})
     note = "From the kill to the first boundary after it. Nearly all of it is starting Python and importing."

@@ -5,35 +5,30 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import secrets
 import shutil
-import signal
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
-from ftckpt.arena.directory import clean_job
+from ftckpt.arena.directory import clean_job, job_node_path
+from ftckpt.errors import ArenaError
 from ftckpt.testing.faults import PLAN_VAR, Fault, dumps
 from launch.demo_frameworks import ROOT, Framework, Settings
+from launch.demo_node import Losing
+from launch.demo_processes import STOP_SECS, DemoError, Processes, is_running
+from launch.demo_scenes import WORLD_SIZE, NodeLoss, marks_of, occasions
 
 ARENA = Path("/dev/shm")
 NODES = ("node0", "node1")
-RANKS_PER_NODE = 4
-WORLD_SIZE = len(NODES) * RANKS_PER_NODE
+RANKS_PER_NODE = WORLD_SIZE // len(NODES)
 
-_TOKEN_VAR = "FTCKPT_DEMO_TOKEN"
+# An agent that is silent for six seconds is gone: the others wait that long before its replacement may join.
+_RENDEZVOUS = "last_call_timeout=1,join_timeout=120,keep_alive_interval=1,keep_alive_max_attempt=6"
 _POLL_SECS = 0.02
-_STOP_SECS = 20.0
-
-
-class DemoError(Exception):
-    """The demo cannot go on; the text says why."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +40,7 @@ class Run:
     framework: Framework
     training: Sequence[str]
     ftckpt: Settings = field(default_factory=dict)
-    faults: Sequence[Fault] = ()
+    faults: Sequence[Fault | NodeLoss] = ()
     timeout_secs: float = 600.0
     stall_secs: float = 180.0
 
@@ -75,54 +70,6 @@ class Watch:
     secs: float = 0.0
 
 
-class Processes:
-    """The processes of one run, and nobody else's: they carry a random token in their environment."""
-
-    def __init__(self) -> None:
-        self._token = secrets.token_hex(16)
-        self.agents: list[subprocess.Popen[bytes]] = []
-
-    def start(self, command: Sequence[str], env: dict[str, str], output: Path) -> None:
-        """Start an agent in a session of its own, so that Ctrl-C reaches the demo alone."""
-        with open(output, "wb") as out:
-            agent = subprocess.Popen(
-                command, env={**env, _TOKEN_VAR: self._token}, cwd=ROOT, stdin=subprocess.DEVNULL,
-                stdout=out, stderr=out, start_new_session=True,
-            )  # fmt: skip
-        self.agents.append(agent)
-
-    def left(self) -> list[int]:
-        """Process ids of agents, workers and their children that still run."""
-        wanted = f"{_TOKEN_VAR}={self._token}".encode()
-        found = []
-        for entry in Path("/proc").glob("[0-9]*"):
-            with contextlib.suppress(OSError):
-                if wanted in (entry / "environ").read_bytes().split(b"\0") and is_running(int(entry.name)):
-                    found.append(int(entry.name))
-        return found
-
-    def stop(self) -> None:
-        """Kill what is left: agents first, so that they start nothing anew."""
-        for agent in self.agents:
-            agent.kill()
-        deadline = time.monotonic() + _STOP_SECS
-        while (pids := self.left()) and time.monotonic() < deadline:
-            for pid in pids:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-            time.sleep(_POLL_SECS)
-        for agent in self.agents:
-            agent.wait(_STOP_SECS)
-
-    def __enter__(self) -> Processes:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.stop()
-
-
 def execute(run: Run, job: str, tell: Callable[[str, dict[str, Any]], None]) -> Watch:
     """Run it to its end; ``tell`` gets each log line ("iteration"), event, and fault that fired ("fault").
 
@@ -134,57 +81,66 @@ def execute(run: Run, job: str, tell: Callable[[str, dict[str, Any]], None]) -> 
     shutil.rmtree(run.folder, ignore_errors=True)
     run.folder.mkdir(parents=True)
     plan = run.folder / "faults.json"
-    plan.write_text(dumps(run.faults))
+    plan.write_text(dumps(at for fault in run.faults if isinstance(fault, Fault) for at in occasions(fault)))
     try:
         with Processes() as processes:
-            _start(run, processes, plan)
-            watch = _watch(run, processes, tell)
-            missed = [fault.point for fault in run.faults if not all(fault.fired(r) for r in victims(fault))]
+            start = _starter(run, processes, plan)
+            for node in NODES:
+                start(node)
+            losses = [fault for fault in run.faults if isinstance(fault, NodeLoss)]
+            losing = [Losing(loss, job_node_path(ARENA, job, loss.node), processes, start) for loss in losses]
+            watch = _watch(run, processes, tell, losing)
+            missed = [fault.marker.name for fault in run.faults if marks_of(fault) is None]
             if missed:
-                raise DemoError(f"{run.name}: faults at {', '.join(missed)} did not fire: nothing was tested")
+                raise DemoError(f"{run.name}: no {', '.join(missed)}: faults that did not happen test nothing")
             if left := processes.left():
                 raise DemoError(f"{run.name}: processes {left} are left")
         if (ARENA / f"ftckpt-{job}").exists():
             raise DemoError(f"{run.name}: {ARENA / f'ftckpt-{job}'} is left")
     finally:
-        clean_job(ARENA, job)
+        _clean(job)
     return watch
 
 
-def victims(fault: Fault) -> list[int]:
-    """The ranks that a fault kills."""
-    return list(range(WORLD_SIZE)) if fault.rank == "all" else [fault.rank]
+def _clean(job: str) -> None:
+    """Delete what a failed run left. Threads of a killed process may hold its locks a moment longer than it lives."""
+    deadline = time.monotonic() + STOP_SECS
+    while True:
+        try:
+            clean_job(ARENA, job)
+            return
+        except ArenaError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(_POLL_SECS)
 
 
-def is_running(pid: int) -> bool:
-    """Whether the process exists and has not ended."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
-
-
-def _start(run: Run, processes: Processes, plan: Path) -> None:
+def _starter(run: Run, processes: Processes, plan: Path) -> Callable[[str], None]:
+    """What starts the agent of a node; the first node hosts the rendezvous and is never lost."""
     clean = {key: value for key, value in os.environ.items() if not key.startswith(("TORCH", "PET_"))}
     clean.setdefault("FTCKPT_DEVICE", "cpu")
     clean |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONWARNINGS": "ignore"}
-    clean |= {"PYTHONPATH": str(ROOT), PLAN_VAR: str(plan.resolve())}
+    # Agents would keep the address of the first store when its node is lost: each attempt opens one of its own.
+    clean |= {"PYTHONPATH": str(ROOT), PLAN_VAR: str(plan.resolve()), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     endpoint = f"127.0.0.1:{_free_port()}"
     outputs = ("--log-file", str(run.log.resolve()), "--dump-final", str(run.final.resolve()))
     settings = {**run.ftckpt, "events": str(run.events.resolve())} if run.ftckpt else {}
     module = run.framework.command(run.folder, [*run.training, *outputs], settings)
-    for node in NODES:
+
+    def start(node: str) -> None:
         command = [
             *(sys.executable, "-m", "torch.distributed.run"),
             *("--nnodes", str(len(NODES)), "--nproc-per-node", str(RANKS_PER_NODE)),
             *("--local-addr", "127.0.0.1"),
             *("--rdzv-backend", "c10d", "--rdzv-id", "demo", "--rdzv-endpoint", endpoint),
-            *("--rdzv-conf", "last_call_timeout=1,join_timeout=120"),
+            *("--rdzv-conf", f"{_RENDEZVOUS},is_host={int(node == NODES[0])}"),
             # The two dashes end torchrun's own options.
             *("--max-restarts", "9", "--monitor-interval", "0.1", "-m", "--"),
             *module,
         ]
-        processes.start(command, {**clean, "FTCKPT_NODE": node}, run.folder / f"{node}.log")
+        processes.start(node, command, clean, run.folder / f"{node}.log")
+
+    return start
 
 
 def _free_port() -> int:
@@ -193,7 +149,9 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _watch(run: Run, processes: Processes, tell: Callable[[str, dict[str, Any]], None]) -> Watch:
+def _watch(
+    run: Run, processes: Processes, tell: Callable[[str, dict[str, Any]], None], losing: Sequence[Losing]
+) -> Watch:
     watch = Watch()
     begin = moved = time.monotonic()
     news = _News(run)
@@ -205,7 +163,11 @@ def _watch(run: Run, processes: Processes, tell: Callable[[str, dict[str, Any]],
                 watch.lines.append({**found, "seen": time.time()})
             elif kind == "event":
                 watch.events.append(found)
+            for loss in losing:
+                loss.see(kind, found)
             tell(kind, found)
+        for loss in losing:
+            loss.poll()
         for pid in {event["pid"] for event in watch.events} - watch.gone.keys():
             if not is_running(pid):
                 watch.gone[pid] = time.time()
@@ -230,10 +192,9 @@ class _News:
 
     def read(self) -> Iterator[tuple[str, dict[str, Any]]]:
         for fault in list(self._waiting):
-            markers = [fault.marker_of(rank) for rank in victims(fault)]
-            if all(marker.exists() for marker in markers):
+            if marks := marks_of(fault):
                 self._waiting.remove(fault)
-                yield "fault", {"fault": fault, "num_killed": len(markers)}
+                yield "fault", {"fault": fault, **marks[0]}
         yield from (("iteration", line) for line in self._appended(self._run.log))
         for path in sorted(self._run.events.glob("rank*.jsonl")):
             yield from (("event", line) for line in self._appended(path))
@@ -253,6 +214,5 @@ class _News:
 
 
 def _ends_of_logs(run: Run) -> str:
-    return "\n".join(
-        f"--- {node}:\n{(run.folder / f'{node}.log').read_text(errors='replace')[-3000:]}" for node in NODES
-    )
+    logs = sorted(run.folder.glob("node*.log"))
+    return "\n".join(f"--- {log.stem}:\n{log.read_text(errors='replace')[-3000:]}" for log in logs)

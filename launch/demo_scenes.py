@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from ftckpt.testing.faults import Fault
+
+WORLD_SIZE = 8
+_OCCASIONS = 5
 
 
 @dataclass(frozen=True)
@@ -22,6 +26,21 @@ class Scene:
     label: str
 
 
+@dataclass(frozen=True)
+class NodeLoss:
+    """All of ``node`` is lost in the middle of ``iteration``, or later where no snapshot is protected by then.
+
+    ``marker``: the file that says that it happened: time, iteration, ranks, process ids and shards.
+    """
+
+    node: str
+    replacement: str
+    iteration: int
+    marker: Path
+
+
+LOST_NODE, REPLACEMENT = "node1", "node2"
+
 SCENES = {
     "rank": Scene(5, "forward", 3, 0.0, "rank 5 killed in the middle of iteration {}", "one rank killed"),
     "writing": Scene(
@@ -35,15 +54,48 @@ SCENES = {
         "all ranks killed before the optimizer step of iteration {}",
         "all ranks killed",
     ),
+    "node": Scene(
+        None,
+        "node",
+        0,
+        0.0,
+        f"all of {LOST_NODE} lost in iteration {{}}: its agent, its ranks, its SMP, its memory; "
+        f"{REPLACEMENT} takes its place",
+        "a node lost",
+    ),
 }
 
 
-def plan_faults(scenes: Sequence[str], iterations: int, folder: Path) -> dict[str, Fault]:
+def plan_faults(scenes: Sequence[str], iterations: int, folder: Path) -> dict[str, Fault | NodeLoss]:
     """The faults, spread evenly over the run."""
-    faults = {}
+    faults: dict[str, Fault | NodeLoss] = {}
     for index, name in enumerate(scenes):
         scene = SCENES[name]
         iteration = iterations * (index + 1) // (len(scenes) + 1)
         marker = (folder / f"fired-{name}").resolve()
-        faults[name] = Fault(scene.rank, iteration, scene.point, marker, "kill", scene.ordinal, scene.secs)
+        if name == "node":
+            faults[name] = NodeLoss(LOST_NODE, REPLACEMENT, iteration, marker)
+        else:
+            faults[name] = Fault(scene.rank, iteration, scene.point, marker, "kill", scene.ordinal, scene.secs)
     return faults
+
+
+def victims(fault: Fault) -> list[int]:
+    """The ranks that kill themselves."""
+    return list(range(WORLD_SIZE)) if fault.rank == "all" else [fault.rank]
+
+
+def occasions(fault: Fault) -> list[Fault]:
+    """The first of these that comes is the fault: not every iteration has a snapshot that could be interrupted."""
+    if fault.point != "copy":
+        return [fault]
+    return [replace(fault, iteration=fault.iteration + later) for later in range(_OCCASIONS)]
+
+
+def marks_of(fault: Fault | NodeLoss) -> list[dict[str, Any]] | None:
+    """What is known of the fault once it has happened: of each rank that killed itself, or of the lost node."""
+    markers = [fault.marker] if isinstance(fault, NodeLoss) else [fault.marker_of(rank) for rank in victims(fault)]
+    try:
+        return [json.loads(marker.read_text()) for marker in markers]
+    except (FileNotFoundError, json.JSONDecodeError):  # not there, or being written
+        return None

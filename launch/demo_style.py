@@ -5,13 +5,13 @@ STYLE = """
   --line: #dfe3e9; --good: #13795b; --good-soft: #e3f4ed; --bad: #b3261e; --bad-soft: #fbe9e7;
   --reference: #b9c6d8; --faulted: #1f5fbf; --fault: #c2410c;
   --boundary: #1f5fbf; --fence: #e0a100; --slowest: #93a4bb;
-  --detect: #c2410c; --rejoin: #93a4bb; --load: #13795b; --first-step: #e0a100; }
+  --detect: #c2410c; --rejoin: #93a4bb; --rebuild: #7c4dbd; --load: #13795b; --first-step: #e0a100; }
 @media (prefers-color-scheme: dark) { :root { --ground: #12161c; --card: #1b212a; --text: #e7ebf0;
   --soft: #9aa6b5; --line: #303945; --good: #4cc79b; --good-soft: #16342b; --bad: #ff8a80;
   --bad-soft: #3d1f1d;
   --reference: #4a5a70; --faulted: #6ea8ff; --fault: #ff9a62; --boundary: #6ea8ff; --fence: #f2c14e;
   --slowest: #62738b;
-  --detect: #ff9a62; --rejoin: #62738b; --load: #4cc79b; --first-step: #f2c14e; } }
+  --detect: #ff9a62; --rejoin: #62738b; --rebuild: #b794f6; --load: #4cc79b; --first-step: #f2c14e; } }
 * { box-sizing: border-box; }
 body { margin: 0; background: var(--ground); color: var(--text);
   font: 15px/1.55 system-ui, -apple-system, "Segoe UI", Roboto, "DejaVu Sans", sans-serif; }
@@ -41,7 +41,7 @@ line.fault { stroke: var(--fault); stroke-width: 1.5; stroke-dasharray: 4 3; }
 text.fault { fill: var(--fault); font-size: 12.5px; font-weight: 600; }
 rect.boundary { fill: var(--boundary); } rect.fence { fill: var(--fence); }
 rect.detect { fill: var(--detect); }
-rect.rejoin { fill: var(--rejoin); } rect.load { fill: var(--load); }
+rect.rejoin { fill: var(--rejoin); } rect.rebuild { fill: var(--rebuild); } rect.load { fill: var(--load); }
 rect.first-step { fill: var(--first-step); }
 .legend { display: flex; flex-wrap: wrap; gap: 6px 20px; margin: 0 0 8px; padding: 0; list-style: none;
   font-size: 13.5px; }

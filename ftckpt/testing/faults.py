@@ -115,7 +115,7 @@ class Fault:
             raise ValueError(f"action {self.action!r} is not one of kill, raise, stall")
 
     def marker_of(self, rank: int) -> Path:
-        """The file that says that the fault fired in ``rank``; it holds the process id and the time."""
+        """The file that says that the fault fired in ``rank``; it holds process id, time and iteration."""
         return self.marker.with_name(f"{self.marker.name}.rank{rank}")
 
     def fired(self, rank: int) -> bool:
@@ -170,7 +170,7 @@ class _Injector:
     def _fire(self, fault: Fault) -> None:
         try:
             with open(fault.marker_of(self._rank), "x") as marker:
-                json.dump({"pid": os.getpid(), "time": time.time()}, marker)
+                json.dump({"pid": os.getpid(), "time": time.time(), "iteration": fault.iteration}, marker)
         except FileExistsError:
             return
         if fault.action == "kill":

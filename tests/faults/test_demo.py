@@ -19,13 +19,13 @@ from typing import Any
 import pytest
 
 from ftckpt.config import Config
-from ftckpt.testing.faults import Fault
 from launch import demo, demo_report
 from launch.demo_charts import attempts_of, ticks_of
 from launch.demo_frameworks import FRAMEWORKS, SMALL
-from launch.demo_measure import KINDS, blocked_by_iteration, compare, fault_cost
+from launch.demo_measure import KINDS, PARTS, FaultCost, Strike, blocked_by_iteration, compare, fault_cost
+from launch.demo_node import Losing
 from launch.demo_run import Watch
-from launch.demo_scenes import SCENES
+from launch.demo_scenes import SCENES, NodeLoss, marks_of
 
 pytestmark = pytest.mark.faults
 
@@ -109,25 +109,92 @@ def attempt(lineage: str, pids: tuple[int, int], joined: float, start: int | Non
 
 def test_the_cost_of_a_fault() -> None:
     events = attempt("aa", (1, 2), 100.0, None, 3) + attempt("bb", (11, 12), 110.0, 2, 5)
-    fault = Fault(1, 3, "copy", Path("marker"), "kill")
     lines = [line(3, 4.0, seen=103.2), line(4, 4.0, seen=103.9), line(3, 4.0, seen=111.0)]
-    markers = [{"time": 104.0, "pid": 2}]
-    cost = fault_cost(
-        "writing", fault, ranks=[1], markers=markers, events=events, lines=lines, gone={1: 104.7, 2: 104.1}
-    )
+    strike = Strike("writing", "copy", 3, [1], 104.0)
+    cost = fault_cost(strike, events=events, lines=lines, gone={1: 104.7, 2: 104.1})
     assert (cost.restored_iteration, cost.iterations_lost, cost.iteration) == (2, 2, 3)
-    parts = (cost.detect_secs, cost.rejoin_secs, cost.load_secs, cost.first_step_secs)
-    assert parts == pytest.approx((0.7, 5.4, 0.2, 0.8))
+    assert tuple(cost.parts.values()) == pytest.approx((0.7, 5.4, 0.0, 0.2, 0.8))
+    assert cost.total_secs == pytest.approx(111.1 - 104.0)
+    assert (cost.source, cost.rebuilt_shards) == ("memory", ())
+
+
+def rebuilt(pid: int, when: float, shard: str, **sources: int) -> dict[str, Any]:
+    found = {mode: {"chunks": 1, "bytes": nbytes} for mode, nbytes in sources.items()}
+    what = {"shards": [shard], "bytes": sum(sources.values()), "secs": 0.05 * pid / 11, "sources": found}
+    return {"event": "rebuilt", "time": when, "rank": 0, "pid": pid, **what}
+
+
+LOST = Strike("node", "node", 4, [0, 1], 104.0, frozenset({"a", "b"}))
+
+
+def lost_node(*events: dict[str, Any]) -> FaultCost:
+    found = [*attempt("aa", (1, 2), 100.0, None, 3), *attempt("bb", (11, 12), 110.0, 2, 5), *events]
+    return fault_cost(LOST, events=found, lines=[], gone={1: 104.7, 2: 104.1})
+
+
+def test_the_cost_of_a_lost_node_has_what_was_rebuilt_and_from_what() -> None:
+    cost = lost_node(
+        rebuilt(11, 110.1, "a", replica_parity=10, peer_parity=7), rebuilt(12, 110.1, "b", peer_parity=5)
+    )
+    assert (cost.source, cost.rebuilt_shards, cost.rebuilt_bytes) == ("peer_parity+replica_parity", ("a", "b"), 22)
+    assert cost.rebuild_secs == pytest.approx(0.05 * 12 / 11)
+    assert cost.rebuild_secs + cost.load_secs == pytest.approx(0.2)
     assert cost.total_secs == pytest.approx(111.1 - 104.0)
 
 
+def test_a_lost_shard_that_was_not_rebuilt_is_an_error() -> None:
+    with pytest.raises(ValueError, match="fault node: b were lost and not rebuilt"):
+        lost_node(rebuilt(11, 110.1, "a", peer_parity=7))
+
+
 def test_an_attempt_that_never_came_back_has_no_cost() -> None:
-    fault = Fault(1, 3, "copy", Path("marker"), "kill")
+    events, strike = attempt("aa", (1, 2), 100.0, None, 3), Strike("rank", "forward", 3, [1], 104.0)
     with pytest.raises(ValueError, match="none after it that went on"):
-        fault_cost(
-            "rank", fault, ranks=[1], markers=[{"time": 104.0}], events=attempt("aa", (1, 2), 100.0, None, 3),
-            lines=[], gone={1: 105.0, 2: 105.0},
-        )  # fmt: skip
+        fault_cost(strike, events=events, lines=[], gone={1: 105.0, 2: 105.0})
+
+
+class Lost:
+    """Records which node is lost, and which takes its place."""
+
+    def __init__(self) -> None:
+        self.told: list[str] = []
+
+    def lose(self, node: str) -> list[int]:
+        self.told.append(f"lost {node}")
+        return [71, 72]
+
+    def replace(self, node: str) -> None:
+        self.told.append(f"started {node}")
+
+
+def test_a_node_is_lost_once_a_snapshot_of_this_attempt_is_protected(tmp_path: Path) -> None:
+    (tmp_path / "node1" / "tp0-pp1.0123abcd").mkdir(parents=True)
+    loss, happened = NodeLoss("node1", "node2", 3, tmp_path / "marker"), Lost()
+    losing = Losing(loss, tmp_path / "node1", happened, happened.replace)
+    join = {"event": "joined", "rank": 4, "node": "node1"}
+    protected = {"event": "protected", "iteration": 1}
+    early = [("event", join), ("event", protected), ("iteration", line(1, 5.0)), ("event", join)]
+    for kind, found in [*early, ("iteration", line(2, 4.5))]:  # the second start has protected nothing yet
+        losing.see(kind, found)
+        losing.poll()
+    assert happened.told == [] and marks_of(loss) is None
+    losing.see("event", protected)
+    deadline = time.monotonic() + 10
+    while not happened.told and time.monotonic() < deadline:
+        losing.poll()
+        time.sleep(0.01)
+    losing.poll()
+    assert happened.told == ["lost node1", "started node2"]
+    assert not (tmp_path / "node1").exists()
+    (told,) = marks_of(loss) or []
+    assert (told["iteration"], told["protected"], told["ranks"], told["pids"]) == (3, 1, [4], [71, 72])
+    assert told["shards"] == ["tp0-pp1"]
+
+
+def test_a_marker_that_is_being_written_does_not_count(tmp_path: Path) -> None:
+    loss = NodeLoss("node1", "node2", 3, tmp_path / "marker")
+    loss.marker.touch()
+    assert marks_of(loss) is None
 
 
 def test_blocked_time_is_of_the_last_attempt() -> None:
@@ -158,11 +225,7 @@ class Page(HTMLParser):
 
 def summary(bit_exact: bool, finals: tuple[Path, Path]) -> dict[str, Any]:
     events = attempt("aa", (1, 2), 100.0, None, 3) + attempt("bb", (11, 12), 110.0, 2, 3)
-    fault = Fault(1, 3, "copy", Path("marker"), "kill")
-    cost = fault_cost(
-        "writing", fault, ranks=[1], markers=[{"time": 104.0}], events=events, lines=[],
-        gone={1: 104.7, 2: 104.1},
-    )  # fmt: skip
+    cost = fault_cost(Strike("writing", "copy", 3, [1], 104.0), events=events, lines=[], gone={1: 104.7, 2: 104.1})
     watch = Watch(lines=REFERENCE, events=events, secs=9.0)
     lines = REFERENCE if bit_exact else [*REFERENCE, line(2, 4.75)]
     comparison = compare(REFERENCE, lines, *finals)
@@ -301,7 +364,7 @@ def test_a_scene_with_deepspeed(tmp_path: Path) -> None:
     assert found["framework"] == "DeepSpeed" and "deepspeed" in found["versions"]
     assert all(found["num_tensors_compared"][kind] >= 8 for kind in KINDS)
     (fault,) = found["faults"]
-    assert fault["iteration"] == 4 and 0 <= fault["iterations_lost"] <= 2
+    assert fault["iteration"] == 4 and 0 <= fault["iterations_lost"] <= 3
     assert "DeepSpeed: PipelineModule" in (tmp_path / "report.html").read_text()
 
 
@@ -313,15 +376,20 @@ def test_the_whole_demo(tmp_path: Path, framework: str) -> None:
         output, _ = child.communicate(timeout=800)
         assert child.returncode == 0, output
         assert owned(owner) == []
-    assert output.splitlines()[-2].startswith("demo: bit-exact, 3 faults survived, report in ")
+    assert output.splitlines()[-2].startswith("demo: bit-exact, 4 faults survived, report in ")
     found = json.loads((tmp_path / "summary.json").read_text())
     assert found["bit_exact"] is True
-    assert [fault["name"] for fault in found["faults"]] == ["rank", "writing", "all"]
+    assert [fault["name"] for fault in found["faults"]] == ["rank", "writing", "all", "node"]
     assert (tmp_path / "timeline.html").exists()
+    *killed, lost = found["faults"]
+    for fault in killed:
+        assert (fault["source"], fault["rebuilt_shards"]) == ("memory", [])
+        assert 0 <= fault["iterations_lost"] <= 4
+    assert "peer_parity" in lost["source"] and len(lost["rebuilt_shards"]) == len(lost["ranks"]) == 4
+    assert lost["rebuilt_bytes"] > 1e6 and lost["rebuild_secs"] > 0
     for fault in found["faults"]:
-        assert 0 <= fault["iterations_lost"] <= 2
         assert 0 < fault["total_secs"] < 120
-        assert min(fault[f"{part}_secs"] for part in ("detect", "rejoin", "load", "first_step")) > 0
+        assert min(fault[f"{part.replace('-', '_')}_secs"] for part in PARTS if part != "rebuild") > 0
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import json
 import os
 import random
 import signal
@@ -16,6 +17,7 @@ from pathlib import Path
 import pytest
 from launching import ITERATIONS, ROOT, Nodes
 
+from ftckpt.arena.directory import SMP_STATE_NAME
 from ftckpt.testing.pool import run_ranks
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.faults]
@@ -202,6 +204,10 @@ def test_nodes_with_networks_of_their_own(make: Make) -> None:
         for node, name in (("a", "a"), ("b", "b")):
             address, interface, prefix = networks[name]
             nodes.start_node(node, address, prefix=prefix, GLOO_SOCKET_IFNAME=interface)
+        nodes.wait_for("a protected snapshot", nodes.protected)
+        for node, other in ("ab", "ba"):
+            told = json.loads((nodes.node_dir(node) / SMP_STATE_NAME).read_text())
+            assert told["peers"][other][0] == networks[other][0]
         lost, protected = lose_in_mid_iteration(nodes, "b")
         address, interface, prefix = networks["b"]
         nodes.start_node("c", address, prefix=prefix, GLOO_SOCKET_IFNAME=interface)
