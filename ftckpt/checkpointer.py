@@ -87,6 +87,7 @@ class Checkpointer:
         begin = time.perf_counter()
         self.events.emit("joined", job=self.config.job, node=self.topology.me.node)
         self._arenas.enter()
+        self._protection.enter(self._arenas.path)
         described = together(self._group, self._state.describe)
         shared = (self.config, self.topology, described, self._arenas.path, self.events)
         pacer = self._pacer = together(self._group, lambda: make_pacer(*shared))
@@ -110,11 +111,12 @@ class Checkpointer:
         shard.lay_out(whole)
         self._dialogue.begin(self._lineage, whole)
         self._protection.lay_out(shard.capture, self._arenas.path)
-        iteration = decision.iteration if decision else None
+        iteration, source = (decision.iteration, restart.source) if decision else (None, None)
         self._last = self._at = iteration if iteration is not None else -1
         secs = time.perf_counter() - begin
-        self.events.emit("restored", iteration=iteration, lineage=self._lineage.hex(), blocked_secs=secs)
-        where = f"iteration {iteration} from memory" if decision else "nothing to restore, from the beginning"
+        told = {"iteration": iteration, "lineage": self._lineage.hex(), "source": source}
+        self.events.emit("restored", **told, blocked_secs=secs)
+        where = f"iteration {iteration} from {source}" if source else "nothing to restore, from the beginning"
         self.events.tell(f"job {self.config.job}, {len(self.topology.members)} ranks: {where}, in {secs:.1f} s")
         return iteration
 
@@ -181,16 +183,14 @@ class Checkpointer:
             self._fence()  # nothing more is trained: the last snapshot is good
         self._closed = True
         capture = self._capture
-        if capture is not None:
-            capture.close()
-        if self._pacer is not None:
-            self._pacer.close()
+        for part in (capture, self._pacer, self._protection):
+            if part is not None:
+                part.close()
         if remove and self._shard is not None:
             try:
-                self._arenas.leave(capture.arena if capture is not None else None, self._protection.end)
+                self._arenas.leave(capture.arena if capture is not None else None, self._protection.smp.end)
             except RuntimeError as error:
                 self.events.emit("close_incomplete", error=str(error))
-        self._protection.release()
         if capture is not None:
             capture.arena.close()
         self._arenas.release()

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import secrets
 import time
 from collections.abc import Iterable
-from dataclasses import asdict
 from pathlib import Path
 
 from ftckpt.arena.checks import CheckState
-from ftckpt.arena.environment import findings
 from ftckpt.arena.memory import check_budget
 from ftckpt.arena.pulse import Pulse
 from ftckpt.arena.segment import Arena
@@ -20,12 +16,11 @@ from ftckpt.capture.sections import Redundancy
 from ftckpt.capture.targets import SnapshotId, Targets
 from ftckpt.comm import Agreement, Group, Told, together
 from ftckpt.config import Config
-from ftckpt.errors import ConfigError, FtckptError
 from ftckpt.events import Events
 from ftckpt.layout.topology import Topology
+from ftckpt.node_smp import NodeSmp
 from ftckpt.protect.groups import (
     Modes,
-    ParityGroup,
     mirrors,
     node_groups,
     peer_groups,
@@ -34,8 +29,7 @@ from ftckpt.protect.groups import (
 )
 from ftckpt.protect.holding import Holding
 from ftckpt.protect.table import Report, report
-from ftckpt.smp.address import SECRET_BYTES, listening_address, machine, read_secret
-from ftckpt.smp.client import SmpClient, Watch, find_or_start
+from ftckpt.smp.address import machine
 
 _SMP_SILENT_SECS = 10.0
 """An SMP that gave no sign of life for so long guards nothing."""
@@ -61,16 +55,13 @@ class Protection:
         self._events = events
         told = [json.loads(data) for data in group.gather(json.dumps([config.rack, machine()]).encode())]
         self._racks = [rack for rack, _ in told]
-        self._machines = [where for _, where in told]
+        self.smp = NodeSmp(config, topology, group, events, [where for _, where in told])
         nodes = [member.node for member in topology.members]
         self.modes = together(group, lambda: self._resolve(spans_nodes=len(set(nodes)) > 1))
         self.redundancy = Redundancy(self.modes.replica, tuple(nodes), tuple(self._racks))
         self.targets = Targets(b"", 0)
         self._arena: Arena | None = None
         self._pulse: Pulse | None = None
-        self._client: SmpClient | None = None
-        self._watch: Watch | None = None
-        self._secret = b""
         self._since = self._patient_at = 0.0
         self._degraded = False
 
@@ -89,6 +80,10 @@ class Protection:
     def smp_alive(self) -> bool:
         """Whether this node's SMP gave a sign of life lately."""
         return self._pulse is not None and self._pulse.smp_alive(_SMP_SILENT_SECS)
+
+    def enter(self, node_dir: Path) -> None:
+        """The node's directory belongs to this attempt. Collective; raises as ``NodeSmp.enter``."""
+        self.smp.enter(node_dir, guarded=self.on)
 
     def begin(self, lineage: bytes, restored: SnapshotId | None) -> None:
         """Training goes on from ``restored``."""
@@ -124,7 +119,7 @@ class Protection:
             told = report(holdings, [*groups, *in_slots], mirrors(holdings, self.modes), self.slots)
             self._tell(told)
         together(self._group, lambda: self._check_memory(node_dir, told.smp_bytes(me.node)) if leads else None)
-        self._start_smp(node_dir, groups, holdings)
+        self.smp.configure(node_dir, holdings, groups, self._packages(holdings))
         self._mark()
 
     def _resolve(self, spans_nodes: bool) -> Modes:
@@ -154,62 +149,10 @@ class Protection:
             self._events.tell(line)
 
     def _check_memory(self, node_dir: Path, need_bytes: int) -> None:
-        have = sum(f.stat().st_blocks * 512 for f in (*node_dir.glob("*/parity.*"), *node_dir.glob(".mirror/*")))
+        files = [*node_dir.glob("*/parity.*"), *node_dir.glob(".mirror/*")]
+        have = sum(file.stat().st_blocks * 512 for file in files if file.exists())
         if need_bytes > have:
             check_budget(node_dir, need_bytes - have)
-        for finding in findings(node_dir):
-            self._events.emit("environment", name=finding.name, text=finding.text, remedy=finding.remedy)
-
-    def _start_smp(self, node_dir: Path, groups: list[ParityGroup], holdings: list[Holding]) -> None:
-        """Each node's leader has an SMP, and tells it where the others are. Collective."""
-        me, leads, config = self._topology.me, self._topology.is_node_leader, self._config
-        self._secret = self._share_secret()
-        address = together(self._group, lambda: listening_address(config.smp_listen, self._machines, os.environ))
-        mine: list[object] = [os.getpid(), "", 0]
-        if leads:
-            try:
-                root = Path(config.arena)
-                self._client = self._client or find_or_start(node_dir, root, config.job, me.node, asdict(config))
-                mine = [os.getpid(), address, self._client.listen(address, self._secret)]
-            except (FtckptError, OSError) as error:
-                self._fail(error)
-        told = [json.loads(data) for data in self._group.gather(json.dumps(mine).encode())]
-        if self._client is None:
-            return
-        peers = {self._topology.members[rank].node: [host, port] for rank, (_, host, port) in enumerate(told) if port}
-        places = {
-            str(rank): {"shard": holdings[rank].shard, "arena": holdings[rank].arena, "pid": told[rank][0]}
-            for rank in self._topology.ranks_on(me.node)
-        }
-        description = {
-            "job": config.job,
-            "node": me.node,
-            "secret": self._secret.hex(),
-            "peers": {node: where for node, where in peers.items() if node != me.node},
-            "places": places,
-            "groups": [g.to_json() for g in groups if any(member.node == me.node for member in g.members)],
-            "mirror_from": self._packages(holdings),
-            "settings": asdict(config),
-        }
-        try:
-            self._client.configure(description)
-            self._watch = self._watch or Watch(self._client, self._events.emit)
-        except (FtckptError, OSError) as error:
-            self._fail(error)
-
-    def _share_secret(self) -> bytes:
-        """The job's secret: drawn by rank 0, or what each node's file holds, which must be the same.
-
-        Raises:
-            ConfigError: the files differ.
-        """
-        path = self._config.secret_file
-        if not path:
-            return self._group.broadcast(secrets.token_bytes(SECRET_BYTES))
-        mine = together(self._group, lambda: read_secret(Path(path)))
-        if len(set(self._group.gather(mine))) > 1:
-            raise ConfigError(f"secret_file: {path} does not hold the same on all nodes; copy one to all of them")
-        return mine
 
     def beat(self, iteration: int, phase: str) -> None:
         """Training is in ``phase`` of ``iteration``: who looks for hangs sees it. Takes microseconds."""
@@ -224,7 +167,7 @@ class Protection:
         try:
             return target[1], self._cover(target)
         except Exception as error:  # noqa: BLE001 - promise 4: training goes on whatever protection does
-            self._fail(error)
+            self._events.emit("smp_error", error=repr(error))
             return target[1], Agreement.CANNOT
 
     def _cover(self, target: SnapshotId) -> int:
@@ -272,19 +215,9 @@ class Protection:
         self._since = now
         self._mark()
 
-    def end(self) -> None:
-        """The job is over: its SMP ends; called by each node's leader once no rank needs it."""
-        self.release()
-        if self._client is not None:
-            try:
-                self._client.end()
-            except (FtckptError, OSError) as error:
-                self._fail(error)
-
-    def release(self) -> None:
+    def close(self) -> None:
         """This rank trains no more; the SMP stays."""
-        if self._watch is not None:
-            self._watch.stop()
+        self.smp.release()
         if self._pulse is not None:
             self._pulse.leave()
 
@@ -293,6 +226,3 @@ class Protection:
         if self._arena is not None:
             self._arena.control.mark_protected(*(self.targets.protected or _NONE))
             self._arena.control.mark_target(*(self.targets.target or _NONE))
-
-    def _fail(self, error: Exception) -> None:
-        self._events.emit("smp_error", error=str(error))
