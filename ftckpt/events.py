@@ -14,7 +14,7 @@ log = logging.getLogger("ftckpt")
 LOUD = frozenset(
     {
         "snapshot_error", "turned_off", "replicas_differ", "fallback", "lost", "not_derived", "older_than_storage",
-        "shares_kept", "no_budget", "hang", "smp_error", "smp_restarted", "environment", "not_protected",
+        "shares_kept", "no_budget", "hang", "smp_error", "smp_restarted", "not_protected",
         "not_covered", "corrupt", "peer_lost", "peer_refused",
     }
 )  # fmt: skip

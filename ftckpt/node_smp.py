@@ -52,6 +52,7 @@ class NodeSmp:
         """
         for finding in findings(Path(self._config.arena)) if self._leads else ():
             self._events.emit("environment", name=finding.name, text=finding.text, remedy=finding.remedy)
+            self._events.tell(f"{finding.text}; {finding.remedy}")
         watches = self._leads and not guarded
         hold = partial(hold_memory, self._config, node_dir, watches, self._events.emit)
         self._let_go = together(self._group, hold)

@@ -29,8 +29,7 @@ class Targets:
 
     def begin(self, restored: SnapshotId | None) -> None:
         """Training goes on from ``restored``: it is kept as if protected, and is the first to be protected anew."""
-        self.protected = restored
-        self.target = restored if self._interval else None
+        self.protected = self.target = restored if self._interval else None
 
     def hear(self, told: Iterable[Told]) -> bool:
         """Take answers in; whether target or protected have changed."""

@@ -54,7 +54,7 @@ def test_each_kth_snapshot_is_a_target_and_the_first_one_too() -> None:
 
 def test_without_protection_only_the_whole_one_is_kept() -> None:
     targets = Targets(LINEAGE, 0)
-    targets.begin(None)
+    targets.begin(at(3))
     assert not targets.hear([told(4), told(5)])
     assert targets.keep(at(5)) == {at(5)} and targets.keep(None) == set()
 
