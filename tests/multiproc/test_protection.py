@@ -26,7 +26,7 @@ from ftckpt.arena.directory import SMP_LOCK_NAME, clean_job, end_smp
 from ftckpt.arena.locks import holder_of
 from ftckpt.arena.segment import Arena, list_arenas
 from ftckpt.errors import FtckptError
-from ftckpt.protect.modes import resolve_modes
+from ftckpt.protect.modes import Modes, resolve_modes
 from ftckpt.testing.pool import RankGroup, run_ranks, spawn_ranks
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.faults]
@@ -274,3 +274,28 @@ def test_what_cannot_work_is_an_error_at_start_on_all_ranks(
     results = run_ranks(train, 3, plan, expect_failures=True, grace_secs=10)
     for result in results:
         assert result.error is not None and "ConfigError" in result.error and text in result.error
+
+
+@pytest.mark.parametrize("protect", ["none", "node"])
+def test_memory_that_the_smp_holds_outlives_the_trainers_and_the_smp_that_held_it(plan: Plan, protect: str) -> None:
+    """The trainers hand it to the next SMP; then they die, too."""
+    plan = replace(plan, iterations=ENDLESS, settings={**plan.settings, "memory": "memfd", "protect": protect})
+    with spawn_ranks(train, 3, plan) as ranks:
+        moved(plan, 10)
+        slots = list(folder(plan).glob("n0/dp*/slot*"))
+        assert slots and all(slot.is_symlink() for slot in slots)
+        dead = smp_pid(plan)
+        os.kill(dead, signal.SIGKILL)
+        eventually(lambda: smp_pid(plan) not in (0, dead))
+        eventually(lambda: sum("memory_handed_over" in names_of(plan, rank) for rank in range(3)) == 3)
+        moved(plan, 10)
+        for rank in range(3):
+            ranks.kill(rank)
+    whole = survey(folder(plan), Modes()).whole
+    again = run_ranks(train, 3, replace(plan, iterations=2))
+    assert whole > 10 and all(result.value.start >= whole and not result.value.wrong for result in again)
+    assert not folder(plan).exists()
+
+
+def names_of(plan: Plan, rank: int) -> list[str]:
+    return [event["event"] for event in told(plan, rank)]
