@@ -38,7 +38,7 @@ class Job:
     @property
     def all_lost(self) -> bool:
         """Whether nothing is left that could tell that there ever was a snapshot."""
-        return self.lost_nodes >= {holding.node for holding in self.holdings}
+        return bool(self.holdings) and self.lost_nodes >= {holding.node for holding in self.holdings}
 
     @property
     def promise(self) -> int | None:

@@ -1,0 +1,65 @@
+"""A short campaign of random faults, and that its judge sees what it must see."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent.parent.parent))
+
+from benchmarks import fault_campaign
+from benchmarks.campaign_damage import Job
+from benchmarks.campaign_job import Ended
+from benchmarks.fault_campaign import judge
+from ftckpt.protect.modes import Modes
+from ftckpt.testing.pool import RankResult
+
+pytestmark = [pytest.mark.multiproc, pytest.mark.faults]
+
+
+@pytest.mark.parametrize("seed", [3, 4])
+def test_a_short_campaign(seed: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    output = tmp_path / "campaign.json"
+    code = fault_campaign.main(["--trials", "4", "--seed", str(seed), "--json", str(output)])
+    result = json.loads(output.read_text())
+    assert code == 0, capsys.readouterr().out
+    assert (result["wrong"], result["hung"], result["leaked"]) == (0, 0, 0) and result["bad"] == []
+    assert result["resumed"] + result["refused"] == 4
+
+
+def job(whole: int, protected: int, *lost: str) -> Job:
+    return Job(Path("/nowhere"), [], Modes(), whole, protected, set(lost))
+
+
+def ended(start: int | None, *wrong: str) -> list[RankResult]:
+    return [RankResult(rank, 0, Ended(start, wrong)) for rank in range(2)]
+
+
+def failed(text: str | None, code: int = 1) -> list[RankResult]:
+    return [RankResult(0, code, None, text), RankResult(1, 0, Ended(3, ()))]
+
+
+REFUSED = "Traceback\nftckpt.errors.LostError: iteration 9 was whole and cannot be restored: no arena of dp0"
+
+
+@pytest.mark.parametrize(
+    ("results", "memory", "kind"),
+    [
+        (ended(9), job(9, 7), "resumed"),
+        (ended(8), job(9, 7), "wrong"),
+        (ended(None), job(-1, -1), "resumed"),
+        (ended(None), job(9, -1, "dp0"), "wrong"),
+        (ended(9, "shared"), job(9, 7), "wrong"),
+        ([ended(9)[0], ended(8)[1]], job(8, 7), "wrong"),
+        (failed(REFUSED), job(9, -1, "dp0"), "refused"),
+        (failed(REFUSED), job(9, 7), "wrong"),
+        (failed("Traceback\nValueError: x"), job(9, -1, "dp0"), "wrong"),
+        (failed(None, -9), job(9, -1, "dp0"), "hung"),
+    ],
+)
+def test_the_judge(results: list[RankResult], memory: Job, kind: str) -> None:
+    found, _, _ = judge(results, memory)
+    assert found == kind
