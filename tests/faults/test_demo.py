@@ -386,7 +386,7 @@ def test_the_whole_demo(tmp_path: Path, framework: str) -> None:
         assert (fault["source"], fault["rebuilt_shards"]) == ("memory", [])
         assert 0 <= fault["iterations_lost"] <= 4
     assert "peer_parity" in lost["source"] and len(lost["rebuilt_shards"]) == len(lost["ranks"]) == 4
-    assert lost["rebuilt_bytes"] > 1e6 and lost["rebuild_secs"] > 0
+    assert lost["rebuilt_bytes"] > 5e5 and lost["rebuild_secs"] > 0
     for fault in found["faults"]:
         assert 0 < fault["total_secs"] < 120
         assert min(fault[f"{part.replace('-', '_')}_secs"] for part in PARTS if part != "rebuild") > 0
