@@ -207,7 +207,7 @@ def test_nodes_with_networks_of_their_own(make: Make) -> None:
         nodes.wait_for("a protected snapshot", nodes.protected)
         for node, other in ("ab", "ba"):
             told = json.loads((nodes.node_dir(node) / SMP_STATE_NAME).read_text())
-            assert told["peers"][other][0] == networks[other][0]
+            assert told["description"]["peers"][other][0] == networks[other][0]
         lost, protected = lose_in_mid_iteration(nodes, "b")
         address, interface, prefix = networks["b"]
         nodes.start_node("c", address, prefix=prefix, GLOO_SOCKET_IFNAME=interface)
