@@ -21,6 +21,7 @@ from ftckpt.protect.holding import Holding
 from ftckpt.smp.address import SECRET_BYTES, listening_address, read_secret
 from ftckpt.smp.client import SmpClient, Watch, find_or_start
 from ftckpt.smp.keeper import hold_memory
+from ftckpt.smp.protocol import guarded
 
 
 class NodeSmp:
@@ -63,10 +64,11 @@ class NodeSmp:
         holdings: Sequence[Holding],
         groups: Sequence[ParityGroup],
         packages: Mapping[str, Sequence[str]],
-    ) -> None:
+    ) -> int:
         """Each node has an SMP that knows its groups, its trainers and where the others are.
 
-        ``holdings`` by rank; ``packages``: of each other node the shards whose packages this node keeps.
+        ``holdings`` by rank; ``packages``: of each other node the shards whose packages this node keeps. Returns the
+        digest of what this node's SMP was told to guard, 0 where there is none that took it.
 
         Raises:
             ConfigError: no address, or a secret that cannot be used; on all ranks together.
@@ -76,8 +78,20 @@ class NodeSmp:
         address = together(self._group, lambda: listening_address(config.smp_listen, self._machines, os.environ))
         port = self._listen(node_dir, address, secret) if self._leads else 0
         told = [json.loads(data) for data in self._group.gather(json.dumps([os.getpid(), address, port]).encode())]
-        if self._client is None:
-            return
+        digest = self._tell(told, holdings, groups, packages, secret) if self._client is not None else 0
+        digests = [int(data) for data in self._group.gather(str(digest).encode())]
+        return digests[self._topology.ranks_on(node)[0]]
+
+    def _tell(
+        self,
+        told: Sequence[tuple[int, str, int]],
+        holdings: Sequence[Holding],
+        groups: Sequence[ParityGroup],
+        packages: Mapping[str, Sequence[str]],
+        secret: bytes,
+    ) -> int:
+        """Configure this node's SMP; ``told[rank]`` are pid, address and, of leaders, the port of the SMP."""
+        config, node = self._config, self._topology.me.node
         peers = {self._topology.members[rank].node: [host, port] for rank, (_, host, port) in enumerate(told) if port}
         places = {
             str(rank): {"shard": holdings[rank].shard, "arena": holdings[rank].arena, "pid": told[rank][0]}
@@ -93,11 +107,14 @@ class NodeSmp:
             "mirror_from": packages,
             "settings": asdict(config),
         }
+        assert self._client is not None
         try:
             self._client.configure(description)
             self._watch = self._watch or Watch(self._client, self._events.emit)
         except (FtckptError, OSError) as error:
             self._fail(error)
+            return 0
+        return guarded(description)
 
     def release(self) -> None:
         """This rank trains no more; the SMP stays."""

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from ftckpt.arena.checks import CheckState
-from ftckpt.arena.memory import check_budget
+from ftckpt.arena.memory import check_budget, size_of
 from ftckpt.arena.pulse import Pulse
 from ftckpt.arena.segment import Arena
 from ftckpt.capture.capture import Capture
@@ -16,6 +16,7 @@ from ftckpt.capture.sections import Redundancy
 from ftckpt.capture.targets import SnapshotId, Targets
 from ftckpt.comm import Agreement, Group, Told, together
 from ftckpt.config import Config
+from ftckpt.errors import ConfigError, FtckptError
 from ftckpt.events import Events
 from ftckpt.layout.topology import Topology
 from ftckpt.node_smp import NodeSmp
@@ -34,8 +35,10 @@ from ftckpt.smp.address import machine
 _SMP_SILENT_SECS = 10.0
 """An SMP that gave no sign of life for so long guards nothing."""
 
-_PAUSES = 5
+_PAUSES = 2
 """After a target that took too long, this many times that wait pass before another is waited for."""
+
+_LEAST_SLOTS = 3
 
 _NONE = (bytes(16), -1)
 """What marks say of no snapshot."""
@@ -58,10 +61,12 @@ class Protection:
         self.smp = NodeSmp(config, topology, group, events, [where for _, where in told])
         nodes = [member.node for member in topology.members]
         self.modes = together(group, lambda: self._resolve(spans_nodes=len(set(nodes)) > 1))
+        together(group, self._check_slots)
         self.redundancy = Redundancy(self.modes.replica, tuple(nodes), tuple(self._racks))
         self.targets = Targets(b"", 0)
         self._arena: Arena | None = None
         self._pulse: Pulse | None = None
+        self._digest = 0
         self._since = self._patient_at = 0.0
         self._degraded = False
 
@@ -94,17 +99,41 @@ class Protection:
     def lay_out(self, capture: Capture | None, node_dir: Path, anew: bool = False) -> None:
         """Know what all ranks hold now: groups, memory, the SMP of this node and those of others.
 
-        ``anew``: the arenas hold other shares than before, so that nothing in them is protected yet.
+        ``anew``: the arenas hold other shares than before, so that nothing in them is protected yet, and what goes
+        wrong now leaves snapshots unprotected.
 
         Raises:
             MemoryBudgetError: the node has no room for parity and packages.
             ConfigError: modes, groups, secret or address that cannot work; all on all ranks together.
         """
-        if anew:
-            self.targets.forget()
         if capture is None or not self.on:
             return
-        arena = self._arena = capture.arena
+        self._arena = capture.arena
+        if not anew:
+            self.targets.protected = self._still_protected(capture.arena)
+            self._lay_out(capture.arena, node_dir)
+            return
+        try:
+            self._lay_out(capture.arena, node_dir)
+            self.targets.forget()
+        except FtckptError as error:
+            self._events.emit("not_protected", error=str(error))
+            self.targets.stop()
+
+    def _still_protected(self, arena: Arena) -> SnapshotId | None:
+        """The snapshot that was protected before this start, if all ranks hold it. Collective."""
+        mark = arena.control.protected()
+        records = [arena.control.record(slot) for slot in range(arena.control.slots)]
+        held = [[record.lineage.hex(), record.iteration] for record in records if record.sealed]
+        mine = [[mark[0].hex(), mark[1]] if mark is not None else None, held]
+        told = [json.loads(data) for data in self._group.gather(json.dumps(mine).encode())]
+        marks = {tuple(named) for named, _ in told if named is not None}
+        for lineage, iteration in marks if len(marks) == 1 else ():
+            if all([lineage, iteration] in theirs for _, theirs in told):
+                return bytes.fromhex(lineage), iteration
+        return None
+
+    def _lay_out(self, arena: Arena, node_dir: Path) -> None:
         me, leads = self._topology.me, self._topology.is_node_leader
         place = self._topology.ranks_on(me.node).index(self._topology.rank)
         if self._pulse is None:
@@ -115,12 +144,22 @@ class Protection:
         self.modes = together(self._group, lambda: self._resolve(spans_nodes=bool(in_slots)))
         groups = node_groups(holdings) if self.modes.node else []
         groups += peer_groups(holdings, self.modes)
-        if leads:
+
+        def check() -> None:
             told = report(holdings, [*groups, *in_slots], mirrors(holdings, self.modes), self.slots)
             self._tell(told)
-        together(self._group, lambda: self._check_memory(node_dir, told.smp_bytes(me.node)) if leads else None)
-        self.smp.configure(node_dir, holdings, groups, self._packages(holdings))
+            self._check_memory(node_dir, told.smp_bytes(me.node))
+
+        together(self._group, check if leads else lambda: None)
+        self._digest = self.smp.configure(node_dir, holdings, groups, self._packages(holdings))
         self._mark()
+
+    def _check_slots(self) -> None:
+        if self.on and self.slots < _LEAST_SLOTS:
+            raise ConfigError(
+                f"slots: {self.slots} are too few with protection {'+'.join(self.modes.names)}: one is protected, one "
+                f"is being protected, one is written; use {_LEAST_SLOTS} or more, or 0"
+            )
 
     def _resolve(self, spans_nodes: bool) -> Modes:
         config, members = self._config, self._topology.members
@@ -149,8 +188,7 @@ class Protection:
             self._events.tell(line)
 
     def _check_memory(self, node_dir: Path, need_bytes: int) -> None:
-        files = [*node_dir.glob("*/parity.*"), *node_dir.glob(".mirror/*")]
-        have = sum(file.stat().st_blocks * 512 for file in files if file.exists())
+        have = sum(map(size_of, (*node_dir.glob("*/parity.*"), *node_dir.glob(".mirror/*"))))
         if need_bytes > have:
             check_budget(node_dir, need_bytes - have)
 
@@ -162,22 +200,28 @@ class Protection:
     def say(self) -> tuple[int, int]:
         """The target's iteration and whether this node has done its part for it, as ``Agreement.post`` takes them."""
         target = self.targets.target
-        if target is None:
+        if not self.on:
             return -1, Agreement.DONE
         try:
+            if target is None:  # none is chosen while a node could not protect it
+                return -1, Agreement.DONE if self._ready() else Agreement.CANNOT
             return target[1], self._cover(target)
         except Exception as error:  # noqa: BLE001 - promise 4: training goes on whatever protection does
             self._events.emit("smp_error", error=repr(error))
-            return target[1], Agreement.CANNOT
+            return target[1] if target is not None else -1, Agreement.CANNOT
+
+    def _ready(self) -> bool:
+        """Whether this node has an SMP that knows what to guard, and was not too slow just now."""
+        alive = self._pulse is not None and self.smp_alive and self._pulse.smp_guards(self._digest)
+        return alive and time.monotonic() >= self._patient_at
 
     def _cover(self, target: SnapshotId) -> int:
-        pulse, now = self._pulse, time.monotonic()
-        state = self._state_of(target)
+        pulse, now, state = self._pulse, time.monotonic(), self._state_of(target)
+        if pulse is None or state is None or not pulse.smp_guards(self._digest):
+            return Agreement.CANNOT
         if state == CheckState.COVERED:
             return Agreement.DONE
-        if state is None or pulse is None or not self.smp_alive or pulse.smp_cannot(target[1]):
-            return Agreement.CANNOT
-        if now < self._patient_at:
+        if not self._ready() or pulse.smp_cannot(target[1]):
             return Agreement.CANNOT
         if now - self._since > self._config.protect_timeout_secs:
             self._patient_at = now + _PAUSES * self._config.protect_timeout_secs
@@ -205,7 +249,7 @@ class Protection:
         if self.targets.protected != before and self.targets.protected is not None:
             iteration = self.targets.protected[1]
             self._events.emit("protected", iteration=iteration, secs=now - self._since, again=self._degraded)
-            self._degraded = False
+            self._degraded, self._patient_at = False, 0.0
         for _, iteration in self.targets.given_up:
             if not self._degraded:
                 kept = self.targets.protected[1] if self.targets.protected is not None else None

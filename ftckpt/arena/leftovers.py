@@ -6,6 +6,7 @@ from contextlib import closing
 from pathlib import Path
 
 from ftckpt.arena.directory import remove_stale
+from ftckpt.arena.memory import size_of
 from ftckpt.arena.segment import Arena, list_arenas, remove_arena
 from ftckpt.errors import ArenaError, FtckptError
 
@@ -20,7 +21,7 @@ def shard_at(path: Path) -> str:
 
 def used_bytes(path: Path) -> int:
     """Memory of the slots of the arena at ``path``, in bytes; a slot whose memory nobody holds any more has none."""
-    return sum(file.stat().st_blocks * 512 for file in path.glob("slot*") if file.exists())
+    return sum(map(size_of, path.glob("slot*")))
 
 
 def num_allocated(arena: Arena) -> int:

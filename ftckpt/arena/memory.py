@@ -74,6 +74,14 @@ def check_budget(
     )
 
 
+def size_of(path: Path) -> int:
+    """Bytes that a file occupies; 0 if it has gone."""
+    try:
+        return path.stat().st_blocks * 512
+    except OSError:
+        return 0
+
+
 def cgroup_limits(proc: Path, cgroup_root: Path) -> list[Limit]:
     """Memory limits of this process's cgroups, own first, versions 1 and 2."""
     limits = []

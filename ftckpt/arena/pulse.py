@@ -8,8 +8,8 @@ place on the node; the last entry is the SMP's. An entry is eight native 64-bit 
 * 2: CLOCK_MONOTONIC in ns of the last beat
 * 3: number of beats
 * 4: a rank's iteration plus 1, 0 where it is in none yet; the SMP's state
-* 5, 6: a rank's phase: up to 16 ASCII characters, the first in the low byte of word 5; in word 5 of the SMP the
-  iteration plus 1 that it cannot protect
+* 5, 6: a rank's phase: up to 16 ASCII characters, the first in the low byte of word 5; of the SMP the
+  iteration plus 1 that it cannot protect, and a digest of what it was told to guard
 * 7: a rank's number plus 1; 0: it told none
 
 Readers take no lock, and no two words must agree. A file needs no header: zeros and foreign bytes name no live owner,
@@ -31,7 +31,7 @@ from ftckpt.arena.page import PAGE_BYTES, map_page, owner_lives, owner_word, pid
 MAX_PLACES = 255
 _ENTRY_WORDS = 8
 _OWNER, _NAMESPACE, _BEAT_NS, _BEATS, _ITERATION, _PHASE, _PHASE_END, _RANK = range(8)
-_STATE, _CANNOT = _ITERATION, _PHASE
+_STATE, _CANNOT, _DIGEST = _ITERATION, _PHASE, _PHASE_END
 _SMP = MAX_PLACES
 _PHASE_BYTES = 16
 
@@ -112,13 +112,17 @@ class Pulse:
         words[base + _BEATS] = self._beats
         words[base + _BEAT_NS] = time.monotonic_ns()
 
-    def beat_smp(self, state: SmpState = SmpState.GUARDING, cannot: int = -1) -> None:
-        """The SMP is alive and in ``state``; called by nobody else. ``cannot``: the iteration it cannot protect."""
+    def beat_smp(self, state: SmpState = SmpState.GUARDING, cannot: int = -1, digest: int = 0) -> None:
+        """The SMP is alive and in ``state``; called by nobody else.
+
+        ``cannot`` is the iteration it cannot protect, ``digest`` tells what it guards; 0: nothing.
+        """
         words, base = self._words, _SMP * _ENTRY_WORDS
         if self._smp_beats == 0:
             self._enter(base, 0)
         self._smp_beats += 1
         words[base + _CANNOT] = max(0, cannot + 1)
+        words[base + _DIGEST] = digest
         words[base + _STATE] = state
         words[base + _BEATS] = self._smp_beats
         words[base + _BEAT_NS] = time.monotonic_ns()
@@ -144,6 +148,10 @@ class Pulse:
         """Whether the SMP says that it cannot protect the snapshot of ``iteration``, not another one."""
         base = _SMP * _ENTRY_WORDS
         return self._words[base + _STATE] == SmpState.CANNOT and self._words[base + _CANNOT] == iteration + 1
+
+    def smp_guards(self, digest: int) -> bool:
+        """Whether what the SMP was last told to guard has this ``digest``, which is not 0."""
+        return digest != 0 and self._words[_SMP * _ENTRY_WORDS + _DIGEST] == digest
 
     def leave(self) -> None:
         """This rank trains no more: nobody shall wait for its next beat. Later beats go nowhere."""

@@ -14,8 +14,9 @@ class Targets:
     """What every rank concludes from the same sequence of answers, so that no message more is needed.
 
     A snapshot that is whole on all ranks becomes the ``target``; when all nodes have done their part for it, it is
-    ``protected`` until the next one is. One that some node cannot protect is given up, and the protected one stays.
-    ``interval`` is the number of snapshots between two that are to be protected; 0: none is.
+    ``protected`` until the next one is. One that some node cannot protect is given up, the protected one stays, and
+    no other is chosen before all nodes could protect it. ``interval`` is the number of snapshots between two that are
+    to be protected; 0: none is.
     """
 
     def __init__(self, lineage: bytes, interval: int) -> None:
@@ -28,8 +29,8 @@ class Targets:
         """Targets that were given up and not yet told of; the caller empties it."""
 
     def begin(self, restored: SnapshotId | None) -> None:
-        """Training goes on from ``restored``: it is kept as if protected, and is the first to be protected anew."""
-        self.protected = self.target = restored if self._interval else None
+        """Training goes on from ``restored``, which is the first to be protected."""
+        self.target = restored if self._interval else None
 
     def hear(self, told: Iterable[Told]) -> bool:
         """Take answers in; whether target or protected have changed."""
@@ -39,13 +40,18 @@ class Targets:
             self._since += 1
             newest = (self._lineage, answer.newest)
             due = self._interval and self._since >= self._interval and answer.newest >= 0
-            if due and self.target is None and newest != self.protected:
+            if due and answer.cover != Agreement.CANNOT and self.target is None and newest != self.protected:
                 self.target, self._since = newest, 0
         return before != (self.protected, self.target)
 
     def forget(self) -> None:
         """The arenas were laid out anew: what was protected is not protected any more."""
         self.protected = self.target = None
+
+    def stop(self) -> None:
+        """Nothing is protected from now on."""
+        self.forget()
+        self._interval = 0
 
     def keep(self, whole: SnapshotId | None) -> set[SnapshotId]:
         """Snapshots whose slots must not be written; ``whole`` is the newest that all have sealed."""

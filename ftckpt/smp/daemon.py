@@ -28,7 +28,7 @@ from ftckpt.smp.files import BoundedLog, SmpConfig
 from ftckpt.smp.hangs import Abort, HangWatch, describe
 from ftckpt.smp.limits import anon_bytes
 from ftckpt.smp.memfd import HeldMemory
-from ftckpt.smp.protocol import VERSION
+from ftckpt.smp.protocol import VERSION, guarded
 from ftckpt.smp.server import Server
 
 _IDLE_WAIT_SECS = 0.02
@@ -67,7 +67,7 @@ class Daemon:
         self._pulse = Pulse.open(self.node_dir, None)
         self._held = HeldMemory(self.node_dir)
         self._duties = Duties(self.node_dir, self.events)
-        self._config = SmpConfig()
+        self._config, self._digest = SmpConfig(), 0
         self._idle_secs = idle_secs
         self._hang_secs, self._on_hang = 0.0, "report"
         self._hangs, self._num_hangs = HangWatch(), 0
@@ -128,9 +128,10 @@ class Daemon:
     def _beat(self) -> None:
         cannot = self._duties.cannot
         if cannot is not None:
-            self._pulse.beat_smp(SmpState.CANNOT, cannot[1])
+            self._pulse.beat_smp(SmpState.CANNOT, cannot[1], self._digest)
         else:
-            self._pulse.beat_smp(SmpState.GUARDING if self._config.description else SmpState.WAITING)
+            state = SmpState.GUARDING if self._config.description else SmpState.WAITING
+            self._pulse.beat_smp(state, digest=self._digest)
 
     def _look_safely(self) -> None:
         try:
@@ -239,7 +240,7 @@ class Daemon:
         self._duties.configure(description)
         self._hang_secs, self._on_hang = settings.hang_secs, settings.on_hang
         self._idle_secs = settings.smp_idle_secs if "smp_idle_secs" in given else self._idle_secs
-        self._config.description = description
+        self._config.description, self._digest = description, guarded(description)
         try:
             self.events.direct(settings.events_dir)
         except OSError as error:

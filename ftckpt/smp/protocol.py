@@ -15,6 +15,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import xxhash
+
 from ftckpt.arena.directory import SMP_SOCKET_NAME
 from ftckpt.errors import SmpError
 
@@ -45,6 +47,13 @@ def decode_line(line: bytes | bytearray) -> dict[str, Any]:
     if not isinstance(message, dict):
         raise SmpError(f"not a JSON object but {type(message).__name__}")
     return message
+
+
+def guarded(description: Mapping[str, Any]) -> int:
+    """A digest, never 0, of what a description says is to be guarded: arenas, groups, packages of other nodes."""
+    arenas = sorted(str(place["arena"]) for place in description["places"].values())
+    value = [arenas, description["groups"], description["mirror_from"]]
+    return xxhash.xxh3_64_intdigest(json.dumps(value, sort_keys=True).encode()) | 1
 
 
 def peer_uid(connection: socket.socket) -> int:

@@ -32,8 +32,19 @@ def test_a_whole_snapshot_is_the_target_until_all_have_covered_it() -> None:
 def test_a_target_that_cannot_be_covered_is_given_up_and_the_protected_one_stays() -> None:
     targets = Targets(LINEAGE, 1)
     targets.hear([told(4), told(5, 4, Agreement.DONE)])
-    targets.hear([told(6, 5, Agreement.CANNOT)])
-    assert targets.protected == at(4) and targets.target == at(6) and targets.given_up == [at(5)]
+    targets.hear([told(6, 5, Agreement.CANNOT), told(7)])
+    assert targets.protected == at(4) and targets.target == at(7) and targets.given_up == [at(5)]
+
+
+def test_no_target_is_chosen_while_a_node_could_not_protect_it() -> None:
+    targets = Targets(LINEAGE, 1)
+    targets.hear([told(4), told(5, 4, Agreement.CANNOT), told(6, -1, Agreement.CANNOT)])
+    assert targets.target is None and targets.keep(at(6)) == {at(6)}
+    targets.hear([told(7)])
+    assert targets.target == at(7)
+    targets.stop()
+    targets.hear([told(8)])
+    assert targets.target is None
 
 
 def test_an_answer_about_an_older_target_settles_nothing() -> None:
@@ -59,13 +70,14 @@ def test_without_protection_only_the_whole_one_is_kept() -> None:
     assert targets.keep(at(5)) == {at(5)} and targets.keep(None) == set()
 
 
-def test_a_restored_snapshot_counts_as_protected_and_is_protected_anew() -> None:
+def test_a_restored_snapshot_is_the_first_target_and_what_was_protected_before_stays() -> None:
     targets = Targets(LINEAGE, 1)
-    old = (b"o" * 16, 9)
+    older, old = (b"o" * 16, 7), (b"o" * 16, 9)
     targets.begin(old)
-    assert targets.keep(old) == {old} and targets.target == old
+    targets.protected = older
+    assert targets.keep(old) == {older, old} and targets.target == old
     targets.hear([told(10, 9, Agreement.WORKING)])
-    assert targets.keep(at(10)) == {old, at(10)}
+    assert targets.keep(at(10)) == {older, old, at(10)}
     targets.hear([told(11, 9, Agreement.DONE)])
     assert targets.protected == old and targets.target == at(11)
 
