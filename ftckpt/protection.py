@@ -157,8 +157,8 @@ class Protection:
     def _check_slots(self) -> None:
         if self.on and self.slots < _LEAST_SLOTS:
             raise ConfigError(
-                f"slots: {self.slots} are too few with protection {'+'.join(self.modes.names)}: one is protected, one "
-                f"is being protected, one is written; use {_LEAST_SLOTS} or more, or 0"
+                f"slots: {self.slots} are too few with protection ({', '.join(self.modes.names)}): one is protected, "
+                f"one is being protected, one is written; use {_LEAST_SLOTS} or more, or 0"
             )
 
     def _resolve(self, spans_nodes: bool) -> Modes:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -121,7 +122,10 @@ def choose(root: Path, number: int) -> Decision | None:
 
 def used_bytes(root: Path, shard: str) -> int:
     """Memory of the slots of ``shard``: files, also under temporary names, and deleted ones that are mapped."""
-    files = [path for path in root.glob(f"ftckpt-job/node/*{shard}.*/*") if "slot" in path.name]
+    files: list[Path] = []
+    for folder in root.glob(f"ftckpt-job/node/*{shard}.*"):
+        with suppress(FileNotFoundError):  # it was renamed meanwhile
+            files += [path for path in folder.iterdir() if "slot" in path.name]
     mapped = {}
     for line in Path("/proc/self/maps").read_text().splitlines():
         fields = line.split(maxsplit=5)

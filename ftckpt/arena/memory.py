@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import os
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
+from typing import TypeVar
 
 from ftckpt.arena import memfd
+from ftckpt.arena.directory import SMP_LOCK_NAME
+from ftckpt.arena.locks import holder_of
 from ftckpt.errors import MemoryBudgetError
 from ftckpt.events import log
 
+T = TypeVar("T")
+
 MEMORY_FILE_SYSTEMS = frozenset({"tmpfs", "ramfs", "hugetlbfs"})
+_RETRY_SECS = 0.1
 _UNLIMITED_BYTES = 1 << 62
 """cgroup v1 writes a number near 2**63 for "no limit"."""
 
@@ -72,6 +80,24 @@ def check_budget(
         f"{human(binding.free_bytes)} are free in {binding.name}: {binding.remedy}; "
         f"or hold less (fewer --ftckpt-slots, more ranks to share the state); all limits: {listing}"
     )
+
+
+def once_given_back(node_dir: Path, action: Callable[[], T], secs: float = 5.0) -> T:
+    """Run ``action``; while it finds no room and the node has an SMP, again for some ``secs``.
+
+    The SMP unmaps what trainers have deleted within moments, not at once.
+
+    Raises:
+        MemoryBudgetError: as ``action`` did the last time.
+    """
+    deadline = time.monotonic() + secs
+    while True:
+        try:
+            return action()
+        except MemoryBudgetError:
+            if time.monotonic() >= deadline or holder_of(node_dir / SMP_LOCK_NAME) is None:
+                raise
+            time.sleep(_RETRY_SECS)
 
 
 def size_of(path: Path) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from ftckpt.arena.image import SlotImage
@@ -20,7 +21,7 @@ from ftckpt.arena.leftovers import (
     void_others,
     wait_for_straggler,
 )
-from ftckpt.arena.memory import check_budget
+from ftckpt.arena.memory import check_budget, once_given_back
 from ftckpt.arena.segment import (
     Arena,
     JobLock,
@@ -257,7 +258,8 @@ class NodeArenas:
         gathered = self._group.gather(json.dumps([now_bytes, later_bytes]).encode())
         needs = [json.loads(gathered[rank]) for rank in self._topology.ranks_on(self._topology.me.node)]
         total = max(sum(now for now, _ in needs), sum(later for _, later in needs))
-        together(self._group, lambda: check_budget(self.path, total) if self._leads and total > 0 else None)
+        check = partial(once_given_back, self.path, lambda: check_budget(self.path, total))
+        together(self._group, lambda: check() if self._leads and total > 0 else None)
 
     def _have(self, manifest: Manifest, existing: Arena | None, new: int) -> Arena:
         """The arena for ``manifest``, locked, with ``new`` slots more than it has."""
@@ -265,11 +267,11 @@ class NodeArenas:
         if need_bytes > _LARGE_BYTES:
             self._events.tell(f"allocating {need_bytes / 1e9:.1f} GB of shared memory for each rank")
         if existing is None:
-            arena = Arena.create(self.path, manifest, self._config.slots, new)
+            arena = once_given_back(self.path, lambda: Arena.create(self.path, manifest, self._config.slots, new))
         else:
             arena = existing
             for slot in [slot for slot in range(arena.control.slots) if not arena.allocated(slot)][:new]:
-                arena.allocate(slot)
+                once_given_back(self.path, partial(arena.allocate, slot))
         arena.lock(self._config.lock_timeout_secs)
         self._events.emit(
             "arena",

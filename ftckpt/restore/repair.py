@@ -170,7 +170,7 @@ class Repairing:
     def _solve(self) -> Outcome | None:
         """Solve level by level; None when every chunk has the right checksum."""
         all_levels = levels(self._rebuild.repairs)
-        mine = [[self._job(r) for r in level if self._own(r)] for level in all_levels]
+        mine = together(self._group, lambda: [[self._job(r) for r in lvl if self._own(r)] for lvl in all_levels])
         total = sum(job.out_bytes for jobs in mine for job in jobs)
         told = Progress(f"rank {self._group.rank} rebuilds {', '.join(list(self._builds)[:3])}")
         for jobs in mine:

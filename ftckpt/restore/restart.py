@@ -140,12 +140,17 @@ class Restart:
     def _gather_held(self, decision: Decision) -> dict[str, Held]:
         """What each chosen slot holds, told by the rank that reads it to all."""
         readers = {shard: reader_of(self._topology, shard, source) for shard, source in decision.sources.items()}
-        mine = []
-        for shard, source in decision.sources.items():
-            if readers[shard] == self._group.rank:
-                arena = self._arenas.get(source.arena)
-                used = arena.control.record(source.slot).objects_used
-                mine.append([shard, arena.manifest.encode().decode(), used])
+
+        def describe() -> list[list[object]]:
+            found: list[list[object]] = []
+            for shard, source in decision.sources.items():
+                if readers[shard] == self._group.rank:
+                    arena = self._arenas.get(source.arena)
+                    used = arena.control.record(source.slot).objects_used
+                    found.append([shard, arena.manifest.encode().decode(), used])
+            return found
+
+        mine = together(self._group, describe)
         held: dict[str, Held] = {}
         for data in self._group.gather(json.dumps(mine).encode()):
             for shard, manifest, used in json.loads(data):

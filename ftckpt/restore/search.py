@@ -14,7 +14,7 @@ from ftckpt.arena.control import SlotState
 from ftckpt.arena.package import PackageName, list_packages, load
 from ftckpt.arena.segment import Arena
 from ftckpt.comm import Group, together
-from ftckpt.errors import ArenaError, FtckptError
+from ftckpt.errors import FtckptError
 from ftckpt.events import Events, Progress
 from ftckpt.layout.topology import Topology
 from ftckpt.protect.survive import BlockId
@@ -154,7 +154,7 @@ class Search:
         told = Progress(f"rank {self._group.rank} verifies {shard}")
         try:
             self._states[source], problems = self._verify_slot(source, told)
-        except ArenaError as error:
+        except FtckptError as error:
             problems = [str(error)]
         return problems
 
