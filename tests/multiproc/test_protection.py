@@ -69,8 +69,10 @@ def eventually(condition: Callable[[], Any], timeout_secs: float = 30.0) -> None
 
 
 def iteration(plan: Plan) -> int:
-    files = list(plan.progress.iterdir())
-    return min((int(file.read_text() or 0) for file in files), default=0)
+    """What all ranks have trained; a file that is being written is empty for a moment."""
+    while "" in (texts := [file.read_text() for file in plan.progress.iterdir()]):
+        pass
+    return min(map(int, texts), default=0)
 
 
 def moved(plan: Plan, by: int) -> None:
