@@ -91,7 +91,10 @@ def check_came_back(nodes: Nodes, arguments: tuple[str, ...], protected: int) ->
     nodes.check_nothing_left()
 
 
-@pytest.mark.parametrize("replacement", ["127.0.0.4", "127.0.0.1"], ids=["same ranks", "other ranks"])
+@pytest.mark.parametrize(
+    "replacement",
+    [pytest.param("127.0.0.4", id="same ranks", marks=pytest.mark.slow), pytest.param("127.0.0.1", id="other ranks")],
+)
 def test_one_of_two_nodes(make: Make, replacement: str) -> None:
     """Each node alone holds its shards. With an address that sorts first the new node gets the ranks that the
     other one had, which then reads what it holds itself for the new one."""
