@@ -50,7 +50,10 @@ def script(folder: Path, end: str = "") -> str:
             "unknown flag --ftckpt-intervall; did you mean --ftckpt-interval?",
         ),
         (["--ftckpt", "--ftckpt-interval", "often"], "--ftckpt-interval: 'often' is not a whole number"),
-        (["--ftckpt", "--ftckpt-slots", "1"], "slots: 1 is too small; the least is 2, or 0 for as many as protection needs"),
+        (
+            ["--ftckpt", "--ftckpt-slots", "1"],
+            "slots: 1 is too small; the least is 2, or 0 for as many as protection needs",
+        ),
         (
             ["--ftckpt-interval", "2"],
             "--ftckpt is missing: the other --ftckpt-* flags mean nothing without it",
