@@ -23,8 +23,8 @@ class Run:
 
     ``settings`` are fields of Config, without protection unless they say so, None trains without ftckpt;
     ``nodes[rank]`` names nodes. ``drift`` gives each rank its own dropout masks, ``perturb`` other data after the
-    restore, ``ballast_bytes`` an object of that size, ``extra_parameter`` a parameter that no optimizer steps; ``spoil`` names a tensor of which rank 1
-    gets one wrong element. ``end`` is what ranks do after iteration
+    restore, ``ballast_bytes`` an object of that size, ``extra_parameter`` a parameter that no optimizer steps;
+    ``spoil`` names a tensor of which rank 1 gets one wrong element. ``end`` is what ranks do after iteration
     ``until``: ``close``, ``keep`` (leave the arenas) or ``die``.
     """
 
