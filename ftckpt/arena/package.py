@@ -11,7 +11,6 @@ import os
 import re
 import struct
 from collections.abc import Collection
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,6 +20,7 @@ import numpy.typing as npt
 import xxhash
 
 from ftckpt.arena.directory import arena_path
+from ftckpt.arena.fresh import fresh_name, remove_half_made
 from ftckpt.arena.image import SlotImage
 from ftckpt.errors import ArenaError, ConfigError, CorruptError, MemoryBudgetError, MismatchError
 from ftckpt.state.manifest import Manifest
@@ -33,6 +33,8 @@ MAGIC = b"FTCKPTPK"
 VERSION = 1
 MAX_PACKAGE_BYTES = 1 << 30
 """Bound on a package, for whoever reads one from a socket or a file."""
+MAX_SETS = 3
+"""Most snapshots of which a node keeps packages: one protected, one older, and the one to be protected."""
 
 _HEADER = struct.Struct("<8sI4x16sqQQQQQ")  # magic, version, lineage, iteration, sequence, four lengths
 _TRAILER_BYTES = 16
@@ -158,7 +160,7 @@ def package_path(node_dir: Path, shard: str, lineage: bytes, iteration: int) -> 
 def store(node_dir: Path, data: bytes) -> Path:
     """Write a package, whole or not at all, in place of an older one of that name; returns its path.
 
-    One process and thread stores and prunes in a node's directory.
+    One process stores and prunes in a node's directory, from any thread: the last one stays.
 
     Raises:
         CorruptError, MismatchError: as ``unpack``; nothing is written.
@@ -167,18 +169,15 @@ def store(node_dir: Path, data: bytes) -> Path:
     """
     package = unpack(data)
     path = package_path(node_dir, package.shard, package.lineage, package.iteration)
-    fresh = path.with_name(f".{path.name}.new")
     try:
         path.parent.mkdir(mode=0o700, exist_ok=True)
-        fresh.unlink(missing_ok=True)
-        fd = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-        with os.fdopen(fd, "wb") as file:
-            os.posix_fallocate(fd, 0, len(data))
-            file.write(data)
-        fresh.rename(path)
+        with fresh_name(path) as fresh:
+            fd = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+            with os.fdopen(fd, "wb") as file:
+                os.posix_fallocate(fd, 0, len(data))
+                file.write(data)
+            fresh.rename(path)
     except OSError as error:
-        with suppress(OSError):
-            fresh.unlink(missing_ok=True)
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM):
             raise MemoryBudgetError(
                 f"{path}: no room for {len(data)} bytes; enlarge the tmpfs (mount -o remount,size=…) "
@@ -231,10 +230,9 @@ def prune(node_dir: Path, keep: Collection[tuple[str, int]]) -> list[Path]:
         what was deleted.
     """
     doomed = [name.path for name in list_packages(node_dir) if (name.lineage8, name.iteration) not in keep]
-    doomed += sorted(mirror_dir(node_dir).glob(".*.new"))
     for path in doomed:
         path.unlink(missing_ok=True)
-    return doomed
+    return doomed + remove_half_made(mirror_dir(node_dir))
 
 
 def _read_header(raw: memoryview) -> tuple[list[int], tuple[bytes, int, int]]:

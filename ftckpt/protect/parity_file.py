@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import re
 import struct
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +19,7 @@ import numpy.typing as npt
 import xxhash
 
 from ftckpt.arena.directory import list_arenas
+from ftckpt.arena.fresh import fresh_name, remove_half_made
 from ftckpt.arena.mapping import Mapping, create_mapping, open_mapping
 from ftckpt.errors import ArenaError, CorruptError, MismatchError
 from ftckpt.protect.groups import MODES, ParityGroup
@@ -73,6 +73,7 @@ class ParityFile:
         """An empty file for the blocks that member ``holder`` keeps, every page of it allocated.
 
         It is built under a temporary name and replaces what is there; delete that first where memory is short.
+        What killed processes left half made of this file is removed.
 
         Raises:
             MemoryBudgetError: the file system has no room; nothing is left behind.
@@ -87,20 +88,18 @@ class ParityFile:
         blocks = num_blocks(group, holder)
         header = _HEADER.pack(MAGIC, VERSION, holder, blocks, 0, len(text), nbytes, xxhash.xxh3_64_intdigest(text))
         header = header.ljust(_HEADER_BYTES - 8, b"\0")
-        fresh = path.with_name(f".{path.name}.new")
         mapping = None
+        remove_half_made(path.parent, f"{path.name}*")
         try:
-            fresh.unlink(missing_ok=True)
-            mapping = create_mapping(fresh, nbytes)
-            begin = _text_offset(blocks)
-            mapping.data[begin : begin + len(text)] = text
-            mapping.data[:_HEADER_BYTES] = header + _U64.pack(xxhash.xxh3_64_intdigest(header))
-            fresh.rename(path)
+            with fresh_name(path) as fresh:
+                mapping = create_mapping(fresh, nbytes)
+                begin = _text_offset(blocks)
+                mapping.data[begin : begin + len(text)] = text
+                mapping.data[:_HEADER_BYTES] = header + _U64.pack(xxhash.xxh3_64_intdigest(header))
+                fresh.rename(path)
         except BaseException as error:
             if mapping is not None:
                 mapping.close()
-            with suppress(OSError):
-                fresh.unlink(missing_ok=True)
             if isinstance(error, OSError):
                 raise ArenaError(f"{path}: cannot be created: {error.strerror}") from None
             raise

@@ -10,6 +10,7 @@ import struct
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -305,6 +306,33 @@ def test_no_room_leaves_the_old_one(
     with pytest.raises(kind):
         store(node_dir, changed(objects=b"later"))
     assert load(path).objects == b"objects" and list(path.parent.iterdir()) == [path]
+
+
+def test_two_writers_of_one_package_do_not_meet(node_dir: Path) -> None:
+    """A cover that was given up leaves a thread behind that still stores what the next one stores, too."""
+    whole = [changed(objects=bytes([number]) * 10) for number in (1, 2)]
+    path, errors, looks = store(node_dir, whole[0]), [], 0
+    stop = threading.Event()
+
+    def write(data: bytes) -> None:
+        while not stop.is_set():
+            try:
+                store(node_dir, data)
+            except Exception as error:  # noqa: BLE001 - told to the test
+                errors.append(error)
+
+    threads = [threading.Thread(target=write, args=(data,)) for data in whole]
+    for thread in threads:
+        thread.start()
+    end = time.monotonic() + 1.0
+    while time.monotonic() < end:
+        assert path.read_bytes() in whole
+        prune(node_dir, {(LINEAGE.hex()[:8], 3)})  # it spares what is being written
+        looks += 1
+    stop.set()
+    for thread in threads:
+        thread.join(30)
+    assert errors == [] and looks > 10 and list(path.parent.iterdir()) == [path]
 
 
 STORE = """

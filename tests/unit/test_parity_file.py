@@ -11,6 +11,7 @@ import struct
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from itertools import pairwise
@@ -493,3 +494,24 @@ def test_a_killed_writer_leaves_one_snapshot_or_none(path: Path) -> None:
         if found is not None:
             assert_holds(file, *found)
     file.close()
+
+
+def test_two_that_create_one_file_do_not_meet(path: Path) -> None:
+    """A target that was given up leaves a thread behind that still allocates what the next one allocates, too."""
+    (path.parent / ".parity.node.0.0123abcd.new").write_bytes(b"what a killed process left")
+    errors: list[Exception] = []
+
+    def create() -> None:
+        try:
+            for _ in range(20):
+                ParityFile.create(path, GROUP, 0).close()
+                ParityFile.open(path).close()
+        except Exception as error:  # noqa: BLE001 - told to the test
+            errors.append(error)
+
+    threads = [threading.Thread(target=create) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert errors == [] and list(path.parent.iterdir()) == [path]
