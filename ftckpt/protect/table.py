@@ -6,14 +6,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from ftckpt.arena.package import MAX_SETS
 from ftckpt.protect.groups import ParityGroup
 from ftckpt.protect.holding import Holding
 from ftckpt.protect.parity_file import parity_bytes
 from ftckpt.protect.stripes import stripes
 from ftckpt.protect.survive import Forecast
 
-_COPIES = 2
-"""Parity files and packages are held twice: those of the protected snapshot, and those being written."""
+_PARITY_FILES = 2
+"""For each arena and mode: that of the protected snapshot, and that being written."""
 
 
 @dataclass(frozen=True)
@@ -184,8 +185,8 @@ def _memory(
         node: Memory(
             slots=slots * sum(max(h.slot_bytes, sum(h.lengths)) for h in own),
             in_slots=slots * sum(sum(s.lengths) for h in own for s in h.sections if s.kind in ("parity", "copy")),
-            parity=_COPIES * parity.get(node, 0),
-            packages=_COPIES * packages.get(node, 0),
+            parity=_PARITY_FILES * parity.get(node, 0),
+            packages=MAX_SETS * packages.get(node, 0),
         )
         for node, own in held.items()
     }

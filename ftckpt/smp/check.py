@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -17,8 +18,15 @@ from ftckpt.smp.held import Held, HeldArenas
 from ftckpt.smp.pace import Pace
 from ftckpt.smp.work import Work
 
-_Key = tuple[str, int, bytes, int, int]
-"""Arena, slot, lineage, iteration, sequence."""
+
+class _Key(NamedTuple):
+    """What a slot holds; ``file`` tells one file of a slot from the next."""
+
+    arena: str
+    slot: int
+    file: tuple[int, int] | None
+    snapshot: Snapshot
+    sequence: int
 
 
 @dataclass(frozen=True)
@@ -49,7 +57,11 @@ class Checker:
 
     def refused(self, snapshot: Snapshot) -> str:
         """The arena whose slot of ``snapshot`` is not as the trainer left it; "" if none is known."""
-        return next((arena for arena, _, *which, _ in self._bad if tuple(which) == snapshot), "")
+        return next((key.arena for key in self._bad if key.snapshot == snapshot), "")
+
+    def forget(self) -> None:
+        """What was bad may have been put right: it is looked at again."""
+        self._bad.clear()
 
     def next(self, first: Snapshot | None) -> Work[None] | None:
         """The work on the slot to check next, or None: those of ``first`` before others, then newest first."""
@@ -66,7 +78,8 @@ class Checker:
         for held in self._held.all:
             for slot in range(held.arena.control.slots):
                 record = held.arena.control.record(slot)
-                if record.sealed and not _checked(held, slot, record):
+                # One whose file is not the one that is mapped here is checked when that is.
+                if record.sealed and not _checked(held, slot, record) and held.same(slot, record):
                     yield _Seal(held, slot, record, self._seen.get(_key(held, slot, record), now))
 
     def _check(self, seal: _Seal) -> Work[None]:
@@ -128,7 +141,7 @@ def _checked(held: Held, slot: int, record: SlotRecord) -> bool:
 
 
 def _key(held: Held, slot: int, record: SlotRecord) -> _Key:
-    return held.name, slot, record.lineage, record.iteration, record.sequence
+    return _Key(held.name, slot, held.identity(slot), (record.lineage, record.iteration), record.sequence)
 
 
 def _order(seal: _Seal, first: Snapshot | None) -> tuple[bool, int, int]:

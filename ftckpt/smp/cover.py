@@ -3,27 +3,25 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
+from pathlib import Path
 from typing import Any
 
-from ftckpt.arena import package
 from ftckpt.arena.checks import CheckState
 from ftckpt.arena.control import Snapshot
-from ftckpt.errors import CorruptError, MismatchError
 from ftckpt.events import Events
 from ftckpt.protect.groups import ParityGroup
 from ftckpt.protect.stripes import num_blocks
+from ftckpt.smp import packages
 from ftckpt.smp.encode import sealed_parity, write_parity
 from ftckpt.smp.held import Found, Held
 from ftckpt.smp.sources import Sources
-from ftckpt.smp.wire import Kind, Request
-from ftckpt.smp.work import Work, in_thread
+from ftckpt.smp.work import CannotError, Work, in_thread
 
 _POLL_SECS = 0.02
-_PULLED_AT_ONCE = 4
+_IsKept = Callable[[Path, str, Snapshot], bool]
 
 
 @dataclass(frozen=True)
@@ -48,11 +46,14 @@ class Duty:
                 if member.node == sources.node and held is not None:
                     yield held, group, index
 
-    def done(self, sources: Sources, snapshot: Snapshot) -> bool:
-        """Whether everything that this node owes to ``snapshot`` is there."""
+    def shards(self, sources: Sources) -> list[str]:
+        """Those of which this node keeps packages."""
+        return [held.shard for held in sources.held.all] + [shard for _, shard in self.mirror_from]
+
+    def done(self, sources: Sources, snapshot: Snapshot, is_kept: _IsKept = packages.kept) -> bool:
+        """Whether everything that this node owes to ``snapshot`` is there; ``is_kept`` tells of packages."""
         node_dir = sources.held.node_dir
-        shards = [held.shard for held in sources.held.all] + [shard for _, shard in self.mirror_from]
-        return all(package.package_path(node_dir, shard, *snapshot).is_file() for shard in shards) and all(
+        return all(is_kept(node_dir, shard, snapshot) for shard in self.shards(sources)) and all(
             num_blocks(group, index) == 0 or sealed_parity(sources, held, group, index, snapshot=snapshot) is not None
             for held, group, index in self.holders(sources)
         )
@@ -63,7 +64,6 @@ class Cover:
 
     def __init__(self, sources: Sources, duty: Duty, events: Events, snapshot: Snapshot) -> None:
         self.snapshot = snapshot
-        self._keep: Snapshot | None = None
         self._sources = sources
         self._duty = duty
         self._events = events
@@ -78,13 +78,17 @@ class Cover:
         if all(one.check.state == CheckState.COVERED for _, one in found):
             return
         begun, received = time.monotonic(), self._sources.received_bytes
+        marks = [mark for held, _ in found if (mark := held.arena.control.protected()) is not None]
+        node_dir = self._sources.held.node_dir
         with ExitStack() as leases:
             for held, one in found:
                 leases.enter_context(held.lease(one.slot))
-            self._prune(found)
-            yield from self._duties(found)
+            packages.prune(node_dir, self._duty.shards(self._sources), set(marks), self.snapshot)
+            yield from self._duties(found, max(marks, key=lambda mark: mark[1], default=None))
             if not self._store_covered(found):
                 return
+        marks = [mark for held, _ in found if (mark := held.arena.control.protected()) is not None]
+        packages.prune_covered(node_dir, marks, self.snapshot)
         self._events.emit(
             "covered",
             iteration=self.snapshot[1],
@@ -102,79 +106,64 @@ class Cover:
                 return ready
             yield _POLL_SECS
 
-    def _duties(self, found: Sequence[tuple[Held, Found]]) -> Work[None]:
-        yield from self._own_packages(found)
-        for held, group, index in self._duty.holders(self._sources):
-            keep = held.arena.control.protected() or self._keep
-            yield from write_parity(self._sources, held, group, index, snapshot=self.snapshot, keep=keep)
-        yield from self._other_packages()
-
-    def _prune(self, found: Sequence[tuple[Held, Found]]) -> None:
-        """Packages of what is neither protected nor to be protected; nothing where it is not known what is."""
-        marks = [mark for held, _ in found if (mark := held.arena.control.protected()) is not None]
-        if marks:
-            self._keep = max(marks, key=lambda mark: mark[1])
-            keep = {(lineage.hex()[:8], iteration) for lineage, iteration in [*marks, self.snapshot]}
-            package.prune(self._sources.held.node_dir, keep)
-
-    def _own_packages(self, found: Sequence[tuple[Held, Found]]) -> Work[None]:
-        node_dir = self._sources.held.node_dir
+    def _duties(self, found: Sequence[tuple[Held, Found]], keep: Snapshot | None) -> Work[None]:
+        """``keep``: a protected snapshot, where an arena's own mark names none."""
         for held, one in found:
-            if not self._kept(held.shard):
-                yield from self._sources.pace.memory(held.arena.image.volatile.nbytes)
-                data = package.pack(held.arena, one.slot)
-                yield from in_thread(partial(package.store, node_dir, data))
+            if not (yield from self._kept(held.shard)):
+                yield from packages.pack(self._sources, held, one)
             yield 0.0
+        for held, group, index in self._duty.holders(self._sources):
+            kept = held.arena.control.protected() or keep
+            yield from write_parity(self._sources, held, group, index, snapshot=self.snapshot, keep=kept)
+        missing = []
+        for node, shard in self._duty.mirror_from:
+            if not (yield from self._kept(shard)):
+                missing.append((node, shard))
+        yield from packages.pull(self._sources, self.snapshot, missing)
 
-    def _other_packages(self) -> Work[None]:
+    def _kept(self, shard: str) -> Work[bool]:
         node_dir = self._sources.held.node_dir
-        missing = [(node, shard) for node, shard in self._duty.mirror_from if not self._kept(shard)]
-        for begin in range(0, len(missing), _PULLED_AT_ONCE):
-            asked = []
-            for node, shard in missing[begin : begin + _PULLED_AT_ONCE]:
-                request = Request(Kind.PACKAGE, shard, *self.snapshot)
-                asked.append((node, shard, (yield from self._sources.ask(node, request, package.MAX_PACKAGE_BYTES))))
-            for node, shard, fetch in asked:
-                wrong = partial(self._wrong_package, shard=shard)
-                data = bytes((yield from self._sources.take(node, fetch, wrong)))
-                yield from in_thread(partial(package.store, node_dir, data))
-
-    def _wrong_package(self, data: bytearray, shard: str) -> str:
-        try:
-            found = package.unpack(data)
-        except (CorruptError, MismatchError) as error:
-            return str(error)
-        same = (found.shard, found.lineage, found.iteration) == (shard, *self.snapshot)
-        return "" if same else f"a package of {found.shard} at {found.iteration}"
-
-    def _kept(self, shard: str) -> bool:
-        return package.package_path(self._sources.held.node_dir, shard, *self.snapshot).is_file()
+        if not packages.exists(node_dir, shard, self.snapshot):
+            return False
+        return (yield from in_thread(lambda: packages.kept(node_dir, shard, self.snapshot)))
 
     def _store_covered(self, found: Sequence[tuple[Held, Found]]) -> bool:
-        """Whether all slots still hold the snapshot; only then is anything claimed."""
+        """Whether all slots still hold the snapshot; only then is anything claimed.
+
+        Raises:
+            CannotError: something that was made is not there any more.
+        """
         if not all(held.same(one.slot, one.record) for held, one in found):
             return False
+        if not self._duty.done(self._sources, self.snapshot, packages.exists):
+            raise CannotError(f"iteration {self.snapshot[1]}: a package or a parity file was replaced or deleted")
         for held, one in found:
             held.checks.store_covered(one.slot, one.record.lineage, one.record.iteration, one.record.sequence)
         return True
 
 
-def uncover(sources: Sources, duty: Duty) -> bool:
-    """Take back COVERED where it is not true any more: other duties, or something that is gone. Whether any was."""
-    held = sources.held
+def covered_slots(sources: Sources) -> dict[Snapshot, list[tuple[Held, Found]]]:
+    """What is COVERED on this node, and where."""
     covered: dict[Snapshot, list[tuple[Held, Found]]] = {}
-    for arena in held.all:
-        for slot in range(arena.arena.control.slots):
-            check = arena.checks.read(slot)
+    for held in sources.held.all:
+        for slot in range(held.arena.control.slots):
+            check = held.checks.read(slot)
             if check is not None and check.state == CheckState.COVERED:
                 snapshot = (check.lineage, check.iteration)
-                found = arena.found(snapshot)
+                found = held.found(snapshot)
                 if found is not None and found.slot == slot:
-                    covered.setdefault(snapshot, []).append((arena, found))
-    taken_back = False
-    for snapshot, slots in covered.items():
-        if not duty.done(sources, snapshot):
-            taken_back = True
-            for arena, found in slots:
-                arena.checks.store_checked(found.slot, *found.check.key, found.hashes, found.check.gap_secs)
-    return taken_back
+                    covered.setdefault(snapshot, []).append((held, found))
+    return covered
+
+
+def take_back(slots: Iterable[tuple[Held, Found]]) -> None:
+    """What is COVERED in ``slots`` is only CHECKED again."""
+    for held, found in slots:
+        held.checks.store_checked(found.slot, *found.check.key, found.hashes, found.check.gap_secs)
+
+
+def uncover(sources: Sources, duty: Duty, is_kept: _IsKept = packages.kept) -> None:
+    """Take back COVERED where it is not true any more: other duties, or something that is gone."""
+    for snapshot, slots in covered_slots(sources).items():
+        if not duty.done(sources, snapshot, is_kept):
+            take_back(slots)

@@ -12,6 +12,7 @@ from ftckpt.arena.pulse import Pulse
 from ftckpt.capture.node_budget import MAX_PLACES, NodeBudget
 from ftckpt.errors import FtckptError, SmpError
 from ftckpt.events import Events
+from ftckpt.smp import packages
 from ftckpt.smp.answers import Answerer
 from ftckpt.smp.check import Checker
 from ftckpt.smp.cover import Cover, Duty, uncover
@@ -61,7 +62,7 @@ class Duties:
         self._service = Service(self._held, self._pace.read)
         self._sources = Sources("", self._held, self._peers, self._pace, events=events, patience_secs=30.0)
         self._checker = Checker(self._held, self._pace, events)
-        self._scrubber = Scrubber(self._sources, events, 0.0)
+        self._scrubber = Scrubber(self._sources, self._duty, events, 0.0)
 
     @property
     def cannot(self) -> Snapshot | None:
@@ -95,7 +96,11 @@ class Duties:
             ConfigError: the secret is too short.
         """
         given = dict(description)
+        self._checker.forget()
+        self._scrubber.forget()
         if given == self._description:
+            if self._cannot is not None:
+                self._target = self._cannot = None  # it is tried anew
             return
         try:
             node, settings = str(given["node"]), dict(given.get("settings", {}))
@@ -118,12 +123,16 @@ class Duties:
             node, self._held, self._peers, self._pace, events=self._events, patience_secs=patience_secs
         )
         self._checker.pace = self._pace
-        self._scrubber = Scrubber(self._sources, self._events, float(settings.get("scrub_secs", 300.0)))
+        self._scrubber = Scrubber(self._sources, duty, self._events, float(settings.get("scrub_secs", 300.0)))
         self._held.want(arenas)
         self._refresh()
+        uncover(self._sources, self._duty)
 
     def step(self, deadline: float) -> bool:
-        """Work until ``deadline`` (``time.monotonic``), or there is nothing to do; whether anything was done."""
+        """Work until ``deadline`` (``time.monotonic``), or there is nothing to do; whether anything was done.
+
+        While there is more to do at once it goes on, and returns True at ``deadline``.
+        """
         worked = False
         while (now := time.monotonic()) < deadline:
             if now >= self._next_look:
@@ -192,9 +201,10 @@ class Duties:
             self._target, self._cannot = target, None
             if target is not None:
                 self._cover.start(Cover(self._sources, self._duty, self._events, target).run())
-        if self._cover.active and target is not None and (arena := self._checker.refused(target)):
+        refused = target is not None and (self._checker.refused(target) or self._scrubber.refused(target))
+        if self._cover.active and target is not None and refused:
             self._cover.stop()
-            self._give_up(target, f"{arena}: the snapshot is not as it was sealed")
+            self._give_up(target, f"{refused}: the snapshot is not as it was sealed")
         if not self._check.active:
             work = self._checker.next(self._target)
             if work is not None:
@@ -221,13 +231,21 @@ class Duties:
     def _run(self, running: Running) -> None:
         try:
             running.go_on()
+            if not running.active:
+                self._next_look = 0.0  # there may be more to do at once
         except (FtckptError, OSError, ValueError) as error:  # ValueError: what was closed meanwhile
             self._failed(running, error)
-        if running is self._scrub and not running.active and self._scrubber.lost:
-            uncover(self._sources, self._duty)
+        except Exception as error:
+            if running is not self._cover:
+                raise
+            self._failed(running, error)  # trainers wait for the target
+        if running is self._scrub and self._target in self._scrubber.lost:
+            self._scrubber.lost.clear()
             self._target = None  # what was lost is made anew
 
     def _failed(self, running: Running, error: Exception) -> None:
+        if any(held.vanished for held in self._held.all):
+            return  # what was done is in vain; the next refresh tells
         reason = str(error) if isinstance(error, FtckptError) else f"{type(error).__name__}: {error}"
         if running is self._cover and self._target is not None:
             self._give_up(self._target, reason)
@@ -248,15 +266,19 @@ class Duties:
             self._events.emit("smp_error", error=problem, **fields)
 
     def _abandon(self) -> None:
+        """Leave what is under way, and forget the target, so that it is begun anew."""
         for running in (self._check, self._cover, self._scrub):
             running.stop()
         self._target = self._cannot = None
 
     def _refresh(self) -> None:
+        before = set(self._held.gone)
         self._held.refresh()
+        if gone := sorted(self._held.gone - before):
+            self._events.emit("arenas_gone", arenas=gone)  # a job that ends, or is laid out anew
         for name, problem in self._held.problems.items():
             self._tell_once(problem, arena=name)
-        uncover(self._sources, self._duty)
+        uncover(self._sources, self._duty, packages.exists)  # this may be often: no package is read
 
 
 def _named(snapshot: Snapshot | None) -> dict[str, Any] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 
 from ftckpt.arena.control import Snapshot
@@ -51,10 +52,11 @@ def write_parity(
         file = files.add((yield from in_thread(lambda: ParityFile.create(path, group, holder))))
     file.begin(*snapshot)
     own = [stripe(group, stripe_of_block(group, holder, block)) for block in range(blocks)]
-    feed = Feed(sources, group, own, snapshot)
-    for block, one in enumerate(own):
-        file.put(block, (yield from make_block(sources, feed, group, one, row=one.blocks.index((holder, block)))))
-        yield 0.0
+    with closing(Feed(sources, group, own, snapshot)) as feed:
+        for block, one in enumerate(own):
+            row = one.blocks.index((holder, block))
+            file.put(block, (yield from make_block(sources, feed, group, one, row=row)))
+            yield 0.0
     file.seal()
 
 

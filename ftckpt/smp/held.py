@@ -80,6 +80,15 @@ class Held:
         """Whether a file of the arena was replaced, made or deleted since it was mapped: open it again."""
         return self.checks.replaced or self._identities != _identities(self.path, self.arena.control.slots)
 
+    @property
+    def vanished(self) -> bool:
+        """Whether the arena was deleted."""
+        return not self.path.exists()
+
+    def identity(self, slot: int) -> tuple[int, int] | None:
+        """Of the file of ``slot`` that is mapped here."""
+        return self._identities[1 + slot]
+
     def same(self, slot: int, record: SlotRecord) -> bool:
         """Whether ``slot`` still holds the snapshot of ``record``, in the file that is mapped here."""
         now = self.arena.control.record(slot)
@@ -128,7 +137,7 @@ class Held:
             self.checks.release(slot)
 
     def _current(self, slot: int) -> bool:
-        return self._identities[1 + slot] == _identity(self.path / slot_name(slot))
+        return self.identity(slot) == _identity(self.path / slot_name(slot))
 
 
 class HeldArenas:
@@ -140,6 +149,8 @@ class HeldArenas:
         self.parity = ParityFiles()
         self.problems: dict[str, str] = {}
         """Why an arena cannot be used, by its name."""
+        self.gone: set[str] = set()
+        """Those that were open here and have been deleted since."""
         self._wanted: tuple[str, ...] = ()
         self._try_again = self._look_again = 0.0
 
@@ -156,6 +167,7 @@ class HeldArenas:
     def want(self, names: Iterator[str] | list[str]) -> None:
         """Directory names of the arenas to hold from now on."""
         self._wanted = tuple(dict.fromkeys(names))
+        self.gone.clear()
         self._try_again = 0.0
 
     @property
@@ -175,13 +187,16 @@ class HeldArenas:
         self._try_again = time.monotonic() + _OPEN_AGAIN_SECS
         keep = {held.name: held for held in self.all if held.name in self._wanted and not held.stale}
         gone = [held for held in self.all if held.name not in keep]
+        self.gone |= {held.name for held in gone if held.name in self._wanted and held.vanished}
         self.problems.clear()
         for name in self._wanted:
-            if name not in keep:
-                try:
-                    keep[name] = Held(self.node_dir / name)
-                except (FtckptError, OSError) as error:
-                    self.problems[name] = str(error)
+            if name in keep or (name in self.gone and not (self.node_dir / name).exists()):
+                continue
+            try:
+                keep[name] = Held(self.node_dir / name)
+            except (FtckptError, OSError) as error:
+                self.problems[name] = str(error)
+        self.gone -= keep.keys()
         self.by_shard = {held.shard: held for held in keep.values()}
         self.parity.keep(lambda directory: directory.name in keep)
         for held in gone:

@@ -88,16 +88,16 @@ class Pace:
 
     def memory(self, nbytes: int) -> Iterator[float]:
         """Before ``nbytes`` of memory are read."""
-        yield from _pay(self.read, nbytes)
+        yield from _paid(self.read)
+        self.read.charge(nbytes)
         yield from self._copying.wait()
 
-    def receive(self, nbytes: int) -> Iterator[float]:
-        """Before ``nbytes`` are asked for over the network."""
-        yield from _pay(self.received, nbytes)
+    def receive(self) -> Iterator[float]:
+        """Before something is asked for over the network; what comes is charged to ``received`` when it is there."""
+        yield from _paid(self.received)
         yield from self._network.wait()
 
 
-def _pay(bucket: Bucket, nbytes: int) -> Iterator[float]:
+def _paid(bucket: Bucket) -> Iterator[float]:
     while (left := bucket.wait_secs()) > 0:
         yield left
-    bucket.charge(nbytes)

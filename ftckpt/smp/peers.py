@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import queue
 import socket
 import threading
 import time
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import xxhash
@@ -14,6 +14,7 @@ import xxhash
 from ftckpt.smp.wire import Channel, Deadlines, Kind, PeerError, Request, check_secret, greet, read_answer
 
 _BACKOFF_SECS = (0.1, 0.2, 0.5, 1.0, 2.0)
+_MOST_QUEUED = 64
 
 
 @dataclass
@@ -22,14 +23,26 @@ class Fetch:
 
     ``data`` is None and ``error`` empty where the other side does not have it (yet). ``tried`` is false where
     nobody was asked, because an earlier failure is not long ago: ``error`` is that one's then.
+    ``arrived`` is told the bytes that came, from another thread, also where nobody wants them any more.
     """
 
     request: Request
     at_most: int
+    arrived: Callable[[int], None]
     done: threading.Event = field(default_factory=threading.Event)
     data: bytearray | None = None
     error: str = ""
     tried: bool = True
+    cancelled: bool = False
+
+    def cancel(self) -> None:
+        """Nobody waits for it any more: it is not asked for, unless that has begun."""
+        self.cancelled = True
+
+    def fail(self, error: str, tried: bool = True) -> None:
+        """It does not come."""
+        self.error, self.tried = error, tried
+        self.done.set()
 
 
 class Peers:
@@ -55,15 +68,16 @@ class Peers:
             if node not in self._peers:
                 self._peers[node] = _Peer(node, address, secret, self._deadlines)
 
-    def fetch(self, node: str, request: Request, at_most: int) -> Fetch:
+    def fetch(
+        self, node: str, request: Request, at_most: int, arrived: Callable[[int], None] = lambda nbytes: None
+    ) -> Fetch:
         """Ask ``node``; answered in its thread, within deadlines, also when the node is dead or unknown."""
-        wanted = Fetch(request, at_most)
+        wanted = Fetch(request, at_most, arrived)
         peer = self._peers.get(node)
         if peer is None:
-            wanted.error = f"{node}: its SMP has no address"
-            wanted.done.set()
-        else:
-            peer.queue.put(wanted)
+            wanted.fail(f"{node}: its SMP has no address")
+        elif not peer.queue.put(wanted):
+            wanted.fail(f"{node}: {_MOST_QUEUED} requests wait for it already", tried=False)
         return wanted
 
     def close(self) -> None:
@@ -73,12 +87,41 @@ class Peers:
         self._peers.clear()
 
 
+class _Queue:
+    """What is asked for and not begun, in order. Any thread puts, one thread gets; None ends it."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[Fetch | None] = deque()
+        self._some = threading.Condition()
+
+    def put(self, wanted: Fetch | None) -> bool:
+        """False where too many wait already; those that were cancelled do not count, and are forgotten."""
+        with self._some:
+            live = [fetch for fetch in self._waiting if fetch is None or not fetch.cancelled]
+            self._waiting = deque(live)
+            if wanted is not None and len(live) >= _MOST_QUEUED:
+                return False
+            self._waiting.append(wanted)
+            self._some.notify()
+            return True
+
+    def get(self) -> Fetch | None:
+        """The next one, however long it takes to come."""
+        with self._some:
+            self._some.wait_for(lambda: len(self._waiting) > 0)
+            return self._waiting.popleft()
+
+    def qsize(self) -> int:
+        """How many wait."""
+        return len(self._waiting)
+
+
 class _Peer:
     """One other node: its address, and the thread that talks to it."""
 
     def __init__(self, node: str, address: tuple[str, int], secret: bytes, deadlines: Deadlines) -> None:
         self.address = address
-        self.queue: queue.SimpleQueue[Fetch | None] = queue.SimpleQueue()
+        self.queue = _Queue()
         self._node = node
         self._secret = secret
         self._deadlines = deadlines
@@ -99,11 +142,11 @@ class _Peer:
 
     def _run(self) -> None:
         while (wanted := self.queue.get()) is not None:
-            if not self._closed:
+            if self._closed:
+                wanted.fail(f"{self._node}: the connection was given up")
+            elif not wanted.cancelled:
                 self._serve(wanted)
-            else:
-                wanted.error = f"{self._node}: the connection was given up"
-            wanted.done.set()
+                wanted.done.set()
         self._hang_up()
 
     def _serve(self, wanted: Fetch) -> None:
@@ -128,6 +171,7 @@ class _Peer:
         if answer is None:
             return None
         data, expected = answer
+        wanted.arrived(len(data))
         if xxhash.xxh3_64_intdigest(data) != expected:
             what = wanted.request
             name = f"chunk {what.chunk}" if what.kind == Kind.CHUNK else "the package"

@@ -1,93 +1,112 @@
-"""Looking for bytes that went bad while they lay there, and putting them right while it can still be done."""
+"""Looking for bytes that went bad while they lay there: what is the SMP's own is made anew, the rest is told."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
-import xxhash
 
 from ftckpt.arena import package
+from ftckpt.arena.checks import CheckState
 from ftckpt.arena.control import Snapshot
-from ftckpt.arena.segment import Arena
 from ftckpt.errors import CorruptError, FtckptError, MismatchError
 from ftckpt.events import Events
-from ftckpt.protect.codecs import MISSING, Missing, decode
-from ftckpt.protect.groups import MODES
+from ftckpt.protect.groups import MODES, ParityGroup
 from ftckpt.protect.parity_file import ParityFile, parity_path
 from ftckpt.protect.stripes import stripe, stripe_of_block
-from ftckpt.protect.survive import BlockId, ChunkId, Repair, solve
+from ftckpt.protect.survive import BlockId, ChunkId, solve
+from ftckpt.smp import packages
+from ftckpt.smp.cover import Duty, covered_slots, take_back
 from ftckpt.smp.encode import make_block
 from ftckpt.smp.held import Found, Held
 from ftckpt.smp.parity_files import FILES
-from ftckpt.smp.sources import Bytes, Feed, Sources
+from ftckpt.smp.sources import Feed, Sources
 from ftckpt.smp.work import Work, in_thread, within
 
 _REMOTE_SECS = 30.0
-"""How long other nodes may take to give what a bad parity block is computed anew from."""
+"""How long other nodes may take to give what a bad parity block, or package, is made anew from."""
+_MOST_NAMED = 20
 
 
 @dataclass
 class _State:
-    """What was found of one snapshot: parity files, chunks and blocks that are bad."""
+    """What was found of one snapshot: parity files, blocks that are bad, and bad chunks of slots."""
 
     files: dict[tuple[str, int], ParityFile] = field(default_factory=dict)
-    bad_chunks: set[ChunkId] = field(default_factory=set)
     bad_blocks: set[BlockId] = field(default_factory=set)
+    slots: list[tuple[Held, Found, list[int]]] = field(default_factory=list)
 
 
 class _LostBlocks:
-    """Blocks of parity files that are bad or not on this node."""
+    """Blocks that are bad or not there; what other nodes hold of a snapshot that is not covered is not there."""
 
-    def __init__(self, state: _State) -> None:
-        self._state = state
+    def __init__(self, state: _State, groups: dict[str, ParityGroup], node: str, covered: bool) -> None:
+        self._state, self._groups, self._node, self._covered = state, groups, node, covered
 
     def __contains__(self, block: object) -> bool:
         assert isinstance(block, tuple)
-        return block[:2] not in self._state.files or block in self._state.bad_blocks
+        name, holder, _ = block
+        if self._groups[name].members[holder].node != self._node:
+            return not self._covered
+        return (name, holder) not in self._state.files or block in self._state.bad_blocks
 
 
 class Scrubber:
     """Goes through checked slots, parity and packages of this node, every ``secs``; 0: never.
 
-    What is bad is told once, as an event ``corrupt``, and what is put right as ``repaired``.
+    What is bad is told once, as an event ``corrupt``. Slots are never written: a trainer may take one over at any
+    moment, and writes without a lock; a restart puts them right. Bad parity and packages are the SMP's own and are
+    made anew, an event ``repaired`` each. Where that fails, or nothing can bring a chunk back, COVERED is taken back.
     """
 
-    def __init__(self, sources: Sources, events: Events, secs: float) -> None:
+    def __init__(self, sources: Sources, duty: Duty, events: Events, secs: float) -> None:
         self.repaired = 0
         self.lost: set[Snapshot] = set()
-        """Snapshots of which the last run deleted something that has to be made anew."""
+        """Snapshots of which something is gone that has to be made anew."""
         self._sources = sources
+        self._duty = duty
         self._events = events
         self._secs = secs
         self._next = time.monotonic() + secs
         self._told: set[tuple[object, ...]] = set()
+        self._refused: dict[Snapshot, str] = {}  # known before the target is begun anew, which ``lost`` brings about
 
     @property
     def due(self) -> bool:
         """Whether it is time for the next run."""
         return self._secs > 0 and time.monotonic() >= self._next
 
+    def refused(self, snapshot: Snapshot) -> str:
+        """An arena whose slot of ``snapshot`` is bad beyond repair, as of the last run; "" if none is."""
+        return self._refused.get(snapshot, "")
+
+    def forget(self) -> None:
+        """What was bad may have been put right."""
+        self._refused.clear()
+
     def run(self) -> Work[None]:
         """One run over all that is held; raises FtckptError or OSError where something cannot be read at all."""
         states: dict[Snapshot, _State] = {}
+        refused: dict[Snapshot, str] = {}
         begun, nbytes = time.monotonic(), 0
-        self.lost = set()
         try:
             for held in self._sources.held.all:
                 nbytes += yield from self._slots(held, states)
                 nbytes += yield from self._parity(held, states)
             for snapshot, state in states.items():
-                if state.bad_chunks:
-                    yield from self._repair_chunks(snapshot, state)
-                for name, holder, block in sorted(state.bad_blocks):
-                    yield from self._repair_block(snapshot, state.files[name, holder], block)
+                for held, found, bad in state.slots:
+                    if self._judge(snapshot, state, held, found, bad):
+                        refused[snapshot] = held.name
+                for key in sorted({(name, holder) for name, holder, _ in state.bad_blocks}):
+                    yield from self._repair_file(snapshot, state, key)
             yield from self._packages()
         finally:
             self._next = time.monotonic() + self._secs
+        self._refused = refused
         self._events.emit("scrubbed", secs=round(time.monotonic() - begun, 4), bytes=nbytes)
 
     def _slots(self, held: Held, states: dict[Snapshot, _State]) -> Work[int]:
@@ -100,12 +119,11 @@ class Scrubber:
                 yield from self._sources.pace.memory(span.nbytes)
                 total += span.nbytes
                 if found is not None and held.arena.hash_chunk(found.slot, chunk) != int(found.hashes[chunk]):
-                    bad.append((held.shard, chunk))
+                    bad.append(chunk)
                 yield 0.0
             # Only what was not given up meanwhile says anything.
             if bad and found is not None and held.same(found.slot, found.record):
-                states.setdefault(snapshot, _State()).bad_chunks.update(bad)
-                self._tell_corrupt(held, found, [chunk for _, chunk in bad])
+                states.setdefault(snapshot, _State()).slots.append((held, found, bad))
         return total
 
     def _parity(self, held: Held, states: dict[Snapshot, _State]) -> Work[int]:
@@ -127,118 +145,121 @@ class Scrubber:
                 yield 0.0
         return total
 
-    def _repair_chunks(self, snapshot: Snapshot, state: _State) -> Work[None]:
-        """In place, from the parity of this node. Only what no trainer may overwrite: protected or target."""
-        groups = [file.group for file in state.files.values() if file.group.mode == "node"]
-        unique = list({group.name: group for group in groups}.values())
-        repairs, _ = solve(unique, state.bad_chunks, _LostBlocks(state))
-        for repair in repairs:
+    def _judge(self, snapshot: Snapshot, state: _State, held: Held, found: Found, bad: list[int]) -> bool:
+        """Tell bad chunks of a slot; whether there are some that nothing can bring back, of what should be safe."""
+        if not held.same(found.slot, found.record):
+            return False
+        covered = found.check.state == CheckState.COVERED
+        safe = self._repairable(snapshot, state, covered) if covered or state.files else set()
+        names = {chunk: (held.name, found.slot, found.record.sequence, chunk) for chunk in bad}
+        new = [chunk for chunk, key in names.items() if key not in self._told]
+        self._told.update(names.values())
+        if new:
+            self._events.emit(
+                "corrupt",
+                arena=held.name,
+                slot=found.slot,
+                iteration=snapshot[1],
+                what=[f"chunk {chunk}" for chunk in new[:_MOST_NAMED]],
+                repairable=[f"chunk {chunk}" for chunk in new if (held.shard, chunk) in safe][:_MOST_NAMED],
+            )
+        if all((held.shard, chunk) in safe for chunk in bad):
+            return False
+        self._refused[snapshot] = held.name
+        self._take_back(snapshot)
+        return True
+
+    def _repairable(self, snapshot: Snapshot, state: _State, covered: bool) -> set[ChunkId]:
+        """Those of the bad chunks of a snapshot that a restart can bring back, as far as this node can tell."""
+        groups = {file.group.name: file.group for file in state.files.values()}
+        groups |= {group.name: group for group in self._duty.groups}
+        bad = {(held.shard, chunk) for held, _, chunks in state.slots for chunk in chunks}
+        _, left = solve(list(groups.values()), bad, _LostBlocks(state, groups, self._sources.node, covered))
+        safe = bad - left
+        for held, _, chunks in state.slots if covered else ():
+            image, node_dir = held.arena.image, self._sources.held.node_dir
+            spans = [range(s.first_chunk, s.first_chunk + s.num_chunks) for s in image.sections if s.group]
+            if packages.exists(node_dir, held.shard, snapshot):  # it has a copy of the volatile region
+                spans.append(range(image.num_stepped_chunks, len(image.chunks)))
+            # What replicas share is computed from them, and lies in the slots of other nodes.
+            safe |= {(held.shard, chunk) for chunk in chunks if any(chunk in span for span in spans)}
+        return safe
+
+    def _repair_file(self, snapshot: Snapshot, state: _State, key: tuple[str, int]) -> Work[None]:
+        """Compute bad blocks anew; where that fails COVERED is taken back, and the file is made anew for a target."""
+        file = state.files[key]
+        good = True
+        for block in sorted(block for *which, block in state.bad_blocks if tuple(which) == key):
             try:
-                arrays = yield from self._solve(snapshot, repair, state)
+                good = yield from within(self._repair_block(snapshot, file, block), _REMOTE_SECS)
+            except ValueError:
+                return  # the file was closed meanwhile: it is needed no more
             except FtckptError:
-                continue  # what it needs has gone bad, or was given up, meanwhile: the next run sees it
-            for (shard, chunk), data in arrays.items():
-                held, found = self._sources.find(shard, snapshot)
-                if xxhash.xxh3_64_intdigest(data.data) != int(found.hashes[chunk]):
-                    continue  # the parity was made of bytes that were bad already, or of another snapshot
-                if (yield from self._put_right(held, found, chunk, data)):
-                    self.repaired += 1
-                    self._events.emit(
-                        "repaired", arena=held.name, slot=found.slot, iteration=snapshot[1], what=f"chunk {chunk}"
-                    )
+                good = False
+            if not good:
+                break
+            self.repaired += 1
+            what = f"block {block} of {file.path.name}"
+            self._events.emit("repaired", arena=file.path.parent.name, iteration=snapshot[1], what=what)
+        if not good:
+            self._take_back(snapshot)
+            if snapshot in self._targets():
+                self._sources.held.parity.drop(file.path)
+                file.path.unlink(missing_ok=True)
 
-    def _solve(self, snapshot: Snapshot, repair: Repair, state: _State) -> Work[dict[ChunkId, Bytes]]:
-        group, lost = repair.group, set(repair.lost)
-        arrays: list[Bytes | Missing | None] = []
-        ids: dict[int, tuple[ChunkId, int]] = {}
-        for place, (index, chunk) in enumerate(repair.stripe.data):
-            member = group.members[index]
-            if chunk < 0:
-                arrays.append(None)
-            elif (member.shard, member.first + chunk) in lost:
-                ids[place] = ((member.shard, member.first + chunk), member.lengths[chunk])
-                arrays.append(MISSING)
-            else:
-                arrays.append((yield from self._sources.local(member.shard, member.first + chunk, snapshot)))
-        rows = {holder: row for row, holder in enumerate(repair.stripe.blocks)}
-        blocks = {rows[holder, block]: state.files[name, holder].block(block) for name, holder, block in repair.use}
-        yield from self._sources.pace.memory(repair.stripe.length * (len(blocks) + 1))
-        solved = decode(group.code, arrays, blocks, repair.stripe.length, group.losses)
-        return {chunk_id: solved[place][:nbytes] for place, (chunk_id, nbytes) in ids.items()}
-
-    def _put_right(self, held: Held, found: Found, chunk: int, data: Bytes) -> Work[bool]:
-        """Whether the chunk is good afterwards; nothing is written to a slot that a trainer may take."""
-        arena = yield from in_thread(lambda: Arena.open(held.path, writable=True))
-        try:
-            # The lease comes first: a trainer that takes the slot over after the marks were read sees it.
-            with held.lease(found.slot):
-                kept = (held.arena.control.protected(), held.arena.control.target())
-                snapshot = (found.record.lineage, found.record.iteration)
-                if snapshot not in kept or not held.same(found.slot, found.record):
-                    return False
-                arena.repair_chunk(found.slot, chunk, data)
-                return held.arena.hash_chunk(found.slot, chunk) == int(found.hashes[chunk])
-        finally:
-            arena.close()
-
-    def _repair_block(self, snapshot: Snapshot, file: ParityFile, block: int) -> Work[None]:
-        """Compute a bad block anew; where that fails the file goes, if it can still be made anew as a whole."""
+    def _repair_block(self, snapshot: Snapshot, file: ParityFile, block: int) -> Work[bool]:
         group, holder = file.group, file.holder
         one = stripe(group, stripe_of_block(group, holder, block))
-        row = one.blocks.index((holder, block))
-        what = f"block {block} of {file.path.name}"
-        try:
-            feed = Feed(self._sources, group, [one], snapshot)
-            data = yield from within(make_block(self._sources, feed, group, one, row=row), _REMOTE_SECS)
-            if file.snapshot() == snapshot:
-                np.copyto(file.block(block), data)
-            good = file.verify(block)
-        except FtckptError:
-            good = False
-        if good:
-            self.repaired += 1
-            self._events.emit("repaired", arena=file.path.parent.name, iteration=snapshot[1], what=what)
-        elif snapshot in [held.arena.control.target() for held in self._sources.held.all]:
-            self._sources.held.parity.drop(file.path)
-            file.path.unlink(missing_ok=True)
-            self.lost.add(snapshot)
+        with closing(Feed(self._sources, group, [one], snapshot)) as feed:
+            data = yield from make_block(self._sources, feed, group, one, row=one.blocks.index((holder, block)))
+        if file.snapshot() == snapshot:
+            np.copyto(file.block(block), data)
+        return file.verify(block)
 
     def _packages(self) -> Work[None]:
-        node_dir = self._sources.held.node_dir
-        for name in package.list_packages(node_dir):
+        for name in package.list_packages(self._sources.held.node_dir):
             try:
                 yield from in_thread(partial(package.load, name.path))
             except (CorruptError, MismatchError) as error:
                 if name.path.exists():
                     self._tell(("package", str(name.path)), file=name.path.name, what=[str(error)])
-                    name.path.unlink(missing_ok=True)
-                    yield from self._pack_again(name)
+                    yield from self._package_anew(name)
             yield 0.0
 
-    def _pack_again(self, name: package.PackageName) -> Work[None]:
-        """Of a shard of this node at once; of another node's when the target is covered anew."""
-        held = self._sources.held.by_shard.get(name.shard)
-        for snapshot in list(_checked(held)) if held is not None else []:
-            found = held.found(snapshot) if held is not None else None
-            if held is not None and found and (snapshot[0].hex()[:8], snapshot[1]) == (name.lineage8, name.iteration):
-                with held.lease(found.slot):
-                    package.store(self._sources.held.node_dir, package.pack(held.arena, found.slot))
+    def _package_anew(self, name: package.PackageName) -> Work[None]:
+        """Pack or pull a bad package again; where that fails it goes, and COVERED with it."""
+        known = {snapshot for held in self._sources.held.all for snapshot in _checked(held)} | self._targets()
+        snapshot = next((s for s in known if (s[0].hex()[:8], s[1]) == (name.lineage8, name.iteration)), None)
+        try:
+            if snapshot is not None and (yield from within(self._make_package(name.shard, snapshot), _REMOTE_SECS)):
                 self.repaired += 1
                 self._events.emit("repaired", iteration=name.iteration, what=f"package {name.path.name}")
                 return
-        for mark in (held.arena.control.target() for held in self._sources.held.all):
-            if mark is not None and (mark[0].hex()[:8], mark[1]) == (name.lineage8, name.iteration):
-                self.lost.add(mark)
-        yield 0.0
+        except FtckptError:
+            pass
+        if snapshot is not None:
+            self._take_back(snapshot)
+        name.path.unlink(missing_ok=True)
 
-    def _tell_corrupt(self, held: Held, found: Found, chunks: list[int]) -> None:
-        keys = {chunk: (held.name, found.slot, found.record.sequence, chunk) for chunk in chunks}
-        new = [chunk for chunk, key in keys.items() if key not in self._told]
-        self._told.update(keys.values())
-        if new:
-            what = [f"chunk {chunk}" for chunk in new[:20]]
-            iteration = found.record.iteration
-            self._events.emit("corrupt", arena=held.name, slot=found.slot, iteration=iteration, what=what)
+    def _make_package(self, shard: str, snapshot: Snapshot) -> Work[bool]:
+        """Whether this node has it to keep, and does again."""
+        held = self._sources.held.by_shard.get(shard)
+        found = held.found(snapshot) if held is not None else None
+        if held is not None and found is not None:
+            with held.lease(found.slot):
+                yield from packages.pack(self._sources, held, found)
+            return True
+        wanted = [(node, other) for node, other in self._duty.mirror_from if other == shard]
+        yield from packages.pull(self._sources, snapshot, wanted)
+        return bool(wanted)
+
+    def _targets(self) -> set[Snapshot]:
+        marks = (held.arena.control.target() for held in self._sources.held.all)
+        return {mark for mark in marks if mark is not None}
+
+    def _take_back(self, snapshot: Snapshot) -> None:
+        take_back(covered_slots(self._sources).get(snapshot, ()))
+        self.lost.add(snapshot)
 
     def _tell(self, key: tuple[object, ...], **fields: object) -> None:
         if key not in self._told:

@@ -77,9 +77,9 @@ class Sources:
         return held, found
 
     def ask(self, node: str, request: Request, at_most: int) -> Work[Fetch]:
-        """Ask another node, once training leaves the network to us and its limit allows ``at_most`` bytes."""
-        yield from self.pace.receive(at_most)
-        return self._peers.fetch(node, request, at_most)
+        """Ask another node, once training leaves the network to us and what came so far is paid for."""
+        yield from self.pace.receive()
+        return self._peers.fetch(node, request, at_most, self.pace.received.charge)
 
     def take(self, node: str, fetch: Fetch, problem: Callable[[bytearray], str]) -> Work[bytearray]:
         """Wait for what was asked for, and ask again while the other node does not have it or fails.
@@ -91,22 +91,25 @@ class Sources:
             CannotError: it has failed for too long.
         """
         pause = _AGAIN_SECS
-        while True:
-            while not fetch.done.is_set():
-                yield _POLL_SECS
-            data, error = fetch.data, fetch.error
-            if data is not None and (wrong := problem(data)):
-                error = f"{node}: {fetch.request.shard} at {fetch.request.iteration}: {wrong}"
-            if error:
-                self._failed(node, error, fetch.tried)
-            else:
-                self._answered(node)
-                if data is not None:
-                    self.received_bytes += len(data)
-                    return data
-            yield pause
-            pause = min(2 * pause, _MOST_AGAIN_SECS)
-            fetch = yield from self.ask(node, fetch.request, fetch.at_most)
+        try:
+            while True:
+                while not fetch.done.is_set():
+                    yield _POLL_SECS
+                data, error = fetch.data, fetch.error
+                if data is not None and (wrong := problem(data)):
+                    error = f"{node}: {fetch.request.shard} at {fetch.request.iteration}: {wrong}"
+                if error:
+                    self._failed(node, error, fetch.tried)
+                else:
+                    self._answered(node)
+                    if data is not None:
+                        self.received_bytes += len(data)
+                        return data
+                yield pause
+                pause = min(2 * pause, _MOST_AGAIN_SECS)
+                fetch = yield from self.ask(node, fetch.request, fetch.at_most)
+        finally:
+            fetch.cancel()  # given up: nobody waits for it
 
     def _failed(self, node: str, error: str, tried: bool) -> None:
         now = time.monotonic()
@@ -124,7 +127,10 @@ class Sources:
 
 
 class Feed:
-    """Data chunks of the stripes of one group, in order, one snapshot. A few are asked for ahead of time."""
+    """Data chunks of the stripes of one group, in order, one snapshot. A few are asked for ahead of time.
+
+    Whoever makes one closes it: what was asked for in vain is not transferred then.
+    """
 
     def __init__(self, sources: Sources, group: ParityGroup, stripes: Iterable[Stripe], snapshot: Snapshot) -> None:
         self._sources = sources
@@ -155,6 +161,12 @@ class Feed:
                 data = yield from self._remote(index, chunk)
                 arrays.append(np.frombuffer(data, np.uint8))
         return arrays
+
+    def close(self) -> None:
+        """Nobody wants what was asked for ahead of time any more."""
+        for fetch in self._asked.values():
+            fetch.cancel()
+        self._asked.clear()
 
     def _remote(self, index: int, chunk: int) -> Work[bytearray]:
         while (index, chunk) not in self._asked:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -13,9 +14,10 @@ from smp_nodes import LINEAGE, Node, Smp, check_parity, describe, fill, flip, pa
 from ftckpt.arena.checks import CheckState
 from ftckpt.arena.control import SlotState
 from ftckpt.arena.package import load, mirror_dir
-from ftckpt.arena.segment import Arena
+from ftckpt.arena.segment import Arena, slot_name
 from ftckpt.capture.node_budget import NodeBudget
 from ftckpt.errors import SmpError
+from ftckpt.events import LOUD
 from ftckpt.protect.groups import Modes
 from ftckpt.protect.parity_file import ParityFile, parity_path
 
@@ -263,6 +265,147 @@ def test_a_target_that_fails_its_check_is_given_up_at_once(node: Node, smp: Smp)
     until(lambda: node.covered(8), "covered")
 
 
+@pytest.mark.parametrize("how", ["configured anew", "configured alike", "another file"])
+def test_a_bad_slot_that_was_put_right_is_checked(node: Node, smp: Smp, how: str) -> None:
+    """As a restart does it: in place, so that the record stays what it is."""
+    node.snapshot(0, 7, hashed=True)
+    node.target(7)
+    arena = node.arenas[0]
+    flip(arena, 0, arena.image.chunks[0].begin)
+    smp.start()
+    until(lambda: smp.duties.cannot == (LINEAGE, 7), "cannot", secs=5)
+    smp.pause()
+    flip(arena, 0, arena.image.chunks[0].begin)
+    if how == "another file":
+        path = arena.path / slot_name(0)
+        shutil.copy(path, path.with_name(".copy"))
+        path.with_name(".copy").rename(path)
+    else:
+        smp.duties.configure(describe(node, [node], NODE, {}, smp_gbps=1.0 if how == "configured anew" else 0.0))
+    smp.start()
+    until(lambda: node.covered(7), "covered")
+    assert smp.duties.cannot is None
+
+
+def test_all_that_can_be_done_at_once_is_done_in_one_step(node: Node, smp: Smp) -> None:
+    node.snapshot(0, 7)
+    node.snapshot(1, 8)
+    assert smp.duties.step(time.monotonic() + 30)
+    assert node.checked(7) and node.checked(8)
+
+
+def test_an_error_that_nobody_thought_of_gives_the_target_up(
+    node: Node, smp: Smp, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_args: object) -> bytes:
+        raise MemoryError("no room for it")
+
+    monkeypatch.setattr("ftckpt.arena.package.pack", fail)
+    node.snapshot(0, 7)
+    node.target(7)
+    smp.start()
+    until(lambda: smp.duties.cannot == (LINEAGE, 7), "cannot")
+    assert "MemoryError: no room" in smp.events.of("not_covered")[0]["reason"]
+    monkeypatch.undo()
+    node.snapshot(1, 8)
+    node.target(8)
+    until(lambda: node.covered(8), "the next one is covered")
+
+
+def test_a_torn_package_is_not_taken_for_one(node: Node, smp: Smp) -> None:
+    node.snapshot(0, 7)
+    node.target(7)
+    smp.start()
+    until(lambda: node.covered(7), "covered")
+    smp.pause()
+    path = next(mirror_dir(node.dir).glob("dp1.*"))
+    path.write_bytes(path.read_bytes()[:-1])
+    smp.duties.configure(describe(node, [node], NODE, {}, smp_gbps=1.0))
+    assert node.states(7) == [CheckState.CHECKED] * 3, "COVERED is taken back"
+    smp.start()
+    until(lambda: node.covered(7), "covered again")
+    assert node.packages(7) == ["dp0", "dp1", "dp2"]
+
+
+def test_a_package_that_goes_while_a_target_is_covered_is_not_claimed(
+    node: Node, smp: Smp, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seal = ParityFile.seal
+
+    def sealed(file: ParityFile) -> None:
+        for path in mirror_dir(node.dir).glob("dp1.*"):
+            path.unlink()
+        seal(file)
+
+    monkeypatch.setattr(ParityFile, "seal", sealed)
+    node.snapshot(0, 7)
+    node.target(7)
+    smp.start()
+    until(lambda: smp.duties.cannot == (LINEAGE, 7), "cannot")
+    assert node.states(7) == [CheckState.CHECKED] * 3
+
+
+def kept_iterations(node: Node) -> set[int]:
+    """Iterations of which there are packages."""
+    return {int(path.name.rpartition(".")[2]) for path in mirror_dir(node.dir).iterdir()}
+
+
+def test_packages_of_targets_that_are_given_up_do_not_add_up(node: Node, smp: Smp) -> None:
+    smp.start()
+    for iteration in range(1, 9):
+        node.snapshot(iteration % 3, iteration)
+        until(lambda: node.checked(iteration), "checked")  # noqa: B023
+        if iteration != 3:  # only 3 is ever covered
+            flip(node.arenas[2], iteration % 3, node.arenas[2].image.chunks[1].begin)
+        node.target(iteration)
+        done = (lambda: node.covered(3)) if iteration == 3 else (lambda: smp.duties.cannot == (LINEAGE, iteration))  # noqa: B023
+        until(done, "covered, or given up")
+        assert len(kept_iterations(node)) <= 2
+    assert 8 in kept_iterations(node)
+
+
+def test_packages_go_when_the_next_target_is_covered_and_not_before(
+    node: Node, smp: Smp, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    smp.start()
+    node.snapshot(0, 1)
+    node.target(1)
+    until(lambda: node.covered(1), "covered")
+    node.protected(1)
+    begun, seen = ParityFile.begin, []
+
+    def begin(file: ParityFile, lineage: bytes, iteration: int) -> None:
+        seen.append((iteration, kept_iterations(node)))
+        begun(file, lineage, iteration)
+
+    monkeypatch.setattr(ParityFile, "begin", begin)
+    for iteration in (2, 3):
+        node.snapshot(iteration % 3, iteration)
+        node.protected(iteration)  # as if it were, after a restart, when nothing of it is made yet
+        node.target(iteration)
+        until(lambda: node.covered(iteration), "covered")  # noqa: B023
+        until(lambda: kept_iterations(node) == {iteration}, "what was before goes")  # noqa: B023
+    assert {iteration for iteration, _ in seen} == {2, 3}
+    assert all(kept == {iteration - 1, iteration} for iteration, kept in seen)
+
+
+@pytest.mark.parametrize("delay_secs", [0.0, 0.01, 0.03, 0.06, 0.1, 0.2])
+def test_a_job_that_ends_makes_no_noise(arena_root: Path, node: Node, smp: Smp, delay_secs: float) -> None:
+    """Trainers remove their arenas before they tell the SMP to end, whatever it is at."""
+    smp.duties.configure(describe(node, [node], NODE, {}, scrub_secs=0.01))
+    node.snapshot(0, 7)
+    node.target(7)
+    smp.start()
+    time.sleep(delay_secs)
+    for arena in node.arenas:
+        arena.remove()
+        time.sleep(delay_secs / 10)
+    until(lambda: sum(len(event["arenas"]) for event in smp.events.of("arenas_gone")) == 3, "told")
+    time.sleep(1.2)
+    assert sum(len(event["arenas"]) for event in smp.events.of("arenas_gone")) == 3
+    assert {name for name, _ in smp.events.all} & LOUD == set()
+
+
 def test_a_slot_with_a_new_file_is_mapped_anew(node: Node, smp: Smp) -> None:
     node.snapshot(0, 7)
     smp.start()
@@ -353,25 +496,52 @@ class TestScrub:
         smp.duties.configure(describe(node, [node], NODE, {}, scrub_secs=0.05))
         return smp
 
-    def test_a_bad_chunk_is_put_right_in_place(self, node: Node, covered: Smp) -> None:
-        arena = node.arenas[1]
-        for chunk in (0, 3, len(arena.image.chunks) - 1):
+    def test_a_bad_chunk_is_told_and_left_to_a_restart(
+        self, node: Node, covered: Smp, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The trainer may take the slot over at any moment: whoever writes into it then spoils another snapshot."""
+        written: list[object] = []
+        monkeypatch.setattr(Arena, "repair_chunk", lambda *args: written.append(args))
+        arena, last = node.arenas[1], len(node.arenas[1].image.chunks) - 1
+        for chunk in (0, 3, last):
             flip(arena, 0, arena.image.chunks[chunk].begin + 9)
-        assert len(arena.verify(0)) == 3
+        node.protected(7)
         covered.start()
-        until(lambda: arena.verify(0) == [], "repaired")
-        until(lambda: len(covered.events.of("repaired")) == 3, "told")
-        assert covered.duties.status()["repaired"] == 3 and node.covered(7)
-        assert len(covered.events.of("corrupt")) == 1
+        until(lambda: len(covered.events.of("scrubbed")) >= 3, "scrubbed")
+        assert written == [] and covered.events.of("repaired") == []
+        assert arena.verify(0) == [f"chunk {chunk}" for chunk in (0, 3, last)]
+        [corrupt] = covered.events.of("corrupt")
+        assert corrupt["repairable"] == corrupt["what"] == [f"chunk {chunk}" for chunk in (0, 3, last)]
+        assert node.covered(7) and covered.duties.cannot is None
 
-    def test_two_bad_chunks_of_a_stripe_stay_and_are_told_once(self, node: Node, covered: Smp) -> None:
+    @pytest.mark.parametrize("target", [7, -1])
+    def test_two_bad_chunks_of_a_stripe_are_told_once_and_covered_is_taken_back(
+        self, node: Node, covered: Smp, target: int
+    ) -> None:
+        node.target(target)
+        node.protected(7)
         for arena in node.arenas[1:]:
-            for span in arena.image.chunks:
+            for span in arena.image.chunks[: arena.image.num_stepped_chunks]:
                 flip(arena, 0, span.begin)
         covered.start()
         until(lambda: len(covered.events.of("scrubbed")) >= 3, "scrubbed")
-        assert len(covered.events.of("corrupt")) == 2
+        assert node.states(7) == [CheckState.CHECKED] * 3
+        told = covered.events.of("corrupt")
+        assert len(told) == 2 and all(set(event["repairable"]) < set(event["what"]) for event in told)
         assert all(arena.verify(0) != [] for arena in node.arenas[1:])
+        until(lambda: covered.duties.cannot == ((LINEAGE, 7) if target == 7 else None), "given up")
+
+    def test_parity_that_cannot_be_made_anew_takes_covered_back(self, node: Node, covered: Smp) -> None:
+        node.protected(7)
+        node.target(-1)
+        for arena in node.arenas[1:]:
+            flip(arena, 0, arena.image.chunks[0].begin)
+        path = parity_of(node.arenas[0].path, "node", 7).path
+        with closing(ParityFile.open(path, writable=True)) as file:
+            file.block(0)[3] ^= 1
+        covered.start()
+        until(lambda: len(covered.events.of("scrubbed")) >= 2, "scrubbed")
+        assert node.states(7) == [CheckState.CHECKED] * 3 and path.exists(), "its other blocks are still of use"
 
     def test_what_no_parity_covers_is_only_told(self, node: Node, covered: Smp) -> None:
         node.snapshot(1, 8)
@@ -381,16 +551,6 @@ class TestScrub:
         until(lambda: any(e["iteration"] == 8 for e in covered.events.of("corrupt")), "told")
         until(lambda: len(covered.events.of("scrubbed")) >= 2, "scrubbed")
         assert node.arenas[0].verify(1) == ["chunk 0"]
-
-    def test_a_slot_that_trainers_may_take_is_not_written(self, node: Node, covered: Smp) -> None:
-        node.protected(6)
-        node.target(-1)
-        flip(node.arenas[1], 0, node.arenas[1].image.chunks[0].begin)
-        covered.start()
-        until(lambda: len(covered.events.of("scrubbed")) >= 3, "scrubbed")
-        assert node.arenas[1].verify(0) == ["chunk 0"] and covered.events.of("repaired") == []
-        node.protected(7)
-        until(lambda: node.arenas[1].verify(0) == [], "repaired")
 
     def test_bad_parity_is_computed_anew(self, node: Node, covered: Smp) -> None:
         with closing(parity_of(node.arenas[0].path, "node", 7)) as file:

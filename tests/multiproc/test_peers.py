@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,8 @@ from ftckpt.arena.package import mirror_dir
 from ftckpt.arena.pulse import Pulse
 from ftckpt.protect.groups import Modes
 from ftckpt.protect.parity_file import ParityFile
+from ftckpt.smp.answers import Answer
+from ftckpt.smp.wire import Request
 
 pytestmark = pytest.mark.multiproc
 PEER = Modes(peer=True)
@@ -291,3 +293,66 @@ def test_what_is_gone_at_the_others_does_not_stop_a_scrub(cluster: Cluster, monk
     smp.start()
     until(lambda: len(smp.events.of("scrubbed")) > before + 1, "scrubbed")
     assert len(smp.events.of("corrupt")) == 1 and smp.events.of("repaired") == []
+
+
+def test_packages_of_a_protected_snapshot_are_pulled_again_or_covered_is_taken_back(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ftckpt.smp.scrub._REMOTE_SECS", 0.5)
+    cluster.build([[0], [1]], PEER, scrub_secs=0.1)
+    cluster.snapshot(0, 1)
+    cluster.target(1)
+    until(lambda: cluster.covered(1), "covered")
+    node, smp = cluster.nodes[0], cluster.smps[0]
+    for each in cluster.nodes:
+        each.protected(1)
+    cluster.target(-1)
+    until(lambda: not smp.duties.status()["target"], "no target any more")
+    package = next(mirror_dir(node.dir).glob("dp1.*"))
+    package.write_bytes(package.read_bytes()[:-1])
+    until(lambda: smp.events.of("repaired"), "repaired")
+    assert node.packages(1) == ["dp0", "dp1"] and node.covered(1)
+    cluster.smps[1].pause()
+    cluster.smps[1].duties.close()
+    package.write_bytes(package.read_bytes()[:-1])
+    until(lambda: not package.exists(), "nobody has it any more")
+    assert node.states(1) == [CheckState.CHECKED]
+
+
+def test_what_a_target_that_was_given_up_asked_for_is_not_transferred(cluster: Cluster) -> None:
+    cluster.build([[0, 1, 2], [3, 4, 5]], PEER)
+    for iteration in (10, 11, 12):
+        cluster.snapshot(iteration - 10, iteration)
+    until(lambda: all(node.checked(i) for node in cluster.nodes for i in (10, 11, 12)), "checked")
+    served: list[int] = []
+    answerer = cluster.smps[1].duties._answerer
+    assert answerer is not None
+    find = answerer._find
+
+    @contextmanager
+    def slow(request: Request) -> Iterator[Answer | None]:
+        time.sleep(0.2)  # a slow network
+        served.append(request.iteration)
+        with find(request) as answer:
+            yield answer
+
+    answerer._find = slow
+    for attempt in range(16):  # targets are given up one after the other
+        cluster.nodes[0].target(10 + attempt % 2)
+        time.sleep(0.1)
+    cluster.nodes[0].target(12)
+    before = len(served)
+    until(lambda: 12 in served, "the last one is asked for")
+    assert served[before:].index(12) <= 2
+
+
+def test_packages_that_are_not_there_yet_cost_no_network(cluster: Cluster) -> None:
+    """A package may be of any size up to a bound: what counts is what comes."""
+    cluster.build([[0, 1], [2, 3]], PEER, network_gbps=0.1)
+    cluster.nodes[0].snapshot(0, 1)
+    cluster.target(1)
+    time.sleep(1.0)  # it asks again and again
+    cluster.nodes[1].snapshot(0, 1)
+    begun = time.monotonic()
+    until(lambda: cluster.covered(1), "covered")
+    assert time.monotonic() - begun < 5

@@ -90,7 +90,7 @@ def test_an_arena_in_no_group_is_counted() -> None:
     assert row(nothing, "one rank's arena") == (5, 0) and nothing.memory["n0"].parity == 0
 
 
-def test_memory_counts_slots_two_parity_files_and_two_packages() -> None:
+def test_memory_counts_slots_two_parity_files_and_three_packages() -> None:
     holdings = [holding(r, r // 2) for r in range(4)]
     modes = Modes(node=True, peer=True)
     found = told(holdings, modes, slots=3)
@@ -103,7 +103,7 @@ def test_memory_counts_slots_two_parity_files_and_two_packages() -> None:
     for node, memory in found.memory.items():
         assert memory.slots == 3 * 2 * (6 * MIB + 5000)
         assert memory.parity == parity[node]
-        assert memory.packages == 2 * 4 * 300  # its own, and the other node's
+        assert memory.packages == 3 * 4 * 300  # its own, and the other node's
         assert memory.sum == memory.slots + memory.parity + memory.packages
         assert found.smp_bytes(node) == memory.parity + memory.packages
     assert found.fullest.sum == max(memory.sum for memory in found.memory.values())

@@ -260,6 +260,39 @@ def test_nonsense_from_one_that_knows_the_secret_is_an_error(answer: bytes, reas
         assert fetch.done.wait(5) and fetch.data is None and reason in fetch.error
 
 
+def test_what_nobody_waits_for_any_more_is_not_asked_for() -> None:
+    """While one transfer takes its time, many are asked for and cancelled; the next one does not wait for them."""
+    last = Request(Kind.CHUNK, "dp0", LINEAGE, 8, 1)
+    with socket.create_server(("127.0.0.1", 0)) as server, closing(Peers(SHORT)) as peers:
+        peers.configure({"n1": server.getsockname()}, SECRET)
+        arrived: list[int] = []
+        first = peers.fetch("n1", CHUNK, 1 << 20, arrived.append)
+        with closing(Channel(server.accept()[0])) as channel:
+            wire.welcome(channel, SECRET, soon())
+            assert wire.read_request(channel, SHORT) == CHUNK
+            for _ in range(1000):
+                peers.fetch("n1", CHUNK, 1 << 20, arrived.append).cancel()
+            wanted = peers.fetch("n1", last, 1 << 20, arrived.append)
+            assert peers._peers["n1"].queue.qsize() <= 2
+            for data in (b"first", b"last one"):
+                wire.write_head(channel, len(data), xxhash.xxh3_64_intdigest(data), soon())
+                channel.write(data, soon())
+                wire.write_trailer(channel, True, soon())
+                if data == b"first":
+                    assert wire.read_request(channel, SHORT) == last
+            assert wanted.done.wait(5) and wanted.data == b"last one" and first.data == b"first"
+            assert arrived == [5, 8]
+
+
+def test_no_more_than_some_requests_wait() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server, closing(Peers(SHORT)) as peers:
+        peers.configure({"n1": server.getsockname()}, SECRET)
+        fetches = [peers.fetch("n1", CHUNK, 1 << 20) for _ in range(200)]
+        refused = [fetch for fetch in fetches if "requests wait" in fetch.error]
+        assert 100 < len(refused) < 200 and not any(fetch.tried for fetch in refused)
+        assert peers._peers["n1"].queue.qsize() <= 64
+
+
 @pytest.mark.parametrize(
     "request_bytes",
     [
