@@ -530,6 +530,7 @@ class TestScrub:
         assert len(told) == 2 and all(set(event["repairable"]) < set(event["what"]) for event in told)
         assert all(arena.verify(0) != [] for arena in node.arenas[1:])
         until(lambda: covered.duties.cannot == ((LINEAGE, 7) if target == 7 else None), "given up")
+        assert len(covered.events.of("covered")) == 1, "it is not claimed again in between"
 
     def test_parity_that_cannot_be_made_anew_takes_covered_back(self, node: Node, covered: Smp) -> None:
         node.protected(7)
