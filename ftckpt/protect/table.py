@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from ftckpt.arena.memory import human
 from ftckpt.arena.package import MAX_SETS
 from ftckpt.protect.groups import ParityGroup
 from ftckpt.protect.holding import Holding
@@ -70,11 +71,11 @@ class Report:
                 told += f" (not: {' and '.join(failure.example)})"
             lines.append(f"{failure.lost:<{width}}  {failure.cases:>9}  {told}")
         lines += [
-            f"memory per node: {_size(most.sum)} = slots {_size(most.slots)}"
-            + (f" (of these parity and copies {_size(most.in_slots)})" if most.in_slots else "")
-            + f" + parity {_size(most.parity)} + packages {_size(most.packages)}",
-            f"network per protected snapshot: a node receives up to {_size(max(self.network.values()))}, "
-            f"all nodes {_size(sum(self.network.values()))}",
+            f"memory per node: {human(most.sum)} = slots {human(most.slots)}"
+            + (f" (of these parity and copies {human(most.in_slots)})" if most.in_slots else "")
+            + f" + parity {human(most.parity)} + packages {human(most.packages)}",
+            f"network per protected snapshot: a node receives up to {human(max(self.network.values()))}, "
+            f"all nodes {human(sum(self.network.values()))}",
         ]
         return lines
 
@@ -224,12 +225,3 @@ def _pulled(group: ParityGroup) -> list[int]:
 
 def _shape(group: ParityGroup) -> Any:
     return group.code, group.losses, group.chunk_bytes, tuple(member.lengths for member in group.members)
-
-
-def _size(nbytes: int) -> str:
-    size = float(nbytes)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1024:
-            return f"{size:.1f} {unit}" if unit != "B" else f"{nbytes} B"
-        size /= 1024
-    return f"{size:.1f} TiB"
