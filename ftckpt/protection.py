@@ -113,12 +113,13 @@ class Protection:
             self.targets.protected = self._still_protected(capture.arena)
             self._lay_out(capture.arena, node_dir)
             return
+        self.targets.forget()
         try:
             self._lay_out(capture.arena, node_dir)
-            self.targets.forget()
         except FtckptError as error:
             self._events.emit("not_protected", error=str(error))
             self.targets.stop()
+            self._mark()
 
     def _still_protected(self, arena: Arena) -> SnapshotId | None:
         """The snapshot that was protected before this start, if all ranks hold it. Collective."""

@@ -180,6 +180,44 @@ def test_hung_trainers_are_ended_where_that_was_asked_for_and_it_is_said_who_wai
     assert {result.value.start for result in with_again} <= {8, 9} and not any(r.value.wrong for r in with_again)
 
 
+def lay_out_anew(rank: int, world_size: int, plan: Plan, fails: bool) -> Any:
+    """In the eighth iteration all ranks lay out anew, which may fail on one of them."""
+    from ftckpt.checkpointer import Checkpointer
+    from ftckpt.errors import MemoryBudgetError
+    from ftckpt.protection import Protection
+
+    step, found = Checkpointer.step, []
+
+    def no_room(*_: Any) -> None:
+        raise MemoryBudgetError("no room")
+
+    def watched(self: Checkpointer, iteration: int) -> None:
+        if iteration == 8:
+            if fails and rank == 0:
+                Protection._check_memory = no_room  # type: ignore[method-assign]
+            assert self._capture is not None
+            self._protection.lay_out(self._capture, self._arenas.path, anew=True)
+            control = self._capture.arena.control
+            found.append((control.protected(), control.target()))
+        step(self, iteration)
+
+    Checkpointer.step = watched  # type: ignore[method-assign]
+    assert train(rank, world_size, plan) == Ended(None, ())
+    return found
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_new_layout_is_protected_anew_or_training_goes_on_without(plan: Plan, fails: bool) -> None:
+    plan = replace(plan, settings={**plan.settings, "on_error": "continue"})
+    for result in run_ranks(lay_out_anew, 3, plan, fails):
+        assert result.value == [(None, None)], "nothing of the old layout is called protected"
+    events = told(plan)
+    protected = [event["iteration"] for event in events if event["event"] == "protected"]
+    assert ("not_protected" in names(plan)) == fails
+    assert (max(protected) < 9) if fails else (max(protected) > 9)
+    assert max(event["iteration"] for event in events if event["event"] == "snapshot") > 20
+
+
 def lost_sets(plan: Plan) -> list[tuple[set[str], set[str]]]:
     """Every set of arenas, and every set of nodes, of a job."""
     shards = [f"dp{rank}" for rank in range(len(plan.nodes))]
