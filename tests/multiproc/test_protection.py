@@ -218,6 +218,40 @@ def test_a_new_layout_is_protected_anew_or_training_goes_on_without(plan: Plan, 
     assert max(event["iteration"] for event in events if event["event"] == "snapshot") > 20
 
 
+def restored_targets(rank: int, world_size: int, plan: Plan) -> Any:
+    """Iterations of the protected snapshot and of the target right after the restore."""
+    from ftckpt.checkpointer import Checkpointer
+
+    restore, found = Checkpointer.restore, []
+
+    def watched(self: Checkpointer, newer_than: int = -1) -> int | None:
+        start = restore(self, newer_than)
+        targets = self._protection.targets
+        found.extend(snapshot[1] if snapshot else None for snapshot in (targets.protected, targets.target))
+        return start
+
+    Checkpointer.restore = watched  # type: ignore[method-assign]
+    ended = train(rank, world_size, plan)
+    return ended, found
+
+
+def test_what_was_protected_before_a_restart_is_kept_until_a_newer_one_is(plan: Plan) -> None:
+    settings = {**plan.settings, "protect_timeout_secs": 1.0, "on_error": "continue"}
+    with spawn_ranks(train, 3, replace(plan, iterations=ENDLESS, settings=settings)) as ranks:
+        eventually(lambda: "protected" in names(plan))
+        os.kill(smp_pid(plan), signal.SIGSTOP)
+        eventually(lambda: "not_protected" in names(plan))
+        moved(plan, 10)
+        for rank in range(3):
+            ranks.kill(rank)
+    assert end_smp(folder(plan) / "n0", 20)
+    memory = survey(folder(plan), Modes())
+    assert 0 < memory.protected < memory.whole
+    for result in run_ranks(restored_targets, 3, replace(plan, iterations=20, settings=settings)):
+        ended, (protected, target) = result.value
+        assert protected == memory.protected and target == ended.start >= memory.whole and not ended.wrong
+
+
 def lost_sets(plan: Plan) -> list[tuple[set[str], set[str]]]:
     """Every set of arenas, and every set of nodes, of a job."""
     shards = [f"dp{rank}" for rank in range(len(plan.nodes))]
