@@ -141,6 +141,7 @@ def test_an_smp_that_is_lost_changes_nothing_and_its_successor_guards_the_node(m
     assert nodes.rebuilt().keys() == lost
 
 
+@pytest.mark.slow
 def test_parity_inside_nodes_brings_no_node_back(make: Make) -> None:
     """The restart is refused: it names the shards, and leaves what there is."""
     nodes = make(2, FSDP, "--ftckpt-protect", "node")
