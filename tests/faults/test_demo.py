@@ -350,6 +350,7 @@ def test_an_interrupt_leaves_nothing(tmp_path: Path, signum: int) -> None:
         assert owned(owner) == []
 
 
+@pytest.mark.slow
 def test_a_scene_with_deepspeed(tmp_path: Path) -> None:
     words = ["--framework", "deepspeed", "--scene", "rank", "--iterations", "8"]
     words += ["--layers", "2", "--hidden", "32", "--seq", "32"]

@@ -123,6 +123,7 @@ def test_one_of_four_nodes(make: Make) -> None:
     assert [nodes.events(rank, "joined")[-1]["node"] for rank in range(4)] == list("eabd")
 
 
+@pytest.mark.slow
 def test_an_smp_that_is_lost_changes_nothing_and_its_successor_guards_the_node(make: Make) -> None:
     nodes = make(2, FSDP)
     nodes.start_node("a", "127.0.0.1")
