@@ -104,19 +104,6 @@ class Contents:
         with self.slot(slot) as data, data[span.begin : span.end] as piece:
             return xxhash.xxh3_64_intdigest(piece)
 
-    def repair_chunk(self, slot: int, chunk: int, data: bytes | bytearray | memoryview | Bytes) -> None:
-        """Put the bytes of ``chunk`` right; hash, record and everything else stay.
-
-        Raises:
-            ValueError: ``data`` is not as long as the chunk.
-        """
-        span = self.image.chunks[chunk]
-        source = np.frombuffer(data, np.uint8)
-        if source.nbytes != span.nbytes:
-            raise ValueError(f"{source.nbytes} bytes for chunk {chunk}, which has {span.nbytes}")
-        with self.slot(slot) as view:
-            view[span.begin : span.end] = source.data
-
     def read_objects(self, slot: int) -> memoryview:
         """The objects in use, not verified; raises CorruptError if their length passes the capacity."""
         return self._objects(slot, self.control.record(slot))

@@ -50,14 +50,6 @@ class Missing(Enum):
 MISSING: Final = Missing.MISSING
 
 
-def xor_into(target: Bytes, source: Bytes) -> None:
-    """``target ^= source`` for the bytes that ``source`` has; it may be the shorter one."""
-    for begin in range(0, len(source), BLOCK_BYTES):
-        piece = source[begin : begin + BLOCK_BYTES]
-        part = target[begin : begin + len(piece)]
-        np.bitwise_xor(part, piece, out=part)
-
-
 def encode(  # noqa: PLR0917 - the last one is optional
     code: str, data: Sequence[Bytes | None], length: int, row: int, losses: int, out: Bytes | None = None
 ) -> Bytes:

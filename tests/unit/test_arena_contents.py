@@ -230,29 +230,6 @@ def test_a_flip_in_the_checks_is_unchecked_not_verified(arena: Arena) -> None:
             file.write(bytes([value]))
 
 
-def test_repair_writes_one_chunk_and_nothing_else(arena: Arena) -> None:
-    write(arena, 0, 3, hashed=True)
-    before, image = bytes(arena.slot(0)), arena.image
-    control = (arena.path / "control").read_bytes()
-    for chunk, span in enumerate(image.chunks):
-        flip(arena, 0, span.begin)
-        flip(arena, 0, span.end - 1)
-        assert arena.verify(0) == [f"chunk {chunk}"]
-        good = before[span.begin : span.end]
-        arena.repair_chunk(0, chunk, np.frombuffer(good, np.uint8) if chunk % 2 else memoryview(good))
-        assert arena.verify(0) == [] and bytes(arena.slot(0)) == before
-    assert (arena.path / "control").read_bytes() == control
-    span = image.chunks[-1]
-    for data in (before[span.begin : span.end - 1], before[span.begin : span.end + 1], b""):
-        with pytest.raises(ValueError, match=r"chunk 5, which has 816|buffer"):
-            arena.repair_chunk(0, len(image.chunks) - 1, data)
-    reader = Arena.open(arena.path)
-    with pytest.raises(TypeError):
-        reader.repair_chunk(0, 0, before[image.chunks[0].begin : image.chunks[0].end])
-    reader.close()
-    assert bytes(arena.slot(0)) == before
-
-
 def test_checks_do_not_keep_a_closed_arena_mapped(arena: Arena) -> None:
     write(arena, 0, 3, hashed=False)
     checks_of(arena).close()

@@ -12,7 +12,7 @@ from pyeclib.ec_iface import ECDriver
 
 from ftckpt.errors import ConfigError, LostError
 from ftckpt.protect import codecs
-from ftckpt.protect.codecs import MISSING, Bytes, coefficient, decode, encode, xor_into
+from ftckpt.protect.codecs import MISSING, Bytes, coefficient, decode, encode
 
 LENGTHS = [1, 100, 4096, 16 << 10, (128 << 10) + 1, (256 << 10) - 1, (256 << 10) + 77, (1 << 20) + 4097]
 
@@ -150,15 +150,6 @@ def test_mirror() -> None:
         found = decode("mirror", [MISSING], {row: block}, 5000, 3)
         assert np.array_equal(found[0], block) and not np.shares_memory(found[0], block)
     assert decode("mirror", data, {}, 5000, 1) == {}
-
-
-@pytest.mark.parametrize("nbytes", [0, 1, 4097, (1 << 20) + 5, (2 << 20)])
-def test_xor_in_place_leaves_the_rest_alone(nbytes: int) -> None:
-    target, source = arrays(1, 2 << 20)[0], arrays(1, nbytes, 1)[0]
-    before = target.copy()
-    xor_into(target, source)
-    assert np.array_equal(target[:nbytes], before[:nbytes] ^ source)
-    assert np.array_equal(target[nbytes:], before[nbytes:])
 
 
 def test_data_is_only_read_and_out_is_used() -> None:
