@@ -21,7 +21,6 @@ Progress = Callable[[int, int], None]
 """Called with bytes done and bytes in all."""
 
 Hashes = npt.NDArray[np.uint64]
-Bytes = npt.NDArray[np.uint8]
 
 
 class Contents:
