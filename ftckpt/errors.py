@@ -45,3 +45,15 @@ class CaptureError(FtckptError):
 
 class SmpError(FtckptError):
     """The snapshot management process of a node cannot be started or reached: protection is degraded."""
+
+
+class LayoutError(ConfigError):
+    """No parallel layout fits: the text says of each one why not."""
+
+
+class ConvertError(FtckptError):
+    """A checkpoint cannot be read, written or converted: the text names the tensor, the file or the field."""
+
+
+class SpecError(ConvertError):
+    """A specification of parameter names is wrong, or does not match each tensor exactly once."""

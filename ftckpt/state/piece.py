@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -29,18 +29,25 @@ class Piece:
 @dataclass(frozen=True)
 class Description:
     """All tensors of one rank: ``stepped`` ones change only inside the optimizer step, ``volatile`` ones
-    anywhere."""
+    anywhere.
+
+    ``padded`` are keys whose first dimension is rounded up by a rule that depends on the layout: vocabularies.
+    """
 
     stepped: tuple[Piece, ...]
     volatile: tuple[Piece, ...]
+    padded: frozenset[str] = frozenset()
 
 
 class TrainingState(Protocol):
     """What a framework integration gives. All calls come from the training thread.
 
-    Order: ``describe`` once; after a restart ``load_objects``, then, with every described tensor in place,
-    ``finish_load``; ``save_objects`` at each boundary.
+    Order: ``describe`` once; after a restart ``load_objects`` or ``load_reshaped``, then, with every described
+    tensor in place, ``finish_load``; ``save_objects`` at each boundary. ``reshapes``: whether what ``describe`` says
+    of one layout fits what it says of another, and ``load_reshaped`` can be called.
     """
+
+    reshapes: bool
 
     def describe(self) -> Description:
         """Every tensor that must be saved, with optimizer state already allocated.
@@ -53,6 +60,14 @@ class TrainingState(Protocol):
 
     def load_objects(self, objects: Mapping[str, Any]) -> None:
         """Inverse of ``save_objects``."""
+
+    def load_reshaped(self, objects: Sequence[Mapping[str, Any]], iteration: int) -> None:
+        """Take what ``save_objects`` said on ranks of another layout at the boundary of ``iteration``.
+
+        ``objects`` are those of the ranks of the old layout that are the first of each pipeline stage, in the order
+        of the stages. RNG, which belongs to ranks that are no more, is derived from the job's own seeds and
+        ``iteration``.
+        """
 
     def finish_load(self) -> None:
         """Spread what each rank loaded to where replicas and views expect it, then set RNG."""
