@@ -1,0 +1,231 @@
+"""Reading and writing the pickled files of others' checkpoints without running code that lies in them.
+
+All goes through ``torch.load(weights_only=True)``, which makes nothing but what is listed. Classes of Megatron and
+DeepSpeed that are only data become a ``Record``, so that neither has to be installed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import enum
+import functools
+import io
+import os
+import re
+import threading
+from collections import defaultdict, deque
+from collections.abc import Mapping
+from pathlib import Path, PosixPath, PurePath, PurePosixPath
+from typing import Any
+
+import numpy as np
+import torch
+
+from ftckpt.errors import ConvertError
+
+DATA_CLASSES = re.compile(
+    r"megatron\.(\w+\.)*enums\.\w+"
+    r"|megatron\.(\w+\.)*(AttnBackend|AttnMaskType|AttnType|LayerType|ModelType|Fp8Recipe|CudaGraphScope)"
+    r"|megatron\.(\w+\.)*(RerunMode|RerunState|RerunDiagnostic|QuickStats|DataIteratorMode|CallerState?)"
+    r"|megatron\.core\.(\w+\.)*(MCoreMetadata|MCoreSavePlan)"
+    r"|deepspeed\.(\w+\.)*(fragment_address|tensor_fragment)"
+    r"|deepspeed\.(\w+\.)*(LossScaler|DynamicLossScaler|LossScalerBase)"
+    r"|deepspeed\.(\w+\.)*(ZeroStageEnum|DtypeEnum|OffloadDeviceEnum|PartitionedParamStatus|ZeroParamStatus)"
+    r"|signal\.Signals"
+)
+"""Classes of others that hold data alone, by full name."""
+
+_LOCK = threading.Lock()
+"""torch's list of allowed classes is one for the whole process."""
+
+
+class Record:
+    """Stands in for a class of others: what it was built from, and its fields as attributes."""
+
+    full_name = ""
+    """Module and name of the class that it stands for."""
+
+    def __new__(cls, *arguments: Any) -> Record:
+        """Keep the arguments, whatever they are."""
+        made = super().__new__(cls)
+        made.__dict__["arguments"] = arguments
+        return made
+
+    def __init__(self, *arguments: Any) -> None:
+        """Nothing more to do."""
+
+    def __setstate__(self, state: Any) -> None:
+        for fields in state if isinstance(state, tuple) else (state,):
+            if isinstance(fields, dict):
+                self.__dict__.update(fields)
+            elif fields is not None:
+                self.__dict__["state"] = fields
+
+    def __repr__(self) -> str:
+        fields = ", ".join(f"{name}={value!r}" for name, value in vars(self).items())
+        return f"{self.full_name or 'Record'}({fields})"
+
+    def __eq__(self, other: object) -> bool:
+        return type(self) is type(other) and vars(self) == vars(other)
+
+    def __hash__(self) -> int:
+        return hash((self.full_name, repr(vars(self))))
+
+
+@functools.cache
+def stand_in(full_name: str) -> type[Record]:
+    """The subclass of ``Record`` for a class of others; the same for the same name."""
+    return type(full_name.rpartition(".")[2], (Record,), {"full_name": full_name})
+
+
+def _member(kind: Any, name: str) -> Record:
+    """What an enumeration pickles as ``getattr(class, name)`` in some versions of Python."""
+    if not (isinstance(kind, type) and issubclass(kind, Record)):
+        raise ValueError(f"getattr of {kind!r}")
+    return kind(name)
+
+
+def _numpy_globals() -> dict[str, Any]:
+    known: dict[str, Any] = {"numpy.ndarray": np.ndarray, "numpy.dtype": np.dtype}
+    array = np.zeros(1).__reduce__()[0]
+    scalar = np.float64(0).__reduce__()[0]
+    for module in ("numpy.core.multiarray", "numpy._core.multiarray"):
+        known |= {f"{module}._reconstruct": array, f"{module}.scalar": scalar}
+    for letter in np.typecodes["AllInteger"] + np.typecodes["Float"] + "?":
+        kind = type(np.dtype(letter))
+        known[f"{kind.__module__}.{kind.__qualname__}"] = kind
+    return known
+
+
+HARMLESS: dict[str, Any] = {
+    "argparse.Namespace": argparse.Namespace,
+    "builtins.dict": dict,
+    "builtins.frozenset": frozenset,
+    "builtins.getattr": _member,
+    "builtins.int": int,
+    "builtins.list": list,
+    "builtins.slice": slice,
+    "builtins.tuple": tuple,
+    "collections.defaultdict": defaultdict,
+    "collections.deque": deque,
+    "pathlib.Path": Path,
+    "pathlib.PosixPath": PosixPath,
+    "pathlib.PurePath": PurePath,
+    "pathlib.PurePosixPath": PurePosixPath,
+    "types.SimpleNamespace": argparse.Namespace,
+    **_numpy_globals(),
+}
+"""What may be made beside what torch itself allows, by the name in the file."""
+
+
+def load(path: str | os.PathLike[str], known: Mapping[str, Any] | None = None) -> Any:
+    """What ``torch.save`` wrote to ``path``; tensors on the CPU, mapped from the file where its format allows.
+
+    ``known`` adds classes by full name, or replaces ours. Other classes that are known to be data alone become a
+    ``Record``; dataclasses and enumerations do not come back as what they were.
+
+    Raises:
+        ConvertError: no such file, not a file of ``torch.save``, truncated, or it holds a class that is not known.
+    """
+    where = os.fspath(path)
+    try:
+        with Path(where).open("rb") as file:
+            zipped = file.read(4) == b"PK\x03\x04"
+    except OSError as error:
+        raise ConvertError(f"{where} cannot be read: {error.strerror}") from None
+    return _load(where, where, zipped, known or {})
+
+
+def loads(data: bytes, name: str, known: Mapping[str, Any] | None = None) -> Any:
+    """``load`` of bytes that lie inside another file; ``name`` says in errors what they are."""
+    return _load(io.BytesIO(data), name, False, known or {})
+
+
+def _load(source: str | io.BytesIO, name: str, mapped: bool, known: Mapping[str, Any]) -> Any:
+    allowed = {**HARMLESS, **known}
+    with _LOCK:
+        try:
+            allowed = {**{found: stand_in(found) for found in _data_classes(source)}, **allowed}
+            with torch.serialization.safe_globals([(value, key) for key, value in allowed.items()]):
+                return torch.load(source, map_location="cpu", weights_only=True, mmap=mapped)
+        except Exception as error:  # noqa: BLE001  a foreign file can provoke whatever there is
+            raise ConvertError(_explain(name, error)) from None
+
+
+def _data_classes(source: str | io.BytesIO) -> list[str]:
+    try:
+        found = torch.serialization.get_unsafe_globals_in_checkpoint(source)
+    except Exception:  # noqa: BLE001  not the zip format: no list, so that such classes are refused below
+        found = []
+    finally:
+        if isinstance(source, io.BytesIO):
+            source.seek(0)
+    return [name for name in found if DATA_CLASSES.fullmatch(name)]
+
+
+def _explain(name: str, error: Exception) -> str:
+    text = " ".join(str(error).split())
+    refused = re.search(r"GLOBAL ([\w.]+)|unrecognized function (.+?) which|allowlisted .* but got (<.+?>)", text)
+    if refused:
+        what = next(found for found in refused.groups() if found)
+        return (
+            f"{name} holds {what}, which is not made from files, as it could run code; load the checkpoint with the "
+            "program that wrote it and save it again without that object"
+        )
+    if "central directory" in text or isinstance(error, EOFError):
+        return f"{name} is truncated or was not written by torch.save"
+    return f"{name} cannot be read: {text[:300]}"
+
+
+def save(value: Any, path: str | os.PathLike[str]) -> None:
+    """Write with ``torch.save`` and bring it to the disk. Not atomic: give a temporary name and rename it.
+
+    Raises:
+        ConvertError: it cannot be written.
+    """
+    where = os.fspath(path)
+    try:
+        with Path(where).open("wb") as file:
+            torch.save(value, file)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise ConvertError(f"{where} cannot be written: {error.strerror or error}") from None
+
+
+def saves(value: Any) -> bytes:
+    """The bytes that ``torch.save`` writes."""
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+
+def plain(value: Any) -> Any:
+    """``value`` in types that ``ftckpt.state.objects`` encodes.
+
+    A ``Namespace`` becomes a dict, a ``Record`` a dict with its class under ``class``; sets are sorted lists, types,
+    devices and paths texts. Whatever else is not known becomes its ``repr``.
+    """
+    if value is None or type(value) in (bool, int, float, str, bytes, bytearray, torch.Tensor, np.ndarray):
+        return value
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, argparse.Namespace):
+        return {name: plain(item) for name, item in vars(value).items()}
+    if isinstance(value, Record):
+        fields = {name: plain(item) for name, item in vars(value).items() if name != "arguments"}
+        return {"class": value.full_name, "arguments": plain(list(value.__dict__["arguments"])), **fields}
+    if isinstance(value, enum.Enum):
+        kind = type(value)
+        return {"class": f"{kind.__module__}.{kind.__qualname__}", "arguments": [value.name]}
+    if isinstance(value, Mapping):
+        return {key if isinstance(key, (str, int)) else repr(key): plain(item) for key, item in value.items()}
+    if isinstance(value, tuple):
+        return tuple(plain(item) for item in value) if type(value) is tuple else [plain(item) for item in value]
+    if isinstance(value, (list, deque)):
+        return [plain(item) for item in value]
+    if isinstance(value, (set, frozenset)):
+        return sorted((plain(item) for item in value), key=repr)
+    if isinstance(value, torch.Tensor):
+        return value.detach()
+    return str(value) if isinstance(value, (torch.dtype, torch.device, PurePath)) else repr(value)
