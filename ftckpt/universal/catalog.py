@@ -46,7 +46,7 @@ class Catalog:
 
 
 class Source(Protocol):
-    """An open checkpoint. Several threads may read at once."""
+    """An open checkpoint. Several threads may read at once. Sources of files that nobody writes inherit ``confirm``."""
 
     @property
     def catalog(self) -> Catalog:
@@ -60,6 +60,14 @@ class Source(Protocol):
             ConvertError: they cannot be read, or are not what was written; the text names file and tensor.
         """
         ...
+
+    def confirm(self) -> None:
+        """Call after bytes that ``read`` gave were copied, before they count: a live job may have written over them.
+
+        Raises:
+            ConvertError: it has.
+        """
+        return
 
     def close(self) -> None:
         """Unmap all."""
