@@ -1,9 +1,8 @@
-"""Megatron jobs in any layout whose state is a known function of key and place, so that every element can be compared."""
+"""Megatron jobs in any layout whose state is a known function of key and place: every element can be compared."""
 
 from __future__ import annotations
 
 import re
-import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -87,7 +86,7 @@ class Check:
     problems: list[str]
     start: int | None
     elements: int
-    losses: tuple[float | None, ...] = ()
+    loss: float | None = None
 
 
 def build(layout: Layout, model: Model, seed: int, argv: Sequence[str] = ()) -> Any:
@@ -284,14 +283,12 @@ def leave(rank: int, world_size: int, source: Layout, model: Model, settings: di
 Case = tuple[Layout, dict[str, Any]]
 
 
-def arrive(
-    rank: int, world_size: int, source: Layout, model: Model, cases: Sequence[Case], iterations: int
-) -> list[Check]:
+def arrive(rank: int, world_size: int, source: Layout, model: Model, cases: Sequence[Case]) -> list[Check]:
     """Restore in each of several layouts of one size, one after the other, and compare everything."""
-    return [_arrive(rank, source, model, case, iterations) for case in cases]
+    return [_arrive(rank, source, model, case) for case in cases]
 
 
-def _arrive(rank: int, source: Layout, model: Model, case: Case, iterations: int) -> Check:
+def _arrive(rank: int, source: Layout, model: Model, case: Case) -> Check:
     from megatron.core.tensor_parallel import random as megatron_random
 
     from ftckpt.megatron import hooks
@@ -307,12 +304,19 @@ def _arrive(rank: int, source: Layout, model: Model, case: Case, iterations: int
     problems, compared = wrong(described, rows)
     problems += parameters_wrong(job, rows)
     problems += _wrong_objects(job)
-    losses: tuple[float | None, ...] = ()
-    if iterations:
-        losses = _train(job, checkpointer, iterations)
+    loss = _train(job, checkpointer) if model.trains and layout.sizes["cp"] == 1 else None
     checkpointer.close()
     hooks.remove()
-    return Check(problems, start, compared, losses)
+    return Check(problems, start, compared, loss)
+
+
+def _train(job: Any, checkpointer: Any) -> float | None:
+    """One iteration more, with a snapshot: hooks, optimizer and data must go together in the new layout."""
+    import train_gpt
+
+    loss: float | None = train_gpt.train_step(job)["loss"]
+    checkpointer.step(job.iteration)
+    return loss
 
 
 def _wrong_objects(job: Any) -> list[str]:
@@ -324,18 +328,3 @@ def _wrong_objects(job: Any) -> list[str]:
     }
     wanted = {"scheduler": 24, "data": CONSUMED, "progress": (ITERATION, CONSUMED), "lr": {0.125}}
     return [f"{name} is {found[name]}, not {wanted[name]}" for name in found if found[name] != wanted[name]]
-
-
-def _train(job: Any, checkpointer: Any, iterations: int) -> tuple[float | None, ...]:
-    """Train on, with snapshots: the hooks, the optimizer and the data must go together in the new layout."""
-    import train_gpt
-
-    losses = []
-    for _ in range(iterations):
-        try:
-            losses.append(train_gpt.train_step(job)["loss"])
-        except Exception:
-            traceback.print_exc()
-            raise
-        checkpointer.step(job.iteration)
-    return tuple(losses)
