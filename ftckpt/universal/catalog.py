@@ -46,7 +46,7 @@ class Catalog:
 
 
 class Source(Protocol):
-    """An open checkpoint. Several threads may read at once. Sources of files that nobody writes inherit ``confirm``."""
+    """An open checkpoint; several threads may read at once. Sources that nobody writes to inherit ``confirm``."""
 
     @property
     def catalog(self) -> Catalog:
