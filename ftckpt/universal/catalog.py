@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ftckpt.state.fragment import DTYPE_BYTES, Fragment, Shape
+from ftckpt.universal.atomic import Destination
 
 Bytes = npt.NDArray[np.uint8]
 """One dimension, row-major elements in little-endian order: numpy has no bfloat16, and nothing here computes."""
@@ -131,7 +132,12 @@ Get = Callable[[Tensor, int, int], Bytes]
 
 
 class Sink(Protocol):
-    """Where consolidated tensors go. All is written below a partial directory; only ``finish`` gives it its name."""
+    """Where consolidated tensors go: into ``destination``, which ``finish`` gives its name, and nothing before."""
+
+    @property
+    def destination(self) -> Destination:
+        """What all files are written with. Who drives the sink begins it, and releases it after an error."""
+        ...
 
     def plan(self, catalog: Catalog, tensors: Sequence[Tensor]) -> list[Unit]:
         """All files to write, the same for the same arguments.
