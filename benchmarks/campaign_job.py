@@ -15,6 +15,7 @@ import torch
 from ftckpt.checkpointer import Checkpointer
 from ftckpt.comm import Group
 from ftckpt.config import Config
+from ftckpt.errors import UnsupportedError
 from ftckpt.layout.topology import Member, Topology
 from ftckpt.state.fragment import Box, Fragment
 from ftckpt.state.piece import Description, Piece
@@ -49,6 +50,8 @@ class Ended:
 class KnownState:
     """Tensors and objects whose every bit follows from rank and iteration."""
 
+    reshapes = False
+
     def __init__(self, rank: int, world_size: int) -> None:
         self._rank = rank
         self.iteration = 0
@@ -75,6 +78,10 @@ class KnownState:
         """See TrainingState."""
         self.iteration = objects["iteration"]
         assert objects["note"] == f"rank {self._rank} at {self.iteration}"
+
+    def load_reshaped(self, objects: Any, iteration: int) -> None:
+        """See TrainingState."""
+        raise UnsupportedError("this job keeps its layout")
 
     def finish_load(self) -> None:
         """See TrainingState."""

@@ -13,6 +13,7 @@ from ftckpt.capture import copier
 from ftckpt.checkpointer import Checkpointer
 from ftckpt.comm import Group
 from ftckpt.config import Config
+from ftckpt.errors import UnsupportedError
 from ftckpt.layout.topology import Member, Topology
 from ftckpt.state.fragment import Box, Fragment
 from ftckpt.state.piece import Description, Piece
@@ -22,6 +23,8 @@ ROW = 1024
 
 class PlainState:
     """``row`` is this rank's own; ``master`` and the bf16 ``weight`` derived from it are replicated."""
+
+    reshapes = False
 
     def __init__(self, rank: int, world_size: int) -> None:
         self.iteration = 0
@@ -44,6 +47,9 @@ class PlainState:
 
     def load_objects(self, objects: Any) -> None:
         self.iteration = objects["iteration"]
+
+    def load_reshaped(self, objects: Any, iteration: int) -> None:
+        raise UnsupportedError("this job keeps its layout")
 
     def finish_load(self) -> None:
         pass

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -33,6 +33,8 @@ class DeepSpeedState:
     Raises:
         UnsupportedError: a configuration whose state is not known, with the JSON field.
     """
+
+    reshapes = False
 
     def __init__(self, engine: Any, objects: Mapping[str, Stateful]) -> None:
         support.check(engine)
@@ -90,6 +92,10 @@ class DeepSpeedState:
             engine.module.micro_offset = objects["micro_offset"]  # layers are seeded by it
         load_all(self._objects, objects["objects"])
         self._rng = objects["rng"]
+
+    def load_reshaped(self, objects: Sequence[Mapping[str, Any]], iteration: int) -> None:
+        """See TrainingState; raises UnsupportedError."""
+        raise UnsupportedError("DeepSpeed state cannot be loaded into another layout yet; start on the old one")
 
     def finish_load(self) -> None:
         """Gather what other ranks own of each parameter. RNG is left alone: see ``set_rng``."""

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 
 from ftckpt.errors import UnsupportedError
-from ftckpt.live.tensors import Placed, dtype_name, fragments
-from ftckpt.state.fragment import Box, Fragment
+from ftckpt.live.tensors import Placed, fragments, number_piece
 from ftckpt.state.piece import Piece
 
 
@@ -55,10 +54,7 @@ def _moment(placed: Sequence[Placed], item: Optimized, name: str, value: Any) ->
     if value.numel() == item.owner.numel() and value.dim() == item.owner.dim():
         yield from (Piece(fragment, view) for fragment, view in fragments(placed, name, value, item.first))
     elif value.numel() == 1:
-        place = ",".join(map(str, placed[0].box.offset))  # experts of a layer share a key
-        number = f"{name}/{key}[{place}]"
-        whole = Fragment.whole(number, dtype_name(value, number), (1,), Box((0,), (1,)))
-        yield Piece(whole, value.detach().view(1))
+        yield number_piece(placed[0], name, value)
     else:
         raise UnsupportedError(
             f"optimizer state {name} of {key} has {value.numel()} elements for a parameter of "

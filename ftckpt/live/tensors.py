@@ -20,12 +20,16 @@ DTYPE_NAMES = {
 
 @dataclass(frozen=True)
 class Placed:
-    """``box`` of the logical tensor ``key``; its first element is element ``start`` of the local parameter."""
+    """``box`` of the logical tensor ``key``; its first element is element ``start`` of the local parameter.
+
+    The first ``outer`` axes number whole tensors (the experts of a layer), in each of which the box holds one.
+    """
 
     key: str
     global_shape: tuple[int, ...]
     box: Box
     start: int
+    outer: int = 0
 
 
 def fragments(
@@ -50,6 +54,18 @@ def fragments(
             )
             found.append((fragment, flat[begin - first : end - first]))
     return found
+
+
+def number_piece(placed: Placed, role: str, tensor: torch.Tensor) -> Piece:
+    """A single number that belongs to a whole tensor, however ranks divide it: all its holders have this piece.
+
+    Raises:
+        UnsupportedError: a type that safetensors has no name for.
+    """
+    shape = placed.global_shape[: placed.outer] or (1,)
+    box = Box(placed.box.offset[: placed.outer] or (0,), (1,) * len(shape))
+    fragment = Fragment.whole(f"{role}/{placed.key}", dtype_name(tensor, placed.key), shape, box)
+    return Piece(fragment, tensor.detach().view(1))
 
 
 def whole_piece(key: str, tensor: torch.Tensor) -> Piece:

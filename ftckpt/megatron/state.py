@@ -15,7 +15,7 @@ from ftckpt.live.rng import load_generators, save_generators
 from ftckpt.live.stateful import Stateful, load_all
 from ftckpt.live.tensors import fragments, whole_piece
 from ftckpt.megatron import optimizers
-from ftckpt.megatron.geometry import place_parameters
+from ftckpt.megatron.geometry import Geometry, place_tensors
 from ftckpt.state.piece import Description, Piece
 
 
@@ -26,6 +26,8 @@ class MegatronState:
     buffers (router bias and token counts among them). Objects: RNG, the scheduler, hyperparameters, the
     loss scaler and ``objects``.
     """
+
+    reshapes = False
 
     def __init__(
         self, model: Sequence[torch.nn.Module], optimizer: Any, scheduler: Stateful, objects: Mapping[str, Stateful]
@@ -42,14 +44,18 @@ class MegatronState:
         """See TrainingState."""
         for chunk in self._chunks:
             refuse_extra_state(chunk)
-        places = place_parameters(self._chunks)
+        for module in (module for chunk in self._chunks for module in chunk.modules()):
+            if hasattr(module, "_maintain_float32_expert_bias"):
+                module._maintain_float32_expert_bias()  # else its first forward would move the buffer
+        geometry = place_tensors(self._chunks)
         stepped: list[Piece] = []
         for leaf in self._leaves:
-            stepped += optimizers.pieces(leaf, places)
-        stepped += self._frozen(places)
-        volatile = tuple(self._buffers())
+            stepped += optimizers.pieces(leaf, geometry.parameters)
+        stepped += self._frozen(geometry.parameters)
+        volatile = tuple(self._buffers(geometry))
+        padded = (p.fragment.key for p in stepped if p.fragment.key.partition("/")[2] in geometry.padded)
         self._addresses = tuple(self._live_addresses())
-        return Description(tuple(stepped), volatile)
+        return Description(tuple(stepped), volatile, frozenset(padded))
 
     def save_objects(self) -> dict[str, Any]:
         """See TrainingState.
@@ -79,6 +85,10 @@ class MegatronState:
         load_all(self._objects, objects["objects"])
         self._rng = objects["rng"]
 
+    def load_reshaped(self, objects: Sequence[Mapping[str, Any]], iteration: int) -> None:
+        """See TrainingState."""
+        raise UnsupportedError("Megatron state cannot be loaded into another layout yet; start on the old one")
+
     def finish_load(self) -> None:
         """Gather what other data-parallel ranks own of each parameter, then set RNG."""
         for chunk in self._wrapped:
@@ -104,13 +114,15 @@ class MegatronState:
             for fragment, view in fragments(placed, "weight", parameter, 0):
                 yield Piece(fragment, view)
 
-    def _buffers(self) -> Iterator[Piece]:
+    def _buffers(self, geometry: Geometry) -> Iterator[Piece]:
+        """What Megatron puts into checkpoints belongs to the model, all else (counts within a batch) to a rank."""
         for index, chunk in enumerate(self._chunks):
-            for module in chunk.modules():
-                if hasattr(module, "_maintain_float32_expert_bias"):
-                    module._maintain_float32_expert_bias()  # else its first forward would move the buffer
             for name, buffer in chunk.named_buffers():
-                yield whole_piece(f"buffer/{index}.{name}", buffer)
+                if buffer in geometry.buffers:
+                    for fragment, view in fragments(geometry.buffers[buffer], "buffer", buffer, 0):
+                        yield Piece(fragment, view)
+                else:
+                    yield whole_piece(f"local/{index}.{name}", buffer)
 
     def _live_addresses(self) -> Iterator[int]:
         for leaf in self._leaves:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -29,6 +29,8 @@ class TorchState:
     Raises:
         ConfigError: an object, or the scheduler, has no ``state_dict`` and ``load_state_dict``.
     """
+
+    reshapes = False
 
     def __init__(
         self,
@@ -82,6 +84,10 @@ class TorchState:
         optimizers.load_groups(self._optimizer, objects["optimizer"])
         load_all(self._objects, objects["objects"])
         self._rng = objects["rng"]
+
+    def load_reshaped(self, objects: Sequence[Mapping[str, Any]], iteration: int) -> None:
+        """See TrainingState; raises UnsupportedError."""
+        raise UnsupportedError("state of plain torch cannot be loaded into another layout yet; start on the old one")
 
     def finish_load(self) -> None:
         """Forget what FSDP2 gathered and DDP arranged before state was loaded, then set RNG."""
