@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,6 +16,7 @@ from ftckpt.arena.segment import Arena
 from ftckpt.comm import Group, together
 from ftckpt.errors import ArenaError
 from ftckpt.protect.parity_file import ParityFile
+from ftckpt.restore.blocks import in_bytes
 from ftckpt.restore.plan import Read
 from ftckpt.restore.source import BlockAt, ChunkAt, Place, Source, place_of_json
 
@@ -98,9 +100,13 @@ def transfer(source: Source, reader: int, reads: Sequence[Read], needs: Sequence
     targets: list[Target] = []
     for read in reads:
         item = read.have.fragment.item_bytes
-        for start, stop, numel in read.runs.tolist():
-            extents.append((read.have.offset + start * item, numel * item))
-            targets.append(Target(needs[read.need], stop * item))
+        for block in read.blocks:
+            row = in_bytes(block, item, read.have.offset)
+            for *at, _ in itertools.product(*map(range, row.shape[:-1]), [0]):
+                begin = row.source + sum(map(int.__mul__, at, row.source_strides))
+                dest = row.dest + sum(map(int.__mul__, at, row.dest_strides))
+                extents.append((begin, row.shape[-1]))
+                targets.append(Target(needs[read.need], dest))
     return Transfer(source, reader, tuple(extents), tuple(targets))
 
 

@@ -6,63 +6,75 @@ is the case in which boxes coincide and each read is one run.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-
-import numpy as np
-import numpy.typing as npt
+from functools import cached_property
 
 from ftckpt.errors import LostError
+from ftckpt.restore.blocks import Block, Region, block_of, common, joined, regions_of, run, without
+from ftckpt.restore.index import Have, Index, bounds_of
 from ftckpt.state.fragment import Fragment
 
-Runs = npt.NDArray[np.int64]
-"""Shape (n, 3): source start, destination start, number of elements; starts count from each fragment's own
-first element; ordered by destination."""
+__all__ = ["Have", "Index", "Read", "overlap", "plan"]
 
-_NO_RUNS: Runs = np.empty((0, 3), dtype=np.int64)
-
-
-@dataclass(frozen=True)
-class Have:
-    """A fragment that can be read from ``source`` (an index that the caller understands)."""
-
-    source: int
-    fragment: Fragment
-    offset: int
-    """Where the fragment's first byte lies in the source."""
+Interval = tuple[int, int]
 
 
 @dataclass(frozen=True)
 class Read:
-    """Elements to copy from one have into one need."""
+    """Elements to copy from one have into the need of that index; ``blocks`` are of elements, and disjoint."""
 
     have: Have
     need: int
-    runs: Runs
+    blocks: tuple[Block, ...]
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         """Bytes that this read moves."""
-        return int(self.runs[:, 2].sum()) * self.have.fragment.item_bytes
+        return sum(block.numel for block in self.blocks) * self.have.fragment.item_bytes
 
 
-def plan(haves: Iterable[Have], needs: Sequence[Fragment], cost: Callable[[int], int]) -> list[Read]:
-    """Reads that fill every element of every need exactly once.
+def plan(
+    haves: Iterable[Have] | Index,
+    needs: Sequence[Fragment],
+    cost: Callable[[int], int],
+    padded: frozenset[str] = frozenset(),
+    turn: int = 0,
+) -> list[Read]:
+    """Reads that fill every element of every need exactly once, in the order of the needs.
 
-    ``cost(source)`` orders the sources; cheaper ones are taken first, ties in the order given.
+    ``cost(source)`` orders the sources: cheaper ones are taken first. Of those that cost the same, the one that this
+    plan has read the fewest bytes from; where that is the same too, in the order given, beginning with the
+    ``turn``-th: ranks that plan alike and pass their own number do not all go to the same one.
+
+    Haves of another global shape than the need's are not used. The exception are ``padded`` keys, whose dimension 0
+    may differ: rows that both have are read, those that no source has are not needed.
 
     Raises:
         LostError: some element is in no source; the text names the tensors.
     """
-    by_key: dict[tuple[str, str], list[Have]] = {}
-    for have in sorted(haves, key=lambda h: cost(h.source)):
-        by_key.setdefault((have.fragment.key, have.fragment.dtype), []).append(have)
+    index = haves if isinstance(haves, Index) else Index(haves)
+    costs: dict[int, int] = {}
+    taken: dict[int, int] = {}
+
+    def rank(have: Have, place: int, count: int) -> tuple[int, int, int]:
+        source = have.source
+        if source not in costs:
+            costs[source] = cost(source)
+        return costs[source], taken.get(source, 0), (place - turn) % count
+
     reads: list[Read] = []
     missing: list[str] = []
-    for index, need in enumerate(needs):
-        candidates = by_key.get((need.key, need.dtype), [])
-        found, complete = _fill(need, index, candidates)
-        reads += found
+    for number, need in enumerate(needs):
+        last_row, found = _candidates(index, need, need.key in padded)
+        ranks = {id(have): rank(have, place, len(found)) for place, have in enumerate(found)}
+        found.sort(key=lambda have: ranks[id(have)])
+        filled, complete = _fill(need, found, last_row)
+        for have, blocks in filled:
+            read = Read(have, number, blocks)
+            reads.append(read)
+            taken[have.source] = taken.get(have.source, 0) + read.nbytes
         if not complete:
             missing.append(need.name)
     if missing:
@@ -71,101 +83,97 @@ def plan(haves: Iterable[Have], needs: Sequence[Fragment], cost: Callable[[int],
     return reads
 
 
-def _fill(need: Fragment, index: int, candidates: Sequence[Have]) -> tuple[list[Read], bool]:
-    reads: list[Read] = []
-    left = need.numel
-    filled: Runs = _NO_RUNS
-    for have in candidates:
-        if left == 0:
+def overlap(have: Fragment, need: Fragment) -> tuple[Block, ...]:
+    """The elements that both fragments hold, as copies from the one's memory into the other's.
+
+    Global shapes must be the same, or differ in dimension 0 alone.
+    """
+    found, _ = _fill(need, [Have(0, have, 0)], None)
+    return found[0][1] if found else ()
+
+
+def _candidates(index: Index, need: Fragment, padded: bool) -> tuple[int | None, list[Have]]:
+    """The first row that is not needed (None: all are), and the haves that may hold something of ``need``."""
+    usable = index.usable(need, padded)
+    low, high = bounds_of(need)
+    found = [have for alike in usable for have in alike.touching(low, high)]
+    if not padded or not usable or not need.global_shape:
+        return None, found
+    return max(alike.haves[0].fragment.global_shape[0] for alike in usable), found
+
+
+Filled = list[tuple[Have, tuple[Block, ...]]]
+
+
+def _fill(need: Fragment, haves: Sequence[Have], last_row: int | None) -> tuple[Filled, bool]:
+    """What to read from each have, in the order of ``haves``, and whether that is all of ``need``."""
+    if all(_flat_alike(have.fragment, need) for have in haves):
+        return _fill_flat(need, haves, last_row)
+    left = regions_of(need)
+    if last_row is not None:
+        above = Region((0,) * len(need.global_shape), (last_row, *need.global_shape[1:]))
+        left = [kept for region in left if (kept := common(region, above)) is not None]
+    filled: Filled = []
+    for have in haves:
+        if not left:
             break
-        if have.fragment.global_shape != need.global_shape:
-            continue
-        runs = overlap(have.fragment, need)
-        if len(filled):
-            runs = _without(runs, filled)
-        if len(runs):
-            reads.append(Read(have, index, runs))
-            filled = np.concatenate([filled, runs])
-            left -= int(runs[:, 2].sum())
-    return reads, left == 0
+        left, shared = _take(left, regions_of(have.fragment))
+        if shared:
+            blocks = [block_of(region, have.fragment, need) for region in shared]
+            filled.append((have, joined(blocks)))
+    return filled, not left
 
 
-def overlap(have: Fragment, need: Fragment) -> Runs:
-    """Contiguous runs of elements that both fragments hold; see ``Runs``."""
-    if have.box == need.box:
-        start, stop = max(have.start, need.start), min(have.stop, need.stop)
-        if start >= stop:
-            return _NO_RUNS
-        return np.array([[start - have.start, start - need.start, stop - start]], dtype=np.int64)
-    rows = _rows(have, need)
-    if not len(rows):
-        return rows
-    skipped = np.maximum(np.maximum(have.start - rows[:, 0], need.start - rows[:, 1]), 0)
-    over = np.maximum(rows[:, 0] + rows[:, 2] - have.stop, rows[:, 1] + rows[:, 2] - need.stop)
-    runs = np.stack(
-        [
-            rows[:, 0] + skipped - have.start,
-            rows[:, 1] + skipped - need.start,
-            rows[:, 2] - skipped - np.maximum(over, 0),
-        ],
-        axis=1,
-    )
-    return _merge(runs[runs[:, 2] > 0])
+def _take(left: list[Region], held: Sequence[Region]) -> tuple[list[Region], list[Region]]:
+    """What remains of the disjoint boxes ``left`` without the disjoint boxes ``held``, and what they share."""
+    shared: list[Region] = []
+    for taken in held:
+        rest: list[Region] = []
+        for region in left:
+            both = common(region, taken)
+            if both is None:
+                rest.append(region)
+            else:
+                shared.append(both)
+                rest += without(region, both)
+        left = rest
+    return left, shared
 
 
-def _rows(have: Fragment, need: Fragment) -> Runs:
-    """Runs of the boxes' intersection, in flat positions of the two whole boxes."""
-    dims = range(len(need.global_shape))
-    low = [max(have.box.offset[d], need.box.offset[d]) for d in dims]
-    high = [min(have.box.offset[d] + have.box.shape[d], need.box.offset[d] + need.box.shape[d]) for d in dims]
-    shape = [h - lo for lo, h in zip(low, high, strict=True)]
-    if any(size <= 0 for size in shape):
-        return _NO_RUNS
-    inner = len(shape)
-    length = 1
-    while inner > 0:
-        inner -= 1
-        length *= shape[inner]
-        if not shape[inner] == have.box.shape[inner] == need.box.shape[inner]:
+def _flat_alike(have: Fragment, need: Fragment) -> bool:
+    """Whether the two boxes differ in dimension 0 alone: then what they share is one run of each."""
+    one, other = have.box, need.box
+    return one.shape[1:] == other.shape[1:] and one.offset[1:] == other.offset[1:]
+
+
+def _fill_flat(need: Fragment, haves: Sequence[Have], last_row: int | None) -> tuple[Filled, bool]:
+    begin, end = _interval(need)
+    left = [(begin, end)]
+    if last_row is not None:
+        left = [(begin, min(end, last_row * math.prod(need.box.shape[1:])))]
+    left = [(lo, hi) for lo, hi in left if lo < hi]
+    filled: Filled = []
+    for have in haves:
+        if not left:
             break
-    starts = [_flat(low, shape[:inner], fragment) for fragment in (have, need)]
-    return np.stack([starts[0], starts[1], np.full(len(starts[0]), length, dtype=np.int64)], axis=1)
-
-
-def _flat(low: list[int], outer: list[int], fragment: Fragment) -> npt.NDArray[np.int64]:
-    """Flat position in the fragment's box of the first element of each row."""
-    strides = [1] * len(low)
-    for d in range(len(low) - 2, -1, -1):
-        strides[d] = strides[d + 1] * fragment.box.shape[d + 1]
-    base = sum((lo - off) * s for lo, off, s in zip(low, fragment.box.offset, strides, strict=True))
-    positions = np.full(1, base, dtype=np.int64)
-    for size, stride in zip(outer, strides, strict=False):
-        positions = (positions[:, None] + np.arange(size, dtype=np.int64) * stride).reshape(-1)
-    return positions
-
-
-def _merge(runs: Runs) -> Runs:
-    """Join runs that follow each other in both source and destination."""
-    if len(runs) < 2:
-        return runs
-    ends = runs[:, :2] + runs[:, 2:]
-    first = np.concatenate([[True], (runs[1:, :2] != ends[:-1]).any(axis=1)])
-    lengths = np.add.reduceat(runs[:, 2], np.flatnonzero(first))
-    return np.concatenate([runs[first][:, :2], lengths[:, None]], axis=1)
-
-
-def _without(runs: Runs, filled: Runs) -> Runs:
-    """The parts of ``runs`` whose destinations ``filled`` does not cover yet."""
-    taken = sorted((int(d), int(d + n)) for _, d, n in filled)
-    rest: list[tuple[int, int, int]] = []
-    for source, dest, numel in runs.tolist():
-        position, end = dest, dest + numel
-        for begin, stop in taken:
-            if stop <= position or begin >= end:
+        start, stop = _interval(have.fragment)
+        rest: list[Interval] = []
+        blocks: list[Block] = []
+        for lo, hi in left:
+            first, last = max(lo, start), min(hi, stop)
+            if first >= last:
+                rest.append((lo, hi))
                 continue
-            if begin > position:
-                rest.append((source + position - dest, position, begin - position))
-            position = max(position, stop)
-        if position < end:
-            rest.append((source + position - dest, position, end - position))
-    return np.array(rest, dtype=np.int64).reshape(-1, 3)
+            blocks.append(run(first - start, first - begin, last - first))
+            rest += [part for part in ((lo, first), (last, hi)) if part[0] < part[1]]
+        left = rest
+        if blocks:
+            filled.append((have, tuple(blocks)))
+    return filled, not left
+
+
+def _interval(fragment: Fragment) -> Interval:
+    """The fragment's range counted from the first row of the tensor, in rows of its own box."""
+    offset = fragment.box.offset
+    above = offset[0] * math.prod(fragment.box.shape[1:]) if offset else 0
+    return above + fragment.start, above + fragment.stop

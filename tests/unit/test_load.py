@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from ftckpt.comm import Bytes, Group
 from ftckpt.errors import ArenaError
 from ftckpt.restore import load
+from ftckpt.restore.blocks import run
 from ftckpt.restore.load import OpenArenas, Target, Transfer, execute, messages, transfer
 from ftckpt.restore.plan import Have, Read
 from ftckpt.restore.source import BlockAt, ChunkAt, PackageAt, Place, Source, place_of_json
@@ -193,9 +194,9 @@ def test_elements_of_a_read_land_at_their_bytes(dtype: torch.dtype) -> None:
     }
     fragment = Fragment.whole("w", names[dtype], (10,), Box((0,), (10,)))
     live = [torch.zeros(4, dtype=dtype), torch.zeros(6, dtype=dtype)]
-    runs = np.array([[2, 1, 3], [7, 4, 2]], dtype=np.int64)
+    runs = [(2, 1, 3), (7, 4, 2)]
     source = Source("n", "a0", 0)
-    planned = transfer(source, 0, [Read(Have(0, fragment, 64), 1, runs)], live)
+    planned = transfer(source, 0, [Read(Have(0, fragment, 64), 1, tuple(run(*blocks) for blocks in runs))], live)
     assert planned.extents == ((64 + 2 * item, 3 * item), (64 + 7 * item, 2 * item))
     data = bytes([0, 1] * (SLOT_BYTES // 2))
     run_ranks(
@@ -203,7 +204,7 @@ def test_elements_of_a_read_land_at_their_bytes(dtype: torch.dtype) -> None:
     )
     held = data[64 : 64 + 10 * item]
     wanted = bytearray(6 * item)
-    for begin, at, numel in runs.tolist():
+    for begin, at, numel in runs:
         wanted[at * item : (at + numel) * item] = held[begin * item : (begin + numel) * item]
     assert live[1].view(torch.uint8).numpy().tobytes() == bytes(wanted)
     assert not live[0].any()

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import math
-from itertools import pairwise
+from collections.abc import Sequence
+from itertools import chain, pairwise
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.lib.stride_tricks import as_strided
 
 from ftckpt.errors import LostError
-from ftckpt.restore.plan import Have, overlap, plan
+from ftckpt.restore.blocks import Block, cut, in_bytes, regions, run, simplified, stream
+from ftckpt.restore.index import bounds_of
+from ftckpt.restore.plan import Have, Index, Read, overlap, plan
 from ftckpt.state.fragment import Box, Fragment
 
 SHAPES = st.lists(st.integers(1, 6), min_size=0, max_size=4).map(tuple)
@@ -40,11 +44,49 @@ def grids(draw: st.DrawFn, shape: tuple[int, ...]) -> list[Fragment]:
     return fragments
 
 
+@st.composite
+def parts(draw: st.DrawFn, shape: tuple[int, ...]) -> Fragment:
+    """Any flat range of any box, possibly empty."""
+    edges = [sorted(draw(st.tuples(st.integers(0, size), st.integers(0, size)))) for size in shape]
+    box = Box(tuple(lo for lo, _ in edges), tuple(hi - lo for lo, hi in edges))
+    start, stop = sorted(draw(st.tuples(st.integers(0, box.numel), st.integers(0, box.numel))))
+    return Fragment("w", "F32", shape, box, start, stop)
+
+
 def values(fragment: Fragment) -> np.ndarray:
     """What the fragment holds when each element of the tensor is its own flat index."""
-    whole = np.arange(math.prod(fragment.global_shape)).reshape(fragment.global_shape)
+    shape = fragment.global_shape
+    whole = np.arange(math.prod(shape)).reshape(shape)
     slices = tuple(slice(o, o + s) for o, s in zip(fragment.box.offset, fragment.box.shape, strict=True))
-    return whole[slices].reshape(-1)[fragment.start : fragment.stop]
+    return whole[slices].flatten()[fragment.start : fragment.stop]
+
+
+def copy(block: Block, source: np.ndarray, dest: np.ndarray) -> None:
+    """Add what ``block`` reads to what is there, one strided operation; nothing outside the arrays is touched."""
+    for array, at, strides in ((source, block.source, block.source_strides), (dest, block.dest, block.dest_strides)):
+        last = at + sum((size - 1) * stride for size, stride in zip(block.shape, strides, strict=True))
+        assert 0 <= at <= last < len(array)
+    views = [
+        as_strided(array[at:], block.shape, [stride * array.itemsize for stride in strides])
+        for array, at, strides in (
+            (source, block.source, block.source_strides),
+            (dest, block.dest, block.dest_strides),
+        )
+    ]
+    views[1][...] += views[0]
+
+
+def apply(reads: Sequence[Read], needs: Sequence[Fragment]) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """The values that the needs get, and how often each element was written."""
+    got = [np.zeros(need.numel, dtype=np.int64) for need in needs]
+    written = [np.zeros(need.numel, dtype=np.int64) for need in needs]
+    for read in reads:
+        source = values(read.have.fragment)
+        for block in read.blocks:
+            copy(block, source, got[read.need])
+            copy(block, np.ones_like(source), written[read.need])
+        assert read.nbytes == 4 * sum(block.numel for block in read.blocks) > 0
+    return got, written
 
 
 @settings(max_examples=300, deadline=None)
@@ -54,13 +96,11 @@ def test_any_partition_fills_any_other(data: st.DataObject) -> None:
     sources, needs = data.draw(grids(shape)), data.draw(grids(shape))
     haves = [Have(i, f, 0) for i, f in enumerate(sources)]
     haves += [Have(i, f, 0) for i, f in enumerate(sources) if data.draw(st.booleans())]  # replicas
-    written = [np.zeros(need.numel, dtype=int) for need in needs]
-    got = [np.full(need.numel, -1) for need in needs]
-    for read in plan(haves, needs, cost=lambda source: source % 2):
-        source = values(read.have.fragment)
-        for src, dst, numel in read.runs.tolist():
-            got[read.need][dst : dst + numel] = source[src : src + numel]
-            written[read.need][dst : dst + numel] += 1
+    haves += [Have(99, f, 0) for f in data.draw(st.lists(parts(shape), max_size=3))]  # of other shapes
+    needs += data.draw(st.lists(parts(shape), max_size=2))
+    index = Index(data.draw(st.permutations(haves)))
+    turn = data.draw(st.integers(0, 5))
+    got, written = apply(plan(index, needs, cost=lambda source: source % 2, turn=turn), needs)
     for need, filled, count in zip(needs, got, written, strict=True):
         assert (count == 1).all()
         assert (filled == values(need)).all()
@@ -77,23 +117,145 @@ def test_a_missing_part_is_named(data: st.DataObject) -> None:
         plan(haves, needs, cost=lambda source: 0)
 
 
+@settings(max_examples=300, deadline=None)
+@given(st.data())
+def test_padding_is_neither_read_nor_touched(data: st.DataObject) -> None:
+    """Rows that both shapes have are read; rows beyond the source's stay as they are."""
+    inner = data.draw(st.lists(st.integers(1, 4), max_size=2).map(tuple))
+    old, new = ((data.draw(st.integers(1, 7)), *inner) for _ in range(2))
+    sources, needs = data.draw(grids(old)), data.draw(grids(new))
+    reads = plan([Have(i, f, 0) for i, f in enumerate(sources)], needs, lambda source: 0, frozenset({"w"}))
+    got, written = apply(reads, needs)
+    rows = math.prod(inner) * min(old[0], new[0])
+    for need, filled, count in zip(needs, got, written, strict=True):
+        wanted = values(need)
+        assert (count == (wanted < rows)).all()
+        assert (filled == np.where(wanted < rows, wanted, 0)).all()
+
+
+def test_padding_is_for_named_keys_and_the_first_dimension() -> None:
+    def whole(*shape: int, key: str = "w") -> Fragment:
+        return Fragment.whole(key, "F32", shape, Box((0,) * len(shape), shape))
+
+    padded = frozenset({"w"})
+    for have, need in [(whole(8, 4), whole(8, 6)), (whole(8), whole(8, 1)), (whole(8, key="v"), whole(6, key="v"))]:
+        with pytest.raises(LostError):
+            plan([Have(0, have, 0)], [need], lambda source: 0, padded)
+    lacking = whole(8, 4).part(0, 16)
+    with pytest.raises(LostError):  # rows that the source's shape has are needed
+        plan([Have(0, lacking, 0)], [whole(6, 4)], lambda source: 0, padded)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data())
+def test_a_range_of_a_box_is_few_boxes_in_order(data: st.DataObject) -> None:
+    part = data.draw(parts(data.draw(SHAPES)))
+    shape = part.box.shape
+    positions = np.arange(math.prod(shape)).reshape(shape)
+    found = regions(shape, part.start, part.stop)
+    held = [positions[tuple(map(slice, low, high))].reshape(-1).tolist() for low, high in found]
+    assert list(chain.from_iterable(held)) == list(range(part.start, part.stop))
+    assert len(found) <= max(1, 2 * len(shape) - 1)
+    low, high = bounds_of(part)
+    for region in found:
+        begin, end = (tuple(np.add(edge, part.box.offset)) for edge in region)
+        assert all(lo <= b and e <= h for lo, b, e, h in zip(low, begin, end, high, strict=True))
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data())
+def test_blocks_can_be_cut_anywhere_and_counted_in_bytes(data: st.DataObject) -> None:
+    shape = data.draw(SHAPES)
+    have, need = data.draw(parts(shape)), data.draw(parts(shape))
+    blocks, item = overlap(have, need), data.draw(st.sampled_from([1, 2, 4]))
+    total = sum(block.numel for block in blocks)
+    edges = [0, *sorted(data.draw(st.lists(st.integers(0, total * item), max_size=3))), total * item]
+    counted = [in_bytes(block, item, 3, 5) for block in blocks]
+    pieces = [list(stream(counted, begin, end)) for begin, end in pairwise(edges)]
+    sizes = [sum(piece.numel for piece in part) for part in pieces]
+    assert sizes == [end - begin for begin, end in pairwise(edges)]
+    source = np.random.default_rng(0).integers(1, 255, 3 + have.numel * item, dtype=np.uint8)
+    whole, cut_up = (np.zeros(5 + need.numel * item, dtype=np.uint8) for _ in range(2))
+    for block in counted:
+        copy(block, source, whole)
+    order: list[int] = []
+    for part in pieces:
+        for piece in part:
+            copy(piece, source, cut_up)
+            order += positions(piece)
+    assert (whole == cut_up).all()
+    assert order == [at for block in counted for at in positions(block)]
+    kept = source[3:].reshape(-1, item), whole[5:].reshape(-1, item)
+    for block in blocks:
+        for at, to in zip(positions(block), positions(swapped(block)), strict=True):
+            assert (kept[0][at] == kept[1][to]).all()
+
+
+def positions(block: Block) -> list[int]:
+    """Where a block reads, in its own order."""
+    at = np.full(1, block.source)
+    for size, stride in zip(block.shape, block.source_strides, strict=True):
+        at = (at[:, None] + np.arange(size) * stride).reshape(-1)
+    return at.tolist()
+
+
+def swapped(block: Block) -> Block:
+    """The copy in the other direction."""
+    return Block(block.dest, block.source, block.shape, block.dest_strides, block.source_strides)
+
+
+def test_loops_that_go_on_in_both_memories_are_one() -> None:
+    assert simplified(Block(7, 9, (2, 1, 3, 4), (12, 5, 4, 1), (12, 5, 4, 1))) == run(7, 9, 24)
+    assert simplified(Block(7, 9, (2, 3, 4), (12, 4, 1), (24, 4, 1))) == Block(7, 9, (2, 12), (12, 1), (24, 1))
+    assert simplified(Block(7, 9, (1, 1), (3, 3), (4, 4))) == run(7, 9, 1)
+    assert list(cut(run(7, 9, 24), 3, 5)) == [run(10, 12, 2)]
+    assert in_bytes(Block(1, 2, (3,), (8,), (4,)), 4) == Block(4, 8, (3, 4), (32, 1), (16, 1))
+
+
 def test_equal_boxes_give_one_run() -> None:
     box = Box((2, 0), (4, 8))
     have, need = Fragment("w", "F32", (8, 8), box, 3, 20), Fragment("w", "F32", (8, 8), box, 10, 32)
-    assert overlap(have, need).tolist() == [[7, 0, 10]]
+    assert overlap(have, need) == (run(7, 0, 10),)
+
+
+def test_boxes_that_differ_in_rows_alone_give_one_run() -> None:
+    have = Fragment("w", "F32", (8, 8), Box((2, 0), (4, 8)), 3, 29)
+    need = Fragment("w", "F32", (8, 8), Box((4, 0), (4, 8)), 2, 32)
+    assert overlap(have, need) == (run(15, 0, 11),)
+
+
+def test_columns_of_any_number_of_rows_are_one_block() -> None:
+    need = Fragment.whole("w", "F32", (1 << 20, 8), Box((0, 2), (1 << 20, 4)))
+    have = Fragment.whole("w", "F32", (1 << 20, 8), Box((0, 4), (1 << 20, 4)))
+    assert overlap(have, need) == (Block(0, 2, (1 << 20, 2), (4, 1), (4, 1)),)
+
+
+def whole(key: str = "w") -> Fragment:
+    return Fragment.whole(key, "F32", (8,), Box((0,), (8,)))
 
 
 def test_the_cheapest_source_wins() -> None:
-    whole = Fragment.whole("w", "F32", (8,), Box((0,), (8,)))
-    reads = plan([Have(0, whole, 0), Have(1, whole, 0)], [whole], cost=lambda source: 1 - source)
+    reads = plan([Have(0, whole(), 0), Have(1, whole(), 0)], [whole()], cost=lambda source: 1 - source)
     assert [read.have.source for read in reads] == [1]
 
 
+def test_sources_that_cost_the_same_are_read_alike_and_in_turn() -> None:
+    keys = [f"w{number}" for number in range(8)]
+    index = Index(Have(source, whole(key), 0) for source in range(4) for key in keys)
+    for turn in range(4):
+        reads = plan(index, [whole(key) for key in keys], cost=lambda source: 0, turn=turn)
+        sources = [read.have.source for read in reads]
+        assert sources[0] == turn
+        assert all(sources.count(source) == 2 for source in range(4))
+
+
 def test_another_dtype_or_shape_is_no_source() -> None:
-    need = Fragment.whole("w", "F32", (8,), Box((0,), (8,)))
     wrong = [
         Have(0, Fragment.whole("w", "BF16", (8,), Box((0,), (8,))), 0),
         Have(1, Fragment.whole("w", "F32", (16,), Box((0,), (16,))), 0),
     ]
     with pytest.raises(LostError):
-        plan(wrong, [need], cost=lambda source: 0)
+        plan(wrong, [whole()], cost=lambda source: 0)
+    index = Index(wrong)
+    assert index.shapes("w", "F32") == {(16,)}
+    assert index.shapes("w", "F16") == frozenset()
