@@ -127,11 +127,16 @@ def save_groups(inner: Any) -> list[dict[str, Any]]:
 def load_groups(inner: Any, saved: Sequence[Mapping[str, Any]]) -> None:
     """Inverse of ``save_groups``, in place."""
     for group, values in zip(inner.param_groups, saved, strict=True):
-        for name, value in values.items():
-            if isinstance(group.get(name), torch.Tensor):
-                group[name].copy_(value)
-            else:
-                group[name] = value
+        load_group(group, values)
+
+
+def load_group(group: dict[str, Any], values: Mapping[str, Any]) -> None:
+    """Set hyperparameters of one group, tensors in place."""
+    for name, value in values.items():
+        if isinstance(group.get(name), torch.Tensor):
+            group[name].copy_(value)
+        else:
+            group[name] = value
 
 
 def addresses(inner: Any) -> Iterator[int]:

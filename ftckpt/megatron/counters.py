@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -36,6 +36,10 @@ class Counters:
         for name, value in state["counters"].items():
             setattr(self._args, name, value)
         self._restored_sums = state["log_sums"]
+
+    def load_reshaped(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Of all stages of another layout: the position is everywhere the same, losses are known to the last one."""
+        self.load_state_dict({"counters": states[0]["counters"], "log_sums": states[-1]["log_sums"]})
 
     def follow_log(self, losses: Mapping[str, Any], sums: dict[str, Any], is_first_iteration: bool) -> bool:
         """``sums`` will be added to until the next log line; returns whether this iteration begins a log."""

@@ -9,7 +9,7 @@ import torch
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import ChainedOptimizer, Float16OptimizerWithFloat16Params, FP32Optimizer
 
-from ftckpt.errors import UnsupportedError
+from ftckpt.errors import MismatchError, UnsupportedError
 from ftckpt.live import optimizers as live
 from ftckpt.live.optimizers import Optimized, stepped_pieces, without_state
 from ftckpt.live.tensors import Placed
@@ -17,6 +17,12 @@ from ftckpt.state.piece import Piece
 
 _SCALED = ("exp_avg_dtype", "exp_avg_sq_dtype", "main_params_dtype")
 """Types that Transformer Engine's precision-aware optimizer may keep in fewer bits, with scales beside its state."""
+
+_EXPERTS = "is_expert_parallel"
+_KIND = (
+    "wd_mult", "lr_mult", "is_decoupled_lr", "default_config", "max_lr", "min_lr", "start_wd", "end_wd", _EXPERTS,
+)  # fmt: skip
+"""What Megatron makes groups by."""
 
 Places = Mapping[torch.nn.Parameter, Sequence[Placed]]
 
@@ -125,6 +131,38 @@ def load_hyperparameters(leaf: Any, saved: Mapping[str, Any]) -> None:
     live.load_groups(leaf.optimizer, saved["groups"])
     if saved["scaler"] is not None:
         leaf.grad_scaler.load_state_dict(saved["scaler"])
+
+
+def load_reshaped(leaves: Sequence[Any], saved: Sequence[Mapping[str, Any]]) -> None:
+    """Take hyperparameters that ``save_hyperparameters`` said of the optimizers of another layout, all of them.
+
+    Layouts differ in how many optimizers there are and in what order their groups stand, so each group takes the
+    values of one that was made for the same kind of parameters.
+
+    Raises:
+        MismatchError: there is no such group.
+    """
+    groups = [group for optimizer in saved for group in optimizer["groups"]]
+    scalers = [optimizer["scaler"] for optimizer in saved if optimizer["scaler"] is not None]
+    for leaf in leaves:
+        for group in leaf.optimizer.param_groups:
+            values = _same_kind(group, groups)
+            live.load_group(group, {name: value for name, value in values.items() if name not in _KIND})
+        if getattr(leaf, "grad_scaler", None) and scalers:
+            leaf.grad_scaler.load_state_dict(scalers[0])
+
+
+def _same_kind(group: Mapping[str, Any], saved: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """Experts are only told from others where they are divided: where none is told apart, any group will do."""
+    for names in (_KIND, [name for name in _KIND if name != _EXPERTS]):
+        for values in saved:
+            if all(values.get(name) == group.get(name) for name in names):
+                return values
+    kind = ", ".join(f"{name} {group[name]}" for name in _KIND if name in group)
+    raise MismatchError(
+        f"the snapshot has no group of parameters with {kind}: start with the optimizer settings of the job that "
+        "took it, or remove it with 'ftckpt clean JOB'"
+    )
 
 
 def addresses(leaf: Any) -> Iterator[int]:

@@ -6,16 +6,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.utils import unwrap_model
 
 from ftckpt.errors import CaptureError, UnsupportedError
 from ftckpt.live.extra_state import refuse_extra_state
-from ftckpt.live.rng import load_generators, save_generators
-from ftckpt.live.stateful import Stateful, load_all
+from ftckpt.live.stateful import Stateful, load_all, load_all_reshaped
 from ftckpt.live.tensors import fragments, whole_piece
 from ftckpt.megatron import optimizers
 from ftckpt.megatron.geometry import Geometry, place_tensors
+from ftckpt.megatron.rng import derive_rng, load_rng, save_rng
 from ftckpt.state.piece import Description, Piece
 
 
@@ -23,11 +22,12 @@ class MegatronState:
     """Implements ``ftckpt.state.piece.TrainingState``.
 
     Stepped: what the optimizers hold and step, and parameters that nothing steps (frozen). Volatile: module
-    buffers (router bias and token counts among them). Objects: RNG, the scheduler, hyperparameters, the
+    buffers: those that Megatron puts into checkpoints (router bias) are part of the model, all others (token counts)
+    belong to their rank and are not carried into another layout. Objects: RNG, the scheduler, hyperparameters, the
     loss scaler and ``objects``.
     """
 
-    reshapes = False
+    reshapes = True
 
     def __init__(
         self, model: Sequence[torch.nn.Module], optimizer: Any, scheduler: Stateful, objects: Mapping[str, Stateful]
@@ -39,9 +39,12 @@ class MegatronState:
         self._objects = dict(objects)
         self._addresses: tuple[int, ...] = ()
         self._rng: Mapping[str, Any] | None = None
+        self._built: Mapping[str, Any] | None = None
 
     def describe(self) -> Description:
         """See TrainingState."""
+        if self._built is None:
+            self._built = save_rng()
         for chunk in self._chunks:
             refuse_extra_state(chunk)
         for module in (module for chunk in self._chunks for module in chunk.modules()):
@@ -79,15 +82,17 @@ class MegatronState:
         """See TrainingState."""
         for leaf, saved in zip(self._leaves, objects["optimizers"], strict=True):
             optimizers.load_hyperparameters(leaf, saved)
-        if hasattr(self._scheduler, "num_steps"):
-            self._scheduler.num_steps = 0  # Megatron's load_state_dict adds to what is there
-        self._scheduler.load_state_dict(objects["scheduler"])
+        self._load_scheduler(objects["scheduler"])
         load_all(self._objects, objects["objects"])
         self._rng = objects["rng"]
 
     def load_reshaped(self, objects: Sequence[Mapping[str, Any]], iteration: int) -> None:
         """See TrainingState."""
-        raise UnsupportedError("Megatron state cannot be loaded into another layout yet; start on the old one")
+        assert self._built is not None, "describe comes first"
+        optimizers.load_reshaped(self._leaves, [optimizer for saved in objects for optimizer in saved["optimizers"]])
+        self._load_scheduler(objects[0]["scheduler"])
+        load_all_reshaped(self._objects, [saved["objects"] for saved in objects])
+        self._rng = derive_rng(self._built, iteration)
 
     def finish_load(self) -> None:
         """Gather what other data-parallel ranks own of each parameter, then set RNG."""
@@ -101,6 +106,11 @@ class MegatronState:
         """Set RNG to what was loaded; again after anything that draws numbers before training begins."""
         if self._rng is not None:
             load_rng(self._rng)
+
+    def _load_scheduler(self, saved: Mapping[str, Any]) -> None:
+        if hasattr(self._scheduler, "num_steps"):
+            self._scheduler.num_steps = 0  # Megatron's load_state_dict adds to what is there
+        self._scheduler.load_state_dict(saved)
 
     def _frozen(self, places: optimizers.Places) -> Iterator[Piece]:
         stepped: set[torch.nn.Parameter] = set()
@@ -130,14 +140,3 @@ class MegatronState:
         for chunk in self._chunks:
             yield from (tensor.data_ptr() for tensor in chunk.parameters())
             yield from (tensor.data_ptr() for tensor in chunk.buffers())
-
-
-def save_rng() -> dict[str, Any]:
-    """State of every generator that training draws from, Megatron's tracker among them."""
-    return {**save_generators(), "tracker": dict(get_cuda_rng_tracker().get_states())}
-
-
-def load_rng(saved: Mapping[str, Any]) -> None:
-    """Inverse of ``save_rng``."""
-    load_generators(saved)
-    get_cuda_rng_tracker().set_states(dict(saved["tracker"]))
