@@ -1,0 +1,478 @@
+"""The universal format: whole or not there, and nothing that is damaged is given out."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import resource
+import shutil
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import count, pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+from ftckpt.errors import ConvertError
+from ftckpt.state.fragment import DTYPE_BYTES
+from ftckpt.universal import reader
+from ftckpt.universal.atomic import Destination
+from ftckpt.universal.catalog import Bytes, Catalog, Get, Part, Tensor
+from ftckpt.universal.derived import cast
+from ftckpt.universal.format import MANIFEST_NAME, OBJECTS_NAME, UniversalManifest
+from ftckpt.universal.layout_files import by_role, header, pack, parse_header
+from ftckpt.universal.reader import UniversalSource
+from ftckpt.universal.writer import SafetensorsSink, TensorFile, UniversalSink, strips
+
+TENSORS = [
+    Tensor("weight/embed", "BF16", (10, 6)),
+    Tensor("master/embed", "F32", (10, 6)),
+    Tensor("exp_avg/embed", "F32", (10, 6)),
+    Tensor("master/layer.0", "F32", (300,)),
+    Tensor("exp_avg/layer.0", "F32", (300,)),
+    Tensor("step/embed", "F32", (1,)),
+    Tensor("buffer/bias", "F64", ()),
+    Tensor("buffer/none", "U8", (0, 3)),
+    Tensor("buffer/flags", "U8", (7,)),
+]
+OBJECTS = {"scheduler": {"num_steps": 3}, "rng": np.arange(5), "name": "x", "pair": (1, 2.5)}
+
+
+def value(tensor: Tensor) -> Bytes:
+    """Bytes that the tensor's name alone decides; floats that a cast keeps finite."""
+    rng = np.random.default_rng(sum(tensor.key.encode()))
+    numel = tensor.nbytes // DTYPE_BYTES[tensor.dtype]
+    if tensor.dtype in ("F32", "F64"):
+        return rng.standard_normal(numel).astype(f"<f{DTYPE_BYTES[tensor.dtype]}").view(np.uint8)
+    return np.frombuffer(rng.bytes(tensor.nbytes), np.uint8)
+
+
+def get(tensor: Tensor, first: int, last: int) -> Bytes:
+    return value(tensor)[first * tensor.row_bytes : last * tensor.row_bytes]
+
+
+def catalog(**changes: Any) -> Catalog:
+    plain = Catalog(
+        "ftckpt", 12, {"tp": 2, "pp": 1, "distributed_optimizer": True}, (), OBJECTS, frozenset({"weight/embed"}),
+        derived={"weight/layer.0": "BF16"},
+    )  # fmt: skip
+    return replace(plain, **changes)
+
+
+def write(path: Path, read: Get = get) -> Path:
+    sink = UniversalSink(path, 700)
+    sink.destination.begin()
+    units = sink.plan(catalog(), TENSORS)
+    for unit in units:
+        sink.write(unit, read)
+    sink.finish(catalog(), units)
+    return path
+
+
+def everything(path: Path) -> dict[str, bytes]:
+    source = UniversalSource(path)
+    found = {f.key: source.read(i).tobytes() for i, f in enumerate(source.catalog.fragments)}
+    source.close()
+    return found
+
+
+def test_what_was_written_is_read_again(tmp_path: Path) -> None:
+    path = write(tmp_path / "out")
+    source = UniversalSource(path)
+    found = source.catalog
+    assert (found.origin, found.iteration, found.layout) == ("universal", 12, catalog().layout)
+    assert found.padded == {"weight/embed"} and found.derived == {}
+    assert source.manifest.origin == "ftckpt"
+    np.testing.assert_array_equal(found.objects["rng"], OBJECTS["rng"])
+    assert found.objects["pair"] == (1, 2.5) and found.objects["scheduler"] == {"num_steps": 3}
+    made = {t.key: value(t).tobytes() for t in TENSORS}
+    master = torch.frombuffer(bytearray(made["master/layer.0"]), dtype=torch.float32)
+    made["weight/layer.0"] = master.to(torch.bfloat16).view(torch.uint8).numpy().tobytes()
+    assert everything(path) == made
+    shapes = {f.key: (f.dtype, f.global_shape) for f in found.fragments}
+    assert shapes == {t.key: (t.dtype, t.shape) for t in TENSORS} | {"weight/layer.0": ("BF16", (300,))}
+    assert source.verify() == []
+
+
+def test_the_safetensors_library_alone_reads_it(tmp_path: Path) -> None:
+    path = write(tmp_path / "out")
+    files = sorted(path.glob("*.safetensors"))
+    assert len(files) > 3 and files[0].name == f"tensors-00001-of-{len(files):05}.safetensors"
+    loaded: dict[str, torch.Tensor] = {}
+    for file in files:
+        tensors = load_file(file)
+        assert sum(t.nbytes for t in tensors.values()) <= 700 or len(tensors) == 1
+        loaded.update(tensors)
+    for tensor in TENSORS:
+        assert tuple(loaded[tensor.key].shape) == tensor.shape
+        assert loaded[tensor.key].reshape(-1).view(torch.uint8).numpy().tobytes() == value(tensor).tobytes()
+    described = json.loads((path / MANIFEST_NAME).read_text())
+    assert described["tensors"]["master/embed"]["shape"] == [10, 6]
+    assert all((path / entry["file"]).exists() for entry in described["tensors"].values())
+
+
+def test_casts_can_stay_what_they_derive_from(tmp_path: Path) -> None:
+    sink = UniversalSink(tmp_path / "out", weights=False)
+    units = sink.plan(catalog(), TENSORS)
+    sink.destination.begin()
+    for unit in units:
+        sink.write(unit, get)
+    sink.finish(catalog(), units)
+    source = UniversalSource(tmp_path / "out")
+    assert source.catalog.derived == {"weight/layer.0": "BF16"}
+    assert "weight/layer.0" not in {f.key for f in source.catalog.fragments}
+
+
+@pytest.mark.parametrize("max_file_bytes", [1 << 20, 300])
+def test_weights_alone_for_others(tmp_path: Path, max_file_bytes: int) -> None:
+    sink = SafetensorsSink(tmp_path / "hf", max_file_bytes)
+    sink.destination.begin()
+    units = sink.plan(catalog(), TENSORS)
+    for unit in units:
+        sink.write(unit, get)
+    sink.finish(catalog(), units)
+    loaded: dict[str, torch.Tensor] = {}
+    if max_file_bytes == 300:
+        index = json.loads((tmp_path / "hf" / "model.safetensors.index.json").read_text())
+        for name in set(index["weight_map"].values()):
+            loaded.update(load_file(tmp_path / "hf" / name))
+        assert set(index["weight_map"]) == set(loaded)
+        assert index["metadata"]["total_size"] == sum(t.nbytes for t in loaded.values())
+    else:
+        assert [p.name for p in (tmp_path / "hf").iterdir()] == ["model.safetensors"]
+        loaded = load_file(tmp_path / "hf" / "model.safetensors")
+        with safe_open(tmp_path / "hf" / "model.safetensors", "pt") as file:
+            assert file.metadata() == {"format": "pt"}
+    assert set(loaded) == {"embed", "layer.0", "bias", "none", "flags"}
+    assert loaded["layer.0"].dtype == torch.bfloat16
+    assert torch.equal(loaded["embed"].view(torch.uint8).reshape(-1), torch.tensor(value(TENSORS[0]).copy()))
+
+
+def test_weights_of_an_unknown_type_are_not_made_up(tmp_path: Path) -> None:
+    with pytest.raises(ConvertError, match=r"layer\.0"):
+        SafetensorsSink(tmp_path / "hf").plan(catalog(derived={}), TENSORS)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_casts_are_torchs_bit_for_bit(dtype: torch.dtype) -> None:
+    bits = np.random.default_rng(0).integers(0, 1 << 32, 20000, np.uint32)
+    special = np.array([0x7F800001, 0x7FC00000, 0xFF800000, 0x80000000, 1, 0x3F808000, 0x3F818000], np.uint32)
+    source = np.concatenate([bits, special]).view(np.uint8)
+    name = "BF16" if dtype == torch.bfloat16 else "F16"
+    wanted = torch.from_numpy(source.copy()).view(torch.float32).to(dtype).view(torch.uint8).numpy()
+    np.testing.assert_array_equal(cast(source, "F32", name), wanted)
+
+
+# What is damaged
+
+
+def rewritten(change: Callable[[dict[str, Any]], None]) -> Callable[[Path], None]:
+    """Edit the manifest and make its checksum right again, as nobody but a test would."""
+
+    def edit(path: Path) -> None:
+        from ftckpt.universal import format as module
+
+        described = json.loads((path / MANIFEST_NAME).read_text())
+        described.pop("checksum")
+        change(described)
+        described["checksum"] = module._checksum(described)
+        (path / MANIFEST_NAME).write_text(json.dumps(described, indent=2))
+
+    return edit
+
+
+def first(path: Path) -> Path:
+    return min(path.glob("tensors-*.safetensors"))
+
+
+def flip(path: Path, at: int) -> None:
+    with open(path, "r+b") as file:
+        file.seek(at, os.SEEK_END if at < 0 else os.SEEK_SET)
+        byte = file.read(1)[0]
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte ^ 1]))
+
+
+def edit_text(path: Path) -> None:
+    text = (path / MANIFEST_NAME).read_text()
+    (path / MANIFEST_NAME).write_text(text.replace('"iteration": 12', '"iteration": 13'))
+
+
+def folder(path: Path) -> None:
+    file = first(path)
+    file.unlink()
+    file.mkdir()
+
+
+DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
+    "truncated file": (lambda p: os.truncate(first(p), first(p).stat().st_size - 1), r"tensors-00001.*bytes"),
+    "longer file": (lambda p: os.truncate(first(p), first(p).stat().st_size + 1), r"tensors-00001.*bytes"),
+    "empty file": (lambda p: os.truncate(first(p), 0), r"tensors-00001.*0 bytes"),
+    "missing file": (lambda p: first(p).unlink(), r"tensors-00001.*No such file"),
+    "directory for a file": (folder, r"tensors-00001"),
+    "missing manifest": (lambda p: (p / MANIFEST_NAME).unlink(), r"manifest\.json: is missing"),
+    "missing objects": (lambda p: (p / OBJECTS_NAME).unlink(), r"objects\.ftobj"),
+    "flipped objects": (lambda p: flip(p / OBJECTS_NAME, 30), r"objects\.ftobj: damaged"),
+    "half a manifest": (lambda p: os.truncate(p / MANIFEST_NAME, 400), r"manifest\.json"),
+    "edited manifest": (edit_text, r"checksum"),
+    "other version": (rewritten(lambda d: d.update(version=2)), r"version 2, this ftckpt reads 1"),
+    "other format": (rewritten(lambda d: d.update(format="x")), r"no manifest"),
+    "file elsewhere": (rewritten(lambda d: d["files"].update({"../x": {"bytes": 1}})), r"\.\./x"),
+    "tensor elsewhere": (rewritten(lambda d: d["tensors"]["weight/embed"].update(file="y")), r"embed lies in y"),
+    "other shape": (rewritten(lambda d: d["tensors"]["weight/embed"].update(shape=[6, 10])), r"weight/embed is BF16"),
+    "unlisted tensor": (rewritten(lambda d: d["tensors"].pop("weight/embed")), r"weight/embed is not in manifest"),
+    "unknown tensor": (
+        rewritten(lambda d: d["tensors"].update(z=d["tensors"]["weight/embed"])), r"z, which manifest.json says",
+    ),
+    "odd type": (rewritten(lambda d: d["tensors"]["weight/embed"].update(dtype="F7")), r"F7"),
+    "odd checksum": (rewritten(lambda d: d["tensors"]["weight/embed"].update(checksum="0")), r"hex digits"),
+    "flipped header": (lambda p: flip(first(p), 12), r"tensors-00001"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_damage_is_named_when_it_is_opened(tmp_path: Path, name: str) -> None:
+    action, text = DAMAGE[name]
+    path = write(tmp_path / "out")
+    action(path)
+    with pytest.raises(ConvertError, match=text):
+        UniversalSource(path)
+
+
+def test_a_flipped_bit_is_named_when_the_tensor_is_read(tmp_path: Path) -> None:
+    path = write(tmp_path / "out")
+    flip(first(path), -1)
+    source = UniversalSource(path)
+    bad = source.verify()
+    assert len(bad) == 1 and "tensors-00001" in bad[0]
+    refused = []
+    for index, fragment in enumerate(source.catalog.fragments):
+        try:
+            source.read(index)
+        except ConvertError as error:
+            refused.append(fragment.key)
+            assert fragment.key in str(error) and "tensors-00001" in str(error)
+    assert len(refused) == 1
+
+
+# Whole or not there
+
+
+def test_a_partial_one_is_never_read(tmp_path: Path) -> None:
+    sink = UniversalSink(tmp_path / "out", 700)
+    sink.destination.begin()
+    units = sink.plan(catalog(), TENSORS)
+    for unit in units:
+        sink.write(unit, get)
+        assert not (tmp_path / "out").exists()
+        with pytest.raises(ConvertError, match="never completed"):
+            UniversalSource(tmp_path / "out.partial")
+    renamed = shutil.copytree(tmp_path / "out.partial", tmp_path / "copy")
+    with pytest.raises(ConvertError, match=r"manifest\.json: is missing"):
+        UniversalSource(renamed)
+
+
+def test_a_destination_that_exists_is_left_alone(tmp_path: Path) -> None:
+    path = write(tmp_path / "out")
+    before = everything(path)
+    with pytest.raises(ConvertError, match="out: exists; remove it"):
+        UniversalSink(path).destination.begin()
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ConvertError, match="exists"):
+        Destination(tmp_path / "empty").begin()
+    assert everything(path) == before
+
+
+def test_two_writers_do_not_meet(tmp_path: Path) -> None:
+    first_writer, second = Destination(tmp_path / "out"), Destination(tmp_path / "out")
+    first_writer.begin()
+    with pytest.raises(ConvertError, match="another process is writing it"):
+        second.begin()
+    first_writer.release()
+    second.begin()
+    second.commit()
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_what_appears_meanwhile_is_not_replaced(tmp_path: Path) -> None:
+    destination = Destination(tmp_path / "out")
+    destination.begin()
+    (tmp_path / "out").mkdir()
+    with pytest.raises(ConvertError, match="somebody else"):
+        destination.commit()
+    assert (tmp_path / "out.partial").exists()
+
+
+def test_a_file_that_fails_leaves_nothing(tmp_path: Path) -> None:
+    destination = Destination(tmp_path / "out")
+    destination.begin()
+    with pytest.raises(RuntimeError), destination.file("a") as file:
+        file.write(b"x")
+        raise RuntimeError
+    assert [p.name for p in destination.partial.iterdir()] == [".lock"]
+
+
+@contextmanager
+def limited(nbytes: int) -> Iterator[None]:
+    """No file may grow beyond ``nbytes``, which the system tells as it tells of a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, before)
+
+
+def test_a_full_disk_is_said_and_what_is_finished_stays(tmp_path: Path) -> None:
+    big = Tensor("master/big", "F32", (1 << 20,))
+    sink = UniversalSink(tmp_path / "out", 700)
+    sink.destination.begin()
+    units = sink.plan(catalog(), [*TENSORS, big])
+    failed = []
+    with limited(1 << 20):
+        for unit in units:
+            try:
+                sink.write(unit, get)
+            except ConvertError as error:
+                failed.append(unit)
+                assert "no room" in str(error) and unit.name in str(error)
+    assert [unit.parts[0].tensor for unit in failed] == [big]
+    names = {p.name for p in (tmp_path / "out.partial").iterdir()}
+    assert names == {".lock"} | {unit.name for unit in units} - {failed[0].name}
+    with pytest.raises(ConvertError, match=failed[0].name):
+        sink.finish(catalog(), units)
+    assert not (tmp_path / "out").exists()
+    sink.write(failed[0], get)
+    sink.finish(catalog(), units)
+    assert everything(tmp_path / "out")["master/big"] == value(big).tobytes()
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
+def test_a_disk_that_fails_at_the_end_is_no_success(
+    tmp_path: Path, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fsync(fd: int) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    with pytest.raises(ConvertError, match=os.strerror(code)):
+        write(tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    assert not list((tmp_path / "out.partial").glob("*.safetensors"))
+
+
+def write_and_die(path: Path, calls: int) -> int:
+    """In a process of its own: killed before call ``calls`` of those that change the disk or read; its status."""
+    pid = os.fork()
+    if pid:
+        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    left = [calls]
+
+    def die_later(original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            left[0] -= 1
+            if left[0] < 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return original(*args, **kwargs)
+
+        return call
+
+    try:
+        for name in ("fsync", "rename", "unlink", "mkdir", "open"):
+            setattr(os, name, die_later(getattr(os, name)))
+        write(path, read=die_later(get))
+        os._exit(0)
+    finally:
+        os._exit(1)
+
+
+def test_killed_at_any_moment_it_is_whole_or_not_there(tmp_path: Path) -> None:
+    """Going on from there always succeeds."""
+    reference = write(tmp_path / "reference")
+    whole, names = everything(reference), {p.name for p in reference.iterdir()}
+    for number in count():
+        path = tmp_path / f"out{number}"
+        ended = write_and_die(path, number)
+        assert ended in (0, -signal.SIGKILL)
+        if path.exists():
+            assert everything(path) == whole
+        else:
+            for left in path.with_name(f"{path.name}.partial").glob("tensors-*"):
+                parse_header(reader.map_file(left), str(left))
+            assert everything(write(path)) == whole
+        assert {p.name for p in path.iterdir()} == names
+        if ended == 0:
+            break
+    assert number > 40
+
+
+# Pure parts
+
+
+dtypes = st.sampled_from(["F32", "BF16", "U8", "I64", "F64"])
+tensors = st.lists(
+    st.builds(
+        Tensor, st.text("abc/.", min_size=1, max_size=6), dtypes, st.lists(st.integers(0, 5), max_size=3).map(tuple)
+    ),
+    max_size=8, unique_by=lambda tensor: tensor.key,
+)  # fmt: skip
+
+
+@settings(max_examples=60, deadline=None)
+@given(tensors, st.integers(1, 300))
+def test_files_hold_each_tensor_once_within_the_bound(some: list[Tensor], max_bytes: int) -> None:
+    packed = pack(by_role(some), max_bytes)
+    assert sorted(t.key for file in packed for t in file) == sorted(t.key for t in some)
+    for file in packed:
+        assert sum(t.nbytes for t in file) <= max_bytes or len([t for t in file if t.nbytes]) == 1
+        text = header({t.key: t for t in file}, {"a": "b"})
+        data = np.concatenate([np.frombuffer(text, np.uint8), np.zeros(sum(t.nbytes for t in file), np.uint8)])
+        entries, metadata = parse_header(data, "x")
+        assert metadata == {"a": "b"}
+        assert {key: entry[:2] for key, entry in entries.items()} == {t.key: (t.dtype, t.shape) for t in file}
+        for key, (dtype, _, begin, _) in entries.items():
+            assert begin % DTYPE_BYTES[dtype] == 0, key
+        if len(data) > 8:
+            with pytest.raises(ConvertError):
+                parse_header(data[:-1], "x")
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(0, 9), min_size=0, max_size=3).map(tuple), st.integers(1, 100))
+def test_strips_are_all_rows_once(shape: tuple[int, ...], nbytes: int) -> None:
+    part = Part.whole(Tensor("x", "F32", shape))
+    found = list(strips(part, nbytes))
+    assert sum(b - a for a, b in found) == (part.tensor.rows if part.nbytes else 0)
+    assert all(a == b for (_, a), (b, _) in pairwise(found))
+    for a, b in found:
+        assert (b - a) * part.tensor.row_bytes <= nbytes or b - a == 1
+
+
+def test_a_file_takes_no_more_and_no_less_than_it_was_to_hold(tmp_path: Path) -> None:
+    tensor = Tensor("x", "U8", (4,))
+    with open(tmp_path / "f", "wb") as file:
+        made = TensorFile(file, {"x": tensor}, {}, checksums=True)
+        made.put(np.zeros(3, np.uint8))
+        with pytest.raises(ValueError, match="lacks 1"):
+            made.end()
+        with pytest.raises(ValueError, match="2 bytes for x"):
+            made.put(np.zeros(2, np.uint8))
+
+
+def test_the_manifest_is_the_same_for_the_same_contents(tmp_path: Path) -> None:
+    one, two = write(tmp_path / "one"), write(tmp_path / "two")
+    assert (one / MANIFEST_NAME).read_bytes() == (two / MANIFEST_NAME).read_bytes()
+    data = (one / MANIFEST_NAME).read_bytes()
+    assert UniversalManifest.decode(data, "x").encode() == data
