@@ -1,0 +1,297 @@
+"""Snapshots in arenas as a source: only whole ones, only good bytes, and nothing of two snapshots mixed."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import xxhash
+
+from ftckpt.arena.segment import Arena, list_arenas
+from ftckpt.errors import ConvertError
+from ftckpt.state import objects
+from ftckpt.state.fragment import Box, Fragment
+from ftckpt.state.manifest import Manifest, Section
+from ftckpt.universal.arenas import ArenaSource, recognises
+
+LINEAGE = b"l" * 16
+LAYOUT = {"tp": 2, "dp": 2}
+SHARDS = [{"tp": tp, "dp": dp} for tp in range(2) for dp in range(2)]
+SHAPES = {"master/rows": (6, 5), "master/columns": (4, 6), "weight/frozen": (3,), "buffer/bias": (4,)}
+
+
+def whole(key: str, iteration: int) -> np.ndarray[Any, Any]:
+    """A tensor that its key and the iteration decide."""
+    shape = SHAPES[key]
+    return (np.arange(math.prod(shape), dtype=np.float32) + 100 * iteration + len(key)).reshape(shape)
+
+
+def fragments(tp: int, dp: int) -> tuple[list[Fragment], list[Fragment]]:
+    rows, columns = Box((3 * tp, 0), (3, 5)), Box((0, 3 * tp), (4, 3))
+    shard = f"tp{tp}-dp{dp}"
+    stepped = [
+        Fragment("master/rows", "F32", (6, 5), rows, *((0, 7) if dp == 0 else (7, 15))),
+        Fragment("master/columns", "F32", (4, 6), columns, *((0, 4) if dp == 0 else (4, 12))),
+        Fragment("weight/frozen", "F32", (3,), Box((0,), (3,)), *((0, 1), (1, 2), (2, 3), (3, 3))[2 * tp + dp]),
+    ]
+    volatile = [
+        Fragment.whole(f"buffer/bias@{shard}", "F32", (4,), Box((0,), (4,))),
+        Fragment.whole(f"local/0.scratch@{shard}", "F32", (2,), Box((0,), (2,))),
+    ]
+    return stepped, volatile
+
+
+def content(fragment: Fragment, iteration: int) -> bytes:
+    key = fragment.key.partition("@")[0]
+    if key not in SHAPES:
+        return b"\x7f" * fragment.nbytes
+    box = tuple(slice(o, o + n) for o, n in zip(fragment.box.offset, fragment.box.shape, strict=True))
+    return whole(key, iteration)[box].reshape(-1)[fragment.start : fragment.stop].tobytes()
+
+
+def seal(arena: Arena, slot: int, iteration: int, hashed: bool = True, lineage: bytes = LINEAGE) -> None:
+    control, image = arena.control, arena.image
+    control.begin(slot)
+    encoded = objects.encode({"iteration": iteration, "shard": arena.manifest.shard})
+    with arena.slot(slot) as view:
+        for fragment, offset in zip(arena.manifest.fragments, image.offsets, strict=True):
+            view[offset : offset + fragment.nbytes] = content(fragment, iteration)
+        view[image.objects.begin : image.objects.begin + len(encoded)] = encoded
+    for chunk in range(len(image.chunks)):
+        control.set_chunk_hash(slot, chunk, arena.hash_chunk(slot, chunk))
+    control.set_objects(slot, len(encoded), xxhash.xxh3_64_intdigest(encoded))
+    control.seal(slot, lineage, iteration, hashed)
+
+
+def job(root: Path, iterations: Sequence[int] = (4, 5), layout: Mapping[str, Any] = LAYOUT) -> Path:
+    """Two nodes, each with both shards of one tp, whose slots hold ``iterations``."""
+    for coords in SHARDS:
+        node = root / "ftckpt-job" / f"node{coords['tp']}"
+        node.mkdir(parents=True, exist_ok=True)
+        stepped, volatile = fragments(coords["tp"], coords["dp"])
+        sections: tuple[Section, ...] = ()
+        if coords == {"tp": 1, "dp": 1}:  # it has a copy of another's share, and parity
+            other = fragments(0, 1)[0]
+            parity = Fragment.whole("__parity__/g", "U8", (8,), Box((0,), (8,)))
+            sections = (
+                Section("shared", len(stepped), "g"), Section("copy", len(other), "g", "tp0-dp1"),
+                Section("parity", 1, "g"),
+            )  # fmt: skip
+            stepped = [*stepped, *other, parity]
+        manifest = Manifest(coords, layout, tuple(stepped), tuple(volatile), 4096, 48, sections=sections)
+        arena = Arena.create(node, manifest, 2)
+        for slot, iteration in enumerate(iterations):
+            seal(arena, slot, iteration)
+        arena.close()
+    return root / "ftckpt-job"
+
+
+def consolidated(source: ArenaSource) -> dict[str, np.ndarray[Any, Any]]:
+    """Every tensor from its fragments; each element must be there once."""
+    found: dict[str, np.ndarray[Any, Any]] = {}
+    times: dict[str, np.ndarray[Any, Any]] = {}
+    for index, fragment in enumerate(source.catalog.fragments):
+        tensor = found.setdefault(fragment.key, np.zeros(fragment.global_shape, np.float32))
+        count = times.setdefault(fragment.key, np.zeros(fragment.global_shape, int))
+        box = tuple(slice(o, o + n) for o, n in zip(fragment.box.offset, fragment.box.shape, strict=True))
+        flat, here = tensor[box].reshape(-1), count[box].reshape(-1)
+        flat[fragment.start : fragment.stop] = source.read(index).view(np.float32)
+        here[fragment.start : fragment.stop] += 1
+        tensor[box], count[box] = flat.reshape(fragment.box.shape), here.reshape(fragment.box.shape)
+    source.confirm()
+    assert all((count == 1).all() for count in times.values())
+    return found
+
+
+def check(source: ArenaSource, iteration: int) -> None:
+    found = consolidated(source)
+    assert found.keys() == SHAPES.keys() and source.catalog.iteration == iteration
+    for key, tensor in found.items():
+        np.testing.assert_array_equal(tensor, whole(key, iteration))
+
+
+def arena_of(path: Path, shard: str) -> Arena:
+    return next(
+        Arena.open(arena, writable=True)
+        for node in path.iterdir()
+        for arena in list_arenas(node)
+        if arena.name.startswith(f"{shard}.")
+    )
+
+
+def test_the_newest_snapshot_is_read_as_one_model(tmp_path: Path) -> None:
+    path = job(tmp_path)
+    source = ArenaSource([path])
+    check(source, 5)
+    catalog = source.catalog
+    assert (catalog.origin, catalog.layout) == ("ftckpt", LAYOUT)
+    assert catalog.objects == {"shards": {"tp0-dp0": {"iteration": 5, "shard": "tp0-dp0"}}}
+    assert catalog.derived == {}
+    assert {fragment.key.partition("/")[0] for fragment in catalog.fragments} == {"master", "weight", "buffer"}
+    assert all("@" not in fragment.key for fragment in catalog.fragments)
+    source.close()
+
+
+def test_an_older_one_by_its_number_and_other_ways_to_name_where(tmp_path: Path) -> None:
+    path = job(tmp_path)
+    check(ArenaSource([path], iteration=4), 4)
+    check(ArenaSource([path / "node0", path / "node1"]), 5)
+    check(ArenaSource([*list_arenas(path / "node0"), path / "node1", path]), 5)
+    check(ArenaSource([shutil.copytree(path, tmp_path / "copy")]), 5)
+    assert recognises(path) and recognises(path / "node0") and recognises(list_arenas(path / "node0")[0])
+    assert not recognises(tmp_path / "nothing") and not recognises(tmp_path)
+
+
+def test_types_of_weights_that_are_casts(tmp_path: Path) -> None:
+    catalog = ArenaSource([job(tmp_path)], precision="BF16").catalog
+    assert catalog.derived == {"weight/rows": "BF16", "weight/columns": "BF16"}
+    only = ArenaSource([tmp_path / "ftckpt-job"], roles={"master"}, precision="BF16").catalog
+    assert only.derived == {} and {f.key.partition("/")[0] for f in only.fragments} == {"master"}
+
+
+def remove(path: Path) -> None:
+    arena_of(path, "tp1-dp0").remove()
+
+
+def void_newest(path: Path) -> None:
+    arena_of(path, "tp1-dp0").control.void(1)
+
+
+def test_only_what_all_shards_have(tmp_path: Path) -> None:
+    path = job(tmp_path)
+    void_newest(path)
+    check(ArenaSource([path]), 4)
+    with pytest.raises(ConvertError, match=r"iteration 5 lacks tp1-dp0 of 4 shards.*does not rebuild from parity"):
+        ArenaSource([path], iteration=5)
+    with pytest.raises(ConvertError, match="snapshot of iteration 9 is whole: there are iterations 4, 5"):
+        ArenaSource([path], iteration=9)
+    with pytest.raises(ConvertError, match="lacks tp1-dp0, tp1-dp1 of 4 shards"):
+        ArenaSource([path / "node0"])
+    remove(path)
+    with pytest.raises(ConvertError, match=r"iteration 5 lacks tp1-dp0.*iteration 4 lacks tp1-dp0"):
+        ArenaSource([path])
+    with pytest.raises(ConvertError, match="no arena can be read"):
+        ArenaSource([tmp_path / "nothing"])
+
+
+def test_snapshots_of_two_lineages_are_never_one(tmp_path: Path) -> None:
+    path = job(tmp_path)
+    arena = arena_of(path, "tp0-dp1")
+    seal(arena, 1, 5, lineage=b"m" * 16)
+    check(ArenaSource([path]), 4)
+
+
+def test_arenas_of_two_layouts_are_named(tmp_path: Path) -> None:
+    path = job(tmp_path)
+    other = arena_of(job(tmp_path / "other", layout={"tp": 2, "dp": 4}), "tp0-dp1")
+    with pytest.raises(ConvertError, match="was written in layout"):
+        ArenaSource([path / "node1", other.path])
+
+
+def spoil(path: Path, shard: str, at: Callable[[Arena], int]) -> None:
+    arena = arena_of(path, shard)
+    with arena.slot(1) as view:
+        view[at(arena)] ^= 1
+    arena.close()
+
+
+def test_damage_is_named_and_never_given_out(tmp_path: Path) -> None:
+    path = job(tmp_path)
+    spoil(path, "tp1-dp0", lambda arena: arena.image.offsets[1])
+    source = ArenaSource([path])
+    bad = [f for i, f in enumerate(source.catalog.fragments) if not readable(source, i)]
+    # A chunk of 48 bytes holds parts of two fragments.
+    assert Fragment("master/columns", "F32", (4, 6), Box((0, 3), (4, 3)), 0, 4) in bad
+    assert all(fragment.box.offset in ((3, 0), (0, 3), (0,)) for fragment in bad)
+    check(ArenaSource([path], iteration=4), 4)
+
+
+def readable(source: ArenaSource, index: int) -> bool:
+    try:
+        source.read(index)
+    except ConvertError as error:
+        assert "tp1-dp0" in str(error) and "is damaged" in str(error) and "chunk" in str(error)
+        return False
+    return True
+
+
+@pytest.mark.parametrize(
+    ("at", "text"),
+    [
+        (lambda arena: arena.image.objects.begin + 20, "objects of tp0-dp0 are damaged"),
+        (lambda arena: 100, "header is damaged"),
+        (lambda arena: arena.image.volatile.begin, "holds buffer/bias, is damaged"),
+    ],
+)
+def test_damage_that_is_seen_when_it_is_opened(tmp_path: Path, at: Callable[[Arena], int], text: str) -> None:
+    path = job(tmp_path)
+    spoil(path, "tp0-dp0", at)
+    with pytest.raises(ConvertError, match=text):
+        ArenaSource([path])
+
+
+def test_ranks_that_disagree_are_named(tmp_path: Path) -> None:
+    path = job(tmp_path)
+    arena = arena_of(path, "tp1-dp1")
+    begin = arena.image.volatile.begin
+    with arena.slot(1) as view:
+        view[begin] ^= 1
+    record = arena.control.record(1)
+    arena.control.begin(1)
+    for chunk in range(len(arena.image.chunks)):
+        arena.control.set_chunk_hash(1, chunk, arena.hash_chunk(1, chunk))
+    arena.control.set_objects(1, record.objects_used, record.objects_hash)
+    arena.control.seal(1, LINEAGE, 5)
+    with pytest.raises(ConvertError, match="buffer/bias differs between tp0-dp0 and tp1-dp1"):
+        ArenaSource([path])
+    assert "buffer/bias" not in {f.key for f in ArenaSource([path], roles={"master", "weight"}).catalog.fragments}
+
+
+def test_a_job_that_moves_on_is_never_mixed_in(tmp_path: Path) -> None:
+    path = job(tmp_path)
+    source = ArenaSource([path])
+    index = next(i for i, f in enumerate(source.catalog.fragments) if f.key == "master/rows")
+    before = source.read(index).copy()
+    source.confirm()
+    arena = arena_of(path, "tp0-dp0")
+    arena.control.begin(1)
+    with pytest.raises(ConvertError, match="moved on while iteration 5 was read"):
+        source.confirm()
+    with pytest.raises(ConvertError, match="moved on"):
+        source.read(index)
+    seal(arena, 1, 6)
+    with pytest.raises(ConvertError, match="moved on"):
+        source.confirm()
+    with pytest.raises(ConvertError, match="moved on"):
+        source.read(index)
+    assert before.view(np.float32)[0] == whole("master/rows", 5).flat[0]
+
+
+def test_the_same_iteration_written_anew_is_another_one(tmp_path: Path) -> None:
+    path = job(tmp_path)
+    source = ArenaSource([path])
+    source.read(0)
+    seal(arena_of(path, "tp0-dp0"), 1, 5)
+    with pytest.raises(ConvertError, match="moved on"):
+        source.confirm()
+
+
+def test_what_has_no_checksums_yet_is_read_and_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = job(tmp_path)
+    seal(arena_of(path, "tp0-dp1"), 1, 5, hashed=False)
+    check(ArenaSource([path]), 5)
+    assert "no checksums were taken yet of tp0-dp1" in caplog.text
+
+
+def test_nothing_is_written(tmp_path: Path) -> None:
+    path = job(tmp_path)
+    files = {p: p.read_bytes() for p in path.rglob("*") if p.is_file()}
+    source = ArenaSource([path])
+    check(source, 5)
+    source.close()
+    assert {p: p.read_bytes() for p in path.rglob("*") if p.is_file()} == files
