@@ -238,10 +238,10 @@ def parameters_wrong(job: Any, rows: int) -> list[str]:
     from megatron.core.utils import unwrap_model
 
     from ftckpt.live.tensors import fragments
-    from ftckpt.megatron.geometry import place_parameters
+    from ftckpt.megatron.geometry import place_tensors
 
     problems = []
-    places = place_parameters([unwrap_model(chunk) for chunk in job.model])
+    places = place_tensors([unwrap_model(chunk) for chunk in job.model]).parameters
     for parameter, placed in places.items():
         for fragment, view in fragments(placed, "weight", parameter, 0):
             wanted = torch.from_numpy(expected(fragment)).to(view.dtype)
