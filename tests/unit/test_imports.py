@@ -32,7 +32,7 @@ STAGES: dict[str, set[str]] = {
     "persist": {"universal.format", "arena", "state"},
     "restore": {"protect", "persist", "universal.format", "arena", "layout", "state", "smp.client", "comm"},
     "smp": {"protect", "persist", "arena", "restore.inventory", "capture.node_budget"},
-    "universal": {"arena", "restore.plan", "restore.load", "persist", "comm", "state", "layout"},
+    "universal": {"arena", "restore.plan", "restore.load", "restore.source", "persist", "comm", "state", "layout"},
 }
 FRAMEWORK = {
     "checkpointer",
