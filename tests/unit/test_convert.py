@@ -1,0 +1,383 @@
+"""Conversions: every element arrives, from any fragments, in bounded memory, and a broken-off one goes on."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ftckpt.errors import ConvertError
+from ftckpt.state.fragment import Box, Fragment
+from ftckpt.universal.catalog import Bytes, Catalog, Source, Tensor
+from ftckpt.universal.convert import Options, convert, prepare
+from ftckpt.universal.derived import cast
+from ftckpt.universal.fill import Filler, take
+from ftckpt.universal.reader import UniversalSource
+from ftckpt.universal.writer import SafetensorsSink, UniversalSink
+
+NUMPY = {"F32": np.float32, "BF16": np.uint16, "I64": np.int64, "U8": np.uint8}
+
+
+class Memory(Source):
+    """A source of arrays: each fragment's elements are those of its tensor in ``whole``, unless ``changed`` says
+    otherwise."""
+
+    def __init__(self, whole: Mapping[str, np.ndarray], fragments: Sequence[Fragment], **more: object) -> None:
+        self.whole = whole
+        self._catalog = Catalog("ftckpt", 7, {"tp": 2}, tuple(fragments), {"step": 7}, **more)  # type: ignore[arg-type]
+        self.changed: dict[int, np.ndarray] = {}
+        self.reads = 0
+        self.on_read: Callable[[int], None] = lambda index: None
+        self.confirmed = 0
+
+    @property
+    def catalog(self) -> Catalog:
+        return self._catalog
+
+    def read(self, index: int) -> Bytes:
+        self.reads += 1
+        self.on_read(index)
+        if index in self.changed:
+            return self.changed[index].view(np.uint8)
+        return elements(self.whole, self._catalog.fragments[index]).view(np.uint8)
+
+    def confirm(self) -> None:
+        self.confirmed += 1
+
+    def close(self) -> None:
+        pass
+
+
+def elements(whole: Mapping[str, np.ndarray], fragment: Fragment) -> np.ndarray:
+    box = tuple(slice(o, o + s) for o, s in zip(fragment.box.offset, fragment.box.shape, strict=True))
+    return np.ascontiguousarray(whole[fragment.key][box].reshape(-1)[fragment.start : fragment.stop])
+
+
+def array(shape: tuple[int, ...], dtype: str = "F32", seed: int = 0) -> np.ndarray:
+    random = np.random.default_rng([seed, *shape])
+    if dtype == "F32":
+        return random.standard_normal(shape, dtype=np.float32)
+    return random.integers(0, 100, shape).astype(NUMPY[dtype])
+
+
+def wholes(tensors: Mapping[str, np.ndarray], dtype: str = "F32") -> list[Fragment]:
+    return [Fragment.whole(k, dtype, v.shape, Box((0,) * v.ndim, v.shape)) for k, v in tensors.items()]
+
+
+def halves(tensors: Mapping[str, np.ndarray]) -> list[Fragment]:
+    """Each tensor in two parts along its first dimension."""
+    found = []
+    for key, value in tensors.items():
+        middle = value.shape[0] // 2
+        for first, last in ((0, middle), (middle, value.shape[0])):
+            box = Box((first, *(0,) * (value.ndim - 1)), (last - first, *value.shape[1:]))
+            found.append(Fragment.whole(key, "F32", value.shape, box))
+    return found
+
+
+def model(num: int = 6) -> dict[str, np.ndarray]:
+    tensors = {}
+    for n in range(num):
+        tensors[f"master/layers.{n}.weight"] = array((8, 5), seed=n)
+        tensors[f"exp_avg/layers.{n}.weight"] = array((8, 5), seed=100 + n)
+    return tensors
+
+
+def read_all(path: Path) -> dict[str, bytes]:
+    source = UniversalSource(path)
+    found = {f.key: source.read(i).tobytes() for i, f in enumerate(source.catalog.fragments)}
+    source.close()
+    return found
+
+
+@st.composite
+def grids(draw: st.DrawFn, shape: tuple[int, ...]) -> list[Fragment]:
+    """A tensor cut into a grid of boxes, each cut into flat ranges."""
+
+    def spans(size: int) -> list[tuple[int, int]]:
+        cuts = draw(st.sets(st.integers(1, size - 1), max_size=2)) if size > 1 else set()
+        return list(pairwise([0, *sorted(cuts), size]))
+
+    boxes = [Box((), ())]
+    for size in shape:
+        boxes = [Box((*b.offset, lo), (*b.shape, hi - lo)) for lo, hi in spans(size) for b in boxes]
+    return [Fragment("w/x", "F32", shape, box, lo, hi) for box in boxes for lo, hi in spans(box.numel)]
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_rows_are_filled_from_any_fragments(data: st.DataObject) -> None:
+    shape = tuple(data.draw(st.lists(st.integers(1, 6), min_size=0, max_size=3)))
+    whole = {"w/x": array(shape)}
+    fragments = data.draw(grids(shape)) + (data.draw(grids(shape)) if data.draw(st.booleans()) else [])
+    filler = Filler(Memory(whole, fragments))
+    (tensor,) = filler.tensors
+    first = data.draw(st.integers(0, tensor.rows - 1))
+    last = data.draw(st.integers(first, tensor.rows))
+    rows = whole["w/x"].reshape(tensor.rows, -1)[first:last]
+    if shape or last > first:
+        assert filler.get(tensor, first, last if shape else 1).tobytes() == rows.tobytes()
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_a_box_is_taken_out_of_a_flat_range(data: st.DataObject) -> None:
+    shape = tuple(data.draw(st.lists(st.integers(1, 5), min_size=1, max_size=3)))
+    offset = tuple(data.draw(st.integers(0, size - 1)) for size in shape)
+    box = Box(offset, tuple(data.draw(st.integers(1, s - o)) for s, o in zip(shape, offset, strict=True)))
+    whole = np.arange(math.prod(shape), dtype=np.int64)
+    start = data.draw(st.integers(0, whole.size))
+    stop = data.draw(st.integers(start, whole.size))
+    slices = tuple(slice(o, o + s) for o, s in zip(box.offset, box.shape, strict=True))
+    inside = whole.reshape(shape)[slices].reshape(-1)
+    expected = inside[(inside >= start) & (inside < stop)]
+    assert take(whole[start:stop].view(np.uint8), shape, box, start, stop).tobytes() == expected.tobytes()
+
+
+@pytest.mark.parametrize("workers", [1, 4])
+def test_everything_arrives_in_a_universal_checkpoint(tmp_path: Path, workers: int) -> None:
+    tensors = model()
+    told: list[int] = []
+    source = Memory(tensors, halves(tensors), padded=frozenset({"master/layers.0.weight"}))
+    sink = UniversalSink(tmp_path / "out", max_file_bytes=400)
+    report = convert(source, sink, Options(workers=workers), told.append)
+    assert read_all(tmp_path / "out") == {key: value.tobytes() for key, value in tensors.items()}
+    read = UniversalSource(tmp_path / "out").catalog
+    assert (read.iteration, read.objects, read.padded) == (7, {"step": 7}, {"master/layers.0.weight"})
+    assert report.files > 2 and report.tensors == 12 and sum(told) == report.nbytes
+    assert source.confirmed == report.files
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
+
+
+def test_weights_that_derive_are_cast_whatever_roles_are_asked_for(tmp_path: Path) -> None:
+    masters = {"master/a": array((3, 4)), "exp_avg/a": array((3, 4), seed=1)}
+    weight = cast(masters["master/a"].reshape(-1).view(np.uint8), "F32", "BF16").tobytes()
+    for roles, expected in (
+        (None, {"weight/a", "master/a", "exp_avg/a"}),
+        ("weight", {"weight/a"}),
+        ("master", {"master/a"}),
+        ("weight,master", {"weight/a", "master/a"}),
+        ("weight,exp_avg", {"weight/a", "exp_avg/a"}),
+    ):
+        source = Memory(masters, wholes(masters), derived={"weight/a": "BF16"})
+        options = Options(roles=frozenset(roles.split(",")) if roles else None)
+        convert(source, UniversalSink(tmp_path / f"out-{roles}"), options)
+        found = read_all(tmp_path / f"out-{roles}")
+        assert set(found) == expected
+        assert found.get("weight/a", weight) == weight
+    convert(source, SafetensorsSink(tmp_path / "weights"), Options())
+    with pytest.raises(ConvertError, match="no nonsense; it has exp_avg, master, weight"):
+        prepare(source, UniversalSink(tmp_path / "x"), Options(roles=frozenset({"nonsense"})))
+
+
+def test_copies_that_differ_are_an_error_that_names_them(tmp_path: Path) -> None:
+    tensors = {"weight/norm": array((6,)), "weight/b": array((6,))}
+    source = Memory(tensors, [*wholes(tensors), *wholes(tensors)])
+    convert(source, UniversalSink(tmp_path / "same"), Options())
+    for index in (0, 2):
+        source.changed = {index: tensors["weight/norm"] + np.float32([0, 0, 0, 0, 0, 1e-6])}
+        with pytest.raises(ConvertError, match="weight/norm: copies that must be equal differ"):
+            convert(source, UniversalSink(tmp_path / "differ"), Options())
+        assert not (tmp_path / "differ").exists()
+
+
+def test_a_copy_of_a_part_is_compared_too(tmp_path: Path) -> None:
+    tensors = {"weight/a": array((8, 4))}
+    part = Fragment.whole("weight/a", "F32", (8, 4), Box((2, 1), (5, 2)))
+    source = Memory(tensors, [*halves(tensors), part])
+    convert(source, UniversalSink(tmp_path / "same"), Options())
+    source.changed = {2: elements(tensors, part) * np.float32(2)}
+    with pytest.raises(ConvertError, match=r"weight/a: copies .*\[2,1\+5,2\]"):
+        convert(source, UniversalSink(tmp_path / "differ"), Options())
+
+
+def test_copies_to_be_averaged_are(tmp_path: Path) -> None:
+    tensors = {"weight/norm": np.float32([1, 2, 3, 4])}
+    source = Memory(tensors, wholes(tensors) * 3, average=frozenset({"weight/norm"}))
+    source.changed = {1: np.float32([2, 2, 5, 4]), 2: np.float32([3, 2, 7, 4])}
+    convert(source, UniversalSink(tmp_path / "out"), Options())
+    assert np.frombuffer(read_all(tmp_path / "out")["weight/norm"], np.float32).tolist() == [2, 2, 5, 4]
+
+
+def test_bfloat16_copies_are_averaged_in_more_bits(tmp_path: Path) -> None:
+    halves_of = [torch.tensor([1.0, 3.0], dtype=torch.bfloat16), torch.tensor([2.0, 3.0], dtype=torch.bfloat16)]
+    bits = [value.view(torch.uint8).numpy() for value in halves_of]
+    fragment = Fragment.whole("weight/n", "BF16", (2,), Box((0,), (2,)))
+    source = Memory({}, [fragment, fragment], average=frozenset({"weight/n"}))
+    source.changed = dict(enumerate(bits))
+    convert(source, UniversalSink(tmp_path / "out"), Options())
+    found = torch.frombuffer(bytearray(read_all(tmp_path / "out")["weight/n"]), dtype=torch.bfloat16)
+    assert found.tolist() == [1.5, 3.0]
+
+
+def test_a_source_that_is_not_whole_or_contradicts_itself_is_refused(tmp_path: Path) -> None:
+    tensors = model(1)
+    fragments = halves(tensors)
+    with pytest.raises(ConvertError, match=r"does not hold all elements of master/layers\.0\.weight: .* missing"):
+        prepare(Memory(tensors, fragments[1:]), UniversalSink(tmp_path / "x"), Options())
+    other = Fragment.whole("master/layers.0.weight", "F32", (9, 5), Box((0, 0), (9, 5)))
+    with pytest.raises(ConvertError, match=r"disagree what it is: F32 \[8, 5\] and F32 \[9, 5\]"):
+        prepare(Memory(tensors, [*fragments, other]), UniversalSink(tmp_path / "x"), Options())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_destination_that_exists_is_an_error(tmp_path: Path) -> None:
+    tensors = model(1)
+    (tmp_path / "out").mkdir()
+    with pytest.raises(ConvertError, match="out: exists"):
+        convert(Memory(tensors, wholes(tensors)), UniversalSink(tmp_path / "out"), Options())
+
+
+class Broken(Exception):
+    pass
+
+
+def break_off(tmp_path: Path, tensors: Mapping[str, np.ndarray], after: int, **options: object) -> None:
+    """A conversion that an error ends once ``after`` fragments were read."""
+    source = Memory(tensors, wholes(tensors))
+
+    def fail(index: int) -> None:
+        if source.reads > after:
+            raise Broken
+
+    source.on_read = fail
+    with pytest.raises(Broken):
+        convert(source, UniversalSink(tmp_path / "out", 400), Options(workers=1, **options))  # type: ignore[arg-type]
+
+
+def test_a_broken_off_conversion_goes_on(tmp_path: Path) -> None:
+    tensors = model()
+    break_off(tmp_path, tensors, 7)
+    assert not (tmp_path / "out").exists()
+    written = sorted(path.name for path in (tmp_path / "out.partial").glob("*.safetensors"))
+    assert len(written) == 3
+    source = Memory(tensors, wholes(tensors))
+    told: list[int] = []
+    report = convert(source, UniversalSink(tmp_path / "out", 400), Options(workers=2), told.append)
+    assert report.resumed == 3 and source.reads == 12 - 6
+    assert sum(told) == 12 * 160
+    assert read_all(tmp_path / "out") == {key: value.tobytes() for key, value in tensors.items()}
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
+
+
+def test_a_finished_file_that_was_changed_is_written_again(tmp_path: Path) -> None:
+    tensors = model()
+    break_off(tmp_path, tensors, 7)
+    one, two, _ = sorted((tmp_path / "out.partial").glob("*.safetensors"))
+    data = bytearray(one.read_bytes())
+    data[-1] ^= 1
+    one.write_bytes(data)
+    two.write_bytes(two.read_bytes()[:-1])
+    journal = tmp_path / "out.partial.jsonl"
+    journal.write_text(journal.read_text() + '{"file": "tensors-0000')  # a kill in the middle of a line
+    report = convert(Memory(tensors, wholes(tensors)), UniversalSink(tmp_path / "out", 400), Options())
+    assert report.resumed == 1
+    assert read_all(tmp_path / "out") == {key: value.tobytes() for key, value in tensors.items()}
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ("iteration", "begun with another iteration"),
+        ("fragments", "begun with another contents of the source"),
+        ("identity", "begun with another specification"),
+        ("files", "begun with another files"),
+    ],
+)
+def test_a_partial_one_of_something_else_is_refused(tmp_path: Path, change: str, text: str) -> None:
+    tensors = model()
+    break_off(tmp_path, tensors, 7, identity={"specification": "gpt"})
+    source = Memory(tensors, halves(tensors) if change == "fragments" else wholes(tensors))
+    if change == "iteration":
+        source._catalog = Catalog("ftckpt", 8, {}, source.catalog.fragments, {"step": 7})
+    options = Options(identity={"specification": "llama" if change == "identity" else "gpt"})
+    sink = UniversalSink(tmp_path / "out", 800 if change == "files" else 400)
+    with pytest.raises(ConvertError, match=text):
+        convert(source, sink, options)
+    (tmp_path / "out.partial.jsonl").unlink()
+    with pytest.raises(ConvertError, match="begun by something else"):
+        convert(source, UniversalSink(tmp_path / "out", 400), options)
+
+
+def test_killed_between_the_name_and_the_end_of_the_journal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = model()
+    monkeypatch.setattr("ftckpt.universal.journal.Journal.end", lambda self: None)
+    convert(Memory(tensors, wholes(tensors)), UniversalSink(tmp_path / "out"), Options())
+    monkeypatch.undo()
+    assert (tmp_path / "out.partial.jsonl").exists()
+    other = {key: value + 1 for key, value in model(1).items()}
+    with pytest.raises(ConvertError, match="exists"):
+        convert(Memory(other, halves(other)), UniversalSink(tmp_path / "out"), Options())
+    source = Memory(tensors, wholes(tensors))
+    assert convert(source, UniversalSink(tmp_path / "out"), Options()).resumed == 1
+    assert source.reads == 0 and not (tmp_path / "out.partial.jsonl").exists()
+
+
+def test_too_little_memory_for_one_file_is_said_before_anything_is_written(tmp_path: Path) -> None:
+    tensors = {"weight/large": array((1000, 10))}
+    with pytest.raises(ConvertError, match=r"for weight/large, takes 120000 bytes of memory.*--max-memory"):
+        convert(Memory(tensors, wholes(tensors)), UniversalSink(tmp_path / "out"), Options(max_memory=100_000))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_workers_together_stay_in_their_memory(tmp_path: Path) -> None:
+    import threading
+
+    tensors = {f"weight/{n}": array((100, 10), seed=n) for n in range(12)}
+    source = Memory(tensors, wholes(tensors))
+    guard, at_once, most = threading.Lock(), [0], [0]
+    sink = UniversalSink(tmp_path / "out", 4000)
+    real = sink.write
+
+    def write(unit: object, get: object) -> None:
+        with guard:
+            at_once[0] += 1
+            most[0] = max(most[0], at_once[0])
+        real(unit, get)  # type: ignore[arg-type]
+        with guard:
+            at_once[0] -= 1
+
+    sink.write = write  # type: ignore[method-assign, assignment]
+    convert(source, sink, Options(workers=8, max_memory=24_000))
+    assert most[0] <= 2
+
+
+def test_no_room_is_said_beforehand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = model()
+    usage = type("usage", (), {"free": 1000})
+    monkeypatch.setattr("ftckpt.universal.convert.shutil.disk_usage", lambda path: usage)
+    with pytest.raises(ConvertError, match=r"1000 are free.*stays"):
+        convert(Memory(tensors, wholes(tensors)), UniversalSink(tmp_path / "out"), Options())
+    monkeypatch.undo()
+    convert(Memory(tensors, wholes(tensors)), UniversalSink(tmp_path / "out"), Options())
+
+
+def test_what_a_live_job_wrote_over_does_not_count(tmp_path: Path) -> None:
+    tensors = model()
+    source = Memory(tensors, wholes(tensors))
+
+    def moved_on() -> None:
+        raise ConvertError("moved on, again")
+
+    source.confirm = moved_on  # type: ignore[method-assign]
+    with pytest.raises(ConvertError, match="moved on"):
+        convert(source, UniversalSink(tmp_path / "out", 400), Options(workers=1))
+    assert len((tmp_path / "out.partial.jsonl").read_text().splitlines()) == 1
+    assert json.loads((tmp_path / "out.partial.jsonl").read_text())["identity"]["iteration"] == "7"
+
+
+def test_tensor_of_no_elements(tmp_path: Path) -> None:
+    tensors = {"weight/none": array((0, 4)), "weight/some": array((2, 4)), "step/s": array((), "F32")}
+    convert(Memory(tensors, wholes(tensors)), UniversalSink(tmp_path / "out"), Options())
+    assert read_all(tmp_path / "out") == {key: value.tobytes() for key, value in tensors.items()}
+    assert prepare(Memory(tensors, wholes(tensors)), UniversalSink(tmp_path / "y"), Options()).tensors == tuple(
+        Tensor(key, "F32", value.shape) for key, value in tensors.items()
+    )
