@@ -1,0 +1,261 @@
+"""What Megatron ranks say of their state is the same in every layout: keys, shapes, and which element is which.
+
+Each model is built in many layouts and filled by a function of key and place. That a place means the same in all of
+them is shown by the losses, which must be those of one rank alone, token by token.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import megatron_models as models
+import numpy as np
+import pytest
+import torch
+from megatron_models import Model
+
+from ftckpt.restore.plan import Have, plan
+from ftckpt.state.fragment import Fragment
+from ftckpt.testing.pool import run_ranks
+
+pytestmark = pytest.mark.multiproc
+
+_MOE = {"num_moe_experts": 4, "moe_router_topk": 2}
+_BIASED = {
+    "moe_router_enable_expert_bias": True,
+    "moe_router_score_function": "sigmoid",
+    "moe_router_load_balancing_type": "none",
+}
+_LATENT = {
+    "q_lora_rank": 16, "kv_lora_rank": 16, "qk_head_dim": 8, "v_head_dim": 12, "qk_pos_emb_head_dim": 4,
+    "qk_layernorm": True, "rope_type": "rope",
+}  # fmt: skip
+MODELS = {
+    "gpt": Model(),
+    "gqa-swiglu-untied": Model({"num_query_groups": 2, "gated_linear_unit": True, "qk_layernorm": True}, untied=True),
+    "experts": Model({**_MOE, **_BIASED, "moe_shared_expert_intermediate_size": 24}),
+    "gated-experts": Model({**_MOE, "gated_linear_unit": True, "moe_layer_freq": [0, 1, 1, 0]}),
+    "grouped": Model(_MOE, grouped=True),
+    "gated-grouped": Model({**_MOE, "gated_linear_unit": True}, grouped=True),
+    "mla": Model(_LATENT, mla=True),
+    "mtp": Model({"mtp_num_layers": 1}, untied=True),
+}
+_EXPERTS = ("experts", "gated-experts", "grouped", "gated-grouped")
+LAYOUTS: list[tuple[int, dict[str, int], tuple[str, ...]]] = [
+    (2, {"tp": 2}, tuple(MODELS)),
+    (2, {"pp": 2}, tuple(MODELS)),
+    (2, {"pp": 2, "vpp": 2}, tuple(MODELS)),
+    (2, {}, ("gpt", "gated-experts")),  # dp2
+    (2, {"ep": 2}, _EXPERTS),
+    (2, {"tp": 2, "etp": 1}, _EXPERTS),
+    (4, {"tp": 4}, tuple(MODELS)),  # of 2 groups of keys and values
+    (4, {"tp": 2, "pp": 2, "vpp": 2}, ("gqa-swiglu-untied", "mla")),
+    (4, {"tp": 2, "ep": 2}, _EXPERTS),
+    (4, {"tp": 2, "ep": 4, "etp": 1}, _EXPERTS),
+    (4, {"tp": 2, "pp": 2, "etp": 1, "ep": 2}, _EXPERTS),
+]
+ONE = (1, {}, tuple(MODELS))
+
+
+@dataclass(frozen=True)
+class Told:
+    """What one rank says: its fragments, padded keys, and the losses of tokens (none before the last stage)."""
+
+    fragments: list[Fragment]
+    padded: frozenset[str]
+    losses: list[float]
+
+
+Case = tuple[str, Model, Mapping[str, int]]
+
+
+def describe_all(rank: int, world_size: int, cases: list[Case]) -> list[Told]:
+    """One after the other in the same processes."""
+    return [_describe(model, layout) for _, model, layout in cases]
+
+
+def _describe(model: Model, layout: Mapping[str, int]) -> Told:
+    from ftckpt.megatron.state import MegatronState
+
+    with models.parallel(layout):
+        built = models.build(model, layout)
+        state = MegatronState(built.chunks, built.optimizer, None, {})  # type: ignore[arg-type]
+        described = state.describe()
+        pieces = [*described.stepped, *described.volatile]
+        models.fill(piece for piece in pieces if not piece.fragment.key.startswith("local/"))
+        state.finish_load()
+        losses = models.losses(built) if layout.get("cp", 1) == 1 and model.dtype == "float32" else []
+        return Told([piece.fragment for piece in pieces], described.padded, losses)
+
+
+def told(world_size: int, cases: list[Case]) -> dict[str, list[Told]]:
+    """By case, what each rank says."""
+    results = run_ranks(describe_all, world_size, cases)
+    return {name: [result.value[index] for result in results] for index, (name, _, _) in enumerate(cases)}
+
+
+@pytest.fixture(scope="module")
+def alone() -> dict[str, list[Told]]:
+    """Each model on one rank."""
+    return told(1, [(name, MODELS[name], {}) for name in MODELS])
+
+
+@pytest.fixture(scope="module")
+def divided() -> dict[str, list[Told]]:
+    """Each model in each of its layouts, by a name such as ``gpt tp2``."""
+    found: dict[str, list[Told]] = {}
+    for world_size in (2, 4):
+        cases = [
+            (f"{name} {_text(layout)}", MODELS[name], layout)
+            for ranks, layout, names in LAYOUTS
+            if ranks == world_size
+            for name in names
+        ]
+        found.update(told(world_size, cases))
+    return found
+
+
+def _text(layout: Mapping[str, int]) -> str:
+    return "".join(f"{axis}{size}" for axis, size in layout.items()) or "dp2"
+
+
+def shapes(ranks: list[Told]) -> dict[str, tuple[int, ...]]:
+    """Of every logical tensor; fails where two ranks disagree."""
+    found: dict[str, tuple[int, ...]] = {}
+    for fragment in (fragment for rank in ranks for fragment in rank.fragments):
+        if not fragment.key.startswith("local/"):
+            assert found.setdefault(fragment.key, fragment.global_shape) == fragment.global_shape, fragment.key
+    return found
+
+
+def test_keys_and_shapes_are_those_of_one_rank(alone: Any, divided: Any) -> None:
+    for case, ranks in divided.items():
+        assert shapes(ranks) == shapes(alone[case.split()[0]]), case
+
+
+def test_losses_of_tokens_are_those_of_one_rank(alone: Any, divided: Any) -> None:
+    """That they depend on the place of every tensor's elements is what the next test shows."""
+    for case, ranks in divided.items():
+        wanted = alone[case.split()[0]][0].losses
+        found = [rank.losses for rank in ranks if rank.losses]
+        assert found, case
+        for losses in found:
+            np.testing.assert_allclose(losses, wanted, rtol=2e-5, err_msg=case)
+
+
+def losses_without(rank: int, world_size: int, name: str) -> dict[str, float]:
+    """By weight, by how much a token's loss changes at most when its halves change places."""
+    from ftckpt.megatron.state import MegatronState
+
+    with models.parallel({}):
+        built = models.build(MODELS[name], {})
+        pieces = MegatronState(built.chunks, built.optimizer, None, {}).describe().stepped  # type: ignore[arg-type]
+        models.fill(pieces)
+        wanted = np.array(models.losses(built))
+        found = {}
+        for piece in (piece for piece in pieces if piece.fragment.key.startswith("weight/")):
+            before = piece.tensor.clone()
+            piece.tensor.copy_(before.roll(max(1, before.numel() // 2)))
+            change = float(np.abs(np.array(models.losses(built)) / wanted - 1).max())
+            found[piece.fragment.key] = max(change, found.get(piece.fragment.key, 0.0))
+            piece.tensor.copy_(before)
+        return found
+
+
+@pytest.mark.parametrize("name", ["gqa-swiglu-untied", "gated-experts", "gated-grouped", "mla", "mtp"])
+def test_losses_tell_when_elements_are_elsewhere(name: str) -> None:
+    """The tolerance of the test of losses is far below what elements in wrong places do."""
+    found = run_ranks(losses_without, 1, name)[0].value
+    # A bias of keys shifts all scores of a query alike, so its norm's is the one that attention does not see.
+    blind = [key for key, change in found.items() if change < 2e-4]
+    assert all(key.endswith("k_layernorm.bias") for key in blind), {key: found[key] for key in blind}
+
+
+def test_a_plan_between_any_two_layouts_fills_every_element(alone: Any, divided: Any) -> None:
+    for name in MODELS:
+        layouts = {"one": alone[name], **{c: r for c, r in divided.items() if c.split()[0] == name}}
+        for source, target in itertools.permutations(layouts, 2):
+            if "one" in (source, target) or source.endswith("tp2"):
+                assert_filled(layouts[source], layouts[target], f"{source} to {target}")
+
+
+def assert_filled(sources: list[Told], targets: list[Told], what: str, rows: Mapping[str, int] | None = None) -> None:
+    """Carry out the plan of every target rank and compare each element with what it shall be.
+
+    ``rows``: of padded keys, how many rows have values in both layouts.
+    """
+    haves = [
+        Have(rank, fragment, 0)
+        for rank, told in enumerate(sources)
+        for fragment in told.fragments
+        if not fragment.key.startswith("local/")
+    ]
+    held: dict[int, np.ndarray] = {}
+    for told_ in targets:
+        needs = [fragment for fragment in told_.fragments if not fragment.key.startswith("local/")]
+        found = [torch.full((need.numel,), float("nan"), dtype=torch.float64) for need in needs]
+        for read in plan(haves, needs, lambda _: 0, told_.padded):
+            values = held.setdefault(id(read.have), _values(read.have.fragment))
+            for block in read.blocks:
+                to = found[read.need].as_strided(block.shape, block.dest_strides, block.dest)
+                assert torch.isnan(to).all(), f"{what}: elements of {needs[read.need].name} are read twice"
+                to.copy_(torch.from_numpy(values).as_strided(block.shape, block.source_strides, block.source))
+        for need, tensor in zip(needs, found, strict=True):
+            wanted = _values(need)
+            if rows and need.key in rows:
+                beyond = models.positions_of(need) >= rows[need.key] * need.global_shape[-1]
+                assert torch.isnan(tensor).numpy()[beyond].all(), f"{what}: {need.name}"
+                wanted[beyond] = float("nan")
+            np.testing.assert_array_equal(tensor.numpy(), wanted, f"{what}: {need.name}")
+
+
+def _values(fragment: Fragment) -> np.ndarray:
+    return models.known(fragment.key, models.positions_of(fragment))
+
+
+OPTIMIZERS = {
+    "bf16": Model({"gated_linear_unit": True, "num_query_groups": 2}, dtype="bfloat16"),
+    "bf16-replicated": Model({"gated_linear_unit": True, "num_query_groups": 2}, dtype="bfloat16", sharded=False),
+}
+
+
+def test_masters_and_moments_fit_with_and_without_the_distributed_optimizer() -> None:
+    found = {}
+    for world_size, layout in ((4, {"tp": 2}), (4, {"cp": 2, "pp": 2}), (4, {"cp": 2})):
+        found.update(
+            told(world_size, [(f"{name} {_text(layout)}", model, layout) for name, model in OPTIMIZERS.items()])
+        )
+    for source, target in itertools.permutations(found, 2):
+        assert shapes(found[source]) == shapes(found[target])
+        assert_filled(found[source], found[target], f"{source} to {target}")
+    roles = {key.partition("/")[0] for key in shapes(next(iter(found.values())))}
+    assert roles == {"weight", "master", "exp_avg", "exp_avg_sq", "step"}
+
+
+@pytest.mark.parametrize("untied", [False, True])
+def test_vocabularies_are_padded_and_nothing_else_is(untied: bool) -> None:
+    model = replace(MODELS["gpt"], vocabulary=None, untied=untied)
+    one, four = told(1, [("one", model, {})])["one"], told(4, [("four", model, {"tp": 4})])["four"]
+    names = {"embedding.word_embeddings.weight", *(["output_layer.weight"] if untied else [])}
+    padded = {f"{role}/{name}" for role in ("weight", "exp_avg", "exp_avg_sq") for name in names}
+    assert {key for key in one[0].padded if not key.startswith("step/")} == padded
+    assert {key for key, shape in shapes(four).items() if shape != shapes(one)[key]} == padded
+    assert {shapes(one)[key][0] for key in padded} == {264}
+    assert {shapes(four)[key][0] for key in padded} == {288}
+    rows = dict.fromkeys(padded, 264)
+    assert_filled(one, four, "one to four", rows)
+    assert_filled(four, one, "four to one", rows)
+
+
+def test_buffers_of_the_model_are_told_from_those_of_a_rank(divided: Any) -> None:
+    for case, ranks in divided.items():
+        volatile = {f.key for rank in ranks for f in rank.fragments if f.key.startswith(("buffer/", "local/"))}
+        if case.startswith("experts "):
+            layers = range(models.LAYERS)
+            assert {f"buffer/decoder.layers.{n}.mlp.router.expert_bias" for n in layers} <= volatile
+            assert all("tokens_per_expert" in key for key in volatile if key.startswith("local/"))
+        else:
+            assert not {key for key in volatile if key.startswith("buffer/")}, case
