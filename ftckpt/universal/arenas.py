@@ -256,9 +256,9 @@ def _wanted(snapshot: Snapshot, slots: Mapping[str, _Slot]) -> Sequence[str]:
     first = next(iter(slots.values())).arena.manifest
     for slot in slots.values():
         if dict(slot.arena.manifest.layout) != dict(first.layout):
+            layouts = f"layout {dict(slot.arena.manifest.layout)}, {first.shard} in {dict(first.layout)}"
             raise ConvertError(
-                f"iteration {snapshot[0]}: {slot.arena.path} was written in layout {dict(slot.arena.manifest.layout)}, "
-                f"{first.shard} in {dict(first.layout)}; name directories of one job"
+                f"iteration {snapshot[0]}: {slot.arena.path} was written in {layouts}; name directories of one job"
             )
     try:
         return shard_names(first.layout, tuple(first.coords))

@@ -9,6 +9,7 @@ from ftckpt.errors import ConvertError
 from ftckpt.layout.replicas import private_key
 from ftckpt.state.fragment import Fragment
 from ftckpt.state.manifest import Manifest
+from ftckpt.universal.catalog import Tensor
 
 LOCAL = "local"
 """Role of tensors that belong to one rank and mean nothing in another layout."""
@@ -58,6 +59,22 @@ def without_doubles(entries: Sequence[Entry], content: Callable[[Entry], int]) -
                     "the model; leave its role out with --roles, or make it the same on all of them"
                 )
     return [same[0] for same in by_fragment.values()]
+
+
+def tensors_of(entries: Iterable[Entry]) -> list[Tensor]:
+    """The tensors that entries are parts of.
+
+    Raises:
+        ConvertError: two shards do not agree on the type or the shape of one.
+    """
+    found: dict[str, tuple[Tensor, str]] = {}
+    for entry in entries:
+        tensor = Tensor(entry.fragment.key, entry.fragment.dtype, entry.fragment.global_shape)
+        known, shard = found.setdefault(tensor.key, (tensor, entry.shard))
+        if known != tensor:
+            one, other = (f"{t.dtype} {list(t.shape)}" for t in (known, tensor))
+            raise ConvertError(f"{tensor.key} is {one} in {shard} and {other} in {entry.shard}")
+    return [tensor for tensor, _ in found.values()]
 
 
 def padded_keys(manifests: Iterable[Manifest]) -> frozenset[str]:

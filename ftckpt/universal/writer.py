@@ -62,6 +62,11 @@ class TensorFile:
         self._left[-1] = (name, left - len(data))
         self._skip_empty()
 
+    @property
+    def complete(self) -> bool:
+        """Whether every tensor is there."""
+        return not self._left
+
     def end(self) -> None:
         """All tensors are there: complete the header. The caller closes the file."""
         if self._left:
