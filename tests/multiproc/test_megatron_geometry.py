@@ -259,3 +259,12 @@ def test_buffers_of_the_model_are_told_from_those_of_a_rank(divided: Any) -> Non
             assert all("tokens_per_expert" in key for key in volatile if key.startswith("local/"))
         else:
             assert not {key for key in volatile if key.startswith("buffer/")}, case
+
+
+def test_each_tensor_has_one_step_and_each_sequential_expert_its_own(alone: Any) -> None:
+    for name in MODELS:
+        for key, shape in shapes(alone[name]).items():
+            if key.startswith("step/"):
+                assert shape == ((4,) if ".experts.linear_fc" in key else (1,)), key
+        keys = [f.name for f in alone[name][0].fragments]
+        assert len(keys) == len(set(keys))

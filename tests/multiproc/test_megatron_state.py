@@ -8,7 +8,7 @@ from typing import Any
 import jobs
 import pytest
 
-from ftckpt.testing.pool import run_ranks
+from ftckpt.testing.pool import RankFailure, run_ranks
 
 pytestmark = pytest.mark.multiproc
 
@@ -166,3 +166,125 @@ def test_a_weight_that_is_no_cast_of_its_master_is_copied() -> None:
         before, after = result.value
         assert before == []
         assert len(after) == 1
+
+
+FP16 = ["--precision", "fp16", "--loss-scale", "65536", "--loss-scale-window", "2", "--layers", "4"]
+EXPERTS = ["--num-experts", "4", "--layers", "4"]
+
+
+def objects_after(rank: int, world_size: int, argv: list[str], iterations: int) -> bytes:
+    """What a rank saves after some iterations."""
+    import train_gpt
+
+    from ftckpt.state import objects
+
+    job, state = build(argv)
+    state.describe()
+    for _ in range(iterations):
+        train_gpt.train_step(job)
+    return objects.encode(state.save_objects())
+
+
+def reshaped(rank: int, world_size: int, argv: list[str], source: list[bytes]) -> dict[str, Any]:
+    """What a rank of another layout has taken from these, and what it draws then, twice."""
+    from megatron.core import parallel_state as mpu
+    from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+
+    from ftckpt.state import objects
+
+    job, state = build(argv)
+    state.describe()
+    kinds = [[group["is_expert_parallel"] for group in leaf.optimizer.param_groups] for leaf in state._leaves]
+    state.load_reshaped([objects.decode(of_stage) for of_stage in source], 3)
+    state.finish_load()
+
+    def draw() -> dict[str, list[float]]:
+        import torch
+
+        found = {"default": torch.rand(2).tolist()}
+        for name in get_cuda_rng_tracker().get_states():
+            with get_cuda_rng_tracker().fork(name):
+                found[name] = torch.rand(2).tolist()
+        return found
+
+    drawn = draw()
+    state.set_rng()
+    assert draw() == drawn
+    groups = [group for leaf in state._leaves for group in leaf.optimizer.param_groups]
+    assert [[group["is_expert_parallel"] for group in leaf.optimizer.param_groups] for leaf in state._leaves] == kinds
+    return {
+        "place": (mpu.get_tensor_model_parallel_rank(), mpu.get_pipeline_model_parallel_rank()),
+        "lr": {group["lr"] for group in groups},
+        "weight_decay": sorted({group["weight_decay"] for group in groups}),
+        "scale": float(job.optimizer.get_loss_scale()),
+        "scheduler": job.scheduler.num_steps,
+        "data": job.data.consumed_samples,
+        "drawn": drawn,
+    }
+
+
+def saved(world_size: int, argv: list[str], iterations: int) -> tuple[list[bytes], list[dict[str, Any]]]:
+    """What each rank saves, encoded and not."""
+    from ftckpt.state import objects
+
+    encoded = [result.value for result in run_ranks(objects_after, world_size, argv, iterations)]
+    return encoded, [objects.decode(of_rank) for of_rank in encoded]
+
+
+def test_objects_of_one_layout_are_taken_in_another() -> None:
+    encoded, source = saved(2, [*FP16, "--pp", "2"], 3)
+    results = [result.value for result in run_ranks(reshaped, 4, [*FP16, "--tp", "2"], encoded)]
+    lr = {group["lr"] for optimizer in source[0]["optimizers"] for group in optimizer["groups"]}
+    assert len(lr) == 1
+    for value in results:
+        assert value["lr"] == lr
+        assert value["weight_decay"] == [0.0, 0.01]
+        assert value["scale"] == float(source[0]["optimizers"][0]["scaler"]["scale"]) == 131072.0
+        assert value["scheduler"] == value["data"] == 24
+    assert_drawn_as_seeded(results)
+
+
+def assert_drawn_as_seeded(results: list[dict[str, Any]]) -> None:
+    """Alike where ``model_parallel_cuda_manual_seed`` seeds alike, and different where it does not."""
+    for one in results:
+        for other in results:
+            for name, numbers in one["drawn"].items():
+                same_stage = one["place"][1] == other["place"][1]
+                alike = same_stage and (
+                    one["place"] == other["place"] or "parallel-rng" not in name or "data" in name
+                )
+                if "expert" not in name:
+                    assert (numbers == other["drawn"][name]) == alike, (name, one["place"], other["place"])
+
+
+def test_groups_of_experts_are_found_whether_experts_are_divided_or_not() -> None:
+    alone, whole = saved(1, EXPERTS, 2)
+    divided, parts = saved(2, [*EXPERTS, "--ep", "2"], 2)
+    assert len(whole[0]["optimizers"]) < len(parts[0]["optimizers"])
+    for source, world_size, argv in ((alone, 2, [*EXPERTS, "--ep", "2"]), (divided[:1], 1, EXPERTS)):
+        for result in run_ranks(reshaped, world_size, argv, source):
+            assert result.value["lr"] == {group["lr"] for group in whole[0]["optimizers"][0]["groups"]}
+
+
+def test_a_group_that_no_layout_had_is_an_error() -> None:
+    from ftckpt.state import objects
+
+    source = saved(1, [], 1)[1][0]
+    for optimizer in source["optimizers"]:
+        optimizer["groups"] = [group for group in optimizer["groups"] if group["wd_mult"]]
+    with pytest.raises(RankFailure, match=r"no group of parameters with wd_mult 0\.0"):
+        run_ranks(reshaped, 1, [], [objects.encode(source)])
+
+
+def test_log_sums_come_from_the_last_stage() -> None:
+    from argparse import Namespace
+
+    from ftckpt.megatron.counters import Counters
+
+    counters = Counters(Namespace(iteration=0))
+    first = {"counters": {"iteration": 5}, "log_sums": {}}
+    counters.load_reshaped([first, {"counters": {"iteration": 5}, "log_sums": {"lm loss": 2.5}}])
+    sums: dict[str, Any] = {}
+    assert counters.follow_log({}, sums, True) is False
+    assert sums == {"lm loss": 2.5}
+    assert counters._args.iteration == 5
