@@ -65,13 +65,16 @@ class Destination:
         fresh = final.with_name(f".{final.name}-{os.getpid()}-{threading.get_ident()}{_NEW}")
         with explained(final):
             final.parent.mkdir(parents=True, exist_ok=True)
+            file = open(fresh, "wb")
             try:
-                with open(fresh, "xb") as file:
-                    yield file
-                    file.flush()
-                    os.fsync(file.fileno())
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
+                file.close()
                 fresh.rename(final)
             except BaseException:
+                with contextlib.suppress(OSError):  # what is buffered has no room either
+                    file.close()
                 fresh.unlink(missing_ok=True)
                 raise
 

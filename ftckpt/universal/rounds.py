@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from types import TracebackType
 
+from ftckpt.universal.atomic import explained
 from ftckpt.universal.catalog import Bytes, Part, Unit
 from ftckpt.universal.writer import TensorFile, UniversalSink, strips
 
@@ -64,25 +65,28 @@ class OpenFiles:
     def __init__(self, sink: UniversalSink) -> None:
         self._sink = sink
         self._stack = ExitStack()
-        self._name = ""
         self._made: TensorFile | None = None
 
     def __enter__(self) -> OpenFiles:
         return self
 
     def put(self, step: Step, data: Bytes) -> None:
-        """The next bytes of a file; its first ones open it, its last ones complete it."""
-        made = self._made
-        if made is None or self._name != step.unit.name:
-            file = self._stack.enter_context(self._sink.destination.file(step.unit.name))
-            made = self._made = self._sink.begin_file(step.unit, file)
-            self._name = step.unit.name
-        if len(data):
-            made.put(data)
-        if made.complete:
-            made.end()
-            self._made = None
-            self._stack.close()
+        """The next bytes of a file; its first ones open it, its last ones complete it.
+
+        Raises:
+            ConvertError: no room, no permission, or the disk fails.
+        """
+        with explained(self._sink.destination.partial / step.unit.name):
+            made = self._made
+            if made is None:
+                file = self._stack.enter_context(self._sink.destination.file(step.unit.name))
+                made = self._made = self._sink.begin_file(step.unit, file)
+            if len(data):
+                made.put(data)
+            if made.complete:
+                made.end()
+                self._made = None
+                self._stack.close()
 
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
