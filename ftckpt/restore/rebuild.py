@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from ftckpt.protect.groups import ParityGroup
 from ftckpt.protect.stripes import num_blocks
 from ftckpt.protect.survive import BlockId, Repair, solve
+from ftckpt.restore.found import Snapshots
 from ftckpt.restore.protection import Kept, Shield
 from ftckpt.restore.source import Damage, Source
 
@@ -41,21 +42,6 @@ class Rebuild:
 
     fixes: Mapping[str, Fix]
     repairs: tuple[Repair, ...]
-
-
-@dataclass(frozen=True)
-class Snapshots:
-    """One snapshot as it was found: where each shard lies (``slots``, bad ones among them), and who lacks it."""
-
-    slots: Mapping[str, Sequence[Source]]
-    homes: Mapping[str, str]
-    nodes: Collection[str]
-    """Nodes that have any arena."""
-
-    def nearest(self, shard: str, bad: Collection[Source]) -> Source | None:
-        """The slot to take ``shard`` from: its home's where that is good."""
-        good = [source for source in self.slots.get(shard, ()) if source not in bad]
-        return min(good, key=lambda source: (source.node != self.homes[shard], source), default=None)
 
 
 def assess(
@@ -134,6 +120,8 @@ def _state(found: Snapshots, shard: str, bad: Mapping[Source, Damage]) -> str:
         return f"{', '.join([*parts, *some.parts]) or 'its slot'} are corrupt"
     if found.homes[shard] not in found.nodes:
         return "its node's arenas are gone"
+    if found.foreign and shard not in found.arenas:
+        return "its arena is gone"
     return "its arena does not hold it"
 
 

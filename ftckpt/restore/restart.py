@@ -22,7 +22,7 @@ from ftckpt.restore.load import OpenArenas, Target, Transfer, execute, transfer
 from ftckpt.restore.plan import Have, Read, plan
 from ftckpt.restore.protection import remove_newer
 from ftckpt.restore.repair import Used
-from ftckpt.restore.search import Search, reader_of
+from ftckpt.restore.search import Search, readers_of
 from ftckpt.restore.source import Source
 from ftckpt.state import objects
 from ftckpt.state.fragment import Fragment
@@ -139,7 +139,7 @@ class Restart:
 
     def _gather_held(self, decision: Decision) -> dict[str, Held]:
         """What each chosen slot holds, told by the rank that reads it to all."""
-        readers = {shard: reader_of(self._topology, shard, source) for shard, source in decision.sources.items()}
+        readers = readers_of(self._topology, decision)
 
         def describe() -> list[list[object]]:
             found: list[list[object]] = []
@@ -159,10 +159,11 @@ class Restart:
         return held
 
     def _own_capacities(self, decision: Decision) -> dict[str, int]:
+        readers = readers_of(self._topology, decision)
         return {
             shard: self._arenas.get(source.arena).manifest.capacity
             for shard, source in decision.sources.items()
-            if reader_of(self._topology, shard, source) == self._group.rank
+            if readers[shard] == self._group.rank
         }
 
     def _plan(self, held: Mapping[str, Held], wanted: Sequence[tuple[Piece, Fragment]]) -> list[Transfer]:

@@ -16,9 +16,10 @@ from ftckpt.arena.segment import Arena
 from ftckpt.comm import Group, together
 from ftckpt.errors import FtckptError
 from ftckpt.events import Events, Progress
-from ftckpt.layout.topology import Topology
+from ftckpt.layout.topology import Topology, layouts_differ
 from ftckpt.protect.survive import BlockId
 from ftckpt.restore.decide import Ask, Decision, Known, decide
+from ftckpt.restore.found import known_shards
 from ftckpt.restore.inventory import ArenaReport, take_inventory
 from ftckpt.restore.load import OpenArenas
 from ftckpt.restore.protection import ProtectionReport, Shield, Snapshot, join, read_shield, take_protection
@@ -26,18 +27,54 @@ from ftckpt.restore.repair import Place, Repairing, Used
 from ftckpt.restore.source import Damage, Source
 
 
-def reader_of(topology: Topology, shard: str, source: Source) -> int:
-    """The rank that reads a source: the shard's own where it is on that node, otherwise spread."""
-    local = topology.ranks_on(source.node)
-    own = topology.rank_of[shard]
-    return own if own in local else local[own % len(local)]
+def readers_of(topology: Topology, decision: Decision) -> dict[str, int]:
+    """The rank that reads each shard of a snapshot, or rebuilds it; on the node where that lies.
+
+    The shard's own rank where it is there, otherwise the ranks of the node in turn: of another layout's shards each
+    has as many as the others, give or take one.
+    """
+    places = dict(decision.sources)
+    if decision.rebuild is not None:
+        places.update({shard: fix.at for shard, fix in decision.rebuild.fixes.items()})
+    local: dict[str, list[int]] = {}
+    for rank, member in enumerate(topology.members):
+        local.setdefault(member.node, []).append(rank)
+    own = {} if reshaped(topology, decision) else topology.rank_of
+    turns: Counter[str] = Counter()
+    readers: dict[str, int] = {}
+    for shard in sorted(places):
+        node = places[shard].node
+        if own.get(shard) in local[node]:
+            readers[shard] = own[shard]
+        else:
+            readers[shard] = local[node][turns[node] % len(local[node])]
+            turns[node] += 1
+    return readers
+
+
+def reshaped(topology: Topology, decision: Decision) -> bool:
+    """Whether the snapshot was taken in another layout than the job has now."""
+    return bool(layouts_differ(topology.layout, decision.layout))
 
 
 class Search:
-    """One search; ``run`` is collective. ``used`` says afterwards what was rebuilt from what."""
+    """One search; ``run`` is collective. ``used`` says afterwards what was rebuilt from what.
 
-    def __init__(self, group: Group, topology: Topology, node_dir: Path, events: Events, arenas: OpenArenas) -> None:
+    ``reshapes``: whether a snapshot of another layout will do.
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        topology: Topology,
+        node_dir: Path,
+        events: Events,
+        arenas: OpenArenas,
+        *,
+        reshapes: bool = False,
+    ) -> None:
         self.used: Used = {}
+        self._reshapes = reshapes
         self._group = group
         self._topology = topology
         self._node_dir = node_dir
@@ -63,11 +100,11 @@ class Search:
         num_slots = max((report.num_slots for report in reports), default=0) or 2
         while True:
             known = Known(protection, self._shields, self._bad_blocks, self._given_up)
-            decision = decide(reports, self._homes, self._topology.layout, self._bad, known)
+            decision = decide(reports, self._homes, self._topology.layout, self._bad, known, reshapes=self._reshapes)
             if decision is None:
                 return None
             if isinstance(decision, Ask):
-                self._shields[decision.snapshot] = self._ask(decision.snapshot, reports)
+                self._shields[decision.snapshot] = self._ask(decision, reports)
                 continue
             if self._verify(decision):
                 self._shields.clear()  # more packages may be needed now
@@ -93,26 +130,26 @@ class Search:
             if report.problems:
                 self._events.emit("arena_problem", shard=report.shard, problems=report.problems)
         parts = [ProtectionReport.from_json(told["protection"]) for told in gathered]
-        protection = join(parts, self._homes)
+        protection = join(parts, known_shards(reports, self._homes, self._topology.layout))
         self._tell_problems(protection.problems)
         return reports, protection
 
-    def _ask(self, snapshot: Snapshot, reports: list[ArenaReport]) -> Shield:
-        """All about the protection of ``snapshot``, from the leaders of all nodes."""
+    def _ask(self, ask: Ask, reports: list[ArenaReport]) -> Shield:
+        """All about the protection of a snapshot, from the leaders of all nodes."""
         good = {
             report.shard
             for report in reports
             for slot in report.slots
-            if (slot.iteration, slot.lineage) == snapshot
+            if (slot.iteration, slot.lineage) == ask.snapshot
             and Source(report.node, report.name, slot.index) not in self._bad
         }
-        lacking = set(self._homes) - good
+        lacking = set(ask.shards) - good
         topology = self._topology
-        place = (self._node_dir, topology.me.node, snapshot, lacking, topology.layout)
+        place = (self._node_dir, topology.me.node, ask.snapshot, lacking, ask.layout)
         mine = together(self._group, lambda: read_shield(*place) if topology.is_node_leader else {})
         packed = zlib.compress(json.dumps(mine).encode(), 1)
         told = [json.loads(zlib.decompress(data)) for data in self._group.gather(packed)]
-        shield = together(self._group, lambda: Shield.of([part for part in told if part], self._homes))
+        shield = together(self._group, lambda: Shield.of([part for part in told if part], ask.shards))
         self._tell_problems(shield.problems)
         return shield
 
@@ -120,11 +157,8 @@ class Search:
         """Whether something new was found to be bad in the slots that would be taken."""
         begin = time.perf_counter()
         found: list[list[object]] = []
-        mine = {
-            shard: source
-            for shard, source in decision.sources.items()
-            if reader_of(self._topology, shard, source) == self._group.rank
-        }
+        readers = readers_of(self._topology, decision)
+        mine = {shard: source for shard, source in decision.sources.items() if readers[shard] == self._group.rank}
         for shard, source in mine.items():
             problems = self._verify_once(shard, source)
             if problems:
@@ -197,11 +231,8 @@ class Search:
         snapshot = (decision.iteration, decision.lineage)
         if decision.rebuild is None:
             return decision
-
-        def reader(shard: str, source: Source) -> int:
-            return reader_of(self._topology, shard, source)
-
-        place = Place(self._group, self._topology, self._node_dir, self._events, self._arenas, reader)
+        readers = readers_of(self._topology, decision)
+        place = Place(self._group, self._topology, self._node_dir, self._events, self._arenas, readers)
         repairing = Repairing(place, decision, decision.rebuild, self._shields[snapshot], num_slots)
         outcome = repairing.run()
         if outcome.sources:

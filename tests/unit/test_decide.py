@@ -60,7 +60,8 @@ def chosen(*reports: ArenaReport, bad: Collection[Source] = ()) -> Decision | No
 
 def test_the_newest_whole_snapshot_is_taken() -> None:
     decision = chosen(report("tp0", (A, 4), (A, 5)), report("tp1", (A, 5), (A, 4)))
-    assert decision == Decision(A, 5, {"tp0": Source("n0", "tp0.0011", 1), "tp1": Source("n1", "tp1.0011", 0)}, ())
+    sources = {"tp0": Source("n0", "tp0.0011", 1), "tp1": Source("n1", "tp1.0011", 0)}
+    assert decision == Decision(A, 5, sources, (), None, LAYOUT, HOMES)
 
 
 def test_a_shard_missing_in_the_newest_gives_the_one_before_and_says_why() -> None:
@@ -309,7 +310,7 @@ def rebuilt(decision: Decision | Ask | None) -> dict[str, Fix]:
 def test_a_snapshot_that_is_protected_is_asked_for_before_an_older_one_is_taken() -> None:
     known = shielded()
     reports = [*six((A, 5), without=["tp1"]), report("tp1", (A, 4), node="n0")]
-    assert outcome(reports, Known(known.protection)) == Ask((5, A))
+    assert outcome(reports, Known(known.protection)) == Ask((5, A), LAYOUT, tuple(RANKS))
     fixes = rebuilt(outcome(reports, known))
     assert fixes == {"tp1": Fix("tp1", Source("n0", "tp1.0011", NEW_SLOT), (0, 1, 2, 3), fixes["tp1"].kept)}
 
