@@ -17,6 +17,8 @@ MIB = 1 << 20
 _MAX_SECS = 1e9  # what timers of the operating system and of torch.distributed can hold
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _CORES = re.compile(r"\d{1,5}(-\d{1,5})?(,\d{1,5}(-\d{1,5})?)*")
+_LAYOUT = re.compile(r"((tp|pp|vpp|cp|ep|etp|dp)[1-9][0-9]{0,8})+")
+_FUNCTION = re.compile(r"[A-Za-z_][A-Za-z0-9_.]*:[A-Za-z_][A-Za-z0-9_]*")
 _PAGE_BYTES = 4096
 
 
@@ -83,6 +85,11 @@ class Config:
     affinity: str = _setting(
         "auto", "cores of ftckpt's threads: auto (those of the device's NUMA node), none, or a list such as 0-3,8"
     )
+    layouts: str = _setting(
+        "",
+        "layouts to restart in, the most wanted first, such as tp2pp2,tp2pp1: the first that fits the ranks there "
+        "are is taken; or a function of their number, module:function; default: the job's own",
+    )
     objects_mib: int = _setting(4, "room for RNG, counters, schedulers and user objects in a slot, in MiB", minimum=1)
     fence_timeout_secs: float = _setting(
         120.0, "longest wait for an unfinished copy before the snapshot is dropped", minimum=0.001
@@ -113,6 +120,7 @@ class Config:
         if self.slots == 1:
             raise ConfigError("slots: 1 is too small; the least is 2, or 0 for as many as protection needs")
         check_protect(self.protect)
+        _check_layouts(self.layouts)
         for name in ("job", "node", "rack"):
             value = getattr(self, name)
             if value and not _NAME.fullmatch(value):
@@ -134,13 +142,17 @@ class Config:
 
     @classmethod
     def from_mapping(cls, section: Mapping[str, Any]) -> Config:
-        """Build from a JSON section; unknown names are errors that name the closest valid one."""
+        """Build from a JSON section, where ``layouts`` may be a list; unknown names are errors that name the closest
+        valid one."""
         if not isinstance(section, Mapping):
             raise ConfigError(f"ftckpt: expected a mapping of settings, got {type(section).__name__}")
         known = [setting.name for setting in fields(cls)]
         for name in section:
             if name not in known:
                 raise ConfigError(f"ftckpt: unknown setting {name!r}; {_closest(str(name), known)}")
+        layouts = section.get("layouts")
+        if isinstance(layouts, (list, tuple)) and all(isinstance(name, str) for name in layouts):
+            section = {**section, "layouts": ",".join(layouts)}
         return cls(**section)
 
     @classmethod
@@ -204,6 +216,18 @@ def check_protect(protect: str) -> tuple[str, ...]:
     if {"replica", "copy"} <= set(modes):
         raise ConfigError(f"protect: {protect!r}: replica and copy guard the same bytes; choose one")
     return () if modes == ("none",) else modes
+
+
+def _check_layouts(layouts: str) -> None:
+    if not layouts or _FUNCTION.fullmatch(layouts):
+        return
+    for name in layouts.split(","):
+        axes = re.findall("[a-z]+", name)
+        if not _LAYOUT.fullmatch(name.strip()) or len(set(axes)) < len(axes):
+            raise ConfigError(
+                f"layouts: {name!r} is not a layout; write axes (tp, pp, vpp, cp, ep, etp, dp), each at most once, "
+                "and sizes, such as tp2pp2 or tp2pp1ep2, with commas between layouts; or module:function"
+            )
 
 
 def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:

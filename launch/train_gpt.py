@@ -1,8 +1,8 @@
 """Trains a GPT with megatron.core on the sources of the Python standard library.
 
 A training script of one's own, as small as hybrid parallelism allows: it builds the model, the
-optimizer and the data, and loops. Everything ftckpt needs from it is in `attach_checkpointer` and in the
-three lines of `main` and `train` that use what it returns.
+optimizer and the data, and loops. Everything ftckpt needs from it is in `choose_layout` and
+`attach_checkpointer`, and in the lines of `main` and `train` that use what they return.
 
     torchrun --nproc-per-node 8 launch/train_gpt.py --tp 2 --pp 2 --iterations 100
 
@@ -383,6 +383,27 @@ def dump_final(job: Job, folder: Path) -> None:
     path.write_text(json.dumps(final_hashes(job), indent=1))
 
 
+def choose_layout(args: argparse.Namespace) -> None:
+    """With --ftckpt-layouts: the sizes of the first that fits the ranks there are, in place of the given ones."""
+    import ftckpt.megatron
+
+    sizes = ftckpt.megatron.choose_layout(
+        ftckpt.megatron.Job(
+            global_batch=args.global_batch,
+            micro_batch=args.micro_batch,
+            num_layers=args.layers,
+            num_heads=args.heads,
+            num_query_groups=args.kv_groups,
+            num_experts=args.num_experts or 0,
+            ffn=args.ffn,
+            seq=args.seq,
+            sequence_parallel=args.sequence_parallel or bool(args.num_experts),
+        )
+    )
+    if sizes is not None:
+        args.tp, args.pp, args.vpp, args.ep = (sizes[axis] for axis in ("tp", "pp", "vpp", "ep"))
+
+
 def attach_checkpointer(job: Job) -> Any:
     """None when ftckpt is not switched on."""
     import ftckpt.megatron
@@ -408,6 +429,7 @@ def init_distributed() -> None:
 
 def main(argv: Sequence[str]) -> None:
     args = parse_args(argv)
+    choose_layout(args)
     init_distributed()
     job = build(args)
     job.checkpointer = attach_checkpointer(job)

@@ -48,7 +48,7 @@ def merged(section: Any) -> Config:
 
     Raises:
         ConfigError: not a mapping, an unknown name or an impossible value; a setting that differs between the two;
-            settings, and nothing that says whether ftckpt is switched on.
+            settings, and nothing that says whether ftckpt is switched on; layouts, in which no engine restarts.
     """
     if section is None:
         section = {}
@@ -65,7 +65,10 @@ def merged(section: Any) -> Config:
             f'enabled: missing, and the other settings mean nothing without it; say "enabled": true in the section '
             f'"{NAME}" of the DeepSpeed configuration, or --ftckpt to the runner'
         )
-    return Config.from_mapping(settings)
+    config = Config.from_mapping(settings)
+    if config.layouts:
+        raise ConfigError("layouts: a DeepSpeed job restarts in the layout that it had; leave them out")
+    return config
 
 
 def _flag(name: str) -> str:

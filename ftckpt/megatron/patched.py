@@ -65,12 +65,25 @@ def _ends_in_one_line(function: Callable[_P, _R]) -> Callable[_P, _R]:
 def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """In ``add_megatron_arguments``: the ftckpt flags join Megatron's parser, its ``--help`` too.
 
-    Flags that the runner took off the command line go in as defaults.
+    Flags that the runner took off the command line go in as defaults. Where they list layouts, the sizes of the one
+    that fits are put on the command line, which Megatron reads next.
     """
     config = ftckpt.megatron.configuration()
+    _choose_layout(config)
     parser = schema.add_flags(parser)
     parser.set_defaults(**{_destination(s.name): getattr(config, s.name) for s in fields(config)})
     return parser
+
+
+@_ends_in_one_line
+def _choose_layout(config: Config) -> None:
+    if not config.enabled and any(word.startswith("--ftckpt-layouts") for word in sys.argv[1:]):
+        config, _ = Config.from_flags(sys.argv[1:])
+    if config.layouts:
+        from ftckpt.megatron.layouts import rewrite
+
+        sys.argv[1:], choice = rewrite(sys.argv[1:], config.layouts, ftckpt.megatron.world_size())
+        ftckpt.megatron.hold_to(choice)
 
 
 @_ends_in_one_line

@@ -74,11 +74,14 @@ def attach(
 
     Raises:
         UnsupportedError: FSDP1, or state that ftckpt cannot map.
-        ConfigError: no job name can be found, torch.distributed is not initialised, or an object has no state.
+        ConfigError: no job name can be found, torch.distributed is not initialised, an object has no state, or there
+            are layouts.
     """
     config = config or Config()
     if not config.enabled:
         return None
+    if config.layouts:
+        raise ConfigError("layouts: a job in plain torch restarts in the layout that it had; leave them out")
     import torch.distributed as dist
 
     from ftckpt.checkpointer import Checkpointer

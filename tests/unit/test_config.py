@@ -19,7 +19,8 @@ TEXTS = st.text(st.characters(codec="utf-8"), max_size=20)
 SECS = st.floats(1, 1e9, allow_nan=False)
 CORES = st.from_regex(r"[0-9]{1,5}(-[0-9]{1,5})?(,[0-9]{1,5}(-[0-9]{1,5})?){0,3}", fullmatch=True)
 PROTECT = ["auto", "none", "node", "replica", "copy", "peer", "node,peer", "node, replica,peer", "peer,copy"]
-SAMPLES = {"arena": "/x", "affinity": "0-3,8", "protect": "node,peer"}
+LAYOUTS = ["", "tp2pp2", "tp2pp2dp2,tp1, dp4ep2etp1cp2vpp2", "site.layouts:of"]
+SAMPLES = {"arena": "/x", "affinity": "0-3,8", "protect": "node,peer", "layouts": "tp2pp2,tp1"}
 """A value for each text setting that does not take any text; names take ``x``."""
 
 
@@ -42,6 +43,8 @@ def configs(draw: st.DrawFn) -> Config:
             strategy = st.sampled_from(["auto", "none"]) | CORES
         elif setting.name == "protect":
             strategy = st.sampled_from(PROTECT)
+        elif setting.name == "layouts":
+            strategy = st.sampled_from(LAYOUTS)
         else:
             strategy = TEXTS
         if setting.name != "enabled" and draw(st.booleans()):

@@ -1,0 +1,343 @@
+"""Names of layouts, which layouts fit, and the command line that Megatron reads afterwards."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import ftckpt.megatron
+from ftckpt.config import Config
+from ftckpt.elastic.layouts import Job, choose, fits
+from ftckpt.errors import ConfigError, LayoutError
+from ftckpt.layout.names import AXES, layout_name, parse_layout
+from ftckpt.megatron import patched
+from ftckpt.megatron.layouts import rewrite
+
+GPT = Job(
+    global_batch=16, micro_batch=2, num_layers=4, num_heads=4, num_query_groups=4, num_experts=0, ffn=256, seq=64
+)
+SIZES = st.dictionaries(st.sampled_from(AXES), st.integers(1, 999), min_size=1)
+
+
+@pytest.fixture(autouse=True)
+def as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py"])
+    monkeypatch.setattr(ftckpt.megatron, "_choice", None)
+    yield
+    ftckpt.megatron.configure(Config())
+
+
+@given(SIZES, st.randoms())
+def test_a_name_gives_its_sizes_in_any_order(sizes: dict[str, int], order: Any) -> None:
+    parts = [f"{axis}{size}" for axis, size in sizes.items()]
+    order.shuffle(parts)
+    parsed = parse_layout("".join(parts))
+    assert {axis: parsed[axis] for axis in sizes} == sizes
+    missing = set(AXES) - sizes.keys() - {"dp"}
+    assert all(parsed[axis] == (parsed["tp"] if axis == "etp" else 1) for axis in missing)
+    assert ("dp" in parsed) == ("dp" in sizes)
+    assert Config(layouts="".join(parts)).layouts == "".join(parts)
+
+
+@given(SIZES)
+def test_the_name_of_sizes_gives_them_back(sizes: dict[str, int]) -> None:
+    sizes = parse_layout(layout_name({"tp": 1, "pp": 1, **sizes}))
+    assert parse_layout(layout_name(sizes)) == sizes
+
+
+@pytest.mark.parametrize(
+    ("layout", "name"),
+    [
+        (
+            {"tp": 2, "pp": 2, "vpp": 1, "cp": 1, "dp": 2, "ep": 1, "etp": 2, "distributed_optimizer": True},
+            "tp2pp2dp2",
+        ),
+        ({"tp": 1, "pp": 1, "dp": 1}, "tp1pp1dp1"),
+        ({"tp": 2, "pp": 4, "vpp": 2, "cp": 2, "dp": 1, "ep": 4, "etp": 1}, "tp2pp4vpp2cp2ep4etp1dp1"),
+        ({"tp": 2, "pp": 1, "dp": 4, "ep": "2,4", "zero": 2}, "tp2pp1ep2,4dp4zero2"),
+        ({"replicate": 2, "shard": 4}, "replicate2shard4"),
+        ({"dp": 8}, "dp8"),
+    ],
+)
+def test_names(layout: dict[str, Any], name: str) -> None:
+    assert layout_name(layout) == name
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("", "'' is no layout: write axes"),
+        ("tp2,pp2", "'tp2,pp2' is no layout"),
+        ("tp0", "'tp0' is no layout"),
+        ("tp2pp", "'tp2pp' is no layout"),
+        ("TP2", "'TP2' is no layout"),
+        ("tp2sp2", r"has an unknown axis 'sp': write axes \(tp, pp, vpp, cp, ep, etp, dp\)"),
+        ("tp2pp2tp4", "'tp2pp2tp4' gives 'tp' twice"),
+    ],
+)
+def test_a_wrong_name_is_refused_by_its_reader_and_at_start(name: str, message: str) -> None:
+    with pytest.raises(LayoutError, match=message):
+        parse_layout(name)
+    if "," not in name and name:
+        with pytest.raises(ConfigError, match=re.escape(f"layouts: {name!r} is not a layout; write axes (tp,")):
+            Config(layouts=f"tp1,{name}")
+
+
+def test_a_list_in_json_and_a_function_are_settings() -> None:
+    assert Config.from_mapping({"layouts": ["tp2pp2", "tp1"]}).layouts == "tp2pp2,tp1"
+    assert Config(layouts="my.site:layout_of").layouts == "my.site:layout_of"
+    for wrong in (["tp2", 3], "tp2,,pp2", "tp2;pp2", ":f", "m:"):
+        with pytest.raises(ConfigError, match="layouts: "):
+            Config.from_mapping({"layouts": wrong})
+
+
+@pytest.mark.parametrize(
+    ("name", "world", "changes", "why"),
+    [
+        ("tp2pp2dp2", 8, {}, ""),
+        ("tp2pp2", 8, {}, ""),
+        ("tp4pp4", 16, {}, ""),
+        ("tp2pp2dp2", 4, {}, "needs 8"),
+        ("tp2pp2", 6, {}, "needs a multiple of 4"),
+        ("tp2cp2", 6, {}, "needs a multiple of 4"),
+        ("tp3", 3, {"ffn": 255}, "cannot divide 4 attention heads by tp 3"),
+        ("tp3", 3, {"num_heads": 6, "ffn": 255}, "has tp 3, neither a divisor nor a multiple of 4 query groups"),
+        ("tp8", 8, {"num_heads": 8}, ""),
+        ("tp2", 2, {"ffn": 255}, "cannot divide 255 hidden units of the MLP by tp 2"),
+        ("pp3", 3, {}, "cannot divide 4 layers among 3 stages"),
+        ("pp3", 3, {"extra_layers": 2}, ""),
+        ("pp2vpp4", 2, {}, "cannot divide 4 layers among 8 stages"),
+        ("vpp2", 1, {}, "has vpp 2, which needs pp 2 or more"),
+        ("pp2vpp2", 2, {"least_interleaved": 3}, "has vpp 2, which needs pp 3 or more"),
+        ("cp3", 3, {}, "cannot divide sequences of 64 into 6 parts"),
+        ("tp4", 4, {"seq": 62, "sequence_parallel": True}, "cannot divide sequences of 62 into 4 parts"),
+        ("tp1", 3, {}, "cannot make a batch of 16 of micro-batches of 2 on dp 3"),
+        ("tp1", 16, {}, "cannot make a batch of 16 of micro-batches of 2 on dp 16"),
+        ("tp1", 2, {"batch_steps": (6,)}, "cannot make a batch of 6 of micro-batches of 2 on dp 2"),
+        ("pp2vpp2", 16, {}, "has 1 micro-batches, which vpp 2 cannot interleave on pp 2"),
+        ("pp2vpp2", 4, {}, ""),
+        ("pp2vpp2", 2, {"microbatch_group": 3}, ""),
+        ("pp2vpp2", 2, {"microbatch_group": 7}, "has 8 micro-batches, which vpp 2 cannot interleave on pp 2"),
+        ("pp2vpp2", 2, {"microbatch_group": 1}, "has 8 micro-batches, which vpp 2 cannot interleave on pp 2"),
+        ("ep2", 2, {}, "has ep 2, and the model no experts"),
+        ("ep2", 2, {"num_experts": None}, ""),
+        ("ep2", 2, {"num_experts": 3}, "cannot divide 3 experts by ep 2"),
+        ("ep2", 3, {"num_experts": 4}, "needs a multiple of etp × ep × pp = 2"),
+        ("tp2ep4", 4, {"num_experts": 4, "sequence_parallel": True}, "needs a multiple of etp × ep × pp = 8"),
+        ("tp2ep4etp1", 4, {"num_experts": 4, "sequence_parallel": True}, ""),
+        ("tp2", 4, {"num_experts": 4}, "has tp 2, with which experts need sequence parallelism"),
+        ("pp2", 2, {"by_hand": "--first", "pp": 4}, "has pp 2, and --first is for pp 4"),
+        ("pp2", 2, {"by_hand": "--table", "stages": 4}, "has pp × vpp 2, and --table is for 4"),
+        ("pp2vpp2", 2, {"by_hand": "--table", "stages": 4, "num_layers": 5}, ""),
+    ],
+)
+def test_what_fits(name: str, world: int, changes: dict[str, Any], why: str) -> None:
+    assert fits(parse_layout(name), world, replace(GPT, **changes)) == why
+
+
+@given(SIZES, st.integers(1, 64))
+def test_of_a_job_that_nothing_is_known_of_only_the_ranks_count(sizes: dict[str, int], world: int) -> None:
+    layout = {**parse_layout(layout_name(sizes) or "tp1"), "vpp": 1}
+    replica = layout["tp"] * layout["pp"] * layout["cp"]
+    ok = world == replica * layout["dp"] if "dp" in layout else world % replica == 0
+    assert (fits(layout, world, Job()) == "") == ok
+
+
+def test_the_first_that_fits_is_taken() -> None:
+    wanted = ["tp2pp2dp2", "tp2pp1dp2", "tp1pp2", "tp1"]
+    for world, name in ((8, "tp2pp2dp2"), (4, "tp2pp1dp2"), (2, "tp1pp2dp1"), (1, "tp1pp1dp1"), (16, "tp1pp2dp8")):
+        choice = choose(wanted, world, GPT)
+        assert choice.name == name and choice.sizes["dp"] * choice.sizes["tp"] * choice.sizes["pp"] == world
+    assert str(choose(",".join(wanted), 4, GPT)) == "layout tp2pp1dp2 for 4 ranks (tp2pp2dp2 needs 8)"
+    assert str(choose("tp1", 1, GPT)) == "layout tp1pp1dp1 for 1 rank"
+
+
+def test_none_that_fits_is_an_error_that_says_of_each_why() -> None:
+    message = "no listed layout fits 6 ranks: tp2pp2 needs a multiple of 4; tp1 cannot make a batch of 16 of micro-"
+    with pytest.raises(LayoutError, match=message):
+        choose("tp2pp2, tp1", 6, GPT)
+
+
+def half(world_size: int) -> str:
+    return f"tp{world_size // 2}"
+
+
+NUMBER = 3
+
+
+def test_a_function_names_the_layout() -> None:
+    assert choose(half, 4, GPT).name == choose(f"{__name__}:half", 4, GPT).name == "tp2pp1dp2"
+    with pytest.raises(LayoutError, match="tp0"):
+        choose(half, 1, GPT)
+    with pytest.raises(LayoutError, match="the function gave 4 for 4 ranks, which is no name"):
+        choose(lambda ranks: ranks, 4, GPT)  # type: ignore[arg-type, return-value]
+    for place in ("nowhere.at_all:f", f"{__name__}:nothing", f"{__name__}:NUMBER"):
+        with pytest.raises(LayoutError, match=f"layouts: '{place}'"):
+            choose(place, 4, GPT)
+    with pytest.raises(LayoutError, match="the list is empty"):
+        choose([], 4, GPT)
+
+
+LINE = (
+    "--num-layers 4 --num-attention-heads 4 --seq-length 64 --micro-batch-size 2 --global-batch-size 16 "
+    "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --lr 1e-3"
+)
+
+
+@pytest.mark.parametrize(
+    ("more", "layouts", "world", "expected"),
+    [
+        ("", "tp2pp2dp2,tp2pp1", 8, LINE),
+        ("", "tp2pp2dp2,tp2pp1", 4, LINE.replace("pipeline-model-parallel-size 2", "pipeline-model-parallel-size 1")),
+        (" --tensor-model-parallel-size=4", "tp2pp2", 4, LINE + " --tensor-model-parallel-size=2"),
+        ("", "tp2pp2cp2", 8, LINE + " --context-parallel-size 2"),
+        ("", "tp2pp2vpp2", 4, LINE + " --num-virtual-stages-per-pipeline-rank 2"),
+        (
+            " --num-virtual-stages-per-pipeline-rank 2",
+            "tp2pp2",
+            4,
+            LINE + " --num-virtual-stages-per-pipeline-rank 1",
+        ),
+        (
+            " --num-layers-per-virtual-pipeline-stage 1",
+            "tp2pp2",
+            4,
+            LINE + " --num-layers-per-virtual-pipeline-stage 2",
+        ),
+        (
+            " --num-layers-per-virtual-pipeline-stage 2",
+            "tp2pp2vpp2",
+            4,
+            LINE + " --num-layers-per-virtual-pipeline-stage 1",
+        ),
+        (
+            " --num-experts 4 --sequence-parallel",
+            "tp2pp2ep2etp1",
+            4,
+            LINE + " --num-experts 4 --sequence-parallel --expert-model-parallel-size 2 "
+            "--expert-tensor-parallel-size 1",
+        ),
+        (
+            " --expert-tensor-parallel-size 1",
+            "tp2pp2",
+            4,
+            LINE + " --expert-tensor-parallel-size 2",
+        ),
+    ],
+)
+def test_the_sizes_are_put_on_the_command_line(more: str, layouts: str, world: int, expected: str) -> None:
+    argv, choice = rewrite((LINE + more).split(), layouts, world)
+    assert argv == expected.split()
+    assert rewrite(argv, layouts, world) == (argv, choice)
+
+
+@pytest.mark.parametrize(
+    ("more", "layouts", "message"),
+    [
+        (" --yaml-cfg job.yaml", "tp2", "--yaml-cfg reads none"),
+        (" --num-experts 3", "ep2", "ep2 cannot divide 3 experts by ep 2"),
+        (" --num-experts 4", "tp2ep2", "experts need sequence parallelism"),
+        ("", "ep2", "the model no experts"),
+        (" --rampup-batch-size 4 2 1000", "tp1dp4", "cannot make a batch of 4 of"),
+        (" --decoder-first-pipeline-num-layers 1", "pp4", "has pp 4, and --decoder-first-.* is for pp 2"),
+        (" --no-overlap-p2p-communication", "tp2pp2vpp2", "needs pp 3 or more"),
+        (" --group-query-attention --num-query-groups 3", "tp2pp2", "neither a divisor nor a multiple of 3 query"),
+        (" --account-for-loss-in-pipeline-split", "tp2pp2", "cannot divide 5 layers among 2 stages"),
+        (" --ffn-hidden-size 6", "tp4", "cannot divide 6 hidden units"),
+        (" --micro-batch-size 3", "tp4", "cannot make a batch of 16 of micro-batches of 3"),
+    ],
+)
+def test_a_command_line_that_no_layout_fits_is_refused(more: str, layouts: str, message: str) -> None:
+    with pytest.raises(LayoutError, match=message):
+        rewrite((LINE + more).split(), layouts, 4)
+
+
+def test_a_batch_that_would_follow_the_replicas_is_refused() -> None:
+    with pytest.raises(LayoutError, match="needs --global-batch-size"):
+        rewrite(LINE.replace("--global-batch-size 16", "").split(), "tp2", 4)
+
+
+def test_stages_of_a_layout_by_hand_are_counted() -> None:
+    pytest.importorskip("megatron.core")
+    table = ["--pipeline-model-parallel-layout", "Et|tt|t|L"]
+    argv, choice = rewrite([*LINE.split(), *table], "tp2pp2,tp2pp4,tp1pp2vpp2", 4)
+    assert choice.name == "tp1pp2vpp2dp2" and "--num-virtual-stages-per-pipeline-rank" not in argv
+    assert choice.passed[0] == ("tp2pp2", "has pp × vpp 2, and --pipeline-model-parallel-layout is for 4")
+
+
+def parser() -> Any:
+    import argparse
+
+    made = argparse.ArgumentParser(allow_abbrev=False)
+    for axis in ("tensor", "pipeline"):
+        made.add_argument(f"--{axis}-model-parallel-size", type=int, default=1)
+    for name in ("num-layers", "num-attention-heads", "seq-length", "micro-batch-size", "global-batch-size"):
+        made.add_argument(f"--{name}", type=int)
+    made.add_argument("--lr", type=float)
+    return made
+
+
+@pytest.mark.parametrize("runner", [True, False])
+def test_the_flags_join_a_parser_that_reads_the_chosen_sizes(runner: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    flags = ["--ftckpt", "--ftckpt-layouts=tp2pp2dp2,tp4"]
+    if runner:  # which takes the flags off the line
+        ftckpt.megatron.configure(Config.from_flags(flags)[0])
+    sys.argv += [*LINE.split(), *([] if runner else flags)]
+    args = patched.add_flags(parser()).parse_args()
+    assert (args.tensor_model_parallel_size, args.pipeline_model_parallel_size) == (4, 1)
+    assert args.ftckpt_layouts == "tp2pp2dp2,tp4" and args.lr == 1e-3
+
+
+def test_without_a_list_nothing_is_touched(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    sys.argv += [*LINE.split(), "--ftckpt", "--ftckpt-interval", "2"]
+    before = list(sys.argv)
+    patched.add_flags(parser()).parse_args()
+    assert sys.argv == before
+    assert ftckpt.megatron.choose_layout(GPT) is None
+
+
+def test_an_error_of_the_choice_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    ftckpt.megatron.configure(Config(enabled=True, layouts="tp2"))
+    sys.argv += LINE.split()
+    with pytest.raises(SystemExit) as ended:
+        patched.add_flags(parser())
+    told = capsys.readouterr().err
+    assert ended.value.code == 2 and told.startswith(
+        "ftckpt: no listed layout fits 3 ranks: tp2 needs a multiple of 2"
+    )
+
+
+def test_a_script_asks_for_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    ftckpt.megatron.configure(Config(enabled=True, layouts="tp2pp2dp2,tp2pp1"))
+    assert ftckpt.megatron.choose_layout(GPT) == parse_layout("tp2dp2")
+    assert ftckpt.megatron.choose_layout(GPT, ["tp1pp2"], 8) == parse_layout("pp2dp4")
+    assert ftckpt.megatron.choose_layout(GPT, half, 8) == parse_layout("tp4dp2")
+    monkeypatch.delenv("WORLD_SIZE")
+    assert "WORLD_SIZE" not in os.environ and ftckpt.megatron.world_size() == 1
+    with pytest.raises(LayoutError, match="fits 1 rank: tp2pp2dp2 needs 8; tp2pp1 needs a multiple of 2;"):
+        ftckpt.megatron.choose_layout(GPT)
+
+
+def test_a_job_in_another_layout_than_the_chosen_one_is_refused() -> None:
+    built = {"tp": 2, "pp": 1, "vpp": 1, "cp": 1, "dp": 2, "ep": 1, "etp": 2, "distributed_optimizer": True}
+    with pytest.raises(LayoutError, match="nothing chose one: call "):
+        ftckpt.megatron._check_layout(built)
+    ftckpt.megatron.choose_layout(GPT, "tp2", 4)
+    ftckpt.megatron._check_layout(built)
+    ftckpt.megatron.choose_layout(GPT, "tp2cp2", 4)
+    with pytest.raises(LayoutError, match="tp2pp1cp2dp1 was chosen, and the job was built as tp2pp1dp2"):
+        ftckpt.megatron._check_layout(built)
