@@ -70,13 +70,16 @@ class Group:
         """Return when every rank is here."""
         self.gather(b"")
 
-    def send(self, data: torch.Tensor, to: int) -> None:
-        """Send a 1-D uint8 tensor; returns when it may be overwritten."""
-        dist.send(data, dst=to, group=self._group)
+    def start_send(self, data: torch.Tensor, to: int, tag: int = 0) -> dist.Work:
+        """Post a message, a contiguous 1-D uint8 tensor; when its ``wait`` returns, ``data`` may be overwritten.
 
-    def receive(self, into: torch.Tensor, source: int) -> None:
-        """Fill a 1-D uint8 tensor with what ``source`` sends."""
-        dist.recv(into, src=source, group=self._group)
+        Messages of one ``tag`` between two ranks are received in the order in which they were sent.
+        """
+        return _posted(dist.isend(data, dst=to, group=self._group, tag=tag))
+
+    def start_receive(self, into: torch.Tensor, source: int, tag: int = 0) -> dist.Work:
+        """Post the receipt of a message of exactly the size of ``into``, which is filled when ``wait`` returns."""
+        return _posted(dist.irecv(into, src=source, group=self._group, tag=tag))
 
     def start_minimum(self, values: Sequence[int]) -> tuple[Any, torch.Tensor]:
         """Post an asynchronous element-wise MIN; returns the work and the tensor that will hold it."""
@@ -167,6 +170,13 @@ class Agreement:
         told, self._told = tuple(self._told), []
         newest, self._newest = self._newest, -1
         return Answer(newest, willing, told)
+
+
+def _posted(work: dist.Work | None) -> dist.Work:
+    """torch gives no work to a process that is no member of the group; all ranks are members of ours."""
+    if work is None:
+        raise RuntimeError("this process is not in ftckpt's group")
+    return work
 
 
 def _tensor(data: Bytes) -> torch.Tensor:

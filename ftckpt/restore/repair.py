@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -19,9 +19,9 @@ from ftckpt.layout.topology import Topology
 from ftckpt.protect.survive import BlockId, Repair
 from ftckpt.restore.build import Build
 from ftckpt.restore.decide import Decision
-from ftckpt.restore.load import OpenArenas, Target, Transfer, execute
+from ftckpt.restore.load import OpenArenas, Transfer, execute, fetch
 from ftckpt.restore.protection import Shield
-from ftckpt.restore.rebuild import Rebuild
+from ftckpt.restore.rebuild import Fix, Rebuild
 from ftckpt.restore.solve import Input, Job, Part, batches, levels, solve_part
 from ftckpt.restore.source import BlockAt, ChunkAt, Damage, PackageAt, Source
 
@@ -58,8 +58,8 @@ class Place:
     node_dir: Path
     events: Events
     arenas: OpenArenas
-    readers: Mapping[str, int]
-    """The rank that reads each shard, or rebuilds it."""
+    reader: Callable[[str, Source], int]
+    """The rank that reads the slot of a shard."""
 
 
 class Repairing:
@@ -74,7 +74,7 @@ class Repairing:
         self._num_slots = num_slots
         self._sources = dict(decision.sources)
         self._builds: dict[str, Build] = {}
-        self._builders = {shard: place.readers[shard] for shard in rebuild.fixes}
+        self._builders = {shard: self._builder(fix) for shard, fix in rebuild.fixes.items()}
         self._used: Used = {}
         self._done_bytes = 0
 
@@ -100,6 +100,9 @@ class Repairing:
             outcome.used = self._gather_used()
             self._tell(outcome, time.monotonic() - begin)
         return outcome
+
+    def _builder(self, fix: Fix) -> int:
+        return self._place.reader(fix.shard, fix.at) if fix.in_place else self._place.topology.rank_of[fix.shard]
 
     def _verify_blocks(self) -> set[BlockId]:
         """Blocks of parity files that are needed and do not have the checksum they were written with."""
@@ -146,7 +149,7 @@ class Repairing:
             buffers[shard] = torch.empty(kept.nbytes, dtype=torch.uint8)
             reader = self._near(kept.node, 0)
             at = PackageAt(kept.node, kept.file)
-            transfers.append(Transfer(at, reader, ((0, kept.nbytes),), (Target(buffers[shard], 0),)))
+            transfers.append(fetch(at, reader, 0, buffers[shard]))
         execute(self._group, transfers, self._place.arenas)
         return together(self._group, lambda: {shard: self._unpack(shard, data) for shard, data in buffers.items()})
 
@@ -195,7 +198,8 @@ class Repairing:
         at = ChunkAt(source.node, source.arena, source.slot, chunk)
         if source.node == self._place.topology.me.node:
             return Input(at, self._group.rank, nbytes)
-        return Input(at, self._place.readers[shard], nbytes)
+        fixed = shard in self._builders
+        return Input(at, self._builders[shard] if fixed else self._place.reader(shard, source), nbytes)
 
     def _block_input(self, block: BlockId, nbytes: int) -> Input:
         at = self._block_at(block)
@@ -226,8 +230,7 @@ class Repairing:
                 nbytes = min(part.end, wanted.nbytes) - part.begin
                 if wanted.reader != self._group.rank and nbytes > 0:
                     buffer = buffers[index, wanted] = torch.empty(nbytes, dtype=torch.uint8)
-                    extents = ((part.begin, nbytes),)
-                    transfers.append(Transfer(wanted.at, wanted.reader, extents, (Target(buffer, 0),)))
+                    transfers.append(fetch(wanted.at, wanted.reader, part.begin, buffer))
         execute(self._group, transfers, self._place.arenas)
         return buffers
 

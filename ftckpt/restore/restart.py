@@ -18,11 +18,11 @@ from ftckpt.events import Events
 from ftckpt.layout.replicas import private_key
 from ftckpt.layout.topology import Topology
 from ftckpt.restore.decide import Decision
-from ftckpt.restore.load import OpenArenas, Target, Transfer, execute, transfer
+from ftckpt.restore.load import OpenArenas, Transfer, execute, fetch, transfer
 from ftckpt.restore.plan import Have, Read, plan
 from ftckpt.restore.protection import remove_newer
 from ftckpt.restore.repair import Used
-from ftckpt.restore.search import Search, readers_of
+from ftckpt.restore.search import Search, reader_of
 from ftckpt.restore.source import Source
 from ftckpt.state import objects
 from ftckpt.state.fragment import Fragment
@@ -94,13 +94,12 @@ class Restart:
         pieces = [*described.stepped, *described.volatile]
         wanted = together(self._group, lambda: _needs(pieces, held.values(), self._topology.me.shard))
         transfers = together(self._group, lambda: self._plan(held, wanted))
-        encoded, fetch = self._fetch_objects(held[self._topology.me.shard])
-        received = execute(self._group, [*transfers, fetch], self._arenas)
+        encoded, wanted_objects = self._fetch_objects(held[self._topology.me.shard])
+        moved = execute(self._group, [*transfers, wanted_objects], self._arenas)
         _derive(pieces, {id(piece) for piece, _ in wanted})
         together(self._group, lambda: state.load_objects(objects.decode(encoded.numpy().tobytes())))
         state.finish_load()
-        total = sum(nbytes for t in transfers for _, nbytes in t.extents)
-        self._events.emit("loaded", iteration=decision.iteration, read_bytes=total, received_bytes=received)
+        self._events.emit("loaded", iteration=decision.iteration, **moved._asdict())
 
     def capacities(self, decision: Decision) -> list[int] | None:
         """What the snapshot's shares were weighted with, in bytes by rank of this job; None where they were equal.
@@ -139,7 +138,7 @@ class Restart:
 
     def _gather_held(self, decision: Decision) -> dict[str, Held]:
         """What each chosen slot holds, told by the rank that reads it to all."""
-        readers = readers_of(self._topology, decision)
+        readers = {shard: reader_of(self._topology, shard, source) for shard, source in decision.sources.items()}
 
         def describe() -> list[list[object]]:
             found: list[list[object]] = []
@@ -159,11 +158,10 @@ class Restart:
         return held
 
     def _own_capacities(self, decision: Decision) -> dict[str, int]:
-        readers = readers_of(self._topology, decision)
         return {
             shard: self._arenas.get(source.arena).manifest.capacity
             for shard, source in decision.sources.items()
-            if readers[shard] == self._group.rank
+            if reader_of(self._topology, shard, source) == self._group.rank
         }
 
     def _plan(self, held: Mapping[str, Held], wanted: Sequence[tuple[Piece, Fragment]]) -> list[Transfer]:
@@ -186,8 +184,7 @@ class Restart:
 
     def _fetch_objects(self, mine: Held) -> tuple[torch.Tensor, Transfer]:
         buffer = torch.empty(mine.objects_used, dtype=torch.uint8)
-        extent = (mine.image.objects.begin, mine.objects_used)
-        return buffer, Transfer(mine.source, self._reader_for_me(mine), (extent,), (Target(buffer, 0),))
+        return buffer, fetch(mine.source, self._reader_for_me(mine), mine.image.objects.begin, buffer)
 
     def _reader_for_me(self, held: Held) -> int:
         """A rank reads what lies on its own node by itself."""

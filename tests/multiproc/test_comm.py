@@ -53,12 +53,12 @@ def pass_around(rank: int, size: int) -> list[int]:
     group = Group(30.0)
     mine, other = torch.full((5,), rank, dtype=torch.uint8), torch.empty(5, dtype=torch.uint8)
     if rank == 0:
-        group.send(mine, 1)
-        mine.fill_(9)  # allowed once send has returned
-        group.receive(other, 1)
+        group.start_send(mine, 1).wait()
+        mine.fill_(9)  # allowed once wait has returned
+        group.start_receive(other, 1).wait()
     else:
-        group.receive(other, 0)
-        group.send(mine, 0)
+        group.start_receive(other, 0).wait()
+        group.start_send(mine, 0).wait()
     return other.tolist()
 
 

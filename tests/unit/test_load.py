@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import queue
 import threading
-import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,15 +17,15 @@ from hypothesis import strategies as st
 
 from ftckpt.comm import Bytes, Group
 from ftckpt.errors import ArenaError
-from ftckpt.restore import load
-from ftckpt.restore.blocks import run
-from ftckpt.restore.load import OpenArenas, Target, Transfer, execute, messages, transfer
+from ftckpt.restore import arenas as opened
+from ftckpt.restore import wire
+from ftckpt.restore.blocks import Block, run
+from ftckpt.restore.load import Item, Moved, OpenArenas, Transfer, execute, fetch, transfer
 from ftckpt.restore.plan import Have, Read
 from ftckpt.restore.source import BlockAt, ChunkAt, PackageAt, Place, Source, place_of_json
 from ftckpt.state.fragment import Box, Fragment
 
 WAIT_SECS = 20.0
-POLL_SECS = 0.05
 SLOT_BYTES = 1 << 12
 
 
@@ -38,23 +36,40 @@ class Exchange:
         self.size = size
         self.barrier = threading.Barrier(size)
         self.parts: list[bytes] = [b""] * size
-        self.lines = {(a, b): queue.Queue[torch.Tensor](1) for a in range(size) for b in range(size)}
+        self.posted = threading.Condition()
+        self.sends: dict[tuple[int, int, int], list[Message]] = {}
 
-    def patiently(self, action: Callable[[], Any]) -> Any:
-        """Repeat a queue's action until it is done, another rank has failed, or time is up."""
-        deadline = time.monotonic() + WAIT_SECS
-        while not self.barrier.broken and time.monotonic() < deadline:
-            with contextlib.suppress(queue.Empty, queue.Full):
-                return action()
-        raise TimeoutError("the other rank does not answer")
+
+@dataclass
+class Message:
+    """One that was posted; its memory is read when it is received, as gloo does."""
+
+    data: torch.Tensor
+    through: bool = False
+
+
+class Work:
+    """What ``start_send`` and ``start_receive`` give."""
+
+    def __init__(self, group: ThreadGroup, done: Callable[[], bool]) -> None:
+        self.group, self.done = group, done
+        group.open += 1
+        group.most_open = max(group.most_open, group.open)
+
+    def wait(self) -> None:
+        exchange = self.group.exchange
+        with exchange.posted:
+            if not exchange.posted.wait_for(lambda: self.done() or exchange.barrier.broken, WAIT_SECS):
+                raise TimeoutError("the other rank does not answer")
+        self.group.open -= 1
 
 
 class ThreadGroup:
-    """Stands in for ``Group``: one message at a time between two ranks, as gloo has it."""
+    """Stands in for ``Group``: a message is through once its receiver waits for it, not when it is posted."""
 
     def __init__(self, exchange: Exchange, rank: int) -> None:
         self.exchange, self.rank, self.size = exchange, rank, exchange.size
-        self.longest = 0
+        self.longest = self.sent = self.open = self.most_open = 0
 
     def gather(self, data: Bytes) -> list[bytes]:
         self.exchange.parts[self.rank] = bytes(data)
@@ -63,16 +78,30 @@ class ThreadGroup:
         self.exchange.barrier.wait(WAIT_SECS)
         return parts
 
-    def send(self, data: torch.Tensor, to: int) -> None:
+    def start_send(self, data: torch.Tensor, to: int, tag: int) -> Work:
+        assert data.dtype == torch.uint8 and data.dim() == 1 and data.is_contiguous()
         self.longest = max(self.longest, data.numel())
-        line, copy = self.exchange.lines[self.rank, to], data.clone()
-        self.exchange.patiently(lambda: line.put(copy, timeout=POLL_SECS))
+        self.sent += data.numel()
+        message = Message(data)
+        with self.exchange.posted:
+            self.exchange.sends.setdefault((self.rank, to, tag), []).append(message)
+            self.exchange.posted.notify_all()
+        return Work(self, lambda: message.through)
 
-    def receive(self, into: torch.Tensor, source: int) -> None:
-        line = self.exchange.lines[source, self.rank]
-        data = self.exchange.patiently(lambda: line.get(timeout=POLL_SECS))
-        assert data.shape == into.shape
-        into.copy_(data)
+    def start_receive(self, into: torch.Tensor, source: int, tag: int) -> Work:
+        line = self.exchange.sends.setdefault((source, self.rank, tag), [])
+
+        def done() -> bool:
+            if not line:
+                return False
+            message = line.pop(0)
+            assert message.data.shape == into.shape
+            into.copy_(message.data)
+            message.through = True
+            self.exchange.posted.notify_all()
+            return True
+
+        return Work(self, done)
 
 
 class FakeArenas:
@@ -110,57 +139,133 @@ def run_ranks(size: int, rank_main: Callable[[ThreadGroup], Any]) -> list[Any]:
     return results
 
 
-Plan = list[list[tuple[int, int, list[tuple[int, int]]]]]
-"""Per asking rank: reader, slot, and extents."""
+Wish = tuple[int, int, list[Block]]
+"""The rank that holds the slot, its number, and the bytes of it."""
+
+NODES = ["n0", "n0", "n1", "n1"]
 
 
 @st.composite
-def plans(draw: st.DrawFn) -> Plan:
+def blocks(draw: st.DrawFn) -> Block:
+    """Any loops of up to three dimensions inside a slot; what they write is packed behind each other."""
+    shape = draw(st.lists(st.integers(1, 9), min_size=1, max_size=3))
+    strides: list[int] = []
+    for size in reversed(shape):
+        inner = strides[0] * shape[-len(strides)] if strides else 1
+        strides.insert(0, draw(st.integers(inner, inner + 3)))
+        assert size
+    reach = sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+    begin = draw(st.integers(0, SLOT_BYTES - 1 - reach)) if reach < SLOT_BYTES else 0
+    if reach >= SLOT_BYTES:
+        return run(0, 0, SLOT_BYTES)
+    packed = [int(np.prod(shape[axis + 1 :])) for axis in range(len(shape))]
+    return Block(begin, 0, tuple(shape), tuple(strides), tuple(packed))
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> list[list[Wish]]:
+    """Per rank what it wants; ranks often want the same as others, in another order."""
     size = draw(st.integers(1, 4))
-    extent = st.integers(0, SLOT_BYTES).flatmap(lambda at: st.tuples(st.just(at), st.integers(0, SLOT_BYTES - at)))
-    wish = st.tuples(st.integers(0, size - 1), st.integers(0, 1), st.lists(extent, max_size=4))
-    return [draw(st.lists(wish, max_size=3)) for _ in range(size)]
+    wish = st.tuples(st.integers(0, size - 1), st.integers(0, 1), st.lists(blocks(), max_size=3))
+    common = draw(st.lists(wish, min_size=1, max_size=4))
+    return [
+        draw(st.lists(wish, max_size=2)) + draw(st.permutations(draw(st.lists(st.sampled_from(common), max_size=4))))
+        for _ in range(size)
+    ]
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(plans(), st.sampled_from([64, 1000, 1 << 20]))
-def test_every_rank_gets_every_byte_it_wants(monkeypatch: pytest.MonkeyPatch, plan: Plan, bound: int) -> None:
-    monkeypatch.setattr(load, "MESSAGE_BYTES", bound)
+def held(slot: bytes, block: Block) -> bytes:
+    """What a block reads, in its order."""
+    at = np.full(1, block.source)
+    for size, stride in zip(block.shape, block.source_strides, strict=True):
+        at = (at[:, None] + np.arange(size) * stride).reshape(-1)
+    return np.frombuffer(slot, np.uint8)[at].tobytes()
+
+
+def wanted(rank: int, wish: Wish, spread_out: bool) -> tuple[Transfer, torch.Tensor, list[int]]:
+    """One item with the bytes of all blocks, behind each other or with gaps, in a tensor of its own."""
+    owner, slot, found = wish
+    step = 2 if spread_out else 1
+    placed, starts, position = [], [], 8
+    for block in found:
+        dest = tuple(step * stride for stride in block.dest_strides)
+        placed.append(block._replace(dest=position, dest_strides=dest))
+        starts.append(position)
+        position += step * block.numel
+    live = torch.zeros(position, dtype=torch.uint8)
+    reader = rank if NODES[owner] == NODES[rank] else owner
+    return Transfer(Source(NODES[owner], f"a{owner}", slot), reader, (Item(tuple(placed), live),)), live, starts
+
+
+@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(plans(), st.sampled_from([7, 64, 1000, 1 << 20]), st.integers(1, 3), st.booleans())
+def test_every_rank_gets_every_byte_it_wants(
+    monkeypatch: pytest.MonkeyPatch, plan: list[list[Wish]], bound: int, window: int, spread_out: bool
+) -> None:
+    monkeypatch.setattr(wire, "MESSAGE_BYTES", bound)
+    monkeypatch.setattr(wire, "WINDOW", window)
+    monkeypatch.setattr("ftckpt.restore.spread.GRAIN_BYTES", 16)
     bits = np.random.default_rng(0)
     slots = {(f"a{r}", s): bits.bytes(SLOT_BYTES) for r in range(len(plan)) for s in range(2)}
 
-    def rank_main(group: ThreadGroup) -> tuple[list[torch.Tensor], int, int]:
-        arenas = FakeArenas({key: data for key, data in slots.items() if key[0] == f"a{group.rank}"})
-        buffers, transfers = [], []
-        for reader, slot, extents in plan[group.rank]:
-            live = torch.zeros(8 + sum(nbytes for _, nbytes in extents), dtype=torch.uint8)
-            starts = np.cumsum([8, *(nbytes for _, nbytes in extents)]).tolist()
-            targets = tuple(Target(live, start) for start in starts[:-1])
-            transfers.append(Transfer(Source("n", f"a{reader}", slot), reader, tuple(extents), targets))
-            buffers.append(live)
-        received = execute(cast(Group, group), transfers, cast(OpenArenas, arenas))
-        return buffers, received, group.longest
+    def rank_main(group: ThreadGroup) -> tuple[list[tuple[torch.Tensor, list[int]]], Moved, ThreadGroup]:
+        near = {f"a{r}" for r in range(len(plan)) if NODES[r] == NODES[group.rank]}
+        arenas = FakeArenas({key: data for key, data in slots.items() if key[0] in near})
+        found = [wanted(group.rank, wish, spread_out) for wish in plan[group.rank]]
+        moved = execute(cast(Group, group), [each for each, _, _ in found], cast(OpenArenas, arenas))
+        return [(live, starts) for _, live, starts in found], moved, group
 
-    for rank, (buffers, received, longest) in enumerate(run_ranks(len(plan), rank_main)):
-        foreign = 0
-        for (reader, slot, extents), live in zip(plan[rank], buffers, strict=True):
-            wanted = b"".join(slots[f"a{reader}", slot][at : at + nbytes] for at, nbytes in extents)
-            assert live.numpy().tobytes() == bytes(8) + wanted
-            foreign += len(wanted) if reader != rank else 0
-        assert received == foreign
-        assert longest <= bound
+    fetched: dict[tuple[str, str], int] = {}
+    ranks = run_ranks(len(plan), rank_main)
+    for rank, (found, moved, group) in enumerate(ranks):
+        far = needed = 0
+        for (owner, slot, wished), (live, starts) in zip(plan[rank], found, strict=True):
+            step = 2 if spread_out else 1
+            untouched = live.clone()
+            for block, start in zip(wished, starts, strict=True):
+                landed = live[start : start + step * block.numel : step]
+                assert landed.numpy().tobytes() == held(slots[f"a{owner}", slot], block)
+                untouched[start : start + step * block.numel : step] = 0
+            assert not untouched.any()
+            nbytes = sum(block.numel for block in wished)
+            needed += nbytes
+            if NODES[owner] != NODES[rank]:
+                far += nbytes
+                if nbytes:
+                    fetched[f"{owner} {slot} {wished}", NODES[rank]] = nbytes
+        assert moved.needed_bytes == needed == moved.read_bytes + moved.spread_bytes
+        assert moved.received_bytes + moved.spread_bytes == far
+        assert group.longest <= bound
+        assert group.most_open <= 2 * window and group.open == 0
+    if all(len({str(wish) for wish in wishes}) == len(wishes) for wishes in plan):
+        assert sum(moved.received_bytes for _, moved, _ in ranks) == sum(fetched.values())  # once to each node
 
 
-def test_a_source_that_one_rank_cannot_open_is_an_error_on_all_before_any_message() -> None:
-    def rank_main(group: ThreadGroup) -> tuple[str, int]:
+def test_a_source_that_one_rank_cannot_open_is_an_error_on_all_before_any_data() -> None:
+    def rank_main(group: ThreadGroup) -> str:
         buffer = torch.zeros(8, dtype=torch.uint8)
-        wanted = [Transfer(Source("n", "a0", 7), 0, ((0, 8),), (Target(buffer, 0),))] if group.rank == 1 else []
+        wishes = [fetch(Source("n", "a0", 7), 0, 0, buffer)] if group.rank == 1 else []
         arenas = FakeArenas({("a0", 0): bytes(SLOT_BYTES)})
         with pytest.raises(ArenaError) as error:
-            execute(cast(Group, group), wanted, cast(OpenArenas, arenas))
-        return str(error.value), group.longest
+            execute(cast(Group, group), wishes, cast(OpenArenas, arenas))
+        assert group.sent == (0 if group.rank != 1 else group.longest), "what it asks for, and nothing else"
+        return str(error.value)
 
-    assert run_ranks(3, rank_main) == [("rank 0: a0: no such arena", 0)] * 3
+    assert run_ranks(3, rank_main) == ["rank 0: a0: no such arena"] * 3
+
+
+@pytest.mark.parametrize("reader", [0, 1])
+def test_more_bytes_than_there_are_is_an_error_on_all(reader: int) -> None:
+    def rank_main(group: ThreadGroup) -> str:
+        buffer = torch.zeros(16, dtype=torch.uint8)
+        wishes = [fetch(Source("n", "a0", 0), reader, SLOT_BYTES - 8, buffer)] if group.rank == 1 else []
+        arenas = FakeArenas({("a0", 0): bytes(SLOT_BYTES)})
+        with pytest.raises(ArenaError) as error:
+            execute(cast(Group, group), wishes, cast(OpenArenas, arenas))
+        return str(error.value)
+
+    text = f"rank {reader}: 16 bytes from {SLOT_BYTES - 8} on: {SLOT_BYTES} are there"
+    assert run_ranks(2, rank_main) == [text] * 2
 
 
 PLACES = [Source("n", "a", 1), ChunkAt("n", "a", 1, 2), BlockAt("n", "a", "parity.node.0", 3), PackageAt("n", "f")]
@@ -171,15 +276,20 @@ def test_a_place_survives_json(place: Place) -> None:
     assert place_of_json(json.loads(json.dumps(place.to_json()))) == place
 
 
-@given(st.lists(st.tuples(st.integers(0, 100), st.integers(0, 100)), max_size=8), st.integers(1, 64))
-def test_messages_are_bounded_full_and_in_order(extents: list[tuple[int, int]], bound: int) -> None:
+@given(
+    st.lists(st.tuples(st.integers(0, 100), st.integers(1, 9), st.integers(9, 12)), max_size=8), st.integers(1, 64)
+)
+def test_messages_are_bounded_full_and_in_order(strips: list[tuple[int, int, int]], bound: int) -> None:
+    memory = torch.arange(250, dtype=torch.uint8)
+    whole = [wire.Strip(memory, begin, (size, 5), (stride, 1)) for begin, size, stride in strips]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(load, "MESSAGE_BYTES", bound)
-        found = list(messages(extents))
-    sizes = [sum(nbytes for _, _, nbytes in message) for message in found]
+        patch.setattr(wire, "MESSAGE_BYTES", bound)
+        found = list(wire.Stream(whole).messages())
+        assert len(found) == wire.Stream(whole).num_messages
+    sizes = [sum(strip.nbytes for strip in message) for message in found]
     assert all(size == bound for size in sizes[:-1]) and all(0 < size <= bound for size in sizes)
-    flat = [(i, begin + k) for message in found for i, begin, nbytes in message for k in range(nbytes)]
-    assert flat == [(i, k) for i, (_, nbytes) in enumerate(extents) for k in range(nbytes)]
+    flat = [value for message in found for strip in message for value in strip.view.reshape(-1).tolist()]
+    assert flat == [value for strip in whole for value in strip.view.reshape(-1).tolist()]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.float64, torch.uint8])
@@ -196,17 +306,17 @@ def test_elements_of_a_read_land_at_their_bytes(dtype: torch.dtype) -> None:
     live = [torch.zeros(4, dtype=dtype), torch.zeros(6, dtype=dtype)]
     runs = [(2, 1, 3), (7, 4, 2)]
     source = Source("n", "a0", 0)
-    planned = transfer(source, 0, [Read(Have(0, fragment, 64), 1, tuple(run(*blocks) for blocks in runs))], live)
-    assert planned.extents == ((64 + 2 * item, 3 * item), (64 + 7 * item, 2 * item))
+    planned = transfer(source, 0, [Read(Have(0, fragment, 64), 1, tuple(run(*found) for found in runs))], live)
+    assert planned.nbytes == 5 * item
+    assert planned.items[0].blocks == (run(64 + 2 * item, item, 3 * item), run(64 + 7 * item, 4 * item, 2 * item))
     data = bytes([0, 1] * (SLOT_BYTES // 2))
-    run_ranks(
-        1, lambda group: execute(cast(Group, group), [planned], cast(OpenArenas, FakeArenas({("a0", 0): data})))
-    )
-    held = data[64 : 64 + 10 * item]
-    wanted = bytearray(6 * item)
+    arenas = cast(OpenArenas, FakeArenas({("a0", 0): data}))
+    run_ranks(1, lambda group: execute(cast(Group, group), [planned], arenas))
+    kept = data[64 : 64 + 10 * item]
+    expected = bytearray(6 * item)
     for begin, at, numel in runs:
-        wanted[at * item : (at + numel) * item] = held[begin * item : (begin + numel) * item]
-    assert live[1].view(torch.uint8).numpy().tobytes() == bytes(wanted)
+        expected[at * item : (at + numel) * item] = kept[begin * item : (begin + numel) * item]
+    assert live[1].view(torch.uint8).numpy().tobytes() == bytes(expected)
     assert not live[0].any()
 
 
@@ -225,7 +335,7 @@ def test_arenas_are_opened_once_and_all_closed(monkeypatch: pytest.MonkeyPatch, 
         def close(self) -> None:
             calls.append(f"close {self.path.name}")
 
-    monkeypatch.setattr(load, "Arena", Opened)
+    monkeypatch.setattr(opened, "Arena", Opened)
     arenas = OpenArenas(tmp_path)
     assert arenas.get("a") is arenas.get("a") is not arenas.get("b")
     arenas.close()

@@ -1,0 +1,252 @@
+"""Bytes between ranks: messages of bounded size, many on their way at a time, from and into strided memory.
+
+The one rank's stream of bytes for another is cut every ``MESSAGE_BYTES``. Both know how long it is, so a message
+needs no header. Messages stand in the order (round, number): in round r, from 1 to the number of ranks - 1, rank i
+sends to i + r and receives from i - r. Every rank posts its sends and receives in this order and lets ``WINDOW``
+steps of it stand open. That cannot lock up: of all messages that are not through, take the first in this order.
+Neither its sender nor its receiver can wait for an earlier one, so both have posted it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+
+from ftckpt.restore.blocks import Block, cut
+from ftckpt.state.fragment import Shape
+
+MESSAGE_BYTES = 16 << 20
+"""Upper bound of one message, and of what is copied at a time between looks at the wire."""
+
+WINDOW = 2
+"""Steps that stand open at a time, each with one message sent and one received."""
+
+EXTRA_BYTES = 2 * WINDOW * MESSAGE_BYTES
+"""Upper bound of the host memory that an exchange takes beside what it fills: a buffer per open message."""
+
+
+class Pending(Protocol):
+    """A message on its way."""
+
+    def wait(self) -> object:
+        """Return when its memory may be used again; raises RuntimeError after the deadline."""
+
+
+class Wire(Protocol):
+    """How messages travel: ``comm.Group`` is the one over host memory."""
+
+    rank: int
+    size: int
+
+    def start_send(self, data: torch.Tensor, to: int, tag: int) -> Pending:
+        """Send a contiguous 1-D uint8 tensor of host memory."""
+
+    def start_receive(self, into: torch.Tensor, source: int, tag: int) -> Pending:
+        """Fill a contiguous 1-D uint8 tensor of host memory."""
+
+
+class Strip(NamedTuple):
+    """Bytes of a 1-D uint8 tensor in the order of some loops: one side of a ``Block`` of bytes."""
+
+    memory: torch.Tensor
+    begin: int
+    shape: Shape
+    strides: Shape
+
+    @property
+    def nbytes(self) -> int:
+        """Number of bytes."""
+        return math.prod(self.shape)
+
+    @property
+    def is_run(self) -> bool:
+        """Whether they lie side by side."""
+        return self.strides == (1,)
+
+    @property
+    def fits(self) -> bool:
+        """Whether all of them lie in the memory."""
+        reach = sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
+        return min(self.begin, *self.shape, *self.strides) >= 0 and self.begin + reach < self.memory.numel()
+
+    @property
+    def view(self) -> torch.Tensor:
+        """The bytes, in the shape of the loops."""
+        if self.is_run:
+            return self.memory[self.begin : self.begin + self.shape[0]]
+        return self.memory[self.begin :].as_strided(self.shape, self.strides)
+
+    def part(self, begin: int, end: int) -> Iterator[Strip]:
+        """Bytes ``begin`` to ``end``, counted in this order."""
+        block = Block(self.begin, self.begin, self.shape, self.strides, self.strides)
+        for found in cut(block, begin, end):
+            yield Strip(self.memory, found.source, found.shape, found.source_strides)
+
+
+def source_strip(block: Block, memory: torch.Tensor) -> Strip:
+    """Where ``block`` (of bytes) reads."""
+    return Strip(memory, block.source, block.shape, block.source_strides)
+
+
+def dest_strip(block: Block, memory: torch.Tensor) -> Strip:
+    """Where ``block`` (of bytes) writes."""
+    return Strip(memory, block.dest, block.shape, block.dest_strides)
+
+
+@dataclass(frozen=True)
+class Stream:
+    """All bytes that one rank has for another, in an order that both know."""
+
+    strips: Sequence[Strip]
+
+    @property
+    def nbytes(self) -> int:
+        """Number of bytes."""
+        return sum(strip.nbytes for strip in self.strips)
+
+    @property
+    def num_messages(self) -> int:
+        """How many messages take it."""
+        return -(-self.nbytes // MESSAGE_BYTES)
+
+    def messages(self) -> Iterator[list[Strip]]:
+        """The strips of each message: all of ``MESSAGE_BYTES`` but the last."""
+        message: list[Strip] = []
+        room = MESSAGE_BYTES
+        for strip in self.strips:
+            begin, nbytes = 0, strip.nbytes
+            while begin < nbytes:
+                end = min(nbytes, begin + room)
+                message += strip.part(begin, end)
+                room -= end - begin
+                begin = end
+                if room == 0:
+                    yield message
+                    message, room = [], MESSAGE_BYTES
+        if message:
+            yield message
+
+
+def exchange(
+    wire: Wire,
+    outgoing: Mapping[int, Stream],
+    incoming: Mapping[int, Stream],
+    meanwhile: Iterable[int] = (),
+    landed: Callable[[int], None] = lambda nbytes: None,
+) -> None:
+    """Send and receive the streams, by the rank they go to or come from. Collective: both sides name the same ones.
+
+    ``meanwhile`` is other work of this rank: a little of it is done between messages, all of it before the end.
+    ``landed`` is told the bytes of each message once they are where they belong.
+
+    Raises:
+        RuntimeError: a rank is gone, or does not answer within the deadline of ``wire``.
+    """
+    work = iter(meanwhile)
+    open_steps: deque[_Step] = deque()
+    buffers = [_Buffers() for _ in range(WINDOW)]
+    for number, messages in enumerate(_steps(wire, outgoing, incoming)):
+        if len(open_steps) == WINDOW:
+            landed(open_steps.popleft().finish())
+        open_steps.append(_Step(wire, messages, buffers[number % WINDOW]))
+        next(work, None)
+    while open_steps:
+        landed(open_steps.popleft().finish())
+        next(work, None)
+    for _ in work:
+        pass
+
+
+class _Messages(NamedTuple):
+    """What is to be sent and received in one step; None where nothing is."""
+
+    number: int
+    to: int
+    sent: list[Strip] | None
+    source: int
+    received: list[Strip] | None
+
+
+def _steps(wire: Wire, outgoing: Mapping[int, Stream], incoming: Mapping[int, Stream]) -> Iterator[_Messages]:
+    """This rank's steps in the order that all ranks have."""
+    rounds = {(to - wire.rank) % wire.size for to in outgoing}
+    rounds |= {(wire.rank - source) % wire.size for source in incoming}
+    nothing = Stream(())
+    for ahead in sorted(rounds):
+        to, source = (wire.rank + ahead) % wire.size, (wire.rank - ahead) % wire.size
+        sent, received = outgoing.get(to, nothing), incoming.get(source, nothing)
+        sending, receiving = sent.messages(), received.messages()
+        for number in range(max(sent.num_messages, received.num_messages)):
+            yield _Messages(number, to, next(sending, None), source, next(receiving, None))
+
+
+class _Buffers:
+    """Memory for one message in each direction, taken when it is first needed."""
+
+    def __init__(self) -> None:
+        self._memory: dict[str, torch.Tensor] = {}
+
+    def get(self, direction: str, nbytes: int) -> torch.Tensor:
+        """``nbytes`` of it; what was in it is lost."""
+        have = self._memory.get(direction)
+        if have is None or have.numel() < nbytes:
+            have = self._memory[direction] = torch.empty(nbytes, dtype=torch.uint8)
+        return have[:nbytes]
+
+
+class _Step:
+    """One step on its way. Bytes in a row of host memory travel from where they lie to where they belong."""
+
+    def __init__(self, wire: Wire, messages: _Messages, buffers: _Buffers) -> None:
+        self._works: list[Pending] = []
+        self._received = messages.received or []
+        self._landing: torch.Tensor | None = None
+        if messages.received is not None:
+            self._landing = _direct(messages.received)
+            if self._landing is None:
+                self._landing = buffers.get("in", _nbytes(messages.received))
+            self._works.append(wire.start_receive(self._landing, messages.source, messages.number))
+        if messages.sent is not None:
+            data = _direct(messages.sent)
+            if data is None:
+                data = buffers.get("out", _nbytes(messages.sent))
+                _pack(messages.sent, data)
+            self._works.append(wire.start_send(data, messages.to, messages.number))
+
+    def finish(self) -> int:
+        """Wait until both messages are through; the bytes that were received are where they belong then."""
+        for work in self._works:
+            work.wait()
+        if self._landing is not None and _direct(self._received) is None:
+            _unpack(self._landing, self._received)
+        return _nbytes(self._received)
+
+
+def _direct(strips: Sequence[Strip]) -> torch.Tensor | None:
+    """The memory of the whole message, where it is a single run of host memory."""
+    if len(strips) == 1 and strips[0].is_run and strips[0].memory.device.type == "cpu":
+        return strips[0].view
+    return None
+
+
+def _nbytes(strips: Iterable[Strip]) -> int:
+    return sum(strip.nbytes for strip in strips)
+
+
+def _pack(strips: Sequence[Strip], into: torch.Tensor) -> None:
+    position = 0
+    for strip in strips:
+        into[position : position + strip.nbytes].view(strip.shape).copy_(strip.view)
+        position += strip.nbytes
+
+
+def _unpack(data: torch.Tensor, strips: Sequence[Strip]) -> None:
+    position = 0
+    for strip in strips:
+        strip.view.copy_(data[position : position + strip.nbytes].view(strip.shape))
+        position += strip.nbytes

@@ -1,0 +1,189 @@
+"""Reads between real processes: every byte, once over the wire, within bounds, and no wait without an end."""
+
+from __future__ import annotations
+
+import math
+import random
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ftckpt.testing.pool import run_ranks
+
+pytestmark = pytest.mark.multiproc
+
+RANKS = 4
+SHAPES = {"w0": (24, 36), "w1": (7, 12, 10), "w2": (501,), "w3": (64, 48)}
+
+
+@dataclass
+class Sides:
+    """How a tensor lies over the ranks: cut along an axis into boxes; replicas of a box are whole or flat ranges."""
+
+    axis: int
+    boxes: int
+    flat: bool
+
+
+def value(key: str, fragment: Any) -> np.ndarray:
+    """What each element is: a function of its place in the whole tensor and of the key."""
+    whole = np.arange(math.prod(fragment.global_shape), dtype=np.int32).reshape(fragment.global_shape)
+    box = fragment.box
+    slices = tuple(slice(o, o + s) for o, s in zip(box.offset, box.shape, strict=True))
+    return whole[slices].flatten()[fragment.start : fragment.stop] * 10 + int(key[1:])
+
+
+def fragments(sides: dict[str, Sides], rank: int) -> list[Any]:
+    from ftckpt.state.fragment import Box, Fragment
+
+    found = []
+    for key, side in sides.items():
+        shape = SHAPES[key]
+        axis = side.axis % len(shape)
+        place, copy = rank % side.boxes, rank // side.boxes
+        edges = [shape[axis] * edge // side.boxes for edge in (place, place + 1)]
+        offset = tuple(edges[0] if a == axis else 0 for a in range(len(shape)))
+        size = tuple(edges[1] - edges[0] if a == axis else shape[a] for a in range(len(shape)))
+        box = Box(offset, size)
+        copies = RANKS // side.boxes
+        cut = [box.numel * edge // copies for edge in (copy, copy + 1)] if side.flat else [0, box.numel]
+        found.append(Fragment(key, "I32", shape, box, *cut))
+    return found
+
+
+def reshape(rank: int, size: int, folder: str, seeds: list[int]) -> list[dict[str, Any]]:
+    """For each seed: from one random layout to another, with slots on two to four nodes."""
+    import torch
+
+    from ftckpt.comm import Group
+    from ftckpt.restore import load, spread, wire
+    from ftckpt.restore.plan import Have, Index, plan
+    from ftckpt.restore.source import Source
+
+    class Files:
+        def __init__(self, node: str) -> None:
+            self.node, self.views = node, 0
+
+        def view(self, place: Source) -> memoryview:
+            assert place.node == self.node, "only what lies on this node"
+            self.views += 1
+            return memoryview(np.memmap(Path(folder) / f"{seed}-{place.arena}", np.uint8, "r"))
+
+    group, outcomes = Group(60.0), []
+    spread.GRAIN_BYTES = 64
+    for seed in seeds:
+        rng = random.Random(seed)
+        wire.MESSAGE_BYTES = rng.choice([100, 1 << 10, 16 << 20])
+        wire.WINDOW = rng.choice([1, 2, 3])
+        nodes = [f"n{rng.randrange(rng.randint(2, 4))}" for _ in range(size)]
+        old = {key: Sides(rng.randrange(3), rng.choice([1, 2, 4]), True) for key in SHAPES}
+        new = {key: Sides(rng.randrange(3), rng.choice([1, 2, 4]), rng.random() < 0.3) for key in SHAPES}
+        haves, slot = [], b""
+        for source in range(size):
+            offset = 0
+            for fragment in fragments(old, source):
+                haves.append(Have(source, fragment, offset))
+                slot += value(fragment.key, fragment).tobytes() if source == rank else b""
+                offset += fragment.nbytes
+        (Path(folder) / f"{seed}-a{rank}").write_bytes(slot or b"\0")
+        group.barrier()
+        needs = fragments(new, rank)
+        live = [torch.full((need.numel,), -1, dtype=torch.int32) for need in needs]
+        far = [int(node != nodes[rank]) for node in nodes]
+        reads = plan(Index(haves), needs, far.__getitem__, turn=rank)
+        transfers = []
+        for source in range(size):
+            reader = rank if nodes[source] == nodes[rank] else source
+            found = [read for read in reads if read.have.source == source]
+            transfers.append(load.transfer(Source(nodes[source], f"a{source}", 0), reader, found, live))
+        files = Files(nodes[rank])
+        moved = load.execute(group, transfers, files)  # type: ignore[arg-type]
+        right = [bool((t.numpy() == value(n.key, n)).all()) for t, n in zip(live, needs, strict=True)]
+        outcomes.append({"right": right, "nodes": nodes, "new": {k: asdict(v) for k, v in new.items()}})
+        outcomes[-1] |= {**moved._asdict(), "needs": sum(need.nbytes for need in needs)}
+        outcomes[-1]["far"] = sum(t.nbytes for t in transfers if t.reader != rank)
+        lacking = outcomes[-1]["lacking"] = {}
+        for read in reads:
+            if far[read.have.source]:
+                loops = [(block.source, block.shape, block.source_strides) for block in read.blocks]
+                lacking[str((read.have.source, loops, read.need))] = read.nbytes
+    return outcomes
+
+
+def test_any_layout_becomes_any_other_and_replicas_are_fetched_once(tmp_path: Path) -> None:
+    seeds = list(range(24))
+    results = [result.value for result in run_ranks(reshape, RANKS, str(tmp_path), seeds, timeout_secs=120)]
+    spread_bytes = 0
+    for number in range(len(seeds)):
+        ranks = [told[number] for told in results]
+        for told in ranks:
+            assert all(told["right"])
+            assert told["read_bytes"] + told["spread_bytes"] == told["needed_bytes"] == told["needs"]
+            assert told["received_bytes"] + told["spread_bytes"] == told["far"]
+        lacking = {what: nbytes for told in ranks for what, nbytes in told["lacking"].items()}
+        assert sum(told["received_bytes"] for told in ranks) == sum(lacking.values()), "what several lack comes once"
+        spread_bytes += sum(told["spread_bytes"] for told in ranks)
+    assert spread_bytes > 0
+
+
+def all_pairs(rank: int, size: int, nbytes: int) -> tuple[bool, int]:
+    """Every rank sends every other one messages of all lengths; the one buffer per open message is all it takes."""
+    import torch
+
+    from ftckpt.comm import Group
+    from ftckpt.restore import wire
+
+    group = Group(60.0)
+    wire.MESSAGE_BYTES = 1 << 16
+    mine = torch.full((2 * nbytes,), rank, dtype=torch.uint8)
+    others = [other for other in range(size) if other != rank]
+    landing = {other: torch.zeros(2 * nbytes, dtype=torch.uint8) for other in others}
+    # Every other byte, so that nothing goes straight from or to where it lies.
+    strips = {other: wire.Stream([wire.Strip(mine, 0, (nbytes * (other + 1) // size,), (2,))]) for other in others}
+    taken = {other: wire.Strip(landing[other], 0, (nbytes * (rank + 1) // size,), (2,)) for other in others}
+    idle = [0]
+
+    def count() -> Any:
+        for number in range(5):
+            idle[0] = number
+            yield 0
+
+    wire.exchange(group, strips, {other: wire.Stream([strip]) for other, strip in taken.items()}, count())
+    right = all(
+        bool((strip.view == other).all()) and int(landing[other].sum()) == strip.nbytes * other
+        for other, strip in taken.items()
+    )
+    return right, idle[0]
+
+
+def test_all_pairs_at_once(tmp_path: Path) -> None:
+    assert [r.value for r in run_ranks(all_pairs, RANKS, 1 << 20, timeout_secs=90)] == [(True, 4)] * RANKS
+
+
+def unanswered(rank: int, size: int) -> tuple[str, float]:
+    import torch
+
+    from ftckpt.comm import Group
+    from ftckpt.restore.wire import Stream, Strip, exchange
+
+    group = Group(1.0)
+    group.barrier()
+    begin = time.monotonic()
+    try:
+        if rank == 0:
+            buffer = torch.zeros(8, dtype=torch.uint8)
+            exchange(group, {}, {1: Stream([Strip(buffer, 0, (8,), (1,))])})
+        else:
+            time.sleep(3.0)
+    except RuntimeError as error:
+        return str(error), time.monotonic() - begin
+    return "", time.monotonic() - begin
+
+
+def test_a_message_that_never_comes_is_an_error_in_time() -> None:
+    (text, secs), _ = (result.value for result in run_ranks(unanswered, 2, timeout_secs=60))
+    assert "imed out" in text and 0.9 < secs < 20
