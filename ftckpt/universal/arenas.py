@@ -223,7 +223,8 @@ def _choose(
     arenas: Sequence[Arena], iteration: int | None, problems: Sequence[str], paths: Sequence[Path]
 ) -> dict[str, _Slot]:
     """By shard the slots of the snapshot to read, in the order of shards."""
-    found = _sealed(arenas)
+    found, damaged = _sealed(arenas)
+    problems = [*damaged, *problems]
     reasons = []
     for snapshot in sorted(found, reverse=True):
         if iteration is not None and snapshot[0] != iteration:
@@ -240,15 +241,21 @@ def _choose(
     raise ConvertError(f"{named}: no {what.removeprefix('a ')} is whole: {'; '.join(causes)}; {_NO_PARITY}")
 
 
-def _sealed(arenas: Sequence[Arena]) -> dict[Snapshot, dict[str, _Slot]]:
+def _sealed(arenas: Sequence[Arena]) -> tuple[dict[Snapshot, dict[str, _Slot]], list[str]]:
+    """What is in the slots, by snapshot and shard, and what is wrong with slots that should hold something."""
     found: dict[Snapshot, dict[str, _Slot]] = {}
+    problems = []
     for arena in arenas:
         for index in range(arena.control.slots):
-            record = arena.control.record(index)
-            if record.sealed and arena.slot_error(index) is None:
+            record, error = arena.control.record(index), arena.slot_error(index)
+            if record.torn:
+                problems.append(f"{arena.path}, slot {index}: torn record")
+            elif record.sealed and error is not None:
+                problems.append(error)
+            elif record.sealed:
                 slot = _Slot(arena, index, (record.lineage, record.iteration, record.sequence))
                 found.setdefault((record.iteration, record.lineage.hex()), {}).setdefault(arena.manifest.shard, slot)
-    return found
+    return found, problems
 
 
 def _wanted(snapshot: Snapshot, slots: Mapping[str, _Slot]) -> Sequence[str]:

@@ -88,7 +88,7 @@ def derived_keys(manifests: Iterable[Manifest], keys: Collection[str], precision
     ``keys`` are all that are stored. ``precision`` is the type where the manifests do not say it; empty: none is
     known, and nothing is derived.
     """
-    told = {dtype for manifest in manifests for dtype in [getattr(manifest, "derived", "")] if dtype}
+    told = {dtype for manifest in manifests for dtype in getattr(manifest, "derived", ())}
     dtype = precision or (told.pop() if len(told) == 1 else "")
     masters = (key.removeprefix("master/") for key in keys if key.startswith("master/"))
     return {f"weight/{name}": dtype for name in sorted(masters) if dtype and f"weight/{name}" not in keys}

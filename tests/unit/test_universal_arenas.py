@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -191,6 +192,28 @@ def test_arenas_of_two_layouts_are_named(tmp_path: Path) -> None:
     other = arena_of(job(tmp_path / "other", layout={"tp": 2, "dp": 4}), "tp0-dp1")
     with pytest.raises(ConvertError, match="was written in layout"):
         ArenaSource([path / "node1", other.path])
+
+
+def truncate(path: Path) -> None:
+    file = arena_of(path, "tp1-dp0").path / "slot1.safetensors"
+    os.truncate(file, file.stat().st_size - 4096)
+
+
+def tear(path: Path) -> None:
+    file = arena_of(path, "tp1-dp0").path / "control"
+    data = bytearray(file.read_bytes())
+    at = data.rindex((5).to_bytes(8, "little"))
+    data[at + 1] ^= 4
+    file.write_bytes(data)
+
+
+@pytest.mark.parametrize(("action", "text"), [(truncate, "slot1.safetensors: has"), (tear, "slot 1: torn record")])
+def test_slots_that_cannot_be_used_are_named(tmp_path: Path, action: Callable[[Path], None], text: str) -> None:
+    path = job(tmp_path)
+    action(path)
+    check(ArenaSource([path]), 4)
+    with pytest.raises(ConvertError, match=f"lacks tp1-dp0.*{text}"):
+        ArenaSource([path], iteration=5)
 
 
 def spoil(path: Path, shard: str, at: Callable[[Arena], int]) -> None:
