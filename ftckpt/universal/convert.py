@@ -30,7 +30,7 @@ _SPARE_BYTES = 64 << 20
 _STRIPS = 3
 """A strip of rows, a cast of it, and what the source needs to put it together."""
 
-OnBytes = Callable[[int], None]
+OnBytes = Callable[[int], object]
 
 
 @dataclass(frozen=True)

@@ -120,6 +120,11 @@ def _evaluated(node: ast.expr, values: Mapping[str, Value], variables: Mapping[s
     raise SpecError("only integers, names, $variables, + - * // % and brackets are understood")
 
 
+def variables_in(expression: str | int) -> frozenset[str]:
+    """Names of the variables in an expression."""
+    return frozenset(_VARIABLE.findall(str(expression)))
+
+
 def fill_template(template: str, values: Mapping[str, Value], variables: Mapping[str, int]) -> str:
     """``template`` with each ``{...}`` replaced: by a captured text, or by the value of an expression.
 

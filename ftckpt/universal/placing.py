@@ -151,10 +151,10 @@ def _check_holders(holders: Sequence[_Held], sizes: Mapping[str, int]) -> None:
     seen: dict[tuple[tuple[str, int], ...], str] = {}
     for held in holders:
         if held.rule is not first.rule:
-            raise SpecError(f"becomes {first.name}, as {held.stored.name} of rule {held.rule.number} does")
+            raise SpecError(f"becomes {first.name}, and so does {held.stored.name} of rule {held.rule.number}")
         coords = tuple(sorted(held.stored.coords.items()))
         if coords in seen:
-            raise SpecError(f"becomes {first.name} at {dict(coords)}, as {seen[coords]} does")
+            raise SpecError(f"{seen[coords]} and {held.stored.name} of {dict(coords)} both become {first.name}")
         seen[coords] = held.stored.name
     stages = sorted({stage_of(held.stored.coords) for held in holders})
     if len(stages) > 1 and not first.rule.pipeline_replicated:

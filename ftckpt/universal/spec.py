@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 
 from ftckpt.errors import SpecError
-from ftckpt.universal.patterns import Pattern, Value, evaluate
+from ftckpt.universal.patterns import Pattern, Value, evaluate, variables_in
 from ftckpt.universal.rules import Rule, expression, fields_of, parse_rule
 
 READY = Path(__file__).parent / "specs"
@@ -42,6 +42,8 @@ class Spec:
     variants: Mapping[str, tuple[Rule, ...]] = field(default_factory=dict)
     variables: Mapping[str, Variable] = field(default_factory=dict)
     given: Mapping[str, int] = field(default_factory=dict)
+    told: list[str] = field(default_factory=list, compare=False)
+    """Which rule matched how many names, in words, once names were matched."""
 
     @classmethod
     def load(cls, name: str | Path, given: Mapping[str, int] | None = None) -> Spec:
@@ -92,7 +94,10 @@ class Spec:
         """The rule of each name. Raises SpecError, see ``resolve``."""
         found = sorted(set(names))
         rules = self.resolve(found, arguments).rules
-        return {name: (rule, *hit) for name in found for rule in rules if (hit := rule.match(name)) is not None}
+        matches = {name: (rule, *hit) for name in found for rule in rules if (hit := rule.match(name)) is not None}
+        numbers = [rule.number for rule, _, _ in matches.values()]
+        self.told[:] = [f"rule {r.number}, {r.kind}: {numbers.count(r.number)} names as {r.text}" for r in rules]
+        return matches
 
     def values(self, arguments: Mapping[str, Any]) -> dict[str, int]:
         """Every variable that has a value: given ones, else the checkpoint's ``arguments``, else defaults.
@@ -101,7 +106,7 @@ class Spec:
             SpecError: a default cannot be computed.
         """
         values = dict(self.given)
-        open_defaults: list[tuple[str, str | int]] = []
+        defaults: dict[str, str | int] = {}
         for name, variable in self.variables.items():
             said = [arguments[source] for source in variable.sources if type(arguments.get(source)) in (int, bool)]
             if name in values:
@@ -109,11 +114,10 @@ class Spec:
             if said:
                 values[name] = int(said[0])
             elif variable.default is not None:
-                open_defaults.append((name, variable.default))
-        for name, default in open_defaults:
-            needed = {other for other in self.variables if f"${other}" in str(default)}
-            if needed <= values.keys():
-                values[name] = evaluate(default, {}, values)
+                defaults[name] = variable.default
+        while ready := [name for name, default in defaults.items() if variables_in(default) <= values.keys()]:
+            for name in ready:
+                values[name] = evaluate(defaults.pop(name), {}, values)
         return values
 
 

@@ -1,0 +1,448 @@
+"""The language of parameter names: geometry from names and shapes, and errors for all that does not fit."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ftckpt.errors import SpecError
+from ftckpt.state.fragment import Box
+from ftckpt.testing.pool import run_ranks
+from ftckpt.universal.patterns import Pattern, evaluate, fill_template
+from ftckpt.universal.placing import Placement, Span, Stored, place
+from ftckpt.universal.spec import READY, Spec
+
+Held = list[tuple[Stored, np.ndarray]]
+
+
+def spec(*rules: Mapping[str, Any], variables: Mapping[str, Any] | None = None, **given: int) -> Spec:
+    return Spec.parse({"rules": list(rules), "variables": variables or {}}, "test", given)
+
+
+def held(name: str, parts: Sequence[np.ndarray], axis: str = "tp", **coords: int) -> Held:
+    return [(Stored(name, part.shape, {**coords, axis: rank}), part) for rank, part in enumerate(parts)]
+
+
+def whole(placements: Sequence[Placement | None], stored: Held) -> dict[str, np.ndarray]:
+    """Every logical tensor put together; each element has to be there, and copies have to agree."""
+    found: dict[str, tuple[np.ndarray, np.ndarray]] = {}
+    for placement, (_, values) in zip(placements, stored, strict=True):
+        if placement is None:
+            continue
+        fresh = (np.zeros(placement.shape, values.dtype), np.zeros(placement.shape, bool))
+        elements, there = found.setdefault(placement.name, fresh)
+        for span in placement.spans:
+            part = values[at(span.local)].reshape(span.box.shape)
+            assert (elements[at(span.box)] == part)[there[at(span.box)]].all()
+            elements[at(span.box)] = part
+            there[at(span.box)] = True
+    assert all(there.all() for _, there in found.values())
+    return {name: elements for name, (elements, _) in found.items()}
+
+
+def at(box: Box) -> tuple[slice, ...]:
+    return tuple(slice(o, o + s) for o, s in zip(box.offset, box.shape, strict=True))
+
+
+def placed(rules: Spec, stored: Held, **arguments: Any) -> dict[str, np.ndarray]:
+    return whole(place(rules, [each for each, _ in stored], arguments), stored)
+
+
+def ramp(*shape: int) -> np.ndarray:
+    return np.arange(np.prod(shape, dtype=int)).reshape(shape) + 1
+
+
+def test_a_dimension_is_cut_over_ranks() -> None:
+    weight = ramp(8, 6)
+    for dim in (0, 1):
+        stored = held("a.weight", np.split(weight, 2, axis=dim))
+        found = placed(spec({"match": "a.weight", "fragment": {"dim": dim}}), stored)
+        assert (found["a.weight"] == weight).all()
+
+
+def test_halves_are_cut_each_on_its_own() -> None:
+    gate, up = ramp(4, 3), ramp(4, 3) + 100
+    parts = [np.concatenate([g, u]) for g, u in zip(np.split(gate, 2), np.split(up, 2), strict=True)]
+    rules = spec({"match": "fc1", "fragment": {"dim": 0, "parts": ["gate", "up"]}})
+    assert (placed(rules, held("fc1", parts))["fc1"] == np.concatenate([gate, up])).all()
+
+
+def fused(heads: int, kv_heads: int, head_dim: int, ranks: int) -> tuple[np.ndarray, list[np.ndarray]]:
+    """A weight of queries, keys and values, and the parts of ranks: whole heads, the first ranks one more; where
+    there are fewer key heads than ranks, several ranks hold the same."""
+    whole_weight = [ramp(n * head_dim, 2) + 1000 * k for k, n in enumerate((heads, kv_heads, kv_heads))]
+    parts = []
+    for rank in range(ranks):
+        mine = []
+        for value, units in zip(whole_weight, (heads, kv_heads, kv_heads), strict=True):
+            if units >= ranks:
+                counts = [len(piece) for piece in np.array_split(np.arange(units), ranks)]
+                first, count = sum(counts[:rank]), counts[rank]
+            else:
+                first, count = rank // (ranks // units), 1
+            mine.append(value[first * head_dim : (first + count) * head_dim])
+        parts.append(np.concatenate(mine))
+    return np.concatenate(whole_weight), parts
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "ranks"), [(8, 8, 4), (8, 4, 4), (8, 2, 4), (8, 1, 4), (7, 5, 3)])
+def test_heads_are_never_cut(heads: int, kv_heads: int, ranks: int) -> None:
+    weight, parts = fused(heads, kv_heads, 4, ranks)
+    widths = [("q", "$heads"), ("k", "$kv_heads"), ("v", "$kv_heads")]
+    part_rules = [{"name": name, "width": f"{num} * $head_dim", "unit": "$head_dim"} for name, num in widths]
+    rules = spec(
+        {"match": "qkv", "fragment": {"dim": 0, "parts": part_rules}},
+        variables={"heads": {"from": ["num_attention_heads"]}, "head_dim": "$hidden // $heads", "hidden": 4 * heads},
+        kv_heads=kv_heads,
+    )
+    assert (placed(rules, held("qkv", parts), num_attention_heads=heads)["qkv"] == weight).all()
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.data())
+def test_any_cuts_at_once(data: st.DataObject) -> None:
+    """Experts along one dimension and shares along another, uneven, with stacked layers."""
+    ep, tp = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 3))
+    sizes = data.draw(st.lists(st.integers(1, 3), min_size=tp, max_size=tp))
+    shares = data.draw(st.lists(st.integers(1, 3), min_size=1, max_size=3))
+    layers = data.draw(st.integers(1, 2))
+    stored, expected = [], []
+    for layer in range(layers):
+        parts = [ramp(2 * ep, 2, share * sum(sizes)) + 1000 * (n + 10 * layer) for n, share in enumerate(shares)]
+        expected.append(np.concatenate(parts, axis=2))
+        for expert_rank in range(ep):
+            for rank, size in enumerate(sizes):
+                begin = sum(sizes[:rank])
+                mine = [
+                    part[2 * expert_rank : 2 * expert_rank + 2, :, share * begin : share * (begin + size)]
+                    for part, share in zip(parts, shares, strict=True)
+                ]
+                values = np.concatenate(mine, axis=2)
+                stored.append((Stored(f"l.{layer}.w", values.shape, {"tp": rank, "ep": expert_rank}), values))
+    cut = {"dim": 2, "uneven": True, "parts": [{"name": f"p{n}", "share": share} for n, share in enumerate(shares)]}
+    rules = spec({
+        "match": "l.{layer}.w", "rename": "l.w", "stack": "layer", "fragment": [{"dim": 0, "axis": "ep"}, cut],
+    })  # fmt: skip
+    assert (placed(rules, stored)["l.w"] == np.stack(expected)).all()
+
+
+def test_uneven_sizes_are_those_that_are_said() -> None:
+    parts = [ramp(3, 2), ramp(2, 2) + 10]
+    stored = held("w", [*parts, np.zeros((0, 2), int)])
+    expected = np.concatenate(parts)
+    for uneven in (True, [3, 2, 0]):
+        found = placed(spec({"match": "w", "fragment": {"dim": 0, "uneven": uneven}}), stored)
+        assert (found["w"] == expected).all()
+    with_rank_2 = [*stored[:2], *held("other", [ramp(1)] * 3)]
+    rules = [{"match": "w", "fragment": {"dim": 0, "uneven": [3, 2, 0]}}, {"match": "other", "replicated": True}]
+    assert (placed(spec(*rules), with_rank_2)["w"] == expected).all()
+    with pytest.raises(SpecError, match=r"w: tp rank 2 does not hold it"):
+        placed(spec({"match": "w", "fragment": {"dim": 0, "uneven": True}}, rules[1]), with_rank_2)
+    with pytest.raises(SpecError, match=r"w: the ranks of tp hold \[3, 2, 0\].*say uneven"):
+        placed(spec({"match": "w", "fragment": {"dim": 0}}), stored)
+    with pytest.raises(SpecError, match=r"uneven says sizes \[2, 3, 0\]"):
+        placed(spec({"match": "w", "fragment": {"dim": 0, "uneven": [2, 3, 0]}}), stored)
+
+
+def test_layers_are_numbered_through_stages_and_chunks() -> None:
+    stored = []
+    layers = {(0, 0): [10, 11], (1, 0): [12], (0, 1): [13, 14], (1, 1): [15]}  # (pp, chunk)
+    for (pp, chunk), values in layers.items():
+        for number, value in enumerate(values):
+            values_of = np.array([value])
+            stored.append((Stored(f"layers.{number}.w", (1,), {"pp": pp, "vpp": chunk}), values_of))
+    rules = spec({"match": "layers.{layer}.w", "unique": True, "rename": "layers.{layer + offset}.w"})
+    found = placed(rules, stored)
+    assert {name: int(value[0]) for name, value in found.items()} == {f"layers.{n}.w": 10 + n for n in range(6)}
+    with pytest.raises(SpecError, match=r"layers\.N of pipeline stage 0, chunk 0: 0 missing"):
+        placed(rules, stored[1:])
+    with pytest.raises(SpecError, match=r"pipeline stages 0, 1, 0, 1 hold it; say pipeline_replicated"):
+        placed(spec({"match": "layers.{layer}.w", "unique": True}), stored)
+
+
+def test_tied_embeddings_have_one_name() -> None:
+    weight = ramp(6, 2)
+    stored = held("embedding", np.split(weight, 2), pp=0) + held("head", np.split(weight, 2), pp=1)
+    rule = {
+        "match": ["embedding", "head"], "fragment": {"dim": 0}, "rename": "embedding", "pipeline_replicated": True,
+    }  # fmt: skip
+    found = placed(spec(rule), stored)
+    assert list(found) == ["embedding"] and (found["embedding"] == weight).all()
+    del rule["pipeline_replicated"]
+    with pytest.raises(SpecError, match="pipeline stages 0, 1 hold it"):
+        placed(spec(rule), stored)
+
+
+def test_experts_are_numbered_over_their_ranks_and_stacked() -> None:
+    experts = [ramp(4, 2) + 100 * n for n in range(4)]
+    stored = []
+    for ep in range(2):
+        for local in range(2):
+            stored += held(f"experts.{local}.w", np.split(experts[2 * ep + local], 2), ep=ep)
+    rule = {"match": "experts.{expert}.w", "fragment": {"dim": 0}, "expert": "expert", "stack": "expert"}
+    found = placed(spec({**rule, "rename": "experts.w"}), stored)
+    assert (found["experts.w"] == np.stack(experts)).all()
+    del rule["stack"]
+    found = placed(spec({**rule, "rename": "experts.{expert}.w"}), stored)
+    assert all((found[f"experts.{n}.w"] == experts[n]).all() for n in range(4))
+    with pytest.raises(SpecError, match=r"expert ranks hold \[1, 2\] of them"):
+        placed(spec({**rule, "rename": "experts.{expert}.w"}), stored[:-2])
+    everywhere = {**rule, "rename": "experts.{expert}.w", "expert": {"number": "expert", "numbers": "global"}}
+    renamed = []
+    for ep in range(2):
+        renamed += held(f"experts.{ep}.w", np.split(experts[ep], 2), ep=ep)
+    found = placed(spec(everywhere), renamed)
+    assert all((found[f"experts.{n}.w"] == experts[n]).all() for n in range(2))
+
+
+def test_a_vocabulary_can_lose_its_padding() -> None:
+    weight = ramp(8, 2)
+    stored = held("embedding", np.split(weight, 4))
+    rule = {"match": "embedding", "fragment": {"dim": 0}}
+    kept = place(spec({**rule, "padded_vocabulary": True}), [each for each, _ in stored], {})
+    assert all(each is not None and each.padded and each.shape == (8, 2) for each in kept)
+    cut = spec({**rule, "padded_vocabulary": {"dim": 0, "size": "$vocab"}}, vocab=5)
+    assert (placed(cut, stored)["embedding"] == weight[:5]).all()
+    with pytest.raises(SpecError, match="embedding: has 8 rows, fewer than the vocabulary of 9"):
+        placed(spec({**rule, "padded_vocabulary": {"size": 9}}), stored)
+
+
+def test_averages_and_what_is_dropped() -> None:
+    stored = held("norm", [ramp(2), ramp(2) + 1]) + held("cache", [ramp(1)])
+    rules = spec({"match": "norm", "average": True}, {"match": "cache", "drop": "made again"})
+    found = place(rules, [each for each, _ in stored], {})
+    assert [each.average for each in found if each is not None] == [True, True] and found[2] is None
+
+
+def test_a_flat_range_of_a_stored_tensor_is_one_range_of_each_box() -> None:
+    shape, box = (4, 6), Box((1, 2), (3, 3))
+    inside = np.zeros(shape, bool)
+    inside[at(box)] = True
+    flat = inside.reshape(-1)
+    span = Span(box, box)
+    for start in range(25):
+        for stop in range(start, 25):
+            assert span.within(shape, start, stop) == (flat[:start].sum(), flat[:stop].sum())
+
+
+A, B = held("a.weight", [ramp(2)]), held("b.weight", [ramp(2)])
+UNIQUE = {"match": "a.weight", "unique": True}
+
+
+@pytest.mark.parametrize(
+    ("rules", "text"),
+    [
+        ([UNIQUE], "test: no rule matches b.weight"),
+        ([UNIQUE, {"match": "*.weight", "unique": True}], r"several rules match a\.weight \(rules 1, 2\)"),
+        ([{"match": "**", "unique": True}, {"match": "x", "unique": True}], r"nothing matches rule 2 \(x\)"),
+        ([{"match": "**", "unique": True, "rename": "c"}], r"a\.weight and b\.weight of \{'tp': 0\} both become c"),
+        ([{"match": "**", "fragment": {"dim": 3}}], r"a\.weight: has no dimension 3"),
+        ([{"match": "**", "fragment": {"dim": 0, "parts": ["a", "b", "c"]}}], "share 1 of 3 does not divide"),
+        (
+            [{"match": "**", "fragment": {"dim": 0, "parts": [{"name": "a", "width": 3}]}}],
+            "make up 3 of the 2 entries",
+        ),
+        ([{"match": "**", "fragment": {"dim": 0, "parts": [{"name": "a", "width": "$w"}]}}], "--set w=VALUE"),
+        ([{"match": "**", "unique": True, "rename": "{layer}"}], "layer is no number here"),
+        ([{"match": "**", "unique": True, "when": "$some"}], r"test, rule 1: when: .*\$some is not known"),
+    ],
+)
+def test_what_does_not_fit_is_an_error(rules: list[Mapping[str, Any]], text: str) -> None:
+    with pytest.raises(SpecError, match=text):
+        placed(spec(*rules), A + B)
+
+
+@pytest.mark.parametrize(
+    ("rule", "text"),
+    [
+        ({"unique": True}, "test, rule 1: has no match"),
+        ({"match": "a"}, "has to have one of unique, replicated, average, fragment, drop; it has none"),
+        ({"match": "a", "unique": True, "average": True}, "it has unique, average"),
+        ({"match": "a", "unique": False}, "unique has to be true"),
+        ({"match": "a", "drop": True}, "drop has to say why"),
+        ({"match": "a", "unique": True, "renam": "b"}, "unknown field renam; known are average"),
+        ({"match": "a", "fragment": {"dim": -1}}, "dim has to be 0 or more, not -1"),
+        ({"match": "a", "fragment": {"dim": 0, "size": 4}}, "fragment: unknown field size"),
+        ({"match": "a", "fragment": [{"dim": 0}, {"dim": 0, "axis": "ep"}]}, "each dim has to stand there once"),
+        ({"match": "a", "fragment": {"dim": 0, "parts": [{"width": 2}]}}, "part 1: has to have a name"),
+        ({"match": "a", "fragment": {"dim": 0, "parts": [{"name": "a", "unit": 2}]}}, "a unit needs a width"),
+        ({"match": "a", "fragment": {"dim": 0, "parts": ["a", {"name": "b", "width": 2}]}}, "all have a share"),
+        ({"match": "a", "fragment": {"dim": 0, "parts": ["a"], "uneven": [1, 2]}}, "exclude each other"),
+        ({"match": "a", "unique": True, "padded_vocabulary": {"dim": 1}}, "padded_vocabulary: dim has to be 0"),
+        ({"match": "a", "unique": True, "expert": "n"}, "captures no 'n'"),
+        (
+            {"match": "a.{n}", "unique": True, "expert": {"number": "n", "numbers": "odd"}},
+            "local or global, not 'odd'",
+        ),
+        ({"match": "a", "unique": True, "stack": "n"}, "captures no 'n'"),
+        ({"regex": "a(", "unique": True}, r"pattern 'a\('"),
+        ({"match": "{a}.{a}", "unique": True}, "redefinition of group name"),
+    ],
+)
+def test_a_wrong_rule_is_an_error_that_names_the_field(rule: Mapping[str, Any], text: str) -> None:
+    with pytest.raises(SpecError, match=text):
+        spec(rule)
+
+
+def test_a_wrong_file_is_an_error_that_names_it(tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match="nothing: no such file, nor is it one of bloom, gpt, llama, mixtral"):
+        Spec.load("nothing")
+    path = tmp_path / "own.yaml"
+    for text, error in (
+        ("rules: [", "cannot be read"),
+        ("[1]", "has to be a mapping"),
+        ("about: x", "either rules or variants"),
+        ("rules: {}", "rules have to be a list"),
+        ("rules: [1]", "rule 1: has to be a mapping"),
+        ("more: 1\nrules: []", "unknown field more; known are about, rules, variables, variants"),
+        ("variables: {a: [1]}\nrules: []", "rules have to be"),
+        ("variables: {a: {of: b}}\nrules: [{match: a, unique: true}]", "variables: a: unknown field of"),
+        ("variables: {a: {from: 3}}\nrules: [{match: a, unique: true}]", "from has to be a name"),
+    ):
+        path.write_text(text)
+        with pytest.raises(SpecError, match=error):
+            Spec.load(path)
+
+
+def test_shapes_that_ranks_disagree_about() -> None:
+    stored = held("w", [ramp(2, 2), ramp(2, 3)])
+    with pytest.raises(SpecError, match=r"w: ranks that hold it disagree about its shape: \(4, 2\) and \(4, 3\)"):
+        placed(spec({"match": "w", "fragment": {"dim": 0}}), stored)
+    copies = [*held("w", [ramp(2), ramp(2)], ep=0), *held("w", [ramp(2), ramp(3)], ep=1)]
+    with pytest.raises(SpecError, match="copies of tp rank 1 differ in dimension 0: 2 and 3"):
+        placed(spec({"match": "w", "fragment": {"dim": 0}}), copies)
+    with pytest.raises(SpecError, match="w: is unique, but 2 files hold it"):
+        placed(spec({"match": "w", "unique": True}), held("w", [ramp(2), ramp(2)]))
+    lonely = held("w", [ramp(2)]) + held("v", [ramp(2), ramp(2)])
+    with pytest.raises(SpecError, match="w: is replicated, but tp rank 1 does not hold it; say unique"):
+        placed(spec({"match": "*", "replicated": True}), lonely)
+
+
+def test_patterns() -> None:
+    def captured(pattern: str, name: str) -> Mapping[str, Any] | None:
+        return Pattern.glob(pattern).match(name)
+
+    assert captured("a.{n}.w", "a.12.w") == {"n": 12}
+    assert captured("a.{n}.w", "a.x.w") is None and captured("a.{n}.w", "a.1.wx") is None
+    assert captured("a.*.w", "a.b.w") == {} and captured("a.*.w", "a.b.c.w") is None
+    assert captured("a.**", "a.b.c") == {} and captured("**.w", "w") is None
+    assert captured("{what:*}_norm.{rest:**}", "q_norm.a.b") == {"what": "q", "rest": "a.b"}
+    assert captured("a+(b", "a+(b") == {} and captured("a+(b", "aa+(b") is None
+    assert Pattern.of_regex(r"(\w+)\.(?P<n>\d+)").match("x.7") == {"n": 7}
+
+
+def test_arithmetic() -> None:
+    assert evaluate("(layer + 2) * $heads - 7 // 2 % 2", {"layer": 3}, {"heads": 4}) == 19
+    assert fill_template("x.{layer + offset}.{what}", {"layer": 1, "offset": 4, "what": "bias"}, {}) == "x.5.bias"
+    for text in ("1 +", "2 ** 9", "__import__('os')", "1.5", "layer.x", "1 // 0", "-1 // 0", "(" * 300):
+        with pytest.raises(SpecError):
+            evaluate(text, {"layer": 1}, {})
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in READY.glob("*.yaml")))
+def test_ready_specifications_explain_themselves(name: str) -> None:
+    rules = Spec.load(name)
+    assert rules.variants
+    assert yaml.safe_load((READY / f"{name}.yaml").read_text())["about"]
+    assert f"`{name}`" in (READY / "README.md").read_text()
+
+
+def test_the_best_variant_is_named_in_the_error() -> None:
+    names = ["model.embed_tokens.weight", "model.norm.weight", "model.layers.0.self_attn.q_proj.weight", "odd"]
+    with pytest.raises(SpecError, match=r"llama, variant transformers: no rule matches odd; nothing matches rule"):
+        Spec.load("llama").resolve(names, {})
+
+
+def test_a_ready_specification_for_names_of_hugging_face() -> None:
+    def model(tp: int) -> Held:
+        found = held("model.embed_tokens.weight", [ramp(8, 4)] * tp) + held("model.norm.weight", [ramp(4)] * tp)
+        for n in range(2):
+            at_layer = f"model.layers.{n}"
+            _, parts = fused(4, 2, 2, tp)
+            found += held(f"{at_layer}.self_attn.qkv_proj.weight", parts)
+            found += held(f"{at_layer}.self_attn.o_proj.weight", np.split(ramp(4, 8), tp, axis=1))
+            gate = np.split(ramp(8, 4), tp)
+            found += held(f"{at_layer}.mlp.gate_up_proj.weight", [np.concatenate([g, g + 100]) for g in gate])
+            found += held(f"{at_layer}.mlp.down_proj.weight", np.split(ramp(4, 8), tp, axis=1))
+            for norm in ("input_layernorm", "post_attention_layernorm"):
+                found += held(f"{at_layer}.{norm}.weight", [ramp(4)] * tp)
+        return found
+
+    arguments = {"num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 8}
+    expected = {stored.name: values for stored, values in model(1)}
+    for tp in (1, 2, 4):
+        found = placed(Spec.load("llama"), model(tp), **arguments)
+        assert found.keys() == expected.keys()
+        assert all((found[name] == expected[name]).all() for name in expected), tp
+
+
+UNTIED = {"untie_embeddings_and_output_weights": True}
+
+
+def stored_and_placed(rank: int, world_size: int, argv: list[str]) -> tuple[list[Any], list[Any]]:
+    """What a rank's legacy checkpoint would hold, and where Megatron itself says that it lies."""
+    import jobs
+    import train_gpt
+    from megatron.core import parallel_state as mpu
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+    from megatron.core.utils import unwrap_model
+
+    job = train_gpt.build(train_gpt.parse_args([*jobs.TINY, *argv, "--iterations", "9"]))
+    own: list[Any] = []
+    theirs: list[Any] = []
+
+    def leaves(value: Any) -> None:
+        if isinstance(value, ShardedTensorFactory):
+            leaves(value.build())
+        elif isinstance(value, dict | list | tuple):
+            for item in value.values() if isinstance(value, dict) else value:
+                leaves(item)
+        elif isinstance(value, ShardedTensor) and "_extra_state" not in value.key:
+            data = value.data.detach().float().numpy().copy()
+            theirs.append((value.key, tuple(value.global_shape), tuple(value.global_offset), data))
+
+    coords = {
+        "tp": mpu.get_tensor_model_parallel_rank(), "pp": mpu.get_pipeline_model_parallel_rank(),
+        "ep": mpu.get_expert_model_parallel_rank(), "etp": mpu.get_expert_tensor_parallel_rank(),
+    }  # fmt: skip
+    for number, chunk in enumerate(job.model):
+        for name, value in unwrap_model(chunk).state_dict_for_save_checkpoint().items():
+            if value is not None and hasattr(value, "shape"):
+                own.append((name, {**coords, "vpp": number}, value.detach().float().numpy().copy()))
+        leaves(unwrap_model(chunk).sharded_state_dict(metadata={"non_homogeneous_layers": True}))
+    return own, theirs
+
+
+@pytest.mark.multiproc
+@pytest.mark.parametrize(
+    ("name", "world_size", "argv", "arguments"),
+    [
+        ("gpt", 4, ["--tp", "2", "--pp", "2"], {}),
+        ("gpt", 2, ["--pp", "2", "--vpp", "2", "--layers", "4"], {}),
+        ("llama", 2, ["--tp", "2", "--swiglu", "--kv-groups", "2", "--untie"], UNTIED),
+        ("mixtral", 4, ["--tp", "2", "--ep", "2", "--num-experts", "4", "--router-bias", "--swiglu"], {}),
+    ],
+)  # fmt: skip
+def test_ready_specifications_say_what_megatron_says(
+    name: str, world_size: int, argv: list[str], arguments: Mapping[str, Any]
+) -> None:
+    stored: list[tuple[Stored, np.ndarray]] = []
+    theirs: dict[str, np.ndarray] = {}
+    for result in run_ranks(stored_and_placed, world_size, argv):
+        own, said = result.value
+        stored += [(Stored(at_rank, values.shape, coords), values) for at_rank, coords, values in own]
+        for key, shape, offset, values in said:
+            tensor = theirs.setdefault(key, np.full(shape, np.nan, np.float32))
+            sizes = (1,) * (len(shape) - values.ndim) + values.shape
+            tensor[at(Box(offset, sizes))] = values.reshape(sizes)
+    found = placed(Spec.load(name), stored, **arguments)
+    assert found.keys() == theirs.keys()
+    for key, values in theirs.items():
+        assert (found[key] == values).all(), key
