@@ -71,9 +71,14 @@ class Files:
         return divmod(place.mp, self.tp)
 
 
+def load_value(path: Path) -> Any:
+    """Whatever a file of DeepSpeed holds, its tensors mapped. Raises ConvertError."""
+    return pickles.load(path, {name: pickles.stand_in(name) for name in _KNOWN})
+
+
 def load_mapping(path: Path) -> dict[str, Any]:
     """A file whose value must be a mapping. Raises ConvertError."""
-    value = pickles.load(path, {name: pickles.stand_in(name) for name in _KNOWN})
+    value = load_value(path)
     if not isinstance(value, dict):
         raise ConvertError(f"{path} holds a {type(value).__name__}, not the mapping that DeepSpeed writes")
     return value

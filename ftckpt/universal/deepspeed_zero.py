@@ -13,29 +13,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from ftckpt.errors import ConvertError
 from ftckpt.state.fragment import Box, Fragment, Shape
-from ftckpt.universal import pickles
 from ftckpt.universal.catalog import Bytes, Catalog, Source
 from ftckpt.universal.deepspeed_files import Files, find_files, is_deepspeed
 from ftckpt.universal.deepspeed_partitions import Held, read_partitions
 from ftckpt.universal.deepspeed_patterns import place_by_info, whole
 from ftckpt.universal.deepspeed_pipeline import read_weights
 from ftckpt.universal.deepspeed_plain import read_plain
+from ftckpt.universal.deepspeed_values import dtype_name, objects_of, precision
+from ftckpt.universal.fill import take
 from ftckpt.universal.placing import Placement, Span, Stored, place
 from ftckpt.universal.spec import Spec
 
 recognises = is_deepspeed
 INFO = "universal_checkpoint_info"
-_DTYPES = {
-    torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.float64: "F64", torch.int64: "I64",
-    torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
-}  # fmt: skip
-_TENSORS = {"module", "optimizer", "param_shapes", "frozen_param_shapes", "frozen_param_fragments", "buffer_names"}
-_GROUPS = {"params"}
 
 
 @dataclass(frozen=True)
@@ -43,9 +37,8 @@ class _Read:
     """Elements of a file's tensor: ``values`` one after another, or those of ``box`` among a part of ``shape``."""
 
     values: torch.Tensor
-    positions: tuple[Shape, Box, int, int, int] | None
-    """Where they do not lie one after another: shape, box in it, first and last element of the box, and the flat
-    position of ``values[0]``."""
+    positions: tuple[Shape, Box, int] | None
+    """Where they do not lie one after another: shape, box in it, and the flat position of ``values[0]``."""
 
 
 class DeepSpeedSource(Source):
@@ -67,21 +60,27 @@ class DeepSpeedSource(Source):
         fragments: list[Fragment] = []
         self._reads: list[_Read] = []
         self._paths: list[Path] = []
+        averaged: set[str] = set()
+        padded: set[str] = set()
         for each in held:
-            for fragment, read in _fragments(each, places[_place_key(each)]):
+            placed = places.get(_place_key(each))
+            if placed is None:
+                continue
+            for fragment, read in _fragments(each, placed):
                 fragments.append(fragment)
                 self._reads.append(read)
                 self._paths.append(each.path)
-        averaged = {placement.name for placement in places.values() if placement.average}
-        padded = {placement.name for placement in places.values() if placement.padded}
+                if not each.is_number:
+                    averaged |= {fragment.key} if placed.average else set()
+                    padded |= {fragment.key} if placed.padded else set()
         self._catalog = Catalog(
             origin="deepspeed",
             iteration=_iteration(files),
             layout=_layout(files),
             fragments=tuple(fragments),
             objects={"deepspeed": _objects(files), "precision": _precision(files)},
-            padded=_keys(fragments, padded),
-            average=_keys(fragments, averaged),
+            padded=frozenset(padded),
+            average=frozenset(averaged),
             derived=_derived(files, fragments, wanted),
         )
 
@@ -94,15 +93,12 @@ class DeepSpeedSource(Source):
         """See Source."""
         if not self._files.loaded:
             raise ConvertError(f"{self._files.path}: was closed")
-        read = self._reads[index]
-        values = read.values
-        if read.positions is not None:
-            shape, box, start, stop, first = read.positions
-            inside = np.unravel_index(np.arange(start, stop), box.shape)
-            at = np.ravel_multi_index(tuple(i + o for i, o in zip(inside, box.offset, strict=True)), shape) - first
-            values = values[torch.from_numpy(at)]
-        data: Bytes = values.contiguous().view(torch.uint8).numpy()
-        return data
+        data: Bytes = self._reads[index].values.contiguous().view(torch.uint8).numpy()
+        positions = self._reads[index].positions
+        if positions is None:
+            return data
+        shape, box, first = positions
+        return take(data, shape, box, first, first + len(self._reads[index].values))
 
     def where(self, index: int) -> Path:
         """The file that a fragment lies in."""
@@ -173,7 +169,7 @@ def _arguments(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _fragments(held: Held, placed: Placement) -> Iterable[tuple[Fragment, _Read]]:
-    key, dtype = f"{held.role}/{placed.name}", _dtype(held)
+    key, dtype = f"{held.role}/{placed.name}", dtype_name(held.values, held.path)
     if held.is_number:
         span = placed.spans[0]
         outer = len(placed.shape) - len(held.shape)
@@ -190,22 +186,9 @@ def _fragments(held: Held, placed: Placement) -> Iterable[tuple[Fragment, _Read]
 def _reading(held: Held, span: Span, start: int, stop: int) -> _Read:
     local = span.local
     if local.shape[1:] != held.shape[1:]:
-        return _Read(held.values, (held.shape, local, start, stop, held.first))
+        return _Read(held.values, (held.shape, local, held.first))
     begin = (local.offset[0] * math.prod(held.shape[1:]) if held.shape else 0) - held.first
     return _Read(held.values[begin + start : begin + stop], None)
-
-
-def _dtype(held: Held) -> str:
-    if held.values.dtype not in _DTYPES:
-        raise ConvertError(
-            f"{held.path}: {held.role} of {held.name} has type {held.values.dtype}, which is not known"
-        )
-    return _DTYPES[held.values.dtype]
-
-
-def _keys(fragments: Iterable[Fragment], names: set[str]) -> frozenset[str]:
-    """Keys of all roles of some tensors, without numbers."""
-    return frozenset(f.key for f in fragments if f.key.partition("/")[2] in names and f.global_shape != (1,))
 
 
 def _derived(files: Files, fragments: Sequence[Fragment], roles: set[str] | None) -> dict[str, str]:
@@ -217,12 +200,7 @@ def _derived(files: Files, fragments: Sequence[Fragment], roles: set[str] | None
 
 
 def _precision(files: Files) -> str:
-    config = files.load(files.models()[0][1]).get("ds_config") or {}
-    for name, dtype in (("bf16", "BF16"), ("bfloat16", "BF16"), ("fp16", "F16")):
-        section = config.get(name) or {}
-        if isinstance(section, Mapping) and section.get("enabled"):
-            return dtype
-    return "F32"
+    return precision(files.load(files.models()[0][1]).get("ds_config"))
 
 
 def _iteration(files: Files) -> int:
@@ -243,21 +221,6 @@ def _layout(files: Files) -> dict[str, int | str | bool]:
 
 
 def _objects(files: Files) -> dict[str, Any]:
+    optimizer = next((files.load(path)["optimizer_state_dict"] for _, path in files.of("zero")), None)
     first = files.load(files.models()[0][1])
-    state: dict[str, Any] = {"state": {key: value for key, value in first.items() if key not in _TENSORS}}
-    for _, path in files.of("zero")[:1]:
-        optimizer = files.load(path)["optimizer_state_dict"]
-        inner = optimizer.get("base_optimizer_state", optimizer.get("optimizer_state_dict"))
-        state["optimizer"] = {
-            key: value
-            for key, value in optimizer.items()
-            if key in ("loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad", "ds_version", "param_groups")
-        }
-        groups = inner.get("param_groups", []) if isinstance(inner, Mapping) else []
-        state["optimizer"]["param_groups"] = [_group(group) for group in groups]
-    found: dict[str, Any] = pickles.plain(state)
-    return found
-
-
-def _group(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key not in _GROUPS}
+    return objects_of(first, optimizer if optimizer is not None else first.get("optimizer") or {})

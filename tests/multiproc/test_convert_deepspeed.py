@@ -165,3 +165,56 @@ def test_a_checkpoint_holds_what_the_ranks_held(name: str) -> None:
     source.close()
     with pytest.raises(ConvertError, match="closed"):
         source.read(0)
+
+
+def convert_to_deepspeed(source: Any, destination: Path) -> None:
+    from ftckpt.universal.convert import Options, convert
+    from ftckpt.universal.deepspeed_universal_sink import DeepSpeedUniversalSink
+
+    convert(source, DeepSpeedUniversalSink(destination), Options(workers=2))
+
+
+@functools.cache
+def converted(name: str) -> Path:
+    from ftckpt.universal.deepspeed_zero import DeepSpeedSource
+
+    path = _root() / f"{name}-universal"
+    source = DeepSpeedSource(saved(name).path)
+    convert_to_deepspeed(source, path)
+    source.close()
+    return path
+
+
+def load(rank: int, world_size: int, shape: Shape, folder: str) -> tuple[list[Elements], float, int]:
+    """Load a universal checkpoint with DeepSpeed's own code; what this rank then has, and the next loss."""
+    import train_deepspeed
+
+    job = build(shape, {"checkpoint": {"load_universal": True}})
+    job.engine.load_checkpoint(folder)
+    steps = job.engine.global_steps
+    elements = held(job)
+    for _ in range(STEPS * 2):  # the data go on where they were
+        next(job.batches)
+    return elements, train_deepspeed.train_step(job)["loss"], steps
+
+
+LOADS = {
+    "zero1-three": Shape(2, config=BF16 | zero(2)),
+    "zero2-aligned": Shape(2, config=BF16 | zero(3)),
+    "zero2-round-robin": Shape(3, config=BF16 | zero(1)),
+    "zero3-three": Shape(2, config=BF16 | zero(1)),
+    "pp2-tp2-dp2": Shape(2, ["--pp", "2", "--tp", "1", "--tie"], BF16 | zero(1)),
+    "pp2-dp2-tied": Shape(4, ["--pp", "2", "--tp", "2", "--tie"], BF16 | zero(1)),
+    "zero1-fp16": Shape(3, config=fp16(8) | zero(2)),
+}
+"""What is loaded into which other layout."""
+
+
+@pytest.mark.parametrize("name", LOADS)
+def test_deepspeed_loads_what_was_converted_into_another_layout(name: str) -> None:
+    results = run_ranks(load, LOADS[name].ranks, LOADS[name], str(converted(name)), stand_in=False)
+    live = together([pair for rank in saved(name).live for pair in rank])
+    loaded = together([pair for result in results for pair in result.value[0]])
+    assert set(loaded) == set(live)
+    assert not differing(loaded, live)
+    assert all(result.value[2] == STEPS for result in results)
