@@ -1,4 +1,5 @@
-"""The ``ftckpt`` command: look at arenas, delete those of a dead job, draw what was copied when, plan protection.
+"""The ``ftckpt`` command: look at arenas, delete those of a dead job, draw what was copied when, plan protection,
+convert checkpoints.
 
 Exit status: 0 good, 1 something inspected is corrupt, 2 the command could not be carried out.
 """
@@ -16,6 +17,7 @@ from ftckpt.arena.control import SlotRecord
 from ftckpt.arena.image import parse_image
 from ftckpt.arena.mapping import open_mapping
 from ftckpt.arena.segment import CONTROL_NAME, Arena, clean_job, list_arenas, slot_name
+from ftckpt.cli_convert import add_convert
 from ftckpt.cli_plan import add_plan
 from ftckpt.cli_smp import add_smp
 from ftckpt.config import Config
@@ -61,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line ``argv`` (default: the process's own) and return its exit status."""
     parser = _Parser(prog="ftckpt", description="in-memory snapshots of training state")
     commands = parser.add_subparsers(metavar="COMMAND", required=True, dest="command")
-    for add in (_add_inspect, _add_clean, _add_timeline, add_plan, add_smp):
+    for add in (_add_inspect, _add_clean, _add_timeline, add_plan, add_smp, add_convert):
         add(commands)
     try:
         arguments = parser.parse_args(argv)

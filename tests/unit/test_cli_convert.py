@@ -1,0 +1,179 @@
+"""``ftckpt convert``: what it prints, what it writes, its exit status."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+from test_convert import Memory, array, model, read_all, wholes
+
+from ftckpt.cli import main
+from ftckpt.cli_convert import size
+from ftckpt.errors import ConfigError, ConvertError
+from ftckpt.state.fragment import Box, Fragment
+from ftckpt.universal.convert import Options, convert, prepare
+from ftckpt.universal.reader import UniversalSource
+from ftckpt.universal.verify import verify
+from ftckpt.universal.weights import WeightsSource
+from ftckpt.universal.writer import SafetensorsSink, UniversalSink
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    """A universal checkpoint."""
+    tensors = {**model(3), "weight/layers.0.weight": array((8, 5), seed=9), "buffer/bias": array((4,), seed=8)}
+    convert(Memory(tensors, wholes(tensors)), UniversalSink(tmp_path / "source", 400), Options())
+    return tmp_path / "source"
+
+
+def ftckpt(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, str, str]:
+    status = main(["convert", *map(str, words)])
+    told = capsys.readouterr()
+    return status, told.out, told.err
+
+
+def test_a_copy_in_other_files_verified(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, err = ftckpt(capsys, source, tmp_path / "out", "--verify", "--max-file", "1MiB", "--workers", 2)
+    assert (status, err) == (0, "")
+    assert read_all(tmp_path / "out") == read_all(source)
+    assert "source       universal, iteration 7, layout tp2\n" in out
+    assert "  exp_avg    3 tensors, 480 B\n" in out
+    assert "destination  universal, 1 files, 1.1 KiB\n" in out
+    assert "written 1 files, 1.1 KiB in" in out and "verified 8 tensors, read from both ends" in out
+
+
+def test_weights_for_everybody(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = (source, tmp_path / "out", "--to", "safetensors", "--roles", "weight,buffer", "--verify")
+    status, out, _ = ftckpt(capsys, *words)
+    assert status == 0 and "verified 2 tensors" in out
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    assert found["layers.0.weight"].tobytes() == read_all(source)["weight/layers.0.weight"]
+    assert sorted(found) == ["bias", "layers.0.weight"]
+    status, out, _ = ftckpt(capsys, tmp_path / "out", tmp_path / "again", "--verify")
+    assert status == 0 and "source       safetensors" in out
+    assert set(read_all(tmp_path / "again")) == {"weight/layers.0.weight", "weight/bias"}
+
+
+def test_a_dry_run_writes_nothing(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = sorted(tmp_path.iterdir())
+    status, out, _ = ftckpt(capsys, source, tmp_path / "out", "--dry-run", "--max-file", 400)
+    assert status == 0 and sorted(tmp_path.iterdir()) == before
+    assert "  exp_avg/layers.0.weight  F32 8×5\n" in out and "of-00004.safetensors" in out
+    assert out.endswith("dry run: nothing was written\n")
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["nowhere", "out"], "nowhere: does not exist"),
+        (["empty", "out"], "empty: is no checkpoint that is known here; known are universal"),
+        (["source.partial", "out"], "was never completed"),
+        (["source", "empty"], "empty: exists; remove it"),
+        (["source", "out", "--spec", "gpt"], "--spec: means nothing for"),
+        (["source", "out", "--iteration", "3"], "--iteration: means nothing for"),
+        (["source", "out", "--set", "a=1"], "--set: is for variables of a specification"),
+        (["source", "out", "--spec", "gpt", "--set", "a"], "'a' is not NAME=VALUE"),
+        (["source", "out", "--spec", "nothing"], "nothing: no such file, nor is it one of bloom"),
+        (
+            ["source", "out", "--roles", "weights"],
+            "the source has no weights; it has buffer, exp_avg, master, weight",
+        ),
+        (["source", "out", "--roles", ","], "--roles: names no role"),
+        (["source", "out", "--max-memory", "lots"], "--max-memory: 'lots' is no size"),
+        (["source", "out", "--max-memory", "100"], "more than the 100 of --max-memory"),
+        (["source", "out", "--workers", "0"], "--workers: 0 is too small"),
+        (["source", "out", "--to", "nonsense"], "invalid choice: 'nonsense'"),
+        (["source", "source", "out"], "only directories of nodes with arenas can be several"),
+        (["source", "out", "--to", "safetensors", "--roles", "exp_avg"], "has no weights of any tensor"),
+    ],
+)
+def test_what_cannot_be_done_is_said(
+    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], text: str
+) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "source.partial").mkdir()
+    there = ("nowhere", "empty", "source", "source.partial", "out")
+    status, _, err = ftckpt(capsys, *(tmp_path / word if word in there else word for word in words))
+    assert status == 2 and text in err and "Traceback" not in err
+    assert not (tmp_path / "out").exists() and not (tmp_path / "out.partial").exists()
+
+
+def test_a_damaged_source_is_said(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = next(source.glob("*.safetensors"))
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    status, _, err = ftckpt(capsys, source, tmp_path / "out")
+    assert status == 2 and "is damaged" in err and str(file) in err
+    file.write_bytes(data[:-1])
+    status, _, err = ftckpt(capsys, source, tmp_path / "out")
+    assert status == 2 and f"{file}: has {len(data) - 1} bytes" in err
+
+
+def test_verification_finds_whatever_differs(tmp_path: Path) -> None:
+    tensors = model(2)
+    source = Memory(tensors, wholes(tensors))
+    conversion = prepare(source, UniversalSink(tmp_path / "unused"), Options())
+    assert verify(conversion, source, 2) == 4
+
+    def against(changed: dict[str, np.ndarray]) -> str:
+        with pytest.raises(ConvertError) as caught:
+            verify(conversion, Memory(changed, wholes(changed)), 2)
+        return str(caught.value)
+
+    key = "master/layers.1.weight"
+    other = tensors[key].copy()
+    other[-1, -1] = np.nextafter(other[-1, -1], np.float32(9))
+    assert f"is: {key} has other bytes" in against({**tensors, key: other})
+    assert f"is: {key} is F32 [4, 10], it was F32 [8, 5]" in against({**tensors, key: tensors[key].reshape(4, 10)})
+    less = dict(tensors)
+    del less[key]
+    assert f"is: {key} is missing" in against(less)
+    assert "is: weight/more is there, though the source has none" in against({**tensors, "weight/more": other})
+
+
+def test_verification_compares_the_rows_that_a_vocabulary_has_in_both(tmp_path: Path) -> None:
+    whole, less = {"weight/e": array((8, 2))}, {"weight/e": array((8, 2))[:6]}
+    padded = frozenset({"weight/e"})
+    conversion = prepare(Memory(whole, wholes(whole), padded=padded), UniversalSink(tmp_path / "x"), Options())
+    assert verify(conversion, Memory(less, wholes(less), padded=padded), 1) == 1
+    less["weight/e"] = less["weight/e"] * 2
+    with pytest.raises(ConvertError, match="weight/e has other bytes"):
+        verify(conversion, Memory(less, wholes(less), padded=padded), 1)
+
+
+def test_weights_in_files_that_do_not_agree_with_their_index(tmp_path: Path) -> None:
+    tensors = {f"weight/{n}": array((10,), seed=n) for n in range(3)}
+    convert(Memory(tensors, wholes(tensors)), SafetensorsSink(tmp_path / "w", 40), Options())
+    assert [f.key for f in WeightsSource(tmp_path / "w").catalog.fragments] == list(tensors)
+    index = tmp_path / "w" / "model.safetensors.index.json"
+    said = json.loads(index.read_text())
+    said["weight_map"]["3"] = said["weight_map"]["2"]
+    index.write_text(json.dumps(said))
+    with pytest.raises(ConvertError, match="does not agree with the files about weight/3"):
+        WeightsSource(tmp_path / "w")
+    index.write_text("{}")
+    with pytest.raises(ConvertError, match="is no index"):
+        WeightsSource(tmp_path / "w")
+
+
+def test_sizes() -> None:
+    assert [size(text, "") for text in ("1", "1K", "1.5 KiB", "4GiB", "2gb", "1T")] == [
+        1, 1024, 1536, 4 << 30, 2 << 30, 1 << 40,
+    ]  # fmt: skip
+    for text in ("", "0", "-1", "1X", "GiB"):
+        with pytest.raises(ConfigError, match=r"--max-file: .* is no size"):
+            size(text, "--max-file")
+
+
+def test_a_float_tensor_of_16_bits_is_copied_as_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fragment = Fragment.whole("weight/h", "BF16", (3,), Box((0,), (3,)))
+    source = Memory({}, [fragment])
+    source.changed = {0: np.uint16([1, 2, 0x7FC1])}
+    convert(source, UniversalSink(tmp_path / "one"), Options())
+    assert ftckpt(capsys, tmp_path / "one", tmp_path / "two", "--verify")[0] == 0
+    assert read_all(tmp_path / "two")["weight/h"] == np.uint16([1, 2, 0x7FC1]).tobytes()
+    assert UniversalSource(tmp_path / "two").catalog.iteration == 7
