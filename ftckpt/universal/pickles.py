@@ -16,7 +16,7 @@ import threading
 from collections import defaultdict, deque
 from collections.abc import Mapping
 from pathlib import Path, PosixPath, PurePath, PurePosixPath
-from typing import Any
+from typing import IO, Any, BinaryIO, cast
 
 import numpy as np
 import torch
@@ -55,11 +55,13 @@ class Record:
         """Nothing more to do."""
 
     def __setstate__(self, state: Any) -> None:
-        for fields in state if isinstance(state, tuple) else (state,):
-            if isinstance(fields, dict):
-                self.__dict__.update(fields)
-            elif fields is not None:
-                self.__dict__["state"] = fields
+        """Fields, fields and slots, or whatever else the class makes its state of: that is ``state`` then."""
+        parts = state if isinstance(state, tuple) and len(state) == 2 else (state,)
+        if all(part is None or isinstance(part, dict) for part in parts):
+            for part in parts:
+                self.__dict__.update(part or {})
+        else:
+            self.__dict__["state"] = state
 
     def __repr__(self) -> str:
         fields = ", ".join(f"{name}={value!r}" for name, value in vars(self).items())
@@ -78,8 +80,8 @@ def stand_in(full_name: str) -> type[Record]:
     return type(full_name.rpartition(".")[2], (Record,), {"full_name": full_name})
 
 
-def _member(kind: Any, name: str) -> Record:
-    """What an enumeration pickles as ``getattr(class, name)`` in some versions of Python."""
+def member(kind: Any, name: str) -> Record:
+    """What some versions of Python write for a member of an enumeration: ``getattr(class, name)``."""
     if not (isinstance(kind, type) and issubclass(kind, Record)):
         raise ValueError(f"getattr of {kind!r}")
     return kind(name)
@@ -101,7 +103,7 @@ HARMLESS: dict[str, Any] = {
     "argparse.Namespace": argparse.Namespace,
     "builtins.dict": dict,
     "builtins.frozenset": frozenset,
-    "builtins.getattr": _member,
+    "builtins.getattr": member,
     "builtins.int": int,
     "builtins.list": list,
     "builtins.slice": slice,
@@ -136,30 +138,67 @@ def load(path: str | os.PathLike[str], known: Mapping[str, Any] | None = None) -
     return _load(where, where, zipped, known or {})
 
 
-def loads(data: bytes, name: str, known: Mapping[str, Any] | None = None) -> Any:
+def loads(data: bytes | memoryview, name: str, known: Mapping[str, Any] | None = None) -> Any:
     """``load`` of bytes that lie inside another file; ``name`` says in errors what they are."""
-    return _load(io.BytesIO(data), name, False, known or {})
+    return _load(_View(data), name, False, known or {})
 
 
-def _load(source: str | io.BytesIO, name: str, mapped: bool, known: Mapping[str, Any]) -> Any:
+def shapes(data: bytes | memoryview, name: str) -> Any:
+    """``loads`` of tensors without elements, on the device ``meta``.
+
+    Their storages have an attribute ``_checkpoint_offset``, which says where in ``data`` the elements begin.
+    """
+    return _load(_View(data), name, False, {}, "meta")
+
+
+class _View(io.RawIOBase):
+    """A file to read of bytes that are not copied as a whole."""
+
+    def __init__(self, data: bytes | memoryview) -> None:
+        self._data = memoryview(data)
+        self._at = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._at = max(0, offset + (0, self._at, len(self._data))[whence])
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        there = self._data[self._at : self._at + len(buffer)]
+        buffer[: len(there)] = there
+        self._at += len(there)
+        return len(there)
+
+
+def _load(source: str | _View, name: str, mapped: bool, known: Mapping[str, Any], device: str = "cpu") -> Any:
     allowed = {**HARMLESS, **known}
     with _LOCK:
         try:
-            allowed = {**{found: stand_in(found) for found in _data_classes(source)}, **allowed}
+            file = cast("str | IO[bytes]", source)
+            data_classes = _data_classes(file) if device == "cpu" else []
+            allowed = {**{found: stand_in(found) for found in data_classes}, **allowed}
             with torch.serialization.safe_globals([(value, key) for key, value in allowed.items()]):
-                return torch.load(source, map_location="cpu", weights_only=True, mmap=mapped)
+                return torch.load(file, map_location=device, weights_only=True, mmap=mapped)
         except Exception as error:  # noqa: BLE001  a foreign file can provoke whatever there is
             raise ConvertError(_explain(name, error)) from None
 
 
-def _data_classes(source: str | io.BytesIO) -> list[str]:
+def _data_classes(file: str | IO[bytes]) -> list[str]:
     try:
-        found = torch.serialization.get_unsafe_globals_in_checkpoint(source)
+        found = torch.serialization.get_unsafe_globals_in_checkpoint(file)
     except Exception:  # noqa: BLE001  not the zip format: no list, so that such classes are refused below
         found = []
     finally:
-        if isinstance(source, io.BytesIO):
-            source.seek(0)
+        if not isinstance(file, str):
+            file.seek(0)
     return [name for name in found if DATA_CLASSES.fullmatch(name)]
 
 
@@ -193,11 +232,11 @@ def save(value: Any, path: str | os.PathLike[str]) -> None:
         raise ConvertError(f"{where} cannot be written: {error.strerror or error}") from None
 
 
-def saves(value: Any) -> bytes:
-    """The bytes that ``torch.save`` writes."""
-    buffer = io.BytesIO()
-    torch.save(value, buffer)
-    return buffer.getvalue()
+def dump(value: Any, file: BinaryIO) -> int:
+    """What ``torch.save`` writes, at the end of an open file; how many bytes that is."""
+    before = file.tell()
+    torch.save(value, file)
+    return file.tell() - before
 
 
 def plain(value: Any) -> Any:
