@@ -97,7 +97,7 @@ class Checkpointer:
         )  # fmt: skip
         restart = Restart(self._group, self.topology, self._arenas.path, self.events)
         try:
-            decision = restart.choose(self.config.on_lost)
+            decision = restart.choose(self.config.on_lost, self._state.reshapes)
             if decision is not None and decision.iteration < newer_than:
                 self.events.emit("older_than_storage", in_memory=decision.iteration, loaded=newer_than)
                 decision = None

@@ -80,6 +80,8 @@ def assign(  # noqa: PLR0917 - the last ones are optional
         private = piece.fragment.with_key(private_key(piece.fragment.key, topology.me.shard))
         parts.append(Part(len(stepped) + offset, 0, private))
     num_stepped = len(laid.parts)
+    pieces = (*stepped, *described.volatile)
+    copied_keys = {pieces[part.piece].fragment.key for part in parts if part.piece >= 0}
     manifest = Manifest(
         coords=topology.me.coords,
         layout=topology.layout,
@@ -89,10 +91,10 @@ def assign(  # noqa: PLR0917 - the last ones are optional
         chunk_bytes=chunk_bytes,
         capacity=int(weights[group.rank]) if weights is not None and shares.weighted else 0,
         sections=laid.sections,
+        padded=tuple(sorted(described.padded & copied_keys)),
     )
     differing = tuple(f.name for f, at in zip(fragments, sets.group_of, strict=True) if at == DIFFERING)
     copied = sum(fragment.nbytes for fragment in manifest.stepped)
-    pieces = (*stepped, *described.volatile)
     return Assignment(manifest, pieces, tuple(parts), derived, differing, copied, shares.spill)
 
 

@@ -4,40 +4,32 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from ftckpt.arena.image import SlotImage
 from ftckpt.arena.segment import Arena, list_arenas
 from ftckpt.comm import Group, together
-from ftckpt.errors import ArenaError, LostError, MismatchError
+from ftckpt.errors import ArenaError, LostError
 from ftckpt.events import Events
-from ftckpt.layout.replicas import private_key
+from ftckpt.layout.names import layout_name
+from ftckpt.layout.shards import first_of_each_stage
 from ftckpt.layout.topology import Topology
 from ftckpt.restore.decide import Decision
-from ftckpt.restore.load import OpenArenas, Transfer, execute, fetch, transfer
-from ftckpt.restore.plan import Have, Read, plan
+from ftckpt.restore.load import Moved, OpenArenas, Transfer, execute, fetch, transfer
+from ftckpt.restore.plan import Read, plan
 from ftckpt.restore.protection import remove_newer
 from ftckpt.restore.repair import Used
-from ftckpt.restore.search import Search, reader_of
-from ftckpt.restore.source import Source
+from ftckpt.restore.reshape import Hashes, Held, check_copies, index_of, needs_across, needs_of
+from ftckpt.restore.search import Search, readers_of, reshaped
 from ftckpt.state import objects
 from ftckpt.state.fragment import Fragment
 from ftckpt.state.manifest import Manifest
 from ftckpt.state.piece import Description, Piece, TrainingState
-
-
-@dataclass(frozen=True)
-class Held:
-    """A chosen slot: where it lies, the rank that reads it for other nodes, and what is in it."""
-
-    source: Source
-    reader: int
-    image: SlotImage
-    objects_used: int
 
 
 class Restart:
@@ -51,15 +43,18 @@ class Restart:
         self._arenas = OpenArenas(node_dir)
         self._search: Search | None = None
 
-    def choose(self, on_lost: str) -> Decision | None:
+    def choose(self, on_lost: str, reshapes: bool = False) -> Decision | None:
         """The newest snapshot that is whole, or was made whole from parity, and whose every byte was verified.
+
+        ``reshapes``: whether one of another layout will do.
 
         Raises:
             LostError: snapshots were lost and ``on_lost`` is ``fail``.
-            MismatchError: the snapshots belong to another layout or version.
+            MismatchError: the snapshots belong to another version, or to a layout that will not do.
             MemoryBudgetError, ArenaError: lost shards cannot be rebuilt here.
         """
-        search = self._search = Search(self._group, self._topology, self._node_dir, self._events, self._arenas)
+        place = (self._group, self._topology, self._node_dir, self._events, self._arenas)
+        search = self._search = Search(*place, reshapes=reshapes)
         try:
             return search.run()
         except LostError as error:
@@ -87,25 +82,41 @@ class Restart:
     def load(self, decision: Decision, state: TrainingState, described: Description) -> None:
         """Bring tensors and objects of every rank to what they were at the snapshot's boundary.
 
+        In another layout tensors are the same, element by element, and ``state`` makes of the objects what it can.
+
         Raises:
-            MismatchError: the snapshot is of another model.
+            MismatchError: the snapshot is of another model, or what its ranks hold of one tensor differs.
         """
+        begin = time.perf_counter()
         held = self._gather_held(decision)
         pieces = [*described.stepped, *described.volatile]
-        wanted = together(self._group, lambda: _needs(pieces, held.values(), self._topology.me.shard))
-        transfers = together(self._group, lambda: self._plan(held, wanted))
-        encoded, wanted_objects = self._fetch_objects(held[self._topology.me.shard])
-        moved = execute(self._group, [*transfers, wanted_objects], self._arenas)
-        _derive(pieces, {id(piece) for piece, _ in wanted})
-        together(self._group, lambda: state.load_objects(objects.decode(encoded.numpy().tobytes())))
+        across = reshaped(self._topology, decision)
+        wanted, transfers = together(self._group, lambda: self._plan(held, pieces, described.padded, across))
+        if across:
+            self._check_copies(held, [need for _, need in wanted])
+            moved = execute(self._group, transfers, self._arenas)
+            _derive(pieces, {id(piece) for piece, _ in wanted})
+            firsts = self._first_objects(held)
+            load = lambda: state.load_reshaped([objects.decode(one) for one in firsts], decision.iteration)  # noqa: E731
+            together(self._group, load)
+        else:
+            encoded, mine = self._fetch_objects(held[self._topology.me.shard])
+            moved = execute(self._group, [*transfers, mine], self._arenas)
+            _derive(pieces, {id(piece) for piece, _ in wanted})
+            together(self._group, lambda: state.load_objects(objects.decode(encoded.numpy().tobytes())))
         state.finish_load()
         self._events.emit("loaded", iteration=decision.iteration, **moved._asdict())
+        if across:
+            self._tell_reshaped(decision, moved, time.perf_counter() - begin)
 
     def capacities(self, decision: Decision) -> list[int] | None:
         """What the snapshot's shares were weighted with, in bytes by rank of this job; None where they were equal.
 
-        With it ``assign`` cuts replica sets as the arenas that are there have them.
+        With it ``assign`` cuts replica sets as the arenas that are there have them; those of another layout say
+        nothing of this one.
         """
+        if reshaped(self._topology, decision):
+            return None
         mine = together(self._group, lambda: self._own_capacities(decision))
         told: dict[str, int] = {}
         for data in self._group.gather(json.dumps(mine).encode()):
@@ -138,7 +149,7 @@ class Restart:
 
     def _gather_held(self, decision: Decision) -> dict[str, Held]:
         """What each chosen slot holds, told by the rank that reads it to all."""
-        readers = {shard: reader_of(self._topology, shard, source) for shard, source in decision.sources.items()}
+        readers = readers_of(self._topology, decision)
 
         def describe() -> list[list[object]]:
             found: list[list[object]] = []
@@ -158,29 +169,68 @@ class Restart:
         return held
 
     def _own_capacities(self, decision: Decision) -> dict[str, int]:
+        readers = readers_of(self._topology, decision)
         return {
             shard: self._arenas.get(source.arena).manifest.capacity
             for shard, source in decision.sources.items()
-            if reader_of(self._topology, shard, source) == self._group.rank
+            if readers[shard] == self._group.rank
         }
 
-    def _plan(self, held: Mapping[str, Held], wanted: Sequence[tuple[Piece, Fragment]]) -> list[Transfer]:
+    def _plan(
+        self, held: Mapping[str, Held], pieces: Sequence[Piece], padded: frozenset[str], across: bool
+    ) -> tuple[list[tuple[Piece, Fragment]], list[Transfer]]:
+        """What this rank reads for which piece, and from where."""
         sources = list(held.values())
-        haves = [
-            Have(index, fragment, offset)
-            for index, source in enumerate(sources)
-            for fragment, offset in zip(source.image.manifest.fragments, source.image.offsets, strict=True)
-        ]
-        here = self._topology.me.node
-        reads = plan(haves, [need for _, need in wanted], lambda i: int(sources[i].source.node != here))
+        index = index_of(sources, across)
+        if across:
+            padded = padded.union(*(source.image.manifest.padded for source in sources))
+            wanted = needs_across(pieces, index, padded)
+        else:
+            padded = frozenset()
+            wanted = needs_of(pieces, index, held[self._topology.me.shard])
+        here, needs = self._topology.me.node, [need for _, need in wanted]
+        costs = [int(source.source.node != here) for source in sources]
         by_source: dict[int, list[Read]] = {}
-        for read in reads:
+        for read in plan(index, needs, costs.__getitem__, padded, turn=self._group.rank):
             by_source.setdefault(read.have.source, []).append(read)
         tensors = [piece.tensor for piece, _ in wanted]
-        return [
+        return wanted, [
             transfer(sources[index].source, self._reader_for_me(sources[index]), found, tensors)
             for index, found in by_source.items()
         ]
+
+    def _check_copies(self, held: Mapping[str, Held], needs: Sequence[Fragment]) -> None:
+        """What several shards hold for themselves must be the same before one of them is read for all."""
+        mine = [one for one in held.values() if self._reads(one)]
+        hashed = together(self._group, lambda: [one.hashes(self._arenas.view(one.source)) for one in mine])
+        told = self._group.gather(b"".join(part.tobytes() for part in hashed))
+        hashes: dict[str, Hashes] = {}
+        read = [0] * len(told)
+        for shard, one in held.items():
+            hashes[shard] = np.frombuffer(told[one.reader], np.uint64, len(one.copies), read[one.reader])
+            read[one.reader] += hashes[shard].nbytes
+        together(self._group, lambda: check_copies(list(held.values()), hashes, needs))
+
+    def _first_objects(self, held: Mapping[str, Held]) -> list[bytes]:
+        """Encoded objects of the first rank of each pipeline stage, in the order of the stages."""
+        firsts = [held[shard] for shard in first_of_each_stage(list(held))]
+        mine = together(self._group, lambda: {one.shard: self._objects(one) for one in firsts if self._reads(one)})
+        return [self._group.broadcast(mine.get(one.shard, bytes(one.objects_used)), one.reader) for one in firsts]
+
+    def _reads(self, held: Held) -> bool:
+        return held.reader == self._group.rank
+
+    def _objects(self, held: Held) -> bytes:
+        begin = held.image.objects.begin
+        return bytes(self._arenas.view(held.source)[begin : begin + held.objects_used])
+
+    def _tell_reshaped(self, decision: Decision, moved: Moved, secs: float) -> None:
+        before, now = layout_name(decision.layout), layout_name(self._topology.layout)
+        sizes = {"read_bytes": moved.read_bytes, "received_bytes": moved.received_bytes}
+        self._events.emit(
+            "reshaped", **{"from": before, "to": now}, iteration=decision.iteration, secs=secs, **sizes
+        )  # fmt: skip
+        self._events.tell(f"iteration {decision.iteration} reshaped from {before} to {now} in {secs:.1f} s")
 
     def _fetch_objects(self, mine: Held) -> tuple[torch.Tensor, Transfer]:
         buffer = torch.empty(mine.objects_used, dtype=torch.uint8)
@@ -189,30 +239,6 @@ class Restart:
     def _reader_for_me(self, held: Held) -> int:
         """A rank reads what lies on its own node by itself."""
         return self._group.rank if held.source.node == self._topology.me.node else held.reader
-
-
-def _needs(pieces: Sequence[Piece], sources: Iterable[Held], shard: str) -> list[tuple[Piece, Fragment]]:
-    """What to read for each piece: its own private copy where replicas differed, otherwise the shared one.
-
-    A derived piece is read only if the snapshot holds it, that is, if the rule did not hold then.
-    """
-    fragments = {f for held_by in sources for f in held_by.image.manifest.fragments}
-    held = {(f.key, f.dtype, f.global_shape) for f in fragments}
-    wanted: list[tuple[Piece, Fragment]] = []
-    for piece in pieces:
-        fragment = piece.fragment
-        own = fragment.with_key(private_key(fragment.key, shard))
-        if own in fragments:  # private copies are never cut
-            wanted.append((piece, own))
-        elif (fragment.key, fragment.dtype, fragment.global_shape) in held:
-            wanted.append((piece, fragment))
-        elif piece.derived_from is None:
-            raise MismatchError(
-                f"the snapshot is of another model: it has no {fragment.key} of type {fragment.dtype} and shape "
-                f"{list(fragment.global_shape)}; start the model it was taken from, or remove it with "
-                "'ftckpt clean JOB'"
-            )
-    return wanted
 
 
 def _derive(pieces: Sequence[Piece], read: set[int]) -> None:

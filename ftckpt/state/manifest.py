@@ -28,7 +28,8 @@ class Manifest:
     ones at the boundary. ``objects_bytes`` is the room for encoded objects, ``chunk_bytes`` the size of a
     copy and of a checksum. ``capacity`` is 0 where replica sets were cut into equal shares; otherwise shares
     follow the bytes that each rank's windows take per snapshot, and this is the rank's own such figure.
-    ``sections`` divides the stepped fragments, in their order; none at all is one private section.
+    ``sections`` divides the stepped fragments, in their order; none at all is one private section. ``padded`` are
+    keys, sorted, whose first dimension is rounded up by a rule that depends on the layout.
 
     Raises:
         ValueError: sections that break the rules of ``check_sections``.
@@ -42,6 +43,7 @@ class Manifest:
     chunk_bytes: int
     capacity: int = 0
     sections: tuple[Section, ...] = ()
+    padded: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         check_sections(self.sections, self.stepped)
@@ -71,6 +73,8 @@ class Manifest:
             value["capacity"] = self.capacity
         if self.sections:  # as above
             value["sections"] = [section.to_json() for section in self.sections]
+        if self.padded:  # as above
+            value["padded"] = list(self.padded)
         return json.dumps(value, separators=(",", ":"), sort_keys=True).encode()
 
     @classmethod
@@ -98,6 +102,7 @@ class Manifest:
                 chunk_bytes=int(value["chunk_bytes"]),
                 capacity=capacity,
                 sections=tuple(map(Section.from_json, value.get("sections", ()))),
+                padded=_texts(value.get("padded", [])),
             )
         except (KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
             raise CorruptError(f"not a manifest: {error}") from None
@@ -106,6 +111,12 @@ class Manifest:
     def digest(self) -> bytes:
         """16 bytes (xxh3-128) that name this manifest."""
         return xxhash.xxh3_128_digest(self.encode())
+
+
+def _texts(value: Any) -> tuple[str, ...]:
+    if not isinstance(value, list) or not all(isinstance(text, str) for text in value):
+        raise TypeError(f"padded: {value!r} is not a list of keys")
+    return tuple(value)
 
 
 def shard_name(coords: Mapping[str, int]) -> str:
