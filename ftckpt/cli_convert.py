@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 FORMATS = ("universal", "deepspeed-universal", "megatron-dist", "safetensors")
 _UNITS = {"": 0, "k": 10, "m": 20, "g": 30, "t": 40}
+_INTERRUPTED = 130
+"""What shells say of a command that Ctrl-C ended."""
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?", re.IGNORECASE)
 
 
@@ -58,9 +60,13 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.dry_run:
             print("dry run: nothing was written")
             return 0
-        _convert(conversion, options)
-        if arguments.verify:
-            _verify(conversion, options, arguments.destination)
+        try:
+            _convert(conversion, options)
+            if arguments.verify:
+                _verify(conversion, options, arguments.destination)
+        except KeyboardInterrupt:
+            print("ftckpt: interrupted; the same command goes on where this one was", file=sys.stderr)
+            return _INTERRUPTED
     return 0
 
 

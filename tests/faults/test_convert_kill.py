@@ -1,0 +1,240 @@
+"""A conversion that is killed, interrupted or out of room leaves no destination, and the same command goes on."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+import pytest
+from killing import killed_at
+
+from ftckpt.cli import main
+from ftckpt.errors import ConvertError
+from ftckpt.state.fragment import Box, Fragment
+from ftckpt.universal.catalog import Bytes, Catalog, Sink, Source
+from ftckpt.universal.convert import Options, convert
+from ftckpt.universal.formats import Request, open_sink, open_source
+from ftckpt.universal.reader import UniversalSource
+from ftckpt.universal.writer import SafetensorsSink, UniversalSink
+
+pytestmark = pytest.mark.faults
+
+NUM, ROWS, COLUMNS = 12, 64, 50
+
+
+class Columns(Source):
+    """Tensors whose left and right halves lie in two fragments, so that every row is put together."""
+
+    def __init__(self, num: int = NUM, rows: int = ROWS) -> None:
+        whole = [np.random.default_rng(n).standard_normal((rows, COLUMNS), np.float32) for n in range(num)]
+        halves = (0, COLUMNS // 2)
+        self.expected = {f"weight/layers.{n}.weight": value.tobytes() for n, value in enumerate(whole)}
+        self._held = [np.ascontiguousarray(v[:, at : at + COLUMNS // 2]) for v in whole for at in halves]
+        fragments = [
+            Fragment.whole(key, "F32", (rows, COLUMNS), Box((0, at), (rows, COLUMNS // 2)))
+            for key in self.expected
+            for at in halves
+        ]
+        self._catalog = Catalog("ftckpt", 5, {"tp": 2}, tuple(fragments), {"counter": 5})
+
+    @property
+    def catalog(self) -> Catalog:
+        return self._catalog
+
+    def read(self, index: int) -> Bytes:
+        return self._held[index].reshape(-1).view(np.uint8)
+
+    def close(self) -> None:
+        pass
+
+
+def contents(path: Path) -> dict[str, bytes]:
+    source = open_source([path], Request())
+    found = {f.key: source.read(i).tobytes() for i, f in enumerate(source.catalog.fragments)}
+    source.close()
+    return found
+
+
+ALONE = Options(workers=1)
+
+
+def more_steps(action: Callable[[], object]) -> None:
+    """What is written to a file and not yet on the disk is a step, too."""
+    fsync = os.fsync
+
+    def counted(descriptor: int) -> None:
+        with suppress(OSError):
+            os.rmdir("nothing of this name")
+        fsync(descriptor)
+
+    os.fsync = counted  # type: ignore[assignment]
+    action()
+
+
+@pytest.mark.parametrize("make", [UniversalSink, SafetensorsSink])
+def test_killed_anywhere(tmp_path: Path, make: Callable[[Path, int], Sink]) -> None:
+    """Before every file-system call of a conversion: nothing, or all, is under the destination's name, and the next
+    run makes it whole without writing finished files again."""
+    source = Columns()
+    resumed, step = set(), 0
+    while True:
+        out = tmp_path / f"out{step}"
+        killed = killed_at(step, lambda out=out: more_steps(lambda: convert(source, make(out, 40_000), ALONE)))
+        if out.exists():
+            assert contents(out) == source.expected
+        if not killed:
+            break
+        resumed.add(convert(source, make(out, 40_000), Options(workers=2)).resumed)
+        assert contents(out) == source.expected
+        assert sorted(path.name for path in tmp_path.iterdir() if path.name.startswith(out.name)) == [out.name]
+        step += 1
+    assert step > 25 and resumed == set(range(5))
+
+
+def test_killed_again_and_again(tmp_path: Path) -> None:
+    """Each run is killed a little later than where the last one stood."""
+    source = Columns(40)
+    out, done, runs = tmp_path / "out", [0], 0
+    while killed_at(20, lambda: convert(source, UniversalSink(out, 30_000), Options(workers=3))):
+        runs += 1
+        if out.exists():
+            assert contents(out) == source.expected
+            continue
+        written = len(list((tmp_path / "out.partial").glob("tensors-*")))
+        assert written >= done[-1] and runs < 20
+        done.append(written)
+    assert runs > 1 and done[1] < done[-1]
+    assert contents(out) == source.expected
+
+
+LIMITED = "import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv.pop(1)),) * 2); "
+
+
+def start(source: Path, out: Path, *words: str, limit: int = resource.RLIM_INFINITY) -> subprocess.Popen[str]:
+    run = f"{LIMITED if limit > 0 else ''}from ftckpt.cli import main; sys.exit(main())"
+    command = [sys.executable, "-c", f"import sys; {run}", *([str(limit)] if limit > 0 else [])]
+    return subprocess.Popen(
+        [*command, "convert", str(source), str(out), *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+@pytest.fixture
+def large(tmp_path: Path) -> tuple[Path, dict[str, bytes]]:
+    """A universal checkpoint of 50 MB."""
+    source = Columns(80, 3000)
+    convert(source, UniversalSink(tmp_path / "large"), Options())
+    return tmp_path / "large", source.expected
+
+
+@pytest.mark.parametrize("kind", [signal.SIGKILL, signal.SIGINT])
+def test_the_command_killed_in_the_middle(
+    tmp_path: Path, large: tuple[Path, dict[str, bytes]], kind: signal.Signals
+) -> None:
+    path, expected = large
+    words = ("--max-file", "1MiB", "--workers", "2")
+    command = start(path, tmp_path / "out", *words)
+    deadline = time.monotonic() + 120
+    while len(list((tmp_path / "out.partial").glob("tensors-*"))) < 5:
+        assert command.poll() is None and time.monotonic() < deadline
+    os.kill(command.pid, kind)
+    _, err = command.communicate(timeout=60)
+    assert command.returncode == (-kind if kind == signal.SIGKILL else 130)
+    assert kind == signal.SIGKILL or "interrupted; the same command goes on" in err
+    assert not (tmp_path / "out").exists()
+    with pytest.raises(ConvertError, match="never completed"):
+        open_source([tmp_path / "out.partial"], Request())
+    again = start(path, tmp_path / "out", *words, "--verify")
+    out, err = again.communicate(timeout=120)
+    assert again.returncode == 0, err
+    assert "of them from before" in out and "verified 80 tensors" in out
+    assert contents(tmp_path / "out") == expected
+
+
+def test_a_full_disk(tmp_path: Path, large: tuple[Path, dict[str, bytes]]) -> None:
+    """The limit on files' sizes fails as a full disk does: in the middle of a file."""
+    path, expected = large
+    words = ("--max-file", "3MiB")
+    command = start(path, tmp_path / "out", *words, limit=2_000_000)
+    _, err = command.communicate(timeout=120)
+    assert command.returncode == 2 and "no room: free some" in err and "Traceback" not in err
+    assert not (tmp_path / "out").exists()
+    assert [entry for entry in (tmp_path / "out.partial").iterdir() if entry.suffix == ".safetensors"] == []
+    again = start(path, tmp_path / "out", *words)
+    _, err = again.communicate(timeout=120)
+    assert again.returncode == 0, err
+    assert contents(tmp_path / "out") == expected
+
+
+def test_two_at_once(tmp_path: Path) -> None:
+    """The second is refused while the first writes, and harms nothing."""
+    source = Columns()
+    refused = []
+
+    class Slow(UniversalSink):
+        def finish(self, catalog: Catalog, units: object) -> None:
+            with pytest.raises(ConvertError, match="another process is writing it"):
+                convert(source, UniversalSink(tmp_path / "out", 40_000), Options())
+            refused.append(True)
+            super().finish(catalog, units)  # type: ignore[arg-type]
+
+    convert(source, Slow(tmp_path / "out", 40_000), Options())
+    assert refused and contents(tmp_path / "out") == source.expected
+
+
+MEASURED = """
+import sys, threading, time
+from pathlib import Path
+sys.path[:0] = sys.argv[1].split(":")
+from test_convert_kill import Columns
+from ftckpt.universal.convert import Options, convert
+from ftckpt.universal.formats import open_sink
+source = Columns(6, 100_000)  # 20 MB each
+def anonymous():
+    text = Path("/proc/self/status").read_text()
+    return int(text.split("RssAnon:")[1].split()[0]) * 1024
+convert(Columns(2), open_sink(Path(sys.argv[2], "warm"), "universal"), Options())
+before, peak, stop = anonymous(), [0], threading.Event()
+def watch():
+    while not stop.is_set():
+        peak[0] = max(peak[0], anonymous())
+        time.sleep(0.002)
+watcher = threading.Thread(target=watch)
+watcher.start()
+convert(source, open_sink(Path(sys.argv[2], "out"), "universal", 40_000_000), Options(4, int(sys.argv[3])))
+stop.set()
+watcher.join()
+print(peak[0] - before)
+"""
+
+
+def test_memory_stays_bounded(tmp_path: Path) -> None:
+    """120 MB in files of 40 MB, from fragments that have to be put together; the limit is of all workers."""
+    most = {}
+    for limit in (50 << 20, 200 << 20):
+        paths = f"{Path(__file__).parent}:{Path(__file__).parents[1]}"
+        words = [sys.executable, "-c", MEASURED, paths, str(tmp_path / str(limit)), str(limit)]
+        found = subprocess.run(words, capture_output=True, text=True, timeout=240, check=False)
+        assert found.returncode == 0, found.stderr
+        most[limit] = int(found.stdout)
+    assert all(peak < limit + (8 << 20) for limit, peak in most.items()), most
+
+
+def test_the_command_says_what_it_cannot_write(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    convert(Columns(), UniversalSink(tmp_path / "source"), Options())
+    (tmp_path / "file").write_text("")
+    assert main(["convert", str(tmp_path / "source"), str(tmp_path / "file" / "out")]) == 2
+    assert "Not a directory" in capsys.readouterr().err
+    assert UniversalSource(tmp_path / "source").verify() == []
+    assert open_sink(tmp_path / "x", "universal")
