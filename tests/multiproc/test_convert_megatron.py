@@ -1,0 +1,297 @@
+"""Megatron's own checkpoints to the universal form and back, loaded by Megatron itself in another layout."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jobs
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from ftckpt.errors import ConvertError
+from ftckpt.state.fragment import DTYPE_BYTES, Fragment
+from ftckpt.testing.pool import run_ranks
+from ftckpt.universal.convert import Options, convert
+from ftckpt.universal.megatron_dist import MegatronDistSource
+from ftckpt.universal.megatron_dist_sink import MegatronDistSink
+from ftckpt.universal.megatron_legacy import MegatronLegacySource
+from ftckpt.universal.reader import UniversalSource
+from ftckpt.universal.spec import Spec
+from ftckpt.universal.writer import UniversalSink
+
+pytestmark = pytest.mark.multiproc
+
+State = dict[str, npt.NDArray[Any]]
+"""Every consolidated tensor, as unsigned integers."""
+SEED = ("--seed", "77")
+"""Another job's: nothing of the source is there by chance."""
+
+CASES = {
+    "gpt-tp2pp2-to-tp1dp2": (
+        (4, ("--tp", "2", "--pp", "2")),
+        (2, ("--tp", "1")),
+    ),
+    "llama-tp2-without-distributed-optimizer-to-pp2": (
+        (2, ("--tp", "2", "--swiglu", "--kv-groups", "2", "--untie", "--no-distributed-optimizer")),
+        (2, ("--pp", "2", "--swiglu", "--kv-groups", "2", "--untie")),
+    ),
+    "moe-ep2-to-ep4-without-distributed-optimizer": (
+        (2, ("--ep", "2", "--num-experts", "4", "--swiglu", "--router-bias")),
+        (4, ("--ep", "4", "--num-experts", "4", "--swiglu", "--router-bias", "--no-distributed-optimizer")),
+    ),
+    "fp32-dp2-to-tp2-without-distributed-optimizer": (
+        (2, ("--precision", "fp32")),
+        (2, ("--precision", "fp32", "--tp", "2", "--no-distributed-optimizer")),
+    ),
+}
+
+
+def build(argv: Sequence[str]) -> tuple[Any, Any]:
+    import train_gpt
+
+    from ftckpt.megatron.state import MegatronState
+
+    job = train_gpt.build(train_gpt.parse_args([*jobs.TINY, *argv, "--iterations", "9"]))
+    return job, MegatronState(job.model, job.optimizer, job.scheduler, {"data": job.data})
+
+
+def sharded_state(job: Any, metadata: dict[str, Any], **loading: bool) -> dict[str, Any]:
+    from megatron.core import parallel_state
+    from megatron.core.utils import unwrap_model
+
+    metadata = {**metadata, "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
+    chunks = [unwrap_model(chunk) for chunk in job.model]
+    names = ["model"] if len(chunks) == 1 else [f"model{index}" for index in range(len(chunks))]
+    state = {name: chunk.sharded_state_dict(metadata=metadata) for name, chunk in zip(names, chunks, strict=True)}
+    state["optimizer"] = job.optimizer.sharded_state_dict(state, metadata=metadata, **loading)
+    state["opt_param_scheduler"] = job.scheduler.state_dict()
+    return state
+
+
+def pieces(state: Any) -> list[tuple[Fragment, bytes]]:
+    import torch
+
+    described = state.describe()
+    return [
+        (piece.fragment, piece.tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+        for piece in (*described.stepped, *described.volatile)
+        if not piece.fragment.key.startswith("local/")
+    ]
+
+
+def saved(rank: int, world_size: int, argv: Sequence[str], path: str, sharding: str) -> list[tuple[Fragment, bytes]]:
+    """Train two iterations, save as Megatron does; what the rank holds."""
+    import train_gpt
+    from megatron.core import dist_checkpointing
+
+    job, state = build(argv)
+    for _ in range(2):
+        train_gpt.train_step(job)
+    metadata = {
+        "distrib_optim_sharding_type": sharding,
+        "chained_optim_avoid_prefix": True,
+        "singleton_local_shards": False,
+    }
+    dist_checkpointing.save(
+        {**sharded_state(job, metadata), "iteration": job.iteration, "checkpoint_version": 3.0},
+        path,
+        content_metadata=metadata,
+    )
+    return pieces(state)
+
+
+@contextlib.contextmanager
+def steps_aside() -> Iterator[None]:
+    """Megatron-core 0.16.1 copies each entry of an optimizer's state but ``step``, which torch's own Adam, unlike
+    fused ones, has there too: it is away while Megatron copies."""
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    original = DistributedOptimizer._set_main_param_and_optimizer_states
+
+    def without_step(self: Any, model_param: Any, tensors: dict[str, Any]) -> None:
+        group, order = self.model_param_group_index_map[model_param]
+        state = self.optimizer.state[self.optimizer.param_groups[group]["params"][order]]
+        step = state.pop("step")
+        original(self, model_param, tensors)
+        state["step"] = step
+
+    DistributedOptimizer._set_main_param_and_optimizer_states = without_step
+    try:
+        yield
+    finally:
+        DistributedOptimizer._set_main_param_and_optimizer_states = original
+
+
+def loaded(rank: int, world_size: int, argv: Sequence[str], path: str) -> list[tuple[Fragment, bytes]]:
+    """What a rank of another job holds once Megatron has loaded the checkpoint."""
+    from megatron.core import dist_checkpointing
+    from megatron.core.utils import unwrap_model
+
+    job, state = build([*argv, *SEED])
+    metadata = dist_checkpointing.load_content_metadata(path)
+    found = dist_checkpointing.load(sharded_state(job, metadata, is_loading=True), path)
+    for index, chunk in enumerate(job.model):
+        unwrap_model(chunk).load_state_dict(found["model" if len(job.model) == 1 else f"model{index}"])
+    with steps_aside():
+        job.optimizer.load_state_dict(found["optimizer"])
+    job.scheduler.load_state_dict(found["opt_param_scheduler"])
+    assert found["iteration"] == 2
+    assert job.scheduler.num_steps == 2 * 8
+    return pieces(state)
+
+
+def consolidated(results: Sequence[Any]) -> State:
+    """All ranks' pieces as whole tensors; replicas must be equal, and nothing may be missing."""
+    state: State = {}
+    seen: dict[str, npt.NDArray[np.bool_]] = {}
+    for fragment, data in (piece for result in results for piece in result.value):
+        values = np.frombuffer(data, f"u{DTYPE_BYTES[fragment.dtype]}")
+        whole = state.setdefault(fragment.key, np.zeros(fragment.global_shape, values.dtype))
+        mask = seen.setdefault(fragment.key, np.zeros(fragment.global_shape, bool))
+        box = tuple(
+            slice(offset, offset + size) for offset, size in zip(fragment.box.offset, fragment.box.shape, strict=True)
+        )
+        part, part_mask = whole[box].reshape(-1), mask[box].reshape(-1)
+        there = part_mask[fragment.start : fragment.stop]
+        assert (part[fragment.start : fragment.stop][there] == values[there]).all(), fragment.name
+        part[fragment.start : fragment.stop], part_mask[fragment.start : fragment.stop] = values, True
+        whole[box], mask[box] = part.reshape(whole[box].shape), part_mask.reshape(mask[box].shape)
+    for key, mask in seen.items():
+        assert mask.all(), f"{key}: {mask.size - mask.sum()} elements are missing"
+    return state
+
+
+def contents(path: Path) -> State:
+    """The tensors of a universal checkpoint."""
+    source = UniversalSource(path)
+    return {
+        fragment.key: source.read(index).view(f"u{fragment.item_bytes}").reshape(fragment.global_shape).copy()
+        for index, fragment in enumerate(source.catalog.fragments)
+    }
+
+
+def assert_equal(found: State, right: State) -> None:
+    """Same tensors, same bits; rows of a vocabulary that only one of them has are padding."""
+    assert set(found) == set(right)
+    for key, whole in right.items():
+        rows = min(len(whole), len(found[key]))
+        padded = "word_embeddings" in key or "output_layer" in key
+        assert padded or found[key].shape == whole.shape, key
+        assert (found[key][:rows] == whole[:rows]).all(), f"{key} differs"
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_megatron_to_universal_to_megatron_in_another_layout(name: str, tmp_path: Path) -> None:
+    (world_size, argv), (other_size, other_argv) = CASES[name]
+    (tmp_path / "save").mkdir()
+    live = consolidated(run_ranks(saved, world_size, argv, str(tmp_path / "save"), "fully_reshardable"))
+
+    source = MegatronDistSource(tmp_path / "save")
+    report = convert(source, UniversalSink(tmp_path / "universal"), Options())
+    assert report.tensors >= len(live)
+    source.close()
+    assert_equal(contents(tmp_path / "universal"), live)
+
+    sink = MegatronDistSink(tmp_path / "back", max_file_bytes=100_000)
+    report = convert(UniversalSource(tmp_path / "universal"), sink, Options(workers=2))
+    assert report.files > 1
+    again = consolidated(run_ranks(loaded, other_size, other_argv, str(tmp_path / "back" / "iter_0000002")))
+    assert_equal(again, live)
+
+    convert(MegatronDistSource(tmp_path / "back"), UniversalSink(tmp_path / "again"), Options())
+    assert_equal(contents(tmp_path / "again"), contents(tmp_path / "universal"))
+
+
+def test_optimizer_state_of_one_layout_is_refused_with_the_flag_to_save_otherwise(tmp_path: Path) -> None:
+    (tmp_path / "save").mkdir()
+    live = consolidated(run_ranks(saved, 2, ["--tp", "2"], str(tmp_path / "save"), "dp_reshardable"))
+    with pytest.raises(ConvertError, match="--dist-ckpt-optim-fully-reshardable"):
+        MegatronDistSource(tmp_path / "save")
+    convert(MegatronDistSource(tmp_path / "save", roles={"weight"}), UniversalSink(tmp_path / "universal"), Options())
+    assert_equal(contents(tmp_path / "universal"), {k: v for k, v in live.items() if k.startswith("weight/")})
+
+
+def saved_legacy(rank: int, world_size: int, argv: Sequence[str], path: str) -> list[tuple[Fragment, bytes]]:
+    """Train two iterations and write what ``save_checkpoint`` writes in the ``torch`` format."""
+    import torch
+    import train_gpt
+    from megatron.core import parallel_state as mpu
+    from megatron.core.utils import unwrap_model
+
+    job, state = build(argv)
+    for _ in range(2):
+        train_gpt.train_step(job)
+    name = f"mp_rank_{mpu.get_tensor_model_parallel_rank():02d}"
+    if mpu.get_pipeline_model_parallel_world_size() > 1:
+        name += f"_{mpu.get_pipeline_model_parallel_rank():03d}"
+    if mpu.get_expert_model_parallel_world_size() > 1:
+        name += f"_{mpu.get_expert_model_parallel_rank():03d}"
+    directory = Path(path) / "iter_0000002" / name
+    chunks = [unwrap_model(chunk) for chunk in job.model]
+    names = ["model"] if len(chunks) == 1 else [f"model{index}" for index in range(len(chunks))]
+    models = {name: chunk.state_dict_for_save_checkpoint() for name, chunk in zip(names, chunks, strict=True)}
+    args = arguments(job.args, mpu)
+    whole = {**models, "args": args, "iteration": 2, "checkpoint_version": 3.0}
+    whole |= {"optimizer": job.optimizer.state_dict(), "opt_param_scheduler": job.scheduler.state_dict()}
+    if mpu.get_expert_data_parallel_rank() == 0:
+        directory.mkdir(parents=True)
+        torch.save(whole, directory / "model_optim_rng.pt")
+    torch.distributed.barrier()
+    if job.args.distributed_optimizer:
+        gather(job.optimizer).save_parameter_state(str(directory / "distrib_optim.pt"))
+    Path(path, "latest_checkpointed_iteration.txt").write_text("2")
+    return pieces(state)
+
+
+def gather(optimizer: Any) -> Any:
+    """The optimizer, with the group over which the ``torch`` format gathers its state."""
+    for leaf in optimizer.chained_optimizers:
+        leaf.data_parallel_group_gloo = leaf.data_parallel_group
+    return optimizer
+
+
+def arguments(args: Any, mpu: Any) -> Any:
+    """What Megatron's own command line would have put into the checkpoint, by its names; an enumeration among it."""
+    import argparse
+
+    from megatron.core.transformer.enums import AttnBackend
+
+    return argparse.Namespace(
+        tensor_model_parallel_size=args.tp,
+        pipeline_model_parallel_size=args.pp,
+        expert_model_parallel_size=args.ep,
+        untie_embeddings_and_output_weights=args.untie,
+        num_attention_heads=args.heads,
+        num_query_groups=args.kv_groups,
+        swiglu=args.swiglu,
+        attention_backend=AttnBackend.auto,
+    )
+
+
+LEGACY = {
+    "gpt": (2, ("--tp", "2", "--no-distributed-optimizer"), "gpt"),
+    "gpt-pp2-distributed-optimizer": (4, ("--pp", "2"), "gpt"),
+    "llama-vpp2": (
+        2,
+        ("--pp", "2", "--vpp", "2", "--layers", "4", "--swiglu", "--untie", "--kv-groups", "2"),
+        "llama",
+    ),
+    "mixtral-ep2": (2, ("--ep", "2", "--num-experts", "4", "--swiglu"), "mixtral"),
+}
+
+
+@pytest.mark.parametrize("name", LEGACY)
+def test_legacy_checkpoints_are_read_with_a_specification(name: str, tmp_path: Path) -> None:
+    world_size, argv, spec = LEGACY[name]
+    live = consolidated(run_ranks(saved_legacy, world_size, argv, str(tmp_path)))
+    source = MegatronLegacySource(tmp_path, Spec.load(spec))
+    convert(source, UniversalSink(tmp_path / "universal"), Options())
+    assert_equal(contents(tmp_path / "universal"), live)
+    assert source.catalog.layout["tp"] == (2 if "--tp" in argv else 1)
+    (next(tmp_path.glob("iter_*/mp_rank_*")) / "model_optim_rng.pt").unlink()
+    with pytest.raises(ConvertError, match=r"(is|are) missing|has no mp_rank"):
+        MegatronLegacySource(tmp_path, Spec.load(spec))
