@@ -17,6 +17,7 @@ from ftckpt.state.fragment import Fragment
 ITERATION = 3
 STEP = 5.0
 CONSUMED = 7 * 8
+EPSILON = 2.0**-20
 VOCABULARY = 257
 NOT_CARRIED = ("local/",)
 
@@ -271,7 +272,7 @@ def leave(rank: int, world_size: int, source: Layout, model: Model, settings: di
     checkpointer = attach(job, settings, ["node"], rank)
     assert checkpointer.restore() is None
     for group in job.optimizer.param_groups:
-        group["lr"] = 0.125
+        group["eps"] = EPSILON
     job.scheduler.num_steps = 24
     job.data.consumed_samples = job.progress.consumed_samples = CONSUMED
     job.iteration = ITERATION
@@ -324,7 +325,7 @@ def _wrong_objects(job: Any) -> list[str]:
         "scheduler": job.scheduler.num_steps,
         "data": job.data.consumed_samples,
         "progress": (job.progress.iteration, job.progress.consumed_samples),
-        "lr": {group["lr"] for group in job.optimizer.param_groups},
+        "eps": {group["eps"] for group in job.optimizer.param_groups},
     }
-    wanted = {"scheduler": 24, "data": CONSUMED, "progress": (ITERATION, CONSUMED), "lr": {0.125}}
+    wanted = {"scheduler": 24, "data": CONSUMED, "progress": (ITERATION, CONSUMED), "eps": {EPSILON}}
     return [f"{name} is {found[name]}, not {wanted[name]}" for name in found if found[name] != wanted[name]]

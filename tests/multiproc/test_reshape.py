@@ -27,7 +27,7 @@ MATRIX: dict[str, dict[str, list[str]]] = {
     },
     "moe-sequential": {
         "tp2pp1ep2dp2": ["tp1pp2ep2dp2", "tp1pp1ep4dp4", "tp2pp2etp2dp1", "tp2pp1ep4etp1dp2:z"],
-        "tp1pp1ep1dp2:z": ["tp1pp1ep2dp2", "tp2pp1ep2dp1"],
+        "tp1pp1ep1dp2:z": ["tp1pp1ep2dp2", "tp2pp1ep2etp1dp1"],
     },
     "moe-grouped": {"tp1pp1ep2dp2": ["tp1pp1ep4dp4", "tp2pp1ep1dp1", "tp2pp2ep2etp1dp1"]},
     "mla": {"tp2pp1dp2": ["tp4pp1dp1", "tp1pp2dp2", "tp1pp1dp1:z"]},
