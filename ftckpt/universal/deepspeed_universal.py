@@ -18,23 +18,26 @@ from ftckpt.universal.atomic import PARTIAL
 from ftckpt.universal.catalog import Bytes, Catalog, Source
 from ftckpt.universal.deepspeed_files import LATEST_UNIVERSAL, load_mapping, load_value, tag_directory
 from ftckpt.universal.deepspeed_pipeline import flat_module
-from ftckpt.universal.deepspeed_values import dtype_name, objects_of, precision
+from ftckpt.universal.deepspeed_values import TORCH_DTYPES, dtype_name, objects_of, precision
 
 ZERO = "zero"
 OPTIMIZER = "optimizer_state.pt"
 MASTER_FILE = "fp32"
 PARAM = "param"
+WEIGHT_DTYPE = "weight_dtype"
+"""Beside a frozen parameter, which DeepSpeed wants in 32 bits: what it was before."""
 _MOST_OPEN = 64
 """Files that are kept mapped; a large model has tens of thousands."""
 
 
 @dataclass(frozen=True)
 class _Stored:
-    """A tensor: ``path`` and, in a file of several, its ``name``."""
+    """A tensor: ``path`` and, in a file of several, its ``name``; to be cast to ``dtype`` where there is one."""
 
     path: Path
     name: str
     is_number: bool = False
+    dtype: torch.dtype | None = None
 
 
 def recognises(path: Path) -> bool:
@@ -137,8 +140,10 @@ class DeepSpeedUniversalSource(Source):
         if not (files.keys() - {MASTER_FILE}) and self._shapes and name not in self._shapes:
             if weight is not None and tuple(weight.shape) == tuple(master.shape):
                 yield _fragment("weight", name, weight, None), _Stored(self._state_path, name)
-            else:
-                yield _fragment("weight", name, master, None), _Stored(files[MASTER_FILE], "")
+                return
+            said = TORCH_DTYPES.get(self._parameters.get(name, {}).pop(WEIGHT_DTYPE, ""))
+            stored = _Stored(files[MASTER_FILE], "", dtype=said)
+            yield _fragment("weight", name, self._tensor(stored), None), stored
             return
         yield _fragment("master", name, master, shape), _Stored(files[MASTER_FILE], "")
         for role in sorted(files.keys() - {MASTER_FILE, "step"}):
@@ -163,7 +168,7 @@ class DeepSpeedUniversalSource(Source):
             value = value.get(PARAM)
         if not isinstance(value, torch.Tensor):
             raise ConvertError(f"{stored.path}: holds no tensor {stored.name or PARAM}")
-        return value.detach()
+        return value.detach() if stored.dtype is None else value.detach().to(stored.dtype)
 
     def _value(self, path: Path) -> Any:
         with self._guard:

@@ -21,13 +21,12 @@ from ftckpt.universal.catalog import Bytes, Catalog, Get, Part, Tensor, Unit
 from ftckpt.universal.deepspeed_classes import restored, save
 from ftckpt.universal.deepspeed_division import Division
 from ftckpt.universal.deepspeed_files import LATEST_UNIVERSAL
-from ftckpt.universal.deepspeed_universal import MASTER_FILE, OPTIMIZER, PARAM, ZERO
-from ftckpt.universal.deepspeed_values import DTYPES
+from ftckpt.universal.deepspeed_universal import MASTER_FILE, OPTIMIZER, PARAM, WEIGHT_DTYPE, ZERO
+from ftckpt.universal.deepspeed_values import TORCH_DTYPES
 from ftckpt.universal.derived import cast
 from ftckpt.universal.torch_file import save_streamed
 from ftckpt.universal.writer import STRIP_BYTES, strips
 
-_TORCH = {name: dtype for dtype, name in DTYPES.items()}
 _FLOATS = ("F32", "F16", "BF16", "F64")
 _MODEL_FILES = ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt")
 """What engines under ZeRO up to 2 and under ZeRO 3 look for: the same file twice."""
@@ -104,7 +103,7 @@ class DeepSpeedUniversalSink:
         more = self._more(unit)
         dtype = "F32" if Path(unit.name).stem == MASTER_FILE else part.tensor.dtype
         if self._is_streamed(unit):
-            like = torch.empty(part.tensor.shape, dtype=_TORCH[dtype])
+            like = torch.empty(part.tensor.shape, dtype=TORCH_DTYPES[dtype])
             save_streamed(file, lambda tensor: {**more, PARAM: tensor}, like, _cast_rows(part, dtype, get))
             return
         data = np.concatenate([np.empty(0, np.uint8), *_cast_rows(part, dtype, get)])
@@ -119,8 +118,10 @@ class DeepSpeedUniversalSink:
         """What DeepSpeed has to know to divide a parameter."""
         if self._division is None:
             raise ValueError("write before plan")
-        found: dict[str, Any] = restored(self._division.of(unit.name.split("/")[2]))
-        return found
+        name = unit.name.split("/")[2]
+        found: dict[str, Any] = restored(self._division.of(name))
+        dtype = unit.parts[0].tensor.dtype
+        return {**found, WEIGHT_DTYPE: dtype} if name in self._frozen and dtype != "F32" else found
 
     def _step_value(self, unit: Unit, get: Get) -> Any:
         """A number where the optimizer keeps one: those that are compiled take no tensor."""
@@ -194,7 +195,7 @@ def _cast_rows(part: Part, dtype: str, get: Get) -> Iterator[Bytes]:
 
 def _tensor(data: Bytes, dtype: str, shape: Sequence[int]) -> torch.Tensor:
     copied = torch.from_numpy(np.array(data)) if len(data) else torch.empty(0, dtype=torch.uint8)
-    return copied.view(_TORCH[dtype]).reshape(tuple(shape))
+    return copied.view(TORCH_DTYPES[dtype]).reshape(tuple(shape))
 
 
 def _step(unit: Unit, get: Get) -> torch.Tensor | None:

@@ -15,6 +15,7 @@ DTYPES = {
     torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.float64: "F64", torch.int64: "I64",
     torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
 }  # fmt: skip
+TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
 _TENSORS = {"module", "optimizer", "param_shapes", "frozen_param_shapes", "frozen_param_fragments", "buffer_names"}
 _OPTIMIZER = ("loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad", "ds_version")
 _SECTIONS = (("bf16", "BF16"), ("bfloat16", "BF16"), ("fp16", "F16"))

@@ -44,8 +44,8 @@ class _Read:
 class DeepSpeedSource(Source):
     """The checkpoint in ``path``, a directory with the file ``latest`` or that of one tag.
 
-    ``spec`` says where tensor-parallel ranks' parts lie; without one the checkpoint must. ``roles`` leaves out all
-    others: an optimizer whose parameters cannot be told is only read where it is wanted.
+    ``spec`` says where tensor-parallel ranks' parts lie; without one the checkpoint must. ``roles`` are those that
+    are wanted: an optimizer whose state has numbers for names is only read where it is.
 
     Raises:
         ConvertError: files are missing, contradict each other, or hold what cannot be placed; the text names file and
@@ -55,7 +55,7 @@ class DeepSpeedSource(Source):
     def __init__(self, path: Path, spec: Spec | None = None, roles: Iterable[str] | None = None) -> None:
         self._files = files = find_files(path)
         wanted = None if roles is None else set(roles)
-        held = list(_all_held(files, wanted))
+        held = _all_held(files, wanted)
         places = _places(files, held, spec)
         fragments: list[Fragment] = []
         self._reads: list[_Read] = []
@@ -81,7 +81,7 @@ class DeepSpeedSource(Source):
             objects={"deepspeed": _objects(files), "precision": _precision(files)},
             padded=frozenset(padded),
             average=frozenset(averaged),
-            derived=_derived(files, fragments, wanted),
+            derived=_derived(files, fragments),
         )
 
     @property
@@ -110,13 +110,24 @@ class DeepSpeedSource(Source):
         self._reads.clear()
 
 
-def _all_held(files: Files, roles: set[str] | None) -> Iterable[Held]:
+def _all_held(files: Files, roles: set[str] | None) -> list[Held]:
     _refuse_unknown(files)
-    weights = list(read_weights(files))
-    yield from (held for held in weights if roles is None or held.role in roles)
-    if roles is None or roles - {"weight", "buffer"}:
-        optimizer = read_partitions(files) if files.of("zero") else read_plain(files, weights)
-        yield from (held for held in optimizer if roles is None or held.role in roles)
+    held = list(read_weights(files))
+    if files.of("zero"):
+        held += list(read_partitions(files))
+    elif roles is None or roles - {"weight", "buffer"}:
+        held += list(read_plain(files, held))
+    _check_layers(files, held)
+    return held
+
+
+def _check_layers(files: Files, held: Sequence[Held]) -> None:
+    """A layer without parameters has no file, so that a file that is missing shows only by its weights."""
+    if files.of("layer"):
+        weights = {(each.name, each.tp) for each in held if each.role == "weight"}
+        for each in held:
+            if each.role == "master" and (each.name, each.tp) not in weights:
+                raise ConvertError(f"{files.path}: no layer_… file of tp {each.tp} holds the weight {each.name}")
 
 
 def _refuse_unknown(files: Files) -> None:
@@ -191,12 +202,11 @@ def _reading(held: Held, span: Span, start: int, stop: int) -> _Read:
     return _Read(held.values[begin + start : begin + stop], None)
 
 
-def _derived(files: Files, fragments: Sequence[Fragment], roles: set[str] | None) -> dict[str, str]:
+def _derived(files: Files, fragments: Sequence[Fragment]) -> dict[str, str]:
     """Weights that were not stored, as under ZeRO 3."""
     keys = {fragment.key for fragment in fragments}
     names = {key.removeprefix("master/") for key in keys if key.startswith("master/")}
-    lacking = sorted(name for name in names if f"weight/{name}" not in keys)
-    return {f"weight/{name}": _precision(files) for name in lacking} if roles is None or "weight" in roles else {}
+    return {f"weight/{name}": _precision(files) for name in sorted(names) if f"weight/{name}" not in keys}
 
 
 def _precision(files: Files) -> str:

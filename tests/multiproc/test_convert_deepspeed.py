@@ -218,3 +218,335 @@ def test_deepspeed_loads_what_was_converted_into_another_layout(name: str) -> No
     assert set(loaded) == set(live)
     assert not differing(loaded, live)
     assert all(result.value[2] == STEPS for result in results)
+
+
+PARTS = {
+    **INFO,
+    "universal_checkpoint_version": 0.3,
+    "parameter_with_2_sub_params_cat_dim_0": [r".*\.up\.weight"],
+    "parameter_with_sub_params": [
+        {"patterns": [r".*\.query\.weight"], "shape": ((6, 8, 2), 16), "partition_dim": 0},
+        {"patterns": [r".*\.down\.weight"], "shape": (16, (24, 40)), "partition_dim": 1},
+    ],
+    "parameter_with_row_parallelism_patterns": [r".*\.output\.weight"],
+    "vocabulary_parameter_patterns": [r"tied_modules\..*"],
+    "original_vocab_size": 250,
+    "parameter_to_average_patterns": [r".*\.norm2\.bias"],
+    "tp_replicated_parameter_patterns": [
+        r".*positions", r".*norm1.*", r".*norm2\.weight", r"tied_modules\..*", r"[0-9]+\.(weight|bias)",
+    ],
+}  # fmt: skip
+"""Everything that a checkpoint can say of how its parameters are divided; the model knows nothing of it."""
+
+
+def to_universal(rank: int, world_size: int, source: str, destination: str) -> None:
+    """DeepSpeed's own converter."""
+    import argparse
+
+    from deepspeed.checkpoint import ds_to_universal
+
+    arguments = argparse.Namespace(
+        input_folder=source, output_folder=destination, num_extract_workers=1, num_merge_workers=1,
+        keep_temp_folder=False, strict=False, inject_missing_state=False,
+    )  # fmt: skip
+    ds_to_universal.main(arguments)
+
+
+def said_otherwise(name: str, info: Mapping[str, Any], label: str = "other") -> Path:
+    """The same checkpoint, which says something else of its parameters."""
+    import torch
+
+    path = _root() / f"{name}-{label}"
+    if not path.exists():
+        shutil.copytree(saved(name).path, path)
+        for file in (path / f"global_step{STEPS}").glob("mp_rank_*"):
+            state = torch.load(file, weights_only=False)
+            torch.save({**state, "universal_checkpoint_info": dict(info)}, file)
+    return path
+
+
+@functools.cache
+def by_deepspeed(name: str) -> tuple[Path, Path]:
+    """A checkpoint, and what DeepSpeed's converter makes of it."""
+    path = said_otherwise(name, PARTS) if name == "pp2-tp2-dp2" else saved(name).path
+    made = _root() / f"{name}-by-deepspeed" / f"global_step{STEPS}"
+    run_ranks(to_universal, 1, str(path / f"global_step{STEPS}"), str(made), stand_in=False)
+    return path, made
+
+
+@pytest.mark.parametrize("name", ["zero1-three", "zero1-freeze", "zero3-three", "pp2-tp2-dp2", "bf16-optimizer"])
+def test_what_we_write_is_what_deepspeeds_converter_writes(name: str) -> None:
+    """Element by element, with the numbers by which a loader divides a parameter."""
+    import os
+
+    import torch
+
+    from ftckpt.universal.deepspeed_zero import DeepSpeedSource
+
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # some files hold objects of DeepSpeed's, which import it
+    path, theirs = by_deepspeed(name)
+    ours = _root() / f"{name}-compared"
+    source = DeepSpeedSource(path)
+    convert_to_deepspeed(source, ours)
+    compared = 0
+    for file in sorted((ours / f"global_step{STEPS}" / "zero").glob("*/*.pt")):
+        other = theirs / "zero" / file.parent.name / file.name
+        if file.name == "step.pt" and not other.exists():
+            continue  # ZeRO 3: their loader takes the one in optimizer_state.pt
+        mine, his = torch.load(file, weights_only=False), torch.load(other, weights_only=False)
+        if not isinstance(his, dict):
+            mine = mine["param"] if isinstance(mine, dict) else mine
+            assert torch.equal(mine.reshape(-1), his.reshape(-1)), file
+        else:
+            assert mine.keys() - his.keys() <= {"cat_dim", "weight_dtype"} and his.keys() <= mine.keys(), (
+                file,
+                his.keys(),
+            )
+            assert torch.equal(mine["param"], his["param"]) and mine["param"].dtype == his["param"].dtype, file
+            assert all(mine[key] == value for key, value in his.items() if key != "param"), file
+        compared += 1
+    folders = {entry.name for entry in (theirs / "zero").iterdir() if entry.is_dir()}
+    assert compared > 60
+    assert {entry.name for entry in (ours / f"global_step{STEPS}" / "zero").iterdir() if entry.is_dir()} <= folders
+    assert all(
+        name.endswith("mask") for name in folders if not (ours / f"global_step{STEPS}" / "zero" / name).exists()
+    )
+
+
+@pytest.mark.parametrize("name", ["zero1-three", "zero1-freeze", "zero3-three", "pp2-tp2-dp2"])
+def test_universal_directories_are_read(name: str) -> None:
+    """Theirs and ours; from ours nothing gets lost."""
+    from ftckpt.universal.deepspeed_universal import DeepSpeedUniversalSource, recognises
+    from ftckpt.universal.deepspeed_zero import DeepSpeedSource
+    from ftckpt.universal.deepspeed_zero import recognises as recognises_others
+
+    path, theirs = by_deepspeed(name)
+    source = DeepSpeedSource(path)
+    ours = _root() / f"{name}-read"
+    convert_to_deepspeed(source, ours)
+    found = consolidated(source)
+    for made, whole in ((theirs, False), (theirs.parent, False), (ours, True)):
+        assert recognises(made) and not recognises_others(made)
+        back = DeepSpeedUniversalSource(made)
+        again = consolidated(back)
+        assert not differing(again, found)
+        absent = found.keys() - again.keys() - back.catalog.derived.keys()
+        assert not {key for key in absent if whole or not key.startswith("buffer/")}
+        assert again.keys() <= found.keys()
+        assert back.catalog.iteration == STEPS and back.catalog.objects["precision"] == "BF16"
+        assert back.catalog.padded == source.catalog.padded & again.keys()
+
+
+def consolidated(source: Any) -> Tensors:
+    """All that a conversion would write."""
+    from ftckpt.universal.fill import Filler
+
+    filler = Filler(source)
+    found = {}
+    for tensor in filler.tensors:
+        data = np.array(filler.get(tensor, 0, tensor.rows))
+        found[tensor.key] = (
+            tensor.dtype,
+            tensor.shape,
+            data.reshape(-1, max(1, len(data) // max(1, int(np.prod(tensor.shape))))),
+        )
+    return found
+
+
+SPEC = {
+    "rules": [
+        {"match": ["{layer}.attention.query.weight", "{layer}.attention.key.weight"], "fragment": {"dim": 0}},
+        {"match": ["{layer}.attention.value.weight", "{layer}.feed.up.weight"], "fragment": {"dim": 0}},
+        {"match": ["{layer}.attention.output.weight", "{layer}.feed.down.weight"], "fragment": {"dim": 1}},
+        {"match": ["{layer}.norm*.*", "4.*", "1.positions", "tied_modules.**"], "replicated": True},
+    ]
+}
+
+
+def test_a_specification_says_where_parts_lie_if_the_checkpoint_does_not() -> None:
+    from ftckpt.universal.deepspeed_zero import DeepSpeedSource
+    from ftckpt.universal.spec import Spec
+
+    path = said_otherwise("pp2-tp2-dp2", {}, "silent")
+    with pytest.raises(ConvertError, match=r"2 tensor-parallel ranks and has no universal_checkpoint_info.* --spec"):
+        DeepSpeedSource(path)
+    found = read_all(DeepSpeedSource(path, Spec.parse(SPEC, "example")))
+    live = together([pair for rank in saved("pp2-tp2-dp2").live for pair in rank])
+    assert set(found) == set(live) and not differing(found, live)
+    narrow = {"rules": SPEC["rules"][1:]}
+    with pytest.raises(ConvertError, match=r"no rule matches .*attention\.key\.weight"):
+        DeepSpeedSource(path, Spec.parse(narrow, "example"))
+
+
+def changed(name: str, file: str, change: Any, label: str) -> Path:
+    """A copy of a checkpoint with one file changed, or removed where ``change`` gives None."""
+    import torch
+
+    path = _root() / f"{name}-{label}"
+    if not path.exists():
+        shutil.copytree(saved(name).path, path)
+        target = path / f"global_step{STEPS}" / file
+        state = change(torch.load(target, weights_only=False, map_location="cpu"))
+        target.unlink() if state is None else torch.save(state, target)
+    return path
+
+
+OPTIMIZER_1 = "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
+
+
+def test_files_that_are_missing_or_damaged_are_named(tmp_path: Path) -> None:
+    from ftckpt.universal.deepspeed_zero import DeepSpeedSource
+
+    path = changed("zero1-three", OPTIMIZER_1, lambda state: None, "missing")
+    with pytest.raises(ConvertError, match=f"files of some ranks are missing: {OPTIMIZER_1}"):
+        DeepSpeedSource(path)
+    shutil.copytree(saved("zero1-three").path, tmp_path / "cut")
+    file = tmp_path / "cut" / f"global_step{STEPS}" / OPTIMIZER_1
+    file.write_bytes(file.read_bytes()[:-1000])
+    with pytest.raises(ConvertError, match=rf"{OPTIMIZER_1} (is truncated|cannot be read)"):
+        DeepSpeedSource(tmp_path / "cut")
+    shutil.copytree(saved("pp2-dp2-tied").path, tmp_path / "layers")
+    (tmp_path / "layers" / f"global_step{STEPS}" / "mp_rank_01_model_states.pt").unlink()
+    with pytest.raises(ConvertError, match=r"missing: mp_rank_01_model_states\.pt"):
+        DeepSpeedSource(tmp_path / "layers")
+    shutil.copytree(saved("pp2-dp2-tied").path, tmp_path / "layer")
+    (tmp_path / "layer" / f"global_step{STEPS}" / "layer_03-model_00-model_states.pt").unlink()
+    with pytest.raises(ConvertError, match=r"no layer_… file of tp 0 holds the weight 3\.attention"):
+        DeepSpeedSource(tmp_path / "layer")
+    shutil.copytree(saved("zero1-three").path, tmp_path / "more")
+    folder = tmp_path / "more" / f"global_step{STEPS}"
+    shutil.copy(folder / OPTIMIZER_1, folder / OPTIMIZER_1.replace("rank_1_", "rank_3_"))
+    with pytest.raises(ConvertError, match=r"rank_3_.* is of a rank that pp 1, tp 1, dp 3 does not have"):
+        DeepSpeedSource(tmp_path / "more")
+    (tmp_path / "more" / "latest").write_text("global_step9")
+    with pytest.raises(ConvertError, match="latest names 'global_step9'"):
+        DeepSpeedSource(tmp_path / "more")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ConvertError, match="no checkpoint of DeepSpeed"):
+        DeepSpeedSource(tmp_path / "empty")
+
+
+def test_ranks_that_disagree_are_named() -> None:
+    from ftckpt.universal.deepspeed_zero import DeepSpeedSource
+    from ftckpt.universal.fill import Filler
+
+    def other_norm(state: dict[str, Any]) -> dict[str, Any]:
+        state["bias"][3] += 1
+        return state
+
+    path = changed("pp2-tp2-dp2", "layer_04-model_01-model_states.pt", other_norm, "other-norm")
+    filler = Filler(DeepSpeedSource(path))
+    (bias,) = [tensor for tensor in filler.tensors if tensor.key == "weight/4.bias"]
+    with pytest.raises(ConvertError, match=r"weight/4\.bias: .*differ.*layer_04-model_0[01]"):
+        filler.get(bias, 0, bias.rows)
+
+    def other_slices(state: dict[str, Any]) -> dict[str, Any]:
+        next(iter(state["optimizer_state_dict"]["param_slice_mappings"][0].values())).start += 1
+        return state
+
+    with pytest.raises(ConvertError, match=f"{OPTIMIZER_1}: .* param_slice_mappings say"):
+        DeepSpeedSource(changed("zero1-three", OPTIMIZER_1, other_slices, "slices"))
+
+    def fewer(state: dict[str, Any]) -> dict[str, Any]:
+        inner = state["optimizer_state_dict"]["base_optimizer_state"]["state"][0]
+        inner["exp_avg"] = inner["exp_avg"][:-5]
+        return state
+
+    with pytest.raises(ConvertError, match=f"{OPTIMIZER_1}: exp_avg of group 0 is .* elements"):
+        DeepSpeedSource(changed("zero1-three", OPTIMIZER_1, fewer, "fewer"))
+
+
+def test_state_whose_parameters_cannot_be_told_is_refused_and_weights_are_read() -> None:
+    from ftckpt.universal.deepspeed_zero import DeepSpeedSource
+
+    def two_groups(state: dict[str, Any]) -> dict[str, Any]:
+        (group,) = state["optimizer"]["param_groups"]
+        half = len(group["params"]) // 2
+        state["optimizer"]["param_groups"] = [
+            {**group, "params": group["params"][:half]}, {**group, "params": group["params"][half:]},
+        ]  # fmt: skip
+        return state
+
+    path = changed("fp32", "mp_rank_00_model_states.pt", two_groups, "groups")
+    with pytest.raises(ConvertError, match=r"2 groups of parameters.* --roles weight"):
+        DeepSpeedSource(path)
+    assert set(read_all(DeepSpeedSource(path, roles={"weight"}))) == {
+        key for key in read_all(DeepSpeedSource(saved("fp32").path)) if key.startswith(("weight/", "buffer/"))
+    }
+
+    def one_less(state: dict[str, Any]) -> dict[str, Any]:
+        (group,) = state["optimizer"]["param_groups"]
+        group["params"] = group["params"][:3] + group["params"][4:]
+        return state
+
+    with pytest.raises(ConvertError, match="keeps state of 24 parameters, the model has 25, and which belongs"):
+        DeepSpeedSource(changed("fp32", "mp_rank_00_model_states.pt", one_less, "frozen"))
+
+
+def test_the_sink_names_what_it_cannot_write(tmp_path: Path) -> None:
+    from ftckpt.universal.catalog import Catalog, Tensor
+    from ftckpt.universal.deepspeed_universal_sink import DeepSpeedUniversalSink
+
+    catalog = Catalog("universal", 3, {}, (), {})
+    sink = DeepSpeedUniversalSink(tmp_path / "made")
+    for tensors, text in (
+        ([Tensor("exp_avg/a", "F32", (2, 3))], "a: the source has exp_avg of it, and neither weight nor master"),
+        ([Tensor("weight/a/b", "F32", (2, 3))], "'a/b' cannot be the name of a directory"),
+        ([Tensor("weight/a", "I64", (2, 3))], "weight/a: is I64"),
+        ([Tensor("weight/a", "F32", (2,)), Tensor("exp_avg/a", "F32", (3,))], "exp_avg/a: has shape"),
+        ([Tensor("buffer/a", "F32", (2,))], "no weights and no masters"),
+    ):
+        with pytest.raises(ConvertError, match=text):
+            sink.plan(catalog, tensors)
+    assert not list(tmp_path.iterdir())
+
+
+def scale(rank: int, world_size: int, shape: Shape, folder: str) -> tuple[float, float, int, float, Any]:
+    job = build(shape, {"checkpoint": {"load_universal": True}})
+    before = job.engine.optimizer.loss_scaler.cur_scale
+    job.engine.load_checkpoint(folder)
+    engine = job.engine
+    return (
+        before,
+        engine.optimizer.loss_scaler.cur_scale,
+        engine.skipped_steps,
+        engine.get_lr()[0],
+        engine.global_samples,
+    )
+
+
+def test_what_is_no_tensor_arrives_in_the_engine() -> None:
+    """The loss scale that overflows brought down, counters, and the learning rate."""
+    from ftckpt.universal.deepspeed_zero import DeepSpeedSource
+
+    shape = Shape(2, config=fp16(12) | zero(2))
+    said = DeepSpeedSource(saved("zero1-fp16").path).catalog.objects["deepspeed"]
+    wanted = said["optimizer"]["loss_scaler"]["cur_scale"]
+    rate = said["optimizer"]["param_groups"][0]["lr"]
+    (first, *_) = run_ranks(scale, 2, shape, str(converted("zero1-fp16")), stand_in=False)
+    before, *found = first.value
+    assert before != wanted
+    assert found == [wanted, said["state"]["skipped_steps"], rate, said["state"]["global_samples"]]
+
+
+def test_large_tensors_are_streamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As all others, in strips that the test makes small: the same files but for what is inside of archives."""
+    import zipfile
+
+    import torch
+
+    from ftckpt.universal import deepspeed_universal_sink, writer
+    from ftckpt.universal.deepspeed_zero import DeepSpeedSource
+
+    monkeypatch.setattr(deepspeed_universal_sink, "STRIP_BYTES", 5000)
+    monkeypatch.setattr(writer, "STRIP_BYTES", 5000)
+    convert_to_deepspeed(DeepSpeedSource(saved("zero1-three").path), tmp_path / "made")
+    streamed = 0
+    for file in sorted((tmp_path / "made").rglob("*.pt")):
+        other = converted("zero1-three") / file.relative_to(tmp_path / "made")
+        assert zipfile.ZipFile(file).testzip() is None
+        if file.stat().st_size > 8000 and file.parent.parent.name == "zero":
+            mine, wanted = torch.load(file, weights_only=True), torch.load(other, weights_only=True)
+            assert torch.equal(mine.pop("param"), wanted.pop("param")) and mine == wanted
+            streamed += 1
+    assert streamed >= 3
