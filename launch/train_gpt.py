@@ -88,6 +88,7 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     output = parser.add_argument_group("output")
     output.add_argument("--log-file", dest="log", type=Path, help="JSON lines, one per iteration")
     output.add_argument("--dump-final", type=Path, help="folder for the hashes of each rank's final state")
+    output.add_argument("--log-digest", type=Path, help="JSON lines: of each tensor a hash that no layout changes")
     args = parser.parse_args(argv)
     args.ffn = args.ffn or 4 * args.hidden
     args.kv_groups = args.kv_groups or args.heads
@@ -105,6 +106,7 @@ class Job:
     num_micro: int
     progress: Progress = field(default_factory=Progress)
     checkpointer: Any = None
+    digester: Any = None
 
     @property
     def iteration(self) -> int:
@@ -341,6 +343,7 @@ def train(job: Job) -> list[dict[str, Any]]:
         metrics = train_step(job)
         history.append(metrics)
         log(job, {**metrics, "time": time.time() - started})
+        log_digest(job)
         if job.checkpointer:
             job.checkpointer.step(job.iteration)
     return history
@@ -351,6 +354,24 @@ def log(job: Job, metrics: dict[str, Any]) -> None:
     first_replica = mpu.get_data_parallel_rank() == 0 and mpu.get_tensor_model_parallel_rank() == 0
     if first_replica and metrics["loss"] is not None:
         write_line(job.args.log, metrics)
+
+
+def make_digester(job: Job) -> Any:
+    from ftckpt.comm import Group
+    from ftckpt.megatron.state import MegatronState
+    from ftckpt.testing.digest import Digester
+
+    described = MegatronState(job.model, job.optimizer, job.scheduler, {}).describe()
+    return Digester(described, Group(120).gather, dist.get_rank(), rows=NUM_TOKENS)
+
+
+def log_digest(job: Job, restored: bool = False) -> None:
+    """Of weights, masters and moments as all ranks together hold them."""
+    if job.digester is not None:
+        line = {"iteration": job.iteration, "restored": restored, "digest": job.digester()}
+        if dist.get_rank() == 0:
+            with job.args.log_digest.open("a") as file:
+                file.write(json.dumps(line) + "\n")
 
 
 def final_hashes(job: Job) -> dict[str, str]:
@@ -435,6 +456,9 @@ def main(argv: Sequence[str]) -> None:
     job.checkpointer = attach_checkpointer(job)
     if job.checkpointer:
         job.iteration = job.checkpointer.restore() or 0
+    if args.log_digest:
+        job.digester = make_digester(job)
+        log_digest(job, restored=job.iteration > 0)
     train(job)
     if args.dump_final:
         dump_final(job, args.dump_final)
