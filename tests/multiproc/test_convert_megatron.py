@@ -30,14 +30,15 @@ State = dict[str, npt.NDArray[Any]]
 SEED = ("--seed", "77")
 """Another job's: nothing of the source is there by chance."""
 
+LLAMA = ("--layers", "4", "--swiglu", "--kv-groups", "2", "--untie")
 CASES = {
     "gpt-tp2pp2-to-tp1dp2": (
         (4, ("--tp", "2", "--pp", "2")),
         (2, ("--tp", "1")),
     ),
-    "llama-tp2-without-distributed-optimizer-to-pp2": (
-        (2, ("--tp", "2", "--swiglu", "--kv-groups", "2", "--untie", "--no-distributed-optimizer")),
-        (2, ("--pp", "2", "--swiglu", "--kv-groups", "2", "--untie")),
+    "llama-tp2-without-distributed-optimizer-to-pp2vpp2": (
+        (2, (*LLAMA, "--tp", "2", "--no-distributed-optimizer")),
+        (2, (*LLAMA, "--pp", "2", "--vpp", "2")),
     ),
     "moe-ep2-to-ep4-without-distributed-optimizer": (
         (2, ("--ep", "2", "--num-experts", "4", "--swiglu", "--router-bias")),

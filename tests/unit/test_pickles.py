@@ -1,0 +1,328 @@
+"""Files of other programs are read without running code that lies in them, and bad ones are refused with a reason."""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import enum
+import json
+import os
+import pickle
+import random
+import sys
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from ftckpt.errors import ConvertError
+from ftckpt.state import objects
+from ftckpt.universal import pickle_stack, pickles
+from ftckpt.universal.catalog import Bytes, Catalog, Tensor
+from ftckpt.universal.convert import Options, convert
+from ftckpt.universal.dcp import Directory
+from ftckpt.universal.megatron_dist import MegatronDistSource
+from ftckpt.universal.megatron_dist_sink import MegatronDistSink
+
+MARK = "FTCKPT_TEST_RAN"
+
+
+class Runs:
+    """Sets a variable of the environment when it is unpickled."""
+
+    def __reduce__(self) -> Any:
+        return exec, (f"import os; os.environ[{MARK!r}] = 'yes'",)
+
+
+@pytest.fixture
+def foreign() -> Iterator[types.ModuleType]:
+    """A module that is gone when its objects are read again."""
+    before = set(sys.modules)
+    module = types.ModuleType("megatron.made_up.enums")
+    color = enum.Enum("Color", {"red": 1, "green": 2}, module=module.__name__)
+    data = type("LossScaler", (), {"__module__": "deepspeed.made_up"})
+    other = type("Unknown", (), {"__module__": "somebody.elses"})
+    for name, kind in (("Color", color), ("LossScaler", data), ("Unknown", other)):
+        home = module
+        for number in range(1, kind.__module__.count(".") + 2):
+            above = ".".join(kind.__module__.split(".")[:number])
+            home = sys.modules.setdefault(above, types.ModuleType(above))
+        setattr(home, name, kind)
+        setattr(module, name, kind)
+    yield module
+    for name in set(sys.modules) - before:
+        sys.modules.pop(name, None)
+
+
+def test_what_checkpoints_hold_comes_back(tmp_path: Path, foreign: Any) -> None:
+    scaler = foreign.LossScaler()
+    scaler.cur_scale = 65536.0
+    value = {
+        "args": argparse.Namespace(size=3, kind=foreign.Color.green, dtype=torch.bfloat16, where=Path("/x")),
+        "numpy": np.random.get_state(),
+        "scalar": np.float32(1.5),
+        "python": random.getstate(),
+        "tensor": torch.arange(6).reshape(2, 3),
+        "scaler": scaler,
+        "ordered": collections.OrderedDict(a=1),
+        "set": {3, 1},
+    }
+    torch.save(value, tmp_path / "x.pt")
+    for name in ("megatron.made_up.enums", "deepspeed.made_up"):
+        del sys.modules[name]
+    read = pickles.load(tmp_path / "x.pt")
+    assert read["args"].size == 3
+    assert read["args"].dtype is torch.bfloat16
+    assert isinstance(read["args"].kind, pickles.Record)
+    assert read["scaler"].cur_scale == 65536.0
+    assert read["tensor"].tolist() == [[0, 1, 2], [3, 4, 5]]
+    assert read["python"] == random.getstate()
+    assert (read["numpy"][1] == np.random.get_state()[1]).all()
+    plain = pickles.plain(read)
+    assert plain["set"] == [1, 3]
+    assert plain["args"]["kind"]["class"] == "megatron.made_up.enums.Color"
+    assert plain["scaler"]["cur_scale"] == 65536.0
+    again = objects.decode(objects.encode(plain))
+    assert again["args"] == plain["args"]
+
+
+def test_code_in_a_file_does_not_run(tmp_path: Path) -> None:
+    torch.save({"weight": torch.ones(2), "surprise": Runs()}, tmp_path / "x.pt")
+    with pytest.raises(ConvertError, match="exec"):
+        pickles.load(tmp_path / "x.pt")
+    assert MARK not in os.environ
+    assert torch.load(tmp_path / "x.pt", weights_only=False)["surprise"] is None
+    assert os.environ.pop(MARK) == "yes", "this file would run code"
+
+
+def test_an_unknown_class_is_refused_by_name(tmp_path: Path, foreign: Any) -> None:
+    torch.save({"a": foreign.Unknown()}, tmp_path / "x.pt")
+    with pytest.raises(ConvertError, match=r"x\.pt holds somebody\.elses\.Unknown"):
+        pickles.load(tmp_path / "x.pt")
+    known = {"somebody.elses.Unknown": pickles.stand_in("somebody.elses.Unknown")}
+    assert isinstance(pickles.load(tmp_path / "x.pt", known)["a"], pickles.Record)
+    with pytest.raises(ConvertError, match="Unknown"):
+        pickles.load(tmp_path / "x.pt")
+
+
+@pytest.mark.parametrize("keep", [0, 3, 100, 900])
+def test_a_truncated_file_is_named(tmp_path: Path, keep: int) -> None:
+    torch.save({"a": torch.ones(100)}, tmp_path / "whole.pt")
+    data = (tmp_path / "whole.pt").read_bytes()
+    assert len(data) > 900
+    (tmp_path / "cut.pt").write_bytes(data[:keep])
+    with pytest.raises(ConvertError, match=r"cut\.pt"):
+        pickles.load(tmp_path / "cut.pt")
+    with pytest.raises(ConvertError, match=r"gone\.pt"):
+        pickles.load(tmp_path / "gone.pt")
+
+
+def test_saved_files_are_torchs_own(tmp_path: Path) -> None:
+    pickles.save({"a": torch.ones(3), "n": 4}, tmp_path / "x.pt")
+    assert torch.load(tmp_path / "x.pt", weights_only=True)["n"] == 4
+    with pytest.raises(ConvertError, match=r"no/x\.pt"):
+        pickles.save({}, tmp_path / "no" / "x.pt")
+
+
+def known(full_name: str) -> Any:
+    if full_name == "collections.OrderedDict":
+        return dict
+    raise LookupError(full_name)
+
+
+@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+def test_every_protocol_is_read(protocol: int) -> None:
+    shared = [1, 2]
+    value = {
+        "numbers": [0, 255, 65535, -1, 2**40, -(2**70), 1.5, True, False, None],
+        "long": list(range(2000)),
+        "text": ["a", "ä" * 300, ""],
+        "bytes": [b"x", b"y" * 300] if protocol > 2 else [],
+        "tuples": [(), (1,), (1, 2), (1, 2, 3), (1, 2, 3, 4)],
+        "sets": [{1, 2}, frozenset({3})] if protocol > 3 else [],
+        "shared": [shared, shared],
+        "nested": {"a": {"b": {}}},
+    }
+    read = pickle_stack.read(pickle.dumps(value, protocol), "x", known)
+    assert read == value
+    assert read["shared"][0] is read["shared"][1]
+
+
+def test_the_stack_runs_nothing() -> None:
+    for protocol in (2, 4):
+        with pytest.raises(ConvertError, match=r"holds .*exec"):
+            pickle_stack.read(pickle.dumps(Runs(), protocol), "x", known)
+    data = pickle.dumps({"a": list(range(100))})
+    for keep in range(len(data)):
+        with pytest.raises(ConvertError, match="truncated or damaged"):
+            pickle_stack.read(data[:keep], "x", known)
+    assert MARK not in os.environ
+
+
+def test_a_directory_of_torch_distributed_checkpoint_is_read(tmp_path: Path) -> None:
+    state = {
+        "a": torch.randn(5, 3),
+        "b": torch.arange(4, dtype=torch.bfloat16).reshape(2, 2).t(),
+        "c": torch.tensor(3),
+    }
+    dcp.save(state, checkpoint_id=tmp_path, no_dist=True)
+    directory = Directory(tmp_path)
+    assert {name: (t.dtype, t.shape) for name, t in directory.tensors.items()} == {
+        "a": ("F32", (5, 3)),
+        "b": ("BF16", (2, 2)),
+        "c": ("I64", ()),
+    }
+    for name, tensor in directory.tensors.items():
+        data = b"".join(directory.chunk(name, chunk).tobytes() for chunk in tensor.chunks)
+        assert data == state[name].contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+
+
+TENSORS = {
+    "weight/decoder.layers.0.mlp.linear_fc1.weight": torch.arange(12.0).reshape(4, 3).bfloat16(),
+    "weight/decoder.layers.1.mlp.linear_fc1.weight": torch.arange(12.0, 24.0).reshape(4, 3).bfloat16(),
+    "weight/decoder.final_layernorm.weight": torch.ones(3),
+}
+
+
+def bytes_of(tensor: torch.Tensor) -> Bytes:
+    data: Bytes = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
+    return data
+
+
+def write(path: Path, **options: Any) -> Path:
+    """A small torch_dist checkpoint; its directory."""
+    from ftckpt.universal.dcp import DTYPES
+
+    sink = MegatronDistSink(path, **options)
+    catalog = Catalog("universal", 5, {}, (), {})
+    tensors = [Tensor(key, DTYPES[value.dtype], tuple(value.shape)) for key, value in TENSORS.items()]
+    sink.destination.begin()
+    for unit in sink.plan(catalog, tensors):
+        sink.write(unit, lambda tensor, first, last: bytes_of(TENSORS[tensor.key][first:last]))
+    sink.finish(catalog, sink.plan(catalog, tensors))
+    return path / "iter_0000005"
+
+
+@pytest.mark.parametrize("stack", [True, False])
+def test_layers_are_stacked_or_not_and_read_alike(tmp_path: Path, stack: bool) -> None:
+    directory = write(tmp_path / "x", stack=stack, max_file_bytes=10)
+    assert sorted(Directory(directory).tensors) == (
+        ["decoder.final_layernorm.weight", "decoder.layers.mlp.linear_fc1.weight"]
+        if stack
+        else [
+            "decoder.final_layernorm.weight",
+            "decoder.layers.0.mlp.linear_fc1.weight",
+            "decoder.layers.1.mlp.linear_fc1.weight",
+        ]
+    )
+    content = pickles.load(directory / "common.pt")["content_metadata"]
+    assert content["non_homogeneous_layers"] is not stack
+    source = MegatronDistSource(tmp_path / "x")
+    found: dict[str, torch.Tensor] = {key: torch.zeros_like(value) for key, value in TENSORS.items()}
+    for index, fragment in enumerate(source.catalog.fragments):
+        rows = slice(fragment.box.offset[0], fragment.box.offset[0] + fragment.box.shape[0])
+        dtype = found[fragment.key].dtype
+        part = torch.from_numpy(source.read(index).copy()).view(dtype)
+        found[fragment.key][rows] = part.view(fragment.box.shape)
+    for key, value in TENSORS.items():
+        assert torch.equal(found[key], value), key
+    assert not list(directory.glob("*.json.*"))
+    assert not list(directory.glob("*index*"))
+
+
+class Evil:
+    def __reduce__(self) -> Any:
+        return os.system, ("true",)
+
+
+def test_bad_torch_dist_checkpoints_are_refused(tmp_path: Path) -> None:
+    directory = write(tmp_path / "x")
+    metadata = (directory / ".metadata").read_bytes()
+    data = next(directory.glob("__0_*.distcp"))
+    whole = data.read_bytes()
+    for change, text in (
+        (lambda: data.write_bytes(whole[:-40]), "truncated"),
+        (data.unlink, data.name),
+        (lambda: (directory / ".metadata").write_bytes(metadata[:-30]), "metadata is truncated or damaged"),
+        (lambda: (directory / ".metadata").write_bytes(pickle.dumps(Evil())), "system"),
+        (lambda: (directory / ".metadata").write_bytes(pickle.dumps({"a": 1})), "is not what"),
+        ((directory / ".metadata").unlink, "never completed"),
+        (lambda: (directory / "metadata.json").write_text(json.dumps({"sharded_backend": "zarr"})), "zarr"),
+        ((directory / "metadata.json").unlink, "metadata.json"),
+    ):
+        change()
+        with pytest.raises(ConvertError, match=text):
+            MegatronDistSource(tmp_path / "x")
+        if "metadata" not in text or not data.exists():
+            data.write_bytes(whole)
+        if (directory / "metadata.json").exists() and text not in ("never completed",):
+            (directory / ".metadata").write_bytes(metadata)
+
+
+def test_a_flipped_type_is_noticed(tmp_path: Path) -> None:
+    """``.metadata`` and the file disagree what a chunk is."""
+    directory = write(tmp_path / "x")
+    other = write(tmp_path / "y", max_file_bytes=10)
+    (directory / ".metadata").write_bytes((other / ".metadata").read_bytes())
+    with pytest.raises(ConvertError):
+        source = MegatronDistSource(tmp_path / "x")
+        for index in range(len(source.catalog.fragments)):
+            source.read(index)
+
+
+def test_masters_without_hyperparameters_are_refused(tmp_path: Path) -> None:
+    sink = MegatronDistSink(tmp_path / "x")
+    tensors = [Tensor("weight/a", "BF16", (2,)), Tensor("exp_avg/a", "F32", (2,))]
+    with pytest.raises(ConvertError, match="--roles weight"):
+        sink.plan(Catalog("deepspeed", 1, {}, (), {}), tensors)
+
+
+def test_parameters_flattened_by_older_versions(tmp_path: Path) -> None:
+    """Megatron-core before 0.14 cut a rank's part of a parameter, flattened, among its data-parallel ranks."""
+    write(tmp_path / "x")
+    directory = tmp_path / "x" / "iter_0000005"
+    from torch.distributed.checkpoint.filesystem import FileSystemWriter, _StorageInfo
+    from torch.distributed.checkpoint.metadata import (
+        ChunkStorageMetadata,
+        Metadata,
+        MetadataIndex,
+        TensorProperties,
+        TensorStorageMetadata,
+    )
+    from torch.distributed.checkpoint.storage import WriteResult
+
+    # [3 layers, 4, 2], cut over two tensor-parallel ranks along dimension 2 and over two others in flat ranges.
+    whole = torch.arange(24.0).reshape(3, 4, 2)
+    name, chunks, results, at = "optimizer.state.exp_avg.decoder.layers.mlp.linear_fc2.weight", [], [], 0
+    with (directory / "flat.distcp").open("wb") as file:
+        for layer in range(3):
+            for part in range(2):
+                flat = whole[layer, :, part].reshape(-1)
+                for first, last in ((0, 3), (3, 4)):
+                    offset = torch.Size((layer, 0, part, first))
+                    length = pickles.dump(flat[first:last].clone().reshape(1, 1, 1, -1), file)
+                    chunks.append(ChunkStorageMetadata(offset, torch.Size((1, 1, 1, last - first))))
+                    info = _StorageInfo("flat.distcp", at, length)
+                    results.append(WriteResult(MetadataIndex(name, offset), length, info))
+                    at += length
+    stored = TensorStorageMetadata(TensorProperties(torch.float32), torch.Size((3, 1, 2, 4)), chunks)
+    metadata = Metadata({name: stored})
+    metadata.mcore_data = {name: {"nd_reformulated_orig_global_shape": torch.Size((3, 4, 2))}}  # type: ignore[attr-defined]
+    FileSystemWriter(directory).finish(metadata, [results])
+    source = MegatronDistSource(tmp_path / "x")
+    from ftckpt.universal.reader import UniversalSource
+    from ftckpt.universal.writer import UniversalSink
+
+    convert(source, UniversalSink(tmp_path / "u"), Options())
+    read = UniversalSource(tmp_path / "u")
+    assert [fragment.key for fragment in read.catalog.fragments] == [
+        f"exp_avg/decoder.layers.{layer}.mlp.linear_fc2.weight" for layer in range(3)
+    ]
+    for layer in range(3):
+        values = torch.from_numpy(read.read(layer).copy()).view(torch.float32).reshape(4, 2)
+        assert torch.equal(values, whole[layer])
