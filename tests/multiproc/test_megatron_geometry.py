@@ -268,3 +268,12 @@ def test_each_tensor_has_one_step_and_each_sequential_expert_its_own(alone: Any)
                 assert shape == ((4,) if ".experts.linear_fc" in key else (1,)), key
         keys = [f.name for f in alone[name][0].fragments]
         assert len(keys) == len(set(keys))
+
+
+@pytest.mark.parametrize("name", ["grouped", "gated-grouped"])
+def test_grouped_experts_are_divided_in_the_order_of_ranks(name: str, divided: Any) -> None:
+    """Hidden units that change places between both weights would give the same losses."""
+    for rank, told_ in enumerate(divided[f"{name} tp2"]):
+        parts = [f for f in told_.fragments if f.key.endswith((".weight1", ".weight2"))]
+        axes = {(f.key, f.box.offset[-1 if f.key.endswith("1") else 1]) for f in parts}
+        assert parts and {offset for _, offset in axes} == {rank * models.FFN // 2}

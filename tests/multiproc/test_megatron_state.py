@@ -187,6 +187,7 @@ def objects_after(rank: int, world_size: int, argv: list[str], iterations: int) 
 
 def reshaped(rank: int, world_size: int, argv: list[str], source: list[bytes]) -> dict[str, Any]:
     """What a rank of another layout has taken from these, and what it draws then, twice."""
+    import torch
     from megatron.core import parallel_state as mpu
     from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
@@ -195,12 +196,12 @@ def reshaped(rank: int, world_size: int, argv: list[str], source: list[bytes]) -
     job, state = build(argv)
     state.describe()
     kinds = [[group["is_expert_parallel"] for group in leaf.optimizer.param_groups] for leaf in state._leaves]
+    before = torch.cuda.get_rng_state()
     state.load_reshaped([objects.decode(of_stage) for of_stage in source], 3)
+    assert torch.equal(torch.cuda.get_rng_state(), before)
     state.finish_load()
 
     def draw() -> dict[str, list[float]]:
-        import torch
-
         found = {"default": torch.rand(2).tolist()}
         for name in get_cuda_rng_tracker().get_states():
             with get_cuda_rng_tracker().fork(name):
