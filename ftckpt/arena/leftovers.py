@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 
@@ -22,6 +23,13 @@ def shard_at(path: Path) -> str:
 def used_bytes(path: Path) -> int:
     """Memory of the slots of the arena at ``path``, in bytes; a slot whose memory nobody holds any more has none."""
     return sum(map(size_of, path.glob("slot*")))
+
+
+def share_of(old: Sequence[Path], shards: Sequence[str], place: int) -> list[Path]:
+    """Those of ``old`` that are left to one rank: the arenas of its own shard, ``shards[place]``, and its part of
+    those of shards that no rank of the node holds, of another layout or of ranks that are elsewhere now."""
+    foreign = [path for path in old if shard_at(path) not in shards]
+    return [path for path in old if shard_at(path) == shards[place]] + foreign[place :: len(shards)]
 
 
 def num_allocated(arena: Arena) -> int:

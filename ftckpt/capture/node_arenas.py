@@ -15,7 +15,7 @@ from ftckpt.arena.leftovers import (
     reclaim,
     refuse_renamed,
     remove_temporaries,
-    shard_at,
+    share_of,
     trim,
     used_bytes,
     void_others,
@@ -46,9 +46,8 @@ class NodeArenas:
     """This rank's view of its node's directory. ``enter``, ``open``, ``replace`` and ``leave`` are collective.
 
     Old arenas, those that no rank of the node writes any more, are kept until a snapshot in the new ones is
-    whole: until then they may hold the only one. Each rank removes the old arenas of its own shard, so that
-    it knows without asking when their memory is there for its new one; the node's leader removes those of
-    shards that no rank of the node holds.
+    whole: until then they may hold the only one. Each rank removes those of its own shard, so that it knows without
+    asking when their memory is there for its new one, and a part of those of shards that no rank of the node holds.
     """
 
     def __init__(self, config: Config, topology: Topology, group: Group, events: Events) -> None:
@@ -75,19 +74,19 @@ class NodeArenas:
         """The locked arena for ``manifest``: the one that is there, or a new one.
 
         ``holds_snapshot``: the arenas that are there hold the snapshot that the job would restart from.
-        ``keep`` is that snapshot. Where it is given, slots of old arenas that hold anything else are freed
-        first, and the arena may come back with fewer slots allocated than configured (one that can be
-        written at least): as many as keep the sum of this rank's slots at what is configured. ``complete``
-        allocates the others. Without it all slots are allocated.
+        ``keep`` is that snapshot. Where it is given, slots of old arenas that hold anything else are freed first, and
+        the arena may come back with fewer slots allocated than configured (one that can be written at least): as
+        many as keep the sum of this rank's slots, old ones that are left to it among them, at what is configured.
+        ``complete`` allocates the others. Without it all slots are allocated.
 
         Raises:
             MemoryBudgetError: the node has no room for its ranks' new slots.
             ArenaError: held by another process, or not creatable.
         """
         path = arena_path(self.path, manifest)
-        existing = together(self._group, lambda: self._reuse(path))
+        existing, old = together(self._group, lambda: (self._reuse(path), self._list_old(path)))
         self._own = path
-        together(self._group, lambda: self._set_aside_old(path, holds_snapshot, keep))
+        together(self._group, lambda: self._set_aside(old, holds_snapshot, keep))
         most = self._config.slots - (self._num_old_slots() if keep is not None else 0)
         slot_bytes = SlotImage.of(manifest).file_bytes
         new, absent = self._num_new(existing, most, keep)
@@ -200,15 +199,17 @@ class NodeArenas:
             wait_for_straggler(path, deadline_secs)
         remove_temporaries(self.path)
 
-    def _set_aside_old(self, own: Path, holds_snapshot: bool, keep: Snapshot | None) -> None:
-        mine = self._topology.me.shard
-        here = {self._topology.members[rank].shard for rank in self._topology.ranks_on(self._topology.me.node)}
-        old = [path for path in list_arenas(self.path) if path != own]
-        self._old = [p for p in old if shard_at(p) == mine or (self._leads and shard_at(p) not in here)]
+    def _list_old(self, own: Path) -> list[Path]:
+        """Old arenas that are left to this rank. All ranks list them before one removes any."""
+        topology = self._topology
+        local = topology.ranks_on(topology.me.node)
+        shards = [topology.members[rank].shard for rank in local]
+        return share_of([p for p in list_arenas(self.path) if p != own], shards, local.index(topology.rank))
+
+    def _set_aside(self, old: list[Path], holds_snapshot: bool, keep: Snapshot | None) -> None:
+        self._old = old if keep is None or not holds_snapshot else [path for path in old if trim(path, keep)]
         if not holds_snapshot:
             self.remove_old()
-        elif keep is not None:
-            self._old = [path for path in self._old if trim(path, keep)]
 
     def _check_replacement(
         self, old: Arena, existing: Arena | None, keep: Snapshot | None, manifest: Manifest
@@ -249,9 +250,8 @@ class NodeArenas:
         return min(absent, max(0, max(most, least) - there)), absent
 
     def _num_old_slots(self, paths: list[Path] | None = None) -> int:
-        """Slots of this rank's own shard in old arenas."""
-        old, mine = self._old if paths is None else paths, self._topology.me.shard
-        return sum(len(list(path.glob("slot*"))) for path in old if shard_at(path) == mine)
+        """Slots in old arenas that are left to this rank."""
+        return sum(len(list(path.glob("slot*"))) for path in (self._old if paths is None else paths))
 
     def _check_memory(self, now_bytes: int, later_bytes: int) -> None:
         """Whether the node has room for what its ranks need more now, and when their old arenas have gone."""

@@ -324,27 +324,33 @@ def test_a_start_without_a_kept_snapshot_allocates_all(arena_root: Path, monkeyp
 
 
 def test_old_arenas_of_shards_that_no_rank_here_holds(arena_root: Path) -> None:
-    """They go with the leader's; those of other ranks of the node are left to them."""
-    killed = ranks(arena_root, 3)
+    """Fewer ranks than before: each has its part of the others' arenas, counts their slots, and removes them."""
+    killed = ranks(arena_root, 5, slots=4)
     on_all(killed, begin)
     on_all(killed, snapshots)
     on_all(killed, lambda member: member.have.close())
     on_all(killed, lambda member: member.arenas.release())
-    members = ranks(arena_root, 2)
+    members = ranks(arena_root, 2, slots=4)
 
     def restart(member: Rank) -> None:
         member.arenas.enter()
-        member.arena = member.arenas.open(member.manifest(MORE), True, KEEP)
+        member.arena = member.arenas.open(member.manifest(), True, KEEP)
 
     on_all(members, restart)
-    assert [path.name.rpartition(".")[0] for path in list_arenas(members[0].arenas.path)] == [
-        *("dp0", "dp0", "dp1", "dp1", "dp2")
-    ]
+
+    def shards() -> list[str]:
+        return [path.name.rpartition(".")[0] for path in list_arenas(members[0].arenas.path)]
+
+    assert shards() == ["dp0", "dp0", "dp1", "dp1", "dp2", "dp3", "dp4"]
+    assert [files(member) for member in members] == [[1, 1], [1, 2]], "three and two slots of old arenas are theirs"
+    write(members[0].have, 0, 6)
+    assert members[0].arenas.complete(members[0].have) == []
     members[1].arenas.remove_old()
-    assert files(members[0]) == [1, 1] and files(members[1]) == [1]
-    members[0].arenas.remove_old()
-    assert len(list_arenas(members[0].arenas.path)) == 2
+    assert shards() == ["dp0", "dp0", "dp1", "dp2", "dp4"]
+    assert finish(members[0]) == [1, 2, 3] and members[1].arenas.complete(members[1].have) == [2, 3]
+    assert shards() == ["dp0", "dp1"]
     end(members)
+    assert list(arena_root.iterdir()) == []
 
 
 def test_a_foreign_error_is_raised_on_all_ranks(arena_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
