@@ -92,6 +92,7 @@ def assign(  # noqa: PLR0917 - the last ones are optional
         capacity=int(weights[group.rank]) if weights is not None and shares.weighted else 0,
         sections=laid.sections,
         padded=tuple(sorted(described.padded & copied_keys)),
+        derived=tuple(sorted({piece.fragment.dtype for piece in derived})),
     )
     differing = tuple(f.name for f, at in zip(fragments, sets.group_of, strict=True) if at == DIFFERING)
     copied = sum(fragment.nbytes for fragment in manifest.stepped)

@@ -29,7 +29,8 @@ class Manifest:
     copy and of a checksum. ``capacity`` is 0 where replica sets were cut into equal shares; otherwise shares
     follow the bytes that each rank's windows take per snapshot, and this is the rank's own such figure.
     ``sections`` divides the stepped fragments, in their order; none at all is one private section. ``padded`` are
-    keys, sorted, whose first dimension is rounded up by a rule that depends on the layout.
+    keys, sorted, whose first dimension is rounded up by a rule that depends on the layout. ``derived`` are the types,
+    sorted, of weights that are in no fragment because they are casts of their masters.
 
     Raises:
         ValueError: sections that break the rules of ``check_sections``.
@@ -44,6 +45,7 @@ class Manifest:
     capacity: int = 0
     sections: tuple[Section, ...] = ()
     padded: tuple[str, ...] = ()
+    derived: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         check_sections(self.sections, self.stepped)
@@ -75,6 +77,8 @@ class Manifest:
             value["sections"] = [section.to_json() for section in self.sections]
         if self.padded:  # as above
             value["padded"] = list(self.padded)
+        if self.derived:  # as above
+            value["derived"] = list(self.derived)
         return json.dumps(value, separators=(",", ":"), sort_keys=True).encode()
 
     @classmethod
@@ -103,6 +107,7 @@ class Manifest:
                 capacity=capacity,
                 sections=tuple(map(Section.from_json, value.get("sections", ()))),
                 padded=_texts(value.get("padded", [])),
+                derived=_texts(value.get("derived", [])),
             )
         except (KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
             raise CorruptError(f"not a manifest: {error}") from None
@@ -115,7 +120,7 @@ class Manifest:
 
 def _texts(value: Any) -> tuple[str, ...]:
     if not isinstance(value, list) or not all(isinstance(text, str) for text in value):
-        raise TypeError(f"padded: {value!r} is not a list of keys")
+        raise TypeError(f"padded or derived: {value!r} is not a list of texts")
     return tuple(value)
 
 

@@ -150,6 +150,7 @@ class ArenaSource(Source):
         )
         fragments = tuple(entry.fragment for entry in entries)
         keys = {fragment.key for fragment in fragments}
+        derived = derived_keys(manifests, keys, precision) if roles is None or "weight" in roles else {}
         first = next(iter(slots.values()))
         catalog = Catalog(
             origin="ftckpt",
@@ -157,8 +158,8 @@ class ArenaSource(Source):
             layout=dict(first.arena.manifest.layout),
             fragments=fragments,
             objects=objects_by_shard(first_of_each_stage(list(slots)), self._load_objects),
-            padded=padded_keys(manifests) & keys,
-            derived=derived_keys(manifests, keys, precision) if roles is None or "weight" in roles else {},
+            padded=padded_keys(manifests, keys, derived),
+            derived=derived,
         )
         self.confirm()
         return catalog, entries

@@ -168,14 +168,15 @@ class _Saving:
         self, iteration: int, manifests: Sequence[Manifest], entries: Sequence[Entry], precision: str
     ) -> Catalog:
         keys = {entry.fragment.key for entry in entries}
+        derived = derived_keys(manifests, keys, precision)
         return Catalog(
             origin="ftckpt",
             iteration=iteration,
             layout=dict(self._topology.layout),
             fragments=tuple(entry.fragment for entry in entries),
             objects=self._fetch_objects(),
-            padded=padded_keys(manifests) & keys,
-            derived=derived_keys(manifests, keys, precision),
+            padded=padded_keys(manifests, keys, derived),
+            derived=derived,
         )
 
     def _fetch_objects(self) -> Mapping[str, object]:

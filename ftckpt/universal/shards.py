@@ -10,6 +10,7 @@ from ftckpt.layout.replicas import private_key
 from ftckpt.state.fragment import Fragment
 from ftckpt.state.manifest import Manifest
 from ftckpt.universal.catalog import Tensor
+from ftckpt.universal.derived import MASTER, WEIGHT, master_of
 
 LOCAL = "local"
 """Role of tensors that belong to one rank and mean nothing in another layout."""
@@ -77,21 +78,22 @@ def tensors_of(entries: Iterable[Entry]) -> list[Tensor]:
     return [tensor for tensor, _ in found.values()]
 
 
-def padded_keys(manifests: Iterable[Manifest]) -> frozenset[str]:
-    """Keys whose first dimension is rounded up by a rule that depends on the layout."""
-    return frozenset(key for manifest in manifests for key in getattr(manifest, "padded", ()))
+def padded_keys(manifests: Iterable[Manifest], keys: Collection[str], derived: Collection[str]) -> frozenset[str]:
+    """Those of ``keys``, and of ``derived`` weights, whose first dimension a rule of the layout rounds up."""
+    told = {key for manifest in manifests for key in manifest.padded}
+    return frozenset(told.intersection(keys)) | {key for key in derived if master_of(key) in told}
 
 
-def derived_keys(manifests: Iterable[Manifest], keys: Collection[str], precision: str) -> dict[str, str]:
+def derived_keys(manifests: Iterable[Manifest], keys: Collection[str], precision: str = "") -> dict[str, str]:
     """Weights that are not stored because they are casts of their masters, each with its type.
 
-    ``keys`` are all that are stored. ``precision`` is the type where the manifests do not say it; empty: none is
-    known, and nothing is derived.
+    ``keys`` are all that are stored. ``precision`` is the type, where the manifests do not say it or say several;
+    empty: none is known then, and nothing is derived.
     """
-    told = {dtype for manifest in manifests for dtype in getattr(manifest, "derived", ())}
+    told = {dtype for manifest in manifests for dtype in manifest.derived}
     dtype = precision or (told.pop() if len(told) == 1 else "")
-    masters = (key.removeprefix("master/") for key in keys if key.startswith("master/"))
-    return {f"weight/{name}": dtype for name in sorted(masters) if dtype and f"weight/{name}" not in keys}
+    weights = (WEIGHT + key.removeprefix(MASTER) for key in sorted(keys) if key.startswith(MASTER))
+    return {weight: dtype for weight in weights if dtype and weight not in keys}
 
 
 def _own(manifest: Manifest) -> Iterator[tuple[int, Fragment]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -69,8 +69,8 @@ def seal(arena: Arena, slot: int, iteration: int, hashed: bool = True, lineage: 
     control.seal(slot, lineage, iteration, hashed)
 
 
-def job(root: Path, iterations: Sequence[int] = (4, 5), layout: Mapping[str, Any] = LAYOUT) -> Path:
-    """Two nodes, each with both shards of one tp, whose slots hold ``iterations``."""
+def job(root: Path, layout: Mapping[str, Any] = LAYOUT, derived: tuple[str, ...] = ()) -> Path:
+    """Two nodes, each with both shards of one tp, whose slots hold iterations 4 and 5."""
     for coords in SHARDS:
         node = root / "ftckpt-job" / f"node{coords['tp']}"
         node.mkdir(parents=True, exist_ok=True)
@@ -84,9 +84,12 @@ def job(root: Path, iterations: Sequence[int] = (4, 5), layout: Mapping[str, Any
                 Section("parity", 1, "g"),
             )  # fmt: skip
             stepped = [*stepped, *other, parity]
-        manifest = Manifest(coords, layout, tuple(stepped), tuple(volatile), 4096, 48, sections=sections)
+        manifest = Manifest(
+            coords, layout, tuple(stepped), tuple(volatile), 4096, 48, sections=sections, padded=("master/rows",),
+            derived=derived if coords["tp"] else (),
+        )  # fmt: skip
         arena = Arena.create(node, manifest, 2)
-        for slot, iteration in enumerate(iterations):
+        for slot, iteration in enumerate((4, 5)):
             seal(arena, slot, iteration)
         arena.close()
     return root / "ftckpt-job"
@@ -149,10 +152,19 @@ def test_an_older_one_by_its_number_and_other_ways_to_name_where(tmp_path: Path)
 
 
 def test_types_of_weights_that_are_casts(tmp_path: Path) -> None:
-    catalog = ArenaSource([job(tmp_path)], precision="BF16").catalog
-    assert catalog.derived == {"weight/rows": "BF16", "weight/columns": "BF16"}
-    only = ArenaSource([tmp_path / "ftckpt-job"], roles={"master"}, precision="BF16").catalog
+    path, casts = job(tmp_path, derived=("F16",)), {"weight/rows": "F16", "weight/columns": "F16"}
+    catalog = ArenaSource([path]).catalog
+    assert catalog.derived == casts and catalog.padded == {"master/rows", "weight/rows"}
+    assert ArenaSource([path], precision="BF16").catalog.derived == dict.fromkeys(casts, "BF16")
+    only = ArenaSource([path], roles={"master"}).catalog
     assert only.derived == {} and {f.key.partition("/")[0] for f in only.fragments} == {"master"}
+
+
+def test_a_type_that_is_not_known_is_not_guessed(tmp_path: Path) -> None:
+    assert ArenaSource([job(tmp_path / "none")]).catalog.derived == {}
+    path = job(tmp_path / "two", derived=("BF16", "F16"))
+    assert ArenaSource([path]).catalog.derived == {}
+    assert ArenaSource([path], precision="F16").catalog.derived == {"weight/rows": "F16", "weight/columns": "F16"}
 
 
 def remove(path: Path) -> None:
