@@ -8,11 +8,15 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ftckpt.errors import ConvertError
-from ftckpt.universal import arenas, deepspeed_files, reader, weights
+from ftckpt.universal import arenas, deepspeed_files, deepspeed_universal, megatron_dist, reader, weights
 from ftckpt.universal.arenas import ArenaSource
 from ftckpt.universal.atomic import PARTIAL
 from ftckpt.universal.catalog import Sink, Source
+from ftckpt.universal.deepspeed_universal import DeepSpeedUniversalSource
+from ftckpt.universal.deepspeed_universal_sink import DeepSpeedUniversalSink
 from ftckpt.universal.deepspeed_zero import DeepSpeedSource
+from ftckpt.universal.megatron_dist import MegatronDistSource
+from ftckpt.universal.megatron_dist_sink import MegatronDistSink
 from ftckpt.universal.reader import UniversalSource
 from ftckpt.universal.spec import Spec
 from ftckpt.universal.weights import WeightsSource
@@ -41,6 +45,14 @@ _READERS = {
     "ftckpt": _Reader(
         arenas.recognises, lambda paths, request: ArenaSource(paths, request.iteration), frozenset({"iteration"})
     ),
+    "megatron-dist": _Reader(
+        megatron_dist.recognises,
+        lambda paths, request: MegatronDistSource(paths[0], request.iteration, request.roles),
+        frozenset({"iteration"}),
+    ),
+    "deepspeed-universal": _Reader(
+        deepspeed_universal.recognises, lambda paths, request: DeepSpeedUniversalSource(paths[0])
+    ),
     "deepspeed": _Reader(
         deepspeed_files.is_deepspeed,
         lambda paths, request: DeepSpeedSource(paths[0], request.spec, request.roles),
@@ -52,6 +64,8 @@ _READERS = {
 
 _SINKS: dict[str, Callable[[Path, int], Sink]] = {
     "universal": UniversalSink,
+    "deepspeed-universal": lambda path, max_file_bytes: DeepSpeedUniversalSink(path),
+    "megatron-dist": MegatronDistSink,
     "safetensors": SafetensorsSink,
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,11 @@ from ftckpt.cli import main
 from ftckpt.cli_convert import size
 from ftckpt.errors import ConfigError, ConvertError
 from ftckpt.state.fragment import Box, Fragment
-from ftckpt.universal.convert import Options, convert, prepare
+from ftckpt.testing.pool import run_ranks
+from ftckpt.universal.catalog import Get, Unit
+from ftckpt.universal.convert import Options, convert, prepare, run
+from ftckpt.universal.fill import Filler
+from ftckpt.universal.formats import Request, open_sink, open_source
 from ftckpt.universal.reader import UniversalSource
 from ftckpt.universal.verify import verify
 from ftckpt.universal.weights import WeightsSource
@@ -177,3 +182,89 @@ def test_a_float_tensor_of_16_bits_is_copied_as_it_is(tmp_path: Path, capsys: py
     assert ftckpt(capsys, tmp_path / "one", tmp_path / "two", "--verify")[0] == 0
     assert read_all(tmp_path / "two")["weight/h"] == np.uint16([1, 2, 0x7FC1]).tobytes()
     assert UniversalSource(tmp_path / "two").catalog.iteration == 7
+
+
+def saved_by_megatron(rank: int, world_size: int, argv: list[str], path: str) -> None:
+    """Train, and save as Megatron does, in the form that loads in any layout."""
+    import jobs
+    import train_gpt
+    from megatron.core import dist_checkpointing, parallel_state
+    from megatron.core.utils import unwrap_model
+
+    job = train_gpt.build(train_gpt.parse_args([*jobs.TINY, *argv, "--iterations", "9"]))
+    for _ in range(2):
+        train_gpt.train_step(job)
+    content = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
+    metadata = {**content, "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
+    state = {"model": unwrap_model(job.model[0]).sharded_state_dict(metadata=metadata)}
+    state["optimizer"] = job.optimizer.sharded_state_dict(state, metadata=metadata)
+    state |= {"opt_param_scheduler": job.scheduler.state_dict(), "iteration": 2, "checkpoint_version": 3.0}
+    dist_checkpointing.save(state, path, content_metadata=content)
+
+
+@pytest.mark.multiproc
+def test_between_all_formats_and_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Megatron's own checkpoint through every format that holds optimizer state: the same bits at the end. And what
+    breaks off after some files goes on in another sink, whatever the format."""
+    (tmp_path / "save").mkdir()
+    run_ranks(saved_by_megatron, 2, ["--tp", "2", "--untie"], str(tmp_path / "save"))
+    steps = [
+        ("save", "first", "universal"),
+        ("first", "dist", "megatron-dist"),
+        ("dist", "second", "universal"),
+        ("second", "ds", "deepspeed-universal"),
+        ("ds", "third", "universal"),
+        ("save", "weights", "safetensors"),
+    ]
+    for source, out, to in steps:
+        words = (tmp_path / source, tmp_path / out, "--to", to, "--verify", "--max-file", "64KiB")
+        status, told, err = ftckpt(capsys, *words)
+        assert status == 0, f"{source} to {out}: {err}"
+        assert "verified" in told
+    first, second, third = (read_all(tmp_path / name) for name in ("first", "second", "third"))
+    assert first == second
+    roles = ("master", "exp_avg", "exp_avg_sq", "step")
+    kept = {key: value for key, value in first.items() if key.startswith(roles)}
+    assert len(kept) > 60 and kept == {key: value for key, value in third.items() if key.startswith(roles)}
+    for name, to in (("dist", "megatron-dist"), ("ds", "deepspeed-universal")):
+        broken_off_again_and_again(tmp_path / "first", tmp_path / "again" / name, to)
+        assert tensors_of(tmp_path / "again" / name) == tensors_of(tmp_path / name)
+
+
+class Enough(Exception):
+    pass
+
+
+def broken_off_again_and_again(source: Path, out: Path, to: str) -> None:
+    """Convert, each time with an error after a third of the files."""
+    out.parent.mkdir(exist_ok=True)
+    for resumed in range(10):
+        sink = open_sink(out, to, 64 << 10)
+        conversion = prepare(UniversalSource(source), sink, Options(workers=1))
+        each = -(-len(conversion.units) // 3)
+        real, left = sink.write, [each]
+
+        def write(unit: Unit, get: Get, real: Callable[..., None] = real, left: list[int] = left) -> None:
+            if not left[0]:
+                raise Enough
+            left[0] -= 1
+            real(unit, get)
+
+        sink.write = write  # type: ignore[method-assign]
+        try:
+            report = run(conversion, Options(workers=1))
+        except Enough:
+            assert not out.exists()
+        else:
+            assert (report.resumed, resumed) == (2 * each, 2)
+            return
+
+
+def tensors_of(path: Path) -> dict[str, bytes]:
+    source = open_source([path], Request())
+    found = {}
+    filler = Filler(source)
+    for tensor in filler.tensors:
+        found[tensor.key] = filler.get(tensor, 0, tensor.rows).tobytes()
+    source.close()
+    return found
