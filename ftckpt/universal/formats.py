@@ -8,7 +8,15 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ftckpt.errors import ConvertError
-from ftckpt.universal import arenas, deepspeed_files, deepspeed_universal, megatron_dist, reader, weights
+from ftckpt.universal import (
+    arenas,
+    deepspeed_files,
+    deepspeed_universal,
+    megatron_dist,
+    megatron_legacy,
+    reader,
+    weights,
+)
 from ftckpt.universal.arenas import ArenaSource
 from ftckpt.universal.atomic import PARTIAL
 from ftckpt.universal.catalog import Sink, Source
@@ -17,6 +25,7 @@ from ftckpt.universal.deepspeed_universal_sink import DeepSpeedUniversalSink
 from ftckpt.universal.deepspeed_zero import DeepSpeedSource
 from ftckpt.universal.megatron_dist import MegatronDistSource
 from ftckpt.universal.megatron_dist_sink import MegatronDistSink
+from ftckpt.universal.megatron_legacy import MegatronLegacySource
 from ftckpt.universal.reader import UniversalSource
 from ftckpt.universal.spec import Spec
 from ftckpt.universal.weights import WeightsSource
@@ -49,6 +58,11 @@ _READERS = {
         megatron_dist.recognises,
         lambda paths, request: MegatronDistSource(paths[0], request.iteration, request.roles),
         frozenset({"iteration"}),
+    ),
+    "megatron-legacy": _Reader(
+        megatron_legacy.recognises,
+        lambda paths, request: MegatronLegacySource(paths[0], request.spec, request.iteration, request.roles),
+        frozenset({"iteration", "spec"}),
     ),
     "deepspeed-universal": _Reader(
         deepspeed_universal.recognises, lambda paths, request: DeepSpeedUniversalSource(paths[0])

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from safetensors.numpy import load_file
 from test_convert import Memory, array, model, read_all, wholes
 
@@ -182,6 +184,55 @@ def test_a_float_tensor_of_16_bits_is_copied_as_it_is(tmp_path: Path, capsys: py
     assert ftckpt(capsys, tmp_path / "one", tmp_path / "two", "--verify")[0] == 0
     assert read_all(tmp_path / "two")["weight/h"] == np.uint16([1, 2, 0x7FC1]).tobytes()
     assert UniversalSource(tmp_path / "two").catalog.iteration == 7
+
+
+def legacy(path: Path, tp: int) -> dict[str, np.ndarray]:
+    """A checkpoint as Megatron-LM wrote them before torch_dist, of a small model without optimizer state."""
+    layer = "language_model.encoder.layers.0"
+    whole = {
+        "language_model.embedding.word_embeddings.weight": (array((8, 4), seed=1), 0),
+        f"{layer}.self_attention.query_key_value.weight": (array((12, 4), seed=2), 0),
+        f"{layer}.self_attention.query_key_value.bias": (array((12,), seed=3), 0),
+        f"{layer}.self_attention.dense.weight": (array((4, 4), seed=4), 1),
+        f"{layer}.mlp.dense_h_to_4h.weight": (array((16, 4), seed=5), 0),
+        f"{layer}.mlp.dense_4h_to_h.weight": (array((4, 16), seed=6), 1),
+        f"{layer}.input_layernorm.weight": (array((4,), seed=7), None),
+        f"{layer}.post_attention_layernorm.weight": (array((4,), seed=8), None),
+        "language_model.encoder.final_layernorm.weight": (array((4,), seed=9), None),
+    }
+    for rank in range(tp):
+        parts = {
+            name: torch.from_numpy(value if dim is None else np.split(value, tp, axis=dim)[rank].copy())
+            for name, (value, dim) in whole.items()
+        }
+        file = path / "iter_0000003" / f"mp_rank_{rank:02d}" / "model_optim_rng.pt"
+        file.parent.mkdir(parents=True)
+        args = argparse.Namespace(tensor_model_parallel_size=tp, pipeline_model_parallel_size=1)
+        torch.save({"model": parts, "args": args, "iteration": 3, "checkpoint_version": 3.0}, file)
+    (path / "latest_checkpointed_iteration.txt").write_text("3")
+    return {f"weight/{name}": value for name, (value, _) in whole.items()}
+
+
+def test_a_checkpoint_without_geometry(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    expected = legacy(tmp_path / "save", 2)
+    words = (tmp_path / "save", tmp_path / "out")
+    status, _, err = ftckpt(capsys, *words)
+    assert status == 2 and "name a specification with --spec" in err
+    status, _, err = ftckpt(capsys, *words, "--spec", "bloom")
+    assert status == 2 and "bloom, variant" in err and "no rule matches language_model." in err
+    status, out, _ = ftckpt(capsys, *words, "--spec", "gpt", "--dry-run")
+    assert status == 0 and "  rule 4, fragment: 2 names as language_model.encoder.layers.{layer}.self_att" in out
+    assert "source       megatron-legacy, iteration 3" in out
+    status, _, err = ftckpt(capsys, *words, "--spec", "gpt", "--verify")
+    assert status == 0, err
+    assert read_all(tmp_path / "out") == {key: value.tobytes() for key, value in expected.items()}
+    file = tmp_path / "save" / "iter_0000003" / "mp_rank_01" / "model_optim_rng.pt"
+    state = torch.load(file, weights_only=False)
+    state["model"]["language_model.encoder.final_layernorm.weight"][0] += 1
+    torch.save(state, file)
+    status, _, err = ftckpt(capsys, *words[:1], tmp_path / "other", "--spec", "gpt")
+    assert status == 2 and "final_layernorm.weight: copies that must be equal differ" in err
+    assert "mp_rank_00" in err and "mp_rank_01" in err
 
 
 def saved_by_megatron(rank: int, world_size: int, argv: list[str], path: str) -> None:
