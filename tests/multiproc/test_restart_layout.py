@@ -1,0 +1,439 @@
+"""A job goes on in another layout from what lies in memory: every element, wherever it is killed on the way."""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import json
+import os
+import shutil
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ftckpt.checkpointer import Checkpointer
+from ftckpt.comm import Group
+from ftckpt.config import Config
+from ftckpt.layout.topology import Member, Topology
+from ftckpt.state.fragment import Box, Fragment
+from ftckpt.state.piece import Description, Piece
+from ftckpt.testing.pool import RankFailure, RankResult, run_ranks
+
+pytestmark = pytest.mark.multiproc
+
+WORDS, WIDTH, DEPTH, NORM = 10, 48, 4, 17
+"""Rows of the embedding that count, the length of its rows, layers, and the length of what all ranks hold."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The ranks are tp × pp × dp, dp running fastest; ``nodes`` are names by rank, one node where there are none."""
+
+    tp: int = 1
+    pp: int = 1
+    dp: int = 1
+    nodes: tuple[str, ...] = ()
+
+    @property
+    def size(self) -> int:
+        return self.tp * self.pp * self.dp
+
+    @property
+    def rows(self) -> int:
+        """Rows of the embedding: they are padded to a multiple of 4 for each part."""
+        return -(-WORDS // (4 * self.tp)) * 4 * self.tp
+
+    def topology(self, rank: int) -> Topology:
+        places = itertools.product(range(self.tp), range(self.pp), range(self.dp))
+        nodes = self.nodes or ("node",) * self.size
+        members = tuple(
+            Member({"tp": tp, "pp": pp, "dp": dp}, node) for (tp, pp, dp), node in zip(places, nodes, strict=True)
+        )
+        return Topology(rank, members, {"tp": self.tp, "pp": self.pp, "dp": self.dp, "zero": True})
+
+
+def value(key: str, iteration: int, shape: Sequence[int]) -> torch.Tensor:
+    """What a tensor is after ``iteration`` steps: of its rows the first ones are the same however many there are."""
+    size = 1
+    for length in shape:
+        size *= length
+    seed = sum(map(ord, key))
+    return ((torch.arange(size, dtype=torch.float32) + seed) * 0.37).sin().mul(iteration + 1).reshape(tuple(shape))
+
+
+class State:
+    """Layers cut by columns over tp, their masters and moments by flat ranges over dp; an embedding with padding,
+    cut by rows; a norm and a buffer that all ranks hold; scratch memory that belongs to the rank."""
+
+    reshapes = True
+
+    def __init__(self, layout: Layout, rank: int) -> None:
+        self.layout, self.rank, self.iteration = layout, rank, 0
+        self.told: tuple[list[Mapping[str, Any]], int] | None = None
+        coords = layout.topology(rank).me.coords
+        tp, pp, dp = coords["tp"], coords["pp"], coords["dp"]
+        self.pieces: list[Piece] = []
+        columns = WIDTH // layout.tp
+        for layer in range(DEPTH * pp // layout.pp, DEPTH * (pp + 1) // layout.pp):
+            box = Box((0, columns * tp), (5, columns))
+            cut = (box.numel * dp // layout.dp, box.numel * (dp + 1) // layout.dp)
+            moment = Fragment(f"exp_avg/layer{layer}", "F32", (5, WIDTH), box, *cut)
+            master = self._add(Fragment(f"master/layer{layer}", "F32", (5, WIDTH), box, *cut))
+            weight = Fragment(f"weight/layer{layer}", "BF16", (5, WIDTH), box, *cut)
+            self.pieces.append(Piece(weight, torch.zeros(weight.numel, dtype=torch.bfloat16), master))
+            self._add(moment)
+        part = layout.rows // layout.tp
+        embedding = Box((part * tp, 0), (part, WIDTH))
+        self._add(Fragment.whole("master/words", "F32", (layout.rows, WIDTH), embedding))
+        self._add(Fragment.whole("master/norm", "F32", (NORM,), Box((0,), (NORM,))))
+        stepped = tuple(self.pieces)
+        self._add(Fragment.whole("buffer/bias", "F32", (NORM,), Box((0,), (NORM,))))
+        self.scratch = self._add(Fragment.whole("local/scratch", "F32", (3,), Box((0,), (3,))))
+        self.scratch.fill_(100.0 + rank)
+        self.description = Description(stepped, tuple(self.pieces[len(stepped) :]), frozenset({"master/words"}))
+
+    def _add(self, fragment: Fragment) -> torch.Tensor:
+        tensor = torch.full((fragment.numel,), -1.0)
+        self.pieces.append(Piece(fragment, tensor))
+        return tensor
+
+    def describe(self) -> Description:
+        return self.description
+
+    def save_objects(self) -> dict[str, Any]:
+        return {"iteration": self.iteration, "shard": self.layout.topology(self.rank).me.shard}
+
+    def load_objects(self, objects: Any) -> None:
+        assert objects["shard"] == self.layout.topology(self.rank).me.shard
+        self.iteration = objects["iteration"]
+
+    def load_reshaped(self, objects: Sequence[Mapping[str, Any]], iteration: int) -> None:
+        self.told = ([dict(one) for one in objects], iteration)
+        self.iteration = objects[0]["iteration"]
+
+    def finish_load(self) -> None:
+        pass
+
+    def wanted(self, fragment: Fragment, iteration: int) -> torch.Tensor:
+        """The values of a fragment."""
+        slices = tuple(slice(o, o + n) for o, n in zip(fragment.box.offset, fragment.box.shape, strict=True))
+        return value(fragment.key, iteration, fragment.global_shape)[slices].reshape(-1)[
+            fragment.start : fragment.stop
+        ]
+
+    def advance(self, iteration: int) -> None:
+        """What an optimizer does; the embedding's padding is this layout's own."""
+        self.iteration = iteration
+        for piece in self.pieces:
+            if piece.derived_from is not None:
+                piece.tensor.copy_(piece.derived_from)
+            elif piece.tensor is not self.scratch:
+                piece.tensor.copy_(self.wanted(piece.fragment, iteration))
+        self.scratch.add_(1)
+
+    def problems(self, iteration: int) -> list[str]:
+        """Pieces that are not what they were at ``iteration``, bit for bit; padding may be anything."""
+        wrong = []
+        for piece in self.pieces:
+            fragment = piece.fragment
+            wanted, found = self.wanted(fragment, iteration), piece.tensor
+            if piece.derived_from is not None:
+                wanted = self.wanted(fragment.with_key(f"master/{fragment.key.partition('/')[2]}"), iteration)
+                wanted = wanted.to(torch.bfloat16)
+            elif fragment.key == "master/words":
+                counts = max(0, WORDS - fragment.box.offset[0]) * WIDTH
+                wanted, found = wanted[:counts], found[:counts]
+            if piece.tensor is not self.scratch and not torch.equal(wanted, found):
+                wrong.append(fragment.name)
+        return wrong
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """Start in ``layout``, train up to and with iteration ``until``, and end: the arenas stay unless ``ends``.
+
+    ``kill`` is a point of ``POINTS``. ``spoil`` names a piece of which rank 1 has other bits, ``reshapes`` and
+    ``extra`` (one more tensor) make another state.
+    """
+
+    layout: Layout
+    until: int = 0
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    kill: str = ""
+    ends: bool = False
+    spoil: str = ""
+    reshapes: bool = True
+    extra: bool = False
+
+
+@dataclass(frozen=True)
+class Ended:
+    """What a rank saw: the iteration it restored, what was wrong then, what its state was told, its scratch."""
+
+    start: int | None
+    wrong: list[str]
+    told: tuple[list[Mapping[str, Any]], int] | None
+    scratch: list[float]
+
+
+def die(*_: Any) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(30)
+
+
+def train(rank: int, world_size: int, attempt: Attempt) -> Ended:
+    layout = attempt.layout
+    assert world_size == layout.size
+    state = State(layout, rank)
+    state.reshapes = attempt.reshapes  # type: ignore[misc]
+    topology = layout.topology(rank)
+    if attempt.extra:
+        more = Piece(Fragment.whole("master/more", "F32", (4,), Box((0,), (4,))), torch.zeros(4))
+        described = state.description
+        state.description = replace(described, stepped=(*described.stepped, more))
+    settings = {"protect": "none", **attempt.settings}
+    config = Config(enabled=True, node=topology.me.node, **settings)
+    checkpointer = Checkpointer(config, state, topology, group=Group(config.start_timeout_secs))
+    if attempt.kill:
+        POINTS[attempt.kill](rank, checkpointer)
+    start = checkpointer.restore()
+    wrong = state.problems(start) if start is not None else []
+    scratch = state.scratch.tolist()
+    for iteration in range((start or 0) + 1, attempt.until + 1):
+        checkpointer.fence()
+        state.advance(iteration)
+        if attempt.spoil and rank == 1:
+            next(p for p in state.pieces if p.fragment.key == attempt.spoil).tensor[0] += 1
+        checkpointer.step(iteration)
+    checkpointer.close(remove=attempt.ends)
+    return Ended(start, wrong, state.told, scratch)
+
+
+# --- points at which an attempt is killed ---
+
+
+def _at(dotted: str, rank: int, only: int | None, after: bool = True, nth: int = 1) -> None:
+    """Die at the ``nth`` call of a function, on all ranks or on one."""
+    module, _, name = dotted.partition(":")
+    owner: Any = importlib.import_module(module)
+    *classes, name = name.split(".")
+    for class_name in classes:
+        owner = getattr(owner, class_name)
+    original, calls = getattr(owner, name), itertools.count(1)
+
+    def wrapped(*args: Any, **options: Any) -> Any:
+        here = next(calls) == nth and only in (None, rank)
+        if here and not after:
+            die()
+        result = original(*args, **options)
+        if here:
+            die()
+        return result
+
+    setattr(owner, name, wrapped)
+
+
+def _after_seal(rank: int, checkpointer: Checkpointer, sealing: Sequence[int]) -> None:
+    """The first snapshot is sealed by the ranks ``sealing``, none of which hears of the others; then all die."""
+    original = checkpointer.step
+
+    def step(iteration: int) -> None:
+        if rank in sealing:
+            original(iteration)
+            capture = checkpointer._capture
+            assert capture is not None
+            capture.settle(20.0)
+            assert capture.newest is not None and capture.newest[1] == iteration
+        checkpointer._group.barrier()
+        die()
+
+    checkpointer.step = step  # type: ignore[method-assign]
+
+
+POINTS: dict[str, Callable[[int, Checkpointer], None]] = {
+    "before the choice": lambda rank, _: _at("ftckpt.restore.restart:Restart.choose", rank, None, after=False),
+    "newer ones void on one node": lambda rank, _: _at("ftckpt.restore.restart:Restart._void", rank, 0),
+    "tensors there on one rank": lambda rank, _: _at("ftckpt.restore.restart:execute", rank, 1),
+    "objects there": lambda rank, c: _at("test_restart_layout:State.load_reshaped", rank, None),
+    "old arenas set aside by one rank": lambda rank, _: _at(
+        "ftckpt.capture.node_arenas:NodeArenas._set_aside", rank, 0
+    ),
+    "one new arena": lambda rank, _: _at("ftckpt.capture.node_arenas:NodeArenas._have", rank, 1),
+    "all new arenas": lambda rank, _: _at("ftckpt.capture.node_arenas:NodeArenas.open", rank, None),
+    "sealed by one rank": lambda rank, c: _after_seal(rank, c, [0]),
+    "sealed by all, known to none": lambda rank, c: _after_seal(rank, c, range(99)),
+    "old arenas gone with one rank": lambda rank, _: _at("ftckpt.capture.node_arenas:NodeArenas.remove_old", rank, 0),
+}
+NEWER = {"sealed by all, known to none", "old arenas gone with one rank"}
+"""After these the first snapshot of the new layout is whole."""
+QUICK = {"objects there", "one new arena", "sealed by one rank", *NEWER}
+CASES = [pytest.param(point, marks=[] if point in QUICK else [pytest.mark.slow]) for point in POINTS]
+
+OLD = Layout(tp=2, dp=2, nodes=("n0", "n0", "n1", "n1"))
+NEW = Layout(dp=3, nodes=("n0", "n0", "n1"))
+LAST = 5
+
+
+def restarted(attempt: Attempt) -> list[Ended]:
+    """An attempt that ends well, at the same iteration on all ranks."""
+    ended = [result.value for result in run_ranks(train, attempt.layout.size, attempt)]
+    assert [one.wrong for one in ended] == [[]] * attempt.layout.size
+    assert len({one.start for one in ended}) == 1
+    return ended
+
+
+def broken(attempt: Attempt) -> list[RankResult]:
+    results = run_ranks(train, attempt.layout.size, attempt, expect_failures=True, grace_secs=1.0)
+    assert any(result.exitcode == -signal.SIGKILL for result in results), [r.error for r in results]
+    return results
+
+
+def events(settings: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
+    paths = sorted(Path(settings["events"]).glob("rank*.jsonl"))
+    lines = [json.loads(line) for path in paths for line in path.read_text().splitlines()]
+    return [event for event in lines if event["event"] == name]
+
+
+@pytest.fixture
+def plan(settings: dict[str, Any]) -> dict[str, Any]:
+    return settings | {"chunk_mib": 0.0625, "objects_mib": 1, "schedule": "thread", "on_error": "raise", "slots": 2}
+
+
+PAIRS = {
+    "tp2dp2 to dp3": (OLD, NEW),
+    "dp3 to tp2dp2": (NEW, OLD),
+    "pp2dp2 to tp2": (Layout(pp=2, dp=2, nodes=("n0", "n1", "n0", "n1")), Layout(tp=2, nodes=("n0", "n1"))),
+    "tp2 to tp1pp4 on other nodes": (Layout(tp=2), Layout(pp=4, nodes=("node", "x", "y", "x"))),
+}
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+def test_every_element_comes_back_in_another_layout(pair: str, plan: dict[str, Any], arena_root: Path) -> None:
+    before, after = PAIRS[pair]
+    restarted(Attempt(before, LAST, plan))
+    ended = restarted(Attempt(after, LAST + 2, plan))
+    firsts = [{"iteration": LAST, "shard": f"tp0-pp{stage}-dp0"} for stage in range(before.pp)]
+    for rank, one in enumerate(ended):
+        assert (one.start, one.told) == (LAST, (firsts, LAST))
+        assert one.scratch == [100.0 + rank] * 3, "what belongs to a rank stays as it was built"
+    loaded = events(plan, "loaded")
+    assert len(loaded) == after.size
+    (reshaped,) = {(event["from"], event["to"], event["iteration"]) for event in events(plan, "reshaped")}
+    assert reshaped[2] == LAST and reshaped[0].startswith(f"tp{before.tp}pp{before.pp}dp{before.dp}")
+    assert all({"secs", "read_bytes", "received_bytes"} <= event.keys() for event in events(plan, "reshaped"))
+    again = restarted(Attempt(after, LAST + 3, plan, ends=True))
+    assert {(one.start, one.told) for one in again} == {(LAST + 2, None)}, "the same layout is no reshape"
+    assert len(events(plan, "reshaped")) == after.size
+    assert list(arena_root.iterdir()) == [], "an ended job left something behind"
+
+
+def test_there_and_back_again(plan: dict[str, Any], arena_root: Path) -> None:
+    """With names of shards that both layouts have."""
+    for number, layout in enumerate((OLD, NEW, OLD, Layout(tp=2, nodes=("n1", "n0")), NEW)):
+        ended = restarted(Attempt(layout, LAST + number, plan, ends=number == 4))
+        assert {one.start for one in ended} == {LAST + number - 1 if number else None}
+    assert list(arena_root.iterdir()) == []
+
+
+@pytest.fixture(scope="module")
+def old_arenas(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """What a job in the layout OLD has left: iteration LAST is whole."""
+    root = Path("/dev/shm") / f"ftckpt-test-{os.getpid()}-layouts"
+    root.mkdir()
+    try:
+        settings = {"job": "test", "arena": str(root), "chunk_mib": 0.0625, "objects_mib": 1, "slots": 2}
+        restarted(Attempt(OLD, LAST, settings))
+        yield root
+    finally:
+        shutil.rmtree(root, ignore_errors=True)
+
+
+def copied(source: Path, target: Path) -> None:
+    for folder in source.iterdir():
+        shutil.copytree(folder, target / folder.name)
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("point", CASES)
+def test_killed_while_it_changes_its_layout(
+    point: str, plan: dict[str, Any], arena_root: Path, old_arenas: Path, tmp_path: Path
+) -> None:
+    """The next start finds the same iteration, or the first of the new layout once it is whole, in either layout."""
+    copied(old_arenas, arena_root)
+    broken(Attempt(NEW, LAST + 3, plan, kill=point))
+    found = LAST + 1 if point in NEWER else LAST
+    for number, layout in enumerate((OLD, NEW)):
+        root = arena_root / f"copy{number}"
+        root.mkdir()
+        for folder in arena_root.glob("ftckpt-*"):
+            shutil.copytree(folder, root / folder.name)
+        ended = restarted(Attempt(layout, found + 2, {**plan, "arena": str(root)}, ends=True))
+        assert {one.start for one in ended} == {found}
+        assert list(root.iterdir()) == [], "an ended job left something behind"
+
+
+def test_killed_again_and_again_in_other_layouts(plan: dict[str, Any], arena_root: Path, old_arenas: Path) -> None:
+    """No attempt takes a snapshot; none of them loses the one that is there, nor keeps what the last one left."""
+    copied(old_arenas, arena_root)
+    for layout in (NEW, Layout(tp=2, nodes=("n0", "n1")), Layout(pp=2, dp=2, nodes=("n1", "n1", "n0", "n0")), NEW):
+        broken(Attempt(layout, LAST + 1, plan, kill="sealed by one rank"))
+    names = sorted(path.name for path in arena_root.glob("*/n*/tp*"))
+    assert len(names) == OLD.size + NEW.size, names
+    ended = restarted(Attempt(OLD, LAST + 2, plan, ends=True))
+    assert {one.start for one in ended} == {LAST}
+    assert list(arena_root.iterdir()) == []
+
+
+def test_a_buffer_that_differs_between_ranks_is_no_buffer_of_the_model(plan: dict[str, Any]) -> None:
+    restarted(Attempt(OLD, LAST, plan, spoil="buffer/bias"))
+    differs = r"MismatchError.*buffer/bias\S* does not have the same bits in tp0-pp0-dp0 and tp0-pp0-dp1"
+    with pytest.raises(RankFailure, match=differs):
+        restarted(Attempt(NEW, LAST, plan))
+
+
+def test_replicas_that_differ_are_not_mixed(plan: dict[str, Any]) -> None:
+    """The ranks find out when they lay out their arenas."""
+    restarted(Attempt(OLD, LAST, plan, spoil="master/norm"))
+    kept = [r.value for r in run_ranks(train, OLD.size, Attempt(OLD, LAST + 1, plan, spoil="master/norm"))]
+    assert [one.wrong for one in kept] != [[]] * OLD.size and {one.start for one in kept} == {LAST}
+    with pytest.raises(RankFailure, match=r"MismatchError.*master/norm\S* does not have the same bits in tp"):
+        restarted(Attempt(NEW, LAST + 1, plan))
+
+
+def test_a_state_that_does_not_reshape_is_told_what_differs(plan: dict[str, Any], arena_root: Path) -> None:
+    restarted(Attempt(OLD, LAST, plan))
+    with pytest.raises(RankFailure, match=r"MismatchError: .*another layout \(dp 2 → 3, tp 2 → 1\): start with"):
+        restarted(Attempt(NEW, LAST, plan, reshapes=False))
+    ended = restarted(Attempt(OLD, LAST, plan, reshapes=False, ends=True))
+    assert {one.start for one in ended} == {LAST} and list(arena_root.iterdir()) == []
+
+
+def test_a_tensor_that_no_source_has_is_named_and_nothing_is_lost(plan: dict[str, Any]) -> None:
+    restarted(Attempt(OLD, LAST, plan))
+    with pytest.raises(RankFailure, match=r"MismatchError: .*it has no master/more of type F32 and shape \[4\]"):
+        restarted(Attempt(NEW, LAST, plan, extra=True))
+    assert {one.start for one in restarted(Attempt(NEW, LAST, plan))} == {LAST}
+
+
+def test_old_and_new_arenas_that_do_not_both_fit_are_an_error_and_lose_nothing(plan: dict[str, Any]) -> None:
+    restarted(Attempt(OLD, LAST, plan))
+    with pytest.raises(RankFailure, match=r"MemoryBudgetError: .*no room in this test"):
+        run_ranks(train_without_room, NEW.size, Attempt(NEW, LAST, plan))
+    assert {one.start for one in restarted(Attempt(OLD, LAST, plan))} == {LAST}
+
+
+def train_without_room(rank: int, world_size: int, attempt: Attempt) -> Ended:
+    from ftckpt.capture import node_arenas
+    from ftckpt.errors import MemoryBudgetError
+
+    def refuse(path: Path, need_bytes: int) -> None:
+        raise MemoryBudgetError("no room in this test")
+
+    node_arenas.check_budget = refuse  # type: ignore[assignment]
+    return train(rank, world_size, attempt)
