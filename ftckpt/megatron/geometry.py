@@ -15,11 +15,14 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
-from megatron.core.transformer.moe.experts import GroupedMLP
+from megatron.core.transformer.moe import experts as moe
 
 from ftckpt.errors import UnsupportedError
 from ftckpt.live.tensors import Placed
 from ftckpt.state.fragment import Box
+
+_GROUPED = getattr(moe, "GroupedMLP", ())
+"""Legacy grouped experts; releases from 0.17 on have none."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +63,7 @@ def place_tensors(chunks: Sequence[Any]) -> Geometry:
             if found is None:
                 raise UnsupportedError(f"parameter {name} of model chunk {index} is not in its sharded_state_dict")
             if parameter in grouped:
-                parameters[parameter] = (_grouped(found.key, parameter, *grouped[parameter]),)
+                parameters[parameter] = (_grouped(found.key, *grouped[parameter]),)
             else:
                 parameters[parameter] = tuple(_places(found, parameter, name))
         for name, buffer in chunk.named_buffers():
@@ -87,14 +90,14 @@ def _places(entry: Any, tensor: torch.Tensor, name: str) -> Iterator[Placed]:
         raise UnsupportedError(f"{name}: {covered} of {tensor.numel()} elements have a place")
 
 
-def _grouped_experts(chunk: Any) -> Iterator[tuple[torch.nn.Parameter, tuple[GroupedMLP, str]]]:
+def _grouped_experts(chunk: Any) -> Iterator[tuple[torch.nn.Parameter, tuple[Any, str]]]:
     for module in chunk.modules():
-        if isinstance(module, GroupedMLP):
+        if isinstance(module, _GROUPED):
             for name in ("weight1", "weight2"):
                 yield getattr(module, name), (module, name)
 
 
-def _grouped(key: str, parameter: torch.nn.Parameter, experts: GroupedMLP, name: str) -> Placed:
+def _grouped(key: str, experts: Any, name: str) -> Placed:
     """All local experts of a layer, which their grouped multiplication wants transposed and in one parameter.
 
     Shape of ``weight1``: [experts, hidden, ffn], and [experts, hidden, 2, ffn] where it is gated: with the halves an

@@ -56,9 +56,10 @@ class MegatronState:
             stepped += optimizers.pieces(leaf, geometry.parameters)
         stepped += self._frozen(geometry.parameters)
         volatile = tuple(self._buffers(geometry))
-        padded = (p.fragment.key for p in stepped if p.fragment.key.partition("/")[2] in geometry.padded)
+        keys = {p.fragment.key for p in stepped if p.fragment.global_shape[0] > 1}  # a step is one number
+        padded = frozenset(key for key in keys if key.partition("/")[2] in geometry.padded)
         self._addresses = tuple(self._live_addresses())
-        return Description(tuple(stepped), volatile, frozenset(padded))
+        return Description(tuple(stepped), volatile, padded)
 
     def save_objects(self) -> dict[str, Any]:
         """See TrainingState.
