@@ -95,8 +95,8 @@ def execute(group: Group, transfers: Sequence[Transfer], arenas: OpenArenas) -> 
         RuntimeError: a rank is gone, or does not answer within the group's deadline.
     """
     local = [t for t in transfers if t.reader == group.rank]
-    wants = _shared(group, [t for t in transfers if t.reader != group.rank])
-    asked = _ask(group, wants)
+    wants, anywhere = _shared(group, [t for t in transfers if t.reader != group.rank])
+    asked = _ask(group, wants) if anywhere else {}
     copies, outgoing = together(group, lambda: _open(local, asked, arenas))
     moved = _Counter(group.rank, sum(t.nbytes for t in transfers))
     incoming = {reader: Stream([s for want in found for s in want.fetched]) for reader, found in wants.items()}
@@ -133,8 +133,11 @@ class _Want:
         return [dest_strip(block, memory) for block in stream(self.item.blocks, begin, end)]
 
 
-def _shared(group: Group, remote: Sequence[Transfer]) -> dict[int, list[_Want]]:
-    """Agree with the ranks that lack the same bytes who fetches which; what this rank fetches, by reader."""
+def _shared(group: Group, remote: Sequence[Transfer]) -> tuple[dict[int, list[_Want]], bool]:
+    """Agree with the ranks that lack the same bytes who fetches which.
+
+    Returns what this rank fetches, by reader, and whether any rank fetches anything.
+    """
     named: dict[Name, tuple[Transfer, Item]] = {}
     wants: dict[int, list[_Want]] = {}
     for wanted in remote:
@@ -149,7 +152,7 @@ def _shared(group: Group, remote: Sequence[Transfer]) -> dict[int, list[_Want]]:
         ranks = shared.get(name, ())
         begin, end = part_of(name, item.nbytes, ranks, group.rank) if ranks else (0, item.nbytes)
         wants.setdefault(wanted.reader, []).append(_Want(wanted.source, item, name, ranks, begin, end))
-    return wants
+    return wants, any(told)
 
 
 def _ask(group: Group, wants: dict[int, list[_Want]]) -> dict[int, list[tuple[Place, list[Any]]]]:

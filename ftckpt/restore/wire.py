@@ -1,10 +1,10 @@
 """Bytes between ranks: messages of bounded size, many on their way at a time, from and into strided memory.
 
-The one rank's stream of bytes for another is cut every ``MESSAGE_BYTES``. Both know how long it is, so a message
-needs no header. Messages stand in the order (round, number): in round r, from 1 to the number of ranks - 1, rank i
-sends to i + r and receives from i - r. Every rank posts its sends and receives in this order and lets ``WINDOW``
-steps of it stand open. That cannot lock up: of all messages that are not through, take the first in this order.
-Neither its sender nor its receiver can wait for an earlier one, so both have posted it.
+The one rank's stream of bytes for another is cut into messages of at most ``MESSAGE_BYTES``, in places that both
+know: a message needs no header. Messages stand in the order (round, number): in round r, from 1 to the number of
+ranks - 1, rank i sends to i + r and receives from i - r. Every rank posts its sends and receives in this order and
+lets ``WINDOW`` steps of it stand open. That cannot lock up: of all messages that are not through, take the first in
+this order. Neither its sender nor its receiver can wait for an earlier one, so both have posted it.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import NamedTuple, Protocol
 
 import torch
@@ -22,6 +23,9 @@ from ftckpt.state.fragment import Shape
 
 MESSAGE_BYTES = 16 << 20
 """Upper bound of one message, and of what is copied at a time between looks at the wire."""
+
+ALONE_BYTES = 1 << 20
+"""Strips of this length or more have messages of their own."""
 
 WINDOW = 2
 """Steps that stand open at a time, each with one message sent and one received."""
@@ -109,23 +113,24 @@ class Stream:
         """Number of bytes."""
         return sum(strip.nbytes for strip in self.strips)
 
-    @property
-    def num_messages(self) -> int:
-        """How many messages take it."""
-        return -(-self.nbytes // MESSAGE_BYTES)
-
     def messages(self) -> Iterator[list[Strip]]:
-        """The strips of each message: all of ``MESSAGE_BYTES`` but the last."""
+        """The strips of each message. Long ones are not joined with others: what is a run then needs no buffer.
+
+        Which bytes go into which message follows from the lengths of the strips, which are the same on both sides.
+        """
         message: list[Strip] = []
         room = MESSAGE_BYTES
         for strip in self.strips:
             begin, nbytes = 0, strip.nbytes
+            if nbytes >= ALONE_BYTES and message:
+                yield message
+                message, room = [], MESSAGE_BYTES
             while begin < nbytes:
                 end = min(nbytes, begin + room)
                 message += strip.part(begin, end)
                 room -= end - begin
                 begin = end
-                if room == 0:
+                if room == 0 or (begin == nbytes and nbytes >= ALONE_BYTES):
                     yield message
                     message, room = [], MESSAGE_BYTES
         if message:
@@ -180,9 +185,8 @@ def _steps(wire: Wire, outgoing: Mapping[int, Stream], incoming: Mapping[int, St
     for ahead in sorted(rounds):
         to, source = (wire.rank + ahead) % wire.size, (wire.rank - ahead) % wire.size
         sent, received = outgoing.get(to, nothing), incoming.get(source, nothing)
-        sending, receiving = sent.messages(), received.messages()
-        for number in range(max(sent.num_messages, received.num_messages)):
-            yield _Messages(number, to, next(sending, None), source, next(receiving, None))
+        for number, (message, landing) in enumerate(zip_longest(sent.messages(), received.messages())):
+            yield _Messages(number, to, message, source, landing)
 
 
 class _Buffers:

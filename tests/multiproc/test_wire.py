@@ -78,6 +78,7 @@ def reshape(rank: int, size: int, folder: str, seeds: list[int]) -> list[dict[st
     for seed in seeds:
         rng = random.Random(seed)
         wire.MESSAGE_BYTES = rng.choice([100, 1 << 10, 16 << 20])
+        wire.ALONE_BYTES = rng.choice([300, 1 << 20])
         wire.WINDOW = rng.choice([1, 2, 3])
         nodes = [f"n{rng.randrange(rng.randint(2, 4))}" for _ in range(size)]
         old = {key: Sides(rng.randrange(3), rng.choice([1, 2, 4]), True) for key in SHAPES}

@@ -203,6 +203,7 @@ def test_every_rank_gets_every_byte_it_wants(
     monkeypatch: pytest.MonkeyPatch, plan: list[list[Wish]], bound: int, window: int, spread_out: bool
 ) -> None:
     monkeypatch.setattr(wire, "MESSAGE_BYTES", bound)
+    monkeypatch.setattr(wire, "ALONE_BYTES", 200)
     monkeypatch.setattr(wire, "WINDOW", window)
     monkeypatch.setattr("ftckpt.restore.spread.GRAIN_BYTES", 16)
     bits = np.random.default_rng(0)
@@ -276,18 +277,25 @@ def test_a_place_survives_json(place: Place) -> None:
     assert place_of_json(json.loads(json.dumps(place.to_json()))) == place
 
 
-@given(
-    st.lists(st.tuples(st.integers(0, 100), st.integers(1, 9), st.integers(9, 12)), max_size=8), st.integers(1, 64)
-)
-def test_messages_are_bounded_full_and_in_order(strips: list[tuple[int, int, int]], bound: int) -> None:
+STRIPS = st.tuples(st.integers(0, 100), st.integers(1, 9), st.integers(9, 12))
+
+
+@given(st.lists(STRIPS, max_size=8), st.integers(1, 64), st.sampled_from([15, 30, 1000]))
+def test_messages_are_bounded_full_and_in_order(strips: list[tuple[int, int, int]], bound: int, alone: int) -> None:
     memory = torch.arange(250, dtype=torch.uint8)
     whole = [wire.Strip(memory, begin, (size, 5), (stride, 1)) for begin, size, stride in strips]
+    long = [strip.nbytes >= alone for strip in whole]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(wire, "MESSAGE_BYTES", bound)
+        patch.setattr(wire, "ALONE_BYTES", alone)
         found = list(wire.Stream(whole).messages())
-        assert len(found) == wire.Stream(whole).num_messages
     sizes = [sum(strip.nbytes for strip in message) for message in found]
-    assert all(size == bound for size in sizes[:-1]) and all(0 < size <= bound for size in sizes)
+    assert all(0 < size <= bound for size in sizes)
+    ends = np.cumsum(sizes).tolist()
+    edges = [0, *np.cumsum([strip.nbytes for strip in whole]).tolist()]
+    beside_long = {edge for number, alike in enumerate(long) if alike for edge in edges[number : number + 2]}
+    assert beside_long <= {0, *ends}
+    assert all(size == bound or end in beside_long for size, end in zip(sizes[:-1], ends, strict=False))
     flat = [value for message in found for strip in message for value in strip.view.reshape(-1).tolist()]
     assert flat == [value for strip in whole for value in strip.view.reshape(-1).tolist()]
 
