@@ -50,7 +50,7 @@ SAVED = {
     "zero1-three": Shape(3, config=BF16 | zero(1)),
     "zero2-tied": SHAPES["zero2"],
     "zero2-round-robin": Shape(2, config=BF16 | zero(2, round_robin_gradients=True)),
-    "zero2-aligned": Shape(3, config=BF16 | zero(2, parameter_alignment=True)),
+    "zero2-aligned": Shape(3, ["--hidden", "18"], BF16 | zero(2, parameter_alignment=True)),
     "zero3-three": Shape(3, config=BF16 | zero(3, sub_group_size=500)),
     "zero3-fp32": SHAPES["zero3-fp32"],
     "bf16-optimizer": SHAPES["bf16-optimizer"],
@@ -203,12 +203,13 @@ def load(rank: int, world_size: int, shape: Shape, folder: str) -> tuple[list[El
     engine.load_checkpoint(folder)
     rest = [engine.global_steps, engine.skipped_steps, engine.global_samples, engine.get_lr()[0]]
     scaler = getattr(engine.optimizer, "loss_scaler", None)
-    return held(job), [*rest, scaler.cur_scale if scaler is not None else None]
+    kind = type(scaler).__module__.partition(".")[0]
+    return held(job), [*rest, kind, scaler.cur_scale if scaler is not None else None]
 
 
 LOADS = {
     "zero1-three": Shape(2, config=BF16 | zero(2)),
-    "zero2-aligned": Shape(2, config=BF16 | zero(3)),
+    "zero2-aligned": Shape(2, ["--hidden", "18"], BF16 | zero(3)),
     "zero2-round-robin": Shape(3, config=BF16 | zero(1)),
     "zero3-three": Shape(2, config=BF16 | zero(1)),
     "pp2-tp2-dp2": Shape(2, ["--pp", "2", "--tp", "1", "--tie"], BF16 | zero(1)),
@@ -227,10 +228,11 @@ def test_deepspeed_loads_what_was_converted_into_another_layout(name: str) -> No
     assert not differing(loaded, live)
     said = DeepSpeedSource(saved(name).path).catalog.objects["deepspeed"]
     state, optimizer = said["state"], said["optimizer"]
-    steps, skipped, samples, rate, loss_scale = results[0].value[1]
+    steps, skipped, samples, rate, kind, loss_scale = results[0].value[1]
     assert [steps, skipped, samples] == [STEPS, state["skipped_steps"], state["global_samples"]]
     assert rate == optimizer["param_groups"][0]["lr"]
     if name == "zero1-fp16":  # overflows brought it down from where it begins
+        assert kind == "deepspeed"
         assert loss_scale == optimizer["loss_scaler"]["cur_scale"] != 2.0**19
 
 
