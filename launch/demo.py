@@ -9,7 +9,12 @@ with faults:
   all      all eight ranks are killed at once
   node     a node is lost: its agent, its ranks, its snapshot management process and its memory; another joins
 
-Every loss and the hashes of the final state of every rank must be those of the reference.
+Every loss and the hashes of the final state of every rank must be those of the reference. At last, with
+Megatron-core, a run of its own:
+
+  shrink   a node is lost and nothing takes its place: the job goes on with four ranks in another layout
+
+Weights, masters and moments right after that restart must be those of the reference, in every bit.
 """
 
 from __future__ import annotations
@@ -17,15 +22,10 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
-import shlex
 import signal
-import statistics
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -33,11 +33,14 @@ from ftckpt.testing.faults import Fault
 from ftckpt.timeline.model import Recording
 from ftckpt.timeline.read import TimelineError, read_recording
 from ftckpt.timeline.write import remove_timeline, write_timeline
-from launch import demo_measure, demo_report
-from launch.demo_frameworks import FRAMEWORKS, SMALL, Framework
-from launch.demo_measure import Comparison, FaultCost, Strike
-from launch.demo_run import DemoError, Run, Watch, execute
-from launch.demo_scenes import SCENES, WORLD_SIZE, NodeLoss, marks_of, plan_faults, victims
+from launch import demo_measure, demo_report, demo_shrink
+from launch.demo_frameworks import FRAMEWORKS, SMALL
+from launch.demo_measure import FaultCost, Strike
+from launch.demo_processes import DemoError
+from launch.demo_run import Run, Watch, execute
+from launch.demo_scenes import SCENE_OF, SCENES, SHRINK, WORLD_SIZE, NodeLoss, marks_of, plan_faults, victims
+from launch.demo_shrink import Reshape
+from launch.demo_summary import summarize, table
 
 _INTERRUPTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -52,15 +55,18 @@ def parse_args(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         allow_abbrev=False,
     )
     parser.add_argument("--framework", choices=list(FRAMEWORKS), default="megatron", help="default: megatron")
-    parser.add_argument("--scene", choices=list(SCENES), help="this fault alone; default: all of them in one run")
+    parser.add_argument("--scene", choices=list(SCENE_OF), help="this fault alone; default: all of them")
     parser.add_argument("--iterations", type=int, help="default: 48, with --scene 16")
     parser.add_argument("--out", type=Path, help=f"where the report goes; default: {_defaults('out')}")
     args, training = parser.parse_known_args(argv)
     args.framework = FRAMEWORKS[args.framework]
     args.out = args.out or args.framework.out
     args.iterations = args.iterations or (16 if args.scene else 48)
-    args.scenes = [args.scene] if args.scene else list(SCENES)
-    if args.iterations < 4 * len(args.scenes):
+    args.scenes = [name for name in SCENES if args.scene in (None, name)]
+    args.shrink = args.framework.reshapes and args.scene in (None, SHRINK)
+    if args.scene == SHRINK and not args.shrink:
+        parser.error(f"--scene {SHRINK}: a {args.framework.title} job does not restart in another layout")
+    if args.iterations < 4 * max(1, len(args.scenes)):
         parser.error("--iterations: at least four for each fault")
     return args, training
 
@@ -77,10 +83,18 @@ def _defaults(field: str) -> str:
 class Teller:
     """Prints what happens in a run, one line each."""
 
-    def __init__(self, run: str, iterations: int, faults: Mapping[str, Fault | NodeLoss], every: int = 1) -> None:
+    def __init__(
+        self,
+        run: str,
+        iterations: int,
+        faults: Mapping[str, Fault | NodeLoss],
+        every: int = 1,
+        come_back: int = WORLD_SIZE,
+    ) -> None:
         self._run = run
         self._iterations = iterations
         self._faults = faults
+        self._come_back = come_back
         self._every = every
         self._killed_at: float | None = None
         self._restored: dict[str, set[int]] = {}
@@ -93,18 +107,22 @@ class Teller:
         elif kind == "fault":
             self._killed_at = time.time()
             name = next(name for name, fault in self._faults.items() if fault is found["fault"])
-            self._say("KILLED: " + SCENES[name].what.format(found["iteration"]))
+            self._say("KILLED: " + SCENE_OF[name].what.format(found["iteration"]))
             if "protected" in found:
                 self._say(f"        the snapshot of iteration {found['protected']} is protected")
         elif found["event"] == "rebuilt":
             self._say(f"REBUILT: {', '.join(found['shards'])} from {', '.join(found['sources'])}")
+        elif found["event"] == "reshaped" and found["rank"] == 0:
+            self._say(
+                f"RESHAPED: the snapshot of iteration {found['iteration']} from {found['from']} to {found['to']}"
+            )
         elif found["event"] == "restored" and self._killed_at is not None:
             self._came_back(found, time.time() - self._killed_at)
 
     def _came_back(self, found: Mapping[str, Any], secs: float) -> None:
         ranks = self._restored.setdefault(found["lineage"], set())
         ranks.add(found["rank"])
-        if len(ranks) == WORLD_SIZE:
+        if len(ranks) == self._come_back:
             snapshot = f"snapshot of iteration {found['iteration']} from memory"
             self._say(f"BACK: {snapshot}, {secs:.1f} s after the kill")
 
@@ -112,27 +130,55 @@ class Teller:
         print(f"{self._run:9s}  {text}", flush=True)
 
 
-def train_both(
-    args: argparse.Namespace, training: Sequence[str], faults: Mapping[str, Fault | NodeLoss]
-) -> tuple[Run, Watch, Run, Watch]:
-    """The reference and the run with faults."""
+def train_reference(args: argparse.Namespace, training: Sequence[str], job: str) -> tuple[Run, Watch]:
+    """Undisturbed and without ftckpt."""
     training = [*training, "--iterations", str(args.iterations)]
-    job = f"demo-{os.getpid()}-{time.time_ns() % 10**9}"
-    reference = Run("reference", args.out / "reference", args.framework, training)
-    settings = {**SMALL, "job": job}
-    faulted = Run("faulted", args.out / "faulted", args.framework, training, settings, tuple(faults.values()))
+    run = Run("reference", args.out / "reference", args.framework, training, digested=args.shrink)
     print(f"demo: {args.framework.title}: {args.framework.job}", flush=True)
     print(f"demo: reference run of {args.iterations} iterations, without ftckpt", flush=True)
-    seen = execute(reference, job, Teller("reference", args.iterations, {}, every=5))
+    return run, execute(run, job, Teller("reference", args.iterations, {}, every=5))
+
+
+def train_faulted(
+    args: argparse.Namespace, training: Sequence[str], job: str, faults: Mapping[str, Fault | NodeLoss]
+) -> tuple[Run, Watch]:
+    """The same with ftckpt and with faults."""
+    training = [*training, "--iterations", str(args.iterations)]
+    run = Run(
+        "faulted", args.out / "faulted", args.framework, training, {**SMALL, "job": job}, tuple(faults.values())
+    )
     print(f"demo: the same with ftckpt and {_count(len(faults))}: {', '.join(faults)}", flush=True)
-    seen_faulted = execute(faulted, job, Teller("faulted", args.iterations, faults))
-    return reference, seen, faulted, seen_faulted
+    return run, execute(run, job, Teller("faulted", args.iterations, faults))
+
+
+def train_shrunk(
+    args: argparse.Namespace, training: Sequence[str], job: str, reference: tuple[Run, Watch]
+) -> Reshape:
+    """A shorter one that loses a node for good.
+
+    Raises:
+        DemoError: it did not go on in another layout.
+    """
+    iterations = min(args.iterations, demo_shrink.ITERATIONS)
+    training = [*training, "--iterations", str(iterations)]
+    run, loss = demo_shrink.plan(args.framework, training, args.out / SHRINK, job)
+    print(f"demo: {iterations} iterations in {' or '.join(demo_shrink.LAYOUTS)}, and 1 fault: {SHRINK}", flush=True)
+    watch = execute(run, job, Teller(SHRINK, iterations, {SHRINK: loss}, come_back=WORLD_SIZE // 2))
+    (cost,) = costs_of({SHRINK: loss}, watch)
+    return demo_shrink.conclude(cost, watch, reference[1].lines, reference[0], run)
 
 
 def costs_of(faults: Mapping[str, Fault | NodeLoss], watch: Watch) -> list[FaultCost]:
-    """What each fault cost."""
+    """What each fault cost.
+
+    Raises:
+        DemoError: a fault did not happen, or the job did not come back from it as it should have.
+    """
     seen = {"events": watch.events, "lines": watch.lines, "gone": watch.gone}
-    return [demo_measure.fault_cost(strike_of(name, fault), **seen) for name, fault in faults.items()]
+    try:
+        return [demo_measure.fault_cost(strike_of(name, fault), **seen) for name, fault in faults.items()]
+    except ValueError as error:
+        raise DemoError(str(error)) from error
 
 
 def strike_of(name: str, fault: Fault | NodeLoss) -> Strike:
@@ -142,86 +188,7 @@ def strike_of(name: str, fault: Fault | NodeLoss) -> Strike:
         raise ValueError(f"fault {name} did not happen")
     told, killed_at = marks[0], max(float(mark["time"]) for mark in marks)
     ranks = victims(fault) if isinstance(fault, Fault) else told["ranks"]
-    return Strike(name, SCENES[name].point, told["iteration"], ranks, killed_at, frozenset(told.get("shards", ())))
-
-
-def table(costs: Sequence[FaultCost]) -> str:
-    """The costs in text."""
-    parts = [part.replace("-", " ") for part in demo_measure.PARTS]
-    heads = ("fault", "killed at", "restored", "lost", "source", *parts, "total")
-    rows: list[tuple[str, ...]] = [heads]
-    for cost in costs:
-        numbers = (str(cost.iteration), str(cost.restored_iteration), str(cost.iterations_lost))
-        secs = (*cost.parts.values(), cost.total_secs)
-        rows.append((cost.name, *numbers, cost.source, *(f"{value:.2f} s" for value in secs)))
-    widths = [max(len(row[column]) for row in rows) for column in range(len(heads))]
-    lines = ([cell.rjust(width) for cell, width in zip(row, widths, strict=True)] for row in rows)
-    return "\n".join("  ".join(line) for line in lines)
-
-
-def summarize(
-    argv: Sequence[str],
-    framework: Framework,
-    comparison: Comparison,
-    costs: Sequence[FaultCost],
-    *,
-    reference: Watch,
-    faulted: Watch,
-) -> dict[str, Any]:
-    """Everything that the report shows."""
-    return {
-        "framework": framework.title,
-        "job": framework.job,
-        "bit_exact": comparison.bit_exact,
-        "differences": list(comparison.differences),
-        "num_losses_compared": comparison.num_losses,
-        "num_tensors_compared": comparison.tensors,
-        "faults": [{**asdict(cost), "total_secs": cost.total_secs} for cost in costs],
-        "reference": _losses(reference),
-        "faulted": _losses(faulted),
-        "blocked_secs": {
-            str(iteration): asdict(blocked)
-            for iteration, blocked in demo_measure.blocked_by_iteration(faulted.events).items()
-        },
-        "run_secs": {"reference": reference.secs, "faulted": faulted.secs},
-        "command": shlex.join(["launch/demo.sh", *argv]),
-        "date": time.strftime("%Y-%m-%d %H:%M:%S %z"),
-        "versions": _versions(framework.packages),
-        "hardware": _hardware(),
-    }
-
-
-def _losses(watch: Watch) -> dict[str, Any]:
-    secs = [line["time"] for line in watch.lines]
-    return {
-        "losses": [[line["iteration"], line["loss"], line["loss_hex"]] for line in watch.lines],
-        "median_iteration_secs": statistics.median(secs) if secs else None,
-    }
-
-
-def _versions(packages: Sequence[str]) -> dict[str, str]:
-    found = {"python": platform.python_version()}
-    for name in packages:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            found[name] = "not installed as a package"
-    return found
-
-
-def _hardware() -> dict[str, Any]:
-    models = [
-        line.partition(":")[2].strip()
-        for line in Path("/proc/cpuinfo").read_text().splitlines()
-        if line.startswith("model name")
-    ]
-    memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return {
-        "cpu": models[0] if models else platform.machine(),
-        "cores": len(os.sched_getaffinity(0)),
-        "memory_bytes": memory_bytes,
-        "device": os.environ.get("FTCKPT_DEVICE", "cpu"),
-    }
+    return Strike(name, SCENE_OF[name].point, told["iteration"], ranks, killed_at, frozenset(told.get("shards", ())))
 
 
 def _count(num: int) -> str:
@@ -244,14 +211,22 @@ def conclude(summary: Mapping[str, Any], out: Path) -> int:
     """Write the report and print the verdict; returns the exit code."""
     (out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
     report = out / "report.html"
-    report.write_text(demo_report.render(summary, draw_timeline(out)))
-    exact = summary["bit_exact"]
-    for difference in summary["differences"][:20]:
+    exact, reshape = summary["bit_exact"], summary["reshape"]
+    report.write_text(demo_report.render(summary, draw_timeline(out) if exact is not None else None))
+    for difference in [*summary["differences"], *(reshape or {}).get("differences", [])][:20]:
         print(f"demo: {difference}")
-    verdict = "bit-exact" if exact else f"NOT bit-exact, {len(summary['differences'])} differences"
-    print(f"demo: {verdict}, {_count(len(summary['faults']))} survived, report in {report}")
-    print(json.dumps({"framework": summary["framework"], "faults": len(summary["faults"]), "bit_exact": exact}))
-    return 0 if exact else 1
+    verdicts: dict[str, Any] = {"framework": summary["framework"]}
+    if reshape:
+        verdicts["bit_equal"] = reshape["bit_equal"]
+        verdict = "bit-equal" if reshape["bit_equal"] else f"NOT bit-equal, {len(reshape['differences'])} differences"
+        where = f"from {reshape['from']} to {reshape['to']} in iteration {reshape['iteration']}"
+        print(f"demo: reshaped {where}: {verdict}, report in {report}")
+    if exact is not None:
+        verdicts |= {"faults": len(summary["faults"]), "bit_exact": exact}
+        verdict = "bit-exact" if exact else f"NOT bit-exact, {len(summary['differences'])} differences"
+        print(f"demo: {verdict}, {_count(len(summary['faults']))} survived, report in {report}")
+    print(json.dumps(verdicts))
+    return 0 if exact is not False and (reshape is None or reshape["bit_equal"]) else 1
 
 
 def main(argv: Sequence[str]) -> int:
@@ -259,24 +234,34 @@ def main(argv: Sequence[str]) -> int:
     args, training = parse_args(argv)
     for signum in _INTERRUPTS:
         signal.signal(signum, _interrupt)
-    faults = plan_faults(args.scenes, args.iterations, args.out / "faulted")
     try:
-        reference, seen, faulted, seen_faulted = train_both(args, training, faults)
+        return conclude(train_all(argv, args, training), args.out)
     except DemoError as error:
         print(f"demo: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("demo: interrupted; everything it started has been stopped", file=sys.stderr)
         return 130
-    comparison = demo_measure.compare(seen.lines, seen_faulted.lines, reference.final, faulted.final)
-    try:
+
+
+def train_all(argv: Sequence[str], args: argparse.Namespace, training: Sequence[str]) -> dict[str, Any]:
+    """All runs, and what they have shown.
+
+    Raises:
+        DemoError: a run failed, or a fault did not do what it is there for.
+    """
+    job = f"demo-{os.getpid()}-{time.time_ns() % 10**9}"
+    reference, seen = train_reference(args, training, job)
+    comparison, seen_faulted, costs, reshape = None, None, [], None
+    if args.scenes:
+        faults = plan_faults(args.scenes, args.iterations, args.out / "faulted")
+        faulted, seen_faulted = train_faulted(args, training, job, faults)
+        comparison = demo_measure.compare(seen.lines, seen_faulted.lines, reference.final, faulted.final)
         costs = costs_of(faults, seen_faulted)
-    except ValueError as error:
-        print(f"demo: {error}", file=sys.stderr)
-        return 1
-    print(table(costs), flush=True)
-    summary = summarize(argv, args.framework, comparison, costs, reference=seen, faulted=seen_faulted)
-    return conclude(summary, args.out)
+    if args.shrink:
+        reshape = train_shrunk(args, training, job, (reference, seen))
+    print(table([*costs, *([reshape.cost] if reshape else [])]), flush=True)
+    return summarize(argv, args.framework, comparison, costs, reference=seen, faulted=seen_faulted, reshape=reshape)
 
 
 def _interrupt(*_: object) -> NoReturn:

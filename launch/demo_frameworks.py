@@ -25,7 +25,7 @@ SMALL: Settings = {"enabled": True, "chunk_mib": 0.125, "objects_mib": 1, "timel
 
 @dataclass(frozen=True)
 class Framework:
-    """A job of eight ranks.
+    """A job of eight ranks. ``reshapes``: it can go on with fewer, and its script logs what all ranks together hold.
 
     ``module`` runs the script ``launch/<script>.py`` with ``arguments`` and with those that ``configure`` makes
     of ftckpt's settings; it may write files into the folder of the run. ``packages`` decide what a run computes.
@@ -39,6 +39,7 @@ class Framework:
     arguments: Sequence[str]
     configure: Callable[[Path, Settings], list[str]]
     packages: Sequence[str]
+    reshapes: bool = False
 
     def command(self, folder: Path, training: Sequence[str], settings: Settings) -> list[str]:
         """The module for torchrun to start, and its arguments."""
@@ -87,6 +88,7 @@ FRAMEWORKS = {
         arguments=(*LAYOUT, *MODEL, "--global-batch", "16", "--micro-batch", "2"),
         configure=_flags,
         packages=("ftckpt", "torch", "megatron-core", "numpy"),
+        reshapes=True,
     ),
     "deepspeed": Framework(
         title="DeepSpeed",

@@ -54,7 +54,7 @@ class Losing:
             self._protected = found["iteration"]
 
     def poll(self) -> None:
-        """Lose the node if its time has come, and start the one that takes its place."""
+        """Lose the node if its time has come, and start the one that takes its place, if one does."""
         now = time.monotonic()
         if self._done or self._newest + 1 < self._loss.iteration or self._protected is None:
             return
@@ -63,7 +63,8 @@ class Losing:
         if now >= self._due_at:
             self._done = True
             self._lose()
-            self._replace(self._loss.replacement)
+            if self._loss.replacement:
+                self._replace(self._loss.replacement)
 
     def _lose(self) -> None:
         shards = [path.name.rpartition(".")[0] for path in list_arenas(self._node_dir)]

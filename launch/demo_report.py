@@ -28,19 +28,18 @@ MEANINGS = {
 
 def render(summary: Mapping[str, Any], recording: Recording | None = None) -> str:
     """The page for a summary of ``demo.py``, with the timeline of one iteration if there is one."""
-    sections = (
-        _header(summary),
-        _tiles(summary),
-        _losses(summary),
-        _restarts(summary),
-        _blocked(summary),
-        timeline_section(recording),
-    )
+    sections = [_header(summary)] if summary["bit_exact"] is not None else [_reshaped_header(summary["reshape"])]
+    if summary["bit_exact"] is not None:
+        sections += [_tiles(summary), _losses(summary), _restarts(summary)]
+    if summary["reshape"]:
+        sections.append(_reshape(summary["reshape"]))
+    if summary["bit_exact"] is not None:
+        sections += [_blocked(summary), timeline_section(recording), _compared(summary)]
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>ftckpt demo</title><style>{STYLE}{TIMELINE_STYLE if recording else ''}</style></head><body><main>\n"
-        + "\n".join((*sections, _compared(summary), _conditions(summary)))
+        + "\n".join((*sections, _conditions(summary)))
         + "\n</main></body></html>\n"
     )
 
@@ -64,6 +63,38 @@ def _header(summary: Mapping[str, Any]) -> str:
         f"<p>{len(summary['differences'])} losses or tensors differ from the reference; the first are:</p>"
         f"<ul>{items}</ul></header>"
     )
+
+
+def _reshaped_header(reshape: Mapping[str, Any]) -> str:
+    if reshape["bit_equal"]:
+        return "<header><h1>Bit-equal in another layout</h1></header>"
+    return '<header class="bad"><h1>Not bit-equal in another layout</h1></header>'
+
+
+def _reshape(reshape: Mapping[str, Any]) -> str:
+    """The scene in which nothing replaces a lost node."""
+    rebuilt, compared = reshape["rebuilt"], sum(reshape["tensors_compared"].values())
+    verdict = f"{compared} logical tensors, all equal to the reference in every bit"
+    if not reshape["bit_equal"]:
+        verdict = f"{len(reshape['differences'])} of {compared} differ: {', '.join(reshape['differences'][:5])}"
+    sources = ", ".join(rebuilt["from"]).replace("_", " ")
+    rows = {
+        "layouts": f"{reshape['from']} before, {reshape['to']} after",
+        "snapshot": f"iteration {reshape['iteration']}, from {reshape['source']}",
+        "rebuilt there": f"{', '.join(rebuilt['shards'])}: {rebuilt['bytes'] / 1e6:.1f} MB from {sources}",
+        "weights, masters, moments, steps": verdict,
+        "moved": f"{reshape['read_bytes'] / 1e6:.1f} MB read and {reshape['received_bytes'] / 1e6:.1f} MB received "
+        f"from other ranks, in {reshape['secs']:.2f} s",
+        "finished iterations lost": str(reshape["iterations_lost"]),
+        "from the loss to the first boundary": f"{reshape['total_secs']:.1f} s",
+        "losses afterwards": f"at most {reshape['largest_difference_of_a_loss']:.3f} from those of the reference",
+    }
+    note = (
+        "A node is lost and nothing takes its place: the job goes on with the ranks that are left, in the first "
+        "layout of its list that fits them. Dropout masks depend on the layout, so that losses differ a little."
+    )
+    content = "".join(f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in rows.items())
+    return _section("Another layout", note, f"<dl>{content}</dl>")
 
 
 def _tiles(summary: Mapping[str, Any]) -> str:
@@ -163,7 +194,7 @@ def _compared(summary: Mapping[str, Any]) -> str:
 def _conditions(summary: Mapping[str, Any]) -> str:
     hardware = summary["hardware"]
     machine = f"{hardware['cpu']}, {hardware['cores']} cores, {hardware['memory_bytes'] / 2**30:.0f} GiB"
-    iteration = {name: summary[name]["median_iteration_secs"] for name in ("reference", "faulted")}
+    iteration = {name: summary[name]["median_iteration_secs"] for name in summary["run_secs"]}
     rows = {
         "job": escape(f"{summary['framework']}: {summary['job']}"),
         "command": f"<code>{escape(summary['command'])}</code>",

@@ -26,14 +26,19 @@ ARENA = Path("/dev/shm")
 NODES = ("node0", "node1")
 RANKS_PER_NODE = WORLD_SIZE // len(NODES)
 
-# An agent that is silent for six seconds is gone: the others wait that long before its replacement may join.
-_RENDEZVOUS = "last_call_timeout=1,join_timeout=120,keep_alive_interval=1,keep_alive_max_attempt=6"
+# An agent that is silent for six seconds is gone: the others wait that long before its replacement may join. Where
+# fewer nodes are enough they go on without one after the last call, in which all agents must have come at first.
+_RENDEZVOUS = "join_timeout=120,keep_alive_interval=1,keep_alive_max_attempt=6"
+_LAST_CALL_SECS = 10
 _POLL_SECS = 0.02
 
 
 @dataclass(frozen=True)
 class Run:
-    """One training run: where it writes, more arguments of its script, ftckpt's settings, and what happens to it."""
+    """One training run: where it writes, more arguments of its script, ftckpt's settings, and what happens to it.
+
+    It goes on with ``least_nodes`` where no more are left. ``digested``: it logs what all ranks together hold.
+    """
 
     name: str
     folder: Path
@@ -41,6 +46,8 @@ class Run:
     training: Sequence[str]
     ftckpt: Settings = field(default_factory=dict)
     faults: Sequence[Fault | NodeLoss] = ()
+    least_nodes: int = len(NODES)
+    digested: bool = False
     timeout_secs: float = 600.0
     stall_secs: float = 180.0
 
@@ -53,6 +60,11 @@ class Run:
     def events(self) -> Path:
         """ftckpt's event logs."""
         return self.folder / "events"
+
+    @property
+    def digests(self) -> Path:
+        """What all ranks together hold, after each iteration and after a restart."""
+        return self.folder / "digests.jsonl"
 
     @property
     def final(self) -> Path:
@@ -123,17 +135,20 @@ def _starter(run: Run, processes: Processes, plan: Path) -> Callable[[str], None
     # Agents would keep the address of the first store when its node is lost: each attempt opens one of its own.
     clean |= {"PYTHONPATH": str(ROOT), PLAN_VAR: str(plan.resolve()), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     endpoint = f"127.0.0.1:{_free_port()}"
-    outputs = ("--log-file", str(run.log.resolve()), "--dump-final", str(run.final.resolve()))
+    outputs = ["--log-file", str(run.log.resolve()), "--dump-final", str(run.final.resolve())]
+    if run.digested:
+        outputs += ["--log-digest", str(run.digests.resolve())]
     settings = {**run.ftckpt, "events": str(run.events.resolve())} if run.ftckpt else {}
     module = run.framework.command(run.folder, [*run.training, *outputs], settings)
+    last_call = 1 if run.least_nodes == len(NODES) else _LAST_CALL_SECS
 
     def start(node: str) -> None:
         command = [
             *(sys.executable, "-m", "torch.distributed.run"),
-            *("--nnodes", str(len(NODES)), "--nproc-per-node", str(RANKS_PER_NODE)),
+            *("--nnodes", f"{run.least_nodes}:{len(NODES)}", "--nproc-per-node", str(RANKS_PER_NODE)),
             *("--local-addr", "127.0.0.1"),
             *("--rdzv-backend", "c10d", "--rdzv-id", "demo", "--rdzv-endpoint", endpoint),
-            *("--rdzv-conf", f"{_RENDEZVOUS},is_host={int(node == NODES[0])}"),
+            *("--rdzv-conf", f"{_RENDEZVOUS},last_call_timeout={last_call},is_host={int(node == NODES[0])}"),
             # The two dashes end torchrun's own options.
             *("--max-restarts", "9", "--monitor-interval", "0.1", "-m", "--"),
             *module,

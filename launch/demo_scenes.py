@@ -30,7 +30,8 @@ class Scene:
 class NodeLoss:
     """All of ``node`` is lost in the middle of ``iteration``, or later where no snapshot is protected by then.
 
-    ``marker``: the file that says that it happened: time, iteration, ranks, process ids and shards.
+    ``replacement`` takes its place, "": nothing does. ``marker``: the file that says that it happened: time,
+    iteration, ranks, process ids and shards.
     """
 
     node: str
@@ -40,6 +41,8 @@ class NodeLoss:
 
 
 LOST_NODE, REPLACEMENT = "node1", "node2"
+SHRINK = "shrink"
+"""The scene in which no node replaces the lost one; it has a run of its own."""
 
 SCENES = {
     "rank": Scene(5, "forward", 3, 0.0, "rank 5 killed in the middle of iteration {}", "one rank killed"),
@@ -64,6 +67,16 @@ SCENES = {
         "a node lost",
     ),
 }
+
+SHRINKING = Scene(
+    None,
+    "node",
+    0,
+    0.0,
+    f"all of {LOST_NODE} lost in iteration {{}}: its agent, its ranks, its SMP, its memory; nothing takes its place",
+    "a node lost for good",
+)
+SCENE_OF = {**SCENES, SHRINK: SHRINKING}
 
 
 def plan_faults(scenes: Sequence[str], iterations: int, folder: Path) -> dict[str, Fault | NodeLoss]:

@@ -19,13 +19,14 @@ from typing import Any
 import pytest
 
 from ftckpt.config import Config
-from launch import demo, demo_report
+from launch import demo, demo_report, demo_shrink
 from launch.demo_charts import attempts_of, ticks_of
 from launch.demo_frameworks import FRAMEWORKS, SMALL
 from launch.demo_measure import KINDS, PARTS, FaultCost, Strike, blocked_by_iteration, compare, fault_cost
 from launch.demo_node import Losing
-from launch.demo_run import Watch
-from launch.demo_scenes import SCENES, NodeLoss, marks_of
+from launch.demo_processes import DemoError
+from launch.demo_run import Run, Watch
+from launch.demo_scenes import SCENES, SHRINK, NodeLoss, marks_of
 
 pytestmark = pytest.mark.faults
 
@@ -201,6 +202,98 @@ def test_blocked_time_is_of_the_last_attempt() -> None:
     found = blocked_by_iteration(attempt("aa", (1, 2), 100.0, None, 2))
     assert found.keys() == {1, 2}
     assert (found[1].boundary, found[1].fence, found[1].slowest) == pytest.approx((0.001, 0.02, 0.031))
+
+
+def test_a_node_that_nothing_replaces(tmp_path: Path) -> None:
+    (tmp_path / "node1").mkdir()
+    run, loss = demo_shrink.plan(FRAMEWORKS["megatron"], ["--iterations", "6"], tmp_path, "j")
+    assert (run.least_nodes, run.digested, run.faults, loss.iteration) == (1, True, (loss,), 3)
+    assert Config(**run.ftckpt).layouts == "tp2pp2dp2,tp2pp1dp2"
+    happened = Lost()
+    losing = Losing(loss, tmp_path / "node1", happened, happened.replace)
+    losing.see("event", {"event": "protected", "iteration": 1})
+    losing.see("iteration", line(2, 5.0))
+    deadline = time.monotonic() + 10
+    while not happened.told and time.monotonic() < deadline:
+        losing.poll()
+        time.sleep(0.01)
+    losing.poll()
+    assert happened.told == ["lost node1"]
+
+
+DIGEST = {"weight/a": [4, "0a"], "master/a": [4, "0b"], "exp_avg/a": [4, "0c"], "exp_avg_sq/a": [4, "0d"]}
+COST = FaultCost("shrink", (4, 5), "node", 3, 104.0, 2, 1, 1.0, 2.0, 0.5, 0.5, 1.0, "peer_parity", ("b",), 22)
+
+
+def reshape_of(folder: Path, restored: dict[str, Any], told: bool = True) -> demo_shrink.Reshape:
+    """Of a run that went from the digest of iteration 2 to ``restored``."""
+    runs = [Run(name, folder / name, FRAMEWORKS["megatron"], []) for name in ("reference", SHRINK)]
+    for run, digest, again in zip(runs, (DIGEST, restored), (False, True), strict=True):
+        run.folder.mkdir(exist_ok=True)
+        rows = [{"iteration": 2, "restored": not again, "digest": {}}, {"iteration": 2, "restored": again}]
+        rows[1]["digest"] = digest
+        run.digests.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    names = {"event": "reshaped", "from": "tp2pp2dp2", "to": "tp2pp1dp2", "iteration": 2}
+    sizes = {"secs": 0.25, "read_bytes": 2_000_000, "received_bytes": 1_000_000}
+    events = [{**names, **sizes, "rank": rank, "time": 110.0 if told else 90.0} for rank in range(2)]
+    watch = Watch(lines=[line(2, 4.5), line(3, 4.25 + 1 / 64)], events=events)
+    return demo_shrink.conclude(COST, watch, REFERENCE, *runs)
+
+
+def test_a_reshape_is_compared_with_the_reference_at_its_iteration(tmp_path: Path) -> None:
+    found = reshape_of(tmp_path, DIGEST)
+    assert found.bit_equal and found.compared == {"weights": 1, "masters": 1, "moments": 2}
+    told = found.summary()
+    assert (told["from"], told["to"], told["source"], told["bit_equal"]) == ("tp2pp2dp2", "tp2pp1dp2", "memory", True)
+    assert told["rebuilt"] == {"shards": ["b"], "bytes": 22, "from": ["peer_parity"]}
+    assert (told["iteration"], told["read_bytes"], told["largest_difference_of_a_loss"]) == (2, 4_000_000, 1 / 64)
+
+
+def test_a_tensor_that_a_reshape_changed_or_left_out_is_named(tmp_path: Path) -> None:
+    found = reshape_of(
+        tmp_path, {**{key: DIGEST[key] for key in DIGEST if key != "weight/a"}, "exp_avg/a": [4, "00"]}
+    )
+    assert not found.bit_equal and found.differences == ("exp_avg/a", "weight/a")
+
+
+def test_a_run_that_did_not_reshape_shows_nothing(tmp_path: Path) -> None:
+    with pytest.raises(DemoError, match="no rank told of another layout after the fault"):
+        reshape_of(tmp_path, DIGEST, told=False)
+
+
+@pytest.mark.parametrize("equal", [True, False])
+def test_report_and_verdict_of_a_reshape(
+    equal: bool, finals: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    reshape = reshape_of(tmp_path, DIGEST if equal else {})
+    watch = Watch(lines=REFERENCE, events=[], secs=9.0)
+    alone = demo.summarize([], FRAMEWORKS["megatron"], None, [], reference=watch, faulted=None, reshape=reshape)
+    for found in (alone, {**summary(True, finals), "reshape": reshape.summary()}):
+        assert demo.conclude(found, tmp_path) == (0 if equal else 1)
+        told = capsys.readouterr().out.splitlines()
+        verdict = "bit-equal" if equal else "NOT bit-equal, 4 differences"
+        assert [
+            line
+            for line in told
+            if line.startswith("demo: reshaped from tp2pp2dp2 to tp2pp1dp2 in iteration 2: " + verdict)
+        ]
+        assert json.loads(told[-1])["bit_equal"] is equal
+        assert ("faults" in json.loads(told[-1])) == (found is not alone)
+        assert json.loads((tmp_path / "summary.json").read_text())["reshape"]["bit_equal"] is equal
+        page = (tmp_path / "report.html").read_text()
+        assert ("4 logical tensors, all equal" in page) == equal and "tp2pp1dp2 after" in page
+        parser = Page()
+        parser.feed(page)
+        assert (parser.open, parser.fetched) == ([], [])
+
+
+def test_deepspeed_has_no_such_scene(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        demo.parse_args(["--framework", "deepspeed", "--scene", SHRINK])
+    assert "a DeepSpeed job does not restart in another layout" in capsys.readouterr().err
+    assert demo.parse_args(["--framework", "deepspeed"])[0].shrink is False
+    args, _ = demo.parse_args(["--scene", SHRINK])
+    assert args.shrink and args.scenes == [] and demo.parse_args([])[0].shrink
 
 
 class Page(HTMLParser):
@@ -391,6 +484,30 @@ def test_the_whole_demo(tmp_path: Path, framework: str) -> None:
     for fault in found["faults"]:
         assert 0 < fault["total_secs"] < 120
         assert min(fault[f"{part.replace('-', '_')}_secs"] for part in PARTS if part != "rebuild") > 0
+    if framework == "megatron":
+        check_reshape(found["reshape"])
+    else:
+        assert found["reshape"] is None
+
+
+def check_reshape(told: dict[str, Any]) -> None:
+    assert (told["from"], told["to"], told["source"], told["bit_equal"]) == ("tp2pp2dp2", "tp2pp1dp2", "memory", True)
+    assert told["differences"] == [] and min(told["tensors_compared"][kind] for kind in KINDS[:3]) > 20
+    assert len(told["rebuilt"]["shards"]) == 4 and told["rebuilt"]["bytes"] > 5e5
+    assert told["largest_difference_of_a_loss"] < 0.2
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_node_lost_for_good_alone(tmp_path: Path) -> None:
+    with start_demo(tmp_path, "--scene", SHRINK, "--iterations", "12") as (child, owner):
+        output, _ = child.communicate(timeout=500)
+        assert child.returncode == 0, output
+        assert owned(owner) == []
+    assert output.splitlines()[-2].startswith("demo: reshaped from tp2pp2dp2 to tp2pp1dp2 in iteration ")
+    found = json.loads((tmp_path / "summary.json").read_text())
+    check_reshape(found["reshape"])
+    assert found["bit_exact"] is None and found["faults"] == []
 
 
 @pytest.mark.slow
