@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -38,8 +38,10 @@ class Filler:
         self._average = catalog.average
         self._index = Index(Have(number, fragment, 0) for number, fragment in enumerate(catalog.fragments))
         held: dict[str, int] = {}
-        for fragment in catalog.fragments:
+        self._holders: dict[str, list[int]] = {}
+        for number, fragment in enumerate(catalog.fragments):
             held[fragment.key] = held.get(fragment.key, 0) + fragment.nbytes
+            self._holders.setdefault(fragment.key, []).append(number)
         self._copied = frozenset(tensor.key for tensor in self.tensors if held[tensor.key] > tensor.nbytes)
         self._check_complete()
 
@@ -80,32 +82,31 @@ class Filler:
                 f"the source does not hold all elements of {named}{more}: files of some ranks are missing"
             )
 
-    def _touching(self, need: Fragment) -> list[Have]:
-        low = need.box.offset
-        high = tuple(map(int.__add__, low, need.box.shape))
-        return [have for alike in self._index.usable(need, False) for have in alike.touching(low, high)]
+    def _touching(self, need: Fragment) -> Iterator[tuple[int, Blocks]]:
+        """Every fragment that holds elements of ``need``, by its index, and which they are."""
+        for index in self._holders[need.key]:
+            blocks = overlap(self._source.catalog.fragments[index], need)
+            if blocks:
+                yield index, blocks
 
     def _compare(self, need: Fragment, filled: Bytes, used: frozenset[int]) -> None:
         """All that the source has of ``need`` has to be what is filled."""
-        for have in self._touching(need):
-            blocks = overlap(have.fragment, need)
-            if not same_blocks(blocks, self._source.read(have.source), filled, need.item_bytes):
-                others = [self._where(source) for source in sorted(used - {have.source})]
+        for index, blocks in self._touching(need):
+            if not same_blocks(blocks, self._source.read(index), filled, need.item_bytes):
+                others = [self._where(other) for other in sorted(used - {index})]
                 against = f" and {', '.join(others[:_MOST_NAMED])}" if others else ""
-                raise ConvertError(
-                    f"{need.key}: copies that must be equal differ: {self._where(have.source)}{against}"
-                )
+                raise ConvertError(f"{need.key}: copies that must be equal differ: {self._where(index)}{against}")
 
     def _averaged(self, need: Fragment) -> Bytes:
         if need.dtype not in _FLOATS:
             raise ConvertError(f"{need.key}: elements of type {need.dtype} cannot be averaged")
         total, count = np.zeros(need.numel), np.zeros(need.numel)
-        for have in self._touching(need):
-            held = _to_float(self._source.read(have.source), need.dtype)
-            for block in overlap(have.fragment, need):
-                more = _view(held, block.source, block.shape, block.source_strides)
+        for index, blocks in self._touching(need):
+            held = _to_float(self._source.read(index), need.dtype)
+            for begin, at, shape, source_strides, dest_strides in blocks:
+                more = _view(held, begin, shape, source_strides)
                 for sums, each in ((total, more), (count, 1)):
-                    view = _view(sums, block.dest, block.shape, block.dest_strides)
+                    view = _view(sums, at, shape, dest_strides)
                     np.add(view, each, out=view)
         result: Bytes = torch.from_numpy(total / count).to(_FLOATS[need.dtype]).view(torch.uint8).numpy()
         return result

@@ -12,6 +12,8 @@ import pytest
 import torch
 from safetensors.numpy import load_file
 from test_convert import Memory, array, model, read_all, wholes
+from test_universal_arenas import SHAPES, whole
+from test_universal_arenas import job as arenas_of
 
 from ftckpt.cli import main
 from ftckpt.cli_convert import size
@@ -184,6 +186,24 @@ def test_a_float_tensor_of_16_bits_is_copied_as_it_is(tmp_path: Path, capsys: py
     assert ftckpt(capsys, tmp_path / "one", tmp_path / "two", "--verify")[0] == 0
     assert read_all(tmp_path / "two")["weight/h"] == np.uint16([1, 2, 0x7FC1]).tobytes()
     assert UniversalSource(tmp_path / "two").catalog.iteration == 7
+
+
+def test_arenas_of_several_nodes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arenas = arenas_of(tmp_path, derived=("F16",))
+    nodes = sorted(arenas.iterdir())
+    status, out, err = ftckpt(capsys, *nodes, tmp_path / "new", "--verify")
+    assert status == 0, err
+    assert "source       ftckpt, iteration 5, layout" in out and "  2 weights are casts of their masters" in out
+    words = (arenas, tmp_path / "old", "--iteration", 4, "--roles", "master")
+    assert ftckpt(capsys, *words)[0] == 0
+    for name, iteration in (("new", 5), ("old", 4)):
+        found = read_all(tmp_path / name)
+        for key in ("master/rows", "master/columns"):
+            assert found[key] == whole(key, iteration).tobytes()
+    assert set(read_all(tmp_path / "old")) == {"master/rows", "master/columns"}
+    assert set(read_all(tmp_path / "new")) == {*SHAPES, "weight/rows", "weight/columns"}
+    status, _, err = ftckpt(capsys, nodes[0], tmp_path / "half")
+    assert status == 2 and "tp1-dp0" in err and not (tmp_path / "half").exists()
 
 
 def legacy(path: Path, tp: int) -> dict[str, np.ndarray]:
