@@ -41,7 +41,8 @@ def place_tensors(chunks: Sequence[Any]) -> Geometry:
     """The places of every parameter, and of every buffer that ``sharded_state_dict`` has.
 
     Raises:
-        UnsupportedError: a parameter that Megatron does not place, or whose parts are not contiguous.
+        UnsupportedError: a parameter that Megatron does not place, or whose parts are not contiguous; a model that
+            Megatron cannot describe.
     """
     metadata = {
         "non_homogeneous_layers": True,
@@ -52,7 +53,14 @@ def place_tensors(chunks: Sequence[Any]) -> Geometry:
     padded: set[str] = set()
     for index, chunk in enumerate(chunks):
         by_address: dict[int, Any] = {}
-        for entry in _leaves(chunk.sharded_state_dict(metadata=metadata)):
+        try:
+            described = chunk.sharded_state_dict(metadata=metadata)
+        except AssertionError as error:
+            raise UnsupportedError(
+                f"sharded_state_dict of model chunk {index} fails, so that Megatron's own checkpoints fail too; with "
+                "multi-token prediction under pipeline parallelism use --untie-embeddings-and-output-weights"
+            ) from error
+        for entry in _leaves(described):
             if isinstance(entry, (ShardedTensor, ShardedTensorFactory)) and entry.data is not None:
                 by_address.setdefault(entry.data.data_ptr(), entry)
                 if getattr(entry, "allow_shape_mismatch", False):

@@ -19,7 +19,7 @@ from megatron_models import Model
 
 from ftckpt.restore.plan import Have, plan
 from ftckpt.state.fragment import Fragment
-from ftckpt.testing.pool import run_ranks
+from ftckpt.testing.pool import RankFailure, run_ranks
 
 pytestmark = pytest.mark.multiproc
 
@@ -277,3 +277,10 @@ def test_grouped_experts_are_divided_in_the_order_of_ranks(name: str, divided: A
         parts = [f for f in told_.fragments if f.key.startswith("weight/") and ".experts.weight" in f.key]
         offsets = {f.box.offset[-1 if f.key.endswith("weight1") else 1] for f in parts}
         assert parts and offsets == {rank * models.FFN // 2}
+
+
+def test_a_model_that_megatron_cannot_describe_is_refused() -> None:
+    """Megatron 0.16.1 asserts that the last stage has no output layer where embeddings are tied."""
+    tied = replace(MODELS["mtp"], untied=False)
+    with pytest.raises(RankFailure, match="UnsupportedError: .*use --untie-embeddings-and-output-weights"):
+        told(2, [("tied", tied, {"pp": 2})])
