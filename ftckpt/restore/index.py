@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -11,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ftckpt.state.fragment import Fragment, Shape
+from ftckpt.state.fragment import Box, Fragment, Shape
 
 Array = npt.NDArray[np.int64]
 
@@ -25,23 +24,55 @@ class Have(NamedTuple):
     """Where the fragment's first byte lies in the source."""
 
 
+class Kind(NamedTuple):
+    """What fragments must have in common to be parts of the same tensor."""
+
+    key: str
+    dtype: str
+    shape: Shape
+
+
+FIXED_COLUMNS = 3
+"""Columns before those that follow the dimensions."""
+
+
+def row_of(fragment: Fragment, offset: int) -> tuple[int, ...]:
+    """A have as numbers, without its source and kind: byte offset, start, stop, box offset, box shape."""
+    return offset, fragment.start, fragment.stop, *fragment.box.offset, *fragment.box.shape
+
+
 @dataclass
 class Alike:
-    """Haves of one key, type and global shape, in the order in which they were given. All are added before any is
-    looked for."""
+    """Haves of one kind, in the order in which they were added. All are added before any is looked for."""
 
-    haves: list[Have] = field(default_factory=list)
+    kind: Kind
+    _sources: list[Array] = field(default_factory=list)
+    _rows: list[Array] = field(default_factory=list)
 
-    def touching(self, low: Shape, high: Shape) -> list[Have]:
-        """Those that may hold an element of the box ``low`` to ``high``; no other have does."""
-        found = ((self._bounds[:, 0] < high) & (self._bounds[:, 1] > low)).all(axis=1)
-        return [self.haves[index] for index in np.flatnonzero(found).tolist()]
+    def add(self, sources: Array, rows: Array) -> None:
+        """``rows``, shape (haves, columns), as ``row_of`` gives them, and the source of each."""
+        self._sources.append(sources)
+        self._rows.append(rows)
+
+    def touching(self, need: Fragment) -> list[Have]:
+        """Those that may hold an element of ``need``; no other have does."""
+        low, high = bounds(np.array([row_of(need, 0)], np.int64))
+        found = ((self._bounds[0] < high) & (self._bounds[1] > low)).all(axis=1)
+        return [self._have(index) for index in np.flatnonzero(found).tolist()]
 
     @cached_property
-    def _bounds(self) -> Array:
-        """Shape (haves, 2, dims): the least box around each have."""
-        bounds = [bounds_of(have.fragment) for have in self.haves]
-        return np.array(bounds, dtype=np.int64).reshape(len(bounds), 2, -1)
+    def _table(self) -> tuple[Array, Array]:
+        return np.concatenate(self._sources), np.concatenate(self._rows)
+
+    @cached_property
+    def _bounds(self) -> tuple[Array, Array]:
+        return bounds(self._table[1])
+
+    def _have(self, index: int) -> Have:
+        key, dtype, shape = self.kind
+        offset, start, stop, *box = self._table[1][index].tolist()
+        place = Box(tuple(box[: len(shape)]), tuple(box[len(shape) :]))
+        return Have(int(self._table[0][index]), Fragment(key, dtype, shape, place, start, stop), offset)
 
 
 class Index:
@@ -49,13 +80,20 @@ class Index:
 
     def __init__(self, haves: Iterable[Have] = ()) -> None:
         self._by_key: dict[tuple[str, str], dict[Shape, Alike]] = {}
-        for have in haves:
-            fragment = have.fragment
-            shapes = self._by_key.setdefault((fragment.key, fragment.dtype), {})
-            alike = shapes.get(fragment.global_shape)
-            if alike is None:
-                alike = shapes[fragment.global_shape] = Alike()
-            alike.haves.append(have)
+        rows: dict[Kind, list[tuple[int, ...]]] = {}
+        for source, fragment, offset in haves:
+            kind = Kind(fragment.key, fragment.dtype, fragment.global_shape)
+            rows.setdefault(kind, []).append((source, *row_of(fragment, offset)))
+        for kind, found in rows.items():
+            table = np.array(found, np.int64)
+            self.alike(kind).add(table[:, 0], table[:, 1:])
+
+    def alike(self, kind: Kind) -> Alike:
+        """The haves of one kind, to which more can be added as long as nothing was looked for."""
+        shapes = self._by_key.setdefault((kind.key, kind.dtype), {})
+        if kind.shape not in shapes:
+            shapes[kind.shape] = Alike(kind)
+        return shapes[kind.shape]
 
     def shapes(self, key: str, dtype: str) -> frozenset[Shape]:
         """Global shapes in which ``key`` is there with that type; empty where it is not."""
@@ -71,21 +109,22 @@ class Index:
         ]
 
 
-def bounds_of(fragment: Fragment) -> tuple[Shape, Shape]:
-    """The first and one past the last index of the fragment's elements along each dimension; all equal if empty."""
-    low, high = list(fragment.box.offset), list(fragment.box.offset)
-    start, stop = fragment.start, fragment.stop
-    if start == stop:
-        return tuple(low), tuple(high)
-    shape = fragment.box.shape
-    for axis in range(len(shape)):
-        inner = math.prod(shape[axis + 1 :])
-        first, last = start // inner, (stop - 1) // inner
-        high[axis] = low[axis] + last + 1
-        low[axis] += first
-        if first < last:
-            for rest in range(axis + 1, len(shape)):
-                high[rest] = low[rest] + shape[rest]
-            break
-        start, stop = start - first * inner, stop - first * inner
-    return tuple(low), tuple(high)
+def bounds(rows: Array) -> tuple[Array, Array]:
+    """First and one past the last index of each row's elements along each dimension; shape (rows, dims) each.
+
+    The least box around them; one without elements where there are none.
+    """
+    dims = (rows.shape[1] - FIXED_COLUMNS) // 2
+    offset, shape = rows[:, FIXED_COLUMNS : FIXED_COLUMNS + dims], rows[:, FIXED_COLUMNS + dims :]
+    low, high = offset.copy(), offset + shape
+    first, last = rows[:, 1], rows[:, 2] - 1
+    alone = first <= last  # all elements share the index along each dimension so far
+    high[~alone] = low[~alone]
+    for axis in range(dims):
+        inner = np.maximum(np.prod(shape[:, axis + 1 :], axis=1), 1)
+        begin, end = first // inner, last // inner
+        low[alone, axis] = (offset[:, axis] + begin)[alone]
+        high[alone, axis] = (offset[:, axis] + end + 1)[alone]
+        first, last = first - begin * inner, last - begin * inner
+        alone = alone & (begin == end)
+    return low, high

@@ -13,7 +13,7 @@ from functools import cached_property
 
 from ftckpt.errors import LostError
 from ftckpt.restore.blocks import Block, Region, block_of, common, joined, regions_of, run, without
-from ftckpt.restore.index import Have, Index, bounds_of
+from ftckpt.restore.index import Have, Index
 from ftckpt.state.fragment import Fragment
 
 __all__ = ["Have", "Index", "Read", "overlap", "plan"]
@@ -95,11 +95,10 @@ def overlap(have: Fragment, need: Fragment) -> tuple[Block, ...]:
 def _candidates(index: Index, need: Fragment, padded: bool) -> tuple[int | None, list[Have]]:
     """The first row that is not needed (None: all are), and the haves that may hold something of ``need``."""
     usable = index.usable(need, padded)
-    low, high = bounds_of(need)
-    found = [have for alike in usable for have in alike.touching(low, high)]
+    found = [have for alike in usable for have in alike.touching(need)]
     if not padded or not usable or not need.global_shape:
         return None, found
-    return max(alike.haves[0].fragment.global_shape[0] for alike in usable), found
+    return max(alike.kind.shape[0] for alike in usable), found
 
 
 Filled = list[tuple[Have, tuple[Block, ...]]]

@@ -12,10 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.lib.stride_tricks import as_strided
 
-from ftckpt.errors import LostError
+from ftckpt.errors import CorruptError, LostError
 from ftckpt.restore.blocks import Block, cut, in_bytes, regions, run, simplified, stream
-from ftckpt.restore.index import bounds_of
+from ftckpt.restore.index import bounds, row_of
 from ftckpt.restore.plan import Have, Index, Read, overlap, plan
+from ftckpt.restore.table import encode, index_of
 from ftckpt.state.fragment import Box, Fragment
 
 SHAPES = st.lists(st.integers(1, 6), min_size=0, max_size=4).map(tuple)
@@ -98,7 +99,13 @@ def test_any_partition_fills_any_other(data: st.DataObject) -> None:
     haves += [Have(i, f, 0) for i, f in enumerate(sources) if data.draw(st.booleans())]  # replicas
     haves += [Have(99, f, 0) for f in data.draw(st.lists(parts(shape), max_size=3))]  # of other shapes
     needs += data.draw(st.lists(parts(shape), max_size=2))
-    index = Index(data.draw(st.permutations(haves)))
+    haves = data.draw(st.permutations(haves))
+    index = Index(haves)
+    if data.draw(st.booleans()):
+        of = [[have for have in haves if have.source == source] for source in range(100)]
+        index = index_of(
+            (n, encode([h.fragment for h in held], [h.offset for h in held])) for n, held in enumerate(of)
+        )
     turn = data.draw(st.integers(0, 5))
     got, written = apply(plan(index, needs, cost=lambda source: source % 2, turn=turn), needs)
     for need, filled, count in zip(needs, got, written, strict=True):
@@ -156,10 +163,12 @@ def test_a_range_of_a_box_is_few_boxes_in_order(data: st.DataObject) -> None:
     held = [positions[tuple(map(slice, low, high))].reshape(-1).tolist() for low, high in found]
     assert list(chain.from_iterable(held)) == list(range(part.start, part.stop))
     assert len(found) <= max(1, 2 * len(shape) - 1)
-    low, high = bounds_of(part)
-    for region in found:
-        begin, end = (tuple(np.add(edge, part.box.offset)) for edge in region)
-        assert all(lo <= b and e <= h for lo, b, e, h in zip(low, begin, end, high, strict=True))
+    low, high = (edge[0].tolist() for edge in bounds(np.array([row_of(part, 0)])))
+    if found:
+        begins, ends = (np.add(list(edges), part.box.offset) for edges in zip(*found, strict=True))
+        assert low == begins.min(axis=0).tolist() and high == ends.max(axis=0).tolist()
+    else:
+        assert low == high
 
 
 @settings(max_examples=300, deadline=None)
@@ -259,3 +268,17 @@ def test_another_dtype_or_shape_is_no_source() -> None:
     index = Index(wrong)
     assert index.shapes("w", "F32") == {(16,)}
     assert index.shapes("w", "F16") == frozenset()
+
+
+def test_only_wanted_keys_of_a_table_are_looked_at() -> None:
+    tables = [(source, encode([whole("w"), whole(f"v{source % 2}")], [64, 128])) for source in range(4)]
+    index = index_of(tables, lambda key: key == "v1")
+    assert index.shapes("w", "F32") == index.shapes("v0", "F32") == frozenset()
+    reads = plan(index, [whole("v1")], cost=lambda source: -source)
+    assert [read.have for read in reads] == [Have(3, whole("v1"), 128)]
+
+
+@pytest.mark.parametrize("harm", [b"", b"\xff" * 40, encode([whole()], [0])[:-3], encode([whole()], [0])[:20]])
+def test_what_is_no_table_is_an_error(harm: bytes) -> None:
+    with pytest.raises(CorruptError, match="source 7"):
+        index_of([(7, harm)])

@@ -1,0 +1,228 @@
+"""How long one rank takes, and how much memory, to find where to read its state from after a change of the layout, in
+jobs of up to 16,384 ranks.
+
+No processes are started and no bytes are read: what the ranks of a synthetic job would tell each other of their
+slots (``ftckpt.restore.table``) is made up, and single ranks of the new layout compute their plans from it with the
+functions of ``ftckpt.restore``. Time is that of unpacking, indexing and planning on one core, without that of other
+processes, the best of the repeats, of the slowest of the ranks that were measured; the messages are given. Memory is
+what this allocates at its peak, together with the messages. Every rank of a job does this at the same time, so the
+job takes as long as its slowest rank; ``job cpu s`` is what all cores spend together, extrapolated.
+
+Exits with 1 where a rank of the largest job takes 10 s or more, or 1 GiB or more, at its peak.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import itertools
+import sys
+import time
+import tracemalloc
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.common import environment, print_table, write_json
+from ftckpt.restore.plan import Read, plan
+from ftckpt.restore.table import encode, index_of
+from ftckpt.state.fragment import Box, Fragment
+
+LAYERS = 128
+HIDDEN = 8192
+VOCABULARY = 128_000
+KINDS = ("master", "exp_avg", "exp_avg_sq")
+RANKS_PER_NODE = 8
+LIMIT_SECS, LIMIT_BYTES = 10.0, 1 << 30
+MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Tensor, pipeline, data parallel; ranks are numbered in the order tensor, data, pipeline.
+
+    ``optimizer``: ``flat`` lays a stage's tensors end to end and cuts the whole into a part for each data-parallel
+    rank (Megatron's distributed optimizer); ``each`` cuts every tensor so (ZeRO); ``whole`` cuts nothing.
+    """
+
+    tp: int
+    pp: int
+    dp: int
+    optimizer: str
+
+    @property
+    def ranks(self) -> int:
+        """How many there are."""
+        return self.tp * self.pp * self.dp
+
+    @property
+    def name(self) -> str:
+        """Such as ``tp8 pp16 dp128 flat``."""
+        return f"tp{self.tp} pp{self.pp} dp{self.dp} {self.optimizer}"
+
+    def place(self, rank: int) -> tuple[int, int, int]:
+        """(tp, pp, dp) of a rank."""
+        return rank % self.tp, rank // (self.tp * self.dp), rank // self.tp % self.dp
+
+
+Jobs = dict[int, tuple[Layout, tuple[Layout, ...]]]
+JOBS: Jobs = {
+    64: (Layout(4, 4, 4, ""), (Layout(2, 4, 4, ""),)),
+    512: (Layout(8, 8, 8, ""), (Layout(4, 4, 16, ""),)),
+    4096: (Layout(8, 16, 32, ""), (Layout(4, 8, 64, ""),)),
+    16384: (Layout(8, 16, 128, ""), (Layout(4, 8, 256, ""), Layout(8, 8, 128, ""))),
+}
+"""Ranks before: the layout then, and layouts of half as many."""
+CHANGES = (("flat", "flat"), ("flat", "whole"), ("each", "each"), ("each", "whole"))
+
+
+@functools.cache
+def boxes(tp: int, of: int, stage: int, stages: int) -> list[tuple[str, tuple[int, ...], Box]]:
+    """Name, global shape and box of each tensor of a tensor-parallel rank of a stage, in the order of the buffer."""
+    tensors: list[tuple[str, tuple[int, ...], int | None]] = []
+    if stage == 0:
+        tensors.append(("embedding", (VOCABULARY, HIDDEN), 0))
+    for layer in range(LAYERS // stages * stage, LAYERS // stages * (stage + 1)):
+        tensors += [
+            (f"layers.{layer}.norm1", (HIDDEN,), None),
+            (f"layers.{layer}.qkv", (3 * HIDDEN, HIDDEN), 0),
+            (f"layers.{layer}.proj", (HIDDEN, HIDDEN), 1),
+            (f"layers.{layer}.norm2", (HIDDEN,), None),
+            (f"layers.{layer}.fc1", (4 * HIDDEN, HIDDEN), 0),
+            (f"layers.{layer}.fc2", (HIDDEN, 4 * HIDDEN), 1),
+        ]
+    if stage == stages - 1:
+        tensors.append(("output", (VOCABULARY, HIDDEN), 0))
+    found = []
+    for name, shape, axis in tensors:
+        size = tuple(n // of if a == axis else n for a, n in enumerate(shape))
+        offset = tuple(n // of * tp if a == axis else 0 for a, n in enumerate(shape))
+        found.append((name, shape, Box(offset, size)))
+    return found
+
+
+def fragments(layout: Layout, rank: int) -> list[Fragment]:
+    """What a rank holds. Replicas that are not cut are only held by the first data-parallel rank."""
+    tp, pp, dp = layout.place(rank)
+    held = boxes(tp, layout.tp, pp, layout.pp)
+    total = sum(box.numel for _, _, box in held)
+    begin, end = (total * edge // layout.dp for edge in (dp, dp + 1))
+    found: list[tuple[str, tuple[int, ...], Box, int, int]] = []
+    position = 0
+    for name, shape, box in held:
+        start, stop = 0, box.numel
+        if layout.optimizer == "flat":
+            start, stop = max(0, begin - position), min(box.numel, end - position)
+        elif layout.optimizer == "each":
+            start, stop = (box.numel * edge // layout.dp for edge in (dp, dp + 1))
+        if start < stop:
+            found.append((name, shape, box, start, stop))
+        position += box.numel
+    return [Fragment(f"{kind}/{name}", "F32", *rest) for kind in KINDS for name, *rest in found]  # type: ignore[arg-type]
+
+
+def told(layout: Layout) -> list[tuple[int, bytes]]:
+    """What every rank says that its slot holds."""
+    messages = []
+    for rank in range(layout.ranks):
+        held = fragments(layout, rank)
+        offsets = itertools.accumulate((fragment.nbytes for fragment in held), initial=4096)
+        messages.append((rank, encode(held, list(offsets)[:-1])))
+    return messages
+
+
+def compute(messages: Sequence[tuple[int, bytes]], needs: Sequence[Fragment], rank: int) -> list[Read]:
+    """One rank's plan."""
+    wanted = {need.key for need in needs}
+    index = index_of(messages, wanted.__contains__)
+    node = rank // RANKS_PER_NODE
+    return plan(index, needs, lambda source: int(source // RANKS_PER_NODE != node), turn=rank)
+
+
+def run_case(
+    old: Layout, new: Layout, messages: Sequence[tuple[int, bytes]], repeats: int, ranks: Sequence[int] = ()
+) -> dict[str, Any]:
+    """Time and memory of some ranks of ``new``: those at the ends and in the middle, where none are named."""
+    chosen = ranks or (0, new.ranks // 2 + 1, new.ranks - 1)
+    secs: dict[int, float] = {}
+    blocks = reads = 0
+    for rank in chosen:
+        needs = fragments(new, rank)
+        for _ in range(repeats):
+            begin = time.process_time()
+            found = compute(messages, needs, rank)
+            secs[rank] = min(secs.get(rank, float("inf")), time.process_time() - begin)
+        assert sum(read.nbytes for read in found) == sum(need.nbytes for need in needs)
+        reads, blocks = max(reads, len(found)), max(blocks, sum(len(read.blocks) for read in found))
+    tracemalloc.start()
+    compute(messages, fragments(new, chosen[0]), chosen[0])
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    message_bytes = sum(len(data) for _, data in messages)
+    return {
+        "ranks": old.ranks,
+        "from": old.name,
+        "to": new.name,
+        "needs": len(fragments(new, chosen[0])),
+        "reads": reads,
+        "blocks": blocks,
+        "message_bytes": message_bytes,
+        "secs_max": max(secs.values()),
+        "job_cpu_secs": sum(secs.values()) / len(secs) * new.ranks,
+        "peak_bytes": peak + message_bytes,
+    }
+
+
+def show(cases: Sequence[Mapping[str, Any]]) -> None:
+    """Print the table."""
+    heads = ["from", "to", "needs", "reads", "blocks", "messages MiB", "rank s", "job cpu s", "peak MiB"]
+    rows = []
+    for case in cases:
+        row = [str(case[name]) for name in ("from", "to", "needs", "reads", "blocks")]
+        row += [f"{case['message_bytes'] / MIB:.1f}", f"{case['secs_max']:.3f}", f"{case['job_cpu_secs']:.0f}"]
+        rows.append([*row, f"{case['peak_bytes'] / MIB:.1f}"])
+    print_table(heads, rows)
+
+
+def verdict(cases: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Which plans of the largest job take too long or too much; empty where all is well."""
+    problems = []
+    for case in cases:
+        where = f"{case['from']} → {case['to']}"
+        if case["ranks"] >= max(JOBS) and case["secs_max"] >= LIMIT_SECS:
+            problems.append(f"{where}: {case['secs_max']:.2f} s")
+        if case["ranks"] >= max(JOBS) and case["peak_bytes"] >= LIMIT_BYTES:
+            problems.append(f"{where}: {case['peak_bytes'] / MIB:.0f} MiB")
+    return problems
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run all cases; returns the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, required=True, help="where the result goes")
+    parser.add_argument("--ranks", type=int, nargs="+", choices=list(JOBS), default=list(JOBS))
+    parser.add_argument("--repeats", type=int, default=3)
+    args = parser.parse_args(argv)
+    where = environment(argv, "benchmarks/reshape_plan.py")
+    cases = []
+    for ranks in args.ranks:
+        before, after = JOBS[ranks]
+        for kind, group in itertools.groupby(CHANGES, key=lambda change: change[0]):
+            old = Layout(before.tp, before.pp, before.dp, kind)
+            messages = told(old)
+            for (_, wanted), new in itertools.product(list(group), after):
+                target = Layout(new.tp, new.pp, new.dp, wanted)
+                cases.append(run_case(old, target, messages, args.repeats))
+    show(cases)
+    write_json(args.json, {"benchmark": "reshape_plan", "environment": where, "cases": cases})
+    problems = verdict(cases)
+    for problem in problems:
+        print(f"FAILED: {problem}", file=sys.stderr)
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
