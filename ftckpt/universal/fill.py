@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -16,8 +17,8 @@ from ftckpt.state.fragment import DTYPE_BYTES, Box, Fragment
 from ftckpt.universal.catalog import Bytes, Catalog, Source, Tensor
 
 Array = npt.NDArray[Any]
-Blocks = Iterable[tuple[int, int, Sequence[int], Sequence[int], Sequence[int]]]
-"""Source begin, destination begin, shape, source strides, destination strides, in elements: a ``Block``."""
+Block = tuple[int, int, Sequence[int], Sequence[int], Sequence[int]]
+"""Source begin, destination begin, shape, source strides, destination strides, in elements."""
 
 _UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 _FLOATS = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64}
@@ -38,10 +39,11 @@ class Filler:
         self._average = catalog.average
         self._index = Index(Have(number, fragment, 0) for number, fragment in enumerate(catalog.fragments))
         held: dict[str, int] = {}
-        self._holders: dict[str, list[int]] = {}
+        holders: dict[str, list[tuple[int, int, int]]] = {}
         for number, fragment in enumerate(catalog.fragments):
             held[fragment.key] = held.get(fragment.key, 0) + fragment.nbytes
-            self._holders.setdefault(fragment.key, []).append(number)
+            holders.setdefault(fragment.key, []).append((number, *_row_range(fragment)))
+        self._holders = {key: np.array(found).T for key, found in holders.items()}
         self._copied = frozenset(tensor.key for tensor in self.tensors if held[tensor.key] > tensor.nbytes)
         self._check_complete()
 
@@ -55,17 +57,25 @@ class Filler:
         need = _rows(tensor, first, last)
         if tensor.key in self._average:
             return self._averaged(need)
-        reads = plan(self._index, [need], lambda source: 0)
-        if tensor.key not in self._copied and len(reads) == 1 and len(reads[0].blocks) == 1:
-            block = reads[0].blocks[0]
-            if block.source_strides == block.dest_strides == (1,):
-                begin = block.source * need.item_bytes
-                return self._source.read(reads[0].have.source)[begin : begin + need.nbytes]
+        if tensor.key in self._copied:
+            return self._filled_once(need)
+        filled: Bytes | None = None
+        for index, blocks in self._touching(need):
+            held = self._source.read(index)
+            if len(blocks) == 1 and blocks[0][2:] == ((need.numel,), (1,), (1,)):
+                begin = blocks[0][0] * need.item_bytes
+                return held[begin : begin + need.nbytes]
+            filled = np.empty(need.nbytes, np.uint8) if filled is None else filled
+            copy_blocks(blocks, held, filled, need.item_bytes)
+        return np.empty(0, np.uint8) if filled is None else filled
+
+    def _filled_once(self, need: Fragment) -> Bytes:
+        """Of a tensor of which there are copies, that are compared."""
         filled: Bytes = np.empty(need.nbytes, np.uint8)
+        reads = plan(self._index, [need], lambda source: 0)
         for read in reads:
             copy_blocks(read.blocks, self._source.read(read.have.source), filled, need.item_bytes)
-        if tensor.key in self._copied:
-            self._compare(need, filled, frozenset(read.have.source for read in reads))
+        self._compare(need, filled, frozenset(read.have.source for read in reads))
         return filled
 
     def _check_complete(self) -> None:
@@ -82,9 +92,12 @@ class Filler:
                 f"the source does not hold all elements of {named}{more}: files of some ranks are missing"
             )
 
-    def _touching(self, need: Fragment) -> Iterator[tuple[int, Blocks]]:
-        """Every fragment that holds elements of ``need``, by its index, and which they are."""
-        for index in self._holders[need.key]:
+    def _touching(self, need: Fragment) -> Iterator[tuple[int, Sequence[Block]]]:
+        """Every fragment that holds elements of ``need``, which are rows, by its index, and which they are."""
+        numbers, first, last = self._holders[need.key]
+        begin = need.box.offset[0] if need.box.offset else 0
+        end = begin + (need.box.shape[0] if need.box.shape else 1)
+        for index in numbers[(first < end) & (last > begin)].tolist():
             blocks = overlap(self._source.catalog.fragments[index], need)
             if blocks:
                 yield index, blocks
@@ -132,14 +145,14 @@ def consolidated(catalog: Catalog) -> tuple[Tensor, ...]:
     return tuple(found.values())
 
 
-def copy_blocks(blocks: Blocks, source: Bytes, dest: Bytes, item_bytes: int) -> None:
+def copy_blocks(blocks: Iterable[Block], source: Bytes, dest: Bytes, item_bytes: int) -> None:
     """Copy strided blocks, in elements of ``item_bytes``, between two flat memories."""
     one, other = _items(source, item_bytes), _items(dest, item_bytes)
     for begin, at, shape, source_strides, dest_strides in blocks:
         _view(other, at, shape, dest_strides)[...] = _view(one, begin, shape, source_strides)
 
 
-def same_blocks(blocks: Blocks, source: Bytes, dest: Bytes, item_bytes: int) -> bool:
+def same_blocks(blocks: Iterable[Block], source: Bytes, dest: Bytes, item_bytes: int) -> bool:
     """Whether a copy of these blocks would change nothing."""
     one, other = _items(source, item_bytes), _items(dest, item_bytes)
     return all(
@@ -172,6 +185,15 @@ def _rows(tensor: Tensor, first: int, last: int) -> Fragment:
     rest = tensor.shape[1:]
     box = Box((first, *(0,) * len(rest)), (last - first, *rest))
     return Fragment.whole(tensor.key, tensor.dtype, tensor.shape, box)
+
+
+def _row_range(fragment: Fragment) -> tuple[int, int]:
+    """First and one past the last row that a fragment holds elements of."""
+    if not fragment.box.shape:
+        return 0, 1
+    inner = max(1, math.prod(fragment.box.shape[1:]))
+    offset = fragment.box.offset[0]
+    return offset + fragment.start // inner, offset - (-fragment.stop // inner)
 
 
 def _items(data: Bytes, item_bytes: int) -> Array:
