@@ -193,12 +193,12 @@ def assert_filled(sources: list[Told], targets: list[Told], what: str, rows: Map
         for fragment in told.fragments
         if not fragment.key.startswith("local/")
     ]
-    held: dict[int, np.ndarray] = {}
+    held: dict[Fragment, np.ndarray] = {}
     for told_ in targets:
         needs = [fragment for fragment in told_.fragments if not fragment.key.startswith("local/")]
         found = [torch.full((need.numel,), float("nan"), dtype=torch.float64) for need in needs]
         for read in plan(haves, needs, lambda _: 0, told_.padded):
-            values = held.setdefault(id(read.have), _values(read.have.fragment))
+            values = held.setdefault(read.have.fragment, _values(read.have.fragment))
             for block in read.blocks:
                 to = found[read.need].as_strided(block.shape, block.dest_strides, block.dest)
                 assert torch.isnan(to).all(), f"{what}: elements of {needs[read.need].name} are read twice"
@@ -282,5 +282,5 @@ def test_grouped_experts_are_divided_in_the_order_of_ranks(name: str, divided: A
 def test_a_model_that_megatron_cannot_describe_is_refused() -> None:
     """Megatron 0.16.1 asserts that the last stage has no output layer where embeddings are tied."""
     tied = replace(MODELS["mtp"], untied=False)
-    with pytest.raises(RankFailure, match="UnsupportedError: .*use --untie-embeddings-and-output-weights"):
+    with pytest.raises(RankFailure, match=r"UnsupportedError: .*use --untie-embeddings-and-output-weights"):
         told(2, [("tied", tied, {"pp": 2})])
