@@ -248,9 +248,9 @@ class Checkpointer:
         if answer is None:
             return None
         willing, whole = answer
-        if whole is not None:
-            if capture is not None:
-                capture.arena.control.mark_whole(*whole)
+        if whole is not None and capture is not None:
+            capture.arena.control.mark_whole(*whole)
+        if self._protection.supersedes(whole):
             self._arenas.remove_old()
         if self._shard is not None:
             self._shard.complete()

@@ -69,6 +69,7 @@ class Protection:
         self._digest = 0
         self._since = self._patient_at = 0.0
         self._degraded = False
+        self._fresh_at: float | None = None
 
     @property
     def on(self) -> bool:
@@ -106,11 +107,12 @@ class Protection:
             MemoryBudgetError: the node has no room for parity and packages.
             ConfigError: modes, groups, secret or address that cannot work; all on all ranks together.
         """
+        self._fresh_at = None
         if capture is None or not self.on:
             return
         self._arena = capture.arena
         if not anew:
-            self.targets.protected = self._still_protected(capture.arena)
+            self._look_back(capture.arena)
             self._lay_out(capture.arena, node_dir)
             return
         self.targets.forget()
@@ -121,18 +123,37 @@ class Protection:
             self.targets.stop()
             self._mark()
 
-    def _still_protected(self, arena: Arena) -> SnapshotId | None:
-        """The snapshot that was protected before this start, if all ranks hold it. Collective."""
+    def _look_back(self, arena: Arena) -> None:
+        """Take over what was protected before this start, if all ranks hold it. Collective.
+
+        What was restored is a target only where it lies in these arenas, not in those of another layout.
+        """
         mark = arena.control.protected()
         records = [arena.control.record(slot) for slot in range(arena.control.slots)]
         held = [[record.lineage.hex(), record.iteration] for record in records if record.sealed]
         mine = [[mark[0].hex(), mark[1]] if mark is not None else None, held]
         told = [json.loads(data) for data in self._group.gather(json.dumps(mine).encode())]
-        marks = {tuple(named) for named, _ in told if named is not None}
+        targets, marks = self.targets, {tuple(named) for named, _ in told if named is not None}
+        targets.protected = None
         for lineage, iteration in marks if len(marks) == 1 else ():
             if all([lineage, iteration] in theirs for _, theirs in told):
-                return bytes.fromhex(lineage), iteration
-        return None
+                targets.protected = bytes.fromhex(lineage), iteration
+        restored = targets.target
+        if restored is not None and not all([restored[0].hex(), restored[1]] in theirs for _, theirs in told):
+            targets.target = None
+
+    def supersedes(self, whole: SnapshotId | None) -> bool:
+        """Whether older arenas can go; asked at each boundary with the snapshot that became whole there, if any.
+
+        One in the arenas as they are laid out now must be as safe: protected, unless that fails or takes too long.
+        """
+        now = time.monotonic()
+        if whole is not None and self._fresh_at is None:
+            self._fresh_at = now
+        if self._fresh_at is None:
+            return False
+        late = now - self._fresh_at > self._config.protect_timeout_secs
+        return not self.on or self.targets.protected is not None or self._degraded or late
 
     def _lay_out(self, arena: Arena, node_dir: Path) -> None:
         me, leads = self._topology.me, self._topology.is_node_leader

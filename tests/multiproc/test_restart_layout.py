@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 
+from ftckpt.arena.segment import clean_job, list_arenas
 from ftckpt.checkpointer import Checkpointer
 from ftckpt.comm import Group
 from ftckpt.config import Config
@@ -426,6 +427,48 @@ def test_old_and_new_arenas_that_do_not_both_fit_are_an_error_and_lose_nothing(p
     with pytest.raises(RankFailure, match=r"MemoryBudgetError: .*no room in this test"):
         run_ranks(train_without_room, NEW.size, Attempt(NEW, LAST, plan))
     assert {one.start for one in restarted(Attempt(OLD, LAST, plan))} == {LAST}
+
+
+def test_old_arenas_stay_until_a_snapshot_of_the_new_layout_is_protected(
+    plan: dict[str, Any], arena_root: Path
+) -> None:
+    """Until then they, and the parity over them, are what a lost node would be brought back from."""
+    plan |= {"protect": "peer", "slots": 3}
+    try:
+        ended = [r.value for r in run_ranks(train_until_protected, OLD.size, Attempt(OLD, settings=plan))]
+        assert not any(old for old, _ in ended[0])
+        before = len(events(plan, "protected"))
+        ended = [r.value for r in run_ranks(train_until_protected, NEW.size, Attempt(NEW, settings=plan))]
+        for seen in ended:
+            assert seen[0] == (True, False) and set(seen) == {(True, False), (False, True)}
+        assert len(events(plan, "protected")) > before and not events(plan, "not_protected")
+        assert len(events(plan, "reshaped")) == NEW.size
+    finally:
+        clean_job(arena_root, "test")
+
+
+def train_until_protected(rank: int, world_size: int, attempt: Attempt) -> list[tuple[bool, bool]]:
+    """At each boundary: whether arenas of another layout are there, and whether one of this layout is protected."""
+    state = State(attempt.layout, rank)
+    topology = attempt.layout.topology(rank)
+    config = Config(enabled=True, node=topology.me.node, **attempt.settings)
+    checkpointer = Checkpointer(config, state, topology, group=Group(config.start_timeout_secs))
+    start = checkpointer.restore() or 0
+    seen = []
+    root = Path(config.arena) / f"ftckpt-{config.job}" / topology.me.node
+    for iteration in range(start + 1, start + 500):
+        checkpointer.fence()
+        state.advance(iteration)
+        checkpointer.step(iteration)
+        checkpointer._group.barrier()
+        old = len(list_arenas(root)) > len(topology.ranks_on(topology.me.node))
+        seen.append((old, checkpointer._protection.targets.protected is not None))
+        told = checkpointer._group.gather(b"+" if seen[-1] == (False, True) else b"-")
+        if all(word == b"+" for word in told):
+            break
+        time.sleep(0.05)
+    checkpointer.close(remove=False)
+    return seen
 
 
 def train_without_room(rank: int, world_size: int, attempt: Attempt) -> Ended:
