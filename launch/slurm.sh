@@ -1,7 +1,7 @@
 # shellcheck shell=bash
 # Sourced by frontier.sbatch and a100.sbatch, which set NAME and ROOT and define step: runs the job as steps of one
 # allocation. When a step fails the next one starts on the nodes that answer; their /dev/shm keeps the arenas. Nodes
-# beyond --nodes are spares.
+# beyond --nodes are spares. With MIN:MAX the job goes on with fewer where no spare is left.
 
 # shellcheck source=launch/job.sh
 source "$ROOT/launch/job.sh"
@@ -48,7 +48,7 @@ options() {
     find_arena
 }
 
-# find_allocation: sets ALLOCATED and NODES.
+# find_allocation: sets ALLOCATED, and LEAST_NODES and MOST_NODES of a step.
 find_allocation() {
     [ -n "${SLURM_JOB_ID:+${SLURM_JOB_NODELIST:-}}" ] ||
         fail "SLURM_JOB_ID or SLURM_JOB_NODELIST is not set: submit this script with sbatch, or call it inside salloc"
@@ -56,8 +56,12 @@ find_allocation() {
     mapfile -t ALLOCATED < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
     ((${#ALLOCATED[@]})) || fail "scontrol names no node of $SLURM_JOB_NODELIST"
     : "${NODES:=${#ALLOCATED[@]}}"
-    whole --nodes "$NODES" 1
-    ((NODES <= ${#ALLOCATED[@]})) || fail "--nodes: $NODES nodes are to train, ${#ALLOCATED[@]} are allocated"
+    [[ $NODES =~ ^[0-9]+(:[0-9]+)?$ ]] || fail "--nodes: '$NODES' is neither a number nor MIN:MAX"
+    LEAST_NODES=${NODES%:*}
+    MOST_NODES=${NODES#*:}
+    whole --nodes "$LEAST_NODES" 1
+    whole --nodes "$MOST_NODES" "$LEAST_NODES"
+    ((MOST_NODES <= ${#ALLOCATED[@]})) || fail "--nodes: $MOST_NODES nodes are to train, ${#ALLOCATED[@]} are allocated"
 }
 
 # find_arena: sets ARENA to the flag --ftckpt-arena, for SMPs and the cleaning at the end, and UNGUARDED where
@@ -100,18 +104,19 @@ answering() {
     done
 }
 
-# choose: sets TRAINING to NODES of the nodes given, those of the last step before spares, and in the allocation's order:
+# choose: sets TRAINING to at most MOST_NODES of the nodes given, and NODES to their number: those of the last step before spares, and in the allocation's order:
 # Slurm numbers the nodes of a step in that order, and task 0 must be on the first.
 choose() {
     local node wanted=()
     for node in "${TRAINING[@]}" "$@"; do
         [[ " ${wanted[*]} " == *" $node "* || " $* " != *" $node "* ]] || wanted+=("$node")
     done
-    wanted=("${wanted[@]:0:NODES}")
+    wanted=("${wanted[@]:0:MOST_NODES}")
     TRAINING=()
     for node in "${ALLOCATED[@]}"; do
         [[ " ${wanted[*]} " != *" $node "* ]] || TRAINING+=("$node")
     done
+    NODES=${#TRAINING[@]}
 }
 
 # guard: an SMP on each node that trains, in a step of its own: with the end of a step Slurm kills all that it started.
@@ -148,8 +153,8 @@ run_steps() {
             lost=$(printf '%s\n' "${ALLOCATED[@]}" | grep -vxF "$(printf '%s\n' "${answers[@]}")" | paste -sd,) || true
             [ -z "$lost" ] || say "do not answer: $lost"
             choose "${answers[@]}"
-            ((${#TRAINING[@]} == NODES)) ||
-                give_up "${#TRAINING[@]} of $NODES nodes are left: allocate spares with sbatch --nodes, and say --nodes $NODES"
+            ((NODES >= LEAST_NODES)) ||
+                give_up "$NODES of $LEAST_NODES nodes are left: allocate spares with sbatch --nodes, and say --nodes $MOST_NODES"
         fi
         step "$number"
         if [ -n "$DRY_RUN" ]; then

@@ -424,6 +424,21 @@ def test_too_few_nodes_are_left(standins: Standins, script: str) -> None:
 
 
 @pytest.mark.parametrize("script", BATCH)
+def test_the_job_goes_on_with_fewer_nodes_where_no_spare_is_left(standins: Standins, script: str) -> None:
+    standins.codes(1, "dead:n2,n3", "dead:", "dead:n1,n2,n3")
+    standins.dead("n2")
+    ran = standins.launch(script, "--nodes", "1:2", str(standins.script), env=standins.slurm("n1", "n2", "n3"))
+    assert ran.returncode == 2 and "0 of 1 nodes are left" in ran.stderr
+    steps = standins.steps()
+    assert [step.options["--nodelist"] for step in steps] == ["n1,n2", "n1,n3", "n1", "n1,n2"]
+    assert [step.options["--nodes"] for step in steps] == ["2", "2", "1", "2"]
+    tasks = [int(step.options["--ntasks"]) // int(step.options["--ntasks-per-node"]) for step in steps]
+    assert tasks == [2, 2, 1, 2]
+    if script == "a100.sbatch":
+        assert [step.after("--nodes") for step in steps] == ["2", "2", "1", "2"]
+
+
+@pytest.mark.parametrize("script", BATCH)
 def test_slurm_ends_the_allocation(standins: Standins, script: str) -> None:
     standins.codes("hang")
     command = standins.command(script, str(standins.script))
@@ -478,6 +493,9 @@ def test_a_dry_run_prints_the_step(standins: Standins, script: str) -> None:
         ),
         (["S"], {"FTCKPT_SETUP": "/nowhere"}, "FTCKPT_SETUP: /nowhere is not a file"),
         (["--nodes", "3", "S"], {}, "--nodes: 3 nodes are to train, 2 are allocated"),
+        (["--nodes", "1:3", "S"], {}, "--nodes: 3 nodes are to train, 2 are allocated"),
+        (["--nodes", "2:1", "S"], {}, "--nodes: '1' is not a whole number of at least 2"),
+        (["--nodes", "many", "S"], {}, "--nodes: 'many' is neither a number nor MIN:MAX"),
         (["--steps", "0", "S"], {}, "--steps: '0' is not a whole number of at least 1"),
         (["S", "--ftckpt-job=a"], {}, "name the job with --job"),
         ([], {}, "no script"),
