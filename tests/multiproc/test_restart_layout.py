@@ -10,6 +10,7 @@ import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 
-from ftckpt.arena.segment import clean_job, list_arenas
+from ftckpt.arena.segment import Arena, clean_job, list_arenas
 from ftckpt.checkpointer import Checkpointer
 from ftckpt.comm import Group
 from ftckpt.config import Config
@@ -318,6 +319,10 @@ PAIRS = {
 def test_every_element_comes_back_in_another_layout(pair: str, plan: dict[str, Any], arena_root: Path) -> None:
     before, after = PAIRS[pair]
     restarted(Attempt(before, LAST, plan))
+    for path in arena_root.glob("*/*/tp*"):
+        with closing(Arena.open(path)) as arena:
+            assert set(arena.manifest.padded) <= {"master/words"}
+            assert arena.manifest.padded or before.dp > 1
     ended = restarted(Attempt(after, LAST + 2, plan))
     firsts = [{"iteration": LAST, "shard": f"tp0-pp{stage}-dp0"} for stage in range(before.pp)]
     for rank, one in enumerate(ended):

@@ -147,6 +147,15 @@ def test_what_is_lost_of_the_old_layout_is_named() -> None:
         choose(wide((A, 5), without=["tp1-dp0", "tp1-dp1"], whole=(A, 5)))
 
 
+def test_a_missing_arena_of_the_old_layout_was_there_once() -> None:
+    """A slot is sealed only after every rank has its arena: nothing was marked whole, and it is not a first start."""
+    with pytest.raises(
+        LostError, match=r"what the arenas held cannot be restored: no arena of tp1-dp1 of layout tp2"
+    ):
+        choose([*wide((A, 5), without=["tp1-dp1"]), *narrow()])
+    assert choose([*wide((A, 5), without=["tp1-dp1"]), *wide()[3:], *narrow()]) is None
+
+
 def test_shards_of_all_layouts_are_known() -> None:
     assert known_shards([*wide(), *narrow()], HOMES, NARROW) == {*SHARDS[0], *SHARDS[1]}
     assert known_shards([], HOMES, NARROW) == set(HOMES)

@@ -290,9 +290,9 @@ def test_ranks_that_were_told_different_capacities_refuse() -> None:
         assigned([None, None, [1, 2, 3], None])
 
 
-@pytest.mark.parametrize("zero", [False, True])
-def test_a_restart_goes_on_with_the_capacities_of_the_arenas(arena_root: Path, zero: bool) -> None:
-    told = [0 if zero else 11, 22, 33, 44]
+@pytest.mark.parametrize("case", ["all", "one has none", "another layout"])
+def test_a_restart_goes_on_with_the_capacities_of_the_arenas(arena_root: Path, case: str) -> None:
+    told = [0 if case == "one has none" else 11, 22, 33, 44]
     sources: dict[str, Source] = {}
     # The ranks have changed nodes: what one of them needs, another reads.
     nodes, members = ("a", "a", "b", "b"), [replace(MEMBERS[rank], node="bbaa"[rank]) for rank in range(4)]
@@ -301,7 +301,8 @@ def test_a_restart_goes_on_with_the_capacities_of_the_arenas(arena_root: Path, z
         arena = Arena.create(arena_root, manifest, 2)
         sources[member.shard] = Source(node, arena_path(arena_root, manifest).name, 0)
         arena.close()
-    decision = Decision("00" * 16, 7, sources, ())
+    layout = {"dp": 8} if case == "another layout" else {}
+    decision = Decision("00" * 16, 7, sources, (), None, layout)
 
     def run(rank: int, gather: Gather) -> list[int] | None:
         group = cast(Group, LoneGroup(rank, 4, gather))
@@ -311,7 +312,7 @@ def test_a_restart_goes_on_with_the_capacities_of_the_arenas(arena_root: Path, z
         finally:
             restart.close()
 
-    assert in_lockstep(run, 4) == [None if zero else told] * 4
+    assert in_lockstep(run, 4) == [told if case == "all" else None] * 4
 
 
 def test_a_manifest_tells_its_capacity_only_where_shares_were_weighted() -> None:
