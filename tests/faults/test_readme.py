@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -48,7 +50,7 @@ def run(text: str, timeout_secs: float = 60) -> subprocess.CompletedProcess[str]
 
 
 def test_all_blocks_are_known() -> None:
-    kinds = "bash bash python bash json bash python bash bash bash python bash"
+    kinds = "bash bash python bash json bash python bash bash bash bash bash python bash"
     assert [kind for kind, _ in BLOCKS] == kinds.split()
 
 
@@ -104,8 +106,33 @@ def test_start_inspect_open_kill_clean(live_job: subprocess.Popen[bytes]) -> Non
     assert JOB.exists(), "a job that was given up leaves its arenas"
     verified = run(block("bash", "inspect"))
     assert verified.returncode == 0, verified.stdout + verified.stderr
+    convert()
     cleaned = run(block("bash", "clean"))
     assert cleaned.returncode == 0 and not JOB.exists(), cleaned.stderr
+
+
+def convert() -> None:
+    """What the job left, to the universal form and to Megatron's; the folders are the README's own."""
+    made = [ROOT / "runs" / f"readme-{kind}" for kind in ("universal", "megatron")]
+    for path in made:
+        shutil.rmtree(path, ignore_errors=True)
+    try:
+        converted = run(block("bash", "ftckpt convert"), timeout_secs=120)
+        assert converted.returncode == 0, converted.stderr
+        assert (made[0] / "manifest.json").exists() and list(made[1].rglob("*.distcp"))
+    finally:
+        for path in made:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def test_layouts_for_the_launcher() -> None:
+    text = block("bash", "--ftckpt-layouts").replace("torchrun.sh ", "torchrun.sh --dry-run ")
+    text = text.replace("pretrain_gpt.py", "launch/train_gpt.py")
+    shown = run(f"STABLE_HOST=somewhere; YOUR_MEGATRON_FLAGS='--lr 1e-3'; {text}")
+    assert shown.returncode == 0, shown.stderr
+    assert "--nnodes" in shown.stdout and "1:2" in shown.stdout
+    config, _ = Config.from_flags(shlex.split(shown.stdout)[-3:])
+    assert config.layouts == "tp8pp2,tp8pp1"
 
 
 def six_lines(rank: int, world_size: int, text: str, settings: dict[str, Any]) -> int:
@@ -161,7 +188,7 @@ def test_the_launch_line_reaches_the_script(tmp_path: Path) -> None:
     """As it stands, on one rank, with a script in the place of Megatron-LM's."""
     script = tmp_path / "pretrain_gpt.py"
     script.write_text("import sys, ftckpt.megatron as m; print('RUNS', sys.argv[1:], m.configuration().interval)")
-    text = block("bash", "pretrain_gpt.py").replace("--nproc-per-node 8", "--standalone --nproc-per-node 1")
+    text = block("bash", "--ftckpt-interval").replace("--nproc-per-node 8", "--standalone --nproc-per-node 1")
     result = run(f"cd {tmp_path}; YOUR_MEGATRON_FLAGS='--lr 1e-3'; export PYTHONPATH={ROOT}; {text}")
     assert "RUNS ['--lr', '1e-3'] 1" in result.stdout, result.stderr
 
