@@ -46,6 +46,7 @@ class DeepSpeedUniversalSink:
         self._division: Division | None = None
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._frozen: tuple[str, ...] = ()
+        self._weights = ""
 
     def plan(self, catalog: Catalog, tensors: Sequence[Tensor]) -> list[Unit]:
         """See Sink."""
@@ -66,6 +67,8 @@ class DeepSpeedUniversalSink:
             raise ConvertError("the source has no weights and no masters of which DeepSpeed could load anything")
         trained = {name for name, roles in by_name.items() if set(roles) - {"weight"}}
         self._frozen = tuple(name for name in sorted(self._shapes) if trained and name not in trained)
+        weights = [by_name[name]["weight"] for name in sorted(trained) if "weight" in by_name[name]]
+        self._weights = weights[0].dtype if weights else ""
         units.append(_unit(f"{tag}/{ZERO}/{OPTIMIZER}", steps[:1]))
         return units + [_unit(f"{tag}/{name}", buffers) for name in _MODEL_FILES]
 
@@ -135,7 +138,8 @@ class DeepSpeedUniversalSink:
             for part in unit.parts
         )
         said = _said(catalog)
-        dtype = str(catalog.objects.get("precision") or next(iter(catalog.derived.values()), "F32"))
+        told = catalog.objects.get("precision") or next(iter(catalog.derived.values()), self._weights)
+        dtype = str(told or "F32")
         section = {"BF16": {"bf16": {"enabled": True}}, "F16": {"fp16": {"enabled": True}}}.get(dtype, {})
         shapes = {name: torch.Size(shape) for name, shape in self._shapes.items() if name not in self._frozen}
         return {

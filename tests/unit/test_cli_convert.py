@@ -293,10 +293,7 @@ def test_between_all_formats_and_back(tmp_path: Path, capsys: pytest.CaptureFixt
         assert status == 0, f"{source} to {out}: {err}"
         assert "verified" in told
     first, second, third = (read_all(tmp_path / name) for name in ("first", "second", "third"))
-    assert first == second
-    roles = ("master", "exp_avg", "exp_avg_sq", "step")
-    kept = {key: value for key, value in first.items() if key.startswith(roles)}
-    assert len(kept) > 60 and kept == {key: value for key, value in third.items() if key.startswith(roles)}
+    assert len(first) > 60 and first == second == third
     for name, to in (("dist", "megatron-dist"), ("ds", "deepspeed-universal")):
         broken_off_again_and_again(tmp_path / "first", tmp_path / "again" / name, to)
         assert tensors_of(tmp_path / "again" / name) == tensors_of(tmp_path / name)
