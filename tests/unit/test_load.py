@@ -242,6 +242,29 @@ def test_every_rank_gets_every_byte_it_wants(
         assert sum(moved.received_bytes for _, moved, _ in ranks) == sum(fetched.values())  # once to each node
 
 
+def test_ranks_hand_on_what_they_have_fetched_whatever_order_they_want_it_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ftckpt.restore.spread.GRAIN_BYTES", 16)
+    slot = np.random.default_rng(0).bytes(SLOT_BYTES)
+    stretches = [(0, 300), (300, 1000), (1300, 77), (2000, 512)]
+
+    def rank_main(group: ThreadGroup) -> tuple[bool, Moved]:
+        turned = stretches[group.rank :] + stretches[: group.rank]
+        buffers = [torch.zeros(nbytes if group.rank else 0, dtype=torch.uint8) for _, nbytes in turned]
+        source = Source("n0", "a0", 0)
+        wishes = [fetch(source, 0, at, into) for (at, _), into in zip(turned, buffers, strict=True)]
+        arenas = FakeArenas({("a0", 0): slot} if group.rank == 0 else {})
+        moved = execute(cast(Group, group), wishes, cast(OpenArenas, arenas))
+        found = zip(turned, buffers, strict=True)
+        return all(into.numpy().tobytes() == slot[at : at + into.numel()] for (at, _), into in found), moved
+
+    ranks = run_ranks(4, rank_main)
+    assert all(right for right, _ in ranks)
+    total = sum(nbytes for _, nbytes in stretches)
+    assert sum(moved.received_bytes for _, moved in ranks) == total
+    assert [moved.needed_bytes for _, moved in ranks] == [0, total, total, total]
+    assert all(0 < moved.received_bytes < moved.spread_bytes for _, moved in ranks[1:])
+
+
 def test_a_source_that_one_rank_cannot_open_is_an_error_on_all_before_any_data() -> None:
     def rank_main(group: ThreadGroup) -> str:
         buffer = torch.zeros(8, dtype=torch.uint8)

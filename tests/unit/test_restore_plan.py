@@ -218,6 +218,7 @@ def test_loops_that_go_on_in_both_memories_are_one() -> None:
     assert simplified(Block(7, 9, (2, 3, 4), (12, 4, 1), (24, 4, 1))) == Block(7, 9, (2, 12), (12, 1), (24, 1))
     assert simplified(Block(7, 9, (1, 1), (3, 3), (4, 4))) == run(7, 9, 1)
     assert list(cut(run(7, 9, 24), 3, 5)) == [run(10, 12, 2)]
+    assert in_bytes(Block(0, 0, (3,), (1,), (5,)), 4) == Block(0, 0, (3, 4), (4, 1), (20, 1))
     assert in_bytes(Block(1, 2, (3,), (8,), (4,)), 4) == Block(4, 8, (3, 4), (32, 1), (16, 1))
 
 

@@ -28,6 +28,8 @@ def test_all_ranks_find_the_same_sharers(held: list[set[bytes]]) -> None:
 def test_half_a_name_is_not_the_name() -> None:
     one, other = NAMES[0], NAMES[0][:8] + NAMES[1][8:]
     assert sharers([one, other], 0) == {} == sharers([one, other], 1)
+    assert sharers([one, other, other], 0) == {}
+    assert sharers([one, other, other], 1) == {other: (1, 2)}
 
 
 @settings(max_examples=200, deadline=None)
@@ -61,6 +63,7 @@ def test_a_name_is_of_what_is_read_and_its_order() -> None:
         name_of(b"one", [rows, columns]),
         name_of(b"one", [columns, rows]),
         name_of(b"one", [rows._replace(source=1)]),
+        name_of(b"one", [rows._replace(source_strides=(11, 1))]),
     ]
     assert len(set(names)) == len(names) and {len(name) for name in names} == {NAME_BYTES}
     assert name_of(b"one", [rows._replace(dest=7, dest_strides=(9, 1))]) == names[0]
