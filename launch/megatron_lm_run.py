@@ -83,7 +83,7 @@ def launch(run: Run, checkout: Path, processes: Processes, cache: Path, restarts
         # Megatron-LM asks make, and make asks python3-config, whether they fit; its checkout pins another Python.
         "PYENV_VERSION": platform.python_version(),
     }  # fmt: skip
-    processes.start(command, env, logs / "agent.log")
+    processes.start("node", command, env, logs / "agent.log")
 
 
 def train(run: Run, checkout: Path, cache: Path, job: str = "") -> None:
