@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from ftckpt.restore.build import Build
 from ftckpt.restore.decide import Decision
 from ftckpt.restore.load import OpenArenas, Transfer, execute, fetch
 from ftckpt.restore.protection import Shield
-from ftckpt.restore.rebuild import Fix, Rebuild
+from ftckpt.restore.rebuild import Rebuild
 from ftckpt.restore.solve import Input, Job, Part, batches, levels, solve_part
 from ftckpt.restore.source import BlockAt, ChunkAt, Damage, PackageAt, Source
 
@@ -58,8 +58,8 @@ class Place:
     node_dir: Path
     events: Events
     arenas: OpenArenas
-    reader: Callable[[str, Source], int]
-    """The rank that reads the slot of a shard."""
+    readers: Mapping[str, int]
+    """The rank that reads each shard, or rebuilds it."""
 
 
 class Repairing:
@@ -74,7 +74,7 @@ class Repairing:
         self._num_slots = num_slots
         self._sources = dict(decision.sources)
         self._builds: dict[str, Build] = {}
-        self._builders = {shard: self._builder(fix) for shard, fix in rebuild.fixes.items()}
+        self._builders = {shard: place.readers[shard] for shard in rebuild.fixes}
         self._used: Used = {}
         self._done_bytes = 0
 
@@ -100,9 +100,6 @@ class Repairing:
             outcome.used = self._gather_used()
             self._tell(outcome, time.monotonic() - begin)
         return outcome
-
-    def _builder(self, fix: Fix) -> int:
-        return self._place.reader(fix.shard, fix.at) if fix.in_place else self._place.topology.rank_of[fix.shard]
 
     def _verify_blocks(self) -> set[BlockId]:
         """Blocks of parity files that are needed and do not have the checksum they were written with."""
@@ -198,8 +195,7 @@ class Repairing:
         at = ChunkAt(source.node, source.arena, source.slot, chunk)
         if source.node == self._place.topology.me.node:
             return Input(at, self._group.rank, nbytes)
-        fixed = shard in self._builders
-        return Input(at, self._builders[shard] if fixed else self._place.reader(shard, source), nbytes)
+        return Input(at, self._place.readers[shard], nbytes)
 
     def _block_input(self, block: BlockId, nbytes: int) -> Input:
         at = self._block_at(block)
