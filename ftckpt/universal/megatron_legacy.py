@@ -7,7 +7,7 @@ distributed optimizer lies beside them, in ``distrib_optim.pt``.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -71,13 +71,14 @@ class MegatronLegacySource(Source):
         wanted = None if roles is None else set(roles)
         states = {coords: (file, pickles.load(file)) for coords, file in _files(self.path)}
         first = next(iter(states.values()))[1]
+        _check_alike(list(states.values()), wanted is None or bool(wanted - {"weight", "buffer"}))
         args = _arguments(first)
         self._tensors: list[tuple[torch.Tensor, Box | None]] = []
         self._files: list[Path] = []
         held = [
             each
             for coords, (file, state) in states.items()
-            for each in _held(dict(zip(("tp", "pp", "ep"), coords, strict=True)), file, state, wanted)
+            for each in _held(_coords(coords, args), file, state, wanted)
         ]
         placed = _places(spec, held, args)
         fragments = [found for each in held for found in self._fragments(each, placed[each.name, each.coords])]
@@ -173,10 +174,52 @@ def _files(path: Path) -> list[tuple[tuple[int, int, int], Path]]:
     for at, axis in enumerate(_SIZES):
         sizes[axis] = max(sizes[axis], 1 + max(coords[at] for coords in files))
     every = product(*(range(sizes[axis]) for axis in _SIZES))
-    missing = [f"tp {tp} pp {pp} ep {ep}" for tp, pp, ep in every if (tp, pp, ep) not in files]
+    etp = _expert_tp(args, sizes["tp"], path)
+    missing = [
+        f"tp {tp} pp {pp} ep {ep}"
+        for tp, pp, ep in every
+        if (tp, pp, ep) not in files and _is_rank(tp, ep, sizes, etp)
+    ]
     if missing:
         raise ConvertError(f"{path}: the files of {len(missing)} ranks are missing: {', '.join(missing[:5])}")
     return sorted(files.items())
+
+
+def _expert_tp(args: Mapping[str, Any], tp: int, path: Path) -> int:
+    """Over how many ranks experts' tensors are cut. Raises ConvertError where names of files cannot tell which."""
+    etp = int(args.get("expert_tensor_parallel_size") or tp)
+    if etp < 1 or tp % etp:
+        raise ConvertError(
+            f"{path}: expert_tensor_parallel_size {etp} does not divide tensor_model_parallel_size {tp}: files are "
+            "named by the latter, so that some ranks' experts are in none"
+        )
+    return etp
+
+
+def _is_rank(tp: int, ep: int, sizes: Mapping[str, int], etp: int) -> bool:
+    """Whether some rank has both: where experts are cut over fewer ranks the others go through expert ranks."""
+    return any((tp + sizes["tp"] * rest) // etp % sizes["ep"] == ep for rest in range(sizes["ep"]))
+
+
+def _coords(file: tuple[int, int, int], args: Mapping[str, Any]) -> dict[str, int]:
+    """What a file's rank is in each axis; ``etp`` only where it is not the same as ``tp``."""
+    coords = dict(zip(_SIZES, file, strict=True))
+    tp, etp = (int(args.get(name) or 0) for name in (_SIZES["tp"], "expert_tensor_parallel_size"))
+    return {**coords, "etp": coords["tp"] % etp} if etp and etp != tp else coords
+
+
+def _check_alike(states: Sequence[tuple[Path, Mapping[str, Any]]], optimizers: bool) -> None:
+    """Files of one save have the same iteration, and, where ``optimizers`` count, all or none has one."""
+    first, one = states[0]
+    for file, state in states[1:]:
+        if state.get("iteration") != one.get("iteration"):
+            raise ConvertError(
+                f"{file}: is of iteration {state.get('iteration')}, {first} of {one.get('iteration')}: they are of "
+                "different saves"
+            )
+        if optimizers and (state.get("optimizer") is None) is not (one.get("optimizer") is None):
+            lacking = file if state.get("optimizer") is None else first
+            raise ConvertError(f"{lacking}: holds no optimizer, files of other ranks do")
 
 
 def _held(coords: Mapping[str, int], file: Path, state: Any, roles: set[str] | None) -> Iterator[Held]:

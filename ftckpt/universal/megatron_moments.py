@@ -51,12 +51,18 @@ def read_optimizer(file: Path, state: Any, chunks: Sequence[Sequence[Held]]) -> 
     beside = file.with_name(DISTRIBUTED_FILE)
     flat = pickles.load(beside) if beside.exists() else None
     flats = list(flat) if isinstance(flat, list) else [flat] * len(chain)
-    for part, mine, buffers in zip(chain, split, flats, strict=False):
-        inner = part.get("optimizer", part)
+    if not len(chain) == len(split) == len(flats):
+        raise ConvertError(f"{file}: {len(chain)} optimizers, {len(flats)} of them in {DISTRIBUTED_FILE}; {_REMEDY}")
+    for part, mine, buffers in zip(chain, split, flats, strict=True):
+        inner = part.get("optimizer", part) if isinstance(part, Mapping) else {}
         if "state" in inner:
             yield from _numbered(file, part, inner, [each for chunk in mine for each in chunk])
         elif isinstance(buffers, Mapping):
             yield from _buffered(beside, inner, buffers, mine)
+        elif any(mine) and not any(flats):  # of some of several another expert rank has it
+            raise ConvertError(
+                f"{beside}: is missing or empty: the distributed optimizer's state lies there; {_REMEDY}"
+            )
 
 
 def _is_parameter(name: str) -> bool:
