@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from ftckpt.arena.checks import CheckState
 from ftckpt.arena.memory import check_budget, size_of
@@ -20,15 +21,9 @@ from ftckpt.errors import ConfigError, FtckptError
 from ftckpt.events import Events
 from ftckpt.layout.topology import Topology
 from ftckpt.node_smp import NodeSmp
-from ftckpt.protect.groups import (
-    Modes,
-    mirrors,
-    node_groups,
-    peer_groups,
-    resolve_modes,
-    slot_groups,
-)
+from ftckpt.protect.groups import Modes, mirrors, node_groups, peer_groups, slot_groups
 from ftckpt.protect.holding import Holding
+from ftckpt.protect.modes import possible_modes, resolve_modes
 from ftckpt.protect.table import Report, report
 from ftckpt.smp.address import machine
 
@@ -60,6 +55,7 @@ class Protection:
         self._racks = [rack for rack, _ in told]
         self.smp = NodeSmp(config, topology, group, events, [where for _, where in told])
         nodes = [member.node for member in topology.members]
+        self._left_out: set[str] = set()
         self.modes = together(group, lambda: self._resolve(spans_nodes=len(set(nodes)) > 1))
         together(group, self._check_slots)
         self.redundancy = Redundancy(self.modes.replica, tuple(nodes), tuple(self._racks))
@@ -184,16 +180,20 @@ class Protection:
             )
 
     def _resolve(self, spans_nodes: bool) -> Modes:
+        """Where layouts are listed the job may have fewer nodes than ``protect`` was written for: it goes on."""
         config, members = self._config, self._topology.members
         places = [(member.shard, member.node, rack) for member, rack in zip(members, self._racks, strict=True)]
-        return resolve_modes(
-            config.protect,
-            places,
-            spans_nodes,
-            peer_code=config.peer_code,
-            peer_losses=config.peer_losses,
-            peer_group=config.peer_group,
-        )
+        code, losses, group = config.peer_code, config.peer_losses, config.peer_group
+        peer: dict[str, Any] = {"peer_code": code, "peer_losses": losses, "peer_group": group}
+        if not config.layouts:
+            return resolve_modes(config.protect, places, spans_nodes, **peer)
+        modes, left_out = possible_modes(config.protect, places, spans_nodes, **peer)
+        for reason in left_out:
+            if reason not in self._left_out:
+                self._left_out.add(reason)
+                self._events.emit("protection_lessened", reason=reason)
+                self._events.tell(f"less is protected than was asked for: {reason}")
+        return modes
 
     def _packages(self, holdings: list[Holding]) -> dict[str, list[str]]:
         """Of each other node the shards whose packages this node keeps."""

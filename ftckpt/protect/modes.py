@@ -79,6 +79,43 @@ def resolve_modes(
     return Modes(node, replica, peer, peer_code, peer_losses, peer_group)
 
 
+def possible_modes(
+    protect: str,
+    places: Sequence[tuple[str, str, str]],
+    spans_nodes: bool,
+    *,
+    peer_code: str = "xor",
+    peer_losses: int = 1,
+    peer_group: int = 0,
+) -> tuple[Modes, tuple[str, ...]]:
+    """As ``resolve_modes`` for a job that may have lost nodes for good: what ``protect`` and ``peer_losses`` ask for
+    and these ``places`` cannot have is left out. The modes, and a text for each thing that was left out.
+
+    Raises:
+        ConfigError: an unknown mode, or settings of ``peer`` that can work nowhere; the text names the field.
+    """
+    ranks_of = Counter(node for _, node, _ in places)
+    left_out: list[str] = []
+    kept: list[str] = []
+    for mode in check_protect(protect):
+        replica = mode if mode in ("replica", "copy") else ""
+        try:
+            _check_useful(mode == "node", replica, mode == "peer", ranks_of, spans_nodes)
+        except ConfigError as error:
+            left_out.append(str(error))
+        else:
+            kept.append(mode)
+    members = min(peer_group or MOST_MEMBERS, len(ranks_of))
+    if 1 < members <= peer_losses < (peer_group or MOST_MEMBERS):
+        losses = members - 1
+        if kept == ["auto"] or "peer" in kept:
+            left_out.append(f"peer_losses: of {len(ranks_of)} nodes {losses} can be lost together, not {peer_losses}")
+        peer_losses = losses
+    settings = {"peer_losses": peer_losses, "peer_group": peer_group}
+    modes = resolve_modes(",".join(kept) or "none", places, spans_nodes, peer_code=peer_code, **settings)
+    return modes, tuple(left_out)
+
+
 def _check_useful(node: bool, replica: str, peer: bool, ranks_of: Counter[str], spans_nodes: bool) -> None:
     if node and max(ranks_of.values(), default=0) < 2:
         raise ConfigError("protect: node needs two ranks or more on a node, here each has one; use replica or peer")

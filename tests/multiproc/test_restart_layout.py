@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 
+from ftckpt.arena.directory import end_smp
 from ftckpt.arena.segment import Arena, clean_job, list_arenas
 from ftckpt.checkpointer import Checkpointer
 from ftckpt.comm import Group
@@ -448,6 +449,27 @@ def test_old_arenas_stay_until_a_snapshot_of_the_new_layout_is_protected(
             assert seen[0] == (True, False) and set(seen) == {(True, False), (False, True)}
         assert len(events(plan, "protected")) > before and not events(plan, "not_protected")
         assert len(events(plan, "reshaped")) == NEW.size
+    finally:
+        clean_job(arena_root, "test")
+
+
+@pytest.mark.faults
+def test_the_last_node_goes_on_without_the_protection_that_needs_two(plan: dict[str, Any], arena_root: Path) -> None:
+    """Where layouts are listed; a job that starts on one node with such modes and no list has an error in them."""
+    plan |= {"protect": "copy,peer", "slots": 3}
+    before, after = Layout(tp=2, dp=2, nodes=("n0", "n1", "n0", "n1")), Layout(tp=2, nodes=("n0", "n0"))
+    try:
+        run_ranks(train_until_protected, before.size, Attempt(before, settings=plan))
+        protected = min(event["iteration"] for event in events(plan, "protected"))
+        end_smp(arena_root / "ftckpt-test" / "n1", 10.0)
+        shutil.rmtree(arena_root / "ftckpt-test" / "n1")
+        with pytest.raises(RankFailure, match=r"ConfigError: .*needs"):
+            restarted(Attempt(after, LAST, plan))
+        ended = restarted(Attempt(after, 0, plan | {"layouts": "tp2dp2,tp2dp1"}, ends=True))
+        assert all(one.start is not None and one.start >= protected for one in ended)
+        reasons = {event["reason"] for event in events(plan, "protection_lessened")}
+        assert len(reasons) == 2 and all(reason.startswith("protect: ") for reason in reasons)
+        assert list(arena_root.iterdir()) == [], "an ended job left something behind"
     finally:
         clean_job(arena_root, "test")
 

@@ -31,6 +31,7 @@ from ftckpt.protect.groups import (
     spread,
     unpack_lengths,
 )
+from ftckpt.protect.modes import possible_modes
 from ftckpt.state.fragment import Box, Fragment
 from ftckpt.state.manifest import Manifest, Section
 
@@ -307,3 +308,34 @@ def test_modes_fit_the_layout(protect: str, ranks: int, per_node: int, spans: bo
 def test_modes_that_cannot_work_are_named(protect: str, per_node: int, settings: dict[str, Any], text: str) -> None:
     with pytest.raises(ConfigError, match=text):
         resolve_modes(protect, places(8, per_node), False, **settings)
+
+
+RS2 = {"peer_losses": 2, "peer_code": "rs"}
+
+
+@pytest.mark.parametrize(
+    ("protect", "nodes", "options", "expected", "told"),
+    [
+        ("peer", (2, 2, False), {}, "", ["peer needs two nodes"]),
+        ("copy,peer", (2, 2, False), {}, "", ["copy needs state", "peer needs two nodes"]),
+        ("node,peer", (4, 4, False), {}, "node", ["peer needs two nodes"]),
+        ("node,peer", (2, 1, False), {}, "peer", ["node needs two ranks"]),
+        ("auto", (4, 2, False), RS2, "peer", ["of 2 nodes 1 can be lost"]),
+        ("auto", (4, 4, False), RS2, "node", []),
+        ("auto", (16, 8, True), {}, "node,replica,peer", []),
+        ("none", (2, 2, False), RS2, "", []),
+    ],
+)
+def test_what_fewer_nodes_cannot_have_is_left_out_and_told(
+    protect: str, nodes: tuple[int, int, bool], options: dict[str, Any], expected: str, told: list[str]
+) -> None:
+    ranks, per_node, spans = nodes
+    modes, left_out = possible_modes(protect, places(ranks, per_node), spans, **options)
+    assert ",".join(modes.names) == expected
+    assert len(left_out) == len(told) and all(part in text for part, text in zip(told, left_out, strict=True))
+
+
+@pytest.mark.parametrize("options", [{"peer_losses": 2}, {"peer_losses": 9, "peer_code": "rs"}, {"peer_group": 1}])
+def test_settings_that_no_number_of_nodes_makes_work_stay_errors(options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="peer_"):
+        possible_modes("peer", places(8, 2), False, **options)
