@@ -15,7 +15,7 @@ LOUD = frozenset(
     {
         "snapshot_error", "turned_off", "replicas_differ", "fallback", "lost", "not_derived", "older_than_storage",
         "shares_kept", "no_budget", "hang", "smp_error", "smp_restarted", "not_protected",
-        "not_covered", "corrupt", "peer_lost", "peer_refused",
+        "not_covered", "corrupt", "peer_lost", "peer_refused", "protection_lessened",
     }
 )  # fmt: skip
 

@@ -192,7 +192,6 @@ class Protection:
             if reason not in self._left_out:
                 self._left_out.add(reason)
                 self._events.emit("protection_lessened", reason=reason)
-                self._events.tell(f"less is protected than was asked for: {reason}")
         return modes
 
     def _packages(self, holdings: list[Holding]) -> dict[str, list[str]]:

@@ -86,8 +86,13 @@ def prune(node_dir: Path, shards: Collection[str], marks: Collection[Snapshot], 
 
 
 def prune_covered(node_dir: Path, marks: Collection[Snapshot], target: Snapshot) -> None:
-    """After ``target`` was covered: it stays, and what is marked as protected."""
-    package.prune(node_dir, {_key(snapshot) for snapshot in (*marks, target)})
+    """After ``target`` was covered: it stays, and what is marked as protected.
+
+    Without a mark all stays that ``prune`` left: until all nodes have covered the target, what a lost node would be
+    brought back to is a snapshot of another layout or of other shares, which these arenas do not name.
+    """
+    if marks:
+        package.prune(node_dir, {_key(snapshot) for snapshot in (*marks, target)})
 
 
 def _key(snapshot: Snapshot) -> tuple[str, int]:

@@ -13,7 +13,7 @@ from smp_nodes import LINEAGE, Node, Smp, check_parity, describe, fill, flip, pa
 
 from ftckpt.arena.checks import CheckState
 from ftckpt.arena.control import SlotState
-from ftckpt.arena.package import load, mirror_dir
+from ftckpt.arena.package import load, mirror_dir, package_path
 from ftckpt.arena.segment import Arena, slot_name
 from ftckpt.capture.node_budget import NodeBudget
 from ftckpt.errors import SmpError
@@ -387,6 +387,22 @@ def test_packages_go_when_the_next_target_is_covered_and_not_before(
         until(lambda: kept_iterations(node) == {iteration}, "what was before goes")  # noqa: B023
     assert {iteration for iteration, _ in seen} == {2, 3}
     assert all(kept == {iteration - 1, iteration} for iteration, kept in seen)
+
+
+def test_packages_of_another_layout_stay_until_a_snapshot_in_this_one_is_protected(node: Node, smp: Smp) -> None:
+    """Another node may not have covered the target yet; were it lost now, they would be what brings it back."""
+    old = package_path(node.dir, "tp1-dp0", b"o" * 16, 4)
+    old.parent.mkdir(exist_ok=True)
+    old.write_bytes(b"a package")
+    smp.start()
+    for iteration, kept in ((5, {4, 5}), (6, {5, 6})):
+        node.snapshot(iteration % 3, iteration)
+        node.target(iteration)
+        until(lambda: node.covered(iteration), "covered")  # noqa: B023
+        until(lambda: kept_iterations(node) == kept, "what can go has gone")  # noqa: B023
+        time.sleep(0.2)
+        assert kept_iterations(node) == kept
+        node.protected(iteration)
 
 
 @pytest.mark.parametrize("delay_secs", [0.0, 0.01, 0.03, 0.06, 0.1, 0.2])
