@@ -77,8 +77,8 @@ class ArenaSource(Source):
     """The newest snapshot, or that of ``iteration``, that all shards of its layout have in ``paths``.
 
     ``paths`` are directories of nodes or of whole jobs, or copies of them, which together hold every shard.
-    ``roles`` are those to be read, None means all. ``precision`` is the type of weights that are casts of their
-    masters, where the snapshot does not say it (``BF16``).
+    ``roles`` are those to be read, None means all; weights bring the masters that they are casts of. ``precision``
+    is the type of weights that are casts of their masters, where the snapshot does not say it (``BF16``).
 
     Raises:
         ConvertError: no snapshot is whole, a shard is missing or damaged, arenas disagree on the layout, or the ranks
@@ -97,7 +97,8 @@ class ArenaSource(Source):
         try:
             problems = self._open(paths)
             self._slots = _choose(self._arenas, iteration, problems, paths)
-            self._catalog, self._entries = self._make_catalog(roles, precision)
+            read = {*roles, "master"} if roles is not None and "weight" in roles else roles
+            self._catalog, self._entries = self._make_catalog(read, precision)
         except BaseException:
             self.close()
             raise
@@ -116,6 +117,10 @@ class ArenaSource(Source):
         for slot in self._slots.values():
             if slot.touched:
                 slot.check()
+
+    def fingerprint(self) -> str:
+        """See Source: the lineage, and what was written into each slot when."""
+        return ",".join(sorted({f"{slot.key[0].hex()}:{slot.key[2]}" for slot in self._slots.values()}))
 
     def close(self) -> None:
         """See Source."""

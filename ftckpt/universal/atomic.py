@@ -27,9 +27,14 @@ class Destination:
 
     A killed process leaves ``partial``, in which every file that has its own name is complete and on the disk.
     Constructing touches nothing.
+
+    Raises:
+        ConvertError: ``path`` has no name, as the working directory.
     """
 
     def __init__(self, path: Path) -> None:
+        if not path.name:
+            raise ConvertError(f"{path}: exists; name a directory that is to be made")
         self.path = path
         self.partial = path.with_name(path.name + PARTIAL)
         self._lock = -1

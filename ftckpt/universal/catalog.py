@@ -7,15 +7,17 @@ Keys are ``ROLE/LOGICAL``: ``weight/``, ``master/``, one per optimizer state (``
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
 from ftckpt.state.fragment import DTYPE_BYTES, Fragment, Shape
-from ftckpt.universal.atomic import Destination
+from ftckpt.universal.atomic import Destination, explained
 
 Bytes = npt.NDArray[np.uint8]
 """One dimension, row-major elements in little-endian order: numpy has no bfloat16, and nothing here computes."""
@@ -70,9 +72,26 @@ class Source(Protocol):
         """
         return
 
+    def fingerprint(self) -> str:
+        """Which bytes these are, beside what the catalog says: another text where files were replaced since.
+
+        Of a source that has none it is empty.
+        """
+        return ""
+
     def close(self) -> None:
         """Unmap all."""
         ...
+
+
+def fingerprint_of(files: Iterable[Path]) -> str:
+    """Of the names, sizes and times of change of ``files``. Raises ConvertError where one is not there."""
+    digest = xxhash.xxh3_128()
+    for file in sorted(files):
+        with explained(file):
+            status = file.stat()
+        digest.update(repr((file.name, status.st_size, status.st_mtime_ns)).encode())
+    return digest.hexdigest()
 
 
 @dataclass(frozen=True, order=True)

@@ -112,7 +112,7 @@ def run(conversion: Conversion, options: Options, on_bytes: OnBytes = lambda nby
     sink = conversion.sink
     journal = Journal(sink.destination, _identity(conversion, options))
     report = partial(Report, len(conversion.tensors), len(conversion.units))
-    if journal.already_done():
+    if journal.already_done(unit.name for unit in conversion.units):
         journal.end()
         return report(len(conversion.units), 0, time.monotonic() - began)
     _check_memory(conversion, options)
@@ -151,7 +151,7 @@ def _selected(
     known = {_role(tensor.key) for tensor in every}
     if not roles <= known:
         told = ", ".join(sorted(roles - known))
-        raise ConvertError(f"--roles: the source has no {told}; it has {', '.join(sorted(known))}")
+        raise ConvertError(f"--roles: the source has no {told}; it has {', '.join(sorted(known)) or 'others'}")
     wanted = {tensor.key: tensor for tensor in every if _role(tensor.key) in roles}
     if {"weight", "master"} <= roles:
         stored = [tensor for tensor in filler.tensors if tensor.key in wanted]
@@ -176,6 +176,7 @@ def _identity(conversion: Conversion, options: Options) -> dict[str, str]:
         "iteration": str(catalog.iteration),
         "origin": catalog.origin,
         "contents of the source": digest.hexdigest(),
+        "state of the source's files": conversion.source.fingerprint(),
         "roles": ",".join(sorted(options.roles)) if options.roles is not None else "all",
         "files": xxhash.xxh3_64_hexdigest(repr(conversion.units).encode()),
     }

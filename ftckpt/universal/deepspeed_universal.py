@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
@@ -15,7 +16,7 @@ from ftckpt.errors import ConvertError
 from ftckpt.state.fragment import Box, Fragment, Shape
 from ftckpt.universal import pickles
 from ftckpt.universal.atomic import PARTIAL
-from ftckpt.universal.catalog import Bytes, Catalog, Source
+from ftckpt.universal.catalog import Bytes, Catalog, Source, fingerprint_of
 from ftckpt.universal.deepspeed_files import LATEST_UNIVERSAL, load_mapping, load_value, tag_directory
 from ftckpt.universal.deepspeed_pipeline import flat_module
 from ftckpt.universal.deepspeed_values import TORCH_DTYPES, dtype_name, objects_of, precision
@@ -25,7 +26,7 @@ OPTIMIZER = "optimizer_state.pt"
 MASTER_FILE = "fp32"
 PARAM = "param"
 WEIGHT_DTYPE = "weight_dtype"
-"""Beside a frozen parameter, which DeepSpeed wants in 32 bits: what it was before."""
+"""Beside a weight without a master, which DeepSpeed wants in 32 bits: what it was before."""
 _MOST_OPEN = 64
 """Files that are kept mapped; a large model has tens of thousands."""
 
@@ -114,6 +115,10 @@ class DeepSpeedUniversalSource(Source):
         """The file that a fragment lies in."""
         return self._stored[index].path
 
+    def fingerprint(self) -> str:
+        """See Source."""
+        return fingerprint_of([self._state_path, *(self._path / ZERO).glob("**/*.pt")])
+
     def close(self) -> None:
         """See Source."""
         with self._guard:
@@ -124,8 +129,12 @@ class DeepSpeedUniversalSource(Source):
         module = dict(flat_module(self._state_path, self._state.get("module") or {}))
         for name in sorted(buffers & module.keys()):
             yield _fragment("buffer", name, module[name], None), _Stored(self._state_path, name)
-        for folder in sorted((self._path / ZERO).iterdir()):
-            if folder.is_dir() and folder.name not in buffers:
+        folders = [folder for folder in sorted((self._path / ZERO).iterdir()) if folder.is_dir()]
+        absent = sorted(self._shapes.keys() - {folder.name for folder in folders})
+        if absent:
+            raise ConvertError(f"{self._path / ZERO / absent[0]}: is missing, {len(absent)} of such directories are")
+        for folder in folders:
+            if folder.name not in buffers:
                 yield from self._of_parameter(folder, module.get(folder.name))
 
     def _of_parameter(self, folder: Path, weight: torch.Tensor | None) -> Iterator[tuple[Fragment, _Stored]]:
@@ -136,16 +145,17 @@ class DeepSpeedUniversalSource(Source):
         value = self._value(files[MASTER_FILE])
         if isinstance(value, Mapping):
             self._parameters[name] = {key: item for key, item in value.items() if key != PARAM}
-        shape = self._shapes.get(name) if master.dim() == 1 else None
-        if not (files.keys() - {MASTER_FILE}) and self._shapes and name not in self._shapes:
-            if weight is not None and tuple(weight.shape) == tuple(master.shape):
-                yield _fragment("weight", name, weight, None), _Stored(self._state_path, name)
-                return
-            said = TORCH_DTYPES.get(self._parameters.get(name, {}).pop(WEIGHT_DTYPE, ""))
-            stored = _Stored(files[MASTER_FILE], "", dtype=said)
-            yield _fragment("weight", name, self._tensor(stored), None), stored
+        shape = self._shapes.get(name, ())
+        # Whole and flattened under ZeRO 3; that of a rank's part says nothing of a whole tensor of one dimension.
+        shape = shape if master.dim() == 1 and math.prod(shape) == master.numel() else tuple(master.shape)
+        said = self._parameters.get(name, {}).pop(WEIGHT_DTYPE, "")
+        is_frozen = not (files.keys() - {MASTER_FILE}) and bool(self._shapes) and name not in self._shapes
+        if is_frozen and weight is not None and tuple(weight.shape) == tuple(master.shape):
+            yield _fragment("weight", name, weight, None), _Stored(self._state_path, name)
             return
-        yield _fragment("master", name, master, shape), _Stored(files[MASTER_FILE], "")
+        stored = _Stored(files[MASTER_FILE], "", dtype=TORCH_DTYPES.get(said))
+        role = "weight" if said or is_frozen else "master"
+        yield _fragment(role, name, self._tensor(stored), shape), stored
         for role in sorted(files.keys() - {MASTER_FILE, "step"}):
             tensor = self._tensor(_Stored(files[role], ""))
             if tensor.numel() != master.numel():

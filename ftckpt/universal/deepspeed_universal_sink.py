@@ -23,7 +23,7 @@ from ftckpt.universal.deepspeed_division import Division
 from ftckpt.universal.deepspeed_files import LATEST_UNIVERSAL
 from ftckpt.universal.deepspeed_universal import MASTER_FILE, OPTIMIZER, PARAM, WEIGHT_DTYPE, ZERO
 from ftckpt.universal.deepspeed_values import TORCH_DTYPES
-from ftckpt.universal.derived import cast
+from ftckpt.universal.derived import WEIGHT, cast
 from ftckpt.universal.torch_file import save_streamed
 from ftckpt.universal.writer import STRIP_BYTES, strips
 
@@ -123,8 +123,8 @@ class DeepSpeedUniversalSink:
             raise ValueError("write before plan")
         name = unit.name.split("/")[2]
         found: dict[str, Any] = restored(self._division.of(name))
-        dtype = unit.parts[0].tensor.dtype
-        return {**found, WEIGHT_DTYPE: dtype} if name in self._frozen and dtype != "F32" else found
+        tensor = unit.parts[0].tensor
+        return {**found, WEIGHT_DTYPE: tensor.dtype} if tensor.key.startswith(WEIGHT) else found
 
     def _step_value(self, unit: Unit, get: Get) -> Any:
         """A number where the optimizer keeps one: those that are compiled take no tensor."""

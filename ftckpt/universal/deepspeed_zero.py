@@ -17,7 +17,7 @@ import torch
 
 from ftckpt.errors import ConvertError
 from ftckpt.state.fragment import Box, Fragment, Shape
-from ftckpt.universal.catalog import Bytes, Catalog, Source
+from ftckpt.universal.catalog import Bytes, Catalog, Source, fingerprint_of
 from ftckpt.universal.deepspeed_files import Files, find_files, is_deepspeed
 from ftckpt.universal.deepspeed_partitions import Held, read_partitions
 from ftckpt.universal.deepspeed_patterns import place_by_info, whole
@@ -103,6 +103,10 @@ class DeepSpeedSource(Source):
     def where(self, index: int) -> Path:
         """The file that a fragment lies in."""
         return self._paths[index]
+
+    def fingerprint(self) -> str:
+        """See Source."""
+        return fingerprint_of(path for kind in self._files.kinds for _, path in self._files.of(kind))
 
     def close(self) -> None:
         """See Source."""

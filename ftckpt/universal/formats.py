@@ -52,7 +52,9 @@ class _Reader(NamedTuple):
 _READERS = {
     "universal": _Reader(reader.recognises, lambda paths, request: UniversalSource(paths[0])),
     "ftckpt": _Reader(
-        arenas.recognises, lambda paths, request: ArenaSource(paths, request.iteration), frozenset({"iteration"})
+        arenas.recognises,
+        lambda paths, request: ArenaSource(paths, request.iteration, request.roles),
+        frozenset({"iteration"}),
     ),
     "megatron-dist": _Reader(
         megatron_dist.recognises,
@@ -84,6 +86,11 @@ _SINKS: dict[str, Callable[[Path, int], Sink]] = {
 }
 
 
+_DAMAGES = (
+    ArithmeticError, AttributeError, LookupError, MemoryError, RecursionError, RuntimeError, TypeError, ValueError,
+)  # fmt: skip
+
+
 def open_source(paths: Sequence[Path], request: Request) -> Source:
     """The checkpoint that ``paths`` hold; several are directories of the nodes of one job.
 
@@ -93,7 +100,8 @@ def open_source(paths: Sequence[Path], request: Request) -> Source:
     for path in paths:
         if not path.exists():
             raise ConvertError(f"{path}: does not exist")
-        if path.name.endswith(PARTIAL):
+        whole = path.resolve()
+        if any(name.endswith(PARTIAL) for name in (path.name, whole.name, whole.parent.name)):
             raise ConvertError(f"{path}: was never completed; finish what writes it, or remove it")
     found = [format_of(path) for path in paths]
     if len(paths) > 1 and set(found) != {"ftckpt"}:
@@ -102,7 +110,11 @@ def open_source(paths: Sequence[Path], request: Request) -> Source:
     for name, option in (("spec", "--spec"), ("iteration", "--iteration")):
         if getattr(request, name) is not None and name not in opener.takes:
             raise ConvertError(f"{option}: means nothing for {paths[0]}, which is {found[0]}")
-    return opener.open(paths, request)
+    try:
+        return opener.open(paths, request)
+    except _DAMAGES as error:  # foreign files can say anything
+        told = f"{type(error).__name__}: {str(error)[:200]}"
+        raise ConvertError(f"{paths[0]}: is damaged, or is not what a {found[0]} checkpoint is: {told}") from error
 
 
 def format_of(path: Path) -> str:

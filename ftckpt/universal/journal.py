@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +31,15 @@ class Journal:
         self._identity = dict(identity)
         self._path = destination.partial.with_name(destination.partial.name + SUFFIX)
 
-    def already_done(self) -> bool:
-        """Whether the destination is whole and this very conversion made it, but was killed before it said so."""
-        return self._destination.path.is_dir() and self._lines()[:1] == [self._head()]
+    def already_done(self, names: Iterable[str]) -> bool:
+        """Whether the destination is whole and this very conversion made it, but was killed before it said so.
+
+        Then the partial one has become it, with all files ``names`` as they were finished.
+        """
+        path, lines = self._destination.path, self._lines()
+        if not path.is_dir() or self._destination.partial.exists() or lines[:1] != [self._head()]:
+            return False
+        return set(names) <= {line.get("file") for line in lines[1:] if _unchanged(path, line)}
 
     def begin(self) -> set[str]:
         """The names of files that are finished and unchanged; the destination has begun, and a journal is there.
@@ -59,7 +65,7 @@ class Journal:
                 f"{partial}: was begun with another {', '.join(differing) or 'version of ftckpt'}; "
                 f"use the same again, or remove it and {self._path.name} to start afresh"
             )
-        return {line["file"] for line in lines[1:] if self._unchanged(line)}
+        return {line["file"] for line in lines[1:] if _unchanged(partial, line)}
 
     def add(self, name: str) -> None:
         """The file ``name`` is finished."""
@@ -94,11 +100,13 @@ class Journal:
             lines += [value] if isinstance(value, dict) else []
         return lines
 
-    def _unchanged(self, line: Mapping[str, Any]) -> bool:
-        path = self._destination.partial / str(line.get("file"))
-        if not path.is_file() or path.stat().st_size != line.get("bytes"):
-            return False
-        return _measured(path) == (line["bytes"], line.get("xxh3-64"))
+
+def _unchanged(directory: Path, line: Mapping[str, Any]) -> bool:
+    """Whether the file that ``line`` tells of is in ``directory`` as it was when it was finished."""
+    path = directory / str(line.get("file"))
+    if not path.is_file() or path.stat().st_size != line.get("bytes"):
+        return False
+    return _measured(path) == (line["bytes"], line.get("xxh3-64"))
 
 
 def _measured(path: Path) -> tuple[int, str]:

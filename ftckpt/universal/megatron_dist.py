@@ -15,7 +15,7 @@ from ftckpt.errors import ConvertError
 from ftckpt.state.fragment import DTYPE_BYTES, Box, Fragment, Shape
 from ftckpt.universal import megatron_names as names
 from ftckpt.universal import pickles
-from ftckpt.universal.catalog import Bytes, Catalog, Source
+from ftckpt.universal.catalog import Bytes, Catalog, Source, fingerprint_of
 from ftckpt.universal.dcp import METADATA, Chunk, Directory, StoredTensor
 from ftckpt.universal.megatron_common import CONTENT, common_step, layout_of
 
@@ -118,6 +118,10 @@ class MegatronDistSource(Source):
         """The file that a fragment lies in."""
         chunk = self._reads[index].chunk
         return self.path / (COMMON if chunk is None else chunk.blob.file)
+
+    def fingerprint(self) -> str:
+        """See Source."""
+        return fingerprint_of(file for file in self.path.iterdir() if file.is_file())
 
     def close(self) -> None:
         """See Source."""

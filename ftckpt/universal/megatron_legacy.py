@@ -18,7 +18,7 @@ from ftckpt.errors import ConvertError
 from ftckpt.state.fragment import Box, Fragment
 from ftckpt.universal import megatron_names as names
 from ftckpt.universal import pickles
-from ftckpt.universal.catalog import Bytes, Catalog, Source
+from ftckpt.universal.catalog import Bytes, Catalog, Source, fingerprint_of
 from ftckpt.universal.dcp import DTYPES
 from ftckpt.universal.megatron_common import layout_of
 from ftckpt.universal.megatron_dist import TRACKER, iteration_directory
@@ -115,6 +115,10 @@ class MegatronLegacySource(Source):
     def where(self, index: int) -> Path:
         """The file that a fragment lies in."""
         return self._files[index]
+
+    def fingerprint(self) -> str:
+        """See Source."""
+        return fingerprint_of(self.path.glob("mp_rank_*/*.pt"))
 
     def close(self) -> None:
         """See Source."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import xxhash
@@ -35,19 +35,19 @@ def verify(
     pairs = [(tensor, found.pop(_weight(key) if plain else key, None)) for key, tensor in expected.items()]
     problems = [f"{one.key} is missing" for one, other in pairs if other is None]
     problems += [f"{key} is there, though the source has none" for key in found]
-    padded = conversion.catalog.padded & written.catalog.padded
+    said, found_iteration = conversion.catalog.iteration, written.catalog.iteration
+    if said != found_iteration and not plain:
+        problems.append(f"it is of iteration {found_iteration}, it was {said}")
     guard = threading.Lock()
 
     def compared(pair: tuple[Tensor, Tensor | None]) -> str:
         one, other = pair
         if other is None:
             return ""
-        rows = min(one.rows, other.rows) if one.key in padded else one.rows
-        alike = one.dtype == other.dtype and one.shape[1:] == other.shape[1:] and len(one.shape) == len(other.shape)
-        if not alike or (one.key not in padded and one.shape != other.shape):
+        if (one.dtype, one.shape) != (other.dtype, other.shape):
             told = f"{other.dtype} {list(other.shape)}, it was {one.dtype} {list(one.shape)}"
             return f"{one.key} is {told}"
-        if _checksum(one, rows, get) != _checksum(other, rows, filler.get):
+        if _checksum(one, get) != _checksum(other, filler.get):
             return f"{one.key} has other bytes"
         with guard:
             on_bytes(one.nbytes)
@@ -61,15 +61,11 @@ def verify(
     return len(pairs)
 
 
-def _checksum(tensor: Tensor, rows: int, get: Get) -> str:
+def _checksum(tensor: Tensor, get: Get) -> str:
     checksum = xxhash.xxh3_64()
-    for first, last in _strips(tensor, rows):
+    for first, last in strips(Part.whole(tensor)):
         checksum.update(get(tensor, first, last).data)
     return checksum.hexdigest()
-
-
-def _strips(tensor: Tensor, rows: int) -> Iterator[tuple[int, int]]:
-    return strips(Part(tensor, 0, rows))
 
 
 def _weight(key: str) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 from ftckpt.errors import ConvertError
 from ftckpt.state.fragment import Box, Fragment
 from ftckpt.universal.atomic import explained
-from ftckpt.universal.catalog import Bytes, Catalog, Source
+from ftckpt.universal.catalog import Bytes, Catalog, Source, fingerprint_of
 from ftckpt.universal.layout_files import Entry, parse_header
 from ftckpt.universal.reader import map_file
 
@@ -28,6 +28,7 @@ class WeightsSource(Source):
     """
 
     def __init__(self, path: Path) -> None:
+        self._path = path
         self._data: dict[str, Bytes] = {}
         self._entries: list[tuple[str, Entry]] = []
         fragments = []
@@ -50,6 +51,10 @@ class WeightsSource(Source):
         """See Source."""
         file, (_, _, begin, end) = self._entries[index]
         return self._data[file][begin:end]
+
+    def fingerprint(self) -> str:
+        """See Source."""
+        return fingerprint_of(self._path / file for file in self._data)
 
     def close(self) -> None:
         """See Source."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -81,6 +83,7 @@ def test_a_dry_run_writes_nothing(source: Path, tmp_path: Path, capsys: pytest.C
         (["empty", "out"], "empty: is no checkpoint that is known here; known are universal"),
         (["source.partial", "out"], "was never completed"),
         (["source", "empty"], "empty: exists; remove it"),
+        (["source", "."], ".: exists; name a directory"),
         (["source", "out", "--spec", "gpt"], "--spec: means nothing for"),
         (["source", "out", "--iteration", "3"], "--iteration: means nothing for"),
         (["source", "out", "--set", "a=1"], "--set: is for variables of a specification"),
@@ -144,14 +147,109 @@ def test_verification_finds_whatever_differs(tmp_path: Path) -> None:
     assert "is: weight/more is there, though the source has none" in against({**tensors, "weight/more": other})
 
 
-def test_verification_compares_the_rows_that_a_vocabulary_has_in_both(tmp_path: Path) -> None:
+def test_verification_misses_rows_of_a_vocabulary_and_another_iteration(tmp_path: Path) -> None:
     whole, less = {"weight/e": array((8, 2))}, {"weight/e": array((8, 2))[:6]}
     padded = frozenset({"weight/e"})
     conversion = prepare(Memory(whole, wholes(whole), padded=padded), UniversalSink(tmp_path / "x"), Options())
-    assert verify(conversion, Memory(less, wholes(less), padded=padded), 1) == 1
-    less["weight/e"] = less["weight/e"] * 2
-    with pytest.raises(ConvertError, match="weight/e has other bytes"):
+    with pytest.raises(ConvertError, match=r"weight/e is F32 \[6, 2\], it was F32 \[8, 2\]"):
         verify(conversion, Memory(less, wholes(less), padded=padded), 1)
+    other = Memory(whole, wholes(whole), padded=padded)
+    assert verify(conversion, other, 1) == 1
+    other._catalog = dataclasses.replace(other.catalog, iteration=8)
+    with pytest.raises(ConvertError, match="it is of iteration 8, it was 7"):
+        verify(conversion, other, 1)
+
+
+def broken_off_after(files: int, monkeypatch: pytest.MonkeyPatch, *words: object) -> None:
+    write, left = UniversalSink.write, list(range(files))
+
+    def few(sink: UniversalSink, unit: Unit, get: Get) -> None:
+        if not left:
+            raise ConvertError("broken off")
+        left.pop()
+        write(sink, unit, get)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(UniversalSink, "write", few)
+        assert main(["convert", *map(str, words), "--max-file", "100", "--workers", "1"]) == 2
+
+
+def test_a_destination_that_somebody_else_made_is_not_taken_for_the_finished_one(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    broken_off_after(1, monkeypatch, source, tmp_path / "out")
+    words = (source, tmp_path / "out", "--max-file", 100)
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "notes").write_text("mine")
+    assert "out: exists; remove it" in ftckpt(capsys, *words)[2]
+    (tmp_path / "out.partial").rename(tmp_path / "aside")
+    assert "out: exists; remove it" in ftckpt(capsys, *words)[2]
+    (tmp_path / "aside").rename(tmp_path / "out.partial")
+    (tmp_path / "out" / "notes").unlink()
+    (tmp_path / "out").rmdir()
+    status, out, _ = ftckpt(capsys, *words, "--verify")
+    assert status == 0 and "1 of them from before" in out
+
+
+def changed_universal(path: Path) -> None:
+    shutil.rmtree(path)
+    tensors = {**model(3), "weight/layers.0.weight": array((8, 5), seed=9), "buffer/bias": array((4,), seed=8)}
+    changed = {key: value + 1 for key, value in tensors.items()}
+    convert(Memory(changed, wholes(changed)), UniversalSink(path, 400), Options())
+
+
+def changed_weights(path: Path) -> None:
+    file = sorted(path.glob("*.safetensors"))[-1]
+    data = bytearray(file.read_bytes())
+    data[-4:] = b"\0\0\0\0"
+    file.write_bytes(data)
+
+
+@pytest.mark.parametrize("to", ["universal", "safetensors"])
+def test_two_inputs_are_never_mixed(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], to: str
+) -> None:
+    """The source was replaced by one of the same names and shapes since the conversion was broken off."""
+    roles = ("--roles", "weight,buffer") if to == "safetensors" else ()
+    assert ftckpt(capsys, source, tmp_path / "one", "--to", to, *roles)[0] == 0
+    words = (tmp_path / "one", tmp_path / "out")
+    broken_off_after(1, monkeypatch, *words)
+    (changed_universal if to == "universal" else changed_weights)(tmp_path / "one")
+    status, _, err = ftckpt(capsys, *words, "--max-file", 100)
+    assert status == 2 and "was begun with another" in err and "state of the source's files" in err
+
+
+def test_parts_of_a_partial_checkpoint_are_not_read(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert ftckpt(capsys, source, tmp_path / "ds", "--to", "deepspeed-universal", "--roles", "master,exp_avg")[0] == 0
+    (tmp_path / "ds").rename(tmp_path / "ds.partial")
+    folder = tmp_path / "ds.partial" / "global_step7"
+    assert "was never completed" in ftckpt(capsys, folder, tmp_path / "out")[2]
+    monkeypatch.chdir(folder)
+    assert "was never completed" in ftckpt(capsys, ".", tmp_path / "out")[2]
+
+
+def test_a_missing_parameter_of_a_universal_checkpoint_of_deepspeed_is_named(
+    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert ftckpt(capsys, source, tmp_path / "ds", "--to", "deepspeed-universal", "--roles", "master,exp_avg")[0] == 0
+    shutil.rmtree(tmp_path / "ds" / "global_step7" / "zero" / "layers.1.weight")
+    assert "zero/layers.1.weight: is missing" in ftckpt(capsys, tmp_path / "ds", tmp_path / "out")[2]
+
+
+@pytest.mark.parametrize("roles", ["weight", "weight,exp_avg"])
+def test_weights_without_masters_come_back_from_deepspeed_as_they_were(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], roles: str
+) -> None:
+    tensors = {"weight/a": array((8, 5)), "weight/b": array((4,)), "exp_avg/a": array((8, 5), seed=2)}
+    convert(Memory(tensors, wholes(tensors)), UniversalSink(tmp_path / "one"), Options())
+    words = (tmp_path / "one", tmp_path / "ds", "--to", "deepspeed-universal", "--roles", roles, "--verify")
+    status, out, err = ftckpt(capsys, *words)
+    assert status == 0 and f"verified {2 if roles == 'weight' else 3} tensors" in out, err
+    assert ftckpt(capsys, tmp_path / "ds", tmp_path / "back")[0] == 0
+    kept = {key: value.tobytes() for key, value in tensors.items() if key.partition("/")[0] in roles.split(",")}
+    assert read_all(tmp_path / "back") == kept
 
 
 def test_weights_in_files_that_do_not_agree_with_their_index(tmp_path: Path) -> None:
