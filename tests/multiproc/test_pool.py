@@ -134,7 +134,8 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_a_killed_test_run_leaves_no_rank() -> None:
-    here, folder = Path(__file__).resolve(), Path(tempfile.mkdtemp())  # sockets lie there, whose paths must be short
+    # Sockets lie there, whose paths must be short.
+    here, folder = Path(__file__).resolve(), Path(tempfile.mkdtemp(dir="/tmp"))
     path = os.pathsep.join([str(here.parents[2]), str(here.parent)])
     run = subprocess.run(
         [sys.executable, "-c", ABANDON],
