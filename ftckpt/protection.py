@@ -156,6 +156,8 @@ class Protection:
         place = self._topology.ranks_on(me.node).index(self._topology.rank)
         if self._pulse is None:
             self._pulse = Pulse.open(node_dir, place, self._topology.rank)
+            if leads:
+                self._pulse.forget_others(len(self._topology.ranks_on(me.node)))
         mine = Holding.of(arena.image, me.node, self._config.rack, arena.path.name)
         holdings = [Holding.from_json(json.loads(d)) for d in self._group.gather(json.dumps(mine.to_json()).encode())]
         in_slots = slot_groups(holdings)

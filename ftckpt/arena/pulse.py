@@ -163,6 +163,14 @@ class Pulse:
         """The SMP ends."""
         self._words[_SMP * _ENTRY_WORDS + _OWNER] = 0
 
+    def forget_others(self, num_ranks: int) -> None:
+        """The node has ``num_ranks`` ranks now: entries of further places are of an earlier start with more.
+
+        For the one process that holds the job's lock on this node: none of those can still train.
+        """
+        for word in range(num_ranks * _ENTRY_WORDS, MAX_PLACES * _ENTRY_WORDS):
+            self._words[word] = 0
+
     def _enter(self, base: int, number: int) -> None:
         owner = owner_word(os.getpid())
         for word in range(_ENTRY_WORDS):

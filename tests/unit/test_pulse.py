@@ -16,6 +16,7 @@ import pytest
 
 from ftckpt.arena.directory import PULSE_NAME
 from ftckpt.arena.pulse import Pulse, SmpState
+from ftckpt.smp.hangs import HangWatch
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -162,3 +163,20 @@ def test_a_beat_takes_microseconds(arena_root: Path) -> None:
             pulse.beat(1, "forward")
         took.append((time.perf_counter() - begin) / 1000)
     assert statistics.median(took) < 20e-6, f"{statistics.median(took) * 1e6:.1f} us"
+
+
+def test_ranks_that_are_no_more_are_forgotten(arena_root: Path) -> None:
+    """In another pid namespace nobody could tell that they do not live: a pod that came back with fewer ranks."""
+    for place in range(4):
+        Pulse.open(arena_root, place, place).beat(7, "optimizer")
+    words(arena_root)[:4, 1] += 1
+    smp = Pulse.open(arena_root, None)
+    smp.beat_smp(SmpState.GUARDING, digest=5)
+    mine = Pulse.open(arena_root, 0, 0)
+    now_ns = time.monotonic_ns() + int(60e9)
+    assert HangWatch().look(smp.ranks(), 30.0, now_ns), "taken for ranks that have begun and stand still"
+    mine.forget_others(2)
+    assert [pulse.place for pulse in smp.ranks()] == [0, 1]
+    Pulse.open(arena_root, 1, 1)
+    assert not HangWatch().look(smp.ranks(), 30.0, now_ns), "the first iteration may take any time"
+    assert mine.smp_guards(5) and mine.smp_alive(60.0)
