@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -9,9 +10,11 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 from jobs import TINY
 
 from ftckpt.config import Config
+from ftckpt.state import objects
 from ftckpt.state.fragment import Fragment
 
 ITERATION = 3
@@ -82,16 +85,21 @@ class Layout:
 
 @dataclass(frozen=True)
 class Check:
-    """What a target found: ``problems`` in words, and how much it compared."""
+    """What a target found: ``problems`` in words, and how much it compared.
+
+    ``generators``: of each random generator, a digest of its state as the job seeded it, and after the restart.
+    """
 
     problems: list[str]
     start: int | None
     elements: int
+    generators: dict[str, tuple[int, int]]
     loss: float | None = None
 
 
 def build(layout: Layout, model: Model, seed: int, argv: Sequence[str] = ()) -> Any:
     """The job of launch/train_gpt.py in a layout that script cannot name; torch.distributed must be ready."""
+    import torch
     import train_gpt
     from megatron.core import parallel_state as mpu
     from megatron.core.distributed import finalize_model_grads
@@ -111,7 +119,9 @@ def build(layout: Layout, model: Model, seed: int, argv: Sequence[str] = ()) -> 
         expert_tensor_parallel_size=sizes.get("etp"),
         create_gloo_process_groups=False,
     )
-    model_parallel_cuda_manual_seed(seed + 100 * mpu.get_pipeline_model_parallel_rank())
+    seed += 100 * mpu.get_pipeline_model_parallel_rank()
+    for seeded in (random.seed, np.random.seed, torch.manual_seed, model_parallel_cuda_manual_seed):
+        seeded(seed)
     config = _config(train_gpt, args, model, sizes)
     train_gpt.block_spec = lambda args, config, stage: _spec(train_gpt, model, config, stage)
     chunks = train_gpt.build_model(args, config)
@@ -263,6 +273,11 @@ def attach(job: Any, settings: dict[str, Any], nodes: Sequence[str], rank: int) 
     return job.checkpointer
 
 
+def epsilon(group: dict[str, Any]) -> float:
+    """A hyperparameter that no scheduler sets, other for each kind of parameters."""
+    return EPSILON * (1 + float(group["wd_mult"]))
+
+
 def leave(rank: int, world_size: int, source: Layout, model: Model, settings: dict[str, Any]) -> str:
     """Leave a snapshot of the known state in ``source``'s layout; returns nothing but problems."""
     from ftckpt.megatron.state import MegatronState
@@ -272,7 +287,7 @@ def leave(rank: int, world_size: int, source: Layout, model: Model, settings: di
     checkpointer = attach(job, settings, ["node"], rank)
     assert checkpointer.restore() is None
     for group in job.optimizer.param_groups:
-        group["eps"] = EPSILON
+        group["eps"] = epsilon(group)
     job.scheduler.num_steps = 24
     job.data.consumed_samples = job.progress.consumed_samples = CONSUMED
     job.iteration = ITERATION
@@ -293,22 +308,36 @@ def _arrive(rank: int, source: Layout, model: Model, case: Case) -> Check:
     from megatron.core.tensor_parallel import random as megatron_random
 
     from ftckpt.megatron import hooks
+    from ftckpt.megatron.rng import derive_rng, save_rng
     from ftckpt.megatron.state import MegatronState
 
     layout, settings = case
     megatron_random.get_cuda_rng_tracker().reset()
     job = build(layout, model, seed=4321)
-    checkpointer = attach(job, settings, ["node"], rank)
+    job.scheduler.num_steps = 8  # of a script that has advanced it
+    seeded = save_rng()
+    checkpointer = attach(job, settings, ["node", "other", "other"], rank)
     start = checkpointer.restore()
+    generators = save_rng()
     rows = min(source.padded_vocabulary, layout.padded_vocabulary)
     described = MegatronState(job.model, job.optimizer, job.scheduler, {}).describe()
     problems, compared = wrong(described, rows)
     problems += parameters_wrong(job, rows)
     problems += _wrong_objects(job)
+    if digests(generators) != digests(derive_rng(seeded, ITERATION)):
+        problems.append("generators are not those that follow from the seeds and the iteration")
     loss = _train(job, checkpointer) if model.trains and layout.sizes["cp"] == 1 else None
     checkpointer.close()
     hooks.remove()
-    return Check(problems, start, compared, loss)
+    before, after = digests(seeded), digests(generators)
+    return Check(problems, start, compared, {name: (before[name], after[name]) for name in before}, loss)
+
+
+def digests(generators: dict[str, Any]) -> dict[str, int]:
+    """By the names of generators, of the state of each but torch's own: the stand-in for a device draws from that."""
+    flat = {**generators, **generators["tracker"]}
+    del flat["torch"], flat["tracker"]
+    return {name: xxhash.xxh3_64_intdigest(objects.encode({"": state})) for name, state in flat.items()}
 
 
 def _train(job: Any, checkpointer: Any) -> float | None:
@@ -325,7 +354,8 @@ def _wrong_objects(job: Any) -> list[str]:
         "scheduler": job.scheduler.num_steps,
         "data": job.data.consumed_samples,
         "progress": (job.progress.iteration, job.progress.consumed_samples),
-        "eps": {group["eps"] for group in job.optimizer.param_groups},
+        "eps": [group["eps"] for group in job.optimizer.param_groups],
     }
-    wanted = {"scheduler": 24, "data": CONSUMED, "progress": (ITERATION, CONSUMED), "eps": {EPSILON}}
+    wanted: dict[str, Any] = {"scheduler": 24, "data": CONSUMED, "progress": (ITERATION, CONSUMED)}
+    wanted["eps"] = [epsilon(group) for group in job.optimizer.param_groups]
     return [f"{name} is {found[name]}, not {wanted[name]}" for name in found if found[name] != wanted[name]]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import shutil
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,19 +53,26 @@ def root() -> Iterator[Path]:
     shutil.rmtree(path, ignore_errors=True)
 
 
+@pytest.fixture(scope="module")
+def chosen(request: pytest.FixtureRequest) -> list[dict[str, str]]:
+    """The pairs that are run: with -k not all of them."""
+    return [item.callspec.params for item in request.session.items if item.originalname == "test_reshape"]
+
+
 def settings_in(root: Path) -> dict[str, Any]:
-    return {"job": "test", "arena": str(root), "start_timeout_secs": 60.0, "lock_timeout_secs": 20.0}
+    small = {"chunk_mib": 0.0625, "objects_mib": 1, "slots": 2}
+    return {"job": "test", "arena": str(root), "start_timeout_secs": 60.0, "lock_timeout_secs": 20.0, **small}
 
 
-def reshape_all(root: Path, model: str, source: str) -> Found:
+def reshape_all(root: Path, model: str, source: str, targets: Sequence[str]) -> Found:
     """Leave one snapshot, and restore copies of it in each target; what each found, or how it failed."""
     made = root / f"{model}-{source.replace(':', '-')}"
     made.mkdir()
     layout = Layout(source)
     run_ranks(leave, layout.world_size, layout, MODELS[model], settings_in(made), timeout_secs=120)
     found: Found = {}
-    targets = sorted(map(Layout, MATRIX[model][source]), key=lambda target: target.world_size)
-    for size, group in itertools.groupby(targets, key=lambda target: target.world_size):
+    layouts = sorted(map(Layout, targets), key=lambda target: target.world_size)
+    for size, group in itertools.groupby(layouts, key=lambda target: target.world_size):
         cases = []
         for target in group:
             copy = root / f"{made.name}-{target.text.replace(':', '-')}"
@@ -86,10 +93,11 @@ def arrive_in(source: Layout, model: str, size: int, cases: list[Any]) -> Found:
 
 
 @pytest.mark.parametrize(("model", "source", "target"), PAIRS, ids=[f"{s} to {t} of {m}" for m, s, t in PAIRS])
-def test_reshape(root: Path, model: str, source: str, target: str) -> None:
+def test_reshape(root: Path, chosen: list[dict[str, str]], model: str, source: str, target: str) -> None:
     """The first pair of a source runs all of its targets: ranks are started once for each number of them."""
     if (model, source) not in _found:
-        _found[model, source] = reshape_all(root, model, source)
+        targets = [pair["target"] for pair in chosen if (pair["model"], pair["source"]) == (model, source)]
+        _found[model, source] = reshape_all(root, model, source, targets)
     found = _found[model, source][target]
     if isinstance(found, RankFailure):
         raise found
@@ -99,7 +107,18 @@ def test_reshape(root: Path, model: str, source: str, target: str) -> None:
     assert {check.start for check in checks} == {ITERATION}
     assert all(check.elements > 1000 for check in checks)
     assert not left, "arenas are left after the job has ended"
+    assert_generators(checks)
     assert_trained(checks, model, target)
+
+
+def assert_generators(checks: list[Check]) -> None:
+    """What the job seeded alike on two ranks stays alike, what it seeded differently differs, none is as seeded."""
+    for name in checks[0].generators:
+        pairs = {check.generators[name] for check in checks}
+        before, after = {seeded for seeded, _ in pairs}, {derived for _, derived in pairs}
+        assert len(pairs) == len(before) == len(after) and not before & after, name
+    for check in checks:
+        assert len({derived for _, derived in check.generators.values()}) == len(check.generators)
 
 
 NOISE = 5e-3
