@@ -23,6 +23,7 @@ Block = tuple[int, int, Sequence[int], Sequence[int], Sequence[int]]
 _UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 _FLOATS = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64}
 _MOST_NAMED = 5
+_AVERAGED_BYTES = 1 << 20
 
 
 class Filler:
@@ -56,7 +57,7 @@ class Filler:
         """
         need = _rows(tensor, first, last)
         if tensor.key in self._average:
-            return self._averaged(need)
+            return self._averaged(tensor, first, last)
         if tensor.key in self._copied:
             return self._filled_once(need)
         filled: Bytes | None = None
@@ -110,14 +111,24 @@ class Filler:
                 against = f" and {', '.join(others[:_MOST_NAMED])}" if others else ""
                 raise ConvertError(f"{need.key}: copies that must be equal differ: {self._where(index)}{against}")
 
-    def _averaged(self, need: Fragment) -> Bytes:
-        if need.dtype not in _FLOATS:
-            raise ConvertError(f"{need.key}: elements of type {need.dtype} cannot be averaged")
+    def _averaged(self, tensor: Tensor, first: int, last: int) -> Bytes:
+        """Some rows at a time: sums have 64 bits an element."""
+        if tensor.dtype not in _FLOATS:
+            raise ConvertError(f"{tensor.key}: elements of type {tensor.dtype} cannot be averaged")
+        step = max(1, _AVERAGED_BYTES // max(1, tensor.row_bytes))
+        filled: Bytes = np.empty((last - first) * tensor.row_bytes, np.uint8)
+        for begin in range(first, last, step):
+            end = min(begin + step, last)
+            part = self._averaged_rows(_rows(tensor, begin, end))
+            filled[(begin - first) * tensor.row_bytes : (end - first) * tensor.row_bytes] = part
+        return filled
+
+    def _averaged_rows(self, need: Fragment) -> Bytes:
         total, count = np.zeros(need.numel), np.zeros(need.numel)
         for index, blocks in self._touching(need):
-            held = _to_float(self._source.read(index), need.dtype)
+            held = _items(self._source.read(index), need.item_bytes)
             for begin, at, shape, source_strides, dest_strides in blocks:
-                more = _view(held, begin, shape, source_strides)
+                more = _to_float(_view(held, begin, shape, source_strides), need.dtype)
                 for sums, each in ((total, more), (count, 1)):
                     view = _view(sums, at, shape, dest_strides)
                     np.add(view, each, out=view)
@@ -206,7 +217,7 @@ def _view(items: Array, begin: int, shape: Sequence[int], strides: Sequence[int]
     return view
 
 
-def _to_float(data: Bytes, dtype: str) -> npt.NDArray[np.float64]:
-    copied = torch.from_numpy(np.array(data)).view(_FLOATS[dtype])
-    result: npt.NDArray[np.float64] = copied.to(torch.float64).numpy()
+def _to_float(items: Array, dtype: str) -> npt.NDArray[np.float64]:
+    copied = torch.from_numpy(np.array(items).reshape(-1).view(np.uint8)).view(_FLOATS[dtype])
+    result: npt.NDArray[np.float64] = copied.to(torch.float64).numpy().reshape(items.shape)
     return result

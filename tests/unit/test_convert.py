@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import tracemalloc
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -205,6 +206,22 @@ def test_copies_to_be_averaged_are(tmp_path: Path) -> None:
     source.changed = {1: np.float32([2, 2, 5, 4]), 2: np.float32([3, 2, 7, 4])}
     convert(source, UniversalSink(tmp_path / "out"), Options())
     assert np.frombuffer(read_all(tmp_path / "out")["weight/norm"], np.float32).tolist() == [2, 2, 5, 4]
+
+
+def test_some_rows_of_large_copies_are_averaged_in_little_memory() -> None:
+    tensors = {"weight/x": array((2048, 4096))}
+    source = Memory(tensors, [*wholes(tensors), *halves(tensors)], average=frozenset({"weight/x"}))
+    filler = Filler(source)
+    source.changed[0] = (tensors["weight/x"] + 2).reshape(-1)
+    tracemalloc.start()
+    try:
+        found = filler.get(filler.tensors[0], 900, 1100)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 16 << 20 < filler.tensors[0].nbytes
+    expected = (tensors["weight/x"][900:1100].astype(np.float64) + (tensors["weight/x"] + 2)[900:1100]) / 2
+    assert found.tobytes() == expected.astype(np.float32).tobytes()
 
 
 def test_bfloat16_copies_are_averaged_in_more_bits(tmp_path: Path) -> None:
