@@ -93,7 +93,7 @@ def split(draw: Any, whole: Tensors) -> list[Description]:
     return [Description(tuple(pieces), ()) for pieces in ranks]
 
 
-@settings(max_examples=60)
+@settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_every_split_has_the_same_digest(data: st.DataObject) -> None:
     whole = data.draw(tensors())
@@ -102,7 +102,7 @@ def test_every_split_has_the_same_digest(data: st.DataObject) -> None:
     assert {key: count for key, (count, _) in found.items()} == {key: v.size for key, (_, v) in whole.items()}
 
 
-@settings(max_examples=60)
+@settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_one_bit_or_two_elements_in_each_others_place_are_seen(data: st.DataObject) -> None:
     whole = data.draw(tensors())
