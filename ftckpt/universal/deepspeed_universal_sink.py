@@ -75,7 +75,8 @@ class DeepSpeedUniversalSink:
     def memory(self, unit: Unit) -> int:
         """Bytes that ``write`` takes at most."""
         rows = max((part.tensor.row_bytes for part in unit.parts), default=0)
-        return min(3 * max(STRIP_BYTES, rows), 4 * unit.nbytes) if self._is_streamed(unit) else 3 * unit.nbytes
+        # What is put together in memory is there as rows, tensor, archive, and the part of it that is being renamed.
+        return min(3 * max(STRIP_BYTES, rows), 4 * unit.nbytes) if self._is_streamed(unit) else 5 * unit.nbytes
 
     def write(self, unit: Unit, get: Get) -> None:
         """See Sink."""

@@ -19,6 +19,7 @@ from ftckpt.state import objects
 from ftckpt.state.fragment import Box, Fragment
 from ftckpt.state.manifest import Manifest, Section
 from ftckpt.universal.arenas import ArenaSource, recognises
+from ftckpt.universal.formats import Request, open_source
 
 LINEAGE = b"l" * 16
 LAYOUT = {"tp": 2, "dp": 2}
@@ -158,6 +159,19 @@ def test_types_of_weights_that_are_casts(tmp_path: Path) -> None:
     assert ArenaSource([path], precision="BF16").catalog.derived == dict.fromkeys(casts, "BF16")
     only = ArenaSource([path], roles={"master"}).catalog
     assert only.derived == {} and {f.key.partition("/")[0] for f in only.fragments} == {"master"}
+    weights = open_source([path], Request(roles=frozenset({"weight"}))).catalog
+    assert weights.derived == casts and not any(f.key.startswith("buffer/") for f in weights.fragments)
+
+
+def test_snapshots_of_one_iteration_and_two_lineages_are_told_apart(tmp_path: Path) -> None:
+    path = job(tmp_path)
+    before = ArenaSource([path]).fingerprint()
+    assert before == ArenaSource([shutil.copytree(path, tmp_path / "copy")]).fingerprint()
+    for coords in SHARDS:
+        seal(arena_of(path, f"tp{coords['tp']}-dp{coords['dp']}"), 1, 5, lineage=b"m" * 16)
+    source = ArenaSource([path])
+    check(source, 5)
+    assert source.fingerprint() != before
 
 
 def test_a_type_that_is_not_known_is_not_guessed(tmp_path: Path) -> None:
