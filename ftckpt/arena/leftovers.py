@@ -52,9 +52,9 @@ def void_others(arena: Arena, keep: Snapshot | None) -> None:
             arena.control.void(slot)
 
 
-def reclaim(arena: Arena, keep: Snapshot | None) -> bool:
-    """Give back all slots that do not hold ``keep``; False if that was all of them, and the arena is gone."""
-    kept = holding(arena, keep)
+def reclaim(arena: Arena, *keep: Snapshot | None) -> bool:
+    """Give back all slots that hold none of ``keep``; False if that was all of them, and the arena is gone."""
+    kept = [slot for snapshot in keep for slot in holding(arena, snapshot)]
     if not kept:
         remove_arena(arena.path)
         return False
@@ -67,6 +67,9 @@ def reclaim(arena: Arena, keep: Snapshot | None) -> bool:
 def trim(path: Path, keep: Snapshot) -> bool:
     """As ``reclaim``, by path; an arena that cannot be read stays as it is.
 
+    What the arena says is protected is kept, too: were a node lost before a snapshot in the new arenas is protected,
+    ``keep`` could not be brought back.
+
     Raises:
         ArenaError: another process writes it.
     """
@@ -76,7 +79,7 @@ def trim(path: Path, keep: Snapshot) -> bool:
         return True
     with closing(arena):
         arena.lock(0)
-        return reclaim(arena, keep)
+        return reclaim(arena, keep, arena.control.protected())
 
 
 def remove_temporaries(node_dir: Path) -> None:

@@ -74,10 +74,10 @@ class NodeArenas:
         """The locked arena for ``manifest``: the one that is there, or a new one.
 
         ``holds_snapshot``: the arenas that are there hold the snapshot that the job would restart from.
-        ``keep`` is that snapshot. Where it is given, slots of old arenas that hold anything else are freed first, and
-        the arena may come back with fewer slots allocated than configured (one that can be written at least): as
-        many as keep the sum of this rank's slots, old ones that are left to it among them, at what is configured.
-        ``complete`` allocates the others. Without it all slots are allocated.
+        ``keep`` is that snapshot. Where it is given, slots of old arenas are freed first that hold neither it nor
+        what is protected, and the arena may come back with fewer slots allocated than configured (one that can be
+        written at least): as many as keep the sum of this rank's slots, old ones that are left to it among them, at
+        what is configured. ``complete`` allocates the others. Without it all slots are allocated.
 
         Raises:
             MemoryBudgetError: the node has no room for its ranks' new slots.

@@ -72,7 +72,8 @@ def prune(node_dir: Path, shards: Collection[str], marks: Collection[Snapshot], 
 
     Args:
         shards: of which the node keeps packages now. A snapshot with packages of others is one of another
-            layout; whether it is complete cannot be known, and it counts as such.
+            layout; whether it is complete cannot be known, and it counts as such. Without marks two of those are
+            kept: the newest may be one that was being protected.
         marks: snapshots marked as protected.
     """
     keep = {_key(snapshot) for snapshot in (*marks, target)}
@@ -82,7 +83,9 @@ def prune(node_dir: Path, shards: Collection[str], marks: Collection[Snapshot], 
     complete = [key for key, found in sets.items() if key not in keep and not found < set(shards)]
     most = package.MAX_SETS if marks else package.MAX_SETS - 1
     newest = sorted(complete, key=lambda key: key[1], reverse=True)
-    package.prune(node_dir, keep | set(newest[: max(0, most - len(keep))]))
+    kept = keep | set(newest[: max(0, most - len(keep))])
+    foreign = [key for key in newest if not sets[key] <= set(shards)] if not marks else []
+    package.prune(node_dir, kept | set(foreign[: package.MAX_SETS - 1]))
 
 
 def prune_covered(node_dir: Path, marks: Collection[Snapshot], target: Snapshot) -> None:

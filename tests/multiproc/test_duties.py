@@ -391,11 +391,12 @@ def test_packages_go_when_the_next_target_is_covered_and_not_before(
 
 def test_packages_of_another_layout_stay_until_a_snapshot_in_this_one_is_protected(node: Node, smp: Smp) -> None:
     """Another node may not have covered the target yet; were it lost now, they would be what brings it back."""
-    old = package_path(node.dir, "tp1-dp0", b"o" * 16, 4)
-    old.parent.mkdir(exist_ok=True)
-    old.write_bytes(b"a package")
+    for iteration in (2, 3, 4):  # the newest was not protected any more
+        old = package_path(node.dir, "tp1-dp0", b"o" * 16, iteration)
+        old.parent.mkdir(exist_ok=True)
+        old.write_bytes(b"a package")
     smp.start()
-    for iteration, kept in ((5, {4, 5}), (6, {5, 6})):
+    for iteration, kept in ((5, {3, 4, 5}), (6, {5, 6})):
         node.snapshot(iteration % 3, iteration)
         node.target(iteration)
         until(lambda: node.covered(iteration), "covered")  # noqa: B023

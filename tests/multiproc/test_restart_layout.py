@@ -454,6 +454,25 @@ def test_old_arenas_stay_until_a_snapshot_of_the_new_layout_is_protected(
 
 
 @pytest.mark.faults
+def test_a_node_that_is_lost_right_after_a_restart_in_another_layout(plan: dict[str, Any], arena_root: Path) -> None:
+    """The newest snapshot, from which that went on, was not protected: an older one is taken."""
+    plan |= {"protect": "peer", "slots": 4, "protect_interval": 1000, "layouts": "tp2dp2,dp3,tp2dp1"}
+    try:
+        run_ranks(train_until_protected, OLD.size, Attempt(OLD, settings=plan))
+        (protected,) = {event["iteration"] for event in events(plan, "protected")}
+        broken(Attempt(NEW, settings=plan, kill="all new arenas"))
+        (newest,) = {event["iteration"] for event in events(plan, "loaded")}
+        assert newest > protected
+        end_smp(arena_root / "ftckpt-test" / "n1", 10.0)
+        shutil.rmtree(arena_root / "ftckpt-test" / "n1")
+        ended = restarted(Attempt(Layout(tp=2, nodes=("n0", "n0")), 0, plan, ends=True))
+        assert {one.start for one in ended} == {protected}
+        assert list(arena_root.iterdir()) == [], "an ended job left something behind"
+    finally:
+        clean_job(arena_root, "test")
+
+
+@pytest.mark.faults
 def test_the_last_node_goes_on_without_the_protection_that_needs_two(plan: dict[str, Any], arena_root: Path) -> None:
     """Where layouts are listed; a job that starts on one node with such modes and no list has an error in them."""
     plan |= {"protect": "copy,peer", "slots": 3}
