@@ -71,6 +71,10 @@ class Spec:
         rules = {"": body["rules"]} if "rules" in body else fields_of(body["variants"], f"{origin}: variants")
         parsed = {name: _rules(found, f"{origin}: {name}" if name else origin) for name, found in rules.items()}
         variables = _variables(body.get("variables") or {}, f"{origin}: variables")
+        unknown = sorted(name for name in given or () if name not in variables and f"${name}" not in str(value))
+        if unknown:
+            told = f"known are {', '.join(sorted(variables)) or 'none'}"
+            raise SpecError(f"{origin}: no rule uses a variable {', '.join(unknown)}; {told}")
         return cls(origin, parsed.pop("", ()), parsed, variables, dict(given or {}))
 
     def resolve(self, names: Iterable[str], arguments: Mapping[str, Any]) -> Spec:

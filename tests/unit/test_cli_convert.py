@@ -90,6 +90,10 @@ def test_a_dry_run_writes_nothing(source: Path, tmp_path: Path, capsys: pytest.C
         (["source", "out", "--spec", "gpt", "--set", "a"], "'a' is not NAME=VALUE"),
         (["source", "out", "--spec", "nothing"], "nothing: no such file, nor is it one of bloom"),
         (
+            ["source", "out", "--spec", "llama", "--set", "kv_hads=2"],
+            "llama: no rule uses a variable kv_hads; known are",
+        ),
+        (
             ["source", "out", "--roles", "weights"],
             "the source has no weights; it has buffer, exp_avg, master, weight",
         ),
