@@ -234,6 +234,14 @@ def test_parts_of_a_partial_checkpoint_are_not_read(
     assert "was never completed" in ftckpt(capsys, ".", tmp_path / "out")[2]
 
 
+def test_a_file_that_is_not_what_it_should_be_is_an_error_like_others(
+    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert ftckpt(capsys, source, tmp_path / "mg", "--to", "megatron-dist", "--roles", "weight")[0] == 0
+    torch.save([1, 2], tmp_path / "mg" / "iter_0000007" / "common.pt")
+    assert "is damaged, or is not what a megatron-dist" in ftckpt(capsys, tmp_path / "mg", tmp_path / "out")[2]
+
+
 def test_a_missing_parameter_of_a_universal_checkpoint_of_deepspeed_is_named(
     source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
