@@ -137,6 +137,8 @@ def in_bytes(block: Block, item_bytes: int, source: int = 0, dest: int = 0) -> B
     """A block of elements as one of bytes, with byte offsets added to both begins."""
     shape, sources, dests = block.shape, block.source_strides, block.dest_strides
     at = (source + block.source * item_bytes, dest + block.dest * item_bytes)
+    if sources == dests == (1,):
+        return run(*at, shape[0] * item_bytes)
     if sources[-1] == dests[-1] == 1:
         outer = len(shape) - 1
         shape = (*shape[:outer], shape[outer] * item_bytes)

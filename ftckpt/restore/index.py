@@ -41,11 +41,16 @@ def row_of(fragment: Fragment, offset: int) -> tuple[int, ...]:
     return offset, fragment.start, fragment.stop, *fragment.box.offset, *fragment.box.shape
 
 
+FEW = 32
+"""Haves of a kind that are looked at one by one: arrays take longer to make."""
+
+
 @dataclass
 class Alike:
     """Haves of one kind, in the order in which they were added. All are added before any is looked for."""
 
     kind: Kind
+    _few: list[Have] = field(default_factory=list)
     _sources: list[Array] = field(default_factory=list)
     _rows: list[Array] = field(default_factory=list)
 
@@ -54,19 +59,34 @@ class Alike:
         self._sources.append(sources)
         self._rows.append(rows)
 
+    def add_one(self, have: Have) -> None:
+        """One of few."""
+        self._few.append(have)
+        if len(self._few) > FEW:
+            self._flush()
+
     def touching(self, need: Fragment) -> list[Have]:
         """Those that may hold an element of ``need``; no other have does."""
+        if not self._sources:
+            return [have for have in self._few if _meet(have.fragment, need)]
         low, high = bounds(np.array([row_of(need, 0)], np.int64))
         found = ((self._bounds[0] < high) & (self._bounds[1] > low)).all(axis=1)
         return [self._have(index) for index in np.flatnonzero(found).tolist()]
 
     @cached_property
     def _table(self) -> tuple[Array, Array]:
+        self._flush()
         return np.concatenate(self._sources), np.concatenate(self._rows)
 
     @cached_property
     def _bounds(self) -> tuple[Array, Array]:
         return bounds(self._table[1])
+
+    def _flush(self) -> None:
+        if self._few:
+            rows = np.array([row_of(have.fragment, have.offset) for have in self._few], np.int64)
+            self.add(np.array([have.source for have in self._few], np.int64), rows)
+            self._few.clear()
 
     def _have(self, index: int) -> Have:
         key, dtype, shape = self.kind
@@ -80,13 +100,10 @@ class Index:
 
     def __init__(self, haves: Iterable[Have] = ()) -> None:
         self._by_key: dict[tuple[str, str], dict[Shape, Alike]] = {}
-        rows: dict[Kind, list[tuple[int, ...]]] = {}
-        for source, fragment, offset in haves:
-            kind = Kind(fragment.key, fragment.dtype, fragment.global_shape)
-            rows.setdefault(kind, []).append((source, *row_of(fragment, offset)))
-        for kind, found in rows.items():
-            table = np.array(found, np.int64)
-            self.alike(kind).add(table[:, 0], table[:, 1:])
+        for have in haves:
+            key, dtype, shape = have.fragment.key, have.fragment.dtype, have.fragment.global_shape
+            found = self._by_key.get((key, dtype), {}).get(shape) or self.alike(Kind(key, dtype, shape))
+            found.add_one(have)
 
     def alike(self, kind: Kind) -> Alike:
         """The haves of one kind, to which more can be added as long as nothing was looked for."""
@@ -107,6 +124,16 @@ class Index:
             for found, alike in self._by_key.get((need.key, need.dtype), {}).items()
             if found == shape or (padded and len(found) == len(shape) > 0 and found[1:] == shape[1:])
         ]
+
+
+def _meet(one: Fragment, other: Fragment) -> bool:
+    """Whether the boxes share an element, and, where they are the same, the ranges."""
+    if one.box == other.box:
+        return one.start < other.stop and other.start < one.stop
+    return all(
+        at < to + size and to < at + length
+        for at, length, to, size in zip(one.box.offset, one.box.shape, other.box.offset, other.box.shape, strict=True)
+    )
 
 
 def bounds(rows: Array) -> tuple[Array, Array]:

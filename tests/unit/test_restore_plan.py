@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from numpy.lib.stride_tricks import as_strided
 
 from ftckpt.errors import CorruptError, LostError
+from ftckpt.restore import index as indexing
 from ftckpt.restore.blocks import Block, cut, in_bytes, regions, run, simplified, stream
 from ftckpt.restore.index import bounds, row_of
 from ftckpt.restore.plan import Have, Index, Read, overlap, plan
@@ -100,7 +101,9 @@ def test_any_partition_fills_any_other(data: st.DataObject) -> None:
     haves += [Have(99, f, 0) for f in data.draw(st.lists(parts(shape), max_size=3))]  # of other shapes
     needs += data.draw(st.lists(parts(shape), max_size=2))
     haves = data.draw(st.permutations(haves))
-    index = Index(haves)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(indexing, "FEW", data.draw(st.sampled_from([0, 2, 32])))
+        index = Index(haves)
     if data.draw(st.booleans()):
         of = [[have for have in haves if have.source == source] for source in range(100)]
         index = index_of(
