@@ -16,7 +16,7 @@ from ftckpt.errors import ConfigError
 
 if TYPE_CHECKING:
     from ftckpt.universal.convert import Conversion, Options
-    from ftckpt.universal.spec import Spec
+    from ftckpt.universal.language.spec import Spec
 
 FORMATS = ("universal", "deepspeed-universal", "megatron-dist", "safetensors")
 _UNITS = {"": 0, "k": 10, "m": 20, "g": 30, "t": 40}
@@ -99,7 +99,7 @@ def _options(arguments: argparse.Namespace) -> Options:
 
 
 def _spec(arguments: argparse.Namespace) -> Spec | None:
-    from ftckpt.universal.spec import Spec
+    from ftckpt.universal.language.spec import Spec
 
     given = {}
     for text in arguments.set:

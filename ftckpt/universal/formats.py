@@ -8,26 +8,22 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ftckpt.errors import ConvertError
-from ftckpt.universal import (
-    arenas,
-    deepspeed_files,
-    deepspeed_universal,
-    megatron_dist,
-    megatron_legacy,
-    reader,
-    weights,
-)
+from ftckpt.universal import arenas, reader, weights
 from ftckpt.universal.arenas import ArenaSource
 from ftckpt.universal.atomic import PARTIAL
 from ftckpt.universal.catalog import Sink, Source
-from ftckpt.universal.deepspeed_universal import DeepSpeedUniversalSource
-from ftckpt.universal.deepspeed_universal_sink import DeepSpeedUniversalSink
-from ftckpt.universal.deepspeed_zero import DeepSpeedSource
-from ftckpt.universal.megatron_dist import MegatronDistSource
-from ftckpt.universal.megatron_dist_sink import MegatronDistSink
-from ftckpt.universal.megatron_legacy import MegatronLegacySource
+from ftckpt.universal.deepspeed import files as deepspeed_files
+from ftckpt.universal.deepspeed import universal as deepspeed_universal
+from ftckpt.universal.deepspeed.universal import DeepSpeedUniversalSource
+from ftckpt.universal.deepspeed.universal_sink import DeepSpeedUniversalSink
+from ftckpt.universal.deepspeed.zero import DeepSpeedSource
+from ftckpt.universal.language.spec import Spec
+from ftckpt.universal.megatron import dist as megatron_dist
+from ftckpt.universal.megatron import legacy as megatron_legacy
+from ftckpt.universal.megatron.dist import MegatronDistSource
+from ftckpt.universal.megatron.dist_sink import MegatronDistSink
+from ftckpt.universal.megatron.legacy import MegatronLegacySource
 from ftckpt.universal.reader import UniversalSource
-from ftckpt.universal.spec import Spec
 from ftckpt.universal.weights import WeightsSource
 from ftckpt.universal.writer import MAX_FILE_BYTES, SafetensorsSink, UniversalSink
 

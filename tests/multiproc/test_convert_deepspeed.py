@@ -18,14 +18,17 @@ from ftckpt.errors import ConvertError
 from ftckpt.state.fragment import Fragment
 from ftckpt.state.objects import decode
 from ftckpt.testing.pool import run_ranks
-from ftckpt.universal import deepspeed_universal, deepspeed_universal_sink, deepspeed_zero, writer
+from ftckpt.universal import writer
 from ftckpt.universal.catalog import Catalog, Tensor
 from ftckpt.universal.convert import Options, convert
-from ftckpt.universal.deepspeed_universal import DeepSpeedUniversalSource
-from ftckpt.universal.deepspeed_universal_sink import DeepSpeedUniversalSink
-from ftckpt.universal.deepspeed_zero import DeepSpeedSource
+from ftckpt.universal.deepspeed import universal as deepspeed_universal
+from ftckpt.universal.deepspeed import universal_sink as deepspeed_universal_sink
+from ftckpt.universal.deepspeed import zero as deepspeed_zero
+from ftckpt.universal.deepspeed.universal import DeepSpeedUniversalSource
+from ftckpt.universal.deepspeed.universal_sink import DeepSpeedUniversalSink
+from ftckpt.universal.deepspeed.zero import DeepSpeedSource
 from ftckpt.universal.fill import Filler
-from ftckpt.universal.spec import Spec
+from ftckpt.universal.language.spec import Spec
 
 pytest.importorskip("deepspeed")
 pytestmark = pytest.mark.multiproc

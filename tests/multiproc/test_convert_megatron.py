@@ -16,11 +16,11 @@ from ftckpt.errors import ConvertError
 from ftckpt.state.fragment import DTYPE_BYTES, Fragment
 from ftckpt.testing.pool import run_ranks
 from ftckpt.universal.convert import Options, convert
-from ftckpt.universal.megatron_dist import MegatronDistSource
-from ftckpt.universal.megatron_dist_sink import MegatronDistSink
-from ftckpt.universal.megatron_legacy import MegatronLegacySource
+from ftckpt.universal.language.spec import Spec
+from ftckpt.universal.megatron.dist import MegatronDistSource
+from ftckpt.universal.megatron.dist_sink import MegatronDistSink
+from ftckpt.universal.megatron.legacy import MegatronLegacySource
 from ftckpt.universal.reader import UniversalSource
-from ftckpt.universal.spec import Spec
 from ftckpt.universal.writer import UniversalSink
 
 pytestmark = pytest.mark.multiproc

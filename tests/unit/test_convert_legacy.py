@@ -12,9 +12,9 @@ import torch
 
 from ftckpt.errors import ConvertError
 from ftckpt.universal.convert import Options, convert
-from ftckpt.universal.megatron_legacy import MegatronLegacySource
+from ftckpt.universal.language.spec import Spec
+from ftckpt.universal.megatron.legacy import MegatronLegacySource
 from ftckpt.universal.reader import UniversalSource
-from ftckpt.universal.spec import Spec
 from ftckpt.universal.writer import UniversalSink
 
 EXPERT = "decoder.layers.{layer}.mlp.experts.local_experts.{expert}.linear_fc1.weight"

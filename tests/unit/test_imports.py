@@ -72,7 +72,7 @@ BY_NAME = {
 """Loaded by name, only when FTCKPT_DEVICE=cpu asks for the stand-in."""
 
 NO_PICKLE_MODULES = {"pickle", "_pickle", "cPickle", "marshal", "shelve", "dill", "cloudpickle", "multiprocessing"}
-PICKLES = "ftckpt.universal.pickles"
+PICKLES = "ftckpt.universal.foreign.pickles"
 NO_PICKLE_NAMES = {
     "all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list", "send_object_list",
     "recv_object_list", "allow_pickle", "object_to_tensor", "tensor_to_object",

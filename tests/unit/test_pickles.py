@@ -22,12 +22,12 @@ import torch.distributed.checkpoint as dcp
 
 from ftckpt.errors import ConvertError
 from ftckpt.state import objects
-from ftckpt.universal import pickle_stack, pickles
 from ftckpt.universal.catalog import Bytes, Catalog, Tensor
 from ftckpt.universal.convert import Options, convert
-from ftckpt.universal.dcp import Directory
-from ftckpt.universal.megatron_dist import MegatronDistSource
-from ftckpt.universal.megatron_dist_sink import MegatronDistSink
+from ftckpt.universal.foreign import pickle_stack, pickles
+from ftckpt.universal.megatron.dcp import Directory
+from ftckpt.universal.megatron.dist import MegatronDistSource
+from ftckpt.universal.megatron.dist_sink import MegatronDistSink
 
 MARK = "FTCKPT_TEST_RAN"
 
@@ -196,7 +196,7 @@ def bytes_of(tensor: torch.Tensor) -> Bytes:
 
 def write(path: Path, **options: Any) -> Path:
     """A small torch_dist checkpoint; its directory."""
-    from ftckpt.universal.dcp import DTYPES
+    from ftckpt.universal.megatron.dcp import DTYPES
 
     sink = MegatronDistSink(path, **options)
     catalog = Catalog("universal", 5, {}, (), {})

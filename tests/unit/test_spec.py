@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from ftckpt.errors import SpecError
 from ftckpt.state.fragment import Box
 from ftckpt.testing.pool import run_ranks
-from ftckpt.universal.patterns import Pattern, evaluate, fill_template
-from ftckpt.universal.placing import Placement, Span, Stored, place
-from ftckpt.universal.spec import READY, Spec
+from ftckpt.universal.language.patterns import Pattern, evaluate, fill_template
+from ftckpt.universal.language.placing import Placement, Span, Stored, place
+from ftckpt.universal.language.spec import READY, Spec
 
 Held = list[tuple[Stored, np.ndarray]]
 

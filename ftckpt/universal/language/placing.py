@@ -15,11 +15,11 @@ from typing import Any
 
 from ftckpt.errors import SpecError
 from ftckpt.state.fragment import Box, Fragment, Shape
-from ftckpt.universal.cuts import Extent, extents
-from ftckpt.universal.numbering import Numbering, stage_of
-from ftckpt.universal.patterns import Value, evaluate, fill_template
-from ftckpt.universal.rules import Cut, Rule
-from ftckpt.universal.spec import Matches, Spec
+from ftckpt.universal.language.cuts import Extent, extents
+from ftckpt.universal.language.numbering import Numbering, stage_of
+from ftckpt.universal.language.patterns import Value, evaluate, fill_template
+from ftckpt.universal.language.rules import Cut, Rule
+from ftckpt.universal.language.spec import Matches, Spec
 
 _EXPRESSION = re.compile(r"\{([^{}]*)\}")
 

@@ -13,11 +13,11 @@ import numpy as np
 
 from ftckpt.errors import ConvertError
 from ftckpt.state.fragment import DTYPE_BYTES, Box, Fragment, Shape
-from ftckpt.universal import megatron_names as names
-from ftckpt.universal import pickles
 from ftckpt.universal.catalog import Bytes, Catalog, Source, fingerprint_of
-from ftckpt.universal.dcp import METADATA, Chunk, Directory, StoredTensor
-from ftckpt.universal.megatron_common import CONTENT, common_step, layout_of
+from ftckpt.universal.foreign import pickles
+from ftckpt.universal.megatron import names
+from ftckpt.universal.megatron.common import CONTENT, common_step, layout_of
+from ftckpt.universal.megatron.dcp import METADATA, Chunk, Directory, StoredTensor
 
 CONFIG = "metadata.json"
 COMMON = "common.pt"

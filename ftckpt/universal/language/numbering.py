@@ -6,8 +6,8 @@ import re
 from collections.abc import Iterable, Mapping
 
 from ftckpt.errors import SpecError
-from ftckpt.universal.patterns import Pattern, Value
-from ftckpt.universal.rules import Rule
+from ftckpt.universal.language.patterns import Pattern, Value
+from ftckpt.universal.language.rules import Rule
 
 LAYER = "layer"
 """The capture that is a layer's number, which ``offset`` belongs to."""

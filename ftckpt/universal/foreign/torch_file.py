@@ -16,8 +16,8 @@ from typing import Any, BinaryIO
 import torch
 
 from ftckpt.errors import ConvertError
-from ftckpt.universal import pickles
 from ftckpt.universal.catalog import Bytes
+from ftckpt.universal.foreign import pickles
 
 _LOCAL = struct.Struct("<4s5HIIIHH")
 _CENTRAL = struct.Struct("<4s6HIIIHHHHHII")

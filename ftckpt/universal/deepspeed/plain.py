@@ -15,8 +15,8 @@ import torch
 
 from ftckpt.errors import ConvertError
 from ftckpt.state.fragment import Shape
-from ftckpt.universal.deepspeed_files import Files
-from ftckpt.universal.deepspeed_partitions import Held, state_values
+from ftckpt.universal.deepspeed.files import Files
+from ftckpt.universal.deepspeed.partitions import Held, state_values
 
 
 def read_plain(files: Files, weights: Sequence[Held]) -> Iterator[Held]:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ftckpt.errors import ConvertError
-from ftckpt.universal import pickles
+from ftckpt.universal.foreign import pickles
 
 DTYPES = {
     torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.float64: "F64", torch.int64: "I64",

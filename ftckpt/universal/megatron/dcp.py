@@ -15,9 +15,9 @@ import torch
 
 from ftckpt.errors import ConvertError
 from ftckpt.state.fragment import Shape
-from ftckpt.universal import pickle_stack, pickles
 from ftckpt.universal.atomic import explained
 from ftckpt.universal.catalog import Bytes
+from ftckpt.universal.foreign import pickle_stack, pickles
 from ftckpt.universal.reader import map_file
 
 METADATA = ".metadata"

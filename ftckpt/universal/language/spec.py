@@ -14,8 +14,8 @@ from typing import Any
 import yaml
 
 from ftckpt.errors import SpecError
-from ftckpt.universal.patterns import Pattern, Value, evaluate, variables_in
-from ftckpt.universal.rules import Rule, expression, fields_of, parse_rule
+from ftckpt.universal.language.patterns import Pattern, Value, evaluate, variables_in
+from ftckpt.universal.language.rules import Rule, expression, fields_of, parse_rule
 
 READY = Path(__file__).parent / "specs"
 _MOST_NAMED = 8

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ftckpt.universal.catalog import Catalog
-from ftckpt.universal.deepspeed_patterns import AVERAGED, HALVES, REPLICATED, ROWS, VOCABULARY, is_in, sub_parameters
+from ftckpt.universal.deepspeed.patterns import AVERAGED, HALVES, REPLICATED, ROWS, VOCABULARY, is_in, sub_parameters
 
 _CAT_DIM, _PARTS, _SUB_SHAPE, _VOCABULARY = "cat_dim", "param_n_sub_params", "sub_param_shape", "vocab_tensor"
 _SUBPARAM_CLASS = "deepspeed.checkpoint.universal_checkpoint.SubparamShape"

@@ -14,12 +14,12 @@ import torch
 
 from ftckpt.errors import ConvertError
 from ftckpt.state.fragment import Box, Fragment, Shape
-from ftckpt.universal import pickles
 from ftckpt.universal.atomic import PARTIAL
 from ftckpt.universal.catalog import Bytes, Catalog, Source, fingerprint_of
-from ftckpt.universal.deepspeed_files import LATEST_UNIVERSAL, load_mapping, load_value, tag_directory
-from ftckpt.universal.deepspeed_pipeline import flat_module
-from ftckpt.universal.deepspeed_values import TORCH_DTYPES, dtype_name, objects_of, precision
+from ftckpt.universal.deepspeed.files import LATEST_UNIVERSAL, load_mapping, load_value, tag_directory
+from ftckpt.universal.deepspeed.pipeline import flat_module
+from ftckpt.universal.deepspeed.values import TORCH_DTYPES, dtype_name, objects_of, precision
+from ftckpt.universal.foreign import pickles
 
 ZERO = "zero"
 OPTIMIZER = "optimizer_state.pt"

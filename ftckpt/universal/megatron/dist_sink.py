@@ -13,14 +13,14 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter, _StorageIn
 from torch.distributed.checkpoint.storage import WriteResult
 
 from ftckpt.errors import ConvertError
-from ftckpt.universal import megatron_names as names
-from ftckpt.universal import pickles
 from ftckpt.universal.atomic import Destination, explained
 from ftckpt.universal.catalog import Bytes, Catalog, Get, Part, Tensor, Unit
-from ftckpt.universal.dcp import TORCH
 from ftckpt.universal.derived import MASTER, WEIGHT, getting_derived, master_of, with_derived
-from ftckpt.universal.megatron_common import SHARDING, hyperparameters, make_common
-from ftckpt.universal.megatron_dist import COMMON, CONFIG, TRACKER
+from ftckpt.universal.foreign import pickles
+from ftckpt.universal.megatron import names
+from ftckpt.universal.megatron.common import SHARDING, hyperparameters, make_common
+from ftckpt.universal.megatron.dcp import TORCH
+from ftckpt.universal.megatron.dist import COMMON, CONFIG, TRACKER
 from ftckpt.universal.writer import MAX_FILE_BYTES, strips
 
 BLOB_BYTES = 64 << 20

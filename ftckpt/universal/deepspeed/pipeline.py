@@ -11,8 +11,8 @@ import torch
 
 from ftckpt.errors import ConvertError
 from ftckpt.state.fragment import Shape
-from ftckpt.universal.deepspeed_files import Files, Place
-from ftckpt.universal.deepspeed_partitions import Held, parameter_shapes
+from ftckpt.universal.deepspeed.files import Files, Place
+from ftckpt.universal.deepspeed.partitions import Held, parameter_shapes
 
 _TIED = "tied_modules."
 

@@ -17,7 +17,7 @@ import torch
 
 from ftckpt.errors import ConvertError
 from ftckpt.state.fragment import Shape
-from ftckpt.universal.deepspeed_files import Files
+from ftckpt.universal.deepspeed.files import Files
 
 Shapes = Mapping[str, Shape]
 Kept = Mapping[str, tuple[torch.Tensor, bool]]

@@ -18,13 +18,13 @@ import torch
 from ftckpt.errors import ConvertError
 from ftckpt.universal.atomic import Destination
 from ftckpt.universal.catalog import Bytes, Catalog, Get, Part, Tensor, Unit
-from ftckpt.universal.deepspeed_classes import restored, save
-from ftckpt.universal.deepspeed_division import Division
-from ftckpt.universal.deepspeed_files import LATEST_UNIVERSAL
-from ftckpt.universal.deepspeed_universal import MASTER_FILE, OPTIMIZER, PARAM, WEIGHT_DTYPE, ZERO
-from ftckpt.universal.deepspeed_values import TORCH_DTYPES
+from ftckpt.universal.deepspeed.classes import restored, save
+from ftckpt.universal.deepspeed.division import Division
+from ftckpt.universal.deepspeed.files import LATEST_UNIVERSAL
+from ftckpt.universal.deepspeed.universal import MASTER_FILE, OPTIMIZER, PARAM, WEIGHT_DTYPE, ZERO
+from ftckpt.universal.deepspeed.values import TORCH_DTYPES
 from ftckpt.universal.derived import WEIGHT, cast
-from ftckpt.universal.torch_file import save_streamed
+from ftckpt.universal.foreign.torch_file import save_streamed
 from ftckpt.universal.writer import STRIP_BYTES, strips
 
 _FLOATS = ("F32", "F16", "BF16", "F64")

@@ -16,8 +16,8 @@ import torch
 
 from ftckpt.errors import ConvertError
 from ftckpt.state.fragment import Shape
-from ftckpt.universal import megatron_names as names
-from ftckpt.universal import pickles
+from ftckpt.universal.foreign import pickles
+from ftckpt.universal.megatron import names
 
 DISTRIBUTED_FILE = "distrib_optim.pt"
 _ALIGNMENT = 64

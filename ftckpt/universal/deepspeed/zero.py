@@ -18,15 +18,15 @@ import torch
 from ftckpt.errors import ConvertError
 from ftckpt.state.fragment import Box, Fragment, Shape
 from ftckpt.universal.catalog import Bytes, Catalog, Source, fingerprint_of
-from ftckpt.universal.deepspeed_files import Files, find_files, is_deepspeed
-from ftckpt.universal.deepspeed_partitions import Held, read_partitions
-from ftckpt.universal.deepspeed_patterns import place_by_info, whole
-from ftckpt.universal.deepspeed_pipeline import read_weights
-from ftckpt.universal.deepspeed_plain import read_plain
-from ftckpt.universal.deepspeed_values import dtype_name, objects_of, precision
+from ftckpt.universal.deepspeed.files import Files, find_files, is_deepspeed
+from ftckpt.universal.deepspeed.partitions import Held, read_partitions
+from ftckpt.universal.deepspeed.patterns import place_by_info, whole
+from ftckpt.universal.deepspeed.pipeline import read_weights
+from ftckpt.universal.deepspeed.plain import read_plain
+from ftckpt.universal.deepspeed.values import dtype_name, objects_of, precision
 from ftckpt.universal.fill import take
-from ftckpt.universal.placing import Placement, Span, Stored, place
-from ftckpt.universal.spec import Spec
+from ftckpt.universal.language.placing import Placement, Span, Stored, place
+from ftckpt.universal.language.spec import Spec
 
 recognises = is_deepspeed
 INFO = "universal_checkpoint_info"

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ftckpt.errors import SpecError
-from ftckpt.universal.patterns import Pattern, Value
+from ftckpt.universal.language.patterns import Pattern, Value
 
 KINDS = ("unique", "replicated", "average", "fragment", "drop")
 """One of them stands in each rule."""

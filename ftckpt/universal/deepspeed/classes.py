@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ftckpt.universal import pickles
+from ftckpt.universal.foreign import pickles
 
 
 class LossScaler:

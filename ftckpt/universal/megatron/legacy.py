@@ -16,15 +16,15 @@ import torch
 
 from ftckpt.errors import ConvertError
 from ftckpt.state.fragment import Box, Fragment
-from ftckpt.universal import megatron_names as names
-from ftckpt.universal import pickles
 from ftckpt.universal.catalog import Bytes, Catalog, Source, fingerprint_of
-from ftckpt.universal.dcp import DTYPES
-from ftckpt.universal.megatron_common import layout_of
-from ftckpt.universal.megatron_dist import TRACKER, iteration_directory
-from ftckpt.universal.megatron_moments import Held, read_optimizer
-from ftckpt.universal.placing import Placement, Stored, place
-from ftckpt.universal.spec import Spec
+from ftckpt.universal.foreign import pickles
+from ftckpt.universal.language.placing import Placement, Stored, place
+from ftckpt.universal.language.spec import Spec
+from ftckpt.universal.megatron import names
+from ftckpt.universal.megatron.common import layout_of
+from ftckpt.universal.megatron.dcp import DTYPES
+from ftckpt.universal.megatron.dist import TRACKER, iteration_directory
+from ftckpt.universal.megatron.moments import Held, read_optimizer
 
 FILE = "model_optim_rng.pt"
 _RANK = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?")

@@ -7,8 +7,8 @@ from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from ftckpt.errors import SpecError
-from ftckpt.universal.patterns import Value, evaluate
-from ftckpt.universal.rules import Cut, SubParameter
+from ftckpt.universal.language.patterns import Value, evaluate
+from ftckpt.universal.language.rules import Cut, SubParameter
 
 
 class Extent(NamedTuple):

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ftckpt.errors import ConvertError
-from ftckpt.universal import pickles
+from ftckpt.universal.foreign import pickles
 
 LATEST = "latest"
 LATEST_UNIVERSAL = "latest_universal"

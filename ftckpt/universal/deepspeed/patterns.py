@@ -15,7 +15,7 @@ from typing import Any
 
 from ftckpt.errors import ConvertError
 from ftckpt.state.fragment import Box, Shape
-from ftckpt.universal.placing import Placement, Span
+from ftckpt.universal.language.placing import Placement, Span
 
 REPLICATED = "tp_replicated_parameter_patterns"
 AVERAGED = "parameter_to_average_patterns"

@@ -1,0 +1,1 @@
+"""Checkpoints of DeepSpeed, read and written without it."""

@@ -1,0 +1,1 @@
+"""Files of other programs: what pickle and torch put into them, read without running code."""

@@ -1,0 +1,1 @@
+"""The language that says where parts of parameters belong, for checkpoints that do not."""

@@ -1,0 +1,1 @@
+"""Checkpoints of Megatron, read and written without it."""
