@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import json
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -13,8 +13,9 @@ import xxhash
 from ftckpt.arena.image import SlotImage
 from ftckpt.errors import MismatchError
 from ftckpt.layout.replicas import identity, private_key
-from ftckpt.restore.plan import Have, Index
+from ftckpt.restore.plan import Index
 from ftckpt.restore.source import Source
+from ftckpt.restore.table import encode, index_of
 from ftckpt.state.fragment import Fragment
 from ftckpt.state.piece import Piece
 
@@ -24,40 +25,40 @@ LOCAL = "local/"
 Hashes = npt.NDArray[np.uint64]
 
 
+Places = tuple[tuple[Fragment, int], ...]
+"""Fragments, and where the first byte of each lies in its slot."""
+
+
 @dataclass(frozen=True)
 class Held:
-    """A chosen slot: where it lies, the rank that reads it for other nodes, and what is in it."""
+    """A chosen slot: where it lies, the rank that reads it for other nodes, and what all ranks hear of it.
+
+    ``objects`` are the first byte of its encoded objects and their number. ``copies`` are its private fragments, as
+    ``common`` gives them where they are for another layout. ``table`` (``ftckpt.restore.table``) has all fragments.
+    """
 
     source: Source
     reader: int
-    image: SlotImage
-    objects_used: int
+    shard: str
+    objects: tuple[int, int]
+    padded: tuple[str, ...]
+    copies: Places
+    table: bytes
 
-    @property
-    def shard(self) -> str:
-        """The shard it is of."""
-        return self.image.manifest.shard
-
-    @property
-    def places(self) -> Iterator[tuple[Fragment, int]]:
-        """Each fragment, and where its first byte lies."""
-        return zip(self.image.manifest.fragments, self.image.offsets, strict=True)
-
-    def common(self, fragment: Fragment) -> Fragment | None:
-        """What ``fragment`` is in any layout; None for what only this shard can use."""
-        suffix = private_key("", self.shard)
-        key = fragment.key.removesuffix(suffix)
-        if key.startswith(LOCAL):
-            return None
-        return fragment if len(key) == len(fragment.key) else fragment.with_key(key)
-
-    @cached_property
-    def copies(self) -> tuple[tuple[Fragment, int], ...]:
-        """Private fragments that other shards may hold too, as ``common`` gives them, and where each lies."""
-        suffix = private_key("", self.shard)
-        private = [place for place in self.places if place[0].key.endswith(suffix)]
-        found = [(self.common(fragment), offset) for fragment, offset in private]
-        return tuple((common, offset) for common, offset in found if common is not None)
+    @classmethod
+    def of(cls, source: Source, reader: int, image: SlotImage, objects_used: int, *, reshaped: bool) -> Held:
+        """``reshaped``: for a job of another layout, to which private keys are those of the model."""
+        manifest = image.manifest
+        suffix = private_key("", manifest.shard)
+        places = [
+            (fragment if not reshaped else common(fragment, manifest.shard), offset, fragment.key.endswith(suffix))
+            for fragment, offset in zip(manifest.fragments, image.offsets, strict=True)
+        ]
+        known = [(fragment, offset, private) for fragment, offset, private in places if fragment is not None]
+        copies = tuple((fragment, offset) for fragment, offset, private in known if private)
+        table = encode([fragment for fragment, _, _ in known], [offset for _, offset, _ in known])
+        objects = (image.objects.begin, objects_used)
+        return cls(source, reader, manifest.shard, objects, manifest.padded, copies, table)
 
     def hashes(self, slot: memoryview) -> Hashes:
         """xxh3-64 of the bytes of each of ``copies``; ``slot`` are all bytes of the slot."""
@@ -65,16 +66,44 @@ class Held:
         return np.array([xxhash.xxh3_64_intdigest(slot[begin:end]) for begin, end in spans], np.uint64)
 
 
-def index_of(sources: Sequence[Held], reshaped: bool) -> Index:
-    """All that the snapshot holds; a have's source is the index of one of ``sources``."""
-    if not reshaped:
-        return Index(Have(i, fragment, offset) for i, held in enumerate(sources) for fragment, offset in held.places)
-    return Index(
-        Have(i, common, offset)
-        for i, held in enumerate(sources)
-        for fragment, offset in held.places
-        if (common := held.common(fragment)) is not None
-    )
+def common(fragment: Fragment, shard: str) -> Fragment | None:
+    """What a fragment of ``shard`` is in any layout; None for what only this shard can use."""
+    key = fragment.key.removesuffix(private_key("", shard))
+    if key.startswith(LOCAL):
+        return None
+    return fragment if len(key) == len(fragment.key) else fragment.with_key(key)
+
+
+def tell(held: Sequence[Held]) -> bytes:
+    """A message for ``hear``: the length of a JSON text (8 bytes, little endian), the text, all tables."""
+    heads = [
+        [h.shard, h.objects, h.padded, [[f.to_json(), offset] for f, offset in h.copies], len(h.table)] for h in held
+    ]
+    text = json.dumps(heads, separators=(",", ":")).encode()
+    return b"".join([len(text).to_bytes(8, "little"), text, *(h.table for h in held)])
+
+
+def hear(data: bytes, sources: Mapping[str, Source], readers: Mapping[str, int]) -> list[Held]:
+    """What ``tell`` was given."""
+    position = 8 + int.from_bytes(data[:8], "little")
+    found = []
+    for shard, (begin, used), padded, private, length in json.loads(data[8:position]):
+        copies = tuple((Fragment.from_json(fragment), int(offset)) for fragment, offset in private)
+        table, position = data[position : position + length], position + length
+        found.append(Held(sources[shard], readers[shard], shard, (begin, used), tuple(padded), copies, table))
+    return found
+
+
+def index_for(pieces: Iterable[Piece], sources: Sequence[Held], shard: str) -> Index:
+    """What the snapshot holds of ``pieces`` and of private ones of ``shard``; a have's source is the index of one of
+    ``sources``.
+
+    Raises:
+        CorruptError: a table that cannot be read.
+    """
+    keys = {piece.fragment.key for piece in pieces}
+    keys |= {private_key(key, shard) for key in keys}
+    return index_of(((place, held.table) for place, held in enumerate(sources)), keys.__contains__)
 
 
 def needs_of(pieces: Iterable[Piece], index: Index, own: Held) -> list[tuple[Piece, Fragment]]:
@@ -85,7 +114,7 @@ def needs_of(pieces: Iterable[Piece], index: Index, own: Held) -> list[tuple[Pie
     Raises:
         MismatchError: the snapshot does not have a tensor of the model.
     """
-    private = set(own.image.manifest.fragments)
+    private = {fragment for fragment, _ in own.copies}
     wanted: list[tuple[Piece, Fragment]] = []
     for piece in pieces:
         mine = piece.fragment.with_key(private_key(piece.fragment.key, own.shard))

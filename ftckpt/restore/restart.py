@@ -11,7 +11,6 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from ftckpt.arena.image import SlotImage
 from ftckpt.arena.segment import Arena, list_arenas
 from ftckpt.comm import Group, together
 from ftckpt.errors import ArenaError, LostError
@@ -24,11 +23,10 @@ from ftckpt.restore.load import Moved, OpenArenas, Transfer, execute, fetch, tra
 from ftckpt.restore.plan import Read, plan
 from ftckpt.restore.protection import remove_newer
 from ftckpt.restore.repair import Used
-from ftckpt.restore.reshape import Hashes, Held, check_copies, index_of, needs_across, needs_of
+from ftckpt.restore.reshape import Hashes, Held, check_copies, hear, index_for, needs_across, needs_of, tell
 from ftckpt.restore.search import Search, readers_of, reshaped
 from ftckpt.state import objects
 from ftckpt.state.fragment import Fragment
-from ftckpt.state.manifest import Manifest
 from ftckpt.state.piece import Description, Piece, TrainingState
 
 
@@ -149,24 +147,19 @@ class Restart:
 
     def _gather_held(self, decision: Decision) -> dict[str, Held]:
         """What each chosen slot holds, told by the rank that reads it to all."""
-        readers = readers_of(self._topology, decision)
+        readers, across = readers_of(self._topology, decision), reshaped(self._topology, decision)
 
-        def describe() -> list[list[object]]:
-            found: list[list[object]] = []
+        def describe() -> bytes:
+            mine = []
             for shard, source in decision.sources.items():
                 if readers[shard] == self._group.rank:
                     arena = self._arenas.get(source.arena)
                     used = arena.control.record(source.slot).objects_used
-                    found.append([shard, arena.manifest.encode().decode(), used])
-            return found
+                    mine.append(Held.of(source, self._group.rank, arena.image, used, reshaped=across))
+            return tell(mine)
 
-        mine = together(self._group, describe)
-        held: dict[str, Held] = {}
-        for data in self._group.gather(json.dumps(mine).encode()):
-            for shard, manifest, used in json.loads(data):
-                image = SlotImage.of(Manifest.decode(manifest.encode()))
-                held[shard] = Held(decision.sources[shard], readers[shard], image, used)
-        return held
+        told = self._group.gather(together(self._group, describe))
+        return {one.shard: one for data in told for one in hear(data, decision.sources, readers)}
 
     def _own_capacities(self, decision: Decision) -> dict[str, int]:
         readers = readers_of(self._topology, decision)
@@ -181,9 +174,9 @@ class Restart:
     ) -> tuple[list[tuple[Piece, Fragment]], list[Transfer]]:
         """What this rank reads for which piece, and from where."""
         sources = list(held.values())
-        index = index_of(sources, across)
+        index = index_for(pieces, sources, self._topology.me.shard)
         if across:
-            padded = padded.union(*(source.image.manifest.padded for source in sources))
+            padded = padded.union(*(source.padded for source in sources))
             wanted = needs_across(pieces, index, padded)
         else:
             padded = frozenset()
@@ -215,14 +208,14 @@ class Restart:
         """Encoded objects of the first rank of each pipeline stage, in the order of the stages."""
         firsts = [held[shard] for shard in first_of_each_stage(list(held))]
         mine = together(self._group, lambda: {one.shard: self._objects(one) for one in firsts if self._reads(one)})
-        return [self._group.broadcast(mine.get(one.shard, bytes(one.objects_used)), one.reader) for one in firsts]
+        return [self._group.broadcast(mine.get(one.shard, bytes(one.objects[1])), one.reader) for one in firsts]
 
     def _reads(self, held: Held) -> bool:
         return held.reader == self._group.rank
 
     def _objects(self, held: Held) -> bytes:
-        begin = held.image.objects.begin
-        return bytes(self._arenas.view(held.source)[begin : begin + held.objects_used])
+        begin, used = held.objects
+        return bytes(self._arenas.view(held.source)[begin : begin + used])
 
     def _tell_reshaped(self, decision: Decision, moved: Moved, secs: float) -> None:
         before, now = layout_name(decision.layout), layout_name(self._topology.layout)
@@ -233,8 +226,9 @@ class Restart:
         self._events.tell(f"iteration {decision.iteration} reshaped from {before} to {now} in {secs:.1f} s")
 
     def _fetch_objects(self, mine: Held) -> tuple[torch.Tensor, Transfer]:
-        buffer = torch.empty(mine.objects_used, dtype=torch.uint8)
-        return buffer, fetch(mine.source, self._reader_for_me(mine), mine.image.objects.begin, buffer)
+        begin, used = mine.objects
+        buffer = torch.empty(used, dtype=torch.uint8)
+        return buffer, fetch(mine.source, self._reader_for_me(mine), begin, buffer)
 
     def _reader_for_me(self, held: Held) -> int:
         """A rank reads what lies on its own node by itself."""
