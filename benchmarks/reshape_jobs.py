@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import shutil
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -124,41 +123,19 @@ def save_megatron(rank: int, world_size: int, argv: Sequence[str], paths: Sequen
 
 def load_megatron(rank: int, world_size: int, argv: Sequence[str], paths: Sequence[str]) -> list[float]:
     """``dist_checkpointing.load`` and the ``load_state_dict`` of model and optimizer."""
+    job = megatron(argv)
     from megatron.core import dist_checkpointing
     from megatron.core.utils import unwrap_model
-
-    job = megatron(argv)
+    from megatron_loading import steps_aside
 
     def load(path: str) -> None:
         metadata = dist_checkpointing.load_content_metadata(path)
         found = dist_checkpointing.load(_sharded(job, metadata, is_loading=True), path)
         unwrap_model(job.model[0]).load_state_dict(found["model"])
-        with _steps_aside():
+        with steps_aside():
             job.optimizer.load_state_dict(found["optimizer"])
 
     return [_timed(partial(load, path))[0] for path in paths]
-
-
-@contextlib.contextmanager
-def _steps_aside() -> Iterator[None]:
-    """Megatron-core 0.16.1 copies each entry of an optimizer's state but ``step``, which torch's own Adam, unlike
-    fused ones, has there too: it is away while Megatron copies."""
-    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-
-    original = DistributedOptimizer._set_main_param_and_optimizer_states
-
-    def without_step(self: Any, model_param: Any, tensors: dict[str, Any]) -> None:
-        group, order = self.model_param_group_index_map[model_param]
-        state = self.optimizer.state[self.optimizer.param_groups[group]["params"][order]]
-        step = state.pop("step")
-        original(self, model_param, tensors)
-        state["step"] = step
-
-    DistributedOptimizer._set_main_param_and_optimizer_states = without_step
-    try:
-        yield
-    finally:
-        DistributedOptimizer._set_main_param_and_optimizer_states = original
 
 
 def deepspeed(argv: Sequence[str], universal: bool = False) -> Job:
