@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -271,9 +272,35 @@ else:
 """
 
 
-def test_a_spawned_process_has_it_too(tmp_path: Path) -> None:
+def run_script(path: Path, text: str) -> str:
     root = str(Path(__file__).resolve().parents[2])
-    script = tmp_path / "script.py"
-    script.write_text(SPAWNS)
-    path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
-    subprocess.run([sys.executable, script], env={**os.environ, "PYTHONPATH": path}, check=True, timeout=120)
+    path.write_text(text)
+    search = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
+    env = {**os.environ, "PYTHONPATH": search}
+    run = subprocess.run([sys.executable, path], env=env, stdout=subprocess.PIPE, text=True, timeout=120, check=True)
+    return run.stdout
+
+
+def test_a_spawned_process_has_it_too(tmp_path: Path) -> None:
+    run_script(tmp_path / "script.py", SPAWNS)
+
+
+LEAVES = """
+import multiprocessing
+import os
+import sys
+if __name__ == "__main__":
+    from ftckpt.testing import cpu
+    cpu.install()
+    manager = multiprocessing.get_context("spawn").Manager()
+    print(manager._process.pid, flush=True)
+    os._exit(0)  # as ranks of the pool do: nothing is cleaned up
+"""
+
+
+def test_a_spawned_process_ends_with_its_parent(tmp_path: Path) -> None:
+    pid = int(run_script(tmp_path / "script.py", LEAVES))
+    deadline = time.monotonic() + 20
+    while Path(f"/proc/{pid}").exists() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not Path(f"/proc/{pid}").exists()
