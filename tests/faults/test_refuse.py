@@ -7,6 +7,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+import ds_jobs
 import jobs
 import pytest
 
@@ -27,16 +28,10 @@ def test_another_model(settings: dict[str, Any]) -> None:
     assert jobs.outcomes(2, jobs.Run([], 5, settings))[0].start is not None, "a refusal lost the snapshots"
 
 
-@pytest.mark.parametrize(
-    ("argv", "text"),
-    [
-        (["--tp", "2"], r"MismatchError.*dp 2 → 1.*tp 1 → 2"),
-        (["--no-distributed-optimizer"], "MismatchError.*distributed_optimizer True → False"),
-    ],
-)
-def test_another_layout(argv: list[str], text: str, settings: dict[str, Any]) -> None:
-    jobs.broken(2, jobs.Run([], 3, settings, end="die"))
-    refused(settings, argv, text)
+def test_another_layout_under_deepspeed(settings: dict[str, Any]) -> None:
+    ds_jobs.broken(ds_jobs.Run(ds_jobs.SHAPES["zero1"], 3, settings, end="die"))
+    with pytest.raises(RankFailure, match=r"MismatchError.*another layout \(zero 1 → 2\).*clean JOB"):
+        ds_jobs.outcomes(ds_jobs.Run(ds_jobs.SHAPES["zero2"], 5, settings))
 
 
 def test_cores_that_are_not_there(settings: dict[str, Any]) -> None:
