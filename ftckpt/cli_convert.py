@@ -22,6 +22,7 @@ FORMATS = ("universal", "deepspeed-universal", "megatron-dist", "safetensors")
 _UNITS = {"": 0, "k": 10, "m": 20, "g": 30, "t": 40}
 _INTERRUPTED = 130
 """What shells say of a command that Ctrl-C ended."""
+_LINE_SECS = 5.0
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?", re.IGNORECASE)
 
 
@@ -135,12 +136,30 @@ def _verify(conversion: Conversion, options: Options, destination: Path) -> None
 
 @contextmanager
 def _bar(what: str, total: int) -> Iterator[Callable[[int], object]]:
-    """A progress bar on stderr, where that is a terminal."""
+    """A progress bar on stderr where that is a terminal, otherwise a line now and then."""
+    if not sys.stderr.isatty():
+        yield _lines(what, total)
+        return
     from tqdm import tqdm
 
     look: dict[str, Any] = {"unit": "B", "unit_scale": True, "unit_divisor": 1024}
-    with tqdm(desc=what, total=total, disable=None, file=sys.stderr, **look) as bar:
+    with tqdm(desc=what, total=total, file=sys.stderr, **look) as bar:
         yield bar.update
+
+
+def _lines(what: str, total: int) -> Callable[[int], object]:
+    done, begun = 0, time.monotonic()
+    told = begun
+
+    def update(nbytes: int) -> None:
+        nonlocal done, told
+        done, now = done + nbytes, time.monotonic()
+        if now - told >= _LINE_SECS:
+            told = now
+            rate = _told(int(done / (now - begun)))
+            print(f"ftckpt: {what}: {_told(done)} of {_told(total)}, {rate}/s", file=sys.stderr, flush=True)
+
+    return update
 
 
 def _described(
@@ -164,6 +183,10 @@ def _described(
         yield f"left out     {len(conversion.left_out)} tensors that {arguments.to} has no place for"
     if not arguments.dry_run:
         return
+    if arguments.destination.exists():
+        yield f"refused      {arguments.destination} exists: name another one"
+    if conversion.memory() > options.max_memory:
+        yield f"refused      one file takes {_told(conversion.memory())}: raise --max-memory or lower --max-file"
     for line in spec.told if spec is not None else ():
         yield f"  {line}"
     for unit in conversion.units:

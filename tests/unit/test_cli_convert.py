@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +18,7 @@ from test_convert import Memory, array, model, read_all, wholes
 from test_universal_arenas import SHAPES, whole
 from test_universal_arenas import job as arenas_of
 
+from ftckpt import cli_convert
 from ftckpt.cli import main
 from ftckpt.cli_convert import size
 from ftckpt.errors import ConfigError, ConvertError
@@ -74,6 +76,25 @@ def test_a_dry_run_writes_nothing(source: Path, tmp_path: Path, capsys: pytest.C
     assert status == 0 and sorted(tmp_path.iterdir()) == before
     assert "  exp_avg/layers.0.weight  F32 8×5\n" in out and "of-00004.safetensors" in out
     assert out.endswith("dry run: nothing was written\n")
+
+
+def test_a_dry_run_says_what_would_be_refused(
+    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "out").mkdir()
+    status, out, _ = ftckpt(capsys, source, tmp_path / "out", "--dry-run", "--max-memory", 1)
+    assert status == 0
+    assert "out exists: name another one" in out and "raise --max-memory" in out
+
+
+def test_without_a_terminal_progress_is_told_in_lines(
+    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cli_convert, "_LINE_SECS", 0.0)
+    status, _, err = ftckpt(capsys, source, tmp_path / "out")
+    assert status == 0
+    lines = err.splitlines()
+    assert lines and all(re.fullmatch(r"ftckpt: \w+.*: .* of .*/s", line) for line in lines), lines
 
 
 @pytest.mark.parametrize(
