@@ -20,7 +20,7 @@ from ftckpt.layout.shards import first_of_each_stage
 from ftckpt.layout.topology import Topology
 from ftckpt.restore.decide import Decision
 from ftckpt.restore.load import Moved, OpenArenas, Transfer, execute, fetch, transfer
-from ftckpt.restore.plan import Read, plan
+from ftckpt.restore.plan import Index, Read, plan
 from ftckpt.restore.protection import remove_newer
 from ftckpt.restore.repair import Used
 from ftckpt.restore.reshape import Hashes, Held, check_copies, hear, index_for, needs_across, needs_of, tell
@@ -178,6 +178,7 @@ class Restart:
         if across:
             padded = padded.union(*(source.padded for source in sources))
             wanted = needs_across(pieces, index, padded)
+            self._tell_padding(index, [need for _, need in wanted])
         else:
             padded = frozenset()
             wanted = needs_of(pieces, index, held[self._topology.me.shard])
@@ -191,6 +192,17 @@ class Restart:
             transfer(sources[index].source, self._reader_for_me(sources[index]), found, tensors)
             for index, found in by_source.items()
         ]
+
+    def _tell_padding(self, index: Index, needs: Sequence[Fragment]) -> None:
+        """A vocabulary of another size may be another vocabulary: that is for people to see."""
+        told = False
+        for need in needs:
+            for shape in index.shapes(need.key, need.dtype) - {need.global_shape}:
+                here = need.global_shape[0]
+                self._events.emit("padding_changed", key=need.key, rows=shape[0], rows_here=here)
+                if not told:
+                    self._events.tell(f"{need.key}: padded to {here} rows, {shape[0]} in the snapshot")
+                told = True
 
     def _check_copies(self, held: Mapping[str, Held], needs: Sequence[Fragment]) -> None:
         """What several shards hold for themselves must be the same before one of them is read for all."""

@@ -334,6 +334,8 @@ def test_every_element_comes_back_in_another_layout(pair: str, plan: dict[str, A
     (reshaped,) = {(event["from"], event["to"], event["iteration"]) for event in events(plan, "reshaped")}
     assert reshaped[2] == LAST and reshaped[0].startswith(f"tp{before.tp}pp{before.pp}dp{before.dp}")
     assert all({"secs", "read_bytes", "received_bytes"} <= event.keys() for event in events(plan, "reshaped"))
+    changed = {(event["key"], event["rows"], event["rows_here"]) for event in events(plan, "padding_changed")}
+    assert changed == ({("master/words", before.rows, after.rows)} if before.rows != after.rows else set())
     again = restarted(Attempt(after, LAST + 3, plan, ends=True))
     assert {(one.start, one.told) for one in again} == {(LAST + 2, None)}, "the same layout is no reshape"
     assert len(events(plan, "reshaped")) == after.size
