@@ -94,9 +94,8 @@ class Restart:
             self._check_copies(held, [need for _, need in wanted])
             moved = execute(self._group, transfers, self._arenas)
             _derive(pieces, {id(piece) for piece, _ in wanted})
-            firsts = self._first_objects(held)
-            load = lambda: state.load_reshaped([objects.decode(one) for one in firsts], decision.iteration)  # noqa: E731
-            together(self._group, load)
+            firsts, at = self._first_objects(held), decision.iteration
+            together(self._group, lambda: state.load_reshaped([objects.decode(one) for one in firsts], at))
         else:
             encoded, mine = self._fetch_objects(held[self._topology.me.shard])
             moved = execute(self._group, [*transfers, mine], self._arenas)
