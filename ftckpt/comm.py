@@ -2,12 +2,20 @@
 
 They run on a gloo group of their own, over host memory: no device stream is touched, and no collective of
 the framework can come between.
+
+When a rank is gone, gloo fails only where a connection to it was in use. Other ranks may be left in the same
+collective, waiting for one that has failed, lives, and will not come again; training, which goes on where ftckpt
+fails, would then wait for those. So a rank whose collective failed writes that it gives the group up into the store
+of the job, and ranks that wait look there.
 """
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import json
 import logging
+import os
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -22,9 +30,18 @@ from ftckpt import errors
 
 log = logging.getLogger("ftckpt")
 
-_latest: list[torch.Tensor] = []
-"""Tensors of the latest collective. A thread of torch may let go of them after the call has returned; were it the
-last to hold them it would need the interpreter, and waiting for one that is at its end aborts the process."""
+_FIRST_LOOK_SECS, _LONGEST_LOOK_SECS = 0.5, 10.0
+"""How long a rank waits before it asks the store whether another gave up; it asks less and less often, since all
+ranks of a large job ask the same store."""
+
+_NUM_KEPT = 64
+
+_kept: list[Any] = []
+"""Groups, and the tensors of their latest collectives, for as long as the process lives, even without interpreter. A
+group that ends waits for its collectives: a rank that fails would end minutes later, and its launcher would hear of
+it only then. And a thread of torch that is the last to hold a tensor needs the interpreter to let go of it; waiting
+for one that is at its end aborts the process."""
+ctypes.pythonapi.Py_IncRef(ctypes.py_object(_kept))
 
 T = TypeVar("T")
 Bytes = bytes | bytearray | memoryview
@@ -33,37 +50,45 @@ Bytes = bytes | bytearray | memoryview
 class Group:
     """All ranks of the job. ``timeout_secs`` bounds every call that waits for other ranks.
 
-    Collective: every rank constructs it, at the same point of its program.
+    Collective: every rank constructs it, at the same point of its program. A collective that fails on one rank fails
+    on all that wait in it, within some seconds, and the group is of no use from then on.
 
     Raises:
-        RuntimeError: from torch.distributed, when a peer is gone or the deadline passes.
+        RuntimeError: from torch.distributed, when a peer is gone or the deadline passes; when another rank gave the
+            group up; when the store of the job, by which ranks tell that, cannot be reached.
     """
 
     def __init__(self, timeout_secs: float) -> None:
         self.rank = dist.get_rank()
         self.size = dist.get_world_size()
+        self._timeout_secs = timeout_secs
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_secs))
+        self._store = dist.distributed_c10d._get_default_store()
+        self._given_up = ""
+        self._latest: list[torch.Tensor] = []
+        self._minima: deque[torch.Tensor] = deque(maxlen=_NUM_KEPT)
+        _kept.append((self._group, self._latest, self._minima))
+        # A name of this attempt alone: some launchers keep one store for all of them.
+        self._notice = f"ftckpt/given-up/{self.broadcast(os.urandom(8)).hex()}"
 
     def gather(self, data: Bytes) -> list[bytes]:
         """Every rank's ``data``, in rank order."""
         mine = torch.tensor([len(data)], dtype=torch.int64)
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
-        _latest[:] = [mine, *sizes]
-        dist.all_gather(sizes, mine, group=self._group)
+        self._run(lambda: dist.all_gather(sizes, mine, group=self._group, async_op=True), mine, *sizes)
         longest = max(int(size) for size in sizes)
         if longest == 0:
             return [b""] * self.size
         padded = torch.zeros(longest, dtype=torch.uint8)
         padded[: len(data)] = _tensor(data)
         parts = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.size)]
-        _latest[:] = [padded, *parts]
-        dist.all_gather(parts, padded, group=self._group)
+        self._run(lambda: dist.all_gather(parts, padded, group=self._group, async_op=True), padded, *parts)
         return [part[: int(size)].numpy().tobytes() for part, size in zip(parts, sizes, strict=True)]
 
     def broadcast(self, data: bytes, source: int = 0) -> bytes:
         """``data`` of rank ``source``; its length must be the same on all ranks."""
         tensor = _tensor(data).clone()
-        dist.broadcast(tensor, src=source, group=self._group)
+        self._run(lambda: dist.broadcast(tensor, src=source, group=self._group, async_op=True), tensor)
         return tensor.numpy().tobytes()
 
     def barrier(self) -> None:
@@ -75,17 +100,69 @@ class Group:
 
         Messages of one ``tag`` between two ranks are received in the order in which they were sent.
         """
-        return _posted(dist.isend(data, dst=to, group=self._group, tag=tag))
+        return self._try(lambda: dist.isend(data, dst=to, group=self._group, tag=tag))
 
     def start_receive(self, into: torch.Tensor, source: int, tag: int = 0) -> dist.Work:
         """Post the receipt of a message of exactly the size of ``into``, which is filled when ``wait`` returns."""
-        return _posted(dist.irecv(into, src=source, group=self._group, tag=tag))
+        return self._try(lambda: dist.irecv(into, src=source, group=self._group, tag=tag))
 
-    def start_minimum(self, values: Sequence[int]) -> tuple[Any, torch.Tensor]:
-        """Post an asynchronous element-wise MIN; returns the work and the tensor that will hold it."""
+    def start_minimum(self, values: Sequence[int]) -> tuple[dist.Work, torch.Tensor]:
+        """Post an element-wise MIN; returns the work, for ``finish``, and the tensor that will hold it."""
         tensor = torch.tensor(list(values), dtype=torch.int64)
-        work = dist.all_reduce(tensor, op=dist.ReduceOp.MIN, group=self._group, async_op=True)
-        return work, tensor
+        self._minima.append(tensor)
+        return self._try(
+            lambda: dist.all_reduce(tensor, op=dist.ReduceOp.MIN, group=self._group, async_op=True)
+        ), tensor
+
+    def finish(self, work: dist.Work, timeout_secs: float) -> bool:
+        """Wait for a collective that was posted; False: it is not finished within ``timeout_secs``."""
+        deadline, look_secs = time.monotonic() + timeout_secs, _FIRST_LOOK_SECS
+        while True:
+            left = deadline - time.monotonic()
+            try:
+                work.wait(timedelta(seconds=max(0.001, min(left, look_secs))))
+                return True
+            except RuntimeError:
+                if work.is_completed():
+                    self._try(work.wait)  # at once: it came in this instant, or it raises what made it fail
+                    return True
+            if time.monotonic() >= deadline:
+                return False
+            self._look()
+            look_secs = min(2 * look_secs, _LONGEST_LOOK_SECS)
+
+    def _run(self, post: Callable[[], dist.Work | None], *tensors: torch.Tensor) -> None:
+        self._latest[:] = tensors
+        if not self.finish(self._try(post), self._timeout_secs):
+            self._give_up(f"the other ranks did not come within {self._timeout_secs:g} s")
+            raise RuntimeError(self._given_up)
+
+    def _try(self, action: Callable[[], T | None]) -> T:
+        if self._given_up:
+            raise RuntimeError(self._given_up)
+        try:
+            value = action()
+        except RuntimeError as error:
+            self._give_up(str(error))
+            raise
+        if value is None:  # torch gives no work to a process that is no member of the group
+            raise RuntimeError("this process is not in ftckpt's group")
+        return value
+
+    def _give_up(self, reason: str) -> None:
+        self._given_up = f"rank {self.rank} gave up: {reason}"
+        with contextlib.suppress(RuntimeError):  # without a store the others find out by themselves
+            self._store.set(self._notice, self._given_up)
+
+    def _look(self) -> None:
+        """Raises when another rank has given up."""
+        try:
+            if not self._store.check([self._notice]):
+                return
+            self._given_up = self._store.get(self._notice).decode()
+        except RuntimeError as error:
+            self._given_up = f"the job's store cannot be reached: {error}"
+        raise RuntimeError(self._given_up)
 
 
 class Told(NamedTuple):
@@ -128,7 +205,7 @@ class Agreement:
 
     def __init__(self, group: Group) -> None:
         self._group = group
-        self._pending: deque[tuple[int, Any, torch.Tensor]] = deque()
+        self._pending: deque[tuple[int, dist.Work, torch.Tensor]] = deque()
         self._told: list[Told] = []
         self._newest = -1
 
@@ -152,12 +229,8 @@ class Agreement:
         willing = self.GO
         while self._pending:
             number, work, tensor = self._pending[0]
-            try:
-                work.wait(timedelta(seconds=max(0.001, deadline - time.monotonic())))
-            except RuntimeError:
-                if not work.is_completed():
-                    return None
-                work.wait()  # at once: it came in this instant, or it raises what made it fail
+            if not self._group.finish(work, deadline - time.monotonic()):
+                return None
             self._pending.popleft()
             least, neg_most, willing, neg_stretch, target, neg_target, cover = tensor.tolist()
             # A rank that has a newer one may have dropped the least one: only what all name is whole.
@@ -170,13 +243,6 @@ class Agreement:
         told, self._told = tuple(self._told), []
         newest, self._newest = self._newest, -1
         return Answer(newest, willing, told)
-
-
-def _posted(work: dist.Work | None) -> dist.Work:
-    """torch gives no work to a process that is no member of the group; all ranks are members of ours."""
-    if work is None:
-        raise RuntimeError("this process is not in ftckpt's group")
-    return work
 
 
 def _tensor(data: Bytes) -> torch.Tensor:

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -283,3 +288,136 @@ def test_an_answer_that_will_never_come_is_an_error_and_not_awaited_again() -> N
     punctual, late = (result.value for result in run_ranks(outlive_the_group, 2))
     assert punctual == ["None", "RuntimeError", "RuntimeError"]
     assert late == ["RuntimeError"] * 3
+
+
+GROUP_SECS = 60.0
+FEW_SECS = 8.0
+
+
+def outlive(rank: int, size: int, lost: int, what: str) -> tuple[str, float]:
+    """What a rank is told, and after how long, when another is lost before a collective."""
+    from ftckpt.comm import Agreement, Group
+
+    group = Group(GROUP_SECS)
+    agreement = Agreement(group)
+    group.barrier()
+    if rank == lost:
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(1.0)  # until the others know
+    begin = time.monotonic()
+    try:
+        if what == "gather":
+            group.gather(b"x")
+        else:
+            agreement.post(1, Agreement.GO)
+            agreement.read(GROUP_SECS)
+    except RuntimeError as error:
+        told, waited = str(error), time.monotonic() - begin
+        with pytest.raises(RuntimeError):
+            group.gather(b"y")
+        return told, waited
+    finally:
+        time.sleep(FEW_SECS + 1)  # not by its end does a rank tell the others
+    return "", time.monotonic() - begin
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("what", ["gather", "agree"])
+def test_no_rank_waits_for_others_that_failed_where_a_rank_is_lost(what: str) -> None:
+    """Not all had a connection to the lost one, and those that had go on with training."""
+    results = run_ranks(outlive, 6, 3, what, expect_failures=True, grace_secs=4 * FEW_SECS)
+    told = [result.value for rank, result in enumerate(results) if rank != 3]
+    assert all(text and waited < FEW_SECS for text, waited in told), told
+    if what == "gather":
+        assert sum("gave up" in text for text, _ in told) == 3, "the neighbours of the lost one know by themselves"
+
+
+def outlive_store(rank: int, size: int, here: str) -> float:
+    """How long a rank waits for its neighbours, who sleep, when the store is lost."""
+    import torch.distributed as dist
+
+    from ftckpt.comm import Group
+
+    port = Path(here, "port")
+    if rank == 3:
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        Path(here, "new").write_text(str(store.port))
+        Path(here, "new").rename(port)
+    else:
+        deadline = time.monotonic() + GROUP_SECS
+        while not port.exists() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        store = dist.TCPStore("127.0.0.1", int(port.read_text()))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+    group = Group(GROUP_SECS)
+    group.barrier()
+    if rank == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+    begin = time.monotonic()
+    if rank == 1:
+        with pytest.raises(RuntimeError, match="store"):
+            group.gather(b"x")
+    waited = time.monotonic() - begin
+    time.sleep(FEW_SECS)
+    return waited
+
+
+@pytest.mark.faults
+def test_no_rank_waits_on_when_the_store_is_lost(tmp_path: Path) -> None:
+    results = run_ranks(
+        outlive_store, 4, str(tmp_path), expect_failures=True, grace_secs=3 * FEW_SECS, init_process_group=False
+    )
+    assert results[1].ok and results[1].value < FEW_SECS, results[1]
+
+
+def give_up_and_start_anew(rank: int, size: int) -> list[bytes]:
+    from ftckpt.comm import Group
+
+    first = Group(GROUP_SECS)
+    first._give_up("for a test")
+    second = Group(GROUP_SECS)
+    time.sleep(LATE_SECS * rank)  # so that rank 0 looks
+    return second.gather(bytes([rank]))
+
+
+def test_a_group_that_was_given_up_does_not_spoil_the_next_one() -> None:
+    """Restarted ranks may have the store of those before them."""
+    assert [result.value for result in run_ranks(give_up_and_start_anew, 2)] == [[b"\0", b"\1"]] * 2
+
+
+FAIL_WITH_A_POST = """
+import sys, time
+import torch.distributed as dist
+from ftckpt.comm import Agreement, Group
+rank, store = int(sys.argv[1]), dist.FileStore(sys.argv[2], 2)
+dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+agreement = Agreement(Group(float(sys.argv[3])))
+if rank == 0:
+    agreement.post(1, Agreement.GO)
+    print("fails", flush=True)
+    raise SystemError("training fails")
+time.sleep(float(sys.argv[3]))
+"""
+
+
+@pytest.mark.faults
+def test_a_rank_that_fails_ends_at_once_whatever_it_has_posted(tmp_path: Path) -> None:
+    """Otherwise its launcher would hear of it minutes later."""
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", FAIL_WITH_A_POST, str(rank), str(tmp_path / "store"), str(GROUP_SECS)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+        )
+        for rank in range(2)
+    ]
+    try:
+        assert ranks[0].stdout is not None and ranks[0].stdout.readline() == b"fails\n"
+        begin = time.monotonic()
+        assert ranks[0].wait(GROUP_SECS) == 1
+        assert time.monotonic() - begin < FEW_SECS
+    finally:
+        for process in ranks:
+            process.kill()
+            process.communicate()
