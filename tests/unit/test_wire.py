@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
+from dataclasses import replace
 
 import pytest
 import xxhash
@@ -17,6 +18,7 @@ from hypothesis import strategies as st
 
 from ftckpt.errors import ConfigError
 from ftckpt.events import Events
+from ftckpt.smp import peers as peers_module
 from ftckpt.smp import wire
 from ftckpt.smp.answers import MAX_CONNECTIONS, Answer, Answerer
 from ftckpt.smp.peers import Peers
@@ -25,7 +27,9 @@ from ftckpt.smp.wire import Channel, Deadlines, Kind, PeerError, RefusedError, R
 SECRET = b"s" * 32
 OTHER = b"o" * 32
 LINEAGE = b"l" * 16
-SHORT = Deadlines(connect_secs=0.5, step_secs=0.5, idle_secs=5.0, slowest_bytes_per_sec=1e9)
+PATIENT = Deadlines(connect_secs=20.0, step_secs=20.0, idle_secs=20.0, slowest_bytes_per_sec=1e9)
+HASTY_TO_MEET = replace(PATIENT, connect_secs=2.0)
+HASTY = replace(PATIENT, step_secs=0.5)
 CHUNK = Request(Kind.CHUNK, "tp0-dp1", LINEAGE, 7, 3)
 
 
@@ -70,13 +74,20 @@ def events() -> Seen:
 
 @pytest.fixture
 def answerer(store: Store, events: Seen) -> Iterator[Answerer]:
-    with closing(Answerer("127.0.0.1", 0, SECRET, find=store.find, events=events, deadlines=SHORT)) as made:
+    with closing(Answerer("127.0.0.1", 0, SECRET, find=store.find, events=events, deadlines=PATIENT)) as made:
+        yield made
+
+
+@pytest.fixture
+def hasty_to_meet(store: Store, events: Seen) -> Iterator[Answerer]:
+    """It soon cuts off those who do not prove that they know the secret."""
+    with closing(Answerer("127.0.0.1", 0, SECRET, find=store.find, events=events, deadlines=HASTY_TO_MEET)) as made:
         yield made
 
 
 @pytest.fixture
 def peers(answerer: Answerer) -> Iterator[Peers]:
-    with closing(Peers(SHORT)) as made:
+    with closing(Peers(PATIENT)) as made:
         made.configure({"n1": ("127.0.0.1", answerer.port)}, SECRET)
         yield made
 
@@ -86,7 +97,7 @@ def connect(answerer: Answerer) -> socket.socket:
 
 
 def soon() -> float:
-    return time.monotonic() + 2.0
+    return time.monotonic() + 20.0
 
 
 def pair() -> tuple[Channel, Channel]:
@@ -117,7 +128,7 @@ def both(asker: Callable[[Channel], None], answerer: Callable[[Channel], None]) 
 
 def fetched(peers: Peers, request: Request = CHUNK, at_most: int = 1 << 20) -> tuple[bytes | None, str]:
     fetch = peers.fetch("n1", request, at_most)
-    assert fetch.done.wait(10)
+    assert fetch.done.wait(30)
     return (None if fetch.data is None else bytes(fetch.data)), fetch.error
 
 
@@ -125,7 +136,7 @@ def test_who_knows_the_secret_is_answered(peers: Peers, store: Store) -> None:
     for _ in range(3):
         assert fetched(peers) == (store.bytes["tp0-dp1", 3], "")
     assert fetched(peers, Request(Kind.CHUNK, "tp0-dp1", LINEAGE, 7, 4)) == (None, "")
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 30
     while store.held and time.monotonic() < deadline:
         time.sleep(0.005)
     assert store.held == 0 and store.asked == 4
@@ -169,8 +180,10 @@ def test_a_proof_is_of_this_connection(answerer: Answerer) -> None:
 @pytest.mark.parametrize(
     "opening", [b"", b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" * 3, b"\0" * 40, wire.MAGIC + b"n" * 64]
 )
-def test_who_does_not_know_it_is_told_nothing(answerer: Answerer, store: Store, events: Seen, opening: bytes) -> None:
-    with connect(answerer) as sock:
+def test_who_does_not_know_it_is_told_nothing(
+    hasty_to_meet: Answerer, store: Store, events: Seen, opening: bytes
+) -> None:
+    with connect(hasty_to_meet) as sock:
         begun = time.monotonic()
         sock.sendall(opening)
         received = b""
@@ -179,14 +192,14 @@ def test_who_does_not_know_it_is_told_nothing(answerer: Answerer, store: Store, 
                 received += piece
         except ConnectionError:
             pass
-        assert time.monotonic() - begun < 5  # cut off in time, also where nothing was sent
+        assert time.monotonic() - begun < 15  # cut off in time, also where nothing was sent
         assert len(received) in (0, 40) and store.asked == 0
     if opening.startswith(wire.MAGIC):
         assert [(name, fields["address"]) for name, fields in events.all] == [("peer_refused", "127.0.0.1")]
 
 
 def test_a_wrong_secret_is_refused_and_named_once(answerer: Answerer, store: Store, events: Seen) -> None:
-    with closing(Peers(SHORT)) as peers:
+    with closing(Peers(PATIENT)) as peers:
         peers.configure({"n1": ("127.0.0.1", answerer.port)}, OTHER)
         for _ in range(3):
             data, error = fetched(peers)
@@ -250,26 +263,26 @@ def test_more_than_was_asked_for_is_not_read(peers: Peers) -> None:
     ],
 )
 def test_nonsense_from_one_that_knows_the_secret_is_an_error(answer: bytes, reason: str) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server, closing(Peers(SHORT)) as peers:
+    with socket.create_server(("127.0.0.1", 0)) as server, closing(Peers(PATIENT)) as peers:
         peers.configure({"n1": server.getsockname()}, SECRET)
         fetch = peers.fetch("n1", CHUNK, 1 << 20)
         with closing(Channel(server.accept()[0])) as channel:
             wire.welcome(channel, SECRET, soon())
-            assert wire.read_request(channel, SHORT) == CHUNK
+            assert wire.read_request(channel, PATIENT) == CHUNK
             channel.write(answer, soon())
-        assert fetch.done.wait(5) and fetch.data is None and reason in fetch.error
+        assert fetch.done.wait(30) and fetch.data is None and reason in fetch.error
 
 
 def test_what_nobody_waits_for_any_more_is_not_asked_for() -> None:
     """While one transfer takes its time, many are asked for and cancelled; the next one does not wait for them."""
     last = Request(Kind.CHUNK, "dp0", LINEAGE, 8, 1)
-    with socket.create_server(("127.0.0.1", 0)) as server, closing(Peers(SHORT)) as peers:
+    with socket.create_server(("127.0.0.1", 0)) as server, closing(Peers(PATIENT)) as peers:
         peers.configure({"n1": server.getsockname()}, SECRET)
         arrived: list[int] = []
         first = peers.fetch("n1", CHUNK, 1 << 20, arrived.append)
         with closing(Channel(server.accept()[0])) as channel:
             wire.welcome(channel, SECRET, soon())
-            assert wire.read_request(channel, SHORT) == CHUNK
+            assert wire.read_request(channel, PATIENT) == CHUNK
             for _ in range(1000):
                 peers.fetch("n1", CHUNK, 1 << 20, arrived.append).cancel()
             wanted = peers.fetch("n1", last, 1 << 20, arrived.append)
@@ -279,13 +292,13 @@ def test_what_nobody_waits_for_any_more_is_not_asked_for() -> None:
                 channel.write(data, soon())
                 wire.write_trailer(channel, True, soon())
                 if data == b"first":
-                    assert wire.read_request(channel, SHORT) == last
-            assert wanted.done.wait(5) and wanted.data == b"last one" and first.data == b"first"
+                    assert wire.read_request(channel, PATIENT) == last
+            assert wanted.done.wait(30) and wanted.data == b"last one" and first.data == b"first"
             assert arrived == [5, 8]
 
 
 def test_no_more_than_some_requests_wait() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server, closing(Peers(SHORT)) as peers:
+    with socket.create_server(("127.0.0.1", 0)) as server, closing(Peers(PATIENT)) as peers:
         peers.configure({"n1": server.getsockname()}, SECRET)
         fetches = [peers.fetch("n1", CHUNK, 1 << 20) for _ in range(200)]
         refused = [fetch for fetch in fetches if "requests wait" in fetch.error]
@@ -324,7 +337,7 @@ def test_no_bytes_make_the_reader_of_requests_fail_in_another_way(data: bytes) -
         one.write(data, soon())
         one.abort()
         try:
-            found = wire.read_request(two, SHORT)
+            found = wire.read_request(two, PATIENT)
             assert len(found.shard) <= 456
         except PeerError:
             pass
@@ -340,83 +353,87 @@ def test_requests_come_through(kind: Kind, shard: str, lineage: bytes, iteration
     with closing(one), closing(two):
         request = Request(kind, shard, lineage, iteration, chunk)
         one.write(request.encode(), soon())
-        assert wire.read_request(two, SHORT) == request
+        assert wire.read_request(two, PATIENT) == request
 
 
 def test_one_that_never_answers_is_given_up_in_time() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server, closing(Peers(SHORT)) as peers:
+    hasty = replace(PATIENT, connect_secs=0.5)
+    with socket.create_server(("127.0.0.1", 0)) as server, closing(Peers(hasty)) as peers:
         peers.configure({"n1": server.getsockname()}, SECRET)
         begun = time.monotonic()
         data, error = fetched(peers)
         assert data is None and "sends nothing in time" in error
-        assert 0.3 < time.monotonic() - begun < 4
+        assert 0.3 < time.monotonic() - begun < 15
 
 
 def test_one_that_answers_byte_by_byte_is_given_up_in_time() -> None:
     """The deadline is of the whole, not of each read."""
-    with socket.create_server(("127.0.0.1", 0)) as server, closing(Peers(SHORT)) as peers:
+    with socket.create_server(("127.0.0.1", 0)) as server, closing(Peers(HASTY)) as peers:
         peers.configure({"n1": server.getsockname()}, SECRET)
         fetch = peers.fetch("n1", CHUNK, 1 << 20)
         with closing(Channel(server.accept()[0])) as channel:
             wire.welcome(channel, SECRET, soon())
-            wire.read_request(channel, SHORT)
+            wire.read_request(channel, PATIENT)
             wire.write_head(channel, 1000, 0, soon())
             begun = time.monotonic()
-            while not fetch.done.is_set() and time.monotonic() - begun < 10:
+            while not fetch.done.is_set() and time.monotonic() - begun < 30:
                 try:
                     channel.write(b"x", soon())
                 except PeerError:
                     break
                 time.sleep(0.05)
-            assert fetch.done.wait(5) and "in time" in fetch.error
-            assert time.monotonic() - begun < 4
+            assert fetch.done.wait(30) and "in time" in fetch.error
+            assert time.monotonic() - begun < 15
 
 
-def test_one_that_takes_nothing_is_cut_off(answerer: Answerer, store: Store) -> None:
+def test_one_that_takes_nothing_is_cut_off(store: Store, events: Seen) -> None:
     store.bytes["tp0-dp1", 3] = bytes(64 << 20)
-    with closing(Channel(connect(answerer))) as channel:
+    answerer = Answerer("127.0.0.1", 0, SECRET, find=store.find, events=events, deadlines=HASTY)
+    with closing(answerer), closing(Channel(connect(answerer))) as channel:
         wire.greet(channel, SECRET, soon())
         channel.write(CHUNK.encode(), soon())
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 15
+        while not store.asked and time.monotonic() < deadline:
+            time.sleep(0.01)
         while answerer.connections and time.monotonic() < deadline:
             time.sleep(0.05)
         assert answerer.connections == 0 and store.held == 0
 
 
 def test_a_node_that_comes_back_is_asked_again(store: Store, events: Seen) -> None:
-    with closing(Peers(SHORT)) as peers:
-        first = Answerer("127.0.0.1", 0, SECRET, find=store.find, events=events, deadlines=SHORT)
+    with closing(Peers(PATIENT)) as peers:
+        first = Answerer("127.0.0.1", 0, SECRET, find=store.find, events=events, deadlines=PATIENT)
         peers.configure({"n1": ("127.0.0.1", first.port)}, SECRET)
         assert fetched(peers)[1] == ""
         first.close()
         assert fetched(peers)[0] is None
-        again = Answerer("127.0.0.1", first.port, SECRET, find=store.find, events=events, deadlines=SHORT)
+        again = Answerer("127.0.0.1", first.port, SECRET, find=store.find, events=events, deadlines=PATIENT)
         with closing(again):
             assert again.port == first.port
-            deadline = time.monotonic() + 10
+            deadline = time.monotonic() + 30
             while fetched(peers)[0] is None:
                 assert time.monotonic() < deadline
                 time.sleep(0.05)
 
 
-def test_a_node_that_is_away_is_not_asked_all_the_time() -> None:
+def test_a_node_that_is_away_is_not_asked_all_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers_module, "_BACKOFF_SECS", (60.0,))
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-    with closing(Peers(SHORT)) as peers:
+    with closing(Peers(PATIENT)) as peers:
         peers.configure({"n1": ("127.0.0.1", port)}, SECRET)
         assert "cannot be reached" in fetched(peers)[1]
-        begun = time.monotonic()
-        assert "cannot be reached" in fetched(peers)[1]
-        assert time.monotonic() - begun < 0.09
+        again = peers.fetch("n1", CHUNK, 1 << 20)
+        assert again.done.wait(30) and "cannot be reached" in again.error and not again.tried
     assert fetched(peers)[1] == "n1: its SMP has no address"
 
 
-def test_connections_are_limited(answerer: Answerer, events: Seen) -> None:
-    socks = []
+def test_connections_are_limited(hasty_to_meet: Answerer, events: Seen) -> None:
+    socks, answerer = [], hasty_to_meet
     try:
         for _ in range(MAX_CONNECTIONS + 5):
             socks.append(connect(answerer))
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + 15
         while not events.all and time.monotonic() < deadline:
             time.sleep(0.01)
         assert answerer.connections <= MAX_CONNECTIONS
@@ -424,8 +441,8 @@ def test_connections_are_limited(answerer: Answerer, events: Seen) -> None:
     finally:
         for sock in socks:
             sock.close()
-    deadline = time.monotonic() + 10  # those that did not prove anything are cut off, and others let in
-    with closing(Peers(SHORT)) as peers:
+    deadline = time.monotonic() + 30  # those that did not prove anything are cut off, and others let in
+    with closing(Peers(PATIENT)) as peers:
         peers.configure({"n1": ("127.0.0.1", answerer.port)}, SECRET)
         while fetched(peers)[0] is None:
             assert time.monotonic() < deadline
@@ -441,7 +458,7 @@ def test_closing_leaves_no_thread(store: Store, events: Seen) -> None:
     begun = time.monotonic()
     peers.close()
     answerer.close()
-    deadline = time.monotonic() + 5
+    deadline = begun + 8  # less than it waits for a thread that does not end
     while threading.active_count() > before and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert threading.active_count() == before and time.monotonic() - begun < 3
+    assert threading.active_count() == before and time.monotonic() < deadline
