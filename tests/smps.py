@@ -9,11 +9,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from ftckpt.arena.directory import end_smp, node_directory
+from ftckpt.errors import SmpError
 from ftckpt.smp.client import SmpClient, find_or_start
 from ftckpt.smp.protocol import peer_uid, socket_address
 
@@ -75,6 +76,13 @@ def site_at(root: Path) -> Iterator[Site]:
     finally:
         assert end_smp(site.node_dir, 20)
         eventually(lambda: not site.pids())
+
+
+def answers(client: SmpClient) -> bool:
+    """Whether the SMP is there: its socket is before it answers."""
+    with suppress(SmpError):
+        return bool(client.hello()["pid"])
+    return False
 
 
 def eventually(condition: Callable[[], Any], timeout_secs: float = 20.0) -> float:

@@ -110,7 +110,7 @@ def test_the_watch_brings_it_back_again_and_again(site: Site, tmp_path: Path) ->
         watch.stop()
     assert told.names == ["smp_restarted"] * 3
     print("restarted after", took)
-    assert min(took) < 3, took
+    assert min(took) < 8, f"{took} s; 0.6 s on an idle machine"
     kill(client)
     time.sleep(1.2)
     assert site.pids() == [], "a watch that was stopped starts none"
@@ -220,7 +220,7 @@ def test_a_frozen_one_hangs_nobody(site: Site) -> None:
             client.configure(site.description(), timeout_secs=0.5)
         with pytest.raises(SmpError, match="no SMP"):
             find_or_start(site.node_dir, site.root, JOB, NODE, {}, timeout_secs=1.0)
-        assert time.monotonic() - begin < 10
+        assert time.monotonic() - begin < 20
         assert site.pids() == [pid], "a second one is not started beside it"
         eventually(lambda: not Pulse.open(site.node_dir, None).smp_alive(0.5))
         client.end(timeout_secs=4)  # the job is over: nobody waits for it any more
@@ -242,12 +242,12 @@ def end_all(processes: list[subprocess.Popen[str]]) -> None:
 
 def test_a_hang_says_who_waits_where_and_ends_nobody(site: Site, tmp_path: Path) -> None:
     client = site.start()
-    client.configure(site.description(hang_secs=1.0, events=str(tmp_path)))
     processes = trainers(site, ("meek", 10), ("meek", 30))
     try:
+        client.configure(site.description(hang_secs=2.0, events=str(tmp_path)))
         eventually(lambda: events(tmp_path, "hang"))
         (hang,) = events(tmp_path, "hang")
-        assert hang["process"] == f"smp-{NODE}" and 1 <= hang["secs"] < 10 and hang["on_hang"] == "report"
+        assert hang["process"] == f"smp-{NODE}" and 2 <= hang["secs"] < 10 and hang["on_hang"] == "report"
         first, second = hang["ranks"]
         assert (first["rank"], first["iteration"], first["phase"], first["pid"]) == (
             10,
@@ -255,8 +255,8 @@ def test_a_hang_says_who_waits_where_and_ends_nobody(site: Site, tmp_path: Path)
             "forward",
             processes[0].pid,
         )
-        assert (second["rank"], second["iteration"]) == (11, 29) and first["secs"] > second["secs"] >= 1
-        time.sleep(2.5)
+        assert (second["rank"], second["iteration"]) == (11, 29) and first["secs"] > second["secs"] >= 2
+        time.sleep(3.5)
         assert len(events(tmp_path, "hang")) == 1, "once per hang"
         assert all(process.poll() is None for process in processes)
         assert client.status()["hangs"] == 1 and "hang" in site.log
@@ -271,7 +271,7 @@ def test_hung_trainers_are_ended_and_nobody_else(site: Site, tmp_path: Path) -> 
     os.kill(processes[2].pid, signal.SIGSTOP)
     try:
         client = site.start()
-        client.configure(site.description(hang_secs=1.0, on_hang="abort", events=str(tmp_path)))
+        client.configure(site.description(hang_secs=2.0, on_hang="abort", events=str(tmp_path)))
         eventually(lambda: events(tmp_path, "hang_aborted"), 30)
         assert [process.wait(10) for process in processes] == [-signal.SIGTERM, -signal.SIGKILL, -signal.SIGKILL]
         (aborted,) = events(tmp_path, "hang_aborted")
@@ -279,9 +279,9 @@ def test_hung_trainers_are_ended_and_nobody_else(site: Site, tmp_path: Path) -> 
         assert former.poll() is None, "a process that no entry names"
         assert len(events(tmp_path, "hang")) == 1
         # The launcher starts them anew: they train, and are left alone.
-        again = trainers(site, ("meek", 60), ("meek", 60))
+        again = trainers(site, ("meek", 1000), ("meek", 1000))
         try:
-            time.sleep(2)
+            time.sleep(3.5)
             assert all(process.poll() is None for process in again)
             assert len(events(tmp_path, "hang")) == 1
         finally:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
+from threading import Event
 
 import pytest
 from smp_nodes import LINEAGE, Node, Smp, check_parity, describe, fill, flip, parity_of, until
@@ -98,8 +99,10 @@ def test_a_slot_that_is_written_anew_while_it_is_hashed_is_not_checked(node: Nod
     node.snapshot(0, 7)
     hold.start()
     smp.start()
-    checks = None
+    checks, deadline = None, time.monotonic() + 60
     while checks is None or not checks.leased(0):
+        assert time.monotonic() < deadline, "the SMP was too quick"
+        hold.pace(1, time.monotonic(), Event())  # it still copies
         checks = arena.checks
     arena.control.begin(0)
     with arena.slot(0) as view:
@@ -588,9 +591,10 @@ class TestScrub:
 
     def test_scrubbing_rests_between_runs(self, node: Node, covered: Smp) -> None:
         covered.duties.configure(describe(node, [node], NODE, {}, scrub_secs=0.5))
+        begun = time.monotonic()
         covered.start()
-        time.sleep(1.8)
-        assert 2 <= len(covered.events.of("scrubbed")) <= 3
+        until(lambda: len(covered.events.of("scrubbed")) >= 4, "scrubbed")
+        assert time.monotonic() - begun > 3 * 0.5
 
 
 def test_a_reader_of_the_arena_sees_protected(node: Node, smp: Smp) -> None:

@@ -6,6 +6,7 @@ import fcntl
 import json
 import os
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -514,10 +515,12 @@ def test_other_directories_keep_plain_files(root: Path, node: Node) -> None:
 
 def test_the_cost_of_a_look_that_finds_nothing(node: Node) -> None:
     arena = Arena.create(node.path, manifest(), 3)
-    begin = time.perf_counter()
+    secs = []
     for _ in range(100):
+        begin = time.perf_counter()
         assert memfd.keep(arena.path.parent) == 0
-    assert (time.perf_counter() - begin) / 100 < 0.01
+        secs.append(time.perf_counter() - begin)
+    assert statistics.median(secs) < 0.01
     arena.remove()
 
 
@@ -620,14 +623,16 @@ def test_a_configuration_decides_what_arenas_are(root: Path) -> None:
     hold_memory(config, node_dir, True, tell)()
     assert not memfd.uses_memfds(node_dir) and list(node_dir.iterdir()) == []
     end = hold_memory(replace(config, memory="memfd"), node_dir, True, tell)
-    arena = Arena.create(node_dir, manifest(), 2)
-    assert (arena.path / "slot1.safetensors").is_symlink()
-    client = find_or_start(node_dir, root, "job", "n0", {})
-    kill(client)
-    smp_nodes.until(lambda: "memory_handed_over" in told, "handed over")
-    assert told == ["smp_restarted", "memory_handed_over"]
-    arena.remove()
-    end()
+    try:
+        arena = Arena.create(node_dir, manifest(), 2)
+        assert (arena.path / "slot1.safetensors").is_symlink()
+        client = find_or_start(node_dir, root, "job", "n0", {})
+        kill(client)
+        smp_nodes.until(lambda: len(told) == 2, "restarted, and handed over")
+        assert sorted(told) == ["memory_handed_over", "smp_restarted"], "each by a thread of its own"
+        arena.remove()
+    finally:
+        end()
     assert not memfd.uses_memfds(node_dir)
     remove_job_if_empty(root, "job", "n0")
     assert list(root.iterdir()) == [], "the SMP has ended, and nothing is left of it"
@@ -641,7 +646,8 @@ def test_a_keeper_tells_once_that_no_smp_comes(root: Path, monkeypatch: pytest.M
     keeper = Keeper(client, lambda event, **fields: told.append((event, fields)), 0.02)
     arena = Arena.create(node_dir, manifest(), 2)
     kill(client)
-    time.sleep(1.5)
+    smp_nodes.until(lambda: told, "told")
+    time.sleep(0.5)
     keeper.stop()
     arena.close()
     assert [event for event, _ in told] == ["smp_error"]
@@ -671,7 +677,7 @@ def test_parity_is_memory_too_and_outlives_a_killed_smp(arena_root: Path) -> Non
         assert len(files) == 6 and all(path.is_symlink() for path in files)
         assert client.status()["held_bytes"] == sum(path.stat().st_size for path in node_dir.glob("*/[ps]*.*"))
         before = {path: path.stat().st_ino for path in files}
-        time.sleep(0.3)  # keepers look now and then
+        smp_nodes.until(lambda: len(memfd._adopted) == 6, "the keeper has it open, too")
         kill(client)
         smp_nodes.until(lambda: "memory_handed_over" in told, "handed over")
         smp_nodes.until(lambda: ranks.covered(8), "covered")
@@ -692,13 +698,13 @@ def test_parity_is_memory_too_and_outlives_a_killed_smp(arena_root: Path) -> Non
 
 def test_an_smp_that_holds_memory_does_not_end_for_want_of_trainers(root: Path) -> None:
     node_dir = node_directory(root, "job", "node")
-    client = find_or_start(node_dir, root, "job", "node", {"smp_idle_secs": 1.0})
+    client = find_or_start(node_dir, root, "job", "node", {"smp_idle_secs": 3.0})
     memfd.use_memfds(node_dir, lambda request: client.call(request, 30.0))
     arena = Arena.create(node_dir, manifest(), 2)
     write(arena, 0, 7)
     arena.close()
     begun = time.monotonic()
-    while time.monotonic() < begun + 3:
+    while time.monotonic() < begun + 5:
         assert client.status()["held_bytes"]
         time.sleep(0.1)
     require_whole(arena.path)

@@ -137,8 +137,9 @@ def test_a_target_that_changes_is_left_at_once(cluster: Cluster) -> None:
     assert cluster.check(2) >= 2 and not cluster.nodes[0].covered(1)
 
 
-def test_a_node_that_stays_away_is_given_up_and_told_once(cluster: Cluster) -> None:
-    cluster.build([[0], [1]], PEER, protect_timeout_secs=4.0)
+def test_a_node_that_stays_away_is_given_up_and_told_once(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ftckpt.smp.peers._BACKOFF_SECS", (0.1,))
+    cluster.build([[0], [1]], PEER, protect_timeout_secs=8.0)
     cluster.snapshot(0, 1)
     cluster.snapshot(1, 2)
     until(lambda: all(node.checked(i) for node in cluster.nodes for i in (1, 2)), "checked")
@@ -148,10 +149,12 @@ def test_a_node_that_stays_away_is_given_up_and_told_once(cluster: Cluster) -> N
     cluster.target(1)
     duties, events = cluster.smps[0].duties, cluster.smps[0].events
     until(lambda: duties.cannot == (LINEAGE, 1), "cannot")
-    assert 1.5 < time.monotonic() - begun < 10
+    secs = time.monotonic() - begun
+    assert 3.5 < secs < 20
+    begun = time.monotonic()
     cluster.target(2)
     until(lambda: duties.cannot == (LINEAGE, 2), "cannot, at once this time")
-    assert time.monotonic() - begun < 12
+    assert time.monotonic() - begun < secs / 2
     assert [event["node"] for event in events.of("peer_lost")] == ["n1"]
     assert [event["iteration"] for event in events.of("not_covered")] == [1, 2]
     assert "n1 at 127.0.0.1" in events.of("not_covered")[0]["reason"]
@@ -348,11 +351,11 @@ def test_what_a_target_that_was_given_up_asked_for_is_not_transferred(cluster: C
 
 def test_packages_that_are_not_there_yet_cost_no_network(cluster: Cluster) -> None:
     """A package may be of any size up to a bound: what counts is what comes."""
-    cluster.build([[0, 1], [2, 3]], PEER, network_gbps=0.1)
+    cluster.build([[0, 1], [2, 3]], PEER, network_gbps=0.02)
     cluster.nodes[0].snapshot(0, 1)
     cluster.target(1)
     time.sleep(1.0)  # it asks again and again
     cluster.nodes[1].snapshot(0, 1)
     begun = time.monotonic()
     until(lambda: cluster.covered(1), "covered")
-    assert time.monotonic() - begun < 5
+    assert time.monotonic() - begun < 15

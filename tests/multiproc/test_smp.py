@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 from arenas import Rank, ranks
-from smps import JOB, NODE, REPOSITORY, SECRET, Site, eventually, python, send, site_at
+from smps import JOB, NODE, REPOSITORY, SECRET, Site, answers, eventually, python, send, site_at
 
 from ftckpt.arena.directory import clean_job, list_arenas, node_directory, remove_job_if_empty
 from ftckpt.arena.locks import JobLock
@@ -122,13 +122,17 @@ def test_one_that_a_shell_started_outlives_it(site: Site) -> None:
 
 
 def test_starting_and_finding_are_quick(site: Site) -> None:
-    begin = time.monotonic()
-    site.start()
-    started = time.monotonic() - begin
-    begin = time.monotonic()
-    site.start()
-    assert time.monotonic() - begin < 0.5
-    assert started < 5, f"{started:.2f} s; 0.2 s on an idle machine"
+    started, found = [], []
+    for _ in range(3):
+        begin = time.monotonic()
+        client = site.start()
+        started.append(time.monotonic() - begin)
+        begin = time.monotonic()
+        site.start()
+        found.append(time.monotonic() - begin)
+        client.end()
+    assert min(found) < 0.5, found
+    assert min(started) < 5, f"{started} s; 0.2 s on an idle machine"
 
 
 def test_modes_and_secrets(site: Site) -> None:
@@ -231,6 +235,7 @@ def test_who_says_nothing_is_dropped(arena_root: Path, monkeypatch: pytest.Monke
         begin = time.monotonic()
         assert send(arena_root, b'{"request": "hello"') == b""
         assert time.monotonic() - begin >= 0.25
+        monkeypatch.setattr(server, "_CONNECTION_SECS", 10.0)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(server, "_MOST_CONNECTIONS", 0)
             assert send(arena_root, b'{"request": "hello"}\n') == b"", "too many at once"
@@ -335,7 +340,7 @@ def test_sigterm_ends_it_cleanly_and_a_new_one_can_start(site: Site) -> None:
     process = subprocess.Popen(site.command(), cwd=REPOSITORY, stderr=subprocess.PIPE, text=True)
     try:
         client = SmpClient(site.node_dir, site.root, JOB, NODE, {})
-        eventually((site.node_dir / "smp.sock").exists)
+        eventually(lambda: answers(client))
         assert client.hello()["pid"] == process.pid, "in the foreground"
         process.terminate()
         _, said = process.communicate(timeout=20)
@@ -393,7 +398,7 @@ def test_a_start_that_cannot_succeed_tells_why(site: Site) -> None:
     begin = time.monotonic()
     with pytest.raises(SmpError, match="is not a directory; remove it"):
         site.start()
-    assert time.monotonic() - begin < 15
+    assert time.monotonic() - begin < 19, "it was tried until the deadline"
     assert site.pids() == []
     site.node_dir.unlink()
 
@@ -403,7 +408,8 @@ def test_the_command_runs_asks_and_ends_one(site: Site) -> None:
     command = [sys.executable, "-m", "ftckpt.cli", "smp", "--job", JOB, "--node", NODE, "--arena", str(site.root)]
     process = subprocess.Popen(command, cwd=REPOSITORY, stderr=subprocess.PIPE, text=True)
     try:
-        eventually((site.node_dir / "smp.sock").exists)
+        client = SmpClient(site.node_dir, site.root, JOB, NODE, {})
+        eventually(lambda: answers(client))
         asked = subprocess.run([*command, "--status"], cwd=REPOSITORY, capture_output=True, timeout=60, check=True)
         assert json.loads(asked.stdout)["pid"] == process.pid
         subprocess.run([*command, "--end"], cwd=REPOSITORY, timeout=60, check=True)

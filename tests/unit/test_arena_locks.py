@@ -100,9 +100,9 @@ def test_a_live_holder_is_named_and_a_dead_one_forgotten(root: Path) -> None:
         begin = time.monotonic()
         with pytest.raises(ArenaError, match=rf"arena tp0\.\w+ is held by process {process.pid}; wait for it"):
             arena.lock(0.3)
-        assert 0.3 <= time.monotonic() - begin < 5
+        assert 0.3 <= time.monotonic() - begin < 15
         os.kill(process.pid, signal.SIGKILL)
-        arena.lock(5)
+        arena.lock(30)
     arena.close()
 
 
@@ -111,8 +111,8 @@ def test_waiting_ends_when_the_holder_does(root: Path) -> None:
         killer = threading.Timer(0.3, os.kill, (process.pid, signal.SIGKILL))
         begin = time.monotonic()
         killer.start()
-        FileLock(root / "lock", 10, "a", "b").release()
-        assert 0.2 < time.monotonic() - begin < 5
+        FileLock(root / "lock", 60, "a", "b").release()
+        assert 0.2 < time.monotonic() - begin < 30
 
 
 def test_a_forked_worker_does_not_keep_the_lock(root: Path) -> None:
@@ -124,7 +124,7 @@ def test_a_forked_worker_does_not_keep_the_lock(root: Path) -> None:
             with pytest.raises(ArenaError, match=f"process {process.pid}"):
                 FileLock(root / "lock", 0, "a", "b")
             os.kill(process.pid, signal.SIGKILL)
-            FileLock(root / "lock", 5, "a", "b").release()
+            FileLock(root / "lock", 30, "a", "b").release()
             os.kill(worker, 0)
         finally:
             os.kill(worker, signal.SIGKILL)

@@ -15,11 +15,12 @@ import torch
 from ftckpt.capture import copier as copier_module
 from ftckpt.capture.budget import NoBudget
 from ftckpt.capture.clock import HostClock
-from ftckpt.capture.copier import Flight, HostCopier, Worker, copy_chunk, make_copier
+from ftckpt.capture.copier import Flight, HostCopier, copy_chunk, make_copier
 from ftckpt.capture.node_budget import NodeBudget
 from ftckpt.capture.pacer import make_pacer
 from ftckpt.capture.plan import ChunkCopy, Segment
 from ftckpt.capture.windows import Always
+from ftckpt.capture.worker import Worker
 from ftckpt.config import Config
 from ftckpt.events import Events
 from ftckpt.layout.topology import Member, Topology
@@ -92,10 +93,12 @@ def test_chunks_land_in_order_and_then_the_snapshot_arrives_once(copier: HostCop
 
 
 def test_the_fence_waits_for_a_slow_copy(copier: HostCopier, monkeypatch: pytest.MonkeyPatch) -> None:
-    before_copy(monkeypatch, lambda copy: time.sleep(0.03))
+    gate = Gate(2)
+    before_copy(monkeypatch, gate)
     watched = Watched()
     flight = watched.start(copier)
-    assert not flight.ended
+    assert gate.reached.wait(LONG_SECS) and not flight.ended
+    threading.Timer(0.1, gate.opened.set).start()
     assert copier.fence(flight, LONG_SECS)
     watched.live.fill_(-1)  # what the optimizer does after the fence
     assert flight.wait(LONG_SECS)
