@@ -21,9 +21,7 @@ class Mapping:
 
     def __init__(self, fd: int, nbytes: int, writable: bool) -> None:
         protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
-        # Page tables are filled now, not by faults in the middle of the first copies.
-        flags = mmap.MAP_SHARED | (mmap.MAP_POPULATE if writable else 0)
-        self._map: mmap.mmap | None = mmap.mmap(fd, nbytes, flags=flags, prot=protection)
+        self._map: mmap.mmap | None = mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED, prot=protection)
         self.data = memoryview(self._map)
         self._alive = weakref.ref(self._map)
         # Who writes a memfd keeps it open: another SMP can get it from here when the one that holds it dies.

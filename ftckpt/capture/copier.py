@@ -2,28 +2,28 @@
 
 from __future__ import annotations
 
-import queue
+import mmap
 import threading
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
 
-from ftckpt.capture.affinity import pin
 from ftckpt.capture.budget import Budget, NoBudget
 from ftckpt.capture.clock import Clock, HostClock, Mark
 from ftckpt.capture.plan import ChunkCopy
 from ftckpt.capture.windows import Windows
+from ftckpt.capture.worker import Cores, Worker
 from ftckpt.capture.xor import combine, pieces
 
 Slot = torch.Tensor
 """A slot's file as a 1-D uint8 CPU tensor over the shared mapping."""
 
-Cores = Set[int] | None
-"""Where background threads run; None: anywhere."""
-
 _XOR_BYTES = 1 << 20
 """The XOR in host memory is made of so many bytes at a time, which stay in a core's cache."""
+
+_TOUCH_BYTES = 32 << 20
+"""Pages that are touched between looks at whether there is more important work."""
 
 _NO_SLOT = torch.empty(0, dtype=torch.uint8)
 
@@ -133,31 +133,6 @@ def make_copier(clock: Clock, budget: Budget, own_stream: bool = True, cores: Co
     return HostCopier(budget, cores)
 
 
-class Worker:
-    """One daemon thread, on some cores if they are given, that runs jobs one after the other."""
-
-    def __init__(self, name: str, cores: Cores = None) -> None:
-        self._cores = cores
-        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
-
-    def submit(self, job: Callable[[], None]) -> None:
-        """Run ``job``, which must not raise, on the thread."""
-        self._jobs.put(job)
-
-    def close(self, timeout_secs: float = 10.0) -> bool:
-        """End the thread; False when it is stuck in a copy, and left to die with the process."""
-        self._jobs.put(None)
-        self._thread.join(timeout_secs)
-        return not self._thread.is_alive()
-
-    def _run(self) -> None:
-        pin(self._cores)
-        while (job := self._jobs.get()) is not None:
-            job()
-
-
 class Landing:
     """What follows a copy, on a thread of its own, so that checksums take no time from the windows.
 
@@ -198,7 +173,8 @@ class HostCopier:
         self._landing = Landing(cores)
 
     def prepare(self, slots: Sequence[Slot]) -> None:
-        """Nothing to do: slots are mapped and pre-faulted."""
+        """Have the kernel clear and map the slots' pages before the first copies need them."""
+        self._worker.submit(lambda: self._touch(slots))
 
     def copy_now(self, tensors: Sequence[torch.Tensor], copies: Sequence[ChunkCopy], slot: Slot) -> None:
         """See Copier."""
@@ -218,6 +194,14 @@ class HostCopier:
         """See Copier."""
         if self._worker.close():  # otherwise its flight has still to end
             self._landing.close()
+
+    def _touch(self, slots: Sequence[Slot]) -> None:
+        """Read a byte of each page; copies that come meanwhile do without it."""
+        for slot in slots:
+            for begin in range(0, slot.numel(), _TOUCH_BYTES):
+                if self._worker.waits:
+                    return
+                slot.numpy()[begin : begin + _TOUCH_BYTES : mmap.PAGESIZE].max()
 
     def _fly(self, tensors: Sequence[torch.Tensor], flight: Flight, windows: Windows) -> None:
         try:

@@ -26,10 +26,11 @@ import torch
 from ftckpt.capture.affinity import pin
 from ftckpt.capture.budget import Budget
 from ftckpt.capture.clock import Clock, Mark
-from ftckpt.capture.copier import Cores, Flight, Landing, Slot, Worker, by_home, copy_chunk, copy_host_state
+from ftckpt.capture.copier import Flight, Landing, Slot, by_home, copy_chunk, copy_host_state
 from ftckpt.capture.graphs import work_beside_captures
 from ftckpt.capture.plan import ChunkCopy, Segment, divided
 from ftckpt.capture.windows import Windows
+from ftckpt.capture.worker import Cores, Worker
 from ftckpt.capture.xor import combine, pieces, xor_onto
 from ftckpt.events import log
 

@@ -1,0 +1,84 @@
+"""Pages of slots: mapped without a wait, and had from the kernel on the thread that copies."""
+
+from __future__ import annotations
+
+import threading
+import time
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+import torch
+
+from ftckpt.arena.mapping import Mapping, create_mapping, open_mapping
+from ftckpt.capture import copier as copier_module
+from ftckpt.capture.copier import Flight, HostCopier
+from ftckpt.capture.windows import Always
+
+NBYTES = 8 << 20
+LONG_SECS = 20.0
+
+
+def resident(path: Path) -> int:
+    """Bytes of the file that this process has page tables for."""
+    total, inside = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if "-" in line.split()[0]:
+            inside = line.endswith(str(path))
+        elif inside and line.startswith("Rss:"):
+            total += int(line.split()[1]) * 1024
+    return total
+
+
+def until(condition: object, what: str) -> None:
+    deadline = time.monotonic() + LONG_SECS
+    while not condition():  # type: ignore[operator]
+        assert time.monotonic() < deadline, what
+        time.sleep(0.01)
+
+
+def slot_of(mapping: Mapping) -> torch.Tensor:
+    return torch.frombuffer(mapping.data[:], dtype=torch.uint8)
+
+
+def test_a_large_file_is_mapped_without_touching_its_pages(arena_root: Path) -> None:
+    """A restart opens all arenas of a node; their pages would take seconds for each 100 GB."""
+    path = arena_root / "file"
+    with closing(create_mapping(path, NBYTES)):
+        assert path.stat().st_blocks * 512 >= NBYTES, "room is reserved"
+        assert resident(path) == 0
+        with closing(open_mapping(path, NBYTES, writable=True)):
+            assert resident(path) == 0
+
+
+def test_the_copier_has_the_pages_of_slots_before_the_first_copy(arena_root: Path) -> None:
+    path = arena_root / "file"
+    with closing(create_mapping(path, NBYTES)) as mapping, closing(HostCopier()) as copier:
+        mapping.data[5] = 7
+        copier.prepare([slot_of(mapping)])
+        until(lambda: resident(path) == NBYTES, "pages are mapped")
+        assert bytes(mapping.data[:8]) == b"\0\0\0\0\0\7\0\0", "bytes stay as they are"
+
+
+def test_a_copy_does_not_wait_for_pages_that_it_does_not_need(
+    arena_root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(copier_module, "_TOUCH_BYTES", 4096)
+    path, gate = arena_root / "file", threading.Event()
+    with closing(create_mapping(path, NBYTES)) as mapping, closing(HostCopier()) as copier:
+        copier._worker.submit(lambda: gate.wait(LONG_SECS))  # type: ignore[arg-type,return-value]
+        copier.prepare([slot_of(mapping)])
+        flight = Flight([], slot_of(mapping), lambda *_: None, lambda: None)
+        copier.start([], flight, Always())
+        gate.set()
+        assert flight.submitted.wait(LONG_SECS)
+        assert resident(path) < NBYTES / 2
+
+
+def test_a_slot_that_was_prepared_can_be_freed(arena_root: Path) -> None:
+    path = arena_root / "file"
+    with closing(create_mapping(path, NBYTES)) as mapping, closing(HostCopier()) as copier:
+        copier.prepare([slot_of(mapping)])
+        until(lambda: resident(path) == NBYTES, "pages are mapped")
+        mapping.close()
+        until(lambda: mapping.released, "the thread lets go of the memory")
