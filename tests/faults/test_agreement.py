@@ -150,6 +150,7 @@ def test_an_error_after_the_fence_is_counted(settings: dict[str, Any]) -> None:
 
 
 def test_a_foreign_error_turns_all_ranks_off_together(settings: dict[str, Any], tmp_path: Path) -> None:
+    settings |= {"agree_timeout_secs": 100.0}
     faults = [Fault(1, at, "begin", tmp_path / f"raise{at}", "raise") for at in (3, 4, 5)]
     begin = time.monotonic()
     jobs.outcomes(2, jobs.Run([], 12, settings, faults=faults))
