@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from launching import ROOT, Launched, Standins, free_ports
 
-pytestmark = [pytest.mark.multiproc, pytest.mark.faults]
+pytestmark = [pytest.mark.multiproc, pytest.mark.faults, pytest.mark.timeout(600)]
 
 TRAINING = [
     *(str(ROOT / "launch" / "train_gpt.py"), "--pp", "2", "--layers", "2", "--hidden", "32", "--seq", "32"),

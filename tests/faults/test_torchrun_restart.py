@@ -21,7 +21,7 @@ import ftckpt
 
 pytestmark = pytest.mark.faults
 
-DEADLINE_SECS = 90.0
+DEADLINE_SECS = 240.0
 
 # A fault (rank, step) fires once, in the order given: the file it leaves tells the following attempts, and
 # the test, that it did.
