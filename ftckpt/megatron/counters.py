@@ -1,7 +1,8 @@
-"""The position of Megatron-LM's train loop, as an object of a snapshot."""
+"""The position of Megatron-LM's train loop, as an object of a snapshot, and the arguments of the job."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,22 +15,30 @@ _COUNTERS = (
     "skipped_train_samples",
     "num_floating_point_operations_so_far",
 )
+_OF_ONE_RANK = ("rank", "local_rank")
+_PLAIN = (str, bool, int, float, type(None))
 
 
 class Counters:
     """Megatron reads its position from its global arguments at start, and keeps two of the counters in local
-    variables afterwards (``now``)."""
+    variables afterwards (``now``).
+
+    The arguments are not restored: a restart has its own. They are for ``ftckpt convert``, since Megatron finds the
+    consumed samples among the arguments that a checkpoint holds, and compares the model's sizes there.
+    """
 
     def __init__(self, args: Any) -> None:
         self._args = args
+        self._arguments = json.dumps(_plain_arguments(args))  # once: a snapshot copies one text
         self._log_sums: dict[str, Any] = {}
         self._restored_sums: dict[str, Any] | None = None
         self.now: dict[str, Any] = {}
 
     def state_dict(self) -> dict[str, Any]:
-        """The counters as they stand."""
+        """The counters as they stand; ``arguments`` is a JSON text."""
         found = {name: getattr(self._args, name) for name in _COUNTERS if hasattr(self._args, name)}
-        return {"counters": {**found, **self.now}, "log_sums": dict(self._log_sums)}
+        counters = {**found, **self.now}
+        return {"counters": counters, "log_sums": dict(self._log_sums), "arguments": self._arguments}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Make the loop start there."""
@@ -49,6 +58,20 @@ class Counters:
         sums.update({name: _like(losses, value) for name, value in self._restored_sums.items()})
         self._restored_sums = None
         return False
+
+
+def _plain_arguments(args: Any) -> dict[str, Any]:
+    """What can be written as JSON, but for ftckpt's own settings and what differs between ranks."""
+    return {
+        name: value
+        for name, value in vars(args).items()
+        if name not in _OF_ONE_RANK and not name.startswith("ftckpt") and _is_plain(value)
+    }
+
+
+def _is_plain(value: Any) -> bool:
+    items = value if isinstance(value, (list, tuple)) else (value,)
+    return all(type(item) in _PLAIN for item in items)
 
 
 def _like(losses: Mapping[str, Any], saved: Any) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,6 +17,7 @@ IDENTIFIERS = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")
 """What Megatron finds a group of parameters by."""
 CONTENT = "content_metadata"
 SHARDING = "fully_reshardable"
+_FLOATING = "num_floating_point_operations_so_far"
 _AXES = {
     "tp": "tensor_model_parallel_size",
     "pp": "pipeline_model_parallel_size",
@@ -43,6 +45,33 @@ class Hyperparameters:
 def layout_of(args: Mapping[str, Any]) -> dict[str, int | str | bool]:
     """The layout that a job's arguments say; empty where they say none."""
     return {axis: args[name] for axis, name in _AXES.items() if isinstance(args.get(name), int)}
+
+
+def arguments_of(objects: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of the Megatron-LM job that wrote the source, its position in the data among them.
+
+    Empty where it was another job, such as one that has a train loop of its own.
+    """
+    common = objects.get("megatron")
+    if isinstance(common, Mapping):
+        args = common.get("args")
+        return dict(args) if isinstance(args, Mapping) else {}
+    position = _position(objects)
+    try:
+        args = json.loads(position["arguments"])
+        return {**args, **position["counters"]}
+    except (KeyError, TypeError, ValueError):
+        return {}
+
+
+def _position(objects: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What a snapshot says of Megatron-LM's train loop; empty where it says nothing."""
+    for shard in (objects.get("shards") or {}).values():
+        users = shard.get("objects") if isinstance(shard, Mapping) else None
+        found = users.get("counters") if isinstance(users, Mapping) else None
+        if isinstance(found, Mapping) and isinstance(found.get("counters"), Mapping):
+            return found
+    return {}
 
 
 def optimizers_in(value: Any) -> Iterator[Mapping[str, Any]]:
@@ -112,9 +141,13 @@ def make_common(
     common: dict[str, Any] = copy.deepcopy(dict(objects.get("megatron") or {}))
     for name in ("optimizer", "rerun_state_machine", "rng_state"):
         common.pop(name, None)
-    if isinstance(common.get("args"), Mapping):
+    args = arguments_of(objects)
+    if args:
         # Generators of another layout mean nothing: nobody is to look for them.
-        common["args"] = argparse.Namespace(**{**common["args"], "no_save_rng": True})
+        common["args"] = argparse.Namespace(**{**args, "no_save_rng": True})
+    floating = (_position(objects).get("counters") or {}).get(_FLOATING)
+    if floating is not None:
+        common.setdefault(_FLOATING, floating)
     common.setdefault("checkpoint_version", 3.0)
     common["iteration"] = iteration
     scheduler = next(_schedulers(objects), None)

@@ -18,7 +18,7 @@ from ftckpt.universal.catalog import Bytes, Catalog, Get, Part, Tensor, Unit
 from ftckpt.universal.derived import MASTER, WEIGHT, getting_derived, master_of, with_derived
 from ftckpt.universal.foreign import pickles
 from ftckpt.universal.megatron import names
-from ftckpt.universal.megatron.common import SHARDING, hyperparameters, make_common
+from ftckpt.universal.megatron.common import SHARDING, arguments_of, hyperparameters, make_common
 from ftckpt.universal.megatron.dcp import TORCH
 from ftckpt.universal.megatron.dist import COMMON, CONFIG, TRACKER
 from ftckpt.universal.writer import MAX_FILE_BYTES, strips
@@ -228,8 +228,7 @@ def _without_weight(tensors: Iterable[Tensor]) -> str | None:
 def _says_separate(objects: Mapping[str, Any]) -> bool:
     """Whether a Megatron job that wrote the source has names of its own for each layer, alike or not."""
     common = objects.get("megatron") or {}
-    args = common.get("args")
-    args = args if isinstance(args, Mapping) else {}
+    args = arguments_of(objects)
     frequency = args.get("moe_layer_freq")
     content = common.get("content_metadata") or {}
     return bool(

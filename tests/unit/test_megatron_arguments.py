@@ -1,0 +1,82 @@
+"""The arguments of a Megatron-LM job in its snapshots, and in what ``ftckpt convert`` makes of them."""
+
+from __future__ import annotations
+
+import json
+from argparse import Namespace
+from enum import Enum
+from typing import Any
+
+import pytest
+
+from ftckpt.megatron.counters import Counters
+from ftckpt.state import objects
+from ftckpt.universal.megatron.common import arguments_of, make_common
+
+
+class Backend(Enum):
+    """As some of Megatron-LM's arguments are."""
+
+    AUTO = 1
+
+
+def arguments(**more: Any) -> Namespace:
+    return Namespace(
+        num_layers=4, hidden_size=64, num_attention_heads=4, lr=1e-3, bf16=True, load=None, split=[9, 1],
+        tensor_model_parallel_size=2, pipeline_model_parallel_size=2, iteration=0, consumed_train_samples=0,
+        consumed_valid_samples=0, skipped_train_samples=0, num_floating_point_operations_so_far=0,
+        rank=3, local_rank=3, ftckpt=True, ftckpt_job="name", attention_backend=Backend.AUTO, dtype=object(), **more,
+    )  # fmt: skip
+
+
+def snapshot(**more: Any) -> dict[str, Any]:
+    """The objects of a snapshot of iteration 5, as ``ftckpt convert`` reads them."""
+    args = arguments(**more)
+    counters = Counters(args)
+    args.consumed_train_samples, args.consumed_valid_samples = 80, 16
+    counters.now = {"iteration": 5, "num_floating_point_operations_so_far": 1.5e9}
+    saved = {"scheduler": {"num_steps": 80}, "objects": {"counters": counters.state_dict()}, "optimizers": []}
+    return {"shards": {"tp0-pp0-dp0": objects.decode(objects.encode(saved))}}
+
+
+def test_megatron_finds_its_position_among_the_arguments() -> None:
+    made = make_common(snapshot(), 5, None, False, {})
+    assert made["iteration"] == 5
+    assert made["num_floating_point_operations_so_far"] == 1.5e9
+    args = made["args"]
+    assert isinstance(args, Namespace)
+    assert (args.consumed_train_samples, args.consumed_valid_samples, args.skipped_train_samples) == (80, 16, 0)
+    assert (args.num_layers, args.hidden_size, args.num_attention_heads) == (4, 64, 4)
+    assert (args.tensor_model_parallel_size, args.pipeline_model_parallel_size) == (2, 2)
+    assert args.no_save_rng is True
+    assert (args.lr, args.bf16, args.load, args.split) == (1e-3, True, None, [9, 1])
+
+
+def test_what_is_of_one_rank_or_cannot_be_read_everywhere_is_left_out() -> None:
+    found = arguments_of(snapshot())
+    assert not {"rank", "local_rank", "ftckpt", "ftckpt_job", "attention_backend", "dtype"} & found.keys()
+
+
+def test_a_restart_keeps_its_own_arguments() -> None:
+    args = arguments()
+    args.num_layers = 8
+    Counters(args).load_state_dict(snapshot()["shards"]["tp0-pp0-dp0"]["objects"]["counters"])
+    assert (args.num_layers, args.iteration, args.consumed_train_samples) == (8, 5, 80)
+
+
+def test_arguments_of_megatrons_own_checkpoint_come_first() -> None:
+    own = {"args": {"num_layers": 2}, "num_floating_point_operations_so_far": 7}
+    found = {**snapshot(), "megatron": own}
+    assert arguments_of(found) == {"num_layers": 2}
+    made = make_common(found, 5, None, False, {})
+    assert (made["args"].num_layers, made["num_floating_point_operations_so_far"]) == (2, 7)
+
+
+@pytest.mark.parametrize("broken", ["", "[1]", json.dumps("text"), None, 3])
+def test_a_job_without_megatrons_train_loop_has_none(broken: Any) -> None:
+    found = snapshot()
+    found["shards"]["tp0-pp0-dp0"]["objects"]["counters"]["arguments"] = broken
+    assert arguments_of(found) == {}
+    for other in ({}, {"shards": {"dp0": {"counters": {"global_steps": 5}}}}, {"shards": {"dp0": None}}):
+        assert arguments_of(other) == {}
+        assert "args" not in make_common(other, 5, None, False, {})
