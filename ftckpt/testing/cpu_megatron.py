@@ -69,8 +69,13 @@ def _drop_rng_warning(random: ModuleType) -> None:
 def _let_torch_adam_load(distrib_optimizer: ModuleType) -> None:
     # Without Apex or Transformer Engine 0.16.1 cannot load what it saved: it asks a new optimizer for the common
     # step of its state, where there is none before the first step, and then keeps that in the place of the saved one.
+    # What can be loaded into other layouts it copies entry by entry and misses the step, which is not among it.
     kind = distrib_optimizer.DistributedOptimizer
-    describe, load = kind.sharded_state_dict, kind.load_state_dict
+    describe, load, copy_into = (
+        kind.sharded_state_dict,
+        kind.load_state_dict,
+        kind._set_main_param_and_optimizer_states,
+    )
 
     @functools.wraps(describe)
     def sharded_state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -90,7 +95,17 @@ def _let_torch_adam_load(distrib_optimizer: ModuleType) -> None:
                 state["step"] = torch.tensor(next(iter(steps)))
         return result
 
+    @functools.wraps(copy_into)
+    def without_step(self: Any, model_param: Any, tensors: Any) -> None:
+        group, order = self.model_param_group_index_map[model_param]
+        state = self.optimizer.state[self.optimizer.param_groups[group]["params"][order]]
+        step = state.pop("step", None)
+        copy_into(self, model_param, tensors)
+        if step is not None:
+            state["step"] = step
+
     kind.sharded_state_dict, kind.load_state_dict = sharded_state_dict, load_state_dict
+    kind._set_main_param_and_optimizer_states = without_step
 
 
 class _Decorator:
