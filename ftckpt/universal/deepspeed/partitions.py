@@ -18,6 +18,7 @@ import torch
 from ftckpt.errors import ConvertError
 from ftckpt.state.fragment import Shape
 from ftckpt.universal.deepspeed.files import Files
+from ftckpt.universal.foreign import records
 
 Shapes = Mapping[str, Shape]
 Kept = Mapping[str, tuple[torch.Tensor, bool]]
@@ -184,8 +185,7 @@ def _masters(path: Path, state: Mapping[str, Any], group: int, groups: int) -> t
     flats = state.get("single_partition_of_fp32_groups")
     if not isinstance(flats, (list, tuple)) or len(flats) != groups or not isinstance(flats[group], torch.Tensor):
         raise ConvertError(f"{path}: does not hold single_partition_of_fp32_groups of {groups} groups of parameters")
-    flat: torch.Tensor = flats[group].detach().reshape(-1)
-    return flat
+    return records.flat(flats[group], f"masters of group {group}")
 
 
 def _partition_count(state: Mapping[str, Any], group: int, ranks: int) -> int:
@@ -208,7 +208,7 @@ def _of_group(inner: Any, group: int) -> Mapping[str, Any]:
 
 
 def _kept(path: Path, group: int, flat: torch.Tensor, state: Mapping[str, Any], padding: int) -> Kept:
-    flat = flat.detach().reshape(-1)
+    flat = records.flat(flat, f"masters of group {group}")
     kept = {"master": (flat, False)}
     for role, value in state.items():
         kept[role] = state_values(f"{path}: {role} of group {group}", value, (flat.numel(), flat.numel() + padding))
@@ -226,7 +226,7 @@ def state_values(what: str, value: Any, sizes: Sequence[int]) -> tuple[torch.Ten
     if not isinstance(value, torch.Tensor) or (value.dim() and value.numel() not in sizes):
         told = f"{value.numel()} elements" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
         raise ConvertError(f"{what} is {told}; {sizes[0]} elements or one number were expected")
-    return value.detach().reshape(-1), value.dim() == 0
+    return records.flat(value, what), value.dim() == 0
 
 
 def _cut(path: Path, name: str, shape: Shape, part: _Part, kept: Kept) -> Iterator[Held]:

@@ -13,6 +13,7 @@ from ftckpt.errors import ConvertError
 from ftckpt.state.fragment import Shape
 from ftckpt.universal.deepspeed.files import Files, Place
 from ftckpt.universal.deepspeed.partitions import Held, parameter_shapes
+from ftckpt.universal.foreign import records
 
 _TIED = "tied_modules."
 
@@ -97,7 +98,7 @@ def _frozen(files: Files, place: Place, path: Path) -> Iterator[Held]:
         first = place.dp * fragment.numel()
         length = max(0, min(fragment.numel(), math.prod(shape) - first))
         if length:
-            yield Held("weight", name, stage, tp, shape, first, fragment.detach().reshape(-1)[:length], path)
+            yield Held("weight", name, stage, tp, shape, first, records.flat(fragment, name)[:length], path)
 
 
 def _layer_name(path: Path, layer: int, name: str, shape: Shape, shapes: Mapping[str, Shape]) -> str:
@@ -114,4 +115,4 @@ def _layer_name(path: Path, layer: int, name: str, shape: Shape, shapes: Mapping
 
 def _held(role: str, name: str, ranks: tuple[int, int], tensor: torch.Tensor, path: Path) -> Held:
     stage, tp = ranks
-    return Held(role, name, stage, tp, tuple(tensor.shape), 0, tensor.reshape(-1), path)
+    return Held(role, name, stage, tp, tuple(tensor.shape), 0, records.flat(tensor, name), path)

@@ -17,6 +17,7 @@ from ftckpt.errors import ConvertError
 from ftckpt.state.fragment import Shape
 from ftckpt.universal.deepspeed.files import Files
 from ftckpt.universal.deepspeed.partitions import Held, state_values
+from ftckpt.universal.foreign import records
 
 
 def read_plain(files: Files, weights: Sequence[Held]) -> Iterator[Held]:
@@ -74,7 +75,7 @@ def _slots(path: Path, stage: int, optimizer: Mapping[str, Any], names: Sequence
         like = master if master is not None else next((v for v in state.values() if _has_dims(v)), None)
         shape = tuple(like.shape) if like is not None else None
         if master is not None:
-            kept["master"] = (master.detach().reshape(-1), False)
+            kept["master"] = (records.flat(master, f"master of parameter {number}"), False)
         for role, value in state.items():
             size = math.prod(shape) if shape is not None else 1
             kept |= (
@@ -95,7 +96,7 @@ def _flat_slots(
             f"{path}: the optimizer has one flat tensor of {flat.numel()} elements, and which parameters are in it "
             "cannot be told; save with ZeRO 1, which writes names, or convert --roles weight alone"
         )
-    kept = {"master": (flat.detach().reshape(-1), False)}
+    kept = {"master": (records.flat(flat, "masters"), False)}
     kept |= {role: state_values(f"{path}: {role}", value, (flat.numel(),)) for role, value in state.items()}
     slots: list[_Slot] = []
     begin = 0

@@ -19,7 +19,7 @@ from ftckpt.universal.catalog import Bytes, Catalog, Source, fingerprint_of
 from ftckpt.universal.deepspeed.files import LATEST_UNIVERSAL, load_mapping, load_value, tag_directory
 from ftckpt.universal.deepspeed.pipeline import flat_module
 from ftckpt.universal.deepspeed.values import TORCH_DTYPES, dtype_name, objects_of, precision
-from ftckpt.universal.foreign import pickles
+from ftckpt.universal.foreign import pickles, records
 
 ZERO = "zero"
 OPTIMIZER = "optimizer_state.pt"
@@ -105,7 +105,7 @@ class DeepSpeedUniversalSource(Source):
     def read(self, index: int) -> Bytes:
         """See Source."""
         stored, fragment = self._stored[index], self._catalog.fragments[index]
-        tensor = self._tensor(stored)
+        tensor = self._tensor(stored, fragment.key)
         if tensor.numel() != fragment.numel or dtype_name(tensor, stored.path) != fragment.dtype:
             raise ConvertError(f"{stored.path}: {fragment.key} was replaced while it was read")
         data: Bytes = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
@@ -167,7 +167,8 @@ class DeepSpeedUniversalSource(Source):
         if "step" in files or (files.keys() - {MASTER_FILE} and _common_step(self._optimizer) is not None):
             yield _fragment("step", name, self._tensor(step), (1,)), step
 
-    def _tensor(self, stored: _Stored) -> torch.Tensor:
+    def _tensor(self, stored: _Stored, key: str | None = None) -> torch.Tensor:
+        """Its bytes compared if it is going to be read, as ``key``."""
         value = self._value(stored.path)
         if stored.is_number:
             value = _common_step(value) if isinstance(value, Mapping) else value
@@ -178,6 +179,8 @@ class DeepSpeedUniversalSource(Source):
             value = value.get(PARAM)
         if not isinstance(value, torch.Tensor):
             raise ConvertError(f"{stored.path}: holds no tensor {stored.name or PARAM}")
+        if key is not None:
+            records.check(value, key)
         return value.detach() if stored.dtype is None else value.detach().to(stored.dtype)
 
     def _value(self, path: Path) -> Any:

@@ -25,6 +25,7 @@ from ftckpt.universal.deepspeed.pipeline import read_weights
 from ftckpt.universal.deepspeed.plain import read_plain
 from ftckpt.universal.deepspeed.values import dtype_name, objects_of, precision
 from ftckpt.universal.fill import take
+from ftckpt.universal.foreign import records
 from ftckpt.universal.language.placing import Placement, Span, Stored, place
 from ftckpt.universal.language.spec import Spec
 
@@ -93,6 +94,7 @@ class DeepSpeedSource(Source):
         """See Source."""
         if not self._files.loaded:
             raise ConvertError(f"{self._files.path}: was closed")
+        records.check(self._reads[index].values, self._catalog.fragments[index].key)
         data: Bytes = self._reads[index].values.contiguous().view(torch.uint8).numpy()
         positions = self._reads[index].positions
         if positions is None:

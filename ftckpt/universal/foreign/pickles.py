@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import enum
 import functools
-import io
 import os
 import re
 import threading
@@ -22,6 +21,9 @@ import numpy as np
 import torch
 
 from ftckpt.errors import ConvertError
+from ftckpt.universal.foreign import records
+from ftckpt.universal.foreign.view import View
+from ftckpt.universal.reader import map_file
 
 DATA_CLASSES = re.compile(
     r"megatron\.(\w+\.)*enums\.\w+"
@@ -126,67 +128,67 @@ def load(path: str | os.PathLike[str], known: Mapping[str, Any] | None = None) -
     ``known`` adds classes by full name, or replaces ours. Other classes that are known to be data alone become a
     ``Record``; dataclasses and enumerations do not come back as what they were.
 
+    What it says and its small tensors are what was written; of large ones ``records.check`` tells, see there.
+
     Raises:
-        ConvertError: no such file, not a file of ``torch.save``, truncated, or it holds a class that is not known.
+        ConvertError: no such file, not a file of ``torch.save``, truncated, damaged, or it holds a class that is not
+            known.
     """
     where = os.fspath(path)
     try:
         with Path(where).open("rb") as file:
-            zipped = file.read(4) == b"PK\x03\x04"
+            zipped = file.read(len(records.ARCHIVE)) == records.ARCHIVE
     except OSError as error:
         raise ConvertError(f"{where} cannot be read: {error.strerror}") from None
-    return _load(where, where, zipped, known or {})
+    if not zipped:
+        return _load(where, where, known or {})
+    data = map_file(Path(where)).data
+    listed = records.check_all(data, where, storages=False)
+    mapped: list[torch.UntypedStorage] = []
+    value = _load(where, where, known or {}, mapped=mapped)
+    records.mark(mapped, listed, data, where)
+    records.check_small(mapped, value)
+    return value
 
 
 def loads(data: bytes | memoryview, name: str, known: Mapping[str, Any] | None = None) -> Any:
-    """``load`` of bytes that lie inside another file; ``name`` says in errors what they are."""
-    return _load(_View(data), name, False, known or {})
+    """``load`` of bytes that lie inside another file, all compared; ``name`` says in errors what they are."""
+    if bytes(data[: len(records.ARCHIVE)]) == records.ARCHIVE:
+        records.check_all(memoryview(data), name)
+    return _load(View(data), name, known or {})
 
 
 def shapes(data: bytes | memoryview, name: str) -> Any:
-    """``loads`` of tensors without elements, on the device ``meta``.
+    """``loads`` of tensors without elements, on the device ``meta``; nothing is compared.
 
     Their storages have an attribute ``_checkpoint_offset``, which says where in ``data`` the elements begin.
     """
-    return _load(_View(data), name, False, {}, "meta")
+    return _load(View(data), name, {}, "meta")
 
 
-class _View(io.RawIOBase):
-    """A file to read of bytes that are not copied as a whole."""
-
-    def __init__(self, data: bytes | memoryview) -> None:
-        self._data = memoryview(data)
-        self._at = 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        self._at = max(0, offset + (0, self._at, len(self._data))[whence])
-        return self._at
-
-    def tell(self) -> int:
-        return self._at
-
-    def readinto(self, buffer: Any) -> int:
-        there = self._data[self._at : self._at + len(buffer)]
-        buffer[: len(there)] = there
-        self._at += len(there)
-        return len(there)
-
-
-def _load(source: str | _View, name: str, mapped: bool, known: Mapping[str, Any], device: str = "cpu") -> Any:
+def _load(
+    source: str | View,
+    name: str,
+    known: Mapping[str, Any],
+    device: str = "cpu",
+    mapped: list[torch.UntypedStorage] | None = None,
+) -> Any:
+    """``mapped`` gets the storages, which are then mapped from the file ``source``."""
     allowed = {**HARMLESS, **known}
+
+    def located(storage: torch.UntypedStorage, location: str) -> torch.UntypedStorage:
+        if mapped is not None:
+            mapped.append(storage)
+        return storage
+
     with _LOCK:
         try:
             file = cast("str | IO[bytes]", source)
             data_classes = _data_classes(file) if device == "cpu" else []
             allowed = {**{found: stand_in(found) for found in data_classes}, **allowed}
+            where: Any = device if mapped is None else located
             with torch.serialization.safe_globals([(value, key) for key, value in allowed.items()]):
-                return torch.load(file, map_location=device, weights_only=True, mmap=mapped)
+                return torch.load(file, map_location=where, weights_only=True, mmap=mapped is not None)
         except Exception as error:  # noqa: BLE001  a foreign file can provoke whatever there is
             raise ConvertError(_explain(name, error)) from None
 
@@ -239,32 +241,45 @@ def dump(value: Any, file: BinaryIO) -> int:
     return file.tell() - before
 
 
-def plain(value: Any) -> Any:
-    """``value`` in types that ``ftckpt.state.objects`` encodes.
+def plain(value: Any, name: str = "") -> Any:
+    """``value`` in types that ``ftckpt.state.objects`` encodes; ``name`` says in errors what it is.
 
     A ``Namespace`` becomes a dict, a ``Record`` a dict with its class under ``class``; sets are sorted lists, types,
     devices and paths texts. Whatever else is not known becomes its ``repr``.
+
+    Raises:
+        ConvertError: the bytes of a tensor are not what was written.
     """
-    if value is None or type(value) in (bool, int, float, str, bytes, bytearray, torch.Tensor, np.ndarray):
+    if value is None or type(value) in (bool, int, float, str, bytes, bytearray, np.ndarray):
         return value
+    if isinstance(value, torch.Tensor):
+        records.check(value, name)
+        return value.detach()
     if isinstance(value, np.generic):
         return value.item()
     if isinstance(value, argparse.Namespace):
-        return {name: plain(item) for name, item in vars(value).items()}
+        return _plain_items(vars(value), name)
     if isinstance(value, Record):
-        fields = {name: plain(item) for name, item in vars(value).items() if name != "arguments"}
-        return {"class": value.full_name, "arguments": plain(list(value.__dict__["arguments"])), **fields}
+        fields = {key: item for key, item in vars(value).items() if key != "arguments"}
+        arguments = plain(list(value.__dict__["arguments"]), name)
+        return {"class": value.full_name, "arguments": arguments, **_plain_items(fields, name)}
     if isinstance(value, enum.Enum):
         kind = type(value)
         return {"class": f"{kind.__module__}.{kind.__qualname__}", "arguments": [value.name]}
     if isinstance(value, Mapping):
-        return {key if isinstance(key, (str, int)) else repr(key): plain(item) for key, item in value.items()}
+        return _plain_items(value, name)
     if isinstance(value, tuple):
-        return tuple(plain(item) for item in value) if type(value) is tuple else [plain(item) for item in value]
+        made = [plain(item, f"{name}.{index}") for index, item in enumerate(value)]
+        return tuple(made) if type(value) is tuple else made
     if isinstance(value, (list, deque)):
-        return [plain(item) for item in value]
+        return [plain(item, f"{name}.{index}") for index, item in enumerate(value)]
     if isinstance(value, (set, frozenset)):
-        return sorted((plain(item) for item in value), key=repr)
-    if isinstance(value, torch.Tensor):
-        return value.detach()
+        return sorted((plain(item, name) for item in value), key=repr)
     return str(value) if isinstance(value, (torch.dtype, torch.device, PurePath)) else repr(value)
+
+
+def _plain_items(items: Mapping[Any, Any], name: str) -> dict[Any, Any]:
+    return {
+        key if isinstance(key, (str, int)) else repr(key): plain(item, f"{name}.{key}" if name else str(key))
+        for key, item in items.items()
+    }

@@ -6,6 +6,7 @@ A ``.distcp`` file is one result of ``torch.save`` after another; ``.metadata`` 
 from __future__ import annotations
 
 import pathlib
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +18,7 @@ from ftckpt.errors import ConvertError
 from ftckpt.state.fragment import Shape
 from ftckpt.universal.atomic import explained
 from ftckpt.universal.catalog import Bytes
-from ftckpt.universal.foreign import pickle_stack, pickles
+from ftckpt.universal.foreign import pickle_stack, pickles, records
 from ftckpt.universal.reader import map_file
 
 METADATA = ".metadata"
@@ -88,6 +89,9 @@ class Directory:
         except (AttributeError, KeyError, TypeError, ValueError, IndexError) as error:
             raise ConvertError(f"{where}: is not what torch.distributed.checkpoint writes: {error}") from None
         self._maps: dict[str, Bytes] = {}
+        self._guard = threading.Lock()
+        self._locks: dict[Blob, threading.Lock] = {}
+        self._good: set[Blob] = set()
         for name, blobs in self._blobs():
             self._maps[name] = map_file(path / name)
             needed = max(blob.offset + blob.length for blob in blobs)
@@ -98,12 +102,20 @@ class Directory:
 
     def object(self, name: str) -> Any:
         """An object, read without running code. Raises ConvertError where that cannot be."""
-        return pickles.loads(self._bytes(self.objects[name]), f"{self.path}: {name}")
+        blob = self.objects[name]
+        return pickles.loads(self._bytes(blob), f"{self.path / blob.file}: {name}")
 
     def chunk(self, name: str, chunk: Chunk) -> Bytes:
-        """The elements of a chunk, row-major, mapped where they lie so. Raises ConvertError: damaged."""
+        """The elements of a chunk, row-major, mapped where they lie so.
+
+        When it is first read all of it is compared with the checksums that ``torch.save`` wrote.
+
+        Raises:
+            ConvertError: damaged; the text names file and tensor.
+        """
         raw, blob = self._maps[chunk.blob.file], chunk.blob
         where = f"{self.path / blob.file}: {name}"
+        self._check(blob, where)
         shape = pickles.shapes(self._bytes(blob), where)
         if not isinstance(shape, torch.Tensor) or (tuple(shape.shape), DTYPES.get(shape.dtype)) != (
             chunk.shape,
@@ -124,6 +136,16 @@ class Directory:
     def close(self) -> None:
         """Forget the maps."""
         self._maps = {}
+
+    def _check(self, blob: Blob, where: str) -> None:
+        with self._guard:
+            lock = self._locks.setdefault(blob, threading.Lock())
+        with lock:  # others that want the same chunk wait until it is known to be good
+            if blob not in self._good:
+                data = self._bytes(blob)
+                if bytes(data[: len(records.ARCHIVE)]) == records.ARCHIVE:
+                    records.check_all(data, where)
+                self._good.add(blob)
 
     def _bytes(self, blob: Blob) -> memoryview:
         if blob.file not in self._maps:

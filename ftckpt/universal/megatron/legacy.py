@@ -17,7 +17,7 @@ import torch
 from ftckpt.errors import ConvertError
 from ftckpt.state.fragment import Box, Fragment
 from ftckpt.universal.catalog import Bytes, Catalog, Source, fingerprint_of
-from ftckpt.universal.foreign import pickles
+from ftckpt.universal.foreign import pickles, records
 from ftckpt.universal.language.placing import Placement, Stored, place
 from ftckpt.universal.language.spec import Spec
 from ftckpt.universal.megatron import names
@@ -106,6 +106,7 @@ class MegatronLegacySource(Source):
         if not self._tensors:
             raise ConvertError(f"{self.path}: was closed")
         tensor, box = self._tensors[index]
+        records.check(tensor, self._catalog.fragments[index].key)
         if box is not None:
             for dim, (offset, size) in enumerate(zip(box.offset, box.shape, strict=True)):
                 tensor = tensor.narrow(dim, offset, size)
