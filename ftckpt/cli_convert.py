@@ -41,7 +41,7 @@ def add_convert(commands: Any) -> None:
     parser.add_argument("--max-memory", default="4GiB", metavar="SIZE", help="of all workers (default: %(default)s)")
     parser.add_argument("--max-file", default="4GiB", metavar="SIZE", help="of one file (default: %(default)s)")
     parser.add_argument("--workers", type=int, metavar="N", help="files at once (default: cores, 8 at most)")
-    parser.add_argument("--verify", action="store_true", help="read DST again and compare every tensor")
+    parser.add_argument("--verify", action="store_true", help="read DST again and compare all with SRC")
     parser.add_argument("--dry-run", action="store_true", help="show what would be written, and write nothing")
     parser.set_defaults(run=run)
 
@@ -131,7 +131,8 @@ def _verify(conversion: Conversion, options: Options, destination: Path) -> None
     began = time.monotonic()
     with closing(open_source([destination], Request())) as written, _bar("verifying", conversion.nbytes) as on_bytes:
         tensors = verify(conversion, written, options.workers, on_bytes)
-    print(f"verified {tensors} tensors, read from both ends, in {time.monotonic() - began:.1f} s")
+        also = "" if written.catalog.origin == "safetensors" else ", and all objects that both have"
+    print(f"verified {tensors} tensors, read from both ends{also}, in {time.monotonic() - began:.1f} s")
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Whether what was written is what was read: every tensor's bytes, from both ends."""
+"""Whether what was written is what was read: every tensor's bytes, and all else, from both ends."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from ftckpt.universal.catalog import Get, Part, Source, Tensor
 from ftckpt.universal.convert import Conversion
 from ftckpt.universal.derived import getting_derived
 from ftckpt.universal.fill import Filler
+from ftckpt.universal.verify_objects import differing
 from ftckpt.universal.writer import strips
 
 _MOST_NAMED = 5
@@ -22,10 +23,11 @@ def verify(
     conversion: Conversion, written: Source, workers: int, on_bytes: Callable[[int], object] = lambda nbytes: None
 ) -> int:
     """Compare the checksum of every tensor that the conversion has written, read again from its source, with that of
-    the same tensor in ``written``; and see that nothing else is there. Returns the number of tensors.
+    the same tensor in ``written``, and what is no tensor with what is no tensor there; and see that nothing else is
+    there. Returns the number of tensors.
 
     Raises:
-        ConvertError: names the tensors that differ, are missing or are too many.
+        ConvertError: names the tensors and objects that differ, are missing or are too many.
     """
     expected = {part.tensor.key: part.tensor for unit in conversion.units for part in unit.parts}
     filler = Filler(written)
@@ -38,6 +40,7 @@ def verify(
     said, found_iteration = conversion.catalog.iteration, written.catalog.iteration
     if said != found_iteration and not plain:
         problems.append(f"it is of iteration {found_iteration}, it was {said}")
+    problems += differing(conversion.catalog, written.catalog)
     guard = threading.Lock()
 
     def compared(pair: tuple[Tensor, Tensor | None]) -> str:

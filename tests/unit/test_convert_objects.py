@@ -1,0 +1,223 @@
+"""``ftckpt convert --verify`` compares what is no tensor, too: what was changed, lost or added is named."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from test_convert import Memory, array, wholes
+
+from ftckpt.errors import ConvertError
+from ftckpt.universal.catalog import Catalog
+from ftckpt.universal.convert import Options, convert, prepare
+from ftckpt.universal.formats import Request, open_sink, open_source
+from ftckpt.universal.verify import verify
+from ftckpt.universal.writer import UniversalSink
+
+Change = Callable[[Any], object]
+WEIGHTS = {"weight/layers.0.weight": array((8, 5), "BF16")}
+STATES = {f"{role}/layers.0.weight": array((8, 5), seed=n) for n, role in enumerate(("master", "exp_avg"))}
+RICH = {
+    "scheduler": {"last_epoch": 7, "rates": [1e-3, math.nan], "bounds": (0, 1)},
+    "counters": {1: "one", "samples": 2**40},
+    "generator": torch.arange(5, dtype=torch.uint8),
+    "array": np.arange(3, dtype=np.int32),
+}
+MEGATRON = {
+    "megatron": {
+        "checkpoint_version": 3.0,
+        "args": {"lr": 1e-3, "kind": {"class": "megatron.core.x.enums.Kind", "arguments": [1]}, "betas": (0.9, 0.95)},
+        "opt_param_scheduler": {"num_steps": 56, "max_lr": 1e-3},
+        "num_floating_point_operations_so_far": 12.5,
+        "rng_state": [1, 2],
+        "optimizer": {
+            "optimizer": {
+                "param_groups": [{"wd_mult": 1.0, "lr": 3e-4, "betas": (0.9, 0.95), "step": 7}],
+                "state": {},
+            },
+            "grad_scaler": {"scale": torch.tensor([65536.0]), "growth_tracker": 3},
+        },
+    },
+    "sharded_objects": {"rng_state/shard_0_1": [1]},
+}
+SCALER = "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler"
+DEEPSPEED = {
+    "deepspeed": {
+        "state": {
+            "lr_scheduler": {"last_batch_iteration": 6}, "global_steps": 7, "global_samples": 56, "skipped_steps": 1,
+            "ds_config": {"bf16": {"enabled": True}}, "client": {"note": ["a", 1]}, "dp_world_size": 2,
+            "args": {"lr": 0.1},
+        },
+        "optimizer": {
+            "param_groups": [{"lr": 3e-4, "betas": (0.9, 0.95)}, {"lr": 1e-4, "betas": (0.9, 0.95)}],
+            "loss_scaler": {"class": SCALER, "arguments": [], "cur_scale": 4.0, "dtype": "torch.float16"},
+            "clip_grad": 1.0,
+        },
+    },
+    "precision": "BF16",
+}  # fmt: skip
+
+
+def source(objects: Mapping[str, Any], origin: str = "universal") -> Memory:
+    made = Memory(WEIGHTS | STATES, [*wholes(WEIGHTS, "BF16"), *wholes(STATES)])
+    made._catalog = Catalog(origin, 7, {}, made.catalog.fragments, objects)
+    return made
+
+
+def verified(objects: Mapping[str, Any], path: Path, to: str) -> int:
+    conversion = prepare(source(objects), open_sink(path.with_name("never"), to), Options())
+    written = open_source([path], Request())
+    try:
+        return verify(conversion, written, 1)
+    finally:
+        written.close()
+
+
+def at(value: Any, where: str) -> tuple[Any, Any]:
+    *path, last = where.split(".")
+    for name in path:
+        value = value[int(name) if isinstance(value, list) else name]
+    return value, last
+
+
+def put(where: str, new: Any) -> Change:
+    def change(value: Any) -> None:
+        holder, key = at(value, where)
+        holder[int(key) if isinstance(holder, list) else key] = new
+
+    return change
+
+
+def drop(where: str) -> Change:
+    def change(value: Any) -> None:
+        holder, key = at(value, where)
+        del holder[key]
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (put("scheduler.last_epoch", 8), r"objects\.scheduler\.last_epoch is 8, it was 7"),
+        (put("scheduler.last_epoch", 7.0), r"objects\.scheduler\.last_epoch is 7\.0, it was 7"),
+        (put("scheduler.rates.1", 0.0), r"rates\.1 is 0\.0, it was nan"),
+        (put("scheduler.rates", [1e-3]), r"rates is \[0\.001\]"),
+        (put("scheduler.bounds", [0, 1]), r"bounds is \[0, 1\], it was \(0, 1\)"),
+        (drop("counters.samples"), r"objects\.counters\.samples is missing"),
+        (put("more", 1), r"objects\.more is there, though the source has none"),
+        (put("generator", torch.arange(1, 6, dtype=torch.uint8)), r"objects\.generator is"),
+        (put("array", np.arange(3, dtype=np.int64)), r"objects\.array is"),
+    ],
+)
+def test_universal_checkpoints_hold_all_objects(tmp_path: Path, change: Change, text: str) -> None:
+    other = copy.deepcopy(RICH)
+    change(other)
+    convert(source(other), UniversalSink(tmp_path / "out"), Options())
+    assert verified(other, tmp_path / "out", "universal") == 3
+    with pytest.raises(ConvertError, match=f"the destination is not what the source is: .*{text}"):
+        verified(RICH, tmp_path / "out", "universal")
+
+
+def changed_file(file: Path, change: Change) -> None:
+    value = torch.load(file, weights_only=False)
+    change(value)
+    torch.save(value, file)
+
+
+def argument(name: str, new: Any) -> Change:
+    return lambda value: setattr(value["args"], name, new)
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (argument("lr", 2e-3), r"args\.lr is 0\.002, it was 0\.001"),
+        (argument("betas", (0.9, 0.96)), r"args\.betas\.1 is 0\.96, it was 0\.95"),
+        (argument("other", 1), r"args\.other is there, though the source has none"),
+        (lambda value: delattr(value["args"], "kind"), r"args\.kind is missing"),
+        (put("opt_param_scheduler.num_steps", 57), r"scheduler\.num_steps is 57, it was 56"),
+        (drop("opt_param_scheduler"), "scheduler is missing"),
+        (put("num_floating_point_operations_so_far", 12), "num_floating_point_operations_so_far is 12, it was 12.5"),
+        (put("optimizer.optimizer.param_groups.0.lr", 3e-5), r"groups of parameters\..*lr is 3e-05, it was 0\.0003"),
+        (put("optimizer.grad_scaler.growth_tracker", 4), r"loss scaler\.growth_tracker is 4, it was 3"),
+        (put("optimizer.grad_scaler.scale", torch.tensor([1.0])), r"loss scaler\.scale is"),
+        (drop("optimizer.grad_scaler"), "loss scaler is missing"),
+        (drop("optimizer"), "groups of parameters is missing"),
+        (put("iteration", 8), "it is of iteration 8, it was 7"),
+    ],
+)
+def test_checkpoints_of_megatron(tmp_path: Path, change: Change, text: str) -> None:
+    convert(source(MEGATRON), open_sink(tmp_path / "out", "megatron-dist"), Options())
+    assert verified(MEGATRON, tmp_path / "out", "megatron-dist") == 3
+    changed_file(tmp_path / "out" / "iter_0000007" / "common.pt", change)
+    with pytest.raises(ConvertError, match=text):
+        verified(MEGATRON, tmp_path / "out", "megatron-dist")
+
+
+def test_weights_alone_have_no_optimizer(tmp_path: Path) -> None:
+    sink, options = open_sink(tmp_path / "out", "megatron-dist"), Options(roles=frozenset({"weight"}))
+    conversion = prepare(source(MEGATRON), sink, options)
+    convert(source(MEGATRON), sink, options)
+    written = open_source([tmp_path / "out"], Request())
+    assert verify(conversion, written, 1) == 1
+    written.close()
+
+
+@pytest.mark.parametrize(
+    ("file", "change", "text"),
+    [
+        ("state", put("lr_scheduler.last_batch_iteration", 5), r"scheduler\.last_batch_iteration is 5, it was 6"),
+        ("state", put("global_samples", 1), "global_samples is 1, it was 56"),
+        ("state", put("skipped_steps", 0), "skipped_steps is 0, it was 1"),
+        ("state", put("client.note.1", 2), r"client\.note\.1 is 2, it was 1"),
+        ("state", drop("client"), "client is missing"),
+        ("state", put("more", 1), "more is there, though the source has none"),
+        ("state", put("args.lr", 0.2), r"args\.lr is 0\.2, it was 0\.1"),
+        ("optimizer", put("param_groups.1.lr", 0.0), r"groups of parameters\.1\.lr is 0\.0, it was 0\.0001"),
+        ("optimizer", put("clip_grad", 2.0), r"optimizer\.clip_grad is 2\.0, it was 1\.0"),
+        ("optimizer", lambda value: setattr(value["loss_scaler"], "cur_scale", 8.0), r"loss scaler\.cur_scale is 8"),
+    ],
+)
+def test_universal_checkpoints_of_deepspeed(tmp_path: Path, file: str, change: Change, text: str) -> None:
+    pytest.importorskip("deepspeed")
+    convert(source(DEEPSPEED), open_sink(tmp_path / "out", "deepspeed-universal"), Options())
+    assert verified(DEEPSPEED, tmp_path / "out", "deepspeed-universal") == 2
+    folder = tmp_path / "out" / "global_step7"
+    if file == "optimizer":
+        changed_file(folder / "zero" / "optimizer_state.pt", change)
+    else:
+        for each in folder.glob("*model_states.pt"):
+            changed_file(each, change)
+    with pytest.raises(ConvertError, match=text):
+        verified(DEEPSPEED, tmp_path / "out", "deepspeed-universal")
+
+
+GROUPS = [{"wd_mult": 1.0, "lr": 3e-4}, {"wd_mult": 0.0, "lr": 3e-4}]
+SNAPSHOT = {
+    "shards": {
+        "tp0-pp0": {"optimizers": [{"groups": GROUPS, "scaler": None}], "scheduler": {"num_steps": 56}, "objects": {}}
+    }
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (put("opt_param_scheduler.num_steps", 0), r"scheduler\.num_steps is 0, it was 56"),
+        (put("optimizer.optimizer.param_groups.1.lr", 0.1), r"groups of parameters\..*lr is 0\.1"),
+    ],
+)
+def test_a_snapshot_as_a_checkpoint_of_megatron(tmp_path: Path, change: Change, text: str) -> None:
+    """Of two programs what both have is compared."""
+    convert(source(SNAPSHOT), open_sink(tmp_path / "out", "megatron-dist"), Options())
+    assert verified(SNAPSHOT, tmp_path / "out", "megatron-dist") == 3
+    changed_file(tmp_path / "out" / "iter_0000007" / "common.pt", change)
+    with pytest.raises(ConvertError, match=text):
+        verified(SNAPSHOT, tmp_path / "out", "megatron-dist")
