@@ -36,7 +36,7 @@ ROOT = Path(__file__).parents[1]
 LINEAGE = b"n" * 16
 CHUNK = 1 << 16
 SECRET = "5e" * 32
-QUICK = Deadlines(connect_secs=1.0, step_secs=1.0, idle_secs=20.0)
+QUICK = Deadlines(connect_secs=3.0, step_secs=3.0, idle_secs=60.0)
 
 
 class Seen(Events):
@@ -266,7 +266,7 @@ def _read_descriptions(given: list[dict[str, Any]]) -> None:
     os._exit(0)
 
 
-def until(condition: Callable[[], object], what: str, secs: float = 30.0) -> None:
+def until(condition: Callable[[], object], what: str, secs: float = 60.0) -> None:
     """Wait for ``condition``."""
     deadline = time.monotonic() + secs
     while not condition():

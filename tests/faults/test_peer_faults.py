@@ -10,7 +10,7 @@ import struct
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
@@ -64,6 +64,15 @@ def start_process(node: Node, stack: ExitStack, port: int = 0) -> SmpProcess:
     return process
 
 
+def tell_port(smp: Smp, nodes: Sequence[Node], ports: dict[str, int], port: int, **settings: Any) -> None:
+    """Where n1 listens: at another port than before if another process has taken that one meanwhile."""
+    if port != ports["n1"]:
+        smp.pause()
+        ports["n1"] = port
+        smp.duties.configure(describe(nodes[0], nodes, PEER, ports, **settings))
+        smp.start()
+
+
 def test_a_peer_killed_in_the_middle_of_a_transfer_is_waited_for(arena_root: Path, stack: ExitStack) -> None:
     nodes = two_nodes(arena_root, stack)
     smp = stack.enter_context(closing(Smp(nodes[0])))
@@ -81,7 +90,7 @@ def test_a_peer_killed_in_the_middle_of_a_transfer_is_waited_for(arena_root: Pat
     time.sleep(0.5)
     assert not nodes[0].covered(1) and smp.duties.cannot is None
     again = start_process(nodes[1], stack, other.port)
-    assert again.port == other.port
+    tell_port(smp, nodes, ports, again.port, **settings)
     again.configure(describe(nodes[1], nodes, PEER, ports, **settings))
     until(lambda: all(node.covered(1) for node in nodes), "covered")
     assert check_parity(nodes, PEER, 1) >= 2
@@ -103,7 +112,7 @@ def test_a_peer_that_is_stopped_is_given_up_and_used_again(arena_root: Path, sta
     nodes[0].target(1)
     slowest = _longest_step(smp)
     until(lambda: smp.duties.cannot == (LINEAGE, 1), "cannot")
-    assert slowest() < 1.0, "its loop was held up by a peer that does not answer"
+    assert slowest() < QUICK.step_secs, "its loop was held up by a peer that does not answer"
     assert len(smp.events.of("peer_lost")) == len(smp.events.of("not_covered")) == 1
     nodes[0].snapshot(2, 3)
     until(lambda: nodes[0].checked(3), "it still checks what is sealed")
@@ -197,10 +206,10 @@ def _talk_nonsense(server: socket.socket, answer: Callable[[Any], bytes], stop: 
     while not stop.is_set():
         try:
             with closing(Channel(server.accept()[0])) as channel:
-                wire.welcome(channel, bytes.fromhex(SECRET), time.monotonic() + 2)
+                wire.welcome(channel, bytes.fromhex(SECRET), time.monotonic() + 10)
                 while True:
                     request = wire.read_request(channel, QUICK)
-                    channel.write(answer(request), time.monotonic() + 2)
+                    channel.write(answer(request), time.monotonic() + 10)
         except (PeerError, OSError):
             pass
 
@@ -233,10 +242,7 @@ def test_an_smp_killed_at_any_time_loses_nothing(arena_root: Path, stack: ExitSt
         node.target(1)
     for attempt in range(6):
         other = start_process(nodes[1], stack, ports["n1"])
-        ports["n1"] = other.port
-        if attempt == 0:
-            smp.duties.configure(describe(nodes[0], nodes, PEER, ports, protect_timeout_secs=60.0))
-            smp.start()
+        tell_port(smp, nodes, ports, other.port, protect_timeout_secs=60.0)
         other.configure(describe(nodes[1], nodes, PEER, ports, protect_timeout_secs=60.0))
         until(lambda: nodes[1].checked(1), "checked")
         if attempt == 1:  # from now on 1 is protected, and 2 the one that suffers
@@ -250,6 +256,7 @@ def test_an_smp_killed_at_any_time_loses_nothing(arena_root: Path, stack: ExitSt
         if attempt >= 1:
             assert check_parity(nodes, PEER, 1) >= 2
     last = start_process(nodes[1], stack, ports["n1"])
+    tell_port(smp, nodes, ports, last.port, protect_timeout_secs=60.0)
     last.configure(describe(nodes[1], nodes, PEER, ports, protect_timeout_secs=60.0))
     until(lambda: all(node.covered(2) for node in nodes), "covered")
     assert check_parity(nodes, PEER, 2) >= 2 and check_parity(nodes, PEER, 1) >= 2
@@ -377,12 +384,12 @@ def test_what_a_trainer_overwrites_while_it_is_sent_is_dropped(arena_root: Path,
     writer.start()
     got = 0
     with closing(Channel(socket.create_connection(("127.0.0.1", port)))) as channel:
-        wire.greet(channel, bytes.fromhex(SECRET), time.monotonic() + 5)
-        deadline = time.monotonic() + 3
-        while time.monotonic() < deadline:
+        wire.greet(channel, bytes.fromhex(SECRET), time.monotonic() + 20)
+        begun = time.monotonic()
+        while time.monotonic() < begun + (3 if got else 30):
             for iteration in (1, 2):
                 request = wire.Request(wire.Kind.CHUNK, "dp0", LINEAGE, iteration, 1)
-                channel.write(request.encode(), time.monotonic() + 5)
+                channel.write(request.encode(), time.monotonic() + 20)
                 answer = wire.read_answer(channel, 1 << 20, QUICK)
                 if answer is not None:
                     got += 1
