@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Trains with Megatron-LM's own pretrain_gpt.py on CPU ranks, undisturbed and under ftckpt with ranks killed, and compares
-# what both log. Succeeds if all losses, learning rates, gradient norms, loss scales and consumed samples are the same.
+# Trains with Megatron-LM's own pretrain_gpt.py on CPU ranks, undisturbed and under ftckpt with ranks killed, and
+# compares what both log. Succeeds if all losses, learning rates, gradient norms, loss scales and consumed samples are
+# the same. Two scenes change the layout, from memory and by way of ftckpt convert: there losses differ by rounding.
 #
 #   bash launch/check_megatron_lm.sh DIR [--scene NAME|all] [--ranks N] [--keep FOLDER] [pretrain_gpt.py flags...]
 #

@@ -12,22 +12,25 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ftckpt.arena.directory import list_arenas
-from launch.demo_run import ARENA, ROOT, Processes
+from launch.demo_frameworks import ROOT
+from launch.demo_processes import Processes
+from launch.demo_run import ARENA
+from launch.megatron_lm_lines import Lines
 from launch.megatron_lm_scenes import COMMON, Kill, Scene
-
-Lines = dict[str, set[str]]
-"""What was logged, without times: by ``iteration 3/ 9`` or the like, every line there was about it."""
 
 _POLL_SECS = 0.02
 _LAUNCH_SECS = 300.0
 _TIMES = re.compile(r"^\[[^]]*\] *| elapsed time per iteration[^|]*\|")
 _ROW = re.compile(r"iteration .*lm loss|validation loss at iteration|number of skipped iterations")
 _END = "on test set"
+_LAYOUT = re.compile(
+    r"data-parallel size: (\d+),.*tensor-model-parallel size: (\d+), pipeline-model-parallel size: (\d+)"
+)
 _LOADED = re.compile(r"successfully loaded checkpoint from .* at iteration (\d+)")
 
 
@@ -37,12 +40,18 @@ class CheckError(Exception):
 
 @dataclass
 class Run:
-    """One training run: its folder, and how often it was launched (restarts by its agent not counted)."""
+    """One training run: its folder, and on how many ranks it was launched each time (restarts by its agent are not
+    told apart)."""
 
     folder: Path
     scene: Scene
     flags: Sequence[str]
-    launches: int = 0
+    launches: list[int] = field(default_factory=list)
+
+    @property
+    def last(self) -> int:
+        """The last rank of the latest launch."""
+        return self.launches[-1] - 1
 
     @property
     def events(self) -> Path:
@@ -60,18 +69,20 @@ class Run:
         return self.storage / "latest_checkpointed_iteration.txt"
 
     def logs(self, rank: int, stream: str) -> list[Path]:
-        """A rank's logs, one for each of its lives, in order."""
-        pattern = f"launch*/*/attempt_*/{rank}/{stream}.log"
-        return sorted(self.folder.glob(pattern), key=lambda path: (path.parts[-5], path.parts[-3]))
+        """A rank's logs, one for each of its lives, in order; -1 is whichever is the last rank."""
+        found = []
+        for number, ranks in enumerate(self.launches):
+            pattern = f"launch{number}/*/attempt_*/{ranks - 1 if rank < 0 else rank}/{stream}.log"
+            found += sorted(self.folder.glob(pattern), key=lambda path: path.parts[-3])
+        return found
 
 
 def launch(run: Run, checkout: Path, processes: Processes, cache: Path, restarts: int) -> None:
-    """Start torchrun with the run's flags."""
-    logs = run.folder / f"launch{run.launches}"
+    """Start torchrun with the run's flags, on the ranks that ``run.launches`` has last."""
+    logs = run.folder / f"launch{len(run.launches) - 1}"
     logs.mkdir(parents=True)
-    run.launches += 1
     command = [
-        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(run.scene.ranks),
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(run.launches[-1]),
         "--max-restarts", str(restarts), "--monitor-interval", "0.1", "--log-dir", str(logs), "--redirects", "3",
         "-m", "ftckpt.megatron", str(checkout / "pretrain_gpt.py"), *COMMON.split(), *run.scene.schedule.split(),
         *run.scene.flags.format(storage=run.storage).split(), "--data-cache-path", str(cache), *run.flags,
@@ -89,6 +100,7 @@ def launch(run: Run, checkout: Path, processes: Processes, cache: Path, restarts
 def train(run: Run, checkout: Path, cache: Path, job: str = "") -> None:
     """Run to the end, through all kills of the scene if there is a job's name."""
     kills = run.scene.kills if job else ()
+    run.launches.append(run.scene.ranks)
     with Processes() as processes:
         launch(run, checkout, processes, cache, len(kills))
         for number, kill in enumerate(kills, 1):
@@ -96,6 +108,9 @@ def train(run: Run, checkout: Path, cache: Path, job: str = "") -> None:
             _kill(run, processes, kill)
             if kill.who == "job":
                 _lose(job, kill.lose)
+                if not kill.again:
+                    return
+                run.launches.append(kill.ranks or run.scene.ranks)
                 launch(run, checkout, processes, cache, len(kills) - number)
         code = processes.agents[-1].wait(_LAUNCH_SECS)
     if code and not _only_fell_over_at_exit(run):
@@ -104,8 +119,8 @@ def train(run: Run, checkout: Path, cache: Path, job: str = "") -> None:
 
 def _only_fell_over_at_exit(run: Run) -> bool:
     """Megatron-LM ends without taking its groups down, and threads of gloo may abort an interpreter that exits."""
-    agent = (run.folder / f"launch{run.launches - 1}" / "agent.log").read_text(errors="replace")
-    ended = _END in run.logs(run.scene.ranks - 1, "stdout")[-1].read_text(errors="replace")
+    agent = (run.folder / f"launch{len(run.launches) - 1}" / "agent.log").read_text(errors="replace")
+    ended = _END in run.logs(-1, "stdout")[-1].read_text(errors="replace")
     return ended and "Signal 6 (SIGABRT)" in agent
 
 
@@ -126,7 +141,7 @@ def _reached(run: Run, kill: Kill) -> int:
     if kill.on == "checkpoint":
         return int(run.tracker.read_text() or -1) if run.tracker.is_file() else -1
     newest = -1
-    for event in read_events(run, run.scene.ranks - 1):
+    for event in read_events(run, run.last):
         if event["event"] == "joined":
             newest = -1
         elif event["event"] == "snapshot":
@@ -146,7 +161,7 @@ def _kill(run: Run, processes: Processes, kill: Kill) -> None:
     if kill.who == "job":
         processes.stop()
         return
-    ranks = range(run.scene.ranks) if kill.who == "all" else [run.scene.ranks - 1]
+    ranks = range(run.launches[-1]) if kill.who == "all" else [run.last]
     for pid in [read_events(run, rank)[-1]["pid"] for rank in ranks]:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
@@ -160,7 +175,7 @@ def _lose(job: str, what: str) -> None:
 
 def _reason(run: Run) -> str:
     """The first error that a rank told."""
-    for rank in range(run.scene.ranks):
+    for rank in range(max(run.launches)):
         for path in reversed(run.logs(rank, "stderr")):
             found = re.findall(
                 r"^(?:\[rank\d+\]: )?(\w+(?:Error|Exception|Interrupt)\b.*|ftckpt: .*)", path.read_text(), re.M
@@ -173,7 +188,7 @@ def _reason(run: Run) -> str:
 def rows(run: Run) -> Lines:
     """All lines of all lives."""
     found: Lines = {}
-    for path in run.logs(run.scene.ranks - 1, "stdout"):
+    for path in run.logs(-1, "stdout"):
         for line in path.read_text(errors="replace").splitlines():
             if _ROW.search(line):
                 row = _TIMES.sub("", line.strip())
@@ -183,13 +198,26 @@ def rows(run: Run) -> Lines:
     return found
 
 
+def loaded(run: Run) -> list[list[int]]:
+    """For each life the iterations of checkpoints that Megatron-LM loaded."""
+    logs = [path.read_text(errors="replace") for path in run.logs(0, "stdout")]
+    return [[int(iteration) for iteration in _LOADED.findall(log)] for log in logs]
+
+
+def layouts(run: Run) -> list[str]:
+    """For each life the layout in which Megatron-LM says it trained, as ``tp2pp1dp1``."""
+    logs = [path.read_text(errors="replace") for path in run.logs(0, "stdout")]
+    return ["".join("tp{1}pp{2}dp{0}".format(*sizes) for sizes in _LAYOUT.findall(log)[:1]) for log in logs]
+
+
 def restored(run: Run) -> list[str]:
-    """Where each life but the first began, as ``memory 6`` or ``storage 3``."""
+    """Where each life but the first began, as ``memory 6`` or ``storage 3``, and the layout where it is another."""
     found = []
-    loaded = [_LOADED.findall(path.read_text(errors="replace")) for path in run.logs(0, "stdout")]
+    storage, trained = loaded(run), layouts(run)
     begun = [event["iteration"] for event in read_events(run, 0) if event["event"] == "restored"]
-    if len(begun) != len(loaded) or len(begun) < 2:
-        raise CheckError(f"{len(loaded)} lives, of which {len(begun)} came to train: {_reason(run)}")
-    for iteration, storage in list(zip(begun, loaded, strict=True))[1:]:
-        found.append(f"memory {iteration}" if iteration is not None else f"storage {storage[-1] if storage else 0}")
+    if len(begun) != len(storage) or len(begun) < 2:
+        raise CheckError(f"{len(storage)} lives, of which {len(begun)} came to train: {_reason(run)}")
+    for number, iteration in enumerate(begun[1:], 1):
+        where = f"memory {iteration}" if iteration is not None else f"storage {max(storage[number], default=0)}"
+        found.append(where + (f" in {trained[number]}" if trained[number] != trained[number - 1] else ""))
     return found

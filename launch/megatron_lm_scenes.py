@@ -22,6 +22,8 @@ RAMP_UP = (
 )
 
 BF16 = "--bf16"
+NO_DROPOUT = "--hidden-dropout 0 --attention-dropout 0"
+"""Where the layout changes: masks belong to one."""
 SHARDED = "--use-distributed-optimizer"
 LLAMA = (
     "--swiglu --normalization RMSNorm --group-query-attention --num-query-groups 2 --disable-bias-linear "
@@ -30,6 +32,7 @@ LLAMA = (
 EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-token-dispatcher-type alltoall --disable-bias-linear"
 AUX_LOSS = "--moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 0.01 --moe-z-loss-coeff 0.001"
 EXPERT_BIAS = "--moe-router-score-function sigmoid --moe-router-enable-expert-bias"
+SAVED = "--save {storage} --save-interval 5 --dist-ckpt-optim-fully-reshardable"
 STORAGE = "--save {storage} --load {storage} --save-interval 3"
 
 
@@ -39,18 +42,38 @@ class Kill:
     ``checkpoint``, as soon as storage has one of that iteration.
 
     ``who``: ``one`` (the last rank), ``all`` ranks, or the whole ``job``, its agent included; a job is then started
-    again. ``lose``, for a job: ``one`` arena or ``all`` of them are deleted in between.
+    again, on ``ranks`` if not on as many as the scene has, unless ``again`` is False. ``lose``, for a job: ``one``
+    arena or ``all`` of them are deleted in between.
     """
 
     after: int
     who: str = "one"
     lose: str = ""
     on: str = "snapshot"
+    ranks: int = 0
+    again: bool = True
+
+
+@dataclass(frozen=True)
+class Load:
+    """pretrain_gpt.py without ftckpt begins at what ``ftckpt convert`` wrote; ``flags`` join those of the scene.
+
+    ``rounding``: see Scene.
+    """
+
+    what: str
+    flags: str = ""
+    ranks: int = 4
+    rounding: float = 0.0
 
 
 @dataclass(frozen=True)
 class Scene:
-    """``ftckpt`` are flags of the disturbed run alone; ``source``: what it must be restored from at last."""
+    """``ftckpt`` are flags of the disturbed run alone. ``source``: a pattern of what it is to be restored from last.
+
+    ``rounding``: by how much losses may differ, as a part of their size. ``loads``: the disturbed run is
+    not started again; its snapshot is converted and loaded so, and so is what the undisturbed run saved.
+    """
 
     what: str
     flags: str
@@ -59,6 +82,8 @@ class Scene:
     ftckpt: str = ""
     schedule: str = ITERATIONS
     source: str = "memory"
+    rounding: float = 0.0
+    loads: tuple[Load, ...] = ()
 
 
 def layout(tp: int = 1, pp: int = 1, ep: int = 1, virtual: int = 1) -> str:
@@ -70,6 +95,8 @@ def layout(tp: int = 1, pp: int = 1, ep: int = 1, virtual: int = 1) -> str:
         flags += f" --num-layers-per-virtual-pipeline-stage {4 // pp // virtual}"
     return flags
 
+
+ROUNDING = 2e-4
 
 SCENES: dict[str, Scene] = {
     "gpt": Scene(
@@ -159,5 +186,23 @@ SCENES: dict[str, Scene] = {
         ftckpt="--ftckpt-on-lost fresh",
         kills=(Kill(8, "job", lose="one"),),
         source="storage",
+    ),
+    "reshape": Scene(
+        "GPT, TP2 PP2, distributed optimizer, bf16, --ftckpt-layouts: TP2 on half the ranks, then all of them again",
+        f"{layout(tp=2, pp=2)} {SHARDED} {BF16} {NO_DROPOUT}",
+        kills=(Kill(4, "job", ranks=2), Kill(7, "job")),
+        ftckpt="--ftckpt-layouts tp2pp2,tp2pp1",
+        source=r"memory \d+ in tp2pp2dp1",
+        rounding=ROUNDING,
+    ),
+    "convert": Scene(
+        "GPT, TP2 PP2, distributed optimizer, bf16: a snapshot and a checkpoint converted, loaded without ftckpt",
+        f"{layout(tp=2, pp=2)} {SHARDED} {BF16} {NO_DROPOUT}",
+        kills=(Kill(5, "job", again=False),),
+        loads=(
+            Load("tp2pp2dp1"),
+            Load("tp1pp1dp2", layout(), ranks=2, rounding=ROUNDING),
+            Load("tp1pp2dp1", layout(pp=2), ranks=2, rounding=ROUNDING),
+        ),
     ),
 }
