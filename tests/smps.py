@@ -85,7 +85,7 @@ def answers(client: SmpClient) -> bool:
     return False
 
 
-def eventually(condition: Callable[[], Any], timeout_secs: float = 20.0) -> float:
+def eventually(condition: Callable[[], Any], timeout_secs: float = 60.0) -> float:
     """Seconds until the condition held."""
     begin = time.monotonic()
     while not condition():

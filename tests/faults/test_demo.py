@@ -433,12 +433,12 @@ def owned(owner: str) -> list[int]:
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupt_leaves_nothing(tmp_path: Path, signum: int) -> None:
     with start_demo(tmp_path, "--scene", "rank") as (child, owner):
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 150
         while len(owned(owner)) < 11 and time.monotonic() < deadline:
             time.sleep(0.05)
         assert len(owned(owner)) >= 11, "the demo, two agents and eight ranks did not come up"
         child.send_signal(signum)
-        output, _ = child.communicate(timeout=60)
+        output, _ = child.communicate(timeout=120)
         assert child.returncode == 130, output
         assert owned(owner) == []
 

@@ -73,10 +73,10 @@ def end(job: subprocess.Popen[bytes]) -> None:
     """SIGTERM: the agent ends its workers, which have sessions of their own."""
     if job.poll() is None:
         os.killpg(job.pid, signal.SIGTERM)
-        job.wait(40)
+        job.wait(100)
 
 
-def wait_for(what: str, command: str, timeout_secs: float = 90) -> str:
+def wait_for(what: str, command: str, timeout_secs: float = 200) -> str:
     deadline = time.monotonic() + timeout_secs
     while time.monotonic() < deadline:
         output = run(command).stdout

@@ -75,7 +75,7 @@ def test_a_parameter_that_nothing_steps(settings: dict[str, Any]) -> None:
 def wait_for_snapshot(settings: dict[str, Any]) -> bool:
     import time
 
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 120
     while time.monotonic() < deadline:
         if Path(settings["events"]).exists() and jobs.events(settings, "snapshot"):
             return True

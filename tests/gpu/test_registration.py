@@ -77,5 +77,5 @@ def test_a_flight_ends_although_its_submission_was_stuck_during_close(
 def test_a_copier_without_work_closes_at_once(fake: FakeDevice) -> None:
     begin = time.monotonic()
     DeviceCopier(DeviceClock(CPU), NoBudget(), own_stream=True).close()
-    assert time.monotonic() - begin < 1.0
+    assert time.monotonic() - begin < SECS / 4
     assert len(fake.streams) == 2 and all(isinstance(stream, FakeStream) for stream in fake.streams)
