@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -56,8 +57,7 @@ class Checkpointer:
         self._proofs = Proofs(config.replica_check_interval)
         self._pacer: Pacer | None = None
         self._shard: Shard | None = None
-        self._lineage = b""
-        self._last = self._at = -1
+        self._lineage, self._last, self._at = b"", -1, -1
         self._failures, self._off, self._closed = 0, False, False
 
     def phase(self, kind: str) -> None:
@@ -174,11 +174,12 @@ class Checkpointer:
     def close(self, remove: bool = True) -> None:
         """End: when all ranks have come here the arenas are removed, otherwise they stay for a restart.
 
-        With ``remove=False`` they stay in any case, for a later start of the same job. A second call does
-        nothing.
+        With ``remove=False``, and in a ``finally`` that an exception passes, they stay in any case, and no other
+        rank is waited for: a later start of the same job goes on from them. A second call does nothing.
         """
         if self._closed:
             return
+        remove = remove and sys.exc_info()[0] is None
         if not remove:
             self._fence()  # nothing more is trained: the last snapshot is good
         self._closed = True
@@ -228,8 +229,7 @@ class Checkpointer:
         pacer.follow(capture.flight, iteration)
         if self.config.schedule == "sync":
             capture.settle(self.config.fence_timeout_secs)
-        secs = time.perf_counter() - since
-        self.events.emit("snapshot", iteration=iteration, slot=slot, blocked_secs=secs)
+        self.events.emit("snapshot", iteration=iteration, slot=slot, blocked_secs=time.perf_counter() - since)
 
     def _hear(self) -> int | None:
         """Learn what is whole on all ranks, and how willing they are; None when answers are missing."""

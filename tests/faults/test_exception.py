@@ -1,0 +1,352 @@
+"""Errors in a rank, not kills: it ends at once and says why, and the job goes on from memory.
+
+What users see most: out of memory, an assertion, an error of the data loader, ``sys.exit``, SIGTERM of a scheduler,
+Ctrl-C. Each test is one job of torchrun, which restarts it after each failure.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import threading
+import time
+import uuid
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+from failing import ALL, DIRECTORY_VAR, MESSAGE, Failure, fired, write_plan
+from launching import ITERATIONS, ROOT, Launched
+
+from ftckpt.testing.pool import run_ranks
+
+pytestmark = [pytest.mark.multiproc, pytest.mark.faults, pytest.mark.timeout(900)]
+
+MODEL = ("--pp", "2", "--layers", "2", "--hidden", "32", "--seq", "32", "--global-batch", "8", "--micro-batch", "2")
+SETTINGS = ("--ftckpt-chunk-mib", "0.0625", "--ftckpt-objects-mib", "1")
+SCRIPT = str(Path(__file__).parent / "failing.py")
+PROMPT_SECS = 5.0
+FINISH_SECS = 800.0
+
+
+def undisturbed(rank: int, world_size: int) -> list[float | None]:
+    import train_gpt
+
+    words = [*MODEL, "--iterations", str(ITERATIONS), "--log-file", os.devnull]
+    return [metrics["loss"] for metrics in train_gpt.train(train_gpt.build(train_gpt.parse_args(words)))]
+
+
+@functools.cache
+def reference() -> list[str]:
+    """Losses of a run without failures, every bit of them."""
+    return [loss.hex() for loss in run_ranks(undisturbed, 2, timeout_secs=FINISH_SECS)[-1].value if loss is not None]
+
+
+class Failing(Launched):
+    """A job of one agent with two ranks, that fails as planned; watches how long processes take to end."""
+
+    runner = "ftckpt.megatron"
+
+    def __init__(self, here: Path, arena: Path, training: Sequence[str]) -> None:
+        super().__init__(here, arena, training)
+        self.job, self.failures = f"test-{uuid.uuid4().hex[:8]}", here / "failures"
+        self.env[DIRECTORY_VAR] = str(self.failures)
+        self.ended: dict[int, float] = {}
+        self._stopped = threading.Event()
+        self._watcher = threading.Thread(target=self._watch, daemon=True)
+        self._watcher.start()
+
+    def launch(self, failures: Sequence[Failure], *options: str) -> subprocess.Popen[bytes]:
+        if not self.failures.exists():
+            write_plan(self.failures, list(failures))
+        words = [
+            "--job",
+            self.job,
+            "--nproc",
+            "2",
+            "--runner",
+            self.runner,
+            "--restarts",
+            str(len(failures)),
+            *options,
+        ]
+        return self.start(["bash", str(ROOT / "launch" / "torchrun.sh"), *words, *self.training])
+
+    def finish(self) -> None:
+        """Waits longer than others do: a failure is a start of all processes."""
+        deadline = time.monotonic() + FINISH_SECS
+        while any(script.poll() is None for script in self.scripts) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        super().finish()
+
+    def stop(self) -> None:
+        self._stopped.set()
+        self._watcher.join()
+        super().stop()
+
+    def _watch(self) -> None:
+        """When each process that had joined was no more, as its launcher sees it."""
+        while not self._stopped.wait(0.02):
+            for pid in {event["pid"] for rank in range(2) for event in self.events(rank, "joined")} | {
+                one["pid"] for one in fired(self.failures)
+            }:
+                if pid not in self.ended and not runs(pid):
+                    self.ended[pid] = time.time()
+
+    def steps(self, rank: int = 1) -> list[tuple[float, int]]:
+        lines = (self.failures / f"steps{rank}").read_text().splitlines(keepends=True)
+        return [tuple(json.loads(line)) for line in lines if line.endswith("\n")]
+
+    def check_prompt(self, failures: Sequence[Failure]) -> None:
+        """All failures came, each of them ended its process, and soon the others; prints the times."""
+        came = fired(self.failures)
+        assert [one["number"] for one in came if failures[one["number"]].rank != ALL or not one["rank"]] == list(
+            range(len(failures))
+        )
+        pids = {rank: {event["pid"] for event in self.events(rank, "joined")} for rank in range(2)}
+        for one in came:
+            failure = failures[one["number"]]
+            until = self.ended[one["pid"]] - one["time"]
+            others = [
+                self.ended[pid] - one["time"]
+                for pid in pids[1 - one["rank"]]
+                if pid in self.ended and self.ended[pid] > one["time"] - 1
+            ]
+            first = min((at for at, _ in self.steps() if at > one["time"] + 0.5), default=float("nan")) - one["time"]
+            print(
+                f"{failure.how:13s} {failure.stage:16s} rank {one['rank']} {failure.cleanup:8s} process ended in "
+                f"{until:5.2f} s, the other in {min(others, default=float('nan')):5.2f} s, "
+                f"first iteration after {first:5.1f} s"
+            )
+            assert until < PROMPT_SECS * crowd(), one
+
+    def check_same_losses(self) -> None:
+        rows = [json.loads(line) for line in self.log.read_text().splitlines()]
+        assert [row["loss_hex"] for row in rows] == [reference()[row["iteration"] - 1] for row in rows]
+
+
+def crowd() -> float:
+    """How many processes share a core, and so how much longer everything takes than by itself."""
+    return max(1.0, os.getloadavg()[0] / len(os.sched_getaffinity(0)))
+
+
+def runs(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+@pytest.fixture
+def failing(tmp_path: Path, arena_root: Path) -> Iterator[Failing]:
+    job = Failing(tmp_path, arena_root, [SCRIPT, *MODEL, *SETTINGS])
+    yield job
+    job.stop()
+
+
+def check(failing: Failing, failures: Sequence[Failure], *options: str, restored: int | None = None) -> None:
+    """Each failure ends the ranks at once, and the job goes on to the end; ``restored``: how often from memory."""
+    failing.launch(failures, *options)
+    failing.finish()
+    failing.check_prompt(failures)
+    failing.check_same_losses()
+    failing.check_went_on(restarts=len(failures) if restored is None else restored)
+
+
+def told(failing: Failing) -> str:
+    return failing.output(10**7)
+
+
+MICRO = 4
+"""Micro-batches of an iteration, and so calls of the forward function."""
+
+WHILE_TRAINING = [Failure("forward", 1, nth=3 * MICRO + 2), Failure("masters written", 0), Failure("data", 1)]
+ELSEWHERE = [
+    Failure("backward", 0),
+    Failure("after fence", 1),
+    Failure("weights written", 0),
+    Failure("boundary", 1),
+    Failure("in step", 1, "interrupt"),
+    Failure("save object", 0, "exit"),
+    Failure("after step", 0),
+    Failure("data", ALL),
+    Failure("forward", 0, nth=3 * MICRO + 2, cleanup="destroy"),
+]
+SLOW = [pytest.mark.slow]
+
+
+@pytest.mark.parametrize(
+    "failures", [WHILE_TRAINING, pytest.param(ELSEWHERE, marks=SLOW)], ids=["some places", "other places"]
+)
+def test_an_error_while_training(failures: list[Failure], failing: Failing) -> None:
+    check(failing, failures)
+    raised = [one for one in fired(failing.failures) if failures[one["number"]].how == "raise"]
+    assert told(failing).count(f"torch.OutOfMemoryError: {MESSAGE}\n") == len(raised)
+
+
+RESTARTING = [Failure("after step", 0), Failure("load object", 1, nth=1), Failure("finish load", 0, nth=1)]
+RESTARTING_ELSEWHERE = [
+    Failure("forward", 1, nth=MICRO - 1),
+    Failure("attach", 0, nth=1),
+    Failure("describe", 1, nth=1),
+    Failure("choose", 0, nth=1),
+    Failure("lay out", 1, nth=1),
+    Failure("after step", 0),
+    Failure("attach", 1, nth=1),
+    Failure("describe", 0, nth=1),
+    Failure("choose", 1, nth=1),
+    Failure("lay out", 0, nth=1),
+    Failure("restored", 1, nth=1),
+    Failure("forward", 0, nth=1),
+]
+
+
+def test_an_error_at_a_restart(failing: Failing) -> None:
+    """The one rank's error is that of all where ftckpt called what failed; the next start finds all that it needs."""
+    check(failing, RESTARTING, restored=1)
+    text = told(failing)
+    assert text.count(f"rank 1: OutOfMemoryError: {MESSAGE}") == 2, "all ranks name the one that failed"
+    assert text.count(f"torch.OutOfMemoryError: {MESSAGE}\n") == 3
+
+
+@pytest.mark.slow
+def test_an_error_elsewhere_at_a_start(failing: Failing) -> None:
+    check(failing, RESTARTING_ELSEWHERE, restored=3)
+
+
+LEAVING = [Failure("after fence", 1, "exit"), Failure("data", 0, "SIGTERM")]
+LEAVING_ELSEWISE = [
+    Failure("data", 1, "exit at once"),
+    Failure("after fence", 0, "SIGINT"),
+    Failure("forward", 0, "interrupt", nth=3 * MICRO + 2),
+    Failure("after step", 1, "SIGTERM"),
+    Failure("proof", 1, "exit"),
+    Failure("data", ALL, "exit"),
+]
+
+
+@pytest.mark.parametrize("failures", [LEAVING, pytest.param(LEAVING_ELSEWISE, marks=SLOW)], ids=["some", "others"])
+def test_a_rank_leaves(failures: list[Failure], failing: Failing) -> None:
+    check(failing, failures)
+
+
+AT_THE_END = [Failure("end", 0, nth=1), Failure("close", 1, nth=1), Failure("closed", 0, nth=1)]
+
+
+@pytest.mark.slow
+def test_an_error_at_the_end(failing: Failing) -> None:
+    """Until all ranks have closed, what is there stays; once they have, there is nothing more to go on from."""
+    failing.common += ["--dump-final", str(failing.here / "final")]
+    failing.training += ["--dump-final", str(failing.here / "final")]
+    failing.launch(AT_THE_END)
+    failing.finish()
+    failing.check_prompt(AT_THE_END)
+    failing.check_same_losses()
+    assert failing.restored() == [ITERATIONS, ITERATIONS]
+
+
+CLEANING_UP = [
+    Failure("forward", 1, nth=3 * MICRO + 2, cleanup="close"),
+    Failure("data", ALL, cleanup="close"),
+]
+
+
+def test_a_script_that_always_closes(failing: Failing) -> None:
+    """``close()`` in a ``finally``: an error is no end of training, and other ranks will not come."""
+    check(failing, CLEANING_UP)
+
+
+def test_an_object_that_cannot_be_saved(failing: Failing) -> None:
+    """The snapshot is given up and the error told; training goes on, and so do snapshots."""
+    failing.launch([Failure("save object", 1)])
+    failing.finish()
+    (error,) = failing.events(1, "snapshot_error")
+    assert MESSAGE in error["error"]
+    assert [event["pid"] for event in failing.events(1, "joined")] == [error["pid"]], "no restart"
+    for rank in range(2):
+        assert len([event for event in failing.events(rank, "snapshot") if event["time"] > error["time"]]) > 40
+    failing.check_same_losses()
+    assert not list(failing.arena.iterdir())
+
+
+LONG = ("--monitor-interval", "600")
+"""So that the launcher does not end the others: they must by themselves."""
+
+COLLECTIVE = ("describe", "choose", "lay out", "proof", "close")
+
+
+@pytest.mark.parametrize("stage", ["save", *(pytest.param(stage, marks=SLOW) for stage in COLLECTIVE)])
+def test_others_do_not_wait(stage: str, failing: Failing) -> None:
+    """Where a rank fails by itself in what is collective, the others end, too, and say why."""
+    failing.launch([Failure(stage, 1, "exit", nth=1)], *LONG)
+    one = failing.wait_for("failure", lambda: fired(failing.failures))[0]
+    failing.wait_for("the end of both", lambda: len(failing.ended) == 2)
+    secs = {pid: at - one["time"] for pid, at in failing.ended.items()}
+    mine, others = secs.pop(one["pid"]), max(secs.values())
+    print(f"{stage:16s} the failing rank ended in {mine:.2f} s, the other in {others:.2f} s")
+    assert mine < PROMPT_SECS * crowd() and others < 2 * PROMPT_SECS * crowd()
+    text = told(failing) + (failing.here / "events" / "rank0.jsonl").read_text()
+    assert any(reason in text for reason in ("gave up", "Connection closed by peer", "Connection reset by peer"))
+
+
+@pytest.mark.parametrize("by", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=SLOW)], ids=lambda by: by.name)
+def test_the_launcher_is_told_to_end(by: signal.Signals, failing: Failing) -> None:
+    """As by a scheduler or by Ctrl-C: all processes end, and a later start of the job goes on from memory."""
+    failing.training += ["--iterations", "100000"]
+    script = failing.launch([])
+    failing.wait_for("snapshots", lambda: failing.events(0, "snapshot")[4:])
+    at = time.time()
+    os.kill(script.pid, by)
+    assert script.wait(60) != 0
+    print(f"{by.name} to the launcher: it ended in {time.time() - at:.2f} s")
+    assert not [pid for pid in failing.pids() if "ftckpt.smp" not in command(pid)]
+    newest = max(event["iteration"] for event in failing.events(0, "snapshot"))
+    failing.scripts.clear()
+    failing.training += ["--iterations", str(newest + 10)]
+    failing.launch([])
+    failing.finish()
+    (restored,) = failing.restored()
+    assert newest - 1 <= restored <= newest
+    assert not list(failing.arena.iterdir())
+
+
+DEEPSPEED = [
+    Failure("ds forward", 1, nth=14),
+    Failure("ds optimizer", 0),
+    Failure("ds stepped", 1),
+    Failure("ds data", 0, "exit", nth=8),
+    Failure("ds initialize", 1, nth=1),
+    Failure("ds loss", ALL),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
+def test_deepspeed(tmp_path: Path, arena_root: Path) -> None:
+    section = json.loads((ROOT / "configs" / "deepspeed_zero1_pp.json").read_text())
+    section["optimizer"]["params"]["torch_adam"] = True  # DeepSpeed's own is compiled first, which takes minutes
+    section["gradient_accumulation_steps"] = 2
+    config = tmp_path / "deepspeed.json"
+    config.write_text(json.dumps(section))
+    training = [SCRIPT, "--deepspeed_config", str(config), "--pp", "2", "--layers", "2", "--hidden", "32"]
+    job = Failing(tmp_path, arena_root, [*training, "--seq", "32"])
+    job.runner = "ftckpt.deepspeed"
+    job.env |= {"DS_ACCELERATOR": "cpu"}
+    try:
+        job.launch(DEEPSPEED)
+        job.finish()
+        job.check_prompt(DEEPSPEED)
+        job.check_went_on(restarts=len(DEEPSPEED))
+    finally:
+        job.stop()
+
+
+def command(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+    except OSError:
+        return ""
