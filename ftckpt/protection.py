@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from ftckpt.arena.checks import CheckState
-from ftckpt.arena.memory import check_budget, size_of
 from ftckpt.arena.pulse import Pulse
 from ftckpt.arena.segment import Arena
 from ftckpt.capture.capture import Capture
@@ -24,6 +23,7 @@ from ftckpt.node_smp import NodeSmp
 from ftckpt.protect.groups import Modes, mirrors, node_groups, peer_groups, slot_groups
 from ftckpt.protect.holding import Holding
 from ftckpt.protect.modes import possible_modes, resolve_modes
+from ftckpt.protect.room import Room, room_for
 from ftckpt.protect.table import Report, report
 from ftckpt.smp.address import machine
 
@@ -166,9 +166,12 @@ class Protection:
         groups += peer_groups(holdings, self.modes)
 
         def check() -> None:
-            told = report(holdings, [*groups, *in_slots], mirrors(holdings, self.modes), self.slots)
+            kept = mirrors(holdings, self.modes)
+            told = report(holdings, [*groups, *in_slots], kept, self.slots)
             self._tell(told)
-            self._check_memory(node_dir, told.smp_bytes(me.node))
+            need = told.smp_bytes(me.node)
+            found = room_for(node_dir, me.node, need, holdings=holdings, groups=groups, kept=kept, slots=self.slots)
+            self._check_memory(node_dir, found)
 
         together(self._group, check if leads else lambda: None)
         self._digest = self.smp.configure(node_dir, holdings, groups, self._packages(holdings))
@@ -210,10 +213,11 @@ class Protection:
         for line in told.lines():
             self._events.tell(line)
 
-    def _check_memory(self, node_dir: Path, need_bytes: int) -> None:
-        have = sum(map(size_of, (*node_dir.glob("*/parity.*"), *node_dir.glob(".mirror/*"))))
-        if need_bytes > have:
-            check_budget(node_dir, need_bytes - have)
+    def _check_memory(self, node_dir: Path, room: Room) -> None:
+        waits = room.check(node_dir, self.modes.names)
+        if waits:
+            self._events.emit("protection_waits", need_bytes=room.now_bytes, reason=waits)
+            self._events.tell("no room for parity beside old snapshots: it waits until those have gone")
 
     def beat(self, iteration: int, phase: str) -> None:
         """Training is in ``phase`` of ``iteration``: who looks for hangs sees it. Takes microseconds."""

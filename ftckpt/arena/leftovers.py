@@ -21,8 +21,8 @@ def shard_at(path: Path) -> str:
 
 
 def used_bytes(path: Path) -> int:
-    """Memory of the slots of the arena at ``path``, in bytes; a slot whose memory nobody holds any more has none."""
-    return sum(map(size_of, path.glob("slot*")))
+    """Memory of the arena at ``path`` with its parity, in bytes; what nobody holds any more has none."""
+    return sum(map(size_of, path.iterdir()))
 
 
 def share_of(old: Sequence[Path], shards: Sequence[str], place: int) -> list[Path]:

@@ -8,8 +8,8 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from ftckpt.arena.control import SlotState
-from ftckpt.arena.image import SlotImage
+from ftckpt.arena.control import SlotState, control_bytes
+from ftckpt.arena.image import PAGE_BYTES, SlotImage
 from ftckpt.arena.package import Package
 from ftckpt.arena.segment import Arena, arena_path, remove_arena
 from ftckpt.errors import ArenaError, CorruptError
@@ -62,12 +62,14 @@ class Build:
         """Memory that ``open`` will take from the node."""
         if self.fix.in_place:
             return 0
+        slot_bytes = _in_pages(self.file_bytes)
         try:
             arena = Arena.open(arena_path(self._node_dir, self._whole.manifest))
         except ArenaError:
-            return self.file_bytes
+            chunks = len(SlotImage.of(self._whole.manifest).chunks)
+            return slot_bytes + _in_pages(control_bytes(self._num_slots, chunks))
         try:
-            return 0 if arena.slot_error(_pick(arena, self._whole)) is None else self.file_bytes
+            return 0 if arena.slot_error(_pick(arena, self._whole)) is None else slot_bytes
         finally:
             arena.close()
 
@@ -196,6 +198,11 @@ class Build:
         span, data = self.arena.image.objects, self._whole.objects
         with self.arena.slot(self._slot) as view:
             view[span.begin : span.begin + len(data)] = data
+
+
+def _in_pages(nbytes: int) -> int:
+    """What a file of ``nbytes`` takes of a tmpfs."""
+    return -(-nbytes // PAGE_BYTES) * PAGE_BYTES
 
 
 def _pick(arena: Arena, package: Package) -> int:

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import torch
 
-from ftckpt.arena.memory import check_budget
 from ftckpt.arena.package import Package, unpack
 from ftckpt.comm import Group, together
 from ftckpt.errors import CorruptError, FtckptError
@@ -22,6 +21,7 @@ from ftckpt.restore.decide import Decision
 from ftckpt.restore.load import OpenArenas, Transfer, execute, fetch
 from ftckpt.restore.protection import Shield
 from ftckpt.restore.rebuild import Rebuild
+from ftckpt.restore.room import make_room
 from ftckpt.restore.solve import Input, Job, Part, batches, levels, solve_part
 from ftckpt.restore.source import BlockAt, ChunkAt, Damage, PackageAt, Source
 
@@ -125,8 +125,8 @@ class Repairing:
             if self._builders[shard] == self._group.rank:
                 package = packages.get(shard)
                 self._builds[shard] = Build(self._place.node_dir, fix, package, self._num_slots)
-        self._check_memory()
-        self._place.arenas.close()  # files may be replaced now
+        self._place.arenas.close()  # files may be freed or replaced now
+        self._have_room()
         together(self._group, self._open_builds)
         mine = [[shard, build.source.to_json()[1:]] for shard, build in self._builds.items()]
         for data in self._group.gather(json.dumps(mine).encode()):
@@ -156,13 +156,11 @@ class Repairing:
             raise CorruptError(f"package of {shard}: it was replaced while it was fetched; start again")
         return package
 
-    def _check_memory(self) -> None:
+    def _have_room(self) -> None:
         need = together(self._group, lambda: sum(build.new_bytes() for build in self._builds.values()))
-        needs = [int(data) for data in self._group.gather(str(need).encode())]
-        topology = self._place.topology
-        total = sum(needs[rank] for rank in topology.ranks_on(topology.me.node))
-        leads = topology.is_node_leader and total > 0
-        together(self._group, lambda: check_budget(self._place.node_dir, total) if leads else None)
+        place, (lineage, iteration) = self._place, self._snapshot
+        chosen, sites = (iteration, lineage.hex()), [fix.at for fix in self._rebuild.fixes.values()]
+        make_room(self._group, place.topology, place.node_dir, place.events, chosen=chosen, sites=sites, need=need)
 
     def _solve(self) -> Outcome | None:
         """Solve level by level; None when every chunk has the right checksum."""

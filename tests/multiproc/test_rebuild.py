@@ -343,11 +343,11 @@ def test_memory_is_checked_before_a_shard_is_rebuilt(arena_root: Path, tmp_path:
 
 def restart_without_memory(rank: int, world_size: int, job: Job, events: Path) -> dict[str, Any]:
     from ftckpt.errors import MemoryBudgetError
-    from ftckpt.restore import repair
+    from ftckpt.restore import room
 
     def refuse(path: Path, need_bytes: int) -> None:
         assert need_bytes >= job.stepped
         raise MemoryBudgetError("no room in this test")
 
-    repair.check_budget = refuse  # type: ignore[assignment]
+    room.check_budget = refuse  # type: ignore[assignment]
     return restart(rank, world_size, job, events)
