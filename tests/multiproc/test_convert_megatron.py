@@ -14,7 +14,7 @@ from megatron_loading import steps_aside
 
 from ftckpt.errors import ConvertError
 from ftckpt.state.fragment import DTYPE_BYTES, Fragment
-from ftckpt.testing.pool import run_ranks
+from ftckpt.testing.pool import RankFailure, run_ranks
 from ftckpt.universal.convert import Options, convert
 from ftckpt.universal.language.spec import Spec
 from ftckpt.universal.megatron.dist import MegatronDistSource
@@ -183,6 +183,38 @@ def test_megatron_to_universal_to_megatron_in_another_layout(name: str, tmp_path
 
     convert(MegatronDistSource(tmp_path / "back"), UniversalSink(tmp_path / "again"), Options())
     assert_equal(contents(tmp_path / "again"), contents(tmp_path / "universal"))
+
+
+def loaded_weights(rank: int, world_size: int, argv: Sequence[str], path: str) -> list[tuple[Fragment, bytes]]:
+    """The weights and buffers of a rank of another job once Megatron has loaded them from the checkpoint."""
+    from megatron.core import dist_checkpointing
+    from megatron.core.utils import unwrap_model
+
+    job, state = build([*argv, *SEED])
+    wanted = sharded_state(job, dist_checkpointing.load_content_metadata(path), is_loading=True)
+    found = dist_checkpointing.load({"model": wanted["model"]}, path)
+    unwrap_model(job.model[0]).load_state_dict(found["model"])
+    return [(fragment, data) for fragment, data in pieces(state) if fragment.key.startswith(("weight/", "buffer/"))]
+
+
+MOE = ("--num-experts", "4", "--swiglu", "--router-bias")
+
+
+def test_experts_of_one_rank_among_several(tmp_path: Path) -> None:
+    """Megatron has one optimizer at EP 1 and a chain of two at more, and does not load the state of one into the
+    other, its own checkpoints no more than those that were converted: only weights and buffers go over."""
+    (tmp_path / "save").mkdir()
+    live = consolidated(run_ranks(saved, 1, MOE, str(tmp_path / "save"), "fully_reshardable"))
+    source, options = MegatronDistSource(tmp_path / "save"), Options(roles=frozenset({"weight", "buffer"}))
+    convert(source, MegatronDistSink(tmp_path / "all"), Options())
+    convert(source, MegatronDistSink(tmp_path / "weights"), options)
+    argv = ("--ep", "2", *MOE)
+    for path in (tmp_path / "save", tmp_path / "all" / "iter_0000002"):
+        with pytest.raises(RankFailure, match="Expected 2 entries in state dict, but got"):
+            run_ranks(loaded, 2, argv, str(path))
+    again = consolidated(run_ranks(loaded_weights, 2, argv, str(tmp_path / "weights" / "iter_0000002")))
+    assert_equal(again, {key: value for key, value in live.items() if key.startswith(("weight/", "buffer/"))})
+    assert any("expert_bias" in key for key in again) and any(".experts." in key for key in again)
 
 
 def test_optimizer_state_of_one_layout_is_refused_with_the_flag_to_save_otherwise(tmp_path: Path) -> None:

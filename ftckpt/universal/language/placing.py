@@ -163,10 +163,13 @@ def _check_holders(holders: Sequence[_Held], sizes: Mapping[str, int]) -> None:
     if first.rule.kind == "unique" and len(holders) > 1:
         raise SpecError(f"is unique, but {len(holders)} files hold it")
     if first.rule.kind in ("replicated", "average"):
-        absent = set(range(sizes.get("tp", 1))) - {held.stored.coords.get("tp", 0) for held in holders}
+        axis = "etp" if first.rule.expert is not None and "etp" in sizes else "tp"
+        absent = set(range(sizes.get(axis, 1))) - {held.stored.coords.get(axis, 0) for held in holders}
         if absent:
             told = ", ".join(map(str, sorted(absent)))
-            raise SpecError(f"is {first.rule.kind}, but tp rank {told} does not hold it; say unique if that is right")
+            raise SpecError(
+                f"is {first.rule.kind}, but {axis} rank {told} does not hold it; say unique if that is right"
+            )
 
 
 def _placed(
