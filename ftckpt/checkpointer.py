@@ -171,15 +171,15 @@ class Checkpointer:
             self._failed(error)
         self.phase("start")
 
-    def close(self, remove: bool = True) -> None:
+    def close(self, remove: bool | None = None) -> None:
         """End: when all ranks have come here the arenas are removed, otherwise they stay for a restart.
 
-        With ``remove=False``, and in a ``finally`` that an exception passes, they stay in any case, and no other
-        rank is waited for: a later start of the same job goes on from them. A second call does nothing.
+        They stay with ``remove=False`` and no other rank is waited for; that is the default while an exception is
+        handled, as in a ``finally``, and ``remove=True`` otherwise. A second call does nothing.
         """
         if self._closed:
             return
-        remove = remove and sys.exc_info()[0] is None
+        remove = sys.exc_info()[0] is None if remove is None else remove
         if not remove:
             self._fence()  # nothing more is trained: the last snapshot is good
         self._closed = True

@@ -150,7 +150,7 @@ class Session:
         events = self.checkpointer.events
         events.emit("loaded_in_training", iteration=loaded)
         events.tell(f"iteration {loaded} was loaded from storage while training: snapshots begin anew")
-        self.checkpointer.close()
+        self.checkpointer.close(remove=True)  # in an error handler too: the user goes back on all ranks
         self.checkpointer = self._hooks.checkpointer = self._restored()
 
     def _forget_restored(self) -> None:
