@@ -1,0 +1,142 @@
+"""A restart in another layout on nodes that are nearly full: what is refused cannot be done, and what is not can."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from mounting import leave_free, tmpfs, used
+from test_restart_layout import (
+    OLD,
+    Attempt,
+    Layout,
+    broken,
+    events,
+    restarted,
+    train_until_protected,
+)
+
+from ftckpt.arena.directory import end_smp
+from ftckpt.arena.leftovers import used_bytes
+from ftckpt.arena.memory import size_of
+from ftckpt.arena.segment import list_arenas
+from ftckpt.testing.pool import RankFailure, run_ranks
+
+pytestmark = [pytest.mark.multiproc, pytest.mark.faults]
+
+WIDE = 48 << 10
+MANY = Layout(tp=2, dp=2, nodes=("n0", "n0", "n0", "n1"), width=2 * WIDE)
+FEW = Layout(dp=2, nodes=("n0", "n1"), width=2 * WIDE)
+OLD, SHRUNK = replace(OLD, width=WIDE), Layout(tp=2, nodes=("n0", "n0"), width=WIDE)
+SLACK = 128 << 10
+"""Room for control blocks, files of checks and the log of the SMP."""
+
+
+@pytest.fixture
+def node(arena_root: Path) -> Iterator[Path]:
+    """The directory of n0, on a tmpfs of its own."""
+    with tmpfs(arena_root / "ftckpt-test" / "n0") as path:
+        try:
+            yield path
+        finally:
+            for name in ("n0", "n1"):
+                end_smp(arena_root / "ftckpt-test" / name, 10.0)
+
+
+@pytest.fixture
+def plan(settings: dict[str, Any]) -> dict[str, Any]:
+    common = {"chunk_mib": 0.0625, "objects_mib": 1, "schedule": "thread", "on_error": "raise"}
+    return settings | common | {"protect": "peer", "layouts": "tp2dp2,dp2,tp2dp1"}
+
+
+def start_full(rank: int, world_size: int, attempt: Attempt, node: Path, short: bool) -> Any:
+    """As ``train_until_protected``. When it is asked whether parity fits, n0 has just enough memory left for the time
+    when old arenas have gone, or a page too little."""
+    from ftckpt.protect.room import Room
+
+    check = Room.check
+
+    def squeezed(self: Room, node_dir: Path, modes: Any) -> str:
+        if node_dir != node:
+            return check(self, node_dir, modes)
+        deadline = time.monotonic() + 30
+        while used(node) > sum(map(size_of, node.rglob("*"))) and time.monotonic() < deadline:
+            time.sleep(0.05)  # the SMP has yet to unmap what was freed
+        later = max(0, self.later_bytes)
+        assert later + SLACK < self.now_bytes and (later >= 4096 or not short), self
+        leave_free(node, later - 4096 if short else later + SLACK)
+        old = [path for path in list_arenas(node) if path.name not in _written(node)]
+        assert sum(map(used_bytes, old)) > 0
+        return check(self, node_dir, modes)
+
+    Room.check = squeezed  # type: ignore[method-assign]
+    return train_until_protected(rank, world_size, attempt)
+
+
+def _written(node: Path) -> set[str]:
+    from ftckpt.arena.locks import holder_of
+
+    return {path.name for path in list_arenas(node) if holder_of(path / "lock") is not None}
+
+
+def test_parity_that_will_never_fit_is_an_error(node: Path, plan: dict[str, Any], rarely: dict[str, Any]) -> None:
+    """A page is lacking; parity of old arenas is no room for that of new ones as long as slots need it."""
+    run_ranks(train_until_protected, MANY.size, Attempt(MANY, settings=rarely | {"slots": 3}))
+    with pytest.raises(RankFailure) as failure:
+        run_ranks(start_full, FEW.size, Attempt(FEW, settings=plan), node, True)
+    text = str(failure.value)
+    assert "MemoryBudgetError: rank 0: no room for what protects the snapshots (protect: peer)" in text
+    numbers = re.search(r"need \S+ \S+ \((\d+) bytes\) but only (\S+) (\S+) are free in file system", text)
+    assert numbers is not None and "--ftckpt-protect" in text and "--ftckpt-slots" in text
+    unit = {"KiB": 1 << 10, "MiB": 1 << 20}[numbers[3]]
+    assert 0 < int(numbers[1]) - float(numbers[2]) * unit <= 2 * 4096 + 0.06 * unit
+    (newest,) = {event["iteration"] for event in events(plan, "loaded")}
+    leave_free(node, 64 << 20)
+    assert {one.start for one in restarted(Attempt(MANY, settings=plan))} == {newest}, "nothing was lost"
+
+
+@pytest.fixture
+def rarely(plan: dict[str, Any]) -> dict[str, Any]:
+    """Only the first snapshot is protected."""
+    return plan | {"protect_interval": 1000}
+
+
+def lose_a_node(root: Path, plan: Mapping[str, Any]) -> int:
+    """The iteration that was protected when n1 was lost; all other slots hold newer ones."""
+    run_ranks(train_until_protected, OLD.size, Attempt(OLD, settings=plan))
+    end_smp(root / "ftckpt-test" / "n1", 10.0)
+    shutil.rmtree(root / "ftckpt-test" / "n1")
+    (protected,) = {event["iteration"] for event in events(plan, "protected")}
+    return int(protected)
+
+
+def test_a_full_node_goes_on_alone(node: Path, rarely: dict[str, Any], arena_root: Path) -> None:
+    protected = lose_a_node(arena_root, rarely)
+    leave_free(node, SLACK)
+    ended = restarted(Attempt(SHRUNK, protected + 3, rarely))
+    assert {one.start for one in ended} == {protected}
+    assert events(rarely, "spare_given_up") and events(rarely, "rebuilt")
+    assert all(event["newer"] for event in events(rarely, "spare_given_up"))
+    again = restarted(Attempt(SHRUNK, 0, rarely))
+    assert {one.start for one in again} == {protected + 3}
+
+
+KILLS = ("all is freed", "half rebuilt", "rebuilt", "objects there", "one new arena", "sealed by one rank")
+
+
+@pytest.mark.parametrize("point", KILLS)
+def test_a_full_node_is_killed_when_it_goes_on_alone(
+    point: str, node: Path, rarely: dict[str, Any], arena_root: Path
+) -> None:
+    """At each step of the way: the same snapshot comes back, on the same node that is as full."""
+    protected = lose_a_node(arena_root, rarely)
+    leave_free(node, SLACK)
+    broken(Attempt(SHRUNK, protected + 3, rarely, kill=point))
+    ended = restarted(Attempt(SHRUNK, protected + 3, rarely))
+    assert {one.start for one in ended} == {protected}
