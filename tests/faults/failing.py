@@ -103,7 +103,7 @@ STAGES: dict[str, tuple[str, bool]] = {
     "closed": ("ftckpt.checkpointer:Checkpointer.close", True),
     "ds data": ("train_deepspeed:Batches.__next__", False),
     "ds forward": ("deepspeed_model:Block.forward", False),
-    "ds loss": ("train_deepspeed:train_step", True),
+    "ds iteration": ("train_deepspeed:train_step", False),
     "ds optimizer": ("deepspeed.runtime.engine:DeepSpeedEngine._take_model_step", False),
     "ds stepped": ("deepspeed.runtime.engine:DeepSpeedEngine._take_model_step", True),
     "ds initialize": ("ftckpt.deepspeed.state:DeepSpeedState.__init__", True),

@@ -320,7 +320,7 @@ DEEPSPEED = [
     Failure("ds stepped", 1),
     Failure("ds data", 0, "exit", nth=8),
     Failure("ds initialize", 1, nth=1),
-    Failure("ds loss", ALL),
+    Failure("ds iteration", ALL),
 ]
 
 
@@ -340,7 +340,7 @@ def test_deepspeed(tmp_path: Path, arena_root: Path) -> None:
         job.launch(DEEPSPEED)
         job.finish()
         job.check_prompt(DEEPSPEED)
-        job.check_went_on(restarts=len(DEEPSPEED))
+        job.check_went_on(restarts=len(DEEPSPEED) - 1)  # one comes before anything is restored
     finally:
         job.stop()
 
