@@ -11,7 +11,6 @@ of the job, and ranks that wait look there.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import json
 import logging
@@ -27,6 +26,7 @@ import torch
 import torch.distributed as dist
 
 from ftckpt import errors
+from ftckpt.notice import Notice
 
 log = logging.getLogger("ftckpt")
 
@@ -63,13 +63,13 @@ class Group:
         self.size = dist.get_world_size()
         self._timeout_secs = timeout_secs
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_secs))
-        self._store = dist.distributed_c10d._get_default_store()
         self._given_up = ""
+        self._notice: Notice | None = None  # while its name is agreed on there is nothing to look for
         self._latest: list[torch.Tensor] = []
         self._minima: deque[torch.Tensor] = deque(maxlen=_NUM_KEPT)
         _kept.append((self._group, self._latest, self._minima))
         # A name of this attempt alone: some launchers keep one store for all of them.
-        self._notice = f"ftckpt/given-up/{self.broadcast(os.urandom(8)).hex()}"
+        self._notice = Notice(f"ftckpt/given-up/{self.broadcast(os.urandom(8)).hex()}")
 
     def gather(self, data: Bytes) -> list[bytes]:
         """Every rank's ``data``, in rank order."""
@@ -151,18 +151,15 @@ class Group:
 
     def _give_up(self, reason: str) -> None:
         self._given_up = f"rank {self.rank} gave up: {reason}"
-        with contextlib.suppress(RuntimeError):  # without a store the others find out by themselves
-            self._store.set(self._notice, self._given_up)
+        if self._notice is not None:
+            self._notice.post(self._given_up)
 
     def _look(self) -> None:
-        """Raises when another rank has given up."""
-        try:
-            if not self._store.check([self._notice]):
-                return
-            self._given_up = self._store.get(self._notice).decode()
-        except RuntimeError as error:
-            self._given_up = f"the job's store cannot be reached: {error}"
-        raise RuntimeError(self._given_up)
+        """Raises when another rank has given up. Where the store does not answer the deadline of the call holds."""
+        if self._notice is not None and not self._given_up:
+            self._given_up = self._notice.read()
+        if self._given_up:
+            raise RuntimeError(self._given_up)
 
 
 class Told(NamedTuple):

@@ -291,7 +291,7 @@ def test_an_answer_that_will_never_come_is_an_error_and_not_awaited_again() -> N
 
 
 GROUP_SECS = 60.0
-FEW_SECS = 8.0
+FEW_SECS = 12.0
 
 
 def outlive(rank: int, size: int, lost: int, what: str) -> tuple[str, float]:
@@ -370,6 +370,52 @@ def test_no_rank_waits_on_when_the_store_is_lost(tmp_path: Path) -> None:
     assert results[1].ok and results[1].value < FEW_SECS, results[1]
 
 
+STORE = """
+import time
+import torch.distributed as dist
+store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+print(store.port, flush=True)
+time.sleep(600)
+"""
+
+
+def wait_beside_a_frozen_store(rank: int, size: int, port: int, pid: int) -> tuple[str, float]:
+    """What rank 1 is told, and after how long, when rank 0 never comes and the store has stopped to answer."""
+    import torch.distributed as dist
+
+    from ftckpt.comm import Group
+
+    dist.init_process_group("gloo", store=dist.TCPStore("127.0.0.1", port), rank=rank, world_size=size)
+    group = Group(FEW_SECS / 2)
+    group.barrier()
+    begin, told = time.monotonic(), ""
+    if rank == 1:
+        os.kill(pid, signal.SIGSTOP)
+        with pytest.raises(RuntimeError) as error:
+            group.gather(b"x")
+        told = str(error.value)
+    else:
+        time.sleep(1.5 * FEW_SECS)
+    return told, time.monotonic() - begin
+
+
+@pytest.mark.faults
+def test_no_rank_waits_on_when_the_store_does_not_answer() -> None:
+    """Its host is frozen, or nothing of it comes through."""
+    store = subprocess.Popen([sys.executable, "-c", STORE], stdout=subprocess.PIPE)
+    try:
+        assert store.stdout is not None
+        port = int(store.stdout.readline())
+        results = run_ranks(
+            wait_beside_a_frozen_store, 2, port, store.pid, init_process_group=False, timeout_secs=8 * FEW_SECS
+        )
+        told, waited = results[1].value
+        assert told and waited < 1.2 * FEW_SECS  # its own deadline, and a few seconds
+    finally:
+        store.kill()
+        store.communicate()
+
+
 def give_up_and_start_anew(rank: int, size: int) -> list[bytes]:
     from ftckpt.comm import Group
 
@@ -378,6 +424,20 @@ def give_up_and_start_anew(rank: int, size: int) -> list[bytes]:
     second = Group(GROUP_SECS)
     time.sleep(LATE_SECS * rank)  # so that rank 0 looks
     return second.gather(bytes([rank]))
+
+
+def wait_for_the_name(rank: int, size: int) -> list[bytes]:
+    """Rank 0 takes longer to say the name of the notice than a rank waits before it looks for one."""
+    from ftckpt import comm
+
+    if rank == 0:
+        urandom = os.urandom
+        comm.os.urandom = lambda nbytes: (time.sleep(LATE_SECS), urandom(nbytes))[1]  # type: ignore[attr-defined]
+    return comm.Group(GROUP_SECS).gather(bytes([rank]))
+
+
+def test_a_group_whose_first_rank_is_slow_is_waited_for() -> None:
+    assert [result.value for result in run_ranks(wait_for_the_name, 2)] == [[b"\0", b"\1"]] * 2
 
 
 def test_a_group_that_was_given_up_does_not_spoil_the_next_one() -> None:

@@ -26,7 +26,8 @@ STAGES: dict[str, set[str]] = {
     "layout": {"state"},
     "arena": {"state"},
     "universal.format": {"state", "layout"},
-    "comm": set(),
+    "notice": set(),
+    "comm": {"notice"},
     "protect": {"arena", "layout", "state"},
     "capture": {"protect.groups", "protect.stripes", "arena", "layout", "state", "comm"},
     "persist": {"universal.format", "arena", "state"},
@@ -151,8 +152,9 @@ def test_base_modules_import_nothing_but_errors(name: str) -> None:
     assert ours <= ({"ftckpt.errors"} if name == "ftckpt.config" else set())
 
 
-def test_comm_rests_on_errors_alone() -> None:
-    assert {t for t in imports_of("ftckpt.comm") if t.startswith("ftckpt")} <= {"ftckpt.errors", "ftckpt"}
+def test_comm_rests_on_errors_and_the_store_alone() -> None:
+    allowed = {"ftckpt.errors", "ftckpt.notice", "ftckpt"}
+    assert {t for t in imports_of("ftckpt.comm") if t.startswith("ftckpt")} <= allowed
 
 
 @pytest.mark.parametrize("stage", ["state", "layout"])
