@@ -205,4 +205,25 @@ SCENES: dict[str, Scene] = {
             Load("tp1pp2dp1", layout(pp=2), ranks=2, rounding=ROUNDING),
         ),
     ),
+    "convert-plain": Scene(
+        "Llama-like, TP2, without distributed optimizer, bf16: converted, loaded with it as well",
+        f"{layout(tp=2)} {BF16} {LLAMA}",
+        ranks=2,
+        kills=(Kill(5, "job", again=False),),
+        loads=(
+            Load("tp2pp1dp1", ranks=2),
+            Load("tp1pp2dp1", f"{layout(pp=2)} {SHARDED}", ranks=2, rounding=ROUNDING),
+        ),
+    ),
+    "convert-moe": Scene(
+        # Megatron-LM itself does not load EP2 as EP1: there experts have no optimizer of their own.
+        "MoE, EP2 DP2, router with expert bias, distributed optimizer, bf16: converted",
+        f"{layout(ep=2)} {SHARDED} {BF16} {EXPERTS} {EXPERT_BIAS} {NO_DROPOUT}",
+        ranks=2,
+        kills=(Kill(5, "job", again=False),),
+        loads=(
+            Load("tp1pp1dp2", ranks=2),
+            Load("tp1pp2dp2", layout(pp=2), rounding=ROUNDING),
+        ),
+    ),
 }
