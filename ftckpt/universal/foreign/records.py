@@ -170,7 +170,7 @@ def check_small(storages: Sequence[torch.UntypedStorage], value: Any) -> None:
             except ConvertError:
                 pointer = storage.data_ptr()
                 names = (name for name, tensor in _tensors(value) if tensor.untyped_storage().data_ptr() == pointer)
-                known.check(storage, next(names, "a tensor"))
+                known.check(storage, next(names, "") or "its tensor")
 
 
 def _base(sizes: Mapping[int, int], held: Mapping[int, Record]) -> int | None:
