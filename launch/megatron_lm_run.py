@@ -168,8 +168,11 @@ def _kill(run: Run, processes: Processes, kill: Kill) -> None:
 
 
 def _lose(job: str, what: str) -> None:
+    if what == "all":
+        shutil.rmtree(ARENA / f"ftckpt-{job}")
+        return
     arenas = [path for node in (ARENA / f"ftckpt-{job}").iterdir() if node.is_dir() for path in list_arenas(node)]
-    for path in {"": [], "one": arenas[:1], "all": arenas}[what]:
+    for path in arenas[: {"": 0, "one": 1, "two": 2}[what]]:
         shutil.rmtree(path)
 
 
@@ -211,13 +214,17 @@ def layouts(run: Run) -> list[str]:
 
 
 def restored(run: Run) -> list[str]:
-    """Where each life but the first began, as ``memory 6`` or ``storage 3``, and the layout where it is another."""
+    """Where each life but the first began, and the layout where it is another: ``memory 6``, or ``storage 3``, or
+    ``node_parity 5`` where shards were rebuilt."""
     found = []
     storage, trained = loaded(run), layouts(run)
-    begun = [event["iteration"] for event in read_events(run, 0) if event["event"] == "restored"]
+    begun = [event for event in read_events(run, 0) if event["event"] == "restored"]
     if len(begun) != len(storage) or len(begun) < 2:
         raise CheckError(f"{len(storage)} lives, of which {len(begun)} came to train: {_reason(run)}")
-    for number, iteration in enumerate(begun[1:], 1):
-        where = f"memory {iteration}" if iteration is not None else f"storage {max(storage[number], default=0)}"
+    for number, event in enumerate(begun[1:], 1):
+        iteration = event["iteration"]
+        where = (
+            f"storage {max(storage[number], default=0)}" if iteration is None else f"{event['source']} {iteration}"
+        )
         found.append(where + (f" in {trained[number]}" if trained[number] != trained[number - 1] else ""))
     return found

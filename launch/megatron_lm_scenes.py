@@ -42,8 +42,8 @@ class Kill:
     ``checkpoint``, as soon as storage has one of that iteration.
 
     ``who``: ``one`` (the last rank), ``all`` ranks, or the whole ``job``, its agent included; a job is then started
-    again, on ``ranks`` if not on as many as the scene has, unless ``again`` is False. ``lose``, for a job: ``one``
-    arena or ``all`` of them are deleted in between.
+    again, on ``ranks`` if not on as many as the scene has, unless ``again`` is False. ``lose``, for a job: in
+    between ``one`` arena or ``two`` are deleted, or ``all`` that the job has in memory, as by a reboot.
     """
 
     after: int
@@ -175,17 +175,23 @@ SCENES: dict[str, Scene] = {
         source="storage",
     ),
     "storage-gone": Scene(
-        "--save and --load, all arenas lost",
+        "--save and --load, all memory lost",
         f"{layout(pp=2)} {SHARDED} {BF16} {STORAGE}",
         kills=(Kill(8, "job", lose="all"),),
         source="storage",
     ),
     "storage-lost": Scene(
-        "--save and --load, one arena lost, --ftckpt-on-lost fresh",
+        "--save and --load, two arenas lost, --ftckpt-on-lost fresh",
         f"{layout(pp=2)} {SHARDED} {BF16} {STORAGE}",
         ftckpt="--ftckpt-on-lost fresh",
-        kills=(Kill(8, "job", lose="one"),),
+        kills=(Kill(8, "job", lose="two"),),
         source="storage",
+    ),
+    "storage-rebuilt": Scene(
+        "--save and --load, one arena lost and rebuilt from parity, storage older than memory",
+        f"{layout(pp=2)} {SHARDED} {BF16} {STORAGE}",
+        kills=(Kill(6, "job", lose="one"),),
+        source="node_parity",
     ),
     "reshape": Scene(
         "GPT, TP2 PP2, distributed optimizer, bf16, --ftckpt-layouts: TP2 on half the ranks, then all of them again",
