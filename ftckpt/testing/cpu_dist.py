@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -80,13 +81,29 @@ def _isend(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def isend(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         alias = tensor.detach()
-        work = original(alias, *args, **kwargs)
-        _pending_sends.append((work, alias))
+        send = _Send(original(alias, *args, **kwargs), alias)
+        _pending_sends.append(send)
         if len(_pending_sends) > _MAX_PENDING_SENDS:
             _pending_sends.popleft()
-        return work
+        return send
 
     return isend
+
+
+class _Send:
+    """A send and its tensor, which is let go of once somebody has waited for it."""
+
+    def __init__(self, work: Any, tensor: torch.Tensor) -> None:
+        self._work, self._tensor = work, tensor
+
+    def wait(self, *args: Any) -> Any:
+        result = self._work.wait(*args)
+        with contextlib.suppress(ValueError):  # not among the latest any more
+            _pending_sends.remove(self)
+        return result
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._work, name)
 
 
 def _all_to_all_single(original: Callable[..., Any]) -> Callable[..., Any]:

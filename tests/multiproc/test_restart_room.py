@@ -85,6 +85,22 @@ def _written(node: Path) -> set[str]:
     return {path.name for path in list_arenas(node) if holder_of(path / "lock") is not None}
 
 
+def test_parity_that_fits_only_in_place_of_the_old_one_waits(
+    node: Path, plan: dict[str, Any], rarely: dict[str, Any]
+) -> None:
+    """It is told; old arenas go once a snapshot is whole, then all is there: the sum that was checked is enough."""
+    run_ranks(train_until_protected, MANY.size, Attempt(MANY, settings=rarely | {"slots": 3}))
+    before = len(events(plan, "protected"))
+    run_ranks(start_full, FEW.size, Attempt(FEW, settings=plan | {"on_error": "continue"}), node, False)
+    (waits,) = events(plan, "protection_waits")
+    assert f"({waits['need_bytes']} bytes)" in waits["reason"] and waits["rank"] == 0
+    assert len(events(plan, "protected")) > before
+    assert not events(plan, "turned_off") and not events(plan, "snapshot_error")
+    assert events(plan, "not_protected"), "there was room all the same: this test shows nothing"
+    (arena,) = list_arenas(node)
+    assert len(list(arena.glob("slot*"))) == 3
+
+
 def test_parity_that_will_never_fit_is_an_error(node: Path, plan: dict[str, Any], rarely: dict[str, Any]) -> None:
     """A page is lacking; parity of old arenas is no room for that of new ones as long as slots need it."""
     run_ranks(train_until_protected, MANY.size, Attempt(MANY, settings=rarely | {"slots": 3}))
