@@ -29,7 +29,8 @@ pytestmark = [pytest.mark.multiproc, pytest.mark.faults, pytest.mark.timeout(900
 MODEL = ("--pp", "2", "--layers", "2", "--hidden", "32", "--seq", "32", "--global-batch", "8", "--micro-batch", "2")
 SETTINGS = ("--ftckpt-chunk-mib", "0.0625", "--ftckpt-objects-mib", "1")
 SCRIPT = str(Path(__file__).parent / "failing.py")
-PROMPT_SECS = 5.0
+PROMPT_SECS = 15.0
+"""Some seconds, on a busy machine; where a rank waits for others it takes a minute or more."""
 FINISH_SECS = 800.0
 
 
@@ -63,18 +64,8 @@ class Failing(Launched):
     def launch(self, failures: Sequence[Failure], *options: str) -> subprocess.Popen[bytes]:
         if not self.failures.exists():
             write_plan(self.failures, list(failures))
-        words = [
-            "--job",
-            self.job,
-            "--nproc",
-            "2",
-            "--runner",
-            self.runner,
-            "--restarts",
-            str(len(failures)),
-            *options,
-        ]
-        return self.start(["bash", str(ROOT / "launch" / "torchrun.sh"), *words, *self.training])
+        words = ["--job", self.job, "--nproc", "2", "--runner", self.runner, "--restarts", str(len(failures))]
+        return self.start(["bash", str(ROOT / "launch" / "torchrun.sh"), *words, *options, *self.training])
 
     def finish(self) -> None:
         """Waits longer than others do: a failure is a start of all processes."""
@@ -310,7 +301,7 @@ def test_the_launcher_is_told_to_end(by: signal.Signals, failing: Failing) -> No
     failing.launch([])
     failing.finish()
     (restored,) = failing.restored()
-    assert newest - 1 <= restored <= newest
+    assert newest - 2 <= restored <= newest
     assert not list(failing.arena.iterdir())
 
 
