@@ -237,7 +237,8 @@ def test_an_error_at_the_end(failing: Failing) -> None:
     failing.finish()
     failing.check_prompt(AT_THE_END)
     failing.check_same_losses()
-    assert failing.restored() == [ITERATIONS, ITERATIONS]
+    restored = failing.restored()  # the last snapshot may have been on its way
+    assert len(restored) == 2 and min(restored) >= ITERATIONS - 1, restored
 
 
 CLEANING_UP = [
