@@ -21,8 +21,8 @@ def shard_at(path: Path) -> str:
 
 
 def used_bytes(path: Path) -> int:
-    """Memory of the arena at ``path`` with its parity, in bytes; what nobody holds any more has none."""
-    return sum(map(size_of, path.iterdir()))
+    """Memory of the slots and the parity of the arena at ``path``, in bytes; what nobody holds any more has none."""
+    return sum(map(size_of, (*path.glob("slot*"), *path.glob("parity.*"))))
 
 
 def share_of(old: Sequence[Path], shards: Sequence[str], place: int) -> list[Path]:

@@ -157,8 +157,11 @@ def test_the_parity_of_the_protected_snapshot_is_never_overwritten(node: Node, s
         held = [n for n in (1, 4) if n <= iteration][-1]  # what the trainers call protected now
         assert check_parity([node], NODE, held) > 5
         assert node.packages(held) == ["dp0", "dp1", "dp2"]
-    names = {path.name.rpartition(".")[2] for path in mirror_dir(node.dir).iterdir()}
-    assert names <= {"4", "5"}
+
+    def kept() -> set[str]:
+        return {path.name.rpartition(".")[2] for path in mirror_dir(node.dir).iterdir()}
+
+    until(lambda: kept() <= {"4", "5"}, "old packages deleted")
     files = [path.name for path in node.arenas[0].path.glob("parity*")]
     assert sorted(files) == ["parity.node.0", "parity.node.1"]
 

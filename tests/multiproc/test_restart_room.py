@@ -140,7 +140,8 @@ def test_a_full_node_goes_on_alone(node: Path, rarely: dict[str, Any], arena_roo
     assert events(rarely, "spare_given_up") and events(rarely, "rebuilt")
     assert all(event["newer"] for event in events(rarely, "spare_given_up"))
     again = restarted(Attempt(SHRUNK, 0, rarely))
-    assert {one.start for one in again} == {protected + 3}
+    (start,) = {one.start for one in again}
+    assert protected < start <= protected + 3  # a snapshot is skipped while the memory for its slot is not back yet
 
 
 KILLS = ("all is freed", "half rebuilt", "rebuilt", "objects there", "one new arena", "sealed by one rank")
