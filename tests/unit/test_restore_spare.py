@@ -216,7 +216,7 @@ def test_parity_of_old_arenas_is_no_room_for_new_parity(job: Job, monkeypatch: p
     new = replace(job, stepped=job.stepped + 50_000)
     monkeypatch.setattr(protected, "SLOTS", 1)
     directory = job.node_dir("a")
-    old_bytes = sum(path.stat().st_blocks * 512 for path in directory.glob("dp*/*"))
+    old_bytes = sum(path.stat().st_blocks * 512 for path in directory.glob("dp*/[sp]*"))
     old_packages = sum(path.stat().st_blocks * 512 for path in directory.glob(".mirror/*"))
     assert old_packages > 0 and len(list_parity(directory)) == 4
     holdings, groups = protected.holdings(job), protected.file_groups(job)
