@@ -31,7 +31,7 @@ SETTINGS = ("--ftckpt-chunk-mib", "0.0625", "--ftckpt-objects-mib", "1")
 SCRIPT = str(Path(__file__).parent / "failing.py")
 PROMPT_SECS = 15.0
 """Some seconds, on a busy machine; where a rank waits for others it takes a minute or more."""
-FINISH_SECS = 800.0
+FINISH_SECS = 300.0
 
 
 def undisturbed(rank: int, world_size: int) -> list[float | None]:
