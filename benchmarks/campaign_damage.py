@@ -10,12 +10,15 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ftckpt.arena.package import mirror_dir
-from ftckpt.arena.segment import CONTROL_NAME, Arena, list_arenas, slot_name
 from ftckpt.errors import FtckptError
-from ftckpt.protect.groups import Modes, mirrors, node_groups, peer_groups, slot_groups
-from ftckpt.protect.holding import Holding
-from ftckpt.protect.survive import survives
+from ftckpt.parity.groups import mirrors, node_groups, peer_groups, slot_groups
+from ftckpt.parity.holding import Holding
+from ftckpt.parity.modes import Modes
+from ftckpt.parity.survive import survives
+from ftckpt.store.arena import CONTROL_NAME, Arena
+from ftckpt.store.directory import list_arenas
+from ftckpt.store.package import mirror_dir
+from ftckpt.store.slots import slot_name
 
 
 @dataclass
@@ -33,7 +36,7 @@ class Job:
     lost_shards: set[str] = field(default_factory=set)
     lost_nodes: set[str] = field(default_factory=set)
     lost_packages: set[tuple[str, str]] = field(default_factory=set)
-    told: list[str] = field(default_factory=list)
+    faults: list[str] = field(default_factory=list)
 
     @property
     def all_lost(self) -> bool:
@@ -58,13 +61,13 @@ class Job:
 
     def arenas(self) -> list[Path]:
         """Arenas that are there and were not damaged yet."""
-        found = [path for node in sorted(self.folder.iterdir()) if node.is_dir() for path in list_arenas(node)]
-        return [path for path in found if path.name.rpartition(".")[0] not in self.lost_shards]
+        arenas = [path for node in sorted(self.folder.iterdir()) if node.is_dir() for path in list_arenas(node)]
+        return [path for path in arenas if path.name.rpartition(".")[0] not in self.lost_shards]
 
     def lose(self, path: Path, how: str) -> None:
         """Count the arena at ``path`` as lost: whatever is wrong with it, it must be made up for."""
         self.lost_shards.add(path.name.rpartition(".")[0])
-        self.told.append(f"{how} of {path.parent.name}/{path.name}")
+        self.faults.append(f"{how} of {path.parent.name}/{path.name}")
 
 
 def survey(folder: Path, modes: Modes) -> Job:
@@ -72,10 +75,10 @@ def survey(folder: Path, modes: Modes) -> Job:
     job = Job(folder, [], modes, -1, -1)
     for path in job.arenas():
         with closing(Arena.open(path)) as arena:
-            job.holdings.append(Holding.of(arena.image, path.parent.name, "", path.name))
+            job.holdings.append(arena.image.holding(path.parent.name, "", path.name))
             whole, protected = arena.control.whole(), arena.control.protected()
-            job.whole = max(job.whole, whole[1] if whole else -1)
-            job.protected = max(job.protected, protected[1] if protected else -1)
+            job.whole = max(job.whole, whole.iteration if whole else -1)
+            job.protected = max(job.protected, protected.iteration if protected else -1)
     return job
 
 
@@ -86,7 +89,7 @@ def lose_node(job: Job, dice: random.Random) -> None:
     shutil.rmtree(job.folder / node)
     job.lost_nodes.add(node)
     job.lost_shards |= {holding.shard for holding in job.holdings if holding.node == node}
-    job.told.append(f"all of {node}")
+    job.faults.append(f"all of {node}")
 
 
 def delete_arena(job: Job, dice: random.Random) -> None:
@@ -145,7 +148,7 @@ def spoil_package(job: Job, dice: random.Random) -> None:
         for path in mirror_dir(job.folder / node).glob(f"{shard}.*"):
             _flip_or_delete(path, dice)
         job.lost_packages.add((shard, node))
-        job.told.append(f"packages of {shard} on {node}")
+        job.faults.append(f"packages of {shard} on {node}")
 
 
 DAMAGES: Sequence[Callable[[Job, random.Random], None]] = (
@@ -165,7 +168,7 @@ def damage(job: Job, dice: random.Random, live: bool = False) -> None:
         try:
             dice.choice(LIVE_DAMAGES if live else DAMAGES)(job, dice)
         except (FtckptError, OSError) as error:  # an SMP that lives may repair or replace a file meanwhile
-            job.told.append(f"nothing: {error}")
+            job.faults.append(f"nothing: {error}")
 
 
 def _spoil(job: Job, dice: random.Random, pattern: str) -> None:

@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 
-from ftckpt.checkpointer import Checkpointer
-from ftckpt.comm import Group
 from ftckpt.config import Config
 from ftckpt.errors import UnsupportedError
-from ftckpt.layout.topology import Member, Topology
-from ftckpt.state.fragment import Box, Fragment
-from ftckpt.state.piece import Description, Piece
+from ftckpt.group import Group
+from ftckpt.job.checkpointer import Checkpointer
+from ftckpt.model.fragment import Box, Fragment
+from ftckpt.model.topology import RankPlace, Topology
+from ftckpt.model.training_state import Description, Piece
 
 SHARED, PRIVATE, SMALL = 60_000, 50_000, 100
 """Elements of what all ranks hold alike, of what each holds alone, and of a tensor that changes anywhere."""
@@ -115,7 +115,7 @@ def _values(count: int, salt: int) -> torch.Tensor:
 def train(rank: int, world_size: int, plan: Plan) -> Ended:
     """Restore, check every bit, train, end well."""
     logging.getLogger("ftckpt").setLevel(logging.CRITICAL)  # what happens here is meant to happen
-    members = tuple(Member({"dp": index}, plan.nodes[index]) for index in range(world_size))
+    members = tuple(RankPlace({"dp": index}, plan.nodes[index]) for index in range(world_size))
     state = KnownState(rank, world_size)
     config = Config(enabled=True, node=plan.nodes[rank], **plan.settings)
     group = Group(config.start_timeout_secs)

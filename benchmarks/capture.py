@@ -96,8 +96,8 @@ def main(argv: Sequence[str]) -> int:
         ("device", "device", run_device),
     ):
         if args.part in (part, "all"):
-            result[key], found = run(args)
-            problems += found
+            result[key], failed = run(args)
+            problems += failed
     write_json(args.json, {**result, "problems": problems})
     for problem in problems:
         print(f"FAILED: {problem}", file=sys.stderr)

@@ -65,7 +65,7 @@ def attach(job: Any, folder: Path, name: str, **settings: Any) -> Any:
 def read_events(folder: Path, name: str, rank: int, event: str = "") -> list[dict[str, Any]]:
     """One rank's events of the run that was attached as ``name``, or those of one kind."""
     lines = (folder / "events" / name / f"rank{rank}.jsonl").read_text().splitlines()
-    return [found for found in map(json.loads, lines) if event in ("", found["event"])]
+    return [line for line in map(json.loads, lines) if event in ("", line["event"])]
 
 
 def disk_bytes(folder: Path) -> int:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from benchmarks.common import attach, print_table, read_events
 from benchmarks.shares import blocked_secs
 from ftckpt.config import Config
-from ftckpt.testing.pool import run_ranks
+from tests.support.pool import run_ranks
 
 FULL_SIZE = ["--layers", "24", "--hidden", "1024", "--heads", "16", "--seq", "1024", "--global-batch", "64"]
 """About 300 million parameters: 3.6 GB of masters and moments, copied in a small part of an iteration."""
@@ -43,28 +43,28 @@ def measure(rank: int, world_size: int, size: Sequence[str], repeats: int, folde
         store = dist.FileStore(str(folder / "store"), 1)
         dist.init_process_group("nccl", store=store, rank=0, world_size=1)
     job = train_gpt.build(train_gpt.parse_args(["--micro-batch", "4", *size]))
-    found: dict[str, Any] = {name: [] for name in ("off", *SCHEDULES, "register_secs", "blocked_ms_per_gb")}
+    measured: dict[str, Any] = {name: [] for name in ("off", *SCHEDULES, "register_secs", "blocked_ms_per_gb")}
     rates: list[float] = []
     for repeat in range(repeats):
-        found["off"].append(statistics.median(train(job)))
+        measured["off"].append(statistics.median(train(job)))
         for schedule in SCHEDULES:
             name = f"{schedule}-{repeat}"
             checkpointer = attach(job, folder, name, schedule=schedule, timeline_interval=1, fence_budget=0.0)
             registered = registration_secs(checkpointer)
-            found[schedule].append(statistics.median(train(job, checkpointer)))
+            measured[schedule].append(statistics.median(train(job, checkpointer)))
             checkpointer.close()
             detach(job)
             events = read_events(folder, name, rank)
-            found["copied_bytes"] = next(e["copied_bytes"] for e in reversed(events) if e["event"] == "plan")
+            measured["copied_bytes"] = next(e["copied_bytes"] for e in reversed(events) if e["event"] == "plan")
             if schedule == "sync":
                 rates += [rate_of(e["copies"]) for e in events if e["event"] == "timeline"][1:]
             if schedule == "bubble":
                 blocked = statistics.median(blocked_secs(events)[WARM_UP:])
-                found["blocked_ms_per_gb"].append(blocked * 1e12 / found["copied_bytes"])
-                found["register_secs"].append(registered)
-    found["bytes_per_sec"] = statistics.median(rates)
-    found["plain_bytes_per_sec"] = plain_rate(found["copied_bytes"], Config().chunk_bytes)
-    return found
+                measured["blocked_ms_per_gb"].append(blocked * 1e12 / measured["copied_bytes"])
+                measured["register_secs"].append(registered)
+    measured["bytes_per_sec"] = statistics.median(rates)
+    measured["plain_bytes_per_sec"] = plain_rate(measured["copied_bytes"], Config().chunk_bytes)
+    return measured
 
 
 def train(job: Any, checkpointer: Any = None) -> list[float]:
@@ -84,9 +84,9 @@ def train(job: Any, checkpointer: Any = None) -> list[float]:
 
 def detach(job: Any) -> None:
     """ftckpt off: hooks and all."""
-    from ftckpt.megatron import hooks
+    import ftckpt.megatron
 
-    hooks.remove()
+    ftckpt.megatron.remove()
     job.checkpointer = None
 
 
@@ -142,22 +142,22 @@ def run_case(args: argparse.Namespace, stand_in: bool = False) -> dict[str, Any]
     return case_of(result.value, size)
 
 
-def case_of(found: Mapping[str, Any], size: Sequence[str]) -> dict[str, Any]:
+def case_of(measured: Mapping[str, Any], size: Sequence[str]) -> dict[str, Any]:
     """What was measured, put together."""
     ratios = {
-        schedule: [with_it / off for with_it, off in zip(found[schedule], found["off"], strict=True)]
+        schedule: [with_it / off for with_it, off in zip(measured[schedule], measured["off"], strict=True)]
         for schedule in SCHEDULES
     }
-    registered = [secs for secs in found["register_secs"] if secs is not None]
+    registered = [secs for secs in measured["register_secs"] if secs is not None]
     return {
-        "layout": "tp1 pp1 dp1", "model": list(size), "repeats": len(found["off"]),
-        "off_iteration_ms_median": statistics.median(found["off"]) * 1e3,
+        "layout": "tp1 pp1 dp1", "model": list(size), "repeats": len(measured["off"]),
+        "off_iteration_ms_median": statistics.median(measured["off"]) * 1e3,
         "ratio_median": {schedule: statistics.median(values) for schedule, values in ratios.items()},
         "ratio_min": {schedule: min(values) for schedule, values in ratios.items()},
         "ratio_max": {schedule: max(values) for schedule, values in ratios.items()},
-        "bytes_per_rank": [found["copied_bytes"]],
-        "blocked_ms_per_gb": statistics.median(found["blocked_ms_per_gb"]),
-        "bytes_per_sec": found["bytes_per_sec"], "plain_bytes_per_sec": found["plain_bytes_per_sec"],
+        "bytes_per_rank": [measured["copied_bytes"]],
+        "blocked_ms_per_gb": statistics.median(measured["blocked_ms_per_gb"]),
+        "bytes_per_sec": measured["bytes_per_sec"], "plain_bytes_per_sec": measured["plain_bytes_per_sec"],
         "register_secs": statistics.median(registered) if registered else None,
     }  # fmt: skip
 

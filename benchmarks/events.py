@@ -18,12 +18,12 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.common import environment, median_ms, print_table, write_json
-from ftckpt.capture.budget import NoBudget
-from ftckpt.capture.clock import HostClock
 from ftckpt.capture.copier import Flight
-from ftckpt.capture.pacer import Pacer
 from ftckpt.config import Config
 from ftckpt.events import Events
+from ftckpt.windows.clock import HostClock
+from ftckpt.windows.node_budget import NoBudget
+from ftckpt.windows.pacer import Pacer
 
 STEP_SECS = 0.030
 """A forward and a backward step of one micro-batch."""

@@ -30,11 +30,11 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.campaign_damage import Job, damage, survey  # noqa: E402
 from benchmarks.campaign_job import Plan, train  # noqa: E402
 from benchmarks.common import environment, print_table, write_json  # noqa: E402
-from ftckpt.arena.directory import SMP_LOCK_NAME, clean_job  # noqa: E402
-from ftckpt.arena.locks import holder_of  # noqa: E402
 from ftckpt.errors import ConfigError, FtckptError  # noqa: E402
-from ftckpt.protect.modes import Modes, resolve_modes  # noqa: E402
-from ftckpt.testing.pool import RankGroup, RankResult, run_ranks, spawn_ranks  # noqa: E402
+from ftckpt.parity.modes import Modes, resolve_modes  # noqa: E402
+from ftckpt.store.directory import SMP_LOCK_NAME, clean_job  # noqa: E402
+from ftckpt.store.locks import holder_of  # noqa: E402
+from tests.support.pool import RankGroup, RankResult, run_ranks, spawn_ranks  # noqa: E402
 
 KINDS = ("resumed", "refused", "wrong", "hung", "leaked")
 PROTECT = (
@@ -99,10 +99,10 @@ def run_trial(seed: int) -> Verdict:
     begin = time.monotonic()
     job = f"campaign-{os.getpid()}-{seed}"
     with tempfile.TemporaryDirectory(prefix="ftckpt-campaign-", dir="/dev/shm") as folder:
-        arena, told = Path(folder), []
+        arena, injected = Path(folder), []
         shape = draw_shape(dice, arena, job)
         try:
-            memory = _train_and_kill(dice, shape, arena / "progress", told)
+            memory = _train_and_kill(dice, shape, arena / "progress", injected)
             for _ in range(dice.choice([0, 1, 1, 2, 2])):
                 _damage(memory, dice)
             results = _restart(dice, shape, arena / "again", memory)
@@ -111,7 +111,7 @@ def run_trial(seed: int) -> Verdict:
             left = _clean(arena, job)
         if left and kind in ("resumed", "refused"):
             kind, text = "leaked", left
-        faults = (*told, *memory.told)
+        faults = (*injected, *memory.faults)
     return Verdict(kind, shape, faults, memory.promise, start, text, time.monotonic() - begin)
 
 
@@ -132,8 +132,8 @@ def judge(results: Sequence[RankResult], memory: Job) -> tuple[str, int | None, 
     texts = [result.error or f"exit code {result.exitcode}" for result in results if not result.ok]
     if any(result.exitcode == -signal.SIGKILL and result.error is None for result in results):
         return "hung", None, texts[0]
-    told = [match for text in texts for match in _LINES.findall(text)]
-    lost = [message for _, name, message in told if name == "LostError"]
+    injected = [match for text in texts for match in _LINES.findall(text)]
+    lost = [message for _, name, message in injected if name == "LostError"]
     if not lost:
         return "wrong", None, texts[0][-600:]
     if promise is not None:
@@ -141,7 +141,7 @@ def judge(results: Sequence[RankResult], memory: Job) -> tuple[str, int | None, 
     return "refused", None, lost[0]
 
 
-def _train_and_kill(dice: random.Random, shape: Shape, progress: Path, told: list[str]) -> Job:
+def _train_and_kill(dice: random.Random, shape: Shape, progress: Path, faults: list[str]) -> Job:
     """Train for a while, then kill some ranks, and maybe SMPs or arenas before; the launcher ends the others."""
     progress.mkdir()
     world_size = len(shape.nodes)
@@ -151,7 +151,7 @@ def _train_and_kill(dice: random.Random, shape: Shape, progress: Path, told: lis
         _wait_for(ranks, progress, dice.randint(1, 20))
         time.sleep(dice.random() * 0.2)
         if dice.random() < 0.3:
-            told += _kill_smps(shape, dice.sample(sorted(set(shape.nodes)), 1))
+            faults += _kill_smps(shape, dice.sample(sorted(set(shape.nodes)), 1))
             time.sleep(dice.random())
         if dice.random() < 0.3:
             memory = survey(folder, shape.modes)
@@ -160,7 +160,7 @@ def _train_and_kill(dice: random.Random, shape: Shape, progress: Path, told: lis
         victims = range(world_size) if dice.random() < 0.3 else dice.sample(range(world_size), 1)
         for rank in victims:
             ranks.kill(rank)
-        told.append(f"kill of {'all ranks' if len(victims) == world_size else f'rank {victims[0]}'}")
+        faults.append(f"kill of {'all ranks' if len(victims) == world_size else f'rank {victims[0]}'}")
         ranks.wait(dice.random() * 0.5)
     return memory or survey(folder, shape.modes)
 
@@ -180,15 +180,15 @@ def _wait_for(ranks: RankGroup, progress: Path, iteration: int) -> None:
 
 
 def _kill_smps(shape: Shape, nodes: Sequence[str]) -> list[str]:
-    told = []
+    faults = []
     for node in nodes:
         lock = Path(shape.settings["arena"]) / f"ftckpt-{shape.settings['job']}" / node / SMP_LOCK_NAME
         pid = holder_of(lock) if lock.exists() else None
         if pid:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-            told.append(f"kill of the SMP of {node}")
-    return told
+            faults.append(f"kill of the SMP of {node}")
+    return faults
 
 
 def _damage(memory: Job, dice: random.Random) -> None:
@@ -241,7 +241,7 @@ def _processes_of(job: str) -> list[int]:
 
 
 def campaign(trials: int, seed: int) -> list[Verdict]:
-    """All trials, each told in one line."""
+    """All trials, a line each."""
     verdicts = []
     for number in range(trials):
         try:

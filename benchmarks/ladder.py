@@ -19,8 +19,8 @@ import torch.distributed as dist
 
 from benchmarks.common import attach, disk_bytes, read_events
 from benchmarks.simulated import Listener, SlowCopies, TimedSteps, empty_layers
-from ftckpt.capture.iteration import IDLE
-from ftckpt.testing.pool import run_ranks
+from ftckpt.windows.iteration import IDLE, SCHEDULED, Iteration
+from tests.support.pool import run_ranks
 
 TIMEOUT_SECS = 600.0
 BACKWARD = 2.0
@@ -59,6 +59,12 @@ class Layout:
             "micro-batch": 1, "global-batch": self.micro_batches * self.dp, "dropout": 0,
         }  # fmt: skip
         return ["--untie", *(word for name, value in numbers.items() for word in (f"--{name}", str(value)))]
+
+
+def window_share(iteration: Iteration) -> float:
+    """Idle part of the time between the schedule's begin and the fence."""
+    scheduled_secs = iteration.secs_of(SCHEDULED)
+    return iteration.secs_of(frozenset({"window", "tail"})) / scheduled_secs if scheduled_secs else 0.0
 
 
 LAYOUTS = {
@@ -168,19 +174,20 @@ class Runner:
         self.report.turns.append(turn)
 
     def _run_off(self, rung: Rung) -> None:
+        import ftckpt.megatron
         from ftckpt.megatron import hooks
 
         listener = Listener()
         hooks.install()
-        hooks.activate(listener, self._job.optimizer, None)  # type: ignore[arg-type]
+        hooks.follow(listener, self._job.optimizer, None)  # type: ignore[arg-type]
         secs = self._iterate(listener, rung)
-        hooks.remove()
+        ftckpt.megatron.remove()
         self.report.turns.append(Turn(rung.name, secs))
         for iteration in listener.iterations[rung.warm_up :]:
             idle, forward, backward = (
                 iteration.secs_of(kinds) for kinds in (IDLE, frozenset({"forward"}), frozenset({"backward"}))
             )
-            self.report.spans.append((idle, forward, backward, iteration.window_share))
+            self.report.spans.append((idle, forward, backward, window_share(iteration)))
 
     def _iterate(self, checkpointer: Any, rung: Rung) -> list[float]:
         """Train; returns the seconds of the iterations that count, boundary to boundary."""

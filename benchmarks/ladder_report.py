@@ -9,7 +9,7 @@ from typing import Any
 
 from benchmarks.common import print_table
 from benchmarks.ladder import AMPLE, RUNGS, SCARCE, Layout, Report, Rung, Turn
-from ftckpt.capture.iteration import IDLE
+from ftckpt.windows.iteration import IDLE
 
 
 def cases_of(layout: Layout, reports: Sequence[Report], interference: float) -> list[dict[str, Any]]:
@@ -87,7 +87,7 @@ def _shares(copied: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 def _expected_shares(reports: Sequence[Report], capacities: Sequence[int], nbytes: Sequence[int]) -> dict[str, float]:
     """Where the bytes go if windows are filled first, then forward steps, then backward steps, then the fence."""
-    found = {"windows": 0.0, "forward": 0.0, "backward": 0.0, "fence": 0.0}
+    shares = {"windows": 0.0, "forward": 0.0, "backward": 0.0, "fence": 0.0}
     for report, capacity, size in zip(reports, capacities, nbytes, strict=True):
         rate = capacity / report.idle_secs()
         forward = rate * statistics.median(secs for _, secs, _, _ in report.spans)
@@ -95,9 +95,9 @@ def _expected_shares(reports: Sequence[Report], capacities: Sequence[int], nbyte
         left = size
         for kind, room in (("windows", capacity), ("forward", forward), ("backward", backward), ("fence", left)):
             taken = min(left, room)
-            found[kind] += taken / sum(nbytes)
+            shares[kind] += taken / sum(nbytes)
             left -= taken
-    return found
+    return shares
 
 
 def show(cases: Sequence[Mapping[str, Any]]) -> None:
@@ -151,11 +151,11 @@ def verdict(cases: Sequence[Mapping[str, Any]], bounds: Bounds) -> list[str]:
     for name in dict.fromkeys(case["layout"] for case in cases):
         mine = {(case["schedule"], case["capacity_asked"]): case for case in cases if case["layout"] == name}
         ample, naive = mine["bubble", AMPLE], mine["stream", AMPLE]
-        found = [
+        in_layout = [
             *_window_problems(ample, bounds), *_ample_problems(ample, bounds),
             *_spill_problems(mine["bubble", SCARCE], bounds), *_naive_problems(ample, naive, bounds),
         ]  # fmt: skip
-        problems += [f"{name}: {problem}" for problem in found]
+        problems += [f"{name}: {problem}" for problem in in_layout]
     return problems
 
 

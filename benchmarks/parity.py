@@ -31,14 +31,16 @@ import xxhash
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.common import environment, print_table, write_json
-from ftckpt.arena.segment import Arena
-from ftckpt.protect.codecs import MISSING, decode, encode
-from ftckpt.protect.groups import Holding, Member, Modes, ParityGroup, mirrors, node_groups, peer_groups
-from ftckpt.protect.holding import HeldSection
-from ftckpt.protect.parity_file import ParityFile, parity_path
-from ftckpt.protect.table import report
-from ftckpt.state.fragment import Box, Fragment
-from ftckpt.state.manifest import Manifest
+from ftckpt.model.fragment import Box, Fragment
+from ftckpt.model.manifest import Manifest
+from ftckpt.model.snapshot import SnapshotId
+from ftckpt.parity.codecs import MISSING, decode, encode
+from ftckpt.parity.groups import Member, ParityGroup, mirrors, node_groups, peer_groups
+from ftckpt.parity.holding import Holding, HoldingSection
+from ftckpt.parity.modes import Modes
+from ftckpt.parity.table import protection_table
+from ftckpt.store.arena import Arena
+from ftckpt.store.parity_file import ParityFile, parity_bytes, parity_path
 
 MEMBERS = 8
 """Arenas of a group: seven give, one holds."""
@@ -98,8 +100,8 @@ class Bench:
         parity = encode("xor", xor, self.nbytes, 0, 1)
         rows = {row: encode("rs", rs, self.nbytes, row, 2) for row in range(2)}
         for data, code, blocks, losses in ((xor, "xor", {0: parity}, 1), (rs, "rs", rows, 2)):
-            found = decode(code, [MISSING] * losses + data[losses:], blocks, self.nbytes, losses)
-            assert all(np.array_equal(found[index], data[index]) for index in range(losses))
+            decoded = decode(code, [MISSING] * losses + data[losses:], blocks, self.nbytes, losses)
+            assert all(np.array_equal(decoded[index], data[index]) for index in range(losses))
         return {
             "checksum of a chunk": (self.nbytes, lambda: self.arena.hash_chunk(0, 0)),
             "xor encode": (len(xor) * self.nbytes, lambda: encode("xor", xor, self.nbytes, 0, 1, self.out)),
@@ -127,7 +129,7 @@ class Bench:
 
     def put(self, block: Array) -> None:
         """Checksum and copy, as at the end of each block."""
-        self.file.begin(b"l" * 16, 0)
+        self.file.begin(SnapshotId(b"l" * 16, 0))
         self.file.put(0, block)
 
     def isa_l(self) -> dict[str, tuple[int, Callable[[], Any]]]:
@@ -143,8 +145,8 @@ class Bench:
         for row in range(2):
             own = encode("rs", data, self.nbytes, row, 2)
             assert fragments[len(data) + row][-self.nbytes :] == own.tobytes(), "ISA-L computes other rows"
-        found = driver.reconstruct(fragments[2:], [0, 1])
-        assert [bytes(fragment) for fragment in found] == fragments[:2]
+        decoded = driver.reconstruct(fragments[2:], [0, 1])
+        assert [bytes(fragment) for fragment in decoded] == fragments[:2]
         return {
             "rs encode, m=2, pyeclib": (len(whole), lambda: driver.encode(whole)),
             "rs decode of two, pyeclib": (len(whole), lambda: driver.reconstruct(fragments[2:], [0, 1])),
@@ -192,7 +194,7 @@ def ratios_of(rates: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
 def holdings() -> list[Holding]:
     """A job whose ranks all hold state of their own."""
     chunks = (CHUNK_BYTES,) * CHUNKS
-    sections = (HeldSection("private", "", "", 0, chunks),)
+    sections = (HoldingSection("private", "", "", 0, chunks),)
     return [
         Holding(
             f"dp{rank}", f"n{rank // RANKS}", "", f"dp{rank}.00000000", "0" * 32, CHUNK_BYTES, sections,
@@ -204,26 +206,26 @@ def holdings() -> list[Holding]:
 
 def memory_cases() -> list[dict[str, Any]]:
     """Parity beside mirrors of the same guarantees: what redundancy takes, over the bytes of the state."""
-    held = holdings()
-    by_node = node_groups(held)
+    all_holdings = holdings()
+    by_node = node_groups(all_holdings)
     mirrored = [ParityGroup.of("node", "mirror", 1, g.chunk_bytes, g.members) for g in by_node]
     peers = {
         f"peer {code}, m={losses}": Modes(peer=True, peer_code=code, peer_losses=losses)
         for code, losses in (("xor", 1), ("mirror", 1), ("rs", 2), ("mirror", 2))
     }
     groups = {"node xor": by_node, "node mirror": mirrored}
-    groups |= {name: peer_groups(held, modes) for name, modes in peers.items()}
+    groups |= {name: peer_groups(all_holdings, modes) for name, modes in peers.items()}
     cases = []
-    for name, found in groups.items():
-        kept = mirrors(held, peers.get(name, Modes(node=True)))
-        told = report(held, found, kept, 3)
-        node = told.memory["n0"]
+    for name, in_mode in groups.items():
+        packages = mirrors(all_holdings, peers.get(name, Modes(node=True)))
+        table = protection_table(all_holdings, in_mode, packages, 3, parity_bytes)
+        node = table.memory["n0"]
         cases.append({
             "protection": name, "beside": BESIDE.get(name),
-            "guaranteed": [row.lost for row in told.failures if row.survived == row.cases],
-            "survived": {row.lost: [row.survived, row.cases] for row in told.failures},
+            "guaranteed": [row.lost for row in table.failures if row.survived == row.cases],
+            "survived": {row.lost: [row.survived, row.cases] for row in table.failures},
             "memory_over_state": node.parity / 2 / (RANKS * CHUNKS * CHUNK_BYTES),  # two files, one snapshot each
-            "received_over_state": told.network["n0"] / (RANKS * CHUNKS * CHUNK_BYTES),
+            "received_over_state": table.network["n0"] / (RANKS * CHUNKS * CHUNK_BYTES),
         })  # fmt: skip
     over = {case["protection"]: case["memory_over_state"] for case in cases}
     for case in cases:

@@ -1,7 +1,7 @@
 """How long it takes, and how much memory, to agree which rank copies which bytes, in jobs of up to 16,384 ranks.
 
-No processes are started: what the ranks of a synthetic job would tell each other is made up, and one rank, the
-first, computes its plan from it with the functions that ``ftckpt.capture.prepare.assign`` runs. Time is that of
+No processes are started: what the ranks of a synthetic job would send each other is made up, and one rank, the
+first, computes its plan from it with the functions that ``ftckpt.capture.assignment.assign`` calls. Time is that of
 this computation, without the collectives and without hashing tensors. Memory is what the computation allocates,
 together with the messages that it was given.
 
@@ -18,6 +18,7 @@ import time
 import tracemalloc
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +27,13 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.common import environment, print_table, write_json
-from ftckpt.layout.groups import Groups, find_groups, pack
-from ftckpt.layout.replicas import ReplicaSets, identity, replica_sets, share
-from ftckpt.layout.shares import Array, Shares, choose, loads, room
-from ftckpt.state.fragment import Box, Fragment
+from ftckpt.capture.chunks import CopyPart
+from ftckpt.capture.redundancy import NO_REDUNDANCY, SharePlan, burden, lay_out
+from ftckpt.model.fragment import Box, Fragment
+from ftckpt.model.manifest import shard_name
+from ftckpt.model.replica_groups import Groups, find_groups, pack
+from ftckpt.model.replicas import ReplicaSets, identity, replica_sets
+from ftckpt.model.shares import Array, Shares, choose, loads, room
 
 LAYOUTS = {8: (2, 2, 2), 64: (4, 4, 4), 512: (8, 8, 8), 4096: (8, 16, 32), 16384: (8, 16, 128)}
 """Ranks: tensor, pipeline, data parallel. Ranks are numbered in this order: tensor, then data, then pipeline."""
@@ -40,12 +44,13 @@ VOCABULARY = 128_000
 KINDS = ("master", "exp_avg", "exp_avg_sq")
 LIMIT_SECS, LIMIT_BYTES = 1.0, 64 << 20
 MIB = 1 << 20
+CHUNK_BYTES = 16 * MIB
 OWN = 0
 """The rank that computes its plan."""
 
 
 @dataclass(frozen=True)
-class Job:
+class SyntheticJob:
     """A synthetic job. ``non-distributed``: matrices are replicated over all data-parallel ranks, layer norms over
     these and over tensor-parallel ones. ``distributed``: each data-parallel rank has a part of its own.
     ``expert pairs``: only two data-parallel ranks hold the same matrices, so there are many small groups.
@@ -63,6 +68,12 @@ class Job:
     def name(self) -> str:
         """Such as ``tp8 pp16 dp128``."""
         return " ".join(f"{axis}{size}" for axis, size in zip(("tp", "pp", "dp"), self.shape, strict=True))
+
+    @cached_property
+    def shards(self) -> list[str]:
+        """The name of each rank's shard."""
+        places = map(self.place, range(self.ranks))
+        return [shard_name({"tp": tp, "pp": pp, "dp": dp}) for tp, pp, dp in places]
 
     def place(self, rank: int) -> tuple[int, int, int]:
         """(tp, pp, dp) of a rank."""
@@ -97,22 +108,24 @@ class Job:
 class Exchange:
     """Plays all other ranks: answers the collectives of ``replica_sets``, and keeps time while it does not."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: SyntheticJob) -> None:
         self.job = job
         self.secs, self._since = 0.0, 0.0
         self.gathered_bytes = 0
         self._codes: list[bytes] = []
         self._bytes: list[Array] = []
         tp, pp, _ = job.shape
-        held = {(t, p): job.fragments(t, p) for p in range(pp) for t in range(tp)}
-        hashes = {at: np.array([_hash(f) for f in found], np.uint64) for at, found in held.items()}
+        by_place = {(t, p): job.fragments(t, p) for p in range(pp) for t in range(tp)}
+        hashes = {at: np.array([_hash(f) for f in fragments], np.uint64) for at, fragments in by_place.items()}
         low = (1 << (job.ranks - 1).bit_length()) - 1
         for rank in range(job.ranks):
             t, p, d = job.place(rank)
-            codes = _mixed(hashes[t, p], job.salts(held[t, p], d)) & np.uint64(~low & (1 << 64) - 1) | np.uint64(rank)
+            codes = _mixed(hashes[t, p], job.salts(by_place[t, p], d)) & np.uint64(~low & (1 << 64) - 1) | np.uint64(
+                rank
+            )
             self._codes.append(codes.tobytes())
-            self._bytes.append(np.array([f.nbytes for f in held[t, p]], np.int64))
-        self.own = held[job.place(OWN)[:2]]
+            self._bytes.append(np.array([f.nbytes for f in by_place[t, p]], np.int64))
+        self.own = by_place[job.place(OWN)[:2]]
         self._groups = find_groups(np.frombuffer(bytearray().join(self._codes), np.uint64), job.ranks)
         self._round = 0
 
@@ -126,32 +139,32 @@ class Exchange:
         self.secs += time.perf_counter() - self._since
 
     def gather(self, data: bytes) -> list[bytes]:
-        """What all ranks say; this one says ``data``."""
+        """The messages of all ranks; that of this one is ``data``."""
         self.stop()
         if self._round == 0:
             assert data == self._codes[OWN]
-            told = [bytes(bytearray(codes)) for codes in self._codes]
+            messages = [bytes(bytearray(codes)) for codes in self._codes]
         else:
-            told = list(self._summaries(data, self._groups))
-            assert told[OWN] == data
+            messages = list(self._summaries(data, self._groups))
+            assert messages[OWN] == data
         self._round += 1
-        self.gathered_bytes += sum(map(len, told))
+        self.gathered_bytes += sum(map(len, messages))
         self._since = time.perf_counter()
-        return told
+        return messages
 
     def _summaries(self, own: bytes, groups: Groups) -> list[bytes]:
         """Bytes by rank and group; digests are this rank's, so that all members of its groups agree with it."""
         mine = groups.find(np.frombuffer(self._codes[OWN], np.uint64), self.job.ranks)
         digests = np.ones(len(groups.members), np.uint64)
         digests[np.unique(mine[mine >= 0])] = np.frombuffer(own, np.uint64)[1::2]
-        told = []
+        messages = []
         for codes, nbytes in zip(self._codes, self._bytes, strict=True):
-            found = groups.find(np.frombuffer(codes, np.uint64), self.job.ranks)
-            words = [np.array([nbytes[found < 0].sum()], np.uint64)]
-            for group in np.unique(found[found >= 0]).tolist():
-                words.append(np.array([digests[group], nbytes[found == group].sum()], np.uint64))
-            told.append(np.concatenate(words).tobytes())
-        return told
+            group_of = groups.find(np.frombuffer(codes, np.uint64), self.job.ranks)
+            words = [np.array([nbytes[group_of < 0].sum()], np.uint64)]
+            for group in np.unique(group_of[group_of >= 0]).tolist():
+                words.append(np.array([digests[group], nbytes[group_of == group].sum()], np.uint64))
+            messages.append(np.concatenate(words).tobytes())
+        return messages
 
 
 def _hash(fragment: Fragment) -> int:
@@ -165,24 +178,25 @@ def _mixed(hashes: Array, salts: Array) -> Array:
     return np.where(salts == 0, hashes, turned)
 
 
-def compute(exchange: Exchange, capacities: Sequence[int]) -> tuple[ReplicaSets, Shares, list[tuple[int, Fragment]]]:
-    """What ``assign`` does between the description of the state and the manifest."""
+def compute(exchange: Exchange, capacities: Sequence[int]) -> tuple[ReplicaSets, Shares, Sequence[CopyPart]]:
+    """What ``assign`` does between the description of the state and the manifest, nothing protected in slots."""
+    job = exchange.job
     exchange.start()
-    sets = replica_sets(exchange.gather, OWN, exchange.job.ranks, exchange.own, lambda indices: [7] * len(indices))
-    shares = choose(sets.runs, sets.private, room(capacities))
-    parts = share(exchange.own, sets, shares.cuts, OWN, "tp0-pp0-dp0")
+    sets = replica_sets(exchange.gather, OWN, job.ranks, exchange.own, lambda indices: [7] * len(indices))
+    shares = choose(*burden(sets, NO_REDUNDANCY), room(capacities))
+    layout = lay_out(exchange.own, sets, OWN, SharePlan(shares.cuts, job.shards, CHUNK_BYTES, NO_REDUNDANCY))
     exchange.stop()
-    return sets, shares, parts
+    return sets, shares, layout.parts
 
 
-def uneven(job: Job, mean_bytes: float) -> list[int]:
+def uneven(job: SyntheticJob, mean_bytes: float) -> list[int]:
     """Capacities that make weighted shares worth while: ranks differ, and early stages have less room."""
     random = np.random.default_rng(1)
     stages = np.array([job.place(rank)[1] for rank in range(job.ranks)]) / max(1, job.shape[1] - 1)
     return (mean_bytes * (0.5 + 0.5 * stages) * random.uniform(0.2, 1.8, job.ranks)).astype(int).tolist()
 
 
-def run_case(job: Job, repeats: int) -> dict[str, Any]:
+def run_case(job: SyntheticJob, repeats: int) -> dict[str, Any]:
     """Time and memory of one job."""
     exchange = Exchange(job)
     sets, shares, _ = compute(exchange, [1 << 40] * job.ranks)
@@ -195,10 +209,10 @@ def run_case(job: Job, repeats: int) -> dict[str, Any]:
     del sets, shares
     gc.collect()
     tracemalloc.start()
-    kept = compute(exchange, capacities)
+    result = compute(exchange, capacities)
     kept_bytes, peak_bytes = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    sets, shares, parts = kept
+    sets, shares, parts = result
     assert shares.spill is not None
     return {
         "ranks": job.ranks,
@@ -212,7 +226,7 @@ def run_case(job: Job, repeats: int) -> dict[str, Any]:
         "kept_bytes": kept_bytes,
         "peak_bytes": peak_bytes,
         "weighted": shares.weighted,
-        "share_bytes": sum(part.nbytes for _, part in parts),
+        "share_bytes": sum(part.fragment.nbytes for part in parts),
         "equal_share_bytes": int(load[OWN]),
         "capacity_bytes": capacities[OWN],
         "spill_bytes": {"equal": shares.spill[0], "chosen": shares.spill[1]},
@@ -267,7 +281,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--repeats", type=int, default=5)
     args = parser.parse_args(argv)
     where = environment(argv, "benchmarks/plan_scale.py")
-    cases = [run_case(Job(ranks, kind), args.repeats) for kind in OPTIMIZERS for ranks in args.ranks]
+    cases = [run_case(SyntheticJob(ranks, kind), args.repeats) for kind in OPTIMIZERS for ranks in args.ranks]
     show(cases)
     write_json(args.json, {"benchmark": "plan_scale", "environment": where, "cases": cases})
     problems = verdict(cases)

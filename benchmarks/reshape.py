@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks import reshape_jobs as jobs
 from benchmarks.common import environment, print_table, write_json
-from ftckpt.testing.pool import run_ranks
+from tests.support.pool import run_ranks
 
 RANKS = 4
 SIZES = {"small": ("--layers", "4", "--hidden", "512"), "large": ("--layers", "16", "--hidden", "1024")}
@@ -84,13 +84,13 @@ def measure_ftckpt(place: Place, size: Sequence[str], times: dict[str, Times]) -
     argv = [*size, *COMMON, *MEGATRON]
     left = run_ranks(jobs.leave_snapshot, RANKS, [*argv, *SOURCE], str(arena), timeout_secs=TIMEOUT_SECS)
     taken = run_ranks(jobs.take_snapshot, RANKS, [*argv, *TARGET], str(arena), str(events), timeout_secs=TIMEOUT_SECS)
-    found = [result.value for result in taken]
-    times.setdefault("ftckpt, memory", Times()).add(reshape=max(one["reshape_secs"] for one in found))
+    results = [result.value for result in taken]
+    times.setdefault("ftckpt, memory", Times()).add(reshape=max(one["reshape_secs"] for one in results))
     whole = times.setdefault("ftckpt, whole restore()", Times())
-    whole.add(restore=max(one["restore_secs"] for one in found))
+    whole.add(restore=max(one["restore_secs"] for one in results))
     times.setdefault("ftckpt, training waited", Times()).add(snapshot=max(result.value for result in left))
-    needed = dict(pair for one in found for pair in one["needed"])
-    return {"read_bytes": sum(one["read_bytes"] for one in found), "needed_bytes": sum(needed.values())}
+    needed = dict(pair for one in results for pair in one["needed"])
+    return {"read_bytes": sum(one["read_bytes"] for one in results), "needed_bytes": sum(needed.values())}
 
 
 def measure_megatron(place: Place, size: Sequence[str], times: dict[str, Times]) -> None:
@@ -115,11 +115,11 @@ def measure_deepspeed(place: Place, size: Sequence[str], times: dict[str, Times]
 
 def measure(place: Place, sizes: dict[str, Sequence[str]], repeats: int) -> dict[str, Any]:
     """All of them, interleaved: by size the times, and the bytes of the state."""
-    found: dict[str, Any] = {name: {"times": {}} for name in sizes}
+    results: dict[str, Any] = {name: {"times": {}} for name in sizes}
     for repeat in range(repeats):
         for name, size in sizes.items():
-            times = found[name]["times"]
-            found[name]["bytes"] = measure_ftckpt(place, size, times)
+            times = results[name]["times"]
+            results[name]["bytes"] = measure_ftckpt(place, size, times)
             place.clear()
             measure_megatron(place, size, times)
             place.clear()
@@ -127,22 +127,22 @@ def measure(place: Place, sizes: dict[str, Sequence[str]], repeats: int) -> dict
             place.clear()
             line = ", ".join(f"{who} {one.parts['total'][-1]:.2f} s" for who, one in times.items())
             print(f"repeat {repeat + 1} of {repeats}, {name}: {line}", file=sys.stderr, flush=True)
-    return found
+    return results
 
 
-def split(found: dict[str, Any], who: str) -> tuple[float, float]:
+def split(results: dict[str, Any], who: str) -> tuple[float, float]:
     """Seconds that do not depend on the size, and seconds per GiB of state."""
-    (small, large) = (found[name] for name in SIZES)
+    (small, large) = (results[name] for name in SIZES)
     sizes = [one["bytes"]["needed_bytes"] / GIB for one in (small, large)]
     secs = [one["times"][who].median() for one in (small, large)]
     slope = (secs[1] - secs[0]) / (sizes[1] - sizes[0])
     return secs[0] - slope * sizes[0], slope
 
 
-def report(found: dict[str, Any]) -> dict[str, Any]:
+def report(results: dict[str, Any]) -> dict[str, Any]:
     """The table, and what goes into the file."""
-    large = found["large"]
-    splits = {who: split(found, who) for who in large["times"]}
+    large = results["large"]
+    splits = {who: split(results, who) for who in large["times"]}
     rows = []
     for who, (fixed, slope) in splits.items():
         times = large["times"][who]
@@ -155,7 +155,7 @@ def report(found: dict[str, Any]) -> dict[str, Any]:
         "state_gib": gib,
         "medians_secs": {
             name: {who: {part: one.median(part) for part in one.parts} for who, one in size["times"].items()}
-            for name, size in found.items()
+            for name, size in results.items()
         },
         "fixed_secs": {who: fixed for who, (fixed, _) in splits.items()},
         "secs_per_gib": {who: slope for who, (_, slope) in splits.items()},

@@ -18,7 +18,7 @@ Job = Any
 
 
 def _paths() -> None:
-    for folder in (ROOT, ROOT / "launch", ROOT / "tests"):
+    for folder in (ROOT, ROOT / "launch"):
         if str(folder) not in sys.path:
             sys.path.insert(0, str(folder))
 
@@ -82,14 +82,14 @@ def take_snapshot(rank: int, world_size: int, argv: Sequence[str], arena: str, e
     whole, start = _timed(checkpointer.restore)
     assert start == STEPS
     lines = map(json.loads, (Path(events) / f"rank{rank}.jsonl").read_text().splitlines())
-    found = {line["event"]: line for line in lines}
-    pieces = [(p.fragment.name, p.fragment.nbytes) for p in checkpointer._state.describe().stepped]
+    loaded = {line["event"]: line for line in lines}
+    pieces = [(p.fragment.name, p.fragment.nbytes) for p in checkpointer.training_state.describe().stepped]
     checkpointer.close()
     return {
         "restore_secs": whole,
-        "reshape_secs": found["loaded"]["time"] - found["joined"]["time"],
-        "moved_secs": found["reshaped"]["secs"],
-        "read_bytes": found["loaded"]["read_bytes"],
+        "reshape_secs": loaded["loaded"]["time"] - loaded["joined"]["time"],
+        "moved_secs": loaded["reshaped"]["secs"],
+        "read_bytes": loaded["loaded"]["read_bytes"],
         "needed": [piece for piece in pieces if not piece[0].startswith("weight/")],
     }
 
@@ -126,14 +126,15 @@ def load_megatron(rank: int, world_size: int, argv: Sequence[str], paths: Sequen
     job = megatron(argv)
     from megatron.core import dist_checkpointing
     from megatron.core.utils import unwrap_model
-    from megatron_loading import steps_aside
+
+    from tests.support.megatron_loading import steps_aside
 
     def load(path: str) -> None:
         metadata = dist_checkpointing.load_content_metadata(path)
-        found = dist_checkpointing.load(_sharded(job, metadata, is_loading=True), path)
-        unwrap_model(job.model[0]).load_state_dict(found["model"])
+        loaded = dist_checkpointing.load(_sharded(job, metadata, is_loading=True), path)
+        unwrap_model(job.model[0]).load_state_dict(loaded["model"])
         with steps_aside():
-            job.optimizer.load_state_dict(found["optimizer"])
+            job.optimizer.load_state_dict(loaded["optimizer"])
 
     return [_timed(partial(load, path))[0] for path in paths]
 
@@ -141,11 +142,12 @@ def load_megatron(rank: int, world_size: int, argv: Sequence[str], paths: Sequen
 def deepspeed(argv: Sequence[str], universal: bool = False) -> Job:
     """An engine of launch/train_deepspeed.py with the same model in ZeRO-1 under a pipeline."""
     _paths()
-    from ftckpt.testing import cpu_deepspeed
+    from ftckpt.standin import deepspeed as standin
 
-    cpu_deepspeed.install()
+    standin.install()
     import train_deepspeed
-    from ds_jobs import BASE, BF16
+
+    from tests.support.ds_jobs import BASE, BF16
 
     config = {**BASE, **BF16, "zero_optimization": {"stage": 1}, "checkpoint": {"load_universal": universal}}
     return train_deepspeed.build(train_deepspeed.parse_args(argv), config)

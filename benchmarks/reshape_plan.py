@@ -2,7 +2,7 @@
 jobs of up to 16,384 ranks.
 
 No processes are started and no bytes are read: what the ranks of a synthetic job would tell each other of their
-slots (``ftckpt.restore.table``) is made up, and single ranks of the new layout compute their plans from it with the
+slots (``ftckpt.restore.index``) is made up, and single ranks of the new layout compute their plans from it with the
 functions of ``ftckpt.restore``. Time is that of unpacking, indexing and planning on one core, without that of other
 processes, the best of the repeats, of the slowest of the ranks that were measured; the messages are given. Memory is
 what this allocates at its peak, together with the messages. Every rank of a job does this at the same time, so the
@@ -27,9 +27,9 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.common import environment, print_table, write_json
-from ftckpt.restore.plan import Read, plan
-from ftckpt.restore.table import encode, index_of
-from ftckpt.state.fragment import Box, Fragment
+from ftckpt.model.fragment import Box, Fragment
+from ftckpt.restore.index import Index, encode_table
+from ftckpt.restore.plan import ReadItem, plan
 
 LAYERS = 128
 HIDDEN = 8192
@@ -96,48 +96,49 @@ def boxes(tp: int, of: int, stage: int, stages: int) -> list[tuple[str, tuple[in
         ]
     if stage == stages - 1:
         tensors.append(("output", (VOCABULARY, HIDDEN), 0))
-    found = []
+    pieces = []
     for name, shape, axis in tensors:
         size = tuple(n // of if a == axis else n for a, n in enumerate(shape))
         offset = tuple(n // of * tp if a == axis else 0 for a, n in enumerate(shape))
-        found.append((name, shape, Box(offset, size)))
-    return found
+        pieces.append((name, shape, Box(offset, size)))
+    return pieces
 
 
 def fragments(layout: Layout, rank: int) -> list[Fragment]:
     """What a rank holds. Replicas that are not cut are only held by the first data-parallel rank."""
     tp, pp, dp = layout.place(rank)
-    held = boxes(tp, layout.tp, pp, layout.pp)
-    total = sum(box.numel for _, _, box in held)
+    local = boxes(tp, layout.tp, pp, layout.pp)
+    total = sum(box.numel for _, _, box in local)
     begin, end = (total * edge // layout.dp for edge in (dp, dp + 1))
-    found: list[tuple[str, tuple[int, ...], Box, int, int]] = []
+    pieces: list[tuple[str, tuple[int, ...], Box, int, int]] = []
     position = 0
-    for name, shape, box in held:
+    for name, shape, box in local:
         start, stop = 0, box.numel
         if layout.optimizer == "flat":
             start, stop = max(0, begin - position), min(box.numel, end - position)
         elif layout.optimizer == "each":
             start, stop = (box.numel * edge // layout.dp for edge in (dp, dp + 1))
         if start < stop:
-            found.append((name, shape, box, start, stop))
+            pieces.append((name, shape, box, start, stop))
         position += box.numel
-    return [Fragment(f"{kind}/{name}", "F32", *rest) for kind in KINDS for name, *rest in found]  # type: ignore[arg-type]
+    return [Fragment(f"{kind}/{name}", "F32", *rest) for kind in KINDS for name, *rest in pieces]  # type: ignore[arg-type]
 
 
-def told(layout: Layout) -> list[tuple[int, bytes]]:
+def messages_of(layout: Layout) -> list[tuple[int, bytes]]:
     """What every rank says that its slot holds."""
     messages = []
     for rank in range(layout.ranks):
-        held = fragments(layout, rank)
-        offsets = itertools.accumulate((fragment.nbytes for fragment in held), initial=4096)
-        messages.append((rank, encode(held, list(offsets)[:-1])))
+        local = fragments(layout, rank)
+        offsets = itertools.accumulate((fragment.nbytes for fragment in local), initial=4096)
+        messages.append((rank, encode_table(local, list(offsets)[:-1])))
     return messages
 
 
-def compute(messages: Sequence[tuple[int, bytes]], needs: Sequence[Fragment], rank: int) -> list[Read]:
+def compute(messages: Sequence[tuple[int, bytes]], needs: Sequence[Fragment], rank: int) -> list[ReadItem]:
     """One rank's plan."""
     wanted = {need.key for need in needs}
-    index = index_of(messages, wanted.__contains__)
+    index = Index()
+    index.add_tables(messages, lambda key: key if key in wanted else None)
     node = rank // RANKS_PER_NODE
     return plan(index, needs, lambda source: int(source // RANKS_PER_NODE != node), turn=rank)
 
@@ -153,10 +154,10 @@ def run_case(
         needs = fragments(new, rank)
         for _ in range(repeats):
             begin = time.process_time()
-            found = compute(messages, needs, rank)
+            reads_of_rank = compute(messages, needs, rank)
             secs[rank] = min(secs.get(rank, float("inf")), time.process_time() - begin)
-        assert sum(read.nbytes for read in found) == sum(need.nbytes for need in needs)
-        reads, blocks = max(reads, len(found)), max(blocks, sum(len(read.blocks) for read in found))
+        assert sum(read.nbytes for read in reads_of_rank) == sum(need.nbytes for need in needs)
+        reads, blocks = max(reads, len(reads_of_rank)), max(blocks, sum(len(read.blocks) for read in reads_of_rank))
     tracemalloc.start()
     compute(messages, fragments(new, chosen[0]), chosen[0])
     _, peak = tracemalloc.get_traced_memory()
@@ -212,7 +213,7 @@ def main(argv: Sequence[str]) -> int:
         before, after = JOBS[ranks]
         for kind, group in itertools.groupby(CHANGES, key=lambda change: change[0]):
             old = Layout(before.tp, before.pp, before.dp, kind)
-            messages = told(old)
+            messages = messages_of(old)
             for (_, wanted), new in itertools.product(list(group), after):
                 target = Layout(new.tp, new.pp, new.dp, wanted)
                 cases.append(run_case(old, target, messages, args.repeats))

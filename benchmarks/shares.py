@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.common import CopyMeter, attach, disk_bytes, median_ms, print_table, read_events, synchronous
-from ftckpt.testing.pool import run_ranks
+from tests.support.pool import run_ranks
 
 LAYOUT = {"tp": 2, "pp": 2, "dp": 2}
 RANKS = 8
@@ -67,9 +67,9 @@ def share_of(job: Any, rank: int) -> Share:
     described = MegatronState(job.model, job.optimizer, job.scheduler, {}).describe()
     raw = [p for p in described.stepped if not follows_from_master(p)]
     mine = [p.fragment.to_json() for p in raw]
-    held: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(held, mine)
-    names = [[json.dumps(fragment) for fragment in fragments] for fragments in held]
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, mine)
+    names = [[json.dumps(fragment) for fragment in fragments] for fragments in gathered]
     count = Counter(name for rank_names in names for name in rank_names)
     part, expected = [], sum(p.fragment.nbytes for p in described.volatile)
     for name, piece in zip(names[rank], raw, strict=True):

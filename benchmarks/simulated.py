@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from ftckpt.capture.iteration import Iteration
+from ftckpt.windows.iteration import Iteration
 
 _PRECISION_SECS = 50e-6
 _CREDIT_SECS = 2e-3

@@ -8,13 +8,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ftckpt.checkpointer import Checkpointer
     from ftckpt.config import Config
+    from ftckpt.job.checkpointer import Checkpointer
 
 __all__ = ["Checkpointer", "Config"]
 __version__ = "0.1.0"
 
-_HOMES = {"Checkpointer": "ftckpt.checkpointer", "Config": "ftckpt.config"}
+_HOMES = {"Checkpointer": "ftckpt.job.checkpointer", "Config": "ftckpt.config"}
 
 
 def __getattr__(name: str) -> Any:

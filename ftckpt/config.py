@@ -15,11 +15,17 @@ from ftckpt.errors import ConfigError
 
 MIB = 1 << 20
 _MAX_SECS = 1e9  # what timers of the operating system and of torch.distributed can hold
+NAME_RULE = "use 1 to 64 of A-Z a-z 0-9 . _ -, the first a letter or digit"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _CORES = re.compile(r"\d{1,5}(-\d{1,5})?(,\d{1,5}(-\d{1,5})?)*")
 _LAYOUT = re.compile(r"((tp|pp|vpp|cp|ep|etp|dp)[1-9][0-9]{0,8})+")
 _FUNCTION = re.compile(r"[A-Za-z_][A-Za-z0-9_.]*:[A-Za-z_][A-Za-z0-9_]*")
 _PAGE_BYTES = 4096
+
+
+def is_name(text: str) -> bool:
+    """Whether a job, a node or a rack may be called so: the names become parts of paths and of socket addresses."""
+    return bool(_NAME.fullmatch(text))
 
 
 def _setting(default: Any, text: str, choices: tuple[str, ...] = (), minimum: float | None = None) -> Any:
@@ -43,9 +49,6 @@ class Config:
     node: str = _setting("", "stable name of this machine; default: the host name")
     arena: str = _setting("/dev/shm", "directory on a tmpfs that holds the arenas")
     chunk_mib: float = _setting(16.0, "size of a copy and of a checksum, in MiB", minimum=0.0625)
-    memory: str = _setting(
-        "tmpfs", "what arenas are: files of the tmpfs, or memfds held by the SMP", choices=("tmpfs", "memfd")
-    )
     protect: str = _setting(
         "auto", "what guards snapshots: auto, none, or a list of node, replica or copy, peer, such as node,peer"
     )
@@ -67,6 +70,7 @@ class Config:
     scrub_secs: float = _setting(300.0, "pause between two checks of all that is held; 0: no such checks", minimum=0)
     hang_secs: float = _setting(600.0, "time without progress of any rank that counts as a hang; 0: none", minimum=0)
     on_hang: str = _setting("report", "what a hang leads to", choices=("report", "abort"))
+    encrypt: bool = _setting(False, "seal what SMPs of different nodes send each other, not only authenticate it")
     secret_file: str = _setting("", "file with the secret that SMPs share; default: drawn anew at each start")
     rack: str = _setting("", "label of this machine's rack, or other failure domain of several nodes; default: none")
     schedule: str = _setting(
@@ -123,12 +127,20 @@ class Config:
         _check_layouts(self.layouts)
         for name in ("job", "node", "rack"):
             value = getattr(self, name)
-            if value and not _NAME.fullmatch(value):
-                raise ConfigError(f"{name}: {value!r} is not a name; use 1 to 64 of A-Z a-z 0-9 . _ -")
+            if value and not is_name(value):
+                raise ConfigError(f"{name}: {value!r} is not a name; {NAME_RULE}")
         if self.affinity not in ("auto", "none") and not _CORES.fullmatch(self.affinity):
             raise ConfigError(f"affinity: {self.affinity!r} is not auto, none or a list of cores such as 0-3,8")
         if not os.path.isabs(self.arena):
             raise ConfigError(f"arena: {self.arena!r} is not an absolute path; name a directory on a tmpfs")
+
+    def num_slots(self, protects: bool) -> int:
+        """Slots of an arena: ``slots``, or as many as the job needs, which ``protects`` its snapshots or does not.
+
+        One is written and one is whole. One more holds the protected snapshot, and one more the target where
+        protecting it may take several iterations.
+        """
+        return self.slots or (2 if not protects else 3 if self.protect_interval == 1 else 4)
 
     @property
     def chunk_bytes(self) -> int:
@@ -191,10 +203,10 @@ class Config:
         words: list[str] = []
         for setting in fields(self):
             value = getattr(self, setting.name)
-            if setting.name == "enabled":
-                words += ["--ftckpt"] if value else []
-            elif value != setting.default:
-                words.append(f"--ftckpt-{setting.name.replace('_', '-')}={value}")
+            if value == setting.default:
+                continue
+            flag = _flag(setting.name)
+            words.append(flag if value is True else f"{flag}={value}")
         return words
 
 
@@ -235,22 +247,23 @@ def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     group = parser.add_argument_group("ftckpt")
     for setting in fields(Config):
         text = setting.metadata["help"].replace("%", "%%")
-        if setting.name == "enabled":
-            group.add_argument("--ftckpt", action="store_true", help=text)
-            continue
-        flag = f"--ftckpt-{setting.name.replace('_', '-')}"
         choices = setting.metadata["choices"] or None
         kind: type = type(setting.default)
-        group.add_argument(flag, type=kind, default=setting.default, choices=choices, help=text)
+        if kind is bool:
+            group.add_argument(_flag(setting.name), action="store_true", help=text)
+            continue
+        group.add_argument(_flag(setting.name), type=kind, default=setting.default, choices=choices, help=text)
     return parser
 
 
+def _flag(name: str) -> str:
+    return "--ftckpt" if name == "enabled" else f"--ftckpt-{name.replace('_', '-')}"
+
+
 def _flag_target(flag: str) -> tuple[str, type]:
-    flags = {f"--ftckpt-{s.name.replace('_', '-')}": s for s in fields(Config) if s.name != "enabled"}
-    if flag == "--ftckpt":
-        return "enabled", bool
+    flags = {_flag(setting.name): setting for setting in fields(Config)}
     if flag not in flags:
-        raise ConfigError(f"unknown flag {flag}; {_closest(flag, ['--ftckpt', *flags])}")
+        raise ConfigError(f"unknown flag {flag}; {_closest(flag, list(flags))}")
     return flags[flag].name, type(flags[flag].default)
 
 

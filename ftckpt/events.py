@@ -6,18 +6,204 @@ import json
 import logging
 import os
 import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
 log = logging.getLogger("ftckpt")
 
-LOUD = frozenset(
-    {
-        "snapshot_error", "turned_off", "replicas_differ", "fallback", "lost", "not_derived", "older_than_storage",
-        "shares_kept", "no_budget", "hang", "smp_error", "smp_restarted", "not_protected",
-        "not_covered", "corrupt", "peer_lost", "peer_refused", "protection_lessened",
-    }
-)  # fmt: skip
+
+@dataclass(frozen=True, slots=True)
+class EventKind:
+    """One row of the table of events: ``fields`` by name, each with its unit or what it holds.
+
+    ``loud`` events are logged as warnings too, with or without a directory for event logs.
+    """
+
+    meaning: str
+    fields: Mapping[str, str] = field(default_factory=dict)
+    loud: bool = False
+
+
+def _quiet(meaning: str, **fields: str) -> EventKind:
+    return EventKind(meaning, fields)
+
+
+def _loud(meaning: str, **fields: str) -> EventKind:
+    return EventKind(meaning, fields, loud=True)
+
+
+_ITERATION = "of the snapshot"
+_COSTS = {
+    "moved_bytes": "bytes copied, by the kind of span that they ran beside",
+    "window_capacity_bytes": "what the windows were expected to take; null before they were measured",
+    "stall_secs": "time the optimizer waited for unfinished copies",
+    "fence_secs": "time in the fence",
+    "secs": "length of the iteration",
+}
+
+EVENTS: dict[str, EventKind] = {
+    # A rank's session.
+    "joined": _quiet("restore() begins", job="name", node="name"),
+    "conditions": _quiet(
+        "what a node trains with", node="name", cpu="its name", cores="that this rank may use",
+        memory_bytes="of the node", device="its name; cpu", versions="of what this rank has loaded",
+    ),
+    "environment": _quiet(
+        "something about this machine that can cost snapshots", name="of the finding", text="what it means",
+        remedy="what to do",
+    ),
+    "plan": _quiet(
+        "what this rank copies", copied_bytes="per snapshot", derived_bytes="left out, made from masters at restore",
+        spill_bytes="expected not to fit in windows; null while nothing was measured",
+    ),
+    "protection": _quiet(
+        "what protects the job's snapshots", modes="in force", failures="kinds of loss: cases, survived, an example",
+        memory_per_node="bytes of the fullest node", network_bytes="per protected snapshot: of a node, of the job",
+    ),
+    "protection_lessened": _loud("a mode protects nothing on the nodes that are left", reason="why"),
+    "protection_waits": _quiet(
+        "no room for parity beside snapshots of an earlier layout; it waits until those have gone",
+        need_bytes="of parity and packages", reason="what was too small",
+    ),
+    "restored": _quiet(
+        "restore() ends", iteration="restored; null: a start from the beginning", lineage="of what follows, hex",
+        source="where it came from", blocked_secs="time in restore()",
+    ),
+    "closed": _quiet("this rank's session has ended"),
+    "close_incomplete": _quiet("other ranks did not come to close(): arenas may stay", error="what was seen"),
+    # A snapshot.
+    "snapshot": _quiet(
+        "a snapshot began", iteration=_ITERATION, slot="index", blocked_secs="time the training thread took for it"
+    ),
+    "fence": _quiet("training came to the fence", blocked_secs="time it waited there"),
+    "copied": _quiet(
+        "a snapshot's copies have ended", iteration=_ITERATION,
+        share_in_windows="share of the bytes copied inside windows, 0 to 1", **_COSTS,
+    ),
+    "timeline": _quiet(
+        "what one iteration did when", iteration=_ITERATION, coords="the rank's place, by axis",
+        schedule="setting", begin="seconds since the epoch", spans="kind, begin and end in seconds since ``begin``",
+        copies="begin, end (seconds), bytes", **_COSTS,
+    ),
+    "skipped": _quiet("a snapshot was not taken, on all ranks", reason="why"),
+    "snapshot_error": _loud(
+        "a snapshot failed on this rank", error="what was raised", in_a_row="failures without a success between"
+    ),
+    "turned_off": _loud("no more snapshots in this attempt", reason="why"),
+    "interval_changed": _quiet(
+        "the fence cost more than its budget: snapshots become rarer", interval="iterations between snapshots",
+        fence_budget="share of an iteration",
+    ),
+    # Windows.
+    "planned": _quiet(
+        "copies are planned anew", window_capacity_bytes="that windows take", bytes_per_sec="rate of copies",
+        moved_share="of an iteration, by which windows had moved", measured="false: from the model of the schedule",
+        places="how many", iteration_secs="expected length of an iteration",
+    ),
+    "replanned": _quiet(
+        "the fence cost too much: windows are measured anew", fence_share="of an iteration", fence_budget="setting"
+    ),
+    "no_budget": _loud("the node's copy budget cannot be shared: this rank copies without", error="why"),
+    # Replicas and what is derived.
+    "replicas_differ": _loud(
+        "ranks that should hold the same bits do not: each copies its own from now on", fragments="the first of them",
+        num="how many",
+    ),
+    "not_derived": _loud(
+        "weights are not the cast of their masters: copied as they are", keys="the first of them", num="how many"
+    ),
+    # Arenas.
+    "arena": _quiet(
+        "this rank's arena", path="of its directory", reused="whether it was there", slots="how many",
+        allocated="which have memory", slot_bytes="of one",
+    ),
+    "arena_problem": _quiet(
+        "an arena, or a slot of it, cannot be used", path="of the arena, where it is of this rank", shard="it holds",
+        problems="in words",
+    ),
+    "slots_allocated": _quiet("slots got memory while training ran", path="of the arena", slots="which"),
+    "spare_given_up": _quiet(
+        "a snapshot that no restart can use was given up for room", iteration=_ITERATION, bytes="freed",
+        newer="iteration that is better",
+    ),
+    # A restart.
+    "verified": _quiet(
+        "every byte that will be restored is good", iteration=_ITERATION, secs="of verifying",
+        states="shards by how far they were checked before", unprotected="shards below protected, and their state",
+    ),
+    "rebuilt": _quiet(
+        "shards were made whole from parity", iteration=_ITERATION, shards="which", bytes="rebuilt", secs="it took",
+        sources="where the bytes came from",
+    ),
+    "passed_over": _quiet("a newer snapshot is not whole", iteration="restored", reasons="why no newer one"),
+    "fallback": _loud("a newer snapshot is corrupt", iteration="restored", reasons="what is wrong"),
+    "protection_problem": _quiet("a parity file or package is not used", file="its name", problem="why"),
+    "lost": _loud("snapshots cannot be made whole; the job begins anew", error="what is missing"),
+    "older_than_storage": _loud(
+        "what is in memory is older than what was loaded from storage, and given up", in_memory="iteration",
+        loaded="iteration",
+    ),
+    "loaded": _quiet(
+        "live tensors are filled", iteration=_ITERATION, read_bytes="from arenas of this node",
+        received_bytes="from other nodes", spread_bytes="from ranks that need the same", needed_bytes="in all",
+    ),
+    "reshaped": _quiet(
+        "the restart is in another layout", **{"from": "layout of the snapshot", "to": "layout of the job"},
+        iteration=_ITERATION, secs="of loading", read_bytes="from arenas of this node",
+        received_bytes="from other nodes",
+    ),
+    "padding_changed": _quiet(
+        "another number of rows pads the vocabulary", key="tensor", rows="of the snapshot", rows_here="of the job"
+    ),
+    "loaded_in_training": _quiet("the script loaded a checkpoint while it trained", iteration="the engine stands at"),
+    # Protection.
+    "protected": _quiet(
+        "a snapshot survives what the modes promise", iteration=_ITERATION, secs="since it was chosen",
+        again="whether protection had failed before",
+    ),
+    "not_protected": _loud(
+        "a snapshot was given up as the next to protect", iteration=_ITERATION, protected="iteration that still is",
+        error="why, where nothing can be protected",
+    ),
+    # The SMP of a node.
+    "smp_error": _loud("the SMP, or what drives it, met an error; it goes on", error="what", arena="it is about"),
+    "smp_restarted": _loud("the node's SMP was gone and was started again", background_secs="it took"),
+    "checked": _quiet(
+        "the SMP has checksums of a slot", shard="name", iteration=_ITERATION,
+        gap_secs="from the seal, in which bad memory goes unnoticed", bytes="hashed",
+    ),
+    "covered": _quiet(
+        "this node's parity and packages of a snapshot are complete", iteration=_ITERATION, secs="it took",
+        bytes="of the slots", received_bytes="from other nodes",
+    ),
+    "not_covered": _loud("this node cannot do its part for a snapshot", iteration=_ITERATION, reason="why"),
+    "corrupt": _loud(
+        "bytes in memory are not those that were written", arena="name", slot="index", iteration=_ITERATION,
+        file="of parity or a package", what="is bad", repairable="whether parity can rebuild it at a restart",
+    ),
+    "repaired": _quiet("parity or a package was made anew", arena="name", iteration=_ITERATION, what="was bad"),
+    "scrubbed": _quiet("all that is held was checked", secs="it took", bytes="read"),
+    "arenas_gone": _quiet("arenas are no longer there", arenas="names"),
+    "peer_lost": _loud("another node's SMP does not answer", node="name", reason="why"),
+    "peer_back": _quiet("it answers again", node="name"),
+    "peer_refused": _loud("somebody did not prove the job's secret", address="of the caller", reason="why"),
+    "hang": _loud(
+        "no rank of the node has moved", hang_secs="setting", on_hang="setting", secs="since the last sign of life",
+        ranks="where each is, and since when",
+    ),
+    "hang_aborted": _quiet("the ranks that hung were ended", killed="their pids"),
+    # Storage.
+    "saved": _quiet(
+        "a universal checkpoint was written", path="of its directory", iteration=_ITERATION, total_bytes="written",
+        blocked_secs="time training waited",
+    ),
+}  # fmt: skip
+"""Every event that ftckpt writes; ``EVENTS.md`` is made of it."""
+
+
+_UNKNOWN = EventKind("")
 
 
 class Progress:
@@ -70,12 +256,17 @@ class Events:
             old.close()
 
     def emit(self, event: str, **fields: Any) -> None:
-        """Record ``event``; loud ones are logged as warnings too."""
-        if event in LOUD:
+        """Record ``event``, a name of ``EVENTS``; fields of its row that are not given are null.
+
+        Nothing is refused here: an event may come from a thread whose failure would cost a snapshot.
+        """
+        kind = EVENTS.get(event, _UNKNOWN)
+        if kind.loud:
             log.warning("ftckpt %s: %s %s", self._name, event, json.dumps(fields, default=str))
         file = self._file
         if file is not None:
-            line = {"time": time.time(), "event": event, **self._who, "pid": os.getpid(), **fields}
+            line = {"time": time.time(), "event": event, **self._who, "pid": os.getpid()}
+            line |= dict.fromkeys(kind.fields) | fields
             data = json.dumps(line, default=str).encode() + b"\n"
             try:
                 if not file.closed:  # another thread has directed lines elsewhere
@@ -94,3 +285,23 @@ class Events:
         if self._file is not None:
             self._file.close()
             self._file = None
+
+
+def reference() -> Iterator[str]:
+    """The lines of ``EVENTS.md``."""
+    yield "# Events"
+    yield ""
+    yield "With `--ftckpt-events DIR` each rank writes `DIR/rank<R>.jsonl`, and each SMP a file of its own: one JSON"
+    yield "object a line. Every line has `time` (seconds since the epoch), `event`, `rank` (or `process`) and `pid`,"
+    yield "and the fields of its row, null where they do not apply. Loud events are logged as warnings too. Made of"
+    yield "the table in `events.py`: `python -m ftckpt.events > ftckpt/EVENTS.md`."
+    yield ""
+    yield "| event | loud | meaning | fields |"
+    yield "|---|---|---|---|"
+    for name, kind in sorted(EVENTS.items()):
+        described = "; ".join(f"`{key}` {text}" for key, text in kind.fields.items())
+        yield f"| `{name}` | {'yes' if kind.loud else ''} | {kind.meaning} | {described} |"
+
+
+if __name__ == "__main__":
+    print("\n".join(reference()))

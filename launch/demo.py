@@ -14,7 +14,8 @@ Megatron-core, a run of its own:
 
   shrink   a node is lost and nothing takes its place: the job goes on with four ranks in another layout
 
-Weights, masters and moments right after that restart must be those of the reference, in every bit.
+Weights, masters and moments right after that restart must be those of the reference, in every bit. The report
+is the page that ftckpt report makes of any run, with the verdict.
 """
 
 from __future__ import annotations
@@ -22,47 +23,53 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
 import signal
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ftckpt.testing.faults import Fault
-from ftckpt.timeline.model import Recording
-from ftckpt.timeline.read import TimelineError, read_recording
-from ftckpt.timeline.write import remove_timeline, write_timeline
-from launch import demo_measure, demo_report, demo_shrink
-from launch.demo_frameworks import FRAMEWORKS, SMALL
-from launch.demo_measure import FaultCost, Strike
-from launch.demo_processes import DemoError
-from launch.demo_run import Run, Watch, execute
-from launch.demo_scenes import SCENE_OF, SCENES, SHRINK, WORLD_SIZE, NodeLoss, marks_of, plan_faults, victims
-from launch.demo_shrink import Reshape
-from launch.demo_summary import summarize, table
+from ftckpt.commands import page
+from ftckpt.commands.event_log import EventLogError, count
+from ftckpt.commands.history import PARTS, Recovery, read_history
+from ftckpt.commands.report import Additions, restart_table, write_report
+from ftckpt.commands.timeline import remove_timeline, write_timeline
+from ftckpt.commands.tracks import read_tracks
+from launch.demo_job import FRAMEWORKS, LAYOUTS, SCENES, SHRINK, SMALL, Framework, Run, Strike, execute
+from tests.support.processes import RunError
 
 _INTERRUPTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_MOST_NAMED = 20
+SHRINK_ITERATIONS = 16
+KINDS = ("weights", "masters", "moments", "steps", "learning rates", "RNG states")
+_ROLES = {"weight": "weights", "master": "masters", "exp_avg": "moments", "exp_avg_sq": "moments", "step": "steps"}
 
 
 def parse_args(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     """The demo's own arguments, and those that go to the framework's script."""
+
+    def either(name: str) -> str:
+        return " or ".join(str(getattr(framework, name)) for framework in FRAMEWORKS.values())
+
+    jobs = "\n".join(f"  {name:10s} {framework.job}" for name, framework in FRAMEWORKS.items())
+    epilog = f"jobs:\n{jobs}\n\nAny other argument, --hidden 256 for example, goes to launch/{either('script')}.py."
     parser = argparse.ArgumentParser(
-        prog="demo.sh",
-        description=__doc__,
-        epilog=_epilog(),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+        prog="demo.sh", description=__doc__, epilog=epilog,
+        formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
+    )  # fmt: skip
     parser.add_argument("--framework", choices=list(FRAMEWORKS), default="megatron", help="default: megatron")
-    parser.add_argument("--scene", choices=list(SCENE_OF), help="this fault alone; default: all of them")
+    parser.add_argument("--scene", choices=list(SCENES), help="this fault alone; default: all of them")
     parser.add_argument("--iterations", type=int, help="default: 48, with --scene 16")
-    parser.add_argument("--out", type=Path, help=f"where the report goes; default: {_defaults('out')}")
+    parser.add_argument("--out", type=Path, help=f"where the report goes; default: {either('out')}")
     args, training = parser.parse_known_args(argv)
     args.framework = FRAMEWORKS[args.framework]
     args.out = args.out or args.framework.out
     args.iterations = args.iterations or (16 if args.scene else 48)
-    args.scenes = [name for name in SCENES if args.scene in (None, name)]
+    args.scenes = [name for name in SCENES if name != SHRINK and args.scene in (None, name)]
     args.shrink = args.framework.reshapes and args.scene in (None, SHRINK)
     if args.scene == SHRINK and not args.shrink:
         parser.error(f"--scene {SHRINK}: a {args.framework.title} job does not restart in another layout")
@@ -71,162 +78,305 @@ def parse_args(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     return args, training
 
 
-def _epilog() -> str:
-    jobs = "\n".join(f"  {name:10s} {framework.job}" for name, framework in FRAMEWORKS.items())
-    return f"jobs:\n{jobs}\n\nAny other argument, --hidden 256 for example, goes to launch/{_defaults('script')}.py."
+@dataclass(frozen=True)
+class Comparison:
+    """``compared`` counts tensors by kind; ``differences`` names every loss and tensor that is not equal."""
+
+    num_losses: int
+    compared: dict[str, int] = field(default_factory=dict)
+    differences: tuple[str, ...] = ()
+
+    @property
+    def equal(self) -> bool:
+        """Whether tensors were compared, and everything is equal."""
+        return bool(self.compared) and not self.differences
 
 
-def _defaults(field: str) -> str:
-    return " or ".join(str(getattr(framework, field)) for framework in FRAMEWORKS.values())
+def compare(reference: Run, faulted: Run) -> Comparison:
+    """Every loss that was logged, those of iterations trained again included, and all final hashes."""
+    expected = {line["iteration"]: line["loss_hex"] for line in reference.lines}
+    differences = [
+        f"loss of iteration {line['iteration']}: {line['loss_hex']} is not {expected.get(line['iteration'])}"
+        for line in faulted.lines
+        if line["loss_hex"] != expected.get(line["iteration"])
+    ]
+    missing = sorted(expected.keys() - {line["iteration"] for line in faulted.lines})
+    differences += [f"loss of iteration {iteration}: missing" for iteration in missing]
+    hashes, others = read_hashes(reference.final), read_hashes(faulted.final)
+    differences += [
+        f"{name}: {others.get(name, 'missing')[:16]} is not {hashes.get(name, 'missing')[:16]}"
+        for name in sorted(hashes.keys() | others.keys())
+        if hashes.get(name) != others.get(name)
+    ]
+    counts = Counter(_kind(name.partition("/")[2]) for name in hashes)
+    compared = {kind: counts[kind] for kind in KINDS} if hashes and faulted.lines else {}
+    return Comparison(len(faulted.lines), compared, tuple(differences))
 
 
-class Teller:
-    """Prints what happens in a run, one line each."""
-
-    def __init__(
-        self,
-        run: str,
-        iterations: int,
-        faults: Mapping[str, Fault | NodeLoss],
-        every: int = 1,
-        come_back: int = WORLD_SIZE,
-    ) -> None:
-        self._run = run
-        self._iterations = iterations
-        self._faults = faults
-        self._come_back = come_back
-        self._every = every
-        self._killed_at: float | None = None
-        self._restored: dict[str, set[int]] = {}
-
-    def __call__(self, kind: str, found: dict[str, Any]) -> None:
-        if kind == "iteration":
-            number = found["iteration"]
-            if number % self._every == 0 or number == self._iterations:
-                self._say(f"iteration {number:3d}  loss {found['loss']:.4f}  {found['loss_hex']}")
-        elif kind == "fault":
-            self._killed_at = time.time()
-            name = next(name for name, fault in self._faults.items() if fault is found["fault"])
-            self._say("KILLED: " + SCENE_OF[name].what.format(found["iteration"]))
-            if "protected" in found:
-                self._say(f"        the snapshot of iteration {found['protected']} is protected")
-        elif found["event"] == "rebuilt":
-            self._say(f"REBUILT: {', '.join(found['shards'])} from {', '.join(found['sources'])}")
-        elif found["event"] == "reshaped" and found["rank"] == 0:
-            self._say(
-                f"RESHAPED: the snapshot of iteration {found['iteration']} from {found['from']} to {found['to']}"
-            )
-        elif found["event"] == "restored" and self._killed_at is not None:
-            self._came_back(found, time.time() - self._killed_at)
-
-    def _came_back(self, found: Mapping[str, Any], secs: float) -> None:
-        ranks = self._restored.setdefault(found["lineage"], set())
-        ranks.add(found["rank"])
-        if len(ranks) == self._come_back:
-            snapshot = f"snapshot of iteration {found['iteration']} from memory"
-            self._say(f"BACK: {snapshot}, {secs:.1f} s after the kill")
-
-    def _say(self, text: str) -> None:
-        print(f"{self._run:9s}  {text}", flush=True)
+def read_hashes(folder: Path) -> dict[str, str]:
+    """Every rank's hashes, by ``<coordinates>/<tensor>``."""
+    return {
+        f"{path.stem}/{name}": value
+        for path in sorted(folder.glob("*.json"))
+        for name, value in json.loads(path.read_text()).items()
+    }
 
 
-def train_reference(args: argparse.Namespace, training: Sequence[str], job: str) -> tuple[Run, Watch]:
-    """Undisturbed and without ftckpt."""
-    training = [*training, "--iterations", str(args.iterations)]
-    run = Run("reference", args.out / "reference", args.framework, training, digested=args.shrink)
-    print(f"demo: {args.framework.title}: {args.framework.job}", flush=True)
-    print(f"demo: reference run of {args.iterations} iterations, without ftckpt", flush=True)
-    return run, execute(run, job, Teller("reference", args.iterations, {}, every=5))
+def _kind(tensor: str) -> str:
+    if tensor.startswith("rng."):
+        return "RNG states"
+    if not tensor.startswith("optimizer"):
+        return "weights"
+    names = {"master": "masters", "step": "steps", "lr": "learning rates"}
+    return names.get(tensor.rpartition(".")[2], "moments")
 
 
-def train_faulted(
-    args: argparse.Namespace, training: Sequence[str], job: str, faults: Mapping[str, Fault | NodeLoss]
-) -> tuple[Run, Watch]:
-    """The same with ftckpt and with faults."""
-    training = [*training, "--iterations", str(args.iterations)]
-    run = Run(
-        "faulted", args.out / "faulted", args.framework, training, {**SMALL, "job": job}, tuple(faults.values())
-    )
-    print(f"demo: the same with ftckpt and {_count(len(faults))}: {', '.join(faults)}", flush=True)
-    return run, execute(run, job, Teller("faulted", args.iterations, faults))
-
-
-def train_shrunk(
-    args: argparse.Namespace, training: Sequence[str], job: str, reference: tuple[Run, Watch]
-) -> Reshape:
-    """A shorter one that loses a node for good.
+def compare_shrunk(reference: Run, run: Run, restart: Recovery) -> dict[str, Any]:
+    """What a run has shown that lost a node for good, its logical tensors compared right after the restart.
 
     Raises:
-        DemoError: it did not go on in another layout.
+        RunError: nothing was reshaped, or a run has no digests of the iteration.
     """
-    iterations = min(args.iterations, demo_shrink.ITERATIONS)
-    training = [*training, "--iterations", str(iterations)]
-    run, loss = demo_shrink.plan(args.framework, training, args.out / SHRINK, job)
-    print(f"demo: {iterations} iterations in {' or '.join(demo_shrink.LAYOUTS)}, and 1 fault: {SHRINK}", flush=True)
-    watch = execute(run, job, Teller(SHRINK, iterations, {SHRINK: loss}, come_back=WORLD_SIZE // 2))
-    (cost,) = costs_of({SHRINK: loss}, watch)
-    return demo_shrink.conclude(cost, watch, reference[1].lines, reference[0], run)
+    reshaped = [event for event in run.events if event["event"] == "reshaped" and event["time"] > restart.struck_at]
+    if not reshaped:
+        raise RunError(f"scene {SHRINK}: no rank reshaped anything after the fault")
+    iteration = int(reshaped[0]["iteration"])
+    expected, restored = _digest(reference.digests, iteration, False), _digest(run.digests, iteration, True)
+    losses = {line["iteration"]: line["loss"] for line in reference.lines}
+    off = [abs(line["loss"] - losses[line["iteration"]]) for line in run.lines if line["iteration"] > iteration]
+    differences = sorted(key for key in {**expected, **restored} if expected.get(key) != restored.get(key))
+    return {
+        "from": reshaped[0]["from"],
+        "to": reshaped[0]["to"],
+        "bit_equal": bool(expected) and not differences,
+        "iteration": iteration,
+        "tensors_compared": dict(Counter(_ROLES.get(key.partition("/")[0], "others") for key in expected)),
+        "differences": differences,
+        "read_bytes": sum(event["read_bytes"] for event in reshaped),
+        "received_bytes": sum(event["received_bytes"] for event in reshaped),
+        "largest_difference_of_a_loss": max(off, default=0.0),
+        "restart": asdict(restart),
+    }
 
 
-def costs_of(faults: Mapping[str, Fault | NodeLoss], watch: Watch) -> list[FaultCost]:
-    """What each fault cost.
+def _digest(path: Path, iteration: int, restored: bool) -> dict[str, Any]:
+    for line in map(json.loads, path.read_text().splitlines()):
+        if (line["iteration"], line["restored"]) == (iteration, restored):
+            digest: dict[str, Any] = line["digest"]
+            return digest
+    raise RunError(f"scene {SHRINK}: {path} has no digest of iteration {iteration}")
+
+
+def costs_of(run: Run) -> list[Recovery]:
+    """What each fault of a run cost, as its report tells it.
 
     Raises:
-        DemoError: a fault did not happen, or the job did not come back from it as it should have.
+        RunError: a fault is not followed by a restart of its own that trained on, or a lost shard was not rebuilt.
     """
-    seen = {"events": watch.events, "lines": watch.lines, "gone": watch.gone}
-    try:
-        return [demo_measure.fault_cost(strike_of(name, fault), **seen) for name, fault in faults.items()]
-    except ValueError as error:
-        raise DemoError(str(error)) from error
+    restarts = read_history(run.folder).restarts
+    if [restart.name for restart in restarts if restart.trained] != [strike.name for strike in run.strikes]:
+        names = ", ".join(restart.name for restart in restarts) or "none"
+        raise RunError(f"{run.name}: restarts are {names}, not one for each fault")
+    for strike, restart in zip(run.strikes, restarts, strict=True):
+        lost = set(strike.marks()[0].get("shards", ())) - set(restart.rebuilt_shards)
+        if lost:
+            raise RunError(f"fault {strike.name}: {', '.join(sorted(lost))} were lost and not rebuilt")
+    return restarts
 
 
-def strike_of(name: str, fault: Fault | NodeLoss) -> Strike:
-    """The fault as its markers tell it."""
-    marks = marks_of(fault)
-    if marks is None:
-        raise ValueError(f"fault {name} did not happen")
-    told, killed_at = marks[0], max(float(mark["time"]) for mark in marks)
-    ranks = victims(fault) if isinstance(fault, Fault) else told["ranks"]
-    return Strike(name, SCENE_OF[name].point, told["iteration"], ranks, killed_at, frozenset(told.get("shards", ())))
+def cost_table(restarts: Sequence[Recovery]) -> str:
+    """The costs in text."""
+    rows = [
+        ("fault", "killed at", "restored", "lost", "source", *(part.replace("-", " ") for part in PARTS), "total")
+    ]
+    for one in restarts:
+        numbers = (str(one.iteration), str(one.restored_iteration), str(one.iterations_lost))
+        secs = (*one.parts.values(), one.total_secs)
+        rows.append((one.name, *numbers, one.source, *(f"{value:.2f} s" for value in secs)))
+    return page.aligned(rows, 0)
 
 
-def _count(num: int) -> str:
-    return f"{num} fault{'s' * (num != 1)}"
+def train_all(args: argparse.Namespace, training: Sequence[str]) -> tuple[dict[str, Any], list[Run]]:
+    """All runs, and what they have shown.
+
+    Raises:
+        RunError: a run failed, or a fault did not do what it is there for.
+    """
+    job = f"demo-{os.getpid()}-{time.time_ns() % 10**9}"
+    iterations, framework = args.iterations, args.framework
+    length = ["--iterations", str(iterations)]
+    print(f"demo: {framework.title}: {framework.job}", flush=True)
+    print(f"demo: reference run of {iterations} iterations, without ftckpt", flush=True)
+    reference = Run(
+        "reference", args.out / "reference", framework, [*training, *length], digested=args.shrink, every=5
+    )  # fmt: skip
+    execute(reference, job)
+    runs, faults = [reference], list[Recovery]()
+    comparison, reshape, restart = None, None, None
+    if args.scenes:
+        folder = args.out / "faulted"
+        parts = len(args.scenes) + 1
+        strikes = [
+            Strike(name, iterations * (index + 1) // parts, (folder / f"fired-{name}").resolve())
+            for index, name in enumerate(args.scenes)
+        ]
+        print(f"demo: the same with ftckpt and {count(len(strikes), 'fault')}: {', '.join(args.scenes)}", flush=True)
+        faulted = Run("faulted", folder, framework, [*training, *length], {**SMALL, "job": job}, strikes)
+        execute(faulted, job)
+        runs.append(faulted)
+        comparison = compare(reference, faulted)
+        faults = costs_of(faulted)
+    if args.shrink:
+        shrunk = shrink_run(args, training, job)
+        execute(shrunk, job)
+        runs.append(shrunk)
+        (restart,) = costs_of(shrunk)
+        reshape = compare_shrunk(reference, shrunk, restart)
+    print(cost_table([*faults, *([restart] if restart else [])]), flush=True)
+    return summarize(framework, runs, comparison=comparison, faults=faults, reshape=reshape), runs
 
 
-def draw_timeline(out: Path) -> Recording | None:
-    """Write picture and trace of one iteration of the run with faults; None where none can be drawn."""
-    try:
-        recording = read_recording(out / "faulted")
-    except TimelineError as error:
-        remove_timeline(out)  # of an earlier run
-        print(f"demo: no timeline: {error}", file=sys.stderr)
-        return None
-    write_timeline(recording, out)
-    return recording
+def summarize(
+    framework: Framework,
+    runs: Sequence[Run],
+    *,
+    comparison: Comparison | None = None,
+    faults: Sequence[Recovery] = (),
+    reshape: dict[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Everything that was found out. ``comparison`` is None where ``reshape`` is all there is."""
+    compared = comparison or Comparison(0)
+    return {
+        "framework": framework.title,
+        "job": framework.job,
+        "bit_exact": comparison.equal if comparison else None,
+        "differences": list(compared.differences),
+        "num_losses_compared": compared.num_losses,
+        "num_tensors_compared": compared.compared,
+        "faults": [{**asdict(cost), "total_secs": cost.total_secs} for cost in faults],
+        "reshape": reshape,
+        "run_secs": {run.name: run.secs for run in runs},
+        "date": time.strftime("%Y-%m-%d %H:%M:%S %z"),
+    }
 
 
-def conclude(summary: Mapping[str, Any], out: Path) -> int:
+def shrink_run(args: argparse.Namespace, training: Sequence[str], job: str) -> Run:
+    """A shorter run that loses a node for good."""
+    iterations = min(args.iterations, SHRINK_ITERATIONS)
+    folder = args.out / SHRINK
+    strike = Strike(SHRINK, iterations // 2, (folder / f"fired-{SHRINK}").resolve())
+    settings = {**SMALL, "job": job, "layouts": ",".join(LAYOUTS)}
+    print(f"demo: {iterations} iterations in {' or '.join(LAYOUTS)}, and 1 fault: {SHRINK}", flush=True)
+    length = ["--iterations", str(iterations)]
+    return Run(SHRINK, folder, args.framework, [*training, *length], settings, [strike], least_nodes=1, digested=True)
+
+
+def conclude(summary: dict[str, Any], runs: Sequence[Run], out: Path, argv: Sequence[str]) -> int:
     """Write the report and print the verdict; returns the exit code."""
-    (out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
     report = out / "report.html"
+    summary["command"] = shlex.join(["launch/demo.sh", *argv])
+    history = write_report(runs[1].folder, report, additions_of(summary, runs))
+    summary["conditions"] = history.conditions
+    (out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
+    draw_timeline(runs[1], out)
     exact, reshape = summary["bit_exact"], summary["reshape"]
-    report.write_text(demo_report.render(summary, draw_timeline(out) if exact is not None else None))
-    for difference in [*summary["differences"], *(reshape or {}).get("differences", [])][:20]:
+    for difference in [*summary["differences"], *(reshape or {}).get("differences", [])][:_MOST_NAMED]:
         print(f"demo: {difference}")
     verdicts: dict[str, Any] = {"framework": summary["framework"]}
     if reshape:
         verdicts["bit_equal"] = reshape["bit_equal"]
-        verdict = "bit-equal" if reshape["bit_equal"] else f"NOT bit-equal, {len(reshape['differences'])} differences"
+        verdict = "bit-equal" if reshape["bit_equal"] else f"NOT bit-equal, {_differ(reshape)}"
         where = f"from {reshape['from']} to {reshape['to']} in iteration {reshape['iteration']}"
         print(f"demo: reshaped {where}: {verdict}, report in {report}")
     if exact is not None:
-        verdicts |= {"faults": len(summary["faults"]), "bit_exact": exact}
-        verdict = "bit-exact" if exact else f"NOT bit-exact, {len(summary['differences'])} differences"
-        print(f"demo: {verdict}, {_count(len(summary['faults']))} survived, report in {report}")
+        num = len(summary["faults"])
+        verdicts |= {"faults": num, "bit_exact": exact}
+        verdict = "bit-exact" if exact else f"NOT bit-exact, {_differ(summary)}"
+        print(f"demo: {verdict}, {count(num, 'fault')} survived, report in {report}")
     print(json.dumps(verdicts))
     return 0 if exact is not False and (reshape is None or reshape["bit_equal"]) else 1
+
+
+def _differ(verdict: dict[str, Any]) -> str:
+    return f"{len(verdict['differences'])} differences"
+
+
+def draw_timeline(run: Run, out: Path) -> None:
+    """Picture and trace of one iteration, if the run left one."""
+    remove_timeline(out)  # of an earlier demo
+    try:
+        write_timeline(read_tracks(run.folder), out)
+    except EventLogError as error:
+        print(f"demo: no timeline: {error}", file=sys.stderr)
+
+
+def additions_of(summary: dict[str, Any], runs: Sequence[Run]) -> Additions:
+    """What the page says beyond the events of the run: the verdict, the reference, what was compared."""
+    exact, reshape, faults = summary["bit_exact"], summary["reshape"], summary["faults"]
+    # The head is about what went wrong, if anything did.
+    reshaped = exact is None or (exact and reshape is not None and not reshape["bit_equal"])
+    good = reshape["bit_equal"] if reshaped else exact
+    equal = "bit-equal in another layout" if reshaped else f"bit-exact after {count(len(faults), 'fault')}"
+    text = "What lay in memory went on in another layout."
+    if not reshaped:
+        text = (
+            "Every loss and the final state of every rank are, bit for bit, those of a run that nothing "
+            "disturbed. Each restart took its snapshot from the memory of the nodes; storage held none."
+        )
+        if nbytes := sum(fault["rebuilt_bytes"] for fault in faults):
+            text += f" What lay in the memory of a lost node, {page.size(nbytes)}, was rebuilt from parity."
+    differences = reshape["differences"] if reshaped else summary["differences"]
+    if not good:
+        text = f"{len(differences)} losses or tensors differ from the reference; the first are:"
+    tiles, sections = {}, [_reshape_section(reshape)] if reshape else []
+    if exact is not None:
+        compared = summary["num_tensors_compared"]
+        tiles["losses compared, bit for bit"] = str(summary["num_losses_compared"])
+        tiles["hashes of final tensors compared"] = f"{sum(compared.values()):,}"
+        rows = [
+            ["losses", str(summary["num_losses_compared"])],
+            *([kind, f"{num:,}"] for kind, num in compared.items()),
+        ]
+        note = "Losses as hexadecimal floats, tensors as SHA-256 of their bytes, of every rank."
+        sections.append(page.card("What was compared", note, page.table(["kind", "compared"], rows)))
+    return Additions(
+        title=f"Not {equal}" if not good else equal[0].upper() + equal[1:],
+        text=text,
+        tone="good" if good else "bad",
+        items=[] if good else differences[:_MOST_NAMED],
+        reference=[(line["iteration"], line["loss"]) for line in runs[0].lines],
+        reference_name="reference: nothing killed, ftckpt off",
+        tiles=tiles,
+        sections=sections,
+        conditions={
+            "job": f"{summary['framework']}: {summary['job']}",
+            "command": summary["command"],
+            "date": summary["date"],
+            "run": ", ".join(f"{name} {secs:.0f} s" for name, secs in summary["run_secs"].items()),
+        },
+    )
+
+
+def _reshape_section(reshape: dict[str, Any]) -> str:
+    """The scene in which nothing replaces a lost node."""
+    num = sum(reshape["tensors_compared"].values())
+    verdict = f"{num} logical tensors, all equal to the reference in every bit"
+    if not reshape["bit_equal"]:
+        verdict = f"{_differ(reshape)} of {num}: {', '.join(reshape['differences'][:5])}"
+    moved = (
+        f"{page.size(reshape['read_bytes'])} read, {page.size(reshape['received_bytes'])} received from other ranks"
+    )
+    rows = {
+        "weights, masters, moments, steps": verdict,
+        "moved": moved,
+        "losses afterwards": f"at most {reshape['largest_difference_of_a_loss']:.3f} from those of the reference",
+    }
+    note = (
+        "A node is lost and nothing takes its place: the job goes on with the ranks that are left, in the first "
+        "layout of its list that fits them. Dropout masks depend on the layout, so that losses differ a little."
+    )
+    heads, cells = restart_table([Recovery(**reshape["restart"])])
+    return page.card("Another layout", note, page.table(heads, cells), page.terms(rows, "note terms"))
 
 
 def main(argv: Sequence[str]) -> int:
@@ -235,33 +385,14 @@ def main(argv: Sequence[str]) -> int:
     for signum in _INTERRUPTS:
         signal.signal(signum, _interrupt)
     try:
-        return conclude(train_all(argv, args, training), args.out)
-    except DemoError as error:
+        summary, runs = train_all(args, training)
+        return conclude(summary, runs, args.out, argv)
+    except RunError as error:
         print(f"demo: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("demo: interrupted; everything it started has been stopped", file=sys.stderr)
         return 130
-
-
-def train_all(argv: Sequence[str], args: argparse.Namespace, training: Sequence[str]) -> dict[str, Any]:
-    """All runs, and what they have shown.
-
-    Raises:
-        DemoError: a run failed, or a fault did not do what it is there for.
-    """
-    job = f"demo-{os.getpid()}-{time.time_ns() % 10**9}"
-    reference, seen = train_reference(args, training, job)
-    comparison, seen_faulted, costs, reshape = None, None, [], None
-    if args.scenes:
-        faults = plan_faults(args.scenes, args.iterations, args.out / "faulted")
-        faulted, seen_faulted = train_faulted(args, training, job, faults)
-        comparison = demo_measure.compare(seen.lines, seen_faulted.lines, reference.final, faulted.final)
-        costs = costs_of(faults, seen_faulted)
-    if args.shrink:
-        reshape = train_shrunk(args, training, job, (reference, seen))
-    print(table([*costs, *([reshape.cost] if reshape else [])]), flush=True)
-    return summarize(argv, args.framework, comparison, costs, reference=seen, faulted=seen_faulted, reshape=reshape)
 
 
 def _interrupt(*_: object) -> NoReturn:

@@ -1,6 +1,13 @@
 #!/usr/bin/env bash
 # Trains a small language model on eight ranks of two simulated nodes, kills ranks, and shows that nothing was lost.
-# Needs Python 3.11 and nothing else. Arguments go to launch/demo.py: try --help, --scene rank or --framework deepspeed.
+# Needs Python 3.11 and nothing else: the first call installs the rest into .venv.
+#
+#   --framework NAME  megatron (default) or deepspeed
+#   --scene NAME      one fault alone: rank, writing, all, node or, with megatron, shrink
+#   --iterations N    default: 48, with --scene 16
+#   --out DIR         where the report goes; default: runs/demo or runs/demo-deepspeed
+#
+# Other arguments, --hidden 256 for example, go to launch/train_gpt.py or launch/train_deepspeed.py.
 
 set -euo pipefail
 NAME=demo
@@ -10,6 +17,7 @@ source "$(dirname -- "${BASH_SOURCE[0]}")/environment.sh"
 framework=megatron
 before=
 for word in "$@"; do
+    case $word in -h | --help) usage "$0" && exit ;; esac
     [ "$before" != --framework ] || framework=$word
     [ "$word" = "${word#--framework=}" ] || framework=${word#--framework=}
     before=$word

@@ -21,6 +21,11 @@ fail() {
     exit 1
 }
 
+# usage SCRIPT: prints the comment at its head.
+usage() {
+    sed -n '2,/^$/s/^# \{0,1\}//p' "$1"
+}
+
 # find_python: prints an interpreter of at least 3.11.
 find_python() {
     local candidate

@@ -184,7 +184,7 @@ give_up() {
 clean() {
     local node
     for node in "${ALLOCATED[@]}"; do
-        on_node "$node" "$PYTHON" -m ftckpt.cli clean "$JOB" --arena "$ARENA" >/dev/null </dev/null &
+        on_node "$node" "$PYTHON" -m ftckpt.commands.main clean "$JOB" --arena "$ARENA" >/dev/null </dev/null &
     done
     wait
 }

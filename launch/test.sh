@@ -1,11 +1,17 @@
 #!/usr/bin/env bash
-# Lints, type checks and tests ftckpt. Needs Python 3.11 and nothing else. Arguments go to pytest.
+# Lints, type checks and tests ftckpt. Needs Python 3.11 and nothing else.
+#
+#   --unit  tests of one process alone
+#   --all   the slow tests too
+#
+# Other arguments go to pytest.
 
 set -euo pipefail
 NAME=tests
 # shellcheck source=launch/environment.sh
 source "$(dirname -- "${BASH_SOURCE[0]}")/environment.sh"
 
+case ${1:-} in -h | --help) usage "$0" && exit ;; esac
 prepare "$ALL_EXTRAS"
 cd "$ROOT"
 
@@ -15,12 +21,23 @@ say "ruff check"
 say "mypy"
 "$PYTHON" -m mypy || fail "mypy has complaints"
 
+tier=()
+case ${1:-} in
+--unit)
+    tier=(tests/unit)
+    shift
+    ;;
+--all)
+    tier=(-m "")
+    shift
+    ;;
+esac
 say "pytest"
 output=$(mktemp)
 trap 'rm -f "$output"' EXIT
 code=0
 # Most tests wait for processes that they have started: two files at a time.
-"$PYTHON" -m pytest -n 2 --dist loadfile "$@" 2>&1 | tee "$output" || code=$?
+"$PYTHON" -m pytest -n 2 --dist loadfile ${tier[@]+"${tier[@]}"} "$@" 2>&1 | tee "$output" || code=$?
 closing=$(grep -E '(passed|failed|errors?|skipped|deselected|no tests ran)\b.* in [0-9.]+s' "$output" | tail -n 1 || true)
 closing=$(printf '%s' "$closing" | sed -E 's/^=+ //; s/ =+$//')
 printf '%s: %s\n' "$NAME" "${closing:-pytest ended with code $code}"

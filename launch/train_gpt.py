@@ -357,9 +357,9 @@ def log(job: Job, metrics: dict[str, Any]) -> None:
 
 
 def make_digester(job: Job) -> Any:
-    from ftckpt.comm import Group
+    from ftckpt.group import Group
     from ftckpt.megatron.state import MegatronState
-    from ftckpt.testing.digest import Digester
+    from tests.support.digest import Digester
 
     described = MegatronState(job.model, job.optimizer, job.scheduler, {}).describe()
     return Digester(described, Group(120).gather, dist.get_rank(), rows=NUM_TOKENS)
@@ -409,7 +409,7 @@ def choose_layout(args: argparse.Namespace) -> None:
     import ftckpt.megatron
 
     sizes = ftckpt.megatron.choose_layout(
-        ftckpt.megatron.Job(
+        ftckpt.megatron.JobSizes(
             global_batch=args.global_batch,
             micro_batch=args.micro_batch,
             num_layers=args.layers,
@@ -439,9 +439,9 @@ def attach_checkpointer(job: Job) -> Any:
 
 def init_distributed() -> None:
     if os.environ.get("FTCKPT_DEVICE") == "cpu":
-        from ftckpt.testing import cpu
+        from ftckpt import standin
 
-        cpu.install()
+        standin.install()
         torch.set_num_threads(1)
     torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     if not dist.is_initialized():

@@ -8,10 +8,16 @@ import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 ROOT = Path(__file__).parent.parent
-sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "launch")]
+sys.path[:0] = [str(ROOT), str(ROOT / "launch")]
+
+# No deadline for one example: machines that run tests are busy. ``--hypothesis-profile thorough`` looks longer.
+hypothesis.settings.register_profile("usual", max_examples=200, deadline=None, print_blob=True)
+hypothesis.settings.register_profile("thorough", max_examples=5000, deadline=None, print_blob=True)
+hypothesis.settings.load_profile("usual")
 
 
 @pytest.fixture

@@ -49,7 +49,7 @@ def parse_cores(text: str) -> set[int]:
     Raises:
         ConfigError: another text, a range that runs backwards, or a number of more than five digits.
     """
-    found: set[int] = set()
+    numbers: set[int] = set()
     for part in text.split(","):
         match = _RANGE.fullmatch(part)
         if match is None:
@@ -57,14 +57,14 @@ def parse_cores(text: str) -> set[int]:
         first, last = int(match[1]), int(match[2] or match[1])
         if last < first:
             raise ConfigError(f"affinity: the range {part} runs backwards; write {last}-{first}")
-        found.update(range(first, last + 1))
-    return found
+        numbers.update(range(first, last + 1))
+    return numbers
 
 
-def format_cores(found: Set[int]) -> str:
+def format_cores(numbers: Set[int]) -> str:
     """Inverse of ``parse_cores``: ascending, neighbours joined into ranges."""
     ranges: list[list[int]] = []
-    for core in sorted(found):
+    for core in sorted(numbers):
         if ranges and core == ranges[-1][1] + 1:
             ranges[-1][1] = core
         else:

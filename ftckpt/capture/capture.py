@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 import xxhash
 
-from ftckpt.arena.control import SlotState
-from ftckpt.arena.segment import Arena
-from ftckpt.capture.clock import Mark
+from ftckpt.capture.chunks import CopyPart, chunk_copies
 from ftckpt.capture.copier import Copier, Flight
-from ftckpt.capture.plan import Part, chunk_copies
-from ftckpt.capture.windows import Always, Windows
 from ftckpt.errors import CaptureError
-from ftckpt.state import objects
-from ftckpt.state.piece import Piece
-
-SnapshotId = tuple[bytes, int]
-"""Lineage and iteration: with the job's name they name a snapshot."""
-
+from ftckpt.model import objects
+from ftckpt.model.snapshot import SnapshotId
+from ftckpt.model.training_state import Piece
+from ftckpt.store.arena import Arena
+from ftckpt.windows.bubbles import Always, Windows
+from ftckpt.windows.clock import Moment
 
 _SEAL_SECS = 10.0
 """Longest wait of ``close`` for the seal of a snapshot whose copies are on their way."""
@@ -38,7 +34,7 @@ class Capture:
         self,
         arena: Arena,
         pieces: Sequence[Piece],
-        parts: Sequence[Part],
+        parts: Sequence[CopyPart],
         copier: Copier,
         windows: Windows | None = None,
     ) -> None:
@@ -92,19 +88,18 @@ class Capture:
     @property
     def newest(self) -> SnapshotId | None:
         """The newest snapshot sealed in this arena."""
-        sealed = [(r.lineage, r.iteration) for r in self._records() if r.state >= SlotState.SEALED]
-        return max(sealed, key=lambda snapshot: snapshot[1], default=None)
+        return next(iter(self.arena.snapshots()), None)
 
     def has_room(self, keep: Collection[SnapshotId]) -> bool:
         """Whether a slot can be written without losing what ``keep`` names."""
-        return bool(self._candidates(keep))
+        return bool(self._writable(keep))
 
     def begin(
         self,
         snapshot: SnapshotId,
         keep: Collection[SnapshotId],
         state_objects: Mapping[str, Any],
-        base: Mark = None,
+        base: Moment = None,
         hashed: bool = True,
     ) -> int:
         """Start a snapshot at the boundary: volatile state and objects now, stepped state in the background.
@@ -124,12 +119,15 @@ class Capture:
             raise CaptureError(
                 f"objects need {len(encoded)} bytes, objects_mib gives {room.end - room.begin}; raise objects_mib"
             )
-        slot = self._free_slot(keep)
-        control = self.arena.control
-        control.begin(slot)
+        writable = self._writable(keep)
+        if not writable:
+            raise CaptureError("every slot holds a snapshot that must be kept")
+        slot, control = writable[0], self.arena.control
+        control.begin(slot)  # before the first byte: a kill from here on must not find the old snapshot sealed
         self._flight, self._flying = None, (slot, snapshot)
         self.arena.slot(slot)[room.begin : room.begin + len(encoded)] = encoded
         control.set_objects(slot, len(encoded), xxhash.xxh3_64_intdigest(encoded))
+        # What changes elsewhere than in the optimizer belongs to this instant; it is small, so training waits.
         self._copier.copy_now(self._tensors, self._volatile, self._slots[slot])
         for copy in self._volatile if hashed else ():
             control.set_chunk_hash(slot, copy.chunk, self.arena.hash_chunk(slot, copy.chunk))
@@ -147,6 +145,7 @@ class Capture:
             return 0.0
         begin = time.perf_counter()
         flight = self._flight
+        # Read before the mark: what torch counts after it are the optimizer's own writes, behind the fence.
         torn, self._fenced = self._torn(), True
         if torn is not None and not flight.ended:
             self._drop(torn)
@@ -165,6 +164,7 @@ class Capture:
         """
         if self._flight is None or self._flying is None:
             return
+        # The fence let the host go on once all copies were submitted; a slot is sealed only when they have arrived.
         if not self._flight.wait(timeout_secs):
             self._drop(f"copies not there after {timeout_secs} s")
         elif self._flight.error is not None:
@@ -173,17 +173,19 @@ class Capture:
     def forget(self, iteration: int) -> None:
         """Training went back to before ``iteration``: what it undid must not come back at a restart."""
         control = self.arena.control
-        for slot, record in enumerate(self._records()):
-            if record.iteration >= iteration:
+        for slot in range(control.slots):
+            snapshot = control.record(slot).snapshot
+            if snapshot is None or snapshot.iteration >= iteration:
                 control.void(slot)
         whole = control.whole()
-        if whole is not None and whole[1] >= iteration:
-            control.mark_whole(bytes(16), -1)
-        control.mark_target(bytes(16), -1)
-        control.mark_protected(bytes(16), -1)
+        if whole is not None and whole.iteration >= iteration:
+            control.mark_whole(None)
+        control.mark_target(None)
+        control.mark_protected(None)
 
     def close(self) -> None:
         """Stop copying; a snapshot is dropped unless all of its copies were submitted, as they are at the fence."""
+        # Past the fence nothing is lost any more: the last snapshot of a job that ends is worth the wait.
         if self._flight is not None and self._flight.submitted.is_set():
             self._flight.wait(_SEAL_SECS)
         if self._flight is not None and self._flight.cancel() and self._flying is not None:
@@ -209,11 +211,11 @@ class Capture:
         """Void the snapshot under way, unless it was sealed in this instant."""
         if self._flight is None or self._flying is None or not self._flight.cancel():
             return
-        (slot, (_, iteration)), self._flying = self._flying, None
+        (slot, snapshot), self._flying = self._flying, None
         self.arena.control.void(slot)
-        raise CaptureError(f"snapshot of iteration {iteration} dropped: {cause}")
+        raise CaptureError(f"snapshot of iteration {snapshot.iteration} dropped: {cause}")
 
-    def _start(self, slot: int, snapshot: SnapshotId, base: Mark, hashed: bool) -> Flight:
+    def _start(self, slot: int, snapshot: SnapshotId, base: Moment, hashed: bool) -> Flight:
         control, arena = self.arena.control, self.arena
 
         def landed(chunk: int) -> None:
@@ -230,25 +232,29 @@ class Capture:
         torn = self._torn()
         if torn is not None:
             raise CaptureError(torn)
-        self.arena.control.seal(slot, *snapshot, hashed=hashed)
+        self.arena.control.seal(slot, snapshot, hashed=hashed)
 
-    def _free_slot(self, keep: Collection[SnapshotId]) -> int:
-        """The slot to write: an empty one, otherwise the oldest, if nobody reads it, that is not in ``keep``."""
-        candidates = self._candidates(keep)
-        if not candidates:
-            raise CaptureError("every slot holds a snapshot that must be kept")
-        return min(candidates)[2]
+    def _writable(self, keep: Collection[SnapshotId]) -> list[int]:
+        records = [self.arena.control.record(slot) for slot in range(self.arena.control.slots)]
+        checks = self.arena.checks
 
-    def _candidates(self, keep: Collection[SnapshotId]) -> list[tuple[bool, int, int]]:
-        """Slots that may be written: whether the SMP reads it now, its iteration, its index."""
-        candidates, checks = [], self.arena.checks
-        for index, record in enumerate(self._records()):
-            sealed = record.state >= SlotState.SEALED
-            if index not in self._slots or (sealed and (record.lineage, record.iteration) in keep):
-                continue
-            leased = sealed and checks is not None and checks.leased(index)
-            candidates.append((leased, record.iteration if sealed else -1, index))
-        return candidates
+        def leased(slot: int) -> bool:
+            return checks is not None and checks.leased(slot)
 
-    def _records(self) -> list[Any]:
-        return [self.arena.control.record(index) for index in range(self.arena.control.slots)]
+        return writable_slots({slot: records[slot].snapshot for slot in self._slots}, keep, leased)
+
+
+def writable_slots(
+    snapshots: Mapping[int, SnapshotId | None], keep: Collection[SnapshotId], leased: Callable[[int], bool]
+) -> list[int]:
+    """Slots that hold nothing of ``keep``, by what each of them holds, the best one to write first.
+
+    Empty ones come first, then those with older snapshots. A slot that the SMP reads now (``leased``) comes last:
+    what it computes from bytes that change is of no use.
+    """
+    ranks = {
+        slot: (snapshot is not None and leased(slot), snapshot.iteration if snapshot is not None else -1, slot)
+        for slot, snapshot in snapshots.items()
+        if snapshot not in keep
+    }
+    return sorted(ranks, key=ranks.__getitem__)

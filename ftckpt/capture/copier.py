@@ -3,18 +3,53 @@
 from __future__ import annotations
 
 import mmap
+import queue
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from typing import Protocol
 
 import torch
 
-from ftckpt.capture.budget import Budget, NoBudget
-from ftckpt.capture.clock import Clock, HostClock, Mark
-from ftckpt.capture.plan import ChunkCopy
-from ftckpt.capture.windows import Windows
-from ftckpt.capture.worker import Cores, Worker
-from ftckpt.capture.xor import combine, pieces
+from ftckpt.capture.affinity import pin
+from ftckpt.capture.chunks import ChunkCopy, combine, pieces
+from ftckpt.windows.bubbles import Windows
+from ftckpt.windows.clock import Clock, HostClock, Moment
+from ftckpt.windows.node_budget import Budget, NoBudget
+
+Cores = Set[int] | None
+"""Where background threads run; None: anywhere."""
+
+
+class Worker:
+    """One daemon thread, on some cores if they are given, that runs jobs one after the other."""
+
+    def __init__(self, name: str, cores: Cores = None) -> None:
+        self._cores = cores
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def submit(self, job: Callable[[], None]) -> None:
+        """Run ``job``, which must not raise, on the thread."""
+        self._jobs.put(job)
+
+    @property
+    def waits(self) -> bool:
+        """Whether a job waits for the one that runs."""
+        return not self._jobs.empty()
+
+    def close(self, timeout_secs: float = 10.0) -> bool:
+        """End the thread; False when it is stuck in a copy, and left to die with the process."""
+        self._jobs.put(None)
+        self._thread.join(timeout_secs)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        pin(self._cores)
+        while (job := self._jobs.get()) is not None:
+            job()
+            del job  # and what it holds, such as the memory of a slot
+
 
 Slot = torch.Tensor
 """A slot's file as a 1-D uint8 CPU tensor over the shared mapping."""
@@ -42,7 +77,7 @@ class Flight:
         slot: Slot,
         landed: Callable[[int], None],
         arrived: Callable[[], None],
-        base: Mark = None,
+        base: Moment = None,
     ) -> None:
         self.copies = copies
         self.slot = slot
@@ -77,6 +112,7 @@ class Flight:
 
     def cancel(self) -> bool:
         """Drop the snapshot; False when it had arrived before."""
+        # Under the lock a chunk's hash is written, and the slot sealed: neither comes after a cancel.
         with self._lock:
             if self._ended.is_set() and self.error is None:
                 return False
@@ -85,7 +121,7 @@ class Flight:
             return True
 
     def chunk_landed(self, chunk: int) -> None:
-        """Called by the copier."""
+        """The host knows that a chunk's bytes are in the slot; called by the copier."""
         with self._lock:
             if not self._cancelled:
                 self._landed(chunk)
@@ -133,21 +169,21 @@ def make_copier(clock: Clock, budget: Budget, own_stream: bool = True, cores: Co
     return HostCopier(budget, cores)
 
 
-class Landing:
+class Finisher:
     """What follows a copy, on a thread of its own, so that checksums take no time from the windows.
 
     ``chunk`` and ``end`` are called by the thread that copies, in the order of the copies.
     """
 
     def __init__(self, cores: Cores = None) -> None:
-        self._worker = Worker("ftckpt-land", cores)
+        self._worker = Worker("ftckpt-finish", cores)
 
     def chunk(self, flight: Flight, chunk: int, wait: Callable[[], None] | None = None) -> None:
         """After ``wait`` the chunk's bytes are in the slot."""
         self._worker.submit(lambda: self._land(flight, chunk, wait))
 
     def end(self, flight: Flight, error: BaseException | None = None) -> None:
-        """No more chunks follow."""
+        """Called once, behind the last chunk."""
         self._worker.submit(lambda: flight.end(error))
 
     def close(self) -> None:
@@ -170,19 +206,17 @@ class HostCopier:
         self._clock = HostClock()
         self._budget = budget or NoBudget()
         self._worker = Worker("ftckpt-copy", cores)
-        self._landing = Landing(cores)
+        self._finisher = Finisher(cores)
 
     def prepare(self, slots: Sequence[Slot]) -> None:
         """Have the kernel clear and map the slots' pages before the first copies need them."""
         self._worker.submit(lambda: self._touch(slots))
 
     def copy_now(self, tensors: Sequence[torch.Tensor], copies: Sequence[ChunkCopy], slot: Slot) -> None:
-        """See Copier."""
         for copy in copies:
             copy_chunk(tensors, copy, slot)
 
     def start(self, tensors: Sequence[torch.Tensor], flight: Flight, windows: Windows) -> None:
-        """See Copier."""
         self._worker.submit(lambda: self._fly(tensors, flight, windows))
 
     def fence(self, flight: Flight, timeout_secs: float) -> bool:
@@ -191,9 +225,8 @@ class HostCopier:
         return flight.submitted.wait(timeout_secs) and flight.error is None
 
     def close(self) -> None:
-        """See Copier."""
         if self._worker.close():  # otherwise its flight has still to end
-            self._landing.close()
+            self._finisher.close()
 
     def _touch(self, slots: Sequence[Slot]) -> None:
         """Read a byte of each page; copies that come meanwhile do without it."""
@@ -210,11 +243,11 @@ class HostCopier:
                 if flight.cancelled or flight.error is not None:
                     break
                 self._copy(tensors, copy, flight)
-                self._landing.chunk(flight, copy.chunk)
+                self._finisher.chunk(flight, copy.chunk)
         except Exception as error:  # noqa: BLE001 - the fence reports it on the training thread
             flight.error = error
-        flight.submitted.set()
-        self._landing.end(flight)
+        flight.submitted.set()  # before the end: the fence needs the bytes, and not their checksums
+        self._finisher.end(flight)
 
     def _copy(self, tensors: Sequence[torch.Tensor], copy: ChunkCopy, flight: Flight) -> None:
         begin = self._clock.mark()

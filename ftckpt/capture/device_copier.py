@@ -15,29 +15,61 @@ the fence, which waits on the host for that, stands before the optimizer.
 
 from __future__ import annotations
 
+import ctypes
 import queue
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import lru_cache
+from typing import Any
 
 import torch
 
 from ftckpt.capture.affinity import pin
-from ftckpt.capture.budget import Budget
-from ftckpt.capture.clock import Clock, Mark
-from ftckpt.capture.copier import Flight, Landing, Slot, by_home, copy_chunk, copy_host_state
-from ftckpt.capture.graphs import work_beside_captures
-from ftckpt.capture.plan import ChunkCopy, Segment, divided
-from ftckpt.capture.windows import Windows
-from ftckpt.capture.worker import Cores, Worker
-from ftckpt.capture.xor import combine, pieces, xor_onto
+from ftckpt.capture.chunks import ChunkCopy, Segment, combine, divided, pieces, xor_onto
+from ftckpt.capture.copier import Cores, Finisher, Flight, Slot, Worker, by_home, copy_chunk, copy_host_state
 from ftckpt.events import log
+from ftckpt.windows.bubbles import Windows
+from ftckpt.windows.clock import Clock, Moment
+from ftckpt.windows.node_budget import Budget
+
+_THREAD_LOCAL = 1  # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL, hipStreamCaptureModeThreadLocal
+_CAPTURE_MODES = (
+    (("libcuda.so.1",), "cuThreadExchangeStreamCaptureMode"),
+    (tuple(f"libamdhip64.so{version}" for version in (".7", ".6", ".5", "")), "hipThreadExchangeStreamCaptureMode"),
+)
+
+
+def work_beside_captures() -> None:
+    """Let the calling thread register, copy and wait while another thread captures a graph.
+
+    By default a driver answers such calls with an error and spoils the graph as well: torch begins captures in
+    the mode that forbids them to all threads of a process which do not say that they have no part in it.
+    """
+    exchange = exchange_capture_mode()
+    if exchange is not None:
+        exchange(ctypes.byref(ctypes.c_int(_THREAD_LOCAL)))
+
+
+@lru_cache(maxsize=1)
+def exchange_capture_mode() -> Any:
+    """The driver's function that sets a thread's capture mode; None where it is not found."""
+    libraries, function = _CAPTURE_MODES[bool(torch.version.hip)]
+    for library in libraries:
+        with suppress(OSError, AttributeError):
+            return getattr(ctypes.CDLL(library), function)
+    return None
+
 
 ALIGN_BYTES = 64
+"""Staged bytes lie as in the slot, modulo this: a view of them as any dtype is aligned."""
 _REGISTER_BYTES = 64 << 20
+"""One registration: long enough to be cheap, short enough that ``close`` need not wait for one."""
 _XOR_BYTES = 8 << 20
+"""Parity is made in so much of the device's memory at a time."""
 _JOIN_SECS = 10.0
+"""How long ``close`` waits for pages to be unregistered."""
 
 
 class DeviceCopier:
@@ -54,7 +86,7 @@ class DeviceCopier:
         self._stream = torch.cuda.Stream(device) if own_stream else current  # type: ignore[no-untyped-call]
         self._cores = cores
         self._worker = Worker("ftckpt-copy", cores)
-        self._landing = Landing(cores)
+        self._finisher = Finisher(cores)
         self._flight: Flight | None = None
         self._registered: dict[int, int] = {}
         self._closing = threading.Event()
@@ -99,6 +131,7 @@ class DeviceCopier:
             # A wait for work outside of the graph would spoil it.
             flight.error = RuntimeError("the fence stands inside a graph capture, where no stream can be made wait")
             return False
+        # The host goes on: the optimizer's kernels, enqueued behind this wait, cannot overtake the copies.
         torch.cuda.current_stream(self._device).wait_event(flight.last_copy)
         return True
 
@@ -109,25 +142,25 @@ class DeviceCopier:
         """
         self._closing.set()
         if self._worker.close():  # otherwise its flight has still to end
-            self._landing.close()
+            self._finisher.close()
         if self._flight is None or self._flight.ended:
             self._to_register.put(None)
             if self._registrar is not None:
                 self._registrar.join(_JOIN_SECS)
 
     def _hold_registered(self) -> None:
-        """Register, and unregister at the end; ``held`` keeps the memory mapped for as long.
+        """Register, and unregister at the end; ``mapped`` keeps the memory mapped for as long.
 
         On this thread from first to last, because a refusal stays behind as the calling thread's last
         error, and the training thread's next kernel launch would take it for its own.
         """
         addresses: list[int] = []
-        held: list[Sequence[Slot]] = []
+        mapped: list[Sequence[Slot]] = []
         pin(self._cores)
         with self._on_device():
             while (slots := self._to_register.get()) is not None:
                 begin = time.perf_counter()
-                held.append(slots)
+                mapped.append(slots)
                 self._register(slots, addresses)
                 self.register_secs += time.perf_counter() - begin
             for address in addresses:
@@ -141,7 +174,7 @@ class DeviceCopier:
                 if self._closing.is_set() or not _pin(base + offset, length):
                     return
                 addresses.append(base + offset)
-                self._registered[base] = offset + length
+                self._registered[base] = offset + length  # last: the copying thread goes by it without a lock
 
     def _fly(
         self, tensors: Sequence[torch.Tensor], flight: Flight, boundary: torch.cuda.Event, windows: Windows
@@ -156,7 +189,7 @@ class DeviceCopier:
             with suppress(RuntimeError), self._on_device():
                 _sleep_until_done(self._stream)  # an ended flight writes nothing any more
         flight.submitted.set()
-        self._landing.end(flight)
+        self._finisher.end(flight)
 
     def _submit(self, tensors: Sequence[torch.Tensor], flight: Flight, windows: Windows) -> None:
         gate = None
@@ -165,6 +198,7 @@ class DeviceCopier:
             if flight.cancelled or flight.error is not None:
                 break
             if turn.gate is not None and turn.gate is not gate:
+                # The event was recorded by the training thread before this turn: the wait points back, no circle.
                 gate = turn.gate
                 self._stream.wait_event(gate)
             self._enqueue(tensors, copy, flight)
@@ -182,13 +216,13 @@ class DeviceCopier:
             self._to_slot(tensors, copy_host_state(tensors, copy, flight.slot), flight.slot)
         end = self._clock.mark()
         event = flight.last_copy = _done_event(self._stream)
-        self._landing.chunk(flight, copy.chunk, lambda: self._landed(flight, copy.nbytes, begin, end, event))
+        self._finisher.chunk(flight, copy.chunk, lambda: self._landed(flight, copy.nbytes, begin, end, event))
         if self._budget.limited:
             event.synchronize()
             secs = self._clock.secs(begin, end) or 0.0
             self._budget.pace(copy.nbytes, time.perf_counter() - secs, flight.hurry)
 
-    def _landed(self, flight: Flight, nbytes: int, begin: Mark, end: Mark, event: torch.cuda.Event) -> None:
+    def _landed(self, flight: Flight, nbytes: int, begin: Moment, end: Moment, event: torch.cuda.Event) -> None:
         with self._on_device():
             event.synchronize()
             self._budget.stop()

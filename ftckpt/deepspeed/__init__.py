@@ -7,9 +7,9 @@ an engine whose state is the newest snapshot's: a script that trains ``while eng
 it was. The snapshot of an iteration is taken when ``engine.step`` or ``train_batch`` returns.
 
 With the runner snapshots are removed when the script has ended well. Without it ``engine.destroy()`` or ``close()``
-says that training is done; a script that says nothing leaves its snapshots in memory, because nothing else tells a
-good end from ``sys.exit`` after an error. What ftckpt has to tell goes to the logger ``ftckpt``, which the runner
-shows on stderr. Under torchrun the runner also keeps each attempt's rendezvous apart from earlier ones; without it
+shows that training is done; a script that calls neither leaves its snapshots in memory, because nothing else tells a
+good end from ``sys.exit`` after an error. What ftckpt logs goes to the logger ``ftckpt``, which the runner shows on
+stderr. Under torchrun the runner also keeps each attempt's rendezvous apart from earlier ones; without it
 that is done only where ``deepspeed.initialize`` itself starts torch.distributed, and a script that does so earlier
 needs TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the environment of torchrun.
 """
@@ -20,13 +20,13 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from ftckpt.config import Config
-from ftckpt.deepspeed import initialize as _door
+from ftckpt.deepspeed import initialize
 from ftckpt.deepspeed.section import configure
 from ftckpt.errors import ConfigError
 
 if TYPE_CHECKING:
-    from ftckpt.checkpointer import Checkpointer
-    from ftckpt.live.stateful import Stateful
+    from ftckpt.frameworks.torch_state import Stateful
+    from ftckpt.job.checkpointer import Checkpointer
 
 __all__ = ["active", "attach", "close", "configure", "register", "remove"]
 
@@ -41,14 +41,14 @@ def register(name: str, value: Stateful) -> None:
     Raises:
         ConfigError: the name is taken, the object has no ``state_dict`` or ``load_state_dict``, or it is too late.
     """
-    if not name or name.startswith("ftckpt.") or name in _door.registered():
+    if not name or name.startswith("ftckpt.") or name in initialize.objects:
         raise ConfigError(f"register: the name {name!r} is taken or empty; names that begin with ftckpt. are ours")
     for method in ("state_dict", "load_state_dict"):
         if not callable(getattr(value, method, None)):
             raise ConfigError(f"register: {name!r} is a {type(value).__name__} and has no {method}()")
     if active() is not None:
         raise ConfigError(f"register: too late for {name!r}; register objects before deepspeed.initialize")
-    _door.registered()[name] = value
+    initialize.objects[name] = value
 
 
 def attach(engine: Any, objects: Mapping[str, Stateful] | None = None, config: Config | None = None) -> Any:
@@ -74,28 +74,26 @@ def attach(engine: Any, objects: Mapping[str, Stateful] | None = None, config: C
     config = config or section.merged(section.of(engine.config))
     if not config.enabled:
         return None
-    from ftckpt.deepspeed.data import Epochs
-    from ftckpt.deepspeed.session import Session
+    from ftckpt.deepspeed.data import EpochBegins
+    from ftckpt.deepspeed.session import EngineSession
 
-    return Session(engine, {**_door.registered(), **(objects or {})}, config, Epochs()).checkpointer
+    EngineSession(engine, {**initialize.objects, **(objects or {})}, config, EpochBegins())
+    return active()
 
 
 def active() -> Checkpointer | None:
     """The checkpointer of the engine that is followed, or None."""
-    session = _door.session()
-    return session.checkpointer if session is not None else None
+    return initialize.door.checkpointer
 
 
 def close() -> None:
     """Training has ended well: remove the snapshots. Collective; does nothing where no engine is followed."""
-    session = _door.session()
-    if session is not None:
-        session.close()
+    initialize.close()
 
 
 def remove() -> None:
     """Put ``deepspeed.initialize`` back and take all hooks off the engine; snapshots stay in memory."""
-    _door.remove()
+    initialize.remove()
 
 
-_door.install()
+initialize.install()

@@ -5,16 +5,13 @@ The section ``"ftckpt"`` of DeepSpeed's JSON switches ftckpt on; ``--ftckpt*`` f
 
 from __future__ import annotations
 
-import argparse
 import importlib
-import os
 import sys
 from collections.abc import Sequence
 
 import ftckpt.deepspeed
-from ftckpt.config import add_flags
 from ftckpt.deepspeed import initialize, section
-from ftckpt.elastic import runner
+from ftckpt.frameworks import launcher
 
 _USAGE = (
     'torchrun ... -m ftckpt.deepspeed SCRIPT ARGS... [--ftckpt ...]  (or "ftckpt": {"enabled": true} in the JSON)'
@@ -22,38 +19,24 @@ _USAGE = (
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run a training script as ``__main__`` with ``deepspeed.initialize`` wrapped; returns the exit code.
-
-    Errors of ftckpt end in one line on stderr and exit code 2; anything else is the script's own.
-    """
-    if not argv or argv[0] in ("-h", "--help"):
-        add_flags(argparse.ArgumentParser(prog="ftckpt.deepspeed", usage=_USAGE, add_help=False)).print_help()
-        return 0 if argv else 2
-    return runner.guarded(lambda: _main(argv))
+    """Run a training script as ``__main__`` with ``deepspeed.initialize`` wrapped; returns the exit code."""
+    return launcher.main(argv, "ftckpt.deepspeed", _USAGE, _run)
 
 
-def _main(argv: Sequence[str]) -> int:
+def _run(argv: Sequence[str]) -> int:
     # DeepSpeed's launcher puts this before all arguments; it is meant for the script.
     first = [argv[0]] if argv[0].startswith(("--local_rank", "--local-rank")) else []
     words = argv[len(first) :]
     settings, arguments = section.from_flags(words[1:])
     section.configure(settings)
-    script = runner.script_path(words[0] if words else "", _USAGE)
-    if runner.check_device(os.environ.get("FTCKPT_DEVICE", "")):
-        importlib.import_module("ftckpt.testing.cpu_deepspeed").install()
-    runner.prepare(script, [*first, *arguments])
-    _isolate()
+    script = launcher.script_path(words[0] if words else "", _USAGE)
+    if launcher.wants_stand_in():
+        importlib.import_module("ftckpt.standin.deepspeed").install()
+    launcher.prepare(script, [*first, *arguments])
+    launcher.isolate()  # whether ftckpt is on is in a JSON that nobody has read yet
+    # An engine is destroyed after an error too; how the script ends is known here alone.
     initialize.leave_the_end_to_the_runner()
-    return runner.run(script, ftckpt.deepspeed.close)
-
-
-def _isolate() -> None:
-    from ftckpt.elastic.rendezvous import isolate_attempts
-
-    log = runner.log_to_stderr()
-    rendezvous = isolate_attempts()
-    if os.environ.get("RANK", "0") == "0":
-        log.info("ftckpt: rendezvous: %s", rendezvous)
+    return launcher.run(script, ftckpt.deepspeed.close)
 
 
 if __name__ == "__main__":

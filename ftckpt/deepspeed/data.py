@@ -3,7 +3,7 @@
 Three ways of giving data to DeepSpeed:
 
 * ``training_data=`` given to ``deepspeed.initialize``: the engine owns the loader. The generators' states at the
-  begin of the epoch and before its first batch, the sampler's epoch and the number of batches drawn are kept. A
+  begin of the epoch and before its first batch, the sampler's epoch and the number of batches drawn are saved. A
   restarted process sets those states, begins the epoch and skips as many batches: exact for any sampler of torch.
 * an iterator given to ``train_batch``, or set by ``set_dataloader``: items drawn from it are counted, and a
   restarted process skips as many, unless the script has registered an object named ``data``: the position is its.
@@ -14,31 +14,47 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from deepspeed.runtime.dataloader import DeepSpeedDataLoader, RepeatingLoader
 
 from ftckpt.errors import ConfigError
-from ftckpt.live import rng
+from ftckpt.frameworks.doors import Proxy
+from ftckpt.frameworks.torch_state import load_generators, save_generators
 
 
-class Epochs:
-    """The generators' states at the last begin of each loader's epoch, while ``watched`` is entered."""
+@dataclass
+class Epoch:
+    """One pass through a loader: what its order follows from, and how many batches were drawn.
+
+    ``begin`` and ``first`` are the generators' states when the pass began, and before its first batch: a sampler
+    draws its permutation then, a worker its seed. ``sampler`` is the number that ``set_epoch`` was given.
+    """
+
+    begin: Mapping[str, Any] | None
+    sampler: int | None
+    first: Mapping[str, Any] | None = None
+    drawn: int = 0
+
+
+class EpochBegins:
+    """The generators' states at the last begin of each loader's epoch, while ``recorded`` is entered."""
 
     def __init__(self) -> None:
-        self._begun: dict[int, Mapping[str, Any]] = {}
+        self._states: dict[int, Mapping[str, Any]] = {}
 
     def of(self, loader: Any) -> Mapping[str, Any] | None:
         """The states when the epoch under way began; None where none did."""
-        return self._begun.get(id(loader))
+        return self._states.get(id(loader))
 
     @contextlib.contextmanager
-    def watched(self) -> Iterator[None]:
+    def recorded(self) -> Iterator[None]:
         """Within it, any loader of DeepSpeed may begin an epoch: a PipelineEngine's does when it is built."""
         original = DeepSpeedDataLoader.__iter__
 
         def begin(loader: Any) -> Any:
-            self._begun[id(loader)] = rng.save_generators()
+            self._states[id(loader)] = save_generators()
             return original(loader)
 
         DeepSpeedDataLoader.__iter__ = begin
@@ -48,25 +64,20 @@ class Epochs:
             DeepSpeedDataLoader.__iter__ = original
 
 
-class _Counted:
+class CountingIterator(Proxy):
     """An iterator, and how many items were drawn from it."""
 
-    def __init__(self, inner: Iterator[Any]) -> None:
-        self.inner = inner
-        self.drawn = 0
+    def __init__(self, iterator: Iterator[Any]) -> None:
+        super().__init__(iterator)
+        self.num_drawn = 0
 
-    def __iter__(self) -> _Counted:
+    def __iter__(self) -> CountingIterator:
         return self
 
     def __next__(self) -> Any:
-        item = next(self.inner)
-        self.drawn += 1
+        item = next(self.wrapped)
+        self.num_drawn += 1
         return item
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
-            raise AttributeError(name)
-        return getattr(self.inner, name)
 
 
 class DataPosition:
@@ -74,30 +85,30 @@ class DataPosition:
 
     Args:
         engine: whose data it is.
-        begun: of an epoch that began before this object was made.
+        begins: of an epoch that began before this object was made.
         owned_by_script: the script has registered an object that knows the position of its own iterators.
     """
 
-    def __init__(self, engine: Any, begun: Epochs, owned_by_script: bool) -> None:
+    def __init__(self, engine: Any, begins: EpochBegins, owned_by_script: bool) -> None:
         self._engine = engine
         self._owned_by_script = owned_by_script
         self.set_rng: Callable[[], None] = _nothing
         """Sets the generators to what was restored; called before the first batch is drawn."""
-        self.tell: Callable[[str], None] = _nothing
+        self.log: Callable[[str], None] = _nothing
         """Takes one line for people."""
         self._given = engine.training_dataloader
         self._loader = _engine_loader(self._given)
-        self._epoch: dict[str, Any] = {"begin": begun.of(self._loader), "first": None, "sampler": None, "drawn": 0}
-        self._counted: _Counted | None = None
+        self._loader_class: Any = type(self._loader)
+        self._epoch = Epoch(begins.of(self._loader), None)
+        self._counting: CountingIterator | None = None
         self._restored: Mapping[str, Any] | None = None
         self._rng_is_set = False
-        self._behind = False
+        self._is_behind = False
         """The restored epoch has begun, and its batches have yet to be skipped."""
-        self._peeked = False
+        self._has_peeked = False
         """A batch was drawn, and nothing was trained yet."""
-        self._class: type | None = None
         if self._loader is not None:
-            self._epoch["sampler"] = getattr(self._loader.data_sampler, "epoch", None)
+            self._epoch.sampler = _sampler_epoch(self._loader)
             self._follow_loader()
 
     @property
@@ -107,7 +118,8 @@ class DataPosition:
 
     def state_dict(self) -> dict[str, Any]:
         """The position at this boundary."""
-        return {"epoch": dict(self._epoch), "drawn": self._counted.drawn if self._counted is not None else 0}
+        num_drawn = self._counting.num_drawn if self._counting is not None else 0
+        return {"epoch": dict(vars(self._epoch)), "drawn": num_drawn}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Stand there before the first batch is drawn."""
@@ -116,10 +128,12 @@ class DataPosition:
     def begin_training(self) -> None:
         """The first batch is about to be used: go to the position, then set RNG unless a batch drawn has done so."""
         if self._restored is not None and isinstance(self._given, RepeatingLoader):
+            # A RepeatingLoader began its epoch when the engine was built, before anything was restored.
             self._given.data_iter = iter(self._given.loader)
-            if self._behind:
-                self._replay(self._class, self._loader)
+            if self._is_behind:
+                self._replay()
         self._set_rng_once()
+        # A pipeline draws its batches after this, and needs to know what was restored: see ``draw_from``.
         if not self._engine.pipeline_parallelism:
             self._restored = None
 
@@ -129,120 +143,120 @@ class DataPosition:
         if iterator is None or iterator is self._given:
             self._restored = None
             return given
-        if isinstance(iterator, _Counted):
-            self._counted = iterator
-        elif self._counted is None or self._counted.inner is not iterator:
-            self._counted = _Counted(iterator)
+        if isinstance(iterator, CountingIterator):
+            self._counting = iterator
+        elif self._counting is None or self._counting.wrapped is not iterator:
+            self._counting = CountingIterator(iterator)
         if self._restored is not None:
-            self._skip(self._counted, self._restored["drawn"])
+            self._skip(self._counting, self._restored["drawn"])
             self._restored = None
         if given is None:
-            self._engine.data_iterator = self._counted
+            self._engine.data_iterator = self._counting
             return None
-        return self._counted
+        return self._counting
 
     def remove(self) -> None:
         """Follow the engine's loader and the script's iterator no longer."""
-        if self._counted is not None and self._engine.data_iterator is self._counted:
-            self._engine.data_iterator = self._counted.inner
-        if self._class is not None:
-            self._loader.__class__ = self._class
-            self._class = None
+        if self._counting is not None and self._engine.data_iterator is self._counting:
+            self._engine.data_iterator = self._counting.wrapped
+        if self._loader is not None:
+            self._loader.__class__ = self._loader_class
 
     def _set_rng_once(self) -> None:
         if not self._rng_is_set:
             self._rng_is_set = True
             self.set_rng()
 
-    def _is_under_way(self, loader: Any) -> bool:
-        """Whether the epoch that is restored had begun and not all of its batches were drawn."""
-        assert self._restored is not None
-        epoch = self._restored["epoch"]
-        return epoch["drawn"] < len(loader) and (epoch["begin"] is not None or epoch["drawn"] > 0)
-
-    def _skip(self, counted: _Counted, number: int) -> None:
+    def _skip(self, items: CountingIterator, number: int) -> None:
         if not number:
             return
         if self._owned_by_script:
-            self.tell("data: where the iterator given to train_batch stands is left to the registered object")
+            self.log("data: where the iterator given to train_batch stands is left to the registered object")
             return
-        self.tell(f"data: skipping the {number} items that were drawn before from the iterator given to train_batch")
+        self.log(f"data: skipping the {number} items that were drawn before from the iterator given to train_batch")
         for index in range(number):
             try:
-                next(counted)
+                next(items)
             except StopIteration:
                 raise ConfigError(
                     f"data: the iterator given to train_batch ends after {index} of the {number} items that were "
                     "drawn before; register an object that knows the position (ftckpt.deepspeed.register)"
                 ) from None
-        self.set_rng()
+        self.set_rng()  # items that are made when they are drawn may have drawn numbers
 
     def _follow_loader(self) -> None:
-        """Give the one loader a class of its own: ``iter`` and ``next`` ask the class."""
-        base: Any = type(self._loader)
-        position = self
-        self._class = base
+        """Give the one loader a class of its own: ``iter`` and ``next`` look for methods in the class alone."""
+        begin, draw, base = self._begin_epoch, self._draw, self._loader_class
+        methods = {"__iter__": lambda loader: begin(), "__next__": lambda loader: draw()}
+        self._loader.__class__ = type(base.__name__, (base,), methods)
 
-        def begin(loader: Any) -> Any:
-            if position._begin_restored(loader):
-                return loader
-            sampler = getattr(loader.data_sampler, "epoch", None)
-            position._epoch = {"begin": rng.save_generators(), "first": None, "sampler": sampler, "drawn": 0}
-            return base.__iter__(loader)
+    def _begin_epoch(self) -> Any:
+        """What ``iter`` of the loader does."""
+        if self._restored is not None and self._begin_restored():
+            return self._loader
+        # Before the loader's own ``iter``, which draws the seed of its workers.
+        self._epoch = Epoch(save_generators(), _sampler_epoch(self._loader))
+        return self._loader_class.__iter__(self._loader)
 
-        def draw(loader: Any) -> Any:
-            if position._restored is not None:
-                if position._behind:
-                    position._replay(base, loader)
-                position._set_rng_once()
-                position._peeked = True
-            epoch = position._epoch
-            if epoch["first"] is None:
-                epoch["first"] = rng.save_generators()
-            try:
-                batch = base.__next__(loader)
-            except StopIteration:
-                position._restored = None
-                raise
-            epoch["drawn"] += 1
-            return batch
+    def _draw(self) -> Any:
+        """What ``next`` of the loader does."""
+        if self._restored is not None:
+            if self._is_behind:
+                self._replay()
+            self._set_rng_once()
+            self._has_peeked = True
+        epoch = self._epoch
+        if epoch.first is None:
+            epoch.first = save_generators()
+        try:
+            batch = self._loader_class.__next__(self._loader)
+        except StopIteration:
+            self._restored = None
+            raise
+        epoch.drawn += 1
+        return batch
 
-        self._loader.__class__ = type(base.__name__, (base,), {"__iter__": begin, "__next__": draw})
-
-    def _begin_restored(self, loader: Any) -> bool:
+    def _begin_restored(self) -> bool:
         """An epoch begins; returns whether it is the restored one, which the first draw will go through.
 
         As long as nothing was trained, a script that has drawn a batch only to look at it begins where it began
         before. One that begins twice and draws nothing in between has done so in the unbroken run too.
         """
-        if self._restored is None:
-            return False
-        self._behind = self._is_under_way(loader)
-        if self._behind or self._peeked:
-            self._rng_is_set = self._peeked = False
-        if not self._behind:
+        assert self._restored is not None
+        epoch = Epoch(**self._restored["epoch"])
+        has_begun = epoch.begin is not None or epoch.drawn > 0
+        self._is_behind = has_begun and epoch.drawn < len(self._loader)
+        if self._is_behind or self._has_peeked:
+            self._rng_is_set = self._has_peeked = False
+        if not self._is_behind:
             self._set_rng_once()
-        return self._behind
+        return self._is_behind
 
-    def _replay(self, base: Any, loader: Any) -> None:
+    def _replay(self) -> None:
         """Begin the epoch that was under way once more, and skip the batches drawn."""
         assert self._restored is not None
-        self._behind = False
-        self._epoch = epoch = dict(self._restored["epoch"])
-        if epoch["sampler"] is not None and hasattr(loader.data_sampler, "set_epoch"):
-            loader.data_sampler.set_epoch(epoch["sampler"])
-        if epoch["begin"] is not None:
-            rng.load_generators(epoch["begin"])
-        base.__iter__(loader)
-        if epoch["drawn"]:
-            self.tell(f"data: skipping the {epoch['drawn']} batches of this epoch that were drawn before")
-            rng.load_generators(epoch["first"])
-        for _ in range(epoch["drawn"]):
-            base.__next__(loader)
+        self._is_behind = False
+        self._epoch = epoch = Epoch(**self._restored["epoch"])
+        sampler = self._loader.data_sampler
+        if epoch.sampler is not None and hasattr(sampler, "set_epoch"):
+            sampler.set_epoch(epoch.sampler)
+        if epoch.begin is not None:
+            load_generators(epoch.begin)
+        self._loader_class.__iter__(self._loader)
+        if epoch.drawn:
+            self.log(f"data: skipping the {epoch.drawn} batches of this epoch that were drawn before")
+            assert epoch.first is not None, "what was drawn was preceded by a first draw"
+            load_generators(epoch.first)
+        for _ in range(epoch.drawn):
+            self._loader_class.__next__(self._loader)
 
 
 def _nothing(*args: Any) -> None:
     """Until a state and a log are known."""
+
+
+def _sampler_epoch(loader: Any) -> Any:
+    return getattr(loader.data_sampler, "epoch", None)
 
 
 def _engine_loader(given: Any) -> Any:

@@ -1,8 +1,8 @@
-"""Where each parameter of a DeepSpeed model lies in its logical tensor.
+"""Where a DeepSpeed rank stands in the layout, and each of its parameters in a logical tensor.
 
 Names are those of the module: a PipelineModule numbers layers across its stages and gives a tied layer one name on
 all of them. Experts have the number that they have among all experts of their layer. How ranks divide a tensor is
-what its marks say.
+what the marks on its parameter say.
 """
 
 from __future__ import annotations
@@ -13,16 +13,44 @@ import torch
 import torch.distributed as dist
 from deepspeed.moe.sharded_moe import MOELayer
 from deepspeed.moe.utils import is_moe_param
+from deepspeed.utils import groups
+from deepspeed.utils.bwc import bwc_tensor_model_parallel_rank, bwc_tensor_model_parallel_world_size
 
-from ftckpt.deepspeed.topology import tensor_parallel
 from ftckpt.errors import UnsupportedError
-from ftckpt.live.tensors import Placed
-from ftckpt.state.fragment import Box
+from ftckpt.frameworks.tensors import LogicalBox
+from ftckpt.model.fragment import Box
 
 _EXPERTS = "experts.deepspeed_experts."
 
 
-def place_parameters(engine: Any) -> dict[torch.nn.Parameter, tuple[Placed, ...]]:
+def tensor_parallel(engine: Any) -> tuple[int, int]:
+    """This rank's place among the ranks that share its layers, and their number."""
+    mpu = engine.mpu
+    return int(bwc_tensor_model_parallel_rank(mpu)), int(bwc_tensor_model_parallel_world_size(mpu))
+
+
+def coordinates(engine: Any) -> dict[str, int]:
+    """This rank's, along each axis by which state is divided."""
+    return {
+        "tp": tensor_parallel(engine)[0],
+        "pp": int(engine.stage_id) if engine.pipeline_parallelism else 0,
+        "dp": dist.get_rank(groups._get_data_parallel_group()),
+    }
+
+
+def layout_sizes(engine: Any) -> dict[str, int | str | bool]:
+    """The sizes of the job's layout."""
+    experts = sorted({int(layer.ep_size) for layer in engine.moe_layers})
+    return {
+        "tp": tensor_parallel(engine)[1],
+        "pp": int(engine.num_stages) if engine.pipeline_parallelism else 1,
+        "dp": dist.get_world_size(groups._get_data_parallel_group()),
+        "ep": ",".join(map(str, experts)) or "1",
+        "zero": int(engine.zero_optimization_stage()),
+    }
+
+
+def place_parameters(engine: Any) -> dict[torch.nn.Parameter, tuple[LogicalBox, ...]]:
     """The places of every parameter of this rank's module; each has one.
 
     Raises:
@@ -35,7 +63,7 @@ def place_parameters(engine: Any) -> dict[torch.nn.Parameter, tuple[Placed, ...]
             "experts together with a PipelineModule or tensor parallelism are not supported by ftckpt; train them "
             "with data and expert parallelism alone"
         )
-    places: dict[torch.nn.Parameter, tuple[Placed, ...]] = {}
+    places: dict[torch.nn.Parameter, tuple[LogicalBox, ...]] = {}
     for name, parameter in engine.module.named_parameters():
         key = _key(name, parameter, first_experts)
         local = tuple(getattr(parameter, "ds_shape", parameter.shape))
@@ -44,18 +72,18 @@ def place_parameters(engine: Any) -> dict[torch.nn.Parameter, tuple[Placed, ...]
         if dim is not None:
             whole[dim] *= size
             offset[dim] = rank * local[dim]
-        places[parameter] = (Placed(key, tuple(whole), Box(tuple(offset), local), 0),)
+        places[parameter] = (LogicalBox(key, tuple(whole), Box(tuple(offset), local), 0),)
     return places
 
 
 def _first_experts(module: torch.nn.Module) -> dict[str, int]:
     """Of each layer of experts, the beginning of their names, and the number of this rank's first one."""
-    found = {}
+    firsts = {}
     for name, layer in module.named_modules():
         if isinstance(layer, MOELayer):
             prefix = f"{name}.{_EXPERTS}" if name else _EXPERTS
-            found[prefix] = dist.get_rank(layer.ep_group) * int(layer.num_local_experts)
-    return found
+            firsts[prefix] = dist.get_rank(layer.ep_group) * int(layer.num_local_experts)
+    return firsts
 
 
 def _key(name: str, parameter: torch.nn.Parameter, first_experts: dict[str, int]) -> str:

@@ -1,7 +1,7 @@
 """Where ftckpt touches a DeepSpeed engine: it listens to its steps and fences its optimizer.
 
-All hooks are attributes of the one engine and of its optimizer, in front of the methods of their classes; ``remove``
-deletes them. Places of an engine without a pipeline, in the kinds of ``ftckpt.capture.iteration``:
+All hooks are attributes of the one engine and of its optimizer, in front of the methods of their classes. Places of
+an engine without a pipeline, in the kinds of ``ftckpt.windows.iteration``:
 
 | place | from | to |
 |---|---|---|
@@ -27,65 +27,34 @@ from typing import Any
 
 import torch
 
-from ftckpt.checkpointer import Checkpointer
 from ftckpt.errors import UnsupportedError
+from ftckpt.frameworks.doors import Patches
+from ftckpt.job.checkpointer import Checkpointer
 
 
-class Hooks:
-    """What ftckpt hears of one engine.
+class EngineHooks:
+    """Where one engine is, for its checkpointer.
 
     Args:
+        patches: what is hooked here can be taken back there.
         engine: a DeepSpeedEngine or a PipelineEngine.
-        checkpointer: who is told; may be replaced later.
+        checkpointer: may be replaced later.
         begin: called once, before the first training batch is used.
     """
 
-    def __init__(self, engine: Any, checkpointer: Checkpointer, begin: Callable[[], None]) -> None:
+    def __init__(self, patches: Patches, engine: Any, checkpointer: Checkpointer, begin: Callable[[], None]) -> None:
+        self.patches = patches
         self.engine = engine
         self.checkpointer = checkpointer
         self.begin = begin
-        self.trained = False
+        self.has_trained = False
         """Whether a boundary was reached."""
         self._begun = self._scheduled = False
-        self._removed = False
         self._thread = threading.get_ident()
-        self._undo: list[Callable[[], None]] = []
-
-    def wrap(self, owner: Any, name: str, around: Callable[..., Any]) -> None:
-        """Let ``around(original, *args, **kwargs)`` stand before a method of the one object ``owner``."""
-        original = getattr(owner, name)
-        before = vars(owner).get(name)
-
-        @functools.wraps(original)
-        def wrapped(*args: Any, **kwargs: Any) -> Any:
-            if self._removed:  # another wrapper may have kept this one
-                return original(*args, **kwargs)
-            return around(original, *args, **kwargs)
-
-        def undo() -> None:
-            if vars(owner).get(name) is not wrapped:
-                return
-            if before is None:
-                delattr(owner, name)  # the class's method shows again
-            else:
-                setattr(owner, name, before)
-
-        setattr(owner, name, wrapped)
-        self._undo.append(undo)
-
-    def shadow(self, name: str, value: Any) -> None:
-        """Set an attribute of the engine, in front of its class's."""
-        setattr(self.engine, name, value)
-        self._undo.append(lambda: delattr(self.engine, name))
-
-    def remove(self) -> None:
-        """Take all hooks away, the last one first."""
-        self._removed = True
-        while self._undo:
-            self._undo.pop()()
 
     def phase(self, kind: str) -> None:
-        """Training comes to a place. Autograd's own threads may come here too: they are not heard."""
+        """Training comes to a place."""
+        # Gradients may be reduced on autograd's own threads, in the middle of a place of the training thread.
         if threading.get_ident() == self._thread:
             self.checkpointer.phase(kind)
 
@@ -102,44 +71,37 @@ class Hooks:
     def boundary(self, steps_before: int) -> None:
         """An iteration is over if the engine has counted a step, whether it was applied or skipped."""
         self._scheduled = False
+        # A step that overflowed counts too: its loss scale and the number of skipped steps are state.
         if self.engine.global_steps != steps_before:
-            self.trained = True
+            self.has_trained = True
             self.checkpointer.step(self.engine.global_steps)
 
     def follow_micro_batches(self) -> None:
         """Listen to an engine without a pipeline."""
-        self._undo.append(self.engine.module.register_forward_pre_hook(self._before_module).remove)
-        self.wrap(self.engine, "forward", self._forward)
-        self.wrap(self.engine, "backward", self._backward)
-        self.wrap(self.engine, "allreduce_gradients", self._reduce)
-        self.wrap(self.engine, "step", self._step)
+        self.patches.undo.append(self.engine.module.register_forward_pre_hook(self._before_module).remove)
+        self.patches.wrap(self.engine, "forward", self._forward)
+        self.patches.wrap(self.engine, "backward", self._backward)
+        self.patches.wrap(self.engine, "allreduce_gradients", self._reduce)
+        self.patches.wrap(self.engine, "step", self._step)
 
     def fence_optimizer(self) -> None:
-        """Put both fences up.
-
-        Raises:
-            UnsupportedError: the engine has no optimizer, or one that cannot be fenced twice.
-        """
+        """Put both fences up, on an engine that ``check_optimizer`` has passed."""
         inner = self.engine.basic_optimizer
-        if inner is None or not hasattr(inner, "register_step_pre_hook"):
-            raise UnsupportedError(
-                f"optimizer: {type(inner).__name__} is no optimizer of torch's kind; name one in the DeepSpeed "
-                "configuration or give one to deepspeed.initialize"
-            )
         outer = self.engine.optimizer
+        # ZeRO's optimizers write their flat tensors in there; all others first in the inner optimizer's step.
         owner, name = (outer, "_optimizer_step") if hasattr(outer, "_optimizer_step") else (inner, "step")
-        self.wrap(owner, name, self._fenced)
-        others = [getattr(outer, "backup_optimizer", None)]
-        for optimizer in [inner, *(other for other in others if other is not None)]:
-            handle = optimizer.register_step_pre_hook(lambda *args: self.checkpointer.fence())
-            self._undo.append(handle.remove)
+        self.patches.wrap(owner, name, self._fenced)
+        backup = getattr(outer, "backup_optimizer", None)  # of a partial offload, beside the inner one
+        for optimizer in (inner, backup) if backup is not None else (inner,):
+            handle = optimizer.register_step_pre_hook(lambda *_: self.checkpointer.fence())
+            self.patches.undo.append(handle.remove)
 
     def _fenced(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self.checkpointer.fence()
         return original(*args, **kwargs)
 
-    def _before_module(self, module: torch.nn.Module, inputs: Any) -> None:
-        """Some scripts call the module, and not the engine."""
+    def _before_module(self, module: torch.nn.Module, *_: Any) -> None:
+        # Some scripts call the module, and not the engine.
         if module.training and torch.is_grad_enabled():
             self.start()
 
@@ -167,8 +129,9 @@ class Hooks:
 
     def _step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         before = self.engine.global_steps
-        last = not self.engine.managed_gradient_accumulation()
-        self.phase("tail" if last else self._after_backward())
+        # A script that accumulates by itself calls ``step`` only after its last micro-batch.
+        is_last = not self.engine.managed_gradient_accumulation()
+        self.phase("tail" if is_last else self._after_backward())
         result = original(*args, **kwargs)
         if self.engine.global_steps != before:
             self.boundary(before)
@@ -176,6 +139,20 @@ class Hooks:
 
     def _after_backward(self) -> str:
         return "tail" if self.engine.is_gradient_accumulation_boundary() else "window"
+
+
+def check_optimizer(engine: Any) -> None:
+    """Refuse an engine whose optimizer cannot be fenced twice.
+
+    Raises:
+        UnsupportedError: the engine has no optimizer, or one without hooks of torch's kind.
+    """
+    inner = engine.basic_optimizer
+    if inner is None or not hasattr(inner, "register_step_pre_hook"):
+        raise UnsupportedError(
+            f"optimizer: {type(inner).__name__} is no optimizer of torch's kind; name one in the DeepSpeed "
+            "configuration or give one to deepspeed.initialize"
+        )
 
 
 @functools.lru_cache(maxsize=16)

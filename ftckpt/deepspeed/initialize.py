@@ -8,28 +8,25 @@ time nobody knows the JSON.
 
 from __future__ import annotations
 
-import functools
 import importlib.abc
 import importlib.util
 import sys
 from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ftckpt.deepspeed import section
+from ftckpt.frameworks import doors
 
-if TYPE_CHECKING:
-    from ftckpt.deepspeed.session import Session
-
-_originals: dict[str, Callable[..., Any]] = {}
-_session: Session | None = None
-_objects: dict[str, Any] = {}
+door = doors.Door()
+objects: dict[str, Any] = {}
+"""The script's own, by name."""
 _runner = False
 
 
-class _Watch(importlib.abc.MetaPathFinder):
-    """Finds nothing; lets ``install`` be called once deepspeed has been imported."""
+class _ImportWatch(importlib.abc.MetaPathFinder):
+    """Lets the other finders find deepspeed, and ``install`` be called once it has been imported."""
 
     def __init__(self) -> None:
         self._searching = False
@@ -37,10 +34,9 @@ class _Watch(importlib.abc.MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """See MetaPathFinder."""
         if fullname != "deepspeed" or self._searching:
             return None
-        self._searching = True
+        self._searching = True  # the search below asks every finder, this one too
         try:
             spec = importlib.util.find_spec(fullname)
         finally:
@@ -50,14 +46,14 @@ class _Watch(importlib.abc.MetaPathFinder):
         return spec
 
 
-_watch = _Watch()
+_watch = _ImportWatch()
 
 
 def _call_after(loader: Any, done: Callable[[], None]) -> None:
     execute = loader.exec_module
 
     def exec_module(module: ModuleType) -> None:
-        del loader.exec_module
+        del loader.exec_module  # the instance's attribute; the class's method shows again
         execute(module)
         done()
 
@@ -72,10 +68,28 @@ def install() -> None:
             sys.meta_path.insert(0, _watch)
         return
     _unwatch()
-    for name, wrap in (("initialize", _wrapped), ("init_distributed", _isolated)):
-        if name not in _originals:
-            _originals[name] = getattr(deepspeed, name)
-            setattr(deepspeed, name, wrap(_originals[name]))
+    for name, around in (("initialize", _initialize), ("init_distributed", _init_distributed)):
+        if not door.patches.has(deepspeed, name):
+            door.patches.wrap(deepspeed, name, around)
+
+
+def close() -> None:
+    """Training has ended well: snapshots are not needed any more. Collective; a second call does nothing."""
+    _end(remove=True)
+
+
+def leave() -> None:
+    """Follow the engine no longer; snapshots stay for a later start of the job."""
+    _end(remove=False)
+
+
+def _end(remove: bool) -> None:
+    checkpointer = door.checkpointer
+    if checkpointer is not None:
+        try:
+            door.leave()
+        finally:
+            checkpointer.close(remove=remove)
 
 
 def remove() -> None:
@@ -84,14 +98,12 @@ def remove() -> None:
     Snapshots stay where they are.
     """
     _unwatch()
-    for name, original in _originals.items():
-        setattr(sys.modules["deepspeed"], name, original)
-    _originals.clear()
-    if _session is not None:
-        _session.leave()
-    forget()
-    _objects.clear()
-    section.configure({})
+    try:
+        leave()
+    finally:  # a checkpointer that cannot be closed must not leave ``deepspeed.initialize`` replaced
+        objects.clear()
+        section.configure({})
+        door.remove()
 
 
 def _unwatch() -> None:
@@ -99,13 +111,8 @@ def _unwatch() -> None:
         sys.meta_path.remove(_watch)
 
 
-def registered() -> dict[str, Any]:
-    """The script's own objects, by name."""
-    return _objects
-
-
 def leave_the_end_to_the_runner() -> None:
-    """Who knows how the script ended removes the snapshots: ``engine.destroy`` does not any more."""
+    """From here on ``engine.destroy`` removes no snapshots: the runner sees how the script ends."""
     global _runner
     _runner = True
 
@@ -115,45 +122,20 @@ def has_runner() -> bool:
     return _runner
 
 
-def session() -> Session | None:
-    """Of the engine that is followed now."""
-    return _session
+def _init_distributed(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    import torch.distributed as dist
+
+    from ftckpt.frameworks.rendezvous import isolate_attempts
+
+    if not dist.is_initialized():
+        isolate_attempts()
+    return original(*args, **kwargs)
 
 
-def remember(session: Session) -> None:
-    """This engine is followed now."""
-    global _session
-    _session = session
-
-
-def forget() -> None:
-    """No engine is followed any more."""
-    global _session
-    _session = None
-
-
-def _isolated(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def init_distributed(*args: Any, **kwargs: Any) -> Any:
-        import torch.distributed as dist
-
-        from ftckpt.elastic.rendezvous import isolate_attempts
-
-        if not dist.is_initialized():
-            isolate_attempts()
+def _initialize(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    config = section.merged(section.find(original, args, kwargs))
+    if not config.enabled:
         return original(*args, **kwargs)
+    from ftckpt.deepspeed.session import follow
 
-    return init_distributed
-
-
-def _wrapped(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def initialize(*args: Any, **kwargs: Any) -> Any:
-        config = section.merged(section.find(original, args, kwargs))
-        if not config.enabled:
-            return original(*args, **kwargs)
-        from ftckpt.deepspeed import session
-
-        return session.follow(original, args, kwargs, config)
-
-    return initialize
+    return follow(original, args, kwargs, config)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ftckpt.errors import UnsupportedError
-from ftckpt.live import optimizers as live
+from ftckpt.frameworks import optimizers as live
 
 Numbers = list[dict[str, Any]]
 
@@ -34,9 +34,8 @@ def materialise(inner: Any) -> None:
                 for parameter in group["params"]:
                     if not inner.state.get(parameter):
                         inner.state[parameter] = first_state(inner, group, parameter)
-        elif type(inner) is not torch.optim.Adagrad or live.without_state(
-            inner
-        ):  # it has state as soon as it is made
+        # Adagrad has state as soon as it is made.
+        elif type(inner) is not torch.optim.Adagrad or live.without_state(inner):
             known = ["Adam, AdamW, SGD and Adagrad of torch", *(name.rpartition(".")[2] for name in _FIRST_STATE)]
             raise UnsupportedError(f"inner optimizer {_name(inner)} is not known; known are {', '.join(known)}")
 
@@ -48,7 +47,7 @@ def save(inner: Any, owners: Sequence[torch.Tensor]) -> dict[str, Any]:
 
 
 def load(inner: Any, owners: Sequence[torch.Tensor], saved: Mapping[str, Any]) -> None:
-    """Inverse of ``save``."""
+    """Set in place what ``save`` gave."""
     live.load_groups(inner, saved["groups"])
     for owner, numbers in zip(owners, saved["numbers"], strict=True):
         inner.state[owner].update(numbers)
@@ -91,7 +90,7 @@ def _catch_up_cpu_adam(inner: Any, numbers: Numbers) -> None:
     once raises the betas to that power, which rounds differently. Stepping nothing gives the product, in some
     microseconds per step. Betas are taken to have been the same from the beginning.
     """
-    steps = max((int(found.get("step", 0)) for found in numbers), default=0)
+    steps = max((int(of_owner.get("step", 0)) for of_owner in numbers), default=0)
     nothing = [torch.zeros(1) for _ in range(4)]
     settings = [(*group["betas"], group["eps"], 0.0, group["bias_correction"]) for group in inner.param_groups]
     for step in range(1, steps + 1):

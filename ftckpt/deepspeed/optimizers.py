@@ -8,7 +8,6 @@ parameter and has no gradient: nothing comes of what it holds, and it is not sav
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,25 +21,9 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from ftckpt.deepspeed import inner_optimizers
 from ftckpt.errors import UnsupportedError
-from ftckpt.live.optimizers import Optimized, stepped_pieces
-from ftckpt.live.tensors import Placed
-from ftckpt.state.piece import Piece
-
-Places = Mapping[torch.nn.Parameter, Sequence[Placed]]
-
-
-@dataclass(frozen=True)
-class Part:
-    """Elements ``first`` and on of ``parameter``, as many as ``weight`` has.
-
-    ``owner`` is the tensor under which the inner optimizer keeps state; the part begins at its element ``begin``.
-    """
-
-    parameter: torch.nn.Parameter
-    first: int
-    weight: torch.Tensor
-    owner: torch.Tensor
-    begin: int
+from ftckpt.frameworks.optimizers import ParameterRange, stepped_pieces
+from ftckpt.frameworks.tensors import ParameterBoxes
+from ftckpt.model.training_state import Piece
 
 
 def check(optimizer: Any) -> None:
@@ -60,25 +43,19 @@ def inner(optimizer: Any) -> Any:
     return optimizer.optimizer if type(optimizer) in _READERS else optimizer
 
 
-def pieces(optimizer: Any, places: Places) -> Iterator[Piece]:
+def pieces(optimizer: Any, boxes: ParameterBoxes) -> Iterator[Piece]:
     """Every tensor that this rank steps, weights included.
 
     Raises:
         UnsupportedError: a parameter or state that is not known, by name.
     """
     state = inner(optimizer).state
-    for part in _parts(optimizer):
-        placed = places.get(part.parameter)
-        if placed is None:
-            raise UnsupportedError("the optimizer steps a parameter that is not in the engine's module")
-        size = part.weight.numel()
-        kept = {
-            name: _cut(value, part) if _is_like(value, part.owner) else value
-            for name, value in state[part.owner].items()
-            if not inner_optimizers.is_number(value)
-        }
-        item = Optimized(part.parameter, part.first, _flat(part.owner)[part.begin : part.begin + size], part.weight)
-        yield from stepped_pieces(placed, item, kept)
+
+    def tensors(part: ParameterRange) -> Mapping[str, Any]:
+        # Step counts that are numbers of Python's are saved with the hyperparameters: see inner_optimizers.
+        return {name: v for name, v in state[part.owner].items() if not inner_optimizers.is_number(v)}
+
+    return stepped_pieces(boxes, _ranges(optimizer), tensors)
 
 
 def stepped_parameters(optimizer: Any) -> set[torch.nn.Parameter]:
@@ -86,7 +63,7 @@ def stepped_parameters(optimizer: Any) -> set[torch.nn.Parameter]:
     for name in ("bit16_groups", "bf16_groups", "fp16_groups"):
         if type(optimizer) in _READERS and hasattr(optimizer, name):
             return {parameter for group in getattr(optimizer, name) for parameter in group}
-    return {part.parameter for part in _parts(optimizer)}
+    return {part.parameter for part in _ranges(optimizer)}
 
 
 def owners(optimizer: Any) -> list[torch.Tensor]:
@@ -105,7 +82,7 @@ def materialise(optimizer: Any) -> None:
     if type(optimizer) is not DeepSpeedZeroOptimizer_Stage3:
         inner_optimizers.materialise(inner(optimizer))
         return
-    optimizer._set_fp32_optimizer_param_groups()  # its groups are empty except during a step
+    optimizer._set_fp32_optimizer_param_groups()  # ZeRO 3 empties its groups except during a step
     try:
         inner_optimizers.materialise(inner(optimizer))
     finally:
@@ -120,6 +97,7 @@ def spread(optimizer: Any) -> None:
         _gather_flat(optimizer, optimizer.bf16_groups_flat, optimizer.bf16_partitioned_groups)
     elif isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
         optimizer._partition_all_parameters()  # gathered copies of old partitions go
+        # Small ones stay gathered, so that no forward would gather them anew.
         if optimizer.persistent_parameters:
             optimizer.persistent_parameters[0].all_gather(optimizer.persistent_parameters)
 
@@ -138,49 +116,41 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().view(-1)
 
 
-def _is_like(value: Any, owner: torch.Tensor) -> bool:
-    return isinstance(value, torch.Tensor) and value.shape == owner.shape and value.is_contiguous()
-
-
-def _cut(value: torch.Tensor, part: Part) -> torch.Tensor:
-    return _flat(value)[part.begin : part.begin + part.weight.numel()]
-
-
-def _parts(optimizer: Any) -> Iterator[Part]:
+def _ranges(optimizer: Any) -> Iterator[ParameterRange]:
     yield from _READERS.get(type(optimizer), _read_plain)(optimizer)
 
 
-def _read_plain(optimizer: Any) -> Iterator[Part]:
+def _read_plain(optimizer: Any) -> Iterator[ParameterRange]:
     """The parameters themselves are stepped, except frozen ones."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if parameter.requires_grad:
-                yield Part(parameter, 0, _flat(parameter), parameter, 0)
+                yield ParameterRange(parameter, 0, _flat(parameter), parameter)
 
 
-def _read_unfused(optimizer: Any) -> Iterator[Part]:
+def _read_unfused(optimizer: Any) -> Iterator[ParameterRange]:
     for parameters, masters in zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True):
         for parameter, master in zip(parameters, masters, strict=True):
-            yield Part(parameter, 0, _flat(parameter), master, 0)
+            yield ParameterRange(parameter, 0, _flat(parameter), master)
 
 
-def _read_fused(optimizer: Any) -> Iterator[Part]:
+def _read_fused(optimizer: Any) -> Iterator[ParameterRange]:
     groups = zip(optimizer.fp16_groups, optimizer.fp16_groups_flat, optimizer.fp32_groups_flat, strict=True)
     for parameters, flat, master in groups:
         yield from _in_flat(parameters, flat, master, 0)
 
 
-def _read_bf16(optimizer: Any) -> Iterator[Part]:
+def _read_bf16(optimizer: Any) -> Iterator[ParameterRange]:
     masters = optimizer.fp32_groups_flat_partition
     yield from _read_partitions(optimizer, optimizer.bf16_groups, optimizer.bf16_groups_flat, masters)
 
 
-def _read_zero(optimizer: Any) -> Iterator[Part]:
+def _read_zero(optimizer: Any) -> Iterator[ParameterRange]:
     masters = optimizer.single_partition_of_fp32_groups
     yield from _read_partitions(optimizer, optimizer.bit16_groups, optimizer.bit16_groups_flat, masters)
 
 
-def _read_partitions(optimizer: Any, groups: Any, flats: Any, masters: Any) -> Iterator[Part]:
+def _read_partitions(optimizer: Any, groups: Any, flats: Any, masters: Any) -> Iterator[ParameterRange]:
     """Experts' groups are divided over other ranks than the rest."""
     ranks = map(dist.get_rank, optimizer.real_dp_process_group)
     for parameters, flat, master, rank in zip(groups, flats, masters, ranks, strict=True):
@@ -189,8 +159,8 @@ def _read_partitions(optimizer: Any, groups: Any, flats: Any, masters: Any) -> I
 
 def _in_flat(
     parameters: Sequence[torch.nn.Parameter], flat: torch.Tensor, owner: torch.Tensor, begin: int
-) -> Iterator[Part]:
-    """Parts of parameters that ``owner`` holds: elements ``begin`` and on of ``flat``, as many as it has."""
+) -> Iterator[ParameterRange]:
+    """Of each parameter what ``owner`` has of it: elements ``begin`` and on of ``flat``, as many as it has."""
     for parameter in parameters:
         offset = (parameter.data_ptr() - flat.data_ptr()) // flat.element_size()
         if not 0 <= offset <= flat.numel() - parameter.numel():
@@ -200,17 +170,17 @@ def _in_flat(
             )
         low, high = max(offset, begin), min(offset + parameter.numel(), begin + owner.numel())
         if low < high:
-            yield Part(parameter, low - offset, _flat(flat)[low:high], owner, low - begin)
+            yield ParameterRange(parameter, low - offset, _flat(flat)[low:high], owner, low - begin)
 
 
-def _read_stage3(optimizer: Any) -> Iterator[Part]:
+def _read_stage3(optimizer: Any) -> Iterator[ParameterRange]:
     """Each parameter is cut into equal partitions, the last one padded; a rank's ones lie one after another."""
     for parameters, owner in zip(optimizer.fp16_groups, optimizer.fp32_partitioned_groups_flat, strict=True):
         begin = 0
         for parameter in parameters:
             first, weight = partition(parameter)
             if weight.numel():
-                yield Part(parameter, first, weight, owner, begin)
+                yield ParameterRange(parameter, first, weight, owner, begin)
             begin += parameter.partition_numel()
 
 
@@ -221,7 +191,12 @@ def partition(parameter: Any) -> tuple[int, torch.Tensor]:
     return first, _flat(parameter.ds_tensor)[: max(0, min(size, int(parameter.ds_numel) - first))]
 
 
-_READERS: dict[type, Callable[[Any], Iterator[Part]]] = {
+def owned(parameter: Any) -> tuple[int, torch.Tensor]:
+    """Of a parameter that nothing steps, the first element that this rank is responsible for, and all of these."""
+    return partition(parameter) if hasattr(parameter, "ds_tensor") else (0, parameter)
+
+
+_READERS: dict[type, Callable[[Any], Iterator[ParameterRange]]] = {
     FP16_Optimizer: _read_fused,
     FP16_UnfusedOptimizer: _read_unfused,
     BF16_Optimizer: _read_bf16,

@@ -1,10 +1,10 @@
 """The schedule of a PipelineEngine with the places of an iteration as steps of its own.
 
-DeepSpeed's schedule is a list of lists of instructions; a list that is empty is a bubble. ``Marked`` hands on the
-engine's own schedule and puts a ``Place`` around each computation. What lies between two computations is what the
-stage waits for and sends, or an empty list: a window. From ``ReduceTiedGrads`` on it is the tail: tied gradients are
-reduced over stages, gradients over replicas, and inside of ``OptimizerStep`` the stages that are done wait for the
-norm of the gradients of all.
+DeepSpeed's schedule is a list of lists of instructions; a list that is empty is a bubble. ``PhaseSchedule`` hands on
+the engine's own schedule and puts a ``PhaseInstruction`` around each computation. What lies between two computations
+is what the stage waits for and sends, or an empty list: a window. From ``ReduceTiedGrads`` on it is the tail: tied
+gradients are reduced over stages, gradients over replicas, and inside of ``OptimizerStep`` the stages that are done
+wait for the norm of the gradients of all.
 
 The order of computations is that of 1F1B: stage ``s`` of ``P`` runs forward ``m`` in step ``2m + s`` and backward
 ``m`` in step ``2m + 2P - 1 - s`` of DeepSpeed's numbering.
@@ -13,7 +13,6 @@ The order of computations is that of 1F1B: stage ``s`` of ``P`` runs forward ``m
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import lru_cache
 from typing import Any
 
 from deepspeed.runtime.pipe.engine import PipelineEngine
@@ -27,45 +26,37 @@ from deepspeed.runtime.pipe.schedule import (
     TrainSchedule,
 )
 
-from ftckpt.capture import schedule
-from ftckpt.capture.places import Places, expected_places
-from ftckpt.deepspeed.hooks import Hooks
-from ftckpt.errors import ConfigError, UnsupportedError
+from ftckpt.deepspeed.hooks import EngineHooks
+from ftckpt.errors import UnsupportedError
+from ftckpt.frameworks.doors import Proxy
+from ftckpt.windows.schedule import pipeline_places
 
 _COMPUTE = {ForwardPass: "forward", BackwardPass: "backward"}
 _END = (ReduceTiedGrads, ReduceGrads, OptimizerStep)
 
 
-class Place(PipeInstruction):  # type: ignore[misc] # DeepSpeed has no types
+class PhaseInstruction(PipeInstruction):  # type: ignore[misc] # DeepSpeed has no types
     """Training comes to a place of ``kind``."""
 
 
-class Marked:
-    """``inner``, a schedule of DeepSpeed's kind, with a ``Place`` around each computation."""
-
-    def __init__(self, inner: Any) -> None:
-        self._inner = inner
+class PhaseSchedule(Proxy):
+    """A schedule of DeepSpeed's kind with a ``PhaseInstruction`` around each computation."""
 
     def __iter__(self) -> Iterator[list[Any]]:
-        yield [Place(kind="window")]
-        over = False
-        for commands in self._inner:
-            marked: list[Any] = []
+        yield [PhaseInstruction(kind="window")]
+        is_in_tail = False
+        for commands in self.wrapped:
+            step: list[Any] = []
             for command in commands:
                 kind = _COMPUTE.get(type(command))
                 if kind is not None:
-                    marked += [Place(kind=kind), command, Place(kind="window")]
+                    step += [PhaseInstruction(kind=kind), command, PhaseInstruction(kind="window")]
                     continue
-                if isinstance(command, _END) and not over:
-                    over = True
-                    marked.append(Place(kind="tail"))
-                marked.append(command)
-            yield marked
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
-            raise AttributeError(name)
-        return getattr(self._inner, name)
+                if isinstance(command, _END) and not is_in_tail:
+                    is_in_tail = True
+                    step.append(PhaseInstruction(kind="tail"))
+                step.append(command)
+            yield step
 
 
 def check_pipeline(engine: Any) -> None:
@@ -80,44 +71,35 @@ def check_pipeline(engine: Any) -> None:
         )
 
 
-def follow_pipeline(hooks: Hooks, position: Callable[[Any], Any]) -> None:
+def follow_pipeline(hooks: EngineHooks, draw_from: Callable[[Any], Any]) -> None:
     """Listen to a PipelineEngine.
 
     Args:
         hooks: of that engine.
-        position: gets the iterator given to ``train_batch``, or None, and returns the one to draw from.
+        draw_from: gets the iterator given to ``train_batch``, or None, and returns the one to draw from.
     """
     engine = hooks.engine
-    original = engine._train_schedule
+    make_schedule = engine._train_schedule
 
-    def place(engine: Any, kind: str) -> None:
+    def enter(_: Any, kind: str) -> None:
         hooks.phase(kind)
 
     def train_schedule() -> Any:
-        found = original()
-        if type(found) is TrainSchedule:
-            model = expected(found.num_stages, found.stage, found.num_micro_batches)
+        own = make_schedule()
+        if type(own) is TrainSchedule:
+            model = pipeline_places(own.num_stages, own.stage, own.num_micro_batches)
             if model is not None:
                 hooks.checkpointer.expect(*model)
-        return Marked(found)
+        return PhaseSchedule(own)
 
     def train_batch(original: Callable[..., Any], data_iter: Any = None) -> Any:
         hooks.start()
         before = engine.global_steps
-        loss = original(data_iter=position(data_iter))
+        loss = original(data_iter=draw_from(data_iter))
         hooks.boundary(before)
         return loss
 
-    hooks.shadow("_INSTRUCTION_MAP", {**engine._INSTRUCTION_MAP, Place: place})
-    hooks.shadow("_train_schedule", train_schedule)
-    hooks.wrap(engine, "train_batch", train_batch)
-
-
-@lru_cache(maxsize=16)
-def expected(stages: int, stage: int, micro_batches: int) -> Places | None:
-    """Kinds and relative lengths of the places that ``stage`` comes to, the tail last; None without a model."""
-    try:
-        orders = [schedule.one_forward_one_backward(stages, place, micro_batches) for place in range(stages)]
-    except ConfigError:
-        return None  # DeepSpeed says what is wrong with it
-    return expected_places(orders, stage)
+    # The engine looks up what to do for an instruction by its class.
+    hooks.patches.shadow(engine, "_INSTRUCTION_MAP", {**engine._INSTRUCTION_MAP, PhaseInstruction: enter})
+    hooks.patches.shadow(engine, "_train_schedule", train_schedule)
+    hooks.patches.wrap(engine, "train_batch", train_batch)

@@ -36,6 +36,7 @@ def from_flags(argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
         ConfigError: see ``Config.from_flags``; ``--ftckpt`` itself may be left to the JSON.
     """
     flags = [word.partition("=")[0] for word in argv if word.startswith("--ftckpt")]
+    # ``Config`` takes settings only beside --ftckpt, which may stand in the JSON here.
     alone = bool(flags) and "--ftckpt" not in flags
     config, rest = Config.from_flags(["--ftckpt", *argv] if alone else argv)
     names = [flag.removeprefix("--ftckpt-").replace("-", "_") for flag in flags if flag != "--ftckpt"]

@@ -4,34 +4,32 @@ from __future__ import annotations
 
 import copy
 import inspect
-import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
 
-from ftckpt.checkpointer import Checkpointer
-from ftckpt.comm import Group, together
 from ftckpt.config import Config
 from ftckpt.deepspeed import initialize, support
-from ftckpt.deepspeed.data import DataPosition, Epochs
-from ftckpt.deepspeed.hooks import Hooks
+from ftckpt.deepspeed.data import DataPosition, EpochBegins
+from ftckpt.deepspeed.geometry import coordinates, layout_sizes
+from ftckpt.deepspeed.hooks import EngineHooks, check_optimizer
+from ftckpt.deepspeed.initialize import door
 from ftckpt.deepspeed.pipeline import check_pipeline, follow_pipeline
 from ftckpt.deepspeed.state import DeepSpeedState
-from ftckpt.deepspeed.topology import gather_topology
-from ftckpt.elastic.identity import job_name, node_name
-from ftckpt.elastic.rendezvous import check_isolated, isolate_attempts
 from ftckpt.errors import ConfigError, UnsupportedError
-from ftckpt.live.stateful import Stateful
+from ftckpt.frameworks import doors
+from ftckpt.frameworks.rendezvous import check_isolated, isolate_attempts
+from ftckpt.frameworks.torch_state import Stateful
+from ftckpt.job.checkpointer import Checkpointer
 
 _DATA = "ftckpt.data"
 _OWNS_DATA = "data"
 """The name of the script's object that knows the position of the iterators which the script makes."""
 
 
-class Session:
+class EngineSession:
     """Snapshots of one engine.
 
     Collective. Restores at once, but for RNG and the position in the data: these follow right before the first
@@ -41,7 +39,7 @@ class Session:
         engine: what ``deepspeed.initialize`` has made.
         objects: the script's own, by name.
         config: ``job`` and ``node`` need not be given.
-        begun: epochs that began while the engine was made.
+        begins: of epochs that began while the engine was made.
 
     Raises:
         UnsupportedError: a version, a JSON field or state that ftckpt does not know.
@@ -50,84 +48,76 @@ class Session:
         LostError, MismatchError, MemoryBudgetError, ArenaError: see ``Checkpointer.restore``.
     """
 
-    def __init__(self, engine: Any, objects: Mapping[str, Stateful], config: Config, begun: Epochs) -> None:
-        if initialize.session() is not None:
+    def __init__(self, engine: Any, objects: Mapping[str, Stateful], config: Config, begins: EpochBegins) -> None:
+        if door.checkpointer is not None:
             raise ConfigError(
                 'ftckpt follows one engine, and has one: leave the section "ftckpt" out of the configuration of all '
                 "others, or call ftckpt.deepspeed.close() when training with the first has ended"
             )
-        check_isolated()
-        self.engine = engine
-        self.config = replace(config, job=job_name(config.job, os.environ), node=node_name(config.node, os.environ))
+        check_isolated()  # before a collective, in which a restarted attempt would wait for dead processes
+        self._engine = engine
         self._objects = dict(objects)
-        self._begun = begun
-        self._group = Group(self.config.start_timeout_secs)
-        together(self._group, lambda: _check(engine))
-        self._topology = gather_topology(self._group, self.config.node, engine)
+        self._begins = begins
+        self._start = doors.start(config, lambda: _place(engine))
+        # Taken before anything is restored: see ``_forget_restored``.
         self._fresh = {name: copy.deepcopy(value.state_dict()) for name, value in self._objects.items()}
         self._data = self._new_position()
-        self.checkpointer = self._restored()
-        self._hooks = Hooks(engine, self.checkpointer, self._begin_training)
+        checkpointer, self._from_memory = self._restore()
+        door.hooks.undo.append(self._leave_data)
+        self._hooks = EngineHooks(door.hooks, engine, checkpointer, self._begin_training)
         self._follow()
-        initialize.remember(self)
+        door.checkpointer = checkpointer  # last: an engine that cannot be followed must not count as one that is
         if not self._data.is_known:
-            self.checkpointer.events.tell(
+            checkpointer.events.tell(
                 "where in its data training stands is for the script to know: from engine.global_steps, or from an "
                 "object that is given to ftckpt.deepspeed.register"
             )
 
-    def close(self) -> None:
-        """Training has ended well: snapshots are not needed any more. Collective; a second call does nothing."""
-        self._unhook()
-        self.checkpointer.close()
-
-    def leave(self) -> None:
-        """Follow the engine no longer; snapshots stay for a later start of the job."""
-        self._unhook()
-        self.checkpointer.close(remove=False)
-
-    def _unhook(self) -> None:
-        self._hooks.remove()
-        self._data.remove()
-        if initialize.session() is self:
-            initialize.forget()
-
     def _new_position(self) -> DataPosition:
-        return DataPosition(self.engine, self._begun, owned_by_script=_OWNS_DATA in self._objects)
+        return DataPosition(self._engine, self._begins, owned_by_script=_OWNS_DATA in self._objects)
 
-    def _restored(self) -> Checkpointer:
-        """A new checkpointer that has restored what is newer than the engine's state."""
-        data = self._data
-        state = together(self._group, lambda: DeepSpeedState(self.engine, {**self._objects, _DATA: data}))
-        checkpointer = Checkpointer(self.config, state, self._topology, group=self._group)
-        data.set_rng, data.tell = state.set_rng, checkpointer.events.tell
-        self._from_memory = checkpointer.restore(newer_than=self.engine.global_steps)
-        return checkpointer
-
-    def _follow(self) -> None:
-        if self.engine.pipeline_parallelism:
-            follow_pipeline(self._hooks, self._draw_from)
-        else:
-            self._hooks.follow_micro_batches()
-        self._hooks.fence_optimizer()
-        self._hooks.wrap(self.engine, "load_checkpoint", self._load_checkpoint)
-        self._hooks.wrap(self.engine, "destroy", self._destroy)
-        self._hooks.wrap(self.engine, "compile", _refuse_compile)
-
+    # Hooks outlive a position: ``load_checkpoint`` makes a new one.
     def _begin_training(self) -> None:
         self._data.begin_training()
 
     def _draw_from(self, given: Any) -> Any:
         return self._data.draw_from(given)
 
+    def _leave_data(self) -> None:
+        self._data.remove()
+
+    def _restore(self) -> tuple[Checkpointer, int | None]:
+        """A new checkpointer, and the iteration that it has restored, if one is newer than the engine's state."""
+        data = self._data
+        state = self._start.build(lambda: DeepSpeedState(self._engine, {**self._objects, _DATA: data}))
+        checkpointer = self._start.checkpointer(state)
+        data.set_rng, data.log = state.set_rng, checkpointer.events.tell
+        return checkpointer, checkpointer.restore(newer_than=self._engine.global_steps)
+
+    def _begin_anew(self) -> None:
+        """Go on with a checkpointer that knows nothing of the one before."""
+        checkpointer, self._from_memory = self._restore()
+        door.checkpointer = self._hooks.checkpointer = checkpointer
+
+    def _follow(self) -> None:
+        self._hooks.fence_optimizer()
+        if self._engine.pipeline_parallelism:
+            follow_pipeline(self._hooks, self._draw_from)
+        else:
+            self._hooks.follow_micro_batches()
+        door.hooks.wrap(self._engine, "load_checkpoint", self._load_checkpoint)
+        door.hooks.wrap(self._engine, "destroy", self._destroy)
+        door.hooks.wrap(self._engine, "compile", _refuse_compile)
+
     def _load_checkpoint(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Before training has begun the newer of storage and memory counts; afterwards a load is the user's wish."""
-        self.checkpointer.fence()  # what is loaded must not be written below a copy
+        self._hooks.checkpointer.fence()  # what is loaded must not be written below a copy
         result = original(*args, **kwargs)
-        loaded = self.engine.global_steps
+        # From here on addresses, counters and perhaps the lineage are others: whatever counts, snapshots begin anew.
+        loaded = self._engine.global_steps
         if result[0] is None:
             return result
-        if self._hooks.trained:
+        if self._hooks.has_trained:
             self._begin_at_storage(loaded)
             return result
         before = self._from_memory
@@ -135,28 +125,29 @@ class Session:
             raise ConfigError(
                 f"load_checkpoint: iteration {before} was restored from memory, and loading a part of iteration "
                 f"{loaded} from storage would mix the two; load all of it, or remove the snapshots with "
-                f"'ftckpt clean {self.config.job}'"
+                f"'ftckpt clean {self._start.config.job}'"
             )
         self._forget_restored()
-        self.checkpointer = self._hooks.checkpointer = self._restored()
+        self._begin_anew()
         self._hooks.begin_again()
-        found = self._from_memory
-        which = f"storage has {loaded}, which counts" if found is None else f"memory has {found}, which counts"
-        self.checkpointer.events.tell(f"load_checkpoint: of storage and memory the newer one is taken: {which}")
+        newest = self._from_memory
+        which = f"storage has {loaded}, which counts" if newest is None else f"memory has {newest}, which counts"
+        events = self._hooks.checkpointer.events
+        events.tell(f"load_checkpoint: of storage and memory the newer one is taken: {which}")
         return result
 
     def _begin_at_storage(self, loaded: int) -> None:
         """Training was taken back, or elsewhere: what is in memory must not come back at the next restart."""
-        events = self.checkpointer.events
+        events = self._hooks.checkpointer.events
         events.emit("loaded_in_training", iteration=loaded)
         events.tell(f"iteration {loaded} was loaded from storage while training: snapshots begin anew")
-        self.checkpointer.close(remove=True)  # in an error handler too: the user goes back on all ranks
-        self.checkpointer = self._hooks.checkpointer = self._restored()
+        self._hooks.checkpointer.close(remove=True)  # in an error handler too: the user goes back on all ranks
+        self._begin_anew()
 
     def _forget_restored(self) -> None:
         """What a load does not overwrite is as before the snapshot was restored, in case that storage counts."""
         self._data.remove()
-        self.checkpointer.close(remove=False)
+        self._hooks.checkpointer.close(remove=False)
         for name, state in self._fresh.items():
             self._objects[name].load_state_dict(copy.deepcopy(state))
         self._data = self._new_position()
@@ -166,16 +157,19 @@ class Session:
 
         Under the runner the end of the script says that.
         """
-        collected = sys._getframe(2).f_code is getattr(type(self.engine).__del__, "__code__", None)
-        if not collected and sys.exc_info()[0] is None and not initialize.has_runner():
-            self.close()
+        # Two frames up: this one and the wrapper around it were called by ``destroy``'s caller.
+        is_collected = sys._getframe(2).f_code is getattr(type(self._engine).__del__, "__code__", None)
+        if not is_collected and sys.exc_info()[0] is None and not initialize.has_runner():
+            initialize.close()
         return original()
 
 
-def _check(engine: Any) -> None:
+def _place(engine: Any) -> tuple[dict[str, int], dict[str, int | str | bool]]:
     support.check(engine)
+    check_optimizer(engine)  # before state is restored and hooks are set: a refusal leaves the engine as it was
     if engine.pipeline_parallelism:
         check_pipeline(engine)
+    return coordinates(engine), layout_sizes(engine)
 
 
 def _refuse_compile(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -196,13 +190,13 @@ def follow(original: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[st
     """Call ``deepspeed.initialize`` and follow the engine that it makes; returns what it returns.
 
     Raises:
-        UnsupportedError, ConfigError and others: see Session.
+        UnsupportedError, ConfigError and others: see EngineSession.
     """
     support.check_version()
     if not dist.is_initialized():
         isolate_attempts()
-    begun = Epochs()
-    with begun.watched():
+    begins = EpochBegins()
+    with begins.recorded():
         made = original(*args, **kwargs)
-    Session(made[0], initialize.registered(), config, begun)
+    EngineSession(made[0], initialize.objects, config, begins)
     return made

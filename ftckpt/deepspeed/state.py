@@ -11,20 +11,25 @@ from deepspeed.runtime.activation_checkpointing import checkpointing
 
 from ftckpt.deepspeed import inner_optimizers, optimizers, support
 from ftckpt.deepspeed.geometry import place_parameters
-from ftckpt.errors import CaptureError, UnsupportedError
-from ftckpt.live import rng
-from ftckpt.live.extra_state import refuse_extra_state
-from ftckpt.live.optimizers import addresses
-from ftckpt.live.stateful import Stateful, load_all
-from ftckpt.live.tensors import fragments, whole_piece
-from ftckpt.state.piece import Description, Piece
+from ftckpt.errors import UnsupportedError
+from ftckpt.frameworks.optimizers import state_tensors
+from ftckpt.frameworks.tensors import frozen_pieces, refuse_extra_state, whole_piece
+from ftckpt.frameworks.torch_state import (
+    LiveTensors,
+    Stateful,
+    load_all,
+    load_generators,
+    save_all,
+    save_generators,
+)
+from ftckpt.model.training_state import Description
 
 _COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 _SCALER_FIELDS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
 class DeepSpeedState:
-    """Implements ``ftckpt.state.piece.TrainingState``.
+    """Implements ``ftckpt.model.training_state.TrainingState``.
 
     Stepped: what the optimizer steps on this rank (of weights only the part that this rank owns), and parameters
     that nothing steps (frozen). Volatile: module buffers. Objects: RNG, the engine's counters, the LR scheduler,
@@ -41,44 +46,39 @@ class DeepSpeedState:
         optimizers.check(engine.optimizer)
         self._engine = engine
         self._objects = dict(objects)
-        self._addresses: tuple[int, ...] = ()
+        self._live = LiveTensors(self._live_tensors)
         self._rng: Mapping[str, Any] | None = None
 
     def describe(self) -> Description:
-        """See TrainingState."""
         refuse_extra_state(self._engine.module)
-        places = place_parameters(self._engine)
-        optimizers.materialise(self._engine.optimizer)
-        stepped = [*optimizers.pieces(self._engine.optimizer, places), *self._frozen(places)]
+        boxes, optimizer = place_parameters(self._engine), self._engine.optimizer
+        optimizers.materialise(optimizer)
+        trained = optimizers.stepped_parameters(optimizer)
+        stepped = [*optimizers.pieces(optimizer, boxes), *frozen_pieces(boxes, trained, optimizers.owned)]
         buffers = self._engine.module.named_buffers()
         volatile = tuple(whole_piece(f"buffer/{name}", buffer) for name, buffer in buffers if buffer.numel())
-        self._addresses = tuple(self._live_addresses())
+        self._live.note()
         return Description(tuple(stepped), volatile)
 
     def save_objects(self) -> dict[str, Any]:
         """See TrainingState.
 
         Raises:
-            CaptureError: a tensor was replaced since ``describe``, so that copies would read dead memory.
+            CaptureError: a tensor was replaced since ``describe`` (load_checkpoint, offload_states).
         """
-        if tuple(self._live_addresses()) != self._addresses:
-            raise CaptureError(
-                "optimizer state, weights or buffers were replaced after training began (load_checkpoint, "
-                "offload_states?); load before the first batch, and leave states where they are"
-            )
+        self._live.check("load before the first batch, and leave states where they are")
         optimizer, scheduler = self._engine.optimizer, self._engine.lr_scheduler
         return {
-            "rng": {**rng.save_generators(), "trackers": _save_trackers()},
+            "rng": {**save_generators(), "trackers": _save_trackers()},
             "optimizer": inner_optimizers.save(optimizers.inner(optimizer), optimizers.owners(optimizer)),
             "scaler": _save_scaler(optimizer),
             "scheduler": scheduler.state_dict() if scheduler is not None else None,
             "counters": {name: int(getattr(self._engine, name)) for name in _COUNTERS},
             "micro_offset": getattr(self._engine.module, "micro_offset", None),
-            "objects": {name: value.state_dict() for name, value in self._objects.items()},
+            "objects": save_all(self._objects),
         }
 
     def load_objects(self, objects: Mapping[str, Any]) -> None:
-        """See TrainingState."""
         engine = self._engine
         inner_optimizers.load(
             optimizers.inner(engine.optimizer), optimizers.owners(engine.optimizer), objects["optimizer"]
@@ -94,11 +94,11 @@ class DeepSpeedState:
         self._rng = objects["rng"]
 
     def load_reshaped(self, objects: Sequence[Mapping[str, Any]], iteration: int) -> None:
-        """See TrainingState; raises UnsupportedError."""
         raise UnsupportedError("DeepSpeed state cannot be loaded into another layout yet; start on the old one")
 
     def finish_load(self) -> None:
         """Gather what other ranks own of each parameter. RNG is left alone: see ``set_rng``."""
+        # RNG waits for the first batch: between here and there the script builds loaders, which draw numbers.
         with torch.no_grad():
             optimizers.spread(self._engine.optimizer)
         if self._engine.pipeline_parallelism:
@@ -107,37 +107,20 @@ class DeepSpeedState:
     def set_rng(self) -> None:
         """Set RNG to what was loaded, right before the first batch is used: loaders and models draw from it."""
         if self._rng is not None:
-            rng.load_generators(self._rng)
+            load_generators(self._rng)
             _load_trackers(self._rng["trackers"])
 
-    def _frozen(self, places: optimizers.Places) -> Iterator[Piece]:
-        stepped = optimizers.stepped_parameters(self._engine.optimizer)
-        parameter: Any
-        for parameter, placed in places.items():
-            is_partitioned = hasattr(parameter, "ds_tensor")
-            numel = parameter.ds_numel if is_partitioned else parameter.numel()
-            if parameter in stepped or not numel:
-                continue
-            if parameter.requires_grad:
-                raise UnsupportedError(
-                    f"parameter {placed[0].key} needs gradients and no optimizer steps it; give it to the "
-                    "optimizer, or freeze it with requires_grad_(False)"
-                )
-            first, weight = optimizers.partition(parameter) if is_partitioned else (0, parameter)
-            for fragment, view in fragments(placed, "weight", weight, first):
-                yield Piece(fragment, view)
-
-    def _live_addresses(self) -> Iterator[int]:
+    def _live_tensors(self) -> Iterator[tuple[str, object, torch.Tensor]]:
         optimizer = self._engine.optimizer
-        yield from addresses(optimizers.inner(optimizer))
-        yield from (owner.data_ptr() for owner in optimizers.owners(optimizer))
-        for parameter in self._engine.module.parameters():
-            yield getattr(parameter, "ds_tensor", parameter).data_ptr()
-        yield from (buffer.data_ptr() for buffer in self._engine.module.buffers())
+        yield from state_tensors(optimizers.inner(optimizer))
+        yield from (("optimizer's tensor", n, owner) for n, owner in enumerate(optimizers.owners(optimizer)))
+        for name, parameter in self._engine.module.named_parameters():
+            yield "parameter", name, getattr(parameter, "ds_tensor", parameter)
+        yield from (("buffer", name, buffer) for name, buffer in self._engine.module.named_buffers())
 
 
 def _scalers(optimizer: Any) -> Iterator[Any]:
-    """Where the wrappers of DeepSpeed keep what scales losses."""
+    # ZeRO's wrappers have a loss scaler; those of fp16 keep the same fields in a configuration.
     for name in ("loss_scaler", "loss_scale_config"):
         if hasattr(optimizer, name):
             yield getattr(optimizer, name)
@@ -158,11 +141,11 @@ def _load_scaler(optimizer: Any, saved: Mapping[str, Any]) -> None:
 
 def _trackers() -> dict[str, Any]:
     """RNG states by name: DeepSpeed's, and megatron-core's where the model uses its layers."""
-    found = {"deepspeed": checkpointing.get_cuda_rng_tracker()}
+    trackers = {"deepspeed": checkpointing.get_cuda_rng_tracker()}
     megatron = sys.modules.get("megatron.core.tensor_parallel.random")
     if megatron is not None:
-        found["megatron"] = megatron.get_cuda_rng_tracker()
-    return found
+        trackers["megatron"] = megatron.get_cuda_rng_tracker()
+    return trackers
 
 
 def _save_trackers() -> dict[str, Any]:

@@ -16,11 +16,11 @@ from ftckpt.errors import UnsupportedError
 KNOWN_VERSIONS = ("0.19.8",)
 
 
-class Refusal(NamedTuple):
-    """Something in DeepSpeed's JSON that ftckpt refuses; ``asked`` tells whether an engine was asked for it."""
+class UnsupportedField(NamedTuple):
+    """A field of DeepSpeed's JSON that ftckpt refuses where it ``applies`` to an engine, and what to do about it."""
 
     field: str
-    asked: Callable[[Any], bool]
+    applies: Callable[[Any], bool]
     fix: str
 
 
@@ -46,7 +46,7 @@ def check(engine: Any) -> None:
     """
     check_version()
     for refusal in REFUSALS:
-        if refusal.asked(engine):
+        if refusal.applies(engine):
             raise UnsupportedError(f"DeepSpeed's {refusal.field} is not supported by ftckpt; {refusal.fix}")
 
 
@@ -80,71 +80,71 @@ def _low_precision_masters(engine: Any) -> bool:
 
 
 REFUSALS = (
-    Refusal(
+    UnsupportedField(
         "zero_optimization.offload_optimizer.device nvme",
         _is_nvme("offload_optimizer"),
         "use device cpu: what lies on NVMe is not in memory",
     ),
-    Refusal(
+    UnsupportedField(
         "zero_optimization.offload_param.device nvme",
         _is_nvme("offload_param"),
         "use device cpu: what lies on NVMe is not in memory",
     ),
-    Refusal(
+    UnsupportedField(
         "zero_optimization.offload_optimizer.super_offload",
         lambda engine: bool(_offload("offload_optimizer", "super_offload")(engine)),
         "remove it",
     ),
-    Refusal(
+    UnsupportedField(
         "zero_optimization.offload_optimizer.ratio below 1",
         lambda engine: (
             engine.zero_optimization_stage() == 3 and (_offload("offload_optimizer", "ratio")(engine) or 1.0) != 1.0
         ),
         "set it to 1: the second optimizer of a partial offload is not known",
     ),
-    Refusal("zero_optimization.zenflow", lambda engine: engine.zenflow_config() is not None, "remove it"),
-    Refusal("zero_optimization.zero_hpz_partition_size", _has_hpz, "set it to 1"),
-    Refusal(
+    UnsupportedField("zero_optimization.zenflow", lambda engine: engine.zenflow_config() is not None, "remove it"),
+    UnsupportedField("zero_optimization.zero_hpz_partition_size", _has_hpz, "set it to 1"),
+    UnsupportedField(
         "zero_optimization.zero_quantized_weights, _nontrainable_weights or _gradients",
         _quantizes,
         "set them to false",
     ),
-    Refusal(
+    UnsupportedField(
         "fp16.fp16_master_weights_and_grads, bf16.bf16_master_weights_and_grads and bf16.bf16_optimizer_states",
         _low_precision_masters,
         "set them to false",
     ),
-    Refusal(
+    UnsupportedField(
         "tensor_parallel.autotp_size",
         lambda engine: int(engine.autotp_size()) > 1,
         "divide the model by layers that mark their parameters with tensor_model_parallel and partition_dim",
     ),
-    Refusal(
+    UnsupportedField(
         "expert_parallel (AutoEP)",
         lambda engine: bool(getattr(engine._config.expert_parallel_config, "enabled", False)),
         "use deepspeed.moe.layer.MoE",
     ),
-    Refusal(
+    UnsupportedField(
         "sequence_parallel_size", lambda engine: int(engine.sequence_parallel_size) > 1, "set it to 1 or leave it out"
     ),
-    Refusal("hybrid_engine", lambda engine: bool(engine._config.hybrid_engine.enabled), "remove it"),
-    Refusal("torch_autocast", lambda engine: bool(engine.torch_autocast_enabled()), "use bf16 or fp16"),
-    Refusal(
+    UnsupportedField("hybrid_engine", lambda engine: bool(engine._config.hybrid_engine.enabled), "remove it"),
+    UnsupportedField("torch_autocast", lambda engine: bool(engine.torch_autocast_enabled()), "use bf16 or fp16"),
+    UnsupportedField(
         "data_efficiency",
         lambda engine: bool(engine.data_efficiency_enabled()),
         "remove it: the state of curriculum sampling and random layer token drop is not saved",
     ),
-    Refusal(
+    UnsupportedField(
         "compile.deepcompile",
         lambda engine: bool(engine.is_deepcompile_enabled()) or bool(engine.is_compiled),
         "set it to false and do not call engine.compile()",
     ),
-    Refusal(
+    UnsupportedField(
         "optimizer.type Muon",
         lambda engine: any("use_muon" in group for group in getattr(engine.basic_optimizer, "param_groups", ())),
         "use AdamW",
     ),
-    Refusal(
+    UnsupportedField(
         "LoRA of OptimizedLinear", lambda engine: bool(engine.optimized_linear_lora_enabled), "use layers of torch.nn"
     ),
 )

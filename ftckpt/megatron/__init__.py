@@ -2,45 +2,52 @@
 
 torchrun ... -m ftckpt.megatron SCRIPT ARGS... --ftckpt    the runner, which hooks Megatron at run time
 torchrun ... SCRIPT ARGS... --ftckpt                       with a Megatron-LM that patches/apply.sh has patched
+
+In: model chunks, optimizer, scheduler and objects of a Megatron rank. Out: a checkpointer that follows its schedules.
+Importing this loads no torch and nothing of Megatron.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ftckpt.config import Config
-from ftckpt.elastic.layouts import Choice, Job, Layouts, choose
-from ftckpt.elastic.runner import log_to_stderr
 from ftckpt.errors import LayoutError
-from ftckpt.layout.names import layout_name
+from ftckpt.frameworks import doors
+from ftckpt.frameworks.launcher import log_once, world_size
+from ftckpt.model.layouts import Choice, JobSizes, Layouts, choose, layout_name
 
 if TYPE_CHECKING:
-    from ftckpt.checkpointer import Checkpointer
+    from ftckpt.job.checkpointer import Checkpointer
 
-_config = Config()
+door = doors.Door()
 _choice: Choice | None = None
 
 
 def configure(config: Config) -> None:
     """What ``attach`` uses where it is given no configuration; the flags come in here."""
-    global _config
-    _config = config
+    door.config = config
 
 
 def configuration() -> Config:
-    """The configuration in force."""
-    return _config
+    """What flags, or the script, have put in force."""
+    return door.config
 
 
-def enabled() -> bool:
-    """Whether ftckpt is switched on."""
-    return _config.enabled
+def active() -> Checkpointer | None:
+    """The checkpointer of this process's training job, or None."""
+    return door.checkpointer
 
 
-def choose_layout(job: Job, layouts: Layouts | None = None, ranks: int | None = None) -> Mapping[str, int] | None:
+def remove() -> None:
+    """Put Megatron's functions back and take all hooks off the optimizer; snapshots stay in memory."""
+    door.remove()
+
+
+def choose_layout(
+    job: JobSizes, layouts: Layouts | None = None, ranks: int | None = None
+) -> Mapping[str, int] | None:
     """The layout to build in: sizes by axis, ``dp`` among them; None where none is listed, and all stays as it is.
 
     For a script that builds its model itself, and calls this before: one that trains through ``megatron.training``
@@ -55,24 +62,19 @@ def choose_layout(job: Job, layouts: Layouts | None = None, ranks: int | None = 
     Raises:
         LayoutError: no layout fits; the text says of each why not.
     """
-    layouts = _config.layouts if layouts is None else layouts
+    layouts = door.config.layouts if layouts is None else layouts
     if not layouts:
         return None
-    return hold_to(choose(layouts, world_size() if ranks is None else ranks, job)).sizes
+    return require_layout(choose(layouts, world_size() if ranks is None else ranks, job)).sizes
 
 
-def hold_to(choice: Choice) -> Choice:
-    """Tell of a choice; ``attach`` refuses a job that was built in another layout."""
+def require_layout(choice: Choice) -> Choice:
+    """Log a choice; from here on ``attach`` refuses a job that was built in another layout."""
     global _choice
-    if choice != _choice and os.environ.get("RANK", "0") == "0":
-        log_to_stderr().info("ftckpt: %s", choice)
+    if choice != _choice:
+        log_once("%s", choice)
     _choice = choice
     return choice
-
-
-def world_size() -> int:
-    """The number of ranks that the launcher has started; 1 where none has."""
-    return int(os.environ.get("WORLD_SIZE") or 1)
 
 
 def attach(
@@ -100,27 +102,20 @@ def attach(
         ConfigError: no job name can be found.
         LayoutError: layouts are listed, and the job was built in another than the one that was chosen.
     """
-    config = config or _config
+    config = config or door.config
     if not config.enabled:
         return None
-    from ftckpt.checkpointer import Checkpointer
-    from ftckpt.comm import Group
-    from ftckpt.elastic.identity import job_name, node_name
-    from ftckpt.megatron import hooks
-    from ftckpt.megatron.optimizers import leaf_optimizers
+    from ftckpt.megatron import geometry, hooks
+    from ftckpt.megatron.optimizers import is_distributed
     from ftckpt.megatron.state import MegatronState
-    from ftckpt.megatron.topology import gather_topology
 
     hooks.install()
-    config = replace(config, job=job_name(config.job, os.environ), node=node_name(config.node, os.environ))
-    state = MegatronState(model, optimizer, scheduler, objects or {})
-    sharded = any(leaf.config.use_distributed_optimizer for leaf in leaf_optimizers(optimizer))
-    group = Group(config.start_timeout_secs)
-    topology = gather_topology(group, config.node, sharded)
+    start = doors.start(config, lambda: (geometry.coordinates(), geometry.layout_sizes(is_distributed(optimizer))))
     if config.layouts:
-        _check_layout(topology.layout)
-    checkpointer = Checkpointer(config, state, topology, group=group)
-    hooks.activate(checkpointer, optimizer, state)
+        _check_layout(start.topology.layout)
+    state = start.build(lambda: MegatronState(model, optimizer, scheduler, objects or {}))
+    checkpointer = start.checkpointer(state)
+    hooks.follow(checkpointer, optimizer, state)
     return checkpointer
 
 

@@ -21,7 +21,7 @@ _PLAIN = (str, bool, int, float, type(None))
 
 class Counters:
     """Megatron reads its position from its global arguments at start, and keeps two of the counters in local
-    variables afterwards (``now``).
+    variables afterwards (``current``).
 
     The arguments are not restored: a restart has its own. They are for ``ftckpt convert``, since Megatron finds the
     consumed samples among the arguments that a checkpoint holds, and compares the model's sizes there.
@@ -32,12 +32,12 @@ class Counters:
         self._arguments = json.dumps(_plain_arguments(args))  # once: a snapshot copies one text
         self._log_sums: dict[str, Any] = {}
         self._restored_sums: dict[str, Any] | None = None
-        self.now: dict[str, Any] = {}
+        self.current: dict[str, Any] = {}
 
     def state_dict(self) -> dict[str, Any]:
         """The counters as they stand; ``arguments`` is a JSON text."""
-        found = {name: getattr(self._args, name) for name in _COUNTERS if hasattr(self._args, name)}
-        counters = {**found, **self.now}
+        arguments = {name: getattr(self._args, name) for name in _COUNTERS if hasattr(self._args, name)}
+        counters = {**arguments, **self.current}
         return {"counters": counters, "log_sums": dict(self._log_sums), "arguments": self._arguments}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -52,12 +52,13 @@ class Counters:
 
     def follow_log(self, losses: Mapping[str, Any], sums: dict[str, Any], is_first_iteration: bool) -> bool:
         """``sums`` will be added to until the next log line; returns whether this iteration begins a log."""
+        # The loop's own dict, to which it adds until the log line: the next boundary reads it as it is then.
         self._log_sums = sums
         if self._restored_sums is None:
             return is_first_iteration
         sums.update({name: _like(losses, value) for name, value in self._restored_sums.items()})
         self._restored_sums = None
-        return False
+        return False  # the loop would set the sums to zero
 
 
 def _plain_arguments(args: Any) -> dict[str, Any]:

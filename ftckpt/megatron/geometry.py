@@ -1,6 +1,6 @@
-"""Where each tensor of a Megatron model lies in its logical tensor, which no layout changes.
+"""Where a Megatron rank stands in the layout, and each of its tensors in a logical tensor, which no layout changes.
 
-Megatron says it itself, in ``sharded_state_dict``: key, shape and offset of what each rank holds, with layers
+Megatron itself knows, in ``sharded_state_dict``: key, shape and offset of what each rank holds, with layers
 numbered across pipeline stages and virtual chunks, experts across expert parallelism, a tied output layer
 under the key of the embedding, and gated layers as two halves. Legacy grouped experts are the exception: see
 ``_grouped``.
@@ -18,22 +18,46 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTenso
 from megatron.core.transformer.moe import experts as moe
 
 from ftckpt.errors import UnsupportedError
-from ftckpt.live.tensors import Placed
-from ftckpt.state.fragment import Box
+from ftckpt.frameworks.tensors import LogicalBox, ParameterBoxes
+from ftckpt.model.fragment import Box
 
 _GROUPED = getattr(moe, "GroupedMLP", ())
 """Legacy grouped experts; releases from 0.17 on have none."""
 
 
+def coordinates() -> dict[str, int]:
+    """This rank's, along each axis by which state is divided."""
+    return {
+        "tp": parallel_state.get_tensor_model_parallel_rank(),
+        "pp": parallel_state.get_pipeline_model_parallel_rank(),
+        "cp": parallel_state.get_context_parallel_rank(),
+        "dp": parallel_state.get_data_parallel_rank(),
+    }
+
+
+def layout_sizes(distributed_optimizer: bool) -> dict[str, Any]:
+    """The sizes of the job's layout."""
+    return {
+        "tp": parallel_state.get_tensor_model_parallel_world_size(),
+        "pp": parallel_state.get_pipeline_model_parallel_world_size(),
+        "vpp": parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1,
+        "cp": parallel_state.get_context_parallel_world_size(),
+        "dp": parallel_state.get_data_parallel_world_size(),
+        "ep": parallel_state.get_expert_model_parallel_world_size(),
+        "etp": parallel_state.get_expert_tensor_parallel_world_size(),
+        "distributed_optimizer": distributed_optimizer,
+    }
+
+
 @dataclass(frozen=True)
 class Geometry:
-    """The places of the parameters of this rank's model chunks, and of those buffers that belong to the model.
+    """Where the parameters of this rank's model chunks lie, and those buffers that belong to the model.
 
     ``padded`` are keys, without a role, of vocabularies: Megatron pads them for the tensor parallel size.
     """
 
-    parameters: Mapping[torch.nn.Parameter, tuple[Placed, ...]]
-    buffers: Mapping[torch.Tensor, tuple[Placed, ...]]
+    parameters: ParameterBoxes
+    buffers: Mapping[torch.Tensor, tuple[LogicalBox, ...]]
     padded: frozenset[str]
 
 
@@ -44,55 +68,65 @@ def place_tensors(chunks: Sequence[Any]) -> Geometry:
         UnsupportedError: a parameter that Megatron does not place, or whose parts are not contiguous; a model that
             Megatron cannot describe.
     """
+    parameters: dict[torch.nn.Parameter, tuple[LogicalBox, ...]] = {}
+    buffers: dict[torch.Tensor, tuple[LogicalBox, ...]] = {}
+    padded: set[str] = set()
+    for index, chunk in enumerate(chunks):
+        entries = _sharded_entries(chunk, index)
+        padded |= {entry.key for entry in entries.values() if getattr(entry, "allow_shape_mismatch", False)}
+        grouped = dict(_grouped_experts(chunk))
+        for name, parameter in chunk.named_parameters():
+            entry = entries.get(parameter.data_ptr())
+            if entry is None:
+                raise UnsupportedError(f"parameter {name} of model chunk {index} is not in its sharded_state_dict")
+            if parameter in grouped:
+                parameters[parameter] = (_grouped(entry.key, *grouped[parameter]),)
+            else:
+                parameters[parameter] = tuple(_boxes(entry, parameter, name))
+        for name, buffer in chunk.named_buffers():
+            if buffer.numel() and buffer.data_ptr() in entries:
+                buffers[buffer] = tuple(_boxes(entries[buffer.data_ptr()], buffer, name))
+    return Geometry(parameters, buffers, frozenset(padded))
+
+
+def _sharded_entries(chunk: Any, index: int) -> dict[int, Any]:
+    """The tensors in the ``sharded_state_dict`` of a model chunk, by their addresses.
+
+    Names there are not those of ``named_parameters``; the address is what the two have in common. A tied tensor
+    stands there twice, and the first counts.
+    """
     metadata = {
         "non_homogeneous_layers": True,
         "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
     }
-    parameters: dict[torch.nn.Parameter, tuple[Placed, ...]] = {}
-    buffers: dict[torch.Tensor, tuple[Placed, ...]] = {}
-    padded: set[str] = set()
-    for index, chunk in enumerate(chunks):
-        by_address: dict[int, Any] = {}
-        try:
-            described = chunk.sharded_state_dict(metadata=metadata)
-        except AssertionError as error:
-            raise UnsupportedError(
-                f"sharded_state_dict of model chunk {index} fails, so that Megatron's own checkpoints fail too; with "
-                "multi-token prediction under pipeline parallelism use --untie-embeddings-and-output-weights"
-            ) from error
-        for entry in _leaves(described):
-            if isinstance(entry, (ShardedTensor, ShardedTensorFactory)) and entry.data is not None:
-                by_address.setdefault(entry.data.data_ptr(), entry)
-                if getattr(entry, "allow_shape_mismatch", False):
-                    padded.add(entry.key)
-        grouped = dict(_grouped_experts(chunk))
-        for name, parameter in chunk.named_parameters():
-            found = by_address.get(parameter.data_ptr())
-            if found is None:
-                raise UnsupportedError(f"parameter {name} of model chunk {index} is not in its sharded_state_dict")
-            if parameter in grouped:
-                parameters[parameter] = (_grouped(found.key, *grouped[parameter]),)
-            else:
-                parameters[parameter] = tuple(_places(found, parameter, name))
-        for name, buffer in chunk.named_buffers():
-            found = by_address.get(buffer.data_ptr()) if buffer.numel() else None
-            if found is not None:
-                buffers[buffer] = tuple(_places(found, buffer, name))
-    return Geometry(parameters, buffers, frozenset(padded))
+    try:
+        described = chunk.sharded_state_dict(metadata=metadata)
+    except AssertionError as error:
+        raise UnsupportedError(
+            f"sharded_state_dict of model chunk {index} fails, so that Megatron's own checkpoints fail too; with "
+            "multi-token prediction under pipeline parallelism use --untie-embeddings-and-output-weights"
+        ) from error
+    entries: dict[int, Any] = {}
+    for entry in _leaves(described):
+        if isinstance(entry, (ShardedTensor, ShardedTensorFactory)) and entry.data is not None:
+            entries.setdefault(entry.data.data_ptr(), entry)
+    return entries
 
 
-def _places(entry: Any, tensor: torch.Tensor, name: str) -> Iterator[Placed]:
+def _boxes(entry: Any, tensor: torch.Tensor, name: str) -> Iterator[LogicalBox]:
+    # A factory cuts a parameter into several logical tensors: the gate and the up half of a gated layer.
     parts = _leaves(entry.build()) if isinstance(entry, ShardedTensorFactory) else [entry]
     covered = 0
     for part in parts:
         data = part.data
         inside = data.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
+        # Copies take flat ranges of the live parameter: a part that Megatron would have to copy first has none.
         if not inside or not data.is_contiguous():
             raise UnsupportedError(f"{name} is not stored in the order of its logical tensor {part.key}")
         start = (data.data_ptr() - tensor.data_ptr()) // tensor.element_size()
         outer = part.prepend_axis_num
         shape = (1,) * outer + tuple(part.local_shape)
-        yield Placed(part.key, tuple(part.global_shape), Box(tuple(part.global_offset), shape), start, outer)
+        yield LogicalBox(part.key, tuple(part.global_shape), Box(tuple(part.global_offset), shape), start, outer)
         covered += data.numel()
     if covered != tensor.numel():
         raise UnsupportedError(f"{name}: {covered} of {tensor.numel()} elements have a place")
@@ -105,7 +139,7 @@ def _grouped_experts(chunk: Any) -> Iterator[tuple[torch.nn.Parameter, tuple[Any
                 yield getattr(module, name), (module, name)
 
 
-def _grouped(key: str, experts: Any, name: str) -> Placed:
+def _grouped(key: str, experts: Any, name: str) -> LogicalBox:
     """All local experts of a layer, which their grouped multiplication wants transposed and in one parameter.
 
     Shape of ``weight1``: [experts, hidden, ffn], and [experts, hidden, 2, ffn] where it is gated: with the halves an
@@ -125,7 +159,7 @@ def _grouped(key: str, experts: Any, name: str) -> Placed:
     whole[0], offset[0] = local * group, local * number
     whole[axis], offset[axis] = ffn * parts, ffn * part
     layer = key.rpartition(".linear_fc")[0]
-    return Placed(f"{layer}.{name}", tuple(whole), Box(tuple(offset), tuple(shape)), 0)
+    return LogicalBox(f"{layer}.{name}", tuple(whole), Box(tuple(offset), tuple(shape)), 0)
 
 
 def _leaves(value: Any) -> Iterable[Any]:

@@ -1,20 +1,21 @@
-"""Where ftckpt touches a running Megatron-core: it listens to the schedules and fences the optimizer.
+"""Run-time hooks: they call from Megatron, as it is, what the lines of a patched one call in the same places.
 
-The schedules call ``config.finalize_model_grads_func`` after the last backward. What follows, until weights
-change, is the tail: gradients are reduced, their norm is agreed, and the stages that are done wait for those that
-are not. The field itself is no place for a hook: train loops overwrite it and scripts may leave it None, and
-``config.timers`` may be shared with other code. So the three schedule functions are wrapped, and each run puts
-its listeners around whatever the fields hold then.
+Of megatron.core the three schedule functions are wrapped, and the optimizer's step. ``finalize_model_grads_func``,
+which the schedules call after the last backward, is no place for a hook of its own: train loops overwrite the field
+and scripts may leave it None; and ``config.timers`` may be shared with other code. So each run of a schedule puts its
+listeners around whatever the fields hold then, and takes them out again.
 
-A patched Megatron-core (patches/) has lines that do this; what is patched is not wrapped.
+Of Megatron-LM's train loop (``megatron.training``) five functions are wrapped, each of which is looked up through its
+module at run time, so that replacing the name is enough.
 
-The fence stands immediately before the first write to stepped state: ``step_with_ready_grads`` of the optimizer,
-and once more, as a guard that holds alone, before each step of the optimizers of torch inside it.
+A module that has lines of ours (patches/) is left alone: they act.
 """
 
 from __future__ import annotations
 
-import functools
+import importlib
+import importlib.util
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -23,9 +24,9 @@ from megatron.core.optimizer import optimizer as optimizer_module
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.utils import get_model_config
 
-from ftckpt.checkpointer import Checkpointer
 from ftckpt.errors import UnsupportedError
-from ftckpt.megatron import patched, phases
+from ftckpt.job.checkpointer import Checkpointer
+from ftckpt.megatron import callbacks, door, phases
 from ftckpt.megatron.optimizers import leaf_optimizers
 from ftckpt.megatron.state import MegatronState
 
@@ -35,22 +36,16 @@ _SCHEDULES = (
     "forward_backward_pipelining_without_interleaving",
     "forward_backward_pipelining_with_interleaving",
 )
-
-_originals: dict[str, Callable[..., Any]] = {}
-_active: Checkpointer | None = None
-_state: MegatronState | None = None
-_guards: list[Callable[[], None]] = []
-"""Each takes one fence away."""
-_installed = False
+_BOUNDARY = tuple(inspect.signature(callbacks.boundary).parameters)
+"""Arguments of ``checkpoint_and_decide_exit`` that are handed on."""
 
 
 def install() -> None:
-    """Wrap the schedule functions, where they are not patched; a second call does nothing. ``remove`` undoes it.
+    """Wrap the schedule functions, where they are not patched; a second call does nothing.
 
     Raises:
         UnsupportedError: this version of megatron.core is not known.
     """
-    global _installed
     version = megatron.core.__version__.partition("+")[0]  # what follows names a commit of whatever it lies in
     if version not in KNOWN_VERSIONS:
         raise UnsupportedError(
@@ -60,93 +55,109 @@ def install() -> None:
     missing = [name for name in _SCHEDULES if not callable(getattr(schedules, name, None))]
     if missing:
         raise UnsupportedError(f"megatron-core {version} has no {missing[0]} in its schedules: a changed build?")
-    _installed = True
+    door.is_installed = True
     for name in _SCHEDULES:
-        if name not in _originals and not patched.is_patched(schedules):
-            _originals[name] = getattr(schedules, name)
-            setattr(schedules, name, _followed(_originals[name]))
+        _wrap_once(schedules, name, _run_schedule)
 
 
-def installed() -> bool:
-    """Whether ``install`` was called, so that nothing goes without a hook or a line."""
-    return _installed
+def install_in_train_loop() -> list[str]:
+    """Wrap the train loop where it is not patched, if there is one: the wheel of megatron-core has none.
+
+    Returns:
+        The modules of Megatron that have lines of ours, by name.
+
+    Raises:
+        UnsupportedError: a name to wrap is missing or takes other arguments.
+    """
+    names = list(callbacks.CORE)
+    if importlib.util.find_spec("megatron.training") is not None:
+        names += [f"megatron.training.{module}" for module in ("arguments", "initialize", "training")]
+        for module, function, around in (
+            ("arguments", "add_megatron_arguments", _add_flags),
+            ("training", "setup_model_and_optimizer", _restore),
+            ("training", "train", _set_rng),
+            ("training", "training_log", _log_sums),
+            ("training", "checkpoint_and_decide_exit", _boundary),
+        ):
+            _wrap_once(importlib.import_module(f"megatron.training.{module}"), function, around)
+    return [name for name in names if callbacks.is_patched(importlib.import_module(name))]
 
 
-def patched_modules() -> list[str]:
-    """Modules of megatron.core that have lines which call ftckpt."""
-    return patched.patched_among(patched.CORE)
+def follow(checkpointer: Checkpointer, optimizer: Any, state: MegatronState) -> None:
+    """Follow the schedules for this checkpointer, and fence it before each optimizer step.
 
+    Two fences, each of which holds alone: ``step_with_ready_grads`` of the whole optimizer, immediately before the
+    first write to stepped state and after the norm of the gradients has been agreed; and torch's own hook before each
+    step of the optimizers inside, for a script that steps these in another way.
+    """
+    door.leave()  # an earlier job of this process would be fenced, and followed, with this one
+    door.checkpointer, door.state = checkpointer, state
 
-def remove() -> None:
-    """Put the schedule functions and the optimizer's step back and forget the active checkpointer."""
-    global _active, _state, _installed
-    _installed = False
-    for name, original in _originals.items():
-        setattr(schedules, name, original)
-    _originals.clear()
-    _unguard()
-    _active = _state = None
+    def fence_first(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        checkpointer.fence()
+        return original(*args, **kwargs)
 
-
-def activate(checkpointer: Checkpointer, optimizer: Any, state: MegatronState) -> None:
-    """Follow the schedules for this checkpointer, and fence it before each optimizer step."""
-    global _active, _state
-    _unguard()
-    _active, _state = checkpointer, state
-    if not patched.is_patched(optimizer_module):
-        _guards.append(_guard_step(checkpointer, optimizer))
+    if not callbacks.is_patched(optimizer_module):
+        door.hooks.wrap(optimizer, "step_with_ready_grads", fence_first)
     for leaf in leaf_optimizers(optimizer):
         if leaf.optimizer is not None:
-            handle = leaf.optimizer.register_step_pre_hook(lambda *args: checkpointer.fence())
-            _guards.append(handle.remove)
+            handle = leaf.optimizer.register_step_pre_hook(lambda *_: checkpointer.fence())
+            door.hooks.undo.append(handle.remove)
 
 
-def active() -> Checkpointer | None:
-    """The checkpointer of this process's training job."""
-    return _active
+def _wrap_once(module: Any, name: str, around: Callable[..., Any]) -> None:
+    if callbacks.is_patched(module) or door.patches.has(module, name):
+        return
+    original = getattr(module, name, None)
+    if not callable(original):
+        raise UnsupportedError(
+            f"this Megatron-LM has no {module.__name__}.{name}; known are the releases {', '.join(KNOWN_VERSIONS)}"
+        )
+    if around is _boundary:
+        missing = [argument for argument in _BOUNDARY if argument not in inspect.signature(original).parameters]
+        if missing:
+            raise UnsupportedError(f"{name} of this Megatron-LM has no argument {missing[0]}")
+    door.patches.wrap(module, name, around)
 
 
-def set_rng() -> None:
-    """Set RNG to what was restored, if anything was."""
-    if _state is not None:
-        _state.set_rng()
+def _run_schedule(original: Callable[..., Any], **kwargs: Any) -> Any:
+    if door.checkpointer is None or kwargs.get("forward_only", False):
+        return original(**kwargs)
+    model = kwargs["model"]
+    config = get_model_config(model[0] if isinstance(model, list) else model)
+    before = config.finalize_model_grads_func, config.timers
+    try:
+        phases.follow(door.checkpointer, config, kwargs["num_microbatches"])
+        return original(**kwargs)
+    finally:
+        config.finalize_model_grads_func, config.timers = before
 
 
-def _guard_step(checkpointer: Checkpointer, optimizer: Any) -> Callable[[], None]:
-    """Fence the optimizer's first write; returns what undoes it."""
-    step = optimizer.step_with_ready_grads
-
-    @functools.wraps(step)
-    def guarded(*args: Any, **kwargs: Any) -> Any:
-        checkpointer.fence()
-        return step(*args, **kwargs)
-
-    optimizer.step_with_ready_grads = guarded
-
-    def undo() -> None:
-        del optimizer.step_with_ready_grads  # the instance's attribute; the class's method shows again
-
-    return undo
+def _add_flags(original: Callable[..., Any], parser: Any) -> Any:
+    return callbacks.add_flags(original(parser))
 
 
-def _unguard() -> None:
-    while _guards:
-        _guards.pop()()
+def _restore(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    model, optimizer, scheduler = original(*args, **kwargs)
+    callbacks.restore(model, optimizer, scheduler)
+    return model, optimizer, scheduler
 
 
-def _followed(schedule: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(schedule)
-    def run(**kwargs: Any) -> Any:
-        checkpointer = _active
-        if checkpointer is None or kwargs.get("forward_only", False):
-            return schedule(**kwargs)
-        model = kwargs["model"]
-        config = get_model_config(model[0] if isinstance(model, list) else model)
-        before = config.finalize_model_grads_func, config.timers
-        try:
-            phases.listen(checkpointer, config, kwargs["num_microbatches"])
-            return schedule(**kwargs)
-        finally:
-            config.finalize_model_grads_func, config.timers = before
+def _set_rng(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    callbacks.set_rng()
+    return original(*args, **kwargs)
 
-    return run
+
+def _log_sums(
+    original: Callable[..., Any], loss_dict: Any, total_loss_dict: dict[str, Any], *args: Any, **kwargs: Any
+) -> Any:
+    first = callbacks.log_sums(loss_dict, total_loss_dict, kwargs.get("is_first_iteration", False))
+    if "is_first_iteration" in inspect.signature(original).parameters:  # 0.15 has none
+        kwargs["is_first_iteration"] = first
+    return original(loss_dict, total_loss_dict, *args, **kwargs)
+
+
+def _boundary(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    given = inspect.signature(original).bind(*args, **kwargs).arguments
+    callbacks.boundary(*(given[name] for name in _BOUNDARY))
+    return original(*args, **kwargs)

@@ -6,8 +6,8 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ftckpt.elastic.layouts import Choice, Job, Layouts, choose
 from ftckpt.errors import LayoutError
+from ftckpt.model.layouts import Choice, JobSizes, Layouts, choose
 
 _SIZES = {
     "tp": "--tensor-model-parallel-size",
@@ -35,6 +35,7 @@ def rewrite(argv: Sequence[str], layouts: Layouts, world_size: int) -> tuple[lis
     line = _Line(argv)
     job = job_of(line)
     choice = choose(layouts, world_size, job)
+    # What agrees stays as it is written, or left out: the command line that runs is the user's wherever it can be.
     for axis, option in _SIZES.items():
         if line.number(option, _usual(axis, choice.sizes)) != choice.sizes[axis]:
             line.put(option, choice.sizes[axis])
@@ -48,7 +49,7 @@ def rewrite(argv: Sequence[str], layouts: Layouts, world_size: int) -> tuple[lis
     return line.words, choice
 
 
-def job_of(line: _Line) -> Job:
+def job_of(line: _Line) -> JobSizes:
     """What the options say of the job.
 
     Raises:
@@ -60,7 +61,7 @@ def job_of(line: _Line) -> Job:
         raise LayoutError("--ftckpt-layouts needs --global-batch-size: without it the batch follows the replicas")
     num_heads, num_experts = line.number("--num-attention-heads"), line.number("--num-experts", 0)
     grouped = line.has("--group-query-attention") and not line.has("--multi-latent-attention")
-    return Job(
+    return JobSizes(
         global_batch=line.number("--global-batch-size"),
         micro_batch=line.number("--micro-batch-size"),
         num_layers=line.number("--num-layers"),
@@ -79,7 +80,7 @@ def job_of(line: _Line) -> Job:
 
 
 def _by_hand(line: _Line) -> dict[str, Any]:
-    """Fields of Job for layers that an option divides among stages."""
+    """Fields of JobSizes for layers that an option divides among stages."""
     table, *counts = _BY_HAND
     if line.has(table):
         from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout

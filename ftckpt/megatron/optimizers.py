@@ -10,10 +10,10 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import ChainedOptimizer, Float16OptimizerWithFloat16Params, FP32Optimizer
 
 from ftckpt.errors import MismatchError, UnsupportedError
-from ftckpt.live import optimizers as live
-from ftckpt.live.optimizers import Optimized, stepped_pieces, without_state
-from ftckpt.live.tensors import Placed
-from ftckpt.state.piece import Piece
+from ftckpt.frameworks import optimizers as live
+from ftckpt.frameworks.optimizers import ParameterRange, stepped_pieces, without_state
+from ftckpt.frameworks.tensors import ParameterBoxes
+from ftckpt.model.training_state import Piece
 
 _SCALED = ("exp_avg_dtype", "exp_avg_sq_dtype", "main_params_dtype")
 """Types that Transformer Engine's precision-aware optimizer may keep in fewer bits, with scales beside its state."""
@@ -23,8 +23,6 @@ _KIND = (
     "wd_mult", "lr_mult", "is_decoupled_lr", "default_config", "max_lr", "min_lr", "start_wd", "end_wd", _EXPERTS,
 )  # fmt: skip
 """What Megatron makes groups by."""
-
-Places = Mapping[torch.nn.Parameter, Sequence[Placed]]
 
 
 def leaf_optimizers(optimizer: Any) -> list[Any]:
@@ -47,28 +45,29 @@ def leaf_optimizers(optimizer: Any) -> list[Any]:
     return leaves
 
 
-def pieces(leaf: Any, places: Places) -> Iterator[Piece]:
+def is_distributed(optimizer: Any) -> bool:
+    """Whether data-parallel ranks divide the optimizer's state."""
+    return any(leaf.config.use_distributed_optimizer for leaf in leaf_optimizers(optimizer))
+
+
+def pieces(leaf: Any, boxes: ParameterBoxes) -> Iterator[Piece]:
     """Every tensor that one optimizer steps, weights included.
 
     Raises:
         UnsupportedError: state that is neither per element nor a single number, with its parameter.
     """
     materialise(leaf)
-    for item in _READERS[type(leaf)](leaf):
-        placed = places.get(item.parameter)
-        if placed is None:
-            raise UnsupportedError("the optimizer steps a parameter that is in none of the model's chunks")
-        yield from stepped_pieces(placed, item, leaf.optimizer.state[item.owner])
+    return stepped_pieces(boxes, _READERS[type(leaf)](leaf), lambda part: leaf.optimizer.state[part.owner])
 
 
 def stepped_parameters(leaf: Any) -> set[torch.nn.Parameter]:
     """Parameters that the optimizer steps on some rank: under a distributed one, not only the owned."""
     if isinstance(leaf, DistributedOptimizer):
         return {parameter for buffer in leaf.buffers for parameter in buffer.params}
-    return {item.parameter for item in _READERS[type(leaf)](leaf)}
+    return {part.parameter for part in _READERS[type(leaf)](leaf)}
 
 
-def _read_distributed(leaf: DistributedOptimizer) -> Iterator[Optimized]:
+def _read_distributed(leaf: DistributedOptimizer) -> Iterator[ParameterRange]:
     """Only the owned range of a parameter is read: with overlapped gathers the rest is stale."""
     for models, shards, masters in zip(
         leaf.model_float16_groups, leaf.shard_float16_groups, leaf.shard_fp32_from_float16_groups, strict=True
@@ -77,28 +76,28 @@ def _read_distributed(leaf: DistributedOptimizer) -> Iterator[Optimized]:
             if shard is None:
                 raise UnsupportedError("FP8 parameters under the distributed optimizer are not known yet")
             first = leaf._get_model_param_range_map(parameter)["param"].start
-            yield Optimized(parameter, first, shard if master is None else master, shard)
+            yield ParameterRange(parameter, first, shard, shard if master is None else master)
     for models, shards in zip(leaf.model_fp32_groups, leaf.shard_fp32_groups, strict=True):
         for parameter, shard in zip(models, shards, strict=True):
             first = leaf._get_model_param_range_map(parameter)["param"].start
-            yield Optimized(parameter, first, shard, shard)
+            yield ParameterRange(parameter, first, shard, shard)
 
 
-def _read_float16(leaf: Float16OptimizerWithFloat16Params) -> Iterator[Optimized]:
+def _read_float16(leaf: Float16OptimizerWithFloat16Params) -> Iterator[ParameterRange]:
     for models, masters in zip(leaf.float16_groups, leaf.fp32_from_float16_groups, strict=True):
         for parameter, master in zip(models, masters, strict=True):
-            yield Optimized(parameter, 0, master, parameter)
+            yield ParameterRange(parameter, 0, parameter, master)
     for parameter in (parameter for group in leaf.fp32_from_fp32_groups for parameter in group):
-        yield Optimized(parameter, 0, parameter, parameter)
+        yield ParameterRange(parameter, 0, parameter, parameter)
 
 
-def _read_fp32(leaf: FP32Optimizer) -> Iterator[Optimized]:
+def _read_fp32(leaf: FP32Optimizer) -> Iterator[ParameterRange]:
     for group in leaf.optimizer.param_groups:
         for parameter in group["params"]:
-            yield Optimized(parameter, 0, parameter, parameter)
+            yield ParameterRange(parameter, 0, parameter, parameter)
 
 
-_READERS: dict[type, Callable[[Any], Iterator[Optimized]]] = {
+_READERS: dict[type, Callable[[Any], Iterator[ParameterRange]]] = {
     DistributedOptimizer: _read_distributed,
     Float16OptimizerWithFloat16Params: _read_float16,
     FP32Optimizer: _read_fp32,
@@ -113,6 +112,7 @@ def materialise(leaf: Any) -> None:
     """
     inner = leaf.optimizer
     name = f"{type(inner).__module__}.{type(inner).__qualname__}"
+    # Its state may be of another type than the parameter, which Megatron's own set-up knows.
     if name.startswith(("transformer_engine.", "apex.optimizers.")) and name.endswith(".FusedAdam"):
         if without_state(inner):
             leaf.init_state_fn(inner, leaf.config)
@@ -134,7 +134,7 @@ def load_hyperparameters(leaf: Any, saved: Mapping[str, Any]) -> None:
 
 
 def load_reshaped(leaves: Sequence[Any], saved: Sequence[Mapping[str, Any]]) -> None:
-    """Take hyperparameters that ``save_hyperparameters`` said of the optimizers of another layout, all of them.
+    """Take what ``save_hyperparameters`` gave for all optimizers of another layout.
 
     Layouts differ in how many optimizers there are and in what order their groups stand, so each group takes the
     values of one that was made for the same kind of parameters.
@@ -147,13 +147,15 @@ def load_reshaped(leaves: Sequence[Any], saved: Sequence[Mapping[str, Any]]) -> 
     for leaf in leaves:
         for group in leaf.optimizer.param_groups:
             values = _same_kind(group, groups)
+            # What a group is for follows from the layout that it was built in, and stays.
             live.load_group(group, {name: value for name, value in values.items() if name not in _KIND})
         if getattr(leaf, "grad_scaler", None) and scalers:
             leaf.grad_scaler.load_state_dict(scalers[0])
 
 
 def _same_kind(group: Mapping[str, Any], saved: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """Experts are only told from others where they are divided: where none is told apart, any group will do."""
+    # Megatron makes groups of their own for experts only where expert parallelism divides them: a layout that does
+    # not has no such group to match, and any group of the same kind has the same values.
     for names in (_KIND, [name for name in _KIND if name != _EXPERTS]):
         for values in saved:
             if all(values.get(name) == group.get(name) for name in names):
@@ -163,8 +165,3 @@ def _same_kind(group: Mapping[str, Any], saved: Sequence[Mapping[str, Any]]) -> 
         f"the snapshot has no group of parameters with {kind}: start with the optimizer settings of the job that "
         "took it, or remove it with 'ftckpt clean JOB'"
     )
-
-
-def addresses(leaf: Any) -> Iterator[int]:
-    """Where the inner optimizer's state lies."""
-    return live.addresses(leaf.optimizer)

@@ -1,4 +1,4 @@
-"""Where a run of Megatron's schedule is: told by the timers that the schedule itself starts and stops.
+"""Where a run of Megatron's schedule is, by the timers that the schedule itself starts and stops.
 
 ``config.timers`` is called around every compute step of every schedule, in every release that ftckpt knows, and
 nothing has to be patched to listen. What lies between two compute steps is what a rank waits for and sends:
@@ -9,73 +9,58 @@ spans of ``forward-recv`` and its kin; a wrapper of ``P2PCommunicator`` would ad
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Any
 
 from megatron.core import parallel_state as mpu
 
-from ftckpt.capture import schedule
-from ftckpt.capture.places import Places, expected_places
-from ftckpt.checkpointer import Checkpointer
-from ftckpt.errors import ConfigError
+from ftckpt.frameworks.doors import Proxy
+from ftckpt.job.checkpointer import Checkpointer
+from ftckpt.windows.schedule import pipeline_places
 
 _COMPUTE = {"forward-compute": "forward", "backward-compute": "backward"}
 
 
-class _Silent:
-    """A timer of nobody."""
+class _NullTimer:
+    """A timer for a train loop that has none; takes the arguments of ``megatron.core.timers.Timer``."""
 
-    def start(self, *args: Any, **kwargs: Any) -> None:
-        """See megatron.core.timers."""
+    def start(self, *args: Any, **kwargs: Any) -> None: ...
 
-    def stop(self, *args: Any, **kwargs: Any) -> None:
-        """See megatron.core.timers."""
+    def stop(self, *args: Any, **kwargs: Any) -> None: ...
 
 
-class _Compute:
-    """Tells begin and end of a compute step, then does what the user's own timer does."""
+class _ComputeTimer(Proxy):
+    """The timer of a compute step, which reports where the step begins and ends."""
 
-    def __init__(self, checkpointer: Checkpointer, kind: str, inner: Any) -> None:
+    def __init__(self, timer: Any, checkpointer: Checkpointer, kind: str) -> None:
+        super().__init__(timer)
         self._checkpointer = checkpointer
         self._kind = kind
-        self._inner = inner
 
+    # The place is around the user's timer: what that waits for (the device, a barrier) is no window.
     def start(self, *args: Any, **kwargs: Any) -> None:
-        """See megatron.core.timers."""
         self._checkpointer.phase(self._kind)
-        self._inner.start(*args, **kwargs)
+        self.wrapped.start(*args, **kwargs)
 
     def stop(self, *args: Any, **kwargs: Any) -> None:
-        """See megatron.core.timers."""
-        self._inner.stop(*args, **kwargs)
+        self.wrapped.stop(*args, **kwargs)
         self._checkpointer.phase("window")
 
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
-            raise AttributeError(name)
-        return getattr(self._inner, name)
 
+class PhaseTimers(Proxy):
+    """Stands for ``config.timers``, None or not, while a schedule runs."""
 
-class Listening:
-    """Stands in for ``config.timers``, which it calls where it is one."""
-
-    def __init__(self, checkpointer: Checkpointer, timers: Any) -> None:
+    def __init__(self, timers: Any, checkpointer: Checkpointer) -> None:
+        super().__init__(timers)
         self._checkpointer = checkpointer
-        self._timers = timers
 
     def __call__(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        """The timer of that name."""
-        inner = self._timers(name, *args, **kwargs) if self._timers is not None else _Silent()
+        # A train loop that runs without timers still has its places.
+        timer = self.wrapped(name, *args, **kwargs) if self.wrapped is not None else _NullTimer()
         kind = _COMPUTE.get(name)
-        return inner if kind is None else _Compute(self._checkpointer, kind, inner)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):  # a copy that is being made has no timers yet
-            raise AttributeError(name)
-        return getattr(self._timers, name)
+        return timer if kind is None else _ComputeTimer(timer, self._checkpointer, kind)
 
 
-def listen(checkpointer: Checkpointer, config: Any, micro_batches: int) -> None:
+def follow(checkpointer: Checkpointer, config: Any, micro_batches: int) -> None:
     """A schedule begins to run with ``config``: put listeners around what its fields hold."""
     finalize = config.finalize_model_grads_func
 
@@ -90,29 +75,14 @@ def listen(checkpointer: Checkpointer, config: Any, micro_batches: int) -> None:
 def _begin(checkpointer: Checkpointer, config: Any, micro_batches: int) -> Any:
     """Returns what ``config.timers`` must be while the schedule runs."""
     if getattr(config, "overlap_moe_expert_parallel_comm", False):
-        # Forward and backward of two micro-batches run at once: the timers tell no gaps.
+        # Forward and backward of two micro-batches run at once, so that the timers show no gaps.
         checkpointer.phase("forward")
         return config.timers
     stages, stage = mpu.get_pipeline_model_parallel_world_size(), mpu.get_pipeline_model_parallel_rank()
     chunks = config.virtual_pipeline_model_parallel_size or 1
     group = getattr(config, "microbatch_group_size_per_vp_stage", None)
-    model = expected(stages, stage, micro_batches, chunks, group)
+    model = pipeline_places(stages, stage, micro_batches, chunks, group)
     if model is not None:
         checkpointer.expect(*model)
     checkpointer.phase("window")
-    return Listening(checkpointer, config.timers)
-
-
-@lru_cache(maxsize=16)
-def expected(stages: int, stage: int, micro_batches: int, chunks: int, group: int | None) -> Places | None:
-    """Kinds and relative lengths of the places that ``stage`` comes to, the tail last; None without a model."""
-    try:
-        if chunks > 1:
-            orders = [
-                schedule.interleaved(stages, place, micro_batches, chunks, group or None) for place in range(stages)
-            ]
-        else:
-            orders = [schedule.one_forward_one_backward(stages, place, micro_batches) for place in range(stages)]
-    except ConfigError:
-        return None  # Megatron says what is wrong with it
-    return expected_places(orders, stage)
+    return PhaseTimers(config.timers, checkpointer)

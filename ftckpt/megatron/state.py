@@ -1,4 +1,4 @@
-"""One Megatron rank's training state, for ``ftckpt.Checkpointer``."""
+"""One Megatron rank's training state, for ``ftckpt.Checkpointer``, and the generators that it draws from."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.utils import unwrap_model
 
-from ftckpt.errors import CaptureError, UnsupportedError
-from ftckpt.live.extra_state import refuse_extra_state
-from ftckpt.live.stateful import Stateful, load_all, load_all_reshaped
-from ftckpt.live.tensors import fragments, whole_piece
+from ftckpt.frameworks import torch_state as generators
+from ftckpt.frameworks.optimizers import state_tensors
+from ftckpt.frameworks.tensors import fragments, frozen_pieces, refuse_extra_state, whole_piece
+from ftckpt.frameworks.torch_state import LiveTensors, Stateful, load_all, load_all_reshaped, save_all
 from ftckpt.megatron import optimizers
 from ftckpt.megatron.geometry import Geometry, place_tensors
-from ftckpt.megatron.rng import derive_rng, load_rng, save_rng
-from ftckpt.state.piece import Description, Piece
+from ftckpt.model.training_state import Description, Piece
 
 
 class MegatronState:
-    """Implements ``ftckpt.state.piece.TrainingState``.
+    """Implements ``ftckpt.model.training_state.TrainingState``.
 
     Stepped: what the optimizers hold and step, and parameters that nothing steps (frozen). Volatile: module
     buffers: those that Megatron puts into checkpoints (router bias) are part of the model, all others (token counts)
@@ -37,50 +37,47 @@ class MegatronState:
         self._leaves = optimizers.leaf_optimizers(optimizer)
         self._scheduler = scheduler
         self._objects = dict(objects)
-        self._addresses: tuple[int, ...] = ()
+        self._live = LiveTensors(self._live_tensors)
         self._rng: Mapping[str, Any] | None = None
         self._built: Mapping[str, Any] | None = None
 
     def describe(self) -> Description:
-        """See TrainingState."""
         if self._built is None:
+            # As the job's own set-up seeded them, before a restore: ``derive_rng`` starts from these.
             self._built = save_rng()
         for chunk in self._chunks:
             refuse_extra_state(chunk)
         for module in (module for chunk in self._chunks for module in chunk.modules()):
             if hasattr(module, "_maintain_float32_expert_bias"):
-                module._maintain_float32_expert_bias()  # else its first forward would move the buffer
+                # A router turns its bias into fp32 in its first forward: into another buffer, after it was described.
+                module._maintain_float32_expert_bias()
         geometry = place_tensors(self._chunks)
         stepped: list[Piece] = []
         for leaf in self._leaves:
             stepped += optimizers.pieces(leaf, geometry.parameters)
-        stepped += self._frozen(geometry.parameters)
+        trained = set().union(*(optimizers.stepped_parameters(leaf) for leaf in self._leaves))
+        stepped += frozen_pieces(geometry.parameters, trained, lambda parameter: (0, parameter))
         volatile = tuple(self._buffers(geometry))
         keys = {p.fragment.key for p in stepped if p.fragment.global_shape[0] > 1}  # a step is one number
         padded = frozenset(key for key in keys if key.partition("/")[2] in geometry.padded)
-        self._addresses = tuple(self._live_addresses())
+        self._live.note()
         return Description(tuple(stepped), volatile, padded)
 
     def save_objects(self) -> dict[str, Any]:
         """See TrainingState.
 
         Raises:
-            CaptureError: a tensor was replaced since ``describe``, so that copies would read dead memory.
+            CaptureError: a tensor was replaced since ``describe``.
         """
-        if tuple(self._live_addresses()) != self._addresses:
-            raise CaptureError(
-                "optimizer state or buffers were replaced after training began (load_state_dict?); "
-                "attach ftckpt after the last load"
-            )
+        self._live.check("attach ftckpt after the last load, and write into tensors instead of replacing them")
         return {
             "rng": save_rng(),
             "optimizers": [optimizers.save_hyperparameters(leaf) for leaf in self._leaves],
             "scheduler": self._scheduler.state_dict(),
-            "objects": {name: value.state_dict() for name, value in self._objects.items()},
+            "objects": save_all(self._objects),
         }
 
     def load_objects(self, objects: Mapping[str, Any]) -> None:
-        """See TrainingState."""
         for leaf, saved in zip(self._leaves, objects["optimizers"], strict=True):
             optimizers.load_hyperparameters(leaf, saved)
         self._load_scheduler(objects["scheduler"])
@@ -88,7 +85,6 @@ class MegatronState:
         self._rng = objects["rng"]
 
     def load_reshaped(self, objects: Sequence[Mapping[str, Any]], iteration: int) -> None:
-        """See TrainingState."""
         assert self._built is not None, "describe comes first"
         optimizers.load_reshaped(self._leaves, [optimizer for saved in objects for optimizer in saved["optimizers"]])
         self._load_scheduler(objects[0]["scheduler"])
@@ -97,6 +93,7 @@ class MegatronState:
 
     def finish_load(self) -> None:
         """Gather what other data-parallel ranks own of each parameter, then set RNG."""
+        # The distributed optimizer restored the owned range alone: forward reads all of each parameter.
         for chunk in self._wrapped:
             ddp_config = getattr(chunk, "ddp_config", None)
             if ddp_config is not None and ddp_config.use_distributed_optimizer:
@@ -113,18 +110,6 @@ class MegatronState:
             self._scheduler.num_steps = 0  # Megatron's load_state_dict adds to what is there
         self._scheduler.load_state_dict(saved)
 
-    def _frozen(self, places: optimizers.Places) -> Iterator[Piece]:
-        stepped: set[torch.nn.Parameter] = set()
-        for leaf in self._leaves:
-            stepped |= optimizers.stepped_parameters(leaf)
-        for parameter, placed in places.items():
-            if parameter in stepped:
-                continue
-            if parameter.requires_grad:
-                raise UnsupportedError(f"parameter {placed[0].key} needs gradients and no optimizer steps it")
-            for fragment, view in fragments(placed, "weight", parameter, 0):
-                yield Piece(fragment, view)
-
     def _buffers(self, geometry: Geometry) -> Iterator[Piece]:
         """What Megatron puts into checkpoints belongs to the model, all else (counts within a batch) to a rank."""
         for index, chunk in enumerate(self._chunks):
@@ -135,9 +120,36 @@ class MegatronState:
                 else:
                     yield whole_piece(f"local/{index}.{name}", buffer)
 
-    def _live_addresses(self) -> Iterator[int]:
-        for leaf in self._leaves:
-            yield from optimizers.addresses(leaf)
-        for chunk in self._chunks:
-            yield from (tensor.data_ptr() for tensor in chunk.parameters())
-            yield from (tensor.data_ptr() for tensor in chunk.buffers())
+    def _live_tensors(self) -> Iterator[tuple[str, object, torch.Tensor]]:
+        for index, leaf in enumerate(self._leaves):
+            yield from state_tensors(leaf.optimizer, index)
+        for index, chunk in enumerate(self._chunks):
+            yield from (("parameter", (index, name), tensor) for name, tensor in chunk.named_parameters())
+            yield from (("buffer", (index, name), tensor) for name, tensor in chunk.named_buffers())
+
+
+def save_rng() -> dict[str, Any]:
+    """State of every generator that training draws from, Megatron's tracker among them."""
+    return {**generators.save_generators(), "tracker": dict(get_cuda_rng_tracker().get_states())}
+
+
+def load_rng(saved: Mapping[str, Any]) -> None:
+    """Set every generator as ``save_rng`` found it: bit for bit, on the layout that the snapshot was taken in."""
+    generators.load_generators(saved)
+    get_cuda_rng_tracker().set_states(dict(saved["tracker"]))
+
+
+def derive_rng(built: Mapping[str, Any], iteration: int) -> dict[str, Any]:
+    """What ``load_rng`` takes on a rank of another layout; ``built`` is what ``save_rng`` gave before any batch.
+
+    There no rank of the snapshot is this one: its dropout masks would be those of another part of the model. So each
+    generator is seeded with 64 bits that follow from its name, the state in which the job's own set-up left it, and
+    the iteration. What the job seeded alike (default generators of tensor-parallel ranks) stays alike, what it seeded
+    differently (tensor-parallel regions, experts, stages) stays different, and the same restart draws the same.
+    """
+    plain = {name: state for name, state in built.items() if name != "tracker"}
+    tracker = {
+        name: generators.device_state(generators.derived_seed(f"tracker/{name}", state, iteration))
+        for name, state in built["tracker"].items()
+    }
+    return {**generators.derive_generators(plain, iteration), "tracker": tracker}

@@ -9,31 +9,33 @@
         checkpointer.step(iteration)
     checkpointer.close()
 
-``config`` is ``ftckpt.Config(enabled=True, ...)``, or what ``Config.from_flags(sys.argv[1:])`` makes of the script's
-flags.
+``config`` is ``ftckpt.Config(enabled=True, ...)``, or that of ``config, rest = Config.from_flags(sys.argv[1:])``;
+``rest`` are the arguments that are not ftckpt's.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ftckpt.config import Config
 from ftckpt.errors import ConfigError
+from ftckpt.frameworks import doors
 
 if TYPE_CHECKING:
     import torch
 
-    from ftckpt.checkpointer import Checkpointer
-    from ftckpt.live.stateful import Stateful
+    from ftckpt.frameworks.torch_state import Stateful
+    from ftckpt.job.checkpointer import Checkpointer
+
+patches = doors.Patches()
+"""On all models and optimizers that were attached. Checkpointers are the scripts' own, so that models can go."""
 
 
 def init_process_group(config: Config, *args: Any, **options: Any) -> None:
     """``torch.distributed.init_process_group(*args, **options)``, blind to the addresses of earlier attempts.
 
-    torchrun keeps one store for all attempts of a job: see ``ftckpt.elastic.rendezvous``. Where ftckpt is off
+    torchrun keeps one store for all attempts of a job: see ``ftckpt.frameworks.rendezvous``. Where ftckpt is off
     this is torch's own call and nothing else.
 
     Raises:
@@ -42,7 +44,7 @@ def init_process_group(config: Config, *args: Any, **options: Any) -> None:
     import torch.distributed as dist
 
     if config.enabled:
-        from ftckpt.elastic.rendezvous import isolate_attempts
+        from ftckpt.frameworks.rendezvous import isolate_attempts
 
         isolate_attempts()
     dist.init_process_group(*args, **options)
@@ -74,29 +76,32 @@ def attach(
 
     Raises:
         UnsupportedError: FSDP1, or state that ftckpt cannot map.
-        ConfigError: no job name can be found, torch.distributed is not initialised, an object has no state, or there
-            are layouts.
+        ConfigError: no name of the job, no process group, an object without state, or layouts.
     """
     config = config or Config()
     if not config.enabled:
         return None
-    if config.layouts:
-        raise ConfigError("layouts: a job in plain torch restarts in the layout that it had; leave them out")
+    _check(config)
+    from ftckpt.plain.geometry import place_rank, unwrap
+    from ftckpt.plain.hooks import follow
+    from ftckpt.plain.state import PlainState
+
+    start = doors.start(config, lambda: place_rank(unwrap(model)))
+    state = start.build(lambda: PlainState(model, optimizer, scheduler, objects or {}))
+    checkpointer = start.checkpointer(state)
+    follow(patches, checkpointer, model, optimizer, state)
+    return checkpointer
+
+
+def _check(config: Config) -> None:
     import torch.distributed as dist
 
-    from ftckpt.checkpointer import Checkpointer
-    from ftckpt.comm import Group
-    from ftckpt.elastic.identity import job_name, node_name
-    from ftckpt.plain.hooks import follow
-    from ftckpt.plain.state import TorchState
-    from ftckpt.plain.topology import gather_topology
-
+    if config.layouts:
+        raise ConfigError("layouts: a job in plain torch restarts in the layout that it had; leave them out")
     if not dist.is_initialized():
         raise ConfigError("torch.distributed: call ftckpt.plain.init_process_group first, with a single rank too")
-    config = replace(config, job=job_name(config.job, os.environ), node=node_name(config.node, os.environ))
-    state = TorchState(model, optimizer, scheduler, objects or {})
-    group = Group(config.start_timeout_secs)
-    topology = gather_topology(group, config.node, state.model)
-    checkpointer = Checkpointer(config, state, topology, group=group)
-    follow(checkpointer, model, optimizer, state)
-    return checkpointer
+
+
+def remove() -> None:
+    """Take all hooks off models and optimizers; snapshots stay in memory."""
+    patches.remove()

@@ -54,6 +54,7 @@ class Buckets:
 
     def state_dict(self) -> dict[str, Any]:
         """The order, as indices of trained parameters; empty before the first iteration."""
+        # A parameter that had no gradient yet keeps the hooks waiting: DDP builds its buckets from a complete order.
         if self._hooks and len(self._ready) == len(self._parameters):
             self._order = list(self._ready)
             self._forget_hooks()
@@ -67,12 +68,12 @@ class Buckets:
         """Let gradients of zero become ready in the order that was loaded. Collective; before training begins."""
         if len(self._order) != len(self._parameters):
             return
-        self._forget_hooks()
+        self._forget_hooks()  # the order is known; the one of this rehearsal must not replace it
         before = [parameter.grad for parameter in self._parameters]
         for parameter in self._parameters:
             parameter.grad = None
         with torch.enable_grad():
-            self._ddp.reducer.prepare_for_backward([])
+            self._ddp.reducer.prepare_for_backward([])  # as DDP's forward does, which does not run here
             for index in self._order:
                 parameter = self._parameters[index]
                 parameter.expand_as(parameter).backward(torch.zeros_like(parameter))

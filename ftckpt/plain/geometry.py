@@ -1,23 +1,50 @@
-"""Where each tensor of a torch model lies in its logical tensor: DTensors say it, all others are whole."""
+"""Where a rank stands in the device mesh, and each tensor in its logical tensor: DTensors know, others are whole."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.nn.parallel import DistributedDataParallel
 
 from ftckpt.errors import UnsupportedError
-from ftckpt.live.tensors import Placed
-from ftckpt.state.fragment import Box
+from ftckpt.frameworks.tensors import LogicalBox
+from ftckpt.model.fragment import Box
 
 _WRAPPERS = re.compile(r"\b(_orig_mod|_checkpoint_wrapped_module)\.")
 """What torch.compile and activation checkpointing put into names."""
+
+
+def place_rank(model: torch.nn.Module) -> tuple[Mapping[str, int], Mapping[str, Any]]:
+    """This rank's coordinates, and the sizes of the layout.
+
+    They are those of the device mesh that the model's DTensors lie on, by the names of its dimensions, where it has
+    names and spans all ranks; otherwise there is one axis, ``dp``.
+    """
+    mesh = _mesh(model)
+    names = mesh.mesh_dim_names if mesh is not None else None
+    coordinate = mesh.get_coordinate() if mesh is not None else None
+    sharded: dict[str, Any] = {"sharded": any(isinstance(p, DTensor) for p in model.parameters())}
+    if mesh is None or names is None or coordinate is None:
+        return {"dp": dist.get_rank()}, {"dp": dist.get_world_size(), **sharded}
+    coords = {name: int(index) for name, index in zip(names, coordinate, strict=True)}
+    return coords, {**{name: mesh.size(dim) for dim, name in enumerate(names)}, **sharded}
+
+
+def _mesh(model: torch.nn.Module) -> DeviceMesh | None:
+    """The mesh of all ranks that parameters lie on."""
+    for parameter in model.parameters():
+        if isinstance(parameter, DTensor) and parameter.device_mesh.size() == dist.get_world_size():
+            return parameter.device_mesh
+    return None
 
 
 def unwrap(model: torch.nn.Module) -> torch.nn.Module:
@@ -51,7 +78,7 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def place(name: str, tensor: torch.Tensor) -> Placed:
+def place(name: str, tensor: torch.Tensor) -> LogicalBox:
     """The box that this rank holds; one without elements where an uneven shard is empty.
 
     Raises:
@@ -62,13 +89,13 @@ def place(name: str, tensor: torch.Tensor) -> Placed:
         raise UnsupportedError(f"{name} is not contiguous in memory (channels_last?)")
     if not isinstance(tensor, DTensor):
         shape = tuple(tensor.shape)
-        return Placed(name, shape, Box((0,) * len(shape), shape), 0)
+        return LogicalBox(name, shape, Box((0,) * len(shape), shape), 0)
     _refuse_unknown(name, tensor)
-    found = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    shape, offset = (tuple(map(int, sizes)) for sizes in found)
+    box = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    shape, offset = (tuple(map(int, sizes)) for sizes in box)
     if shape != tuple(mine.shape):
         raise UnsupportedError(f"{name} holds {tuple(mine.shape)} on this rank, and its placements say {shape}")
-    return Placed(name, tuple(tensor.shape), Box(offset, shape), 0)
+    return LogicalBox(name, tuple(tensor.shape), Box(offset, shape), 0)
 
 
 def _refuse_unknown(name: str, tensor: DTensor) -> None:

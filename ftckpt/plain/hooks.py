@@ -4,7 +4,7 @@ The fence stands before the first write to stepped state: torch calls an optimiz
 guard behind it is in the state: parameters that have changed in an iteration in which no hook was called are an
 error at the boundary, from the first iteration on, before a snapshot could tear.
 
-Forward and backward are told by hooks on the outermost module. What comes after a forward is the loss and the
+Forward and backward are seen by hooks on the outermost module. What comes after a forward is the loss and the
 backward, until the next forward or the fence. Gaps inside them, in which a rank waits for gradients or parameters of
 others, are not seen; so copies run between iterations and beside forwards and backwards, as measured.
 """
@@ -15,21 +15,26 @@ from typing import Any
 
 import torch
 
-from ftckpt.checkpointer import Checkpointer
-from ftckpt.plain.state import TorchState
+from ftckpt.frameworks.doors import Patches
+from ftckpt.job.checkpointer import Checkpointer
+from ftckpt.plain.state import PlainState
 
 
 def follow(
-    checkpointer: Checkpointer, model: torch.nn.Module, optimizer: torch.optim.Optimizer, state: TorchState
+    patches: Patches,
+    checkpointer: Checkpointer,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    state: PlainState,
 ) -> None:
     """Follow training with ``model`` for this checkpointer, and fence it before each step of ``optimizer``.
 
-    A module in evaluation mode, or one that runs without gradients, tells nothing.
+    A module in evaluation mode, or one that runs without gradients, is not training.
     """
 
     def before_step(*_: Any) -> None:
-        checkpointer.fence()
-        state.fenced = True
+        checkpointer.fence()  # first: an error in it must not look like a fence that was there
+        state.is_fenced = True
 
     def before_forward(module: torch.nn.Module, *_: Any) -> None:
         if module.training and torch.is_grad_enabled():
@@ -39,6 +44,9 @@ def follow(
         if module.training and torch.is_grad_enabled():
             checkpointer.phase("backward")
 
-    optimizer.register_step_pre_hook(before_step)
-    model.register_forward_pre_hook(before_forward)
-    model.register_forward_hook(after_forward)
+    handles: list[Any] = [
+        optimizer.register_step_pre_hook(before_step),
+        model.register_forward_pre_hook(before_forward),
+        model.register_forward_hook(after_forward),
+    ]
+    patches.undo.extend(handle.remove for handle in handles)

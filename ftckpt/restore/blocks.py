@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from ftckpt.state.fragment import Fragment, Shape
+from ftckpt.model.fragment import Fragment, Shape
 
 
 class Block(NamedTuple):
@@ -24,7 +24,6 @@ class Block(NamedTuple):
 
     @property
     def numel(self) -> int:
-        """Number of elements."""
         return math.prod(self.shape)
 
 
@@ -36,7 +35,6 @@ class Region(NamedTuple):
 
     @property
     def numel(self) -> int:
-        """Number of elements."""
         return math.prod(h - lo for lo, h in zip(self.low, self.high, strict=True))
 
 
@@ -59,11 +57,11 @@ def regions(shape: Shape, start: int, stop: int) -> list[Region]:
     last, tail = divmod(stop, inner)
     if first == last:
         return _in_row(shape, first, head, tail)
-    found = _in_row(shape, first, head, inner) if head else []
+    boxes = _in_row(shape, first, head, inner) if head else []
     begin = first + (head > 0)
     if begin < last:
-        found.append(Region((begin, *(0,) * (len(shape) - 1)), (last, *shape[1:])))
-    return found + (_in_row(shape, last, 0, tail) if tail else [])
+        boxes.append(Region((begin, *(0,) * (len(shape) - 1)), (last, *shape[1:])))
+    return boxes + (_in_row(shape, last, 0, tail) if tail else [])
 
 
 def regions_of(fragment: Fragment) -> list[Region]:
@@ -84,15 +82,15 @@ def common(one: Region, other: Region) -> Region | None:
 
 def without(region: Region, taken: Region) -> list[Region]:
     """What is left of ``region`` once ``taken``, which lies inside it, is gone: at most two boxes per dimension."""
-    found: list[Region] = []
+    rest: list[Region] = []
     low, high = list(region.low), list(region.high)
     for axis, (begin, end) in enumerate(zip(taken.low, taken.high, strict=True)):
         if low[axis] < begin:
-            found.append(Region(tuple(low), (*high[:axis], begin, *high[axis + 1 :])))
+            rest.append(Region(tuple(low), (*high[:axis], begin, *high[axis + 1 :])))
         if end < high[axis]:
-            found.append(Region((*low[:axis], end, *low[axis + 1 :]), tuple(high)))
+            rest.append(Region((*low[:axis], end, *low[axis + 1 :]), tuple(high)))
         low[axis], high[axis] = begin, end
-    return found
+    return rest
 
 
 def block_of(region: Region, have: Fragment, need: Fragment) -> Block:
@@ -121,16 +119,16 @@ def simplified(block: Block) -> Block:
 
 def joined(blocks: Sequence[Block]) -> tuple[Block, ...]:
     """The same elements in the same order: runs that follow each other in both memories become one."""
-    found: list[Block] = []
+    longer: list[Block] = []
     for block in blocks:
-        last = found[-1] if found else None
+        last = longer[-1] if longer else None
         if last is not None and _is_run(last) and _is_run(block):
             numel = last.shape[0]
             if (last.source + numel, last.dest + numel) == (block.source, block.dest):
-                found[-1] = run(last.source, last.dest, numel + block.shape[0])
+                longer[-1] = run(last.source, last.dest, numel + block.shape[0])
                 continue
-        found.append(block)
-    return tuple(found)
+        longer.append(block)
+    return tuple(longer)
 
 
 def in_bytes(block: Block, item_bytes: int, source: int = 0, dest: int = 0) -> Block:

@@ -8,13 +8,14 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from ftckpt.arena.control import SlotState, control_bytes
-from ftckpt.arena.image import PAGE_BYTES, SlotImage
-from ftckpt.arena.package import Package
-from ftckpt.arena.segment import Arena, arena_path, remove_arena
 from ftckpt.errors import ArenaError, CorruptError
+from ftckpt.restore.locations import SlotAt
 from ftckpt.restore.rebuild import Fix
-from ftckpt.restore.source import Source
+from ftckpt.store.arena import Arena
+from ftckpt.store.control import control_bytes
+from ftckpt.store.directory import arena_path, remove_arena
+from ftckpt.store.image import PAGE_BYTES, SlotImage
+from ftckpt.store.package import Package
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -49,9 +50,9 @@ class Build:
         return self._arena
 
     @property
-    def source(self) -> Source:
+    def at(self) -> SlotAt:
         """Where the shard lies, once it is open."""
-        return Source(self.fix.at.node, self.arena.path.name, self._slot)
+        return SlotAt(self.fix.at.node, self.arena.path.name, self._slot)
 
     @property
     def file_bytes(self) -> int:
@@ -109,7 +110,6 @@ class Build:
         return self.arena.hash_chunk(self._slot, chunk) == int(self._hashes[chunk])
 
     def length(self, chunk: int) -> int:
-        """Bytes of ``chunk``."""
         return self.arena.image.chunks[chunk].nbytes
 
     def finish(self) -> list[str]:
@@ -118,9 +118,9 @@ class Build:
         if self.fix.in_place:
             return arena.verify(self._slot) if self.fix.parts else self._bad_volatile()
         whole = arena.control.whole()
-        arena.control.seal(self._slot, self._whole.lineage, self._whole.iteration)
-        if package is not None and (whole is None or whole[1] < package.iteration):
-            arena.control.mark_whole(package.lineage, package.iteration)
+        arena.control.seal(self._slot, self._whole.snapshot)
+        if package is not None and (whole is None or whole.iteration < package.snapshot.iteration):
+            arena.control.mark_whole(package.snapshot)
         return []
 
     def close(self) -> None:
@@ -214,14 +214,15 @@ def _pick(arena: Arena, package: Package) -> int:
 
     def key(slot: int) -> tuple[int, int]:
         record = arena.control.record(slot)
-        if (record.lineage, record.iteration) == (package.lineage, package.iteration) and record.sealed:
+        if record.snapshot == package.snapshot:
             return 0, 0
         if not arena.allocated(slot):
             return 3, 0
         if arena.slot_error(slot) is not None:
             return 1, 0
-        if record.state < SlotState.SEALED:
+        if record.snapshot is None:
             return 2, 0
-        return (4, -record.iteration) if record.iteration > package.iteration else (5, record.iteration)
+        iteration = record.snapshot.iteration
+        return (4, -iteration) if iteration > package.snapshot.iteration else (5, iteration)
 
     return min(range(arena.control.slots), key=key)

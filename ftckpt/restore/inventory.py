@@ -1,94 +1,278 @@
-"""What the arenas of one node hold, as data that can be sent to other nodes."""
+"""What the memory of a node holds, arenas and what protects them, as data that is sent to all other nodes.
+
+A node's report is short: its arenas, and the names of its packages, since what can be rebuilt has some. Only if a
+snapshot cannot be taken as it lies in the arenas do nodes look into packages and parity files, of that one alone
+(``read_protection``): in large jobs all groups of all snapshots would be far more than all slots.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-from ftckpt.arena.control import SlotState
-from ftckpt.arena.segment import Arena, list_arenas
-from ftckpt.errors import ArenaError, MismatchError
+from ftckpt.errors import ArenaError, FtckptError, MismatchError
+from ftckpt.model.snapshot import SnapshotId
+from ftckpt.model.topology import layouts_differ
+from ftckpt.parity.groups import ParityGroup, slot_groups
+from ftckpt.parity.holding import Holding
+from ftckpt.restore.locations import OpenArenas, PackageAt
+from ftckpt.store.arena import Arena
+from ftckpt.store.directory import arena_path, list_arenas
+from ftckpt.store.image import SlotImage
+from ftckpt.store.package import list_packages, load
+from ftckpt.store.parity_file import ParityFile, list_parity
+
+Layout = Mapping[str, int | str | bool]
 
 
 @dataclass(frozen=True)
 class SlotReport:
-    """One sealed slot: ``lineage`` in hex."""
-
     index: int
-    lineage: str
-    iteration: int
+    snapshot: SnapshotId
 
 
 @dataclass(frozen=True)
 class ArenaReport:
     """One arena: where it lies, which shard it holds, what is sealed in it.
 
-    ``whole`` is the newest snapshot that all ranks were known to have sealed (lineage in hex, iteration).
-    ``problems`` are texts about what could not be read. ``num_slots`` counts all slots, 0 where unknown.
+    ``whole`` is the newest snapshot that all ranks were known to have sealed. ``problems`` are texts about what could
+    not be read; the ``layout`` is empty where that is all of it. ``num_slots`` counts all slots, 0 where unknown.
     """
 
     node: str
     name: str
     shard: str
-    layout: Mapping[str, int | str | bool] = field(default_factory=dict)
+    layout: Layout = field(default_factory=dict)
     slots: tuple[SlotReport, ...] = ()
-    whole: tuple[str, int] | None = None
+    whole: SnapshotId | None = None
     problems: tuple[str, ...] = ()
     num_slots: int = 0
 
-    def to_json(self) -> dict[str, Any]:
-        """A JSON value for ``from_json``."""
-        return asdict(self)
+
+@dataclass(frozen=True, order=True)
+class PackageReport:
+    """A package that a node keeps, by its name."""
+
+    node: str
+    file: str
+    shard: str
+    snapshot: SnapshotId
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A file that is not used, and why."""
+
+    file: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Inventory:
+    """What lies in the memory of one node, or of all nodes."""
+
+    arenas: tuple[ArenaReport, ...] = ()
+    packages: tuple[PackageReport, ...] = ()
 
     @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> ArenaReport:
-        """Inverse of ``to_json``."""
-        slots = tuple(SlotReport(**slot) for slot in value["slots"])
-        whole = (value["whole"][0], value["whole"][1]) if value["whole"] else None
-        return cls(**{**value, "slots": slots, "whole": whole, "problems": tuple(value["problems"])})
+    def join(cls, reports: Iterable[Inventory]) -> Inventory:
+        """All nodes' reports as one."""
+        every = list(reports)
+        arenas = tuple(arena for report in every for arena in report.arenas)
+        return cls(arenas, tuple(sorted(package for report in every for package in report.packages)))
+
+    def protects(self, snapshot: SnapshotId) -> bool:
+        """Whether there is a package of ``snapshot``."""
+        return any(package.snapshot == snapshot for package in self.packages)
+
+    def of_shards(self, shards: Collection[str]) -> tuple[Inventory, tuple[Problem, ...]]:
+        """Without packages of other shards than these, each of which is a problem."""
+        own = tuple(package for package in self.packages if package.shard in shards)
+        strange = (package for package in self.packages if package.shard not in shards)
+        problems = tuple(Problem(p.file, f"{p.shard} is no shard of this layout") for p in strange)
+        return Inventory(self.arenas, own), problems
 
 
-def take_inventory(node_dir: Path, node: str) -> list[ArenaReport]:
-    """Report every arena of this node, readable or not; nothing is written.
+def take_inventory(arenas: OpenArenas, node: str) -> Inventory:
+    """Every arena of this node, readable or not, and every package by its name; nothing is written.
 
     Raises:
         MismatchError: an arena was written by another format version.
     """
-    return [_report(path, node) for path in list_arenas(node_dir)]
+    packages = (
+        PackageReport(node, name.path.name, name.shard, name.snapshot) for name in list_packages(arenas.node_dir)
+    )
+    reports = (_report_at(arenas, path, node) for path in list_arenas(arenas.node_dir))
+    return Inventory(tuple(reports), tuple(packages))
 
 
-def _report(path: Path, node: str) -> ArenaReport:
-    shard = path.name.rpartition(".")[0]
+def _report_at(arenas: OpenArenas, path: Path, node: str) -> ArenaReport:
     try:
-        arena = Arena.open(path)
+        return report_arena(arenas.get(path.name), node)
     except MismatchError as error:
         raise MismatchError(f"{path}: {error}; start the version that wrote it, or clean the job") from None
     except ArenaError as error:
-        return ArenaReport(node, path.name, shard, problems=(str(error),))
-    try:
-        slots, problems = [], []
-        for index in range(arena.control.slots):
-            record, bad = arena.control.record(index), arena.slot_error(index)
-            if not arena.allocated(index):
-                continue  # its record is EMPTY: nothing was lost
-            if bad is not None:
-                problems.append(f"slot {index}: {bad}")
-            elif record.torn:
-                problems.append(f"slot {index}: torn control record")
-            elif record.state >= SlotState.SEALED:
-                slots.append(SlotReport(index, record.lineage.hex(), record.iteration))
-        whole = arena.control.whole()
-        return ArenaReport(
-            node,
-            path.name,
-            arena.manifest.shard,
-            arena.manifest.layout,
-            tuple(slots),
-            (whole[0].hex(), whole[1]) if whole else None,
-            tuple(problems),
-            arena.control.slots,
-        )
-    finally:
-        arena.close()
+        return ArenaReport(node, path.name, path.name.rpartition(".")[0], problems=(str(error),))
+
+
+def report_arena(arena: Arena, node: str) -> ArenaReport:
+    """What lies in the slots of an open arena of ``node``."""
+    slots, problems = [], []
+    for index in range(arena.control.slots):
+        record, error = arena.control.record(index), arena.slot_error(index)
+        if not arena.allocated(index):
+            continue  # its record is EMPTY: nothing was lost
+        if error is not None:
+            problems.append(f"slot {index}: {error}")
+        elif record.torn:
+            problems.append(f"slot {index}: torn control record")
+        elif record.snapshot is not None:
+            slots.append(SlotReport(index, record.snapshot))
+    return ArenaReport(
+        node,
+        arena.path.name,
+        arena.manifest.shard,
+        arena.manifest.layout,
+        tuple(slots),
+        arena.control.whole(),
+        tuple(problems),
+        arena.control.slots,
+    )
+
+
+@dataclass(frozen=True, order=True)
+class ParityReport:
+    """A parity file of one node, in the directory ``arena``: the blocks of member ``holder`` of ``group``."""
+
+    node: str
+    arena: str
+    file: str
+    group: str
+    holder: int
+
+
+@dataclass(frozen=True)
+class SoundPackage:
+    """A package that was read and is whole, ``nbytes`` long, and how the shard's arena was cut."""
+
+    at: PackageAt
+    nbytes: int
+    holding: Holding
+
+
+@dataclass(frozen=True)
+class NodeProtection:
+    """What one node has of the protection of one snapshot.
+
+    ``groups`` are those of its parity files, ``packages`` those that it was asked for, ``holdings`` what its arenas
+    are cut into that have blocks of other shards in their slots.
+    """
+
+    groups: tuple[ParityGroup, ...] = ()
+    parity: tuple[ParityReport, ...] = ()
+    packages: tuple[SoundPackage, ...] = ()
+    holdings: tuple[Holding, ...] = ()
+    problems: tuple[Problem, ...] = ()
+
+
+@dataclass(frozen=True)
+class Shield:
+    """All that protects one snapshot, on all nodes.
+
+    ``groups`` by name, those whose blocks lie in slots among them; ``parity`` says where the blocks of a holder
+    (group, member index) lie; ``packages`` are those of each shard that was asked for.
+    """
+
+    groups: Mapping[str, ParityGroup] = field(default_factory=dict)
+    parity: Mapping[tuple[str, int], ParityReport] = field(default_factory=dict)
+    packages: Mapping[str, tuple[SoundPackage, ...]] = field(default_factory=dict)
+    holdings: Mapping[str, Holding] = field(default_factory=dict)
+    problems: tuple[Problem, ...] = ()
+
+    @classmethod
+    def of(cls, nodes: Sequence[NodeProtection], shards: Collection[str]) -> Shield:
+        """Put together what all nodes have; groups of others than ``shards`` are problems."""
+        groups: dict[str, ParityGroup] = {}
+        packages: dict[str, list[SoundPackage]] = {}
+        problems: list[Problem] = []
+        for node in nodes:
+            for group in node.groups:
+                strange = sorted(group.places.keys() - set(shards))
+                if strange:
+                    problems.append(Problem(f"group {group.name}", f"{strange[0]} is no shard of this layout"))
+                else:
+                    groups[group.name] = group
+            for package in node.packages:
+                packages.setdefault(package.holding.shard, []).append(package)
+            problems += node.problems
+        holdings = {holding.shard: holding for node in nodes for holding in node.holdings}
+        for shard, sound in packages.items():
+            holdings.setdefault(shard, sound[0].holding)
+        grouped = [holdings[shard] for shard in sorted(holdings) if _has_slot_groups(holdings[shard])]
+        groups.update({group.name: group for group in slot_groups(grouped)})
+        files = {(p.group, p.holder): p for p in sorted((p for node in nodes for p in node.parity), reverse=True)}
+        return cls(groups, files, {s: tuple(p) for s, p in packages.items()}, holdings, tuple(problems))
+
+
+def read_protection(
+    arenas: OpenArenas, node: str, snapshot: SnapshotId, shards: Collection[str], layout: Layout
+) -> NodeProtection:
+    """What this node has of the protection of ``snapshot``, of packages those of ``shards``."""
+    groups, parity, problems = _read_parity(arenas.node_dir, node, snapshot)
+    packages = []
+    for name in list_packages(arenas.node_dir):
+        if name.shard not in shards or name.snapshot != snapshot:
+            continue
+        try:
+            package = load(name.path)
+        except FtckptError as error:
+            problems.append(Problem(name.path.name, str(error)))
+            continue
+        differing = layouts_differ(layout, package.manifest.layout)
+        if differing:
+            problems.append(Problem(name.path.name, f"a package of another layout ({', '.join(differing)})"))
+            continue
+        image = SlotImage.of(package.manifest)
+        holding = image.holding(node, "", arena_path(arenas.node_dir, package.manifest).name)
+        packages.append(SoundPackage(PackageAt(node, name.path.name), name.path.stat().st_size, holding))
+    holdings = tuple(_holdings(arenas, node, snapshot))
+    return NodeProtection(tuple(groups.values()), tuple(parity), tuple(packages), holdings, tuple(problems))
+
+
+def _read_parity(
+    node_dir: Path, node: str, snapshot: SnapshotId
+) -> tuple[dict[str, ParityGroup], list[ParityReport], list[Problem]]:
+    """Groups and parity files of ``snapshot``, and what could not be read."""
+    groups: dict[str, ParityGroup] = {}
+    parity: list[ParityReport] = []
+    problems: list[Problem] = []
+    for name in list_parity(node_dir):
+        try:
+            file = ParityFile.open(name.path)
+        except FtckptError as error:
+            problems.append(Problem(f"{name.arena}/{name.path.name}", str(error)))
+            continue
+        with closing(file):
+            if file.snapshot() == snapshot:  # None: it was being written
+                groups[file.group.name] = file.group
+                parity.append(ParityReport(node, name.arena, name.path.name, file.group.name, file.holder))
+    return groups, parity, problems
+
+
+def _holdings(arenas: OpenArenas, node: str, snapshot: SnapshotId) -> Iterator[Holding]:
+    for path in list_arenas(arenas.node_dir):
+        try:
+            arena = arenas.get(path.name)
+        except FtckptError:
+            continue  # a problem of take_inventory
+        if arena.find(snapshot) is not None:
+            holding = arena.image.holding(node, "", path.name)
+            if _has_slot_groups(holding):
+                yield holding
+
+
+def _has_slot_groups(holding: Holding) -> bool:
+    """Whether some section takes part in a group whose blocks lie in slots."""
+    return any(section.group for section in holding.sections)

@@ -10,53 +10,68 @@ import json
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from ftckpt.comm import Group, together
 from ftckpt.errors import ArenaError
 from ftckpt.events import Progress
-from ftckpt.restore import wire
-from ftckpt.restore.arenas import OpenArenas
+from ftckpt.group import Group, together
+from ftckpt.model import codec
+from ftckpt.restore import exchange as wire
 from ftckpt.restore.blocks import Block, in_bytes, run, stream
-from ftckpt.restore.plan import Read
-from ftckpt.restore.source import Place, place_of_json
-from ftckpt.restore.spread import Name, Ranks, name_of, part_of, sharers
-from ftckpt.restore.wire import Stream, Strip, dest_strip, exchange, source_strip
+from ftckpt.restore.exchange import (
+    Name,
+    Ranks,
+    Stream,
+    Strip,
+    dest_strip,
+    exchange,
+    name_of,
+    part_of,
+    sharers,
+    source_strip,
+)
+from ftckpt.restore.locations import Location, OpenArenas, location_of
+from ftckpt.restore.plan import ReadItem
 
-__all__ = ["Item", "Moved", "OpenArenas", "Transfer", "execute", "fetch", "transfer"]
+Loop = tuple[int, Sequence[int], Sequence[int]]
+"""Bytes of a source in the order of some loops: begin, shape, strides."""
+
+Requests = dict[int, list[tuple[Location, list[Loop]]]]
+"""What this rank reads for others, by the rank that wants it."""
+
+Copies = list[tuple[Strip, Strip]]
+"""Bytes of this node, from and to."""
 
 
 @dataclass(frozen=True)
 class Item:
-    """Bytes that go from a place into a live 1-D tensor; ``blocks``, of bytes, count from the begin of each."""
+    """Bytes that go from a source into a live 1-D tensor; ``blocks``, of bytes, count from the begin of each."""
 
     blocks: tuple[Block, ...]
     tensor: torch.Tensor
 
     @property
     def nbytes(self) -> int:
-        """Number of bytes."""
         return sum(block.numel for block in self.blocks)
 
 
 @dataclass(frozen=True)
 class Transfer:
-    """What one rank wants of one place, which ``reader`` reads: the rank itself, or one of the place's node."""
+    """What one rank wants of one source, which ``reader`` reads: the rank itself, or one of the source's node."""
 
-    source: Place
+    source: Location
     reader: int
     items: tuple[Item, ...]
 
     @property
     def nbytes(self) -> int:
-        """Number of bytes."""
         return sum(item.nbytes for item in self.items)
 
 
-class Moved(NamedTuple):
+@dataclass(frozen=True)
+class Traffic:
     """Bytes of one rank, counted where they arrived.
 
     ``read_bytes`` were read from arenas for it, ``received_bytes`` of these by ranks of other nodes; ``spread_bytes``
@@ -69,47 +84,49 @@ class Moved(NamedTuple):
     needed_bytes: int
 
 
-def transfer(source: Place, reader: int, reads: Sequence[Read], needs: Sequence[torch.Tensor]) -> Transfer:
+def transfer(source: Location, reader: int, reads: Sequence[ReadItem], needs: Sequence[torch.Tensor]) -> Transfer:
     """Turn reads of one source into bytes of it and the tensors that take them."""
     items = []
     for read in reads:
-        item = read.have.fragment.item_bytes
-        blocks = tuple(in_bytes(block, item, read.have.offset) for block in read.blocks)
+        item_bytes = read.offer.fragment.item_bytes
+        blocks = tuple(in_bytes(block, item_bytes, read.offer.offset) for block in read.blocks)
         items.append(Item(blocks, needs[read.need]))
     return Transfer(source, reader, tuple(items))
 
 
-def fetch(source: Place, reader: int, offset: int, into: torch.Tensor) -> Transfer:
+def fetch(source: Location, reader: int, offset: int, into: torch.Tensor) -> Transfer:
     """Fill a contiguous 1-D uint8 tensor with the bytes from ``offset`` on."""
     blocks = (run(offset, 0, into.numel()),) if into.numel() else ()
     return Transfer(source, reader, (Item(blocks, into),))
 
 
-def execute(group: Group, transfers: Sequence[Transfer], arenas: OpenArenas) -> Moved:
+def execute(group: Group, transfers: Sequence[Transfer], arenas: OpenArenas) -> Traffic:
     """Perform all transfers of all ranks. Collective.
 
-    Takes up to ``wire.EXTRA_BYTES`` of host memory beside the tensors.
+    Takes up to ``exchange.EXTRA_BYTES`` of host memory beside the tensors.
 
     Raises:
         ArenaError: on all ranks together, if one cannot open what it is to read, or is asked for more than there is.
         RuntimeError: a rank is gone, or does not answer within the group's deadline.
     """
     local = [t for t in transfers if t.reader == group.rank]
-    wants, anywhere = _shared(group, [t for t in transfers if t.reader != group.rank])
-    asked = _ask(group, wants) if anywhere else {}
-    copies, outgoing = together(group, lambda: _open(local, asked, arenas))
-    moved = _Counter(group.rank, sum(t.nbytes for t in transfers))
-    incoming = {reader: Stream([s for want in found for s in want.fetched]) for reader, found in wants.items()}
-    exchange(group, outgoing, incoming, _copy(copies, moved.count("copied")), moved.count("received"))
-    _spread(group, [want for found in wants.values() for want in found if want.ranks], moved)
-    return moved.moved
+    wants, any_remote = _shared(group, [t for t in transfers if t.reader != group.rank])
+    requests = _request(group, wants) if any_remote else {}
+    # All agree that everything can be read before the first message: a rank that failed here would leave those
+    # waiting that expect its bytes.
+    copies, outgoing = together(group, lambda: _open(local, requests, arenas))
+    counter = _Counter(group.rank, sum(t.nbytes for t in transfers))
+    incoming = {reader: Stream([s for want in of for s in want.fetched]) for reader, of in wants.items()}
+    exchange(group, outgoing, incoming, _copy(copies, counter.count("copied")), counter.count("received"))
+    _spread(group, [want for of in wants.values() for want in of if want.ranks], counter)
+    return counter.traffic
 
 
 @dataclass(frozen=True)
 class _Want:
     """An item of another node: the bytes of it that this rank fetches, and the ``ranks`` that share it, if any."""
 
-    place: Place
+    source: Location
     item: Item
     name: Name
     ranks: Ranks
@@ -117,14 +134,13 @@ class _Want:
     end: int
 
     @property
-    def asked(self) -> list[list[Any]]:
-        """What to read: begin, shape, strides in bytes."""
+    def loops(self) -> list[Loop]:
         blocks = stream(self.item.blocks, self.begin, self.end)
-        return [[block.source, block.shape, block.source_strides] for block in blocks]
+        return [(block.source, block.shape, block.source_strides) for block in blocks]
 
     @property
     def fetched(self) -> list[Strip]:
-        """Where it goes."""
+        """Where the bytes go that this rank fetches."""
         return self.strips(self.begin, self.end)
 
     def strips(self, begin: int, end: int) -> list[Strip]:
@@ -141,69 +157,64 @@ def _shared(group: Group, remote: Sequence[Transfer]) -> tuple[dict[int, list[_W
     named: dict[Name, tuple[Transfer, Item]] = {}
     wants: dict[int, list[_Want]] = {}
     for wanted in remote:
-        place = json.dumps(wanted.source.to_json()).encode()
+        source = codec.encode(wanted.source)
         for item in wanted.items:
-            name = name_of(place, item.blocks)
+            name = name_of(source, item.blocks)
             if named.setdefault(name, (wanted, item))[1] is not item:  # the second time here: not shared again
                 wants.setdefault(wanted.reader, []).append(_Want(wanted.source, item, name, (), 0, item.nbytes))
-    told = group.gather(b"".join(sorted(named)))
-    shared = sharers(told, group.rank)
+    names = group.gather(b"".join(sorted(named)))
+    shared = sharers(names, group.rank)
     for name, (wanted, item) in named.items():
         ranks = shared.get(name, ())
         begin, end = part_of(name, item.nbytes, ranks, group.rank) if ranks else (0, item.nbytes)
         wants.setdefault(wanted.reader, []).append(_Want(wanted.source, item, name, ranks, begin, end))
-    return wants, any(told)
+    return wants, any(names)
 
 
-def _ask(group: Group, wants: dict[int, list[_Want]]) -> dict[int, list[tuple[Place, list[Any]]]]:
-    """Tell each reader what to send; returns what this rank is asked for, by the rank that asks."""
+def _request(group: Group, wants: dict[int, list[_Want]]) -> Requests:
+    """Send each reader what to read; returns what this rank is to read, by the rank that wants it."""
     texts = {}
-    for reader, found in wants.items():
-        request = json.dumps([[want.place.to_json(), want.asked] for want in found])
-        texts[reader] = torch.from_numpy(np.frombuffer(bytearray(request.encode()), np.uint8))
+    for reader, of in wants.items():
+        text = json.dumps([[codec.to_json(want.source), want.loops] for want in of])
+        texts[reader] = torch.from_numpy(np.frombuffer(bytearray(text.encode()), np.uint8))
     sizes = np.array([[reader, len(text)] for reader, text in texts.items()], np.int64).reshape(-1, 2)
     incoming: dict[int, torch.Tensor] = {}
-    for asker, data in enumerate(group.gather(sizes.tobytes())):
-        told = np.frombuffer(data, np.int64).reshape(-1, 2)
-        for _, nbytes in told[told[:, 0] == group.rank].tolist():
-            incoming[asker] = torch.empty(nbytes, dtype=torch.uint8)
+    for rank, data in enumerate(group.gather(sizes.tobytes())):
+        pairs = np.frombuffer(data, np.int64).reshape(-1, 2)
+        for _, nbytes in pairs[pairs[:, 0] == group.rank].tolist():
+            incoming[rank] = torch.empty(nbytes, dtype=torch.uint8)
     exchange(group, _whole(texts), _whole(incoming))
-    requests = {asker: json.loads(text.numpy().tobytes()) for asker, text in incoming.items()}
-    return {asker: [(place_of_json(place), loops) for place, loops in found] for asker, found in requests.items()}
+    requests = {rank: json.loads(text.numpy().tobytes()) for rank, text in incoming.items()}
+    return {rank: [(location_of(source), loops) for source, loops in of] for rank, of in requests.items()}
 
 
 def _whole(texts: dict[int, torch.Tensor]) -> dict[int, Stream]:
     return {rank: Stream([Strip(text, 0, (text.numel(),), (1,))]) for rank, text in texts.items()}
 
 
-Copies = list[tuple[Strip, Strip]]
-
-
-def _open(
-    local: Sequence[Transfer], asked: dict[int, list[tuple[Place, list[Any]]]], arenas: OpenArenas
-) -> tuple[Copies, dict[int, Stream]]:
+def _open(local: Sequence[Transfer], requests: Requests, arenas: OpenArenas) -> tuple[Copies, dict[int, Stream]]:
     """Open all that is read here: what can fail does so before any message."""
     copies: Copies = []
-    for found in local:
-        memory = _memory(arenas, found.source)
-        for item in found.items:
+    for wanted in local:
+        memory = _memory(arenas, wanted.source)
+        for item in wanted.items:
             live = item.tensor.view(torch.uint8)
             copies += [(source_strip(block, memory), dest_strip(block, live)) for block in item.blocks]
     outgoing: dict[int, Stream] = {}
-    for asker, request in asked.items():
+    for rank, request in requests.items():
         strips: list[Strip] = []
-        for place, loops in request:
-            memory = _memory(arenas, place)
+        for source, loops in request:
+            memory = _memory(arenas, source)
             strips += [Strip(memory, begin, tuple(shape), tuple(strides)) for begin, shape, strides in loops]
-        outgoing[asker] = Stream(strips)
+        outgoing[rank] = Stream(strips)
     for strip in [*(strip for pair in copies for strip in pair), *(s for o in outgoing.values() for s in o.strips)]:
         if not strip.fits:
             raise ArenaError(f"{strip.nbytes} bytes from {strip.begin} on: {strip.memory.numel()} are there")
     return copies, outgoing
 
 
-def _memory(arenas: OpenArenas, place: Place) -> torch.Tensor:
-    view = arenas.view(place)
+def _memory(arenas: OpenArenas, source: Location) -> torch.Tensor:
+    view = arenas.view(source)
     if len(view) == 0:
         return torch.empty(0, dtype=torch.uint8)
     with warnings.catch_warnings():  # the mapping is read-only, and so is every use of this tensor
@@ -235,7 +246,7 @@ def _pairs(source: Strip, dest: Strip, begin: int, end: int) -> Iterator[tuple[S
         yield source_strip(part, source.memory), dest_strip(part, dest.memory)
 
 
-def _spread(group: Group, shared: Sequence[_Want], moved: _Counter) -> None:
+def _spread(group: Group, shared: Sequence[_Want], counter: _Counter) -> None:
     """Hand the part that this rank has fetched of each item to those that share it, and take theirs."""
     outgoing: dict[int, list[Strip]] = {}
     incoming: dict[int, list[Strip]] = {}
@@ -246,30 +257,31 @@ def _spread(group: Group, shared: Sequence[_Want], moved: _Counter) -> None:
             outgoing.setdefault(other, []).extend(want.fetched)
             begin, end = part_of(want.name, want.item.nbytes, want.ranks, other)
             incoming.setdefault(other, []).extend(want.strips(begin, end))
-    sent, taken = ({rank: Stream(strips) for rank, strips in found.items()} for found in (outgoing, incoming))
-    exchange(group, sent, taken, landed=moved.count("spread"))
+    sent, received = ({rank: Stream(strips) for rank, strips in of.items()} for of in (outgoing, incoming))
+    exchange(group, sent, received, landed=counter.count("spread"))
 
 
 class _Counter:
-    """Counts bytes as they arrive, and tells how far this rank is."""
+    """Counts bytes as they arrive, and logs how far this rank is."""
 
     def __init__(self, rank: int, needed_bytes: int) -> None:
-        self._needed = needed_bytes
-        self._done = dict.fromkeys(("copied", "received", "spread"), 0)
-        self._told = Progress("loading") if rank == 0 else None
+        self._needed_bytes = needed_bytes
+        self._done_bytes = dict.fromkeys(("copied", "received", "spread"), 0)
+        self._progress = Progress("loading") if rank == 0 else None
 
     def count(self, how: str) -> Callable[[int], None]:
         """Adds to what came in this way."""
 
         def add(nbytes: int) -> None:
-            self._done[how] += nbytes
-            if self._told is not None:
-                self._told(sum(self._done.values()), self._needed)
+            self._done_bytes[how] += nbytes
+            if self._progress is not None:
+                self._progress(sum(self._done_bytes.values()), self._needed_bytes)
 
         return add
 
     @property
-    def moved(self) -> Moved:
-        """All that was counted."""
-        received = self._done["received"]
-        return Moved(self._done["copied"] + received, received, self._done["spread"], self._needed)
+    def traffic(self) -> Traffic:
+        """What was counted so far."""
+        received = self._done_bytes["received"]
+        read = self._done_bytes["copied"] + received
+        return Traffic(read, received, self._done_bytes["spread"], self._needed_bytes)

@@ -2,32 +2,48 @@
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import closing
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from ftckpt.arena.segment import Arena, list_arenas
-from ftckpt.comm import Group, together
-from ftckpt.errors import ArenaError, LostError
+from ftckpt.errors import ArenaError, FtckptError, LostError
 from ftckpt.events import Events
-from ftckpt.layout.names import layout_name
-from ftckpt.layout.shards import first_of_each_stage
-from ftckpt.layout.topology import Topology
-from ftckpt.restore.decide import Decision
-from ftckpt.restore.load import Moved, OpenArenas, Transfer, execute, fetch, transfer
-from ftckpt.restore.plan import Index, Read, plan
-from ftckpt.restore.protection import remove_newer
-from ftckpt.restore.repair import Used
-from ftckpt.restore.reshape import Hashes, Held, check_copies, hear, index_for, needs_across, needs_of, tell
-from ftckpt.restore.search import Search, readers_of, reshaped
-from ftckpt.state import objects
-from ftckpt.state.fragment import Fragment
-from ftckpt.state.piece import Description, Piece, TrainingState
+from ftckpt.group import Group, together
+from ftckpt.model import codec, objects
+from ftckpt.model.fragment import Fragment
+from ftckpt.model.layouts import layout_name
+from ftckpt.model.topology import Topology, first_of_each_stage
+from ftckpt.model.training_state import Description, Piece, TrainingState, cast_master
+from ftckpt.restore.choice import Decision, readers_of
+from ftckpt.restore.index import Index
+from ftckpt.restore.load import Traffic, Transfer, execute, fetch, transfer
+from ftckpt.restore.locations import OpenArenas
+from ftckpt.restore.needs import (
+    Hashes,
+    SlotContents,
+    check_copies,
+    decode_contents,
+    encode_contents,
+    index_for,
+    needs_of,
+)
+from ftckpt.restore.plan import ReadItem, plan
+from ftckpt.restore.repair import Usage
+from ftckpt.restore.search import Search
+from ftckpt.store.arena import Arena
+from ftckpt.store.directory import list_arenas
+from ftckpt.store.package import list_packages
+from ftckpt.store.parity_file import ParityFile, list_parity
+
+Contents = Mapping[str, SlotContents]
+Needs = list[tuple[Piece, Fragment]]
+"""Pieces of the live state, and what is read into each."""
 
 
 class Restart:
@@ -39,7 +55,7 @@ class Restart:
         self._node_dir = node_dir
         self._events = events
         self._arenas = OpenArenas(node_dir)
-        self._search: Search | None = None
+        self._usage: Usage = {}
 
     def choose(self, on_lost: str, reshapes: bool = False) -> Decision | None:
         """The newest snapshot that is whole, or was made whole from parity, and whose every byte was verified.
@@ -51,21 +67,22 @@ class Restart:
             MismatchError: the snapshots belong to another version, or to a layout that will not do.
             MemoryBudgetError, ArenaError: lost shards cannot be rebuilt here.
         """
-        place = (self._group, self._topology, self._node_dir, self._events, self._arenas)
-        search = self._search = Search(*place, reshapes=reshapes)
+        search = Search(self._group, self._topology, self._events, self._arenas, reshapes=reshapes)
         try:
-            return search.run()
+            decision = search.run()
         except LostError as error:
             if on_lost == "fail":
                 raise
             self._events.emit("lost", error=str(error))
             return None
+        self._usage = search.usage
+        return decision
 
     @property
-    def sources(self) -> Used:
+    def sources(self) -> Usage:
         """What was rebuilt, of all ranks, by what (``node_parity``, ``replica_parity``, ``peer_parity``, ``copy``):
         chunks and bytes. Empty where all was taken as it lay in memory."""
-        return self._search.used if self._search is not None else {}
+        return self._usage
 
     @property
     def source(self) -> str:
@@ -73,8 +90,13 @@ class Restart:
         return "+".join(sorted(self.sources)) or "memory"
 
     def void_newer(self, decision: Decision | None) -> bytes:
-        """Make sure that no snapshot but older ones can ever be taken again; returns the new lineage."""
-        together(self._group, lambda: self._void(decision))
+        """Make sure that no snapshot but older ones can ever be taken again; returns the new lineage.
+
+        All nodes have done so before any rank loads or trains: one that trained on while a newer slot was still good
+        elsewhere could, after the next failure, find its own past and others' undone future in one snapshot.
+        """
+        newest = decision.snapshot.iteration if decision is not None else -1
+        together(self._group, lambda: _void(self._node_dir, newest) if self._topology.is_node_leader else None)
         return self._group.broadcast(os.urandom(16))
 
     def load(self, decision: Decision, state: TrainingState, described: Description) -> None:
@@ -86,167 +108,180 @@ class Restart:
             MismatchError: the snapshot is of another model, or what its ranks hold of one tensor differs.
         """
         begin = time.perf_counter()
-        held = self._gather_held(decision)
+        slots = self._gather_contents(decision)
+        own = slots[self._topology.me.shard] if decision.ranks else None
         pieces = [*described.stepped, *described.volatile]
-        across = reshaped(self._topology, decision)
-        wanted, transfers = together(self._group, lambda: self._plan(held, pieces, described.padded, across))
-        if across:
-            self._check_copies(held, [need for _, need in wanted])
-            moved = execute(self._group, transfers, self._arenas)
-            _derive(pieces, {id(piece) for piece, _ in wanted})
-            firsts, at = self._first_objects(held), decision.iteration
+        needs, transfers = together(self._group, lambda: self._plan(slots, pieces, described.padded, own))
+        if own is None:  # here, then on all ranks: what follows is collective
+            self._check_copies(slots, [need for _, need in needs])
+        encoded, fetches = self._own_objects(own)
+        traffic = execute(self._group, [*transfers, *fetches], self._arenas)
+        _derive(pieces, {id(piece) for piece, _ in needs})
+        if own is None:
+            firsts, at = self._first_objects(slots), decision.snapshot.iteration
             together(self._group, lambda: state.load_reshaped([objects.decode(one) for one in firsts], at))
         else:
-            encoded, mine = self._fetch_objects(held[self._topology.me.shard])
-            moved = execute(self._group, [*transfers, mine], self._arenas)
-            _derive(pieces, {id(piece) for piece, _ in wanted})
             together(self._group, lambda: state.load_objects(objects.decode(encoded.numpy().tobytes())))
         state.finish_load()
-        self._events.emit("loaded", iteration=decision.iteration, **moved._asdict())
-        if across:
-            self._tell_reshaped(decision, moved, time.perf_counter() - begin)
+        self._events.emit("loaded", iteration=decision.snapshot.iteration, **asdict(traffic))
+        if own is None:
+            self._report_reshaped(decision, traffic, time.perf_counter() - begin)
 
     def capacities(self, decision: Decision) -> list[int] | None:
-        """What the snapshot's shares were weighted with, in bytes by rank of this job; None where they were equal.
+        """What shares are to be weighted with, in bytes by rank of this job; None where they are equal.
 
-        With it ``assign`` cuts replica sets as the arenas that are there have them; those of another layout say
-        nothing of this one.
+        Those are the weights of the snapshot, so that ``assign`` cuts replica sets as the arenas that are there have
+        them, or what was measured where shares were equal. Shards that no rank continues say nothing of this job's.
         """
-        if reshaped(self._topology, decision):
-            return None
         mine = together(self._group, lambda: self._own_capacities(decision))
-        told: dict[str, int] = {}
-        for data in self._group.gather(json.dumps(mine).encode()):
-            told.update(json.loads(data))
-        found = [told.get(member.shard, 0) for member in self._topology.members]
-        return found if all(found) else None
+        rooms: dict[str, int | None] = {}
+        for gathered in codec.gather(self._group, mine, dict[str, int | None]):
+            rooms.update(gathered)
+        known = [room for shard in decision.ranks if (room := rooms.get(shard)) is not None]
+        return known if len(known) == len(self._topology.members) and any(known) else None
 
     def close(self) -> None:
         """Unmap the arenas that were read."""
         self._arenas.close()
 
-    def _void(self, decision: Decision | None) -> None:
-        if not self._topology.is_node_leader:
-            return
-        remove_newer(self._node_dir, decision.iteration if decision is not None else -1)
-        for path in list_arenas(self._node_dir):
-            try:
-                arena = Arena.open(path, writable=True)
-            except ArenaError:
-                continue
-            try:
-                for index in range(arena.control.slots):
-                    record = arena.control.record(index)
-                    if decision is None or record.iteration > decision.iteration:
-                        arena.control.void(index)
-                if decision is None:
-                    arena.control.mark_whole(bytes(16), -1)
-            finally:
-                arena.close()
-
-    def _gather_held(self, decision: Decision) -> dict[str, Held]:
-        """What each chosen slot holds, told by the rank that reads it to all."""
-        readers, across = readers_of(self._topology, decision), reshaped(self._topology, decision)
+    def _gather_contents(self, decision: Decision) -> dict[str, SlotContents]:
+        """What each chosen slot holds, from the rank that reads it to all, by shard."""
+        readers = readers_of(self._topology, decision)
 
         def describe() -> bytes:
             mine = []
-            for shard, source in decision.sources.items():
+            for shard, slot in decision.sources.items():
                 if readers[shard] == self._group.rank:
-                    arena = self._arenas.get(source.arena)
-                    used = arena.control.record(source.slot).objects_used
-                    mine.append(Held.of(source, self._group.rank, arena.image, used, reshaped=across))
-            return tell(mine)
+                    arena = self._arenas.get(slot.arena)
+                    used = arena.control.record(slot.slot).objects_used
+                    mine.append(SlotContents.of(slot, self._group.rank, arena.image, used))
+            return encode_contents(mine)
 
-        told = self._group.gather(together(self._group, describe))
-        return {one.shard: one for data in told for one in hear(data, decision.sources, readers)}
+        gathered = self._group.gather(together(self._group, describe))
+        return {slot.shard: slot for data in gathered for slot in decode_contents(data, decision.sources, readers)}
 
-    def _own_capacities(self, decision: Decision) -> dict[str, int]:
+    def _own_capacities(self, decision: Decision) -> dict[str, int | None]:
         readers = readers_of(self._topology, decision)
-        return {
-            shard: self._arenas.get(source.arena).manifest.capacity
-            for shard, source in decision.sources.items()
-            if readers[shard] == self._group.rank
-        }
+        mine = {shard: slot for shard, slot in decision.sources.items() if readers[shard] == self._group.rank}
+        arenas = {shard: self._arenas.get(slot.arena) for shard, slot in mine.items()}
+        return {shard: arena.manifest.capacity or arena.control.room() for shard, arena in arenas.items()}
 
     def _plan(
-        self, held: Mapping[str, Held], pieces: Sequence[Piece], padded: frozenset[str], across: bool
-    ) -> tuple[list[tuple[Piece, Fragment]], list[Transfer]]:
+        self, contents: Contents, pieces: Sequence[Piece], padded: frozenset[str], own: SlotContents | None
+    ) -> tuple[Needs, list[Transfer]]:
         """What this rank reads for which piece, and from where."""
-        sources = list(held.values())
-        index = index_for(pieces, sources, self._topology.me.shard)
-        if across:
-            padded = padded.union(*(source.padded for source in sources))
-            wanted = needs_across(pieces, index, padded)
-            self._tell_padding(index, [need for _, need in wanted])
-        else:
-            padded = frozenset()
-            wanted = needs_of(pieces, index, held[self._topology.me.shard])
-        here, needs = self._topology.me.node, [need for _, need in wanted]
-        costs = [int(source.source.node != here) for source in sources]
-        by_source: dict[int, list[Read]] = {}
-        for read in plan(index, needs, costs.__getitem__, padded, turn=self._group.rank):
-            by_source.setdefault(read.have.source, []).append(read)
-        tensors = [piece.tensor for piece, _ in wanted]
-        return wanted, [
-            transfer(sources[index].source, self._reader_for_me(sources[index]), found, tensors)
-            for index, found in by_source.items()
+        slots = list(contents.values())
+        index = index_for(pieces, slots, own.shard if own is not None else None)
+        # A rank that continues a shard takes no tensor that is cut in another way than its own.
+        padded = padded.union(*(slot.padded for slot in slots)) if own is None else frozenset()
+        needs = needs_of(pieces, index, own, padded)
+        self._report_padding(index, [need for _, need in needs])
+        here = self._topology.me.node
+        costs = [int(slot.at.node != here) for slot in slots]
+        by_source: dict[int, list[ReadItem]] = {}
+        for read in plan(index, [need for _, need in needs], costs.__getitem__, padded, turn=self._group.rank):
+            by_source.setdefault(read.offer.source, []).append(read)
+        tensors = [piece.tensor for piece, _ in needs]
+        return needs, [
+            transfer(slots[source].at, self._reader_for_me(slots[source]), reads, tensors)
+            for source, reads in by_source.items()
         ]
 
-    def _tell_padding(self, index: Index, needs: Sequence[Fragment]) -> None:
+    def _report_padding(self, index: Index, needs: Sequence[Fragment]) -> None:
         """A vocabulary of another size may be another vocabulary: that is for people to see."""
-        told = False
+        logged = False
         for need in needs:
             for shape in index.shapes(need.key, need.dtype) - {need.global_shape}:
                 here = need.global_shape[0]
                 self._events.emit("padding_changed", key=need.key, rows=shape[0], rows_here=here)
-                if not told:
+                if not logged:
                     self._events.tell(f"{need.key}: padded to {here} rows, {shape[0]} in the snapshot")
-                told = True
+                logged = True
 
-    def _check_copies(self, held: Mapping[str, Held], needs: Sequence[Fragment]) -> None:
+    def _check_copies(self, contents: Contents, needs: Sequence[Fragment]) -> None:
         """What several shards hold for themselves must be the same before one of them is read for all."""
-        mine = [one for one in held.values() if self._reads(one)]
-        hashed = together(self._group, lambda: [one.hashes(self._arenas.view(one.source)) for one in mine])
-        told = self._group.gather(b"".join(part.tobytes() for part in hashed))
+        mine = [slot for slot in contents.values() if self._reads(slot)]
+        hashed = together(self._group, lambda: [slot.hashes(self._arenas.view(slot.at)) for slot in mine])
+        gathered = self._group.gather(b"".join(part.tobytes() for part in hashed))
         hashes: dict[str, Hashes] = {}
-        read = [0] * len(told)
-        for shard, one in held.items():
-            hashes[shard] = np.frombuffer(told[one.reader], np.uint64, len(one.copies), read[one.reader])
-            read[one.reader] += hashes[shard].nbytes
-        together(self._group, lambda: check_copies(list(held.values()), hashes, needs))
+        position = [0] * len(gathered)
+        for shard, slot in contents.items():
+            hashes[shard] = np.frombuffer(
+                gathered[slot.reader], np.uint64, len(slot.copies), position[slot.reader]
+            )  # fmt: skip
+            position[slot.reader] += hashes[shard].nbytes
+        together(self._group, lambda: check_copies(list(contents.values()), hashes, needs))
 
-    def _first_objects(self, held: Mapping[str, Held]) -> list[bytes]:
+    def _own_objects(self, own: SlotContents | None) -> tuple[torch.Tensor, list[Transfer]]:
+        """Memory for the encoded objects of the shard that this rank continues, and what fills it."""
+        if own is None:
+            return torch.empty(0, dtype=torch.uint8), []
+        begin, used = own.objects
+        buffer = torch.empty(used, dtype=torch.uint8)
+        return buffer, [fetch(own.at, self._reader_for_me(own), begin, buffer)]
+
+    def _first_objects(self, contents: Contents) -> list[bytes]:
         """Encoded objects of the first rank of each pipeline stage, in the order of the stages."""
-        firsts = [held[shard] for shard in first_of_each_stage(list(held))]
+        firsts = [contents[shard] for shard in first_of_each_stage(list(contents))]
         mine = together(self._group, lambda: {one.shard: self._objects(one) for one in firsts if self._reads(one)})
         return [self._group.broadcast(mine.get(one.shard, bytes(one.objects[1])), one.reader) for one in firsts]
 
-    def _reads(self, held: Held) -> bool:
-        return held.reader == self._group.rank
+    def _reads(self, slot: SlotContents) -> bool:
+        return slot.reader == self._group.rank
 
-    def _objects(self, held: Held) -> bytes:
-        begin, used = held.objects
-        return bytes(self._arenas.view(held.source)[begin : begin + used])
+    def _objects(self, slot: SlotContents) -> bytes:
+        begin, used = slot.objects
+        return bytes(self._arenas.view(slot.at)[begin : begin + used])
 
-    def _tell_reshaped(self, decision: Decision, moved: Moved, secs: float) -> None:
+    def _report_reshaped(self, decision: Decision, traffic: Traffic, secs: float) -> None:
+        iteration = decision.snapshot.iteration
         before, now = layout_name(decision.layout), layout_name(self._topology.layout)
-        sizes = {"read_bytes": moved.read_bytes, "received_bytes": moved.received_bytes}
-        self._events.emit(
-            "reshaped", **{"from": before, "to": now}, iteration=decision.iteration, secs=secs, **sizes
-        )  # fmt: skip
-        self._events.tell(f"iteration {decision.iteration} reshaped from {before} to {now} in {secs:.1f} s")
+        sizes = {"read_bytes": traffic.read_bytes, "received_bytes": traffic.received_bytes}
+        self._events.emit("reshaped", **{"from": before, "to": now}, iteration=iteration, secs=secs, **sizes)
+        self._events.tell(f"iteration {iteration} reshaped from {before} to {now} in {secs:.1f} s")
 
-    def _fetch_objects(self, mine: Held) -> tuple[torch.Tensor, Transfer]:
-        begin, used = mine.objects
-        buffer = torch.empty(used, dtype=torch.uint8)
-        return buffer, fetch(mine.source, self._reader_for_me(mine), begin, buffer)
-
-    def _reader_for_me(self, held: Held) -> int:
+    def _reader_for_me(self, slot: SlotContents) -> int:
         """A rank reads what lies on its own node by itself."""
-        return self._group.rank if held.source.node == self._topology.me.node else held.reader
+        return self._group.rank if slot.at.node == self._topology.me.node else slot.reader
+
+
+def _void(node_dir: Path, newest: int) -> None:
+    """Make every snapshot of a node that is newer than iteration ``newest`` unusable, all of them where it is -1.
+
+    Parity and packages go first: they could bring a slot back that is void, but not the other way round. A kill at
+    any point leaves some newer snapshots that can still be taken, and the next start voids them again.
+    """
+    _remove_protection(node_dir, newest)
+    for path in list_arenas(node_dir):
+        try:
+            arena = Arena.open(path, writable=True)
+        except ArenaError:
+            continue
+        with closing(arena):
+            for index in range(arena.control.slots):
+                snapshot = arena.control.record(index).snapshot
+                if snapshot is None or snapshot.iteration > newest:
+                    arena.control.void(index)
+            if newest < 0:
+                arena.control.mark_whole(None)
+
+
+def _remove_protection(node_dir: Path, newest: int) -> None:
+    """A parity file without snapshot, because it was being written, stays unless all goes."""
+    for parity in list_parity(node_dir):
+        try:
+            with closing(ParityFile.open(parity.path)) as file:
+                snapshot = file.snapshot()
+        except FtckptError:
+            snapshot = None
+        if newest < 0 or (snapshot is not None and snapshot.iteration > newest):
+            parity.path.unlink(missing_ok=True)
+    for package in list_packages(node_dir):
+        if package.snapshot.iteration > newest:
+            package.path.unlink(missing_ok=True)
 
 
 def _derive(pieces: Sequence[Piece], read: set[int]) -> None:
     for piece in pieces:
         if piece.derived_from is not None and id(piece) not in read:
-            piece.tensor.copy_(piece.derived_from)
+            cast_master(piece.derived_from, piece.tensor)

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
-from ftckpt.arena.memory import check_budget, human, once_given_back
-from ftckpt.comm import Group, together
 from ftckpt.errors import MemoryBudgetError
 from ftckpt.events import Events
-from ftckpt.layout.topology import Topology
-from ftckpt.restore.inventory import ArenaReport, take_inventory
-from ftckpt.restore.protection import ProtectionReport, Snapshot, take_protection
-from ftckpt.restore.source import Source
-from ftckpt.restore.spare import give_up, needed, spare_bytes
+from ftckpt.group import Group, together
+from ftckpt.model.snapshot import SnapshotId
+from ftckpt.model.text import human
+from ftckpt.model.topology import Topology
+from ftckpt.restore.locations import SlotAt
+from ftckpt.store.directory import list_arenas
+from ftckpt.store.ledger import Ledger, for_rebuild, give_up, in_use, refusal, require
 
 _PATIENCE_SECS = 5.0
+"""Nothing is given up for what the SMP has yet to unmap."""
 
 
 def make_room(
@@ -25,9 +25,10 @@ def make_room(
     node_dir: Path,
     events: Events,
     *,
-    chosen: Snapshot,
-    sites: Sequence[Source],
-    need: int,
+    chosen: SnapshotId,
+    sites: Sequence[SlotAt],
+    need_bytes: int,
+    keep: Sequence[Collection[SnapshotId]],
 ) -> None:
     """Make sure that every node can hold what is rebuilt on it. Collective.
 
@@ -36,75 +37,47 @@ def make_room(
     that suffices on every node. No rank may have an arena mapped.
 
     Args:
-        chosen: the snapshot that is rebuilt.
+        chosen: the snapshot that is rebuilt; ``need_bytes``: that this rank will allocate for it.
         sites: where its shards are rebuilt, on all nodes; those arenas are left alone.
-        need: bytes that this rank will allocate.
+        keep: what ``choice.worth_keeping`` says, of which the first that leaves enough is kept.
 
     Raises:
         MemoryBudgetError: a node has no room; on all ranks together.
     """
-    needs = [int(data) for data in group.gather(str(need).encode())]
+    needs = [int(data) for data in group.gather(str(need_bytes).encode())]
     node = topology.me.node
-    total = sum(needs[rank] for rank in topology.ranks_on(node)) if topology.is_node_leader else 0
-    # Nothing is given up for what the SMP has yet to unmap.
-    refusal = together(group, lambda: _refusal(node_dir, total, secs=_PATIENCE_SECS))
-    if not any(group.gather(refusal.encode())):
+    total = for_rebuild(sum(needs[rank] for rank in topology.ranks_on(node)) if topology.is_node_leader else 0)
+    why = together(group, lambda: refusal(node_dir, total.now_bytes, _PATIENCE_SECS))
+    if not any(group.gather(why.encode())):
         return
-    snapshots = _needed(group, topology, node_dir, chosen)
-    leave = {site.arena for site in sites if site.node == node}
-    keep = together(group, lambda: _least(node_dir, total, refusal, snapshots, leave))
+    rebuilt = {site.arena for site in sites if site.node == node}
+    arenas = [path for path in list_arenas(node_dir) if path.name not in rebuilt]
+    needed = together(group, lambda: _enough(node_dir, total, keep, arenas, why) if why else None)
 
-    def free() -> None:
-        if keep is None:
-            return
-        freed = give_up(node_dir, keep, leave)
-        events.emit("spare_given_up", iteration=chosen[0], bytes=freed, newer=keep != snapshots[0])
-        events.tell(f"{human(freed)} that no restart needs were given up to rebuild iteration {chosen[0]}")
-        once_given_back(node_dir, lambda: check_budget(node_dir, total))
+    def free(snapshots: Collection[SnapshotId]) -> None:
+        freed_bytes, iteration = give_up(arenas, snapshots), chosen.iteration
+        events.emit("spare_given_up", iteration=iteration, bytes=freed_bytes, newer=snapshots != keep[0])
+        events.tell(f"{human(freed_bytes)} that no restart needs were given up to rebuild iteration {iteration}")
+        require(node_dir, total.now_bytes)
 
-    together(group, free)
-
-
-def _refusal(node_dir: Path, total: int, secs: float = 0.0) -> str:
-    """Why there is no room for ``total`` bytes, after some ``secs`` at most; empty where there is."""
-    try:
-        if total > 0:
-            once_given_back(node_dir, lambda: check_budget(node_dir, total), secs)
-    except MemoryBudgetError as error:
-        return str(error)
-    return ""
+    # All ranks have been asked by here: where one node has no room whatever it gives up, none gives anything up.
+    together(group, lambda: free(needed) if needed is not None else None)
 
 
-def _needed(group: Group, topology: Topology, node_dir: Path, chosen: Snapshot) -> Sequence[Collection[Snapshot]]:
-    """The answers of ``spare.needed``, from what all nodes hold now."""
-    leads, node = topology.is_node_leader, topology.me.node
-    reports = together(group, lambda: take_inventory(node_dir, node) if leads else [])
-    kept = together(group, lambda: take_protection(node_dir, node) if leads else ProtectionReport())
-    mine = {"arenas": [report.to_json() for report in reports], "protection": kept.to_json()}
-    told = [json.loads(data) for data in group.gather(json.dumps(mine).encode())]
-    arenas = [ArenaReport.from_json(value) for one in told for value in one["arenas"]]
-    parts = [ProtectionReport.from_json(one["protection"]) for one in told]
-    protection = ProtectionReport(tuple(package for part in parts for package in part.packages))
-    homes = {member.shard: member.node for member in topology.members}
-    return together(group, lambda: needed(arenas, protection, homes, topology.layout, chosen))
-
-
-def _least(
-    node_dir: Path, total: int, refusal: str, snapshots: Sequence[Collection[Snapshot]], leave: Collection[str]
-) -> Collection[Snapshot] | None:
-    """The first of ``snapshots`` that it suffices to keep; None where nothing needs to go.
+def _enough(
+    node_dir: Path, total: Ledger, keep: Sequence[Collection[SnapshotId]], arenas: Sequence[Path], why: str
+) -> Collection[SnapshotId]:
+    """The first of ``keep`` that leaves room for ``total`` when all that it does not need is given up.
 
     Raises:
-        MemoryBudgetError: none suffices.
+        MemoryBudgetError: none does.
     """
-    if not refusal:
-        return None
-    spare = 0
-    for keep in snapshots:
-        spare = spare_bytes(node_dir, keep, leave)
-        if not _refusal(node_dir, total - spare):
-            return keep
+    there, spare = in_use(arenas), Ledger()
+    for needed in keep:
+        spare = there.spare(needed)
+        if not refusal(node_dir, (spare + total).later_bytes):
+            return needed
     raise MemoryBudgetError(
-        f"no room to rebuild what this node lacks of the snapshot, although {human(spare)} of what it holds could be "
-        f"given up: {refusal}"
+        f"no room to rebuild what this node lacks of the snapshot, although {human(spare.free_bytes)} of what it "
+        f"holds could be given up: {why}"
     )

@@ -1,94 +1,78 @@
-"""Finds the snapshot to restore, together with all ranks: inventory, decide, verify, repair, until one is whole."""
+"""Finds the snapshot to restore, together with all ranks: inventory, decide, verify, repair, until one is whole.
+
+Collective. All ranks run the same loop over the same data: what one of them finds out is gathered before the next
+decision, so that all come to the same one and none waits for a message that nobody sends.
+"""
 
 from __future__ import annotations
 
-import json
 import time
 import zlib
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import replace
-from pathlib import Path
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 
-from ftckpt.arena.control import SlotState
-from ftckpt.arena.package import PackageName, list_packages, load
-from ftckpt.arena.segment import Arena
-from ftckpt.comm import Group, together
 from ftckpt.errors import FtckptError
 from ftckpt.events import Events, Progress
-from ftckpt.layout.topology import Topology, layouts_differ
-from ftckpt.protect.survive import BlockId
-from ftckpt.restore.decide import Ask, Decision, Known, decide
-from ftckpt.restore.found import known_shards
-from ftckpt.restore.inventory import ArenaReport, take_inventory
-from ftckpt.restore.load import OpenArenas
-from ftckpt.restore.protection import ProtectionReport, Shield, Snapshot, join, read_shield, take_protection
-from ftckpt.restore.repair import Place, Repairing, Used
-from ftckpt.restore.source import Damage, Source
+from ftckpt.group import Group, together
+from ftckpt.model import codec
+from ftckpt.model.snapshot import SnapshotId
+from ftckpt.model.topology import Topology
+from ftckpt.restore.candidates import known_shards
+from ftckpt.restore.choice import Decision, Findings, Query, decide, readers_of
+from ftckpt.restore.inventory import (
+    Inventory,
+    NodeProtection,
+    Problem,
+    Shield,
+    read_protection,
+    take_inventory,
+)
+from ftckpt.restore.locations import Damage, OpenArenas, SlotAt
+from ftckpt.restore.repair import Repairer, Site, Usage
+from ftckpt.store.arena import Arena
+from ftckpt.store.control import SlotState
+from ftckpt.store.package import load, package_path
 
 
-def readers_of(topology: Topology, decision: Decision) -> dict[str, int]:
-    """The rank that reads each shard of a snapshot, or rebuilds it; on the node where that lies.
+@dataclass(frozen=True)
+class BadSlot:
+    """A slot that did not verify, with the shard in it and the names of what is bad."""
 
-    The shard's own rank where it is there, otherwise the ranks of the node in turn: of another layout's shards each
-    has as many as the others, give or take one.
-    """
-    places = dict(decision.sources)
-    if decision.rebuild is not None:
-        places.update({shard: fix.at for shard, fix in decision.rebuild.fixes.items()})
-    local: dict[str, list[int]] = {}
-    for rank, member in enumerate(topology.members):
-        local.setdefault(member.node, []).append(rank)
-    own = {} if reshaped(topology, decision) else topology.rank_of
-    turns: Counter[str] = Counter()
-    readers: dict[str, int] = {}
-    for shard in sorted(places):
-        node = places[shard].node
-        if own.get(shard) in local[node]:
-            readers[shard] = own[shard]
-        else:
-            readers[shard] = local[node][turns[node] % len(local[node])]
-            turns[node] += 1
-    return readers
+    at: SlotAt
+    shard: str
+    problems: tuple[str, ...]
 
 
-def reshaped(topology: Topology, decision: Decision) -> bool:
-    """Whether the snapshot was taken in another layout than the job has now."""
-    return bool(layouts_differ(topology.layout, decision.layout))
+@dataclass(frozen=True)
+class SlotFindings:
+    """What one rank found out about the slots that it was to verify: bad ones, and how far the others had come."""
+
+    bad: tuple[BadSlot, ...] = ()
+    states: Mapping[str, int] = field(default_factory=dict)
 
 
 class Search:
-    """One search; ``run`` is collective. ``used`` says afterwards what was rebuilt from what.
+    """One search; ``run`` is collective. ``usage`` tells afterwards what was rebuilt from what.
 
     ``reshapes``: whether a snapshot of another layout will do.
     """
 
     def __init__(
-        self,
-        group: Group,
-        topology: Topology,
-        node_dir: Path,
-        events: Events,
-        arenas: OpenArenas,
-        *,
-        reshapes: bool = False,
+        self, group: Group, topology: Topology, events: Events, arenas: OpenArenas, *, reshapes: bool = False
     ) -> None:
-        self.used: Used = {}
+        self.usage: Usage = {}
         self._reshapes = reshapes
         self._group = group
         self._topology = topology
-        self._node_dir = node_dir
         self._events = events
         self._arenas = arenas
-        self._homes = {member.shard: member.node for member in topology.members}
-        self._bad: dict[Source, Damage] = {}
-        self._texts: dict[Source, str] = {}
-        self._good: set[Source] = set()
-        self._states: dict[Source, str] = {}
-        self._shields: dict[Snapshot, Shield] = {}
-        self._bad_blocks: dict[Snapshot, set[BlockId]] = {}
-        self._given_up: dict[Snapshot, str] = {}
+        self._inventory = Inventory()
+        self._findings = Findings()
+        self._texts: dict[SlotAt, str] = {}
+        self._good: set[SlotAt] = set()
         self._rebuilt = False
+        self._states: dict[SlotAt, str] = {}
 
     def run(self) -> Decision | None:
         """The newest snapshot that is or was made whole, every byte of it verified; None if there never was one.
@@ -96,164 +80,160 @@ class Search:
         Raises:
             LostError, MismatchError, MemoryBudgetError, ArenaError: on all ranks together.
         """
-        reports, protection = self._inventory()
-        num_slots = max((report.num_slots for report in reports), default=0) or 2
+        self._inventory = self._gather_inventory()
         while True:
-            known = Known(protection, self._shields, self._bad_blocks, self._given_up)
-            decision = decide(reports, self._homes, self._topology.layout, self._bad, known, reshapes=self._reshapes)
+            decision = decide(self._inventory, self._topology, self._findings, reshapes=self._reshapes)
             if decision is None:
                 return None
-            if isinstance(decision, Ask):
-                self._shields[decision.snapshot] = self._ask(decision, reports)
-                continue
-            if self._verify(decision):
-                self._shields.clear()  # more packages may be needed now
-                continue
-            if decision.rebuild is None:
-                self._tell_fallback(decision)
-                return decision
-            whole = self._repair(decision, num_slots)
-            if whole is not None:
-                self._tell_fallback(whole)
-                return whole
+            if isinstance(decision, Query):
+                self._findings.shields[decision.snapshot] = self._gather_shield(decision)
+            elif self._verify(decision):
+                # Shields have the packages of shards that were lacking; more may be lacking now.
+                self._findings.shields.clear()
+            else:
+                whole = self._repair(decision)
+                if whole is not None:
+                    self._report_fallback(whole)
+                    return whole
 
-    def _inventory(self) -> tuple[list[ArenaReport], ProtectionReport]:
-        leader = self._topology.is_node_leader
-        node = self._topology.me.node
-        mine = together(self._group, lambda: take_inventory(self._node_dir, node) if leader else [])
-        nothing = ProtectionReport()
-        kept = together(self._group, lambda: take_protection(self._node_dir, node) if leader else nothing)
-        told = {"arenas": [report.to_json() for report in mine], "protection": kept.to_json()}
-        gathered = [json.loads(data) for data in self._group.gather(json.dumps(told).encode())]
-        reports = [ArenaReport.from_json(value) for told in gathered for value in told["arenas"]]
-        for report in reports:
+    def _gather_inventory(self) -> Inventory:
+        leads, node = self._topology.is_node_leader, self._topology.me.node
+        mine = together(self._group, lambda: take_inventory(self._arenas, node) if leads else Inventory())
+        every = Inventory.join(codec.gather(self._group, mine, Inventory))
+        for report in every.arenas:
             if report.problems:
                 self._events.emit("arena_problem", shard=report.shard, problems=report.problems)
-        parts = [ProtectionReport.from_json(told["protection"]) for told in gathered]
-        protection = join(parts, known_shards(reports, self._homes, self._topology.layout))
-        self._tell_problems(protection.problems)
-        return reports, protection
+        inventory, problems = every.of_shards(known_shards(every.arenas, self._topology))
+        self._report_problems(problems)
+        return inventory
 
-    def _ask(self, ask: Ask, reports: list[ArenaReport]) -> Shield:
+    def _gather_shield(self, query: Query) -> Shield:
         """All about the protection of a snapshot, from the leaders of all nodes."""
+        damaged = self._findings.damage
         good = {
             report.shard
-            for report in reports
+            for report in self._inventory.arenas
             for slot in report.slots
-            if (slot.iteration, slot.lineage) == ask.snapshot
-            and Source(report.node, report.name, slot.index) not in self._bad
+            if slot.snapshot == query.snapshot and SlotAt(report.node, report.name, slot.index) not in damaged
         }
-        lacking = set(ask.shards) - good
-        topology = self._topology
-        place = (self._node_dir, topology.me.node, ask.snapshot, lacking, ask.layout)
-        mine = together(self._group, lambda: read_shield(*place) if topology.is_node_leader else {})
-        packed = zlib.compress(json.dumps(mine).encode(), 1)
-        told = [json.loads(zlib.decompress(data)) for data in self._group.gather(packed)]
-        shield = together(self._group, lambda: Shield.of([part for part in told if part], ask.shards))
-        self._tell_problems(shield.problems)
+        lacking, topology = set(query.shards) - good, self._topology
+
+        def read() -> NodeProtection:
+            if not topology.is_node_leader:
+                return NodeProtection()
+            return read_protection(self._arenas, topology.me.node, query.snapshot, lacking, query.layout)
+
+        packed = zlib.compress(codec.encode(together(self._group, read)), 1)
+        gathered = self._group.gather(packed)
+
+        def join() -> Shield:
+            nodes = [codec.decode(zlib.decompress(data), NodeProtection) for data in gathered]
+            return Shield.of(nodes, query.shards)
+
+        shield = together(self._group, join)
+        self._report_problems(shield.problems)
         return shield
 
     def _verify(self, decision: Decision) -> bool:
         """Whether something new was found to be bad in the slots that would be taken."""
         begin = time.perf_counter()
-        found: list[list[object]] = []
         readers = readers_of(self._topology, decision)
-        mine = {shard: source for shard, source in decision.sources.items() if readers[shard] == self._group.rank}
-        for shard, source in mine.items():
-            problems = self._verify_once(shard, source)
-            if problems:
-                found.append([source.node, source.arena, source.slot, shard, problems])
-                self._events.emit("arena_problem", shard=shard, problems=problems)
-        counts = Counter(self._states[source] for source in mine.values() if source in self._states)
-        states: Counter[str] = Counter()
-        bad: dict[Source, list[str]] = {}
-        for data in self._group.gather(json.dumps([found, counts]).encode()):
-            wrong, told = json.loads(data)
-            states.update(told)
-            for node, arena, slot, shard, problems in wrong:
-                bad[Source(node, arena, slot)] = problems
-                self._texts[Source(node, arena, slot)] = f"{shard}: {', '.join(problems[:3])}"
-        self._good |= set(decision.sources.values()) - set(bad)
-        self._bad.update({source: Damage.of(problems) for source, problems in bad.items()})
+        mine = {shard: slot for shard, slot in decision.sources.items() if readers[shard] == self._group.rank}
+        reports = codec.gather(self._group, self._verify_mine(decision.snapshot, mine), SlotFindings)
+        bad = [slot for report in reports for slot in report.bad]
+        self._good |= set(decision.sources.values()) - {slot.at for slot in bad}
+        for slot in bad:
+            self._findings.damage[slot.at] = Damage.of(slot.problems)
+            self._texts[slot.at] = f"{slot.shard}: {', '.join(slot.problems[:3])}"
         if not bad:
-            below = {shard: state for shard, s in mine.items() if (state := self._states[s]) != "protected"}
-            secs = time.perf_counter() - begin
-            self._events.emit("verified", iteration=decision.iteration, secs=secs, states=states, unprotected=below)
+            states = sum((Counter(report.states) for report in reports), Counter[str]())
+            below = {shard: state for shard, at in mine.items() if (state := self._states.get(at, "")) != "protected"}
+            secs, iteration = time.perf_counter() - begin, decision.snapshot.iteration
+            self._events.emit("verified", iteration=iteration, secs=secs, states=states, unprotected=below)
         return bool(bad)
 
-    def _verify_once(self, shard: str, source: Source) -> list[str]:
-        """What is bad in a slot; nothing where that was found before."""
-        if source in self._good:
+    def _verify_mine(self, snapshot: SnapshotId, slots: Mapping[str, SlotAt]) -> SlotFindings:
+        bad = []
+        for shard, slot in slots.items():
+            problems = self._verify_once(snapshot, shard, slot)
+            if problems:
+                bad.append(BadSlot(slot, shard, tuple(problems)))
+                self._events.emit("arena_problem", shard=shard, problems=problems)
+        states = Counter(self._states[slot] for slot in slots.values() if slot in self._states)
+        return SlotFindings(tuple(bad), states)
+
+    def _verify_once(self, snapshot: SnapshotId, shard: str, slot: SlotAt) -> list[str]:
+        """What is bad in a slot; nothing where that was found out before."""
+        if slot in self._good:
             return []
-        told = Progress(f"rank {self._group.rank} verifies {shard}")
+        progress = Progress(f"rank {self._group.rank} verifies {shard}")
         try:
-            self._states[source], problems = self._verify_slot(source, told)
+            self._states[slot], problems = self._verify_slot(snapshot, slot, progress)
         except FtckptError as error:
             problems = [str(error)]
         return problems
 
-    def _verify_slot(self, source: Source, told: Progress) -> tuple[str, list[str]]:
+    def _verify_slot(self, snapshot: SnapshotId, slot: SlotAt, progress: Progress) -> tuple[str, list[str]]:
         """How far the snapshot in a slot had come, and what is bad in it.
 
         Of a slot that has no checksums yet they are taken now; where this node has a package of it they are
         compared with those in there.
         """
-        arena = self._arenas.get(source.arena)
-        state = arena.state(source.slot)
-        problems = arena.verify(source.slot, told)
-        if not problems and arena.unchecked(source.slot):
-            expected = self._package_hashes(arena, source.slot)
+        arena = self._arenas.get(slot.arena)
+        state = arena.state(slot.slot)
+        if arena.control.record(slot.slot).snapshot != snapshot:
+            return SlotState(state).name.lower(), ["record"]  # a rebuild that failed may have taken the slot since
+        problems = arena.verify(slot.slot, progress)
+        if not problems and arena.unchecked(slot.slot):
+            expected = self._package_hashes(arena, slot.slot)
             for chunk in range(len(arena.image.chunks)):
-                value = arena.hash_chunk(source.slot, chunk)
+                value = arena.hash_chunk(slot.slot, chunk)
                 if chunk in expected and value != expected[chunk]:
                     problems.append(f"chunk {chunk}")
-                told(arena.image.chunks[chunk].end, arena.image.file_bytes)
+                progress(arena.image.chunks[chunk].end, arena.image.file_bytes)
         return SlotState(state).name.lower(), problems
 
     def _package_hashes(self, arena: Arena, slot: int) -> Mapping[int, int]:
-        record = arena.control.record(slot)
-        wanted = (arena.manifest.shard, record.lineage.hex()[:8], record.iteration)
+        snapshot = arena.control.record(slot).snapshot
+        if snapshot is None:
+            return {}
+        try:
+            package = load(package_path(self._arenas.node_dir, arena.manifest.shard, snapshot))
+        except FtckptError:
+            return {}
+        same = package.manifest.digest == arena.manifest.digest
+        return dict(enumerate(package.chunk_hashes.tolist())) if same else {}
 
-        def is_wanted(name: PackageName) -> bool:
-            return (name.shard, name.lineage8, name.iteration) == wanted
-
-        for name in filter(is_wanted, list_packages(self._node_dir)):
-            try:
-                package = load(name.path)
-            except FtckptError:
-                continue
-            if (package.lineage, package.manifest.digest) == (record.lineage, arena.manifest.digest):
-                return dict(enumerate(package.chunk_hashes.tolist()))
-        return {}
-
-    def _repair(self, decision: Decision, num_slots: int) -> Decision | None:
+    def _repair(self, decision: Decision) -> Decision | None:
         """The decision with every shard in a slot; None where something that was to be used is bad."""
-        snapshot = (decision.iteration, decision.lineage)
         if decision.rebuild is None:
             return decision
-        readers = readers_of(self._topology, decision)
-        place = Place(self._group, self._topology, self._node_dir, self._events, self._arenas, readers)
-        repairing = Repairing(place, decision, decision.rebuild, self._shields[snapshot], num_slots)
-        outcome = repairing.run()
+        snapshot, findings = decision.snapshot, self._findings
+        site = Site(self._group, self._topology, self._events, self._arenas, readers_of(self._topology, decision))
+        repairer = Repairer(site, decision, decision.rebuild, findings.shields[snapshot], self._inventory)
+        outcome = repairer.run()
         if outcome.sources:
-            self.used, self._rebuilt = outcome.used, True
+            self.usage, self._rebuilt = outcome.usage, True
             return replace(decision, sources={**decision.sources, **outcome.sources}, rebuild=None)
-        self._bad.update(outcome.bad)
-        self._bad_blocks.setdefault(snapshot, set()).update(outcome.bad_blocks)
+        findings.damage.update(outcome.damage)
+        findings.bad_blocks.setdefault(snapshot, set()).update(outcome.bad_blocks)
         if outcome.given_up:
-            self._given_up[snapshot] = outcome.given_up
-        for name, holder, block in sorted(outcome.bad_blocks)[:3]:
-            self._tell_problems((((f"group {name}"), f"block {block} of member {holder} is corrupt"),))
-        if outcome.bad:
-            self._shields.clear()
+            findings.given_up[snapshot] = outcome.given_up
+        self._report_problems(
+            Problem(f"group {name}", f"block {block} of member {holder} is corrupt")
+            for name, holder, block in sorted(outcome.bad_blocks)[:3]
+        )
+        if outcome.damage:
+            findings.shields.clear()
         return None
 
-    def _tell_problems(self, problems: tuple[tuple[str, str], ...]) -> None:
-        for name, text in problems:
-            self._events.emit("protection_problem", file=name, problem=text)
+    def _report_problems(self, problems: Iterable[Problem]) -> None:
+        for problem in problems:
+            self._events.emit("protection_problem", file=problem.file, problem=problem.text)
 
-    def _tell_fallback(self, decision: Decision) -> None:
-        if decision.passed_over or (self._bad and not self._rebuilt):
+    def _report_fallback(self, decision: Decision) -> None:
+        damaged = bool(self._findings.damage)
+        if decision.passed_over or (damaged and not self._rebuilt):
             reasons = [*decision.passed_over, *self._texts.values()]
-            loud = "fallback" if self._bad else "passed_over"
-            self._events.emit(loud, iteration=decision.iteration, reasons=reasons)
+            loud = "fallback" if damaged else "passed_over"
+            self._events.emit(loud, iteration=decision.snapshot.iteration, reasons=reasons)

@@ -14,10 +14,10 @@ from pathlib import Path
 
 from ftckpt.config import Config
 from ftckpt.errors import FtckptError, SmpError
+from ftckpt.smp import BUSY_STATUS
 
 _READY = b"ready\n"
 _BUSY = b"busy "
-_BUSY_STATUS = 3
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -40,7 +40,7 @@ def serve(arguments: argparse.Namespace, ready: Callable[[], None]) -> int:
     """
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # before numpy: each of its threads has memory of its own
     from ftckpt.smp.daemon import Daemon
-    from ftckpt.smp.limits import bound_process
+    from ftckpt.smp.footprint import bound_process
 
     bound_process()
     daemon = Daemon(arguments.arena, arguments.job, arguments.node, arguments.idle_secs)
@@ -65,11 +65,11 @@ def detached(arguments: argparse.Namespace) -> int:
     os.close(writer)
     os.waitpid(child, 0)
     with os.fdopen(reader, "rb") as pipe:
-        said = pipe.read()
-    if said == _READY:
+        message = pipe.read()
+    if message == _READY:
         return 0
-    print(said.removeprefix(_BUSY).decode("utf-8", "replace") or "it ended before it was ready", file=sys.stderr)
-    return _BUSY_STATUS if said.startswith(_BUSY) else 1
+    print(message.removeprefix(_BUSY).decode("utf-8", "replace") or "it ended before it was ready", file=sys.stderr)
+    return BUSY_STATUS if message.startswith(_BUSY) else 1
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -82,19 +82,21 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def foreground(arguments: argparse.Namespace) -> int:
-    """Be the SMP in this process, which tells people what it does; returns the exit status."""
+    """Be the SMP in this process, which logs to the terminal; returns the exit status."""
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s")
     try:
         return serve(arguments, lambda: None)
     except (FtckptError, OSError) as error:
         print(f"ftckpt: {error}", file=sys.stderr)
-        return _BUSY_STATUS if isinstance(error, SmpError) else 2
+        return BUSY_STATUS if isinstance(error, SmpError) else 2
 
 
 def _become_detached(arguments: argparse.Namespace, writer: int) -> None:
     """In the child of ``detached``: never returns."""
     starter, status = _Starter(writer), 1
     try:
+        # A session of its own keeps it from torchrun's kill of a worker group; the second fork makes it nobody's
+        # child, and no leader of its session, so that it can never get a terminal.
         os.setsid()
         if os.fork():
             os._exit(0)
@@ -105,12 +107,13 @@ def _become_detached(arguments: argparse.Namespace, writer: int) -> None:
         null = os.open(os.devnull, os.O_RDWR)
         for fd in range(3):
             os.dup2(null, fd)
+        # Whatever the trainer had open (sockets, device files, locks) would stay open as long as the SMP lives.
         os.closerange(3, writer)
         os.closerange(writer + 1, os.sysconf("SC_OPEN_MAX"))
-        status = serve(arguments, lambda: starter.tell(_READY))
+        status = serve(arguments, lambda: starter.report(_READY))
     except BaseException as error:  # noqa: BLE001 - the process ends here; who started it, or the log, must know why
         busy = _BUSY if isinstance(error, SmpError) else b""
-        starter.tell(busy + f"{type(error).__name__}: {error}".encode())
+        starter.report(busy + f"{type(error).__name__}: {error}".encode())
         traceback.print_exc()
     finally:
         os._exit(status)
@@ -122,7 +125,7 @@ class _Starter:
     def __init__(self, writer: int) -> None:
         self._writer = writer
 
-    def tell(self, message: bytes) -> None:
+    def report(self, message: bytes) -> None:
         """Say how the start went; what comes after the first message is dropped."""
         writer, self._writer = self._writer, -1
         if writer >= 0:

@@ -9,14 +9,13 @@ from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-import xxhash
 
-from ftckpt.arena.control import SlotRecord, Snapshot
 from ftckpt.errors import ArenaError
 from ftckpt.events import Events
-from ftckpt.smp.held import Held, HeldArenas
-from ftckpt.smp.pace import Pace
-from ftckpt.smp.work import Work
+from ftckpt.model.snapshot import SnapshotId
+from ftckpt.smp.arenas import GuardedArena, GuardedArenas
+from ftckpt.smp.work import Pace, Work
+from ftckpt.store.control import SealId, SlotRecord
 
 
 class _Key(NamedTuple):
@@ -25,45 +24,49 @@ class _Key(NamedTuple):
     arena: str
     slot: int
     file: tuple[int, int] | None
-    snapshot: Snapshot
-    sequence: int
+    seal_id: SealId
 
 
 @dataclass(frozen=True)
 class _Seal:
-    held: Held
+    arena: GuardedArena
     slot: int
     record: SlotRecord
+    seal_id: SealId
     seen: float
 
     @property
     def key(self) -> _Key:
-        return _key(self.held, self.slot, self.record)
+        return _key(self.arena, self.slot, self.seal_id)
+
+    @property
+    def snapshot(self) -> SnapshotId:
+        return self.seal_id[0]
 
 
 class Checker:
     """Finds sealed slots that nobody has checked, and checks them.
 
-    A slot whose bytes are not those that the trainer hashed is told once, as an event ``corrupt``, and left.
+    A slot whose bytes are not those that the trainer hashed is reported once, as an event ``corrupt``, and left.
     """
 
-    def __init__(self, held: HeldArenas, pace: Pace, events: Events) -> None:
+    def __init__(self, arenas: GuardedArenas, pace: Pace, events: Events) -> None:
         self.pace = pace
         self.checked = 0
-        self._held = held
+        self._arenas = arenas
         self._events = events
         self._seen: dict[_Key, float] = {}
         self._bad: set[_Key] = set()
 
-    def refused(self, snapshot: Snapshot) -> str:
+    def refused(self, snapshot: SnapshotId) -> str:
         """The arena whose slot of ``snapshot`` is not as the trainer left it; "" if none is known."""
-        return next((key.arena for key in self._bad if key.snapshot == snapshot), "")
+        return next((key.arena for key in self._bad if key.seal_id[0] == snapshot), "")
 
     def forget(self) -> None:
         """What was bad may have been put right: it is looked at again."""
         self._bad.clear()
 
-    def next(self, first: Snapshot | None) -> Work[None] | None:
+    def next(self, first: SnapshotId | None) -> Work[None] | None:
         """The work on the slot to check next, or None: those of ``first`` before others, then newest first."""
         seals = list(self._seals())
         self._seen = {seal.key: seal.seen for seal in seals}
@@ -71,78 +74,71 @@ class Checker:
         waiting = [seal for seal in seals if seal.key not in self._bad]
         if not waiting:
             return None
+        # Newest first: trainers write over the oldest, and a restart wants the newest.
         return self._check(max(waiting, key=lambda seal: _order(seal, first)))
 
     def _seals(self) -> Iterator[_Seal]:
         now = time.monotonic()
-        for held in self._held.all:
-            for slot in range(held.arena.control.slots):
-                record = held.arena.control.record(slot)
+        for arena in self._arenas.all:
+            for slot in range(arena.mapped.control.slots):
+                record = arena.mapped.control.record(slot)
                 # One whose file is not the one that is mapped here is checked when that is.
-                if record.sealed and not _checked(held, slot, record) and held.same(slot, record):
-                    yield _Seal(held, slot, record, self._seen.get(_key(held, slot, record), now))
+                seal_id = record.seal_id
+                if seal_id is not None and not _checked(arena, slot, seal_id) and arena.still_holds(slot, record):
+                    yield _Seal(arena, slot, record, seal_id, self._seen.get(_key(arena, slot, seal_id), now))
 
     def _check(self, seal: _Seal) -> Work[None]:
-        held, slot, record = seal.held, seal.slot, seal.record
-        with held.lease(slot):
+        arena, slot, record = seal.arena, seal.slot, seal.record
+        with arena.lease(slot):
             try:
                 hashes = yield from self._hash(seal)
-                if hashes is None or not held.same(slot, record):
+                # Read again after the last byte: a trainer needs no lock to take the slot over.
+                if hashes is None or not arena.still_holds(slot, record):
                     return
-                bad = _bad_parts(held, slot, record, hashes)
+                # Without hashes of the trainer's those that were taken here are the ones that count from now on.
+                bad_chunks = np.flatnonzero(hashes != record.chunk_hashes).tolist() if record.hashed else []
+                bad = arena.mapped.bad_parts(slot, record, bad_chunks)
             except ArenaError as error:
                 hashes, bad = np.empty(0, np.uint64), [str(error)]
-            if not held.same(slot, record):
+            if not arena.still_holds(slot, record):
                 return
             if bad:
+                # By file and seal: what is sealed anew there, or was put right in a new file, is looked at again.
                 self._bad.add(seal.key)
-                self._events.emit("corrupt", arena=held.name, slot=slot, iteration=record.iteration, what=bad[:20])
+                iteration = seal.snapshot.iteration
+                self._events.emit("corrupt", arena=arena.name, slot=slot, iteration=iteration, what=bad[:20])
                 return
             gap_secs = time.monotonic() - seal.seen
-            held.checks.store_checked(slot, record.lineage, record.iteration, record.sequence, hashes, gap_secs)
+            arena.checks.store_checked(slot, seal.seal_id, hashes, gap_secs)
         self.checked += 1
-        nbytes = sum(span.nbytes for span in held.arena.image.chunks)
+        nbytes = sum(span.nbytes for span in arena.mapped.image.chunks)
         self._events.emit(
-            "checked", shard=held.shard, iteration=record.iteration, gap_secs=round(gap_secs, 4), bytes=nbytes
+            "checked", shard=arena.shard, iteration=seal.snapshot.iteration, gap_secs=round(gap_secs, 4), bytes=nbytes
         )
 
     def _hash(self, seal: _Seal) -> Work[npt.NDArray[np.uint64] | None]:
         """Returns the checksums, or None where the slot was given up meanwhile."""
-        held, slot = seal.held, seal.slot
-        chunks = held.arena.image.chunks
+        arena, slot = seal.arena, seal.slot
+        chunks = arena.mapped.image.chunks
         hashes = np.zeros(len(chunks), np.uint64)
         for chunk, span in enumerate(chunks):
             yield from self.pace.memory(span.nbytes)
-            held.renew(slot)
-            if not held.same(slot, seal.record):
+            arena.renew(slot)
+            if not arena.still_holds(slot, seal.record):
                 return None
-            hashes[chunk] = held.arena.hash_chunk(slot, chunk)
+            hashes[chunk] = arena.mapped.hash_chunk(slot, chunk)
             yield 0.0
         return hashes
 
 
-def _bad_parts(held: Held, slot: int, record: SlotRecord, hashes: npt.NDArray[np.uint64]) -> list[str]:
-    """Names of what is not as the trainer left it."""
-    bad = [] if held.arena.header_good(slot) else ["header"]
-    with held.arena.slot(slot) as data:
-        if any(bytes(data[pad.begin : pad.end]).strip(b"\0") for pad in held.arena.image.pads):
-            bad.append("padding")
-    if record.hashed:
-        bad += [f"chunk {chunk}" for chunk in np.flatnonzero(hashes != record.chunk_hashes).tolist()]
-    with held.arena.read_objects(slot) as objects:
-        if xxhash.xxh3_64_intdigest(objects) != record.objects_hash:
-            bad.append("objects")
-    return bad
+def _checked(arena: GuardedArena, slot: int, seal_id: SealId) -> bool:
+    check = arena.checks.read(slot)
+    return check is not None and check.seal_id == seal_id
 
 
-def _checked(held: Held, slot: int, record: SlotRecord) -> bool:
-    check = held.checks.read(slot)
-    return check is not None and check.key == (record.lineage, record.iteration, record.sequence)
+def _key(arena: GuardedArena, slot: int, seal_id: SealId) -> _Key:
+    return _Key(arena.name, slot, arena.identity(slot), seal_id)
 
 
-def _key(held: Held, slot: int, record: SlotRecord) -> _Key:
-    return _Key(held.name, slot, held.identity(slot), (record.lineage, record.iteration), record.sequence)
-
-
-def _order(seal: _Seal, first: Snapshot | None) -> tuple[bool, int, int]:
-    return (seal.record.lineage, seal.record.iteration) == first, seal.record.iteration, seal.record.sequence
+def _order(seal: _Seal, first: SnapshotId | None) -> tuple[bool, int, int]:
+    return seal.snapshot == first, seal.snapshot.iteration, seal.record.sequence

@@ -1,38 +1,36 @@
-"""The trainers' side of the SMP: find or start the one of this node, tell it what to do, and bring it back."""
+"""A node's SMP as its trainers and the command line have it: found or started, configured, and brought back."""
 
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from ftckpt.arena.directory import SMP_LOCK_NAME, end_smp
-from ftckpt.arena.locks import holder_of
-from ftckpt.arena.process import Process
 from ftckpt.errors import SmpError
-from ftckpt.smp.protocol import (
-    MAX_REPLY_BYTES,
-    MAX_REQUEST_BYTES,
+from ftckpt.smp import BUSY_STATUS
+from ftckpt.smp.channel import Deadlines, PeerError, SilentError, Trust, VersionError, connect
+from ftckpt.smp.requests import (
     VERSION,
-    decode_line,
-    encode_line,
-    peer_uid,
-    socket_address,
+    ConfigureRequest,
+    EndRequest,
+    HelloRequest,
+    ListenRequest,
+    SmpRequest,
+    StatusRequest,
+    exchange,
 )
+from ftckpt.store.directory import SMP_LOCK_NAME, end_smp
+from ftckpt.store.locks import holder_of
+from ftckpt.store.process import Process
 
-BUSY_STATUS = 3
-"""Exit status of a starting SMP that found another one serving."""
 _ANSWER_SECS = 10.0
-_START_SECS = 20.0
 _POLL_SECS = 0.02
-_ATTEMPTS = 3
 
 
 class SmpClient:
@@ -53,15 +51,15 @@ class SmpClient:
 
     def hello(self, timeout_secs: float = _ANSWER_SECS) -> dict[str, Any]:
         """``version``, ``pid``, ``job``, ``node``, ``configured``, ``port`` (0: it does not listen)."""
-        return self.call({"request": "hello"}, timeout_secs)
+        return self._call(HelloRequest(), timeout_secs)
 
     def status(self, timeout_secs: float = _ANSWER_SECS) -> dict[str, Any]:
         """What the SMP does: trainers it sees, its memory, hangs, and ``duties``."""
-        return self.call({"request": "status"}, timeout_secs)
+        return self._call(StatusRequest(), timeout_secs)
 
     def listen(self, host: str, secret: bytes, timeout_secs: float = _ANSWER_SECS) -> int:
         """Let it answer other nodes at ``host``, to those who know ``secret``; returns the port."""
-        reply = self.call({"request": "listen", "host": host, "secret": secret.hex()}, timeout_secs)
+        reply = self._call(ListenRequest(host, secret.hex()), timeout_secs)
         port = reply.get("port")
         if not isinstance(port, int):
             raise SmpError(f"the SMP of node {self.node} names no port: {reply}")
@@ -69,7 +67,7 @@ class SmpClient:
 
     def configure(self, description: Mapping[str, Any], timeout_secs: float = _ANSWER_SECS) -> None:
         """Tell it what to protect. It keeps the description, so that a restarted one needs no trainer."""
-        self.call({"request": "configure", "description": dict(description)}, timeout_secs)
+        self._call(ConfigureRequest(dict(description)), timeout_secs)
 
     def end(self, timeout_secs: float = _ANSWER_SECS) -> None:
         """The job is over: it removes its files and ends; returns when the process is gone.
@@ -79,10 +77,11 @@ class SmpClient:
         pid = holder_of(self.node_dir / SMP_LOCK_NAME)
         if pid is None:
             return
+        # Opened before the request: afterwards its pid may be another process's.
         deadline = time.monotonic() + timeout_secs
         process = Process.open(pid)
         try:
-            self.call({"request": "end"}, timeout_secs / 2)
+            self._call(EndRequest(), timeout_secs / 2)
             _wait_gone(self.node_dir, process, deadline)
         except SmpError:
             if not end_smp(self.node_dir, max(1.0, deadline - time.monotonic())):
@@ -91,18 +90,39 @@ class SmpClient:
             if process is not None:
                 process.close()
 
-    def call(self, request: Mapping[str, Any], timeout_secs: float) -> dict[str, Any]:
+    def _call(self, request: SmpRequest, timeout_secs: float) -> dict[str, Any]:
         """Send one request and return the fields of the reply."""
-        line = encode_line(request)
-        if len(line) > MAX_REQUEST_BYTES:
-            raise SmpError(f"a request of {len(line)} bytes; the most is {MAX_REQUEST_BYTES}")
+        deadline = time.monotonic() + timeout_secs
+        deadlines = Deadlines(timeout_secs, timeout_secs, timeout_secs)
         try:
-            reply = decode_line(_exchange(self.node_dir, line, time.monotonic() + timeout_secs))
-        except (OSError, SmpError) as error:
-            raise SmpError(f"the SMP of job {self.job} on node {self.node} does not answer: {error}") from None
-        if reply.get("ok") is not True:
-            raise SmpError(f"the SMP of node {self.node} refused {request['request']}: {reply.get('error')}")
-        return reply
+            with closing(connect(self.node_dir, timeout_secs)) as channel:
+                channel.end_by(deadline)  # each stage may take what those before it have left
+                channel.greet(Trust(), deadline)
+                reply = exchange(channel, request, deadlines)
+        except PeerError as error:
+            raise SmpError(f"the SMP of job {self.job} on node {self.node} does not answer: {error}") from error
+        if reply.error:
+            raise SmpError(f"the SMP of node {self.node} refused {request.WORD}: {reply.error}")
+        return dict(reply.fields)
+
+
+def _wait_gone(node_dir: Path, process: Process | None, deadline: float) -> None:
+    """Until the SMP is gone; None: one of another container, whose lock must tell.
+
+    Raises:
+        SmpError: it is still there at the deadline.
+    """
+    while time.monotonic() < deadline:
+        if process is not None and process.gone(deadline - time.monotonic()):
+            return
+        if process is None and holder_of(node_dir / SMP_LOCK_NAME) is None:
+            return
+        time.sleep(_POLL_SECS)
+    raise SmpError("it does not end")
+
+
+_START_SECS = 20.0
+_ATTEMPTS = 3
 
 
 def find_or_start(
@@ -110,7 +130,8 @@ def find_or_start(
 ) -> SmpClient:
     """The SMP of this node and job: the one that runs, or a new one. Any number of ranks may call this at once.
 
-    ``node_dir`` must exist. A new SMP takes over arenas and configuration of one that died.
+    ``node_dir`` must exist. A new SMP takes over arenas and configuration of one that died, and replaces one of
+    another version, and one that takes connections but says no hello for ten seconds, such as a stopped process.
 
     Raises:
         SmpError: none could be started, or the one that runs does not answer, within ``timeout_secs``.
@@ -122,31 +143,40 @@ def find_or_start(
         left = deadline - time.monotonic()
         if holder_of(node_dir / SMP_LOCK_NAME) is None:
             if attempts == _ATTEMPTS:
-                break
+                break  # it ends again and again: what it wrote says why, and more attempts would not
             attempts += 1
             problem = _start(client, left) or problem
         try:
             if client.hello(min(left, _ANSWER_SECS))["version"] == VERSION:
                 return client
-            problem = "it is of another version of ftckpt, and does not end"
-            end_smp(node_dir, left)
-        except (SmpError, KeyError) as error:  # it is starting or ending
-            problem = problem or str(error)
-            time.sleep(_POLL_SECS)
+            unfit = "it is of another version of ftckpt, and does not end"
+        except (SmpError, KeyError) as error:
+            unfit = ""
+            if isinstance(error.__cause__, VersionError):
+                unfit = "it is of another version of ftckpt, and does not end"
+            elif isinstance(error.__cause__, SilentError) and left >= _ANSWER_SECS:
+                # Less time than that proves nothing: one that starts on a busy node may be as slow.
+                unfit = "it says no hello, and does not end"
+            else:  # it is starting or ending
+                problem = problem or str(error)
+                time.sleep(_POLL_SECS)
+        if unfit:
+            problem = unfit
+            end_smp(node_dir, deadline - time.monotonic())
     raise SmpError(f"no SMP for job {job} on node {node} within {timeout_secs:g} s: {problem}")
 
 
 class Watch:
     """A thread that starts a new SMP within about a second when the node's has died. For one rank of the node.
 
-    The new one configures itself by what the old one kept. ``stop`` it before ``SmpClient.end``.
+    The new one configures itself by what the old one stored. ``stop`` it before ``SmpClient.end``.
 
     Args:
-        told: called with an event's name and fields: ``smp_restarted``, ``smp_error``.
+        report: called with an event's name and fields: ``smp_restarted``, ``smp_error``.
     """
 
-    def __init__(self, client: SmpClient, told: Callable[..., None], every_secs: float = 0.5) -> None:
-        self._client, self._told, self._every_secs = client, told, every_secs
+    def __init__(self, client: SmpClient, report: Callable[..., None], every_secs: float = 0.5) -> None:
+        self._client, self._report, self._every_secs = client, report, every_secs
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="ftckpt-smp-watch", daemon=True)
         self._thread.start()
@@ -166,25 +196,17 @@ class Watch:
             client = self._client
             try:
                 find_or_start(client.node_dir, client.root, client.job, client.node, client.settings)
-                self._told("smp_restarted", background_secs=time.monotonic() - begin)
+                self._report("smp_restarted", background_secs=time.monotonic() - begin)
             except Exception as error:  # noqa: BLE001 - promise 4: protection is degraded, training goes on
-                self._told("smp_error", error=str(error))
+                self._report("smp_error", error=str(error))
+                # Fewer attempts from now on: each costs a process start on a node that trains.
                 wait = 20 * self._every_secs
 
 
 def _start(client: SmpClient, timeout_secs: float) -> str:
     """Start an SMP that is nobody's child; returns what went wrong, or nothing."""
-    command = [
-        sys.executable or "python3",
-        "-m",
-        "ftckpt.smp",
-        "--detach",
-        "--job",
-        client.job,
-        "--node",
-        client.node,
-    ]
-    command += ["--arena", str(client.root)]
+    command = [sys.executable or "python3", "-m", "ftckpt.smp", "--detach"]
+    command += ["--job", client.job, "--node", client.node, "--arena", str(client.root)]
     if "smp_idle_secs" in client.settings:
         command += ["--idle-secs", str(float(client.settings["smp_idle_secs"]))]
     try:
@@ -196,59 +218,19 @@ def _start(client: SmpClient, timeout_secs: float) -> str:
         return f"{command[0]} cannot be started: {error.strerror}"
     with process:
         try:
-            _, said = process.communicate(timeout=timeout_secs)
+            _, complaint = process.communicate(timeout=timeout_secs)
         except subprocess.TimeoutExpired:
             process.kill()
             return f"it was not ready after {timeout_secs:.0f} s"
     if process.returncode in (0, BUSY_STATUS):
         return ""
-    return said.decode("utf-8", "replace").strip()[-500:] or f"it ended with status {process.returncode}"
+    return complaint.decode("utf-8", "replace").strip()[-500:] or f"it ended with status {process.returncode}"
 
 
 def environment() -> dict[str, str]:
     """For an SMP: this process's, with the package that it imported, and without threads that do nothing."""
     package_root = Path(__file__).parents[2]
     variables = os.environ | {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "2"}
-    if package_root.name not in (
-        "site-packages",
-        "dist-packages",
-    ):  # those shall not come before the standard library
+    if package_root.name not in ("site-packages", "dist-packages"):  # they shall not come before the standard library
         variables["PYTHONPATH"] = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), str(package_root))))
     return variables
-
-
-def _exchange(node_dir: Path, line: bytes, deadline: float) -> bytes:
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection, socket_address(node_dir) as address:
-        connection.settimeout(max(0.01, deadline - time.monotonic()))
-        connection.connect(address)
-        if peer_uid(connection) != os.geteuid():
-            raise SmpError("it belongs to another user")
-        with suppress(BrokenPipeError):  # refused half-way: the reply says why
-            connection.sendall(line)
-        received = bytearray()
-        while b"\n" not in received:
-            connection.settimeout(max(0.01, deadline - time.monotonic()))
-            if time.monotonic() >= deadline:
-                raise SmpError("no reply in time")
-            piece = connection.recv(1 << 16)
-            if not piece:
-                raise SmpError("it hung up")
-            received += piece
-            if len(received) > MAX_REPLY_BYTES:
-                raise SmpError("its reply is too long")
-        return bytes(received)
-
-
-def _wait_gone(node_dir: Path, process: Process | None, deadline: float) -> None:
-    """Until the SMP is gone; None: one of another container, whose lock must tell.
-
-    Raises:
-        SmpError: it is still there at the deadline.
-    """
-    while time.monotonic() < deadline:
-        if process is not None and process.gone(deadline - time.monotonic()):
-            return
-        if process is None and holder_of(node_dir / SMP_LOCK_NAME) is None:
-            return
-        time.sleep(_POLL_SECS)
-    raise SmpError("it does not end")

@@ -3,30 +3,212 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ftckpt.arena.checks import CheckState
-from ftckpt.arena.control import Snapshot
+from ftckpt.errors import CorruptError, MismatchError
 from ftckpt.events import Events
-from ftckpt.protect.groups import ParityGroup
-from ftckpt.protect.stripes import num_blocks
-from ftckpt.smp import packages
-from ftckpt.smp.encode import sealed_parity, write_parity
-from ftckpt.smp.held import Found, Held
-from ftckpt.smp.sources import Sources
+from ftckpt.model.snapshot import SnapshotId
+from ftckpt.parity.codecs import encode
+from ftckpt.parity.groups import ParityGroup
+from ftckpt.parity.stripes import Stripe, num_blocks, stripe, stripe_of_block
+from ftckpt.parity.table import MAX_SETS
+from ftckpt.smp.arenas import FILES, CheckedSlot, GuardedArena
+from ftckpt.smp.peers import Fetch
+from ftckpt.smp.requests import PackageRequest
+from ftckpt.smp.sources import Bytes, Feed, Sources
 from ftckpt.smp.work import CannotError, Work, in_thread
+from ftckpt.store import package
+from ftckpt.store.checks import CheckState
+from ftckpt.store.parity_file import ParityFile, parity_path
+
+_PULLED_AT_ONCE = 4
+
+
+def has_package(node_dir: Path, shard: str, snapshot: SnapshotId) -> bool:
+    """Whether there is a package of that name, sound or not."""
+    return package.package_path(node_dir, shard, snapshot).is_file()
+
+
+def has_sound_package(node_dir: Path, shard: str, snapshot: SnapshotId) -> bool:
+    """Whether the package is there and sound; all of it is read."""
+    if not has_package(node_dir, shard, snapshot):
+        return False
+    try:
+        stored = package.load(package.package_path(node_dir, shard, snapshot))
+    except (CorruptError, MismatchError):
+        return False
+    return (stored.shard, stored.snapshot) == (shard, snapshot)
+
+
+def store_package(sources: Sources, arena: GuardedArena, checked: CheckedSlot) -> Work[None]:
+    """Store the package of a slot on which the caller has a lease; raises as ``package.pack`` and ``store``."""
+    yield from sources.pace.memory(arena.mapped.image.volatile.nbytes)
+    data = package.pack(arena.mapped, checked.slot)
+    yield from in_thread(partial(package.store, sources.arenas.node_dir, data))
+
+
+def pull_packages(sources: Sources, snapshot: SnapshotId, wanted: Sequence[tuple[str, str]]) -> Work[None]:
+    """Fetch and store the packages of ``wanted``, pairs of node and shard.
+
+    Raises:
+        CannotError: a node has failed for too long.
+        ArenaError, MemoryBudgetError: as ``package.store``.
+    """
+    for begin in range(0, len(wanted), _PULLED_AT_ONCE):
+        fetches: list[tuple[str, str, Fetch]] = []
+        try:
+            for node, shard in wanted[begin : begin + _PULLED_AT_ONCE]:
+                request = PackageRequest(snapshot, shard)
+                fetches.append((node, shard, (yield from sources.request(node, request, package.MAX_PACKAGE_BYTES))))
+            for node, shard, fetch in fetches:
+                data = bytes(
+                    (yield from sources.take(node, fetch, partial(_problem, shard=shard, snapshot=snapshot)))
+                )
+                yield from in_thread(partial(package.store, sources.arenas.node_dir, data))
+        finally:
+            for _, _, fetch in fetches:
+                fetch.cancel()
+
+
+def prune_packages(
+    node_dir: Path, shards: Collection[str], marks: Collection[SnapshotId], target: SnapshotId
+) -> None:
+    """Before ``target`` is covered: bound what stays, so that targets given up one after another do not add up.
+
+    What is marked and the target stay, and the newest older ones that are complete: one of them may be the only
+    one that is protected on all nodes.
+
+    Args:
+        shards: of which the node keeps packages now. A snapshot with packages of others is one of another
+            layout; whether it is complete cannot be known, and it counts as such. Without marks two of those are
+            retained: the newest may be one that was being protected.
+        marks: snapshots marked as protected.
+    """
+    keep = {*marks, target}
+    sets: dict[SnapshotId, set[str]] = {}
+    for name in package.list_packages(node_dir):
+        sets.setdefault(name.snapshot, set()).add(name.shard)
+    complete = [snapshot for snapshot, of in sets.items() if snapshot not in keep and not of < set(shards)]
+    most = MAX_SETS if marks else MAX_SETS - 1
+    newest = sorted(complete, reverse=True)
+    retained = keep | set(newest[: max(0, most - len(keep))])
+    foreign = [snapshot for snapshot in newest if not sets[snapshot] <= set(shards)] if not marks else []
+    package.prune(node_dir, retained | set(foreign[: MAX_SETS - 1]))
+
+
+def prune_after_cover(node_dir: Path, marks: Collection[SnapshotId], target: SnapshotId) -> None:
+    """After ``target`` was covered: it stays, and what is marked as protected.
+
+    Without a mark all stays that ``prune`` left: until all nodes have covered the target, what a lost node would be
+    brought back to is a snapshot of another layout or of other shares, which these arenas do not name.
+    """
+    if marks:
+        package.prune(node_dir, {*marks, target})
+
+
+def _problem(data: bytearray, shard: str, snapshot: SnapshotId) -> str:
+    """What is wrong with what came as a package; "" if nothing is."""
+    try:
+        received = package.unpack(data)
+    except (CorruptError, MismatchError) as error:
+        return str(error)
+    same = (received.shard, received.snapshot) == (shard, snapshot)
+    return "" if same else f"a package of {received.shard} at {received.snapshot.iteration}"
+
+
+def sealed_parity(
+    sources: Sources, arena: GuardedArena, group: ParityGroup, holder: int, *, snapshot: SnapshotId
+) -> Path | None:
+    """The file with all blocks that ``holder`` keeps of ``group`` for ``snapshot``, or None."""
+    for index in range(FILES):
+        path = parity_path(arena.path, group.mode, index)
+        file = sources.arenas.parity.get(path)
+        if file is not None and _belongs(file, group, holder) and file.snapshot() == snapshot:
+            return path
+    return None
+
+
+def write_parity(
+    sources: Sources,
+    arena: GuardedArena,
+    group: ParityGroup,
+    holder: int,
+    *,
+    snapshot: SnapshotId,
+    keep: SnapshotId | None,
+) -> Work[None]:
+    """Compute and store what ``holder`` keeps of ``group``, if it is not there already.
+
+    Args:
+        keep: the protected snapshot, whose parity is not overwritten.
+
+    Raises:
+        MemoryBudgetError: no room for the file.
+        CorruptError, ArenaError, CannotError: as ``Sources``.
+    """
+    blocks = num_blocks(group, holder)
+    if blocks == 0 or sealed_parity(sources, arena, group, holder, snapshot=snapshot) is not None:
+        return
+    files = sources.arenas.parity
+    # Two files an arena and mode: the protected snapshot's parity stays until that of the next one is complete.
+    path = parity_path(arena.path, group.mode, _index_to_write(sources, arena, group, holder, keep=keep))
+    file = files.get(path)
+    if file is None or not _belongs(file, group, holder):
+        files.drop(path)
+        path.unlink(missing_ok=True)
+        file = files.add((yield from in_thread(lambda: ParityFile.create(path, group, holder))))
+    # ``begin`` voids what the file has, ``seal`` comes when all blocks are there: a kill in between leaves a file of
+    # no snapshot, never one with blocks of two.
+    file.begin(snapshot)
+    own = [stripe(group, stripe_of_block(group, holder, block)) for block in range(blocks)]
+    with closing(Feed(sources, group, own, snapshot)) as feed:
+        for block, one in enumerate(own):
+            row = one.blocks.index((holder, block))
+            file.put(block, (yield from make_block(sources, feed, group, one, row=row)))
+            yield 0.0
+    file.seal()
+
+
+def make_block(sources: Sources, feed: Feed, group: ParityGroup, stripe: Stripe, *, row: int) -> Work[Bytes]:
+    """Block ``row`` of a stripe from its verified data; raises as ``Feed.next``."""
+    data = yield from feed.next(stripe)
+    yield from sources.pace.memory(stripe.length)
+    return encode(group.code, data, stripe.length, row, group.losses)
+
+
+def _belongs(file: ParityFile, group: ParityGroup, holder: int) -> bool:
+    return file.group.name == group.name and file.holder == holder
+
+
+def _index_to_write(
+    sources: Sources, arena: GuardedArena, group: ParityGroup, holder: int, *, keep: SnapshotId | None
+) -> int:
+    """The file that loses least: never the only one of the protected snapshot."""
+    ranks = []
+    for index in range(FILES):
+        file = sources.arenas.parity.get(parity_path(arena.path, group.mode, index))
+        snapshot = None if file is None else file.snapshot()
+        if file is None or snapshot is None:
+            ranks.append((0, 0 if file is None else 1, index))
+        elif keep is None or snapshot != keep:
+            ranks.append((1, snapshot.iteration, index))
+        else:
+            ranks.append((3 if _belongs(file, group, holder) else 2, 0, index))
+    return min(ranks)[2]
+
 
 _POLL_SECS = 0.02
-_IsKept = Callable[[Path, str, Snapshot], bool]
+_HasPackage = Callable[[Path, str, SnapshotId], bool]
 
 
 @dataclass(frozen=True)
 class Duty:
-    """What this node was told to do: groups with a member here, and of which nodes' shards it keeps packages."""
+    """What this node is to do: groups with a member here, and of which nodes' shards it keeps packages."""
 
     groups: tuple[ParityGroup, ...] = ()
     mirror_from: tuple[tuple[str, str], ...] = ()
@@ -38,31 +220,32 @@ class Duty:
         mirrors = description.get("mirror_from", {})
         return cls(groups, tuple((str(node), str(shard)) for node, shards in mirrors.items() for shard in shards))
 
-    def holders(self, sources: Sources) -> Iterator[tuple[Held, ParityGroup, int]]:
+    def holders(self, sources: Sources) -> Iterator[tuple[GuardedArena, ParityGroup, int]]:
         """Arenas of this node, and what they are in each group; groups that need no other node first."""
         for group in sorted(self.groups, key=lambda group: group.mode != "node"):
             for index, member in enumerate(group.members):
-                held = sources.held.by_shard.get(member.shard)
-                if member.node == sources.node and held is not None:
-                    yield held, group, index
+                arena = sources.arenas.by_shard.get(member.shard)
+                if member.node == sources.node and arena is not None:
+                    yield arena, group, index
 
     def shards(self, sources: Sources) -> list[str]:
         """Those of which this node keeps packages."""
-        return [held.shard for held in sources.held.all] + [shard for _, shard in self.mirror_from]
+        return [arena.shard for arena in sources.arenas.all] + [shard for _, shard in self.mirror_from]
 
-    def done(self, sources: Sources, snapshot: Snapshot, is_kept: _IsKept = packages.kept) -> bool:
-        """Whether everything that this node owes to ``snapshot`` is there; ``is_kept`` tells of packages."""
-        node_dir = sources.held.node_dir
-        return all(is_kept(node_dir, shard, snapshot) for shard in self.shards(sources)) and all(
-            num_blocks(group, index) == 0 or sealed_parity(sources, held, group, index, snapshot=snapshot) is not None
-            for held, group, index in self.holders(sources)
+    def done(self, sources: Sources, snapshot: SnapshotId, has_one: _HasPackage = has_sound_package) -> bool:
+        """Whether everything that this node owes to ``snapshot`` is there; ``has_one`` looks for a package."""
+        node_dir = sources.arenas.node_dir
+        return all(has_one(node_dir, shard, snapshot) for shard in self.shards(sources)) and all(
+            num_blocks(group, index) == 0
+            or sealed_parity(sources, arena, group, index, snapshot=snapshot) is not None
+            for arena, group, index in self.holders(sources)
         )
 
 
-class Cover:
+class TargetCover:
     """The work on one target snapshot. Whatever is there already, and sound, is not done again."""
 
-    def __init__(self, sources: Sources, duty: Duty, events: Events, snapshot: Snapshot) -> None:
+    def __init__(self, sources: Sources, duty: Duty, events: Events, snapshot: SnapshotId) -> None:
         self.snapshot = snapshot
         self._sources = sources
         self._duty = duty
@@ -74,96 +257,100 @@ class Cover:
         Raises:
             FtckptError, OSError: it cannot be done; the text says why.
         """
-        found = yield from self._checked()
-        if all(one.check.state == CheckState.COVERED for _, one in found):
+        slots = yield from self._checked()
+        if all(one.check.state == CheckState.COVERED for _, one in slots):
             return
         begun, received = time.monotonic(), self._sources.received_bytes
-        marks = [mark for held, _ in found if (mark := held.arena.control.protected()) is not None]
-        node_dir = self._sources.held.node_dir
+        marks = [mark for arena, _ in slots if (mark := arena.mapped.control.protected()) is not None]
+        node_dir = self._sources.arenas.node_dir
+        # A lease keeps trainers from the slot while others are free. It is no lock: who needs the slot takes it, and
+        # whether all still hold the snapshot is looked at again before anything is claimed.
         with ExitStack() as leases:
-            for held, one in found:
-                leases.enter_context(held.lease(one.slot))
-            packages.prune(node_dir, self._duty.shards(self._sources), set(marks), self.snapshot)
-            yield from self._duties(found, max(marks, key=lambda mark: mark[1], default=None))
-            if not self._store_covered(found):
+            for arena, one in slots:
+                leases.enter_context(arena.lease(one.slot))
+            prune_packages(node_dir, self._duty.shards(self._sources), set(marks), self.snapshot)
+            yield from self._duties(slots, max(marks, default=None))
+            if not self._store_covered(slots):
                 return
-        marks = [mark for held, _ in found if (mark := held.arena.control.protected()) is not None]
-        packages.prune_covered(node_dir, marks, self.snapshot)
+        marks = [mark for arena, _ in slots if (mark := arena.mapped.control.protected()) is not None]
+        prune_after_cover(node_dir, marks, self.snapshot)
         self._events.emit(
             "covered",
-            iteration=self.snapshot[1],
+            iteration=self.snapshot.iteration,
             secs=round(time.monotonic() - begun, 4),
-            bytes=sum(held.arena.image.file_bytes for held, _ in found),
+            bytes=sum(arena.mapped.image.file_bytes for arena, _ in slots),
             received_bytes=self._sources.received_bytes - received,
         )
 
-    def _checked(self) -> Work[list[tuple[Held, Found]]]:
+    def _checked(self) -> Work[list[tuple[GuardedArena, CheckedSlot]]]:
         """Waits until every arena of the node holds the snapshot and is CHECKED."""
         while True:
-            found = [(arena, arena.found(self.snapshot)) for arena in self._sources.held.all]
-            ready = [(arena, one) for arena, one in found if one is not None]
-            if self._sources.held.complete and len(ready) == len(found):
+            slots = [(arena, arena.find(self.snapshot)) for arena in self._sources.arenas.all]
+            ready = [(arena, one) for arena, one in slots if one is not None]
+            if self._sources.arenas.complete and len(ready) == len(slots):
                 return ready
             yield _POLL_SECS
 
-    def _duties(self, found: Sequence[tuple[Held, Found]], keep: Snapshot | None) -> Work[None]:
+    def _duties(self, slots: Sequence[tuple[GuardedArena, CheckedSlot]], keep: SnapshotId | None) -> Work[None]:
         """``keep``: a protected snapshot, where an arena's own mark names none."""
-        for held, one in found:
-            if not (yield from self._kept(held.shard)):
-                yield from packages.pack(self._sources, held, one)
+        # Packages first: they are small, and other nodes wait for them.
+        for arena, one in slots:
+            if not (yield from self._has_sound(arena.shard)):
+                yield from store_package(self._sources, arena, one)
             yield 0.0
-        for held, group, index in self._duty.holders(self._sources):
-            kept = held.arena.control.protected() or keep
-            yield from write_parity(self._sources, held, group, index, snapshot=self.snapshot, keep=kept)
+        for arena, group, index in self._duty.holders(self._sources):
+            protected = arena.mapped.control.protected() or keep
+            yield from write_parity(self._sources, arena, group, index, snapshot=self.snapshot, keep=protected)
         missing = []
         for node, shard in self._duty.mirror_from:
-            if not (yield from self._kept(shard)):
+            if not (yield from self._has_sound(shard)):
                 missing.append((node, shard))
-        yield from packages.pull(self._sources, self.snapshot, missing)
+        yield from pull_packages(self._sources, self.snapshot, missing)
 
-    def _kept(self, shard: str) -> Work[bool]:
-        node_dir = self._sources.held.node_dir
-        if not packages.exists(node_dir, shard, self.snapshot):
+    def _has_sound(self, shard: str) -> Work[bool]:
+        node_dir = self._sources.arenas.node_dir
+        if not has_package(node_dir, shard, self.snapshot):
             return False
-        return (yield from in_thread(lambda: packages.kept(node_dir, shard, self.snapshot)))
+        return (yield from in_thread(lambda: has_sound_package(node_dir, shard, self.snapshot)))
 
-    def _store_covered(self, found: Sequence[tuple[Held, Found]]) -> bool:
+    def _store_covered(self, slots: Sequence[tuple[GuardedArena, CheckedSlot]]) -> bool:
         """Whether all slots still hold the snapshot; only then is anything claimed.
 
         Raises:
             CannotError: something that was made is not there any more.
         """
-        if not all(held.same(one.slot, one.record) for held, one in found):
+        if not all(arena.still_holds(one.slot, one.record) for arena, one in slots):
             return False
-        if not self._duty.done(self._sources, self.snapshot, packages.exists):
-            raise CannotError(f"iteration {self.snapshot[1]}: a package or a parity file was replaced or deleted")
-        for held, one in found:
-            held.checks.store_covered(one.slot, one.record.lineage, one.record.iteration, one.record.sequence)
+        if not self._duty.done(self._sources, self.snapshot, has_package):
+            iteration = self.snapshot.iteration
+            raise CannotError(f"iteration {iteration}: a package or a parity file was replaced or deleted")
+        # COVERED in the arenas of all nodes means protected to trainers: it is stored when everything is in place.
+        for arena, one in slots:
+            arena.checks.store_covered(one.slot, one.check.seal_id)
         return True
 
 
-def covered_slots(sources: Sources) -> dict[Snapshot, list[tuple[Held, Found]]]:
+def covered_slots(sources: Sources) -> dict[SnapshotId, list[tuple[GuardedArena, CheckedSlot]]]:
     """What is COVERED on this node, and where."""
-    covered: dict[Snapshot, list[tuple[Held, Found]]] = {}
-    for held in sources.held.all:
-        for slot in range(held.arena.control.slots):
-            check = held.checks.read(slot)
+    covered: dict[SnapshotId, list[tuple[GuardedArena, CheckedSlot]]] = {}
+    for arena in sources.arenas.all:
+        for slot in range(arena.mapped.control.slots):
+            check = arena.checks.read(slot)
             if check is not None and check.state == CheckState.COVERED:
-                snapshot = (check.lineage, check.iteration)
-                found = held.found(snapshot)
-                if found is not None and found.slot == slot:
-                    covered.setdefault(snapshot, []).append((held, found))
+                checked = arena.find(check.snapshot)
+                if checked is not None and checked.slot == slot:
+                    covered.setdefault(check.snapshot, []).append((arena, checked))
     return covered
 
 
-def take_back(slots: Iterable[tuple[Held, Found]]) -> None:
+def take_back(slots: Iterable[tuple[GuardedArena, CheckedSlot]]) -> None:
     """What is COVERED in ``slots`` is only CHECKED again."""
-    for held, found in slots:
-        held.checks.store_checked(found.slot, *found.check.key, found.hashes, found.check.gap_secs)
+    for arena, one in slots:
+        arena.checks.store_checked(one.slot, one.check.seal_id, one.hashes, one.check.gap_secs)
 
 
-def uncover(sources: Sources, duty: Duty, is_kept: _IsKept = packages.kept) -> None:
+def uncover(sources: Sources, duty: Duty, has_one: _HasPackage = has_sound_package) -> None:
     """Take back COVERED where it is not true any more: other duties, or something that is gone."""
     for snapshot, slots in covered_slots(sources).items():
-        if not duty.done(sources, snapshot, is_kept):
+        if not duty.done(sources, snapshot, has_one):
             take_back(slots)

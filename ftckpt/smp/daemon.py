@@ -5,11 +5,28 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ftckpt.arena.directory import (
+from ftckpt.config import Config
+from ftckpt.errors import ArenaError, ConfigError, FtckptError, SmpError
+from ftckpt.events import Events, log
+from ftckpt.smp.channel import Trust
+from ftckpt.smp.duties import Duties
+from ftckpt.smp.footprint import BoundedLog, SmpConfig, anon_bytes
+from ftckpt.smp.hangs import Abort, HangWatch, describe
+from ftckpt.smp.requests import (
+    VERSION,
+    ConfigureRequest,
+    EndRequest,
+    HelloRequest,
+    ListenRequest,
+    SmpRequest,
+    StatusRequest,
+    guard_digest,
+)
+from ftckpt.smp.server import Handler, Server
+from ftckpt.store.directory import (
     LOCK_NAME,
     SMP_LOCK_NAME,
     SMP_STATE_NAME,
@@ -18,18 +35,8 @@ from ftckpt.arena.directory import (
     remove_job_if_empty,
     remove_smp_files,
 )
-from ftckpt.arena.locks import JOB_LOCK_NAME, FileLock, holder_of
-from ftckpt.arena.pulse import Pulse, SmpState
-from ftckpt.config import Config
-from ftckpt.errors import ArenaError, ConfigError, FtckptError, SmpError
-from ftckpt.events import Events, log
-from ftckpt.smp.duties import Duties
-from ftckpt.smp.files import BoundedLog, SmpConfig
-from ftckpt.smp.hangs import Abort, HangWatch, describe
-from ftckpt.smp.limits import anon_bytes
-from ftckpt.smp.memfd import HeldMemory
-from ftckpt.smp.protocol import VERSION, guarded
-from ftckpt.smp.server import Server
+from ftckpt.store.locks import JOB_LOCK_NAME, FileLock, holder_of
+from ftckpt.store.pulse import Pulse, SmpState
 
 _IDLE_WAIT_SECS = 0.02
 _STEP_SECS = 0.05
@@ -65,7 +72,6 @@ class Daemon:
         log.addHandler(self.log)
         self.events = Events(None, -1, f"smp-{node}")
         self._pulse = Pulse.open(self.node_dir, None)
-        self._held = HeldMemory(self.node_dir)
         self._duties = Duties(self.node_dir, self.events)
         self._config, self._digest = SmpConfig(), 0
         self._idle_secs = idle_secs
@@ -75,11 +81,12 @@ class Daemon:
         self._begun = self._last_trainer = time.monotonic()
         self._ending = ""
         self._next_look = self._paused_until = 0.0
-        handlers = {
-            "hello": self._hello, "status": self._status, "listen": self._listen, "configure": self._configure,
-            "end": self._end, "memfd": self._memfd, "memfd_sweep": self._memfd,
+        handlers: dict[type[SmpRequest], Handler] = {
+            HelloRequest: self._hello, StatusRequest: self._status, ListenRequest: self._listen,
+            ConfigureRequest: self._configure, EndRequest: self._end,
         }  # fmt: skip
-        self._server = Server(self.node_dir, handlers)
+        self._server = Server(handlers, find=self._duties.service.find, events=self.events)
+        self._server.serve_node(self.node_dir)
 
     def run(self) -> None:
         """Serve until the job is over, nobody has trained for long, or SIGTERM; then leave what must stay."""
@@ -90,7 +97,7 @@ class Daemon:
         try:
             while not self._ending:
                 worked = self._work()
-                self._beat()
+                self._beat()  # after work: an SMP that is stuck in it looks dead to trainers, as it should
                 self._server.poll(0 if worked else _IDLE_WAIT_SECS)
                 if time.monotonic() >= self._next_look:
                     self._next_look = time.monotonic() + _LOOK_SECS
@@ -99,19 +106,19 @@ class Daemon:
             self._close()
 
     def _adopt(self) -> None:
-        """Go on where an SMP of this node was killed: no trainer is asked."""
+        """Go on where an SMP of this node was killed: no trainer is needed."""
         try:
-            kept = SmpConfig.load(self.node_dir)
-            if kept is None:
+            state = SmpConfig.load(self.node_dir)
+            if state is None:
                 return
-            if kept.secret:
-                self._open_port(kept.host, kept.secret, kept.port)
-            if kept.description is not None:
-                self._take(kept.description)
+            if state.secret:
+                self._open_port(state.host, state.secret, state.port)
+            if state.description is not None:
+                self._take(state.description)
             self._store()
             log.info("configured as the SMP before it was")
         except Exception as error:  # noqa: BLE001 - trainers configure it anew
-            log.exception("what the SMP before it kept cannot be used")
+            log.exception("what the SMP before it stored cannot be used")
             self.events.emit("smp_error", error=f"not adopted: {error}")
 
     def _work(self) -> bool:
@@ -128,7 +135,7 @@ class Daemon:
     def _beat(self) -> None:
         cannot = self._duties.cannot
         if cannot is not None:
-            self._pulse.beat_smp(SmpState.CANNOT, cannot[1], self._digest)
+            self._pulse.beat_smp(SmpState.CANNOT, cannot.iteration, self._digest)
         else:
             state = SmpState.GUARDING if self._config.description else SmpState.WAITING
             self._pulse.beat_smp(state, digest=self._digest)
@@ -142,29 +149,21 @@ class Daemon:
     def _look(self) -> None:
         now = time.monotonic()
         self.log.trim()
-        self._held.sweep()
         if holder_of(self.node_dir / SMP_LOCK_NAME) != os.getpid():
             self._end_for("its directory was removed")
             return
         if self._trainer_lives():
             self._last_trainer = now
         elif now - self._last_trainer >= self._idle_secs:
-            self._end_idle()
+            self._end_for(f"no trainer for {self._idle_secs:g} s; arenas stay")
         self._look_for_hangs()
 
     def _trainer_lives(self) -> bool:
-        """Whether a process trains on this node; locks tell of those in other containers, too."""
+        """Whether a process trains on this node; locks show those in other containers, too."""
         if any(pulse.lives for pulse in self._pulse.ranks()):
             return True
         locks = [self.node_dir / JOB_LOCK_NAME, *(arena / LOCK_NAME for arena in list_arenas(self.node_dir))]
         return any(holder_of(lock) is not None for lock in locks)
-
-    def _end_idle(self) -> None:
-        if self._held.held_bytes:
-            log.warning("no trainer for %g s; it stays, because arenas live in its memory", self._idle_secs)
-            self._last_trainer = time.monotonic()
-            return
-        self._end_for(f"no trainer for {self._idle_secs:g} s; arenas stay")
 
     def _look_for_hangs(self) -> None:
         if self._abort is not None and self._abort.step():
@@ -182,7 +181,7 @@ class Daemon:
             self._abort = Abort(hang.ranks)
             log.warning("ending trainers that hang: %s", self._abort.pids)
 
-    def _hello(self, _message: Mapping[str, Any]) -> dict[str, Any]:
+    def _hello(self, _request: HelloRequest | None = None) -> dict[str, Any]:
         return {
             "version": VERSION,
             "pid": os.getpid(),
@@ -192,23 +191,19 @@ class Daemon:
             "port": self._config.port,
         }
 
-    def _status(self, message: Mapping[str, Any]) -> dict[str, Any]:
+    def _status(self, _request: StatusRequest) -> dict[str, Any]:
         now_ns = time.monotonic_ns()
         return {
-            **self._hello(message),
+            **self._hello(),
             "uptime_secs": round(time.monotonic() - self._begun, 3),
             "anon_bytes": anon_bytes(),
-            "held_bytes": self._held.held_bytes,
             "hangs": self._num_hangs,
             "trainers": [describe(pulse, now_ns) for pulse in self._pulse.ranks()],
-            "duties": self._duties.status(),
+            "duties": {**self._duties.status(), "port": self._server.port, "connections": self._server.connections},
         }
 
-    def _listen(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        host, secret = message.get("host"), message.get("secret")
-        if not isinstance(host, str) or not host or not isinstance(secret, str):
-            raise SmpError("listen: needs host and secret")
-        self._open_port(host, secret, 0)
+    def _listen(self, request: ListenRequest) -> dict[str, Any]:
+        self._open_port(request.host, request.secret, 0)
         self._store()
         return {"port": self._config.port}
 
@@ -217,16 +212,13 @@ class Daemon:
             key = bytes.fromhex(secret)
         except ValueError:
             raise SmpError("listen: the secret is not hexadecimal") from None
-        got = self._duties.listen(host, key, port)
+        got = self._server.listen(host, Trust(key, self._duties.trust.encrypt), port)
         self._config.host, self._config.port, self._config.secret = host, got, secret
         if port not in (0, got):
-            self.events.emit("smp_error", error=f"port {port} is taken: other nodes must be told of port {got}")
+            self.events.emit("smp_error", error=f"port {port} is taken: other nodes do not know of port {got}")
 
-    def _configure(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        description = message.get("description")
-        if not isinstance(description, dict):
-            raise SmpError("configure: needs a description")
-        self._take(description)
+    def _configure(self, request: ConfigureRequest) -> dict[str, Any]:
+        self._take(request.description)
         self._store()
         return {}
 
@@ -236,26 +228,24 @@ class Daemon:
                 raise SmpError(f"configure: {name} is {description.get(name)!r}, this is the SMP of {mine!r}")
         given = description.get("settings", {})
         settings = _settings(given)
-        self._held.hold_own(settings.memory == "memfd")
         self._duties.configure(description)
+        if description.get("secret") and self._server.port:  # without one the duties go on with what they had
+            self._server.replace_trust(self._duties.trust)
         self._hang_secs, self._on_hang = settings.hang_secs, settings.on_hang
         self._idle_secs = settings.smp_idle_secs if "smp_idle_secs" in given else self._idle_secs
-        self._config.description, self._digest = description, guarded(description)
+        self._config.description, self._digest = description, guard_digest(description)
         try:
             self.events.direct(settings.events_dir)
         except OSError as error:
-            log.warning("no events are kept: %s", error)
+            log.warning("no events are written: %s", error)
 
     def _store(self) -> None:
         try:
             self._config.store(self.node_dir)
         except OSError as error:
-            raise SmpError(f"{self.node_dir}: the configuration cannot be kept: {error.strerror}") from None
+            raise SmpError(f"{self.node_dir}: the configuration cannot be stored: {error.strerror}") from None
 
-    def _memfd(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        return self._held.answer(dict(message))
-
-    def _end(self, _message: Mapping[str, Any]) -> dict[str, Any]:
+    def _end(self, _request: EndRequest) -> dict[str, Any]:
         self._end_for(_OVER)
         return {"pid": os.getpid()}
 
@@ -265,12 +255,11 @@ class Daemon:
     def _close(self) -> None:
         """End in an order in which a kill half-way leaves what a new SMP takes over. The lock goes last."""
         log.info("the SMP ends: %s", self._ending or "an error")
-        self._pulse.leave_smp()
+        self._pulse.leave_smp()  # first: a trainer that waits for protection sees at once that nobody works on it
         if self._abort is not None:
             self._abort.close()
         self._server.close()
         self._duties.close()
-        self._held.close()
         mine = holder_of(self.node_dir / SMP_LOCK_NAME) == os.getpid()
         if mine and self._ending == _OVER:
             remove_smp_files(self.node_dir)

@@ -7,29 +7,25 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ftckpt.arena.control import Snapshot
-from ftckpt.arena.pulse import Pulse
-from ftckpt.capture.node_budget import MAX_PLACES, NodeBudget
 from ftckpt.errors import FtckptError, SmpError
 from ftckpt.events import Events
-from ftckpt.smp import packages
-from ftckpt.smp.answers import Answerer
+from ftckpt.model.snapshot import SnapshotId
+from ftckpt.smp.arenas import GuardedArenas, common_mark
+from ftckpt.smp.channel import Deadlines, Trust
 from ftckpt.smp.check import Checker
-from ftckpt.smp.cover import Cover, Duty, uncover
-from ftckpt.smp.held import HeldArenas, common_mark
-from ftckpt.smp.pace import Pace
+from ftckpt.smp.cover import Duty, TargetCover, has_package, uncover
 from ftckpt.smp.peers import Peers
 from ftckpt.smp.scrub import Scrubber
-from ftckpt.smp.serve import Service
-from ftckpt.smp.sources import Sources
-from ftckpt.smp.wire import Deadlines
-from ftckpt.smp.work import Running
+from ftckpt.smp.sources import Service, Sources
+from ftckpt.smp.work import Pace, Task
+from ftckpt.store.pulse import Pulse
+from ftckpt.windows.node_budget import MAX_PLACES, NodeBudget
 
 NETWORK_PHASES = frozenset({"fence", "optimizer"})
 """Phases of training in which transfers would take the network from it."""
 _LOOK_SECS = 0.02
 _PAUSE_SECS = 1.0
-_MOST_TOLD = 200
+_MAX_REPORTED = 200
 _PATIENCE = 0.5
 """Share of the time that trainers wait for protection, after which a node that fails all the time is given up."""
 
@@ -44,49 +40,33 @@ class Duties:
 
     def __init__(self, node_dir: Path, events: Events, deadlines: Deadlines | None = None) -> None:
         self._events = events
-        self._deadlines = deadlines
-        self._held = HeldArenas(node_dir)
+        self._arenas = GuardedArenas(node_dir)
         self._peers = Peers(deadlines)
-        self._answerer: Answerer | None = None
         self._budget = NodeBudget.open(node_dir, None, MAX_PLACES, 0)
         self._pulse = Pulse.open(node_dir, None)
         self._description: dict[str, Any] | None = None
         self._duty = Duty()
-        self._target: Snapshot | None = None
-        self._cannot: tuple[Snapshot, str] | None = None
+        self._target: SnapshotId | None = None
+        self._cannot: tuple[SnapshotId, str] | None = None
         self._next_look = 0.0
-        self._told: set[str] = set()
+        self._reported: set[str] = set()
         self._turn = False
-        self._check, self._cover, self._scrub = Running(), Running(), Running()
+        self._check, self._cover, self._scrub = Task(), Task(), Task()
         self._pace = self._new_pace({})
-        self._service = Service(self._held, self._pace.read)
-        self._sources = Sources("", self._held, self._peers, self._pace, events=events, patience_secs=30.0)
-        self._checker = Checker(self._held, self._pace, events)
+        self.service = Service(self._arenas, self._pace.read)
+        self._sources = Sources("", self._arenas, self._peers, self._pace, events=events, patience_secs=30.0)
+        self._checker = Checker(self._arenas, self._pace, events)
         self._scrubber = Scrubber(self._sources, self._duty, events, 0.0)
 
     @property
-    def cannot(self) -> Snapshot | None:
+    def cannot(self) -> SnapshotId | None:
         """The target that this node cannot protect; None while it can, or there is none."""
         return self._cannot[0] if self._cannot else None
 
-    def listen(self, host: str, secret: bytes, port: int = 0) -> int:
-        """Answer other nodes at ``host``; returns the port, ``port`` itself if it is free.
-
-        A second call for the same host keeps the port and takes over the secret.
-
-        Raises:
-            ConfigError: the address cannot be listened at, or the secret is too short.
-        """
-        if self._answerer is not None and self._answerer.host == host and port in (0, self._answerer.port):
-            self._answerer.replace_secret(secret)
-            return self._answerer.port
-        if self._answerer is not None:
-            self._answerer.close()
-            self._answerer = None
-        self._answerer = Answerer(
-            host, port, secret, find=self._service.find, events=self._events, deadlines=self._deadlines
-        )
-        return self._answerer.port
+    @property
+    def trust(self) -> Trust:
+        """What proves to the SMPs of other nodes who this one is."""
+        return self._peers.trust
 
     def configure(self, description: Mapping[str, Any]) -> None:
         """Take over what this node has to do; what is under way for anything else is given up.
@@ -107,25 +87,24 @@ class Duties:
             duty = Duty.from_json(given)
             arenas = [str(place["arena"]) for place in given["places"].values()]
             addresses = {str(name): (str(at[0]), int(at[1])) for name, at in given.get("peers", {}).items()}
-            secret = bytes.fromhex(given.get("secret") or "")
+            trust = Trust(bytes.fromhex(given.get("secret") or ""), bool(settings.get("encrypt")))
         except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
             raise SmpError(f"configure: the description is unusable: {type(error).__name__}: {error}") from None
         addresses.pop(node, None)
-        if addresses or secret:
-            self._peers.configure(addresses, secret)
-        if secret and self._answerer is not None:
-            self._answerer.replace_secret(secret)
+        if addresses or trust.secret:
+            self._peers.configure(addresses, trust)
         self._abandon()
         self._description, self._duty = given, duty
         self._pace = self._service_pace(settings)
         patience_secs = _PATIENCE * float(settings.get("protect_timeout_secs", 60.0))
         self._sources = Sources(
-            node, self._held, self._peers, self._pace, events=self._events, patience_secs=patience_secs
+            node, self._arenas, self._peers, self._pace, events=self._events, patience_secs=patience_secs
         )
         self._checker.pace = self._pace
         self._scrubber = Scrubber(self._sources, duty, self._events, float(settings.get("scrub_secs", 300.0)))
-        self._held.want(arenas)
+        self._arenas.want(arenas)
         self._refresh()
+        # Once, with every package read: what an earlier SMP claimed may be of other groups, or have gone bad since.
         uncover(self._sources, self._duty)
 
     def step(self, deadline: float) -> bool:
@@ -159,18 +138,14 @@ class Duties:
             "repaired": self._scrubber.repaired,
             "received_bytes": self._sources.received_bytes,
             "failing": dict(self._sources.failing),
-            "problems": dict(self._held.problems),
-            "port": self._answerer.port if self._answerer else 0,
-            "connections": self._answerer.connections if self._answerer else 0,
+            "problems": dict(self._arenas.problems),
         }
 
     def close(self) -> None:
-        """Stop answering, give up what is under way, unmap everything."""
+        """Give up what is under way, unmap everything. ``service`` is not to be used any more."""
         self._abandon()
-        if self._answerer is not None:
-            self._answerer.close()
         self._peers.close()
-        self._held.close()
+        self._arenas.close()
         self._budget.close()
 
     def _new_pace(self, settings: Mapping[str, Any]) -> Pace:
@@ -183,7 +158,7 @@ class Duties:
 
     def _service_pace(self, settings: Mapping[str, Any]) -> Pace:
         pace = self._new_pace(settings)
-        self._service.read = pace.read
+        self.service.read = pace.read
         return pace
 
     def _network_in_use(self) -> bool:
@@ -191,17 +166,19 @@ class Duties:
 
     def _look(self) -> None:
         """Arenas that were replaced, a target that has changed, seals that nobody has checked."""
-        if self._held.changed:
+        if self._arenas.changed:
             self._abandon()
             self._refresh()
-        arenas = self._held.all
-        target = common_mark([held.arena.control.target() for held in arenas]) if self._held.complete else None
+        arenas = self._arenas.all
+        target = common_mark([arena.mapped.control.target() for arena in arenas]) if self._arenas.complete else None
         if target != self._target:
+            # Trainers wait for the new one, and may write into slots of the old.
             self._cover.stop()
             self._target, self._cannot = target, None
             if target is not None:
-                self._cover.start(Cover(self._sources, self._duty, self._events, target).run())
+                self._cover.start(TargetCover(self._sources, self._duty, self._events, target).run())
         refused = target is not None and (self._checker.refused(target) or self._scrubber.refused(target))
+        # At once, not after the patience for other nodes: trainers choose another target as soon as they know.
         if self._cover.active and target is not None and refused:
             self._cover.stop()
             self._give_up(target, f"{refused}: the snapshot is not as it was sealed")
@@ -209,6 +186,7 @@ class Duties:
             work = self._checker.next(self._target)
             if work is not None:
                 self._check.start(work)
+        # Scrubbing has all the time there is: it never stands in the way of what trainers wait for.
         if not (self._check.active or self._cover.active or self._scrub.active) and self._scrubber.due:
             self._scrub.start(self._scrubber.run())
 
@@ -228,7 +206,7 @@ class Duties:
             return 0.0
         return min(waits) if waits else None
 
-    def _run(self, running: Running) -> None:
+    def _run(self, running: Task) -> None:
         try:
             running.go_on()
             if not running.active:
@@ -243,26 +221,26 @@ class Duties:
             self._scrubber.lost.clear()
             self._target = None  # what was lost is made anew
 
-    def _failed(self, running: Running, error: Exception) -> None:
-        if any(held.vanished for held in self._held.all):
-            return  # what was done is in vain; the next refresh tells
+    def _failed(self, running: Task, error: Exception) -> None:
+        if any(arena.vanished for arena in self._arenas.all):
+            return  # what was done is in vain; the next refresh reports it
         reason = str(error) if isinstance(error, FtckptError) else f"{type(error).__name__}: {error}"
         if running is self._cover and self._target is not None:
             self._give_up(self._target, reason)
             return
         self._next_look = time.monotonic() + _PAUSE_SECS
-        self._tell_once(reason)
+        self._report_once(reason)
 
-    def _give_up(self, target: Snapshot, reason: str) -> None:
+    def _give_up(self, target: SnapshotId, reason: str) -> None:
         self._cannot = (target, reason)
-        self._events.emit("not_covered", iteration=target[1], reason=reason)
+        self._events.emit("not_covered", iteration=target.iteration, reason=reason)
 
-    def _tell_once(self, problem: str, **fields: Any) -> None:
-        """The same problem may come every time; more than a few hundred different ones are not kept apart."""
-        if problem not in self._told:
-            if len(self._told) >= _MOST_TOLD:
-                self._told.clear()
-            self._told.add(problem)
+    def _report_once(self, problem: str, **fields: Any) -> None:
+        """The same problem may come every time; more than a few hundred different ones are not told apart."""
+        if problem not in self._reported:
+            if len(self._reported) >= _MAX_REPORTED:
+                self._reported.clear()
+            self._reported.add(problem)
             self._events.emit("smp_error", error=problem, **fields)
 
     def _abandon(self) -> None:
@@ -272,14 +250,14 @@ class Duties:
         self._target = self._cannot = None
 
     def _refresh(self) -> None:
-        before = set(self._held.gone)
-        self._held.refresh()
-        if gone := sorted(self._held.gone - before):
+        before = set(self._arenas.gone)
+        self._arenas.refresh()
+        if gone := sorted(self._arenas.gone - before):
             self._events.emit("arenas_gone", arenas=gone)  # a job that ends, or is laid out anew
-        for name, problem in self._held.problems.items():
-            self._tell_once(problem, arena=name)
-        uncover(self._sources, self._duty, packages.exists)  # this may be often: no package is read
+        for name, problem in self._arenas.problems.items():
+            self._report_once(problem, arena=name)
+        uncover(self._sources, self._duty, has_package)  # this may be often: no package is read
 
 
-def _named(snapshot: Snapshot | None) -> dict[str, Any] | None:
-    return None if snapshot is None else {"lineage": snapshot[0].hex(), "iteration": snapshot[1]}
+def _named(snapshot: SnapshotId | None) -> dict[str, Any] | None:
+    return None if snapshot is None else snapshot.fields

@@ -8,9 +8,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ftckpt.arena.page import pid_of
-from ftckpt.arena.process import Process
-from ftckpt.arena.pulse import RankPulse
+from ftckpt.store.page import pid_of
+from ftckpt.store.process import Process
+from ftckpt.store.pulse import RankPulse
 
 GRACE_SECS = 5.0
 """Between SIGTERM and SIGKILL."""
@@ -43,16 +43,16 @@ def describe(pulse: RankPulse, now_ns: int) -> dict[str, Any]:
 
 
 class HangWatch:
-    """Tells of each hang once. The first move of any rank ends a hang."""
+    """Reports each hang once. The first move of any rank ends a hang."""
 
     def __init__(self) -> None:
-        self._told_ns = -1
+        self._reported_ns = -1
 
     def look(self, pulses: Iterable[RankPulse], hang_secs: float, now_ns: int) -> Hang | None:
-        """A hang that was not told yet.
+        """A hang that was not reported yet.
 
         Args:
-            pulses: what the ranks of the node told.
+            pulses: of the ranks of the node.
             hang_secs: time without a beat of any live rank that counts as a hang; 0: none does.
             now_ns: CLOCK_MONOTONIC, read after them.
         """
@@ -60,10 +60,11 @@ class HangWatch:
         living = [pulse for pulse in ranks if pulse.lives is not False and pulse.beat_ns <= now_ns]
         if hang_secs <= 0 or not any(pulse.beats for pulse in living):  # the first iteration may take any time
             return None
+        # One rank that moves is enough: the others wait for it, in a collective or in the pipeline.
         newest_ns = max(pulse.beat_ns for pulse in living)
-        if newest_ns <= self._told_ns or (now_ns - newest_ns) / 1e9 < hang_secs:
+        if newest_ns <= self._reported_ns or (now_ns - newest_ns) / 1e9 < hang_secs:
             return None
-        self._told_ns = newest_ns
+        self._reported_ns = newest_ns
         return Hang((now_ns - newest_ns) / 1e9, ranks, now_ns)
 
 
@@ -75,8 +76,8 @@ class Abort:
     """
 
     def __init__(self, pulses: Sequence[RankPulse], grace_secs: float = GRACE_SECS) -> None:
-        found = (Process.open(pid_of(pulse.owner), pulse.owner) for pulse in pulses if pulse.lives)
-        self._targets = [process for process in found if process is not None]
+        processes = (Process.open(pid_of(pulse.owner), pulse.owner) for pulse in pulses if pulse.lives)
+        self._targets = [process for process in processes if process is not None]
         self.pids = [process.pid for process in self._targets if process.send(signal.SIGTERM)]
         self._kill_at = time.monotonic() + grace_secs
         self.killed: list[int] = []
@@ -85,6 +86,7 @@ class Abort:
         """Whether all are gone, or were killed; does not wait."""
         for process in [process for process in self._targets if process.gone(0)]:
             self._drop(process)
+        # By a pidfd each: a process that ended and whose pid is used again is never signalled.
         if self._targets and time.monotonic() >= self._kill_at:
             for process in list(self._targets):
                 if process.send(signal.SIGKILL):

@@ -1,158 +1,341 @@
-"""The SMP's end of the Unix socket: bounded messages of this user's processes, with deadlines, in one thread."""
+"""The SMP's end of all connections: of its node's processes at a Unix socket, of other nodes at a TCP port."""
 
 from __future__ import annotations
 
-import os
-import selectors
+import queue
 import socket
+import threading
 import time
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ftckpt.arena.directory import SMP_SOCKET_NAME
-from ftckpt.errors import FtckptError, SmpError
-from ftckpt.events import log
-from ftckpt.smp.protocol import MAX_REPLY_BYTES, MAX_REQUEST_BYTES, decode_line, encode_line, peer_uid, socket_address
+from ftckpt.errors import ConfigError, FtckptError, SmpError
+from ftckpt.events import Events, log
+from ftckpt.smp.channel import Channel, Deadlines, Delivery, PeerError, RefusedError, Trust, socket_address
+from ftckpt.smp.requests import (
+    MAX_NETWORK_REQUEST_BYTES,
+    MAX_REPLY_BYTES,
+    MAX_REQUEST_BYTES,
+    BytesRequest,
+    SmpRequest,
+    decode_request,
+    encode_object,
+)
+from ftckpt.store.directory import SMP_SOCKET_NAME
 
-_CONNECTION_SECS = 10.0
-_MOST_CONNECTIONS = 32
-_PIECE_BYTES = 1 << 18
+MAX_CONNECTIONS = 128
+MAX_LOCAL_CONNECTIONS = 32
+_LOCAL_IDLE_SECS = 10.0
+_CLOSE_SECS = 2.0
+_REPORT_AGAIN_SECS = 60.0
+_MAX_REPORTED = 256
+_NOT_HERE = encode_object({"ok": True, "here": False})
 
-Handler = Callable[[Mapping[str, Any]], Mapping[str, Any]]
+Handler = Callable[[Any], Mapping[str, Any]]
+"""Gets a request and returns the reply's fields, or raises FtckptError. Called in the loop that polls."""
+Find = Callable[[Any], AbstractContextManager[Delivery | None]]
+"""Looks up what is wanted and holds it while it is sent; None: not here (yet). Called from many threads."""
 
 
-class _Connection:
-    """One request on its way in, then its reply on its way out."""
+@dataclass
+class _Call:
+    """A request on its way through the loop."""
 
-    def __init__(self, connected: socket.socket) -> None:
-        self.socket = connected
-        self.received = bytearray()
-        self.reply: bytes | None = None
-        self.deadline = time.monotonic() + _CONNECTION_SECS
+    request: SmpRequest
+    done: threading.Event = field(default_factory=threading.Event)
+    reply: Mapping[str, Any] = field(default_factory=dict)
+    error: str = ""
+
+
+@dataclass
+class _Listener:
+    """A socket that is listened at, what is allowed there, and the connections that it made."""
+
+    socket: socket.socket
+    local: bool
+    max_connections: int
+    max_request_bytes: int
+    deadlines: Deadlines
+    accepting: threading.Thread | None = None
+    threads: dict[Channel, threading.Thread] = field(default_factory=dict)
+    guard: threading.Lock = field(default_factory=threading.Lock)
+    """Of ``threads``: those in it have begun."""
+    closed: bool = False
+
+    def abort(self) -> None:
+        """End all connections; their threads are woken and close them."""
+        with self.guard:
+            for channel in self.threads:
+                channel.abort()
+
+    def close(self) -> None:
+        """Stop listening; replies that are being sent are finished, within a moment."""
+        self.closed = True
+        with suppress(OSError):
+            self.socket.shutdown(socket.SHUT_RDWR)  # wakes the thread that waits in accept
+        if self.accepting is not None:
+            self.accepting.join(_CLOSE_SECS)  # a thread that runs while the interpreter ends may crash it
+        self.socket.close()
+        with self.guard:
+            threads = dict(self.threads)
+        for channel in threads:
+            channel.end_input()
+        _join(threads.values())
+        self.abort()
+        _join(threads.values())
 
 
 class Server:
-    """Listens in ``node_dir``; the lock of the SMP must be held: whatever socket lies there is stale.
+    """Answers requests: a thread listens at each socket, and one serves each connection.
+
+    Requests about state wait for the loop that calls ``poll``, so that state needs no locks; bytes are looked up and
+    sent by the thread of the connection, so that the loop goes on meanwhile. Over the network only bytes are given.
 
     Args:
-        handlers: by ``request``; each gets the message and returns the reply's fields, or raises FtckptError.
-
-    Raises:
-        OSError: the socket cannot be made.
+        handlers: one for each kind of request that the loop serves.
+        find: of bytes that other nodes want.
     """
 
-    def __init__(self, node_dir: Path, handlers: Mapping[str, Handler]) -> None:
-        self._handlers = handlers
-        self._path = node_dir / SMP_SOCKET_NAME
-        self._connections: dict[int, _Connection] = {}
-        self._selector = selectors.DefaultSelector()
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
-        self._path.unlink(missing_ok=True)
+    def __init__(
+        self, handlers: Mapping[type[SmpRequest], Handler], *, find: Find, events: Events,
+        deadlines: Deadlines | None = None,
+    ) -> None:  # fmt: skip
+        self._handlers = dict(handlers)
+        self._find = find
+        self._events = events
+        self._deadlines = deadlines or Deadlines()
+        self._trust = Trust()
+        self._host = ""
+        self._calls: queue.SimpleQueue[_Call] = queue.SimpleQueue()
+        self._guard, self._decoding = threading.Lock(), threading.Lock()  # neither is taken within the other
+        self._reported: dict[str, float] = {}
+        self._unix: _Listener | None = None
+        self._network: _Listener | None = None
+        self._socket_path: tuple[Path, int] | None = None
+        self._closed = False
+
+    def serve_node(self, node_dir: Path) -> None:
+        """Answer this node's processes in ``node_dir``; the lock of the SMP is held: what lies there is stale.
+
+        Raises:
+            OSError: the socket cannot be made.
+        """
+        path = node_dir / SMP_SOCKET_NAME
+        listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        path.unlink(missing_ok=True)
         with socket_address(node_dir) as address:
-            self._listener.bind(address)
-        self._path.chmod(0o600)
-        self._inode = self._path.lstat().st_ino
-        self._listener.listen(_MOST_CONNECTIONS)
-        self._selector.register(self._listener, selectors.EVENT_READ, None)
+            listening.bind(address)
+        path.chmod(0o600)  # the directory is 0700: nobody else has come in between
+        self._socket_path = path, path.lstat().st_ino
+        listening.listen(MAX_LOCAL_CONNECTIONS)
+        deadlines = replace(self._deadlines, idle_secs=_LOCAL_IDLE_SECS)
+        self._unix = _Listener(listening, True, MAX_LOCAL_CONNECTIONS, MAX_REQUEST_BYTES, deadlines)
+        self._start(self._unix)
+
+    def listen(self, host: str, trust: Trust, port: int = 0) -> int:
+        """Answer other nodes at ``host``; returns the port: ``port`` itself if it is free, 0 is any.
+
+        A second call for the same host keeps the port and takes over ``trust``.
+
+        Raises:
+            ConfigError: the address cannot be listened at, or the secret is too short.
+        """
+        trust.checked()
+        if self._network is not None and self._host == host and port in (0, self.port):
+            self.replace_trust(trust)
+            return self.port
+        if self._network is not None:
+            self._network.close()
+            self._network = None
+        listening = _listen(host, port)
+        self._trust, self._host = trust, host
+        network = _Listener(listening, False, MAX_CONNECTIONS, MAX_NETWORK_REQUEST_BYTES, self._deadlines)
+        self._start(network)
+        self._network = network
+        return self.port
+
+    def replace_trust(self, trust: Trust) -> None:
+        """Connections of other nodes made with another secret end; new ones need this one."""
+        if trust.checked() != self._trust:
+            self._trust = trust  # first: a connection that is beginning compares it before each request
+            if self._network is not None:
+                self._network.abort()
+
+    @property
+    def port(self) -> int:
+        """At which other nodes are answered; 0: at none."""
+        return 0 if self._network is None else int(self._network.socket.getsockname()[1])
+
+    @property
+    def connections(self) -> int:
+        """How many other nodes have now."""
+        return 0 if self._network is None else len(self._network.threads)
 
     def poll(self, timeout_secs: float) -> None:
-        """Serve what is there, waiting for it up to ``timeout_secs``; drop who is late."""
-        for key, _ in self._selector.select(timeout_secs):
-            connection = key.data
-            try:
-                if connection is None:
-                    self._accept()
-                elif connection.reply is None:
-                    self._receive(connection)
-                else:
-                    self._send(connection)
-            except OSError:  # the other end is gone
-                if connection is not None:
-                    self._drop(connection)
-        now = time.monotonic()
-        for connection in [other for other in self._connections.values() if now >= other.deadline]:
-            log.warning("a connection was idle for %g s: dropped", _CONNECTION_SECS)
-            self._drop(connection)
+        """Serve the requests that wait for the loop; wait for one up to ``timeout_secs``."""
+        with suppress(queue.Empty):
+            self._handle(self._calls.get(timeout=timeout_secs) if timeout_secs > 0 else self._calls.get_nowait())
+            while True:
+                self._handle(self._calls.get_nowait())
 
     def close(self) -> None:
-        """Hang up and remove the socket."""
-        with suppress(OSError):
-            if self._path.lstat().st_ino == self._inode:  # another SMP serves where this one's directory was removed
-                self._path.unlink()
-        for connection in list(self._connections.values()):
+        """Hang up, once replies are sent that wait for nothing, and remove the socket."""
+        self._closed = True
+        if self._socket_path is not None:
+            path, inode = self._socket_path
             with suppress(OSError):
-                self._send(connection)
-        for connection in list(self._connections.values()):
-            self._drop(connection)
-        self._selector.close()
-        self._listener.close()
+                if path.lstat().st_ino == inode:  # another SMP serves where this one's directory was removed
+                    path.unlink()
+        with suppress(queue.Empty):
+            while True:
+                call = self._calls.get_nowait()
+                call.error = "the SMP ends"
+                call.done.set()
+        for listener in (self._unix, self._network):
+            if listener is not None:
+                listener.close()
 
-    def _accept(self) -> None:
-        connected, _ = self._listener.accept()
-        connected.setblocking(False)
-        uid = peer_uid(connected)
-        if uid != os.geteuid() or len(self._connections) >= _MOST_CONNECTIONS:
-            log.warning("a connection was refused: user %d, %d others", uid, len(self._connections))
-            connected.close()
-            return
-        connection = _Connection(connected)
-        self._connections[connected.fileno()] = connection
-        self._selector.register(connected, selectors.EVENT_READ, connection)
-
-    def _receive(self, connection: _Connection) -> None:
-        piece = connection.socket.recv(_PIECE_BYTES)
-        if not piece:
-            self._drop(connection)
-            return
-        connection.received += piece
-        end = connection.received.find(b"\n", max(0, len(connection.received) - len(piece)))
-        if end < 0 and len(connection.received) < MAX_REQUEST_BYTES:
-            return
-        if end < 0 or end >= MAX_REQUEST_BYTES:
-            reply = _refusal(f"a request of more than {MAX_REQUEST_BYTES} bytes")
-        else:
-            reply = self._answer(connection.received[:end])
-        connection.received.clear()
-        connection.reply = reply
-        self._selector.modify(connection.socket, selectors.EVENT_WRITE, connection)
-        self._send(connection)
-
-    def _answer(self, line: bytearray) -> bytes:
-        name = "?"
+    def _start(self, listener: _Listener) -> None:
+        thread = threading.Thread(target=self._accept, args=(listener,), name="smp-accept", daemon=True)
         try:
-            message = decode_line(line)
-            name = str(message.get("request"))[:40]
-            handler = self._handlers.get(name)
-            if handler is None:
-                raise SmpError(f"unknown request {name!r}; known are {', '.join(self._handlers)}")
-            reply = encode_line({"ok": True, **handler(message)})
-        except FtckptError as error:
-            return _refusal(str(error))
-        except Exception as error:  # noqa: BLE001 - a wrong request must not end what others rely on
-            log.exception("request %r failed", name)
-            return _refusal(f"{type(error).__name__}: {error}")
-        return reply if len(reply) <= MAX_REPLY_BYTES else _refusal(f"a reply of {len(reply)} bytes")
+            thread.start()
+        except (RuntimeError, MemoryError):
+            listener.close()
+            raise
+        listener.accepting = thread
 
-    def _send(self, connection: _Connection) -> None:
-        if connection.reply:
+    def _accept(self, listener: _Listener) -> None:
+        while not listener.closed:
             try:
-                sent = connection.socket.send(connection.reply)
-            except BlockingIOError:
+                sock, address = listener.socket.accept()
+            except OSError:
+                if not listener.closed:
+                    time.sleep(0.1)  # out of descriptors, or a connection that is gone already
+                continue
+            origin, channel = "this node" if listener.local else str(address[0]), Channel(sock)
+            thread = threading.Thread(
+                target=self._run, args=(listener, channel, origin), name="smp-answer", daemon=True
+            )
+            # Counted before anything is proven: otherwise strangers could make any number of threads.
+            refusal = ""
+            with listener.guard:
+                if listener.closed or len(listener.threads) >= listener.max_connections:
+                    refusal = f"there are {listener.max_connections} connections already"
+                else:
+                    listener.threads[channel] = thread
+                    try:
+                        thread.start()
+                    except (RuntimeError, MemoryError) as error:  # this thread must live: nobody else accepts
+                        del listener.threads[channel]
+                        refusal = f"no thread can be started for it: {error}"
+            if refusal:
+                channel.close()
+                self._report_refusal(origin, refusal)
+
+    def _run(self, listener: _Listener, channel: Channel, origin: str) -> None:
+        deadlines, trust = listener.deadlines, self._trust  # the trust of this connection, from its first byte on
+        try:
+            channel.welcome(trust, time.monotonic() + deadlines.connect_secs)
+            while not listener.closed and (listener.local or trust == self._trust):
+                frame = channel.receive(listener.max_request_bytes, 0, deadlines, deadlines.idle_secs)
+                self._answer(channel, frame.body, listener)
+        except RefusedError as error:
+            self._report_refusal(origin, str(error))
+        except PeerError as error:
+            # It went away, or is broken: who still wants something connects again.
+            log.debug("a connection from %s ended: %s", origin, error)
+        finally:
+            with listener.guard:
+                listener.threads.pop(channel, None)
+            channel.close()
+
+    def _answer(self, channel: Channel, body: bytes, listener: _Listener) -> None:
+        deadlines = listener.deadlines
+        try:
+            with self._decoding:  # one at a time: what is parsed may take twenty times the bytes that came
+                request = decode_request(body)
+            if not isinstance(request, BytesRequest):
+                if not listener.local:
+                    raise SmpError(f"{request.WORD} is for processes of the SMP's own node")
+                reply = encode_object({"ok": True, **self._call(request)})
+                if len(reply) > MAX_REPLY_BYTES:
+                    raise SmpError(f"a reply of {len(reply)} bytes")
+        except SmpError as error:
+            reason = " ".join(str(error).split())[:1000]
+            log.warning("refused: %s", reason)
+            reply = encode_object({"ok": False, "error": reason})
+            channel.send(reply, time.monotonic() + deadlines.step_secs)
+            return
+        if isinstance(request, BytesRequest):
+            self._deliver(channel, request, deadlines)
+        else:
+            channel.send(reply, time.monotonic() + deadlines.step_secs)
+
+    def _deliver(self, channel: Channel, request: BytesRequest, deadlines: Deadlines) -> None:
+        with self._find(request) as delivery:
+            if delivery is None:
+                channel.send(_NOT_HERE, time.monotonic() + deadlines.step_secs)
                 return
-            connection.reply = connection.reply[sent:]
-        if connection.reply == b"":
-            self._drop(connection)
+            body = encode_object({"ok": True, "here": True, "hash": delivery.hash})
+            channel.send(body, time.monotonic() + deadlines.transfer_secs(len(delivery.view)), delivery)
 
-    def _drop(self, connection: _Connection) -> None:
-        self._connections.pop(connection.socket.fileno(), None)
-        with suppress(KeyError, ValueError):
-            self._selector.unregister(connection.socket)
-        connection.socket.close()
+    def _call(self, request: SmpRequest) -> Mapping[str, Any]:
+        """Have the loop serve a request.
+
+        Raises:
+            SmpError: it was refused, or the loop does not come to it.
+        """
+        call = _Call(request)
+        self._calls.put(call)
+        if self._closed or not call.done.wait(self._deadlines.step_secs):
+            raise SmpError("the SMP ends" if self._closed else "the SMP is busy")
+        if call.error:
+            raise SmpError(call.error)
+        return call.reply
+
+    def _handle(self, call: _Call) -> None:
+        try:
+            handler = self._handlers.get(type(call.request))
+            if handler is None:
+                raise SmpError(f"{call.request.WORD} is not served here")
+            call.reply = handler(call.request)
+        except FtckptError as error:
+            call.error = str(error) or type(error).__name__
+        except Exception as error:  # noqa: BLE001 - a wrong request must not end what others rely on
+            log.exception("request %r failed", call.request.WORD)
+            call.error = f"{type(error).__name__}: {error}"
+        call.done.set()
+
+    def _report_refusal(self, origin: str, reason: str) -> None:
+        """Once a minute for each address, so that a stranger who tries and tries fills no log."""
+        now = time.monotonic()
+        with self._guard:
+            if now - self._reported.get(origin, -_REPORT_AGAIN_SECS) < _REPORT_AGAIN_SECS:
+                return
+            if len(self._reported) >= _MAX_REPORTED:
+                self._reported.clear()
+            self._reported[origin] = now
+        self._events.emit("peer_refused", address=origin, reason=reason)
 
 
-def _refusal(text: str) -> bytes:
-    text = " ".join(text.split())[:1000]
-    log.warning("refused: %s", text)
-    return encode_line({"ok": False, "error": text})
+def _join(threads: Iterable[threading.Thread]) -> None:
+    deadline = time.monotonic() + _CLOSE_SECS
+    for thread in threads:
+        if thread.ident is not None:  # one that could not be started cannot be joined
+            thread.join(max(0.0, deadline - time.monotonic()))
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+    except (OSError, UnicodeError) as error:
+        raise ConfigError(f"smp_listen: {host!r} is no address: {error}") from None
+    for wanted in dict.fromkeys((port, 0)):
+        try:
+            return socket.create_server((host, wanted), family=family, backlog=MAX_CONNECTIONS)
+        except OSError as error:
+            problem = str(error)
+    raise ConfigError(f"smp_listen: cannot listen at {host!r}: {problem}")

@@ -1,34 +1,38 @@
-"""Where chunks of a snapshot come from: mapped slots of this node, and other nodes, a few at a time."""
+"""Bytes of a snapshot: read of slots here, requested of other nodes a few at a time, and checked for other nodes."""
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
-from ftckpt.arena.control import Snapshot
 from ftckpt.errors import ArenaError, CorruptError
 from ftckpt.events import Events
-from ftckpt.protect.groups import ParityGroup
-from ftckpt.protect.stripes import Stripe
-from ftckpt.smp.held import Found, Held, HeldArenas
-from ftckpt.smp.pace import Pace
+from ftckpt.model.snapshot import SnapshotId
+from ftckpt.parity.groups import ParityGroup
+from ftckpt.parity.stripes import Stripe
+from ftckpt.smp.arenas import CheckedSlot, GuardedArena, GuardedArenas
+from ftckpt.smp.channel import Delivery
 from ftckpt.smp.peers import Fetch, Peers
-from ftckpt.smp.wire import Kind, Request
-from ftckpt.smp.work import CannotError, Work
+from ftckpt.smp.requests import BytesRequest, ChunkRequest
+from ftckpt.smp.work import Bucket, CannotError, Pace, Work
+from ftckpt.store.package import MAX_PACKAGE_BYTES, package_path
 
 Bytes = npt.NDArray[np.uint8]
 
 AHEAD = 4
 AHEAD_BYTES = 64 << 20
-"""Chunks that are asked for, or have come, and are not used yet: no more than these, but one."""
+"""Chunks that are requested, or have come, and are not used yet: no more than these, but one."""
 _POLL_SECS = 0.002
 _AGAIN_SECS = 0.02
-_MOST_AGAIN_SECS = 0.5
-_TELL_SECS = 1.0
+_MAX_AGAIN_SECS = 0.5
+_REPORT_SECS = 1.0
 
 
 class Sources:
@@ -40,10 +44,10 @@ class Sources:
     """
 
     def __init__(
-        self, node: str, held: HeldArenas, peers: Peers, pace: Pace, *, events: Events, patience_secs: float
+        self, node: str, arenas: GuardedArenas, peers: Peers, pace: Pace, *, events: Events, patience_secs: float
     ) -> None:
         self.node = node
-        self.held = held
+        self.arenas = arenas
         self.pace = pace
         self.received_bytes = 0
         self.failing: dict[str, str] = {}
@@ -53,36 +57,36 @@ class Sources:
         self._patience_secs = patience_secs
         self._since: dict[str, float] = {}
 
-    def local(self, shard: str, chunk: int, snapshot: Snapshot) -> Work[Bytes]:
+    def local(self, shard: str, chunk: int, snapshot: SnapshotId) -> Work[Bytes]:
         """Returns chunk ``chunk`` of a slot of this node, in place.
 
         Raises:
             CorruptError: the bytes do not match their checksum.
             ArenaError: this node does not hold that snapshot, checked.
         """
-        held, found = self.find(shard, snapshot)
-        span = held.arena.image.chunks[chunk]
+        arena, checked = self.find(shard, snapshot)
+        span = arena.mapped.image.chunks[chunk]
         yield from self.pace.memory(span.nbytes)
-        held.renew(found.slot)
-        if held.arena.hash_chunk(found.slot, chunk) != int(found.hashes[chunk]):
-            raise CorruptError(f"{held.name}: chunk {chunk} of slot {found.slot} does not match its checksum")
-        return np.frombuffer(held.arena.slot(found.slot), np.uint8, span.nbytes, span.begin)
+        arena.renew(checked.slot)
+        if arena.mapped.hash_chunk(checked.slot, chunk) != int(checked.hashes[chunk]):
+            raise CorruptError(f"{arena.name}: chunk {chunk} of slot {checked.slot} does not match its checksum")
+        return np.frombuffer(arena.mapped.slot(checked.slot), np.uint8, span.nbytes, span.begin)
 
-    def find(self, shard: str, snapshot: Snapshot) -> tuple[Held, Found]:
+    def find(self, shard: str, snapshot: SnapshotId) -> tuple[GuardedArena, CheckedSlot]:
         """The arena and slot of a shard of this node; raises ArenaError if it is not there, or not checked."""
-        held = self.held.by_shard.get(shard)
-        found = held.found(snapshot) if held is not None else None
-        if held is None or found is None:
-            raise ArenaError(f"{shard}: iteration {snapshot[1]} is not held here, or not checked")
-        return held, found
+        arena = self.arenas.by_shard.get(shard)
+        checked = arena.find(snapshot) if arena is not None else None
+        if arena is None or checked is None:
+            raise ArenaError(f"{shard}: iteration {snapshot.iteration} is not here, or not checked")
+        return arena, checked
 
-    def ask(self, node: str, request: Request, at_most: int) -> Work[Fetch]:
-        """Ask another node, once training leaves the network to us and what came so far is paid for."""
+    def request(self, node: str, request: BytesRequest, at_most: int) -> Work[Fetch]:
+        """Request bytes of another node, once training leaves the network to us and what came so far is paid for."""
         yield from self.pace.receive()
         return self._peers.fetch(node, request, at_most, self.pace.received.charge)
 
     def take(self, node: str, fetch: Fetch, problem: Callable[[bytearray], str]) -> Work[bytearray]:
-        """Wait for what was asked for, and ask again while the other node does not have it or fails.
+        """Wait for a fetch, and repeat it while the other node does not have it or fails.
 
         Args:
             problem: what is wrong with the bytes that came; "" if nothing is.
@@ -97,7 +101,7 @@ class Sources:
                     yield _POLL_SECS
                 data, error = fetch.data, fetch.error
                 if data is not None and (wrong := problem(data)):
-                    error = f"{node}: {fetch.request.shard} at {fetch.request.iteration}: {wrong}"
+                    error = f"{node}: {fetch.request.shard} at {fetch.request.snapshot.iteration}: {wrong}"
                 if error:
                     self._failed(node, error, fetch.tried)
                 else:
@@ -105,18 +109,20 @@ class Sources:
                     if data is not None:
                         self.received_bytes += len(data)
                         return data
+                # Not there yet is the usual case: nodes seal and check at different times.
                 yield pause
-                pause = min(2 * pause, _MOST_AGAIN_SECS)
-                fetch = yield from self.ask(node, fetch.request, fetch.at_most)
+                pause = min(2 * pause, _MAX_AGAIN_SECS)
+                fetch = yield from self.request(node, fetch.request, fetch.at_most)
         finally:
-            fetch.cancel()  # given up: nobody waits for it
+            fetch.cancel()  # given up: nobody waits for it, and it is not transferred
 
     def _failed(self, node: str, error: str, tried: bool) -> None:
         now = time.monotonic()
         since = self._since.setdefault(node, now)
-        if now - since >= min(_TELL_SECS, self._patience_secs) and node not in self.failing:
+        if now - since >= min(_REPORT_SECS, self._patience_secs) and node not in self.failing:
             self._events.emit("peer_lost", node=node, reason=error)
             self.failing[node] = error
+        # What was not tried, because of a failure a moment ago, must not use the patience up by itself.
         if tried and now - since >= self._patience_secs:
             raise CannotError(f"{error} (for {now - since:.0f} s)")
 
@@ -127,12 +133,12 @@ class Sources:
 
 
 class Feed:
-    """Data chunks of the stripes of one group, in order, one snapshot. A few are asked for ahead of time.
+    """Data chunks of the stripes of one group, in order, one snapshot. A few are requested ahead of time.
 
-    Whoever makes one closes it: what was asked for in vain is not transferred then.
+    Whoever makes one closes it: what was requested in vain is not transferred then.
     """
 
-    def __init__(self, sources: Sources, group: ParityGroup, stripes: Iterable[Stripe], snapshot: Snapshot) -> None:
+    def __init__(self, sources: Sources, group: ParityGroup, stripes: Iterable[Stripe], snapshot: SnapshotId) -> None:
         self._sources = sources
         self._group = group
         self._snapshot = snapshot
@@ -142,7 +148,7 @@ class Feed:
             for member, chunk in stripe.data
             if chunk >= 0 and group.members[member].node != sources.node
         )
-        self._asked: dict[tuple[int, int], Fetch] = {}
+        self._requested: dict[tuple[int, int], Fetch] = {}
 
     def next(self, stripe: Stripe) -> Work[list[Bytes | None]]:
         """Returns the arrays of ``stripe.data``, as ``codecs.encode`` takes them.
@@ -163,27 +169,83 @@ class Feed:
         return arrays
 
     def close(self) -> None:
-        """Nobody wants what was asked for ahead of time any more."""
-        for fetch in self._asked.values():
+        """Nobody wants what was requested ahead of time any more."""
+        for fetch in self._requested.values():
             fetch.cancel()
-        self._asked.clear()
+        self._requested.clear()
 
     def _remote(self, index: int, chunk: int) -> Work[bytearray]:
-        while (index, chunk) not in self._asked:
-            yield from self._ask_next()
+        while (index, chunk) not in self._requested:
+            yield from self._request_next()
+        # The network fetches the next chunks while this one is encoded; how many is bounded by memory, not by number.
         most = max(1, min(AHEAD, AHEAD_BYTES // self._group.chunk_bytes))
-        while self._todo and len(self._asked) < most:
-            yield from self._ask_next()
-        member, fetch = self._group.members[index], self._asked.pop((index, chunk))
+        while self._todo and len(self._requested) < most:
+            yield from self._request_next()
+        member, fetch = self._group.members[index], self._requested.pop((index, chunk))
         nbytes = member.lengths[chunk]
         return (yield from self._sources.take(member.node, fetch, lambda data: _wrong_length(data, nbytes)))
 
-    def _ask_next(self) -> Work[None]:
+    def _request_next(self) -> Work[None]:
         index, chunk = self._todo.popleft()
-        member, (lineage, iteration) = self._group.members[index], self._snapshot
-        request = Request(Kind.CHUNK, member.shard, lineage, iteration, member.first + chunk)
-        self._asked[index, chunk] = yield from self._sources.ask(member.node, request, member.lengths[chunk])
+        member = self._group.members[index]
+        request = ChunkRequest(self._snapshot, member.shard, member.first + chunk)
+        self._requested[index, chunk] = yield from self._sources.request(member.node, request, member.lengths[chunk])
 
 
 def _wrong_length(data: bytearray, nbytes: int) -> str:
     return "" if len(data) == nbytes else f"{len(data)} bytes instead of {nbytes}"
+
+
+class Service:
+    """Finds what other nodes request; called from many threads. ``read`` is charged with what is sent."""
+
+    def __init__(self, arenas: GuardedArenas, read: Bucket) -> None:
+        self.arenas = arenas
+        self.read = read
+
+    @contextmanager
+    def find(self, request: BytesRequest) -> Iterator[Delivery | None]:
+        """What is requested, leased while the block runs; None: not here, or not yet."""
+        with ExitStack() as stack:
+            try:
+                if isinstance(request, ChunkRequest):
+                    answer = self._chunk(request, stack)
+                else:
+                    answer = _package(self.arenas.node_dir, request, stack)
+            # The arena, or its file, may be closed, replaced or deleted by another thread or process meanwhile.
+            except (ArenaError, ValueError, OSError):
+                answer = None
+            yield answer
+
+    def _chunk(self, request: ChunkRequest, stack: ExitStack) -> Delivery | None:
+        arena = self.arenas.by_shard.get(request.shard)
+        checked = arena.find(request.snapshot) if arena is not None else None
+        if arena is None or checked is None or request.chunk >= len(arena.mapped.image.chunks):
+            return None
+        # The lease first, then the record once more: who takes the slot over in between is seen.
+        stack.enter_context(arena.lease(checked.slot))
+        if not arena.still_holds(checked.slot, checked.record):
+            return None
+        span = arena.mapped.image.chunks[request.chunk]
+        self.read.charge(span.nbytes)
+        whole = stack.enter_context(arena.mapped.slot(checked.slot))
+        view = stack.enter_context(whole[span.begin : span.end])
+
+        def valid() -> bool:
+            try:
+                return arena.still_holds(checked.slot, checked.record)
+            except (ArenaError, ValueError):
+                return False
+
+        return Delivery(view, int(checked.hashes[request.chunk]), valid)
+
+
+def _package(node_dir: Path, request: BytesRequest, stack: ExitStack) -> Delivery | None:
+    path = package_path(node_dir, request.shard, request.snapshot)
+    try:
+        if not 0 < path.stat().st_size <= MAX_PACKAGE_BYTES:
+            return None
+        data = path.read_bytes()  # replaced whole, never changed: it has the size that was seen, or another is there
+    except FileNotFoundError:
+        return None
+    return Delivery(stack.enter_context(memoryview(data)), xxhash.xxh3_64_intdigest(data), lambda: True)

@@ -1,10 +1,13 @@
-"""Pieces of work as generators: they yield the seconds to wait before they go on, 0 to go on at once."""
+"""Pieces of work as generators of the seconds to wait next, and what they wait for: quiet moments, their own limits.
+
+A piece that yields 0 goes on at once. The loop of the caller stays free in between.
+"""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import suppress
 from typing import TypeVar
 
@@ -21,7 +24,7 @@ class CannotError(FtckptError):
     """The target snapshot cannot be protected: a node that does not answer, no room, bad bytes. The text names it."""
 
 
-class Running:
+class Task:
     """A piece of work under way, or none; ``active`` is false once it has ended, or failed."""
 
     def __init__(self) -> None:
@@ -52,7 +55,7 @@ class Running:
                 self._work = work
 
     def stop(self) -> None:
-        """Give it up."""
+        """Give up what is under way; its generator is closed."""
         work, self._work = self._work, None
         if work is not None:
             work.close()
@@ -93,6 +96,7 @@ def in_thread(action: Callable[[], T]) -> Work[T]:
         except BaseException as error:  # noqa: BLE001 - raised again below
             errors.append(error)
 
+    # A daemon: whoever ends the SMP does not wait for a disk or a tmpfs.
     thread = threading.Thread(target=run, name="smp-work", daemon=True)
     thread.start()
     while thread.is_alive():
@@ -100,3 +104,97 @@ def in_thread(action: Callable[[], T]) -> Work[T]:
     if errors:
         raise errors[0]
     return result[0]
+
+
+POLL_SECS = 0.01
+MOST_SECS = 0.5
+"""Most that is waited at a stretch, and that is saved up, for others to be quiet."""
+
+
+class Bucket:
+    """A rate of bytes per second. Work is charged when it begins; the next has to wait until it is paid for.
+
+    Any thread may call it.
+    """
+
+    def __init__(self, bytes_per_sec: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._rate = bytes_per_sec
+        self._clock = clock
+        self._due = clock()
+        self._guard = threading.Lock()
+
+    def charge(self, nbytes: int) -> None:
+        """Note that ``nbytes`` are being moved now."""
+        if self._rate > 0:
+            with self._guard:
+                self._due = max(self._due, self._clock()) + nbytes / self._rate
+
+    def wait_secs(self) -> float:
+        """Seconds until the rate allows more; 0: now."""
+        return max(0.0, self._due - self._clock()) if self._rate > 0 else 0.0
+
+
+class Courtesy:
+    """Lets others go first, but not for ever: at most as long as was worked, half a second at a stretch.
+
+    So work takes at most twice as long as with nobody else there (and half a second), however busy they are.
+
+    Args:
+        busy: whether others should go first now.
+    """
+
+    def __init__(self, busy: Callable[[], bool], clock: Callable[[], float] = time.monotonic) -> None:
+        self._busy = busy
+        self._clock = clock
+        self._saved = MOST_SECS
+        self._since = clock()
+
+    def wait(self) -> Iterator[float]:
+        """Until nobody is busy, or the patience is used up. The time since the last call counts as work."""
+        begun = self._clock()
+        self._saved = min(MOST_SECS, self._saved + begun - self._since)
+        while self._busy() and self._clock() - begun < self._saved:
+            yield POLL_SECS
+        self._since = self._clock()
+        # What a late caller waited too long is made good by work before anybody is waited for again.
+        self._saved = max(-MOST_SECS, self._saved - (self._since - begun))
+
+
+class Pace:
+    """What to do before each piece of work.
+
+    Args:
+        copying: whether ranks of the node copy state now.
+        network: whether ranks of the node need the network now.
+        smp_gbps: GB/s read of the node's memory; 0: no limit.
+        network_gbps: GB/s received; 0: no limit.
+    """
+
+    def __init__(
+        self,
+        copying: Callable[[], bool],
+        network: Callable[[], bool],
+        smp_gbps: float = 0.0,
+        network_gbps: float = 0.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.read = Bucket(smp_gbps * 1e9, clock)
+        self.received = Bucket(network_gbps * 1e9, clock)
+        self._copying = Courtesy(copying, clock)
+        self._network = Courtesy(network, clock)
+
+    def memory(self, nbytes: int) -> Iterator[float]:
+        """Before ``nbytes`` of memory are read."""
+        yield from _paid(self.read)
+        self.read.charge(nbytes)
+        yield from self._copying.wait()
+
+    def receive(self) -> Iterator[float]:
+        """Before something is requested over the network; what comes is charged to ``received`` when it is there."""
+        yield from _paid(self.received)
+        yield from self._network.wait()
+
+
+def _paid(bucket: Bucket) -> Iterator[float]:
+    while (left := bucket.wait_secs()) > 0:
+        yield left

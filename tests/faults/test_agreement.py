@@ -7,13 +7,13 @@ import time
 from pathlib import Path
 from typing import Any
 
-import jobs
-import plain
 import pytest
 
 from ftckpt.errors import CaptureError
-from ftckpt.testing.faults import Fault
-from ftckpt.testing.pool import RankFailure, run_ranks
+from ftckpt.job.agreement import AgreementError
+from tests.support import jobs, plain
+from tests.support.faults import Fault
+from tests.support.pool import RankFailure, run_ranks
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.faults]
 
@@ -141,7 +141,7 @@ def late_error(rank: int, world_size: int, settings: dict[str, Any]) -> bool:
     plain.before_each_copy(fail)
     for iteration in range(1, 8):
         plain.iterate(checkpointer, state, iteration)
-    return checkpointer._off
+    return checkpointer.off
 
 
 def test_an_error_after_the_fence_is_counted(settings: dict[str, Any]) -> None:
@@ -198,7 +198,7 @@ def test_one_of_two_halves_differs_between_replicas(settings: dict[str, Any]) ->
 
 
 def slowly_sealed(rank: int, world_size: int, settings: dict[str, Any]) -> None:
-    from ftckpt.arena.segment import Arena
+    from ftckpt.store.arena import Arena
 
     hash_chunk = Arena.hash_chunk
     Arena.hash_chunk = lambda *args: (time.sleep(0.3), hash_chunk(*args))[1]  # type: ignore[method-assign, assignment]
@@ -215,7 +215,7 @@ def test_the_last_snapshot_of_a_job_that_leaves_its_arenas_is_sealed(settings: d
 
 
 def late_then_killed(rank: int, world_size: int, settings: dict[str, Any]) -> None:
-    """Rank 0 does not hear in time that 5 is whole, and hears it together with an answer that names nothing."""
+    """Rank 0 does not read in time that 5 is whole, and reads it together with a verdict that names nothing."""
     checkpointer, state = plain.make(rank, world_size, settings)
     assert checkpointer.restore() is None
 
@@ -231,7 +231,7 @@ def late_then_killed(rank: int, world_size: int, settings: dict[str, Any]) -> No
     time.sleep(5)
 
 
-def test_a_rank_that_reads_two_answers_at_once_keeps_what_the_first_one_named(settings: dict[str, Any]) -> None:
+def test_a_rank_that_reads_two_verdicts_at_once_keeps_what_the_first_one_named(settings: dict[str, Any]) -> None:
     settings |= {"replica_check_interval": 0, "error_limit": 9, "agree_timeout_secs": 0.5}
     run_ranks(late_then_killed, 2, settings, expect_failures=True)
     assert len({e["rank"] for e in jobs.events(settings, "snapshot") if e["iteration"] == 7}) == 2
@@ -258,13 +258,13 @@ def test_a_closed_checkpointer_stays_out_of_the_way(settings: dict[str, Any]) ->
 
 def told_late(rank: int, world_size: int, settings: dict[str, Any], trouble: str) -> list[bool]:
     """Whether this rank said of itself in each proof that it is late; rank 1 is in trouble before the fourth."""
-    from ftckpt.capture.shard import Shard
-    from ftckpt.comm import Agreement
+    from ftckpt.job.agreement import Will
+    from ftckpt.job.shard import Proof, Shard
 
     said: list[bool] = []
     prove = Shard.prove
 
-    def recorded(self: Shard, late: bool, *rest: Any) -> bool:
+    def recorded(self: Shard, late: bool, *rest: Any) -> Proof:
         said.append(late)
         return prove(self, late, *rest)
 
@@ -272,11 +272,11 @@ def told_late(rank: int, world_size: int, settings: dict[str, Any], trouble: str
     checkpointer, state = plain.make(rank, world_size, settings)
     checkpointer.restore()
     plain.before_each_copy(lambda: time.sleep(1.0 if (trouble, rank, state.iteration) == ("stuck", 1, 7) else 0.0))
-    agreement = checkpointer._dialogue._agreement
+    agreement = checkpointer._agreement
     read, post = agreement.read, agreement.post
     for iteration in range(1, 9):
         if iteration == 8 and rank == 1 and trouble == "off":
-            agreement.post = lambda newest, _, *rest, **more: post(newest, Agreement.OFF, *rest, **more)  # type: ignore[method-assign]
+            agreement.post = lambda round_: post(round_._replace(will=Will.OFF))  # type: ignore[method-assign]
         checkpointer.fence()
         if iteration == 8 and rank == 1 and trouble == "read":
             agreement.read = broken_read  # type: ignore[method-assign]
@@ -289,7 +289,7 @@ def told_late(rank: int, world_size: int, settings: dict[str, Any], trouble: str
 
 
 def broken_read(timeout_secs: float) -> None:
-    raise RuntimeError("the network is gone for a moment")
+    raise AgreementError("the network is gone for a moment")
 
 
 @pytest.mark.parametrize("trouble", ["none", "stuck", "read", "off"])

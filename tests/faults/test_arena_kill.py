@@ -18,13 +18,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import xxhash
-from killing import killed_at
 
-from ftckpt.arena.control import SlotState
-from ftckpt.arena.segment import Arena, arena_path, list_arenas, node_directory
-from ftckpt.restore.inventory import take_inventory
-from ftckpt.state.fragment import Box, Fragment
-from ftckpt.state.manifest import Manifest
+from ftckpt.model.fragment import Box, Fragment
+from ftckpt.model.manifest import Manifest
+from ftckpt.model.snapshot import SnapshotId
+from ftckpt.store.arena import Arena
+from ftckpt.store.control import SlotState
+from ftckpt.store.directory import arena_path, list_arenas, node_directory
+from tests.support.choosing import inventory_of
+from tests.support.killing import killed_at
 
 pytestmark = pytest.mark.faults
 
@@ -64,10 +66,10 @@ def write(arena: Arena, slot: int, lineage: bytes, iteration: int) -> None:
     for chunk in range(len(image.chunks)):
         arena.control.set_chunk_hash(slot, chunk, arena.hash_chunk(slot, chunk))
     arena.control.set_objects(slot, len(objects), xxhash.xxh3_64_intdigest(objects))
-    arena.control.seal(slot, lineage, iteration, hashed(iteration))
-    arena.control.mark_whole(lineage, iteration)
-    arena.control.mark_target(lineage, iteration)
-    arena.control.mark_protected(lineage, iteration)
+    arena.control.seal(slot, SnapshotId(lineage, iteration), hashed(iteration))
+    arena.control.mark_whole(SnapshotId(lineage, iteration))
+    arena.control.mark_target(SnapshotId(lineage, iteration))
+    arena.control.mark_protected(SnapshotId(lineage, iteration))
 
 
 def write_for_ever(path: Path, first: int) -> None:
@@ -142,16 +144,16 @@ def test_killed_while_writing_snapshots(node_dir: Path) -> None:
         arena.lock(0)  # a killed holder has lost it
         records = [arena.control.record(slot) for slot in range(2)]
         assert not any(record.torn for record in records)
-        sealed = {record.iteration: slot for slot, record in enumerate(records) if record.sealed}
+        sealed = {snapshot.iteration: slot for snapshot, slot in arena.snapshots().items()}
         for iteration, slot in sealed.items():
             assert iteration % 2 == slot
             assert_slot_holds(arena, slot, iteration)
         # The writer was in the middle of told + 1 or, at the latest, of telling that it is done.
         assert told in sealed or told + 1 in sealed
         whole = arena.control.whole()
-        assert whole is not None and whole[0] == b"l" * 16 and told <= whole[1] <= told + 1
+        assert whole is not None and whole.lineage == b"l" * 16 and told <= whole.iteration <= told + 1
         for mark in (arena.control.target(), arena.control.protected()):
-            assert mark in ((b"l" * 16, told), (b"l" * 16, told + 1))
+            assert mark in (SnapshotId(b"l" * 16, told), SnapshotId(b"l" * 16, told + 1))
         unhashed |= {iteration % 3 == 0 for iteration in sealed}
         seen |= {record.state for record in records}
         told = max(sealed)
@@ -199,15 +201,15 @@ def test_killed_at_each_step_of_freeing_and_allocating(node_dir: Path) -> None:
         write(arena, 1, lineage, 8)
         arena.close()
         killed = killed_at(step, change)
-        (report,) = take_inventory(node_dir, "node")
+        (report,) = inventory_of(node_dir).arenas
         assert report.problems == ()
         arena = Arena.open(arena.path, writable=True)
         arena.lock(0)
         assert not [path.name for path in arena.path.iterdir() if path.name.startswith(".")]
-        sealed = [slot for slot in range(2) if arena.control.record(slot).sealed]
-        for slot in sealed:
-            assert_slot_holds(arena, slot, arena.control.record(slot).iteration)
-        assert 1 in sealed or (sealed == [0] and arena.control.record(0).iteration == 9)
+        sealed = {slot: snapshot.iteration for snapshot, slot in arena.snapshots().items()}
+        for slot, iteration in sealed.items():
+            assert_slot_holds(arena, slot, iteration)
+        assert 1 in sealed or sealed == {0: 9}
         seen.add(tuple(arena.allocated(slot) for slot in range(2)))
         for slot in {0, 1} - set(sealed):
             arena.allocate(slot)

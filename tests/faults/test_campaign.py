@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent.parent.parent))
 
 from benchmarks import fault_campaign
 from benchmarks.campaign_damage import Job
 from benchmarks.campaign_job import Ended
 from benchmarks.fault_campaign import judge
-from ftckpt.protect.modes import Modes
-from ftckpt.testing.pool import RankResult
+from ftckpt.parity.modes import Modes
+from tests.support.pool import RankResult
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.faults]
 

@@ -6,11 +6,13 @@ import itertools
 import shutil
 from pathlib import Path
 
-import arenas
 import pytest
-from killing import killed_at
 
-from ftckpt.arena.segment import Arena, list_arenas
+from ftckpt.model.snapshot import SnapshotId
+from ftckpt.store.arena import Arena
+from ftckpt.store.directory import list_arenas
+from tests.support import arenas
+from tests.support.killing import killed_at
 
 pytestmark = pytest.mark.faults
 
@@ -20,10 +22,10 @@ def set_up(root: Path, whole: bool) -> list[arenas.Rank]:
 
     def begin(member: arenas.Rank) -> None:
         member.arenas.enter()
-        member.arena = member.arenas.open(member.manifest(), False)
+        member.arena = member.arenas.open(member.manifest(), None)
         if whole:
             arenas.write(member.have, 0, 4)
-            member.have.control.mark_whole(arenas.LINEAGE, 4)
+            member.have.control.mark_whole(SnapshotId(arenas.LINEAGE, 4))
         arenas.write(member.have, 1, 5, seal=member.rank == 0)
 
     members = arenas.ranks(root, 2)
@@ -31,7 +33,7 @@ def set_up(root: Path, whole: bool) -> list[arenas.Rank]:
     return members
 
 
-def change_manifests(root: Path, keep: tuple[bytes, int] | None, first_too: bool) -> None:
+def change_manifests(root: Path, keep: SnapshotId | None, first_too: bool) -> None:
     """Shares change (for rank 1 only unless ``first_too``); snapshots 6 and 7 become whole in the new arenas."""
 
     def change(member: arenas.Rank) -> None:
@@ -40,7 +42,7 @@ def change_manifests(root: Path, keep: tuple[bytes, int] | None, first_too: bool
         free = next(s for s in range(2) if arena.allocated(s) and not arena.control.record(s).sealed)
         arenas.write(arena, free, 6)
         member.group.barrier()
-        arena.control.mark_whole(arenas.LINEAGE, 6)
+        arena.control.mark_whole(SnapshotId(arenas.LINEAGE, 6))
         member.arenas.remove_old()
         member.arenas.complete(arena)
         arenas.write(arena, 1 - free, 7)
@@ -51,17 +53,17 @@ def change_manifests(root: Path, keep: tuple[bytes, int] | None, first_too: bool
 
 
 @pytest.mark.parametrize("first_too", [True, False], ids=["all ranks", "one rank"])
-@pytest.mark.parametrize("keep", [(arenas.LINEAGE, 4), None], ids=["4 is whole", "nothing is whole"])
+@pytest.mark.parametrize("keep", [SnapshotId(arenas.LINEAGE, 4), None], ids=["4 is whole", "nothing is whole"])
 def test_killed_at_each_step_of_a_change_of_manifests(
-    arena_root: Path, keep: tuple[bytes, int] | None, first_too: bool
+    arena_root: Path, keep: SnapshotId | None, first_too: bool
 ) -> None:
     """Every rank dies at once; a start of the same job finds the newest whole snapshot and has slots to go on."""
     found = set()
     for step in itertools.count(first_step(arena_root, keep, first_too)):
         killed = killed_at(step, lambda: change_manifests(arena_root, keep, first_too))
         decision = arenas.choose(arena_root, 2)
-        chosen = None if decision is None else (bytes.fromhex(decision.lineage), decision.iteration)
-        found.add(chosen and chosen[1])
+        chosen = None if decision is None else decision.snapshot
+        found.add(chosen and chosen.iteration)
         start_again(arena_root, chosen)
         for left in arena_root.iterdir():
             shutil.rmtree(left) if left.is_dir() else left.unlink()
@@ -70,7 +72,7 @@ def test_killed_at_each_step_of_a_change_of_manifests(
     assert found == {keep and 4, 6, 7}
 
 
-def first_step(root: Path, keep: tuple[bytes, int] | None, first_too: bool) -> int:
+def first_step(root: Path, keep: SnapshotId | None, first_too: bool) -> int:
     """How many steps the set-up takes."""
     low, high = 0, 4096
     while low < high:
@@ -83,7 +85,7 @@ def first_step(root: Path, keep: tuple[bytes, int] | None, first_too: bool) -> i
     return low
 
 
-def start_again(root: Path, chosen: tuple[bytes, int] | None) -> None:
+def start_again(root: Path, chosen: SnapshotId | None) -> None:
     """The restart: whatever the killed attempt left, each rank gets a slot to write and no slot too many."""
 
     def begin(member: arenas.Rank) -> None:
@@ -96,7 +98,7 @@ def start_again(root: Path, chosen: tuple[bytes, int] | None) -> None:
                 arena.close()
             member.group.barrier()
         grown = member.manifest(arenas.SHARE + 8192)
-        member.arena = member.arenas.open(grown, chosen is not None, chosen)
+        member.arena = member.arenas.open(grown, chosen)
         member.group.barrier()
         mine = [path for path in list_arenas(member.arenas.path) if path.name.startswith(member.shard)]
         assert sum(len(list(path.glob("slot*"))) for path in mine) <= 2
@@ -110,13 +112,13 @@ def start_again(root: Path, chosen: tuple[bytes, int] | None) -> None:
     members = arenas.ranks(root, 2)
     arenas.on_all(members, begin)
     decision = arenas.choose(root, 2)
-    assert decision is not None and decision.iteration == 9
+    assert decision is not None and decision.snapshot.iteration == 9
     arenas.on_all(members, lambda member: member.arenas.leave(member.arena))
     arenas.on_all(members, lambda member: member.arenas.release())
     left = [path.name for path in root.rglob("*") if path.name != "begun"]
     assert left == [], "something was left behind"
 
 
-def _is_free(arena: Arena, slot: int, keep: tuple[bytes, int] | None) -> bool:
+def _is_free(arena: Arena, slot: int, keep: SnapshotId | None) -> bool:
     record = arena.control.record(slot)
-    return not record.sealed or (record.lineage, record.iteration) != keep
+    return not record.sealed or record.snapshot != keep

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import resource
 import signal
 import subprocess
 import sys
@@ -14,23 +13,23 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from killing import killed_at
 
-from ftckpt.cli import main
+from ftckpt.commands.main import main
+from ftckpt.convert.catalog import Bytes, Catalog, Reader, Writer
+from ftckpt.convert.conversion import Options, convert
+from ftckpt.convert.formats import ReadOptions, open_reader, open_writer
+from ftckpt.convert.universal import UniversalWriter
+from ftckpt.convert.weights import WeightsWriter
 from ftckpt.errors import ConvertError
-from ftckpt.state.fragment import Box, Fragment
-from ftckpt.universal.catalog import Bytes, Catalog, Sink, Source
-from ftckpt.universal.convert import Options, convert
-from ftckpt.universal.formats import Request, open_sink, open_source
-from ftckpt.universal.reader import UniversalSource
-from ftckpt.universal.writer import SafetensorsSink, UniversalSink
+from ftckpt.model.fragment import Box, Fragment
+from tests.support.killing import killed_at
 
 pytestmark = pytest.mark.faults
 
 NUM, ROWS, COLUMNS = 12, 64, 50
 
 
-class Columns(Source):
+class Columns(Reader):
     """Tensors whose left and right halves lie in two fragments, so that every row is put together."""
 
     def __init__(self, num: int = NUM, rows: int = ROWS) -> None:
@@ -57,7 +56,7 @@ class Columns(Source):
 
 
 def contents(path: Path) -> dict[str, bytes]:
-    source = open_source([path], Request())
+    source = open_reader([path], ReadOptions())
     found = {f.key: source.read(i).tobytes() for i, f in enumerate(source.catalog.fragments)}
     source.close()
     return found
@@ -79,8 +78,8 @@ def more_steps(action: Callable[[], object]) -> None:
     action()
 
 
-@pytest.mark.parametrize("make", [UniversalSink, SafetensorsSink])
-def test_killed_anywhere(tmp_path: Path, make: Callable[[Path, int], Sink]) -> None:
+@pytest.mark.parametrize("make", [UniversalWriter, WeightsWriter])
+def test_killed_anywhere(tmp_path: Path, make: Callable[[Path, int], Writer]) -> None:
     """Before every file-system call of a conversion: nothing, or all, is under the destination's name, and the next
     run makes it whole without writing finished files again."""
     source = Columns()
@@ -103,7 +102,7 @@ def test_killed_again_and_again(tmp_path: Path) -> None:
     """Each run is killed a little later than where the last one stood."""
     source = Columns(40)
     out, done, runs = tmp_path / "out", [0], 0
-    while killed_at(20, lambda: convert(source, UniversalSink(out, 30_000), Options(workers=3))):
+    while killed_at(20, lambda: convert(source, UniversalWriter(out, 30_000), Options(workers=3))):
         runs += 1
         if out.exists():
             assert contents(out) == source.expected
@@ -115,14 +114,37 @@ def test_killed_again_and_again(tmp_path: Path) -> None:
     assert contents(out) == source.expected
 
 
-LIMITED = "import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv.pop(1)),) * 2); "
+LIMITED = """
+import resource
+resource.setrlimit(resource.RLIMIT_FSIZE, (2_000_000,) * 2)
+"""
+
+HALTED = """
+import signal, threading
+from ftckpt.convert.universal import UniversalReader
+
+interrupted, reads, read = threading.Event(), [], UniversalReader.read
+
+def read_some(reader, index):
+    reads.append(index)
+    if len(reads) > 40:
+        interrupted.wait()
+    return read(reader, index)
+
+def interrupt(*arguments):
+    interrupted.set()
+    raise KeyboardInterrupt
+
+UniversalReader.read = read_some
+signal.signal(signal.SIGINT, interrupt)
+"""
+"""Half of the way, and no further before the signal is there: however slow the test is, it comes in the middle."""
 
 
-def start(source: Path, out: Path, *words: str, limit: int = resource.RLIM_INFINITY) -> subprocess.Popen[str]:
-    run = f"{LIMITED if limit > 0 else ''}from ftckpt.cli import main; sys.exit(main())"
-    command = [sys.executable, "-c", f"import sys; {run}", *([str(limit)] if limit > 0 else [])]
+def start(source: Path, out: Path, *words: str, first: str = "") -> subprocess.Popen[str]:
+    run = f"import sys\n{first}\nfrom ftckpt.commands.main import main\nsys.exit(main())"
     return subprocess.Popen(
-        [*command, "convert", str(source), str(out), *words],
+        [sys.executable, "-c", run, "convert", str(source), str(out), *words],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -134,7 +156,7 @@ def start(source: Path, out: Path, *words: str, limit: int = resource.RLIM_INFIN
 def large(tmp_path: Path) -> tuple[Path, dict[str, bytes]]:
     """A universal checkpoint of 50 MB."""
     source = Columns(80, 3000)
-    convert(source, UniversalSink(tmp_path / "large"), Options())
+    convert(source, UniversalWriter(tmp_path / "large"), Options())
     return tmp_path / "large", source.expected
 
 
@@ -144,7 +166,7 @@ def test_the_command_killed_in_the_middle(
 ) -> None:
     path, expected = large
     words = ("--max-file", "1MiB", "--workers", "2")
-    command = start(path, tmp_path / "out", *words)
+    command = start(path, tmp_path / "out", *words, first=HALTED)
     deadline = time.monotonic() + 120
     while len(list((tmp_path / "out.partial").glob("tensors-*"))) < 5:
         assert command.poll() is None and time.monotonic() < deadline
@@ -154,7 +176,7 @@ def test_the_command_killed_in_the_middle(
     assert kind == signal.SIGKILL or "interrupted; the same command goes on" in err
     assert not (tmp_path / "out").exists()
     with pytest.raises(ConvertError, match="never completed"):
-        open_source([tmp_path / "out.partial"], Request())
+        open_reader([tmp_path / "out.partial"], ReadOptions())
     again = start(path, tmp_path / "out", *words, "--verify")
     out, err = again.communicate(timeout=120)
     assert again.returncode == 0, err
@@ -166,7 +188,7 @@ def test_a_full_disk(tmp_path: Path, large: tuple[Path, dict[str, bytes]]) -> No
     """The limit on files' sizes fails as a full disk does: in the middle of a file."""
     path, expected = large
     words = ("--max-file", "3MiB")
-    command = start(path, tmp_path / "out", *words, limit=2_000_000)
+    command = start(path, tmp_path / "out", *words, first=LIMITED)
     _, err = command.communicate(timeout=120)
     assert command.returncode == 2 and "no room: free some" in err and "Traceback" not in err
     assert not (tmp_path / "out").exists()
@@ -182,10 +204,10 @@ def test_two_at_once(tmp_path: Path) -> None:
     source = Columns()
     refused = []
 
-    class Slow(UniversalSink):
+    class Slow(UniversalWriter):
         def finish(self, catalog: Catalog, units: object) -> None:
             with pytest.raises(ConvertError, match="another process is writing it"):
-                convert(source, UniversalSink(tmp_path / "out", 40_000), Options())
+                convert(source, UniversalWriter(tmp_path / "out", 40_000), Options())
             refused.append(True)
             super().finish(catalog, units)  # type: ignore[arg-type]
 
@@ -198,13 +220,13 @@ import sys, threading, time
 from pathlib import Path
 sys.path[:0] = sys.argv[1].split(":")
 from test_convert_kill import Columns
-from ftckpt.universal.convert import Options, convert
-from ftckpt.universal.formats import open_sink
+from ftckpt.convert.conversion import Options, convert
+from ftckpt.convert.formats import open_writer
 source = Columns(6, 100_000)  # 20 MB each
 def anonymous():
     text = Path("/proc/self/status").read_text()
     return int(text.split("RssAnon:")[1].split()[0]) * 1024
-convert(Columns(2), open_sink(Path(sys.argv[2], "warm"), "universal"), Options())
+convert(Columns(2), open_writer(Path(sys.argv[2], "warm"), "universal"), Options())
 before, peak, stop = anonymous(), [0], threading.Event()
 def watch():
     while not stop.is_set():
@@ -212,7 +234,7 @@ def watch():
         time.sleep(0.002)
 watcher = threading.Thread(target=watch)
 watcher.start()
-convert(source, open_sink(Path(sys.argv[2], "out"), "universal", 40_000_000), Options(4, int(sys.argv[3])))
+convert(source, open_writer(Path(sys.argv[2], "out"), "universal", 40_000_000), Options(4, int(sys.argv[3])))
 stop.set()
 watcher.join()
 print(peak[0] - before)
@@ -223,7 +245,7 @@ def test_memory_stays_bounded(tmp_path: Path) -> None:
     """120 MB in files of 40 MB, from fragments that have to be put together; the limit is of all workers."""
     most = {}
     for limit in (50 << 20, 200 << 20):
-        paths = f"{Path(__file__).parent}:{Path(__file__).parents[1]}"
+        paths = f"{Path(__file__).parent}:{Path(__file__).parents[2]}"
         words = [sys.executable, "-c", MEASURED, paths, str(tmp_path / str(limit)), str(limit)]
         found = subprocess.run(words, capture_output=True, text=True, timeout=240, check=False)
         assert found.returncode == 0, found.stderr
@@ -232,9 +254,9 @@ def test_memory_stays_bounded(tmp_path: Path) -> None:
 
 
 def test_the_command_says_what_it_cannot_write(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    convert(Columns(), UniversalSink(tmp_path / "source"), Options())
+    convert(Columns(), UniversalWriter(tmp_path / "source"), Options())
     (tmp_path / "file").write_text("")
     assert main(["convert", str(tmp_path / "source"), str(tmp_path / "file" / "out")]) == 2
     assert "Not a directory" in capsys.readouterr().err
-    assert UniversalSource(tmp_path / "source").verify() == []
-    assert open_sink(tmp_path / "x", "universal")
+    assert contents(tmp_path / "source") == Columns().expected
+    assert open_writer(tmp_path / "x", "universal")

@@ -8,11 +8,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import ds_jobs
-import jobs
 import pytest
 
-from ftckpt.testing.faults import Fault
+from tests.support import ds_jobs, jobs
+from tests.support.faults import Fault
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.faults]
 

@@ -6,12 +6,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import jobs
-import plain
 import pytest
 
-from ftckpt.testing.faults import Fault
-from ftckpt.testing.pool import RankFailure, run_ranks
+from tests.support import jobs, plain
+from tests.support.faults import Fault
+from tests.support.pool import RankFailure, run_ranks
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.faults]
 
@@ -100,8 +99,8 @@ def written_early(rank: int, world_size: int, settings: dict[str, Any], when: st
         hold.clear()
     plain.iterate(checkpointer, state, 3)
     if when == "when copied":
-        assert checkpointer._capture is not None and checkpointer._capture.flight is not None
-        assert checkpointer._capture.flight.wait(20)
+        assert checkpointer.capture is not None and checkpointer.capture.flight is not None
+        assert checkpointer.capture.flight.wait(20)
     state.row.fill_(-1)
     hold.set()
     if when == "while copied":

@@ -19,16 +19,16 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
-from failing import ALL, DIRECTORY_VAR, MESSAGE, Failure, fired, write_plan
-from launching import ITERATIONS, ROOT, Launched
 
-from ftckpt.testing.pool import run_ranks
+from tests.support.failing import ALL, DIRECTORY_VAR, MESSAGE, Failure, fired, write_plan
+from tests.support.launching import ITERATIONS, ROOT, Launched
+from tests.support.pool import run_ranks
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.faults, pytest.mark.timeout(900)]
 
 MODEL = ("--pp", "2", "--layers", "2", "--hidden", "32", "--seq", "32", "--global-batch", "8", "--micro-batch", "2")
 SETTINGS = ("--ftckpt-chunk-mib", "0.0625", "--ftckpt-objects-mib", "1")
-SCRIPT = str(Path(__file__).parent / "failing.py")
+SCRIPT = str(Path(__file__).parents[1] / "support" / "failing.py")
 PROMPT_SECS = 15.0
 """Some seconds, on a busy machine; where a rank waits for others it takes a minute or more."""
 FINISH_SECS = 300.0

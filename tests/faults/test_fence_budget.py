@@ -5,11 +5,10 @@ from __future__ import annotations
 import time
 from typing import Any
 
-import jobs
-import plain
 import pytest
 
-from ftckpt.testing.pool import run_ranks
+from tests.support import jobs, plain
+from tests.support.pool import run_ranks
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.faults]
 

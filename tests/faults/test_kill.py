@@ -1,4 +1,4 @@
-"""A rank killed at any point, of any snapshot, loses nothing that was whole."""
+"""Kills that follow each other, or come with other faults; test_fault_table.py has single ones."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import jobs
 import pytest
 
-from ftckpt.testing.faults import Fault
+from tests.support import jobs
+from tests.support.fault_rows import KILLS
+from tests.support.faults import Fault
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.faults]
 
@@ -39,38 +40,6 @@ def resume(settings: dict[str, Any]) -> int:
     return jobs.assert_continues(reference(), resumed)
 
 
-# point → iterations that may be restored when rank 1 dies there in iteration AT; up to the fence the copies
-# of the snapshot before may be under way
-POINTS = {
-    "forward": {AT - 2, AT - 1},
-    "fence": {AT - 2, AT - 1},
-    "before_step": {AT - 1},
-    "after_step": {AT - 1},
-    "boundary": {AT - 1},
-    "begin": {AT - 1},
-    "copy": {AT - 1},
-    "before_seal": {AT - 1},
-    "after_seal": {AT - 1, AT},
-    "post": {AT},
-    "mark": {AT},
-    "between": {AT - 1, AT},
-}
-
-
-@pytest.mark.parametrize("point", POINTS)
-def test_one_rank_killed_at_every_state_of_a_slot(point: str, settings: dict[str, Any], tmp_path: Path) -> None:
-    results = attempt(settings, Fault(1, AT, point, tmp_path / "fired", "kill"))
-    assert jobs.killed(results[1])
-    assert resume(settings) in POINTS[point]
-
-
-@pytest.mark.parametrize("point", ["copy", "fence", "before_step"])
-def test_all_ranks_killed_at_once(point: str, settings: dict[str, Any], tmp_path: Path) -> None:
-    results = attempt(settings, Fault("all", AT, point, tmp_path / "fired", "kill", secs=20))
-    assert all(map(jobs.killed, results)), [r.error for r in results]
-    assert resume(settings) in POINTS[point]
-
-
 @pytest.mark.parametrize("seed", range(4))
 def test_killed_at_a_random_instant(seed: int, settings: dict[str, Any], tmp_path: Path) -> None:
     dice = random.Random(seed)
@@ -78,7 +47,7 @@ def test_killed_at_a_random_instant(seed: int, settings: dict[str, Any], tmp_pat
     fault = Fault(dice.randrange(RANKS), dice.randint(2, UNTIL - 1), point, tmp_path / "fired", "kill")
     results = attempt(settings, fault)
     assert jobs.killed(results[int(fault.rank)])
-    assert resume(settings) in {max(0, fault.iteration + start - AT) for start in POINTS[point]}
+    assert resume(settings) in {max(0, fault.iteration + offset) for offset in KILLS[point]}
 
 
 @pytest.mark.parametrize("point", ["void", "load"])

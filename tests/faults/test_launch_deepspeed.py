@@ -13,7 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from launching import ROOT, Launched, free_ports
+
+from tests.support.launching import ROOT, Launched, free_ports
 
 pytestmark = [
     pytest.mark.multiproc,

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from launching import ROOT, Launched, Standins, free_ports
+
+from tests.support.launching import ROOT, Launched, Standins, free_ports
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.faults, pytest.mark.timeout(600)]
 
@@ -45,6 +46,7 @@ def test_torchrun_on_two_nodes(launched: Launched) -> None:
     assert {event["job"] for event in joined} == {job} and {event["node"] for event in joined} == {"a", "b"}
 
 
+@pytest.mark.slow
 def test_a_frontier_step_that_failed(launched: Launched, tmp_path: Path) -> None:
     """As Slurm runs it, but that all tasks are on this machine: a second step of the same allocation goes on."""
     standins = Standins(tmp_path / "slurm", ("srun", "scontrol"))

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import plain
 import pytest
 
-from ftckpt.testing.pool import run_ranks
+from tests.support import plain
+from tests.support.pool import run_ranks
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.faults]
 

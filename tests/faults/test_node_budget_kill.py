@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from ftckpt.capture.node_budget import _UNTIL_NS, NodeBudget
+from ftckpt.windows.node_budget import _UNTIL_NS, NodeBudget
 
 pytestmark = pytest.mark.faults
 
@@ -30,7 +30,7 @@ TRIES = 8
 RANK = f"""
 import mmap, sys, threading, time
 from pathlib import Path
-from ftckpt.capture.node_budget import NodeBudget
+from ftckpt.windows.node_budget import NodeBudget
 directory, place, mode = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 budget = NodeBudget.open(directory, place, {RANKS}, {LIMIT})
 with open(directory / "{PROGRESS}", "r+b") as file:
@@ -136,7 +136,7 @@ def test_ranks_share_the_limit_and_take_over_what_others_leave(node: Node) -> No
         assert_parts(node, 1, 0, 0)
         assert Path(f"/proc/{ranks[1].pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
         node.stop(0)
-        assert node.observer.wait_quiet(30)
+        settled(node, 0)
 
 
 def settled(node: Node, copying: int) -> None:

@@ -15,10 +15,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from launching import ITERATIONS, ROOT, Nodes
 
-from ftckpt.arena.directory import SMP_STATE_NAME
-from ftckpt.testing.pool import run_ranks
+from ftckpt.store.directory import SMP_STATE_NAME
+from tests.support.launching import ITERATIONS, ROOT, Nodes
+from tests.support.pool import run_ranks
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.faults, pytest.mark.timeout(600)]
 
@@ -110,6 +110,7 @@ def test_one_of_two_nodes(make: Make, replacement: str) -> None:
     assert [nodes.events(rank, "joined")[-1]["node"] for rank in range(4)] == list("ccaa" if moved else "aacc")
 
 
+@pytest.mark.slow
 def test_one_of_four_nodes(make: Make) -> None:
     """Two replicas of two shards each; shards and replicas move to other ranks."""
     nodes = make(4, HSDP)

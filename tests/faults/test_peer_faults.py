@@ -6,7 +6,6 @@ import os
 import random
 import signal
 import socket
-import struct
 import threading
 import time
 import traceback
@@ -18,7 +17,16 @@ from typing import Any
 import numpy as np
 import pytest
 import xxhash
-from smp_nodes import (
+
+from ftckpt.model.snapshot import SnapshotId
+from ftckpt.parity.modes import Modes
+from ftckpt.smp.channel import FRAME, MAGIC, Channel, Delivery, PeerError, Trust
+from ftckpt.smp.duties import Duties
+from ftckpt.smp.requests import BytesRequest, ChunkRequest, decode_request, encode_object, exchange
+from ftckpt.store.checks import CheckState
+from ftckpt.store.package import mirror_dir, pack
+from ftckpt.store.record import Stores
+from tests.support.smp_nodes import (
     LINEAGE,
     QUICK,
     SECRET,
@@ -29,16 +37,8 @@ from smp_nodes import (
     check_parity,
     describe,
     fill,
-    until,
 )
-
-from ftckpt.arena.checks import Checks, CheckState
-from ftckpt.arena.package import mirror_dir, pack
-from ftckpt.protect.groups import Modes
-from ftckpt.protect.parity_file import ParityFile
-from ftckpt.smp import wire
-from ftckpt.smp.duties import Duties
-from ftckpt.smp.wire import Channel, PeerError
+from tests.support.waiting import until
 
 pytestmark = [pytest.mark.faults, pytest.mark.multiproc]
 PEER = Modes(peer=True)
@@ -69,7 +69,7 @@ def tell_port(smp: Smp, nodes: Sequence[Node], ports: dict[str, int], port: int,
     if port != ports["n1"]:
         smp.pause()
         ports["n1"] = port
-        smp.duties.configure(describe(nodes[0], nodes, PEER, ports, **settings))
+        smp.configure(describe(nodes[0], nodes, PEER, ports, **settings))
         smp.start()
 
 
@@ -79,7 +79,7 @@ def test_a_peer_killed_in_the_middle_of_a_transfer_is_waited_for(arena_root: Pat
     other = start_process(nodes[1], stack)
     ports = {"n0": smp.listen(), "n1": other.port}
     settings = {"network_gbps": 0.0002, "protect_timeout_secs": 60.0}  # a transfer takes seconds
-    smp.duties.configure(describe(nodes[0], nodes, PEER, ports, **settings))
+    smp.configure(describe(nodes[0], nodes, PEER, ports, **settings))
     other.configure(describe(nodes[1], nodes, PEER, ports, **settings))
     smp.start()
     for node in nodes:
@@ -101,7 +101,7 @@ def test_a_peer_that_is_stopped_is_given_up_and_used_again(arena_root: Path, sta
     smp = stack.enter_context(closing(Smp(nodes[0])))
     other = start_process(nodes[1], stack)
     ports = {"n0": smp.listen(), "n1": other.port}
-    smp.duties.configure(describe(nodes[0], nodes, PEER, ports, protect_timeout_secs=4.0))
+    smp.configure(describe(nodes[0], nodes, PEER, ports, protect_timeout_secs=4.0))
     other.configure(describe(nodes[1], nodes, PEER, ports))
     smp.start()
     for node in nodes:
@@ -111,7 +111,7 @@ def test_a_peer_that_is_stopped_is_given_up_and_used_again(arena_root: Path, sta
     other.signal(signal.SIGSTOP)
     nodes[0].target(1)
     slowest = _longest_step(smp)
-    until(lambda: smp.duties.cannot == (LINEAGE, 1), "cannot")
+    until(lambda: smp.duties.cannot == SnapshotId(LINEAGE, 1), "cannot")
     assert slowest() < QUICK.step_secs, "its loop was held up by a peer that does not answer"
     assert len(smp.events.of("peer_lost")) == len(smp.events.of("not_covered")) == 1
     nodes[0].snapshot(2, 3)
@@ -137,19 +137,35 @@ def _longest_step(smp: Smp) -> Callable[[], float]:
     return lambda: longest[0]
 
 
-ANSWERS = {
-    "garbage": lambda request: random.Random(7).randbytes(5000),
-    "too long": lambda request: struct.pack("<B7xQQ", 1, 1 << 40, 0) + bytes(1 << 16),
-    "too short": lambda request: _answer(b"short"),
-    "wrong bytes": lambda request: struct.pack("<B7xQQ", 1, 65536, 12345) + bytes(65536) + b"\x01",
-    "nothing": lambda request: b"",
-    "never valid": lambda request: struct.pack("<B7xQQ", 1, 0, 0) + b"\x05",
-    "another's package": lambda request: _answer(bytes(request.iteration * 1000)),
-}  # fmt: skip
+Answer = Callable[[Channel, BytesRequest], None]
 
 
-def _answer(data: bytes) -> bytes:
-    return struct.pack("<B7xQQ", 1, len(data), xxhash.xxh3_64_intdigest(data)) + data + b"\x01"
+def _answer(data: bytes, value: int | None = None) -> Answer:
+    """As an SMP that has ``data``; ``value`` in place of its checksum."""
+    number = xxhash.xxh3_64_intdigest(data) if value is None else value
+    body = encode_object({"ok": True, "here": True, "hash": number})
+    return lambda channel, _: channel.send(body, time.monotonic() + 10, Delivery(memoryview(data), number))
+
+
+def _raw(data: bytes) -> Answer:
+    return lambda channel, _: channel.write(data, time.monotonic() + 10)
+
+
+def _frame(body: bytes) -> Answer:
+    return lambda channel, _: channel.send(body, time.monotonic() + 10)
+
+
+ANSWERS: dict[str, Answer] = {
+    "garbage": _raw(random.Random(7).randbytes(5000)),
+    "too long": _raw(FRAME.pack(20, 0, 1 << 40) + bytes(1 << 16)),
+    "too short": _answer(b"short"),
+    "wrong bytes": _answer(bytes(65536), 12345),
+    "nothing": _raw(b""),
+    "altered": _raw(FRAME.pack(2, 0, 0) + b"{}" + bytes(16)),
+    "no object": _frame(b"[1]"),
+    "a refusal": _frame(b'{"ok": false, "error": "not today"}'),
+    "another's package": lambda channel, request: _answer(bytes(request.snapshot.iteration * 1000))(channel, request),
+}
 
 
 @pytest.mark.parametrize("kind", ANSWERS)
@@ -162,11 +178,11 @@ def test_a_peer_that_answers_nonsense_is_given_up(arena_root: Path, stack: ExitS
     threading.Thread(target=_talk_nonsense, args=(server, ANSWERS[kind], stop), daemon=True).start()
     smp = stack.enter_context(closing(Smp(nodes[0])))
     ports = {"n0": smp.listen(), "n1": server.getsockname()[1]}
-    smp.duties.configure(describe(nodes[0], nodes, PEER, ports, protect_timeout_secs=3.0))
+    smp.configure(describe(nodes[0], nodes, PEER, ports, protect_timeout_secs=3.0))
     smp.start()
     nodes[0].snapshot(0, 1)
     nodes[0].target(1)
-    until(lambda: smp.duties.cannot == (LINEAGE, 1), "cannot")
+    until(lambda: smp.duties.cannot == SnapshotId(LINEAGE, 1), "cannot")
     assert len(smp.events.of("peer_lost")) == len(smp.events.of("not_covered")) == 1
     assert nodes[0].states(1) == [CheckState.CHECKED] and smp.duties.status()["received_bytes"] == 0
     assert nodes[0].packages(1) == ["dp0"]
@@ -184,16 +200,20 @@ def test_a_package_that_is_not_what_was_asked_for_is_not_kept(arena_root: Path, 
     server = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
     stop = threading.Event()
     stack.callback(stop.set)
-    said = [lie]
-    threading.Thread(target=_talk_nonsense, args=(server, lambda _: _answer(said[0]), stop), daemon=True).start()
+    lies = [lie]
+
+    def lying(channel: Channel, request: BytesRequest) -> None:
+        _answer(lies[-1])(channel, request)
+
+    threading.Thread(target=_talk_nonsense, args=(server, lying, stop), daemon=True).start()
     smp = stack.enter_context(closing(Smp(nodes[0])))
     ports = {"n0": smp.listen(), "n1": server.getsockname()[1]}
-    smp.duties.configure(describe(nodes[0], nodes, modes, ports, protect_timeout_secs=3.0))
+    smp.configure(describe(nodes[0], nodes, modes, ports, protect_timeout_secs=3.0))
     smp.start()
     nodes[0].target(1)
-    until(lambda: smp.duties.cannot == (LINEAGE, 1), "cannot")
+    until(lambda: smp.duties.cannot == SnapshotId(LINEAGE, 1), "cannot")
     assert nodes[0].packages(1) == ["dp0"] and nodes[0].packages(2) == []
-    said[0] = good
+    lies.append(good)
     nodes[0].target(-1)
     until(lambda: smp.duties.status()["target"] is None, "given up")
     nodes[0].target(1)
@@ -201,15 +221,16 @@ def test_a_package_that_is_not_what_was_asked_for_is_not_kept(arena_root: Path, 
     assert nodes[0].packages(1) == ["dp0", "dp1"]
 
 
-def _talk_nonsense(server: socket.socket, answer: Callable[[Any], bytes], stop: threading.Event) -> None:
+def _talk_nonsense(server: socket.socket, answer: Answer, stop: threading.Event) -> None:
     server.settimeout(0.2)
     while not stop.is_set():
         try:
             with closing(Channel(server.accept()[0])) as channel:
-                wire.welcome(channel, bytes.fromhex(SECRET), time.monotonic() + 10)
+                channel.welcome(Trust(bytes.fromhex(SECRET)), time.monotonic() + 10)
                 while True:
-                    request = wire.read_request(channel, QUICK)
-                    channel.write(answer(request), time.monotonic() + 10)
+                    request = decode_request(channel.receive(1 << 12, 0, QUICK).body)
+                    assert isinstance(request, BytesRequest)
+                    answer(channel, request)
         except (PeerError, OSError):
             pass
 
@@ -221,9 +242,9 @@ def test_strangers_at_the_port_do_not_disturb(arena_root: Path, stack: ExitStack
     socks = [socket.create_connection(("127.0.0.1", ports["n0"])) for _ in range(40)]
     for index, sock in enumerate(socks):
         stack.callback(sock.close)
-        sock.sendall((b"\xff" * 200, b"GET / HTTP/1.0\r\n\r\n", wire.MAGIC + b"\0" * 64, b"")[index % 4])
+        sock.sendall((b"\xff" * 200, b"GET / HTTP/1.0\r\n\r\n", MAGIC + b"\0" * 72, b"")[index % 4])
     for node, smp in zip(nodes, smps, strict=True):
-        smp.duties.configure(describe(node, nodes, PEER, ports))
+        smp.configure(describe(node, nodes, PEER, ports))
         node.snapshot(0, 1)
         node.target(1)
         smp.start()
@@ -300,7 +321,7 @@ def test_an_smp_killed_at_any_store_claims_nothing_that_is_not_so(arena_root: Pa
 def _check_claims(node: Node, iteration: int) -> None:
     for arena in node.arenas:
         check = arena.check(iteration % 3)
-        if check is not None and check.iteration == iteration:
+        if check is not None and check.snapshot.iteration == iteration:
             hashes = [arena.hash_chunk(iteration % 3, chunk) for chunk in range(len(arena.image.chunks))]
             assert check.chunk_hashes.tolist() == hashes
     if CheckState.COVERED in node.states(iteration):
@@ -330,8 +351,7 @@ def _killed_at(step: int, action: Callable[[], None]) -> bool:
 
         for name in ("open", "unlink", "rename", "posix_fallocate"):
             setattr(os, name, counted(getattr(os, name)))
-        ParityFile._store = counted(ParityFile._store)  # type: ignore[method-assign]
-        Checks._store = counted(Checks._store)  # type: ignore[method-assign]
+        Stores.store = counted(Stores.store)  # type: ignore[method-assign]
         action()
         os._exit(0)
     except BaseException:  # noqa: BLE001 - a child must not come back into the test
@@ -348,13 +368,13 @@ def test_a_full_tmpfs_is_told_once_and_training_goes_on(tmp_path: Path, stack: E
     node = Node(tmp_path, "n0", [0, 1, 2], 3, chunks=4, slots=2)
     stack.callback(node.close)
     smp = stack.enter_context(closing(Smp(node)))
-    smp.duties.configure(describe(node, [node], NODE, {}))
+    smp.configure(describe(node, [node], NODE, {}))
     ballast = tmp_path / "ballast"
     ballast.write_bytes(b"x" * (os.statvfs(tmp_path).f_bavail * 4096 - 300_000))
     node.snapshot(0, 1)
     node.target(1)
     smp.start()
-    until(lambda: smp.duties.cannot == (LINEAGE, 1), "cannot")
+    until(lambda: smp.duties.cannot == SnapshotId(LINEAGE, 1), "cannot")
     time.sleep(0.3)
     [event] = smp.events.of("not_covered")
     assert "no room" in event["reason"] and node.states(1) == [CheckState.CHECKED] * 3
@@ -371,7 +391,7 @@ def test_what_a_trainer_overwrites_while_it_is_sent_is_dropped(arena_root: Path,
     nodes = two_nodes(arena_root, stack, chunks=3)
     smp = stack.enter_context(closing(Smp(nodes[0])))
     port = smp.listen()
-    smp.duties.configure(describe(nodes[0], nodes, PEER, {"n0": port}))
+    smp.configure(describe(nodes[0], nodes, PEER, {"n0": port}))
     smp.start()
     arena = nodes[0].arenas[0]
     expected = {}
@@ -384,16 +404,16 @@ def test_what_a_trainer_overwrites_while_it_is_sent_is_dropped(arena_root: Path,
     writer.start()
     got = 0
     with closing(Channel(socket.create_connection(("127.0.0.1", port)))) as channel:
-        wire.greet(channel, bytes.fromhex(SECRET), time.monotonic() + 20)
+        channel.greet(Trust(bytes.fromhex(SECRET)), time.monotonic() + 20)
         begun = time.monotonic()
         while time.monotonic() < begun + (3 if got else 30):
             for iteration in (1, 2):
-                request = wire.Request(wire.Kind.CHUNK, "dp0", LINEAGE, iteration, 1)
-                channel.write(request.encode(), time.monotonic() + 20)
-                answer = wire.read_answer(channel, 1 << 20, QUICK)
-                if answer is not None:
+                request = ChunkRequest(SnapshotId(LINEAGE, iteration), "dp0", 1)
+                reply = exchange(channel, request, QUICK, most_payload=1 << 20)
+                assert not reply.error
+                if reply.payload is not None:
                     got += 1
-                    assert answer[1] == expected[iteration][1] == xxhash.xxh3_64_intdigest(answer[0])
+                    assert reply.fields["hash"] == expected[iteration][1] == xxhash.xxh3_64_intdigest(reply.payload)
     stop.set()
     writer.join(30)
     assert got > 0
@@ -416,7 +436,7 @@ def test_nothing_is_left_half_made(arena_root: Path, stack: ExitStack) -> None:
     smps = [stack.enter_context(closing(Smp(node))) for node in nodes]
     ports = {node.name: smp.listen() for node, smp in zip(nodes, smps, strict=True)}
     for node, smp in zip(nodes, smps, strict=True):
-        smp.duties.configure(describe(node, nodes, PEER, ports))
+        smp.configure(describe(node, nodes, PEER, ports))
         node.snapshot(0, 1)
         node.target(1)
         smp.start()

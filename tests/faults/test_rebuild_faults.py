@@ -10,26 +10,19 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-import jobs
 import pytest
-from protected import (
-    LINEAGE,
-    Job,
-    build,
-    contents,
-    events_of,
-    flip,
-    flip_chunk,
-    restart,
-    slot_of,
-)
 
-from ftckpt.arena.package import list_packages, load, pack, package_path, store
-from ftckpt.arena.segment import Arena, list_arenas
-from ftckpt.protect.groups import Modes
-from ftckpt.protect.parity_file import ParityFile, list_parity, parity_path
-from ftckpt.testing.faults import Fault
-from ftckpt.testing.pool import RankFailure, run_ranks
+from ftckpt.model.snapshot import SnapshotId
+from ftckpt.parity.modes import Modes
+from ftckpt.store.arena import Arena
+from ftckpt.store.directory import list_arenas
+from ftckpt.store.package import list_packages, load, pack, package_path, store
+from ftckpt.store.parity_file import ParityFile, list_parity, parity_path
+from tests.support import jobs
+from tests.support.event_logs import read_events
+from tests.support.faults import Fault
+from tests.support.pool import RankFailure, run_ranks
+from tests.support.protected import LINEAGE, Job, build, contents, flip, flip_chunk, restart, slot_of
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.faults]
 
@@ -56,7 +49,7 @@ def parity_of(job: Job, rank: int, iteration: int = 5, mode: str = "node") -> Pa
     """Opened for writing; the caller closes it."""
     for index in range(2):
         file = ParityFile.open(parity_path(job.path(rank), mode, index), writable=True)
-        if file.snapshot() == (LINEAGE, iteration):
+        if file.snapshot() == SnapshotId(LINEAGE, iteration):
             return file
         file.close()
     raise AssertionError(f"rank {rank} has no parity of iteration {iteration}")
@@ -71,7 +64,7 @@ def forge_block(job: Job, rank: int, block: int) -> None:
     """Other bytes in a parity file, under a checksum that fits them."""
     with closing(parity_of(job, rank)) as file:
         file.block(block)[5] ^= 1
-        file.begin(LINEAGE, 5)
+        file.begin(SnapshotId(LINEAGE, 5))
         for index in range(file.num_blocks):
             file.put(index, file.block(index))
         file.seal()
@@ -87,7 +80,7 @@ def test_a_corrupt_parity_block_is_never_used(spoil: Any, arena_root: Path, tmp_
     told = restarted(job, tmp_path)
     assert {value["iteration"] for value in told} == {4}
     assert wanted_of(job, 4) == wanted
-    assert any("corrupt" in event["problem"] for event in events_of(tmp_path / "events", "protection_problem"))
+    assert any("corrupt" in event["problem"] for event in read_events(tmp_path / "events", "protection_problem"))
     assert any("iteration 5" in text for text in told[0]["passed_over"])
 
 
@@ -124,17 +117,17 @@ def test_corrupt_packages_are_left_out_and_told(arena_root: Path, tmp_path: Path
     build(job, ITERATIONS, (4, 5))
     wanted = wanted_of(job, 5)
     shutil.rmtree(job.node_dir("n1"))
-    flip(package_path(job.node_dir("n2"), "dp1", LINEAGE, 5), 200)
+    flip(package_path(job.node_dir("n2"), "dp1", SnapshotId(LINEAGE, 5)), 200)
     told = restarted(job, tmp_path)
     assert {value["iteration"] for value in told} == {5}
     assert wanted_of(job, 5) == wanted
-    assert events_of(tmp_path / "events", "protection_problem")
+    assert read_events(tmp_path / "events", "protection_problem")
 
 
 def test_no_package_is_left(arena_root: Path, tmp_path: Path) -> None:
     job = node_job(arena_root, protected=(5,))
     shutil.rmtree(job.path(1))
-    package_path(job.node_dir("a"), "dp1", LINEAGE, 5).unlink()
+    package_path(job.node_dir("a"), "dp1", SnapshotId(LINEAGE, 5)).unlink()
     with pytest.raises(RankFailure, match=r"LostError.*dp1: its arena does not hold it and no package of it is left"):
         restarted(job, tmp_path)
 
@@ -150,13 +143,13 @@ def test_packages_and_parity_of_another_layout_are_never_used(arena_root: Path, 
         arena = next(p for p in list_arenas(job.node_dir("a")) if p != job.path(1))
         for index in range(2):
             shutil.copy(parity_path(path, "node", index), parity_path(arena, "peer", index))
-    own = package_path(job.node_dir("a"), "dp0", LINEAGE, 5)
+    own = package_path(job.node_dir("a"), "dp0", SnapshotId(LINEAGE, 5))
     assert load(own).manifest.layout == {"dp": 4}
     flip_chunk(job, 1, 5, 2)
     told = restarted(job, tmp_path)
     assert {value["iteration"] for value in told} == {5}
     assert wanted_of(job, 5) == wanted
-    told_of = events_of(tmp_path / "events", "protection_problem")
+    told_of = read_events(tmp_path / "events", "protection_problem")
     problems = [event["problem"] for event in told_of]
     assert any("dp3 is no shard of this layout" in text for text in problems)
     assert any(event["file"].startswith("group ") for event in told_of)
@@ -172,7 +165,7 @@ def test_a_slot_without_checksums_is_compared_with_its_package(arena_root: Path,
         unhash(job, rank)
     told = restarted(job, tmp_path)
     assert {value["iteration"] for value in told} == {5} and told[0]["source"] == "memory"
-    for event in events_of(tmp_path / "events", "verified"):
+    for event in read_events(tmp_path / "events", "verified"):
         assert event["states"] == {"sealed": 3}
     flip_chunk(job, 1, 5, 3)
     told = restarted(job, tmp_path)
@@ -188,9 +181,10 @@ def unhash(job: Job, rank: int) -> None:
     with closing(Arena.open(job.path(rank), writable=True)) as arena:
         slot = slot_of(arena, 5)
         record = arena.control.record(slot)
+        assert record.snapshot is not None
         arena.control.begin(slot)
         arena.control.set_objects(slot, record.objects_used, record.objects_hash)
-        arena.control.seal(slot, record.lineage, record.iteration, hashed=False)
+        arena.control.seal(slot, record.snapshot, hashed=False)
 
 
 def test_restoring_voids_the_protection_of_newer_snapshots_alone(arena_root: Path, tmp_path: Path) -> None:
@@ -203,11 +197,12 @@ def test_restoring_voids_the_protection_of_newer_snapshots_alone(arena_root: Pat
     for name in list_parity(job.node_dir("a")):
         with closing(ParityFile.open(name.path)) as file:
             kept.append(file.snapshot())
-    assert kept == [(LINEAGE, 4)] * 2  # of the arenas that were there; the rebuilt one has none
-    assert {(p.shard, p.iteration) for p in list_packages(job.node_dir("a"))} == {(f"dp{r}", 4) for r in range(3)}
+    assert kept == [SnapshotId(LINEAGE, 4)] * 2  # of the arenas that were there; the rebuilt one has none
+    packages = {(p.shard, p.snapshot.iteration) for p in list_packages(job.node_dir("a"))}
+    assert packages == {(f"dp{r}", 4) for r in range(3)}
     for rank in range(3):
         with closing(Arena.open(job.path(rank))) as arena:
-            iterations = {arena.control.record(s).iteration for s in range(3) if arena.control.record(s).sealed}
+            iterations = {snapshot.iteration for snapshot in arena.snapshots()}
             assert iterations <= {3, 4}
 
 
@@ -217,7 +212,7 @@ def test_a_start_from_the_beginning_voids_all_protection(arena_root: Path, tmp_p
         with closing(Arena.open(job.path(rank), writable=True)) as arena:
             for slot in range(3):
                 arena.control.void(slot)
-            arena.control.mark_whole(bytes(16), -1)
+            arena.control.mark_whole(None)
     with pytest.raises(RankFailure, match="LostError"):  # packages tell that there was a snapshot
         restarted(job, tmp_path)
     assert list_parity(job.node_dir("a")) and list_packages(job.node_dir("a"))
@@ -239,7 +234,7 @@ def test_a_stale_snapshot_of_a_lineage_that_was_left_is_not_rebuilt(arena_root: 
             arena.control.set_objects(slot, 0, 0x2D06800538D394C2)
             for chunk in range(len(arena.image.chunks)):
                 arena.control.set_chunk_hash(slot, chunk, arena.hash_chunk(slot, chunk))
-            arena.control.seal(slot, other, 5)
+            arena.control.seal(slot, SnapshotId(other, 5))
             store(job.node_dir("a"), pack(arena, slot))
     told = restarted(job, tmp_path)
     assert {value["iteration"] for value in told} == {4}
@@ -285,7 +280,7 @@ def restart_that_is_killed(rank: int, world_size: int, job: Job, events: Path, p
 
             Build.put = put  # type: ignore[method-assign]
         else:
-            from ftckpt.arena.control import ControlBlock
+            from ftckpt.store.control import ControlBlock
 
             name, after = {"begin": ("begin", True), "before_seal": ("seal", False), "after_seal": ("seal", True)}[
                 point

@@ -7,11 +7,10 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-import ds_jobs
-import jobs
 import pytest
 
-from ftckpt.testing.pool import RankFailure, spawn_ranks
+from tests.support import ds_jobs, jobs
+from tests.support.pool import RankFailure, spawn_ranks
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.faults]
 

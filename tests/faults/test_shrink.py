@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launching import ITERATIONS, ROOT, Nodes
 
-from ftckpt.testing.pool import run_ranks
+from tests.support.launching import ITERATIONS, ROOT, Nodes
+from tests.support.pool import run_ranks
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.faults, pytest.mark.timeout(600)]
 

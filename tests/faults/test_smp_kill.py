@@ -16,23 +16,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from killing import killed_at
-from smps import JOB, NODE, SECRET, Site, events, eventually, python, site_at
 
-from ftckpt.arena.locks import JobLock
-from ftckpt.arena.process import Process
-from ftckpt.arena.pulse import Pulse
 from ftckpt.errors import SmpError
 from ftckpt.smp.client import SmpClient, Watch, find_or_start
-from ftckpt.smp.files import SmpConfig
+from ftckpt.smp.footprint import SmpConfig
+from ftckpt.store.locks import JobLock
+from ftckpt.store.process import Process
+from ftckpt.store.pulse import Pulse
+from tests.support.killing import killed_at
+from tests.support.smps import JOB, NODE, SECRET, Site, events, python, site_at
+from tests.support.waiting import until
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.faults]
 
 TRAIN = """
 import signal, sys, time
 from pathlib import Path
-from ftckpt.arena.process import Process
-from ftckpt.arena.pulse import Pulse
+from ftckpt.store.process import Process
+from ftckpt.store.pulse import Pulse
 pulse = Pulse.open(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[2]) + 10)
 if sys.argv[3] == "stubborn":
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -84,7 +85,7 @@ def test_a_new_one_takes_over_what_the_killed_one_was_told(site: Site, tmp_path:
         assert {"smp.sock", "smp.json"} <= site.files(), "as a killed one leaves it"
         hello = site.start().hello()
         assert hello["pid"] != killed and hello["configured"] and hello["port"] == port
-        eventually(lambda: events(tmp_path, "hang"))  # it watches for what it was told to
+        until(lambda: events(tmp_path, "hang"))  # it watches for what it was told to
         assert SECRET.hex() not in site.log
     finally:
         trainer.kill()
@@ -101,7 +102,7 @@ def test_the_watch_brings_it_back_again_and_again(site: Site, tmp_path: Path) ->
         for times in range(1, 4):
             pid = kill(client)
             begin = time.monotonic()
-            eventually(lambda n=times: told.names.count("smp_restarted") == n)
+            until(lambda n=times: told.names.count("smp_restarted") == n)
             took.append(time.monotonic() - begin)
             hello = client.hello()
             assert hello["pid"] != pid and hello["configured"] and hello["port"] == port
@@ -123,7 +124,7 @@ def test_a_watch_tells_what_it_cannot_cure(site: Site) -> None:
     (site.node_dir / "smp.lock").mkdir()
     watch = Watch(client, told, every_secs=0.05)
     try:
-        eventually(lambda: told.seen)
+        until(lambda: told.seen)
     finally:
         watch.stop()
     name, fields = told.seen[0]
@@ -136,7 +137,7 @@ def test_killed_while_it_starts(site: Site) -> None:
         found: list[Any] = []
         starter = threading.Thread(target=lambda found=found: found.append(site.start()))
         starter.start()
-        eventually(lambda starter=starter: site.pids() or not starter.is_alive())
+        until(lambda starter=starter: site.pids() or not starter.is_alive())
         time.sleep(delay)
         for pid in site.pids():
             with suppress(ProcessLookupError):
@@ -172,7 +173,7 @@ def test_killed_while_it_is_configured(site: Site) -> None:
         except SmpError:
             pass
         killer.join()
-        eventually(lambda: not site.pids())
+        until(lambda: not site.pids())
     assert acknowledged > 0
 
 
@@ -202,7 +203,7 @@ def test_what_was_kept_and_is_damaged_stops_nobody(site: Site, content: str) -> 
         path.write_text(content)
     hello = site.start().hello()
     assert not hello["configured"] and hello["port"] == 0
-    eventually(lambda: "cannot be used" in site.log)
+    until(lambda: "cannot be used" in site.log)
     site.start().configure(site.description())
     assert json.loads(path.read_text())["description"]["job"] == JOB and not path.is_symlink()
 
@@ -222,7 +223,7 @@ def test_a_frozen_one_hangs_nobody(site: Site) -> None:
             find_or_start(site.node_dir, site.root, JOB, NODE, {}, timeout_secs=1.0)
         assert time.monotonic() - begin < 20
         assert site.pids() == [pid], "a second one is not started beside it"
-        eventually(lambda: not Pulse.open(site.node_dir, None).smp_alive(0.5))
+        until(lambda: not Pulse.open(site.node_dir, None).smp_alive(0.5))
         client.end(timeout_secs=4)  # the job is over: nobody waits for it any more
         assert site.pids() == []
     finally:
@@ -245,7 +246,7 @@ def test_a_hang_says_who_waits_where_and_ends_nobody(site: Site, tmp_path: Path)
     processes = trainers(site, ("meek", 10), ("meek", 30))
     try:
         client.configure(site.description(hang_secs=2.0, events=str(tmp_path)))
-        eventually(lambda: events(tmp_path, "hang"))
+        until(lambda: events(tmp_path, "hang"))
         (hang,) = events(tmp_path, "hang")
         assert hang["process"] == f"smp-{NODE}" and 2 <= hang["secs"] < 10 and hang["on_hang"] == "report"
         first, second = hang["ranks"]
@@ -272,7 +273,7 @@ def test_hung_trainers_are_ended_and_nobody_else(site: Site, tmp_path: Path) -> 
     try:
         client = site.start()
         client.configure(site.description(hang_secs=2.0, on_hang="abort", events=str(tmp_path)))
-        eventually(lambda: events(tmp_path, "hang_aborted"), 30)
+        until(lambda: events(tmp_path, "hang_aborted"), secs=30)
         assert [process.wait(10) for process in processes] == [-signal.SIGTERM, -signal.SIGKILL, -signal.SIGKILL]
         (aborted,) = events(tmp_path, "hang_aborted")
         assert sorted(aborted["killed"]) == sorted(process.pid for process in processes[1:])

@@ -28,7 +28,7 @@ DEADLINE_SECS = 240.0
 WORKER = """
 import json, os, pathlib, signal, sys, time
 import torch, torch.distributed as dist
-from ftckpt.elastic.rendezvous import isolate_attempts
+from ftckpt.frameworks.rendezvous import isolate_attempts
 
 def log(**fields):
     with open(here / f"rank{rank}.jsonl", "a") as out:

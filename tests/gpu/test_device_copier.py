@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 import torch
-from device_states import CPU, Blocked, Landings, assert_holds, live_state, plan, prepared, shared_slot
-from fake_device import PAGE, SECS, FakeDevice, install
 
 from ftckpt.capture import copier as host
 from ftckpt.capture import device_copier
-from ftckpt.capture.windows import Always, Turn
+from ftckpt.windows.bubbles import Always, Turn
+from tests.support.device_states import CPU, Blocked, Landings, assert_holds, live_state, plan, prepared, shared_slot
+from tests.support.fake_device import PAGE, SECS, FakeDevice, install
 
 
 @pytest.fixture
@@ -237,7 +237,7 @@ def test_a_stuck_submission_is_given_up_at_the_deadline(fake: FakeDevice) -> Non
 
 
 @pytest.mark.parametrize("when", ["landing", "after the last submission"])
-def test_a_failed_landing_drops_the_snapshot_before_the_wait(fake: FakeDevice, when: str) -> None:
+def test_a_failed_finisher_drops_the_snapshot_before_the_wait(fake: FakeDevice, when: str) -> None:
     """While chunks are submitted, or between the last submission and the fence."""
     tensors = live_state()
     copies, size = plan(tensors, 3 * PAGE, parity=True)
@@ -286,7 +286,7 @@ def test_own_threads_have_no_part_in_captures(fake: FakeDevice) -> None:
         seen = Landings(copies, shared_slot(size))
         copier.start(tensors, seen.flight, Always())
         seen.wait()
-    assert fake.beside_captures == {"ftckpt-copy", "ftckpt-land", "ftckpt-register"}
+    assert fake.beside_captures == {"ftckpt-copy", "ftckpt-finish", "ftckpt-register"}
 
 
 @pytest.mark.parametrize("where", ["device", "host", "both"])

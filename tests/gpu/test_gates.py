@@ -6,13 +6,13 @@ import threading
 import time
 
 import pytest
-from device_states import CPU, prepared
-from fake_device import PAGE, SECS, FakeDevice, install
-from fake_training import KINDS, Run, slot_for
 
-from ftckpt.capture.budget import NoBudget
-from ftckpt.capture.iteration import Iteration
-from ftckpt.capture.windows import Turn
+from ftckpt.windows.bubbles import Turn
+from ftckpt.windows.iteration import Iteration
+from ftckpt.windows.node_budget import NoBudget
+from tests.support.device_states import CPU, prepared
+from tests.support.fake_device import PAGE, SECS, FakeDevice, install
+from tests.support.fake_training import KINDS, Run, slot_for
 
 
 @pytest.fixture

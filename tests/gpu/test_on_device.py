@@ -6,12 +6,12 @@ import time
 
 import pytest
 import torch
-from device_states import Landings, assert_holds, plan, prepared, shared_slot
-from fake_device import PAGE, SECS
-from real_device import MIB, delay, host_pages, needs_device, state
 
 from ftckpt.capture import device_copier
-from ftckpt.capture.windows import Always
+from ftckpt.windows.bubbles import Always
+from tests.support.device_states import Landings, assert_holds, plan, prepared, shared_slot
+from tests.support.fake_device import PAGE, SECS
+from tests.support.real_device import MIB, delay, host_pages, needs_device, state
 
 pytestmark = needs_device
 

@@ -9,15 +9,15 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from device_states import Landings, assert_holds, plan, prepared, shared_slot
-from fake_device import SECS
-from real_device import MIB, cycles_for, needs_device, sleep, state
 
-from ftckpt.capture import device_copier, graphs
-from ftckpt.capture.clock import DeviceClock, Mark
-from ftckpt.capture.pacing import Plan
-from ftckpt.capture.profile import Timeline
-from ftckpt.capture.windows import Always, Bubbles, Turn
+from ftckpt.capture import device_copier
+from ftckpt.capture import device_copier as graphs
+from ftckpt.windows.bubbles import Always, Bubbles, Plan, Turn
+from ftckpt.windows.clock import DeviceClock, Moment
+from ftckpt.windows.iteration import IterationForecast
+from tests.support.device_states import Landings, assert_holds, plan, prepared, shared_slot
+from tests.support.fake_device import SECS
+from tests.support.real_device import MIB, cycles_for, needs_device, sleep, state
 
 pytestmark = needs_device
 
@@ -31,10 +31,10 @@ class HandedOver:
     """Every turn waits until the training thread has handed a gate over."""
 
     def __init__(self) -> None:
-        self.gate: Mark = None
+        self.gate: Moment = None
         self.given = threading.Event()
 
-    def give(self, gate: Mark) -> None:
+    def give(self, gate: Moment) -> None:
         self.gate = gate
         self.given.set()
 
@@ -89,7 +89,7 @@ def test_measured_times_lie_inside_their_windows(device: torch.device) -> None:
         marks = [clock.mark()]
         seen = Landings(copies, slot, marks[0])
         # By this rate a window takes three chunks; they are copied in far less time.
-        bubbles.begin(5 * unit, Plan.of(Timeline(kinds, secs), 3 * unit / 0.2, unit))
+        bubbles.begin(5 * unit, Plan.of(IterationForecast(kinds, secs), 3 * unit / 0.2, unit))
         bubbles.enter(0, kinds[0], marks[0])
         copier.start(tensors, seen.flight, bubbles)
         for place in range(1, 6):

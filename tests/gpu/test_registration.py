@@ -5,13 +5,13 @@ from __future__ import annotations
 import time
 
 import pytest
-from device_states import CPU, Blocked, Landings, live_state, plan, prepared, shared_slot
-from fake_device import PAGE, SECS, FakeDevice, FakeStream, install
 
-from ftckpt.capture.budget import NoBudget
-from ftckpt.capture.clock import DeviceClock
 from ftckpt.capture.device_copier import DeviceCopier
-from ftckpt.capture.windows import Always
+from ftckpt.windows.bubbles import Always
+from ftckpt.windows.clock import DeviceClock
+from ftckpt.windows.node_budget import NoBudget
+from tests.support.device_states import CPU, Blocked, Landings, live_state, plan, prepared, shared_slot
+from tests.support.fake_device import PAGE, SECS, FakeDevice, FakeStream, install
 
 
 @pytest.fixture
@@ -42,7 +42,7 @@ def test_a_stuck_flight_keeps_its_pages_registered(fake: FakeDevice, monkeypatch
     slot = shared_slot(size)
     with prepared([slot], CPU) as copier:
         with monkeypatch.context() as patch:
-            patch.setattr(copier._landing, "close", lambda: None)
+            patch.setattr(copier._finisher, "close", lambda: None)
             fake.go.clear()
             seen = Landings(copies, slot)
             copier.start(tensors, seen.flight, Always())

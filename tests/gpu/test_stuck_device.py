@@ -10,19 +10,20 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from device_states import CPU, assert_holds, live_state, plan, shared_slot
-from fake_device import PAGE, SECS, FakeDevice, install
 
-from ftckpt.arena.control import SlotState
 from ftckpt.capture import capture as capture_module
-from ftckpt.capture.budget import NoBudget
 from ftckpt.capture.capture import Capture
-from ftckpt.capture.clock import DeviceClock
 from ftckpt.capture.device_copier import DeviceCopier
-from ftckpt.capture.windows import Always, Turn
 from ftckpt.errors import CaptureError
+from ftckpt.model.snapshot import SnapshotId
+from ftckpt.store.control import SlotState
+from ftckpt.windows.bubbles import Always, Turn
+from ftckpt.windows.clock import DeviceClock
+from ftckpt.windows.node_budget import NoBudget
+from tests.support.device_states import CPU, assert_holds, live_state, plan, shared_slot
+from tests.support.fake_device import PAGE, SECS, FakeDevice, install
 
-SNAPSHOT = (b"l" * 16, 7)
+SNAPSHOT = SnapshotId(b"l" * 16, 7)
 
 
 @pytest.fixture
@@ -40,7 +41,7 @@ class Control:
         self.state = SlotState.EMPTY
 
     def record(self, _slot: int) -> Any:
-        return SimpleNamespace(state=self.state, lineage=SNAPSHOT[0], iteration=SNAPSHOT[1])
+        return SimpleNamespace(snapshot=SNAPSHOT if self.state == SlotState.SEALED else None)
 
     def begin(self, _slot: int) -> None:
         self._tell("begin", SlotState.WRITING)
@@ -50,7 +51,7 @@ class Control:
     def set_chunk_hash(self, _slot: int, chunk: int, digest: int) -> None:
         self.told.append(f"chunk {chunk}")
 
-    def seal(self, _slot: int, lineage: bytes, iteration: int, hashed: bool) -> None:
+    def seal(self, _slot: int, _snapshot: SnapshotId, hashed: bool) -> None:
         self._tell("seal", SlotState.SEALED)
 
     def void(self, _slot: int) -> None:
@@ -98,7 +99,7 @@ class Snapshots:
 def short_joins(snapshots: Snapshots, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """``close`` gives stuck threads a moment only."""
     with monkeypatch.context() as patch:
-        for worker in (snapshots.copier._worker, snapshots.copier._landing._worker):
+        for worker in (snapshots.copier._worker, snapshots.copier._finisher._worker):
             close = worker.close
             patch.setattr(worker, "close", lambda close=close: close(0.05))
         patch.setattr(capture_module, "_SEAL_SECS", 0.05)

@@ -5,15 +5,12 @@ from __future__ import annotations
 import argparse
 import copy
 import json
-import sys
 import threading
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent.parent.parent))
 
 from benchmarks import capture, device, ladder, ladder_report, shares, simulated
 from benchmarks.ladder import AMPLE, SCARCE
@@ -159,7 +156,7 @@ def test_the_device_part_without_a_device(arena_root: Path) -> None:
 
 def test_a_step_takes_longer_beside_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     from ftckpt.capture import copier
-    from ftckpt.capture.plan import ChunkCopy, Segment
+    from ftckpt.capture.chunks import ChunkCopy, Segment
 
     monkeypatch.setattr(copier, "copy_chunk", lambda *args: None)
     copies = simulated.SlowCopies()

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from ftckpt.errors import FtckptError
-from ftckpt.testing.pool import run_ranks
+from tests.support.pool import run_ranks
 
 pytestmark = pytest.mark.multiproc
 
@@ -21,7 +21,7 @@ LATE_SECS = 1.5
 
 
 def gather_all(rank: int, size: int) -> list[Any]:
-    from ftckpt.comm import Group
+    from ftckpt.group import Group
 
     group = Group(30.0)
     assert (group.rank, group.size) == (rank, size)
@@ -53,7 +53,7 @@ def test_all_ranks_see_the_same_bytes_in_the_order_of_ranks() -> None:
 def pass_around(rank: int, size: int) -> list[int]:
     import torch
 
-    from ftckpt.comm import Group
+    from ftckpt.group import Group
 
     group = Group(30.0)
     mine, other = torch.full((5,), rank, dtype=torch.uint8), torch.empty(5, dtype=torch.uint8)
@@ -72,7 +72,7 @@ def test_messages_reach_the_other_rank() -> None:
 
 
 def wait_for_late(rank: int, size: int, what: str) -> tuple[str, float]:
-    from ftckpt.comm import Group
+    from ftckpt.group import Group
 
     group = Group(LATE_SECS / 3)
     begin = time.monotonic()
@@ -93,107 +93,115 @@ def test_a_late_rank_is_an_error_at_the_deadline(what: str) -> None:
     assert waited < LATE_SECS
 
 
-def pair(answer: Any) -> Any:
-    """An answer without what was told on the way to it."""
-    return None if answer is None else (answer.newest, answer.willing)
+def read(agreement: Any, timeout_secs: float) -> Any:
+    """Of each verdict what is whole and what all want of the next snapshot."""
+    verdicts = agreement.read(timeout_secs)
+    return None if verdicts is None else [(verdict.whole, int(verdict.will)) for verdict in verdicts]
 
 
 def agree(rank: int, size: int) -> list[Any]:
-    from ftckpt.comm import Agreement, Group
+    from ftckpt.group import Group
+    from ftckpt.job.agreement import Agreement, Round, Will
 
     agreement = Agreement(Group(30.0))
-    found: list[Any] = [pair(agreement.read(5.0))]
-    for newest, willing in [((4, 5, 3)[rank], Agreement.GO), (6, Agreement.GO if rank else Agreement.SKIP)]:
-        agreement.post(newest, willing)
-        found.append(pair(agreement.read(30.0)))
-    agreement.post(-1 if rank == 2 else 7, Agreement.GO)
-    agreement.post(8, Agreement.GO)
-    found.append(pair(agreement.read(30.0)))  # two answers: the later one counts
-    found.append(pair(agreement.read(0.0)))
-    return found
+    verdicts: list[Any] = [read(agreement, 5.0)]
+    for newest, will in [((4, 5, 3)[rank], Will.GO), (6, Will.GO if rank else Will.SKIP)]:
+        agreement.post(Round(0, newest, will))
+        verdicts.append(read(agreement, 30.0))
+    agreement.post(Round(0, -1 if rank == 2 else 7))
+    agreement.post(Round(0, 8))
+    verdicts.append(read(agreement, 30.0))
+    verdicts.append(read(agreement, 0.0))
+    return verdicts
 
 
-def test_what_all_ranks_have_is_what_all_name_in_their_last_posts() -> None:
-    expected = [(-1, 1), (-1, 1), (6, 0), (8, 1), (-1, 1)]
+def test_what_all_ranks_have_is_what_all_name_in_one_round() -> None:
+    expected = [[], [(-1, 1)], [(6, 0)], [(-1, 1), (8, 1)], []]
     assert [result.value for result in run_ranks(agree, 3)] == [expected] * 3
 
 
 def turn_off(rank: int, size: int) -> list[Any]:
-    from ftckpt.comm import Agreement, Group
+    from ftckpt.group import Group
+    from ftckpt.job.agreement import Agreement, Round, Will
 
     agreement = Agreement(Group(30.0))
-    agreement.post(4, Agreement.OFF if rank == 1 else Agreement.SKIP)
-    agreement.post(5, Agreement.GO)
-    return [pair(agreement.read(30.0)), pair(agreement.read(30.0))]
+    agreement.post(Round(0, 4, Will.OFF if rank == 1 else Will.SKIP))
+    agreement.post(Round(1, 5))
+    return [read(agreement, 30.0), read(agreement, 30.0)]
 
 
 def test_off_of_one_rank_reaches_all_even_behind_later_posts() -> None:
-    assert {result.value[0] for result in run_ranks(turn_off, 3)} == {(4, -1)}
+    assert [result.value[0] for result in run_ranks(turn_off, 3)] == [[(4, -1)]] * 3
 
 
 def lag(rank: int, size: int) -> tuple[list[Any], float]:
-    from ftckpt.comm import Agreement, Group
+    from ftckpt.group import Group
+    from ftckpt.job.agreement import Agreement, Round
 
     agreement = Agreement(Group(30.0))
     if rank == 1:
         time.sleep(LATE_SECS)
-    agreement.post(4, Agreement.GO)
-    found: list[Any] = []
+    agreement.post(Round(4, 4))
+    verdicts: list[Any] = []
     begin = time.monotonic()
     if rank == 0:
-        found.append(pair(agreement.read(0.1)))
-        found.append(pair(agreement.read(0.0)))
-        agreement.post(5, Agreement.GO)
-        found.append(pair(agreement.read(0.1)))
+        verdicts.append(read(agreement, 0.1))
+        verdicts.append(read(agreement, 0.0))
+        agreement.post(Round(5, 5))
+        verdicts.append(read(agreement, 0.1))
     waited = time.monotonic() - begin
     if rank == 1:
-        agreement.post(6, Agreement.GO)
-    found.append(pair(agreement.read(30.0)))
-    return found, waited
+        agreement.post(Round(5, 6))
+    verdicts.append(read(agreement, 30.0))
+    return verdicts, waited
 
 
-def test_a_read_that_timed_out_gives_nothing_and_the_next_one_the_last_answer() -> None:
-    late, punctual = run_ranks(lag, 2)[0].value, run_ranks(lag, 2)[1].value
-    assert late[0] == [None, None, None, (4, 1)], "all had 4, and whoever knew that has kept it"
+def test_a_read_that_timed_out_gives_nothing_and_the_next_one_all() -> None:
+    late, punctual = (result.value for result in run_ranks(lag, 2))
+    both = [(4, 1), (-1, 1)]
+    assert late[0] == [None, None, None, both], "all had 4, and whoever knew that has kept it"
     assert late[1] < LATE_SECS, "a read waits no longer than it was told"
-    assert punctual[0] == [(4, 1)]
+    assert punctual[0] == [both]
 
 
 def wish(rank: int, size: int) -> list[Any]:
-    from ftckpt.comm import Agreement, Group
+    from ftckpt.group import Group
+    from ftckpt.job.agreement import Agreement, Round
 
     agreement = Agreement(Group(30.0))
-    agreement.post(4, Agreement.GO, number=4, stretch=rank + 1)
-    agreement.post(6, Agreement.GO, number=6, stretch=1)
-    found = [agreement.read(30.0)]
-    agreement.post(8, Agreement.GO, number=8, stretch=5 - rank)
-    found.append(agreement.read(30.0))
-    return [[(told.number, told.stretch) for told in answer.told] for answer in found if answer is not None]
+    agreement.post(Round(4, 4, stretch=rank + 1))
+    agreement.post(Round(6, 6))
+    reads = [agreement.read(30.0)]
+    agreement.post(Round(8, 8, stretch=5 - rank))
+    reads.append(agreement.read(30.0))
+    return [[(verdict.number, verdict.stretch) for verdict in verdicts] for verdicts in reads if verdicts is not None]
 
 
-def test_the_largest_wish_of_each_post_is_told_once_and_in_order() -> None:
+def test_the_largest_wish_of_each_round_is_read_once_and_in_order() -> None:
     assert [result.value for result in run_ranks(wish, 3)] == [[[(4, 3), (6, 1)], [(8, 5)]]] * 3
 
 
-def say_cover(rank: int, size: int) -> list[Any]:
-    from ftckpt.comm import Agreement, Group
+def cover(rank: int, size: int) -> list[Any]:
+    from ftckpt.group import Group
+    from ftckpt.job.agreement import Agreement, Coverage, Round
 
     agreement = Agreement(Group(30.0))
-    agreement.post(4, Agreement.GO, target=3, cover=Agreement.WORKING if rank == 1 else Agreement.DONE)
-    agreement.post(5, Agreement.GO, target=3, cover=Agreement.CANNOT if rank == 2 else Agreement.DONE)
-    agreement.post(6 + rank, Agreement.GO, target=3)
-    agreement.post(7, Agreement.GO, target=4 if rank == 0 else 3)
-    answer = agreement.read(30.0)
-    return [(told.newest, told.target, told.cover) for told in answer.told] if answer is not None else []
+    agreement.post(Round(4, 4, target=3, cover=Coverage.WORKING if rank == 1 else Coverage.DONE))
+    agreement.post(Round(5, 5, target=3, cover=Coverage.CANNOT if rank == 2 else Coverage.DONE))
+    agreement.post(Round(6, 6 + rank, target=3))
+    agreement.post(Round(7, 7, target=4 if rank == 0 else 3))
+    verdicts = agreement.read(30.0)
+    return [(verdict.whole, verdict.target, int(verdict.cover)) for verdict in verdicts or ()]
 
 
-def test_a_target_is_covered_when_all_say_so_of_the_same_one() -> None:
+def test_a_target_is_covered_when_all_post_that_of_the_same_one() -> None:
     expected = [(4, 3, 0), (5, 3, -1), (-1, 3, 1), (7, -1, 1)]
-    assert [result.value for result in run_ranks(say_cover, 3)] == [expected] * 3
+    assert [result.value for result in run_ranks(cover, 3)] == [expected] * 3
 
 
 def post_without_waiting(rank: int, size: int) -> float:
-    from ftckpt.comm import Agreement, Group
+    from ftckpt.group import Group
+    from ftckpt.job.agreement import Agreement, Round
 
     group = Group(30.0)
     agreement = Agreement(group)
@@ -202,9 +210,9 @@ def post_without_waiting(rank: int, size: int) -> float:
         time.sleep(LATE_SECS)
     begin = time.monotonic()
     for iteration in range(5):
-        agreement.post(iteration, Agreement.GO)
+        agreement.post(Round(iteration, iteration))
     secs = time.monotonic() - begin
-    assert pair(agreement.read(30.0)) == (4, 1)
+    assert read(agreement, 30.0)[-1] == (4, 1)
     return secs
 
 
@@ -214,7 +222,7 @@ def test_posting_never_waits_for_other_ranks() -> None:
 
 def share_errors(rank: int, size: int) -> list[str]:
     from ftckpt import errors
-    from ftckpt.comm import Group, together
+    from ftckpt.group import Group, together
 
     group = Group(30.0)
     found = [str(together(group, lambda: rank * 10))]
@@ -246,7 +254,7 @@ def test_an_error_of_one_rank_is_raised_on_all_with_its_class_and_rank() -> None
 
 
 def fail_alone(rank: int, size: int) -> str:
-    from ftckpt.comm import Group, together
+    from ftckpt.group import Group, together
 
     group = Group(LATE_SECS)
 
@@ -267,7 +275,8 @@ def test_a_foreign_error_of_one_rank_reaches_all() -> None:
 
 def outlive_the_group(rank: int, size: int) -> list[str]:
     """The whole group times out under a posted answer, because one rank is very late."""
-    from ftckpt.comm import Agreement, Group
+    from ftckpt.group import Group
+    from ftckpt.job.agreement import Agreement, Round
 
     agreement = Agreement(Group(LATE_SECS / 3))
     found: list[str] = []
@@ -276,7 +285,7 @@ def outlive_the_group(rank: int, size: int) -> list[str]:
             time.sleep(LATE_SECS)
         begin = time.monotonic()
         try:
-            agreement.post(iteration, Agreement.GO)
+            agreement.post(Round(iteration, iteration))
             found.append(str(agreement.read(0.1 if iteration == 0 else LATE_SECS / 2)))
         except RuntimeError:
             found.append("RuntimeError")
@@ -284,7 +293,7 @@ def outlive_the_group(rank: int, size: int) -> list[str]:
     return found
 
 
-def test_an_answer_that_will_never_come_is_an_error_and_not_awaited_again() -> None:
+def test_a_verdict_that_will_never_come_is_an_error_and_not_awaited_again() -> None:
     punctual, late = (result.value for result in run_ranks(outlive_the_group, 2))
     assert punctual == ["None", "RuntimeError", "RuntimeError"]
     assert late == ["RuntimeError"] * 3
@@ -296,7 +305,8 @@ FEW_SECS = 12.0
 
 def outlive(rank: int, size: int, lost: int, what: str) -> tuple[str, float]:
     """What a rank is told, and after how long, when another is lost before a collective."""
-    from ftckpt.comm import Agreement, Group
+    from ftckpt.group import Group
+    from ftckpt.job.agreement import Agreement, Round
 
     group = Group(GROUP_SECS)
     agreement = Agreement(group)
@@ -309,7 +319,7 @@ def outlive(rank: int, size: int, lost: int, what: str) -> tuple[str, float]:
         if what == "gather":
             group.gather(b"x")
         else:
-            agreement.post(1, Agreement.GO)
+            agreement.post(Round(1, 1))
             agreement.read(GROUP_SECS)
     except RuntimeError as error:
         told, waited = str(error), time.monotonic() - begin
@@ -336,7 +346,7 @@ def outlive_store(rank: int, size: int, here: str) -> float:
     """How long a rank waits for its neighbours, who sleep, when the store is lost."""
     import torch.distributed as dist
 
-    from ftckpt.comm import Group
+    from ftckpt.group import Group
 
     port = Path(here, "port")
     if rank == 3:
@@ -383,7 +393,7 @@ def wait_beside_a_frozen_store(rank: int, size: int, port: int, pid: int) -> tup
     """What rank 1 is told, and after how long, when rank 0 never comes and the store has stopped to answer."""
     import torch.distributed as dist
 
-    from ftckpt.comm import Group
+    from ftckpt.group import Group
 
     dist.init_process_group("gloo", store=dist.TCPStore("127.0.0.1", port), rank=rank, world_size=size)
     group = Group(FEW_SECS / 2)
@@ -417,7 +427,7 @@ def test_no_rank_waits_on_when_the_store_does_not_answer() -> None:
 
 
 def give_up_and_start_anew(rank: int, size: int) -> list[bytes]:
-    from ftckpt.comm import Group
+    from ftckpt.group import Group
 
     first = Group(GROUP_SECS)
     first._give_up("for a test")
@@ -428,7 +438,7 @@ def give_up_and_start_anew(rank: int, size: int) -> list[bytes]:
 
 def wait_for_the_name(rank: int, size: int) -> list[bytes]:
     """Rank 0 takes longer to say the name of the notice than a rank waits before it looks for one."""
-    from ftckpt import comm
+    from ftckpt import group as comm
 
     if rank == 0:
         urandom = os.urandom
@@ -448,12 +458,13 @@ def test_a_group_that_was_given_up_does_not_spoil_the_next_one() -> None:
 FAIL_WITH_A_POST = """
 import sys, time
 import torch.distributed as dist
-from ftckpt.comm import Agreement, Group
+from ftckpt.group import Group
+from ftckpt.job.agreement import Agreement, Round
 rank, store = int(sys.argv[1]), dist.FileStore(sys.argv[2], 2)
 dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
 agreement = Agreement(Group(float(sys.argv[3])))
 if rank == 0:
-    agreement.post(1, Agreement.GO)
+    agreement.post(Round(1, 1))
     print("fails", flush=True)
     raise SystemError("training fails")
 time.sleep(float(sys.argv[3]))

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from ftckpt.testing.conformance.suite import CHECKS, Suite
+from tests.support.conformance.suite import CHECKS, Suite
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.faults]
 
@@ -22,7 +22,7 @@ FRAMEWORKS = {"megatron": "megatron.core", "plain": "torch", "deepspeed": "deeps
 def adapters() -> Iterator[Any]:
     for framework, module in FRAMEWORKS.items():
         if importlib.util.find_spec(module.partition(".")[0]) is not None:
-            yield from importlib.import_module(f"adapters.{framework}").ADAPTERS
+            yield from importlib.import_module(f"tests.support.adapters.{framework}").ADAPTERS
 
 
 CASES = {f"{a.framework}-{a.configuration}-{check}": (a, check) for a in adapters() for check in CHECKS}

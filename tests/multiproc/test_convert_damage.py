@@ -9,16 +9,16 @@ from pathlib import Path
 import pytest
 import test_convert_deepspeed as deepspeed_jobs
 import test_convert_megatron as megatron_jobs
-from flips import Record, flipped, noticed, of_distributed, records
 
-from ftckpt.cli import main
-from ftckpt.testing.pool import run_ranks
-from ftckpt.universal.deepspeed.universal import DeepSpeedUniversalSource
-from ftckpt.universal.deepspeed.zero import DeepSpeedSource
-from ftckpt.universal.foreign import records as foreign_records
-from ftckpt.universal.language.spec import Spec
-from ftckpt.universal.megatron.dist import MegatronDistSource
-from ftckpt.universal.megatron.legacy import MegatronLegacySource
+from ftckpt.commands.main import main
+from ftckpt.convert.deepspeed.reader import DeepSpeedReader
+from ftckpt.convert.deepspeed.universal_reader import DeepSpeedUniversalReader
+from ftckpt.convert.foreign import archives
+from ftckpt.convert.language.spec import Spec
+from ftckpt.convert.megatron.dist_reader import MegatronDistReader
+from ftckpt.convert.megatron.legacy_reader import MegatronLegacyReader
+from tests.support.flips import Record, flipped, noticed, of_distributed, records
+from tests.support.pool import run_ranks
 
 pytestmark = pytest.mark.multiproc
 
@@ -42,7 +42,7 @@ def of_files(path: Path, pattern: str = "**/*.pt") -> list[Record]:
 @pytest.fixture(autouse=True)
 def _models_are_small(monkeypatch: pytest.MonkeyPatch) -> None:
     """All but steps and the like is compared when it is read, as in a model of a usual size."""
-    monkeypatch.setattr(foreign_records, "SMALL_BYTES", 64)
+    monkeypatch.setattr(archives, "SMALL_BYTES", 64)
 
 
 @pytest.mark.parametrize("name", ["zero1-three", "zero3-three", "pp2-dp2-tied", "fp32"])
@@ -50,7 +50,7 @@ def test_checkpoints_of_deepspeed(name: str) -> None:
     pytest.importorskip("deepspeed")
     path = deepspeed_jobs.saved(name).path
     every = of_files(path)
-    said = noticed(lambda: DeepSpeedSource(path), every)
+    said = noticed(lambda: DeepSpeedReader(path), every)
     assert {record.file for record in said} == {record.file for record in every}, "each file is read"
     assert all(record in said for record in every if not record.key.startswith("data/"))
     of_tensors = [text for record, text in said.items() if record.key.startswith("data/")]
@@ -62,7 +62,7 @@ def test_a_universal_checkpoint_of_deepspeed() -> None:
     _, path = deepspeed_jobs.by_deepspeed("zero1-three")
     files = [file for role in ("fp32", "exp_avg", "step") for file in sorted(path.glob(f"zero/*/{role}.pt"))[::9]]
     every = [record for file in files for record in some(records(file))]
-    said = noticed(lambda: DeepSpeedUniversalSource(path), every)
+    said = noticed(lambda: DeepSpeedUniversalReader(path), every)
     assert len(files) > 4 and {record.file for record in said} == set(files)
     of_tensors = [text for record, text in said.items() if record.key.startswith("data/")]
     assert of_tensors and all(NAMED.search(text) for text in of_tensors)
@@ -77,7 +77,7 @@ def test_a_torch_dist_checkpoint_of_megatron(tmp_path: Path, capsys: pytest.Capt
     structures = [record for record in of_distributed(save) if record.key == "data.pkl"]
     chosen = [found[:: max(1, len(found) // 8)] for found in (every, structures)]
     tried = [*chosen[0], *chosen[1], *some(records(save / "common.pt"))]
-    said = noticed(lambda: MegatronDistSource(save), tried)
+    said = noticed(lambda: MegatronDistReader(save), tried)
     assert {record.file.suffix for record in said} == {".distcp", ".pt"}
     tensors = [text for record, text in said.items() if record.key == "data/0" and record.file.suffix == ".distcp"]
     assert len(tensors) > 4 and all(re.search(r"\.distcp: [\w./]+ is damaged", text) for text in tensors)
@@ -122,7 +122,7 @@ def test_torch_checkpoints_of_megatron(name: str, tmp_path: Path) -> None:
     world_size, argv, spec = megatron_jobs.LEGACY[name]
     run_ranks(megatron_jobs.saved_legacy, world_size, argv, str(tmp_path))
     every = of_files(tmp_path)
-    said = noticed(lambda: MegatronLegacySource(tmp_path, Spec.load(spec)), every)
+    said = noticed(lambda: MegatronLegacyReader(tmp_path, Spec.load(spec)), every)
     assert {record.file for record in said} == {record.file for record in every}
     of_tensors = [text for record, text in said.items() if record.key.startswith("data/")]
     assert of_tensors and all(NAMED.search(text) for text in of_tensors)

@@ -12,23 +12,23 @@ from typing import Any
 
 import numpy as np
 import pytest
-from ds_jobs import BF16, SHAPES, Shape, fp16, zero
 
+from ftckpt.convert import tensor_files
+from ftckpt.convert.catalog import Catalog, Reader, Tensor
+from ftckpt.convert.consolidation import Consolidator
+from ftckpt.convert.conversion import Options, convert
+from ftckpt.convert.deepspeed import files as deepspeed_files
+from ftckpt.convert.deepspeed import universal_reader as deepspeed_universal
+from ftckpt.convert.deepspeed import universal_writer as deepspeed_universal_writer
+from ftckpt.convert.deepspeed.reader import DeepSpeedReader
+from ftckpt.convert.deepspeed.universal_reader import DeepSpeedUniversalReader
+from ftckpt.convert.deepspeed.universal_writer import DeepSpeedUniversalWriter
+from ftckpt.convert.language.spec import Spec
 from ftckpt.errors import ConvertError
-from ftckpt.state.fragment import Fragment
-from ftckpt.state.objects import decode
-from ftckpt.testing.pool import run_ranks
-from ftckpt.universal import writer
-from ftckpt.universal.catalog import Catalog, Tensor
-from ftckpt.universal.convert import Options, convert
-from ftckpt.universal.deepspeed import universal as deepspeed_universal
-from ftckpt.universal.deepspeed import universal_sink as deepspeed_universal_sink
-from ftckpt.universal.deepspeed import zero as deepspeed_zero
-from ftckpt.universal.deepspeed.universal import DeepSpeedUniversalSource
-from ftckpt.universal.deepspeed.universal_sink import DeepSpeedUniversalSink
-from ftckpt.universal.deepspeed.zero import DeepSpeedSource
-from ftckpt.universal.fill import Filler
-from ftckpt.universal.language.spec import Spec
+from ftckpt.model.fragment import Fragment
+from ftckpt.model.objects import decode
+from tests.support.ds_jobs import BF16, SHAPES, Shape, fp16, zero
+from tests.support.pool import run_ranks
 
 pytest.importorskip("deepspeed")
 pytestmark = pytest.mark.multiproc
@@ -79,9 +79,9 @@ class Checkpoint:
 
 
 def build(shape: Shape, more: Mapping[str, Any] | None = None) -> Any:
-    from ftckpt.testing import cpu_deepspeed
+    from ftckpt.standin import deepspeed as standin
 
-    cpu_deepspeed.install()
+    standin.install()
     import train_deepspeed
 
     args = train_deepspeed.parse_args([*TINY, *shape.argv])
@@ -90,7 +90,7 @@ def build(shape: Shape, more: Mapping[str, Any] | None = None) -> Any:
 
 def held(job: Any) -> list[Elements]:
     """What this rank has, as ftckpt describes it, with bytes."""
-    from ftckpt.capture.prepare import as_bytes
+    from ftckpt.capture.assignment import as_bytes
     from ftckpt.deepspeed.state import DeepSpeedState
 
     described = DeepSpeedState(job.engine, {}).describe()
@@ -103,7 +103,7 @@ def save(rank: int, world_size: int, shape: Shape, folder: str) -> tuple[list[El
     import train_deepspeed
 
     from ftckpt.deepspeed.state import DeepSpeedState
-    from ftckpt.state.objects import encode
+    from ftckpt.model.objects import encode
 
     job = build(shape)
     for _ in range(STEPS):
@@ -171,8 +171,8 @@ def differing(mine: Tensors, theirs: Tensors) -> list[str]:
 @pytest.mark.parametrize("name", VARIANTS)
 def test_a_checkpoint_holds_what_the_ranks_held(name: str) -> None:
     checkpoint = saved(name)
-    assert deepspeed_zero.recognises(checkpoint.path)
-    source = DeepSpeedSource(checkpoint.path)
+    assert deepspeed_files.recognises(checkpoint.path)
+    source = DeepSpeedReader(checkpoint.path)
     live = together([pair for rank in checkpoint.live for pair in rank])
     found = read_all(source)
     assert not differing(found, live)
@@ -186,14 +186,14 @@ def test_a_checkpoint_holds_what_the_ranks_held(name: str) -> None:
 
 
 def convert_to_deepspeed(source: Any, destination: Path) -> None:
-    convert(source, DeepSpeedUniversalSink(destination), Options(workers=2))
+    convert(source, DeepSpeedUniversalWriter(destination), Options(workers=2))
 
 
 @functools.cache
 def converted(name: str) -> Path:
 
     path = _root() / f"{name}-universal"
-    source = DeepSpeedSource(saved(name).path)
+    source = DeepSpeedReader(saved(name).path)
     convert_to_deepspeed(source, path)
     source.close()
     return path
@@ -229,7 +229,7 @@ def test_deepspeed_loads_what_was_converted_into_another_layout(name: str) -> No
     loaded = together([pair for result in results for pair in result.value[0]])
     assert set(loaded) == set(live)
     assert not differing(loaded, live)
-    said = DeepSpeedSource(saved(name).path).catalog.objects["deepspeed"]
+    said = DeepSpeedReader(saved(name).path).catalog.objects["deepspeed"]
     state, optimizer = said["state"], said["optimizer"]
     steps, skipped, samples, rate, kind, loss_scale = results[0].value[1]
     assert [steps, skipped, samples] == [STEPS, state["skipped_steps"], state["global_samples"]]
@@ -239,7 +239,7 @@ def test_deepspeed_loads_what_was_converted_into_another_layout(name: str) -> No
         assert loss_scale == optimizer["loss_scaler"]["cur_scale"] != 2.0**19
 
 
-class Live:
+class Live(Reader):
     """What the ranks of a job hold, as a source."""
 
     def __init__(self, name: str) -> None:
@@ -268,7 +268,7 @@ def test_what_ftckpt_saved_of_a_job_is_loaded_by_deepspeed(tmp_path: Path) -> No
     live = together([pair for rank in saved("pp2-tp2-dp2").live for pair in rank])
     loaded = together([pair for result in results for pair in result.value[0]])
     assert set(loaded) == set(live) and not differing(loaded, live)
-    said = DeepSpeedSource(saved("pp2-tp2-dp2").path).catalog.objects["deepspeed"]
+    said = DeepSpeedReader(saved("pp2-tp2-dp2").path).catalog.objects["deepspeed"]
     rate = said["optimizer"]["param_groups"][0]["lr"]
     assert results[0].value[1][:4] == [STEPS, 0, said["state"]["global_samples"], rate]
 
@@ -337,7 +337,7 @@ def test_what_we_write_is_what_deepspeeds_converter_writes(name: str) -> None:
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # some files hold objects of DeepSpeed's, which import it
     path, theirs = by_deepspeed(name)
     ours = _root() / f"{name}-compared"
-    source = DeepSpeedSource(path)
+    source = DeepSpeedReader(path)
     convert_to_deepspeed(source, ours)
     compared = 0
     for file in sorted((ours / f"global_step{STEPS}" / "zero").glob("*/*.pt")):
@@ -369,13 +369,13 @@ def test_universal_directories_are_read(name: str) -> None:
     """Theirs and ours; from ours nothing gets lost."""
 
     path, theirs = by_deepspeed(name)
-    source = DeepSpeedSource(path)
+    source = DeepSpeedReader(path)
     ours = _root() / f"{name}-read"
     convert_to_deepspeed(source, ours)
     found = consolidated(source)
     for made, whole in ((theirs, False), (theirs.parent, False), (ours, True)):
-        assert deepspeed_universal.recognises(made) and not deepspeed_zero.recognises(made)
-        back = DeepSpeedUniversalSource(made)
+        assert deepspeed_universal.recognises(made) and not deepspeed_files.recognises(made)
+        back = DeepSpeedUniversalReader(made)
         again = consolidated(back)
         assert not differing(again, found)
         absent = found.keys() - again.keys() - back.catalog.derived.keys()
@@ -387,7 +387,7 @@ def test_universal_directories_are_read(name: str) -> None:
 
 def consolidated(source: Any) -> Tensors:
     """All that a conversion would write."""
-    filler = Filler(source)
+    filler = Consolidator(source)
     found = {}
     for tensor in filler.tensors:
         data = np.array(filler.get(tensor, 0, tensor.rows))
@@ -412,13 +412,13 @@ SPEC = {
 def test_a_specification_says_where_parts_lie_if_the_checkpoint_does_not() -> None:
     path = said_otherwise("pp2-tp2-dp2", {}, "silent")
     with pytest.raises(ConvertError, match=r"2 tensor-parallel ranks and has no universal_checkpoint_info.* --spec"):
-        DeepSpeedSource(path)
-    found = read_all(DeepSpeedSource(path, Spec.parse(SPEC, "example")))
+        DeepSpeedReader(path)
+    found = read_all(DeepSpeedReader(path, Spec.parse(SPEC, "example")))
     live = together([pair for rank in saved("pp2-tp2-dp2").live for pair in rank])
     assert set(found) == set(live) and not differing(found, live)
     narrow = {"rules": SPEC["rules"][1:]}
     with pytest.raises(ConvertError, match=r"no rule matches .*attention\.key\.weight"):
-        DeepSpeedSource(path, Spec.parse(narrow, "example"))
+        DeepSpeedReader(path, Spec.parse(narrow, "example"))
 
 
 def changed(name: str, file: str, change: Any, label: str) -> Path:
@@ -441,31 +441,31 @@ def test_files_that_are_missing_or_damaged_are_named(tmp_path: Path) -> None:
 
     path = changed("zero1-three", OPTIMIZER_1, lambda state: None, "missing")
     with pytest.raises(ConvertError, match=f"files of some ranks are missing: {OPTIMIZER_1}"):
-        DeepSpeedSource(path)
+        DeepSpeedReader(path)
     shutil.copytree(saved("zero1-three").path, tmp_path / "cut")
     file = tmp_path / "cut" / f"global_step{STEPS}" / OPTIMIZER_1
     file.write_bytes(file.read_bytes()[:-1000])
     with pytest.raises(ConvertError, match=rf"{OPTIMIZER_1} (is truncated|cannot be read)"):
-        DeepSpeedSource(tmp_path / "cut")
+        DeepSpeedReader(tmp_path / "cut")
     shutil.copytree(saved("pp2-dp2-tied").path, tmp_path / "layers")
     (tmp_path / "layers" / f"global_step{STEPS}" / "mp_rank_01_model_states.pt").unlink()
     with pytest.raises(ConvertError, match=r"missing: mp_rank_01_model_states\.pt"):
-        DeepSpeedSource(tmp_path / "layers")
+        DeepSpeedReader(tmp_path / "layers")
     shutil.copytree(saved("pp2-dp2-tied").path, tmp_path / "layer")
     (tmp_path / "layer" / f"global_step{STEPS}" / "layer_03-model_00-model_states.pt").unlink()
     with pytest.raises(ConvertError, match=r"no layer_… file of tp 0 holds the weight 3\.attention"):
-        DeepSpeedSource(tmp_path / "layer")
+        DeepSpeedReader(tmp_path / "layer")
     shutil.copytree(saved("zero1-three").path, tmp_path / "more")
     folder = tmp_path / "more" / f"global_step{STEPS}"
     shutil.copy(folder / OPTIMIZER_1, folder / OPTIMIZER_1.replace("rank_1_", "rank_3_"))
     with pytest.raises(ConvertError, match=r"rank_3_.* is of a rank that pp 1, tp 1, dp 3 does not have"):
-        DeepSpeedSource(tmp_path / "more")
+        DeepSpeedReader(tmp_path / "more")
     (tmp_path / "more" / "latest").write_text("global_step9")
     with pytest.raises(ConvertError, match="latest names 'global_step9'"):
-        DeepSpeedSource(tmp_path / "more")
+        DeepSpeedReader(tmp_path / "more")
     (tmp_path / "empty").mkdir()
     with pytest.raises(ConvertError, match="no checkpoint of DeepSpeed"):
-        DeepSpeedSource(tmp_path / "empty")
+        DeepSpeedReader(tmp_path / "empty")
 
 
 def test_ranks_that_disagree_are_named() -> None:
@@ -474,7 +474,7 @@ def test_ranks_that_disagree_are_named() -> None:
         return state
 
     path = changed("pp2-tp2-dp2", "layer_04-model_01-model_states.pt", other_norm, "other-norm")
-    filler = Filler(DeepSpeedSource(path))
+    filler = Consolidator(DeepSpeedReader(path))
     (bias,) = [tensor for tensor in filler.tensors if tensor.key == "weight/4.bias"]
     with pytest.raises(ConvertError, match=r"weight/4\.bias: .*differ.*layer_04-model_0[01]"):
         filler.get(bias, 0, bias.rows)
@@ -484,7 +484,7 @@ def test_ranks_that_disagree_are_named() -> None:
         return state
 
     with pytest.raises(ConvertError, match=f"{OPTIMIZER_1}: .* param_slice_mappings say"):
-        DeepSpeedSource(changed("zero1-three", OPTIMIZER_1, other_slices, "slices"))
+        DeepSpeedReader(changed("zero1-three", OPTIMIZER_1, other_slices, "slices"))
 
     def fewer(state: dict[str, Any]) -> dict[str, Any]:
         inner = state["optimizer_state_dict"]["base_optimizer_state"]["state"][0]
@@ -492,7 +492,7 @@ def test_ranks_that_disagree_are_named() -> None:
         return state
 
     with pytest.raises(ConvertError, match=f"{OPTIMIZER_1}: exp_avg of group 0 is .* elements"):
-        DeepSpeedSource(changed("zero1-three", OPTIMIZER_1, fewer, "fewer"))
+        DeepSpeedReader(changed("zero1-three", OPTIMIZER_1, fewer, "fewer"))
 
 
 def test_state_whose_parameters_cannot_be_told_is_refused_and_weights_are_read() -> None:
@@ -507,9 +507,9 @@ def test_state_whose_parameters_cannot_be_told_is_refused_and_weights_are_read()
 
     path = changed("fp32", "mp_rank_00_model_states.pt", two_groups, "groups")
     with pytest.raises(ConvertError, match=r"2 groups of parameters.* --roles weight"):
-        DeepSpeedSource(path)
-    assert set(read_all(DeepSpeedSource(path, roles={"weight"}))) == {
-        key for key in read_all(DeepSpeedSource(saved("fp32").path)) if key.startswith(("weight/", "buffer/"))
+        DeepSpeedReader(path)
+    assert set(read_all(DeepSpeedReader(path, roles={"weight"}))) == {
+        key for key in read_all(DeepSpeedReader(saved("fp32").path)) if key.startswith(("weight/", "buffer/"))
     }
 
     def one_less(state: dict[str, Any]) -> dict[str, Any]:
@@ -518,7 +518,7 @@ def test_state_whose_parameters_cannot_be_told_is_refused_and_weights_are_read()
         return state
 
     with pytest.raises(ConvertError, match="keeps state of 24 parameters, the model has 25, and which belongs"):
-        DeepSpeedSource(changed("fp32", "mp_rank_00_model_states.pt", one_less, "frozen"))
+        DeepSpeedReader(changed("fp32", "mp_rank_00_model_states.pt", one_less, "frozen"))
 
 
 def test_parameters_that_a_fused_optimizer_laid_end_to_end_are_found() -> None:
@@ -536,13 +536,13 @@ def test_parameters_that_a_fused_optimizer_laid_end_to_end_are_found() -> None:
         }
 
     path = changed("fp16", "mp_rank_00_model_states.pt", fused, "fused")
-    found, right = read_all(DeepSpeedSource(path)), read_all(DeepSpeedSource(saved("fp16").path))
+    found, right = read_all(DeepSpeedReader(path)), read_all(DeepSpeedReader(saved("fp16").path))
     assert set(found) == set(right) and not differing(found, right)
 
 
 def test_the_sink_names_what_it_cannot_write(tmp_path: Path) -> None:
     catalog = Catalog("universal", 3, {}, (), {})
-    sink = DeepSpeedUniversalSink(tmp_path / "made")
+    writer = DeepSpeedUniversalWriter(tmp_path / "made")
     for tensors, text in (
         ([Tensor("exp_avg/a", "F32", (2, 3))], "a: the source has exp_avg of it, and neither weight nor master"),
         ([Tensor("weight/a/b", "F32", (2, 3))], "'a/b' cannot be the name of a directory"),
@@ -551,7 +551,7 @@ def test_the_sink_names_what_it_cannot_write(tmp_path: Path) -> None:
         ([Tensor("buffer/a", "F32", (2,))], "no weights and no masters"),
     ):
         with pytest.raises(ConvertError, match=text):
-            sink.plan(catalog, tensors)
+            writer.plan(catalog, tensors)
     assert not list(tmp_path.iterdir())
 
 
@@ -561,9 +561,9 @@ def test_large_tensors_are_streamed(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
     import torch
 
-    monkeypatch.setattr(deepspeed_universal_sink, "STRIP_BYTES", 5000)
-    monkeypatch.setattr(writer, "STRIP_BYTES", 5000)
-    convert_to_deepspeed(DeepSpeedSource(saved("zero1-three").path), tmp_path / "made")
+    monkeypatch.setattr(deepspeed_universal_writer, "STRIP_BYTES", 5000)
+    monkeypatch.setattr(tensor_files, "STRIP_BYTES", 5000)
+    convert_to_deepspeed(DeepSpeedReader(saved("zero1-three").path), tmp_path / "made")
     streamed = 0
     for file in sorted((tmp_path / "made").rglob("*.pt")):
         other = converted("zero1-three") / file.relative_to(tmp_path / "made")

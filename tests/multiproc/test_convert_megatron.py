@@ -6,22 +6,21 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import jobs
 import numpy as np
 import numpy.typing as npt
 import pytest
-from megatron_loading import steps_aside
 
+from ftckpt.convert.conversion import Options, convert
+from ftckpt.convert.language.spec import Spec
+from ftckpt.convert.megatron.dist_reader import MegatronDistReader
+from ftckpt.convert.megatron.dist_writer import MegatronDistWriter
+from ftckpt.convert.megatron.legacy_reader import MegatronLegacyReader
+from ftckpt.convert.universal import UniversalReader, UniversalWriter
 from ftckpt.errors import ConvertError
-from ftckpt.state.fragment import DTYPE_BYTES, Fragment
-from ftckpt.testing.pool import RankFailure, run_ranks
-from ftckpt.universal.convert import Options, convert
-from ftckpt.universal.language.spec import Spec
-from ftckpt.universal.megatron.dist import MegatronDistSource
-from ftckpt.universal.megatron.dist_sink import MegatronDistSink
-from ftckpt.universal.megatron.legacy import MegatronLegacySource
-from ftckpt.universal.reader import UniversalSource
-from ftckpt.universal.writer import UniversalSink
+from ftckpt.model.fragment import DTYPE_BYTES, Fragment
+from tests.support import jobs
+from tests.support.megatron_loading import steps_aside
+from tests.support.pool import RankFailure, run_ranks
 
 pytestmark = pytest.mark.multiproc
 
@@ -146,7 +145,7 @@ def consolidated(results: Sequence[Any]) -> State:
 
 def contents(path: Path) -> State:
     """The tensors of a universal checkpoint."""
-    source = UniversalSource(path)
+    source = UniversalReader(path)
     return {
         fragment.key: source.read(index).view(f"u{fragment.item_bytes}").reshape(fragment.global_shape).copy()
         for index, fragment in enumerate(source.catalog.fragments)
@@ -169,19 +168,19 @@ def test_megatron_to_universal_to_megatron_in_another_layout(name: str, tmp_path
     (tmp_path / "save").mkdir()
     live = consolidated(run_ranks(saved, world_size, argv, str(tmp_path / "save"), "fully_reshardable"))
 
-    source = MegatronDistSource(tmp_path / "save")
-    report = convert(source, UniversalSink(tmp_path / "universal"), Options())
+    source = MegatronDistReader(tmp_path / "save")
+    report = convert(source, UniversalWriter(tmp_path / "universal"), Options())
     assert report.tensors >= len(live)
     source.close()
     assert_equal(contents(tmp_path / "universal"), live)
 
-    sink = MegatronDistSink(tmp_path / "back", max_file_bytes=100_000)
-    report = convert(UniversalSource(tmp_path / "universal"), sink, Options(workers=2))
+    writer = MegatronDistWriter(tmp_path / "back", max_file_bytes=100_000)
+    report = convert(UniversalReader(tmp_path / "universal"), writer, Options(workers=2))
     assert report.files > 1
     again = consolidated(run_ranks(loaded, other_size, other_argv, str(tmp_path / "back" / "iter_0000002")))
     assert_equal(again, live)
 
-    convert(MegatronDistSource(tmp_path / "back"), UniversalSink(tmp_path / "again"), Options())
+    convert(MegatronDistReader(tmp_path / "back"), UniversalWriter(tmp_path / "again"), Options())
     assert_equal(contents(tmp_path / "again"), contents(tmp_path / "universal"))
 
 
@@ -205,9 +204,9 @@ def test_experts_of_one_rank_among_several(tmp_path: Path) -> None:
     other, its own checkpoints no more than those that were converted: only weights and buffers go over."""
     (tmp_path / "save").mkdir()
     live = consolidated(run_ranks(saved, 1, MOE, str(tmp_path / "save"), "fully_reshardable"))
-    source, options = MegatronDistSource(tmp_path / "save"), Options(roles=frozenset({"weight", "buffer"}))
-    convert(source, MegatronDistSink(tmp_path / "all"), Options())
-    convert(source, MegatronDistSink(tmp_path / "weights"), options)
+    source, options = MegatronDistReader(tmp_path / "save"), Options(roles=frozenset({"weight", "buffer"}))
+    convert(source, MegatronDistWriter(tmp_path / "all"), Options())
+    convert(source, MegatronDistWriter(tmp_path / "weights"), options)
     argv = ("--ep", "2", *MOE)
     for path in (tmp_path / "save", tmp_path / "all" / "iter_0000002"):
         with pytest.raises(RankFailure, match="Expected 2 entries in state dict, but got"):
@@ -221,8 +220,10 @@ def test_optimizer_state_of_one_layout_is_refused_with_the_flag_to_save_otherwis
     (tmp_path / "save").mkdir()
     live = consolidated(run_ranks(saved, 2, ["--tp", "2"], str(tmp_path / "save"), "dp_reshardable"))
     with pytest.raises(ConvertError, match="--dist-ckpt-optim-fully-reshardable"):
-        MegatronDistSource(tmp_path / "save")
-    convert(MegatronDistSource(tmp_path / "save", roles={"weight"}), UniversalSink(tmp_path / "universal"), Options())
+        MegatronDistReader(tmp_path / "save")
+    convert(
+        MegatronDistReader(tmp_path / "save", roles={"weight"}), UniversalWriter(tmp_path / "universal"), Options()
+    )
     assert_equal(contents(tmp_path / "universal"), {k: v for k, v in live.items() if k.startswith("weight/")})
 
 
@@ -299,10 +300,10 @@ LEGACY = {
 def test_legacy_checkpoints_are_read_with_a_specification(name: str, tmp_path: Path) -> None:
     world_size, argv, spec = LEGACY[name]
     live = consolidated(run_ranks(saved_legacy, world_size, argv, str(tmp_path)))
-    source = MegatronLegacySource(tmp_path, Spec.load(spec))
-    convert(source, UniversalSink(tmp_path / "universal"), Options())
+    source = MegatronLegacyReader(tmp_path, Spec.load(spec))
+    convert(source, UniversalWriter(tmp_path / "universal"), Options())
     assert_equal(contents(tmp_path / "universal"), live)
     assert source.catalog.layout["tp"] == (2 if "--tp" in argv else 1)
     (next(tmp_path.glob("iter_*/mp_rank_*")) / "model_optim_rng.pt").unlink()
     with pytest.raises(ConvertError, match=r"(is|are) missing|has no mp_rank"):
-        MegatronLegacySource(tmp_path, Spec.load(spec))
+        MegatronLegacyReader(tmp_path, Spec.load(spec))

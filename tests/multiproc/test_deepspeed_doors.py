@@ -7,10 +7,10 @@ import gc
 from pathlib import Path
 from typing import Any
 
-import jobs
 import pytest
 
-from ftckpt.testing.pool import run_ranks
+from tests.support import jobs
+from tests.support.pool import run_ranks
 
 pytestmark = pytest.mark.multiproc
 pytest.importorskip("deepspeed")
@@ -34,9 +34,9 @@ def section(arena: str, **settings: Any) -> dict[str, Any]:
 
 def initialize(ftckpt_section: Any = None, data: Any = None, **config: Any) -> Any:
     """A tiny engine with dropout."""
-    from ftckpt.testing import cpu_deepspeed
+    from ftckpt.standin import deepspeed as standin
 
-    cpu_deepspeed.install()
+    standin.install()
     import deepspeed
     import torch
 
@@ -132,9 +132,9 @@ def test_remove_gives_the_loader_its_class_back(arena_root: Path) -> None:
 
 def positions(rank: int, world_size: int, arena: str, items: int) -> str:
     """A pipeline of one stage, over an iterator of so many items."""
-    from ftckpt.testing import cpu_deepspeed
+    from ftckpt.standin import deepspeed as standin
 
-    cpu_deepspeed.install()
+    standin.install()
     import deepspeed
     import torch
     from deepspeed.pipe import PipelineModule
@@ -314,6 +314,7 @@ def by_hand(rank: int, world_size: int, arena: str) -> list[Any]:
     """Attaches twice, as two starts of a job would; registers what cannot be registered."""
     import ftckpt.deepspeed
     from ftckpt.config import Config
+    from ftckpt.deepspeed import initialize as door
     from ftckpt.errors import ConfigError
 
     found: list[Any] = []
@@ -337,8 +338,7 @@ def by_hand(rank: int, world_size: int, arena: str) -> list[Any]:
         for _ in range(2):
             counter.count, registered.count = counter.count + 1, registered.count + 10
             train_step(engine)
-        session: Any = ftckpt.deepspeed._door.session()
-        session.leave()
+        door.leave()
     return found
 
 
@@ -362,9 +362,8 @@ def test_compiling_later_is_refused(arena_root: Path) -> None:
 
 def loaded_in_training(rank: int, world_size: int, arena: str, folder: str, dies: bool) -> list[int]:
     """A script goes back to what it saved, trains on, and perhaps dies before it has come as far as before."""
-    import plain
-
     import ftckpt.deepspeed
+    from tests.support import plain
 
     engine = initialize(section(arena, events=f"{folder}/events", schedule="sync"))
     for _ in range(2):

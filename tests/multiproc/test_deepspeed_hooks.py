@@ -6,11 +6,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import ds_jobs
 import pytest
-from ds_jobs import BF16, Shape, fp16, zero
 
-from ftckpt.testing.pool import run_ranks
+from tests.support import ds_jobs
+from tests.support.ds_jobs import BF16, Shape, fp16, zero
+from tests.support.pool import run_ranks
+from tests.support.recorder import Recorder
 
 pytestmark = pytest.mark.multiproc
 pytest.importorskip("deepspeed")
@@ -29,30 +30,10 @@ GAS = 2
 MICRO = ["forward", "backward", "window"]
 
 
-class Recorder:
-    """Stands where a checkpointer does and writes down what it is told."""
-
-    def __init__(self) -> None:
-        self.log: list[str] = []
-        self.expected: tuple[Sequence[str], Sequence[float]] | None = None
-
-    def fence(self) -> None:
-        self.log.append("fence")
-
-    def phase(self, kind: str) -> None:
-        self.log.append(kind)
-
-    def step(self, iteration: int) -> None:
-        self.log.append(f"step {iteration}")
-
-    def expect(self, kinds: Sequence[str], lengths: Sequence[float]) -> None:
-        self.expected = (tuple(kinds), tuple(lengths))
-
-
 def build(shape: Shape, argv: Sequence[str] = ()) -> Any:
-    from ftckpt.testing import cpu_deepspeed
+    from ftckpt.standin import deepspeed as standin
 
-    cpu_deepspeed.install()
+    standin.install()
     import train_deepspeed
 
     args = train_deepspeed.parse_args([*ds_jobs.TINY, *shape.argv, *argv, "--iterations", "9"])
@@ -61,10 +42,11 @@ def build(shape: Shape, argv: Sequence[str] = ()) -> Any:
 
 def listen(engine: Any, recorder: Recorder) -> Any:
     """The hooks of a session, without one."""
-    from ftckpt.deepspeed.hooks import Hooks
+    from ftckpt.deepspeed.hooks import EngineHooks
     from ftckpt.deepspeed.pipeline import follow_pipeline
+    from ftckpt.frameworks.doors import Patches
 
-    hooks = Hooks(engine, recorder, lambda: recorder.log.append("begin"))  # type: ignore[arg-type]
+    hooks = EngineHooks(Patches(), engine, recorder, lambda: recorder.log.append("begin"))  # type: ignore[arg-type]
     if engine.pipeline_parallelism:
         follow_pipeline(hooks, lambda given: given)
     else:
@@ -99,9 +81,9 @@ def followed(rank: int, world_size: int, shape: Shape, without: str) -> tuple[li
     recorder = Recorder()
     hooks = listen(job.engine, recorder)
     note_writes(job.engine, recorder)
-    outer, inner = len(hooks._undo) - 2, len(hooks._undo) - 1
+    outer, inner = len(hooks.patches.undo) - 2, len(hooks.patches.undo) - 1
     if without:
-        hooks._undo.pop({"outer": outer, "inner": inner}[without])()
+        hooks.patches.undo.pop({"outer": outer, "inner": inner}[without])()
     for _ in range(2):
         train_deepspeed.train_step(job)
     return recorder.log, recorder.expected
@@ -158,7 +140,7 @@ def test_the_model_names_the_places_that_a_stage_comes_to(stages: int, micro_bat
 def test_deepspeeds_schedule_is_the_models(stages: int, micro_batches: int) -> None:
     from deepspeed.runtime.pipe.schedule import BackwardPass, ForwardPass, TrainSchedule
 
-    from ftckpt.capture.schedule import one_forward_one_backward
+    from ftckpt.windows.schedule import one_forward_one_backward
 
     names = {ForwardPass: "forward", BackwardPass: "backward"}
     for stage in range(stages):
@@ -182,7 +164,7 @@ def evaluated(rank: int, world_size: int, shape: Shape) -> list[str]:
         job.engine.train()
         with torch.no_grad():
             job.engine(tokens, labels)
-    assert not hooks.trained
+    assert not hooks.has_trained
     return recorder.log
 
 
@@ -279,9 +261,9 @@ def removed(rank: int, world_size: int, shape: Shape, arena: str) -> list[str]:
     import train_deepspeed
 
     import ftckpt.deepspeed
-    from ftckpt.testing import cpu_deepspeed
+    from ftckpt.standin import deepspeed as standin
 
-    cpu_deepspeed.install()
+    standin.install()
     original = deepspeed.initialize.__wrapped__
     plain = build(shape)
     before = state_of(plain.engine)

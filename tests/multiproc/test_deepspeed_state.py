@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from ds_jobs import BF16, SHAPES, Shape, fp16, zero
 
-from ftckpt.testing.pool import run_ranks
+from tests.support.ds_jobs import BF16, SHAPES, Shape, fp16, zero
+from tests.support.pool import run_ranks
 
 pytest.importorskip("deepspeed")
 pytestmark = pytest.mark.multiproc
@@ -65,9 +65,9 @@ class Life:
 
 def build(shape: Shape) -> tuple[Any, Any]:
     """A job and its state."""
-    from ftckpt.testing import cpu_deepspeed
+    from ftckpt.standin import deepspeed as standin
 
-    cpu_deepspeed.install()
+    standin.install()
     import train_deepspeed
 
     job = train_deepspeed.build(train_deepspeed.parse_args([*TINY, *shape.argv]), shape.json())
@@ -84,8 +84,8 @@ def steps(job: Any, number: int) -> list[dict[str, Any]]:
 
 
 def live(rank: int, world_size: int, shape: Shape) -> Life:
-    from ftckpt.capture.prepare import as_bytes, rule_holds
-    from ftckpt.state.objects import encode
+    from ftckpt.capture.assignment import as_bytes, rule_holds
+    from ftckpt.model.objects import encode
 
     job, state = build(shape)
     described = state.describe()
@@ -149,7 +149,7 @@ def told_by_deepspeed(job: Any) -> list[tuple[str, Any, np.ndarray[Any, Any]]]:
 
 def watch(job: Any, pieces: Any) -> list[str]:
     """Will name pieces that are changed between the end of one optimizer step and the beginning of the next."""
-    from ftckpt.capture.prepare import content_hash
+    from ftckpt.capture.assignment import content_hash
     from ftckpt.deepspeed import optimizers
 
     changed: list[str] = []
@@ -270,7 +270,7 @@ def resume(rank: int, world_size: int, shape: Shape, saved: list[tuple[Any, byte
     """Bring a new job to what was saved and train on. ``dirty``: it has trained on something else before."""
     import torch
 
-    from ftckpt.state.objects import decode
+    from ftckpt.model.objects import decode
 
     job, state = build(shape)
     described = state.describe()
@@ -345,15 +345,17 @@ def test_steps_are_skipped_where_the_loss_scale_overflows() -> None:
 
 def captured(rank: int, world_size: int, shape: Shape) -> dict[str, Any]:
     """What a rank copies, of the pieces that it holds."""
-    from ftckpt.capture.prepare import assign
-    from ftckpt.comm import Group
-    from ftckpt.deepspeed.topology import gather_topology
+
+    from ftckpt.capture.assignment import assign
+    from ftckpt.config import Config
+    from ftckpt.deepspeed.geometry import coordinates, layout_sizes
+    from ftckpt.frameworks import doors
 
     job, state = build(shape)
     described = state.describe()
-    group = Group(30.0)
-    topology = gather_topology(group, "node", job.engine)
-    assignment = assign(group, topology, described, 1 << 20, 1 << 20)
+    start = doors.start(Config(job="job", node="node"), lambda: (coordinates(job.engine), layout_sizes(job.engine)))
+    topology = start.topology
+    assignment = assign(start.group, start.topology, described, 1 << 20, 1 << 20)
     places = [(p.tensor.data_ptr(), p.fragment.nbytes) for p in described.stepped if p.fragment.numel > 1]
     places.sort()
     return {
@@ -582,7 +584,7 @@ def small_state(rank: int, world_size: int, shape: Shape) -> None:
     import torch
     from deepspeed.runtime.activation_checkpointing.checkpointing import get_cuda_rng_tracker
 
-    from ftckpt.state.objects import decode, encode
+    from ftckpt.model.objects import decode, encode
 
     job, state = build(shape)
     state.describe()

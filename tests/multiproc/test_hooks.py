@@ -2,32 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
-import jobs
 import pytest
 
-from ftckpt.testing.pool import run_ranks
+from tests.support import jobs
+from tests.support.pool import run_ranks
+from tests.support.recorder import Recorder
 
 pytestmark = pytest.mark.multiproc
-
-
-class Recorder:
-    """Stands where a checkpointer does and writes down what it is told."""
-
-    def __init__(self) -> None:
-        self.log: list[str] = []
-        self.expected: tuple[Sequence[str], Sequence[float]] | None = None
-
-    def fence(self) -> None:
-        self.log.append("fence")
-
-    def phase(self, kind: str) -> None:
-        self.log.append(kind)
-
-    def expect(self, kinds: Sequence[str], lengths: Sequence[float]) -> None:
-        self.expected = (kinds, lengths)
 
 
 def order_of_calls(rank: int, world_size: int, argv: list[str], finalize: bool, guard: str) -> list[str]:
@@ -35,7 +18,7 @@ def order_of_calls(rank: int, world_size: int, argv: list[str], finalize: bool, 
     import train_gpt
     from megatron.core.pipeline_parallel import schedules
 
-    from ftckpt.megatron import hooks
+    from ftckpt.megatron import door, hooks
 
     recorder = Recorder()
     hooks.install()
@@ -49,16 +32,16 @@ def order_of_calls(rank: int, world_size: int, argv: list[str], finalize: bool, 
     else:
         job.config.finalize_model_grads_func = None
     before = job.config.finalize_model_grads_func
-    hooks.activate(recorder, job.optimizer, None)  # type: ignore[arg-type]
+    hooks.follow(recorder, job.optimizer, None)  # type: ignore[arg-type]
     if guard == "outer":
-        hooks._guards.pop()()
+        door.hooks.undo.pop()()
     if guard == "inner":
-        hooks._guards.pop(0)()
+        door.hooks.undo.pop(0)()
         leaf.step = inner
     train_gpt.train_step(job)
     assert job.config.finalize_model_grads_func is before
     assert job.config.timers is None
-    hooks.remove()
+    door.remove()
     assert "step_with_ready_grads" not in vars(job.optimizer)
     assert not hasattr(schedules.forward_backward_no_pipelining, "__wrapped__")
     done = list(recorder.log)
@@ -96,14 +79,14 @@ def followed(rank: int, world_size: int, argv: list[str]) -> tuple[list[str], An
     """What is told of one iteration, and what the model said before."""
     import train_gpt
 
-    from ftckpt.megatron import hooks
+    from ftckpt.megatron import door, hooks
 
     recorder = Recorder()
     hooks.install()
     job = train_gpt.build(train_gpt.parse_args([*jobs.TINY, *argv, "--iterations", "2"]))
-    hooks.activate(recorder, job.optimizer, None)  # type: ignore[arg-type]
+    hooks.follow(recorder, job.optimizer, None)  # type: ignore[arg-type]
     train_gpt.train_step(job)
-    hooks.remove()
+    door.remove()
     return recorder.log, recorder.expected
 
 
@@ -126,7 +109,7 @@ def forward_only(rank: int, world_size: int) -> list[str]:
     recorder = Recorder()
     hooks.install()
     job = train_gpt.build(train_gpt.parse_args([*jobs.TINY, "--iterations", "2"]))
-    hooks.activate(recorder, job.optimizer, None)  # type: ignore[arg-type]
+    hooks.follow(recorder, job.optimizer, None)  # type: ignore[arg-type]
     get_forward_backward_func()(
         forward_step_func=train_gpt.forward_step,
         data_iterator=[iter(job.data.next_batch(job.num_micro, 2, 0, 2))],
@@ -165,11 +148,11 @@ def test_an_unknown_version_is_refused_by_name() -> None:
 def version_of_a_checkout(rank: int, world_size: int) -> bool:
     import megatron.core
 
-    from ftckpt.megatron import hooks
+    from ftckpt.megatron import door, hooks
 
     megatron.core.__version__ = "0.19.1+0a1b2c3"
     hooks.install()
-    return hooks.installed()
+    return door.is_installed
 
 
 def test_a_commit_in_the_version_is_no_other_version() -> None:

@@ -5,8 +5,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 import os
 import platform
 import re
@@ -20,9 +18,10 @@ from typing import Any
 
 import pytest
 
-from ftckpt.testing.pool import run_ranks
-from launch.demo_processes import Processes
-from launch.megatron_lm_scenes import COMMON
+from tests.probe.scenes import COMMON
+from tests.support.event_logs import read_events
+from tests.support.pool import run_ranks
+from tests.support.processes import Processes
 
 pytestmark = pytest.mark.multiproc
 
@@ -106,7 +105,7 @@ FLAGS = (
 )
 """Without dropout, whose masks depend on the layout, and with one size of the padded vocabulary in all layouts."""
 LOSS = re.compile(r" iteration +(\d+)/ .* lm loss: ([^ ]+) ")
-STANDIN = "import os\nif 'LOCAL_RANK' in os.environ:\n    from ftckpt.testing import cpu\n    cpu.install()\n"
+STANDIN = "import os\nif 'LOCAL_RANK' in os.environ:\n    from ftckpt import standin\n    standin.install()\n"
 
 
 class MegatronLM:
@@ -146,10 +145,7 @@ class MegatronLM:
 
     def told(self, name: str) -> list[dict[str, Any]]:
         """Events of rank 0."""
-        with contextlib.suppress(OSError):
-            lines = (self.here / "events" / "rank0.jsonl").read_text().splitlines(keepends=True)
-            return [e for e in (json.loads(line) for line in lines if line.endswith("\n")) if e["event"] == name]
-        return []
+        return read_events(self.here / "events", name, of="rank0")
 
     def newest(self) -> int:
         """The newest iteration of which there is a snapshot."""

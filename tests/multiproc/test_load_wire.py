@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ftckpt.testing.pool import run_ranks
+from tests.support.pool import run_ranks
 
 pytestmark = pytest.mark.multiproc
 
@@ -38,7 +38,7 @@ def value(key: str, fragment: Any) -> np.ndarray:
 
 
 def fragments(sides: dict[str, Sides], rank: int) -> list[Any]:
-    from ftckpt.state.fragment import Box, Fragment
+    from ftckpt.model.fragment import Box, Fragment
 
     found = []
     for key, side in sides.items():
@@ -59,22 +59,24 @@ def reshape(rank: int, size: int, folder: str, seeds: list[int]) -> list[dict[st
     """For each seed: from one random layout to another, with slots on two to four nodes."""
     import torch
 
-    from ftckpt.comm import Group
-    from ftckpt.restore import load, spread, wire
-    from ftckpt.restore.plan import Have, Index, plan
-    from ftckpt.restore.source import Source
+    from ftckpt.group import Group
+    from ftckpt.restore import exchange as wire
+    from ftckpt.restore import load
+    from ftckpt.restore.index import Index, Offer
+    from ftckpt.restore.locations import SlotAt
+    from ftckpt.restore.plan import plan
 
     class Files:
         def __init__(self, node: str) -> None:
             self.node, self.views = node, 0
 
-        def view(self, place: Source) -> memoryview:
+        def view(self, place: SlotAt) -> memoryview:
             assert place.node == self.node, "only what lies on this node"
             self.views += 1
             return memoryview(np.memmap(Path(folder) / f"{seed}-{place.arena}", np.uint8, "r"))
 
     group, outcomes = Group(60.0), []
-    spread.GRAIN_BYTES = 64
+    wire.GRAIN_BYTES = 64
     for seed in seeds:
         rng = random.Random(seed)
         wire.MESSAGE_BYTES = rng.choice([100, 1 << 10, 16 << 20])
@@ -83,11 +85,11 @@ def reshape(rank: int, size: int, folder: str, seeds: list[int]) -> list[dict[st
         nodes = [f"n{rng.randrange(rng.randint(2, 4))}" for _ in range(size)]
         old = {key: Sides(rng.randrange(3), rng.choice([1, 2, 4]), True) for key in SHAPES}
         new = {key: Sides(rng.randrange(3), rng.choice([1, 2, 4]), rng.random() < 0.3) for key in SHAPES}
-        haves, slot = [], b""
+        offers, slot = [], b""
         for source in range(size):
             offset = 0
             for fragment in fragments(old, source):
-                haves.append(Have(source, fragment, offset))
+                offers.append(Offer(source, fragment, offset))
                 slot += value(fragment.key, fragment).tobytes() if source == rank else b""
                 offset += fragment.nbytes
         (Path(folder) / f"{seed}-a{rank}").write_bytes(slot or b"\0")
@@ -95,23 +97,23 @@ def reshape(rank: int, size: int, folder: str, seeds: list[int]) -> list[dict[st
         needs = fragments(new, rank)
         live = [torch.full((need.numel,), -1, dtype=torch.int32) for need in needs]
         far = [int(node != nodes[rank]) for node in nodes]
-        reads = plan(Index(haves), needs, far.__getitem__, turn=rank)
+        reads = plan(Index(offers), needs, far.__getitem__, turn=rank)
         transfers = []
         for source in range(size):
             reader = rank if nodes[source] == nodes[rank] else source
-            found = [read for read in reads if read.have.source == source]
-            transfers.append(load.transfer(Source(nodes[source], f"a{source}", 0), reader, found, live))
+            found = [read for read in reads if read.offer.source == source]
+            transfers.append(load.transfer(SlotAt(nodes[source], f"a{source}", 0), reader, found, live))
         files = Files(nodes[rank])
         moved = load.execute(group, transfers, files)  # type: ignore[arg-type]
         right = [bool((t.numpy() == value(n.key, n)).all()) for t, n in zip(live, needs, strict=True)]
         outcomes.append({"right": right, "nodes": nodes, "new": {k: asdict(v) for k, v in new.items()}})
-        outcomes[-1] |= {**moved._asdict(), "needs": sum(need.nbytes for need in needs)}
+        outcomes[-1] |= {**asdict(moved), "needs": sum(need.nbytes for need in needs)}
         outcomes[-1]["far"] = sum(t.nbytes for t in transfers if t.reader != rank)
         lacking = outcomes[-1]["lacking"] = {}
         for read in reads:
-            if far[read.have.source]:
+            if far[read.offer.source]:
                 loops = [(block.source, block.shape, block.source_strides) for block in read.blocks]
-                lacking[str((read.have.source, loops, read.need))] = read.nbytes
+                lacking[str((read.offer.source, loops, read.need))] = read.nbytes
     return outcomes
 
 
@@ -135,8 +137,8 @@ def all_pairs(rank: int, size: int, nbytes: int) -> tuple[bool, int]:
     """Every rank sends every other one messages of all lengths; the one buffer per open message is all it takes."""
     import torch
 
-    from ftckpt.comm import Group
-    from ftckpt.restore import wire
+    from ftckpt.group import Group
+    from ftckpt.restore import exchange as wire
 
     group = Group(60.0)
     wire.MESSAGE_BYTES = 1 << 16
@@ -168,8 +170,8 @@ def test_all_pairs_at_once(tmp_path: Path) -> None:
 def unanswered(rank: int, size: int) -> tuple[str, float]:
     import torch
 
-    from ftckpt.comm import Group
-    from ftckpt.restore.wire import Stream, Strip, exchange
+    from ftckpt.group import Group
+    from ftckpt.restore.exchange import Stream, Strip, exchange
 
     group = Group(1.0)
     group.barrier()

@@ -8,10 +8,10 @@ import threading
 from pathlib import Path
 from typing import Any
 
-import jobs
 import pytest
 
-from ftckpt.testing.pool import run_ranks
+from tests.support import jobs
+from tests.support.pool import run_ranks
 
 pytestmark = pytest.mark.multiproc
 

@@ -11,15 +11,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-import megatron_models as models
 import numpy as np
 import pytest
 import torch
-from megatron_models import Model
 
-from ftckpt.restore.plan import Have, plan
-from ftckpt.state.fragment import Fragment
-from ftckpt.testing.pool import RankFailure, run_ranks
+from ftckpt.model.fragment import Fragment
+from ftckpt.restore.index import Offer
+from ftckpt.restore.plan import plan
+from tests.support import megatron_models as models
+from tests.support.megatron_models import Model
+from tests.support.pool import RankFailure, run_ranks
 
 pytestmark = pytest.mark.multiproc
 
@@ -188,7 +189,7 @@ def assert_filled(sources: list[Told], targets: list[Told], what: str, rows: Map
     ``rows``: of padded keys, how many rows have values in both layouts.
     """
     haves = [
-        Have(rank, fragment, 0)
+        Offer(rank, fragment, 0)
         for rank, told in enumerate(sources)
         for fragment in told.fragments
         if not fragment.key.startswith("local/")
@@ -198,7 +199,7 @@ def assert_filled(sources: list[Told], targets: list[Told], what: str, rows: Map
         needs = [fragment for fragment in told_.fragments if not fragment.key.startswith("local/")]
         found = [torch.full((need.numel,), float("nan"), dtype=torch.float64) for need in needs]
         for read in plan(haves, needs, lambda _: 0, told_.padded):
-            values = held.setdefault(read.have.fragment, _values(read.have.fragment))
+            values = held.setdefault(read.offer.fragment, _values(read.offer.fragment))
             for block in read.blocks:
                 to = found[read.need].as_strided(block.shape, block.dest_strides, block.dest)
                 assert torch.isnan(to).all(), f"{what}: elements of {needs[read.need].name} are read twice"

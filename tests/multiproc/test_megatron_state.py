@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import Any
 
-import jobs
 import pytest
 
-from ftckpt.testing.pool import RankFailure, run_ranks
+from tests.support import jobs
+from tests.support.pool import RankFailure, run_ranks
 
 pytestmark = pytest.mark.multiproc
 
@@ -75,7 +75,7 @@ def stepped_bytes_at_the_fence(rank: int, world_size: int, argv: list[str]) -> l
     import train_gpt
     from megatron.core.pipeline_parallel import schedules
 
-    from ftckpt.capture.prepare import content_hash
+    from ftckpt.capture.assignment import content_hash
 
     job, state = build(argv)
     pieces = state.describe().stepped
@@ -113,15 +113,16 @@ def test_no_stepped_byte_changes_between_boundary_and_fence(argv: list[str]) -> 
 
 
 def captured(rank: int, world_size: int, argv: list[str]) -> dict[str, Any]:
-    from ftckpt.capture.prepare import assign
-    from ftckpt.comm import Group
-    from ftckpt.megatron.topology import gather_topology
+    from ftckpt.capture.assignment import assign
+    from ftckpt.config import Config
+    from ftckpt.frameworks import doors
+    from ftckpt.megatron.geometry import coordinates, layout_sizes
 
     _, state = build(argv)
-    group = Group(30.0)
     described = state.describe()
-    topology = gather_topology(group, "node", "--no-distributed-optimizer" not in argv)
-    assignment = assign(group, topology, described, 1 << 20, 1 << 20)
+    is_distributed = "--no-distributed-optimizer" not in argv
+    start = doors.start(Config(job="job", node="node"), lambda: (coordinates(), layout_sizes(is_distributed)))
+    assignment = assign(start.group, start.topology, described, 1 << 20, 1 << 20)
     return {
         "copied": sum(f.nbytes for f in assignment.manifest.stepped),
         "held": {p.fragment.name: p.fragment.nbytes for p in described.stepped},
@@ -152,7 +153,7 @@ def test_router_bias_and_counts_are_volatile() -> None:
 
 def weights_off_their_masters(rank: int, world_size: int) -> tuple[list[str], list[str]]:
     """What is taken as derived once one weight is no cast of its master any more."""
-    from ftckpt.capture.prepare import rule_holds
+    from ftckpt.capture.assignment import rule_holds
 
     _, state = build([])
     pieces = [p for p in state.describe().stepped if p.derived_from is not None]
@@ -176,7 +177,7 @@ def objects_after(rank: int, world_size: int, argv: list[str], iterations: int) 
     """What a rank saves after some iterations."""
     import train_gpt
 
-    from ftckpt.state import objects
+    from ftckpt.model import objects
 
     job, state = build(argv)
     state.describe()
@@ -191,7 +192,7 @@ def reshaped(rank: int, world_size: int, argv: list[str], source: list[bytes]) -
     from megatron.core import parallel_state as mpu
     from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
-    from ftckpt.state import objects
+    from ftckpt.model import objects
 
     job, state = build(argv)
     state.describe()
@@ -226,7 +227,7 @@ def reshaped(rank: int, world_size: int, argv: list[str], source: list[bytes]) -
 
 def saved(world_size: int, argv: list[str], iterations: int) -> tuple[list[bytes], list[dict[str, Any]]]:
     """What each rank saves, encoded and not."""
-    from ftckpt.state import objects
+    from ftckpt.model import objects
 
     encoded = [result.value for result in run_ranks(objects_after, world_size, argv, iterations)]
     return encoded, [objects.decode(of_rank) for of_rank in encoded]
@@ -268,7 +269,7 @@ def test_groups_of_experts_are_found_whether_experts_are_divided_or_not() -> Non
 
 
 def test_a_group_that_no_layout_had_is_an_error() -> None:
-    from ftckpt.state import objects
+    from ftckpt.model import objects
 
     source = saved(1, [], 1)[1][0]
     for optimizer in source["optimizers"]:

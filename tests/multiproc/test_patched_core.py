@@ -11,22 +11,21 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import jobs
-import patch_files
 import pytest
 
-from ftckpt.megatron import patched
+from ftckpt.megatron import callbacks
+from tests.support import jobs, patch_files
 
 pytestmark = pytest.mark.multiproc
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = """
 import json, os, sys
-import ftckpt.testing.cpu
-ftckpt.testing.cpu.install()
+from ftckpt import standin
+standin.install()
 import megatron.core, torch.distributed, train_gpt
 from megatron.core.pipeline_parallel import get_forward_backward_func, schedules
-from ftckpt.megatron import hooks
+from ftckpt.megatron import callbacks, door, hooks
 
 class Recorder:
     log, expected = [], None
@@ -40,11 +39,11 @@ job = train_gpt.build(train_gpt.parse_args(sys.argv[2:]))
 recorder = Recorder()
 leaf = job.optimizer.chained_optimizers[0].optimizer
 inner = leaf.step
-hooks.activate(recorder, job.optimizer, None)
-guards = len(hooks._guards)
+hooks.follow(recorder, job.optimizer, None)
+guards = len(door.hooks.undo)
 wrapped = hasattr(schedules.forward_backward_no_pipelining, "__wrapped__")
 guarded = "step_with_ready_grads" in vars(job.optimizer)
-hooks._unguard()  # the lines must hold alone
+door.hooks.remove()  # the lines must hold alone
 leaf.step = lambda *a, **k: (recorder.log.append("write"), inner(*a, **k))[1]
 before = job.config.finalize_model_grads_func
 train_gpt.train_step(job)
@@ -56,11 +55,11 @@ batch = job.data.next_batch(job.num_micro, 2, 0, 2)
 get_forward_backward_func()(data_iterator=[iter(batch) for _ in job.model], **arguments)
 assert job.config.finalize_model_grads_func is before and job.config.timers is None
 evaluated = list(recorder.log)
-hooks.remove()
+door.remove()
 with open(f"{sys.argv[1]}/{os.environ['RANK']}.json", "w") as out:
     json.dump({
         "core": megatron.core.__file__,
-        "patched": hooks.patched_modules(),
+        "patched": [name for name in callbacks.CORE if callbacks.is_patched(sys.modules[name])],
         "wrapped": wrapped, "guarded": guarded, "guards": guards,
         "trained": trained, "expected": recorder.expected, "evaluated": evaluated,
     }, out)
@@ -106,7 +105,7 @@ def train(core: Path, out: Path, argv: list[str], runner: bool) -> tuple[list[di
     return [json.loads((out / f"{rank}.json").read_text()) for rank in range(2)], ended.stderr
 
 
-ACTS = f"own lines act and no run-time hooks: {', '.join(patched.CORE)}"
+ACTS = f"own lines act and no run-time hooks: {', '.join(callbacks.CORE)}"
 LAYOUTS = {"no pipeline": [], "pp2": ["--pp", "2"], "pp2-vpp2": ["--pp", "2", "--vpp", "2", "--layers", "4"]}
 
 
@@ -116,7 +115,7 @@ def test_the_lines_follow_and_fence_without_hooks(core: Path, tmp_path: Path, la
     assert written.count(ACTS) == runner
     for seen in ranks:
         assert seen["core"].startswith(str(core))
-        assert seen["patched"] == list(patched.CORE)
+        assert seen["patched"] == list(callbacks.CORE)
         assert not seen["wrapped"] and not seen["guarded"], "a hook acts where a line does"
         assert seen["guards"] == 1, "torch's own hook before a step is all that is left"
         assert seen["evaluated"] == []

@@ -9,15 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from smp_nodes import CHUNK, LINEAGE, Node, Smp, check_parity, describe, fill, flip, parity_of, until
 
-from ftckpt.arena.checks import CheckState
-from ftckpt.arena.package import mirror_dir
-from ftckpt.arena.pulse import Pulse
-from ftckpt.protect.groups import Modes
-from ftckpt.protect.parity_file import ParityFile
-from ftckpt.smp.answers import Answer
-from ftckpt.smp.wire import Request
+from ftckpt.model.snapshot import SnapshotId
+from ftckpt.parity.modes import Modes
+from ftckpt.smp.channel import Channel, Delivery
+from ftckpt.smp.requests import BytesRequest
+from ftckpt.store.checks import CheckState
+from ftckpt.store.package import mirror_dir
+from ftckpt.store.parity_file import ParityFile
+from ftckpt.store.pulse import Pulse
+from tests.support.smp_nodes import CHUNK, LINEAGE, Node, Smp, check_parity, describe, fill, flip, parity_of
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.multiproc
 PEER = Modes(peer=True)
@@ -48,7 +50,7 @@ class Cluster:
     def configure(self, **settings: Any) -> None:
         ports = {node.name: smp.listen() for node, smp in zip(self.nodes, self.smps, strict=True)}
         for node, smp in zip(self.nodes, self.smps, strict=True):
-            smp.duties.configure(describe(node, self.nodes, self.modes, ports, **settings))
+            smp.configure(describe(node, self.nodes, self.modes, ports, **settings))
 
     def snapshot(self, slot: int, iteration: int) -> None:
         for node in self.nodes:
@@ -100,6 +102,35 @@ def test_a_target_is_covered_on_all_nodes(cluster: Cluster, ranks_of: list[list[
     assert received > 0 and all(smp.events.of("peer_lost") == [] for smp in cluster.smps)
 
 
+def test_what_travels_is_sealed_where_the_job_wants_it(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    sent = bytearray()
+    write = Channel.write
+
+    def recorded(self: Channel, data: bytes | bytearray | memoryview, deadline: float) -> None:
+        sent.extend(data)
+        write(self, data, deadline)
+
+    monkeypatch.setattr(Channel, "write", recorded)
+    cluster.build([[0], [1]], PEER, start=False)
+    chunks = []
+    for encrypt in (False, True):
+        cluster.configure(encrypt=encrypt)
+        sent.clear()
+        iteration = 1 + encrypt
+        cluster.snapshot(iteration, iteration)
+        cluster.target(iteration)
+        for smp in cluster.smps:
+            smp.start()
+        until(lambda: cluster.covered(iteration), "covered")  # noqa: B023
+        for smp in cluster.smps:
+            smp.pause()
+        assert cluster.check(iteration) >= 2
+        span = cluster.nodes[0].arenas[0].image.chunks[0]
+        with cluster.nodes[0].arenas[0].slot(iteration) as slot:
+            chunks.append(bytes(slot[span.begin : span.begin + 1000]) in sent)
+    assert chunks == [True, False]
+
+
 def test_each_byte_of_state_travels_once_per_loss(cluster: Cluster) -> None:
     cluster.build([[0], [1], [2]], Modes(peer=True, peer_losses=1))
     cluster.snapshot(0, 1)
@@ -144,16 +175,16 @@ def test_a_node_that_stays_away_is_given_up_and_told_once(cluster: Cluster, monk
     cluster.snapshot(1, 2)
     until(lambda: all(node.checked(i) for node in cluster.nodes for i in (1, 2)), "checked")
     cluster.smps[1].pause()
-    cluster.smps[1].duties.close()
+    cluster.smps[1].end()
     begun = time.monotonic()
     cluster.target(1)
     duties, events = cluster.smps[0].duties, cluster.smps[0].events
-    until(lambda: duties.cannot == (LINEAGE, 1), "cannot")
+    until(lambda: duties.cannot == SnapshotId(LINEAGE, 1), "cannot")
     secs = time.monotonic() - begun
     assert 3.5 < secs < 20
     begun = time.monotonic()
     cluster.target(2)
-    until(lambda: duties.cannot == (LINEAGE, 2), "cannot, at once this time")
+    until(lambda: duties.cannot == SnapshotId(LINEAGE, 2), "cannot, at once this time")
     assert time.monotonic() - begun < secs / 2
     assert [event["node"] for event in events.of("peer_lost")] == ["n1"]
     assert [event["iteration"] for event in events.of("not_covered")] == [1, 2]
@@ -166,7 +197,7 @@ def test_a_node_with_another_secret_gets_nothing(cluster: Cluster) -> None:
     cluster.build([[0], [1]], PEER, start=False, protect_timeout_secs=4.0)
     ports = {node.name: smp.port for node, smp in zip(cluster.nodes, cluster.smps, strict=True)}
     other = describe(cluster.nodes[1], cluster.nodes, PEER, ports, secret="a1" * 32, protect_timeout_secs=4.0)
-    cluster.smps[1].duties.configure(other)
+    cluster.smps[1].configure(other)
     for smp in cluster.smps:
         smp.start()
     cluster.snapshot(0, 1)
@@ -180,7 +211,7 @@ def test_a_node_with_another_secret_gets_nothing(cluster: Cluster) -> None:
     # The same secret for all of them, as after a restart of the trainers.
     for node, smp in zip(cluster.nodes, cluster.smps, strict=True):
         smp.pause()
-        smp.duties.configure(describe(node, cluster.nodes, PEER, ports, secret="b2" * 32))
+        smp.configure(describe(node, cluster.nodes, PEER, ports, secret="b2" * 32))
         smp.start()
     until(lambda: cluster.covered(1), "covered")
 
@@ -209,13 +240,13 @@ def test_only_a_few_chunks_are_asked_for_ahead(cluster: Cluster, monkeypatch: py
     from ftckpt.smp.sources import Feed
 
     most = [0]
-    ask = Feed._ask_next
+    ask = Feed._request_next
 
     def counted(self: Feed) -> Any:
         yield from ask(self)
-        most[0] = max(most[0], len(self._asked))
+        most[0] = max(most[0], len(self._requested))
 
-    monkeypatch.setattr(Feed, "_ask_next", counted)
+    monkeypatch.setattr(Feed, "_request_next", counted)
     monkeypatch.setattr(sources, "AHEAD_BYTES", 3 * CHUNK)
     cluster.build([[0], [1], [2]], PEER)
     cluster.snapshot(0, 1)
@@ -316,7 +347,7 @@ def test_packages_of_a_protected_snapshot_are_pulled_again_or_covered_is_taken_b
     until(lambda: smp.events.of("repaired"), "repaired")
     assert node.packages(1) == ["dp0", "dp1"] and node.covered(1)
     cluster.smps[1].pause()
-    cluster.smps[1].duties.close()
+    cluster.smps[1].end()
     package.write_bytes(package.read_bytes()[:-1])
     until(lambda: not package.exists(), "nobody has it any more")
     assert node.states(1) == [CheckState.CHECKED]
@@ -328,18 +359,17 @@ def test_what_a_target_that_was_given_up_asked_for_is_not_transferred(cluster: C
         cluster.snapshot(iteration - 10, iteration)
     until(lambda: all(node.checked(i) for node in cluster.nodes for i in (10, 11, 12)), "checked")
     served: list[int] = []
-    answerer = cluster.smps[1].duties._answerer
-    assert answerer is not None
-    find = answerer._find
+    server = cluster.smps[1].server
+    find = server._find
 
     @contextmanager
-    def slow(request: Request) -> Iterator[Answer | None]:
+    def slow(request: BytesRequest) -> Iterator[Delivery | None]:
         time.sleep(0.2)  # a slow network
-        served.append(request.iteration)
+        served.append(request.snapshot.iteration)
         with find(request) as answer:
             yield answer
 
-    answerer._find = slow
+    server._find = slow
     for attempt in range(16):  # targets are given up one after the other
         cluster.nodes[0].target(10 + attempt % 2)
         time.sleep(0.1)

@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from ftckpt.testing.pool import run_ranks
+from tests.support.pool import run_ranks
+from tests.support.recorder import Recorder
 
 pytestmark = pytest.mark.multiproc
 
@@ -89,14 +90,15 @@ def held(rank: int, world_size: int, name: str) -> tuple[list[Any], dict[str, An
     """Pieces with their elements after two steps, whole tensors, coordinates and layout."""
     from torch.distributed.tensor import DTensor
 
-    from ftckpt.comm import Group
-    from ftckpt.plain.state import TorchState
-    from ftckpt.plain.topology import gather_topology
+    from ftckpt.config import Config
+    from ftckpt.frameworks import doors
+    from ftckpt.plain.geometry import place_rank
+    from ftckpt.plain.state import PlainState
 
     torch.manual_seed(3)
     model = MODELS[name][1](world_size)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.1)
-    state = TorchState(model, optimizer, None, {})
+    state = PlainState(model, optimizer, None, {})
     pieces = state.describe().stepped
     for _ in range(2):
         optimizer.zero_grad()
@@ -110,7 +112,7 @@ def held(rank: int, world_size: int, name: str) -> tuple[list[Any], dict[str, An
             if value.dim() == parameter.dim():
                 whole[f"{kind}/{key}"] = value
     full = {k: (v.full_tensor() if isinstance(v, DTensor) else v).numpy().copy() for k, v in whole.items()}
-    topology = gather_topology(Group(30.0), "node", model)
+    topology = doors.start(Config(job="job", node="node"), lambda: place_rank(model)).topology
     return found, full, dict(topology.me.coords), dict(topology.layout)
 
 
@@ -161,14 +163,14 @@ def refusals(rank: int, world_size: int) -> dict[str, str]:
     from torch.nn.parallel import DistributedDataParallel
 
     from ftckpt.errors import FtckptError
-    from ftckpt.plain.state import TorchState
+    from ftckpt.plain.state import PlainState
 
     said: dict[str, str] = {}
 
     def refused(name: str, model: nn.Module, optimizer: Any = None, **more: Any) -> None:
         optimizer = optimizer or torch.optim.Adam([p for p in model.parameters() if p.requires_grad])
         try:
-            TorchState(model, optimizer, more.get("scheduler"), more.get("objects", {})).describe()
+            PlainState(model, optimizer, more.get("scheduler"), more.get("objects", {})).describe()
             said[name] = "accepted"
         except FtckptError as error:
             said[name] = f"{type(error).__name__}: {error}"
@@ -213,33 +215,21 @@ def test_ddp_modes_with_a_first_iteration_of_their_own_are_refused() -> None:
     assert run_ranks(refusals, 2, stand_in=False)[0].value["static graph"] == "accepted"
 
 
-class Recorder:
-    """Stands where a checkpointer does and writes down what it is told."""
-
-    def __init__(self) -> None:
-        self.log: list[str] = []
-
-    def fence(self) -> None:
-        self.log.append("fence")
-
-    def phase(self, kind: str) -> None:
-        self.log.append(kind)
-
-
 def followed(rank: int, world_size: int) -> dict[str, Any]:
     """What is told of training, of evaluation, and of steps that do not come through the optimizer."""
     from torch.nn.parallel import DistributedDataParallel
 
     from ftckpt.errors import CaptureError
+    from ftckpt.frameworks.doors import Patches
     from ftckpt.plain.hooks import follow
-    from ftckpt.plain.state import TorchState
+    from ftckpt.plain.state import PlainState
 
     model = DistributedDataParallel(Odd())
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
-    state = TorchState(model, optimizer, None, {})
+    state = PlainState(model, optimizer, None, {})
     state.describe()
     recorder = Recorder()
-    follow(recorder, model, optimizer, state)  # type: ignore[arg-type]
+    follow(Patches(), recorder, model, optimizer, state)  # type: ignore[arg-type]
     module = importlib.import_module("torch.optim.sgd")
     original = module.sgd
 
@@ -296,14 +286,14 @@ def test_writes_without_a_fence_and_replaced_tensors_are_errors_at_the_boundary(
 
 def gathered_before(rank: int, world_size: int) -> tuple[float, float]:
     """Outputs of a sharded model that has run before its weights are restored, and of one that has not."""
-    from ftckpt.plain.state import TorchState
+    from ftckpt.plain.state import PlainState
 
     outputs = []
     for runs_before in (True, False):
         torch.manual_seed(3)
         model = sharded_by_rows(world_size)
         optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
-        state = TorchState(model, optimizer, None, {})
+        state = PlainState(model, optimizer, None, {})
         pieces = state.describe().stepped
         with torch.no_grad():
             if runs_before:

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from ftckpt.testing.pool import run_ranks
+from tests.support.pool import run_ranks
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.faults]
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from ftckpt.testing.pool import RankFailure, preload, run_ranks, spawn_ranks
+from tests.support.pool import RankFailure, preload, run_ranks, spawn_ranks
 
 pytestmark = pytest.mark.multiproc
 
@@ -128,7 +128,7 @@ def test_a_spawned_rank_can_be_killed_and_the_rest_goes_with_the_group() -> None
 
 ABANDON = """
 import os, signal, sys
-from ftckpt.testing.pool import spawn_ranks
+from tests.support.pool import spawn_ranks
 from test_pool import sleep
 group = spawn_ranks(sleep, 2, init_process_group=False)
 print(*group.pids, flush=True)

@@ -7,9 +7,8 @@ import json
 import os
 import shutil
 import signal
-import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -17,17 +16,17 @@ from typing import Any
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent.parent.parent))
-
 from benchmarks.campaign_damage import survey
 from benchmarks.campaign_job import Ended, Plan, train
-from ftckpt.arena.control import SlotState
-from ftckpt.arena.directory import SMP_LOCK_NAME, clean_job, end_smp
-from ftckpt.arena.locks import holder_of
-from ftckpt.arena.segment import Arena, list_arenas
 from ftckpt.errors import FtckptError
-from ftckpt.protect.modes import Modes, resolve_modes
-from ftckpt.testing.pool import RankGroup, run_ranks, spawn_ranks
+from ftckpt.parity.modes import Modes, resolve_modes
+from ftckpt.store.arena import Arena
+from ftckpt.store.control import SlotState
+from ftckpt.store.directory import SMP_LOCK_NAME, clean_job, end_smp, list_arenas
+from ftckpt.store.locks import holder_of
+from tests.support.event_logs import read_events
+from tests.support.pool import RankGroup, run_ranks, spawn_ranks
+from tests.support.waiting import until
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.faults]
 
@@ -53,19 +52,11 @@ def smp_pid(plan: Plan, node: str = "n0") -> int:
 
 
 def told(plan: Plan, rank: int = 0) -> list[dict[str, Any]]:
-    path = Path(plan.settings["events"]) / f"rank{rank}.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return read_events(Path(plan.settings["events"]), of=f"rank{rank}")
 
 
 def names(plan: Plan) -> list[str]:
     return [event["event"] for event in told(plan)]
-
-
-def eventually(condition: Callable[[], Any], timeout_secs: float = 90.0) -> None:
-    deadline = time.monotonic() + timeout_secs
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.02)
 
 
 def iteration(plan: Plan) -> int:
@@ -77,7 +68,7 @@ def iteration(plan: Plan) -> int:
 
 def moved(plan: Plan, by: int) -> None:
     goal = iteration(plan) + by
-    eventually(lambda: iteration(plan) >= goal)
+    until(lambda: iteration(plan) >= goal)
 
 
 def states(plan: Plan) -> set[SlotState]:
@@ -111,7 +102,7 @@ def test_who_looks_sees_checked_and_protected_slots_and_each_keeps_its_protected
             seen.update(states(plan))
             return {SlotState.CHECKED, SlotState.PROTECTED} <= seen
 
-        eventually(all_seen)
+        until(all_seen)
         for _ in range(100):
             for path in list_arenas(folder(plan) / "n0"):
                 with closing(Arena.open(path)) as arena:
@@ -119,35 +110,35 @@ def test_who_looks_sees_checked_and_protected_slots_and_each_keeps_its_protected
                     held = [arena.control.record(slot) for slot in range(arena.control.slots)]
                     still = arena.control.protected()
                 if protected is not None and protected == still:
-                    assert protected in [(record.lineage, record.iteration) for record in held if record.sealed]
+                    assert protected in [record.snapshot for record in held if record.sealed]
 
 
 def test_a_frozen_smp_degrades_protection_and_never_training(plan: Plan) -> None:
     plan = replace(plan, iterations=ENDLESS, settings={**plan.settings, "protect_timeout_secs": 1.0})
     with spawn_ranks(train, 3, plan) as ranks:
-        eventually(lambda: "protected" in names(plan))
+        until(lambda: "protected" in names(plan))
         os.kill(smp_pid(plan), signal.SIGSTOP)
         try:
             moved(plan, 20)
-            eventually(lambda: "not_protected" in names(plan))
+            until(lambda: "not_protected" in names(plan))
             before = sum(name == "snapshot" for name in names(plan))
             moved(plan, 20)
             assert sum(name == "snapshot" for name in names(plan)) >= before + 10, "snapshots go on unprotected"
         finally:
             os.kill(smp_pid(plan), signal.SIGCONT)
         again = len(told(plan))
-        eventually(lambda: "protected" in [event["event"] for event in told(plan)[again:]])
+        until(lambda: "protected" in [event["event"] for event in told(plan)[again:]])
         assert ranks.alive() == [0, 1, 2]
 
 
 def test_a_killed_smp_is_followed_by_another_and_training_does_not_notice(plan: Plan) -> None:
     with spawn_ranks(train, 3, replace(plan, iterations=ENDLESS)) as ranks:
-        eventually(lambda: "protected" in names(plan))
+        until(lambda: "protected" in names(plan))
         dead = smp_pid(plan)
         os.kill(dead, signal.SIGKILL)
-        eventually(lambda: smp_pid(plan) not in (0, dead))
+        until(lambda: smp_pid(plan) not in (0, dead))
         again = len(told(plan))
-        eventually(lambda: "protected" in [event["event"] for event in told(plan)[again:]])
+        until(lambda: "protected" in [event["event"] for event in told(plan)[again:]])
         assert ranks.alive() == [0, 1, 2] and "snapshot_error" not in names(plan)
 
 
@@ -172,8 +163,7 @@ def test_hung_trainers_are_ended_where_that_was_asked_for_and_it_is_said_who_wai
     with spawn_ranks(hang, 3, plan) as ranks:
         results = ranks.wait(60)
     assert results is not None and all(result.exitcode for result in results)
-    path = Path(plan.settings["events"]) / "smp-n0.jsonl"
-    (found, *_) = [e for e in map(json.loads, path.read_text().splitlines()) if e["event"] == "hang"]
+    (found, *_) = read_events(Path(plan.settings["events"]), "hang", of="smp-n0")
     text = json.dumps(found)
     assert '"iteration": 9' in text and "optimizer" in text
     with_again = run_ranks(train, 3, replace(plan, iterations=3))
@@ -182,9 +172,9 @@ def test_hung_trainers_are_ended_where_that_was_asked_for_and_it_is_said_who_wai
 
 def lay_out_anew(rank: int, world_size: int, plan: Plan, fails: bool) -> Any:
     """In the eighth iteration all ranks lay out anew, which may fail on one of them."""
-    from ftckpt.checkpointer import Checkpointer
     from ftckpt.errors import MemoryBudgetError
-    from ftckpt.protection import Protection
+    from ftckpt.job.checkpointer import Checkpointer
+    from ftckpt.job.protection import Protection
 
     step, found = Checkpointer.step, []
 
@@ -194,10 +184,11 @@ def lay_out_anew(rank: int, world_size: int, plan: Plan, fails: bool) -> Any:
     def watched(self: Checkpointer, iteration: int) -> None:
         if iteration == 8:
             if fails and rank == 0:
-                Protection._check_memory = no_room  # type: ignore[method-assign]
-            assert self._capture is not None
-            self._protection.lay_out(self._capture, self._arenas.path, anew=True)
-            control = self._capture.arena.control
+                Protection._require_room = no_room  # type: ignore[method-assign]
+            self._state.proved(stepped=True, new_layout=True)
+            self._protect_anew()
+            assert self.arena is not None
+            control = self.arena.control
             found.append((control.protected(), control.target()))
         step(self, iteration)
 
@@ -220,14 +211,14 @@ def test_a_new_layout_is_protected_anew_or_training_goes_on_without(plan: Plan, 
 
 def restored_targets(rank: int, world_size: int, plan: Plan) -> Any:
     """Iterations of the protected snapshot and of the target right after the restore."""
-    from ftckpt.checkpointer import Checkpointer
+    from ftckpt.job.checkpointer import Checkpointer
 
     restore, found = Checkpointer.restore, []
 
     def watched(self: Checkpointer, newer_than: int = -1) -> int | None:
         start = restore(self, newer_than)
-        targets = self._protection.targets
-        found.extend(snapshot[1] if snapshot else None for snapshot in (targets.protected, targets.target))
+        marks = self._state.targets.marks
+        found.extend(snapshot.iteration if snapshot else None for snapshot in (marks.protected, marks.target))
         return start
 
     Checkpointer.restore = watched  # type: ignore[method-assign]
@@ -238,9 +229,9 @@ def restored_targets(rank: int, world_size: int, plan: Plan) -> Any:
 def test_what_was_protected_before_a_restart_is_kept_until_a_newer_one_is(plan: Plan) -> None:
     settings = {**plan.settings, "protect_timeout_secs": 1.0, "on_error": "continue"}
     with spawn_ranks(train, 3, replace(plan, iterations=ENDLESS, settings=settings)) as ranks:
-        eventually(lambda: "protected" in names(plan))
+        until(lambda: "protected" in names(plan))
         os.kill(smp_pid(plan), signal.SIGSTOP)
-        eventually(lambda: "not_protected" in names(plan))
+        until(lambda: "not_protected" in names(plan))
         moved(plan, 10)
         for rank in range(3):
             ranks.kill(rank)
@@ -265,7 +256,7 @@ def lost_sets(plan: Plan) -> list[tuple[set[str], set[str]]]:
 
 
 def train_until_protected(ranks: RankGroup, plan: Plan) -> None:
-    eventually(lambda: names(plan).count("protected") >= 2)
+    until(lambda: names(plan).count("protected") >= 2)
     for rank in range(len(plan.nodes)):
         ranks.kill(rank)
 
@@ -348,28 +339,3 @@ def test_what_cannot_work_is_an_error_at_start_on_all_ranks(
     results = run_ranks(train, 3, plan, expect_failures=True, grace_secs=10)
     for result in results:
         assert result.error is not None and "ConfigError" in result.error and text in result.error
-
-
-@pytest.mark.parametrize("protect", ["none", "node"])
-def test_memory_that_the_smp_holds_outlives_the_trainers_and_the_smp_that_held_it(plan: Plan, protect: str) -> None:
-    """The trainers hand it to the next SMP; then they die, too."""
-    plan = replace(plan, iterations=ENDLESS, settings={**plan.settings, "memory": "memfd", "protect": protect})
-    with spawn_ranks(train, 3, plan) as ranks:
-        moved(plan, 10)
-        slots = list(folder(plan).glob("n0/dp*/slot*"))
-        assert slots and all(slot.is_symlink() for slot in slots)
-        dead = smp_pid(plan)
-        os.kill(dead, signal.SIGKILL)
-        eventually(lambda: smp_pid(plan) not in (0, dead))
-        eventually(lambda: sum("memory_handed_over" in names_of(plan, rank) for rank in range(3)) == 3)
-        moved(plan, 10)
-        for rank in range(3):
-            ranks.kill(rank)
-    whole = survey(folder(plan), Modes()).whole
-    again = run_ranks(train, 3, replace(plan, iterations=2))
-    assert whole > 10 and all(result.value.start >= whole and not result.value.wrong for result in again)
-    assert not folder(plan).exists()
-
-
-def names_of(plan: Plan, rank: int) -> list[str]:
-    return [event["event"] for event in told(plan, rank)]

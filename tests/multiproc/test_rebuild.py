@@ -10,21 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from protected import (
-    Job,
-    build,
-    contents,
-    events_of,
-    flip,
-    flip_chunk,
-    record_begin,
-    restart,
-    slot_of,
-)
 
-from ftckpt.arena.segment import Arena, slot_name
-from ftckpt.protect.groups import Modes
-from ftckpt.testing.pool import RankFailure, run_ranks
+from ftckpt.parity.modes import Modes
+from ftckpt.store.arena import Arena
+from ftckpt.store.slots import slot_name
+from tests.support.event_logs import read_events
+from tests.support.pool import RankFailure, run_ranks
+from tests.support.protected import Job, build, contents, flip, flip_chunk, record_begin, restart, slot_of
 
 pytestmark = pytest.mark.multiproc
 
@@ -131,9 +123,9 @@ def test_node_parity_brings_back_any_one_arena(
     assert_whole(job, told, 5, wanted[5])
     by_package = (header_byte, objects_byte, padding_byte, volatile_byte)
     assert told[0]["source"] == ("memory" if loss in by_package else "node_parity")
-    (event,) = events_of(tmp_path / "events", "rebuilt")
+    (event,) = read_events(tmp_path / "events", "rebuilt")
     assert event["shards"] == ["dp1"] and event["rank"] == 1
-    assert not events_of(tmp_path / "events", "fallback")
+    assert not read_events(tmp_path / "events", "fallback")
 
 
 @pytest.mark.parametrize("victim", [0, 2, 3])
@@ -183,7 +175,7 @@ def test_an_older_whole_snapshot_is_taken_where_the_newest_cannot_be_rebuilt(
     assert_whole(job, told, 4, wanted[4])
     assert told[0]["source"] == "memory"
     assert any("iteration 5" in text for text in told[0]["passed_over"])
-    assert events_of(tmp_path / "events", "fallback")
+    assert read_events(tmp_path / "events", "fallback")
 
 
 def test_an_older_snapshot_is_rebuilt_where_the_newest_cannot_be(arena_root: Path, tmp_path: Path) -> None:
@@ -208,8 +200,8 @@ def test_nothing_of_parity_is_read_where_all_is_there(arena_root: Path, tmp_path
     assert_whole(job, told, 5, wanted[5])
     assert told[0]["source"] == "memory"
     for name in ("rebuilt", "fallback", "protection_problem"):
-        assert not events_of(tmp_path / "events", name)
-    for event in events_of(tmp_path / "events", "verified"):
+        assert not read_events(tmp_path / "events", name)
+    for event in read_events(tmp_path / "events", "verified"):
         assert event["states"] == {"sealed": 3} and len(event["unprotected"]) == 1
 
 
@@ -343,11 +335,11 @@ def test_memory_is_checked_before_a_shard_is_rebuilt(arena_root: Path, tmp_path:
 
 def restart_without_memory(rank: int, world_size: int, job: Job, events: Path) -> dict[str, Any]:
     from ftckpt.errors import MemoryBudgetError
-    from ftckpt.restore import room
+    from ftckpt.store import ledger
 
     def refuse(path: Path, need_bytes: int) -> None:
         assert need_bytes >= job.stepped
         raise MemoryBudgetError("no room in this test")
 
-    room.check_budget = refuse  # type: ignore[assignment]
+    ledger.check_budget = refuse  # type: ignore[assignment]
     return restart(rank, world_size, job, events)

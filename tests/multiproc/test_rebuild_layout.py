@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from protected import Job, build, contents, events_of
 
-from ftckpt.layout.topology import Member, Topology
-from ftckpt.protect.groups import Modes
-from ftckpt.testing.pool import RankFailure, run_ranks
+from ftckpt.model.topology import RankPlace, Topology
+from ftckpt.parity.modes import Modes
+from tests.support.event_logs import read_events
+from tests.support.pool import RankFailure, run_ranks
+from tests.support.protected import Job, build, contents
 
 pytestmark = pytest.mark.multiproc
 
@@ -33,8 +34,8 @@ def choose_and_die(rank: int, world_size: int, job: Job, nodes: tuple[str, ...],
 
 
 def chosen(rank: int, job: Job, nodes: tuple[str, ...], events: Path | None, kill: str = "") -> Any:
-    from ftckpt.comm import Group
     from ftckpt.events import Events
+    from ftckpt.group import Group
     from ftckpt.restore.build import Build
     from ftckpt.restore.restart import Restart
 
@@ -43,7 +44,7 @@ def chosen(rank: int, job: Job, nodes: tuple[str, ...], events: Path | None, kil
 
     if kill and rank == 0:
         setattr(Build, kill, die)
-    members = tuple(Member({"dp": place}, node) for place, node in enumerate(nodes))
+    members = tuple(RankPlace({"dp": place}, node) for place, node in enumerate(nodes))
     topology = Topology(rank, members, {"dp": len(nodes)})
     found = Restart(Group(30.0), topology, job.node_dir(topology.me.node), Events(events, rank))
     try:
@@ -51,7 +52,7 @@ def chosen(rank: int, job: Job, nodes: tuple[str, ...], events: Path | None, kil
         found.void_newer(decision)
         assert decision is not None
         sources = {shard: source.node for shard, source in decision.sources.items()}
-        return decision.iteration, decision.layout, sources, found.source
+        return decision.snapshot.iteration, decision.layout, sources, found.source
     finally:
         found.close()
 
@@ -107,9 +108,9 @@ def test_what_is_gone_is_rebuilt_evenly(case: str, arena_root: Path, tmp_path: P
     counts = Counter({node: 0 for node in nodes})
     counts.update(now.nodes)
     assert max(counts.values()) - min(counts.values()) <= 1 or "n9" in nodes
-    rebuilt = [event["shards"] for event in events_of(tmp_path / "events", "rebuilt")]
+    rebuilt = [event["shards"] for event in read_events(tmp_path / "events", "rebuilt")]
     assert sum(map(len, rebuilt)) == sum(node in gone for node in job.nodes)
-    assert not events_of(tmp_path / "events", "protection_problem"), "shards of the old layout are no strangers"
+    assert not read_events(tmp_path / "events", "protection_problem"), "shards of the old layout are no strangers"
     again, source, _ = started(job, nodes, tmp_path)
     assert (again, source) == (5, "memory"), "what was rebuilt stays"
 

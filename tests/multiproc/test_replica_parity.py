@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ftckpt.testing.pool import run_ranks
+from ftckpt.model.snapshot import SnapshotId
+from tests.support.pool import run_ranks
 
 pytestmark = pytest.mark.multiproc
 
@@ -43,8 +44,8 @@ def weights(place: Place) -> list[Any]:
     """Tensors of one TP rank's slice, some that all hold alike, and moments that only this rank holds."""
     import torch
 
-    from ftckpt.state.fragment import Box, Fragment
-    from ftckpt.state.piece import Piece
+    from ftckpt.model.fragment import Box, Fragment
+    from ftckpt.model.training_state import Piece
 
     names = {torch.float32: "F32", torch.bfloat16: "BF16", torch.uint8: "U8", torch.float64: "F64"}
     found = []
@@ -80,18 +81,18 @@ def train(rank: int, size: int, root: str, job: str, mode: str) -> dict[str, Any
     import torch
     import xxhash
 
-    from ftckpt.arena.segment import Arena
+    from ftckpt.capture.assignment import as_bytes, assign
     from ftckpt.capture.capture import Capture
     from ftckpt.capture.copier import HostCopier
-    from ftckpt.capture.prepare import as_bytes, assign
-    from ftckpt.capture.sections import Redundancy
-    from ftckpt.comm import Group
-    from ftckpt.layout.topology import Member, Topology
-    from ftckpt.state.piece import Description
+    from ftckpt.capture.redundancy import Redundancy
+    from ftckpt.group import Group
+    from ftckpt.model.topology import RankPlace, Topology
+    from ftckpt.model.training_state import Description
+    from ftckpt.store.arena import Arena
 
     tp, dp, nodes = JOBS[job]
     places = [Place(tp, dp, nodes, other) for other in range(size)]
-    members = tuple(Member(place.coords, place.node) for place in places)
+    members = tuple(RankPlace(place.coords, place.node) for place in places)
     topology = Topology(rank, members, {"tp": tp, "dp": dp})
     pieces = weights(places[rank])
     redundancy = Redundancy(mode, tuple(place.node for place in places), ("",) * size)
@@ -104,7 +105,7 @@ def train(rank: int, size: int, root: str, job: str, mode: str) -> dict[str, Any
     capture = Capture(arena, assignment.pieces, assignment.parts, copier)
     expected = {}
     for iteration in range(LAST + 1):
-        capture.begin((b"l" * 16, iteration), (), {"iteration": iteration})
+        capture.begin(SnapshotId(b"l" * 16, iteration), (), {"iteration": iteration})
         if iteration == LAST:
             for part in assignment.parts:
                 if part.piece >= 0:
@@ -124,8 +125,8 @@ class Stored:
     """What the ranks left behind, read as anybody would who has not been there."""
 
     def __init__(self, root: Path, job: str, mode: str) -> None:
-        from ftckpt.arena.segment import Arena
-        from ftckpt.protect.groups import Holding, slot_groups
+        from ftckpt.parity.groups import slot_groups
+        from ftckpt.store.arena import Arena
 
         tp, dp, _ = JOBS[job]
         results = run_ranks(train, tp * dp, str(root), job, mode)
@@ -134,14 +135,13 @@ class Stored:
         self.arenas = {arena.manifest.shard: arena for arena in (Arena.open(path) for path in paths)}
         assert len(self.arenas) == tp * dp
         self.holdings = [
-            Holding.of(arena.image, arena.path.parent.name, "", arena.path.name) for arena in self.arenas.values()
+            arena.image.holding(arena.path.parent.name, "", arena.path.name) for arena in self.arenas.values()
         ]
         self.groups = slot_groups(self.holdings)
         self.node = {holding.shard: holding.node for holding in self.holdings}
 
     def slot(self, shard: str) -> int:
-        control = self.arenas[shard].control
-        (slot,) = [slot for slot in range(control.slots) if control.record(slot).iteration == LAST]
+        (slot,) = [slot for found, slot in self.arenas[shard].snapshots().items() if found.iteration == LAST]
         return slot
 
     def chunk(self, shard: str, chunk: int) -> np.ndarray:
@@ -191,7 +191,7 @@ def verify(stored: Stored) -> None:
 
 def lose(stored: Stored, group: Any, lost: int) -> None:
     """Every chunk of one member's share from the chunks of the others alone."""
-    from ftckpt.protect.stripes import stripes
+    from ftckpt.parity.stripes import stripes
 
     members, rebuilt = group.members, 0
     for stripe in stripes(group):

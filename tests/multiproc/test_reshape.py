@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from reshaping import ITERATION, MODELS, Check, Layout, arrive, attach, build, leave
 
-from ftckpt.testing.pool import RankFailure, run_ranks
+from tests.support.pool import RankFailure, run_ranks
+from tests.support.reshaping import ITERATION, MODELS, Check, Layout, arrive, attach, build, leave
 
 pytestmark = pytest.mark.multiproc
 

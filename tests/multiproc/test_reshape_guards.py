@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from test_restart_layout import LAST, NEW, OLD, Attempt, Layout, broken, restarted
 
-from ftckpt.arena.segment import Arena
-from ftckpt.restore.inventory import take_inventory
-from ftckpt.testing.pool import RankFailure
+from ftckpt.store.arena import Arena
+from tests.support.choosing import inventory_of
+from tests.support.pool import RankFailure
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.faults]
 
@@ -24,9 +24,9 @@ def plan(settings: dict[str, Any]) -> dict[str, Any]:
 def sealed(arena_root: Path) -> set[int]:
     """Iterations of which a slot is there, on any node."""
     folders = arena_root.glob("ftckpt-test/n*")
-    reports = [report for folder in folders for report in take_inventory(folder, folder.name)]
+    reports = inventory_of(*folders).arenas
     assert len(reports) == OLD.size and not any(report.problems for report in reports)
-    return {slot.iteration for report in reports for slot in report.slots}
+    return {slot.snapshot.iteration for report in reports for slot in report.slots}
 
 
 def test_slots_of_the_old_layout_that_are_newer_are_void(plan: dict[str, Any], arena_root: Path) -> None:
@@ -34,8 +34,8 @@ def test_slots_of_the_old_layout_that_are_newer_are_void(plan: dict[str, Any], a
     restarted(Attempt(OLD, LAST, plan))
     (path,) = arena_root.glob("ftckpt-test/n1/tp1-pp0-dp1.*")
     with closing(Arena.open(path, writable=True)) as arena:
-        for slot in range(2):
-            if arena.control.record(slot).iteration == LAST:
+        for snapshot, slot in arena.snapshots().items():
+            if snapshot.iteration == LAST:
                 arena.control.void(slot)
     assert sealed(arena_root) == {LAST - 1, LAST}
     broken(Attempt(NEW, LAST + 1, plan, kill="objects there"))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import itertools
-import json
 import os
 import shutil
 import signal
@@ -18,15 +17,16 @@ from typing import Any
 import pytest
 import torch
 
-from ftckpt.arena.directory import end_smp
-from ftckpt.arena.segment import Arena, clean_job, list_arenas
-from ftckpt.checkpointer import Checkpointer
-from ftckpt.comm import Group
 from ftckpt.config import Config
-from ftckpt.layout.topology import Member, Topology
-from ftckpt.state.fragment import Box, Fragment
-from ftckpt.state.piece import Description, Piece
-from ftckpt.testing.pool import RankFailure, RankResult, run_ranks
+from ftckpt.group import Group
+from ftckpt.job.checkpointer import Checkpointer
+from ftckpt.model.fragment import Box, Fragment
+from ftckpt.model.topology import RankPlace, Topology
+from ftckpt.model.training_state import Description, Piece
+from ftckpt.store.arena import Arena
+from ftckpt.store.directory import clean_job, end_smp, list_arenas
+from tests.support.event_logs import read_events
+from tests.support.pool import RankFailure, RankResult, run_ranks
 
 pytestmark = pytest.mark.multiproc
 
@@ -58,7 +58,7 @@ class Layout:
         places = itertools.product(range(self.tp), range(self.pp), range(self.dp))
         nodes = self.nodes or ("node",) * self.size
         members = tuple(
-            Member({"tp": tp, "pp": pp, "dp": dp}, node) for (tp, pp, dp), node in zip(places, nodes, strict=True)
+            RankPlace({"tp": tp, "pp": pp, "dp": dp}, node) for (tp, pp, dp), node in zip(places, nodes, strict=True)
         )
         return Topology(rank, members, {"tp": self.tp, "pp": self.pp, "dp": self.dp, "zero": True})
 
@@ -252,11 +252,11 @@ def _after_seal(rank: int, checkpointer: Checkpointer, sealing: Sequence[int]) -
     def step(iteration: int) -> None:
         if rank in sealing:
             original(iteration)
-            capture = checkpointer._capture
+            capture = checkpointer.capture
             assert capture is not None
             capture.settle(20.0)
-            assert capture.newest is not None and capture.newest[1] == iteration
-        checkpointer._group.barrier()
+            assert capture.newest is not None and capture.newest.iteration == iteration
+        checkpointer.group.barrier()
         die()
 
     checkpointer.step = step  # type: ignore[method-assign]
@@ -264,20 +264,18 @@ def _after_seal(rank: int, checkpointer: Checkpointer, sealing: Sequence[int]) -
 
 POINTS: dict[str, Callable[[int, Checkpointer], None]] = {
     "before the choice": lambda rank, _: _at("ftckpt.restore.restart:Restart.choose", rank, None, after=False),
-    "newer ones void on one node": lambda rank, _: _at("ftckpt.restore.restart:Restart._void", rank, 0),
+    "newer ones void on one node": lambda rank, _: _at("ftckpt.restore.restart:_void", rank, 0),
     "tensors there on one rank": lambda rank, _: _at("ftckpt.restore.restart:execute", rank, 1),
     "all is freed": lambda rank, _: _at("ftckpt.restore.build:Build.open", rank, 0, after=False),
     "half rebuilt": lambda rank, _: _at("ftckpt.restore.build:Build.put", rank, 0),
-    "rebuilt": lambda rank, _: _at("ftckpt.restore.repair:Repairing.run", rank, 0),
+    "rebuilt": lambda rank, _: _at("ftckpt.restore.repair:Repairer.run", rank, 0),
     "objects there": lambda rank, c: _at("test_restart_layout:State.load_reshaped", rank, None),
-    "old arenas set aside by one rank": lambda rank, _: _at(
-        "ftckpt.capture.node_arenas:NodeArenas._set_aside", rank, 0
-    ),
-    "one new arena": lambda rank, _: _at("ftckpt.capture.node_arenas:NodeArenas._have", rank, 1),
-    "all new arenas": lambda rank, _: _at("ftckpt.capture.node_arenas:NodeArenas.open", rank, None),
+    "old arenas set aside by one rank": lambda rank, _: _at("ftckpt.job.arenas:NodeArenas._free_old", rank, 0),
+    "one new arena": lambda rank, _: _at("ftckpt.job.arenas:NodeArenas._allocate", rank, 1),
+    "all new arenas": lambda rank, _: _at("ftckpt.job.arenas:NodeArenas.open", rank, None),
     "sealed by one rank": lambda rank, c: _after_seal(rank, c, [0]),
     "sealed by all, known to none": lambda rank, c: _after_seal(rank, c, range(99)),
-    "old arenas gone with one rank": lambda rank, _: _at("ftckpt.capture.node_arenas:NodeArenas.remove_old", rank, 0),
+    "old arenas gone with one rank": lambda rank, _: _at("ftckpt.job.arenas:NodeArenas.remove_old", rank, 0),
 }
 NEWER = {"sealed by all, known to none", "old arenas gone with one rank"}
 """After these the first snapshot of the new layout is whole."""
@@ -310,9 +308,7 @@ def broken(attempt: Attempt) -> list[RankResult]:
 
 
 def events(settings: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
-    paths = sorted(Path(settings["events"]).glob("rank*.jsonl"))
-    lines = [json.loads(line) for path in paths for line in path.read_text().splitlines()]
-    return [event for event in lines if event["event"] == name]
+    return read_events(Path(settings["events"]), name)
 
 
 @pytest.fixture
@@ -520,10 +516,10 @@ def train_until_protected(rank: int, world_size: int, attempt: Attempt) -> list[
         checkpointer.fence()
         state.advance(iteration)
         checkpointer.step(iteration)
-        checkpointer._group.barrier()
+        checkpointer.group.barrier()
         old = len(list_arenas(root)) > len(topology.ranks_on(topology.me.node))
-        seen.append((old, checkpointer._protection.targets.protected is not None))
-        told = checkpointer._group.gather(b"+" if seen[-1] == (False, True) else b"-")
+        seen.append((old, checkpointer.protected is not None))
+        told = checkpointer.group.gather(b"+" if seen[-1] == (False, True) else b"-")
         if all(word == b"+" for word in told):
             break
         time.sleep(0.05)
@@ -532,11 +528,11 @@ def train_until_protected(rank: int, world_size: int, attempt: Attempt) -> list[
 
 
 def train_without_room(rank: int, world_size: int, attempt: Attempt) -> Ended:
-    from ftckpt.capture import node_arenas
     from ftckpt.errors import MemoryBudgetError
+    from ftckpt.store import ledger
 
     def refuse(path: Path, need_bytes: int) -> None:
         raise MemoryBudgetError("no room in this test")
 
-    node_arenas.check_budget = refuse  # type: ignore[assignment]
+    ledger.check_budget = refuse  # type: ignore[assignment]
     return train(rank, world_size, attempt)

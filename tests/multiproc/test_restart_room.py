@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from mounting import leave_free, tmpfs, used
 from test_restart_layout import (
     OLD,
     Attempt,
@@ -22,11 +21,10 @@ from test_restart_layout import (
     train_until_protected,
 )
 
-from ftckpt.arena.directory import end_smp
-from ftckpt.arena.leftovers import used_bytes
-from ftckpt.arena.memory import size_of
-from ftckpt.arena.segment import list_arenas
-from ftckpt.testing.pool import RankFailure, run_ranks
+from ftckpt.store.directory import end_smp, list_arenas
+from ftckpt.store.ledger import Ledger, size_of
+from tests.support.mounting import leave_free, tmpfs, used
+from tests.support.pool import RankFailure, run_ranks
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.faults]
 
@@ -58,29 +56,28 @@ def plan(settings: dict[str, Any]) -> dict[str, Any]:
 def start_full(rank: int, world_size: int, attempt: Attempt, node: Path, short: bool) -> Any:
     """As ``train_until_protected``. When it is asked whether parity fits, n0 has just enough memory left for the time
     when old arenas have gone, or a page too little."""
-    from ftckpt.protect.room import Room
+    from ftckpt.job.protection import Protection
 
-    check = Room.check
+    check = Protection._require_room
 
-    def squeezed(self: Room, node_dir: Path, modes: Any) -> str:
-        if node_dir != node:
-            return check(self, node_dir, modes)
-        deadline = time.monotonic() + 30
-        while used(node) > sum(map(size_of, node.rglob("*"))) and time.monotonic() < deadline:
-            time.sleep(0.05)  # the SMP has yet to unmap what was freed
-        later = max(0, self.later_bytes)
-        assert later + SLACK < self.now_bytes and (later >= 4096 or not short), self
-        leave_free(node, later - 4096 if short else later + SLACK)
-        old = [path for path in list_arenas(node) if path.name not in _written(node)]
-        assert sum(map(used_bytes, old)) > 0
-        return check(self, node_dir, modes)
+    def squeezed(self: Protection, mine: Ledger, node_dir: Path) -> None:
+        if node_dir == node:
+            deadline = time.monotonic() + 30
+            while used(node) > sum(map(size_of, node.rglob("*"))) and time.monotonic() < deadline:
+                time.sleep(0.05)  # the SMP has yet to unmap what was freed
+            later = max(0, mine.later_bytes)
+            assert later + SLACK < mine.now_bytes and (later >= 4096 or not short), mine
+            leave_free(node, later - 4096 if short else later + SLACK)
+            old = [path for path in list_arenas(node) if path.name not in _written(node)]
+            assert sum(size_of(file) for path in old for file in path.glob("[sp]*")) > 0
+        check(self, mine, node_dir)
 
-    Room.check = squeezed  # type: ignore[method-assign]
+    Protection._require_room = squeezed  # type: ignore[method-assign]
     return train_until_protected(rank, world_size, attempt)
 
 
 def _written(node: Path) -> set[str]:
-    from ftckpt.arena.locks import holder_of
+    from ftckpt.store.locks import holder_of
 
     return {path.name for path in list_arenas(node) if holder_of(path / "lock") is not None}
 

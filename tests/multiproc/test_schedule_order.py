@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import jobs
 import pytest
 
-from ftckpt.capture.schedule import Step, interleaved, no_pipelining, one_forward_one_backward, simulate
-from ftckpt.testing.pool import run_ranks
+from ftckpt.windows.schedule import Step, interleaved, one_forward_one_backward, simulate
+from tests.support import jobs
+from tests.support.pool import run_ranks
 
 pytestmark = pytest.mark.multiproc
 
@@ -68,7 +68,7 @@ def assert_orders(argv: list[str], micro_batches: int, modelled: list[tuple[Step
 
 @pytest.mark.parametrize("micro_batches", [1, 4])
 def test_no_pipelining(micro_batches: int) -> None:
-    assert_orders([], micro_batches, [no_pipelining(micro_batches)])
+    assert_orders([], micro_batches, [one_forward_one_backward(1, 0, micro_batches)])
 
 
 @pytest.mark.parametrize("stages, micro_batches", [(2, 1), (2, 4), (4, 1), (4, 2), (4, 3), (4, 4), (4, 6)])

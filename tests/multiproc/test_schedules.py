@@ -5,8 +5,9 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-import jobs
 import pytest
+
+from tests.support import jobs
 
 pytestmark = pytest.mark.multiproc
 

@@ -10,23 +10,25 @@ import socket
 import stat
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
-from arenas import Rank, ranks
-from smps import JOB, NODE, REPOSITORY, SECRET, Site, answers, eventually, python, send, site_at
 
-from ftckpt.arena.directory import clean_job, list_arenas, node_directory, remove_job_if_empty
-from ftckpt.arena.locks import JobLock
-from ftckpt.arena.pulse import Pulse, SmpState
-from ftckpt.arena.segment import Arena
 from ftckpt.errors import ArenaError, SmpError
-from ftckpt.smp import server
-from ftckpt.smp.client import SmpClient
-from ftckpt.smp.protocol import MAX_REQUEST_BYTES, socket_address
+from ftckpt.smp import client as client_module
+from ftckpt.smp.channel import HELLO, MAGIC, RefusedError, Trust, connect, socket_address
+from ftckpt.smp.client import SmpClient, find_or_start
+from ftckpt.smp.requests import MAX_REQUEST_BYTES
+from ftckpt.store.arena import Arena
+from ftckpt.store.directory import clean_job, list_arenas, node_directory, remove_job_if_empty
+from ftckpt.store.locks import JobLock
+from ftckpt.store.pulse import Pulse, SmpState
+from tests.support.arenas import Rank, ranks
+from tests.support.smps import JOB, NODE, REPOSITORY, SECRET, Site, answers, python, send, site_at
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.multiproc
 
@@ -43,12 +45,28 @@ time.sleep(float(sys.argv[4]))
 TRAIN = """
 import sys, time
 from pathlib import Path
-from ftckpt.arena.locks import JobLock
-from ftckpt.arena.pulse import Pulse
+from ftckpt.store.locks import JobLock
+from ftckpt.store.pulse import Pulse
 how, node_dir = sys.argv[1], Path(sys.argv[2])
 held = JobLock(node_dir, 0) if how == "lock" else Pulse.open(node_dir, 0, 0)
 print("up", flush=True)
 time.sleep(100)
+"""
+OTHER_VERSION = """
+import socket, sys
+from pathlib import Path
+from ftckpt.smp.channel import socket_address
+from ftckpt.store.locks import FileLock
+node_dir = Path(sys.argv[1])
+lock = FileLock(node_dir / "smp.lock", 0, "it", "")
+with socket.socket(socket.AF_UNIX) as listening, socket_address(node_dir) as address:
+    listening.bind(address)
+    listening.listen()
+    print("up", flush=True)
+    while True:
+        connection, _ = listening.accept()
+        connection.recv(48, socket.MSG_WAITALL)
+        connection.sendall(b"FTCKSMP9" + bytes(40))
 """
 ANON_LIMIT_BYTES = 64 << 20
 
@@ -148,7 +166,7 @@ def test_modes_and_secrets(site: Site) -> None:
     pid = hello["pid"]
     for told in (proc(pid, "cmdline"), proc(pid, "environ"), site.log, json.dumps(client.status())):
         assert SECRET.hex() not in told and str(SECRET) not in told
-    eventually(lambda: Pulse.open(site.node_dir, None).smp()[2] == SmpState.GUARDING)
+    until(lambda: Pulse.open(site.node_dir, None).smp()[2] == SmpState.GUARDING)
 
 
 def test_a_second_one_says_so_and_ends(site: Site) -> None:
@@ -172,6 +190,43 @@ def test_what_lies_in_place_of_the_socket_is_replaced(site: Site, stale: str) ->
     assert site.start().hello()["node"] == NODE
 
 
+def test_one_of_another_version_is_replaced(site: Site) -> None:
+    old = python(OTHER_VERSION, site.node_dir)
+    try:
+        with pytest.raises(SmpError, match="version"):
+            SmpClient(site.node_dir, site.root, JOB, NODE, {}).hello()
+        assert site.start().hello()["pid"] != old.pid and old.wait(10) == -signal.SIGTERM
+    finally:
+        old.kill()
+        old.communicate(timeout=10)
+
+
+def test_one_that_says_no_hello_is_replaced(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client_module, "_ANSWER_SECS", 0.5)
+    old = site.start().hello(10)["pid"]
+    os.kill(old, signal.SIGSTOP)
+    with pytest.raises(SmpError, match="sends nothing in time"):
+        find_or_start(site.node_dir, site.root, JOB, NODE, {}, timeout_secs=0.4)
+    assert proc(old, "stat").rpartition(")")[2].split()[0] == "T", "less time proves nothing"
+    found = find_or_start(site.node_dir, site.root, JOB, NODE, {}, timeout_secs=10)
+    assert found.hello(10)["pid"] != old
+
+
+def test_a_description_without_a_secret_puts_no_older_one_back(site: Site) -> None:
+    client = site.start()
+    description = {"job": JOB, "node": NODE, "places": {}, "groups": [], "mirror_from": {}}
+    old, new = b"o" * 32, b"n" * 32
+    port = client.listen("127.0.0.1", old)
+    client.configure({**description, "secret": old.hex()})
+    assert client.listen("127.0.0.1", new) == port
+    client.configure({**description, "settings": {"scrub_secs": 100.0}})
+    with closing(connect(("127.0.0.1", port), 10)) as channel:
+        channel.greet(Trust(new), time.monotonic() + 10)
+    client.configure({**description, "secret": old.hex()})
+    with closing(connect(("127.0.0.1", port), 10)) as channel, pytest.raises(RefusedError):
+        channel.greet(Trust(new), time.monotonic() + 10)
+
+
 def test_a_path_longer_than_a_socket_address(arena_root: Path) -> None:
     root = arena_root / ("r" * 100) / ("s" * 100)
     root.mkdir(parents=True)
@@ -183,25 +238,25 @@ def test_a_path_longer_than_a_socket_address(arena_root: Path) -> None:
 @pytest.mark.parametrize(
     ("data", "error"),
     [
-        (b"hello\n", "not a JSON object"),
-        (b"[1, 2]\n", "not a JSON object but list"),
-        (b"\n", "not a JSON object"),
-        (b"\x00\xff\xfe\n", "not a JSON object"),
-        (b"[" * 200_000 + b"\n", "not a JSON object"),
-        (b"{}\n", "unknown request"),
-        (b'{"request": {"a": 1}}\n', "unknown request"),
-        (b'{"request": "shutdown"}\n', "unknown request"),
-        (b'{"request": "configure"}\n', "needs a description"),
-        (b'{"request": "configure", "description": {"job": "other", "node": "n0"}}\n', "job is 'other'"),
-        (b'{"request": "configure", "description": {"job": "job", "node": "n0", "settings": 7}}\n', "settings"),
-        (b'{"request": "listen", "host": 7}\n', "needs host and secret"),
-        (b'{"request": "listen", "host": "127.0.0.1", "secret": "xyz"}\n', "not hexadecimal"),
+        (b"hello", "not a JSON object"),
+        (b"[1, 2]", "not a JSON object but list"),
+        (b"", "not a JSON object"),
+        (b"\x00\xff\xfe", "not a JSON object"),
+        (b"[" * 200_000 + b"", "not a JSON object"),
+        (b"{}", "unknown request"),
+        (b'{"request": {"a": 1}}', "unknown request"),
+        (b'{"request": "shutdown"}', "unknown request"),
+        (b'{"request": "configure"}', "needs description"),
+        (b'{"request": "configure", "description": {"job": "other", "node": "n0"}}', "job is 'other'"),
+        (b'{"request": "configure", "description": {"job": "job", "node": "n0", "settings": 7}}', "settings"),
+        (b'{"request": "listen", "host": 7}', "needs host and secret"),
+        (b'{"request": "listen", "host": "127.0.0.1", "secret": "xyz"}', "not hexadecimal"),
     ],
 )
 def test_a_bad_message_is_refused_and_logged(site: Site, data: bytes, error: str) -> None:
     client = site.start()
     before = client.hello()
-    reply = json.loads(send(site.node_dir, data))
+    reply = send(site.node_dir, data)
     assert reply["ok"] is False and error in reply["error"], reply
     assert error in site.log
     assert client.hello() == before, "it goes on as before"
@@ -210,41 +265,10 @@ def test_a_bad_message_is_refused_and_logged(site: Site, data: bytes, error: str
 
 def test_a_message_that_never_ends_is_refused(site: Site) -> None:
     client = site.start()
-    for line in (b"x" * MAX_REQUEST_BYTES + b"y" * 100_000, b"z" * (MAX_REQUEST_BYTES + 1) + b"\n"):
-        reply = send(site.node_dir, line)
-        assert reply == b"" or b"more than" in reply
-    eventually(lambda: site.log.count("more than") == 2)
-    assert send(site.node_dir, b'{"request": "hel', finish=True) == b""
-    assert client.hello()["node"] == NODE
+    assert send(site.node_dir, b"x" * (MAX_REQUEST_BYTES + 1)) == {}
     with pytest.raises(SmpError, match="the most is"):
         client.configure({"x": "y" * MAX_REQUEST_BYTES})
-
-
-def test_who_says_nothing_is_dropped(arena_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "_CONNECTION_SECS", 0.3)
-    serving = server.Server(arena_root, {"hello": lambda message: {"n": message.get("n")}})
-    stop = threading.Event()
-
-    def serve() -> None:
-        while not stop.is_set():
-            serving.poll(0.02)
-
-    thread = threading.Thread(target=serve)
-    thread.start()
-    try:
-        begin = time.monotonic()
-        assert send(arena_root, b'{"request": "hello"') == b""
-        assert time.monotonic() - begin >= 0.25
-        monkeypatch.setattr(server, "_CONNECTION_SECS", 10.0)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(server, "_MOST_CONNECTIONS", 0)
-            assert send(arena_root, b'{"request": "hello"}\n') == b"", "too many at once"
-        assert json.loads(send(arena_root, b'{"request": "hello", "n": 5}\n')) == {"ok": True, "n": 5}
-    finally:
-        stop.set()
-        thread.join(10)
-        serving.close()
-    assert list(arena_root.iterdir()) == []
+    assert client.hello()["node"] == NODE
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be somebody else")
@@ -262,14 +286,14 @@ def test_another_user_is_refused(site: Site) -> None:
             with socket.socket(socket.AF_UNIX) as connection:
                 connection.settimeout(20)
                 connection.connect("smp.sock")
-                connection.sendall(b'{"request": "hello"}\n')
+                connection.sendall(HELLO.pack(MAGIC, 0, bytes(32)))
                 answer = connection.recv(100)
         except (ConnectionResetError, BrokenPipeError):
             answer = b""
         finally:
             os._exit(1 if answer else 0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    eventually(lambda: "user 12345" in site.log)
+    until(lambda: "user 12345" in site.log)
     assert client.hello()["node"] == NODE
 
 
@@ -279,12 +303,12 @@ def test_its_own_memory_and_its_log_are_bounded(site: Site) -> None:
     limits = next(line for line in proc(pid, "limits").splitlines() if line.startswith("Max data size"))
     assert limits.split()[3] == str(1 << 30)
     for _ in range(4):
-        send(site.node_dir, b"[" + b"[]," * ((MAX_REQUEST_BYTES - 100) // 3) + b"[]]\n")
+        send(site.node_dir, b"[" + b"[]," * ((MAX_REQUEST_BYTES - 100) // 3) + b"[]]")
     wrong = {"request": "configure", "description": {"job": "z" * 900, "node": NODE}}
     for n in range(600):
-        send(site.node_dir, b"nonsense %d\n" % n)
-        send(site.node_dir, json.dumps(wrong).encode() + b"\n")
-    send(site.node_dir, b'{"request": "the last"}\n')
+        send(site.node_dir, b"nonsense %d" % n)
+        send(site.node_dir, json.dumps(wrong).encode())
+    send(site.node_dir, b'{"request": "the last"}')
     client.configure(site.description())
     status = client.status()
     anon = next(line for line in proc(pid, "status").splitlines() if line.startswith("RssAnon"))
@@ -308,7 +332,7 @@ def test_without_trainers_it_ends_and_arenas_stay(site: Site, how: str) -> None:
     finally:
         trainer.kill()
         trainer.communicate(timeout=10)
-    eventually(lambda: not site.pids())
+    until(lambda: not site.pids())
     assert not {"smp.sock", "smp.lock", "smp.json"} & site.files()
     assert list_arenas(site.node_dir) == [arena]
     assert "no trainer for 1 s; arenas stay" in site.log
@@ -316,7 +340,7 @@ def test_without_trainers_it_ends_and_arenas_stay(site: Site, how: str) -> None:
 
 def test_without_trainers_and_arenas_nothing_stays(site: Site) -> None:
     site.start(smp_idle_secs=1.0)
-    eventually(lambda: not site.pids())
+    until(lambda: not site.pids())
     assert list(site.root.iterdir()) == []
 
 
@@ -340,7 +364,7 @@ def test_sigterm_ends_it_cleanly_and_a_new_one_can_start(site: Site) -> None:
     process = subprocess.Popen(site.command(), cwd=REPOSITORY, stderr=subprocess.PIPE, text=True)
     try:
         client = SmpClient(site.node_dir, site.root, JOB, NODE, {})
-        eventually(lambda: answers(client))
+        until(lambda: answers(client))
         assert client.hello()["pid"] == process.pid, "in the foreground"
         process.terminate()
         _, said = process.communicate(timeout=20)
@@ -372,7 +396,7 @@ def test_clean_takes_what_a_killed_one_left(site: Site) -> None:
     client = site.start()
     client.configure(site.description())
     os.kill(client.hello()["pid"], signal.SIGKILL)
-    eventually(lambda: not site.pids())
+    until(lambda: not site.pids())
     assert {"smp.sock", "smp.lock", "smp.json", "smp.log", ".pulse"} <= site.files()
     assert remove_job_if_empty(site.root, JOB, NODE)
     assert list(site.root.iterdir()) == []
@@ -388,7 +412,7 @@ def test_an_smp_is_no_reason_to_keep_an_empty_directory(site: Site) -> None:
 def test_it_ends_when_its_directory_is_gone_and_makes_no_new_one(site: Site) -> None:
     site.start()
     shutil.rmtree(site.node_dir.parent)
-    eventually(lambda: not site.pids())
+    until(lambda: not site.pids())
     assert list(site.root.iterdir()) == []
 
 
@@ -405,11 +429,22 @@ def test_a_start_that_cannot_succeed_tells_why(site: Site) -> None:
 
 def test_the_command_runs_asks_and_ends_one(site: Site) -> None:
     arena_of(site)
-    command = [sys.executable, "-m", "ftckpt.cli", "smp", "--job", JOB, "--node", NODE, "--arena", str(site.root)]
+    command = [
+        sys.executable,
+        "-m",
+        "ftckpt.commands.main",
+        "smp",
+        "--job",
+        JOB,
+        "--node",
+        NODE,
+        "--arena",
+        str(site.root),
+    ]
     process = subprocess.Popen(command, cwd=REPOSITORY, stderr=subprocess.PIPE, text=True)
     try:
         client = SmpClient(site.node_dir, site.root, JOB, NODE, {})
-        eventually(lambda: answers(client))
+        until(lambda: answers(client))
         asked = subprocess.run([*command, "--status"], cwd=REPOSITORY, capture_output=True, timeout=60, check=True)
         assert json.loads(asked.stdout)["pid"] == process.pid
         subprocess.run([*command, "--end"], cwd=REPOSITORY, timeout=60, check=True)

@@ -13,23 +13,22 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from jobs import TINY
 from safetensors.torch import load_file
 
-from ftckpt.checkpointer import Checkpointer
-from ftckpt.comm import Group
 from ftckpt.config import Config
+from ftckpt.convert import storage, tensor_files
+from ftckpt.convert.arenas import ArenaReader
+from ftckpt.convert.conversion import Options, convert
+from ftckpt.convert.universal import UniversalReader, UniversalWriter
 from ftckpt.errors import ConvertError
-from ftckpt.layout.topology import Member, Topology
-from ftckpt.state.fragment import Box, Fragment
-from ftckpt.state.piece import Description, Piece
-from ftckpt.testing.pool import run_ranks, spawn_ranks
-from ftckpt.universal import atomic, save, writer
-from ftckpt.universal.arenas import ArenaSource
-from ftckpt.universal.convert import Options, convert
-from ftckpt.universal.reader import UniversalSource
-from ftckpt.universal.save import save_universal
-from ftckpt.universal.writer import UniversalSink
+from ftckpt.group import Group
+from ftckpt.job import save
+from ftckpt.job.checkpointer import Checkpointer
+from ftckpt.model.fragment import Box, Fragment
+from ftckpt.model.topology import RankPlace, Topology
+from ftckpt.model.training_state import Description, Piece
+from tests.support.jobs import TINY
+from tests.support.pool import run_ranks, spawn_ranks
 
 pytestmark = pytest.mark.multiproc
 
@@ -104,7 +103,7 @@ class State:
 
 
 def start(rank: int, arena: str) -> tuple[Checkpointer, State]:
-    members = tuple(Member({"tp": r // 2, "dp": r % 2}, NODES[r]) for r in range(4))
+    members = tuple(RankPlace({"tp": r // 2, "dp": r % 2}, NODES[r]) for r in range(4))
     config = Config(
         enabled=True, job="save", node=NODES[rank], arena=arena, protect="none", chunk_mib=1, schedule="sync"
     )
@@ -122,7 +121,7 @@ def train(checkpointer: Checkpointer, state: State, iterations: Sequence[int]) -
 
 def small() -> None:
     """Many files, many rounds."""
-    save.ROUND_BYTES, writer.STRIP_BYTES = 4000, 4000
+    save.ROUND_BYTES, tensor_files.STRIP_BYTES = 4000, 4000
 
 
 def refusal(action: Callable[[], Any]) -> str:
@@ -139,45 +138,44 @@ def saved(rank: int, world_size: int, root: str) -> dict[str, Any]:
     told: dict[str, Any] = {}
     checkpointer, state = start(rank, f"{root}/arena")
     checkpointer.restore()
-    told["early"] = refusal(lambda: save_universal(checkpointer, Path(root, "early")))
+    told["early"] = refusal(lambda: checkpointer.save_universal(Path(root, "early")))
     train(checkpointer, state, [1, 2, 3])
     path = Path(root, "out")
-    assert save_universal(checkpointer, path, 9000) == path
-    told["again"] = refusal(lambda: save_universal(checkpointer, path))
+    assert checkpointer.save_universal(path, 9000) == path
+    told["again"] = refusal(lambda: checkpointer.save_universal(path))
     if rank == 2:  # one rank alone finds no room
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (2000, resource.RLIM_INFINITY))
-    told["full"] = refusal(lambda: save_universal(checkpointer, Path(root, "full"), 9000))
+    told["full"] = refusal(lambda: checkpointer.save_universal(Path(root, "full"), 9000))
     if rank == 2:
         resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     told["left"] = sorted(os.listdir(root)) if rank == 0 else []
     train(checkpointer, state, [4])  # training goes on
-    save_universal(checkpointer, Path(root, "later"), 1 << 30)
+    checkpointer.save_universal(Path(root, "later"), 1 << 30)
     state.shift = float(rank)
     train(checkpointer, state, [5])
-    told["differ"] = refusal(lambda: save_universal(checkpointer, Path(root, "differ")))
-    checkpointer._group.barrier()
+    told["differ"] = refusal(lambda: checkpointer.save_universal(Path(root, "differ")))
+    checkpointer.group.barrier()
     capture = checkpointer._shard.capture if checkpointer._shard is not None else None
     assert capture is not None
     if rank == 3:
         for slot in range(capture.arena.control.slots):
             with capture.arena.slot(slot) as view:
                 view[capture.arena.image.offsets[0]] ^= 1
-    told["damaged"] = refusal(lambda: save_universal(checkpointer, Path(root, "damaged")))
+    told["damaged"] = refusal(lambda: checkpointer.save_universal(Path(root, "damaged")))
     checkpointer.close(remove=False)
     return told
 
 
-def read(path: Path) -> tuple[dict[str, torch.Tensor], UniversalSource]:
-    source = UniversalSource(path)
-    assert source.verify() == []
+def read(path: Path) -> tuple[dict[str, torch.Tensor], UniversalReader]:
+    source = UniversalReader(path)
     loaded: dict[str, torch.Tensor] = {}
     for file in path.glob("*.safetensors"):
         loaded.update(load_file(file))
     return loaded, source
 
 
-def check(path: Path, iteration: int) -> UniversalSource:
+def check(path: Path, iteration: int) -> UniversalReader:
     loaded, source = read(path)
     assert source.catalog.iteration == iteration and source.catalog.layout == LAYOUT
     expected = {key: value(key, iteration) for key in SHAPES}
@@ -206,8 +204,8 @@ def test_a_running_job_saves_what_any_layout_can_load(tmp_path: Path) -> None:
     assert told[0]["left"] == ["arena", "out"]
     assert sorted(os.listdir(tmp_path)) == ["arena", "later", "out"]
     with pytest.raises(ConvertError, match="differs between"):
-        ArenaSource([tmp_path / "arena" / "ftckpt-save"])
-    arenas = ArenaSource([tmp_path / "arena" / "ftckpt-save"], iteration=4)
+        ArenaReader([tmp_path / "arena" / "ftckpt-save"])
+    arenas = ArenaReader([tmp_path / "arena" / "ftckpt-save"], iteration=4)
     assert arenas.catalog.derived == {"weight/wide": "BF16"}
     assert {f.key for f in arenas.catalog.fragments} == set(SHAPES)
 
@@ -221,7 +219,7 @@ def trains(rank: int, world_size: int, root: str) -> int:
         iteration += 1
         train(checkpointer, state, [iteration])
         time.sleep(0.4 + iteration / 100 if iteration % 4 == 0 else 0.0)  # longer and longer, for slow readers
-        if b"stop" in checkpointer._group.gather(b"stop" if Path(root, "stop").exists() else b"go"):
+        if b"stop" in checkpointer.group.gather(b"stop" if Path(root, "stop").exists() else b"go"):
             break
     checkpointer.close()
     return iteration
@@ -247,7 +245,7 @@ def test_of_a_job_that_runs_only_one_snapshot_is_read(tmp_path: Path) -> None:
 
 
 def read_live(path: Path) -> None:
-    source = ArenaSource([path])
+    source = ArenaReader([path])
     try:
         found = {key: torch.zeros(shape) for key, shape in SHAPES.items()}
         for index, fragment in enumerate(source.catalog.fragments):
@@ -278,7 +276,7 @@ def megatron_saved(rank: int, world_size: int, root: str) -> list[tuple[list[Any
     job.checkpointer = ftckpt.megatron.attach(job.model, job.optimizer, job.scheduler, objects, config=config)
     job.checkpointer.restore()
     list(train_gpt.train(job))
-    save_universal(job.checkpointer, Path(root, "out"))
+    job.checkpointer.save_universal(Path(root, "out"))
     shard = job.checkpointer._shard
     assert shard is not None
     pieces = (*shard._described.stepped, *shard._described.volatile)
@@ -311,9 +309,9 @@ def test_a_megatron_job_saves_what_its_ranks_hold(tmp_path: Path) -> None:
     )
     assert list(source.catalog.objects["shards"]) == ["tp0-pp0-cp0-dp0", "tp0-pp1-cp0-dp0"]
     convert(
-        ArenaSource([tmp_path / "arena" / "ftckpt-save"]), UniversalSink(tmp_path / "converted"), Options(workers=2)
+        ArenaReader([tmp_path / "arena" / "ftckpt-save"]), UniversalWriter(tmp_path / "converted"), Options(workers=2)
     )
-    assert UniversalSource(tmp_path / "converted").manifest.tensors == source.manifest.tensors
+    assert UniversalReader(tmp_path / "converted").manifest.tensors == source.manifest.tensors
 
 
 def killed(rank: int, world_size: int, root: str, point: tuple[int, str, int]) -> None:
@@ -324,7 +322,7 @@ def killed(rank: int, world_size: int, root: str, point: tuple[int, str, int]) -
     checkpointer.restore()
     train(checkpointer, state, [1, 2])
     left = [calls]
-    original = getattr(atomic.os, name)
+    original = getattr(storage.os, name)
 
     def die_later(*args: Any, **kwargs: Any) -> Any:
         left[0] -= 1
@@ -332,15 +330,15 @@ def killed(rank: int, world_size: int, root: str, point: tuple[int, str, int]) -
             os.kill(os.getpid(), signal.SIGKILL)
         return original(*args, **kwargs)
 
-    setattr(atomic.os, name, die_later)
-    save_universal(checkpointer, Path(root, "out"), 9000)
+    setattr(storage.os, name, die_later)
+    checkpointer.save_universal(Path(root, "out"), 9000)
 
 
 def saved_after(rank: int, world_size: int, root: str) -> int | None:
     small()
     checkpointer, _ = start(rank, f"{root}/arena")
     iteration = checkpointer.restore()
-    save_universal(checkpointer, Path(root, "out"), 9000)
+    checkpointer.save_universal(Path(root, "out"), 9000)
     checkpointer.close()
     return iteration
 

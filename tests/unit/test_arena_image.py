@@ -14,10 +14,10 @@ import safetensors
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from ftckpt.arena.image import MAX_CHUNKS, PAGE_BYTES, SlotImage, Span, parse_image
 from ftckpt.errors import ConfigError, CorruptError, MismatchError
-from ftckpt.state.fragment import DTYPE_BYTES, Box, Fragment
-from ftckpt.state.manifest import Manifest
+from ftckpt.model.fragment import DTYPE_BYTES, Box, Fragment
+from ftckpt.model.manifest import MAX_CHUNKS, Manifest
+from ftckpt.store.image import PAGE_BYTES, SlotImage, Span, parse_image
 
 
 def manifest_of(
@@ -66,7 +66,6 @@ def filled(image: SlotImage) -> bytes:
     return image.header + body.tobytes()
 
 
-@settings(max_examples=150, deadline=None)
 @given(manifests())
 @example(manifest_of())
 @example(manifest_of(objects_bytes=0))
@@ -85,7 +84,6 @@ def test_any_manifest_is_a_safetensors_file(manifest: Manifest) -> None:
     assert all(name.startswith("__pad.") and entry["dtype"] == "U8" for name, entry in entries.items())
 
 
-@settings(max_examples=150, deadline=None)
 @given(manifests())
 def test_geometry(manifest: Manifest) -> None:
     image = SlotImage.of(manifest)
@@ -105,7 +103,7 @@ def test_geometry(manifest: Manifest) -> None:
     assert all(image.volatile.begin <= s.begin and s.end <= image.volatile.end for s in spans[count:])
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(manifests())
 def test_chunks_cover_each_region_and_never_span_two(manifest: Manifest) -> None:
     image = SlotImage.of(manifest)
@@ -118,7 +116,7 @@ def test_chunks_cover_each_region_and_never_span_two(manifest: Manifest) -> None
         assert all(0 < chunk.nbytes <= manifest.chunk_bytes for chunk in chunks)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(manifests())
 def test_parse_gives_the_image_back(manifest: Manifest) -> None:
     image = SlotImage.of(manifest)
@@ -138,7 +136,7 @@ def test_sizes_must_be_possible(objects_bytes: int, chunk_bytes: int) -> None:
 
 
 def test_a_header_too_long_for_safetensors_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ftckpt.arena.image.MAX_HEADER_BYTES", 3000)
+    monkeypatch.setattr("ftckpt.store.image.MAX_HEADER_BYTES", 3000)
     with pytest.raises(ConfigError, match="fewer fragments"):
         SlotImage.of(PLAIN)
 
@@ -244,7 +242,6 @@ def test_other_version_is_a_mismatch(data: bytes) -> None:
         parse_image(data)
 
 
-@settings(max_examples=300, deadline=None)
 @given(
     st.lists(st.tuples(st.integers(0, len(GOOD) - 1), st.integers(0, 255)), max_size=4),
     st.integers(0, len(GOOD)),

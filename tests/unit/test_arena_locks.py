@@ -18,18 +18,12 @@ from pathlib import Path
 
 import pytest
 
-from ftckpt.arena.locks import FileLock
-from ftckpt.arena.segment import (
-    Arena,
-    JobLock,
-    clean_job,
-    list_arenas,
-    node_directory,
-    remove_job_if_empty,
-)
 from ftckpt.errors import ArenaError
-from ftckpt.state.fragment import Box, Fragment
-from ftckpt.state.manifest import Manifest
+from ftckpt.model.fragment import Box, Fragment
+from ftckpt.model.manifest import Manifest
+from ftckpt.store.arena import Arena
+from ftckpt.store.directory import clean_job, list_arenas, node_directory, remove_job_if_empty
+from ftckpt.store.locks import FileLock, JobLock
 
 REPOSITORY = Path(__file__).parents[2]
 WEIGHTS = Fragment.whole("w", "F32", (3000,), Box((0,), (3000,)))
@@ -61,16 +55,16 @@ def holder(code: str, *arguments: object) -> Iterator[subprocess.Popen[str]]:
 
 
 LOCK_FILE = """
-from ftckpt.arena.locks import FileLock
+from ftckpt.store.locks import FileLock
 lock = FileLock(Path(sys.argv[1]), 0, 'x', 'y')
 """
 LOCK_ARENA = """
-from ftckpt.arena.segment import Arena
+from ftckpt.store.arena import Arena
 arena = Arena.open(Path(sys.argv[1]), writable=True)
 arena.lock(0)
 """
 LOCK_JOB = """
-from ftckpt.arena.segment import JobLock
+from ftckpt.store.locks import JobLock
 lock = JobLock(Path(sys.argv[1]), 0)
 """
 
@@ -78,7 +72,7 @@ lock = JobLock(Path(sys.argv[1]), 0)
 TRY_LOCK = """
 import sys
 from pathlib import Path
-from ftckpt.arena.locks import FileLock
+from ftckpt.store.locks import FileLock
 try:
     FileLock(Path(sys.argv[1]), 0, "it", "wait")
 except Exception as error:

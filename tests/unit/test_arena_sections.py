@@ -9,14 +9,13 @@ from typing import Any
 
 import pytest
 import safetensors
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from ftckpt.arena.image import MAX_CHUNKS, PAGE_BYTES, SectionSpan, SlotImage, Span, parse_image, section_layout
 from ftckpt.errors import ConfigError, CorruptError
-from ftckpt.state.fragment import Box, Fragment
-from ftckpt.state.manifest import Manifest, Section
-from ftckpt.state.sections import parity_fragment
+from ftckpt.model.fragment import Box, Fragment
+from ftckpt.model.manifest import MAX_CHUNKS, Manifest, Section, parity_fragment
+from ftckpt.store.image import PAGE_BYTES, SectionSpan, SlotImage, Span, parse_image, section_layout
 
 KINDS = ("private", "shared", "copy", "parity")
 GROUP = "0123456789abcdef"
@@ -88,7 +87,6 @@ def test_without_sections_all_is_private_and_as_it_always_was() -> None:
     assert (one.offsets, one.chunks, one.sections) == (image.offsets, image.chunks, image.sections)
 
 
-@settings(max_examples=150, deadline=None)
 @given(manifests())
 def test_sections_begin_on_pages_and_share_no_chunk(manifest: Manifest) -> None:
     image = SlotImage.of(manifest)
@@ -109,7 +107,6 @@ def test_sections_begin_on_pages_and_share_no_chunk(manifest: Manifest) -> None:
     assert image.stepped == Span(image.sections[0].span.begin, image.sections[-1].span.end)
 
 
-@settings(max_examples=150, deadline=None)
 @given(manifests())
 def test_each_byte_behind_the_header_is_in_one_section_region_or_pad(manifest: Manifest) -> None:
     image = SlotImage.of(manifest)
@@ -121,7 +118,6 @@ def test_each_byte_behind_the_header_is_in_one_section_region_or_pad(manifest: M
     assert at == image.file_bytes
 
 
-@settings(max_examples=100, deadline=None)
 @given(manifests())
 def test_a_slot_with_sections_is_a_safetensors_file_that_tells_them(manifest: Manifest) -> None:
     image = SlotImage.of(manifest)
@@ -134,7 +130,6 @@ def test_a_slot_with_sections_is_a_safetensors_file_that_tells_them(manifest: Ma
 SIZES = st.lists(st.integers(0, 6000), min_size=1, max_size=5)
 
 
-@settings(max_examples=100, deadline=None)
 @given(SIZES, st.integers(0, 30000), st.integers(0, 30000), st.integers(1, 300).map(lambda n: 8 * n))
 def test_a_copy_has_the_chunks_of_its_original(sizes: list[int], here: int, there: int, chunk_bytes: int) -> None:
     dtypes = ("F32", "U8", "F64", "BF16", "F32")

@@ -10,31 +10,30 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ftckpt.arena.image import SlotImage
+from ftckpt.capture.chunks import CopyPart, Segment, chunk_copies
 from ftckpt.capture.copier import copy_chunk
-from ftckpt.capture.plan import Part, Segment, chunk_copies
-from ftckpt.state.fragment import Box, Fragment
-from ftckpt.state.manifest import Manifest
-from ftckpt.state.sections import Section, parity_fragment
+from ftckpt.model.fragment import Box, Fragment
+from ftckpt.model.manifest import Manifest, Section, parity_fragment
+from ftckpt.store.image import SlotImage
 
 TYPES = {"U8": torch.uint8, "BOOL": torch.bool, "BF16": torch.bfloat16, "F32": torch.float32, "I64": torch.int64}
 PAGE = 4096
 SECTIONS = (Section("shared", 1, "0" * 16), Section("parity", 1, "0" * 16))
 
-Case = tuple[SlotImage, list[Part], list[torch.Tensor]]
+Case = tuple[SlotImage, list[CopyPart], list[torch.Tensor]]
 
 
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
     """A slot image, the parts it holds, and the live tensors (larger than the parts) they are cut from."""
-    parts: list[Part] = []
+    parts: list[CopyPart] = []
     tensors: list[torch.Tensor] = []
     for index in range(draw(st.integers(0, 8))):
         dtype = draw(st.sampled_from(sorted(TYPES)))
         numel = draw(st.integers(0, 50) | st.integers(0, 6000))
         start, stop = sorted(draw(st.tuples(*[st.integers(0, numel)] * 2)))
         whole = Fragment.whole(f"w{index}", dtype, (numel,), Box((0,), (numel,)))
-        parts.append(Part(index, start, whole.part(start, stop)))
+        parts.append(CopyPart(index, start, whole.part(start, stop)))
         tensors.append(torch.empty(numel, dtype=TYPES[dtype]))
         tensors[-1].view(torch.uint8).random_(0, 2)
     cut = draw(st.integers(0, len(parts)))
@@ -44,7 +43,6 @@ def cases(draw: st.DrawFn) -> Case:
     return SlotImage.of(manifest), parts, tensors
 
 
-@settings(max_examples=150, deadline=None)
 @given(cases())
 def test_every_byte_of_a_part_is_copied_once_to_its_offset(case: Case) -> None:
     image, parts, _ = case
@@ -62,7 +60,6 @@ def test_every_byte_of_a_part_is_copied_once_to_its_offset(case: Case) -> None:
     assert found == wanted
 
 
-@settings(max_examples=150, deadline=None)
 @given(cases())
 def test_there_is_one_copy_per_chunk_and_none_leaves_its_chunk(case: Case) -> None:
     image, parts, _ = case
@@ -80,7 +77,6 @@ def test_there_is_one_copy_per_chunk_and_none_leaves_its_chunk(case: Case) -> No
     assert sum(copy.nbytes for copy in copies) == total
 
 
-@settings(max_examples=150, deadline=None)
 @given(cases())
 def test_stepped_and_volatile_state_never_share_a_chunk(case: Case) -> None:
     image, parts, _ = case
@@ -91,7 +87,7 @@ def test_stepped_and_volatile_state_never_share_a_chunk(case: Case) -> None:
     assert all(segment.piece >= num_stepped for copy in second for segment in copy.segments)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(cases(), st.randoms(use_true_random=False))
 def test_a_slot_filled_in_any_order_is_a_safetensors_file_of_the_live_bytes(case: Case, random: Random) -> None:
     image, parts, tensors = case
@@ -126,7 +122,7 @@ def test_parity_takes_its_strips_to_their_chunks_and_says_where_they_overlap() -
     state = Fragment.whole("w", "F32", (3000,), Box((0,), (3000,)))
     parity = parity_fragment("0" * 16, 2 * PAGE)
     strips = (Segment(0, 0, 1000, 0, 4000), Segment(0, 1500, 500, 0, 2000), Segment(0, 2000, 100, PAGE, 400))
-    parts = [Part(0, 0, state), Part(-1, 0, parity, strips)]
+    parts = [CopyPart(0, 0, state), CopyPart(-1, 0, parity, strips)]
     image = SlotImage.of(Manifest({}, {}, (state, parity), (), 100, PAGE, sections=SECTIONS))
     begin, first = image.offsets[1], image.sections[1].first_chunk
     copies = chunk_copies(image, parts)

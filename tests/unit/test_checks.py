@@ -5,13 +5,12 @@ from __future__ import annotations
 import os
 import shutil
 import stat
-import struct
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -19,18 +18,15 @@ from typing import Any
 import numpy as np
 import pytest
 import xxhash
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from ftckpt.arena.checks import Check, Checks, CheckState, checks_bytes
 from ftckpt.errors import ArenaError, ConfigError, CorruptError, MemoryBudgetError, MismatchError
+from ftckpt.model.snapshot import SnapshotId
+from ftckpt.store.checks import Check, Checks, CheckState, checks_bytes
 
 CHUNKS = 3
 SLOTS = 2
 DIGEST = b"d" * 16
 OLD, NEW = b"o" * 16, b"n" * 16
-RECORD = 4096 + 128
-"""Where the record of slot 1 begins."""
 
 
 @pytest.fixture
@@ -40,8 +36,8 @@ def arena_dir() -> Iterator[Path]:
     shutil.rmtree(path)
 
 
-def new_checks(arena_dir: Path, kind: type[Checks] = Checks) -> Checks:
-    return kind.create_or_open(arena_dir, SLOTS, CHUNKS, DIGEST, True)
+def new_checks(arena_dir: Path) -> Checks:
+    return Checks.create_or_open(arena_dir, SLOTS, CHUNKS, DIGEST, True)
 
 
 def hashes_of(iteration: int) -> Any:
@@ -49,12 +45,14 @@ def hashes_of(iteration: int) -> Any:
 
 
 def check(checks: Checks, slot: int, lineage: bytes, iteration: int) -> None:
-    checks.store_checked(slot, lineage, iteration, 10 * iteration, hashes_of(iteration), 0.25 * iteration)
+    checks.store_checked(
+        slot, (SnapshotId(lineage, iteration), 10 * iteration), hashes_of(iteration), 0.25 * iteration
+    )
 
 
 def assert_tells(found: Check | None, state: CheckState, lineage: bytes, iteration: int) -> None:
     assert found is not None and found.state == state
-    assert found.key == (lineage, iteration, 10 * iteration) and found.gap_secs == 0.25 * iteration
+    assert found.seal_id == (SnapshotId(lineage, iteration), 10 * iteration) and found.gap_secs == 0.25 * iteration
     assert found.chunk_hashes.dtype == np.uint64
     assert found.chunk_hashes.tolist() == hashes_of(iteration).tolist()
 
@@ -65,7 +63,7 @@ def test_checked_then_covered_as_readers_see_it(arena_dir: Path) -> None:
     assert [reader.read(slot) for slot in range(SLOTS)] == [None, None]
     check(writer, 1, NEW, 3)
     assert_tells(reader.read(1), CheckState.CHECKED, NEW, 3)
-    writer.store_covered(1, NEW, 3, 30)
+    writer.store_covered(1, (SnapshotId(NEW, 3), 30))
     assert_tells(reader.read(1), CheckState.COVERED, NEW, 3)
     assert reader.read(0) is None
     check(writer, 1, NEW, 5)
@@ -95,177 +93,20 @@ def test_the_file_is_private_and_whole(arena_dir: Path) -> None:
     assert [file.name for file in arena_dir.iterdir()] == ["checks"]
 
 
-def test_documented_offsets(arena_dir: Path) -> None:
-    checks = new_checks(arena_dir)
-    check(checks, 1, NEW, 4)
-    checks.store_covered(1, NEW, 4, 40)
-    checks.lease(1, time.monotonic_ns() + 10**9)
-    raw = (arena_dir / "checks").read_bytes()
-    checks.close()
-    assert raw[:8] == b"FTCKPTCK" and struct.unpack_from("<III", raw, 8) == (1, SLOTS, CHUNKS)
-    assert raw[32:48] == DIGEST and struct.unpack_from("<Q", raw, 504)[0] == xxhash.xxh3_64_intdigest(raw[:504])
-    assert raw[512:520] == bytes(8) and raw[520:528] != bytes(8)
-    assert raw[RECORD] == 2 and struct.unpack_from("<16sqQd", raw, RECORD + 8) == (NEW, 4, 40, 1.0)
-    assert raw[RECORD + 64 : RECORD + 64 + 8 * CHUNKS] == hashes_of(4).tobytes()
-    covered = raw[RECORD + 8 : RECORD + 48] + raw[RECORD + 64 : RECORD + 128]
-    assert struct.unpack_from("<Q", raw, RECORD + 56)[0] == xxhash.xxh3_64_intdigest(covered, seed=1)
-    proof = xxhash.xxh3_64_intdigest(raw[RECORD + 56 : RECORD + 64] + b"\2", seed=1)
-    assert struct.unpack_from("<Q", raw, RECORD + 48)[0] == proof
-
-
-class Killed(Exception):
-    pass
-
-
-class Dying(Checks):
-    """Dies inside the store number ``fatal``, once ``partial`` bytes of it are written."""
-
-    stores = 0
-    fatal = -1
-    partial = 0
-
-    def _store(self, offset: int, data: bytes) -> None:
-        self.stores += 1
-        if self.stores == self.fatal:
-            super()._store(offset, data[: self.partial])
-            raise Killed
-        super()._store(offset, data)
-
-
-def deaths(arena_dir: Path, prepare: Callable[[Checks], None], act: Callable[[Checks], None]) -> Iterator[bool]:
-    """Leave the file as each possible death during ``act`` does, in turn; yields whether ``act`` was complete."""
-    fatal = 1
-    while True:
-        for partial in range(33):
-            (arena_dir / "checks").unlink(missing_ok=True)
-            dying = new_checks(arena_dir, Dying)
-            assert isinstance(dying, Dying)
-            prepare(dying)
-            dying.stores, dying.fatal, dying.partial = 0, fatal, partial
-            complete = True
-            try:
-                act(dying)
-            except Killed:
-                complete = False
-            dying.close()
-            yield complete
-            if complete:
-                assert dying.stores == fatal - 1
-                return
-        fatal += 1
-
-
 def prepare_both(checks: Checks) -> None:
     check(checks, 0, OLD, 1)
     check(checks, 1, OLD, 2)
-    checks.store_covered(0, OLD, 1, 10)
-    checks.store_covered(1, OLD, 2, 20)
-
-
-def test_death_at_any_store_of_checked(arena_dir: Path) -> None:
-    seen = set()
-    for complete in deaths(arena_dir, prepare_both, lambda checks: check(checks, 1, NEW, 3)):
-        for writable in (False, True):
-            checks = Checks.create_or_open(arena_dir, SLOTS, CHUNKS, DIGEST, writable)
-            assert_tells(checks.read(0), CheckState.COVERED, OLD, 1)
-            found = checks.read(1)
-            claims = checks._data[RECORD] != CheckState.NONE
-            checks.close()
-            assert claims == (found is not None)  # nothing is ever claimed that is not proven
-            if found is None:
-                assert not complete
-                seen.add("none")
-            elif found.lineage == OLD:
-                assert_tells(found, CheckState.COVERED, OLD, 2)
-                assert not complete
-                seen.add("old")
-            else:
-                assert_tells(found, CheckState.CHECKED, NEW, 3)
-                seen.add("new")
-    assert seen == {"old", "none", "new"}
-
-
-def test_death_at_any_store_of_covered(arena_dir: Path) -> None:
-    def prepare(checks: Checks) -> None:
-        prepare_both(checks)
-        check(checks, 1, NEW, 3)
-
-    seen = set()
-    for complete in deaths(arena_dir, prepare, lambda checks: checks.store_covered(1, NEW, 3, 30)):
-        checks = Checks.create_or_open(arena_dir, SLOTS, CHUNKS, DIGEST, False)
-        found = checks.read(1)
-        checks.close()
-        assert found is not None
-        assert_tells(found, found.state, NEW, 3)
-        assert not complete or found.state == CheckState.COVERED
-        seen.add(found.state)
-    assert seen == {CheckState.CHECKED, CheckState.COVERED}
-
-
-def test_death_at_any_store_of_clear(arena_dir: Path) -> None:
-    for complete in deaths(arena_dir, prepare_both, lambda checks: checks.clear(1)):
-        checks = Checks.create_or_open(arena_dir, SLOTS, CHUNKS, DIGEST, False)
-        found = checks.read(1)
-        checks.close()
-        if found is not None:
-            assert_tells(found, CheckState.COVERED, OLD, 2)
-        assert found is None or not complete
-
-
-@pytest.mark.parametrize("covered", [False, True])
-def test_no_bit_flip_claims_more_or_else(arena_dir: Path, covered: bool) -> None:
-    checks = new_checks(arena_dir)
-    check(checks, 1, NEW, 3)
-    if covered:
-        checks.store_covered(1, NEW, 3, 30)
-    state = CheckState.COVERED if covered else CheckState.CHECKED
-    data = checks._data
-    for at in range(RECORD, RECORD + 128):
-        for bit in range(8):
-            data[at] ^= 1 << bit
-            found = checks.read(1)
-            data[at] ^= 1 << bit
-            harmless = RECORD < at < RECORD + 8 or (not covered and RECORD + 48 <= at < RECORD + 56)
-            assert (found is not None) == harmless, (at - RECORD, bit)
-            if found is not None:
-                assert_tells(found, state, NEW, 3)
-    checks.close()
-
-
-def test_a_state_byte_alone_proves_nothing(arena_dir: Path) -> None:
-    checks = new_checks(arena_dir)
-    for prepare in (
-        lambda: None,
-        lambda: check(checks, 1, NEW, 3),
-        lambda: checks.store_covered(1, NEW, 3, 30),
-        lambda: check(checks, 1, NEW, 4),  # the proof of the one before is gone
-        lambda: checks.clear(1),
-    ):
-        prepare()
-        before = checks.read(1)
-        kept = checks._data[RECORD]
-        for state in range(256):
-            checks._data[RECORD] = state
-            found = checks.read(1)
-            if found is not None:
-                assert before is not None and found.state <= before.state and found.key == before.key
-        checks._data[RECORD] = kept
-    checks.close()
-
-
-def test_records_of_two_slots_cannot_be_exchanged(arena_dir: Path) -> None:
-    checks = new_checks(arena_dir)
-    prepare_both(checks)
-    checks._data[4096:RECORD] = bytes(checks._data[RECORD : RECORD + 128])
-    assert checks.read(0) is None
-    checks.close()
+    checks.store_covered(0, (SnapshotId(OLD, 1), 10))
+    checks.store_covered(1, (SnapshotId(OLD, 2), 20))
 
 
 def test_what_is_covered_must_be_what_was_checked(arena_dir: Path) -> None:
     checks = new_checks(arena_dir)
-    for args in ((1, NEW, 3, 30), (0, NEW, 3, 30), (1, OLD, 3, 30), (1, NEW, 4, 30), (1, NEW, 3, 31)):
+    three, four = SnapshotId(NEW, 3), SnapshotId(NEW, 4)
+    others = [(0, (three, 30)), (1, (SnapshotId(OLD, 3), 30)), (1, (four, 30)), (1, (three, 31))]
+    for slot, seal_id in [(1, (three, 30)), *others]:
         with pytest.raises(ArenaError, match="not CHECKED for iteration"):
-            checks.store_covered(*args)
+            checks.store_covered(slot, seal_id)
         check(checks, 1, NEW, 3)
     assert_tells(checks.read(1), CheckState.CHECKED, NEW, 3)
     checks.close()
@@ -279,7 +120,7 @@ def test_a_reader_beside_the_writer_never_sees_a_mixture(arena_dir: Path) -> Non
         for iteration in range(1, 4000):
             check(writer, 1, NEW, iteration)
             if iteration % 3 == 0:
-                writer.store_covered(1, NEW, iteration, 10 * iteration)
+                writer.store_covered(1, (SnapshotId(NEW, iteration), 10 * iteration))
         ended.set()
 
     thread = threading.Thread(target=write)
@@ -292,8 +133,8 @@ def test_a_reader_beside_the_writer_never_sees_a_mixture(arena_dir: Path) -> Non
         while not ended.is_set() and time.monotonic() < deadline:
             found = reader.read(1)
             if found is not None:
-                assert_tells(found, found.state, NEW, found.iteration)
-                assert found.state == CheckState.CHECKED or found.iteration % 3 == 0
+                assert_tells(found, found.state, NEW, found.snapshot.iteration)
+                assert found.state == CheckState.CHECKED or found.snapshot.iteration % 3 == 0
         thread.join(60)
     finally:
         sys.setswitchinterval(before)
@@ -316,7 +157,7 @@ def test_leases(arena_dir: Path) -> None:
     with pytest.raises(ValueError, match="more than 60 s"):
         writer.lease(0, time.monotonic_ns() + 61 * 10**9)
     for forged in (time.monotonic_ns() + 62 * 10**9, (1 << 64) - 1):
-        writer._store(512, forged.to_bytes(8, "little"))
+        writer._stores.store(512, forged.to_bytes(8, "little"))
         assert not reader.leased(0)
     reader.close()
     writer.close()
@@ -359,26 +200,13 @@ def test_another_version_is_a_mismatch(arena_dir: Path) -> None:
     Checks.create_or_open(arena_dir, SLOTS, CHUNKS, DIGEST, False).close()
 
 
-@settings(max_examples=200, deadline=None)
-@given(st.binary(max_size=600))
-def test_any_bytes_are_refused(data: bytes) -> None:
-    directory = Path(tempfile.mkdtemp(prefix="ftckpt-test-checks-", dir="/dev/shm"))
-    try:
-        (directory / "checks").write_bytes(data)
-        with pytest.raises(ArenaError):
-            Checks.create_or_open(directory, SLOTS, CHUNKS, DIGEST, False)
-    finally:
-        shutil.rmtree(directory)
-
-
 def test_arguments_out_of_range(arena_dir: Path) -> None:
     checks = new_checks(arena_dir)
     for call in (lambda: checks.read(2), lambda: checks.read(-1), lambda: checks.leased(2), lambda: checks.clear(9)):
         with pytest.raises(IndexError):
             call()
-    for lineage, hashes in ((b"short", hashes_of(1)), (NEW, np.zeros(CHUNKS + 1, np.uint64))):
-        with pytest.raises(ValueError, match="16"):
-            checks.store_checked(0, lineage, 1, 1, hashes, 0.0)
+    with pytest.raises(ValueError, match="chunks"):
+        checks.store_checked(0, (SnapshotId(NEW, 1), 1), np.zeros(CHUNKS + 1, np.uint64), 0.0)
     checks.close()
     for slots, chunks, digest in (
         (0, 1, DIGEST),
@@ -404,7 +232,7 @@ def test_no_room_leaves_nothing_behind(arena_dir: Path, monkeypatch: pytest.Monk
 CREATE = """
 import sys
 from pathlib import Path
-from ftckpt.arena import checks
+from ftckpt.store import checks
 print("ready", flush=True)
 while True:
     checks._create(Path(sys.argv[1]) / "checks", 2, 3, b"d" * 16)

@@ -15,11 +15,15 @@ import numpy as np
 import pytest
 import xxhash
 
-from ftckpt.arena.checks import Checks
-from ftckpt.arena.segment import Arena, JobLock, node_directory
-from ftckpt.cli import main
-from ftckpt.state.fragment import Box, Fragment
-from ftckpt.state.manifest import Manifest
+from ftckpt.commands.main import main
+from ftckpt.model.fragment import Box, Fragment
+from ftckpt.model.manifest import Manifest
+from ftckpt.model.snapshot import SnapshotId
+from ftckpt.store.arena import Arena
+from ftckpt.store.checks import Checks
+from ftckpt.store.control import FORMAT
+from ftckpt.store.directory import node_directory
+from ftckpt.store.locks import JobLock
 
 REPOSITORY = Path(__file__).parents[2]
 WEIGHTS = Fragment.whole("w", "F32", (3000,), Box((0,), (3000,)))
@@ -40,8 +44,8 @@ def arena_with_snapshot(root: Path, tp: int = 0, node: str = "n0") -> Path:
     for chunk in range(len(arena.image.chunks)):
         arena.control.set_chunk_hash(1, chunk, arena.hash_chunk(1, chunk))
     arena.control.set_objects(1, 0, xxhash.xxh3_64_intdigest(b""))
-    arena.control.seal(1, LINEAGE, 120)
-    arena.control.mark_whole(LINEAGE, 119)
+    arena.control.seal(1, SnapshotId(LINEAGE, 120))
+    arena.control.mark_whole(SnapshotId(LINEAGE, 119))
     arena.close()
     return arena.path
 
@@ -96,7 +100,7 @@ def test_inspect_tells_how_far_a_snapshot_has_come(root: Path, capsys: pytest.Ca
     control, chunks = arena.control, len(arena.image.chunks)
     control.begin(0)
     control.set_objects(0, 0, xxhash.xxh3_64_intdigest(b""))
-    control.seal(0, LINEAGE, 121, hashed=False)
+    control.seal(0, SnapshotId(LINEAGE, 121), hashed=False)
 
     def shown() -> tuple[list[str], str]:
         assert main(["inspect", "--verify", str(path)]) == 0
@@ -106,15 +110,16 @@ def test_inspect_tells_how_far_a_snapshot_has_come(root: Path, capsys: pytest.Ca
     assert shown()[0] == ["SEALED", "121", "open", "unchecked"]
     checks = Checks.create_or_open(path, 2, chunks, arena.manifest.digest, writable=True)
     record = control.record(0)
-    named = (record.lineage, record.iteration, record.sequence)
+    named = record.seal_id
+    assert named is not None
     hashes = np.array([arena.hash_chunk(0, chunk) for chunk in range(chunks)], np.uint64)
-    checks.store_checked(0, *named, hashes, 0.25)
+    checks.store_checked(0, named, hashes, 0.25)
     assert shown()[0] == ["CHECKED", "121", "0.250s", "yes"]
-    control.mark_target(LINEAGE, 121)
+    control.mark_target(SnapshotId(LINEAGE, 121))
     assert "being protected on all nodes: iteration 121 of lineage 1f2e3d4c" in shown()[1]
-    control.mark_target(bytes(16), -1)
-    checks.store_covered(0, *named)
-    control.mark_protected(LINEAGE, 121)
+    control.mark_target(None)
+    checks.store_covered(0, named)
+    control.mark_protected(SnapshotId(LINEAGE, 121))
     state, out = shown()
     assert state == ["PROTECTED", "121", "0.250s", "yes"]
     assert "n0/" + path.name + ": protected on all nodes: iteration 121 of lineage 1f2e3d4c" in out
@@ -147,7 +152,7 @@ def test_inspect_a_slot_copied_elsewhere(root: Path, capsys: pytest.CaptureFixtu
     ("damage", "state", "note"),
     [
         (lambda path: flip(path / "control", 20), "UNREADABLE", "header checksum"),
-        (lambda path: flip(path / "control", 4096 + 128 + 70), "TORN", "slot 1: bad: record"),
+        (lambda path: flip(path / "control", FORMAT.records_offset + 128 + 70), "TORN", "slot 1: bad: record"),
         (lambda path: os.truncate(path / "slot1.safetensors", 5000), "UNUSABLE", "has 5000 bytes"),
     ],
 )
@@ -251,13 +256,13 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_torch_is_not_loaded() -> None:
-    code = "import sys, ftckpt.cli; sys.exit('torch' in sys.modules or 'safetensors' in sys.modules)"
+    code = "import sys, ftckpt.commands.main; sys.exit('torch' in sys.modules or 'safetensors' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, check=False).returncode == 0
 
 
 def test_timeline_runs_without_torch_and_matplotlib(tmp_path: Path) -> None:
     event_logs(tmp_path / "events", (5,))
-    code = "import sys, ftckpt.cli; code = ftckpt.cli.main(['timeline', sys.argv[1]])\n"
+    code = "import sys, ftckpt.commands.main; code = ftckpt.commands.main.main(['timeline', sys.argv[1]])\n"
     code += "sys.exit(code or any(name in sys.modules for name in ('torch', 'matplotlib')))"
     run = subprocess.run(
         [sys.executable, "-c", code, str(tmp_path)], cwd=REPOSITORY, check=False, capture_output=True

@@ -18,27 +18,26 @@ from test_convert import Memory, array, model, read_all, wholes
 from test_universal_arenas import SHAPES, whole
 from test_universal_arenas import job as arenas_of
 
-from ftckpt import cli_convert
-from ftckpt.cli import main
-from ftckpt.cli_convert import size
+from ftckpt.commands import convert as cli_convert
+from ftckpt.commands.convert import size
+from ftckpt.commands.main import main
+from ftckpt.convert.catalog import Get, Unit
+from ftckpt.convert.consolidation import Consolidator
+from ftckpt.convert.conversion import Options, convert, prepare, run
+from ftckpt.convert.formats import ReadOptions, open_reader, open_writer
+from ftckpt.convert.universal import UniversalReader, UniversalWriter
+from ftckpt.convert.verification import verify
+from ftckpt.convert.weights import WeightsReader, WeightsWriter
 from ftckpt.errors import ConfigError, ConvertError
-from ftckpt.state.fragment import Box, Fragment
-from ftckpt.testing.pool import run_ranks
-from ftckpt.universal.catalog import Get, Unit
-from ftckpt.universal.convert import Options, convert, prepare, run
-from ftckpt.universal.fill import Filler
-from ftckpt.universal.formats import Request, open_sink, open_source
-from ftckpt.universal.reader import UniversalSource
-from ftckpt.universal.verify import verify
-from ftckpt.universal.weights import WeightsSource
-from ftckpt.universal.writer import SafetensorsSink, UniversalSink
+from ftckpt.model.fragment import Box, Fragment
+from tests.support.pool import run_ranks
 
 
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
     """A universal checkpoint."""
     tensors = {**model(3), "weight/layers.0.weight": array((8, 5), seed=9), "buffer/bias": array((4,), seed=8)}
-    convert(Memory(tensors, wholes(tensors)), UniversalSink(tmp_path / "source", 400), Options())
+    convert(Memory(tensors, wholes(tensors)), UniversalWriter(tmp_path / "source", 400), Options())
     return tmp_path / "source"
 
 
@@ -100,7 +99,7 @@ def test_without_a_terminal_progress_is_told_in_lines(
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        (["nowhere", "out"], "nowhere: does not exist"),
+        (["nowhere", "out"], "nowhere: does not exist; a source is the directory of"),
         (["empty", "out"], "empty: is no checkpoint that is known here; known are universal"),
         (["source.partial", "out"], "was never completed"),
         (["source", "empty"], "empty: exists; remove it"),
@@ -153,7 +152,7 @@ def test_a_damaged_source_is_said(source: Path, tmp_path: Path, capsys: pytest.C
 def test_verification_finds_whatever_differs(tmp_path: Path) -> None:
     tensors = model(2)
     source = Memory(tensors, wholes(tensors))
-    conversion = prepare(source, UniversalSink(tmp_path / "unused"), Options())
+    conversion = prepare(source, UniversalWriter(tmp_path / "unused"), Options())
     assert verify(conversion, source, 2) == 4
 
     def against(changed: dict[str, np.ndarray]) -> str:
@@ -175,7 +174,7 @@ def test_verification_finds_whatever_differs(tmp_path: Path) -> None:
 def test_verification_misses_rows_of_a_vocabulary_and_another_iteration(tmp_path: Path) -> None:
     whole, less = {"weight/e": array((8, 2))}, {"weight/e": array((8, 2))[:6]}
     padded = frozenset({"weight/e"})
-    conversion = prepare(Memory(whole, wholes(whole), padded=padded), UniversalSink(tmp_path / "x"), Options())
+    conversion = prepare(Memory(whole, wholes(whole), padded=padded), UniversalWriter(tmp_path / "x"), Options())
     with pytest.raises(ConvertError, match=r"weight/e is F32 \[6, 2\], it was F32 \[8, 2\]"):
         verify(conversion, Memory(less, wholes(less), padded=padded), 1)
     other = Memory(whole, wholes(whole), padded=padded)
@@ -186,16 +185,16 @@ def test_verification_misses_rows_of_a_vocabulary_and_another_iteration(tmp_path
 
 
 def broken_off_after(files: int, monkeypatch: pytest.MonkeyPatch, *words: object) -> None:
-    write, left = UniversalSink.write, list(range(files))
+    write, left = UniversalWriter.write, list(range(files))
 
-    def few(sink: UniversalSink, unit: Unit, get: Get) -> None:
+    def few(writer: UniversalWriter, unit: Unit, get: Get) -> None:
         if not left:
             raise ConvertError("broken off")
         left.pop()
-        write(sink, unit, get)
+        write(writer, unit, get)
 
     with monkeypatch.context() as patch:
-        patch.setattr(UniversalSink, "write", few)
+        patch.setattr(UniversalWriter, "write", few)
         assert main(["convert", *map(str, words), "--max-file", "100", "--workers", "1"]) == 2
 
 
@@ -220,7 +219,7 @@ def changed_universal(path: Path) -> None:
     shutil.rmtree(path)
     tensors = {**model(3), "weight/layers.0.weight": array((8, 5), seed=9), "buffer/bias": array((4,), seed=8)}
     changed = {key: value + 1 for key, value in tensors.items()}
-    convert(Memory(changed, wholes(changed)), UniversalSink(path, 400), Options())
+    convert(Memory(changed, wholes(changed)), UniversalWriter(path, 400), Options())
 
 
 def changed_weights(path: Path) -> None:
@@ -276,7 +275,7 @@ def test_weights_without_masters_come_back_from_deepspeed_as_they_were(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], roles: str
 ) -> None:
     tensors = {"weight/a": array((8, 5)), "weight/b": array((4,)), "exp_avg/a": array((8, 5), seed=2)}
-    convert(Memory(tensors, wholes(tensors)), UniversalSink(tmp_path / "one"), Options())
+    convert(Memory(tensors, wholes(tensors)), UniversalWriter(tmp_path / "one"), Options())
     words = (tmp_path / "one", tmp_path / "ds", "--to", "deepspeed-universal", "--roles", roles, "--verify")
     status, out, err = ftckpt(capsys, *words)
     assert status == 0 and f"verified {2 if roles == 'weight' else 3} tensors" in out, err
@@ -287,17 +286,17 @@ def test_weights_without_masters_come_back_from_deepspeed_as_they_were(
 
 def test_weights_in_files_that_do_not_agree_with_their_index(tmp_path: Path) -> None:
     tensors = {f"weight/{n}": array((10,), seed=n) for n in range(3)}
-    convert(Memory(tensors, wholes(tensors)), SafetensorsSink(tmp_path / "w", 40), Options())
-    assert [f.key for f in WeightsSource(tmp_path / "w").catalog.fragments] == list(tensors)
+    convert(Memory(tensors, wholes(tensors)), WeightsWriter(tmp_path / "w", 40), Options())
+    assert [f.key for f in WeightsReader(tmp_path / "w").catalog.fragments] == list(tensors)
     index = tmp_path / "w" / "model.safetensors.index.json"
     said = json.loads(index.read_text())
     said["weight_map"]["3"] = said["weight_map"]["2"]
     index.write_text(json.dumps(said))
     with pytest.raises(ConvertError, match="does not agree with the files about weight/3"):
-        WeightsSource(tmp_path / "w")
+        WeightsReader(tmp_path / "w")
     index.write_text("{}")
     with pytest.raises(ConvertError, match="is no index"):
-        WeightsSource(tmp_path / "w")
+        WeightsReader(tmp_path / "w")
 
 
 def test_sizes() -> None:
@@ -313,10 +312,10 @@ def test_a_float_tensor_of_16_bits_is_copied_as_it_is(tmp_path: Path, capsys: py
     fragment = Fragment.whole("weight/h", "BF16", (3,), Box((0,), (3,)))
     source = Memory({}, [fragment])
     source.changed = {0: np.uint16([1, 2, 0x7FC1])}
-    convert(source, UniversalSink(tmp_path / "one"), Options())
+    convert(source, UniversalWriter(tmp_path / "one"), Options())
     assert ftckpt(capsys, tmp_path / "one", tmp_path / "two", "--verify")[0] == 0
     assert read_all(tmp_path / "two")["weight/h"] == np.uint16([1, 2, 0x7FC1]).tobytes()
-    assert UniversalSource(tmp_path / "two").catalog.iteration == 7
+    assert UniversalReader(tmp_path / "two").catalog.iteration == 7
 
 
 def test_arenas_of_several_nodes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -388,10 +387,11 @@ def test_a_checkpoint_without_geometry(tmp_path: Path, capsys: pytest.CaptureFix
 
 def saved_by_megatron(rank: int, world_size: int, argv: list[str], path: str) -> None:
     """Train, and save as Megatron does, in the form that loads in any layout."""
-    import jobs
     import train_gpt
     from megatron.core import dist_checkpointing, parallel_state
     from megatron.core.utils import unwrap_model
+
+    from tests.support import jobs
 
     job = train_gpt.build(train_gpt.parse_args([*jobs.TINY, *argv, "--iterations", "9"]))
     for _ in range(2):
@@ -407,7 +407,7 @@ def saved_by_megatron(rank: int, world_size: int, argv: list[str], path: str) ->
 @pytest.mark.multiproc
 def test_between_all_formats_and_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Megatron's own checkpoint through every format that holds optimizer state: the same bits at the end. And what
-    breaks off after some files goes on in another sink, whatever the format."""
+    breaks off after some files goes on in another writer, whatever the format."""
     (tmp_path / "save").mkdir()
     run_ranks(saved_by_megatron, 2, ["--tp", "2", "--untie"], str(tmp_path / "save"))
     steps = [
@@ -438,10 +438,10 @@ def broken_off_again_and_again(source: Path, out: Path, to: str) -> None:
     """Convert, each time with an error after a third of the files."""
     out.parent.mkdir(exist_ok=True)
     for resumed in range(10):
-        sink = open_sink(out, to, 64 << 10)
-        conversion = prepare(UniversalSource(source), sink, Options(workers=1))
+        writer = open_writer(out, to, 64 << 10)
+        conversion = prepare(UniversalReader(source), writer, Options(workers=1))
         each = -(-len(conversion.units) // 3)
-        real, left = sink.write, [each]
+        real, left = writer.write, [each]
 
         def write(unit: Unit, get: Get, real: Callable[..., None] = real, left: list[int] = left) -> None:
             if not left[0]:
@@ -449,7 +449,7 @@ def broken_off_again_and_again(source: Path, out: Path, to: str) -> None:
             left[0] -= 1
             real(unit, get)
 
-        sink.write = write  # type: ignore[method-assign]
+        writer.write = write  # type: ignore[method-assign]
         try:
             report = run(conversion, Options(workers=1))
         except Enough:
@@ -460,9 +460,9 @@ def broken_off_again_and_again(source: Path, out: Path, to: str) -> None:
 
 
 def tensors_of(path: Path) -> dict[str, bytes]:
-    source = open_source([path], Request())
+    source = open_reader([path], ReadOptions())
     found = {}
-    filler = Filler(source)
+    filler = Consolidator(source)
     for tensor in filler.tensors:
         found[tensor.key] = filler.get(tensor, 0, tensor.rows).tobytes()
     source.close()

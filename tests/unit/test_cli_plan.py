@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
-from ftckpt.cli import main
-from ftckpt.cli_plan import BYTES_PER_PARAM, Job, build
-from ftckpt.protect.groups import Modes, slot_groups
+from ftckpt.commands.main import main
+from ftckpt.commands.plan import BYTES_PER_PARAM, JobShape, build
+from ftckpt.parity.groups import slot_groups
+from ftckpt.parity.modes import Modes
 
 SIZE = "--tp 8 --pp 8 --dp 8 --gpus-per-node 8 --params 34e9"
 
@@ -89,7 +90,7 @@ def test_more_losses_survive_more_and_cost_more(capsys: pytest.CaptureFixture[st
 
 
 def test_experts_have_replica_sets_of_their_own() -> None:
-    job = Job(2, 1, 8, 2, 4, 8, 1_000_000, 600_000, False, 0, 4096, 4096)
+    job = JobShape(2, 1, 8, 2, 4, 8, 1_000_000, 600_000, False, 0, 4096, 4096)
     sets = job.replica_sets()
     assert sorted({len(ranks) for ranks in sets}) == [2, 8]
     assert sum(sets.values()) == BYTES_PER_PARAM * 1_000_000

@@ -6,13 +6,13 @@ from itertools import combinations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from pyeclib.ec_iface import ECDriver
 
 from ftckpt.errors import ConfigError, LostError
-from ftckpt.protect import codecs
-from ftckpt.protect.codecs import MISSING, Bytes, coefficient, decode, encode
+from ftckpt.parity import codecs
+from ftckpt.parity.codecs import MISSING, Bytes, coefficient, decode, encode
 
 LENGTHS = [1, 100, 4096, 16 << 10, (128 << 10) + 1, (256 << 10) - 1, (256 << 10) + 77, (1 << 20) + 4097]
 
@@ -118,7 +118,6 @@ def test_whatever_is_missing_comes_back_by_any_rows(code: str, length: int) -> N
                     assert np.array_equal(found[index], padded(data[index], length)), (lost, rows, index)
 
 
-@settings(max_examples=200, deadline=None)
 @given(st.data())
 def test_random_stripes_come_back(draw: st.DataObject) -> None:
     length = draw.draw(st.integers(1, 5000))

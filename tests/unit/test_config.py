@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,8 @@ def configs(draw: st.DrawFn) -> Config:
             strategy = st.integers(int(least), 1 << 40).filter(lambda n, name=setting.name: (name, n) != ("slots", 1))
         elif type(setting.default) is float:
             strategy = SECS
+        elif type(setting.default) is bool:
+            strategy = st.booleans()
         elif setting.name in ("job", "node", "rack"):
             strategy = st.just("") | NAMES
         elif setting.name == "arena":
@@ -179,6 +182,10 @@ def test_every_flag_holds_the_rules_of_its_field(name: str) -> None:
     elif setting.metadata["choices"]:
         with pytest.raises(ConfigError, match=f"^{name}: .*not one of"):
             Config.from_flags(["--ftckpt", flag, "never"])
+    elif setting.default is False:
+        assert getattr(Config.from_flags(["--ftckpt", flag])[0], name) is True
+        with pytest.raises(ConfigError, match=f"^{flag}: takes no value"):
+            Config.from_flags(["--ftckpt", f"{flag}=true"])
     else:
         value = SAMPLES.get(name, "x")
         assert getattr(Config.from_flags(["--ftckpt", flag, value])[0], name) == value
@@ -236,5 +243,6 @@ def test_a_parser_with_the_flags_knows_them_all() -> None:
     assert (given.ftckpt, given.ftckpt_interval, given.ftckpt_on_lost) == (True, 7, "fresh")
     for setting in fields(Config):
         if setting.name != "enabled":
-            assert f"--ftckpt-{setting.name.replace('_', '-')} " in text
+            flag = f"--ftckpt-{setting.name.replace('_', '-')}"
+            assert re.search(rf"{flag}\s", text)
             assert getattr(given, f"ftckpt_{setting.name}") is not None

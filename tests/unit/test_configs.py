@@ -180,8 +180,8 @@ def test_every_option_has_a_comment_of_its_own(path: Path) -> None:
 MEGATRON_LM = """
 import json, sys
 sys.path.insert(0, sys.argv.pop(1))
-from ftckpt.testing import cpu
-cpu.install()
+from ftckpt import standin
+standin.install()
 from megatron.training.arguments import core_transformer_config_from_args, parse_args, validate_args
 args = parse_args()
 validate_args(args)

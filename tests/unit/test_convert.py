@@ -12,22 +12,21 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from ftckpt.convert.catalog import Bytes, Catalog, Reader, Tensor
+from ftckpt.convert.consolidation import Consolidator, cast, take
+from ftckpt.convert.conversion import Options, convert, prepare
+from ftckpt.convert.universal import UniversalReader, UniversalWriter
+from ftckpt.convert.weights import WeightsWriter
 from ftckpt.errors import ConvertError
-from ftckpt.state.fragment import Box, Fragment
-from ftckpt.universal.catalog import Bytes, Catalog, Source, Tensor
-from ftckpt.universal.convert import Options, convert, prepare
-from ftckpt.universal.derived import cast
-from ftckpt.universal.fill import Filler, take
-from ftckpt.universal.reader import UniversalSource
-from ftckpt.universal.writer import SafetensorsSink, UniversalSink
+from ftckpt.model.fragment import Box, Fragment
 
 NUMPY = {"F32": np.float32, "BF16": np.uint16, "I64": np.int64, "U8": np.uint8}
 
 
-class Memory(Source):
+class Memory(Reader):
     """A source of arrays: each fragment's elements are those of its tensor in ``whole``, unless ``changed`` says
     otherwise."""
 
@@ -93,7 +92,7 @@ def model(num: int = 6) -> dict[str, np.ndarray]:
 
 
 def read_all(path: Path) -> dict[str, bytes]:
-    source = UniversalSource(path)
+    source = UniversalReader(path)
     found = {f.key: source.read(i).tobytes() for i, f in enumerate(source.catalog.fragments)}
     source.close()
     return found
@@ -113,13 +112,12 @@ def grids(draw: st.DrawFn, shape: tuple[int, ...]) -> list[Fragment]:
     return [Fragment("w/x", "F32", shape, box, lo, hi) for box in boxes for lo, hi in spans(box.numel)]
 
 
-@settings(max_examples=150, deadline=None)
 @given(st.data())
 def test_rows_are_filled_from_any_fragments(data: st.DataObject) -> None:
     shape = tuple(data.draw(st.lists(st.integers(1, 6), min_size=0, max_size=3)))
     whole = {"w/x": array(shape)}
     fragments = data.draw(grids(shape)) + (data.draw(grids(shape)) if data.draw(st.booleans()) else [])
-    filler = Filler(Memory(whole, fragments))
+    filler = Consolidator(Memory(whole, fragments))
     (tensor,) = filler.tensors
     first = data.draw(st.integers(0, tensor.rows - 1))
     last = data.draw(st.integers(first, tensor.rows))
@@ -128,7 +126,6 @@ def test_rows_are_filled_from_any_fragments(data: st.DataObject) -> None:
         assert filler.get(tensor, first, last if shape else 1).tobytes() == rows.tobytes()
 
 
-@settings(max_examples=150, deadline=None)
 @given(st.data())
 def test_a_box_is_taken_out_of_a_flat_range(data: st.DataObject) -> None:
     shape = tuple(data.draw(st.lists(st.integers(1, 5), min_size=1, max_size=3)))
@@ -148,10 +145,10 @@ def test_everything_arrives_in_a_universal_checkpoint(tmp_path: Path, workers: i
     tensors = model()
     told: list[int] = []
     source = Memory(tensors, halves(tensors), padded=frozenset({"master/layers.0.weight"}))
-    sink = UniversalSink(tmp_path / "out", max_file_bytes=400)
-    report = convert(source, sink, Options(workers=workers), told.append)
+    writer = UniversalWriter(tmp_path / "out", max_file_bytes=400)
+    report = convert(source, writer, Options(workers=workers), told.append)
     assert read_all(tmp_path / "out") == {key: value.tobytes() for key, value in tensors.items()}
-    read = UniversalSource(tmp_path / "out").catalog
+    read = UniversalReader(tmp_path / "out").catalog
     assert (read.iteration, read.objects, read.padded) == (7, {"step": 7}, {"master/layers.0.weight"})
     assert report.files > 2 and report.tensors == 12 and sum(told) == report.nbytes
     assert source.confirmed == report.files
@@ -170,23 +167,23 @@ def test_weights_that_derive_are_cast_whatever_roles_are_asked_for(tmp_path: Pat
     ):
         source = Memory(masters, wholes(masters), derived={"weight/a": "BF16"})
         options = Options(roles=frozenset(roles.split(",")) if roles else None)
-        convert(source, UniversalSink(tmp_path / f"out-{roles}"), options)
+        convert(source, UniversalWriter(tmp_path / f"out-{roles}"), options)
         found = read_all(tmp_path / f"out-{roles}")
         assert set(found) == expected
         assert found.get("weight/a", weight) == weight
-    convert(source, SafetensorsSink(tmp_path / "weights"), Options())
+    convert(source, WeightsWriter(tmp_path / "weights"), Options())
     with pytest.raises(ConvertError, match="no nonsense; it has exp_avg, master, weight"):
-        prepare(source, UniversalSink(tmp_path / "x"), Options(roles=frozenset({"nonsense"})))
+        prepare(source, UniversalWriter(tmp_path / "x"), Options(roles=frozenset({"nonsense"})))
 
 
 def test_copies_that_differ_are_an_error_that_names_them(tmp_path: Path) -> None:
     tensors = {"weight/norm": array((6,)), "weight/b": array((6,))}
     source = Memory(tensors, [*wholes(tensors), *wholes(tensors)])
-    convert(source, UniversalSink(tmp_path / "same"), Options())
+    convert(source, UniversalWriter(tmp_path / "same"), Options())
     for index in (0, 2):
         source.changed = {index: tensors["weight/norm"] + np.float32([0, 0, 0, 0, 0, 1e-6])}
         with pytest.raises(ConvertError, match="weight/norm: copies that must be equal differ"):
-            convert(source, UniversalSink(tmp_path / "differ"), Options())
+            convert(source, UniversalWriter(tmp_path / "differ"), Options())
         assert not (tmp_path / "differ").exists()
 
 
@@ -194,24 +191,24 @@ def test_a_copy_of_a_part_is_compared_too(tmp_path: Path) -> None:
     tensors = {"weight/a": array((8, 4))}
     part = Fragment.whole("weight/a", "F32", (8, 4), Box((2, 1), (5, 2)))
     source = Memory(tensors, [*halves(tensors), part])
-    convert(source, UniversalSink(tmp_path / "same"), Options())
+    convert(source, UniversalWriter(tmp_path / "same"), Options())
     source.changed = {2: elements(tensors, part) * np.float32(2)}
     with pytest.raises(ConvertError, match=r"weight/a: copies .*\[2,1\+5,2\]"):
-        convert(source, UniversalSink(tmp_path / "differ"), Options())
+        convert(source, UniversalWriter(tmp_path / "differ"), Options())
 
 
 def test_copies_to_be_averaged_are(tmp_path: Path) -> None:
     tensors = {"weight/norm": np.float32([1, 2, 3, 4])}
     source = Memory(tensors, wholes(tensors) * 3, average=frozenset({"weight/norm"}))
     source.changed = {1: np.float32([2, 2, 5, 4]), 2: np.float32([3, 2, 7, 4])}
-    convert(source, UniversalSink(tmp_path / "out"), Options())
+    convert(source, UniversalWriter(tmp_path / "out"), Options())
     assert np.frombuffer(read_all(tmp_path / "out")["weight/norm"], np.float32).tolist() == [2, 2, 5, 4]
 
 
 def test_some_rows_of_large_copies_are_averaged_in_little_memory() -> None:
     tensors = {"weight/x": array((2048, 4096))}
     source = Memory(tensors, [*wholes(tensors), *halves(tensors)], average=frozenset({"weight/x"}))
-    filler = Filler(source)
+    filler = Consolidator(source)
     source.changed[0] = (tensors["weight/x"] + 2).reshape(-1)
     tracemalloc.start()
     try:
@@ -230,7 +227,7 @@ def test_bfloat16_copies_are_averaged_in_more_bits(tmp_path: Path) -> None:
     fragment = Fragment.whole("weight/n", "BF16", (2,), Box((0,), (2,)))
     source = Memory({}, [fragment, fragment], average=frozenset({"weight/n"}))
     source.changed = dict(enumerate(bits))
-    convert(source, UniversalSink(tmp_path / "out"), Options())
+    convert(source, UniversalWriter(tmp_path / "out"), Options())
     found = torch.frombuffer(bytearray(read_all(tmp_path / "out")["weight/n"]), dtype=torch.bfloat16)
     assert found.tolist() == [1.5, 3.0]
 
@@ -239,10 +236,10 @@ def test_a_source_that_is_not_whole_or_contradicts_itself_is_refused(tmp_path: P
     tensors = model(1)
     fragments = halves(tensors)
     with pytest.raises(ConvertError, match=r"does not hold all elements of master/layers\.0\.weight: .* missing"):
-        prepare(Memory(tensors, fragments[1:]), UniversalSink(tmp_path / "x"), Options())
+        prepare(Memory(tensors, fragments[1:]), UniversalWriter(tmp_path / "x"), Options())
     other = Fragment.whole("master/layers.0.weight", "F32", (9, 5), Box((0, 0), (9, 5)))
     with pytest.raises(ConvertError, match=r"disagree what it is: F32 \[8, 5\] and F32 \[9, 5\]"):
-        prepare(Memory(tensors, [*fragments, other]), UniversalSink(tmp_path / "x"), Options())
+        prepare(Memory(tensors, [*fragments, other]), UniversalWriter(tmp_path / "x"), Options())
     assert list(tmp_path.iterdir()) == []
 
 
@@ -250,7 +247,7 @@ def test_a_destination_that_exists_is_an_error(tmp_path: Path) -> None:
     tensors = model(1)
     (tmp_path / "out").mkdir()
     with pytest.raises(ConvertError, match="out: exists"):
-        convert(Memory(tensors, wholes(tensors)), UniversalSink(tmp_path / "out"), Options())
+        convert(Memory(tensors, wholes(tensors)), UniversalWriter(tmp_path / "out"), Options())
 
 
 class Broken(Exception):
@@ -267,7 +264,7 @@ def break_off(tmp_path: Path, tensors: Mapping[str, np.ndarray], after: int, **o
 
     source.on_read = fail
     with pytest.raises(Broken):
-        convert(source, UniversalSink(tmp_path / "out", 400), Options(workers=1, **options))  # type: ignore[arg-type]
+        convert(source, UniversalWriter(tmp_path / "out", 400), Options(workers=1, **options))  # type: ignore[arg-type]
 
 
 def test_a_broken_off_conversion_goes_on(tmp_path: Path) -> None:
@@ -278,7 +275,7 @@ def test_a_broken_off_conversion_goes_on(tmp_path: Path) -> None:
     assert len(written) == 3
     source = Memory(tensors, wholes(tensors))
     told: list[int] = []
-    report = convert(source, UniversalSink(tmp_path / "out", 400), Options(workers=2), told.append)
+    report = convert(source, UniversalWriter(tmp_path / "out", 400), Options(workers=2), told.append)
     assert report.resumed == 3 and source.reads == 12 - 6
     assert sum(told) == 12 * 160
     assert read_all(tmp_path / "out") == {key: value.tobytes() for key, value in tensors.items()}
@@ -295,7 +292,7 @@ def test_a_finished_file_that_was_changed_is_written_again(tmp_path: Path) -> No
     two.write_bytes(two.read_bytes()[:-1])
     journal = tmp_path / "out.partial.jsonl"
     journal.write_text(journal.read_text() + '{"file": "tensors-0000')  # a kill in the middle of a line
-    report = convert(Memory(tensors, wholes(tensors)), UniversalSink(tmp_path / "out", 400), Options())
+    report = convert(Memory(tensors, wholes(tensors)), UniversalWriter(tmp_path / "out", 400), Options())
     assert report.resumed == 1
     assert read_all(tmp_path / "out") == {key: value.tobytes() for key, value in tensors.items()}
 
@@ -316,32 +313,32 @@ def test_a_partial_one_of_something_else_is_refused(tmp_path: Path, change: str,
     if change == "iteration":
         source._catalog = Catalog("ftckpt", 8, {}, source.catalog.fragments, {"step": 7})
     options = Options(identity={"specification": "llama" if change == "identity" else "gpt"})
-    sink = UniversalSink(tmp_path / "out", 800 if change == "files" else 400)
+    writer = UniversalWriter(tmp_path / "out", 800 if change == "files" else 400)
     with pytest.raises(ConvertError, match=text):
-        convert(source, sink, options)
+        convert(source, writer, options)
     (tmp_path / "out.partial.jsonl").unlink()
     with pytest.raises(ConvertError, match="begun by something else"):
-        convert(source, UniversalSink(tmp_path / "out", 400), options)
+        convert(source, UniversalWriter(tmp_path / "out", 400), options)
 
 
 def test_killed_between_the_name_and_the_end_of_the_journal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tensors = model()
-    monkeypatch.setattr("ftckpt.universal.journal.Journal.end", lambda self: None)
-    convert(Memory(tensors, wholes(tensors)), UniversalSink(tmp_path / "out"), Options())
+    monkeypatch.setattr("ftckpt.convert.storage.Journal.end", lambda self: None)
+    convert(Memory(tensors, wholes(tensors)), UniversalWriter(tmp_path / "out"), Options())
     monkeypatch.undo()
     assert (tmp_path / "out.partial.jsonl").exists()
     other = {key: value + 1 for key, value in model(1).items()}
     with pytest.raises(ConvertError, match="exists"):
-        convert(Memory(other, halves(other)), UniversalSink(tmp_path / "out"), Options())
+        convert(Memory(other, halves(other)), UniversalWriter(tmp_path / "out"), Options())
     source = Memory(tensors, wholes(tensors))
-    assert convert(source, UniversalSink(tmp_path / "out"), Options()).resumed == 1
+    assert convert(source, UniversalWriter(tmp_path / "out"), Options()).resumed == 1
     assert source.reads == 0 and not (tmp_path / "out.partial.jsonl").exists()
 
 
 def test_too_little_memory_for_one_file_is_said_before_anything_is_written(tmp_path: Path) -> None:
     tensors = {"weight/large": array((1000, 10))}
     with pytest.raises(ConvertError, match=r"for weight/large, takes 120000 bytes of memory.*--max-memory"):
-        convert(Memory(tensors, wholes(tensors)), UniversalSink(tmp_path / "out"), Options(max_memory=100_000))
+        convert(Memory(tensors, wholes(tensors)), UniversalWriter(tmp_path / "out"), Options(max_memory=100_000))
     assert list(tmp_path.iterdir()) == []
 
 
@@ -351,8 +348,8 @@ def test_workers_together_stay_in_their_memory(tmp_path: Path) -> None:
     tensors = {f"weight/{n}": array((100, 10), seed=n) for n in range(12)}
     source = Memory(tensors, wholes(tensors))
     guard, at_once, most = threading.Lock(), [0], [0]
-    sink = UniversalSink(tmp_path / "out", 4000)
-    real = sink.write
+    writer = UniversalWriter(tmp_path / "out", 4000)
+    real = writer.write
 
     def write(unit: object, get: object) -> None:
         with guard:
@@ -362,19 +359,19 @@ def test_workers_together_stay_in_their_memory(tmp_path: Path) -> None:
         with guard:
             at_once[0] -= 1
 
-    sink.write = write  # type: ignore[method-assign, assignment]
-    convert(source, sink, Options(workers=8, max_memory=24_000))
+    writer.write = write  # type: ignore[method-assign, assignment]
+    convert(source, writer, Options(workers=8, max_memory=24_000))
     assert most[0] <= 2
 
 
 def test_no_room_is_said_beforehand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tensors = model()
     usage = type("usage", (), {"free": 1000})
-    monkeypatch.setattr("ftckpt.universal.convert.shutil.disk_usage", lambda path: usage)
+    monkeypatch.setattr("ftckpt.convert.conversion.shutil.disk_usage", lambda path: usage)
     with pytest.raises(ConvertError, match=r"1000 are free.*stays"):
-        convert(Memory(tensors, wholes(tensors)), UniversalSink(tmp_path / "out"), Options())
+        convert(Memory(tensors, wholes(tensors)), UniversalWriter(tmp_path / "out"), Options())
     monkeypatch.undo()
-    convert(Memory(tensors, wholes(tensors)), UniversalSink(tmp_path / "out"), Options())
+    convert(Memory(tensors, wholes(tensors)), UniversalWriter(tmp_path / "out"), Options())
 
 
 def test_what_a_live_job_wrote_over_does_not_count(tmp_path: Path) -> None:
@@ -386,15 +383,15 @@ def test_what_a_live_job_wrote_over_does_not_count(tmp_path: Path) -> None:
 
     source.confirm = moved_on  # type: ignore[method-assign]
     with pytest.raises(ConvertError, match="moved on"):
-        convert(source, UniversalSink(tmp_path / "out", 400), Options(workers=1))
+        convert(source, UniversalWriter(tmp_path / "out", 400), Options(workers=1))
     assert len((tmp_path / "out.partial.jsonl").read_text().splitlines()) == 1
     assert json.loads((tmp_path / "out.partial.jsonl").read_text())["identity"]["iteration"] == "7"
 
 
 def test_tensor_of_no_elements(tmp_path: Path) -> None:
     tensors = {"weight/none": array((0, 4)), "weight/some": array((2, 4)), "step/s": array((), "F32")}
-    convert(Memory(tensors, wholes(tensors)), UniversalSink(tmp_path / "out"), Options())
+    convert(Memory(tensors, wholes(tensors)), UniversalWriter(tmp_path / "out"), Options())
     assert read_all(tmp_path / "out") == {key: value.tobytes() for key, value in tensors.items()}
-    assert prepare(Memory(tensors, wholes(tensors)), UniversalSink(tmp_path / "y"), Options()).tensors == tuple(
+    assert prepare(Memory(tensors, wholes(tensors)), UniversalWriter(tmp_path / "y"), Options()).tensors == tuple(
         Tensor(key, "F32", value.shape) for key, value in tensors.items()
     )

@@ -16,16 +16,15 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 import yaml
-from flips import Record, flipped, noticed, of_distributed, records
 
-from ftckpt.cli import main
+from ftckpt.commands.main import main
+from ftckpt.convert.foreign import archives, pickles
+from ftckpt.convert.foreign.archives import SMALL_BYTES
+from ftckpt.convert.language.spec import Spec
+from ftckpt.convert.megatron.dist_reader import Directory
+from ftckpt.convert.megatron.legacy_reader import MegatronLegacyReader
 from ftckpt.errors import ConvertError
-from ftckpt.universal.foreign import pickles
-from ftckpt.universal.foreign import records as foreign_records
-from ftckpt.universal.foreign.records import SMALL_BYTES
-from ftckpt.universal.language.spec import Spec
-from ftckpt.universal.megatron.dcp import Directory
-from ftckpt.universal.megatron.legacy import MegatronLegacySource
+from tests.support.flips import Record, flipped, noticed, of_distributed, records
 
 LARGE = SMALL_BYTES // 4 + 1000
 RULES = [
@@ -69,7 +68,7 @@ def of_size(file: Path, numel: int) -> Record:
 def test_no_record_can_be_flipped_unseen(tmp_path: Path) -> None:
     file = write(tmp_path)
     every = records(file)
-    said = noticed(lambda: MegatronLegacySource(tmp_path, SPEC), every)
+    said = noticed(lambda: MegatronLegacyReader(tmp_path, SPEC), every)
     assert set(said) == set(every) and len(every) > 8
     assert ": weight/large.weight is damaged" in said[of_size(file, LARGE)]
     assert ": model.norm.weight is damaged" in said[of_size(file, 7)]
@@ -95,12 +94,12 @@ def test_a_record_is_compared_whole_when_a_part_of_it_is_read(tmp_path: Path, at
     with flipped(of_size(tmp_path / "x.pt", LARGE), at):
         middle = pickles.load(tmp_path / "x.pt")["flat"][100:120]
         with pytest.raises(ConvertError, match=r"x\.pt: exp_avg/w is damaged"):
-            foreign_records.check(middle, "exp_avg/w")
+            archives.check(middle, "exp_avg/w")
 
 
 def test_each_byte_is_compared_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path)
-    source = MegatronLegacySource(tmp_path, SPEC)
+    source = MegatronLegacyReader(tmp_path, SPEC)
     compared: list[int] = []
     crc32 = zlib.crc32
 
@@ -108,7 +107,7 @@ def test_each_byte_is_compared_once(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         compared.append(len(data))
         return crc32(data)
 
-    monkeypatch.setattr(foreign_records.zlib, "crc32", counted)
+    monkeypatch.setattr(archives.zlib, "crc32", counted)
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(source.read, list(range(3)) * 5))
     assert sorted(compared) == [4 * LARGE, 8 * LARGE]  # all else was small, and compared when it was opened
@@ -119,13 +118,13 @@ def test_what_was_written_without_checksums_is_read(tmp_path: Path) -> None:
     file = write(tmp_path / "pt")
     dcp.save({"a": torch.arange(float(LARGE))}, checkpoint_id=tmp_path / "dcp", no_dist=True)
     assert {entry.CRC for entry in zipfile.ZipFile(file).infolist()} == {0}
-    source = MegatronLegacySource(tmp_path / "pt", SPEC)
+    source = MegatronLegacyReader(tmp_path / "pt", SPEC)
     assert source.read(1).tobytes() == model()["large.weight"].numpy().tobytes()
     directory = Directory(tmp_path / "dcp")
     (chunk,) = directory.tensors["a"].chunks
     assert directory.chunk("a", chunk).tobytes() == torch.arange(float(LARGE)).numpy().tobytes()
     with flipped(of_size(file, LARGE)):  # nobody can tell
-        MegatronLegacySource(tmp_path / "pt", SPEC).read(1)
+        MegatronLegacyReader(tmp_path / "pt", SPEC).read(1)
 
 
 def test_storages_that_were_left_out_and_filled_later_are_read(tmp_path: Path) -> None:
@@ -137,14 +136,14 @@ def test_storages_that_were_left_out_and_filled_later_are_read(tmp_path: Path) -
         file.seek(record.begin)
         file.write(torch.arange(float(LARGE)).numpy().tobytes())
     value = pickles.load(tmp_path / "x.pt")
-    foreign_records.check(value["a"], "a")
+    archives.check(value["a"], "a")
     assert torch.equal(value["a"], torch.arange(float(LARGE)))
 
 
 def test_the_format_before_torch_1_6_has_none(tmp_path: Path) -> None:
     torch.save({"a": torch.ones(3)}, tmp_path / "x.pt", _use_new_zipfile_serialization=False)
     value = pickles.load(tmp_path / "x.pt")
-    foreign_records.check(value["a"], "a")
+    archives.check(value["a"], "a")
     assert value["a"].tolist() == [1, 1, 1]
 
 
@@ -155,7 +154,7 @@ def test_a_file_of_a_machine_with_another_byte_order(tmp_path: Path, monkeypatch
         patched.setattr(sys, "byteorder", other)
         torch.save({"a": torch.arange(LARGE)}, tmp_path / "x.pt")
     value = pickles.load(tmp_path / "x.pt")
-    foreign_records.check(value["a"], "a")
+    archives.check(value["a"], "a")
     assert value["a"][1] == 1 << 56
     with flipped(of_size(tmp_path / "x.pt", 2 * LARGE)), pytest.raises(ConvertError, match=r"x\.pt is damaged"):
         pickles.load(tmp_path / "x.pt")
@@ -180,9 +179,9 @@ def test_records_that_nothing_refers_to_hide_no_others(tmp_path: Path, copies: i
     torch.save({"a": page}, tmp_path / "x.pt")
     with_more(tmp_path / "x.pt", {f"data/{99 - number}": bytes(page.nbytes) for number in range(copies)})
     last = [record for record in records(tmp_path / "x.pt") if record.nbytes == page.nbytes][-1]
-    foreign_records.check(pickles.load(tmp_path / "x.pt")["a"], "a")
+    archives.check(pickles.load(tmp_path / "x.pt")["a"], "a")
     with flipped(last), pytest.raises(ConvertError, match=r"x\.pt.* is damaged: .* data/0 do not match"):
-        foreign_records.check(pickles.load(tmp_path / "x.pt")["a"], "a")
+        archives.check(pickles.load(tmp_path / "x.pt")["a"], "a")
 
 
 def test_a_flip_in_the_archives_own_list_is_no_other_tensor(tmp_path: Path) -> None:
@@ -197,7 +196,7 @@ def test_a_flip_in_the_archives_own_list_is_no_other_tensor(tmp_path: Path) -> N
         try:
             value = pickles.load(tmp_path / "x.pt")
             for name in ("a", "b"):
-                foreign_records.check(value[name], name)
+                archives.check(value[name], name)
         except ConvertError as error:
             assert "x.pt" in str(error)
         else:

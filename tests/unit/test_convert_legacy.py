@@ -10,12 +10,11 @@ import numpy as np
 import pytest
 import torch
 
+from ftckpt.convert.conversion import Options, convert
+from ftckpt.convert.language.spec import Spec
+from ftckpt.convert.megatron.legacy_reader import MegatronLegacyReader
+from ftckpt.convert.universal import UniversalReader, UniversalWriter
 from ftckpt.errors import ConvertError
-from ftckpt.universal.convert import Options, convert
-from ftckpt.universal.language.spec import Spec
-from ftckpt.universal.megatron.legacy import MegatronLegacySource
-from ftckpt.universal.reader import UniversalSource
-from ftckpt.universal.writer import UniversalSink
 
 EXPERT = "decoder.layers.{layer}.mlp.experts.local_experts.{expert}.linear_fc1.weight"
 RULES = [
@@ -47,8 +46,8 @@ def experts(numbers: range) -> dict[str, torch.Tensor]:
 
 
 def read(path: Path, to: Path) -> dict[str, bytes]:
-    convert(MegatronLegacySource(path, SPEC), UniversalSink(to), Options())
-    source = UniversalSource(to)
+    convert(MegatronLegacyReader(path, SPEC), UniversalWriter(to), Options())
+    source = UniversalReader(to)
     return {f.key: source.read(i).tobytes() for i, f in enumerate(source.catalog.fragments)}
 
 
@@ -72,13 +71,13 @@ def test_experts_that_tensor_parallel_ranks_are_dealt(tmp_path: Path) -> None:
     assert found["weight/proj.weight"] == PROJ.numpy().tobytes()
     (tmp_path / "iter_0000003" / "mp_rank_01_001" / "model_optim_rng.pt").unlink()
     with pytest.raises(ConvertError, match=r"files of 1 ranks are missing: tp 1 pp 0 ep 1"):
-        MegatronLegacySource(tmp_path, SPEC)
+        MegatronLegacyReader(tmp_path, SPEC)
 
 
 def test_experts_cut_over_ranks_that_names_do_not_tell_are_refused(tmp_path: Path) -> None:
     write(tmp_path, "mp_rank_00", experts(range(4)), sizes(1, etp=2))
     with pytest.raises(ConvertError, match="expert_tensor_parallel_size 2 does not divide"):
-        MegatronLegacySource(tmp_path, SPEC)
+        MegatronLegacyReader(tmp_path, SPEC)
 
 
 @pytest.mark.parametrize(
@@ -101,7 +100,7 @@ def test_ranks_whose_files_do_not_fit_together_are_named(tmp_path: Path, more: d
     for tp, changed in enumerate(({}, more)):
         write(tmp_path, f"mp_rank_{tp:02d}", model, sizes(2), **{"optimizer": optimizer, **changed})
     with pytest.raises(ConvertError, match=text):
-        MegatronLegacySource(tmp_path, spec)
+        MegatronLegacyReader(tmp_path, spec)
     if "iteration" not in more:
-        weights = MegatronLegacySource(tmp_path, spec, roles={"weight"})
+        weights = MegatronLegacyReader(tmp_path, spec, roles={"weight"})
         assert weights.read(0).tobytes() == np.ones(4, np.float32).tobytes()

@@ -13,12 +13,12 @@ import pytest
 import torch
 from test_convert import Memory, array, wholes
 
+from ftckpt.convert.catalog import Catalog
+from ftckpt.convert.conversion import Options, convert, prepare
+from ftckpt.convert.formats import ReadOptions, open_reader, open_writer
+from ftckpt.convert.universal import UniversalWriter
+from ftckpt.convert.verification import verify
 from ftckpt.errors import ConvertError
-from ftckpt.universal.catalog import Catalog
-from ftckpt.universal.convert import Options, convert, prepare
-from ftckpt.universal.formats import Request, open_sink, open_source
-from ftckpt.universal.verify import verify
-from ftckpt.universal.writer import UniversalSink
 
 Change = Callable[[Any], object]
 WEIGHTS = {"weight/layers.0.weight": array((8, 5), "BF16")}
@@ -71,8 +71,8 @@ def source(objects: Mapping[str, Any], origin: str = "universal") -> Memory:
 
 
 def verified(objects: Mapping[str, Any], path: Path, to: str) -> int:
-    conversion = prepare(source(objects), open_sink(path.with_name("never"), to), Options())
-    written = open_source([path], Request())
+    conversion = prepare(source(objects), open_writer(path.with_name("never"), to), Options())
+    written = open_reader([path], ReadOptions())
     try:
         return verify(conversion, written, 1)
     finally:
@@ -119,7 +119,7 @@ def drop(where: str) -> Change:
 def test_universal_checkpoints_hold_all_objects(tmp_path: Path, change: Change, text: str) -> None:
     other = copy.deepcopy(RICH)
     change(other)
-    convert(source(other), UniversalSink(tmp_path / "out"), Options())
+    convert(source(other), UniversalWriter(tmp_path / "out"), Options())
     assert verified(other, tmp_path / "out", "universal") == 3
     with pytest.raises(ConvertError, match=f"the destination is not what the source is: .*{text}"):
         verified(RICH, tmp_path / "out", "universal")
@@ -154,7 +154,7 @@ def argument(name: str, new: Any) -> Change:
     ],
 )
 def test_checkpoints_of_megatron(tmp_path: Path, change: Change, text: str) -> None:
-    convert(source(MEGATRON), open_sink(tmp_path / "out", "megatron-dist"), Options())
+    convert(source(MEGATRON), open_writer(tmp_path / "out", "megatron-dist"), Options())
     assert verified(MEGATRON, tmp_path / "out", "megatron-dist") == 3
     changed_file(tmp_path / "out" / "iter_0000007" / "common.pt", change)
     with pytest.raises(ConvertError, match=text):
@@ -162,10 +162,10 @@ def test_checkpoints_of_megatron(tmp_path: Path, change: Change, text: str) -> N
 
 
 def test_weights_alone_have_no_optimizer(tmp_path: Path) -> None:
-    sink, options = open_sink(tmp_path / "out", "megatron-dist"), Options(roles=frozenset({"weight"}))
-    conversion = prepare(source(MEGATRON), sink, options)
-    convert(source(MEGATRON), sink, options)
-    written = open_source([tmp_path / "out"], Request())
+    writer, options = open_writer(tmp_path / "out", "megatron-dist"), Options(roles=frozenset({"weight"}))
+    conversion = prepare(source(MEGATRON), writer, options)
+    convert(source(MEGATRON), writer, options)
+    written = open_reader([tmp_path / "out"], ReadOptions())
     assert verify(conversion, written, 1) == 1
     written.close()
 
@@ -187,7 +187,7 @@ def test_weights_alone_have_no_optimizer(tmp_path: Path) -> None:
 )
 def test_universal_checkpoints_of_deepspeed(tmp_path: Path, file: str, change: Change, text: str) -> None:
     pytest.importorskip("deepspeed")
-    convert(source(DEEPSPEED), open_sink(tmp_path / "out", "deepspeed-universal"), Options())
+    convert(source(DEEPSPEED), open_writer(tmp_path / "out", "deepspeed-universal"), Options())
     assert verified(DEEPSPEED, tmp_path / "out", "deepspeed-universal") == 2
     folder = tmp_path / "out" / "global_step7"
     if file == "optimizer":
@@ -216,7 +216,7 @@ SNAPSHOT = {
 )
 def test_a_snapshot_as_a_checkpoint_of_megatron(tmp_path: Path, change: Change, text: str) -> None:
     """Of two programs what both have is compared."""
-    convert(source(SNAPSHOT), open_sink(tmp_path / "out", "megatron-dist"), Options())
+    convert(source(SNAPSHOT), open_writer(tmp_path / "out", "megatron-dist"), Options())
     assert verified(SNAPSHOT, tmp_path / "out", "megatron-dist") == 3
     changed_file(tmp_path / "out" / "iter_0000007" / "common.pt", change)
     with pytest.raises(ConvertError, match=text):

@@ -13,18 +13,16 @@ import pytest
 import torch
 
 from ftckpt.capture import copier as copier_module
-from ftckpt.capture.budget import NoBudget
-from ftckpt.capture.clock import HostClock
-from ftckpt.capture.copier import Flight, HostCopier, copy_chunk, make_copier
-from ftckpt.capture.node_budget import NodeBudget
-from ftckpt.capture.pacer import make_pacer
-from ftckpt.capture.plan import ChunkCopy, Segment
-from ftckpt.capture.windows import Always
-from ftckpt.capture.worker import Worker
+from ftckpt.capture.chunks import ChunkCopy, Segment
+from ftckpt.capture.copier import Flight, HostCopier, Worker, copy_chunk, make_copier
 from ftckpt.config import Config
 from ftckpt.events import Events
-from ftckpt.layout.topology import Member, Topology
-from ftckpt.state.piece import Description
+from ftckpt.job.shard import make_pacer
+from ftckpt.model.topology import RankPlace, Topology
+from ftckpt.model.training_state import Description
+from ftckpt.windows.bubbles import Always
+from ftckpt.windows.clock import HostClock
+from ftckpt.windows.node_budget import NoBudget, NodeBudget
 
 LONG_SECS = 20.0
 """Deadline of what is expected to happen."""
@@ -157,18 +155,21 @@ def test_a_stuck_copy_passes_its_deadline_and_nothing_is_told_after_cancel(
     assert not copier.fence(flight, 0.0) or flight.cancelled
 
 
-def test_cancel_waits_for_a_chunk_that_is_being_told(copier: HostCopier) -> None:
-    begun, done = threading.Event(), threading.Event()
+def test_cancel_waits_for_a_chunk_whose_bytes_are_there(copier: HostCopier) -> None:
+    begun, released, done = threading.Event(), threading.Event(), threading.Event()
 
     def landed(chunk: int) -> None:
+        if begun.is_set():  # however late the cancel comes, the flight has not arrived before it
+            raise OSError("a later chunk")
         begun.set()
-        time.sleep(0.2)
+        released.wait(LONG_SECS)
         done.set()
 
     watched = Watched()
     watched.flight = Flight(COPIES, watched.slot, landed, lambda: None)
     flight = watched.start(copier)
     assert begun.wait(LONG_SECS)
+    threading.Timer(0.2, released.set).start()
     assert flight.cancel()
     assert done.is_set(), "a hash is written after the slot was given back"
 
@@ -282,7 +283,7 @@ def test_background_threads_run_on_the_given_cores_and_no_other_thread_does() ->
         watched = Watched()
         assert watched.start(copier).wait(LONG_SECS)
         threads = {t.name: t.native_id for t in threading.enumerate() if t.name.startswith("ftckpt-")}
-        assert set(threads) >= {"ftckpt-copy", "ftckpt-land"}
+        assert set(threads) >= {"ftckpt-copy", "ftckpt-finish"}
         bound = [os.sched_getaffinity(tid) for tid in threads.values() if tid is not None]
         assert {core} in bound and bound.count({core}) >= 2
     assert os.sched_getaffinity(0) == allowed
@@ -314,7 +315,7 @@ def test_each_copy_is_paced_by_the_budget() -> None:
 
 
 def test_the_configured_budget_is_the_nodes(tmp_path: Path) -> None:
-    members = tuple(Member({"dp": rank}, "a" if rank < 2 else "b") for rank in range(5))
+    members = tuple(RankPlace({"dp": rank}, "a" if rank < 2 else "b") for rank in range(5))
     described = Description((), ())
     for gbps, limited in ((0.0, False), (2.5, True)):
         config = Config(copy_gbps=gbps)

@@ -12,18 +12,17 @@ import pytest
 import torch
 
 from ftckpt.capture import copier as copier_module
-from ftckpt.capture.budget import NoBudget
+from ftckpt.capture.chunks import ChunkCopy, Segment
 from ftckpt.capture.copier import Flight, HostCopier, copy_chunk
-from ftckpt.capture.pacing import Plan
-from ftckpt.capture.plan import ChunkCopy, Segment
-from ftckpt.capture.profile import Timeline
-from ftckpt.capture.windows import Always, Bubbles
+from ftckpt.windows.bubbles import Always, Bubbles, Plan
+from ftckpt.windows.iteration import IterationForecast
+from ftckpt.windows.node_budget import NoBudget
 
 LONG_SECS = 20.0
 NUM = 8
 COPIES = [ChunkCopy(chunk, (Segment(0, chunk * 4, 4, chunk * 16, 16),)) for chunk in range(NUM)]
 KINDS = ("start", "window", "forward", "window", "backward", "tail", "fence", "optimizer")
-PLAN = Plan.of(Timeline(KINDS, (0.0, 2.0, 1.0, 2.0, 1.0, 1.0, 0.0, 1.0)), 16.0, 16)
+PLAN = Plan.of(IterationForecast(KINDS, (0.0, 2.0, 1.0, 2.0, 1.0, 1.0, 0.0, 1.0)), 16.0, 16)
 
 
 def pause(dice: random.Random) -> None:
@@ -150,7 +149,7 @@ def test_close_at_any_moment(seed: int, follow: Following) -> None:
         live.zero_()
 
 
-def test_a_landing_that_fails_stops_copies_and_ends_the_flight_behind_them(
+def test_a_finisher_that_fails_stops_copies_and_ends_the_flight_behind_them(
     follow: Following,
 ) -> None:
     live, slot, failed = torch.ones(4 * NUM), torch.zeros(16 * NUM, dtype=torch.uint8), threading.Event()
@@ -208,7 +207,7 @@ def test_a_copy_stuck_during_close_still_ends_its_flight(follow: Following, monk
     snapshot.check(cancelled=True)
 
 
-def test_cancel_end_and_landings_from_any_thread() -> None:
+def test_cancel_end_and_finishers_from_any_thread() -> None:
     """Either the end or the drop comes first, and what comes second knows."""
     for seed in range(150):
         dice, told = random.Random(seed), list[object]()

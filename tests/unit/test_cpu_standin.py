@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from ftckpt.testing.pool import run_ranks
+from tests.support.pool import run_ranks
 
 pytestmark = pytest.mark.multiproc
 
@@ -97,10 +97,10 @@ def pinned_loader(rank: int, world_size: int) -> None:
 def twice(rank: int, world_size: int) -> None:
     import torch
 
-    from ftckpt.testing import cpu
+    from ftckpt import standin
 
     before = (torch.zeros, torch.Tensor.to, torch.distributed.new_group)
-    cpu.install()
+    standin.install()
     assert before == (torch.zeros, torch.Tensor.to, torch.distributed.new_group)
 
 
@@ -233,10 +233,10 @@ def test_a_distributed_optimizer_without_fused_adam_loads() -> None:
 
 IMPORT_ORDER = """
 import sys
-import ftckpt.testing.cpu as cpu
+from ftckpt import standin
 import torch
 assert not torch.cuda.is_available(), "importing must change nothing"
-cpu.install()
+standin.install()
 assert not any(name.startswith("megatron") for name in sys.modules)
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed, _set_cuda_rng_state
 from megatron.core.transformer.moe import moe_utils
@@ -263,8 +263,8 @@ import multiprocessing
 import sys
 import torch
 if __name__ == "__main__":
-    from ftckpt.testing import cpu
-    cpu.install()
+    from ftckpt import standin
+    standin.install()
     # As Megatron's checkpoint writers do: the manager's process imports this file again.
     multiprocessing.get_context("spawn").Manager().Queue().put(1)
 else:
@@ -290,8 +290,8 @@ import multiprocessing
 import os
 import sys
 if __name__ == "__main__":
-    from ftckpt.testing import cpu
-    cpu.install()
+    from ftckpt import standin
+    standin.install()
     manager = multiprocessing.get_context("spawn").Manager()
     print(manager._process.pid, flush=True)
     os._exit(0)  # as ranks of the pool do: nothing is cleaned up

@@ -154,7 +154,45 @@ initialize.install()
 assert deepspeed.initialize is wrapped
 ftckpt.deepspeed.remove()
 assert deepspeed.initialize is wrapped.__wrapped__
-assert not [name for name in sys.modules if name in ("ftckpt.checkpointer", "ftckpt.deepspeed.session")]
+assert not [name for name in sys.modules if name in ("ftckpt.job.checkpointer", "ftckpt.deepspeed.session")]
+"""
+BROKEN = """
+import ftckpt.deepspeed
+import deepspeed
+from ftckpt.deepspeed import initialize
+class Broken:
+    def close(self, remove):
+        raise OSError("disk")
+wrapped = deepspeed.initialize
+initialize.door.checkpointer = Broken()
+initialize.objects["counter"] = 1
+try:
+    ftckpt.deepspeed.remove()
+except OSError:
+    assert deepspeed.initialize is wrapped.__wrapped__ and not initialize.objects
+else:
+    raise AssertionError("the error was lost")
+"""
+REFUSED = """
+import ftckpt.deepspeed
+import deepspeed
+from types import SimpleNamespace
+from ftckpt.deepspeed import initialize, session
+from ftckpt.errors import UnsupportedError
+session.support.check = session.check_isolated = lambda *_: None
+def start(config, place):
+    place()
+    raise AssertionError("a start without hooks for the optimizer")
+session.doors.start = start
+for optimizer in (None, object()):
+    engine = SimpleNamespace(basic_optimizer=optimizer, pipeline_parallelism=False)
+    before = dict(vars(engine))
+    session.coordinates = session.layout_sizes = lambda _: {}
+    try:
+        session.EngineSession(engine, {}, None, None)
+    except UnsupportedError as error:
+        assert "optimizer: " in str(error)
+    assert vars(engine) == before and initialize.door.checkpointer is None and not initialize.door.hooks.undo
 """
 LATER = """
 import sys
@@ -167,7 +205,15 @@ assert "exec_module" not in vars(deepspeed.__spec__.loader)
 """
 
 
-@pytest.mark.parametrize("code", [DOOR, LATER], ids=["removed and installed again", "deepspeed comes later"])
+CODES = {
+    "removed and installed again": DOOR,
+    "deepspeed comes later": LATER,
+    "a checkpointer that cannot be closed": BROKEN,
+    "an optimizer without hooks": REFUSED,
+}
+
+
+@pytest.mark.parametrize("code", CODES.values(), ids=list(CODES))
 def test_the_door_wraps_one_function_and_remove_puts_it_back(code: str) -> None:
     pytest.importorskip("deepspeed")
     ended = subprocess.run(

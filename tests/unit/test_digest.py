@@ -16,9 +16,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ftckpt.state.fragment import Box, Fragment
-from ftckpt.state.piece import Description, Piece
-from ftckpt.testing.digest import Digest, Digester
+from ftckpt.model.fragment import Box, Fragment
+from ftckpt.model.training_state import Description, Piece
+from tests.support.digest import Digest, Digester
 
 DTYPES = {"BF16": torch.bfloat16, "F32": torch.float32, "U8": torch.uint8, "I64": torch.int64}
 Tensors = dict[str, tuple[str, np.ndarray]]
@@ -93,7 +93,7 @@ def split(draw: Any, whole: Tensors) -> list[Description]:
     return [Description(tuple(pieces), ()) for pieces in ranks]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.data())
 def test_every_split_has_the_same_digest(data: st.DataObject) -> None:
     whole = data.draw(tensors())
@@ -102,7 +102,7 @@ def test_every_split_has_the_same_digest(data: st.DataObject) -> None:
     assert {key: count for key, (count, _) in found.items()} == {key: v.size for key, (_, v) in whole.items()}
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.data())
 def test_one_bit_or_two_elements_in_each_others_place_are_seen(data: st.DataObject) -> None:
     whole = data.draw(tensors())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import socket
 import threading
 from collections.abc import Iterator
@@ -11,9 +12,12 @@ import pytest
 from torch._C._distributed_c10d import HashStore, Store, TCPStore
 from torch.distributed.rendezvous import rendezvous as torch_rendezvous
 
-from ftckpt.elastic import rendezvous
-from ftckpt.elastic.identity import job_name, node_name
 from ftckpt.errors import ConfigError, LaunchError
+from ftckpt.frameworks import rendezvous
+from ftckpt.frameworks.launcher import job_name, node_name
+
+TORCH = importlib.import_module("torch.distributed.rendezvous")
+ORIGINAL = getattr(TORCH, rendezvous._HOOK)
 
 
 def test_job_name_prefers_what_is_configured() -> None:
@@ -102,6 +106,12 @@ def test_a_follower_alone_gives_up_at_its_deadline() -> None:
         rendezvous.agree(HashStore(), 1, 2, timeout_secs=0.2)
 
 
+def forget_isolation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a process that has not isolated its attempt; when the test ends torch is as it was."""
+    monkeypatch.setattr(TORCH, rendezvous._HOOK, ORIGINAL)
+    monkeypatch.setattr(rendezvous, "_isolation", "")
+
+
 @pytest.fixture
 def agent_store(monkeypatch: pytest.MonkeyPatch) -> Iterator[TCPStore]:
     """A store as an agent would share it with the single worker that is this process."""
@@ -115,8 +125,8 @@ def agent_store(monkeypatch: pytest.MonkeyPatch) -> Iterator[TCPStore]:
     }
     for key, value in worker.items():
         monkeypatch.setenv(key, value)
+    forget_isolation(monkeypatch)
     yield server
-    rendezvous.restore_rendezvous()
 
 
 def opened_store(url: str) -> Store:
@@ -124,7 +134,7 @@ def opened_store(url: str) -> Store:
     return store
 
 
-def test_each_attempt_sees_only_its_own_keys(agent_store: TCPStore) -> None:
+def test_each_attempt_sees_only_its_own_keys(agent_store: TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
     for _attempt in range(2):
         assert "own keys" in rendezvous.isolate_attempts(timeout_secs=10)
         store = opened_store("env://")
@@ -132,17 +142,15 @@ def test_each_attempt_sees_only_its_own_keys(agent_store: TCPStore) -> None:
         store.set("address", "dead after this attempt")
         tcp = f"tcp://127.0.0.1:{agent_store.port}?rank=0&world_size=1"
         assert opened_store(tcp).check(["address"])
-        rendezvous.restore_rendezvous()
+        forget_isolation(monkeypatch)
     assert not agent_store.check(["address"])
     opened_store("env://").set("address", "restored")
     assert agent_store.check(["address"])
 
 
 @pytest.mark.usefixtures("agent_store")
-def test_a_second_call_keeps_the_name_and_restoring_twice_is_harmless() -> None:
+def test_a_second_call_keeps_the_name() -> None:
     assert rendezvous.isolate_attempts() == rendezvous.isolate_attempts()
-    rendezvous.restore_rendezvous()
-    rendezvous.restore_rendezvous()
 
 
 def test_a_private_store_is_left_alone(agent_store: TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:

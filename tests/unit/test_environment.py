@@ -8,8 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from ftckpt.arena import memfd
-from ftckpt.arena.environment import Finding, findings
+from ftckpt.store.environment import Hazard, hazards
 
 USER = 54321
 SMP_PID = 77
@@ -47,12 +46,12 @@ class Host:
         for name in ("system", "seats"):
             (self.root / "run/systemd" / name).mkdir(parents=True)
 
-    def find(self, where: Path = SHM, smp_pid: int | None = None, uid: int = USER) -> dict[str, Finding]:
-        found = findings(where, smp_pid, root=self.root, uid=uid)
-        for finding in found:
-            assert finding.remedy and "\n" not in finding.text + finding.remedy
-        assert len({finding.name for finding in found}) == len(found)
-        return {finding.name: finding for finding in found}
+    def find(self, where: Path = SHM, smp_pid: int | None = None, uid: int = USER) -> dict[str, Hazard]:
+        found = hazards(where, smp_pid, root=self.root, uid=uid)
+        for hazard in found:
+            assert hazard.remedy and "\n" not in hazard.text + hazard.remedy
+        assert len({hazard.name for hazard in found}) == len(found)
+        return {hazard.name: hazard for hazard in found}
 
 
 @pytest.fixture
@@ -65,12 +64,12 @@ def test_a_plain_machine_has_no_findings(host: Host) -> None:
 
 
 def test_an_empty_root_has_no_findings(tmp_path: Path) -> None:
-    assert findings(SHM, SMP_PID, root=tmp_path / "nothing", uid=USER) == []
+    assert hazards(SHM, SMP_PID, root=tmp_path / "nothing", uid=USER) == []
 
 
 def test_this_machine_can_be_asked() -> None:
-    for finding in findings(Path("/dev/shm"), os.getpid()):
-        assert finding.name and finding.text and finding.remedy
+    for hazard in hazards(Path("/dev/shm"), os.getpid()):
+        assert hazard.name and hazard.text and hazard.remedy
 
 
 # logind
@@ -78,8 +77,8 @@ def test_this_machine_can_be_asked() -> None:
 
 def test_logind_deletes_by_default(host: Host) -> None:
     host.logind()
-    finding = host.find()["remove_ipc"]
-    assert str(SHM) in finding.text and f"loginctl enable-linger {USER}" in finding.remedy
+    hazard = host.find()["remove_ipc"]
+    assert str(SHM) in hazard.text and f"loginctl enable-linger {USER}" in hazard.remedy
 
 
 def test_without_logind_nothing_is_deleted(host: Host) -> None:
@@ -132,8 +131,8 @@ def test_which_setting_of_logind_counts(host: Host, files: dict[str, str], delet
 @pytest.mark.parametrize("mark", [".dockerenv", "run/.containerenv", "run/systemd/container"])
 def test_a_container_is_known_by_its_mark(host: Host, mark: str) -> None:
     host.put(mark)
-    finding = host.find()["container"]
-    assert "may be the container's own" in finding.text and "in one container and keep it" in finding.remedy
+    hazard = host.find()["container"]
+    assert "may be the container's own" in hazard.text and "in one container and keep it" in hazard.remedy
 
 
 def test_a_container_is_known_by_its_pids(host: Host) -> None:
@@ -151,8 +150,8 @@ def test_a_container_is_known_by_its_cgroup_and_mount(host: Host) -> None:
 
 def test_a_mount_that_the_host_does_not_see(host: Host) -> None:
     host.mounts("self", "0:60 / /dev/shm rw - tmpfs tmpfs rw")
-    finding = host.find()["private_mount"]
-    assert "job_container" in finding.text and "--ftckpt-arena" in finding.remedy
+    hazard = host.find()["private_mount"]
+    assert "job_container" in hazard.text and "--ftckpt-arena" in hazard.remedy
     assert "private_mount" not in host.find(Path("/mnt/shared"))
 
 
@@ -175,15 +174,12 @@ def test_the_hosts_mounts_may_be_unreadable(host: Host) -> None:
     assert host.find() == {}
 
 
-def test_a_small_tmpfs(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_small_tmpfs(host: Host) -> None:
     host.statvfs.f_blocks = (64 << 20) // 4096
-    finding = host.find()["small_tmpfs"]
-    assert "/dev/shm has 64.0 MiB" in finding.text
-    assert "--shm-size" in finding.remedy and "--ftckpt-memory memfd" in finding.remedy
+    hazard = host.find()["small_tmpfs"]
+    assert "/dev/shm has 64.0 MiB" in hazard.text
+    assert "--shm-size" in hazard.remedy and "--ftckpt-arena" in hazard.remedy
     assert "small_tmpfs" not in host.find(Path("/data/arenas"))  # a disk
-    monkeypatch.setattr(memfd, "uses_memfds", lambda node_dir: True)
-    assert host.find() == {}
-    monkeypatch.undo()
 
 
 @pytest.mark.parametrize("size", [0, GIB])
@@ -204,8 +200,8 @@ def test_the_cgroup_that_is_charged(host: Host) -> None:
     host.cgroups("0::/job/step", process="self")
     limit(host, "job", 8 * GIB, 2 * GIB)
     limit(host, "job/step", 8 * GIB, GIB)
-    finding = host.find()["memory_charged"]
-    assert "cgroup /job (limit 8.0 GiB) has 6.0 GiB left" in finding.text and "--mem" in finding.remedy
+    hazard = host.find()["memory_charged"]
+    assert "cgroup /job (limit 8.0 GiB) has 6.0 GiB left" in hazard.text and "--mem" in hazard.remedy
     assert "memory_charged" not in host.find(Path("/data/arenas"))
 
 
@@ -236,8 +232,9 @@ def test_a_container_sees_its_group_at_the_root(host: Host) -> None:
 def test_an_smp_in_the_step_of_the_trainers(host: Host, group: str) -> None:
     host.cgroups("1:name=systemd:/system.slice/slurmd.service", group.format("step_0"))
     host.put("usr/lib/systemd/system/slurmd.service", "[Service]", "KillMode=process")
-    finding = host.find()["smp_in_step"]
-    assert "step 0 of Slurm job 12" in finding.text and "srun --overlap" in finding.remedy
+    hazard = host.find()["smp_in_step"]
+    assert "step 0 of Slurm job 12" in hazard.text and "the snapshots stay" in hazard.text
+    assert "srun --overlap" in hazard.remedy
     host.cgroups(group.format("step_0"), process=SMP_PID)
     assert set(host.find(smp_pid=SMP_PID)) == {"smp_in_step"}
     host.cgroups(group.format("step_1"), process=SMP_PID)
@@ -249,18 +246,11 @@ def test_the_batch_step_lives_as_long_as_the_job(host: Host) -> None:
     assert host.find() == {}
 
 
-def test_what_the_end_of_the_smp_costs(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
-    host.cgroups("0::/system.slice/slurmstepd.scope/job_12/step_0/user/task_0")
-    assert "the snapshots stay" in host.find()["smp_in_step"].text
-    monkeypatch.setattr(memfd, "uses_memfds", lambda node_dir: True)
-    assert "are lost with it" in host.find()["smp_in_step"].text
-
-
 @pytest.mark.parametrize("line", ["0::/system.slice/train.service", "1:name=systemd:/system.slice/train.service"])
 def test_an_smp_in_the_unit_of_the_trainers(host: Host, line: str) -> None:
     host.cgroups(line)
-    finding = host.find()["smp_in_unit"]
-    assert "systemd unit train.service" in finding.text and "when the unit stops" in finding.text
+    hazard = host.find()["smp_in_unit"]
+    assert "systemd unit train.service" in hazard.text and "when the unit stops" in hazard.text
     host.cgroups("0::/system.slice/ftckpt-smp.service", process=SMP_PID)
     assert host.find(smp_pid=SMP_PID) == {}
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import logging
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from ftckpt.events import LOUD, Events
+from ftckpt.events import EVENTS, Events, reference
 
 
 def lines(directory: Path, rank: int = 0) -> list[dict[str, object]]:
@@ -22,7 +24,7 @@ def test_a_line_says_when_what_and_who(tmp_path: Path) -> None:
     events.close()
     (line,) = lines(tmp_path / "new" / "folder", 3)
     assert isinstance(line.pop("time"), float) and isinstance(line.pop("pid"), int)
-    assert line == {"event": "snapshot", "rank": 3, "iteration": 5, "blocked_secs": 0.25}
+    assert line == {"event": "snapshot", "rank": 3, "iteration": 5, "slot": None, "blocked_secs": 0.25}
 
 
 def test_attempts_follow_each_other_in_one_file(tmp_path: Path) -> None:
@@ -56,7 +58,7 @@ def test_lines_of_several_threads_never_mix(tmp_path: Path) -> None:
         assert [line["index"] for line in found if line["thread"] == number] == list(range(200))
 
 
-@pytest.mark.parametrize("event", sorted(LOUD))
+@pytest.mark.parametrize("event", sorted(name for name, kind in EVENTS.items() if kind.loud))
 def test_loud_events_are_logged_without_a_file(event: str, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "ftckpt"):
         Events(None, 2).emit(event, error="why")
@@ -89,3 +91,42 @@ def test_a_full_disk_does_not_stop_training(tmp_path: Path, caplog: pytest.LogCa
     for _ in range(3):
         events.emit("snapshot", iteration=1)
     assert caplog.text.count("no more events") == 1
+
+
+PACKAGE = Path(__file__).parents[2] / "ftckpt"
+
+
+def emits() -> Iterator[tuple[str, ast.Call]]:
+    """Each call of ``emit`` in the package, and where it stands."""
+    for path in sorted(PACKAGE.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "emit":
+                yield f"{path.relative_to(PACKAGE)}:{node.lineno}", node
+
+
+def test_every_event_and_field_is_in_the_table() -> None:
+    seen = set()
+    for place, call in emits():
+        names = [n.value for n in ast.walk(call.args[0]) if isinstance(n, ast.Constant) and isinstance(n.value, str)]
+        for name in names:
+            assert name in EVENTS, f"{place}: {name} is no event of the table"
+            given = {keyword.arg for keyword in call.keywords if keyword.arg is not None}
+            assert given <= set(EVENTS[name].fields), f"{place}: {name} has other fields in the table"
+            seen.add(name)
+    assert len(seen) > 40
+
+
+def test_every_event_of_the_table_is_written_somewhere() -> None:
+    package = "".join(p.read_text() for p in PACKAGE.rglob("*.py") if p.name != "events.py")
+    assert [name for name in EVENTS if f'"{name}"' not in package] == []
+
+
+def test_an_event_has_all_its_fields_wherever_it_comes_from(tmp_path: Path) -> None:
+    Events(tmp_path, 0).emit("corrupt", what=["chunk 3"])
+    (line,) = lines(tmp_path)
+    assert set(line) == {"time", "event", "rank", "pid", *EVENTS["corrupt"].fields}
+
+
+def test_the_page_is_made_of_the_table() -> None:
+    made = "python -m ftckpt.events > ftckpt/EVENTS.md"
+    assert (PACKAGE / "EVENTS.md").read_text() == "\n".join(reference()) + "\n", f"run {made}"

@@ -8,28 +8,30 @@ from itertools import combinations
 import pytest
 from test_survive import ALL_MODES, CHUNK, build, small
 
-from ftckpt.protect.groups import HeldSection, Holding, Modes, mirrors, node_groups, peer_groups
-from ftckpt.protect.parity_file import parity_bytes
-from ftckpt.protect.stripes import stripes
-from ftckpt.protect.survive import survives
-from ftckpt.protect.table import Report, report
+from ftckpt.parity.groups import mirrors, node_groups, peer_groups
+from ftckpt.parity.holding import Holding, HoldingSection
+from ftckpt.parity.modes import Modes
+from ftckpt.parity.stripes import stripes
+from ftckpt.parity.survive import survives
+from ftckpt.parity.table import ProtectionTable, protection_table
+from ftckpt.store.parity_file import parity_bytes
 
 MIB = 1 << 20
 
 
 def holding(rank: int, node: int, chunks: int = 6, rack: str = "") -> Holding:
     lengths = (MIB,) * chunks
-    sections = (HeldSection("private", "", "", 0, lengths),)
+    sections = (HoldingSection("private", "", "", 0, lengths),)
     size = chunks * MIB + 5000
     return Holding(f"s{rank}", f"n{node}", rack, f"s{rank}.0", "", MIB, sections, (chunks, ()), size, 300)
 
 
-def told(holdings: list[Holding], modes: Modes, slots: int = 3) -> Report:
+def told(holdings: list[Holding], modes: Modes, slots: int = 3) -> ProtectionTable:
     groups = [*(node_groups(holdings) if modes.node else []), *peer_groups(holdings, modes)]
-    return report(holdings, groups, mirrors(holdings, modes), slots)
+    return protection_table(holdings, groups, mirrors(holdings, modes), slots, parity_bytes)
 
 
-def row(found: Report, lost: str) -> tuple[int, int]:
+def row(found: ProtectionTable, lost: str) -> tuple[int, int]:
     (failure,) = [failure for failure in found.failures if failure.lost == lost]
     return failure.cases, failure.survived
 
@@ -38,7 +40,7 @@ def row(found: Report, lost: str) -> tuple[int, int]:
 def test_every_number_is_what_trying_all_cases_gives(modes: Modes) -> None:
     job = small(modes, nodes=4, per_node=3, seed=1)
     packages = mirrors(job.holdings, modes)
-    found = report(job.holdings, job.groups, packages, 3)
+    found = protection_table(job.holdings, job.groups, packages, 3, parity_bytes)
     shards, nodes = [h.shard for h in job.holdings], [f"n{i}" for i in range(4)]
 
     def survived(names: list[str], count: int, are_nodes: bool) -> tuple[int, int]:
@@ -111,7 +113,7 @@ def test_memory_counts_slots_two_parity_files_and_three_packages() -> None:
 
 def test_parity_and_copies_in_slots_are_part_of_the_slots() -> None:
     job = build(Modes(replica="copy"), 3, 1, [0] * 3, [5 * CHUNK] * 3)
-    memory = report(job.holdings, job.groups, mirrors(job.holdings, job.modes), 2).fullest
+    memory = protection_table(job.holdings, job.groups, mirrors(job.holdings, job.modes), 2, parity_bytes).fullest
     assert memory.in_slots == 2 * 5 * CHUNK and memory.slots == 2 * (10 * CHUNK + 3) and memory.parity == 0
 
 
@@ -149,4 +151,4 @@ def test_the_report_is_text_and_json() -> None:
 
 def test_no_holdings_are_refused() -> None:
     with pytest.raises(ValueError, match="no holdings"):
-        report([], [], {}, 3)
+        protection_table([], [], {}, 3, parity_bytes)

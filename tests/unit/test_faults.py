@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from ftckpt.testing.faults import PLAN_VAR, POINTS, Fault, dumps, install, loads, plan_from_env, remove
-from ftckpt.testing.pool import RankResult, run_ranks
+from tests.support.faults import PLAN_VAR, POINTS, Fault, dumps, install, loads, plan_from_env, remove
+from tests.support.pool import RankResult, run_ranks
 
 pytestmark = pytest.mark.multiproc
 
@@ -120,8 +120,8 @@ def test_unknown_points_and_actions_are_refused(tmp_path: Path) -> None:
 
 
 def test_remove_puts_everything_back(tmp_path: Path) -> None:
-    from ftckpt.arena.control import ControlBlock
     from ftckpt.capture import copier, device_copier
+    from ftckpt.store.control import ControlBlock
 
     def current() -> list[object]:
         return [ControlBlock.begin, *(vars(module)["copy_chunk"] for module in (copier, device_copier))]

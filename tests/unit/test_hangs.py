@@ -13,10 +13,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ftckpt.arena.page import owner_word
-from ftckpt.arena.process import Process
-from ftckpt.arena.pulse import RankPulse
 from ftckpt.smp.hangs import Abort, HangWatch
+from ftckpt.store.page import owner_word
+from ftckpt.store.process import Process
+from ftckpt.store.pulse import RankPulse
 
 SEC = 1_000_000_000
 

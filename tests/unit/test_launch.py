@@ -13,9 +13,9 @@ import time
 from pathlib import Path
 
 import pytest
-from launching import ROOT, Call, Standins
 
-from ftckpt.elastic.identity import job_name, node_name
+from ftckpt.frameworks.launcher import job_name, node_name
+from tests.support.launching import ROOT, Call, Standins
 
 SCRIPTS = ("torchrun.sh", "deepspeed.sh", "frontier.sbatch", "a100.sbatch")
 BATCH = ("frontier.sbatch", "a100.sbatch")
@@ -61,6 +61,23 @@ def test_help_tells_every_option(standins: Standins, script: str) -> None:
     assert len(options) >= 8
     assert options == set(re.findall(r"^  (--[a-z-]+)", told.stdout, re.M))
     assert not standins.calls("srun")
+
+
+@pytest.mark.parametrize("words", ["demo.sh --help", "demo.sh --scene rank -h", "test.sh --help"])
+def test_help_needs_no_environment(words: str, tmp_path: Path) -> None:
+    script, *argv = words.split()
+    env = {**os.environ, "FTCKPT_VENV": str(tmp_path / "venv"), "FTCKPT_PYTHON": "false", "PATH": "/usr/bin:/bin"}
+    ran = subprocess.run(
+        ["bash", f"launch/{script}", *argv],
+        cwd=ROOT,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert ran.returncode == 0 and "Needs Python 3.11" in ran.stdout and "  --" in ran.stdout, ran.stderr
+    assert not list(tmp_path.iterdir())
 
 
 # torchrun.sh

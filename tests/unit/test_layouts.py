@@ -15,13 +15,13 @@ from hypothesis import strategies as st
 
 import ftckpt.megatron
 from ftckpt.config import Config
-from ftckpt.elastic.layouts import Job, choose, fits
 from ftckpt.errors import ConfigError, LayoutError
-from ftckpt.layout.names import AXES, layout_name, parse_layout
-from ftckpt.megatron import patched
+from ftckpt.frameworks.launcher import world_size
+from ftckpt.megatron import callbacks
 from ftckpt.megatron.layouts import rewrite
+from ftckpt.model.layouts import AXES, JobSizes, choose, fits, layout_name, parse_layout
 
-GPT = Job(
+GPT = JobSizes(
     global_batch=16, micro_batch=2, num_layers=4, num_heads=4, num_query_groups=4, num_experts=0, ffn=256, seq=64
 )
 SIZES = st.dictionaries(st.sampled_from(AXES), st.integers(1, 999), min_size=1)
@@ -148,7 +148,7 @@ def test_of_a_job_that_nothing_is_known_of_only_the_ranks_count(sizes: dict[str,
     layout = {**parse_layout(layout_name(sizes) or "tp1"), "vpp": 1}
     replica = layout["tp"] * layout["pp"] * layout["cp"]
     ok = world == replica * layout["dp"] if "dp" in layout else world % replica == 0
-    assert (fits(layout, world, Job()) == "") == ok
+    assert (fits(layout, world, JobSizes()) == "") == ok
 
 
 def test_the_first_that_fits_is_taken() -> None:
@@ -292,7 +292,7 @@ def test_the_flags_join_a_parser_that_reads_the_chosen_sizes(runner: bool, monke
     if runner:  # which takes the flags off the line
         ftckpt.megatron.configure(Config.from_flags(flags)[0])
     sys.argv += [*LINE.split(), *([] if runner else flags)]
-    args = patched.add_flags(parser()).parse_args()
+    args = callbacks.add_flags(parser()).parse_args()
     assert (args.tensor_model_parallel_size, args.pipeline_model_parallel_size) == (4, 1)
     assert args.ftckpt_layouts == "tp2pp2dp2,tp4" and args.lr == 1e-3
 
@@ -301,7 +301,7 @@ def test_without_a_list_nothing_is_touched(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setenv("WORLD_SIZE", "3")
     sys.argv += [*LINE.split(), "--ftckpt", "--ftckpt-interval", "2"]
     before = list(sys.argv)
-    patched.add_flags(parser()).parse_args()
+    callbacks.add_flags(parser()).parse_args()
     assert sys.argv == before
     assert ftckpt.megatron.choose_layout(GPT) is None
 
@@ -313,7 +313,7 @@ def test_an_error_of_the_choice_is_one_line(
     ftckpt.megatron.configure(Config(enabled=True, layouts="tp2"))
     sys.argv += LINE.split()
     with pytest.raises(SystemExit) as ended:
-        patched.add_flags(parser())
+        callbacks.add_flags(parser())
     told = capsys.readouterr().err
     assert ended.value.code == 2 and told.startswith(
         "ftckpt: no listed layout fits 3 ranks: tp2 needs a multiple of 2"
@@ -327,7 +327,7 @@ def test_a_script_asks_for_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ftckpt.megatron.choose_layout(GPT, ["tp1pp2"], 8) == parse_layout("pp2dp4")
     assert ftckpt.megatron.choose_layout(GPT, half, 8) == parse_layout("tp4dp2")
     monkeypatch.delenv("WORLD_SIZE")
-    assert "WORLD_SIZE" not in os.environ and ftckpt.megatron.world_size() == 1
+    assert "WORLD_SIZE" not in os.environ and world_size() == 1
     with pytest.raises(LayoutError, match="fits 1 rank: tp2pp2dp2 needs 8; tp2pp1 needs a multiple of 2;"):
         ftckpt.megatron.choose_layout(GPT)
 

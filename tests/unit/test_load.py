@@ -15,15 +15,17 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ftckpt.comm import Bytes, Group
 from ftckpt.errors import ArenaError
-from ftckpt.restore import arenas as opened
-from ftckpt.restore import wire
+from ftckpt.group import Bytes, Group
+from ftckpt.model import codec
+from ftckpt.model.fragment import Box, Fragment
+from ftckpt.restore import exchange as wire
+from ftckpt.restore import locations
 from ftckpt.restore.blocks import Block, run
-from ftckpt.restore.load import Item, Moved, OpenArenas, Transfer, execute, fetch, transfer
-from ftckpt.restore.plan import Have, Read
-from ftckpt.restore.source import BlockAt, ChunkAt, PackageAt, Place, Source, place_of_json
-from ftckpt.state.fragment import Box, Fragment
+from ftckpt.restore.index import Offer
+from ftckpt.restore.load import Item, Traffic, Transfer, execute, fetch, transfer
+from ftckpt.restore.locations import BlockAt, ChunkAt, Location, OpenArenas, PackageAt, SlotAt, location_of
+from ftckpt.restore.plan import ReadItem
 
 WAIT_SECS = 20.0
 SLOT_BYTES = 1 << 12
@@ -78,6 +80,9 @@ class ThreadGroup:
         self.exchange.barrier.wait(WAIT_SECS)
         return parts
 
+    def broadcast(self, data: bytes, source: int = 0) -> bytes:
+        return self.gather(data)[source]
+
     def start_send(self, data: torch.Tensor, to: int, tag: int) -> Work:
         assert data.dtype == torch.uint8 and data.dim() == 1 and data.is_contiguous()
         self.longest = max(self.longest, data.numel())
@@ -110,8 +115,8 @@ class FakeArenas:
     def __init__(self, slots: dict[tuple[str, int], bytes]) -> None:
         self.slots = slots
 
-    def view(self, place: Place) -> memoryview:
-        assert isinstance(place, Source)
+    def view(self, place: Location) -> memoryview:
+        assert isinstance(place, SlotAt)
         if (place.arena, place.slot) not in self.slots:
             raise ArenaError(f"{place.arena}: no such arena")
         return memoryview(self.slots[place.arena, place.slot])
@@ -194,7 +199,7 @@ def wanted(rank: int, wish: Wish, spread_out: bool) -> tuple[Transfer, torch.Ten
         position += step * block.numel
     live = torch.zeros(position, dtype=torch.uint8)
     reader = rank if NODES[owner] == NODES[rank] else owner
-    return Transfer(Source(NODES[owner], f"a{owner}", slot), reader, (Item(tuple(placed), live),)), live, starts
+    return Transfer(SlotAt(NODES[owner], f"a{owner}", slot), reader, (Item(tuple(placed), live),)), live, starts
 
 
 @settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -205,11 +210,11 @@ def test_every_rank_gets_every_byte_it_wants(
     monkeypatch.setattr(wire, "MESSAGE_BYTES", bound)
     monkeypatch.setattr(wire, "ALONE_BYTES", 200)
     monkeypatch.setattr(wire, "WINDOW", window)
-    monkeypatch.setattr("ftckpt.restore.spread.GRAIN_BYTES", 16)
+    monkeypatch.setattr("ftckpt.restore.exchange.GRAIN_BYTES", 16)
     bits = np.random.default_rng(0)
     slots = {(f"a{r}", s): bits.bytes(SLOT_BYTES) for r in range(len(plan)) for s in range(2)}
 
-    def rank_main(group: ThreadGroup) -> tuple[list[tuple[torch.Tensor, list[int]]], Moved, ThreadGroup]:
+    def rank_main(group: ThreadGroup) -> tuple[list[tuple[torch.Tensor, list[int]]], Traffic, ThreadGroup]:
         near = {f"a{r}" for r in range(len(plan)) if NODES[r] == NODES[group.rank]}
         arenas = FakeArenas({key: data for key, data in slots.items() if key[0] in near})
         found = [wanted(group.rank, wish, spread_out) for wish in plan[group.rank]]
@@ -243,14 +248,14 @@ def test_every_rank_gets_every_byte_it_wants(
 
 
 def test_ranks_hand_on_what_they_have_fetched_whatever_order_they_want_it_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ftckpt.restore.spread.GRAIN_BYTES", 16)
+    monkeypatch.setattr("ftckpt.restore.exchange.GRAIN_BYTES", 16)
     slot = np.random.default_rng(0).bytes(SLOT_BYTES)
     stretches = [(0, 300), (300, 1000), (1300, 77), (2000, 512)]
 
-    def rank_main(group: ThreadGroup) -> tuple[bool, Moved]:
+    def rank_main(group: ThreadGroup) -> tuple[bool, Traffic]:
         turned = stretches[group.rank :] + stretches[: group.rank]
         buffers = [torch.zeros(nbytes if group.rank else 0, dtype=torch.uint8) for _, nbytes in turned]
-        source = Source("n0", "a0", 0)
+        source = SlotAt("n0", "a0", 0)
         wishes = [fetch(source, 0, at, into) for (at, _), into in zip(turned, buffers, strict=True)]
         arenas = FakeArenas({("a0", 0): slot} if group.rank == 0 else {})
         moved = execute(cast(Group, group), wishes, cast(OpenArenas, arenas))
@@ -268,7 +273,7 @@ def test_ranks_hand_on_what_they_have_fetched_whatever_order_they_want_it_in(mon
 def test_a_source_that_one_rank_cannot_open_is_an_error_on_all_before_any_data() -> None:
     def rank_main(group: ThreadGroup) -> str:
         buffer = torch.zeros(8, dtype=torch.uint8)
-        wishes = [fetch(Source("n", "a0", 7), 0, 0, buffer)] if group.rank == 1 else []
+        wishes = [fetch(SlotAt("n", "a0", 7), 0, 0, buffer)] if group.rank == 1 else []
         arenas = FakeArenas({("a0", 0): bytes(SLOT_BYTES)})
         with pytest.raises(ArenaError) as error:
             execute(cast(Group, group), wishes, cast(OpenArenas, arenas))
@@ -282,7 +287,7 @@ def test_a_source_that_one_rank_cannot_open_is_an_error_on_all_before_any_data()
 def test_more_bytes_than_there_are_is_an_error_on_all(reader: int) -> None:
     def rank_main(group: ThreadGroup) -> str:
         buffer = torch.zeros(16, dtype=torch.uint8)
-        wishes = [fetch(Source("n", "a0", 0), reader, SLOT_BYTES - 8, buffer)] if group.rank == 1 else []
+        wishes = [fetch(SlotAt("n", "a0", 0), reader, SLOT_BYTES - 8, buffer)] if group.rank == 1 else []
         arenas = FakeArenas({("a0", 0): bytes(SLOT_BYTES)})
         with pytest.raises(ArenaError) as error:
             execute(cast(Group, group), wishes, cast(OpenArenas, arenas))
@@ -292,12 +297,12 @@ def test_more_bytes_than_there_are_is_an_error_on_all(reader: int) -> None:
     assert run_ranks(2, rank_main) == [text] * 2
 
 
-PLACES = [Source("n", "a", 1), ChunkAt("n", "a", 1, 2), BlockAt("n", "a", "parity.node.0", 3), PackageAt("n", "f")]
+PLACES = [SlotAt("n", "a", 1), ChunkAt("n", "a", 1, 2), BlockAt("n", "a", "parity.node.0", 3), PackageAt("n", "f")]
 
 
 @pytest.mark.parametrize("place", PLACES, ids=lambda place: type(place).__name__)
-def test_a_place_survives_json(place: Place) -> None:
-    assert place_of_json(json.loads(json.dumps(place.to_json()))) == place
+def test_a_place_survives_json(place: Location) -> None:
+    assert location_of(json.loads(codec.encode(place))) == place
 
 
 STRIPS = st.tuples(st.integers(0, 100), st.integers(1, 9), st.integers(9, 12))
@@ -336,8 +341,8 @@ def test_elements_of_a_read_land_at_their_bytes(dtype: torch.dtype) -> None:
     fragment = Fragment.whole("w", names[dtype], (10,), Box((0,), (10,)))
     live = [torch.zeros(4, dtype=dtype), torch.zeros(6, dtype=dtype)]
     runs = [(2, 1, 3), (7, 4, 2)]
-    source = Source("n", "a0", 0)
-    planned = transfer(source, 0, [Read(Have(0, fragment, 64), 1, tuple(run(*found) for found in runs))], live)
+    source = SlotAt("n", "a0", 0)
+    planned = transfer(source, 0, [ReadItem(Offer(0, fragment, 64), 1, tuple(run(*found) for found in runs))], live)
     assert planned.nbytes == 5 * item
     assert planned.items[0].blocks == (run(64 + 2 * item, item, 3 * item), run(64 + 7 * item, 4 * item, 2 * item))
     data = bytes([0, 1] * (SLOT_BYTES // 2))
@@ -366,7 +371,7 @@ def test_arenas_are_opened_once_and_all_closed(monkeypatch: pytest.MonkeyPatch, 
         def close(self) -> None:
             calls.append(f"close {self.path.name}")
 
-    monkeypatch.setattr(opened, "Arena", Opened)
+    monkeypatch.setattr(locations, "Arena", Opened)
     arenas = OpenArenas(tmp_path)
     assert arenas.get("a") is arenas.get("a") is not arenas.get("b")
     arenas.close()

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from ftckpt.convert.megatron.common import arguments_of, make_common
 from ftckpt.megatron.counters import Counters
-from ftckpt.state import objects
-from ftckpt.universal.megatron.common import arguments_of, make_common
+from ftckpt.model import objects
 
 
 class Backend(Enum):
@@ -34,7 +34,7 @@ def snapshot(**more: Any) -> dict[str, Any]:
     args = arguments(**more)
     counters = Counters(args)
     args.consumed_train_samples, args.consumed_valid_samples = 80, 16
-    counters.now = {"iteration": 5, "num_floating_point_operations_so_far": 1.5e9}
+    counters.current = {"iteration": 5, "num_floating_point_operations_so_far": 1.5e9}
     saved = {"scheduler": {"num_steps": 80}, "objects": {"counters": counters.state_dict()}, "optimizers": []}
     return {"shards": {"tp0-pp0-dp0": objects.decode(objects.encode(saved))}}
 

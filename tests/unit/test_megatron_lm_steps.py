@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ftckpt.live.optimizers import materialise
+from ftckpt.frameworks.optimizers import materialise
 
 
 def test_each_parameter_counts_its_own_steps() -> None:

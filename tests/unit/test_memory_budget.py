@@ -9,9 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from ftckpt.arena import memfd
-from ftckpt.arena.memory import check_budget
 from ftckpt.errors import MemoryBudgetError
+from ftckpt.store.memory import check_budget
 
 GIB = 1 << 30
 
@@ -180,23 +179,3 @@ def test_this_machine() -> None:
     check_budget(Path("/dev/shm"), 1)
     with pytest.raises(MemoryBudgetError, match=r"1024\.0 TiB"):
         check_budget(Path("/dev/shm"), 1 << 50)
-
-
-def test_memfds_are_bound_by_memory_and_not_by_the_file_system(host: Host, caplog: pytest.LogCaptureFixture) -> None:
-    asked: list[dict[str, object]] = []
-    node_dir = host.path / "not" / "yet"
-    memfd.use_memfds(node_dir, asked.append)
-    try:
-        host.statvfs.f_bavail = 1
-        for kind in ("tmpfs", "xfs"):
-            host.mounts(kind)
-            host.check(12 * GIB)
-        assert "MemAvailable" in host.refusal(12 * GIB + 1)
-        host.cgroup("0::/g", "g", 8 * GIB, 5 * GIB)
-        text = host.refusal(3 * GIB + 1)
-        assert "3.0 GiB are free in cgroup /g" in text and "file system" not in text
-        assert asked == [{"request": "memfd_sweep"}] * 4, "memory that was given up counts as used"
-    finally:
-        memfd.stop_memfds(node_dir)
-    assert caplog.text == ""
-    assert "file system" in host.refusal(1 << 20)

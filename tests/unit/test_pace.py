@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from ftckpt.smp.pace import MOST_SECS, Bucket, Courtesy, Pace
+from ftckpt.smp.work import MOST_SECS, Bucket, Courtesy, Pace
 
 
 class Clock:

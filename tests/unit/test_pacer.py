@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from ftckpt.capture.budget import NoBudget
 from ftckpt.capture.copier import Flight
-from ftckpt.capture.pacer import Pacer
 from ftckpt.config import Config
 from ftckpt.events import Events
+from ftckpt.windows.node_budget import NoBudget
+from ftckpt.windows.pacer import Pacer
+from tests.support.event_logs import read_events
 
 PLACES = (("window", 2.0), ("forward", 1.0), ("window", 0.0), ("backward", 2.0), ("tail", 1.0), ("fence", 0.0))
 MB = 1_000_000
@@ -69,8 +69,7 @@ class Rank:
         self.pacer.learn()
 
     def told(self, name: str) -> list[dict[str, Any]]:
-        lines = (self.folder / "rank0.jsonl").read_text().splitlines()
-        return [event for event in map(json.loads, lines) if event["event"] == name]
+        return read_events(self.folder, name)
 
 
 def test_windows_are_planned_once_they_were_measured(tmp_path: Path) -> None:

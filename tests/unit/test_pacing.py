@@ -6,21 +6,19 @@ import threading
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from ftckpt.capture.interval import Interval
-from ftckpt.capture.iteration import IDLE, Iteration, divide, in_windows
-from ftckpt.capture.pacing import Plan
-from ftckpt.capture.profile import Profile, Timeline
-from ftckpt.capture.windows import Bubbles, Turn
+from benchmarks.ladder import window_share
+from ftckpt.windows.bubbles import Bubbles, Plan, Turn
+from ftckpt.windows.iteration import IDLE, Iteration, IterationForecast, Profile, divide, in_windows
 
 KINDS = ("boundary", "window", "forward", "window", "backward", "window", "tail", "fence", "optimizer")
 SECS = (0.0, 2.0, 1.0, 0.0, 2.0, 0.0, 1.0, 0.0, 0.5)
 
 
 def plan(rate: float = 10.0, unit: int = 1, kinds: tuple[str, ...] = KINDS, secs: tuple[float, ...] = SECS) -> Plan:
-    return Plan.of(Timeline(kinds, secs), rate, unit)
+    return Plan.of(IterationForecast(kinds, secs), rate, unit)
 
 
 @pytest.mark.parametrize(
@@ -44,12 +42,12 @@ def test_a_backward_step_leaves_to_later_forward_steps_what_they_can_take() -> N
 
 timelines = st.lists(
     st.tuples(st.sampled_from(["window", "forward", "backward", "tail"]), st.floats(0, 5)), min_size=1, max_size=30
-).map(lambda places: Timeline((*(k for k, _ in places), "fence"), (*(s for _, s in places), 0.0)))
+).map(lambda places: IterationForecast((*(k for k, _ in places), "fence"), (*(s for _, s in places), 0.0)))
 
 
 @given(timelines, st.integers(0, 500), st.floats(0.1, 20), st.integers(1, 16))
 def test_every_byte_goes_somewhere_and_nothing_spills_that_windows_take(
-    timeline: Timeline, total: int, rate: float, unit: int
+    timeline: IterationForecast, total: int, rate: float, unit: int
 ) -> None:
     made = Plan.of(timeline, rate, unit)
     forecast = made.forecast(total)
@@ -184,16 +182,15 @@ def test_another_schedule_is_measured_anew() -> None:
     timeline = profile.timeline
     assert timeline is not None
     assert timeline.kinds == KINDS[1:]
-    before = Timeline(KINDS, SECS)
+    before = IterationForecast(KINDS, SECS)
     assert timeline.distance(before) == 1.0
-    assert before.distance(Timeline(KINDS, (*SECS[:-1], 1.15))) == pytest.approx(0.1)
+    assert before.distance(IterationForecast(KINDS, (*SECS[:-1], 1.15))) == pytest.approx(0.1)
 
 
 spans = st.lists(st.tuples(st.sampled_from(sorted(IDLE | {"forward"})), st.floats(0.01, 3)), min_size=1, max_size=12)
 copies = st.lists(st.tuples(st.floats(0, 4), st.floats(0, 2), st.integers(1, 10**9)), max_size=12)
 
 
-@settings(max_examples=200)
 @given(spans, copies)
 def test_no_byte_is_counted_twice_or_lost(
     spans: list[tuple[str, float]], copies: list[tuple[float, float, int]]
@@ -225,32 +222,4 @@ def test_a_copy_across_spans_is_divided_by_time() -> None:
     moved = divide([(1.0, 4.0, 300), (6.2, 6.4, 7)], made.kinds, made.edges)
     assert moved == {"window": 100, "forward": 100, "backward": 100, "optimizer": 7}
     assert in_windows(moved) == pytest.approx(100 / 307)
-    assert made.window_share == pytest.approx(0.5)
-
-
-def test_an_interval_changes_at_the_same_snapshot_for_all() -> None:
-    interval = Interval(2, delay=8)
-    assert [i for i in range(1, 9) if interval.due(i)] == [2, 4, 6, 8]
-    assert interval.heard(4, 3)
-    assert not interval.heard(5, 3)
-    assert not interval.heard(6, 4), "a change that is not in force yet is not changed again"
-    assert [i for i in range(9, 40) if interval.due(i)] == [10, 12, 14, 16, 18, 20, 22, 24, 30, 36]
-    assert interval.number == 14
-    assert interval.heard(14, 1)
-    assert [i for i in range(40, 98) if interval.due(i)] == [42, 48, 54, 60, 66, 72, 78, 84, 86, 88, 90, 92, 94, 96]
-
-
-def test_a_rank_that_hears_late_is_due_when_the_others_are() -> None:
-    """However the numbers of iterations jump meanwhile."""
-    punctual, late = Interval(1, delay=8), Interval(1, delay=8)
-    boundaries = [*range(1, 42), 50, 60, 70, 71, 72, 73, *range(80, 120)]
-    taken = []
-    for boundary in boundaries:
-        due = punctual.due(boundary)
-        assert late.due(boundary) == due
-        if punctual.number == 40 and due:
-            punctual.heard(40, 7)
-        if punctual.number == 47 and due:
-            late.heard(40, 7)
-        taken += [boundary] * due
-    assert taken[-4:] == [98, 105, 112, 119]
+    assert window_share(made) == pytest.approx(0.5)

@@ -14,16 +14,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import patch_files
 import pytest
-from patch_files import NAMES, PATCHES
 
 import ftckpt.megatron
 from ftckpt.config import Config
-from ftckpt.megatron import patched
+from ftckpt.megatron import callbacks
+from tests.support import patch_files
+from tests.support.patch_files import NAMES, PATCHES
+from tests.support.recorder import Recorder
 
 ROOT = Path(__file__).parents[2]
-IMPORT = "from ftckpt.megatron import patched as ftckpt"
+IMPORT = "from ftckpt.megatron import callbacks as ftckpt"
 NEEDED = (
     "bash",
     "sed",
@@ -70,31 +71,31 @@ def test_a_patch_only_adds_lines(name: str) -> None:
 def test_each_added_line_is_a_call_that_the_function_takes(name: str) -> None:
     called = set()
     for line, call, target in calls(name):
-        assert isinstance(call.func, ast.Attribute) and ast.unparse(call.func.value) == patched.ALIAS, line
-        assert call.func.attr in patched.LINES, line
+        assert isinstance(call.func, ast.Attribute) and ast.unparse(call.func.value) == callbacks.ALIAS, line
+        assert call.func.attr in callbacks.LINES, line
         assert not call.keywords and all(isinstance(argument, ast.Name) for argument in call.args), line
-        inspect.signature(getattr(patched, call.func.attr)).bind(*call.args)
+        inspect.signature(getattr(callbacks, call.func.attr)).bind(*call.args)
         if target is not None:  # with ftckpt off the name keeps its value
             assert ast.unparse(target) in [ast.unparse(argument) for argument in call.args], line
         called.add(call.func.attr)
-    assert called == set(patched.LINES)
+    assert called == set(callbacks.LINES)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_place_has_its_lines(name: str) -> None:
     added = [call.func.attr for _, call, _ in calls(name) if isinstance(call.func, ast.Attribute)]
-    assert {word: added.count(word) for word in patched.LINES} == {
-        **dict.fromkeys(patched.LINES, 1), "listen": 3, "fence": 3, "close": 2
+    assert {word: added.count(word) for word in callbacks.LINES} == {
+        **dict.fromkeys(callbacks.LINES, 1), "listen": 3, "fence": 3, "close": 2
     }  # fmt: skip
     files = {path.removesuffix(".py").replace("/", ".") for path in patch_files.hunks(name)}
-    assert files == {*patched.CORE, *(f"megatron.training.{n}" for n in ("arguments", "initialize", "training"))}
+    assert files == {*callbacks.CORE, *(f"megatron.training.{n}" for n in ("arguments", "initialize", "training"))}
 
 
 def test_each_function_is_documented_and_each_patched_release_is_known() -> None:
     readme = (PATCHES / "README.md").read_text()
     known = (ROOT / "ftckpt/megatron/hooks.py").read_text()
-    for word in patched.LINES:
-        assert inspect.getdoc(getattr(patched, word)), word
+    for word in callbacks.LINES:
+        assert inspect.getdoc(getattr(callbacks, word)), word
         assert f"ftckpt.{word}(" in readme, word
     for name in NAMES:
         assert name in readme
@@ -111,16 +112,16 @@ def test_with_ftckpt_off_a_line_does_nothing(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setitem(sys.modules, "megatron.training", training)
     monkeypatch.delitem(sys.modules, "ftckpt.megatron.hooks", raising=False)
     config = Tree(timers=None)
-    patched.start(Tree(ftckpt=False))
-    patched.start(Tree())
-    patched.restore([], None, None)
-    patched.set_rng()
-    assert patched.log_sums({}, {}, True) is True and patched.log_sums({}, {}) is False
-    patched.boundary(3, 1.0)
-    assert patched.listen(config, 4, False) is config
-    patched.fence()
-    patched.close()
-    patched.close(3)
+    callbacks.start(Tree(ftckpt=False))
+    callbacks.start(Tree())
+    callbacks.restore([], None, None)
+    callbacks.set_rng()
+    assert callbacks.log_sums({}, {}, True) is True and callbacks.log_sums({}, {}) is False
+    callbacks.boundary(3, 1.0)
+    assert callbacks.listen(config, 4, False) is config
+    callbacks.fence()
+    callbacks.close()
+    callbacks.close(3)
     assert vars(config) == {"timers": None}
     assert "ftckpt.megatron.hooks" not in sys.modules
 
@@ -136,17 +137,17 @@ def test_the_module_that_megatron_imports_is_light() -> None:
 
 
 def parse(*words: str) -> argparse.Namespace:
-    return patched.add_flags(argparse.ArgumentParser(allow_abbrev=False)).parse_args(words)
+    return callbacks.add_flags(argparse.ArgumentParser(allow_abbrev=False)).parse_args(words)
 
 
 def test_the_parsed_flags_are_in_force(monkeypatch: pytest.MonkeyPatch) -> None:
     switched: list[Config] = []
-    monkeypatch.setattr(patched, "switch_on", switched.append)
+    monkeypatch.setattr(callbacks, "switch_on", switched.append)
     flags = ["--ftckpt", "--ftckpt-interval", "3", "--ftckpt-fence-budget=0.5", "--ftckpt-job", "a"]
-    patched.start(parse(*flags))
+    callbacks.start(parse(*flags))
     assert switched == [Config.from_flags(flags)[0]]
     assert switched[0].interval == 3
-    patched.start(parse())
+    callbacks.start(parse())
     assert len(switched) == 1, "ftckpt was switched on without --ftckpt"
 
 
@@ -155,9 +156,21 @@ def test_what_the_runner_took_off_the_command_line_stays_in_force(monkeypatch: p
     ftckpt.megatron.configure(config)
     args = parse()
     assert (args.ftckpt, args.ftckpt_interval) == (True, 7)
-    patched.start(args)
+    callbacks.start(args)
     assert ftckpt.megatron.configuration() == config
-    assert "ftckpt.megatron.hooks" not in sys.modules or not patched._active()
+    assert "ftckpt.megatron.hooks" not in sys.modules or not ftckpt.megatron.active()
+
+
+def test_a_job_that_failed_keeps_its_snapshots(monkeypatch: pytest.MonkeyPatch) -> None:
+    recorder = Recorder()
+    monkeypatch.setattr(ftckpt.megatron.door, "checkpointer", recorder)
+    callbacks.fence()
+    callbacks.close(3)
+    callbacks.close("a signal")
+    assert recorder.log == ["fence"]
+    callbacks.close(0)
+    callbacks.close()
+    assert recorder.log == ["fence", "close", "close"]
 
 
 @pytest.mark.parametrize(
@@ -172,7 +185,7 @@ def test_a_wrong_flag_ends_in_one_line(
     values: dict[str, Any], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as ended:
-        patched.start(argparse.Namespace(**values))
+        callbacks.start(argparse.Namespace(**values))
     error = capsys.readouterr().err
     assert ended.value.code == 2
     assert error.startswith(f"ftckpt: {message}") and error.count("\n") == 1
@@ -185,7 +198,7 @@ def test_flags_that_were_parsed_and_not_put_in_force_are_an_error(
     training.get_args = lambda: Tree(ftckpt=True)
     monkeypatch.setitem(sys.modules, "megatron.training", training)
     with pytest.raises(SystemExit):
-        patched.restore([], object(), None)
+        callbacks.restore([], object(), None)
     assert "initialize_megatron has no ftckpt line" in capsys.readouterr().err
 
 
@@ -196,9 +209,9 @@ training.get_args = lambda: argparse.Namespace(ftckpt=True, iteration=0)
 sys.modules["megatron.training"] = training
 import ftckpt.megatron
 from ftckpt.config import Config
-from ftckpt.megatron import patched
+from ftckpt.megatron import callbacks
 ftckpt.megatron.configure(Config(enabled=True))
-patched.restore([], object(), None)
+callbacks.restore([], object(), None)
 """
 
 
@@ -379,7 +392,7 @@ def test_a_wrong_command_line_shows_the_usage(argv: list[str], message: str) -> 
 def test_the_scripts_have_no_known_mistakes() -> None:
     if shutil.which("shellcheck") is None:
         pytest.skip("this machine has no shellcheck")
-    for script in ("patches/apply.sh", "launch/check_patches.sh"):
+    for script in ("patches/apply.sh", "tests/probe/patches.sh"):
         ended = subprocess.run(
             ["shellcheck", "-x", script], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
         )

@@ -20,14 +20,13 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
+from ftckpt.convert.catalog import Bytes, Catalog, Tensor
+from ftckpt.convert.conversion import Options, convert
+from ftckpt.convert.foreign import pickle_stack, pickles
+from ftckpt.convert.megatron.dist_reader import Directory, MegatronDistReader
+from ftckpt.convert.megatron.dist_writer import MegatronDistWriter
 from ftckpt.errors import ConvertError
-from ftckpt.state import objects
-from ftckpt.universal.catalog import Bytes, Catalog, Tensor
-from ftckpt.universal.convert import Options, convert
-from ftckpt.universal.foreign import pickle_stack, pickles
-from ftckpt.universal.megatron.dcp import Directory
-from ftckpt.universal.megatron.dist import MegatronDistSource
-from ftckpt.universal.megatron.dist_sink import MegatronDistSink
+from ftckpt.model import objects
 
 MARK = "FTCKPT_TEST_RAN"
 
@@ -78,7 +77,7 @@ def test_what_checkpoints_hold_comes_back(tmp_path: Path, foreign: Any) -> None:
     read = pickles.load(tmp_path / "x.pt")
     assert read["args"].size == 3
     assert read["args"].dtype is torch.bfloat16
-    assert isinstance(read["args"].kind, pickles.Record)
+    assert isinstance(read["args"].kind, pickles.StandIn)
     assert read["scaler"].cur_scale == 65536.0
     assert read["tensor"].tolist() == [[0, 1, 2], [3, 4, 5]]
     assert read["python"] == random.getstate()
@@ -105,7 +104,7 @@ def test_an_unknown_class_is_refused_by_name(tmp_path: Path, foreign: Any) -> No
     with pytest.raises(ConvertError, match=r"x\.pt holds somebody\.elses\.Unknown"):
         pickles.load(tmp_path / "x.pt")
     known = {"somebody.elses.Unknown": pickles.stand_in("somebody.elses.Unknown")}
-    assert isinstance(pickles.load(tmp_path / "x.pt", known)["a"], pickles.Record)
+    assert isinstance(pickles.load(tmp_path / "x.pt", known)["a"], pickles.StandIn)
     with pytest.raises(ConvertError, match="Unknown"):
         pickles.load(tmp_path / "x.pt")
 
@@ -196,15 +195,15 @@ def bytes_of(tensor: torch.Tensor) -> Bytes:
 
 def write(path: Path, **options: Any) -> Path:
     """A small torch_dist checkpoint; its directory."""
-    from ftckpt.universal.megatron.dcp import DTYPES
+    from ftckpt.convert.catalog import DTYPE_NAMES
 
-    sink = MegatronDistSink(path, **options)
+    writer = MegatronDistWriter(path, **options)
     catalog = Catalog("universal", 5, {}, (), {})
-    tensors = [Tensor(key, DTYPES[value.dtype], tuple(value.shape)) for key, value in TENSORS.items()]
-    sink.destination.begin()
-    for unit in sink.plan(catalog, tensors):
-        sink.write(unit, lambda tensor, first, last: bytes_of(TENSORS[tensor.key][first:last]))
-    sink.finish(catalog, sink.plan(catalog, tensors))
+    tensors = [Tensor(key, DTYPE_NAMES[value.dtype], tuple(value.shape)) for key, value in TENSORS.items()]
+    writer.destination.begin()
+    for unit in writer.plan(catalog, tensors):
+        writer.write(unit, lambda tensor, first, last: bytes_of(TENSORS[tensor.key][first:last]))
+    writer.finish(catalog, writer.plan(catalog, tensors))
     return path / "iter_0000005"
 
 
@@ -222,7 +221,7 @@ def test_layers_are_stacked_or_not_and_read_alike(tmp_path: Path, stack: bool) -
     )
     content = pickles.load(directory / "common.pt")["content_metadata"]
     assert content["non_homogeneous_layers"] is not stack
-    source = MegatronDistSource(tmp_path / "x")
+    source = MegatronDistReader(tmp_path / "x")
     found: dict[str, torch.Tensor] = {key: torch.zeros_like(value) for key, value in TENSORS.items()}
     for index, fragment in enumerate(source.catalog.fragments):
         rows = slice(fragment.box.offset[0], fragment.box.offset[0] + fragment.box.shape[0])
@@ -257,7 +256,7 @@ def test_bad_torch_dist_checkpoints_are_refused(tmp_path: Path) -> None:
     ):
         change()
         with pytest.raises(ConvertError, match=text):
-            MegatronDistSource(tmp_path / "x")
+            MegatronDistReader(tmp_path / "x")
         if "metadata" not in text or not data.exists():
             data.write_bytes(whole)
         if (directory / "metadata.json").exists() and text not in ("never completed",):
@@ -270,16 +269,16 @@ def test_a_flipped_type_is_noticed(tmp_path: Path) -> None:
     other = write(tmp_path / "y", max_file_bytes=10)
     (directory / ".metadata").write_bytes((other / ".metadata").read_bytes())
     with pytest.raises(ConvertError):
-        source = MegatronDistSource(tmp_path / "x")
+        source = MegatronDistReader(tmp_path / "x")
         for index in range(len(source.catalog.fragments)):
             source.read(index)
 
 
 def test_masters_without_hyperparameters_are_refused(tmp_path: Path) -> None:
-    sink = MegatronDistSink(tmp_path / "x")
+    writer = MegatronDistWriter(tmp_path / "x")
     tensors = [Tensor("weight/a", "BF16", (2,)), Tensor("exp_avg/a", "F32", (2,))]
     with pytest.raises(ConvertError, match="--roles weight"):
-        sink.plan(Catalog("deepspeed", 1, {}, (), {}), tensors)
+        writer.plan(Catalog("deepspeed", 1, {}, (), {}), tensors)
 
 
 def test_parameters_flattened_by_older_versions(tmp_path: Path) -> None:
@@ -314,12 +313,11 @@ def test_parameters_flattened_by_older_versions(tmp_path: Path) -> None:
     metadata = Metadata({name: stored})
     metadata.mcore_data = {name: {"nd_reformulated_orig_global_shape": torch.Size((3, 4, 2))}}  # type: ignore[attr-defined]
     FileSystemWriter(directory).finish(metadata, [results])
-    source = MegatronDistSource(tmp_path / "x")
-    from ftckpt.universal.reader import UniversalSource
-    from ftckpt.universal.writer import UniversalSink
+    source = MegatronDistReader(tmp_path / "x")
+    from ftckpt.convert.universal import UniversalReader, UniversalWriter
 
-    convert(source, UniversalSink(tmp_path / "u"), Options())
-    read = UniversalSource(tmp_path / "u")
+    convert(source, UniversalWriter(tmp_path / "u"), Options())
+    read = UniversalReader(tmp_path / "u")
     assert [fragment.key for fragment in read.catalog.fragments] == [
         f"exp_avg/decoder.layers.{layer}.mlp.linear_fc2.weight" for layer in range(3)
     ]

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent.parent.parent))
-
 from benchmarks import plan_scale
-from ftckpt.layout.replicas import CUT_BYTES
+from ftckpt.model.replicas import CUT_BYTES
 
 GENEROUS_SECS = 8.0
 """For machines that do many things at once; the benchmark's own limit is 1 s."""
 
 
-def due(job: plan_scale.Job) -> float:
+def due(job: plan_scale.SyntheticJob) -> float:
     """The first rank's share by arithmetic: bytes of each fragment over the number of ranks that hold it."""
     tp, pp, dp = job.shape
     total = 0.0
@@ -35,24 +32,25 @@ def due(job: plan_scale.Job) -> float:
 @pytest.mark.parametrize("optimizer", plan_scale.OPTIMIZERS)
 @pytest.mark.parametrize("ranks", [8, 64])
 def test_the_plan_of_a_synthetic_job_is_what_arithmetic_says(optimizer: str, ranks: int) -> None:
-    job = plan_scale.Job(ranks, optimizer)
+    job = plan_scale.SyntheticJob(ranks, optimizer)
     exchange = plan_scale.Exchange(job)
     sets, shares, parts = plan_scale.compute(exchange, [1 << 40] * ranks)
-    copied = sum(part.nbytes for _, part in parts)
+    copied = sum(part.fragment.nbytes for part in parts)
     assert abs(copied - due(job)) <= CUT_BYTES * len(sets.runs)
     assert shares.spill == (0, 0)
     assert 0 < exchange.secs < GENEROUS_SECS
 
 
 @pytest.mark.parametrize("optimizer", plan_scale.OPTIMIZERS)
-def test_the_largest_job_is_planned_in_time_and_in_little_memory(optimizer: str) -> None:
-    case = plan_scale.run_case(plan_scale.Job(16_384, optimizer), repeats=1)
+@pytest.mark.parametrize("ranks", [64, pytest.param(16_384, marks=pytest.mark.slow)])
+def test_a_large_job_is_planned_in_time_and_in_little_memory(optimizer: str, ranks: int) -> None:
+    case = plan_scale.run_case(plan_scale.SyntheticJob(ranks, optimizer), repeats=1)
     assert case["secs_median"] < GENEROUS_SECS
     assert case["kept_bytes"] < case["peak_bytes"] < plan_scale.LIMIT_BYTES
     assert case["fragments"] > 140
-    assert case["gathered_bytes"] > 8 * 140 * 16_384
-    assert case["groups"] > 150
-    assert abs(case["equal_share_bytes"] - due(plan_scale.Job(16_384, optimizer))) <= case["groups"]
+    assert case["gathered_bytes"] > 8 * 140 * ranks
+    assert case["groups"] > (150 if ranks == 16_384 else 20)
+    assert abs(case["equal_share_bytes"] - due(plan_scale.SyntheticJob(ranks, optimizer))) <= case["groups"]
     assert case["spill_bytes"]["chosen"] <= case["spill_bytes"]["equal"]
     assert case["weighted"] == (case["spill_bytes"]["chosen"] < case["spill_bytes"]["equal"])
 
@@ -73,8 +71,8 @@ def test_the_command_fails_where_a_limit_is_passed(
 ) -> None:
     run_case = plan_scale.run_case
 
-    def played(job: plan_scale.Job, repeats: int) -> dict[str, Any]:
-        case = run_case(plan_scale.Job(8, job.optimizer), repeats)
+    def played(job: plan_scale.SyntheticJob, repeats: int) -> dict[str, Any]:
+        case = run_case(plan_scale.SyntheticJob(8, job.optimizer), repeats)
         return {**case, "ranks": job.ranks, **(excess if job.optimizer == "distributed" else {})}
 
     monkeypatch.setattr(plan_scale, "run_case", played)

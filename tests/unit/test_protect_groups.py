@@ -7,44 +7,41 @@ from collections import Counter
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from ftckpt.arena.image import SlotImage
 from ftckpt.errors import ConfigError
-from ftckpt.protect.groups import (
-    HeldSection,
-    Holding,
+from ftckpt.model.fragment import Box, Fragment
+from ftckpt.model.manifest import Manifest, Section
+from ftckpt.parity.groups import (
     Member,
-    Modes,
     ParityGroup,
     mirror_nodes,
     mirrors,
     node_groups,
-    pack_lengths,
     peer_groups,
     replica_partition,
-    resolve_modes,
     slot_group,
     slot_group_name,
     slot_groups,
     spread,
-    unpack_lengths,
 )
-from ftckpt.protect.modes import possible_modes
-from ftckpt.state.fragment import Box, Fragment
-from ftckpt.state.manifest import Manifest, Section
+from ftckpt.parity.holding import Holding, HoldingSection, pack_lengths, unpack_lengths
+from ftckpt.parity.modes import Modes, possible_modes, resolve_modes
+from ftckpt.store.image import SlotImage
 
 CHUNK = 4096
 
 
-def holding(shard: str, node: str, *sections: HeldSection, rack: str = "", volatile: tuple[int, ...] = ()) -> Holding:
+def holding(
+    shard: str, node: str, *sections: HoldingSection, rack: str = "", volatile: tuple[int, ...] = ()
+) -> Holding:
     behind = sum(len(section.lengths) for section in sections)
     return Holding(shard, node, rack, f"{shard}.x", "00", CHUNK, sections, (behind, volatile))
 
 
-def private(*lengths: int) -> HeldSection:
-    return HeldSection("private", "", "", 0, lengths)
+def private(*lengths: int) -> HoldingSection:
+    return HoldingSection("private", "", "", 0, lengths)
 
 
 def members(*nodes: str) -> list[Member]:
@@ -52,7 +49,6 @@ def members(*nodes: str) -> list[Member]:
 
 
 @given(st.lists(st.integers(0, 5), max_size=40), st.sampled_from([0, 2, 3, 8]), st.integers(2, 4))
-@settings(max_examples=300)
 def test_spread_never_puts_two_of_a_domain_together(domains: list[int], most: int, least: int) -> None:
     people = list(enumerate(domains))
     groups = spread(people, lambda person: str(person[1]), most, least)
@@ -72,7 +68,6 @@ def test_spread_takes_the_kth_of_each_domain() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 3)), max_size=30), st.booleans())
-@settings(max_examples=300)
 def test_a_replica_set_is_split_over_nodes_and_racks(places: list[tuple[int, int]], labels: bool) -> None:
     nodes = [node for node, _ in places]
     racks = [f"r{node % 3}" if labels else "" for node in nodes]
@@ -164,7 +159,7 @@ def test_a_holding_is_cut_as_the_slot_is() -> None:
         sections=(Section("private", 1), Section("shared", 1, name), Section("parity", 1, name)),
     )
     image = SlotImage.of(manifest)
-    held = Holding.of(image, "n0", "r0", "tp0.abc")
+    held = image.holding("n0", "r0", "tp0.abc")
     assert [(s.kind, s.first, s.lengths) for s in held.sections] == [
         ("private", 0, (4096, 904)),
         ("shared", 2, (4096, 4096, 808)),
@@ -194,7 +189,7 @@ def test_a_node_of_many_ranks_has_several_groups() -> None:
 def test_peer_groups_take_what_no_slot_group_covers_of_arenas_on_different_nodes() -> None:
     name = slot_group_name("replica", ["s0", "s1"], ["s0", "s1"])
     holdings = [
-        holding(f"s{i}", f"n{i // 2}", private(CHUNK, 9), HeldSection("shared", name, "", 2, (5,)), volatile=(7,))
+        holding(f"s{i}", f"n{i // 2}", private(CHUNK, 9), HoldingSection("shared", name, "", 2, (5,)), volatile=(7,))
         for i in range(8)
     ]
     groups = peer_groups(holdings, Modes(peer=True))
@@ -234,7 +229,11 @@ def test_slot_groups_are_read_from_the_sections(mode: str) -> None:
     kind = "parity" if mode == "replica" else "copy"
     holdings = [
         holding(
-            s, f"n{s}", private(5), HeldSection("shared", name, "", 1, (CHUNK,)), HeldSection(kind, name, "", 2, (9,))
+            s,
+            f"n{s}",
+            private(5),
+            HoldingSection("shared", name, "", 1, (CHUNK,)),
+            HoldingSection(kind, name, "", 2, (9,)),
         )
         for s in shards
     ]

@@ -13,16 +13,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ftckpt.arena.directory import PULSE_NAME
-from ftckpt.arena.pulse import Pulse, SmpState
 from ftckpt.smp.hangs import HangWatch
+from ftckpt.store.directory import PULSE_NAME
+from ftckpt.store.pulse import Pulse, SmpState
 
 REPOSITORY = Path(__file__).parents[2]
 
 RANK = """
 import sys, time
 from pathlib import Path
-from ftckpt.arena.pulse import Pulse
+from ftckpt.store.pulse import Pulse
 pulse = Pulse.open(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
 pulse.beat(int(sys.argv[4]), sys.argv[5])
 print(pulse.problem, flush=True)

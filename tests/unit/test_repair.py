@@ -9,24 +9,33 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
-import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from protected import LINEAGE, Job, build, contents, file_groups, flip, flip_chunk, record_begin, slot_of
 
-from ftckpt.arena.package import Package, load, package_path
-from ftckpt.arena.segment import Arena, slot_name
 from ftckpt.errors import ArenaError, CorruptError
-from ftckpt.protect.codecs import encode
-from ftckpt.protect.groups import Member, Modes, ParityGroup, slot_group, slot_group_name
-from ftckpt.protect.stripes import stripes
-from ftckpt.protect.survive import BlockId, ChunkId, Repair, block_chunk, solve
+from ftckpt.model.snapshot import SnapshotId
+from ftckpt.parity.codecs import encode
+from ftckpt.parity.groups import Member, ParityGroup, slot_group, slot_group_name
+from ftckpt.parity.modes import Modes
+from ftckpt.parity.stripes import stripes
+from ftckpt.parity.survive import BlockId, ChunkId, Repair, block_chunk, solve
 from ftckpt.restore.build import Build
-from ftckpt.restore.load import OpenArenas
-from ftckpt.restore.rebuild import NEW_SLOT, Fix
-from ftckpt.restore.solve import Input, batches, levels, solve_part
-from ftckpt.restore.solve import Job as Task
-from ftckpt.restore.source import BlockAt, ChunkAt, Source
+from ftckpt.restore.locations import BlockAt, ChunkAt, OpenArenas, SlotAt
+from ftckpt.restore.rebuild import NEW_SLOT, Bytes, Fix, Input, RepairTask, batches, levels, solve_slice
+from ftckpt.store.arena import Arena
+from ftckpt.store.package import Package, load, package_path
+from ftckpt.store.slots import slot_name
+from tests.support.protected import (
+    LINEAGE,
+    Job,
+    build,
+    contents,
+    file_groups,
+    flip,
+    flip_chunk,
+    record_begin,
+    slot_of,
+)
 
 CHUNK = 64
 ME, OTHER = 0, 1
@@ -60,21 +69,21 @@ class World:
             return self.chunks[place.arena, place.chunk].data
         return self.blocks[place.arena, int(place.file), place.block].data
 
-    def task(self, repair: Repair, mine: set[str], far: set[str] = frozenset()) -> Task:  # type: ignore[assignment]
+    def task(self, repair: Repair, mine: set[str], far: set[str] = frozenset()) -> RepairTask:  # type: ignore[assignment]
         def chunk_input(shard: str, chunk: int, nbytes: int) -> Input:
             return Input(ChunkAt("n", shard, 0, chunk), OTHER if shard in far else ME, nbytes)
 
         def block_input(block: BlockId, nbytes: int) -> Input:
             return Input(BlockAt("n", block[0], str(block[1]), block[2]), ME, nbytes)
 
-        return Task.of(repair, mine, chunk_input, block_input)
+        return RepairTask.of(repair, mine, chunk_input, block_input)
 
-    def received(self, part: Any, index: int) -> Mapping[tuple[int, Input], torch.Tensor]:
+    def received(self, part: Any, index: int) -> Mapping[tuple[int, Input], Bytes]:
         found = {}
-        for wanted in part.job.inputs:
+        for wanted in part.task.inputs:
             if wanted.reader == OTHER and part.begin < wanted.nbytes:
                 data = np.frombuffer(self.view(wanted.at), np.uint8)[part.begin : min(part.end, wanted.nbytes)]
-                found[index, wanted] = torch.from_numpy(data.copy())
+                found[index, wanted] = data.copy()
         return found
 
 
@@ -99,7 +108,6 @@ def groups(draw: st.DrawFn) -> ParityGroup:
     return slot_group(name, mode, CHUNK, slots)
 
 
-@settings(max_examples=150, deadline=None)
 @given(groups(), st.data(), st.sampled_from([1, 3000, 1 << 20]))
 def test_every_lost_chunk_comes_back_byte_for_byte(group: ParityGroup, data: st.DataObject, bound: int) -> None:
     """In any batches, from near and far, with short chunks and chunks that some members do not have."""
@@ -115,15 +123,15 @@ def test_every_lost_chunk_comes_back_byte_for_byte(group: ParityGroup, data: st.
     whole, world.chunks = world.chunks, known
     world.blocks = {block: array for block, array in world.blocks.items() if block not in gone}
     page, solver = 16, pytest.MonkeyPatch()
-    solver.setattr("ftckpt.restore.solve.PAGE_BYTES", page)
+    solver.setattr("ftckpt.restore.rebuild.PAGE_BYTES", page)
     try:
         for level in levels(repairs):
             for parts in batches([world.task(repair, lost_shards, far) for repair in level], bound):
-                assert sum(part.nbytes for part in parts) <= max(bound, page * parts[0].job.width)
+                assert sum(part.nbytes for part in parts) <= max(bound, page * parts[0].task.width)
                 for index, part in enumerate(parts):
                     arenas = cast(OpenArenas, world)
-                    found = solve_part(part, index, world.received(part, index), arenas)
-                    assert set(found) == set(part.job.own)
+                    found = solve_slice(part, index, world.received(part, index), arenas)
+                    assert set(found) == set(part.task.own)
                     for chunk, array in found.items():
                         have = known.setdefault(chunk, np.zeros(len(whole[chunk]), np.uint8))
                         have[part.begin : part.end] = array[: max(0, len(have) - part.begin)]
@@ -160,12 +168,12 @@ def test_a_repair_that_needs_another_stands_behind_it(arena_root: Path) -> None:
 def made(root: Path) -> tuple[Job, Package, bytes]:
     job = Job(root, ("a", "a", "a"), Modes(node=True))
     build(job, (3, 4, 5), (5,))
-    package = load(package_path(job.node_dir("a"), "dp1", LINEAGE, 5))
+    package = load(package_path(job.node_dir("a"), "dp1", SnapshotId(LINEAGE, 5)))
     return job, package, contents(job, 1, 5)
 
 
 def new_slot(job: Job, package: Package) -> Build:
-    fix = Fix("dp1", Source("a", job.path(1).name, NEW_SLOT), tuple(range(6)))
+    fix = Fix("dp1", SlotAt("a", job.path(1).name, NEW_SLOT), tuple(range(6)))
     return Build(job.node_dir("a"), fix, package, 3)
 
 
@@ -180,7 +188,7 @@ def chunks_of(job: Job, iteration: int = 5) -> list[np.ndarray]:
 def sealed(job: Job) -> set[int]:
     with closing(Arena.open(job.path(1))) as arena:
         records = [arena.control.record(slot) for slot in range(arena.control.slots)]
-        return {record.iteration for record in records if record.sealed}
+        return {record.snapshot.iteration for record in records if record.snapshot is not None}
 
 
 def put_all(building: Build, chunks: list[np.ndarray]) -> None:
@@ -199,7 +207,7 @@ def test_a_shard_comes_into_a_slot_that_claims_nothing_before_its_end(before: st
             arena.control.void(slot)
         elif before == "all sealed":
             arena.control.begin(slot)
-            arena.control.seal(slot, LINEAGE, 7)
+            arena.control.seal(slot, SnapshotId(LINEAGE, 7))
         elif before == "torn":
             flip(job.path(1) / "control", record_begin(job, 1, 5) + 26)
     if before == "gone":
@@ -211,7 +219,7 @@ def test_a_shard_comes_into_a_slot_that_claims_nothing_before_its_end(before: st
     elif before == "spoilt control":
         flip(job.path(1) / "control", 20)
     building = new_slot(job, package)
-    control = 8192 if before in ("gone", "spoilt control") else 0
+    control = 4096 if before in ("gone", "spoilt control") else 0
     wanted_bytes = building.file_bytes if before in ("gone", "truncated", "spoilt control") else 0
     assert building.new_bytes() == wanted_bytes + control
     building.open()
@@ -249,7 +257,7 @@ def test_a_slot_that_is_repaired_in_place_stays_what_it_is(arena_root: Path) -> 
         flip(job.path(1) / slot_name(slot), arena.image.objects.begin + 9)
         flip(job.path(1) / slot_name(slot), 2000)
         record = arena.control.record(slot)
-    fix = Fix("dp1", Source("a", job.path(1).name, slot), (3,), None, ("objects", "header"))
+    fix = Fix("dp1", SlotAt("a", job.path(1).name, slot), (3,), None, ("objects", "header"))
     building = Build(job.node_dir("a"), fix, package, 3)
     assert building.new_bytes() == 0
     building.open()
@@ -265,7 +273,7 @@ def test_a_slot_that_is_repaired_in_place_stays_what_it_is(arena_root: Path) -> 
 def test_chunks_of_a_slot_without_checksums_cannot_be_repaired_without_a_package(arena_root: Path) -> None:
     job = Job(arena_root, ("a", "a", "a"), Modes(node=True))
     build(job, (3, 4, 5), (), hashed=False)
-    fix = Fix("dp1", Source("a", job.path(1).name, 2), (3,))
+    fix = Fix("dp1", SlotAt("a", job.path(1).name, 2), (3,))
     with pytest.raises(CorruptError, match="dp1: slot 2 has no checksums"):
         Build(job.node_dir("a"), fix, None, 3).open()
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from ftckpt.live import rng
+from ftckpt.frameworks import torch_state as rng
 
 
 def seeded(seed: int) -> dict[str, Any]:

@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 USAGE = "torchrun ... -m ftckpt.megatron SCRIPT ARGS... --ftckpt [--ftckpt-interval N ...]"
 SCRIPT = """
 import json, sys
-heavy = [name for name in ("torch", "megatron.core", "ftckpt.testing") if name in sys.modules]
+heavy = [name for name in ("torch", "megatron.core", "tests.support") if name in sys.modules]
 print(json.dumps([__name__, sys.argv[1:], sys.path[0] == {folder!r}, heavy]))
 import helper
 {end}

@@ -10,27 +10,26 @@ import numpy as np
 import pytest
 import torch
 import xxhash
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from test_replicas import Gather, Job, in_lockstep, jobs, sets_of, whole
+from test_replicas import Gather, Job, in_lockstep, jobs, sets_of, share, whole
 from test_shares import LoneGroup
 
-from ftckpt.arena.image import SlotImage
+from ftckpt.capture.assignment import Assignment, assign
+from ftckpt.capture.chunks import CopyPart, chunk_copies
 from ftckpt.capture.copier import copy_chunk
-from ftckpt.capture.plan import Part, chunk_copies
-from ftckpt.capture.prepare import Assignment, assign
-from ftckpt.capture.sections import Job as Known
-from ftckpt.capture.sections import Laid, Redundancy, burden, lay_out
-from ftckpt.comm import Group
+from ftckpt.capture.redundancy import Redundancy, SharePlan, SlotParts, burden, lay_out
 from ftckpt.errors import CaptureError, ConfigError
-from ftckpt.layout.replicas import CUT_BYTES, ReplicaSets, identity, share
-from ftckpt.layout.shares import choose, deal, equal_cuts
-from ftckpt.layout.topology import Member, Topology
-from ftckpt.protect.groups import Holding, ParityGroup, slot_groups
-from ftckpt.protect.stripes import stripes
-from ftckpt.state.fragment import Box, Fragment
-from ftckpt.state.manifest import Manifest
-from ftckpt.state.piece import Description, Piece
+from ftckpt.group import Group
+from ftckpt.model.fragment import Box, Fragment
+from ftckpt.model.manifest import Manifest
+from ftckpt.model.replicas import CUT_BYTES, ReplicaSets, identity
+from ftckpt.model.shares import choose, deal, equal_cuts
+from ftckpt.model.topology import RankPlace, Topology
+from ftckpt.model.training_state import Description, Piece
+from ftckpt.parity.groups import ParityGroup, slot_groups
+from ftckpt.parity.stripes import stripes
+from ftckpt.store.image import SlotImage
 
 TYPES = {"U8": torch.uint8, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64}
 Held = dict[int, list[Fragment]]
@@ -55,20 +54,20 @@ class World:
         views = views or sets_of(held)
         self.held, self.chunk_bytes = held, chunk_bytes
         self.shards = [f"dp{rank}" for rank in held]
-        self.laid: list[Laid] = []
+        self.laid: list[SlotParts] = []
         self.images: list[SlotImage] = []
         self.slots: list[torch.Tensor] = []
         for rank, fragments in held.items():
             runs, private = burden(views[rank], redundancy)
             cuts = deal(runs, private, None)
-            laid = lay_out(fragments, views[rank], rank, Known(cuts, self.shards, chunk_bytes, redundancy))
+            laid = lay_out(fragments, views[rank], rank, SharePlan(cuts, self.shards, chunk_bytes, redundancy))
             stepped = tuple(part.fragment for part in laid.parts)
             manifest = Manifest({"dp": rank}, {}, stepped, (), 64, chunk_bytes, sections=laid.sections)
             self.laid.append(laid)
             self.images.append(SlotImage.of(Manifest.decode(manifest.encode())))
             self.slots.append(self._filled(self.images[-1], laid.parts, [live(f) for f in fragments]))
         places = zip(self.images, redundancy.nodes or self.shards, strict=True)
-        self.holdings = [Holding.of(image, node, "", f"arena-{node}") for image, node in places]
+        self.holdings = [image.holding(node, "", f"arena-{node}") for image, node in places]
         self.groups = slot_groups(self.holdings)
 
     def chunk(self, shard: str, chunk: int) -> np.ndarray:
@@ -77,7 +76,7 @@ class World:
         return self.slots[rank].numpy()[span.begin : span.end]
 
     @staticmethod
-    def _filled(image: SlotImage, parts: Sequence[Part], tensors: list[torch.Tensor]) -> torch.Tensor:
+    def _filled(image: SlotImage, parts: Sequence[CopyPart], tensors: list[torch.Tensor]) -> torch.Tensor:
         slot = torch.zeros(image.file_bytes, dtype=torch.uint8)
         for copy in chunk_copies(image, parts):
             span = image.chunks[copy.chunk]
@@ -119,7 +118,6 @@ def worlds(draw: st.DrawFn, mode: str | None = None) -> tuple[Job, Redundancy, i
     return job, redundancy, draw(st.sampled_from([64, 192, 512, 4096, 1 << 16]))
 
 
-@settings(max_examples=250, deadline=None)
 @given(worlds())
 def test_every_chunk_of_a_lost_member_comes_back_from_the_others(case: tuple[Job, Redundancy, int]) -> None:
     (held, _, _), redundancy, chunk_bytes = case
@@ -138,7 +136,6 @@ def test_every_chunk_of_a_lost_member_comes_back_from_the_others(case: tuple[Job
                 assert np.array_equal(stored, again)
 
 
-@settings(max_examples=250, deadline=None)
 @given(worlds("replica"))
 def test_blocks_are_no_longer_than_their_stripes_and_nothing_else_is_in_them(
     case: tuple[Job, Redundancy, int],
@@ -159,7 +156,6 @@ def test_blocks_are_no_longer_than_their_stripes_and_nothing_else_is_in_them(
             assert [s.span.nbytes for s in found] == [of_holder[h] for h in (holder,) if h in of_holder]
 
 
-@settings(max_examples=250, deadline=None)
 @given(worlds())
 def test_sections_hold_each_byte_once_in_the_order_of_kinds(case: tuple[Job, Redundancy, int]) -> None:
     (held, holders, _), redundancy, chunk_bytes = case
@@ -193,7 +189,7 @@ def share_of(held: Held, rank: int) -> list[tuple[int, Fragment]]:
     return share(held[rank], sets, deal(sets.runs, sets.private, None), rank, f"dp{rank}")
 
 
-def shared(laid: Laid, group: str) -> list[Part]:
+def shared(laid: SlotParts, group: str) -> list[CopyPart]:
     first = 0
     for section in laid.sections:
         if (section.kind, section.group) == ("shared", group):
@@ -202,7 +198,6 @@ def shared(laid: Laid, group: str) -> list[Part]:
     return []
 
 
-@settings(max_examples=100, deadline=None)
 @given(worlds("copy"))
 def test_a_copy_is_chunk_by_chunk_the_original(case: tuple[Job, Redundancy, int]) -> None:
     (held, _, _), redundancy, chunk_bytes = case
@@ -280,7 +275,7 @@ def test_differing_replicas_are_nobodys_parity() -> None:
         assert {strip.piece for part in laid.parts for strip in part.strips} == {0}
 
 
-MEMBERS = tuple(Member({"pp": pp, "dp": dp}, f"n{dp}") for pp in range(2) for dp in range(2))
+MEMBERS = tuple(RankPlace({"pp": pp, "dp": dp}, f"n{dp}") for pp in range(2) for dp in range(2))
 NODES = tuple(member.node for member in MEMBERS)
 NUMEL = 50_000
 

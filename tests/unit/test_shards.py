@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ftckpt.errors import MismatchError
-from ftckpt.layout.shards import axes_of, first_of_each_stage, shard_names
-from ftckpt.state.manifest import shard_name
+from ftckpt.model.manifest import shard_name
+from ftckpt.model.topology import axes_of, first_of_each_stage, shard_names
 
 AXES = st.lists(st.sampled_from(["tp", "pp", "cp", "dp", "ep", "x_y"]), min_size=1, unique=True)
 

@@ -11,23 +11,26 @@ from typing import cast
 import numpy as np
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from test_replicas import in_lockstep
 
-from ftckpt.arena.segment import Arena, arena_path
-from ftckpt.capture.prepare import Assignment, assign
-from ftckpt.comm import Group
+from ftckpt.capture.assignment import Assignment, assign
 from ftckpt.errors import CaptureError, ConfigError, CorruptError
 from ftckpt.events import Events
-from ftckpt.layout.replicas import CUT_BYTES, Gather
-from ftckpt.layout.shares import MOST_BYTES, Run, choose, deal, equal_cuts, loads, room, spill
-from ftckpt.layout.topology import Member, Topology
-from ftckpt.restore.decide import Decision, Source
+from ftckpt.group import Group
+from ftckpt.model.fragment import Box, Fragment
+from ftckpt.model.manifest import Manifest
+from ftckpt.model.replicas import CUT_BYTES, Gather
+from ftckpt.model.shares import MOST_BYTES, Run, choose, deal, equal_cuts, loads, room, spill
+from ftckpt.model.snapshot import SnapshotId
+from ftckpt.model.topology import RankPlace, Topology
+from ftckpt.model.training_state import Description, Piece
+from ftckpt.restore.choice import Decision
+from ftckpt.restore.locations import SlotAt
 from ftckpt.restore.restart import Restart
-from ftckpt.state.fragment import Box, Fragment
-from ftckpt.state.manifest import Manifest
-from ftckpt.state.piece import Description, Piece
+from ftckpt.store.arena import Arena
+from ftckpt.store.directory import arena_path
 
 SIZE = 6
 GB = 1_000_000_000
@@ -60,7 +63,6 @@ def loads_of(runs: Sequence[Run], private: Sequence[int], capacities: Sequence[i
     return loads(runs, deal(runs, base, room(capacities)), base).tolist()
 
 
-@settings(max_examples=300, deadline=None)
 @given(job_runs, private_bytes, capacities_of_ranks)
 def test_every_byte_goes_to_exactly_one_member(runs: list[Run], private: np.ndarray, capacities: list[int]) -> None:
     cuts = deal(runs, private, room(capacities))
@@ -71,7 +73,6 @@ def test_every_byte_goes_to_exactly_one_member(runs: list[Run], private: np.ndar
     assert loads(runs, cuts, private).sum() == private.sum() + sum(run.nbytes for run in runs)
 
 
-@settings(max_examples=300, deadline=None)
 @given(job_runs, private_bytes, capacities_of_ranks)
 def test_who_takes_part_is_filled_to_one_level_and_fuller_ones_get_nothing(
     runs: list[Run], private: np.ndarray, capacities: list[int]
@@ -89,7 +90,6 @@ def test_who_takes_part_is_filled_to_one_level_and_fuller_ones_get_nothing(
             assert (level[place] <= others + slack).all()
 
 
-@settings(max_examples=300, deadline=None)
 @given(st.integers(0, 10**12), st.lists(st.integers(1, 10**12), min_size=2, max_size=9))
 def test_shares_are_proportional_to_capacity_where_nothing_else_is_loaded(nbytes: int, capacities: list[int]) -> None:
     run = run_of(*range(len(capacities)), nbytes=nbytes)
@@ -98,7 +98,6 @@ def test_shares_are_proportional_to_capacity_where_nothing_else_is_loaded(nbytes
         assert abs(share - nbytes * capacity / sum(capacities)) <= 2
 
 
-@settings(max_examples=300, deadline=None)
 @given(private_bytes, capacities_of_ranks, sizes, st.integers(0, SIZE - 1), st.integers(0, 10**12))
 def test_more_room_never_means_a_smaller_share(
     private: np.ndarray, capacities: list[int], nbytes: int, place: int, more: int
@@ -111,7 +110,6 @@ def test_more_room_never_means_a_smaller_share(
     assert all(after[rank] <= before[rank] + 2 for rank in range(SIZE) if rank != place)
 
 
-@settings(max_examples=200, deadline=None)
 @given(job_runs, private_bytes, capacities_of_ranks, st.randoms(use_true_random=False))
 def test_runs_are_dealt_alike_in_whatever_order_they_are_given(
     runs: list[Run], private: np.ndarray, capacities: list[int], random: Random
@@ -124,7 +122,6 @@ def test_runs_are_dealt_alike_in_whatever_order_they_are_given(
         assert second[place].tolist() == first[index].tolist()
 
 
-@settings(max_examples=200, deadline=None)
 @given(job_runs, private_bytes, capacities_of_ranks)
 def test_runs_that_must_stay_equal_do(runs: list[Run], private: np.ndarray, capacities: list[int]) -> None:
     for run, cut in zip(runs, deal(runs, private, room(capacities)), strict=True):
@@ -211,7 +208,6 @@ def test_shares_stay_equal_unless_it_pays(capacities: list[int], weighted: bool)
         assert chosen.spill == (11, 0)
 
 
-@settings(max_examples=200, deadline=None)
 @given(job_runs, private_bytes, capacities_of_ranks)
 def test_chosen_shares_never_spill_more_than_equal_ones(
     runs: list[Run], private: np.ndarray, capacities: list[int]
@@ -237,7 +233,7 @@ class LoneGroup:
         self.rank, self.size, self.gather = rank, size, gather
 
 
-MEMBERS = tuple(Member({"pp": pp, "dp": dp}, "node") for pp in range(2) for dp in range(2))
+MEMBERS = tuple(RankPlace({"pp": pp, "dp": dp}, "node") for pp in range(2) for dp in range(2))
 NUMEL = 50_000
 
 
@@ -293,16 +289,16 @@ def test_ranks_that_were_told_different_capacities_refuse() -> None:
 @pytest.mark.parametrize("case", ["all", "one has none", "another layout"])
 def test_a_restart_goes_on_with_the_capacities_of_the_arenas(arena_root: Path, case: str) -> None:
     told = [0 if case == "one has none" else 11, 22, 33, 44]
-    sources: dict[str, Source] = {}
+    sources: dict[str, SlotAt] = {}
     # The ranks have changed nodes: what one of them needs, another reads.
     nodes, members = ("a", "a", "b", "b"), [replace(MEMBERS[rank], node="bbaa"[rank]) for rank in range(4)]
     for member, capacity, node in zip(MEMBERS, told, nodes, strict=True):
         manifest = Manifest(member.coords, {}, (), (), 4096, 4096, capacity)
         arena = Arena.create(arena_root, manifest, 2)
-        sources[member.shard] = Source(node, arena_path(arena_root, manifest).name, 0)
+        sources[member.shard] = SlotAt(node, arena_path(arena_root, manifest).name, 0)
         arena.close()
-    layout = {"dp": 8} if case == "another layout" else {}
-    decision = Decision("00" * 16, 7, sources, (), None, layout)
+    ranks = {} if case == "another layout" else {member.shard: rank for rank, member in enumerate(members)}
+    decision = Decision(SnapshotId(bytes(16), 7), sources, ranks=ranks)
 
     def run(rank: int, gather: Gather) -> list[int] | None:
         group = cast(Group, LoneGroup(rank, 4, gather))

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from ftckpt.errors import ConfigError
-from ftckpt.smp.address import SECRET_BYTES, listening_address, machine, read_secret
+from ftckpt.job.node_smp import SECRET_BYTES, listening_address, machine, read_secret
 
 
 def test_one_machine_needs_only_loopback() -> None:
@@ -27,6 +27,9 @@ def test_a_configured_address_must_be_this_machines() -> None:
     assert listening_address("127.0.0.2", ["a", "b"], {}) == "127.0.0.2"
     with pytest.raises(ConfigError, match=r"smp_listen: '192\.0\.2\.7' cannot be listened at"):
         listening_address("192.0.2.7", ["a"], {})
+    for host in (".bad", "a" * 70):  # no name at all: the codec of names refuses it
+        with pytest.raises(ConfigError, match="cannot be listened at"):
+            listening_address(host, ["a"], {})
 
 
 def test_a_secret_comes_from_a_file_that_only_its_owner_reads(tmp_path: Path) -> None:

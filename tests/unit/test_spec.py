@@ -9,17 +9,17 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from ftckpt.convert.language.patterns import Pattern, evaluate, fill_template
+from ftckpt.convert.language.placing import BoxMap, LocalTensor, Placement, place
+from ftckpt.convert.language.spec import READY, Spec
 from ftckpt.errors import SpecError
-from ftckpt.state.fragment import Box
-from ftckpt.testing.pool import run_ranks
-from ftckpt.universal.language.patterns import Pattern, evaluate, fill_template
-from ftckpt.universal.language.placing import Placement, Span, Stored, place
-from ftckpt.universal.language.spec import READY, Spec
+from ftckpt.model.fragment import Box
+from tests.support.pool import run_ranks
 
-Held = list[tuple[Stored, np.ndarray]]
+Held = list[tuple[LocalTensor, np.ndarray]]
 
 
 def spec(*rules: Mapping[str, Any], variables: Mapping[str, Any] | None = None, **given: int) -> Spec:
@@ -27,7 +27,7 @@ def spec(*rules: Mapping[str, Any], variables: Mapping[str, Any] | None = None, 
 
 
 def held(name: str, parts: Sequence[np.ndarray], axis: str = "tp", **coords: int) -> Held:
-    return [(Stored(name, part.shape, {**coords, axis: rank}), part) for rank, part in enumerate(parts)]
+    return [(LocalTensor(name, part.shape, {**coords, axis: rank}), part) for rank, part in enumerate(parts)]
 
 
 def whole(placements: Sequence[Placement | None], stored: Held) -> dict[str, np.ndarray]:
@@ -38,11 +38,11 @@ def whole(placements: Sequence[Placement | None], stored: Held) -> dict[str, np.
             continue
         fresh = (np.zeros(placement.shape, values.dtype), np.zeros(placement.shape, bool))
         elements, there = found.setdefault(placement.name, fresh)
-        for span in placement.spans:
-            part = values[at(span.local)].reshape(span.box.shape)
-            assert (elements[at(span.box)] == part)[there[at(span.box)]].all()
-            elements[at(span.box)] = part
-            there[at(span.box)] = True
+        for box_map in placement.boxes:
+            part = values[at(box_map.local)].reshape(box_map.box.shape)
+            assert (elements[at(box_map.box)] == part)[there[at(box_map.box)]].all()
+            elements[at(box_map.box)] = part
+            there[at(box_map.box)] = True
     assert all(there.all() for _, there in found.values())
     return {name: elements for name, (elements, _) in found.items()}
 
@@ -105,7 +105,6 @@ def test_heads_are_never_cut(heads: int, kv_heads: int, ranks: int) -> None:
     assert (placed(rules, held("qkv", parts), num_attention_heads=heads)["qkv"] == weight).all()
 
 
-@settings(max_examples=100, deadline=None)
 @given(st.data())
 def test_any_cuts_at_once(data: st.DataObject) -> None:
     """Experts along one dimension and shares along another, uneven, with stacked layers."""
@@ -125,7 +124,7 @@ def test_any_cuts_at_once(data: st.DataObject) -> None:
                     for part, share in zip(parts, shares, strict=True)
                 ]
                 values = np.concatenate(mine, axis=2)
-                stored.append((Stored(f"l.{layer}.w", values.shape, {"tp": rank, "ep": expert_rank}), values))
+                stored.append((LocalTensor(f"l.{layer}.w", values.shape, {"tp": rank, "ep": expert_rank}), values))
     cut = {"dim": 2, "uneven": True, "parts": [{"name": f"p{n}", "share": share} for n, share in enumerate(shares)]}
     rules = spec({
         "match": "l.{layer}.w", "rename": "l.w", "stack": "layer", "fragment": [{"dim": 0, "axis": "ep"}, cut],
@@ -157,7 +156,7 @@ def test_layers_are_numbered_through_stages_and_chunks() -> None:
     for (pp, chunk), values in layers.items():
         for number, value in enumerate(values):
             values_of = np.array([value])
-            stored.append((Stored(f"layers.{number}.w", (1,), {"pp": pp, "vpp": chunk}), values_of))
+            stored.append((LocalTensor(f"layers.{number}.w", (1,), {"pp": pp, "vpp": chunk}), values_of))
     rules = spec({"match": "layers.{layer}.w", "unique": True, "rename": "layers.{layer + offset}.w"})
     found = placed(rules, stored)
     assert {name: int(value[0]) for name, value in found.items()} == {f"layers.{n}.w": 10 + n for n in range(6)}
@@ -226,10 +225,10 @@ def test_a_flat_range_of_a_stored_tensor_is_one_range_of_each_box() -> None:
     inside = np.zeros(shape, bool)
     inside[at(box)] = True
     flat = inside.reshape(-1)
-    span = Span(box, box)
+    box_map = BoxMap(box, box)
     for start in range(25):
         for stop in range(start, 25):
-            assert span.within(shape, start, stop) == (flat[:start].sum(), flat[:stop].sum())
+            assert box_map.within(shape, start, stop) == (flat[:start].sum(), flat[:stop].sum())
 
 
 A, B = held("a.weight", [ramp(2)]), held("b.weight", [ramp(2)])
@@ -388,11 +387,12 @@ UNTIED = {"untie_embeddings_and_output_weights": True}
 
 def stored_and_placed(rank: int, world_size: int, argv: list[str]) -> tuple[list[Any], list[Any]]:
     """What a rank's legacy checkpoint would hold, and where Megatron itself says that it lies."""
-    import jobs
     import train_gpt
     from megatron.core import parallel_state as mpu
     from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
     from megatron.core.utils import unwrap_model
+
+    from tests.support import jobs
 
     job = train_gpt.build(train_gpt.parse_args([*jobs.TINY, *argv, "--iterations", "9"]))
     own: list[Any] = []
@@ -433,11 +433,11 @@ def stored_and_placed(rank: int, world_size: int, argv: list[str]) -> tuple[list
 def test_ready_specifications_say_what_megatron_says(
     name: str, world_size: int, argv: list[str], arguments: Mapping[str, Any]
 ) -> None:
-    stored: list[tuple[Stored, np.ndarray]] = []
+    stored: list[tuple[LocalTensor, np.ndarray]] = []
     theirs: dict[str, np.ndarray] = {}
     for result in run_ranks(stored_and_placed, world_size, argv):
         own, said = result.value
-        stored += [(Stored(at_rank, values.shape, coords), values) for at_rank, coords, values in own]
+        stored += [(LocalTensor(at_rank, values.shape, coords), values) for at_rank, coords, values in own]
         for key, shape, offset, values in said:
             tensor = theirs.setdefault(key, np.full(shape, np.nan, np.float32))
             sizes = (1,) * (len(shape) - values.ndim) + values.shape

@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from megatron_models import Model, build, fill, parallel
 from test_spec import at, placed
 
-from ftckpt.state.fragment import Box
-from ftckpt.testing.pool import run_ranks
-from ftckpt.universal.language.placing import Stored
-from ftckpt.universal.language.spec import Spec
+from ftckpt.convert.language.placing import LocalTensor
+from ftckpt.convert.language.spec import Spec
+from ftckpt.model.fragment import Box
+from tests.support.megatron_models import Model, build, fill, parallel
+from tests.support.pool import run_ranks
 
 pytestmark = pytest.mark.multiproc
 
@@ -101,12 +101,12 @@ def test_specifications_say_what_megatron_says(name: str, layout: str) -> None:
         pytest.skip("no experts")
     if model.config.get("add_bias_linear") and sizes.get("tp", 1) != 1 and sizes.get("etp") != 1:
         pytest.skip("Megatron has no experts with biases that are cut")
-    stored: list[tuple[Stored, np.ndarray]] = []
+    stored: list[tuple[LocalTensor, np.ndarray]] = []
     theirs: dict[str, np.ndarray] = {}
     # Without the distributed optimizer each rank has, and fills, all of its weights.
     for result in run_ranks(stored_and_placed, world_size, replace(model, sharded=False), sizes):
         own, said = result.value
-        stored += [(Stored(at_rank, values.shape, coords), values) for at_rank, coords, values in own]
+        stored += [(LocalTensor(at_rank, values.shape, coords), values) for at_rank, coords, values in own]
         for key, shape, offset, values in said:
             tensor = theirs.setdefault(key, np.full(shape, np.nan, np.float32))
             lengths = (1,) * (len(shape) - values.ndim) + values.shape

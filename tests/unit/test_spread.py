@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from ftckpt.restore import spread
+from ftckpt.restore import exchange
 from ftckpt.restore.blocks import Block, run
-from ftckpt.restore.spread import NAME_BYTES, name_of, part_of, sharers
+from ftckpt.restore.exchange import NAME_BYTES, name_of, part_of, sharers
 
 NAMES = [name_of(b"place", [run(number, 0, 4)]) for number in range(6)]
 
 
-@settings(max_examples=200, deadline=None)
 @given(st.lists(st.sets(st.sampled_from(NAMES)), min_size=1, max_size=6))
 def test_all_ranks_find_the_same_sharers(held: list[set[bytes]]) -> None:
     told = [b"".join(sorted(names)) for names in held]
@@ -32,12 +31,11 @@ def test_half_a_name_is_not_the_name() -> None:
     assert sharers([one, other, other], 1) == {other: (1, 2)}
 
 
-@settings(max_examples=200, deadline=None)
 @given(st.sampled_from(NAMES), st.integers(0, 1 << 20), st.integers(2, 9), st.integers(1, 5000))
 def test_parts_fill_the_whole_and_are_of_a_size(name: bytes, nbytes: int, count: int, grain: int) -> None:
     ranks = tuple(range(3, 3 + 2 * count, 2))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(spread, "GRAIN_BYTES", grain)
+        patch.setattr(exchange, "GRAIN_BYTES", grain)
         parts = sorted(part_of(name, nbytes, ranks, rank) for rank in ranks)
     position = 0
     for begin, end in parts:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from itertools import combinations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from ftckpt.protect.groups import Member, ParityGroup
-from ftckpt.protect.stripes import (
+from ftckpt.parity.groups import Member, ParityGroup
+from ftckpt.parity.stripes import (
     Stripe,
     block_length,
     blocks_bytes,
@@ -74,7 +74,6 @@ def brute(group: ParityGroup) -> list[Stripe]:
 
 
 @given(drawn_groups())
-@settings(max_examples=300, deadline=None)
 def test_closed_forms_equal_the_definition(group: ParityGroup) -> None:
     expected = brute(group)
     assert list(stripes(group)) == expected
@@ -89,7 +88,6 @@ def test_closed_forms_equal_the_definition(group: ParityGroup) -> None:
 
 
 @given(drawn_groups())
-@settings(max_examples=200, deadline=None)
 def test_every_chunk_is_in_exactly_one_stripe_and_no_holder_has_data_in_its_own(group: ParityGroup) -> None:
     seen = []
     for index, found in enumerate(stripes(group)):
@@ -104,7 +102,6 @@ def test_every_chunk_is_in_exactly_one_stripe_and_no_holder_has_data_in_its_own(
 
 
 @given(drawn_groups(most=6))
-@settings(max_examples=150, deadline=None)
 def test_any_losses_of_members_leave_every_stripe_solvable(group: ParityGroup) -> None:
     for lost in combinations(range(len(group.members)), group.losses):
         for found in stripes(group):

@@ -13,12 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ftckpt.protect.codecs import MISSING, decode, encode
-from ftckpt.protect.groups import (
-    HeldSection,
-    Holding,
+from ftckpt.parity.codecs import MISSING, decode, encode
+from ftckpt.parity.groups import (
     Member,
-    Modes,
     ParityGroup,
     mirrors,
     node_groups,
@@ -28,8 +25,10 @@ from ftckpt.protect.groups import (
     slot_group_name,
     slot_groups,
 )
-from ftckpt.protect.stripes import Stripe, blocks_bytes, stripes
-from ftckpt.protect.survive import BlockId, ChunkId, Forecast, Repair, block_chunk, solve, survives
+from ftckpt.parity.holding import Holding, HoldingSection
+from ftckpt.parity.modes import Modes
+from ftckpt.parity.stripes import Stripe, blocks_bytes, stripes
+from ftckpt.parity.survive import BlockId, ChunkId, Forecast, Repair, block_chunk, solve, survives
 
 CHUNK = 8
 
@@ -91,7 +90,7 @@ def build(  # noqa: PLR0917 - a helper of this file
     for rank in ranks:
         found, first = [], 0
         for kind, name, nbytes in sections[rank] + behind[rank]:
-            found.append(HeldSection(kind, name, "", first, cut(nbytes)))
+            found.append(HoldingSection(kind, name, "", first, cut(nbytes)))
             first += len(cut(nbytes))
         volatile = (first, (3,))
         holdings.append(Holding(f"s{rank}", node[rank], "", f"a{rank}", "", CHUNK, tuple(found), volatile))
@@ -325,7 +324,6 @@ def damaged_jobs(draw: st.DrawFn) -> tuple[Job, set[ChunkId], set[BlockId]]:
 
 
 @given(damaged_jobs())
-@settings(max_examples=250, deadline=None)
 def test_any_damage_is_mended_with_the_right_bytes_or_cannot_be(
     damage: tuple[Job, set[ChunkId], set[BlockId]],
 ) -> None:
@@ -333,7 +331,7 @@ def test_any_damage_is_mended_with_the_right_bytes_or_cannot_be(
 
 
 @given(st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_the_forecast_of_whole_arenas_is_what_their_chunks_say(data: st.DataObject) -> None:
     job, _, _ = data.draw(damaged_jobs())
     packages = mirrors(job.holdings, job.modes)
@@ -346,7 +344,6 @@ def test_the_forecast_of_whole_arenas_is_what_their_chunks_say(data: st.DataObje
 
 
 @given(st.data())
-@settings(max_examples=100, deadline=None)
 def test_two_that_share_nothing_are_survived_if_each_is(data: st.DataObject) -> None:
     job, _, _ = data.draw(damaged_jobs())
     forecast = Forecast(job.groups, mirrors(job.holdings, job.modes), job.holdings)

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
-import re
 from collections import defaultdict
 from collections.abc import Iterator
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -15,114 +13,34 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from ftckpt.commands.charts import merged, shown_tracks, ticks_of
+from ftckpt.commands.event_log import EventLogError
+from ftckpt.commands.page import ms, size
+from ftckpt.commands.timeline import (
+    HTML_NAME,
+    TRACE_NAME,
+    heads_of,
+    page,
+    picture,
+    remove_timeline,
+    rows_of,
+    summary,
+    text_table,
+    trace_of,
+    write_timeline,
+)
+from ftckpt.commands.tracks import IterationTracks, TrackCopy, parse_track, read_tracks
 from ftckpt.errors import FtckptError
-from ftckpt.timeline import write
-from ftckpt.timeline.drawing import merged, ticks_of
-from ftckpt.timeline.model import Recording, Transfer, parse_timeline
-from ftckpt.timeline.picture import fragment, page
-from ftckpt.timeline.read import TimelineError, read_recording
-from ftckpt.timeline.table import heads, ms, rows, shown, size, summary, text_table
-from ftckpt.timeline.trace import trace_of
-from ftckpt.timeline.write import HTML_NAME, TRACE_NAME, remove_timeline, write_timeline
-from launch import demo, demo_report
-
-EPOCH = 1_790_000_000.0
-FORWARD, BACKWARD, START, OPTIMIZER = 0.02, 0.04, 0.004, 0.01
-CHUNK_BYTES, CHUNK_SECS = 4_000_000, 0.001
-
-
-def one_f_one_b(pp: int, num_microbatches: int) -> list[list[tuple[str, float, float]]]:
-    """Forward and backward of each stage, with begin and end in seconds."""
-    orders = []
-    for stage in range(pp):
-        warmup = min(pp - stage - 1, num_microbatches)
-        order = [("forward", number) for number in range(warmup)]
-        for number in range(num_microbatches):
-            order += [("forward", number + warmup)] if number + warmup < num_microbatches else []
-            order.append(("backward", number))
-        orders.append(order)
-    ready: dict[tuple[str, int, int], float] = {("forward", -1, n): 0.0 for n in range(num_microbatches)}
-    spans: list[list[tuple[str, float, float]]] = [[] for _ in range(pp)]
-    free = [START] * pp
-    while any(orders):
-        for stage, order in enumerate(orders):
-            while order:
-                kind, number = order[0]
-                before = ("forward", stage - 1, number) if kind == "forward" else ("backward", stage + 1, number)
-                if before == ("backward", pp, number):
-                    before = ("forward", stage, number)
-                if before not in ready:
-                    break
-                begin = max(free[stage], ready[before])
-                free[stage] = ready[kind, stage, number] = begin + (FORWARD if kind == "forward" else BACKWARD)
-                spans[stage].append((kind, begin, free[stage]))
-                order.pop(0)
-    return spans
-
-
-def timeline_line(rank: int, coords: dict[str, int], pp: int, iteration: int, begin: float) -> dict[str, Any]:
-    """An iteration of 1F1B with 8 microbatches: copies in the windows first, then in the backward."""
-    compute = one_f_one_b(pp, 8)
-    end = max(stage[-1][2] for stage in compute) + 0.01
-    spans: list[list[Any]] = [["start", 0.0, START]]
-    for kind, first, last in compute[coords["pp"]]:
-        if first > spans[-1][2]:
-            spans.append(["window", spans[-1][2], first])
-        spans.append([kind, first, last])
-    spans += [["tail", spans[-1][2], end], ["fence", end, end + 0.002], ["optimizer", end + 0.002, end + OPTIMIZER]]
-    copies, moved = [], defaultdict(int)
-    for kind, first, last in spans:
-        if kind in ("window", "backward"):
-            num = min(5, int((last - first) / CHUNK_SECS))
-            copies += [[first + n * CHUNK_SECS, first + (n + 1) * CHUNK_SECS, CHUNK_BYTES] for n in range(num)]
-            moved[kind] += num * CHUNK_BYTES
-    return {
-        "time": begin + end, "event": "timeline", "rank": rank, "pid": 100 + rank, "iteration": iteration,
-        "coords": coords, "schedule": "bubble", "begin": begin, "secs": end + OPTIMIZER, "spans": spans,
-        "copies": copies, "moved_bytes": moved, "window_capacity_bytes": 10**9, "fence_secs": 0.002,
-        "something_new": {"a": [1]},
-    }  # fmt: skip
-
-
-LINE = timeline_line(0, {"tp": 0, "pp": 0, "dp": 0}, 2, 5, EPOCH)
-
-
-class Logs:
-    """Event files of one job: ``attempt`` writes what the ranks of one attempt leave."""
-
-    def __init__(self, directory: Path, pp: int = 4, tp: int = 1, dp: int = 2) -> None:
-        self.directory = directory
-        self.pp = pp
-        self.coords = [{"tp": t, "pp": p, "dp": d} for p, d, t in itertools.product(range(pp), range(dp), range(tp))]
-        self._attempts = 0
-        directory.mkdir(parents=True, exist_ok=True)
-
-    def attempt(
-        self, iterations: range, every: int = 5, skip: dict[int, set[int]] | None = None, told: bool = True
-    ) -> None:
-        """A snapshot for each of ``iterations``, a timeline for each ``every`` but those to ``skip``, by rank."""
-        self._attempts += 1
-        lineage = f"{self._attempts:032x}"
-        for rank, coords in enumerate(self.coords):
-            who = {"rank": rank, "pid": 1000 * self._attempts + rank, "time": EPOCH}
-            lines: list[dict[str, Any]] = [
-                {"event": "joined", **who},
-                {"event": "restored", "iteration": None, "lineage": lineage, **who},
-            ]
-            for iteration in iterations:
-                if told:
-                    lines.append({"event": "snapshot", "iteration": iteration, **who})
-                if iteration % every == 0 and iteration not in (skip or {}).get(rank, ()):
-                    begin = EPOCH + 1000 * self._attempts + iteration + 0.0001 * rank
-                    lines.append(timeline_line(rank, coords, self.pp, iteration, begin) | {"pid": who["pid"]})
-            if not told:
-                lines = lines[2:]
-            self.append(rank, *lines)
-
-    def append(self, rank: int, *lines: dict[str, Any] | bytes) -> None:
-        with open(self.directory / f"rank{rank}.jsonl", "ab") as file:
-            for line in lines:
-                file.write(line if isinstance(line, bytes) else json.dumps(line).encode() + b"\n")
+from tests.support.run_logs import (
+    CHUNK_BYTES,
+    EPOCH,
+    FORWARD,
+    LINE,
+    OPTIMIZER,
+    Logs,
+    check_page,
+    timeline_line,
+)
 
 
 @pytest.fixture
@@ -130,17 +48,17 @@ def logs(tmp_path: Path) -> Logs:
     return Logs(tmp_path / "run" / "events")
 
 
-def one(tmp_path: Path, **layout: int) -> Recording:
+def one(tmp_path: Path, **layout: int) -> IterationTracks:
     """The recording of one iteration of a layout."""
     written = Logs(tmp_path / "run" / "events", **layout)
     written.attempt(range(4, 6))
-    return read_recording(tmp_path / "run")
+    return read_tracks(tmp_path / "run")
 
 
 def test_the_newest_iteration_that_all_ranks_left_is_taken(logs: Logs) -> None:
     logs.attempt(range(1, 22), skip={3: {20}})
-    assert read_recording(logs.directory.parent).iteration == 15
-    found = read_recording(logs.directory.parent, 20)
+    assert read_tracks(logs.directory.parent).iteration == 15
+    found = read_tracks(logs.directory.parent, 20)
     assert (found.iteration, found.missing) == (20, (3,))
     assert found.notes == ("no timeline of rank 3",)
 
@@ -148,42 +66,42 @@ def test_the_newest_iteration_that_all_ranks_left_is_taken(logs: Logs) -> None:
 def test_of_an_iteration_that_was_trained_twice_the_later_is_taken_and_never_a_mix(logs: Logs) -> None:
     logs.attempt(range(1, 12))
     logs.attempt(range(9, 12), skip={2: {10}, 5: {10}})
-    found = read_recording(logs.directory)
+    found = read_tracks(logs.directory)
     assert (found.iteration, found.missing) == (10, ()) and found.secs < 10
-    assert found.timelines[0].begin < EPOCH + 2000, "the earlier attempt is the one that is whole"
+    assert found.tracks[0].begin < EPOCH + 2000, "the earlier attempt is the one that is whole"
     logs.attempt(range(9, 12))
-    assert read_recording(logs.directory).timelines[0].begin > EPOCH + 3000
+    assert read_tracks(logs.directory).tracks[0].begin > EPOCH + 3000
 
 
 def test_without_a_lineage_time_tells_attempts_apart(logs: Logs) -> None:
     logs.attempt(range(9, 12), told=False)
     logs.attempt(range(9, 12), told=False, skip={2: {10}})
-    found = read_recording(logs.directory, 10)
+    found = read_tracks(logs.directory, 10)
     assert (found.missing, found.secs < 10) == ((2,), True)
 
 
 def test_the_first_iteration_after_a_start_is_taken_only_if_there_is_no_other(logs: Logs) -> None:
     logs.attempt(range(5, 6))
-    assert read_recording(logs.directory).iteration == 5
+    assert read_tracks(logs.directory).iteration == 5
     logs.attempt(range(1, 6))
     logs.attempt(range(15, 19))
-    assert read_recording(logs.directory).iteration == 5
+    assert read_tracks(logs.directory).iteration == 5
     logs.attempt(range(20, 26))
-    assert read_recording(logs.directory).iteration == 25
+    assert read_tracks(logs.directory).iteration == 25
 
 
 def test_a_rank_that_left_only_its_start_is_missed(logs: Logs) -> None:
     logs.attempt(range(1, 6), skip={6: {5}})
-    assert read_recording(logs.directory).missing == (6,)
+    assert read_tracks(logs.directory).missing == (6,)
 
 
 def test_of_several_directories_the_newest_is_taken_and_the_others_are_named(tmp_path: Path) -> None:
     old, new = Logs(tmp_path / "a"), Logs(tmp_path / "b" / "c")
     old.attempt(range(1, 8))
     new.attempt(range(1, 4), every=100)
-    assert read_recording(tmp_path).directory == old.directory, "the other has no timeline"
+    assert read_tracks(tmp_path).directory == old.directory, "the other has no timeline"
     new.attempt(range(1, 8))
-    found = read_recording(tmp_path)
+    found = read_tracks(tmp_path)
     assert found.directory == new.directory
     assert found.notes == (f"taken from {new.directory}, the newest; there are also {old.directory}",)
 
@@ -191,7 +109,11 @@ def test_of_several_directories_the_newest_is_taken_and_the_others_are_named(tmp
 @pytest.mark.parametrize(
     ("prepare", "iteration", "said"),
     [
-        (lambda logs: logs.directory.rename(logs.directory.with_name("gone")), None, "no such directory"),
+        (
+            lambda logs: logs.directory.rename(logs.directory.with_name("gone")),
+            None,
+            "no such directory; run with --ftckpt-events DIR",
+        ),
         (lambda _: None, None, "no event logs .* --ftckpt-events DIR and a --ftckpt-timeline-interval above 0"),
         (lambda logs: logs.attempt(range(1, 4), every=9), 3, "no timelines .* --ftckpt-timeline-interval above 0"),
         (lambda logs: logs.attempt(range(1, 16)), 7, "iteration 7 left no timeline; those that did are 5, 10, 15"),
@@ -200,8 +122,8 @@ def test_of_several_directories_the_newest_is_taken_and_the_others_are_named(tmp
 )
 def test_errors_say_what_is_missing(logs: Logs, prepare: Any, iteration: int | None, said: str) -> None:
     prepare(logs)
-    with pytest.raises(TimelineError, match=said) as caught:
-        read_recording(logs.directory, iteration)
+    with pytest.raises(EventLogError, match=said) as caught:
+        read_tracks(logs.directory, iteration)
     assert isinstance(caught.value, FtckptError) and "\n" not in str(caught.value)
 
 
@@ -209,10 +131,10 @@ def test_ranks_are_sorted_by_stage_and_aligned_by_their_boundaries(tmp_path: Pat
     written = Logs(tmp_path / "events", pp=2, dp=2)
     written.coords.reverse()
     written.attempt(range(4, 6))
-    found = read_recording(tmp_path)
-    assert [(timeline.stage, timeline.rank) for timeline in found.timelines] == [(0, 2), (0, 3), (1, 0), (1, 1)]
-    assert found.origin == min(timeline.begin for timeline in found.timelines)
-    assert found.at(found.timelines[1], 0.5) == pytest.approx(0.5003, abs=1e-6)
+    found = read_tracks(tmp_path)
+    assert [(track.stage, track.rank) for track in found.tracks] == [(0, 2), (0, 3), (1, 0), (1, 1)]
+    assert found.origin == min(track.begin for track in found.tracks)
+    assert found.at(found.tracks[1], 0.5) == pytest.approx(0.5003, abs=1e-6)
 
 
 def check_trace(trace: dict[str, Any]) -> dict[str, list[tuple[float, float, str]]]:
@@ -244,19 +166,19 @@ def test_the_trace_has_a_process_per_rank_with_what_it_did(tmp_path: Path) -> No
     assert set(threads) == {
         f"rank {rank} · pp{rank // 2} tp{rank % 2} dp0/{lane}" for rank in range(8) for lane in ("training", "copy")
     }
-    for timeline in found.timelines:
-        name = f"rank {timeline.rank} · {timeline.label}"
+    for track in found.tracks:
+        name = f"rank {track.rank} · {track.label}"
         training = threads[f"{name}/training"]
-        assert [kind for _, _, kind in training] == [span.kind for span in timeline.spans]
-        shift = (timeline.begin - found.origin) * 1e6
-        for (begin, end, _), span in zip(training, timeline.spans, strict=True):
+        assert [kind for _, _, kind in training] == [span.kind for span in track.spans]
+        shift = (track.begin - found.origin) * 1e6
+        for (begin, end, _), span in zip(training, track.spans, strict=True):
             assert (begin, end) == pytest.approx((shift + span.begin * 1e6, shift + span.end * 1e6), abs=0.01)
-        assert len(threads[f"{name}/copy"]) == len(timeline.copies)
+        assert len(threads[f"{name}/copy"]) == len(track.copies)
     events = trace["traceEvents"]
     places = {event["pid"]: event["args"]["sort_index"] for event in events if event["name"] == "process_sort_index"}
     assert places == {rank + 1: rank for rank in range(8)}
     copied = [event["args"]["bytes"] for event in events if event["ph"] == "C" and event["pid"] == 1]
-    assert copied == sorted(copied) and copied[-1] == found.timelines[0].total_bytes
+    assert copied == sorted(copied) and copied[-1] == found.tracks[0].total_bytes
     copy = next(event for event in events if event.get("cat") == "copy")
     assert copy["args"] == {"bytes": CHUNK_BYTES, "snapshot": 5, "GB/s": pytest.approx(4.0, abs=0.01)}
     assert trace["otherData"]["bytes copied"]["0"]["window"] > 0
@@ -267,7 +189,7 @@ def test_copies_that_overlap_get_threads_of_their_own(logs: Logs) -> None:
     line["copies"] = [[0.1, 0.2, 1], [0.15, 0.3, 2], [0.2, 0.4, 3], [0.2999999, 0.5, 4]]
     line["parity"] = [[0.6, 0.7, 5]]
     logs.append(0, line)
-    threads = check_trace(trace_of(read_recording(logs.directory)))
+    threads = check_trace(trace_of(read_tracks(logs.directory)))
     name = "rank 0 · pp0 tp0 dp0"
     copies = [[begin for begin, _, _ in threads[f"{name}/{lane}"]] for lane in ("copy", "copy 2")]
     assert copies == [[100e3, 200e3], [150e3, 300e3]]
@@ -278,46 +200,9 @@ def test_a_copy_before_the_boundary_moves_second_0(logs: Logs) -> None:
     line = timeline_line(0, logs.coords[0], 4, 5, EPOCH)
     line["copies"] = [[-0.25, -0.125, 1]]
     logs.append(0, line)
-    threads = check_trace(trace_of(read_recording(logs.directory)))
+    threads = check_trace(trace_of(read_tracks(logs.directory)))
     assert threads["rank 0 · pp0 tp0 dp0/copy"] == [(0.0, 125e3, "copy")]
     assert threads["rank 0 · pp0 tp0 dp0/training"][0][0] == 250e3
-
-
-class Page(HTMLParser):
-    """Collects tags that are not closed, what a browser would fetch, and rectangles by class."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.fetched: list[str] = []
-        self.rects: dict[str, list[tuple[float, float, float]]] = defaultdict(list)
-        self.feed(text)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        found = dict(attrs)
-        self.fetched += [
-            str(found[name]) for name in ("src", "href", "xlink:href", "srcset", "data") if name in found
-        ]
-        if tag == "rect":
-            geometry = tuple(float(found.get(name) or 0) for name in ("x", "y", "width"))
-            self.rects[str(found["class"]).removeprefix("tl-")].append(geometry)  # type: ignore[arg-type]
-        if tag not in ("meta", "br"):
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.handle_starttag(tag, attrs)
-        self.open.pop()
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-
-def check_page(text: str) -> Page:
-    """A page that is closed and fetches nothing."""
-    parsed = Page(text)
-    assert (parsed.open, parsed.fetched) == ([], [])
-    assert not re.search(r"url\((?!#)|@import|https?:|<script|<!--", text, re.IGNORECASE)
-    return parsed
 
 
 def test_the_picture_shows_every_span_of_every_rank(tmp_path: Path) -> None:
@@ -325,16 +210,16 @@ def test_the_picture_shows_every_span_of_every_rank(tmp_path: Path) -> None:
     parsed = check_page(page(found))
     legend = 1
     for kind in ("forward", "backward"):
-        spans = [span for timeline in found.timelines for span in timeline.spans if span.kind == kind]
-        bars = len(found.timelines) if kind == "backward" else 0  # bytes were copied during the backward
+        spans = [span for track in found.tracks for span in track.spans if span.kind == kind]
+        bars = len(found.tracks) if kind == "backward" else 0  # bytes were copied during the backward
         assert len(parsed.rects[kind]) == len(spans) + bars + legend
-    assert len(parsed.rects["bytes-window"]) == len(found.timelines) + legend
+    assert len(parsed.rects["hidden"]) == len(found.tracks) + legend
     assert min(width for _, _, width in parsed.rects["fence"]) >= 2.0
     assert parsed.rects["parity"] == [] and parsed.rects["other"] == []
     tops = sorted({y for _, y, _ in parsed.rects["forward"]} - {0.0})
-    assert len(tops) == len(found.timelines)
+    assert len(tops) == len(found.tracks)
     text = page(found)
-    assert text.count("prefers-color-scheme: dark") == 2
+    assert text.count("prefers-color-scheme: dark") == 1
     assert "rank 0, forward 2 of 8: 24.00 to 44.00 ms (20.0 ms)" in text
     assert "Iteration 6: how the snapshot of 5 was copied" in text
 
@@ -350,26 +235,26 @@ def test_the_picture_aligns_ranks_by_their_boundaries(logs: Logs) -> None:
     for rank in range(2):
         line = timeline_line(rank, logs.coords[rank], 4, 5, EPOCH + 0.125 * rank)
         logs.append(rank, {**line, "spans": [["forward", 0.25, 0.5]]})
-    found = read_recording(logs.directory)
+    found = read_tracks(logs.directory)
     first, second = check_page(page(found)).rects["forward"][1:3]
     assert second[0] - first[0] == pytest.approx((first[2]) / 2, abs=0.02), "half of the forward's width"
 
 
-def test_parity_and_unknown_kinds_are_shown(logs: Logs) -> None:
+def test_parity_and_unknown_kinds_are_shown_tracks(logs: Logs) -> None:
     line = timeline_line(0, logs.coords[0], 4, 5, EPOCH)
     line["parity"] = [[0.1, 0.12, 10**6]]
     line["spans"].append(["evaluate", 0.9, 1.0])
     logs.append(0, line)
-    text = page(read_recording(logs.directory))
+    text = page(read_tracks(logs.directory))
     parsed = check_page(text)
     assert (len(parsed.rects["parity"]), len(parsed.rects["other"])) == (2, 2)
     assert "rank 0, evaluate: 900.00 to 1000.00 ms" in text and "parity: 1 MB in 1 chunk" in text
 
 
-def test_beyond_64_ranks_one_replica_of_each_stage_is_shown(tmp_path: Path) -> None:
-    assert len(shown(one(tmp_path / "64", pp=4, tp=4, dp=4))) == 64
+def test_beyond_64_ranks_one_replica_of_each_stage_is_shown_tracks(tmp_path: Path) -> None:
+    assert len(shown_tracks(one(tmp_path / "64", pp=4, tp=4, dp=4))) == 64
     found = one(tmp_path / "80", pp=4, tp=5, dp=4)
-    assert [timeline.coords for timeline in shown(found)] == [{"tp": 0, "pp": pp, "dp": 0} for pp in range(4)]
+    assert [track.coords for track in shown_tracks(found)] == [{"tp": 0, "pp": pp, "dp": 0} for pp in range(4)]
     text = page(found)
     check_page(text)
     assert "4 of 80 ranks shown, one for each stage; the trace holds all" in text
@@ -381,15 +266,15 @@ def test_what_files_say_is_escaped(logs: Logs) -> None:
     evil = "<script>alert('x')</script><!--\ud800\x1b[31m"
     line = timeline_line(0, logs.coords[0], 4, 5, EPOCH)
     logs.append(0, {**line, "schedule": evil, "spans": [[evil, 0.0, 0.1], *line["spans"][1:]]})
-    for target in write_timeline(read_recording(logs.directory), logs.directory):
+    for target in write_timeline(read_tracks(logs.directory), logs.directory):
         assert "<script" not in target.read_text("utf-8") or target.suffix == ".json"
     check_page((logs.directory / HTML_NAME).read_text("utf-8"))
     logs.append(1, {**line, "coords": {"pp\x1b[31m": 0}})
-    assert read_recording(logs.directory).notes == ("1 broken line of the event logs left out",)
+    assert read_tracks(logs.directory).notes == ("1 broken line of the event logs left out",)
 
 
 def test_many_chunks_are_drawn_as_few() -> None:
-    chunks = [Transfer(n / 1000, (n + 1) / 1000, 2) for n in range(1000)] + [Transfer(2.0, 2.1, 3)]
+    chunks = [TrackCopy(n / 1000, (n + 1) / 1000, 2) for n in range(1000)] + [TrackCopy(2.0, 2.1, 3)]
     found = list(merged(chunks, 0.0005))
     assert [(num, item.nbytes) for item, num in found] == [(1000, 2000), (1, 3)]
     assert (found[0][0].begin, found[0][0].end) == (0.0, 1.0)
@@ -397,12 +282,12 @@ def test_many_chunks_are_drawn_as_few() -> None:
 
 def test_the_table_adds_up(tmp_path: Path) -> None:
     found = one(tmp_path, pp=4, dp=1)
-    first = dict(zip(heads(found), next(iter(rows(found))), strict=True))
-    timeline = found.timelines[0]
+    first = dict(zip(heads_of(found), next(iter(rows_of(found))), strict=True))
+    track = found.tracks[0]
     assert (first["forward"], first["backward"]) == ("160 ms", "320 ms")
-    idle = timeline.secs - 0.16 - 0.32 - OPTIMIZER
-    assert (first["idle"], first["idle share"]) == (ms(idle), f"{idle / timeline.secs:.1%}")
-    moved = timeline.moved_bytes
+    idle = track.secs - 0.16 - 0.32 - OPTIMIZER
+    assert (first["idle"], first["idle share"]) == (ms(idle), f"{idle / track.secs:.1%}")
+    moved = track.moved_bytes
     assert (first["in windows"], first["in backward"]) == (size(moved["window"]), size(moved["backward"]))
     assert (first["in forward"], first["in fence"], "elsewhere" in first) == ("0 B", "0 B", False)
     assert first["windows' share"] == f"{moved['window'] / sum(moved.values()):.1%}"
@@ -413,12 +298,12 @@ def test_the_table_adds_up(tmp_path: Path) -> None:
 def test_bytes_of_start_and_tail_count_as_windows_and_unknown_places_as_elsewhere(logs: Logs) -> None:
     line = timeline_line(0, {"pp": 0}, 4, 5, EPOCH)
     line["moved_bytes"] = {"start": 1, "window": 2, "tail": 4, "fence": 8, "optimizer": 16, "new": 32}
-    found = parse_timeline(line)
+    found = parse_track(line)
     assert [found.bytes_of(place) for place in ("window", "forward", "fence", "elsewhere")] == [7, 0, 8, 48]
     assert found.total_bytes == 63
     logs.append(0, line)
-    recording = read_recording(logs.directory)
-    told = dict(zip(heads(recording), next(iter(rows(recording))), strict=True))
+    recording = read_tracks(logs.directory)
+    told = dict(zip(heads_of(recording), next(iter(rows_of(recording))), strict=True))
     assert (told["in windows"], told["in fence"], told["elsewhere"]) == ("7 B", "8 B", "48 B")
 
 
@@ -427,8 +312,9 @@ def test_sizes_and_times_are_told_in_few_digits() -> None:
         "0 B", "999 B", "1 kB", "1.23 MB", "100 MB", "12.8 GB",
     ]  # fmt: skip
     assert [ms(secs) for secs in (0.00002, 0.0123, 1.5)] == ["0.02 ms", "12.3 ms", "1500 ms"]
-    assert ticks_of(0.0) == [0.0]
-    assert ticks_of(0.7) == pytest.approx([0.1 * n for n in range(8)])
+    assert ticks_of(0.0, 0.7, 8) == pytest.approx([0.1 * n for n in range(8)])
+    assert ticks_of(0.0, 14.2) == [0.0, 2.5, 5.0, 7.5, 10.0, 12.5, 15.0]
+    assert ticks_of(3.0, 3.0)[0] <= 3.0 < ticks_of(3.0, 3.0)[-1]
 
 
 def test_files_are_replaced_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -444,7 +330,7 @@ def test_files_are_replaced_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(Path, "write_text", torn)
     with pytest.raises(OSError, match="disk full"):
-        write.write_timeline(found, out)
+        write_timeline(found, out)
     assert (out / HTML_NAME).read_bytes() == before
     assert sorted(path.name for path in out.iterdir()) == [HTML_NAME, TRACE_NAME]
     remove_timeline(out)
@@ -452,30 +338,16 @@ def test_files_are_replaced_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert list(out.iterdir()) == []
 
 
-def test_the_demo_draws_what_its_run_left(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    Logs(tmp_path / "faulted" / "events").attempt(range(4, 6))
-    found = demo.draw_timeline(tmp_path)
-    assert found is not None and found.iteration == 5
-    assert {path.name for path in tmp_path.iterdir()} == {"faulted", HTML_NAME, TRACE_NAME}
-    section = demo_report.timeline_section(found)
-    assert fragment(found) in section and "while the snapshot of 5 was copied" in section
-    (tmp_path / "faulted" / "events").rename(tmp_path / "moved")
-    assert demo.draw_timeline(tmp_path) is None
-    assert {path.name for path in tmp_path.iterdir()} == {"faulted", "moved"}, "those of an earlier run are stale"
-    assert capsys.readouterr().err.startswith("demo: no timeline: ")
-    assert "left no timeline" in demo_report.timeline_section(None)
-
-
 def test_a_torn_line_costs_its_rank_alone(logs: Logs) -> None:
     logs.attempt(range(4, 6))
     path = logs.directory / "rank3.jsonl"
     whole = path.read_bytes()
     path.write_bytes(whole[:-200])
-    found = read_recording(logs.directory)
+    found = read_tracks(logs.directory)
     assert (found.missing, found.notes) == ((3,), ("no timeline of rank 3",))
     # The next attempt's first line follows the torn one without an end of line between them.
     logs.attempt(range(6, 7))
-    found = read_recording(logs.directory, 5)
+    found = read_tracks(logs.directory, 5)
     assert found.missing == (3,)
     assert "1 broken line of the event logs left out" in found.notes
 
@@ -493,28 +365,28 @@ def test_a_torn_line_costs_its_rank_alone(logs: Logs) -> None:
     ],
 )  # fmt: skip
 def test_a_field_that_is_not_what_it_should_be_breaks_its_line(name: str, value: Any) -> None:
-    parse_timeline(LINE)
+    parse_track(LINE)
     with pytest.raises(ValueError):
-        parse_timeline({**LINE, name: value})
+        parse_track({**LINE, name: value})
 
 
 @pytest.mark.parametrize(
     "name", ["coords", "schedule", "copies", "parity", "moved_bytes", "fence_secs", "pid", "time"]
 )
 def test_a_field_that_may_be_missing_breaks_nothing(name: str) -> None:
-    found = parse_timeline({key: value for key, value in LINE.items() if key != name})
+    found = parse_track({key: value for key, value in LINE.items() if key != name})
     assert found.fence_secs == pytest.approx(0.002)
     for empty in ("copies", "parity", "fence_secs", "window_capacity_bytes"):
-        parse_timeline({**LINE, empty: None})
+        parse_track({**LINE, empty: None})
 
 
 def test_a_fence_of_any_length_can_be_seen(logs: Logs) -> None:
     line = timeline_line(0, logs.coords[0], 4, 5, EPOCH)
     line["spans"] = [["start", 0.0, 9.0], ["fence", 9.0, 9.000001], ["optimizer", 9.000001, 10.0]]
     logs.append(0, line)
-    text = page(read_recording(logs.directory))
+    text = page(read_tracks(logs.directory))
     assert [width for _, _, width in check_page(text).rects["fence"][1:]] == [2.0]
-    assert text.rindex('class="tl-fence"') > text.rindex('class="tl-optimizer"'), "it is drawn last"
+    assert text.rindex('class="track-fence"') > text.rindex('class="track-optimizer"'), "it is drawn last"
 
 
 def values() -> st.SearchStrategy[Any]:
@@ -558,15 +430,15 @@ def test_broken_lines_are_left_out_or_drawn_but_never_break_it(
     if good:
         (tmp_path / "rank1.jsonl").write_text(json.dumps({**LINE, "rank": 1, "coords": {"pp": 1}}) + "\n")
     try:
-        found = read_recording(tmp_path)
-    except TimelineError as error:
+        found = read_tracks(tmp_path)
+    except EventLogError as error:
         assert not good and "no timelines" in str(error)
         return
     html, trace = write_timeline(found, tmp_path)
     check_trace(json.loads(trace.read_text()))
     check_page(html.read_text("utf-8"))
-    assert "NaN" not in fragment(found) and '"inf' not in fragment(found)
-    assert len(text_table(found).splitlines()) == 1 + len(shown(found))
+    assert "NaN" not in picture(found) and '"inf' not in picture(found)
+    assert len(text_table(found).splitlines()) == 1 + len(shown_tracks(found))
 
 
 @pytest.fixture(autouse=True)

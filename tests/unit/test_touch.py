@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import threading
-import time
 from contextlib import closing
 from pathlib import Path
 
 import pytest
 import torch
 
-from ftckpt.arena.mapping import Mapping, create_mapping, open_mapping
 from ftckpt.capture import copier as copier_module
 from ftckpt.capture.copier import Flight, HostCopier
-from ftckpt.capture.windows import Always
+from ftckpt.store.mapping import Mapping, create_mapping, open_mapping
+from ftckpt.windows.bubbles import Always
+from tests.support.waiting import until
 
 NBYTES = 8 << 20
 LONG_SECS = 20.0
@@ -28,13 +28,6 @@ def resident(path: Path) -> int:
         elif inside and line.startswith("Rss:"):
             total += int(line.split()[1]) * 1024
     return total
-
-
-def until(condition: object, what: str) -> None:
-    deadline = time.monotonic() + LONG_SECS
-    while not condition():  # type: ignore[operator]
-        assert time.monotonic() < deadline, what
-        time.sleep(0.01)
 
 
 def slot_of(mapping: Mapping) -> torch.Tensor:
@@ -81,4 +74,4 @@ def test_a_slot_that_was_prepared_can_be_freed(arena_root: Path) -> None:
         copier.prepare([slot_of(mapping)])
         until(lambda: resident(path) == NBYTES, "pages are mapped")
         mapping.close()
-        until(lambda: mapping.released, "the thread lets go of the memory")
+        until(lambda: str(path) not in Path("/proc/self/maps").read_text(), "the thread lets go of the memory")

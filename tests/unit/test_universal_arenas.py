@@ -13,13 +13,15 @@ import numpy as np
 import pytest
 import xxhash
 
-from ftckpt.arena.segment import Arena, list_arenas
+from ftckpt.convert.arenas import ArenaReader, recognises
+from ftckpt.convert.formats import ReadOptions, open_reader
 from ftckpt.errors import ConvertError
-from ftckpt.state import objects
-from ftckpt.state.fragment import Box, Fragment
-from ftckpt.state.manifest import Manifest, Section
-from ftckpt.universal.arenas import ArenaSource, recognises
-from ftckpt.universal.formats import Request, open_source
+from ftckpt.model import objects
+from ftckpt.model.fragment import Box, Fragment
+from ftckpt.model.manifest import Manifest, Section
+from ftckpt.model.snapshot import SnapshotId
+from ftckpt.store.arena import Arena
+from ftckpt.store.directory import list_arenas
 
 LINEAGE = b"l" * 16
 LAYOUT = {"tp": 2, "dp": 2}
@@ -67,7 +69,7 @@ def seal(arena: Arena, slot: int, iteration: int, hashed: bool = True, lineage: 
     for chunk in range(len(image.chunks)):
         control.set_chunk_hash(slot, chunk, arena.hash_chunk(slot, chunk))
     control.set_objects(slot, len(encoded), xxhash.xxh3_64_intdigest(encoded))
-    control.seal(slot, lineage, iteration, hashed)
+    control.seal(slot, SnapshotId(lineage, iteration), hashed)
 
 
 def job(root: Path, layout: Mapping[str, Any] = LAYOUT, derived: tuple[str, ...] = ()) -> Path:
@@ -96,7 +98,7 @@ def job(root: Path, layout: Mapping[str, Any] = LAYOUT, derived: tuple[str, ...]
     return root / "ftckpt-job"
 
 
-def consolidated(source: ArenaSource) -> dict[str, np.ndarray[Any, Any]]:
+def consolidated(source: ArenaReader) -> dict[str, np.ndarray[Any, Any]]:
     """Every tensor from its fragments; each element must be there once."""
     found: dict[str, np.ndarray[Any, Any]] = {}
     times: dict[str, np.ndarray[Any, Any]] = {}
@@ -113,7 +115,7 @@ def consolidated(source: ArenaSource) -> dict[str, np.ndarray[Any, Any]]:
     return found
 
 
-def check(source: ArenaSource, iteration: int) -> None:
+def check(source: ArenaReader, iteration: int) -> None:
     found = consolidated(source)
     assert found.keys() == SHAPES.keys() and source.catalog.iteration == iteration
     for key, tensor in found.items():
@@ -131,7 +133,7 @@ def arena_of(path: Path, shard: str) -> Arena:
 
 def test_the_newest_snapshot_is_read_as_one_model(tmp_path: Path) -> None:
     path = job(tmp_path)
-    source = ArenaSource([path])
+    source = ArenaReader([path])
     check(source, 5)
     catalog = source.catalog
     assert (catalog.origin, catalog.layout) == ("ftckpt", LAYOUT)
@@ -144,41 +146,39 @@ def test_the_newest_snapshot_is_read_as_one_model(tmp_path: Path) -> None:
 
 def test_an_older_one_by_its_number_and_other_ways_to_name_where(tmp_path: Path) -> None:
     path = job(tmp_path)
-    check(ArenaSource([path], iteration=4), 4)
-    check(ArenaSource([path / "node0", path / "node1"]), 5)
-    check(ArenaSource([*list_arenas(path / "node0"), path / "node1", path]), 5)
-    check(ArenaSource([shutil.copytree(path, tmp_path / "copy")]), 5)
+    check(ArenaReader([path], iteration=4), 4)
+    check(ArenaReader([path / "node0", path / "node1"]), 5)
+    check(ArenaReader([*list_arenas(path / "node0"), path / "node1", path]), 5)
+    check(ArenaReader([shutil.copytree(path, tmp_path / "copy")]), 5)
     assert recognises(path) and recognises(path / "node0") and recognises(list_arenas(path / "node0")[0])
     assert not recognises(tmp_path / "nothing") and not recognises(tmp_path)
 
 
 def test_types_of_weights_that_are_casts(tmp_path: Path) -> None:
     path, casts = job(tmp_path, derived=("F16",)), {"weight/rows": "F16", "weight/columns": "F16"}
-    catalog = ArenaSource([path]).catalog
+    catalog = ArenaReader([path]).catalog
     assert catalog.derived == casts and catalog.padded == {"master/rows", "weight/rows"}
-    assert ArenaSource([path], precision="BF16").catalog.derived == dict.fromkeys(casts, "BF16")
-    only = ArenaSource([path], roles={"master"}).catalog
+    only = ArenaReader([path], roles={"master"}).catalog
     assert only.derived == {} and {f.key.partition("/")[0] for f in only.fragments} == {"master"}
-    weights = open_source([path], Request(roles=frozenset({"weight"}))).catalog
+    weights = open_reader([path], ReadOptions(roles=frozenset({"weight"}))).catalog
     assert weights.derived == casts and not any(f.key.startswith("buffer/") for f in weights.fragments)
 
 
 def test_snapshots_of_one_iteration_and_two_lineages_are_told_apart(tmp_path: Path) -> None:
     path = job(tmp_path)
-    before = ArenaSource([path]).fingerprint()
-    assert before == ArenaSource([shutil.copytree(path, tmp_path / "copy")]).fingerprint()
+    before = ArenaReader([path]).fingerprint()
+    assert before == ArenaReader([shutil.copytree(path, tmp_path / "copy")]).fingerprint()
     for coords in SHARDS:
         seal(arena_of(path, f"tp{coords['tp']}-dp{coords['dp']}"), 1, 5, lineage=b"m" * 16)
-    source = ArenaSource([path])
+    source = ArenaReader([path])
     check(source, 5)
     assert source.fingerprint() != before
 
 
 def test_a_type_that_is_not_known_is_not_guessed(tmp_path: Path) -> None:
-    assert ArenaSource([job(tmp_path / "none")]).catalog.derived == {}
+    assert ArenaReader([job(tmp_path / "none")]).catalog.derived == {}
     path = job(tmp_path / "two", derived=("BF16", "F16"))
-    assert ArenaSource([path]).catalog.derived == {}
-    assert ArenaSource([path], precision="F16").catalog.derived == {"weight/rows": "F16", "weight/columns": "F16"}
+    assert ArenaReader([path]).catalog.derived == {}
 
 
 def remove(path: Path) -> None:
@@ -192,32 +192,32 @@ def void_newest(path: Path) -> None:
 def test_only_what_all_shards_have(tmp_path: Path) -> None:
     path = job(tmp_path)
     void_newest(path)
-    check(ArenaSource([path]), 4)
+    check(ArenaReader([path]), 4)
     with pytest.raises(ConvertError, match=r"iteration 5 lacks tp1-dp0 of 4 shards.*does not rebuild from parity"):
-        ArenaSource([path], iteration=5)
+        ArenaReader([path], iteration=5)
     with pytest.raises(ConvertError, match="snapshot of iteration 9 is whole: there are iterations 4, 5"):
-        ArenaSource([path], iteration=9)
+        ArenaReader([path], iteration=9)
     with pytest.raises(ConvertError, match="lacks tp1-dp0, tp1-dp1 of 4 shards"):
-        ArenaSource([path / "node0"])
+        ArenaReader([path / "node0"])
     remove(path)
     with pytest.raises(ConvertError, match=r"iteration 5 lacks tp1-dp0.*iteration 4 lacks tp1-dp0"):
-        ArenaSource([path])
+        ArenaReader([path])
     with pytest.raises(ConvertError, match="no arena can be read"):
-        ArenaSource([tmp_path / "nothing"])
+        ArenaReader([tmp_path / "nothing"])
 
 
 def test_snapshots_of_two_lineages_are_never_one(tmp_path: Path) -> None:
     path = job(tmp_path)
     arena = arena_of(path, "tp0-dp1")
     seal(arena, 1, 5, lineage=b"m" * 16)
-    check(ArenaSource([path]), 4)
+    check(ArenaReader([path]), 4)
 
 
 def test_arenas_of_two_layouts_are_named(tmp_path: Path) -> None:
     path = job(tmp_path)
     other = arena_of(job(tmp_path / "other", layout={"tp": 2, "dp": 4}), "tp0-dp1")
-    with pytest.raises(ConvertError, match="was written in layout"):
-        ArenaSource([path / "node1", other.path])
+    with pytest.raises(ConvertError, match="snapshots of one lineage in two layouts"):
+        ArenaReader([path / "node1", other.path])
 
 
 def truncate(path: Path) -> None:
@@ -233,13 +233,15 @@ def tear(path: Path) -> None:
     file.write_bytes(data)
 
 
-@pytest.mark.parametrize(("action", "text"), [(truncate, "slot1.safetensors: has"), (tear, "slot 1: torn record")])
+@pytest.mark.parametrize(
+    ("action", "text"), [(truncate, "slot1.safetensors: has"), (tear, "slot 1: torn control record")]
+)
 def test_slots_that_cannot_be_used_are_named(tmp_path: Path, action: Callable[[Path], None], text: str) -> None:
     path = job(tmp_path)
     action(path)
-    check(ArenaSource([path]), 4)
+    check(ArenaReader([path]), 4)
     with pytest.raises(ConvertError, match=f"lacks tp1-dp0.*{text}"):
-        ArenaSource([path], iteration=5)
+        ArenaReader([path], iteration=5)
 
 
 def spoil(path: Path, shard: str, at: Callable[[Arena], int]) -> None:
@@ -252,15 +254,15 @@ def spoil(path: Path, shard: str, at: Callable[[Arena], int]) -> None:
 def test_damage_is_named_and_never_given_out(tmp_path: Path) -> None:
     path = job(tmp_path)
     spoil(path, "tp1-dp0", lambda arena: arena.image.offsets[1])
-    source = ArenaSource([path])
+    source = ArenaReader([path])
     bad = [f for i, f in enumerate(source.catalog.fragments) if not readable(source, i)]
     # A chunk of 48 bytes holds parts of two fragments.
     assert Fragment("master/columns", "F32", (4, 6), Box((0, 3), (4, 3)), 0, 4) in bad
     assert all(fragment.box.offset in ((3, 0), (0, 3), (0,)) for fragment in bad)
-    check(ArenaSource([path], iteration=4), 4)
+    check(ArenaReader([path], iteration=4), 4)
 
 
-def readable(source: ArenaSource, index: int) -> bool:
+def readable(source: ArenaReader, index: int) -> bool:
     try:
         source.read(index)
     except ConvertError as error:
@@ -281,7 +283,7 @@ def test_damage_that_is_seen_when_it_is_opened(tmp_path: Path, at: Callable[[Are
     path = job(tmp_path)
     spoil(path, "tp0-dp0", at)
     with pytest.raises(ConvertError, match=text):
-        ArenaSource([path])
+        ArenaReader([path])
 
 
 def test_ranks_that_disagree_are_named(tmp_path: Path) -> None:
@@ -295,15 +297,15 @@ def test_ranks_that_disagree_are_named(tmp_path: Path) -> None:
     for chunk in range(len(arena.image.chunks)):
         arena.control.set_chunk_hash(1, chunk, arena.hash_chunk(1, chunk))
     arena.control.set_objects(1, record.objects_used, record.objects_hash)
-    arena.control.seal(1, LINEAGE, 5)
+    arena.control.seal(1, SnapshotId(LINEAGE, 5))
     with pytest.raises(ConvertError, match="buffer/bias differs between tp0-dp0 and tp1-dp1"):
-        ArenaSource([path])
-    assert "buffer/bias" not in {f.key for f in ArenaSource([path], roles={"master", "weight"}).catalog.fragments}
+        ArenaReader([path])
+    assert "buffer/bias" not in {f.key for f in ArenaReader([path], roles={"master", "weight"}).catalog.fragments}
 
 
 def test_a_job_that_moves_on_is_never_mixed_in(tmp_path: Path) -> None:
     path = job(tmp_path)
-    source = ArenaSource([path])
+    source = ArenaReader([path])
     index = next(i for i, f in enumerate(source.catalog.fragments) if f.key == "master/rows")
     before = source.read(index).copy()
     source.confirm()
@@ -323,7 +325,7 @@ def test_a_job_that_moves_on_is_never_mixed_in(tmp_path: Path) -> None:
 
 def test_the_same_iteration_written_anew_is_another_one(tmp_path: Path) -> None:
     path = job(tmp_path)
-    source = ArenaSource([path])
+    source = ArenaReader([path])
     source.read(0)
     seal(arena_of(path, "tp0-dp0"), 1, 5)
     with pytest.raises(ConvertError, match="moved on"):
@@ -333,14 +335,14 @@ def test_the_same_iteration_written_anew_is_another_one(tmp_path: Path) -> None:
 def test_what_has_no_checksums_yet_is_read_and_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = job(tmp_path)
     seal(arena_of(path, "tp0-dp1"), 1, 5, hashed=False)
-    check(ArenaSource([path]), 5)
+    check(ArenaReader([path]), 5)
     assert "no checksums were taken yet of tp0-dp1" in caplog.text
 
 
 def test_nothing_is_written(tmp_path: Path) -> None:
     path = job(tmp_path)
     files = {p: p.read_bytes() for p in path.rglob("*") if p.is_file()}
-    source = ArenaSource([path])
+    source = ArenaReader([path])
     check(source, 5)
     source.close()
     assert {p: p.read_bytes() for p in path.rglob("*") if p.is_file()} == files

@@ -1,1 +1,0 @@
-"""Shared-memory regions: slots that are safetensors images, and the control block beside them."""

@@ -1,0 +1,161 @@
+"""At start, before training: decide what each rank copies, and lay out the arena that will hold it."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import xxhash
+
+from ftckpt.capture.chunks import CopyPart
+from ftckpt.capture.redundancy import NO_REDUNDANCY, Redundancy, SharePlan, burden, lay_out
+from ftckpt.errors import CaptureError, ConfigError, UnsupportedError
+from ftckpt.group import Group, together
+from ftckpt.model.manifest import Manifest
+from ftckpt.model.replica_groups import DIFFERING
+from ftckpt.model.replicas import ReplicaSets, private_key, replica_sets
+from ftckpt.model.shares import Array, choose, room
+from ftckpt.model.topology import Topology
+from ftckpt.model.training_state import Description, Piece, cast_master
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """What this rank copies: ``parts[i]`` of ``pieces`` becomes ``manifest.fragments[i]``.
+
+    ``derived`` pieces are not copied. ``differing`` names fragments whose replicas do not hold the same
+    bits; every holder copies its own. ``copied_bytes`` are the stepped bytes of this rank per snapshot.
+    ``spill_bytes``, known only where capacities are, is what of the job's stepped bytes is predicted not to fit
+    in windows: with equal shares, and with those that were chosen.
+    """
+
+    manifest: Manifest
+    pieces: tuple[Piece, ...]
+    parts: tuple[CopyPart, ...]
+    derived: tuple[Piece, ...]
+    differing: tuple[str, ...]
+    copied_bytes: int
+    spill_bytes: tuple[int, int] | None
+
+
+def assign(  # noqa: PLR0917 - the last ones are optional
+    group: Group,
+    topology: Topology,
+    described: Description,
+    objects_bytes: int,
+    chunk_bytes: int,
+    capacities: Sequence[int] | None = None,
+    redundancy: Redundancy = NO_REDUNDANCY,
+) -> Assignment:
+    """Agree with all ranks on who copies what. Collective; reads every stepped tensor once.
+
+    ``capacities[rank]``, the same on all ranks, are the bytes that each rank could copy inside its windows per
+    snapshot: replica sets are dealt in proportion, where that makes noticeably less of the state spill. None
+    means equal shares. ``redundancy``, too, is the same on all ranks; what it protects is dealt equally.
+
+    Raises:
+        UnsupportedError: a fragment is described twice.
+        ConfigError: not one capacity, or not one node, per rank.
+        CaptureError: ranks were given different capacities or nodes. All three on all ranks together.
+    """
+    weights = together(group, lambda: _room(capacities, redundancy, group.size))
+    broken = together(group, lambda: _broken(described))
+    # Broken on one rank is broken on all: else ranks would disagree on what a snapshot holds.
+    anywhere = _agree(group, broken, weights, redundancy)
+    derived = tuple(p for p in described.stepped if p.derived_from is not None and p.fragment.key not in anywhere)
+    dropped = {id(piece) for piece in derived}
+    stepped = [p for p in described.stepped if id(p) not in dropped]
+    sets = gather_replica_sets(group, stepped)
+    shares = (
+        choose(*burden(sets, redundancy), weights) if weights is not None else choose(sets.runs, sets.private, None)
+    )
+    fragments = [piece.fragment for piece in stepped]
+    shards = [member.shard for member in topology.members]
+    slot_parts = lay_out(fragments, sets, group.rank, SharePlan(shares.cuts, shards, chunk_bytes, redundancy))
+    parts = list(slot_parts.parts)
+    for offset, piece in enumerate(described.volatile):
+        # Each rank has its own under one key: the shard's name makes the key its own.
+        private = piece.fragment.with_key(private_key(piece.fragment.key, topology.me.shard))
+        parts.append(CopyPart(len(stepped) + offset, 0, private))
+    pieces = (*stepped, *described.volatile)
+    copied_keys = {pieces[part.piece].fragment.key for part in parts if part.piece >= 0}
+    num_stepped = len(slot_parts.parts)
+    manifest = Manifest(
+        coords=topology.me.coords,
+        layout=topology.layout,
+        stepped=tuple(part.fragment for part in parts[:num_stepped]),
+        volatile=tuple(part.fragment for part in parts[num_stepped:]),
+        objects_bytes=objects_bytes,
+        chunk_bytes=chunk_bytes,
+        capacity=int(weights[group.rank]) if weights is not None and shares.weighted else 0,
+        sections=slot_parts.sections,
+        padded=tuple(sorted(described.padded & copied_keys)),
+        derived=tuple(sorted({piece.fragment.dtype for piece in derived})),
+    )
+    differing = tuple(f.name for f, at in zip(fragments, sets.group_of, strict=True) if at == DIFFERING)
+    copied = sum(fragment.nbytes for fragment in manifest.stepped)
+    return Assignment(manifest, pieces, tuple(parts), derived, differing, copied, shares.spill)
+
+
+def _room(capacities: Sequence[int] | None, redundancy: Redundancy, num_ranks: int) -> Array | None:
+    if capacities is not None and len(capacities) != num_ranks:
+        raise ConfigError(f"capacities: {len(capacities)} given, one for each of {num_ranks} ranks is needed")
+    if redundancy.mode and len(redundancy.nodes) != num_ranks:
+        raise ConfigError(
+            f"protect: {len(redundancy.nodes)} nodes given, one for each of {num_ranks} ranks is needed"
+        )
+    return None if capacities is None else room(capacities)
+
+
+def _agree(group: Group, broken: Sequence[str], weights: Array | None, redundancy: Redundancy) -> set[str]:
+    """Keys that are broken on any rank; different weights or nodes would leave bytes that nobody copies."""
+    seen = "" if weights is None else xxhash.xxh3_64_hexdigest(weights.tobytes())
+    mine = [broken, seen, redundancy.digest]
+    views = [json.loads(data) for data in set(group.gather(json.dumps(mine).encode()))]
+    if len({theirs for _, theirs, _ in views}) > 1:
+        raise CaptureError("the ranks were given different capacities of their windows")
+    if len({theirs for _, _, theirs in views}) > 1:
+        raise CaptureError("the ranks were given different nodes, racks or ways to protect replicas")
+    return {key for keys, _, _ in views for key in keys}
+
+
+def _broken(described: Description) -> list[str]:
+    """Keys of pieces that are not what they are believed to be derived from."""
+    names = Counter(piece.fragment.name for piece in described.stepped)
+    twice = [name for name, count in names.items() if count > 1]
+    if twice:
+        raise UnsupportedError(f"the state describes {twice[0]} more than once")
+    return [p.fragment.key for p in described.stepped if p.derived_from is not None and not rule_holds(p)]
+
+
+def rule_holds(piece: Piece) -> bool:
+    """Whether the piece is, bit for bit, the round-to-nearest cast of what it is derived from."""
+    if piece.derived_from is None:
+        return False
+    cast = cast_master(piece.derived_from, torch.empty_like(piece.tensor))
+    return torch.equal(as_bytes(cast), as_bytes(piece.tensor))
+
+
+def gather_replica_sets(group: Group, pieces: Sequence[Piece]) -> ReplicaSets:
+    """Which ranks hold the same bits of the same fragments. Collective.
+
+    Only fragments that several ranks hold are hashed.
+    """
+
+    def contents(indices: Sequence[int]) -> list[int]:
+        return together(group, lambda: [content_hash(pieces[index].tensor) for index in indices])
+
+    return replica_sets(group.gather, group.rank, group.size, [piece.fragment for piece in pieces], contents)
+
+
+def content_hash(tensor: torch.Tensor) -> int:
+    """xxh3-64 of a 1-D tensor's bytes."""
+    return xxhash.xxh3_64_intdigest(as_bytes(tensor).cpu().numpy().data)
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """A 1-D contiguous tensor seen as uint8: comparing bytes tells NaN from NaN and 0.0 from -0.0."""
+    return tensor.detach().view(torch.uint8)

@@ -1,0 +1,220 @@
+"""What a rank stores of state that several ranks hold: its share, and copies or parity of other ranks' shares.
+
+All members of a run hold all of its bytes, and know who copies which of them: each can compute any member's share,
+where that lies in its section, and from its own live replica the bytes themselves. Nothing is exchanged.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import xxhash
+
+from ftckpt.capture.chunks import CopyPart, Segment
+from ftckpt.errors import ConfigError
+from ftckpt.model.fragment import Fragment
+from ftckpt.model.manifest import Section, parity_fragment
+from ftckpt.model.replicas import ReplicaSets, own_parts, run_indices, run_share
+from ftckpt.model.shares import Array, Run
+from ftckpt.parity.groups import SLOT_MODES, Member, ParityGroup, replica_partition, slot_group, slot_group_name
+from ftckpt.parity.stripes import Stripe, stripes
+from ftckpt.store.image import Span, section_layout
+
+Pairs = list[tuple[int, Fragment]]
+"""Parts of fragments, each with its fragment's index."""
+
+
+@dataclass(frozen=True)
+class Redundancy:
+    """How state that several ranks hold protects itself; by default not at all.
+
+    ``mode`` is "" (none), "replica" (parity of other ranks' shares) or "copy" (the share of another rank).
+    ``nodes[rank]`` and ``racks[rank]`` name where each rank runs; a rack of "" is not known.
+
+    Raises:
+        ConfigError: another mode, or not one node and one rack for each rank.
+    """
+
+    mode: str = ""
+    nodes: tuple[str, ...] = ()
+    racks: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.mode and self.mode not in SLOT_MODES:
+            raise ConfigError(f"protect: {self.mode!r} is no way to protect replicas; {', '.join(SLOT_MODES)} are")
+        if len(self.racks) != len(self.nodes):
+            raise ConfigError(f"protect: {len(self.nodes)} nodes and {len(self.racks)} racks, one per rank is needed")
+
+    @property
+    def digest(self) -> str:
+        """The same on two ranks if and only if they were given the same."""
+        return xxhash.xxh3_64_hexdigest(repr((self.mode, self.nodes, self.racks)).encode())
+
+    def groups(self, members: Array) -> list[tuple[int, ...]]:
+        """Which members of a run protect each other: groups of two ranks or more, no two of them on one node."""
+        if not self.mode or len(members) < 2:
+            return []
+        groups = replica_partition(members.tolist(), self.nodes.__getitem__, self.racks.__getitem__)
+        return [group for group in groups if len(group) > 1]
+
+
+NO_REDUNDANCY = Redundancy()
+
+
+@dataclass(frozen=True)
+class SlotParts:
+    """What one rank copies of stepped state, in the order of its slot; no ``sections``: all of it is private."""
+
+    parts: tuple[CopyPart, ...]
+    sections: tuple[Section, ...]
+
+
+@dataclass(frozen=True)
+class Share:
+    """One member's share of a run as its slot holds it: each part's offset counts from the section's begin."""
+
+    shard: str
+    pairs: Pairs
+    offsets: tuple[int, ...]
+    nbytes: int
+
+    @classmethod
+    def of(cls, shard: str, pairs: Pairs) -> Share:
+        return cls(shard, pairs, *section_layout([part for _, part in pairs]))
+
+    def chunks(self, chunk_bytes: int) -> tuple[int, ...]:
+        return tuple(span.nbytes for span in Span(0, self.nbytes).cut(chunk_bytes))
+
+    def strips(self, fragments: Sequence[Fragment], begin: int, end: int) -> Iterator[Segment]:
+        """What lies between two bytes of the section, at offsets that count from ``begin``."""
+        for at in range(max(bisect_right(self.offsets, begin) - 1, 0), len(self.pairs)):
+            (index, part), offset = self.pairs[at], self.offsets[at]
+            if offset >= end:
+                break
+            first, last = max(begin, offset), min(end, offset + part.nbytes)
+            if first < last:
+                item, start = part.item_bytes, part.start - fragments[index].start
+                skipped, numel = (first - offset) // item, (last - first) // item
+                yield Segment(index, start + skipped, numel, first - begin, last - first)
+
+
+@dataclass(frozen=True)
+class SharePlan:
+    """What all ranks know alike: the runs' cuts, the name of every rank's shard, the size of chunks, and the mode."""
+
+    cuts: Sequence[Array]
+    shards: Sequence[str]
+    chunk_bytes: int
+    redundancy: Redundancy = NO_REDUNDANCY
+
+
+def lay_out(fragments: Sequence[Fragment], sets: ReplicaSets, rank: int, job: SharePlan) -> SlotParts:
+    """The parts of ``fragments`` that ``rank`` copies, in sections.
+
+    Private are, in the order of ``fragments``, those of its own and shares of runs that nobody protects. Then
+    follow, each by the names of their groups, protected shares, copies of others' shares, and parity of them.
+    """
+    shards = job.shards
+    private = own_parts(fragments, sets, shards[rank])
+    rest: dict[str, list[tuple[Section, list[CopyPart]]]] = {"shared": [], "copy": [], "parity": []}
+    for run, indices in run_indices(fragments, sets).items():
+        members = sets.runs[run].members
+        ranks = next((group for group in job.redundancy.groups(members) if rank in group), (rank,))
+        places = np.searchsorted(members, ranks).tolist()
+        cuts = job.cuts[run]
+        shares = [
+            Share.of(shards[other], run_share(fragments, indices, cuts, place))
+            for other, place in zip(ranks, places, strict=True)
+        ]
+        if len(ranks) == 1:
+            private += shares[0].pairs
+            continue
+        replicas = Replicas(fragments, shares, [shards[other] for other in members.tolist()], job)
+        for section, parts in replicas.sections(shards[rank]):
+            rest[section.kind].append((section, parts))
+    private.sort(key=lambda pair: pair[0])
+    sections = [(Section("private", len(private)), _parts(fragments, private))] if private else []
+    for pairs in rest.values():
+        sections += sorted(pairs, key=lambda pair: pair[0].group)
+    all_parts = tuple(part for _, parts in sections for part in parts)
+    return SlotParts(all_parts, tuple(section for section, _ in sections) if any(rest.values()) else ())
+
+
+class Replicas:
+    """The shares of one group's members in one run, of which every member holds all bytes.
+
+    ``replica_set`` names the shards of all members of the run. A member that has neither a share nor blocks, as
+    happens where there are fewer lines than ranks, is left out: nothing it stores would show it.
+    """
+
+    def __init__(
+        self, fragments: Sequence[Fragment], shares: Sequence[Share], replica_set: Sequence[str], job: SharePlan
+    ) -> None:
+        self._fragments = fragments
+        self._mode = job.redundancy.mode
+        ordered = sorted(shares, key=lambda share: share.shard)
+        self._group = self._group_of(ordered, replica_set, job.chunk_bytes)
+        blocks = {stripe.blocks[0][0] for stripe in stripes(self._group) if stripe.length}
+        # Nobody's chunk is in another stripe for it: those left out come behind the last stripe's holder.
+        self._shares = [share for index, share in enumerate(ordered) if share.nbytes or index in blocks]
+        if 1 < len(self._shares) < len(ordered):
+            self._group = self._group_of(self._shares, replica_set, job.chunk_bytes)
+
+    def sections(self, shard: str) -> Iterator[tuple[Section, list[CopyPart]]]:
+        """What the rank of ``shard`` stores, nothing that is empty."""
+        mine = next((index for index, share in enumerate(self._shares) if share.shard == shard), -1)
+        if mine < 0:
+            return
+        name = self._group.name
+        if self._shares[mine].pairs:
+            parts = _parts(self._fragments, self._shares[mine].pairs)
+            yield Section("shared", len(parts), name), parts
+        own_stripes = [stripe for stripe in stripes(self._group) if stripe.blocks[0][0] == mine and stripe.length]
+        if self._mode == "copy":
+            for member in dict.fromkeys(stripe.data[0][0] for stripe in own_stripes):
+                parts = _parts(self._fragments, self._shares[member].pairs)
+                yield Section("copy", len(parts), name, self._shares[member].shard), parts
+        elif own_stripes:
+            yield Section("parity", 1, name), [self._parity(own_stripes)]
+
+    def _group_of(self, shares: Sequence[Share], replica_set: Sequence[str], chunk_bytes: int) -> ParityGroup:
+        name = slot_group_name(self._mode, [share.shard for share in shares], replica_set)
+        members = [Member(share.shard, "", share.shard, 0, share.chunks(chunk_bytes)) for share in shares]
+        return slot_group(name, self._mode, chunk_bytes, members)
+
+    def _parity(self, own_stripes: Sequence[Stripe]) -> CopyPart:
+        """One fragment: block b begins at its byte b * chunk_bytes, and is the XOR of the stripe's chunks."""
+        strips: list[Segment] = []
+        size = self._group.chunk_bytes
+        for stripe in own_stripes:
+            begin = stripe.blocks[0][1] * size
+            stripe_strips = [
+                strip
+                for member, chunk in stripe.data
+                if chunk >= 0
+                for strip in self._shares[member].strips(self._fragments, chunk * size, (chunk + 1) * size)
+            ]
+            stripe_strips.sort(key=lambda strip: strip.offset)
+            strips += [replace(strip, offset=begin + strip.offset) for strip in stripe_strips]
+        nbytes = own_stripes[-1].blocks[0][1] * size + own_stripes[-1].length
+        return CopyPart(-1, 0, parity_fragment(self._group.name, nbytes), tuple(strips))
+
+
+def burden(sets: ReplicaSets, redundancy: Redundancy) -> tuple[tuple[Run, ...], Array]:
+    """The runs of ``sets``, equal where they are protected, and each rank's private bytes with what that costs it."""
+    private = sets.private.astype(np.int64)
+    runs: list[Run] = []
+    for run in sets.runs:
+        groups = redundancy.groups(run.members)
+        runs.append(replace(run, equal=bool(groups)))
+        for group in groups:
+            others = 1 if redundancy.mode == "copy" else len(group) - 1
+            private[list(group)] += run.nbytes // len(run.members) // others
+    return tuple(runs), private
+
+
+def _parts(fragments: Sequence[Fragment], pairs: Pairs) -> list[CopyPart]:
+    return [CopyPart(index, part.start - fragments[index].start, part) for index, part in pairs]

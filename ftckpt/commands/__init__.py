@@ -1,0 +1,6 @@
+"""The command line ``ftckpt``, one file a command.
+
+In: words of the command line, arenas, events. Out: text, pages, and an exit status. ``timeline`` and ``report`` read
+whole lines of event logs (``event_log``), make of them the tracks of one iteration (``tracks``) and what the run went
+through (``history``), and show them with one set of charts (``charts``) on one kind of page (``page``).
+"""

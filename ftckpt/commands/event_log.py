@@ -1,0 +1,82 @@
+"""Event logs on disk, as ``--ftckpt-events`` leaves them: which directories hold some, and their whole lines."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from ftckpt.errors import FtckptError
+from ftckpt.model.text import listed
+
+_RANK_FILE = re.compile(r"rank(\d+)\.jsonl")
+
+
+class EventLogError(FtckptError):
+    """Events are missing; the text says which, and how to get them."""
+
+
+class EventLog:
+    """The event files of one directory; ``num_broken`` counts the lines that could not be read."""
+
+    def __init__(self, directory: Path) -> None:
+        names = sorted(path.name for path in directory.iterdir() if path.suffix == ".jsonl")
+        numbers = {name: int(match[1]) for name in names if (match := _RANK_FILE.fullmatch(name))}
+        self.directory = directory
+        self.rank_files = [directory / name for name in sorted(numbers, key=numbers.__getitem__)]
+        self.other_files = [directory / name for name in names if name not in numbers]
+        self.num_broken = 0
+
+    def lines(self, path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
+        """Offset and fields of every whole line; one without an end may still be in the writing."""
+        offset = 0
+        with open(path, "rb") as file:
+            for line in file:
+                if line.endswith(b"\n") and line.strip():
+                    if (fields := parse_line(line)) is None:
+                        self.num_broken += 1
+                    else:
+                        yield offset, fields
+                offset += len(line)
+
+    @property
+    def notes(self) -> list[str]:
+        """That lines were left out, if any were."""
+        return [f"{count(self.num_broken, 'broken line')} of the event logs left out"] if self.num_broken else []
+
+
+def event_logs(run: Path, remedy: str) -> list[EventLog]:
+    """The logs at or below ``run``; ``remedy`` is how to get some, for errors.
+
+    Raises:
+        EventLogError: no such directory, or no event logs in it.
+    """
+    if not run.is_dir():
+        raise EventLogError(f"{run}: no such directory; {remedy}, and give that DIR here")
+    directories = [Path(directory) for directory, _, names in os.walk(run) if any(map(_RANK_FILE.fullmatch, names))]
+    if not directories:
+        raise EventLogError(f"{run}: no event logs (rank0.jsonl and so on) here; {remedy}")
+    return [EventLog(directory) for directory in directories]
+
+
+def note_of_choice(chosen: EventLog, others: set[str]) -> list[str]:
+    """That other directories have events too, if there are any."""
+    names = sorted(others - {str(chosen.directory)})
+    return [f"taken from {chosen.directory}, the newest; there are also {listed(names)}"] if names else []
+
+
+def parse_line(line: bytes) -> Mapping[str, Any] | None:
+    """The fields of a line of JSON; None where it is none."""
+    try:
+        fields = json.loads(line)
+    except (ValueError, RecursionError):  # deep nesting is broken too
+        return None
+    return fields if isinstance(fields, dict) else None
+
+
+def count(num: int, noun: str) -> str:
+    """``1 fault``, ``2 faults``: the noun takes an s where there is not one."""
+    return f"{num} {noun}{'s' * (num != 1)}"

@@ -1,0 +1,161 @@
+"""``ftckpt inspect``: what arenas hold, slot by slot, and whether it is what was sealed."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+from ftckpt.commands.page import aligned
+from ftckpt.errors import ArenaError, CorruptError, MismatchError
+from ftckpt.model.snapshot import SnapshotId
+from ftckpt.model.text import listed
+from ftckpt.store.arena import CONTROL_NAME, Arena
+from ftckpt.store.control import SlotRecord
+from ftckpt.store.directory import list_arenas
+from ftckpt.store.image import parse_image
+from ftckpt.store.mapping import open_mapping
+from ftckpt.store.slots import slot_name
+
+_COLUMNS = ("ARENA", "SLOT", "STATE", "ITERATION", "LINEAGE", "BYTES", "GAP", "VERIFIED")
+_MOST_NAMED = 8
+
+
+def add_inspect(commands: Any) -> None:
+    """Add the sub-command to the parser of ``ftckpt``."""
+    parser = commands.add_parser("inspect", help="show what arenas hold")
+    parser.add_argument("path", type=Path, help="directory of a job, a node or an arena, or a slot file")
+    parser.add_argument("--verify", action="store_true", help="read every byte and compare checksums")
+    parser.set_defaults(run=run)
+
+
+class Inspection:
+    """Rows of the table, remarks below it, and whether anything is corrupt."""
+
+    def __init__(self) -> None:
+        self.rows: list[tuple[str, ...]] = []
+        self.notes: list[str] = []
+        self.corrupt = False
+
+    def bad(self, note: str) -> None:
+        """Remember that something is corrupt."""
+        self.corrupt = True
+        self.notes.append(note)
+
+    def print(self) -> None:
+        """Write the table and the remarks to stdout."""
+        print(aligned([_COLUMNS, *self.rows], len(_COLUMNS)))
+        for note in self.notes:
+            print(note)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print what is there and return the exit status: 1 where something is corrupt. Raises ArenaError."""
+    path: Path = arguments.path
+    inspection = Inspection()
+    if path.is_file() and (path.parent / CONTROL_NAME).exists():
+        _inspect_arena(inspection, path.parent, path.name, arguments.verify)
+    elif path.is_file():
+        _inspect_file(inspection, path)
+    else:
+        arenas = list(_arenas_under(path))
+        if not arenas:
+            raise ArenaError(f"{path}: no arenas here; name a directory of a job, a node or an arena")
+        for arena in arenas:
+            _inspect_arena(inspection, arena, None, arguments.verify)
+    inspection.print()
+    return 1 if inspection.corrupt else 0
+
+
+def _arenas_under(path: Path) -> Iterable[Path]:
+    if _is_arena(path):
+        return [path]
+    return [arena for child in list_arenas(path) for arena in ([child] if _is_arena(child) else list_arenas(child))]
+
+
+def _is_arena(path: Path) -> bool:
+    return (path / CONTROL_NAME).exists() or (path / slot_name(0)).exists()
+
+
+def _inspect_arena(inspection: Inspection, path: Path, only: str | None, verify: bool) -> None:
+    name = f"{path.parent.name}/{path.name}"
+    try:
+        arena = Arena.open(path)
+    except (CorruptError, MismatchError) as error:
+        inspection.rows.append((name, "-", "UNREADABLE", *["-"] * 5))
+        inspection.bad(f"{name}: {error}")
+        return
+    with closing(arena):
+        for slot in range(arena.control.slots):
+            if only in (None, slot_name(slot)):
+                _inspect_slot(inspection, name, arena, slot, verify)
+        control = arena.control
+        inspection.notes.append(f"{name}: newest snapshot known to be whole on all ranks: {_name(control.whole())}")
+        for what, snapshot in (("being protected", control.target()), ("protected", control.protected())):
+            if snapshot is not None:
+                inspection.notes.append(f"{name}: {what} on all nodes: {_name(snapshot)}")
+
+
+def _name(snapshot: SnapshotId | None) -> str:
+    return "none" if snapshot is None else f"iteration {snapshot.iteration} of lineage {snapshot.lineage.hex()[:8]}"
+
+
+def _inspect_slot(inspection: Inspection, name: str, arena: Arena, slot: int, verify: bool) -> None:
+    record = arena.control.record(slot)
+    bad = _problems(arena, slot, record, verify)
+    state = "UNUSABLE" if arena.slot_error(slot) else "TORN" if record.torn else arena.state(slot).name
+    if not arena.allocated(slot):
+        state = "ABSENT"
+    iteration, lineage = "-", "-"
+    if record.snapshot is not None:
+        iteration, lineage = str(record.snapshot.iteration), record.snapshot.lineage.hex()[:8]
+    good = "unchecked" if arena.unchecked(slot) else "yes"
+    verified = "-" if not (verify and record.sealed) else "BAD" if bad else good
+    size, gap = str(arena.image.file_bytes), _gap(arena, slot, record)
+    inspection.rows.append((name, str(slot), state, iteration, lineage, size, gap, verified))
+    if bad:
+        inspection.bad(f"{name} slot {slot}: bad: {listed(bad, _MOST_NAMED)}")
+
+
+def _gap(arena: Arena, slot: int, record: SlotRecord) -> str:
+    """Time from the seal until there were checksums, before which bad memory goes unnoticed."""
+    if not record.sealed:
+        return "-"
+    if record.hashed:  # checksums were taken before the seal: there is no gap
+        return "0s"
+    check = arena.check(slot)
+    return "open" if check is None else f"{check.gap_secs:.3f}s"
+
+
+def _problems(arena: Arena, slot: int, record: SlotRecord, verify: bool) -> list[str]:
+    if not arena.allocated(slot):
+        return []
+    error = arena.slot_error(slot)
+    if error is not None:
+        return [error]
+    if record.torn:
+        return ["record"]
+    if not (verify and record.sealed):
+        return []
+    bad = arena.verify(slot)
+    now = arena.control.record(slot)
+    # A live trainer that took the slot back while it was read has corrupted nothing.
+    return [] if (now.state, now.sequence) != (record.state, record.sequence) and not now.torn else bad
+
+
+def _inspect_file(inspection: Inspection, path: Path) -> None:
+    try:
+        mapping = open_mapping(path, None, writable=False)
+        with closing(mapping):
+            image = parse_image(mapping.data)
+            if len(mapping.data) != image.file_bytes:
+                raise CorruptError(f"{len(mapping.data)} bytes, expected {image.file_bytes}")
+    except (CorruptError, MismatchError) as error:
+        inspection.rows.append((path.name, "-", "UNREADABLE", *["-"] * 5))
+        inspection.bad(f"{path}: {error}")
+        return
+    shard = image.manifest.shard
+    inspection.rows.append((path.name, "-", "-", "-", "-", str(image.file_bytes), "-", "-"))
+    inspection.notes.append(f"{path}: shard {shard}, {len(image.manifest.fragments)} fragments; no control block")

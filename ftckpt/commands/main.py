@@ -1,0 +1,45 @@
+"""The ``ftckpt`` command: look at arenas, delete those of a dead job, show what a run went through and what was
+copied when, plan protection, convert checkpoints.
+
+Exit status: 0 good, 1 something inspected is corrupt, 2 the command could not be carried out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from typing import NoReturn
+
+from ftckpt.commands.clean import add_clean
+from ftckpt.commands.convert import add_convert
+from ftckpt.commands.inspect import add_inspect
+from ftckpt.commands.plan import add_plan
+from ftckpt.commands.report import add_report
+from ftckpt.commands.smp import add_smp
+from ftckpt.commands.timeline import add_timeline
+from ftckpt.errors import ConfigError, FtckptError
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message} (see {self.prog} --help)")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line ``argv`` (default: the process's own) and return its exit status."""
+    parser = _Parser(prog="ftckpt", description="in-memory snapshots of training state")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True, dest="command")
+    for add in (add_inspect, add_clean, add_timeline, add_report, add_plan, add_smp, add_convert):
+        add(commands)
+    try:
+        arguments = parser.parse_args(argv)
+        run: Callable[[argparse.Namespace], int] = arguments.run
+        return run(arguments)
+    except (FtckptError, OSError) as error:
+        print(f"ftckpt: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

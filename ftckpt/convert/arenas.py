@@ -1,0 +1,243 @@
+"""Reads snapshots as they lie in arenas: of a job that has ended or still runs, or copies of its directories.
+
+Nothing is written there, so a live job may overwrite what is being read: the record of a slot is looked at
+before and after, and a snapshot that was given up is an error, never mixed with the next one.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from bisect import bisect_right
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from ftckpt.convert.catalog import Bytes, Catalog, Reader
+from ftckpt.convert.shards import (
+    ShardFragment,
+    logical_fragments,
+    objects_by_shard,
+    snapshot_catalog,
+    without_doubles,
+)
+from ftckpt.errors import ArenaError, ConvertError, FtckptError, LostError, MismatchError
+from ftckpt.model import objects
+from ftckpt.model.snapshot import SnapshotId
+from ftckpt.model.text import listed
+from ftckpt.model.topology import first_of_each_stage
+from ftckpt.restore.choice import newest_whole
+from ftckpt.restore.inventory import ArenaReport, report_arena
+from ftckpt.store.arena import CONTROL_NAME, Arena
+from ftckpt.store.control import SealId
+from ftckpt.store.directory import list_arenas
+from ftckpt.store.image import SlotImage
+
+log = logging.getLogger("ftckpt")
+
+_NO_PARITY = "ftckpt convert does not rebuild from parity: restart the job for that, or name an older --iteration"
+
+
+@dataclass
+class _Slot:
+    """A sealed slot; ``seal_id`` names what was in it when it was chosen, ``good`` are chunks that were verified."""
+
+    arena: Arena
+    index: int
+    seal_id: SealId | None
+    snapshot: SnapshotId
+    good: set[int] = field(default_factory=set)
+    touched: bool = False
+
+    @property
+    def image(self) -> SlotImage:
+        return self.arena.image
+
+    @property
+    def where(self) -> str:
+        return f"{self.arena.path}, slot {self.index}"
+
+    def check(self) -> None:
+        """Raise ConvertError unless the slot still holds what it held when it was chosen."""
+        # The seal's sequence tells the same iteration, written anew, from the one before it.
+        if self.seal_id is None or self.arena.control.record(self.index).seal_id != self.seal_id:
+            raise ConvertError(
+                f"{self.where}: the job moved on while iteration {self.snapshot.iteration} was read: start again, "
+                "end the job first, or save from inside it with Checkpointer.save_universal"
+            )
+
+
+def recognises(path: Path) -> bool:
+    """Whether there are arenas in ``path``: a job's directory, a node's, one arena, or a copy."""
+    return bool(_arena_paths(path))
+
+
+class ArenaReader(Reader):
+    """The newest snapshot, or that of ``iteration``, that all shards of its layout have in ``paths``.
+
+    ``paths`` are directories of nodes or of whole jobs, or copies of them, which together hold every shard.
+    ``roles`` are those to be read, None means all; weights bring the masters that they are casts of.
+
+    Raises:
+        ConvertError: no snapshot is whole, a shard is missing or damaged, arenas disagree on the layout, or the ranks
+            do not agree on a tensor that is to be one.
+    """
+
+    def __init__(
+        self, paths: Sequence[Path], iteration: int | None = None, roles: Collection[str] | None = None
+    ) -> None:
+        self._guard = threading.Lock()
+        self._arenas: dict[Path, Arena] = {}
+        try:
+            self._slots = self._choose(paths, iteration)
+            # Weights may have been left out as casts of their masters: these are needed to make them.
+            read = {*roles, "master"} if roles is not None and "weight" in roles else roles
+            self.catalog, self._entries = self._make_catalog(read)
+        except BaseException:  # nobody else would unmap what was opened
+            self.close()
+            raise
+
+    def read(self, index: int) -> Bytes:
+        """Chunks are compared with their checksums before anything of them is given out."""
+        return self._read(self._entries[index])
+
+    def confirm(self) -> None:
+        """Of all that was ever read."""
+        for slot in self._slots.values():
+            if slot.touched:
+                slot.check()
+
+    def fingerprint(self) -> str:
+        """The lineage, and what was written into each slot when."""
+        ids = [slot.seal_id for slot in self._slots.values() if slot.seal_id is not None]
+        return ",".join(sorted({f"{snapshot}:{sequence}" for snapshot, sequence in ids}))
+
+    def close(self) -> None:
+        for arena in self._arenas.values():
+            arena.close()
+        self._arenas = {}
+
+    def _choose(self, paths: Sequence[Path], iteration: int | None) -> dict[str, _Slot]:
+        """By shard the slots of the snapshot to read, in the order of shards."""
+        reports = self._open(paths)
+        named = ", ".join(map(str, paths))
+        if not self._arenas:
+            problems = listed([text for report in reports for text in report.problems])
+            raise ConvertError(f"{named}: no arena can be read{': ' if problems else ''}{problems}")
+        try:
+            decision = newest_whole(reports, iteration=iteration)
+        except LostError as error:
+            which = "" if iteration is None else f" of iteration {iteration}"
+            raise ConvertError(f"{named}: no snapshot{which} is whole: {error}; {_NO_PARITY}") from None
+        except MismatchError as error:
+            raise ConvertError(f"{named}: {error}") from None
+        slots = {}
+        for shard, at in decision.sources.items():
+            arena = self._arenas[Path(at.node) / at.arena]
+            seal_id = arena.control.record(at.slot).seal_id
+            # A live job may have moved on since the report: then there is nothing to hold on to.
+            is_chosen = seal_id is not None and seal_id[0] == decision.snapshot
+            slots[shard] = _Slot(arena, at.slot, seal_id if is_chosen else None, decision.snapshot)
+            slots[shard].check()
+        return slots
+
+    def _open(self, paths: Sequence[Path]) -> list[ArenaReport]:
+        """Open every arena, and report on all; its directory stands for the node of each."""
+        reports = []
+        for path in dict.fromkeys(arena for given in paths for arena in _arena_paths(given)):
+            node, name = str(path.parent), path.name
+            try:
+                self._arenas[path] = arena = Arena.open(path)
+                reports.append(report_arena(arena, node))
+            except FtckptError as error:
+                reports.append(ArenaReport(node, name, name, problems=(str(error),)))
+        return reports
+
+    def _make_catalog(self, roles: Collection[str] | None) -> tuple[Catalog, list[ShardFragment]]:
+        slots = self._slots
+        for slot in slots.values():
+            if not slot.arena.header_good(slot.index):
+                raise ConvertError(f"{slot.where}: the header is damaged; {_NO_PARITY}")
+        unchecked = [shard for shard, slot in slots.items() if slot.arena.unchecked(slot.index)]
+        if unchecked:
+            log.warning(
+                "ftckpt: no checksums were taken yet of %s: what is read cannot be checked",
+                listed(unchecked),
+            )
+        manifests = [slot.arena.manifest for slot in slots.values()]
+        entries = without_doubles(
+            logical_fragments(manifests, roles), lambda entry: xxhash.xxh3_64_intdigest(self._read(entry).data)
+        )
+        catalog = snapshot_catalog(
+            next(iter(slots.values())).snapshot.iteration,
+            manifests,
+            entries,
+            objects_by_shard(first_of_each_stage(list(slots)), self._load_objects),
+        )
+        if roles is not None and "weight" not in roles:
+            catalog = replace(catalog, derived={}, padded=catalog.padded & {e.fragment.key for e in entries})
+        self.confirm()
+        return catalog, entries
+
+    def _read(self, entry: ShardFragment) -> Bytes:
+        slot = self._slots[entry.shard]
+        slot.touched = True
+        begin = slot.image.offsets[entry.index]
+        end = begin + entry.fragment.nbytes
+        slot.check()
+        self._verify(slot, begin, end, entry.fragment.key)
+        # Again: what was verified may have been overwritten since.
+        slot.check()
+        data: Bytes = np.frombuffer(slot.arena.slot(slot.index), np.uint8)[begin:end]
+        return data
+
+    def _verify(self, slot: _Slot, begin: int, end: int, key: str) -> None:
+        hashes = slot.arena.hashes(slot.index)
+        if hashes is None:
+            return
+        chunks = slot.image.chunks
+        first = bisect_right(chunks, begin, key=lambda span: span.begin) - 1
+        for chunk in range(first, len(chunks) if begin < end else 0):
+            if chunks[chunk].begin >= end:
+                break
+            # Two threads may hash one chunk at a time, which costs less than that one waits for the other.
+            with self._guard:
+                is_good = chunk in slot.good
+            if is_good:
+                continue
+            if slot.arena.hash_chunk(slot.index, chunk) != int(hashes[chunk]):
+                slot.check()  # it was written over: not damage
+                raise ConvertError(f"{slot.where}: chunk {chunk}, which holds {key}, is damaged; {_NO_PARITY}")
+            with self._guard:
+                slot.good.add(chunk)
+
+    def _load_objects(self, shard: str) -> Any:
+        slot = self._slots[shard]
+        slot.touched = True
+        try:
+            encoded = bytes(slot.arena.read_objects(slot.index))
+            slot.check()
+            if xxhash.xxh3_64_intdigest(encoded) != slot.arena.control.record(slot.index).objects_hash:
+                raise ConvertError(f"{slot.where}: the objects of {shard} are damaged; {_NO_PARITY}")
+            return objects.decode(encoded)
+        except ArenaError as error:
+            raise ConvertError(f"{slot.where}: the objects of {shard} cannot be read: {error}") from None
+
+
+def _arena_paths(path: Path) -> list[Path]:
+    """Arenas in a directory: itself, those of a node, or those of all nodes of a job."""
+    if _is_arena(path):
+        return [path]
+    try:
+        below = [arena for arena in list_arenas(path) if _is_arena(arena)]
+        return below or [arena for node in list_arenas(path) for arena in list_arenas(node) if _is_arena(arena)]
+    except OSError:
+        return []
+
+
+def _is_arena(path: Path) -> bool:
+    return (path / CONTROL_NAME).is_file()

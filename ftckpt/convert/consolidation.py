@@ -1,0 +1,242 @@
+"""Consolidated tensors out of the fragments of a checkpoint: rows are filled when a writer asks for them.
+
+Weights that a checkpoint leaves out because they are casts of its masters are made again here, bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from numpy.lib.stride_tricks import as_strided
+
+from ftckpt.convert.catalog import TORCH_DTYPES, Bytes, Catalog, Get, Reader, Rows, Tensor, tensors_of
+from ftckpt.errors import ConvertError, LostError
+from ftckpt.model.fragment import DTYPE_BYTES, Box, Fragment
+from ftckpt.model.text import listed
+from ftckpt.model.training_state import cast_master
+from ftckpt.restore.blocks import Block
+from ftckpt.restore.index import Index, Offer
+from ftckpt.restore.plan import overlap, plan
+
+WEIGHT, MASTER = "weight/", "master/"
+_FLOATS = {name: TORCH_DTYPES[name] for name in ("BF16", "F16", "F32", "F64")}
+# Elements are moved and compared as integers: as floats NaN differs from itself, and 0.0 is -0.0.
+_UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+_MOST_NAMED = 5
+_AVERAGED_BYTES = 1 << 20
+"""Of a tensor that is averaged, at a time: sums have 64 bits an element, whatever the tensor has."""
+
+Array = npt.NDArray[Any]
+
+
+class Consolidator:
+    """The tensors of a checkpoint, and their rows.
+
+    Raises:
+        ConvertError: fragments of one tensor differ in type or shape, or do not make up all of it.
+    """
+
+    def __init__(self, reader: Reader) -> None:
+        self._reader = reader
+        self._fragments = fragments = reader.catalog.fragments
+        self.tensors = tensors_of(fragments, reader.where)
+        self._average = reader.catalog.average
+        self._index = Index(Offer(number, fragment, 0) for number, fragment in enumerate(fragments))
+        nbytes: dict[str, int] = {}
+        for fragment in fragments:
+            nbytes[fragment.key] = nbytes.get(fragment.key, 0) + fragment.nbytes
+        # More bytes than the tensor has: some elements are there twice, and have to be compared.
+        self._doubled = frozenset(tensor.key for tensor in self.tensors if nbytes[tensor.key] > tensor.nbytes)
+        self._check_complete()
+
+    def get(self, tensor: Tensor, first: int, last: int) -> Bytes:
+        """The bytes of rows ``first`` to ``last``: a view of the source, not to be written to, where they lie in one
+        piece, else fresh memory.
+
+        Raises:
+            ConvertError: two fragments differ where they hold the same elements, or the source cannot be read.
+        """
+        need = Rows(tensor, first, last).fragment
+        if tensor.key in self._average:
+            return self._averaged(tensor, first, last)
+        if tensor.key in self._doubled:
+            return self._compared(need)
+        rows: Bytes | None = None
+        for index, blocks in self._touching(need):
+            data = self._reader.read(index)
+            if len(blocks) == 1 and blocks[0][2:] == ((need.numel,), (1,), (1,)):  # nothing to put together
+                begin = blocks[0].source * need.item_bytes
+                return data[begin : begin + need.nbytes]
+            rows = np.empty(need.nbytes, np.uint8) if rows is None else rows
+            copy_blocks(blocks, data, rows, need.item_bytes)
+        return np.empty(0, np.uint8) if rows is None else rows
+
+    def _check_complete(self) -> None:
+        lacking = []
+        for tensor in self.tensors:
+            try:
+                plan(self._index, [Rows.whole(tensor).fragment], lambda source: 0)
+            except LostError:
+                lacking.append(tensor.key)
+        if lacking:
+            raise ConvertError(
+                f"the source does not hold all elements of {listed(lacking, _MOST_NAMED)}: "
+                "files of some ranks are missing"
+            )
+
+    def _touching(self, need: Fragment) -> Iterator[tuple[int, Sequence[Block]]]:
+        """Every fragment that holds elements of ``need``, by its index, and which they are."""
+        for alike in self._index.usable(need, padded=False):
+            for have in alike.touching(need):
+                blocks = overlap(have.fragment, need)
+                if blocks:
+                    yield have.source, blocks
+
+    def _compared(self, need: Fragment) -> Bytes:
+        """Rows of a tensor of which there are copies: all that the source has of them has to be the same."""
+        rows: Bytes = np.empty(need.nbytes, np.uint8)
+        reads = plan(self._index, [need], lambda source: 0)
+        for read in reads:
+            copy_blocks(read.blocks, self._reader.read(read.offer.source), rows, need.item_bytes)
+        for index, blocks in self._touching(need):
+            if not _same_blocks(blocks, self._reader.read(index), rows, need.item_bytes):
+                others = [
+                    str(self._reader.where(other)) for other in sorted({r.offer.source for r in reads} - {index})
+                ]
+                against = f" and {', '.join(others[:_MOST_NAMED])}" if others else ""
+                where = self._reader.where(index)
+                raise ConvertError(f"{need.key}: copies that must be equal differ: {where}{against}")
+        return rows
+
+    def _averaged(self, tensor: Tensor, first: int, last: int) -> Bytes:
+        if tensor.dtype not in _FLOATS:
+            raise ConvertError(f"{tensor.key}: elements of type {tensor.dtype} cannot be averaged")
+        step = max(1, _AVERAGED_BYTES // max(1, tensor.row_bytes))
+        rows: Bytes = np.empty((last - first) * tensor.row_bytes, np.uint8)
+        for begin in range(first, last, step):
+            end = min(begin + step, last)
+            mean = self._mean(Rows(tensor, begin, end).fragment)
+            rows[(begin - first) * tensor.row_bytes : (end - first) * tensor.row_bytes] = mean
+        return rows
+
+    def _mean(self, need: Fragment) -> Bytes:
+        total, count = np.zeros(need.numel), np.zeros(need.numel)
+        for index, blocks in self._touching(need):
+            items = _items(self._reader.read(index), need.item_bytes)
+            for block in blocks:
+                values = _to_float(_view(items, block.source, block.shape, block.source_strides), need.dtype)
+                for sums, each in ((total, values), (count, 1)):
+                    view = _view(sums, block.dest, block.shape, block.dest_strides)
+                    np.add(view, each, out=view)
+        result: Bytes = torch.from_numpy(total / count).to(_FLOATS[need.dtype]).view(torch.uint8).numpy()
+        return result
+
+
+def with_derived(catalog: Catalog, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """``tensors`` and the weights that the catalog derives from masters among them.
+
+    Raises:
+        ConvertError: a type that nothing can be cast to.
+    """
+    stored = {tensor.key: tensor for tensor in tensors}
+    every = list(tensors)
+    for key, dtype in sorted(catalog.derived.items()):
+        if dtype not in _FLOATS:
+            raise ConvertError(f"{key}: cannot be made from its master as {dtype}; known are {', '.join(_FLOATS)}")
+        master = stored.get(master_of(key))
+        if master is not None and key not in stored:
+            every.append(Tensor(key, dtype, master.shape))
+    return every
+
+
+def deriving(catalog: Catalog, tensors: Sequence[Tensor], get: Get) -> Get:
+    """``get`` that gives weights which the catalog derives, too, from rows of their masters among ``tensors``."""
+    stored = {tensor.key: tensor for tensor in tensors}
+
+    def get_or_cast(tensor: Tensor, first: int, last: int) -> Bytes:
+        if tensor.key in stored or tensor.key not in catalog.derived:
+            return get(tensor, first, last)
+        master = stored[master_of(tensor.key)]
+        return cast(get(master, first, last), master.dtype, tensor.dtype)
+
+    return get_or_cast
+
+
+def lacking_weight(tensors: Iterable[Tensor]) -> str | None:
+    """The name of a parameter that has a master and no weight, if there is one."""
+    keys = {tensor.key for tensor in tensors}
+    names = (key.removeprefix(MASTER) for key in sorted(keys) if key.startswith(MASTER))
+    return next((name for name in names if WEIGHT + name not in keys), None)
+
+
+def cast(data: Bytes, from_dtype: str, to_dtype: str) -> Bytes:
+    """Elements of one floating type as another, rounded as an optimizer rounds what it writes to weights."""
+    if from_dtype == to_dtype:
+        return data
+    source = torch.from_numpy(data if data.flags.writeable else data.copy()).view(_FLOATS[from_dtype])
+    result: Bytes = cast_master(source, torch.empty(len(source), dtype=_FLOATS[to_dtype])).view(torch.uint8).numpy()
+    return result
+
+
+def master_of(key: str) -> str:
+    """The master that a weight is the cast of."""
+    return MASTER + key.removeprefix(WEIGHT)
+
+
+def copy_blocks(blocks: Iterable[Block], source: Bytes, dest: Bytes, item_bytes: int) -> None:
+    """Copy strided blocks, in elements of ``item_bytes``, between two flat memories."""
+    from_items, to_items = _items(source, item_bytes), _items(dest, item_bytes)
+    for block in blocks:
+        from_view = _view(from_items, block.source, block.shape, block.source_strides)
+        _view(to_items, block.dest, block.shape, block.dest_strides)[...] = from_view
+
+
+def _same_blocks(blocks: Iterable[Block], source: Bytes, dest: Bytes, item_bytes: int) -> bool:
+    """Whether a copy of these blocks would change nothing."""
+    one, other = _items(source, item_bytes), _items(dest, item_bytes)
+    return all(
+        np.array_equal(
+            _view(other, block.dest, block.shape, block.dest_strides),
+            _view(one, block.source, block.shape, block.source_strides),
+        )
+        for block in blocks
+    )
+
+
+def take(data: Bytes, shape: Sequence[int], box: Box, start: int, stop: int) -> Bytes:
+    """The elements of ``box`` among those ``start`` to ``stop`` of a tensor of ``shape``, flattened: ``data`` are the
+    bytes of these. A view of ``data`` where they lie in one piece."""
+    if start >= stop:
+        return data[:0]
+    item_bytes = len(data) // (stop - start)
+    dtype = next(dtype for dtype, nbytes in DTYPE_BYTES.items() if nbytes == item_bytes)
+    have = Fragment("", dtype, tuple(shape), Box((0,) * len(shape), tuple(shape)), start, stop)
+    blocks = overlap(have, Fragment.whole("", dtype, tuple(shape), box))
+    numel = sum(block.numel for block in blocks)
+    if len(blocks) == 1 and blocks[0].source_strides == (1,):
+        return data[blocks[0].source * item_bytes : (blocks[0].source + numel) * item_bytes]
+    first = min((block.dest for block in blocks), default=0)  # in the order of the box they are one range
+    taken: Bytes = np.empty(numel * item_bytes, np.uint8)
+    moved = [Block(b.source, b.dest - first, b.shape, b.source_strides, b.dest_strides) for b in blocks]
+    copy_blocks(moved, data, taken, item_bytes)
+    return taken
+
+
+def _items(data: Bytes, item_bytes: int) -> Array:
+    items: Array = data.view(_UNSIGNED[item_bytes])
+    return items
+
+
+def _view(items: Array, begin: int, shape: Sequence[int], strides: Sequence[int]) -> Array:
+    view: Array = as_strided(items[begin:], shape, [stride * items.itemsize for stride in strides])
+    return view
+
+
+def _to_float(items: Array, dtype: str) -> npt.NDArray[np.float64]:
+    copied = torch.from_numpy(np.array(items).reshape(-1).view(np.uint8)).view(_FLOATS[dtype])
+    result: npt.NDArray[np.float64] = copied.to(torch.float64).numpy().reshape(items.shape)
+    return result

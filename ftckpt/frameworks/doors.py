@@ -1,0 +1,171 @@
+"""The start path of every door, what it replaces in a framework, and what is active in this process.
+
+A framework's own folder says what its state is, where its tensors lie in the layout, where its places are and how a
+user switches ftckpt on. All else is here. Importing this loads neither torch nor a framework: the lines of a patched
+Megatron-LM do so before they import torch.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from ftckpt.config import Config
+from ftckpt.frameworks.launcher import job_name, node_name
+
+if TYPE_CHECKING:
+    from ftckpt.group import Group
+    from ftckpt.job.checkpointer import Checkpointer
+    from ftckpt.model.topology import Topology
+    from ftckpt.model.training_state import TrainingState
+
+
+class Patches:
+    """What ftckpt has put before functions of a framework's modules and objects, and its hooks of torch's kind.
+
+    ``undo`` has one function for each, the oldest first.
+    """
+
+    def __init__(self) -> None:
+        self.undo: list[Callable[[], Any]] = []
+        self._wrapped: list[tuple[Any, str]] = []
+
+    def has(self, owner: Any, name: str) -> bool:
+        """Whether ``wrap`` was called so, and not undone."""
+        return any(other is owner and of_other == name for other, of_other in self._wrapped)
+
+    def wrap(self, owner: Any, name: str, around: Callable[..., Any]) -> None:
+        """Let ``around(original, *args, **kwargs)`` stand before a module's function, or a method of one object."""
+        original = getattr(owner, name)
+        before = vars(owner).get(name)
+        is_in_force = True
+
+        @functools.wraps(original)
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            # A wrapper that somebody else has put around this one may go on calling it after ``remove``.
+            return around(original, *args, **kwargs) if is_in_force else original(*args, **kwargs)
+
+        def undo() -> None:
+            nonlocal is_in_force
+            is_in_force = False
+            self._wrapped.remove((owner, name))
+            if vars(owner).get(name) is not wrapped:
+                return
+            if before is None:
+                delattr(owner, name)  # the method of the class shows again
+            else:
+                setattr(owner, name, before)
+
+        setattr(owner, name, wrapped)
+        self._wrapped.append((owner, name))
+        self.undo.append(undo)
+
+    def shadow(self, owner: Any, name: str, value: Any) -> None:
+        """Set an attribute of one object, in front of that of its class."""
+        setattr(owner, name, value)
+        self.undo.append(lambda: vars(owner).pop(name, None))
+
+    def remove(self) -> None:
+        """Take all back, the last one first: a later patch may stand before an earlier one.
+
+        What cannot be taken back keeps nothing else in force: its error is raised at the end.
+        """
+        with ExitStack() as stack:
+            for undo in self.undo:
+                stack.callback(undo)
+            self.undo.clear()
+
+
+class Proxy:
+    """Stands for an object of a framework; what a subclass does not define is ``wrapped``'s own."""
+
+    def __init__(self, wrapped: Any) -> None:
+        self.wrapped = wrapped
+
+    def __getattr__(self, name: str) -> Any:
+        # While a copy is being made nothing is wrapped yet, and asking for it would never end.
+        if name == "wrapped" or name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self.wrapped, name)
+
+
+class Door:
+    """What is in force in this process for one framework.
+
+    ``config`` is what ``attach`` uses where it is given none. ``patches`` are those of the framework's modules;
+    ``hooks`` those of the model, the optimizer and the engine that ``checkpointer`` follows. ``state`` is what it
+    saves, where a callback needs that. ``is_installed``: nothing of the framework goes without a hook or a line of
+    ours.
+    """
+
+    def __init__(self) -> None:
+        self.config = Config()
+        self.is_installed = False
+        self.patches = Patches()
+        self.hooks = Patches()
+        self.checkpointer: Checkpointer | None = None
+        self.state: Any = None
+
+    def leave(self) -> None:
+        """Follow training no longer; snapshots stay where they are."""
+        try:
+            self.hooks.remove()
+        finally:
+            self.checkpointer = self.state = None
+
+    def remove(self) -> None:
+        """Put back all that was replaced."""
+        try:
+            self.leave()
+        finally:
+            self.is_installed = False
+            self.patches.remove()
+
+
+@dataclass(frozen=True)
+class Start:
+    """What the ranks of a job know of each other before any of them describes its state."""
+
+    config: Config
+    group: Group
+    topology: Topology
+
+    def build(self, state: Callable[[], Any]) -> Any:
+        """The training state that ``state`` makes. Collective: one rank's refusal is raised on all."""
+        from ftckpt.group import together
+
+        return together(self.group, state)
+
+    def checkpointer(self, state: TrainingState) -> Checkpointer:
+        """A checkpointer for ``state``. Collective."""
+        from ftckpt.job.checkpointer import Checkpointer
+
+        return Checkpointer(self.config, state, self.topology, group=self.group)
+
+
+def start(config: Config, place: Callable[[], tuple[Mapping[str, int], Mapping[str, Any]]]) -> Start:
+    """Name the job and the node, and gather where every rank stands. Collective; torch.distributed is initialised.
+
+    Args:
+        config: ``job`` and ``node`` need not be given.
+        place: gives this rank's coordinates and the sizes of the layout; refuses what the framework cannot do.
+
+    Raises:
+        ConfigError: a name is none; two ranks claim the same coordinates.
+        LaunchError: no job name can be found.
+        FtckptError: what ``place`` raises on any rank, on all.
+    """
+    config = replace(config, job=job_name(config.job, os.environ), node=node_name(config.node, os.environ))
+    from ftckpt.group import Group, together
+    from ftckpt.model.codec import gather
+    from ftckpt.model.topology import RankPlace, Topology
+
+    group = Group(config.start_timeout_secs)
+    # A rank that refused alone would leave the others waiting in the gather until its deadline.
+    coords, layout = together(group, place)
+    ranks = gather(group, RankPlace(coords, config.node), RankPlace)
+    return Start(config, group, Topology(group.rank, tuple(ranks), layout))

@@ -1,0 +1,174 @@
+"""Optimizers of torch's kind as pieces: what they step, its masters and its moments."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ftckpt.errors import UnsupportedError
+from ftckpt.frameworks.tensors import LogicalBox, ParameterBoxes, fragments, number_piece
+from ftckpt.model.training_state import Piece
+
+
+@dataclass(frozen=True)
+class ParameterRange:
+    """What an optimizer steps of ``parameter``: as many elements as ``weight`` has, from ``first`` on.
+
+    ``weight`` is the memory of these elements: the only part of the parameter that this rank may read. ``owner`` is
+    the tensor under which the inner optimizer keeps its state, a master or the parameter's own memory; the range
+    begins at its element ``begin``.
+    """
+
+    parameter: torch.nn.Parameter
+    first: int
+    weight: torch.Tensor
+    owner: torch.Tensor
+    begin: int = 0
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The range's elements of a tensor that is shaped as ``owner``."""
+        return tensor.detach().view(-1)[self.begin : self.begin + self.weight.numel()]
+
+
+def stepped_pieces(
+    boxes: ParameterBoxes, ranges: Iterable[ParameterRange], state: Callable[[ParameterRange], Mapping[str, Any]]
+) -> Iterator[Piece]:
+    """Of each range its weight, its master where there is one, and its moments.
+
+    Args:
+        boxes: of all parameters of this rank.
+        ranges: all that this rank steps.
+        state: what the inner optimizer keeps for the owner of a range.
+
+    Raises:
+        UnsupportedError: a parameter without a place, or state that is neither per element nor a single number.
+    """
+    for part in ranges:
+        places = boxes.get(part.parameter)
+        if places is None:
+            raise UnsupportedError(f"the optimizer steps a {tuple(part.parameter.shape)} that is not in the model")
+        weights = fragments(places, "weight", part.weight, part.first)
+        master = part.of(part.owner)
+        if master.data_ptr() == part.weight.data_ptr():
+            yield from (Piece(fragment, view) for fragment, view in weights)
+        else:
+            masters = fragments(places, "master", master, part.first)
+            for (weight, live), (fragment, source) in zip(weights, masters, strict=True):
+                yield Piece(weight, live, derived_from=source)
+                yield Piece(fragment, source)
+        for name, value in state(part).items():
+            if value is not None:
+                yield from _moment(places, part, name, value)
+
+
+def _moment(places: Sequence[LogicalBox], part: ParameterRange, name: str, value: Any) -> Iterator[Piece]:
+    key = places[0].key
+    if not isinstance(value, torch.Tensor) or not value.is_contiguous():
+        raise UnsupportedError(f"optimizer state {name} of {key} is not a contiguous tensor")
+    if value.shape == part.owner.shape:
+        for fragment, view in fragments(places, name, part.of(value), part.first):
+            yield Piece(fragment, view)
+    elif value.numel() == 1:
+        yield number_piece(places[0], name, value)
+    else:
+        raise UnsupportedError(
+            f"optimizer state {name} of {key} has {value.numel()} elements for a parameter of "
+            f"{part.owner.numel()}: neither per element nor a single number"
+        )
+
+
+def without_state(inner: Any) -> list[torch.Tensor]:
+    """Parameters for which the optimizer has no state yet, because it has not stepped them."""
+    return [p for group in inner.param_groups for p in group["params"] if not inner.state.get(p)]
+
+
+def materialise(inner: Any) -> None:
+    """Let torch's Adam, AdamW or SGD create the state that it would create in its first step.
+
+    The arena is laid out and the addresses of copies are fixed before that step.
+
+    Raises:
+        UnsupportedError: an optimizer that ftckpt does not know.
+    """
+    if not isinstance(inner, (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)):
+        name = f"{type(inner).__module__}.{type(inner).__qualname__}"
+        raise UnsupportedError(f"inner optimizer {name} is not known; known are Adam, AdamW, SGD and FusedAdam")
+    _separate_numbers(inner)
+    missing = without_state(inner)
+    if missing and isinstance(inner, torch.optim.SGD):
+        _materialise_sgd(inner, set(missing))
+    elif missing:
+        _materialise_adam(inner)
+
+
+def _separate_numbers(inner: Any) -> None:
+    """Loading a checkpoint can leave all parameters one ``step`` between them, which each would count up."""
+    seen: set[int] = set()
+    for state in inner.state.values():
+        for name, value in state.items():
+            if isinstance(value, torch.Tensor) and value.numel() == 1 and value.data_ptr():  # a DTensor has none
+                if value.data_ptr() in seen:
+                    value = state[name] = value.clone()  # noqa: PLW2901
+                seen.add(value.data_ptr())
+
+
+def _materialise_adam(inner: Any) -> None:
+    """``Adam._init_group`` creates state for parameters that have a gradient; any tensor will do as one."""
+    lists = len(inspect.signature(inner._init_group).parameters) - 1
+    for group in inner.param_groups:
+        before = [(p, p.grad) for p in group["params"]]
+        for parameter, _ in before:
+            parameter.grad = parameter.detach()
+        try:
+            inner._init_group(group, *([] for _ in range(lists)))
+        finally:
+            for parameter, grad in before:
+                parameter.grad = grad
+
+
+def _materialise_sgd(inner: Any, missing: set[torch.Tensor]) -> None:
+    """A momentum of zeros gives the first step that no momentum gives, unless it is dampened."""
+    for group in inner.param_groups:
+        if group["momentum"] and group["dampening"]:
+            raise UnsupportedError("SGD with dampening creates its momentum in the first step; use dampening 0")
+        for parameter in group["params"]:
+            if group["momentum"] and parameter in missing:
+                inner.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+
+
+def save_groups(inner: Any) -> list[dict[str, Any]]:
+    """All of each group but its parameters: learning rate, weight decay, a fused optimizer's ``step``."""
+    return [{k: v for k, v in group.items() if k != "params"} for group in inner.param_groups]
+
+
+def load_groups(inner: Any, saved: Sequence[Mapping[str, Any]]) -> None:
+    """Inverse of ``save_groups``, in place."""
+    for group, values in zip(inner.param_groups, saved, strict=True):
+        load_group(group, values)
+
+
+def load_group(group: dict[str, Any], values: Mapping[str, Any]) -> None:
+    """Set hyperparameters of one group, tensors in place."""
+    for name, value in values.items():
+        if isinstance(group.get(name), torch.Tensor):
+            group[name].copy_(value)
+        else:
+            group[name] = value
+
+
+def state_tensors(
+    inner: Any, index: int = 0, names: Mapping[Any, str] | None = None
+) -> Iterator[tuple[str, object, torch.Tensor]]:
+    """All tensors of the state of an optimizer, the ``index``-th of a job, for ``LiveTensors``.
+
+    Owners have no names, and are numbered, but for those that ``names`` has.
+    """
+    for number, (owner, state) in enumerate(inner.state.items()):
+        name = (names or {}).get(owner, (index, number))
+        for kind, value in state.items():
+            if isinstance(value, torch.Tensor):
+                yield f"optimizer state {kind} of", name, value

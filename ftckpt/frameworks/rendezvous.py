@@ -1,0 +1,230 @@
+"""Give each attempt of a torchrun job its own keys in the store that torchrun shares among attempts.
+
+Since torch 2.5 the agent of group rank 0 keeps one TCPStore for all attempts (``static`` does so too), and
+``init_process_group`` of a restarted worker reads there the addresses that its dead predecessors wrote:
+https://github.com/pytorch/pytorch/issues/135712. With ``TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1`` in the agent's
+environment rank 0 opens a fresh store each time, but a worker cannot set that any more.
+
+The worker finds no name of the attempt either. TORCHELASTIC_RESTART_COUNT is counted by each agent for itself
+(one that restarts because another asked for it does not count), and the rendezvous rounds are kept in another
+store, whose address the worker does not get. So the workers agree on a name here, through the shared store and
+whatever the dead have left in it. Keys, all below ``ftckpt.attempts/``:
+
+=====================  ==================================================================================
+``leader``             rank 0 writes ``<its nonce>.<world size>``; the last one written counts
+``join/<leader>/<r>``  rank r writes its own nonce, for each leader it sees
+``go/<leader>/<n>``    rank 0, once all ranks have joined, for the nonce n of each of them
+=====================  ==================================================================================
+
+The name is the leader's nonce. Each process draws its own: a dead leader never answers a nonce drawn after
+its death, so that a worker that meets a stale ``leader`` waits until rank 0 of its own attempt writes anew.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import secrets
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from ftckpt.errors import LaunchError
+
+if TYPE_CHECKING:  # torch.distributed has them too, but not for a type checker
+    from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+else:
+    from torch.distributed import PrefixStore, Store, TCPStore
+
+REMEDY = "set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the environment of torchrun"
+
+_HOOK = "_create_c10d_store"  # the one function through which env:// and tcp:// open a store
+_POLL_SECS = 0.1
+
+
+@dataclass(frozen=True)
+class SharedStore:
+    """The agent's store, and who this worker is in it."""
+
+    host: str
+    port: int
+    rank: int
+    world_size: int
+
+
+_isolation = ""
+"""How this attempt is kept apart, in words; empty before it is."""
+
+
+def shared_store(env: Mapping[str, str]) -> SharedStore | None:
+    """The store that torchrun shares among attempts, or None if each attempt opens a fresh one.
+
+    :raises LaunchError: the store is shared but its address or this worker's rank is missing.
+    """
+    if env.get("TORCHELASTIC_USE_AGENT_STORE") != "True":  # what torch itself compares with
+        return None
+    try:
+        return SharedStore(
+            host=env["MASTER_ADDR"],
+            port=int(env["MASTER_PORT"]),
+            rank=int(env["RANK"]),
+            world_size=int(env["WORLD_SIZE"]),
+        )
+    except (KeyError, ValueError) as exc:
+        raise LaunchError(f"torchrun's shared store has no address in the environment ({exc}): {REMEDY}") from exc
+
+
+def agree(store: Store, rank: int, world_size: int, timeout_secs: float) -> str:
+    """A name common to the ``world_size`` processes that call this together, and new each time.
+
+    Ends when all have called it, and so is a barrier. ``store`` may hold the keys of earlier calls, finished
+    or not; only processes of earlier calls must not come back with the same ranks.
+
+    :raises LaunchError: not all met within ``timeout_secs``.
+    """
+    deadline = time.monotonic() + timeout_secs
+    nonce = secrets.token_hex(8)
+    if rank == 0:
+        return _lead(store, nonce, world_size, deadline)
+    return _follow(store, nonce, rank, world_size, deadline)
+
+
+def _lead(store: Store, nonce: str, world_size: int, deadline: float) -> str:
+    joins = [f"join/{nonce}/{rank}" for rank in range(1, world_size)]
+    store.set("leader", f"{nonce}.{world_size}")
+    if joins and not _wait(store, joins, deadline - time.monotonic()):
+        missing = [rank for rank, key in enumerate(joins, start=1) if not store.check([key])]
+        raise LaunchError(
+            f"ranks {missing[:16]} ({len(missing)} of {world_size}) did not reach torchrun's shared store; "
+            f"if they run, torchrun has given them another address than rank 0: {REMEDY}"
+        )
+    if joins:
+        for follower in store.multi_get(joins):
+            store.set(f"go/{nonce}/{follower.decode()}", "1")
+    return nonce
+
+
+def _follow(store: Store, nonce: str, rank: int, world_size: int, deadline: float) -> str:
+    joined = ""
+    while (left_secs := deadline - time.monotonic()) > 0:
+        if not _wait(store, ["leader"], left_secs):
+            break
+        leader, _, size = bytes(store.get("leader")).decode().partition(".")
+        if size != str(world_size):  # left by an attempt of another size: ours has yet to come
+            time.sleep(min(_POLL_SECS, left_secs))
+            continue
+        if leader != joined:
+            store.set(f"join/{leader}/{rank}", nonce)
+            joined = leader
+        if _wait(store, [f"go/{leader}/{nonce}"], min(_POLL_SECS, left_secs)):
+            return leader
+    raise LaunchError(
+        f"rank {rank} of {world_size} met no rank 0 in torchrun's shared store, or not all ranks came; "
+        f"if they run, torchrun has given them another address than this rank: {REMEDY}"
+    )
+
+
+def _wait(store: Store, keys: list[str], timeout_secs: float) -> bool:
+    """Whether all ``keys`` exist within ``timeout_secs``."""
+    try:
+        # The store counts in whole milliseconds and takes 0 for "its own timeout".
+        store.wait(keys, timedelta(milliseconds=max(1, int(timeout_secs * 1000))))
+    except dist.DistStoreError:  # the timeout; a lost connection is a DistNetworkError
+        return False
+    return True
+
+
+def isolate_attempts(timeout_secs: float = 300.0) -> str:
+    """Make ``init_process_group`` of this attempt blind to the keys of earlier attempts.
+
+    Every worker calls it once, before ``init_process_group``, whether that is called with ``env://``, with
+    ``tcp://`` on torchrun's port or without an address. Where the store is shared it waits for all workers of
+    the attempt, at most ``timeout_secs``; where it is not, nothing is done. A store that the user's script
+    opens by itself is not covered. Returns what was done, in words. A second call does nothing.
+
+    :raises LaunchError: the store is shared and cannot be divided; the text has the remedy.
+    """
+    global _isolation
+    if _isolation:
+        return _isolation
+    where = shared_store(os.environ)
+    if where is None:
+        return "torchrun shares no store among attempts: nothing to isolate"
+    module = _checked_module()
+    name = _agree_through(where, timeout_secs)
+    description = f"attempt {name}: own keys in the store torchrun shares at {where.host}:{where.port}"
+    if os.environ.get("GROUP_WORLD_SIZE", "1") != "1":
+        # Agents keep the address of the first store: where another node becomes group rank 0 and opens a
+        # new one, the surviving agents do not tell their workers.
+        description += f"; to survive the loss of the node of group rank 0 too, {REMEDY}"
+    original: Callable[..., Store] = getattr(module, _HOOK)
+    setattr(module, _HOOK, _isolated(original, where.port, f"ftckpt.attempt.{name}"))
+    _isolation = description
+    return description
+
+
+def check_isolated() -> None:
+    """Refuse process groups that a restarted attempt could not make.
+
+    :raises LaunchError: torchrun shares its store among attempts, and process groups were made through it as it is.
+    """
+    if not _isolation and shared_store(os.environ) is not None:
+        raise LaunchError(
+            "torch.distributed was initialised before ftckpt could keep the attempts of torchrun apart, so that a "
+            f"restart would wait for dead processes: start the script with ftckpt's runner, or {REMEDY}"
+        )
+
+
+def _isolated(original: Callable[..., Store], port: int, prefix: str) -> Callable[..., Store]:
+    def create_store(hostname: str, store_port: int, *args: Any, **kwargs: Any) -> Store:
+        store = original(hostname, store_port, *args, **kwargs)
+        # Asked again at each call: torch's own helper processes switch to a private store by this variable.
+        # The host is not compared, because one machine has many names and all ranks must decide alike.
+        shared = shared_store(os.environ) is not None and store_port == port
+        return PrefixStore(prefix, store) if shared else store
+
+    return create_store
+
+
+def _agree_through(where: SharedStore, timeout_secs: float) -> str:
+    start = time.monotonic()
+    try:
+        client = TCPStore(where.host, where.port, is_master=False, timeout=timedelta(seconds=timeout_secs))
+        store = PrefixStore("ftckpt.attempts", client)
+        return agree(store, where.rank, where.world_size, timeout_secs - (time.monotonic() - start))
+    except dist.DistError as exc:
+        reason = str(exc).splitlines()[0]
+        raise LaunchError(
+            f"torchrun's shared store at {where.host}:{where.port} does not answer ({reason}): {REMEDY}"
+        ) from exc
+
+
+def _checked_module() -> ModuleType:
+    """The torch module to change, if it is built as this one expects.
+
+    The names are private to torch, so the code itself is looked at and not the version.
+    """
+    # torch.distributed.rendezvous as an attribute is the function of that name.
+    module = importlib.import_module("torch.distributed.rendezvous")
+    handlers = getattr(module, "_rendezvous_handlers", {})
+    hook_code = getattr(getattr(module, _HOOK, None), "__code__", None)
+    # A hook that divides the store by this count itself would part the workers of several agents.
+    fits = hook_code is not None and "TORCHELASTIC_RESTART_COUNT" not in hook_code.co_consts
+    for scheme in ("env", "tcp"):
+        opener = handlers.get(scheme)
+        calls = getattr(getattr(opener, "__code__", None), "co_names", ())
+        fits = fits and _HOOK in calls and getattr(opener, "__globals__", None) is vars(module)
+    if not fits:
+        raise LaunchError(
+            f"torchrun shares one store among attempts, and how torch {torch.__version__} opens it "
+            f"is unknown: {REMEDY}"
+        )
+    if dist.is_initialized():
+        raise LaunchError("isolate_attempts comes too late: call it before init_process_group")
+    return module

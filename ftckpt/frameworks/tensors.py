@@ -1,0 +1,146 @@
+"""Tensors of a rank as fragments: which elements of which logical tensor they hold."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ftckpt.errors import UnsupportedError
+from ftckpt.model.fragment import TORCH_NAMES, Box, Fragment
+from ftckpt.model.training_state import Piece
+
+
+def refuse_extra_state(model: torch.nn.Module) -> None:
+    """Transformer Engine keeps FP8 scales there, and something empty without FP8.
+
+    Raises:
+        UnsupportedError: a module keeps extra state, by name.
+    """
+    for name, module in model.named_modules():
+        if type(module).get_extra_state is torch.nn.Module.get_extra_state:
+            continue
+        size = _size(module.get_extra_state())
+        if size:
+            raise UnsupportedError(
+                f"module {name} keeps extra state{size} (FP8 scales?), which ftckpt cannot save yet"
+            )
+
+
+def _size(extra: Any) -> str:
+    """In words; empty where there is nothing in it."""
+    if extra is None:
+        return ""
+    if hasattr(extra, "getbuffer"):
+        nbytes = extra.getbuffer().nbytes
+    elif isinstance(extra, torch.Tensor):
+        nbytes = extra.nbytes
+    else:
+        return f" of type {type(extra).__name__}"
+    return f" of {nbytes} bytes" if nbytes else ""
+
+
+DTYPE_NAMES: dict[torch.dtype, str] = {getattr(torch, torch_name): name for name, torch_name in TORCH_NAMES.items()}
+
+
+@dataclass(frozen=True)
+class LogicalBox:
+    """``box`` of the logical tensor ``key``; its first element is element ``start`` of the local parameter.
+
+    The first ``outer`` axes number whole tensors (the experts of a layer), in each of which the box holds one.
+    """
+
+    key: str
+    global_shape: tuple[int, ...]
+    box: Box
+    start: int
+    outer: int = 0
+
+
+ParameterBoxes = Mapping[torch.nn.Parameter, Sequence[LogicalBox]]
+"""Where each parameter of a rank lies. A parameter of several logical tensors has a box in each."""
+
+
+def fragments(
+    boxes: Sequence[LogicalBox], role: str, tensor: torch.Tensor, first: int
+) -> list[tuple[Fragment, torch.Tensor]]:
+    """Fragments of ``tensor``: elements ``first`` and on of a flattened local parameter, in role ``role``.
+
+    A parameter of several boxes, or one cut by an optimizer, gives several fragments, each with its view.
+
+    Raises:
+        UnsupportedError: a type that safetensors has no name for.
+    """
+    views: list[tuple[Fragment, torch.Tensor]] = []
+    flat = tensor.detach().view(-1)
+    for place in boxes:
+        begin = max(place.start, first)
+        end = min(place.start + place.box.numel, first + flat.numel())
+        if begin < end:
+            start, stop = begin - place.start, end - place.start
+            dtype = dtype_name(tensor, place.key)
+            fragment = Fragment(f"{role}/{place.key}", dtype, place.global_shape, place.box, start, stop)
+            views.append((fragment, flat[begin - first : end - first]))
+    return views
+
+
+def frozen_pieces(
+    boxes: ParameterBoxes,
+    stepped: Collection[torch.nn.Parameter],
+    owned: Callable[[torch.nn.Parameter], tuple[int, torch.Tensor]],
+) -> Iterator[Piece]:
+    """The parameters that no optimizer steps on any rank.
+
+    Args:
+        boxes: of all parameters of this rank.
+        stepped: those that some rank's optimizer steps.
+        owned: of a parameter, the elements that this rank is responsible for, and which of the local parameter's
+            elements is the first of these.
+
+    Raises:
+        UnsupportedError: one is trained nevertheless, so that what steps it is not known.
+    """
+    for parameter, places in boxes.items():
+        if parameter in stepped or not any(place.box.numel for place in places):
+            continue
+        if parameter.requires_grad:
+            raise UnsupportedError(
+                f"parameter {places[0].key} needs gradients and no optimizer steps it; give it to the optimizer, or "
+                "freeze it with requires_grad_(False)"
+            )
+        first, weight = owned(parameter)
+        yield from (Piece(fragment, view) for fragment, view in fragments(places, "weight", weight, first))
+
+
+def number_piece(place: LogicalBox, role: str, tensor: torch.Tensor) -> Piece:
+    """A single number that belongs to a whole tensor, however ranks divide it: all its holders have this piece.
+
+    Raises:
+        UnsupportedError: a type that safetensors has no name for.
+    """
+    shape = place.global_shape[: place.outer] or (1,)
+    box = Box(place.box.offset[: place.outer] or (0,), (1,) * len(shape))
+    fragment = Fragment.whole(f"{role}/{place.key}", dtype_name(tensor, place.key), shape, box)
+    return Piece(fragment, tensor.detach().view(1))
+
+
+def whole_piece(key: str, tensor: torch.Tensor) -> Piece:
+    """A tensor that is not cut over ranks.
+
+    Raises:
+        UnsupportedError: it is not contiguous, or has a type that safetensors has no name for.
+    """
+    if not tensor.is_contiguous():
+        raise UnsupportedError(f"{key} is not contiguous in memory")
+    shape = tuple(tensor.shape)
+    fragment = Fragment.whole(key, dtype_name(tensor, key), shape, Box((0,) * len(shape), shape))
+    return Piece(fragment, tensor.detach().view(-1))
+
+
+def dtype_name(tensor: torch.Tensor, what: str) -> str:
+    """The safetensors name of a tensor's type; raises UnsupportedError naming ``what``."""
+    if tensor.dtype not in DTYPE_NAMES:
+        raise UnsupportedError(f"{what} has type {tensor.dtype}, which ftckpt cannot save")
+    return DTYPE_NAMES[tensor.dtype]

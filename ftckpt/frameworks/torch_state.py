@@ -1,0 +1,152 @@
+"""What a rank's training state is under torch besides its pieces: generators, objects of a script, live addresses."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+import xxhash
+
+from ftckpt.errors import CaptureError, MismatchError
+from ftckpt.model.objects import encode
+
+
+class Stateful(Protocol):
+    """A user's own object, a data loader for example: state as numbers, texts, lists, dicts, tensors."""
+
+    def state_dict(self) -> Mapping[str, Any]: ...
+
+    def load_state_dict(self, state: Any) -> Any: ...
+
+
+def save_all(objects: Mapping[str, Stateful]) -> dict[str, Any]:
+    """The state of each object, under its name."""
+    return {name: value.state_dict() for name, value in objects.items()}
+
+
+def load_all(objects: Mapping[str, Stateful], saved: Mapping[str, Any]) -> None:
+    """Give each object the state that was saved under its name.
+
+    Raises:
+        MismatchError: the snapshot has no such object.
+    """
+    for name, value in objects.items():
+        if name not in saved:
+            raise MismatchError(
+                f"the snapshot has no object {name!r}, it has {', '.join(sorted(saved)) or 'none'}: register the "
+                "same objects as the job that took it, or remove it with 'ftckpt clean JOB'"
+            )
+        value.load_state_dict(saved[name])
+
+
+def load_all_reshaped(objects: Mapping[str, Stateful], saved: Sequence[Mapping[str, Any]]) -> None:
+    """Give each object what was saved under its name on ranks of another layout, the firsts of its stages in order.
+
+    An object with a method ``load_reshaped`` gets the list of its states, any other the first of them.
+
+    Raises:
+        MismatchError: the snapshot has no such object.
+    """
+    for name, value in objects.items():
+        states = [of_rank[name] for of_rank in saved if name in of_rank]
+        if not states:
+            load_all({name: value}, saved[0])
+        elif hasattr(value, "load_reshaped"):
+            value.load_reshaped(states)
+        else:
+            value.load_state_dict(states[0])
+
+
+def save_generators() -> dict[str, Any]:
+    """State of every generator; ``device`` is None on a machine without one."""
+    return {
+        "python": _python_state(random),
+        "numpy": np.random.get_state(),
+        "torch": torch.get_rng_state(),
+        "device": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
+    }
+
+
+def load_generators(saved: Mapping[str, Any]) -> None:
+    """Set every generator to what ``save_generators`` gave.
+
+    Call it after all else is loaded: what loads may draw numbers.
+    """
+    python = saved["python"]
+    random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
+    np.random.set_state(saved["numpy"])
+    torch.set_rng_state(saved["torch"])
+    if saved["device"] is not None:
+        torch.cuda.set_rng_state(saved["device"])
+
+
+def derive_generators(built: Mapping[str, Any], iteration: int) -> dict[str, Any]:
+    """What ``save_generators`` would give had each generator been seeded with ``derived_seed``; sets nothing."""
+    seeds = {name: derived_seed(name, state, iteration) for name, state in built.items()}
+    # NumPy's generator is seeded with words of 32 bits.
+    words = [seeds["numpy"] & 0xFFFFFFFF, seeds["numpy"] >> 32]
+    return {
+        "python": _python_state(random.Random(seeds["python"])),
+        "numpy": np.random.RandomState(np.array(words, np.uint32)).get_state(),
+        "torch": torch.Generator().manual_seed(seeds["torch"]).get_state(),
+        "device": device_state(seeds["device"]) if built["device"] is not None else None,
+    }
+
+
+def derived_seed(name: str, built: Any, iteration: int) -> int:
+    """64 bits that follow from a generator's name, the state that it was built with, and the iteration to go on from.
+
+    Generators that were seeded alike get the same, others get others, and each iteration gives other ones.
+    """
+    return xxhash.xxh3_64_intdigest(encode({"name": name, "built": built, "iteration": iteration}))
+
+
+def device_state(seed: int) -> torch.Tensor:
+    """The state of the device's generator after ``seed``, with the generator left as it is."""
+    before = torch.cuda.get_rng_state()
+    try:
+        torch.cuda.manual_seed(seed)
+        return torch.cuda.get_rng_state()
+    finally:
+        torch.cuda.set_rng_state(before)
+
+
+def _python_state(generator: Any) -> dict[str, Any]:
+    version, words, gauss = generator.getstate()
+    return {"version": version, "words": np.array(words, dtype=np.uint32), "gauss": gauss}
+
+
+class LiveTensors:
+    """The addresses of all tensors that copies read, which must not change while the job runs.
+
+    A copy goes by the address that was described: where a script or an optimizer has put another tensor in the place
+    of one, it would read memory that is no longer the state, and might belong to somebody else.
+
+    Args:
+        tensors: gives what is alive when it is called: what a tensor is, its name, the tensor.
+    """
+
+    def __init__(self, tensors: Callable[[], Iterator[tuple[str, object, torch.Tensor]]]) -> None:
+        self._tensors = tensors
+        self._described: dict[tuple[str, object], int] = {}
+
+    def note(self) -> None:
+        """The tensors are described as they lie now."""
+        self._described = self._addresses()
+
+    def check(self, remedy: str) -> None:
+        """Raises CaptureError, which ends in ``remedy``, if a tensor was replaced or added since ``note``."""
+        now = self._addresses()
+        if now != self._described:
+            moved = [key for key in {**self._described, **now} if now.get(key) != self._described.get(key)]
+            what, name = moved[0]
+            raise CaptureError(
+                f"{what} {name} and {len(moved) - 1} more tensors were replaced after training began; {remedy}"
+            )
+
+    def _addresses(self) -> dict[tuple[str, object], int]:
+        """Of all that has elements: an empty shard has no address to keep."""
+        return {(what, name): tensor.data_ptr() for what, name, tensor in self._tensors() if tensor.numel()}

@@ -1,0 +1,136 @@
+"""What all ranks know together: one asynchronous all-reduce per snapshot, posted by each rank, read as a verdict.
+
+Each rank posts one round per snapshot that is due, whether it took it or not, so the n-th rounds of all ranks belong
+together. Nobody waits for a verdict before a slot is really needed.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from enum import IntEnum
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from ftckpt.group import Group
+
+
+class Will(IntEnum):
+    """What a rank wants of the next snapshot; the least of all ranks is what happens."""
+
+    OFF, SKIP, GO = -1, 0, 1
+    """All turn ftckpt off, all skip it, all take it."""
+
+
+class Coverage(IntEnum):
+    """How far a rank's node is with the protection of the target; the least of all ranks counts."""
+
+    CANNOT, WORKING, DONE = -1, 0, 1
+
+
+class Round(NamedTuple):
+    """What one rank posts.
+
+    ``number``: of snapshots that were due so far, the same on all ranks, and not sent. ``newest``: the newest
+    iteration that this rank has sealed in the lineage of the job, -1 for none. ``stretch``: by how much it wishes
+    snapshots to be rarer. ``target``: the iteration of the target, -1 for none; ``cover``: how far its protection is.
+    """
+
+    number: int
+    newest: int
+    will: Will = Will.GO
+    stretch: int = 1
+    target: int = -1
+    cover: Coverage = Coverage.DONE
+
+    def words(self) -> tuple[int, ...]:
+        """What goes into an element-wise minimum over all ranks.
+
+        ``newest`` goes in twice, once negated: the minimum of the second is minus the largest. A minimum of
+        ``newest`` alone would name a snapshot that a rank with a newer one may have overwritten; only where least
+        and largest are the same do all ranks have it. ``target`` likewise. ``stretch`` is negated because the
+        largest wish counts.
+        """
+        return self.newest, -self.newest, self.will, -self.stretch, self.target, -self.target, self.cover
+
+
+class Verdict(NamedTuple):
+    """What the rounds of all ranks mean together: the same on each of them.
+
+    ``whole``: the iteration that all ranks have sealed, -1 where they do not name the same one. ``will``: of the
+    least willing. ``stretch``: the largest wish. ``target``: what all take for the target, -1 where they differ.
+    ``cover``: of the node that is least far.
+    """
+
+    number: int
+    whole: int
+    will: Will = Will.GO
+    stretch: int = 1
+    target: int = -1
+    cover: Coverage = Coverage.DONE
+
+    @classmethod
+    def of(cls, number: int, minima: Sequence[int]) -> Verdict:
+        """Read the minimum of ``Round.words`` over all ranks."""
+        newest, negated_newest, will, negated_stretch, target, negated_target, cover = minima
+        return cls(
+            number,
+            newest if newest == -negated_newest else -1,
+            Will(will),
+            -negated_stretch,
+            target if target == -negated_target else -1,
+            Coverage(cover),
+        )
+
+
+class AgreementError(RuntimeError):
+    """The other ranks cannot be reached, and will not be later: one is gone, or the group's deadline has passed."""
+
+
+class Agreement:
+    """Rounds that this rank has posted, and verdicts that it has not read yet.
+
+    ``group`` is used for nothing else: a collective of another purpose must not come between two rounds.
+    """
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+        self._posted: deque[tuple[int, Any, Any]] = deque()
+        self._unread: list[Verdict] = []
+
+    def post(self, round_: Round) -> None:
+        """Post this rank's round; never waits.
+
+        Raises:
+            AgreementError: nothing was posted.
+        """
+        try:
+            self._posted.append((round_.number, *self._group.start_minimum(round_.words())))
+        except RuntimeError as error:
+            raise AgreementError(str(error)) from error
+
+    def read(self, timeout_secs: float) -> tuple[Verdict, ...] | None:
+        """Verdicts of all rounds posted since the last ones were read; None when one is missing after the time.
+
+        All or none: ranks that know the missing one may have reused slots since, so what the others say is no
+        ground to write on. They come with the next read, and none of them is lost: an earlier one may name a
+        snapshot that the last one does not. With the first that turns off the sequence ends, as nobody posts again.
+
+        Raises:
+            AgreementError: the verdict will never come.
+        """
+        deadline = time.monotonic() + timeout_secs
+        while self._posted:
+            number, work, minima = self._posted[0]
+            try:
+                if not self._group.finish(work, deadline - time.monotonic()):
+                    return None
+            except RuntimeError as error:
+                raise AgreementError(str(error)) from error
+            self._posted.popleft()
+            self._unread.append(Verdict.of(number, minima.tolist()))
+            if self._unread[-1].will == Will.OFF:
+                break
+        verdicts, self._unread = tuple(self._unread), []
+        return verdicts

@@ -1,0 +1,267 @@
+"""The arenas of this node: who may write which, which ones are old, and whether memory suffices."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+from ftckpt.config import Config
+from ftckpt.errors import ArenaError, FtckptError
+from ftckpt.events import Events
+from ftckpt.group import Group, together
+from ftckpt.model.manifest import Manifest
+from ftckpt.model.snapshot import SnapshotId
+from ftckpt.model.topology import Topology
+from ftckpt.store.arena import Arena
+from ftckpt.store.directory import (
+    arena_path,
+    list_arenas,
+    node_directory,
+    refuse_renamed,
+    remove_arena,
+    remove_job_if_empty,
+    remove_stale,
+    wait_for_writer,
+)
+from ftckpt.store.image import SlotImage
+from ftckpt.store.ledger import Ledger, for_slots, give_up, in_use, once_given_back, require, slots_to_allocate
+from ftckpt.store.locks import JobLock
+
+_LARGE_BYTES = 4 << 30
+"""Allocating this much takes seconds: people are told."""
+
+
+class NodeArenas:
+    """This rank's view of its node's directory. ``enter``, ``open``, ``replace`` and ``leave`` are collective.
+
+    Old arenas, those that no rank of the node writes any more, are kept until a snapshot in the new ones is as safe
+    as those in them: until then they may hold the only one. Each rank removes those of its own shard, so that it
+    knows without asking when their memory is there for its new one, and a part of those of shards that no rank of the
+    node holds.
+    """
+
+    def __init__(self, config: Config, topology: Topology, group: Group, events: Events) -> None:
+        self.path = Path()
+        self._config = config
+        self._topology = topology
+        self._group = group
+        self._events = events
+        self._leads = topology.is_node_leader
+        self._job_lock: JobLock | None = None
+        self._old: list[Path] = []
+        self._removing = False  # whether nobody needs the old ones any more
+        self._own: Path | None = None
+
+    def enter(self) -> None:
+        """Make sure that no other live process uses this job's arenas on this node.
+
+        Raises:
+            ArenaError: the directory cannot be used, or a live process holds the job or one of its arenas.
+        """
+        together(self._group, self._enter)
+
+    def open(self, manifest: Manifest, keep: SnapshotId | None) -> Arena:
+        """The locked arena for ``manifest``: the one that is there, or a new one.
+
+        ``keep`` is the snapshot in the arenas that are there from which the job would restart. Slots of old arenas
+        are freed first that hold neither it nor what is protected, and the arena may come back with fewer slots
+        allocated than configured (one that can be written at least): as many as keep the sum of this rank's slots,
+        old ones that are left to it among them, at what is configured. ``complete`` allocates the others. Where there
+        is none old arenas go and all slots are allocated.
+
+        Raises:
+            MemoryBudgetError: the node has no room for its ranks' new slots.
+            ArenaError: held by another process, or not creatable.
+        """
+        path = arena_path(self.path, manifest)
+        existing, old = together(self._group, lambda: (self._reuse(path), self._list_old(path)))
+        self._own = path
+        # What can be freed goes before anything is allocated: a node need not hold both.
+        together(self._group, lambda: self._free_old(old, keep))
+        slots = self._config.slots if existing is None else existing.control.slots
+        absent = slots if existing is None else len(absent_slots(existing))
+        needed = 0 if existing is None or existing.find(keep) is None else 1
+        new = slots_to_allocate(slots - absent, slots, needed, self._config.slots - self._num_old_slots())
+        self._require_room(for_slots(new, absent, SlotImage.of(manifest).file_bytes, self._old))
+        arena = together(self._group, lambda: self._allocate(manifest, existing, new))
+        if keep is not None:
+            arena.control.mark_whole(keep)  # without its old arena a rank would not know what was lost
+        return arena
+
+    def replace(self, old: Arena, whole: SnapshotId | None, manifest: Manifest) -> Arena:
+        """Go over to another manifest while training: the locked arena for it, as ``open`` gives it.
+
+        ``old`` is the arena that was written until now; it is closed. ``whole`` is the newest snapshot that is whole
+        on all ranks: nothing else stays. No copy may run.
+
+        Raises:
+            MemoryBudgetError, ArenaError: the new arena cannot be had; what ``whole`` names is still there.
+        """
+        # A kill from here on must find the same on all ranks: what is not whole is gone from every arena
+        # before the first of them goes.
+        together(self._group, lambda: _void_others(old, whole))
+        old.close()
+        return self.open(manifest, whole)
+
+    def remove_old(self) -> None:
+        """A snapshot in the new arenas is as safe as those in the old ones were: nobody needs these.
+
+        One that resists, because the SMP makes a file there at this moment, is an event; ``complete`` tries it again.
+        """
+        self._removing = True
+        for path in list(self._old):
+            try:
+                remove_arena(path)
+            except OSError as error:
+                self._events.emit("arena_problem", path=str(path), problems=[str(error)])
+            else:
+                self._old.remove(path)
+
+    def complete(self, arena: Arena) -> list[int]:
+        """Allocate slots that ``arena`` lacks, once old arenas have gone; returns those that it has now.
+
+        Cheap where nothing is to be done: call it at each boundary. A slot for which there is no room is an
+        event, and the next call tries again.
+        """
+        if self._old and self._removing:
+            self.remove_old()
+        absent = absent_slots(arena)
+        if not absent or self._old:
+            return []
+        allocated: list[int] = []
+        for slot in absent[: max(0, self._config.slots - (arena.control.slots - len(absent)))]:
+            try:
+                require(self.path, arena.image.file_bytes, patience_secs=0.0)  # training does not wait
+                arena.allocate(slot)
+            except FtckptError as error:
+                self._events.emit("arena_problem", path=str(arena.path), problems=[str(error)])
+                break
+            allocated.append(slot)
+        if allocated:
+            self._events.emit("slots_allocated", path=str(arena.path), slots=allocated)
+        return allocated
+
+    def leave(self, arena: Arena | None, end_smp: Callable[[], None] | None = None) -> None:
+        """Remove what this rank has, once all ranks are here; ``end_smp`` is then called by the node's leader.
+
+        Raises:
+            RuntimeError: a rank did not come; nothing was removed.
+        """
+        self._group.barrier()  # the job is done on all ranks: none will restart from what is removed
+        self.remove_old()
+        if arena is not None:
+            arena.remove()
+        elif self._own is not None:
+            remove_arena(self._own)
+        self._group.barrier()  # the last arena has gone, with it what the SMP guards
+        if self._job_lock is not None:
+            if end_smp is not None:
+                end_smp()
+            remove_job_if_empty(Path(self._config.arena), self._config.job, self._topology.me.node)
+
+    def release(self) -> None:
+        """Give the lock up; what is in the directory stays."""
+        if self._job_lock is not None:
+            self._job_lock.release()
+            self._job_lock = None
+
+    def _enter(self) -> None:
+        self.path = node_directory(Path(self._config.arena), self._config.job, self._topology.me.node)
+        if not self._leads:
+            return
+        refuse_renamed(self.path, {member.node for member in self._topology.members})
+        deadline_secs = self._config.lock_timeout_secs
+        # The job's lock keeps new processes out; only then can what others still write, or left, be waited for.
+        self._job_lock = JobLock(self.path, deadline_secs)
+        for path in list_arenas(self.path):
+            wait_for_writer(path, deadline_secs)
+        remove_stale(self.path)
+
+    def _list_old(self, own: Path) -> list[Path]:
+        """Old arenas that are left to this rank. All ranks list them before one removes any."""
+        topology = self._topology
+        local = topology.ranks_on(topology.me.node)
+        shards = [topology.members[rank].shard for rank in local]
+        return share_of([p for p in list_arenas(self.path) if p != own], shards, local.index(topology.rank))
+
+    def _free_old(self, old: list[Path], keep: SnapshotId | None) -> None:
+        self._old, self._removing = old, False
+        if keep is None:
+            self.remove_old()
+        else:
+            give_up(old, in_use(old).needed(keep))
+            self._old = [path for path in old if path.exists()]
+
+    def _num_old_slots(self) -> int:
+        """Slots in old arenas that are left to this rank."""
+        return sum(len(list(path.glob("slot*"))) for path in self._old)
+
+    def _require_room(self, mine: Ledger) -> None:
+        """Raise MemoryBudgetError unless the node has room for what ranks need now and when old arenas have gone."""
+        message = json.dumps([mine.now_bytes, mine.later_bytes]).encode()
+        needs = [json.loads(data) for data in self._group.gather(message)]
+        local = [needs[rank] for rank in self._topology.ranks_on(self._topology.me.node)]
+        # Both sums must fit: at once beside old arenas, and in the end in their place.
+        need_bytes = max(map(sum, zip(*local, strict=True)))
+        together(self._group, lambda: require(self.path, need_bytes) if self._leads else None)
+
+    def _allocate(self, manifest: Manifest, existing: Arena | None, new: int) -> Arena:
+        """The arena for ``manifest``, locked, with ``new`` slots more than it has."""
+        need_bytes = new * SlotImage.of(manifest).file_bytes
+        if need_bytes > _LARGE_BYTES:
+            self._events.tell(f"allocating {need_bytes / 1e9:.1f} GB of shared memory for each rank")
+        if existing is None:
+            arena = once_given_back(self.path, lambda: Arena.create(self.path, manifest, self._config.slots, new))
+        else:
+            arena = existing
+            for slot in absent_slots(arena)[:new]:
+                once_given_back(self.path, partial(arena.allocate, slot))
+        arena.lock(self._config.lock_timeout_secs)
+        self._events.emit(
+            "arena",
+            path=str(arena.path),
+            reused=existing is not None,
+            slots=arena.control.slots,
+            allocated=arena.control.slots - len(absent_slots(arena)),
+            slot_bytes=arena.image.file_bytes,
+        )
+        return arena
+
+    def _reuse(self, path: Path) -> Arena | None:
+        """The arena at ``path`` with its damaged slots made new; None where nothing in it can be used."""
+        if not path.exists():
+            return None
+        try:
+            arena = Arena.open(path, writable=True)
+        except ArenaError as error:
+            self._events.emit("arena_problem", path=str(path), problems=[str(error)])
+            remove_arena(path)
+            return None
+        for slot in range(arena.control.slots):
+            if arena.allocated(slot) and not arena.header_good(slot):
+                arena.renew(slot)
+        return arena
+
+
+def absent_slots(arena: Arena) -> list[int]:
+    """The slots of ``arena`` that have no memory yet."""
+    return [slot for slot in range(arena.control.slots) if not arena.allocated(slot)]
+
+
+def share_of(old: Sequence[Path], shards: Sequence[str], place: int) -> list[Path]:
+    """Those of ``old`` that are left to one rank: the arenas of its own shard, ``shards[place]``, and its part of
+    those of shards that no rank of the node holds, of another layout or of ranks that are elsewhere now."""
+    foreign = [path for path in old if _shard_at(path) not in shards]
+    return [path for path in old if _shard_at(path) == shards[place]] + foreign[place :: len(shards)]
+
+
+def _shard_at(path: Path) -> str:
+    return path.name.rpartition(".")[0]
+
+
+def _void_others(arena: Arena, keep: SnapshotId | None) -> None:
+    for slot in range(arena.control.slots):
+        if keep is None or arena.control.record(slot).snapshot != keep:
+            arena.control.void(slot)

@@ -1,0 +1,429 @@
+"""The six lines of Python: construct, ``restore``, then ``fence`` and ``step`` in each iteration, ``close``."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from ftckpt.capture.capture import Capture
+from ftckpt.config import Config
+from ftckpt.errors import CaptureError, ConfigError, FtckptError
+from ftckpt.events import Events
+from ftckpt.group import Group, together
+from ftckpt.job.agreement import Agreement, AgreementError, Will
+from ftckpt.job.arenas import NodeArenas
+from ftckpt.job.conditions import conditions
+from ftckpt.job.protection import Protection
+from ftckpt.job.save import MAX_FILE_BYTES, UniversalSave
+from ftckpt.job.session import (
+    Action,
+    Announcement,
+    OldArenaRemoval,
+    RankState,
+    Skip,
+    Take,
+    TargetMarks,
+    TurnOff,
+    WholeMark,
+)
+from ftckpt.job.shard import Shard, make_pacer
+from ftckpt.model.snapshot import SnapshotId
+from ftckpt.model.topology import Topology
+from ftckpt.model.training_state import Description, TrainingState
+from ftckpt.restore.restart import Restart
+from ftckpt.store.arena import Arena
+from ftckpt.windows.pacer import Pacer
+
+
+class Checkpointer:
+    """Snapshots of one rank, agreed with all others. Every method is called by the training thread.
+
+    Construction, ``restore``, ``step`` and ``close`` are collective. The order of calls is ``restore`` once,
+    then per iteration ``fence`` before the first write to stepped state and ``step`` at the boundary, then
+    ``close`` when training is done (not after an error: the snapshots are needed then). ``phase`` tells where
+    in the schedule training is, so that copies find its windows.
+
+    What is to be done ``ftckpt.job.session`` decides; this class does it.
+
+    Args:
+        config: ``job`` and ``node`` must be names.
+        state: what to save; see TrainingState for who calls what.
+        topology: the place and node of every rank.
+        group: all ranks; a new one if not given.
+
+    Raises:
+        ConfigError: ``job`` or ``node`` is empty.
+    """
+
+    def __init__(self, config: Config, state: TrainingState, topology: Topology, group: Group | None = None) -> None:
+        if not config.job or not config.node:
+            raise ConfigError("job and node: both need a name")
+        self.topology = topology
+        self.events = Events(config.events_dir, topology.rank)
+        self.group = group or Group(config.start_timeout_secs)
+        self.training_state = state
+        self._protection = Protection(config, topology, self.group, self.events)
+        self.config = config = replace(config, slots=self._protection.slots)
+        self._arenas = NodeArenas(config, topology, self.group, self.events)
+        # A group of its own: nothing else may come between two rounds, which pair up by their order alone.
+        self._agreement = Agreement(Group(config.start_timeout_secs))
+        # Asked once: a later layout may leave no mode, and its arena must still be made known to the SMP.
+        self._protects = self._protection.on
+        self._state = RankState(config, protects=self._protects)
+        self._pacer: Pacer | None = None
+        self._shard: Shard | None = None
+        self._boundary = -1  # the iteration of the last one
+        self._closed = False
+
+    @property
+    def off(self) -> bool:
+        """Whether ftckpt has turned itself off: training goes on without snapshots."""
+        return self._state.off
+
+    @property
+    def whole(self) -> SnapshotId | None:
+        """The newest snapshot that all ranks are known to have sealed."""
+        return self._state.whole
+
+    @property
+    def protected(self) -> SnapshotId | None:
+        """The newest snapshot whose parity all nodes have; None where there is none, or no protection."""
+        return self._state.targets.protected
+
+    @property
+    def arena(self) -> Arena | None:
+        """Where this rank's snapshots lie; None before ``restore``, and where no arena could be had."""
+        return self.capture.arena if self.capture is not None else None
+
+    @property
+    def capture(self) -> Capture | None:
+        """What copies this rank's shard into its arena; None as ``arena``."""
+        return self._shard.capture if self._shard is not None else None
+
+    @property
+    def node_dir(self) -> Path:
+        """The directory of this node's arenas, from ``restore`` on."""
+        return self._arenas.path
+
+    def phase(self, kind: str) -> None:
+        """Training comes to a part of the iteration: a kind of ``ftckpt.windows.iteration``. Takes microseconds."""
+        if self._pacer is not None and not self._closed:
+            self._protection.beat(self._boundary, kind)
+            if not self.off:
+                self._pacer.enter(kind)
+
+    def expect(self, kinds: Sequence[str], lengths: Sequence[float]) -> None:
+        """A model of the schedule: its ``kinds`` of places between the schedule's begin and the fence, and their
+        relative lengths. Copies go by it until the places were measured."""
+        if self._pacer is not None:
+            self._pacer.expect(kinds, lengths)
+
+    def restore(self, newer_than: int = -1) -> int | None:
+        """Bring back the newest whole snapshot; returns its iteration, or None for a start from the beginning.
+
+        Must be called once before the first ``step``, on a first start too: it allocates the arena. A snapshot
+        older than ``newer_than``, an iteration that was loaded from storage before, is given up.
+
+        Raises:
+            LostError, MismatchError, MemoryBudgetError, ArenaError, UnsupportedError: on all ranks together.
+        """
+        if self._shard is not None:
+            raise ConfigError("restore() was called twice")
+        begin = time.perf_counter()
+        self.events.emit("joined", job=self.config.job, node=self.topology.me.node)
+        if self.topology.is_node_leader:
+            self.events.emit("conditions", node=self.topology.me.node, **conditions())
+        self._arenas.enter()
+        self._protection.smp.enter()
+        described = together(self.group, self.training_state.describe)
+        shared = (self.config, self.topology, described, self._arenas.path, self.events)
+        pacer = self._pacer = together(self.group, lambda: make_pacer(*shared))
+        shard = self._shard = Shard(
+            self.config, self.topology, self.group, arenas=self._arenas, events=self.events, described=described,
+            pacer=pacer, redundancy=self._protection.redundancy,
+        )  # fmt: skip
+        lineage, restored, source = self._load(shard, described, newer_than)
+        shard.lay_out(restored)
+        self._begin(lineage, restored)
+        iteration = restored.iteration if restored is not None else None
+        secs = time.perf_counter() - begin
+        self.events.emit("restored", iteration=iteration, lineage=lineage.hex(), source=source, blocked_secs=secs)
+        where = f"iteration {iteration} from {source}" if source else "nothing to restore, from the beginning"
+        self.events.tell(f"job {self.config.job}, {len(self.topology.members)} ranks: {where}, in {secs:.1f} s")
+        return iteration
+
+    def fence(self) -> None:
+        """Call before stepped state changes; returns at once unless a copy is unfinished."""
+        self._state.stepped()
+        self._fence()
+
+    def step(self, iteration: int) -> None:
+        """The boundary of ``iteration``: optimizer, scheduler and counters have advanced, no batch is drawn.
+
+        Raises:
+            ConfigError: ``restore`` was not called.
+            FtckptError: only under ``on_error: raise``.
+        """
+        if self._pacer is None:
+            raise ConfigError("step() before restore(): call restore() once, on a first start too")
+        if self.off or self._closed:
+            return
+        if self._state.undoes(iteration):
+            self._go_back(iteration)
+            return
+        self._boundary = iteration
+        begin = time.perf_counter()
+        self._fence()  # scripts that call none before the optimizer: at the latest here, where the next one begins
+        if self.off:
+            return  # turned off in this fence: the others come to nothing collective any more
+        self._pacer.boundary()
+        try:
+            if self._state.boundary(iteration):
+                self._snapshot(iteration, begin)
+            else:
+                self._pacer.learn()
+        except Exception as error:  # noqa: BLE001 - promise 4: training goes on whatever a snapshot does
+            self._fail(error)
+        self.phase("start")
+
+    def save_universal(self, path: Path, max_file_bytes: int = MAX_FILE_BYTES, precision: str = "") -> Path:
+        """Write the newest snapshot that every rank has sealed to the directory ``path``, which all nodes reach.
+
+        Collective, at a boundary, after ``step``; training waits for it. Each rank writes its own files, of at most
+        ``max_file_bytes``. Nothing has the name ``path`` before all of it is on the disk; ``path.partial``, which a
+        killed job leaves, is removed by the next call. ``precision`` is the type of weights that are casts of their
+        masters (``BF16``), where the snapshot does not say it.
+
+        Raises:
+            ConvertError: on all ranks together: no snapshot is whole yet, bytes are damaged, ranks do not agree on
+                one tensor, or the destination exists, is full, or is not shared by all nodes.
+            RuntimeError: a rank is gone.
+        """
+        save = UniversalSave(self.group, self.topology, self.node_dir, self.arena, self.events)
+        return save.run(path, max_file_bytes, precision)
+
+    def close(self, remove: bool | None = None) -> None:
+        """End: when all ranks have come here the arenas are removed, otherwise they stay for a restart.
+
+        They stay with ``remove=False`` and no other rank is waited for; that is the default while an exception is
+        handled, as in a ``finally``, and ``remove=True`` otherwise. A second call does nothing.
+        """
+        if self._closed:
+            return
+        remove = sys.exc_info()[0] is None if remove is None else remove
+        if not remove:
+            self._fence()  # nothing more is trained: the last snapshot is good
+        self._closed = True
+        arena = self.arena
+        # In this order: copies stop before the arena that they write can go.
+        for part in (self.capture, self._pacer, self._protection):
+            if part is not None:
+                part.close()
+        if remove and self._shard is not None:
+            try:
+                self._arenas.leave(arena, self._protection.smp.end)
+            except RuntimeError as error:
+                self.events.emit("close_incomplete", error=str(error))
+        if arena is not None:
+            arena.close()
+        self._arenas.release()
+        self.events.emit("closed")
+        self.events.close()
+
+    def _load(
+        self, shard: Shard, described: Description, newer_than: int
+    ) -> tuple[bytes, SnapshotId | None, str | None]:
+        """The lineage of what follows, what the training state holds now, and where that came from."""
+        restart = Restart(self.group, self.topology, self._arenas.path, self.events)
+        try:
+            decision = restart.choose(self.config.on_lost, self.training_state.reshapes)
+            if decision is not None and decision.snapshot.iteration < newer_than:
+                self.events.emit("older_than_storage", in_memory=decision.snapshot.iteration, loaded=newer_than)
+                decision = None
+            # Before a byte is loaded: a kill from here on must not find a newer slot to go on from.
+            lineage = restart.void_newer(decision)
+            if decision is None:
+                return lineage, None, None
+            restart.load(decision, self.training_state, described)
+            shard.capacities = restart.capacities(decision)
+            return lineage, decision.snapshot, restart.source
+        finally:
+            restart.close()
+
+    def _begin(self, lineage: bytes, restored: SnapshotId | None) -> None:
+        """Snapshots begin, in the arenas as they are laid out."""
+        self._boundary = restored.iteration if restored is not None else -1
+        self._state.begin(lineage, restored, time.monotonic())
+        if self.arena is None or not self._protection.on:
+            return
+        self._state.take_over(*self._protection.survey(self.arena, restored))
+        self._protection.arrange(self.arena, self.node_dir)
+        self._mark_arrangement()
+
+    def _mark_arrangement(self) -> None:
+        """Marks go to the arena as it is laid out. No mode may be left where no replica set spans nodes: what no
+        parity guards must never be called protected."""
+        if self._protection.on:
+            self._protection.mark(self._state.targets.marks)
+        else:
+            self._execute(self._state.not_protected())
+
+    def _go_back(self, iteration: int) -> None:
+        """The script has loaded an older state: what it undid must not come back at a restart."""
+        self._execute([self._state.went_back(iteration)])
+        if self.capture is not None:
+            self.capture.forget(iteration)
+
+    def _fence(self) -> None:
+        """Once per snapshot: wait for its copies, and post what this rank has if that is known by then."""
+        if self.off or self._closed:
+            return
+        self.phase("fence")
+        if self._state.owes_round:
+            begin = time.perf_counter()
+            for action in (self._wait_for_copies, self._post):
+                try:
+                    action()
+                except Exception as error:  # noqa: BLE001 - promise 4: training goes on whatever a snapshot does
+                    self._fail(error)
+            self.events.emit("fence", blocked_secs=time.perf_counter() - begin)
+        self.phase("optimizer")
+
+    def _wait_for_copies(self) -> None:
+        if self.capture is not None:
+            self.capture.fence(self.config.fence_timeout_secs)
+
+    def _snapshot(self, iteration: int, begin: float) -> None:
+        """Take the snapshot of ``iteration`` if all ranks do."""
+        shard, pacer = self._shard, self._pacer
+        assert shard is not None and pacer is not None
+        if self._state.windows_measured:
+            shard.note_room()
+        problem = self._agree()
+        # Collective: every rank enters a proof that is due, whatever it has read.
+        if self._state.proof_due:
+            self._prove(shard)
+        pacer.learn()
+        if problem is not None:
+            raise problem
+        capture = shard.capture
+        decision = self._state.take(has_room=capture is not None and capture.has_room(self._state.keep))
+        if isinstance(decision, Skip):
+            self.events.emit("skipped", reason=decision.reason)
+        elif decision is not None and capture is not None:
+            slot = self._take(decision, capture, pacer)
+            self.events.emit("snapshot", iteration=iteration, slot=slot, blocked_secs=time.perf_counter() - begin)
+
+    def _take(self, decision: Take, capture: Capture, pacer: Pacer) -> int:
+        base = pacer.begin(capture.stepped_bytes, capture.unit_bytes)
+        # Without an SMP to take checksums this rank takes them itself.
+        slot = capture.begin(
+            decision.snapshot, decision.keep, self.training_state.save_objects(), base,
+            hashed=not self._protection.smp_alive,
+        )  # fmt: skip
+        pacer.follow(capture.flight, decision.snapshot.iteration)
+        if self.config.schedule == "sync":
+            capture.settle(self.config.fence_timeout_secs)
+        return slot
+
+    def _agree(self) -> Exception | None:
+        """Learn what is whole on all ranks; what kept this rank from it, where it could not.
+
+        Here, and nowhere else, ranks are waited for: a slot is needed now.
+        """
+        try:
+            if self.capture is not None:
+                self.capture.settle(self.config.fence_timeout_secs)
+        except CaptureError as error:
+            self._fail(error)
+        try:
+            self._post()
+            verdicts = self._agreement.read(self.config.agree_timeout_secs)
+        except AgreementError as error:
+            return error
+        if verdicts is None:
+            self._state.miss()
+            return CaptureError(f"other ranks did not answer within {self.config.agree_timeout_secs} s")
+        self._execute(self._state.learn(verdicts, time.monotonic()))
+        if self._shard is not None:
+            self._shard.complete()
+        return None
+
+    def _post(self) -> None:
+        """Post once per snapshot what this rank has, as soon as the host knows it."""
+        capture, now_secs = self.capture, time.monotonic()
+        if not self._state.owes_round or (capture is not None and capture.flying):
+            return
+        will = Will.OFF if capture is None else Will.SKIP if capture.busy else Will.GO
+        round_ = self._state.round_to_post(
+            capture.newest if capture is not None else None,
+            will,
+            self._pacer.stretch if self._pacer is not None else 1,
+            self._protection.observe(self._state.targets.target),
+            now_secs,
+        )
+        self._agreement.post(round_)  # where it raises, the round is still owed
+        self._state.posted(round_)
+
+    def _prove(self, shard: Shard) -> None:
+        """Replicas still hold the same bits, and derived state still follows; else all ranks lay out anew."""
+        state = self._state
+        late = state.late or (shard.capture is not None and shard.capture.busy)
+        try:
+            proof = shard.prove(late, state.has_stepped, state.whole)
+        except FtckptError as error:
+            self._execute([state.turn_off(f"no new arena: {error}")])
+            return
+        state.proved(*proof)
+        if proof.new_layout:
+            self._protect_anew()
+
+    def _protect_anew(self) -> None:
+        """The arenas were laid out anew: what cannot be protected in them is not, and training goes on."""
+        if self.arena is None or not self._protects:
+            return
+        try:
+            self._protection.arrange(self.arena, self.node_dir)
+        except FtckptError as error:
+            self.events.emit("not_protected", error=str(error))
+            self._execute(self._state.not_protected())
+        else:
+            self._mark_arrangement()
+
+    def _execute(self, actions: Iterable[Action]) -> None:
+        """Do all of it, then raise what failed first: an action comes once, and one after it may turn ftckpt off."""
+        failure: Exception | None = None
+        for action in actions:
+            try:
+                self._perform(action)
+            except Exception as error:  # noqa: BLE001 - raised below
+                failure = failure or error
+        if failure is not None:
+            raise failure
+
+    def _perform(self, action: Action) -> None:
+        match action:
+            case WholeMark(snapshot):
+                if self.arena is not None:
+                    self.arena.control.mark_whole(snapshot)
+            case TargetMarks():
+                self._protection.mark(action)
+            case OldArenaRemoval():
+                self._arenas.remove_old()
+            case Announcement(event, fields, text):
+                self.events.emit(event, **fields)
+                if text:
+                    self.events.tell(text)
+            case TurnOff(reason):
+                self.events.emit("turned_off", reason=reason)
+                if self.capture is not None:
+                    self.capture.close()
+
+    def _fail(self, error: Exception) -> None:
+        """A snapshot failed: past a limit in a row ftckpt turns off. Raises under ``on_error: raise``."""
+        self._execute(self._state.fail(repr(error), alone=isinstance(error, AgreementError)))
+        if self.config.on_error == "raise":
+            raise error

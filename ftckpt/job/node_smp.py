@@ -1,0 +1,222 @@
+"""The SMPs of a job as its trainers have them: each node's leader starts one and configures it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import secrets
+import socket
+import stat
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import closing
+from dataclasses import asdict
+from pathlib import Path
+
+from ftckpt.config import Config
+from ftckpt.errors import ConfigError, FtckptError
+from ftckpt.events import Events
+from ftckpt.group import Group, together
+from ftckpt.model.topology import Topology
+from ftckpt.parity.groups import ParityGroup
+from ftckpt.parity.holding import Holding
+from ftckpt.smp.client import SmpClient, Watch, find_or_start
+from ftckpt.smp.requests import guard_digest
+from ftckpt.store.environment import hazards
+
+SECRET_BYTES = 32
+_LEAST_SECRET_BYTES = 16
+_MOST_SECRET_BYTES = 4096
+_LOOPBACK = "127.0.0.1"
+
+
+class NodeSmp:
+    """One rank's view of its node's SMP. ``configure`` is collective.
+
+    ``machines[rank]`` names which ranks reach each other over loopback (``machine``).
+    """
+
+    def __init__(
+        self, config: Config, topology: Topology, group: Group, events: Events, machines: Sequence[str]
+    ) -> None:
+        self._config = config
+        self._topology = topology
+        self._group = group
+        self._events = events
+        self._machines = machines
+        self._leads = topology.is_node_leader
+        self._client: SmpClient | None = None
+        self._watch: Watch | None = None
+
+    def enter(self) -> None:
+        """The node's directory belongs to this attempt: say what endangers it."""
+        for hazard in hazards(Path(self._config.arena)) if self._leads else ():
+            self._events.emit("environment", name=hazard.name, text=hazard.text, remedy=hazard.remedy)
+            self._events.tell(f"{hazard.text}; {hazard.remedy}")
+
+    def configure(
+        self,
+        node_dir: Path,
+        holdings: Sequence[Holding],
+        groups: Sequence[ParityGroup],
+        packages: Mapping[str, Sequence[str]],
+    ) -> int:
+        """Each node has an SMP that knows its groups, its trainers and where the others are.
+
+        ``holdings`` by rank; ``packages``: of each other node the shards whose packages this node keeps. Returns the
+        digest of what this node's SMP guards, 0 where there is none that took it.
+
+        Raises:
+            ConfigError: no address, or a secret that cannot be used; on all ranks together.
+        """
+        config, node = self._config, self._topology.me.node
+        secret = self._share_secret()
+        address = together(self._group, lambda: listening_address(config.smp_listen, self._machines, os.environ))
+        port = self._listen(node_dir, address, secret) if self._leads else 0
+        reports = [json.loads(data) for data in self._group.gather(json.dumps([os.getpid(), address, port]).encode())]
+        digest = self._configure_smp(reports, holdings, groups, packages, secret) if self._client is not None else 0
+        digests = [int(data) for data in self._group.gather(str(digest).encode())]
+        return digests[self._topology.ranks_on(node)[0]]
+
+    def _configure_smp(
+        self,
+        reports: Sequence[tuple[int, str, int]],
+        holdings: Sequence[Holding],
+        groups: Sequence[ParityGroup],
+        packages: Mapping[str, Sequence[str]],
+        secret: bytes,
+    ) -> int:
+        """Configure this node's SMP; ``reports[rank]`` are pid, address and, of leaders, the port of the SMP."""
+        config, node = self._config, self._topology.me.node
+        peers = {
+            self._topology.members[rank].node: [host, port] for rank, (_, host, port) in enumerate(reports) if port
+        }
+        places = {
+            str(rank): {"shard": holdings[rank].shard, "arena": holdings[rank].arena, "pid": reports[rank][0]}
+            for rank in self._topology.ranks_on(node)
+        }
+        description = {
+            "job": config.job,
+            "node": node,
+            "secret": secret.hex(),
+            "peers": {other: where for other, where in peers.items() if other != node},
+            "places": places,
+            "groups": [g.to_json() for g in groups if any(member.node == node for member in g.members)],
+            "mirror_from": packages,
+            "settings": asdict(config),
+        }
+        assert self._client is not None
+        try:
+            self._client.configure(description)
+            self._watch = self._watch or Watch(self._client, self._events.emit)
+        except (FtckptError, OSError) as error:
+            self._fail(error)
+            return 0
+        return guard_digest(description)
+
+    def release(self) -> None:
+        """This rank trains no more; the SMP stays."""
+        if self._watch is not None:
+            self._watch.stop()
+
+    def end(self) -> None:
+        """The job is over: the SMP ends. Called by each node's leader once no rank needs it."""
+        if self._client is not None:
+            try:
+                self._client.end()
+            except (FtckptError, OSError) as error:
+                self._fail(error)
+
+    def _listen(self, node_dir: Path, address: str, secret: bytes) -> int:
+        config = self._config
+        try:
+            self._client = self._client or find_or_start(
+                node_dir, Path(config.arena), config.job, self._topology.me.node, asdict(config)
+            )
+            return self._client.listen(address, secret)
+        except (FtckptError, OSError) as error:
+            self._fail(error)
+            return 0
+
+    def _share_secret(self) -> bytes:
+        """The job's secret: drawn by rank 0, or what each node's file holds, which must be the same."""
+        path = self._config.secret_file
+        if not path:
+            return self._group.broadcast(secrets.token_bytes(SECRET_BYTES))
+        mine = together(self._group, lambda: read_secret(Path(path)))
+        if len(set(self._group.gather(mine))) > 1:
+            raise ConfigError(f"secret_file: {path} does not hold the same on all nodes; copy one to all of them")
+        return mine
+
+    def _fail(self, error: Exception) -> None:
+        self._events.emit("smp_error", error=str(error))
+
+
+def machine() -> str:
+    """What names this machine and its network: two processes with the same text reach each other over loopback."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot}/{os.stat('/proc/self/ns/net').st_ino}"
+    except OSError:
+        return socket.gethostname()
+
+
+def listening_address(configured: str, machines: Collection[str], env: Mapping[str, str]) -> str:
+    """Where the SMP of this node listens: loopback where all ``machines`` are one, else the way to MASTER_ADDR.
+
+    Raises:
+        ConfigError: no address can be found, or the configured one is not this machine's.
+    """
+    if configured:
+        _require_own(configured)
+        return configured
+    if len(set(machines)) == 1:
+        return _LOOPBACK
+    address = _towards(env.get("MASTER_ADDR", "")) or _towards(socket.gethostname())
+    if not address or address.startswith("127."):
+        raise ConfigError(
+            "smp_listen: no address at which other nodes reach this one was found; name one of this machine's"
+        )
+    return address
+
+
+def read_secret(path: Path) -> bytes:
+    """32 bytes made of what is in ``path``, which only its owner may read.
+
+    Raises:
+        ConfigError: missing, readable by others, or too short; the text says how to make one.
+    """
+    how = f"make one with: (umask 077; head -c 32 /dev/urandom > {path})"
+    try:
+        with open(path, "rb") as file:
+            mode = os.fstat(file.fileno()).st_mode
+            text = file.read(_MOST_SECRET_BYTES)
+    except OSError as error:
+        raise ConfigError(f"secret_file: {path} cannot be read: {error.strerror}; {how}") from None
+    if stat.S_IMODE(mode) & 0o077:
+        raise ConfigError(f"secret_file: {path} is open to others (mode {stat.S_IMODE(mode):o}); chmod 600 it")
+    if len(text.strip()) < _LEAST_SECRET_BYTES:
+        raise ConfigError(f"secret_file: {path} holds less than {_LEAST_SECRET_BYTES} bytes; {how}")
+    return hashlib.sha256(b"ftckpt secret" + text).digest()
+
+
+def _require_own(address: str) -> None:
+    try:
+        family, kind, protocol, _, target = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
+        with closing(socket.socket(family, kind, protocol)) as probe:
+            probe.bind(target)
+    except (OSError, UnicodeError) as error:
+        raise ConfigError(f"smp_listen: {address!r} cannot be listened at here: {error}; name another") from None
+
+
+def _towards(host: str) -> str:
+    """This machine's address on the way to ``host``; nothing is sent."""
+    if not host:
+        return ""
+    try:
+        family, kind, _, _, target = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        with closing(socket.socket(family, kind)) as probe:
+            probe.connect(target)
+            return str(probe.getsockname()[0])
+    except (OSError, UnicodeError):
+        return ""

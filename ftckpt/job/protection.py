@@ -1,0 +1,255 @@
+"""Protection as a rank drives it: modes and groups at start, the SMP of its node, what it sees of it at boundaries.
+
+What is to be protected, and when a target is given up, ``ftckpt.job.session`` decides.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ftckpt.capture.redundancy import Redundancy
+from ftckpt.config import Config
+from ftckpt.errors import ConfigError, MemoryBudgetError
+from ftckpt.events import Events
+from ftckpt.group import Group, together
+from ftckpt.job.node_smp import NodeSmp, machine
+from ftckpt.job.session import Guard, TargetMarks
+from ftckpt.model.snapshot import SnapshotId
+from ftckpt.model.topology import Topology
+from ftckpt.parity.groups import ParityGroup, mirrors, node_groups, peer_groups, slot_groups
+from ftckpt.parity.holding import Holding
+from ftckpt.parity.modes import Modes, possible_modes, resolve_modes
+from ftckpt.parity.table import ProtectionTable, protection_table
+from ftckpt.store.arena import Arena
+from ftckpt.store.checks import CheckState
+from ftckpt.store.ledger import PARITY_FILES, Ledger, for_protection, refusal, require
+from ftckpt.store.parity_file import parity_bytes, parity_path
+from ftckpt.store.pulse import Pulse
+
+_SMP_SILENT_SECS = 10.0
+"""An SMP that gave no sign of life for so long guards nothing."""
+
+_LEAST_SLOTS = 3
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """Who protects whom, which every rank computes alike from what all ranks hold.
+
+    ``groups`` are those whose parity SMPs keep, ``in_slots`` those whose parity lies in the slots themselves,
+    ``mirrors`` of each shard its own node and those that keep its package.
+    """
+
+    holdings: Sequence[Holding]
+    groups: Sequence[ParityGroup]
+    in_slots: Sequence[ParityGroup]
+    mirrors: Mapping[str, tuple[str, ...]]
+
+    @classmethod
+    def of(cls, holdings: Sequence[Holding], in_slots: Sequence[ParityGroup], modes: Modes) -> Arrangement:
+        """Arrange what the ranks hold by the modes in force."""
+        groups = [*(node_groups(holdings) if modes.node else []), *peer_groups(holdings, modes)]
+        return cls(holdings, groups, in_slots, mirrors(holdings, modes))
+
+    def report(self, num_slots: int) -> ProtectionTable:
+        """What it survives, and what it costs."""
+        return protection_table(self.holdings, [*self.groups, *self.in_slots], self.mirrors, num_slots, parity_bytes)
+
+    def packages_on(self, node: str) -> dict[str, list[str]]:
+        """Of each other node the shards whose packages ``node`` keeps."""
+        shards: dict[str, list[str]] = {}
+        for shard, (home, *others) in self.mirrors.items():
+            if node in others:
+                shards.setdefault(home, []).append(shard)
+        return shards
+
+    def account(self, node: str, node_dir: Path, need_bytes: int, num_slots: int) -> Ledger:
+        """What it takes of the memory of ``node``, where parity files and packages have ``need_bytes`` in all.
+
+        Only parity files of these groups, in these arenas, are written over.
+        """
+        arenas = {holding.arena for holding in self.holdings if holding.node == node}
+        members = [(group.mode, member) for group in self.groups for member in group.members if member.node == node]
+        return for_protection(
+            node_dir,
+            need_bytes,
+            arenas=arenas,
+            slots=num_slots,
+            parity=[
+                parity_path(node_dir / member.arena, mode, index)
+                for mode, member in members
+                if member.arena in arenas
+                for index in range(PARITY_FILES)
+            ],
+            shards={shard for shard, nodes in self.mirrors.items() if node in nodes},
+        )
+
+
+class Protection:
+    """One rank's part. Construction, ``survey``, ``arrange`` and ``close`` are collective.
+
+    Nothing but ``__init__`` and ``arrange`` raises: where protection fails, snapshots are not protected, an event
+    says so, and training goes on.
+    """
+
+    def __init__(self, config: Config, topology: Topology, group: Group, events: Events) -> None:
+        self._config = config
+        self._topology = topology
+        self._group = group
+        self._events = events
+        places = [json.loads(data) for data in group.gather(json.dumps([config.rack, machine()]).encode())]
+        self._racks = [rack for rack, _ in places]
+        self.smp = NodeSmp(config, topology, group, events, [name for _, name in places])
+        nodes = [member.node for member in topology.members]
+        self._reasons: set[str] = set()  # why modes were left out, for one event each
+        self.modes = together(group, lambda: self._resolve(spans_nodes=len(set(nodes)) > 1))
+        together(group, self._check_slots)
+        self.redundancy = Redundancy(self.modes.replica, tuple(nodes), tuple(self._racks))
+        self._arena: Arena | None = None
+        self._pulse: Pulse | None = None
+        self._digest = 0
+
+    @property
+    def on(self) -> bool:
+        """Whether anything is protected, and each node has an SMP."""
+        return bool(self.modes.names)
+
+    @property
+    def slots(self) -> int:
+        """How many slots an arena has."""
+        return self._config.num_slots(self.on)
+
+    @property
+    def smp_alive(self) -> bool:
+        """Whether this node's SMP gave a sign of life lately."""
+        return self._pulse is not None and self._pulse.smp_alive(_SMP_SILENT_SECS)
+
+    def survey(self, arena: Arena, restored: SnapshotId | None) -> tuple[SnapshotId | None, SnapshotId | None]:
+        """What of an earlier attempt's snapshots all ranks hold in their arenas: the protected one, and ``restored``.
+
+        What was restored does not lie in these arenas where they are those of another layout.
+        """
+        mark = arena.control.protected()
+        mine = {
+            "protected": _text(mark),
+            "sealed": [str(snapshot) for snapshot in arena.snapshots()],
+        }
+        ranks = [json.loads(data) for data in self._group.gather(json.dumps(mine).encode())]
+
+        def everywhere(snapshot: str | None) -> SnapshotId | None:
+            sealed = snapshot is not None and all(snapshot in rank["sealed"] for rank in ranks)
+            return SnapshotId.parse(snapshot) if sealed and snapshot is not None else None
+
+        named = {rank["protected"] for rank in ranks if rank["protected"] is not None}
+        return everywhere(named.pop() if len(named) == 1 else None), everywhere(_text(restored))
+
+    def arrange(self, arena: Arena, node_dir: Path) -> None:
+        """Know what all ranks hold: groups, memory, the SMP of this node and those of others.
+
+        Raises:
+            MemoryBudgetError: the node has no room for parity and packages.
+            ConfigError: modes, groups, secret or address that cannot work; all on all ranks together.
+        """
+        me, leads = self._topology.me, self._topology.is_node_leader
+        self._arena = arena  # first: whatever fails below, marks go to the arena that is written
+        if self._pulse is None:
+            local = self._topology.ranks_on(me.node)
+            self._pulse = Pulse.open(node_dir, local.index(self._topology.rank), self._topology.rank)
+            if leads:
+                self._pulse.forget_others(len(local))
+        mine = arena.image.holding(me.node, self._config.rack, arena.path.name)
+        holdings = [Holding.from_json(json.loads(d)) for d in self._group.gather(json.dumps(mine.to_json()).encode())]
+        in_slots = slot_groups(holdings)
+        self.modes = together(self._group, lambda: self._resolve(spans_nodes=bool(in_slots)))
+        arrangement = Arrangement.of(holdings, in_slots, self.modes)
+        together(self._group, lambda: self._check(arrangement, node_dir) if leads else None)
+        self._digest = self.smp.configure(node_dir, holdings, arrangement.groups, arrangement.packages_on(me.node))
+
+    def mark(self, marks: TargetMarks) -> None:
+        """Tell the SMP what to protect, and readers of the arena what is protected."""
+        if self._arena is not None:
+            self._arena.control.mark_protected(marks.protected)
+            self._arena.control.mark_target(marks.target)
+
+    def beat(self, iteration: int, phase: str) -> None:
+        """Training is in ``phase`` of ``iteration``: who looks for hangs sees it. Takes microseconds."""
+        if self._pulse is not None:
+            self._pulse.beat(iteration, phase)
+
+    def observe(self, target: SnapshotId | None) -> Guard:
+        """What the node's SMP is seen to do, and to have done for the target."""
+        if self._pulse is None or self._arena is None:
+            return Guard()
+        try:
+            slot = self._arena.find(target)
+            check = self._arena.check(slot) if slot is not None else None
+            return Guard(
+                alive=self.smp_alive,
+                # An SMP that came anew, or lags behind a new layout, guards other groups than these.
+                configured=self._pulse.smp_guards(self._digest),
+                sealed=slot is not None,
+                covered=check is not None and check.state == CheckState.COVERED,
+                gave_up=target is not None and self._pulse.smp_cannot(target.iteration),
+            )
+        except Exception as error:  # noqa: BLE001 - promise 4: training goes on whatever protection does
+            self._events.emit("smp_error", error=repr(error))
+            return Guard()
+
+    def close(self) -> None:
+        """This rank trains no more; the SMP stays."""
+        self.smp.release()
+        if self._pulse is not None:
+            self._pulse.leave()
+
+    def _check_slots(self) -> None:
+        if self.on and self.slots < _LEAST_SLOTS:
+            raise ConfigError(
+                f"slots: {self.slots} are too few with protection ({', '.join(self.modes.names)}): one is protected, "
+                f"one is being protected, one is written; use {_LEAST_SLOTS} or more, or 0"
+            )
+
+    def _resolve(self, spans_nodes: bool) -> Modes:
+        """Where layouts are listed the job may have fewer nodes than ``protect`` was written for: it goes on."""
+        config, members = self._config, self._topology.members
+        places = [(member.shard, member.node, rack) for member, rack in zip(members, self._racks, strict=True)]
+        code, losses, group = config.peer_code, config.peer_losses, config.peer_group
+        peer: dict[str, Any] = {"peer_code": code, "peer_losses": losses, "peer_group": group}
+        if not config.layouts:
+            return resolve_modes(config.protect, places, spans_nodes, **peer)
+        modes, left_out = possible_modes(config.protect, places, spans_nodes, **peer)
+        for reason in left_out:
+            if reason not in self._reasons:
+                self._reasons.add(reason)
+                self._events.emit("protection_lessened", reason=reason)
+        return modes
+
+    def _check(self, arrangement: Arrangement, node_dir: Path) -> None:
+        """Show what is protected, and refuse to start where the node has no room for it."""
+        node, names = self._topology.me.node, self.modes.names
+        table = arrangement.report(self.slots)
+        self._events.emit("protection", modes=names, **table.to_json())
+        self._events.tell(f"protection: {', '.join(names)}")
+        for line in table.lines():
+            self._events.tell(line)
+        self._require_room(arrangement.account(node, node_dir, table.smp_bytes(node), self.slots), node_dir)
+
+    def _require_room(self, account: Ledger, node_dir: Path) -> None:
+        try:
+            require(node_dir, account.later_bytes)
+        except MemoryBudgetError as error:
+            raise MemoryBudgetError(
+                f"no room for what protects the snapshots (protect: {','.join(self.modes.names)}): {error}; "
+                "or protect less (--ftckpt-protect)"
+            ) from None
+        reason = refusal(node_dir, account.now_bytes)
+        if reason:
+            self._events.emit("protection_waits", need_bytes=account.now_bytes, reason=reason)
+            self._events.tell("no room for parity beside old snapshots: it waits until those have gone")
+
+
+def _text(snapshot: SnapshotId | None) -> str | None:
+    return str(snapshot) if snapshot is not None else None

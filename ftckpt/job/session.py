@@ -1,0 +1,442 @@
+"""What a rank decides, and from what: a state with no clock, memory or network of its own.
+
+Ranks that train come to the same boundaries and read the same sequence of verdicts, though not the same number of
+them at a time. Whatever must be alike on all ranks follows from boundaries and verdicts alone: when snapshots are
+due, when replicas are proven, what is protected. What only one rank knows (a failed copy, a missed deadline) it
+posts. Time is an argument, in seconds of any clock that does not go back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from ftckpt.config import Config
+from ftckpt.job.agreement import Coverage, Round, Verdict, Will
+from ftckpt.model.snapshot import SnapshotId
+
+_RESTS = 2
+"""After a target that took too long, this many times that wait pass before another one is chosen."""
+
+_MORE_ROUNDS = 5
+"""Rounds beyond ``error_limit`` after which a new interval begins: whoever still trains then has read of it."""
+
+
+@dataclass(frozen=True)
+class WholeMark:
+    """All ranks have sealed ``snapshot``: mark it in the arena."""
+
+    snapshot: SnapshotId
+
+
+@dataclass(frozen=True)
+class TargetMarks:
+    """Tell the SMP what to protect next, and readers of the arena what is protected."""
+
+    protected: SnapshotId | None
+    target: SnapshotId | None
+
+
+@dataclass(frozen=True)
+class OldArenaRemoval:
+    """What the arenas hold as they are laid out now is as safe as what older ones hold: these can go."""
+
+
+@dataclass(frozen=True)
+class TurnOff:
+    """No more snapshots in this process."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class Announcement:
+    """An event, and how it reads in the log of the job, if it does."""
+
+    event: str
+    fields: Mapping[str, Any]
+    text: str = ""
+
+
+@dataclass(frozen=True)
+class Take:
+    """Take the snapshot, into a slot that holds none of ``keep``."""
+
+    snapshot: SnapshotId
+    keep: frozenset[SnapshotId]
+
+
+@dataclass(frozen=True)
+class Skip:
+    """Take no snapshot at this boundary."""
+
+    reason: str
+
+
+Action = WholeMark | TargetMarks | OldArenaRemoval | TurnOff | Announcement
+
+
+class Guard(NamedTuple):
+    """What a rank sees of its node's SMP, and of what it has done for the target.
+
+    ``alive``: it gave a sign of life lately. ``configured``: it knows what to guard. ``sealed``: this rank's arena
+    has the target. ``covered``: parity and packages of it are complete on this node. ``gave_up``: they cannot be had.
+    """
+
+    alive: bool = False
+    configured: bool = False
+    sealed: bool = False
+    covered: bool = False
+    gave_up: bool = False
+
+
+@dataclass
+class Interval:
+    """The configured interval times a stretch that all ranks read from the same verdicts.
+
+    What a verdict asks for begins ``delay`` snapshots later. A rank that reads nothing for that long has turned
+    everybody off, so whoever still trains knows of a change before it comes. Snapshots are counted, not
+    iterations: the numbers of these may jump.
+    """
+
+    iterations: int
+    delay: int
+    number: int = 0
+    """Snapshots that were due so far."""
+    changes: list[tuple[int, int]] = field(default_factory=lambda: [(0, 1)])
+    """From which snapshot on which stretch is in force."""
+
+    def learn(self, number: int, stretch: int) -> bool:
+        """The ranks' largest wish in round ``number``; whether it changes anything."""
+        begin, known = self.changes[-1]
+        if stretch == known or number < begin:
+            return False
+        self.changes.append((number + self.delay, stretch))
+        return True
+
+    def due(self, iteration: int) -> bool:
+        """Whether a snapshot is to be taken at this boundary; asked once at each."""
+        stretch = next(stretch for begin, stretch in reversed(self.changes) if begin <= self.number)
+        is_due = iteration % (self.iterations * stretch) == 0
+        self.number += is_due
+        return is_due
+
+
+_MEASURED_AT = 16
+"""The snapshot by which the windows have been measured, for the shares that the next start cuts."""
+
+
+@dataclass
+class Proofs:
+    """Which snapshots, counted from 1, come with a proof that replicas still hold the same bits.
+
+    What a configuration makes differ shows in the first optimizer steps, so proofs are close at first: at 1, 2, 4,
+    8 … These count from where steps begin: while every step is skipped, as when a loss scale is being found, a
+    proof proves nothing and the next snapshot has another.
+
+    ``interval`` is the longest distance of proofs, in iterations; 0: only the first.
+    """
+
+    interval: int
+    begin: int = 0
+    """The last snapshot whose proof proved nothing."""
+    begun: bool = False
+
+    def due(self, iteration: int, number: int) -> bool:
+        """Whether snapshot ``number`` has one. It is collective: every rank must come to the same answer, late or
+        not, so this depends on nothing that only some ranks have read."""
+        since = number - self.begin
+        often = bool(self.interval) and (since & (since - 1) == 0 or iteration % self.interval == 0)
+        return number == 1 or often
+
+    def learn(self, number: int, stepped: bool) -> None:
+        """Snapshot ``number`` had a proof; ``stepped``: stepped state may have changed on some rank, as all know."""
+        self.begun = self.begun or stepped
+        if not self.begun:
+            self.begin = number
+
+
+@dataclass
+class Targets:
+    """What every rank concludes from the same verdicts about protection, so that no message more is needed.
+
+    A snapshot that is whole becomes the ``target``; when all nodes have done their part for it, it is
+    ``protected`` until the next one is. One that some node cannot protect is given up, the protected one stays, and
+    no other is chosen before all nodes could protect it. ``interval`` is the number of snapshots between two that are
+    to be protected; 0: none is. ``timeout_secs`` is how long this rank waits for its node's part.
+    """
+
+    interval: int
+    timeout_secs: float = 0.0
+    protected: SnapshotId | None = None
+    target: SnapshotId | None = None
+    degraded: bool = False
+    """Whether a target was given up, and none was protected since."""
+    rounds_since: int = field(init=False)
+    chosen_secs: float = 0.0
+    """When the target was chosen."""
+    rests_until_secs: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.rounds_since = self.interval
+
+    @property
+    def marks(self) -> TargetMarks:
+        return TargetMarks(self.protected, self.target)
+
+    def learn(self, verdict: Verdict, lineage: bytes, now_secs: float) -> Iterator[Announcement]:
+        """What a verdict changes, with an event for each target that was protected or given up."""
+        yield from self._settle(verdict, now_secs)
+        self.rounds_since += 1
+        if not self.interval or self.rounds_since < self.interval or verdict.whole < 0:
+            return
+        newest = SnapshotId(lineage, verdict.whole)
+        if verdict.cover != Coverage.CANNOT and self.target is None and newest != self.protected:
+            self.target, self.rounds_since, self.chosen_secs = newest, 0, now_secs
+
+    def report(self, guard: Guard, now_secs: float) -> tuple[int, Coverage]:
+        """The target's iteration and how far this node is with it, for a round."""
+        ready = guard.alive and guard.configured and now_secs >= self.rests_until_secs
+        if not self.interval:
+            return -1, Coverage.DONE
+        if self.target is None:  # none is chosen while a node could not protect it
+            return -1, Coverage.DONE if ready else Coverage.CANNOT
+        # What is covered stays so without an SMP, but not where other groups have taken the place of these.
+        if guard.configured and guard.sealed and guard.covered:
+            cover = Coverage.DONE
+        elif not ready or not guard.sealed or guard.gave_up:
+            cover = Coverage.CANNOT
+        elif now_secs - self.chosen_secs > self.timeout_secs:
+            self.rests_until_secs = now_secs + _RESTS * self.timeout_secs
+            cover = Coverage.CANNOT
+        else:
+            cover = Coverage.WORKING
+        return self.target.iteration, cover
+
+    def forget(self) -> None:
+        """What was protected is not any more: training went back, or the arenas were laid out anew."""
+        self.protected = self.target = None
+
+    def stop(self) -> None:
+        """Nothing is protected from now on."""
+        self.forget()
+        self.interval = 0
+
+    def _settle(self, verdict: Verdict, now_secs: float) -> Iterator[Announcement]:
+        target = self.target
+        # A verdict may be older than the target: a rank that was late posted before it read of it.
+        if target is None or verdict.target != target.iteration or verdict.cover == Coverage.WORKING:
+            return
+        if verdict.cover == Coverage.DONE:
+            secs, again = now_secs - self.chosen_secs, self.degraded
+            yield Announcement("protected", {"iteration": target.iteration, "secs": secs, "again": again})
+            self.protected, self.degraded, self.rests_until_secs = target, False, 0.0
+        else:
+            protected = self.protected.iteration if self.protected is not None else None
+            if not self.degraded:
+                yield Announcement("not_protected", {"iteration": target.iteration, "protected": protected})
+            self.degraded = True
+        self.target = None
+
+
+class RankState:
+    """One rank's session, as far as it decides.
+
+    Events come in the order of training: ``begin`` once; at each boundary ``boundary`` and, where a snapshot is due,
+    the round of the snapshot before (``round_to_post``, ``posted``) if it was not posted earlier, then ``learn`` or
+    ``miss``, then the proof, if ``proof_due``, and ``take``. ``fail`` and ``turn_off`` may come at any time.
+    """
+
+    def __init__(self, config: Config, protects: bool = False) -> None:
+        self._config = config
+        self.lineage = b""
+        self.whole: SnapshotId | None = None
+        """The newest snapshot that all ranks are known to have sealed."""
+        self.iteration = -1
+        """Of the last snapshot that was due, or of the one that was restored."""
+        self.off = False
+        self.failures = 0
+        """In a row: a snapshot that was sealed ends the row."""
+        # A rank that reads nothing posts OFF after error_limit rounds, so it is off before a change that it missed.
+        self.interval = Interval(config.interval, config.error_limit + _MORE_ROUNDS)
+        self.proofs = Proofs(config.replica_check_interval)
+        self.targets = Targets(config.protect_interval if protects else 0, config.protect_timeout_secs)
+        self._stepped = False
+        self._round: int | None = None  # the number of the round that is still to be posted
+        self._newest = -1  # as posted
+        self._will: Will | None = None  # of all ranks, None: it was not read at this boundary
+        self._last_round: int | None = None  # with which all ranks turned off
+        self._whole_here_secs: float | None = None  # when a snapshot was whole in the arenas as they are laid out
+        self._old_arenas = True
+
+    def begin(self, lineage: bytes, restored: SnapshotId | None, now_secs: float) -> None:
+        """Snapshots have ``lineage`` from now on; training goes on from ``restored``, the first to be protected."""
+        self.lineage, self.whole = lineage, restored
+        self.iteration = restored.iteration if restored is not None else -1
+        self.targets.target = restored if self.targets.interval else None
+        self.targets.chosen_secs = now_secs
+
+    def take_over(self, protected: SnapshotId | None, target: SnapshotId | None) -> None:
+        """What the arenas of all ranks hold of what an earlier attempt protected, and of what was restored."""
+        self.targets.protected, self.targets.target = protected, target
+
+    def undoes(self, iteration: int) -> bool:
+        """Whether training went back: ``iteration`` ends a second time."""
+        return iteration <= self.iteration
+
+    def went_back(self, iteration: int) -> TurnOff:
+        """Training goes on from before the last snapshot: nothing of this lineage may be combined with it."""
+        self.targets.forget()
+        return self.turn_off(f"iteration {iteration} after {self.iteration}: training went back; restart the job")
+
+    def boundary(self, iteration: int) -> bool:
+        """Training is at the boundary of ``iteration``; whether a snapshot is due."""
+        due = self.interval.due(iteration)
+        if due:
+            self.iteration, self._will = iteration, None
+        return due
+
+    def stepped(self) -> None:
+        """Stepped state may change from now on."""
+        self._stepped = True
+
+    @property
+    def owes_round(self) -> bool:
+        """Whether this rank has yet to post what it has."""
+        return self._round is not None and not self.off
+
+    def round_to_post(
+        self, newest: SnapshotId | None, will: Will, stretch: int, guard: Guard, now_secs: float
+    ) -> Round:
+        """This rank's round, when ``owes_round``: what it has sealed, and what it wants of the next snapshot."""
+        assert self._round is not None
+        own = newest.iteration if newest is not None and newest.lineage == self.lineage else -1
+        if self.failures >= self._config.error_limit and own <= self._newest:
+            will = Will.OFF  # unless one was sealed since: that ends the row of failures
+        return Round(self._round, own, will, stretch, *self.targets.report(guard, now_secs))
+
+    def posted(self, round_: Round) -> None:
+        """The round is on its way."""
+        self._round = None
+        if round_.newest > self._newest:
+            self._newest, self.failures = round_.newest, 0
+
+    def miss(self) -> None:
+        """Verdicts were missing at the deadline: this rank takes nothing, and posts that with the next round."""
+        self._round = self.interval.number
+
+    def learn(self, verdicts: Sequence[Verdict], now_secs: float) -> list[Action]:
+        """All verdicts up to that of the last round were read."""
+        # Whoever comes to a boundary posts for it, late or not: rounds of all ranks pair up by their order alone.
+        self._round = self.interval.number
+        actions: list[Action] = []
+        marks, whole = self.targets.marks, self.whole
+        for verdict in verdicts:
+            # Each one counts: the last may name nothing where an earlier one named what must be kept.
+            if verdict.whole >= 0 and (self.whole is None or verdict.whole > self.whole.iteration):
+                self.whole = SnapshotId(self.lineage, verdict.whole)
+            actions += self.targets.learn(verdict, self.lineage, now_secs)
+            if self.interval.learn(verdict.number, verdict.stretch):
+                actions.append(self._interval_change(verdict.stretch))
+        if self.whole is not None and self.whole != whole:
+            actions.append(WholeMark(self.whole))
+            if self._whole_here_secs is None:
+                self._whole_here_secs = now_secs
+        if self.targets.marks != marks:
+            actions.append(self.targets.marks)
+        if self._supersedes(now_secs):
+            self._old_arenas = False
+            actions.append(OldArenaRemoval())
+        self._will = verdicts[-1].will if verdicts else Will.GO
+        if self._will == Will.OFF:
+            # Others may have read it a boundary earlier, and come to nothing collective any more.
+            self._last_round = verdicts[-1].number
+            actions.append(self.turn_off("a rank had too many failed snapshots in a row"))
+        return actions
+
+    @property
+    def proof_due(self) -> bool:
+        """Whether all ranks prove at this boundary.
+
+        One that read late that all turn off does not enter a proof which the others, long off, do not come to.
+        """
+        others_left = self._last_round is not None and self._last_round < self.interval.number - 1
+        return not others_left and self.proofs.due(self.iteration, self.interval.number)
+
+    @property
+    def windows_measured(self) -> bool:
+        """Whether this is the boundary at which what the windows take is left to the next start."""
+        return self.interval.number == _MEASURED_AT
+
+    @property
+    def late(self) -> bool:
+        """Whether this rank may not know what the others know: it must not take its arena for an old one."""
+        return self.off or self._will is None
+
+    @property
+    def has_stepped(self) -> bool:
+        """Whether stepped state of this rank may have changed since the start."""
+        return self._stepped
+
+    def proved(self, stepped: bool, new_layout: bool) -> None:
+        """A proof has ended; ``stepped`` and ``new_layout`` as all ranks know them.
+
+        In arenas that are laid out anew nothing is protected yet, and older ones hold the only whole snapshot.
+        """
+        self.proofs.learn(self.interval.number, stepped)
+        if new_layout:
+            self.targets.forget()
+            self._old_arenas, self._whole_here_secs = True, None
+
+    def not_protected(self) -> list[Action]:
+        """Nothing can be protected in the arenas as they are laid out now."""
+        self.targets.stop()
+        return [self.targets.marks]
+
+    @property
+    def keep(self) -> frozenset[SnapshotId]:
+        """Snapshots whose slots must not be written."""
+        snapshots = self.whole, self.targets.protected, self.targets.target
+        return frozenset(snapshot for snapshot in snapshots if snapshot is not None)
+
+    def take(self, has_room: bool) -> Take | Skip | None:
+        """What happens at this boundary; ``has_room``: a slot holds none of ``keep``. None: ftckpt is off."""
+        if self.off or self._will is None:
+            return None
+        if self._will != Will.GO:
+            return Skip("a rank is not ready")
+        if not has_room:
+            return Skip("every slot is kept until the target is protected")
+        return Take(SnapshotId(self.lineage, self.iteration), self.keep)
+
+    def fail(self, error: str, alone: bool = False) -> list[Action]:
+        """A snapshot failed; ``alone``: because the other ranks cannot be reached, so that posting it is no use."""
+        self.failures += 1
+        actions: list[Action] = [Announcement("snapshot_error", {"error": error, "in_a_row": self.failures})]
+        spent = self.failures >= self._config.error_limit and self._config.on_error != "raise"
+        if alone and spent and not self.off:
+            actions.append(self.turn_off("other ranks cannot be reached"))
+        return actions
+
+    def turn_off(self, reason: str) -> TurnOff:
+        """This rank takes, posts and reads nothing from now on."""
+        self.off = True
+        return TurnOff(reason)
+
+    def _interval_change(self, stretch: int) -> Announcement:
+        interval = stretch * self._config.interval
+        fields = {"interval": interval, "fence_budget": self._config.fence_budget}
+        text = f"soon a snapshot every {interval} iterations, so that fences keep their budget"
+        return Announcement("interval_changed", fields, text)
+
+    def _supersedes(self, now_secs: float) -> bool:
+        """Whether older arenas can go: a snapshot is whole in the new ones, and as safe as those were.
+
+        That is protected, unless nothing is, or that fails or takes too long.
+        """
+        if not self._old_arenas or self._whole_here_secs is None:
+            return False
+        targets, waited_secs = self.targets, now_secs - self._whole_here_secs
+        is_safe = not targets.interval or targets.protected is not None or targets.degraded
+        return is_safe or waited_secs > self._config.protect_timeout_secs

@@ -1,0 +1,162 @@
+"""What this rank copies and where to: decided at start, and decided anew when a proof asks for it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from ftckpt.capture.affinity import cores, numa_node_of
+from ftckpt.capture.assignment import Assignment, assign
+from ftckpt.capture.capture import Capture
+from ftckpt.capture.copier import make_copier
+from ftckpt.capture.redundancy import NO_REDUNDANCY, Redundancy
+from ftckpt.config import Config
+from ftckpt.events import Events
+from ftckpt.group import Group
+from ftckpt.job.arenas import NodeArenas
+from ftckpt.model.snapshot import SnapshotId
+from ftckpt.model.topology import Topology
+from ftckpt.model.training_state import Description
+from ftckpt.store.arena import Arena
+from ftckpt.windows.clock import make_clock
+from ftckpt.windows.node_budget import NodeBudget
+from ftckpt.windows.pacer import Pacer
+
+
+class Proof(NamedTuple):
+    """What a proof came to, the same on all ranks.
+
+    ``stepped``: stepped state may have changed on some rank since the start. ``new_layout``: the arenas were laid out
+    anew.
+    """
+
+    stepped: bool
+    new_layout: bool
+
+
+class Shard:
+    """This rank's part of each snapshot. ``lay_out`` and ``prove`` are collective.
+
+    ``capture`` is None only where no arena could be had. ``capacities[rank]`` in bytes weight the shares of
+    replica sets; None means equal shares.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        topology: Topology,
+        group: Group,
+        *,
+        arenas: NodeArenas,
+        events: Events,
+        described: Description,
+        pacer: Pacer,
+        redundancy: Redundancy = NO_REDUNDANCY,
+    ) -> None:
+        self._config = config
+        self._topology = topology
+        self._group = group
+        self._arenas = arenas
+        self._events = events
+        self._described = described
+        self._pacer = pacer
+        self._redundancy = redundancy
+        self.capacities: list[int] | None = None
+        self.capture: Capture | None = None
+        self._assignment: Assignment | None = None
+
+    def lay_out(self, whole: SnapshotId | None) -> None:
+        """Have an arena for what this rank copies; raises on all ranks together.
+
+        ``whole`` is the snapshot that the arenas hold and the job goes on from.
+        """
+        assignment = self._assign()
+        arena = self._arenas.open(assignment.manifest, whole)
+        self._use(assignment, arena)
+        host_bytes = arena.image.file_bytes * arena.control.slots
+        copied = self.capture.stepped_bytes if self.capture is not None else 0
+        self._events.tell(
+            f"a snapshot every {self._config.interval} iteration(s) copies {copied / 1e6:.1f} MB from rank 0 "
+            f"into {host_bytes / 1e6:.1f} MB at {arena.path}"
+        )
+
+    def note_room(self) -> None:
+        """Leave what this rank's windows take to the next start, where shares were cut without knowing."""
+        if self.capacities is None and self.capture is not None:
+            self.capture.arena.control.mark_room(self._pacer.capacity_bytes)
+
+    def prove(self, late: bool, stepped: bool, whole: SnapshotId | None) -> Proof:
+        """Look again whether derived pieces and replicas are what they were taken for; else lay out anew.
+
+        Tells all ranks whether stepped state may have changed on this one.
+
+        Raises:
+            FtckptError: what the ranks copy must change and no arena can be had for it.
+        """
+        assignment, capture = self._assignment, self.capture
+        if assignment is None or capture is None:
+            return Proof(stepped, new_layout=False)
+        checked = self._assign()
+        changed = checked.manifest != assignment.manifest
+        if changed:
+            self._tell_broken(assignment, checked)
+        posts = [json.loads(data) for data in self._group.gather(json.dumps([stepped, late, changed]).encode())]
+        # A rank that has not read the last verdict must not take its arena for an old one.
+        new_layout = any(changed for _, _, changed in posts) and not any(late for _, late, _ in posts)
+        if new_layout:
+            self._lay_out_anew(capture, checked, whole)
+        return Proof(any(stepped for stepped, _, _ in posts), new_layout)
+
+    def complete(self) -> None:
+        """Take into use the slots that the arena still lacks, once older arenas have made room for them."""
+        if self.capture is not None:
+            self.capture.use_slots(self._arenas.complete(self.capture.arena))
+
+    def _lay_out_anew(self, capture: Capture, checked: Assignment, whole: SnapshotId | None) -> None:
+        self.capture = None
+        capture.close()
+        self._use(checked, self._arenas.replace(capture.arena, whole, checked.manifest))
+
+    def _use(self, assignment: Assignment, arena: Arena) -> None:
+        if assignment.differing:
+            names = assignment.differing
+            self._events.emit("replicas_differ", fragments=names[:5], num=len(names))
+        pacer, own_stream = self._pacer, self._config.schedule != "thread"
+        copier = make_copier(pacer.clock, pacer.budget, own_stream, pacer.cores)
+        self._assignment = assignment
+        self.capture = Capture(arena, assignment.pieces, assignment.parts, copier, pacer.windows)
+        derived_bytes = sum(piece.fragment.nbytes for piece in assignment.derived)
+        copied_bytes = self.capture.stepped_bytes
+        spill = dict(zip(("equal", "chosen"), assignment.spill_bytes or (), strict=False))
+        self._events.emit("plan", copied_bytes=copied_bytes, derived_bytes=derived_bytes, spill_bytes=spill)
+
+    def _assign(self) -> Assignment:
+        config, room = self._config, self._config.objects_mib << 20
+        return assign(
+            self._group, self._topology, self._described, room, config.chunk_bytes, self.capacities, self._redundancy
+        )
+
+    def _tell_broken(self, assignment: Assignment, checked: Assignment) -> None:
+        still = {piece.fragment.key for piece in checked.derived}
+        broken = [piece.fragment.key for piece in assignment.derived if piece.fragment.key not in still]
+        if broken:
+            self._events.emit("not_derived", keys=broken[:5], num=len(broken))
+
+
+def make_pacer(config: Config, topology: Topology, described: Description, directory: Path, events: Events) -> Pacer:
+    """The pacer for tensors that lie where those of ``described`` do; ``directory`` is the node's.
+
+    Raises:
+        ConfigError: ``affinity`` names no core that this process may use.
+    """
+    # Weights that an offloaded optimizer keeps in host memory are copied by the device's copier too.
+    device = next((p.tensor.device for p in described.stepped if p.tensor.is_cuda), torch.device("cpu"))
+    local = topology.ranks_on(topology.me.node)
+    near_cores = cores(config.affinity, numa_node_of(device))
+    budget = NodeBudget.open(directory, local.index(topology.rank), len(local), config.copy_gbps * 1e9)
+    if budget.problem is not None:
+        events.emit("no_budget", error=budget.problem)
+    return Pacer(config, make_clock(device), budget, events, topology.me.coords, cores=near_cores)

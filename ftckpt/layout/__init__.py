@@ -1,1 +1,0 @@
-"""The parallel shape of a job: coordinates, nodes, replica sets and shares."""

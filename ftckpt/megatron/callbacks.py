@@ -1,0 +1,197 @@
+"""What Megatron calls: by lines of a patched Megatron-LM (patches/), or by run-time hooks in their place (hooks.py).
+
+``LINES`` names them. Each returns at once unless ``--ftckpt`` was given. Megatron imports this module before
+itself, so nothing of Megatron and no torch is imported until a function has work to do.
+
+An error of ftckpt ends the process: one line on stderr and exit code 2.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import functools
+import importlib
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import fields
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+
+import ftckpt.megatron
+from ftckpt import config as schema
+from ftckpt.config import Config
+from ftckpt.errors import FtckptError, UnsupportedError
+from ftckpt.frameworks import launcher
+from ftckpt.megatron import door
+
+if TYPE_CHECKING:
+    from ftckpt.megatron.counters import Counters
+
+LINES = ("add_flags", "start", "restore", "set_rng", "log_sums", "boundary", "listen", "fence", "close")
+ALIAS = "ftckpt"
+"""The name under which a patched module imports this one."""
+CORE = ("megatron.core.pipeline_parallel.schedules", "megatron.core.optimizer.optimizer")
+"""The modules of megatron.core that have lines."""
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+_counters: Counters | None = None
+
+
+def is_patched(module: ModuleType) -> bool:
+    """Whether a module of Megatron has our lines."""
+    return getattr(module, ALIAS, None) is sys.modules[__name__]
+
+
+def _ends_in_one_line(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    @functools.wraps(function)
+    def wrapped(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        try:
+            return function(*args, **kwargs)
+        except FtckptError as error:
+            launcher.print_error(error)
+            raise SystemExit(2) from error
+
+    return wrapped
+
+
+def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """In ``add_megatron_arguments``: the ftckpt flags join Megatron's parser, its ``--help`` too.
+
+    Flags that the runner took off the command line go in as defaults. Where they list layouts, the sizes of the one
+    that fits are put on the command line, which Megatron reads next.
+    """
+    config = door.config
+    _choose_layout(config)  # before Megatron parses the command line that this rewrites
+    parser = schema.add_flags(parser)
+    parser.set_defaults(**{_destination(s.name): getattr(config, s.name) for s in fields(config)})
+    return parser
+
+
+@_ends_in_one_line
+def _choose_layout(config: Config) -> None:
+    if not config.enabled and any(word.startswith("--ftckpt-layouts") for word in sys.argv[1:]):
+        config, _ = Config.from_flags(sys.argv[1:])
+    if config.layouts:
+        from ftckpt.megatron.layouts import rewrite
+
+        sys.argv[1:], choice = rewrite(sys.argv[1:], config.layouts, launcher.world_size())
+        ftckpt.megatron.require_layout(choice)
+
+
+@_ends_in_one_line
+def start(args: argparse.Namespace) -> None:
+    """In ``initialize_megatron``, before ``init_process_group``: what the parsed flags say is in force from here."""
+    if not hasattr(args, "ftckpt"):
+        return  # arguments of another parser
+    config = Config()
+    values = {s.name: getattr(args, _destination(s.name), getattr(config, s.name)) for s in fields(config)}
+    config, _ = Config.from_flags(Config(**values).flags())  # finds settings without --ftckpt
+    if config != door.config:
+        switch_on(config)
+
+
+def switch_on(config: Config) -> None:
+    """Put a configuration in force and keep this attempt's rendezvous apart from earlier ones.
+
+    Raises:
+        LaunchError: torchrun's store is shared among attempts and cannot be divided.
+    """
+    door.config = config
+    if config.enabled:
+        launcher.isolate()
+
+
+@_ends_in_one_line
+def restore(model: Any, optimizer: Any, scheduler: Any) -> None:
+    """At the end of ``setup_model_and_optimizer``: everything is built and a checkpoint on storage is loaded,
+    but no data is. Attach, restore, and tell the loop where it stands. Collective.
+
+    Without an optimizer (``--skip-train``) there is nothing to protect.
+    """
+    training: Any = importlib.import_module("megatron.training")
+    args = training.get_args()
+    if not door.config.enabled:
+        if getattr(args, "ftckpt", False):
+            raise UnsupportedError("--ftckpt was parsed and not switched on: initialize_megatron has no ftckpt line")
+        return
+    if optimizer is None:
+        return
+    _require_lines_in_core()
+    from ftckpt.megatron.counters import Counters
+
+    global _counters
+    _counters = Counters(args)
+    checkpointer = ftckpt.megatron.attach(model, optimizer, scheduler, {"counters": _counters})
+    if checkpointer is not None:
+        checkpointer.restore(newer_than=int(getattr(args, "iteration", 0) or 0))
+
+
+def set_rng() -> None:
+    """At the start of ``train``: building data loaders drew numbers since ``restore`` set RNG."""
+    if door.state is not None:
+        door.state.set_rng()
+
+
+def log_sums(loss_dict: Mapping[str, Any], total_loss_dict: dict[str, Any], is_first_iteration: bool = False) -> bool:
+    """At the start of ``training_log``: sums that wait for the next log line are counters too.
+
+    Returns whether this iteration begins a log; a restored one does not.
+    """
+    if _counters is None or door.checkpointer is None:
+        return is_first_iteration
+    return _counters.follow_log(loss_dict, total_loss_dict, is_first_iteration)
+
+
+@_ends_in_one_line
+def boundary(iteration: int, num_floating_point_operations_so_far: float) -> None:
+    """At the start of ``checkpoint_and_decide_exit``: all counters of the iteration have advanced."""
+    if door.checkpointer is not None and _counters is not None:
+        # Two counters that the loop keeps in local variables: Megatron's arguments have them as of its start.
+        _counters.current = {
+            "iteration": iteration,
+            "num_floating_point_operations_so_far": num_floating_point_operations_so_far,
+        }
+        door.checkpointer.step(iteration)
+
+
+def listen(config: Any, num_microbatches: int, forward_only: bool) -> Any:
+    """In each schedule: the configuration it shall use, a copy that tells where the schedule is."""
+    if door.checkpointer is None or forward_only:
+        return config
+    phases: Any = importlib.import_module("ftckpt.megatron.phases")
+    # A copy: one line at the start of a schedule could not take the listeners out of the loop's own at its end.
+    config = copy.copy(config)
+    phases.follow(door.checkpointer, config, num_microbatches)
+    return config
+
+
+@_ends_in_one_line
+def fence() -> None:
+    """In each ``step_with_ready_grads``: what follows writes stepped state."""
+    if door.checkpointer is not None:
+        door.checkpointer.fence()
+
+
+@_ends_in_one_line
+def close(exit_code: int | str | None = 0) -> None:
+    """Where the job ends: if it ended well its snapshots are not needed any more."""
+    if door.checkpointer is not None and exit_code in (None, 0):
+        door.checkpointer.close()
+
+
+def _destination(setting: str) -> str:
+    return "ftckpt" if setting == "enabled" else f"ftckpt_{setting}"
+
+
+def _require_lines_in_core() -> None:
+    """Without lines there the optimizer would not be fenced, unless the runner has set its hooks."""
+    if door.is_installed:
+        return
+    bare = [module for module in map(importlib.import_module, CORE) if not is_patched(module)]
+    if bare:
+        raise UnsupportedError(
+            f"{bare[0].__file__} has no ftckpt lines, though the train loop has: put the patched checkout before "
+            "any other megatron-core on PYTHONPATH, or use the runner, -m ftckpt.megatron"
+        )

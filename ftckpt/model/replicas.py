@@ -1,0 +1,224 @@
+"""Replica sets, and which bytes of each set every one of its ranks copies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import xxhash
+
+from ftckpt.model.fragment import Fragment
+from ftckpt.model.replica_groups import DIFFERING, PRIVATE, Groups, find_groups, pack
+from ftckpt.model.shares import Array, Run
+
+CUT_BYTES = 64
+"""Shares are cut at multiples of this many bytes inside a fragment, so that no cache line has two copiers."""
+
+Gather = Callable[[bytes], list[bytes]]
+"""A collective: every rank's bytes, in rank order."""
+
+
+@dataclass(frozen=True, eq=False)
+class ReplicaSets:
+    """The replica sets of the job, and where this rank's fragments belong.
+
+    ``runs`` are the same on all ranks, in the same order, without fragments whose holders differ.
+    ``private[rank]``, int64, are bytes that only this rank copies: fragments of its own and differing ones.
+    ``group_of[i]`` is the index into ``runs`` of this rank's fragment ``i``, or ``PRIVATE`` or ``DIFFERING``.
+    """
+
+    runs: tuple[Run, ...]
+    private: Array
+    group_of: Array
+
+
+def identity(fragment: Fragment) -> bytes:
+    """16 bytes that name key, type and geometry of a fragment."""
+    shape = ",".join(map(str, fragment.global_shape))
+    return xxhash.xxh3_128_digest(f"{fragment.name}|{fragment.dtype}|{shape}".encode())
+
+
+@dataclass(frozen=True, eq=False)
+class Holdings:
+    """One rank's fragments, as it reports them to the others.
+
+    Of fragment ``i``: ``group_of[i]`` as in ``ReplicaSets``, ``nbytes[i]`` and ``hashes[i]`` (uint64) of its
+    identity and content, where it is in a group. ``order`` are the indices of those that are in groups, by group,
+    then in an order that all members have.
+    """
+
+    group_of: Array
+    nbytes: Array
+    hashes: Array
+    order: Array
+
+    def of(self, group: int) -> Array:
+        """Indices of the fragments of one group, in the order that all members have."""
+        members: Array = self.order[self.group_of[self.order] == group]
+        return members
+
+    def summary(self) -> bytes:
+        """Bytes that this rank holds alone, then of each of its groups, ascending, a digest and the bytes."""
+        words = [np.array([self.nbytes[self.group_of < 0].sum()], np.uint64)]
+        for group in np.unique(self.group_of[self.order]).tolist():
+            index = self.of(group)
+            digest = xxhash.xxh3_64_intdigest(self.hashes[index].tobytes())
+            words.append(np.array([digest, int(self.nbytes[index].sum())], np.uint64))
+        return np.concatenate(words).tobytes()
+
+    def details(self, groups: Sequence[int]) -> bytes:
+        """Of each group: content hashes, then bytes, of every fragment in it."""
+        members = (self.of(group) for group in groups)
+        return b"".join(self.hashes[index].tobytes() + self.nbytes[index].tobytes() for index in members)
+
+
+def replica_sets(
+    gather: Gather,
+    rank: int,
+    num_ranks: int,
+    fragments: Sequence[Fragment],
+    contents: Callable[[Sequence[int]], Sequence[int]],
+) -> ReplicaSets:
+    """Find out together which ranks hold the same bits of the same fragments. Collective.
+
+    ``contents`` is called once on every rank, with indices into ``fragments``, and answers a 64-bit hash of the
+    bytes of each: only of fragments that several ranks hold. Two messages per rank: a code of 8 bytes per
+    fragment; bytes and a digest per group. Only where digests differ a third one: the hash of each fragment of
+    these groups.
+    """
+    identities = [identity(fragment) for fragment in fragments]
+    mine = pack((int.from_bytes(name[:8], "little") for name in identities), rank, num_ranks)
+    entries = _joined(gather(mine.tobytes()))
+    groups = find_groups(entries, num_ranks)
+    del entries
+    group_of = groups.find(mine, num_ranks)
+    order = np.flatnonzero(group_of >= 0)
+    order = order[np.lexsort((mine[order], group_of[order]))]
+    hashes = np.zeros(len(fragments), np.uint64)
+    for index, content in zip(order.tolist(), contents(order.tolist()), strict=True):
+        # With the identity: different fragments that were given one code cannot pass for equal.
+        hashes[index] = xxhash.xxh3_64_intdigest(identities[index] + content.to_bytes(8, "little"))
+    nbytes = np.array([fragment.nbytes for fragment in fragments], np.int64)
+    holdings = Holdings(group_of, nbytes, hashes, order)
+    private, totals, unequal = _compare(groups, gather(holdings.summary()), num_ranks)
+    if unequal:
+        details = gather(holdings.details(unequal))
+        for group, differ in _settle(groups, unequal, details, private, totals).items():
+            own = holdings.of(group)
+            group_of[own[differ[: len(own)]]] = DIFFERING  # nothing where this rank is no member
+    runs = tuple(Run(members, int(total)) for members, total in zip(groups.members, totals, strict=True))
+    return ReplicaSets(runs, private, group_of)
+
+
+def own_parts(fragments: Sequence[Fragment], sets: ReplicaSets, shard: str) -> list[tuple[int, Fragment]]:
+    """What no other rank copies for this one: fragments of its own, and its bits of those whose holders differ.
+
+    The latter under a key that carries the shard's name.
+    """
+    parts: list[tuple[int, Fragment]] = []
+    for index, group in enumerate(sets.group_of.tolist()):
+        if group == DIFFERING:
+            parts.append((index, fragments[index].with_key(private_key(fragments[index].key, shard))))
+        elif group == PRIVATE and fragments[index].numel > 0:
+            parts.append((index, fragments[index]))
+    return parts
+
+
+def run_indices(fragments: Sequence[Fragment], sets: ReplicaSets) -> dict[int, list[int]]:
+    """By run, the indices of its fragments in the order that all members have: that of their names."""
+    runs: dict[int, list[int]] = {}
+    for index, group in enumerate(sets.group_of.tolist()):
+        if group >= 0:
+            runs.setdefault(group, []).append(index)
+    for indices in runs.values():
+        indices.sort(key=lambda index: fragments[index].name)
+    return runs
+
+
+def run_share(
+    fragments: Sequence[Fragment], indices: Sequence[int], cuts: Array, place: int
+) -> list[tuple[int, Fragment]]:
+    """What the member at ``place`` of a run copies of it: pairs of index and part, in the run's order.
+
+    The run's fragments are laid end to end and cut where ``cuts`` says, so the work is as dealt to ``CUT_BYTES``
+    whatever the sizes of single tensors. Every member computes the same for every member.
+    """
+    begin, end = int(cuts[place]), int(cuts[place + 1])
+    parts: list[tuple[int, Fragment]] = []
+    position = 0
+    for index in indices:
+        fragment = fragments[index]
+        start, stop = _cut_inside(fragment, begin - position), _cut_inside(fragment, end - position)
+        if stop > start:
+            parts.append((index, fragment.part(start, stop)))
+        position += fragment.nbytes
+    return parts
+
+
+def disagreement(copies: Iterable[tuple[Fragment, str, int]]) -> tuple[Fragment, str, str] | None:
+    """The first two shards whose copies of one fragment differ, and that fragment; None where all copies agree.
+
+    ``copies`` are fragments, under the key of the model, with the shard that holds each for itself and a hash of its
+    bytes. Only where they agree may one of them be read for all.
+    """
+    first: dict[Fragment, tuple[str, int]] = {}
+    for fragment, shard, content in copies:
+        other, wanted = first.setdefault(fragment, (shard, content))
+        if content != wanted:
+            return fragment, other, shard
+    return None
+
+
+def private_key(key: str, shard: str) -> str:
+    """The key of a tensor that only the rank at ``shard`` can give back."""
+    return f"{key}@{shard}"
+
+
+def _cut_inside(fragment: Fragment, cut_bytes: int) -> int:
+    """The element at which a cut ``cut_bytes`` after the fragment's first byte falls."""
+    if cut_bytes >= fragment.nbytes:
+        return fragment.numel
+    return max(0, cut_bytes) // CUT_BYTES * CUT_BYTES // fragment.item_bytes
+
+
+def _joined(messages: list[bytes]) -> Array:
+    """All messages of uint64 as one array that may be written to."""
+    return np.frombuffer(bytearray().join(messages), np.uint64)
+
+
+def _compare(groups: Groups, summaries: list[bytes], num_ranks: int) -> tuple[Array, Array, list[int]]:
+    """From all summaries: private bytes by rank, bytes by group, and groups whose members do not agree."""
+    members = np.concatenate([np.empty(0, np.int32), *groups.members])
+    values = _joined(summaries)
+    heads = np.arange(num_ranks) + 2 * np.append(0, np.cumsum(np.bincount(members, minlength=num_ranks))[:-1])
+    pairs = np.empty((len(members), 2), np.uint64)
+    # A summary has its rank's groups in ascending order: a stable sort of all members by rank is that order.
+    pairs[np.argsort(members, kind="stable")] = np.delete(values, heads).reshape(-1, 2)
+    private = values[heads].astype(np.int64)
+    if not groups.members:
+        return private, np.empty(0, np.int64), []
+    begins = np.cumsum([0, *map(len, groups.members)])[:-1]
+    digests = pairs[:, 0]
+    agree = np.maximum.reduceat(digests, begins) == np.minimum.reduceat(digests, begins)
+    return private, pairs[begins, 1].astype(np.int64), np.flatnonzero(~agree).tolist()
+
+
+def _settle(
+    groups: Groups, unequal: Sequence[int], details: Sequence[bytes], private: Array, totals: Array
+) -> dict[int, Array]:
+    """Which fragments of the ``unequal`` groups differ; their bytes are moved from ``totals`` to ``private``."""
+    differing: dict[int, Array] = {}
+    position = [0] * len(details)
+    for group in unequal:
+        members, length = groups.members[group], int(groups.lengths[group])
+        rows = []
+        for rank in members.tolist():
+            rows.append(np.frombuffer(details[rank], np.int64, 2 * length, position[rank]))
+            position[rank] += 16 * length
+        hashes, nbytes = np.split(np.stack(rows), 2, axis=1)
+        differ = (hashes != hashes[0]).any(axis=0)
+        private[members] += (nbytes * differ).sum(axis=1)
+        totals[group] = nbytes[0, ~differ].sum()
+        differing[group] = differ
+    return differing

@@ -1,0 +1,21 @@
+"""How errors and events write lists of names, and sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def listed(names: Sequence[str], most: int = 3) -> str:
+    """``a, b and 12 more``: at most ``most`` of them by name."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
+
+
+def human(nbytes: int) -> str:
+    """A size for people."""
+    size = float(nbytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024:
+            return f"{size:.1f} {unit}" if unit != "B" else f"{nbytes} B"
+        size /= 1024
+    return f"{size:.1f} TiB"

@@ -1,0 +1,296 @@
+"""Parity groups: which chunks of which arenas guard each other. Pure data, alike on every rank.
+
+A group's blocks are computed stripe by stripe (``stripes.py``); its mode tells who computes them and where
+they lie: ``node`` and ``peer`` in parity files, ``replica`` and ``copy`` in a section of the holder's own slot.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, TypeVar
+
+import xxhash
+
+from ftckpt.parity.holding import Holding, HoldingSection, pack_lengths, unpack_lengths
+from ftckpt.parity.modes import MOST_ARENAS, MOST_MEMBERS, Modes
+
+T = TypeVar("T")
+
+
+def spread(members: Sequence[T], domain: Callable[[T], str], most: int = 0, least: int = 2) -> list[list[T]]:
+    """Groups of which no two members share a domain, about equally large.
+
+    They have at most ``most`` members (0: any number), but more where a group would else have fewer than
+    ``least``. Where domains are equally large the k-th of each stand together. Groups of one are left only where
+    one domain has more members than all others together.
+    """
+    sizes = Counter(map(domain, members))
+    if not sizes:
+        return []
+    order = {name: place for place, name in enumerate(sizes)}
+    ordered = sorted(members, key=lambda member: order[domain(member)])
+    # Dealt in turn, members of one domain meet again only after as many groups as there are.
+    largest = max(sizes.values())
+    num = max(largest, -(-len(ordered) // most) if most else 1)
+    if len(ordered) // num < least:
+        num = max(largest, len(ordered) // least, 1)
+    return [ordered[place::num] for place in range(num)]
+
+
+def apart(
+    members: Sequence[T], node_of: Callable[[T], str], rack_of: Callable[[T], str], most: int, least: int = 2
+) -> list[list[T]]:
+    """As ``spread``: over racks where the members are in two or more, otherwise over nodes.
+
+    Who would be alone for want of other racks stands with others of its rack: a lost node is then survived, a lost
+    rack is not.
+    """
+    if len({rack_of(member) for member in members} - {""}) < 2:
+        return spread(members, node_of, most, least)
+    groups = spread(members, lambda member: rack_of(member) or f"node {node_of(member)}", most, least)
+    alone = [group[0] for group in groups if len(group) == 1]
+    return [group for group in groups if len(group) > 1] + spread(alone, node_of, most, least)
+
+
+def replica_partition(
+    ranks: Sequence[int], node_of: Callable[[int], str], rack_of: Callable[[int], str], most: int = MOST_MEMBERS
+) -> list[tuple[int, ...]]:
+    """The groups of one replica set: no two ranks of a group share a node, nor a rack where it can be helped.
+
+    Every rank is in exactly one tuple; a tuple of one is a rank whose share is not protected.
+    """
+    return [tuple(group) for group in apart(sorted(ranks), node_of, rack_of, most)]
+
+
+def mirror_nodes(
+    nodes: Sequence[str], node: str, copies: int, racks: Mapping[str, str] | None = None
+) -> tuple[str, ...]:
+    """The ``copies`` nodes that keep the packages of ``node``: the next ones in turn, those of other racks first.
+
+    Every node keeps about as many as any other where racks are equally large.
+    """
+    place = nodes.index(node)
+    others = [*nodes[place + 1 :], *nodes[:place]]
+    own = racks.get(node, "") if racks else ""
+    if not racks or not own:
+        return tuple(others[:copies])
+    far = [other for other in others if racks.get(other, "") != own]
+    turn = sum(racks.get(other, "") == own for other in nodes[:place]) % max(len(far), 1)
+    near = [other for other in others if racks.get(other, "") == own]
+    return (*far[turn:], *far[:turn], *near)[:copies]
+
+
+MODES = ("node", "replica", "copy", "peer")
+CODES = ("xor", "rs", "mirror")
+SLOT_MODES = ("replica", "copy")
+"""Modes whose blocks lie in slots."""
+
+_NAME = re.compile(r"[0-9a-f]{16}")
+
+
+@dataclass(frozen=True)
+class Member:
+    """One arena's part in a group: ``lengths`` are the bytes of its chunks ``first``, ``first + 1``, …
+
+    ``arena`` is the name of its directory. ``blocks`` is the chunk of its own slot that is its block 0, where blocks
+    lie in slots; -1: they lie in a parity file.
+    """
+
+    shard: str
+    node: str
+    arena: str
+    first: int
+    lengths: tuple[int, ...]
+    blocks: int = -1
+
+
+@dataclass(frozen=True)
+class ParityGroup:
+    """Arenas whose chunks one set of parity blocks protects against the loss of any ``losses`` of them.
+
+    ``name``, 16 hex digits, is a digest of all else, or, where blocks lie in slots, what the slots' sections say.
+    No chunk is longer than ``chunk_bytes``. The order of ``members`` is part of the geometry.
+
+    Raises:
+        ValueError: not a group: fewer than two members, a shard twice, losses not below the members, ….
+    """
+
+    name: str
+    mode: str
+    code: str
+    losses: int
+    chunk_bytes: int
+    members: tuple[Member, ...]
+
+    def __post_init__(self) -> None:
+        if not _NAME.fullmatch(self.name):
+            raise ValueError(f"parity group: name {self.name!r} is not 16 hex digits")
+        if self.mode not in MODES or self.code not in CODES:
+            raise ValueError(f"parity group {self.name}: unknown mode {self.mode!r} or code {self.code!r}")
+        if len(self.members) < 2 or len(self.places) < len(self.members):
+            raise ValueError(f"parity group {self.name}: needs two members or more, each of another shard")
+        if not 1 <= self.losses < len(self.members) or (self.code == "xor" and self.losses != 1):
+            raise ValueError(
+                f"parity group {self.name}: {self.code} over {len(self.members)} members cannot survive "
+                f"{self.losses} losses"
+            )
+        for member in self.members:
+            if not all(0 < nbytes <= self.chunk_bytes for nbytes in (member.lengths or (self.chunk_bytes,))):
+                raise ValueError(f"parity group {self.name}: a chunk of {member.shard} is empty or too long")
+            if member.first < 0 or member.blocks < -1:
+                raise ValueError(f"parity group {self.name}: {member.shard} has a negative chunk")
+
+    @classmethod
+    def of(cls, mode: str, code: str, losses: int, chunk_bytes: int, members: Sequence[Member]) -> ParityGroup:
+        """A group under the name that follows from its contents."""
+        body = [mode, code, losses, chunk_bytes, [_member_json(member) for member in members]]
+        return cls(_digest(body, 16), mode, code, losses, chunk_bytes, tuple(members))
+
+    @cached_property
+    def places(self) -> dict[str, int]:
+        """Shard → its index in ``members``."""
+        return {member.shard: index for index, member in enumerate(self.members)}
+
+    @property
+    def in_slots(self) -> bool:
+        """Whether blocks are chunks of the holders' slots."""
+        return self.mode in SLOT_MODES
+
+    @cached_property
+    def chunk_ends(self) -> tuple[int, ...]:
+        """Running sum of the members' numbers of chunks."""
+        ends, end = [], 0
+        for member in self.members:
+            end += len(member.lengths)
+            ends.append(end)
+        return tuple(ends)
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON value for ``from_json``."""
+        return {
+            "name": self.name,
+            "mode": self.mode,
+            "code": self.code,
+            "losses": self.losses,
+            "chunk_bytes": self.chunk_bytes,
+            "members": [_member_json(member) for member in self.members],
+        }
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> ParityGroup:
+        """Inverse of ``to_json``; raises ValueError for anything else."""
+        try:
+            members = tuple(
+                Member(str(shard), str(node), str(arena), int(first), unpack_lengths(lengths), int(blocks))
+                for shard, node, arena, first, lengths, blocks in value["members"]
+            )
+            name, mode, code = str(value["name"]), str(value["mode"]), str(value["code"])
+            group = cls(name, mode, code, int(value["losses"]), int(value["chunk_bytes"]), members)
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
+            raise ValueError(f"not a parity group: {error}") from None
+        if not group.in_slots and group.name != cls.of(mode, code, group.losses, group.chunk_bytes, members).name:
+            raise ValueError(f"not a parity group: {name} is not the digest of its contents")
+        return group
+
+
+def node_groups(holdings: Iterable[Holding]) -> list[ParityGroup]:
+    """XOR over all chunks of all arenas of each node that has two or more.
+
+    The arenas of a node are one group, or several of ``MOST_ARENAS`` at most, about equally large.
+    """
+    on: dict[str, list[Holding]] = {}
+    for holding in sorted(holdings, key=lambda h: (h.node, h.shard)):
+        on.setdefault(holding.node, []).append(holding)
+    groups = []
+    for held in on.values():
+        num = -(-len(held) // MOST_ARENAS)
+        for own in (held[len(held) * i // num : len(held) * (i + 1) // num] for i in range(num)):
+            if len(own) > 1:
+                members = [Member(h.shard, h.node, h.arena, 0, h.lengths) for h in own]
+                groups.append(ParityGroup.of("node", "xor", 1, max(h.chunk_bytes for h in own), members))
+    return groups
+
+
+def peer_groups(holdings: Iterable[Holding], modes: Modes) -> list[ParityGroup]:
+    """Groups over nodes, of what no group in slots covers; members of a group are on different nodes.
+
+    Nodes of a group are in different racks where they have labels. Of each node the largest arenas stand together,
+    then the next: a group needs as much parity as its longest member. An arena in no group is not protected.
+    """
+    if not modes.peer:
+        return []
+    on: dict[str, list[Holding]] = {}
+    for holding in sorted(holdings, key=lambda h: (h.node, -sum(h.private), h.shard)):
+        on.setdefault(holding.node, []).append(holding)
+    racks = {node: held[0].rack for node, held in on.items()}
+    most = modes.peer_group or MOST_MEMBERS
+    groups = []
+    for nodes in apart(list(on), lambda node: node, racks.__getitem__, most, modes.peer_losses + 1):
+        for held in spread([holding for node in nodes for holding in on[node]], lambda h: h.node):
+            if len(held) > 1 and any(holding.private for holding in held):
+                losses = min(modes.peer_losses, len(held) - 1)
+                members = [Member(h.shard, h.node, h.arena, 0, h.private) for h in held]
+                chunk_bytes = max(holding.chunk_bytes for holding in held)
+                groups.append(ParityGroup.of("peer", modes.peer_code, losses, chunk_bytes, members))
+    return groups
+
+
+def slot_group_name(mode: str, shards: Iterable[str], replica_set: Iterable[str]) -> str:
+    """The name of the group in slots of ``shards``, which are members of ``replica_set`` (shards, too).
+
+    Its first half follows from mode and members alone, so that a reader sees whether it knows all members.
+    Every member must have a section of the group, if only one with blocks.
+    """
+    return _digest([mode, sorted(shards)], 8) + _digest(sorted(replica_set), 8)
+
+
+def slot_group(name: str, mode: str, chunk_bytes: int, members: Iterable[Member]) -> ParityGroup:
+    """The group in slots over ``members``, ordered by shard: XOR for "replica", the next one's copy for "copy"."""
+    ordered = tuple(sorted(members, key=lambda member: member.shard))
+    return ParityGroup(name, mode, "xor" if mode == "replica" else "mirror", 1, chunk_bytes, ordered)
+
+
+def slot_groups(holdings: Iterable[Holding]) -> list[ParityGroup]:
+    """Groups that the sections of slots name, by name; those that lack a member's holding are left out."""
+    found: dict[str, dict[str, Member]] = {}
+    mode_of: dict[str, str] = {}
+    chunk_bytes: dict[str, int] = {}
+    for holding in holdings:
+        for name in dict.fromkeys(section.group for section in holding.sections if section.group):
+            own = [section for section in holding.sections if section.group == name]
+            data = next((s for s in own if s.kind == "shared"), HoldingSection("shared", name, "", 0, ()))
+            kept = next((s for s in own if s.kind in ("parity", "copy")), None)
+            if kept is not None:
+                mode_of[name] = "replica" if kept.kind == "parity" else "copy"
+            blocks = -1 if kept is None else kept.first
+            member = Member(holding.shard, holding.node, holding.arena, data.first, data.lengths, blocks)
+            found.setdefault(name, {})[holding.shard] = member
+            chunk_bytes[name] = max(chunk_bytes.get(name, 1), holding.chunk_bytes)
+    return [
+        slot_group(name, mode_of[name], chunk_bytes[name], members.values())
+        for name, members in sorted(found.items())
+        if name in mode_of and len(members) > 1 and name[:8] == _digest([mode_of[name], sorted(members)], 8)
+    ]
+
+
+def mirrors(holdings: Iterable[Holding], modes: Modes) -> dict[str, tuple[str, ...]]:
+    """Shard → the nodes that keep its package, its own first."""
+    held = list(holdings)
+    racks = {holding.node: holding.rack for holding in held}
+    kept = {node: mirror_nodes(sorted(racks), node, modes.mirror_copies, racks) for node in racks}
+    return {holding.shard: (holding.node, *kept[holding.node]) for holding in held}
+
+
+def _member_json(member: Member) -> list[Any]:
+    lengths = pack_lengths(member.lengths)
+    return [member.shard, member.node, member.arena, member.first, lengths, member.blocks]
+
+
+def _digest(value: Any, digits: int) -> str:
+    text = json.dumps(value, separators=(",", ":"))
+    return xxhash.xxh3_128_hexdigest(text.encode())[:digits]

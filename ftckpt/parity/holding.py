@@ -1,0 +1,96 @@
+"""What protection must know of an arena: where it is, and how its slots are cut into sections and chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any, NamedTuple
+
+from ftckpt.model.manifest import MAX_CHUNKS
+
+
+class HoldingSection(NamedTuple):
+    """A section of a slot: its chunks begin with ``first`` and have ``lengths`` bytes. See ``Section``."""
+
+    kind: str
+    group: str
+    of: str
+    first: int
+    lengths: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Holding:
+    """What protection must know of one arena: where it is and how its slots are cut.
+
+    ``arena`` is the name of its directory, ``digest`` the manifest's in hex. Chunks of ``sections`` follow each
+    other from 0; ``volatile`` is the chunk behind them and the lengths from there. ``slot_bytes`` is the size
+    of a slot file, ``package_bytes`` the most that a package of the shard takes.
+    """
+
+    shard: str
+    node: str
+    rack: str
+    arena: str
+    digest: str
+    chunk_bytes: int
+    sections: tuple[HoldingSection, ...]
+    volatile: tuple[int, tuple[int, ...]]
+    slot_bytes: int = 0
+    package_bytes: int = 0
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON value for ``from_json``."""
+        return {
+            **vars(self),
+            "sections": [[s.kind, s.group, s.of, s.first, pack_lengths(s.lengths)] for s in self.sections],
+            "volatile": [self.volatile[0], pack_lengths(self.volatile[1])],
+        }
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> Holding:
+        """Inverse of ``to_json``; raises ValueError for anything else."""
+        try:
+            first, lengths = value["volatile"]
+            return cls(
+                shard=str(value["shard"]),
+                node=str(value["node"]),
+                rack=str(value["rack"]),
+                arena=str(value["arena"]),
+                digest=str(value["digest"]),
+                chunk_bytes=int(value["chunk_bytes"]),
+                slot_bytes=int(value["slot_bytes"]),
+                package_bytes=int(value["package_bytes"]),
+                sections=tuple(
+                    HoldingSection(str(kind), str(group), str(of), int(begin), unpack_lengths(runs))
+                    for kind, group, of, begin, runs in value["sections"]
+                ),
+                volatile=(int(first), unpack_lengths(lengths)),
+            )
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
+            raise ValueError(f"not a holding: {error}") from None
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Bytes of every chunk of a slot, in order."""
+        stepped = tuple(nbytes for section in self.sections for nbytes in section.lengths)
+        return stepped + self.volatile[1]
+
+    @property
+    def private(self) -> tuple[int, ...]:
+        """Bytes of the chunks that no group in slots covers; they begin with chunk 0."""
+        return tuple(n for section in self.sections if section.kind == "private" for n in section.lengths)
+
+
+def pack_lengths(lengths: Iterable[int]) -> list[list[int]]:
+    """Runs of equal lengths as [count, bytes]."""
+    return [[len(list(run)), nbytes] for nbytes, run in groupby(lengths)]
+
+
+def unpack_lengths(runs: Any) -> tuple[int, ...]:
+    """Inverse of ``pack_lengths``; raises ValueError or TypeError for anything else."""
+    pairs = [(int(count), int(nbytes)) for count, nbytes in runs]
+    if any(count < 1 for count, _ in pairs) or sum(count for count, _ in pairs) > MAX_CHUNKS:
+        raise ValueError("lengths of chunks are not runs of [count, bytes]")
+    return tuple(nbytes for count, nbytes in pairs for _ in range(count))

@@ -1,0 +1,287 @@
+"""What can be rebuilt after a loss, and by which repairs: one pure function for forecast and restart alike."""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass
+from typing import Any
+
+from ftckpt.parity.groups import ParityGroup
+from ftckpt.parity.holding import Holding
+from ftckpt.parity.stripes import Stripe, num_blocks, stripe, stripe_of, stripe_of_block
+
+BlockId = tuple[str, int, int]
+"""Name of the group, member index of the holder, index of the block among the holder's."""
+
+ChunkId = tuple[str, int]
+"""Shard and chunk, counted in the slot."""
+
+_COST = {"node": 0, "replica": 1, "copy": 1, "peer": 2}
+"""What stays inside a node goes first, then what was computed from replicas: smaller groups than those of peers."""
+
+
+@dataclass(frozen=True)
+class Repair:
+    """One stripe solved: ``lost`` chunks from all its other chunks and the blocks ``use``.
+
+    Without ``use`` the ``lost`` ones are blocks in slots, to be computed anew from the stripe's data.
+    """
+
+    group: ParityGroup
+    stripe: Stripe
+    lost: tuple[ChunkId, ...]
+    use: tuple[BlockId, ...]
+
+
+def solve(
+    groups: Sequence[ParityGroup], lost_chunks: Set[ChunkId], lost_blocks: Container[BlockId]
+) -> tuple[list[Repair], set[ChunkId]]:
+    """Repairs, in an order in which each needs only what is there or repaired before, and chunks left unsolved.
+
+    ``lost_blocks`` are those in parity files; a block in a slot is lost if and only if its chunk is. Stripes are
+    solved one by one, over all groups, until no other can be: with ``xor`` and ``mirror``, if anything can bring
+    back all lost chunks, this does. Equations of several ``rs`` stripes are not solved jointly.
+    """
+    return _Solver(groups, set(lost_chunks), lost_blocks).run()
+
+
+class _Solver:
+    def __init__(self, groups: Sequence[ParityGroup], lost: set[ChunkId], lost_blocks: Container[BlockId]) -> None:
+        self.groups = sorted(groups, key=lambda group: _COST[group.mode])
+        self.lost = lost
+        self.lost_blocks = lost_blocks
+        self.of_shard: dict[str, list[tuple[int, int]]] = {}
+        for place, group in enumerate(self.groups):
+            for index, member in enumerate(group.members):
+                self.of_shard.setdefault(member.shard, []).append((place, index))
+        self.queue: list[tuple[int, int]] = []
+
+    def run(self) -> tuple[list[Repair], set[ChunkId]]:
+        """Take stripes, the cheapest group's first; a repair puts those it touches back in the queue."""
+        self.queue = sorted({at for chunk in self.lost for at in self._stripes_with(chunk)})
+        repairs = []
+        while self.queue:
+            place, index = heapq.heappop(self.queue)
+            repair = self._solved(self.groups[place], index)
+            if repair is None:
+                continue
+            repairs.append(repair)
+            self.lost.difference_update(repair.lost)
+            heapq.heappush(self.queue, (place, index))  # its blocks in slots may now be computed
+            for chunk in repair.lost:
+                for at in self._stripes_with(chunk):
+                    heapq.heappush(self.queue, at)
+        return repairs, self.lost
+
+    def _stripes_with(self, chunk: ChunkId) -> Iterator[tuple[int, int]]:
+        """Stripes that have the chunk as data or as a block, as pairs of group and stripe."""
+        shard, number = chunk
+        for place, index in self.of_shard.get(shard, ()):
+            group = self.groups[place]
+            member = group.members[index]
+            if 0 <= number - member.first < len(member.lengths):
+                yield place, stripe_of(group, index, number - member.first)
+            elif group.in_slots and member.blocks >= 0 and 0 <= number - member.blocks < num_blocks(group, index):
+                yield place, stripe_of_block(group, index, number - member.blocks)
+
+    def _solved(self, group: ParityGroup, index: int) -> Repair | None:
+        found = stripe(group, index)
+        lost = tuple(
+            chunk
+            for member, offset in found.data
+            if offset >= 0 and (chunk := _data_chunk(group, member, offset)) in self.lost
+        )
+        good: list[BlockId] = []
+        gone: list[ChunkId] = []
+        for holder, block in found.blocks:
+            kept = block_chunk(group, holder, block)
+            if kept is not None and kept in self.lost:
+                gone.append(kept)
+            elif (group.name, holder, block) not in self.lost_blocks:
+                good.append((group.name, holder, block))
+        if lost and len(lost) <= len(good):
+            return Repair(group, found, lost, tuple(good[: len(lost)]))
+        return Repair(group, found, tuple(gone), ()) if gone and not lost else None
+
+
+def _data_chunk(group: ParityGroup, member: int, offset: int) -> ChunkId:
+    return group.members[member].shard, group.members[member].first + offset
+
+
+def block_chunk(group: ParityGroup, holder: int, block: int) -> ChunkId | None:
+    """The chunk of the holder's slot that is its block; None where blocks lie in parity files."""
+    member = group.members[holder]
+    return (member.shard, member.blocks + block) if group.in_slots and member.blocks >= 0 else None
+
+
+def survives(
+    groups: Sequence[ParityGroup],
+    packages: Mapping[str, Sequence[str]],
+    holdings: Iterable[Holding],
+    lost_shards: Set[str],
+    lost_nodes: Set[str],
+) -> list[str]:
+    """Shards that are not recoverable if these arenas and all that lies on these nodes are lost, sorted.
+
+    ``packages`` are the nodes that keep the package of a shard, its own among them; volatile state comes from there.
+    A lost arena takes its parity files along, a lost node its arenas and the packages on it. A shard is recoverable
+    if all of its chunks are, and if a package is left to verify them.
+    """
+    return Forecast(groups, packages, holdings).unrecoverable(lost_shards, lost_nodes)
+
+
+class Forecast:
+    """``survives`` for many losses of one job.
+
+    Most cases are decided on whole arenas. Where that is not enough chunks are solved, once for each pattern of
+    groups, numbers of chunks and losses: most of a job's groups look alike.
+    """
+
+    def __init__(
+        self, groups: Sequence[ParityGroup], packages: Mapping[str, Sequence[str]], holdings: Iterable[Holding]
+    ) -> None:
+        self.packages = packages
+        self.groups = list(groups)
+        self.holdings = {holding.shard: holding for holding in holdings}
+        self.on_node: dict[str, list[str]] = {}
+        for holding in self.holdings.values():
+            self.on_node.setdefault(holding.node, []).append(holding.shard)
+        self._of_shard: dict[str, list[int]] = {shard: [] for shard in self.holdings}
+        for place, group in enumerate(self.groups):
+            for member in group.members:
+                self._of_shard.setdefault(member.shard, []).append(place)
+        self._parts = {shard: self._covers(holding) for shard, holding in self.holdings.items()}
+        shapes: dict[Any, int] = {}
+        self._shape = [shapes.setdefault(_group_shape(group), len(shapes)) for group in self.groups]
+        self._cut = {shard: shapes.setdefault(_cut(held), len(shapes)) for shard, held in self.holdings.items()}
+        self._known: dict[Any, bool] = {}
+
+    def survived(self, lost_shards: Set[str], lost_nodes: Set[str]) -> bool:
+        """Whether ``survives`` names no shard."""
+        lost = self._lost(lost_shards, lost_nodes)
+        if self._bare(lost, lost_nodes):
+            return False
+        if self._by_arenas(lost):
+            return True
+        pattern = self._pattern(lost)
+        if pattern not in self._known:
+            # With fewer lost chunks more can be solved: if that fails, so does the whole.
+            few = 2 * max((len(self.groups[g].members) for shard in lost for g in self._of_shard[shard]), default=0)
+            self._known[pattern] = not self._unsolved(lost, few) and not self._unsolved(lost, None)
+        return self._known[pattern]
+
+    def unrecoverable(self, lost_shards: Set[str], lost_nodes: Set[str]) -> list[str]:
+        """See ``survives``."""
+        lost = self._lost(lost_shards, lost_nodes)
+        bare = self._bare(lost, lost_nodes)
+        return sorted(bare if self._by_arenas(lost) else bare | self._unsolved(lost, None))
+
+    def near(self, *, nodes: bool) -> dict[str, set[str]]:
+        """Of each shard, or node, the others that may make its loss worse: those of its groups and packages."""
+        name = {shard: holding.node if nodes else shard for shard, holding in self.holdings.items()}
+        together: dict[str, set[str]] = {of: set() for of in name.values()}
+        for group in self.groups:
+            members = {name[member.shard] for member in group.members if member.shard in name}
+            for member in members:
+                together[member] |= members
+        if nodes:
+            for shard, kept in self.packages.items():
+                for node in kept:
+                    together[name[shard]].add(node)
+                    together.setdefault(node, set()).add(name[shard])
+        return {of: others - {of} for of, others in together.items()}
+
+    def _lost(self, lost_shards: Set[str], lost_nodes: Set[str]) -> list[str]:
+        on_nodes = {shard for node in lost_nodes for shard in self.on_node.get(node, ())}
+        return sorted(on_nodes | (lost_shards & self.holdings.keys()), key=lambda s: (self.holdings[s].node, s))
+
+    def _bare(self, lost: Iterable[str], lost_nodes: Set[str]) -> set[str]:
+        """Lost shards without a package: what is rebuilt of them could not be verified."""
+        return {shard for shard in lost if lost_nodes >= set(self.packages.get(shard, ()))}
+
+    def _covers(self, holding: Holding) -> list[tuple[int, ...]]:
+        """For each section that is not empty the groups that can bring back all of it."""
+        parts = []
+        for section in holding.sections:
+            covers = []
+            for place in self._of_shard[holding.shard]:
+                member = self.groups[place].members[self.groups[place].places[holding.shard]]
+                as_data = member.first <= section.first
+                as_data &= section.first + len(section.lengths) <= member.first + len(member.lengths)
+                if as_data or (self.groups[place].in_slots and member.blocks == section.first):
+                    covers.append(place)
+            if section.lengths:
+                parts.append(tuple(covers))
+        return parts
+
+    def _by_arenas(self, lost: Sequence[str]) -> bool:
+        """Whether groups that lack no more members than they can spare bring back everything, one after another.
+
+        Sufficient, not necessary: a group that lacks more members may still solve some of its stripes.
+        """
+        parts = {(shard, part): covers for shard in lost for part, covers in enumerate(self._parts[shard])}
+        while parts:
+            # Blocks in files stay lost with their arena; those in slots come back with the slot's chunks.
+            by_file = Counter(place for shard in lost for place in self._of_shard[shard])
+            by_slot = Counter(place for _, place in {(at[0], g) for at, covers in parts.items() for g in covers})
+            spare = {
+                place
+                for place in by_file
+                if (by_slot if self.groups[place].in_slots else by_file)[place] <= self.groups[place].losses
+            }
+            left = {at: covers for at, covers in parts.items() if spare.isdisjoint(covers)}
+            if len(left) == len(parts):
+                return False
+            parts = left
+        return True
+
+    def _unsolved(self, lost: Sequence[str], few: int | None) -> set[str]:
+        """Shards of which chunks stay unsolved; only the first ``few`` chunks of each section are lost, None: all."""
+        places = {place for shard in lost for place in self._of_shard[shard]}
+        chunks = {
+            (shard, section.first + chunk)
+            for shard in lost
+            for section in self.holdings[shard].sections
+            for chunk in range(len(section.lengths))[:few]
+        }
+        groups = [self.groups[place] for place in sorted(places)]
+        _, unsolved = solve(groups, chunks, _BlocksOf(groups, lost))
+        return {shard for shard, _ in unsolved}
+
+    def _pattern(self, lost: Sequence[str]) -> Any:
+        """Equal for losses that only differ in names and in bytes."""
+        places = dict.fromkeys(place for shard in lost for place in self._of_shard[shard])
+        members = [tuple(self.groups[place].places.get(shard, -1) for shard in lost) for place in places]
+        return (
+            tuple(self._cut[shard] for shard in lost),
+            tuple(self._shape[place] for place in places),
+            tuple(members),
+        )
+
+
+class _BlocksOf(Container[BlockId]):
+    """All blocks that lie in parity files of the lost arenas."""
+
+    def __init__(self, groups: Iterable[ParityGroup], lost: Iterable[str]) -> None:
+        gone = set(lost)
+        self._holders = {
+            (group.name, index)
+            for group in groups
+            if not group.in_slots
+            for shard, index in group.places.items()
+            if shard in gone
+        }
+
+    def __contains__(self, block: object) -> bool:
+        return isinstance(block, tuple) and block[:2] in self._holders
+
+
+def _group_shape(group: ParityGroup) -> Any:
+    cuts = tuple((member.first, len(member.lengths), member.blocks) for member in group.members)
+    return group.mode, group.code, group.losses, cuts
+
+
+def _cut(holding: Holding) -> Any:
+    return tuple((section.first, len(section.lengths)) for section in holding.sections)

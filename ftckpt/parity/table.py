@@ -1,0 +1,235 @@
+"""Which failures a job survives as it is laid out, and what that costs: memory of each node, network per snapshot."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from ftckpt.model.text import human
+from ftckpt.parity.groups import ParityGroup
+from ftckpt.parity.holding import Holding
+from ftckpt.parity.stripes import stripes
+from ftckpt.parity.survive import Forecast
+
+MAX_SETS = 3
+"""Most snapshots of which a node keeps packages: one protected, one older, and the one to be protected."""
+FileBytes = Callable[[ParityGroup, int], int]
+"""Bytes of the parity file of one member of a group: ``ftckpt.store.parity_file.parity_bytes``."""
+
+_PARITY_FILES = 2
+"""For each arena and mode: that of the protected snapshot, and that being written."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A kind of loss: in how many cases it can happen, how many are survived, and one that is not (or nothing)."""
+
+    lost: str
+    cases: int
+    survived: int
+    example: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of one node: slots (``in_slots`` of them are parity and copies), parity files, packages."""
+
+    slots: int
+    in_slots: int
+    parity: int
+    packages: int
+
+    @property
+    def sum(self) -> int:
+        """All of it."""
+        return self.slots + self.parity + self.packages
+
+
+@dataclass(frozen=True)
+class ProtectionTable:
+    """The failure table and the cost of protection. ``network`` are bytes that each node receives per snapshot."""
+
+    failures: tuple[Failure, ...]
+    memory: Mapping[str, Memory]
+    network: Mapping[str, int]
+
+    def smp_bytes(self, node: str) -> int:
+        """What the SMP of a node needs beside the arenas, in bytes: parity files and packages."""
+        return self.memory[node].parity + self.memory[node].packages
+
+    @property
+    def fullest(self) -> Memory:
+        """The memory of the node that needs most."""
+        return max(self.memory.values(), key=lambda memory: memory.sum)
+
+    def lines(self) -> list[str]:
+        """The table as text."""
+        most = self.fullest
+        width = max(len(failure.lost) for failure in self.failures)
+        lines = [f"{'lost':<{width}}  {'cases':>9}  survived"]
+        for failure in self.failures:
+            told = "all" if failure.survived == failure.cases else str(failure.survived or "none")
+            if failure.example:
+                told += f" (not: {' and '.join(failure.example)})"
+            lines.append(f"{failure.lost:<{width}}  {failure.cases:>9}  {told}")
+        lines += [
+            f"memory per node: {human(most.sum)} = slots {human(most.slots)}"
+            + (f" (of these parity and copies {human(most.in_slots)})" if most.in_slots else "")
+            + f" + parity {human(most.parity)} + packages {human(most.packages)}",
+            f"network per protected snapshot: a node receives up to {human(max(self.network.values()))}, "
+            f"all nodes {human(sum(self.network.values()))}",
+        ]
+        return lines
+
+    def to_json(self) -> dict[str, Any]:
+        """The table as JSON: every failure, the memory of the fullest node, bytes of network."""
+        return {
+            "failures": [asdict(failure) for failure in self.failures],
+            "memory_per_node": {**asdict(self.fullest), "sum": self.fullest.sum},
+            "network_bytes": {"node": max(self.network.values()), "job": sum(self.network.values())},
+        }
+
+
+def protection_table(
+    holdings: Sequence[Holding],
+    groups: Sequence[ParityGroup],
+    mirrors: Mapping[str, Sequence[str]],
+    slots: int,
+    parity_bytes: FileBytes,
+) -> ProtectionTable:
+    """What this job survives and what that costs.
+
+    ``mirrors`` are the nodes that keep the package of each shard, its own first; ``slots`` those of an arena;
+    ``parity_bytes`` tells the size of a parity file.
+
+    Raises:
+        ValueError: no holdings.
+    """
+    if not holdings:
+        raise ValueError("no holdings: nothing to report on")
+    parity = _parity(groups, parity_bytes)
+    return ProtectionTable(
+        failure_table(holdings, groups, mirrors),
+        _memory(holdings, parity, mirrors, slots),
+        _network(holdings, groups, mirrors),
+    )
+
+
+def failure_table(
+    holdings: Sequence[Holding], groups: Sequence[ParityGroup], mirrors: Mapping[str, Sequence[str]]
+) -> tuple[Failure, ...]:
+    """Every case of every failure, decided one by one; pairs that share neither group nor package by their parts."""
+    forecast = Forecast(groups, mirrors, holdings)
+    nodes = sorted(forecast.on_node)
+
+    def shards_lost(shards: Iterable[str]) -> bool:
+        return forecast.survived(frozenset(shards), frozenset())
+
+    def nodes_lost(lost: Iterable[str]) -> bool:
+        return forecast.survived(frozenset(), frozenset(lost))
+
+    shards = sorted(forecast.holdings)
+    rows = [
+        *_one_and_two("one rank's arena", "any two arenas", shards, shards_lost, forecast.near(nodes=False)),
+        Failure("the SMP of a node", len(nodes), len(nodes)),  # all that it made lies in files
+        *_one_and_two("one node", "any two nodes", nodes, nodes_lost, forecast.near(nodes=True)),
+    ]
+    racks: dict[str, list[str]] = {}
+    for node, held in sorted(forecast.on_node.items()):
+        racks.setdefault(forecast.holdings[held[0]].rack, []).append(node)
+    racks.pop("", None)
+    if racks:
+        failed = [rack for rack, lost in racks.items() if not nodes_lost(lost)]
+        rows.append(Failure("one rack", len(racks), len(racks) - len(failed), tuple(failed[:1])))
+    return tuple(rows)
+
+
+def _one_and_two(
+    one: str, two: str, names: Sequence[str], survived: Callable[[Iterable[str]], bool], near: Mapping[str, set[str]]
+) -> list[Failure]:
+    failed = {name for name in names if not survived([name])}
+    good = [name for name in names if name not in failed]
+    bad_pairs = [(a, b) for a in good for b in sorted(near[a] - failed) if a < b and not survived([a, b])]
+    rows = [Failure(one, len(names), len(good), tuple(sorted(failed)[:1]))]
+    if len(names) > 1:
+        # Two that do not touch each other are survived if each of them is.
+        pairs = len(good) * (len(good) - 1) // 2 - len(bad_pairs)
+        example: tuple[str, ...] = bad_pairs[0] if bad_pairs else ()
+        if failed and not bad_pairs:
+            one_failed = min(failed)
+            example = tuple(sorted([one_failed, next(name for name in names if name != one_failed)]))
+        rows.append(Failure(two, len(names) * (len(names) - 1) // 2, pairs, example))
+    return rows
+
+
+def _parity(groups: Iterable[ParityGroup], parity_bytes: FileBytes) -> dict[str, int]:
+    """Node → bytes of one parity file of each of its arenas and modes."""
+    known: dict[Any, list[int]] = {}
+    total: dict[str, int] = {}
+    for group in groups:
+        if group.in_slots:
+            continue
+        names = sum(
+            len(m.shard) + len(m.node) + len(m.arena) for m in group.members
+        )  # they are in the files' headers
+        key = (_shape(group), names)
+        if key not in known:
+            known[key] = [parity_bytes(group, holder) for holder in range(len(group.members))]
+        for member, nbytes in zip(group.members, known[key], strict=True):
+            total[member.node] = total.get(member.node, 0) + nbytes
+    return total
+
+
+def _memory(
+    holdings: Sequence[Holding], parity: Mapping[str, int], mirrors: Mapping[str, Sequence[str]], slots: int
+) -> dict[str, Memory]:
+    held: dict[str, list[Holding]] = {}
+    packages: dict[str, int] = {}
+    for holding in sorted(holdings, key=lambda h: h.node):
+        held.setdefault(holding.node, []).append(holding)
+        for node in mirrors.get(holding.shard, ()):
+            packages[node] = packages.get(node, 0) + holding.package_bytes
+    return {
+        node: Memory(
+            slots=slots * sum(max(h.slot_bytes, sum(h.lengths)) for h in own),
+            in_slots=slots * sum(sum(s.lengths) for h in own for s in h.sections if s.kind in ("parity", "copy")),
+            parity=_PARITY_FILES * parity.get(node, 0),
+            packages=MAX_SETS * packages.get(node, 0),
+        )
+        for node, own in held.items()
+    }
+
+
+def _network(
+    holdings: Sequence[Holding], groups: Iterable[ParityGroup], mirrors: Mapping[str, Sequence[str]]
+) -> dict[str, int]:
+    """Node → bytes that it pulls from others per protected snapshot: chunks of its peers, packages."""
+    received = {holding.node: 0 for holding in holdings}
+    for holding in holdings:
+        for node in mirrors.get(holding.shard, ())[1:]:
+            received[node] = received.get(node, 0) + holding.package_bytes
+    known: dict[Any, list[int]] = {}
+    for group in groups:
+        if group.mode != "peer":
+            continue
+        key = _shape(group)
+        if key not in known:
+            known[key] = _pulled(group)
+        for member, nbytes in zip(group.members, known[key], strict=True):
+            received[member.node] += nbytes
+    return received
+
+
+def _pulled(group: ParityGroup) -> list[int]:
+    """Bytes of chunks that each member reads of others to make its blocks."""
+    pulled = [0] * len(group.members)
+    for found in stripes(group):
+        nbytes = sum(group.members[member].lengths[chunk] for member, chunk in found.data if chunk >= 0)
+        for holder, _ in found.blocks:
+            pulled[holder] += nbytes
+    return pulled
+
+
+def _shape(group: ParityGroup) -> Any:
+    return group.code, group.losses, group.chunk_bytes, tuple(member.lengths for member in group.members)

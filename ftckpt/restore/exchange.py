@@ -1,0 +1,314 @@
+"""Bytes between ranks: messages of bounded size, many on their way at a time, from and into strided memory.
+
+The one rank's stream of bytes for another is cut into messages of at most ``MESSAGE_BYTES``, in places that both
+know: a message needs no header. Messages stand in the order (round, number): in round r, from 1 to the number of
+ranks - 1, rank i sends to i + r and receives from i - r. Every rank posts its sends and receives in this order and
+lets ``WINDOW`` steps of it stand open. That cannot lock up: of all messages that are not through, take the first in
+this order. Neither its sender nor its receiver can wait for an earlier one, so both have posted it.
+
+Ranks that lack the same bytes fetch a part each and hand it to the others, so that what crosses to them does so once:
+``sharers`` finds them by names of what each rank reads from other nodes, ``part_of`` deals the parts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import xxhash
+
+from ftckpt.model.fragment import Shape
+from ftckpt.restore.blocks import Block, cut
+
+MESSAGE_BYTES = 16 << 20
+"""Upper bound of one message, and of what is copied at a time between looks at the wire."""
+
+ALONE_BYTES = 1 << 20
+"""Strips of this length or more have messages of their own."""
+
+WINDOW = 2
+"""Steps that stand open at a time, each with one message sent and one received."""
+
+EXTRA_BYTES = 2 * WINDOW * MESSAGE_BYTES
+"""Upper bound of the host memory that an exchange takes beside what it fills: a buffer per open message."""
+
+NAME_BYTES = 16
+GRAIN_BYTES = 4096
+"""Parts of what several ranks lack are multiples of this, but for the last one."""
+
+Name = bytes
+"""Names the bytes that a read from another node takes, and their order."""
+Ranks = tuple[int, ...]
+
+
+class OpenMessage(Protocol):
+    """A message on its way."""
+
+    def wait(self) -> object:
+        """Return when its memory may be used again; raises RuntimeError after the deadline."""
+
+
+class Wire(Protocol):
+    """How messages travel: ``Group`` is the one over host memory."""
+
+    rank: int
+    size: int
+
+    def start_send(self, data: torch.Tensor, to: int, tag: int) -> OpenMessage:
+        """Send a contiguous 1-D uint8 tensor of host memory."""
+
+    def start_receive(self, into: torch.Tensor, source: int, tag: int) -> OpenMessage:
+        """Fill a contiguous 1-D uint8 tensor of host memory."""
+
+
+class Strip(NamedTuple):
+    """Bytes of a 1-D uint8 tensor in the order of some loops: one side of a ``Block`` of bytes."""
+
+    memory: torch.Tensor
+    begin: int
+    shape: Shape
+    strides: Shape
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def is_run(self) -> bool:
+        """Whether they lie side by side."""
+        return self.strides == (1,)
+
+    @property
+    def fits(self) -> bool:
+        """Whether all of them lie in the memory."""
+        reach = sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
+        return min(self.begin, *self.shape, *self.strides) >= 0 and self.begin + reach < self.memory.numel()
+
+    @property
+    def view(self) -> torch.Tensor:
+        """The bytes, in the shape of the loops."""
+        if self.is_run:
+            return self.memory[self.begin : self.begin + self.shape[0]]
+        return self.memory[self.begin :].as_strided(self.shape, self.strides)
+
+    def part(self, begin: int, end: int) -> Iterator[Strip]:
+        """Bytes ``begin`` to ``end``, counted in this order."""
+        block = Block(self.begin, self.begin, self.shape, self.strides, self.strides)
+        for piece in cut(block, begin, end):
+            yield Strip(self.memory, piece.source, piece.shape, piece.source_strides)
+
+
+def source_strip(block: Block, memory: torch.Tensor) -> Strip:
+    """Where ``block`` (of bytes) reads."""
+    return Strip(memory, block.source, block.shape, block.source_strides)
+
+
+def dest_strip(block: Block, memory: torch.Tensor) -> Strip:
+    """Where ``block`` (of bytes) writes."""
+    return Strip(memory, block.dest, block.shape, block.dest_strides)
+
+
+@dataclass(frozen=True)
+class Stream:
+    """All bytes that one rank has for another, in an order that both know."""
+
+    strips: Sequence[Strip]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(strip.nbytes for strip in self.strips)
+
+    def messages(self) -> Iterator[list[Strip]]:
+        """The strips of each message. Long ones are not joined with others: what is a run then needs no buffer.
+
+        Which bytes go into which message follows from the lengths of the strips, which are the same on both sides.
+        """
+        message: list[Strip] = []
+        room = MESSAGE_BYTES
+        for strip in self.strips:
+            begin, nbytes = 0, strip.nbytes
+            if nbytes >= ALONE_BYTES and message:
+                yield message
+                message, room = [], MESSAGE_BYTES
+            while begin < nbytes:
+                end = min(nbytes, begin + room)
+                message += strip.part(begin, end)
+                room -= end - begin
+                begin = end
+                if room == 0 or (begin == nbytes and nbytes >= ALONE_BYTES):
+                    yield message
+                    message, room = [], MESSAGE_BYTES
+        if message:
+            yield message
+
+
+def exchange(
+    wire: Wire,
+    outgoing: Mapping[int, Stream],
+    incoming: Mapping[int, Stream],
+    meanwhile: Iterable[int] = (),
+    landed: Callable[[int], None] = lambda nbytes: None,
+) -> None:
+    """Send and receive the streams, by the rank they go to or come from. Collective: both sides name the same ones.
+
+    ``meanwhile`` is other work of this rank: a little of it is done between messages, all of it before the end.
+    ``landed`` is called with the bytes of each message once they are where they belong.
+
+    Raises:
+        RuntimeError: a rank is gone, or does not answer within the deadline of ``wire``.
+    """
+    work = iter(meanwhile)
+    open_steps: deque[_Step] = deque()
+    buffers = [_Buffers() for _ in range(WINDOW)]
+    for number, messages in enumerate(_steps(wire, outgoing, incoming)):
+        if len(open_steps) == WINDOW:
+            landed(open_steps.popleft().finish())
+        open_steps.append(_Step(wire, messages, buffers[number % WINDOW]))
+        next(work, None)
+    while open_steps:
+        landed(open_steps.popleft().finish())
+        next(work, None)
+    for _ in work:
+        pass
+
+
+class _Messages(NamedTuple):
+    """What is to be sent and received in one step; None where nothing is."""
+
+    number: int
+    to: int
+    sent: list[Strip] | None
+    source: int
+    received: list[Strip] | None
+
+
+def _steps(wire: Wire, outgoing: Mapping[int, Stream], incoming: Mapping[int, Stream]) -> Iterator[_Messages]:
+    """This rank's steps in the order that all ranks have."""
+    rounds = {(to - wire.rank) % wire.size for to in outgoing}
+    rounds |= {(wire.rank - source) % wire.size for source in incoming}
+    nothing = Stream(())
+    for ahead in sorted(rounds):
+        to, source = (wire.rank + ahead) % wire.size, (wire.rank - ahead) % wire.size
+        sent, received = outgoing.get(to, nothing), incoming.get(source, nothing)
+        for number, (message, landing) in enumerate(zip_longest(sent.messages(), received.messages())):
+            yield _Messages(number, to, message, source, landing)
+
+
+class _Buffers:
+    """Memory for one message in each direction, taken when it is first needed."""
+
+    def __init__(self) -> None:
+        self._memory: dict[str, torch.Tensor] = {}
+
+    def get(self, direction: str, nbytes: int) -> torch.Tensor:
+        """``nbytes`` of it; what was in it is lost."""
+        have = self._memory.get(direction)
+        if have is None or have.numel() < nbytes:
+            have = self._memory[direction] = torch.empty(nbytes, dtype=torch.uint8)
+        return have[:nbytes]
+
+
+class _Step:
+    """One step on its way. Bytes in a row of host memory travel from where they lie to where they belong."""
+
+    def __init__(self, wire: Wire, messages: _Messages, buffers: _Buffers) -> None:
+        self._works: list[OpenMessage] = []
+        self._received = messages.received or []
+        self._landing: torch.Tensor | None = None
+        if messages.received is not None:
+            self._landing = _direct(messages.received)
+            if self._landing is None:
+                self._landing = buffers.get("in", _nbytes(messages.received))
+            self._works.append(wire.start_receive(self._landing, messages.source, messages.number))
+        if messages.sent is not None:
+            data = _direct(messages.sent)
+            if data is None:
+                data = buffers.get("out", _nbytes(messages.sent))
+                _pack(messages.sent, data)
+            self._works.append(wire.start_send(data, messages.to, messages.number))
+
+    def finish(self) -> int:
+        """Wait until both messages are through; the bytes that were received are where they belong then."""
+        for work in self._works:
+            work.wait()
+        if self._landing is not None and _direct(self._received) is None:
+            _unpack(self._landing, self._received)
+        return _nbytes(self._received)
+
+
+def _direct(strips: Sequence[Strip]) -> torch.Tensor | None:
+    """The memory of the whole message, where it is a single run of host memory."""
+    if len(strips) == 1 and strips[0].is_run and strips[0].memory.device.type == "cpu":
+        return strips[0].view
+    return None
+
+
+def _nbytes(strips: Iterable[Strip]) -> int:
+    return sum(strip.nbytes for strip in strips)
+
+
+def _pack(strips: Sequence[Strip], into: torch.Tensor) -> None:
+    position = 0
+    for strip in strips:
+        into[position : position + strip.nbytes].view(strip.shape).copy_(strip.view)
+        position += strip.nbytes
+
+
+def _unpack(data: torch.Tensor, strips: Sequence[Strip]) -> None:
+    position = 0
+    for strip in strips:
+        strip.view.copy_(data[position : position + strip.nbytes].view(strip.shape))
+        position += strip.nbytes
+
+
+def name_of(place: bytes, blocks: Iterable[Block]) -> Name:
+    """Names the bytes that ``blocks`` read, in their order, of what ``place`` (canonical text) names."""
+    digest = xxhash.xxh3_128(place)
+    for block in blocks:
+        loops = (block.source, len(block.shape), *block.shape, *block.source_strides)
+        digest.update(np.array(loops, np.int64).tobytes())
+    return digest.digest()
+
+
+def sharers(names: Sequence[bytes], rank: int) -> dict[Name, Ranks]:
+    """By name, the ranks that lack the same bytes as ``rank``, itself among them, ascending; at least two.
+
+    ``names`` has those of each rank, joined, none of them twice. Pure: every rank computes the same from the same
+    gathered names.
+    """
+    counts = [len(joined) // NAME_BYTES for joined in names]
+    every = _words(b"".join(names))
+    mine = _words(names[rank])
+    if len(mine) == 0:
+        return {}
+    owner = np.repeat(np.arange(len(names)), counts)
+    common = np.flatnonzero(np.isin(every[:, 0], mine[:, 0]))
+    own = {names[rank][at : at + NAME_BYTES] for at in range(0, len(names[rank]), NAME_BYTES)}
+    by_name: dict[Name, list[int]] = {}
+    for index in common.tolist():
+        name = every[index].tobytes()
+        if name in own:
+            by_name.setdefault(name, []).append(int(owner[index]))
+    return {name: tuple(ranks) for name, ranks in by_name.items() if len(ranks) > 1}
+
+
+def part_of(name: Name, nbytes: int, ranks: Ranks, rank: int) -> tuple[int, int]:
+    """Bytes from … to that ``rank``, one of ``ranks``, fetches of ``nbytes``; they may be none.
+
+    The parts of all ranks fill the whole. What is too small for all of them goes to a few, others for other names.
+    """
+    place = (ranks.index(rank) + name[0]) % len(ranks)
+    grains = -(-nbytes // GRAIN_BYTES)
+    begin, end = (grains * edge // len(ranks) * GRAIN_BYTES for edge in (place, place + 1))
+    return min(begin, nbytes), min(end, nbytes)
+
+
+def _words(names: bytes) -> npt.NDArray[np.uint64]:
+    return np.frombuffer(names, np.uint64).reshape(-1, 2)

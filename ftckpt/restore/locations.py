@@ -1,0 +1,145 @@
+"""Where bytes of a snapshot lie, what is wrong with a slot, and what of it this node has, opened once."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ftckpt.errors import ArenaError
+from ftckpt.model import codec
+from ftckpt.store.arena import Arena
+from ftckpt.store.package import mirror_dir
+from ftckpt.store.parity_file import ParityFile
+
+_CHUNK = re.compile(r"chunk ([0-9]+)")
+_PARTS = frozenset({"header", "padding", "objects"})
+
+
+@dataclass(frozen=True, order=True)
+class SlotAt:
+    """One slot of one arena of one node."""
+
+    node: str
+    arena: str
+    slot: int
+
+
+@dataclass(frozen=True, order=True)
+class ChunkAt:
+    """One chunk of a slot of one arena of one node."""
+
+    node: str
+    arena: str
+    slot: int
+    chunk: int
+
+
+@dataclass(frozen=True, order=True)
+class BlockAt:
+    """One block of a parity file of one node."""
+
+    node: str
+    arena: str
+    file: str
+    block: int
+
+
+@dataclass(frozen=True, order=True)
+class PackageAt:
+    """A package file of one node, by its name."""
+
+    node: str
+    file: str
+
+
+Location = SlotAt | ChunkAt | BlockAt | PackageAt
+
+
+def location_of(value: Any) -> Location:
+    """Inverse of ``codec.to_json`` for a location; raises ValueError for anything else."""
+    location: Location = codec.from_json(value, Location)  # type: ignore[arg-type]
+    return location
+
+
+@dataclass(frozen=True)
+class Damage:
+    """What does not verify in a slot: chunks, and other ``parts`` (header, padding, objects).
+
+    A ``useless`` slot has nothing that could be used.
+    """
+
+    chunks: tuple[int, ...] = ()
+    parts: tuple[str, ...] = ()
+    useless: bool = True
+
+    @classmethod
+    def of(cls, problems: Iterable[str]) -> Damage:
+        """From the names that ``Arena.verify`` gives."""
+        chunks: list[int] = []
+        parts: list[str] = []
+        for problem in problems:
+            match = _CHUNK.fullmatch(problem)
+            if match:
+                chunks.append(int(match[1]))
+            elif problem in _PARTS:
+                parts.append(problem)
+            else:
+                return cls()
+        return cls(tuple(chunks), tuple(parts), useless=False)
+
+
+class OpenArenas:
+    """Arenas and parity files of this node, opened for reading once each; ``close`` unmaps them.
+
+    All stages of a restart share one. Whoever is about to free or replace files closes it first: tmpfs gives memory
+    back only when nothing maps it, and a mapping goes on showing a file that was replaced. What is wanted after that
+    is opened anew.
+    """
+
+    def __init__(self, node_dir: Path) -> None:
+        self.node_dir = node_dir
+        self._arenas: dict[str, Arena] = {}
+        self._parity: dict[tuple[str, str], ParityFile] = {}
+
+    def get(self, name: str) -> Arena:
+        """The arena in directory ``name`` of this node."""
+        if name not in self._arenas:
+            self._arenas[name] = Arena.open(self.node_dir / name)
+        return self._arenas[name]
+
+    def parity(self, arena: str, file: str) -> ParityFile:
+        """The parity file ``file`` in directory ``arena`` of this node."""
+        if (arena, file) not in self._parity:
+            self._parity[arena, file] = ParityFile.open(self.node_dir / arena / file)
+        return self._parity[arena, file]
+
+    def view(self, location: Location) -> memoryview:
+        """The bytes of a slot, a chunk, a block or a package of this node.
+
+        Raises:
+            ArenaError: not there, or damaged so that it cannot be read.
+        """
+        if isinstance(location, SlotAt):
+            return self.get(location.arena).slot(location.slot)
+        if isinstance(location, ChunkAt):
+            arena = self.get(location.arena)
+            span = arena.image.chunks[location.chunk]
+            return arena.slot(location.slot)[span.begin : span.end]
+        if isinstance(location, BlockAt):
+            return self.parity(location.arena, location.file).block(location.block).data
+        try:
+            return memoryview((mirror_dir(self.node_dir) / location.file).read_bytes())
+        except OSError as error:
+            raise ArenaError(f"package {location.file}: cannot be read: {error.strerror}") from None
+
+    def close(self) -> None:
+        """Unmap all; views that exist keep their memory."""
+        for arena in self._arenas.values():
+            arena.close()
+        for parity in self._parity.values():
+            parity.close()
+        self._arenas.clear()
+        self._parity.clear()

@@ -1,0 +1,285 @@
+"""The arenas of this node as the SMP has them: mapped, with their checks, parity files and leases on their slots."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from ftckpt.errors import ArenaError, FtckptError, MemoryBudgetError, MismatchError
+from ftckpt.model.snapshot import SnapshotId
+from ftckpt.store.arena import CONTROL_NAME, Arena
+from ftckpt.store.checks import Check, Checks
+from ftckpt.store.control import MAX_SLOTS, SlotRecord
+from ftckpt.store.parity_file import ParityFile
+from ftckpt.store.slots import slot_name
+
+FILES = 2
+"""Parity files of an arena for each mode: one for the protected snapshot, one to write."""
+
+
+class ParityFiles:
+    """Open parity files by path, all writable: the SMP alone writes them. Whoever gets one does not close it."""
+
+    def __init__(self) -> None:
+        self._files: dict[Path, tuple[tuple[int, int], ParityFile]] = {}
+
+    def get(self, path: Path) -> ParityFile | None:
+        """The file, or None where there is none that can be used."""
+        # By device and inode: an SMP before this one, or another layout, may have made a new file of that name.
+        identity = _identity(path)
+        known = self._files.get(path)
+        if known is not None and known[0] == identity:
+            return known[1]
+        self.drop(path)
+        if identity is None:
+            return None
+        try:
+            file = ParityFile.open(path, writable=True)
+        except (ArenaError, MismatchError, MemoryBudgetError):
+            return None
+        self._files[path] = (identity, file)
+        return file
+
+    def add(self, file: ParityFile) -> ParityFile:
+        """Keep a file that was just made."""
+        identity = _identity(file.path)
+        if identity is not None:
+            self.drop(file.path)
+            self._files[file.path] = (identity, file)
+        return file
+
+    def drop(self, path: Path) -> None:
+        """Close the file, before it is deleted or because it is gone."""
+        known = self._files.pop(path, None)
+        if known is not None:
+            known[1].close()
+
+    def keep(self, wanted: Callable[[Path], bool]) -> None:
+        """Close those whose arena's directory is not ``wanted``."""
+        for path in [path for path in self._files if not wanted(path.parent)]:
+            self.drop(path)
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    try:
+        status = os.stat(path)
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino
+
+
+LEASE_SECS = 20.0
+"""After these a trainer takes a slot over from an SMP that was killed or stands still."""
+_OPEN_AGAIN_SECS = 1.0
+_LOOK_AGAIN_SECS = 0.2
+
+
+@dataclass(frozen=True)
+class CheckedSlot:
+    """A checked slot that holds a snapshot."""
+
+    slot: int
+    record: SlotRecord
+    check: Check
+
+    @property
+    def hashes(self) -> npt.NDArray[np.uint64]:
+        """xxh3-64 of each chunk, as the check took them."""
+        return self.check.chunk_hashes
+
+
+class GuardedArena:
+    """One arena. ``find``, ``still_holds``, ``identity`` and ``lease`` may be called from any thread.
+
+    What another thread reads while the arena is closed raises ValueError or ArenaError; memory it has a view
+    of stays mapped.
+
+    Raises:
+        FtckptError: the arena cannot be opened, or its file of checks not be made.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        # Asked before anything is mapped: what is replaced in between counts as another file.
+        identities = _identities(path, MAX_SLOTS)
+        self.mapped = Arena.open(path)
+        self._identities = identities[: self.mapped.control.slots + 1]
+        try:
+            control = self.mapped.control
+            self.checks = Checks.create_or_open(
+                path, control.slots, control.num_chunks, control.digest, writable=True
+            )
+        except BaseException:
+            self.mapped.close()
+            raise
+        self._guard = threading.Lock()
+        self._leases: dict[int, int] = {}
+
+    @property
+    def name(self) -> str:
+        """Name of the arena's directory."""
+        return self.path.name
+
+    @property
+    def shard(self) -> str:
+        """The shard that it holds."""
+        return self.mapped.control.shard
+
+    @property
+    def stale(self) -> bool:
+        """Whether a file of the arena was replaced, made or deleted since it was mapped: open it again."""
+        return self.checks.replaced or self._identities != _identities(self.path, self.mapped.control.slots)
+
+    @property
+    def vanished(self) -> bool:
+        """Whether the arena was deleted."""
+        return not self.path.exists()
+
+    def identity(self, slot: int) -> tuple[int, int] | None:
+        """Of the file of ``slot`` that is mapped here."""
+        return self._identities[1 + slot]
+
+    def still_holds(self, slot: int, record: SlotRecord) -> bool:
+        """Whether ``slot`` still holds the snapshot of ``record``, in the file that is mapped here."""
+        now = self.mapped.control.record(slot)
+        return now.sealed and now.seal_id == record.seal_id and self._current(slot)
+
+    def find(self, snapshot: SnapshotId) -> CheckedSlot | None:
+        """The slot that holds ``snapshot`` and is CHECKED, or None."""
+        slot = self.mapped.find(snapshot)
+        if slot is None or not self._current(slot):
+            return None
+        record, check = self.mapped.control.record(slot), self.checks.read(slot)
+        # The slot may have been given up since it was found.
+        matches = check is not None and check.snapshot == snapshot and check.seal_id == record.seal_id
+        return CheckedSlot(slot, record, check) if check is not None and matches else None
+
+    @contextmanager
+    def lease(self, slot: int) -> Iterator[None]:
+        """Hold a lease on ``slot``; whoever holds one for long renews it with ``renew``."""
+        with self._guard:
+            # The file has one lease for a slot: it ends with the last of those that hold it here.
+            self._leases[slot] = self._leases.get(slot, 0) + 1
+            self.checks.lease(slot, _until())
+        try:
+            yield
+        finally:
+            with self._guard:
+                self._leases[slot] -= 1
+                if self._leases[slot] == 0:
+                    self._end_lease(slot)
+
+    def renew(self, slot: int) -> None:
+        """Prolong a lease that the caller holds."""
+        with self._guard:
+            self.checks.lease(slot, _until())
+
+    def close(self) -> None:
+        """Unmap. Leases end, so that no trainer waits for one that nobody uses any more."""
+        with self._guard:
+            for slot, holders in self._leases.items():
+                if holders:
+                    self._end_lease(slot)
+            self.checks.close()
+        self.mapped.close()
+
+    def _end_lease(self, slot: int) -> None:
+        with suppress(ValueError):  # closed meanwhile, which ended it
+            self.checks.release(slot)
+
+    def _current(self, slot: int) -> bool:
+        return self.identity(slot) == _identity(self.path / slot_name(slot))
+
+
+class GuardedArenas:
+    """The arenas of a node that a live trainer writes. All but ``by_shard`` belongs to one thread."""
+
+    def __init__(self, node_dir: Path) -> None:
+        self.node_dir = node_dir
+        self.by_shard: Mapping[str, GuardedArena] = {}
+        self.parity = ParityFiles()
+        self.problems: dict[str, str] = {}
+        """Why an arena cannot be used, by its name."""
+        self.gone: set[str] = set()
+        """Those that were open here and have been deleted since."""
+        self._wanted: tuple[str, ...] = ()
+        self._try_again = self._look_again = 0.0
+
+    @property
+    def all(self) -> list[GuardedArena]:
+        """The open ones, in no order that means anything."""
+        return list(self.by_shard.values())
+
+    @property
+    def complete(self) -> bool:
+        """Whether all that are wanted are open."""
+        return len(self.by_shard) == len(self._wanted)
+
+    def want(self, names: Iterator[str] | list[str]) -> None:
+        """Directory names of the arenas to hold from now on."""
+        self._wanted = tuple(dict.fromkeys(names))
+        self.gone.clear()
+        self._try_again = 0.0
+
+    @property
+    def changed(self) -> bool:
+        """Whether ``refresh`` has something to do."""
+        names = {arena.name for arena in self.all}
+        missing = set(self._wanted) - names
+        if names - set(self._wanted) or (missing and time.monotonic() >= self._try_again):
+            return True
+        if time.monotonic() < self._look_again:
+            return False
+        self._look_again = time.monotonic() + _LOOK_AGAIN_SECS
+        return any(arena.stale for arena in self.all)
+
+    def refresh(self) -> None:
+        """Open what is wanted and not open, and again what was replaced; close the rest."""
+        self._try_again = time.monotonic() + _OPEN_AGAIN_SECS
+        keep = {arena.name: arena for arena in self.all if arena.name in self._wanted and not arena.stale}
+        gone = [arena for arena in self.all if arena.name not in keep]
+        self.gone |= {arena.name for arena in gone if arena.name in self._wanted and arena.vanished}
+        self.problems.clear()
+        for name in self._wanted:
+            # One that was deleted is not tried again and again: a job that ends removes them one after the other.
+            if name in keep or (name in self.gone and not (self.node_dir / name).exists()):
+                continue
+            try:
+                keep[name] = GuardedArena(self.node_dir / name)
+            except (FtckptError, OSError) as error:
+                self.problems[name] = str(error)
+        self.gone -= keep.keys()
+        # Other threads look arenas up by shard: the new table is there before an arena that is not in it is closed.
+        self.by_shard = {arena.shard: arena for arena in keep.values()}
+        self.parity.keep(lambda directory: directory.name in keep)
+        for arena in gone:
+            arena.close()
+
+    def close(self) -> None:
+        """Unmap all arenas and close their parity files."""
+        arenas, self.by_shard = self.all, {}
+        self.parity.keep(lambda directory: False)
+        for arena in arenas:
+            arena.close()
+
+
+def common_mark(marks: list[SnapshotId | None]) -> SnapshotId | None:
+    """The snapshot that all of ``marks`` name, or None."""
+    return marks[0] if marks and all(mark == marks[0] for mark in marks) else None
+
+
+def _until() -> int:
+    return time.monotonic_ns() + int(LEASE_SECS * 1e9)
+
+
+def _identities(path: Path, slots: int) -> tuple[tuple[int, int] | None, ...]:
+    """Of the control block, then of each slot."""
+    return tuple(map(_identity, (path / CONTROL_NAME, *(path / slot_name(slot) for slot in range(slots)))))

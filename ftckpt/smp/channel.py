@@ -1,0 +1,419 @@
+"""How an SMP is talked to, by trainers and the command line over a Unix socket, by other nodes' SMPs over TCP.
+
+PROTOCOL. Numbers are little-endian, lengths in bytes::
+
+    hello, 48                    frame                              stream, only if payload is not 0
+      0  magic   8 s               0  body     u32                    payload, in order
+      8  flags   u8, 1: seal       4  flags    u8, 1: sealed          1 byte, 1: the payload was valid
+      9  zeros   7                 5  zeros    3                        until its last byte was read
+     16  nonce  32 s               8  payload  u64                    tag, 16
+                                  16  body, then its tag, 16
+
+A connection begins with a hello of each side, the client's first. Each side then proves that it knows the job's
+secret: the client, and after it the server, sends HMAC-SHA256 under it over a word for its role and both hellos.
+Nobody learns the secret or can use a proof twice, in the other role, or with other flags; a server shows nothing,
+not even whether it holds anything, to who has not proven it.
+
+All that follows is frames: a body, which is one JSON object, and perhaps a payload. Each direction has a key of its
+own, made of the secret and both hellos, and AES-256-GCM with the number of the record as nonce. Body and stream are a
+record each. *Every* record is authenticated: nobody on the network can alter, repeat, reorder, cut or add one
+unseen. If either side wants it by its hello, what the records hold is *sealed*, too; only the lengths and flags
+in the first 16 bytes of a frame are open to see then. Otherwise it travels in the clear (GMAC).
+
+Over a Unix socket it is the same with an empty secret, which proves nothing: the kernel names the user at
+the other end, and that is the proof (``trust_in``).
+
+Every wait has a deadline, and every length is bounded before memory is allocated for it.
+"""
+
+from __future__ import annotations
+
+import hmac
+import math
+import os
+import socket
+import struct
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
+
+from ftckpt.errors import ConfigError, FtckptError
+from ftckpt.store.directory import SMP_SOCKET_NAME
+
+MAGIC = b"FTCKSMP2"
+NONCE_BYTES = 32
+PROOF_BYTES = 32
+TAG_BYTES = 16
+MIN_SECRET_BYTES = 16
+
+HELLO = struct.Struct("<8sB7x32s")
+FRAME = struct.Struct("<IB3xQ")
+_SEAL = 1
+_PIECE_BYTES = 256 << 10
+"""What is copied, authenticated and sent at a time: it stays in a core's cache in between."""
+
+
+class PeerError(FtckptError):
+    """The other side cannot be reached, is too slow, refuses, or answers nonsense: look at that node."""
+
+
+class SilentError(PeerError):
+    """The other side took the connection, and said no hello in time."""
+
+
+class VersionError(PeerError):
+    """The other side is no SMP, or one of another version of ftckpt."""
+
+
+class RefusedError(PeerError):
+    """The other side does not know the job's secret, or does not believe that this one does."""
+
+
+@dataclass(frozen=True)
+class Deadlines:
+    """Longest waits in seconds; a transfer may take ``step_secs`` plus its bytes over ``slowest_bytes_per_sec``."""
+
+    connect_secs: float = 5.0
+    step_secs: float = 10.0
+    idle_secs: float = 300.0
+    slowest_bytes_per_sec: float = 10e6
+
+    def transfer_secs(self, nbytes: int) -> float:
+        """Seconds that ``nbytes`` may take from their first byte to their last."""
+        return self.step_secs + nbytes / self.slowest_bytes_per_sec
+
+
+@dataclass(frozen=True)
+class Trust:
+    """What proves who is at the other end, and whether this side wants records sealed."""
+
+    secret: bytes = field(default=b"", repr=False)
+    encrypt: bool = False
+
+    def checked(self) -> Trust:
+        """Itself.
+
+        Raises:
+            ConfigError: the secret is too short to keep anybody out.
+        """
+        if len(self.secret) < MIN_SECRET_BYTES:
+            raise ConfigError(
+                f"secret_file: a secret of {len(self.secret)} bytes; at least {MIN_SECRET_BYTES} are needed"
+            )
+        return self
+
+
+def trust_in(sock: socket.socket, trust: Trust) -> Trust:
+    """The one rule of who is believed at the other end of ``sock``, and by what proof.
+
+    Over a Unix socket: processes of this user, by the credentials that the kernel names, and without a secret,
+    because it is a trainer of this user that brings the secret with its first requests. Over the network: who
+    proves ``trust``; nobody where no secret is known.
+
+    Raises:
+        RefusedError: another user, or no secret to prove anything by.
+    """
+    if sock.family == socket.AF_UNIX:
+        uid = _peer_uid(sock)
+        if uid != os.geteuid():
+            raise RefusedError(f"it belongs to another user: user {uid}")
+        return Trust()
+    if not trust.secret:
+        raise RefusedError("no secret is known yet")
+    return trust
+
+
+def _peer_uid(sock: socket.socket) -> int:
+    credentials = struct.Struct("=3i")  # struct ucred: pid, uid, gid
+    return int(credentials.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, credentials.size))[1])
+
+
+@dataclass(frozen=True)
+class Delivery:
+    """Bytes to send after a body. ``valid`` says, after they were read, whether they had been right all the time."""
+
+    view: memoryview
+    hash: int
+    valid: Callable[[], bool] = lambda: True
+
+
+@dataclass(frozen=True)
+class Frame:
+    """What came: a body, and a payload where there was one and it had been valid."""
+
+    body: bytes
+    payload: bytearray | None = None
+
+
+class _Record(Protocol):
+    """A GCM context of the library, of which this module uses the smallest part."""
+
+    def update_into(self, data: Any, buf: Any) -> int: ...
+    def authenticate_additional_data(self, data: Any) -> None: ...
+
+
+class _Keys:
+    """One direction of a connection: its key, and the number of its next record."""
+
+    def __init__(self, secret: bytes, direction: bytes, hellos: bytes) -> None:
+        self._key = algorithms.AES(hmac.digest(secret, b"ftckpt smp key " + direction + hellos, "sha256"))
+        self._records = 0
+
+    def next(self) -> Cipher[modes.GCM]:
+        """The cipher of the next record. A nonce that came twice under one key would give the key away."""
+        self._records += 1
+        return Cipher(self._key, modes.GCM(struct.pack("<4xQ", self._records)))
+
+
+class Channel:
+    """A connected socket, of which each call ends at a deadline (``time.monotonic``). One thread uses it.
+
+    ``greet`` or ``welcome`` comes first.
+
+    Raises (every method that sends or receives):
+        PeerError: closed by the other side, too late, broken, or altered on its way.
+    """
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._socket = sock
+        self._sealed = False
+        self._sending: _Keys | None = None
+        self._receiving: _Keys | None = None
+        self._scratch = memoryview(b"")
+        self._end = math.inf
+        if sock.family != socket.AF_UNIX:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # a request is one small frame, and waits
+
+    def end_by(self, deadline: float) -> None:
+        """No later call may take longer than until ``deadline``, whatever its own is."""
+        self._end = deadline
+
+    def greet(self, trust: Trust, deadline: float) -> None:
+        """The client's side of the beginning.
+
+        Raises:
+            SilentError: the other side says nothing.
+            RefusedError: one side does not know the secret.
+        """
+        trust = trust_in(self._socket, trust)
+        mine = HELLO.pack(MAGIC, _SEAL * trust.encrypt, os.urandom(NONCE_BYTES))
+        self.write(mine, deadline)
+        try:
+            theirs = bytes(self.read(HELLO.size, deadline))
+        except PeerError as error:
+            if time.monotonic() < min(deadline, self._end):
+                raise  # it hung up: an SMP that ends does so
+            raise SilentError(str(error)) from None
+        _check_version(theirs)
+        self.write(_proof(trust, b"client", mine + theirs), deadline)
+        try:
+            proof = self.read(PROOF_BYTES, deadline)
+        except PeerError as error:
+            raise RefusedError(f"it does not accept this node's secret ({error})") from None
+        if not hmac.compare_digest(proof, _proof(trust, b"server", mine + theirs)):
+            raise RefusedError("it does not know the job's secret")
+        self._begin(trust, mine, theirs, (b"client", b"server"))
+
+    def welcome(self, trust: Trust, deadline: float) -> None:
+        """The server's side of the beginning.
+
+        Raises:
+            RefusedError: the other side does not know the secret.
+        """
+        trust = trust_in(self._socket, trust)
+        theirs = bytes(self.read(HELLO.size, deadline))
+        mine = HELLO.pack(MAGIC, _SEAL * trust.encrypt, os.urandom(NONCE_BYTES))
+        self.write(mine, deadline)  # before theirs is looked at: one of another version must see which this one is
+        _check_version(theirs)
+        proof = self.read(PROOF_BYTES, deadline)
+        if not hmac.compare_digest(proof, _proof(trust, b"client", theirs + mine)):
+            raise RefusedError("it does not know the job's secret")
+        self.write(_proof(trust, b"server", theirs + mine), deadline)
+        self._begin(trust, theirs, mine, (b"server", b"client"))
+
+    def send(self, body: bytes, deadline: float, payload: Delivery | None = None) -> None:
+        """One frame; what ``payload`` shows is read while it is sent."""
+        assert self._sending is not None, "greet or welcome comes first"
+        nbytes = 0 if payload is None else len(payload.view)
+        head = FRAME.pack(len(body), _SEAL * self._sealed, nbytes)
+        record = self._sending.next().encryptor()
+        record.authenticate_additional_data(head)
+        sent = bytearray(body)
+        self._pass(record, memoryview(sent))
+        record.finalize()
+        self.write(head + sent + record.tag, deadline)
+        if payload is not None and nbytes:
+            self._send_stream(self._sending, payload, deadline)
+
+    def receive(
+        self, most_body: int, most_payload: int, deadlines: Deadlines, wait_secs: float | None = None
+    ) -> Frame:
+        """The next frame; waiting for its begin may take ``wait_secs`` (default: a step).
+
+        Raises:
+            PeerError: also where it announces more than ``most_body`` or ``most_payload`` bytes.
+        """
+        assert self._receiving is not None, "greet or welcome comes first"
+        head = self.read(FRAME.size, time.monotonic() + (deadlines.step_secs if wait_secs is None else wait_secs))
+        # The lengths are believed only within bounds until the tag behind the body has proven them.
+        num_body, flags, nbytes = FRAME.unpack(head)
+        if flags != _SEAL * self._sealed or num_body > most_body or nbytes > most_payload:
+            raise PeerError(
+                f"it announces {num_body} and {nbytes} bytes where {most_body} and {most_payload} are the most"
+            )
+        deadline = time.monotonic() + deadlines.transfer_secs(num_body)
+        record = self._receiving.next().decryptor()
+        record.authenticate_additional_data(head)
+        body = self.read(num_body, deadline)
+        self._pass(record, memoryview(body))
+        self._read_tag(record, deadline)
+        return Frame(bytes(body), self._receive_stream(self._receiving, nbytes, deadlines) if nbytes else None)
+
+    def read(self, nbytes: int, deadline: float) -> bytearray:
+        """Exactly ``nbytes`` as they come; the caller has bounded them."""
+        data = bytearray(nbytes)
+        self._read_into(memoryview(data), deadline)
+        return data
+
+    def write(self, data: bytes | bytearray | memoryview, deadline: float) -> None:
+        """Send ``data`` as it is."""
+        with memoryview(data) as view:
+            at = 0
+            while at < len(view):
+                piece = view[at : at + _PIECE_BYTES]
+                at += self._wait(deadline, "takes nothing", lambda: self._socket.send(piece))  # noqa: B023
+
+    def end_input(self) -> None:
+        """Take nothing more, from any thread: who waits for a frame is woken, what is being sent goes on."""
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RD)
+
+    def abort(self) -> None:
+        """End the connection from any thread: the one that waits in it is woken with an error and closes it."""
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Close the connection, from the thread that uses it."""
+        self.abort()
+        self._socket.close()
+
+    def _begin(self, trust: Trust, client: bytes, server: bytes, roles: tuple[bytes, bytes]) -> None:
+        # Either side's wish is enough. Both hellos are in both proofs: nobody on the way can clear the flag.
+        self._sealed = any(HELLO.unpack(hello)[1] & _SEAL for hello in (client, server))
+        self._sending, self._receiving = (_Keys(trust.secret, role, client + server) for role in roles)
+
+    def _send_stream(self, keys: _Keys, payload: Delivery, deadline: float) -> None:
+        record = keys.next().encryptor()
+        if not self._scratch:
+            self._scratch = memoryview(bytearray(_PIECE_BYTES))
+        for begin in range(0, len(payload.view), _PIECE_BYTES):
+            # A trainer may take the slot over at any moment: were its memory authenticated first and sent after,
+            # bytes that changed in between would look like an attack. So both are done with one copy.
+            with payload.view[begin : begin + _PIECE_BYTES] as source:
+                piece = self._scratch[: len(source)]
+                piece[:] = source
+            self._pass(record, piece)
+            self.write(piece, deadline)
+        trailer = bytearray([payload.valid()])
+        self._pass(record, memoryview(trailer))
+        record.finalize()
+        self.write(trailer + record.tag, deadline)
+
+    def _receive_stream(self, keys: _Keys, nbytes: int, deadlines: Deadlines) -> bytearray | None:
+        deadline = time.monotonic() + deadlines.transfer_secs(nbytes)
+        record = keys.next().decryptor()
+        data = bytearray(nbytes)
+        with memoryview(data) as view:
+            for begin in range(0, nbytes, _PIECE_BYTES):
+                with view[begin : begin + _PIECE_BYTES] as piece:
+                    self._read_into(piece, deadline)
+                    self._pass(record, piece)
+        trailer = self.read(1, deadline)
+        self._pass(record, memoryview(trailer))
+        self._read_tag(record, deadline)
+        return data if trailer[0] == 1 else None
+
+    def _pass(self, record: _Record, piece: memoryview) -> None:
+        """Let a piece go through the record: authenticated, and in place sealed or opened where that was agreed."""
+        if self._sealed:
+            record.update_into(piece, piece)
+        else:
+            record.authenticate_additional_data(piece)
+
+    def _read_tag(self, record: Any, deadline: float) -> None:
+        try:
+            record.finalize_with_tag(bytes(self.read(TAG_BYTES, deadline)))
+        except InvalidTag:
+            raise PeerError("what it sent was altered on its way") from None
+
+    def _read_into(self, view: memoryview, deadline: float) -> None:
+        at = 0
+        while at < len(view):
+            got = self._wait(deadline, "sends nothing", lambda: self._socket.recv_into(view[at:]))  # noqa: B023
+            if got == 0:
+                raise PeerError("the connection was closed")
+            at += got
+
+    def _wait(self, deadline: float, what: str, call: Callable[[], int]) -> int:
+        left_secs = min(deadline, self._end) - time.monotonic()
+        if left_secs <= 0:
+            raise PeerError(f"it {what} in time")
+        try:
+            self._socket.settimeout(left_secs)
+            return call()
+        except TimeoutError:
+            raise PeerError(f"it {what} in time") from None
+        except (OSError, ValueError) as error:
+            raise PeerError(f"the connection broke: {error}") from None
+
+
+def _check_version(hello: bytes) -> None:
+    if HELLO.unpack(hello)[0] != MAGIC:
+        raise VersionError("it is no SMP of this version of ftckpt")
+
+
+def _proof(trust: Trust, role: bytes, hellos: bytes) -> bytes:
+    return hmac.digest(trust.secret, b"ftckpt smp " + role + hellos, "sha256")
+
+
+@contextmanager
+def socket_address(node_dir: Path) -> Iterator[str]:
+    """A short path of the SMP's socket in ``node_dir``, valid in the block: an address holds 107 bytes at most.
+
+    Raises:
+        OSError: no such directory.
+    """
+    fd = os.open(node_dir, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield f"/proc/self/fd/{fd}/{SMP_SOCKET_NAME}"
+    finally:
+        os.close(fd)
+
+
+def connect(where: Path | tuple[str, int], timeout_secs: float) -> Channel:
+    """A channel to the SMP of a node's directory, or at a host and port; ``greet`` comes next.
+
+    Raises:
+        PeerError: it cannot be reached in time.
+    """
+    try:
+        if not isinstance(where, Path):
+            return Channel(socket.create_connection(where, timeout=timeout_secs))
+        connected = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            connected.settimeout(timeout_secs)
+            with socket_address(where) as address:
+                connected.connect(address)
+        except BaseException:
+            connected.close()
+            raise
+        return Channel(connected)
+    except (OSError, UnicodeError, OverflowError) as error:  # the latter two: a host or a port that cannot be
+        raise PeerError(f"cannot be reached: {error}") from None

@@ -1,0 +1,135 @@
+"""What an SMP leaves and takes on its node: its configuration and log in the directory, memory and descriptors."""
+
+from __future__ import annotations
+
+import logging
+import os
+import resource
+import threading
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ftckpt.errors import SmpError
+from ftckpt.smp.requests import MAX_REQUEST_BYTES, VERSION, decode_object, encode_object
+from ftckpt.store.directory import SMP_LOG_NAME, SMP_STATE_NAME
+
+_LOG_BYTES = 256 << 10
+_MESSAGE_CHARS = 4000
+_MAX_STATE_BYTES = 2 * MAX_REQUEST_BYTES
+
+
+@dataclass
+class SmpConfig:
+    """What a new SMP needs to go on where another was killed.
+
+    ``host``, ``port``, ``secret`` (hex): where it answers other nodes, and to whom; port 0: it does not.
+    """
+
+    description: dict[str, Any] | None = None
+    host: str = ""
+    port: int = 0
+    secret: str = field(default="", repr=False)
+
+    def store(self, node_dir: Path) -> None:
+        """Write ``smp.json`` (0600); a kill leaves the old one or the new one.
+
+        Raises:
+            OSError: the tmpfs is full or not writable.
+        """
+        data = encode_object({"version": VERSION, **vars(self)})
+        new = node_dir / f"{SMP_STATE_NAME}.new"
+        new.unlink(missing_ok=True)
+        fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        with os.fdopen(fd, "wb") as file:
+            file.write(data)
+        new.rename(node_dir / SMP_STATE_NAME)  # no fsync: a tmpfs loses all or nothing
+
+    @classmethod
+    def load(cls, node_dir: Path) -> SmpConfig | None:
+        """What the last SMP of this node stored; None where there is nothing.
+
+        Raises:
+            SmpError: it is damaged, of another version, or another user's.
+        """
+        path = node_dir / SMP_STATE_NAME
+        try:
+            fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise SmpError(f"{path}: cannot be read: {error.strerror}") from None
+        with os.fdopen(fd, "rb") as file:
+            if os.fstat(fd).st_uid != os.geteuid():
+                raise SmpError(f"{path} belongs to another user")
+            data = file.read(_MAX_STATE_BYTES + 1)
+        if len(data) > _MAX_STATE_BYTES:
+            raise SmpError(f"{path}: longer than {_MAX_STATE_BYTES} bytes")
+        try:
+            message = decode_object(data)
+        except SmpError as error:
+            raise SmpError(f"{path}: {error}") from None
+        if message.pop("version", None) != VERSION:
+            raise SmpError(f"{path}: of another version of ftckpt")
+        kinds = {"description": dict, "host": str, "port": int, "secret": str}
+        if set(message) != set(kinds) or not all(
+            isinstance(message[name], kind) or (message[name] is None and name == "description")
+            for name, kind in kinds.items()
+        ):
+            raise SmpError(f"{path}: its fields are not {', '.join(kinds)}")
+        return cls(**message)
+
+
+class BoundedLog(logging.Handler):
+    """Messages go to ``smp.log`` (0600), of which the newer half stays whenever it has 256 KiB."""
+
+    def __init__(self, node_dir: Path) -> None:
+        super().__init__()
+        flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
+        self.fd = os.open(node_dir / SMP_LOG_NAME, flags, 0o600)
+        os.fchmod(self.fd, 0o600)
+        self.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Append one message; one that cannot be written is lost."""
+        try:
+            os.write(self.fd, self.format(record)[:_MESSAGE_CHARS].encode() + b"\n")
+            self.trim()
+        except (OSError, ValueError):
+            pass  # a full tmpfs must not end what guards the rest of it
+
+    def trim(self) -> None:
+        """Keep the file short; what others write into it (a traceback at the end) counts as well."""
+        size = os.fstat(self.fd).st_size
+        if size > _LOG_BYTES:
+            tail = os.pread(self.fd, _LOG_BYTES // 2, size - _LOG_BYTES // 2)
+            os.ftruncate(self.fd, 0)
+            os.write(self.fd, tail[tail.find(b"\n") + 1 :])
+
+    def close(self) -> None:
+        """Close the file; a second call does nothing."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+        super().close()
+
+
+DATA_LIMIT_BYTES = 1 << 30
+"""Of private writable memory (RLIMIT_DATA): mapped arenas do not count. By itself the process needs some 40 MB."""
+_STACK_BYTES = 1 << 20
+
+
+def bound_process() -> None:
+    """Lowest priority, bounded memory, as many descriptors as allowed."""
+    os.nice(19)  # training's threads come first on every core
+    threading.stack_size(_STACK_BYTES)  # by default 8 MiB each, and RLIMIT_DATA counts them
+    for limit, wanted in ((resource.RLIMIT_DATA, DATA_LIMIT_BYTES), (resource.RLIMIT_NOFILE, None)):
+        _, hard = resource.getrlimit(limit)
+        soft = hard if wanted is None else wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(limit, (soft, hard))
+
+
+def anon_bytes() -> int:
+    """Memory of this process that is its own: neither files nor arenas."""
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1]) << 10 for line in file if line.startswith("RssAnon:"))

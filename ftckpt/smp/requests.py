@@ -1,0 +1,230 @@
+"""Requests to an SMP and its replies: the JSON objects in the bodies of frames.
+
+A request has ``request``, the word of its kind, and that kind's fields. A reply has ``ok``, and either the fields of
+the answer or ``error``. State never travels here: it lies in shared memory.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, ClassVar
+
+import xxhash
+
+from ftckpt.errors import SmpError
+from ftckpt.model.snapshot import SnapshotId
+from ftckpt.smp.channel import Channel, Deadlines, PeerError
+from ftckpt.store.control import MAX_SHARD_BYTES
+from ftckpt.store.package import MAX_PACKAGE_BYTES
+
+VERSION = 2
+"""Of requests, and of what an SMP keeps in files; an SMP of another version is replaced."""
+MAX_REQUEST_BYTES = 8 << 20
+"""A description of the groups of eight arenas of 64 GB takes about a tenth."""
+MAX_NETWORK_REQUEST_BYTES = 4 << 10
+"""Other nodes name a shard, a snapshot and a chunk, nothing more."""
+MAX_REPLY_BYTES = 1 << 20
+MAX_PAYLOAD_BYTES = max(MAX_PACKAGE_BYTES, 1 << 30)
+"""A chunk may have any size that a user sets; this is what nobody needs."""
+
+_SHARD = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+
+
+@dataclass(frozen=True)
+class SmpRequest:
+    """Base of all kinds. Those that are about state come from this node alone, and are served in the SMP's loop."""
+
+    WORD: ClassVar[str] = ""
+
+
+@dataclass(frozen=True)
+class HelloRequest(SmpRequest):
+    """Who are you? ``version``, ``pid``, ``job``, ``node``, ``configured``, ``port`` (0: it does not listen)."""
+
+    WORD = "hello"
+
+
+@dataclass(frozen=True)
+class StatusRequest(SmpRequest):
+    """What do you do? Trainers that it sees, its memory, hangs, and ``duties``."""
+
+    WORD = "status"
+
+
+@dataclass(frozen=True)
+class ListenRequest(SmpRequest):
+    """Answer other nodes at ``host``, to those who know ``secret`` (hex); the answer has ``port``."""
+
+    WORD = "listen"
+    host: str
+    secret: str = field(repr=False)
+
+
+@dataclass(frozen=True)
+class ConfigureRequest(SmpRequest):
+    """Guard what ``description`` names: places, groups, packages of other nodes, settings."""
+
+    WORD = "configure"
+    description: dict[str, Any] = field(repr=False)
+
+
+@dataclass(frozen=True)
+class EndRequest(SmpRequest):
+    """The job is over: remove the SMP's files, and end."""
+
+    WORD = "end"
+
+
+@dataclass(frozen=True)
+class BytesRequest(SmpRequest):
+    """Bytes of one shard at one snapshot, for other nodes; answered by ``here``, ``hash`` (xxh3-64) and a payload.
+
+    Raises:
+        SmpError: ``shard`` names none.
+    """
+
+    snapshot: SnapshotId
+    shard: str
+
+    def __post_init__(self) -> None:
+        # It becomes part of a file name.
+        if len(self.shard.encode()) > MAX_SHARD_BYTES or not _SHARD.fullmatch(self.shard):
+            raise SmpError(f"{self.shard[:40]!r} names no shard")
+
+
+@dataclass(frozen=True)
+class ChunkRequest(BytesRequest):
+    """A chunk of a checked slot.
+
+    Raises:
+        SmpError: as its base, or a negative number.
+    """
+
+    WORD = "chunk"
+    chunk: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.chunk < 0:
+            raise SmpError(f"there is no chunk {self.chunk}")
+
+
+@dataclass(frozen=True)
+class PackageRequest(BytesRequest):
+    """The package of the shard."""
+
+    WORD = "package"
+
+
+REQUESTS: dict[str, type[SmpRequest]] = {
+    kind.WORD: kind
+    for kind in (
+        HelloRequest, StatusRequest, ListenRequest, ConfigureRequest, EndRequest, ChunkRequest, PackageRequest
+    )
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What an SMP answered; ``payload`` is None where there is none, or it became invalid while it was sent."""
+
+    fields: Mapping[str, Any]
+    payload: bytearray | None = None
+
+    @property
+    def error(self) -> str:
+        """Why the request was refused; "" if it was not."""
+        return "" if self.fields.get("ok") is True else str(self.fields.get("error"))
+
+
+def encode_object(message: Mapping[str, Any]) -> bytes:
+    """``message`` as the body of a frame, compact JSON."""
+    return json.dumps(message, separators=(",", ":"), default=str).encode()
+
+
+def decode_object(body: bytes | bytearray) -> dict[str, Any]:
+    """The JSON object in a body.
+
+    Raises:
+        SmpError: it is none.
+    """
+    try:
+        message = json.loads(body)
+    except (ValueError, RecursionError, MemoryError) as error:
+        raise SmpError(f"not a JSON object: {type(error).__name__}") from None
+    if not isinstance(message, dict):
+        raise SmpError(f"not a JSON object but {type(message).__name__}")
+    return message
+
+
+def encode_request(request: SmpRequest) -> bytes:
+    """The body of a request."""
+    return encode_object({"request": request.WORD, **vars(request)})
+
+
+def decode_request(body: bytes | bytearray) -> SmpRequest:
+    """The request in a body.
+
+    Raises:
+        SmpError: unknown, or its fields are not those of its kind.
+    """
+    message = decode_object(body)
+    word = message.pop("request", None)
+    kind = REQUESTS.get(word) if isinstance(word, str) else None
+    if kind is None:
+        raise SmpError(f"unknown request {str(word)[:40]!r}; known are {', '.join(REQUESTS)}")
+    needs = {each.name: str(each.type) for each in fields(kind)}
+    if message.keys() != needs.keys():
+        raise SmpError(f"{word}: needs {' and '.join(needs) or 'nothing more'}")
+    try:
+        return kind(**{name: _VALUES[needs[name]](value) for name, value in message.items()})
+    except (TypeError, ValueError) as error:
+        raise SmpError(f"{word}: {error}") from None
+
+
+def exchange(channel: Channel, request: SmpRequest, deadlines: Deadlines, *, most_payload: int = 0) -> Reply:
+    """Send one request and wait for its reply.
+
+    Args:
+        most_payload: bytes that the caller has room for.
+
+    Raises:
+        PeerError: as ``Channel``, or nonsense.
+    """
+    body = encode_request(request)
+    if len(body) > MAX_REQUEST_BYTES:
+        raise PeerError(f"a request of {len(body)} bytes; the most is {MAX_REQUEST_BYTES}")
+    channel.send(body, time.monotonic() + deadlines.transfer_secs(len(body)))
+    frame = channel.receive(MAX_REPLY_BYTES, min(most_payload, MAX_PAYLOAD_BYTES), deadlines)
+    try:
+        return Reply(decode_object(frame.body), frame.payload)
+    except SmpError as error:
+        raise PeerError(f"its reply is {error}") from None
+
+
+def guard_digest(description: Mapping[str, Any]) -> int:
+    """A digest, never 0, of what a description says is to be guarded: arenas, groups, packages of other nodes."""
+    arenas = sorted(str(place["arena"]) for place in description["places"].values())
+    value = [arenas, description["groups"], description["mirror_from"]]
+    return xxhash.xxh3_64_intdigest(json.dumps(value, sort_keys=True).encode()) | 1
+
+
+def _of(kind: type) -> Callable[[Any], Any]:
+    def checked(value: Any) -> Any:
+        if type(value) is not kind:  # a bool is an int to isinstance
+            raise TypeError(f"{str(value)[:40]!r} is no {kind.__name__}")
+        return value
+
+    return checked
+
+
+_VALUES: dict[str, Callable[[Any], Any]] = {
+    "str": _of(str),
+    "int": _of(int),
+    "dict[str, Any]": _of(dict),
+    "SnapshotId": lambda value: SnapshotId.parse(_of(str)(value)),
+}

@@ -1,0 +1,56 @@
+"""The CPU stand-in for CUDA: unmodified Megatron trains on a machine without a GPU, over gloo.
+
+For tests and the demo (FTCKPT_DEVICE=cpu). What is stood in, and why:
+
+* `torch.cuda` (cuda.py): Megatron refuses to start without it, and waits on its streams.
+* tensor factories and `Tensor` methods (tensor.py): `device="cuda"` is written out everywhere.
+* `torch.distributed` (distributed.py): "nccl" becomes gloo, and gloo learns what only NCCL does.
+* details of Megatron's modules (megatron.py), fixed when those modules are imported.
+* `multiprocessing` (spawn.py): processes that are spawned get the stand-in too.
+* the compiler: 0.16.1 compiles its fused functions at first use, minutes on a small machine; eager
+  execution gives the same bits in every run.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from typing import Any
+
+from ftckpt.standin.cuda import install_cuda
+from ftckpt.standin.distributed import install_distributed
+from ftckpt.standin.megatron import install_megatron
+from ftckpt.standin.spawn import install_spawn
+from ftckpt.standin.tensor import install_tensor
+
+_installed = False
+
+
+def install() -> None:
+    """Replaces CUDA in this process, once; before or after megatron.core has been imported."""
+    global _installed
+    if _installed:
+        return
+    _installed = True
+    _disable_compiler()
+    install_cuda()
+    install_tensor()
+    install_distributed()
+    install_megatron()
+    install_spawn()
+    # 0.16.1 calls collectives by their older names.
+    warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
+
+
+def _disable_compiler() -> None:
+    # Imported here because it indexes torch's functions, which must still be the real ones;
+    # the first optimizer would import it anyway.
+    import torch._dynamo.config
+
+    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+    torch._dynamo.config.disable = True
+
+    def compile_(model: Any = None, **_kwargs: Any) -> Any:
+        return model if model is not None else (lambda function: function)
+
+    torch.compile = compile_

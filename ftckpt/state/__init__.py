@@ -1,1 +1,0 @@
-"""What must be saved: fragments, manifests and objects, as pure data."""

@@ -1,0 +1,342 @@
+"""An arena: the files of one shard, mapped; ``FORMAT.md`` has the byte maps."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from contextlib import closing
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from ftckpt.errors import ArenaError, ConfigError, CorruptError, MismatchError
+from ftckpt.model.manifest import Manifest
+from ftckpt.model.snapshot import SnapshotId
+from ftckpt.store.checks import Check, Checks, CheckState
+from ftckpt.store.control import ControlBlock, SlotRecord, SlotState, control_bytes
+from ftckpt.store.directory import (
+    LOCK_NAME,
+    arena_path,
+    lock_arena,
+    remove_arena,
+    remove_stale,
+    remove_tree,
+    require_own,
+)
+from ftckpt.store.image import SlotImage
+from ftckpt.store.locks import FileLock
+from ftckpt.store.mapping import Mapping, create_mapping, open_mapping
+from ftckpt.store.slots import SlotFiles, image_of_slots
+
+Progress = Callable[[int, int], None]
+"""Called with bytes done and bytes in all."""
+
+Hashes = npt.NDArray[np.uint64]
+
+
+CONTROL_NAME = "control"
+
+
+class Arena:
+    """The mapped files of one shard.
+
+    Made by ``create`` or ``open``; the caller closes it. ``slot`` views stay usable after ``close`` and
+    ``free``: the memory is unmapped when the last of them is gone. Who writes holds the lock (``lock``).
+    A slot may be without memory, not allocated: its record is EMPTY, its file is missing.
+
+    The checksums of a snapshot's chunks are in the control block, or, where the trainer took none, in the
+    file ``checks`` as soon as the node's SMP has taken them. What is in ``checks`` counts for a slot only if it
+    names the sealing (``seal_id``) of the slot's record.
+    """
+
+    def __init__(self, path: Path, image: SlotImage, control: Mapping, slots: SlotFiles) -> None:
+        self.path = path
+        self.image = image
+        self.control = ControlBlock(control.data)
+        self._control_map = control
+        self._slots = slots
+        self._checks: Checks | None = None
+        self._lock: FileLock | None = None
+
+    @classmethod
+    def create(cls, node_dir: Path, manifest: Manifest, slots: int, allocate: int | None = None) -> Arena:
+        """Create an arena whose slots are all EMPTY; every page of the first ``allocate`` is allocated and mapped.
+
+        It is built under a temporary name and renamed when complete. What killed processes left under
+        temporary names for the same shard is removed first. The arena comes back unlocked. The others of its
+        ``slots`` get their memory by the method ``allocate``; None means all at once.
+
+        Raises:
+            ArenaError: there is an arena for this manifest already, or another process is creating it.
+            ConfigError: ``allocate`` is not 1 to ``slots``: a slot's header tells what an arena holds.
+            MemoryBudgetError: the file system has no room; nothing is left behind.
+        """
+        final = arena_path(node_dir, manifest)
+        if final.exists():
+            raise ArenaError(f"{final} exists; open it, or remove it first")
+        if allocate is not None and not 1 <= allocate <= slots:
+            raise ConfigError(f"{final}: allocate {allocate} is not 1 to {slots}, the number of slots")
+        image = SlotImage.of(manifest)
+        remove_stale(node_dir, manifest.shard)
+        temporary = node_dir / f".{final.name}.new-{os.getpid()}"
+        files = SlotFiles(temporary, image, slots)
+        control = None
+        try:
+            temporary.mkdir(mode=0o700)
+            with FileLock(temporary / LOCK_NAME, 0, f"new arena {final.name}", "end that process first"):
+                for slot in range(slots if allocate is None else allocate):
+                    files.make(slot)
+                control = create_mapping(temporary / CONTROL_NAME, control_bytes(slots, len(image.chunks)))
+                ControlBlock.format_into(control.data, manifest, slots).close()
+                temporary.rename(final)
+        except BaseException as error:
+            files.close()
+            if control is not None:
+                control.close()
+            remove_tree(temporary)
+            if isinstance(error, OSError):
+                raise ArenaError(f"{final}: cannot be created: {error.strerror}") from None
+            raise
+        files.path = final
+        return cls(final, image, control, files)
+
+    @classmethod
+    def open(cls, path: Path, writable: bool = False) -> Arena:
+        """Map an existing arena. A bad slot is reported by ``slot_error``, it does not spoil the others.
+
+        Raises:
+            CorruptError: the control block is bad, or no slot tells what the arena holds.
+            MismatchError: written by another format version.
+            ArenaError: missing, or owned by another user.
+            MemoryBudgetError: a slot to be written has holes and there is no room to fill them.
+        """
+        if not path.exists():
+            raise ArenaError(f"{path}: no such arena")
+        require_own(path)
+        try:
+            control = open_mapping(path / CONTROL_NAME, None, writable)
+        except ArenaError as error:
+            raise CorruptError(str(error)) from None
+        try:
+            with memoryview(control.data) as view, closing(ControlBlock(view)) as block:
+                image = image_of_slots(path, block.slots, block.digest)
+                if len(image.chunks) != block.num_chunks:
+                    raise CorruptError(
+                        f"{path}: {block.num_chunks} chunks in the control block, {len(image.chunks)} in a slot"
+                    )
+                files = SlotFiles.open(path, image, block, writable)
+        except BaseException:
+            control.close()
+            raise
+        return cls(path, image, control, files)
+
+    def allocate(self, slot: int) -> None:
+        """Give ``slot`` memory if it has none; it can be written at once, without opening the arena again.
+
+        Raises:
+            MemoryBudgetError: the file system has no room; nothing has changed.
+            ArenaError: the file cannot be created.
+        """
+        if not self.allocated(slot):
+            self._slots.make(slot)
+
+    def free(self, slot: int) -> None:
+        """Give up what ``slot`` holds, and its memory, until ``allocate``.
+
+        The file is deleted at once; the memory comes back when the last view of the slot is gone.
+
+        Raises:
+            ArenaError: no other slot can be read: without one nothing tells what the arena holds.
+        """
+        if all(self.slot_error(other) for other in range(self.control.slots) if other != slot):
+            raise ArenaError(f"{self.path}: slot {slot} is the last one; remove the arena instead")
+        # Readers take a missing file for damage unless the record is EMPTY.
+        self.control.void(slot)
+        self._slots.free(slot)
+
+    def lock(self, deadline_secs: float) -> None:
+        """Become the one process that writes this arena, until ``unlock`` or ``close``.
+
+        Raises:
+            ArenaError: still held by another process (named by pid) after ``deadline_secs``.
+        """
+        self._lock = lock_arena(self.path, deadline_secs)
+        self._slots.remove_half_made()
+
+    def unlock(self) -> None:
+        """Give the lock up; does nothing if it is not held."""
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
+
+    def renew(self, slot: int) -> None:
+        """Give ``slot`` a new, empty file in place of a damaged one, which is deleted first.
+
+        Raises:
+            MemoryBudgetError: the file system has no room; the slot is not allocated then.
+            ArenaError: as ``free``.
+        """
+        self.free(slot)
+        self.allocate(slot)
+
+    def remove(self) -> None:
+        """Close the arena and delete its files."""
+        remove_arena(self.path)
+        self.close()
+
+    @property
+    def manifest(self) -> Manifest:
+        """What every slot holds."""
+        return self.image.manifest
+
+    def slot(self, slot: int) -> memoryview:
+        """The whole file of ``slot``; raises CorruptError if it is damaged, ArenaError if not allocated."""
+        return self._slots.view(slot)
+
+    def slot_error(self, slot: int) -> str | None:
+        """Why ``slot`` cannot be used, or None."""
+        return self._slots.error(slot)
+
+    def allocated(self, slot: int) -> bool:
+        """Whether ``slot`` has memory; one that has none is no damage."""
+        return self._slots.allocated(slot)
+
+    def snapshots(self) -> dict[SnapshotId, int]:
+        """The slot of each snapshot in the arena, newest first; slots that cannot be read are left out."""
+        records = [(self.control.record(slot), slot) for slot in range(self.control.slots)]
+        # Where two slots hold one snapshot, the one that was sealed last counts.
+        records.sort(key=lambda pair: pair[0].sequence)
+        sealed = {r.snapshot: slot for r, slot in records if r.snapshot is not None and self.slot_error(slot) is None}
+        return dict(sorted(sealed.items(), reverse=True))
+
+    def find(self, snapshot: SnapshotId | None) -> int | None:
+        """The slot that holds ``snapshot``, or None."""
+        return None if snapshot is None else self.snapshots().get(snapshot)
+
+    @property
+    def checks(self) -> Checks | None:
+        """What the node's SMP has found out, read-only; None while there is no such file, or none to be believed."""
+        if self._checks is None or self._checks.replaced:
+            block = self.control
+            try:
+                self._checks = Checks.create_or_open(
+                    self.path, block.slots, block.num_chunks, block.digest, writable=False
+                )
+            except (ArenaError, MismatchError):  # missing or bad: what it would tell is not known, nothing is lost
+                self._checks = None
+        return self._checks
+
+    def check(self, slot: int) -> Check | None:
+        """What the SMP knows of the snapshot that ``slot`` holds now."""
+        return self._check(slot, self.control.record(slot))
+
+    def state(self, slot: int) -> SlotState:
+        """How far the snapshot in ``slot`` has come.
+
+        CHECKED: the SMP has checksums of it. PROTECTED: this node has done its part and the control block
+        says that all nodes have.
+        """
+        record = self.control.record(slot)
+        check = self._check(slot, record)
+        if check is None:
+            return record.state
+        covered = check.state == CheckState.COVERED
+        if covered and self.control.protected() == record.snapshot:
+            return SlotState.PROTECTED
+        return max(record.state, SlotState.CHECKED)
+
+    def hashes(self, slot: int) -> Hashes | None:
+        """xxh3-64 of each chunk of the snapshot in ``slot``; None if there is no snapshot, or no hashes yet."""
+        return self._hashes(slot, self.control.record(slot))
+
+    def unchecked(self, slot: int) -> bool:
+        """Whether ``slot`` holds a snapshot without hashes: ``verify`` knows nothing of its chunks."""
+        record = self.control.record(slot)
+        return record.sealed and self._hashes(slot, record) is None
+
+    def hash_chunk(self, slot: int, chunk: int) -> int:
+        """xxh3-64 of the bytes of ``chunk``, read in place; other threads run meanwhile."""
+        span = self.image.chunks[chunk]
+        with self.slot(slot) as data, data[span.begin : span.end] as piece:
+            return xxhash.xxh3_64_intdigest(piece)
+
+    def read_objects(self, slot: int) -> memoryview:
+        """The objects in use, not verified; raises CorruptError if their length passes the capacity."""
+        return self._objects(slot, self.control.record(slot))
+
+    def verify(self, slot: int, on_progress: Progress | None = None) -> list[str]:
+        """Names of what is bad in ``slot``; an empty list means that every byte with a checksum is verified.
+
+        Those are all bytes of the snapshot, or, of one that is ``unchecked``, all but its chunks. Names are
+        ``header``, ``chunk N``, ``objects``, ``padding``, ``record`` (no snapshot, or a torn record), or the
+        slot's error. Room for objects behind those in use holds nothing and is not looked at.
+        """
+        error = self.slot_error(slot)
+        if error is not None:
+            return [error]
+        record = self.control.record(slot)
+        if not record.sealed:
+            return ["record"]
+        hashes, bad_chunks = self._hashes(slot, record), []
+        for chunk, expected in enumerate([] if hashes is None else hashes.tolist()):
+            if self.hash_chunk(slot, chunk) != expected:
+                bad_chunks.append(chunk)
+            if on_progress is not None:
+                on_progress(self.image.chunks[chunk].end, self.image.file_bytes)
+        bad = self.bad_parts(slot, record, bad_chunks)
+        if on_progress is not None:
+            on_progress(self.image.file_bytes, self.image.file_bytes)
+        return bad
+
+    def bad_parts(self, slot: int, record: SlotRecord, bad_chunks: Iterable[int]) -> list[str]:
+        """As ``verify``, of a slot with ``record`` the chunks of which were hashed, and found bad, by the caller."""
+        bad = [] if self.header_good(slot) else ["header"]
+        with self.slot(slot) as data:
+            if any(bytes(data[pad.begin : pad.end]).strip(b"\0") for pad in self.image.pads):
+                bad.append("padding")
+        bad += [f"chunk {chunk}" for chunk in bad_chunks]
+        return bad if self._objects_good(slot, record) else [*bad, "objects"]
+
+    def header_good(self, slot: int) -> bool:
+        """Whether ``slot`` is mapped and begins with the header that its manifest gives."""
+        if self.slot_error(slot) is not None:
+            return False
+        with self.slot(slot) as data:
+            return bytes(data[: len(self.image.header)]) == self.image.header
+
+    def close(self) -> None:
+        """Give the lock up and unmap; never raises because of views that still exist."""
+        self.unlock()
+        self._checks = None
+        self.control.close()
+        self._control_map.close()
+        self._slots.close()
+
+    def _check(self, slot: int, record: SlotRecord) -> Check | None:
+        """None, too, where ``checks`` speaks of another snapshot than ``record``: the slot was written since."""
+        checks = self.checks if record.sealed else None
+        check = None if checks is None else checks.read(slot)
+        return check if check is not None and check.seal_id == record.seal_id else None
+
+    def _hashes(self, slot: int, record: SlotRecord) -> Hashes | None:
+        if not record.sealed:
+            return None
+        if record.hashed:
+            return record.chunk_hashes
+        check = self._check(slot, record)
+        return None if check is None else check.chunk_hashes
+
+    def _objects(self, slot: int, record: SlotRecord) -> memoryview:
+        span = self.image.objects
+        if record.objects_used > span.nbytes:
+            raise CorruptError(f"slot {slot}: {record.objects_used} bytes of objects, room for {span.nbytes}")
+        return self.slot(slot)[span.begin : span.begin + record.objects_used]
+
+    def _objects_good(self, slot: int, record: SlotRecord) -> bool:
+        try:
+            with self._objects(slot, record) as objects:
+                return xxhash.xxh3_64_intdigest(objects) == record.objects_hash
+        except CorruptError:
+            return False

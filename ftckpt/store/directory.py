@@ -1,0 +1,290 @@
+"""Where arenas live: ``{root}/ftckpt-{job}/{node}/{shard}.{digest}/``, and how they are found and cleaned."""
+
+from __future__ import annotations
+
+import os
+import pwd
+import re
+import secrets
+import shutil
+import signal
+import stat
+import threading
+import time
+from collections.abc import Collection, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+
+from ftckpt.config import is_name
+from ftckpt.errors import ArenaError
+from ftckpt.model.manifest import Manifest
+from ftckpt.store.locks import JOB_LOCK_NAME, FileLock, JobLock, held_elsewhere, holder_of
+from ftckpt.store.process import Process
+
+LOCK_NAME = "lock"
+BUDGET_NAME = ".budget"
+"""The page in a node's directory through which its ranks divide the node's copy budget."""
+PULSE_NAME = ".pulse"
+"""The page through which a node's ranks and its SMP give signs of life."""
+SMP_LOCK_NAME, SMP_SOCKET_NAME, SMP_STATE_NAME, SMP_LOG_NAME = "smp.lock", "smp.sock", "smp.json", "smp.log"
+"""Of the node's SMP: its lock, its socket, its configuration, its log."""
+MIRROR_NAME = ".mirror"
+"""Packages of shards of other nodes, which the SMP keeps."""
+SMP_NAMES = (SMP_LOCK_NAME, SMP_SOCKET_NAME, SMP_STATE_NAME, f"{SMP_STATE_NAME}.new", SMP_LOG_NAME, PULSE_NAME)
+"""All files of the SMP in a node's directory, ``.mirror`` and what lies in arenas apart."""
+_END_SECS = 10.0
+_SHARD = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
+"""With digest and suffix it still is a file name."""
+
+_writing: set[str] = set()  # names under which threads of this process build something at the moment
+_guard = threading.Lock()
+
+
+@contextmanager
+def fresh_name(path: Path) -> Iterator[Path]:
+    """A name beside ``path`` that nobody else builds under; what still lies there at the end is deleted."""
+    fresh = path.with_name(f".{path.name}.{secrets.token_hex(4)}.new")
+    with _guard:
+        _writing.add(fresh.name)
+    try:
+        yield fresh
+    finally:
+        # In this order: while the file is there, no other thread takes it for one that a killed process left.
+        with suppress(OSError):
+            fresh.unlink(missing_ok=True)
+        with _guard:
+            _writing.discard(fresh.name)
+
+
+def remove_half_made(directory: Path, name: str = "*") -> list[Path]:
+    """Delete what killed processes left of files called ``name`` (a pattern); returns what that was.
+
+    Only the process that builds such files may call this: others' names are not known to it.
+    """
+    with _guard:
+        doomed = [path for path in sorted(directory.glob(f".{name}.new")) if path.name not in _writing]
+    for path in doomed:
+        path.unlink(missing_ok=True)
+    return doomed
+
+
+def node_directory(root: Path, job: str, node: str) -> Path:
+    """The directory of one node's arenas, created 0700 if needed.
+
+    Raises:
+        ArenaError: an unusable name, an unwritable root, a symbolic link, or another user's directory.
+    """
+    node_dir = job_node_path(root, job, node)
+    for directory in (node_dir.parent, node_dir):
+        try:
+            directory.mkdir(mode=0o700, exist_ok=True)
+        except FileExistsError:
+            pass  # a file or a dangling link: require_own says which
+        except OSError as error:
+            raise ArenaError(
+                f"{directory}: cannot be created: {error.strerror}; "
+                f"name a writable tmpfs with --ftckpt-arena instead of {root}"
+            ) from None
+        require_own(directory)
+        directory.chmod(0o700)
+    return node_dir
+
+
+def job_node_path(root: Path, job: str, node: str) -> Path:
+    """Where the arenas of ``node`` lie, whether they do or not. Raises ArenaError for an unusable name."""
+    _require_name(is_name(job), job, "job")
+    _require_name(is_name(node), node, "node")
+    return root / f"ftckpt-{job}" / node
+
+
+def arena_path(node_dir: Path, manifest: Manifest) -> Path:
+    """Where the arena of ``manifest`` lies."""
+    _require_name(bool(_SHARD.fullmatch(manifest.shard)), manifest.shard, "shard")
+    return node_dir / f"{manifest.shard}.{manifest.digest.hex()[:8]}"
+
+
+def list_arenas(node_dir: Path) -> list[Path]:
+    """Directories of complete arenas, sorted; temporary ones and a missing directory are left out."""
+    if not node_dir.is_dir():
+        return []
+    return sorted(path for path in node_dir.iterdir() if _is_plain_dir(path) and path.name[0] != ".")
+
+
+def remove_arena(path: Path) -> None:
+    """Delete an arena. It is renamed first, so that a kill half-way leaves nothing that looks whole."""
+    doomed = path.with_name(f".{path.name}.gone-{os.getpid()}")
+    try:
+        path.rename(doomed)
+    except FileNotFoundError:
+        return
+    remove_tree(doomed)
+
+
+def remove_tree(path: Path) -> None:
+    """Delete a directory; files that vanish meanwhile are no error."""
+    shutil.rmtree(path, ignore_errors=True)
+    if path.exists():
+        shutil.rmtree(path)
+
+
+def remove_stale(node_dir: Path, shard: str = "") -> list[Path]:
+    """Delete what killed processes left half-created or half-removed for ``shard``, or for all; returns what it was.
+
+    Raises:
+        ArenaError: a live process is creating an arena there right now.
+    """
+    removed = []
+    for path in _temporaries(node_dir, shard):
+        if not path.is_dir():
+            continue
+        with FileLock(path / LOCK_NAME, 0, f"a new arena {path.name}", "two ranks hold the same shard"):
+            remove_tree(path)
+        removed.append(path)
+    return removed
+
+
+def refuse_renamed(node_dir: Path, nodes: Collection[str]) -> None:
+    """Raise ArenaError for arenas under a node name that is not in ``nodes``: they would be lost without a word."""
+    for other in sorted(node_dir.parent.iterdir()):
+        if other.name not in nodes and other.is_dir() and list_arenas(other):
+            raise ArenaError(
+                f"{other} holds snapshots of this job under the node name {other.name!r}, which no rank has now: "
+                f"start with --ftckpt-node {other.name}, or remove them with 'ftckpt clean JOB'"
+            )
+
+
+def wait_for_writer(arena: Path, deadline_secs: float) -> None:
+    """Raise ArenaError for an arena that a process of an earlier attempt still writes after ``deadline_secs``."""
+    if (arena / LOCK_NAME).exists():
+        lock_arena(arena, deadline_secs).release()
+
+
+def lock_arena(arena: Path, deadline_secs: float) -> FileLock:
+    """Become the one process that writes the arena.
+
+    Raises:
+        ArenaError: still held by another process (named by pid) after ``deadline_secs``.
+    """
+    remedy = "wait for it or end it; two ranks of one job must not share an arena"
+    return FileLock(arena / LOCK_NAME, deadline_secs, f"arena {arena.name}", remedy)
+
+
+def remove_job_if_empty(root: Path, job: str, node: str) -> bool:
+    """Delete the node's directory, and the job's, if no arena is left; whether the node's is gone.
+
+    The process that holds the job's lock calls this; for any other it does nothing while the lock is held. An SMP
+    that serves there yet has nothing to guard any more: it is ended.
+    """
+    node_dir = job_node_path(root, job, node)
+    if node_dir.is_dir():
+        known = (JOB_LOCK_NAME, BUDGET_NAME, MIRROR_NAME, *SMP_NAMES)
+        others = any(entry.name not in known for entry in node_dir.iterdir())
+        if others or held_elsewhere(node_dir / JOB_LOCK_NAME) or not end_smp(node_dir, _END_SECS):
+            return False
+        try:
+            remove_smp_files(node_dir)
+            # The job's lock goes last: until then no other attempt takes the directory for its own.
+            for name in (BUDGET_NAME, JOB_LOCK_NAME):
+                (node_dir / name).unlink(missing_ok=True)
+            node_dir.rmdir()
+        except OSError:  # an arena was created meanwhile
+            return False
+    with suppress(OSError):  # another node of this host was first, or is not done
+        node_dir.parent.rmdir()
+    return True
+
+
+def clean_job(root: Path, job: str) -> list[Path]:
+    """Delete every arena of ``job`` on this node and end its SMPs; returns the arenas that were deleted.
+
+    Raises:
+        ArenaError: a live process holds a lock of the job, an SMP does not end, or the directory belongs to another
+            user.
+    """
+    _require_name(is_name(job), job, "job")
+    job_dir = root / f"ftckpt-{job}"
+    if not job_dir.is_symlink() and not job_dir.exists():
+        return []
+    require_own(job_dir)
+    node_dirs = sorted(path for path in job_dir.iterdir() if _is_plain_dir(path))
+    arenas = [path for node_dir in node_dirs for path in list_arenas(node_dir)]
+    temporaries = [path for node_dir in node_dirs for path in _temporaries(node_dir, "")]
+    with ExitStack() as locks:
+        # All locks before the first file goes: nothing is deleted of a job of which one process lives.
+        for node_dir in node_dirs:
+            require_own(node_dir)
+            locks.enter_context(JobLock(node_dir, 0))
+        for path in arenas + temporaries:
+            remedy = "end that process first"
+            locks.enter_context(FileLock(path / LOCK_NAME, 0, f"arena {path.name}", remedy))
+        for node_dir in node_dirs:  # no trainer lives: none would miss it, and none starts it anew
+            if not end_smp(node_dir, _END_SECS):
+                raise ArenaError(f"the SMP of {node_dir} does not end, or runs in another container; end it first")
+        for path in arenas:
+            remove_arena(path)
+        remove_tree(job_dir)
+    return arenas
+
+
+def end_smp(node_dir: Path, deadline_secs: float) -> bool:
+    """End the SMP that holds the lock of ``node_dir``, by SIGTERM, then SIGKILL; whether none runs there now."""
+    lock, deadline = node_dir / SMP_LOCK_NAME, time.monotonic() + deadline_secs
+    # The lock names the SMP, not a file with a pid in it: those repeat, and a killed process leaves its file behind.
+    while (pid := holder_of(lock)) is not None and pid != os.getpid():
+        if time.monotonic() >= deadline:
+            return False
+        process = Process.open(pid)
+        if process is None:
+            time.sleep(0.02)  # it ended just now, or is of another container
+            continue
+        with process:
+            if holder_of(lock) == pid:  # asked again: before it was opened the pid may have gone to another process
+                process.send(signal.SIGTERM)
+                if not process.gone(deadline_secs / 2):
+                    process.send(signal.SIGKILL)
+                    process.gone(deadline - time.monotonic())
+    return True
+
+
+def remove_smp_files(node_dir: Path) -> None:
+    """Delete what SMPs keep in ``node_dir`` beside the arenas; none must run."""
+    for name in SMP_NAMES:
+        (node_dir / name).unlink(missing_ok=True)
+    if (node_dir / MIRROR_NAME).exists():
+        remove_tree(node_dir / MIRROR_NAME)
+
+
+def require_own(path: Path) -> None:
+    """Refuse (ArenaError) a symbolic link, what is no directory, and a directory of another user."""
+    status = path.lstat()
+    if stat.S_ISLNK(status.st_mode):
+        raise ArenaError(f"{path} is a symbolic link; remove it")
+    if not stat.S_ISDIR(status.st_mode):
+        raise ArenaError(f"{path} is not a directory; remove it")
+    if status.st_uid != os.geteuid():
+        raise ArenaError(
+            f"{path} belongs to {_user(status.st_uid)}, not to {_user(os.geteuid())}; "
+            "give the job another name with --ftckpt-job, or have the owner remove it"
+        )
+
+
+def _is_plain_dir(path: Path) -> bool:
+    return path.is_dir() and not path.is_symlink()
+
+
+def _temporaries(node_dir: Path, shard: str) -> list[Path]:
+    """Hidden ``.{shard}.{digest}.{new|gone}-{pid}`` directories; those of every shard if it is empty."""
+    pattern = re.compile(rf"\.{re.escape(shard) or '.+'}\.[0-9a-f]{{8}}\.(new|gone)-[0-9]+")
+    return sorted(p for p in node_dir.iterdir() if pattern.fullmatch(p.name) and _is_plain_dir(p))
+
+
+def _require_name(is_one: bool, name: str, what: str) -> None:
+    if not is_one:
+        raise ArenaError(f"{what}: {name!r} is not a name; use letters, digits and . _ -")
+
+
+def _user(uid: int) -> str:
+    try:
+        return f"{pwd.getpwuid(uid).pw_name} (uid {uid})"
+    except KeyError:
+        return f"uid {uid}"

@@ -1,0 +1,334 @@
+"""The bytes of a slot: a safetensors file whose layout is a pure function of the manifest.
+
+Byte map, rules and what is forbidden: ``FORMAT.md``. A reader never trusts the offsets it finds: it computes
+the image from the manifest and compares.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+from ftckpt.errors import ConfigError, CorruptError, MismatchError
+from ftckpt.model.fragment import Fragment
+from ftckpt.model.manifest import MAX_CHUNKS, Manifest, Section
+from ftckpt.parity.holding import Holding, HoldingSection
+
+PAGE_BYTES = 4096
+"""Regions and sections begin on multiples of this."""
+
+WIDE_BYTES = 64
+"""Alignment of fragments of a page or more; smaller ones are aligned to their items."""
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Bytes ``begin`` to ``end`` (exclusive) of a slot file."""
+
+    begin: int
+    end: int
+
+    @property
+    def nbytes(self) -> int:
+        """Length in bytes."""
+        return self.end - self.begin
+
+    def shifted(self, by: int) -> Span:
+        """The same length, ``by`` bytes further on."""
+        return Span(self.begin + by, self.end + by)
+
+    def cut(self, nbytes: int) -> tuple[Span, ...]:
+        """Pieces of ``nbytes``, the last one possibly shorter; none of an empty span."""
+        return tuple(Span(at, min(at + nbytes, self.end)) for at in range(self.begin, self.end, nbytes))
+
+
+@dataclass(frozen=True, slots=True)
+class SectionSpan:
+    """Where a section of the manifest lies: its bytes, and its chunks ``first_chunk`` on of the slot.
+
+    ``kind``, ``group`` and ``of`` are those of ``Section``. ``span`` ends with the last byte of the last
+    fragment.
+    """
+
+    kind: str
+    group: str
+    of: str
+    span: Span
+    first_chunk: int
+    num_chunks: int
+
+
+def _alignment(fragment: Fragment) -> int:
+    """``fragment`` begins on a multiple of this, in bytes."""
+    return WIDE_BYTES if fragment.nbytes >= PAGE_BYTES else fragment.item_bytes
+
+
+def section_layout(fragments: Iterable[Fragment]) -> tuple[tuple[int, ...], int]:
+    """Offset of each fragment from the begin of their section, and the section's length, in bytes.
+
+    Sections begin on pages, so this is the same wherever in a slot, and in whose slot, the section lies.
+    """
+    offsets, end = [], 0
+    for fragment in fragments:
+        begin = end + -end % _alignment(fragment)
+        offsets.append(begin)
+        end = begin + fragment.nbytes
+    return tuple(offsets), end
+
+
+def gaps(spans: Sequence[Span], file_bytes: int) -> tuple[Span, ...]:
+    """What lies between ``spans``, which stand in order, and behind the last of them."""
+    ends = [*(span.begin for span in spans[1:]), file_bytes]
+    return tuple(Span(span.end, end) for span, end in zip(spans, ends, strict=True))
+
+
+MAX_HEADER_BYTES = 100_000_000
+"""The safetensors library refuses longer headers."""
+
+FORMAT = "ftckpt-slot"
+VERSION = "1"
+OBJECTS_NAME = "__objects__"
+
+
+@dataclass(frozen=True)
+class SlotImage:
+    """Where each byte of a slot lies; every offset counts from the start of the file.
+
+    ``offsets`` follows ``manifest.fragments``. ``stepped`` and ``volatile`` end with the last byte of their
+    last fragment; ``objects`` is the capacity, not the length in use. ``chunks`` cuts each section of the
+    stepped region, then the volatile region into pieces of ``manifest.chunk_bytes``; the last of each may be
+    shorter. ``sections`` follows ``manifest.sections``; without those it is one private section.
+    """
+
+    manifest: Manifest
+    header: bytes
+    file_bytes: int
+    offsets: tuple[int, ...]
+    stepped: Span
+    volatile: Span
+    objects: Span
+    chunks: tuple[Span, ...]
+    num_stepped_chunks: int
+    sections: tuple[SectionSpan, ...]
+
+    @classmethod
+    def of(cls, manifest: Manifest) -> SlotImage:
+        """Compute the image of ``manifest``.
+
+        Raises:
+            ConfigError: a name occurs twice, a size is negative, or the image passes the format's bounds.
+        """
+        if manifest.chunk_bytes < 1 or manifest.objects_bytes < 0:
+            raise ConfigError(
+                f"manifest of {manifest.shard}: chunk_bytes {manifest.chunk_bytes} must be at least 1 "
+                f"and objects_bytes {manifest.objects_bytes} at least 0"
+            )
+        entries = _Entries()
+        placed = [(section, *entries.add_region(fragments)) for section, fragments in _divided(manifest)]
+        volatile, volatile_offsets = entries.add_region(manifest.volatile)
+        entries.align(PAGE_BYTES)
+        objects_begin = entries.add(OBJECTS_NAME, "U8", [manifest.objects_bytes], manifest.objects_bytes)
+        entries.align(PAGE_BYTES)
+        spans = [span for _, span, _ in placed]
+        _check_chunk_count(manifest, *(span.nbytes for span in spans), volatile.nbytes)
+        header = _header(manifest, entries.table)
+        base = len(header)
+        offsets = [offset for _, _, found in placed for offset in found] + list(volatile_offsets)
+        sections, chunks = _cut(placed, base, manifest.chunk_bytes)
+        volatile = volatile.shifted(base)
+        return cls(
+            manifest=manifest,
+            header=header,
+            file_bytes=base + entries.end,
+            offsets=tuple(base + offset for offset in offsets),
+            stepped=Span(base + spans[0].begin, base + spans[-1].end),
+            volatile=volatile,
+            objects=Span(base + objects_begin, base + objects_begin + manifest.objects_bytes),
+            chunks=chunks + volatile.cut(manifest.chunk_bytes),
+            num_stepped_chunks=len(chunks),
+            sections=sections,
+        )
+
+    @property
+    def pads(self) -> tuple[Span, ...]:
+        """Gaps behind each section and region; they hold zeros and belong to no chunk."""
+        regions = [*(section.span for section in self.sections), self.volatile, self.objects]
+        return gaps(regions, self.file_bytes)
+
+    def holding(self, node: str, rack: str, arena: str) -> Holding:
+        """What protection must know of an arena whose slots have this image."""
+        lengths, behind = tuple(chunk.nbytes for chunk in self.chunks), self.num_stepped_chunks
+        sections = []
+        for s in self.sections:
+            own = lengths[s.first_chunk : s.first_chunk + s.num_chunks]
+            sections.append(HoldingSection(s.kind, s.group, s.of, s.first_chunk, own))
+        return Holding(
+            shard=self.manifest.shard,
+            node=node,
+            rack=rack,
+            arena=arena,
+            digest=self.manifest.digest.hex(),
+            chunk_bytes=self.manifest.chunk_bytes,
+            sections=tuple(sections),
+            volatile=(behind, lengths[behind:]),
+            slot_bytes=self.file_bytes,
+            # The manifest has fewer bytes than the header that holds it.
+            package_bytes=len(self.header) + 8 * len(lengths) + self.objects.nbytes + sum(lengths[behind:]),
+        )
+
+
+def parse_image(buffer: bytes | bytearray | memoryview) -> SlotImage:
+    """The image of an existing slot, from its first bytes (all of its header at least).
+
+    Raises:
+        CorruptError: not a slot, or a header that differs from the one its own manifest gives.
+        MismatchError: a slot of another format version.
+    """
+    with memoryview(buffer) as view, view.cast("B") as data:
+        text = _header_text(data)
+    found = _json_object(text)
+    image = _image_of_metadata(found.pop("__metadata__", None))
+    if text != image.header[8:]:
+        raise CorruptError(f"slot header: {_difference(found, image)}")
+    return image
+
+
+class _Entries:
+    """The tensor table of a slot under construction; offsets count from the end of the header."""
+
+    def __init__(self) -> None:
+        self.table: dict[str, Any] = {}
+        self.end = 0
+        self._num_pads = 0
+
+    def add(self, name: str, dtype: str, shape: list[int], nbytes: int) -> int:
+        if name in self.table:
+            raise ConfigError(f"slot image: two entries are named {name!r}")
+        begin, self.end = self.end, self.end + nbytes
+        self.table[name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, self.end]}
+        return begin
+
+    def align(self, multiple: int) -> None:
+        self.pad_to(self.end + -self.end % multiple)
+
+    def pad_to(self, offset: int) -> None:
+        gap = offset - self.end
+        if gap:
+            self.add(f"__pad.{self._num_pads}", "U8", [gap], gap)
+            self._num_pads += 1
+
+    def add_region(self, fragments: tuple[Fragment, ...]) -> tuple[Span, tuple[int, ...]]:
+        """Entries for ``fragments`` from the next page on; their span, and the offset of each."""
+        self.align(PAGE_BYTES)
+        begin = self.end
+        relative, nbytes = section_layout(fragments)
+        offsets = tuple(begin + offset for offset in relative)
+        for fragment, offset in zip(fragments, offsets, strict=True):
+            self.pad_to(offset)
+            self.add(fragment.name, fragment.dtype, _shape(fragment), fragment.nbytes)
+        return Span(begin, begin + nbytes), offsets
+
+
+def _divided(manifest: Manifest) -> list[tuple[Section, tuple[Fragment, ...]]]:
+    """The sections of a manifest and the fragments of each."""
+    sections = manifest.sections or (Section("private", len(manifest.stepped)),)
+    ends = list(accumulate(section.fragments for section in sections))
+    return [(s, manifest.stepped[end - s.fragments : end]) for s, end in zip(sections, ends, strict=True)]
+
+
+def _cut(
+    placed: list[tuple[Section, Span, tuple[int, ...]]], base: int, chunk_bytes: int
+) -> tuple[tuple[SectionSpan, ...], tuple[Span, ...]]:
+    """Where each section lies in the file, its header of ``base`` bytes included, and the chunks of all."""
+    sections: list[SectionSpan] = []
+    chunks: list[Span] = []
+    for section, place, _ in placed:
+        span = place.shifted(base)
+        cut = span.cut(chunk_bytes)
+        sections.append(SectionSpan(section.kind, section.group, section.of, span, len(chunks), len(cut)))
+        chunks.extend(cut)
+    return tuple(sections), tuple(chunks)
+
+
+def _shape(fragment: Fragment) -> list[int]:
+    if fragment.numel == fragment.box.numel:
+        return list(fragment.box.shape)
+    return [fragment.numel]
+
+
+def _header(manifest: Manifest, table: dict[str, Any]) -> bytes:
+    metadata = {"format": FORMAT, "version": VERSION, "manifest": manifest.encode().decode()}
+    text = json.dumps({"__metadata__": metadata, **table}, separators=(",", ":")).encode()
+    text += b" " * (-(len(text) + 8) % PAGE_BYTES)
+    if len(text) > MAX_HEADER_BYTES:
+        raise ConfigError(
+            f"slot image: {len(table)} entries need a header of {len(text)} bytes, "
+            f"safetensors allows {MAX_HEADER_BYTES}; hold the state in fewer fragments"
+        )
+    return len(text).to_bytes(8, "little") + text
+
+
+def _check_chunk_count(manifest: Manifest, *region_bytes: int) -> None:
+    count = sum(-(-nbytes // manifest.chunk_bytes) for nbytes in region_bytes)
+    if count > MAX_CHUNKS:
+        raise ConfigError(
+            f"slot image: {count} chunks of {manifest.chunk_bytes} bytes, at most {MAX_CHUNKS} are allowed; "
+            "raise --ftckpt-chunk-mib"
+        )
+
+
+def _header_text(data: memoryview) -> bytes:
+    """The JSON of a header, its length checked before anything is copied."""
+    if len(data) < 8:
+        raise CorruptError(f"slot header: truncated, {len(data)} bytes are too few for a length")
+    length = int.from_bytes(data[:8], "little")
+    if length > MAX_HEADER_BYTES:
+        raise CorruptError(f"slot header: length {length} is more than {MAX_HEADER_BYTES}")
+    if (8 + length) % PAGE_BYTES:
+        raise CorruptError(f"slot header: length {length} does not end on a page boundary")
+    if 8 + length > len(data):
+        raise CorruptError(f"slot header: truncated, {8 + length} bytes announced, {len(data)} there")
+    return bytes(data[8 : 8 + length])
+
+
+def _json_object(text: bytes) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise CorruptError(f"slot header: not JSON: {str(error)[:200]}") from None
+    if not isinstance(value, dict):
+        raise CorruptError(f"slot header: expected a JSON object, found {type(value).__name__}")
+    return value
+
+
+def _image_of_metadata(metadata: Any) -> SlotImage:
+    if not isinstance(metadata, dict) or metadata.get("format") != FORMAT:
+        raise CorruptError(f"slot header: __metadata__ does not name the format {FORMAT!r}")
+    version = metadata.get("version")
+    if version != VERSION:
+        raise MismatchError(f"slot has format version {str(version)[:20]!r}, this ftckpt reads {VERSION!r}")
+    manifest = metadata.get("manifest")
+    if not isinstance(manifest, str):
+        raise CorruptError("slot header: __metadata__ holds no manifest")
+    try:
+        return SlotImage.of(Manifest.decode(manifest.encode()))
+    # What a hostile manifest can raise: infinite or endless numbers, deep nesting, wrong types.
+    except (CorruptError, ConfigError, ValueError, TypeError, ArithmeticError, RecursionError) as error:
+        raise CorruptError(f"slot header: bad manifest: {str(error)[:200]}") from None
+
+
+def _difference(found: dict[str, Any], image: SlotImage) -> str:
+    expected = json.loads(image.header[8:])
+    del expected["__metadata__"]
+    for name, entry in expected.items():
+        if name not in found:
+            return f"entry {name!r} is missing"
+        if found[name] != entry:
+            return f"entry {name!r} is {str(found[name])[:200]}, the manifest gives {entry}"
+    for name in found:
+        if name not in expected:
+            return f"entry {name[:200]!r} is not in the manifest"
+    return "not the canonical form of its manifest"

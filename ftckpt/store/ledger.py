@@ -1,0 +1,326 @@
+"""The ledger: the account of a node's memory, in bytes: in use, needed now, needed later, and what can be freed.
+
+Whoever wants memory makes a ledger and asks whether it fits: slots at a start, parity and packages beside them,
+shards that are to be rebuilt. What is needed later takes the place of what is freed until then.
+
+The rule on freeing is ``Ledger.spare``: nothing goes that a restart may need. Which snapshots those are says the
+caller: at a start the one that is whole and what the arenas say is protected (``Ledger.needed``), at a rebuild all
+that may be taken in place of the one that is rebuilt (``ftckpt.restore.choice.worth_keeping``).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+from enum import Enum, auto
+from itertools import groupby
+from pathlib import Path
+from typing import TypeVar
+
+from ftckpt.errors import FtckptError, MemoryBudgetError
+from ftckpt.model.snapshot import SnapshotId
+from ftckpt.store.arena import Arena
+from ftckpt.store.directory import SMP_LOCK_NAME, list_arenas, remove_arena
+from ftckpt.store.locks import holder_of
+from ftckpt.store.memory import check_budget
+from ftckpt.store.package import list_packages
+from ftckpt.store.parity_file import ParityFile, list_parity
+from ftckpt.store.slots import slot_name
+
+T = TypeVar("T")
+
+PARITY_FILES = 2
+"""Parity files of an arena for each mode: one of the protected snapshot, one of the target."""
+
+_PATIENCE_SECS = 5.0
+"""An SMP unmaps what trainers have deleted within moments, not at once."""
+
+_RETRY_SECS = 0.1
+
+
+class MemoryState(Enum):
+    """What becomes of an entry's bytes."""
+
+    IN_USE = auto()
+    NOW = auto()
+    LATER = auto()
+    FREE = auto()
+
+
+class FileKind(Enum):
+    """What an entry's file is; a slot that is ``DAMAGED`` cannot be read, not even its header."""
+
+    SLOT = auto()
+    DAMAGED = auto()
+    PARITY = auto()
+    OTHER = auto()
+
+
+@dataclass(frozen=True)
+class LedgerEntry:
+    """Bytes in one state: a file ``arena/name``, or what ``name`` says is to be allocated.
+
+    ``snapshot`` is the one that a slot holds or whose parity the file is; None: it holds none, or is being written.
+    ``lent`` memory comes back only when the SMP looks at the file again.
+    """
+
+    name: str
+    nbytes: int
+    state: MemoryState = MemoryState.IN_USE
+    arena: str = ""
+    kind: FileKind = FileKind.OTHER
+    snapshot: SnapshotId | None = None
+    lent: bool = False
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """``protected`` are the snapshots that the arenas among the entries say are protected on all nodes."""
+
+    entries: tuple[LedgerEntry, ...] = ()
+    protected: frozenset[SnapshotId] = frozenset()
+
+    def __add__(self, other: Ledger) -> Ledger:
+        return Ledger(self.entries + other.entries, self.protected | other.protected)
+
+    @property
+    def now_bytes(self) -> int:
+        """Bytes that are needed beside those in use."""
+        return self._sum(MemoryState.NOW)
+
+    @property
+    def later_bytes(self) -> int:
+        """Bytes that are needed beside those in use once what can be freed has gone; may be less than 0."""
+        return self._sum(MemoryState.NOW) + self._sum(MemoryState.LATER) - self.free_bytes
+
+    @property
+    def free_bytes(self) -> int:
+        """Bytes that come back at once when what can be freed is."""
+        return self._sum(MemoryState.FREE)
+
+    def needed(self, whole: SnapshotId) -> frozenset[SnapshotId]:
+        """What a start that goes on from ``whole`` may need yet.
+
+        Were a node lost before a snapshot in the new arenas is protected, ``whole`` could not be brought back: what
+        is protected stays, too.
+        """
+        return self.protected | {whole}
+
+    def spare(self, needed: Collection[SnapshotId]) -> Ledger:
+        """The same entries, those of them ``FREE`` that are of no use to ``needed``.
+
+        An arena that holds nothing for them goes with all that lies in it. Of another one slots and parity of other
+        snapshots go, but one slot that can be read stays: its header tells what the arena holds. A parity file that
+        names no snapshot stays as well: the SMP may be writing it.
+        """
+        files = sorted(self.entries, key=lambda entry: entry.arena)
+        arenas = [list(entries) for _, entries in groupby(files, key=lambda entry: entry.arena)]
+        return Ledger(tuple(entry for arena in arenas for entry in _spare(arena, needed)), self.protected)
+
+    def _sum(self, state: MemoryState) -> int:
+        return sum(entry.nbytes for entry in self.entries if entry.state == state and not entry.lent)
+
+
+def _spare(arena: Sequence[LedgerEntry], needed: Collection[SnapshotId]) -> list[LedgerEntry]:
+    if not any(entry.snapshot in needed for entry in arena):
+        return [replace(entry, state=MemoryState.FREE, lent=False) for entry in arena]
+    others = [entry for entry in arena if entry.snapshot not in needed]
+    going = [entry for entry in others if entry.kind in {FileKind.SLOT, FileKind.DAMAGED}]
+    # Needed may be parity alone, or a slot that is damaged: then a slot of no other use stays for its header.
+    if not any(entry.kind == FileKind.SLOT and entry not in going for entry in arena):
+        last = next((entry for entry in going if entry.kind == FileKind.SLOT), None)
+        going = [entry for entry in going if entry is not last]
+    going += [entry for entry in others if entry.kind == FileKind.PARITY and entry.snapshot is not None]
+    return [replace(entry, state=MemoryState.FREE) if entry in going else entry for entry in arena]
+
+
+def in_use(paths: Iterable[Path]) -> Ledger:
+    """What lies in the arenas at ``paths``; those that cannot be read are left out."""
+    total = Ledger()
+    for path in paths:
+        try:
+            with closing(Arena.open(path)) as arena:
+                total += _contents(arena)
+        except (FtckptError, OSError):
+            continue
+    return total
+
+
+def give_up(paths: Iterable[Path], needed: Collection[SnapshotId]) -> int:
+    """Free what ``spare`` calls free in the arenas at ``paths``; returns the number of bytes.
+
+    What cannot be read, and what a process writes, stays as it is. After a kill at any point everything of ``needed``
+    is as it was.
+    """
+    freed = 0
+    for path in paths:
+        try:
+            with closing(Arena.open(path, writable=True)) as arena:
+                arena.lock(0)
+                # Decided anew under the lock: what was counted before may have been written since.
+                freed += _free(arena, _contents(arena).spare(needed))
+        except (FtckptError, OSError):
+            continue
+    return freed
+
+
+def _contents(arena: Arena) -> Ledger:
+    slots = {slot_name(slot): slot for slot in range(arena.control.slots)}
+    parity = {name.path.name for name in list_parity(arena.path.parent) if name.arena == arena.path.name}
+    # An SMP that has a parity file open notices that it is gone only when it looks for that file again.
+    guarded = holder_of(arena.path.parent / SMP_LOCK_NAME) is not None
+    entries = []
+    for path in sorted(arena.path.iterdir()):
+        kind, snapshot = FileKind.OTHER, None
+        if path.name in slots:
+            slot = slots[path.name]
+            kind = FileKind.SLOT if arena.slot_error(slot) is None else FileKind.DAMAGED
+            snapshot = arena.control.record(slot).snapshot
+        elif path.name in parity:
+            kind, snapshot = FileKind.PARITY, _guarded(path)
+        lent = guarded and kind == FileKind.PARITY
+        entries.append(
+            LedgerEntry(path.name, size_of(path), MemoryState.IN_USE, arena.path.name, kind, snapshot, lent)
+        )
+    protected = arena.control.protected()
+    return Ledger(tuple(entries), frozenset() if protected is None else frozenset({protected}))
+
+
+def _guarded(path: Path) -> SnapshotId | None:
+    """Of which snapshot a parity file is; None where it is of none, or cannot be read."""
+    try:
+        with closing(ParityFile.open(path)) as file:
+            return file.snapshot()
+    except FtckptError:
+        return None
+
+
+def _free(arena: Arena, ledger: Ledger) -> int:
+    free = [entry for entry in ledger.entries if entry.state == MemoryState.FREE]
+    if len(free) == len(ledger.entries):
+        remove_arena(arena.path)
+        return ledger.free_bytes
+    names = {entry.name for entry in free}
+    # One by one, each void before its file goes: a kill in between leaves an arena with fewer slots, none damaged.
+    for slot in range(arena.control.slots):
+        if slot_name(slot) in names:
+            arena.free(slot)
+    for entry in free:
+        if entry.kind == FileKind.PARITY:
+            (arena.path / entry.name).unlink(missing_ok=True)
+    return ledger.free_bytes
+
+
+def slots_to_allocate(there: int, slots: int, needed: int, most: int) -> int:
+    """How many slots to allocate now of an arena of ``slots`` that has ``there``: as many as make ``most`` in all.
+
+    One that can be written there must be, beside the ``needed`` ones that hold what must stay.
+    """
+    return min(slots - there, max(0, max(most, 1 + needed) - there))
+
+
+def for_slots(new: int, absent: int, slot_bytes: int, old: Iterable[Path]) -> Ledger:
+    """``new`` slots of the ``absent`` ones now, the others when the arenas at ``old`` have gone."""
+    now, later = new * slot_bytes, (absent - new) * slot_bytes
+    return Ledger(
+        (LedgerEntry("slots", now, MemoryState.NOW), LedgerEntry("slots", later, MemoryState.LATER), *_leaving(old))
+    )
+
+
+def for_protection(
+    node_dir: Path,
+    need_bytes: int,
+    *,
+    arenas: Collection[str],
+    slots: int,
+    parity: Iterable[Path],
+    shards: Collection[str],
+) -> Ledger:
+    """What protection takes beside what is there already: as long as old arenas stay, and after.
+
+    Args:
+        need_bytes: parity files and packages in all.
+        arenas: those that are written now; all others are old and keep theirs until a snapshot in the new ones is
+            protected.
+        slots: of an arena that has all.
+        parity: the files that the SMP writes over.
+        shards: whose packages this node keeps; snapshots with packages of others go with old arenas.
+    """
+    packages = list_packages(node_dir)
+    # The SMP keeps or drops the packages of a snapshot together, so one foreign shard takes the others along.
+    foreign = {name.snapshot for name in packages if name.shard not in shards}
+    leaving = [name.path for name in packages if name.snapshot in foreign]
+    reused = [name.path for name in packages if name.snapshot not in foreign]
+    now_bytes = max(0, need_bytes - sum(map(size_of, {*reused, *parity})))
+    waiting = sum(_lacking_bytes(node_dir / name, slots) for name in arenas)
+    old = [path for path in list_arenas(node_dir) if path.name not in arenas]
+    # Slots wait until old arenas have gone; parity and packages are needed at once.
+    return Ledger((
+        LedgerEntry("parity and packages", now_bytes, MemoryState.NOW),
+        LedgerEntry("slots", waiting, MemoryState.LATER),
+        *_leaving(old),
+        *(LedgerEntry(path.name, size_of(path), MemoryState.FREE) for path in leaving),
+    ))  # fmt: skip
+
+
+def for_rebuild(need_bytes: int) -> Ledger:
+    """Arenas of ``need_bytes`` in all for what is rebuilt."""
+    return Ledger((LedgerEntry("shards to be rebuilt", need_bytes, MemoryState.NOW),))
+
+
+def _leaving(paths: Iterable[Path]) -> list[LedgerEntry]:
+    """Slots and parity of old arenas, readable or not: all that is there goes with them."""
+    files = [file for path in paths for file in (*path.glob("slot*"), *path.glob("parity.*"))]
+    return [LedgerEntry(file.name, size_of(file), MemoryState.FREE, file.parent.name) for file in files]
+
+
+def _lacking_bytes(arena: Path, slots: int) -> int:
+    """What the slots take that an arena does not have yet."""
+    sizes = [size_of(path) for path in arena.glob("slot*")]
+    return max(0, slots - len(sizes)) * max(sizes, default=0)
+
+
+def size_of(path: Path) -> int:
+    """Bytes that a file occupies; 0 if it has gone."""
+    try:
+        return path.stat().st_blocks * 512
+    except OSError:
+        return 0
+
+
+def require(node_dir: Path, need_bytes: int, patience_secs: float = _PATIENCE_SECS) -> None:
+    """Make sure that the node has ``need_bytes`` beside those in use.
+
+    Raises:
+        MemoryBudgetError: it has not; the text prints need, limits and remedies.
+    """
+    if need_bytes > 0:
+        once_given_back(node_dir, lambda: check_budget(node_dir, need_bytes), patience_secs)
+
+
+def refusal(node_dir: Path, need_bytes: int, patience_secs: float = 0.0) -> str:
+    """Why the node has no ``need_bytes`` beside those in use; empty where it has."""
+    try:
+        require(node_dir, need_bytes, patience_secs)
+    except MemoryBudgetError as error:
+        return str(error)
+    return ""
+
+
+def once_given_back(node_dir: Path, action: Callable[[], T], patience_secs: float = _PATIENCE_SECS) -> T:
+    """Run ``action``; while it finds no room and the node has an SMP, which may yet unmap what was deleted, again.
+
+    Raises:
+        MemoryBudgetError: as ``action`` did the last time.
+    """
+    deadline = time.monotonic() + patience_secs
+    while True:
+        try:
+            return action()
+        except MemoryBudgetError:
+            # Without an SMP nothing comes back by itself: no reason to keep training waiting.
+            if time.monotonic() >= deadline or holder_of(node_dir / SMP_LOCK_NAME) is None:
+                raise
+            time.sleep(_RETRY_SECS)

@@ -1,0 +1,86 @@
+"""Files mapped as shared memory, with room for every byte reserved before the first is touched."""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+from contextlib import suppress
+from pathlib import Path
+
+from ftckpt.errors import ArenaError, MemoryBudgetError
+
+_RESERVE_STEP_BYTES = 256 << 20
+"""A signal restarts the allocation of a step, not that of the whole file."""
+
+
+class Mapping:
+    """One mapped file. ``data`` is a view that lives until ``close``; views of it may outlive it."""
+
+    def __init__(self, fd: int, nbytes: int, writable: bool) -> None:
+        protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
+        self._map: mmap.mmap | None = mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED, prot=protection)
+        self.data = memoryview(self._map)
+
+    def close(self) -> None:
+        """Unmap now, or, while views made by others exist, as soon as the last of them is gone."""
+        data, self.data = self.data, memoryview(b"")
+        self.data.release()  # so that use after close raises ValueError
+        mapped, self._map = self._map, None
+        with suppress(BufferError):
+            data.release()
+            if mapped is not None:
+                mapped.close()
+
+
+def create_mapping(path: Path, nbytes: int) -> Mapping:
+    """Create ``path`` (0600, must not exist) with every page allocated.
+
+    Raises:
+        MemoryBudgetError: the file system has no room.
+    """
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        _reserve(fd, path, nbytes)
+        return Mapping(fd, nbytes, writable=True)
+    finally:
+        os.close(fd)
+
+
+def open_mapping(path: Path, nbytes: int | None, writable: bool) -> Mapping:
+    """Map an existing file of exactly ``nbytes`` (of any length but 0 if None).
+
+    Raises:
+        ArenaError: missing, another length, not a plain file, or not permitted.
+        MemoryBudgetError: the file has holes and the file system no room to fill them.
+    """
+    try:
+        fd = os.open(path, (os.O_RDWR if writable else os.O_RDONLY) | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError as error:
+        raise ArenaError(f"{path}: cannot be opened: {error.strerror}") from None
+    try:
+        status = os.fstat(fd)
+        if status.st_size == 0 or (nbytes is not None and status.st_size != nbytes):
+            expected = "" if nbytes is None else f", expected {nbytes}"
+            raise ArenaError(f"{path}: has {status.st_size} bytes{expected}")
+        if writable and status.st_blocks * 512 < status.st_size:
+            _reserve(fd, path, status.st_size)
+        return Mapping(fd, status.st_size, writable)
+    except OSError as error:
+        raise ArenaError(f"{path}: cannot be mapped: {error.strerror}") from None
+    finally:
+        os.close(fd)
+
+
+def _reserve(fd: int, path: Path, nbytes: int) -> None:
+    try:
+        for begin in range(0, nbytes, _RESERVE_STEP_BYTES):
+            os.posix_fallocate(fd, begin, min(_RESERVE_STEP_BYTES, nbytes - begin))
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENOMEM):
+            raise
+        free = os.statvfs(path.parent)
+        raise MemoryBudgetError(
+            f"{path}: no room for {nbytes} bytes, {free.f_bavail * free.f_frsize} are free now; enlarge the tmpfs "
+            "(mount -o remount,size=…; --shm-size for a container) or name another with --ftckpt-arena"
+        ) from None

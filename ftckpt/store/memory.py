@@ -1,0 +1,172 @@
+"""Whether the arenas fit, asked before a page is touched: running out later is a SIGBUS or an OOM kill."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+from ftckpt.errors import MemoryBudgetError
+from ftckpt.events import log
+from ftckpt.model.text import human
+
+MEMORY_FILE_SYSTEMS = frozenset({"tmpfs", "ramfs", "hugetlbfs"})
+_UNLIMITED_BYTES = 1 << 62
+"""cgroup v1 writes a number near 2**63 for "no limit"."""
+
+
+@dataclass(frozen=True)
+class Limit:
+    """Something that bounds the arenas: what it is called, bytes free under it, how to raise it."""
+
+    name: str
+    free_bytes: int
+    remedy: str
+
+
+@dataclass(frozen=True)
+class Mount:
+    """A line of mountinfo: file system type, mount point, ``major:minor``, what is mounted from there, and source."""
+
+    kind: str
+    point: str
+    device: str = ""
+    root: str = "/"
+    source: str = ""
+
+
+def check_budget(
+    path: Path, need_bytes: int, *, proc: Path = Path("/proc"), cgroup_root: Path = Path("/sys/fs/cgroup")
+) -> None:
+    """Refuse ``need_bytes`` of new arenas under ``path`` if they cannot fit.
+
+    Counted are the room of the file system and, where it keeps files in memory, the memory the kernel calls
+    available and every cgroup limit up to the root. A path on a disk works, slowly, with a warning.
+
+    Raises:
+        MemoryBudgetError: the text prints need, each limit, which one binds and how to change it.
+    """
+    where = existing(path)
+    mount = mount_of(where, proc)
+    if mount.kind in MEMORY_FILE_SYSTEMS:
+        limits = _room(where, mount.point) + _available(proc) + cgroup_limits(proc, cgroup_root)
+    else:
+        limits = _room(where, mount.point)
+        log.warning(
+            "ftckpt: %s is on %s, not on a tmpfs: snapshots go at the speed of that device; "
+            "name a tmpfs with --ftckpt-arena",
+            path,
+            mount.kind,
+        )
+    tight = [limit for limit in limits if limit.free_bytes < need_bytes]
+    if not tight:
+        return
+    binding = min(tight, key=lambda limit: limit.free_bytes)
+    listing = ", ".join(f"{limit.name} {human(limit.free_bytes)}" for limit in limits)
+    raise MemoryBudgetError(
+        f"arenas under {path} need {human(need_bytes)} ({need_bytes} bytes) but only "
+        f"{human(binding.free_bytes)} are free in {binding.name}: {binding.remedy}; "
+        f"or hold less (fewer --ftckpt-slots, more ranks to share the state); all limits: {listing}"
+    )
+
+
+def cgroup_limits(proc: Path, cgroup_root: Path) -> list[Limit]:
+    """Memory limits of this process's cgroups, own first, versions 1 and 2."""
+    limits = []
+    for line in read_lines(proc / "self" / "cgroup"):
+        _, _, rest = line.partition(":")
+        controllers, _, group = rest.partition(":")
+        if not controllers:
+            names = ("memory.max", "memory.current", "inactive_file")
+            roots = [cgroup_root, cgroup_root / "unified"]
+        elif "memory" in controllers.split(","):
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+            roots = [cgroup_root / "memory", cgroup_root / controllers]
+        else:
+            continue
+        for root in dict.fromkeys(roots):
+            limits += _group_limits(root, group, names)
+    return limits
+
+
+def _group_limits(root: Path, group: str, names: tuple[str, str, str]) -> list[Limit]:
+    """Limits from ``group`` up to ``root``. Parts that are not there belong to a parent's namespace."""
+    parts = [part for part in PurePosixPath(group).parts if part not in ("/", "..")]
+    limits = []
+    # Every level counts: a pod's or a job's limit stands above the group of the container, and kills as well.
+    for depth in range(len(parts), -1, -1):
+        directory = root.joinpath(*parts[:depth])
+        limit, usage = _number(directory / names[0]), _number(directory / names[1])
+        if limit is None or usage is None or limit >= _UNLIMITED_BYTES:
+            continue
+        # File cache that nobody uses is given back on demand; pages of a tmpfs are not part of it.
+        free = max(0, limit - usage + _statistic(directory / "memory.stat", names[2]))
+        name = f"cgroup /{'/'.join(parts[:depth])} (limit {human(limit)})"
+        limits.append(Limit(name, free, "raise the memory limit of the container or the job"))
+    return limits
+
+
+def _room(where: Path, mount: str) -> list[Limit]:
+    status = os.statvfs(where)
+    if status.f_blocks == 0:  # a tmpfs mounted without a size
+        return []
+    remedy = (
+        f"enlarge it (mount -o remount,size=… {mount}; --shm-size for a container), "
+        "or name another tmpfs with --ftckpt-arena"
+    )
+    # Not f_bfree: on a disk some of that is root's alone.
+    return [Limit(f"file system {mount}", status.f_bavail * status.f_frsize, remedy)]
+
+
+def _available(proc: Path) -> list[Limit]:
+    for line in read_lines(proc / "meminfo"):
+        name, _, value = line.partition(":")
+        if name == "MemAvailable":
+            return [Limit("MemAvailable", int(value.split()[0]) << 10, "free host memory")]  # the file has KiB
+    return []
+
+
+def mount_of(where: Path, proc: Path, process: str = "self") -> Mount:
+    """The mount that holds ``where`` as ``process`` sees it; of an unknown kind where that cannot be read."""
+    best, depth = Mount("an unknown file system", str(where)), -1
+    resolved = where.resolve()
+    for line in read_lines(proc / process / "mountinfo"):
+        left, _, right = line.partition(" - ")
+        fields, ending = left.split(), right.split()
+        if len(fields) < 5 or not ending:
+            continue
+        point = Path(fields[4].replace("\\040", " "))
+        # A later mount covers an earlier one on the same point.
+        if resolved.is_relative_to(point) and len(point.parts) >= depth:
+            source = ending[1] if len(ending) > 1 else ""
+            best, depth = Mount(ending[0], str(point), fields[2], fields[3], source), len(point.parts)
+    return best
+
+
+def existing(path: Path) -> Path:
+    """``path``, or the directory above it that is there."""
+    while not path.exists() and path != path.parent:
+        path = path.parent
+    return path
+
+
+def read_lines(path: Path) -> list[str]:
+    """The lines of a small file; none if it cannot be read."""
+    try:
+        return path.read_text(errors="replace").splitlines()
+    except OSError:
+        return []
+
+
+def _number(path: Path) -> int | None:
+    """The number in a one-line file; None for "max" and for a missing file."""
+    lines = read_lines(path)
+    return int(lines[0]) if lines and lines[0].strip().isdigit() else None
+
+
+def _statistic(path: Path, name: str) -> int:
+    for line in read_lines(path):
+        key, _, value = line.partition(" ")
+        if key == name and value.isdigit():
+            return int(value)
+    return 0

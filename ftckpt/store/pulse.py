@@ -1,0 +1,216 @@
+"""Who of a node moves: the ranks' places in training, and the sign of life of the node's SMP.
+
+``.pulse`` in the node's directory is a page of shared memory with one 64-byte entry per rank, indexed by the rank's
+place on the node; the last entry is the SMP's. An entry is eight native 64-bit words with one writer:
+
+* 0: owner: pid in the low 22 bits, above them the process's start time in clock ticks since boot; 0: nobody
+* 1: inode of the owner's pid namespace
+* 2: CLOCK_MONOTONIC in ns of the last beat
+* 3: number of beats
+* 4: a rank's iteration plus 1, 0 where it is in none yet; the SMP's state
+* 5, 6: a rank's phase: up to 16 ASCII characters, the first in the low byte of word 5; of the SMP the
+  iteration plus 1 that it cannot protect, and the digest of its configuration
+* 7: a rank's number plus 1; 0: unknown
+
+Readers take no lock, and no two words must agree: a lock that a killed process holds would stop the others. A file
+needs no header: zeros and foreign bytes name no live owner, and each writer overwrites its own entry as a whole.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from dataclasses import dataclass
+from enum import IntEnum
+from pathlib import Path
+
+from ftckpt.store.directory import PULSE_NAME
+from ftckpt.store.page import PAGE_BYTES, map_page, owner_lives, owner_word, pid_namespace
+
+MAX_PLACES = 255
+_ENTRY_WORDS = 8
+_OWNER, _NAMESPACE, _BEAT_NS, _BEATS, _ITERATION, _PHASE, _PHASE_END, _RANK = range(8)
+_STATE, _CANNOT, _DIGEST = _ITERATION, _PHASE, _PHASE_END
+_SMP = MAX_PLACES
+_PHASE_BYTES = 16
+
+
+class SmpState(IntEnum):
+    """What an SMP does: ``WAITING`` for a configuration, ``GUARDING`` by it, ``ENDING``.
+
+    ``CANNOT``: it guards, but the snapshot that is to be protected cannot be, as things are.
+    """
+
+    NONE = 0
+    WAITING = 1
+    GUARDING = 2
+    ENDING = 3
+    CANNOT = 4
+
+
+@dataclass(frozen=True)
+class RankPulse:
+    """A rank's last sign of life. ``beat_ns`` is CLOCK_MONOTONIC; ``iteration`` and ``rank`` are -1 where unknown.
+
+    ``lives`` is None where it cannot be told: a process of another pid namespace.
+    """
+
+    place: int
+    rank: int
+    owner: int
+    iteration: int
+    phase: str
+    beat_ns: int
+    beats: int
+    lives: bool | None
+
+
+class Pulse:
+    """One rank's view of the page, or, with ``place=None``, an observer's or the SMP's.
+
+    Nothing raises: where the page cannot be used ``problem`` says why, beats go nowhere and nobody is seen.
+    """
+
+    def __init__(self, words: memoryview, place: int | None, problem: str | None, rank: int = -1) -> None:
+        self.problem = problem
+        self._words = words
+        self._base = None if place is None else place * _ENTRY_WORDS
+        self._beats = self._smp_beats = 0
+        self._phases: dict[str, tuple[int, int]] = {}
+        self._namespace = pid_namespace() if problem is None else 0
+        if self._base is not None:
+            self._enter(self._base, max(0, rank + 1))
+
+    @classmethod
+    def open(cls, node_dir: Path, place: int | None, rank: int = -1) -> Pulse:
+        """Join the page of the node whose arenas lie in ``node_dir``; never raises, see ``problem``.
+
+        Args:
+            place: index of this rank among those of the node, at most 254; None: it has no beat of its own.
+            rank: its number in the job, for those who read about it.
+        """
+        try:
+            if not 0 <= (place or 0) < MAX_PLACES:
+                raise OSError(f"place {place}, the most is {MAX_PLACES - 1}")
+            return cls(map_page(node_dir / PULSE_NAME), place, None, rank)
+        except (OSError, ValueError) as error:
+            return cls(_private_page(), None, f"{node_dir / PULSE_NAME}: no signs of life are shared: {error}")
+
+    def beat(self, iteration: int, phase: str) -> None:
+        """This rank has come to ``phase`` of ``iteration``. Microseconds; for one thread at a time."""
+        if self._base is None:
+            return
+        words, base = self._words, self._base
+        code = self._phases.get(phase)
+        if code is None:
+            code = self._phases[phase] = _phase_words(phase)
+        self._beats += 1
+        words[base + _ITERATION] = max(0, iteration + 1)
+        words[base + _PHASE], words[base + _PHASE_END] = code
+        words[base + _BEATS] = self._beats
+        words[base + _BEAT_NS] = time.monotonic_ns()  # last: an age says how old the rest is at the most
+
+    def beat_smp(self, state: SmpState = SmpState.GUARDING, cannot: int = -1, digest: int = 0) -> None:
+        """The SMP is alive and in ``state``; called by nobody else.
+
+        ``cannot`` is the iteration it cannot protect, ``digest`` that of its configuration; 0: it has none.
+        """
+        words, base = self._words, _SMP * _ENTRY_WORDS
+        if self._smp_beats == 0:
+            self._enter(base, 0)
+        self._smp_beats += 1
+        # The state last of these: whoever reads CANNOT must not find the iteration of an older one.
+        words[base + _CANNOT] = max(0, cannot + 1)
+        words[base + _DIGEST] = digest
+        words[base + _STATE] = state
+        words[base + _BEATS] = self._smp_beats
+        words[base + _BEAT_NS] = time.monotonic_ns()
+
+    def ranks(self) -> list[RankPulse]:
+        """The entries of all ranks that ever joined and did not leave, dead ones included, by place."""
+        return [self._read(place) for place in range(MAX_PLACES) if self._words[place * _ENTRY_WORDS + _OWNER]]
+
+    def smp_alive(self, max_age_secs: float) -> bool:
+        """Whether the SMP lives and gave a sign of life in the last ``max_age_secs``."""
+        owner, age_secs, _ = self.smp()
+        return owner != 0 and age_secs <= max_age_secs and self._lives(_SMP) is not False
+
+    def smp(self) -> tuple[int, float, SmpState]:
+        """The SMP's owner word (0: there is none), the age of its last sign of life in seconds, its state."""
+        base = _SMP * _ENTRY_WORDS
+        owner, beat_ns, state = (self._words[base + word] for word in (_OWNER, _BEAT_NS, _STATE))
+        age_ns = time.monotonic_ns() - beat_ns  # the clock is read last: a beat in the future is none
+        age_secs = age_ns / 1e9 if age_ns >= 0 else math.inf
+        return owner, age_secs, SmpState(state) if state <= max(SmpState) else SmpState.NONE
+
+    def smp_cannot(self, iteration: int) -> bool:
+        """Whether the SMP cannot protect the snapshot of ``iteration``, this one and no other."""
+        base = _SMP * _ENTRY_WORDS
+        return self._words[base + _STATE] == SmpState.CANNOT and self._words[base + _CANNOT] == iteration + 1
+
+    def smp_guards(self, digest: int) -> bool:
+        """Whether the SMP's configuration has this ``digest``, which is not 0."""
+        return digest != 0 and self._words[_SMP * _ENTRY_WORDS + _DIGEST] == digest
+
+    def leave(self) -> None:
+        """This rank trains no more: nobody shall wait for its next beat. Later beats go nowhere."""
+        if self._base is not None:
+            self._words[self._base + _OWNER] = 0
+            self._base = None
+
+    def leave_smp(self) -> None:
+        """The SMP ends: trainers see at once, not by the age of its last beat, that nobody guards."""
+        self._words[_SMP * _ENTRY_WORDS + _OWNER] = 0
+
+    def forget_others(self, num_ranks: int) -> None:
+        """The node has ``num_ranks`` ranks now: entries of further places are of an earlier start with more.
+
+        For the one process that holds the job's lock on this node: none of those can still train.
+        """
+        for word in range(num_ranks * _ENTRY_WORDS, MAX_PLACES * _ENTRY_WORDS):
+            self._words[word] = 0
+
+    def _enter(self, base: int, number: int) -> None:
+        owner = owner_word(os.getpid())
+        # The owner goes first and comes last: a reader never takes what the one before left for this one's.
+        for word in range(_ENTRY_WORDS):
+            self._words[base + word] = 0
+        self._words[base + _NAMESPACE] = self._namespace
+        self._words[base + _RANK] = number
+        self._words[base + _BEAT_NS] = time.monotonic_ns()
+        self._words[base + _OWNER] = owner
+
+    def _read(self, place: int) -> RankPulse:
+        base = place * _ENTRY_WORDS
+        entry = [self._words[base + word] for word in range(_ENTRY_WORDS)]
+        return RankPulse(
+            place=place,
+            rank=entry[_RANK] - 1,
+            owner=entry[_OWNER],
+            iteration=entry[_ITERATION] - 1,
+            phase=_phase_text(entry[_PHASE], entry[_PHASE_END]),
+            beat_ns=entry[_BEAT_NS],
+            beats=entry[_BEATS],
+            lives=self._lives(place),
+        )
+
+    def _lives(self, place: int) -> bool | None:
+        base = place * _ENTRY_WORDS
+        if self._words[base + _NAMESPACE] != self._namespace:
+            return None
+        return owner_lives(self._words[base + _OWNER])
+
+
+def _phase_words(phase: str) -> tuple[int, int]:
+    text = phase.encode("ascii", "replace")[:_PHASE_BYTES].ljust(_PHASE_BYTES, b"\0")
+    return int.from_bytes(text[:8], "little"), int.from_bytes(text[8:], "little")
+
+
+def _phase_text(word: int, end: int) -> str:
+    text = (word.to_bytes(8, "little") + end.to_bytes(8, "little")).rstrip(b"\0").decode("ascii", "replace")
+    return text if text.isprintable() else "?"
+
+
+def _private_page() -> memoryview:
+    return memoryview(bytearray(PAGE_BYTES)).cast("Q")

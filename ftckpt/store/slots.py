@@ -1,0 +1,141 @@
+"""The slot files of an arena: made, mapped and given back one by one."""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from pathlib import Path
+
+from ftckpt.errors import ArenaError, CorruptError, MismatchError
+from ftckpt.store.control import ControlBlock, SlotState
+from ftckpt.store.image import SlotImage, parse_image
+from ftckpt.store.mapping import Mapping, create_mapping, open_mapping
+
+
+def slot_name(slot: int) -> str:
+    """File name of a slot."""
+    return f"slot{slot}.safetensors"
+
+
+class SlotFiles:
+    """The slots of one arena, each of them mapped, damaged, or not allocated: without a file.
+
+    ``make`` and ``free`` belong to the one process that writes the arena; ``free`` does not look at the
+    control block, the caller voids the slot's record first.
+    """
+
+    def __init__(self, path: Path, image: SlotImage, slots: int) -> None:
+        self.path = path
+        self._image = image
+        self._slots: list[Mapping | str | None] = [None] * slots
+
+    @classmethod
+    def open(cls, path: Path, image: SlotImage, control: ControlBlock, writable: bool) -> SlotFiles:
+        """Map what is there. A missing file is damage if the record claims anything, else not allocated.
+
+        Raises:
+            MemoryBudgetError: a slot to be written has holes and there is no room to fill them.
+        """
+        files = cls(path, image, control.slots)
+        for slot in range(control.slots):
+            files._slots[slot] = _open_slot(path / slot_name(slot), image.file_bytes, control, slot, writable)
+        return files
+
+    def view(self, slot: int) -> memoryview:
+        """The whole file; raises CorruptError if it is damaged, ArenaError if it is not allocated."""
+        mapping = self._slots[slot]
+        if isinstance(mapping, Mapping):
+            return mapping.data[:]
+        raise (ArenaError if mapping is None else CorruptError)(str(self.error(slot)))
+
+    def error(self, slot: int) -> str | None:
+        """Why the slot cannot be used, or None."""
+        mapping = self._slots[slot]
+        if mapping is None:
+            return f"{self.path / slot_name(slot)}: not allocated"
+        return mapping if isinstance(mapping, str) else None
+
+    def allocated(self, slot: int) -> bool:
+        """Whether the slot has a file, sound or damaged."""
+        return self._slots[slot] is not None
+
+    def make(self, slot: int) -> None:
+        """Create and map the file of a slot that has none, every page of it allocated, its header written.
+
+        Raises:
+            MemoryBudgetError: no room; nothing is left behind.
+            ArenaError: the file cannot be created.
+        """
+        fresh = self.path / f".{slot_name(slot)}.new"
+        mapping = None
+        try:
+            fresh.unlink(missing_ok=True)
+            mapping = create_mapping(fresh, self._image.file_bytes)
+            mapping.data[: len(self._image.header)] = self._image.header
+            fresh.rename(self.path / slot_name(slot))
+        except BaseException as error:
+            if mapping is not None:
+                mapping.close()
+            with suppress(OSError):
+                fresh.unlink(missing_ok=True)
+            if isinstance(error, OSError):
+                raise ArenaError(f"{self.path / slot_name(slot)}: cannot be created: {error.strerror}") from None
+            raise
+        self._slots[slot] = mapping
+
+    def free(self, slot: int) -> None:
+        """Delete the file and unmap it: memory comes back as soon as the last view of the slot is gone."""
+        (self.path / slot_name(slot)).unlink(missing_ok=True)
+        mapping, self._slots[slot] = self._slots[slot], None
+        if isinstance(mapping, Mapping):
+            mapping.close()
+
+    def remove_half_made(self) -> None:
+        """Delete what a killed ``make`` left under a temporary name."""
+        for path in self.path.glob(".slot*.new"):
+            path.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """Unmap all; never raises because of views that still exist."""
+        for mapping in self._slots:
+            if isinstance(mapping, Mapping):
+                mapping.close()
+
+
+def _open_slot(path: Path, nbytes: int, control: ControlBlock, slot: int, writable: bool) -> Mapping | str | None:
+    problem = ""
+    for _ in range(2):  # a file that was missing may have been made before its record was read
+        try:
+            return open_mapping(path, nbytes, writable)
+        except ArenaError as error:
+            problem = str(error)
+        # In this order: whoever frees a slot voids its record before it deletes the file.
+        missing, record = not os.path.lexists(path), control.record(slot)
+        if missing and record.state == SlotState.EMPTY and not record.torn:
+            return None
+    return problem
+
+
+def image_of_slots(path: Path, slots: int, digest: bytes) -> SlotImage:
+    """The image that the first sound header gives, if the control block was made for its manifest.
+
+    Raises:
+        CorruptError: no slot has a sound header.
+    """
+    errors = []
+    for slot in range(slots):
+        try:
+            mapping = open_mapping(path / slot_name(slot), None, writable=False)
+        except ArenaError as error:
+            errors.append(str(error))
+            continue
+        try:
+            image = parse_image(mapping.data)
+            if image.manifest.digest == digest:
+                return image
+            errors.append(f"slot {slot}: its manifest is not the one of the control block")
+        except (CorruptError, MismatchError) as error:
+            errors.append(f"slot {slot}: {error}")
+        finally:
+            mapping.close()
+    raise CorruptError(f"{path}: no slot has a usable header: {'; '.join(errors)}")

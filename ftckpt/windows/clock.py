@@ -1,0 +1,64 @@
+"""When things happen where training happens: wall time on a CPU, events of the device's streams elsewhere."""
+
+from __future__ import annotations
+
+import time
+from typing import Any, Protocol
+
+import torch
+
+Moment = Any
+"""A moment; what it is made of is the clock's own business. None where no moment can be taken."""
+
+
+class Clock(Protocol):
+    """Takes moments without waiting, and tells later how far they are apart."""
+
+    device: torch.device
+    on_device: bool
+    """Whether work is queued, so that the host may be ahead of the moments it takes."""
+
+    def mark(self) -> Moment:
+        """The moment at which all work that was given to the current stream so far is done."""
+
+    def secs(self, begin: Moment, end: Moment) -> float | None:
+        """Seconds from ``begin`` to ``end``; None while one of them lies ahead."""
+
+
+class HostClock:
+    """For a CPU: a moment is now, in ``time.perf_counter`` seconds."""
+
+    device = torch.device("cpu")
+    on_device = False
+
+    def mark(self) -> Moment:
+        return time.perf_counter()
+
+    def secs(self, begin: Moment, end: Moment) -> float | None:
+        return float(end - begin)
+
+
+class DeviceClock:
+    """For CUDA and ROCm: a moment is a timing event on the current stream."""
+
+    on_device = True
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def mark(self) -> Moment:
+        """See Clock. None while the stream is captured into a graph, which an event would spoil."""
+        if torch.cuda.is_current_stream_capturing():
+            return None
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self.device))
+        return event
+
+    def secs(self, begin: Moment, end: Moment) -> float | None:
+        if begin is None or end is None or not (begin.query() and end.query()):
+            return None
+        return float(begin.elapsed_time(end)) / 1e3
+
+
+def make_clock(device: torch.device) -> Clock:
+    return DeviceClock(device) if device.type == "cuda" else HostClock()

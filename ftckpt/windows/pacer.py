@@ -1,0 +1,230 @@
+"""Follows one rank's training through each iteration, learns its windows, and plans copies into them."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from ftckpt.config import Config
+from ftckpt.events import Events
+from ftckpt.windows.bubbles import Always, Bubbles, Plan, Windows
+from ftckpt.windows.clock import Clock, Moment
+from ftckpt.windows.iteration import Iteration, Profile, in_windows
+from ftckpt.windows.node_budget import Budget
+
+_JUDGED = 5
+"""Snapshots over which rates of copying and costs of fences are judged."""
+
+_MOST_STRETCH = 1000.0
+"""However small the budget, snapshots do not become rarer than this."""
+
+_PENDING = 4
+"""Iterations that may wait for a device to come to their end."""
+
+
+class Copies(Protocol):
+    """The copies of one snapshot, as the pacer looks at them while they run."""
+
+    timed: list[tuple[float, float, int]]
+    """(begin, end, bytes) of each copy, in seconds since the boundary."""
+
+    @property
+    def ended(self) -> bool:
+        """Whether none follows."""
+
+
+@dataclass(frozen=True)
+class IterationMarks:
+    """An iteration that is over for the host, though a device may still be at it.
+
+    ``began`` is the time of day at its first boundary, ``snapshot`` the iteration whose state was copied.
+    """
+
+    began: float
+    marks: Sequence[tuple[str, Moment]]
+    end: Moment
+    copies: Copies | None
+    snapshot: int
+
+
+class Pacer:
+    """Owned by the checkpointer; every method is called by the training thread.
+
+    ``windows`` is what the copier asks. ``enter`` says where training is, in the kinds of
+    ``ftckpt.windows.iteration``; any of them may be missing: what is not entered is no window.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        clock: Clock,
+        budget: Budget,
+        events: Events,
+        coords: Mapping[str, int],
+        *,
+        cores: Set[int] | None = None,
+    ) -> None:
+        self._config = config
+        self._coords = dict(coords)
+        self.clock = clock
+        self.budget = budget
+        self.cores = cores
+        """Where background threads belong; None: anywhere."""
+        self._events = events
+        self._bubbles = Bubbles(clock.on_device) if config.schedule == "bubble" else None
+        self._profile = Profile()
+        self._plan: Plan | None = None
+        self._marks: list[tuple[str, Moment]] = []
+        self._began = 0.0
+        self._copies: Copies | None = None
+        self._snapshot = -1
+        self._pending: deque[IterationMarks] = deque(maxlen=_PENDING)
+        self._rates: deque[float] = deque(maxlen=_JUDGED)
+        self._fences: deque[float] = deque(maxlen=_JUDGED)
+        self._replanned = False
+        self._capacity = 0
+        self.stretch = 1
+        """By how much this rank wishes snapshots to be rarer, so that its fence keeps its budget."""
+
+    @property
+    def windows(self) -> Windows:
+        """When chunks may be copied."""
+        return self._bubbles or Always()
+
+    @property
+    def capacity_bytes(self) -> int:
+        """What the windows of one iteration can take; 0 until they were measured."""
+        return self._capacity
+
+    def expect(self, kinds: Sequence[str], lengths: Sequence[float]) -> None:
+        """A model's view of the schedule, see ``Profile.expect``."""
+        self._profile.expect(kinds, lengths)
+
+    def enter(self, kind: str) -> None:
+        """Training comes to a span of ``kind``; after the fence nothing counts until the next boundary."""
+        if not self._marks or self._marks[-1][0] in (kind, "optimizer"):
+            return
+        mark = self.clock.mark()
+        self._marks.append((kind, mark))
+        if self._bubbles is not None:
+            self._bubbles.enter(len(self._marks) - 1, kind, mark)
+
+    def boundary(self) -> None:
+        """An iteration ends and the next begins."""
+        end = self.clock.mark()
+        # Where a mark is missing, in a graph that is captured, nothing can be said of the iteration.
+        if self._marks and end is not None and all(mark is not None for _, mark in self._marks):
+            self._pending.append(IterationMarks(self._began, self._marks, end, self._copies, self._snapshot))
+        self._began, self._marks, self._copies = time.time(), [("boundary", end)], None
+        if self._bubbles is not None:
+            self._bubbles.begin(0, None)
+
+    def begin(self, total_bytes: int, unit_bytes: int) -> Moment:
+        """A snapshot begins at this boundary, in copies of ``unit_bytes``; returns the boundary's moment."""
+        base = self._marks[0][1]  # copies are timed from here, as the spans of the iteration are
+        if self._bubbles is not None:
+            self._plan = self._planned(unit_bytes)
+            if self._plan is not None and self._profile.measured:
+                self._capacity = self._plan.window_bytes
+            self._bubbles.begin(total_bytes, self._plan)
+        return base
+
+    def follow(self, copies: Copies | None, snapshot: int) -> None:
+        """The copies of the snapshot that began, of the state of iteration ``snapshot``."""
+        self._copies, self._snapshot = copies, snapshot
+
+    def learn(self) -> None:
+        """Take in the iterations of which everything is known by now; the next plan rests on them."""
+        # In their order, and never waiting: a device may be iterations behind the host.
+        while self._pending:
+            iteration = self._resolved(self._pending[0])
+            if iteration is None:
+                return
+            passed = self._pending.popleft()
+            self._profile.add(iteration)
+            if iteration.copies:
+                spent = sum(end - begin for begin, end, _ in iteration.copies)
+                copied = sum(nbytes for _, _, nbytes in iteration.copies)
+                # Without waits for turns: what the hardware gives, and not how much there was to copy.
+                self._rates.append(copied / max(spent, 1e-9))
+                self.budget.publish(statistics.median(self._rates))
+                self._watch_fence(iteration)
+                self._report(iteration, passed)
+
+    def close(self) -> None:
+        """Give up the place in the node's budget."""
+        self.budget.close()
+
+    def _resolved(self, passed: IterationMarks) -> Iteration | None:
+        """What it was; None while the device or copies are still at it."""
+        base = passed.marks[0][1]
+        if passed.copies is not None and not passed.copies.ended:
+            return None
+        edges = [self.clock.secs(base, mark) for _, mark in passed.marks]
+        edges.append(self.clock.secs(base, passed.end))
+        known = [edge for edge in edges if edge is not None]
+        if len(known) < len(edges):
+            return None
+        copies = tuple(passed.copies.timed) if passed.copies is not None else ()
+        return Iteration(tuple(kind for kind, _ in passed.marks), tuple(known), copies)
+
+    def _report(self, iteration: Iteration, passed: IterationMarks) -> None:
+        moved, interval = iteration.moved_bytes, self._config.timeline_interval * self._config.interval
+        costs: dict[str, Any] = {
+            "moved_bytes": moved,
+            "window_capacity_bytes": self._plan.window_bytes if self._plan is not None else None,
+            "stall_secs": iteration.stall_secs,
+            "fence_secs": iteration.secs_of(frozenset({"fence"})),
+            "secs": iteration.secs,
+        }
+        self._events.emit("copied", iteration=passed.snapshot, share_in_windows=in_windows(moved), **costs)
+        if interval and passed.snapshot % interval == 0:
+            spans = zip(iteration.kinds, iteration.edges, iteration.edges[1:], strict=False)
+            self._events.emit(
+                "timeline", iteration=passed.snapshot, coords=self._coords, schedule=self._config.schedule,
+                begin=passed.began, spans=list(spans), copies=iteration.copies, **costs,
+            )  # fmt: skip
+
+    def _planned(self, unit_bytes: int) -> Plan | None:
+        """The plan in force while what it rests on holds, otherwise a new one; None while nothing is known."""
+        timeline = self._profile.timeline
+        if timeline is None or not self._rates:
+            return None
+        rate, share = statistics.median(self._rates), self._config.replan_share
+        old, moved = self._plan, 1.0
+        if old is not None:
+            moved = old.timeline.distance(timeline)
+            if moved <= share and abs(rate - old.bytes_per_sec) <= share * old.bytes_per_sec:
+                return old
+        plan = Plan.of(timeline, rate, unit_bytes)
+        self._events.emit(
+            "planned", window_capacity_bytes=plan.window_bytes, bytes_per_sec=rate, moved_share=moved,
+            measured=self._profile.measured, places=len(timeline.kinds), iteration_secs=sum(timeline.secs),
+        )  # fmt: skip
+        return plan
+
+    def _watch_fence(self, iteration: Iteration) -> None:
+        """Too dear a fence: measure the windows anew, and where that does not help, wish for rarer snapshots.
+
+        The interval follows from what was measured, as in CheckFreq (FAST'21): the least at which the
+        fence's share of all iterations keeps the budget.
+        """
+        budget = self._config.fence_budget
+        self._fences.append(iteration.stall_secs / max(iteration.secs, 1e-9))
+        if not budget or len(self._fences) < _JUDGED:
+            return
+        share = statistics.median(self._fences)
+        needed = max(1, math.ceil(min(share / budget, _MOST_STRETCH)))
+        if needed > self.stretch and self._bubbles is not None and not self._replanned:
+            self._replanned = True
+            self._profile.forget()
+            self._events.emit("replanned", fence_share=share, fence_budget=budget)
+            self._fences.clear()
+        elif needed > self.stretch or 2 * needed <= self.stretch:
+            self.stretch, self._replanned = needed, False
+            self._fences.clear()

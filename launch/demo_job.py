@@ -1,0 +1,440 @@
+"""The demo's jobs: eight ranks as two torchrun agents, two simulated nodes, with faults, watched until they end.
+
+Run as a script it is a rank of such a job: the example script that is named first, with the faults of the plan that
+FTCKPT_TEST_FAULTS names.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import os
+import random
+import shutil
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from ftckpt.config import Config
+from ftckpt.errors import ArenaError
+from ftckpt.store.directory import clean_job, job_node_path, list_arenas
+from tests.support import faults
+from tests.support.processes import ARENA, ROOT, STOP_SECS, Processes, RunError, is_running
+
+NODES = ("node0", "node1")
+LOST_NODE, REPLACEMENT = "node1", "node2"
+RANKS_PER_NODE = 4
+WORLD_SIZE = RANKS_PER_NODE * len(NODES)
+LAYOUTS = ("tp2pp2dp2", "tp2pp1dp2")
+"""Of eight ranks, and of the four of one node."""
+
+# Small chunks and objects, because so is the model: a slot is to have several chunks, and arenas, parity and packages
+# of both nodes are to fit the 64 MB of /dev/shm that containers often have. Between two faults are few iterations.
+SMALL: Mapping[str, Any] = {"enabled": True, "chunk_mib": 0.125, "objects_mib": 1, "timeline_interval": 4}
+
+# An agent that is silent for six seconds is gone: the others wait that long before its replacement may join. Where
+# fewer nodes are enough they go on without one after the last call, in which all agents must have come at first.
+_RENDEZVOUS = "join_timeout=120,keep_alive_interval=1,keep_alive_max_attempt=6"
+_LAST_CALL_SECS = 10
+_POLL_SECS = 0.02
+_TIMEOUT_SECS, _STALL_SECS = 600.0, 180.0
+_OCCASIONS = 5
+
+Settings = Mapping[str, Any]
+"""Fields of ftckpt's ``Config``; empty: train without ftckpt."""
+
+
+@dataclass(frozen=True)
+class Framework:
+    """What trains: ``module`` runs the script ``launch/<script>.py`` with ``arguments``, and with those that
+    ``configure`` makes of ftckpt's settings; it may write files into the run's folder.
+
+    ``reshapes``: the job can go on with fewer ranks, and its script logs what all ranks together hold.
+    """
+
+    title: str
+    job: str
+    out: Path
+    module: str
+    script: str
+    arguments: Sequence[str]
+    configure: Callable[[Path, Settings], list[str]]
+    reshapes: bool = False
+
+    def command(self, folder: Path, training: Sequence[str], settings: Settings) -> list[str]:
+        """The module for torchrun to start, and its arguments."""
+        worker = [self.module, str(Path(__file__).resolve()), self.script]
+        return [*worker, *self.arguments, *training, *self.configure(folder, settings)]
+
+
+def _deepspeed_json(folder: Path, settings: Settings) -> list[str]:
+    """The shipped configuration, small enough for a minute on two cores."""
+    config = json.loads((ROOT / "configs" / "deepspeed_zero1_pp.json").read_text())
+    section = config.pop("ftckpt")
+    config |= {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 4}
+    # AdamW as torch has it: DeepSpeed's own would be compiled.
+    config["optimizer"]["params"] |= {"lr": 1e-3, "torch_adam": True}
+    config["scheduler"]["params"] |= {"total_num_steps": 100, "warmup_num_steps": 4}
+    if settings:
+        config["ftckpt"] = {**section, **settings}
+    path = (folder / "deepspeed.json").resolve()
+    path.write_text(json.dumps(config, indent=2) + "\n")
+    return ["--deepspeed_config", str(path)]
+
+
+_MODEL = ("--tp", "2", "--pp", "2", "--layers", "4", "--hidden", "64", "--seq", "64")
+
+FRAMEWORKS = {
+    "megatron": Framework(
+        title="Megatron-core",
+        job="GPT as tensor 2 x pipeline 2 x data 2, bf16, distributed optimizer, dropout",
+        out=Path("runs/demo"),
+        module="ftckpt.megatron",
+        script="train_gpt",
+        arguments=(*_MODEL, "--global-batch", "16", "--micro-batch", "2"),
+        configure=lambda _, settings: Config(**settings).flags(),
+        reshapes=True,
+    ),
+    "deepspeed": Framework(
+        title="DeepSpeed",
+        job="PipelineModule as pipeline 2 x tensor 2 x data 2, bf16, ZeRO-1, tied embeddings, dropout",
+        out=Path("runs/demo-deepspeed"),
+        module="ftckpt.deepspeed",
+        script="train_deepspeed",
+        arguments=(*_MODEL, "--tie"),
+        configure=_deepspeed_json,
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Scene:
+    """A fault: ``text`` with its iteration describes it, ``label`` marks it in charts.
+
+    A rank, or all, are killed at ``point``; or, where ``rank`` is None, a node is lost in the middle of an iteration,
+    whose place ``replacement`` takes, or nothing.
+    """
+
+    text: str
+    label: str
+    rank: int | Literal["all"] | None = None
+    point: str = ""
+    ordinal: int = 0
+    secs: float = 0.0
+    replacement: str = ""
+
+
+_NODE = f"all of {LOST_NODE} lost in iteration {{}}: its agent, its ranks, its SMP, its memory;"
+SHRINK = "shrink"
+"""The scene in which nothing replaces the lost node; it has a run of its own."""
+SCENES = {
+    "rank": Scene("rank 5 killed in the middle of iteration {}", "one rank killed", 5, "forward", 3),
+    # Ordinal 1: one chunk is in the slot already.
+    "writing": Scene(
+        "rank 2 killed while it wrote the snapshot of iteration {}", "killed while writing", 2, "copy", 1
+    ),
+    "all": Scene(
+        "all ranks killed before the optimizer step of iteration {}",
+        "all ranks killed",
+        "all",
+        "before_step",
+        secs=60.0,
+    ),
+    "node": Scene(f"{_NODE} {REPLACEMENT} takes its place", "a node lost", replacement=REPLACEMENT),
+    SHRINK: Scene(f"{_NODE} nothing takes its place", "a node lost for good"),
+}
+
+
+@dataclass(frozen=True)
+class Strike:
+    """A scene's fault in a run, in ``iteration`` or the first occasion after; ``marker`` says that it struck."""
+
+    name: str
+    iteration: int
+    marker: Path
+
+    @property
+    def scene(self) -> Scene:
+        return SCENES[self.name]
+
+    @property
+    def ranks(self) -> list[int]:
+        """Those that kill themselves."""
+        rank = self.scene.rank
+        return [] if rank is None else list(range(WORLD_SIZE)) if rank == "all" else [rank]
+
+    def plan(self) -> list[faults.Fault]:
+        """The first of these that comes is the fault: not every iteration has a snapshot to interrupt."""
+        scene = self.scene
+        if scene.rank is None:
+            return []
+        first = faults.Fault(
+            scene.rank, self.iteration, scene.point, self.marker, "kill", scene.ordinal, scene.secs
+        )  # fmt: skip
+        later = range(_OCCASIONS if scene.point == "copy" else 1)
+        return [faults.Fault(**{**vars(first), "iteration": self.iteration + more}) for more in later]
+
+    def marks(self) -> list[dict[str, Any]]:
+        """What is known of the fault once it has struck: of each rank that killed itself, or of the lost node."""
+        injected = self.plan()[:1]
+        paths = [fault.marker_of(rank) for fault in injected for rank in self.ranks] or [self.marker]
+        try:
+            return [json.loads(path.read_text()) for path in paths]
+        except (FileNotFoundError, json.JSONDecodeError):  # not there, or being written
+            return []
+
+
+@dataclass
+class Run:
+    """One training run: where it writes, more arguments of its script, ftckpt's settings, and the faults in it.
+
+    It goes on with ``least_nodes`` where no more are left. ``digested``: it logs what all ranks together hold.
+    ``lines``, ``events`` and ``secs`` are what was seen of it.
+    """
+
+    name: str
+    folder: Path
+    framework: Framework
+    training: Sequence[str]
+    ftckpt: Settings = field(default_factory=dict)
+    strikes: Sequence[Strike] = ()
+    least_nodes: int = len(NODES)
+    digested: bool = False
+    every: int = 1
+    lines: list[dict[str, Any]] = field(default_factory=list)
+    events: list[dict[str, Any]] = field(default_factory=list)
+    secs: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.log, self.final = self.folder / "log.jsonl", self.folder / "final"
+        self.event_dir, self.digests = self.folder / "events", self.folder / "digests.jsonl"
+
+    def say(self, text: str) -> None:
+        print(f"{self.name:9s}  {text}", flush=True)
+
+
+def execute(run: Run, job: str) -> None:
+    """Run it to its end. Whatever happens, afterwards no process of the run is left and no shared memory of ``job``.
+
+    Raises:
+        RunError: an agent failed, a deadline passed, a fault did not strike, or something was left behind.
+    """
+    shutil.rmtree(run.folder, ignore_errors=True)
+    run.folder.mkdir(parents=True)
+    plan = run.folder / "faults.json"
+    plan.write_text(faults.dumps(fault for strike in run.strikes for fault in strike.plan()))
+    try:
+        with Processes() as processes:
+            start = _starter(run, processes, plan)
+            for node in NODES:
+                start(node)
+            Watch(run, job, processes, start).until_end()
+            if missed := [strike.name for strike in run.strikes if not strike.marks()]:
+                raise RunError(f"{run.name}: no {', '.join(missed)}: faults that did not strike test nothing")
+            if left := processes.left():
+                raise RunError(f"{run.name}: processes {left} are left")
+        if (ARENA / f"ftckpt-{job}").exists():
+            raise RunError(f"{run.name}: {ARENA / f'ftckpt-{job}'} is left")
+    finally:
+        _clean(job)
+
+
+def _clean(job: str) -> None:
+    """Delete what a failed run left. Threads of a killed process may hold its locks a moment longer than it lives."""
+    deadline = time.monotonic() + STOP_SECS
+    while True:
+        try:
+            clean_job(ARENA, job)
+            return
+        except ArenaError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(_POLL_SECS)
+
+
+def _starter(run: Run, processes: Processes, plan: Path) -> Callable[[str], None]:
+    """What starts the agent of a node; the first node hosts the rendezvous and is never lost."""
+    env = {key: value for key, value in os.environ.items() if not key.startswith(("TORCH", "PET_"))}
+    env.setdefault("FTCKPT_DEVICE", "cpu")
+    env |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONWARNINGS": "ignore", "PYTHONPATH": str(ROOT)}
+    # Agents would keep the address of the first store when its node is lost: each attempt opens one of its own.
+    env |= {faults.PLAN_VAR: str(plan.resolve()), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        endpoint = f"127.0.0.1:{probe.getsockname()[1]}"
+    outputs = ["--log-file", str(run.log.resolve()), "--dump-final", str(run.final.resolve())]
+    if run.digested:
+        outputs += ["--log-digest", str(run.digests.resolve())]
+    settings = {**run.ftckpt, "events": str(run.event_dir.resolve())} if run.ftckpt else {}
+    module = run.framework.command(run.folder, [*run.training, *outputs], settings)
+    last_call = 1 if run.least_nodes == len(NODES) else _LAST_CALL_SECS
+
+    def start(node: str) -> None:
+        command = [
+            *(sys.executable, "-m", "torch.distributed.run"),
+            *("--nnodes", f"{run.least_nodes}:{len(NODES)}", "--nproc-per-node", str(RANKS_PER_NODE)),
+            *("--local-addr", "127.0.0.1"),
+            *("--rdzv-backend", "c10d", "--rdzv-id", "demo", "--rdzv-endpoint", endpoint),
+            *("--rdzv-conf", f"{_RENDEZVOUS},last_call_timeout={last_call},is_host={int(node == NODES[0])}"),
+            # The two dashes end torchrun's own options.
+            *("--max-restarts", "9", "--monitor-interval", "0.1", "-m", "--"),
+            *module,
+        ]
+        processes.start(node, command, env, run.folder / f"{node}.log")
+
+    return start
+
+
+class Watch:
+    """Follows a run's files and processes, prints what happens, notes it beside the events, and loses nodes."""
+
+    def __init__(self, run: Run, job: str, processes: Processes, start: Callable[[str], None]) -> None:
+        self._run, self._processes, self._start = run, processes, start
+        self._node_dir = job_node_path(ARENA, job, LOST_NODE)
+        self._offsets: dict[Path, int] = {}
+        self._waiting = list(run.strikes)
+        self._struck_at: float | None = None
+        self._alive: set[int] = set()
+        self._ended: set[int] = set()
+        self._nodes: dict[int, str] = {}
+        self._restored: dict[str, set[int]] = {}
+        self._protected: int | None = None
+        self._lose_at: float | None = None
+
+    def until_end(self) -> None:
+        """Watch until all agents have ended well.
+
+        Raises:
+            RunError: an agent failed, or a deadline passed.
+        """
+        begin = moved = time.monotonic()
+        while True:
+            ended = all(agent.poll() is not None for agent in self._processes.agents)
+            moved = time.monotonic() if self.look() else moved
+            if any(agent.returncode for agent in self._processes.agents):
+                raise RunError(f"{self._run.name}: torchrun failed\n{self._ends_of_logs()}")
+            now = time.monotonic()
+            if ended:
+                self._run.secs = now - begin
+                return
+            if now - begin > _TIMEOUT_SECS or now - moved > _STALL_SECS:
+                raise RunError(f"{self._run.name}: no end after {now - begin:.0f} s\n{self._ends_of_logs()}")
+            time.sleep(_POLL_SECS)
+
+    def look(self) -> bool:
+        """Take in what is new, and lose a node if its time has come; returns whether something was new."""
+        new = False
+        for strike in list(self._waiting):
+            if marks := strike.marks():
+                self._waiting.remove(strike)
+                self._on_strike(strike, marks)
+                new = True
+        for line in self._appended(self._run.log):
+            self._on_line(line)
+            new = True
+        for path in sorted(self._run.event_dir.glob("rank*.jsonl")):
+            for event in self._appended(path):
+                self._on_event(event)
+                new = True
+        for pid in [pid for pid in self._alive if not is_running(pid)]:
+            self._alive.remove(pid)
+            self._ended.add(pid)
+            self._note("ended", time.time(), pid=pid)
+        self._lose_node_when_due()
+        return new
+
+    def _appended(self, path: Path) -> Iterator[dict[str, Any]]:
+        offset = self._offsets.get(path, 0)
+        if not path.exists() or path.stat().st_size == offset:
+            return
+        with open(path, "rb") as file:
+            file.seek(offset)
+            data = file.read()
+        complete = data[: data.rfind(b"\n") + 1]  # a killed writer may leave half a line
+        self._offsets[path] = offset + len(complete)
+        for line in complete.splitlines():
+            with contextlib.suppress(json.JSONDecodeError):
+                yield json.loads(line)
+
+    def _note(self, event: str, when: float, **fields: Any) -> None:
+        """What events cannot know, for the report: ``ftckpt report`` reads it from beside them."""
+        if self._run.event_dir.exists():
+            with open(self._run.event_dir / "demo.jsonl", "a") as file:
+                file.write(json.dumps({"time": when, "event": event, "process": "demo", **fields}) + "\n")
+
+    def _on_strike(self, strike: Strike, marks: list[dict[str, Any]]) -> None:
+        self._struck_at, iteration = time.time(), marks[0]["iteration"]
+        ranks = strike.ranks or marks[0]["ranks"]
+        when = max(mark["time"] for mark in marks)
+        self._note("fault", when, name=strike.name, label=strike.scene.label, iteration=iteration, ranks=ranks)
+        self._run.say("KILLED: " + strike.scene.text.format(iteration))
+        if "protected" in marks[0]:
+            self._run.say(f"        the snapshot of iteration {marks[0]['protected']} is protected")
+
+    def _on_line(self, line: dict[str, Any]) -> None:
+        self._run.lines.append(line)
+        if line["iteration"] % self._run.every == 0:
+            self._run.say(f"iteration {line['iteration']:3d}  loss {line['loss']:.4f}  {line['loss_hex']}")
+
+    def _on_event(self, event: dict[str, Any]) -> None:
+        self._run.events.append(event)
+        self._alive |= {event["pid"]} - self._ended
+        kind, rank = event["event"], event["rank"]
+        if kind == "joined":
+            self._nodes[rank] = event["node"]
+            self._protected = self._lose_at = None  # of an attempt that has ended
+        elif kind == "protected":
+            self._protected = event["iteration"]
+        elif kind == "rebuilt":
+            self._run.say(f"REBUILT: {', '.join(event['shards'])} from {', '.join(event['sources'])}")
+        elif kind == "reshaped" and rank == 0:
+            layouts = f"from {event['from']} to {event['to']}"
+            self._run.say(f"RESHAPED: the snapshot of iteration {event['iteration']} {layouts}")
+        elif kind == "restored" and self._struck_at is not None:
+            ranks = self._restored.setdefault(event["lineage"], set())
+            ranks.add(rank)
+            if len(ranks) == (WORLD_SIZE if self._run.least_nodes == len(NODES) else RANKS_PER_NODE):
+                secs = time.time() - self._struck_at
+                snapshot = f"snapshot of iteration {event['iteration']} from memory"
+                self._run.say(f"BACK: {snapshot}, {secs:.1f} s after the kill")
+
+    def _lose_node_when_due(self) -> None:
+        """At a random instant inside the iteration, once a snapshot of this attempt is protected.
+
+        Protection is a matter of the whole job: one rank that knows it is enough.
+        """
+        strike = next((strike for strike in self._waiting if strike.scene.rank is None), None)
+        lines = self._run.lines
+        if strike is None or self._protected is None or not lines or lines[-1]["iteration"] + 1 < strike.iteration:
+            return
+        now = time.monotonic()
+        if self._lose_at is None:
+            self._lose_at = now + random.uniform(0.1, 0.9) * lines[-1]["time"]
+        if now >= self._lose_at:
+            self._lose_node(strike, lines[-1]["iteration"] + 1)
+            if strike.scene.replacement:
+                self._start(strike.scene.replacement)
+
+    def _lose_node(self, strike: Strike, iteration: int) -> None:
+        shards = [path.name.rpartition(".")[0] for path in list_arenas(self._node_dir)]
+        when = time.time()
+        pids = self._processes.lose(LOST_NODE)
+        shutil.rmtree(self._node_dir)
+        ranks = sorted(rank for rank, node in self._nodes.items() if node == LOST_NODE)
+        mark = {"time": when, "iteration": iteration, "protected": self._protected}
+        strike.marker.write_text(json.dumps({**mark, "ranks": ranks, "pids": pids, "shards": shards}))
+
+    def _ends_of_logs(self) -> str:
+        logs = sorted(self._run.folder.glob("node*.log"))
+        return "\n".join(f"--- {log.stem}:\n{log.read_text(errors='replace')[-3000:]}" for log in logs)
+
+
+if __name__ == "__main__":
+    script = importlib.import_module(f"launch.{sys.argv[1]}")
+    faults.install(faults.plan_from_env(os.environ), int(os.environ["RANK"]))
+    script.main(sys.argv[2:])

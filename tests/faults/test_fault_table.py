@@ -1,0 +1,110 @@
+"""Fault × instant × protection → what must come back; the table is in ``tests/support/fault_rows.py``."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support import jobs
+from tests.support.fault_rows import DAMAGES, IN_EVERY_ITERATION, KILLS, LOST, OLDER, opened
+from tests.support.faults import Fault
+from tests.support.pool import RankFailure
+
+pytestmark = [pytest.mark.multiproc, pytest.mark.faults]
+
+RANKS = 4
+UNTIL = 8
+AT = 5
+PAUSE_SECS = 1.0
+"""For the SMP: parity of the snapshot before the pause is complete after it, on a machine that is not overloaded."""
+
+
+@cache
+def reference(*layout: str) -> list[jobs.Outcome]:
+    return jobs.outcomes(RANKS, jobs.Run(list(layout), until=UNTIL))
+
+
+def resume(settings: dict[str, Any], *layout: str) -> int:
+    resumed = jobs.outcomes(RANKS, jobs.Run(list(layout), UNTIL, settings))
+    assert not list(Path(settings["arena"]).iterdir()), "an ended job left something behind"
+    return jobs.assert_continues(reference(*layout), resumed)
+
+
+@pytest.mark.parametrize(
+    ("instant", "protect"), [*((i, "none") for i in KILLS), *((i, "node") for i in IN_EVERY_ITERATION)]
+)
+def test_one_rank_killed(instant: str, protect: str, settings: dict[str, Any], tmp_path: Path) -> None:
+    settings["protect"] = protect
+    fault = Fault(1, AT, instant, tmp_path / "fired", "kill")
+    results = jobs.broken(RANKS, jobs.Run(["--pp", "2"], UNTIL, settings, faults=[fault]))
+    assert jobs.killed(results[1]) and fault.fired(1)
+    back = {AT + offset for offset in KILLS[instant]}
+    # With protection a snapshot may be skipped while another is being protected.
+    assert (start := resume(settings, "--pp", "2")) in back or (protect != "none" and 0 < start < min(back))
+
+
+@pytest.mark.parametrize("instant", ["copy", "fence", "before_step"])
+def test_all_ranks_killed_at_once(instant: str, settings: dict[str, Any], tmp_path: Path) -> None:
+    fault = Fault("all", AT, instant, tmp_path / "fired", "kill", secs=20)
+    results = jobs.broken(RANKS, jobs.Run(["--pp", "2"], UNTIL, settings, faults=[fault]))
+    assert all(map(jobs.killed, results)), [result.error for result in results]
+    assert resume(settings, "--pp", "2") in {AT + offset for offset in KILLS[instant]}
+
+
+def die(settings: dict[str, Any], tmp_path: Path) -> tuple[list[Path], int]:
+    """Arenas of a job that died between two snapshots, and the newest iteration that all hold, or all protect."""
+    pauses = [Fault("all", AT - 1, "boundary", tmp_path / "pause", "stall", secs=PAUSE_SECS)]
+    dead = Fault("all", AT + 1, "boundary", tmp_path / "dead", "kill", secs=20)
+    faults = [*(pauses if settings["protect"] != "none" else []), dead]
+    results = jobs.broken(RANKS, jobs.Run(["--tp", "2"], UNTIL, settings, faults=faults))
+    assert all(map(jobs.killed, results)), [result.error for result in results]
+    paths = sorted((Path(settings["arena"]) / "ftckpt-test" / "node").glob("tp*"))
+    assert len(paths) == RANKS
+    if settings["protect"] != "none":
+        return paths, max(event["iteration"] for event in jobs.events(settings, "protected"))
+    return paths, min(max(id.iteration for id in snapshots(path)) for path in paths)
+
+
+def snapshots(path: Path) -> dict[Any, int]:
+    with opened(path) as arena:
+        return dict(arena.snapshots())
+
+
+def slot_with(path: Path, iteration: int) -> int:
+    return next(slot for id, slot in snapshots(path).items() if id.iteration == iteration)
+
+
+@pytest.mark.parametrize(
+    ("name", "protect"), [(name, protect) for name, row in DAMAGES.items() for protect in row.comes_back]
+)
+def test_memory_damaged_between_attempts(name: str, protect: str, settings: dict[str, Any], tmp_path: Path) -> None:
+    settings["protect"] = protect
+    row = DAMAGES[name]
+    paths, iteration = die(settings, tmp_path)
+    row.damage(paths[2], slot_with(paths[2], iteration))
+    if row.comes_back[protect] == LOST:
+        with pytest.raises(RankFailure, match=r"(?s)LostError.*tp1-pp0-cp0-dp0"):
+            jobs.outcomes(RANKS, jobs.Run(["--tp", "2"], UNTIL, settings))
+        assert resume({**settings, "on_lost": "fresh"}, "--tp", "2") == 0
+        assert jobs.events(settings, "lost")
+        return
+    start = resume(settings, "--tp", "2")
+    if protect == "none":
+        assert start == iteration - (row.comes_back[protect] == OLDER)
+    else:
+        # A newer snapshot, not yet protected, may be whole: the damage to the protected one need not show.
+        assert start >= iteration
+    events = [event for kind in ("fallback", "passed_over", "rebuilt") for event in jobs.events(settings, kind)]
+    assert events or start > iteration, "the damage was passed over in silence"
+
+
+def test_both_snapshots_of_one_rank_damaged(settings: dict[str, Any], tmp_path: Path) -> None:
+    settings["protect"] = "none"
+    paths, _ = die(settings, tmp_path)
+    for slot in snapshots(paths[1]).values():
+        DAMAGES["stepped byte"].damage(paths[1], slot)
+    with pytest.raises(RankFailure, match=r"(?s)LostError.*corrupt in"):
+        jobs.outcomes(RANKS, jobs.Run(["--tp", "2"], UNTIL, settings))

@@ -1,0 +1,260 @@
+"""Every code block of the pages runs as it stands, and every link leads somewhere."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import fields
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import ftckpt
+from ftckpt.config import Config
+from ftckpt.store.directory import clean_job
+from tests.support import jobs
+from tests.support.pool import run_ranks
+
+pytestmark = [pytest.mark.multiproc, pytest.mark.faults]
+
+ROOT = Path(__file__).parent.parent.parent
+PAGES = sorted(path for path in ROOT.rglob("*.md") if not {".venv", "runs", ".pytest_cache"} & set(path.parts))
+BLOCKS = [
+    found
+    for page in PAGES
+    if page.name == "README.md" and "specs" not in page.parts
+    for found in re.findall(r"^```(\w+)\n(.*?)^```", page.read_text(), re.M | re.S)
+]
+ENV = {
+    **os.environ,
+    "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+    "FTCKPT_DEVICE": "cpu",
+    "OMP_NUM_THREADS": "1",
+    "GLOO_SOCKET_IFNAME": "lo",
+}
+JOB = Path("/dev/shm/ftckpt-readme")
+
+
+def block(language: str, word: str) -> str:
+    found = [text for kind, text in BLOCKS if kind == language and word in text]
+    assert len(found) == 1, f"{len(found)} {language} blocks mention {word!r}"
+    return found[0]
+
+
+def run(text: str, timeout_secs: float = 60) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        ["bash", "-ec", text], cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=timeout_secs, check=False
+    )
+
+
+def test_all_blocks_are_known() -> None:
+    """As many of each kind as the tests below run."""
+    assert Counter(kind for kind, _ in BLOCKS) == {"bash": 10, "python": 3, "json": 1}
+
+
+LINK = re.compile(r"(?<!\})\]\((?!https?:|\{)([^)#\s]*)(?:#([^)\s]+))?\)")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
+    for target, anchor in LINK.findall(page.read_text()):
+        path = (page.parent / target).resolve() if target else page
+        assert path.exists(), f"{page.name}: {target}"
+        if anchor:
+            heads = re.findall(r"^#+ (.*)", path.read_text(), re.M)
+            assert anchor in [re.sub(r"[^\w\- ]", "", head).lower().replace(" ", "-") for head in heads], anchor
+
+
+def test_the_first_page_is_short() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 200
+
+
+def test_the_way_of_a_byte_is_short_and_there() -> None:
+    page = (ROOT / "ftckpt" / "README.md").read_text()
+    way = page[page.index("## The way of a byte") : page.index("## Who imports whom")]
+    files = re.findall(r"`([a-z_/]+\.py)`", way)
+    assert 15 <= len(set(files)) <= 35
+    assert [name for name in files if not (ROOT / "ftckpt" / name).exists()] == []
+
+
+@pytest.fixture
+def live_job() -> Iterator[subprocess.Popen[bytes]]:
+    """The job that the README starts, once it has snapshots."""
+    clean_job(JOB.parent, "readme")
+    command = block("bash", "--standalone")
+    job = subprocess.Popen(
+        ["bash", "-ec", command], cwd=ROOT, env=ENV, start_new_session=True, stdout=subprocess.DEVNULL
+    )
+    try:
+        yield job
+    finally:
+        end(job)
+        clean_job(JOB.parent, "readme")
+
+
+def end(job: subprocess.Popen[bytes]) -> None:
+    """SIGTERM: the agent ends its workers, which have sessions of their own."""
+    if job.poll() is None:
+        os.killpg(job.pid, signal.SIGTERM)
+        job.wait(100)
+
+
+def wait_for(what: str, command: str, timeout_secs: float = 200) -> str:
+    deadline = time.monotonic() + timeout_secs
+    while time.monotonic() < deadline:
+        output = run(command).stdout
+        if what in output:
+            return output
+        time.sleep(0.5)
+    raise AssertionError(f"{what!r} did not show in the output of {command!r}: {output}")
+
+
+def test_the_plan_of_a_large_job_names_what_it_survives() -> None:
+    planned = run(block("bash", "ftckpt plan"))
+    assert planned.returncode == 0, planned.stderr
+    assert "512 ranks on 64 nodes" in planned.stdout and re.search(r"one node +64 +all", planned.stdout)
+
+
+def test_start_inspect_open_kill_clean(live_job: subprocess.Popen[bytes]) -> None:
+    inspect = block("bash", "inspect").splitlines()[0]
+    shown = wait_for(" PROTECTED ", inspect)
+    assert "tp0-pp1-cp0-dp1" in shown
+    opened = subprocess.run(
+        [sys.executable, "-c", block("python", "safe_open")], env=ENV, capture_output=True, text=True, check=False
+    )
+    assert "master fragments" in opened.stdout, opened.stderr
+    refused = run(block("bash", "clean"))
+    assert refused.returncode and JOB.exists(), "a job that runs was cleaned"
+    end(live_job)
+    assert JOB.exists(), "a job that was given up leaves its arenas"
+    verified = run(block("bash", "inspect"))
+    assert verified.returncode == 0, verified.stdout + verified.stderr
+    convert()
+    cleaned = run(block("bash", "clean"))
+    assert cleaned.returncode == 0 and not JOB.exists(), cleaned.stderr
+
+
+def convert() -> None:
+    """What the job left, to the universal form and to Megatron's; the folders are the README's own."""
+    made = [ROOT / "runs" / f"readme-{kind}" for kind in ("universal", "megatron")]
+    for path in made:
+        shutil.rmtree(path, ignore_errors=True)
+    try:
+        converted = run(block("bash", "ftckpt convert"), timeout_secs=120)
+        assert converted.returncode == 0, converted.stderr
+        assert (made[0] / "manifest.json").exists() and list(made[1].rglob("*.distcp"))
+    finally:
+        for path in made:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def test_layouts_for_the_launcher() -> None:
+    text = block("bash", "--ftckpt-layouts").replace("torchrun.sh ", "torchrun.sh --dry-run ")
+    text = text.replace("pretrain_gpt.py", "launch/train_gpt.py")
+    shown = run(f"STABLE_HOST=somewhere; YOUR_MEGATRON_FLAGS='--lr 1e-3'; {text}")
+    assert shown.returncode == 0, shown.stderr
+    assert "--nnodes" in shown.stdout and "1:2" in shown.stdout
+    config, _ = Config.from_flags(shlex.split(shown.stdout)[-3:])
+    assert config.layouts == "tp8pp2,tp8pp1"
+
+
+def six_lines(rank: int, world_size: int, text: str, settings: dict[str, Any]) -> int:
+    import train_gpt
+
+    import ftckpt.megatron
+
+    job = train_gpt.build(train_gpt.parse_args([*jobs.TINY, "--iterations", "3"]))
+    ftckpt.megatron.configure(Config(enabled=True, node="node", **settings))
+    names = {
+        "model": job.model,
+        "optimizer": job.optimizer,
+        "scheduler": job.scheduler,
+        "data": job.data,
+        "progress": job.progress,
+        "last": 3,
+        "train_step": lambda: train_gpt.train_step(job),
+    }
+    exec(text, names)
+    return int(names["iteration"])
+
+
+def test_six_lines_of_python(settings: dict[str, Any], arena_root: Path) -> None:
+    results = run_ranks(six_lines, 2, block("python", "megatron.attach"), settings)
+    assert [result.value for result in results] == [3, 3]
+    assert not list(arena_root.iterdir())
+
+
+def six_plain_lines(rank: int, world_size: int, text: str, settings: dict[str, Any]) -> int:
+    import train_plain
+
+    job = train_plain.build(train_plain.parse_args(["--layers", "1", "--hidden", "16", "--iterations", "3"]))
+    names = {
+        "model": job.model,
+        "optimizer": job.optimizer,
+        "scheduler": job.scheduler,
+        "data": job.data,
+        "last": 3,
+        "train_step": lambda: train_plain.train_step(job),
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        # The page's own call, with the arena and the names of the test beside what it gives.
+        patch.setattr(ftckpt, "Config", partial(Config, node="node", **settings))
+        exec(text, names)
+    return int(names["iteration"])
+
+
+def test_six_lines_of_plain_python(settings: dict[str, Any], arena_root: Path) -> None:
+    results = run_ranks(six_plain_lines, 2, block("python", "plain.attach"), settings, stand_in=False)
+    assert [result.value for result in results] == [3, 3]
+    assert not list(arena_root.iterdir())
+
+
+def test_the_launch_line_reaches_the_script(tmp_path: Path) -> None:
+    """As it stands, on one rank, with a script in the place of Megatron-LM's."""
+    script = tmp_path / "pretrain_gpt.py"
+    script.write_text("import sys, ftckpt.megatron as m; print('RUNS', sys.argv[1:], m.configuration().interval)")
+    text = block("bash", "--ftckpt-interval").replace("--nproc-per-node 8", "--standalone --nproc-per-node 1")
+    result = run(f"cd {tmp_path}; YOUR_MEGATRON_FLAGS='--lr 1e-3'; export PYTHONPATH={ROOT}; {text}")
+    assert "RUNS ['--lr', '1e-3'] 1" in result.stdout, result.stderr
+
+
+def test_the_section_and_the_line_for_deepspeed(tmp_path: Path) -> None:
+    """As they stand, on one rank, with a script that trains nothing."""
+    section = json.loads(block("json", "ftckpt"))["ftckpt"]
+    assert Config.from_mapping(section) == Config(enabled=True)
+    (tmp_path / "train.py").write_text("import sys, ftckpt.deepspeed, deepspeed; print('RUNS', sys.argv[1:])")
+    text = block("bash", "ftckpt.deepspeed").replace("--nproc-per-node 8", "--standalone --nproc-per-node 1")
+    result = run(f"cd {tmp_path}; export PYTHONPATH={ROOT}; {text}")
+    assert "RUNS ['--deepspeed_config', 'ds.json']" in result.stdout, result.stderr
+
+
+def test_a_timeline_of_events(settings: dict[str, Any], tmp_path: Path) -> None:
+    settings["timeline_interval"] = 2
+    jobs.outcomes(2, jobs.Run(["--pp", "2"], until=6, settings=settings))
+    result = run(block("bash", "timeline").replace("runs/demo", str(tmp_path)))
+    assert result.returncode == 0, result.stderr
+    assert (tmp_path / "timeline.html").exists() and (tmp_path / "timeline.json").exists()
+
+
+def test_demo_and_tests_are_where_the_readme_says() -> None:
+    for line in block("bash", "demo.sh").splitlines():
+        assert run(line.replace("bash ", "bash -n ")).returncode == 0
+
+
+def test_the_flags_file_lists_every_setting_with_its_default() -> None:
+    text = (ROOT / "configs" / "ftckpt.flags").read_text()
+    words = [word for line in text.splitlines() if not line.startswith("#") for word in line.split()]
+    assert Config.from_flags(words) == (Config(enabled=True), [])
+    for setting in fields(Config)[1:]:
+        assert re.search(rf"--ftckpt-{setting.name.replace(chr(95), chr(45))}\b", text), setting.name

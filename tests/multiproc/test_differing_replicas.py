@@ -1,0 +1,92 @@
+"""Replicas that come to differ while training runs: each holder copies its own from then on, and nothing is lost."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ftckpt.errors import MemoryBudgetError
+from tests.support import jobs
+from tests.support.faults import Fault
+from tests.support.pool import run_ranks
+
+pytestmark = pytest.mark.multiproc
+
+ARGV = ["--pp", "2", "--no-distributed-optimizer"]
+RANKS = 4
+DIFFERING_AT = 8
+KEY = "exp_avg_sq/decoder.layers.0.mlp.linear_fc1.weight"
+
+
+def spoiled(rank: int, world_size: int, run: jobs.Run, no_room: bool = False) -> jobs.Outcome:
+    """One element of rank 1 goes wrong right before the proof that comes with snapshot ``DIFFERING_AT``."""
+    from ftckpt.job.shard import Shard
+    from ftckpt.store import ledger
+
+    prove, calls = Shard.prove, [0]
+
+    def spoil(self: Shard, *rest: Any) -> bool:
+        calls[0] += 1
+        if calls[0] == 4:  # with snapshots 1, 2, 4 and 8
+            if rank == 1:
+                pieces = self._described.stepped
+                next(piece for piece in pieces if piece.fragment.key == KEY).tensor[0] = 1e-3
+            if no_room:
+                ledger.check_budget = full  # type: ignore[assignment]
+        return prove(self, *rest)
+
+    Shard.prove = spoil  # type: ignore[method-assign]
+    return jobs.train(rank, world_size, run)
+
+
+def full(path: Path, need_bytes: int) -> None:
+    raise MemoryBudgetError("no room")
+
+
+def plans(settings: dict[str, Any]) -> list[int]:
+    found = jobs.events(settings, "plan")
+    return [sum(e["rank"] == rank for e in found) for rank in range(RANKS)]
+
+
+def resumed_at(settings: dict[str, Any]) -> int:
+    """Where a restart goes on, to the same bits as a job that nothing happened to."""
+    reference = jobs.outcomes(RANKS, jobs.Run(ARGV, until=14))
+    return jobs.assert_continues(reference, jobs.outcomes(RANKS, jobs.Run(ARGV, until=14, settings=settings)))
+
+
+def test_the_old_arena_stays_while_no_snapshot_in_the_new_one_is_whole(
+    settings: dict[str, Any], tmp_path: Path
+) -> None:
+    failing = Fault(1, DIFFERING_AT, "copy", tmp_path / "failing", "raise")
+    dead = Fault("all", DIFFERING_AT + 1, "begin", tmp_path / "dead", "kill", secs=20)
+    run = jobs.Run(ARGV, until=12, settings=settings, faults=[failing, dead])
+    run_ranks(spoiled, RANKS, run, expect_failures=True, grace_secs=3.0)
+    assert failing.fired(1) and all(dead.fired(rank) for rank in range(RANKS))
+    assert plans(settings) == [2] * RANKS and jobs.events(settings, "replicas_differ")
+    assert resumed_at(settings) == DIFFERING_AT - 1
+
+
+def test_the_only_slot_is_written_again_while_no_snapshot_in_it_is_whole(
+    settings: dict[str, Any], tmp_path: Path, arena_root: Path
+) -> None:
+    failing = Fault(1, DIFFERING_AT, "copy", tmp_path / "failing", "raise")
+    run_ranks(spoiled, RANKS, jobs.Run(ARGV, until=12, settings=settings, faults=[failing]))
+    assert failing.fired(1)
+    assert [event["rank"] for event in jobs.events(settings, "snapshot_error")] == [1]
+    assert {e["rank"] for e in jobs.events(settings, "slots_allocated")} == {0, 1}, "the ranks whose shares changed"
+    snapshots = [e for e in jobs.events(settings, "snapshot") if e["iteration"] in (DIFFERING_AT, DIFFERING_AT + 1)]
+    second = [e["slot"] for e in snapshots if e["rank"] < 2]
+    assert second == [0] * len(second) and len(second) >= 3
+    assert not list(arena_root.iterdir())
+
+
+def test_without_room_for_what_differs_ftckpt_turns_off_and_the_whole_snapshot_stays(
+    settings: dict[str, Any],
+) -> None:
+    run = jobs.Run(ARGV, until=12, settings=settings, end="die")
+    results = run_ranks(spoiled, RANKS, run, True, expect_failures=True, grace_secs=3.0)
+    assert all(map(jobs.killed, results)), "training did not go on to its end"
+    assert {event["rank"] for event in jobs.events(settings, "turned_off")} == set(range(RANKS))
+    assert resumed_at(settings) == DIFFERING_AT - 1

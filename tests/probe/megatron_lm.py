@@ -1,0 +1,249 @@
+"""Trains Megatron-LM's own pretrain_gpt.py on CPU ranks twice per scene, undisturbed and under ftckpt with ranks
+killed, and compares what both log: losses, learning rates, consumed samples, gradient norms, loss scales, norms of
+the parameters, validation losses. Everything but times must be equal to the last digit.
+
+Where a checkpoint on storage is newer than memory, Megatron-LM goes on by itself: then the lines must be those of a
+run without ftckpt that begins at the same checkpoint.
+
+Where the layout changes, losses and norms may differ by rounding, in the fifth digit of a loss; how much they do is
+told, and all else must be equal (but zeros in gradients, which are not compared). In the scene reshape ftckpt changes
+the layout between two launches of the same command. In the scene convert Megatron-LM loads what ftckpt convert wrote,
+without ftckpt: in the same layout its lines must be those of the undisturbed run to the last digit. These scenes have
+no dropout, whose masks follow from a layout and from generators, which ftckpt convert does not carry over.
+
+Flags that are not listed here join those of the scenes; --ftckpt-name=value goes to the disturbed runs alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import secrets
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from ftckpt.store.directory import clean_job
+from tests.probe.lines import Lines, compare, farthest, join, resumed
+from tests.probe.runs import Run, layouts, loaded, restored, rows, train
+from tests.probe.scenes import SAVED, SCENES, Load, Scene
+from tests.support.processes import ARENA, ROOT, RunError
+
+_CONVERT_SECS = 300.0
+
+
+@dataclass
+class Outcome:
+    """What a scene came to: a table's row."""
+
+    name: str
+    what: str
+    restored: list[str] = field(default_factory=list)
+    lines: str = ""
+    problem: str = ""
+
+
+class Check:
+    """Runs scenes; undisturbed runs of equal flags are made once."""
+
+    def __init__(self, checkout: Path, work: Path, flags: Sequence[str]) -> None:
+        self._checkout, self._work = checkout, work
+        self._cache = work / "cache"
+        self._training = [flag for flag in flags if not flag.startswith("--ftckpt")]
+        self._ftckpt = [flag for flag in flags if flag.startswith("--ftckpt")]
+        self._references: dict[tuple[int, str, str], Run] = {}
+        self._resumed_runs: dict[Path, Run] = {}
+
+    def scene(self, name: str, scene: Scene) -> Outcome:
+        """All runs of one scene."""
+        outcome = Outcome(name, f"{scene.ranks} ranks: {scene.what}")
+        try:
+            if scene.loads:
+                self._convert(name, scene, outcome)
+            else:
+                self._restart(name, scene, outcome)
+        except RunError as error:
+            outcome.problem = str(error)
+        return outcome
+
+    def _restart(self, name: str, scene: Scene, outcome: Outcome) -> None:
+        """The disturbed run goes on, and is compared with the undisturbed one."""
+        reference = self._reference(name, scene)
+        with self._disturbed(name, scene) as (run, _):
+            outcome.restored = restored(run)
+        say(f"  restored from {', '.join(outcome.restored)}")
+        expected = rows(reference)
+        for source in outcome.restored:
+            if source.startswith("storage"):
+                join(expected, rows(self._resumed(name, scene, reference, int(source.split()[1]))))
+        lines = rows(run)
+        outcome.lines, outcome.problem = verdict(expected, lines, scene.rounding)
+        if outcome.problem:
+            again = self._train(f"{name}/again", scene, "once more undisturbed")
+            outcome.problem += ", and so do two undisturbed runs" if compare(expected, rows(again))[1] else ""
+        if not outcome.problem and not re.match(scene.source, outcome.restored[-1]):
+            outcome.problem = f"restored from {outcome.restored[-1]}, not from {scene.source}"
+
+    def _convert(self, name: str, scene: Scene, outcome: Outcome) -> None:
+        """What is left of the disturbed run is converted and loaded; so is what the undisturbed one saved."""
+        reference = self._reference(name, replace(scene, flags=f"{scene.flags} {SAVED}"))
+        expected, counts, problems = rows(reference), [], []
+        with self._disturbed(name, scene) as (_, job):
+            for what, directory in converted(job, reference, self._work / name / "converted"):
+                for load in scene.loads:
+                    run = self._load(f"{name}/{what}-{load.what}", scene, load, directory)
+                    iteration = max(max(loaded(run), default=[]), default=0)
+                    lines, problem = verdict(resumed(expected, iteration), rows(run), load.rounding)
+                    if not problem and layouts(run) != [load.what]:
+                        problem = f"trained in {layouts(run)}"
+                    outcome.restored.append(f"{what} {iteration} in {load.what}")
+                    say(f"  from {outcome.restored[-1]}: {lines} {problem}".rstrip())
+                    counts.append(lines)
+                    problems += [f"{outcome.restored[-1]}: {problem}"] if problem else []
+        if problems:
+            again = self._train(f"{name}/again", scene, "once more undisturbed")
+            problems += ["two undisturbed runs differ"] if compare(expected, rows(again))[1] else []
+        outcome.lines, outcome.problem = ", ".join(counts), "; ".join(problems)
+
+    def _load(self, folder: str, scene: Scene, load: Load, directory: Path) -> Run:
+        """Megatron-LM alone, from what ftckpt convert wrote."""
+        loading = ["--load", str(directory), "--exit-on-missing-checkpoint", *load.flags.split()]
+        run = Run(self._work / folder, replace(scene, ranks=load.ranks), [*self._training, *loading])
+        return self._timed(run, f"without ftckpt in {load.what}, from what was converted")
+
+    def _reference(self, name: str, scene: Scene) -> Run:
+        key = (scene.ranks, scene.flags, scene.schedule)
+        if key not in self._references:
+            self._references[key] = self._train(f"{name}/undisturbed", scene, "undisturbed")
+        return self._references[key]
+
+    def _resumed(self, name: str, scene: Scene, reference: Run, iteration: int) -> Run:
+        """Megatron-LM alone, from its own checkpoint."""
+        saved = reference.storage / f"iter_{iteration:07d}"
+        if saved not in self._resumed_runs:
+            run = Run(self._work / name / f"resumed{iteration}", scene, self._training)
+            shutil.copytree(saved, run.storage / saved.name)
+            run.tracker.write_text(str(iteration))
+            self._resumed_runs[saved] = self._timed(run, "without ftckpt from the same checkpoint")
+        return self._resumed_runs[saved]
+
+    @contextmanager
+    def _disturbed(self, name: str, scene: Scene) -> Iterator[tuple[Run, str]]:
+        """A run that was killed, and its job's name; what it left in memory goes afterwards."""
+        job = f"check-{secrets.token_hex(4)}"
+        run = Run(self._work / name / "disturbed", scene, [])
+        ours = ["--ftckpt", f"--ftckpt-job={job}", f"--ftckpt-events={run.events}", *scene.ftckpt.split()]
+        run.flags = [*self._training, *ours, *self._ftckpt]
+        try:
+            yield self._timed(run, "under ftckpt, disturbed", job), job
+        finally:
+            clean_job(ARENA, job)
+
+    def _train(self, folder: str, scene: Scene, what: str) -> Run:
+        return self._timed(Run(self._work / folder, scene, self._training), what)
+
+    def _timed(self, run: Run, what: str, job: str = "") -> Run:
+        begin = time.monotonic()
+        train(run, self._checkout, self._cache, job)
+        say(f"  {what}: {time.monotonic() - begin:.0f} s")
+        return run
+
+
+def converted(job: str, reference: Run, folder: Path) -> Iterator[tuple[str, Path]]:
+    """What Megatron-LM shall load: what it is, and the directory for ``--load``.
+
+    The newest snapshot of ``job``, and the oldest checkpoint of ``reference``, that one by way of the universal form.
+
+    Raises:
+        RunError: a conversion failed.
+    """
+    arenas = ARENA / f"ftckpt-{job}"
+    _convert(arenas, folder / "snapshot", "megatron-dist")
+    yield "snapshot", folder / "snapshot"
+    saved = sorted(path for path in reference.storage.glob("iter_*") if path.is_dir())
+    if not saved:
+        raise RunError(f"{reference.storage} has no checkpoint")
+    _convert(saved[0], folder / "universal", "universal")
+    _convert(folder / "universal", folder / "checkpoint", "megatron-dist")
+    yield "checkpoint", folder / "checkpoint"
+
+
+def _convert(source: Path, destination: Path, to: str) -> None:
+    destination.parent.mkdir(parents=True, exist_ok=True)
+    begin = time.monotonic()
+    command = [
+        sys.executable,
+        "-m",
+        "ftckpt.commands.main",
+        "convert",
+        str(source),
+        str(destination),
+        "--to",
+        to,
+        "--verify",
+    ]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=_CONVERT_SECS, check=False)
+    if done.returncode:
+        last = (done.stderr.strip() or done.stdout.strip()).splitlines()[-1:]
+        raise RunError(f"ftckpt convert --to {to}: exit code {done.returncode}: {' '.join(last)}")
+    origin = done.stdout.partition("\n")[0].removeprefix("source").strip()
+    say(f"  {origin}, converted to {to}: {time.monotonic() - begin:.0f} s")
+
+
+def verdict(expected: Lines, actual: Lines, rounding: float) -> tuple[str, str]:
+    """How many lines are as expected and how far off, and what is wrong, if anything is."""
+    same, wrong = compare(expected, actual, rounding)
+    for line in wrong:
+        say(f"  {line}")
+    off = f" within {farthest(expected, actual):.1e}" if rounding and not wrong else ""
+    if not expected:
+        return "0 of 0", "there is nothing to compare"
+    return f"{same} of {len(expected)}{off}", "the logs differ" if wrong else ""
+
+
+def say(text: str) -> None:
+    print(text, flush=True)
+
+
+def print_table(outcomes: Sequence[Outcome]) -> None:
+    """The table."""
+    head = ("scene", "what", "restored from iteration", "equal lines", "")
+    table = [head, *((o.name, o.what, ", ".join(o.restored), o.lines, o.problem or "ok") for o in outcomes)]
+    widths = [max(len(row[column]) for row in table) for column in range(len(head))]
+    for row in table:
+        say("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="run.sh megatron-lm", description=__doc__, allow_abbrev=False)
+    parser.add_argument("checkout", type=Path, help="a checkout of Megatron-LM, core_v0.16.1")
+    parser.add_argument("--scene", action="append", choices=[*SCENES, "all"], help="may be given more than once")
+    parser.add_argument("--ranks", type=int, help="default: the scene's own")
+    parser.add_argument("--keep", type=Path, help="a folder that keeps all logs")
+    args, flags = parser.parse_known_args(argv)
+    names = list(SCENES) if "all" in (args.scene or ()) else args.scene or ["gpt"]
+    work = args.keep or Path(tempfile.mkdtemp(prefix="probe-megatron-lm-"))
+    check = Check(args.checkout.resolve(), work.resolve(), flags)
+    outcomes = []
+    try:
+        for number, name in enumerate(names, 1):
+            scene = SCENES[name] if args.ranks is None else replace(SCENES[name], ranks=args.ranks)
+            say(f"[{number}/{len(names)}] {name}: {scene.what}, {scene.ranks} ranks")
+            outcome = check.scene(name, scene)
+            outcomes.append(outcome)
+            say(f"  lines equal: {outcome.lines or 'none'}" + (f"; {outcome.problem}" if outcome.problem else ""))
+    finally:
+        if args.keep is None:
+            shutil.rmtree(work, ignore_errors=True)
+        print_table(outcomes)
+    return int(any(outcome.problem for outcome in outcomes))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

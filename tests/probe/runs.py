@@ -1,0 +1,224 @@
+"""One training run of the probe of Megatron-LM: torchrun, Megatron-LM's pretrain_gpt.py, and a hand that kills it."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ftckpt.store.directory import list_arenas
+from tests.probe.lines import Lines
+from tests.probe.scenes import COMMON, Kill, Scene
+from tests.support.processes import ARENA, ROOT, Processes, RunError
+
+_POLL_SECS = 0.02
+_LAUNCH_SECS = 300.0
+_TIMES = re.compile(r"^\[[^]]*\] *| elapsed time per iteration[^|]*\|")
+_ROW = re.compile(r"iteration .*lm loss|validation loss at iteration|number of skipped iterations")
+_END = "on test set"
+_LAYOUT = re.compile(
+    r"data-parallel size: (\d+),.*tensor-model-parallel size: (\d+), pipeline-model-parallel size: (\d+)"
+)
+_LOADED = re.compile(r"successfully loaded checkpoint from .* at iteration (\d+)")
+
+
+@dataclass
+class Run:
+    """One training run: its folder, and on how many ranks it was launched each time (restarts by its agent are not
+    told apart)."""
+
+    folder: Path
+    scene: Scene
+    flags: Sequence[str]
+    launches: list[int] = field(default_factory=list)
+
+    @property
+    def last(self) -> int:
+        """The last rank of the latest launch."""
+        return self.launches[-1] - 1
+
+    @property
+    def events(self) -> Path:
+        """ftckpt's event logs."""
+        return self.folder / "events"
+
+    @property
+    def storage(self) -> Path:
+        """Megatron's own checkpoints."""
+        return self.folder / "storage"
+
+    @property
+    def tracker(self) -> Path:
+        """Megatron's file that names its newest checkpoint."""
+        return self.storage / "latest_checkpointed_iteration.txt"
+
+    def logs(self, rank: int, stream: str) -> list[Path]:
+        """A rank's logs, one for each of its lives, in order; -1 is whichever is the last rank."""
+        paths = []
+        for number, ranks in enumerate(self.launches):
+            pattern = f"launch{number}/*/attempt_*/{ranks - 1 if rank < 0 else rank}/{stream}.log"
+            paths += sorted(self.folder.glob(pattern), key=lambda path: path.parts[-3])
+        return paths
+
+
+def launch(run: Run, checkout: Path, processes: Processes, cache: Path, restarts: int) -> None:
+    """Start torchrun with the run's flags, on the ranks that ``run.launches`` has last."""
+    logs = run.folder / f"launch{len(run.launches) - 1}"
+    logs.mkdir(parents=True)
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(run.launches[-1]),
+        "--max-restarts", str(restarts), "--monitor-interval", "0.1", "--log-dir", str(logs), "--redirects", "3",
+        "-m", "ftckpt.megatron", str(checkout / "pretrain_gpt.py"), *COMMON.split(), *run.scene.schedule.split(),
+        *run.scene.flags.format(storage=run.storage).split(), "--data-cache-path", str(cache), *run.flags,
+    ]  # fmt: skip
+    env = {
+        **os.environ, "FTCKPT_DEVICE": "cpu", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo",
+        "TORCHDYNAMO_DISABLE": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1", "PYTHONWARNINGS": "ignore",
+        "PYTHONPATH": f"{ROOT}{os.pathsep}{checkout}",
+        # Megatron-LM asks make, and make asks python3-config, whether they fit; its checkout pins another Python.
+        "PYENV_VERSION": platform.python_version(),
+    }  # fmt: skip
+    processes.start("node", command, env, logs / "agent.log")
+
+
+def train(run: Run, checkout: Path, cache: Path, job: str = "") -> None:
+    """Run to the end, through all kills of the scene if there is a job's name."""
+    kills = run.scene.kills if job else ()
+    run.launches.append(run.scene.ranks)
+    with Processes() as processes:
+        launch(run, checkout, processes, cache, len(kills))
+        for number, kill in enumerate(kills, 1):
+            _await(run, processes, kill)
+            _kill(run, processes, kill)
+            if kill.who == "job":
+                _lose(job, kill.lose)
+                if not kill.again:
+                    return
+                run.launches.append(kill.ranks or run.scene.ranks)
+                launch(run, checkout, processes, cache, len(kills) - number)
+        code = processes.agents[-1].wait(_LAUNCH_SECS)
+    if code and not _only_fell_over_at_exit(run):
+        raise RunError(f"exit code {code}: {_reason(run)}")
+
+
+def _only_fell_over_at_exit(run: Run) -> bool:
+    """Megatron-LM ends without taking its groups down, and threads of gloo may abort an interpreter that exits."""
+    agent = (run.folder / f"launch{len(run.launches) - 1}" / "agent.log").read_text(errors="replace")
+    ended = _END in run.logs(-1, "stdout")[-1].read_text(errors="replace")
+    return ended and "Signal 6 (SIGABRT)" in agent
+
+
+def _await(run: Run, processes: Processes, kill: Kill) -> None:
+    deadline = time.monotonic() + _LAUNCH_SECS
+    while time.monotonic() < deadline:
+        code = processes.agents[-1].poll()
+        if code is not None:
+            raise RunError(f"ended with exit code {code} before it was to be killed: {_reason(run)}")
+        if _reached(run, kill) >= kill.after:
+            return
+        time.sleep(_POLL_SECS)
+    raise RunError(f"no {kill.on} of iteration {kill.after} within {_LAUNCH_SECS:.0f} s: {_reason(run)}")
+
+
+def _reached(run: Run, kill: Kill) -> int:
+    """The newest iteration that this life of the job has a snapshot or storage a checkpoint of."""
+    if kill.on == "checkpoint":
+        return int(run.tracker.read_text() or -1) if run.tracker.is_file() else -1
+    newest = -1
+    for event in read_events(run, run.last):
+        if event["event"] == "joined":
+            newest = -1
+        elif event["event"] == "snapshot":
+            newest = event["iteration"]
+    return newest
+
+
+def read_events(run: Run, rank: int) -> list[dict[str, Any]]:
+    """A rank's events so far."""
+    path = run.events / f"rank{rank}.jsonl"
+    if not path.is_file():
+        return []
+    return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+
+
+def _kill(run: Run, processes: Processes, kill: Kill) -> None:
+    if kill.who == "job":
+        processes.stop()
+        return
+    ranks = range(run.launches[-1]) if kill.who == "all" else [run.last]
+    for pid in [read_events(run, rank)[-1]["pid"] for rank in ranks]:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def _lose(job: str, what: str) -> None:
+    if what == "all":
+        shutil.rmtree(ARENA / f"ftckpt-{job}")
+        return
+    arenas = [path for node in (ARENA / f"ftckpt-{job}").iterdir() if node.is_dir() for path in list_arenas(node)]
+    for path in arenas[: {"": 0, "one": 1, "two": 2}[what]]:
+        shutil.rmtree(path)
+
+
+def _reason(run: Run) -> str:
+    """The first error that a rank told."""
+    for rank in range(max(run.launches)):
+        for path in reversed(run.logs(rank, "stderr")):
+            found = re.findall(
+                r"^(?:\[rank\d+\]: )?(\w+(?:Error|Exception|Interrupt)\b.*|ftckpt: .*)", path.read_text(), re.M
+            )
+            if found:
+                return f"rank {rank}: {found[0]}"
+    return "no rank told why"
+
+
+def rows(run: Run) -> Lines:
+    """All lines of all lives."""
+    found: Lines = {}
+    for path in run.logs(-1, "stdout"):
+        for line in path.read_text(errors="replace").splitlines():
+            if _ROW.search(line):
+                row = _TIMES.sub("", line.strip())
+                found.setdefault(row.partition("|")[0].strip(), set()).add(row)
+    if not found:
+        raise RunError("nothing was logged")
+    return found
+
+
+def loaded(run: Run) -> list[list[int]]:
+    """For each life the iterations of checkpoints that Megatron-LM loaded."""
+    logs = [path.read_text(errors="replace") for path in run.logs(0, "stdout")]
+    return [[int(iteration) for iteration in _LOADED.findall(log)] for log in logs]
+
+
+def layouts(run: Run) -> list[str]:
+    """For each life the layout in which Megatron-LM says it trained, as ``tp2pp1dp1``."""
+    logs = [path.read_text(errors="replace") for path in run.logs(0, "stdout")]
+    return ["".join("tp{1}pp{2}dp{0}".format(*sizes) for sizes in _LAYOUT.findall(log)[:1]) for log in logs]
+
+
+def restored(run: Run) -> list[str]:
+    """Where each life but the first began, and the layout where it is another: ``memory 6``, or ``storage 3``, or
+    ``node_parity 5`` where shards were rebuilt."""
+    found = []
+    storage, trained = loaded(run), layouts(run)
+    begun = [event for event in read_events(run, 0) if event["event"] == "restored"]
+    if len(begun) != len(storage) or len(begun) < 2:
+        raise RunError(f"{len(storage)} lives, of which {len(begun)} came to train: {_reason(run)}")
+    for number, event in enumerate(begun[1:], 1):
+        iteration = event["iteration"]
+        where = (
+            f"storage {max(storage[number], default=0)}" if iteration is None else f"{event['source']} {iteration}"
+        )
+        found.append(where + (f" in {trained[number]}" if trained[number] != trained[number - 1] else ""))
+    return found

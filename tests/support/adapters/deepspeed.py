@@ -1,0 +1,89 @@
+"""DeepSpeed: launch/train_deepspeed.py."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ftckpt.config import Config
+from tests.support import ds_jobs
+from tests.support.adapters import ScriptJob
+
+# Three replicas where they cost no more than two: sums of two do not depend on the order of their summands.
+CONFIGURATIONS: dict[str, ds_jobs.Shape] = {
+    "zero0": ds_jobs.SHAPES["fp32"],
+    "bf16": replace(ds_jobs.SHAPES["bf16"], ranks=3),
+    "fp16": ds_jobs.SHAPES["fp16"],
+    "zero1": replace(ds_jobs.SHAPES["zero1"], ranks=3),
+    "zero2": replace(ds_jobs.SHAPES["zero2"], ranks=3),
+    # Four, since three leave padding in the shards, whose bytes mean nothing.
+    "zero3": replace(ds_jobs.SHAPES["zero3"], ranks=4),
+    "offload": ds_jobs.SHAPES["zero2-offload"],
+    "moe": ds_jobs.SHAPES["moe-ep2"],
+    "pp2dp2": ds_jobs.SHAPES["pp2-dp2"],
+    "2x2x2": ds_jobs.SHAPES["pp2-tp2-dp2"],
+}
+
+
+class DeepSpeedJob(ScriptJob):
+    def __init__(self, shape: ds_jobs.Shape) -> None:
+        from ftckpt.standin import deepspeed as standin
+
+        standin.install()
+        import train_deepspeed
+
+        import ftckpt.deepspeed  # noqa: F401 - before the script registers its data
+
+        args = train_deepspeed.parse_args([*ds_jobs.TINY, *shape.argv, "--iterations", "1000"])
+        super().__init__(train_deepspeed, train_deepspeed.build(args, shape.json()))
+
+    @property
+    def iteration(self) -> int:
+        return int(self._job.engine.global_steps)
+
+    def attach(self, config: Config) -> Any:
+        import ftckpt.deepspeed
+
+        return ftckpt.deepspeed.attach(self._job.engine, config=config)
+
+    def state(self) -> Any:
+        from ftckpt.deepspeed.state import DeepSpeedState
+
+        return DeepSpeedState(self._job.engine, {"data": self._job.data})
+
+    def optimizers(self) -> list[Any]:
+        from ftckpt.deepspeed.optimizers import inner
+
+        return [inner(self._job.engine.optimizer)]
+
+    def add_parameter(self) -> None:
+        import torch
+
+        self._job.engine.module.extra = torch.nn.Linear(2, 2, bias=False)
+
+
+@dataclass(frozen=True)
+class DeepSpeedAdapter:
+    """One of ``CONFIGURATIONS``."""
+
+    configuration: str
+    framework: str = "deepspeed"
+
+    @property
+    def ranks(self) -> int:
+        return CONFIGURATIONS[self.configuration].ranks
+
+    @property
+    def masters(self) -> bool:
+        return self.configuration != "zero0"
+
+    @property
+    def pool(self) -> Mapping[str, Any]:
+        return {"stand_in": False}
+
+    def build(self) -> DeepSpeedJob:
+        return DeepSpeedJob(CONFIGURATIONS[self.configuration])
+
+
+ADAPTERS = tuple(map(DeepSpeedAdapter, CONFIGURATIONS))

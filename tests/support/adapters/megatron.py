@@ -1,0 +1,79 @@
+"""Megatron-core: launch/train_gpt.py."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ftckpt.config import Config
+from tests.support import jobs
+from tests.support.adapters import ScriptJob
+
+CONFIGURATIONS: dict[str, tuple[int, tuple[str, ...]]] = {
+    "tp2pp2": (4, ("--tp", "2", "--pp", "2")),
+    "dp2-fp16": (2, ("--precision", "fp16", "--loss-scale", "262144", "--loss-scale-window", "2")),
+    "dp2-fp32": (2, ("--precision", "fp32", "--no-distributed-optimizer")),
+    "ep2": (2, ("--ep", "2", "--num-experts", "4", "--router-bias")),
+}
+
+
+class MegatronJob(ScriptJob):
+    def __init__(self, argv: tuple[str, ...]) -> None:
+        import train_gpt
+
+        args = train_gpt.parse_args([*jobs.TINY, *argv, "--iterations", "1000"])
+        super().__init__(train_gpt, train_gpt.build(args))
+
+    @property
+    def iteration(self) -> int:
+        return self._job.iteration
+
+    def attach(self, config: Config) -> Any:
+        import ftckpt.megatron
+
+        job = self._job
+        objects = {"data": job.data, "progress": job.progress}
+        job.checkpointer = ftckpt.megatron.attach(job.model, job.optimizer, job.scheduler, objects, config)
+        job.checkpointer.restore()
+        return job.checkpointer
+
+    def state(self) -> Any:
+        from ftckpt.megatron.state import MegatronState
+
+        objects = {"data": self._job.data, "progress": self._job.progress}
+        return MegatronState(self._job.model, self._job.optimizer, self._job.scheduler, objects)
+
+    def optimizers(self) -> list[Any]:
+        from ftckpt.megatron.optimizers import leaf_optimizers
+
+        return [leaf.optimizer for leaf in leaf_optimizers(self._job.optimizer) if leaf.optimizer is not None]
+
+    def add_parameter(self) -> None:
+        jobs.add_parameter(self._job.model[0])
+
+
+@dataclass(frozen=True)
+class MegatronAdapter:
+    """One of ``CONFIGURATIONS``."""
+
+    configuration: str
+    framework: str = "megatron"
+
+    @property
+    def ranks(self) -> int:
+        return CONFIGURATIONS[self.configuration][0]
+
+    @property
+    def masters(self) -> bool:
+        return "fp32" not in self.configuration
+
+    @property
+    def pool(self) -> Mapping[str, Any]:
+        return {}
+
+    def build(self) -> MegatronJob:
+        return MegatronJob(CONFIGURATIONS[self.configuration][1])
+
+
+ADAPTERS = tuple(map(MegatronAdapter, CONFIGURATIONS))

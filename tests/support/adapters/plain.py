@@ -1,0 +1,79 @@
+"""Plain torch: launch/train_plain.py."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ftckpt.config import Config
+from tests.support.adapters import ScriptJob
+
+TINY = ["--layers", "2", "--hidden", "32", "--seq", "32", "--global-batch", "8"]
+CONFIGURATIONS: dict[str, tuple[int, tuple[str, ...]]] = {
+    "none": (2, ("--wrap", "none", "--precision", "fp32", "--optimizer", "adam")),
+    "ddp": (3, ("--wrap", "ddp", "--global-batch", "12")),
+    "ddp-fp16-sgd": (
+        2,
+        ("--wrap", "ddp", "--precision", "fp16", "--loss-scale", "262144", "--optimizer", "sgd", "--freeze"),
+    ),
+    "fsdp2": (2, ("--wrap", "fsdp2")),
+    "fsdp2-bf16": (3, ("--wrap", "fsdp2", "--precision", "bf16", "--global-batch", "12", "--freeze")),
+    "hsdp": (4, ("--wrap", "fsdp2", "--replicas", "2")),
+}
+
+
+class PlainJob(ScriptJob):
+    def __init__(self, argv: tuple[str, ...]) -> None:
+        import train_plain
+
+        args = train_plain.parse_args([*TINY, *argv, "--iterations", "1000"])
+        super().__init__(train_plain, train_plain.build(args))
+
+    @property
+    def iteration(self) -> int:
+        return self._job.progress.iteration
+
+    def attach(self, config: Config) -> Any:
+        import ftckpt.plain
+
+        job = self._job
+        job.checkpointer = ftckpt.plain.attach(job.model, job.optimizer, job.scheduler, job.objects, config)
+        job.checkpointer.restore()
+        return job.checkpointer
+
+    def state(self) -> Any:
+        from ftckpt.plain.state import PlainState
+
+        return PlainState(self._job.model, self._job.optimizer, self._job.scheduler, self._job.objects)
+
+    def optimizers(self) -> list[Any]:
+        return [self._job.optimizer]
+
+    def add_parameter(self) -> None:
+        import torch
+
+        getattr(self._job.model, "module", self._job.model).extra = torch.nn.Linear(2, 2, bias=False)
+
+
+@dataclass(frozen=True)
+class PlainAdapter:
+    """One of ``CONFIGURATIONS``."""
+
+    configuration: str
+    framework: str = "plain"
+    masters: bool = False
+
+    @property
+    def ranks(self) -> int:
+        return CONFIGURATIONS[self.configuration][0]
+
+    @property
+    def pool(self) -> Mapping[str, Any]:
+        return {"stand_in": False}
+
+    def build(self) -> PlainJob:
+        return PlainJob(CONFIGURATIONS[self.configuration][1])
+
+
+ADAPTERS = tuple(map(PlainAdapter, CONFIGURATIONS))

@@ -1,0 +1,144 @@
+"""Ranks of one node as threads of this process, each with its NodeArenas: no trainer, no torch.distributed."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import xxhash
+
+from ftckpt.config import Config
+from ftckpt.events import Events
+from ftckpt.job.arenas import NodeArenas
+from ftckpt.model.fragment import Box, Fragment
+from ftckpt.model.manifest import Manifest
+from ftckpt.model.snapshot import SnapshotId
+from ftckpt.model.topology import RankPlace, Topology
+from ftckpt.restore.choice import Decision
+from ftckpt.store.arena import Arena
+from tests.support.choosing import decided, inventory_of
+
+T = TypeVar("T")
+LINEAGE = b"l" * 16
+SHARE = 40_000
+
+
+class ThreadGroup:
+    """What NodeArenas and ``together`` use of a Group."""
+
+    def __init__(self, rank: int, shared: tuple[list[bytes], threading.Barrier]) -> None:
+        self.rank = rank
+        self._parts, self._barrier = shared
+        self.size = len(self._parts)
+
+    def gather(self, data: bytes) -> list[bytes]:
+        self._parts[self.rank] = bytes(data)
+        self._barrier.wait(30)
+        parts = list(self._parts)
+        self._barrier.wait(30)
+        return parts
+
+    def barrier(self) -> None:
+        self.gather(b"")
+
+
+class Recorded(Events):
+    """Events that a test can read."""
+
+    def __init__(self) -> None:
+        super().__init__(None, 0)
+        self.seen: list[tuple[str, dict[str, Any]]] = []
+
+    def emit(self, event: str, **fields: Any) -> None:
+        self.seen.append((event, fields))
+
+
+class Rank:
+    """One rank: its NodeArenas and the arena it writes."""
+
+    def __init__(self, rank: int, root: Path, slots: int, shared: tuple[list[bytes], threading.Barrier]) -> None:
+        members = tuple(RankPlace({"dp": index}, "node") for index in range(len(shared[0])))
+        self.topology = Topology(rank, members, {"dp": len(members)})
+        self.group = ThreadGroup(rank, shared)
+        self.events = Recorded()
+        config = Config(enabled=True, job="job", node="node", arena=str(root), slots=slots)
+        self.arenas = NodeArenas(config, self.topology, self.group, self.events)  # type: ignore[arg-type]
+        self.rank = rank
+        self.shard = self.topology.me.shard
+        self.arena: Arena | None = None
+
+    def manifest(self, share: int = SHARE) -> Manifest:
+        """What this rank copies; ``share`` in bytes tells one manifest from another."""
+        weights = Fragment("w", "U8", (1 << 20,), Box((0,), (1 << 20,)), 0, share)
+        return Manifest({"dp": self.rank}, self.topology.layout, (weights,), (), 100, 16384)
+
+    @property
+    def have(self) -> Arena:
+        assert self.arena is not None
+        return self.arena
+
+
+def ranks(root: Path, number: int, slots: int = 2) -> list[Rank]:
+    shared: tuple[list[bytes], threading.Barrier] = ([b""] * number, threading.Barrier(number))
+    return [Rank(rank, root, slots, shared) for rank in range(number)]
+
+
+def on_all(members: list[Rank], action: Callable[[Rank], T]) -> list[T]:
+    """Run ``action`` for all ranks at the same time; the first error, if there is one, is raised."""
+    with ThreadPoolExecutor(len(members)) as pool:
+        return [future.result() for future in [pool.submit(action, member) for member in members]]
+
+
+def write(arena: Arena, slot: int, iteration: int, lineage: bytes = LINEAGE, seal: bool = True) -> None:
+    """A snapshot of ``iteration``; without ``seal`` it stays WRITING."""
+    arena.control.begin(slot)
+    for span in arena.image.chunks:
+        with arena.slot(slot) as view:
+            view[span.begin : span.end] = np.random.default_rng(iteration).bytes(span.nbytes)
+    for chunk in range(len(arena.image.chunks)):
+        arena.control.set_chunk_hash(slot, chunk, arena.hash_chunk(slot, chunk))
+    arena.control.set_objects(slot, 0, xxhash.xxh3_64_intdigest(b""))
+    if seal:
+        arena.control.seal(slot, SnapshotId(lineage, iteration))
+
+
+def choose(root: Path, number: int) -> Decision | None:
+    """What a restart would take; every byte of it must be good, and nothing must look damaged."""
+    node_dir = root / "ftckpt-job" / "node"
+    reports = inventory_of(node_dir).arenas
+    assert [report.problems for report in reports if report.problems] == []
+    members = ranks(root, number)
+    decision = decided(reports, members[0].topology)
+    for source in decision.sources.values() if decision is not None else []:
+        arena = Arena.open(node_dir / source.arena)
+        assert arena.verify(source.slot) == []
+        arena.close()
+    return decision
+
+
+def used_bytes(root: Path, shard: str) -> int:
+    """Memory of the slots of ``shard``: files, also under temporary names, and deleted ones that are mapped."""
+    files: list[Path] = []
+    for folder in root.glob(f"ftckpt-job/node/*{shard}.*"):
+        with suppress(FileNotFoundError):  # it was renamed meanwhile
+            files += [path for path in folder.iterdir() if "slot" in path.name]
+    mapped = {}
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        fields = line.split(maxsplit=5)
+        name = fields[5] if len(fields) > 5 else ""
+        if f"{shard}." in name and str(root) in name and "slot" in name and name.endswith("(deleted)"):
+            begin, end = (int(word, 16) for word in fields[0].split("-"))
+            mapped[fields[4]] = end - begin
+    return sum(_blocks(path) for path in files) + sum(mapped.values())
+
+
+def _blocks(path: Path) -> int:
+    try:
+        return path.stat().st_blocks * 512
+    except FileNotFoundError:
+        return 0

@@ -1,0 +1,70 @@
+"""What the suite must be told of a framework: how a job is built, trained and looked into."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+from ftckpt.config import Config
+from ftckpt.model.training_state import TrainingState
+
+if TYPE_CHECKING:
+    import torch
+
+    from ftckpt.job.checkpointer import Checkpointer
+
+
+class Job(Protocol):
+    """One rank's job, built and ready to train."""
+
+    @property
+    def iteration(self) -> int:
+        """Iterations that are done, those before a restore among them."""
+
+    def attach(self, config: Config) -> Checkpointer:
+        """Attach ftckpt and restore; from then on iterations end with a snapshot. Collective."""
+
+    def train_iteration(self) -> Sequence[float | None]:
+        """One iteration, up to the boundary and with it; returns loss and what else must be the same again."""
+
+    def hashes(self) -> Mapping[str, str]:
+        """Of every tensor this rank holds: weights, buffers, masters, moments, RNG."""
+
+    def state(self) -> TrainingState:
+        """The state as ``attach`` describes it."""
+
+    def optimizers(self) -> Sequence[torch.optim.Optimizer]:
+        """Those of torch's kind that step this rank's shard."""
+
+    def add_parameter(self) -> None:
+        """Give the model one more, ``extra.weight``, that needs gradients and that no optimizer steps."""
+
+
+class Adapter(Protocol):
+    """One framework in one configuration. It is sent to every rank, and must be hashable.
+
+    ``masters`` says whether weights are casts of masters. ``pool`` are options of ``pool.spawn_ranks``.
+    """
+
+    @property
+    def framework(self) -> str:
+        """Such as ``megatron``."""
+
+    @property
+    def configuration(self) -> str:
+        """Such as ``tp2pp2``; unique within the framework."""
+
+    @property
+    def ranks(self) -> int:
+        """Processes of the job."""
+
+    @property
+    def masters(self) -> bool:
+        """Whether weights are casts of masters."""
+
+    @property
+    def pool(self) -> Mapping[str, Any]:
+        """Options of ``tests.support.pool.spawn_ranks``."""
+
+    def build(self) -> Job:
+        """The job on this rank, where torch.distributed is ready."""

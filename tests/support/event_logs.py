@@ -1,0 +1,31 @@
+"""Event logs as tests read them: every line held against the table of events."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from ftckpt.events import EVENTS
+
+COMMON = {"time", "event", "pid"}
+
+
+def read_events(directory: Path, name: str = "", of: str = "rank*") -> list[dict[str, Any]]:
+    """Events in the order of their times, of all processes whose file is called like ``of``; by ``name`` if given.
+
+    A last line that is still being written is left out. An event or a field that is not in the table is an error.
+    """
+    events = []
+    for path in sorted(directory.glob(f"{of}.jsonl")):
+        for line in path.read_text().splitlines(keepends=True):
+            if line.endswith("\n"):
+                events.append(_checked(json.loads(line)))
+    found = [event for event in events if name in ("", event["event"])]
+    return sorted(found, key=lambda event: event["time"])
+
+
+def _checked(event: dict[str, Any]) -> dict[str, Any]:
+    fields = set(event) - COMMON - {"rank", "process"}
+    assert fields == set(EVENTS[event["event"]].fields), f"{event['event']}: other fields in the table: {event}"
+    return event

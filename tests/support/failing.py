@@ -1,0 +1,210 @@
+"""A training script that fails as it is told: an example of ``launch/`` with one of its functions wrapped.
+
+    torchrun ... -m ftckpt.megatron tests/support/failing.py ARGUMENTS OF launch/train_gpt.py
+
+FTCKPT_TEST_FAILURES names a directory with a list of failures, one for each attempt of the job. Right before one
+acts it writes down process and time, which tells later attempts, and the test, that it did.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+DIRECTORY_VAR = "FTCKPT_TEST_FAILURES"
+ALL = -1
+MESSAGE = "out of memory, for a test"
+
+
+@dataclass(frozen=True)
+class Failure:
+    """``stage`` is a key of STAGES, ``how`` one of HOW; ``nth``: at which call in the attempt, from 1.
+
+    ``cleanup`` is what the script does in a ``finally``: nothing, ``destroy`` the process groups, ``close`` the
+    checkpointer.
+    """
+
+    stage: str
+    rank: int
+    how: str = "raise"
+    nth: int = 4
+    cleanup: str = ""
+
+
+def _raise() -> None:
+    import torch
+
+    raise torch.OutOfMemoryError(MESSAGE)
+
+
+def _exit() -> None:
+    sys.exit(3)
+
+
+def _exit_at_once() -> None:
+    os._exit(7)
+
+
+def _interrupt() -> None:
+    raise KeyboardInterrupt(MESSAGE)
+
+
+def _terminate() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(1)
+
+
+def _press_ctrl_c() -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(1)  # ends when Python's handler has raised
+
+
+HOW: dict[str, Callable[[], None]] = {
+    "raise": _raise,
+    "exit": _exit,
+    "exit at once": _exit_at_once,
+    "interrupt": _interrupt,
+    "SIGTERM": _terminate,
+    "SIGINT": _press_ctrl_c,
+}
+
+_OPTIMIZER = "megatron.core.optimizer.optimizer:MixedPrecisionOptimizer"
+_DISTRIBUTED = "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer"
+STAGES: dict[str, tuple[str, bool]] = {
+    "data": ("text_data:TextData.next_batch", False),
+    "forward": ("train_gpt:forward_step", False),
+    "backward": ("train_gpt:finalize_model_grads", False),
+    "after fence": (f"{_OPTIMIZER}.step_with_ready_grads", False),
+    "masters written": (f"{_DISTRIBUTED}._copy_main_params_to_model_params", False),
+    "weights written": (f"{_OPTIMIZER}.step_with_ready_grads", True),
+    "boundary": ("ftckpt.job.checkpointer:Checkpointer.step", False),
+    "in step": ("ftckpt.job.checkpointer:Checkpointer._agree", True),
+    "save object": ("text_data:Progress.state_dict", False),
+    "after step": ("ftckpt.job.checkpointer:Checkpointer.step", True),
+    "proof": ("ftckpt.job.checkpointer:Checkpointer._prove", False),
+    "save": ("ftckpt.job.save:UniversalSave._write", False),
+    "attach": ("train_gpt:attach_checkpointer", False),
+    "describe": ("ftckpt.megatron.state:MegatronState.describe", False),
+    "choose": ("ftckpt.restore.restart:Restart.choose", False),
+    "load object": ("text_data:Progress.load_state_dict", False),
+    "finish load": ("ftckpt.megatron.state:MegatronState.finish_load", False),
+    "lay out": ("ftckpt.job.shard:Shard.lay_out", False),
+    "restored": ("ftckpt.job.checkpointer:Checkpointer.restore", True),
+    "end": ("train_gpt:dump_final", False),
+    "close": ("ftckpt.job.checkpointer:Checkpointer.close", False),
+    "closed": ("ftckpt.job.checkpointer:Checkpointer.close", True),
+    "ds data": ("train_deepspeed:Batches.__next__", False),
+    "ds forward": ("deepspeed_model:Block.forward", False),
+    "ds iteration": ("train_deepspeed:train_step", False),
+    "ds optimizer": ("deepspeed.runtime.engine:DeepSpeedEngine._take_model_step", False),
+    "ds stepped": ("deepspeed.runtime.engine:DeepSpeedEngine._take_model_step", True),
+    "ds initialize": ("ftckpt.deepspeed.state:DeepSpeedState.__init__", True),
+}
+
+
+def write_plan(directory: Path, failures: list[Failure]) -> None:
+    directory.mkdir()
+    (directory / "plan.json").write_text(json.dumps([asdict(failure) for failure in failures]))
+
+
+def fired(directory: Path) -> list[dict[str, Any]]:
+    """What has failed, in the order of time."""
+    found = [json.loads(path.read_text()) for path in directory.glob("fired*")]
+    return sorted(found, key=lambda one: float(one["time"]))
+
+
+def _due(directory: Path) -> tuple[int, Failure] | None:
+    """The failure of this attempt: the first that has not acted yet."""
+    for number, fields in enumerate(json.loads((directory / "plan.json").read_text())):
+        if not list(directory.glob(f"fired{number}.*")):
+            return number, Failure(**fields)
+    return None
+
+
+def _wrap(place: str, wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    module, _, dotted = place.partition(":")
+    owner: Any = importlib.import_module(module)
+    *classes, name = dotted.split(".")
+    for class_name in classes:
+        owner = getattr(owner, class_name)
+    setattr(owner, name, wrapper(getattr(owner, name)))
+
+
+def _install(directory: Path, rank: int, number: int, failure: Failure) -> None:
+    place, after = STAGES[failure.stage]
+    calls = 0
+
+    def reached() -> None:
+        nonlocal calls
+        calls += 1
+        if calls == failure.nth:
+            told = {"number": number, "rank": rank, "pid": os.getpid(), "time": time.time()}
+            new = directory / f"new{number}.{rank}"
+            new.write_text(json.dumps(told))
+            new.rename(directory / f"fired{number}.{rank}")
+            HOW[failure.how]()
+
+    def wrapper(original: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            if not after:
+                reached()
+            result = original(*args, **kwargs)
+            if after:
+                reached()
+            return result
+
+        return wrapped
+
+    _wrap(place, wrapper)
+
+
+def _log_steps(directory: Path, script: str, rank: int, saves: bool) -> None:
+    """When each iteration of this attempt ended; with ``saves`` the snapshot is saved after each."""
+
+    def wrapper(original: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(job: Any) -> Any:
+            metrics = original(job)
+            with (directory / f"steps{rank}").open("a") as out:
+                out.write(json.dumps([time.time(), metrics["iteration"]]) + "\n")
+            if saves and metrics["iteration"] >= 4:
+                job.checkpointer.save_universal(directory / "saved")
+            return metrics
+
+        return wrapped
+
+    _wrap(f"{script}:train_step", wrapper)
+
+
+def main() -> None:
+    sys.path.insert(0, str(Path(__file__).parents[2] / "launch"))
+    directory, rank = Path(os.environ[DIRECTORY_VAR]), int(os.environ["RANK"])
+    script = "train_deepspeed" if "--deepspeed_config" in sys.argv else "train_gpt"
+    module: Any = importlib.import_module(script)
+    planned = _due(directory)
+    due = planned if planned is not None and planned[1].rank in (rank, ALL) else None
+    _log_steps(directory, script, rank, saves=planned is not None and planned[1].stage == "save")
+    if due is not None:
+        _install(directory, rank, *due)
+    cleanup = due[1].cleanup if due is not None else ""
+    kept: list[Any] = []
+    if cleanup == "close":
+        _wrap("train_gpt:build", lambda build: lambda *args: kept.append(build(*args)) or kept[0])
+    try:
+        module.main(sys.argv[1:])
+    finally:
+        if cleanup == "close":
+            kept[0].checkpointer.close()
+        if cleanup == "destroy":
+            module.dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

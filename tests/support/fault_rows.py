@@ -1,0 +1,91 @@
+"""Faults as a table: what happens, at which instant, under which protection, and what must come back."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from ftckpt.store.arena import Arena
+from ftckpt.store.slots import slot_name
+
+KILLS: dict[str, tuple[int, ...]] = {
+    "forward": (-2, -1),
+    "fence": (-2, -1),
+    "before_step": (-1,),
+    "after_step": (-1,),
+    "boundary": (-1,),
+    "begin": (-1,),
+    "copy": (-1,),
+    "before_seal": (-1,),
+    "after_seal": (-1, 0),
+    "post": (0,),
+    "mark": (0,),
+    "between": (-1, 0),
+}
+"""Instant of a SIGKILL → what may come back, counted from the iteration in which it falls. Up to the fence the copies
+of the snapshot before may be under way."""
+
+IN_EVERY_ITERATION = ("forward", "fence", "before_step", "boundary")
+"""Instants that come whether an iteration has a snapshot or not: under protection one may be skipped."""
+
+OLDER, SAME, LOST = "the snapshot before", "the same snapshot", "nothing, and the arena is named"
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[Arena]:
+    arena = Arena.open(path)
+    try:
+        yield arena
+    finally:
+        arena.close()
+
+
+def flip(path: Path, offset: int) -> None:
+    """Flip the lowest bit of a byte."""
+    with path.open("r+b") as file:
+        file.seek(offset)
+        byte = file.read(1)
+        file.seek(offset)
+        file.write(bytes([byte[0] ^ 1]))
+
+
+def _flip_in(region: str, by: int) -> Callable[[Path, int], None]:
+    def damage(path: Path, slot: int) -> None:
+        with opened(path) as arena:
+            begin = int(getattr(arena.image, region).begin)
+        flip(path / slot_name(slot), begin + by)
+
+    return damage
+
+
+def _flip_padding(path: Path, slot: int) -> None:
+    with opened(path) as arena:
+        begin = next(pad.begin for pad in arena.image.pads if pad.nbytes)
+    flip(path / slot_name(slot), begin)
+
+
+@dataclass(frozen=True, slots=True)
+class DamageRow:
+    """Damage to the newest snapshot in one rank's arena, and what comes back by the protection in force."""
+
+    damage: Callable[[Path, int], None]
+    comes_back: dict[str, str]
+
+
+DAMAGES = {
+    "stepped byte": DamageRow(_flip_in("stepped", 100), {"none": OLDER, "node": SAME}),
+    "objects byte": DamageRow(_flip_in("objects", 40), {"none": OLDER, "node": SAME}),
+    "slot truncated": DamageRow(
+        lambda path, slot: os.truncate(path / slot_name(slot), 8192), {"none": OLDER, "node": SAME}
+    ),
+    "slot gone": DamageRow(lambda path, slot: (path / slot_name(slot)).unlink(), {"none": OLDER, "node": SAME}),
+    # What follows from the manifest alone is put right without any parity.
+    "header byte": DamageRow(lambda path, slot: flip(path / slot_name(slot), 2000), {"none": SAME}),
+    "padding byte": DamageRow(_flip_padding, {"none": SAME}),
+    "arena gone": DamageRow(lambda path, slot: shutil.rmtree(path), {"none": LOST, "node": SAME}),
+    "control byte": DamageRow(lambda path, slot: flip(path / "control", 20), {"none": LOST, "node": SAME}),
+}

@@ -1,0 +1,140 @@
+"""What ranks of multi-process tests do: real Megatron-core jobs, with ftckpt or without."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ftckpt.config import Config
+from tests.support.event_logs import read_events
+from tests.support.faults import Fault
+from tests.support.pool import RankResult, run_ranks
+
+TINY = ["--layers", "2", "--hidden", "32", "--seq", "32", "--global-batch", "8", "--micro-batch", "2"]
+
+
+@dataclass(frozen=True)
+class Run:
+    """One attempt of a job.
+
+    ``settings`` are fields of Config, without protection unless they say so, None trains without ftckpt;
+    ``nodes[rank]`` names nodes. ``drift`` gives each rank its own dropout masks, ``perturb`` other data after the
+    restore, ``ballast_bytes`` an object of that size, ``extra_parameter`` a parameter that no optimizer steps;
+    ``spoil`` names a tensor of which rank 1 gets one wrong element. ``end`` is what ranks do after iteration
+    ``until``: ``close``, ``keep`` (leave the arenas) or ``die``.
+    """
+
+    argv: Sequence[str]
+    until: int
+    settings: dict[str, Any] | None = None
+    nodes: Sequence[str] | None = None
+    faults: Sequence[Fault] = ()
+    drift: bool = False
+    perturb: bool = False
+    ballast_bytes: int = 0
+    extra_parameter: bool = False
+    spoil: str = ""
+    end: str = "close"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one rank saw: restored iteration, (iteration, loss, gradient norm) rows, hashes of its final state."""
+
+    start: int | None
+    history: list[tuple[int, float | None, float | None]]
+    hashes: dict[str, str]
+
+
+class Ballast:
+    """An object of a given size."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+
+    def state_dict(self) -> dict[str, bytes]:
+        return {"bytes": bytes(self.nbytes)}
+
+    def load_state_dict(self, state: dict[str, bytes]) -> None:
+        assert len(state["bytes"]) == self.nbytes
+
+
+def add_parameter(chunk: Any) -> None:
+    """Give a built model one more module, after its optimizer was made."""
+    import torch
+    from megatron.core.utils import unwrap_model
+
+    unwrap_model(chunk).extra = torch.nn.Linear(2, 2, bias=False)
+
+
+def train(rank: int, world_size: int, run: Run) -> Outcome:
+    """Build the example job, restore, train and end as ``run`` says."""
+    import torch
+    import train_gpt
+
+    import ftckpt.megatron
+    from tests.support import faults
+
+    args = train_gpt.parse_args([*TINY, *run.argv, "--iterations", str(run.until)])
+    job = train_gpt.build(args)
+    if run.drift:
+        torch.manual_seed(rank)
+    start = None
+    faults.install(run.faults, rank, world_size)
+    if run.settings is not None:
+        node = run.nodes[rank] if run.nodes else "node"
+        config = Config(enabled=True, node=node, **{"protect": "none", **run.settings})
+        objects = {"data": job.data, "progress": job.progress}
+        if run.ballast_bytes:
+            objects["ballast"] = Ballast(run.ballast_bytes)
+        if run.extra_parameter:
+            add_parameter(job.model[0])
+        job.checkpointer = ftckpt.megatron.attach(job.model, job.optimizer, job.scheduler, objects, config=config)
+        start = job.checkpointer.restore()
+        job.data.consumed_samples += 1000 * run.perturb
+        if run.spoil and rank == 1:
+            pieces = job.checkpointer._shard._described.stepped
+            next(piece for piece in pieces if piece.fragment.key == run.spoil).tensor[0] = 1e-3
+    rows = [(m["iteration"], m["loss"], m["grad_norm"]) for m in train_gpt.train(job)]
+    if run.end == "die":
+        os.kill(os.getpid(), signal.SIGKILL)
+    hashes = train_gpt.final_hashes(job)
+    if job.checkpointer is not None:
+        job.checkpointer.close(remove=run.end == "close")
+    return Outcome(start, rows, hashes)
+
+
+def outcomes(world_size: int, run: Run, timeout_secs: float = 120.0) -> list[Outcome]:
+    """Run to the end on all ranks."""
+    return [result.value for result in run_ranks(train, world_size, run, timeout_secs=timeout_secs)]
+
+
+def broken(world_size: int, run: Run, timeout_secs: float = 120.0, grace_secs: float = 3.0) -> list[RankResult]:
+    """Run an attempt that is meant to fail."""
+    return run_ranks(train, world_size, run, timeout_secs=timeout_secs, expect_failures=True, grace_secs=grace_secs)
+
+
+def assert_continues(reference: Sequence[Outcome], resumed: Sequence[Outcome]) -> int:
+    """Every rank went on from the same iteration, to the same bits; returns that iteration (0: from scratch)."""
+    starts = {outcome.start for outcome in resumed}
+    assert len(starts) == 1, f"ranks restored different iterations: {starts}"
+    start = starts.pop() or 0
+    for rank, (whole, rest) in enumerate(zip(reference, resumed, strict=True)):
+        assert rest.history == whole.history[start:], f"rank {rank}: losses differ"
+        wrong = [name for name in whole.hashes if whole.hashes[name] != rest.hashes[name]]
+        assert not wrong, f"rank {rank}: {len(wrong)} tensors differ, such as {wrong[:3]}"
+    return start
+
+
+def events(settings: dict[str, Any], name: str) -> list[dict[str, Any]]:
+    """All events of one name, of all ranks and attempts, by time."""
+    return read_events(Path(settings["events"]), name)
+
+
+def killed(result: RankResult) -> bool:
+    """Whether SIGKILL ended the rank."""
+    return result.exitcode == -signal.SIGKILL

@@ -1,0 +1,48 @@
+"""A child of this process that is killed by SIGKILL at a step that can be chosen."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+from ftckpt.store.record import Stores
+
+
+def killed_at(step: int, action: Callable[[], None]) -> bool:
+    """Run ``action`` in a child that is killed before its ``step``-th store or file-system call; False: it ended.
+
+    Steps are counted over all threads.
+    """
+    child = os.fork()
+    if child:
+        _, status = os.waitpid(child, 0)
+        assert os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 0, "the child failed by itself"
+        return os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
+    try:
+        count, guard = itertools.count(), threading.Lock()
+
+        def counted(call: Callable[..., Any]) -> Callable[..., Any]:
+            def killing(*args: Any, **options: Any) -> Any:
+                with guard:
+                    if next(count) == step:
+                        os.kill(os.getpid(), signal.SIGKILL)
+                        time.sleep(30)
+                    return call(*args, **options)
+
+            return killing
+
+        for name in ("open", "unlink", "rename", "mkdir", "rmdir", "posix_fallocate"):
+            setattr(os, name, counted(getattr(os, name)))
+        Stores.store = counted(Stores.store)  # type: ignore[method-assign]
+        action()
+        os._exit(0)
+    except BaseException:  # noqa: BLE001 - a child must not come back into the test
+        traceback.print_exc()
+    finally:
+        os._exit(1)

@@ -1,0 +1,384 @@
+"""Launch scripts in tests: stand-ins for what they call, and jobs of real ranks that they start."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import random
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ftckpt.store.directory import SMP_LOCK_NAME, list_arenas
+from ftckpt.store.locks import holder_of
+from tests.support.event_logs import read_events
+
+ROOT = Path(__file__).parents[2]
+OWNER_VAR = "FTCKPT_TEST_OWNER"
+DEADLINE_SECS = 240.0
+ITERATIONS = 60
+
+STANDIN = r"""#!{python} -SE
+import json, os, pathlib, signal, subprocess, sys, time
+here, name, argv = pathlib.Path({here!r}), os.path.basename(sys.argv[0]), sys.argv[1:]
+
+def record():
+    line = {{"name": name, "argv": argv, "env": dict(os.environ), "cores": sorted(os.sched_getaffinity(0))}}
+    with open(here / "calls.jsonl", "ab", buffering=0) as out:
+        out.write(json.dumps(line).encode() + b"\n")
+
+def next_code():
+    left = json.loads((here / "codes.json").read_text())
+    (here / "codes.json").write_text(json.dumps(left[1:]))
+    return left[0] if left else 0
+
+def srun():
+    options = dict(word[2:].partition("=")[::2] for word in argv if word.startswith("--"))
+    command = argv[next(i for i, word in enumerate(argv) if not word.startswith("--")):]
+    nodes = options["nodelist"].split(",")
+    if "overlap" in options:
+        dead = json.loads((here / "dead.json").read_text())
+        return int(nodes[0] in dead)
+    if not (here / "run").exists():
+        code = next_code()
+        if code == "hang":
+            time.sleep(60)
+        if str(code).startswith("dead:"):
+            (here / "dead.json").write_text(json.dumps(code[5:].split(",")))
+            return 1
+        return code
+    per_node, tasks = int(options["ntasks-per-node"]), []
+    for task in range(int(options["ntasks"])):
+        node, local = divmod(task, per_node)
+        slurm = {{"SLURM_PROCID": task, "SLURM_NTASKS": options["ntasks"], "SLURM_LOCALID": local,
+                 "SLURM_NODEID": node, "SLURMD_NODENAME": nodes[node]}}
+        tasks.append(subprocess.Popen(command, env={{**os.environ, **{{k: str(v) for k, v in slurm.items()}}}}))
+    def stop(*_):
+        for task in tasks:
+            task.kill()
+        sys.exit(1)
+    signal.signal(signal.SIGTERM, stop)
+    while any(task.poll() is None for task in tasks):
+        if any(task.poll() for task in tasks):
+            stop()  # --kill-on-bad-exit
+        time.sleep(0.02)
+    return max(map(abs, (task.returncode for task in tasks)))
+
+record()
+if name == "scontrol":
+    print(argv[-1].replace(",", "\n"))
+elif name == "srun":
+    sys.exit(srun())
+elif name != "python3":
+    sys.exit(next_code())
+"""
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a stand-in."""
+
+    name: str
+    argv: list[str]
+    env: dict[str, str]
+    cores: list[int]
+
+    def after(self, word: str) -> str:
+        """The argument after ``word``."""
+        return self.argv[self.argv.index(word) + 1]
+
+    @property
+    def options(self) -> dict[str, str]:
+        """What is given as ``--name=value`` before the first other word."""
+        words = itertools.takewhile(lambda word: word.startswith("--"), self.argv)
+        return dict(word.partition("=")[::2] for word in words)
+
+
+class Standins:
+    """A directory of stand-ins, to be put first on PATH."""
+
+    def __init__(self, here: Path, names: Sequence[str]) -> None:
+        self.here = here
+        self.bin = here / "bin"
+        self.bin.mkdir(parents=True)
+        for name in names:
+            path = self.bin / name
+            path.write_text(STANDIN.format(python=sys.executable, here=str(here)))
+            path.chmod(0o755)
+        self.script = here / "train.py"
+        self.script.write_text("print('never run')\n")
+        self.codes()
+        self.dead()
+
+    def codes(self, *codes: int | str) -> None:
+        """Exit codes of the next steps, then 0. ``hang`` sleeps; ``dead:n1,n2`` fails and leaves these nodes dead."""
+        (self.here / "codes.json").write_text(json.dumps(codes))
+
+    def dead(self, *nodes: str) -> None:
+        """Nodes that do not answer."""
+        (self.here / "dead.json").write_text(json.dumps(nodes))
+
+    def run_tasks(self) -> None:
+        """From now on srun starts the tasks of a step, all on this machine."""
+        (self.here / "run").touch()
+
+    def environment(self, **env: str) -> dict[str, str]:
+        keep = {key: os.environ[key] for key in ("HOME", "LANG") if key in os.environ}
+        return {**keep, "PATH": f"{self.bin}:/usr/local/bin:/usr/bin:/bin", **env}
+
+    def slurm(self, *nodes: str, **env: str) -> dict[str, str]:
+        """The environment of a batch script that was submitted from the repository."""
+        slurm = {
+            "SLURM_JOB_ID": "4711",
+            "SLURM_JOB_NODELIST": ",".join(nodes),
+            "SLURM_SUBMIT_DIR": str(ROOT),
+            "FTCKPT_PAUSE_SECS": "0",
+            "FTCKPT_WAIT_SECS": "10",
+        }
+        return self.environment(**{**slurm, **env})
+
+    def command(self, script: str, *arguments: str) -> list[str]:
+        """Batch scripts run as a copy in a directory of Slurm's."""
+        path = ROOT / "launch" / script
+        if path.suffix == ".sbatch":
+            spool = self.here / "spool"
+            spool.mkdir(exist_ok=True)
+            path = Path(shutil.copy(path, spool / "slurm_script"))
+        return ["bash", str(path), *arguments]
+
+    def launch(self, script: str, *arguments: str, env: dict[str, str] | None = None) -> Any:
+        """Run a script of ``launch/`` to its end, from an empty directory."""
+        (self.here / "cwd").mkdir(exist_ok=True)
+        return subprocess.run(
+            self.command(script, *arguments),
+            cwd=self.here / "cwd",
+            env=env or self.environment(),
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+
+    def calls(self, name: str) -> list[Call]:
+        path = self.here / "calls.jsonl"
+        lines = path.read_text().splitlines() if path.exists() else []
+        return [call for call in (Call(**json.loads(line)) for line in lines) if call.name == name]
+
+    def steps(self) -> list[Call]:
+        """The calls of srun that start the job."""
+        return [call for call in self.calls("srun") if "--overlap" not in call.argv]
+
+    def cleaned(self) -> set[str]:
+        """Nodes on which arenas were deleted."""
+        return {c.options["--nodelist"] for c in self.calls("srun") if "clean" in c.argv and "--overlap" in c.argv}
+
+
+class Launched:
+    """Scripts of ``launch/`` that run together, with real ranks, and what these write.
+
+    Args:
+        here: for logs; all processes have it in their environment.
+        arena: a directory on a tmpfs.
+        training: the training script and its arguments, but for logs and ftckpt's.
+    """
+
+    def __init__(self, here: Path, arena: Path, training: Sequence[str]) -> None:
+        self.here, self.arena, self.log = here, arena, here / "losses.jsonl"
+        self.scripts: list[subprocess.Popen[bytes]] = []
+        self._num_started = 0
+        self.common = [
+            *(*training, "--iterations", str(ITERATIONS), "--log-file", str(self.log)),
+            *("--ftckpt", "--ftckpt-events", str(here / "events")),
+        ]
+        self.training = [*self.common, "--ftckpt-arena", str(arena)]
+        launchers = ("TORCH", "PET_", "SLURM", "FTCKPT", "DS_")
+        self.env = {
+            **{key: value for key, value in os.environ.items() if not key.startswith(launchers)},
+            "PYTHONPATH": str(ROOT),
+            "FTCKPT_PYTHON": sys.executable,
+            "FTCKPT_DEVICE": "cpu",
+            "OMP_NUM_THREADS": "1",
+            "GLOO_SOCKET_IFNAME": "lo",
+            OWNER_VAR: str(here),
+        }
+
+    def start(self, command: Sequence[str], **env: str) -> subprocess.Popen[bytes]:
+        with open(self.here / f"script{self._num_started}.log", "wb") as out:
+            script = subprocess.Popen(
+                command, env={**self.env, **env}, stdout=out, stderr=out, start_new_session=True, cwd=self.here
+            )
+        self._num_started += 1
+        self.scripts.append(script)
+        return script
+
+    def events(self, rank: int, name: str) -> list[dict[str, Any]]:
+        return read_events(self.here / "events", name, of=f"rank{rank}")
+
+    def restored(self) -> list[int]:
+        """Iterations that starts went on from."""
+        return [event["iteration"] for event in self.events(0, "restored") if event["iteration"]]
+
+    def wait_for(self, what: str, condition: Callable[[], Any]) -> Any:
+        """What ``condition`` returns, once it is true; fails when a script has ended before."""
+        deadline = time.monotonic() + DEADLINE_SECS
+        while time.monotonic() < deadline:
+            ended = [script.returncode for script in self.scripts if script.poll() is not None]
+            if found := condition():
+                return found
+            assert not ended, f"ended with {ended} before {what}\n{self.output()}"
+            time.sleep(0.02)
+        raise AssertionError(f"no {what} in {DEADLINE_SECS} s\n{self.output()}")
+
+    def kill_rank(self, rank: int) -> None:
+        """SIGKILL, once it has three snapshots."""
+        snapshots = self.wait_for("three snapshots", lambda: self.events(rank, "snapshot")[2:])
+        os.kill(snapshots[-1]["pid"], signal.SIGKILL)
+
+    def finish(self) -> None:
+        deadline = time.monotonic() + DEADLINE_SECS
+        while any(script.poll() is None for script in self.scripts) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        codes = [script.poll() for script in self.scripts]
+        assert codes == [0] * len(codes), f"ended with {codes}\n{self.output()}"
+
+    def output(self, last: int = 3000) -> str:
+        """The last characters that each script has written."""
+        return "\n".join(path.read_text()[-last:] for path in sorted(self.here.glob("script*.log")))
+
+    def check_went_on(self, restarts: int = 1) -> None:
+        """From a snapshot, through all iterations; an iteration that was trained twice had the same loss twice."""
+        restored = self.restored()
+        assert len(restored) == restarts and min(restored) >= 2, restored
+        rows = [json.loads(line) for line in self.log.read_text().splitlines()]
+        losses: dict[int, str] = {}
+        for row in rows:
+            assert losses.setdefault(row["iteration"], row["loss_hex"]) == row["loss_hex"]
+        assert sorted(losses) == list(range(1, ITERATIONS + 1))
+        assert not list(self.arena.iterdir()), "an ended job left something behind"
+
+    def pids(self, node: str = "") -> list[int]:
+        """Processes of this job that run, SMPs among them; of one node if it is named."""
+        wanted = {f"{OWNER_VAR}={self.here}".encode()} | ({f"FTCKPT_NODE={node}".encode()} if node else set())
+        found = []
+        for entry in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                ended = (entry / "stat").read_text().rpartition(")")[2].split()[0] in "ZX"
+                if not ended and wanted <= set((entry / "environ").read_bytes().split(b"\0")):
+                    found.append(int(entry.name))
+        return found
+
+    def kill(self, node: str = "") -> list[int]:
+        """SIGKILL what runs, of one node if it is named, until nothing does; returns the process ids."""
+        killed: set[int] = set()
+        deadline = time.monotonic() + DEADLINE_SECS
+        while left := self.pids(node):
+            assert time.monotonic() < deadline, f"{left} do not die"
+            for pid in left:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            killed.update(left)
+            time.sleep(0.02)
+        return sorted(killed)
+
+    def stop(self) -> None:
+        """Kill what is left, known by a variable that only this test has in its environment."""
+        for script in self.scripts:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(script.pid, signal.SIGKILL)
+            script.wait()
+        self.kill()
+
+
+class Nodes(Launched):
+    """A job of torchrun agents. Each is a simulated node with an arena directory of its own, and can be lost."""
+
+    def __init__(self, here: Path, arena: Path, training: Sequence[str], *, count: int, nproc: int) -> None:
+        super().__init__(here, arena, training)
+        self.count, self.nproc, self.final, self.job = count, nproc, here / "final", f"test-{os.getpid()}"
+        self.common += ["--dump-final", str(self.final)]
+        self._endpoint = f"127.0.0.1:{free_ports(1)}"
+        self._agents: dict[str, subprocess.Popen[bytes]] = {}
+
+    def node_dir(self, node: str) -> Path:
+        """Where the arenas of a node lie; no two nodes have a directory in common."""
+        return self.arena / node / f"ftckpt-{self.job}" / node
+
+    def start_node(self, node: str, address: str, *options: str, prefix: Sequence[str] = (), **env: str) -> None:
+        """The first node that is started hosts the rendezvous. Ranks go by ``address``, in the order of the text."""
+        (self.arena / node).mkdir()
+        words = ["--job", self.job, "--nodes", str(self.count), "--nproc", str(self.nproc), "--runner", "none"]
+        words += ["--endpoint", self._endpoint, "--node-rank", str(self._num_started), "--restarts", "4"]
+        words += ["--rdzv-conf", "last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=5"]
+        words += ["--torchrun-arg", f"--local-addr={address}", *options]
+        ours = ["--ftckpt-arena", str(self.arena / node)]
+        command = [*prefix, "bash", str(ROOT / "launch" / "torchrun.sh"), *words, *self.common, *ours]
+        self._agents[node] = self.start(command, FTCKPT_NODE=node, **env)
+
+    def meet_at(self, host: str) -> None:
+        """Where nodes meet, if not on loopback."""
+        self._endpoint = f"{host}:{free_ports(1)}"
+
+    def smp(self, node: str) -> int | None:
+        """The process id of the node's SMP."""
+        return holder_of(self.node_dir(node) / SMP_LOCK_NAME)
+
+    def protected(self, since: float = 0.0) -> list[int]:
+        """Snapshots that rank 0 knew to be protected, of which it heard after ``since`` (epoch seconds)."""
+        return [event["iteration"] for event in self.events(0, "protected") if event["time"] > since]
+
+    def lose(self, node: str) -> set[str]:
+        """SIGKILL all of a node at once: agent, ranks and SMP; its memory is gone. Returns the shards it held."""
+        shards = {path.name.rpartition(".")[0] for path in list_arenas(self.node_dir(node))}
+        agent, smp = self._agents.pop(node), self.smp(node)
+        agent.kill()
+        killed = self.kill(node)
+        agent.wait()
+        self.scripts.remove(agent)
+        assert smp in killed and len(killed) >= 1 + self.nproc, f"{node}: only {killed} ran; its SMP was {smp}"
+        shutil.rmtree(self.arena / node)
+        return shards
+
+    def rebuilt(self) -> dict[str, set[str]]:
+        """What was rebuilt: shard → by what."""
+        found: dict[str, set[str]] = {}
+        for rank in range(self.count * self.nproc):
+            for event in self.events(rank, "rebuilt"):
+                found.update({shard: set(event["sources"]) for shard in event["shards"]})
+        return found
+
+    def check_equal(self, losses: Sequence[str], finals: Sequence[dict[str, str]]) -> None:
+        """Every loss that was logged and the final state of each rank are those of an undisturbed run."""
+        rows = [json.loads(line) for line in self.log.read_text().splitlines()]
+        assert [row["loss_hex"] for row in rows] == [losses[row["iteration"] - 1] for row in rows]
+        assert {row["iteration"] for row in rows} == set(range(1, len(losses) + 1))
+        for rank, final in enumerate(finals):
+            assert json.loads((self.final / f"rank{rank}.json").read_text()) == final, f"rank {rank}"
+
+    def check_nothing_left(self) -> None:
+        """No process, and nothing in the memory of nodes that were not lost."""
+        deadline = time.monotonic() + 60
+        while self.pids() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert self.pids() == []
+        left = [path for root in self.arena.iterdir() for path in root.iterdir()]
+        assert left == [], "an ended job left something behind"
+
+
+def free_ports(count: int) -> int:
+    """The first of ``count`` neighbouring ports that are free now. Another process may take one before it is used."""
+    for _ in range(100):
+        with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
+            first = random.randrange(20000, 30000)
+            for index in range(count):
+                stack.enter_context(socket.socket()).bind(("127.0.0.1", first + index))
+            return first
+    raise AssertionError("no free ports")

@@ -1,0 +1,104 @@
+"""A job without Megatron, for what only a few exact steps show: each rank holds one row and a weight."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ftckpt.capture import copier
+from ftckpt.config import Config
+from ftckpt.errors import UnsupportedError
+from ftckpt.group import Group
+from ftckpt.job.checkpointer import Checkpointer
+from ftckpt.model.fragment import Box, Fragment
+from ftckpt.model.topology import RankPlace, Topology
+from ftckpt.model.training_state import Description, Piece
+
+ROW = 1024
+
+
+class PlainState:
+    """``row`` is this rank's own; ``master`` and the bf16 ``weight`` derived from it are replicated."""
+
+    reshapes = False
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self.iteration = 0
+        self.failing: dict[int, Exception] = {}
+        self.row = torch.zeros(ROW)
+        self.master, self.weight = torch.zeros(ROW), torch.zeros(ROW, dtype=torch.bfloat16)
+        own = Fragment.whole("row", "F32", (world_size, ROW), Box((rank, 0), (1, ROW)))
+        master = Fragment.whole("master/w", "F32", (ROW,), Box((0,), (ROW,)))
+        weight = Fragment.whole("weight/w", "BF16", (ROW,), Box((0,), (ROW,)))
+        pieces = (Piece(own, self.row), Piece(weight, self.weight, self.master), Piece(master, self.master))
+        self.description = Description(pieces, ())
+
+    def describe(self) -> Description:
+        return self.description
+
+    def save_objects(self) -> dict[str, Any]:
+        if self.iteration in self.failing:
+            raise self.failing[self.iteration]
+        return {"iteration": self.iteration}
+
+    def load_objects(self, objects: Any) -> None:
+        self.iteration = objects["iteration"]
+
+    def load_reshaped(self, objects: Any, iteration: int) -> None:
+        raise UnsupportedError("this job keeps its layout")
+
+    def finish_load(self) -> None:
+        pass
+
+    def advance(self, iteration: int, value: float) -> None:
+        """What an optimizer does."""
+        self.iteration = iteration
+        self.row.fill_(value)
+        self.master.fill_(value)
+        self.weight.copy_(self.master)
+
+
+def make(
+    rank: int, world_size: int, settings: dict[str, Any], nodes: list[str] | None = None
+) -> tuple[Checkpointer, PlainState]:
+    """A checkpointer for one rank; ``nodes[rank]`` names nodes."""
+    names = nodes or ["node"] * world_size
+    members = tuple(RankPlace({"dp": index}, names[index]) for index in range(world_size))
+    state = PlainState(rank, world_size)
+    config = Config(enabled=True, node=names[rank], **{"protect": "none", **settings})
+    group = Group(config.start_timeout_secs)
+    return Checkpointer(config, state, Topology(rank, members, {"dp": world_size}), group=group), state
+
+
+def iterate(checkpointer: Checkpointer, state: PlainState, iteration: int, offset: float = 0.0) -> None:
+    """One iteration, up to and with the boundary."""
+    checkpointer.fence()
+    state.advance(iteration, iteration + offset)
+    checkpointer.step(iteration)
+
+
+def before_each_copy(action: Callable[[], None]) -> None:
+    """Call ``action`` on the copy thread before each chunk."""
+    original = copier.copy_chunk
+
+    def copy_chunk(*args: Any, **kwargs: Any) -> None:
+        action()
+        original(*args, **kwargs)
+
+    copier.copy_chunk = copy_chunk
+
+
+def die() -> None:
+    """As by kill -9."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def restored(rank: int, world_size: int, settings: dict[str, Any], nodes: list[str] | None = None) -> Any:
+    """(iteration, iteration in the objects, values of the row, of the weight) after a restart."""
+    checkpointer, state = make(rank, world_size, settings, nodes)
+    start = checkpointer.restore()
+    return start, state.iteration, state.row.unique().tolist(), state.weight.unique().tolist()

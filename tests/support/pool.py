@@ -1,0 +1,272 @@
+"""Runs a function on several ranks: processes forked from a server that has Megatron loaded already.
+
+Importing torch and megatron.core takes seconds per process; the fork server does it once, and a rank
+starts in some hundredths of a second with a gloo process group over a file (no ports of ours).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import shutil
+import signal
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from multiprocessing import forkserver
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from tests.support import pool_child
+
+_PRELOAD = ("__main__", "tests.support.pool_preload")
+_SERVER_ENV = {
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    # Compiled functions decide when they are decorated, which is when the server imports them.
+    "TORCHDYNAMO_DISABLE": "1",
+    "DS_ACCELERATOR": "cpu",  # DeepSpeed looks for a device when it is imported
+}
+_KILL_WAIT_SECS = 10.0
+_POLL_SECS = 0.05
+
+_server_started = False
+_extra_modules: list[str] = []
+_extra_env: dict[str, str] = {}
+
+
+@dataclass(frozen=True)
+class RankResult:
+    """How one rank ended. `exitcode` is negative when a signal ended it; `error` is a traceback."""
+
+    rank: int
+    exitcode: int | None
+    value: Any = None
+    error: str | None = None
+
+    @property
+    def ok(self) -> bool:
+        return self.exitcode == 0 and self.error is None
+
+
+class RankFailure(AssertionError):
+    """At least one rank failed, died or was late; `results` has what is known of each."""
+
+    def __init__(self, message: str, results: Sequence[RankResult]) -> None:
+        super().__init__(message)
+        self.results = list(results)
+
+
+@contextlib.contextmanager
+def _environment(changes: dict[str, str]) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in changes}
+    os.environ.update(changes)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def preload(*modules: str, env: dict[str, str] | None = None) -> None:
+    """Has the fork server import more (such as deepspeed), with `env` set; call it before the first rank.
+
+    Raises RuntimeError when the server has started: its imports are over then.
+    """
+    if _server_started:
+        raise RuntimeError("preload() must come before the first run_ranks() or spawn_ranks()")
+    _extra_modules.extend(modules)
+    _extra_env.update(env or {})
+
+
+def _start_server() -> None:
+    global _server_started
+    if _server_started:
+        return
+    root = str(Path(__file__).resolve().parents[2])
+    search_path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
+    multiprocessing.get_context("forkserver").set_forkserver_preload([*_PRELOAD, *_extra_modules])
+    with _environment({**_SERVER_ENV, **_extra_env, "PYTHONPATH": search_path}):
+        forkserver.ensure_running()
+    _server_started = True
+
+
+class RankGroup:
+    """The running ranks of one `spawn_ranks`. Use it in a `with`: leaving it kills what still runs."""
+
+    def __init__(self, processes: list[Any], pipes: list[Connection], folder: Path) -> None:
+        self._processes = processes
+        self._pipes = pipes
+        self._folder = folder
+        self._messages: dict[int, tuple[str, Any]] = {}
+        self._open = dict(enumerate(pipes))
+
+    @property
+    def pids(self) -> list[int]:
+        return [process.pid for process in self._processes]
+
+    @property
+    def world_size(self) -> int:
+        return len(self._processes)
+
+    def alive(self) -> list[int]:
+        return [rank for rank, process in enumerate(self._processes) if process.is_alive()]
+
+    def kill(self, rank: int, signum: int = signal.SIGKILL) -> None:
+        """Sends a signal to one rank; nothing happens if it has ended."""
+        if self._processes[rank].is_alive():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._processes[rank].pid, signum)
+
+    def wait(self, timeout_secs: float) -> list[RankResult] | None:
+        """The results once all ranks have ended, or None if some still run after `timeout_secs`."""
+        deadline = time.monotonic() + timeout_secs
+        while self.alive() or self._open:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                return None
+            self._collect(min(left, _POLL_SECS * 4))
+        return self.results()
+
+    def wait_first_failure(self, timeout_secs: float) -> bool:
+        """Waits until a rank has failed (True), or all have ended well or time is up (False)."""
+        deadline = time.monotonic() + timeout_secs
+        while True:
+            if any(result.error or result.exitcode for result in self.results()):
+                return True
+            left = deadline - time.monotonic()
+            if left <= 0 or not (self.alive() or self._open):
+                return False
+            self._collect(min(left, _POLL_SECS * 4))
+
+    def results(self) -> list[RankResult]:
+        """What is known now; `exitcode` None is a rank that still runs."""
+        return [self._result(rank) for rank in range(self.world_size)]
+
+    def close(self) -> None:
+        """Kills the ranks that still run and removes the temporary folder."""
+        for rank in self.alive():
+            self.kill(rank)
+        deadline = time.monotonic() + _KILL_WAIT_SECS
+        for process in self._processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+        self._collect(0.0)
+        for pipe in self._pipes:
+            pipe.close()
+        self._open.clear()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def __enter__(self) -> RankGroup:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _result(self, rank: int) -> RankResult:
+        kind, content = self._messages.get(rank, ("", None))
+        value = content if kind == "value" else None
+        error = content if kind == "error" else None
+        return RankResult(rank, self._processes[rank].exitcode, value, error)
+
+    def _collect(self, timeout_secs: float) -> None:
+        """Reads what ranks have sent, so that none of them blocks on a full pipe."""
+        waitables: list[Any] = list(self._open.values())
+        waitables += [self._processes[rank].sentinel for rank in self.alive()]
+        if not waitables:
+            return
+        ready = wait(waitables, timeout_secs)
+        for rank, pipe in list(self._open.items()):
+            if pipe not in ready:
+                continue
+            try:
+                self._messages[rank] = pipe.recv()
+            except (EOFError, ConnectionResetError):
+                del self._open[rank]
+
+
+def spawn_ranks(
+    fn: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    env: dict[str, str] | None = None,
+    init_process_group: bool = True,
+    stand_in: bool = True,
+    pg_timeout_secs: float = 60.0,
+) -> RankGroup:
+    """Starts `fn(rank, world_size, *args)` on `world_size` ranks; `fn` is a function of a module.
+
+    Each rank has one torch thread, RANK, WORLD_SIZE, LOCAL_RANK and `env` in its environment, the CPU
+    stand-in for CUDA (unless `stand_in` is False) and gloo as the default process group.
+    """
+    _start_server()
+    context = multiprocessing.get_context("forkserver")
+    folder = Path(tempfile.mkdtemp(prefix="ftckpt-ranks-"))
+    settings = pool_child.Settings(
+        world_size=world_size,
+        store_path=str(folder / "store") if init_process_group else None,
+        env=dict(env or {}),
+        stand_in=stand_in,
+        pg_timeout_secs=pg_timeout_secs,
+    )
+    processes, pipes = [], []
+    try:
+        for rank in range(world_size):
+            receive, send = context.Pipe(duplex=False)
+            process = context.Process(
+                target=pool_child.run, args=(fn, rank, args, settings, send), name=f"rank-{rank}"
+            )
+            pipes.append(receive)
+            process.start()
+            send.close()
+            processes.append(process)
+    except BaseException:
+        RankGroup(processes, pipes, folder).close()
+        raise
+    return RankGroup(processes, pipes, folder)
+
+
+def run_ranks(
+    fn: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    timeout_secs: float = 120.0,
+    expect_failures: bool = False,
+    grace_secs: float = 5.0,
+    **options: Any,
+) -> list[RankResult]:
+    """Runs `fn` on all ranks and returns their results by rank; `options` are those of `spawn_ranks`.
+
+    Without `expect_failures` the first failure or the timeout kills the rest and raises RankFailure.
+    With it, ranks that still run `grace_secs` after the first death are killed and all are returned.
+    """
+    deadline = time.monotonic() + timeout_secs
+    with spawn_ranks(fn, world_size, *args, **options) as group:
+        failed = group.wait_first_failure(timeout_secs)
+        if failed:
+            # Time for peers to tell their side, and for a traceback to arrive before its exit code.
+            left = max(0.0, deadline - time.monotonic())
+            group.wait(min(grace_secs, left) if expect_failures else min(0.5, left))
+        late = group.alive() if not failed else []
+        group.close()
+        results = group.results()
+    if late or (failed and not expect_failures):
+        raise RankFailure(_describe(results, late, timeout_secs), results)
+    return results
+
+
+def _describe(results: Sequence[RankResult], late: Sequence[int], timeout_secs: float) -> str:
+    lines = [f"ranks {list(late)} still ran after {timeout_secs:g} s"] if late else []
+    for result in results:
+        if not result.ok:
+            lines.append(f"--- rank {result.rank}: exit code {result.exitcode}\n{result.error or ''}")
+    return "\n".join(lines)

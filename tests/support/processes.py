@@ -1,0 +1,105 @@
+"""The processes of a run, by node: started, lost, and at last none of them is left."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import signal
+import subprocess
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+
+ROOT = Path(__file__).resolve().parents[2]
+ARENA = Path("/dev/shm")
+STOP_SECS = 20.0
+
+NODE_VAR = "FTCKPT_NODE"
+_TOKEN_VAR = "FTCKPT_RUN_TOKEN"
+_POLL_SECS = 0.02
+
+
+class RunError(Exception):
+    """A run went otherwise than it should; the text says how."""
+
+
+class Processes:
+    """The processes of one run, and nobody else's: they carry a random token in their environment."""
+
+    def __init__(self) -> None:
+        self._token = secrets.token_hex(16)
+        self._agents: dict[str, subprocess.Popen[bytes]] = {}
+
+    def start(self, node: str, command: Sequence[str], env: dict[str, str], output: Path) -> None:
+        """Start the agent of a node in a session of its own, so that Ctrl-C reaches the caller alone."""
+        with open(output, "wb") as out:
+            self._agents[node] = subprocess.Popen(
+                command, env={**env, _TOKEN_VAR: self._token, NODE_VAR: node}, cwd=ROOT, stdin=subprocess.DEVNULL,
+                stdout=out, stderr=out, start_new_session=True,
+            )  # fmt: skip
+
+    @property
+    def agents(self) -> list[subprocess.Popen[bytes]]:
+        """Those of nodes that were not lost."""
+        return list(self._agents.values())
+
+    def left(self, node: str = "") -> list[int]:
+        """Process ids of agents, workers and SMPs that still run, of one node if it is named."""
+        wanted = {f"{_TOKEN_VAR}={self._token}".encode()} | ({f"{NODE_VAR}={node}".encode()} if node else set())
+        found = []
+        for entry in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                if wanted <= set((entry / "environ").read_bytes().split(b"\0")) and is_running(int(entry.name)):
+                    found.append(int(entry.name))
+        return found
+
+    def lose(self, node: str) -> list[int]:
+        """SIGKILL everything of ``node``, its agent first, and return the process ids once all are gone.
+
+        Raises:
+            RunError: something of it does not die.
+        """
+        agent = self._agents.pop(node)
+        agent.kill()
+        killed = {agent.pid, *self._kill(node)}
+        agent.wait(STOP_SECS)
+        if left := self.left(node):
+            raise RunError(f"{node}: processes {left} do not die")
+        return sorted(killed)
+
+    def stop(self) -> None:
+        """Kill what is left: agents first, so that they start nothing anew."""
+        for agent in self.agents:
+            agent.kill()
+        self._kill()
+        for agent in self.agents:
+            agent.wait(STOP_SECS)
+
+    def _kill(self, node: str = "") -> set[int]:
+        killed: set[int] = set()
+        deadline = time.monotonic() + STOP_SECS
+        while (pids := self.left(node)) and time.monotonic() < deadline:
+            for pid in pids:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+                    killed.add(pid)
+            time.sleep(_POLL_SECS)
+        return killed
+
+    def __enter__(self) -> Processes:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+
+def is_running(pid: int) -> bool:
+    """Whether the process exists and has not ended."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False

@@ -1,0 +1,407 @@
+"""Ranks of a job without processes: real states and agreements, a simulated all-reduce, slots as dictionaries.
+
+Each rank goes through an iteration in steps, in the order in which ``Checkpointer`` calls its state; between two
+steps of a rank any other may run. ``Job.check`` holds after every step what must hold at any instant.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ftckpt.capture.capture import writable_slots
+from ftckpt.config import Config
+from ftckpt.job.agreement import Agreement, Will
+from ftckpt.job.session import (
+    Guard,
+    OldArenaRemoval,
+    RankState,
+    Skip,
+    Take,
+    TargetMarks,
+    TurnOff,
+    WholeMark,
+)
+from ftckpt.model.snapshot import SnapshotId
+
+POSTED, PROOF = "posted", "proof"
+"""Where a rank waits for others: with a deadline for their posts, without one in a proof."""
+
+
+@dataclass(frozen=True)
+class Fate:
+    """What happens to one rank in an iteration.
+
+    ``copies``: of the last snapshot are ``sealed`` before the fence, or ``late``, after it; ``failed``; or ``stuck``:
+    they run on when the snapshot is dropped. ``impatient``: it waits for nobody's post. ``begin_fails``: its
+    snapshot fails before a copy begins. ``stretch``: its wish. ``smp``: what its node's SMP does, ``covers`` the
+    target, is ``slow``, ``gives up`` or is ``dead``. ``steps``: whether the optimizer does.
+    """
+
+    copies: str = "sealed"
+    impatient: bool = False
+    begin_fails: bool = False
+    stretch: int = 1
+    smp: str = "covers"
+    steps: bool = True
+
+
+CALM = Fate()
+
+
+class Rounds:
+    """The all-reduce: the n-th posts of all ranks belong together, and are there when the last one is."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.posts: list[dict[int, Sequence[int]]] = []
+
+    def put(self, rank: int, number: int, words: Sequence[int]) -> None:
+        if len(self.posts) == number:
+            self.posts.append({})
+        self.posts[number][rank] = words
+
+    def complete(self, number: int) -> bool:
+        return len(self.posts[number]) == self.size
+
+
+class RankGroup:
+    """What ``Agreement`` uses of a group."""
+
+    def __init__(self, rounds: Rounds, rank: int) -> None:
+        self._rounds = rounds
+        self._rank = rank
+        self.num_posted = 0
+
+    def start_minimum(self, words: Sequence[int]) -> tuple[int, Any]:
+        number, self.num_posted = self.num_posted, self.num_posted + 1
+        self._rounds.put(self._rank, number, words)
+        return number, Minimum(self._rounds, number)
+
+    def finish(self, number: int, timeout_secs: float) -> bool:
+        return self._rounds.complete(number)
+
+
+@dataclass
+class Minimum:
+    rounds: Rounds
+    number: int
+
+    def tolist(self) -> list[int]:
+        return [min(words) for words in zip(*self.rounds.posts[self.number].values(), strict=True)]
+
+
+@dataclass
+class Flight:
+    slot: int
+    snapshot: SnapshotId
+    stuck: bool = False
+
+
+@dataclass
+class Rank:
+    """One rank: what survives its death are ``slots``, ``old`` arenas, and marks."""
+
+    index: int
+    num_slots: int
+    slots: dict[int, SnapshotId | None] = field(default_factory=dict)
+    old: set[SnapshotId] = field(default_factory=set)
+    marks: TargetMarks = field(default_factory=lambda: TargetMarks(None, None))
+    covered: set[SnapshotId] = field(default_factory=set)
+    flight: Flight | None = None
+    waits: str = ""
+    read: int = 0
+    """Verdicts that it has read."""
+    missed: bool = False
+    decision: Take | Skip | None = None
+
+    def __post_init__(self) -> None:
+        self.slots = dict.fromkeys(range(self.num_slots))
+
+    def start(self, config: Config, protects: bool, rounds: Rounds) -> None:
+        self.state = RankState(config, protects)
+        self.group = RankGroup(rounds, self.index)
+        self.agreement = Agreement(self.group)  # type: ignore[arg-type]
+        self.flight, self.read, self.waits = None, 0, ""
+
+    @property
+    def sealed(self) -> set[SnapshotId]:
+        return {snapshot for snapshot in self.slots.values() if snapshot is not None} | self.old
+
+    @property
+    def newest(self) -> SnapshotId | None:
+        return max((snapshot for snapshot in self.slots.values() if snapshot is not None), default=None)
+
+    def iterate(self, job: Job, iteration: int, fate: Fate) -> Generator[None]:
+        """The steps of an iteration; ``waits`` says at each what this rank waits for."""
+        state = self.state
+        self.decision, self.missed = None, False
+        if fate.smp == "covers" and self.marks.target in self.slots.values() and self.marks.target is not None:
+            self.covered.add(self.marks.target)
+        if self.flight is not None and self.flight.stuck and fate.copies != "stuck":
+            self.flight = None
+        if fate.copies == "sealed":
+            self._seal()
+        yield
+        if state.off:
+            return
+        if fate.steps:
+            state.stepped()
+        if state.owes_round:
+            if fate.copies == "failed" and self._drop():
+                self._execute(state.fail("copy failed"))
+            self._post(job, fate)
+        yield
+        if state.undoes(iteration):
+            self._go_back(job, iteration)
+            return
+        due = state.boundary(iteration)
+        job.heard(self.index, iteration, due)
+        if not due:
+            return
+        yield from self._snapshot(job, fate)
+
+    def _snapshot(self, job: Job, fate: Fate) -> Generator[None]:
+        state = self.state
+        if fate.copies == "stuck" and self._drop(stuck=True):
+            self._execute(state.fail("copies are stuck"))
+        self._seal()
+        yield
+        self._post(job, fate)
+        if not fate.impatient:
+            self.waits = POSTED
+        yield
+        self.waits = ""
+        verdicts = self.agreement.read(0.0)
+        if verdicts is None:
+            self.missed = True
+            job.missed(self)
+            state.miss()
+        else:
+            self.read += len(verdicts)
+            self._execute(state.learn(verdicts, job.now_secs))
+        yield
+        if state.proof_due:
+            job.proofs.setdefault(state.interval.number, {})[self.index] = (self._late, state.has_stepped)
+            self.waits = PROOF
+            yield
+            self.waits = ""
+            job.prove(state.interval.number)
+        if self.missed:
+            self._execute(state.fail("no answer"))
+            return
+        self._take(fate)
+
+    def _take(self, fate: Fate) -> None:
+        writable = self._writable()
+        self.decision = self.state.take(bool(writable))
+        if not isinstance(self.decision, Take):
+            return
+        assert self._writable(self.decision.keep) == writable
+        if fate.begin_fails or self.flight is not None:
+            self._execute(self.state.fail("it cannot begin"))
+            return
+        self.slots[writable[0]] = None
+        self.flight = Flight(writable[0], self.decision.snapshot)
+
+    @property
+    def _late(self) -> bool:
+        return self.state.late or self.flight is not None
+
+    def _writable(self, keep: frozenset[SnapshotId] | None = None) -> list[int]:
+        return writable_slots(self.slots, self.state.keep if keep is None else keep, lambda slot: False)
+
+    def _seal(self) -> None:
+        if self.flight is not None and not self.flight.stuck:
+            self.slots[self.flight.slot], self.flight = self.flight.snapshot, None
+
+    def _drop(self, stuck: bool = False) -> bool:
+        if self.flight is None or self.flight.stuck:
+            return False
+        self.flight.stuck = True
+        if not stuck:
+            self.flight = None
+        return True
+
+    def _post(self, job: Job, fate: Fate) -> None:
+        state = self.state
+        if not state.owes_round or (self.flight is not None and not self.flight.stuck):
+            return
+        target = state.targets.target
+        guard = Guard(
+            alive=fate.smp != "dead",
+            configured=True,
+            sealed=target in self.slots.values(),
+            covered=target in self.covered,
+            gave_up=fate.smp == "gives up",
+        )
+        will = Will.SKIP if self.flight is not None else Will.GO
+        round_ = state.round_to_post(self.newest, will, fate.stretch, guard, job.now_secs)
+        assert not state.off, "a rank that is off posts"
+        job.rounds_posted.setdefault(self.group.num_posted, []).append(round_)
+        self.agreement.post(round_)
+        state.posted(round_)
+
+    def _execute(self, decisions: Sequence[Any]) -> None:
+        for decision in decisions:
+            match decision:
+                case WholeMark(snapshot):
+                    assert snapshot in self.sealed
+                case TargetMarks():
+                    self.marks = decision
+                case OldArenaRemoval():
+                    self.old.clear()
+                case TurnOff():
+                    assert self.state.off
+                    self._drop()
+
+    def lay_out_anew(self) -> None:
+        whole = self.state.whole
+        self.old = {whole} if whole is not None else set()
+        self.slots, self.covered = dict.fromkeys(range(self.num_slots)), set()
+        self.marks = self.state.targets.marks
+
+    def _go_back(self, job: Job, iteration: int) -> None:
+        job.went_back = True
+        self._execute([self.state.went_back(iteration)])
+        self.slots = {s: None if held and held.iteration >= iteration else held for s, held in self.slots.items()}
+
+
+class Job:
+    """All ranks, from start to restart."""
+
+    def __init__(self, size: int, num_slots: int, config: Config, protects: bool) -> None:
+        self.config = config
+        self.protects = protects
+        self.ranks = [Rank(index, num_slots) for index in range(size)]
+        self.iteration = 0
+        self.lives = 0
+        self.now_secs = 0.0
+        self.changed_replicas = False
+        self.went_back = False
+        self.start()
+
+    @property
+    def on(self) -> list[Rank]:
+        return [rank for rank in self.ranks if not rank.state.off]
+
+    def start(self) -> None:
+        """A new attempt restores the newest snapshot that all ranks have; no older one than any rank knew whole."""
+        known = self.knows.state.whole if self.lives and not self.went_back else None
+        common = set.intersection(*(rank.sealed for rank in self.ranks))
+        restored = max(common, default=None)
+        assert known is None or (restored is not None and restored.iteration >= known.iteration), "progress is lost"
+        self.went_back = False
+        self.lives += 1
+        self.iteration = restored.iteration if restored is not None else 0
+        rounds = Rounds(len(self.ranks))
+        self.proofs: dict[int, dict[int, tuple[bool, bool]]] = {}
+        self.proven: set[int] = set()
+        self.rounds_posted: dict[int, list[Any]] = {}
+        self.boundaries: dict[int, dict[int, bool]] = {}
+        for rank in self.ranks:
+            rank.start(self.config, self.protects, rounds)
+            newer = {s for s in rank.sealed if s != restored and s.iteration >= self.iteration}
+            rank.slots = {slot: None if held in newer else held for slot, held in rank.slots.items()}
+            rank.old -= newer
+        in_slots = set.intersection(*({s for s in rank.slots.values() if s} for rank in self.ranks))
+        marks = {rank.marks.protected for rank in self.ranks}
+        protected = marks.pop() if len(marks) == 1 else None
+        for rank in self.ranks:
+            rank.state.begin(bytes([self.lives]) * 16, restored, self.now_secs)
+            if self.protects:
+                target = restored if restored in in_slots else None
+                rank.state.take_over(protected if protected in in_slots else None, target)
+                rank.marks = rank.state.targets.marks
+
+    @property
+    def knows(self) -> Rank:
+        """A rank that has read as many verdicts as any."""
+        return max(self.ranks, key=lambda rank: rank.read)
+
+    def iterate(self, fates: Sequence[Fate], choose: Callable[[int], int], stop_after: int = 1 << 30) -> None:
+        """All ranks go through the next iteration, in an order that ``choose(number of ranks)`` decides step by step.
+
+        After ``stop_after`` steps the job dies, and starts anew.
+        """
+        self.iteration += 1
+        self.now_secs += 1.0
+        steps = {
+            rank.index: rank.iterate(self, self.iteration, fate) for rank, fate in zip(self.ranks, fates, strict=True)
+        }
+        while steps:
+            if stop_after == 0:
+                self.start()
+                self.check()
+                return
+            stop_after -= 1
+            index = self._next(sorted(steps), choose)
+            try:
+                next(steps[index])
+            except StopIteration:
+                del steps[index]
+            self.check()
+        self._check_iteration()
+
+    def _next(self, indices: Sequence[int], choose: Callable[[int], int]) -> int:
+        ready = [index for index in indices if not self._blocked(self.ranks[index])]
+        if not ready:  # the deadlines of those who wait for posts pass
+            ready = [index for index in indices if self.ranks[index].waits == POSTED]
+        assert ready, "ranks wait in a proof for others that do not come"
+        return ready[choose(len(ready))]
+
+    def _blocked(self, rank: Rank) -> bool:
+        if rank.waits == POSTED:
+            return any(other.group.num_posted < rank.group.num_posted for other in self.ranks)
+        return rank.waits == PROOF and len(self.proofs[rank.state.interval.number]) < len(self.ranks)
+
+    def heard(self, index: int, iteration: int, due: bool) -> None:
+        self.boundaries.setdefault(iteration, {})[index] = due
+
+    def missed(self, rank: Rank) -> None:
+        assert all(not other.state.off for other in self.ranks), "a rank waits for one that turned off"
+
+    def prove(self, number: int) -> None:
+        """What a proof does, on all ranks at once: it is collective, and so is a new layout."""
+        if number in self.proven:
+            return
+        self.proven.add(number)
+        ranks = self.proofs[number].values()
+        new_layout = self.changed_replicas and not any(late for late, _ in ranks)
+        if new_layout:
+            assert len({rank.state.whole for rank in self.ranks}) == 1, "ranks keep different snapshots"
+        for rank in self.ranks:
+            rank.state.proved(any(stepped for _, stepped in ranks), new_layout)
+            if new_layout:
+                rank.lay_out_anew()
+
+    def check(self) -> None:
+        """What holds at any instant."""
+        if self.went_back:
+            return
+        knows = self.knows.state
+        for rank in self.ranks:
+            lost = [
+                s for s in (knows.whole, knows.targets.protected, knows.targets.target) if s and s not in rank.sealed
+            ]
+            assert not lost, f"rank {rank.index} has lost {[s.iteration for s in lost]}"
+            own = rank.state.keep - rank.sealed
+            assert not own or rank.read < self.knows.read, f"rank {rank.index} has overwritten its own {own}"
+
+    def _check_iteration(self) -> None:
+        """What holds at the end of an iteration."""
+        dues = self.boundaries.get(self.iteration, {})
+        assert len({dues[rank.index] for rank in self.on if rank.index in dues}) <= 1, (
+            "a snapshot is due on some ranks"
+        )
+        for number, entered in self.proofs.items():
+            assert len(entered) == len(self.ranks), f"some ranks alone had proof {number}"
+        heard = [rank for rank in self.on if not rank.missed and dues.get(rank.index)]
+        assert len({type(rank.decision) for rank in heard}) <= 1, "some ranks alone take the snapshot"
+        assert len({rank.decision.keep for rank in heard if isinstance(rank.decision, Take)}) <= 1
+        posted = self.rounds_posted.get(max(rank.group.num_posted for rank in self.ranks) - 1, [])
+        if any(round_.will != Will.GO for round_ in posted):
+            assert not any(isinstance(rank.decision, Take) for rank in heard), "a rank was not willing"
+        shortest = min((rank.state.interval.changes for rank in self.on), key=len, default=[])
+        assert all(rank.state.interval.changes[: len(shortest)] == shortest for rank in self.on)

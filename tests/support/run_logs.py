@@ -1,0 +1,202 @@
+"""Event logs of runs that were never trained, and what a page is checked for."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from collections import defaultdict
+from collections.abc import Sequence
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+EPOCH = 1_790_000_000.0
+FORWARD, BACKWARD, START, OPTIMIZER = 0.02, 0.04, 0.004, 0.01
+CHUNK_BYTES, CHUNK_SECS = 4_000_000, 0.001
+
+
+def one_f_one_b(pp: int, num_microbatches: int) -> list[list[tuple[str, float, float]]]:
+    """Forward and backward of each stage, with begin and end in seconds."""
+    orders = []
+    for stage in range(pp):
+        warmup = min(pp - stage - 1, num_microbatches)
+        order = [("forward", number) for number in range(warmup)]
+        for number in range(num_microbatches):
+            order += [("forward", number + warmup)] if number + warmup < num_microbatches else []
+            order.append(("backward", number))
+        orders.append(order)
+    ready: dict[tuple[str, int, int], float] = {("forward", -1, n): 0.0 for n in range(num_microbatches)}
+    spans: list[list[tuple[str, float, float]]] = [[] for _ in range(pp)]
+    free = [START] * pp
+    while any(orders):
+        for stage, order in enumerate(orders):
+            while order:
+                kind, number = order[0]
+                before = ("forward", stage - 1, number) if kind == "forward" else ("backward", stage + 1, number)
+                if before == ("backward", pp, number):
+                    before = ("forward", stage, number)
+                if before not in ready:
+                    break
+                begin = max(free[stage], ready[before])
+                free[stage] = ready[kind, stage, number] = begin + (FORWARD if kind == "forward" else BACKWARD)
+                spans[stage].append((kind, begin, free[stage]))
+                order.pop(0)
+    return spans
+
+
+def timeline_line(rank: int, coords: dict[str, int], pp: int, iteration: int, begin: float) -> dict[str, Any]:
+    """An iteration of 1F1B with 8 microbatches: copies in the windows first, then in the backward."""
+    compute = one_f_one_b(pp, 8)
+    end = max(stage[-1][2] for stage in compute) + 0.01
+    spans: list[list[Any]] = [["start", 0.0, START]]
+    for kind, first, last in compute[coords["pp"]]:
+        if first > spans[-1][2]:
+            spans.append(["window", spans[-1][2], first])
+        spans.append([kind, first, last])
+    spans += [["tail", spans[-1][2], end], ["fence", end, end + 0.002], ["optimizer", end + 0.002, end + OPTIMIZER]]
+    copies, moved = [], defaultdict(int)
+    for kind, first, last in spans:
+        if kind in ("window", "backward"):
+            num = min(5, int((last - first) / CHUNK_SECS))
+            copies += [[first + n * CHUNK_SECS, first + (n + 1) * CHUNK_SECS, CHUNK_BYTES] for n in range(num)]
+            moved[kind] += num * CHUNK_BYTES
+    return {
+        "time": begin + end, "event": "timeline", "rank": rank, "pid": 100 + rank, "iteration": iteration,
+        "coords": coords, "schedule": "bubble", "begin": begin, "secs": end + OPTIMIZER, "spans": spans,
+        "copies": copies, "moved_bytes": moved, "window_capacity_bytes": 10**9, "fence_secs": 0.002,
+        "something_new": {"a": [1]},
+    }  # fmt: skip
+
+
+LINE = timeline_line(0, {"tp": 0, "pp": 0, "dp": 0}, 2, 5, EPOCH)
+
+
+class Logs:
+    """Event files of one job: ``attempt`` writes what the ranks of one attempt leave."""
+
+    def __init__(self, directory: Path, pp: int = 4, tp: int = 1, dp: int = 2) -> None:
+        self.directory = directory
+        self.pp = pp
+        self.coords = [{"tp": t, "pp": p, "dp": d} for p, d, t in itertools.product(range(pp), range(dp), range(tp))]
+        self._attempts = 0
+        directory.mkdir(parents=True, exist_ok=True)
+
+    def attempt(
+        self, iterations: range, every: int = 5, skip: dict[int, set[int]] | None = None, told: bool = True
+    ) -> None:
+        """A snapshot for each of ``iterations``, a timeline for each ``every`` but those to ``skip``, by rank."""
+        self._attempts += 1
+        lineage = f"{self._attempts:032x}"
+        for rank, coords in enumerate(self.coords):
+            who = {"rank": rank, "pid": 1000 * self._attempts + rank, "time": EPOCH}
+            lines: list[dict[str, Any]] = [
+                {"event": "joined", **who},
+                {"event": "restored", "iteration": None, "lineage": lineage, **who},
+            ]
+            for iteration in iterations:
+                if told:
+                    lines.append({"event": "snapshot", "iteration": iteration, **who})
+                if iteration % every == 0 and iteration not in (skip or {}).get(rank, ()):
+                    begin = EPOCH + 1000 * self._attempts + iteration + 0.0001 * rank
+                    lines.append(timeline_line(rank, coords, self.pp, iteration, begin) | {"pid": who["pid"]})
+            if not told:
+                lines = lines[2:]
+            self.append(rank, *lines)
+
+    def append(self, rank: int, *lines: dict[str, Any] | bytes) -> None:
+        with open(self.directory / f"rank{rank}.jsonl", "ab") as file:
+            for line in lines:
+                file.write(line if isinstance(line, bytes) else json.dumps(line).encode() + b"\n")
+
+
+class Page(HTMLParser):
+    """Collects tags that are not closed, what a browser would fetch, and rectangles by class."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.fetched: list[str] = []
+        self.rects: dict[str, list[tuple[float, float, float]]] = defaultdict(list)
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        values = dict(attrs)
+        self.fetched += [
+            str(values[name]) for name in ("src", "href", "xlink:href", "srcset", "data") if name in values
+        ]
+        if tag == "rect":
+            geometry = tuple(float(values.get(name) or 0) for name in ("x", "y", "width"))
+            self.rects[str(values["class"]).removeprefix("track-")].append(geometry)  # type: ignore[arg-type]
+        if tag not in ("meta", "br"):
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.handle_starttag(tag, attrs)
+        self.open.pop()
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def check_page(text: str) -> Page:
+    """A page that is closed and fetches nothing."""
+    parsed = Page(text)
+    assert (parsed.open, parsed.fetched) == ([], [])
+    assert not re.search(r"url\((?!#)|@import|https?:|<script|<!--", text, re.IGNORECASE)
+    return parsed
+
+
+class RunLogs:
+    """What a run of two ranks on two nodes leaves: attempts, each with a joined, a restore of 0.2 s and a boundary a
+    second, which rank 1 reaches a bit later; snapshots are whole after 0.5 s and protected after 1.5 s."""
+
+    def __init__(self, run: Path) -> None:
+        self.run = run
+        self.directory = run / "events"
+        self.directory.mkdir(parents=True)
+
+    def attempt(
+        self, lineage: str, pids: tuple[int, int], joined: float, start: int | None, last: int, *,
+        closed: bool = False, protects: bool = True, nodes: tuple[str, str] = ("n0", "n1"),
+        between: Sequence[dict[str, Any]] = (),
+    ) -> None:  # fmt: skip
+        """``between`` are events of rank 0 before it has restored."""
+        for rank, pid in enumerate(pids):
+            at = joined + 0.1 * rank
+            first = (start or 0) + 1
+            restored = {"iteration": start, "lineage": lineage, "source": "memory" if start else None}
+            events: list[dict[str, Any]] = [{"event": "joined", "time": at, "job": "j", "node": nodes[rank]}]
+            events += [{"time": at + 0.1, **event} for event in between if rank == 0]
+            events.append({"event": "restored", "time": at + 0.2, "blocked_secs": 0.2, **restored})
+            for iteration in range(first, last + 1):
+                when = at + 1 + iteration - first
+                events.append({"event": "fence", "time": when - 0.2, "blocked_secs": 0.01})
+                events.append({"event": "fence", "time": when - 0.1, "blocked_secs": 0.02 * rank})
+                events.append({"event": "snapshot", "time": when, "iteration": iteration, "blocked_secs": 0.001})
+                events.append({"event": "copied", "time": when + 0.5, "iteration": iteration, "secs": 1.0})
+                if protects:
+                    events.append({"event": "protected", "time": when + 1.5, "iteration": iteration})
+            if closed:
+                events.append({"event": "closed", "time": at + 2 + last - first})
+            events.sort(key=lambda event: float(event["time"]))
+            self.write(f"rank{rank}", *({"rank": rank, "pid": pid, **event} for event in events))
+
+    def write(self, name: str, *events: dict[str, Any] | bytes) -> None:
+        with open(self.directory / f"{name}.jsonl", "ab") as file:
+            for event in events:
+                file.write(event if isinstance(event, bytes) else json.dumps(event).encode() + b"\n")
+
+    def losses(self, *iterations: int) -> None:
+        with open(self.run / "log.jsonl", "a") as file:
+            for iteration in iterations:
+                file.write(json.dumps({"iteration": iteration, "loss": 5.0 - iteration / 8, "lr": 0.1}) + "\n")
+
+
+PROTECTION = {
+    "event": "protection", "modes": ["node", "peer"],
+    "failures": [{"lost": "one node", "cases": 2, "survived": 2, "example": []},
+                 {"lost": "any two nodes", "cases": 1, "survived": 0, "example": ["n0", "<n1>"]}],
+    "memory_per_node": {"slots": 4_000_000, "in_slots": 0, "parity": 1_000_000, "packages": 0, "sum": 5_000_000},
+    "network_bytes": {"node": 1000, "job": 2000},
+}  # fmt: skip

@@ -1,0 +1,111 @@
+"""SMPs as real processes of a job under a test's own root; none outlives the block that made it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from ftckpt.errors import SmpError
+from ftckpt.smp.channel import Deadlines, PeerError, Trust, connect
+from ftckpt.smp.client import SmpClient, find_or_start
+from ftckpt.smp.requests import MAX_REPLY_BYTES
+from ftckpt.store.directory import end_smp, node_directory
+from tests.support.event_logs import read_events
+from tests.support.waiting import until
+
+REPOSITORY = Path(__file__).parents[2]
+JOB, NODE = "job", "n0"
+SECRET = bytes(range(100, 132))
+
+
+class Site:
+    """One node's directory and its SMP."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.node_dir = node_directory(root, JOB, NODE)
+
+    def start(self, **settings: Any) -> SmpClient:
+        return find_or_start(self.node_dir, self.root, JOB, NODE, {"smp_idle_secs": 300.0, **settings})
+
+    def description(self, **settings: Any) -> dict[str, Any]:
+        """What a leader tells, of a node without arenas."""
+        return {
+            "job": JOB, "node": NODE, "secret": SECRET.hex(), "peers": {}, "places": {}, "groups": [],
+            "mirror_from": {}, "settings": settings,
+        }  # fmt: skip
+
+    def command(self, *more: str) -> list[str]:
+        """What a person types to start one."""
+        named = ["--job", JOB, "--node", NODE, "--arena", str(self.root)]
+        return [sys.executable, "-m", "ftckpt.smp", *named, *more]
+
+    @property
+    def log(self) -> str:
+        return (self.node_dir / "smp.log").read_text()
+
+    def pids(self) -> list[int]:
+        """All processes that were started as an SMP under this root."""
+        found = []
+        for entry in Path("/proc").iterdir():
+            if entry.name.isdigit():
+                try:
+                    words = (entry / "cmdline").read_bytes().split(b"\0")
+                    dead = (entry / "stat").read_text().rpartition(")")[2].split()[0] in "ZX"
+                except OSError:
+                    continue
+                if words[1:3] == [b"-m", b"ftckpt.smp"] and str(self.root).encode() in words and not dead:
+                    found.append(int(entry.name))
+        return found
+
+    def files(self) -> set[str]:
+        return {path.name for path in self.node_dir.iterdir()} if self.node_dir.exists() else set()
+
+
+@contextmanager
+def site_at(root: Path) -> Iterator[Site]:
+    """A node's directory; at the end its SMP must be gone, or go."""
+    site = Site(root)
+    try:
+        yield site
+    finally:
+        assert end_smp(site.node_dir, 20)
+        until(lambda: not site.pids())
+
+
+def answers(client: SmpClient) -> bool:
+    """Whether the SMP is there: its socket is before it answers."""
+    with suppress(SmpError):
+        return bool(client.hello()["pid"])
+    return False
+
+
+def send(node_dir: Path, body: bytes) -> dict[str, Any]:
+    """What the SMP answers to a frame with this body; nothing where it hangs up."""
+    try:
+        with closing(connect(node_dir, 20)) as channel:
+            channel.greet(Trust(), time.monotonic() + 20)
+            channel.send(body, time.monotonic() + 20)
+            reply: dict[str, Any] = json.loads(channel.receive(MAX_REPLY_BYTES, 0, Deadlines(step_secs=20)).body)
+            return reply
+    except PeerError:
+        return {}
+
+
+def python(code: str, *arguments: object, **options: Any) -> subprocess.Popen[str]:
+    """A fresh interpreter that has said its first line, which is ``up``."""
+    command = [sys.executable, "-c", code, *map(str, arguments)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=REPOSITORY, **options)
+    assert process.stdout is not None and process.stdout.readline() == "up\n"
+    return process
+
+
+def events(directory: Path, name: str) -> list[dict[str, Any]]:
+    """Events of that name that the node's SMP left."""
+    return read_events(directory, name, of=f"smp-{NODE}")

@@ -1,0 +1,36 @@
+"""What goes into the all-reduce, and what comes out of it."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ftckpt.job.agreement import Coverage, Round, Verdict, Will
+
+ROUNDS = st.lists(
+    st.builds(
+        Round,
+        number=st.just(7),
+        newest=st.integers(-1, 3),
+        will=st.sampled_from(Will),
+        stretch=st.integers(1, 1000),
+        target=st.integers(-1, 3),
+        cover=st.sampled_from(Coverage),
+    ),
+    min_size=1,
+    max_size=4,
+)
+
+
+@given(ROUNDS)
+def test_a_verdict_is_what_all_rounds_mean_together(rounds: list[Round]) -> None:
+    minima = [min(words) for words in zip(*(round_.words() for round_ in rounds), strict=True)]
+    newest, targets = {round_.newest for round_ in rounds}, {round_.target for round_ in rounds}
+    assert Verdict.of(7, minima) == Verdict(
+        number=7,
+        whole=newest.pop() if len(newest) == 1 else -1,
+        will=min(round_.will for round_ in rounds),
+        stretch=max(round_.stretch for round_ in rounds),
+        target=targets.pop() if len(targets) == 1 else -1,
+        cover=min(round_.cover for round_ in rounds),
+    )

@@ -1,0 +1,877 @@
+"""What travels between an SMP and others: who is let in, what is bounded, and that no wait is without an end."""
+
+from __future__ import annotations
+
+import hmac
+import json
+import os
+import socket
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import xxhash
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ftckpt.errors import ConfigError, SmpError
+from ftckpt.events import Events
+from ftckpt.model.snapshot import SnapshotId
+from ftckpt.smp import peers as peers_module
+from ftckpt.smp.channel import (
+    FRAME,
+    HELLO,
+    MAGIC,
+    TAG_BYTES,
+    Channel,
+    Deadlines,
+    Delivery,
+    Frame,
+    PeerError,
+    RefusedError,
+    Trust,
+    VersionError,
+    connect,
+    socket_address,
+)
+from ftckpt.smp.client import SmpClient
+from ftckpt.smp.peers import Peers
+from ftckpt.smp.requests import (
+    BytesRequest,
+    ChunkRequest,
+    ConfigureRequest,
+    EndRequest,
+    HelloRequest,
+    ListenRequest,
+    PackageRequest,
+    SmpRequest,
+    StatusRequest,
+    decode_request,
+    encode_object,
+    encode_request,
+    exchange,
+)
+from ftckpt.smp.server import MAX_CONNECTIONS, Server
+
+SECRET = Trust(b"s" * 32)
+OTHER = Trust(b"o" * 32)
+SEALED = Trust(b"s" * 32, encrypt=True)
+SNAPSHOT = SnapshotId(b"l" * 16, 7)
+PATIENT = Deadlines(connect_secs=20.0, step_secs=20.0, idle_secs=20.0, slowest_bytes_per_sec=1e9)
+HASTY_TO_MEET = replace(PATIENT, connect_secs=2.0)
+HASTY = replace(PATIENT, step_secs=0.5)
+CHUNK = ChunkRequest(SNAPSHOT, "tp0-dp1", 3)
+BOUND = 1 << 20
+
+
+class Seen(Events):
+    def __init__(self) -> None:
+        super().__init__(None, 0)
+        self.all: list[tuple[str, dict[str, object]]] = []
+
+    def emit(self, event: str, **fields: object) -> None:
+        self.all.append((event, fields))
+
+
+class Store:
+    """What a server gives: bytes by shard and chunk."""
+
+    def __init__(self) -> None:
+        self.bytes = {("tp0-dp1", 3): b"chunk three" * 1000}
+        self.sending = self.wanted = 0
+        self.valid = True
+
+    @contextmanager
+    def find(self, request: BytesRequest) -> Iterator[Delivery | None]:
+        self.wanted += 1
+        data = self.bytes.get((request.shard, getattr(request, "chunk", -1)))
+        self.sending += 1
+        try:
+            yield Delivery(memoryview(data), xxhash.xxh3_64_intdigest(data), lambda: self.valid) if data else None
+        finally:
+            self.sending -= 1
+
+
+@contextmanager
+def serving(store: Store, events: Events, deadlines: Deadlines = PATIENT, trust: Trust = SECRET) -> Iterator[Server]:
+    with closing(Server({}, find=store.find, events=events, deadlines=deadlines)) as server:
+        server.listen("127.0.0.1", trust)
+        yield server
+
+
+@pytest.fixture
+def store() -> Store:
+    return Store()
+
+
+@pytest.fixture
+def events() -> Seen:
+    return Seen()
+
+
+@pytest.fixture
+def server(store: Store, events: Seen) -> Iterator[Server]:
+    with serving(store, events) as made:
+        yield made
+
+
+@pytest.fixture
+def hasty_to_meet(store: Store, events: Seen) -> Iterator[Server]:
+    """It soon cuts off those who do not prove that they know the secret."""
+    with serving(store, events, HASTY_TO_MEET) as made:
+        yield made
+
+
+@contextmanager
+def asking(port: int, trust: Trust = SECRET, deadlines: Deadlines = PATIENT) -> Iterator[Peers]:
+    with closing(Peers(deadlines)) as peers:
+        peers.configure({"n1": ("127.0.0.1", port)}, trust)
+        yield peers
+
+
+@pytest.fixture
+def peers(server: Server) -> Iterator[Peers]:
+    with asking(server.port) as made:
+        yield made
+
+
+def dial(server: Server) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", server.port), timeout=10)
+
+
+def soon() -> float:
+    return time.monotonic() + 20.0
+
+
+def sockets() -> tuple[socket.socket, socket.socket]:
+    """Both ends of a TCP connection."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        one = socket.create_connection(listening.getsockname())
+        return one, listening.accept()[0]
+
+
+def both(asker: Callable[[], object], answerer: Callable[[], object]) -> list[BaseException | None]:
+    """Run both sides; what each raised."""
+    raised: list[BaseException | None] = [None, None]
+
+    def run(side: int, action: Callable[[], object]) -> None:
+        try:
+            action()
+        except BaseException as error:  # noqa: BLE001 - for the test to look at
+            raised[side] = error
+
+    threads = [threading.Thread(target=run, args=each) for each in enumerate((asker, answerer))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    return raised
+
+
+@contextmanager
+def greeted(asks: Trust = SECRET, answers: Trust = SECRET) -> Iterator[tuple[Channel, Channel]]:
+    """A channel after its handshake: the asker's end and the answerer's."""
+    one, two = map(Channel, sockets())
+    with closing(one), closing(two):
+        assert both(lambda: one.greet(asks, soon()), lambda: two.welcome(answers, soon())) == [None, None]
+        yield one, two
+
+
+@contextmanager
+def tapped(change: Callable[[bytes], bytes], trust: Trust = SECRET) -> Iterator[tuple[Channel, Channel]]:
+    """As ``greeted``; what the asker sends after the handshake is gathered, changed, and then goes on."""
+    with greeted(trust, trust) as (asker, answerer):
+        sent, write = bytearray(), asker.write
+
+        def flush() -> None:
+            write(change(bytes(sent)), soon())
+            asker.close()
+
+        asker.write = lambda data, deadline: sent.extend(data)  # type: ignore[method-assign, assignment]
+        asker.flush = flush  # type: ignore[attr-defined]
+        yield asker, answerer
+
+
+def wait_for(condition: Callable[[], object], what: str, secs: float = 30.0) -> None:
+    deadline = time.monotonic() + secs
+    while not condition():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.005)
+
+
+def fetched(peers: Peers, request: BytesRequest = CHUNK, at_most: int = BOUND) -> tuple[bytes | None, str]:
+    fetch = peers.fetch("n1", request, at_most)
+    assert fetch.done.wait(30)
+    return (None if fetch.data is None else bytes(fetch.data)), fetch.error
+
+
+def answer(channel: Channel, data: bytes, value: int | None = None, valid: bool = True) -> None:
+    """What a server sends for bytes that it has."""
+    number = xxhash.xxh3_64_intdigest(data) if value is None else value
+    body = encode_object({"ok": True, "here": True, "hash": number})
+    channel.send(body, soon(), Delivery(memoryview(data), number, lambda: valid))
+
+
+@pytest.mark.parametrize("trust", [SECRET, SEALED])
+def test_who_knows_the_secret_is_answered(store: Store, events: Seen, trust: Trust) -> None:
+    with serving(store, events, trust=trust) as server, asking(server.port) as peers:
+        for _ in range(3):
+            assert fetched(peers) == (store.bytes["tp0-dp1", 3], "")
+        assert fetched(peers, replace(CHUNK, chunk=4)) == (None, "")
+        assert fetched(peers, PackageRequest(SNAPSHOT, "tp0-dp1")) == (None, "")
+        wait_for(lambda: store.sending == 0, "what was sent is let go")
+        assert store.wanted == 5 and events.all == []
+
+
+def test_both_sides_prove_the_secret() -> None:
+    with greeted():
+        pass
+    one, two = map(Channel, sockets())
+    with closing(one), closing(two):
+        refused = both(lambda: one.greet(OTHER, soon()), lambda: _welcome_and_close(two))
+    assert [type(error) for error in refused] == [RefusedError, RefusedError]
+
+
+def test_an_answerer_that_does_not_know_the_secret_is_not_believed() -> None:
+    one, two = map(Channel, sockets())
+
+    def pretend() -> None:
+        two.write(two.read(HELLO.size, soon()), soon())
+        two.write(two.read(32, soon()), soon())  # the asker's own proof, sent back
+
+    with closing(one), closing(two):
+        refused, _ = both(lambda: one.greet(SECRET, soon()), pretend)
+        assert isinstance(refused, RefusedError) and "does not know the job's secret" in str(refused)
+
+
+def test_a_proof_is_of_this_connection(server: Server) -> None:
+    """A recorded beginning does not open a second connection."""
+    proof = b""
+    for attempt in range(2):
+        with closing(Channel(dial(server))) as channel:
+            mine = HELLO.pack(MAGIC, 0, b"n" * 32)
+            channel.write(mine, soon())
+            theirs = bytes(channel.read(HELLO.size, soon()))
+            if attempt == 0:
+                proof = hmac.digest(SECRET.secret, b"ftckpt smp client" + mine + theirs, "sha256")
+            channel.write(proof, soon())
+            if attempt == 0:
+                assert len(channel.read(32, soon())) == 32
+            else:
+                with pytest.raises(PeerError, match=r"closed|broke"):
+                    channel.read(32, soon())
+
+
+def test_nobody_on_the_way_can_switch_sealing_off() -> None:
+    """Both hellos go into both proofs: a flag that was cleared on its way ends the connection."""
+    one, two = sockets()
+    asker, answerer = Channel(one), Channel(two)
+    read = answerer.read
+
+    def cleared(nbytes: int, deadline: float) -> bytearray:
+        data = read(nbytes, deadline)
+        if nbytes == HELLO.size:
+            data[8] = 0
+        return data
+
+    answerer.read = cleared  # type: ignore[method-assign]
+    with closing(asker):
+        raised = both(lambda: asker.greet(SEALED, soon()), lambda: _welcome_and_close(answerer))
+    assert [type(error) for error in raised] == [RefusedError, RefusedError]
+
+
+def _welcome_and_close(channel: Channel) -> None:
+    with closing(channel):
+        channel.welcome(SECRET, soon())
+
+
+def test_one_of_another_version_is_named(server: Server) -> None:
+    with closing(Channel(dial(server))) as channel, socket.create_server(("127.0.0.1", 0)) as other:
+        channel.write(b"FTCKSMP9" + bytes(40), soon())
+        assert channel.read(HELLO.size, soon()).startswith(MAGIC)
+        with pytest.raises(PeerError):
+            channel.read(1, soon())
+        asker = Channel(socket.create_connection(other.getsockname()))
+        with closing(asker), closing(Channel(other.accept()[0])) as old:
+            old.write(b"FTCKSMP9" + bytes(40), soon())
+            with pytest.raises(VersionError):
+                asker.greet(SECRET, soon())
+
+
+@pytest.mark.parametrize("opening", [b"", b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" * 3, b"\0" * 48, MAGIC + b"n" * 72])
+def test_who_does_not_know_it_is_shown_nothing(
+    hasty_to_meet: Server, store: Store, events: Seen, opening: bytes
+) -> None:
+    with dial(hasty_to_meet) as sock:
+        begun = time.monotonic()
+        sock.sendall(opening)
+        received = b""
+        try:
+            while piece := sock.recv(4096):
+                received += piece
+        except ConnectionError:
+            pass
+        assert time.monotonic() - begun < 15  # cut off in time, also where nothing was sent
+        assert len(received) in (0, HELLO.size) and store.wanted == 0
+    if opening.startswith(MAGIC):
+        wait_for(lambda: events.all, "named")
+        assert [(name, fields["address"]) for name, fields in events.all] == [("peer_refused", "127.0.0.1")]
+
+
+def test_a_wrong_secret_is_refused_and_named_once(server: Server, store: Store, events: Seen) -> None:
+    with asking(server.port, OTHER) as peers:
+        for _ in range(3):
+            data, error = fetched(peers)
+            assert data is None and "does not accept this node's secret" in error and "n1 at 127.0.0.1" in error
+            time.sleep(0.3)
+    assert store.wanted == 0
+    assert [name for name, _ in events.all] == ["peer_refused"] and "secret" in str(events.all[0][1]["reason"])
+
+
+def test_a_replaced_secret_ends_what_the_old_one_opened(server: Server, peers: Peers) -> None:
+    assert fetched(peers)[1] == ""
+    server.replace_trust(OTHER)
+    assert fetched(peers)[0] is None
+    address = {"n1": ("127.0.0.1", server.port)}
+    peers.configure(address, OTHER)
+    assert fetched(peers)[1] == ""
+
+
+def test_a_secret_must_keep_somebody_out(store: Store, events: Seen) -> None:
+    with closing(Server({}, find=store.find, events=events)) as server:
+        with pytest.raises(ConfigError, match="at least 16"):
+            server.listen("127.0.0.1", Trust(b"short"))
+        assert server.port == 0
+    with pytest.raises(ConfigError, match="secret_file"), closing(Peers()) as peers:
+        peers.configure({}, Trust())
+    assert "short" not in repr(Trust(b"short"))
+
+
+def test_an_address_that_is_not_here_is_an_error(store: Store, events: Seen) -> None:
+    with (
+        closing(Server({}, find=store.find, events=events)) as server,
+        pytest.raises(ConfigError, match="smp_listen"),
+    ):
+        server.listen("203.0.113.7", SECRET)
+
+
+def test_a_port_is_taken_again_or_replaced(store: Store, events: Seen) -> None:
+    with serving(store, events) as first:
+        port = first.port
+        assert first.listen("127.0.0.1", SECRET) == port == first.listen("127.0.0.1", OTHER, port)
+        with closing(Server({}, find=store.find, events=events)) as other:
+            assert other.listen("127.0.0.1", SECRET, port) not in (0, port)
+    with closing(Server({}, find=store.find, events=events)) as again:
+        assert again.listen("127.0.0.1", SECRET, port) == port
+
+
+def test_what_became_invalid_while_it_was_sent_is_dropped(peers: Peers, store: Store) -> None:
+    store.valid = False
+    assert fetched(peers) == (None, "")
+    store.valid = True
+    assert fetched(peers) == (store.bytes["tp0-dp1", 3], "")
+
+
+def test_more_than_was_asked_for_is_not_read(peers: Peers) -> None:
+    data, error = fetched(peers, at_most=100)
+    assert data is None and "11000 bytes where" in error
+
+
+class TestRecords:
+    """After the handshake: nobody on the network can add, alter, repeat, reorder or cut anything unseen."""
+
+    def receive(self, channel: Channel) -> Frame:
+        return channel.receive(BOUND, BOUND, HASTY)
+
+    @pytest.mark.parametrize("trust", [SECRET, SEALED])
+    @pytest.mark.parametrize("nbytes", [0, 1, 300, 5 << 18])
+    def test_a_frame_comes_through(self, trust: Trust, nbytes: int) -> None:
+        data = os.urandom(nbytes)
+        with greeted(trust, SECRET) as (asker, answerer):
+            for sender, receiver in ((asker, answerer), (answerer, asker)):
+                for _ in range(2):
+                    got: list[Frame] = []
+                    assert both(
+                        lambda: sender.send(b"{}", soon(), Delivery(memoryview(data), 0)),  # noqa: B023
+                        lambda: got.append(receiver.receive(2, BOUND * 2, PATIENT)),  # noqa: B023
+                    ) == [None, None]
+                    assert got[0] == Frame(b"{}", bytearray(data) if nbytes else None)
+
+    @pytest.mark.parametrize("trust", [SECRET, SEALED])
+    @pytest.mark.parametrize("at", [0, 4, 8, FRAME.size, FRAME.size + 5, FRAME.size + 12, 60, -18, -17, -1])
+    def test_any_flipped_bit_is_seen(self, trust: Trust, at: int) -> None:
+        def flip(data: bytes) -> bytes:
+            changed = bytearray(data)
+            changed[at] ^= 1
+            return bytes(changed)
+
+        with tapped(flip, trust) as (asker, answerer):
+            asker.send(b'{"hash":1}', soon(), Delivery(memoryview(b"payload" * 5), 1))
+            asker.flush()  # type: ignore[attr-defined]
+            with pytest.raises(PeerError, match=r"altered|announces|closed"):
+                self.receive(answerer)
+
+    @pytest.mark.parametrize(
+        "change",
+        [
+            lambda data: data[: len(data) // 2] * 2,  # the first frame twice
+            lambda data: data[len(data) // 2 :] + data[: len(data) // 2],
+            lambda data: data[len(data) // 2 :],
+            lambda data: data[:-3],
+        ],
+        ids=["repeated", "reordered", "left out", "cut"],
+    )
+    def test_no_record_can_be_moved(self, change: Callable[[bytes], bytes]) -> None:
+        with tapped(change) as (asker, answerer):
+            for body in (b"one", b"two"):
+                asker.send(body, soon())
+            asker.flush()  # type: ignore[attr-defined]
+            with pytest.raises(PeerError, match=r"altered|closed"):
+                for _ in range(2):
+                    self.receive(answerer)
+
+    def test_a_record_of_another_connection_or_direction_is_refused(self) -> None:
+        recorded: list[bytes] = []
+        with tapped(lambda data: recorded.append(data) or data) as (asker, answerer):  # type: ignore[func-returns-value]
+            asker.send(b"stop", soon())
+            asker.flush()  # type: ignore[attr-defined]
+            assert self.receive(answerer).body == b"stop"
+        with greeted() as (other, answerer):
+            other.write(recorded[0], soon())
+            with pytest.raises(PeerError, match="altered"):
+                self.receive(answerer)
+        with greeted() as (asker, answerer):
+            sent = bytearray()
+            answerer.write = lambda data, deadline: sent.extend(data)  # type: ignore[method-assign, assignment]
+            answerer.send(b"stop", soon())
+            asker.write(sent, soon())  # sent back to where it came from
+            with pytest.raises(PeerError, match="altered"):
+                self.receive(answerer)
+
+    def test_what_was_not_greeted_carries_no_frame(self) -> None:
+        one, two = map(Channel, sockets())
+        with closing(one), closing(two), pytest.raises(AssertionError):
+            one.send(b"{}", soon())
+
+    @pytest.mark.parametrize(
+        "head", [(1 << 31, 0, 0), (0, 0, 1 << 62), (0xFFFFFFFF, 1, 0xFFFFFFFFFFFFFFFF), (2, 7, 0)]
+    )
+    def test_lengths_are_bounded_before_memory_is_made_for_them(self, head: tuple[int, int, int]) -> None:
+        with greeted() as (asker, answerer):
+            asker.write(FRAME.pack(*head), soon())
+            with pytest.raises(PeerError, match="announces"):
+                self.receive(answerer)
+
+    @pytest.mark.parametrize(("trust", "clear"), [(SECRET, True), (SEALED, False)])
+    def test_sealed_is_what_nobody_can_read(self, trust: Trust, clear: bool) -> None:
+        seen: list[bytes] = []
+        with tapped(lambda data: seen.append(data) or data, trust) as (asker, answerer):  # type: ignore[func-returns-value]
+            asker.send(b"the body is here", soon(), Delivery(memoryview(b"the payload is here"), 0))
+            asker.flush()  # type: ignore[attr-defined]
+            assert self.receive(answerer) == Frame(b"the body is here", bytearray(b"the payload is here"))
+        assert (b"the body is here" in seen[0]) is clear and (b"the payload is here" in seen[0]) is clear
+
+    def test_no_record_is_sealed_as_another_was(self) -> None:
+        """A nonce that comes twice under one key gives both records away, and the key of their tags."""
+        with greeted(SEALED, SEALED) as ends:
+            sent: list[bytes] = []
+            for end in ends:
+                end.write = lambda data, deadline: sent.append(bytes(data[FRAME.size :]))  # type: ignore[method-assign, assignment]
+                for _ in range(3):
+                    end.send(b"the same", soon())
+        assert len({record[:8] for record in sent}) == len(sent) == 6
+
+    def test_memory_that_changes_while_it_is_sent_is_no_attack(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A trainer takes the slot over: what was read is told to be invalid, and the connection goes on."""
+        memory = bytearray(b"a" * 1000)
+        with greeted() as (asker, answerer):
+            write = asker.write
+
+            def changing(data: bytes | bytearray | memoryview, deadline: float) -> None:
+                memory[:] = b"b" * 1000
+                write(data, deadline)
+
+            asker.write = changing  # type: ignore[method-assign]
+            asker.send(b"{}", soon(), Delivery(memoryview(memory), 0, lambda: False))
+            asker.write = write  # type: ignore[method-assign]
+            asker.send(b"next", soon())
+            assert self.receive(answerer) == Frame(b"{}", None) and self.receive(answerer) == Frame(b"next")
+
+
+@pytest.mark.parametrize(
+    "say, reason",
+    [
+        (lambda c: answer(c, b"four", value=0), "does not match its checksum"),
+        (lambda c: answer(c, b"x" * (BOUND + 1)), "announces"),
+        (lambda c: c.send(b"[]", soon()), "not a JSON object"),
+        (lambda c: c.send(b"\xff" * 24, soon()), "not a JSON object"),
+        (lambda c: c.send(b"[" * 200_000, soon()), "not a JSON object"),
+        (lambda c: c.send(b'{"ok": false, "error": "no"}', soon()), "refuses: no"),
+        (lambda c: c.send(b"{}", soon()), "refuses"),
+        (lambda c: c.write(FRAME.pack(4, 0, 0) + b"fo", soon()), "closed"),
+        (lambda c: c.write(FRAME.pack(4, 0, 0) + b"four" + bytes(TAG_BYTES), soon()), "altered"),
+    ],
+)
+def test_nonsense_from_one_that_knows_the_secret_is_an_error(say: Callable[[Channel], None], reason: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening, asking(listening.getsockname()[1]) as peers:
+        fetch = peers.fetch("n1", CHUNK, BOUND)
+        with closing(Channel(listening.accept()[0])) as channel:
+            channel.welcome(SECRET, soon())
+            assert decode_request(channel.receive(BOUND, 0, PATIENT).body) == CHUNK
+            with suppress(PeerError):  # cut off in the middle
+                say(channel)
+        assert fetch.done.wait(30) and fetch.data is None and reason in fetch.error
+
+
+def test_what_nobody_waits_for_any_more_is_not_asked_for() -> None:
+    """While one transfer takes its time, many are asked for and cancelled; the next one does not wait for them."""
+    last = ChunkRequest(replace(SNAPSHOT, iteration=8), "dp0", 1)
+    with socket.create_server(("127.0.0.1", 0)) as listening, asking(listening.getsockname()[1]) as peers:
+        arrived: list[int] = []
+        first = peers.fetch("n1", CHUNK, BOUND, arrived.append)
+        with closing(Channel(listening.accept()[0])) as channel:
+            channel.welcome(SECRET, soon())
+            assert decode_request(channel.receive(BOUND, 0, PATIENT).body) == CHUNK
+            cancelled = []
+            for _ in range(1000):
+                fetch = peers.fetch("n1", CHUNK, BOUND, arrived.append)
+                fetch.cancel()
+                cancelled.append(weakref.ref(fetch))
+            del fetch
+            wanted = peers.fetch("n1", last, BOUND, arrived.append)
+            assert sum(each() is not None for each in cancelled) <= 2, "what is cancelled takes no memory"
+            answer(channel, b"first")
+            assert decode_request(channel.receive(BOUND, 0, PATIENT).body) == last
+            answer(channel, b"last one")
+            assert wanted.done.wait(30) and wanted.data == b"last one" and first.data == b"first"
+            assert arrived == [5, 8]
+
+
+def test_no_more_than_some_requests_wait() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening, asking(listening.getsockname()[1]) as peers:
+        fetches = [peers.fetch("n1", CHUNK, BOUND) for _ in range(200)]
+        refused = [fetch for fetch in fetches if "requests wait" in fetch.error]
+        assert 200 - 64 - 1 <= len(refused) < 200 and not any(fetch.tried for fetch in refused)
+
+
+GOOD = json.loads(encode_request(CHUNK))
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {**GOOD, "request": "shard"},
+        {**GOOD, "request": ["chunk"]},
+        {**GOOD, "shard": "d" * 500},
+        {**GOOD, "shard": ""},
+        {**GOOD, "shard": "../../etc"},
+        {**GOOD, "shard": "a\0b"},
+        {**GOOD, "chunk": -1},
+        {**GOOD, "chunk": 1.0},
+        {**GOOD, "chunk": True},
+        {**GOOD, "snapshot": f"{'00' * 16}.-7"},
+        {**GOOD, "snapshot": f"{'00' * 15}.7"},
+        {**GOOD, "snapshot": 7},
+        {**GOOD, "more": 1},
+        {"request": "chunk"},
+        {},
+        {"request": "configure", "description": {}},
+        {"request": "end"},
+        {"request": "listen", "host": "127.0.0.1", "secret": "00" * 32},
+        {"request": "status"},
+    ],
+)
+def test_requests_that_nobody_may_make_over_the_network_are_refused(
+    server: Server, store: Store, body: dict[str, object]
+) -> None:
+    with closing(Channel(dial(server))) as channel:
+        channel.greet(SECRET, soon())
+        channel.send(json.dumps(body).encode(), soon())
+        reply = json.loads(channel.receive(BOUND, 0, PATIENT).body)
+        assert reply["ok"] is False and reply["error"]
+        assert exchange(channel, replace(CHUNK, chunk=9), PATIENT).fields == {"ok": True, "here": False}, "it goes on"
+    assert store.wanted == 1
+
+
+def test_a_request_over_the_network_is_short(server: Server, store: Store) -> None:
+    with closing(Channel(dial(server))) as channel:
+        channel.greet(SECRET, soon())
+        with pytest.raises(PeerError, match=r"closed|broke"):
+            channel.send(b" " * 5000 + encode_request(CHUNK), soon())
+            channel.receive(BOUND, 0, PATIENT)
+    assert store.wanted == 0
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.binary(max_size=300)
+    | st.dictionaries(st.sampled_from([*GOOD, "x"]), st.integers() | st.text()).map(encode_object)
+)
+def test_no_bytes_make_the_reader_of_requests_fail_in_another_way(data: bytes) -> None:
+    with suppress(SmpError):
+        assert len(getattr(decode_request(data), "shard", "")) <= 456
+
+
+SHARDS = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,80}", fullmatch=True)
+SNAPSHOTS = st.builds(SnapshotId, st.binary(min_size=16, max_size=16), st.integers(0, 2**63 - 1))
+
+
+@given(
+    st.one_of(
+        st.builds(ChunkRequest, SNAPSHOTS, SHARDS, st.integers(0, 2**32 - 1)),
+        st.builds(PackageRequest, SNAPSHOTS, SHARDS),
+        st.sampled_from([HelloRequest(), StatusRequest(), EndRequest()]),
+        st.builds(ListenRequest, st.text(), st.text()),
+        st.builds(ConfigureRequest, st.dictionaries(st.text(), st.integers() | st.text())),
+    )
+)
+@settings(max_examples=100, deadline=None)
+def test_requests_come_through(request_made: SmpRequest) -> None:
+    assert decode_request(encode_request(request_made)) == request_made
+
+
+class TestOfOneNode:
+    """The same frames over a Unix socket, where the kernel says who is at the other end."""
+
+    @pytest.fixture
+    def node_server(self, store: Store, events: Seen, tmp_path: Path) -> Iterator[Server]:
+        handlers = {HelloRequest: lambda request: {"n": 5}, StatusRequest: self._fail}
+        hasty = replace(PATIENT, step_secs=3.0, connect_secs=0.5)
+        with closing(Server(handlers, find=store.find, events=events, deadlines=hasty)) as server:
+            server.serve_node(tmp_path)
+            stop = threading.Event()
+
+            def loop() -> None:
+                while not stop.is_set():
+                    server.poll(0.02)
+
+            thread = threading.Thread(target=loop)
+            thread.start()
+            yield server
+            stop.set()
+            thread.join(10)
+        assert list(tmp_path.iterdir()) == []
+
+    def _fail(self, request: SmpRequest) -> dict[str, object]:
+        raise ZeroDivisionError("nobody thought of it")
+
+    def test_its_user_needs_no_secret_and_bytes_come_too(
+        self, node_server: Server, store: Store, tmp_path: Path
+    ) -> None:
+        assert (tmp_path / "smp.sock").stat().st_mode & 0o777 == 0o600
+        with closing(connect(tmp_path, 5)) as channel:
+            channel.greet(Trust(), soon())
+            assert exchange(channel, HelloRequest(), PATIENT).fields == {"ok": True, "n": 5}
+            assert exchange(channel, CHUNK, PATIENT, most_payload=BOUND).payload == store.bytes["tp0-dp1", 3]
+            assert "ZeroDivisionError" in exchange(channel, StatusRequest(), PATIENT).error
+            assert "not served" in exchange(channel, EndRequest(), PATIENT).error
+
+    def test_its_own_secret_opens_the_network_to_nobody(self, node_server: Server) -> None:
+        """The rule is one of sockets: what needs no secret here is refused there."""
+        node_server.listen("127.0.0.1", SECRET)
+        with closing(Channel(dial(node_server))) as channel, pytest.raises(RefusedError, match="no secret"):
+            channel.greet(Trust(), soon())
+
+    def test_its_state_is_nobodys_business_on_the_network(self, node_server: Server) -> None:
+        node_server.listen("127.0.0.1", SECRET)
+        with closing(Channel(dial(node_server))) as channel:
+            channel.greet(SECRET, soon())
+            for request in (HelloRequest(), ConfigureRequest({}), ListenRequest("", ""), EndRequest()):
+                assert "own node" in exchange(channel, request, PATIENT).error
+
+    @pytest.mark.parametrize("opening", [b"", b"{}\n" * 30, MAGIC])
+    def test_who_does_not_go_on_is_dropped(self, node_server: Server, tmp_path: Path, opening: bytes) -> None:
+        with socket.socket(socket.AF_UNIX) as sock, socket_address(tmp_path) as address:
+            sock.connect(address)
+            sock.settimeout(15)
+            sock.sendall(opening)
+            begun = time.monotonic()
+            received = b""
+            with suppress(ConnectionError):
+                while piece := sock.recv(100):
+                    received += piece
+            assert len(received) in (0, HELLO.size) and time.monotonic() - begun < 10
+
+    def test_a_loop_that_stands_still_answers_nobody_and_holds_nobody(
+        self, store: Store, events: Seen, tmp_path: Path
+    ) -> None:
+        with closing(Server({}, find=store.find, events=events, deadlines=HASTY)) as server:
+            server.serve_node(tmp_path)
+            with closing(connect(tmp_path, 5)) as channel:
+                channel.greet(Trust(), soon())
+                assert "busy" in exchange(channel, HelloRequest(), PATIENT).error
+                assert exchange(channel, CHUNK, PATIENT, most_payload=BOUND).payload, "bytes do not wait for it"
+
+
+def test_one_that_never_answers_is_given_up_in_time() -> None:
+    hasty = replace(PATIENT, connect_secs=0.5)
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listening,
+        asking(listening.getsockname()[1], deadlines=hasty) as peers,
+    ):
+        begun = time.monotonic()
+        data, error = fetched(peers)
+        assert data is None and "sends nothing in time" in error
+        assert 0.3 < time.monotonic() - begun < 15
+
+
+def test_one_that_answers_byte_by_byte_is_given_up_in_time() -> None:
+    """The deadline is of the whole, not of each read."""
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listening,
+        asking(listening.getsockname()[1], deadlines=HASTY) as peers,
+    ):
+        fetch = peers.fetch("n1", CHUNK, BOUND)
+        with closing(Channel(listening.accept()[0])) as channel:
+            channel.welcome(SECRET, soon())
+            channel.receive(BOUND, 0, PATIENT)
+            channel.write(FRAME.pack(1000, 0, 0), soon())
+            begun = time.monotonic()
+            while not fetch.done.is_set() and time.monotonic() - begun < 12:
+                try:
+                    channel.write(b"x", soon())
+                except PeerError:
+                    break
+                time.sleep(0.05)
+            assert fetch.done.wait(3) and "in time" in fetch.error
+            assert time.monotonic() - begun < 15
+
+
+def test_one_that_takes_nothing_is_cut_off(store: Store, events: Seen) -> None:
+    store.bytes["tp0-dp1", 3] = bytes(64 << 20)
+    with serving(store, events, HASTY) as server, closing(Channel(dial(server))) as channel:
+        channel.greet(SECRET, soon())
+        channel.send(encode_request(CHUNK), soon())
+        wait_for(lambda: store.wanted, "asked")
+        wait_for(lambda: server.connections == 0 and store.sending == 0, "cut off", 15)
+
+
+def test_a_node_that_comes_back_is_asked_again(store: Store, events: Seen) -> None:
+    with closing(Peers(PATIENT)) as peers:
+        with serving(store, events) as first:
+            port = first.port
+            peers.configure({"n1": ("127.0.0.1", port)}, SECRET)
+            assert fetched(peers)[1] == ""
+        assert fetched(peers)[0] is None
+        with closing(Server({}, find=store.find, events=events, deadlines=PATIENT)) as again:
+            assert again.listen("127.0.0.1", SECRET, port) == port
+            wait_for(lambda: fetched(peers)[0] is not None, "asked again")
+
+
+def test_a_node_that_is_away_is_not_asked_all_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers_module, "_BACKOFF_SECS", (60.0,))
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    with asking(port) as peers:
+        assert "cannot be reached" in fetched(peers)[1]
+        again = peers.fetch("n1", CHUNK, BOUND)
+        assert again.done.wait(30) and "cannot be reached" in again.error and not again.tried
+    assert fetched(peers)[1] == "n1: its SMP has no address"
+
+
+def test_connections_are_limited(hasty_to_meet: Server, events: Seen) -> None:
+    socks, server = [], hasty_to_meet
+    try:
+        for _ in range(MAX_CONNECTIONS + 5):
+            socks.append(dial(server))
+        wait_for(lambda: events.all, "named", 15)
+        assert server.connections <= MAX_CONNECTIONS
+        assert "connections already" in str(events.all[0][1]["reason"])
+    finally:
+        for sock in socks:
+            sock.close()
+    with asking(server.port) as peers:  # those that did not prove anything are cut off, and others let in
+        wait_for(lambda: fetched(peers)[0] is not None, "let in")
+
+
+def test_a_thread_that_cannot_be_started_costs_one_connection(
+    store: Store, events: Seen, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start, failures = threading.Thread.start, [RuntimeError("can't start new thread"), MemoryError()]
+
+    def fail(thread: threading.Thread) -> None:
+        if thread.name == "smp-answer" and failures:
+            raise failures.pop()
+        start(thread)
+
+    with serving(store, events) as server:
+        monkeypatch.setattr(threading.Thread, "start", fail)
+        for _ in range(2):
+            with dial(server) as sock:
+                assert sock.recv(1) == b""
+        with asking(server.port) as peers:
+            assert fetched(peers)[1] == ""
+        assert not failures and server.connections <= 1
+        assert [event for event, _ in events.all] == ["peer_refused"]
+
+
+def test_a_port_without_a_thread_is_not_open(store: Store, events: Seen, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with closing(Server({}, find=store.find, events=events, deadlines=PATIENT)) as server:
+        with monkeypatch.context() as patch, pytest.raises(RuntimeError):
+            patch.setattr(threading.Thread, "start", fail)
+            server.listen("127.0.0.1", SECRET)
+        assert server.port == 0
+        assert server.listen("127.0.0.1", SECRET) > 0
+
+
+@pytest.mark.parametrize(("host", "port"), [(".bad", 1), ("a" * 70, 1), ("127.0.0.1", 70000)])
+def test_an_address_that_cannot_be_fails_each_fetch(host: str, port: int) -> None:
+    peers = Peers(PATIENT)
+    with closing(peers):
+        peers.configure({"n1": (host, port)}, SECRET)
+        assert "cannot be reached" in fetched(peers)[1]
+        assert fetched(peers)[1], "its thread lives on"
+
+
+def test_no_error_ends_the_thread_of_a_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> Channel:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(peers_module, "connect", fail)
+    with asking(1) as peers:
+        for _ in range(2):
+            assert "ZeroDivisionError" in fetched(peers)[1]
+
+
+def test_a_request_to_the_nodes_smp_ends_by_its_deadline(tmp_path: Path) -> None:
+    """Each stage takes nearly all that is allowed: the sum is not."""
+    with socket.socket(socket.AF_UNIX) as listening:
+        with socket_address(tmp_path) as address:
+            listening.bind(address)
+        listening.listen()
+
+        def serve() -> None:
+            with closing(Channel(listening.accept()[0])) as channel, suppress(PeerError):
+                time.sleep(0.7)
+                channel.welcome(Trust(), soon())
+                channel.receive(BOUND, 0, PATIENT)
+                time.sleep(0.7)
+                body = encode_object({"ok": True})
+                channel.send(body, soon())
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        begun = time.monotonic()
+        with pytest.raises(SmpError, match="in time"):
+            SmpClient(tmp_path, tmp_path, "job", "n0", {}).hello(1.0)
+        assert 0.9 < time.monotonic() - begun < 1.4
+        thread.join(10)
+
+
+def test_closing_leaves_no_thread(store: Store, events: Seen) -> None:
+    before = set(threading.enumerate())  # some of them may be ending
+    with serving(store, events) as server, asking(server.port) as peers:
+        assert fetched(peers)[1] == ""
+        begun = time.monotonic()
+    deadline = begun + 8  # less than it waits for a thread that does not end
+    while set(threading.enumerate()) - before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert set(threading.enumerate()) <= before

@@ -1,0 +1,311 @@
+"""What all doors share: patches that can be taken back, tensors that must not move, and what of a state is whose."""
+
+from __future__ import annotations
+
+import copy
+import random
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import ftckpt.plain
+from ftckpt.errors import CaptureError, MismatchError, UnsupportedError
+from ftckpt.frameworks import optimizers, torch_state
+from ftckpt.frameworks.doors import Door, Patches, Proxy
+from ftckpt.frameworks.optimizers import ParameterRange, stepped_pieces
+from ftckpt.frameworks.tensors import LogicalBox, fragments, frozen_pieces, number_piece
+from ftckpt.frameworks.torch_state import LiveTensors
+from ftckpt.model.fragment import Box
+from ftckpt.plain.hooks import follow
+from ftckpt.plain.state import PlainState
+from tests.support.recorder import Recorder
+
+# --- patches ---
+
+
+class Framework:
+    def step(self, size: int) -> str:
+        """Of the framework."""
+        return f"stepped {size}"
+
+
+def shout(original: Callable[..., str], *args: Any) -> str:
+    return original(*args).upper()
+
+
+def test_a_wrapped_method_keeps_its_name_and_signature_and_comes_back() -> None:
+    patches, engine = Patches(), Framework()
+    patches.wrap(engine, "step", shout)
+    assert engine.step(3) == "STEPPED 3" and engine.step.__doc__ == "Of the framework."
+    assert patches.has(engine, "step") and not patches.has(Framework(), "step")
+    patches.remove()
+    assert "step" not in vars(engine) and not patches.has(engine, "step")
+    assert engine.step(3) == "stepped 3"
+
+
+def test_a_function_of_a_module_comes_back() -> None:
+    module, patches = types.ModuleType("framework"), Patches()
+    module.step = original = lambda: "stepped"  # type: ignore[attr-defined]
+    patches.wrap(module, "step", shout)
+    assert module.step() == "STEPPED"
+    patches.remove()
+    assert module.step is original
+
+
+def test_patches_on_patches_are_taken_back_in_any_case() -> None:
+    patches, engine = Patches(), Framework()
+    patches.wrap(engine, "step", shout)
+    patches.wrap(engine, "step", lambda original, size: f"{original(size)}!")
+    patches.shadow(engine, "name", "shadow")
+    assert engine.step(1) == "STEPPED 1!"
+    patches.remove()
+    assert vars(engine) == {}
+
+
+def test_what_others_put_before_a_patch_stays_and_reaches_the_original() -> None:
+    patches, engine = Patches(), Framework()
+    patches.wrap(engine, "step", shout)
+    ours = engine.step
+    engine.step = lambda size: f"<{ours(size)}>"  # type: ignore[method-assign]
+    patches.remove()
+    assert engine.step(2) == "<stepped 2>"
+
+
+def test_what_cannot_be_taken_back_leaves_nothing_else_in_force() -> None:
+    door, engine = Door(), Framework()
+    door.hooks.wrap(engine, "step", shout)
+    door.hooks.undo.append(lambda: [].remove(0))
+    door.hooks.shadow(engine, "extra", 1)
+    del engine.extra  # type: ignore[attr-defined]
+    module = types.ModuleType("framework")
+    module.say = lambda: "hello"  # type: ignore[attr-defined]
+    original = module.say
+    door.patches.wrap(module, "say", shout)
+    door.checkpointer, door.is_installed = object(), True  # type: ignore[assignment]
+    with pytest.raises(ValueError, match="not in list"):
+        door.remove()
+    assert not vars(engine) and module.say is original
+    assert door.checkpointer is None and not door.is_installed
+
+
+def test_a_door_that_is_left_keeps_the_patches_of_modules_and_drops_those_of_the_job() -> None:
+    door, module, engine = Door(), Framework(), Framework()
+    door.patches.wrap(module, "step", shout)
+    door.hooks.wrap(engine, "step", shout)
+    door.checkpointer, door.is_installed = Any, True  # type: ignore[assignment]
+    door.leave()
+    assert (engine.step(1), module.step(1), door.checkpointer) == ("stepped 1", "STEPPED 1", None)
+    assert door.is_installed
+    door.remove()
+    assert module.step(1) == "stepped 1" and not door.is_installed
+
+
+def test_a_proxy_gives_what_it_does_not_have_and_can_be_copied() -> None:
+    class Loud(Proxy):
+        def step(self, size: int) -> str:
+            return self.wrapped.step(size).upper()  # type: ignore[no-any-return]
+
+    engine = Framework()
+    engine.rate = 0.5  # type: ignore[attr-defined]
+    loud = Loud(engine)
+    assert (loud.step(1), loud.rate) == ("STEPPED 1", 0.5)
+    assert (copy.copy(loud).rate, copy.deepcopy(loud).step(2)) == (0.5, "STEPPED 2")
+    with pytest.raises(AttributeError):
+        _ = loud._private
+
+
+# --- tensors ---
+
+
+def test_tensors_that_were_replaced_or_added_are_named() -> None:
+    tensors = {"a": torch.ones(2), "b": torch.ones(3), "empty": torch.ones(0)}
+
+    def alive() -> Iterator[tuple[str, object, torch.Tensor]]:
+        return (("buffer", name, tensor) for name, tensor in tensors.items())
+
+    live = LiveTensors(alive)
+    live.note()
+    tensors["a"].add_(1)
+    tensors["empty"] = torch.ones(0)
+    live.check("")
+    tensors["b"] = tensors["b"].clone()
+    with pytest.raises(CaptureError, match=r"^buffer b and 0 more tensors were replaced .*; attach later$"):
+        live.check("attach later")
+    live.note()
+    tensors["c"] = torch.ones(1)
+    with pytest.raises(CaptureError, match="buffer c and 0 more"):
+        live.check("attach later")
+
+
+def whole(name: str, tensor: torch.Tensor) -> list[LogicalBox]:
+    shape = tuple(tensor.shape)
+    return [LogicalBox(name, shape, Box((0,) * len(shape), shape), 0)]
+
+
+def test_frozen_parameters_are_saved_and_unstepped_ones_that_train_are_refused_by_name() -> None:
+    trained, frozen, empty = (torch.nn.Parameter(torch.ones(n), requires_grad=n == 2) for n in (2, 3, 0))
+    boxes = {p: whole(name, p) for name, p in (("trained", trained), ("frozen", frozen), ("empty", empty))}
+    pieces = list(frozen_pieces(boxes, {trained}, lambda parameter: (0, parameter)))
+    assert [(p.fragment.key, p.tensor.data_ptr()) for p in pieces] == [("weight/frozen", frozen.data_ptr())]
+    with pytest.raises(UnsupportedError, match=r"parameter trained needs gradients.*requires_grad_\(False\)"):
+        list(frozen_pieces(boxes, set(), lambda parameter: (0, parameter)))
+
+
+def test_a_range_in_a_flat_master_gives_the_elements_that_are_its_own() -> None:
+    """As an optimizer that shards has it: elements 2 to 5 of a parameter, at 1 in a master of 5."""
+    parameter = torch.nn.Parameter(torch.arange(6.0).bfloat16().view(2, 3))
+    master, moment = torch.arange(5.0), torch.arange(5.0) * 10
+    part = ParameterRange(parameter, 2, parameter.detach().view(-1)[2:5], master, 1)
+    state = {"exp_avg": moment, "step": torch.tensor(4.0), "nothing": None}
+    pieces = list(stepped_pieces({parameter: whole("w", parameter)}, [part], lambda _: state))
+    seen = {p.fragment.key: (p.fragment.start, p.fragment.stop, p.tensor.tolist()) for p in pieces}
+    assert seen["weight/w"] == (2, 5, [2.0, 3.0, 4.0])
+    assert seen["master/w"] == (2, 5, [1.0, 2.0, 3.0])
+    assert seen["exp_avg/w"] == (2, 5, [10.0, 20.0, 30.0])
+    assert seen["step/w"] == (0, 1, [4.0])
+    assert [p.derived_from is not None for p in pieces if p.fragment.key == "weight/w"] == [True]
+
+
+def test_a_parameter_that_is_its_own_master_is_saved_once() -> None:
+    parameter = torch.nn.Parameter(torch.ones(4))
+    part = ParameterRange(parameter, 0, parameter, parameter)
+    pieces = list(stepped_pieces({parameter: whole("w", parameter)}, [part], lambda _: {}))
+    assert [(p.fragment.key, p.derived_from) for p in pieces] == [("weight/w", None)]
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (torch.ones(3), "has 3 elements for a parameter of 4"),
+        (torch.ones(4, 4).t()[0], "is not a contiguous tensor"),
+        ("text", "is not a contiguous tensor"),
+    ],
+)
+def test_state_of_another_kind_is_refused_by_name(value: Any, message: str) -> None:
+    parameter = torch.nn.Parameter(torch.ones(4))
+    part = ParameterRange(parameter, 0, parameter, parameter)
+    with pytest.raises(UnsupportedError, match=f"optimizer state odd of w {message}"):
+        list(stepped_pieces({parameter: whole("w", parameter)}, [part], lambda _: {"odd": value}))
+    with pytest.raises(UnsupportedError, match=r"steps a \(4,\) that is not in the model"):
+        list(stepped_pieces({}, [part], lambda _: {}))
+
+
+def test_a_parameter_of_two_logical_tensors_gives_a_fragment_in_each() -> None:
+    """Gate and up of a gated layer lie in one parameter, one after the other."""
+    boxes = [
+        LogicalBox("gate", (4, 2), Box((2, 0), (2, 2)), 0),
+        LogicalBox("up", (4, 2), Box((2, 0), (2, 2)), 4),
+    ]
+    views = fragments(boxes, "weight", torch.arange(6.0), 1)
+    assert [(f.key, f.start, f.stop, v.tolist()) for f, v in views] == [
+        ("weight/gate", 1, 4, [0.0, 1.0, 2.0]),
+        ("weight/up", 0, 3, [3.0, 4.0, 5.0]),
+    ]
+    step = number_piece(LogicalBox("expert", (8, 4, 2), Box((3, 0, 0), (1, 4, 2)), 0, 1), "step", torch.tensor(2.0))
+    assert (step.fragment.global_shape, step.fragment.box.offset) == ((8,), (3,))
+
+
+def test_one_step_between_all_parameters_is_divided_before_each_counts_it_up() -> None:
+    parameters = [torch.nn.Parameter(torch.ones(2)) for _ in range(2)]
+    inner = torch.optim.Adam(parameters)
+    step = torch.tensor(7.0)
+    for parameter in parameters:
+        moments = {"exp_avg": torch.zeros(2), "exp_avg_sq": torch.zeros(2)}
+        inner.state[parameter] = {"step": step, **moments}
+    optimizers.materialise(inner)
+    steps = [inner.state[parameter]["step"] for parameter in parameters]
+    assert steps[0].data_ptr() != steps[1].data_ptr() and [float(s) for s in steps] == [7.0, 7.0]
+
+
+# --- objects and generators ---
+
+
+class Counter:
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def state_dict(self) -> dict[str, int]:
+        return {"count": self.count}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.count = state["count"]
+
+
+def test_objects_come_back_under_their_names_and_a_missing_one_is_an_error_with_the_remedy() -> None:
+    saved = torch_state.save_all({"a": Counter(1), "b": Counter(2)})
+    a = Counter(0)
+    torch_state.load_all({"a": a}, saved)
+    assert a.count == 1
+    with pytest.raises(MismatchError, match=r"has no object 'c', it has a, b: .*'ftckpt clean JOB'"):
+        torch_state.load_all({"c": Counter(0)}, saved)
+
+
+def draws() -> list[float]:
+    return [random.random(), float(np.random.random()), float(torch.rand(1))]
+
+
+def test_every_generator_goes_on_where_it_was() -> None:
+    saved = torch_state.save_generators()
+    first = draws()
+    assert draws() != first
+    torch_state.load_generators(saved)
+    assert draws() == first
+
+
+# --- the plain door, without a job ---
+
+
+class Noisy(Counter):
+    """An object that draws numbers while it takes its state, as a data loader may."""
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        super().load_state_dict(state)
+        torch.rand(5)
+        random.random()
+
+
+def plain_job() -> tuple[torch.nn.Module, torch.optim.Optimizer, PlainState]:
+    torch.manual_seed(1)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3, bias=False), torch.nn.Linear(3, 3, bias=False))
+    model[1].weight = model[0].weight  # tied
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    return model, optimizer, PlainState(model, optimizer, None, {"noisy": Noisy(3)})
+
+
+def test_generators_are_set_after_all_that_may_draw_from_them() -> None:
+    _, _, state = plain_job()
+    state.describe()
+    saved = state.save_objects()
+    first = draws()
+    state.load_objects(saved)
+    state.finish_load()
+    assert draws() == first
+
+
+def test_a_tied_parameter_is_described_once() -> None:
+    _, _, state = plain_job()
+    keys = [piece.fragment.key for piece in state.describe().stepped]
+    assert keys == ["weight/0.weight", "momentum_buffer/0.weight"]
+
+
+def test_the_fence_stands_before_the_write_until_hooks_are_removed() -> None:
+    model, optimizer, state = plain_job()
+    state.describe()
+    recorder = Recorder()
+    follow(ftckpt.plain.patches, recorder, model, optimizer, state)  # type: ignore[arg-type]
+    optimizer.register_step_pre_hook(lambda *_: recorder.log.append("write"))  # called after ours
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    state.save_objects()
+    assert recorder.log == ["forward", "backward", "fence", "write"]
+    ftckpt.plain.remove()
+    recorder.log.clear()
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    assert recorder.log == ["write"]
+    with pytest.raises(CaptureError, match="step hooks were not called"):
+        state.save_objects()

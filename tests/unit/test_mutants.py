@@ -1,0 +1,32 @@
+"""Mutants still apply: what they break is there, and so is the test that must see it."""
+
+from __future__ import annotations
+
+import ast
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from tests.mutants import ROOT, Mutant, read_mutants
+
+MUTANTS = read_mutants()
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+def test_a_mutant_applies(mutant: Mutant, tmp_path: Path) -> None:
+    copy = tmp_path / mutant.file
+    copy.parent.mkdir(parents=True)
+    copy.write_text((ROOT / mutant.file).read_text())
+    before = mutant.apply(tmp_path)
+    assert copy.read_text() != before
+    ast.parse(copy.read_text())
+    assert mutant.why and 1 <= mutant.promise <= 8
+    file, _, name = mutant.test.partition("::")
+    functions = [n.name for n in ast.walk(ast.parse((ROOT / file).read_text())) if isinstance(n, ast.FunctionDef)]
+    classes = [n.name for n in ast.walk(ast.parse((ROOT / file).read_text())) if isinstance(n, ast.ClassDef)]
+    assert not name or name.partition("[")[0].split("::")[-1] in functions + classes
+
+
+def test_names_are_unique() -> None:
+    assert [name for name, times in Counter(mutant.name for mutant in MUTANTS).items() if times > 1] == []

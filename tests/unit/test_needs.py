@@ -1,0 +1,122 @@
+"""What is read of a snapshot of another layout: keys that mean the same there, padding, copies that must agree."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from ftckpt.errors import CorruptError, MismatchError
+from ftckpt.model.fragment import DTYPE_BYTES, Box, Fragment
+from ftckpt.model.manifest import Manifest
+from ftckpt.model.replicas import private_key
+from ftckpt.model.training_state import Piece
+from ftckpt.restore.index import Index
+from ftckpt.restore.locations import SlotAt
+from ftckpt.restore.needs import SlotContents, check_copies, decode_contents, encode_contents, index_for, needs_of
+from ftckpt.store.image import SlotImage
+
+NONE: frozenset[str] = frozenset()
+
+
+def fragment(key: str, *shape: int, dtype: str = "F32") -> Fragment:
+    return Fragment.whole(key, dtype, shape, Box((0,) * len(shape), shape))
+
+
+def piece(key: str, *shape: int, derived: bool = False, dtype: str = "F32") -> Piece:
+    made = fragment(key, *shape, dtype=dtype)
+    tensor = torch.zeros(made.nbytes // DTYPE_BYTES["F32"])
+    return Piece(made, tensor, torch.zeros_like(tensor) if derived else None)
+
+
+def image(dp: int, stepped: list[Fragment], volatile: list[Fragment]) -> SlotImage:
+    own = [f.with_key(private_key(f.key, f"dp{dp}")) for f in volatile]
+    return SlotImage.of(Manifest({"dp": dp}, {"dp": 2}, tuple(stepped), tuple(own), 100, 4096, padded=("p",)))
+
+
+def contents(dp: int, stepped: list[Fragment], volatile: list[Fragment]) -> SlotContents:
+    return SlotContents.of(SlotAt("n", f"dp{dp}.0", 0), dp, image(dp, stepped, volatile), 7)
+
+
+def keys(
+    pieces: list[Piece], index: Index, own: SlotContents | None = None, padded: frozenset[str] = NONE
+) -> list[str]:
+    return [need.key for _, need in needs_of(pieces, index, own, padded)]
+
+
+def test_private_keys_are_the_models_where_nobody_continues_the_shard_and_local_ones_nobodys() -> None:
+    volatile = [fragment("buffer/b", 3), fragment("local/s", 3)]
+    slots = [contents(dp, [fragment(f"master/{dp}", 4)], volatile) for dp in (0, 1)]
+    pieces = [piece("buffer/b", 3), piece("local/s", 3), piece("master/1", 4)]
+    index = index_for(pieces, slots, None)
+    assert index.shapes("buffer/b", "F32") == {(3,)} and not index.shapes("local/s", "F32")
+    assert not index.shapes("buffer/b@dp1", "F32") and not index.shapes("master/0", "F32")
+    assert keys(pieces, index) == ["buffer/b", "master/1"]
+    same = index_for(pieces, slots, "dp1")
+    assert not same.shapes("buffer/b@dp0", "F32") and not same.shapes("buffer/b", "F32")
+    assert keys(pieces, same, slots[1]) == ["buffer/b@dp1", "local/s@dp1", "master/1"]
+
+
+def test_a_message_of_slots_is_read_as_it_was_written() -> None:
+    mine = [contents(dp, [fragment(f"master/{dp}", 4)], [fragment("buffer/b", 3)]) for dp in (0, 1)]
+    sources, readers = {slot.shard: slot.at for slot in mine}, {slot.shard: slot.reader for slot in mine}
+    assert decode_contents(encode_contents(mine), sources, readers) == mine
+    assert decode_contents(encode_contents([]), {}, {}) == []
+    assert mine[0].padded == ("p",) and mine[0].objects[1] == 7
+
+
+def test_a_key_that_ends_like_another_shards_name_is_not_cut() -> None:
+    source = contents(1, [fragment("master/x@dp11", 4), fragment("master/y@dp1", 4)], [])
+    index = index_for([piece("master/x@dp11", 4), piece("master/y", 4)], [source], None)
+    assert index.shapes("master/x@dp11", "F32") and index.shapes("master/y", "F32")
+
+
+def test_only_padded_keys_may_have_other_rows() -> None:
+    need = [piece("master/w", 12, 4)]
+    index = index_for(need, [contents(0, [fragment("master/w", 16, 4)], [])], None)
+    assert keys(need, index, padded=frozenset({"master/w"}))
+    with pytest.raises(MismatchError, match=r"no master/w of type F32 and shape \[12, 4\] \(\[16, 4\] is there\)"):
+        keys(need, index)
+    for other in (piece("master/w", 12, 5), piece("master/w", 12), piece("master/w", 16, 4, dtype="BF16")):
+        with pytest.raises(MismatchError, match="another model"):
+            keys([other], index, padded=frozenset({"master/w"}))
+
+
+def test_what_is_derived_is_read_only_where_it_is_there() -> None:
+    pieces = [piece("weight/raw", 4, derived=True), piece("weight/cast", 4, derived=True)]
+    index = index_for(pieces, [contents(0, [fragment("weight/raw", 4)], [])], None)
+    assert keys(pieces, index) == ["weight/raw"]
+
+
+def test_copies_must_agree_where_they_are_needed() -> None:
+    sources = [
+        contents(dp, [], [fragment("buffer/b", 3), fragment("buffer/c", 3), fragment("local/s", 3)]) for dp in (0, 1)
+    ]
+    assert [copy.key for copy, _ in sources[0].copies] == ["buffer/b", "buffer/c"]
+    alike = {"dp0": np.array([7, 8], np.uint64), "dp1": np.array([7, 9], np.uint64)}
+    check_copies(sources, alike, [fragment("buffer/b", 3)])
+    with pytest.raises(MismatchError, match=r"buffer/c\S+ does not have the same bits in dp0 and dp1"):
+        check_copies(sources, alike, [fragment("buffer/c", 3)])
+
+
+def test_hashes_are_of_the_copies_alone() -> None:
+    parts = [fragment("master/w", 4)], [fragment("buffer/b", 3), fragment("local/s", 3)]
+    one, whole = contents(0, *parts), image(0, *parts)
+    slot = np.zeros(whole.file_bytes, np.uint8)
+    before = one.hashes(slot.data)
+    ((_, offset),) = one.copies
+    assert len(before) == 1
+    outside = [at for f, at in zip(whole.manifest.fragments, whole.offsets, strict=True) if at != offset]
+    slot[outside] = 1
+    assert one.hashes(slot.data) == before
+    slot[offset + 11] = 1
+    assert one.hashes(slot.data) != before
+
+
+def test_a_manifest_tells_padded_keys_only_where_there_are_some() -> None:
+    plain, padded = (Manifest({"dp": 0}, {}, (), (), 4096, 4096, padded=names) for names in ((), ("master/w",)))
+    assert b"padded" not in plain.encode() and Manifest.decode(plain.encode()).padded == ()
+    assert Manifest.decode(padded.encode()) == padded and padded.digest != plain.digest
+    for wrong in (b'"master/w"', b"[1]", b"null", b"{}"):
+        with pytest.raises(CorruptError):
+            Manifest.decode(padded.encode().replace(b'["master/w"]', wrong))

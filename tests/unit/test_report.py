@@ -1,0 +1,312 @@
+"""``ftckpt report``: what it concludes from events, that nothing is hidden, and what broken lines do to it."""
+
+from __future__ import annotations
+
+import json
+import platform
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from ftckpt.commands.charts import Curve, curve_chart, pieces, thin
+from ftckpt.commands.event_log import EventLogError
+from ftckpt.commands.history import PARTS, Age, read_history
+from ftckpt.commands.main import main
+from ftckpt.commands.page import ranges
+from ftckpt.commands.report import Additions, render, write_report
+from ftckpt.events import EVENTS
+from ftckpt.job.conditions import conditions
+from tests.support.run_logs import EPOCH, PROTECTION, Logs, RunLogs, check_page
+
+
+@pytest.fixture
+def logs(tmp_path: Path) -> RunLogs:
+    return RunLogs(tmp_path / "run")
+
+
+def html(logs: RunLogs, additions: Additions | None = None) -> str:
+    """The page, which must be one that a browser closes and that fetches nothing."""
+    text = render(read_history(logs.run), additions or Additions())
+    check_page(text)
+    return text
+
+
+def section(text: str, title: str) -> str:
+    return text[text.index(f"<h2>{title}") :].partition("</section>")[0]
+
+
+def test_a_noted_fault_is_timed_by_its_note_and_by_when_processes_were_gone(logs: RunLogs) -> None:
+    logs.attempt("aa", (1, 2), 100.0, None, 3)
+    logs.attempt("bb", (11, 12), 110.0, 2, 5)
+    logs.write("demo", {"event": "fault", "time": 104.0, "name": "writing", "label": "killed", "iteration": 3,
+                        "ranks": [1]})  # fmt: skip
+    logs.write("demo", *({"event": "ended", "time": time, "pid": pid} for pid, time in ((1, 104.7), (2, 104.1))))
+    logs.losses(1, 2, 3, 4, 3, 4, 5)
+    (restart,) = read_history(logs.run).restarts
+    assert (restart.name, restart.label, restart.ranks, restart.iteration) == ("writing", "killed", (1,), 3)
+    assert (restart.restored_iteration, restart.iterations_lost, restart.source) == (2, 2, "memory")
+    assert list(restart.parts) == list(PARTS)
+    assert tuple(restart.parts.values()) == pytest.approx((0.7, 5.4, 0.0, 0.2, 0.8))
+    assert restart.total_secs == pytest.approx(111.1 - 104.0)
+
+
+def test_a_fault_that_nobody_noted_is_dated_by_the_first_rank_that_fell_silent(logs: RunLogs) -> None:
+    logs.attempt("aa", (1, 2), 100.0, None, 3, protects=False)
+    logs.write("rank0", {"event": "fence", "time": 104.2, "rank": 0, "pid": 1, "blocked_secs": 0.0})
+    logs.attempt("bb", (11, 12), 110.0, 3, 5)
+    (restart,) = read_history(logs.run).restarts
+    assert (restart.name, restart.iteration, restart.iterations_lost) == ("restart 1", 4, 0)
+    assert restart.struck_at == pytest.approx(103.6), "the last event of rank 1"
+    assert restart.parts["detect"] == pytest.approx(0.6)
+    assert "Events do not say when a process died" in html(logs)
+
+
+def test_every_attempt_is_a_row_but_those_after_a_good_end(logs: RunLogs) -> None:
+    for number in range(5):
+        start, last = (number * 3 or None), number * 3 + 3
+        logs.attempt(
+            f"a{number}", (10 * number + 1, 10 * number + 2), 100.0 * number, start, last, closed=number == 2
+        )
+    history = read_history(logs.run)
+    assert [restart.name for restart in history.restarts] == ["restart 1", "restart 2", "restart 4"]
+    table = section(html(logs), "What happened")
+    assert all(f">{restart.name}<" in table for restart in history.restarts)
+
+
+def test_a_start_that_never_trained_and_faults_that_come_together_are_not_hidden(logs: RunLogs) -> None:
+    logs.attempt("aa", (1, 2), 100.0, None, 3)
+    for rank in range(2):
+        logs.write(f"rank{rank}", {"event": "joined", "time": 106.0, "rank": rank, "pid": 5, "job": "j"})
+    logs.attempt("bb", (11, 12), 110.0, 3, 5, nodes=("n0", "n2"))
+    for name, time in (("node", 104.0), ("rank", 108.0), ("late", 130.0)):
+        logs.write("demo", {"event": "fault", "time": time, "name": name, "iteration": 4})
+    history = read_history(logs.run)
+    (restart,) = history.restarts
+    assert (restart.name, restart.struck_at, restart.starts) == ("node+rank", 104.0, 2)
+    assert restart.nodes == "n1 lost, n2 joined"
+    assert "fault late was noted and no attempt followed" in history.notes
+    table = section(html(logs), "What happened")
+    assert "<th>starts</th>" in table and "n1 lost, n2 joined" in table
+
+
+def test_an_attempt_that_restored_and_never_trained_counts(logs: RunLogs) -> None:
+    logs.attempt("aa", (1, 2), 100.0, None, 3)
+    logs.attempt("bb", (11, 12), 110.0, 3, 3)
+    logs.attempt("cc", (21, 22), 120.0, 3, 5, closed=True)
+    assert [restart.trained for restart in read_history(logs.run).restarts] == [False, True]
+    text = html(logs)
+    assert "never trained" in text and '<header class="bad">' in text
+
+
+def test_a_run_without_an_end_is_no_good_run(logs: RunLogs) -> None:
+    logs.attempt("aa", (1, 2), 100.0, None, 3)
+    assert "no rank closed ftckpt" in html(logs) and '<header class="bad">' in html(logs)
+    logs.write("rank0", {"event": "closed", "time": 105.0, "rank": 0, "pid": 1})
+    assert "1 rank never closed ftckpt" in html(logs)
+    logs.write("rank1", {"event": "closed", "time": 105.0, "rank": 1, "pid": 2})
+    assert "closed ftckpt" not in html(logs) and '<header class="plain">' in html(logs)
+
+
+def test_what_was_rebuilt_and_reshaped_is_told_with_its_sources(logs: RunLogs) -> None:
+    logs.attempt("aa", (1, 2), 100.0, None, 3)
+    rebuilt = {"event": "rebuilt", "shards": ["b"], "bytes": 22, "secs": 0.05, "sources": {"replica_parity": {}}}
+    more = {**rebuilt, "shards": ["a"], "secs": 0.15, "sources": {"peer_parity": {}}}
+    reshaped = {"event": "reshaped", "from": "tp2", "to": "tp1"}
+    logs.attempt("bb", (11, 12), 110.0, 2, 5, between=[rebuilt, more, reshaped])
+    (restart,) = read_history(logs.run).restarts
+    assert (restart.source, restart.rebuilt_shards) == ("peer_parity+replica_parity", ("a", "b"))
+    assert (restart.rebuilt_bytes, restart.layout) == (44, "tp2 → tp1")
+    assert restart.parts["rebuild"] == pytest.approx(0.15)
+    assert restart.parts["rebuild"] + restart.parts["load"] == pytest.approx(0.2)
+    assert "peer parity + replica parity" in html(logs) and "tp2 → tp1" in html(logs)
+
+
+def test_blocked_time_is_of_the_last_attempt_and_of_the_median_rank(logs: RunLogs) -> None:
+    logs.attempt("aa", (1, 2), 100.0, None, 2)
+    blocked = read_history(logs.run).blocked
+    assert blocked.keys() == {1, 2}
+    assert (blocked[1].boundary, blocked[1].fence, blocked[1].slowest) == pytest.approx((0.001, 0.02, 0.031))
+    logs.attempt("bb", (11, 12), 110.0, 1, 3)
+    logs.write("rank1", {"event": "snapshot", "time": 120.0, "rank": 1, "iteration": 3, "blocked_secs": 1.5})
+    assert read_history(logs.run).blocked[3].slowest == 1.5
+
+
+def test_ages_are_of_snapshots_that_all_ranks_had(logs: RunLogs) -> None:
+    logs.attempt("aa", (1, 2), 100.0, None, 4)
+    (attempt,) = read_history(logs.run).attempts
+    assert list(attempt.ages()) == [Age(1, None, None), Age(2, 1, None), Age(3, 1, 2), Age(4, 1, 2)]
+    assert [lag for _, lag in attempt.lags()] == pytest.approx([1.4] * 4)
+    logs.write("rank1", *({"event": "joined", "time": 200.0, "rank": 1, "pid": 3},))
+    lines = [json.loads(line) for line in (logs.directory / "rank1.jsonl").read_text().splitlines()]
+    kept = [line for line in lines if (line["event"], line.get("iteration")) != ("copied", 2)]
+    (logs.directory / "rank1.jsonl").write_text("".join(json.dumps(line) + "\n" for line in kept))
+    ages = list(read_history(logs.run).attempts[0].ages())
+    assert ages[2] == Age(3, 2, 2), "rank 1 never had the snapshot of 2"
+    checked = [{"event": "checked", "time": 102.4, "shard": shard, "iteration": 2} for shard in ("a", "b", "b")]
+    logs.write("smp-n0", *checked[1:])
+    assert list(read_history(logs.run).attempts[0].ages())[2] == Age(3, 2, 2), "one shard twice is not two"
+    logs.write("smp-n0", checked[0])
+    assert list(read_history(logs.run).attempts[0].ages())[2] == Age(3, 1, 2), "the SMPs had all of it"
+
+
+def test_a_restored_snapshot_is_whole_from_the_start(logs: RunLogs) -> None:
+    logs.attempt("aa", (1, 2), 100.0, 7, 8)
+    assert next(iter(read_history(logs.run).attempts[0].ages())) == Age(8, 1, None)
+
+
+def test_the_page_has_all_sections_and_says_what_is_missing(logs: RunLogs) -> None:
+    logs.write("rank0", {"event": "joined", "time": 99.0, "rank": 0, "pid": 1, "job": "j"})
+    text = html(logs)
+    for title, words in (
+        ("Losses", "The script left none"), ("What happened", "Nothing: the run has 0 attempts"),
+        ("Training blocked", "No snapshot was taken"), ("Ages", "show no snapshot that was whole"),
+        ("Protection", "The events show none"), ("One iteration", "left no timeline"),
+        ("What ftckpt warned", "Nothing"), ("Conditions", "not in the events"),
+    ):  # fmt: skip
+        assert words in section(text, title), title
+    assert "No rank of this run came to train" in text
+
+
+def test_protection_losses_alarms_and_conditions_are_shown_and_escaped(logs: RunLogs) -> None:
+    versions = {"python": "3.11", "torch": "2.13"}
+    machine = {"event": "conditions", "node": "n0", "cpu": "<b>", "cores": 2, "memory_bytes": 2**31, "device": "cpu"}
+    logs.attempt("aa", (1, 2), 100.0, None, 4, between=[PROTECTION, {**machine, "versions": versions}])
+    lost = [
+        {"event": "peer_lost", "time": 103.0 + n, "process": "smp-n0", "node": "<i>", "reason": "x"} for n in (1, 0)
+    ]
+    logs.write("smp-n0", *lost)
+    logs.losses(1, 2, 3, 4)
+    with open(logs.run / "log.jsonl", "a") as file:
+        file.write('{"iteration": 5, "loss": NaN}\nno JSON\n{"iteration": 6}\n{"iteration": 7, "loss": 1')
+    text = html(logs)
+    assert "<b>" not in section(text, "Conditions") and "<i>" not in text
+    assert "&lt;b&gt;, 2 cores, 2 GiB; trained on cpu" in text and "python 3.11, torch 2.13" in text
+    assert "n0, &lt;n1&gt;" in section(text, "Protection") and "any two nodes" in text and "slots 4 MB" in text
+    assert "1 logged losses are no finite numbers" in text
+    assert section(text, "Losses").count("<circle") == 4
+    row = section(text, "What ftckpt warned of")
+    assert "peer_lost" in row and ">2<" in row and "3.0 s" in row and "smp-n0" in row
+
+
+def test_conditions_are_what_the_table_of_events_promises(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = conditions()
+    assert {"node", *machine} == EVENTS["conditions"].fields.keys()
+    assert {"python", "torch", "ftckpt"} <= machine["versions"].keys() and machine["memory_bytes"] > 2**20
+    monkeypatch.setenv("FTCKPT_DEVICE", "cpu")
+    monkeypatch.setattr(Path, "read_text", lambda *_, **__: "")
+    assert (conditions()["cpu"], conditions()["device"]) == (platform.machine(), "cpu")
+
+
+def test_additions_of_a_caller_are_on_the_page(logs: RunLogs) -> None:
+    logs.attempt("aa", (1, 2), 100.0, None, 2, closed=True)
+    logs.losses(1, 2)
+    more = Additions("Not equal", "differs:", "bad", ["<w>"], [(1, 4.0)], "the other", {"compared": "7"}, ["<i></i>"])
+    text = html(logs, more)
+    assert '<header class="bad"><h1>Not equal' in text and "<code>&lt;w&gt;</code>" in text and "<i></i>" in text
+    assert "the other" in text and '<polyline class="reference"' in text and "<b>7</b>" in text
+
+
+def test_the_command(logs: RunLogs, capsys: pytest.CaptureFixture[str]) -> None:
+    logs.attempt("aa", (1, 2), 100.0, None, 2)
+    logs.attempt("bb", (3, 4), 110.0, 1, 3)
+    assert main(["report", str(logs.run)]) == 0
+    assert capsys.readouterr().out == f"j: 1 restart, report in {logs.run / 'report.html'}\n"
+    output = logs.run / "new" / "page.html"
+    assert main(["report", str(logs.directory), "-o", str(output)]) == 0
+    assert check_page(output.read_text()) and sorted(path.name for path in output.parent.iterdir()) == ["page.html"]
+
+
+@pytest.mark.parametrize(
+    ("name", "words"), [("nowhere", "no such directory; run with --ftckpt-events DIR"), ("", "no event logs")]
+)
+def test_a_directory_without_events_is_an_error_with_a_remedy(
+    name: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(EventLogError, match=words):
+        write_report(tmp_path / name, tmp_path / "page.html")
+    assert main(["report", str(tmp_path / name)]) == 2
+    assert not (tmp_path / "page.html").exists()
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and (not name or words in error) and (name or "--ftckpt-events DIR" in error)
+
+
+def test_of_several_runs_the_one_that_began_last_is_shown_and_the_others_are_named(tmp_path: Path) -> None:
+    for name, joined in (("b", 100.0), ("a", 300.0), ("c", 200.0)):
+        RunLogs(tmp_path / name).attempt("aa", (1, 2), joined, None, 2)
+    history = read_history(tmp_path)
+    assert history.directory == tmp_path / "a" / "events"
+    assert history.notes == [
+        f"taken from {history.directory}, the newest; there are also {tmp_path}/b/events, {tmp_path}/c/events"
+    ]
+
+
+def test_the_timeline_is_that_of_the_run(logs: RunLogs) -> None:
+    Logs(logs.directory).attempt(range(4, 6))
+    assert "while the snapshot of 5 was copied" in section(html(logs), "One iteration")
+
+
+def test_a_long_run_stays_below_a_megabyte(logs: RunLogs) -> None:
+    logs.attempt("aa", (1, 2), EPOCH, None, 20_000)
+    logs.attempt("bb", (3, 4), EPOCH + 30_000, 19_999, 24_000)
+    logs.losses(*range(1, 20_001), *range(20_000, 24_001))
+    output = logs.run / "page.html"
+    write_report(logs.run, output)
+    assert output.stat().st_size < 10**6
+
+
+def test_ranks_are_named_in_ranges() -> None:
+    assert [ranges(numbers) for numbers in ([], [3], [2, 1, 0, 5], [4, 6, 7])] == ["", "3", "0-2, 5", "4, 6-7"]
+
+
+def test_curves_are_cut_where_training_went_back_and_thinned_to_what_can_be_seen() -> None:
+    assert pieces([(1, 5.0), (2, 4.0), (2, 4.0), (3, 3.0)]) == [[(1, 5.0), (2, 4.0)], [(2, 4.0), (3, 3.0)]]
+    assert thin([1, 9, 2, 3, 4, 5], 3, key=float) == [9, 3, 5] and thin([1, 9, 2, 3], 2) == [9, 3]
+    flat = curve_chart("t", "u", [Curve("loss", [(1, 2.0)])], [])
+    assert "nan" not in flat and flat.count("<polyline") == 1
+
+
+LINES = [
+    {"event": "joined", "time": 99.0, "rank": 0, "pid": 1, "job": "j", "node": "n"},
+    {"event": "rebuilt", "time": 99.5, "rank": 0, "pid": 1, "shards": ["a"], "bytes": 3, "secs": 0.1, "sources": {}},
+    {"event": "restored", "time": 100.0, "rank": 0, "pid": 1, "iteration": 3, "lineage": "aa", "blocked_secs": 0.1},
+    {**PROTECTION, "time": 100.1, "rank": 0, "pid": 1},
+    {"event": "fence", "time": 100.2, "rank": 0, "pid": 1, "blocked_secs": 0.1},
+    {"event": "snapshot", "time": 100.3, "rank": 0, "pid": 1, "iteration": 4, "blocked_secs": 0.1},
+    {"event": "copied", "time": 100.4, "rank": 0, "pid": 1, "iteration": 4, "secs": 0.1},
+    {"event": "protected", "time": 100.5, "rank": 0, "pid": 1, "iteration": 4},
+    {"event": "conditions", "time": 100.6, "rank": 0, "pid": 1, "versions": {"a": "1"}, "memory_bytes": 3},
+    {"event": "hang", "time": 100.7, "process": "smp-n0", "pid": 1},
+    {"event": "fault", "time": 100.8, "name": "x", "iteration": 4, "ranks": [1]},
+]
+
+
+def values() -> st.SearchStrategy[Any]:
+    leaves = (
+        st.integers() | st.floats() | st.none() | st.text(max_size=4) | st.sampled_from([10**400, True, -1, 2**60])
+    )
+    return st.recursive(
+        leaves, lambda deep: st.lists(deep, max_size=2) | st.dictionaries(st.text(), deep, max_size=2)
+    )
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_broken_lines_are_left_out_and_break_nothing(tmp_path: Path, data: st.DataObject) -> None:
+    directory = tmp_path / "events"
+    directory.mkdir(exist_ok=True)
+    lines = [dict(line) for line in LINES]
+    for _ in range(data.draw(st.integers(1, 3))):
+        line = data.draw(st.sampled_from(lines))
+        if line:
+            line[data.draw(st.sampled_from(sorted(line)))] = data.draw(values())
+    content = b"".join(json.dumps(line).encode() + b"\n" for line in lines)
+    at = data.draw(st.integers(0, len(content)))
+    content = content[:at] + data.draw(st.binary(max_size=6)) + content[at + data.draw(st.integers(0, 40)) :]
+    (directory / "rank0.jsonl").write_bytes(content)
+    (directory / "smp-n0.jsonl").write_bytes(content)
+    text = render(read_history(tmp_path), Additions())
+    check_page(text.encode("utf-8", "replace").decode())
+    assert "NaN" not in text.replace("NaN]", "").replace(": NaN", "") or "detail" in text

@@ -1,0 +1,286 @@
+"""A whole restart of ranks that are threads: verified, rebuilt, void, loaded, in the same layout and in another."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+import xxhash
+from test_load import run_ranks
+
+from ftckpt.errors import LostError, MismatchError
+from ftckpt.group import Group
+from ftckpt.model import objects
+from ftckpt.model.fragment import Box, Fragment
+from ftckpt.model.manifest import Manifest
+from ftckpt.model.replicas import private_key
+from ftckpt.model.snapshot import SnapshotId
+from ftckpt.model.topology import RankPlace, Topology
+from ftckpt.model.training_state import Description, Piece
+from ftckpt.parity.modes import Modes
+from ftckpt.restore.choice import Decision
+from ftckpt.restore.restart import Restart
+from ftckpt.store.arena import Arena
+from ftckpt.store.directory import list_arenas, node_directory
+from ftckpt.store.package import list_packages
+from ftckpt.store.parity_file import list_parity, parity_path
+from tests.support.arenas import Recorded
+from tests.support.protected import LINEAGE, Job, build, contents, flip, flip_chunk, slot_of
+
+NODE, PEER = Modes(node=True), Modes(peer=True)
+
+
+@dataclass
+class Start:
+    """What one rank saw of a restart."""
+
+    decision: Decision | None
+    source: str
+    events: Recorded
+    lineage: bytes = b""
+
+
+def restart(
+    topology: Topology,
+    node_dir: Callable[[str], Path],
+    then: Callable[[Restart, Decision, int], None] = lambda found, decision, rank: None,
+    reshapes: bool = False,
+) -> list[Start]:
+    """All ranks choose, void what is newer, and do ``then``."""
+
+    def run(group: Any) -> Start:
+        mine, events = replace(topology, rank=group.rank), Recorded()
+        one = Restart(cast(Group, group), mine, node_dir(mine.me.node), events)
+        try:
+            decision = one.choose("fail", reshapes)
+            start = Start(decision, one.source, events, one.void_newer(decision))
+            if decision is not None:
+                then(one, decision, group.rank)
+            return start
+        finally:
+            one.close()
+
+    return run_ranks(len(topology.members), run)
+
+
+def iterations(job: Job) -> list[list[int]]:
+    found = []
+    for node in sorted(set(job.nodes)):
+        for path in list_arenas(job.node_dir(node)):
+            with closing(Arena.open(path)) as arena:
+                found.append(sorted(snapshot.iteration for snapshot in arena.snapshots()))
+    return found
+
+
+def events_of(starts: Sequence[Start], name: str) -> list[dict[str, Any]]:
+    return [fields for start in starts for event, fields in start.events.seen if event == name]
+
+
+# --- chosen, verified, rebuilt ---
+
+
+def test_all_ranks_take_the_newest_and_agree_on_a_new_lineage(arena_root: Path) -> None:
+    job = Job(arena_root, ("a", "a", "b"), PEER)
+    build(job, (3, 4, 5), (5,))
+    starts = restart(job.topology, job.node_dir)
+    assert {(s.decision and s.decision.snapshot, s.source) for s in starts} == {(SnapshotId(LINEAGE, 5), "memory")}
+    assert len({start.lineage for start in starts}) == 1 and starts[0].lineage != LINEAGE
+    assert len(events_of(starts, "verified")) == 3 and not events_of(starts, "fallback")
+
+
+@pytest.mark.parametrize("modes", [NODE, PEER], ids=["node", "peer"])
+@pytest.mark.parametrize("harm", ["arena", "chunk", "objects"])
+def test_what_is_lost_is_rebuilt_byte_for_byte(arena_root: Path, harm: str, modes: Modes) -> None:
+    job = Job(arena_root, ("a", "a", "a") if modes.node else ("a", "b", "c"), modes)
+    build(job, (4, 5), (4, 5))
+    wanted = [contents(job, rank, 5) for rank in range(3)]
+    if harm == "arena":
+        shutil.rmtree(job.path(1))
+    elif harm == "chunk":
+        flip_chunk(job, 1, 5, 2)
+    else:
+        with closing(Arena.open(job.path(1))) as arena:
+            flip(job.path(1) / f"slot{slot_of(arena, 5)}.safetensors", arena.image.objects.begin + 5)
+    starts = restart(job.topology, job.node_dir)
+    assert all(start.decision is not None and start.decision.snapshot.iteration == 5 for start in starts)
+    assert [contents(job, rank, 5) for rank in range(3)] == wanted
+    expected = "memory" if harm == "objects" else f"{'node' if modes.node else 'peer'}_parity"
+    assert starts[0].source == expected
+    assert [event["shards"] for event in events_of(starts, "rebuilt")] == [["dp1"]]
+
+
+def test_a_block_that_is_bad_is_not_used_and_the_snapshot_before_is_taken(arena_root: Path) -> None:
+    job = Job(arena_root, ("a", "a", "a"), NODE)
+    build(job, (4, 5), (4, 5))
+    flip_chunk(job, 1, 5, 2)
+    for rank in (0, 2):
+        path = parity_path(job.path(rank), "node", 1)
+        path.write_bytes(path.read_bytes()[:4096] + bytes(path.stat().st_size - 4096))
+    damaged = (job.path(1) / "slot1.safetensors").read_bytes()
+    starts = restart(job.topology, job.node_dir)
+    assert all(start.decision is not None and start.decision.snapshot.iteration == 4 for start in starts)
+    assert events_of(starts, "protection_problem") and events_of(starts, "fallback")
+    assert (job.path(1) / "slot1.safetensors").read_bytes() == damaged, (
+        "nothing was written that is known to be wrong"
+    )
+    assert iterations(job) == [[4]] * 3, "what could not be taken is void"
+
+
+def test_a_wrong_checksum_of_a_package_does_not_pass(arena_root: Path) -> None:
+    """Of an unprotected snapshot whose chunk was changed after its checksum was taken nothing is restored."""
+    job = Job(arena_root, ("a", "b"), Modes())
+    build(job, (5,), ())
+    flip_chunk(job, 1, 5, 0)
+    with pytest.raises(LostError, match=r"iteration 5 was whole.*corrupt in dp1"):
+        restart(job.topology, job.node_dir)
+
+
+def test_newer_snapshots_are_void_on_all_nodes_with_all_that_could_bring_them_back(arena_root: Path) -> None:
+    job = Job(arena_root, ("a", "b", "c"), PEER)
+    build(job, (3, 4, 5), (4, 5))
+    for rank in (1, 2):
+        flip_chunk(job, rank, 5, 0)
+    starts = restart(job.topology, job.node_dir)
+    assert all(start.decision is not None and start.decision.snapshot.iteration == 4 for start in starts)
+    assert iterations(job) == [[3, 4]] * 3
+    for node in "abc":
+        assert {name.snapshot.iteration for name in list_packages(job.node_dir(node))} == {4}
+        assert [name.index for name in list_parity(job.node_dir(node))] == [0]
+
+
+# --- loaded ---
+
+
+class State:
+    """Tensors and objects of one rank."""
+
+    reshapes = True
+
+    def __init__(self, pieces: Sequence[Piece]) -> None:
+        self.pieces, self.objects, self.calls = pieces, [], []  # type: ignore[var-annotated]
+
+    def describe(self) -> Description:
+        return Description(tuple(self.pieces), (), frozenset())
+
+    def save_objects(self) -> Mapping[str, Any]:
+        return {}
+
+    def load_objects(self, saved: Mapping[str, Any]) -> None:
+        self.objects, self.calls = [saved], [*self.calls, "objects"]
+
+    def load_reshaped(self, saved: Sequence[Mapping[str, Any]], iteration: int) -> None:
+        self.objects, self.calls = list(saved), [*self.calls, f"reshaped {iteration}"]
+
+    def finish_load(self) -> None:
+        self.calls = [*self.calls, "finish"]
+
+
+@dataclass
+class Model:
+    """A weight that ``dp`` ranks have cut among them, a buffer and a counter that each has for itself.
+
+    ``buffers`` gives each rank's, where they differ.
+    """
+
+    root: Path
+    nodes: tuple[str, ...]
+    numel: int = 4000
+    buffers: dict[int, float] = field(default_factory=dict)
+
+    @property
+    def topology(self) -> Topology:
+        members = tuple(RankPlace({"dp": rank}, node) for rank, node in enumerate(self.nodes))
+        return Topology(0, members, {"dp": len(self.nodes)})
+
+    def node_dir(self, node: str) -> Path:
+        return node_directory(self.root, "job", node)
+
+    def fragments(self, rank: int) -> tuple[Fragment, Fragment, Fragment]:
+        begin, end = (self.numel * edge // len(self.nodes) for edge in (rank, rank + 1))
+        shard = Fragment("master/w", "F32", (self.numel,), Box((0,), (self.numel,)), begin, end)
+        own = [Fragment.whole(key, "F32", (50,), Box((0,), (50,))) for key in ("buffer/b", "local/c")]
+        return shard, own[0], own[1]
+
+    def values(self, rank: int) -> list[np.ndarray]:
+        shard = self.fragments(rank)[0]
+        weights = np.arange(shard.start, shard.stop, dtype=np.float32)
+        return [weights, np.full(50, self.buffers.get(rank, 7.0), np.float32), np.full(50, rank, np.float32)]
+
+    def write(self, iteration: int) -> None:
+        for rank, node in enumerate(self.nodes):
+            stepped, *own = self.fragments(rank)
+            private = tuple(fragment.with_key(private_key(fragment.key, f"dp{rank}")) for fragment in own)
+            manifest = Manifest({"dp": rank}, self.topology.layout, (stepped,), private, 400, 4096)
+            with closing(Arena.create(self.node_dir(node), manifest, 2)) as arena:
+                arena.control.begin(0)
+                encoded = objects.encode({"rank": rank})
+                with arena.slot(0) as view:
+                    for offset, value in zip(arena.image.offsets, self.values(rank), strict=True):
+                        view[offset : offset + value.nbytes] = value.tobytes()
+                    begin = arena.image.objects.begin
+                    view[begin : begin + len(encoded)] = encoded
+                for chunk in range(len(arena.image.chunks)):
+                    arena.control.set_chunk_hash(0, chunk, arena.hash_chunk(0, chunk))
+                arena.control.set_objects(0, len(encoded), xxhash.xxh3_64_intdigest(encoded))
+                arena.control.seal(0, SnapshotId(LINEAGE, iteration))
+
+    def state(self, rank: int) -> State:
+        return State([Piece(f, torch.full((f.numel,), -1.0)) for f in self.fragments(rank)])
+
+
+def loaded(model: Model) -> tuple[list[State], list[Start]]:
+    states = [model.state(rank) for rank in range(len(model.nodes))]
+
+    def load(one: Restart, decision: Decision, rank: int) -> None:
+        one.load(decision, states[rank], states[rank].describe())
+
+    return states, restart(model.topology, model.node_dir, load, reshapes=True)
+
+
+def tensors(state: State) -> list[list[float]]:
+    return [piece.tensor.tolist() for piece in state.pieces]
+
+
+@pytest.mark.parametrize("moved", [False, True], ids=["where they were", "on other nodes"])
+def test_the_same_layout_gives_each_rank_what_it_had(arena_root: Path, moved: bool) -> None:
+    model = Model(arena_root, ("a", "a", "b"), buffers={1: 8.0})
+    model.write(5)
+    if moved:
+        model = replace(model, nodes=("b", "a", "a"))
+    states, starts = loaded(model)
+    for rank, state in enumerate(states):
+        assert tensors(state) == [value.tolist() for value in model.values(rank)]
+        assert (state.objects, state.calls) == ([{"rank": rank}], ["objects", "finish"])
+    assert not events_of(starts, "reshaped")
+
+
+@pytest.mark.parametrize("nodes", [("a", "b"), ("a",), ("a", "b", "a", "b")], ids=len)
+def test_another_layout_gives_the_same_elements(arena_root: Path, nodes: tuple[str, ...]) -> None:
+    old = Model(arena_root, ("a", "a", "b"))
+    old.write(5)
+    new = replace(old, nodes=nodes)
+    if "b" not in nodes:
+        with pytest.raises(LostError):
+            loaded(new)
+        return
+    states, starts = loaded(new)
+    for rank, state in enumerate(states):
+        weights, buffer, counter = tensors(state)
+        assert weights == new.values(rank)[0].tolist() and buffer == [7.0] * 50
+        assert counter == [-1.0] * 50, "what belongs to one rank stays as it was built"
+        assert (state.objects, state.calls) == ([{"rank": 0}], ["reshaped 5", "finish"])
+    assert len(events_of(starts, "reshaped")) == len(nodes)
+
+
+def test_copies_that_differ_are_no_state_of_another_layout(arena_root: Path) -> None:
+    old = Model(arena_root, ("a", "a", "b"), buffers={2: 8.0})
+    old.write(5)
+    with pytest.raises(MismatchError, match=r"buffer/b\S* does not have the same bits in dp0 and dp2"):
+        loaded(replace(old, nodes=("a", "b")))

@@ -1,0 +1,325 @@
+"""What a restart can still use, and that nothing else than the rest is given up."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ftckpt.errors import FtckptError, MemoryBudgetError
+from ftckpt.job.protection import Arrangement
+from ftckpt.model.snapshot import SnapshotId
+from ftckpt.parity.groups import mirrors
+from ftckpt.parity.modes import Modes
+from ftckpt.restore.choice import Decision, Findings, Query, decide, worth_keeping
+from ftckpt.restore.inventory import ArenaReport, Inventory, PackageReport, Shield, SlotReport
+from ftckpt.restore.locations import Damage, SlotAt
+from ftckpt.restore.room import make_room
+from ftckpt.store import ledger
+from ftckpt.store.arena import Arena
+from ftckpt.store.directory import list_arenas
+from ftckpt.store.image import SlotImage
+from ftckpt.store.ledger import give_up, in_use
+from ftckpt.store.package import package_path
+from ftckpt.store.parity_file import ParityFile, list_parity, parity_path
+from tests.support import arenas, choosing, protected
+from tests.support.protected import LINEAGE, Job, build, contents
+
+PEER = Modes(peer=True)
+
+
+def keys(*iterations: int) -> frozenset[SnapshotId]:
+    return frozenset(SnapshotId(LINEAGE, iteration) for iteration in iterations)
+
+
+# --- which snapshots ---
+
+LAYOUTS = ({"dp": 2}, {"dp": 3})
+_lineage_of = {"aa": 0, "bb": 1, "cc": 1}
+_ARENAS = [("aa", 0), ("aa", 1), ("bb", 0), ("bb", 1), ("bb", 2), ("cc", 0), ("cc", 1), ("cc", 2)]
+"""Lineage and rank: of the second layout there are two lineages."""
+_slots = st.dictionaries(st.sampled_from(_ARENAS), st.sets(st.integers(1, 4), max_size=4))
+
+
+def lineage_bytes(name: str) -> bytes:
+    return name.encode() * 8
+
+
+def reports_of(slots: dict[tuple[str, int], set[int]]) -> list[ArenaReport]:
+    found = []
+    for (lineage, rank), iterations in sorted(slots.items()):
+        named = [SnapshotId(lineage_bytes(lineage), iteration) for iteration in sorted(iterations)]
+        held = tuple(SlotReport(index, snapshot) for index, snapshot in enumerate(named))
+        layout = LAYOUTS[_lineage_of[lineage]]
+        found.append(ArenaReport(f"n{rank % 2}", f"dp{rank}.{lineage}", f"dp{rank}", layout, held, None, (), 4))
+    return found
+
+
+@given(
+    _slots,
+    st.sets(st.tuples(st.integers(1, 4), st.sampled_from(["aa", "bb", "cc"]))),
+    st.data(),
+)
+def test_no_decision_that_follows_uses_what_is_not_needed(
+    slots: dict[tuple[str, int], set[int]], packaged: set[tuple[int, str]], data: st.DataObject
+) -> None:
+    """Whatever proves to be bad afterwards: what is decided on then was called needed."""
+    reports = reports_of(slots)
+    topology = choosing.job({"dp0": "n0", "dp1": "n1"}, LAYOUTS[0])
+    named = [SnapshotId(lineage_bytes(name), iteration) for iteration, name in sorted(packaged)]
+    packages = tuple(PackageReport("n0", f"dp0.{snapshot}", "dp0", snapshot) for snapshot in named)
+    inventory, findings = Inventory(tuple(reports), packages), Findings()
+    kept = None
+    slots_there = [SlotAt(r.node, r.name, slot.index) for r in reports for slot in r.slots]
+    while True:
+        try:
+            decision = decide(inventory, topology, findings, reshapes=True)
+        except FtckptError:
+            return
+        if decision is None:
+            return
+        chosen = decision.snapshot
+        if isinstance(decision, Query):  # it may be rebuilt, or not
+            findings.given_up[chosen] = "no"
+            findings.shields[chosen] = Shield()
+        if kept is None:
+            with_newer, kept = worth_keeping(inventory, topology, chosen)
+            assert kept <= with_newer and all(snapshot.iteration > chosen.iteration for snapshot in with_newer - kept)
+        assert chosen in kept
+        if isinstance(decision, Decision):
+            worse = data.draw(st.sets(st.sampled_from(sorted(set(slots_there) - set(findings.damage))), min_size=1))
+            findings.damage.update(dict.fromkeys(worse, Damage()))
+
+
+# --- what is freed ---
+
+
+@pytest.fixture
+def job(arena_root: Path, monkeypatch: pytest.MonkeyPatch) -> Job:
+    monkeypatch.setattr(protected, "SLOTS", 4)
+    found = Job(arena_root, ("a", "a", "b", "b"), PEER)
+    build(found, (2, 3, 4, 5), (4, 5))
+    return found
+
+
+def held(job: Job) -> list[list[int]]:
+    found = []
+    for path in list_arenas(job.node_dir("a")):
+        with closing(Arena.open(path)) as arena:
+            records = [arena.control.record(slot) for slot in range(arena.control.slots) if arena.allocated(slot)]
+            found.append(sorted(record.snapshot.iteration for record in records if record.snapshot is not None))
+    return found
+
+
+def used(job: Job) -> int:
+    return sum(path.stat().st_blocks * 512 for path in job.node_dir("a").rglob("*") if path.is_file())
+
+
+def freed(job: Job, wanted: frozenset[SnapshotId], leave: tuple[str, ...] = ()) -> int:
+    """What was given up; it is what was announced, and what is gone."""
+    before, arenas = used(job), [path for path in list_arenas(job.node_dir("a")) if path.name not in leave]
+    announced = in_use(arenas).spare(wanted).free_bytes
+    assert used(job) == before, "looking changes nothing"
+    given = give_up(arenas, wanted)
+    assert given == announced == before - used(job)
+    return given
+
+
+def test_slots_and_parity_of_others_go(job: Job) -> None:
+    wanted = [contents(job, rank, 5) for rank in range(2)]
+    parity = parity_path(job.path(0), "peer", 0).stat().st_blocks * 512
+    assert freed(job, keys(5)) > 6 * job.stepped + parity
+    assert held(job) == [[5], [5]] and [contents(job, rank, 5) for rank in range(2)] == wanted
+    assert [name.index for name in list_parity(job.node_dir("a"))] == [1, 1]
+    assert freed(job, keys(5)) == 0
+
+
+def test_slots_that_hold_nothing_go_first_of_all(job: Job) -> None:
+    with closing(Arena.open(job.path(0), writable=True)) as arena:
+        arena.control.begin(0)
+        arena.control.void(1)
+    os.truncate(job.path(1) / "slot0.safetensors", 4096)
+    assert freed(job, keys(2, 3, 4, 5)) > 2 * job.stepped
+    assert held(job) == [[4, 5], [2, 3, 4, 5]], "a damaged slot of a snapshot that is needed stays"
+    assert freed(job, keys(3, 4, 5)) > 0
+    assert held(job) == [[4, 5], [3, 4, 5]]
+
+
+def test_an_arena_without_use_goes_with_all_that_lies_in_it(job: Job) -> None:
+    freed(job, keys(9))
+    assert list_arenas(job.node_dir("a")) == [] and list_parity(job.node_dir("a")) == []
+
+
+def test_parity_that_is_needed_keeps_its_arena(job: Job) -> None:
+    with closing(Arena.open(job.path(0), writable=True)) as arena:
+        for slot in range(4):
+            arena.control.begin(slot)
+    freed(job, keys(5))
+    assert held(job) == [[], [5]]
+    with closing(ParityFile.open(parity_path(job.path(0), "peer", 1))) as file:
+        assert file.snapshot() == SnapshotId(LINEAGE, 5) and all(map(file.verify, range(file.num_blocks)))
+    with closing(Arena.open(job.path(0))) as arena:
+        assert sum(arena.slot_error(slot) is None for slot in range(4)) == 1, "a slot tells what the arena holds"
+
+
+def test_what_is_written_or_unreadable_or_to_be_left_stays(job: Job) -> None:
+    with closing(ParityFile.open(parity_path(job.path(0), "peer", 0), writable=True)) as file:
+        file.begin(SnapshotId(LINEAGE, 6))
+    os.truncate(job.path(1) / "control", 100)
+    freed(job, keys(5))
+    assert held_of(job, 0) == [5] and parity_path(job.path(0), "peer", 0).exists()
+    assert len(list(job.path(1).glob("slot*"))) == 4
+    with closing(Arena.open(job.path(0), writable=True)) as arena:
+        arena.lock(0)
+        assert give_up(list_arenas(job.node_dir("a")), keys(9)) == 0
+    freed(job, keys(9), (job.path(0).name,))
+    assert held_of(job, 0) == [5]
+    freed(job, keys(9))
+    assert not job.path(0).exists() and job.path(1).exists()
+
+
+def held_of(job: Job, rank: int) -> list[int]:
+    with closing(Arena.open(job.path(rank))) as arena:
+        records = [arena.control.record(slot) for slot in range(4)]
+        return sorted(record.snapshot.iteration for record in records if record.snapshot is not None)
+
+
+def test_only_snapshots_that_can_be_whole_are_needed(job: Job) -> None:
+    topology = choosing.job({f"dp{rank}": "a" for rank in range(2)}, {"dp": 2})
+    inventory = choosing.inventory_of(job.node_dir("a"))
+    assert worth_keeping(inventory, topology, SnapshotId(LINEAGE, 5)) == (keys(4, 5), keys(4, 5))
+    assert worth_keeping(inventory, topology, SnapshotId(LINEAGE, 4)) == (keys(4, 5), keys(4))
+    for rank in range(4):
+        package_path(job.node_dir("a"), f"dp{rank}", SnapshotId(LINEAGE, 4)).unlink(missing_ok=True)
+    inventory = choosing.inventory_of(job.node_dir("a"))
+    assert worth_keeping(inventory, topology, SnapshotId(LINEAGE, 5))[1] == keys(5)
+    there = choosing.inventory_of(job.node_dir("a"), job.node_dir("b")).arenas
+    whole = worth_keeping(Inventory(there, inventory.packages), topology, SnapshotId(LINEAGE, 5))[1]
+    assert whole == keys(2, 3, 4, 5), "whole as they lie there"
+
+
+# --- room for protection ---
+
+
+def test_parity_of_old_arenas_is_no_room_for_new_parity(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It goes with them; until then what is new comes on top."""
+    new = replace(job, stepped=job.stepped + 50_000)
+    monkeypatch.setattr(protected, "SLOTS", 1)
+    directory = job.node_dir("a")
+    old_bytes = sum(path.stat().st_blocks * 512 for path in directory.glob("dp*/[sp]*"))
+    old_packages = sum(path.stat().st_blocks * 512 for path in directory.glob(".mirror/*"))
+    assert old_packages > 0 and len(list_parity(directory)) == 4
+    holdings, groups = protected.holdings(job), protected.file_groups(job)
+    same = Arrangement(holdings, groups, [], mirrors(holdings, PEER))
+    parity = sum(name.path.stat().st_blocks * 512 for name in list_parity(directory))
+    found = same.account("a", directory, 1 << 20, 4)
+    assert found.now_bytes == found.later_bytes == (1 << 20) - parity - old_packages
+    for rank in range(2):
+        Arena.create(directory, new.manifest(rank), 4, 1).close()
+    holdings, groups = protected.holdings(new), protected.file_groups(new)
+    anew = Arrangement(holdings, groups, [], mirrors(holdings, PEER))
+    slots = sum(SlotImage.of(new.manifest(rank)).file_bytes for rank in range(2))
+    found = anew.account("a", directory, 1 << 20, 4)
+    assert found.now_bytes == (1 << 20) - old_packages, "the same shards: packages are written over"
+    assert found.later_bytes == found.now_bytes + 3 * slots - old_bytes
+    kept = {f"dp{rank}": nodes for rank, nodes in enumerate(mirrors(holdings, PEER).values()) if rank}
+    found = replace(anew, mirrors=kept).account("a", directory, 1 << 20, 4)
+    assert found.now_bytes == 1 << 20, "packages of a snapshot that has other shards go with the old arenas"
+    assert found.later_bytes == (1 << 20) + 3 * slots - old_bytes - old_packages
+    modes = replace(same, groups=[]).account("a", directory, 1 << 20, 4)
+    assert modes.now_bytes == (1 << 20) - old_packages, "parity of a mode that is not used any more stays"
+
+
+# --- room for a rebuild ---
+
+CHOSEN = SnapshotId(LINEAGE, 5)
+
+
+class Limited:
+    """Nodes with so many bytes more than they use at first."""
+
+    def __init__(self, job: Job, free: dict[str, int]) -> None:
+        self._limits = {job.node_dir(node): used_on(job, node) + nbytes for node, nbytes in free.items()}
+
+    def check_budget(self, path: Path, need_bytes: int) -> None:
+        used_bytes = sum(file.stat().st_blocks * 512 for file in path.rglob("*") if file.is_file())
+        if used_bytes + need_bytes > self._limits[path]:
+            raise MemoryBudgetError(f"need {need_bytes} bytes")
+
+
+def used_on(job: Job, node: str) -> int:
+    return sum(path.stat().st_blocks * 512 for path in job.node_dir(node).rglob("*") if path.is_file())
+
+
+def make_room_everywhere(job: Job, need_bytes: int) -> list[list[str]]:
+    """Each rank of two nodes needs so much; the events of each."""
+    shared: tuple[list[bytes], threading.Barrier] = ([b""] * 4, threading.Barrier(4))
+    events = [arenas.Recorded() for _ in range(4)]
+    keep = worth_keeping(choosing.inventory_of(job.node_dir("a"), job.node_dir("b")), job.topology, CHOSEN)
+
+    def run(rank: int) -> None:
+        topology, group = replace(job.topology, rank=rank), arenas.ThreadGroup(rank, shared)
+        site = SlotAt(job.nodes[rank], "dp9.00000000", 0)
+        node_dir = job.node_dir(job.nodes[rank])
+        make_room(
+            group, topology, node_dir, events[rank], chosen=CHOSEN, sites=[site], need_bytes=need_bytes, keep=keep,  # type: ignore[arg-type]
+        )  # fmt: skip
+
+    with ThreadPoolExecutor(4) as pool:
+        for future in [pool.submit(run, rank) for rank in range(4)]:
+            future.result()
+    return [[f"{name} {fields['newer']}" for name, fields in one.seen] for one in events]
+
+
+def held_everywhere(job: Job) -> list[list[int]]:
+    return [held_at(path) for node in ("a", "b") for path in list_arenas(job.node_dir(node))]
+
+
+def held_at(path: Path) -> list[int]:
+    with closing(Arena.open(path)) as arena:
+        return sorted(snapshot.iteration for snapshot in arena.snapshots())
+
+
+@pytest.mark.parametrize(
+    ("iterations", "packaged", "free_slots", "left", "events"),
+    [
+        ((2, 3, 4, 5), (4, 5), (3, 3), [[2, 3, 4, 5]] * 3, [[], [], [], []]),
+        ((2, 3, 4, 5), (4, 5), (0, 3), [[4, 5]] * 2 + [[2, 3, 4, 5]], [["spare_given_up False"], [], [], []]),
+        ((3, 4, 5, 6), (4, 5), (0, 3), [[4, 5]] * 2 + [[3, 4, 5, 6]], [["spare_given_up True"], [], [], []]),
+        ((4, 5), (4, 5), (0, 3), None, None),
+        ((3, 4, 5), (4, 5), (0, 0), None, None),
+    ],
+    ids=["there is room", "older ones go", "newer ones go last", "it does not suffice", "not on another node"],
+)
+def test_what_is_given_up_for_a_rebuild(  # noqa: PLR0917
+    arena_root: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    iterations: tuple[int, ...],
+    packaged: tuple[int, ...],
+    free_slots: tuple[int, int],
+    left: list[list[int]] | None,
+    events: list[list[str]] | None,
+) -> None:
+    monkeypatch.setattr(protected, "SLOTS", len(iterations))
+    job = Job(arena_root, ("a", "a", "b", "b"), PEER)
+    build(job, iterations, packaged)
+    shutil.rmtree(job.path(3))  # what is neither packaged nor newer cannot be whole any more
+    slot_bytes = SlotImage.of(job.manifest(3)).file_bytes
+    free = {node: number * slot_bytes for node, number in zip("ab", free_slots, strict=True)}
+    monkeypatch.setattr(ledger, "check_budget", Limited(job, free).check_budget)
+    before = held_everywhere(job)
+    if left is None:
+        with pytest.raises(MemoryBudgetError, match="no room to rebuild what this node lacks"):
+            make_room_everywhere(job, slot_bytes)
+        assert held_everywhere(job) == before, "nothing is given up where that does not suffice on every node"
+    else:
+        assert make_room_everywhere(job, slot_bytes) == events
+        assert held_everywhere(job) == left

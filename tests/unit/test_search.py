@@ -1,0 +1,90 @@
+"""Ranks verify what a decision would take: alike on all of them, whatever each has verified before."""
+
+from __future__ import annotations
+
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from ftckpt.model.snapshot import SnapshotId
+from ftckpt.restore.choice import Decision
+from ftckpt.restore.locations import SlotAt
+from ftckpt.restore.search import Search
+from ftckpt.store.control import SlotState
+
+RANKS = 3
+SNAPSHOT = SnapshotId(b"1" * 16, 5)
+OTHER = SnapshotId(b"1" * 16, 4)
+
+
+class Board:
+    """What ranks, as threads, gather from each other."""
+
+    def __init__(self) -> None:
+        self.barrier = threading.Barrier(RANKS)
+        self.data: list[bytes] = [b""] * RANKS
+
+
+class FakeGroup:
+    def __init__(self, rank: int, board: Board) -> None:
+        self.rank, self.size, self._board = rank, RANKS, board
+
+    def gather(self, data: bytes) -> list[bytes]:
+        self._board.data[self.rank] = bytes(data)
+        self._board.barrier.wait(20)
+        gathered = list(self._board.data)
+        self._board.barrier.wait(20)
+        return gathered
+
+
+class FakeArena:
+    def __init__(self, name: str) -> None:
+        self._good = "bad" not in name
+        snapshot = OTHER if "other" in name else SNAPSHOT
+        self.control = SimpleNamespace(record=lambda slot: SimpleNamespace(snapshot=snapshot))
+
+    def state(self, slot: int) -> SlotState:
+        return SlotState.SEALED
+
+    def verify(self, slot: int, progress: Any = None) -> list[str]:
+        return [] if self._good else ["chunk 0"]
+
+    def unchecked(self, slot: int) -> bool:
+        return False
+
+
+def verify(*decisions: Decision) -> list[list[bool]]:
+    """Whether something bad was found, by rank and decision; x0 and x1 are ranks of node A, x2 is of B."""
+    members = [SimpleNamespace(node=node, shard=f"x{i}") for i, node in enumerate("AAB")]
+    board, found = Board(), [[] for _ in range(RANKS)]  # type: ignore[var-annotated]
+    events = SimpleNamespace(emit=lambda *_, **__: None, tell=lambda *_: None)
+    arenas = SimpleNamespace(get=FakeArena)
+
+    def run(rank: int) -> None:
+        topology = SimpleNamespace(me=members[rank], members=members, is_node_leader=rank in (0, 2))
+        search = Search(FakeGroup(rank, board), topology, events, arenas)  # type: ignore[arg-type]
+        for decision in decisions:
+            found[rank].append(search._verify(decision))
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(RANKS)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    return found
+
+
+@pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_slot_that_another_rank_has_verified_is_no_surprise() -> None:
+    """After a bad slot the turns of all later shards shift."""
+    b, c = SlotAt("A", "b", 0), SlotAt("A", "c", 0)
+    first = Decision(SNAPSHOT, {"a": SlotAt("B", "a.bad", 0), "b": b, "c": c})
+    second = Decision(SNAPSHOT, {"a": SlotAt("A", "a.good", 0), "b": b, "c": c})
+    assert verify(first, second) == [[True, False]] * RANKS
+
+
+def test_a_slot_that_holds_another_snapshot_by_now_is_bad() -> None:
+    decision = Decision(SNAPSHOT, {"a": SlotAt("A", "a.other", 0)})
+    assert verify(decision) == [[True]] * RANKS

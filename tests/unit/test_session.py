@@ -1,0 +1,179 @@
+"""What ranks conclude from the same verdicts: when a snapshot is due or proven, what is protected, what is kept."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ftckpt.job.agreement import Coverage, Verdict
+from ftckpt.job.session import Guard, Interval, Proofs, Targets
+from ftckpt.model.snapshot import SnapshotId
+
+LINEAGE = b"l" * 16
+NOW_SECS = 100.0
+
+
+def verdict(whole: int, target: int = -1, cover: Coverage = Coverage.DONE) -> Verdict:
+    return Verdict(0, whole, target=target, cover=cover)
+
+
+def at(iteration: int) -> SnapshotId:
+    return SnapshotId(LINEAGE, iteration)
+
+
+def learn(targets: Targets, *verdicts: Verdict) -> list[str]:
+    """The events of what happens to targets."""
+    return [news.event for verdict in verdicts for news in targets.learn(verdict, LINEAGE, NOW_SECS)]
+
+
+def kept(targets: Targets) -> set[SnapshotId]:
+    return {snapshot for snapshot in (targets.protected, targets.target) if snapshot is not None}
+
+
+def test_a_whole_snapshot_is_the_target_until_all_have_covered_it() -> None:
+    targets = Targets(1)
+    learn(targets, verdict(4))
+    assert targets.target == at(4) and targets.protected is None
+    assert learn(targets, verdict(5, 4, Coverage.WORKING)) == [] and kept(targets) == {at(4)}
+    assert learn(targets, verdict(6, 4)) == ["protected"]
+    assert targets.protected == at(4) and targets.target == at(6)
+
+
+def test_a_target_that_cannot_be_covered_is_given_up_and_the_protected_one_stays() -> None:
+    targets = Targets(1)
+    learn(targets, verdict(4), verdict(5, 4))
+    assert learn(targets, verdict(6, 5, Coverage.CANNOT), verdict(7)) == ["not_protected"]
+    assert targets.protected == at(4) and targets.target == at(7) and targets.degraded
+    assert learn(targets, verdict(8, 7, Coverage.CANNOT)) == [], "one event for all that fail in a row"
+    assert learn(targets, verdict(9), verdict(10, 9)) == ["protected"] and not targets.degraded
+
+
+def test_no_target_is_chosen_while_a_node_could_not_protect_it() -> None:
+    targets = Targets(1)
+    learn(targets, verdict(4), verdict(5, 4, Coverage.CANNOT), verdict(6, -1, Coverage.CANNOT))
+    assert targets.target is None and kept(targets) == set()
+    learn(targets, verdict(7))
+    assert targets.target == at(7)
+    targets.stop()
+    learn(targets, verdict(8))
+    assert targets.target is None
+
+
+def test_a_verdict_about_an_older_target_settles_nothing() -> None:
+    targets = Targets(1)
+    learn(targets, verdict(4), verdict(5, 4), verdict(6, 4))
+    assert targets.protected == at(4) and targets.target == at(5)
+
+
+def test_each_kth_snapshot_is_a_target_and_the_first_one_too() -> None:
+    targets, chosen = Targets(3), []
+    for iteration in range(12):
+        target = targets.target
+        learn(targets, verdict(iteration, target.iteration if target else -1))
+        if targets.target is not None:
+            chosen.append(targets.target.iteration)
+    assert chosen == [0, 3, 6, 9]
+
+
+def test_without_protection_there_is_no_target() -> None:
+    targets = Targets(0)
+    assert learn(targets, verdict(4), verdict(5)) == [] and kept(targets) == set()
+
+
+def test_a_restored_snapshot_is_the_first_target_and_what_was_protected_before_stays() -> None:
+    older, old = SnapshotId(b"o" * 16, 7), SnapshotId(b"o" * 16, 9)
+    targets = Targets(1, protected=older, target=old)
+    learn(targets, verdict(10, 9, Coverage.WORKING))
+    assert kept(targets) == {older, old}
+    learn(targets, verdict(11, 9))
+    assert targets.protected == old and targets.target == at(11)
+
+
+@given(st.lists(st.tuples(st.booleans(), st.sampled_from(Coverage)), max_size=30), st.integers(1, 3), st.data())
+def test_verdicts_read_at_once_lead_to_the_same_as_one_by_one(
+    rounds: list[tuple[bool, Coverage]], interval: int, data: st.DataObject
+) -> None:
+    """A rank that reads late comes to where the others are."""
+    one, verdicts = Targets(interval), []
+    for iteration, (alike, cover) in enumerate(rounds):
+        target = one.target
+        verdicts.append(verdict(iteration if alike else -1, target.iteration if target else -1, cover))
+        learn(one, verdicts[-1])
+    other = Targets(interval)
+    cut = data.draw(st.integers(0, len(verdicts)))
+    learn(other, *verdicts[:cut])
+    learn(other, *verdicts[cut:])
+    assert other.marks == one.marks
+
+
+GUARDING = Guard(alive=True, configured=True, sealed=True)
+
+
+def test_how_far_a_node_is_with_the_target() -> None:
+    targets = Targets(1, timeout_secs=30.0, target=at(4), chosen_secs=NOW_SECS)
+    assert targets.report(GUARDING, NOW_SECS) == (4, Coverage.WORKING)
+    assert targets.report(GUARDING._replace(covered=True), NOW_SECS) == (4, Coverage.DONE)
+    for trouble in ({"alive": False}, {"configured": False}, {"sealed": False}, {"gave_up": True}):
+        assert targets.report(GUARDING._replace(**trouble), NOW_SECS) == (4, Coverage.CANNOT), trouble
+    covered = GUARDING._replace(covered=True)
+    assert targets.report(covered._replace(alive=False), NOW_SECS) == (4, Coverage.DONE), "what is covered stays so"
+    assert targets.report(covered._replace(configured=False), NOW_SECS) == (4, Coverage.CANNOT), "by other groups"
+
+
+def test_after_a_target_that_took_too_long_a_node_rests() -> None:
+    targets = Targets(1, timeout_secs=30.0, target=at(4), chosen_secs=NOW_SECS)
+    assert targets.report(GUARDING, NOW_SECS + 30.0) == (4, Coverage.WORKING)
+    assert targets.report(GUARDING, NOW_SECS + 31.0) == (4, Coverage.CANNOT)
+    targets.target = None
+    assert targets.report(GUARDING, NOW_SECS + 90.0) == (-1, Coverage.CANNOT)
+    assert targets.report(GUARDING, NOW_SECS + 92.0) == (-1, Coverage.DONE)
+
+
+def proven(proofs: Proofs, last: int, steps_from: int) -> list[int]:
+    """The snapshots, one per iteration, that have a proof; steps are skipped before iteration ``steps_from``."""
+    found = []
+    for number in range(1, last + 1):
+        if proofs.due(number, number):
+            found.append(number)
+            proofs.learn(number, number >= steps_from)
+    return found
+
+
+def test_proofs_are_close_at_first_then_at_the_interval() -> None:
+    assert proven(Proofs(20), 45, steps_from=1) == [1, 2, 4, 8, 16, 20, 32, 40]
+
+
+def test_proofs_are_close_from_where_steps_begin() -> None:
+    assert proven(Proofs(1000), 40, steps_from=6) == [1, 2, 3, 4, 5, 6, 7, 9, 13, 21, 37]
+
+
+def test_without_an_interval_proofs_are_at_the_start_only() -> None:
+    assert proven(Proofs(0), 40, steps_from=6) == [1]
+
+
+def test_an_interval_changes_at_the_same_snapshot_for_all() -> None:
+    interval = Interval(2, delay=8)
+    assert [i for i in range(1, 9) if interval.due(i)] == [2, 4, 6, 8]
+    assert interval.learn(4, 3)
+    assert not interval.learn(5, 3)
+    assert not interval.learn(6, 4), "a change that is not in force yet is not changed again"
+    assert [i for i in range(9, 40) if interval.due(i)] == [10, 12, 14, 16, 18, 20, 22, 24, 30, 36]
+    assert interval.number == 14
+    assert interval.learn(14, 1)
+    assert [i for i in range(40, 98) if interval.due(i)] == [42, 48, 54, 60, 66, 72, 78, 84, 86, 88, 90, 92, 94, 96]
+
+
+def test_a_rank_that_reads_late_is_due_when_the_others_are() -> None:
+    """However the numbers of iterations jump meanwhile."""
+    punctual, late = Interval(1, delay=8), Interval(1, delay=8)
+    boundaries = [*range(1, 42), 50, 60, 70, 71, 72, 73, *range(80, 120)]
+    taken = []
+    for boundary in boundaries:
+        due = punctual.due(boundary)
+        assert late.due(boundary) == due
+        if punctual.number == 40 and due:
+            punctual.learn(40, 7)
+        if punctual.number == 47 and due:
+            late.learn(40, 7)
+        taken += [boundary] * due
+    assert taken[-4:] == [98, 105, 112, 119]

@@ -1,0 +1,153 @@
+"""The decisions of all ranks of a job together, whatever happens to some of them, in any order of their steps."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+
+from ftckpt.config import Config
+from tests.support.ranks import CALM, Fate, Job
+
+Order = Callable[[int], int]
+
+
+def job(size: int = 2, slots: int = 2, **settings: int) -> Job:
+    defaults = {"error_limit": 3, "protect_interval": 1, "replica_check_interval": 0}
+    protects = slots > 2
+    return Job(size, slots, Config(protect_timeout_secs=5.0, **{**defaults, **settings}), protects)  # type: ignore[arg-type]
+
+
+def in_order(num_ready: int) -> int:
+    return 0
+
+
+def train(ranks: Job, iterations: int) -> None:
+    for _ in range(iterations):
+        ranks.iterate([CALM] * len(ranks.ranks), in_order)
+
+
+def progresses(ranks: Job) -> None:
+    """Where nothing fails, each snapshot that is due becomes whole, and protected where anything is."""
+    if len(ranks.on) < len(ranks.ranks) or any(rank.state.failures for rank in ranks.ranks):
+        ranks.start()
+    train(ranks, 80 * ranks.config.interval)  # until wishes for rarer snapshots are over
+    for rank in ranks.ranks:
+        assert not rank.state.off
+        assert (
+            rank.state.whole is not None and rank.state.whole.iteration > ranks.iteration - 3 * ranks.config.interval
+        )
+        assert rank.state.failures == 0
+        if ranks.protects:
+            protected = rank.state.targets.protected
+            assert protected is not None and protected.iteration > ranks.iteration - 7 * ranks.config.interval
+
+
+TROUBLES = [
+    *(Fate(copies=copies) for copies in ("late", "failed", "stuck")),
+    *(Fate(impatient=True, copies=copies) for copies in ("sealed", "late", "failed")),
+    *(Fate(smp=smp) for smp in ("slow", "gives up", "dead")),
+    *(Fate(stretch=stretch, steps=False) for stretch in (1, 2, 3)),
+    Fate(begin_fails=True),
+    Fate(begin_fails=True, impatient=True),
+]
+"""One thing, or two, that go wrong."""
+
+FATES = st.sampled_from([CALM, *TROUBLES])
+ORDERS = st.integers(0, 1 << 30).map(lambda seed: random.Random(seed).randrange)
+"""In which order ranks take their steps."""
+
+
+class Ranks(RuleBasedStateMachine):
+    @initialize(
+        size=st.integers(2, 4), slots=st.integers(2, 4), proofs=st.sampled_from((0, 3)), protect=st.integers(1, 3),
+        limit=st.integers(1, 4),
+    )  # fmt: skip
+    def begin(self, *, size: int, slots: int, proofs: int, protect: int, limit: int) -> None:
+        self.job = job(size, slots, replica_check_interval=proofs, protect_interval=protect, error_limit=limit)
+
+    @rule(fates=st.lists(FATES, min_size=4, max_size=4), order=ORDERS)
+    def iterate(self, fates: list[Fate], order: Order) -> None:
+        self.job.iterate(fates[: len(self.job.ranks)], order)
+
+    @rule(troubled=st.integers(0, 3), fate=FATES, iterations=st.integers(1, 6), order=ORDERS)
+    def one_rank_in_trouble(self, troubled: int, fate: Fate, iterations: int, order: Order) -> None:
+        fates = [fate if rank == troubled else CALM for rank in range(len(self.job.ranks))]
+        for _ in range(iterations):
+            self.job.iterate(fates, order)
+
+    @rule(iterations=st.integers(1, 4))
+    def numbers_jump(self, iterations: int) -> None:
+        self.job.iteration += iterations
+
+    @rule(fates=st.lists(FATES, min_size=4, max_size=4), steps=st.integers(0, 40), order=ORDERS)
+    def die(self, fates: list[Fate], steps: int, order: Order) -> None:
+        self.job.iterate(fates[: len(self.job.ranks)], order, stop_after=steps)
+
+    @rule(changed=st.booleans())
+    def replicas_differ(self, changed: bool) -> None:
+        self.job.changed_replicas = changed
+
+    @precondition(lambda self: self.job.iteration > 2)
+    @rule(order=ORDERS)
+    def go_back(self, order: Order) -> None:
+        """The script loads an older state in the running process."""
+        begin = min(rank.state.iteration for rank in self.job.ranks)
+        self.job.iteration = max(0, begin - 2)
+        self.job.iterate([CALM] * len(self.job.ranks), order)
+        assert not self.job.on or begin < 1
+        self.job.start()
+
+    @rule()
+    def nothing_fails(self) -> None:
+        self.job.changed_replicas = False
+        progresses(self.job)
+
+
+TestRanks = Ranks.TestCase
+TestRanks.settings = settings(max_examples=30, stateful_step_count=20, deadline=None)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_long_lives_of_many_jobs(seed: int) -> None:
+    """The same machine on fixed paths: longer ones than are worth shrinking."""
+    dice = random.Random(seed)
+    ranks = job(
+        dice.randint(2, 4),
+        dice.randint(2, 4),
+        replica_check_interval=dice.choice((0, 3)),
+        protect_interval=dice.randint(1, 3),
+        error_limit=dice.randint(1, 6),
+        interval=dice.randint(1, 2),
+    )
+    fates = [CALM] * len(ranks.ranks)
+    for _ in range(120):
+        stop_after = dice.randint(0, 40) if dice.random() < 0.05 else 1 << 30
+        ranks.changed_replicas = dice.random() < 0.1
+        if dice.random() < 0.7:  # otherwise trouble lasts
+            fates = [dice.choice(TROUBLES) if dice.random() < 0.3 else CALM for _ in ranks.ranks]
+        ranks.iterate(fates, dice.randrange, stop_after)
+        if dice.random() < 0.05 or not ranks.on:
+            ranks.start()
+    ranks.changed_replicas = False
+    progresses(ranks)
+
+
+def test_a_rank_that_fails_too_often_turns_all_off() -> None:
+    ranks = job(3, replica_check_interval=3)
+    for _ in range(8):
+        ranks.iterate([CALM, Fate(begin_fails=True), CALM], in_order)
+    assert not ranks.on
+
+
+def test_a_rank_that_reads_late_that_all_turn_off_enters_no_proof() -> None:
+    """Whoever was on time has entered the last proof there is."""
+    for proof in range(1, 9):
+        ranks = job(2, replica_check_interval=proof, error_limit=1)
+        ranks.iterate([CALM, Fate(begin_fails=True)], in_order)
+        for fate in (Fate(impatient=True, steps=False), CALM, CALM):
+            ranks.iterate([fate, Fate(begin_fails=True)], in_order)

@@ -1,0 +1,96 @@
+"""The name of a snapshot: its forms, its order, and how an arena finds it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ftckpt.model.fragment import Box, Fragment
+from ftckpt.model.manifest import Manifest
+from ftckpt.model.snapshot import SnapshotId
+from ftckpt.store.arena import Arena
+from ftckpt.store.directory import node_directory
+
+IDS = st.builds(SnapshotId, st.binary(min_size=16, max_size=16), st.integers(0, (1 << 63) - 1))
+OLD, NEW = b"o" * 16, b"n" * 16
+
+
+@given(IDS)
+def test_both_forms_give_the_same_snapshot_back(snapshot: SnapshotId) -> None:
+    assert SnapshotId.parse(str(snapshot)) == snapshot
+    assert SnapshotId.unpack(snapshot.pack()) == snapshot
+    assert len(snapshot.pack()) == SnapshotId.NBYTES
+    assert "/" not in str(snapshot)
+    assert len(str(snapshot)) <= 52
+
+
+@given(IDS, IDS)
+def test_snapshots_sort_by_iteration_then_lineage(one: SnapshotId, other: SnapshotId) -> None:
+    assert (one < other) == ((one.iteration, one.lineage) < (other.iteration, other.lineage))
+    assert (one == other) == (str(one) == str(other)) == (one.pack() == other.pack())
+
+
+HEX = "ab" * 16
+
+
+@pytest.mark.parametrize(
+    "text", ["", "1.2", HEX, f"{HEX}.-1", f"{HEX}.01", f"{HEX.upper()}.1", f"{HEX}.1\n", f"{HEX}.{1 << 63}"]
+)
+def test_what_is_not_the_text_of_a_snapshot_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="snapshot"):
+        SnapshotId.parse(text)
+
+
+@pytest.mark.parametrize("data", [b"", bytes(23), bytes(25), bytes(16) + b"\xff" * 8])
+def test_what_is_not_the_bytes_of_a_snapshot_is_refused(data: bytes) -> None:
+    with pytest.raises(ValueError, match="snapshot"):
+        SnapshotId.unpack(data)
+
+
+def test_an_impossible_snapshot_is_refused() -> None:
+    for lineage, iteration in [(b"short", 1), (bytes(17), 1), (bytes(16), -1), (bytes(16), 1 << 63)]:
+        with pytest.raises(ValueError):
+            SnapshotId(lineage, iteration)
+
+
+def seal(arena: Arena, slot: int, snapshot: SnapshotId) -> None:
+    arena.control.begin(slot)
+    arena.control.seal(slot, snapshot)
+
+
+def test_an_arena_finds_its_snapshots_newest_first(tmp_path: Path) -> None:
+    manifest = Manifest({"dp": 0}, {"dp": 1}, (Fragment.whole("w", "U8", (10,), Box((0,), (10,))),), (), 0, 4096)
+    arena = Arena.create(node_directory(tmp_path, "job", "node"), manifest, slots=4)
+    try:
+        assert arena.snapshots() == {}
+        first, second, third = SnapshotId(OLD, 7), SnapshotId(NEW, 7), SnapshotId(NEW, 8)
+        for slot, snapshot in enumerate([first, third, second]):
+            seal(arena, slot, snapshot)
+        assert list(arena.snapshots().items()) == [(third, 1), (first, 0), (second, 2)]
+        assert [arena.find(snapshot) for snapshot in (first, third, None)] == [0, 1, None]
+        assert arena.find(SnapshotId(OLD, 8)) is None
+        seal(arena, 3, third)  # of two slots with one snapshot the later counts
+        assert arena.find(third) == 3
+        arena.control.begin(3)
+        assert arena.find(third) == 1
+        arena.free(1)
+        assert arena.find(third) is None
+    finally:
+        arena.close()
+
+
+def test_a_slot_that_cannot_be_read_holds_no_snapshot(tmp_path: Path) -> None:
+    manifest = Manifest({"dp": 0}, {"dp": 1}, (Fragment.whole("w", "U8", (10,), Box((0,), (10,))),), (), 0, 4096)
+    arena = Arena.create(node_directory(tmp_path, "job", "node"), manifest, slots=2)
+    seal(arena, 1, SnapshotId(OLD, 7))
+    arena.close()
+    (arena.path / "slot1.safetensors").unlink()
+    again = Arena.open(arena.path)
+    try:
+        assert again.slot_error(1)
+        assert again.find(SnapshotId(OLD, 7)) is None
+    finally:
+        again.close()
