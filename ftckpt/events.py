@@ -71,7 +71,7 @@ EVENTS: dict[str, EventKind] = {
         "restore() ends", iteration="restored; null: a start from the beginning", lineage="of what follows, hex",
         source="where it came from", blocked_secs="time in restore()",
     ),
-    "closed": _quiet("this rank's session has ended"),
+    "closed": _quiet("this rank's session has ended", iteration="of the last boundary; -1: there was none"),
     "close_incomplete": _quiet("other ranks did not come to close(): arenas may stay", error="what was seen"),
     # A snapshot.
     "snapshot": _quiet(
@@ -87,7 +87,9 @@ EVENTS: dict[str, EventKind] = {
         schedule="setting", begin="seconds since the epoch", spans="kind, begin and end in seconds since ``begin``",
         copies="begin, end (seconds), bytes", **_COSTS,
     ),
-    "skipped": _quiet("a snapshot was not taken, on all ranks", reason="why"),
+    "skipped": _quiet(
+        "a snapshot was not taken, on all ranks", iteration="whose boundary it was", reason="why"
+    ),
     "snapshot_error": _loud(
         "a snapshot failed on this rank", error="what was raised", in_a_row="failures without a success between"
     ),

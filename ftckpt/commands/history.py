@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 from bisect import bisect_right
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -19,6 +19,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from ftckpt.commands.attempts import Attempt
 from ftckpt.commands.charts import pieces
 from ftckpt.commands.event_log import EventLog, event_logs, note_of_choice, parse_line
 from ftckpt.events import EVENTS
@@ -54,7 +55,7 @@ class Recovery:
 
     ``struck_at``: when the fault was noted, or else when the first rank fell silent. ``detect``: from then until the
     last process of that attempt was gone (or fell silent). ``rejoin``: until the last rank had joined. ``rebuild``:
-    how long lost shards were made anew from parity; ``load``: the rest of the restore; both on the slowest rank.
+    how long lost shards were made anew from parity, on the slowest rank; ``load``: the rest, until all had restored.
     ``first-step``: until all ranks had passed a boundary. ``starts``: attempts it took, those that did not come to
     train included. ``source``: ``memory``, or what lost shards were rebuilt from, joined by ``+``, or ``nothing``.
     ``layout``: from which to which, where it changed.
@@ -92,15 +93,6 @@ class BlockedTime:
     slowest: float
 
 
-@dataclass(frozen=True)
-class Age:
-    """At the boundary of ``iteration``: how many iterations older the newest whole and protected snapshots were."""
-
-    iteration: int
-    whole: int | None
-    protected: int | None
-
-
 @dataclass
 class Alarm:
     """A kind of loud event: how often it came, from whom, and the fields of the first."""
@@ -109,92 +101,6 @@ class Alarm:
     first_at: float = math.inf
     who: set[str] = field(default_factory=set)
     detail: str = ""
-
-
-@dataclass
-class _Mark:
-    """What became of one snapshot; ``copied`` and ``checked`` have a bit for each rank or shard."""
-
-    boundary_at: float = 0.0
-    copied: int = 0
-    copied_at: float = 0.0
-    checked: int = 0
-    checked_at: float = 0.0
-    protected_at: float = math.inf
-
-    def whole_at(self, num_ranks: int) -> float:
-        """When all ranks had copied it, or the SMPs had checked all of it."""
-        times = [(self.copied.bit_count(), self.copied_at), (self.checked.bit_count(), self.checked_at)]
-        return min((time for num, time in times if num >= num_ranks), default=math.inf)
-
-
-@dataclass
-class Attempt:
-    """One start of all ranks that came to train; a lineage is its name."""
-
-    start: int | None = None
-    source: str | None = None
-    layout: str = ""
-    joined_at: float = 0.0
-    restored_at: float = 0.0
-    restore_secs: float = 0.0
-    rebuild_secs: float = 0.0
-    boundary_at: float = 0.0
-    last_iteration: int = 0
-    sources: set[str] = field(default_factory=set)
-    rebuilt_shards: set[str] = field(default_factory=set)
-    rebuilt_bytes: int = 0
-    nodes: set[str] = field(default_factory=set)
-    pids: set[int] = field(default_factory=set)
-    last_signs: dict[int, float] = field(default_factory=dict)
-    closed: set[int] = field(default_factory=set)
-    abandoned: Counter[int] = field(default_factory=Counter)
-    marks: dict[int, _Mark] = field(default_factory=lambda: defaultdict(_Mark))
-
-    @property
-    def ended_well(self) -> bool:
-        """Whether every rank closed ftckpt."""
-        return self.closed >= self.last_signs.keys()
-
-    def ages(self) -> Iterator[Age]:
-        """How old snapshots were at each boundary, iterations in order."""
-        num = len(self.last_signs)
-        whole = _Newest((mark.whole_at(num), iteration) for iteration, mark in self.marks.items())
-        protected = _Newest((mark.protected_at, iteration) for iteration, mark in self.marks.items())
-        # What was restored is whole; whether it is protected is only known once this attempt has protected it.
-        for iteration, mark in sorted(self.marks.items()):
-            if mark.boundary_at:
-                newest_whole = whole.at(mark.boundary_at)
-                newest_protected = protected.at(mark.boundary_at)
-                if newest_whole is None:
-                    newest_whole = self.start
-                yield Age(
-                    iteration,
-                    None if newest_whole is None else max(0, iteration - newest_whole),
-                    None if newest_protected is None else max(0, iteration - newest_protected),
-                )
-
-    def lags(self) -> Iterator[tuple[int, float]]:
-        """Seconds from the boundary of each snapshot until it was protected."""
-        for iteration, mark in sorted(self.marks.items()):
-            if mark.boundary_at and mark.protected_at < math.inf:
-                yield iteration, max(0.0, mark.protected_at - mark.boundary_at)
-
-
-class _Newest:
-    """The newest iteration that something had come to by a time; asked for times in any order."""
-
-    def __init__(self, times: Iterator[tuple[float, int]]) -> None:
-        self._times: list[float] = []
-        self._newest: list[int] = []
-        for time, iteration in sorted(times):
-            if time < math.inf:
-                self._times.append(time)
-                self._newest.append(max(iteration, self._newest[-1] if self._newest else iteration))
-
-    def at(self, time: float) -> int | None:
-        place = bisect_right(self._times, time)
-        return self._newest[place - 1] if place else None
 
 
 @dataclass
@@ -313,7 +219,7 @@ class _Reader:
 
     def read_other(self, path: Path, attempts: Sequence[Attempt]) -> None:
         """The file of an SMP, or notes of somebody else's."""
-        begins = [attempt.restored_at - attempt.restore_secs for attempt in attempts]
+        begins = [attempt.joined_at for attempt in attempts]
 
         def take(line: Line) -> None:
             # An SMP outlives attempts and does not know their lineages: time tells.
@@ -386,8 +292,8 @@ class _Reader:
         gone_at = max([struck_at, *(gone or signs)])
         # Clocks of nodes differ, and a note may come late: parts are never negative.
         gone_at = min(gone_at, max(struck_at, new.joined_at))
-        first_step = new.boundary_at - new.joined_at - new.restore_secs if new.boundary_at else 0.0
-        secs = (gone_at - struck_at, new.joined_at - gone_at, new.rebuild_secs, new.restore_secs - new.rebuild_secs)
+        loading = new.restore_secs - new.rebuild_secs
+        secs = (gone_at - struck_at, new.joined_at - gone_at, new.rebuild_secs, loading, new.first_step_secs)
         nodes = [f"{node} lost" for node in sorted(old.nodes - new.nodes)]
         nodes += [f"{node} joined" for node in sorted(new.nodes - old.nodes)]
         return Recovery(
@@ -399,7 +305,7 @@ class _Reader:
             noted=bool(notes),
             restored_iteration=new.start or 0,
             iterations_lost=lost,
-            parts=dict(zip(PARTS, (max(0.0, value) for value in (*secs, first_step)), strict=True)),
+            parts=dict(zip(PARTS, (max(0.0, value) for value in secs), strict=True)),
             trained=bool(new.boundary_at),
             source="+".join(sorted(new.sources)) or new.source or "nothing",
             starts=1 + max(new.abandoned.values(), default=0),
@@ -447,7 +353,6 @@ class _RankFile:
         joined, self._joined = self._joined or line, None
         attempt.joined_at = max(attempt.joined_at, _number(joined["time"]))
         attempt.restored_at = max(attempt.restored_at, time)
-        attempt.restore_secs = max(attempt.restore_secs, _number(line["blocked_secs"]))
         attempt.start = None if line["iteration"] is None else _count(line["iteration"])
         attempt.source = None if line.get("source") is None else str(line["source"])
         attempt.layout = self._layout or attempt.layout
@@ -465,11 +370,18 @@ class _RankFile:
         self._fence_secs += _number(line["blocked_secs"])
 
     def _on_snapshot(self, line: Line, time: float) -> None:
-        iteration, fence_secs, self._fence_secs = _count(line["iteration"]), self._fence_secs, 0.0
+        iteration, fence_secs = _count(line["iteration"]), self._fence_secs
+        self._pass_boundary(iteration, time)
+        if self._attempt is not None and self._sampled:
+            self._reader.blocked[iteration][self._rank] = (_number(line["blocked_secs"]), fence_secs)
+
+    def _on_skipped(self, line: Line, time: float) -> None:
+        self._pass_boundary(_count(line["iteration"]), time)
+
+    def _pass_boundary(self, iteration: int, time: float) -> None:
+        self._fence_secs = 0.0
         if self._attempt is None:
             return
-        if self._sampled:
-            self._reader.blocked[iteration][self._rank] = (_number(line["blocked_secs"]), fence_secs)
         self._attempt.last_iteration = max(self._attempt.last_iteration, iteration)
         mark = self._attempt.marks[iteration]
         mark.boundary_at = max(mark.boundary_at, time)
@@ -498,9 +410,12 @@ class _RankFile:
     def _on_conditions(self, line: Line, _: float) -> None:
         self._reader.conditions[str(line.get("node", self._rank))] = line
 
-    def _on_closed(self, _: Line, __: float) -> None:
+    def _on_closed(self, line: Line, _: float) -> None:
         if self._attempt is not None:
             self._attempt.closed.add(self._rank)
+            # Boundaries between snapshots leave no event: only the end tells how far a rank came.
+            if line["iteration"] >= 0:
+                self._attempt.last_iteration = max(self._attempt.last_iteration, _count(line["iteration"]))
 
 
 def _fault_note(line: Line) -> FaultNote:

@@ -230,7 +230,7 @@ class Checkpointer:
         if arena is not None:
             arena.close()
         self._arenas.release()
-        self.events.emit("closed")
+        self.events.emit("closed", iteration=self._boundary)
         self.events.close()
 
     def _load(
@@ -312,7 +312,7 @@ class Checkpointer:
         capture = shard.capture
         decision = self._state.take(has_room=capture is not None and capture.has_room(self._state.keep))
         if isinstance(decision, Skip):
-            self.events.emit("skipped", reason=decision.reason)
+            self.events.emit("skipped", iteration=iteration, reason=decision.reason)
         elif decision is not None and capture is not None:
             slot = self._take(decision, capture, pacer)
             self.events.emit("snapshot", iteration=iteration, slot=slot, blocked_secs=time.perf_counter() - begin)

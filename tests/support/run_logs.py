@@ -178,7 +178,7 @@ class RunLogs:
                 if protects:
                     events.append({"event": "protected", "time": when + 1.5, "iteration": iteration})
             if closed:
-                events.append({"event": "closed", "time": at + 2 + last - first})
+                events.append({"event": "closed", "time": at + 2 + last - first, "iteration": last})
             events.sort(key=lambda event: float(event["time"]))
             self.write(f"rank{rank}", *({"rank": rank, "pid": pid, **event} for event in events))
 

@@ -11,9 +11,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from ftckpt.commands.attempts import Age
 from ftckpt.commands.charts import Curve, curve_chart, pieces, thin
 from ftckpt.commands.event_log import EventLogError
-from ftckpt.commands.history import PARTS, Age, read_history
+from ftckpt.commands.history import PARTS, read_history
 from ftckpt.commands.main import main
 from ftckpt.commands.page import ranges
 from ftckpt.commands.report import Additions, render, write_report
@@ -104,10 +105,34 @@ def test_an_attempt_that_restored_and_never_trained_counts(logs: RunLogs) -> Non
 def test_a_run_without_an_end_is_no_good_run(logs: RunLogs) -> None:
     logs.attempt("aa", (1, 2), 100.0, None, 3)
     assert "no rank closed ftckpt" in html(logs) and '<header class="bad">' in html(logs)
-    logs.write("rank0", {"event": "closed", "time": 105.0, "rank": 0, "pid": 1})
+    logs.write("rank0", {"event": "closed", "time": 105.0, "rank": 0, "pid": 1, "iteration": 3})
     assert "1 rank never closed ftckpt" in html(logs)
-    logs.write("rank1", {"event": "closed", "time": 105.0, "rank": 1, "pid": 2})
+    logs.write("rank1", {"event": "closed", "time": 105.0, "rank": 1, "pid": 2, "iteration": 3})
     assert "closed ftckpt" not in html(logs) and '<header class="plain">' in html(logs)
+
+
+def test_boundaries_without_a_snapshot_count(logs: RunLogs) -> None:
+    logs.attempt("aa", (1, 2), 100.0, None, 3)
+    skipped = {"event": "skipped", "iteration": 4, "time": 104.3, "reason": "no slot"}
+    logs.write("rank0", {"rank": 0, "pid": 1, **skipped})
+    logs.attempt("bb", (11, 12), 110.0, 3, 5)
+    logs.write("rank0", {"event": "closed", "time": 117.0, "rank": 0, "pid": 11, "iteration": 9})
+    history = read_history(logs.run)
+    assert [attempt.last_iteration for attempt in history.attempts] == [4, 9]
+    assert history.restarts[0].iterations_lost == 1
+    assert Age(4, 1, 2) in history.attempts[0].ages()
+
+
+def test_waiting_for_a_late_rank_is_no_restoring(logs: RunLogs) -> None:
+    logs.attempt("aa", (1, 2), 100.0, None, 3)
+    logs.attempt("bb", (11, 12), 110.0, 3, 5)
+    joined = {"event": "joined", "time": 95.0, "rank": 2, "pid": 3, "job": "j", "node": "n1"}
+    restored = {"event": "restored", "time": 110.3, "rank": 2, "pid": 3, "iteration": 3, "lineage": "bb",
+                "source": "memory", "blocked_secs": 15.3}  # fmt: skip
+    logs.write("rank2", joined, restored)
+    (restart,) = read_history(logs.run).restarts
+    assert restart.parts["load"] == pytest.approx(0.2) and restart.parts["first-step"] == pytest.approx(0.8)
+    assert restart.total_secs == pytest.approx(111.1 - restart.struck_at)
 
 
 def test_what_was_rebuilt_and_reshaped_is_told_with_its_sources(logs: RunLogs) -> None:
