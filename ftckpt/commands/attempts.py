@@ -19,7 +19,7 @@ class Age:
 
 
 @dataclass
-class Mark:
+class SnapshotTimes:
     """What became of one snapshot; ``copied`` and ``checked`` have a bit for each rank or shard."""
 
     boundary_at: float = 0.0
@@ -55,7 +55,7 @@ class Attempt:
     last_signs: dict[int, float] = field(default_factory=dict)
     closed: set[int] = field(default_factory=set)
     abandoned: Counter[int] = field(default_factory=Counter)
-    marks: dict[int, Mark] = field(default_factory=lambda: defaultdict(Mark))
+    marks: dict[int, SnapshotTimes] = field(default_factory=lambda: defaultdict(SnapshotTimes))
 
     @property
     def restore_secs(self) -> float:
