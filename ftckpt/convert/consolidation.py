@@ -18,9 +18,8 @@ from ftckpt.errors import ConvertError, LostError
 from ftckpt.model.fragment import DTYPE_BYTES, Box, Fragment
 from ftckpt.model.text import listed
 from ftckpt.model.training_state import cast_master
-from ftckpt.restore.blocks import Block
-from ftckpt.restore.index import Index, Offer
-from ftckpt.restore.plan import overlap, plan
+from ftckpt.restore.offers import Index, Offer
+from ftckpt.restore.plan import Block, overlap, plan
 
 WEIGHT, MASTER = "weight/", "master/"
 _FLOATS = {name: TORCH_DTYPES[name] for name in ("BF16", "F16", "F32", "F64")}

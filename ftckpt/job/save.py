@@ -33,10 +33,10 @@ from ftckpt.model import codec, objects
 from ftckpt.model.manifest import Manifest
 from ftckpt.model.topology import Topology, first_of_each_stage
 from ftckpt.restore.choice import newest_whole
-from ftckpt.restore.index import Index, Offer
 from ftckpt.restore.inventory import ArenaReport, report_arena
 from ftckpt.restore.load import Transfer, execute, fetch, transfer
 from ftckpt.restore.locations import OpenArenas, SlotAt
+from ftckpt.restore.offers import Index, Offer
 from ftckpt.restore.plan import ReadItem, plan
 from ftckpt.store.arena import Arena
 from ftckpt.store.image import SlotImage

@@ -10,14 +10,12 @@ import xxhash
 
 from ftckpt.errors import ArenaError, CorruptError
 from ftckpt.restore.locations import SlotAt
-from ftckpt.restore.rebuild import Fix
+from ftckpt.restore.rebuild import Bytes, Fix
 from ftckpt.store.arena import Arena
 from ftckpt.store.control import control_bytes
 from ftckpt.store.directory import arena_path, remove_arena
 from ftckpt.store.image import PAGE_BYTES, SlotImage
 from ftckpt.store.package import Package
-
-Bytes = npt.NDArray[np.uint8]
 
 _LOCK_SECS = 5.0
 

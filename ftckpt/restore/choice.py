@@ -15,8 +15,7 @@ from ftckpt.model.snapshot import SnapshotId
 from ftckpt.model.text import listed
 from ftckpt.model.topology import Topology, layouts_differ
 from ftckpt.parity.survive import BlockId
-from ftckpt.restore.candidates import REMEDY, Candidate, candidates
-from ftckpt.restore.inventory import ArenaReport, Inventory, Layout, Shield
+from ftckpt.restore.inventory import REMEDY, ArenaReport, Candidate, Inventory, Layout, Shield, candidates
 from ftckpt.restore.locations import Damage, SlotAt
 from ftckpt.restore.rebuild import Rebuild, assess
 

@@ -25,7 +25,7 @@ import torch
 import xxhash
 
 from ftckpt.model.fragment import Shape
-from ftckpt.restore.blocks import Block, cut
+from ftckpt.restore.plan import Block, cut
 
 MESSAGE_BYTES = 16 << 20
 """Upper bound of one message, and of what is copied at a time between looks at the wire."""

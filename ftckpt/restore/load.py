@@ -19,7 +19,6 @@ from ftckpt.events import Progress
 from ftckpt.group import Group, together
 from ftckpt.model import codec
 from ftckpt.restore import exchange as wire
-from ftckpt.restore.blocks import Block, in_bytes, run, stream
 from ftckpt.restore.exchange import (
     Name,
     Ranks,
@@ -33,7 +32,7 @@ from ftckpt.restore.exchange import (
     source_strip,
 )
 from ftckpt.restore.locations import Location, OpenArenas, location_of
-from ftckpt.restore.plan import ReadItem
+from ftckpt.restore.plan import Block, ReadItem, in_bytes, run, stream
 
 Loop = tuple[int, Sequence[int], Sequence[int]]
 """Bytes of a source in the order of some loops: begin, shape, strides."""

@@ -12,13 +12,11 @@ from ftckpt.parity.codecs import MISSING, Missing, decode, encode
 from ftckpt.parity.groups import ParityGroup
 from ftckpt.parity.stripes import num_blocks
 from ftckpt.parity.survive import BlockId, ChunkId, Repair, block_chunk, solve
-from ftckpt.restore.candidates import Candidate
-from ftckpt.restore.inventory import Shield, SoundPackage
+from ftckpt.restore.inventory import Candidate, Shield, SoundPackage
 from ftckpt.restore.locations import BlockAt, ChunkAt, Damage, OpenArenas, SlotAt
+from ftckpt.store.image import PAGE_BYTES
 
 Bytes = npt.NDArray[np.uint8]
-
-PAGE_BYTES = 4096
 
 NEW_SLOT = -1
 """In place of a slot's number: the shard comes into a slot that is chosen when it is rebuilt."""

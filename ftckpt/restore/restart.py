@@ -21,11 +21,11 @@ from ftckpt.model.layouts import layout_name
 from ftckpt.model.topology import Topology, first_of_each_stage
 from ftckpt.model.training_state import Description, Piece, TrainingState, cast_master
 from ftckpt.restore.choice import Decision, readers_of
-from ftckpt.restore.index import Index
 from ftckpt.restore.load import Traffic, Transfer, execute, fetch, transfer
 from ftckpt.restore.locations import OpenArenas
-from ftckpt.restore.needs import (
+from ftckpt.restore.offers import (
     Hashes,
+    Index,
     SlotContents,
     check_copies,
     decode_contents,

@@ -18,13 +18,13 @@ from ftckpt.group import Group, together
 from ftckpt.model import codec
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.model.topology import Topology
-from ftckpt.restore.candidates import known_shards
 from ftckpt.restore.choice import Decision, Findings, Query, decide, readers_of
 from ftckpt.restore.inventory import (
     Inventory,
     NodeProtection,
     Problem,
     Shield,
+    known_shards,
     read_protection,
     take_inventory,
 )

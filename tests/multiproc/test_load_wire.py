@@ -62,8 +62,8 @@ def reshape(rank: int, size: int, folder: str, seeds: list[int]) -> list[dict[st
     from ftckpt.group import Group
     from ftckpt.restore import exchange as wire
     from ftckpt.restore import load
-    from ftckpt.restore.index import Index, Offer
     from ftckpt.restore.locations import SlotAt
+    from ftckpt.restore.offers import Index, Offer
     from ftckpt.restore.plan import plan
 
     class Files:

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from ftckpt.model.fragment import Fragment
-from ftckpt.restore.index import Offer
+from ftckpt.restore.offers import Offer
 from ftckpt.restore.plan import plan
 from tests.support import megatron_models as models
 from tests.support.megatron_models import Model

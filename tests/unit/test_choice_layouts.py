@@ -16,7 +16,6 @@ from ftckpt.model.topology import RankPlace, Topology, shard_names
 from ftckpt.parity.groups import peer_groups
 from ftckpt.parity.holding import Holding, HoldingSection
 from ftckpt.parity.modes import Modes
-from ftckpt.restore.candidates import known_shards
 from ftckpt.restore.choice import Decision, Findings, Query, decide, readers_of
 from ftckpt.restore.inventory import (
     ArenaReport,
@@ -27,6 +26,7 @@ from ftckpt.restore.inventory import (
     Shield,
     SlotReport,
     SoundPackage,
+    known_shards,
 )
 from ftckpt.restore.locations import PackageAt, SlotAt
 from tests.support.choosing import decided, job

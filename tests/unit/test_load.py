@@ -21,11 +21,10 @@ from ftckpt.model import codec
 from ftckpt.model.fragment import Box, Fragment
 from ftckpt.restore import exchange as wire
 from ftckpt.restore import locations
-from ftckpt.restore.blocks import Block, run
-from ftckpt.restore.index import Offer
 from ftckpt.restore.load import Item, Traffic, Transfer, execute, fetch, transfer
 from ftckpt.restore.locations import BlockAt, ChunkAt, Location, OpenArenas, PackageAt, SlotAt, location_of
-from ftckpt.restore.plan import ReadItem
+from ftckpt.restore.offers import Offer
+from ftckpt.restore.plan import Block, ReadItem, run
 
 WAIT_SECS = 20.0
 SLOT_BYTES = 1 << 12

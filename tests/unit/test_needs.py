@@ -11,9 +11,16 @@ from ftckpt.model.fragment import DTYPE_BYTES, Box, Fragment
 from ftckpt.model.manifest import Manifest
 from ftckpt.model.replicas import private_key
 from ftckpt.model.training_state import Piece
-from ftckpt.restore.index import Index
 from ftckpt.restore.locations import SlotAt
-from ftckpt.restore.needs import SlotContents, check_copies, decode_contents, encode_contents, index_for, needs_of
+from ftckpt.restore.offers import (
+    Index,
+    SlotContents,
+    check_copies,
+    decode_contents,
+    encode_contents,
+    index_for,
+    needs_of,
+)
 from ftckpt.store.image import SlotImage
 
 NONE: frozenset[str] = frozenset()

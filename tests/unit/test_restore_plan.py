@@ -14,10 +14,9 @@ from numpy.lib.stride_tricks import as_strided
 
 from ftckpt.errors import CorruptError, LostError
 from ftckpt.model.fragment import Box, Fragment
-from ftckpt.restore import index as indexing
-from ftckpt.restore.blocks import Block, cut, in_bytes, regions, run, simplified, stream
-from ftckpt.restore.index import Index, Offer, bounds, encode_table, row_of
-from ftckpt.restore.plan import ReadItem, overlap, plan
+from ftckpt.restore import offers as indexing
+from ftckpt.restore.offers import Index, Offer, bounds, encode_table, row_of
+from ftckpt.restore.plan import Block, ReadItem, cut, in_bytes, overlap, plan, regions, run, simplified, stream
 
 SHAPES = st.lists(st.integers(1, 6), min_size=0, max_size=4).map(tuple)
 

@@ -22,7 +22,7 @@ from ftckpt.parity.modes import Modes
 from ftckpt.restore.choice import Decision, Findings, Query, decide, worth_keeping
 from ftckpt.restore.inventory import ArenaReport, Inventory, PackageReport, Shield, SlotReport
 from ftckpt.restore.locations import Damage, SlotAt
-from ftckpt.restore.room import make_room
+from ftckpt.restore.repair import make_room
 from ftckpt.store import ledger
 from ftckpt.store.arena import Arena
 from ftckpt.store.directory import list_arenas

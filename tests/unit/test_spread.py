@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ftckpt.restore import exchange
-from ftckpt.restore.blocks import Block, run
 from ftckpt.restore.exchange import NAME_BYTES, name_of, part_of, sharers
+from ftckpt.restore.plan import Block, run
 
 NAMES = [name_of(b"place", [run(number, 0, 4)]) for number in range(6)]
 
