@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +10,7 @@ import numpy.typing as npt
 import xxhash
 
 from ftckpt.errors import ArenaError, CorruptError
+from ftckpt.model.snapshot import SnapshotId
 from ftckpt.restore.locations import SlotAt
 from ftckpt.restore.rebuild import Bytes, Fix
 from ftckpt.store.arena import Arena
@@ -26,16 +28,28 @@ class Build:
     A new slot is WRITING until ``finish``: what a killed process leaves is never taken for a snapshot. A slot that
     is repaired in place stays what it is; until its last chunk is right it does not verify, as before.
 
+    What the new slot held is gone from ``open`` on, whether the rebuild succeeds or not: it is one that nothing in
+    ``keep`` needs, where there is one.
+
     Args:
         package: None only where bad chunks alone are repaired in place.
         num_slots: of an arena that must be created.
+        keep: what ``choice.worth_keeping`` says.
     """
 
-    def __init__(self, node_dir: Path, fix: Fix, package: Package | None, num_slots: int) -> None:
+    def __init__(
+        self,
+        node_dir: Path,
+        fix: Fix,
+        package: Package | None,
+        num_slots: int,
+        keep: Sequence[Collection[SnapshotId]],
+    ) -> None:
         self.fix = fix
         self._node_dir = node_dir
         self._package = package
         self._num_slots = num_slots
+        self._keep = keep
         self._arena: Arena | None = None
         self._slot = fix.at.slot
         self._hashes: npt.NDArray[np.uint64] = np.empty(0, np.uint64)
@@ -68,7 +82,7 @@ class Build:
             chunks = len(SlotImage.of(self._whole.manifest).chunks)
             return slot_bytes + _in_pages(control_bytes(self._num_slots, chunks))
         try:
-            return 0 if arena.slot_error(_pick(arena, self._whole)) is None else slot_bytes
+            return 0 if arena.slot_error(_pick(arena, self._whole.snapshot, self._keep)) is None else slot_bytes
         finally:
             arena.close()
 
@@ -87,7 +101,7 @@ class Build:
         path = arena_path(self._node_dir, self._whole.manifest)
         self._arena = self._existing(path) or Arena.create(self._node_dir, self._whole.manifest, self._num_slots, 1)
         self._arena.lock(_LOCK_SECS)
-        self._slot = _pick(self._arena, self._whole)
+        self._slot = _pick(self._arena, self._whole.snapshot, self._keep)
         self._begin()
 
     def put(self, chunk: int, begin: int, data: Bytes) -> None:
@@ -203,24 +217,28 @@ def _in_pages(nbytes: int) -> int:
     return -(-nbytes // PAGE_BYTES) * PAGE_BYTES
 
 
-def _pick(arena: Arena, package: Package) -> int:
-    """The slot to rebuild into: one that holds nothing, or what is needed least.
+def _pick(arena: Arena, chosen: SnapshotId, keep: Sequence[Collection[SnapshotId]]) -> int:
+    """The slot to rebuild ``chosen`` into: one that holds nothing, or what is needed least.
 
-    A slot of the very snapshot that could not be used comes first, then damaged ones, those without a snapshot,
-    those without memory, newer snapshots (they could not be taken), the oldest one.
+    A slot of ``chosen`` itself, which could not be used, comes first, then damaged ones, those without a snapshot,
+    those of snapshots that nothing in ``keep`` needs, those without memory. Only where there is none of these goes
+    one that a restart may need: a newer one, as restoring ``chosen`` voids it all the same, or else the oldest, which
+    is taken last should this rebuild fail.
     """
 
     def key(slot: int) -> tuple[int, int]:
-        record = arena.control.record(slot)
-        if record.snapshot == package.snapshot:
+        snapshot = arena.control.record(slot).snapshot
+        if snapshot == chosen:
             return 0, 0
         if not arena.allocated(slot):
-            return 3, 0
+            return 4, 0  # behind those of no use: memory is short where nodes were lost
         if arena.slot_error(slot) is not None:
             return 1, 0
-        if record.snapshot is None:
+        if snapshot is None:
             return 2, 0
-        iteration = record.snapshot.iteration
-        return (4, -iteration) if iteration > package.snapshot.iteration else (5, iteration)
+        needed = sum(snapshot in snapshots for snapshots in keep)
+        if not needed:
+            return 3, snapshot.iteration
+        return (6, snapshot.iteration) if needed == len(keep) else (5, -snapshot.iteration)
 
     return min(range(arena.control.slots), key=key)

@@ -92,7 +92,10 @@ class Repairer:
         self._done_bytes = 0
 
     def run(self) -> Outcome:
-        """Rebuild all shards, or say what is in the way; after a failure a slot that was taken for it is void.
+        """Rebuild all shards, or say what is in the way.
+
+        After a failure slots that were taken for it are void. They held what no restart can use, unless an arena had
+        none of that: then it lacks a newer snapshot, or the oldest one that could be taken in place of this.
 
         Raises:
             MemoryBudgetError, ArenaError: on all ranks together.
@@ -135,12 +138,13 @@ class Repairer:
         """Create or open every slot that is rebuilt; from then on all ranks know where they lie."""
         packages = self._fetch_packages()
         num_slots = max((report.num_slots for report in self._inventory.arenas), default=0) or 2
+        keep = worth_keeping(self._inventory, self._site.topology, self._snapshot)
         for shard, fix in self._rebuild.fixes.items():
             if self._builders[shard] == self._group.rank:
                 package = packages.get(shard)
-                self._builds[shard] = Build(self._site.arenas.node_dir, fix, package, num_slots)
+                self._builds[shard] = Build(self._site.arenas.node_dir, fix, package, num_slots, keep)
         self._site.arenas.close()  # files may be freed or replaced from here on, by any rank of the node
-        self._have_room()
+        self._have_room(keep)
         together(self._group, self._open_builds)
         mine = {shard: build.at for shard, build in self._builds.items()}
         for opened in codec.gather(self._group, mine, dict[str, SlotAt]):
@@ -168,10 +172,9 @@ class Repairer:
             raise CorruptError(f"package of {shard}: it was replaced while it was fetched; start again")
         return package
 
-    def _have_room(self) -> None:
+    def _have_room(self, keep: Sequence[Collection[SnapshotId]]) -> None:
         need = together(self._group, lambda: sum(build.new_bytes() for build in self._builds.values()))
         site, sites = self._site, [fix.at for fix in self._rebuild.fixes.values()]
-        keep = worth_keeping(self._inventory, site.topology, self._snapshot)
         make_room(
             self._group, site.topology, site.arenas.node_dir, site.events, chosen=self._snapshot, sites=sites,
             need_bytes=need, keep=keep,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any, cast
@@ -172,9 +172,13 @@ def made(root: Path) -> tuple[Job, Package, bytes]:
     return job, package, contents(job, 1, 5)
 
 
-def new_slot(job: Job, package: Package) -> Build:
+def at(*iterations: int) -> frozenset[SnapshotId]:
+    return frozenset(SnapshotId(LINEAGE, iteration) for iteration in iterations)
+
+
+def new_slot(job: Job, package: Package, keep: Sequence[frozenset[SnapshotId]] = (at(4, 5), at(4, 5))) -> Build:
     fix = Fix("dp1", SlotAt("a", job.path(1).name, NEW_SLOT), tuple(range(6)))
-    return Build(job.node_dir("a"), fix, package, 3)
+    return Build(job.node_dir("a"), fix, package, 3, keep)
 
 
 def chunks_of(job: Job, iteration: int = 5) -> list[np.ndarray]:
@@ -229,8 +233,44 @@ def test_a_shard_comes_into_a_slot_that_claims_nothing_before_its_end(before: st
     assert building.finish() == []
     building.close()
     assert contents(job, 1, 5) == wanted
-    kept = set() if before in ("gone", "spoilt control") else {3, 4}
+    kept = set() if before in ("gone", "spoilt control") else {4, 7} if before == "all sealed" else {3, 4}
     assert sealed(job) == kept | {5}, "what else was there is kept"
+
+
+@pytest.mark.parametrize(
+    ("held", "keep", "left"),
+    [
+        ((2, 3, 4), (at(2, 4, 5), at(2, 4, 5)), {2, 4}),
+        ((3, 4, 7), (at(4, 5, 7), at(4, 5)), {4, 7}),
+        ((3, 4, None), (at(3, 4, 5), at(3, 4, 5)), {3, 4}),
+        ((2, 3, None), (at(2, 5), at(2, 5)), {2}),
+        ((3, 4, 7), (at(3, 4, 5, 7), at(3, 4, 5)), {3, 4}),
+        ((4, 6, 7), (at(4, 5, 6, 7), at(4, 5)), {4, 6}),
+        ((2, 3, 4), (at(2, 3, 4, 5), at(2, 3, 4, 5)), {3, 4}),
+    ],
+    ids=[
+        "between two", "older than a newer one", "no memory", "memory is saved", "a newer one", "the newest one",
+        "the oldest one",
+    ],
+)  # fmt: skip
+def test_a_rebuild_takes_the_slot_that_is_needed_least(
+    held: tuple[int | None, ...], keep: tuple[frozenset[SnapshotId], ...], left: set[int], arena_root: Path
+) -> None:
+    """Whatever it took is gone when it fails: what would be taken in its place must not be that."""
+    job, package, _ = made(arena_root)
+    with closing(Arena.open(job.path(1), writable=True)) as arena:
+        for slot, iteration in enumerate(held):
+            arena.control.begin(slot)
+            if iteration is None:
+                arena.free(slot)
+            else:
+                arena.control.seal(slot, SnapshotId(LINEAGE, iteration))
+    building = new_slot(job, package, keep)
+    new_bytes = building.new_bytes()
+    building.open()
+    building.close()
+    assert sealed(job) == left
+    assert new_bytes == (building.file_bytes if len(left) == len([i for i in held if i is not None]) else 0)
 
 
 def test_wrong_bytes_are_found_by_the_packages_checksums(arena_root: Path) -> None:
@@ -258,7 +298,7 @@ def test_a_slot_that_is_repaired_in_place_stays_what_it_is(arena_root: Path) -> 
         flip(job.path(1) / slot_name(slot), 2000)
         record = arena.control.record(slot)
     fix = Fix("dp1", SlotAt("a", job.path(1).name, slot), (3,), None, ("objects", "header"))
-    building = Build(job.node_dir("a"), fix, package, 3)
+    building = Build(job.node_dir("a"), fix, package, 3, ())
     assert building.new_bytes() == 0
     building.open()
     assert not building.check(3)
@@ -275,7 +315,7 @@ def test_chunks_of_a_slot_without_checksums_cannot_be_repaired_without_a_package
     build(job, (3, 4, 5), (), hashed=False)
     fix = Fix("dp1", SlotAt("a", job.path(1).name, 2), (3,))
     with pytest.raises(CorruptError, match="dp1: slot 2 has no checksums"):
-        Build(job.node_dir("a"), fix, None, 3).open()
+        Build(job.node_dir("a"), fix, None, 3, ()).open()
 
 
 def test_an_arena_that_another_process_writes_is_left_alone(arena_root: Path) -> None:

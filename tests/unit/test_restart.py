@@ -25,6 +25,7 @@ from ftckpt.model.snapshot import SnapshotId
 from ftckpt.model.topology import RankPlace, Topology
 from ftckpt.model.training_state import Description, Piece
 from ftckpt.parity.modes import Modes
+from ftckpt.restore.build import Build
 from ftckpt.restore.choice import Decision
 from ftckpt.restore.restart import Restart
 from ftckpt.store.arena import Arena
@@ -131,6 +132,25 @@ def test_a_block_that_is_bad_is_not_used_and_the_snapshot_before_is_taken(arena_
         "nothing was written that is known to be wrong"
     )
     assert iterations(job) == [[4]] * 3, "what could not be taken is void"
+
+
+def test_a_rebuild_that_fails_has_not_taken_what_comes_in_its_place(
+    arena_root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 4 a shard is lost, which no parity covers: its slots are of no use, and are taken before the older 3."""
+    job = Job(arena_root, ("a", "a", "a"), NODE)
+    build(job, (3, 4, 5), (5,))
+    wanted = [contents(job, rank, 3) for rank in range(3)]
+    with closing(Arena.open(job.path(0), writable=True)) as arena:
+        arena.control.void(slot_of(arena, 4))
+    with closing(Arena.open(job.path(1), writable=True)) as arena:
+        slot = slot_of(arena, 5)
+        arena.control.begin(slot)
+        arena.control.seal(slot, SnapshotId(bytes(16), 4))
+    monkeypatch.setattr(Build, "check", lambda self, chunk: False)
+    starts = restart(job.topology, job.node_dir)
+    assert all(start.decision is not None and start.decision.snapshot.iteration == 3 for start in starts)
+    assert [contents(job, rank, 3) for rank in range(3)] == wanted
 
 
 def test_a_wrong_checksum_of_a_package_does_not_pass(arena_root: Path) -> None:
