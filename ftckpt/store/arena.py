@@ -70,7 +70,7 @@ class Arena:
 
         Raises:
             ArenaError: there is an arena for this manifest already, or another process is creating it.
-            ConfigError: ``allocate`` is not 1 to ``slots``: a slot's header tells what an arena holds.
+            ConfigError: ``allocate`` is not 1 to ``slots``: an arena is known by the header of a slot.
             MemoryBudgetError: the file system has no room; nothing is left behind.
         """
         final = arena_path(node_dir, manifest)
@@ -80,16 +80,19 @@ class Arena:
             raise ConfigError(f"{final}: allocate {allocate} is not 1 to {slots}, the number of slots")
         image = SlotImage.of(manifest)
         remove_stale(node_dir, manifest.shard)
+        # The dot hides it from ``list_arenas``.
         temporary = node_dir / f".{final.name}.new-{os.getpid()}"
         files = SlotFiles(temporary, image, slots)
         control = None
         try:
             temporary.mkdir(mode=0o700)
+            # The lock tells it from what a killed process left half made, which ``remove_stale`` deletes.
             with FileLock(temporary / LOCK_NAME, 0, f"new arena {final.name}", "end that process first"):
                 for slot in range(slots if allocate is None else allocate):
                     files.make(slot)
                 control = create_mapping(temporary / CONTROL_NAME, control_bytes(slots, len(image.chunks)))
                 ControlBlock.format_into(control.data, manifest, slots).close()
+                # Last, and one system call: who lists arenas sees one with all that belongs to it, or none.
                 temporary.rename(final)
         except BaseException as error:
             files.close()
@@ -99,6 +102,7 @@ class Arena:
             if isinstance(error, OSError):
                 raise ArenaError(f"{final}: cannot be created: {error.strerror}") from None
             raise
+        # Mappings follow the inode: only the path, for errors and for slots made later, is another one.
         files.path = final
         return cls(final, image, control, files)
 
@@ -107,7 +111,7 @@ class Arena:
         """Map an existing arena. A bad slot is reported by ``slot_error``, it does not spoil the others.
 
         Raises:
-            CorruptError: the control block is bad, or no slot tells what the arena holds.
+            CorruptError: the control block is bad, or no slot has a header to know the arena by.
             MismatchError: written by another format version.
             ArenaError: missing, or owned by another user.
             MemoryBudgetError: a slot to be written has holes and there is no room to fill them.
@@ -118,8 +122,10 @@ class Arena:
         try:
             control = open_mapping(path / CONTROL_NAME, None, writable)
         except ArenaError as error:
+            # The directory is there: without a control block it is a damaged arena, not a missing one.
             raise CorruptError(str(error)) from None
         try:
+            # Views of its own, released on an error too: one that is left would keep the control block mapped.
             with memoryview(control.data) as view, closing(ControlBlock(view)) as block:
                 image = image_of_slots(path, block.slots, block.digest)
                 if len(image.chunks) != block.num_chunks:
@@ -148,7 +154,7 @@ class Arena:
         The file is deleted at once; the memory comes back when the last view of the slot is gone.
 
         Raises:
-            ArenaError: no other slot can be read: without one nothing tells what the arena holds.
+            ArenaError: no other slot can be read: an arena is known by the header of a slot.
         """
         if all(self.slot_error(other) for other in range(self.control.slots) if other != slot):
             raise ArenaError(f"{self.path}: slot {slot} is the last one; remove the arena instead")
@@ -160,13 +166,14 @@ class Arena:
         """Become the one process that writes this arena, until ``unlock`` or ``close``.
 
         Raises:
-            ArenaError: still held by another process (named by pid) after ``deadline_secs``.
+            ArenaError: another process (named by pid) still has the lock after ``deadline_secs``.
         """
         self._lock = lock_arena(self.path, deadline_secs)
+        # Under the lock: only its owner makes slots, so what is half made now is of a process that was killed.
         self._slots.remove_half_made()
 
     def unlock(self) -> None:
-        """Give the lock up; does nothing if it is not held."""
+        """Give the lock up; does nothing without one."""
         if self._lock is not None:
             self._lock.release()
             self._lock = None
@@ -178,6 +185,7 @@ class Arena:
             MemoryBudgetError: the file system has no room; the slot is not allocated then.
             ArenaError: as ``free``.
         """
+        # Freed first: the node may have no room for both files at once.
         self.free(slot)
         self.allocate(slot)
 
@@ -188,7 +196,6 @@ class Arena:
 
     @property
     def manifest(self) -> Manifest:
-        """What every slot holds."""
         return self.image.manifest
 
     def slot(self, slot: int) -> memoryview:
@@ -217,14 +224,14 @@ class Arena:
 
     @property
     def checks(self) -> Checks | None:
-        """What the node's SMP has found out, read-only; None while there is no such file, or none to be believed."""
+        """What the node's SMP knows of the slots, read-only; None while there is no file, or none to be believed."""
         if self._checks is None or self._checks.replaced:
             block = self.control
             try:
                 self._checks = Checks.create_or_open(
                     self.path, block.slots, block.num_chunks, block.digest, writable=False
                 )
-            except (ArenaError, MismatchError):  # missing or bad: what it would tell is not known, nothing is lost
+            except (ArenaError, MismatchError):  # missing or bad: the SMP makes it anew, nothing is lost
                 self._checks = None
         return self._checks
 
@@ -242,6 +249,7 @@ class Arena:
         check = self._check(slot, record)
         if check is None:
             return record.state
+        # COVERED is this node's part alone. That all nodes have done theirs says the mark, set after an all-reduce.
         covered = check.state == CheckState.COVERED
         if covered and self.control.protected() == record.snapshot:
             return SlotState.PROTECTED
@@ -291,9 +299,10 @@ class Arena:
         return bad
 
     def bad_parts(self, slot: int, record: SlotRecord, bad_chunks: Iterable[int]) -> list[str]:
-        """As ``verify``, of a slot with ``record`` the chunks of which were hashed, and found bad, by the caller."""
+        """As ``verify``, of a slot with ``record``; the caller has hashed the chunks; ``bad_chunks`` are bad."""
         bad = [] if self.header_good(slot) else ["header"]
         with self.slot(slot) as data:
+            # Padding is in no chunk, so no checksum covers it: that it is zeros is a rule of the format.
             if any(bytes(data[pad.begin : pad.end]).strip(b"\0") for pad in self.image.pads):
                 bad.append("padding")
         bad += [f"chunk {chunk}" for chunk in bad_chunks]
@@ -310,6 +319,7 @@ class Arena:
         """Give the lock up and unmap; never raises because of views that still exist."""
         self.unlock()
         self._checks = None
+        # Views before their mapping, which stays mapped as long as one of them lives.
         self.control.close()
         self._control_map.close()
         self._slots.close()
@@ -330,6 +340,7 @@ class Arena:
 
     def _objects(self, slot: int, record: SlotRecord) -> memoryview:
         span = self.image.objects
+        # The length in a record that is not sealed is not proven: it must not lead out of the region.
         if record.objects_used > span.nbytes:
             raise CorruptError(f"slot {slot}: {record.objects_used} bytes of objects, room for {span.nbytes}")
         return self.slot(slot)[span.begin : span.begin + record.objects_used]

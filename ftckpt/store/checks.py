@@ -1,4 +1,4 @@
-"""The file ``checks`` of an arena: what a node's SMP found out about sealed slots, and which slots it reads.
+"""The file ``checks`` of an arena: what a node's SMP knows of sealed slots, and which slots it reads.
 
 A record file (``record``) with two lists of records: one record per slot says CHECKED, its words are the checksums of
 the chunks, its fields the sequence of the control record and the gap; one without words says COVERED, of the snapshot
@@ -35,7 +35,7 @@ MAX_LEASE_SECS = 60.0
 _LEASES = HEADER_BYTES
 _COVERED = _LEASES + 8 * MAX_SLOTS
 FORMAT = Format("checks file", b"FTCKPTCK", 1, fixed_bytes=8 * MAX_SLOTS + RECORD_BYTES * MAX_SLOTS)
-_FIELDS = struct.Struct("<Qd8x")  # sequence, gap
+_FIELDS = struct.Struct("<Qd8x")  # sequence, gap in seconds; fields of a record have 24 bytes
 _U64 = struct.Struct("<Q")
 
 
@@ -61,7 +61,6 @@ class Check:
 
     @property
     def snapshot(self) -> SnapshotId:
-        """What was checked."""
         return self.seal_id[0]
 
 
@@ -135,6 +134,7 @@ class Checks:
         Raises:
             ArenaError: ``slot`` is not CHECKED for ``seal_id``.
         """
+        # Refused rather than stored: beside a CHECKED of another sealing it would never count.
         check, (snapshot, sequence) = self.read(slot), seal_id
         if check is None or check.seal_id != seal_id:
             raise ArenaError(f"{self.path}: slot {slot} is not CHECKED for iteration {snapshot.iteration}")
@@ -144,11 +144,12 @@ class Checks:
 
     def clear(self, slot: int) -> None:
         """NONE: what was known of ``slot`` is given up."""
+        # In the order of ``store_checked``: a COVERED never stands there without its CHECKED.
         self._covered.give_up(slot, EMPTY)
         self._checked.give_up(slot, EMPTY)
 
     def lease(self, slot: int, until_ns: int) -> None:
-        """Tell the trainer that ``slot`` is being read until ``until_ns`` (``time.monotonic_ns``) at the latest.
+        """Show the trainer that ``slot`` is being read, until ``until_ns`` (``time.monotonic_ns``) at the latest.
 
         Raises:
             ValueError: that is more than ``MAX_LEASE_SECS`` from now: it would count as none.
@@ -161,6 +162,7 @@ class Checks:
         """Whether the SMP reads ``slot`` now."""
         at = self._lease_of(slot)
         left = int.from_bytes(self._stores.data[at : at + 8], "little") - time.monotonic_ns()
+        # Two bounds: the lease of an SMP that was killed runs out, and one that a broken file gives for ever is none.
         return 0 < left <= MAX_LEASE_SECS * 1e9
 
     def release(self, slot: int) -> None:
@@ -168,8 +170,7 @@ class Checks:
         self._stores.store(self._lease_of(slot), bytes(8))
 
     def close(self) -> None:
-        """Unmap."""
-        self._stores.data.release()
+        self._stores.data.release()  # before the mapping, which stays mapped while a view lives
         self._map.close()
 
     def _lease_of(self, slot: int) -> int:
@@ -184,6 +185,7 @@ def checks_bytes(slots: int, num_chunks: int) -> int:
 
 
 def _open(path: Path, slots: int, num_chunks: int, digest: bytes, writable: bool) -> Mapping:
+    # Of any length: the header says which one it must have.
     mapping = open_mapping(path, None, writable)
     try:
         header = FORMAT.read(mapping.data, str(path))
@@ -197,6 +199,7 @@ def _open(path: Path, slots: int, num_chunks: int, digest: bytes, writable: bool
 
 def _create(path: Path, slots: int, num_chunks: int, digest: bytes) -> None:
     """An empty file, built under a temporary name, that replaces what is there."""
+    # A fixed name will do: the node's one SMP is the only process that creates this file.
     fresh = path.with_name(f".{CHECKS_NAME}.new")
     try:
         fresh.unlink(missing_ok=True)
@@ -204,6 +207,7 @@ def _create(path: Path, slots: int, num_chunks: int, digest: bytes) -> None:
         mapping = create_mapping(fresh, nbytes)
         FORMAT.write(mapping.data, Header(slots, num_chunks, nbytes, digest=digest))
         mapping.close()
+        # Replaced, never overwritten: readers have the old one mapped, and see by its inode that it is another.
         fresh.rename(path)
     except BaseException as error:
         with suppress(OSError):

@@ -22,6 +22,7 @@ from ftckpt.store.image import SlotImage
 from ftckpt.store.record import MARK_BYTES, Format, Header, Mark, Records, Stores
 
 MAX_SLOTS = 64
+"""``checks`` has fixed places for as many leases and COVERED records."""
 MAX_SHARD_BYTES = 256
 """Room for the shard's name; that of a directory may have 200."""
 FORMAT = Format("control block", b"FTCKPTCB", 1, fixed_bytes=4 * MARK_BYTES)
@@ -104,6 +105,7 @@ class ControlBlock:
         self.digest = header.digest
         self.shard = header.text.rstrip(b"\0").decode(errors="replace")
         self._records = Records(self._stores, FORMAT.records_offset, header.records, header.words)
+        # For its error: without a readable mark nobody knows which slots must not be overwritten.
         self.whole()
 
     @classmethod
@@ -122,27 +124,28 @@ class ControlBlock:
                 f"(at most {MAX_SHARD_BYTES}), {len(data)} bytes of room ({need} needed)"
             )
         data[:] = bytes(need)
-        # Marked at once, with no snapshot: that nothing was ever whole is told from that it is lost.
+        # Marked at once, with no snapshot: "never whole" must not look like "the mark is lost".
         Mark(Stores(data), _WHOLE).write(None)
+        # The header comes last: before it these bytes are no control block to anybody.
         text = shard.ljust(MAX_SHARD_BYTES, b"\0")
         FORMAT.write(data, Header(slots, chunks, need, text, manifest.digest, (manifest.chunk_bytes, 0, 0)))
         return cls(data)
 
     def record(self, slot: int) -> SlotRecord:
         """A checked copy of the record of ``slot``; what is not proven reads as EMPTY and ``torn``."""
-        found = self._records.read(slot)
+        copy = self._records.read(slot)
         # A mark may name no snapshot, a slot may not.
-        torn = found.torn or (found.sealed and found.snapshot is None)
-        state = SlotState.EMPTY if torn else SlotState(found.state)
-        sequence, used, objects_hash = _FIELDS.unpack(found.fields)
-        return SlotRecord(state, torn, found.flags, found.snapshot, sequence, used, objects_hash, found.words)
+        torn = copy.torn or (copy.sealed and copy.snapshot is None)
+        state = SlotState.EMPTY if torn else SlotState(copy.state)
+        sequence, used, objects_hash = _FIELDS.unpack(copy.fields)
+        return SlotRecord(state, torn, copy.flags, copy.snapshot, sequence, used, objects_hash, copy.words)
 
     def begin(self, slot: int) -> None:
-        """WRITING: what the slot held is given up."""
+        """WRITING: the snapshot in the slot is given up."""
         self._records.give_up(slot, record.WRITING)
 
     def void(self, slot: int) -> None:
-        """EMPTY: what the slot held is given up."""
+        """EMPTY: the snapshot in the slot is given up."""
         self._records.give_up(slot, record.EMPTY)
 
     def set_chunk_hash(self, slot: int, chunk: int, value: int) -> None:
@@ -163,6 +166,7 @@ class ControlBlock:
         Not ``hashed``: the hash of no chunk is, those set since ``begin`` are dropped.
         """
         self._require_writing(slot)
+        # All before the state: what is WRITING claims nothing, and is not believed if the process dies here.
         self._records.put_fields(slot, _U64.pack(self._next_sequence()))
         if not hashed:  # those of the slot's previous snapshot must not pass for this one's
             self._records.put_words(slot, bytes(8 * self.num_chunks))
@@ -213,11 +217,14 @@ class ControlBlock:
         self._stores.data.release()
 
     def _require_writing(self, slot: int) -> None:
+        # A store into a record that is sealed would tear it.
         if not self._records.writing(slot):
             raise ArenaError(f"slot {slot} of {self.shard} is not WRITING; call begin first")
 
     def _next_sequence(self) -> int:
-        """Above that of every snapshot the arena ever held: what is known of one never fits another."""
+        """Above that of every snapshot that ever was in the arena: what is known of one never fits another."""
+        # A record that was given up still has its sequence, unproven. Without those one could come back, and what
+        # ``checks`` has of the earlier snapshot would count for the later one.
         records = [self.record(slot) for slot in range(self.slots)]
         return 1 + max((r.sequence for r in records if r.sealed or r.sequence < _MAX_SEQUENCE), default=0)
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from ftckpt.config import is_name
 from ftckpt.errors import ArenaError
 from ftckpt.model.manifest import Manifest
-from ftckpt.store.locks import JOB_LOCK_NAME, FileLock, JobLock, held_elsewhere, holder_of
+from ftckpt.store.locks import JOB_LOCK_NAME, FileLock, JobLock, holder_of, locked_elsewhere
 from ftckpt.store.process import Process
 
 LOCK_NAME = "lock"
@@ -179,7 +179,7 @@ def remove_job_if_empty(root: Path, job: str, node: str) -> bool:
     if node_dir.is_dir():
         known = (JOB_LOCK_NAME, BUDGET_NAME, MIRROR_NAME, *SMP_NAMES)
         others = any(entry.name not in known for entry in node_dir.iterdir())
-        if others or held_elsewhere(node_dir / JOB_LOCK_NAME) or not end_smp(node_dir, _END_SECS):
+        if others or locked_elsewhere(node_dir / JOB_LOCK_NAME) or not end_smp(node_dir, _END_SECS):
             return False
         try:
             remove_smp_files(node_dir)

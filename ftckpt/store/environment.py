@@ -12,6 +12,7 @@ from ftckpt.model.text import human
 from ftckpt.store.memory import MEMORY_FILE_SYSTEMS, cgroup_limits, existing, mount_of, read_lines
 
 _SMALL_BYTES = 1 << 30
+"""A tmpfs below this is a default of a container runtime, not one that was made for arenas."""
 _FIRST_PID_NAMESPACE = "pid:[4026531836]"
 """PROC_PID_INIT_INO: the namespace of the host itself."""
 _CONTAINER_GROUP = re.compile(r"docker|kubepods|libpod|containerd|crio-|/lxc")
@@ -57,6 +58,7 @@ def hazards(
 def _remove_ipc(arena_root: Path, root: Path, uid: int) -> Hazard | None:
     """systemd-logind deletes what a user has in /dev/shm, directories too, when the last session of the user ends."""
     run = root / "run" / "systemd"
+    # ``system`` is there where systemd booted the host (sd_booted(3)), ``seats`` where logind runs.
     running = (run / "system").is_dir() and (run / "seats").is_dir()
     if not running or not arena_root.resolve().is_relative_to("/dev/shm") or uid <= _last_system_uid(root):
         return None
@@ -64,6 +66,7 @@ def _remove_ipc(arena_root: Path, root: Path, uid: int) -> Hazard | None:
         user = pwd.getpwuid(uid).pw_name
     except KeyError:
         user = str(uid)
+    # A user who lingers never counts as gone.
     if not _logind(root, "RemoveIPC") or (root / "var/lib/systemd/linger" / user).exists():
         return None
     return Hazard(
@@ -86,6 +89,7 @@ def _container(arena_root: Path, root: Path) -> Hazard | None:
     if not marks:
         return None
     mount = mount_of(existing(arena_root), root / "proc")
+    # Container runtimes call the source of the /dev/shm that they mount "shm".
     own = "is the container's own" if mount.source == "shm" else "may be the container's own"
     return Hazard(
         "container",
@@ -119,6 +123,7 @@ def _private_mount(arena_root: Path, root: Path) -> Hazard | None:
 def _small_tmpfs(arena_root: Path, root: Path) -> Hazard | None:
     where = existing(arena_root)
     mount, status = mount_of(where, root / "proc"), os.statvfs(where)
+    # 0 where the tmpfs was mounted without a limit.
     size = status.f_blocks * status.f_frsize
     if mount.kind not in MEMORY_FILE_SYSTEMS or not 0 < size < _SMALL_BYTES:
         return None
@@ -152,7 +157,9 @@ def _out_of_memory_group(root: Path, smp_pid: int | None) -> Hazard | None:
     mine, other = _unified(root, None), _unified(root, smp_pid)
     if mine is None or other is None:
         return None
+    # Only groups above both matter: one above the trainers alone takes the trainers alone.
     shared = os.path.commonpath([mine, other])
+    # Where both versions are mounted version 2 lies under ``unified``.
     for base in (root / "sys/fs/cgroup", root / "sys/fs/cgroup/unified"):
         for group in (PurePosixPath(shared), *PurePosixPath(shared).parents):
             if read_lines(base / str(group).lstrip("/") / "memory.oom.group")[:1] == ["1"]:
@@ -205,6 +212,7 @@ def _systemd_unit(root: Path, smp_pid: int | None) -> Hazard | None:
 def _groups(root: Path, pid: int | None) -> list[str]:
     """Paths of a process's cgroups; of this process's if ``pid`` is None."""
     lines = read_lines(root / "proc" / ("self" if pid is None else str(pid)) / "cgroup")
+    # hierarchy:controllers:path
     return [line.split(":", 2)[2] for line in lines if line.count(":") >= 2]
 
 
@@ -245,7 +253,7 @@ def _kill_mode(root: Path, unit: str) -> str:
 
 
 def _logind(root: Path, key: str) -> bool:
-    """A yes-or-no setting of systemd-logind; what nobody set is as the shipped file tells in a comment, else yes."""
+    """A yes-or-no setting of systemd-logind; what nobody set is as a comment of the shipped file has it, else yes."""
     places = [root / place / "systemd" for place in ("usr/lib", "usr/local/lib", "run", "etc")]
     # As systemd reads them: a drop-in in /etc hides one of that name below /run and /usr, then names are in order.
     drop_ins = {path.name: path for place in places for path in (place / "logind.conf.d").glob("*.conf")}
@@ -268,6 +276,7 @@ def _last_system_uid(root: Path) -> int:
         words = line.split()
         if words[:1] == ["SYS_UID_MAX"] and len(words) > 1 and words[1].isdigit():
             return int(words[1])
+    # systemd's own default; it spares system users from RemoveIPC.
     return 999
 
 

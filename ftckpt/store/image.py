@@ -1,6 +1,6 @@
 """The bytes of a slot: a safetensors file whose layout is a pure function of the manifest.
 
-Byte map, rules and what is forbidden: ``FORMAT.md``. A reader never trusts the offsets it finds: it computes
+Byte map, rules and what is forbidden: ``FORMAT.md``. A reader never trusts the offsets in a file: it computes
 the image from the manifest and compares.
 """
 
@@ -21,7 +21,7 @@ PAGE_BYTES = 4096
 """Regions and sections begin on multiples of this."""
 
 WIDE_BYTES = 64
-"""Alignment of fragments of a page or more; smaller ones are aligned to their items."""
+"""Alignment of fragments of a page or more: a cache line. Smaller ones are aligned to their items."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,6 @@ class Span:
 
     @property
     def nbytes(self) -> int:
-        """Length in bytes."""
         return self.end - self.begin
 
     def shifted(self, by: int) -> Span:
@@ -63,6 +62,7 @@ class SectionSpan:
 
 def _alignment(fragment: Fragment) -> int:
     """``fragment`` begins on a multiple of this, in bytes."""
+    # Each gap is an entry of the header: small tensors padded to a cache line would nearly double their number.
     return WIDE_BYTES if fragment.nbytes >= PAGE_BYTES else fragment.item_bytes
 
 
@@ -133,10 +133,12 @@ class SlotImage:
         objects_begin = entries.add(OBJECTS_NAME, "U8", [manifest.objects_bytes], manifest.objects_bytes)
         entries.align(PAGE_BYTES)
         spans = [span for _, span, _ in placed]
+        # Before spans are cut: a hostile manifest must not ask for an endless list.
         _check_chunk_count(manifest, *(span.nbytes for span in spans), volatile.nbytes)
         header = _header(manifest, entries.table)
+        # Until here offsets count from the end of the header, whose length follows from all entries.
         base = len(header)
-        offsets = [offset for _, _, found in placed for offset in found] + list(volatile_offsets)
+        offsets = [*(offset for _, _, own in placed for offset in own), *volatile_offsets]
         sections, chunks = _cut(placed, base, manifest.chunk_bytes)
         volatile = volatile.shifted(base)
         return cls(
@@ -189,10 +191,11 @@ def parse_image(buffer: bytes | bytearray | memoryview) -> SlotImage:
     """
     with memoryview(buffer) as view, view.cast("B") as data:
         text = _header_text(data)
-    found = _json_object(text)
-    image = _image_of_metadata(found.pop("__metadata__", None))
+    table = _json_object(text)
+    image = _image_of_metadata(table.pop("__metadata__", None))
+    # All of the text: then no offset in the file can be another than the computed one, whatever it claims.
     if text != image.header[8:]:
-        raise CorruptError(f"slot header: {_difference(found, image)}")
+        raise CorruptError(f"slot header: {_difference(table, image)}")
     return image
 
 
@@ -254,6 +257,7 @@ def _cut(
 
 
 def _shape(fragment: Fragment) -> list[int]:
+    # A flat range of a box is no box: it has one dimension.
     if fragment.numel == fragment.box.numel:
         return list(fragment.box.shape)
     return [fragment.numel]
@@ -262,6 +266,7 @@ def _shape(fragment: Fragment) -> list[int]:
 def _header(manifest: Manifest, table: dict[str, Any]) -> bytes:
     metadata = {"format": FORMAT, "version": VERSION, "manifest": manifest.encode().decode()}
     text = json.dumps({"__metadata__": metadata, **table}, separators=(",", ":")).encode()
+    # 8 bytes of length stand before the text. safetensors allows spaces behind it; data begins on a page.
     text += b" " * (-(len(text) + 8) % PAGE_BYTES)
     if len(text) > MAX_HEADER_BYTES:
         raise ConfigError(
@@ -320,15 +325,15 @@ def _image_of_metadata(metadata: Any) -> SlotImage:
         raise CorruptError(f"slot header: bad manifest: {str(error)[:200]}") from None
 
 
-def _difference(found: dict[str, Any], image: SlotImage) -> str:
+def _difference(table: dict[str, Any], image: SlotImage) -> str:
     expected = json.loads(image.header[8:])
     del expected["__metadata__"]
     for name, entry in expected.items():
-        if name not in found:
+        if name not in table:
             return f"entry {name!r} is missing"
-        if found[name] != entry:
-            return f"entry {name!r} is {str(found[name])[:200]}, the manifest gives {entry}"
-    for name in found:
+        if table[name] != entry:
+            return f"entry {name!r} is {str(table[name])[:200]}, the manifest gives {entry}"
+    for name in table:
         if name not in expected:
             return f"entry {name[:200]!r} is not in the manifest"
     return "not the canonical form of its manifest"

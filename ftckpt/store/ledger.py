@@ -112,7 +112,7 @@ class Ledger:
         """The same entries, those of them ``FREE`` that are of no use to ``needed``.
 
         An arena that holds nothing for them goes with all that lies in it. Of another one slots and parity of other
-        snapshots go, but one slot that can be read stays: its header tells what the arena holds. A parity file that
+        snapshots go, but one slot that can be read stays: the arena is known by its header. A parity file that
         names no snapshot stays as well: the SMP may be writing it.
         """
         files = sorted(self.entries, key=lambda entry: entry.arena)
@@ -120,6 +120,7 @@ class Ledger:
         return Ledger(tuple(entry for arena in arenas for entry in _spare(arena, needed)), self.protected)
 
     def _sum(self, state: MemoryState) -> int:
+        # What is lent comes back when the SMP lets go of it, and nobody knows when that is.
         return sum(entry.nbytes for entry in self.entries if entry.state == state and not entry.lent)
 
 
@@ -199,6 +200,7 @@ def _guarded(path: Path) -> SnapshotId | None:
 
 def _free(arena: Arena, ledger: Ledger) -> int:
     free = [entry for entry in ledger.entries if entry.state == MemoryState.FREE]
+    # All files, the control block among them: the arena goes by one rename, and never looks half removed.
     if len(free) == len(ledger.entries):
         remove_arena(arena.path)
         return ledger.free_bytes
@@ -278,6 +280,7 @@ def _leaving(paths: Iterable[Path]) -> list[LedgerEntry]:
 
 def _lacking_bytes(arena: Path, slots: int) -> int:
     """What the slots take that an arena does not have yet."""
+    # All slots of an arena have one size, which those that are there show.
     sizes = [size_of(path) for path in arena.glob("slot*")]
     return max(0, slots - len(sizes)) * max(sizes, default=0)
 
@@ -285,6 +288,7 @@ def _lacking_bytes(arena: Path, slots: int) -> int:
 def size_of(path: Path) -> int:
     """Bytes that a file occupies; 0 if it has gone."""
     try:
+        # The kernel counts in 512 bytes whatever the block size is. Holes are not counted: they take no memory.
         return path.stat().st_blocks * 512
     except OSError:
         return 0

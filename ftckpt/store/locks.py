@@ -1,7 +1,7 @@
 """Record locks on files: dropped by a killed process, not inherited by the workers it forked.
 
 The kernel drops a process's record locks on a file as soon as that process closes *any* descriptor of it.
-This module therefore never opens a lock file that its own process holds: a table of held files says so first.
+This module therefore never opens a file that its own process has locked: a table of those is looked at first.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ from ftckpt.errors import ArenaError
 
 JOB_LOCK_NAME = "job.lock"
 _POLL_SECS = 0.02
+"""The kernel knows no wait for a record lock with a deadline: it is tried again and again."""
 _FLOCK = struct.Struct("@hhqqi4x")  # struct flock of 64-bit Linux: type, whence, start, length, pid
 
-_held: dict[tuple[int, int], int] = {}
-"""(device, inode) of each lock file held here -> pid that locked it; a forked child's entries are stale."""
-_held_guard = threading.Lock()
+_locked: dict[tuple[int, int], int] = {}
+"""(device, inode) of each file locked here -> pid that locked it; a forked child's entries are stale."""
+_guard = threading.Lock()
 
 
 class FileLock:
@@ -35,7 +36,7 @@ class FileLock:
         remedy: what the operator does when another process holds it.
 
     Raises:
-        ArenaError: held by another process (named by pid) or by this one, or not a plain file.
+        ArenaError: locked by another process (named by pid) or by this one, or not a plain file.
     """
 
     def __init__(self, path: Path, deadline_secs: float, what: str, remedy: str) -> None:
@@ -46,6 +47,7 @@ class FileLock:
             holder = self._try()
             if holder is None:
                 return
+            # Waiting for its own process would be waiting for itself.
             if holder == os.getpid() or time.monotonic() >= deadline:
                 raise ArenaError(f"{what} is held by {_named(holder)}; {remedy}")
             time.sleep(_POLL_SECS)
@@ -55,8 +57,9 @@ class FileLock:
         if self._fd < 0:
             return
         fd, self._fd = self._fd, -1
-        with _held_guard:
-            _held.pop(_identity(os.fstat(fd)), None)
+        with _guard:
+            # One step to other threads of this process: the table never claims a lock that the kernel has dropped.
+            _locked.pop(_identity(os.fstat(fd)), None)
             os.close(fd)
 
     def __enter__(self) -> FileLock:
@@ -69,9 +72,10 @@ class FileLock:
 
     def _try(self) -> int | None:
         """None once the lock is ours, else the holder's pid (0 if unknown)."""
-        with _held_guard:
+        with _guard:
             while True:
-                if _held_here(self.path):
+                # Before it is opened: closing that descriptor would drop the lock that this process has.
+                if _locked_here(self.path):
                     return os.getpid()
                 fd = _open(self.path)
                 try:
@@ -83,14 +87,14 @@ class FileLock:
                         return holder
                     raise ArenaError(f"{self.path}: cannot be locked: {error.strerror}") from None
                 if _still_named(fd, self.path):
-                    _held[_identity(os.fstat(fd))] = os.getpid()
+                    _locked[_identity(os.fstat(fd))] = os.getpid()
                     self._fd = fd
                     return None
                 os.close(fd)  # the file was removed after it was opened: its lock protects nothing
 
 
 class JobLock(FileLock):
-    """Held by one process of a node for the life of a job attempt.
+    """The lock of one process of a node, for the life of a job attempt.
 
     Raises:
         ArenaError: a live process of a job with this name runs on this node.
@@ -110,13 +114,14 @@ class JobLock(FileLock):
         return super()._try()
 
 
-def held_elsewhere(path: Path) -> bool:
-    """Whether another process holds the lock file ``path``; a missing file is held by nobody."""
-    with _held_guard:
-        if _held_here(path) or not path.exists():
+def locked_elsewhere(path: Path) -> bool:
+    """Whether another process has locked the file ``path``; nobody has locked a missing one."""
+    with _guard:
+        if _locked_here(path) or not path.exists():
             return False
         fd = _open(path)
         try:
+            # Where this succeeds, closing gives the lock back; who tries in between takes the file for locked.
             fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             return True
@@ -130,9 +135,9 @@ def holder_of(path: Path) -> int | None:
 
     Only asks: no other process that tries to get the lock is disturbed.
     """
-    with _held_guard:
+    with _guard:
         try:
-            if _held_here(path):
+            if _locked_here(path):
                 return os.getpid()
             fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
         except OSError:
@@ -141,12 +146,13 @@ def holder_of(path: Path) -> int | None:
             kind, pid = _blocking(fd)
         finally:
             os.close(fd)
+    # The kernel gives 0 for a process of another pid namespace, -1 for a lock that belongs to no process.
     return None if kind == fcntl.F_UNLCK else max(0, pid)
 
 
-def _held_here(path: Path) -> bool:
+def _locked_here(path: Path) -> bool:
     try:
-        return _held.get(_identity(os.stat(path, follow_symlinks=False))) == os.getpid()
+        return _locked.get(_identity(os.stat(path, follow_symlinks=False))) == os.getpid()
     except FileNotFoundError:
         return False
 

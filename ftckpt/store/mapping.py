@@ -39,8 +39,10 @@ def create_mapping(path: Path, nbytes: int) -> Mapping:
     Raises:
         MemoryBudgetError: the file system has no room.
     """
+    # O_EXCL: what others may have mapped is never written over.
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
+        # Pages first: on a full tmpfs this is an error, while a store to a page that is not there is a SIGBUS.
         _reserve(fd, path, nbytes)
         return Mapping(fd, nbytes, writable=True)
     finally:
@@ -63,6 +65,7 @@ def open_mapping(path: Path, nbytes: int | None, writable: bool) -> Mapping:
         if status.st_size == 0 or (nbytes is not None and status.st_size != nbytes):
             expected = "" if nbytes is None else f", expected {nbytes}"
             raise ArenaError(f"{path}: has {status.st_size} bytes{expected}")
+        # A hole would be filled at a store, with a SIGBUS where there is no room.
         if writable and status.st_blocks * 512 < status.st_size:
             _reserve(fd, path, status.st_size)
         return Mapping(fd, status.st_size, writable)

@@ -52,6 +52,7 @@ def check_budget(
         limits = _room(where, mount.point) + _available(proc) + cgroup_limits(proc, cgroup_root)
     else:
         limits = _room(where, mount.point)
+        # Memory does not bound files on a disk: their pages are written back and dropped.
         log.warning(
             "ftckpt: %s is on %s, not on a tmpfs: snapshots go at the speed of that device; "
             "name a tmpfs with --ftckpt-arena",
@@ -76,6 +77,7 @@ def cgroup_limits(proc: Path, cgroup_root: Path) -> list[Limit]:
     for line in read_lines(proc / "self" / "cgroup"):
         _, _, rest = line.partition(":")
         controllers, _, group = rest.partition(":")
+        # Version 2 has one line, and no controllers in it.
         if not controllers:
             names = ("memory.max", "memory.current", "inactive_file")
             roots = [cgroup_root, cgroup_root / "unified"]
@@ -131,10 +133,12 @@ def mount_of(where: Path, proc: Path, process: str = "self") -> Mount:
     best, depth = Mount("an unknown file system", str(where)), -1
     resolved = where.resolve()
     for line in read_lines(proc / process / "mountinfo"):
+        # proc(5): id, parent, major:minor, root, mount point, more fields, then behind " - " the type and the source.
         left, _, right = line.partition(" - ")
         fields, ending = left.split(), right.split()
         if len(fields) < 5 or not ending:
             continue
+        # The kernel writes a space in a path as octal 040.
         point = Path(fields[4].replace("\\040", " "))
         # A later mount covers an earlier one on the same point.
         if resolved.is_relative_to(point) and len(point.parts) >= depth:

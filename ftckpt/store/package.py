@@ -109,6 +109,7 @@ def pack(arena: Arena, slot: int) -> bytes:
         volatile = bytes(data[image.volatile.begin : image.volatile.end])
     with arena.read_objects(slot) as view:
         objects = bytes(view)
+    # After the bytes were copied: what was overwritten meanwhile would be no snapshot's.
     if arena.control.record(slot).seal_id != record.seal_id:
         raise ArenaError(f"{arena.path}: slot {slot} was given up while it was read")
     if xxhash.xxh3_64_intdigest(objects) != record.objects_hash:
@@ -136,6 +137,7 @@ def unpack(data: bytes | bytearray | memoryview) -> Package:
     if record.snapshot is None or record.flags:
         raise CorruptError("package: its record is not sealed")
     sequence, used, objects_hash = _FIELDS.unpack(record.fields)
+    # ``used`` is under the record's checksum; should it pass the body, the length of ``objects`` shows it below.
     objects, volatile = body[:used], body[used:]
     manifest = Manifest.decode(header.text)
     try:
@@ -154,7 +156,7 @@ def unpack(data: bytes | bytearray | memoryview) -> Package:
 
 
 def mirror_dir(node_dir: Path) -> Path:
-    """Where a node keeps packages."""
+    """The directory of a node's packages."""
     return node_dir / MIRROR_NAME
 
 
@@ -173,6 +175,7 @@ def store(node_dir: Path, data: bytes) -> Path:
         MemoryBudgetError: the file system has no room; nothing is left behind.
         ArenaError: it cannot be written.
     """
+    # It may come from another node: proven before it takes the place of a good one.
     package = unpack(data)
     path = package_path(node_dir, package.shard, package.snapshot)
     try:
@@ -180,6 +183,7 @@ def store(node_dir: Path, data: bytes) -> Path:
         with fresh_name(path) as fresh:
             fd = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
             with os.fdopen(fd, "wb") as file:
+                # Room first: a full tmpfs is known before a byte is written.
                 os.posix_fallocate(fd, 0, len(data))
                 file.write(data)
             fresh.rename(path)
@@ -206,7 +210,7 @@ def load(path: Path) -> Package:
             nbytes = os.fstat(fd).st_size
             if nbytes > MAX_PACKAGE_BYTES:
                 raise CorruptError(f"{path}: more than {MAX_PACKAGE_BYTES} bytes")
-            data = file.read(nbytes + 1)  # a larger number would be allocated
+            data = file.read(nbytes + 1)  # not MAX_PACKAGE_BYTES: as much as is asked for would be allocated
     except OSError as error:
         raise CorruptError(f"{path}: cannot be read: {error.strerror}") from None
     package = unpack(data)
@@ -216,7 +220,7 @@ def load(path: Path) -> Package:
 
 
 def list_packages(node_dir: Path) -> list[PackageName]:
-    """The packages a node keeps, sorted, by their names alone; ``load`` tells whether they are sound."""
+    """The packages on a node, sorted, by their names alone; whether they are sound is for ``load`` to see."""
     try:
         entries = sorted(mirror_dir(node_dir).iterdir())
     except OSError:

@@ -12,6 +12,7 @@ import stat
 from pathlib import Path
 
 PAGE_BYTES = 16384
+"""256 entries of 64 bytes, a cache line each: no two writers share one."""
 PID_BITS = 22
 """PID_MAX_LIMIT of 64-bit Linux."""
 
@@ -22,12 +23,15 @@ def map_page(path: Path) -> memoryview:
     Raises:
         OSError: no room, not permitted, or not a plain file.
     """
+    # O_NONBLOCK: something else than a plain file under this name must not block the open.
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     fd = os.open(path, flags, 0o600)
     try:
         if not stat.S_ISREG(os.fstat(fd).st_mode):
             raise OSError("not a plain file; remove it")
+        # Whoever created it may have had another umask.
         os.fchmod(fd, 0o600)
+        # Not ftruncate, which would cut what others have mapped, and leave holes: a store to either may be a SIGBUS.
         os.posix_fallocate(fd, 0, PAGE_BYTES)
         return memoryview(mmap.mmap(fd, PAGE_BYTES)).cast("Q")
     finally:
@@ -41,9 +45,11 @@ def owner_word(pid: int) -> int:
         OSError, ValueError: no such process, or not readable.
     """
     with open(f"/proc/{pid}/stat", "rb") as file:
+        # Behind the name: field 3 of proc(5), the state, is first, field 22, the start time, is number 19.
         fields = file.read().rpartition(b")")[2].split()  # the name before it may hold anything
     if len(fields) < 20:
         raise ValueError(f"/proc/{pid}/stat cannot be read")
+    # A pid comes back; a pid with the time at which its process began does not.
     return 0 if fields[0] in (b"Z", b"X", b"x") else (int(fields[19]) << PID_BITS | pid) & (1 << 64) - 1
 
 
@@ -58,7 +64,7 @@ def pid_namespace() -> int:
 
 
 def owner_lives(owner: int) -> bool:
-    """Whether the process that an owner's word of this pid namespace names lives; if that cannot be told, it does."""
+    """Whether the process named by an owner's word of this pid namespace lives; where that is not known, it does."""
     if owner == 0:
         return False
     try:

@@ -1,7 +1,7 @@
-"""Parity files: the blocks that one member of a parity group keeps of one snapshot; ``FORMAT.md`` has the bytes.
+"""Parity files: the blocks that one member of a parity group has of one snapshot; ``FORMAT.md`` has the bytes.
 
 A record file (``record``) with one record, whose words are the checksums of the blocks. Its text is the group, its
-first number the member that keeps it; the body are the blocks. Only a node's SMP writes: each block before its
+first number the member whose file it is; the body are the blocks. Only a node's SMP writes: each block before its
 checksum, the seal at last.
 """
 
@@ -56,6 +56,7 @@ class ParityFile:
         self._stores = Stores(memoryview(mapping.data))
         self._record = Records(self._stores, FORMAT.records_offset, 1, len(self._lengths))
         self._offsets, _ = _layout(group, self._lengths)
+        # In this process alone: what another one left WRITING is begun anew, not completed.
         self._put: set[int] = set()
         self._writing: SnapshotId | None = None
 
@@ -130,7 +131,7 @@ class ParityFile:
         return xxhash.xxh3_64_intdigest(self.block(block).data) == self._record.word(0, block)
 
     def begin(self, snapshot: SnapshotId) -> None:
-        """WRITING: what the file held is given up, blocks of ``snapshot`` follow."""
+        """WRITING: the snapshot in the file is given up, blocks of ``snapshot`` follow."""
         self._record.give_up(0, WRITING)
         self._put.clear()
         self._writing = snapshot
@@ -147,10 +148,12 @@ class ParityFile:
         if data.shape != view.shape or data.dtype != np.uint8:
             raise ValueError(f"{self.path}: block {block} has {len(view)} bytes, not {data.dtype} {data.shape}")
         source = np.ascontiguousarray(data)
-        # Of the source: what goes wrong in the copy is found.
+        # Of the source: what goes wrong in the copy shows at the next ``verify``.
         value = xxhash.xxh3_64_intdigest(source.data)
+        # The same address: the block was computed in place.
         if source.ctypes.data != view.ctypes.data:
             self._stores.store(self._offsets[block], source.data)
+        # Behind its block: a kill in between leaves a word that vouches for nothing, in a record that is WRITING.
         self._record.put_words(0, value.to_bytes(8, "little"), block)
         self._put.add(block)
 
@@ -190,7 +193,7 @@ def parity_path(arena_dir: Path, mode: str, index: int) -> Path:
 
 
 def list_parity(node_dir: Path) -> list[ParityName]:
-    """The parity files of a node's arenas, sorted, by their names alone; ``ParityFile.open`` tells what they are."""
+    """The parity files of a node's arenas, sorted, by their names alone; ``ParityFile.open`` reads what they are."""
     names = []
     for arena in list_arenas(node_dir):
         for path in arena.iterdir():
@@ -211,6 +214,7 @@ def _read_header(path: Path, data: memoryview) -> tuple[ParityGroup, int]:
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise CorruptError(f"{path}: no parity group: {str(error)[:200]}") from None
     if (
+        # Of one spelling, so that all sizes follow from the group and can be compared.
         text != _group_text(group)
         or holder >= len(group.members)
         or blocks != num_blocks(group, holder)

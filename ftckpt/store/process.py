@@ -11,7 +11,7 @@ from ftckpt.store.page import owner_word
 
 
 class Process:
-    """A process of this pid namespace, held by a pidfd."""
+    """A process of this pid namespace, by a pidfd."""
 
     def __init__(self, fd: int, pid: int) -> None:
         self.pid = pid
@@ -27,7 +27,7 @@ class Process:
         if fd < 0:
             return None
         try:
-            now = owner_word(pid)  # the pidfd holds the process: this speaks of the same one, or of a dead one
+            now = owner_word(pid)  # after the pidfd: so it is of the same process, or of a dead one
         except (OSError, ValueError):
             now = 0
         if now == 0 or (owner is not None and now != owner):
@@ -45,6 +45,7 @@ class Process:
 
     def gone(self, timeout_secs: float) -> bool:
         """Whether it has ended, after ``timeout_secs`` at the latest."""
+        # A pidfd becomes readable when its process ends, whether its parent has waited for it or not.
         waiting = select.poll()
         waiting.register(self._fd, select.POLLIN)
         return bool(waiting.poll(max(0.0, timeout_secs) * 1000))

@@ -12,7 +12,7 @@ place on the node; the last entry is the SMP's. An entry is eight native 64-bit 
   iteration plus 1 that it cannot protect, and the digest of its configuration
 * 7: a rank's number plus 1; 0: unknown
 
-Readers take no lock, and no two words must agree: a lock that a killed process holds would stop the others. A file
+Readers take no lock, and no two words must agree: a lock of a killed process would stop the others. A file
 needs no header: zeros and foreign bytes name no live owner, and each writer overwrites its own entry as a whole.
 """
 
@@ -29,6 +29,7 @@ from ftckpt.store.directory import PULSE_NAME
 from ftckpt.store.page import PAGE_BYTES, map_page, owner_lives, owner_word, pid_namespace
 
 MAX_PLACES = 255
+"""With the entry of the SMP they fill the page."""
 _ENTRY_WORDS = 8
 _OWNER, _NAMESPACE, _BEAT_NS, _BEATS, _ITERATION, _PHASE, _PHASE_END, _RANK = range(8)
 _STATE, _CANNOT, _DIGEST = _ITERATION, _PHASE, _PHASE_END
@@ -53,7 +54,7 @@ class SmpState(IntEnum):
 class RankPulse:
     """A rank's last sign of life. ``beat_ns`` is CLOCK_MONOTONIC; ``iteration`` and ``rank`` are -1 where unknown.
 
-    ``lives`` is None where it cannot be told: a process of another pid namespace.
+    ``lives`` is None where it cannot be known: a process of another pid namespace.
     """
 
     place: int
@@ -106,6 +107,7 @@ class Pulse:
         if code is None:
             code = self._phases[phase] = _phase_words(phase)
         self._beats += 1
+        # Plus 1, here and for ranks: a page of zeros then reads as "unknown".
         words[base + _ITERATION] = max(0, iteration + 1)
         words[base + _PHASE], words[base + _PHASE_END] = code
         words[base + _BEATS] = self._beats
@@ -156,6 +158,7 @@ class Pulse:
     def leave(self) -> None:
         """This rank trains no more: nobody shall wait for its next beat. Later beats go nowhere."""
         if self._base is not None:
+            # The owner alone: an entry without one counts as nobody's, whatever else stands in it.
             self._words[self._base + _OWNER] = 0
             self._base = None
 

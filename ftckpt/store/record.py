@@ -25,7 +25,7 @@ Why a SIGKILL between any two stores, or inside one that is longer than a byte, 
   over all of them, then the state.
 * ``give_up`` stores the state first: from that byte on nothing is claimed. Then it clears the checksum, for what
   follows overwrites what was sealed, and a flip of the state byte must not claim it.
-* So whatever is found under the state *sealed* without its checksum is a flip or a stranger, and reads as torn.
+* So whatever has the state *sealed* without its checksum is a flip or a stranger, and reads as torn.
 * A header is written once, into a file that has no name yet or a temporary one.
 
 Why a reader beside the writer is safe: it believes a copy, and that only with the checksum over all of it. Stores
@@ -54,7 +54,7 @@ Words = npt.NDArray[np.uint64]
 
 HEADER_BYTES = 512
 RECORD_BYTES = 64
-"""Of a record without words."""
+"""Of a record without words: a cache line."""
 EMPTY, WRITING, SEALED = 0, 1, 2
 
 _HEADER = struct.Struct("<8sIIIIQQ16s3Q")
@@ -177,8 +177,10 @@ class Records:
     def read(self, index: int) -> Record:
         """A checked copy; what is not proven reads as EMPTY, and as ``torn`` if it claims anything."""
         begin = self._begin_of(index)
+        # A copy: the writer may change the record between the checksum and its use.
         raw = bytes(self._stores.data[begin : begin + record_bytes(self.num_words)])
         state, snapshot, torn = raw[0], None, False
+        # A state above SEALED is none: torn as well.
         if state >= SEALED:
             proven = state == SEALED and _U64.pack(_checksum(raw, begin)) == raw[_CHECKSUM:_WORDS]
             named = raw[_SNAPSHOT:_FIELDS]
@@ -197,8 +199,9 @@ class Records:
         return value
 
     def give_up(self, index: int, state: int) -> None:
-        """EMPTY or WRITING: what the record held is not claimed any more."""
+        """EMPTY or WRITING: the record claims nothing any more."""
         begin = self._begin_of(index)
+        # In this order: the first store ends the claim; after the second a flip of the state makes none.
         self._stores.store(begin, bytes([state]))
         self._stores.store(begin + _CHECKSUM, bytes(8))
 
@@ -219,14 +222,17 @@ class Records:
         begin, stores = self._begin_of(index), self._stores
         stores.store(begin + _SNAPSHOT, _NO_SNAPSHOT if snapshot is None else snapshot.pack())
         stores.store(begin + 1, bytes([flags]))
+        # Over what stands in memory: fields and words came by many stores, from several threads.
         raw = bytes(stores.data[begin : begin + record_bytes(self.num_words)])
         stores.store(begin + _CHECKSUM, _U64.pack(_checksum(raw, begin)))
+        # The claim, last: who dies before it leaves a record that is WRITING.
         stores.store(begin, bytes([SEALED]))
 
     def replace(self, index: int, snapshot: SnapshotId | None, fields: bytes) -> None:
         """Overwrite a record without words by one store: what was sealed is lost if it dies inside."""
         begin = self._begin_of(index)
         named = _NO_SNAPSHOT if snapshot is None else snapshot.pack()
+        # With the state in it, unlike ``seal``: the other copy of a mark counts while this one is half stored.
         raw = bytes([SEALED]).ljust(_SNAPSHOT, b"\0") + (named + fields).ljust(_CHECKSUM - _SNAPSHOT, b"\0")
         self._stores.store(begin, raw + _U64.pack(_checksum(raw, begin)))
 
@@ -249,7 +255,9 @@ class Mark:
 
     def write(self, snapshot: SnapshotId | None, number: int = 0) -> None:
         """Mark ``snapshot``, or that none is meant any more."""
+        # Where neither copy is sealed any order will do: copy 0 is written first.
         sequence, newest, _ = self._newest() or (0, 1, None)
+        # The older copy first: the newer one counts until this one is complete.
         for copy in (1 - newest, newest):
             self._copies.replace(copy, snapshot, _U64.pack(sequence + 1) + _U64.pack(number))
 

@@ -72,6 +72,7 @@ class SlotFiles:
             fresh.unlink(missing_ok=True)
             mapping = create_mapping(fresh, self._image.file_bytes)
             mapping.data[: len(self._image.header)] = self._image.header
+            # Named when it has its header: killed before this, the slot is not allocated, and not a damaged one.
             fresh.rename(self.path / slot_name(slot))
         except BaseException as error:
             if mapping is not None:
@@ -85,6 +86,7 @@ class SlotFiles:
 
     def free(self, slot: int) -> None:
         """Delete the file and unmap it: memory comes back as soon as the last view of the slot is gone."""
+        # Views that others have stay valid: the pages live until the last mapping of the file is gone.
         (self.path / slot_name(slot)).unlink(missing_ok=True)
         mapping, self._slots[slot] = self._slots[slot], None
         if isinstance(mapping, Mapping):
@@ -131,6 +133,7 @@ def image_of_slots(path: Path, slots: int, digest: bytes) -> SlotImage:
             continue
         try:
             image = parse_image(mapping.data)
+            # A sound header may be another arena's: whose this one is says the control block.
             if image.manifest.digest == digest:
                 return image
             errors.append(f"slot {slot}: its manifest is not the one of the control block")
