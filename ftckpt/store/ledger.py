@@ -26,7 +26,7 @@ from ftckpt.store.directory import SMP_LOCK_NAME, list_arenas, remove_arena
 from ftckpt.store.locks import holder_of
 from ftckpt.store.memory import check_budget
 from ftckpt.store.package import list_packages
-from ftckpt.store.parity_file import ParityFile, list_parity
+from ftckpt.store.parity_file import ParityFile, parity_of
 from ftckpt.store.slots import slot_name
 
 T = TypeVar("T")
@@ -169,7 +169,8 @@ def give_up(paths: Iterable[Path], needed: Collection[SnapshotId]) -> int:
 
 def _contents(arena: Arena) -> Ledger:
     slots = {slot_name(slot): slot for slot in range(arena.control.slots)}
-    parity = {name.path.name for name in list_parity(arena.path.parent) if name.arena == arena.path.name}
+    # Of this arena alone: others go at this moment, and one that cannot be listed must not keep this one's memory.
+    parity = {name.path.name for name in parity_of(arena.path)}
     # An SMP that has a parity file open notices that it is gone only when it looks for that file again.
     guarded = holder_of(arena.path.parent / SMP_LOCK_NAME) is not None
     entries = []

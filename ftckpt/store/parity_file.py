@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -194,13 +195,16 @@ def parity_path(arena_dir: Path, mode: str, index: int) -> Path:
 
 def list_parity(node_dir: Path) -> list[ParityName]:
     """The parity files of a node's arenas, sorted, by their names alone; ``ParityFile.open`` reads what they are."""
-    names = []
-    for arena in list_arenas(node_dir):
-        for path in arena.iterdir():
-            match = _NAME.fullmatch(path.name)
-            if match:
-                names.append(ParityName(arena.name, match[1], int(match[2]), path))
-    return sorted(names)
+    return sorted(name for arena in list_arenas(node_dir) for name in parity_of(arena))
+
+
+def parity_of(arena_dir: Path) -> list[ParityName]:
+    """As ``list_parity``, of one arena; none where it has gone."""
+    # Another rank of the node may remove its arena between a listing of the node and this one.
+    with suppress(FileNotFoundError):
+        matches = [(_NAME.fullmatch(path.name), path) for path in arena_dir.iterdir()]
+        return sorted(ParityName(arena_dir.name, m[1], int(m[2]), path) for m, path in matches if m)
+    return []
 
 
 def _read_header(path: Path, data: memoryview) -> tuple[ParityGroup, int]:

@@ -278,6 +278,16 @@ def test_list_parity(node_dir: Path) -> None:
         file.close()
 
 
+def test_an_arena_that_goes_while_parity_is_listed_hides_no_other(
+    node_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = (member.arena for member in GROUP.members[:2])
+    for arena in (first, second):
+        ParityFile.create(parity_path(node_dir / arena, "node", 0), GROUP, 0).close()
+    monkeypatch.setattr(parity_file, "list_arenas", lambda path: [path / first, path / "gone", path / second])
+    assert [name.arena for name in list_parity(node_dir)] == sorted([first, second])
+
+
 WRITE = """
 import sys
 from pathlib import Path

@@ -23,7 +23,7 @@ from ftckpt.restore.choice import Decision, Findings, Query, decide, worth_keepi
 from ftckpt.restore.inventory import ArenaReport, Inventory, PackageReport, Shield, SlotReport
 from ftckpt.restore.locations import Damage, SlotAt
 from ftckpt.restore.repair import make_room
-from ftckpt.store import ledger
+from ftckpt.store import ledger, parity_file
 from ftckpt.store.arena import Arena
 from ftckpt.store.directory import list_arenas
 from ftckpt.store.image import SlotImage
@@ -184,6 +184,13 @@ def test_what_is_written_or_unreadable_or_to_be_left_stays(job: Job) -> None:
     assert held_of(job, 0) == [5]
     freed(job, keys(9))
     assert not job.path(0).exists() and job.path(1).exists()
+
+
+def test_an_arena_that_another_rank_removes_meanwhile_keeps_nobody_from_freeing_its_own(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parity_file, "list_arenas", lambda path: [*list_arenas(path), path / "dp9.00000000"])
+    assert freed(job, keys(5)) > 0 and held(job) == [[5], [5]]
 
 
 def held_of(job: Job, rank: int) -> list[int]:
