@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import secrets
 import socket
@@ -12,11 +11,13 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
+from typing import NamedTuple
 
 from ftckpt.config import Config
 from ftckpt.errors import ConfigError, FtckptError
 from ftckpt.events import Events
 from ftckpt.group import Group, together
+from ftckpt.model import codec
 from ftckpt.model.topology import Topology
 from ftckpt.parity.groups import ParityGroup
 from ftckpt.parity.holding import Holding
@@ -28,6 +29,14 @@ SECRET_BYTES = 32
 _LEAST_SECRET_BYTES = 16
 _MOST_SECRET_BYTES = 4096
 _LOOPBACK = "127.0.0.1"
+
+
+class _Report(NamedTuple):
+    """What a rank tells the others; ``port`` is that of its node's SMP if it leads the node, else 0."""
+
+    pid: int
+    address: str
+    port: int
 
 
 class NodeSmp:
@@ -73,26 +82,24 @@ class NodeSmp:
         secret = self._share_secret()
         address = together(self._group, lambda: listening_address(config.smp_listen, self._machines, os.environ))
         port = self._listen(node_dir, address, secret) if self._leads else 0
-        reports = [json.loads(data) for data in self._group.gather(json.dumps([os.getpid(), address, port]).encode())]
+        reports = codec.gather(self._group, _Report(os.getpid(), address, port), _Report)
         digest = self._configure_smp(reports, holdings, groups, packages, secret) if self._client is not None else 0
-        digests = [int(data) for data in self._group.gather(str(digest).encode())]
-        return digests[self._topology.ranks_on(node)[0]]
+        return codec.gather(self._group, digest, int)[self._topology.ranks_on(node)[0]]
 
     def _configure_smp(
         self,
-        reports: Sequence[tuple[int, str, int]],
+        reports: Sequence[_Report],
         holdings: Sequence[Holding],
         groups: Sequence[ParityGroup],
         packages: Mapping[str, Sequence[str]],
         secret: bytes,
     ) -> int:
-        """Configure this node's SMP; ``reports[rank]`` are pid, address and, of leaders, the port of the SMP."""
+        """Configure this node's SMP; ``reports`` by rank. Returns what ``configure`` does."""
         config, node = self._config, self._topology.me.node
-        peers = {
-            self._topology.members[rank].node: [host, port] for rank, (_, host, port) in enumerate(reports) if port
-        }
+        members = zip(self._topology.members, reports, strict=True)
+        peers = {member.node: [report.address, report.port] for member, report in members if report.port}
         places = {
-            str(rank): {"shard": holdings[rank].shard, "arena": holdings[rank].arena, "pid": reports[rank][0]}
+            str(rank): {"shard": holdings[rank].shard, "arena": holdings[rank].arena, "pid": reports[rank].pid}
             for rank in self._topology.ranks_on(node)
         }
         description = {

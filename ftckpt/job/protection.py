@@ -5,7 +5,6 @@ What is to be protected, and when a target is given up, ``ftckpt.job.session`` d
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +17,7 @@ from ftckpt.events import Events
 from ftckpt.group import Group, together
 from ftckpt.job.node_smp import NodeSmp, machine
 from ftckpt.job.session import Guard, TargetMarks
+from ftckpt.model import codec
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.model.topology import Topology
 from ftckpt.parity.groups import ParityGroup, mirrors, node_groups, peer_groups, slot_groups
@@ -34,6 +34,14 @@ _SMP_SILENT_SECS = 10.0
 """An SMP that gave no sign of life for so long guards nothing."""
 
 _LEAST_SLOTS = 3
+
+
+@dataclass(frozen=True)
+class _Held:
+    """What one rank's arena has of an earlier attempt."""
+
+    protected: SnapshotId | None
+    sealed: tuple[SnapshotId, ...]
 
 
 @dataclass(frozen=True)
@@ -101,7 +109,7 @@ class Protection:
         self._topology = topology
         self._group = group
         self._events = events
-        places = [json.loads(data) for data in group.gather(json.dumps([config.rack, machine()]).encode())]
+        places = codec.gather(group, (config.rack, machine()), tuple[str, str])
         self._racks = [rack for rack, _ in places]
         self.smp = NodeSmp(config, topology, group, events, [name for _, name in places])
         nodes = [member.node for member in topology.members]
@@ -133,19 +141,14 @@ class Protection:
 
         What was restored does not lie in these arenas where they are those of another layout.
         """
-        mark = arena.control.protected()
-        mine = {
-            "protected": _text(mark),
-            "sealed": [str(snapshot) for snapshot in arena.snapshots()],
-        }
-        ranks = [json.loads(data) for data in self._group.gather(json.dumps(mine).encode())]
+        mine = _Held(arena.control.protected(), tuple(arena.snapshots()))
+        ranks = codec.gather(self._group, mine, _Held)
 
-        def everywhere(snapshot: str | None) -> SnapshotId | None:
-            sealed = snapshot is not None and all(snapshot in rank["sealed"] for rank in ranks)
-            return SnapshotId.parse(snapshot) if sealed and snapshot is not None else None
+        def everywhere(snapshot: SnapshotId | None) -> SnapshotId | None:
+            return snapshot if all(snapshot in rank.sealed for rank in ranks) else None
 
-        named = {rank["protected"] for rank in ranks if rank["protected"] is not None}
-        return everywhere(named.pop() if len(named) == 1 else None), everywhere(_text(restored))
+        named = {rank.protected for rank in ranks if rank.protected is not None}
+        return everywhere(named.pop() if len(named) == 1 else None), everywhere(restored)
 
     def arrange(self, arena: Arena, node_dir: Path) -> None:
         """Know what all ranks hold: groups, memory, the SMP of this node and those of others.
@@ -162,7 +165,7 @@ class Protection:
             if leads:
                 self._pulse.forget_others(len(local))
         mine = arena.image.holding(me.node, self._config.rack, arena.path.name)
-        holdings = [Holding.from_json(json.loads(d)) for d in self._group.gather(json.dumps(mine.to_json()).encode())]
+        holdings = codec.gather(self._group, mine, Holding)
         in_slots = slot_groups(holdings)
         self.modes = together(self._group, lambda: self._resolve(spans_nodes=bool(in_slots)))
         arrangement = Arrangement.of(holdings, in_slots, self.modes)
@@ -249,7 +252,3 @@ class Protection:
         if reason:
             self._events.emit("protection_waits", need_bytes=account.now_bytes, reason=reason)
             self._events.tell("no room for parity beside old snapshots: it waits until those have gone")
-
-
-def _text(snapshot: SnapshotId | None) -> str | None:
-    return str(snapshot) if snapshot is not None else None

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import xxhash
 
 from ftckpt.errors import CorruptError, MismatchError
+from ftckpt.model import codec
 from ftckpt.model.fragment import Box, Fragment
 
 KINDS = ("private", "shared", "copy", "parity")
@@ -21,8 +22,7 @@ MAX_CHUNKS = 1 << 20
 """Bound on a slot's chunks, so that a hostile manifest cannot ask for an endless table."""
 
 
-@dataclass(frozen=True, slots=True)
-class Section:
+class Section(NamedTuple):
     """``fragments`` stepped fragments of a manifest, at least one, that stand side by side.
 
     ``private``: what no replica or copy group covers. ``shared``: this rank's share of what its replica set
@@ -35,21 +35,6 @@ class Section:
     fragments: int
     group: str = ""
     of: str = ""
-
-    def to_json(self) -> list[Any]:
-        """A JSON value that ``from_json`` turns back into an equal section."""
-        return [self.kind, self.fragments, self.group, self.of]
-
-    @classmethod
-    def from_json(cls, value: list[Any]) -> Section:
-        """Inverse of ``to_json``; raises ValueError for anything else."""
-        try:
-            kind, fragments, group, of = value
-            if not all(isinstance(text, str) for text in (kind, group, of)) or type(fragments) is not int:
-                raise TypeError(f"{str(value)[:100]} is not a kind, a number, a group and a shard")
-            return cls(kind, fragments, group, of)
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"not a section: {error}") from None
 
 
 def parity_fragment(group: str, nbytes: int) -> Fragment:
@@ -156,7 +141,7 @@ class Manifest:
         if self.capacity:  # absent where it says nothing: slots written before it existed stay readable
             value["capacity"] = self.capacity
         if self.sections:  # as above
-            value["sections"] = [section.to_json() for section in self.sections]
+            value["sections"] = codec.to_json(self.sections)
         if self.padded:  # as above
             value["padded"] = list(self.padded)
         if self.derived:  # as above
@@ -187,7 +172,7 @@ class Manifest:
                 objects_bytes=int(value["objects_bytes"]),
                 chunk_bytes=int(value["chunk_bytes"]),
                 capacity=capacity,
-                sections=tuple(map(Section.from_json, value.get("sections", ()))),
+                sections=codec.from_json(value.get("sections", []), tuple[Section, ...]),
                 padded=_texts(value.get("padded", [])),
                 derived=_texts(value.get("derived", [])),
             )

@@ -7,7 +7,6 @@ the answer or ``error``. State never travels here: it lies in shared memory.
 from __future__ import annotations
 
 import json
-import re
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
@@ -18,7 +17,7 @@ import xxhash
 from ftckpt.errors import SmpError
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.smp.channel import Channel, Deadlines, PeerError
-from ftckpt.store.control import MAX_SHARD_BYTES
+from ftckpt.store.directory import is_shard
 from ftckpt.store.package import MAX_PACKAGE_BYTES
 
 VERSION = 2
@@ -30,8 +29,6 @@ MAX_NETWORK_REQUEST_BYTES = 4 << 10
 MAX_REPLY_BYTES = 1 << 20
 MAX_PAYLOAD_BYTES = max(MAX_PACKAGE_BYTES, 1 << 30)
 """A chunk may have any size that a user sets; this is what nobody needs."""
-
-_SHARD = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
 @dataclass(frozen=True)
@@ -91,8 +88,7 @@ class BytesRequest(SmpRequest):
     shard: str
 
     def __post_init__(self) -> None:
-        # It becomes part of a file name.
-        if len(self.shard.encode()) > MAX_SHARD_BYTES or not _SHARD.fullmatch(self.shard):
+        if not is_shard(self.shard):  # it becomes part of a file name
             raise SmpError(f"{self.shard[:40]!r} names no shard")
 
 

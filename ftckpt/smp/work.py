@@ -18,6 +18,7 @@ T = TypeVar("T")
 Work = Generator[float, None, T]
 
 _POLL_SECS = 0.01
+"""Between two looks at what has no wake-up: a thread that works, ranks that copy."""
 
 
 class CannotError(FtckptError):
@@ -106,7 +107,6 @@ def in_thread(action: Callable[[], T]) -> Work[T]:
     return result[0]
 
 
-POLL_SECS = 0.01
 MOST_SECS = 0.5
 """Most that is waited at a stretch, and that is saved up, for others to be quiet."""
 
@@ -154,7 +154,7 @@ class Courtesy:
         begun = self._clock()
         self._saved = min(MOST_SECS, self._saved + begun - self._since)
         while self._busy() and self._clock() - begun < self._saved:
-            yield POLL_SECS
+            yield _POLL_SECS
         self._since = self._clock()
         # What a late caller waited too long is made good by work before anybody is waited for again.
         self._saved = max(-MOST_SECS, self._saved - (self._since - begun))

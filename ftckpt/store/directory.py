@@ -33,8 +33,8 @@ MIRROR_NAME = ".mirror"
 SMP_NAMES = (SMP_LOCK_NAME, SMP_SOCKET_NAME, SMP_STATE_NAME, f"{SMP_STATE_NAME}.new", SMP_LOG_NAME, PULSE_NAME)
 """All files of the SMP in a node's directory, ``.mirror`` and what lies in arenas apart."""
 _END_SECS = 10.0
-_SHARD = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
-"""With digest and suffix it still is a file name."""
+SHARD_PATTERN = r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}"
+"""Of names of shards: with digest and suffix one still is a file name, and never a path."""
 
 _writing: set[str] = set()  # names under which threads of this process build something at the moment
 _guard = threading.Lock()
@@ -98,9 +98,14 @@ def job_node_path(root: Path, job: str, node: str) -> Path:
 
 
 def arena_path(node_dir: Path, manifest: Manifest) -> Path:
-    """Where the arena of ``manifest`` lies."""
-    _require_name(bool(_SHARD.fullmatch(manifest.shard)), manifest.shard, "shard")
+    """Where the arena of ``manifest`` lies. Raises ArenaError for an unusable name of its shard."""
+    _require_name(is_shard(manifest.shard), manifest.shard, "shard")
     return node_dir / f"{manifest.shard}.{manifest.digest.hex()[:8]}"
+
+
+def is_shard(name: str) -> bool:
+    """Whether a shard may be called so; it becomes part of file names."""
+    return bool(re.fullmatch(SHARD_PATTERN, name))
 
 
 def list_arenas(node_dir: Path) -> list[Path]:

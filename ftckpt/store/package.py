@@ -24,20 +24,19 @@ import xxhash
 from ftckpt.errors import ArenaError, ConfigError, CorruptError, MemoryBudgetError
 from ftckpt.model.manifest import MAX_CHUNKS, Manifest
 from ftckpt.model.snapshot import SnapshotId
-from ftckpt.store.directory import arena_path, fresh_name, remove_half_made
+from ftckpt.store.directory import MIRROR_NAME, SHARD_PATTERN, arena_path, fresh_name, remove_half_made
 from ftckpt.store.image import SlotImage
 from ftckpt.store.record import Format, Header, Records, Stores
 
 if TYPE_CHECKING:
     from ftckpt.store.arena import Arena
 
-MIRROR_NAME = ".mirror"
 FORMAT = Format("package", b"FTCKPTPK", 1)
 MAX_PACKAGE_BYTES = 1 << 30
 """Bound on a package, for whoever reads one from a socket or a file."""
 
 _FIELDS = struct.Struct("<QQQ")  # sequence, bytes of objects, their hash: as in a control block
-_FILE_NAME = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]*)\.([0-9a-f]+\.[0-9]+)")
+_FILE_NAME = re.compile(rf"({SHARD_PATTERN})\.([0-9a-f]+\.[0-9]+)")
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from ftckpt.errors import ConfigError, CorruptError
+from ftckpt.model import codec
 from ftckpt.model.fragment import Box, Fragment
 from ftckpt.model.manifest import MAX_CHUNKS, Manifest, Section, parity_fragment
 from ftckpt.store.image import PAGE_BYTES, SectionSpan, SlotImage, Span, parse_image, section_layout
@@ -194,7 +195,7 @@ def test_an_inconsistent_table_is_refused(case: str) -> None:
     with pytest.raises(ValueError, match=text):
         replace(SECTIONED, sections=sections)
     value = json.loads(SECTIONED.encode())
-    value["sections"] = [section.to_json() for section in sections]
+    value["sections"] = codec.to_json(sections)
     with pytest.raises(CorruptError, match=text):
         Manifest.decode(json.dumps(value).encode())
 
