@@ -41,6 +41,7 @@ class Patches:
     def wrap(self, owner: Any, name: str, around: Callable[..., Any]) -> None:
         """Let ``around(original, *args, **kwargs)`` stand before a module's function, or a method of one object."""
         original = getattr(owner, name)
+        # None where the attribute is the class's: it is taken off again, not set.
         before = vars(owner).get(name)
         is_in_force = True
 
@@ -53,6 +54,7 @@ class Patches:
             nonlocal is_in_force
             is_in_force = False
             self._wrapped.remove((owner, name))
+            # Somebody else's wrapper stands before ours now, and is not ours to take off.
             if vars(owner).get(name) is not wrapped:
                 return
             if before is None:
@@ -75,6 +77,7 @@ class Patches:
         What cannot be taken back keeps nothing else in force: its error is raised at the end.
         """
         with ExitStack() as stack:
+            # Called from the last to the first, and all of them, whichever raises.
             for undo in self.undo:
                 stack.callback(undo)
             self.undo.clear()

@@ -93,6 +93,7 @@ def log_to_stderr() -> logging.Logger:
         handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
         log.addHandler(handler)
     log.setLevel(logging.INFO)
+    # Where a script has configured the root logger each line would be printed twice.
     log.propagate = False
     return log
 
@@ -100,6 +101,7 @@ def log_to_stderr() -> logging.Logger:
 def log_once(text: str, *args: object) -> None:
     """Log a line that is the same on all ranks, on the first of them."""
     log = log_to_stderr()
+    # The launcher's word: torch.distributed may not be initialised yet.
     if os.environ.get("RANK", "0") == "0":
         log.info(f"ftckpt: {text}", *args)
 

@@ -53,6 +53,7 @@ def stepped_pieces(
             raise UnsupportedError(f"the optimizer steps a {tuple(part.parameter.shape)} that is not in the model")
         weights = fragments(places, "weight", part.weight, part.first)
         master = part.of(part.owner)
+        # A parameter that is stepped in place is its own master, and saved once.
         if master.data_ptr() == part.weight.data_ptr():
             yield from (Piece(fragment, view) for fragment, view in weights)
         else:
@@ -72,6 +73,7 @@ def _moment(places: Sequence[LogicalBox], part: ParameterRange, name: str, value
     if value.shape == part.owner.shape:
         for fragment, view in fragments(places, name, part.of(value), part.first):
             yield Piece(fragment, view)
+    # A count of steps, for one.
     elif value.numel() == 1:
         yield number_piece(places[0], name, value)
     else:
@@ -118,8 +120,10 @@ def _separate_numbers(inner: Any) -> None:
 
 def _materialise_adam(inner: Any) -> None:
     """``Adam._init_group`` creates state for parameters that have a gradient; any tensor will do as one."""
+    # Behind the group come lists that it fills; how many differs between versions of torch.
     lists = len(inspect.signature(inner._init_group).parameters) - 1
     for group in inner.param_groups:
+        # No step is taken: moments begin as zeros, and the count of steps as 0.
         before = [(p, p.grad) for p in group["params"]]
         for parameter, _ in before:
             parameter.grad = parameter.detach()

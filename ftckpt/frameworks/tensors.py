@@ -76,6 +76,7 @@ def fragments(
     views: list[tuple[Fragment, torch.Tensor]] = []
     flat = tensor.detach().view(-1)
     for place in boxes:
+        # Box and tensor are both ranges of the flattened local parameter: what they share is this fragment.
         begin = max(place.start, first)
         end = min(place.start + place.box.numel, first + flat.numel())
         if begin < end:
@@ -103,6 +104,7 @@ def frozen_pieces(
         UnsupportedError: one is trained nevertheless, so that what steps it is not known.
     """
     for parameter, places in boxes.items():
+        # On some rank: what another rank steps is gathered here, and saved there.
         if parameter in stepped or not any(place.box.numel for place in places):
             continue
         if parameter.requires_grad:
@@ -120,6 +122,7 @@ def number_piece(place: LogicalBox, role: str, tensor: torch.Tensor) -> Piece:
     Raises:
         UnsupportedError: a type that safetensors has no name for.
     """
+    # Experts of a layer have a number each, in one logical tensor of numbers.
     shape = place.global_shape[: place.outer] or (1,)
     box = Box(place.box.offset[: place.outer] or (0,), (1,) * len(shape))
     fragment = Fragment.whole(f"{role}/{place.key}", dtype_name(tensor, place.key), shape, box)

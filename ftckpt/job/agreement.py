@@ -128,6 +128,7 @@ class Agreement:
                     return None
             except RuntimeError as error:
                 raise AgreementError(str(error)) from error
+            # Only here: a read that gave up finds the same round again.
             self._posted.popleft()
             self._unread.append(Verdict.of(number, minima.tolist()))
             if self._unread[-1].will == Will.OFF:

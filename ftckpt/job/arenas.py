@@ -131,6 +131,7 @@ class NodeArenas:
         if not absent or self._old:
             return []
         allocated: list[int] = []
+        # An arena of an earlier start may have more slots than are configured: those stay absent.
         for slot in absent[: max(0, self._config.slots - (arena.control.slots - len(absent)))]:
             try:
                 require(self.path, arena.image.file_bytes, patience_secs=0.0)  # training does not wait

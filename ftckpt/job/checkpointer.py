@@ -136,6 +136,7 @@ class Checkpointer:
         self.events.emit("joined", job=self.config.job, node=self.topology.me.node)
         if self.topology.is_node_leader:
             self.events.emit("conditions", node=self.topology.me.node, **conditions())
+        # Before anything is read: from here on no other attempt writes these arenas.
         self._arenas.enter()
         self._protection.smp.enter()
         described = together(self.group, self.training_state.describe)
@@ -146,6 +147,7 @@ class Checkpointer:
             pacer=pacer, redundancy=self._protection.redundancy,
         )  # fmt: skip
         lineage, restored, source = self._load(shard, described, newer_than)
+        # After the load: to make room this gives up slots of old arenas, which the load may have read.
         shard.lay_out(restored)
         self._begin(lineage, restored)
         iteration = restored.iteration if restored is not None else None
@@ -284,6 +286,7 @@ class Checkpointer:
         self.phase("fence")
         if self._state.owes_round:
             begin = time.perf_counter()
+            # Both: where copies have failed the others must learn it.
             for action in (self._wait_for_copies, self._post):
                 try:
                     action()

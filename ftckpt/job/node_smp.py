@@ -27,7 +27,9 @@ from ftckpt.store.environment import hazards
 
 SECRET_BYTES = 32
 _LEAST_SECRET_BYTES = 16
+"""Of a file, without white space at its ends; as the channel asks of a secret."""
 _MOST_SECRET_BYTES = 4096
+"""More is not read: somebody may have named a wrong file."""
 _LOOPBACK = "127.0.0.1"
 
 
@@ -81,9 +83,11 @@ class NodeSmp:
         config, node = self._config, self._topology.me.node
         secret = self._share_secret()
         address = together(self._group, lambda: listening_address(config.smp_listen, self._machines, os.environ))
+        # Not ``together``: without an SMP snapshots are not protected, and training goes on.
         port = self._listen(node_dir, address, secret) if self._leads else 0
         reports = codec.gather(self._group, _Report(os.getpid(), address, port), _Report)
         digest = self._configure_smp(reports, holdings, groups, packages, secret) if self._client is not None else 0
+        # All ranks of a node compare the leader's digest with what their SMP says in its pulse.
         return codec.gather(self._group, digest, int)[self._topology.ranks_on(node)[0]]
 
     def _configure_smp(
@@ -163,6 +167,7 @@ def machine() -> str:
     """What names this machine and its network: two processes with the same text reach each other over loopback."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        # Containers of one machine have its boot id, and each a network of its own.
         return f"{boot}/{os.stat('/proc/self/ns/net').st_ino}"
     except OSError:
         return socket.gethostname()
@@ -196,6 +201,7 @@ def read_secret(path: Path) -> bytes:
     how = f"make one with: (umask 077; head -c 32 /dev/urandom > {path})"
     try:
         with open(path, "rb") as file:
+            # Of what is read, whatever has its name a moment later.
             mode = os.fstat(file.fileno()).st_mode
             text = file.read(_MOST_SECRET_BYTES)
     except OSError as error:
@@ -204,6 +210,7 @@ def read_secret(path: Path) -> bytes:
         raise ConfigError(f"secret_file: {path} is open to others (mode {stat.S_IMODE(mode):o}); chmod 600 it")
     if len(text.strip()) < _LEAST_SECRET_BYTES:
         raise ConfigError(f"secret_file: {path} holds less than {_LEAST_SECRET_BYTES} bytes; {how}")
+    # Any length, 32 bytes; the word keeps it apart from what else may be made of the same file.
     return hashlib.sha256(b"ftckpt secret" + text).digest()
 
 
@@ -221,6 +228,7 @@ def _towards(host: str) -> str:
     if not host:
         return ""
     try:
+        # Any port would do: a UDP socket that connects sends nothing, and knows its own address.
         family, kind, _, _, target = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
         with closing(socket.socket(family, kind)) as probe:
             probe.connect(target)

@@ -34,6 +34,7 @@ _SMP_SILENT_SECS = 10.0
 """An SMP that gave no sign of life for so long guards nothing."""
 
 _LEAST_SLOTS = 3
+"""One is protected, one is being protected, one is written."""
 
 
 @dataclass(frozen=True)

@@ -110,6 +110,7 @@ class Interval:
     def learn(self, number: int, stretch: int) -> bool:
         """The ranks' largest wish in round ``number``; whether it changes anything."""
         begin, known = self.changes[-1]
+        # Rounds from before the last change is in force: their wishes were measured without it.
         if stretch == known or number < begin:
             return False
         self.changes.append((number + self.delay, stretch))
@@ -147,6 +148,7 @@ class Proofs:
         """Whether snapshot ``number`` has one. It is collective: every rank must come to the same answer, late or
         not, so this depends on nothing that only some ranks have read."""
         since = number - self.begin
+        # A power of two, or as often as the user wants at least.
         often = bool(self.interval) and (since & (since - 1) == 0 or iteration % self.interval == 0)
         return number == 1 or often
 
@@ -311,6 +313,7 @@ class RankState:
     ) -> Round:
         """This rank's round, when ``owes_round``: what it has sealed, and what it wants of the next snapshot."""
         assert self._round is not None
+        # What was restored is of another lineage, and no snapshot of this one.
         own = newest.iteration if newest is not None and newest.lineage == self.lineage else -1
         if self.failures >= self._config.error_limit and own <= self._newest:
             will = Will.OFF  # unless one was sealed since: that ends the row of failures

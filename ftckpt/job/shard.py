@@ -116,6 +116,7 @@ class Shard:
             self.capture.use_slots(self._arenas.complete(self.capture.arena))
 
     def _lay_out_anew(self, capture: Capture, checked: Assignment, whole: SnapshotId | None) -> None:
+        # First: if no arena can be had nothing is left that copies into one that is closed.
         self.capture = None
         capture.close()
         self._use(checked, self._arenas.replace(capture.arena, whole, checked.manifest))

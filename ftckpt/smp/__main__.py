@@ -42,10 +42,12 @@ def serve(arguments: argparse.Namespace, ready: Callable[[], None]) -> int:
     from ftckpt.smp.daemon import Daemon
     from ftckpt.smp.footprint import bound_process
 
+    # Before the daemon starts threads: it sets the size of their stacks.
     bound_process()
     daemon = Daemon(arguments.arena, arguments.job, arguments.node, arguments.idle_secs)
     logging.getLogger("ftckpt").setLevel(logging.INFO)
     if arguments.detach:
+        # What the interpreter itself prints, a traceback at the end, goes to the log too.
         os.dup2(daemon.log.fd, 1)
         os.dup2(daemon.log.fd, 2)
     ready()
@@ -62,7 +64,9 @@ def detached(arguments: argparse.Namespace) -> int:
     child = os.fork()
     if child == 0:
         _become_detached(arguments, writer)  # does not return
+    # The read below ends when the last writer has closed: this process must not be one of them.
     os.close(writer)
+    # The first fork ends as soon as it has forked again.
     os.waitpid(child, 0)
     with os.fdopen(reader, "rb") as pipe:
         message = pipe.read()
@@ -100,8 +104,10 @@ def _become_detached(arguments: argparse.Namespace, writer: int) -> None:
         os.setsid()
         if os.fork():
             os._exit(0)
+        # A mask is inherited, and SIGTERM, by which an SMP is ended, might be in it.
         signal.pthread_sigmask(signal.SIG_SETMASK, [])
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        # A directory of the starter's could not be unmounted while the SMP lives.
         os.chdir("/")
         os.umask(0o077)
         null = os.open(os.devnull, os.O_RDWR)
@@ -116,6 +122,7 @@ def _become_detached(arguments: argparse.Namespace, writer: int) -> None:
         starter.report(busy + f"{type(error).__name__}: {error}".encode())
         traceback.print_exc()
     finally:
+        # Not sys.exit: handlers and buffers of the starter are in this process since the fork.
         os._exit(status)
 
 

@@ -79,7 +79,9 @@ def _identity(path: Path) -> tuple[int, int] | None:
 LEASE_SECS = 20.0
 """After these a trainer takes a slot over from an SMP that was killed or stands still."""
 _OPEN_AGAIN_SECS = 1.0
+"""Between attempts on an arena that could not be opened."""
 _LOOK_AGAIN_SECS = 0.2
+"""Between looks for files that were replaced: each is a stat of every slot."""
 
 
 @dataclass(frozen=True)
@@ -121,6 +123,7 @@ class GuardedArena:
             self.mapped.close()
             raise
         self._guard = threading.Lock()
+        # Slot → how many hold a lease on it here: the work on it and any number of transfers.
         self._leases: dict[int, int] = {}
 
     @property

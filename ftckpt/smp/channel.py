@@ -51,6 +51,7 @@ NONCE_BYTES = 32
 PROOF_BYTES = 32
 TAG_BYTES = 16
 MIN_SECRET_BYTES = 16
+"""128 bits cannot be guessed, with recorded proofs to try on either."""
 
 HELLO = struct.Struct("<8sB7x32s")
 FRAME = struct.Struct("<IB3xQ")
@@ -77,7 +78,10 @@ class RefusedError(PeerError):
 
 @dataclass(frozen=True)
 class Deadlines:
-    """Longest waits in seconds; a transfer may take ``step_secs`` plus its bytes over ``slowest_bytes_per_sec``."""
+    """Longest waits in seconds; a transfer may take ``step_secs`` plus its bytes over ``slowest_bytes_per_sec``.
+
+    ``connect_secs`` is for connection, hellos and proofs together; ``idle_secs`` for the next request.
+    """
 
     connect_secs: float = 5.0
     step_secs: float = 10.0
@@ -215,6 +219,7 @@ class Channel:
         try:
             proof = self.read(PROOF_BYTES, deadline)
         except PeerError as error:
+            # Hanging up is all the answer that a server gives to a wrong proof.
             raise RefusedError(f"it does not accept this node's secret ({error})") from None
         if not hmac.compare_digest(proof, _proof(trust, b"server", mine + theirs)):
             raise RefusedError("it does not know the job's secret")
@@ -247,6 +252,7 @@ class Channel:
         sent = bytearray(body)
         self._pass(record, memoryview(sent))
         record.finalize()
+        # At once: a small frame is one packet, and nobody waits for the rest of it.
         self.write(head + sent + record.tag, deadline)
         if payload is not None and nbytes:
             self._send_stream(self._sending, payload, deadline)
@@ -296,6 +302,8 @@ class Channel:
 
     def abort(self) -> None:
         """End the connection from any thread: the one that waits in it is woken with an error and closes it."""
+        # Shut down, not closed: only that wakes a thread which waits in the socket, and a closed descriptor
+        # could be another file's by the time that thread goes on.
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 

@@ -55,6 +55,7 @@ class Checker:
         self.checked = 0
         self._arenas = arenas
         self._events = events
+        # When each seal was first seen: from then to its checksum is the gap in which bad bytes go unnoticed.
         self._seen: dict[_Key, float] = {}
         self._bad: set[_Key] = set()
 
@@ -123,10 +124,12 @@ class Checker:
         hashes = np.zeros(len(chunks), np.uint64)
         for chunk, span in enumerate(chunks):
             yield from self.pace.memory(span.nbytes)
+            # For each chunk: a whole slot may take longer than a lease lasts.
             arena.renew(slot)
             if not arena.still_holds(slot, seal.record):
                 return None
             hashes[chunk] = arena.mapped.hash_chunk(slot, chunk)
+            # Between chunks the loop answers its trainers and beats.
             yield 0.0
         return hashes
 

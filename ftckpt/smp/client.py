@@ -30,6 +30,7 @@ from ftckpt.store.locks import holder_of
 from ftckpt.store.process import Process
 
 _ANSWER_SECS = 10.0
+"""An SMP has the lowest priority: on a node whose cores all train it may be slow."""
 _POLL_SECS = 0.02
 
 
@@ -81,6 +82,7 @@ class SmpClient:
         deadline = time.monotonic() + timeout_secs
         process = Process.open(pid)
         try:
+            # Half of the time to answer, half to go.
             self._call(EndRequest(), timeout_secs / 2)
             _wait_gone(self.node_dir, process, deadline)
         except SmpError:
@@ -122,7 +124,9 @@ def _wait_gone(node_dir: Path, process: Process | None, deadline: float) -> None
 
 
 _START_SECS = 20.0
+"""Twice ``_ANSWER_SECS``: after so long a silent one is replaced, and its successor needs the rest."""
 _ATTEMPTS = 3
+"""Starts of an SMP that ends at once; the last error is told."""
 
 
 def find_or_start(
@@ -190,6 +194,8 @@ class Watch:
         wait = self._every_secs
         while not self._stopped.wait(wait):
             wait = self._every_secs
+            # The lock alone: one that holds it and stands still is replaced when the job starts again. Without
+            # the directory the job was cleaned away.
             if not self._client.node_dir.is_dir() or holder_of(self._client.node_dir / SMP_LOCK_NAME) is not None:
                 continue
             begin = time.monotonic()
@@ -220,6 +226,7 @@ def _start(client: SmpClient, timeout_secs: float) -> str:
         try:
             _, complaint = process.communicate(timeout=timeout_secs)
         except subprocess.TimeoutExpired:
+            # The starter; the SMP itself, if it has got as far, is found by its lock the next time.
             process.kill()
             return f"it was not ready after {timeout_secs:.0f} s"
     if process.returncode in (0, BUSY_STATUS):
@@ -230,6 +237,7 @@ def _start(client: SmpClient, timeout_secs: float) -> str:
 def environment() -> dict[str, str]:
     """For an SMP: this process's, with the package that it imported, and without threads that do nothing."""
     package_root = Path(__file__).parents[2]
+    # glibc makes up to eight arenas a core, each with memory of its own; two are enough here.
     variables = os.environ | {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "2"}
     if package_root.name not in ("site-packages", "dist-packages"):  # they shall not come before the standard library
         variables["PYTHONPATH"] = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), str(package_root))))

@@ -27,6 +27,7 @@ from ftckpt.store.checks import CheckState
 from ftckpt.store.parity_file import ParityFile, parity_path
 
 _PULLED_AT_ONCE = 4
+"""Hides the round trips; each is held in memory whole."""
 
 
 def has_package(node_dir: Path, shard: str, snapshot: SnapshotId) -> bool:
@@ -194,6 +195,7 @@ def _index_to_write(
         file = sources.arenas.parity.get(parity_path(arena.path, group.mode, index))
         snapshot = None if file is None else file.snapshot()
         if file is None or snapshot is None:
+            # No file, one of no snapshot, the oldest; at last the protected one's, of other groups first.
             ranks.append((0, 0 if file is None else 1, index))
         elif keep is None or snapshot != keep:
             ranks.append((1, snapshot.iteration, index))
@@ -272,6 +274,7 @@ class TargetCover:
             yield from self._duties(slots, max(marks, default=None))
             if not self._store_covered(slots):
                 return
+        # Asked again: trainers may have marked another one as protected meanwhile.
         marks = [mark for arena, _ in slots if (mark := arena.mapped.control.protected()) is not None]
         prune_after_cover(node_dir, marks, self.snapshot)
         self._events.emit(
@@ -338,6 +341,7 @@ def covered_slots(sources: Sources) -> dict[SnapshotId, list[tuple[GuardedArena,
             check = arena.checks.read(slot)
             if check is not None and check.state == CheckState.COVERED:
                 checked = arena.find(check.snapshot)
+                # Where two slots hold one snapshot only the one that was sealed last is found, and counts.
                 if checked is not None and checked.slot == slot:
                     covered.setdefault(check.snapshot, []).append((arena, checked))
     return covered

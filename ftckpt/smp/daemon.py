@@ -39,8 +39,11 @@ from ftckpt.store.locks import JOB_LOCK_NAME, FileLock, holder_of
 from ftckpt.store.pulse import Pulse, SmpState
 
 _IDLE_WAIT_SECS = 0.02
+"""Wait for a request where there is nothing to do: a new seal or target is seen within so long."""
 _STEP_SECS = 0.05
+"""Work at a stretch: a request waits for the loop so long, and for one piece of work."""
 _LOOK_SECS = 0.5
+"""Between looks at locks and pulses, which cost system calls for each arena and rank."""
 _OVER = "the job is over"
 _PAUSE_SECS = 1.0
 """After duties failed: an error that stays must not fill the log nor take a core."""
@@ -65,9 +68,10 @@ class Daemon:
         try:
             self._lock = FileLock(lock, 0, what, "use that one, or end it first")
         except ArenaError as error:
-            if holder_of(lock) is None:
+            if holder_of(lock) is None:  # the file cannot be used at all
                 raise
             raise SmpError(str(error)) from None
+        # Behind the lock: the log, and the socket below, are of the one SMP that serves.
         self.log = BoundedLog(self.node_dir)
         log.addHandler(self.log)
         self.events = Events(None, -1, f"smp-{node}")
@@ -86,6 +90,7 @@ class Daemon:
             ConfigureRequest: self._configure, EndRequest: self._end,
         }  # fmt: skip
         self._server = Server(handlers, find=self._duties.service.find, events=self.events)
+        # Last: from here on requests come, and wait for ``run``.
         self._server.serve_node(self.node_dir)
 
     def run(self) -> None:
@@ -115,6 +120,7 @@ class Daemon:
                 self._open_port(state.host, state.secret, state.port)
             if state.description is not None:
                 self._take(state.description)
+            # The port may be another one than was stored.
             self._store()
             log.info("configured as the SMP before it was")
         except Exception as error:  # noqa: BLE001 - trainers configure it anew
@@ -228,6 +234,7 @@ class Daemon:
                 raise SmpError(f"configure: {name} is {description.get(name)!r}, this is the SMP of {mine!r}")
         given = description.get("settings", {})
         settings = _settings(given)
+        # This may raise, and so stands before all that changes here.
         self._duties.configure(description)
         if description.get("secret") and self._server.port:  # without one the duties go on with what they had
             self._server.replace_trust(self._duties.trust)
@@ -260,12 +267,14 @@ class Daemon:
             self._abort.close()
         self._server.close()
         self._duties.close()
+        # Not so where the directory was removed, and another SMP may serve in a new one of its name.
         mine = holder_of(self.node_dir / SMP_LOCK_NAME) == os.getpid()
         if mine and self._ending == _OVER:
             remove_smp_files(self.node_dir)
         elif mine:
             if not self._trainer_lives():  # those that live want the next SMP to know what this one knew
                 (self.node_dir / SMP_STATE_NAME).unlink(missing_ok=True)
+            # While it is held: released first, it could be another SMP's by now.
             (self.node_dir / SMP_LOCK_NAME).unlink(missing_ok=True)
         self._lock.release()
         try:

@@ -24,7 +24,9 @@ from ftckpt.windows.node_budget import MAX_PLACES, NodeBudget
 NETWORK_PHASES = frozenset({"fence", "optimizer"})
 """Phases of training in which transfers would take the network from it."""
 _LOOK_SECS = 0.02
+"""Between looks for seals and targets, which read the control block of each arena."""
 _PAUSE_SECS = 1.0
+"""After a failed check or scrub: what fails at once would fail again and again."""
 _MAX_REPORTED = 200
 _PATIENCE = 0.5
 """Share of the time that trainers wait for protection, after which a node that fails all the time is given up."""
@@ -76,6 +78,7 @@ class Duties:
             ConfigError: the secret is too short.
         """
         given = dict(description)
+        # A start of the job may have put right what was bad.
         self._checker.forget()
         self._scrubber.forget()
         if given == self._description:
@@ -158,10 +161,12 @@ class Duties:
 
     def _service_pace(self, settings: Mapping[str, Any]) -> Pace:
         pace = self._new_pace(settings)
+        # What is sent to other nodes is read of this one's memory: one rate for both.
         self.service.read = pace.read
         return pace
 
     def _network_in_use(self) -> bool:
+        # ``lives`` is None for a rank of another container, which may be training.
         return any(rank.phase in NETWORK_PHASES and rank.lives is not False for rank in self._pulse.ranks())
 
     def _look(self) -> None:

@@ -17,6 +17,7 @@ from ftckpt.store.directory import SMP_LOG_NAME, SMP_STATE_NAME
 _LOG_BYTES = 256 << 10
 _MESSAGE_CHARS = 4000
 _MAX_STATE_BYTES = 2 * MAX_REQUEST_BYTES
+"""A description as it came, with room for what JSON escapes."""
 
 
 @dataclass
@@ -54,6 +55,7 @@ class SmpConfig:
         """
         path = node_dir / SMP_STATE_NAME
         try:
+            # O_NONBLOCK: a FIFO that somebody put there would hold the start up for ever.
             fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         except FileNotFoundError:
             return None

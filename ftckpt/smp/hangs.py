@@ -46,6 +46,7 @@ class HangWatch:
     """Reports each hang once. The first move of any rank ends a hang."""
 
     def __init__(self) -> None:
+        # The newest beat of the last hang that was reported: as long as none is newer it is the same hang.
         self._reported_ns = -1
 
     def look(self, pulses: Iterable[RankPulse], hang_secs: float, now_ns: int) -> Hang | None:

@@ -14,7 +14,9 @@ from ftckpt.smp.channel import Channel, Deadlines, PeerError, Trust, connect
 from ftckpt.smp.requests import BytesRequest, ChunkRequest, exchange
 
 _BACKOFF_SECS = (0.1, 0.2, 0.5, 1.0, 2.0)
+"""After the first failure in a row, the second, …; all later ones have the last."""
 _MAX_QUEUED = 64
+"""Far more than cover and scrub have under way: what nobody takes must not pile up."""
 
 
 @dataclass
@@ -179,6 +181,7 @@ class _Peer:
 
     def _connect(self) -> Channel:
         deadline = time.monotonic() + self._deadlines.connect_secs
+        # In this order, and ``close`` the other way round: one of the two threads sees what the other did.
         channel = self._channel = connect(self.address, self._deadlines.connect_secs)
         if self._closed:
             raise PeerError("the connection was given up")

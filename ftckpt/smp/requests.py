@@ -139,6 +139,7 @@ class Reply:
 
 def encode_object(message: Mapping[str, Any]) -> bytes:
     """``message`` as the body of a frame, compact JSON."""
+    # ``str`` is the form of a SnapshotId.
     return json.dumps(message, separators=(",", ":"), default=str).encode()
 
 
@@ -150,6 +151,7 @@ def decode_object(body: bytes | bytearray) -> dict[str, Any]:
     """
     try:
         message = json.loads(body)
+    # The last two: deep nesting, and values that take a multiple of their text.
     except (ValueError, RecursionError, MemoryError) as error:
         raise SmpError(f"not a JSON object: {type(error).__name__}") from None
     if not isinstance(message, dict):

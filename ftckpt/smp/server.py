@@ -27,9 +27,12 @@ from ftckpt.smp.requests import (
 from ftckpt.store.directory import SMP_SOCKET_NAME
 
 MAX_CONNECTIONS = 128
+"""Of other nodes; each has a thread, whose stack is of the memory that the process may have."""
 MAX_LOCAL_CONNECTIONS = 32
 _LOCAL_IDLE_SECS = 10.0
+"""Clients on the node send one request and hang up."""
 _CLOSE_SECS = 2.0
+"""For replies that are being sent: enough for a chunk over any usual network."""
 _REPORT_AGAIN_SECS = 60.0
 _MAX_REPORTED = 256
 _NOT_HERE = encode_object({"ok": True, "here": False})
@@ -148,6 +151,7 @@ class Server:
             self.replace_trust(trust)
             return self.port
         if self._network is not None:
+            # First: the new one may want the same port.
             self._network.close()
             self._network = None
         listening = _listen(host, port)
@@ -183,6 +187,7 @@ class Server:
 
     def close(self) -> None:
         """Hang up, once replies are sent that wait for nothing, and remove the socket."""
+        # Before the queue is emptied: ``_call`` looks at it after it has put its request there.
         self._closed = True
         if self._socket_path is not None:
             path, inode = self._socket_path
@@ -264,6 +269,7 @@ class Server:
                 if len(reply) > MAX_REPLY_BYTES:
                     raise SmpError(f"a reply of {len(reply)} bytes")
         except SmpError as error:
+            # One line: some of it came from the other side, and it goes into the log.
             reason = " ".join(str(error).split())[:1000]
             log.warning("refused: %s", reason)
             reply = encode_object({"ok": False, "error": reason})
@@ -333,6 +339,7 @@ def _listen(host: str, port: int) -> socket.socket:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
     except (OSError, UnicodeError) as error:
         raise ConfigError(f"smp_listen: {host!r} is no address: {error}") from None
+    # The port that other nodes know, where it is free; else any.
     for wanted in dict.fromkeys((port, 0)):
         try:
             return socket.create_server((host, wanted), family=family, backlog=MAX_CONNECTIONS)

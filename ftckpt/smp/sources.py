@@ -30,9 +30,12 @@ AHEAD = 4
 AHEAD_BYTES = 64 << 20
 """Chunks that are requested, or have come, and are not used yet: no more than these, but one."""
 _POLL_SECS = 0.002
+"""Shorter than elsewhere: parity waits for each chunk that comes."""
 _AGAIN_SECS = 0.02
+"""First pause before what is not there yet is requested again; each is twice the one before it."""
 _MAX_AGAIN_SECS = 0.5
 _REPORT_SECS = 1.0
+"""Failures that last longer are told: a connection that broke is mostly made again before."""
 
 
 class Sources:
