@@ -352,12 +352,14 @@ def test_a_secret_must_keep_somebody_out(store: Store, events: Seen) -> None:
     assert "short" not in repr(Trust(b"short"))
 
 
-def test_an_address_that_is_not_here_is_an_error(store: Store, events: Seen) -> None:
+@pytest.mark.parametrize("host", ["203.0.113.7", ".bad", "a" * 70])
+def test_an_address_that_cannot_be_listened_at_is_an_error(store: Store, events: Seen, host: str) -> None:
+    """An address of another machine, and what the codec of host names refuses."""
     with (
         closing(Server({}, find=store.find, events=events)) as server,
         pytest.raises(ConfigError, match="smp_listen"),
     ):
-        server.listen("203.0.113.7", SECRET)
+        server.listen(host, SECRET)
 
 
 def test_a_port_is_taken_again_or_replaced(store: Store, events: Seen) -> None:
@@ -475,6 +477,21 @@ class TestRecords:
             asker.flush()  # type: ignore[attr-defined]
             assert self.receive(answerer) == Frame(b"the body is here", bytearray(b"the payload is here"))
         assert (b"the body is here" in seen[0]) is clear and (b"the payload is here" in seen[0]) is clear
+
+    @pytest.mark.parametrize(("asks", "answers"), [(SEALED, SECRET), (SECRET, SEALED)])
+    def test_either_sides_wish_seals_both_directions(self, asks: Trust, answers: Trust) -> None:
+        with greeted(asks, answers) as ends:
+            for sender, receiver in (ends, ends[::-1]):
+                seen, write = bytearray(), sender.write
+
+                def tap(data: bytes | bytearray | memoryview, deadline: float) -> None:
+                    seen.extend(data)  # noqa: B023
+                    write(data, deadline)  # noqa: B023
+
+                sender.write = tap  # type: ignore[method-assign]
+                sender.send(b"the body is here", soon(), Delivery(memoryview(b"the payload is here"), 0))
+                assert self.receive(receiver) == Frame(b"the body is here", bytearray(b"the payload is here"))
+                assert b"is here" not in seen
 
     def test_no_record_is_sealed_as_another_was(self) -> None:
         """A nonce that comes twice under one key gives both records away, and the key of their tags."""

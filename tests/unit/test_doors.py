@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+import sys
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 import ftckpt.plain
+from ftckpt.deepspeed import initialize
 from ftckpt.errors import CaptureError, MismatchError, UnsupportedError
 from ftckpt.frameworks import optimizers, torch_state
 from ftckpt.frameworks.doors import Door, Patches, Proxy
@@ -81,6 +83,7 @@ def test_what_cannot_be_taken_back_leaves_nothing_else_in_force() -> None:
     door.hooks.undo.append(lambda: [].remove(0))
     door.hooks.shadow(engine, "extra", 1)
     del engine.extra  # type: ignore[attr-defined]
+    door.hooks.shadow(engine, "more", 2)
     module = types.ModuleType("framework")
     module.say = lambda: "hello"  # type: ignore[attr-defined]
     original = module.say
@@ -102,6 +105,22 @@ def test_a_door_that_is_left_keeps_the_patches_of_modules_and_drops_those_of_the
     assert door.is_installed
     door.remove()
     assert module.step(1) == "stepped 1" and not door.is_installed
+
+
+def test_what_is_installed_twice_is_wrapped_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The runner installs, and so does a script that imports ftckpt.deepspeed."""
+    framework = types.ModuleType("deepspeed")
+    framework.initialize = framework.init_distributed = original = lambda: "built"  # type: ignore[attr-defined]
+    door = Door()
+    monkeypatch.setitem(sys.modules, "deepspeed", framework)
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    monkeypatch.setattr(initialize, "door", door)
+    initialize.install()
+    wrapped = framework.initialize
+    initialize.install()
+    assert framework.initialize is wrapped is not original and len(door.patches.undo) == 2
+    door.remove()
+    assert framework.initialize is original
 
 
 def test_a_proxy_gives_what_it_does_not_have_and_can_be_copied() -> None:
