@@ -19,6 +19,7 @@ from ftckpt.store.directory import arena_path, remove_arena
 from ftckpt.store.image import PAGE_BYTES, SlotImage
 from ftckpt.store.package import Package
 
+# How long the process that writes the arena, a trainer that is ending for example, may take to give it up.
 _LOCK_SECS = 5.0
 
 
@@ -99,6 +100,7 @@ class Build:
             self._mend()
             return
         path = arena_path(self._node_dir, self._whole.manifest)
+        # One slot has memory: the others get theirs when training begins, and may be what this node has no room for.
         self._arena = self._existing(path) or Arena.create(self._node_dir, self._whole.manifest, self._num_slots, 1)
         self._arena.lock(_LOCK_SECS)
         self._slot = _pick(self._arena, self._whole.snapshot, self._keep)
@@ -128,8 +130,10 @@ class Build:
         """Seal a new slot, every chunk of which was checked; what is still bad in one that was repaired in place."""
         arena, package = self.arena, self._package
         if self.fix.in_place:
+            # Stepped chunks were checked when their stripes were solved; what the package gave was not.
             return arena.verify(self._slot) if self.fix.parts else self._bad_volatile()
         whole = arena.control.whole()
+        # Sealed before it is marked: a mark that no slot answers would read as a snapshot that was lost.
         arena.control.seal(self._slot, self._whole.snapshot)
         if package is not None and (whole is None or whole.iteration < package.snapshot.iteration):
             arena.control.mark_whole(package.snapshot)
@@ -154,6 +158,7 @@ class Build:
         try:
             return Arena.open(path, writable=True)
         except CorruptError:
+            # Under its name lies what cannot be read: the new arena must have that name.
             remove_arena(path)
             return None
 
@@ -164,6 +169,7 @@ class Build:
             arena.allocate(slot)
         elif arena.slot_error(slot) is not None:
             arena.renew(slot)
+        # Before the first byte: a kill from here to ``finish`` leaves WRITING, which nobody takes for a snapshot.
         arena.control.begin(slot)
         image = arena.image
         with arena.slot(slot) as view:
@@ -172,6 +178,7 @@ class Build:
                 view[pad.begin : pad.end] = bytes(pad.nbytes)
         self._put_volatile()
         self._put_objects()
+        # The trainer's or the SMP's, from when the snapshot was whole: what parity gives is measured by these alone.
         self._hashes = package.chunk_hashes
         for chunk, value in enumerate(package.chunk_hashes.tolist()):
             arena.control.set_chunk_hash(slot, chunk, value)
@@ -181,6 +188,7 @@ class Build:
         """Put right what is not a matter of parity in a slot that is repaired in place."""
         arena, package, slot = self.arena, self._package, self._slot
         hashes = arena.hashes(slot)
+        # It has no checksums of its own: those of its package showed which chunks are bad.
         if hashes is None and package is not None:
             hashes = package.chunk_hashes
         if hashes is None and self.fix.chunks:

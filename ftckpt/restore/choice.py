@@ -118,6 +118,7 @@ def decide(
         spoilt = spoilt or answer.spoilt
     others = [candidate.layout for candidate in known.values() if not candidate.ranks]
     if others and not reshapes:
+        # Whether they can be taken a start in their own layout finds out; to start over here would void them.
         raise _mismatch(topology.layout, others[0])
     _refuse_lost(reports, topology, known, passed_over, spoilt)
     return None
@@ -179,6 +180,7 @@ def readers_of(topology: Topology, decision: Decision) -> dict[str, int]:
         local.setdefault(member.node, []).append(rank)
     turns = dict.fromkeys(local, 0)
     readers: dict[str, int] = {}
+    # Sorted: all ranks must deal the same turns without asking each other.
     for shard in sorted(places):
         node = places[shard].node
         if decision.ranks.get(shard) in local[node]:
@@ -197,8 +199,10 @@ def _weigh(candidate: Candidate, inventory: Inventory, findings: Findings) -> De
         return decision
     corrupt = [shard for shard in missing if shard in candidate.slots]
     cause = f"corrupt in {listed(corrupt)}" if corrupt else f"not sealed by {listed(missing)}"
+    # A shard that lies in no slot is rebuilt around its package: without any there is no need to ask all nodes.
     if len(corrupt) < len(missing) and not inventory.protects(snapshot):
         return Rejection(cause, bool(corrupt))
+    # Asked for only now: in the usual restart nothing is missing, and parity files stay unread.
     if snapshot not in findings.shields:
         return Query(snapshot, candidate.layout, tuple(candidate.homes))
     if snapshot in findings.given_up:
@@ -214,6 +218,7 @@ def _by_age(known: Mapping[SnapshotId, Candidate], damaged: Collection[SlotAt]) 
     """Newest first; of one iteration those first that are there without parity, then those that fit the layout."""
 
     def key(one: Candidate) -> tuple[int, bool, bool, bytes]:
+        # The lineage is random: it means nothing, but puts ties in the same order on all ranks.
         return one.snapshot.iteration, not one.missing(damaged), bool(one.ranks), one.snapshot.lineage
 
     return sorted(known.values(), key=key, reverse=True)
@@ -236,6 +241,7 @@ def _refuse_lost(
     passed_over: Sequence[str],
     spoilt: bool,
 ) -> None:
+    # Without any trace of an earlier success this is a first start, and not a loss.
     whole = max((r.whole.iteration for r in reports if r.whole is not None), default=None)
     unreadable = [report for report in reports if report.problems and not report.layout]
     if whole is None and not unreadable and not spoilt:

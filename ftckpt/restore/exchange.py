@@ -39,6 +39,7 @@ WINDOW = 2
 EXTRA_BYTES = 2 * WINDOW * MESSAGE_BYTES
 """Upper bound of the host memory that an exchange takes beside what it fills: a buffer per open message."""
 
+# Of xxh3-128.
 NAME_BYTES = 16
 GRAIN_BYTES = 4096
 """Parts of what several ranks lack are multiples of this, but for the last one."""
@@ -88,6 +89,7 @@ class Strip(NamedTuple):
     @property
     def fits(self) -> bool:
         """Whether all of them lie in the memory."""
+        # From the first byte to the last; loops come from other ranks, and a bad one would read past the mapping.
         reach = sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
         return min(self.begin, *self.shape, *self.strides) >= 0 and self.begin + reach < self.memory.numel()
 
@@ -170,6 +172,7 @@ def exchange(
     for number, messages in enumerate(_steps(wire, outgoing, incoming)):
         if len(open_steps) == WINDOW:
             landed(open_steps.popleft().finish())
+        # The step that used these buffers before is the one that was finished above.
         open_steps.append(_Step(wire, messages, buffers[number % WINDOW]))
         next(work, None)
     while open_steps:
@@ -226,11 +229,14 @@ class _Step:
             self._landing = _direct(messages.received)
             if self._landing is None:
                 self._landing = buffers.get("in", _nbytes(messages.received))
+            # The number is the tag: two ranks meet in one round of an exchange alone, so it names one message of
+            # theirs.
             self._works.append(wire.start_receive(self._landing, messages.source, messages.number))
         if messages.sent is not None:
             data = _direct(messages.sent)
             if data is None:
                 data = buffers.get("out", _nbytes(messages.sent))
+                # Before it is sent: gloo reads only host memory in a row.
                 _pack(messages.sent, data)
             self._works.append(wire.start_send(data, messages.to, messages.number))
 
@@ -289,6 +295,7 @@ def sharers(names: Sequence[bytes], rank: int) -> dict[Name, Ranks]:
     if len(mine) == 0:
         return {}
     owner = np.repeat(np.arange(len(names)), counts)
+    # A sieve by the first of the two words; the whole names are compared below.
     common = np.flatnonzero(np.isin(every[:, 0], mine[:, 0]))
     own = {names[rank][at : at + NAME_BYTES] for at in range(0, len(names[rank]), NAME_BYTES)}
     by_name: dict[Name, list[int]] = {}
@@ -304,6 +311,7 @@ def part_of(name: Name, nbytes: int, ranks: Ranks, rank: int) -> tuple[int, int]
 
     The parts of all ranks fill the whole. What is too small for all of them goes to a few, others for other names.
     """
+    # A byte of the digest, which is as good as random: it deals who gets the larger part, or any part of small items.
     place = (ranks.index(rank) + name[0]) % len(ranks)
     grains = -(-nbytes // GRAIN_BYTES)
     begin, end = (grains * edge // len(ranks) * GRAIN_BYTES for edge in (place, place + 1))

@@ -118,6 +118,7 @@ def _report_at(arenas: OpenArenas, path: Path, node: str) -> ArenaReport:
     except MismatchError as error:
         raise MismatchError(f"{path}: {error}; start the version that wrote it, or clean the job") from None
     except ArenaError as error:
+        # A directory is named SHARD.DIGEST: whose arena it was shows even where nothing in it can be read.
         return ArenaReport(node, path.name, path.name.rpartition(".")[0], problems=(str(error),))
 
 
@@ -211,11 +212,14 @@ class Shield:
             for package in node.packages:
                 packages.setdefault(package.holding.shard, []).append(package)
             problems += node.problems
+        # An arena that is there says best how its slots are cut; packages speak for those that are gone.
         holdings = {holding.shard: holding for node in nodes for holding in node.holdings}
         for shard, sound in packages.items():
             holdings.setdefault(shard, sound[0].holding)
         grouped = [holdings[shard] for shard in sorted(holdings) if _has_slot_groups(holdings[shard])]
+        # Groups in slots stand in no file: they follow from how the arenas are cut.
         groups.update({group.name: group for group in slot_groups(grouped)})
+        # Reversed, so that of two files for one holder the first by name stays, the same one on all ranks.
         files = {(p.group, p.holder): p for p in sorted((p for node in nodes for p in node.parity), reverse=True)}
         return cls(groups, files, {s: tuple(p) for s, p in packages.items()}, holdings, tuple(problems))
 
@@ -227,6 +231,7 @@ def read_protection(
     groups, parity, problems = _read_parity(arenas.node_dir, node, snapshot)
     packages = []
     for name in list_packages(arenas.node_dir):
+        # Names alone decide: packages of other shards and snapshots are not read.
         if name.shard not in shards or name.snapshot != snapshot:
             continue
         try:
@@ -331,6 +336,7 @@ def candidates(
     workers = nodes if topology is None else {member.node for member in topology.members}
     # By lineage, not by snapshot: looking through all arenas takes long in large jobs.
     arenas = {
+        # Reversed: of two arenas of one shard the first by node and name stays, the same one on all ranks.
         lineage: {r.shard: r.node for r in sorted(_arenas_of(reports, layout), key=_place, reverse=True)}
         for lineage, layout in layouts.items()
     }
@@ -339,6 +345,8 @@ def candidates(
     for snapshot, shards in slots.items():
         layout, there = layouts[snapshot.lineage], arenas[snapshot.lineage]
         if topology is not None and not layouts_differ(topology.layout, layout):
+            # The node of the rank that continues the shard, even where the arena lies on another: what is local is
+            # read in place.
             homes, ranks = own, topology.rank_of
         else:
             homes, ranks = _spread(_shards_of(reports, layout), shards, damaged, there, sorted(workers)), {}
@@ -357,6 +365,7 @@ def known_shards(reports: Sequence[ArenaReport], topology: Topology) -> set[str]
 
 def _shards_of(reports: Sequence[ArenaReport], layout: Layout) -> tuple[str, ...]:
     """The shards of a layout of which there is an arena at least."""
+    # Any of them names its axes, and with the layout's sizes that gives all the others.
     shard = min(report.shard for report in _arenas_of(reports, layout))
     try:
         return shard_names(layout, axes_of(shard))

@@ -115,8 +115,10 @@ def execute(group: Group, transfers: Sequence[Transfer], arenas: OpenArenas) -> 
     # waiting that expect its bytes.
     copies, outgoing = together(group, lambda: _open(local, requests, arenas))
     counter = _Counter(group.rank, sum(t.nbytes for t in transfers))
+    # In the order of the requests, which is the order in which the reader sends: messages have no headers.
     incoming = {reader: Stream([s for want in of for s in want.fetched]) for reader, of in wants.items()}
     exchange(group, outgoing, incoming, _copy(copies, counter.count("copied")), counter.count("received"))
+    # After the exchange: only then has this rank the parts that it hands on.
     _spread(group, [want for of in wants.values() for want in of if want.ranks], counter)
     return counter.traffic
 
@@ -167,6 +169,7 @@ def _shared(group: Group, remote: Sequence[Transfer]) -> tuple[dict[int, list[_W
         ranks = shared.get(name, ())
         begin, end = part_of(name, item.nbytes, ranks, group.rank) if ranks else (0, item.nbytes)
         wants.setdefault(wanted.reader, []).append(_Want(wanted.source, item, name, ranks, begin, end))
+    # Of all ranks, not only this one: those without needs may still have to read for others.
     return wants, any(names)
 
 
@@ -178,11 +181,13 @@ def _request(group: Group, wants: dict[int, list[_Want]]) -> Requests:
         texts[reader] = torch.from_numpy(np.frombuffer(bytearray(text.encode()), np.uint8))
     sizes = np.array([[reader, len(text)] for reader, text in texts.items()], np.int64).reshape(-1, 2)
     incoming: dict[int, torch.Tensor] = {}
+    # Sizes first: who receives a message posts a buffer of exactly its length.
     for rank, data in enumerate(group.gather(sizes.tobytes())):
         pairs = np.frombuffer(data, np.int64).reshape(-1, 2)
         for _, nbytes in pairs[pairs[:, 0] == group.rank].tolist():
             incoming[rank] = torch.empty(nbytes, dtype=torch.uint8)
     exchange(group, _whole(texts), _whole(incoming))
+    # JSON, never pickle: it came over a socket. ``_open`` checks that all bytes lie inside the source.
     requests = {rank: json.loads(text.numpy().tobytes()) for rank, text in incoming.items()}
     return {rank: [(location_of(source), loops) for source, loops in of] for rank, of in requests.items()}
 

@@ -15,6 +15,7 @@ from ftckpt.store.package import mirror_dir
 from ftckpt.store.parity_file import ParityFile
 
 _CHUNK = re.compile(r"chunk ([0-9]+)")
+# What can be put right without parity; any other name that ``Arena.verify`` gives means that the slot is of no use.
 _PARTS = frozenset({"header", "padding", "objects"})
 
 
@@ -129,6 +130,7 @@ class OpenArenas:
             span = arena.image.chunks[location.chunk]
             return arena.slot(location.slot)[span.begin : span.end]
         if isinstance(location, BlockAt):
+            # Not verified here: a repair verifies the blocks that it needs before it reads one of them.
             return self.parity(location.arena, location.file).block(location.block).data
         try:
             return memoryview((mirror_dir(self.node_dir) / location.file).read_bytes())

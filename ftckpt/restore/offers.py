@@ -55,6 +55,7 @@ class TensorId(NamedTuple):
 FIXED_COLUMNS = 3
 """Columns before those that follow the dimensions."""
 
+# Of zlib, the fastest: every rank packs while all others wait for it.
 _LEVEL = 1
 _LENGTH_BYTES = 8
 MOST_BYTES = 1 << 30
@@ -141,6 +142,7 @@ class Index:
         Raises:
             CorruptError: not a table, naming the source.
         """
+        # Ranks of one stage have the same tensors: their packed bytes are equal, and are unpacked and parsed once.
         alike: dict[bytes, list[tuple[int, bytes]]] = {}
         for source, data in tables:
             end = _LENGTH_BYTES + int.from_bytes(data[:_LENGTH_BYTES], "little")
@@ -149,8 +151,10 @@ class Index:
             try:
                 columns = _columns(tensors)
                 keyed = [(column, key) for column in columns if (key := key_of(column.tensor.key)) is not None]
+                # Nothing here that this rank needs: the rows, most of a table, are not even unpacked.
                 if not keyed:
                     continue
+                # Equal tensors, so that all rows have the same columns.
                 rows = np.stack([_numbers(data, columns[-1].end) for _, data in slots])
             except (ValueError, TypeError, zlib.error) as error:
                 raise CorruptError(f"the table of source {slots[0][0]} cannot be read: {error}") from None
@@ -196,10 +200,12 @@ def bounds(rows: Array) -> tuple[Array, Array]:
     dims = (rows.shape[1] - FIXED_COLUMNS) // 2
     offset, shape = rows[:, FIXED_COLUMNS : FIXED_COLUMNS + dims], rows[:, FIXED_COLUMNS + dims :]
     low, high = offset.copy(), offset + shape
+    # Flat positions of the first and the last element; start and stop follow the byte offset in a row.
     first, last = rows[:, 1], rows[:, 2] - 1
     alone = first <= last  # all elements share the index along each dimension so far
     high[~alone] = low[~alone]
     for axis in range(dims):
+        # At least 1: an empty box would divide by zero.
         inner = np.maximum(np.prod(shape[:, axis + 1 :], axis=1), 1)
         begin, end = first // inner, last // inner
         low[alone, axis] = (offset[:, axis] + begin)[alone]
@@ -230,6 +236,7 @@ def _columns(tensors: bytes) -> list[_Column]:
     columns: list[_Column] = []
     position = 0
     for key, dtype, shape in json.loads(_unpacked(tensors)):
+        # A type of a later version: the size of its items is not known here.
         if dtype not in DTYPE_BYTES:
             raise ValueError(f"unknown dtype {dtype!r}")
         end = position + FIXED_COLUMNS + 2 * len(shape)
@@ -247,6 +254,7 @@ def _numbers(data: bytes, count: int) -> Array:
 
 def _unpacked(data: bytes) -> bytes:
     stream = zlib.decompressobj()
+    # Bounded: a damaged stream may claim to unpack to any length.
     text = stream.decompress(data, MOST_BYTES)
     if not stream.eof:
         raise ValueError("a stream is cut off or too long")
@@ -345,6 +353,7 @@ def index_for(pieces: Iterable[Piece], slots: Sequence[SlotContents], own: str |
     for place, slot in enumerate(slots):
         if own not in (None, slot.shard):
             continue
+        # A rank that goes on takes all that was its own, ``local/`` too; a stranger only what any shard may take.
         for fragment, offset in slot.copies if own is None else slot.private:
             if fragment.key in keys:
                 key = fragment.key if own is None else private_key(fragment.key, own)

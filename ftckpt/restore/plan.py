@@ -61,6 +61,7 @@ def regions(shape: Shape, start: int, stop: int) -> list[Region]:
     """
     if start >= stop:
         return []
+    # A number without dimensions: ``divmod`` below needs a first one.
     if not shape:
         return [Region((), ())]
     inner = math.prod(shape[1:])
@@ -68,6 +69,7 @@ def regions(shape: Shape, start: int, stop: int) -> list[Region]:
     last, tail = divmod(stop, inner)
     if first == last:
         return _in_row(shape, first, head, tail)
+    # The end of a row that begins in its middle, then whole rows as one box, then the beginning of the last row.
     boxes = _in_row(shape, first, head, inner) if head else []
     begin = first + (head > 0)
     if begin < last:
@@ -100,6 +102,8 @@ def without(region: Region, taken: Region) -> list[Region]:
             rest.append(Region(tuple(low), (*high[:axis], begin, *high[axis + 1 :])))
         if end < high[axis]:
             rest.append(Region((*low[:axis], end, *low[axis + 1 :]), tuple(high)))
+        # What is left along this axis is dealt with: later axes cut only the slab that ``taken`` spans here, so
+        # nothing twice.
         low[axis], high[axis] = begin, end
     return rest
 
@@ -116,8 +120,10 @@ def simplified(block: Block) -> Block:
     """The same elements in the same order by as few loops as possible."""
     loops: list[tuple[int, int, int]] = []
     for size, source, dest in zip(block.shape, block.source_strides, block.dest_strides, strict=True):
+        # A loop of one step has no stride that matters.
         if size == 1:
             continue
+        # The loop above goes on exactly where this one ends, in both memories: the two are one longer loop.
         if loops and loops[-1][1:] == (source * size, dest * size):
             loops[-1] = (loops[-1][0] * size, source, dest)
         else:
@@ -150,6 +156,8 @@ def in_bytes(block: Block, item_bytes: int, source: int = 0, dest: int = 0) -> B
         return run(*at, shape[0] * item_bytes)
     if sources[-1] == dests[-1] == 1:
         outer = len(shape) - 1
+        # Elements in a row: their bytes are one run, and the innermost loop grows. Otherwise each element is a loop
+        # of its own.
         shape = (*shape[:outer], shape[outer] * item_bytes)
         strides = [(*(s * item_bytes for s in by[:outer]), 1) for by in (sources, dests)]
     else:
@@ -274,6 +282,7 @@ def _useful(index: Index, need: Fragment, padded: bool) -> tuple[int | None, lis
     useful = [offer for offers in usable for offer in offers.touching(need)]
     if not padded or not usable or not need.global_shape:
         return None, useful
+    # Two sources may be padded to different numbers of rows: what the longest has is wanted.
     return max(offers.tensor.shape[0] for offers in usable), useful
 
 
@@ -282,10 +291,12 @@ Filled = list[tuple[Offer, tuple[Block, ...]]]
 
 def _fill(need: Fragment, offers: Sequence[Offer], last_row: int | None) -> tuple[Filled, bool]:
     """What to read from each offer, in the order of ``offers``, and whether that is all of ``need``."""
+    # The usual case, and the fast one: intervals instead of boxes.
     if all(_flat_alike(offer.fragment, need) for offer in offers):
         return _fill_flat(need, offers, last_row)
     left = regions_of(need)
     if last_row is not None:
+        # Rows from ``last_row`` on are padding of a vocabulary that no source has.
         above = Region((0,) * len(need.global_shape), (last_row, *need.global_shape[1:]))
         left = [needed for region in left if (needed := common(region, above)) is not None]
     filled: Filled = []

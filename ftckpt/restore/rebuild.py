@@ -89,11 +89,15 @@ def _fix(candidate: Candidate, shard: str, bad: Mapping[SlotAt, Damage], shield:
     packages = sorted(shield.packages.get(shard, ()), key=lambda one: (one.at.node != home, one.at))
     package = packages[0] if packages else None
     damaged = [s for s in candidate.slots.get(shard, ()) if not bad[s].useless]
+    # The slot with the least to rebuild first; of those that are alike the one at home.
     for source in sorted(damaged, key=lambda s: (len(bad[s].chunks), s.node != home, s)):
         damage = bad[source]
+        # The name has the manifest's digest: the package was cut as this slot is.
         if package is not None and package.holding.arena == source.arena:
+            # Parity covers the chunks in front of the first volatile one; those behind it are in the package.
             chunks = tuple(c for c in damage.chunks if c < package.holding.volatile[0])
             return Fix(shard, source, chunks, package, damage.parts)
+        # Without a package nothing has the objects; header and padding follow from the manifest.
         if "objects" not in damage.parts:
             return Fix(shard, source, damage.chunks, None, damage.parts)
     if package is None:
@@ -104,6 +108,7 @@ def _fix(candidate: Candidate, shard: str, bad: Mapping[SlotAt, Damage], shield:
 
 def _fits(group: ParityGroup, arenas: Mapping[str, str]) -> bool:
     """Whether the group was made for the arenas that hold the snapshot."""
+    # An arena's name has the manifest's digest: with another cut the chunk numbers of the group mean nothing here.
     return all(arenas.get(member.shard) == member.arena for member in group.members)
 
 
@@ -184,6 +189,7 @@ class RepairTask:
         for index, offset in stripe.data:
             member = group.members[index]
             chunk = (member.shard, member.first + offset)
+            # A member with fewer chunks than the others stands in the last stripes as zeros.
             if offset < 0:
                 data.append(None)
             elif chunk in repair.lost:
@@ -264,6 +270,7 @@ def batches(tasks: Sequence[RepairTask], most_bytes: int) -> list[list[TaskSlice
     batched: list[list[TaskSlice]] = []
     room_bytes = 0
     for task in tasks:
+        # ``width`` arrays of this length are in memory at a time.
         step = max(PAGE_BYTES, most_bytes // task.width // PAGE_BYTES * PAGE_BYTES)
         for begin in range(0, max(1, task.length), step):  # a block of a stripe without chunks has no bytes
             piece = TaskSlice(task, begin, min(begin + step, task.length))
@@ -286,6 +293,7 @@ def solve_slice(
     nbytes = piece.end - piece.begin
 
     def bytes_of(wanted: Input) -> Bytes:
+        # A short chunk has ended before this slice: to the code it is zeros from there on.
         if wanted.nbytes <= piece.begin:
             return np.empty(0, np.uint8)
         if (index, wanted) in received:
@@ -293,6 +301,7 @@ def solve_slice(
         return np.frombuffer(arenas.view(wanted.at), np.uint8)[piece.begin : piece.end]
 
     data = [bytes_of(item) if isinstance(item, Input) else item for item in task.data]
+    # No block is used where the data is all there: what was lost is the block itself, encoded anew.
     if not task.repair.use:
         known = [None if isinstance(array, Missing) else array for array in data]
         rows = {block_chunk(group, *at): row for row, at in enumerate(task.repair.stripe.blocks)}

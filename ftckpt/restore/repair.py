@@ -108,10 +108,12 @@ class Repairer:
             return Outcome(bad_blocks=bad_blocks)
         try:
             self._open()
+            # Nothing is sealed before every chunk of every rank has the right checksum.
             outcome = self._solve() or self._finish()
         finally:
             for build in self._builds.values():
                 build.close()
+            # Their mappings show files that were renewed or replaced; whoever reads next opens them anew.
             self._site.arenas.close()
         if outcome.sources:
             outcome.usage = self._gather_usage()
@@ -137,6 +139,7 @@ class Repairer:
     def _open(self) -> None:
         """Create or open every slot that is rebuilt; from then on all ranks know where they lie."""
         packages = self._fetch_packages()
+        # As the other arenas of the job have; 2, the least there can be, where none could be read.
         num_slots = max((report.num_slots for report in self._inventory.arenas), default=0) or 2
         keep = worth_keeping(self._inventory, self._site.topology, self._snapshot)
         for shard, fix in self._rebuild.fixes.items():
@@ -228,6 +231,7 @@ class Repairer:
         return BlockAt(file.node, file.arena, file.file, index) if file is not None else None
 
     def _reader_of_block(self, at: BlockAt) -> int:
+        # By the block's number: the ranks of a node share the reading.
         return self._reader_on(at.node, at.block)
 
     def _reader_on(self, node: str, turn: int) -> int:
@@ -255,6 +259,7 @@ class Repairer:
             for (shard, chunk), data in solve_slice(piece, index, inputs, self._site.arenas).items():
                 self._builds[shard].put(chunk, piece.begin, data)
             self._done_bytes += (piece.end - piece.begin) * len(task.own)
+            # Only whole chunks have checksums: the slices before the last are written unchecked.
             if piece.end == task.length:
                 for shard, chunk in task.own:
                     self._builds[shard].clear_behind(chunk, piece.end)
@@ -276,6 +281,7 @@ class Repairer:
         outcome = Outcome()
         for mistake in mistakes:
             outcome.bad_blocks |= set(mistake.use)
+            # No block to blame: data and the chunk's checksum contradict each other, and trying again gives the same.
             if not mistake.use:
                 shard, chunk = mistake.chunks[0]
                 outcome.given_up = f"{shard}: the parity in chunk {chunk} is of other bytes than those there are"
@@ -284,6 +290,7 @@ class Repairer:
     def _finish(self) -> Outcome:
         problems = together(self._group, lambda: {shard: build.finish() for shard, build in self._builds.items()})
         mine = [shard for shard, bad in problems.items() if bad]
+        # Sealed rank by rank: a kill in between leaves fewer shards to rebuild to the next start.
         failed = [shard for shards in codec.gather(self._group, mine, list[str]) for shard in shards]
         if failed:
             return Outcome(damage={self._sources[shard]: Damage() for shard in failed})
@@ -338,6 +345,7 @@ def make_room(
     """
     total = for_rebuild(_of_node(topology, [int(data) for data in group.gather(str(need_bytes).encode())]))
     why = together(group, lambda: refusal(node_dir, total.now_bytes, _PATIENCE_SECS))
+    # All ranks leave here together, or none does: what follows is collective.
     if not any(group.gather(why.encode())):
         return
     rebuilt = {site.arena for site in sites if site.node == topology.me.node}
@@ -346,8 +354,10 @@ def make_room(
 
     def free(snapshots: Collection[SnapshotId]) -> None:
         freed_bytes, iteration = give_up(arenas, snapshots), chosen.iteration
+        # The first of ``keep`` has the newer snapshots too: where another was taken, those were given up.
         events.emit("spare_given_up", iteration=iteration, bytes=freed_bytes, newer=snapshots != keep[0])
         events.tell(f"{human(freed_bytes)} that no restart needs were given up to rebuild iteration {iteration}")
+        # What was deleted counts as free only once nothing maps it: an error here is better than one in the middle.
         require(node_dir, total.now_bytes)
 
     # All ranks have been asked by here: where one node has no room whatever it gives up, none gives anything up.

@@ -95,8 +95,11 @@ class Restart:
         All nodes have done so before any rank loads or trains: one that trained on while a newer slot was still good
         elsewhere could, after the next failure, find its own past and others' undone future in one snapshot.
         """
+        # -1 is below every iteration: a job that starts over voids all that there is.
         newest = decision.snapshot.iteration if decision is not None else -1
         together(self._group, lambda: _void(self._node_dir, newest) if self._topology.is_node_leader else None)
+        # The bytes of rank 0 count. ``together`` was the barrier: nobody has a new lineage before every node has
+        # voided.
         return self._group.broadcast(os.urandom(16))
 
     def load(self, decision: Decision, state: TrainingState, described: Description) -> None:
@@ -111,17 +114,21 @@ class Restart:
         slots = self._gather_contents(decision)
         own = slots[self._topology.me.shard] if decision.ranks else None
         pieces = [*described.stepped, *described.volatile]
+        # Each rank plans for itself alone, from what all have gathered alike.
         needs, transfers = together(self._group, lambda: self._plan(slots, pieces, described.padded, own))
         if own is None:  # here, then on all ranks: what follows is collective
             self._check_copies(slots, [need for _, need in needs])
         encoded, fetches = self._own_objects(own)
         traffic = execute(self._group, [*transfers, *fetches], self._arenas)
+        # Only here: a derived weight is the cast of a master that the transfers have just brought.
         _derive(pieces, {id(piece) for piece, _ in needs})
         if own is None:
+            # Of another layout no rank's objects are this one's: the first of each stage stands for all of its stage.
             firsts, at = self._first_objects(slots), decision.snapshot.iteration
             together(self._group, lambda: state.load_reshaped([objects.decode(one) for one in firsts], at))
         else:
             together(self._group, lambda: state.load_objects(objects.decode(encoded.numpy().tobytes())))
+        # Last: it sets RNG, and what comes before may draw random numbers.
         state.finish_load()
         self._events.emit("loaded", iteration=decision.snapshot.iteration, **asdict(traffic))
         if own is None:
@@ -177,6 +184,7 @@ class Restart:
         needs = needs_of(pieces, index, own, padded)
         self._report_padding(index, [need for _, need in needs])
         here = self._topology.me.node
+        # 0: read in place; 1: sent by a rank of another node.
         costs = [int(slot.at.node != here) for slot in slots]
         by_source: dict[int, list[ReadItem]] = {}
         for read in plan(index, [need for _, need in needs], costs.__getitem__, padded, turn=self._group.rank):
@@ -204,6 +212,7 @@ class Restart:
         hashed = together(self._group, lambda: [slot.hashes(self._arenas.view(slot.at)) for slot in mine])
         gathered = self._group.gather(b"".join(part.tobytes() for part in hashed))
         hashes: dict[str, Hashes] = {}
+        # The hashes of one reader stand in the order of ``contents``, which all ranks have alike.
         position = [0] * len(gathered)
         for shard, slot in contents.items():
             hashes[shard] = np.frombuffer(
@@ -224,6 +233,7 @@ class Restart:
         """Encoded objects of the first rank of each pipeline stage, in the order of the stages."""
         firsts = [contents[shard] for shard in first_of_each_stage(list(contents))]
         mine = together(self._group, lambda: {one.shard: self._objects(one) for one in firsts if self._reads(one)})
+        # A broadcast takes as many bytes on all ranks: those that have none give zeros of that length.
         return [self._group.broadcast(mine.get(one.shard, bytes(one.objects[1])), one.reader) for one in firsts]
 
     def _reads(self, slot: SlotContents) -> bool:
@@ -251,18 +261,23 @@ def _void(node_dir: Path, newest: int) -> None:
     Parity and packages go first: they could bring a slot back that is void, but not the other way round. A kill at
     any point leaves some newer snapshots that can still be taken, and the next start voids them again.
     """
+    # Before the slots: a kill behind this line leaves slots without protection, never parity that brings back a void
+    # one.
     _remove_protection(node_dir, newest)
     for path in list_arenas(node_dir):
         try:
             arena = Arena.open(path, writable=True)
+        # Nothing of a damaged arena can be taken, and what could have rebuilt it is gone.
         except ArenaError:
             continue
         with closing(arena):
             for index in range(arena.control.slots):
                 snapshot = arena.control.record(index).snapshot
+                # None: a torn record, or a slot in the middle of a copy; neither may pass for anything later.
                 if snapshot is None or snapshot.iteration > newest:
                     arena.control.void(index)
             if newest < 0:
+                # Otherwise the next start would take the mark as proof that something was lost, and refuse.
                 arena.control.mark_whole(None)
 
 
@@ -273,6 +288,7 @@ def _remove_protection(node_dir: Path, newest: int) -> None:
             with closing(ParityFile.open(parity.path)) as file:
                 snapshot = file.snapshot()
         except FtckptError:
+            # A file that cannot be read protects nothing, and says nothing of its age.
             snapshot = None
         if newest < 0 or (snapshot is not None and snapshot.iteration > newest):
             parity.path.unlink(missing_ok=True)

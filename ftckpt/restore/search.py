@@ -123,6 +123,7 @@ class Search:
                 return NodeProtection()
             return read_protection(self._arenas, topology.me.node, query.snapshot, lacking, query.layout)
 
+        # All ranks receive what all nodes have, mostly names that repeat. Level 1: the restart waits for it.
         packed = zlib.compress(codec.encode(together(self._group, read)), 1)
         gathered = self._group.gather(packed)
 
@@ -141,8 +142,10 @@ class Search:
         mine = {shard: slot for shard, slot in decision.sources.items() if readers[shard] == self._group.rank}
         reports = codec.gather(self._group, self._verify_mine(decision.snapshot, mine), SlotFindings)
         bad = [slot for report in reports for slot in report.bad]
+        # Of all ranks, not only its own: who reads a slot may change with the next decision.
         self._good |= set(decision.sources.values()) - {slot.at for slot in bad}
         for slot in bad:
+            # Alike on all ranks, from what was gathered: ``decide`` must come to the same answer everywhere.
             self._findings.damage[slot.at] = Damage.of(slot.problems)
             self._texts[slot.at] = f"{slot.shard}: {', '.join(slot.problems[:3])}"
         if not bad:
@@ -184,6 +187,7 @@ class Search:
         if arena.control.record(slot.slot).snapshot != snapshot:
             return SlotState(state).name.lower(), ["record"]  # a rebuild that failed may have taken the slot since
         problems = arena.verify(slot.slot, progress)
+        # The trainers died before the SMP came to this slot: the window that ``checked`` events measure.
         if not problems and arena.unchecked(slot.slot):
             expected = self._package_hashes(arena, slot.slot)
             for chunk in range(len(arena.image.chunks)):
@@ -201,6 +205,7 @@ class Search:
             package = load(package_path(self._arenas.node_dir, arena.manifest.shard, snapshot))
         except FtckptError:
             return {}
+        # Of another digest chunks are cut elsewhere, and their hashes compare to nothing here.
         same = package.manifest.digest == arena.manifest.digest
         return dict(enumerate(package.chunk_hashes.tolist())) if same else {}
 
