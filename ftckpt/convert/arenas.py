@@ -1,7 +1,8 @@
-"""Reads snapshots as they lie in arenas: of a job that has ended or still runs, or copies of its directories.
+"""Snapshots as checkpoints: what of their shards is part of the logical model, and a reader of arenas.
 
-Nothing is written there, so a live job may overwrite what is being read: the record of a slot is looked at
-before and after, and a snapshot that was given up is an error, never mixed with the next one.
+Arenas are those of a job that has ended or still runs, or copies of its directories. Nothing is written there, so
+that a live job may overwrite what is being read: the record of a slot is looked at before and after, and a snapshot
+that was given up is an error, never mixed with the next one.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 from bisect import bisect_right
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -18,15 +19,12 @@ import numpy as np
 import xxhash
 
 from ftckpt.convert.catalog import Bytes, Catalog, Reader
-from ftckpt.convert.shards import (
-    ShardFragment,
-    logical_fragments,
-    objects_by_shard,
-    snapshot_catalog,
-    without_doubles,
-)
+from ftckpt.convert.consolidation import MASTER, WEIGHT, master_of
 from ftckpt.errors import ArenaError, ConvertError, FtckptError, LostError, MismatchError
 from ftckpt.model import objects
+from ftckpt.model.fragment import Fragment
+from ftckpt.model.manifest import Manifest
+from ftckpt.model.replicas import disagreement, private_key
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.model.text import listed
 from ftckpt.model.topology import first_of_each_stage
@@ -36,6 +34,102 @@ from ftckpt.store.arena import CONTROL_NAME, Arena
 from ftckpt.store.control import SealId
 from ftckpt.store.directory import list_arenas
 from ftckpt.store.image import SlotImage
+
+LOCAL = "local"
+"""Role of tensors that belong to one rank and mean nothing in another layout."""
+_DUPLICATES = ("copy", "parity")
+"""Kinds of sections that hold, or protect, what other shards hold."""
+
+
+@dataclass(frozen=True)
+class ShardFragment:
+    """Fragment ``index`` of the manifest of ``shard``; ``fragment`` has its key without the name of the shard."""
+
+    shard: str
+    index: int
+    fragment: Fragment
+
+
+def logical_fragments(manifests: Iterable[Manifest], roles: Collection[str] | None = None) -> list[ShardFragment]:
+    """All of the logical model that shards hold, in the order of shards, replicas' own copies included.
+
+    ``roles``: only keys of these; None: all but ``local``. Copies of other shards' sections and parity are left out.
+    """
+    entries = []
+    for manifest in manifests:
+        for index, fragment in _own(manifest):
+            # What replicas hold each for itself has the shard's name behind its key; here it is one tensor again.
+            key = fragment.key.removesuffix(private_key("", manifest.shard))
+            role = key.partition("/")[0]
+            if role != LOCAL and (roles is None or role in roles):
+                entries.append(ShardFragment(manifest.shard, index, fragment.with_key(key)))
+    return entries
+
+
+def without_doubles(entries: Sequence[ShardFragment], content: Callable[[ShardFragment], int]) -> list[ShardFragment]:
+    """One of all entries that hold the same fragment, the first; ``content`` gives a hash of the bytes of one.
+
+    Raises:
+        ConvertError: two of them hold different bytes; names the tensor and the shards.
+    """
+    by_fragment: dict[Fragment, list[ShardFragment]] = {}
+    for entry in entries:
+        by_fragment.setdefault(entry.fragment, []).append(entry)
+    doubles = (entry for same in by_fragment.values() if len(same) > 1 for entry in same)
+    differing = disagreement((entry.fragment, entry.shard, content(entry)) for entry in doubles)
+    if differing is not None:
+        fragment, one, other = differing
+        raise ConvertError(
+            f"{fragment.key} differs between {one} and {other}: it belongs to ranks, not to the model; leave its "
+            "role out with --roles, or make it the same on all of them"
+        )
+    return [same[0] for same in by_fragment.values()]
+
+
+def snapshot_catalog(
+    iteration: int,
+    manifests: Sequence[Manifest],
+    entries: Iterable[ShardFragment],
+    objects: Mapping[str, object],
+    precision: str = "",
+) -> Catalog:
+    """The catalog of a snapshot whose shards have these ``manifests``, with ``entries`` of them, each element once.
+
+    Weights that are not stored are casts of their masters, of the type that the manifests say; ``precision`` is the
+    type where they do not say it or say several. Where none is known nothing is derived.
+    """
+    fragments = tuple(entry.fragment for entry in entries)
+    keys = {fragment.key for fragment in fragments}
+    dtypes = {dtype for manifest in manifests for dtype in manifest.derived}
+    dtype = precision or (dtypes.pop() if len(dtypes) == 1 else "")
+    weights = (WEIGHT + key.removeprefix(MASTER) for key in sorted(keys) if key.startswith(MASTER))
+    derived = {weight: dtype for weight in weights if dtype and weight not in keys}
+    rounded_up = {key for manifest in manifests for key in manifest.padded}
+    padded = rounded_up.intersection(keys) | {key for key in derived if master_of(key) in rounded_up}
+    return Catalog(
+        origin="ftckpt",
+        iteration=iteration,
+        layout=dict(manifests[0].layout),
+        fragments=fragments,
+        objects=objects,
+        padded=frozenset(padded),
+        derived=derived,
+    )
+
+
+def objects_by_shard(shards: Iterable[str], load: Callable[[str], object]) -> Mapping[str, object]:
+    """The catalog's objects: what the ranks of ``shards`` saved."""
+    return {"shards": {shard: load(shard) for shard in shards}}
+
+
+def _own(manifest: Manifest) -> Iterator[tuple[int, Fragment]]:
+    kinds = [section.kind for section in manifest.sections for _ in range(section.fragments)]
+    # Sections divide the stepped fragments alone, or there are none at all: what they do not name is private.
+    kinds += ["private"] * (len(manifest.fragments) - len(kinds))
+    for index, (kind, fragment) in enumerate(zip(kinds, manifest.fragments, strict=True)):
+        if kind not in _DUPLICATES:
+            yield index, fragment
+
 
 log = logging.getLogger("ftckpt")
 
@@ -129,6 +223,7 @@ class ArenaReader(Reader):
             problems = listed([text for report in reports for text in report.problems])
             raise ConvertError(f"{named}: no arena can be read{': ' if problems else ''}{problems}")
         try:
+            # The same choice as that of a restart, but for parity: nothing is rebuilt outside of a job.
             decision = newest_whole(reports, iteration=iteration)
         except LostError as error:
             which = "" if iteration is None else f" of iteration {iteration}"
@@ -149,6 +244,7 @@ class ArenaReader(Reader):
         """Open every arena, and report on all; its directory stands for the node of each."""
         reports = []
         for path in dict.fromkeys(arena for given in paths for arena in _arena_paths(given)):
+            # Copies of several nodes' directories may have the same names inside: the path keeps them apart.
             node, name = str(path.parent), path.name
             try:
                 self._arenas[path] = arena = Arena.open(path)
@@ -179,6 +275,7 @@ class ArenaReader(Reader):
             objects_by_shard(first_of_each_stage(list(slots)), self._load_objects),
         )
         if roles is not None and "weight" not in roles:
+            # Masters that were read only to make weights of them are no part of what was asked for.
             catalog = replace(catalog, derived={}, padded=catalog.padded & {e.fragment.key for e in entries})
         self.confirm()
         return catalog, entries
@@ -200,6 +297,8 @@ class ArenaReader(Reader):
         if hashes is None:
             return
         chunks = slot.image.chunks
+        # Chunks lie in the order of their begins: the one in which ``begin`` lies is the last that begins at or
+        # before it.
         first = bisect_right(chunks, begin, key=lambda span: span.begin) - 1
         for chunk in range(first, len(chunks) if begin < end else 0):
             if chunks[chunk].begin >= end:

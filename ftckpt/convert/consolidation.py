@@ -78,6 +78,7 @@ class Consolidator:
         lacking = []
         for tensor in self.tensors:
             try:
+                # Only whether a plan exists: what is missing must show before the first file is written.
                 plan(self._index, [Rows.whole(tensor).fragment], lambda source: 0)
             except LostError:
                 lacking.append(tensor.key)
@@ -98,6 +99,7 @@ class Consolidator:
     def _compared(self, need: Fragment) -> Bytes:
         """Rows of a tensor of which there are copies: all that the source has of them has to be the same."""
         rows: Bytes = np.empty(need.nbytes, np.uint8)
+        # Filled once from one copy, then compared with every one, this among them: no element is left uncompared.
         reads = plan(self._index, [need], lambda source: 0)
         for read in reads:
             copy_blocks(read.blocks, self._reader.read(read.offer.source), rows, need.item_bytes)
@@ -123,6 +125,7 @@ class Consolidator:
         return rows
 
     def _mean(self, need: Fragment) -> Bytes:
+        # Counted by element: the boxes of the copies need not be the same.
         total, count = np.zeros(need.numel), np.zeros(need.numel)
         for index, blocks in self._touching(need):
             items = _items(self._reader.read(index), need.item_bytes)
@@ -176,6 +179,7 @@ def cast(data: Bytes, from_dtype: str, to_dtype: str) -> Bytes:
     """Elements of one floating type as another, rounded as an optimizer rounds what it writes to weights."""
     if from_dtype == to_dtype:
         return data
+    # torch has no read-only tensors, and warns of one over memory that cannot be written.
     source = torch.from_numpy(data if data.flags.writeable else data.copy()).view(_FLOATS[from_dtype])
     result: Bytes = cast_master(source, torch.empty(len(source), dtype=_FLOATS[to_dtype])).view(torch.uint8).numpy()
     return result
@@ -211,6 +215,7 @@ def take(data: Bytes, shape: Sequence[int], box: Box, start: int, stop: int) -> 
     bytes of these. A view of ``data`` where they lie in one piece."""
     if start >= stop:
         return data[:0]
+    # Only the size of an element matters here: any type of that size will do.
     item_bytes = len(data) // (stop - start)
     dtype = next(dtype for dtype, nbytes in DTYPE_BYTES.items() if nbytes == item_bytes)
     have = Fragment("", dtype, tuple(shape), Box((0,) * len(shape), tuple(shape)), start, stop)

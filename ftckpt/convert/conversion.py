@@ -115,16 +115,19 @@ def run(conversion: Conversion, options: Options, on_bytes: OnBytes = lambda nby
         return report(len(conversion.units), 0, time.monotonic() - began)
     _check_memory(conversion, options)
     try:
+        # The lock first: the journal is read and written by whoever has it.
         destination.begin()
         done = journal.begin()
         left = [unit for unit in conversion.units if unit.name not in done]
         nbytes = sum(unit.nbytes for unit in left)
+        # Only what is left to write: an attempt that goes on has the rest on the disk already.
         _check_space(destination.partial, nbytes)
         on_bytes(conversion.nbytes - nbytes)
         _write_all(conversion, left, options, journal, on_bytes)
         writer.finish(conversion.catalog, conversion.units)
     finally:
         destination.release()
+    # After the rename: a kill in between leaves a journal, by which ``already_done`` knows the destination.
     journal.end()
     return report(len(done), nbytes, time.monotonic() - began)
 
@@ -142,6 +145,7 @@ def _selected(
         raise ConvertError(f"--roles: the source has no {unknown}; it has {', '.join(sorted(known)) or 'others'}")
     wanted = [tensor for tensor in every if tensor.role in roles]
     narrowed = replace(catalog, padded=catalog.padded & {tensor.key for tensor in wanted})
+    # Masters are there too: what is not stored of the weights writers derive from them.
     if {"weight", "master"} <= roles:
         return narrowed, [tensor for tensor in stored if tensor.role in roles]
     return replace(narrowed, derived={}), wanted
@@ -151,6 +155,7 @@ def _identity(conversion: Conversion, options: Options) -> dict[str, str]:
     catalog = conversion.catalog
     digest = xxhash.xxh3_128()
     for fragment in catalog.fragments:
+        # Order counts: ``read`` takes an index into the fragments.
         digest.update(repr(fragment.to_json()).encode())
     digest.update(repr((sorted(catalog.padded), sorted(catalog.average), sorted(catalog.derived.items()))).encode())
     digest.update(objects.encode(dict(catalog.objects)))
@@ -211,6 +216,7 @@ class _MemoryBudget:
         finally:
             with self._changed:
                 self._left += nbytes
+                # All of them: one that wants little can go on where the longest waiting cannot.
                 self._changed.notify_all()
 
 
@@ -238,6 +244,7 @@ def _write_all(
             return data
 
         with memory.taken(conversion.writer.memory(unit)):
+            # Again: another worker may have failed while this one waited for memory.
             if stop.is_set():
                 raise _Cancel
             conversion.writer.write(unit, get)

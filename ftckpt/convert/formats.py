@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from ftckpt.convert import arenas, universal, weights
+from ftckpt.convert import arenas, safetensors, universal
 from ftckpt.convert.arenas import ArenaReader
 from ftckpt.convert.catalog import Reader, Writer
 from ftckpt.convert.deepspeed import files as deepspeed_files
@@ -21,10 +21,9 @@ from ftckpt.convert.megatron import legacy_reader as megatron_legacy
 from ftckpt.convert.megatron.dist_reader import MegatronDistReader
 from ftckpt.convert.megatron.dist_writer import MegatronDistWriter
 from ftckpt.convert.megatron.legacy_reader import MegatronLegacyReader
+from ftckpt.convert.safetensors import MAX_FILE_BYTES, WeightsReader, WeightsWriter
 from ftckpt.convert.storage import PARTIAL
-from ftckpt.convert.tensor_files import MAX_FILE_BYTES
 from ftckpt.convert.universal import UniversalReader, UniversalWriter
-from ftckpt.convert.weights import WeightsReader, WeightsWriter
 from ftckpt.errors import ConvertError
 
 
@@ -70,7 +69,7 @@ _FORMATS = {
         lambda paths, options: DeepSpeedReader(paths[0], options.spec, options.roles),
         frozenset({"spec"}),
     ),
-    "safetensors": _Format(weights.recognises, lambda paths, options: WeightsReader(paths[0])),
+    "safetensors": _Format(safetensors.recognises, lambda paths, options: WeightsReader(paths[0])),
 }
 """By origin; the first that recognises a path reads it: a universal checkpoint holds safetensors files, too."""
 
@@ -99,6 +98,7 @@ def open_reader(paths: Sequence[Path], options: ReadOptions) -> Reader:
                 f"{path}: does not exist; a source is the directory of a checkpoint ({', '.join(_FORMATS)}); for "
                 "snapshots in memory it is ARENA/ftckpt-JOB/NODE, of each node"
             )
+        # The name may be a link, or that of a tag's directory inside something unfinished.
         resolved = path.resolve()
         if any(name.endswith(PARTIAL) for name in (path.name, resolved.name, resolved.parent.name)):
             raise ConvertError(f"{path}: was never completed; finish what writes it, or remove it")

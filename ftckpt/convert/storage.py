@@ -50,6 +50,8 @@ def fingerprint_of(files: Iterable[Path]) -> str:
     for file in sorted(files):
         with explained(file):
             status = file.stat()
+        # Not the bytes: of a checkpoint of terabytes this must cost nothing. A file that is replaced has another
+        # time.
         digest.update(repr((file.name, status.st_size, status.st_mtime_ns)).encode())
     return digest.hexdigest()
 
@@ -131,12 +133,15 @@ class Destination:
                     if name.startswith(".") and name.endswith(_NEW):
                         (directory / name).unlink()
                 _sync_directory(directory)
+            # A rename would replace an empty directory without a word.
             if os.path.lexists(self.path):
                 raise ConvertError(
                     f"{self.path}: was made by somebody else meanwhile; what was written is {self.partial}"
                 )
+            # The lock is on the open file, and holds without its name, which is no part of a checkpoint.
             (self.partial / _LOCK_NAME).unlink(missing_ok=True)
             self.partial.rename(self.path)
+            # The new name is an entry of the directory above.
             _sync_directory(self.path.parent)
         self.release()
 
@@ -206,6 +211,7 @@ class Journal:
         Then the partial one has become it, with all files ``names`` as they were finished.
         """
         path, lines = self._destination.path, self._lines()
+        # Where the partial one is there too, something else made the destination.
         if not path.is_dir() or self._destination.partial.exists() or lines[:1] != [self._head()]:
             return False
         return set(names) <= {line.get("file") for line in lines[1:] if _unchanged(path, line)}
@@ -273,6 +279,7 @@ class Journal:
 
 def _unchanged(directory: Path, line: Mapping[str, Any]) -> bool:
     path = directory / str(line.get("file"))
+    # The size first: it costs no reading.
     if not path.is_file() or path.stat().st_size != line.get("bytes"):
         return False
     return _measured(path) == (line["bytes"], line.get("xxh3-64"))

@@ -15,8 +15,7 @@ import xxhash
 
 from ftckpt.convert.catalog import Bytes, Catalog, Get, Reader, Tensor, Unit, Writer, whole_fragment
 from ftckpt.convert.consolidation import with_derived
-from ftckpt.convert.storage import PARTIAL, Destination, explained, map_file
-from ftckpt.convert.tensor_files import (
+from ftckpt.convert.safetensors import (
     CHECKSUMS,
     MAX_FILE_BYTES,
     SUFFIX,
@@ -28,6 +27,7 @@ from ftckpt.convert.tensor_files import (
     units_of,
     write_unit,
 )
+from ftckpt.convert.storage import PARTIAL, Destination, explained, map_file
 from ftckpt.errors import ConvertError, CorruptError, FtckptError
 from ftckpt.model import objects
 from ftckpt.model.fragment import DTYPE_BYTES, Shape
@@ -119,6 +119,7 @@ class UniversalManifest:
             "files": {name: file.to_json() for name, file in sorted(self.files.items())},
             "tensors": {key: entry.to_json() for key, entry in sorted(self.tensors.items())},
         }
+        # Of the values, not of the text: indentation may change, a value may not.
         value["checksum"] = _checksum(value)
         return (json.dumps(value, indent=2) + "\n").encode()
 
@@ -214,6 +215,7 @@ class UniversalReader(Reader):
         if entry.file not in self._data:
             raise ConvertError(f"{self._path}: was closed")
         data = self._data[entry.file][place.begin : place.end]
+        # Two threads may hash one tensor at a time: cheaper than that one waits for the other.
         with self._guard:
             is_good = index in self._good
         if not is_good:
@@ -318,6 +320,7 @@ class UniversalWriter(Writer):
         with self.destination.file(OBJECTS_NAME) as file:
             file.write(encoded)
         files[OBJECTS_NAME] = FileEntry(len(encoded), xxhash.xxh3_64_hexdigest(encoded))
+        # What was cast and written is a tensor like others, and not derived any more.
         derived = {key: dtype for key, dtype in catalog.derived.items() if key not in tensors}
         manifest = UniversalManifest(
             catalog.iteration, catalog.origin, catalog.layout, tensors, files, catalog.padded & set(tensors), derived
@@ -332,6 +335,7 @@ def _entries_of(path: Path, unit: Unit) -> tuple[dict[str, TensorEntry], FileEnt
     """What a finished file says of itself, compared with what it was to be: it may be of an earlier attempt."""
     data = map_file(path)
     entries, metadata = parse_header(data, str(path))
+    # Of the file, which knows them since it was written: nothing is read a second time.
     hashes = json.loads(metadata.get(CHECKSUMS, "{}"))
     right = {part.tensor.key: (part.tensor.dtype, part.tensor.shape) for part in unit.parts}
     if {key: entry[:2] for key, entry in entries.items()} != right or set(hashes) != set(right):

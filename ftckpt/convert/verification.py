@@ -18,8 +18,8 @@ from ftckpt.convert.catalog import WEIGHTS_ALONE, Catalog, Get, Reader, Rows, Te
 from ftckpt.convert.consolidation import Consolidator
 from ftckpt.convert.conversion import Conversion
 from ftckpt.convert.foreign.pickles import plain
-from ftckpt.convert.megatron.common import IDENTIFIERS, hyperparameters
-from ftckpt.convert.tensor_files import strips
+from ftckpt.convert.megatron.common import hyperparameters, identity_of
+from ftckpt.convert.safetensors import strips
 from ftckpt.errors import ConvertError
 from ftckpt.model import objects
 from ftckpt.model.text import listed
@@ -73,6 +73,7 @@ def verify(
             return ""
         if (one.dtype, one.shape) != (other.dtype, other.shape):
             return f"{one.key} is {other.dtype} {list(other.shape)}, it was {one.dtype} {list(one.shape)}"
+        # Strip by strip from both ends: neither tensor is in memory as a whole.
         if _checksum(one, conversion.get) != _checksum(other, consolidator.get):
             return f"{one.key} has other bytes"
         with guard:
@@ -81,6 +82,7 @@ def verify(
 
     with ThreadPoolExecutor(max(1, workers), thread_name_prefix="ftckpt-verify") as pool:
         problems += filter(None, pool.map(compared, pairs))
+    # A live job that has written over the source meanwhile is no damage of the destination: this error says so.
     conversion.reader.confirm()
     if problems:
         raise ConvertError(f"the destination is not what the source is: {listed(problems, _MOST_NAMED)}")
@@ -100,6 +102,7 @@ def differing(source: Catalog, written: Catalog) -> list[str]:
         return []
     if written.origin == "universal":
         problems = list(_between(dict(source.objects), dict(written.objects), "objects"))
+        # Equal item by item: what can still differ is the order of keys and the types of numbers.
         same = problems or objects.encode(dict(source.objects)) == objects.encode(dict(written.objects))
         return problems if same else ["objects are in another order or of other types"]
     kind, right = _settings(source)
@@ -199,9 +202,7 @@ def _hyperparameters(objects: Mapping[str, Any]) -> dict[str, Any]:
     """Groups by what Megatron finds them by; their steps are tensors of their own."""
     hyper = hyperparameters(objects)
     groups = {
-        str([group.get(name, group.get(f"pre_{name}")) for name in IDENTIFIERS]): {
-            key: value for key, value in group.items() if key != "step"
-        }
+        str(list(identity_of(group))): {key: value for key, value in group.items() if key != "step"}
         for group in hyper.groups
     }
     return {_GROUPS: groups or None, _SCALER: hyper.scaler}

@@ -14,17 +14,17 @@ from types import TracebackType
 import torch
 import xxhash
 
-from ftckpt.convert.catalog import Bytes, Catalog, Rows, Tensor, Unit, tensors_of
-from ftckpt.convert.consolidation import cast, master_of
-from ftckpt.convert.shards import (
+from ftckpt.convert.arenas import (
     ShardFragment,
     logical_fragments,
     objects_by_shard,
     snapshot_catalog,
     without_doubles,
 )
+from ftckpt.convert.catalog import Bytes, Catalog, Rows, Tensor, Unit, tensors_of
+from ftckpt.convert.consolidation import cast, master_of
+from ftckpt.convert.safetensors import MAX_FILE_BYTES, TensorFile, strips
 from ftckpt.convert.storage import Destination, explained
-from ftckpt.convert.tensor_files import MAX_FILE_BYTES, TensorFile, strips
 from ftckpt.convert.universal import UniversalWriter
 from ftckpt.errors import ConvertError, LostError, MismatchError
 from ftckpt.events import Events

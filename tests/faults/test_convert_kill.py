@@ -18,8 +18,8 @@ from ftckpt.commands.main import main
 from ftckpt.convert.catalog import Bytes, Catalog, Reader, Writer
 from ftckpt.convert.conversion import Options, convert
 from ftckpt.convert.formats import ReadOptions, open_reader, open_writer
+from ftckpt.convert.safetensors import WeightsWriter
 from ftckpt.convert.universal import UniversalWriter
-from ftckpt.convert.weights import WeightsWriter
 from ftckpt.errors import ConvertError
 from ftckpt.model.fragment import Box, Fragment
 from tests.support.killing import killed_at

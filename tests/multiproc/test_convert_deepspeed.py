@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ftckpt.convert import tensor_files
+from ftckpt.convert import safetensors
 from ftckpt.convert.catalog import Catalog, Reader, Tensor
 from ftckpt.convert.consolidation import Consolidator
 from ftckpt.convert.conversion import Options, convert
@@ -562,7 +562,7 @@ def test_large_tensors_are_streamed(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     import torch
 
     monkeypatch.setattr(deepspeed_universal_writer, "STRIP_BYTES", 5000)
-    monkeypatch.setattr(tensor_files, "STRIP_BYTES", 5000)
+    monkeypatch.setattr(safetensors, "STRIP_BYTES", 5000)
     convert_to_deepspeed(DeepSpeedReader(saved("zero1-three").path), tmp_path / "made")
     streamed = 0
     for file in sorted((tmp_path / "made").rglob("*.pt")):

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 from ftckpt.config import Config
-from ftckpt.convert import storage, tensor_files
+from ftckpt.convert import safetensors, storage
 from ftckpt.convert.arenas import ArenaReader
 from ftckpt.convert.conversion import Options, convert
 from ftckpt.convert.universal import UniversalReader, UniversalWriter
@@ -121,7 +121,7 @@ def train(checkpointer: Checkpointer, state: State, iterations: Sequence[int]) -
 
 def small() -> None:
     """Many files, many rounds."""
-    save.ROUND_BYTES, tensor_files.STRIP_BYTES = 4000, 4000
+    save.ROUND_BYTES, safetensors.STRIP_BYTES = 4000, 4000
 
 
 def refusal(action: Callable[[], Any]) -> str:

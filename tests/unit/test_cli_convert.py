@@ -25,9 +25,9 @@ from ftckpt.convert.catalog import Get, Unit
 from ftckpt.convert.consolidation import Consolidator
 from ftckpt.convert.conversion import Options, convert, prepare, run
 from ftckpt.convert.formats import ReadOptions, open_reader, open_writer
+from ftckpt.convert.safetensors import WeightsReader, WeightsWriter
 from ftckpt.convert.universal import UniversalReader, UniversalWriter
 from ftckpt.convert.verification import verify
-from ftckpt.convert.weights import WeightsReader, WeightsWriter
 from ftckpt.errors import ConfigError, ConvertError
 from ftckpt.model.fragment import Box, Fragment
 from tests.support.pool import run_ranks

@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from ftckpt.convert.catalog import Bytes, Catalog, Reader, Tensor
 from ftckpt.convert.consolidation import Consolidator, cast, take
 from ftckpt.convert.conversion import Options, convert, prepare
+from ftckpt.convert.safetensors import WeightsWriter
 from ftckpt.convert.universal import UniversalReader, UniversalWriter
-from ftckpt.convert.weights import WeightsWriter
 from ftckpt.errors import ConvertError
 from ftckpt.model.fragment import Box, Fragment
 

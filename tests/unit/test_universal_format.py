@@ -25,10 +25,9 @@ from safetensors.torch import load_file
 
 from ftckpt.convert.catalog import Bytes, Catalog, Get, Rows, Tensor
 from ftckpt.convert.consolidation import cast, deriving
+from ftckpt.convert.safetensors import TensorFile, WeightsWriter, by_role, header, pack, parse_header, strips
 from ftckpt.convert.storage import Destination, map_file
-from ftckpt.convert.tensor_files import TensorFile, by_role, header, pack, parse_header, strips
 from ftckpt.convert.universal import MANIFEST_NAME, OBJECTS_NAME, UniversalManifest, UniversalReader, UniversalWriter
-from ftckpt.convert.weights import WeightsWriter
 from ftckpt.errors import ConvertError
 from ftckpt.model.fragment import DTYPE_BYTES
 

@@ -80,6 +80,7 @@ def field(entry: Any, name: str) -> Any:
 def _division(info: Info, name: str, shapes: Sequence[Shape]) -> tuple[int, list[list[int]]]:
     """The divided dimension, and for each sub-parameter what each rank has of it there."""
     if is_in(info, HALVES, name):
+        # Two halves one behind the other, as gate and up of a gated layer: ranks divide each by itself.
         return 0, [[shape[0] // 2 for shape in shapes]] * 2
     patterned = sub_parameters(info, name)
     if patterned is None:
@@ -95,7 +96,10 @@ def _division(info: Info, name: str, shapes: Sequence[Shape]) -> tuple[int, list
     total = sum(shape[dim] for shape in shapes)
     recorded = (info.get(WIDTHS) or {}).get(pattern)
     if recorded is None:
+        # Before version 0.4 of DeepSpeed's universal checkpoints a number there counted equal parts; newer ones list
+        # sizes.
         parts = list(stated) if isinstance(stated, (tuple, list)) else [total // max(1, int(stated))] * int(stated)
+        # What records no widths was divided evenly.
         recorded = [[size // len(shapes)] * len(shapes) for size in parts]
     widths = [[int(size) for size in part] for part in recorded]
     described = sum(map(sum, widths))
@@ -147,6 +151,7 @@ def _without_padding(info: Info, name: str, placements: list[Placement]) -> list
 def _cut(box_map: BoxMap, rows: int) -> BoxMap:
     rows_left = max(0, min(box_map.box.shape[0], rows - box_map.box.offset[0]))
     size = (rows_left, *box_map.box.shape[1:])
+    # A part that is all padding has no elements, and must not lie outside the tensor all the same.
     offset = box_map.box.offset if math.prod(size) else (0,) * len(size)
     return BoxMap(Box(box_map.local.offset, size), Box(offset, size))
 
@@ -184,6 +189,7 @@ class Division:
         elif self._info:
             fields = {_CAT_DIM: 1 if is_in(self._info, ROWS, name) else 0}
         else:
+            # Of one rank alone nothing tells; dimension 0 is what DeepSpeed takes where nothing is said.
             fields = {_CAT_DIM: self._dims.get(name, 0)}
         if name in self._padded or is_in(self._info, VOCABULARY, name):
             fields[_VOCABULARY] = True

@@ -26,9 +26,17 @@ def precision(config: Any) -> str:
     return "F32"
 
 
+def iteration_of(steps: Any, path: Path) -> int:
+    """``global_steps`` as the engine counts them. Raises ConvertError, which names ``path``, for anything else."""
+    if type(steps) is not int or steps < 0:
+        raise ConvertError(f"{path}: global_steps is {steps!r}, not a number of iterations")
+    return steps
+
+
 def objects_of(state: Mapping[str, Any], optimizer: Mapping[str, Any]) -> dict[str, Any]:
     """Counters, schedulers, the configuration and users' state under ``state``, hyperparameters and the loss scale
     under ``optimizer``."""
+    # ZeRO 1 and 2 keep the inner optimizer's state under the first name, ZeRO 3 under the second.
     inner = optimizer.get("base_optimizer_state", optimizer.get("optimizer_state_dict"))
     groups = (
         optimizer.get("param_groups") or (inner.get("param_groups") if isinstance(inner, Mapping) else None) or []
@@ -48,6 +56,7 @@ def objects_of(state: Mapping[str, Any], optimizer: Mapping[str, Any]) -> dict[s
 LATEST = "latest"
 LATEST_UNIVERSAL = "latest_universal"
 _MOST_NAMED = 6
+# The names that DeepSpeed 0.19.8 gives; only the optimizer files of its BF16_Optimizer begin with ``bf16_``.
 _KINDS = {
     "zero": re.compile(r"(?P<prefix>(?:bf16_|fp16_)?)zero_pp_rank_(?P<dp>\d+)_mp_rank_(?P<mp>\d+)_optim_states\.pt"),
     "model": re.compile(r"mp_rank_(?P<mp>\d+)_model_states\.pt"),
@@ -182,6 +191,7 @@ def _with_sizes(files: Files) -> Files:
     if not models:
         raise ConvertError(f"{files.path} holds no mp_rank_…_model_states.pt: it is no checkpoint of DeepSpeed")
     first = files.load(models[0][1])
+    # Older versions do not say the sizes: then the numbers in the names of files do.
     degrees = first.get("checkpoint_parallel_dimensions") or {}
     ranks = max(place.mp for place, _ in models) + 1
     layer_ranks = max((place.mp for place, _ in files.of("layer")), default=-1) + 1

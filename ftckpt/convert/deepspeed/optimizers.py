@@ -80,6 +80,7 @@ def read_partitions(files: Files) -> Iterator[ParameterSlice]:
                 f"{files.path}: mp_rank {mp} has optimizer partitions, but no param_shapes to cut them by"
             )
         states = [(path, _state(path, value)) for path, value in ranks]
+        # The name tells: ZeRO 1 and 2 call their masters ``single_partition_of_fp32_groups``.
         read = _read_stage3 if "fp32_flat_groups" in states[0][1] else _read_stage12
         for part in read(files, shapes[mp], states):
             yield replace(part, stage=stage, tp=tp)
@@ -120,6 +121,7 @@ def _read_stage12(
     first_path, first_state = states[0]
     for group, shapes in enumerate(groups):
         flats = [_masters(path, state, group, len(groups)) for path, state in states]
+        # Masters are stored without the padding of the last partition: the others have the full size.
         size = max(flat.numel() for flat in flats)
         count = _partition_count(first_state, group, len(states))
         paddings = _listed(first_state.get("param_alignment_paddings"), group) or [0] * len(shapes)
@@ -174,6 +176,7 @@ class _ExpertRanks:
         return cls(dp // count, dp, data_first, local, bool(zero.get("round_robin_gradients")))
 
     def partition(self, dp: int) -> int:
+        # Ranks of one expert are neighbours where data parallelism comes first, else every ``ep``-th rank.
         return dp % (self.dp // self.ep) if self.data_first else dp // self.ep
 
     def name(self, name: str, dp: int) -> str:
@@ -226,6 +229,7 @@ def state_values(what: str, value: Any, sizes: Sequence[int]) -> tuple[torch.Ten
         ConvertError: neither a number nor a tensor of one of ``sizes`` elements.
     """
     if type(value) in (int, float, bool):
+        # torch's own optimizers keep a step as float32.
         return torch.tensor([value], dtype=torch.float32), True
     if not isinstance(value, torch.Tensor) or (value.dim() and value.numel() not in sizes):
         kind = f"{value.numel()} elements" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
@@ -352,6 +356,7 @@ def _has_dims(value: Any) -> bool:
 def _only_way(slots: Sequence[Shape | None], shapes: Sequence[Shape]) -> list[int] | None:
     """The indices of ``shapes``, ascending, that ``slots`` have, where there is one choice of them and no other."""
     first = _match(slots, shapes)
+    # The earliest and the latest choice: where they are the same there is no other in between.
     last = _match(slots[::-1], shapes[::-1])
     if first is None or last is None:
         return None

@@ -17,7 +17,7 @@ import torch
 from ftckpt.convert.catalog import Bytes, Catalog, Reader, dtype_name
 from ftckpt.convert.consolidation import take
 from ftckpt.convert.deepspeed.division import place_by_info, whole
-from ftckpt.convert.deepspeed.files import FileNumbers, Files, find_files, objects_of, precision
+from ftckpt.convert.deepspeed.files import FileNumbers, Files, find_files, iteration_of, objects_of, precision
 from ftckpt.convert.deepspeed.optimizers import ParameterSlice, parameter_shapes, read_partitions, read_plain
 from ftckpt.convert.foreign import archives
 from ftckpt.convert.language.placing import BoxMap, LocalTensor, Placement, place
@@ -82,6 +82,7 @@ def _of_module(
     if not isinstance(module, Mapping):
         raise ConvertError(f"{path}: module is a {type(module).__name__}, not the tensors of a module")
     buffers = set(state.get("buffer_names") or ())
+    # Under ZeRO 3 a module's tensors are placeholders without elements.
     elsewhere = {**shapes, **(state.get("frozen_param_shapes") or {})} if files.of("partition") else {}
     shared = set(state.get("shared_params") or {})
     seen: set[tuple[int, Shape]] = set()
@@ -89,6 +90,7 @@ def _of_module(
         if name in buffers:
             yield _slice("buffer", name, files.stage(numbers), tensor, path)
             continue
+        # Tied weights are one storage in the file: the address is what their names have in common.
         where = (tensor.data_ptr(), tuple(tensor.shape))
         if name in elsewhere or name in shared or (tensor.numel() and where in seen):
             continue  # of ZeRO 3 partitions, or another name of a weight that was there
@@ -122,6 +124,7 @@ def _layer_name(path: Path, layer: int, name: str, shape: Shape, shapes: Mapping
     if numbered in shapes:
         return numbered
     tied = [known for known in shapes if known.startswith(_TIED) and known.endswith(f".{name}")]
+    # Two parts more: ``tied_modules`` and the key under which the layers are tied.
     fitting = [known for known in tied if shapes[known] == shape and known.count(".") == name.count(".") + 2]
     if len(fitting) > 1:
         raise ConvertError(f"{path}: {name} may be any of {', '.join(fitting)}, which have one shape; cannot be told")
@@ -177,9 +180,11 @@ class DeepSpeedReader(Reader):
                 if not each.is_number:
                     averaged |= {fragment.key} if placed.average else set()
                     padded |= {fragment.key} if placed.padded else set()
+        path = files.models()[0][1]
+        state = files.load(path)
         self.catalog = Catalog(
             origin="deepspeed",
-            iteration=_iteration(files),
+            iteration=iteration_of(state.get("global_steps", state.get("iteration")), path),
             layout=_layout(files),
             fragments=tuple(fragments),
             objects={"deepspeed": _objects(files), "precision": _precision(files)},
@@ -285,11 +290,7 @@ def _arguments(state: Mapping[str, Any]) -> dict[str, Any]:
 def _fragments(part: ParameterSlice, placed: Placement) -> Iterable[tuple[Fragment, _Elements]]:
     key, dtype = f"{part.role}/{placed.name}", dtype_name(part.values, part.path)
     if part.is_number:
-        box_map = placed.boxes[0]
-        outer = len(placed.shape) - len(part.shape)
-        shape = placed.shape[:outer] or (1,)
-        box = Box(box_map.box.offset[:outer] or (0,), (1,) * len(shape))
-        yield Fragment.whole(key, dtype, shape, box), _Elements(part.values, None)
+        yield Fragment.whole(key, dtype, *placed.of_number(part.shape)), _Elements(part.values, None)
         return
     for box_map in placed.boxes:
         start, stop = box_map.within(part.shape, part.first, part.first + part.values.numel())
@@ -299,6 +300,7 @@ def _fragments(part: ParameterSlice, placed: Placement) -> Iterable[tuple[Fragme
 
 def _elements(part: ParameterSlice, box_map: BoxMap, start: int, stop: int) -> _Elements:
     local = box_map.local
+    # Narrower than the part in an inner dimension: its elements do not lie in a row.
     if local.shape[1:] != part.shape[1:]:
         return _Elements(part.values, (part.shape, local, part.first))
     begin = (local.offset[0] * math.prod(part.shape[1:]) if part.shape else 0) - part.first
@@ -316,19 +318,12 @@ def _precision(files: Files) -> str:
     return precision(files.load(files.models()[0][1]).get("ds_config"))
 
 
-def _iteration(files: Files) -> int:
-    path = files.models()[0][1]
-    steps = files.load(path).get("global_steps", files.load(path).get("iteration"))
-    if type(steps) is not int or steps < 0:
-        raise ConvertError(f"{path}: global_steps is {steps!r}, not a number of iterations")
-    return steps
-
-
 def _layout(files: Files) -> dict[str, int | str | bool]:
     stage = 0
     for _, path in files.of("zero")[:1]:
         state = files.load(path).get("optimizer_state_dict") or {}
         stated = state.get("zero_stage", 1)
+        # An enumeration of DeepSpeed's comes out of the file as a stand-in.
         stage = int(stated if isinstance(stated, int) else stated.arguments[0])
     return {"tp": files.tp, "pp": files.pp, "dp": files.dp, "zero": stage}
 

@@ -15,6 +15,7 @@ import torch
 from ftckpt.convert.catalog import TORCH_DTYPES, Bytes, Catalog, Reader, dtype_name
 from ftckpt.convert.deepspeed.files import (
     LATEST_UNIVERSAL,
+    iteration_of,
     load_mapping,
     load_value,
     objects_of,
@@ -85,7 +86,7 @@ class DeepSpeedUniversalReader(Reader):
         padded = {name for name, more in self._parameters.items() if more.get("vocab_tensor")}
         self.catalog = Catalog(
             origin="deepspeed-universal",
-            iteration=_iteration(self._state, self._state_path),
+            iteration=iteration_of(self._state.get("global_steps"), self._state_path),
             layout={},
             fragments=tuple(fragments),
             objects={
@@ -147,6 +148,7 @@ class DeepSpeedUniversalReader(Reader):
         # Whole and flattened under ZeRO 3; that of a rank's part says nothing of a whole tensor of one dimension.
         shape = shape if master.dim() == 1 and math.prod(shape) == master.numel() else tuple(master.shape)
         weight_dtype = self._parameters.get(name, {}).pop(WEIGHT_DTYPE, "")
+        # Not trained: no optimizer state beside it, and not among the shapes of what the engine steps.
         is_frozen = not (files.keys() - {MASTER_FILE}) and bool(self._shapes) and name not in self._shapes
         if is_frozen and weight is not None and tuple(weight.shape) == tuple(master.shape):
             yield _fragment("weight", name, weight, None), _TensorPlace(self._state_path, name)
@@ -188,6 +190,7 @@ class DeepSpeedUniversalReader(Reader):
             if path in self._open:
                 self._open.move_to_end(path)
                 return self._open[path]
+        # Outside the guard: what is open can be read meanwhile; two threads that open one file do no harm.
         value = load_value(path)
         with self._guard:
             if self._open is not None:
@@ -228,10 +231,3 @@ def _common_step(optimizer: Mapping[str, Any]) -> Any:
     states = (optimizer.get("optimizer_state_dict") or {}).get("state") or {}
     state = states.get(0) or {}
     return state.get("step")
-
-
-def _iteration(state: Mapping[str, Any], path: Path) -> int:
-    steps = state.get("global_steps")
-    if type(steps) is not int or steps < 0:
-        raise ConvertError(f"{path}: global_steps is {steps!r}, not a number of iterations")
-    return steps

@@ -24,8 +24,8 @@ from ftckpt.convert.deepspeed.files import LATEST_UNIVERSAL
 from ftckpt.convert.deepspeed.universal_reader import MASTER_FILE, OPTIMIZER, PARAM, WEIGHT_DTYPE, ZERO
 from ftckpt.convert.foreign import pickles
 from ftckpt.convert.foreign.pickles import save_streamed
+from ftckpt.convert.safetensors import STRIP_BYTES, strips
 from ftckpt.convert.storage import Destination
-from ftckpt.convert.tensor_files import STRIP_BYTES, strips
 from ftckpt.errors import ConvertError
 
 
@@ -72,6 +72,7 @@ def save(value: Any, path: str) -> None:
     with open(path, "rb") as file, zipfile.ZipFile(file) as archive:
         (structure,) = [entry for entry in archive.infolist() if entry.filename.endswith("/data.pkl")]
         pickled = archive.read(structure)
+    # DeepSpeed's own classes are not imported here: the pickle names ours, and is edited to name theirs.
     references = [(ours, _reference(*name.rsplit(".", 1))) for ours, name in names if ours in pickled]
     if references:
         _replace(path, references)
@@ -93,6 +94,7 @@ def _replace(path: str, pairs: list[tuple[bytes, bytes]]) -> None:
                     content = content.replace(ours, theirs)
             new.writestr(entry.filename, content)
     with open(path, "r+b") as file:
+        # In the same file, whose descriptor ``Destination.file`` brings to the disk and renames.
         file.truncate(0)
         file.write(made.getvalue())
 
@@ -221,6 +223,7 @@ class DeepSpeedUniversalWriter:
             "buffer_names": list(module),
             "param_shapes": [OrderedDict(shapes)],
             "shared_params": {},
+            # One rank of each kind: every tensor is whole, and whoever loads it cuts it anew.
             "dp_world_size": 1,
             "mp_world_size": 1,
             "checkpoint_parallel_dimensions": {"pp_degree": 1, "tp_degree": 1},
@@ -280,6 +283,7 @@ def _step(unit: Unit, get: Get) -> torch.Tensor | None:
 def _optimizer_state(catalog: Catalog, step: torch.Tensor | None) -> dict[str, Any]:
     optimizer = restored(_settings(catalog)["optimizer"])
     groups = [*optimizer.pop("param_groups", []), *({} for _ in range(_GROUPS))][:_GROUPS]
+    # One number for each: DeepSpeed takes hyperparameters from here, and parameters from the files in ``zero/``.
     listed = [{**group, "params": [number]} for number, group in enumerate(groups)]
     state = {0: {"step": step}} if step is not None else {}
     return {

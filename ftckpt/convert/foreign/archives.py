@@ -93,6 +93,7 @@ def records_of(data: memoryview, where: str) -> list[ArchiveRecord]:
             entries = archive.infolist()
         for entry in entries:
             lengths = data[entry.header_offset + _LENGTHS_AT : entry.header_offset + _HEADER_BYTES]
+            # The entry's own header, not the central one: torch pads its extra field so that storages are aligned.
             begin = entry.header_offset + _HEADER_BYTES + sum(_NAME_LENGTHS.unpack(lengths))
             key = entry.filename.partition("/")[2]
             if entry.compress_type != zipfile.ZIP_STORED or begin + entry.file_size > len(data):
@@ -201,6 +202,7 @@ def check_small(storages: Sequence[torch.UntypedStorage], value: Any) -> None:
             except ConvertError:
                 pointer = storage.data_ptr()
                 names = (name for name, tensor in _tensors(value) if tensor.untyped_storage().data_ptr() == pointer)
+                # Again, for the error with a name: which tensor it is was not worth looking for before.
                 known.check(storage, next(names, "") or "its tensor")
 
 
@@ -214,6 +216,7 @@ def _base(sizes: Mapping[int, int], by_begin: Mapping[int, ArchiveRecord]) -> in
     fitting = [
         lowest - begin
         for begin in begins
+        # A mapping begins on a page.
         if (lowest - begin) % mmap.PAGESIZE == 0
         and all(
             p - lowest + begin in by_begin and by_begin[p - lowest + begin].nbytes == size

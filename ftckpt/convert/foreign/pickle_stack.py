@@ -33,6 +33,7 @@ def read(data: bytes, name: str, known: Known) -> Any:
     """
     machine = _Machine(name, known)
     try:
+        # pickletools only takes bytes apart: unlike pickle, it imports and calls nothing.
         for opcode, argument, _ in pickletools.genops(data):
             machine.run(opcode.name, argument)
         return machine.stack.pop()
@@ -65,6 +66,7 @@ class _Machine:
             del stack[-_TUPLES[opcode] :]
             stack.append(items)
         elif opcode == "MARK":
+            # Everything up to the opcode that collects goes onto a stack of its own.
             self._marks.append(stack)
             self.stack = []
         elif opcode not in ("PROTO", "FRAME", "STOP"):
@@ -95,6 +97,7 @@ class _Machine:
         if opcode in ("TUPLE", "FROZENSET"):
             self.stack.append(tuple(items) if opcode == "TUPLE" else frozenset(items))
         elif opcode in ("SETITEM", "SETITEMS"):
+            # The method of ``dict`` itself: what stands there may be an object with methods of its own.
             dict.update(self.stack[-1], zip(items[::2], items[1::2], strict=True))
         elif opcode in ("APPEND", "APPENDS"):
             list.extend(self.stack[-1], items)

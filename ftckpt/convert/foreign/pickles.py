@@ -204,6 +204,7 @@ def _data_classes(file: str | IO[bytes]) -> list[str]:
         unsafe = []
     finally:
         if not isinstance(file, str):
+            # torch.load reads from where the file stands.
             file.seek(0)
     return [name for name in unsafe if DATA_CLASSES.fullmatch(name)]
 
@@ -319,6 +320,7 @@ def save_streamed(
             break
         crc = zlib.crc32(view, crc)
         while view:
+            # At a place, past the buffer of ``file``; the system may take fewer bytes than it is given.
             written = os.pwrite(file.fileno(), view, begin + done)
             done, view = done + written, view[written:]
     else:
@@ -351,6 +353,7 @@ def _set_crc(file: BinaryIO, entry: zipfile.ZipInfo, end: int, crc: int) -> None
         else:
             opened.seek(entry.header_offset + _LOCAL_CRC)
             opened.write(packed)
+        # Central headers stand one behind the other; zipfile gives the begin of the first alone.
         while True:
             opened.seek(at)
             fields = _CENTRAL.unpack(opened.read(_CENTRAL.size))

@@ -88,6 +88,8 @@ def evaluate(expression: str | int, values: Mapping[str, Value], variables: Mapp
     """
     if isinstance(expression, int):
         return expression
+    # ``$`` is no Python: with a prefix a variable is a name like others, and ``ast`` can parse it. Nothing is
+    # evaluated by Python.
     text = _VARIABLE.sub(rf"{_PREFIX}\1", expression)
     try:
         tree = ast.parse(text.strip(), mode="eval").body
@@ -99,6 +101,7 @@ def evaluate(expression: str | int, values: Mapping[str, Value], variables: Mapp
 
 
 def _evaluated(node: ast.expr, values: Mapping[str, Value], variables: Mapping[str, int]) -> int:
+    # ``type``, not isinstance: True is an int too.
     if isinstance(node, ast.Constant) and type(node.value) is int:
         return node.value
     if isinstance(node, ast.BinOp) and type(node.op) in _OPERATIONS:

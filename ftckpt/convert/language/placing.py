@@ -62,6 +62,12 @@ class Placement:
     average: bool
     padded: bool
 
+    def of_number(self, shape: Shape) -> tuple[Shape, Box]:
+        """Shape of a tensor with one number for each stored tensor of ``shape``, and the box of this one's number."""
+        outer = len(self.shape) - len(shape)
+        counts, at = self.shape[:outer] or (1,), self.boxes[0].box.offset[:outer] or (0,)
+        return counts, Box(at, (1,) * len(counts))
+
 
 @dataclass(frozen=True)
 class _Holder:
@@ -149,6 +155,7 @@ def _check_holders(holders: Sequence[_Holder], sizes: Mapping[str, int]) -> None
     first = holders[0]
     seen: dict[tuple[tuple[str, int], ...], str] = {}
     for holder in holders:
+        # Two rules that give one name would be two tensors with the same elements.
         if holder.rule is not first.rule:
             raise SpecError(f"becomes {first.name}, and so does {holder.tensor.name} of rule {holder.rule.number}")
         coords = tuple(sorted(holder.tensor.coords.items()))
@@ -245,6 +252,7 @@ def _before(shape: Shape, box: Box, position: int) -> int:
         return box.numel
     count, rest = 0, position
     for dim in range(len(shape)):
+        # Index along this dimension of the element at ``position``; what comes before it inside the box is counted.
         at, rest = divmod(rest, math.prod(shape[dim + 1 :]))
         inner = math.prod(box.shape[dim + 1 :])
         inside = at - box.offset[dim]
@@ -341,9 +349,11 @@ def _by_units(name: str, width: int, unit: int, num: int) -> _Part:
     if rest or units < 1:
         raise SpecError(f"part {name}: width {width} is no multiple of the unit {unit}")
     if units >= num:
+        # The first ranks have one unit more where they do not divide.
         return _consecutive([(units // num + (rank < units % num)) * unit for rank in range(num)])
     if num % units:
         raise SpecError(f"part {name}: {num} ranks cannot share {units} units evenly")
+    # Fewer units than ranks, as with grouped queries: neighbours hold the same unit.
     first = [rank * units // num * unit for rank in range(num)]
     return _Part(width, [(begin, begin + unit) for begin in first])
 
@@ -408,6 +418,7 @@ def _number(captured: Mapping[str, Value], what: str, rule: Rule, name: str) -> 
 def _offsets(family: str, stages: Mapping[Stage, set[int]]) -> dict[Stage, int]:
     offsets: dict[Stage, int] = {}
     total = 0
+    # By chunk, then by stage: in this order layers follow each other under interleaved pipelines.
     for stage in sorted(stages):
         _check_gapless(stages[stage], f"{family}N of pipeline stage {stage[1]}, chunk {stage[0]}")
         offsets[stage] = total

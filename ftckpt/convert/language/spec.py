@@ -277,6 +277,7 @@ class Spec:
         ready = {path.stem: path for path in sorted(READY.glob("*.yaml"))}
         path = ready.get(str(name), Path(name))
         try:
+            # safe_load: a specification may come with a checkpoint, and must not make objects.
             value = yaml.safe_load(path.read_text())
         except FileNotFoundError:
             raise SpecError(f"{name}: no such file, nor is it one of {', '.join(ready)}") from None
@@ -314,12 +315,14 @@ class Spec:
             if not problems:
                 return replace(self, rules=counting, variants={})
             errors.append((bad, f"{where}: {'; '.join(problems)}"))
+        # Of the variant with the fewest problems: it is the one that was most likely meant.
         raise SpecError(min(errors)[1])
 
     def match(self, names: Iterable[str], arguments: Mapping[str, Any]) -> Matches:
         """The rule of each name. Raises SpecError, see ``resolve``."""
         ordered = sorted(set(names))
         rules = self.resolve(ordered, arguments).rules
+        # ``resolve`` has made sure that no name matches two rules.
         matches = {name: (rule, *hit) for name in ordered for rule in rules if (hit := rule.match(name)) is not None}
         numbers = [rule.number for rule, _, _ in matches.values()]
         self.summary[:] = [f"rule {r.number}, {r.kind}: {numbers.count(r.number)} names as {r.text}" for r in rules]
@@ -341,6 +344,7 @@ class Spec:
                 values[name] = int(stated[0])
             elif variable.default is not None:
                 defaults[name] = variable.default
+        # Until nothing more can be computed: a default may need others, and a circle stays without values.
         while ready := [name for name, default in defaults.items() if variables_in(default) <= values.keys()]:
             for name in ready:
                 values[name] = evaluate(defaults.pop(name), {}, values)

@@ -13,10 +13,10 @@ import torch
 
 from ftckpt.errors import ConvertError
 
-IDENTIFIERS = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")
-"""What Megatron finds a group of parameters by."""
+_IDENTIFIERS = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")
 CONTENT = "content_metadata"
 SHARDING = "fully_reshardable"
+# A counter that Megatron-LM keeps in ``common.pt`` itself, beside its arguments.
 _FLOATING = "num_floating_point_operations_so_far"
 _AXES = {
     "tp": "tensor_model_parallel_size",
@@ -39,6 +39,11 @@ class Hyperparameters:
     @property
     def steps(self) -> set[float]:
         return {float(group["step"]) for group in self.groups if group.get("step") is not None}
+
+
+def identity_of(group: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What Megatron finds a group of parameters by; NeMo calls multipliers ``pre_wd_mult`` and ``pre_lr_mult``."""
+    return tuple(group.get(name, group.get(f"pre_{name}")) for name in _IDENTIFIERS)
 
 
 def layout_of(args: Mapping[str, Any]) -> dict[str, int | str | bool]:
@@ -75,6 +80,7 @@ def _position(objects: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def optimizers_in(value: Any) -> Iterator[Mapping[str, Any]]:
     """The state of each optimizer in ``common.pt``'s ``optimizer``: of one, of a chain, or of an FP32 one."""
+    # A chain of optimizers is saved as a mapping from their numbers.
     if isinstance(value, Mapping) and value and all(isinstance(key, int) for key in value):
         for key in sorted(value):
             yield from optimizers_in(value[key])
@@ -82,6 +88,7 @@ def optimizers_in(value: Any) -> Iterator[Mapping[str, Any]]:
         for each in value:
             yield from optimizers_in(each)
     elif isinstance(value, Mapping):
+        # FP32 optimizers save torch's state as it is; others put it under this name, beside their loss scaler.
         inner = value.get("optimizer", value)
         if isinstance(inner, Mapping):
             yield {"scaler": value.get("grad_scaler"), **inner}
@@ -102,7 +109,7 @@ def hyperparameters(objects: Mapping[str, Any]) -> Hyperparameters:
     for groups, scaler in sources:
         hyper.scaler = scaler if hyper.scaler is None else hyper.scaler
         for group in groups:
-            identity = tuple(group.get(name, group.get(f"pre_{name}")) for name in IDENTIFIERS)
+            identity = identity_of(group)
             if identity not in seen:
                 seen.add(identity)
                 hyper.groups.append({name: value for name, value in group.items() if name != "params"})
@@ -124,6 +131,7 @@ def common_step(objects: Mapping[str, Any], where: str) -> float | None:
         if shared is not None:
             steps.add(float(shared))
         group_steps = [group.get("step") for group in each.get("param_groups") or ()]
+        # An integer is a fused optimizer's: it goes with the group, and is no tensor of the checkpoint.
         steps |= {float(step) for step in group_steps if isinstance(step, (float, torch.Tensor))}
     if len(steps) > 1:
         raise ConvertError(f"{where}: optimizers are at different steps: {sorted(steps)}")
@@ -138,6 +146,7 @@ def make_common(
     Whatever the source's own had stays, but what belongs to one layout.
     """
     common: dict[str, Any] = copy.deepcopy(dict(objects.get("megatron") or {}))
+    # Of the layout of the source; the optimizer is put together anew below.
     for name in ("optimizer", "rerun_state_machine", "rng_state"):
         common.pop(name, None)
     args = arguments_of(objects)
@@ -147,6 +156,7 @@ def make_common(
     floating = (_position(objects).get("counters") or {}).get(_FLOATING)
     if floating is not None:
         common.setdefault(_FLOATING, floating)
+    # What Megatron-LM writes; below 2 query, key and value were ordered otherwise.
     common.setdefault("checkpoint_version", 3.0)
     common["iteration"] = iteration
     scheduler = next(_schedulers(objects), None)

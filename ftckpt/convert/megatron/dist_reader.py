@@ -123,6 +123,7 @@ class Directory:
             value = pickles.loads(self._bytes(blob), where)
             data: Bytes = value.contiguous().reshape(-1).view(torch.uint8).numpy()
             return data
+        # torch counts from the beginning of the bytes it was given, which is the blob's and not the file's.
         begin += blob.offset + shape.storage_offset() * shape.element_size()
         if begin + nbytes > blob.offset + blob.length:
             raise ConvertError(f"{where}: is truncated or damaged")
@@ -152,6 +153,7 @@ class Directory:
         for blob in [*blobs, *self.objects.values()]:
             by_file.setdefault(blob.file, []).append(blob)
         for name in by_file:
+            # Names come out of a pickle: none may lead outside of the directory.
             if "/" in name or name.startswith(".."):
                 raise ConvertError(f"{self.path / METADATA}: names the file {name}, outside the checkpoint")
         return sorted(by_file.items())
@@ -171,6 +173,7 @@ def _contents(value: Any) -> tuple[dict[str, StoredTensor], dict[str, Blob]]:
         if getattr(info, "transform_descriptors", None):
             raise ValueError(f"{index.fqn} is transformed by {info.transform_descriptors}")
         offset = getattr(index, "offset", None)
+        # A tensor's index has the offset of its chunk; that of an object has none.
         places[index.fqn, offset] = Blob(str(info.relative_path), int(info.offset), int(info.length))
     original: Mapping[str, Any] = getattr(value, "mcore_data", None) or {}
     tensors, objects = {}, {}
@@ -181,6 +184,7 @@ def _contents(value: Any) -> tuple[dict[str, StoredTensor], dict[str, Blob]]:
         chunks = tuple(
             Chunk(tuple(chunk.offsets), tuple(chunk.sizes), places[name, chunk.offsets]) for chunk in stored.chunks
         )
+        # What Megatron-core before 0.14 adds to torch's metadata for tensors that it saved flattened.
         shape = original.get(name, {}).get("nd_reformulated_orig_global_shape")
         dtype = DTYPE_NAMES[stored.properties.state[0]]
         flattened = tuple(shape) if shape is not None else None
@@ -217,6 +221,7 @@ def iteration_directory(path: Path, iteration: int | None) -> Path:
             text = (path / TRACKER).read_text().strip()
         except (OSError, UnicodeDecodeError):
             raise ConvertError(f"{path}: has neither {CONFIG} nor {TRACKER}") from None
+        # Megatron's name for weights without a training run behind them.
         if text == "release":
             return path / text
         if not text.isdecimal():
@@ -297,6 +302,8 @@ class MegatronDistReader(Reader):
         for name in self._directory.objects:
             if not name.startswith(_LEFT_OUT) and "optimizer.distributed." not in name:
                 value = self._directory.object(name)
+                # Layers without FP8 have nothing in it; Megatron asks for it all the same, and the writer makes it
+                # anew.
                 if not (name.partition("/")[0].endswith("_extra_state") and value == [None]):
                     objects[name] = pickles.plain(value)
         return objects
@@ -321,6 +328,7 @@ class MegatronDistReader(Reader):
             return
         inner = Box(box.offset[1:], box.shape[1:])
         size = math.prod(inner.shape)
+        # A flat range over several layers is not one box of each: which elements are whose would have to be cut.
         if box.shape[0] != 1 and (start, stop) != (0, box.numel):
             raise ConvertError(f"{self.path}: {name}: several layers flattened into one")
         for layer in range(box.shape[0]):

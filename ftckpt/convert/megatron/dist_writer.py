@@ -18,8 +18,8 @@ from ftckpt.convert.foreign import pickles
 from ftckpt.convert.megatron import names
 from ftckpt.convert.megatron.common import SHARDING, arguments_of, hyperparameters, make_common
 from ftckpt.convert.megatron.dist_reader import COMMON, CONFIG, TRACKER
+from ftckpt.convert.safetensors import MAX_FILE_BYTES, strip_memory, strips
 from ftckpt.convert.storage import Destination, explained
-from ftckpt.convert.tensor_files import MAX_FILE_BYTES, strip_memory, strips
 from ftckpt.errors import ConvertError
 
 BLOB_BYTES = 64 << 20
@@ -99,6 +99,7 @@ class MegatronDistWriter:
                     written += self._write_part(part, file, get)
             if len(steps) > 1:
                 raise ConvertError(f"tensors are at different optimizer steps, {sorted(steps)}; Megatron knows one")
+            # Inside the other: the index has its name first, so that a file with a name always has one.
             with self.destination.file(_index_name(unit.name)) as index:
                 index.write(json.dumps({"written": written, "steps": sorted(steps)}).encode())
 
@@ -118,10 +119,12 @@ class MegatronDistWriter:
             writer.finish(dcp.Metadata(metadata), [results])
         step = next((step for index in indexes.values() for step in index["steps"]), None)
         self._write_common(catalog, directory, step)
+        # Last: Megatron takes a directory without this file for no checkpoint, and finds the newest by the tracker.
         for name, text in ((f"{directory}/{CONFIG}", json.dumps(_CONFIG)), (TRACKER, str(catalog.iteration))):
             with self.destination.file(name) as file:
                 file.write(text.encode())
         for unit in units:
+            # Not before all else is written: without them ``finish`` cannot run again after a kill.
             (self.destination.partial / _index_name(unit.name)).unlink(missing_ok=True)
         self.destination.commit()
 
@@ -129,12 +132,14 @@ class MegatronDistWriter:
         tensor = part.tensor
         for first, last in _strips(part):
             data = get(tensor, first, last)
+            # torch warns of memory that cannot be written, such as that of a mapped file.
             flat = torch.from_numpy(data if data.flags.writeable else data.copy()).view(TORCH_DTYPES[tensor.dtype])
             value = flat.reshape(self._blob_shape(tensor, first, last))
             offset = file.tell()
             yield tensor.key, first, last, offset, pickles.dump(value, file)
 
     def _blob_shape(self, tensor: Tensor, first: int, last: int) -> tuple[int, ...]:
+        # Any of the names: they differ in nothing but that.
         place = next(names.places(tensor, names.to_megatron(tensor.key), self._stacks))
         rows = (last - first, *tensor.shape[1:]) if tensor.shape else ()
         return (1,) * len(place.first) + rows
@@ -174,6 +179,7 @@ class MegatronDistWriter:
         results = []
         for name in sorted(set(names.extra_states(self._stored, self._stacks))):
             metadata[name] = dcp.BytesStorageMetadata()
+            # All names lead to the same few bytes.
             results.append(WriteResult(dcp.MetadataIndex(name), length, _StorageInfo(_EXTRA, 0, length)))
         return results
 

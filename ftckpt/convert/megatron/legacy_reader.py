@@ -28,6 +28,7 @@ from ftckpt.errors import ConvertError
 from ftckpt.model.fragment import Box, Fragment, Shape
 
 DISTRIBUTED_FILE = "distrib_optim.pt"
+# Megatron begins each parameter at a multiple of 128 bytes for types of 2 bytes.
 _ALIGNMENT = 64
 """Elements: where parameters begin in the distributed optimizer's buffers."""
 _REMEDY = "convert the weights alone with --roles weight,buffer, or save in Megatron's torch_dist format"
@@ -58,6 +59,7 @@ def read_optimizer(file: Path, state: Any, chunks: Sequence[Sequence[RankTensor]
     split = _by_optimizer(parameters, len(chain))
     beside = file.with_name(DISTRIBUTED_FILE)
     flat = pickles.load(beside) if beside.exists() else None
+    # One optimizer is saved as a mapping, a chain of them as a list.
     flats = list(flat) if isinstance(flat, list) else [flat] * len(chain)
     if not len(chain) == len(split) == len(flats):
         raise ConvertError(f"{file}: {len(chain)} optimizers, {len(flats)} of them in {DISTRIBUTED_FILE}; {_REMEDY}")
@@ -160,6 +162,7 @@ def _buffered(
     ):
         raise ConvertError(f"{file}: {len(buffers)} buffers, the model should have {len(expected)}; {_REMEDY}")
     for (_, value), (chunk, dtype) in zip(buffers, expected, strict=True):
+        # Reversed, as Megatron fills its buffers roughly in the order of the backward pass.
         mine = [each for each in chunk if each.tensor.dtype == dtype][::-1]
         # The one bucket that all parameters fit in; with several the sizes below do not agree, which is an error.
         places = _aligned(mine)
@@ -174,6 +177,7 @@ def _buffered(
         for each, begin in zip(mine, places, strict=True):
             for role, flat in tensors.items():
                 values = flat[begin : begin + math.prod(each.shape)].view(each.shape)
+                # A weight of 32 bits is stepped itself: what its buffer calls ``param`` is no master of anything.
                 own = role == "param" and each.tensor.dtype == torch.float32
                 yield replace(each, role="weight" if own else "master" if role == "param" else role, tensor=values)
             if len(steps) == 1:
@@ -289,14 +293,13 @@ class MegatronLegacyReader(Reader):
         dtype = DTYPE_NAMES.get(part.tensor.dtype)
         if dtype is None:
             raise ConvertError(f"{part.file}: {part.name} is of {part.tensor.dtype}, which has no name here")
+        # A step is one number, however many boxes its parameter falls into.
         for box_map in placement.boxes[: 1 if role == "step" else None]:
             key = f"{role}/{placement.name}"
             self._files.append(part.file)
             if role == "step":
-                outer = len(placement.shape) - len(part.shape)
-                counts, at = placement.shape[:outer] or (1,), box_map.box.offset[:outer] or (0,)
                 self._tensors.append((part.tensor, None))
-                yield Fragment.whole(key, dtype, counts, Box(at, (1,) * len(counts)))
+                yield Fragment.whole(key, dtype, *placement.of_number(part.shape))
             else:
                 self._tensors.append((part.tensor, box_map.local))
                 yield Fragment.whole(key, dtype, placement.shape, box_map.box)
@@ -330,6 +333,8 @@ def _files(path: Path) -> list[tuple[tuple[int, int, int], Path]]:
     for match, file in directories:
         numbers = [int(group) for group in match.groups() if group is not None]
         both = len(numbers) == 3
+        # ``mp_rank_TT``, then ``_PPP`` where there are stages, then ``_EEE`` where there are expert ranks: with one
+        # of the two only the arguments tell which it is.
         stages = both or (len(numbers) == 2 and (sizes["pp"] > 1 or sizes["ep"] == 1))
         experts = both or (len(numbers) == 2 and not stages)
         files[numbers[0], numbers[1] if stages else 0, numbers[-1] if experts else 0] = file

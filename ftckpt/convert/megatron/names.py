@@ -19,6 +19,7 @@ from ftckpt.model.fragment import Shape
 STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(\w+)\.(.+)")
 MASTERS = ("param", "fp32_param")
 """The first is what the distributed optimizer asks for, the second what the others do."""
+# No number behind ``layers``: the whole block is one tensor.
 STACKED = re.compile(r"((?:.*\.)?(?:decoder|encoder)\.layers)\.(?!\d+\.)(.+)")
 LAYER = re.compile(r"((?:.*\.)?(?:decoder|encoder)\.layers)\.(\d+)\.(.+)")
 VOCABULARY = re.compile(r"(.*\.)?(word_embeddings|output_layer)\.(weight|bias)")
@@ -90,6 +91,7 @@ def stackable(tensors: Iterable[Tensor]) -> frozenset[str]:
     return frozenset(
         block
         for block, numbers in layers.items()
+        # Without gaps, and alike in name, type and shape: Megatron stacks no others.
         if sorted(numbers) == list(range(len(numbers))) and all(one == numbers[0] for one in numbers.values())
     )
 
@@ -123,6 +125,7 @@ def extra_states(tensors: Iterable[Tensor], stacks: Mapping[str, int]) -> Iterat
         role, _, name = tensor.key.partition("/")
         if role != "weight":
             continue
+        # Transformer Engine's linear layers and attention have such a state, and Megatron asks for each.
         for match, module in ((_EXTRA.fullmatch(name), ""), (_ATTENTION.fullmatch(name), ".core_attention")):
             if match is None:
                 continue
@@ -138,6 +141,7 @@ def _object_name(name: str, stacks: Mapping[str, int], expert: tuple[int, int]) 
         name = f"{match[1]}.{match[3]}"
         index, size = [int(match[2]), *index], [stacks[match[1]], *size]
     offset, shape = (".".join(map(str, numbers or [0 if numbers is index else 1])) for numbers in (index, size))
+    # As ShardedObject of Megatron-core names its parts: offset and number of parts along each axis.
     return f"{name}/shard_{offset}_{shape}"
 
 

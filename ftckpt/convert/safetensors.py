@@ -1,15 +1,33 @@
-"""Safetensors files: which tensor goes into which, their headers, and how they are written."""
+"""Safetensors files: which tensor goes into which, their headers, how they are written; and weights alone in them.
+
+Weights alone have the model's own names, as many programs read and write them.
+"""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 import xxhash
 
-from ftckpt.convert.catalog import Bytes, Get, Rows, Tensor, Unit
+from ftckpt.convert.catalog import (
+    WEIGHTS_ALONE,
+    Bytes,
+    Catalog,
+    Get,
+    Reader,
+    Rows,
+    Tensor,
+    Unit,
+    Writer,
+    whole_fragment,
+)
+from ftckpt.convert.consolidation import lacking_weight, with_derived
+from ftckpt.convert.storage import Destination, explained, fingerprint_of, map_file
 from ftckpt.errors import ConvertError
 from ftckpt.model.fragment import DTYPE_BYTES, Shape
 
@@ -26,6 +44,7 @@ MAX_HEADER_BYTES = 100_000_000
 _STRIPS = 3
 """A strip of rows, a cast of it, and what the reader needs to put it together."""
 _ROLES = ("weight", "buffer", "master", "step")
+# As the safetensors library does: blanks behind the header, so that data begins on a multiple of 8 bytes.
 _ALIGN = 8
 
 
@@ -54,6 +73,7 @@ def pack(tensors: Sequence[Tensor], max_bytes: int) -> list[list[Tensor]]:
     files: list[list[Tensor]] = []
     room = 0
     for tensor in tensors:
+        # Only the file begun last is filled: keys that follow each other stay together.
         if not files or tensor.nbytes > room:
             files.append([])
             room = max_bytes
@@ -104,6 +124,7 @@ def header(names: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes:
     text += b" " * (-len(text) % _ALIGN)
     if len(text) > MAX_HEADER_BYTES:
         raise ConvertError(f"{len(names)} tensors need a header of {len(text)} bytes; lower --max-file")
+    # The format's own: length of the header (8 bytes, little endian), header, data without gaps.
     return len(text).to_bytes(8, "little") + text
 
 
@@ -161,6 +182,7 @@ class TensorFile:
         self._file = file
         self._names = names
         self._metadata = metadata
+        # Reversed: the tensor whose turn it is stands last, where a list is cheap to cut.
         self._left = [(name, tensor.nbytes) for name, tensor in reversed(list(names.items()))]
         self._hash = xxhash.xxh3_64()
         # All of their final length, so that the header keeps its own when ``end`` writes it again.
@@ -192,6 +214,7 @@ class TensorFile:
             self._file.write(self._header())
 
     def _skip_empty(self) -> None:
+        # A loop: tensors without elements are complete before any byte comes.
         while self._left and self._left[-1][1] == 0:
             name, _ = self._left.pop()
             if self._hashes:
@@ -209,3 +232,104 @@ def write_unit(file: TensorFile, unit: Unit, get: Get) -> None:
         for first, last in strips(part):
             file.put(get(part.tensor, first, last))
     file.end()
+
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+def recognises(path: Path) -> bool:
+    """Whether ``path`` is a directory of such files."""
+    return (path / SINGLE).is_file() or (path / INDEX).is_file()
+
+
+class WeightsReader(Reader):
+    """The weights in the directory ``path``, each as ``weight/NAME``; buffers cannot be told from them.
+
+    Raises:
+        ConvertError: a file that the index names is missing or damaged, or does not hold what the index says.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        index = _index(path) if (path / INDEX).is_file() else None
+        self._data: dict[str, Bytes] = {}
+        self._places: list[tuple[str, HeaderEntry]] = []
+        file_of: dict[str, str] = {}
+        fragments = []
+        for file in sorted(set(index.values())) if index is not None else [SINGLE]:
+            self._data[file] = map_file(path / file)
+            entries, _ = parse_header(self._data[file], str(path / file))
+            for name, entry in entries.items():
+                file_of[name] = file
+                fragments.append(whole_fragment(f"weight/{name}", entry.dtype, entry.shape))
+                self._places.append((file, entry))
+        if index is not None and index != file_of:
+            wrong = min(name for name in index.keys() | file_of.keys() if index.get(name) != file_of.get(name))
+            raise ConvertError(f"{path / INDEX}: does not agree with the files about weight/{wrong}")
+        self.catalog = Catalog("safetensors", 0, {}, tuple(fragments), {})
+
+    def read(self, index: int) -> Bytes:
+        file, entry = self._places[index]
+        return self._data[file][entry.begin : entry.end]
+
+    def fingerprint(self) -> str:
+        return fingerprint_of(self._path / file for file in self._data)
+
+    def close(self) -> None:
+        self._data = {}
+
+
+def _index(path: Path) -> dict[str, str]:
+    where = path / INDEX
+    try:
+        with explained(where):
+            names: Mapping[str, str] = json.loads(where.read_text())["weight_map"]
+        # The bare name: an index may not lead outside of its directory.
+        return {str(name): str(Path(file).name) for name, file in names.items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConvertError(f"{where}: is no index of safetensors files: {error}") from None
+
+
+class WeightsWriter(Writer):
+    """Weights and buffers alone, as a directory ``path`` of safetensors files.
+
+    One file is named ``model.safetensors``, several have a ``model.safetensors.index.json`` beside them.
+    """
+
+    def __init__(self, path: Path, max_file_bytes: int = MAX_FILE_BYTES) -> None:
+        self.destination = Destination(path)
+        self._max_file_bytes = max_file_bytes
+
+    def plan(self, catalog: Catalog, tensors: Sequence[Tensor]) -> list[Unit]:
+        stored = with_derived(catalog, tensors)
+        wanted = [tensor for tensor in stored if tensor.role in WEIGHTS_ALONE]
+        lacking = lacking_weight(stored)
+        if lacking or not wanted:
+            what = lacking or "any tensor"
+            raise ConvertError(f"the source has no weights of {what}, and does not say which type they are cast to")
+        if len({tensor.name for tensor in wanted}) != len(wanted):
+            raise ConvertError("a buffer has the name of a weight: both cannot be written under it")
+        units = units_of("model", wanted, self._max_file_bytes)
+        # transformers looks for this name where there is no index.
+        return [replace(units[0], name=SINGLE)] if len(units) == 1 else units
+
+    def memory(self, unit: Unit) -> int:
+        return strip_memory(unit)
+
+    def write(self, unit: Unit, get: Get) -> None:
+        names = {part.tensor.name: part.tensor for part in unit.parts}
+        with self.destination.file(unit.name) as file:
+            write_unit(TensorFile(file, names, {"format": "pt"}, checksums=False), unit, get)
+
+    def finish(self, catalog: Catalog, units: Sequence[Unit]) -> None:
+        if len(units) > 1:
+            parts = [(unit.name, part) for unit in units for part in unit.parts]
+            index = {
+                "metadata": {"total_size": sum(part.nbytes for _, part in parts)},
+                "weight_map": {part.tensor.name: name for name, part in parts},
+            }
+            with self.destination.file(INDEX) as file:
+                file.write((json.dumps(index, indent=2, sort_keys=True) + "\n").encode())
+        for unit in units:  # those of an earlier attempt may have been damaged since
+            parse_header(map_file(self.destination.partial / unit.name), unit.name)
+        self.destination.commit()
