@@ -193,6 +193,7 @@ def _flip(path: Path, dice: random.Random, begin: int) -> None:
         for _ in range(dice.randint(1, 3)):
             at = dice.randrange(begin, nbytes)
             file.seek(at)
+            # XOR with one bit: the byte always changes.
             value = file.read(1)[0] ^ (1 << dice.randrange(8))
             file.seek(at)
             file.write(bytes([value]))

@@ -23,6 +23,7 @@ from ftckpt.model.training_state import Description, Piece
 SHARED, PRIVATE, SMALL = 60_000, 50_000, 100
 """Elements of what all ranks hold alike, of what each holds alone, and of a tensor that changes anywhere."""
 
+# Long enough for an SMP to check and cover some snapshots on a few cores, not all of them.
 _ITERATION_SECS = 0.03
 
 
@@ -109,6 +110,8 @@ class KnownState:
 
 
 def _values(count: int, salt: int) -> torch.Tensor:
+    # Below 2**24 a float32 has every integer: bits follow from rank and iteration alone. 65521 is the largest prime
+    # below 2**16.
     return ((torch.arange(count) * 48271 + salt * 69621) % 65521).to(torch.float32)
 
 

@@ -70,6 +70,7 @@ def read_events(folder: Path, name: str, rank: int, event: str = "") -> list[dic
 
 def disk_bytes(folder: Path) -> int:
     """What the files below ``folder`` occupy."""
+    # Blocks of 512 bytes, whatever the file system's are: slots without memory are holes, which take nothing.
     return sum(file.stat().st_blocks * 512 for file in folder.rglob("*") if file.is_file())
 
 
@@ -81,6 +82,7 @@ class CopyMeter:
 
         self.nbytes = 0
         self._copy_chunk = copier.copy_chunk
+        # In the module: every schedule calls it by its name there.
         copier.copy_chunk = self._measured
 
     def _measured(self, tensors: Any, copy: Any, *args: Any, **kwargs: Any) -> None:
@@ -90,6 +92,7 @@ class CopyMeter:
 
 def synchronous(tensors: Sequence[torch.Tensor]) -> Callable[[], float]:
     """A copy into memory that was allocated and touched before; calling it returns the seconds it took."""
+    # Written once: the first copy would otherwise pay for the page faults.
     targets = [torch.zeros_like(tensor) for tensor in tensors]
     return lambda: synchronous_secs(targets, tensors)
 

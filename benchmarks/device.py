@@ -24,6 +24,7 @@ FULL_SIZE = ["--layers", "24", "--hidden", "1024", "--heads", "16", "--seq", "10
 """About 300 million parameters: 3.6 GB of masters and moments, copied in a small part of an iteration."""
 QUICK_SIZE = ["--layers", "2", "--hidden", "64", "--seq", "32", "--global-batch", "8"]
 SCHEDULES = ("sync", "thread", "stream", "bubble")
+# ``bubble`` finds its windows once four iterations have been measured; the first ones also pay for lazy set-up.
 WARM_UP, MEASURED = 6, 10
 TIMEOUT_SECS = 1800.0
 REGISTER_TIMEOUT_SECS = 120.0
@@ -57,6 +58,7 @@ def measure(rank: int, world_size: int, size: Sequence[str], repeats: int, folde
             events = read_events(folder, name, rank)
             measured["copied_bytes"] = next(e["copied_bytes"] for e in reversed(events) if e["event"] == "plan")
             if schedule == "sync":
+                # Without the first, which warms up.
                 rates += [rate_of(e["copies"]) for e in events if e["event"] == "timeline"][1:]
             if schedule == "bubble":
                 blocked = statistics.median(blocked_secs(events)[WARM_UP:])
@@ -77,6 +79,7 @@ def train(job: Any, checkpointer: Any = None) -> list[float]:
         if checkpointer is not None:
             checkpointer.step(job.iteration)
         train_gpt.train_step(job)
+        # Without it the time would be that of queueing the kernels.
         torch.cuda.synchronize()
         secs.append(time.perf_counter() - begin)
     return secs[WARM_UP:]

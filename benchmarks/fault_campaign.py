@@ -42,6 +42,7 @@ PROTECT = (
 )  # fmt: skip
 """Drawn from; what cannot work on the drawn layout is drawn again."""
 
+# Several processes import torch at once, on few cores.
 _START_SECS = 60.0
 _RESTART_SECS = 90.0
 _GRACE_SECS = 3.0
@@ -124,6 +125,7 @@ def judge(results: Sequence[RankResult], memory: Job) -> tuple[str, int | None, 
         start = next(iter(starts))
         if len(starts) > 1 or wrong:
             return "wrong", start, f"started from {sorted(starts, key=str)}, wrong: {sorted(wrong)}"
+        # Where all of every node is gone nothing can know of a snapshot: a fresh start is right.
         if start is None and memory.whole >= 0 and not memory.all_lost:
             return "wrong", start, f"began anew although iteration {memory.whole} was whole"
         if promise is not None and promise >= 0 and (start is None or start < promise):
@@ -162,6 +164,7 @@ def _train_and_kill(dice: random.Random, shape: Shape, progress: Path, faults: l
             ranks.kill(rank)
         faults.append(f"kill of {'all ranks' if len(victims) == world_size else f'rank {victims[0]}'}")
         ranks.wait(dice.random() * 0.5)
+    # After the kill, unless damage came first: trainers that live would go on past what is counted here.
     return memory or survey(folder, shape.modes)
 
 
@@ -193,6 +196,7 @@ def _kill_smps(shape: Shape, nodes: Sequence[str]) -> list[str]:
 
 def _damage(memory: Job, dice: random.Random) -> None:
     """A fault; the SMP of a node that is lost dies with it."""
+    # Before the damage: with the node's directory its lock goes, and nothing names the process any more.
     smps = {node.name: holder_of(node / SMP_LOCK_NAME) for node in memory.folder.iterdir() if node.is_dir()}
     before = set(memory.lost_nodes)
     damage(memory, dice)
@@ -216,6 +220,7 @@ def _restart(dice: random.Random, shape: Shape, progress: Path, memory: Job) -> 
 def _clean(arena: Path, job: str) -> str:
     """End what is left; returns what was there that a job that ended well, or was cleaned, must not leave."""
     folder = arena / f"ftckpt-{job}"
+    # A job that ended well has removed its directory; one that refused to start leaves what there is to look at.
     refused = folder.exists()
     if refused:
         clean_job(arena, job)
@@ -245,6 +250,7 @@ def campaign(trials: int, seed: int) -> list[Verdict]:
     verdicts = []
     for number in range(trials):
         try:
+            # A seed for each trial: a bad one is run again alone.
             verdict = run_trial(seed * 100_000 + number)
         except FtckptError as error:
             raise RuntimeError(f"trial {number} of seed {seed}: {error}") from error

@@ -92,6 +92,7 @@ class Rung:
         return self.schedule if self.capacity is None else f"{self.schedule} {self.capacity:g}"
 
 
+# Windows that take a fifth more than all bytes, and half of them.
 AMPLE, SCARCE = 1.2, 0.5
 RUNGS = (
     Rung("off", None, 1),
@@ -166,6 +167,7 @@ class Runner:
         nbytes = read_events(self._folder, name, rank, "plan")[-1]["copied_bytes"]
         self._copies.bytes_per_sec = rung.capacity * nbytes / self.report.idle_secs()
         turn = Turn(rung.name, self._iterate(checkpointer, rung), nbytes)
+        # Every rank's arena is there and filled when rank 0 counts; none is removed before it has.
         dist.barrier()
         turn.host_bytes = disk_bytes(self._folder / "arena") if rank == 0 else 0
         dist.barrier()
@@ -218,6 +220,7 @@ def measure(rank: int, world_size: int, layout: Layout, args: argparse.Namespace
     runner = Runner(layout, args.interference, folder)
     off, *others = RUNGS
     for repeat in range(args.repeats):
+        # A machine that warms up or slows down in a repeat would otherwise favour the same rung each time.
         first = repeat % len(others)
         for rung in (off, *others[first:], *others[:first]):
             runner.run(rung, f"{rung.name.replace(' ', '-')}-{repeat}")

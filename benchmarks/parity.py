@@ -83,6 +83,7 @@ class Bench:
     def limits(self) -> dict[str, tuple[int, Callable[[], Any]]]:
         """What the machine can do: name → bytes, action."""
         first, second = self.chunks[:2]
+        # Words of 8 bytes: the sum of single bytes would be bound by the core, not by memory.
         words = first.view(np.uint64)
         return {
             "copy": (self.nbytes, lambda: blocked(lambda at: np.copyto(self.out[at], first[at]), self.nbytes)),
@@ -144,6 +145,7 @@ class Bench:
         fragments = driver.encode(whole)
         for row in range(2):
             own = encode("rs", data, self.nbytes, row, 2)
+            # The same code and the same points: otherwise two different amounts of work would be compared.
             assert fragments[len(data) + row][-self.nbytes :] == own.tobytes(), "ISA-L computes other rows"
         decoded = driver.reconstruct(fragments[2:], [0, 1])
         assert [bytes(fragment) for fragment in decoded] == fragments[:2]
@@ -243,6 +245,7 @@ def core_cases(rates: Mapping[str, Mapping[str, float]]) -> list[dict[str, Any]]
     secs = {name: 1 / rate["median"] for name, rate in rates.items()}
     check, put = secs["checksum of a chunk"], secs["parity block into its file"]
     xor = check + secs["xor encode"] + put / (MEMBERS - 1)
+    # Twice the check: with two losses every byte goes to two holders, and is hashed for each.
     rs = 2 * check + secs["rs encode, m=2"] + 2 * put / (MEMBERS - 2)
     costs = {
         "checksums": check,

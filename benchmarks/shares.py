@@ -88,6 +88,7 @@ def follows_from_master(piece: Any) -> bool:
     if piece.derived_from is None:
         return False
     rounded = piece.derived_from.to(piece.tensor.dtype)
+    # As integers: NaN differs from itself, and 0.0 equals -0.0.
     return torch.equal(rounded.view(torch.int16), piece.tensor.view(torch.int16))
 
 

@@ -18,6 +18,7 @@ import torch
 
 from ftckpt.windows.iteration import Iteration
 
+# What a sleep may be too long or too short by, on a kernel without real-time scheduling.
 _PRECISION_SECS = 50e-6
 _CREDIT_SECS = 2e-3
 """Most that a copy which the scheduler made late is taken off the next one."""
@@ -60,6 +61,7 @@ class SlowCopies:
         with self._lock:
             self._running = begin
         self._copy_chunk(tensors, copy, *args, **kwargs)
+        # A sleep ends late: the delay comes off the next copy, so that the rate holds over many of them.
         since = self._due if 0 <= begin - self._due < _CREDIT_SECS else begin
         self._due = since + copy.nbytes / self.bytes_per_sec
         sleep_until(self._due)
@@ -91,6 +93,7 @@ class _Step(_Silent):
     def stop(self, *args: Any, **kwargs: Any) -> None:
         """Wait for the rest of its time, which grows while copies run beside it."""
         steps = self._steps
+        # Again after each sleep: a copy that began meanwhile makes this step longer.
         while True:
             due = self._begin + self._secs + steps.interference * steps.copies.secs_since(self._begin)
             if due - time.perf_counter() < _PRECISION_SECS:

@@ -42,6 +42,7 @@ from ftckpt.commands.tracks import read_tracks
 from launch.demo_job import FRAMEWORKS, LAYOUTS, SCENES, SHRINK, SMALL, Framework, Run, Strike, execute
 from tests.support.processes import RunError
 
+# An exception in place of the default: ``execute`` must end what it has started, and free its memory.
 _INTERRUPTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _MOST_NAMED = 20
 SHRINK_ITERATIONS = 16
@@ -98,6 +99,7 @@ def compare(reference: Run, faulted: Run) -> Comparison:
     differences = [
         f"loss of iteration {line['iteration']}: {line['loss_hex']} is not {expected.get(line['iteration'])}"
         for line in faulted.lines
+        # Iterations that were trained again are logged again, and compared again.
         if line["loss_hex"] != expected.get(line["iteration"])
     ]
     missing = sorted(expected.keys() - {line["iteration"] for line in faulted.lines})

@@ -47,8 +47,11 @@ class TextData:
         epoch, place = divmod(index, self._num_samples)
         if epoch != self._epoch:
             self._epoch = epoch
+            # From seed and epoch alone: the position is one number, and a restart finds the same order without any
+            # saved state.
             self._order = np.random.default_rng((self._seed, epoch)).permutation(self._num_samples)
         start = int(self._order[place]) * self._seq
+        # One token more: inputs are all but the last, labels all but the first.
         return torch.from_numpy(self._tokens[start : start + self._seq + 1].astype(np.int64))
 
 

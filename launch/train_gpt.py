@@ -213,6 +213,7 @@ def block_spec(args: argparse.Namespace, config: TransformerConfig, stage: int |
 
 
 def build_model(args: argparse.Namespace, config: TransformerConfig) -> list[DistributedDataParallel]:
+    # As Megatron-LM pads: rows that divide over tensor-parallel ranks. The number of them depends on the layout.
     multiple = 8 * args.tp
     chunks = []
     for chunk in range(args.vpp):
@@ -308,8 +309,10 @@ def train_step(job: Job) -> dict[str, Any]:
         micro_batch_size=args.micro_batch,
         forward_only=False,
     )
+    # Here is the fence: nothing before it writes weights, masters or moments.
     stepped, grad_norm, _ = job.optimizer.step()
     if stepped:
+        # An iteration whose gradients overflowed moves no schedule, and is one all the same: counters go on.
         job.scheduler.step(increment=args.global_batch)
     if args.num_experts:
         clear_aux_losses_tracker()
@@ -345,6 +348,7 @@ def train(job: Job) -> list[dict[str, Any]]:
         log(job, {**metrics, "time": time.time() - started})
         log_digest(job)
         if job.checkpointer:
+            # Last in the loop: at this boundary all counters of the iteration have advanced.
             job.checkpointer.step(job.iteration)
     return history
 
@@ -442,6 +446,7 @@ def init_distributed() -> None:
         from ftckpt import standin
 
         standin.install()
+        # As many ranks as cores, or more: threads of each would get in each other's way.
         torch.set_num_threads(1)
     torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     if not dist.is_initialized():
@@ -450,6 +455,7 @@ def init_distributed() -> None:
 
 def main(argv: Sequence[str]) -> None:
     args = parse_args(argv)
+    # Before anything is built: what is listed decides over the sizes.
     choose_layout(args)
     init_distributed()
     job = build(args)
@@ -463,6 +469,7 @@ def main(argv: Sequence[str]) -> None:
     if args.dump_final:
         dump_final(job, args.dump_final)
     if job.checkpointer:
+        # Only here, where training is done: it removes the snapshots.
         job.checkpointer.close()
     dist.destroy_process_group()
 

@@ -148,8 +148,10 @@ def ticks_of(low: float, high: float, num: int = 5) -> list[float]:
     # A flat curve has no span, and ticks closer than a float can tell apart would be one.
     span = max(high - low, 1e-9, 1e-6 * abs(high))
     power = 10.0 ** math.floor(math.log10(span / num))
+    # Steps that people read without counting; the one that gives nearest to ``num`` intervals.
     step = min((power * factor for factor in (1, 2, 2.5, 5, 10)), key=lambda value: abs(span / value - num))
     first, last = math.floor(low / step), max(math.ceil(high / step), math.floor(low / step) + 1)
+    # Multiples of the step, rounded: sums of steps would show as 0.30000000000000004.
     return [round(number * step, 10) for number in range(first, last + 1)]
 
 
@@ -167,6 +169,7 @@ def thin(items: Sequence[_T], most: int, key: Callable[[_T], float] | None = Non
     """At most ``most`` of them, in order: of each few that stand together the greatest by ``key``, or the last."""
     if len(items) <= most:
         return list(items)
+    # In whole numbers: no item falls between two groups or into both.
     cuts = [len(items) * number // most for number in range(most + 1)]
     groups = (items[begin:end] for begin, end in pairwise(cuts))
     return [max(group, key=key) if key is not None else group[-1] for group in groups]

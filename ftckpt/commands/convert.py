@@ -23,6 +23,7 @@ FORMATS = ("universal", "deepspeed-universal", "megatron-dist", "safetensors")
 _UNITS = {"": 0, "k": 10, "m": 20, "g": 30, "t": 40}
 _INTERRUPTED = 130
 """What shells say of a command that Ctrl-C ended."""
+# Between lines of progress in a log that nobody watches live.
 _LINE_SECS = 5.0
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?", re.IGNORECASE)
 
@@ -58,6 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _run(arguments: argparse.Namespace) -> None:
+    # Here and below: torch takes seconds to load, and ``--help`` and wrong options need none of it.
     from ftckpt.convert.conversion import prepare
     from ftckpt.convert.formats import ReadOptions, open_reader, open_writer
 
@@ -92,6 +94,7 @@ def _options(arguments: argparse.Namespace) -> Options:
     if roles is not None and not roles:
         raise ConfigError("--roles: names no role; give a list such as weight,master")
     identity = {
+        # Resolved: the same command from another directory goes on with what was begun.
         "source": " ".join(str(path.resolve()) for path in arguments.source),
         "--to": arguments.to,
         "--spec": f"{arguments.spec or ''} {' '.join(sorted(arguments.set))}".strip(),

@@ -40,6 +40,7 @@ class EventLog:
                         self.num_broken += 1
                     else:
                         yield offset, fields
+                # In bytes, as ``seek`` takes them: tracks are read again by their offsets.
                 offset += len(line)
 
     @property
@@ -75,6 +76,14 @@ def parse_line(line: bytes) -> Mapping[str, Any] | None:
     except (ValueError, RecursionError):  # deep nesting is broken too
         return None
     return fields if isinstance(fields, dict) else None
+
+
+def whole_number(value: Any) -> int:
+    """``value`` of a line as a count. Raises ValueError where it is none."""
+    # True is an int; from 2**53 on a JSON reader that knows floats alone would have rounded.
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**53:
+        raise ValueError(f"{value!r} is not a count")
+    return value
 
 
 def count(num: int, noun: str) -> str:

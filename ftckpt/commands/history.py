@@ -21,7 +21,7 @@ from typing import Any
 
 from ftckpt.commands.attempts import Attempt
 from ftckpt.commands.charts import pieces
-from ftckpt.commands.event_log import EventLog, event_logs, note_of_choice, parse_line
+from ftckpt.commands.event_log import EventLog, event_logs, note_of_choice, parse_line, whole_number
 from ftckpt.events import EVENTS
 
 PARTS = ("detect", "rejoin", "rebuild", "load", "first-step")
@@ -183,7 +183,7 @@ def _loss_lines(path: Path) -> Iterator[tuple[int, float]]:
                 loss = fields["loss"]
                 # A loss may be NaN or infinite; that one is counted, and not drawn.
                 odd = isinstance(loss, float) and not abs(loss) < _MOST_NUMBER
-                yield _count(fields["iteration"]), math.nan if odd else _number(loss)
+                yield whole_number(fields["iteration"]), math.nan if odd else _number(loss)
 
 
 def _began_at(log: EventLog) -> float:
@@ -210,6 +210,7 @@ class _Reader:
         self.conditions: dict[str, Line] = {}
 
     def sorted_attempts(self) -> list[Attempt]:
+        # By time: lineages are random, and files of ranks show no order between attempts.
         return sorted(self.attempts.values(), key=lambda attempt: attempt.restored_at)
 
     def read_rank(self, path: Path, sampled: bool) -> None:
@@ -227,9 +228,10 @@ class _Reader:
             if line["event"] == "fault":
                 self.faults.append(_fault_note(line))
             elif line["event"] == "ended":
-                self._ended[_count(line["pid"])] = _number(line["time"])
+                self._ended[whole_number(line["pid"])] = _number(line["time"])
             elif line["event"] == "checked" and place >= 0:
-                mark = attempts[place].marks[_count(line["iteration"])]
+                mark = attempts[place].marks[whole_number(line["iteration"])]
+                # A bit for each shard: a set for each iteration would grow with ranks times iterations.
                 mark.checked |= 1 << self._shards.setdefault(str(line["shard"]), len(self._shards))
                 mark.checked_at = max(mark.checked_at, _number(line["time"]))
 
@@ -353,30 +355,31 @@ class _RankFile:
         joined, self._joined = self._joined or line, None
         attempt.joined_at = max(attempt.joined_at, _number(joined["time"]))
         attempt.restored_at = max(attempt.restored_at, time)
-        attempt.start = None if line["iteration"] is None else _count(line["iteration"])
+        attempt.start = None if line["iteration"] is None else whole_number(line["iteration"])
         attempt.source = None if line.get("source") is None else str(line["source"])
         attempt.layout = self._layout or attempt.layout
         attempt.nodes |= {str(joined["node"])} if "node" in joined else set()
-        attempt.pids.add(_count(line["pid"]))
+        attempt.pids.add(whole_number(line["pid"]))
         attempt.abandoned[self._rank], self._abandoned = self._abandoned, 0
         for built in self._rebuilt:
             attempt.rebuild_secs = max(attempt.rebuild_secs, _number(built["secs"]))
             attempt.sources |= built["sources"].keys()
             attempt.rebuilt_shards |= set(built["shards"])
-            attempt.rebuilt_bytes += _count(built["bytes"])
+            attempt.rebuilt_bytes += whole_number(built["bytes"])
         self._attempt, self._rebuilt, self._first = attempt, [], True
 
     def _on_fence(self, line: Line, _: float) -> None:
         self._fence_secs += _number(line["blocked_secs"])
 
     def _on_snapshot(self, line: Line, time: float) -> None:
-        iteration, fence_secs = _count(line["iteration"]), self._fence_secs
+        iteration, fence_secs = whole_number(line["iteration"]), self._fence_secs
         self._pass_boundary(iteration, time)
         if self._attempt is not None and self._sampled:
+            # The fence before this boundary belongs to the snapshot before it; both blocked this iteration.
             self._reader.blocked[iteration][self._rank] = (_number(line["blocked_secs"]), fence_secs)
 
     def _on_skipped(self, line: Line, time: float) -> None:
-        self._pass_boundary(_count(line["iteration"]), time)
+        self._pass_boundary(whole_number(line["iteration"]), time)
 
     def _pass_boundary(self, iteration: int, time: float) -> None:
         self._fence_secs = 0.0
@@ -392,7 +395,7 @@ class _RankFile:
     def _on_copied(self, line: Line, time: float) -> None:
         if self._attempt is None:
             return
-        mark = self._attempt.marks[_count(line["iteration"])]
+        mark = self._attempt.marks[whole_number(line["iteration"])]
         mark.copied |= 1 << self._rank
         mark.copied_at = max(mark.copied_at, time)
         if self._sampled:
@@ -400,7 +403,7 @@ class _RankFile:
 
     def _on_protected(self, line: Line, time: float) -> None:
         if self._attempt is not None:
-            mark = self._attempt.marks[_count(line["iteration"])]
+            mark = self._attempt.marks[whole_number(line["iteration"])]
             mark.protected_at = min(mark.protected_at, time)
 
     def _on_protection(self, line: Line, _: float) -> None:
@@ -415,22 +418,18 @@ class _RankFile:
             self._attempt.closed.add(self._rank)
             # Boundaries between snapshots leave no event: only the end tells how far a rank came.
             if line["iteration"] >= 0:
-                self._attempt.last_iteration = max(self._attempt.last_iteration, _count(line["iteration"]))
+                self._attempt.last_iteration = max(self._attempt.last_iteration, whole_number(line["iteration"]))
 
 
 def _fault_note(line: Line) -> FaultNote:
     name = str(line["name"])
-    ranks = tuple(map(_count, line.get("ranks", ())))
-    return FaultNote(_number(line["time"]), name, str(line.get("label", name)), _count(line["iteration"]), ranks)
+    ranks = tuple(map(whole_number, line.get("ranks", ())))
+    return FaultNote(
+        _number(line["time"]), name, str(line.get("label", name)), whole_number(line["iteration"]), ranks
+    )
 
 
 def _number(value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < _MOST_NUMBER:
         raise ValueError(f"{value!r} is not a number of a run")
     return float(value)
-
-
-def _count(value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**53:
-        raise ValueError(f"{value!r} is not a count")
-    return value

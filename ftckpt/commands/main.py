@@ -37,6 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         run: Callable[[argparse.Namespace], int] = arguments.run
         return run(arguments)
     except (FtckptError, OSError) as error:
+        # One line, whatever the text: it ends up in logs of launchers.
         print(f"ftckpt: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
 

@@ -65,6 +65,7 @@ class JobShape:
 
     def shard(self, rank: int) -> str:
         """The coordinates of a rank as a name."""
+        # Megatron's default order: tp varies fastest, then cp, dp and pp.
         tp, rest = rank % self.tp, rank // self.tp
         cp, rest = rest % self.cp, rest // self.cp
         return shard_name({"tp": tp, "pp": rest // self.dp, "cp": cp, "dp": rest % self.dp})
@@ -129,6 +130,7 @@ def _keep_blocks(job: JobShape, mode: str, name: str, parts: Mapping[str, _Parts
     members = [Member(s, "", "", 0, _cut(part.shared[name], job.chunk_bytes)) for s, part in parts.items()]
     group: ParityGroup = slot_group(name, mode, job.chunk_bytes, members)
     for holder, member in enumerate(group.members):
+        # Holder 0 keeps that of the last: members copy each other in a ring.
         kind, of = ("parity", "") if mode == "replica" else ("copy", group.members[holder - 1].shard)
         lengths = _cut(blocks_bytes(group, holder), job.chunk_bytes)
         parts[member.shard].protecting.append((kind, name, of, lengths))
@@ -146,12 +148,14 @@ def _holding(job: JobShape, rank: int, parts: _Parts) -> Holding:
         shard=job.shard(rank),
         node=job.node(rank),
         rack=job.rack(rank),
+        # Any name that differs between ranks will do: nothing of it exists.
         arena=job.shard(rank),
         digest="",
         chunk_bytes=job.chunk_bytes,
         sections=tuple(sections),
         volatile=(first, ()),
         slot_bytes=data + job.objects_bytes + _HEADER_BYTES,
+        # 8 bytes for the checksum of each chunk.
         package_bytes=job.objects_bytes + _HEADER_BYTES + 8 * first,
     )
 

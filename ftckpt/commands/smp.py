@@ -13,6 +13,7 @@ from ftckpt.smp.__main__ import add_arguments
 from ftckpt.smp.client import SmpClient, environment
 from ftckpt.store.directory import end_smp, job_node_path
 
+# An SMP that is hashing or sending ends at its next step: seconds, on a busy node.
 _END_SECS = 20.0
 
 
@@ -42,5 +43,6 @@ def _become_smp(arguments: argparse.Namespace) -> None:
     """This process has loaded more than an SMP needs: it goes on as a fresh one with the same pid."""
     command = [sys.executable, "-m", "ftckpt.smp", "--job", arguments.job, "--node", arguments.node]
     command += ["--arena", str(arguments.arena), "--idle-secs", str(arguments.idle_secs)]
+    # What is buffered would be lost: the process image is replaced.
     sys.stdout.flush()
     os.execve(command[0], command, environment())

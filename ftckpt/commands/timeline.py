@@ -88,6 +88,8 @@ def remove_timeline(directory: Path) -> None:
 
 def replace_file(path: Path, text: str) -> None:
     """Replace a file whole, so that whoever opens it never sees half of it."""
+    # In the same directory: a rename across file systems is no rename. Named for the process, as two may write one
+    # page.
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         # What a file says in broken UTF-16 can be read from JSON, but not be encoded.

@@ -14,7 +14,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from ftckpt.commands.event_log import EventLog, EventLogError, event_logs, note_of_choice
+from ftckpt.commands.event_log import EventLog, EventLogError, event_logs, note_of_choice, whole_number
 
 IDLE = ("start", "window", "tail")
 """Spans in which a rank neither computes nor waits in the fence."""
@@ -155,17 +155,17 @@ def parse_track(line: Mapping[str, Any]) -> Track:
         fence = line.get("fence_secs")
         capacity = line.get("window_capacity_bytes")
         return Track(
-            rank=_count(line["rank"]),
-            iteration=_count(line["iteration"]),
-            coords={_name(name): _count(at) for name, at in line.get("coords", {}).items()},
+            rank=whole_number(line["rank"]),
+            iteration=whole_number(line["iteration"]),
+            coords={_name(name): whole_number(at) for name, at in line.get("coords", {}).items()},
             schedule=_text(line.get("schedule", "")),
             begin=_number(line["begin"], 0.0, _MAX_EPOCH_SECS),
             secs=_number(line["secs"], 0.0, _MAX_SECS),
             spans=spans,
             copies=_copies(line.get("copies")),
             parity=_copies(line.get("parity")),
-            moved_bytes={_text(kind): _count(num) for kind, num in line.get("moved_bytes", {}).items()},
-            window_capacity_bytes=None if capacity is None else _count(capacity),
+            moved_bytes={_text(kind): whole_number(num) for kind, num in line.get("moved_bytes", {}).items()},
+            window_capacity_bytes=None if capacity is None else whole_number(capacity),
             fence_secs=_fence_secs(spans) if fence is None else _number(fence, 0.0, _MAX_SECS),
         )
     except (KeyError, TypeError, AttributeError, OverflowError) as error:
@@ -177,7 +177,7 @@ def _fence_secs(spans: tuple[TrackSpan, ...]) -> float:
 
 
 def _copies(items: Any) -> tuple[TrackCopy, ...]:
-    return tuple(TrackCopy(*_interval(begin, end), _count(num)) for begin, end, num in items or ())
+    return tuple(TrackCopy(*_interval(begin, end), whole_number(num)) for begin, end, num in items or ())
 
 
 def _interval(begin: Any, end: Any) -> tuple[float, float]:
@@ -189,12 +189,6 @@ def _number(value: Any, low: float, high: float) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
         raise ValueError(f"{value!r} is not a number from {low} to {high}")
     return float(value)
-
-
-def _count(value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**53:
-        raise ValueError(f"{value!r} is not a count")
-    return value
 
 
 def _name(value: Any) -> str:
@@ -297,6 +291,7 @@ def _index(log: EventLog, path: Path, attempts: dict[str | None, _Attempt]) -> N
     lineage: str | None = None
     earliest: int | None = None
     for offset, line in log.lines(path):
+        # A new process: until it has restored, its lines belong to no lineage that is known.
         if line.get("event") == "joined" or line.get("pid") != pid:
             pid, lineage, earliest = line.get("pid"), None, None
         if line.get("event") == "restored" and isinstance(line.get("lineage"), str):
@@ -321,5 +316,6 @@ def _index(log: EventLog, path: Path, attempts: dict[str | None, _Attempt]) -> N
 
 def _load(entry: _Entry) -> Track:
     with open(entry.path, "rb") as file:
+        # Read again: of all tracks in the log only those of one iteration are in memory.
         file.seek(entry.offset)
         return parse_track(json.loads(file.readline()))

@@ -57,6 +57,7 @@ class EpochBegins:
             self._states[id(loader)] = save_generators()
             return original(loader)
 
+        # On the class: the loader that begins here does not exist yet. Only while one engine is made.
         DeepSpeedDataLoader.__iter__ = begin
         try:
             yield
@@ -140,6 +141,7 @@ class DataPosition:
     def draw_from(self, given: Any) -> Any:
         """What ``train_batch`` shall draw from where it is given ``given``; items of the script's are counted."""
         iterator = given if given is not None else self._engine.data_iterator
+        # The engine's own loader is followed by its class, and counts for itself.
         if iterator is None or iterator is self._given:
             self._restored = None
             return given
@@ -176,6 +178,7 @@ class DataPosition:
         self.log(f"data: skipping the {number} items that were drawn before from the iterator given to train_batch")
         for index in range(number):
             try:
+                # Drawn through the counter: skipped items are counted as drawn, as they were before.
                 next(items)
             except StopIteration:
                 raise ConfigError(
@@ -213,6 +216,7 @@ class DataPosition:
         except StopIteration:
             self._restored = None
             raise
+        # Behind the draw: a batch that failed was not drawn.
         epoch.drawn += 1
         return batch
 

@@ -159,4 +159,5 @@ def check_optimizer(engine: Any) -> None:
 def micro_batches_in_turn(count: int) -> tuple[tuple[str, ...], tuple[float, ...]]:
     """Kinds and relative lengths of the places of ``count`` micro-batches on an engine without a pipeline."""
     kinds = ("forward", "backward", "window") * (count - 1) + ("forward", "backward", "tail")
+    # Lengths in units of a forward: backward counts double, windows and tail are measured later.
     return kinds, (1.0, 2.0, 0.0) * count

@@ -65,6 +65,7 @@ def install() -> None:
     deepspeed: Any = sys.modules.get("deepspeed")
     if deepspeed is None:
         if _watch not in sys.meta_path:
+            # First of all finders: those behind it would find deepspeed before it is seen.
             sys.meta_path.insert(0, _watch)
         return
     _unwatch()
@@ -127,6 +128,7 @@ def _init_distributed(original: Callable[..., Any], *args: Any, **kwargs: Any) -
 
     from ftckpt.frameworks.rendezvous import isolate_attempts
 
+    # A script that has started torch.distributed itself meets in a store that is in use: too late to divide it.
     if not dist.is_initialized():
         isolate_attempts()
     return original(*args, **kwargs)

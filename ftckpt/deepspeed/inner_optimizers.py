@@ -73,6 +73,7 @@ def _name(inner: Any) -> str:
 
 
 def _fused_adam(inner: Any, group: dict[str, Any], parameter: torch.Tensor) -> dict[str, Any]:
+    # FusedAdam counts by parameter; the group's number is only what a parameter begins with.
     group.setdefault("step", 0)
     return {"step": group["step"], "exp_avg": torch.zeros_like(parameter), "exp_avg_sq": torch.zeros_like(parameter)}
 
@@ -95,6 +96,7 @@ def _catch_up_cpu_adam(inner: Any, numbers: Numbers) -> None:
     settings = [(*group["betas"], group["eps"], 0.0, group["bias_correction"]) for group in inner.param_groups]
     for step in range(1, steps + 1):
         for values in settings:
+            # A learning rate and a weight decay of 0 on tensors of one element: only the powers of the betas move.
             inner.ds_opt_adam.adam_update(inner.opt_id, step, 0.0, *values, *nothing)
 
 

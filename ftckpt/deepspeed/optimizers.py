@@ -69,6 +69,7 @@ def stepped_parameters(optimizer: Any) -> set[torch.nn.Parameter]:
 def owners(optimizer: Any) -> list[torch.Tensor]:
     """The tensors under which the inner optimizer keeps state, in its order."""
     if type(optimizer) is DeepSpeedZeroOptimizer_Stage3:
+        # Under ZeRO 3 the inner optimizer's groups are empty outside of a step.
         return list(optimizer.fp32_partitioned_groups_flat)
     return [owner for group in inner(optimizer).param_groups for owner in group["params"]]
 
@@ -152,8 +153,10 @@ def _read_zero(optimizer: Any) -> Iterator[ParameterRange]:
 
 def _read_partitions(optimizer: Any, groups: Any, flats: Any, masters: Any) -> Iterator[ParameterRange]:
     """Experts' groups are divided over other ranks than the rest."""
+    # One process group for each group of parameters.
     ranks = map(dist.get_rank, optimizer.real_dp_process_group)
     for parameters, flat, master, rank in zip(groups, flats, masters, ranks, strict=True):
+        # Partitions of a group are equal in size: the flat tensor is padded until they are.
         yield from _in_flat(parameters, flat, master, rank * master.numel())
 
 
@@ -181,6 +184,7 @@ def _read_stage3(optimizer: Any) -> Iterator[ParameterRange]:
             first, weight = partition(parameter)
             if weight.numel():
                 yield ParameterRange(parameter, first, weight, owner, begin)
+            # With padding: partitions of all ranks have the same size, also where the last ranks have nothing.
             begin += parameter.partition_numel()
 
 

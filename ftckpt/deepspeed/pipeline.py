@@ -43,6 +43,7 @@ class PhaseSchedule(Proxy):
     """A schedule of DeepSpeed's kind with a ``PhaseInstruction`` around each computation."""
 
     def __iter__(self) -> Iterator[list[Any]]:
+        # Before its first computation a stage waits for the ones before it.
         yield [PhaseInstruction(kind="window")]
         is_in_tail = False
         for commands in self.wrapped:

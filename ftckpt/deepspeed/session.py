@@ -115,6 +115,7 @@ class EngineSession:
         result = original(*args, **kwargs)
         # From here on addresses, counters and perhaps the lineage are others: whatever counts, snapshots begin anew.
         loaded = self._engine.global_steps
+        # DeepSpeed's way to say that there was no checkpoint to load.
         if result[0] is None:
             return result
         if self._hooks.has_trained:
@@ -129,6 +130,7 @@ class EngineSession:
             )
         self._forget_restored()
         self._begin_anew()
+        # The position and RNG are set once more before the first batch: what was set belongs to what was given up.
         self._hooks.begin_again()
         newest = self._from_memory
         which = f"storage has {loaded}, which counts" if newest is None else f"memory has {newest}, which counts"

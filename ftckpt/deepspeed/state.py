@@ -25,6 +25,7 @@ from ftckpt.frameworks.torch_state import (
 from ftckpt.model.training_state import Description
 
 _COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
+# What changes while training; everything else of a scaler follows from the JSON.
 _SCALER_FIELDS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
@@ -115,6 +116,7 @@ class DeepSpeedState:
         yield from state_tensors(optimizers.inner(optimizer))
         yield from (("optimizer's tensor", n, owner) for n, owner in enumerate(optimizers.owners(optimizer)))
         for name, parameter in self._engine.module.named_parameters():
+            # Under ZeRO 3 a parameter's own memory comes and goes; its partition stays.
             yield "parameter", name, getattr(parameter, "ds_tensor", parameter)
         yield from (("buffer", name, buffer) for name, buffer in self._engine.module.named_buffers())
 
@@ -142,6 +144,7 @@ def _load_scaler(optimizer: Any, saved: Mapping[str, Any]) -> None:
 def _trackers() -> dict[str, Any]:
     """RNG states by name: DeepSpeed's, and megatron-core's where the model uses its layers."""
     trackers = {"deepspeed": checkpointing.get_cuda_rng_tracker()}
+    # Looked up, not imported: a model that uses its layers has imported it.
     megatron = sys.modules.get("megatron.core.tensor_parallel.random")
     if megatron is not None:
         trackers["megatron"] = megatron.get_cuda_rng_tracker()

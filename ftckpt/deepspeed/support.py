@@ -13,6 +13,7 @@ import deepspeed
 
 from ftckpt.errors import UnsupportedError
 
+# A list, not a range: state is read from fields that no release promises.
 KNOWN_VERSIONS = ("0.19.8",)
 
 
@@ -30,6 +31,7 @@ def check_version() -> None:
     Raises:
         UnsupportedError: the version, and those that are known.
     """
+    # What follows ``+`` names a build or a commit.
     version = deepspeed.__version__.partition("+")[0]
     if version not in KNOWN_VERSIONS:
         raise UnsupportedError(

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from ftckpt.job.checkpointer import Checkpointer
 
 door = doors.Door()
+# Of the process: the command line is rewritten long before a model is attached.
 _choice: Choice | None = None
 
 

@@ -41,6 +41,7 @@ _counters: Counters | None = None
 
 def is_patched(module: ModuleType) -> bool:
     """Whether a module of Megatron has our lines."""
+    # By identity: a script may have another module under this name.
     return getattr(module, ALIAS, None) is sys.modules[__name__]
 
 
@@ -65,6 +66,7 @@ def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     config = door.config
     _choose_layout(config)  # before Megatron parses the command line that this rewrites
     parser = schema.add_flags(parser)
+    # The runner has taken the flags off the command line, so that Megatron would read none of them.
     parser.set_defaults(**{_destination(s.name): getattr(config, s.name) for s in fields(config)})
     return parser
 
@@ -88,6 +90,7 @@ def start(args: argparse.Namespace) -> None:
     config = Config()
     values = {s.name: getattr(args, _destination(s.name), getattr(config, s.name)) for s in fields(config)}
     config, _ = Config.from_flags(Config(**values).flags())  # finds settings without --ftckpt
+    # With the runner it is in force already.
     if config != door.config:
         switch_on(config)
 
@@ -125,6 +128,7 @@ def restore(model: Any, optimizer: Any, scheduler: Any) -> None:
     _counters = Counters(args)
     checkpointer = ftckpt.megatron.attach(model, optimizer, scheduler, {"counters": _counters})
     if checkpointer is not None:
+        # What was loaded from storage counts where it is newer than anything in memory.
         checkpointer.restore(newer_than=int(getattr(args, "iteration", 0) or 0))
 
 
@@ -177,6 +181,7 @@ def fence() -> None:
 @_ends_in_one_line
 def close(exit_code: int | str | None = 0) -> None:
     """Where the job ends: if it ended well its snapshots are not needed any more."""
+    # Any other code is a failure, or a stop that is to be gone on from: snapshots stay for the next attempt.
     if door.checkpointer is not None and exit_code in (None, 0):
         door.checkpointer.close()
 

@@ -15,6 +15,7 @@ _COUNTERS = (
     "skipped_train_samples",
     "num_floating_point_operations_so_far",
 )
+# All other arguments are alike on all ranks, so that any shard's will do for ``ftckpt convert``.
 _OF_ONE_RANK = ("rank", "local_rank")
 _PLAIN = (str, bool, int, float, type(None))
 

@@ -73,6 +73,7 @@ def place_tensors(chunks: Sequence[Any]) -> Geometry:
     padded: set[str] = set()
     for index, chunk in enumerate(chunks):
         entries = _sharded_entries(chunk, index)
+        # Megatron-core marks vocabularies so, and nothing else: their padding follows the tensor parallel size.
         padded |= {entry.key for entry in entries.values() if getattr(entry, "allow_shape_mismatch", False)}
         grouped = dict(_grouped_experts(chunk))
         for name, parameter in chunk.named_parameters():
@@ -84,6 +85,7 @@ def place_tensors(chunks: Sequence[Any]) -> Geometry:
             else:
                 parameters[parameter] = tuple(_boxes(entry, parameter, name))
         for name, buffer in chunk.named_buffers():
+            # Empty tensors all have the address 0.
             if buffer.numel() and buffer.data_ptr() in entries:
                 buffers[buffer] = tuple(_boxes(entries[buffer.data_ptr()], buffer, name))
     return Geometry(parameters, buffers, frozenset(padded))
@@ -96,7 +98,9 @@ def _sharded_entries(chunk: Any, index: int) -> dict[int, Any]:
     stands there twice, and the first counts.
     """
     metadata = {
+        # A key for each layer, never a stack of all: stages of another layout hold other layers.
         "non_homogeneous_layers": True,
+        # Layers of Megatron-core 0.16 read their replica's number off this group.
         "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
     }
     try:
@@ -125,6 +129,7 @@ def _boxes(entry: Any, tensor: torch.Tensor, name: str) -> Iterator[LogicalBox]:
             raise UnsupportedError(f"{name} is not stored in the order of its logical tensor {part.key}")
         start = (data.data_ptr() - tensor.data_ptr()) // tensor.element_size()
         outer = part.prepend_axis_num
+        # Axes in front that the rank's tensor does not have, such as the number of the expert.
         shape = (1,) * outer + tuple(part.local_shape)
         yield LogicalBox(part.key, tuple(part.global_shape), Box(tuple(part.global_offset), shape), start, outer)
         covered += data.numel()
@@ -149,6 +154,7 @@ def _grouped(key: str, experts: Any, name: str) -> LogicalBox:
     local, hidden = experts.num_local_experts, experts.config.hidden_size
     group, number = experts.ep_group.size(), experts.ep_group.rank()
     parts, part = experts.tp_group.size(), experts.tp_group.rank()
+    # Of this rank: from the weight, since the configuration's may stand for a gated layer, or for all ranks.
     ffn = experts.weight2.numel() // local // hidden
     if name == "weight2":
         shape, axis = [local, ffn, hidden], 1

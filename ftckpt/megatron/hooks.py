@@ -30,6 +30,7 @@ from ftckpt.megatron import callbacks, door, phases
 from ftckpt.megatron.optimizers import leaf_optimizers
 from ftckpt.megatron.state import MegatronState
 
+# A list, not a range: the hooks rest on names and orders that no release promises.
 KNOWN_VERSIONS = ("0.15.3", "0.16.0", "0.16.1", "0.19.0", "0.19.1")
 _SCHEDULES = (
     "forward_backward_no_pipelining",
@@ -113,6 +114,7 @@ def _wrap_once(module: Any, name: str, around: Callable[..., Any]) -> None:
         raise UnsupportedError(
             f"this Megatron-LM has no {module.__name__}.{name}; known are the releases {', '.join(KNOWN_VERSIONS)}"
         )
+    # At start, not at the first boundary: after hours of training it would be a late error.
     if around is _boundary:
         missing = [argument for argument in _BOUNDARY if argument not in inspect.signature(original).parameters]
         if missing:
@@ -125,6 +127,7 @@ def _run_schedule(original: Callable[..., Any], **kwargs: Any) -> Any:
         return original(**kwargs)
     model = kwargs["model"]
     config = get_model_config(model[0] if isinstance(model, list) else model)
+    # Read at each run: a train loop may set them between two iterations.
     before = config.finalize_model_grads_func, config.timers
     try:
         phases.follow(door.checkpointer, config, kwargs["num_microbatches"])
@@ -158,6 +161,7 @@ def _log_sums(
 
 
 def _boundary(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    # Bound by name: releases differ in what stands between the arguments.
     given = inspect.signature(original).bind(*args, **kwargs).arguments
     callbacks.boundary(*(given[name] for name in _BOUNDARY))
     return original(*args, **kwargs)

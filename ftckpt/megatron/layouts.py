@@ -74,6 +74,7 @@ def job_of(line: _Line) -> JobSizes:
         extra_layers=sum(line.has(f"--account-for-{what}-in-pipeline-split") for what in ("embedding", "loss")),
         batch_steps=line.numbers("--rampup-batch-size")[:2],
         microbatch_group=line.number("--microbatch-group-size-per-virtual-pipeline-stage"),
+        # Megatron-LM refuses fewer stages for an interleaved schedule, and asks for one more without overlap.
         least_interleaved=3 if line.has("--no-overlap-p2p-communication") else 2,
         **_by_hand(line),
     )

@@ -32,6 +32,7 @@ def leaf_optimizers(optimizer: Any) -> list[Any]:
         UnsupportedError: an optimizer that ftckpt does not know.
     """
     chain = optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]
+    # Megatron puts a stub where a rank has no parameters of a kind, and it steps nothing.
     leaves = [leaf for leaf in chain if not getattr(leaf, "is_stub_optimizer", False)]
     for leaf in leaves:
         if type(leaf) not in _READERS:
@@ -75,7 +76,9 @@ def _read_distributed(leaf: DistributedOptimizer) -> Iterator[ParameterRange]:
         for parameter, shard, master in zip(models, shards, masters, strict=True):
             if shard is None:
                 raise UnsupportedError("FP8 parameters under the distributed optimizer are not known yet")
+            # Where the owned range begins in the flattened parameter.
             first = leaf._get_model_param_range_map(parameter)["param"].start
+            # Without a master beside it the inner optimizer was given the shard itself.
             yield ParameterRange(parameter, first, shard, shard if master is None else master)
     for models, shards in zip(leaf.model_fp32_groups, leaf.shard_fp32_groups, strict=True):
         for parameter, shard in zip(models, shards, strict=True):

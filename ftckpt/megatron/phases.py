@@ -84,5 +84,6 @@ def _begin(checkpointer: Checkpointer, config: Any, micro_batches: int) -> Any:
     model = pipeline_places(stages, stage, micro_batches, chunks, group)
     if model is not None:
         checkpointer.expect(*model)
+    # Before its first compute step a stage waits for its input: the schedule begins in a window.
     checkpointer.phase("window")
     return PhaseTimers(config.timers, checkpointer)

@@ -60,6 +60,7 @@ class MegatronState:
         volatile = tuple(self._buffers(geometry))
         keys = {p.fragment.key for p in stepped if p.fragment.global_shape[0] > 1}  # a step is one number
         padded = frozenset(key for key in keys if key.partition("/")[2] in geometry.padded)
+        # Last: what was created above must be among the addresses that ``check`` compares with.
         self._live.note()
         return Description(tuple(stepped), volatile, padded)
 

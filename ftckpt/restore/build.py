@@ -53,6 +53,7 @@ class Build:
         self._keep = keep
         self._arena: Arena | None = None
         self._slot = fix.at.slot
+        # From when the snapshot was whole, the trainer's or the SMP's: what parity gives is measured by these alone.
         self._hashes: npt.NDArray[np.uint64] = np.empty(0, np.uint64)
 
     @property
@@ -178,7 +179,6 @@ class Build:
                 view[pad.begin : pad.end] = bytes(pad.nbytes)
         self._put_volatile()
         self._put_objects()
-        # The trainer's or the SMP's, from when the snapshot was whole: what parity gives is measured by these alone.
         self._hashes = package.chunk_hashes
         for chunk, value in enumerate(package.chunk_hashes.tolist()):
             arena.control.set_chunk_hash(slot, chunk, value)
