@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import time
+from collections.abc import Sequence
+from contextlib import closing
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from ftckpt.smp.channel import HELLO, MAGIC, NONCE_BYTES, connect
+from ftckpt.store.directory import SMP_STATE_NAME
 from tests.support import jobs
-from tests.support.fault_rows import DAMAGES, IN_EVERY_ITERATION, KILLS, LOST, OLDER, opened
+from tests.support.fault_rows import DAMAGES, IN_EVERY_ITERATION, KILLS, LOST, OLDER, PROTECTIONS, opened
 from tests.support.faults import Fault
 from tests.support.pool import RankFailure
 
@@ -27,8 +33,8 @@ def reference(*layout: str) -> list[jobs.Outcome]:
     return jobs.outcomes(RANKS, jobs.Run(list(layout), until=UNTIL))
 
 
-def resume(settings: dict[str, Any], *layout: str) -> int:
-    resumed = jobs.outcomes(RANKS, jobs.Run(list(layout), UNTIL, settings))
+def resume(settings: dict[str, Any], *layout: str, nodes: Sequence[str] | None = None) -> int:
+    resumed = jobs.outcomes(RANKS, jobs.Run(list(layout), UNTIL, settings, nodes))
     assert not list(Path(settings["arena"]).iterdir()), "an ended job left something behind"
     return jobs.assert_continues(reference(*layout), resumed)
 
@@ -54,18 +60,26 @@ def test_all_ranks_killed_at_once(instant: str, settings: dict[str, Any], tmp_pa
     assert resume(settings, "--pp", "2") in {AT + offset for offset in KILLS[instant]}
 
 
-def die(settings: dict[str, Any], tmp_path: Path) -> tuple[list[Path], int]:
+def die(settings: dict[str, Any], tmp_path: Path, nodes: Sequence[str] | None = None) -> tuple[list[Path], int]:
     """Arenas of a job that died between two snapshots, and the newest iteration that all hold, or all protect."""
     pauses = [Fault("all", AT - 1, "boundary", tmp_path / "pause", "stall", secs=PAUSE_SECS)]
     dead = Fault("all", AT + 1, "boundary", tmp_path / "dead", "kill", secs=20)
     faults = [*(pauses if settings["protect"] != "none" else []), dead]
-    results = jobs.broken(RANKS, jobs.Run(["--tp", "2"], UNTIL, settings, faults=faults))
+    results = jobs.broken(RANKS, jobs.Run(["--tp", "2"], UNTIL, settings, nodes, faults))
     assert all(map(jobs.killed, results)), [result.error for result in results]
-    paths = sorted((Path(settings["arena"]) / "ftckpt-test" / "node").glob("tp*"))
+    paths = sorted((Path(settings["arena"]) / "ftckpt-test").glob("*/tp*"))
     assert len(paths) == RANKS
     if settings["protect"] != "none":
         return paths, max(event["iteration"] for event in jobs.events(settings, "protected"))
     return paths, min(max(id.iteration for id in snapshots(path)) for path in paths)
+
+
+def wants_sealed(node_dir: Path) -> bool:
+    """Whether the node's SMP tells by its hello that all which follows is to be sealed."""
+    state = json.loads((node_dir / SMP_STATE_NAME).read_text())
+    with closing(connect((state["host"], state["port"]), 10.0)) as channel:
+        channel.write(HELLO.pack(MAGIC, 0, bytes(NONCE_BYTES)), time.monotonic() + 10.0)
+        return HELLO.unpack(channel.read(HELLO.size, time.monotonic() + 10.0))[1] == 1
 
 
 def snapshots(path: Path) -> dict[Any, int]:
@@ -81,9 +95,11 @@ def slot_with(path: Path, iteration: int) -> int:
     ("name", "protect"), [(name, protect) for name, row in DAMAGES.items() for protect in row.comes_back]
 )
 def test_memory_damaged_between_attempts(name: str, protect: str, settings: dict[str, Any], tmp_path: Path) -> None:
-    settings["protect"] = protect
-    row = DAMAGES[name]
-    paths, iteration = die(settings, tmp_path)
+    row, protection = DAMAGES[name], PROTECTIONS[protect]
+    settings |= protection.settings
+    paths, iteration = die(settings, tmp_path, protection.nodes)
+    if settings.get("encrypt"):
+        assert all(wants_sealed(path.parent) for path in paths)
     row.damage(paths[2], slot_with(paths[2], iteration))
     if row.comes_back[protect] == LOST:
         with pytest.raises(RankFailure, match=r"(?s)LostError.*tp1-pp0-cp0-dp0"):
@@ -91,7 +107,7 @@ def test_memory_damaged_between_attempts(name: str, protect: str, settings: dict
         assert resume({**settings, "on_lost": "fresh"}, "--tp", "2") == 0
         assert jobs.events(settings, "lost")
         return
-    start = resume(settings, "--tp", "2")
+    start = resume(settings, "--tp", "2", nodes=protection.nodes_after)
     if protect == "none":
         assert start == iteration - (row.comes_back[protect] == OLDER)
     else:

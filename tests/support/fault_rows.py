@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ftckpt.store.arena import Arena
+from ftckpt.store.directory import SMP_LOCK_NAME
+from ftckpt.store.locks import holder_of
 from ftckpt.store.slots import slot_name
+from tests.support.waiting import until
 
 KILLS: dict[str, tuple[int, ...]] = {
     "forward": (-2, -1),
@@ -68,9 +73,35 @@ def _flip_padding(path: Path, slot: int) -> None:
     flip(path / slot_name(slot), begin)
 
 
+def _lose_node(path: Path, slot: int) -> None:
+    """All of a node at once: its SMP, and the memory of its arenas, parity and packages."""
+    lock = path.parent / SMP_LOCK_NAME
+    pid = holder_of(lock)
+    assert pid is not None, "the node's SMP outlives its trainers"
+    os.kill(pid, signal.SIGKILL)
+    until(lambda: holder_of(lock) is None, "its end")
+    shutil.rmtree(path.parent)
+
+
+@dataclass(frozen=True, slots=True)
+class Protection:
+    """What protects the four ranks of a job, and their nodes: as it begins, and in the attempt after the damage."""
+
+    settings: dict[str, Any]
+    nodes: tuple[str, ...] = ("node",) * 4
+    nodes_after: tuple[str, ...] = ("node",) * 4
+
+
+PROTECTIONS = {
+    "none": Protection({"protect": "none"}),
+    "node": Protection({"protect": "node"}),
+    "sealed peer": Protection({"protect": "peer", "encrypt": True}, ("a", "a", "b", "b"), ("a", "a", "c", "c")),
+}
+
+
 @dataclass(frozen=True, slots=True)
 class DamageRow:
-    """Damage to the newest snapshot in one rank's arena, and what comes back by the protection in force."""
+    """Damage to the newest snapshot in one rank's arena, and what comes back by which of ``PROTECTIONS``."""
 
     damage: Callable[[Path, int], None]
     comes_back: dict[str, str]
@@ -87,5 +118,6 @@ DAMAGES = {
     "header byte": DamageRow(lambda path, slot: flip(path / slot_name(slot), 2000), {"none": SAME}),
     "padding byte": DamageRow(_flip_padding, {"none": SAME}),
     "arena gone": DamageRow(lambda path, slot: shutil.rmtree(path), {"none": LOST, "node": SAME}),
+    "node gone": DamageRow(_lose_node, {"sealed peer": SAME}),
     "control byte": DamageRow(lambda path, slot: flip(path / "control", 20), {"none": LOST, "node": SAME}),
 }
