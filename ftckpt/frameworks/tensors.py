@@ -33,7 +33,7 @@ def _size(extra: Any) -> str:
     """In words; empty where there is nothing in it."""
     if extra is None:
         return ""
-    if hasattr(extra, "getbuffer"):
+    if hasattr(extra, "getbuffer"):  # io.BytesIO
         nbytes = extra.getbuffer().nbytes
     elif isinstance(extra, torch.Tensor):
         nbytes = extra.nbytes

@@ -53,6 +53,7 @@ def load_all_reshaped(objects: Mapping[str, Stateful], saved: Sequence[Mapping[s
     for name, value in objects.items():
         states = [of_rank[name] for of_rank in saved if name in of_rank]
         if not states:
+            # This raises, and names what there is.
             load_all({name: value}, saved[0])
         elif hasattr(value, "load_reshaped"):
             value.load_reshaped(states)
@@ -115,6 +116,7 @@ def device_state(seed: int) -> torch.Tensor:
 
 
 def _python_state(generator: Any) -> dict[str, Any]:
+    # 625 words: as an array they are one blob, not as many numbers of JSON.
     version, words, gauss = generator.getstate()
     return {"version": version, "words": np.array(words, dtype=np.uint32), "gauss": gauss}
 

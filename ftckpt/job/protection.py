@@ -162,14 +162,17 @@ class Protection:
         self._arena = arena  # first: whatever fails below, marks go to the arena that is written
         if self._pulse is None:
             local = self._topology.ranks_on(me.node)
+            # Once: a new layout of the same ranks changes nobody's place on the node.
             self._pulse = Pulse.open(node_dir, local.index(self._topology.rank), self._topology.rank)
             if leads:
                 self._pulse.forget_others(len(local))
         mine = arena.image.holding(me.node, self._config.rack, arena.path.name)
         holdings = codec.gather(self._group, mine, Holding)
         in_slots = slot_groups(holdings)
+        # Resolved again: only the arenas tell whether replica sets do span nodes.
         self.modes = together(self._group, lambda: self._resolve(spans_nodes=bool(in_slots)))
         arrangement = Arrangement.of(holdings, in_slots, self.modes)
+        # By the leader: memory is the node's.
         together(self._group, lambda: self._check(arrangement, node_dir) if leads else None)
         self._digest = self.smp.configure(node_dir, holdings, arrangement.groups, arrangement.packages_on(me.node))
 

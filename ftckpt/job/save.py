@@ -224,6 +224,7 @@ class UniversalSave:
         for name, buffer in buffers.items():
             shard = self._shards[name]
             transfers.append(fetch(shard.source, self._reader(name), shard.image.objects.begin, buffer))
+        # On all ranks: those that fetch nothing are read from.
         execute(self._group, transfers, self._arenas)
         return together(
             self._group,

@@ -146,6 +146,7 @@ class _Peer:
                 try:
                     self._serve(fetch)
                 finally:
+                    # In any case: who waits for it has no deadline of its own.
                     fetch.done.set()
         self._hang_up()
 

@@ -206,6 +206,7 @@ def exchange(channel: Channel, request: SmpRequest, deadlines: Deadlines, *, mos
 
 def guard_digest(description: Mapping[str, Any]) -> int:
     """A digest, never 0, of what a description says is to be guarded: arenas, groups, packages of other nodes."""
+    # Leader and SMP each compute it; ranks compare theirs with that in the SMP's pulse, where 0 is none.
     arenas = sorted(str(place["arena"]) for place in description["places"].values())
     value = [arenas, description["groups"], description["mirror_from"]]
     return xxhash.xxh3_64_intdigest(json.dumps(value, sort_keys=True).encode()) | 1

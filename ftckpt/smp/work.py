@@ -49,6 +49,7 @@ class Task:
 
     def go_on(self) -> None:
         """Its next step; raises what the work raises, which has ended then."""
+        # Put back only where it goes on: what has returned or raised is over.
         work, self._work = self._work, None
         if work is not None:
             with suppress(StopIteration):
@@ -80,6 +81,7 @@ def within(work: Work[T], secs: float) -> Work[T]:
             if time.monotonic() >= deadline:
                 raise CannotError(f"not done in {secs:g} s")
     finally:
+        # Leases and requests of what was given up end here.
         work.close()
 
 
@@ -127,6 +129,7 @@ class Bucket:
         """Note that ``nbytes`` are being moved now."""
         if self._rate > 0:
             with self._guard:
+                # Time in which nothing was moved is not saved up.
                 self._due = max(self._due, self._clock()) + nbytes / self._rate
 
     def wait_secs(self) -> float:

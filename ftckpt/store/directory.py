@@ -33,6 +33,7 @@ MIRROR_NAME = ".mirror"
 SMP_NAMES = (SMP_LOCK_NAME, SMP_SOCKET_NAME, SMP_STATE_NAME, f"{SMP_STATE_NAME}.new", SMP_LOG_NAME, PULSE_NAME)
 """All files of the SMP in a node's directory, ``.mirror`` and what lies in arenas apart."""
 _END_SECS = 10.0
+"""For an SMP to end; after half of it SIGKILL."""
 SHARD_PATTERN = r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}"
 """Of names of shards: with digest and suffix one still is a file name, and never a path."""
 
@@ -129,7 +130,7 @@ def remove_tree(path: Path) -> None:
     """Delete a directory; files that vanish meanwhile are no error."""
     shutil.rmtree(path, ignore_errors=True)
     if path.exists():
-        shutil.rmtree(path)
+        shutil.rmtree(path)  # what is in the way is raised
 
 
 def remove_stale(node_dir: Path, shard: str = "") -> list[Path]:
@@ -142,6 +143,7 @@ def remove_stale(node_dir: Path, shard: str = "") -> list[Path]:
     for path in _temporaries(node_dir, shard):
         if not path.is_dir():
             continue
+        # Whoever creates one holds its lock.
         with FileLock(path / LOCK_NAME, 0, f"a new arena {path.name}", "two ranks hold the same shard"):
             remove_tree(path)
         removed.append(path)
