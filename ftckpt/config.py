@@ -121,6 +121,7 @@ class Config:
     def __post_init__(self) -> None:
         for setting in fields(self):
             _check(setting.name, getattr(self, setting.name), type(setting.default), setting.metadata)
+        # One slot would lose the whole snapshot with the first byte of the next one.
         if self.slots == 1:
             raise ConfigError("slots: 1 is too small; the least is 2, or 0 for as many as protection needs")
         check_protect(self.protect)
@@ -145,6 +146,7 @@ class Config:
     @property
     def chunk_bytes(self) -> int:
         """Size of a copy and of a checksum in bytes, a multiple of a page."""
+        # Whole pages: a chunk cuts no element, as pages are multiples of any element's size.
         return int(self.chunk_mib * MIB) // _PAGE_BYTES * _PAGE_BYTES
 
     @property
@@ -191,6 +193,7 @@ class Config:
                 settings[name] = True
                 continue
             text = value if has_value else next(arguments, None)
+            # A flag in the place of the value: the value was forgotten. ``--flag=--value`` says that it is meant.
             if text is None or (text.startswith("--") and not has_value):
                 raise ConfigError(f"{flag}: needs a value")
             settings[name] = _convert(flag, text, kind)
@@ -246,6 +249,7 @@ def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add every ``--ftckpt*`` flag to a parser, so that its ``--help`` and its checks know them."""
     group = parser.add_argument_group("ftckpt")
     for setting in fields(Config):
+        # argparse formats help with %.
         text = setting.metadata["help"].replace("%", "%%")
         choices = setting.metadata["choices"] or None
         kind: type = type(setting.default)
@@ -276,10 +280,12 @@ def _convert(flag: str, text: str, kind: type) -> Any:
 
 def _check(name: str, value: Any, kind: type, rule: Mapping[str, Any]) -> None:
     accepted = (int, float) if kind is float else (kind,)
+    # To Python a truth value is an int.
     if not isinstance(value, accepted) or (isinstance(value, bool) and kind is not bool):
         raise ConfigError(f"{name}: {value!r} is not {_described(kind)}")
     if rule["choices"] and value not in rule["choices"]:
         raise ConfigError(f"{name}: {value!r} is not one of {', '.join(rule['choices'])}")
+    # Not ``value < minimum``, which is false of nan.
     if rule["minimum"] is not None and not value >= rule["minimum"]:
         raise ConfigError(f"{name}: {value} is too small; the least is {rule['minimum']}")
     if isinstance(value, float) and value > _MAX_SECS:

@@ -24,7 +24,7 @@ class MemoryBudgetError(FtckptError):
 
 
 class ArenaError(FtckptError):
-    """An arena cannot be opened or used: wrong owner, foreign format, held by another process."""
+    """An arena cannot be opened or used: wrong owner, foreign format, locked by another process."""
 
 
 class CorruptError(ArenaError):

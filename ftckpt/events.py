@@ -209,18 +209,18 @@ _UNKNOWN = EventKind("")
 
 
 class Progress:
-    """Tells how far a long piece of work is, every ``every_secs``; silent where it takes less."""
+    """Logs how far a long piece of work is, every ``every_secs``; silent where it takes less."""
 
     def __init__(self, what: str, every_secs: float = 3.0) -> None:
         self._what = what
         self._every_secs = every_secs
-        self._begun = self._told = time.monotonic()
+        self._begun = self._logged = time.monotonic()
 
     def __call__(self, done_bytes: int, total_bytes: int) -> None:
         """Called as often as one likes."""
         now = time.monotonic()
-        if now - self._told >= self._every_secs:
-            self._told = now
+        if now - self._logged >= self._every_secs:
+            self._logged = now
             rate = done_bytes / (now - self._begun) / 1e9
             log.info("ftckpt: %s: %.1f of %.1f GB, %.1f GB/s", self._what, done_bytes / 1e9, total_bytes / 1e9, rate)
 
@@ -231,7 +231,7 @@ class Events:
     Every line has ``time`` (seconds since the epoch), ``event`` and ``rank`` (or ``process``, the name); durations
     end in ``_secs``, sizes in ``_bytes``. ``blocked_secs`` is time the training thread waited; background time has
     its own name. Lines go to ``directory/rank<R>.jsonl`` or ``directory/<name>.jsonl`` (appended, so that attempts
-    follow each other); without a directory only loud events are kept, as log messages. Safe to call from several
+    follow each other); without a directory there are only loud events, as log messages. Safe to call from several
     threads: each line is one ``write`` of an unbuffered file. A file that cannot be written any more is given up
     with a warning.
     """
@@ -253,6 +253,7 @@ class Events:
         if directory is not None:
             directory.mkdir(parents=True, exist_ok=True)
             fresh = open(directory / f"{self._name.replace(' ', '')}.jsonl", "ab", buffering=0)
+        # Swapped first: another thread that comes now writes to the new file.
         old, self._file = self._file, fresh
         if old is not None:
             old.close()
@@ -290,7 +291,6 @@ class Events:
 
 
 def reference() -> Iterator[str]:
-    """The lines of ``EVENTS.md``."""
     yield "# Events"
     yield ""
     yield "With `--ftckpt-events DIR` each rank writes `DIR/rank<R>.jsonl`, and each SMP a file of its own: one JSON"

@@ -39,8 +39,8 @@ _MAX_ROUNDS = 64
 
 _immortal: list[Any] = []
 """Groups, and the tensors of their latest collectives, for as long as the process lives, even without interpreter. A
-group that ends waits for its collectives: a rank that fails would end minutes later, and its launcher would hear of
-it only then. And a thread of torch that is the last to hold a tensor needs the interpreter to let go of it; waiting
+group that ends waits for its collectives: a rank that fails would end minutes later, and its launcher would see
+it only then. And a thread of torch with the last reference to a tensor needs the interpreter to let go of it; waiting
 for one that is at its end aborts the process."""
 ctypes.pythonapi.Py_IncRef(ctypes.py_object(_immortal))
 
@@ -75,9 +75,11 @@ class Group:
     def gather(self, data: Bytes) -> list[bytes]:
         """Every rank's ``data``, in rank order."""
         mine = torch.tensor([len(data)], dtype=torch.int64)
+        # Lengths first: an all-gather takes tensors of one size, so all are padded to the longest.
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
         self._run(lambda: dist.all_gather(sizes, mine, group=self._group, async_op=True), mine, *sizes)
         longest = max(int(size) for size in sizes)
+        # Known to all ranks alike: none of them posts a second collective.
         if longest == 0:
             return [b""] * self.size
         padded = torch.zeros(longest, dtype=torch.uint8)
@@ -88,7 +90,7 @@ class Group:
 
     def broadcast(self, data: bytes, source: int = 0) -> bytes:
         """``data`` of rank ``source``; its length must be the same on all ranks."""
-        tensor = _tensor(data).clone()
+        tensor = _tensor(data)
         self._run(lambda: dist.broadcast(tensor, src=source, group=self._group, async_op=True), tensor)
         return tensor.numpy().tobytes()
 
@@ -108,8 +110,9 @@ class Group:
         return self._try(lambda: dist.irecv(into, src=source, group=self._group, tag=tag))
 
     def start_minimum(self, values: Sequence[int]) -> tuple[dist.Work, torch.Tensor]:
-        """Post an element-wise MIN; returns the work, for ``finish``, and the tensor that will hold it."""
+        """Post an element-wise MIN; returns the work, for ``finish``, and the tensor that will have it."""
         tensor = torch.tensor(list(values), dtype=torch.int64)
+        # gloo writes into the tensor after the caller may have forgotten it: it must outlive the collective.
         self._minima.append(tensor)
         return self._try(
             lambda: dist.all_reduce(tensor, op=dist.ReduceOp.MIN, group=self._group, async_op=True)
@@ -121,9 +124,11 @@ class Group:
         while True:
             left = deadline - time.monotonic()
             try:
+                # In pieces: that another rank gave up shows in the store alone. torch takes a timeout of 0 for none.
                 work.wait(timedelta(seconds=max(0.001, min(left, look_secs))))
                 return True
             except RuntimeError:
+                # A wait that ran out raises as a collective that failed does; only the latter is completed.
                 if work.is_completed():
                     self._try(work.wait)  # at once: it came in this instant, or it raises what made it fail
                     return True
@@ -133,6 +138,7 @@ class Group:
             look_secs = min(2 * look_secs, _LONGEST_LOOK_SECS)
 
     def _run(self, post: Callable[[], dist.Work | None], *tensors: torch.Tensor) -> None:
+        # In place: the list is among what outlives the interpreter.
         self._latest[:] = tensors
         if not self.finish(self._try(post), self._timeout_secs):
             self._give_up(f"the other ranks did not come within {self._timeout_secs:g} s")
@@ -151,6 +157,7 @@ class Group:
         return value
 
     def _give_up(self, reason: str) -> None:
+        # For good: from here on ranks may stand in different collectives, which would answer each other.
         self._given_up = f"rank {self.rank} gave up: {reason}"
         if self._notice is not None:
             self._notice.post(self._given_up)
@@ -182,10 +189,12 @@ def together(group: Group, action: Callable[[], T]) -> T:
     try:
         value = action()
     except errors.FtckptError as error:
+        # As text, not as a pickle: the class is looked up among ftckpt's own on the other side.
         failure = json.dumps([type(error).__name__, str(error)])
     except Exception as error:
         log.exception("ftckpt: rank %d failed", group.rank)
         failure = json.dumps(["FtckptError", f"{type(error).__name__}: {error}"])
+    # Every rank comes here, failed or not: nobody waits for one that does not come.
     for rank, text in enumerate(group.gather(failure.encode())):
         if text:
             name, message = json.loads(text)
@@ -212,6 +221,7 @@ class Notice:
 
     def read(self) -> str:
         """What somebody posted, or that the store cannot be reached; "" if there is nothing, or no answer yet."""
+        # One at a time: a store that does not answer must not collect threads.
         self._lookup = self._lookup or _Call(self._look_up)
         if not self._lookup.ended():
             return ""

@@ -80,6 +80,7 @@ def numa_node_of(device: torch.device) -> int | None:
         import torch
 
         properties = torch.cuda.get_device_properties(device)
+        # As sysfs names PCI functions, in hex: domain:bus:device.function. A GPU is function 0.
         address = "{:04x}:{:02x}:{:02x}.0".format(
             *(getattr(properties, f"pci_{part}_id") for part in ("domain", "bus", "device"))
         )
@@ -87,6 +88,7 @@ def numa_node_of(device: torch.device) -> int | None:
     except Exception as error:  # noqa: BLE001 - older torch, a container without sysfs: only speed is at stake
         log.debug("ftckpt: NUMA node of %s is not known: %s", device, error)
         return None
+    # The kernel writes -1 where the platform does not say.
     return node if node >= 0 else None
 
 

@@ -1,10 +1,10 @@
-"""At start, before training: decide what each rank copies, and lay out the arena that will hold it."""
+"""At start, before training: decide what each rank copies, and the layout of its arena."""
 
 from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +14,7 @@ from ftckpt.capture.chunks import CopyPart
 from ftckpt.capture.redundancy import NO_REDUNDANCY, Redundancy, SharePlan, burden, lay_out
 from ftckpt.errors import CaptureError, ConfigError, UnsupportedError
 from ftckpt.group import Group, together
+from ftckpt.model.fragment import Fragment
 from ftckpt.model.manifest import Manifest
 from ftckpt.model.replica_groups import DIFFERING
 from ftckpt.model.replicas import ReplicaSets, private_key, replica_sets
@@ -63,41 +64,54 @@ def assign(  # noqa: PLR0917 - the last ones are optional
     """
     weights = together(group, lambda: _room(capacities, redundancy, group.size))
     broken = together(group, lambda: _broken(described))
-    # Broken on one rank is broken on all: else ranks would disagree on what a snapshot holds.
-    anywhere = _agree(group, broken, weights, redundancy)
-    derived = tuple(p for p in described.stepped if p.derived_from is not None and p.fragment.key not in anywhere)
-    dropped = {id(piece) for piece in derived}
-    stepped = [p for p in described.stepped if id(p) not in dropped]
+    stepped, derived = _divided(described, _agree(group, broken, weights, redundancy))
     sets = gather_replica_sets(group, stepped)
-    shares = (
-        choose(*burden(sets, redundancy), weights) if weights is not None else choose(sets.runs, sets.private, None)
-    )
+    # Without capacities shares are equal, whatever protection costs each rank.
+    shares = choose(*(burden(sets, redundancy) if weights is not None else (sets.runs, sets.private)), weights)
     fragments = [piece.fragment for piece in stepped]
-    shards = [member.shard for member in topology.members]
-    slot_parts = lay_out(fragments, sets, group.rank, SharePlan(shares.cuts, shards, chunk_bytes, redundancy))
-    parts = list(slot_parts.parts)
-    for offset, piece in enumerate(described.volatile):
-        # Each rank has its own under one key: the shard's name makes the key its own.
-        private = piece.fragment.with_key(private_key(piece.fragment.key, topology.me.shard))
-        parts.append(CopyPart(len(stepped) + offset, 0, private))
-    pieces = (*stepped, *described.volatile)
-    copied_keys = {pieces[part.piece].fragment.key for part in parts if part.piece >= 0}
-    num_stepped = len(slot_parts.parts)
+    plan = SharePlan(shares.cuts, [member.shard for member in topology.members], chunk_bytes, redundancy)
+    slot_parts = lay_out(fragments, sets, group.rank, plan)
+    volatile = _volatile_parts(described.volatile, len(stepped), topology.me.shard)
     manifest = Manifest(
-        coords=topology.me.coords,
-        layout=topology.layout,
-        stepped=tuple(part.fragment for part in parts[:num_stepped]),
-        volatile=tuple(part.fragment for part in parts[num_stepped:]),
-        objects_bytes=objects_bytes,
-        chunk_bytes=chunk_bytes,
+        coords=topology.me.coords, layout=topology.layout, objects_bytes=objects_bytes, chunk_bytes=chunk_bytes,
+        stepped=_fragments(slot_parts.parts), volatile=_fragments(volatile), sections=slot_parts.sections,
+        padded=_padded(described, stepped, slot_parts.parts), derived=_dtypes(derived),
         capacity=int(weights[group.rank]) if weights is not None and shares.weighted else 0,
-        sections=slot_parts.sections,
-        padded=tuple(sorted(described.padded & copied_keys)),
-        derived=tuple(sorted({piece.fragment.dtype for piece in derived})),
-    )
+    )  # fmt: skip
+    pieces, parts = (*stepped, *described.volatile), (*slot_parts.parts, *volatile)
     differing = tuple(f.name for f, at in zip(fragments, sets.group_of, strict=True) if at == DIFFERING)
     copied = sum(fragment.nbytes for fragment in manifest.stepped)
-    return Assignment(manifest, pieces, tuple(parts), derived, differing, copied, shares.spill)
+    return Assignment(manifest, pieces, parts, derived, differing, copied, shares.spill)
+
+
+def _divided(described: Description, broken: Collection[str]) -> tuple[list[Piece], tuple[Piece, ...]]:
+    """Stepped pieces that are copied, and those that follow from others, unless their key is ``broken``."""
+    # Broken on one rank is broken on all: else ranks would disagree on what a snapshot holds.
+    is_derived = [p.derived_from is not None and p.fragment.key not in broken for p in described.stepped]
+    pairs = list(zip(described.stepped, is_derived, strict=True))
+    return [piece for piece, derived in pairs if not derived], tuple(piece for piece, derived in pairs if derived)
+
+
+def _volatile_parts(volatile: Sequence[Piece], first: int, shard: str) -> tuple[CopyPart, ...]:
+    """All of each piece; they are ``first`` and the following ones of the rank's pieces."""
+    # Each rank has its own under one key: the shard's name makes the key its own.
+    private = [piece.fragment.with_key(private_key(piece.fragment.key, shard)) for piece in volatile]
+    return tuple(CopyPart(first + offset, 0, fragment) for offset, fragment in enumerate(private))
+
+
+def _fragments(parts: Iterable[CopyPart]) -> tuple[Fragment, ...]:
+    return tuple(part.fragment for part in parts)
+
+
+def _padded(described: Description, stepped: Sequence[Piece], parts: Iterable[CopyPart]) -> tuple[str, ...]:
+    """Padded keys of which this rank copies anything; parity (piece -1) is of no key."""
+    copied = {stepped[part.piece].fragment.key for part in parts if part.piece >= 0}
+    copied |= {piece.fragment.key for piece in described.volatile}
+    return tuple(sorted(described.padded & copied))
+
+
+def _dtypes(pieces: Iterable[Piece]) -> tuple[str, ...]:
+    return tuple(sorted({piece.fragment.dtype for piece in pieces}))
 
 
 def _room(capacities: Sequence[int] | None, redundancy: Redundancy, num_ranks: int) -> Array | None:

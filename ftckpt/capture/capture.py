@@ -46,6 +46,7 @@ class Capture:
         copies = chunk_copies(arena.image, parts)
         self._stepped = copies[: arena.image.num_stepped_chunks]
         self._volatile = copies[arena.image.num_stepped_chunks :]
+        # Not the volatile ones: they are copied at the boundary, and written whenever training likes after it.
         self._watched = sorted({segment.piece for copy in self._stepped for segment in copy.segments})
         self._copier = copier
         self._windows = windows or Always()
@@ -68,6 +69,7 @@ class Capture:
     @property
     def unit_bytes(self) -> int:
         """The size of the largest single copy."""
+        # Never 0: windows are counted in these.
         return max((copy.nbytes for copy in self._stepped), default=1) or 1
 
     @property
@@ -113,24 +115,22 @@ class Capture:
         """
         if self.busy:
             raise CaptureError("the copies of the previous snapshot have not ended")
-        encoded = objects.encode(dict(state_objects))
-        room = self.arena.image.objects
-        if len(encoded) > room.end - room.begin:
-            raise CaptureError(
-                f"objects need {len(encoded)} bytes, objects_mib gives {room.end - room.begin}; raise objects_mib"
-            )
+        encoded, room = self._encoded(state_objects), self.arena.image.objects
         writable = self._writable(keep)
         if not writable:
             raise CaptureError("every slot holds a snapshot that must be kept")
         slot, control = writable[0], self.arena.control
         control.begin(slot)  # before the first byte: a kill from here on must not find the old snapshot sealed
+        # An error below leaves the slot WRITING, which claims nothing: the next ``begin`` takes it again.
         self._flight, self._flying = None, (slot, snapshot)
         self.arena.slot(slot)[room.begin : room.begin + len(encoded)] = encoded
+        # Of what was encoded, not of what is in the slot: a copy that went wrong shows when it is verified.
         control.set_objects(slot, len(encoded), xxhash.xxh3_64_intdigest(encoded))
         # What changes elsewhere than in the optimizer belongs to this instant; it is small, so training waits.
         self._copier.copy_now(self._tensors, self._volatile, self._slots[slot])
         for copy in self._volatile if hashed else ():
             control.set_chunk_hash(slot, copy.chunk, self.arena.hash_chunk(slot, copy.chunk))
+        # Before the first copy starts: a write behind this line may be in some bytes and not in others.
         self._versions, self._fenced = self._written(), False
         self._flight = self._start(slot, snapshot, base, hashed)
         return slot
@@ -147,6 +147,7 @@ class Capture:
         flight = self._flight
         # Read before the mark: what torch counts after it are the optimizer's own writes, behind the fence.
         torn, self._fenced = self._torn(), True
+        # What has ended reads no more: a write behind its end is in none of its bytes.
         if torn is not None and not flight.ended:
             self._drop(torn)
         safe = self._copier.fence(flight, timeout_secs)
@@ -188,11 +189,19 @@ class Capture:
         # Past the fence nothing is lost any more: the last snapshot of a job that ends is worth the wait.
         if self._flight is not None and self._flight.submitted.is_set():
             self._flight.wait(_SEAL_SECS)
+        # Cancelled first: the copier would otherwise copy to the end of the flight before it stops.
         if self._flight is not None and self._flight.cancel() and self._flying is not None:
             self.arena.control.void(self._flying[0])
+        # Before the slots are let go of: the copier unpins their pages, which must be mapped for that.
         self._copier.close()
         self._flight = None
         self._slots.clear()
+
+    def _encoded(self, state_objects: Mapping[str, Any]) -> bytes:
+        encoded, room = objects.encode(dict(state_objects)), self.arena.image.objects.nbytes
+        if len(encoded) > room:
+            raise CaptureError(f"objects need {len(encoded)} bytes, objects_mib gives {room}; raise objects_mib")
+        return encoded
 
     def _written(self) -> list[int]:
         """Of each tensor whose copies run in the background, torch's count of the writes to it."""

@@ -74,9 +74,11 @@ def chunk_copies(image: SlotImage, parts: Sequence[CopyPart]) -> list[ChunkCopy]
     for part, offset in zip(parts, image.offsets, strict=True):
         for strip in part.strips or (Segment(part.piece, part.start, part.fragment.numel, 0, part.fragment.nbytes),):
             done = 0
+            # Bytes per element of the piece that is read. A fragment of parity is of bytes, whatever its pieces are.
             item = strip.nbytes // max(strip.numel, 1)
             while done < strip.nbytes:
                 at = offset + strip.offset + done
+                # Fragments stand in the order of the file: the chunk only ever moves on.
                 while image.chunks[chunk].end <= at:
                     chunk += 1
                 nbytes = min(strip.nbytes - done, image.chunks[chunk].end - at)
@@ -106,6 +108,7 @@ def split(segment: Segment, end: int) -> list[Segment]:
     if segment.offset + segment.nbytes <= end:
         return [segment]
     nbytes = end - segment.offset
+    # Exact, since callers cut at multiples of any element's size.
     numel = nbytes * segment.numel // segment.nbytes
     head = Segment(segment.piece, segment.start, numel, segment.offset, nbytes)
     tail = Segment(segment.piece, segment.start + numel, segment.numel - numel, end, segment.nbytes - nbytes)
@@ -113,6 +116,7 @@ def split(segment: Segment, end: int) -> list[Segment]:
 
 
 _WORD = torch.int64
+"""What XOR goes over where it can: an eighth as many elements as bytes."""
 
 
 def combine(  # noqa: PLR0917 - the last one is optional
@@ -158,11 +162,13 @@ def pieces(copy: ChunkCopy, nbytes: int) -> Iterator[ChunkCopy]:
             later += tail
         if heads:
             yield ChunkCopy(copy.chunk, tuple(heads), copy.xor)
+        # In order without another sort: what was cut begins at ``end``, the others at it or behind.
         waiting = later + waiting[first:]
         begin = end
 
 
 def _in_words(data: torch.Tensor) -> bool:
     """Whether bytes can be read as words: a device must not read across its words."""
+    # torch wants length and offset in the storage to be multiples of a word; the address is for the device.
     size = _WORD.itemsize
     return data.numel() % size == data.storage_offset() % size == data.data_ptr() % size == 0

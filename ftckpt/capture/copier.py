@@ -26,6 +26,7 @@ class Worker:
     def __init__(self, name: str, cores: Cores = None) -> None:
         self._cores = cores
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        # A daemon: a copy that is stuck in a driver must not keep a process that ends.
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
@@ -114,6 +115,7 @@ class Flight:
         """Drop the snapshot; False when it had arrived before."""
         # Under the lock a chunk's hash is written, and the slot sealed: neither comes after a cancel.
         with self._lock:
+            # Sealed already: there is nothing left to drop.
             if self._ended.is_set() and self.error is None:
                 return False
             self._cancelled = True
@@ -137,12 +139,13 @@ class Flight:
                 self.error = failure
             finally:
                 self.slot = _NO_SLOT  # whoever still looks at the times must not keep the memory mapped
+                # Last: who waits for these may write to the tensors, or give the slot's memory back, at once.
                 self.submitted.set()
                 self._ended.set()
 
 
 class Copier(Protocol):
-    """Copies chunks in the background. Calls come from the training thread unless said otherwise."""
+    """Copies chunks in the background. Calls come from the training thread."""
 
     def prepare(self, slots: Sequence[Slot]) -> None:
         """Make the slots fit for copies, in the background where it takes long."""
@@ -240,6 +243,7 @@ class HostCopier:
         try:
             for copy in flight.copies:
                 windows.wait_turn(copy.nbytes, flight.hurry)
+                # Looked at after the wait, which is where a snapshot is dropped most of the time.
                 if flight.cancelled or flight.error is not None:
                     break
                 self._copy(tensors, copy, flight)

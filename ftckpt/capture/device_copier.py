@@ -54,7 +54,7 @@ def work_beside_captures() -> None:
 
 @lru_cache(maxsize=1)
 def exchange_capture_mode() -> Any:
-    """The driver's function that sets a thread's capture mode; None where it is not found."""
+    """The driver's function that sets a thread's capture mode; None where there is none."""
     libraries, function = _CAPTURE_MODES[bool(torch.version.hip)]
     for library in libraries:
         with suppress(OSError, AttributeError):
@@ -89,6 +89,7 @@ class DeviceCopier:
         self._finisher = Finisher(cores)
         self._flight: Flight | None = None
         self._registered: dict[int, int] = {}
+        """Address of a slot → how many of its bytes, from the first on, are registered."""
         self._closing = threading.Event()
         self._to_register: queue.SimpleQueue[Sequence[Slot] | None] = queue.SimpleQueue()
         self._registrar: threading.Thread | None = None
@@ -104,17 +105,18 @@ class DeviceCopier:
         self._registered.update({slot.data_ptr(): 0 for slot in slots})
         self._to_register.put(list(slots))
         if self._registrar is None:
-            self._registrar = threading.Thread(target=self._hold_registered, name="ftckpt-register", daemon=True)
+            self._registrar = threading.Thread(target=self._keep_registered, name="ftckpt-register", daemon=True)
             self._registrar.start()
 
     def copy_now(self, tensors: Sequence[torch.Tensor], copies: Sequence[ChunkCopy], slot: Slot) -> None:
-        """A blocking copy behind all that the current stream holds; no flight uses the staging buffer now."""
+        """A blocking copy behind all that the current stream has; no flight uses the staging buffer now."""
         stream = torch.cuda.current_stream(self._device)
         for copy in copies:
             self._through_staging(tensors, copy_host_state(tensors, copy, slot), slot, stream)
 
     def start(self, tensors: Sequence[torch.Tensor], flight: Flight, windows: Windows) -> None:
-        """The side stream first waits for the boundary: all that the current stream holds by now."""
+        """The side stream first waits for the boundary: all that the current stream has by now."""
+        # Here and now: recorded later it would stand behind work of the next iteration, and copies with it.
         boundary = torch.cuda.Event()  # type: ignore[no-untyped-call]
         boundary.record(torch.cuda.current_stream(self._device))
         self._flight = flight
@@ -125,6 +127,7 @@ class DeviceCopier:
         flight.hurry.set()
         if not flight.submitted.wait(timeout_secs) or flight.error is not None:
             return False
+        # Nothing to wait for on the device: all copies have arrived, or none had anything for it to do.
         if flight.ended or flight.last_copy is None:
             return flight.error is None
         if torch.cuda.is_current_stream_capturing():
@@ -143,12 +146,13 @@ class DeviceCopier:
         self._closing.set()
         if self._worker.close():  # otherwise its flight has still to end
             self._finisher.close()
+        # Nothing is unpinned under a copy that still runs: the device would write to what may be somebody else's.
         if self._flight is None or self._flight.ended:
             self._to_register.put(None)
             if self._registrar is not None:
                 self._registrar.join(_JOIN_SECS)
 
-    def _hold_registered(self) -> None:
+    def _keep_registered(self) -> None:
         """Register, and unregister at the end; ``mapped`` keeps the memory mapped for as long.
 
         On this thread from first to last, because a refusal stays behind as the calling thread's last
@@ -215,6 +219,7 @@ class DeviceCopier:
         else:
             self._to_slot(tensors, copy_host_state(tensors, copy, flight.slot), flight.slot)
         end = self._clock.mark()
+        # Behind both marks: when the event has come the copy's times can be read.
         event = flight.last_copy = _done_event(self._stream)
         self._finisher.chunk(flight, copy.chunk, lambda: self._landed(flight, copy.nbytes, begin, end, event))
         if self._budget.limited:
@@ -245,6 +250,7 @@ class DeviceCopier:
         if not left.segments:
             return
         if self._mixed is None:
+            # One will do: what makes the next piece in it comes behind the copy of this piece on the same stream.
             self._mixed = torch.empty(_XOR_BYTES, dtype=torch.uint8, device=self._device)
         if first:
             copy_chunk([slot], _within_registrations(_bytes(piece, begin)), self._mixed, begin, non_blocking=True)
@@ -279,6 +285,7 @@ class DeviceCopier:
         copy_chunk(tensors, copy, staging, at=begin, non_blocking=True)
         _sleep_until_done(stream)
         for segment in copy.segments:
+            # By segments: what lies between them may be another chunk's, or come from host memory.
             staged = staging[segment.offset - begin :][: segment.nbytes]
             slot[segment.offset : segment.offset + segment.nbytes].copy_(staged)
 
@@ -299,7 +306,7 @@ class DeviceCopier:
 
 
 def _done_event(stream: torch.cuda.Stream) -> torch.cuda.Event:
-    """Behind all that ``stream`` holds by now. Whoever waits for it sleeps: cores are for training."""
+    """Behind all that ``stream`` has by now. Whoever waits for it sleeps: cores are for training."""
     event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
     event.record(stream)
     return event
@@ -325,6 +332,7 @@ def _pin(address: int, nbytes: int) -> bool:
 
     "Already registered" is a refusal too: it may be an older mapping's registration, of other pages.
     """
+    # 0 is cudaHostRegisterDefault: pinned, which is all that copies need.
     code = int(torch.cuda.cudart().cudaHostRegister(address, nbytes, 0))  # type: ignore[no-untyped-call]
     if code != 0:
         log.warning("ftckpt: registering host memory failed with error %d; copies are staged, slower", code)

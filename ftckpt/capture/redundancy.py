@@ -90,12 +90,14 @@ class Share:
 
     def strips(self, fragments: Sequence[Fragment], begin: int, end: int) -> Iterator[Segment]:
         """What lies between two bytes of the section, at offsets that count from ``begin``."""
+        # From the part in which ``begin`` lies on; -1 is an empty share.
         for at in range(max(bisect_right(self.offsets, begin) - 1, 0), len(self.pairs)):
             (index, part), offset = self.pairs[at], self.offsets[at]
             if offset >= end:
                 break
             first, last = max(begin, offset), min(end, offset + part.nbytes)
             if first < last:
+                # Exact: chunks and parts begin at multiples of the element's size.
                 item, start = part.item_bytes, part.start - fragments[index].start
                 skipped, numel = (first - offset) // item, (last - first) // item
                 yield Segment(index, start + skipped, numel, first - begin, last - first)
@@ -122,6 +124,7 @@ def lay_out(fragments: Sequence[Fragment], sets: ReplicaSets, rank: int, job: Sh
     rest: dict[str, list[tuple[Section, list[CopyPart]]]] = {"shared": [], "copy": [], "parity": []}
     for run, indices in run_indices(fragments, sets).items():
         members = sets.runs[run].members
+        # Where no other node has a replica for it a rank is in no group, and its share is private.
         ranks = next((group for group in job.redundancy.groups(members) if rank in group), (rank,))
         places = np.searchsorted(members, ranks).tolist()
         cuts = job.cuts[run]
@@ -182,6 +185,7 @@ class Replicas:
 
     def _group_of(self, shares: Sequence[Share], replica_set: Sequence[str], chunk_bytes: int) -> ParityGroup:
         name = slot_group_name(self._mode, [share.shard for share in shares], replica_set)
+        # Geometry alone: where arenas lie is not known yet, and is no part of a group in slots.
         members = [Member(share.shard, "", share.shard, 0, share.chunks(chunk_bytes)) for share in shares]
         return slot_group(name, self._mode, chunk_bytes, members)
 
@@ -197,8 +201,10 @@ class Replicas:
                 if chunk >= 0
                 for strip in self._shares[member].strips(self._fragments, chunk * size, (chunk + 1) * size)
             ]
+            # In the order of the file, in which ``chunk_copies`` goes through it once.
             stripe_strips.sort(key=lambda strip: strip.offset)
             strips += [replace(strip, offset=begin + strip.offset) for strip in stripe_strips]
+        # Blocks begin at multiples of a chunk, so each is in a chunk of its own; nothing follows the last.
         nbytes = own_stripes[-1].blocks[0][1] * size + own_stripes[-1].length
         return CopyPart(-1, 0, parity_fragment(self._group.name, nbytes), tuple(strips))
 
@@ -211,6 +217,7 @@ def burden(sets: ReplicaSets, redundancy: Redundancy) -> tuple[tuple[Run, ...], 
         groups = redundancy.groups(run.members)
         runs.append(replace(run, equal=bool(groups)))
         for group in groups:
+            # A copy is one more share; parity, a block for a chunk of each other member, is 1/(members - 1) of one.
             others = 1 if redundancy.mode == "copy" else len(group) - 1
             private[list(group)] += run.nbytes // len(run.members) // others
     return tuple(runs), private

@@ -42,6 +42,7 @@ def decode(data: bytes, kind: type[T]) -> T:
     """Inverse of ``encode`` for a value of type ``kind``; raises ValueError for anything else."""
     try:
         return from_json(json.loads(data), kind)
+    # ``json`` recurses into what a hostile sender nests.
     except RecursionError:
         raise ValueError(f"no {_name(kind)}: too deeply nested") from None
 
@@ -85,11 +86,13 @@ def _cached_reader(kind: Any) -> Reader:
         return lambda value: value
     if origin in (Union, types.UnionType):
         return _union(args)
+    # tuple[X, Y] has as many items as types; tuple[X, ...] is a sequence.
     if origin is tuple and args[-1] is not Ellipsis:
         return _items(args, tuple)
     if origin is not None and issubclass(origin, Mapping):
         return _mapping(*args)
     if origin is not None and issubclass(origin, Iterable):
+        # An abstract type cannot be made: a tuple takes its place.
         return _sequence(args[0], tuple if origin.__module__ == "collections.abc" else origin)
     if kind is SnapshotId:
         return _snapshot
@@ -107,8 +110,10 @@ def _cached_reader(kind: Any) -> Reader:
 
 def _of(kind: Any) -> Reader:
     def read(value: Any) -> Any:
+        # Not isinstance: to Python True is an int.
         if type(value) is kind:
             return value
+        # Other writers of JSON write 1.0 as 1.
         if kind is float and type(value) is int:
             return float(value)
         raise ValueError(f"{str(value)[:80]!r} is no {_name(kind)}")
@@ -127,6 +132,7 @@ def _snapshot(text: Any) -> SnapshotId:
 
 def _union(kinds: tuple[Any, ...]) -> Reader:
     """The dataclasses of a union differ in the names of their fields."""
+    # By the names of their fields, in one step: tried one after another, a large message would be read several times.
     by_fields = {frozenset(f.name for f in fields(kind)): _reader(kind) for kind in kinds if _by_fields(kind)}
     plain = {kind for kind in kinds if kind in (str, int, bool, type(None))}
     others = [_reader(kind) for kind in kinds if kind not in plain and not _by_fields(kind)]
@@ -170,6 +176,7 @@ def _dataclass(kind: Any) -> Reader:
 
     def read(value: Any) -> Any:
         given = _dict(value)
+        # The first comparison is the usual case, and the cheaper one.
         if given.keys() != readers.keys() and not needed <= given.keys() <= readers.keys():
             wrong = sorted(given.keys() - readers.keys()) or sorted(needed - given.keys())
             raise ValueError(f"{wrong[0][:80]!r} is missing or does not belong there")

@@ -34,7 +34,6 @@ class Box:
 
     @property
     def numel(self) -> int:
-        """Number of elements."""
         return math.prod(self.shape)
 
 
@@ -75,17 +74,14 @@ class Fragment:
 
     @property
     def numel(self) -> int:
-        """Number of elements."""
         return self.stop - self.start
 
     @property
     def item_bytes(self) -> int:
-        """Bytes per element."""
         return DTYPE_BYTES[self.dtype]
 
     @property
     def nbytes(self) -> int:
-        """Number of bytes."""
         return self.numel * self.item_bytes
 
     @property
@@ -115,6 +111,7 @@ class Fragment:
         """Inverse of ``to_json``; raises ValueError for anything else."""
         try:
             key, dtype, global_shape, offset, shape, start, stop = value
+            # Numbers convert, a key must be one: ``str`` would make a name of anything.
             if not isinstance(key, str):
                 raise TypeError(f"key {key!r} is not a text")
             box = Box(tuple(map(int, offset)), tuple(map(int, shape)))

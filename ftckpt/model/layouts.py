@@ -30,6 +30,7 @@ def parse_layout(name: str) -> dict[str, int]:
     axes = [axis for axis, _ in parts]
     unknown = sorted(set(axes) - set(AXES))
     twice = sorted({axis for axis in axes if axes.count(axis) > 1})
+    # ``findall`` skips what it does not know: put together again the parts must be the whole name.
     if not parts or "".join(axis + size for axis, size in parts) != name:
         raise LayoutError(f"{name!r} is no layout: {_accepted()}")
     if unknown:
@@ -37,6 +38,7 @@ def parse_layout(name: str) -> dict[str, int]:
     if twice:
         raise LayoutError(f"layout {name!r} gives {twice[0]!r} twice: {_accepted()}")
     given = {axis: int(size) for axis, size in parts}
+    # ``dp`` stays out where it is not named: ``choose`` works it out from the number of ranks.
     sizes = {axis: given.get(axis, 1) for axis in AXES if axis != "dp" or "dp" in given}
     sizes["etp"] = given.get("etp", sizes["tp"])
     return sizes
@@ -124,6 +126,7 @@ def choose(layouts: Layouts, world_size: int, job: JobSizes) -> Choice:
         sizes = parse_layout(name)
         why = fits(sizes, world_size, job)
         if not why:
+            # Also where it was named: ``fits`` has made sure that it is this.
             sizes["dp"] = world_size // (sizes["tp"] * sizes["pp"] * sizes["cp"])
             return Choice(layout_name(sizes), sizes, world_size, tuple(passed))
         passed.append((name, why))
@@ -169,6 +172,7 @@ def _ranks_reasons(layout: Mapping[str, int], world_size: int, job: JobSizes) ->
         yield f"needs {replica * layout['dp']}"
     elif world_size % replica:
         yield f"needs a multiple of {replica}"
+    # Experts have their own division of the same ranks: cp is no part of it.
     expert = layout["etp"] * layout["ep"] * layout["pp"]
     if job.num_experts and world_size % expert:
         yield f"needs a multiple of etp × ep × pp = {expert}"
@@ -183,6 +187,7 @@ def _model_reasons(layout: Mapping[str, int], job: JobSizes) -> Iterator[str]:
     if job.num_heads and job.num_heads % tp:
         yield f"cannot divide {job.num_heads} attention heads by tp {tp}"
     groups = job.num_query_groups
+    # More ranks than query groups: each group is on several.
     if groups and groups % tp and tp % groups:
         yield f"has tp {tp}, neither a divisor nor a multiple of {groups} query groups"
     parts = etp if job.num_experts else tp
@@ -190,6 +195,7 @@ def _model_reasons(layout: Mapping[str, int], job: JobSizes) -> Iterator[str]:
         yield f"cannot divide {job.ffn} hidden units of the MLP by {'etp' if job.num_experts else 'tp'} {parts}"
     if job.num_experts and tp > 1 and not job.sequence_parallel:
         yield f"has tp {tp}, with which experts need sequence parallelism"
+    # Megatron gives each rank of cp two pieces of a sequence, an early and a late one, to balance causal attention.
     pieces = cp * (2 if cp > 1 else 1) * (tp if job.sequence_parallel else 1)
     if job.seq and job.seq % pieces:
         yield f"cannot divide sequences of {job.seq} into {pieces} parts"
@@ -222,6 +228,7 @@ def _batch_reasons(layout: Mapping[str, int], dp: int, job: JobSizes) -> Iterato
     pp, group = layout["pp"], job.microbatch_group or layout["pp"]
     for batch in batches:
         num_micro = batch // step
+        # A step may be what a batch grows by, and then be smaller than a group.
         whole = batch != job.global_batch or pp <= group <= num_micro
         if not whole or 0 < num_micro % group < pp:
             yield f"has {num_micro} micro-batches, which vpp {layout['vpp']} cannot interleave on pp {pp}"

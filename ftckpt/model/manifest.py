@@ -124,7 +124,6 @@ class Manifest:
 
     @property
     def fragments(self) -> tuple[Fragment, ...]:
-        """Stepped, then volatile."""
         return self.stepped + self.volatile
 
     def encode(self) -> bytes:
@@ -146,6 +145,7 @@ class Manifest:
             value["padded"] = list(self.padded)
         if self.derived:  # as above
             value["derived"] = list(self.derived)
+        # Keys are sorted, lists are not: the order of coordinates and of fragments is part of what they say.
         return json.dumps(value, separators=(",", ":"), sort_keys=True).encode()
 
     @classmethod

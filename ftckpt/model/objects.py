@@ -49,6 +49,7 @@ def decode(data: bytes | memoryview) -> Any:
         if bytes(view[:8]) != MAGIC:
             raise ValueError("wrong magic")
         end = 16 + int.from_bytes(view[8:16], "little")
+        # Before the slice, which would be cut short without an error.
         if end > len(view):
             raise ValueError("truncated")
         return _decode(json.loads(bytes(view[16:end])), view[end:])
@@ -57,8 +58,10 @@ def decode(data: bytes | memoryview) -> Any:
 
 
 def _encode(value: Any, where: str, blobs: list[bytes]) -> Any:
+    # The exact type: an enum is an int, and would come back as a mere number.
     if isinstance(value, _PLAIN) and type(value) in _PLAIN:
         return value
+    # JSON has neither NaN nor infinity. All others are written so that they read back bit for bit.
     if type(value) is float:
         return value if math.isfinite(value) else {"$": "float", "value": repr(value)}
     if isinstance(value, dict) and type(value) in (dict, OrderedDict):
@@ -100,6 +103,7 @@ def _encode_tensor(value: Any, where: str, blobs: list[bytes]) -> Any:
         kind = "" if value.layout == torch.strided else "sparse "
         raise UnsupportedError(f"{where} is a {kind}tensor of {value.dtype}, which cannot be saved")
     # ``contiguous`` would keep the strides of a tensor of one element or none, which ``view`` refuses.
+    # ``resolve_neg``: a view that negates lazily has the bytes of the original.
     fresh = value.detach().cpu().resolve_neg().clone(memory_format=torch.contiguous_format)
     flat = fresh.reshape(-1).view(torch.uint8).numpy()
     return {"$": "tensor", "dtype": name, "shape": list(value.shape), **_blob(flat.tobytes(), blobs)}
@@ -148,6 +152,7 @@ def _decode_blob(kind: str, value: dict[str, Any], raw: memoryview) -> Any:
         return _decode_tensor(data, name, shape)
     if not _ARRAY_DTYPE.fullmatch(name):
         raise ValueError(f"array of dtype {name!r}")
+    # A bytearray of its own: objects that are loaded are written to, and bytes cannot be.
     array = np.frombuffer(bytearray(data), dtype=np.dtype(name)).reshape(shape)
     return array if kind == "array" else array[()]
 

@@ -1,4 +1,4 @@
-"""Which ranks hold the same things, found by one sort over what all of them hold."""
+"""Which ranks hold the same things, by one sort over what all of them hold."""
 
 from __future__ import annotations
 
@@ -33,6 +33,7 @@ class Groups:
         if len(self.hashes) == 0:
             return np.full(len(mine), PRIVATE, np.int64)
         wanted = mine >> _rank_bits(num_ranks)
+        # Past the last hash there is none to compare with: any other gives the same answer, "not equal".
         at = np.minimum(np.searchsorted(self.hashes, wanted), len(self.hashes) - 1)
         return np.where(self.hashes[at] == wanted, self.group_of_hash[at], PRIVATE).astype(np.int64)
 
@@ -60,6 +61,7 @@ def find_groups(entries: Array, num_ranks: int) -> Groups:
     usable = np.ones(len(starts), bool)
     usable[np.searchsorted(starts, doubles, side="right") - 1] = False  # one rank, twice the same hash
     low = (np.uint64(1) << bits) - np.uint64(1)
+    # Two sets of ranks with one sum: as likely as two equal random numbers of 64 bits.
     sums = _sums(entries, starts, low, _words(num_ranks))
     names = np.unique(sums[usable])
     group_of_hash = np.full(len(starts), DIFFERING, np.int32)
@@ -67,6 +69,7 @@ def find_groups(entries: Array, num_ranks: int) -> Groups:
     del sums
     lengths = np.bincount(group_of_hash[usable], minlength=len(names))
     stops = np.append(starts[1:], len(entries))
+    # The first run of each group, from which its members are read: written backwards, the first one stays.
     first = np.zeros(len(names), np.int64)
     backwards = np.flatnonzero(usable)[::-1]
     first[group_of_hash[backwards]] = backwards
@@ -89,6 +92,7 @@ def _words(num_ranks: int) -> Array:
 def _same_as_next(entries: Array, bits: np.uint64) -> Array:
     """Whether the hash of each entry is that of the next one; False for the last."""
     same = np.zeros(len(entries), bool)
+    # Block by block: shifted copies of all ranks' entries would double the memory.
     for begin in range(0, len(entries) - 1, _BLOCK):
         end = min(begin + _BLOCK, len(entries) - 1)
         same[begin:end] = (entries[begin:end] ^ entries[begin + 1 : end + 1]) >> bits == 0
@@ -98,6 +102,7 @@ def _same_as_next(entries: Array, bits: np.uint64) -> Array:
 def _without_private(entries: Array, bits: np.uint64) -> Array:
     """The entries whose hash occurs more than once, moved to the front of the same memory."""
     shared = _same_as_next(entries, bits)
+    # The last entry of a run equals the one before it. A copy, as the two views overlap.
     shared[1:] |= shared[:-1].copy()
     num_shared = 0
     for begin in range(0, len(entries), _BLOCK):
@@ -110,6 +115,7 @@ def _without_private(entries: Array, bits: np.uint64) -> Array:
 def _starts(entries: Array, bits: np.uint64) -> tuple[Array, Array]:
     """Where each run of one hash begins, and where an entry is the same as the next one."""
     same = _same_as_next(entries, bits)
+    # The first of all begins a run, and each that differs from the one before.
     starts = np.flatnonzero(np.append(True, ~same[:-1])) if len(entries) else np.empty(0, np.int64)
     return starts, np.flatnonzero(_same_as_next(entries, np.uint64(0)))
 

@@ -88,12 +88,15 @@ def replica_sets(
     these groups.
     """
     identities = [identity(fragment) for fragment in fragments]
+    # Half of the bits, for half the message; below, content hashes part fragments that got one code.
     mine = pack((int.from_bytes(name[:8], "little") for name in identities), rank, num_ranks)
     entries = _joined(gather(mine.tobytes()))
     groups = find_groups(entries, num_ranks)
+    # The codes of all ranks: by far the largest array, and of no use from here on.
     del entries
     group_of = groups.find(mine, num_ranks)
     order = np.flatnonzero(group_of >= 0)
+    # By group, then by code: the rank in a code is the same for all of one rank's, so members agree on this order.
     order = order[np.lexsort((mine[order], group_of[order]))]
     hashes = np.zeros(len(fragments), np.uint64)
     for index, content in zip(order.tolist(), contents(order.tolist()), strict=True):
@@ -141,7 +144,7 @@ def run_share(
 ) -> list[tuple[int, Fragment]]:
     """What the member at ``place`` of a run copies of it: pairs of index and part, in the run's order.
 
-    The run's fragments are laid end to end and cut where ``cuts`` says, so the work is as dealt to ``CUT_BYTES``
+    The run's fragments stand end to end and are cut where ``cuts`` says, so the work is as dealt to ``CUT_BYTES``
     whatever the sizes of single tensors. Every member computes the same for every member.
     """
     begin, end = int(cuts[place]), int(cuts[place + 1])
@@ -179,6 +182,7 @@ def _cut_inside(fragment: Fragment, cut_bytes: int) -> int:
     """The element at which a cut ``cut_bytes`` after the fragment's first byte falls."""
     if cut_bytes >= fragment.nbytes:
         return fragment.numel
+    # Rounded down for begin and end alike: the neighbour's share begins where this one ends.
     return max(0, cut_bytes) // CUT_BYTES * CUT_BYTES // fragment.item_bytes
 
 
@@ -191,6 +195,7 @@ def _compare(groups: Groups, summaries: list[bytes], num_ranks: int) -> tuple[Ar
     """From all summaries: private bytes by rank, bytes by group, and groups whose members do not agree."""
     members = np.concatenate([np.empty(0, np.int32), *groups.members])
     values = _joined(summaries)
+    # Where each rank's summary begins: one word of its own, then two for each of its groups.
     heads = np.arange(num_ranks) + 2 * np.append(0, np.cumsum(np.bincount(members, minlength=num_ranks))[:-1])
     pairs = np.empty((len(members), 2), np.uint64)
     # A summary has its rank's groups in ascending order: a stable sort of all members by rank is that order.
@@ -200,6 +205,7 @@ def _compare(groups: Groups, summaries: list[bytes], num_ranks: int) -> tuple[Ar
         return private, np.empty(0, np.int64), []
     begins = np.cumsum([0, *map(len, groups.members)])[:-1]
     digests = pairs[:, 0]
+    # All digests of a group are equal if the largest and the smallest are.
     agree = np.maximum.reduceat(digests, begins) == np.minimum.reduceat(digests, begins)
     return private, pairs[begins, 1].astype(np.int64), np.flatnonzero(~agree).tolist()
 
@@ -214,6 +220,7 @@ def _settle(
         members, length = groups.members[group], int(groups.lengths[group])
         rows = []
         for rank in members.tolist():
+            # Hashes, then bytes, 8 each, of the group's fragments. As int64: hashes are only compared.
             rows.append(np.frombuffer(details[rank], np.int64, 2 * length, position[rank]))
             position[rank] += 16 * length
         hashes, nbytes = np.split(np.stack(rows), 2, axis=1)

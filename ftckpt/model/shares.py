@@ -20,7 +20,7 @@ WORTH = 100
 
 @dataclass(frozen=True, eq=False)
 class Run:
-    """All fragments that the same ranks hold, laid end to end.
+    """All fragments that the same ranks hold, end to end.
 
     ``members`` are these ranks, ascending, and ``nbytes`` the bytes to be dealt among them. ``equal``: shares
     stay equal whatever the capacities, as protection of these bytes relies on it.
@@ -35,7 +35,7 @@ class Run:
 class Shares:
     """``cuts[i]`` of run ``i``: member ``k`` copies bytes ``cuts[i][k]`` to ``cuts[i][k + 1]`` of it.
 
-    ``weighted`` tells whether any capacities were used. ``spill`` is what is predicted not to fit in windows,
+    ``weighted``: any capacities were used. ``spill`` is what is predicted not to fit in windows,
     in bytes per snapshot of the whole job: with equal shares and with these. None where no capacity is known.
     """
 
@@ -117,6 +117,7 @@ def room(capacities: Sequence[int]) -> Array:
 
 
 def _turn(run: Run) -> tuple[bool, int, list[int]]:
+    # What cannot be moved first, then runs with the least choice; members decide between equals, on all ranks alike.
     return not run.equal, len(run.members), run.members.tolist()
 
 
@@ -132,10 +133,12 @@ def _fill(nbytes: int, load: Array, capacity: Array) -> Array:
     order = full.argsort(kind="stable")
     # levels[k]: where the water stands if the k + 1 emptiest members share it.
     levels = (nbytes + load[order].cumsum()) / capacity[order].cumsum()
+    # The first level that does not reach the next member's load: that member and all fuller ones get nothing.
     (dry,) = (levels[:-1] <= full[order][1:]).nonzero()
     level = levels[dry[0]] if len(dry) else levels[-1]
     taken = np.maximum(level * capacity - load, 0.0).cumsum()
     cuts = np.zeros(len(load) + 1, np.int64)
+    # Rounded running sums: shares add up to the bytes exactly, whatever the rounding of each.
     cuts[1:] = np.minimum(np.rint(taken), nbytes)
     cuts[-1] = nbytes
     return cuts

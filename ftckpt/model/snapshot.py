@@ -9,7 +9,8 @@ from functools import total_ordering
 from typing import Any
 
 LINEAGE_BYTES = 16
-_LAYOUT = struct.Struct("<16sq")
+_LAYOUT = struct.Struct("<16sq")  # lineage, iteration
+# One spelling for each snapshot: names of files are compared as text.
 _TEXT = re.compile(r"([0-9a-f]{32})\.(0|[1-9][0-9]{0,18})")
 _MAX_ITERATION = (1 << 63) - 1
 

@@ -12,7 +12,7 @@ def listed(names: Sequence[str], most: int = 3) -> str:
 
 
 def human(nbytes: int) -> str:
-    """A size for people."""
+    """``nbytes`` in the largest unit of which there is one."""
     size = float(nbytes)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if size < 1024:

@@ -73,6 +73,7 @@ def layouts_differ(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[s
 MAX_SHARDS = 1 << 20
 """More than any job has: sizes that ask for more are damage."""
 
+# The axis is as short as can be, so that digits in it do not take those of the index: ``e10`` is axis e, place 10.
 _PLACE = re.compile(r"(.+?)([0-9]+)")
 
 
@@ -93,6 +94,7 @@ def shard_names(layout: Mapping[str, Any], axes: Sequence[str]) -> tuple[str, ..
     """
     sizes = tuple((axis, layout.get(axis)) for axis in axes)
     for axis, size in sizes:
+        # A layout has strings and truth values beside sizes; to Python True is 1.
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
             raise MismatchError(f"layout {dict(layout)}: {axis} has no size, so the shards of it cannot be known")
     if math.prod(size for _, size in sizes if size) > MAX_SHARDS:

@@ -67,10 +67,10 @@ class TrainingState(Protocol):
         """RNG, counters, schedulers and users' objects, as ``objects.encode`` takes them."""
 
     def load_objects(self, objects: Mapping[str, Any]) -> None:
-        """Inverse of ``save_objects``."""
+        """Give training what ``save_objects`` gave on a rank of the same place."""
 
     def load_reshaped(self, objects: Sequence[Mapping[str, Any]], iteration: int) -> None:
-        """Take what ``save_objects`` said on ranks of another layout at the boundary of ``iteration``.
+        """Take what ``save_objects`` gave on ranks of another layout at the boundary of ``iteration``.
 
         ``objects`` are those of the ranks of the old layout that are the first of each pipeline stage, in the order
         of the stages. RNG, which belongs to ranks that are no more, is derived from the job's own seeds and

@@ -37,6 +37,7 @@ _CACHE_BYTES = 1 << 20
 """What one step of Reed-Solomon touches at a time: all its arrays' blocks stay in a core's own cache."""
 _WINDOW_BYTES = 256 << 10
 """What a decode solves at a time."""
+# x^8 + x^4 + x^3 + x^2 + 1: the powers of 2 are all elements but 0, which the tables below rely on.
 _POLYNOMIAL = 0x11D
 _REMAINDER = np.uint8(_POLYNOMIAL & 0xFF)
 
@@ -91,6 +92,7 @@ def decode(
     """
     lost = [index for index, array in enumerate(data) if isinstance(array, Missing)]
     known = [None if isinstance(array, Missing) else array for array in data]
+    # The lowest rows are the cheapest: row 0 has no factors, row 1 one doubling for each array.
     rows = sorted(blocks)[: len(lost)]
     if len(rows) < len(lost):
         raise LostError(
@@ -100,18 +102,21 @@ def decode(
         raise ValueError(f"parity blocks of {[len(blocks[row]) for row in rows]} bytes in a stripe of {length}")
     if code == "mirror":
         return {index: blocks[rows[0]].copy() for index in lost}
-    found = {index: np.empty(length, np.uint8) for index in lost}
+    solved = {index: np.empty(length, np.uint8) for index in lost}
+    # Row 0 is the plain XOR, also of rs: the one lost array is what all others and the block add up to.
     if rows == [0]:
-        _sum([1] * (len(known) + 1), [*known, blocks[0]], found[lost[0]])
-        return found
-    _solve([_row(code, row, len(data), losses) for row in rows], rows, known, blocks, found)
-    return found
+        _sum([1] * (len(known) + 1), [*known, blocks[0]], solved[lost[0]])
+        return solved
+    _solve([_row(code, row, len(data), losses) for row in rows], rows, known, blocks, solved)
+    return solved
 
 
 def coefficient(row: int, index: int) -> int:
     """What data array ``index`` is multiplied with in parity row ``row``."""
     if row == 0:
         return 1
+    # x_r must differ from each other and from all y_i = 2^-i: 0 does, and so do 2, 4, … as long as members and rows
+    # together are 256 at most. Addition is XOR.
     x = 0 if row == 1 else _EXP[row - 1]
     return _reciprocal(_EXP[-index % 255] ^ x)
 
@@ -132,10 +137,11 @@ def _solve(
     rows: Sequence[int],
     known: Sequence[Bytes | None],
     blocks: Mapping[int, Bytes],
-    found: Mapping[int, Bytes],
+    solved: Mapping[int, Bytes],
 ) -> None:
-    """Fill ``found`` (by index) from as many parity ``rows``, whose coefficients are ``matrix``."""
-    inverse = _inverse([[factors[index] for index in found] for factors in matrix])
+    """Fill ``solved`` (by index) from as many parity ``rows``, whose coefficients are ``matrix``."""
+    # Of the columns that are missing: as small as the number of losses, whatever the width of the stripe.
+    inverse = _inverse([[factors[index] for index in solved] for factors in matrix])
     length = len(blocks[rows[0]]) if rows else 0
     # What the missing arrays alone add up to, window by window: it never leaves the cache.
     remains = np.empty((len(rows), min(length, _WINDOW_BYTES)), np.uint8)
@@ -146,8 +152,9 @@ def _solve(
         for row, factors, total in zip(rows, matrix, sums, strict=True):
             _sum_row(row, factors, window, total)
             _add(total, blocks[row][begin:end])
-        parts = [array[begin:end] for array in found.values()]
+        parts = [array[begin:end] for array in solved.values()]
         if rows[0] == 0:  # a row of ones: the last one is what the others leave of it
+            # One row of the inverse less to apply: the last array then costs XORs alone, no doublings.
             for factors, part in zip(inverse, parts[:-1], strict=False):
                 _sum(factors, sums, part)
             _sum_plain([sums[0], *parts[:-1]], parts[-1])
@@ -166,8 +173,11 @@ def _sum_row(row: int, factors: Sequence[int], arrays: Sequence[Bytes | None], o
 def _sum(factors: Sequence[int], arrays: Sequence[Bytes | None], out: Bytes) -> None:
     """``out`` = sum of ``factors[i]`` times ``arrays[i]``."""
     terms = [(f, array) for f, array in zip(factors, arrays, strict=True) if f and array is not None]
+    # By bit of the factor, the arrays that have it: the sum over a plane is plain XOR.
     planes = [[array for f, array in terms if f >> bit & 1] for bit in range(8)]
+    # Above the highest bit that any factor has there is nothing to double.
     top = max((bit for bit in range(8) if planes[bit]), default=0)
+    # Plain XOR reads each byte once, so its blocks need not stay in cache; doublings come back to theirs.
     block = BLOCK_BYTES if top == 0 else _block_bytes(len(terms))
     scratch = np.empty(block, np.uint8)
     for begin in range(0, len(out), block):
@@ -185,6 +195,7 @@ def _sum_powers(arrays: Sequence[Bytes | None], out: Bytes) -> None:
     scratch = np.empty(block, np.uint8)
     for begin in range(0, len(out), block):
         part = out[begin : begin + block]
+        # ``out`` may be new memory: with no array that reaches this block it must be zeros.
         part[:] = 0
         started = False
         for array in reversed(arrays):
@@ -198,6 +209,7 @@ def _sum_powers(arrays: Sequence[Bytes | None], out: Bytes) -> None:
 def _sum_plain(pieces: list[Bytes], out: Bytes) -> None:
     """``out`` = XOR of pieces, which may be shorter than it."""
     pieces.sort(key=len, reverse=True)
+    # Longest first: two whole ones are written in one pass, without clearing or copying before.
     whole = sum(len(piece) == len(out) for piece in pieces)
     if whole >= 2:
         np.bitwise_xor(pieces[0], pieces[1], out=out)
@@ -219,19 +231,20 @@ def _add(target: Bytes, source: Bytes) -> None:
 def _double(array: Bytes, scratch: Bytes) -> None:
     """``array`` times 2: shifted left, and the polynomial taken off where the highest bit falls out."""
     carry = scratch[: len(array)]
+    # The highest bit is the sign of an int8: where it falls out, the rest of the polynomial is taken off.
     np.less(array.view(np.int8), np.int8(0), out=carry.view(np.bool_))
     np.multiply(carry, _REMAINDER, out=carry)
+    # uint8 wraps around: an addition is a shift to the left, and numpy has it vectorised.
     np.add(array, array, out=array)
     np.bitwise_xor(array, carry, out=array)
 
 
 def _block_bytes(width: int) -> int:
-    """A multiple of a page, such that as many blocks, a result and a scratch stay in cache."""
+    """A multiple of a page, such that as many blocks, a result and a scratch stay in cache: 16 to 128 KiB."""
     return max(16 << 10, min(128 << 10, _CACHE_BYTES // (width + 2) // 4096 * 4096))
 
 
 def _powers() -> list[int]:
-    """2^0 to 2^254."""
     values = [1]
     while len(values) < 255:
         doubled = values[-1] << 1
@@ -239,6 +252,7 @@ def _powers() -> list[int]:
     return values
 
 
+# The powers of 2 repeat after 255: an exponent counts modulo 255, and -i stands for the inverse of 2^i.
 _EXP = _powers()
 _LOG = {value: power for power, value in enumerate(_EXP)}
 

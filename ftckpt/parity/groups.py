@@ -1,6 +1,6 @@
 """Parity groups: which chunks of which arenas guard each other. Pure data, alike on every rank.
 
-A group's blocks are computed stripe by stripe (``stripes.py``); its mode tells who computes them and where
+A group's blocks are computed stripe by stripe (``stripes.py``); its mode says who computes them and where
 they lie: ``node`` and ``peer`` in parity files, ``replica`` and ``copy`` in a section of the holder's own slot.
 """
 
@@ -32,12 +32,14 @@ def spread(members: Sequence[T], domain: Callable[[T], str], most: int = 0, leas
     sizes = Counter(map(domain, members))
     if not sizes:
         return []
+    # By first appearance, not by hash: all ranks must come to the same groups.
     order = {name: place for place, name in enumerate(sizes)}
     ordered = sorted(members, key=lambda member: order[domain(member)])
     # Dealt in turn, members of one domain meet again only after as many groups as there are.
     largest = max(sizes.values())
     num = max(largest, -(-len(ordered) // most) if most else 1)
     if len(ordered) // num < least:
+        # ``most`` gives way: a group that does not outnumber its losses protects nothing.
         num = max(largest, len(ordered) // least, 1)
     return [ordered[place::num] for place in range(num)]
 
@@ -80,6 +82,7 @@ def mirror_nodes(
     if not racks or not own:
         return tuple(others[:copies])
     far = [other for other in others if racks.get(other, "") != own]
+    # Nodes of one rack begin at different nodes of the others; else all would send their packages to the same ones.
     turn = sum(racks.get(other, "") == own for other in nodes[:place]) % max(len(far), 1)
     near = [other for other in others if racks.get(other, "") == own]
     return (*far[turn:], *far[:turn], *near)[:copies]
@@ -140,6 +143,7 @@ class ParityGroup:
                 f"{self.losses} losses"
             )
         for member in self.members:
+            # A member without chunks has blocks alone; the stand-in makes sure that chunk_bytes is positive.
             if not all(0 < nbytes <= self.chunk_bytes for nbytes in (member.lengths or (self.chunk_bytes,))):
                 raise ValueError(f"parity group {self.name}: a chunk of {member.shard} is empty or too long")
             if member.first < 0 or member.blocks < -1:
@@ -193,6 +197,7 @@ class ParityGroup:
             group = cls(name, mode, code, int(value["losses"]), int(value["chunk_bytes"]), members)
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise ValueError(f"not a parity group: {error}") from None
+        # In slots the name comes from the sections of slots, which know no nodes: it is no digest of the members.
         if not group.in_slots and group.name != cls.of(mode, code, group.losses, group.chunk_bytes, members).name:
             raise ValueError(f"not a parity group: {name} is not the digest of its contents")
         return group
@@ -207,9 +212,9 @@ def node_groups(holdings: Iterable[Holding]) -> list[ParityGroup]:
     for holding in sorted(holdings, key=lambda h: (h.node, h.shard)):
         on.setdefault(holding.node, []).append(holding)
     groups = []
-    for held in on.values():
-        num = -(-len(held) // MOST_ARENAS)
-        for own in (held[len(held) * i // num : len(held) * (i + 1) // num] for i in range(num)):
+    for arenas in on.values():
+        num = -(-len(arenas) // MOST_ARENAS)
+        for own in (arenas[len(arenas) * i // num : len(arenas) * (i + 1) // num] for i in range(num)):
             if len(own) > 1:
                 members = [Member(h.shard, h.node, h.arena, 0, h.lengths) for h in own]
                 groups.append(ParityGroup.of("node", "xor", 1, max(h.chunk_bytes for h in own), members))
@@ -227,15 +232,16 @@ def peer_groups(holdings: Iterable[Holding], modes: Modes) -> list[ParityGroup]:
     on: dict[str, list[Holding]] = {}
     for holding in sorted(holdings, key=lambda h: (h.node, -sum(h.private), h.shard)):
         on.setdefault(holding.node, []).append(holding)
-    racks = {node: held[0].rack for node, held in on.items()}
+    racks = {node: own[0].rack for node, own in on.items()}
     most = modes.peer_group or MOST_MEMBERS
     groups = []
     for nodes in apart(list(on), lambda node: node, racks.__getitem__, most, modes.peer_losses + 1):
-        for held in spread([holding for node in nodes for holding in on[node]], lambda h: h.node):
-            if len(held) > 1 and any(holding.private for holding in held):
-                losses = min(modes.peer_losses, len(held) - 1)
-                members = [Member(h.shard, h.node, h.arena, 0, h.private) for h in held]
-                chunk_bytes = max(holding.chunk_bytes for holding in held)
+        for own in spread([holding for node in nodes for holding in on[node]], lambda h: h.node):
+            if len(own) > 1 and any(holding.private for holding in own):
+                # Where nodes differ in their number of arenas a group may be smaller than was asked for.
+                losses = min(modes.peer_losses, len(own) - 1)
+                members = [Member(h.shard, h.node, h.arena, 0, h.private) for h in own]
+                chunk_bytes = max(holding.chunk_bytes for holding in own)
                 groups.append(ParityGroup.of("peer", modes.peer_code, losses, chunk_bytes, members))
     return groups
 
@@ -257,33 +263,35 @@ def slot_group(name: str, mode: str, chunk_bytes: int, members: Iterable[Member]
 
 def slot_groups(holdings: Iterable[Holding]) -> list[ParityGroup]:
     """Groups that the sections of slots name, by name; those that lack a member's holding are left out."""
-    found: dict[str, dict[str, Member]] = {}
+    members_of: dict[str, dict[str, Member]] = {}
     mode_of: dict[str, str] = {}
     chunk_bytes: dict[str, int] = {}
     for holding in holdings:
         for name in dict.fromkeys(section.group for section in holding.sections if section.group):
             own = [section for section in holding.sections if section.group == name]
+            # A member may have blocks and no share of its own, where there is less to share than there are members.
             data = next((s for s in own if s.kind == "shared"), HoldingSection("shared", name, "", 0, ()))
-            kept = next((s for s in own if s.kind in ("parity", "copy")), None)
-            if kept is not None:
-                mode_of[name] = "replica" if kept.kind == "parity" else "copy"
-            blocks = -1 if kept is None else kept.first
+            stored = next((s for s in own if s.kind in ("parity", "copy")), None)
+            if stored is not None:
+                mode_of[name] = "replica" if stored.kind == "parity" else "copy"
+            blocks = -1 if stored is None else stored.first
             member = Member(holding.shard, holding.node, holding.arena, data.first, data.lengths, blocks)
-            found.setdefault(name, {})[holding.shard] = member
+            members_of.setdefault(name, {})[holding.shard] = member
             chunk_bytes[name] = max(chunk_bytes.get(name, 1), holding.chunk_bytes)
     return [
         slot_group(name, mode_of[name], chunk_bytes[name], members.values())
-        for name, members in sorted(found.items())
+        for name, members in sorted(members_of.items())
+        # The first half of the name is a digest of all members: a group of which one is missing does not have it.
         if name in mode_of and len(members) > 1 and name[:8] == _digest([mode_of[name], sorted(members)], 8)
     ]
 
 
 def mirrors(holdings: Iterable[Holding], modes: Modes) -> dict[str, tuple[str, ...]]:
     """Shard → the nodes that keep its package, its own first."""
-    held = list(holdings)
-    racks = {holding.node: holding.rack for holding in held}
-    kept = {node: mirror_nodes(sorted(racks), node, modes.mirror_copies, racks) for node in racks}
-    return {holding.shard: (holding.node, *kept[holding.node]) for holding in held}
+    arenas = list(holdings)
+    racks = {holding.node: holding.rack for holding in arenas}
+    others = {node: mirror_nodes(sorted(racks), node, modes.mirror_copies, racks) for node in racks}
+    return {holding.shard: (holding.node, *others[holding.node]) for holding in arenas}
 
 
 def _member_json(member: Member) -> list[Any]:

@@ -44,6 +44,7 @@ class Holding:
         """A JSON value for ``from_json``."""
         return {
             **vars(self),
+            # As runs: all chunks but the last of a section have one length, and there may be a million of them.
             "sections": [[s.kind, s.group, s.of, s.first, pack_lengths(s.lengths)] for s in self.sections],
             "volatile": [self.volatile[0], pack_lengths(self.volatile[1])],
         }
@@ -91,6 +92,7 @@ def pack_lengths(lengths: Iterable[int]) -> list[list[int]]:
 def unpack_lengths(runs: Any) -> tuple[int, ...]:
     """Inverse of ``pack_lengths``; raises ValueError or TypeError for anything else."""
     pairs = [(int(count), int(nbytes)) for count, nbytes in runs]
+    # Before anything is spread out: what another node sends must not ask for an endless tuple.
     if any(count < 1 for count, _ in pairs) or sum(count for count, _ in pairs) > MAX_CHUNKS:
         raise ValueError("lengths of chunks are not runs of [count, bytes]")
     return tuple(nbytes for count, nbytes in pairs for _ in range(count))

@@ -57,7 +57,7 @@ def resolve_modes(
 ) -> Modes:
     """The modes that ``protect`` means on this job.
 
-    ``places`` are shard, node and rack of every rank; ``spans_nodes`` tells whether any replica set has members on
+    ``places`` are shard, node and rack of every rank; ``spans_nodes``: any replica set has members on
     two nodes. "auto" is ``node`` where every node has three ranks or more, ``replica`` where replica sets span
     nodes, ``peer`` where there are two nodes or more. The order of ``places`` does not matter.
 
@@ -68,6 +68,7 @@ def resolve_modes(
     wanted = check_protect(protect)
     ranks_of = Counter(node for _, node, _ in places)
     if wanted == ("auto",):
+        # With two arenas XOR is a copy: parity as large as a slot, twice.
         node = min(ranks_of.values(), default=0) >= 3
         replica, peer = "replica" if spans_nodes else "", len(ranks_of) >= 2
     else:
@@ -96,7 +97,7 @@ def possible_modes(
     """
     ranks_of = Counter(node for _, node, _ in places)
     left_out: list[str] = []
-    kept: list[str] = []
+    possible: list[str] = []
     for mode in check_protect(protect):
         replica = mode if mode in ("replica", "copy") else ""
         try:
@@ -104,15 +105,17 @@ def possible_modes(
         except ConfigError as error:
             left_out.append(str(error))
         else:
-            kept.append(mode)
+            possible.append(mode)
     members = min(peer_group or MOST_MEMBERS, len(ranks_of))
+    # Fewer nodes than there were: as many losses as the rest can survive. Settings that could work on no number of
+    # nodes stay as they are, for ``resolve_modes`` to refuse.
     if 1 < members <= peer_losses < (peer_group or MOST_MEMBERS):
         losses = members - 1
-        if kept == ["auto"] or "peer" in kept:
+        if possible == ["auto"] or "peer" in possible:
             left_out.append(f"peer_losses: of {len(ranks_of)} nodes {losses} can be lost together, not {peer_losses}")
         peer_losses = losses
     settings = {"peer_losses": peer_losses, "peer_group": peer_group}
-    modes = resolve_modes(",".join(kept) or "none", places, spans_nodes, peer_code=peer_code, **settings)
+    modes = resolve_modes(",".join(possible) or "none", places, spans_nodes, peer_code=peer_code, **settings)
     return modes, tuple(left_out)
 
 

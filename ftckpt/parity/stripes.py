@@ -32,7 +32,7 @@ def num_stripes(group: ParityGroup) -> int:
     """How many stripes hold all chunks of all members."""
     if group.code == "mirror":
         return group.chunk_ends[-1]
-    known: dict[str, int] = vars(group)  # as cached_property does: it is asked for with every stripe
+    known: dict[str, int] = vars(group)  # past the frozen dataclass, as cached_property does: each stripe needs it
     if "_num_stripes" not in known:
         sizes = [len(member.lengths) for member in group.members]
         last = [stripe_of(group, index, size - 1) for index, size in enumerate(sizes) if size]
@@ -47,8 +47,9 @@ def stripe_of(group: ParityGroup, member: int, chunk: int) -> int:
     if group.code == "mirror":
         return _begin(group, member) + chunk
     members, losses = len(group.members), group.losses
+    # In each period of ``members`` stripes a member contributes to all but the ``losses`` whose holder it is.
     periods, rest = divmod(chunk, members - losses)
-    return periods * members + rest + _held_before(member, rest, members, losses)
+    return periods * members + rest + _own_before(member, rest, members, losses)
 
 
 def stripe(group: ParityGroup, index: int) -> Stripe:
@@ -59,28 +60,28 @@ def stripe(group: ParityGroup, index: int) -> Stripe:
 
 
 def stripes(group: ParityGroup) -> Iterator[Stripe]:
-    """All stripes in order."""
     for index in range(num_stripes(group)):
         yield _stripe(group, index)
 
 
 def num_blocks(group: ParityGroup, holder: int) -> int:
-    """How many blocks member ``holder`` keeps."""
+    """How many blocks member ``holder`` has."""
     if group.code == "mirror":
-        return sum(len(group.members[member].lengths) for member in _kept(group, holder))
-    return _held(num_stripes(group), holder, len(group.members), group.losses)
+        return sum(len(group.members[member].lengths) for member in _mirrored(group, holder))
+    return _blocks_before(num_stripes(group), holder, len(group.members), group.losses)
 
 
 def stripe_of_block(group: ParityGroup, holder: int, block: int) -> int:
-    """The stripe of a holder's block; raises IndexError if it keeps no such block."""
+    """The stripe of a holder's block; raises IndexError if it has no such block."""
     if not 0 <= block < num_blocks(group, holder):
         raise IndexError(f"parity group {group.name}: member {holder} has no block {block}")
     if group.code == "mirror":
-        for member in _kept(group, holder):
+        for member in _mirrored(group, holder):
             if block < len(group.members[member].lengths):
                 return _begin(group, member) + block
             block -= len(group.members[member].lengths)
     members, losses = len(group.members), group.losses
+    # The stripes of a period whose holder it is, ascending: its blocks are numbered in the order of stripes.
     periods, rest = divmod(block, losses)
     return periods * members + sorted((holder - row) % members for row in range(losses))[rest]
 
@@ -111,27 +112,32 @@ def _stripe(group: ParityGroup, index: int) -> Stripe:
     for member in range(members):
         if (member - index) % members >= losses:
             lengths = group.members[member].lengths
-            chunk = index - _held(index, member, members, losses)
+            chunk = index - _blocks_before(index, member, members, losses)
             if chunk < len(lengths):
                 length = max(length, lengths[chunk])
+            # Also without a chunk: coefficients count the places of contributing members, which must not shift.
             data.append((member, chunk if chunk < len(lengths) else -1))
     rows = [(index + row) % members for row in range(losses)]
-    return Stripe(tuple(data), tuple((h, _held(index, h, members, losses)) for h in rows), length)
+    return Stripe(tuple(data), tuple((h, _blocks_before(index, h, members, losses)) for h in rows), length)
 
 
-def _held(index: int, member: int, members: int, losses: int) -> int:
+def _blocks_before(index: int, member: int, members: int, losses: int) -> int:
     """Stripes before ``index`` of which ``member`` is a holder."""
     periods, rest = divmod(index, members)
-    first = member - losses + 1  # of the stripes of one period that it holds; below 0: some are at the period's end
-    held = min(max(rest - first, 0), losses) if first >= 0 else min(rest, member + 1) + max(rest - members - first, 0)
-    return periods * losses + held
+    # In a period it is holder of ``losses`` stripes in a row up to number ``member``; where the first is below 0 the
+    # row goes around: to the front of the period up to ``member``, and to its end.
+    first = member - losses + 1
+    if first >= 0:
+        return periods * losses + min(max(rest - first, 0), losses)
+    return periods * losses + min(rest, member + 1) + max(rest - members - first, 0)
 
 
-def _held_before(member: int, rest: int, members: int, losses: int) -> int:
-    """Stripes of a period that ``member`` holds before the one with its chunk ``rest`` of that period."""
+def _own_before(member: int, rest: int, members: int, losses: int) -> int:
+    """Stripes of a period whose holder ``member`` is, before the one with its chunk ``rest`` of that period."""
     first = member - losses + 1
     if first < 0:
         return member + 1
+    # Chunks before the row of its stripes come first, those behind it skip the whole row.
     return losses if rest >= first else 0
 
 
@@ -139,10 +145,10 @@ def _begin(group: ParityGroup, member: int) -> int:
     return group.chunk_ends[member] - len(group.members[member].lengths)
 
 
-def _kept(group: ParityGroup, holder: int) -> list[int]:
+def _mirrored(group: ParityGroup, holder: int) -> list[int]:
     """Members whose chunks a holder mirrors, ascending."""
     return sorted((holder - 1 - row) % len(group.members) for row in range(group.losses))
 
 
 def _mirror_block(group: ParityGroup, holder: int, member: int, chunk: int) -> int:
-    return chunk + sum(len(group.members[other].lengths) for other in _kept(group, holder) if other < member)
+    return chunk + sum(len(group.members[other].lengths) for other in _mirrored(group, holder) if other < member)

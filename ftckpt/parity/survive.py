@@ -60,11 +60,13 @@ class _Solver:
 
     def run(self) -> tuple[list[Repair], set[ChunkId]]:
         """Take stripes, the cheapest group's first; a repair puts those it touches back in the queue."""
+        # Sorted is a heap already. Pairs of group and stripe: groups stand in the order of their cost.
         self.queue = sorted({at for chunk in self.lost for at in self._stripes_with(chunk)})
         repairs = []
         while self.queue:
             place, index = heapq.heappop(self.queue)
             repair = self._solved(self.groups[place], index)
+            # Not solvable yet, or nothing to do: the repair of a stripe that shares a chunk with it brings it back.
             if repair is None:
                 continue
             repairs.append(repair)
@@ -87,23 +89,25 @@ class _Solver:
                 yield place, stripe_of_block(group, index, number - member.blocks)
 
     def _solved(self, group: ParityGroup, index: int) -> Repair | None:
-        found = stripe(group, index)
+        candidate = stripe(group, index)
         lost = tuple(
             chunk
-            for member, offset in found.data
+            for member, offset in candidate.data
             if offset >= 0 and (chunk := _data_chunk(group, member, offset)) in self.lost
         )
+        # Blocks that are lost with their slot, ``gone``, can be computed anew once all data of the stripe is there.
+        # Those in files are no chunks of a slot, and are not repaired here.
         good: list[BlockId] = []
         gone: list[ChunkId] = []
-        for holder, block in found.blocks:
-            kept = block_chunk(group, holder, block)
-            if kept is not None and kept in self.lost:
-                gone.append(kept)
+        for holder, block in candidate.blocks:
+            chunk_of_block = block_chunk(group, holder, block)
+            if chunk_of_block is not None and chunk_of_block in self.lost:
+                gone.append(chunk_of_block)
             elif (group.name, holder, block) not in self.lost_blocks:
                 good.append((group.name, holder, block))
         if lost and len(lost) <= len(good):
-            return Repair(group, found, lost, tuple(good[: len(lost)]))
-        return Repair(group, found, tuple(gone), ()) if gone and not lost else None
+            return Repair(group, candidate, lost, tuple(good[: len(lost)]))
+        return Repair(group, candidate, tuple(gone), ()) if gone and not lost else None
 
 
 def _data_chunk(group: ParityGroup, member: int, offset: int) -> ChunkId:
@@ -153,9 +157,10 @@ class Forecast:
             for member in group.members:
                 self._of_shard.setdefault(member.shard, []).append(place)
         self._parts = {shard: self._covers(holding) for shard, holding in self.holdings.items()}
+        # A number for each shape: patterns of losses are compared very often, and shapes are long tuples.
         shapes: dict[Any, int] = {}
         self._shape = [shapes.setdefault(_group_shape(group), len(shapes)) for group in self.groups]
-        self._cut = {shard: shapes.setdefault(_cut(held), len(shapes)) for shard, held in self.holdings.items()}
+        self._cut = {shard: shapes.setdefault(_cut(own), len(shapes)) for shard, own in self.holdings.items()}
         self._known: dict[Any, bool] = {}
 
     def survived(self, lost_shards: Set[str], lost_nodes: Set[str]) -> bool:
@@ -173,7 +178,6 @@ class Forecast:
         return self._known[pattern]
 
     def unrecoverable(self, lost_shards: Set[str], lost_nodes: Set[str]) -> list[str]:
-        """See ``survives``."""
         lost = self._lost(lost_shards, lost_nodes)
         bare = self._bare(lost, lost_nodes)
         return sorted(bare if self._by_arenas(lost) else bare | self._unsolved(lost, None))
@@ -187,18 +191,20 @@ class Forecast:
             for member in members:
                 together[member] |= members
         if nodes:
-            for shard, kept in self.packages.items():
-                for node in kept:
+            for shard, mirrors in self.packages.items():
+                for node in mirrors:
                     together[name[shard]].add(node)
                     together.setdefault(node, set()).add(name[shard])
         return {of: others - {of} for of, others in together.items()}
 
     def _lost(self, lost_shards: Set[str], lost_nodes: Set[str]) -> list[str]:
         on_nodes = {shard for node in lost_nodes for shard in self.on_node.get(node, ())}
+        # In one order, by node: losses of the same shape then give the same pattern.
         return sorted(on_nodes | (lost_shards & self.holdings.keys()), key=lambda s: (self.holdings[s].node, s))
 
     def _bare(self, lost: Iterable[str], lost_nodes: Set[str]) -> set[str]:
         """Lost shards without a package: what is rebuilt of them could not be verified."""
+        # Also where nobody has a package: no set of nodes is too small to contain none.
         return {shard for shard in lost if lost_nodes >= set(self.packages.get(shard, ()))}
 
     def _covers(self, holding: Holding) -> list[tuple[int, ...]]:
@@ -208,6 +214,7 @@ class Forecast:
             covers = []
             for place in self._of_shard[holding.shard]:
                 member = self.groups[place].members[self.groups[place].places[holding.shard]]
+                # Groups take whole sections: ``node`` all, ``peer`` the private one, groups in slots one each.
                 as_data = member.first <= section.first
                 as_data &= section.first + len(section.lengths) <= member.first + len(member.lengths)
                 if as_data or (self.groups[place].in_slots and member.blocks == section.first):

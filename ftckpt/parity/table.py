@@ -42,7 +42,6 @@ class Memory:
 
     @property
     def sum(self) -> int:
-        """All of it."""
         return self.slots + self.parity + self.packages
 
 
@@ -64,15 +63,14 @@ class ProtectionTable:
         return max(self.memory.values(), key=lambda memory: memory.sum)
 
     def lines(self) -> list[str]:
-        """The table as text."""
         most = self.fullest
         width = max(len(failure.lost) for failure in self.failures)
         lines = [f"{'lost':<{width}}  {'cases':>9}  survived"]
         for failure in self.failures:
-            told = "all" if failure.survived == failure.cases else str(failure.survived or "none")
+            survived = "all" if failure.survived == failure.cases else str(failure.survived or "none")
             if failure.example:
-                told += f" (not: {' and '.join(failure.example)})"
-            lines.append(f"{failure.lost:<{width}}  {failure.cases:>9}  {told}")
+                survived += f" (not: {' and '.join(failure.example)})"
+            lines.append(f"{failure.lost:<{width}}  {failure.cases:>9}  {survived}")
         lines += [
             f"memory per node: {human(most.sum)} = slots {human(most.slots)}"
             + (f" (of these parity and copies {human(most.in_slots)})" if most.in_slots else "")
@@ -101,7 +99,7 @@ def protection_table(
     """What this job survives and what that costs.
 
     ``mirrors`` are the nodes that keep the package of each shard, its own first; ``slots`` those of an arena;
-    ``parity_bytes`` tells the size of a parity file.
+    ``parity_bytes`` gives the size of a parity file.
 
     Raises:
         ValueError: no holdings.
@@ -136,8 +134,9 @@ def failure_table(
         *_one_and_two("one node", "any two nodes", nodes, nodes_lost, forecast.near(nodes=True)),
     ]
     racks: dict[str, list[str]] = {}
-    for node, held in sorted(forecast.on_node.items()):
-        racks.setdefault(forecast.holdings[held[0]].rack, []).append(node)
+    for node, shards_there in sorted(forecast.on_node.items()):
+        racks.setdefault(forecast.holdings[shards_there[0]].rack, []).append(node)
+    # Nodes without a label: nobody knows which of them fail together.
     racks.pop("", None)
     if racks:
         failed = [rack for rack, lost in racks.items() if not nodes_lost(lost)]
@@ -173,6 +172,7 @@ def _parity(groups: Iterable[ParityGroup], parity_bytes: FileBytes) -> dict[str,
         names = sum(
             len(m.shard) + len(m.node) + len(m.arena) for m in group.members
         )  # they are in the files' headers
+        # Sizes follow from this: of thousands of groups of a large job few differ.
         key = (_shape(group), names)
         if key not in known:
             known[key] = [parity_bytes(group, holder) for holder in range(len(group.members))]
@@ -184,10 +184,10 @@ def _parity(groups: Iterable[ParityGroup], parity_bytes: FileBytes) -> dict[str,
 def _memory(
     holdings: Sequence[Holding], parity: Mapping[str, int], mirrors: Mapping[str, Sequence[str]], slots: int
 ) -> dict[str, Memory]:
-    held: dict[str, list[Holding]] = {}
+    on_node: dict[str, list[Holding]] = {}
     packages: dict[str, int] = {}
     for holding in sorted(holdings, key=lambda h: h.node):
-        held.setdefault(holding.node, []).append(holding)
+        on_node.setdefault(holding.node, []).append(holding)
         for node in mirrors.get(holding.shard, ()):
             packages[node] = packages.get(node, 0) + holding.package_bytes
     return {
@@ -197,7 +197,7 @@ def _memory(
             parity=_PARITY_FILES * parity.get(node, 0),
             packages=MAX_SETS * packages.get(node, 0),
         )
-        for node, own in held.items()
+        for node, own in on_node.items()
     }
 
 
@@ -224,9 +224,9 @@ def _network(
 def _pulled(group: ParityGroup) -> list[int]:
     """Bytes of chunks that each member reads of others to make its blocks."""
     pulled = [0] * len(group.members)
-    for found in stripes(group):
-        nbytes = sum(group.members[member].lengths[chunk] for member, chunk in found.data if chunk >= 0)
-        for holder, _ in found.blocks:
+    for stripe in stripes(group):
+        nbytes = sum(group.members[member].lengths[chunk] for member, chunk in stripe.data if chunk >= 0)
+        for holder, _ in stripe.blocks:
             pulled[holder] += nbytes
     return pulled
 

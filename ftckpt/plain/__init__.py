@@ -78,8 +78,7 @@ def attach(
         UnsupportedError: FSDP1, or state that ftckpt cannot map.
         ConfigError: no name of the job, no process group, an object without state, or layouts.
     """
-    config = config or Config()
-    if not config.enabled:
+    if config is None or not config.enabled:
         return None
     _check(config)
     from ftckpt.plain.geometry import place_rank, unwrap

@@ -20,14 +20,14 @@ from torch.utils.hooks import RemovableHandle
 from ftckpt.errors import UnsupportedError
 
 _ANY_ORDER = 2
-"""Replicas whose gradients have the same sum however they are added."""
+"""Replicas whose gradients have the same sum however they are added: a + b is b + a."""
 
 
 class Buckets:
     """The order in which the parameters of ``ddp`` had their gradients in its first iteration.
 
     Raises:
-        UnsupportedError: a mode of DDP in which the first iteration cannot be told.
+        UnsupportedError: a mode of DDP whose first iteration cannot be replayed.
     """
 
     def __init__(self, ddp: DistributedDataParallel) -> None:
@@ -45,6 +45,7 @@ class Buckets:
                 "a parameter has a hook of the script that runs when its gradient is ready (an optimizer inside the "
                 "backward pass?); a restart would run it once too often: step after the backward pass"
             )
+        # A set that knows the order.
         self._ready: dict[int, None] = {}
         self._order: list[int] = []
         self._hooks: list[RemovableHandle] = [
@@ -76,6 +77,7 @@ class Buckets:
             self._ddp.reducer.prepare_for_backward([])  # as DDP's forward does, which does not run here
             for index in self._order:
                 parameter = self._parameters[index]
+                # Leads to the parameter's own accumulator, which is where DDP's hooks are.
                 parameter.expand_as(parameter).backward(torch.zeros_like(parameter))
         for parameter, grad in zip(self._parameters, before, strict=True):
             parameter.grad = grad
@@ -101,6 +103,7 @@ def buckets_of(model: torch.nn.Module) -> Buckets | None:
     """The buckets that must be remembered, if the model is wrapped in DDP that builds them anew."""
     for module in model.modules():
         if isinstance(module, DistributedDataParallel):
+            # DDP builds its buckets anew in these modes alone.
             rebuilt = not module.find_unused_parameters or module.static_graph
             replicas = dist.get_world_size(module.process_group)
             return Buckets(module) if rebuilt and replicas > _ANY_ORDER else None

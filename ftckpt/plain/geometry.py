@@ -42,6 +42,7 @@ def place_rank(model: torch.nn.Module) -> tuple[Mapping[str, int], Mapping[str, 
 def _mesh(model: torch.nn.Module) -> DeviceMesh | None:
     """The mesh of all ranks that parameters lie on."""
     for parameter in model.parameters():
+        # On a mesh of some ranks several would have the same coordinates.
         if isinstance(parameter, DTensor) and parameter.device_mesh.size() == dist.get_world_size():
             return parameter.device_mesh
     return None
@@ -73,16 +74,16 @@ def named_parameters(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Par
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory that this rank holds of a tensor."""
+    """The memory that this rank has of a tensor."""
     with torch.no_grad():
         return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def place(name: str, tensor: torch.Tensor) -> LogicalBox:
-    """The box that this rank holds; one without elements where an uneven shard is empty.
+    """The box that this rank has; one without elements where an uneven shard is empty.
 
     Raises:
-        UnsupportedError: what this rank holds is no box, is a summand, or is not contiguous.
+        UnsupportedError: what this rank has is no box, is a summand, or is not contiguous.
     """
     mine = local(tensor)
     if not mine.is_contiguous():
@@ -93,6 +94,7 @@ def place(name: str, tensor: torch.Tensor) -> LogicalBox:
     _refuse_unknown(name, tensor)
     box = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     shape, offset = (tuple(map(int, sizes)) for sizes in box)
+    # Torch's arithmetic is private to it: a placement that it changes must not shift boxes silently.
     if shape != tuple(mine.shape):
         raise UnsupportedError(f"{name} holds {tuple(mine.shape)} on this rank, and its placements say {shape}")
     return LogicalBox(name, tuple(tensor.shape), Box(offset, shape), 0)

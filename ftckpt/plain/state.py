@@ -59,6 +59,7 @@ class PlainState:
         boxes = {parameter: [place(name, parameter)] for name, parameter in named_parameters(self.model)}
         optimizers.materialise(self._optimizer)
         trained = {parameter for group in self._optimizer.param_groups for parameter in group["params"]}
+        # After ``materialise``: moments that do not exist yet would not be described.
         stepped = [
             *optimizers.stepped_pieces(boxes, self._ranges(), self._tensors_of),
             *frozen_pieces(boxes, trained, lambda parameter: (0, local(parameter))),
@@ -95,12 +96,14 @@ class PlainState:
         """Forget what FSDP2 gathered and DDP arranged before state was loaded, then set RNG."""
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
+                # Full parameters that are gathered are copies of the shards as they were.
                 module.reshard()
         if self._buckets is not None:
             self._buckets.replay()
         # What the restore wrote came without a fence, and rightly.
         self._num_writes = self._count_writes()
         if self._rng is not None:
+            # Last: what comes before may draw random numbers.
             load_generators(self._rng)
 
     def _ranges(self) -> Iterator[ParameterRange]:
@@ -117,6 +120,7 @@ class PlainState:
 
     def _check_fence(self) -> None:
         writes_before, was_fenced = self._num_writes, self.is_fenced
+        # Before the error: the next boundary must not report the same writes again.
         self._num_writes, self.is_fenced = self._count_writes(), False
         if self._num_writes != writes_before and not was_fenced:
             raise CaptureError(

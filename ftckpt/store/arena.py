@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import numpy as np
@@ -80,30 +80,26 @@ class Arena:
             raise ConfigError(f"{final}: allocate {allocate} is not 1 to {slots}, the number of slots")
         image = SlotImage.of(manifest)
         remove_stale(node_dir, manifest.shard)
-        # The dot hides it from ``list_arenas``.
-        temporary = node_dir / f".{final.name}.new-{os.getpid()}"
+        temporary = node_dir / f".{final.name}.new-{os.getpid()}"  # the dot hides it from ``list_arenas``
         files = SlotFiles(temporary, image, slots)
-        control = None
         try:
-            temporary.mkdir(mode=0o700)
-            # The lock tells it from what a killed process left half made, which ``remove_stale`` deletes.
-            with FileLock(temporary / LOCK_NAME, 0, f"new arena {final.name}", "end that process first"):
-                for slot in range(slots if allocate is None else allocate):
-                    files.make(slot)
-                control = create_mapping(temporary / CONTROL_NAME, control_bytes(slots, len(image.chunks)))
-                ControlBlock.format_into(control.data, manifest, slots).close()
-                # Last, and one system call: who lists arenas sees one with all that belongs to it, or none.
-                temporary.rename(final)
-        except BaseException as error:
-            files.close()
-            if control is not None:
-                control.close()
-            remove_tree(temporary)
-            if isinstance(error, OSError):
-                raise ArenaError(f"{final}: cannot be created: {error.strerror}") from None
-            raise
-        # Mappings follow the inode: only the path, for errors and for slots made later, is another one.
-        files.path = final
+            with ExitStack() as undo:
+                undo.callback(remove_tree, temporary)
+                undo.callback(files.close)
+                temporary.mkdir(mode=0o700)
+                # The lock tells it from what a killed process left half made, which ``remove_stale`` deletes.
+                with FileLock(temporary / LOCK_NAME, 0, f"new arena {final.name}", "end that process first"):
+                    for slot in range(slots if allocate is None else allocate):
+                        files.make(slot)
+                    nbytes = control_bytes(slots, len(image.chunks))
+                    control = undo.enter_context(closing(create_mapping(temporary / CONTROL_NAME, nbytes)))
+                    ControlBlock.format_into(control.data, manifest, slots).close()
+                    # Last, and one system call: who lists arenas sees one with all that belongs to it, or none.
+                    temporary.rename(final)
+                undo.pop_all()
+        except OSError as error:
+            raise ArenaError(f"{final}: cannot be created: {error.strerror}") from None
+        files.path = final  # for errors and for slots made later: mappings follow the inode
         return cls(final, image, control, files)
 
     @classmethod

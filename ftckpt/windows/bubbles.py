@@ -42,6 +42,7 @@ class Plan:
         capacity = []
         for kind, secs in zip(timeline.kinds, timeline.secs, strict=True):
             room = secs * bytes_per_sec
+            # Rounded as turns are given: a copy goes where most of it fits.
             capacity.append(round(room / unit_bytes) * unit_bytes if kind in IDLE else int(room))
         windows = [nbytes if kind in IDLE else 0 for kind, nbytes in zip(timeline.kinds, capacity, strict=True)]
         forwards = [n if kind == "forward" else 0 for kind, n in zip(timeline.kinds, capacity, strict=True)]
@@ -139,6 +140,7 @@ class Bubbles:
     def begin(self, total_bytes: int, plan: Plan | None) -> None:
         """A snapshot of ``total_bytes`` begins; without a plan its chunks are copied as soon as training moves on."""
         with self._changed:
+            # Not moving: copies that begin at the boundary would run beside what training still waits for there.
             self._plan, self._left, self._carried, self._moving = plan, total_bytes, 0, False
             self._places.clear()
 

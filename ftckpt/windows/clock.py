@@ -12,7 +12,7 @@ Moment = Any
 
 
 class Clock(Protocol):
-    """Takes moments without waiting, and tells later how far they are apart."""
+    """Takes moments without waiting, and knows later how far they are apart."""
 
     device: torch.device
     on_device: bool
@@ -32,6 +32,7 @@ class HostClock:
     on_device = False
 
     def mark(self) -> Moment:
+        # On Linux the clock of ``time.monotonic``, by which the node's budget paces copies.
         return time.perf_counter()
 
     def secs(self, begin: Moment, end: Moment) -> float | None:
@@ -57,6 +58,7 @@ class DeviceClock:
     def secs(self, begin: Moment, end: Moment) -> float | None:
         if begin is None or end is None or not (begin.query() and end.query()):
             return None
+        # Milliseconds. Asked for before both have come, the device answers with an error.
         return float(begin.elapsed_time(end)) / 1e3
 
 

@@ -78,7 +78,9 @@ def divide(
     after = np.cumsum(sizes)
     # Bytes copied by the time t rise linearly inside each copy; each span gets the rise between its edges.
     times, done = np.column_stack([begins, ends]).ravel(), np.column_stack([after - sizes, after]).ravel()
+    # Ascending even where rounding makes copies that touch each other overlap: interpolation wants it so.
     inner = np.interp(np.array(edges[1:-1], dtype=np.float64), np.maximum.accumulate(times), done)
+    # Rounded before the difference, so that the parts add up to the bytes that were copied.
     steps = np.diff(np.rint(np.concatenate([[0.0], inner, after[-1:]])).astype(np.int64))
     moved: dict[str, int] = {}
     for kind, nbytes in zip(kinds, steps.tolist(), strict=True):
@@ -93,7 +95,7 @@ def in_windows(moved_bytes: Mapping[str, int]) -> float:
     return sum(nbytes for kind, nbytes in moved_bytes.items() if kind in IDLE) / total if total else 0.0
 
 
-_KEPT = 9
+_MEDIAN_OF = 9
 """Iterations a median is taken of: one that stalled does not move it."""
 
 _SETTLED = 3
@@ -112,6 +114,7 @@ class IterationForecast:
         if self.kinds != other.kinds:
             return 1.0
         mine, theirs = np.array(self.secs), np.array(other.secs)
+        # 1e-9: no division by 0 where an iteration has no length.
         return float(np.abs(mine - theirs).sum() / max(mine.sum(), 1e-9))
 
 
@@ -124,7 +127,7 @@ class Profile:
 
     def __init__(self) -> None:
         self._kinds: tuple[str, ...] = ()
-        self._lengths: deque[np.ndarray[Any, np.dtype[np.float64]]] = deque(maxlen=_KEPT)
+        self._lengths: deque[np.ndarray[Any, np.dtype[np.float64]]] = deque(maxlen=_MEDIAN_OF)
         self._fresh = True
         self._first: Iteration | None = None
         self._model: tuple[tuple[str, ...], tuple[float, ...]] | None = None

@@ -38,7 +38,7 @@ class Budget(Protocol):
     """The node's budget for copies, as one rank sees it; see ``ftckpt.windows.node_budget``."""
 
     limited: bool
-    """Whether ``pace`` holds copies back."""
+    """Whether ``pace`` makes copies wait."""
 
     def start(self) -> None:
         """This rank copies from now on."""
@@ -50,7 +50,7 @@ class Budget(Protocol):
         """Sleep until a copy that began at ``time.perf_counter()`` ``begin`` has taken the time it must."""
 
     def publish(self, bytes_per_sec: float) -> None:
-        """What this rank measured."""
+        """``bytes_per_sec`` of this rank's own copies, as measured."""
 
     def close(self) -> None:
         """Give up the place in it."""
@@ -90,8 +90,9 @@ _SLACK_SECS = 0.0005
 _CREDIT_SECS = 0.02
 """Most that a sleep which the scheduler made too long is taken off the next ones."""
 _LONGEST_SECS = 60.0
-"""Longest that one chunk may be held up."""
+"""Longest that one chunk waits."""
 _GAP_SECS = 0.005
+"""Chunks no further apart than this follow each other."""
 
 
 class NodeBudget:
@@ -179,12 +180,13 @@ class NodeBudget:
         return min(own or math.inf, *(rate / max(1, copying) if rate else math.inf for rate in shared))
 
     def publish(self, bytes_per_sec: float) -> None:
-        """Tell what this rank measured for its own copies, waits left out, since the last ``publish``.
+        """Publish what this rank measured for its own copies, waits left out, since the last ``publish``.
 
         It counts as measured in the company of as many ranks as copied, on average, when this rank's chunks did.
         """
         total, times = self._seen_copying
         self._seen_copying = (0, 0)
+        # The rate stands above the 8 bits of the count in one word.
         if not 1 <= bytes_per_sec < 1 << 54:
             return  # nan, too
         copying = round(total / times) if times else 1 + self._others()
@@ -213,6 +215,7 @@ class NodeBudget:
     def close(self) -> None:
         """Leave the budget; a thread that still paces does so alone and without a limit."""
         self.limited, self.places = False, 0
+        # Swapped before the entry is cleared: a late store of another thread must not claim the place again.
         page, self._words = self._words, _private_page()  # the mapping goes with the last thread that reads it
         if self.place is not None:
             _clear(page, self.place, 0)
@@ -223,6 +226,7 @@ class NodeBudget:
         since, left = max(self._due, begin - credit), float(nbytes)
         while True:
             rate, now = self.limit / (1 + self._others()), time.monotonic()
+            # When the rest would be done at the rate of this moment: other ranks begin and end while it waits.
             self._due = since + left / rate
             wait = min(self._due, begin + _LONGEST_SECS) - now
             if hurry.is_set() or wait <= _SLACK_SECS:
@@ -231,14 +235,14 @@ class NodeBudget:
             now = time.monotonic()
             since, left = now, left - rate * (now - since)
             self._renew()
-        self._due, self._paced = min(self._due, now + _SLACK_SECS), now  # what was hurried is not held against later
+        self._due, self._paced = min(self._due, now + _SLACK_SECS), now  # what was hurried is not owed later
 
     def _sample(self, copying: int) -> None:
         total, times = self._seen_copying
         self._seen_copying = (total + copying, times + 1)
 
     def _renew(self) -> None:
-        # All of it, each time: whatever a broken file said, or another process wrote, lasts one chunk.
+        # All of it, each time: whatever was in a broken file, or another process wrote, lasts one chunk.
         self._store(_OWNER, self._owner)
         self._store(_NAMESPACE, self._namespace)
         self._store(_UNTIL_NS, time.monotonic_ns() + _LEASE_NS)
@@ -288,6 +292,7 @@ class NodeBudget:
 
 
 def _clear(page: memoryview, place: int, owner: int) -> None:
+    # The lease goes first and the owner comes last: in between the entry is nobody's who copies.
     for word, value in ((_UNTIL_NS, 0), (_ALONE, 0), (_COMPANY, 0), (_NAMESPACE, 0), (_OWNER, owner)):
         page[place * _ENTRY_WORDS + word] = value
 

@@ -83,6 +83,7 @@ class Pacer:
         self._began = 0.0
         self._copies: Copies | None = None
         self._snapshot = -1
+        # Beyond that the oldest goes unread: a device this far behind has no use for its times.
         self._pending: deque[IterationMarks] = deque(maxlen=_PENDING)
         self._rates: deque[float] = deque(maxlen=_JUDGED)
         self._fences: deque[float] = deque(maxlen=_JUDGED)
@@ -107,6 +108,7 @@ class Pacer:
 
     def enter(self, kind: str) -> None:
         """Training comes to a span of ``kind``; after the fence nothing counts until the next boundary."""
+        # Doors may announce one place twice. Behind the fence copies are done: what is announced there is no window.
         if not self._marks or self._marks[-1][0] in (kind, "optimizer"):
             return
         mark = self.clock.mark()
@@ -225,6 +227,7 @@ class Pacer:
             self._profile.forget()
             self._events.emit("replanned", fence_share=share, fence_budget=budget)
             self._fences.clear()
+        # Back only where half would do: an interval that follows each median would go up and down for ever.
         elif needed > self.stretch or 2 * needed <= self.stretch:
             self.stretch, self._replanned = needed, False
             self._fences.clear()

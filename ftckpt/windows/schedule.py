@@ -88,12 +88,14 @@ def interleaved(
     group = stages if group is None else group
     if not stages <= group <= micro_batches:
         raise ConfigError(f"group must be {stages} (stages) to {micro_batches} (micro-batches), not {group}")
+    # Else stage 0 would come to the next chunk of a micro-batch before the last stage is through with this one.
     rest = micro_batches % group
     if 0 < rest < stages:
         raise ConfigError(
             f"{micro_batches} micro-batches in groups of {group} leave {rest}, not 0 or {stages} and more"
         )
     forwards, backwards = _queues(micro_batches, chunks, group)
+    # Two for each stage behind it (there and back), and a round of every chunk but the last: Megatron's own count.
     return _merge(forwards, backwards, (stages - stage - 1) * 2 + (chunks - 1) * group + extra_warmup)
 
 
@@ -113,6 +115,7 @@ def _queues(micro_batches: int, chunks: int, group: int) -> tuple[tuple[Step, ..
         for chunk in range(chunks)
         for micro in range(first, min(first + group, micro_batches))
     ]
+    # Backwards visit chunks from the last to the first, micro-batches in the same order.
     forwards = tuple(Step(FORWARD, micro, chunk) for micro, chunk in visits)
     return forwards, tuple(Step(BACKWARD, micro, chunks - 1 - chunk) for micro, chunk in visits)
 
@@ -159,6 +162,7 @@ def _run(
     stages, size = grid.stages, grid.size
     begins, ends = ([_NEVER] * (2 * stages * size) for _ in range(2))
     done, free, awaited = [0] * stages, [0.0] * stages, [-1] * stages
+    # Stages that may get further: each runs until a step that it needs is missing, and is woken by that step.
     awake = list(range(stages))
     while awake:
         stage = awake.pop()
@@ -170,6 +174,7 @@ def _run(
                 if ready == _NEVER:
                     awaited[stage] = need
                     break
+                # Slots are numbered by stage first: what the stage made itself takes no hop.
                 now = max(now, ready if need // (2 * size) == stage else ready + hop)
             is_backward = slot // size % 2
             begins[slot] = now
@@ -212,13 +217,16 @@ class _Grid:
         """The number of the step whose output a step needs; -1 for the first forward of a micro-batch."""
         width, last = 2 * self.size, self.stages - 1
         stage, code = divmod(slot, width)
+        # Numbers count chunks fastest, then micro-batches, then forward before backward, then stages.
         chunk = code % self.chunks
         if code < self.size:
             if stage > 0:
                 return slot - width
+            # Stage 0 goes on with what the last stage made of the chunk before.
             return last * width + code - 1 if chunk > 0 else -1
         if stage < last:
             return slot + width
+        # The last stage: from stage 0 of the next chunk, or, on the last chunk, from its own forward.
         return code + 1 if chunk < self.chunks - 1 else slot - self.size
 
 
