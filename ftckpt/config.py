@@ -67,7 +67,7 @@ class Config:
     smp_idle_secs: float = _setting(
         3600.0, "time without any trainer after which the SMP ends itself; arenas stay", minimum=1
     )
-    scrub_secs: float = _setting(300.0, "pause between two checks of all that is held; 0: no such checks", minimum=0)
+    scrub_secs: float = _setting(300.0, "pause between two checks of all snapshots; 0: no such checks", minimum=0)
     hang_secs: float = _setting(600.0, "time without progress of any rank that counts as a hang; 0: none", minimum=0)
     on_hang: str = _setting("report", "what a hang leads to", choices=("report", "abort"))
     encrypt: bool = _setting(False, "seal what SMPs of different nodes send each other, not only authenticate it")

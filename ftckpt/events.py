@@ -186,7 +186,7 @@ EVENTS: dict[str, EventKind] = {
         file="of parity or a package", what="is bad", repairable="whether parity can rebuild it at a restart",
     ),
     "repaired": _quiet("parity or a package was made anew", arena="name", iteration=_ITERATION, what="was bad"),
-    "scrubbed": _quiet("all that is held was checked", secs="it took", bytes="read"),
+    "scrubbed": _quiet("all snapshots in memory were checked", secs="it took", bytes="read"),
     "arenas_gone": _quiet("arenas are no longer there", arenas="names"),
     "peer_lost": _loud("another node's SMP does not answer", node="name", reason="why"),
     "peer_back": _quiet("it answers again", node="name"),

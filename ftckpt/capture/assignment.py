@@ -171,5 +171,5 @@ def content_hash(tensor: torch.Tensor) -> int:
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """A 1-D contiguous tensor seen as uint8: comparing bytes tells NaN from NaN and 0.0 from -0.0."""
+    """A 1-D contiguous tensor seen as uint8: by value NaN differs from itself, and 0.0 not from -0.0."""
     return tensor.detach().view(torch.uint8)

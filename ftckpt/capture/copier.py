@@ -94,7 +94,7 @@ class Flight:
         self.timed: list[tuple[float, float, int]] = []
         """(begin, end, bytes) of each chunk's copy, in seconds since ``base``."""
         self.submitted = threading.Event()
-        """Set when every copy is done, or the device knows of it, so that it can be told to wait for them."""
+        """Set when every copy is done, or the device knows of it, so that one of its streams can wait for them."""
         self.last_copy: torch.cuda.Event | None = None
 
     @property
@@ -237,6 +237,7 @@ class HostCopier:
             for begin in range(0, slot.numel(), _TOUCH_BYTES):
                 if self._worker.waits:
                     return
+                # A read is enough: at it the kernel clears a page that was only allocated, and maps it.
                 slot.numpy()[begin : begin + _TOUCH_BYTES : mmap.PAGESIZE].max()
 
     def _fly(self, tensors: Sequence[torch.Tensor], flight: Flight, windows: Windows) -> None:

@@ -168,11 +168,13 @@ class Forecast:
         lost = self._lost(lost_shards, lost_nodes)
         if self._bare(lost, lost_nodes):
             return False
+        # Cheap and enough in most cases; only what it leaves open is solved chunk by chunk.
         if self._by_arenas(lost):
             return True
         pattern = self._pattern(lost)
         if pattern not in self._known:
             # With fewer lost chunks more can be solved: if that fails, so does the whole.
+            # Two periods of the longest group: every arrangement of holders occurs in them.
             few = 2 * max((len(self.groups[g].members) for shard in lost for g in self._of_shard[shard]), default=0)
             self._known[pattern] = not self._unsolved(lost, few) and not self._unsolved(lost, None)
         return self._known[pattern]

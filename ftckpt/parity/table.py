@@ -1,4 +1,4 @@
-"""Which failures a job survives as it is laid out, and what that costs: memory of each node, network per snapshot."""
+"""Which failures a job survives in its layout, and what that costs: memory of each node, network per snapshot."""
 
 from __future__ import annotations
 
@@ -207,6 +207,7 @@ def _network(
     """Node → bytes that it pulls from others per protected snapshot: chunks of its peers, packages."""
     received = {holding.node: 0 for holding in holdings}
     for holding in holdings:
+        # The first is its own node.
         for node in mirrors.get(holding.shard, ())[1:]:
             received[node] = received.get(node, 0) + holding.package_bytes
     known: dict[Any, list[int]] = {}
@@ -227,6 +228,7 @@ def _pulled(group: ParityGroup) -> list[int]:
     for stripe in stripes(group):
         nbytes = sum(group.members[member].lengths[chunk] for member, chunk in stripe.data if chunk >= 0)
         for holder, _ in stripe.blocks:
+            # None of them is on the holder's node, as members of a group of nodes never share one.
             pulled[holder] += nbytes
     return pulled
 

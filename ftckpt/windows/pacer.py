@@ -119,7 +119,7 @@ class Pacer:
     def boundary(self) -> None:
         """An iteration ends and the next begins."""
         end = self.clock.mark()
-        # Where a mark is missing, in a graph that is captured, nothing can be said of the iteration.
+        # A mark is missing where a graph was captured: nothing is known of such an iteration.
         if self._marks and end is not None and all(mark is not None for _, mark in self._marks):
             self._pending.append(IterationMarks(self._began, self._marks, end, self._copies, self._snapshot))
         self._began, self._marks, self._copies = time.time(), [("boundary", end)], None
@@ -185,6 +185,7 @@ class Pacer:
             "secs": iteration.secs,
         }
         self._events.emit("copied", iteration=passed.snapshot, share_in_windows=in_windows(moved), **costs)
+        # In iterations: every so many snapshots, which are ``interval`` of the configuration apart.
         if interval and passed.snapshot % interval == 0:
             spans = zip(iteration.kinds, iteration.edges, iteration.edges[1:], strict=False)
             self._events.emit(
@@ -221,6 +222,7 @@ class Pacer:
         if not budget or len(self._fences) < _JUDGED:
             return
         share = statistics.median(self._fences)
+        # Snapshots n times as rare cost one n-th of the share.
         needed = max(1, math.ceil(min(share / budget, _MOST_STRETCH)))
         if needed > self.stretch and self._bubbles is not None and not self._replanned:
             self._replanned = True
