@@ -28,7 +28,7 @@ case ${1:-} in
     shift
     ;;
 --all)
-    tier=(-m "")
+    tier=(-m "" --hypothesis-profile longer)
     shift
     ;;
 esac

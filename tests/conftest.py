@@ -14,9 +14,10 @@ import pytest
 ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "launch")]
 
-# No deadline for one example: machines that run tests are busy. ``--hypothesis-profile thorough`` looks longer.
-hypothesis.settings.register_profile("usual", max_examples=200, deadline=None, print_blob=True)
-hypothesis.settings.register_profile("thorough", max_examples=5000, deadline=None, print_blob=True)
+# No deadline for one example: machines that run tests are busy. ``launch/test.sh --all`` takes "longer"; for
+# "thorough" give ``--hypothesis-profile thorough``.
+for profile, num_examples in (("usual", 60), ("longer", 200), ("thorough", 5000)):
+    hypothesis.settings.register_profile(profile, max_examples=num_examples, deadline=None, print_blob=True)
 hypothesis.settings.load_profile("usual")
 
 

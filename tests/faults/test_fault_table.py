@@ -18,6 +18,7 @@ from tests.support import jobs
 from tests.support.fault_rows import DAMAGES, IN_EVERY_ITERATION, KILLS, LOST, OLDER, PROTECTIONS, opened
 from tests.support.faults import Fault
 from tests.support.pool import RankFailure
+from tests.support.tiers import by_default
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.faults]
 
@@ -40,7 +41,11 @@ def resume(settings: dict[str, Any], *layout: str, nodes: Sequence[str] | None =
 
 
 @pytest.mark.parametrize(
-    ("instant", "protect"), [*((i, "none") for i in KILLS), *((i, "node") for i in IN_EVERY_ITERATION)]
+    ("instant", "protect"),
+    by_default(
+        [*((i, "none") for i in KILLS), *((i, "node") for i in IN_EVERY_ITERATION)],
+        [*((i, "none") for i in ("before_step", "copy", "before_seal", "post")), ("boundary", "node")],
+    ),
 )
 def test_one_rank_killed(instant: str, protect: str, settings: dict[str, Any], tmp_path: Path) -> None:
     settings["protect"] = protect
@@ -52,7 +57,7 @@ def test_one_rank_killed(instant: str, protect: str, settings: dict[str, Any], t
     assert (start := resume(settings, "--pp", "2")) in back or (protect != "none" and 0 < start < min(back))
 
 
-@pytest.mark.parametrize("instant", ["copy", "fence", "before_step"])
+@pytest.mark.parametrize("instant", by_default(["copy", "fence", "before_step"], ["copy"]))
 def test_all_ranks_killed_at_once(instant: str, settings: dict[str, Any], tmp_path: Path) -> None:
     fault = Fault("all", AT, instant, tmp_path / "fired", "kill", secs=20)
     results = jobs.broken(RANKS, jobs.Run(["--pp", "2"], UNTIL, settings, faults=[fault]))
@@ -92,7 +97,20 @@ def slot_with(path: Path, iteration: int) -> int:
 
 
 @pytest.mark.parametrize(
-    ("name", "protect"), [(name, protect) for name, row in DAMAGES.items() for protect in row.comes_back]
+    ("name", "protect"),
+    by_default(
+        [(name, protect) for name, row in DAMAGES.items() for protect in row.comes_back],
+        [
+            ("stepped byte", "none"),
+            ("stepped byte", "node"),
+            ("objects byte", "node"),
+            ("slot gone", "none"),
+            ("header byte", "none"),
+            ("padding byte", "none"),
+            ("arena gone", "node"),
+            ("control byte", "none"),
+        ],
+    ),
 )
 def test_memory_damaged_between_attempts(name: str, protect: str, settings: dict[str, Any], tmp_path: Path) -> None:
     row, protection = DAMAGES[name], PROTECTIONS[protect]

@@ -12,6 +12,7 @@ import pytest
 from tests.support import jobs
 from tests.support.fault_rows import KILLS
 from tests.support.faults import Fault
+from tests.support.tiers import by_default
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.faults]
 
@@ -40,7 +41,7 @@ def resume(settings: dict[str, Any]) -> int:
     return jobs.assert_continues(reference(), resumed)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", by_default(range(4), [0, 1]))
 def test_killed_at_a_random_instant(seed: int, settings: dict[str, Any], tmp_path: Path) -> None:
     dice = random.Random(seed)
     point = dice.choice(["forward", "before_step", "boundary", "copy", "begin"])

@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 from contextlib import closing
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from tests.support.event_logs import read_events
 from tests.support.faults import Fault
 from tests.support.pool import RankFailure, run_ranks
 from tests.support.protected import LINEAGE, Job, build, contents, flip, flip_chunk, restart, slot_of
+from tests.support.tiers import by_default
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.faults]
 
@@ -241,8 +243,13 @@ def test_a_stale_snapshot_of_a_lineage_that_was_left_is_not_rebuilt(arena_root: 
     assert wanted_of(job, 4) == wanted
 
 
-@pytest.mark.parametrize("point", ["begin", "put", "before_seal", "after_seal"])
-@pytest.mark.parametrize("loss", ["arena", "chunks"])
+@pytest.mark.parametrize(
+    ("loss", "point"),
+    by_default(
+        product(["arena", "chunks"], ["begin", "put", "before_seal", "after_seal"]),
+        [("arena", "put"), ("arena", "after_seal"), ("chunks", "begin"), ("chunks", "before_seal")],
+    ),
+)
 def test_a_rebuild_that_is_killed_is_done_again(point: str, loss: str, arena_root: Path, tmp_path: Path) -> None:
     job = Job(arena_root, ("a", "a", "a", "b", "b", "b"), Modes(node=True, peer=True))
     build(job, ITERATIONS, (4, 5))

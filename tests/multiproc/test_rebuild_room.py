@@ -27,6 +27,7 @@ from tests.support.event_logs import read_events
 from tests.support.mounting import leave_free, tmpfs
 from tests.support.pool import RankFailure, run_ranks
 from tests.support.protected import Job, build, contents, flip_chunk
+from tests.support.tiers import by_default
 
 pytestmark = pytest.mark.multiproc
 
@@ -222,7 +223,12 @@ POINTS = {
 
 
 @pytest.mark.faults
-@pytest.mark.parametrize("point", POINTS)
+@pytest.mark.parametrize(
+    "point",
+    by_default(
+        POINTS, ["a slot is void but not freed", "half of an arena", "half rebuilt", "before newer ones are void"]
+    ),
+)
 def test_killed_after_snapshots_were_given_up(
     point: str, arena_root: Path, node: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

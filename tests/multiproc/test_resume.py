@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tests.support import jobs
+from tests.support.tiers import by_default
 
 pytestmark = pytest.mark.multiproc
 
@@ -28,7 +29,13 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize(
+    "name",
+    by_default(
+        LAYOUTS,
+        ["tp2-pp2-dp2-distributed", "pp2-vpp2-dp2-overlap-both", "dp2-fp16-scaled", "tp2-ep2-router-bias"],
+    ),
+)
 def test_resume_is_bit_exact(name: str, settings: dict[str, Any], arena_root: Path) -> None:
     world_size, argv = LAYOUTS[name]
     reference = jobs.outcomes(world_size, jobs.Run(argv, until=6))

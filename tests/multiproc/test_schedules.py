@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
+from itertools import product
 from typing import Any
 
 import pytest
 
 from tests.support import jobs
+from tests.support.tiers import by_default
 
 pytestmark = pytest.mark.multiproc
 
@@ -27,8 +29,13 @@ def reference(name: str) -> list[jobs.Outcome]:
     return jobs.outcomes(world_size, jobs.Run(argv, until=UNTIL))
 
 
-@pytest.mark.parametrize("schedule", ["sync", "thread", "stream", "bubble"])
-@pytest.mark.parametrize("name", PIPELINES)
+@pytest.mark.parametrize(
+    ("name", "schedule"),
+    by_default(
+        product(PIPELINES, ["sync", "thread", "stream", "bubble"]),
+        [("no-pipelining", "thread"), ("1f1b", "sync"), ("interleaved", "stream"), ("interleaved", "bubble")],
+    ),
+)
 def test_resume_is_bit_exact(name: str, schedule: str, settings: dict[str, Any]) -> None:
     world_size, argv = PIPELINES[name]
     settings |= {"schedule": schedule, "chunk_mib": 0.0625, "timeline_interval": 2, "fence_budget": 0.0}
