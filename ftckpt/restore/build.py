@@ -179,7 +179,6 @@ class Build:
                 view[pad.begin : pad.end] = bytes(pad.nbytes)
         self._put_volatile()
         self._put_objects()
-        # The trainer's or the SMP's, from when the snapshot was whole: what parity gives is measured by these alone.
         self._hashes = package.chunk_hashes
         for chunk, value in enumerate(package.chunk_hashes.tolist()):
             arena.control.set_chunk_hash(slot, chunk, value)
