@@ -97,7 +97,7 @@ class KnownState:
         """Names of tensors that are not, bit for bit, those of ``iteration``."""
         names = ("private", "shared", "weight", "small")
         pairs = zip(names, self._tensors(), self._expected(iteration), strict=True)
-        bad = [name for name, found, expected in pairs if not torch.equal(found, expected)]
+        bad = [name for name, actual, expected in pairs if not torch.equal(actual, expected)]
         return (*bad, *(["objects"] if self.iteration != iteration else []))
 
     def _tensors(self) -> tuple[torch.Tensor, ...]:

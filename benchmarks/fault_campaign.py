@@ -236,13 +236,13 @@ def _clean(arena: Path, job: str) -> str:
 
 def _processes_of(job: str) -> list[int]:
     """SMPs of the job."""
-    found = []
+    pids = []
     for entry in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             words = (entry / "cmdline").read_bytes().split(b"\0")
             if b"ftckpt.smp" in words and job.encode() in words:
-                found.append(int(entry.name))
-    return found
+                pids.append(int(entry.name))
+    return pids
 
 
 def campaign(trials: int, seed: int) -> list[Verdict]:
@@ -257,9 +257,9 @@ def campaign(trials: int, seed: int) -> list[Verdict]:
         verdicts.append(verdict)
         shape = verdict.shape
         where = f"{len(set(shape.nodes))}x{len(shape.nodes) // len(set(shape.nodes))} {'+'.join(shape.modes.names)}"
-        said = f"promised {verdict.promise}, started from {verdict.start}"
+        outcome = f"promised {verdict.promise}, started from {verdict.start}"
         print(
-            f"{number:4d}  {verdict.kind:8s} {where:24s} {'; '.join(verdict.faults)}: {said} {verdict.text}",
+            f"{number:4d}  {verdict.kind:8s} {where:24s} {'; '.join(verdict.faults)}: {outcome} {verdict.text}",
             flush=True,
         )
     return verdicts

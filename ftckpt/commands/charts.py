@@ -297,11 +297,11 @@ def tracks_chart(tracks: IterationTracks) -> str:
     most_bytes = max(track.total_bytes for track in drawn) or 1
     # Coordinates that tell no two ranks apart, and the stage, which stands beside them, are left out of labels.
     names = {name for track in drawn for name in track.coords}
-    told_apart = {name for name in names if len({track.coords.get(name) for track in drawn}) > 1} - {"pp"}
+    distinguishing = {name for name in names if len({track.coords.get(name) for track in drawn}) > 1} - {"pp"}
     parts = [_HATCHING, *_bands(drawn, shape), *_time_axis(tracks.secs, px_per_sec, bottom)]
     for place, track in enumerate(drawn):
         row = _Row(tracks, track, shape, _TOP + place * shape.height + shape.gap / 2, px_per_sec)
-        parts += [_label(row, told_apart), *_compute(row)]
+        parts += [_label(row, distinguishing), *_compute(row)]
         parts += [*_copies(row, track.copies, "copy"), *_copies(row, track.parity, "parity")]
         parts += _byte_bar(row, most_bytes)
     title = f"Iteration {tracks.iteration + 1} of {len(drawn)} ranks over time, with copies and their places"
@@ -356,9 +356,9 @@ def _time_axis(secs: float, px_per_sec: float, bottom: float) -> Iterator[str]:
             yield _tick(x, y, f"{tick:g}" if tick else "0 ms")
 
 
-def _label(row: _Row, told_apart: set[str]) -> str:
+def _label(row: _Row, distinguishing: set[str]) -> str:
     track = row.track
-    names = " ".join(f"{name}{at}" for name, at in track.coords.items() if name in told_apart)
+    names = " ".join(f"{name}{at}" for name, at in track.coords.items() if name in distinguishing)
     text = f"{track.rank} · {names}" if names else str(track.rank)
     text = text if len(text) <= _MOST_LABEL else str(track.rank)
     return row.text(_TRACKS_LEFT - 12, text, "end", f"rank {track.rank}: {track.label}")

@@ -7,7 +7,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -220,14 +220,21 @@ class _MemoryBudget:
                 self._changed.notify_all()
 
 
-def _write_all(
-    conversion: Conversion, units: Sequence[Unit], options: Options, journal: Journal, on_bytes: OnBytes
-) -> None:
-    stop, guard, memory = threading.Event(), threading.Lock(), _MemoryBudget(options.max_memory)
+def one_at_a_time(on_bytes: OnBytes) -> OnBytes:
+    """``on_bytes`` for threads that report at the same time."""
+    guard = threading.Lock()
 
     def report(nbytes: int) -> None:
         with guard:
             on_bytes(nbytes)
+
+    return report
+
+
+def _write_all(
+    conversion: Conversion, units: Sequence[Unit], options: Options, journal: Journal, on_bytes: OnBytes
+) -> None:
+    stop, memory, report = threading.Event(), _MemoryBudget(options.max_memory), one_at_a_time(on_bytes)
 
     def write(unit: Unit) -> None:
         left = unit.nbytes
@@ -261,6 +268,11 @@ def _write_all(
             # Before the pool is waited for: a worker in the middle of a file sees it at its next rows.
             stop.set()
             pool.shutdown(cancel_futures=True)
+    _raise_cause(futures)
+
+
+def _raise_cause(futures: Sequence[Future[None]]) -> None:
+    """Raise what made the first worker fail, if one did."""
     errors = [error for future in futures if not future.cancelled() and (error := future.exception()) is not None]
     # The first error is the cause; those that it cancelled have nothing to add.
     for error in sorted(errors, key=lambda error: isinstance(error, _Cancel)):

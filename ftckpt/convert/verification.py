@@ -7,7 +7,6 @@ that nothing of it is missing and nothing was added, but for what belongs to a l
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -16,7 +15,7 @@ import xxhash
 
 from ftckpt.convert.catalog import WEIGHTS_ALONE, Catalog, Get, Reader, Rows, Tensor
 from ftckpt.convert.consolidation import Consolidator
-from ftckpt.convert.conversion import Conversion
+from ftckpt.convert.conversion import Conversion, one_at_a_time
 from ftckpt.convert.foreign.pickles import plain
 from ftckpt.convert.megatron.common import hyperparameters, identity_of
 from ftckpt.convert.safetensors import strips
@@ -65,20 +64,13 @@ def verify(
     if right != iteration and not weights_alone:
         problems.append(f"it is of iteration {iteration}, it was {right}")
     problems += differing(conversion.catalog, written.catalog)
-    guard = threading.Lock()
+    report = one_at_a_time(on_bytes)
 
     def compared(pair: tuple[Tensor, Tensor | None]) -> str:
         one, other = pair
-        if other is None:
-            return ""
-        if (one.dtype, one.shape) != (other.dtype, other.shape):
-            return f"{one.key} is {other.dtype} {list(other.shape)}, it was {one.dtype} {list(one.shape)}"
-        # Strip by strip from both ends: neither tensor is in memory as a whole.
-        if _checksum(one, conversion.get) != _checksum(other, consolidator.get):
-            return f"{one.key} has other bytes"
-        with guard:
-            on_bytes(one.nbytes)
-        return ""
+        problem = "" if other is None else _difference(one, conversion.get, other, consolidator.get)
+        report(one.nbytes if other is not None and not problem else 0)
+        return problem
 
     with ThreadPoolExecutor(max(1, workers), thread_name_prefix="ftckpt-verify") as pool:
         problems += filter(None, pool.map(compared, pairs))
@@ -87,6 +79,14 @@ def verify(
     if problems:
         raise ConvertError(f"the destination is not what the source is: {listed(problems, _MOST_NAMED)}")
     return len(pairs)
+
+
+def _difference(one: Tensor, get: Get, other: Tensor, get_other: Get) -> str:
+    """What is not the same in both tensors, "" where nothing is."""
+    if (one.dtype, one.shape) != (other.dtype, other.shape):
+        return f"{one.key} is {other.dtype} {list(other.shape)}, it was {one.dtype} {list(one.shape)}"
+    # Strip by strip from both ends: neither tensor is in memory as a whole.
+    return "" if _checksum(one, get) == _checksum(other, get_other) else f"{one.key} has other bytes"
 
 
 def _checksum(tensor: Tensor, get: Get) -> str:

@@ -24,7 +24,7 @@ from ftckpt.restore.rebuild import Rebuild, assess
 class Decision:
     """Restore ``snapshot``, shard by shard from the slots ``sources``.
 
-    ``passed_over`` tells why newer snapshots were not taken, one text each. Shards that are in ``rebuild`` are in no
+    ``passed_over`` says why newer snapshots were not taken, one text each. Shards that are in ``rebuild`` are in no
     source yet. ``layout``, ``homes`` and ``ranks`` are those of the candidate: in another layout than the job's no
     rank continues a shard.
     """
@@ -62,7 +62,7 @@ class Query:
 
 @dataclass
 class Findings:
-    """What a search has found out so far, beside the inventory.
+    """What a search knows so far, beside the inventory.
 
     ``damage`` of slots that did not verify; ``shields`` of snapshots that were asked for; ``bad_blocks`` did not
     verify, or gave wrong bytes; ``given_up`` are snapshots that could not be rebuilt though parity was there, with

@@ -6,8 +6,8 @@ two zlib streams behind the length of the first (8 bytes, little endian). The te
 are the same bytes: they are looked at once, and rows only where a key is wanted.
 
 Whether the job has the layout of the snapshot is no matter of these functions but of their data: a rank that
-continues a shard (``own``) reads for itself what that shard held for itself; where no rank continues a shard, what
-shards held for themselves is read from any of them, if all agree, and what belongs to one rank stays as it was built.
+continues a shard (``own``) reads for itself what that shard had for itself; where no rank continues a shard, what
+shards had for themselves is read from any of them, if all agree, and what belongs to one rank stays as it was built.
 """
 
 from __future__ import annotations

@@ -179,7 +179,7 @@ def cut(block: Block, begin: int, end: int) -> Iterator[Block]:
 
 
 def stream(blocks: Sequence[Block], begin: int, end: int) -> Iterator[Block]:
-    """Elements ``begin`` to ``end`` of ``blocks`` laid end to end, each in its own order."""
+    """Elements ``begin`` to ``end`` of ``blocks`` end to end, each in its own order."""
     position = 0
     for block in blocks:
         numel = block.numel

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -352,16 +353,27 @@ def make_room(
     arenas = [path for path in list_arenas(node_dir) if path.name not in rebuilt]
     needed = together(group, lambda: _enough(node_dir, total, keep, arenas, why) if why else None)
 
-    def free(snapshots: Collection[SnapshotId]) -> None:
-        freed_bytes, iteration = give_up(arenas, snapshots), chosen.iteration
-        # The first of ``keep`` has the newer snapshots too: where another was taken, those were given up.
-        events.emit("spare_given_up", iteration=iteration, bytes=freed_bytes, newer=snapshots != keep[0])
-        events.tell(f"{human(freed_bytes)} that no restart needs were given up to rebuild iteration {iteration}")
-        # What was deleted counts as free only once nothing maps it: an error here is better than one in the middle.
-        require(node_dir, total.now_bytes)
-
     # All ranks have been asked by here: where one node has no room whatever it gives up, none gives anything up.
-    together(group, lambda: free(needed) if needed is not None else None)
+    # The first of ``keep`` has the newer snapshots too: where another was taken, those are given up.
+    free = partial(_free, events=events, iteration=chosen.iteration, newer=needed != keep[0])
+    together(group, lambda: free(node_dir, arenas, total, needed) if needed is not None else None)
+
+
+def _free(
+    node_dir: Path,
+    arenas: Sequence[Path],
+    total: Ledger,
+    snapshots: Collection[SnapshotId],
+    *,
+    events: Events,
+    iteration: int,
+    newer: bool,
+) -> None:
+    freed_bytes = give_up(arenas, snapshots)
+    events.emit("spare_given_up", iteration=iteration, bytes=freed_bytes, newer=newer)
+    events.tell(f"{human(freed_bytes)} that no restart needs were given up to rebuild iteration {iteration}")
+    # What was deleted counts as free only once nothing maps it: an error here is better than one in the middle.
+    require(node_dir, total.now_bytes)
 
 
 def _of_node(topology: Topology, needs: Sequence[int]) -> int:

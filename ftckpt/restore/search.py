@@ -46,14 +46,14 @@ class BadSlot:
 
 @dataclass(frozen=True)
 class SlotFindings:
-    """What one rank found out about the slots that it was to verify: bad ones, and how far the others had come."""
+    """What verification by one rank gave: bad slots, and how far the others had come."""
 
     bad: tuple[BadSlot, ...] = ()
     states: Mapping[str, int] = field(default_factory=dict)
 
 
 class Search:
-    """One search; ``run`` is collective. ``usage`` tells afterwards what was rebuilt from what.
+    """One search; ``run`` is collective. ``usage`` has afterwards what was rebuilt from what.
 
     ``reshapes``: whether a snapshot of another layout will do.
     """
@@ -136,7 +136,7 @@ class Search:
         return shield
 
     def _verify(self, decision: Decision) -> bool:
-        """Whether something new was found to be bad in the slots that would be taken."""
+        """Whether something in the slots that would be taken is bad, and was not known to be."""
         begin = time.perf_counter()
         readers = readers_of(self._topology, decision)
         mine = {shard: slot for shard, slot in decision.sources.items() if readers[shard] == self._group.rank}
@@ -166,7 +166,7 @@ class Search:
         return SlotFindings(tuple(bad), states)
 
     def _verify_once(self, snapshot: SnapshotId, shard: str, slot: SlotAt) -> list[str]:
-        """What is bad in a slot; nothing where that was found out before."""
+        """What is bad in a slot; nothing where it was verified before."""
         if slot in self._good:
             return []
         progress = Progress(f"rank {self._group.rank} verifies {shard}")

@@ -30,15 +30,15 @@ from ftckpt.errors import ConvertError
 
 
 class LossScaler:
-    """A fixed loss scale."""
+    """Written as DeepSpeed's class of this name: a loss scale that stays as it is."""
 
 
 class DynamicLossScaler:
-    """A loss scale that follows overflows."""
+    """Written as DeepSpeed's class of this name: a loss scale that follows overflows."""
 
 
 class SubparamShape:
-    """Sizes of a parameter's parts."""
+    """Written as DeepSpeed's class of this name: sizes of a parameter's parts."""
 
 
 _NAMES: dict[str, type] = {

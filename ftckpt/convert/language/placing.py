@@ -204,7 +204,7 @@ def _placed(
                 whole = size
             shape.append(whole)
         if vocabulary is not None:
-            ranges[0], shape[0] = _kept(ranges[0], shape[0], vocabulary), vocabulary
+            ranges[0], shape[0] = _without_padding(ranges[0], shape[0], vocabulary), vocabulary
         yield holder, [_box_map(parts) for parts in product(*ranges)], tuple(shape)
 
 
@@ -226,7 +226,7 @@ def _along(
     return extents(cut, rank_sizes, sizes.get(axis, 1), holders[0].values, variables)
 
 
-def _kept(parts: Sequence[Extent], rows: int, vocabulary: int) -> list[Extent]:
+def _without_padding(parts: Sequence[Extent], rows: int, vocabulary: int) -> list[Extent]:
     """Without the rows that fill up a vocabulary."""
     if not 0 < vocabulary <= rows:
         raise SpecError(f"has {rows} rows, fewer than the vocabulary of {vocabulary}")
@@ -296,7 +296,7 @@ def extents(
         ends = list(accumulate(counts, initial=0))
         return [(Extent(0, ends[rank], counts[rank]),) if counts[rank] else () for rank in range(num)], ends[-1]
     parts = [_widths(part, cut, counts, values, variables) for part in cut.parts]
-    return _laid_out(parts, counts)
+    return _extents_by_rank(parts, counts)
 
 
 class _Part(NamedTuple):
@@ -306,7 +306,7 @@ class _Part(NamedTuple):
     """First and last (exclusive) entry of each rank."""
 
 
-def _laid_out(parts: Sequence[_Part], sizes: Sequence[int]) -> tuple[list[tuple[Extent, ...]], int]:
+def _extents_by_rank(parts: Sequence[_Part], sizes: Sequence[int]) -> tuple[list[tuple[Extent, ...]], int]:
     ranks: list[tuple[Extent, ...]] = []
     for rank, size in enumerate(sizes):
         local = whole = 0

@@ -224,11 +224,7 @@ class MegatronLegacyReader(Reader):
     """
 
     def __init__(
-        self,
-        path: Path,
-        spec: Spec | None,
-        iteration: int | None = None,
-        roles: Iterable[str] | None = None,
+        self, path: Path, spec: Spec | None, iteration: int | None = None, roles: Iterable[str] | None = None
     ) -> None:
         self.path = _find(path, iteration)
         if spec is None:
