@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from ftckpt.job.agreement import AgreementError
 from tests.support import jobs, plain
 from tests.support.faults import Fault
 from tests.support.pool import RankFailure, run_ranks
+from tests.support.waiting import meet, until
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.faults]
 
@@ -30,20 +32,23 @@ def failing_in_turn(
     """Copies of (rank, iteration) in ``failing`` raise; all ranks die while ``at`` is being copied."""
     checkpointer, state = plain.make(rank, world_size, settings)
     assert checkpointer.restore() is None
+    copying = threading.Event()
 
     def disturb() -> None:
         if (rank, state.iteration) in failing:
             raise OSError("copy failed")
         if state.iteration == at:
-            time.sleep(0.5)
-            plain.die()
+            copying.set()
+            threading.Event().wait()  # until it is killed
 
     plain.before_each_copy(disturb)
     if (0, -5) in failing:  # rank 0 fails at 5 before it touches a slot
         state.failing = {5: CaptureError("an object could not be saved once")}
     for iteration in range(1, at + 1):
         plain.iterate(checkpointer, state, iteration)
-    time.sleep(5)
+    assert copying.wait(20)
+    meet(Path(settings["events"]).parent / "copying", world_size)
+    plain.die()
 
 
 @pytest.mark.parametrize(
@@ -68,7 +73,9 @@ def going_back(rank: int, world_size: int, settings: dict[str, Any]) -> None:
     checkpointer.fence()
     for iteration in range(3, 7):
         plain.iterate(checkpointer, state, iteration, offset=100.0)
-    time.sleep(0.3)
+    if checkpointer.capture is not None and checkpointer.capture.flight is not None:
+        checkpointer.capture.flight.wait(20)  # what is copied, wrongly, is sealed
+    meet(Path(settings["events"]).parent / "gone back", world_size)
     plain.die()
 
 
@@ -103,7 +110,7 @@ def long_interval(rank: int, world_size: int, settings: dict[str, Any]) -> None:
     checkpointer.restore()
     for iteration in range(1, 15):
         plain.iterate(checkpointer, state, iteration)
-    time.sleep(0.3)  # the seal comes some time after the fence
+    until(lambda: 10 in plain.sealed(settings, rank), "sealed, some time after the fence")
     plain.die()
 
 
@@ -135,7 +142,7 @@ def late_error(rank: int, world_size: int, settings: dict[str, Any]) -> bool:
     checkpointer.restore()
 
     def fail() -> None:
-        time.sleep(0.1)
+        time.sleep(0.1)  # a device that takes longer than the fence
         raise OSError("late device error")
 
     plain.before_each_copy(fail)
@@ -201,7 +208,8 @@ def slowly_sealed(rank: int, world_size: int, settings: dict[str, Any]) -> None:
     from ftckpt.store.arena import Arena
 
     hash_chunk = Arena.hash_chunk
-    Arena.hash_chunk = lambda *args: (time.sleep(0.3), hash_chunk(*args))[1]  # type: ignore[method-assign, assignment]
+    # Hashes that take longer than it is from the last boundary to the end.
+    Arena.hash_chunk = lambda *args: (time.sleep(0.1), hash_chunk(*args))[1]  # type: ignore[method-assign, assignment]
     checkpointer, state = plain.make(rank, world_size, settings)
     checkpointer.restore()
     for iteration in range(1, 4):
@@ -221,14 +229,15 @@ def late_then_killed(rank: int, world_size: int, settings: dict[str, Any]) -> No
 
     def disturb() -> None:
         if state.iteration == 7:
-            time.sleep(1.0)
+            time.sleep(1.0)  # until both have posted their round
             plain.die()
 
     plain.before_each_copy(disturb)
     for iteration in range(1, 8):
+        # Ranks that are late: each misses a verdict of the other.
         time.sleep({(1, 6): 1.5, (0, 7): 1.25}.get((rank, iteration), 0.1 if iteration < 6 else 0.0))
         plain.iterate(checkpointer, state, iteration)
-    time.sleep(5)
+    time.sleep(5)  # until it is killed
 
 
 def test_a_rank_that_reads_two_verdicts_at_once_keeps_what_the_first_one_named(settings: dict[str, Any]) -> None:
@@ -271,7 +280,14 @@ def told_late(rank: int, world_size: int, settings: dict[str, Any], trouble: str
     Shard.prove = recorded  # type: ignore[method-assign]
     checkpointer, state = plain.make(rank, world_size, settings)
     checkpointer.restore()
-    plain.before_each_copy(lambda: time.sleep(1.0 if (trouble, rank, state.iteration) == ("stuck", 1, 7) else 0.0))
+    free, ended = threading.Event(), threading.Event()
+
+    def disturb() -> None:
+        if (trouble, rank, state.iteration) == ("stuck", 1, 7):
+            assert free.wait(60)
+            ended.set()
+
+    plain.before_each_copy(disturb)
     agreement = checkpointer._agreement
     read, post = agreement.read, agreement.post
     for iteration in range(1, 9):
@@ -283,7 +299,8 @@ def told_late(rank: int, world_size: int, settings: dict[str, Any], trouble: str
         state.advance(iteration, float(iteration))
         checkpointer.step(iteration)
         agreement.read = read  # type: ignore[method-assign]
-    time.sleep(1.2)  # until the stuck copy has ended
+    free.set()
+    assert (trouble, rank) != ("stuck", 1) or ended.wait(60)
     checkpointer.close(remove=False)
     return said
 

@@ -231,7 +231,7 @@ before, peak, stop = anonymous(), [0], threading.Event()
 def watch():
     while not stop.is_set():
         peak[0] = max(peak[0], anonymous())
-        time.sleep(0.002)
+        time.sleep(0.002)  # a sample
 watcher = threading.Thread(target=watch)
 watcher.start()
 convert(source, open_writer(Path(sys.argv[2], "out"), "universal", 40_000_000), Options(4, int(sys.argv[3])))

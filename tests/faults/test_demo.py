@@ -22,6 +22,7 @@ from launch import demo, demo_job
 from launch.demo_job import FRAMEWORKS, SCENES, SHRINK, SMALL, Run, Strike, Watch
 from tests.support.processes import RunError
 from tests.support.run_logs import RunLogs, check_page
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.faults
 
@@ -348,10 +349,7 @@ def owned(owner: str) -> list[int]:
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupt_leaves_nothing(tmp_path: Path, signum: int) -> None:
     with start_demo(tmp_path, "--scene", "rank") as (child, owner):
-        deadline = time.monotonic() + 150
-        while len(owned(owner)) < 11 and time.monotonic() < deadline:
-            time.sleep(0.05)
-        assert len(owned(owner)) >= 11, "the demo, two agents and eight ranks did not come up"
+        until(lambda: len(owned(owner)) >= 11, "the demo, two agents and eight ranks are up", secs=150)
         child.send_signal(signum)
         output, _ = child.communicate(timeout=120)
         assert child.returncode == 130, output

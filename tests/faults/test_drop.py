@@ -85,7 +85,6 @@ def test_objects_that_do_not_fit_are_an_error_that_names_the_field(settings: dic
 def written_early(rank: int, world_size: int, settings: dict[str, Any], when: str) -> None:
     """After the boundary of iteration 3 the script writes to its row, while it is copied or when it has been."""
     import threading
-    import time
 
     hold = threading.Event()
     hold.set()
@@ -98,13 +97,12 @@ def written_early(rank: int, world_size: int, settings: dict[str, Any], when: st
     if when == "while copied":
         hold.clear()
     plain.iterate(checkpointer, state, 3)
+    assert checkpointer.capture is not None and checkpointer.capture.flight is not None
     if when == "when copied":
-        assert checkpointer.capture is not None and checkpointer.capture.flight is not None
         assert checkpointer.capture.flight.wait(20)
     state.row.fill_(-1)
     hold.set()
-    if when == "while copied":
-        time.sleep(0.5)  # time to be sealed, wrongly
+    assert checkpointer.capture.flight.wait(20)  # time to be sealed, wrongly
     checkpointer.fence()
     plain.die()
 

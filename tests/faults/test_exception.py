@@ -67,12 +67,9 @@ class Failing(Launched):
         words = ["--job", self.job, "--nproc", "2", "--runner", self.runner, "--restarts", str(len(failures))]
         return self.start(["bash", str(ROOT / "launch" / "torchrun.sh"), *words, *options, *self.training])
 
-    def finish(self) -> None:
+    def finish(self, secs: float = FINISH_SECS) -> None:
         """Waits longer than others do: a failure is a start of all processes."""
-        deadline = time.monotonic() + FINISH_SECS
-        while any(script.poll() is None for script in self.scripts) and time.monotonic() < deadline:
-            time.sleep(0.05)
-        super().finish()
+        super().finish(secs)
 
     def stop(self) -> None:
         self._stopped.set()

@@ -7,7 +7,6 @@ import json
 import os
 import signal
 import sys
-import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.launching import ROOT, Launched, free_ports
+from tests.support.waiting import until
 
 pytestmark = [
     pytest.mark.multiproc,
@@ -88,7 +88,4 @@ def test_told_to_stop_it_leaves_no_process_behind(launched: Launched) -> None:
     script = launched.scripts[0]
     script.send_signal(signal.SIGTERM)
     assert script.wait(90) == 143
-    deadline = time.monotonic() + 30
-    while (left := processes_of(script.pid)) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert not left
+    until(lambda: not processes_of(script.pid), "no process is left", secs=30)

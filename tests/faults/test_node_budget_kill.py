@@ -17,6 +17,7 @@ import numpy.typing as npt
 import pytest
 
 from ftckpt.windows.node_budget import _UNTIL_NS, NodeBudget
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.faults
 
@@ -40,10 +41,10 @@ print(budget.problem, flush=True)
 if mode == "hold":  # one long copy: no sign of life after its start
     budget.start()
     page[place] += 1
-    time.sleep(100)
+    time.sleep(100)  # until it is killed
 while True:
     if page[{RANKS} + place]:  # asked to stop
-        time.sleep(0.005)
+        time.sleep(0.005)  # it must not take the core from those that copy
         continue
     budget.start()
     begin = time.perf_counter()
@@ -85,7 +86,7 @@ class Node:
     def rates(self, secs: float = 0.2) -> npt.NDArray[np.float64]:
         """Bytes/s of each rank over ``secs``."""
         before, begin = self.page[:RANKS].astype(np.float64), time.monotonic()
-        time.sleep(secs)
+        time.sleep(secs)  # a rate is bytes over time
         after, end = self.page[:RANKS].astype(np.float64), time.monotonic()
         return (after - before) / (end - begin)
 
@@ -124,15 +125,13 @@ def assert_parts(node: Node, *parts: float) -> None:
 
 def test_ranks_share_the_limit_and_take_over_what_others_leave(node: Node) -> None:
     with copying_ranks(node) as ranks:
-        time.sleep(0.2)
+        until(node.page[:RANKS].all, "all copy")
         total = node.rates(1.0).sum()
         assert total <= 1.1 * LIMIT, f"{total / LIMIT:.2f} of the limit"
         assert_parts(node, 1 / 3, 1 / 3, 1 / 3)
         node.stop(2)
-        time.sleep(0.2)
         assert_parts(node, 1 / 2, 1 / 2, 0)
         os.kill(ranks[1].pid, signal.SIGKILL)  # not waited for: it is a zombie, as under a launcher
-        time.sleep(0.2)
         assert_parts(node, 1, 0, 0)
         assert Path(f"/proc/{ranks[1].pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
         node.stop(0)
@@ -141,10 +140,7 @@ def test_ranks_share_the_limit_and_take_over_what_others_leave(node: Node) -> No
 
 def settled(node: Node, copying: int) -> None:
     """Once an observer sees so many ranks copy."""
-    begin = time.monotonic()
-    while node.observer.copying() != copying:
-        assert time.monotonic() - begin < 30, f"{node.observer.copying()} ranks copy, not {copying}"
-        time.sleep(0.002)
+    until(lambda: node.observer.copying() == copying, f"{copying} ranks copy", secs=30)
 
 
 def test_a_rank_killed_in_its_copy_holds_its_part_no_longer(node: Node) -> None:
@@ -153,8 +149,7 @@ def test_a_rank_killed_in_its_copy_holds_its_part_no_longer(node: Node) -> None:
         node.ranks.clear()
         before = int(node.page[0])
         with node.rank("hold") as rank:
-            while int(node.page[0]) == before:
-                time.sleep(0.001)
+            until(lambda: int(node.page[0]) != before, "it copies")  # noqa: B023
             copied = node.observer.copying() == 1  # not where this process came to look too late
             until_ns = node.observer._load(_UNTIL_NS, 0)
             os.kill(rank.pid, signal.SIGKILL)
@@ -167,9 +162,7 @@ def test_a_frozen_rank_holds_its_part_for_a_lease_and_comes_back(node: Node) -> 
     with node.rank() as first, node.rank() as second:
         settled(node, 2)
         first.send_signal(signal.SIGSTOP)
-        time.sleep(0.6)
         assert_parts(node, 0, 1)
         first.send_signal(signal.SIGCONT)
-        time.sleep(0.2)
         assert_parts(node, 1 / 2, 1 / 2)
         assert second.poll() is None

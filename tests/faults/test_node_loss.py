@@ -19,6 +19,7 @@ import pytest
 from ftckpt.store.directory import SMP_STATE_NAME
 from tests.support.launching import ITERATIONS, ROOT, Nodes
 from tests.support.pool import run_ranks
+from tests.support.waiting import until
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.faults, pytest.mark.timeout(600)]
 
@@ -79,7 +80,7 @@ def lose_in_mid_iteration(nodes: Nodes, node: str, since: float = 0.0) -> tuple[
     least = random.randint(3, 20)
     what = f"protection of a snapshot from {least} on"
     protected = nodes.wait_for(what, lambda: [found for found in nodes.protected(since) if found >= least])[-1]
-    time.sleep(random.uniform(0, 0.05))
+    time.sleep(random.uniform(0, 0.05))  # any instant of an iteration
     return nodes.lose(node), protected
 
 
@@ -151,9 +152,7 @@ def test_parity_inside_nodes_brings_no_node_back(make: Make) -> None:
     nodes.start_node("b", "127.0.0.2", "--restarts", "1")
     lost, _ = lose_in_mid_iteration(nodes, "b")
     nodes.start_node("c", "127.0.0.2", "--restarts", "1")
-    deadline = time.monotonic() + 240
-    while "LostError" not in nodes.output() and time.monotonic() < deadline:
-        time.sleep(0.1)
+    until(lambda: "LostError" in nodes.output(), nodes.output, secs=240)
     told = nodes.output(20000)
     assert "LostError: iteration" in told and "cannot be restored" in told, told
     refusals = [line for line in told.splitlines() if "cannot be restored" in line]

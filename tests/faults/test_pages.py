@@ -10,7 +10,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import fields
@@ -25,6 +24,7 @@ from ftckpt.config import Config
 from ftckpt.store.directory import clean_job
 from tests.support import jobs
 from tests.support.pool import run_ranks
+from tests.support.waiting import until
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.faults]
 
@@ -111,13 +111,14 @@ def end(job: subprocess.Popen[bytes]) -> None:
 
 
 def wait_for(what: str, command: str, timeout_secs: float = 200) -> str:
-    deadline = time.monotonic() + timeout_secs
-    while time.monotonic() < deadline:
-        output = run(command).stdout
-        if what in output:
-            return output
-        time.sleep(0.5)
-    raise AssertionError(f"{what!r} did not show in the output of {command!r}: {output}")
+    outputs = [""]
+
+    def shown() -> bool:
+        outputs.append(run(command).stdout)
+        return what in outputs[-1]
+
+    until(shown, lambda: f"{what!r} in the output of {command!r}: {outputs[-1]}", timeout_secs)
+    return outputs[-1]
 
 
 def test_the_plan_of_a_large_job_names_what_it_survives() -> None:

@@ -20,6 +20,7 @@ import xxhash
 
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.parity.modes import Modes
+from ftckpt.smp import sources
 from ftckpt.smp.channel import FRAME, MAGIC, Channel, Delivery, PeerError, Trust
 from ftckpt.smp.duties import Duties
 from ftckpt.smp.requests import BytesRequest, ChunkRequest, decode_request, encode_object, exchange
@@ -73,7 +74,10 @@ def tell_port(smp: Smp, nodes: Sequence[Node], ports: dict[str, int], port: int,
         smp.start()
 
 
-def test_a_peer_killed_in_the_middle_of_a_transfer_is_waited_for(arena_root: Path, stack: ExitStack) -> None:
+def test_a_peer_killed_in_the_middle_of_a_transfer_is_waited_for(
+    arena_root: Path, stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sources, "_REPORT_SECS", 0.1)
     nodes = two_nodes(arena_root, stack)
     smp = stack.enter_context(closing(Smp(nodes[0])))
     other = start_process(nodes[1], stack)
@@ -87,7 +91,7 @@ def test_a_peer_killed_in_the_middle_of_a_transfer_is_waited_for(arena_root: Pat
         node.target(1)
     until(lambda: smp.duties.status()["received_bytes"] > 0, "in the middle")
     other.kill()
-    time.sleep(0.5)
+    until(lambda: smp.duties.status()["failing"], "it knows that the other is gone")
     assert not nodes[0].covered(1) and smp.duties.cannot is None
     again = start_process(nodes[1], stack, other.port)
     tell_port(smp, nodes, ports, again.port, **settings)
@@ -272,7 +276,7 @@ def test_an_smp_killed_at_any_time_loses_nothing(arena_root: Path, stack: ExitSt
                 node.protected(1)
                 node.snapshot(1, 2)
                 node.target(2)
-        time.sleep(delays.uniform(0, 0.1))
+        time.sleep(delays.uniform(0, 0.1))  # any instant
         other.kill()
         if attempt >= 1:
             assert check_parity(nodes, PEER, 1) >= 2
@@ -375,7 +379,7 @@ def test_a_full_tmpfs_is_told_once_and_training_goes_on(tmp_path: Path, stack: E
     node.target(1)
     smp.start()
     until(lambda: smp.duties.cannot == SnapshotId(LINEAGE, 1), "cannot")
-    time.sleep(0.3)
+    smp.settle()
     [event] = smp.events.of("not_covered")
     assert "no room" in event["reason"] and node.states(1) == [CheckState.CHECKED] * 3
     node.snapshot(1, 2)
@@ -428,7 +432,7 @@ def _write_on(arena: Any, stop: threading.Event) -> None:
                 span = arena.image.chunks[1]
                 view[span.begin : span.end] = np.random.default_rng().bytes(span.nbytes)
             fill(arena, iteration, iteration)
-            time.sleep(0.05)
+            time.sleep(0.05)  # long enough to be read now and then
 
 
 def test_nothing_is_left_half_made(arena_root: Path, stack: ExitStack) -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from tests.support import ds_jobs, jobs
 from tests.support.pool import RankFailure, spawn_ranks
+from tests.support.waiting import until
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.faults]
 
@@ -40,7 +41,7 @@ def test_cores_that_are_not_there(settings: dict[str, Any]) -> None:
 def test_a_second_live_job_of_the_same_name(settings: dict[str, Any]) -> None:
     settings = {**settings, "lock_timeout_secs": 0.5}
     with spawn_ranks(jobs.train, 2, jobs.Run([], 2000, settings)) as first:
-        assert wait_for_snapshot(settings)
+        until(lambda: Path(settings["events"]).exists() and jobs.events(settings, "snapshot"), "a snapshot", 120)
         refused(settings, [], "ArenaError.*live job named 'test'.*--ftckpt-job")
         assert first.alive() == [0, 1]
 
@@ -69,14 +70,3 @@ def test_a_node_that_was_renamed(settings: dict[str, Any]) -> None:
 def test_a_parameter_that_nothing_steps(settings: dict[str, Any]) -> None:
     with pytest.raises(RankFailure, match=r"UnsupportedError.*extra\.weight.*no optimizer steps it"):
         jobs.outcomes(2, jobs.Run([], 3, settings, extra_parameter=True))
-
-
-def wait_for_snapshot(settings: dict[str, Any]) -> bool:
-    import time
-
-    deadline = time.monotonic() + 120
-    while time.monotonic() < deadline:
-        if Path(settings["events"]).exists() and jobs.events(settings, "snapshot"):
-            return True
-        time.sleep(0.1)
-    return False

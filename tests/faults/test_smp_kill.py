@@ -24,7 +24,7 @@ from ftckpt.store.locks import JobLock
 from ftckpt.store.process import Process
 from ftckpt.store.pulse import Pulse
 from tests.support.killing import killed_at
-from tests.support.smps import JOB, NODE, SECRET, Site, events, python, site_at
+from tests.support.smps import JOB, NODE, SECRET, Site, events, lives_on, python, site_at
 from tests.support.waiting import until
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.faults]
@@ -40,8 +40,8 @@ if sys.argv[3] == "stubborn":
 print("up", flush=True)
 for iteration in range(int(sys.argv[4])):
     pulse.beat(iteration, "forward")
-    time.sleep(0.05)
-time.sleep(100)
+    time.sleep(0.05)  # an iteration
+time.sleep(100)  # the hang
 """
 
 
@@ -113,7 +113,7 @@ def test_the_watch_brings_it_back_again_and_again(site: Site, tmp_path: Path) ->
     print("restarted after", took)
     assert min(took) < 8, f"{took} s; 0.6 s on an idle machine"
     kill(client)
-    time.sleep(1.2)
+    assert not [thread for thread in threading.enumerate() if thread.name == "ftckpt-smp-watch"]
     assert site.pids() == [], "a watch that was stopped starts none"
 
 
@@ -138,7 +138,7 @@ def test_killed_while_it_starts(site: Site) -> None:
         starter = threading.Thread(target=lambda found=found: found.append(site.start()))
         starter.start()
         until(lambda starter=starter: site.pids() or not starter.is_alive())
-        time.sleep(delay)
+        time.sleep(delay)  # an instant of its start
         for pid in site.pids():
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -257,7 +257,7 @@ def test_a_hang_says_who_waits_where_and_ends_nobody(site: Site, tmp_path: Path)
             processes[0].pid,
         )
         assert (second["rank"], second["iteration"]) == (11, 29) and first["secs"] > second["secs"] >= 2
-        time.sleep(3.5)
+        lives_on(site.node_dir, 1.3)
         assert len(events(tmp_path, "hang")) == 1, "once per hang"
         assert all(process.poll() is None for process in processes)
         assert client.status()["hangs"] == 1 and "hang" in site.log
@@ -282,7 +282,8 @@ def test_hung_trainers_are_ended_and_nobody_else(site: Site, tmp_path: Path) -> 
         # The launcher starts them anew: they train, and are left alone.
         again = trainers(site, ("meek", 1000), ("meek", 1000))
         try:
-            time.sleep(3.5)
+            pulse = Pulse.open(site.node_dir, None)  # longer than the two seconds of a hang
+            until(lambda: all(rank.iteration >= 50 for rank in pulse.ranks() if rank.place < len(again)))
             assert all(process.poll() is None for process in again)
             assert len(events(tmp_path, "hang")) == 1
         finally:
@@ -295,7 +296,7 @@ def test_trainers_that_have_not_begun_do_not_hang(site: Site, tmp_path: Path) ->
     site.start().configure(site.description(hang_secs=1.0, on_hang="abort", events=str(tmp_path)))
     processes = trainers(site, ("meek", 0), ("meek", 0))
     try:
-        time.sleep(2.5)
+        lives_on(site.node_dir, 2.2)
         assert all(process.poll() is None for process in processes) and not events(tmp_path, "hang")
     finally:
         end_all(processes)

@@ -9,7 +9,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +17,7 @@ from typing import Any
 import pytest
 
 import ftckpt
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.faults
 
@@ -88,12 +88,13 @@ class Job:
 
         :raises AssertionError: one failed, or not all ended in time; the text has the ends of their logs.
         """
-        deadline = time.monotonic() + DEADLINE_SECS
-        while any(agent.poll() is None for agent in self.agents) and time.monotonic() < deadline:
-            time.sleep(0.05)
-        codes = [agent.poll() for agent in self.agents]
-        logs = [path.read_text()[-3000:] for path in sorted(self.here.glob("agent*.log"))]
-        assert codes == [0] * len(codes), f"agents ended with {codes}\n" + "\n".join(logs)
+
+        def logs() -> str:
+            return "\n".join(path.read_text()[-3000:] for path in sorted(self.here.glob("agent*.log")))
+
+        until(lambda: all(agent.poll() is not None for agent in self.agents), logs, DEADLINE_SECS)
+        codes = [agent.returncode for agent in self.agents]
+        assert codes == [0] * len(codes), f"agents ended with {codes}\n{logs()}"
 
     def log(self, rank: int) -> list[dict[str, Any]]:
         return [json.loads(line) for line in (self.here / f"rank{rank}.jsonl").read_text().splitlines()]

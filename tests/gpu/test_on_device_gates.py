@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -18,6 +17,7 @@ from ftckpt.windows.iteration import IterationForecast
 from tests.support.device_states import Landings, assert_holds, plan, prepared, shared_slot
 from tests.support.fake_device import SECS
 from tests.support.real_device import MIB, cycles_for, needs_device, sleep, state
+from tests.support.waiting import until
 
 pytestmark = needs_device
 
@@ -171,9 +171,7 @@ def test_copies_do_not_spoil_the_capture_of_a_graph(registered: bool, device: to
                 assert DeviceClock(device).mark() is None
                 for _ in range(10):
                     data.add_(1)
-                deadline = time.monotonic() + SECS
-                while len(begun) < before + 3 and time.monotonic() < deadline:
-                    time.sleep(0.001)
+                until(lambda: len(begun) >= before + 3, "flights", SECS)  # noqa: B023
             graph.replay()
         torch.cuda.synchronize()
         assert int(data[0]) == 100

@@ -12,6 +12,7 @@ from ftckpt.windows.clock import DeviceClock
 from ftckpt.windows.node_budget import NoBudget
 from tests.support.device_states import CPU, Blocked, Landings, live_state, plan, prepared, shared_slot
 from tests.support.fake_device import PAGE, SECS, FakeDevice, FakeStream, install
+from tests.support.waiting import until
 
 
 @pytest.fixture
@@ -27,9 +28,7 @@ def test_registration_is_undone_where_it_was_made(fake: FakeDevice) -> None:
         assert len(fake.pinned) == 3
         copier.prepare([])
         copier.prepare(slots[1:])
-        deadline = time.monotonic() + SECS
-        while len(fake.pinned) < 4 and time.monotonic() < deadline:
-            time.sleep(0.001)
+        until(lambda: len(fake.pinned) >= 4, "registered", SECS)
         assert sum(fake.pinned.values()) == sum(slot.numel() for slot in slots)
     assert not fake.pinned
     assert fake.unpinned_by == {"ftckpt-register"}

@@ -22,6 +22,7 @@ from ftckpt.windows.clock import DeviceClock
 from ftckpt.windows.node_budget import NoBudget
 from tests.support.device_states import CPU, assert_holds, live_state, plan, shared_slot
 from tests.support.fake_device import PAGE, SECS, FakeDevice, install
+from tests.support.waiting import until
 
 SNAPSHOT = SnapshotId(b"l" * 16, 7)
 
@@ -84,9 +85,7 @@ class Snapshots:
         pieces: Any = [SimpleNamespace(tensor=tensor) for tensor in self.tensors]
         self.copier = DeviceCopier(DeviceClock(CPU), NoBudget(), own_stream=True)
         self.capture = Capture(arena, pieces, [], self.copier, windows)
-        deadline = time.monotonic() + SECS
-        while not self.copier.register_secs and time.monotonic() < deadline:
-            time.sleep(0.001)
+        until(lambda: self.copier.register_secs, "registered", SECS)
 
     def begin(self) -> None:
         self.capture.begin(SNAPSHOT, (), {})
@@ -190,8 +189,7 @@ def test_close_while_the_copier_is_stuck_in_a_submission(fake: FakeDevice, monke
     stuck = fake.hold(fake.side)
     snapshots.begin()
     begin = time.monotonic()
-    while not fake.copies and time.monotonic() - begin < SECS:
-        time.sleep(0.001)
+    until(lambda: fake.copies, "submitted", SECS)
     with short_joins(snapshots, monkeypatch):
         snapshots.capture.close()
     assert time.monotonic() - begin < SECS / 4

@@ -14,6 +14,8 @@ import pytest
 
 from ftckpt.errors import FtckptError
 from tests.support.pool import run_ranks
+from tests.support.processes import is_running
+from tests.support.waiting import meet, until
 
 pytestmark = pytest.mark.multiproc
 
@@ -303,17 +305,17 @@ GROUP_SECS = 60.0
 FEW_SECS = 12.0
 
 
-def outlive(rank: int, size: int, lost: int, what: str) -> tuple[str, float]:
+def outlive(rank: int, size: int, lost: int, what: str, here: str) -> tuple[str, float]:
     """What a rank is told, and after how long, when another is lost before a collective."""
     from ftckpt.group import Group
     from ftckpt.job.agreement import Agreement, Round
 
     group = Group(GROUP_SECS)
     agreement = Agreement(group)
-    group.barrier()
+    pids = [int(pid) for pid in group.gather(str(os.getpid()).encode())]
     if rank == lost:
         os.kill(os.getpid(), signal.SIGKILL)
-    time.sleep(1.0)  # until the others know
+    until(lambda: not is_running(pids[lost]), "one is lost")
     begin = time.monotonic()
     try:
         if what == "gather":
@@ -327,15 +329,15 @@ def outlive(rank: int, size: int, lost: int, what: str) -> tuple[str, float]:
             group.gather(b"y")
         return told, waited
     finally:
-        time.sleep(FEW_SECS + 1)  # not by its end does a rank tell the others
+        meet(Path(here, "told"), size - 1)  # not by its end does a rank tell the others
     return "", time.monotonic() - begin
 
 
 @pytest.mark.faults
 @pytest.mark.parametrize("what", ["gather", "agree"])
-def test_no_rank_waits_for_others_that_failed_where_a_rank_is_lost(what: str) -> None:
+def test_no_rank_waits_for_others_that_failed_where_a_rank_is_lost(what: str, tmp_path: Path) -> None:
     """Not all had a connection to the lost one, and those that had go on with training."""
-    results = run_ranks(outlive, 6, 3, what, expect_failures=True, grace_secs=4 * FEW_SECS)
+    results = run_ranks(outlive, 6, 3, what, str(tmp_path), expect_failures=True, grace_secs=4 * FEW_SECS)
     told = [result.value for rank, result in enumerate(results) if rank != 3]
     assert all(text and waited < FEW_SECS for text, waited in told), told
     if what == "gather":
@@ -343,7 +345,7 @@ def test_no_rank_waits_for_others_that_failed_where_a_rank_is_lost(what: str) ->
 
 
 def outlive_store(rank: int, size: int, here: str) -> float:
-    """How long a rank waits for its neighbours, who sleep, when the store is lost."""
+    """How long a rank waits for its neighbours, who never come, when the store is lost."""
     import torch.distributed as dist
 
     from ftckpt.group import Group
@@ -354,9 +356,7 @@ def outlive_store(rank: int, size: int, here: str) -> float:
         Path(here, "new").write_text(str(store.port))
         Path(here, "new").rename(port)
     else:
-        deadline = time.monotonic() + GROUP_SECS
-        while not port.exists() and time.monotonic() < deadline:
-            time.sleep(0.02)
+        until(port.exists, "the store's port")
         store = dist.TCPStore("127.0.0.1", int(port.read_text()))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
     group = Group(GROUP_SECS)
@@ -368,7 +368,7 @@ def outlive_store(rank: int, size: int, here: str) -> float:
         with pytest.raises(RuntimeError, match="store"):
             group.gather(b"x")
     waited = time.monotonic() - begin
-    time.sleep(FEW_SECS)
+    meet(Path(here, "told"), size - 1)
     return waited
 
 
@@ -385,18 +385,18 @@ import time
 import torch.distributed as dist
 store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 print(store.port, flush=True)
-time.sleep(600)
+time.sleep(600)  # until it is killed
 """
 
 
-def wait_beside_a_frozen_store(rank: int, size: int, port: int, pid: int) -> tuple[str, float]:
+def wait_beside_a_frozen_store(rank: int, size: int, port: int, pid: int, here: str) -> tuple[str, float]:
     """What rank 1 is told, and after how long, when rank 0 never comes and the store has stopped to answer."""
     import torch.distributed as dist
 
     from ftckpt.group import Group
 
     dist.init_process_group("gloo", store=dist.TCPStore("127.0.0.1", port), rank=rank, world_size=size)
-    group = Group(FEW_SECS / 2)
+    group = Group(FEW_SECS / 4)
     group.barrier()
     begin, told = time.monotonic(), ""
     if rank == 1:
@@ -404,20 +404,21 @@ def wait_beside_a_frozen_store(rank: int, size: int, port: int, pid: int) -> tup
         with pytest.raises(RuntimeError) as error:
             group.gather(b"x")
         told = str(error.value)
-    else:
-        time.sleep(1.5 * FEW_SECS)
-    return told, time.monotonic() - begin
+    waited = time.monotonic() - begin
+    meet(Path(here, "told"), size, 3 * FEW_SECS)
+    return told, waited
 
 
 @pytest.mark.faults
-def test_no_rank_waits_on_when_the_store_does_not_answer() -> None:
+def test_no_rank_waits_on_when_the_store_does_not_answer(tmp_path: Path) -> None:
     """Its host is frozen, or nothing of it comes through."""
     store = subprocess.Popen([sys.executable, "-c", STORE], stdout=subprocess.PIPE)
     try:
         assert store.stdout is not None
         port = int(store.stdout.readline())
+        arguments = (port, store.pid, str(tmp_path))
         results = run_ranks(
-            wait_beside_a_frozen_store, 2, port, store.pid, init_process_group=False, timeout_secs=8 * FEW_SECS
+            wait_beside_a_frozen_store, 2, *arguments, init_process_group=False, timeout_secs=8 * FEW_SECS
         )
         told, waited = results[1].value
         assert told and waited < 1.2 * FEW_SECS  # its own deadline, and a few seconds
@@ -432,7 +433,7 @@ def give_up_and_start_anew(rank: int, size: int) -> list[bytes]:
     first = Group(GROUP_SECS)
     first._give_up("for a test")
     second = Group(GROUP_SECS)
-    time.sleep(LATE_SECS * rank)  # so that rank 0 looks
+    time.sleep(LATE_SECS * rank)  # late, so that rank 0 looks
     return second.gather(bytes([rank]))
 
 
@@ -467,7 +468,7 @@ if rank == 0:
     agreement.post(Round(1, 1))
     print("fails", flush=True)
     raise SystemError("training fails")
-time.sleep(float(sys.argv[3]))
+time.sleep(float(sys.argv[3]))  # it never posts
 """
 
 

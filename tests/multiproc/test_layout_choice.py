@@ -11,7 +11,6 @@ import re
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from typing import Any
 import pytest
 
 from tests.probe.scenes import COMMON
+from tests.support import waiting
 from tests.support.event_logs import read_events
 from tests.support.pool import run_ranks
 from tests.support.processes import Processes
@@ -135,10 +135,9 @@ class MegatronLM:
         ]
         with Processes() as processes:
             processes.start("n", command, self.env, log)
-            deadline = time.monotonic() + 300
-            while processes.agents[0].poll() is None and not (until and self.newest() >= until):
-                assert time.monotonic() < deadline, log.read_text()[-3000:]
-                time.sleep(0.05)
+            agent = processes.agents[0]
+            ended = lambda: agent.poll() is not None or (until is not None and self.newest() >= until)  # noqa: E731
+            waiting.until(ended, lambda: log.read_text()[-3000:], 300)
         found = {int(number): float(loss) for number, loss in LOSS.findall(log.read_text())}
         assert found, log.read_text()[-3000:]
         return found

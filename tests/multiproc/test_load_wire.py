@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from tests.support.pool import run_ranks
+from tests.support.waiting import meet
 
 pytestmark = pytest.mark.multiproc
 
@@ -167,7 +168,7 @@ def test_all_pairs_at_once(tmp_path: Path) -> None:
     assert [r.value for r in run_ranks(all_pairs, RANKS, 1 << 20, timeout_secs=90)] == [(True, 4)] * RANKS
 
 
-def unanswered(rank: int, size: int) -> tuple[str, float]:
+def unanswered(rank: int, size: int, here: str) -> tuple[str, float]:
     import torch
 
     from ftckpt.group import Group
@@ -181,12 +182,14 @@ def unanswered(rank: int, size: int) -> tuple[str, float]:
             buffer = torch.zeros(8, dtype=torch.uint8)
             exchange(group, {}, {1: Stream([Strip(buffer, 0, (8,), (1,))])})
         else:
-            time.sleep(3.0)
+            meet(Path(here, "told"), size)
     except RuntimeError as error:
-        return str(error), time.monotonic() - begin
+        waited = time.monotonic() - begin
+        meet(Path(here, "told"), size)
+        return str(error), waited
     return "", time.monotonic() - begin
 
 
-def test_a_message_that_never_comes_is_an_error_in_time() -> None:
-    (text, secs), _ = (result.value for result in run_ranks(unanswered, 2, timeout_secs=60))
+def test_a_message_that_never_comes_is_an_error_in_time(tmp_path: Path) -> None:
+    (text, secs), _ = (result.value for result in run_ranks(unanswered, 2, str(tmp_path), timeout_secs=60))
     assert "imed out" in text and 0.9 < secs < 20

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import pytest
 
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.parity.modes import Modes
+from ftckpt.smp import sources
 from ftckpt.smp.channel import Channel, Delivery
 from ftckpt.smp.requests import BytesRequest
 from ftckpt.store.checks import CheckState
@@ -62,6 +63,19 @@ class Cluster:
 
     def covered(self, iteration: int) -> bool:
         return all(node.covered(iteration) for node in self.nodes)
+
+    def until_asked(self, node: int, times: int = 5) -> None:
+        """Until others have asked a node so many times more."""
+        server, asked = self.smps[node].server, []
+        find = server._find
+
+        def counted(request: BytesRequest) -> AbstractContextManager[Delivery | None]:
+            asked.append(request)
+            return find(request)
+
+        server._find = counted
+        until(lambda: len(asked) >= times, "asked again and again")
+        server._find = find
 
     def check(self, iteration: int) -> int:
         return check_parity(self.nodes, self.modes, iteration)
@@ -143,13 +157,14 @@ def test_each_byte_of_state_travels_once_per_loss(cluster: Cluster) -> None:
     assert received == state + packages * 2 // 3  # of three copies of a package one did not travel
 
 
-def test_one_that_is_late_is_waited_for(cluster: Cluster) -> None:
+def test_one_that_is_late_is_waited_for(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sources, "_REPORT_SECS", 0.02)
     cluster.build([[0], [1], [2]], PEER)
     for node in cluster.nodes[:2]:
         node.snapshot(0, 1)
     cluster.target(1)
     until(lambda: all(node.checked(1) for node in cluster.nodes[:2]), "checked")
-    time.sleep(1.0)
+    cluster.until_asked(2)
     assert not any(node.covered(1) for node in cluster.nodes)
     assert all(smp.duties.cannot is None and smp.events.of("peer_lost") == [] for smp in cluster.smps)
     cluster.nodes[2].snapshot(0, 1)
@@ -372,7 +387,7 @@ def test_what_a_target_that_was_given_up_asked_for_is_not_transferred(cluster: C
     server._find = slow
     for attempt in range(16):  # targets are given up one after the other
         cluster.nodes[0].target(10 + attempt % 2)
-        time.sleep(0.1)
+        time.sleep(0.1)  # less than a transfer takes
     cluster.nodes[0].target(12)
     before = len(served)
     until(lambda: 12 in served, "the last one is asked for")
@@ -384,7 +399,7 @@ def test_packages_that_are_not_there_yet_cost_no_network(cluster: Cluster) -> No
     cluster.build([[0, 1], [2, 3]], PEER, network_gbps=0.02)
     cluster.nodes[0].snapshot(0, 1)
     cluster.target(1)
-    time.sleep(1.0)  # it asks again and again
+    cluster.until_asked(1)
     cluster.nodes[1].snapshot(0, 1)
     begun = time.monotonic()
     until(lambda: cluster.covered(1), "covered")

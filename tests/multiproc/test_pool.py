@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 
 from tests.support.pool import RankFailure, preload, run_ranks, spawn_ranks
+from tests.support.processes import is_running
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.multiproc
 
@@ -27,13 +29,6 @@ def no_folders_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     yield
     assert list(tmp_path.iterdir()) == []
-
-
-def is_running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except FileNotFoundError:
-        return False
 
 
 def sum_of_ranks(rank: int, world_size: int, offset: int) -> tuple[int, str | None, int]:
@@ -73,7 +68,7 @@ def test_a_value_larger_than_a_pipe_arrives() -> None:
 def raise_on_one(rank: int, world_size: int, culprit: int) -> None:
     if rank == culprit:
         raise ValueError("told to")
-    time.sleep(60)
+    time.sleep(60)  # until it is killed
 
 
 def test_a_failure_ends_all_and_shows_its_traceback() -> None:
@@ -111,7 +106,7 @@ def test_survivors_have_their_grace_and_no_more() -> None:
 
 
 def sleep(rank: int, world_size: int) -> None:
-    time.sleep(60)
+    time.sleep(60)  # until it is killed
 
 
 def test_a_spawned_rank_can_be_killed_and_the_rest_goes_with_the_group() -> None:
@@ -149,12 +144,9 @@ def test_a_killed_test_run_leaves_no_rank() -> None:
         check=False,
     )
     pids = [int(pid) for pid in run.stdout.split()]
-    deadline = time.monotonic() + 60
-    while any(is_running(pid) for pid in pids) and time.monotonic() < deadline:
-        time.sleep(0.05)
+    until(lambda: not any(is_running(pid) for pid in pids), "none is left")
     shutil.rmtree(folder)
     assert len(pids) == 2
-    assert not any(is_running(pid) for pid in pids)
 
 
 def unpicklable(rank: int, world_size: int) -> Any:

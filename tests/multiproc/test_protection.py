@@ -150,7 +150,7 @@ def hang(rank: int, world_size: int, plan: Plan) -> Any:
 
     def stuck(self: Any, iteration: int) -> None:
         if rank == 1 and iteration == 10:
-            time.sleep(600)
+            time.sleep(600)  # until it is killed
         advance(self, iteration)
 
     job.KnownState.advance = stuck  # type: ignore[method-assign]

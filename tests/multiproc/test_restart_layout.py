@@ -190,7 +190,7 @@ class Ended:
 
 def die(*_: Any) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
-    time.sleep(30)
+    time.sleep(30)  # the kill comes when the call returns, at the latest
 
 
 def train(rank: int, world_size: int, attempt: Attempt) -> Ended:
@@ -522,7 +522,7 @@ def train_until_protected(rank: int, world_size: int, attempt: Attempt) -> list[
         told = checkpointer.group.gather(b"+" if seen[-1] == (False, True) else b"-")
         if all(word == b"+" for word in told):
             break
-        time.sleep(0.05)
+        time.sleep(0.05)  # an iteration
     checkpointer.close(remove=False)
     return seen
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import shutil
-import time
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -26,6 +25,7 @@ from ftckpt.store.ledger import Ledger, size_of
 from tests.support.mounting import leave_free, tmpfs, used
 from tests.support.pool import RankFailure, run_ranks
 from tests.support.tiers import by_default
+from tests.support.waiting import until
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.faults]
 
@@ -63,9 +63,8 @@ def start_full(rank: int, world_size: int, attempt: Attempt, node: Path, short: 
 
     def squeezed(self: Protection, mine: Ledger, node_dir: Path) -> None:
         if node_dir == node:
-            deadline = time.monotonic() + 30
-            while used(node) > sum(map(size_of, node.rglob("*"))) and time.monotonic() < deadline:
-                time.sleep(0.05)  # the SMP has yet to unmap what was freed
+            unmapped = lambda: used(node) <= sum(map(size_of, node.rglob("*")))  # noqa: E731
+            until(unmapped, "the SMP unmaps what was freed", secs=30)
             later = max(0, mine.later_bytes)
             assert later + SLACK < mine.now_bytes and (later >= 4096 or not short), mine
             leave_free(node, later - 4096 if short else later + SLACK)

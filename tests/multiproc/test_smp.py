@@ -27,7 +27,7 @@ from ftckpt.store.directory import clean_job, list_arenas, node_directory, remov
 from ftckpt.store.locks import JobLock
 from ftckpt.store.pulse import Pulse, SmpState
 from tests.support.arenas import Rank, ranks
-from tests.support.smps import JOB, NODE, REPOSITORY, SECRET, Site, answers, python, send, site_at
+from tests.support.smps import JOB, NODE, REPOSITORY, SECRET, Site, answers, lives_on, python, send, site_at
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.multiproc
@@ -36,11 +36,12 @@ FIND = """
 import sys, time
 from pathlib import Path
 from ftckpt.smp.client import find_or_start
-node_dir, root, at = Path(sys.argv[1]), Path(sys.argv[2]), float(sys.argv[3])
+node_dir, root, go = map(Path, sys.argv[1:4])
 print("up", flush=True)
-time.sleep(max(0, at - time.time()))
+while not go.exists():
+    time.sleep(0.001)
 print(find_or_start(node_dir, root, "job", "n0", {}).hello()["pid"], flush=True)
-time.sleep(float(sys.argv[4]))
+time.sleep(float(sys.argv[4]))  # until it is killed
 """
 TRAIN = """
 import sys, time
@@ -50,7 +51,7 @@ from ftckpt.store.pulse import Pulse
 how, node_dir = sys.argv[1], Path(sys.argv[2])
 held = JobLock(node_dir, 0) if how == "lock" else Pulse.open(node_dir, 0, 0)
 print("up", flush=True)
-time.sleep(100)
+time.sleep(100)  # until it is killed
 """
 OTHER_VERSION = """
 import socket, sys
@@ -89,8 +90,9 @@ def arena_of(site: Site) -> Path:
 
 
 def test_ranks_that_race_get_one_and_the_same(site: Site) -> None:
-    at = time.time() + 1.5
-    starters = [python(FIND, site.node_dir, site.root, at, 0) for _ in range(6)]
+    go = site.root / "go"
+    starters = [python(FIND, site.node_dir, site.root, go, 0) for _ in range(6)]
+    go.touch()
     told = set()
     for starter in starters:
         out, _ = starter.communicate(timeout=60)
@@ -102,7 +104,9 @@ def test_ranks_that_race_get_one_and_the_same(site: Site) -> None:
 def test_it_is_nobodys_child_and_holds_nothing_of_who_started_it(site: Site, tmp_path: Path) -> None:
     with open(tmp_path / "marker", "w") as marker:
         os.set_inheritable(marker.fileno(), True)
-        starter = python(FIND, site.node_dir, site.root, 0, 100, pass_fds=[marker.fileno()], start_new_session=True)
+        starter = python(
+            FIND, site.node_dir, site.root, site.root, 100, pass_fds=[marker.fileno()], start_new_session=True
+        )
     assert starter.stdout is not None
     pid = int(starter.stdout.readline())
     try:
@@ -117,7 +121,6 @@ def test_it_is_nobodys_child_and_holds_nothing_of_who_started_it(site: Site, tmp
         assert "libtorch" not in proc(pid, "maps")
         os.killpg(starter.pid, signal.SIGKILL)  # what torchrun does to a worker
         starter.wait(10)
-        time.sleep(0.5)
         assert site.pids() == [pid] and site.start().hello()["pid"] == pid
     finally:
         starter.kill()
@@ -132,8 +135,7 @@ def test_one_that_a_shell_started_outlives_it(site: Site) -> None:
         (pid,) = site.pids()
         os.killpg(shell.pid, signal.SIGKILL)
         shell.wait(10)
-        time.sleep(0.3)
-        assert site.pids() == [pid]
+        assert site.pids() == [pid] and site.start().hello()["pid"] == pid
     finally:
         shell.kill()
         shell.communicate(timeout=10)
@@ -325,9 +327,9 @@ def test_without_trainers_it_ends_and_arenas_stay(site: Site, how: str) -> None:
     trainer = python(TRAIN, how, site.node_dir)
     try:
         client = site.start(smp_idle_secs=1.0)
-        client.configure(site.description(smp_idle_secs=1.0))
+        client.configure(site.description(smp_idle_secs=0.5))
         pid = client.hello()["pid"]
-        time.sleep(2.5)
+        lives_on(site.node_dir, 1.3)
         assert site.pids() == [pid], "a trainer lives"
     finally:
         trainer.kill()
@@ -335,7 +337,7 @@ def test_without_trainers_it_ends_and_arenas_stay(site: Site, how: str) -> None:
     until(lambda: not site.pids())
     assert not {"smp.sock", "smp.lock", "smp.json"} & site.files()
     assert list_arenas(site.node_dir) == [arena]
-    assert "no trainer for 1 s; arenas stay" in site.log
+    assert "no trainer for 0.5 s; arenas stay" in site.log
 
 
 def test_without_trainers_and_arenas_nothing_stays(site: Site) -> None:
@@ -383,8 +385,7 @@ def test_clean_ends_it_unless_trainers_live(site: Site) -> None:
     try:
         with pytest.raises(ArenaError, match=f"process {trainer.pid}"):
             clean_job(site.root, JOB)
-        time.sleep(0.3)
-        assert site.pids() == [pid] and arena.exists() and other.exists()
+        assert site.start().hello()["pid"] == pid and arena.exists() and other.exists()
     finally:
         trainer.kill()
         trainer.communicate(timeout=10)

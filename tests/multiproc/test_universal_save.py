@@ -218,7 +218,8 @@ def trains(rank: int, world_size: int, root: str) -> int:
     while iteration < 20000:
         iteration += 1
         train(checkpointer, state, [iteration])
-        time.sleep(0.4 + iteration / 100 if iteration % 4 == 0 else 0.0)  # longer and longer, for slow readers
+        # Windows for readers, longer and longer for slow ones.
+        time.sleep(0.4 + iteration / 100 if iteration % 4 == 0 else 0.0)
         if b"stop" in checkpointer.group.gather(b"stop" if Path(root, "stop").exists() else b"go"):
             break
     checkpointer.close()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import mmap
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -17,6 +16,7 @@ from ftckpt.windows.bubbles import Always, Turn
 from ftckpt.windows.clock import DeviceClock, Moment
 from ftckpt.windows.node_budget import Budget, NoBudget
 from tests.support.fake_device import PAGE, SECS
+from tests.support.waiting import until
 
 CPU = torch.device("cpu")
 
@@ -115,9 +115,7 @@ def prepared(
     """A copier whose registration is through, one way or the other."""
     copier = DeviceCopier(DeviceClock(device), budget or NoBudget(), own_stream)
     copier.prepare(slots)
-    deadline = time.monotonic() + SECS
-    while slots and not copier.register_secs and time.monotonic() < deadline:
-        time.sleep(0.001)
+    until(lambda: not slots or copier.register_secs, "registered", SECS)
     try:
         yield copier
     finally:

@@ -32,7 +32,7 @@ def killed_at(step: int, action: Callable[[], None]) -> bool:
                 with guard:
                     if next(count) == step:
                         os.kill(os.getpid(), signal.SIGKILL)
-                        time.sleep(30)
+                        time.sleep(30)  # the kill comes when the call returns, at the latest
                     return call(*args, **options)
 
             return killing

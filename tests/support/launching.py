@@ -12,7 +12,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +20,7 @@ from typing import Any
 from ftckpt.store.directory import SMP_LOCK_NAME, list_arenas
 from ftckpt.store.locks import holder_of
 from tests.support.event_logs import read_events
+from tests.support.waiting import until
 
 ROOT = Path(__file__).parents[2]
 OWNER_VAR = "FTCKPT_TEST_OWNER"
@@ -51,7 +51,7 @@ def srun():
     if not (here / "run").exists():
         code = next_code()
         if code == "hang":
-            time.sleep(60)
+            time.sleep(60)  # until it is killed
         if str(code).startswith("dead:"):
             (here / "dead.json").write_text(json.dumps(code[5:].split(",")))
             return 1
@@ -229,25 +229,25 @@ class Launched:
 
     def wait_for(self, what: str, condition: Callable[[], Any]) -> Any:
         """What ``condition`` returns, once it is true; fails when a script has ended before."""
-        deadline = time.monotonic() + DEADLINE_SECS
-        while time.monotonic() < deadline:
+        found: list[Any] = []
+
+        def came() -> Any:
             ended = [script.returncode for script in self.scripts if script.poll() is not None]
-            if found := condition():
-                return found
-            assert not ended, f"ended with {ended} before {what}\n{self.output()}"
-            time.sleep(0.02)
-        raise AssertionError(f"no {what} in {DEADLINE_SECS} s\n{self.output()}")
+            found.append(condition())
+            assert found[-1] or not ended, f"ended with {ended} before {what}\n{self.output()}"
+            return found[-1]
+
+        until(came, lambda: f"{what}\n{self.output()}", DEADLINE_SECS)
+        return found[-1]
 
     def kill_rank(self, rank: int) -> None:
         """SIGKILL, once it has three snapshots."""
         snapshots = self.wait_for("three snapshots", lambda: self.events(rank, "snapshot")[2:])
         os.kill(snapshots[-1]["pid"], signal.SIGKILL)
 
-    def finish(self) -> None:
-        deadline = time.monotonic() + DEADLINE_SECS
-        while any(script.poll() is None for script in self.scripts) and time.monotonic() < deadline:
-            time.sleep(0.05)
-        codes = [script.poll() for script in self.scripts]
+    def finish(self, secs: float = DEADLINE_SECS) -> None:
+        until(lambda: all(script.poll() is not None for script in self.scripts), self.output, secs)
+        codes = [script.returncode for script in self.scripts]
         assert codes == [0] * len(codes), f"ended with {codes}\n{self.output()}"
 
     def output(self, last: int = 3000) -> str:
@@ -279,14 +279,16 @@ class Launched:
     def kill(self, node: str = "") -> list[int]:
         """SIGKILL what runs, of one node if it is named, until nothing does; returns the process ids."""
         killed: set[int] = set()
-        deadline = time.monotonic() + DEADLINE_SECS
-        while left := self.pids(node):
-            assert time.monotonic() < deadline, f"{left} do not die"
+
+        def gone() -> bool:
+            left = self.pids(node)
             for pid in left:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             killed.update(left)
-            time.sleep(0.02)
+            return not left
+
+        until(gone, lambda: f"{self.pids(node)} dead", DEADLINE_SECS)
         return sorted(killed)
 
     def stop(self) -> None:
@@ -365,10 +367,7 @@ class Nodes(Launched):
 
     def check_nothing_left(self) -> None:
         """No process, and nothing in the memory of nodes that were not lost."""
-        deadline = time.monotonic() + 60
-        while self.pids() and time.monotonic() < deadline:
-            time.sleep(0.05)
-        assert self.pids() == []
+        until(lambda: not self.pids(), "no process is left")
         left = [path for root in self.arena.iterdir() for path in root.iterdir()]
         assert left == [], "an ended job left something behind"
 

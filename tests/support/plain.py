@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +19,7 @@ from ftckpt.job.checkpointer import Checkpointer
 from ftckpt.model.fragment import Box, Fragment
 from ftckpt.model.topology import RankPlace, Topology
 from ftckpt.model.training_state import Description, Piece
+from ftckpt.store.arena import Arena
 
 ROW = 1024
 
@@ -79,6 +82,15 @@ def iterate(checkpointer: Checkpointer, state: PlainState, iteration: int, offse
     checkpointer.fence()
     state.advance(iteration, iteration + offset)
     checkpointer.step(iteration)
+
+
+def sealed(settings: dict[str, Any], rank: int) -> set[int]:
+    """Iterations of which this rank has a sealed slot."""
+    found = set()
+    for path in Path(settings["arena"]).glob(f"ftckpt-*/*/dp{rank}.*"):
+        with closing(Arena.open(path)) as arena:
+            found |= {snapshot.iteration for snapshot in arena.snapshots()}
+    return found
 
 
 def before_each_copy(action: Callable[[], None]) -> None:

@@ -7,10 +7,11 @@ import os
 import secrets
 import signal
 import subprocess
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
+
+from tests.support.waiting import until
 
 ROOT = Path(__file__).resolve().parents[2]
 ARENA = Path("/dev/shm")
@@ -18,7 +19,6 @@ STOP_SECS = 20.0
 
 NODE_VAR = "FTCKPT_NODE"
 _TOKEN_VAR = "FTCKPT_RUN_TOKEN"
-_POLL_SECS = 0.02
 
 
 class RunError(Exception):
@@ -79,13 +79,17 @@ class Processes:
 
     def _kill(self, node: str = "") -> set[int]:
         killed: set[int] = set()
-        deadline = time.monotonic() + STOP_SECS
-        while (pids := self.left(node)) and time.monotonic() < deadline:
+
+        def gone() -> bool:
+            pids = self.left(node)
             for pid in pids:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
                     killed.add(pid)
-            time.sleep(_POLL_SECS)
+            return not pids
+
+        with contextlib.suppress(AssertionError):  # the caller says what is left
+            until(gone, secs=STOP_SECS)
         return killed
 
     def __enter__(self) -> Processes:

@@ -34,7 +34,7 @@ from ftckpt.store.arena import Arena
 from ftckpt.store.control import FORMAT
 from ftckpt.store.directory import arena_path, node_directory
 from ftckpt.store.image import SlotImage
-from ftckpt.store.package import load, pack, store
+from ftckpt.store.package import pack, store
 from ftckpt.store.parity_file import ParityFile, parity_path
 from ftckpt.store.slots import slot_name
 
@@ -269,7 +269,3 @@ def restart(rank: int, world_size: int, job: Job, events: Path, on_lost: str = "
         return told
     finally:
         found.close()
-
-
-def packages_sound(job: Job) -> bool:
-    return all(load(path) for path in job.root.glob("*/*/.mirror/*"))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
 import signal
 import subprocess
 import sys
@@ -36,6 +35,7 @@ from ftckpt.store.checks import CheckState
 from ftckpt.store.directory import node_directory
 from ftckpt.store.package import load, mirror_dir
 from ftckpt.store.parity_file import ParityFile, list_parity, parity_path
+from tests.support.waiting import until
 
 ROOT = Path(__file__).parents[2]
 LINEAGE = b"n" * 16
@@ -184,6 +184,9 @@ class Smp:
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self.failures: list[BaseException] = []
+        self._looks = self._idle_looks = 0
+        self._look = self.duties._look
+        self.duties._look = self._counted_look  # type: ignore[method-assign]
 
     def listen(self, secret: str = SECRET) -> int:
         self.port = self.server.listen("127.0.0.1", Trust(bytes.fromhex(secret)))
@@ -208,6 +211,11 @@ class Smp:
         self._stop.clear()
         self._thread = None
 
+    def settle(self, looks: int = 4) -> None:
+        """Until it has looked so many times more, and found nothing to do: what it has not done it will not do."""
+        enough = self._idle_looks + looks
+        until(lambda: self._idle_looks >= enough or self.failures, "nothing to do")
+
     def close(self) -> None:
         self.pause()
         self.end()
@@ -218,11 +226,17 @@ class Smp:
         self.server.close()
         self.duties.close()
 
+    def _counted_look(self) -> None:
+        self._look()
+        self._looks += 1
+
     def _run(self) -> None:
         while not self._stop.is_set():
+            before = self._looks
             try:
                 if not self.duties.step(time.monotonic() + 0.05):
-                    time.sleep(0.005)
+                    self._idle_looks += self._looks - before
+                    time.sleep(0.005)  # as the daemon, which looks at its socket meanwhile
             except BaseException as error:  # noqa: BLE001 - told by close
                 self.failures.append(error)
                 return
@@ -275,7 +289,7 @@ def child(node_dir: str, port: str) -> None:
             duties.configure(given.pop(0))
             print("configured", flush=True)
         if not duties.step(time.monotonic() + 0.05):
-            time.sleep(0.005)
+            time.sleep(0.005)  # as the daemon, which looks at its socket meanwhile
 
 
 def _read_descriptions(given: list[dict[str, Any]]) -> None:
@@ -327,7 +341,3 @@ def _chunk(
     slots = [slot for snapshot, slot in arena.snapshots().items() if snapshot.iteration == iteration]
     span = arena.image.chunks[group.members[index].first + chunk]
     return np.frombuffer(arena.slot(slots[0]), np.uint8, span.nbytes, span.begin)
-
-
-def fresh_secret() -> str:
-    return secrets.token_hex(32)

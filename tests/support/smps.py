@@ -16,6 +16,7 @@ from ftckpt.smp.channel import Deadlines, PeerError, Trust, connect
 from ftckpt.smp.client import SmpClient, find_or_start
 from ftckpt.smp.requests import MAX_REPLY_BYTES
 from ftckpt.store.directory import end_smp, node_directory
+from ftckpt.store.pulse import Pulse
 from tests.support.event_logs import read_events
 from tests.support.waiting import until
 
@@ -77,6 +78,12 @@ def site_at(root: Path) -> Iterator[Site]:
     finally:
         assert end_smp(site.node_dir, 20)
         until(lambda: not site.pids())
+
+
+def lives_on(node_dir: Path, secs: float) -> None:
+    """Until the SMP gives a sign of life that is so much later, and has looked at its trainers meanwhile."""
+    pulse, begin = Pulse.open(node_dir, None), time.monotonic()
+    until(lambda: time.monotonic() - begin - pulse.smp()[1] >= secs, "the SMP lives on")
 
 
 def answers(client: SmpClient) -> bool:

@@ -57,6 +57,7 @@ from ftckpt.smp.requests import (
     exchange,
 )
 from ftckpt.smp.server import MAX_CONNECTIONS, Server
+from tests.support.waiting import until
 
 SECRET = Trust(b"s" * 32)
 OTHER = Trust(b"o" * 32)
@@ -197,13 +198,6 @@ def tapped(change: Callable[[bytes], bytes], trust: Trust = SECRET) -> Iterator[
         yield asker, answerer
 
 
-def wait_for(condition: Callable[[], object], what: str, secs: float = 30.0) -> None:
-    deadline = time.monotonic() + secs
-    while not condition():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.005)
-
-
 def fetched(peers: Peers, request: BytesRequest = CHUNK, at_most: int = BOUND) -> tuple[bytes | None, str]:
     fetch = peers.fetch("n1", request, at_most)
     assert fetch.done.wait(30)
@@ -224,7 +218,7 @@ def test_who_knows_the_secret_is_answered(store: Store, events: Seen, trust: Tru
             assert fetched(peers) == (store.bytes["tp0-dp1", 3], "")
         assert fetched(peers, replace(CHUNK, chunk=4)) == (None, "")
         assert fetched(peers, PackageRequest(SNAPSHOT, "tp0-dp1")) == (None, "")
-        wait_for(lambda: store.sending == 0, "what was sent is let go")
+        until(lambda: store.sending == 0, "what was sent is let go")
         assert store.wanted == 5 and events.all == []
 
 
@@ -319,16 +313,18 @@ def test_who_does_not_know_it_is_shown_nothing(
         assert time.monotonic() - begun < 15  # cut off in time, also where nothing was sent
         assert len(received) in (0, HELLO.size) and store.wanted == 0
     if opening.startswith(MAGIC):
-        wait_for(lambda: events.all, "named")
+        until(lambda: events.all, "named")
         assert [(name, fields["address"]) for name, fields in events.all] == [("peer_refused", "127.0.0.1")]
 
 
-def test_a_wrong_secret_is_refused_and_named_once(server: Server, store: Store, events: Seen) -> None:
+def test_a_wrong_secret_is_refused_and_named_once(
+    server: Server, store: Store, events: Seen, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peers_module, "_BACKOFF_SECS", (0.0,))
     with asking(server.port, OTHER) as peers:
         for _ in range(3):
             data, error = fetched(peers)
             assert data is None and "does not accept this node's secret" in error and "n1 at 127.0.0.1" in error
-            time.sleep(0.3)
     assert store.wanted == 0
     assert [name for name, _ in events.all] == ["peer_refused"] and "secret" in str(events.all[0][1]["reason"])
 
@@ -754,7 +750,7 @@ def test_one_that_answers_byte_by_byte_is_given_up_in_time() -> None:
                     channel.write(b"x", soon())
                 except PeerError:
                     break
-                time.sleep(0.05)
+                time.sleep(0.05)  # a slow peer
             assert fetch.done.wait(3) and "in time" in fetch.error
             assert time.monotonic() - begun < 15
 
@@ -764,8 +760,8 @@ def test_one_that_takes_nothing_is_cut_off(store: Store, events: Seen) -> None:
     with serving(store, events, HASTY) as server, closing(Channel(dial(server))) as channel:
         channel.greet(SECRET, soon())
         channel.send(encode_request(CHUNK), soon())
-        wait_for(lambda: store.wanted, "asked")
-        wait_for(lambda: server.connections == 0 and store.sending == 0, "cut off", 15)
+        until(lambda: store.wanted, "asked")
+        until(lambda: server.connections == 0 and store.sending == 0, "cut off", 15)
 
 
 def test_a_node_that_comes_back_is_asked_again(store: Store, events: Seen) -> None:
@@ -777,7 +773,7 @@ def test_a_node_that_comes_back_is_asked_again(store: Store, events: Seen) -> No
         assert fetched(peers)[0] is None
         with closing(Server({}, find=store.find, events=events, deadlines=PATIENT)) as again:
             assert again.listen("127.0.0.1", SECRET, port) == port
-            wait_for(lambda: fetched(peers)[0] is not None, "asked again")
+            until(lambda: fetched(peers)[0] is not None, "asked again")
 
 
 def test_a_node_that_is_away_is_not_asked_all_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -796,14 +792,14 @@ def test_connections_are_limited(hasty_to_meet: Server, events: Seen) -> None:
     try:
         for _ in range(MAX_CONNECTIONS + 5):
             socks.append(dial(server))
-        wait_for(lambda: events.all, "named", 15)
+        until(lambda: events.all, "named", 15)
         assert server.connections <= MAX_CONNECTIONS
         assert "connections already" in str(events.all[0][1]["reason"])
     finally:
         for sock in socks:
             sock.close()
     with asking(server.port) as peers:  # those that did not prove anything are cut off, and others let in
-        wait_for(lambda: fetched(peers)[0] is not None, "let in")
+        until(lambda: fetched(peers)[0] is not None, "let in")
 
 
 def test_a_thread_that_cannot_be_started_costs_one_connection(
@@ -867,10 +863,10 @@ def test_a_request_to_the_nodes_smp_ends_by_its_deadline(tmp_path: Path) -> None
 
         def serve() -> None:
             with closing(Channel(listening.accept()[0])) as channel, suppress(PeerError):
-                time.sleep(0.7)
+                time.sleep(0.7)  # a slow SMP
                 channel.welcome(Trust(), soon())
                 channel.receive(BOUND, 0, PATIENT)
-                time.sleep(0.7)
+                time.sleep(0.7)  # a slow SMP
                 body = encode_object({"ok": True})
                 channel.send(body, soon())
 
@@ -888,7 +884,5 @@ def test_closing_leaves_no_thread(store: Store, events: Seen) -> None:
     with serving(store, events) as server, asking(server.port) as peers:
         assert fetched(peers)[1] == ""
         begun = time.monotonic()
-    deadline = begun + 8  # less than it waits for a thread that does not end
-    while set(threading.enumerate()) - before and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert set(threading.enumerate()) <= before
+    left = begun + 8 - time.monotonic()  # less than it waits for a thread that does not end
+    until(lambda: set(threading.enumerate()) <= before, "no thread is left", left)

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.support.pool import run_ranks
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.multiproc
 
@@ -182,7 +183,6 @@ def test_three_processes(check: Any) -> None:
 
 
 def freed_sends(rank: int, world_size: int) -> None:
-    import time
 
     import torch
     import torch.distributed as dist
@@ -197,7 +197,7 @@ def freed_sends(rank: int, world_size: int) -> None:
             del tensor
             torch.full((numel,), -1.0)
     else:
-        time.sleep(0.3)
+        time.sleep(0.3)  # it receives late
         received = [torch.empty(numel) for _ in range(count)]
         for tensor in received:
             dist.recv(tensor, 0)
@@ -300,7 +300,4 @@ if __name__ == "__main__":
 
 def test_a_spawned_process_ends_with_its_parent(tmp_path: Path) -> None:
     pid = int(run_script(tmp_path / "script.py", LEAVES))
-    deadline = time.monotonic() + 20
-    while Path(f"/proc/{pid}").exists() and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert not Path(f"/proc/{pid}").exists()
+    until(lambda: not Path(f"/proc/{pid}").exists(), "it ends", secs=20)

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -17,6 +16,7 @@ from ftckpt.smp.hangs import Abort, HangWatch
 from ftckpt.store.page import owner_word
 from ftckpt.store.process import Process
 from ftckpt.store.pulse import RankPulse
+from tests.support.waiting import until
 
 SEC = 1_000_000_000
 
@@ -94,11 +94,7 @@ def child(code: str) -> subprocess.Popen[str]:
 
 
 def step_until_done(abort: Abort, timeout_secs: float = 10) -> float:
-    begin = time.monotonic()
-    while not abort.step():
-        assert time.monotonic() - begin < timeout_secs
-        time.sleep(0.01)
-    return time.monotonic() - begin
+    return until(abort.step, "done", timeout_secs)
 
 
 def test_those_who_heed_a_signal_are_not_killed_those_who_do_not_are() -> None:
@@ -125,8 +121,9 @@ def test_a_process_that_only_has_the_pid_of_a_trainer_is_left_alone(lives: bool 
         for wrong in [owner + (1 << 22), owner - (1 << 22)] if lives else [owner]:
             abort = Abort([pulse(0, 0, owner=wrong, lives=lives)], grace_secs=0)
             assert abort.pids == [] and abort.step() and abort.killed == []
-        time.sleep(0.2)
-        assert bystander.poll() is None
+        bystander.send_signal(signal.SIGSTOP)  # later than any signal before: it would have ended by that one
+        _, status = os.waitpid(bystander.pid, os.WUNTRACED)
+        assert os.WIFSTOPPED(status)
     finally:
         bystander.kill()
         bystander.communicate(timeout=10)

@@ -9,13 +9,13 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from ftckpt.frameworks.launcher import job_name, node_name
 from tests.support.launching import ROOT, Call, Standins
+from tests.support.waiting import until
 
 SCRIPTS = ("torchrun.sh", "deepspeed.sh", "frontier.sbatch", "a100.sbatch")
 BATCH = ("frontier.sbatch", "a100.sbatch")
@@ -460,9 +460,7 @@ def test_slurm_ends_the_allocation(standins: Standins, script: str) -> None:
     standins.codes("hang")
     command = standins.command(script, str(standins.script))
     with subprocess.Popen(command, env=standins.slurm("n1"), stdout=subprocess.DEVNULL) as batch:
-        deadline = time.monotonic() + 30
-        while not standins.steps() and time.monotonic() < deadline:
-            time.sleep(0.05)
+        until(standins.steps, "the step", secs=30)
         batch.send_signal(signal.SIGTERM)
         assert batch.wait(30) == 143
     assert len(standins.steps()) == 1 and standins.cleaned() == {"n1"}

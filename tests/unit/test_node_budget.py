@@ -87,7 +87,10 @@ def test_a_rank_that_gives_no_sign_of_life_does_not_copy(arena_root: Path, monke
     assert other.copying() == 0, "the copy that was never stopped counts no longer"
 
 
-def test_a_pid_that_was_given_to_another_process_is_a_dead_owner(arena_root: Path) -> None:
+def test_a_pid_that_was_given_to_another_process_is_a_dead_owner(
+    arena_root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(node_budget, "_ALIVE_NS", 0)
     rank, other = (NodeBudget.open(arena_root, place, 2, 1e9) for place in range(2))
     rank.start()
     assert other.copying() == 1
@@ -97,7 +100,6 @@ def test_a_pid_that_was_given_to_another_process_is_a_dead_owner(arena_root: Pat
     page[0, 0] += np.uint64(1 << 22)  # the same pid, started a tick later
     assert other.copying() == 0
     page[0, 1] += np.uint64(1)  # in another pid namespace only the lease tells
-    time.sleep(0.06)
     assert other.copying() == 1
 
 
@@ -185,9 +187,19 @@ def test_after_close_nothing_is_held_up(arena_root: Path) -> None:
     assert other.copying() == 0 and not words(arena_root)[0].any()
 
 
+class CountedWaits(threading.Event):
+    """An event that knows how often it was waited for."""
+
+    waits = 0
+
+    def wait(self, timeout: float | None = None) -> bool:
+        self.waits += 1
+        return super().wait(timeout)
+
+
 def test_close_lets_a_thread_in_the_middle_of_a_pace_end(arena_root: Path) -> None:
     budget = NodeBudget.open(arena_root, 0, 1, 1e6)
-    hurry, failed = threading.Event(), []
+    hurry, failed = CountedWaits(), []
 
     def copy() -> None:
         try:
@@ -200,7 +212,8 @@ def test_close_lets_a_thread_in_the_middle_of_a_pace_end(arena_root: Path) -> No
     thread.start()
     until(lambda: budget.copying() == 1)
     budget.close()
-    time.sleep(0.15)
+    seen = hurry.waits
+    until(lambda: hurry.waits >= seen + 2, "paced on")
     hurry.set()
     thread.join(5)
     assert not thread.is_alive() and failed == []
@@ -234,7 +247,7 @@ def test_pace_keeps_the_limit(arena_root: Path) -> None:
 def test_pace_does_not_make_up_for_idle_time(arena_root: Path) -> None:
     budget = NodeBudget.open(arena_root, 0, 1, 100e6)
     for _ in range(3):
-        time.sleep(0.05)
+        time.sleep(0.05)  # idle time
         begin = time.monotonic()
         budget.pace(5 * MIB, begin, NEVER)
         assert time.monotonic() - begin >= 0.051

@@ -292,7 +292,7 @@ def test_a_kill_while_it_is_stored_leaves_the_old_or_the_new(node_dir: Path, tmp
         command = [sys.executable, "-c", STORE, str(node_dir), str(tmp_path / "new")]
         with subprocess.Popen(command, stdout=subprocess.PIPE) as child:
             assert child.stdout is not None and child.stdout.readline() == b"ready\n"
-            time.sleep(0.001 * round_)
+            time.sleep(0.001 * round_)  # any instant
             child.kill()
         assert load(path).objects in (b"objects", b"later")
         assert len(list_packages(node_dir)) == 1

@@ -313,7 +313,7 @@ def test_a_killed_writer_leaves_one_snapshot_or_none(path: Path) -> None:
     for round_ in range(8):
         with subprocess.Popen([sys.executable, "-c", WRITE, str(path)], stdout=subprocess.PIPE) as child:
             assert child.stdout is not None and child.stdout.readline() == b"ready\n"
-            time.sleep(0.0007 * round_)
+            time.sleep(0.0007 * round_)  # any instant
             child.kill()
         found = file.snapshot()
         if found is not None:
