@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from ftckpt.errors import LostError
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.parity.modes import Modes
 from ftckpt.store.arena import Arena
@@ -20,6 +21,7 @@ from ftckpt.store.directory import list_arenas
 from ftckpt.store.package import list_packages, load, pack, package_path, store
 from ftckpt.store.parity_file import ParityFile, list_parity, parity_path
 from tests.support import jobs
+from tests.support.errors import a_rank_raises
 from tests.support.event_logs import read_events
 from tests.support.faults import Fault
 from tests.support.pool import RankFailure, run_ranks
@@ -130,7 +132,7 @@ def test_no_package_is_left(arena_root: Path, tmp_path: Path) -> None:
     job = node_job(arena_root, protected=(5,))
     shutil.rmtree(job.path(1))
     package_path(job.node_dir("a"), "dp1", SnapshotId(LINEAGE, 5)).unlink()
-    with pytest.raises(RankFailure, match=r"LostError.*dp1: its arena does not hold it and no package of it is left"):
+    with a_rank_raises(LostError, "dp1", "package"):
         restarted(job, tmp_path)
 
 

@@ -28,6 +28,7 @@ from ftckpt.errors import ConvertError
 from ftckpt.model.fragment import Fragment
 from ftckpt.model.objects import decode
 from tests.support.ds_jobs import BF16, SHAPES, Shape, fp16, zero
+from tests.support.errors import raises
 from tests.support.pool import run_ranks
 
 pytest.importorskip("deepspeed")
@@ -411,13 +412,13 @@ SPEC = {
 
 def test_a_specification_says_where_parts_lie_if_the_checkpoint_does_not() -> None:
     path = said_otherwise("pp2-tp2-dp2", {}, "silent")
-    with pytest.raises(ConvertError, match=r"2 tensor-parallel ranks and has no universal_checkpoint_info.* --spec"):
+    with raises(ConvertError, "2 tensor-parallel ranks", "universal_checkpoint_info", "--spec"):
         DeepSpeedReader(path)
     found = read_all(DeepSpeedReader(path, Spec.parse(SPEC, "example")))
     live = together([pair for rank in saved("pp2-tp2-dp2").live for pair in rank])
     assert set(found) == set(live) and not differing(found, live)
     narrow = {"rules": SPEC["rules"][1:]}
-    with pytest.raises(ConvertError, match=r"no rule matches .*attention\.key\.weight"):
+    with raises(ConvertError, "rule", "attention.key.weight"):
         DeepSpeedReader(path, Spec.parse(narrow, "example"))
 
 
@@ -440,7 +441,7 @@ OPTIMIZER_1 = "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
 def test_files_that_are_missing_or_damaged_are_named(tmp_path: Path) -> None:
 
     path = changed("zero1-three", OPTIMIZER_1, lambda state: None, "missing")
-    with pytest.raises(ConvertError, match=f"files of some ranks are missing: {OPTIMIZER_1}"):
+    with raises(ConvertError, OPTIMIZER_1):
         DeepSpeedReader(path)
     shutil.copytree(saved("zero1-three").path, tmp_path / "cut")
     file = tmp_path / "cut" / f"global_step{STEPS}" / OPTIMIZER_1
@@ -453,12 +454,12 @@ def test_files_that_are_missing_or_damaged_are_named(tmp_path: Path) -> None:
         DeepSpeedReader(tmp_path / "layers")
     shutil.copytree(saved("pp2-dp2-tied").path, tmp_path / "layer")
     (tmp_path / "layer" / f"global_step{STEPS}" / "layer_03-model_00-model_states.pt").unlink()
-    with pytest.raises(ConvertError, match=r"no layer_… file of tp 0 holds the weight 3\.attention"):
+    with raises(ConvertError, "layer_…", "tp 0", "3.attention"):
         DeepSpeedReader(tmp_path / "layer")
     shutil.copytree(saved("zero1-three").path, tmp_path / "more")
     folder = tmp_path / "more" / f"global_step{STEPS}"
     shutil.copy(folder / OPTIMIZER_1, folder / OPTIMIZER_1.replace("rank_1_", "rank_3_"))
-    with pytest.raises(ConvertError, match=r"rank_3_.* is of a rank that pp 1, tp 1, dp 3 does not have"):
+    with raises(ConvertError, "rank_3_", "pp 1, tp 1, dp 3"):
         DeepSpeedReader(tmp_path / "more")
     (tmp_path / "more" / "latest").write_text("global_step9")
     with pytest.raises(ConvertError, match="latest names 'global_step9'"):
@@ -483,7 +484,7 @@ def test_ranks_that_disagree_are_named() -> None:
         next(iter(state["optimizer_state_dict"]["param_slice_mappings"][0].values())).start += 1
         return state
 
-    with pytest.raises(ConvertError, match=f"{OPTIMIZER_1}: .* param_slice_mappings say"):
+    with raises(ConvertError, OPTIMIZER_1, "param_slice_mappings"):
         DeepSpeedReader(changed("zero1-three", OPTIMIZER_1, other_slices, "slices"))
 
     def fewer(state: dict[str, Any]) -> dict[str, Any]:
@@ -491,7 +492,7 @@ def test_ranks_that_disagree_are_named() -> None:
         inner["exp_avg"] = inner["exp_avg"][:-5]
         return state
 
-    with pytest.raises(ConvertError, match=f"{OPTIMIZER_1}: exp_avg of group 0 is .* elements"):
+    with raises(ConvertError, OPTIMIZER_1, "exp_avg", "group 0"):
         DeepSpeedReader(changed("zero1-three", OPTIMIZER_1, fewer, "fewer"))
 
 
@@ -506,7 +507,7 @@ def test_state_whose_parameters_cannot_be_told_is_refused_and_weights_are_read()
         return state
 
     path = changed("fp32", "mp_rank_00_model_states.pt", two_groups, "groups")
-    with pytest.raises(ConvertError, match=r"2 groups of parameters.* --roles weight"):
+    with raises(ConvertError, "2 groups", "--roles"):
         DeepSpeedReader(path)
     assert set(read_all(DeepSpeedReader(path, roles={"weight"}))) == {
         key for key in read_all(DeepSpeedReader(saved("fp32").path)) if key.startswith(("weight/", "buffer/"))
@@ -517,7 +518,7 @@ def test_state_whose_parameters_cannot_be_told_is_refused_and_weights_are_read()
         group["params"] = group["params"][:3] + group["params"][4:]
         return state
 
-    with pytest.raises(ConvertError, match="keeps state of 24 parameters, the model has 25, and which belongs"):
+    with raises(ConvertError, "24 parameters", "25"):
         DeepSpeedReader(changed("fp32", "mp_rank_00_model_states.pt", one_less, "frozen"))
 
 

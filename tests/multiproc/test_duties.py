@@ -38,13 +38,6 @@ def node(arena_root: Path) -> Iterator[Node]:
         yield made
 
 
-@pytest.fixture(autouse=True)
-def quick_to_look_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Arenas that were missing, and those that were replaced, are looked for each time that an SMP looks for work."""
-    monkeypatch.setattr(arenas_module, "_OPEN_AGAIN_SECS", 0.0)
-    monkeypatch.setattr(arenas_module, "_LOOK_AGAIN_SECS", 0.0)
-
-
 @pytest.fixture
 def smp(node: Node) -> Iterator[Smp]:
     with closing(Smp(node)) as made:
@@ -426,8 +419,11 @@ def test_packages_of_another_layout_stay_until_a_snapshot_in_this_one_is_protect
 
 
 @pytest.mark.parametrize("delay_secs", [0.0, 0.01, 0.03, 0.06, 0.1])
-def test_a_job_that_ends_makes_no_noise(arena_root: Path, node: Node, smp: Smp, delay_secs: float) -> None:
+def test_a_job_that_ends_makes_no_noise(
+    node: Node, smp: Smp, delay_secs: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Trainers remove their arenas before they tell the SMP to end, whatever it is at."""
+    monkeypatch.setattr(arenas_module, "_OPEN_AGAIN_SECS", 0.1)
     smp.configure(describe(node, [node], NODE, {}, scrub_secs=0.01))
     node.snapshot(0, 7)
     node.target(7)
@@ -437,7 +433,8 @@ def test_a_job_that_ends_makes_no_noise(arena_root: Path, node: Node, smp: Smp, 
         arena.remove()
         time.sleep(delay_secs / 10)  # a trainer that is later than the others
     until(lambda: sum(len(event["arenas"]) for event in smp.events.of("arenas_gone")) == 3, "told")
-    smp.settle()
+    enough = smp.looks + 15
+    until(lambda: smp.looks >= enough, "it has tried to open them again")
     assert sum(len(event["arenas"]) for event in smp.events.of("arenas_gone")) == 3
     assert [name for name, _ in smp.events.all if EVENTS[name].loud] == []
 
@@ -458,7 +455,7 @@ def test_a_slot_that_gets_memory_later_is_checked(arena_root: Path) -> None:
         smp.configure(describe(node, [node], NODE, {}))
         smp.start()
         node.arenas[0].free(2)
-        smp.settle()
+        smp.settle(15)
         node.arenas[0].allocate(2)
         fill(node.arenas[0], 2, 9)
         until(lambda: node.checked(9), "checked")
@@ -509,7 +506,8 @@ def test_a_description_that_lacks_something_is_refused(smp: Smp) -> None:
         smp.configure({"node": "n0", "places": {}, "groups": [{"name": "x"}]})
 
 
-def test_an_arena_that_is_not_there_is_told_once(node: Node, smp: Smp) -> None:
+def test_an_arena_that_is_not_there_is_told_once(node: Node, smp: Smp, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arenas_module, "_OPEN_AGAIN_SECS", 0.1)
     description = describe(node, [node], NODE, {})
     description["places"]["9"] = {"shard": "dp9", "arena": "dp9.00000000", "pid": 1}
     smp.configure(description)
@@ -517,7 +515,7 @@ def test_an_arena_that_is_not_there_is_told_once(node: Node, smp: Smp) -> None:
     node.target(7)
     smp.start()
     until(lambda: node.checked(7), "the others are checked")
-    smp.settle()
+    smp.settle(15)
     assert len(smp.events.of("smp_error")) == 1 and not node.covered(7)
 
 

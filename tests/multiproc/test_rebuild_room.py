@@ -17,12 +17,14 @@ from typing import Any
 import pytest
 from test_rebuild_layout import chosen, started
 
+from ftckpt.errors import MemoryBudgetError
 from ftckpt.parity.modes import Modes
 from ftckpt.store.arena import Arena
 from ftckpt.store.directory import list_arenas
 from ftckpt.store.image import SlotImage
 from ftckpt.store.parity_file import ParityFile, list_parity
 from tests.support import protected
+from tests.support.errors import a_rank_raises
 from tests.support.event_logs import read_events
 from tests.support.mounting import leave_free, tmpfs
 from tests.support.pool import RankFailure, run_ranks
@@ -175,7 +177,7 @@ def test_a_node_without_room_keeps_others_from_giving_up(
             leave_free(node, 8192)
             leave_free(other, 8192)
             before = lost.files()
-            with pytest.raises(RankFailure, match="MemoryBudgetError: rank 1: no room to rebuild"):
+            with a_rank_raises(MemoryBudgetError, "rank 1", "rebuild"):
                 started(lost.job, LEFT, tmp_path)
             assert lost.files() == before
         finally:

@@ -184,7 +184,7 @@ class Smp:
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self.failures: list[BaseException] = []
-        self._looks = self._idle_looks = 0
+        self.looks = self._idle_looks = 0
         self._look = self.duties._look
         self.duties._look = self._counted_look  # type: ignore[method-assign]
 
@@ -228,14 +228,14 @@ class Smp:
 
     def _counted_look(self) -> None:
         self._look()
-        self._looks += 1
+        self.looks += 1
 
     def _run(self) -> None:
         while not self._stop.is_set():
-            before = self._looks
+            before = self.looks
             try:
                 if not self.duties.step(time.monotonic() + 0.05):
-                    self._idle_looks += self._looks - before
+                    self._idle_looks += self.looks - before
                     time.sleep(0.005)  # as the daemon, which looks at its socket meanwhile
             except BaseException as error:  # noqa: BLE001 - told by close
                 self.failures.append(error)

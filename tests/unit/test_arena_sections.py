@@ -17,6 +17,7 @@ from ftckpt.model import codec
 from ftckpt.model.fragment import Box, Fragment
 from ftckpt.model.manifest import MAX_CHUNKS, Manifest, Section, parity_fragment
 from ftckpt.store.image import PAGE_BYTES, SectionSpan, SlotImage, Span, parse_image, section_layout
+from tests.support.errors import raises
 
 KINDS = ("private", "shared", "copy", "parity")
 GROUP = "0123456789abcdef"
@@ -202,7 +203,7 @@ def test_an_inconsistent_table_is_refused(case: str) -> None:
 
 @pytest.mark.parametrize("fragment", [vector(f"__parity__/{GROUP}", 2250), vector("x", 9000, "U8"), LONG])
 def test_parity_is_one_whole_fragment_of_bytes(fragment: Fragment) -> None:
-    with pytest.raises(ValueError, match="not one fragment of bytes"):
+    with pytest.raises(ValueError, match="fragment"):
         replace(SECTIONED, stepped=parity_like(fragment))
 
 
@@ -254,5 +255,5 @@ def test_an_empty_list_of_sections_is_not_canonical() -> None:
     value["__metadata__"]["manifest"] = json.dumps(inner, separators=(",", ":"), sort_keys=True)
     text = json.dumps(value, separators=(",", ":")).encode()
     text += b" " * (-(len(text) + 8) % PAGE_BYTES)
-    with pytest.raises(CorruptError, match="not the canonical form"):
+    with raises(CorruptError, "canonical"):
         parse_image(len(text).to_bytes(8, "little") + text)

@@ -22,6 +22,7 @@ import xxhash
 from ftckpt.errors import ArenaError, ConfigError, CorruptError, MemoryBudgetError, MismatchError
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.store.checks import Check, Checks, CheckState, checks_bytes
+from tests.support.errors import raises
 from tests.support.waiting import until
 
 CHUNKS = 3
@@ -106,7 +107,7 @@ def test_what_is_covered_must_be_what_was_checked(arena_dir: Path) -> None:
     three, four = SnapshotId(NEW, 3), SnapshotId(NEW, 4)
     others = [(0, (three, 30)), (1, (SnapshotId(OLD, 3), 30)), (1, (four, 30)), (1, (three, 31))]
     for slot, seal_id in [(1, (three, 30)), *others]:
-        with pytest.raises(ArenaError, match="not CHECKED for iteration"):
+        with raises(ArenaError, "CHECKED", "iteration"):
             checks.store_covered(slot, seal_id)
         check(checks, 1, NEW, 3)
     assert_tells(checks.read(1), CheckState.CHECKED, NEW, 3)
@@ -180,7 +181,7 @@ def test_readers_refuse_and_the_writer_replaces_what_is_bad(arena_dir: Path) -> 
             Checks.create_or_open(arena_dir, SLOTS, CHUNKS, DIGEST, False)
     for slots, chunks, digest in ((3, CHUNKS, DIGEST), (SLOTS, 4, DIGEST), (SLOTS, CHUNKS, b"e" * 16)):
         path.write_bytes(good)
-        with pytest.raises(CorruptError, match="made for another arena"):
+        with raises(CorruptError, "arena"):
             Checks.create_or_open(arena_dir, slots, chunks, digest, False)
         fresh = Checks.create_or_open(arena_dir, slots, chunks, digest, True)
         assert fresh.read(0) is None and stale.replaced and not fresh.replaced

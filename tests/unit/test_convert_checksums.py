@@ -24,6 +24,7 @@ from ftckpt.convert.language.spec import Spec
 from ftckpt.convert.megatron.dist_reader import Directory
 from ftckpt.convert.megatron.legacy_reader import MegatronLegacyReader
 from ftckpt.errors import ConvertError
+from tests.support.errors import raises
 from tests.support.flips import Record, flipped, noticed, of_distributed, records
 
 LARGE = SMALL_BYTES // 4 + 1000
@@ -93,7 +94,7 @@ def test_a_record_is_compared_whole_when_a_part_of_it_is_read(tmp_path: Path, at
     torch.save({"flat": torch.arange(float(LARGE))}, tmp_path / "x.pt")
     with flipped(of_size(tmp_path / "x.pt", LARGE), at):
         middle = pickles.load(tmp_path / "x.pt")["flat"][100:120]
-        with pytest.raises(ConvertError, match=r"x\.pt: exp_avg/w is damaged"):
+        with raises(ConvertError, "x.pt", "exp_avg/w"):
             archives.check(middle, "exp_avg/w")
 
 
@@ -180,7 +181,7 @@ def test_records_that_nothing_refers_to_hide_no_others(tmp_path: Path, copies: i
     with_more(tmp_path / "x.pt", {f"data/{99 - number}": bytes(page.nbytes) for number in range(copies)})
     last = [record for record in records(tmp_path / "x.pt") if record.nbytes == page.nbytes][-1]
     archives.check(pickles.load(tmp_path / "x.pt")["a"], "a")
-    with flipped(last), pytest.raises(ConvertError, match=r"x\.pt.* is damaged: .* data/0 do not match"):
+    with flipped(last), raises(ConvertError, "x.pt", "data/0"):
         archives.check(pickles.load(tmp_path / "x.pt")["a"], "a")
 
 
@@ -222,6 +223,6 @@ def test_no_chunk_of_torch_distributed_checkpoint_can_be_flipped_unseen(tmp_path
     every = of_distributed(tmp_path)
     assert len(every) > 12
     for record in every:
-        with flipped(record), pytest.raises(ConvertError, match="do not match their CRC-32") as error:
+        with flipped(record), raises(ConvertError, "CRC-32") as error:
             read()
         assert any(f"{record.file}: {name} is damaged" in str(error.value) for name in names), str(error.value)

@@ -15,6 +15,7 @@ from ftckpt.convert.language.spec import Spec
 from ftckpt.convert.megatron.legacy_reader import MegatronLegacyReader
 from ftckpt.convert.universal import UniversalReader, UniversalWriter
 from ftckpt.errors import ConvertError
+from tests.support.errors import raises
 
 EXPERT = "decoder.layers.{layer}.mlp.experts.local_experts.{expert}.linear_fc1.weight"
 RULES = [
@@ -70,13 +71,13 @@ def test_experts_that_tensor_parallel_ranks_are_dealt(tmp_path: Path) -> None:
     assert found["weight/experts.0"] == EXPERTS.numpy().tobytes()
     assert found["weight/proj.weight"] == PROJ.numpy().tobytes()
     (tmp_path / "iter_0000003" / "mp_rank_01_001" / "model_optim_rng.pt").unlink()
-    with pytest.raises(ConvertError, match=r"files of 1 ranks are missing: tp 1 pp 0 ep 1"):
+    with raises(ConvertError, "tp 1 pp 0 ep 1"):
         MegatronLegacyReader(tmp_path, SPEC)
 
 
 def test_experts_cut_over_ranks_that_names_do_not_tell_are_refused(tmp_path: Path) -> None:
     write(tmp_path, "mp_rank_00", experts(range(4)), sizes(1, etp=2))
-    with pytest.raises(ConvertError, match="expert_tensor_parallel_size 2 does not divide"):
+    with raises(ConvertError, "expert_tensor_parallel_size 2"):
         MegatronLegacyReader(tmp_path, SPEC)
 
 

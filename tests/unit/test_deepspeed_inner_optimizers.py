@@ -11,6 +11,7 @@ pytest.importorskip("deepspeed")
 
 from ftckpt.deepspeed import inner_optimizers
 from ftckpt.errors import UnsupportedError
+from tests.support.errors import raises
 
 OPTIMIZERS: dict[str, Any] = {
     "adam": lambda parameters: torch.optim.Adam(parameters, amsgrad=True),
@@ -49,7 +50,7 @@ def test_steps_are_the_same_and_frozen_parameters_get_no_state(name: str) -> Non
 
 def test_unknown_optimizers_are_refused_with_the_known_ones() -> None:
     parameters, _ = made("adam")
-    with pytest.raises(UnsupportedError, match=r"torch.optim.rmsprop.RMSprop is not known; known are .*FusedAdam"):
+    with raises(UnsupportedError, "torch.optim.rmsprop.RMSprop", "FusedAdam"):
         inner_optimizers.materialise(torch.optim.RMSprop(parameters))
 
 

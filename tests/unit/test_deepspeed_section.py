@@ -17,6 +17,7 @@ import pytest
 from ftckpt.config import Config
 from ftckpt.deepspeed import section
 from ftckpt.errors import ConfigError
+from tests.support.errors import raises
 
 ROOT = Path(__file__).parents[2]
 
@@ -107,7 +108,7 @@ def test_only_the_flags_that_were_given_count(argv: list[str], settings: dict[st
 
 
 def test_a_wrong_flag_is_an_error() -> None:
-    with pytest.raises(ConfigError, match="did you mean --ftckpt-interval"):
+    with raises(ConfigError, "--ftckpt-interval"):
         section.from_flags(["--ftckpt-intervall", "1"])
 
 

@@ -135,5 +135,5 @@ def test_padding_and_what_belongs_to_a_rank_do_not_count() -> None:
 def test_two_shapes_of_one_tensor_are_refused() -> None:
     ranks = [Description((whole_piece("weight/a", np.zeros((count, 2))),), ()) for count in (2, 3)]
     told = [json.dumps([p.fragment.to_json() for p in rank.stepped]).encode() for rank in ranks]
-    with pytest.raises(ValueError, match="weight/a has two types or shapes"):
+    with pytest.raises(ValueError, match="weight/a"):
         Digester(ranks[0], lambda _: told, 0)

@@ -22,6 +22,7 @@ from ftckpt.restore.offers import (
     needs_of,
 )
 from ftckpt.store.image import SlotImage
+from tests.support.errors import raises
 
 NONE: frozenset[str] = frozenset()
 
@@ -82,7 +83,7 @@ def test_only_padded_keys_may_have_other_rows() -> None:
     need = [piece("master/w", 12, 4)]
     index = index_for(need, [contents(0, [fragment("master/w", 16, 4)], [])], None)
     assert keys(need, index, padded=frozenset({"master/w"}))
-    with pytest.raises(MismatchError, match=r"no master/w of type F32 and shape \[12, 4\] \(\[16, 4\] is there\)"):
+    with raises(MismatchError, "master/w", "F32", "[12, 4]", "[16, 4]"):
         keys(need, index)
     for other in (piece("master/w", 12, 5), piece("master/w", 12), piece("master/w", 16, 4, dtype="BF16")):
         with pytest.raises(MismatchError, match="another model"):
@@ -102,7 +103,7 @@ def test_copies_must_agree_where_they_are_needed() -> None:
     assert [copy.key for copy, _ in sources[0].copies] == ["buffer/b", "buffer/c"]
     alike = {"dp0": np.array([7, 8], np.uint64), "dp1": np.array([7, 9], np.uint64)}
     check_copies(sources, alike, [fragment("buffer/b", 3)])
-    with pytest.raises(MismatchError, match=r"buffer/c\S+ does not have the same bits in dp0 and dp1"):
+    with raises(MismatchError, "buffer/c", "dp0", "dp1"):
         check_copies(sources, alike, [fragment("buffer/c", 3)])
 
 

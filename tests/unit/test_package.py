@@ -38,6 +38,7 @@ from ftckpt.store.package import (
     store,
     unpack,
 )
+from tests.support.errors import raises
 
 WEIGHTS = Fragment.whole("w", "F32", (64, 100), Box((0, 0), (64, 100)))
 RNG = Fragment.whole("rng", "U8", (9000,), Box((0,), (9000,)))
@@ -127,7 +128,7 @@ def test_a_slot_given_up_while_it_is_read_is_no_package(arena: Arena, monkeypatc
         return read_objects(slot)
 
     monkeypatch.setattr(arena, "read_objects", late)
-    with pytest.raises(ArenaError, match="given up while it was read"):
+    with raises(ArenaError, "given up"):
         pack(arena, 0)
 
 
@@ -215,7 +216,7 @@ def test_bad_files_are_not_loaded(node_dir: Path) -> None:
     path = store(node_dir, hand_made().encode())
     other = path.with_name(path.name.replace(".3", ".4"))
     shutil.copy(path, other)
-    with pytest.raises(CorruptError, match="holds dp0 at iteration 3"):
+    with raises(CorruptError, "dp0", "iteration 3"):
         load(other)
     path.write_bytes(path.read_bytes()[:50])
     with pytest.raises(CorruptError):

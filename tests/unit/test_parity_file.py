@@ -28,6 +28,7 @@ from ftckpt.parity.stripes import block_length, num_blocks
 from ftckpt.store import parity_file
 from ftckpt.store.parity_file import FORMAT, ParityFile, list_parity, parity_bytes, parity_path
 from ftckpt.store.record import SEALED, Header
+from tests.support.errors import raises
 
 OLD, NEW = b"o" * 16, b"n" * 16
 
@@ -152,7 +153,7 @@ def test_order_of_calls_and_arguments(path: Path) -> None:
     for wrong in (block[:-1], block.astype(np.int8), block.reshape(1, -1)):
         with pytest.raises(ValueError, match="block 0 has"):
             file.put(0, wrong)
-    with pytest.raises(ArenaError, match=f"{file.num_blocks - 1} blocks were not put"):
+    with raises(ArenaError, f"{file.num_blocks - 1} blocks"):
         file.seal()
     assert file.snapshot() is None
     for index in (-1, file.num_blocks):
@@ -203,12 +204,12 @@ def test_json_that_is_no_group_or_another_one(path: Path) -> None:
     other = json.dumps(group_of("rs", 2).to_json(), separators=(",", ":"), sort_keys=True).encode()
     for text in (other, wide):
         with_group(path, text)
-        with pytest.raises(CorruptError, match="are not those of member 1"):
+        with raises(CorruptError, "member 1"):
             ParityFile.open(path)
     good = json.dumps(GROUP.to_json(), separators=(",", ":"), sort_keys=True).encode()
     for holder in (0, 3, (1 << 32) - 1):
         with_group(path, good, holder)
-        with pytest.raises(CorruptError, match=f"not those of member {holder}"):
+        with raises(CorruptError, f"member {holder}"):
             ParityFile.open(path)
     with_group(path, good)
     ParityFile.open(path).close()

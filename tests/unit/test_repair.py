@@ -25,6 +25,7 @@ from ftckpt.restore.rebuild import NEW_SLOT, Bytes, Fix, Input, RepairTask, batc
 from ftckpt.store.arena import Arena
 from ftckpt.store.package import Package, load, package_path
 from ftckpt.store.slots import slot_name
+from tests.support.errors import raises
 from tests.support.protected import (
     LINEAGE,
     Job,
@@ -314,7 +315,7 @@ def test_chunks_of_a_slot_without_checksums_cannot_be_repaired_without_a_package
     job = Job(arena_root, ("a", "a", "a"), Modes(node=True))
     build(job, (3, 4, 5), (), hashed=False)
     fix = Fix("dp1", SlotAt("a", job.path(1).name, 2), (3,))
-    with pytest.raises(CorruptError, match="dp1: slot 2 has no checksums"):
+    with raises(CorruptError, "dp1", "slot 2"):
         Build(job.node_dir("a"), fix, None, 3, ()).open()
 
 

@@ -34,6 +34,7 @@ from ftckpt.model.replicas import (
 )
 from ftckpt.model.shares import choose, deal, loads, room
 from ftckpt.model.topology import RankPlace, Topology, layouts_differ
+from tests.support.errors import raises
 
 Ranks = tuple[int, ...]
 Job = tuple[dict[int, list[Fragment]], dict[bytes, Ranks], set[bytes]]
@@ -365,7 +366,7 @@ def test_a_topology_knows_places_nodes_and_leaders() -> None:
 
 
 def test_two_ranks_in_one_place_are_refused_by_name() -> None:
-    with pytest.raises(ConfigError, match="ranks 1 and 4 both claim the place tp1-dp0"):
+    with raises(ConfigError, "ranks 1 and 4", "tp1-dp0"):
         Topology(0, (*MEMBERS, MEMBERS[1]), {})
 
 

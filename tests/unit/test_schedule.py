@@ -20,6 +20,7 @@ from ftckpt.windows.schedule import (
     simulate,
     windows,
 )
+from tests.support.errors import raises
 
 Orders = list[tuple[Step, ...]]
 TIMES = st.sampled_from([(1.0, 2.0), (1.0, 1.0), (3.0, 1.0), (0.1, 0.3)])
@@ -278,7 +279,7 @@ def test_deadlocks_are_found_exactly_where_they_are(
 def test_a_deadlock_is_told_by_stage_and_step() -> None:
     orders = plain(2, 2)
     orders[1] = tuple(reversed(orders[1]))
-    with pytest.raises(ConfigError, match="stage 1 at backward 1 of chunk 0"):
+    with raises(ConfigError, "stage 1", "backward 1", "chunk 0"):
         simulate(orders)
 
 

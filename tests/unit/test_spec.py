@@ -17,6 +17,7 @@ from ftckpt.convert.language.placing import BoxMap, LocalTensor, Placement, plac
 from ftckpt.convert.language.spec import READY, Spec
 from ftckpt.errors import SpecError
 from ftckpt.model.fragment import Box
+from tests.support.errors import raises
 from tests.support.pool import run_ranks
 
 Held = list[tuple[LocalTensor, np.ndarray]]
@@ -142,11 +143,11 @@ def test_uneven_sizes_are_those_that_are_said() -> None:
     with_rank_2 = [*stored[:2], *held("other", [ramp(1)] * 3)]
     rules = [{"match": "w", "fragment": {"dim": 0, "uneven": [3, 2, 0]}}, {"match": "other", "replicated": True}]
     assert (placed(spec(*rules), with_rank_2)["w"] == expected).all()
-    with pytest.raises(SpecError, match=r"w: tp rank 2 does not hold it"):
+    with raises(SpecError, "w", "tp rank 2"):
         placed(spec({"match": "w", "fragment": {"dim": 0, "uneven": True}}, rules[1]), with_rank_2)
-    with pytest.raises(SpecError, match=r"w: the ranks of tp hold \[3, 2, 0\].*say uneven"):
+    with raises(SpecError, "w", "tp", "[3, 2, 0]", "uneven"):
         placed(spec({"match": "w", "fragment": {"dim": 0}}), stored)
-    with pytest.raises(SpecError, match=r"uneven says sizes \[2, 3, 0\]"):
+    with raises(SpecError, "uneven", "[2, 3, 0]"):
         placed(spec({"match": "w", "fragment": {"dim": 0, "uneven": [2, 3, 0]}}), stored)
 
 
@@ -160,9 +161,9 @@ def test_layers_are_numbered_through_stages_and_chunks() -> None:
     rules = spec({"match": "layers.{layer}.w", "unique": True, "rename": "layers.{layer + offset}.w"})
     found = placed(rules, stored)
     assert {name: int(value[0]) for name, value in found.items()} == {f"layers.{n}.w": 10 + n for n in range(6)}
-    with pytest.raises(SpecError, match=r"layers\.N of pipeline stage 0, chunk 0: 0 missing"):
+    with raises(SpecError, "layers.N", "stage 0", "chunk 0", "0 missing"):
         placed(rules, stored[1:])
-    with pytest.raises(SpecError, match=r"pipeline stages 0, 1, 0, 1 hold it; say pipeline_replicated"):
+    with raises(SpecError, "0, 1, 0, 1", "pipeline_replicated"):
         placed(spec({"match": "layers.{layer}.w", "unique": True}), stored)
 
 
@@ -175,7 +176,7 @@ def test_tied_embeddings_have_one_name() -> None:
     found = placed(spec(rule), stored)
     assert list(found) == ["embedding"] and (found["embedding"] == weight).all()
     del rule["pipeline_replicated"]
-    with pytest.raises(SpecError, match="pipeline stages 0, 1 hold it"):
+    with raises(SpecError, "stages 0, 1"):
         placed(spec(rule), stored)
 
 
@@ -191,7 +192,7 @@ def test_experts_are_numbered_over_their_ranks_and_stacked() -> None:
     del rule["stack"]
     found = placed(spec({**rule, "rename": "experts.{expert}.w"}), stored)
     assert all((found[f"experts.{n}.w"] == experts[n]).all() for n in range(4))
-    with pytest.raises(SpecError, match=r"expert ranks hold \[1, 2\] of them"):
+    with raises(SpecError, "expert ranks", "[1, 2]"):
         placed(spec({**rule, "rename": "experts.{expert}.w"}), stored[:-2])
     everywhere = {**rule, "rename": "experts.{expert}.w", "expert": {"number": "expert", "numbers": "global"}}
     renamed = []
@@ -209,7 +210,7 @@ def test_a_vocabulary_can_lose_its_padding() -> None:
     assert all(each is not None and each.padded and each.shape == (8, 2) for each in kept)
     cut = spec({**rule, "padded_vocabulary": {"dim": 0, "size": "$vocab"}}, vocab=5)
     assert (placed(cut, stored)["embedding"] == weight[:5]).all()
-    with pytest.raises(SpecError, match="embedding: has 8 rows, fewer than the vocabulary of 9"):
+    with raises(SpecError, "embedding", "8 rows", "9"):
         placed(spec({**rule, "padded_vocabulary": {"size": 9}}), stored)
 
 
@@ -291,7 +292,7 @@ def test_a_wrong_rule_is_an_error_that_names_the_field(rule: Mapping[str, Any], 
 
 
 def test_a_wrong_file_is_an_error_that_names_it(tmp_path: Path) -> None:
-    with pytest.raises(SpecError, match="nothing: no such file, nor is it one of bloom, gpt, llama, mixtral"):
+    with raises(SpecError, "nothing", "no such file", "bloom, gpt, llama, mixtral"):
         Spec.load("nothing")
     path = tmp_path / "own.yaml"
     for text, error in (
@@ -312,15 +313,15 @@ def test_a_wrong_file_is_an_error_that_names_it(tmp_path: Path) -> None:
 
 def test_shapes_that_ranks_disagree_about() -> None:
     stored = held("w", [ramp(2, 2), ramp(2, 3)])
-    with pytest.raises(SpecError, match=r"w: ranks that hold it disagree about its shape: \(4, 2\) and \(4, 3\)"):
+    with raises(SpecError, "w", "(4, 2)", "(4, 3)"):
         placed(spec({"match": "w", "fragment": {"dim": 0}}), stored)
     copies = [*held("w", [ramp(2), ramp(2)], ep=0), *held("w", [ramp(2), ramp(3)], ep=1)]
-    with pytest.raises(SpecError, match="copies of tp rank 1 differ in dimension 0: 2 and 3"):
+    with raises(SpecError, "tp rank 1", "dimension 0", "2", "3"):
         placed(spec({"match": "w", "fragment": {"dim": 0}}), copies)
-    with pytest.raises(SpecError, match="w: is unique, but 2 files hold it"):
+    with raises(SpecError, "w", "unique", "2 files"):
         placed(spec({"match": "w", "unique": True}), held("w", [ramp(2), ramp(2)]))
     lonely = held("w", [ramp(2)]) + held("v", [ramp(2), ramp(2)])
-    with pytest.raises(SpecError, match="w: is replicated, but tp rank 1 does not hold it; say unique"):
+    with raises(SpecError, "w", "replicated", "tp rank 1", "unique"):
         placed(spec({"match": "*", "replicated": True}), lonely)
 
 
@@ -355,7 +356,7 @@ def test_ready_specifications_explain_themselves(name: str) -> None:
 
 def test_the_best_variant_is_named_in_the_error() -> None:
     names = ["model.embed_tokens.weight", "model.norm.weight", "model.layers.0.self_attn.q_proj.weight", "odd"]
-    with pytest.raises(SpecError, match=r"llama, variant transformers: no rule matches odd; nothing matches rule"):
+    with raises(SpecError, "llama", "transformers", "odd"):
         Spec.load("llama").resolve(names, {})
 
 
