@@ -441,7 +441,7 @@ OPTIMIZER_1 = "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
 def test_files_that_are_missing_or_damaged_are_named(tmp_path: Path) -> None:
 
     path = changed("zero1-three", OPTIMIZER_1, lambda state: None, "missing")
-    with raises(ConvertError, OPTIMIZER_1):
+    with raises(ConvertError, "missing", OPTIMIZER_1):
         DeepSpeedReader(path)
     shutil.copytree(saved("zero1-three").path, tmp_path / "cut")
     file = tmp_path / "cut" / f"global_step{STEPS}" / OPTIMIZER_1
@@ -459,7 +459,7 @@ def test_files_that_are_missing_or_damaged_are_named(tmp_path: Path) -> None:
     shutil.copytree(saved("zero1-three").path, tmp_path / "more")
     folder = tmp_path / "more" / f"global_step{STEPS}"
     shutil.copy(folder / OPTIMIZER_1, folder / OPTIMIZER_1.replace("rank_1_", "rank_3_"))
-    with raises(ConvertError, "rank_3_", "pp 1, tp 1, dp 3"):
+    with raises(ConvertError, OPTIMIZER_1.replace("rank_1_", "rank_3_"), "pp 1, tp 1, dp 3"):
         DeepSpeedReader(tmp_path / "more")
     (tmp_path / "more" / "latest").write_text("global_step9")
     with pytest.raises(ConvertError, match="latest names 'global_step9'"):
