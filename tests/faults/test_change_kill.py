@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import shutil
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from ftckpt.store.arena import Arena
 from ftckpt.store.directory import list_arenas
 from tests.support import arenas
 from tests.support.killing import killed_at
+from tests.support.tiers import by_default
 
 pytestmark = pytest.mark.faults
 
@@ -52,8 +54,14 @@ def change_manifests(root: Path, keep: SnapshotId | None, first_too: bool) -> No
     arenas.on_all(members, change)
 
 
-@pytest.mark.parametrize("first_too", [True, False], ids=["all ranks", "one rank"])
-@pytest.mark.parametrize("keep", [SnapshotId(arenas.LINEAGE, 4), None], ids=["4 is whole", "nothing is whole"])
+@pytest.mark.parametrize(
+    ("keep", "first_too"),
+    by_default(
+        product([SnapshotId(arenas.LINEAGE, 4), None], [True, False]),
+        [(SnapshotId(arenas.LINEAGE, 4), False), (None, True)],
+    ),
+    ids=["4 is whole-all ranks", "4 is whole-one rank", "nothing is whole-all ranks", "nothing is whole-one rank"],
+)
 def test_killed_at_each_step_of_a_change_of_manifests(
     arena_root: Path, keep: SnapshotId | None, first_too: bool
 ) -> None:

@@ -185,6 +185,7 @@ def test_the_command_killed_in_the_middle(
     assert contents(tmp_path / "out") == expected
 
 
+@pytest.mark.slow
 def test_a_full_disk(tmp_path: Path, large: tuple[Path, dict[str, bytes]]) -> None:
     """The limit on files' sizes fails as a full disk does: in the middle of a file."""
     path, expected = large

@@ -217,7 +217,8 @@ LEAVING_ELSEWISE = [
 ]
 
 
-@pytest.mark.parametrize("failures", [LEAVING, pytest.param(LEAVING_ELSEWISE, marks=SLOW)], ids=["some", "others"])
+@pytest.mark.slow
+@pytest.mark.parametrize("failures", [LEAVING, LEAVING_ELSEWISE], ids=["some", "others"])
 def test_a_rank_leaves(failures: list[Failure], failing: Failing) -> None:
     check(failing, failures)
 
@@ -244,11 +245,13 @@ CLEANING_UP = [
 ]
 
 
+@pytest.mark.slow
 def test_a_script_that_always_closes(failing: Failing) -> None:
     """``close()`` in a ``finally``: an error is no end of training, and other ranks will not come."""
     check(failing, CLEANING_UP)
 
 
+@pytest.mark.slow
 def test_an_object_that_cannot_be_saved(failing: Failing) -> None:
     """The snapshot is given up and the error told; training goes on, and so do snapshots."""
     failing.launch([Failure("save object", 1)])

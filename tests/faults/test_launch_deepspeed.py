@@ -73,6 +73,7 @@ def test_a_rank_dies_and_then_the_launcher(launched: Launched) -> None:
     assert {event["job"] for rank in range(2) for event in launched.events(rank, "joined")} == {job}
 
 
+@pytest.mark.slow
 def test_told_to_stop_it_leaves_no_process_behind(launched: Launched) -> None:
     options = ["--job", "a", "--nproc", "2", "--port", str(free_ports(1))]
     launched.start(

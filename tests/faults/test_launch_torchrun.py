@@ -26,6 +26,7 @@ def launched(tmp_path: Path, arena_root: Path) -> Iterator[Launched]:
     job.stop()
 
 
+@pytest.mark.slow
 def test_torchrun_on_two_nodes(launched: Launched) -> None:
     cores = sorted(os.sched_getaffinity(0))
     lists = f"{cores[0]} {cores[-1]}"

@@ -141,6 +141,7 @@ def check_finished(job: Job, world: int, num_faults: int) -> None:
     assert len(set(names[0])) == num_faults + 1
 
 
+@pytest.mark.slow
 def test_standalone(job: Job) -> None:
     job.start("--standalone", "--nproc-per-node", "2", faults=[(1, 1), (0, 2)])
     job.wait()
@@ -170,6 +171,7 @@ def test_static(job: Job) -> None:
     check_finished(job, world=2, num_faults=1)
 
 
+@pytest.mark.slow
 def test_c10d_through_a_file(job: Job) -> None:
     job.start(
         *("--nnodes", "1", "--nproc-per-node", "2", "--rdzv-backend", "c10d", "--rdzv-id", "file"),
@@ -180,6 +182,7 @@ def test_c10d_through_a_file(job: Job) -> None:
     check_finished(job, world=2, num_faults=1)
 
 
+@pytest.mark.slow
 def test_a_private_store_needs_nothing(job: Job) -> None:
     job.start(*("--standalone", "--nproc-per-node", "2"), faults=[(1, 1)], TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
     job.wait()

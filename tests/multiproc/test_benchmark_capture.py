@@ -25,6 +25,7 @@ ATTEMPTS = 3
 SHARES_OF_RUNGS = {("sync", AMPLE), ("thread", AMPLE), ("stream", AMPLE), ("bubble", AMPLE), ("bubble", SCARCE)}
 
 
+@pytest.mark.slow
 def test_at_a_small_size(tmp_path: Path, arena_root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output = tmp_path / "result.json"
     argv = ["--json", str(output), "--quick", "--repeats", "1", "--rounds", "2", "--arena", str(arena_root)]

@@ -409,6 +409,7 @@ def wait_beside_a_frozen_store(rank: int, size: int, port: int, pid: int, here: 
     return told, waited
 
 
+@pytest.mark.slow
 @pytest.mark.faults
 def test_no_rank_waits_on_when_the_store_does_not_answer(tmp_path: Path) -> None:
     """Its host is frozen, or nothing of it comes through."""

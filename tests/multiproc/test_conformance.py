@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from tests.support.conformance.suite import CHECKS, Suite
+from tests.support.tiers import by_default
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.faults]
 
@@ -26,6 +27,13 @@ def adapters() -> Iterator[Any]:
 
 
 CASES = {f"{a.framework}-{a.configuration}-{check}": (a, check) for a in adapters() for check in CHECKS}
+VARIANTS = {
+    "megatron": ("dp2-fp32",),
+    "plain": ("none", "ddp-fp16-sgd", "fsdp2-bf16", "hsdp"),
+    "deepspeed": ("zero0", "bf16", "zero1", "offload", "2x2x2"),
+}
+"""Configurations that take the way of another one, in the slow tier."""
+QUICK = [case for case, (a, _) in CASES.items() if a.configuration not in VARIANTS[a.framework]]
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +53,7 @@ def suite_of() -> Iterator[Callable[[Any], Suite]]:
     shutil.rmtree(root, ignore_errors=True)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", by_default(CASES, QUICK))
 def test_conformance(case: str, suite_of: Callable[[Any], Suite]) -> None:
     adapter, check = CASES[case]
     suite_of(adapter).check(check)

@@ -19,6 +19,7 @@ from ftckpt.convert.megatron.dist_reader import MegatronDistReader
 from ftckpt.convert.megatron.legacy_reader import MegatronLegacyReader
 from tests.support.flips import Record, flipped, noticed, of_distributed, records
 from tests.support.pool import run_ranks
+from tests.support.tiers import by_default
 
 pytestmark = pytest.mark.multiproc
 
@@ -45,7 +46,9 @@ def _models_are_small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(archives, "SMALL_BYTES", 64)
 
 
-@pytest.mark.parametrize("name", ["zero1-three", "zero3-three", "pp2-dp2-tied", "fp32"])
+@pytest.mark.parametrize(
+    "name", by_default(["zero1-three", "zero3-three", "pp2-dp2-tied", "fp32"], ["zero1-three", "fp32"])
+)
 def test_checkpoints_of_deepspeed(name: str) -> None:
     pytest.importorskip("deepspeed")
     path = deepspeed_jobs.saved(name).path
@@ -93,7 +96,7 @@ def verified(capsys: pytest.CaptureFixture[str], *words: object) -> None:
     assert status == 0 and "and all objects that both have" in told.out, told.err
 
 
-@pytest.mark.parametrize("name", ["zero1-fp16", "zero3-three"])
+@pytest.mark.parametrize("name", by_default(["zero1-fp16", "zero3-three"], ["zero3-three"]))
 def test_whole_checkpoints_of_deepspeed_are_verified(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -105,7 +108,7 @@ def test_whole_checkpoints_of_deepspeed_are_verified(
     verified(capsys, tmp_path / "back", tmp_path / "again", "--to", "deepspeed-universal")
 
 
-@pytest.mark.parametrize("more", [(), ("--no-distributed-optimizer",)])
+@pytest.mark.parametrize("more", [(), pytest.param(("--no-distributed-optimizer",), marks=pytest.mark.slow)])
 def test_whole_checkpoints_of_megatron_are_verified(
     more: Sequence[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -45,6 +45,7 @@ def measured(rank: int, world_size: int, run: jobs.Run) -> list[tuple[int, int, 
     return jobs.train(rank, world_size, run)  # type: ignore[return-value]
 
 
+@pytest.mark.slow
 def test_nothing_grows_and_the_last_snapshot_is_good(settings: dict[str, Any]) -> None:
     settings |= {"timeline_interval": 10, "chunk_mib": 0.0625, "fence_budget": 0.0}
     reference = jobs.outcomes(2, jobs.Run(ARGV, until=SNAPSHOTS + 3))

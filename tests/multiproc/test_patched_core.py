@@ -15,6 +15,7 @@ import pytest
 
 from ftckpt.megatron import callbacks
 from tests.support import jobs, patch_files
+from tests.support.tiers import by_default
 
 pytestmark = pytest.mark.multiproc
 
@@ -109,7 +110,10 @@ ACTS = f"own lines act and no run-time hooks: {', '.join(callbacks.CORE)}"
 LAYOUTS = {"no pipeline": [], "pp2": ["--pp", "2"], "pp2-vpp2": ["--pp", "2", "--vpp", "2", "--layers", "4"]}
 
 
-@pytest.mark.parametrize(("layout", "runner"), [("no pipeline", False), ("pp2", True), ("pp2-vpp2", False)])
+@pytest.mark.parametrize(
+    ("layout", "runner"),
+    by_default([("no pipeline", False), ("pp2", True), ("pp2-vpp2", False)], [("pp2", True)]),
+)
 def test_the_lines_follow_and_fence_without_hooks(core: Path, tmp_path: Path, layout: str, runner: bool) -> None:
     ranks, written = train(core, tmp_path, LAYOUTS[layout], runner)
     assert written.count(ACTS) == runner

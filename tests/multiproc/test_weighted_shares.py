@@ -9,6 +9,7 @@ import pytest
 
 from tests.support import jobs
 from tests.support.pool import RankResult, run_ranks
+from tests.support.tiers import by_default
 
 pytestmark = pytest.mark.multiproc
 
@@ -42,7 +43,7 @@ def used_bytes(root: Path) -> int:
     return sum(path.stat().st_blocks * 512 for path in root.rglob("slot*"))
 
 
-@pytest.mark.parametrize("again", [MEASURED_AT + 1, 20])
+@pytest.mark.parametrize("again", by_default([MEASURED_AT + 1, 20], [MEASURED_AT + 1]))
 def test_the_rank_with_room_copies_more_from_the_next_start_on(
     again: int, settings: dict[str, Any], arena_root: Path
 ) -> None:

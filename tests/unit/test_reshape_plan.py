@@ -34,6 +34,7 @@ def test_the_ranks_of_a_synthetic_job_hold_all_of_it(optimizer: str) -> None:
     assert len(total) == 3 * (6 * reshape_plan.LAYERS + 2)
 
 
+@pytest.mark.slow
 def test_the_plan_of_the_largest_job_takes_little_time_and_memory() -> None:
     old, new = Layout(8, 16, 128, "flat"), Layout(4, 8, 256, "whole")
     case = reshape_plan.run_case(old, new, reshape_plan.messages_of(old), repeats=1, ranks=[5000])
