@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from contextlib import closing, suppress
 from functools import partial
 from pathlib import Path
 
@@ -80,10 +81,8 @@ class NodeArenas:
         self._own = path
         # What can be freed goes before anything is allocated: a node need not hold both.
         together(self._group, lambda: self._free_old(old, keep))
-        slots = self._config.slots if existing is None else existing.control.slots
-        absent = slots if existing is None else len(absent_slots(existing))
-        needed = 0 if existing is None or existing.find(keep) is None else 1
-        new = slots_to_allocate(slots - absent, slots, needed, self._config.slots - self._num_old_slots())
+        new, absent = self._count_slots(existing, keep, num_slots(self._old))
+        # Again, though ``replace`` has asked: an arena that resists gave nothing back, and its slots count.
         self._require_room(for_slots(new, absent, SlotImage.of(manifest).file_bytes, self._old))
         arena = together(self._group, lambda: self._allocate(manifest, existing, new))
         if keep is not None:
@@ -97,12 +96,17 @@ class NodeArenas:
         on all ranks: nothing else stays. No copy may run.
 
         Raises:
-            MemoryBudgetError, ArenaError: the new arena cannot be had; what ``whole`` names is still there.
+            MemoryBudgetError, ArenaError: the new arena cannot be had; what ``whole`` names is still there, and where
+                the node has no room even for what would be left, all else is, too.
         """
-        # A kill from here on must find the same on all ranks: what is not whole is gone from every arena
-        # before the first of them goes.
-        together(self._group, lambda: _void_others(old, whole))
-        old.close()
+        try:
+            # First of all: what is protected would be given up for nothing.
+            self._require_room(*together(self._group, lambda: self._foresee(old, whole, manifest)))
+            # A kill from here on must find the same on all ranks: what is not whole is gone from every arena
+            # before the first of them goes.
+            together(self._group, lambda: _void_others(old, whole))
+        finally:
+            old.close()
         return self.open(manifest, whole)
 
     def remove_old(self) -> None:
@@ -195,13 +199,34 @@ class NodeArenas:
             give_up(old, in_use(old).needed(keep))
             self._old = [path for path in old if path.exists()]
 
-    def _num_old_slots(self) -> int:
-        """Slots in old arenas that are left to this rank."""
-        return sum(len(list(path.glob("slot*"))) for path in self._old)
+    def _count_slots(self, existing: Arena | None, keep: SnapshotId | None, num_old: int) -> tuple[int, int]:
+        """Slots of the arena to allocate now beside ``num_old`` in old ones, and those that it lacks in all."""
+        slots = self._config.slots if existing is None else existing.control.slots
+        absent = slots if existing is None else len(absent_slots(existing))
+        needed = 0 if existing is None or existing.find(keep) is None else 1
+        return slots_to_allocate(slots - absent, slots, needed, self._config.slots - num_old), absent
 
-    def _require_room(self, mine: Ledger) -> None:
-        """Raise MemoryBudgetError unless the node has room for what ranks need now and when old arenas have gone."""
-        message = json.dumps([mine.now_bytes, mine.later_bytes]).encode()
+    def _foresee(self, arena: Arena, keep: SnapshotId | None, manifest: Manifest) -> tuple[Ledger, int]:
+        """What ``replace`` will need, and the bytes that it will have freed by then; nothing is changed."""
+        path = arena_path(self.path, manifest)
+        old = self._list_old(path)
+        there = in_use(old).without(arena.path.name, keep)
+        spare = there.spare(there.needed(keep) if keep is not None else ())
+        num_old = num_slots(old) - spare.free_slots
+        new, absent = self._count_slots(None, keep, num_old)
+        with (
+            suppress(ArenaError),
+            closing(Arena.open(path)) as existing,
+        ):  # ArenaError: none is there to use
+            new, absent = self._count_slots(existing, keep, num_old)
+        return for_slots(new, absent, SlotImage.of(manifest).file_bytes, old), spare.given_back_bytes
+
+    def _require_room(self, mine: Ledger, freed_bytes: int = 0) -> None:
+        """Raise MemoryBudgetError unless the node has room for what ranks need now and when old arenas have gone.
+
+        ``freed_bytes`` of this rank come back before it needs anything.
+        """
+        message = json.dumps([mine.now_bytes - freed_bytes, mine.later_bytes]).encode()
         needs = [json.loads(data) for data in self._group.gather(message)]
         local = [needs[rank] for rank in self._topology.ranks_on(self._topology.me.node)]
         # Both sums must fit: at once beside old arenas, and in the end in their place.
@@ -249,6 +274,11 @@ class NodeArenas:
 def absent_slots(arena: Arena) -> list[int]:
     """The slots of ``arena`` that have no memory yet."""
     return [slot for slot in range(arena.control.slots) if not arena.allocated(slot)]
+
+
+def num_slots(paths: Sequence[Path]) -> int:
+    """Slots in the arenas at ``paths``, readable or not."""
+    return sum(len(list(path.glob("slot*"))) for path in paths)
 
 
 def share_of(old: Sequence[Path], shards: Sequence[str], place: int) -> list[Path]:

@@ -100,6 +100,27 @@ class Ledger:
         """Bytes that come back at once when what can be freed is."""
         return self._sum(MemoryState.FREE)
 
+    @property
+    def given_back_bytes(self) -> int:
+        """As ``free_bytes``, with what the SMP has lent: that comes back, too, when one waits for it."""
+        return sum(entry.nbytes for entry in self.entries if entry.state == MemoryState.FREE)
+
+    @property
+    def free_slots(self) -> int:
+        """How many slots go when what can be freed is."""
+        slots = {FileKind.SLOT, FileKind.DAMAGED}
+        return sum(entry.state == MemoryState.FREE and entry.kind in slots for entry in self.entries)
+
+    def without(self, arena: str, keep: SnapshotId | None) -> Ledger:
+        """The same entries when the slots of ``arena`` hold nothing but ``keep``."""
+        entries = (
+            replace(entry, snapshot=None)
+            if entry.arena == arena and entry.kind == FileKind.SLOT and entry.snapshot != keep
+            else entry
+            for entry in self.entries
+        )
+        return Ledger(tuple(entries), self.protected)
+
     def needed(self, whole: SnapshotId) -> frozenset[SnapshotId]:
         """What a start that goes on from ``whole`` may need yet.
 
