@@ -11,6 +11,8 @@ from pathlib import Path
 import hypothesis
 import pytest
 
+from tests.support.mounting import unmount_below
+
 ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "launch")]
 
@@ -27,6 +29,7 @@ def arena_root() -> Iterator[Path]:
     root = Path("/dev/shm") / f"ftckpt-test-{uuid.uuid4().hex[:8]}"
     root.mkdir()
     yield root
+    unmount_below(root)
     shutil.rmtree(root, ignore_errors=True)
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import shutil
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,19 +12,59 @@ from pathlib import Path
 
 import pytest
 
+_SHM = Path("/dev/shm")
+_SOURCE = re.compile(r"ftckpt-test-(\d+)-(\d+)")
+"""What is mounted, as /proc/mounts calls it: the pid that has mounted it and when that process began."""
+
 
 @contextmanager
 def tmpfs(path: Path) -> Iterator[Path]:
     """A tmpfs of 256 MiB at ``path``; the test is skipped where none can be mounted."""
     if os.geteuid():
         pytest.skip("mounting a small tmpfs needs root")
+    remove_leftovers()
     path.mkdir(parents=True, exist_ok=True)
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256m", "ftckpt-test", str(path)], check=False).returncode:
+    source = f"ftckpt-test-{os.getpid()}-{_began(os.getpid())}"
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256m", source, str(path)], check=False).returncode:
         pytest.skip("mounting is not allowed here")
     try:
         yield path
     finally:
-        subprocess.run(["umount", "-l", str(path)], check=True)
+        unmount_below(path)
+
+
+def unmount_below(path: Path) -> None:
+    """Unmount what is mounted at ``path`` or below it; what is mounted cannot be deleted."""
+    for _, place in reversed(_mounts()):  # what was mounted last lies on top
+        if place.is_relative_to(path):
+            subprocess.run(["umount", "-l", str(place)], check=True)
+
+
+def remove_leftovers() -> None:
+    """Unmount what test runs that were killed have left mounted, then delete their directories."""
+    for owner, place in reversed(_mounts()):
+        pid, began = map(int, owner)
+        # A pid alone may have gone to another process since.
+        if _began(pid) != began:
+            subprocess.run(["umount", "-l", str(place)], check=False)  # another run may be at it, too
+            if place.is_relative_to(_SHM):
+                shutil.rmtree(_SHM / place.relative_to(_SHM).parts[0], ignore_errors=True)
+
+
+def _mounts() -> list[tuple[tuple[str, str], Path]]:
+    """Owner and place of all that tests have mounted, in the order of mounting."""
+    rows = [line.split() for line in Path("/proc/mounts").read_text().splitlines()]
+    found = [(_SOURCE.fullmatch(source), Path(place)) for source, place, *_ in rows]
+    return [((match[1], match[2]), place) for match, place in found if match]
+
+
+def _began(pid: int) -> int:
+    """When the process began, in ticks since the boot; -1 where there is none."""
+    try:
+        # The name of the program comes second, in parentheses, and may hold anything.
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+    except (OSError, IndexError):
+        return -1
 
 
 def used(path: Path) -> int:
