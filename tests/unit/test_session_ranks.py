@@ -137,6 +137,25 @@ def test_long_lives_of_many_jobs(seed: int) -> None:
     progresses(ranks)
 
 
+@pytest.mark.parametrize("every", [2, 4, 20])
+def test_protection_that_is_slower_than_iterations_makes_snapshots_rarer_and_keeps_none_waiting_for_ever(
+    every: int,
+) -> None:
+    """With three slots one snapshot is taken while a target is being protected, then all wait for that: the newest
+    whole one is as old as that takes, or as the time after which a target is given up."""
+    ranks, ages, guarded = job(3, slots=3), [], set()
+    for number in range(200):
+        ranks.iterate([Fate(smp="slow" if number % every else "covers")] * 3, in_order)
+        whole, protected = ranks.knows.state.whole, ranks.knows.state.targets.protected
+        if number > 40:
+            assert whole is not None and protected is not None
+            ages.append((ranks.iteration - whole.iteration, ranks.iteration - protected.iteration))
+            guarded.add(protected)
+    timeout_secs = int(ranks.config.protect_timeout_secs)  # of one iteration each
+    assert max(age for age, _ in ages) <= min(every, timeout_secs) + 4
+    assert len(guarded) > 1 and (every > timeout_secs or max(age for _, age in ages) <= 2 * every + 5)
+
+
 def test_a_rank_that_fails_too_often_turns_all_off() -> None:
     ranks = job(3, replica_check_interval=3)
     for _ in range(8):
