@@ -20,6 +20,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from itertools import takewhile
 from typing import Any, TypeVar, cast
 
 import numpy as np
@@ -34,14 +35,11 @@ _FIRST_LOOK_SECS, _LONGEST_LOOK_SECS = 0.5, 10.0
 """How long a rank waits before it asks the store whether another gave up; it asks less and less often, since all
 ranks of a large job ask the same store."""
 
-_MAX_ROUNDS = 64
-"""Posted minima whose tensors stay: more than are unread where verdicts are read at every boundary."""
-
 _immortal: list[Any] = []
-"""Groups, and the tensors of their latest collectives, for as long as the process lives, even without interpreter. A
-group that ends waits for its collectives: a rank that fails would end minutes later, and its launcher would see
-it only then. And a thread of torch with the last reference to a tensor needs the interpreter to let go of it; waiting
-for one that is at its end aborts the process."""
+"""Groups, and the tensors of their latest and of all unfinished collectives, for as long as the process lives, even
+without interpreter. A group that ends waits for its collectives: a rank that fails would end minutes later, and its
+launcher would see it only then. And a thread of torch with the last reference to a tensor needs the interpreter to
+let go of it; waiting for one that is at its end aborts the process."""
 ctypes.pythonapi.Py_IncRef(ctypes.py_object(_immortal))
 
 T = TypeVar("T")
@@ -67,7 +65,8 @@ class Group:
         self._given_up = ""
         self._notice: Notice | None = None  # while its name is agreed on there is nothing to look for
         self._latest: list[torch.Tensor] = []
-        self._minima: deque[torch.Tensor] = deque(maxlen=_MAX_ROUNDS)
+        self._minima: deque[tuple[dist.Work, torch.Tensor]] = deque()
+        self._num_finished = 0  # of the minima, as of the last post
         _immortal.append((self._group, self._latest, self._minima))
         # A name of this attempt alone: some launchers keep one store for all of them.
         self._notice = Notice(f"ftckpt/given-up/{self.broadcast(os.urandom(8)).hex()}")
@@ -112,11 +111,18 @@ class Group:
     def start_minimum(self, values: Sequence[int]) -> tuple[dist.Work, torch.Tensor]:
         """Post an element-wise MIN; returns the work, for ``finish``, and the tensor that will have it."""
         tensor = torch.tensor(list(values), dtype=torch.int64)
+        work = self._try(lambda: dist.all_reduce(tensor, op=dist.ReduceOp.MIN, group=self._group, async_op=True))
         # gloo writes into the tensor after the caller may have forgotten it: it must outlive the collective.
-        self._minima.append(tensor)
-        return self._try(
-            lambda: dist.all_reduce(tensor, op=dist.ReduceOp.MIN, group=self._group, async_op=True)
-        ), tensor
+        # No number bounds those that are not finished: a rank posts one at each snapshot, whether it could read the
+        # one before in time or not. Time does. They are read before the next slot is needed; a rank that reads none
+        # for ``error_limit`` snapshots turns all off; and gloo ends each that is older than the group's deadline.
+        # One that is finished stays until the next is posted, a snapshot later: torch says so a moment before its
+        # thread lets go of the tensor.
+        for _ in range(self._num_finished):
+            self._minima.popleft()
+        self._num_finished = sum(1 for _ in takewhile(lambda posted: posted[0].is_completed(), self._minima))
+        self._minima.append((work, tensor))
+        return work, tensor
 
     def finish(self, work: dist.Work, timeout_secs: float) -> bool:
         """Wait for a collective that was posted; False: it is not finished within ``timeout_secs``."""

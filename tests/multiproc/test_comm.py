@@ -166,6 +166,35 @@ def test_a_read_that_timed_out_gives_nothing_and_the_next_one_all() -> None:
     assert punctual[0] == [both]
 
 
+MANY = 100
+"""Rounds that a rank posts before another one posts any."""
+
+
+def post_many(rank: int, size: int) -> list[Any]:
+    from ftckpt.group import Group
+
+    group, other = Group(60.0), Group(60.0)
+    if rank == 1:
+        other.barrier()
+    posted = [group.start_minimum([number + rank]) for number in range(MANY)]
+    kept = [tensor for _, tensor in group._minima]
+    unread = [any(tensor is one for one in kept) for work, tensor in posted if not work.is_completed()]
+    if rank == 0:
+        other.barrier()
+    assert all(group.finish(work, 30.0) for work, _ in posted)
+    for _ in range(3):
+        assert group.finish(group.start_minimum([0])[0], 30.0)
+    return [len(unread), all(unread), [int(tensor) for _, tensor in posted], len(group._minima)]
+
+
+def test_what_is_posted_stays_until_it_is_finished_however_much_is_unread() -> None:
+    """Torch writes into it until then, and a thread of torch that lets go of it last ends the process."""
+    first, second = (result.value for result in run_ranks(post_many, 2))
+    assert first[:2] == [MANY, True] and second[1]
+    assert first[2] == second[2] == list(range(MANY))
+    assert first[3] <= 2 and second[3] <= 2, "what was finished at the last post has gone"
+
+
 def wish(rank: int, size: int) -> list[Any]:
     from ftckpt.group import Group
     from ftckpt.job.agreement import Agreement, Round
