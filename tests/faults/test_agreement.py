@@ -15,6 +15,7 @@ from ftckpt.job.agreement import AgreementError
 from tests.support import jobs, plain
 from tests.support.faults import Fault
 from tests.support.pool import RankFailure, run_ranks
+from tests.support.tiers import by_default
 from tests.support.waiting import meet, until
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.faults]
@@ -53,7 +54,9 @@ def failing_in_turn(
 
 @pytest.mark.parametrize(
     ("slots", "failing", "at", "whole"),
-    [(2, {(1, 4), (0, -5)}, 6, 3), (3, {(1, 4), (0, 5), (0, 6)}, 7, 3)],
+    by_default(
+        [(2, {(1, 4), (0, -5)}, 6, 3), (3, {(1, 4), (0, 5), (0, 6)}, 7, 3)], [(3, {(1, 4), (0, 5), (0, 6)}, 7, 3)]
+    ),
     ids=["two slots", "three slots"],
 )
 def test_only_what_all_ranks_name_is_whole(

@@ -17,7 +17,8 @@ from tests.support.pool import RankResult
 pytestmark = [pytest.mark.multiproc, pytest.mark.faults]
 
 
-@pytest.mark.parametrize("seed", [3, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [3, 4])
 def test_a_short_campaign(seed: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output = tmp_path / "campaign.json"
     code = fault_campaign.main(["--trials", "4", "--seed", str(seed), "--json", str(output)])

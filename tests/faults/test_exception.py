@@ -285,6 +285,7 @@ def test_others_do_not_wait(stage: str, failing: Failing) -> None:
     assert any(reason in text for reason in ("gave up", "Connection closed by peer", "Connection reset by peer"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("by", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=SLOW)], ids=lambda by: by.name)
 def test_the_launcher_is_told_to_end(by: signal.Signals, failing: Failing) -> None:
     """As by a scheduler or by Ctrl-C: all processes end, and a later start of the job goes on from memory."""

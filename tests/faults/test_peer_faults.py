@@ -287,6 +287,7 @@ def test_an_smp_killed_at_any_time_loses_nothing(arena_root: Path, stack: ExitSt
     assert check_parity(nodes, PEER, 2) >= 2 and check_parity(nodes, PEER, 1) >= 2
 
 
+@pytest.mark.slow
 def test_an_smp_killed_at_any_store_claims_nothing_that_is_not_so(arena_root: Path, stack: ExitStack) -> None:
     node = Node(arena_root, "n0", [0, 1], 2, chunks=2)
     stack.callback(node.close)

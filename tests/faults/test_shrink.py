@@ -101,6 +101,7 @@ def check_told(nodes: Nodes, before: int, now: int) -> None:
     assert f"layout {LAYOUTS[now]} for {now} ranks" in nodes.output(100_000)
 
 
+@pytest.mark.slow
 def test_a_node_is_lost_for_good(nodes: Nodes) -> None:
     start(nodes, "a", "127.0.0.2")
     start(nodes, "b", "127.0.0.3")

@@ -74,7 +74,9 @@ class Snapshots:
         arena: Any = SimpleNamespace(
             control=self.control,
             image=SimpleNamespace(
-                num_stepped_chunks=len(self.copies), objects=SimpleNamespace(begin=0, end=PAGE), manifest=None
+                num_stepped_chunks=len(self.copies),
+                objects=SimpleNamespace(begin=0, end=PAGE, nbytes=PAGE),
+                manifest=None,
             ),
             slot=lambda _slot: memoryview(self.slot.numpy()),
             slot_error=lambda _slot: None,

@@ -202,6 +202,7 @@ def loaded_weights(rank: int, world_size: int, argv: Sequence[str], path: str) -
 MOE = ("--num-experts", "4", "--swiglu", "--router-bias")
 
 
+@pytest.mark.slow
 def test_experts_of_one_rank_among_several(tmp_path: Path) -> None:
     """Megatron has one optimizer at EP 1 and a chain of two at more, and does not load the state of one into the
     other, its own checkpoints no more than those that were converted: only weights and buffers go over."""

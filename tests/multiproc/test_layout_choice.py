@@ -22,6 +22,7 @@ from tests.support import waiting
 from tests.support.event_logs import read_events
 from tests.support.pool import run_ranks
 from tests.support.processes import Processes
+from tests.support.tiers import by_default
 
 pytestmark = pytest.mark.multiproc
 
@@ -71,10 +72,13 @@ def run(world_size: int, words: list[str], settings: dict[str, Any], ask: bool =
 
 @pytest.mark.parametrize(
     ("model", "layouts", "sizes"),
-    [
-        ([], "tp2pp2,tp1pp2vpp2,tp1", {4: (2, 2, 1, 1), 2: (1, 2, 2, 1), 1: (1, 1, 1, 1)}),
-        (EXPERTS, "pp2ep2dp2,ep2,tp1", {4: (1, 2, 1, 2), 2: (1, 1, 1, 2), 1: (1, 1, 1, 1)}),
-    ],
+    by_default(
+        [
+            ([], "tp2pp2,tp1pp2vpp2,tp1", {4: (2, 2, 1, 1), 2: (1, 2, 2, 1), 1: (1, 1, 1, 1)}),
+            (EXPERTS, "pp2ep2dp2,ep2,tp1", {4: (1, 2, 1, 2), 2: (1, 1, 1, 2), 1: (1, 1, 1, 1)}),
+        ],
+        [(EXPERTS, "pp2ep2dp2,ep2,tp1", {4: (1, 2, 1, 2), 2: (1, 1, 1, 2), 1: (1, 1, 1, 1)})],
+    ),
     ids=["dense", "experts"],
 )
 def test_each_number_of_ranks_gets_its_layout_and_the_state(

@@ -45,6 +45,7 @@ def worker(log: Path, local_rank: int) -> int | None:
     return None
 
 
+@pytest.mark.slow
 def test_a_killed_worker_comes_back_to_the_same_bits(tmp_path: Path, arena_root: Path) -> None:
     log, final = tmp_path / "log.jsonl", tmp_path / "final"
     ours = ["--ftckpt", "--ftckpt-job", "plain", "--ftckpt-arena", str(arena_root), "--ftckpt-node", "node"]

@@ -13,6 +13,7 @@ import pytest
 
 from tests.support.pool import RankFailure, run_ranks
 from tests.support.reshaping import ITERATION, MODELS, Check, Layout, arrive, attach, build, leave
+from tests.support.tiers import by_default
 
 pytestmark = pytest.mark.multiproc
 
@@ -148,11 +149,14 @@ UNTIL = 8
 
 @pytest.mark.parametrize(
     ("model", "source", "target"),
-    [
-        ("gpt-tied", "tp2pp1dp2", "tp1pp2vpp2dp1:z"),
-        ("llama-gqa-untied", "tp1pp2dp1", "tp4pp1dp1"),
-        ("moe-sequential", "tp1pp1ep2dp2", "tp2pp1ep1dp1"),
-    ],
+    by_default(
+        [
+            ("gpt-tied", "tp2pp1dp2", "tp1pp2vpp2dp1:z"),
+            ("llama-gqa-untied", "tp1pp2dp1", "tp4pp1dp1"),
+            ("moe-sequential", "tp1pp1ep2dp2", "tp2pp1ep1dp1"),
+        ],
+        [("gpt-tied", "tp2pp1dp2", "tp1pp2vpp2dp1:z")],
+    ),
 )
 def test_training_goes_on_with_the_losses_of_an_unbroken_run(
     root: Path, model: str, source: str, target: str

@@ -72,7 +72,10 @@ def test_the_rank_with_room_copies_more_from_the_next_start_on(
 
 @pytest.mark.parametrize(
     ("until", "rooms"),
-    [(20, [10**9] * 4), (20, [0] * 4), (20, [10**9, 10**8, 10**9, 10**8]), (MEASURED_AT - 1, ROOMS)],
+    by_default(
+        [(20, [10**9] * 4), (20, [0] * 4), (20, [10**9, 10**8, 10**9, 10**8]), (MEASURED_AT - 1, ROOMS)],
+        [(20, [0] * 4), (MEASURED_AT - 1, ROOMS)],
+    ),
     ids=["even", "none", "ample", "not measured"],
 )
 def test_shares_stay_where_nothing_is_won(until: int, rooms: list[int], settings: dict[str, Any]) -> None:

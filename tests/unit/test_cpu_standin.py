@@ -281,6 +281,7 @@ def run_script(path: Path, text: str) -> str:
     return run.stdout
 
 
+@pytest.mark.slow
 def test_a_spawned_process_has_it_too(tmp_path: Path) -> None:
     run_script(tmp_path / "script.py", SPAWNS)
 
