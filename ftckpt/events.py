@@ -278,7 +278,7 @@ class Events:
                 log.warning("ftckpt %s: no more events: %s", self._name, error)
                 self.close()
 
-    def tell(self, text: str) -> None:
+    def announce(self, text: str) -> None:
         """One line for people, from rank 0 and from processes with a name alone."""
         if self._rank == 0 or "process" in self._who:
             log.info("ftckpt: %s", text)

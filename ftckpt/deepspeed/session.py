@@ -68,7 +68,7 @@ class EngineSession:
         self._follow()
         door.checkpointer = checkpointer  # last: an engine that cannot be followed must not count as one that is
         if not self._data.is_known:
-            checkpointer.events.tell(
+            checkpointer.events.announce(
                 "where in its data training stands is for the script to know: from engine.global_steps, or from an "
                 "object that is given to ftckpt.deepspeed.register"
             )
@@ -91,7 +91,7 @@ class EngineSession:
         data = self._data
         state = self._start.build(lambda: DeepSpeedState(self._engine, {**self._objects, _DATA: data}))
         checkpointer = self._start.checkpointer(state)
-        data.set_rng, data.log = state.set_rng, checkpointer.events.tell
+        data.set_rng, data.log = state.set_rng, checkpointer.events.announce
         return checkpointer, checkpointer.restore(newer_than=self._engine.global_steps)
 
     def _begin_anew(self) -> None:
@@ -135,14 +135,14 @@ class EngineSession:
         newest = self._from_memory
         which = f"storage has {loaded}, which counts" if newest is None else f"memory has {newest}, which counts"
         events = self._hooks.checkpointer.events
-        events.tell(f"load_checkpoint: of storage and memory the newer one is taken: {which}")
+        events.announce(f"load_checkpoint: of storage and memory the newer one is taken: {which}")
         return result
 
     def _begin_at_storage(self, loaded: int) -> None:
         """Training was taken back, or elsewhere: what is in memory must not come back at the next restart."""
         events = self._hooks.checkpointer.events
         events.emit("loaded_in_training", iteration=loaded)
-        events.tell(f"iteration {loaded} was loaded from storage while training: snapshots begin anew")
+        events.announce(f"iteration {loaded} was loaded from storage while training: snapshots begin anew")
         self._hooks.checkpointer.close(remove=True)  # in an error handler too: the user goes back on all ranks
         self._begin_anew()
 

@@ -237,7 +237,7 @@ class NodeArenas:
         """The arena for ``manifest``, locked, with ``new`` slots more than it has."""
         need_bytes = new * SlotImage.of(manifest).file_bytes
         if need_bytes > _LARGE_BYTES:
-            self._events.tell(f"allocating {need_bytes / 1e9:.1f} GB of shared memory for each rank")
+            self._events.announce(f"allocating {need_bytes / 1e9:.1f} GB of shared memory for each rank")
         if existing is None:
             arena = once_given_back(self.path, lambda: Arena.create(self.path, manifest, self._config.slots, new))
         else:

@@ -154,7 +154,7 @@ class Checkpointer:
         secs = time.perf_counter() - begin
         self.events.emit("restored", iteration=iteration, lineage=lineage.hex(), source=source, blocked_secs=secs)
         where = f"iteration {iteration} from {source}" if source else "nothing to restore, from the beginning"
-        self.events.tell(f"job {self.config.job}, {len(self.topology.members)} ranks: {where}, in {secs:.1f} s")
+        self.events.announce(f"job {self.config.job}, {len(self.topology.members)} ranks: {where}, in {secs:.1f} s")
         return iteration
 
     def fence(self) -> None:
@@ -419,7 +419,7 @@ class Checkpointer:
             case Announcement(event, fields, text):
                 self.events.emit(event, **fields)
                 if text:
-                    self.events.tell(text)
+                    self.events.announce(text)
             case TurnOff(reason):
                 self.events.emit("turned_off", reason=reason)
                 if self.capture is not None:

@@ -63,7 +63,7 @@ class NodeSmp:
         """The node's directory belongs to this attempt: say what endangers it."""
         for hazard in hazards(Path(self._config.arena)) if self._leads else ():
             self._events.emit("environment", name=hazard.name, text=hazard.text, remedy=hazard.remedy)
-            self._events.tell(f"{hazard.text}; {hazard.remedy}")
+            self._events.announce(f"{hazard.text}; {hazard.remedy}")
 
     def configure(
         self,

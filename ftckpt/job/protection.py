@@ -239,9 +239,9 @@ class Protection:
         node, names = self._topology.me.node, self.modes.names
         table = arrangement.report(self.slots)
         self._events.emit("protection", modes=names, **table.to_json())
-        self._events.tell(f"protection: {', '.join(names)}")
+        self._events.announce(f"protection: {', '.join(names)}")
         for line in table.lines():
-            self._events.tell(line)
+            self._events.announce(line)
         self._require_room(arrangement.account(node, node_dir, table.smp_bytes(node), self.slots), node_dir)
 
     def _require_room(self, account: Ledger, node_dir: Path) -> None:
@@ -255,4 +255,4 @@ class Protection:
         reason = refusal(node_dir, account.now_bytes)
         if reason:
             self._events.emit("protection_waits", need_bytes=account.now_bytes, reason=reason)
-            self._events.tell("no room for parity beside old snapshots: it waits until those have gone")
+            self._events.announce("no room for parity beside old snapshots: it waits until those have gone")

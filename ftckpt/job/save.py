@@ -153,7 +153,7 @@ class UniversalSave:
             self._arenas.close()
         nbytes, secs = sum(unit.nbytes for unit in units), time.perf_counter() - begin
         self._events.emit("saved", path=str(path), iteration=iteration, total_bytes=nbytes, blocked_secs=secs)
-        self._events.tell(f"iteration {iteration} saved at {path}: {nbytes / 1e9:.1f} GB in {secs:.1f} s")
+        self._events.announce(f"iteration {iteration} saved at {path}: {nbytes / 1e9:.1f} GB in {secs:.1f} s")
         return path
 
     def _report_own(self) -> list[_RankReport]:

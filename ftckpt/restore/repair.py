@@ -314,7 +314,7 @@ class Repairer:
                 "rebuilt", iteration=self._snapshot.iteration, shards=sorted(self._builds), bytes=own, secs=secs,
                 sources=self._usage,
             )  # fmt: skip
-        self._site.events.tell(
+        self._site.events.announce(
             f"rebuilt {len(outcome.sources)} shards from parity: {nbytes / 1e9:.2f} GB in {secs:.1f} s"
         )
 
@@ -371,7 +371,7 @@ def _free(
 ) -> None:
     freed_bytes = give_up(arenas, snapshots)
     events.emit("spare_given_up", iteration=iteration, bytes=freed_bytes, newer=newer)
-    events.tell(f"{human(freed_bytes)} that no restart needs were given up to rebuild iteration {iteration}")
+    events.announce(f"{human(freed_bytes)} that no restart needs were given up to rebuild iteration {iteration}")
     # What was deleted counts as free only once nothing maps it: an error here is better than one in the middle.
     require(node_dir, total.now_bytes)
 

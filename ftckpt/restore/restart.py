@@ -203,7 +203,7 @@ class Restart:
                 here = need.global_shape[0]
                 self._events.emit("padding_changed", key=need.key, rows=shape[0], rows_here=here)
                 if not logged:
-                    self._events.tell(f"{need.key}: padded to {here} rows, {shape[0]} in the snapshot")
+                    self._events.announce(f"{need.key}: padded to {here} rows, {shape[0]} in the snapshot")
                 logged = True
 
     def _check_copies(self, contents: Contents, needs: Sequence[Fragment]) -> None:
@@ -248,7 +248,7 @@ class Restart:
         before, now = layout_name(decision.layout), layout_name(self._topology.layout)
         sizes = {"read_bytes": traffic.read_bytes, "received_bytes": traffic.received_bytes}
         self._events.emit("reshaped", **{"from": before, "to": now}, iteration=iteration, secs=secs, **sizes)
-        self._events.tell(f"iteration {iteration} reshaped from {before} to {now} in {secs:.1f} s")
+        self._events.announce(f"iteration {iteration} reshaped from {before} to {now} in {secs:.1f} s")
 
     def _reader_for_me(self, slot: SlotContents) -> int:
         """A rank reads what lies on its own node by itself."""
