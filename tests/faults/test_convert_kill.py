@@ -18,6 +18,7 @@ from ftckpt.commands.main import main
 from ftckpt.convert.catalog import Bytes, Catalog, Reader, Writer
 from ftckpt.convert.conversion import Options, convert
 from ftckpt.convert.formats import ReadOptions, open_reader, open_writer
+from ftckpt.convert.megatron.dist_writer import MegatronDistWriter
 from ftckpt.convert.safetensors import WeightsWriter
 from ftckpt.convert.universal import UniversalWriter
 from ftckpt.errors import ConvertError
@@ -79,7 +80,7 @@ def more_steps(action: Callable[[], object]) -> None:
     action()
 
 
-@pytest.mark.parametrize("make", [UniversalWriter, WeightsWriter])
+@pytest.mark.parametrize("make", [UniversalWriter, WeightsWriter, MegatronDistWriter])
 def test_killed_anywhere(tmp_path: Path, make: Callable[[Path, int], Writer]) -> None:
     """Before every file-system call of a conversion: nothing, or all, is under the destination's name, and the next
     run makes it whole without writing finished files again."""

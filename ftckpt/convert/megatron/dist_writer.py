@@ -105,6 +105,14 @@ class MegatronDistWriter:
 
     def finish(self, catalog: Catalog, units: Sequence[Unit]) -> None:
         directory = _directory(catalog)
+        # Written last: where a kill left it, all else is there, and the indexes may be gone.
+        if not (self.destination.partial / TRACKER).is_file():
+            self._write_rest(catalog, directory, units)
+        for unit in units:
+            (self.destination.partial / _index_name(unit.name)).unlink(missing_ok=True)
+        self.destination.commit()
+
+    def _write_rest(self, catalog: Catalog, directory: str, units: Sequence[Unit]) -> None:
         indexes = {Path(unit.name).name: self._index(unit) for unit in units}
         metadata: dict[str, Any] = {}
         results: list[WriteResult] = []
@@ -123,10 +131,6 @@ class MegatronDistWriter:
         for name, text in ((f"{directory}/{CONFIG}", json.dumps(_CONFIG)), (TRACKER, str(catalog.iteration))):
             with self.destination.file(name) as file:
                 file.write(text.encode())
-        for unit in units:
-            # Not before all else is written: without them ``finish`` cannot run again after a kill.
-            (self.destination.partial / _index_name(unit.name)).unlink(missing_ok=True)
-        self.destination.commit()
 
     def _write_part(self, part: Rows, file: BinaryIO, get: Get) -> Iterator[tuple[str, int, int, int, int]]:
         tensor = part.tensor
