@@ -125,7 +125,8 @@ class Interval:
 
 
 _MEASURED_AT = 16
-"""The snapshot by which the windows have been measured, for the shares that the next start cuts."""
+"""The snapshot at which the shares of the next start are cut by what was measured: twice as many iterations as a
+median of the windows is taken of, so that none of the first, slow ones counts."""
 
 
 @dataclass

@@ -80,7 +80,8 @@ class RefusedError(PeerError):
 class Deadlines:
     """Longest waits in seconds; a transfer may take ``step_secs`` plus its bytes over ``slowest_bytes_per_sec``.
 
-    ``connect_secs`` is for connection, hellos and proofs together; ``idle_secs`` for the next request.
+    ``connect_secs`` is for connection, hellos and proofs together; ``idle_secs`` for the next request. The slowest
+    rate is below a hundredth of a 10 Gbit/s link: training and other transfers leave more of one.
     """
 
     connect_secs: float = 5.0

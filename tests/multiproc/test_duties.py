@@ -558,8 +558,8 @@ class TestScrub:
         covered.start()
         until(lambda: len(covered.events.of("scrubbed")) >= 3, "scrubbed")
         assert node.states(7) == [CheckState.CHECKED] * 3
-        told = covered.events.of("corrupt")
-        assert len(told) == 2 and all(set(event["repairable"]) < set(event["what"]) for event in told)
+        events = covered.events.of("corrupt")
+        assert len(events) == 2 and all(set(event["repairable"]) < set(event["what"]) for event in events)
         assert all(arena.verify(0) != [] for arena in node.arenas[1:])
         until(lambda: covered.duties.cannot == (SnapshotId(LINEAGE, 7) if target == 7 else None), "given up")
         assert len(covered.events.of("covered")) == 1, "it is not claimed again in between"

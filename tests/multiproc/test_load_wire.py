@@ -123,14 +123,14 @@ def test_any_layout_becomes_any_other_and_replicas_are_fetched_once(tmp_path: Pa
     results = [result.value for result in run_ranks(reshape, RANKS, str(tmp_path), seeds, timeout_secs=120)]
     spread_bytes = 0
     for number in range(len(seeds)):
-        ranks = [told[number] for told in results]
-        for told in ranks:
-            assert all(told["right"])
-            assert told["read_bytes"] + told["spread_bytes"] == told["needed_bytes"] == told["needs"]
-            assert told["received_bytes"] + told["spread_bytes"] == told["far"]
-        lacking = {what: nbytes for told in ranks for what, nbytes in told["lacking"].items()}
-        assert sum(told["received_bytes"] for told in ranks) == sum(lacking.values()), "what several lack comes once"
-        spread_bytes += sum(told["spread_bytes"] for told in ranks)
+        ranks = [result[number] for result in results]
+        for rank in ranks:
+            assert all(rank["right"])
+            assert rank["read_bytes"] + rank["spread_bytes"] == rank["needed_bytes"] == rank["needs"]
+            assert rank["received_bytes"] + rank["spread_bytes"] == rank["far"]
+        lacking = {what: nbytes for rank in ranks for what, nbytes in rank["lacking"].items()}
+        assert sum(rank["received_bytes"] for rank in ranks) == sum(lacking.values()), "what several lack comes once"
+        spread_bytes += sum(rank["spread_bytes"] for rank in ranks)
     assert spread_bytes > 0
 
 

@@ -62,7 +62,7 @@ ONE = (1, {}, tuple(MODELS))
 
 
 @dataclass(frozen=True)
-class Told:
+class RankDescription:
     """What one rank says: its fragments, padded keys, and the losses of tokens (none before the last stage)."""
 
     fragments: list[Fragment]
@@ -73,12 +73,12 @@ class Told:
 Case = tuple[str, Model, Mapping[str, int]]
 
 
-def describe_all(rank: int, world_size: int, cases: list[Case]) -> list[Told]:
+def describe_all(rank: int, world_size: int, cases: list[Case]) -> list[RankDescription]:
     """One after the other in the same processes."""
     return [_describe(model, layout) for _, model, layout in cases]
 
 
-def _describe(model: Model, layout: Mapping[str, int]) -> Told:
+def _describe(model: Model, layout: Mapping[str, int]) -> RankDescription:
     from ftckpt.megatron.state import MegatronState
 
     with models.parallel(layout):
@@ -89,25 +89,25 @@ def _describe(model: Model, layout: Mapping[str, int]) -> Told:
         models.fill(piece for piece in pieces if not piece.fragment.key.startswith("local/"))
         state.finish_load()
         losses = models.losses(built) if layout.get("cp", 1) == 1 and model.dtype == "float32" else []
-        return Told([piece.fragment for piece in pieces], described.padded, losses)
+        return RankDescription([piece.fragment for piece in pieces], described.padded, losses)
 
 
-def told(world_size: int, cases: list[Case]) -> dict[str, list[Told]]:
+def described(world_size: int, cases: list[Case]) -> dict[str, list[RankDescription]]:
     """By case, what each rank says."""
     results = run_ranks(describe_all, world_size, cases)
     return {name: [result.value[index] for result in results] for index, (name, _, _) in enumerate(cases)}
 
 
 @pytest.fixture(scope="module")
-def alone() -> dict[str, list[Told]]:
+def alone() -> dict[str, list[RankDescription]]:
     """Each model on one rank."""
-    return told(1, [(name, MODELS[name], {}) for name in MODELS])
+    return described(1, [(name, MODELS[name], {}) for name in MODELS])
 
 
 @pytest.fixture(scope="module")
-def divided() -> dict[str, list[Told]]:
+def divided() -> dict[str, list[RankDescription]]:
     """Each model in each of its layouts, by a name such as ``gpt tp2``."""
-    found: dict[str, list[Told]] = {}
+    found: dict[str, list[RankDescription]] = {}
     for world_size in (2, 4):
         cases = [
             (f"{name} {_text(layout)}", MODELS[name], layout)
@@ -115,7 +115,7 @@ def divided() -> dict[str, list[Told]]:
             if ranks == world_size
             for name in names
         ]
-        found.update(told(world_size, cases))
+        found.update(described(world_size, cases))
     return found
 
 
@@ -123,7 +123,7 @@ def _text(layout: Mapping[str, int]) -> str:
     return "".join(f"{axis}{size}" for axis, size in layout.items()) or "dp2"
 
 
-def shapes(ranks: list[Told]) -> dict[str, tuple[int, ...]]:
+def shapes(ranks: list[RankDescription]) -> dict[str, tuple[int, ...]]:
     """Of every logical tensor; fails where two ranks disagree."""
     found: dict[str, tuple[int, ...]] = {}
     for fragment in (fragment for rank in ranks for fragment in rank.fragments):
@@ -183,15 +183,17 @@ def test_a_plan_between_any_two_layouts_fills_every_element(alone: Any, divided:
                 assert_filled(layouts[source], layouts[target], f"{source} to {target}")
 
 
-def assert_filled(sources: list[Told], targets: list[Told], what: str, rows: Mapping[str, int] | None = None) -> None:
+def assert_filled(
+    sources: list[RankDescription], targets: list[RankDescription], what: str, rows: Mapping[str, int] | None = None
+) -> None:
     """Carry out the plan of every target rank and compare each element with what it shall be.
 
     ``rows``: of padded keys, how many rows have values in both layouts.
     """
     haves = [
         Offer(rank, fragment, 0)
-        for rank, told in enumerate(sources)
-        for fragment in told.fragments
+        for rank, source in enumerate(sources)
+        for fragment in source.fragments
         if not fragment.key.startswith("local/")
     ]
     held: dict[Fragment, np.ndarray] = {}
@@ -227,7 +229,7 @@ def test_masters_and_moments_fit_with_and_without_the_distributed_optimizer() ->
     found = {}
     for world_size, layout in ((4, {"tp": 2}), (4, {"cp": 2, "pp": 2}), (4, {"cp": 2})):
         found.update(
-            told(world_size, [(f"{name} {_text(layout)}", model, layout) for name, model in OPTIMIZERS.items()])
+            described(world_size, [(f"{name} {_text(layout)}", model, layout) for name, model in OPTIMIZERS.items()])
         )
     for source, target in itertools.permutations(found, 2):
         assert shapes(found[source]) == shapes(found[target])
@@ -239,7 +241,7 @@ def test_masters_and_moments_fit_with_and_without_the_distributed_optimizer() ->
 @pytest.mark.parametrize("untied", [False, True])
 def test_vocabularies_are_padded_and_nothing_else_is(untied: bool) -> None:
     model = replace(MODELS["gpt"], vocabulary=None, untied=untied)
-    one, four = told(1, [("one", model, {})])["one"], told(4, [("four", model, {"tp": 4})])["four"]
+    one, four = described(1, [("one", model, {})])["one"], described(4, [("four", model, {"tp": 4})])["four"]
     names = {"embedding.word_embeddings.weight", *(["output_layer.weight"] if untied else [])}
     padded = {f"{role}/{name}" for role in ("weight", "exp_avg", "exp_avg_sq") for name in names}
     assert one[0].padded == padded
@@ -284,4 +286,4 @@ def test_a_model_that_megatron_cannot_describe_is_refused() -> None:
     """Megatron 0.16.1 asserts that the last stage has no output layer where embeddings are tied."""
     tied = replace(MODELS["mtp"], untied=False)
     with pytest.raises(RankFailure, match=r"UnsupportedError: .*use --untie-embeddings-and-output-weights"):
-        told(2, [("tied", tied, {"pp": 2})])
+        described(2, [("tied", tied, {"pp": 2})])
