@@ -12,6 +12,9 @@ PYTHON=$VENV/bin/python
 # By exact version: pip then takes a CPU build where one is at hand, instead of gigabytes for GPUs.
 TORCH="torch==2.13.0"
 
+# Ranks start often: without bytecode on the disk each of them compiles ftckpt anew.
+unset PYTHONDONTWRITEBYTECODE
+
 say() {
     printf '%s: %s\n' "$NAME" "$*"
 }

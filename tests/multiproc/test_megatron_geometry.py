@@ -21,6 +21,7 @@ from ftckpt.restore.plan import plan
 from tests.support import megatron_models as models
 from tests.support.megatron_models import Model
 from tests.support.pool import RankFailure, run_ranks
+from tests.support.tiers import by_default
 
 pytestmark = pytest.mark.multiproc
 
@@ -44,21 +45,22 @@ MODELS = {
     "mla": Model(_LATENT, mla=True),
     "mtp": Model({"mtp_num_layers": 1}, untied=True),
 }
+_DENSE = ("gpt", "gqa-swiglu-untied", "mla", "mtp")
 _EXPERTS = ("experts", "gated-experts", "grouped", "gated-grouped")
-LAYOUTS: list[tuple[int, dict[str, int], tuple[str, ...]]] = [
-    (2, {"tp": 2}, tuple(MODELS)),
-    (2, {"pp": 2}, tuple(MODELS)),
-    (2, {"pp": 2, "vpp": 2}, tuple(MODELS)),
-    (2, {}, ("gpt", "gated-experts")),  # dp2
-    (2, {"ep": 2}, _EXPERTS),
-    (2, {"tp": 2, "etp": 1}, _EXPERTS),
-    (4, {"tp": 4}, tuple(MODELS)),  # of 2 groups of keys and values
-    (4, {"tp": 2, "pp": 2, "vpp": 2}, ("gqa-swiglu-untied", "mla")),
-    (4, {"tp": 2, "ep": 2}, _EXPERTS),
-    (4, {"tp": 2, "ep": 4, "etp": 1}, _EXPERTS),
-    (4, {"tp": 2, "pp": 2, "etp": 1, "ep": 2}, _EXPERTS),
+LAYOUTS: list[tuple[int, dict[str, int], tuple[str, ...], tuple[str, ...]]] = [
+    (2, {"tp": 2}, ("gqa-swiglu-untied", "mla", "grouped", "gated-grouped"), (*_DENSE, *_EXPERTS)),
+    (2, {"pp": 2}, ("mtp",), (*_DENSE, *_EXPERTS)),
+    (2, {"pp": 2, "vpp": 2}, ("gated-experts",), (*_DENSE, *_EXPERTS)),
+    (2, {}, ("gpt",), ("gpt", "gated-experts")),  # dp2
+    (2, {"ep": 2}, ("experts",), _EXPERTS),
+    (2, {"tp": 2, "etp": 1}, ("gated-experts",), _EXPERTS),
+    (4, {"tp": 4}, ("gqa-swiglu-untied",), (*_DENSE, *_EXPERTS)),  # of 2 groups of keys and values
+    (4, {"tp": 2, "pp": 2, "vpp": 2}, ("mla",), ("gqa-swiglu-untied", "mla")),
+    (4, {"tp": 2, "ep": 2}, ("gated-grouped",), _EXPERTS),
+    (4, {"tp": 2, "ep": 4, "etp": 1}, ("grouped",), _EXPERTS),
+    (4, {"tp": 2, "pp": 2, "etp": 1, "ep": 2}, ("experts",), _EXPERTS),
 ]
-ONE = (1, {}, tuple(MODELS))
+"""Ranks, layout, models by default, and all models."""
 
 
 @dataclass(frozen=True)
@@ -104,16 +106,16 @@ def alone() -> dict[str, list[RankDescription]]:
     return described(1, [(name, MODELS[name], {}) for name in MODELS])
 
 
-@pytest.fixture(scope="module")
-def divided() -> dict[str, list[RankDescription]]:
-    """Each model in each of its layouts, by a name such as ``gpt tp2``."""
+@pytest.fixture(scope="module", params=by_default(["some models", "all models"], ["some models"]))
+def divided(request: pytest.FixtureRequest) -> dict[str, list[RankDescription]]:
+    """Models in each of their layouts, by a name such as ``gpt tp2``."""
     found: dict[str, list[RankDescription]] = {}
     for world_size in (2, 4):
         cases = [
             (f"{name} {_text(layout)}", MODELS[name], layout)
-            for ranks, layout, names in LAYOUTS
+            for ranks, layout, some, every in LAYOUTS
             if ranks == world_size
-            for name in names
+            for name in (some if request.param == "some models" else every)
         ]
         found.update(described(world_size, cases))
     return found
@@ -197,10 +199,10 @@ def assert_filled(
         if not fragment.key.startswith("local/")
     ]
     held: dict[Fragment, np.ndarray] = {}
-    for told_ in targets:
-        needs = [fragment for fragment in told_.fragments if not fragment.key.startswith("local/")]
+    for target in targets:
+        needs = [fragment for fragment in target.fragments if not fragment.key.startswith("local/")]
         found = [torch.full((need.numel,), float("nan"), dtype=torch.float64) for need in needs]
-        for read in plan(haves, needs, lambda _: 0, told_.padded):
+        for read in plan(haves, needs, lambda _: 0, target.padded):
             values = held.setdefault(read.offer.fragment, _values(read.offer.fragment))
             for block in read.blocks:
                 to = found[read.need].as_strided(block.shape, block.dest_strides, block.dest)
@@ -276,8 +278,8 @@ def test_each_tensor_has_one_step_and_each_sequential_expert_its_own(alone: Any)
 @pytest.mark.parametrize("name", ["grouped", "gated-grouped"])
 def test_grouped_experts_are_divided_in_the_order_of_ranks(name: str, divided: Any) -> None:
     """Hidden units that change places between both weights would give the same losses."""
-    for rank, told_ in enumerate(divided[f"{name} tp2"]):
-        parts = [f for f in told_.fragments if f.key.startswith("weight/") and ".experts.weight" in f.key]
+    for rank, description in enumerate(divided[f"{name} tp2"]):
+        parts = [f for f in description.fragments if f.key.startswith("weight/") and ".experts.weight" in f.key]
         offsets = {f.box.offset[-1 if f.key.endswith("weight1") else 1] for f in parts}
         assert parts and offsets == {rank * models.FFN // 2}
 
