@@ -36,11 +36,11 @@ def copy_tree(destination: Path) -> None:
             shutil.copy2(ROOT / name, destination / name)
 
 
-def run_tests(tree: Path, selections: Sequence[str]) -> tuple[bool, str]:
-    """Whether the tests pass in ``tree``, and the end of what pytest printed. A run that hangs has not passed."""
+def run_tests(tree: Path, selections: Sequence[str], *options: str) -> tuple[bool, str]:
+    """Whether the tests pass in ``tree``, and what pytest printed. A run that hangs has not passed."""
     # No bytecode: a mutated file may have the size and the second of the original, for which a cache would be taken.
     env = os.environ | {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", "", *selections]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "", *options, *selections]
     try:
         run = subprocess.run(
             command,
@@ -53,7 +53,7 @@ def run_tests(tree: Path, selections: Sequence[str]) -> tuple[bool, str]:
         )
     except subprocess.TimeoutExpired:
         return False, f"not done after {TEST_SECS} s"
-    return run.returncode == 0, "\n".join(run.stdout.splitlines()[-4:])
+    return run.returncode == 0, run.stdout
 
 
 class Trial:
@@ -78,18 +78,22 @@ class Trial:
         except (OSError, ValueError) as error:
             return mutant, BROKEN, str(error), 0.0
         try:
-            passed, output = run_tests(tree, [mutant.test])
+            passed, output = run_tests(tree, [mutant.test], "-x")
         finally:
             (tree / mutant.file).write_text(text)
         return mutant, SURVIVED if passed else RED, output, time.monotonic() - begin
 
 
-def red_without(mutants: Sequence[Mutant], trial: Trial) -> dict[str, str]:
+def red_without(mutants: Sequence[Mutant], trial: Trial, jobs: int) -> dict[str, str]:
     """Tests that fail in an unbroken copy, or select nothing: what they say of mutants means nothing."""
     selections = list(dict.fromkeys(mutant.test for mutant in mutants))
-    if run_tests(trial.tree(), selections)[0]:
+    passed, output = run_tests(trial.tree(), selections, "-n", str(jobs), "--dist", "loadfile")
+    if passed:
         return {}
-    outcomes = {selection: run_tests(trial.tree(), [selection]) for selection in selections}
+    failed = [line.split()[1] for line in output.splitlines() if line.startswith(("FAILED ", "ERROR "))]
+    # Each by itself again: one that is red beside others alone says enough. None is named where one does not exist.
+    suspects = [one for one in selections if any(test.startswith(one) for test in failed)] or selections
+    outcomes = {selection: run_tests(trial.tree(), [selection], "-x") for selection in suspects}
     return {selection: output for selection, (passed, output) in outcomes.items() if not passed}
 
 
@@ -116,7 +120,7 @@ def _try_all(mutants: Sequence[Mutant], jobs: int) -> int:
     with tempfile.TemporaryDirectory(prefix="ftckpt-mutants-") as name:
         trial = Trial(Path(name))
         print(f"{len(mutants)} mutants; their tests without them first", flush=True)
-        unsound = red_without(mutants, trial)
+        unsound = red_without(mutants, trial, jobs)
         with ThreadPoolExecutor(jobs) as pool:
             sound = [mutant for mutant in mutants if mutant.test not in unsound]
             results = [(m, BROKEN, unsound[m.test], 0.0) for m in mutants if m.test in unsound]
@@ -124,7 +128,8 @@ def _try_all(mutants: Sequence[Mutant], jobs: int) -> int:
                 counts[outcome] += 1
                 print(f"{outcome:9s}{mutant.name:44s}{secs:6.1f} s", flush=True)
                 if outcome != RED:
-                    print(f"    {mutant.why}\n    {mutant.test}\n    {details}", flush=True)
+                    end = "\n    ".join(details.splitlines()[-4:])
+                    print(f"    {mutant.why}\n    {mutant.test}\n    {end}", flush=True)
     print(", ".join(f"{count} {outcome.lower()}" for outcome, count in counts.items()))
     return 2 if counts[BROKEN] else 1 if counts[SURVIVED] else 0
 
