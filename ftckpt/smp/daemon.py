@@ -85,6 +85,7 @@ class Daemon:
         self._begun = self._last_trainer = time.monotonic()
         self._ending = ""
         self._next_look = self._paused_until = 0.0
+        self._look_error = ""
         handlers: dict[type[SmpRequest], Handler] = {
             HelloRequest: self._hello, StatusRequest: self._status, ListenRequest: self._listen,
             ConfigureRequest: self._configure, EndRequest: self._end,
@@ -149,8 +150,12 @@ class Daemon:
     def _look_safely(self) -> None:
         try:
             self._look()
-        except Exception:  # noqa: BLE001 - such as a directory that vanishes while it is listed: look again
-            log.exception("a look at the node failed")
+            self._look_error = ""
+        except Exception as error:  # noqa: BLE001 - such as a directory that vanishes while it is listed: look again
+            if repr(error) != self._look_error:  # one that stays would be told twice a second
+                log.exception("a look at the node failed")
+                self.events.emit("smp_error", error=repr(error))
+            self._look_error = repr(error)
 
     def _look(self) -> None:
         now = time.monotonic()

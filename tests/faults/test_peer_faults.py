@@ -8,7 +8,6 @@ import signal
 import socket
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
@@ -26,7 +25,7 @@ from ftckpt.smp.duties import Duties
 from ftckpt.smp.requests import BytesRequest, ChunkRequest, decode_request, encode_object, exchange
 from ftckpt.store.checks import CheckState
 from ftckpt.store.package import mirror_dir, pack
-from ftckpt.store.record import Stores
+from tests.support.killing import killed_at
 from tests.support.smp_nodes import (
     LINEAGE,
     QUICK,
@@ -311,7 +310,7 @@ def test_an_smp_killed_at_any_store_claims_nothing_that_is_not_so(arena_root: Pa
         iteration += 1
         node.snapshot(iteration % 3, iteration)
         node.target(iteration)
-        killed = _killed_at(step, lambda: cover(iteration))  # noqa: B023
+        killed = killed_at(step, lambda: cover(iteration))  # noqa: B023
         _check_claims(node, iteration)
         assert check_parity([node], NODE, iteration - 1) >= 2, "of the protected one"
         assert node.packages(iteration - 1) == ["dp0", "dp1"]
@@ -331,38 +330,6 @@ def _check_claims(node: Node, iteration: int) -> None:
             assert check.chunk_hashes.tolist() == hashes
     if CheckState.COVERED in node.states(iteration):
         assert check_parity([node], NODE, iteration) >= 2 and node.packages(iteration) == ["dp0", "dp1"]
-
-
-def _killed_at(step: int, action: Callable[[], None]) -> bool:
-    """Run ``action`` in a child that is killed before its ``step``-th store; False: it ended by itself."""
-    child = os.fork()
-    if child:
-        _, status = os.waitpid(child, 0)
-        assert os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 0, "the child failed by itself"
-        return os.WIFSIGNALED(status)
-    try:
-        left, guard = [step], threading.Lock()
-
-        def counted(call: Callable[..., Any]) -> Callable[..., Any]:
-            def killing(*args: Any, **options: Any) -> Any:
-                with guard:
-                    if left[0] == 0:
-                        os.kill(os.getpid(), signal.SIGKILL)
-                        time.sleep(30)
-                    left[0] -= 1
-                return call(*args, **options)
-
-            return killing
-
-        for name in ("open", "unlink", "rename", "posix_fallocate"):
-            setattr(os, name, counted(getattr(os, name)))
-        Stores.store = counted(Stores.store)  # type: ignore[method-assign]
-        action()
-        os._exit(0)
-    except BaseException:  # noqa: BLE001 - a child must not come back into the test
-        traceback.print_exc()
-    finally:
-        os._exit(1)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small tmpfs needs root")
