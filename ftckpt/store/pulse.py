@@ -38,7 +38,7 @@ _PHASE_BYTES = 16
 
 
 class SmpState(IntEnum):
-    """What an SMP does: ``WAITING`` for a configuration, ``GUARDING`` by it, ``ENDING``.
+    """What an SMP does: ``WAITING`` for a configuration, ``GUARDING`` by it.
 
     ``CANNOT``: it guards, but the snapshot that is to be protected cannot be, as things are.
     """
@@ -46,8 +46,7 @@ class SmpState(IntEnum):
     NONE = 0
     WAITING = 1
     GUARDING = 2
-    ENDING = 3
-    CANNOT = 4
+    CANNOT = 3
 
 
 @dataclass(frozen=True)
