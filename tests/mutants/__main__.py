@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
 from pathlib import Path
 
 from tests.mutants import ROOT, Mutant, read_mutants
@@ -124,7 +125,7 @@ def _try_all(mutants: Sequence[Mutant], jobs: int) -> int:
         with ThreadPoolExecutor(jobs) as pool:
             sound = [mutant for mutant in mutants if mutant.test not in unsound]
             results = [(m, BROKEN, unsound[m.test], 0.0) for m in mutants if m.test in unsound]
-            for mutant, outcome, details, secs in [*results, *pool.map(trial.run, sound)]:
+            for mutant, outcome, details, secs in chain(results, pool.map(trial.run, sound)):
                 counts[outcome] += 1
                 print(f"{outcome:9s}{mutant.name:44s}{secs:6.1f} s", flush=True)
                 if outcome != RED:
