@@ -56,7 +56,7 @@ EVENTS: dict[str, EventKind] = {
     ),
     "plan": _quiet(
         "what this rank copies", copied_bytes="per snapshot", derived_bytes="left out, made from masters at restore",
-        spill_bytes="expected not to fit in windows; null while nothing was measured",
+        spill_bytes="expected not to fit in windows, with ``equal`` and with ``chosen`` shares; empty until measured",
     ),
     "protection": _quiet(
         "what protects the job's snapshots", modes="in force", failures="kinds of loss: cases, survived, an example",
@@ -95,8 +95,8 @@ EVENTS: dict[str, EventKind] = {
     ),
     "turned_off": _loud("no more snapshots in this attempt", reason="why"),
     "interval_changed": _quiet(
-        "the fence cost more than its budget: snapshots become rarer", interval="iterations between snapshots",
-        fence_budget="share of an iteration",
+        "snapshots become rarer, so that the fence keeps its budget, or more frequent again",
+        interval="iterations between snapshots", fence_budget="share of an iteration",
     ),
     # Windows.
     "planned": _quiet(
@@ -119,7 +119,7 @@ EVENTS: dict[str, EventKind] = {
     # Arenas.
     "arena": _quiet(
         "this rank's arena", path="of its directory", reused="whether it was there", slots="how many",
-        allocated="which have memory", slot_bytes="of one",
+        allocated="how many have memory", slot_bytes="of one",
     ),
     "arena_problem": _quiet(
         "an arena, or a slot of it, cannot be used", path="of the arena, where it is of this rank", shard="it holds",
@@ -128,7 +128,7 @@ EVENTS: dict[str, EventKind] = {
     "slots_allocated": _quiet("slots got memory while training ran", path="of the arena", slots="which"),
     "spare_given_up": _quiet(
         "a snapshot that no restart can use was given up for room", iteration=_ITERATION, bytes="freed",
-        newer="iteration that is better",
+        newer="whether snapshots newer than it went, too",
     ),
     # A restart.
     "verified": _quiet(
@@ -148,13 +148,14 @@ EVENTS: dict[str, EventKind] = {
         loaded="iteration",
     ),
     "loaded": _quiet(
-        "live tensors are filled", iteration=_ITERATION, read_bytes="from arenas of this node",
-        received_bytes="from other nodes", spread_bytes="from ranks that need the same", needed_bytes="in all",
+        "live tensors are filled", iteration=_ITERATION, read_bytes="from arenas, of any node",
+        received_bytes="of these, from other nodes", spread_bytes="from ranks that need the same",
+        needed_bytes="in all",
     ),
     "reshaped": _quiet(
         "the restart is in another layout", **{"from": "layout of the snapshot", "to": "layout of the job"},
-        iteration=_ITERATION, secs="of loading", read_bytes="from arenas of this node",
-        received_bytes="from other nodes",
+        iteration=_ITERATION, secs="of loading", read_bytes="from arenas, of any node",
+        received_bytes="of these, from other nodes",
     ),
     "padding_changed": _quiet(
         "another number of rows pads the vocabulary", key="tensor", rows="of the snapshot", rows_here="of the job"
@@ -166,8 +167,8 @@ EVENTS: dict[str, EventKind] = {
         again="whether protection had failed before",
     ),
     "not_protected": _loud(
-        "a snapshot was given up as the next to protect", iteration=_ITERATION, protected="iteration that still is",
-        error="why, where nothing can be protected",
+        "a snapshot was given up as the next to protect, or for long none could be chosen", iteration=_ITERATION,
+        protected="iteration that still is", error="why, where nothing can be protected",
     ),
     # The SMP of a node.
     "smp_error": _loud("the SMP, or what drives it, met an error; it goes on", error="what", arena="it is about"),
@@ -183,7 +184,7 @@ EVENTS: dict[str, EventKind] = {
     "not_covered": _loud("this node cannot do its part for a snapshot", iteration=_ITERATION, reason="why"),
     "corrupt": _loud(
         "bytes in memory are not those that were written", arena="name", slot="index", iteration=_ITERATION,
-        file="of parity or a package", what="is bad", repairable="whether parity can rebuild it at a restart",
+        file="of parity or a package", what="is bad", repairable="which of it parity can rebuild at a restart",
     ),
     "repaired": _quiet("parity or a package was made anew", arena="name", iteration=_ITERATION, what="was bad"),
     "scrubbed": _quiet("all snapshots in memory were checked", secs="it took", bytes="read"),
@@ -195,7 +196,7 @@ EVENTS: dict[str, EventKind] = {
         "no rank of the node has moved", hang_secs="setting", on_hang="setting", secs="since the last sign of life",
         ranks="where each is, and since when",
     ),
-    "hang_aborted": _quiet("the ranks that hung were ended", killed="their pids"),
+    "hang_aborted": _quiet("the ranks that hung were ended", killed="pids of those that did not end by themselves"),
     # Storage.
     "saved": _quiet(
         "a universal checkpoint was written", path="of its directory", iteration=_ITERATION, total_bytes="written",

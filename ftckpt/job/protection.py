@@ -164,6 +164,8 @@ class Protection:
             local = self._topology.ranks_on(me.node)
             # Once: a new layout of the same ranks changes nobody's place on the node.
             self._pulse = Pulse.open(node_dir, local.index(self._topology.rank), self._topology.rank)
+            if self._pulse.problem is not None:
+                self._events.emit("smp_error", error=self._pulse.problem)
             if leads:
                 self._pulse.forget_others(len(local))
         mine = arena.image.holding(me.node, self._config.rack, arena.path.name)

@@ -125,8 +125,8 @@ class Interval:
 
 
 _MEASURED_AT = 16
-"""The snapshot at which the shares of the next start are cut by what was measured: twice as many iterations as a
-median of the windows is taken of, so that none of the first, slow ones counts."""
+"""The snapshot at which what the windows take is stored, for the shares that the next start cuts: the medians of the
+last 9 iterations hold none of the first, slow ones any more, even of a rank that is behind with measuring."""
 
 
 @dataclass
@@ -137,10 +137,12 @@ class Proofs:
     8 … These count from where steps begin: while every step is skipped, as when a loss scale is being found, a
     proof proves nothing and the next snapshot has another.
 
-    ``interval`` is the longest distance of proofs, in iterations; 0: only the first.
+    ``interval``, in iterations: the first snapshot so long after a proof has the next one; 0: only the first has one.
     """
 
     interval: int
+    last: int = -1
+    """The iteration of the last proof."""
     begin: int = 0
     """The last snapshot whose proof proved nothing."""
     begun: bool = False
@@ -150,11 +152,12 @@ class Proofs:
         not, so this depends on nothing that only some ranks have read."""
         since = number - self.begin
         # A power of two, or as often as the user wants at least.
-        often = bool(self.interval) and (since & (since - 1) == 0 or iteration % self.interval == 0)
+        often = bool(self.interval) and (since & (since - 1) == 0 or iteration - self.last >= self.interval)
         return number == 1 or often
 
-    def learn(self, number: int, stepped: bool) -> None:
+    def learn(self, iteration: int, number: int, stepped: bool) -> None:
         """Snapshot ``number`` had a proof; ``stepped``: stepped state may have changed on some rank, as all know."""
+        self.last = iteration
         self.begun = self.begun or stepped
         if not self.begun:
             self.begin = number
@@ -175,11 +178,13 @@ class Targets:
     protected: SnapshotId | None = None
     target: SnapshotId | None = None
     degraded: bool = False
-    """Whether a target was given up, and none was protected since."""
+    """Whether a target was given up, or none could be chosen for long, and none was protected since."""
     rounds_since: int = field(init=False)
     chosen_secs: float = 0.0
     """When the target was chosen."""
     rests_until_secs: float = 0.0
+    unable_since_secs: float | None = None
+    """Since when some node could not protect what would be the target."""
 
     def __post_init__(self) -> None:
         self.rounds_since = self.interval
@@ -189,14 +194,23 @@ class Targets:
         return TargetMarks(self.protected, self.target)
 
     def learn(self, verdict: Verdict, lineage: bytes, now_secs: float) -> Iterator[Announcement]:
-        """What a verdict changes, with an event for each target that was protected or given up."""
+        """What a verdict changes, with an event for each target that was protected or given up, and where for long
+        none could be chosen."""
         yield from self._settle(verdict, now_secs)
         self.rounds_since += 1
         if not self.interval or self.rounds_since < self.interval or verdict.whole < 0:
             return
         newest = SnapshotId(lineage, verdict.whole)
-        if verdict.cover != Coverage.CANNOT and self.target is None and newest != self.protected:
+        if self.target is not None or newest == self.protected:
+            return
+        if verdict.cover != Coverage.CANNOT:
             self.target, self.rounds_since, self.chosen_secs = newest, 0, now_secs
+            self.unable_since_secs = None
+        elif self.unable_since_secs is None:
+            self.unable_since_secs = now_secs
+        elif now_secs - self.unable_since_secs > self.timeout_secs and not self.degraded:
+            self.degraded = True
+            yield self._not_protected(newest, error="the SMP of some node cannot be seen to guard")
 
     def report(self, guard: Guard, now_secs: float) -> tuple[int, Coverage]:
         """The target's iteration and how far this node is with it, for a round."""
@@ -236,11 +250,14 @@ class Targets:
             yield Announcement("protected", {"iteration": target.iteration, "secs": secs, "again": again})
             self.protected, self.degraded, self.rests_until_secs = target, False, 0.0
         else:
-            protected = self.protected.iteration if self.protected is not None else None
             if not self.degraded:
-                yield Announcement("not_protected", {"iteration": target.iteration, "protected": protected})
+                yield self._not_protected(target)
             self.degraded = True
         self.target = None
+
+    def _not_protected(self, snapshot: SnapshotId, **why: str) -> Announcement:
+        protected = self.protected.iteration if self.protected is not None else None
+        return Announcement("not_protected", {"iteration": snapshot.iteration, "protected": protected, **why})
 
 
 class RankState:
@@ -388,7 +405,7 @@ class RankState:
 
         In arenas that are laid out anew nothing is protected yet, and older ones hold the only whole snapshot.
         """
-        self.proofs.learn(self.interval.number, stepped)
+        self.proofs.learn(self.iteration, self.interval.number, stepped)
         if new_layout:
             self.targets.forget()
             self._old_arenas, self._whole_here_secs = True, None

@@ -76,6 +76,8 @@ class Daemon:
         log.addHandler(self.log)
         self.events = Events(None, -1, f"smp-{node}")
         self._pulse = Pulse.open(self.node_dir, None)
+        if self._pulse.problem is not None:
+            self.events.emit("smp_error", error=self._pulse.problem)
         self._duties = Duties(self.node_dir, self.events)
         self._config, self._digest = SmpConfig(), 0
         self._idle_secs = idle_secs

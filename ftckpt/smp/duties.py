@@ -45,6 +45,8 @@ class Duties:
         self._arenas = GuardedArenas(node_dir)
         self._peers = Peers(deadlines)
         self._budget = NodeBudget.open(node_dir, None, MAX_PLACES, 0)
+        if self._budget.problem is not None:
+            events.emit("smp_error", error=self._budget.problem)
         self._pulse = Pulse.open(node_dir, None)
         self._description: dict[str, Any] | None = None
         self._duty = Duty()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -129,18 +131,35 @@ def test_after_a_target_that_took_too_long_a_node_rests() -> None:
     assert targets.report(GUARDING, NOW_SECS + 92.0) == (-1, Coverage.DONE)
 
 
-def proven(proofs: Proofs, last: int, steps_from: int) -> list[int]:
-    """The snapshots, one per iteration, that have a proof; steps are skipped before iteration ``steps_from``."""
+def test_that_none_can_be_protected_for_long_is_told_once() -> None:
+    """As where no signs of life are shared: no target is ever chosen, so that none is given up."""
+    targets = Targets(1, timeout_secs=30.0)
+    later = [(verdict(n, cover=Coverage.CANNOT), NOW_SECS + 10 * n) for n in range(1, 12)]
+    told = [(n.event, n.fields["iteration"]) for v, secs in later for n in targets.learn(v, LINEAGE, secs)]
+    assert told == [("not_protected", 5)]
+    assert learn(targets, verdict(12)) == [] and targets.target == at(12)
+    (news,) = targets.learn(verdict(13, 12), LINEAGE, NOW_SECS + 130)
+    assert news.event == "protected" and news.fields["again"]
+
+
+def proven(proofs: Proofs, last: int, steps_from: int, apart: int = 1) -> list[int]:
+    """The snapshots that have a proof; steps are skipped before snapshot ``steps_from``. ``apart``: iterations."""
     found = []
     for number in range(1, last + 1):
-        if proofs.due(number, number):
+        if proofs.due(number * apart, number):
             found.append(number)
-            proofs.learn(number, number >= steps_from)
+            proofs.learn(number * apart, number, number >= steps_from)
     return found
 
 
 def test_proofs_are_close_at_first_then_at_the_interval() -> None:
-    assert proven(Proofs(20), 45, steps_from=1) == [1, 2, 4, 8, 16, 20, 32, 40]
+    assert proven(Proofs(20), 90, steps_from=1) == [1, 2, 4, 8, 16, 32, 52, 64, 84]
+
+
+def test_the_interval_of_proofs_counts_iterations_whatever_lies_between_snapshots() -> None:
+    """At every 7th iteration a multiple of 100 comes once in 700."""
+    found = proven(Proofs(100), 200, steps_from=1, apart=7)
+    assert max(after - before for before, after in itertools.pairwise(found)) == 15, "105 iterations"
 
 
 def test_proofs_are_close_from_where_steps_begin() -> None:
