@@ -172,6 +172,7 @@ class Checkpointer:
         if self._pacer is None:
             raise ConfigError("step() before restore(): call restore() once, on a first start too")
         if self.off or self._closed:
+            self.phase("start")  # a sign of life: what trains without snapshots is no hang
             return
         if self._state.undoes(iteration):
             self._go_back(iteration)
@@ -281,9 +282,9 @@ class Checkpointer:
 
     def _fence(self) -> None:
         """Once per snapshot: wait for its copies, and post what this rank has if that is known by then."""
+        self.phase("fence")
         if self.off or self._closed:
             return
-        self.phase("fence")
         if self._state.owes_round:
             begin = time.perf_counter()
             # Both: where copies have failed the others must learn it.
@@ -303,10 +304,14 @@ class Checkpointer:
         """Take the snapshot of ``iteration`` if all ranks do."""
         shard, pacer = self._shard, self._pacer
         assert shard is not None and pacer is not None
-        if self._state.windows_measured:
-            shard.note_room()
-        problem = self._agree()
-        # Collective: every rank enters a proof that is due, whatever it has read.
+        problem: Exception | None = None
+        try:
+            self._agree()
+            if self._state.windows_measured:
+                shard.note_room()
+        except Exception as error:  # noqa: BLE001 - raised below
+            problem = error
+        # Collective: every rank enters a proof that is due, whatever it has read and whatever failed here.
         if self._state.proof_due:
             self._prove(shard)
         pacer.learn()
@@ -332,28 +337,25 @@ class Checkpointer:
             capture.settle(self.config.fence_timeout_secs)
         return slot
 
-    def _agree(self) -> Exception | None:
-        """Learn what is whole on all ranks; what kept this rank from it, where it could not.
+    def _agree(self) -> None:
+        """Learn what is whole on all ranks. Here, and nowhere else, ranks are waited for: a slot is needed now.
 
-        Here, and nowhere else, ranks are waited for: a slot is needed now.
+        Raises:
+            AgreementError, CaptureError: the others cannot be reached, or did not answer in time.
         """
         try:
             if self.capture is not None:
                 self.capture.settle(self.config.fence_timeout_secs)
         except CaptureError as error:
             self._fail(error)
-        try:
-            self._post()
-            verdicts = self._agreement.read(self.config.agree_timeout_secs)
-        except AgreementError as error:
-            return error
+        self._post()
+        verdicts = self._agreement.read(self.config.agree_timeout_secs)
         if verdicts is None:
             self._state.miss()
-            return CaptureError(f"other ranks did not answer within {self.config.agree_timeout_secs} s")
+            raise CaptureError(f"other ranks did not answer within {self.config.agree_timeout_secs} s")
         self._execute(self._state.learn(verdicts, time.monotonic()))
         if self._shard is not None:
             self._shard.complete()
-        return None
 
     def _post(self) -> None:
         """Post once per snapshot what this rank has, as soon as the host knows it."""

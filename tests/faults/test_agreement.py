@@ -299,6 +299,8 @@ def told_late(rank: int, world_size: int, settings: dict[str, Any], trouble: str
         checkpointer.fence()
         if iteration == 8 and rank == 1 and trouble == "read":
             agreement.read = broken_read  # type: ignore[method-assign]
+        if iteration == 8 and rank == 1 and trouble == "error":
+            checkpointer._shard.complete = broken_complete  # type: ignore[method-assign, union-attr]
         state.advance(iteration, float(iteration))
         checkpointer.step(iteration)
         agreement.read = read  # type: ignore[method-assign]
@@ -312,11 +314,16 @@ def broken_read(timeout_secs: float) -> None:
     raise AgreementError("the network is gone for a moment")
 
 
-@pytest.mark.parametrize("trouble", ["none", "stuck", "read", "off"])
+def broken_complete() -> None:
+    raise OSError("the tmpfs was unmounted")
+
+
+@pytest.mark.parametrize("trouble", ["none", "stuck", "read", "error", "off"])
 def test_a_rank_that_is_not_up_to_date_says_so_in_a_proof(trouble: str, settings: dict[str, Any]) -> None:
-    """Otherwise it would lay out anew beside a copy that still writes, or with another snapshot to keep."""
+    """Otherwise it would lay out anew beside a copy that still writes, or with another snapshot to keep. And whatever
+    failed in it, it enters the proof, in which the others wait for it."""
     settings |= {"fence_timeout_secs": 0.2, "agree_timeout_secs": 5.0, "error_limit": 3, "objects_mib": 1}
     results = [result.value for result in run_ranks(told_late, 2, settings, trouble)]
     assert all(said[:3] == [False] * 3 and len(said) == 4 for said in results)
-    assert results[1][3] == (trouble != "none")
+    assert results[1][3] == (trouble not in ("none", "error"))
     assert results[0][3] == (trouble == "off"), "off is what all ranks hear"

@@ -66,6 +66,20 @@ def test_what_no_mode_guards_any_more_is_not_called_protected(anew: bool) -> Non
     assert checkpointer.protected is None and not checkpointer._state.targets.interval
 
 
+def test_a_rank_that_has_turned_off_gives_signs_of_life() -> None:
+    """It trains; ``--ftckpt-on-hang abort`` must not end it."""
+    beats: list[str] = []
+    checkpointer = Checkpointer.__new__(Checkpointer)
+    checkpointer._state = RankState(Config())
+    checkpointer._closed, checkpointer._boundary = False, 2
+    checkpointer._pacer = SimpleNamespace()  # type: ignore[assignment]
+    checkpointer._protection = SimpleNamespace(beat=lambda _, kind: beats.append(kind))  # type: ignore[assignment]
+    checkpointer._state.turn_off("why")
+    checkpointer.fence()
+    checkpointer.step(3)
+    assert beats == ["fence", "start"]
+
+
 def test_a_rank_that_turns_off_in_the_fence_comes_to_nothing_collective() -> None:
     """The others have done so at a boundary before: it would wait for them in a proof until the group's deadline."""
     entered: list[str] = []
