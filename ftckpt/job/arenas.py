@@ -54,6 +54,7 @@ class NodeArenas:
         self._old: list[Path] = []
         self._removing = False  # whether nobody needs the old ones any more
         self._own: Path | None = None
+        self._made: Path | None = None  # by this start
 
     def enter(self) -> None:
         """Make sure that no other live process uses this job's arenas on this node.
@@ -166,6 +167,19 @@ class NodeArenas:
                 end_smp()
             remove_job_if_empty(Path(self._config.arena), self._config.job, self._topology.me.node)
 
+    def withdraw(self) -> None:
+        """The start was refused: what it made goes, what was there before stays. The arena must be closed.
+
+        Each rank does so by itself, as others may have gone: the last one leaves no directory.
+        """
+        self.release()
+        try:
+            if self._made is not None:
+                remove_arena(self._made)
+            remove_job_if_empty(Path(self._config.arena), self._config.job, self._topology.me.node)
+        except (FtckptError, OSError) as error:  # the refusal says more than this
+            self._events.emit("arena_problem", path=str(self._made), problems=[str(error)])
+
     def release(self) -> None:
         """Give the lock up; what is in the directory stays."""
         if self._job_lock is not None:
@@ -239,6 +253,7 @@ class NodeArenas:
         if need_bytes > _LARGE_BYTES:
             self._events.announce(f"allocating {need_bytes / 1e9:.1f} GB of shared memory for each rank")
         if existing is None:
+            self._made = arena_path(self.path, manifest)
             arena = once_given_back(self.path, lambda: Arena.create(self.path, manifest, self._config.slots, new))
         else:
             arena = existing

@@ -132,6 +132,13 @@ class Checkpointer:
         """
         if self._shard is not None:
             raise ConfigError("restore() was called twice")
+        try:
+            return self._restore(newer_than)
+        except BaseException:
+            self._withdraw()
+            raise
+
+    def _restore(self, newer_than: int) -> int | None:
         begin = time.perf_counter()
         self.events.emit("joined", job=self.config.job, node=self.topology.me.node)
         if self.topology.is_node_leader:
@@ -219,12 +226,8 @@ class Checkpointer:
         remove = sys.exc_info()[0] is None if remove is None else remove
         if not remove:
             self._fence()  # nothing more is trained: the last snapshot is good
-        self._closed = True
         arena = self.arena
-        # In this order: copies stop before the arena that they write can go.
-        for part in (self.capture, self._pacer, self._protection):
-            if part is not None:
-                part.close()
+        self._stop()
         if remove and self._shard is not None:
             try:
                 self._arenas.leave(arena, self._protection.smp.end)
@@ -234,6 +237,22 @@ class Checkpointer:
             arena.close()
         self._arenas.release()
         self.events.emit("closed", iteration=self._boundary)
+        self.events.close()
+
+    def _stop(self) -> None:
+        # In this order: copies stop before the arena that they write can go.
+        self._closed = True
+        for part in (self.capture, self._pacer, self._protection):
+            if part is not None:
+                part.close()
+
+    def _withdraw(self) -> None:
+        """The start was refused: it leaves what was there before."""
+        arena = self.arena
+        self._stop()
+        if arena is not None:
+            arena.close()
+        self._arenas.withdraw()
         self.events.close()
 
     def _load(
@@ -383,7 +402,7 @@ class Checkpointer:
             self._execute([state.turn_off(f"no new arena: {error}")])
             return
         state.proved(*proof)
-        if proof.new_layout:
+        if proof.new_arenas:
             self._protect_anew()
 
     def _protect_anew(self) -> None:

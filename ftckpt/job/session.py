@@ -400,13 +400,13 @@ class RankState:
         """Whether stepped state of this rank may have changed since the start."""
         return self._stepped
 
-    def proved(self, stepped: bool, new_layout: bool) -> None:
-        """A proof has ended; ``stepped`` and ``new_layout`` as all ranks know them.
+    def proved(self, stepped: bool, new_arenas: bool) -> None:
+        """A proof has ended; ``stepped`` and ``new_arenas`` as all ranks know them.
 
         In arenas that are laid out anew nothing is protected yet, and older ones hold the only whole snapshot.
         """
         self.proofs.learn(self.iteration, self.interval.number, stepped)
-        if new_layout:
+        if new_arenas:
             self.targets.forget()
             self._old_arenas, self._whole_here_secs = True, None
 

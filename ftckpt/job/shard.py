@@ -29,12 +29,12 @@ from ftckpt.windows.pacer import Pacer
 class Proof(NamedTuple):
     """What a proof came to, the same on all ranks.
 
-    ``stepped``: stepped state may have changed on some rank since the start. ``new_layout``: the arenas were laid out
+    ``stepped``: stepped state may have changed on some rank since the start. ``new_arenas``: the arenas were laid out
     anew.
     """
 
     stepped: bool
-    new_layout: bool
+    new_arenas: bool
 
 
 class Shard:
@@ -98,17 +98,17 @@ class Shard:
         """
         assignment, capture = self._assignment, self.capture
         if assignment is None or capture is None:
-            return Proof(stepped, new_layout=False)
+            return Proof(stepped, new_arenas=False)
         checked = self._assign()
         changed = checked.manifest != assignment.manifest
         if changed:
             self._tell_broken(assignment, checked)
         posts = [json.loads(data) for data in self._group.gather(json.dumps([stepped, late, changed]).encode())]
         # A rank that has not read the last verdict must not take its arena for an old one.
-        new_layout = any(changed for _, _, changed in posts) and not any(late for _, late, _ in posts)
-        if new_layout:
+        new_arenas = any(changed for _, _, changed in posts) and not any(late for _, late, _ in posts)
+        if new_arenas:
             self._lay_out_anew(capture, checked, whole)
-        return Proof(any(stepped for stepped, _, _ in posts), new_layout)
+        return Proof(any(stepped for stepped, _, _ in posts), new_arenas)
 
     def complete(self) -> None:
         """Take into use the slots that the arena still lacks, once older arenas have made room for them."""

@@ -55,9 +55,19 @@ def test_too_little_memory(settings: dict[str, Any], arena_root: Path) -> None:
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=12m", "tmpfs", str(arena_root)], check=True)
     try:
         refused(settings, [], "MemoryBudgetError.*need 1[67].*all limits:.*")
-        assert not list(arena_root.rglob("slot*")), "something was allocated all the same"
+        assert not any(arena_root.iterdir()), "something was left"
     finally:
         subprocess.run(["umount", str(arena_root)], check=True)
+
+
+def test_a_refusal_after_the_arenas_were_made_leaves_nothing(settings: dict[str, Any], arena_root: Path) -> None:
+    """Neither arenas nor locks, pages or an SMP; but what an earlier start left."""
+    bad = {**settings, "protect": "node", "secret_file": "/nowhere"}
+    refused(bad, [], "ConfigError.*secret_file: /nowhere.*umask")
+    until(lambda: not any(arena_root.iterdir()), "the last rank's removal")
+    jobs.broken(2, jobs.Run([], 3, settings, end="die"))
+    refused(bad, [], "ConfigError.*secret_file: /nowhere.*umask")
+    assert jobs.outcomes(2, jobs.Run([], 5, settings))[0].start is not None, "a refusal lost the snapshots"
 
 
 def test_an_unwritable_arena_directory(settings: dict[str, Any]) -> None:

@@ -187,7 +187,7 @@ def lay_out_anew(rank: int, world_size: int, plan: Plan, fails: bool) -> Any:
         if iteration == 8:
             if fails and rank == 0:
                 Protection._require_room = no_room  # type: ignore[method-assign]
-            self._state.proved(stepped=True, new_layout=True)
+            self._state.proved(stepped=True, new_arenas=True)
             self._protect_anew()
             assert self.arena is not None
             control = self.arena.control
@@ -200,7 +200,7 @@ def lay_out_anew(rank: int, world_size: int, plan: Plan, fails: bool) -> Any:
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_a_new_layout_is_protected_anew_or_training_goes_on_without(plan: Plan, fails: bool) -> None:
+def test_a_new_arenas_is_protected_anew_or_training_goes_on_without(plan: Plan, fails: bool) -> None:
     plan = replace(plan, settings={**plan.settings, "on_error": "continue"})
     for result in run_ranks(lay_out_anew, 3, plan, fails):
         assert result.value == [(None, None)], "nothing of the old layout is called protected"

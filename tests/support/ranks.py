@@ -368,12 +368,12 @@ class Job:
             return
         self.proven.add(number)
         ranks = self.proofs[number].values()
-        new_layout = self.changed_replicas and not any(late for late, _ in ranks)
-        if new_layout:
+        new_arenas = self.changed_replicas and not any(late for late, _ in ranks)
+        if new_arenas:
             assert len({rank.state.whole for rank in self.ranks}) == 1, "ranks keep different snapshots"
         for rank in self.ranks:
-            rank.state.proved(any(stepped for _, stepped in ranks), new_layout)
-            if new_layout:
+            rank.state.proved(any(stepped for _, stepped in ranks), new_arenas)
+            if new_arenas:
                 rank.lay_out_anew()
 
     def check(self) -> None:
