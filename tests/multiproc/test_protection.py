@@ -200,7 +200,7 @@ def lay_out_anew(rank: int, world_size: int, plan: Plan, fails: bool) -> Any:
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_a_new_arenas_is_protected_anew_or_training_goes_on_without(plan: Plan, fails: bool) -> None:
+def test_a_new_layout_is_protected_anew_or_training_goes_on_without(plan: Plan, fails: bool) -> None:
     plan = replace(plan, settings={**plan.settings, "on_error": "continue"})
     for result in run_ranks(lay_out_anew, 3, plan, fails):
         assert result.value == [(None, None)], "nothing of the old layout is called protected"

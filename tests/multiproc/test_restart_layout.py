@@ -447,7 +447,7 @@ def test_old_and_new_arenas_that_do_not_both_fit_are_an_error_and_lose_nothing(p
     assert {one.start for one in restarted(Attempt(OLD, LAST, plan))} == {LAST}
 
 
-def test_old_arenas_stay_until_a_snapshot_of_the_new_arenas_is_protected(
+def test_old_arenas_stay_until_a_snapshot_of_the_new_layout_is_protected(
     plan: dict[str, Any], arena_root: Path
 ) -> None:
     """Until then they, and the parity over them, are what a lost node would be brought back from."""

@@ -86,7 +86,7 @@ def test_a_snapshot_of_the_layout_before_is_taken_with_all_its_shards() -> None:
     assert all(decision.sources[shard].node == node for shard, node in decision.homes.items())
 
 
-def test_killed_before_the_first_snapshot_of_the_new_arenas_is_whole() -> None:
+def test_killed_before_the_first_snapshot_of_the_new_layout_is_whole() -> None:
     """One rank of the new layout has sealed 6, the other has its arena: 5 is still the newest, in either layout."""
     reports = [*wide((A, 5), whole=(A, 5)), *narrow((B, 6), without=["tp0-dp1"]), *narrow(without=["tp0-dp0"])]
     decision = chosen(reports)
@@ -98,7 +98,7 @@ def test_killed_before_the_first_snapshot_of_the_new_arenas_is_whole() -> None:
     assert again.passed_over == ("iteration 6 of tp1dp2: not sealed by tp0-dp1",)
 
 
-def test_the_new_arenas_counts_as_soon_as_a_snapshot_of_it_is_whole() -> None:
+def test_the_new_layout_counts_as_soon_as_a_snapshot_of_it_is_whole() -> None:
     """Whatever of the old arenas has been removed by then."""
     for gone in range(len(SHARDS[0]) + 1):
         decision = chosen([*wide((A, 5), without=SHARDS[0][:gone]), *narrow((B, 6))])
@@ -138,7 +138,7 @@ def test_of_one_iteration_the_own_layout_is_taken_unless_only_the_other_is_there
     assert chosen([*wide((A, 5)), *narrow((B, 5), without=["tp0-dp1"])]).layout == WIDE
 
 
-def test_a_corrupt_slot_of_the_new_arenas_gives_the_old_one_back() -> None:
+def test_a_corrupt_slot_of_the_new_layout_gives_the_old_one_back() -> None:
     decision = chosen([*wide((A, 5)), *narrow((B, 6))], bad=[SlotAt("n1", narrow()[1].name, 0)])
     assert (decision.snapshot.iteration, decision.layout) == (5, WIDE)
     assert decision.passed_over[0].startswith("iteration 6: corrupt in tp0-dp1; ")
