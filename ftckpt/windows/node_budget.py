@@ -1,13 +1,12 @@
 """A node's copy budget: its ranks share PCIe, memory bandwidth and cores, and divide a rate among them.
 
 They do so without collectives, through ``.budget`` in the node's directory: a page of shared memory with one
-64-byte entry per rank, indexed by the rank's place on the node. An entry is eight native 64-bit words:
+64-byte entry per rank, indexed by the rank's place on the node. An entry is eight native 64-bit words,
+of which three are used:
 
 * 0: owner: pid in the low 22 bits, above them the process's start time in clock ticks since boot
 * 1: inode of the owner's pid namespace: pids of another namespace say nothing here
 * 2: until this CLOCK_MONOTONIC time in ns the owner copies, unless it says so again; 0: it does not copy
-* 3: bytes/s that the owner measured while it copied alone; 0: unknown
-* 4: bytes/s that it measured in company; the low 8 bits are the number of ranks that copied, it included
 
 Readers take no lock. Each entry has one writer; CPython stores and loads an item of a native ``Q`` memoryview
 with one 8-byte ``memcpy``, which compilers turn into one instruction, and the mapping is aligned, so a word is
@@ -20,7 +19,6 @@ This module imports neither torch nor multiprocessing.
 
 from __future__ import annotations
 
-import math
 import os
 import threading
 import time
@@ -49,9 +47,6 @@ class Budget(Protocol):
     def pace(self, nbytes: int, begin: float, hurry: threading.Event) -> None:
         """Sleep until a copy that began at ``time.perf_counter()`` ``begin`` has taken the time it must."""
 
-    def publish(self, bytes_per_sec: float) -> None:
-        """``bytes_per_sec`` of this rank's own copies, as measured."""
-
     def close(self) -> None:
         """Give up the place in it."""
 
@@ -67,17 +62,14 @@ class NoBudget:
 
     def pace(self, nbytes: int, begin: float, hurry: threading.Event) -> None: ...
 
-    def publish(self, bytes_per_sec: float) -> None: ...
-
     def close(self) -> None: ...
 
 
 MAX_PLACES = 255
-"""Ranks of one node; a count of them fits the low bits of word 4."""
+"""Ranks of one node: as many as its page of signs of life (``store.pulse``) has places for."""
 
 _ENTRY_WORDS = 8
-_OWNER, _NAMESPACE, _UNTIL_NS, _ALONE, _COMPANY = range(5)
-_COUNT_BITS = 8
+_OWNER, _NAMESPACE, _UNTIL_NS = range(3)
 
 _LEASE_NS = 500_000_000
 """A rank that neither paces nor stops for this long does not copy: it waits, is stopped, or is gone."""
@@ -109,7 +101,7 @@ class NodeBudget:
         self.place = place
         self.places = places
         self.limit = max(limit_bytes_per_sec, 1.0) if limit_bytes_per_sec > 0 else 0.0
-        """Bytes/s for the whole node, heeded while ``limited``; 0: none, rates are only measured."""
+        """Bytes/s for the whole node, heeded while ``limited``; 0: none."""
         self.problem = problem
         """Why there is no common budget, for an event; None where there is one."""
         self.limited = self.limit > 0 and problem is None
@@ -120,7 +112,6 @@ class NodeBudget:
         self._under_way = 0
         self._guard = threading.Lock()
         self._due = self._paced = 0.0
-        self._seen_copying = (0, 0)
         if place is not None:
             _clear(self._words, place, self._owner)
 
@@ -146,7 +137,6 @@ class NodeBudget:
             # Copies that failed were never stopped: they count until the lease has run out.
             self._under_way = self._under_way + 1 if self._leased(self.place or 0) else 1
             self._renew()
-        self._sample(1 + self._others())
 
     def stop(self) -> None:
         """What the last ``start`` began is copied, or waits for a window; more calls than starts do nothing."""
@@ -159,42 +149,6 @@ class NodeBudget:
         """Live ranks of the node that copy now."""
         return self._others() + (self.place is not None and self._leased(self.place))
 
-    def share(self) -> float:
-        """Bytes/s for this rank now, if it copies: the limit over the ranks that copy now, this one included.
-
-        Without a limit it is an estimate; ``math.inf`` while no rank has measured anything.
-        """
-        copying = 1 + self._others()
-        return self.limit / copying if self.limited else self.estimate(copying)
-
-    def estimate(self, copying: int) -> float:
-        """Bytes/s this rank would get if ``copying`` ranks of the node copied at once; inf: nobody knows.
-
-        The least of the limit's part, the same part of what the node was seen to copy, and what this rank has
-        measured for itself.
-        """
-        own = 0
-        if self.place is not None:
-            own = max(self._load(_ALONE, self.place), self._load(_COMPANY, self.place) >> _COUNT_BITS)
-        shared = (self.limit if self.limited else 0.0, self._node_rate())
-        return min(own or math.inf, *(rate / max(1, copying) if rate else math.inf for rate in shared))
-
-    def publish(self, bytes_per_sec: float) -> None:
-        """Publish what this rank measured for its own copies, waits left out, since the last ``publish``.
-
-        It counts as measured in the company of as many ranks as copied, on average, when this rank's chunks did.
-        """
-        total, times = self._seen_copying
-        self._seen_copying = (0, 0)
-        # The rate stands above the 8 bits of the count in one word.
-        if not 1 <= bytes_per_sec < 1 << 54:
-            return  # nan, too
-        copying = round(total / times) if times else 1 + self._others()
-        if copying == 1:
-            self._store(_ALONE, int(bytes_per_sec))
-        else:
-            self._store(_COMPANY, int(bytes_per_sec) << _COUNT_BITS | copying)
-
     def pace(self, nbytes: int, begin: float, hurry: threading.Event) -> None:
         """Called after each chunk: sleep until ``nbytes`` fit this rank's share of the limit since ``begin``.
 
@@ -205,8 +159,7 @@ class NodeBudget:
             begin: ``time.monotonic()`` or ``time.perf_counter()`` (the same clock on Linux) before the copy.
         """
         self._renew()
-        self._sample(1 + self._others())
-        if self.limited:  # a measured rate says what the hardware gives: waiting could only take from it
+        if self.limited:
             self._slow_down(nbytes, begin, hurry)
         with self._guard:
             if self._under_way == 0:  # stopped by another thread meanwhile
@@ -236,10 +189,6 @@ class NodeBudget:
             since, left = now, left - rate * (now - since)
             self._renew()
         self._due, self._paced = min(self._due, now + _SLACK_SECS), now  # what was hurried is not owed later
-
-    def _sample(self, copying: int) -> None:
-        total, times = self._seen_copying
-        self._seen_copying = (total + copying, times + 1)
 
     def _renew(self) -> None:
         # All of it, each time: whatever was in a broken file, or another process wrote, lasts one chunk.
@@ -279,21 +228,10 @@ class NodeBudget:
         self._believed[place] = owner, now, alive
         return alive
 
-    def _node_rate(self) -> float:
-        """The most bytes/s that the node was seen to copy, whatever number of ranks copied; 0: unknown."""
-        rates: dict[int, list[int]] = {}
-        for place in range(self.places):
-            if self._load(_OWNER, place) and self._alive(place):
-                alone, company = self._load(_ALONE, place), self._load(_COMPANY, place)
-                for copying, rate in ((1, alone), (company & (1 << _COUNT_BITS) - 1, company >> _COUNT_BITS)):
-                    if rate:
-                        rates.setdefault(copying, []).append(rate)
-        return max((copying * sum(measured) / len(measured) for copying, measured in rates.items()), default=0.0)
-
 
 def _clear(page: memoryview, place: int, owner: int) -> None:
     # The lease goes first and the owner comes last: in between the entry is nobody's who copies.
-    for word, value in ((_UNTIL_NS, 0), (_ALONE, 0), (_COMPANY, 0), (_NAMESPACE, 0), (_OWNER, owner)):
+    for word, value in ((_UNTIL_NS, 0), (_NAMESPACE, 0), (_OWNER, owner)):
         page[place * _ENTRY_WORDS + word] = value
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import random
 import signal
@@ -44,19 +43,44 @@ def words(directory: Path) -> np.memmap[tuple[int, int], np.dtype[np.uint64]]:
     return np.memmap(directory / BUDGET_NAME, np.uint64, "r+", shape=(256, 8))
 
 
-def test_the_limit_is_divided_among_the_ranks_that_copy(arena_root: Path) -> None:
-    ranks = [NodeBudget.open(arena_root, place, 3, 9e9) for place in range(3)]
+class StillClock(threading.Event):
+    """Stands for the module's ``time``; it goes on only while a pace waits for this event."""
+
+    now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def monotonic_ns(self) -> int:
+        return int(self.now * 1e9)
+
+    def wait(self, timeout: float | None = None) -> bool:
+        self.now += timeout or 0.0
+        return False
+
+    def paced_secs(self, budget: NodeBudget, nbytes: int) -> float:
+        begin = self.now
+        budget.pace(nbytes, begin, self)
+        return self.now - begin
+
+
+def test_the_limit_is_divided_among_the_ranks_that_copy(arena_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = StillClock()
+    monkeypatch.setattr(node_budget, "time", clock)
+    ranks = [NodeBudget.open(arena_root, place, 3, 1e9) for place in range(3)]
     observer = NodeBudget.open(arena_root, None, 3, 0)
     assert all(rank.problem is None and rank.limited for rank in ranks) and not observer.limited
     for copying, rank in enumerate(ranks, 1):
         rank.start()
         assert [other.copying() for other in (*ranks, observer)] == [copying] * 4
-        assert rank.share() == 9e9 / copying
+        assert clock.paced_secs(rank, 10**9) == pytest.approx(copying, abs=0.01)
     ranks[0].stop()
-    assert (observer.copying(), ranks[1].share()) == (2, 4.5e9)
-    assert ranks[0].share() == 3e9, "what it would get if it copied as well"
+    assert observer.copying() == 2
+    assert clock.paced_secs(ranks[1], 10**9) == pytest.approx(2, abs=0.01)
+    assert clock.paced_secs(ranks[0], 10**9) == pytest.approx(3, abs=0.01), "a chunk that was stopped already"
     ranks[1].close()
-    assert (observer.copying(), ranks[2].share()) == (1, 9e9)
+    assert observer.copying() == 1
+    assert clock.paced_secs(ranks[2], 10**9) == pytest.approx(1, abs=0.01)
     assert (arena_root / BUDGET_NAME).stat().st_mode & 0o777 == 0o600
 
 
@@ -80,7 +104,7 @@ def test_a_rank_that_gives_no_sign_of_life_does_not_copy(arena_root: Path, monke
     monkeypatch.setattr(node_budget, "_LEASE_NS", 1_000_000_000)
     rank, other = (NodeBudget.open(arena_root, place, 2, 1e9) for place in range(2))
     rank.start()
-    assert other.share() == 0.5e9
+    assert other.copying() == 1
     assert until(lambda: other.copying() == 0) < 10
     rank.start()
     rank.stop()
@@ -113,7 +137,7 @@ def test_a_page_that_holds_anything_is_written_over(arena_root: Path, content: b
     (arena_root / BUDGET_NAME).chmod(0o644)
     rank, other = (NodeBudget.open(arena_root, place, 200, 1e9) for place in (0, 9))
     assert (rank.problem, other.problem) == (None, None)
-    assert rank.copying() == 0 and rank.share() == 1e9 and rank.estimate(2) == 0.5e9
+    assert rank.copying() == 0
     rank.start()
     assert other.copying() == 1
     assert (arena_root / BUDGET_NAME).stat().st_size == max(16384, len(content))
@@ -126,7 +150,7 @@ def test_a_page_overwritten_while_in_use_heals_with_the_next_chunk(arena_root: P
     words(arena_root)[:] = np.frombuffer(random.Random(8).randbytes(16384), np.uint64).reshape(256, 8)
     other.pace(1, time.monotonic(), NEVER)
     rank.pace(1, time.monotonic(), NEVER)
-    assert other.share() == 0.5e9
+    assert other.copying() == 1
 
 
 def spoil_directory(path: Path) -> None:
@@ -163,7 +187,6 @@ def test_no_room_no_directory_and_no_place_are_reasons(arena_root: Path, monkeyp
 def check_alone(budget: NodeBudget) -> None:
     assert budget.problem is not None and str(BUDGET_NAME) in budget.problem
     assert not budget.limited
-    assert budget.share() == math.inf
     budget.start()
     assert budget.copying() == 1
     begin = time.monotonic()
@@ -182,7 +205,6 @@ def test_after_close_nothing_is_held_up(arena_root: Path) -> None:
     assert other.copying() == 0
     rank.start()
     rank.pace(1 << 40, time.monotonic(), NEVER)
-    rank.publish(5.0)
     rank.stop()
     assert other.copying() == 0 and not words(arena_root)[0].any()
 
@@ -289,7 +311,6 @@ def test_without_a_limit_pace_never_sleeps_and_costs_little(arena_root: Path) ->
     ranks = [NodeBudget.open(arena_root, place, 8, 0) for place in range(8)]
     for rank in ranks:
         rank.start()
-        rank.publish(1e6)
     costs = []
     for _ in range(500):
         begin = time.thread_time()
@@ -299,41 +320,9 @@ def test_without_a_limit_pace_never_sleeps_and_costs_little(arena_root: Path) ->
     assert statistics.median(costs) < 200e-6
 
 
-def test_what_was_measured_gives_an_estimate(arena_root: Path) -> None:
-    ranks = [NodeBudget.open(arena_root, place, 4, 0) for place in range(4)]
-    assert [rank.share() for rank in ranks] == [math.inf] * 4
-    ranks[0].start()
-    ranks[0].publish(20e9)  # alone
-    assert (ranks[0].estimate(1), ranks[0].estimate(4), ranks[3].estimate(4)) == (20e9, 5e9, 5e9)
-    for rank in ranks:
-        rank.start()
-    for rank in ranks:
-        rank.publish(math.nan)  # forgets who copied before
-        rank.pace(MIB, time.monotonic(), NEVER)
-        rank.publish(8e9)  # four at once: 32e9
-    assert ranks[0].estimate(2) == pytest.approx(16e9)
-    assert ranks[0].estimate(4) == pytest.approx(8e9)
-    assert ranks[0].estimate(1) == 20e9 and ranks[1].estimate(1) == pytest.approx(8e9), "no more than its own"
-    assert ranks[0].share() == pytest.approx(8e9)
-    for rank in ranks[1:]:
-        rank.stop()
-    assert ranks[0].share() == 20e9
-    ranks[1].close()
-    assert NodeBudget.open(arena_root, 1, 4, 0).share() == pytest.approx(16e9), "beside one other"
-    assert NodeBudget.open(arena_root, None, 4, 10e9).estimate(4) == 2.5e9
-
-
-@pytest.mark.parametrize("rate", [math.nan, math.inf, -math.inf, -1.0, 0.0, 1e300])
-def test_an_impossible_rate_is_ignored(arena_root: Path, rate: float) -> None:
-    budget = NodeBudget.open(arena_root, 0, 1, 0)
-    budget.start()
-    budget.publish(rate)
-    assert budget.share() == math.inf
-
-
 @settings(max_examples=50)
-@given(st.lists(st.tuples(st.integers(0, 3), st.sampled_from(["start", "stop", "publish", "pace"])), max_size=30))
-def test_shares_never_exceed_the_limit(calls: list[tuple[int, str]]) -> None:
+@given(st.lists(st.tuples(st.integers(0, 3), st.sampled_from(["start", "stop", "pace"])), max_size=30))
+def test_every_rank_counts_those_that_copy(calls: list[tuple[int, str]]) -> None:
     directory = Path("/dev/shm") / f"ftckpt-test-budget-{os.getpid()}"
     directory.mkdir(exist_ok=True)
     ranks = [NodeBudget.open(directory, place, 4, 1e15) for place in range(4)]
@@ -347,13 +336,9 @@ def test_shares_never_exceed_the_limit(calls: list[tuple[int, str]]) -> None:
             elif call == "stop":
                 under_way[place] = max(0, under_way[place] - 1)
                 rank.stop()
-            elif call == "pace":
-                rank.pace(1, time.monotonic(), NEVER)
             else:
-                rank.publish(5e9)
-            copies = [rank for rank, count in zip(ranks, under_way, strict=True) if count]
-            assert {rank.copying() for rank in ranks} == {len(copies)}
-            assert sum(rank.share() for rank in copies) <= 1e15 * 1.001
+                rank.pace(1, time.monotonic(), NEVER)
+            assert {rank.copying() for rank in ranks} == {sum(count > 0 for count in under_way)}
     finally:
         (directory / BUDGET_NAME).unlink()
         directory.rmdir()
@@ -367,7 +352,6 @@ def test_who_only_looks_sees_who_copies_and_never_does(arena_root: Path) -> None
     rank.stop()
     observer.start()
     observer.pace(MIB, time.monotonic(), NEVER)
-    observer.publish(1e9)
     observer.stop()
     assert (observer.copying(), rank.copying()) == (0, 0), "an observer never copies"
 
