@@ -11,9 +11,9 @@ import os
 import stat
 from pathlib import Path
 
-PAGE_BYTES = 16384
+_PAGE_BYTES = 16384
 """256 entries of 64 bytes, a cache line each: no two writers share one."""
-PID_BITS = 22
+_PID_BITS = 22
 """PID_MAX_LIMIT of 64-bit Linux."""
 
 
@@ -32,10 +32,15 @@ def map_page(path: Path) -> memoryview:
         # Whoever created it may have had another umask.
         os.fchmod(fd, 0o600)
         # Not ftruncate, which would cut what others have mapped, and leave holes: a store to either may be a SIGBUS.
-        os.posix_fallocate(fd, 0, PAGE_BYTES)
-        return memoryview(mmap.mmap(fd, PAGE_BYTES)).cast("Q")
+        os.posix_fallocate(fd, 0, _PAGE_BYTES)
+        return memoryview(mmap.mmap(fd, _PAGE_BYTES)).cast("Q")
     finally:
         os.close(fd)
+
+
+def private_page() -> memoryview:
+    """Words that no other process sees, for who cannot have the page."""
+    return memoryview(bytearray(_PAGE_BYTES)).cast("Q")
 
 
 def owner_word(pid: int) -> int:
@@ -50,12 +55,12 @@ def owner_word(pid: int) -> int:
     if len(fields) < 20:
         raise ValueError(f"/proc/{pid}/stat cannot be read")
     # A pid comes back; a pid with the time at which its process began does not.
-    return 0 if fields[0] in (b"Z", b"X", b"x") else (int(fields[19]) << PID_BITS | pid) & (1 << 64) - 1
+    return 0 if fields[0] in (b"Z", b"X", b"x") else (int(fields[19]) << _PID_BITS | pid) & (1 << 64) - 1
 
 
 def pid_of(owner: int) -> int:
     """The pid in an owner's word."""
-    return owner & (1 << PID_BITS) - 1
+    return owner & (1 << _PID_BITS) - 1
 
 
 def pid_namespace() -> int:

@@ -26,7 +26,7 @@ from enum import IntEnum
 from pathlib import Path
 
 from ftckpt.store.directory import PULSE_NAME
-from ftckpt.store.page import PAGE_BYTES, map_page, owner_lives, owner_word, pid_namespace
+from ftckpt.store.page import map_page, owner_lives, owner_word, pid_namespace, private_page
 
 MAX_PLACES = 255
 """With the entry of the SMP they fill the page."""
@@ -95,7 +95,7 @@ class Pulse:
                 raise OSError(f"place {place}, the most is {MAX_PLACES - 1}")
             return cls(map_page(node_dir / PULSE_NAME), place, None, rank)
         except (OSError, ValueError) as error:
-            return cls(_private_page(), None, f"{node_dir / PULSE_NAME}: no signs of life are shared: {error}")
+            return cls(private_page(), None, f"{node_dir / PULSE_NAME}: no signs of life are shared: {error}")
 
     def beat(self, iteration: int, phase: str) -> None:
         """This rank has come to ``phase`` of ``iteration``. Microseconds; for one thread at a time."""
@@ -212,7 +212,3 @@ def _phase_words(phase: str) -> tuple[int, int]:
 def _phase_text(word: int, end: int) -> str:
     text = (word.to_bytes(8, "little") + end.to_bytes(8, "little")).rstrip(b"\0").decode("ascii", "replace")
     return text if text.isprintable() else "?"
-
-
-def _private_page() -> memoryview:
-    return memoryview(bytearray(PAGE_BYTES)).cast("Q")

@@ -8,11 +8,10 @@ of which three are used:
 * 1: inode of the owner's pid namespace: pids of another namespace say nothing here
 * 2: until this CLOCK_MONOTONIC time in ns the owner copies, unless it says so again; 0: it does not copy
 
-Readers take no lock. Each entry has one writer; CPython stores and loads an item of a native ``Q`` memoryview
-with one 8-byte ``memcpy``, which compilers turn into one instruction, and the mapping is aligned, so a word is
-never seen half-written. No two words must agree: a reader that sees an old one beside a new one is wrong by
-one rank for one read. For the same reason a file needs no header: zeros, entries of dead processes and foreign
-bytes all name no live owner whose lease is running, and each rank overwrites its own entry as a whole.
+Readers take no lock, and each entry has one writer. A word is never seen half-written (``store.page``), and no two
+must agree: a reader that sees an old one beside a new one is wrong by one rank for one read. For the same reason
+a file needs no header: zeros, entries of dead processes and foreign bytes all name no live owner whose lease is
+running, and each rank overwrites its own entry as a whole.
 
 This module imports neither torch nor multiprocessing.
 """
@@ -26,10 +25,7 @@ from pathlib import Path
 from typing import Protocol
 
 from ftckpt.store.directory import BUDGET_NAME
-from ftckpt.store.page import PAGE_BYTES as _PAGE_BYTES
-from ftckpt.store.page import PID_BITS as _PID_BITS
-from ftckpt.store.page import map_page as _map_page
-from ftckpt.store.page import owner_word as _owner_word
+from ftckpt.store.page import map_page, owner_lives, owner_word, pid_namespace, private_page
 
 
 class Budget(Protocol):
@@ -105,9 +101,9 @@ class NodeBudget:
         self.problem = problem
         """Why there is no common budget, for an event; None where there is one."""
         self.limited = self.limit > 0 and problem is None
-        self._words = page if page is not None else _private_page()
-        self._owner = _owner_word(os.getpid()) if page is not None else 0
-        self._namespace = _namespace() if page is not None else 0
+        self._words = page if page is not None else private_page()
+        self._owner = owner_word(os.getpid()) if page is not None else 0
+        self._namespace = pid_namespace() if page is not None else 0
         self._believed: dict[int, tuple[int, int, bool]] = {}
         self._under_way = 0
         self._guard = threading.Lock()
@@ -126,7 +122,7 @@ class NodeBudget:
         try:
             if not 0 <= (place or 0) < places <= MAX_PLACES:
                 raise OSError(f"place {place} of {places}, the most is {MAX_PLACES}")
-            return cls(place, places, limit_bytes_per_sec, _map_page(directory / BUDGET_NAME))
+            return cls(place, places, limit_bytes_per_sec, map_page(directory / BUDGET_NAME))
         except (OSError, ValueError) as error:
             problem = f"{directory / BUDGET_NAME}: no copy budget is shared: {error}"
             return cls(None if place is None else 0, 1, limit_bytes_per_sec, problem=problem)
@@ -169,7 +165,7 @@ class NodeBudget:
         """Leave the budget; a thread that still paces does so alone and without a limit."""
         self.limited, self.places = False, 0
         # Swapped before the entry is cleared: a late store of another thread must not claim the place again.
-        page, self._words = self._words, _private_page()  # the mapping goes with the last thread that reads it
+        page, self._words = self._words, private_page()  # the mapping goes with the last thread that reads it
         if self.place is not None:
             _clear(page, self.place, 0)
 
@@ -217,14 +213,8 @@ class NodeBudget:
         believed = self._believed.get(place)
         if believed is not None and believed[0] == owner and now - believed[1] < _ALIVE_NS:
             return believed[2]
-        alive = owner != 0
-        if alive and self._load(_NAMESPACE, place) == self._namespace:
-            try:
-                alive = _owner_word(owner & (1 << _PID_BITS) - 1) == owner
-            except (FileNotFoundError, ProcessLookupError):
-                alive = False
-            except (OSError, ValueError):
-                alive = True  # not to be known: the lease decides
+        # Of a process in another namespace only the lease tells.
+        alive = owner != 0 and (self._load(_NAMESPACE, place) != self._namespace or owner_lives(owner))
         self._believed[place] = owner, now, alive
         return alive
 
@@ -233,11 +223,3 @@ def _clear(page: memoryview, place: int, owner: int) -> None:
     # The lease goes first and the owner comes last: in between the entry is nobody's who copies.
     for word, value in ((_UNTIL_NS, 0), (_NAMESPACE, 0), (_OWNER, owner)):
         page[place * _ENTRY_WORDS + word] = value
-
-
-def _namespace() -> int:
-    return os.stat("/proc/self/ns/pid").st_ino
-
-
-def _private_page() -> memoryview:
-    return memoryview(bytearray(_PAGE_BYTES)).cast("Q")

@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 
 from ftckpt.store.directory import BUDGET_NAME, clean_job, node_directory, remove_job_if_empty
 from ftckpt.store.locks import JobLock
+from ftckpt.store.page import map_page
 from ftckpt.windows import node_budget
 from ftckpt.windows.node_budget import NodeBudget
 from tests.support.waiting import until
@@ -390,8 +391,8 @@ def child(code: str, *arguments: object) -> Iterator[subprocess.Popen[str]]:
 
 
 HAMMER = """
-from ftckpt.windows.node_budget import _map_page
-words = _map_page(Path(sys.argv[1]))
+from ftckpt.store.page import map_page
+words = map_page(Path(sys.argv[1]))
 print("ready", flush=True)
 while True:
     for _ in range(10000):
@@ -401,7 +402,7 @@ while True:
 
 
 def test_a_word_is_never_seen_half_written(arena_root: Path) -> None:
-    page = node_budget._map_page(arena_root / BUDGET_NAME)
+    page = map_page(arena_root / BUDGET_NAME)
     seen: set[int] = set()
     with child(HAMMER, arena_root / BUDGET_NAME):
         begin = time.monotonic()
