@@ -395,6 +395,7 @@ class Checkpointer:
     def _prove(self, shard: Shard) -> None:
         """Replicas still hold the same bits, and derived state still follows; else all ranks lay out anew."""
         state = self._state
+        state.proves()
         late = state.late or (shard.capture is not None and shard.capture.busy)
         try:
             proof = shard.prove(late, state.has_stepped, state.whole)

@@ -155,9 +155,8 @@ class Proofs:
         often = bool(self.interval) and (since & (since - 1) == 0 or iteration - self.last >= self.interval)
         return number == 1 or often
 
-    def learn(self, iteration: int, number: int, stepped: bool) -> None:
+    def learn(self, number: int, stepped: bool) -> None:
         """Snapshot ``number`` had a proof; ``stepped``: stepped state may have changed on some rank, as all know."""
-        self.last = iteration
         self.begun = self.begun or stepped
         if not self.begun:
             self.begin = number
@@ -283,6 +282,7 @@ class RankState:
         self.proofs = Proofs(config.replica_check_interval)
         self.targets = Targets(config.protect_interval if protects else 0, config.protect_timeout_secs)
         self._stepped = False
+        self._wrong = False  # what ranks copy must change, and has not yet
         self._round: int | None = None  # the number of the round that is still to be posted
         self._newest = -1  # as posted
         self._will: Will | None = None  # of all ranks, None: it was not read at this boundary
@@ -383,7 +383,7 @@ class RankState:
         One that read late that all turn off does not enter a proof which the others, long off, do not come to.
         """
         others_left = self._last_round is not None and self._last_round < self.interval.number - 1
-        return not others_left and self.proofs.due(self.iteration, self.interval.number)
+        return not others_left and (self._wrong or self.proofs.due(self.iteration, self.interval.number))
 
     @property
     def windows_measured(self) -> bool:
@@ -400,12 +400,18 @@ class RankState:
         """Whether stepped state of this rank may have changed since the start."""
         return self._stepped
 
-    def proved(self, stepped: bool, new_arenas: bool) -> None:
-        """A proof has ended; ``stepped`` and ``new_arenas`` as all ranks know them.
+    def proves(self) -> None:
+        """A proof begins. Whatever comes of it here, the next one is due on all ranks together."""
+        self.proofs.last = self.iteration
 
-        In arenas that are laid out anew nothing is protected yet, and older ones hold the only whole snapshot.
+    def proved(self, stepped: bool, changed: bool, new_arenas: bool) -> None:
+        """A proof has ended; all arguments as all ranks know them, see ``Proof``.
+
+        Where the arenas could not be laid out anew at once, nothing is taken until they are: it would be whole, and
+        wrong. In arenas that are laid out anew nothing is protected yet, and older ones hold the only whole snapshot.
         """
-        self.proofs.learn(self.iteration, self.interval.number, stepped)
+        self.proofs.learn(self.interval.number, stepped)
+        self._wrong = changed and not new_arenas
         if new_arenas:
             self.targets.forget()
             self._old_arenas, self._whole_here_secs = True, None
@@ -427,6 +433,8 @@ class RankState:
             return None
         if self._will != Will.GO:
             return Skip("a rank is not ready")
+        if self._wrong:
+            return Skip("ranks must copy other things than they do, and one was late in laying out anew")
         if not has_room:
             return Skip("every slot is kept until the target is protected")
         return Take(SnapshotId(self.lineage, self.iteration), self.keep)

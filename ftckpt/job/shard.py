@@ -29,11 +29,12 @@ from ftckpt.windows.pacer import Pacer
 class Proof(NamedTuple):
     """What a proof came to, the same on all ranks.
 
-    ``stepped``: stepped state may have changed on some rank since the start. ``new_arenas``: the arenas were laid out
-    anew.
+    ``stepped``: stepped state may have changed on some rank since the start. ``changed``: some rank must copy other
+    things than it does. ``new_arenas``: the arenas were laid out anew for that.
     """
 
     stepped: bool
+    changed: bool
     new_arenas: bool
 
 
@@ -98,7 +99,7 @@ class Shard:
         """
         assignment, capture = self._assignment, self.capture
         if assignment is None or capture is None:
-            return Proof(stepped, new_arenas=False)
+            return Proof(stepped, changed=False, new_arenas=False)
         checked = self._assign()
         changed = checked.manifest != assignment.manifest
         if changed:
@@ -108,7 +109,8 @@ class Shard:
         new_arenas = any(changed for _, _, changed in posts) and not any(late for _, late, _ in posts)
         if new_arenas:
             self._lay_out_anew(capture, checked, whole)
-        return Proof(any(stepped for stepped, _, _ in posts), new_arenas)
+        stepped, _, changed = (any(column) for column in zip(*posts, strict=True))
+        return Proof(stepped, changed, new_arenas)
 
     def complete(self) -> None:
         """Take into use the slots that the arena still lacks, once older arenas have made room for them."""

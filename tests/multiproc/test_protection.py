@@ -187,7 +187,7 @@ def lay_out_anew(rank: int, world_size: int, plan: Plan, fails: bool) -> Any:
         if iteration == 8:
             if fails and rank == 0:
                 Protection._require_room = no_room  # type: ignore[method-assign]
-            self._state.proved(stepped=True, new_arenas=True)
+            self._state.proved(stepped=True, changed=True, new_arenas=True)
             self._protect_anew()
             assert self.arena is not None
             control = self.arena.control

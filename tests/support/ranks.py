@@ -183,6 +183,7 @@ class Rank:
             self._execute(state.learn(verdicts, job.now_secs))
         yield
         if state.proof_due:
+            state.proves()
             job.proofs.setdefault(state.interval.number, {})[self.index] = (self._late, state.has_stepped)
             self.waits = PROOF
             yield
@@ -191,13 +192,14 @@ class Rank:
         if self.missed:
             self._execute(state.fail("no answer"))
             return
-        self._take(fate)
+        self._take(job, fate)
 
-    def _take(self, fate: Fate) -> None:
+    def _take(self, job: Job, fate: Fate) -> None:
         writable = self._writable()
         self.decision = self.state.take(bool(writable))
         if not isinstance(self.decision, Take):
             return
+        assert not job.wrong, "a snapshot of what a proof has shown to be wrong"
         assert self._writable(self.decision.keep) == writable
         if fate.begin_fails or self.flight is not None:
             self._execute(self.state.fail("it cannot begin"))
@@ -279,6 +281,7 @@ class Job:
         self.lives = 0
         self.now_secs = 0.0
         self.changed_replicas = False
+        self.wrong = False
         self.went_back = False
         self.start()
 
@@ -289,6 +292,7 @@ class Job:
     def start(self) -> None:
         """A new attempt restores the newest snapshot that all ranks have; no older one than any rank knew whole."""
         known = self.knows.state.whole if self.lives and not self.went_back else None
+        self.wrong = False
         common = set.intersection(*(rank.sealed for rank in self.ranks))
         restored = max(common, default=None)
         assert known is None or (restored is not None and restored.iteration >= known.iteration), "progress is lost"
@@ -369,10 +373,11 @@ class Job:
         self.proven.add(number)
         ranks = self.proofs[number].values()
         new_arenas = self.changed_replicas and not any(late for late, _ in ranks)
+        self.wrong = self.changed_replicas and not new_arenas
         if new_arenas:
             assert len({rank.state.whole for rank in self.ranks}) == 1, "ranks keep different snapshots"
         for rank in self.ranks:
-            rank.state.proved(any(stepped for _, stepped in ranks), new_arenas)
+            rank.state.proved(any(stepped for _, stepped in ranks), self.changed_replicas, new_arenas)
             if new_arenas:
                 rank.lay_out_anew()
 

@@ -148,7 +148,8 @@ def proven(proofs: Proofs, last: int, steps_from: int, apart: int = 1) -> list[i
     for number in range(1, last + 1):
         if proofs.due(number * apart, number):
             found.append(number)
-            proofs.learn(number * apart, number, number >= steps_from)
+            proofs.last = number * apart
+            proofs.learn(number, number >= steps_from)
     return found
 
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from ftckpt.config import Config
+from ftckpt.job.session import Take
 from tests.support.ranks import CALM, Fate, Job
 
 Order = Callable[[int], int]
@@ -154,6 +155,23 @@ def test_protection_that_is_slower_than_iterations_makes_snapshots_rarer_and_kee
     timeout_secs = int(ranks.config.protect_timeout_secs)  # of one iteration each
     assert max(age for age, _ in ages) <= min(every, timeout_secs) + 4
     assert len(guarded) > 1 and (every > timeout_secs or max(age for _, age in ages) <= 2 * every + 5)
+
+
+def test_nothing_is_taken_of_what_a_proof_has_shown_to_be_wrong() -> None:
+    """A rank that is late keeps all from laying out anew; the next boundary has another proof."""
+    ranks = job(2, replica_check_interval=1000)
+    for _ in range(7):
+        ranks.iterate([CALM, CALM], in_order)
+    ranks.changed_replicas = True
+    ranks.iterate([CALM, Fate(copies="stuck")], in_order)
+    assert ranks.wrong and all(not isinstance(rank.decision, Take) for rank in ranks.ranks)
+    for _ in range(4):
+        ranks.iterate([CALM, CALM], in_order)
+        if not ranks.wrong:
+            break
+    ranks.changed_replicas = False
+    assert not ranks.wrong and ranks.iteration < 13
+    progresses(ranks)
 
 
 def test_a_rank_that_fails_too_often_turns_all_off() -> None:
