@@ -6,12 +6,14 @@ import json
 from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
 from functools import partial
+from itertools import chain
 from pathlib import Path
 
 from ftckpt.config import Config
 from ftckpt.errors import ArenaError, FtckptError
 from ftckpt.events import Events
 from ftckpt.group import Group, together
+from ftckpt.model import codec
 from ftckpt.model.manifest import Manifest
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.model.topology import Topology
@@ -80,8 +82,9 @@ class NodeArenas:
         path = arena_path(self.path, manifest)
         existing, old = together(self._group, lambda: (self._reuse(path), self._list_old(path)))
         self._own = path
+        there = self._in_use(old)
         # What can be freed goes before anything is allocated: a node need not hold both.
-        together(self._group, lambda: self._free_old(old, keep))
+        together(self._group, lambda: self._free_old(old, there, keep))
         new, absent = self._count_slots(existing, keep, num_slots(self._old))
         # Again, though ``replace`` has asked: an arena that resists gave nothing back, and its slots count.
         self._require_room(for_slots(new, absent, SlotImage.of(manifest).file_bytes, self._old))
@@ -102,7 +105,8 @@ class NodeArenas:
         """
         try:
             # First of all: what is protected would be given up for nothing.
-            self._require_room(*together(self._group, lambda: self._foresee(old, whole, manifest)))
+            there = self._in_use(self._list_old(arena_path(self.path, manifest)))
+            self._require_room(*together(self._group, lambda: self._foresee(there, old, whole, manifest)))
             # A kill from here on must find the same on all ranks: what is not whole is gone from every arena
             # before the first of them goes.
             together(self._group, lambda: _void_others(old, whole))
@@ -205,12 +209,22 @@ class NodeArenas:
         shards = [topology.members[rank].shard for rank in local]
         return share_of([p for p in list_arenas(self.path) if p != own], shards, local.index(topology.rank))
 
-    def _free_old(self, old: list[Path], keep: SnapshotId | None) -> None:
+    def _in_use(self, paths: Sequence[Path]) -> Ledger:
+        """What lies in the arenas at ``paths``, with what any rank's arenas call protected. Collective.
+
+        Marks may differ by a verdict that some ranks had not read yet. One mark is proof enough for all: it was made
+        of a verdict of all nodes.
+        """
+        there = in_use(paths)
+        marks = codec.gather(self._group, there.protected, list[SnapshotId])
+        return Ledger(there.entries, frozenset(chain.from_iterable(marks)))
+
+    def _free_old(self, old: list[Path], there: Ledger, keep: SnapshotId | None) -> None:
         self._old, self._removing = old, False
         if keep is None:
             self.remove_old()
         else:
-            give_up(old, in_use(old).needed(keep))
+            give_up(old, there.needed(keep))
             self._old = [path for path in old if path.exists()]
 
     def _count_slots(self, existing: Arena | None, keep: SnapshotId | None, num_old: int) -> tuple[int, int]:
@@ -220,11 +234,13 @@ class NodeArenas:
         needed = 0 if existing is None or existing.find(keep) is None else 1
         return slots_to_allocate(slots - absent, slots, needed, self._config.slots - num_old), absent
 
-    def _foresee(self, arena: Arena, keep: SnapshotId | None, manifest: Manifest) -> tuple[Ledger, int]:
+    def _foresee(
+        self, there: Ledger, arena: Arena, keep: SnapshotId | None, manifest: Manifest
+    ) -> tuple[Ledger, int]:
         """What ``replace`` will need, and the bytes that it will have freed by then; nothing is changed."""
         path = arena_path(self.path, manifest)
         old = self._list_old(path)
-        there = in_use(old).without(arena.path.name, keep)
+        there = there.without(arena.path.name, keep)
         spare = there.spare(there.needed(keep) if keep is not None else ())
         num_old = num_slots(old) - spare.free_slots
         new, absent = self._count_slots(None, keep, num_old)

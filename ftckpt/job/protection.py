@@ -148,8 +148,9 @@ class Protection:
         def everywhere(snapshot: SnapshotId | None) -> SnapshotId | None:
             return snapshot if all(snapshot in rank.sealed for rank in ranks) else None
 
-        named = {rank.protected for rank in ranks if rank.protected is not None}
-        return everywhere(named.pop() if len(named) == 1 else None), everywhere(restored)
+        # Marks may differ by a verdict that some ranks had not read yet; one is proof enough, and the newest counts.
+        named = filter(None, {everywhere(rank.protected) for rank in ranks})
+        return max(named, key=lambda snapshot: snapshot.iteration, default=None), everywhere(restored)
 
     def arrange(self, arena: Arena, node_dir: Path) -> None:
         """Know what all ranks hold: groups, memory, the SMP of this node and those of others.

@@ -6,11 +6,13 @@ import os
 import threading
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from ftckpt.errors import FtckptError, MemoryBudgetError
 from ftckpt.job.arenas import absent_slots
+from ftckpt.job.protection import Protection
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.store import ledger, mapping
 from ftckpt.store.arena import Arena
@@ -115,6 +117,43 @@ def test_the_kept_snapshot_stays_and_nothing_else(arena_root: Path) -> None:
     assert members[0].have.control.whole() == KEEP, "without its old arena a rank would not know what was lost"
     Arena.open(old.path).lock(0)  # it was unlocked
     end(members)
+
+
+def test_marks_that_differ_by_a_verdict_cost_nothing_that_is_protected(arena_root: Path) -> None:
+    """Rank 1 had not read yet that 4 is protected, when the job died. The restart is in another layout."""
+    members = ranks(arena_root, 2, slots=4)
+    on_all(members, begin)
+    for member in members:
+        for slot, iteration in enumerate((2, 3, 4, 5)):
+            write(member.have, slot, iteration)
+        member.have.control.mark_protected(SnapshotId(LINEAGE, 4 - member.rank))
+        member.have.close()
+        member.arenas.release()
+    again = ranks(arena_root, 2, slots=4)
+    whole = SnapshotId(LINEAGE, 5)
+    on_all(again, lambda member: member.arenas.enter())
+    old = list_arenas(again[0].arenas.path)
+    for member, arena in zip(again, on_all(again, lambda m: m.arenas.open(m.manifest(MORE), whole)), strict=True):
+        member.arena = arena
+    for path in old:
+        with closing(Arena.open(path)) as arena:
+            assert {snapshot.iteration for snapshot in arena.snapshots()} == {3, 4, 5}
+    end(again)
+
+
+def test_what_is_protected_after_a_restart_is_the_newest_that_any_mark_names(arena_root: Path) -> None:
+    held = [SnapshotId(LINEAGE, iteration) for iteration in (5, 4, 3)]
+    found = []
+
+    def survey(member: Rank) -> None:
+        protection = Protection.__new__(Protection)
+        protection._group = member.group  # type: ignore[assignment]
+        mark = [held[1], held[2], None][member.rank]
+        arena = SimpleNamespace(control=SimpleNamespace(protected=lambda: mark), snapshots=lambda: held)
+        found.append(protection.survey(arena, held[0]))  # type: ignore[arg-type]
+
+    on_all(ranks(arena_root, 3), survey)
+    assert found == [(held[1], held[0])] * 3
 
 
 def test_nothing_to_keep_leaves_all_slots_to_the_new_arena(arena_root: Path, peaks: dict[str, int]) -> None:
