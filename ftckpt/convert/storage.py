@@ -246,11 +246,14 @@ class Journal:
         """The file ``name`` is finished."""
         # Of the file as it is on the disk, not of what was meant to be written: the next attempt compares with this.
         nbytes, checksum = _measured(self._destination.partial / name)
-        line = json.dumps({"file": name, "bytes": nbytes, "xxh3-64": checksum}) + "\n"
+        # Behind a line feed: what a kill or a full disk left of the line before must not take this one along.
+        line = "\n" + json.dumps({"file": name, "bytes": nbytes, "xxh3-64": checksum}) + "\n"
         with explained(self._path):
             descriptor = os.open(self._path, os.O_WRONLY | os.O_APPEND)
             try:
-                os.write(descriptor, line.encode())  # in one call: lines of several workers never mix
+                # In one call: lines of several workers never mix.
+                if os.write(descriptor, line.encode()) < len(line.encode()):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             finally:
                 os.close(descriptor)
 

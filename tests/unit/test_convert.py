@@ -19,6 +19,7 @@ from ftckpt.convert.catalog import Bytes, Catalog, Reader, Tensor
 from ftckpt.convert.consolidation import Consolidator, cast, take
 from ftckpt.convert.conversion import Options, convert, prepare
 from ftckpt.convert.safetensors import WeightsWriter
+from ftckpt.convert.storage import Destination, Journal
 from ftckpt.convert.universal import UniversalReader, UniversalWriter
 from ftckpt.errors import ConvertError
 from ftckpt.model.fragment import Box, Fragment
@@ -334,6 +335,19 @@ def test_killed_between_the_name_and_the_end_of_the_journal(tmp_path: Path, monk
     source = Memory(tensors, wholes(tensors))
     assert convert(source, UniversalWriter(tmp_path / "out"), Options()).resumed == 1
     assert source.reads == 0 and not (tmp_path / "out.partial.jsonl").exists()
+
+
+def test_half_a_line_in_the_journal_takes_no_other_along(tmp_path: Path) -> None:
+    """A full disk, or a kill, may leave one."""
+    journal = Journal(Destination(tmp_path / "out"), {})
+    (tmp_path / "out.partial").mkdir()
+    assert journal.begin() == set()
+    for name in "ab":
+        (tmp_path / "out.partial" / name).write_text(name)
+        journal.add(name)
+        with open(tmp_path / "out.partial.jsonl", "a") as file:
+            file.write('{"file": "c", "byt')
+    assert Journal(Destination(tmp_path / "out"), {}).begin() == {"a", "b"}
 
 
 def test_too_little_memory_for_one_file_is_said_before_anything_is_written(tmp_path: Path) -> None:
