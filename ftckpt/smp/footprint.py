@@ -12,7 +12,7 @@ from typing import Any
 
 from ftckpt.errors import SmpError
 from ftckpt.smp.requests import MAX_REQUEST_BYTES, VERSION, decode_object, encode_object
-from ftckpt.store.directory import SMP_LOG_NAME, SMP_STATE_NAME
+from ftckpt.store.directory import SMP_LOG_NAME, SMP_STATE_NAME, fresh_name, remove_half_made
 
 _LOG_BYTES = 256 << 10
 _MESSAGE_CHARS = 4000
@@ -39,12 +39,12 @@ class SmpConfig:
             OSError: the tmpfs is full or not writable.
         """
         data = encode_object({"version": VERSION, **vars(self)})
-        new = node_dir / f"{SMP_STATE_NAME}.new"
-        new.unlink(missing_ok=True)
-        fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-        with os.fdopen(fd, "wb") as file:
-            file.write(data)
-        new.rename(node_dir / SMP_STATE_NAME)  # no fsync: a tmpfs loses all or nothing
+        remove_half_made(node_dir)
+        with fresh_name(node_dir / SMP_STATE_NAME) as fresh:
+            fd = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+            with os.fdopen(fd, "wb") as file:
+                file.write(data)
+            fresh.rename(node_dir / SMP_STATE_NAME)  # no fsync: a tmpfs loses all or nothing
 
     @classmethod
     def load(cls, node_dir: Path) -> SmpConfig | None:

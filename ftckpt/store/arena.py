@@ -21,6 +21,7 @@ from ftckpt.store.directory import (
     arena_path,
     lock_arena,
     remove_arena,
+    remove_half_made,
     remove_stale,
     remove_tree,
     require_own,
@@ -166,7 +167,7 @@ class Arena:
         """
         self._lock = lock_arena(self.path, deadline_secs)
         # Under the lock: only its owner makes slots, so what is half made now is of a process that was killed.
-        self._slots.remove_half_made()
+        remove_half_made(self.path, "slot*")
 
     def unlock(self) -> None:
         """Give the lock up; does nothing without one."""

@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 import struct
 import time
-from contextlib import suppress
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
@@ -23,6 +22,7 @@ from ftckpt.errors import ArenaError, ConfigError, CorruptError, MismatchError
 from ftckpt.model.manifest import MAX_CHUNKS
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.store.control import MAX_SLOTS, SealId
+from ftckpt.store.directory import fresh_name, remove_half_made
 from ftckpt.store.mapping import Mapping, create_mapping, open_mapping
 from ftckpt.store.record import EMPTY, HEADER_BYTES, RECORD_BYTES, WRITING, Format, Header, Record, Records, Stores
 
@@ -199,22 +199,17 @@ def _open(path: Path, slots: int, num_chunks: int, digest: bytes, writable: bool
 
 def _create(path: Path, slots: int, num_chunks: int, digest: bytes) -> None:
     """An empty file, built under a temporary name, that replaces what is there."""
-    # A fixed name will do: the node's one SMP is the only process that creates this file.
-    fresh = path.with_name(f".{CHECKS_NAME}.new")
     try:
-        fresh.unlink(missing_ok=True)
-        nbytes = checks_bytes(slots, num_chunks)
-        mapping = create_mapping(fresh, nbytes)
-        FORMAT.write(mapping.data, Header(slots, num_chunks, nbytes, digest=digest))
-        mapping.close()
-        # Replaced, never overwritten: readers have the old one mapped, and see by its inode that it is another.
-        fresh.rename(path)
-    except BaseException as error:
-        with suppress(OSError):
-            fresh.unlink(missing_ok=True)
-        if isinstance(error, OSError):
-            raise ArenaError(f"{path}: cannot be created: {error.strerror}") from None
-        raise
+        remove_half_made(path.parent, f"{path.name}*")
+        with fresh_name(path) as fresh:
+            nbytes = checks_bytes(slots, num_chunks)
+            mapping = create_mapping(fresh, nbytes)
+            FORMAT.write(mapping.data, Header(slots, num_chunks, nbytes, digest=digest))
+            mapping.close()
+            # Replaced, never overwritten: readers have the old one mapped, and see by its inode that it is another.
+            fresh.rename(path)
+    except OSError as error:
+        raise ArenaError(f"{path}: cannot be created: {error.strerror}") from None
 
 
 def _identity(path: Path) -> tuple[int, int] | None:

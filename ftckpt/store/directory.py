@@ -30,8 +30,8 @@ SMP_LOCK_NAME, SMP_SOCKET_NAME, SMP_STATE_NAME, SMP_LOG_NAME = "smp.lock", "smp.
 """Of the node's SMP: its lock, its socket, its configuration, its log."""
 MIRROR_NAME = ".mirror"
 """Packages of shards of other nodes, which the SMP keeps."""
-SMP_NAMES = (SMP_LOCK_NAME, SMP_SOCKET_NAME, SMP_STATE_NAME, f"{SMP_STATE_NAME}.new", SMP_LOG_NAME, PULSE_NAME)
-"""All files of the SMP in a node's directory, ``.mirror`` and what lies in arenas apart."""
+SMP_NAMES = (SMP_LOCK_NAME, SMP_SOCKET_NAME, SMP_STATE_NAME, SMP_LOG_NAME, PULSE_NAME)
+"""All files of the SMP in a node's directory, ``.mirror``, half-made ones and what lies in arenas apart."""
 _END_SECS = 10.0
 """For an SMP to end; after half of it SIGKILL."""
 SHARD_PATTERN = r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}"
@@ -185,7 +185,8 @@ def remove_job_if_empty(root: Path, job: str, node: str) -> bool:
     node_dir = job_node_path(root, job, node)
     if node_dir.is_dir():
         known = (JOB_LOCK_NAME, BUDGET_NAME, MIRROR_NAME, *SMP_NAMES)
-        others = any(entry.name not in known for entry in node_dir.iterdir())
+        # The pattern is that of what an SMP was building: see ``remove_half_made``.
+        others = any(entry.name not in known and not entry.match(".*.new") for entry in node_dir.iterdir())
         if others or locked_elsewhere(node_dir / JOB_LOCK_NAME) or not end_smp(node_dir, _END_SECS):
             return False
         try:
@@ -257,6 +258,7 @@ def remove_smp_files(node_dir: Path) -> None:
     """Delete what SMPs keep in ``node_dir`` beside the arenas; none must run."""
     for name in SMP_NAMES:
         (node_dir / name).unlink(missing_ok=True)
+    remove_half_made(node_dir)
     if (node_dir / MIRROR_NAME).exists():
         remove_tree(node_dir / MIRROR_NAME)
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-from contextlib import suppress
 from pathlib import Path
 
 from ftckpt.errors import ArenaError, CorruptError, MismatchError
 from ftckpt.store.control import ControlBlock, SlotState
+from ftckpt.store.directory import fresh_name
 from ftckpt.store.image import SlotImage, parse_image
 from ftckpt.store.mapping import Mapping, create_mapping, open_mapping
 
@@ -66,21 +66,18 @@ class SlotFiles:
             MemoryBudgetError: no room; nothing is left behind.
             ArenaError: the file cannot be created.
         """
-        fresh = self.path / f".{slot_name(slot)}.new"
-        mapping = None
+        path, mapping = self.path / slot_name(slot), None
         try:
-            fresh.unlink(missing_ok=True)
-            mapping = create_mapping(fresh, self._image.file_bytes)
-            mapping.data[: len(self._image.header)] = self._image.header
-            # Named when it has its header: killed before this, the slot is not allocated, and not a damaged one.
-            fresh.rename(self.path / slot_name(slot))
+            with fresh_name(path) as fresh:
+                mapping = create_mapping(fresh, self._image.file_bytes)
+                mapping.data[: len(self._image.header)] = self._image.header
+                # Named when it has its header: killed before this, the slot is not allocated, and not a damaged one.
+                fresh.rename(path)
         except BaseException as error:
             if mapping is not None:
                 mapping.close()
-            with suppress(OSError):
-                fresh.unlink(missing_ok=True)
             if isinstance(error, OSError):
-                raise ArenaError(f"{self.path / slot_name(slot)}: cannot be created: {error.strerror}") from None
+                raise ArenaError(f"{path}: cannot be created: {error.strerror}") from None
             raise
         self._slots[slot] = mapping
 
@@ -91,11 +88,6 @@ class SlotFiles:
         mapping, self._slots[slot] = self._slots[slot], None
         if isinstance(mapping, Mapping):
             mapping.close()
-
-    def remove_half_made(self) -> None:
-        """Delete what a killed ``make`` left under a temporary name."""
-        for path in self.path.glob(".slot*.new"):
-            path.unlink(missing_ok=True)
 
     def close(self) -> None:
         """Unmap all; never raises because of views that still exist."""

@@ -487,10 +487,9 @@ def test_no_room_for_a_slot_changes_nothing(node_dir: Path, monkeypatch: pytest.
 
 def test_what_a_killed_allocation_left_goes_with_the_next_lock(node_dir: Path) -> None:
     arena = Arena.create(node_dir, MANIFEST, 2, allocate=1)
-    (arena.path / ".slot1.safetensors.new").write_bytes(bytes(9000))
+    (arena.path / ".slot1.safetensors.0123abcd.new").write_bytes(bytes(9000))
     arena.lock(0)
     assert used_bytes(arena) == arena.image.file_bytes
-    (arena.path / ".slot1.safetensors.new").write_bytes(b"half")
     arena.allocate(1)
     assert arena.slot_error(1) is None
     arena.remove()

@@ -19,6 +19,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ftckpt.smp.footprint import SmpConfig
 from ftckpt.store.directory import BUDGET_NAME, clean_job, node_directory, remove_job_if_empty
 from ftckpt.store.locks import JobLock
 from ftckpt.store.page import map_page
@@ -367,6 +368,16 @@ def test_the_page_goes_with_the_job(arena_root: Path) -> None:
     assert list(arena_root.iterdir()) == []
     NodeBudget.open(node_directory(arena_root, "job", "node"), 0, 1, 0)  # what a killed job leaves
     assert clean_job(arena_root, "job") == []
+    assert list(arena_root.iterdir()) == []
+
+
+def test_what_a_killed_smp_was_writing_keeps_no_directory(arena_root: Path) -> None:
+    left = node_directory(arena_root, "job", "node") / ".smp.json.0123abcd.new"
+    left.write_bytes(b"half")
+    SmpConfig().store(left.parent)
+    assert not left.exists(), "the next SMP removes it"
+    left.write_bytes(b"half")
+    assert remove_job_if_empty(arena_root, "job", "node")
     assert list(arena_root.iterdir()) == []
 
 

@@ -267,7 +267,7 @@ def test_list_parity(node_dir: Path) -> None:
     for holder, member in enumerate(GROUP.members):
         for index in (0, 1):
             ParityFile.create(parity_path(node_dir / member.arena, "node", index), GROUP, holder).close()
-    for stranger in (".parity.node.0.new", "parity.node.2", "parity.raid.0", "slot0.safetensors"):
+    for stranger in (".parity.node.0.0123abcd.new", "parity.node.2", "parity.raid.0", "slot0.safetensors"):
         (node_dir / GROUP.members[0].arena / stranger).write_bytes(b"")
     names = list_parity(node_dir)
     assert [(n.arena, n.mode, n.index) for n in names] == [
