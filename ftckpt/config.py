@@ -20,7 +20,15 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _CORES = re.compile(r"\d{1,5}(-\d{1,5})?(,\d{1,5}(-\d{1,5})?)*")
 _LAYOUT = re.compile(r"((tp|pp|vpp|cp|ep|etp|dp)[1-9][0-9]{0,8})+")
 _FUNCTION = re.compile(r"[A-Za-z_][A-Za-z0-9_.]*:[A-Za-z_][A-Za-z0-9_]*")
-_PAGE_BYTES = 4096
+
+PAGE_BYTES = 4096
+"""What chunks, regions of slots and blocks in files begin on multiples of."""
+
+MODES = ("node", "replica", "copy", "peer")
+"""What guards snapshots; ``parity.modes`` has what each of them is."""
+
+CODES = ("xor", "rs", "mirror")
+"""How parity is made."""
 
 
 def is_name(text: str) -> bool:
@@ -56,9 +64,7 @@ class Config:
     protect_timeout_secs: float = _setting(
         60.0, "longest wait for the protection of a snapshot before training goes on without it", minimum=0.1
     )
-    peer_code: str = _setting(
-        "xor", "how peer parity is made; rs survives several lost nodes", choices=("xor", "rs", "mirror")
-    )
+    peer_code: str = _setting("xor", "how peer parity is made; rs survives several lost nodes", choices=CODES)
     peer_group: int = _setting(0, "nodes per group of peer parity; 0: up to eight", minimum=0)
     peer_losses: int = _setting(1, "nodes of a group that may be lost together", minimum=1)
     network_gbps: float = _setting(0.0, "what a node receives for protection, in GB/s; 0: no limit", minimum=0)
@@ -147,7 +153,7 @@ class Config:
     def chunk_bytes(self) -> int:
         """Size of a copy and of a checksum in bytes, a multiple of a page."""
         # Whole pages: a chunk cuts no element, as pages are multiples of any element's size.
-        return int(self.chunk_mib * MIB) // _PAGE_BYTES * _PAGE_BYTES
+        return int(self.chunk_mib * MIB) // PAGE_BYTES * PAGE_BYTES
 
     @property
     def events_dir(self) -> Path | None:
@@ -208,7 +214,7 @@ class Config:
             value = getattr(self, setting.name)
             if value == setting.default:
                 continue
-            flag = _flag(setting.name)
+            flag = flag_of(setting.name)
             words.append(flag if value is True else f"{flag}={value}")
         return words
 
@@ -220,7 +226,7 @@ def check_protect(protect: str) -> tuple[str, ...]:
         ConfigError: an unknown mode, one twice, replica beside copy, or auto or none beside others.
     """
     modes = tuple(mode.strip() for mode in protect.split(","))
-    known = ("auto", "none", "node", "replica", "copy", "peer")
+    known = ("auto", "none", *MODES)
     for mode in modes:
         if mode not in known:
             raise ConfigError(f"protect: {mode!r} is not one of {', '.join(known)}")
@@ -254,18 +260,19 @@ def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         choices = setting.metadata["choices"] or None
         kind: type = type(setting.default)
         if kind is bool:
-            group.add_argument(_flag(setting.name), action="store_true", help=text)
+            group.add_argument(flag_of(setting.name), action="store_true", help=text)
             continue
-        group.add_argument(_flag(setting.name), type=kind, default=setting.default, choices=choices, help=text)
+        group.add_argument(flag_of(setting.name), type=kind, default=setting.default, choices=choices, help=text)
     return parser
 
 
-def _flag(name: str) -> str:
+def flag_of(name: str) -> str:
+    """The flag of a setting."""
     return "--ftckpt" if name == "enabled" else f"--ftckpt-{name.replace('_', '-')}"
 
 
 def _flag_target(flag: str) -> tuple[str, type]:
-    flags = {_flag(setting.name): setting for setting in fields(Config)}
+    flags = {flag_of(setting.name): setting for setting in fields(Config)}
     if flag not in flags:
         raise ConfigError(f"unknown flag {flag}; {_closest(flag, list(flags))}")
     return flags[flag].name, type(flags[flag].default)

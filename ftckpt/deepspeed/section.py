@@ -10,7 +10,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from ftckpt.config import Config
+from ftckpt.config import Config, flag_of
 from ftckpt.errors import ConfigError
 
 NAME = "ftckpt"
@@ -57,7 +57,7 @@ def merged(section: Any) -> Config:
     for name, value in _given.items():
         if section.get(name, value) != value:
             raise ConfigError(
-                f"{name}: {value!r} by {_flag(name)} and {section[name]!r} in the DeepSpeed configuration; "
+                f"{name}: {value!r} by {flag_of(name)} and {section[name]!r} in the DeepSpeed configuration; "
                 "give it once, or the same in both"
             )
     settings = {**section, **_given}
@@ -70,10 +70,6 @@ def merged(section: Any) -> Config:
     if config.layouts:
         raise ConfigError("layouts: a DeepSpeed job restarts in the layout that it had; leave them out")
     return config
-
-
-def _flag(name: str) -> str:
-    return "--ftckpt" if name == "enabled" else f"--ftckpt-{name.replace('_', '-')}"
 
 
 def find(initialize: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

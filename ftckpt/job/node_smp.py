@@ -21,13 +21,12 @@ from ftckpt.model import codec
 from ftckpt.model.topology import Topology
 from ftckpt.parity.groups import ParityGroup
 from ftckpt.parity.holding import Holding
+from ftckpt.smp.channel import MIN_SECRET_BYTES
 from ftckpt.smp.client import SmpClient, Watch, find_or_start
 from ftckpt.smp.requests import guard_digest
 from ftckpt.store.environment import hazards
 
 SECRET_BYTES = 32
-_LEAST_SECRET_BYTES = 16
-"""Of a file, without white space at its ends; as the channel asks of a secret."""
 _MOST_SECRET_BYTES = 4096
 """More is not read: somebody may have named a wrong file."""
 _LOOPBACK = "127.0.0.1"
@@ -208,8 +207,9 @@ def read_secret(path: Path) -> bytes:
         raise ConfigError(f"secret_file: {path} cannot be read: {error.strerror}; {how}") from None
     if stat.S_IMODE(mode) & 0o077:
         raise ConfigError(f"secret_file: {path} is open to others (mode {stat.S_IMODE(mode):o}); chmod 600 it")
-    if len(text.strip()) < _LEAST_SECRET_BYTES:
-        raise ConfigError(f"secret_file: {path} holds less than {_LEAST_SECRET_BYTES} bytes; {how}")
+    # White space at the ends of a file is no secret.
+    if len(text.strip()) < MIN_SECRET_BYTES:
+        raise ConfigError(f"secret_file: {path} holds less than {MIN_SECRET_BYTES} bytes; {how}")
     # Any length, 32 bytes; the word keeps it apart from what else may be made of the same file.
     return hashlib.sha256(b"ftckpt secret" + text).digest()
 

@@ -22,11 +22,11 @@ from ftckpt.model.snapshot import SnapshotId
 from ftckpt.model.topology import Topology
 from ftckpt.parity.groups import ParityGroup, mirrors, node_groups, peer_groups, slot_groups
 from ftckpt.parity.holding import Holding
-from ftckpt.parity.modes import Modes, possible_modes, resolve_modes
+from ftckpt.parity.modes import PARITY_FILES, Modes, possible_modes, resolve_modes
 from ftckpt.parity.table import ProtectionTable, protection_table
 from ftckpt.store.arena import Arena
 from ftckpt.store.checks import CheckState
-from ftckpt.store.ledger import PARITY_FILES, Ledger, for_protection, refusal, require
+from ftckpt.store.ledger import Ledger, for_protection, refusal, require
 from ftckpt.store.parity_file import parity_bytes, parity_path
 from ftckpt.store.pulse import Pulse
 

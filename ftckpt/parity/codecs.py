@@ -23,6 +23,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
+from ftckpt.config import CODES, PAGE_BYTES
 from ftckpt.errors import ConfigError, LostError
 
 Bytes = npt.NDArray[np.uint8]
@@ -123,8 +124,8 @@ def coefficient(row: int, index: int) -> int:
 
 def _row(code: str, row: int, width: int, losses: int) -> list[int]:
     """Coefficients of one parity row of ``width`` data arrays."""
-    if code not in ("xor", "rs", "mirror"):
-        raise ConfigError(f"peer_code: {code!r} is none of xor, rs, mirror")
+    if code not in CODES:
+        raise ConfigError(f"peer_code: {code!r} is none of {', '.join(CODES)}")
     if not 0 <= row < losses or (code == "xor" and losses != 1) or (code == "mirror" and width != 1):
         raise ConfigError(f"peer_losses: {code} of {width} arrays has no parity block {row} of {losses}")
     if code == "rs" and width + losses > MAX_MEMBERS:
@@ -241,7 +242,7 @@ def _double(array: Bytes, scratch: Bytes) -> None:
 
 def _block_bytes(width: int) -> int:
     """A multiple of a page, such that as many blocks, a result and a scratch stay in cache: 16 to 128 KiB."""
-    return max(16 << 10, min(128 << 10, _CACHE_BYTES // (width + 2) // 4096 * 4096))
+    return max(16 << 10, min(128 << 10, _CACHE_BYTES // (width + 2) // PAGE_BYTES * PAGE_BYTES))
 
 
 def _powers() -> list[int]:

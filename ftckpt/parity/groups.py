@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 import xxhash
 
+from ftckpt.config import CODES, MODES
 from ftckpt.parity.holding import Holding, HoldingSection, pack_lengths, unpack_lengths
 from ftckpt.parity.modes import MOST_ARENAS, MOST_MEMBERS, Modes
 
@@ -88,8 +89,6 @@ def mirror_nodes(
     return (*far[turn:], *far[:turn], *near)[:copies]
 
 
-MODES = ("node", "replica", "copy", "peer")
-CODES = ("xor", "rs", "mirror")
 SLOT_MODES = ("replica", "copy")
 """Modes whose blocks lie in slots."""
 

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ftckpt.config import check_protect
+from ftckpt.config import CODES, check_protect
 from ftckpt.errors import ConfigError
 
 MOST_MEMBERS = 8
@@ -17,6 +17,10 @@ MOST_ARENAS = 16
 
 MIRROR_COPIES = 2
 """Other nodes that keep the packages of a node, at the least."""
+
+
+PARITY_FILES = 2
+"""Parity files of an arena for each mode: one of the protected snapshot, one of the target."""
 
 
 @dataclass(frozen=True)
@@ -132,8 +136,8 @@ def _check_useful(node: bool, replica: str, peer: bool, ranks_of: Counter[str], 
 
 
 def _check_peer(code: str, losses: int, group: int, num_nodes: int) -> None:
-    if code not in ("xor", "rs", "mirror"):
-        raise ConfigError(f"peer_code: {code!r} is not one of xor, rs, mirror")
+    if code not in CODES:
+        raise ConfigError(f"peer_code: {code!r} is not one of {', '.join(CODES)}")
     if losses < 1:
         raise ConfigError(f"peer_losses: {losses} is too small; the least is 1")
     if group < 0 or group == 1:

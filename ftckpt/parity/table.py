@@ -9,6 +9,7 @@ from typing import Any
 from ftckpt.model.text import human
 from ftckpt.parity.groups import ParityGroup
 from ftckpt.parity.holding import Holding
+from ftckpt.parity.modes import PARITY_FILES
 from ftckpt.parity.stripes import stripes
 from ftckpt.parity.survive import Forecast
 
@@ -16,9 +17,6 @@ MAX_SETS = 3
 """Most snapshots of which a node keeps packages: one protected, one older, and the one to be protected."""
 FileBytes = Callable[[ParityGroup, int], int]
 """Bytes of the parity file of one member of a group: ``ftckpt.store.parity_file.parity_bytes``."""
-
-_PARITY_FILES = 2
-"""For each arena and mode: that of the protected snapshot, and that being written."""
 
 
 @dataclass(frozen=True)
@@ -194,7 +192,7 @@ def _memory(
         node: Memory(
             slots=slots * sum(max(h.slot_bytes, sum(h.lengths)) for h in own),
             in_slots=slots * sum(sum(s.lengths) for h in own for s in h.sections if s.kind in ("parity", "copy")),
-            parity=_PARITY_FILES * parity.get(node, 0),
+            parity=PARITY_FILES * parity.get(node, 0),
             packages=MAX_SETS * packages.get(node, 0),
         )
         for node, own in on_node.items()

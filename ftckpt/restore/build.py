@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from ftckpt.config import PAGE_BYTES
 from ftckpt.errors import ArenaError, CorruptError
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.restore.locations import SlotAt
@@ -16,7 +17,7 @@ from ftckpt.restore.rebuild import Bytes, Fix
 from ftckpt.store.arena import Arena
 from ftckpt.store.control import control_bytes
 from ftckpt.store.directory import arena_path, remove_arena
-from ftckpt.store.image import PAGE_BYTES, SlotImage
+from ftckpt.store.image import SlotImage
 from ftckpt.store.package import Package
 
 # How long the process that writes the arena, a trainer that is ending for example, may take to give it up.

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from ftckpt.config import PAGE_BYTES
 from ftckpt.parity.codecs import MISSING, Missing, decode, encode
 from ftckpt.parity.groups import ParityGroup
 from ftckpt.parity.stripes import num_blocks
 from ftckpt.parity.survive import BlockId, ChunkId, Repair, block_chunk, solve
 from ftckpt.restore.inventory import Candidate, Shield, SoundPackage
 from ftckpt.restore.locations import BlockAt, ChunkAt, Damage, OpenArenas, SlotAt
-from ftckpt.store.image import PAGE_BYTES
 
 Bytes = npt.NDArray[np.uint8]
 

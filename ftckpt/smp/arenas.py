@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -18,23 +17,21 @@ from ftckpt.model.snapshot import SnapshotId
 from ftckpt.store.arena import CONTROL_NAME, Arena
 from ftckpt.store.checks import Check, Checks
 from ftckpt.store.control import MAX_SLOTS, SlotRecord
+from ftckpt.store.mapping import FileId, file_id
 from ftckpt.store.parity_file import ParityFile
 from ftckpt.store.slots import slot_name
-
-FILES = 2
-"""Parity files of an arena for each mode: one for the protected snapshot, one to write."""
 
 
 class ParityFiles:
     """Open parity files by path, all writable: the SMP alone writes them. Whoever gets one does not close it."""
 
     def __init__(self) -> None:
-        self._files: dict[Path, tuple[tuple[int, int], ParityFile]] = {}
+        self._files: dict[Path, tuple[FileId, ParityFile]] = {}
 
     def get(self, path: Path) -> ParityFile | None:
         """The file, or None where there is none that can be used."""
         # By device and inode: an SMP before this one, or another layout, may have made a new file of that name.
-        identity = _identity(path)
+        identity = file_id(path)
         known = self._files.get(path)
         if known is not None and known[0] == identity:
             return known[1]
@@ -50,7 +47,7 @@ class ParityFiles:
 
     def add(self, file: ParityFile) -> ParityFile:
         """Keep a file that was just made."""
-        identity = _identity(file.path)
+        identity = file_id(file.path)
         if identity is not None:
             self.drop(file.path)
             self._files[file.path] = (identity, file)
@@ -66,14 +63,6 @@ class ParityFiles:
         """Close those whose arena's directory is not ``wanted``."""
         for path in [path for path in self._files if not wanted(path.parent)]:
             self.drop(path)
-
-
-def _identity(path: Path) -> tuple[int, int] | None:
-    try:
-        status = os.stat(path)
-    except OSError:
-        return None
-    return status.st_dev, status.st_ino
 
 
 LEASE_SECS = 20.0
@@ -146,7 +135,7 @@ class GuardedArena:
         """Whether the arena was deleted."""
         return not self.path.exists()
 
-    def identity(self, slot: int) -> tuple[int, int] | None:
+    def identity(self, slot: int) -> FileId | None:
         """Of the file of ``slot`` that is mapped here."""
         return self._identities[1 + slot]
 
@@ -199,7 +188,7 @@ class GuardedArena:
             self.checks.release(slot)
 
     def _current(self, slot: int) -> bool:
-        return self.identity(slot) == _identity(self.path / slot_name(slot))
+        return self.identity(slot) == file_id(self.path / slot_name(slot))
 
 
 class GuardedArenas:
@@ -283,6 +272,6 @@ def _until() -> int:
     return time.monotonic_ns() + int(LEASE_SECS * 1e9)
 
 
-def _identities(path: Path, slots: int) -> tuple[tuple[int, int] | None, ...]:
+def _identities(path: Path, slots: int) -> tuple[FileId | None, ...]:
     """Of the control block, then of each slot."""
-    return tuple(map(_identity, (path / CONTROL_NAME, *(path / slot_name(slot) for slot in range(slots)))))
+    return tuple(map(file_id, (path / CONTROL_NAME, *(path / slot_name(slot) for slot in range(slots)))))

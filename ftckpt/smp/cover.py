@@ -15,9 +15,10 @@ from ftckpt.events import Events
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.parity.codecs import encode
 from ftckpt.parity.groups import ParityGroup
+from ftckpt.parity.modes import PARITY_FILES
 from ftckpt.parity.stripes import Stripe, num_blocks, stripe, stripe_of_block
 from ftckpt.parity.table import MAX_SETS
-from ftckpt.smp.arenas import FILES, CheckedSlot, GuardedArena
+from ftckpt.smp.arenas import CheckedSlot, GuardedArena
 from ftckpt.smp.peers import Fetch
 from ftckpt.smp.requests import PackageRequest
 from ftckpt.smp.sources import Bytes, Feed, Sources
@@ -126,7 +127,7 @@ def sealed_parity(
     sources: Sources, arena: GuardedArena, group: ParityGroup, holder: int, *, snapshot: SnapshotId
 ) -> Path | None:
     """The file with all blocks that ``holder`` keeps of ``group`` for ``snapshot``, or None."""
-    for index in range(FILES):
+    for index in range(PARITY_FILES):
         path = parity_path(arena.path, group.mode, index)
         file = sources.arenas.parity.get(path)
         if file is not None and _belongs(file, group, holder) and file.snapshot() == snapshot:
@@ -191,7 +192,7 @@ def _index_to_write(
 ) -> int:
     """The file that loses least: never the only one of the protected snapshot."""
     ranks = []
-    for index in range(FILES):
+    for index in range(PARITY_FILES):
         file = sources.arenas.parity.get(parity_path(arena.path, group.mode, index))
         snapshot = None if file is None else file.snapshot()
         if file is None or snapshot is None:

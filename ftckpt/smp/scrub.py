@@ -10,13 +10,15 @@ from functools import partial
 
 import numpy as np
 
+from ftckpt.config import MODES
 from ftckpt.errors import CorruptError, FtckptError, MismatchError
 from ftckpt.events import Events
 from ftckpt.model.snapshot import SnapshotId
-from ftckpt.parity.groups import MODES, ParityGroup
+from ftckpt.parity.groups import ParityGroup
+from ftckpt.parity.modes import PARITY_FILES
 from ftckpt.parity.stripes import stripe, stripe_of_block
 from ftckpt.parity.survive import BlockId, ChunkId, solve
-from ftckpt.smp.arenas import FILES, CheckedSlot, GuardedArena
+from ftckpt.smp.arenas import CheckedSlot, GuardedArena
 from ftckpt.smp.cover import Duty, covered_slots, has_package, make_block, pull_packages, store_package, take_back
 from ftckpt.smp.sources import Feed, Sources
 from ftckpt.smp.work import Work, in_thread, within
@@ -128,7 +130,7 @@ class Scrubber:
     def _parity(self, arena: GuardedArena, states: dict[SnapshotId, _State]) -> Work[int]:
         """Hash every block of every sealed parity file; returns the bytes."""
         total = 0
-        for path in (parity_path(arena.path, mode, index) for mode in MODES for index in range(FILES)):
+        for path in (parity_path(arena.path, mode, index) for mode in MODES for index in range(PARITY_FILES)):
             file = self._sources.arenas.parity.get(path)
             snapshot = None if file is None else file.snapshot()
             if file is None or snapshot is None or file.group.members[file.holder].shard != arena.shard:

@@ -8,7 +8,6 @@ what is read of one and of the other at different moments never combines. ``FORM
 
 from __future__ import annotations
 
-import os
 import struct
 import time
 from dataclasses import dataclass
@@ -23,7 +22,7 @@ from ftckpt.model.manifest import MAX_CHUNKS
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.store.control import MAX_SLOTS, SealId
 from ftckpt.store.directory import fresh_name, remove_half_made
-from ftckpt.store.mapping import Mapping, create_mapping, open_mapping
+from ftckpt.store.mapping import Mapping, create_mapping, file_id, open_mapping
 from ftckpt.store.record import EMPTY, HEADER_BYTES, RECORD_BYTES, WRITING, Format, Header, Record, Records, Stores
 
 Hashes = npt.NDArray[np.uint64]
@@ -72,7 +71,7 @@ class Checks:
         self.slots = slots
         self.num_chunks = num_chunks
         # Asked before the file is mapped: one that replaces it in between is then taken for another one.
-        self._identity = _identity(path)
+        self._identity = file_id(path)
         self._map = _open(path, slots, num_chunks, digest, writable)
         self._stores = Stores(memoryview(self._map.data))
         self._checked = Records(self._stores, FORMAT.records_offset, slots, num_chunks)
@@ -105,7 +104,7 @@ class Checks:
     @property
     def replaced(self) -> bool:
         """Whether the file of this name is not the mapped one any more: open it again."""
-        return self._identity != _identity(self.path)
+        return self._identity != file_id(self.path)
 
     def read(self, slot: int) -> Check | None:
         """A copy of what is known of ``slot``; None if nothing is, or if what is there is not proven."""
@@ -210,14 +209,6 @@ def _create(path: Path, slots: int, num_chunks: int, digest: bytes) -> None:
             fresh.rename(path)
     except OSError as error:
         raise ArenaError(f"{path}: cannot be created: {error.strerror}") from None
-
-
-def _identity(path: Path) -> tuple[int, int] | None:
-    try:
-        status = os.stat(path)
-    except OSError:
-        return None
-    return status.st_dev, status.st_ino
 
 
 def _seal_id(record: Record) -> SealId | None:

@@ -12,13 +12,11 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
+from ftckpt.config import PAGE_BYTES
 from ftckpt.errors import ConfigError, CorruptError, MismatchError
 from ftckpt.model.fragment import Fragment
 from ftckpt.model.manifest import MAX_CHUNKS, Manifest, Section
 from ftckpt.parity.holding import Holding, HoldingSection
-
-PAGE_BYTES = 4096
-"""Regions and sections begin on multiples of this."""
 
 WIDE_BYTES = 64
 """Alignment of fragments of a page or more: a cache line. Smaller ones are aligned to their items."""

@@ -31,9 +31,6 @@ from ftckpt.store.slots import slot_name
 
 T = TypeVar("T")
 
-PARITY_FILES = 2
-"""Parity files of an arena for each mode: one of the protected snapshot, one of the target."""
-
 _PATIENCE_SECS = 5.0
 """An SMP unmaps what trainers have deleted within moments, not at once."""
 

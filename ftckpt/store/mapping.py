@@ -10,6 +10,9 @@ from pathlib import Path
 
 from ftckpt.errors import ArenaError, MemoryBudgetError
 
+FileId = tuple[int, int]
+"""Device and inode: the file that replaces another one has others."""
+
 _RESERVE_STEP_BYTES = 256 << 20
 """A signal restarts the allocation of a step, not that of the whole file."""
 
@@ -73,6 +76,15 @@ def open_mapping(path: Path, nbytes: int | None, writable: bool) -> Mapping:
         raise ArenaError(f"{path}: cannot be mapped: {error.strerror}") from None
     finally:
         os.close(fd)
+
+
+def file_id(path: Path) -> FileId | None:
+    """What tells the file at ``path`` from one that replaces it; None where there is none."""
+    try:
+        status = os.stat(path)
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino
 
 
 def _reserve(fd: int, path: Path, nbytes: int) -> None:

@@ -17,9 +17,10 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from ftckpt.config import MODES, PAGE_BYTES
 from ftckpt.errors import ArenaError, CorruptError
 from ftckpt.model.snapshot import SnapshotId
-from ftckpt.parity.groups import MODES, ParityGroup
+from ftckpt.parity.groups import ParityGroup
 from ftckpt.parity.stripes import num_blocks, stripes
 from ftckpt.store.directory import fresh_name, list_arenas, remove_half_made
 from ftckpt.store.mapping import Mapping, create_mapping, open_mapping
@@ -31,7 +32,6 @@ FORMAT = Format("parity file", b"FTCKPTPF", 1)
 MAX_GROUP_BYTES = 16 << 20
 """Bound on the JSON of a group."""
 
-_PAGE_BYTES = 4096
 _NAME = re.compile(rf"parity\.({'|'.join(MODES)})\.([01])")
 
 
@@ -255,4 +255,4 @@ def _layout(group: ParityGroup, lengths: list[int]) -> tuple[list[int], int]:
 
 
 def _page_up(nbytes: int) -> int:
-    return -(-nbytes // _PAGE_BYTES) * _PAGE_BYTES
+    return -(-nbytes // PAGE_BYTES) * PAGE_BYTES

@@ -14,10 +14,11 @@ import safetensors
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from ftckpt.config import PAGE_BYTES
 from ftckpt.errors import ConfigError, CorruptError, MismatchError
 from ftckpt.model.fragment import DTYPE_BYTES, Box, Fragment
 from ftckpt.model.manifest import MAX_CHUNKS, Manifest
-from ftckpt.store.image import PAGE_BYTES, SlotImage, Span, parse_image
+from ftckpt.store.image import SlotImage, Span, parse_image
 from tests.support.errors import raises
 
 

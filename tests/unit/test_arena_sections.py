@@ -12,11 +12,12 @@ import safetensors
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from ftckpt.config import PAGE_BYTES
 from ftckpt.errors import ConfigError, CorruptError
 from ftckpt.model import codec
 from ftckpt.model.fragment import Box, Fragment
 from ftckpt.model.manifest import MAX_CHUNKS, Manifest, Section, parity_fragment
-from ftckpt.store.image import PAGE_BYTES, SectionSpan, SlotImage, Span, parse_image, section_layout
+from ftckpt.store.image import SectionSpan, SlotImage, Span, parse_image, section_layout
 from tests.support.errors import raises
 
 KINDS = ("private", "shared", "copy", "parity")
