@@ -16,9 +16,9 @@ from typing import Any, TypeVar
 
 import xxhash
 
-from ftckpt.config import CODES, MODES
+from ftckpt.config import CODES
 from ftckpt.parity.holding import Holding, HoldingSection, pack_lengths, unpack_lengths
-from ftckpt.parity.modes import MOST_ARENAS, MOST_MEMBERS, Modes
+from ftckpt.parity.modes import MOST_ARENAS, MOST_MEMBERS, TRAITS, Modes, ModeTraits
 
 T = TypeVar("T")
 
@@ -89,7 +89,7 @@ def mirror_nodes(
     return (*far[turn:], *far[:turn], *near)[:copies]
 
 
-SLOT_MODES = ("replica", "copy")
+SLOT_MODES = tuple(mode for mode, traits in TRAITS.items() if traits.in_slots)
 """Modes whose blocks lie in slots."""
 
 _NAME = re.compile(r"[0-9a-f]{16}")
@@ -132,7 +132,7 @@ class ParityGroup:
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.name):
             raise ValueError(f"parity group: name {self.name!r} is not 16 hex digits")
-        if self.mode not in MODES or self.code not in CODES:
+        if self.mode not in TRAITS or self.code not in CODES:
             raise ValueError(f"parity group {self.name}: unknown mode {self.mode!r} or code {self.code!r}")
         if len(self.members) < 2 or len(self.places) < len(self.members):
             raise ValueError(f"parity group {self.name}: needs two members or more, each of another shard")
@@ -162,7 +162,12 @@ class ParityGroup:
     @property
     def in_slots(self) -> bool:
         """Whether blocks are chunks of the holders' slots."""
-        return self.mode in SLOT_MODES
+        return self.traits.in_slots
+
+    @property
+    def traits(self) -> ModeTraits:
+        """Those of its mode."""
+        return TRAITS[self.mode]
 
     @cached_property
     def chunk_ends(self) -> tuple[int, ...]:

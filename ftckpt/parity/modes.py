@@ -19,6 +19,28 @@ MIRROR_COPIES = 2
 """Other nodes that keep the packages of a node, at the least."""
 
 
+@dataclass(frozen=True)
+class ModeTraits:
+    """What all groups of a mode have in common.
+
+    ``in_slots``: their blocks lie in slots, not in parity files. ``cost``: of a repair, to be compared. ``source``:
+    what events say a shard that it rebuilt came from.
+    """
+
+    in_slots: bool
+    cost: int
+    source: str
+
+
+# What stays inside a node costs least, then what was computed from replicas: smaller groups than those of peers.
+TRAITS = {
+    "node": ModeTraits(in_slots=False, cost=0, source="node_parity"),
+    "replica": ModeTraits(in_slots=True, cost=1, source="replica_parity"),
+    "copy": ModeTraits(in_slots=True, cost=1, source="copy"),
+    "peer": ModeTraits(in_slots=False, cost=2, source="peer_parity"),
+}
+"""The traits of each mode in ``config.MODES``."""
+
 PARITY_FILES = 2
 """Parity files of an arena for each mode: one of the protected snapshot, one of the target."""
 

@@ -18,9 +18,6 @@ BlockId = tuple[str, int, int]
 ChunkId = tuple[str, int]
 """Shard and chunk, counted in the slot."""
 
-_COST = {"node": 0, "replica": 1, "copy": 1, "peer": 2}
-"""What stays inside a node goes first, then what was computed from replicas: smaller groups than those of peers."""
-
 
 @dataclass(frozen=True)
 class Repair:
@@ -49,7 +46,7 @@ def solve(
 
 class _Solver:
     def __init__(self, groups: Sequence[ParityGroup], lost: set[ChunkId], lost_blocks: Container[BlockId]) -> None:
-        self.groups = sorted(groups, key=lambda group: _COST[group.mode])
+        self.groups = sorted(groups, key=lambda group: group.traits.cost)
         self.lost = lost
         self.lost_blocks = lost_blocks
         self.of_shard: dict[str, list[tuple[int, int]]] = {}

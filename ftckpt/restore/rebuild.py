@@ -117,7 +117,7 @@ def _lost_blocks(groups: Sequence[ParityGroup], shield: Shield) -> set[BlockId]:
     return {
         (group.name, holder, block)
         for group in groups
-        if group.mode in ("node", "peer")
+        if not group.in_slots
         for holder in range(len(group.members))
         if (group.name, holder) not in shield.parity
         for block in range(num_blocks(group, holder))
@@ -144,11 +144,11 @@ def _reason(shard: str, groups: Sequence[ParityGroup], fixes: Mapping[str, Fix],
         names = [member.shard for member in group.members]
         if shard not in names:
             continue
-        files = group.mode in ("node", "peer")
         lost = [
             name
             for holder, name in enumerate(names)
-            if (name in fixes and fixes[name].chunks) or (files and (group.name, holder) not in shield.parity)
+            if (name in fixes and fixes[name].chunks)
+            or (not group.in_slots and (group.name, holder) not in shield.parity)
         ]
         texts.append(f"group {group.mode}-{group.name[:4]} has lost {len(lost)} of {len(names)} members")
     return ", ".join(texts) or "no parity covers it"

@@ -34,8 +34,6 @@ BATCH_BYTES = 64 << 20
 _PATIENCE_SECS = 5.0
 """Nothing is given up for what the SMP has yet to unmap."""
 
-MODE_NAMES = {"node": "node_parity", "replica": "replica_parity", "peer": "peer_parity", "copy": "copy"}
-
 Usage = dict[str, dict[str, int]]
 """By what was rebuilt → chunks and bytes."""
 
@@ -270,7 +268,7 @@ class Repairer:
         return wrong
 
     def _count(self, task: RepairTask) -> None:
-        used = self._usage.setdefault(MODE_NAMES[task.repair.group.mode], {"chunks": 0, "bytes": 0})
+        used = self._usage.setdefault(task.repair.group.traits.source, {"chunks": 0, "bytes": 0})
         used["chunks"] += len(task.own)
         used["bytes"] += sum(self._builds[shard].length(chunk) for shard, chunk in task.own)
 

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ftckpt.config import MODES
 from ftckpt.errors import ConfigError
 from ftckpt.model.fragment import Box, Fragment
 from ftckpt.model.manifest import Manifest, Section
@@ -27,7 +28,7 @@ from ftckpt.parity.groups import (
     spread,
 )
 from ftckpt.parity.holding import Holding, HoldingSection, pack_lengths, unpack_lengths
-from ftckpt.parity.modes import Modes, possible_modes, resolve_modes
+from ftckpt.parity.modes import TRAITS, Modes, possible_modes, resolve_modes
 from ftckpt.store.image import SlotImage
 
 CHUNK = 4096
@@ -338,3 +339,8 @@ def test_what_fewer_nodes_cannot_have_is_left_out_and_told(
 def test_settings_that_no_number_of_nodes_makes_work_stay_errors(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="peer_"):
         possible_modes("peer", places(8, 2), False, **options)
+
+
+def test_what_a_user_may_ask_for_has_its_traits() -> None:
+    assert tuple(TRAITS) == MODES
+    assert len({traits.source for traits in TRAITS.values()}) == len(MODES), "events tell modes apart"
