@@ -157,7 +157,7 @@ def run_case(
             reads_of_rank = compute(messages, needs, rank)
             secs[rank] = min(secs.get(rank, float("inf")), time.process_time() - begin)
         assert sum(read.nbytes for read in reads_of_rank) == sum(need.nbytes for need in needs)
-        reads, blocks = max(reads, len(reads_of_rank)), max(blocks, sum(len(read.blocks) for read in reads_of_rank))
+        reads, blocks = max(reads, len(reads_of_rank)), max(blocks, sum(len(read.copies) for read in reads_of_rank))
     tracemalloc.start()
     compute(messages, fragments(new, chosen[0]), chosen[0])
     _, peak = tracemalloc.get_traced_memory()

@@ -19,7 +19,7 @@ from ftckpt.model.fragment import DTYPE_BYTES, Box, Fragment
 from ftckpt.model.text import listed
 from ftckpt.model.training_state import cast_master
 from ftckpt.restore.offers import Index, Offer
-from ftckpt.restore.plan import Block, overlap, plan
+from ftckpt.restore.plan import StridedCopy, overlap, plan
 
 WEIGHT, MASTER = "weight/", "master/"
 _FLOATS = {name: TORCH_DTYPES[name] for name in ("BF16", "F16", "F32", "F64")}
@@ -65,13 +65,13 @@ class Consolidator:
         if tensor.key in self._doubled:
             return self._compared(need)
         rows: Bytes | None = None
-        for index, blocks in self._touching(need):
+        for index, copies in self._touching(need):
             data = self._reader.read(index)
-            if len(blocks) == 1 and blocks[0][2:] == ((need.numel,), (1,), (1,)):  # nothing to put together
-                begin = blocks[0].source * need.item_bytes
+            if len(copies) == 1 and copies[0][2:] == ((need.numel,), (1,), (1,)):  # nothing to put together
+                begin = copies[0].source * need.item_bytes
                 return data[begin : begin + need.nbytes]
             rows = np.empty(need.nbytes, np.uint8) if rows is None else rows
-            copy_blocks(blocks, data, rows, need.item_bytes)
+            copy_strided(copies, data, rows, need.item_bytes)
         return np.empty(0, np.uint8) if rows is None else rows
 
     def _check_complete(self) -> None:
@@ -88,13 +88,13 @@ class Consolidator:
                 "files of some ranks are missing"
             )
 
-    def _touching(self, need: Fragment) -> Iterator[tuple[int, Sequence[Block]]]:
+    def _touching(self, need: Fragment) -> Iterator[tuple[int, Sequence[StridedCopy]]]:
         """Every fragment that holds elements of ``need``, by its index, and which they are."""
         for alike in self._index.usable(need, padded=False):
             for have in alike.touching(need):
-                blocks = overlap(have.fragment, need)
-                if blocks:
-                    yield have.source, blocks
+                copies = overlap(have.fragment, need)
+                if copies:
+                    yield have.source, copies
 
     def _compared(self, need: Fragment) -> Bytes:
         """Rows of a tensor of which there are copies: all that the source has of them has to be the same."""
@@ -102,9 +102,9 @@ class Consolidator:
         # Filled once from one copy, then compared with every one, this among them: no element is left uncompared.
         reads = plan(self._index, [need], lambda source: 0)
         for read in reads:
-            copy_blocks(read.blocks, self._reader.read(read.offer.source), rows, need.item_bytes)
-        for index, blocks in self._touching(need):
-            if not _same_blocks(blocks, self._reader.read(index), rows, need.item_bytes):
+            copy_strided(read.copies, self._reader.read(read.offer.source), rows, need.item_bytes)
+        for index, copies in self._touching(need):
+            if not _same_copies(copies, self._reader.read(index), rows, need.item_bytes):
                 others = [
                     str(self._reader.where(other)) for other in sorted({r.offer.source for r in reads} - {index})
                 ]
@@ -127,12 +127,12 @@ class Consolidator:
     def _mean(self, need: Fragment) -> Bytes:
         # Counted by element: the boxes of the copies need not be the same.
         total, count = np.zeros(need.numel), np.zeros(need.numel)
-        for index, blocks in self._touching(need):
+        for index, copies in self._touching(need):
             items = _items(self._reader.read(index), need.item_bytes)
-            for block in blocks:
-                values = _to_float(_view(items, block.source, block.shape, block.source_strides), need.dtype)
+            for copy in copies:
+                values = _to_float(_view(items, copy.source, copy.shape, copy.source_strides), need.dtype)
                 for sums, each in ((total, values), (count, 1)):
-                    view = _view(sums, block.dest, block.shape, block.dest_strides)
+                    view = _view(sums, copy.dest, copy.shape, copy.dest_strides)
                     np.add(view, each, out=view)
         result: Bytes = torch.from_numpy(total / count).to(_FLOATS[need.dtype]).view(torch.uint8).numpy()
         return result
@@ -190,23 +190,23 @@ def master_of(key: str) -> str:
     return MASTER + key.removeprefix(WEIGHT)
 
 
-def copy_blocks(blocks: Iterable[Block], source: Bytes, dest: Bytes, item_bytes: int) -> None:
-    """Copy strided blocks, in elements of ``item_bytes``, between two flat memories."""
+def copy_strided(copies: Iterable[StridedCopy], source: Bytes, dest: Bytes, item_bytes: int) -> None:
+    """Perform copies of elements of ``item_bytes`` between two flat memories."""
     from_items, to_items = _items(source, item_bytes), _items(dest, item_bytes)
-    for block in blocks:
-        from_view = _view(from_items, block.source, block.shape, block.source_strides)
-        _view(to_items, block.dest, block.shape, block.dest_strides)[...] = from_view
+    for copy in copies:
+        from_view = _view(from_items, copy.source, copy.shape, copy.source_strides)
+        _view(to_items, copy.dest, copy.shape, copy.dest_strides)[...] = from_view
 
 
-def _same_blocks(blocks: Iterable[Block], source: Bytes, dest: Bytes, item_bytes: int) -> bool:
-    """Whether a copy of these blocks would change nothing."""
+def _same_copies(copies: Iterable[StridedCopy], source: Bytes, dest: Bytes, item_bytes: int) -> bool:
+    """Whether ``copies`` would change nothing."""
     one, other = _items(source, item_bytes), _items(dest, item_bytes)
     return all(
         np.array_equal(
-            _view(other, block.dest, block.shape, block.dest_strides),
-            _view(one, block.source, block.shape, block.source_strides),
+            _view(other, copy.dest, copy.shape, copy.dest_strides),
+            _view(one, copy.source, copy.shape, copy.source_strides),
         )
-        for block in blocks
+        for copy in copies
     )
 
 
@@ -219,14 +219,14 @@ def take(data: Bytes, shape: Sequence[int], box: Box, start: int, stop: int) -> 
     item_bytes = len(data) // (stop - start)
     dtype = next(dtype for dtype, nbytes in DTYPE_BYTES.items() if nbytes == item_bytes)
     have = Fragment("", dtype, tuple(shape), Box((0,) * len(shape), tuple(shape)), start, stop)
-    blocks = overlap(have, Fragment.whole("", dtype, tuple(shape), box))
-    numel = sum(block.numel for block in blocks)
-    if len(blocks) == 1 and blocks[0].source_strides == (1,):
-        return data[blocks[0].source * item_bytes : (blocks[0].source + numel) * item_bytes]
-    first = min((block.dest for block in blocks), default=0)  # in the order of the box they are one range
+    copies = overlap(have, Fragment.whole("", dtype, tuple(shape), box))
+    numel = sum(copy.numel for copy in copies)
+    if len(copies) == 1 and copies[0].source_strides == (1,):
+        return data[copies[0].source * item_bytes : (copies[0].source + numel) * item_bytes]
+    first = min((copy.dest for copy in copies), default=0)  # in the order of the box they are one range
     taken: Bytes = np.empty(numel * item_bytes, np.uint8)
-    moved = [Block(b.source, b.dest - first, b.shape, b.source_strides, b.dest_strides) for b in blocks]
-    copy_blocks(moved, data, taken, item_bytes)
+    moved = [copy._replace(dest=copy.dest - first) for copy in copies]
+    copy_strided(moved, data, taken, item_bytes)
     return taken
 
 

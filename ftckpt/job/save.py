@@ -41,9 +41,9 @@ from ftckpt.restore.plan import ReadItem, plan
 from ftckpt.store.arena import Arena
 from ftckpt.store.image import SlotImage
 
-__all__ = ["MAX_FILE_BYTES", "ROUND_BYTES", "UniversalSave"]
+__all__ = ["BATCH_BYTES", "MAX_FILE_BYTES", "UniversalSave"]
 
-ROUND_BYTES = 64 << 20
+BATCH_BYTES = 64 << 20
 """Extra memory of a rank beside that of the exchange: what it writes between two exchanges. One row may be more."""
 
 
@@ -71,8 +71,8 @@ def deal(units: Sequence[Unit], ranks: int) -> list[list[Unit]]:
     return dealt
 
 
-def rounds(units: Sequence[Unit], nbytes: int) -> Iterator[list[WriteStep]]:
-    """What to write one round after the other: at most ``nbytes`` each, or one step that is larger."""
+def batches(units: Sequence[Unit], nbytes: int) -> Iterator[list[WriteStep]]:
+    """What to write one batch after the other: at most ``nbytes`` each, or one step that is larger."""
     batch: list[WriteStep] = []
     room = nbytes
     for unit in units:
@@ -128,7 +128,7 @@ class UniversalSave:
         self._shards: dict[str, _Shard] = {}
 
     def run(self, path: Path, max_file_bytes: int, precision: str) -> Path:
-        """See ``Checkpointer.save_universal``: rounds of ``ROUND_BYTES``, read from the arenas of all nodes."""
+        """See ``Checkpointer.save_universal``: batches of ``BATCH_BYTES``, read from the arenas of all nodes."""
         begin = time.perf_counter()
         writer = UniversalWriter(path, max_file_bytes)
         destination = writer.destination
@@ -238,7 +238,7 @@ class UniversalSave:
         units: Sequence[Unit],
         writer: UniversalWriter,
     ) -> None:
-        """Round by round each rank takes what comes next in its files, and writes it."""
+        """Batch by batch each rank takes what comes next in its files, and writes it."""
         shards = list(self._shards)
         numbers = {shard: number for number, shard in enumerate(shards)}
         index = Index(
@@ -246,21 +246,21 @@ class UniversalSave:
             for entry in entries
         )
         dealt = deal(units, self._group.size)
-        mine = list(rounds(dealt[self._group.rank], ROUND_BYTES))
-        # As many rounds on every rank as the busiest has: each of them is collective.
-        num_rounds = max(sum(1 for _ in rounds(share, ROUND_BYTES)) for share in dealt)
+        mine = list(batches(dealt[self._group.rank], BATCH_BYTES))
+        # As many batches on every rank as the busiest has: each of them is collective.
+        num_batches = max(sum(1 for _ in batches(share, BATCH_BYTES)) for share in dealt)
         with OpenFile(writer) as file:
-            for number in range(num_rounds):
-                round_ = _Round(mine[number] if number < len(mine) else [], stored)
-                transfers = together(self._group, lambda r=round_: self._plan(r, index, shards))  # type: ignore[misc]
+            for number in range(num_batches):
+                batch = _Batch(mine[number] if number < len(mine) else [], stored)
+                transfers = together(self._group, lambda b=batch: self._plan(b, index, shards))  # type: ignore[misc]
                 execute(self._group, transfers, self._arenas)
-                together(self._group, lambda r=round_: r.write(file))  # type: ignore[misc]
+                together(self._group, lambda b=batch: b.write(file))  # type: ignore[misc]
 
-    def _plan(self, round_: _Round, index: Index, shards: Sequence[str]) -> list[Transfer]:
+    def _plan(self, batch: _Batch, index: Index, shards: Sequence[str]) -> list[Transfer]:
         here = self._topology.me.node
         reads = plan(
             index,
-            round_.needs,
+            batch.needs,
             lambda number: int(self._shards[shards[number]].source.node != here),
             turn=self._group.rank,
         )
@@ -268,7 +268,7 @@ class UniversalSave:
         for read in reads:
             by_shard.setdefault(shards[read.offer.source], []).append(read)
         return [
-            transfer(self._shards[shard].source, self._reader(shard), its_reads, round_.buffers)
+            transfer(self._shards[shard].source, self._reader(shard), its_reads, batch.buffers)
             for shard, its_reads in by_shard.items()
         ]
 
@@ -313,8 +313,8 @@ class OpenFile:
         self._stack.__exit__(kind, value, trace)
 
 
-class _Round:
-    """What one rank writes in one round, with the memory it comes into."""
+class _Batch:
+    """What one rank writes at a time, with the memory it comes into."""
 
     def __init__(self, steps: Sequence[WriteStep], stored: Mapping[str, Tensor]) -> None:
         self._steps = steps

@@ -36,7 +36,7 @@ MAX_MEMBERS = 256
 
 _CACHE_BYTES = 1 << 20
 """What one step of Reed-Solomon touches at a time: all its arrays' blocks stay in a core's own cache."""
-_WINDOW_BYTES = 256 << 10
+_STEP_BYTES = 256 << 10
 """What a decode solves at a time."""
 # x^8 + x^4 + x^3 + x^2 + 1: the powers of 2 are all elements but 0, which the tables below rely on.
 _POLYNOMIAL = 0x11D
@@ -144,14 +144,14 @@ def _solve(
     # Of the columns that are missing: as small as the number of losses, whatever the width of the stripe.
     inverse = _inverse([[factors[index] for index in solved] for factors in matrix])
     length = len(blocks[rows[0]]) if rows else 0
-    # What the missing arrays alone add up to, window by window: it never leaves the cache.
-    remains = np.empty((len(rows), min(length, _WINDOW_BYTES)), np.uint8)
-    for begin in range(0, length, _WINDOW_BYTES):
-        end = min(begin + _WINDOW_BYTES, length)
-        window = [None if array is None else array[begin:end] for array in known]
+    # What the missing arrays alone add up to, step by step: it never leaves the cache.
+    remains = np.empty((len(rows), min(length, _STEP_BYTES)), np.uint8)
+    for begin in range(0, length, _STEP_BYTES):
+        end = min(begin + _STEP_BYTES, length)
+        arrays = [None if array is None else array[begin:end] for array in known]
         sums = [remain[: end - begin] for remain in remains]
         for row, factors, total in zip(rows, matrix, sums, strict=True):
-            _sum_row(row, factors, window, total)
+            _sum_row(row, factors, arrays, total)
             _add(total, blocks[row][begin:end])
         parts = [array[begin:end] for array in solved.values()]
         if rows[0] == 0:  # a row of ones: the last one is what the others leave of it

@@ -1,10 +1,10 @@
 """Bytes between ranks: messages of bounded size, many on their way at a time, from and into strided memory.
 
 The one rank's stream of bytes for another is cut into messages of at most ``MESSAGE_BYTES``, in places that both
-know: a message needs no header. Messages stand in the order (round, number): in round r, from 1 to the number of
-ranks - 1, rank i sends to i + r and receives from i - r. Every rank posts its sends and receives in this order and
-lets ``WINDOW`` steps of it stand open. That cannot lock up: of all messages that are not through, take the first in
-this order. Neither its sender nor its receiver can wait for an earlier one, so both have posted it.
+know: a message needs no header. Messages stand in the order (distance, number): at distance d, from 1 to the number
+of ranks - 1, rank i sends to i + d and receives from i - d. Every rank posts its sends and receives in this order and
+lets ``OPEN_STEPS`` steps of it stand open. That cannot lock up: of all messages that are not through, take the first
+in this order. Neither its sender nor its receiver can wait for an earlier one, so both have posted it.
 
 Ranks that lack the same bytes fetch a part each and hand it to the others, so that what crosses to them does so once:
 ``sharers`` finds them by names of what each rank reads from other nodes, ``part_of`` deals the parts.
@@ -25,7 +25,7 @@ import torch
 import xxhash
 
 from ftckpt.model.fragment import Shape
-from ftckpt.restore.plan import Block, cut
+from ftckpt.restore.plan import StridedCopy, cut
 
 MESSAGE_BYTES = 16 << 20
 """Upper bound of one message, and of what is copied at a time between looks at the wire."""
@@ -33,11 +33,8 @@ MESSAGE_BYTES = 16 << 20
 ALONE_BYTES = 1 << 20
 """Strips of this length or more have messages of their own."""
 
-WINDOW = 2
-"""Steps that stand open at a time, each with one message sent and one received."""
-
-EXTRA_BYTES = 2 * WINDOW * MESSAGE_BYTES
-"""Upper bound of the host memory that an exchange takes beside what it fills: a buffer per open message."""
+OPEN_STEPS = 2
+"""Steps that stand open at a time, each with one message sent and one received; a message may need a buffer."""
 
 # Of xxh3-128.
 NAME_BYTES = 16
@@ -70,7 +67,7 @@ class Wire(Protocol):
 
 
 class Strip(NamedTuple):
-    """Bytes of a 1-D uint8 tensor in the order of some loops: one side of a ``Block`` of bytes."""
+    """Bytes of a 1-D uint8 tensor in the order of some loops: one side of a ``StridedCopy`` of bytes."""
 
     memory: torch.Tensor
     begin: int
@@ -102,19 +99,19 @@ class Strip(NamedTuple):
 
     def part(self, begin: int, end: int) -> Iterator[Strip]:
         """Bytes ``begin`` to ``end``, counted in this order."""
-        block = Block(self.begin, self.begin, self.shape, self.strides, self.strides)
-        for piece in cut(block, begin, end):
+        copy = StridedCopy(self.begin, self.begin, self.shape, self.strides, self.strides)
+        for piece in cut(copy, begin, end):
             yield Strip(self.memory, piece.source, piece.shape, piece.source_strides)
 
 
-def source_strip(block: Block, memory: torch.Tensor) -> Strip:
-    """Where ``block`` (of bytes) reads."""
-    return Strip(memory, block.source, block.shape, block.source_strides)
+def source_strip(copy: StridedCopy, memory: torch.Tensor) -> Strip:
+    """Where ``copy`` (of bytes) reads."""
+    return Strip(memory, copy.source, copy.shape, copy.source_strides)
 
 
-def dest_strip(block: Block, memory: torch.Tensor) -> Strip:
-    """Where ``block`` (of bytes) writes."""
-    return Strip(memory, block.dest, block.shape, block.dest_strides)
+def dest_strip(copy: StridedCopy, memory: torch.Tensor) -> Strip:
+    """Where ``copy`` (of bytes) writes."""
+    return Strip(memory, copy.dest, copy.shape, copy.dest_strides)
 
 
 @dataclass(frozen=True)
@@ -168,12 +165,12 @@ def exchange(
     """
     work = iter(meanwhile)
     open_steps: deque[_Step] = deque()
-    buffers = [_Buffers() for _ in range(WINDOW)]
+    buffers = [_Buffers() for _ in range(OPEN_STEPS)]
     for number, messages in enumerate(_steps(wire, outgoing, incoming)):
-        if len(open_steps) == WINDOW:
+        if len(open_steps) == OPEN_STEPS:
             landed(open_steps.popleft().finish())
         # The step that used these buffers before is the one that was finished above.
-        open_steps.append(_Step(wire, messages, buffers[number % WINDOW]))
+        open_steps.append(_Step(wire, messages, buffers[number % OPEN_STEPS]))
         next(work, None)
     while open_steps:
         landed(open_steps.popleft().finish())
@@ -194,11 +191,11 @@ class _Messages(NamedTuple):
 
 def _steps(wire: Wire, outgoing: Mapping[int, Stream], incoming: Mapping[int, Stream]) -> Iterator[_Messages]:
     """This rank's steps in the order that all ranks have."""
-    rounds = {(to - wire.rank) % wire.size for to in outgoing}
-    rounds |= {(wire.rank - source) % wire.size for source in incoming}
+    distances = {(to - wire.rank) % wire.size for to in outgoing}
+    distances |= {(wire.rank - source) % wire.size for source in incoming}
     nothing = Stream(())
-    for ahead in sorted(rounds):
-        to, source = (wire.rank + ahead) % wire.size, (wire.rank - ahead) % wire.size
+    for distance in sorted(distances):
+        to, source = (wire.rank + distance) % wire.size, (wire.rank - distance) % wire.size
         sent, received = outgoing.get(to, nothing), incoming.get(source, nothing)
         for number, (message, landing) in enumerate(zip_longest(sent.messages(), received.messages())):
             yield _Messages(number, to, message, source, landing)
@@ -229,7 +226,7 @@ class _Step:
             self._landing = _direct(messages.received)
             if self._landing is None:
                 self._landing = buffers.get("in", _nbytes(messages.received))
-            # The number is the tag: two ranks meet in one round of an exchange alone, so it names one message of
+            # The number is the tag: two ranks meet at one distance of an exchange alone, so it names one message of
             # theirs.
             self._works.append(wire.start_receive(self._landing, messages.source, messages.number))
         if messages.sent is not None:
@@ -274,11 +271,11 @@ def _unpack(data: torch.Tensor, strips: Sequence[Strip]) -> None:
         position += strip.nbytes
 
 
-def name_of(place: bytes, blocks: Iterable[Block]) -> Name:
-    """Names the bytes that ``blocks`` read, in their order, of what ``place`` (canonical text) names."""
+def name_of(place: bytes, copies: Iterable[StridedCopy]) -> Name:
+    """Names the bytes that ``copies`` read, in their order, of what ``place`` (canonical text) names."""
     digest = xxhash.xxh3_128(place)
-    for block in blocks:
-        loops = (block.source, len(block.shape), *block.shape, *block.source_strides)
+    for copy in copies:
+        loops = (copy.source, len(copy.shape), *copy.shape, *copy.source_strides)
         digest.update(np.array(loops, np.int64).tobytes())
     return digest.digest()
 

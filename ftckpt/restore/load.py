@@ -32,7 +32,7 @@ from ftckpt.restore.exchange import (
     source_strip,
 )
 from ftckpt.restore.locations import Location, OpenArenas, location_of
-from ftckpt.restore.plan import Block, ReadItem, in_bytes, run, stream
+from ftckpt.restore.plan import ReadItem, StridedCopy, in_bytes, run, stream
 
 Loop = tuple[int, Sequence[int], Sequence[int]]
 """Bytes of a source in the order of some loops: begin, shape, strides."""
@@ -40,20 +40,20 @@ Loop = tuple[int, Sequence[int], Sequence[int]]
 Requests = dict[int, list[tuple[Location, list[Loop]]]]
 """What this rank reads for others, by the rank that wants it."""
 
-Copies = list[tuple[Strip, Strip]]
+Pairs = list[tuple[Strip, Strip]]
 """Bytes of this node, from and to."""
 
 
 @dataclass(frozen=True)
 class Item:
-    """Bytes that go from a source into a live 1-D tensor; ``blocks``, of bytes, count from the begin of each."""
+    """Bytes that go from a source into a live 1-D tensor; ``copies``, of bytes, count from the begin of each."""
 
-    blocks: tuple[Block, ...]
+    copies: tuple[StridedCopy, ...]
     tensor: torch.Tensor
 
     @property
     def nbytes(self) -> int:
-        return sum(block.numel for block in self.blocks)
+        return sum(copy.numel for copy in self.copies)
 
 
 @dataclass(frozen=True)
@@ -88,21 +88,21 @@ def transfer(source: Location, reader: int, reads: Sequence[ReadItem], needs: Se
     items = []
     for read in reads:
         item_bytes = read.offer.fragment.item_bytes
-        blocks = tuple(in_bytes(block, item_bytes, read.offer.offset) for block in read.blocks)
-        items.append(Item(blocks, needs[read.need]))
+        copies = tuple(in_bytes(copy, item_bytes, read.offer.offset) for copy in read.copies)
+        items.append(Item(copies, needs[read.need]))
     return Transfer(source, reader, tuple(items))
 
 
 def fetch(source: Location, reader: int, offset: int, into: torch.Tensor) -> Transfer:
     """Fill a contiguous 1-D uint8 tensor with the bytes from ``offset`` on."""
-    blocks = (run(offset, 0, into.numel()),) if into.numel() else ()
-    return Transfer(source, reader, (Item(blocks, into),))
+    copies = (run(offset, 0, into.numel()),) if into.numel() else ()
+    return Transfer(source, reader, (Item(copies, into),))
 
 
 def execute(group: Group, transfers: Sequence[Transfer], arenas: OpenArenas) -> Traffic:
     """Perform all transfers of all ranks. Collective.
 
-    Takes up to ``exchange.EXTRA_BYTES`` of host memory beside the tensors.
+    Takes up to 2 · ``OPEN_STEPS`` · ``MESSAGE_BYTES`` (of ``exchange``) of host memory beside the tensors.
 
     Raises:
         ArenaError: on all ranks together, if one cannot open what it is to read, or is asked for more than there is.
@@ -113,11 +113,11 @@ def execute(group: Group, transfers: Sequence[Transfer], arenas: OpenArenas) -> 
     requests = _request(group, wants) if any_remote else {}
     # All agree that everything can be read before the first message: a rank that failed here would leave those
     # waiting that expect its bytes.
-    copies, outgoing = together(group, lambda: _open(local, requests, arenas))
+    pairs, outgoing = together(group, lambda: _open(local, requests, arenas))
     counter = _Counter(group.rank, sum(t.nbytes for t in transfers))
     # In the order of the requests, which is the order in which the reader sends: messages have no headers.
     incoming = {reader: Stream([s for want in of for s in want.fetched]) for reader, of in wants.items()}
-    exchange(group, outgoing, incoming, _copy(copies, counter.count("copied")), counter.count("received"))
+    exchange(group, outgoing, incoming, _copy(pairs, counter.count("copied")), counter.count("received"))
     # After the exchange: only then has this rank the parts that it hands on.
     _spread(group, [want for of in wants.values() for want in of if want.ranks], counter)
     return counter.traffic
@@ -136,8 +136,8 @@ class _Want:
 
     @property
     def loops(self) -> list[Loop]:
-        blocks = stream(self.item.blocks, self.begin, self.end)
-        return [(block.source, block.shape, block.source_strides) for block in blocks]
+        copies = stream(self.item.copies, self.begin, self.end)
+        return [(copy.source, copy.shape, copy.source_strides) for copy in copies]
 
     @property
     def fetched(self) -> list[Strip]:
@@ -147,7 +147,7 @@ class _Want:
     def strips(self, begin: int, end: int) -> list[Strip]:
         """Where bytes ``begin`` to ``end`` go."""
         memory = self.item.tensor.view(torch.uint8)
-        return [dest_strip(block, memory) for block in stream(self.item.blocks, begin, end)]
+        return [dest_strip(copy, memory) for copy in stream(self.item.copies, begin, end)]
 
 
 def _shared(group: Group, remote: Sequence[Transfer]) -> tuple[dict[int, list[_Want]], bool]:
@@ -160,7 +160,7 @@ def _shared(group: Group, remote: Sequence[Transfer]) -> tuple[dict[int, list[_W
     for wanted in remote:
         source = codec.encode(wanted.source)
         for item in wanted.items:
-            name = name_of(source, item.blocks)
+            name = name_of(source, item.copies)
             if named.setdefault(name, (wanted, item))[1] is not item:  # the second time here: not shared again
                 wants.setdefault(wanted.reader, []).append(_Want(wanted.source, item, name, (), 0, item.nbytes))
     names = group.gather(b"".join(sorted(named)))
@@ -196,14 +196,14 @@ def _whole(texts: dict[int, torch.Tensor]) -> dict[int, Stream]:
     return {rank: Stream([Strip(text, 0, (text.numel(),), (1,))]) for rank, text in texts.items()}
 
 
-def _open(local: Sequence[Transfer], requests: Requests, arenas: OpenArenas) -> tuple[Copies, dict[int, Stream]]:
+def _open(local: Sequence[Transfer], requests: Requests, arenas: OpenArenas) -> tuple[Pairs, dict[int, Stream]]:
     """Open all that is read here: what can fail does so before any message."""
-    copies: Copies = []
+    pairs: Pairs = []
     for wanted in local:
         memory = _memory(arenas, wanted.source)
         for item in wanted.items:
             live = item.tensor.view(torch.uint8)
-            copies += [(source_strip(block, memory), dest_strip(block, live)) for block in item.blocks]
+            pairs += [(source_strip(copy, memory), dest_strip(copy, live)) for copy in item.copies]
     outgoing: dict[int, Stream] = {}
     for rank, request in requests.items():
         strips: list[Strip] = []
@@ -211,10 +211,10 @@ def _open(local: Sequence[Transfer], requests: Requests, arenas: OpenArenas) -> 
             memory = _memory(arenas, source)
             strips += [Strip(memory, begin, tuple(shape), tuple(strides)) for begin, shape, strides in loops]
         outgoing[rank] = Stream(strips)
-    for strip in [*(strip for pair in copies for strip in pair), *(s for o in outgoing.values() for s in o.strips)]:
+    for strip in [*(strip for pair in pairs for strip in pair), *(s for o in outgoing.values() for s in o.strips)]:
         if not strip.fits:
             raise ArenaError(f"{strip.nbytes} bytes from {strip.begin} on: {strip.memory.numel()} are there")
-    return copies, outgoing
+    return pairs, outgoing
 
 
 def _memory(arenas: OpenArenas, source: Location) -> torch.Tensor:
@@ -226,10 +226,10 @@ def _memory(arenas: OpenArenas, source: Location) -> torch.Tensor:
         return torch.frombuffer(view, dtype=torch.uint8)
 
 
-def _copy(copies: Copies, landed: Callable[[int], None]) -> Iterator[int]:
+def _copy(pairs: Pairs, landed: Callable[[int], None]) -> Iterator[int]:
     """Copy, and stop for a moment after each ``MESSAGE_BYTES``."""
     room = wire.MESSAGE_BYTES
-    for source, dest in copies:
+    for source, dest in pairs:
         begin, nbytes = 0, source.nbytes
         while begin < nbytes:
             end = min(nbytes, begin + room)
@@ -245,8 +245,8 @@ def _copy(copies: Copies, landed: Callable[[int], None]) -> Iterator[int]:
 
 
 def _pairs(source: Strip, dest: Strip, begin: int, end: int) -> Iterator[tuple[Strip, Strip]]:
-    block = Block(source.begin, dest.begin, source.shape, source.strides, dest.strides)
-    for part in stream((block,), begin, end):
+    copy = StridedCopy(source.begin, dest.begin, source.shape, source.strides, dest.strides)
+    for part in stream((copy,), begin, end):
         yield source_strip(part, source.memory), dest_strip(part, dest.memory)
 
 

@@ -1,8 +1,8 @@
 """Who has which elements × who needs which elements → what to read: geometry alone.
 
 Every needed element is read exactly once, from the cheapest source that has it. Restoring the same layout
-is the case in which boxes coincide and each read is one run. What two fragments have in common are strided blocks:
-copies that each are one call however many rows they have.
+is the case in which boxes coincide and each read is one run. What two fragments have in common are strided copies,
+each of which is one call however many rows it has.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ftckpt.model.text import listed
 from ftckpt.restore.offers import Index, Offer
 
 
-class Block(NamedTuple):
+class StridedCopy(NamedTuple):
     """A strided copy between two flat memories, in elements (or in bytes, see ``in_bytes``).
 
     ``source`` and ``dest`` are where its first element lies, counted from each memory's own begin; ``shape`` has one
@@ -49,9 +49,9 @@ class Region(NamedTuple):
         return math.prod(h - lo for lo, h in zip(self.low, self.high, strict=True))
 
 
-def run(source: int, dest: int, numel: int) -> Block:
-    """The block of ``numel`` elements in a row."""
-    return Block(source, dest, (numel,), (1,), (1,))
+def run(source: int, dest: int, numel: int) -> StridedCopy:
+    """The copy of ``numel`` elements in a row."""
+    return StridedCopy(source, dest, (numel,), (1,), (1,))
 
 
 def regions(shape: Shape, start: int, stop: int) -> list[Region]:
@@ -108,18 +108,18 @@ def without(region: Region, taken: Region) -> list[Region]:
     return rest
 
 
-def block_of(region: Region, have: Fragment, need: Fragment) -> Block:
+def copy_of(region: Region, have: Fragment, need: Fragment) -> StridedCopy:
     """The copy of ``region``, which both fragments hold, from the memory of ``have`` into that of ``need``."""
     source, source_strides = _place(region.low, have)
     dest, dest_strides = _place(region.low, need)
     shape = tuple(h - lo for lo, h in zip(region.low, region.high, strict=True))
-    return simplified(Block(source, dest, shape, source_strides, dest_strides))
+    return simplified(StridedCopy(source, dest, shape, source_strides, dest_strides))
 
 
-def simplified(block: Block) -> Block:
+def simplified(copy: StridedCopy) -> StridedCopy:
     """The same elements in the same order by as few loops as possible."""
     loops: list[tuple[int, int, int]] = []
-    for size, source, dest in zip(block.shape, block.source_strides, block.dest_strides, strict=True):
+    for size, source, dest in zip(copy.shape, copy.source_strides, copy.dest_strides, strict=True):
         # A loop of one step has no stride that matters.
         if size == 1:
             continue
@@ -129,29 +129,29 @@ def simplified(block: Block) -> Block:
         else:
             loops.append((size, source, dest))
     if not loops:
-        return run(block.source, block.dest, 1)
+        return run(copy.source, copy.dest, 1)
     shape, sources, dests = zip(*loops, strict=True)
-    return Block(block.source, block.dest, shape, sources, dests)
+    return StridedCopy(copy.source, copy.dest, shape, sources, dests)
 
 
-def joined(blocks: Sequence[Block]) -> tuple[Block, ...]:
+def joined(copies: Sequence[StridedCopy]) -> tuple[StridedCopy, ...]:
     """The same elements in the same order: runs that follow each other in both memories become one."""
-    longer: list[Block] = []
-    for block in blocks:
+    longer: list[StridedCopy] = []
+    for copy in copies:
         last = longer[-1] if longer else None
-        if last is not None and _is_run(last) and _is_run(block):
+        if last is not None and _is_run(last) and _is_run(copy):
             numel = last.shape[0]
-            if (last.source + numel, last.dest + numel) == (block.source, block.dest):
-                longer[-1] = run(last.source, last.dest, numel + block.shape[0])
+            if (last.source + numel, last.dest + numel) == (copy.source, copy.dest):
+                longer[-1] = run(last.source, last.dest, numel + copy.shape[0])
                 continue
-        longer.append(block)
+        longer.append(copy)
     return tuple(longer)
 
 
-def in_bytes(block: Block, item_bytes: int, source: int = 0, dest: int = 0) -> Block:
-    """A block of elements as one of bytes, with byte offsets added to both begins."""
-    shape, sources, dests = block.shape, block.source_strides, block.dest_strides
-    at = (source + block.source * item_bytes, dest + block.dest * item_bytes)
+def in_bytes(copy: StridedCopy, item_bytes: int, source: int = 0, dest: int = 0) -> StridedCopy:
+    """A copy of elements as one of bytes, with byte offsets added to both begins."""
+    shape, sources, dests = copy.shape, copy.source_strides, copy.dest_strides
+    at = (source + copy.source * item_bytes, dest + copy.dest * item_bytes)
     if sources == dests == (1,):
         return run(*at, shape[0] * item_bytes)
     if sources[-1] == dests[-1] == 1:
@@ -163,28 +163,28 @@ def in_bytes(block: Block, item_bytes: int, source: int = 0, dest: int = 0) -> B
     else:
         shape = (*shape, item_bytes)
         strides = [(*(s * item_bytes for s in by), 1) for by in (sources, dests)]
-    return simplified(Block(*at, shape, strides[0], strides[1]))
+    return simplified(StridedCopy(*at, shape, strides[0], strides[1]))
 
 
-def cut(block: Block, begin: int, end: int) -> Iterator[Block]:
-    """Elements ``begin`` to ``end`` of ``block``, in its own order."""
-    if (begin, end) == (0, block.numel):
-        yield block
+def cut(copy: StridedCopy, begin: int, end: int) -> Iterator[StridedCopy]:
+    """Elements ``begin`` to ``end`` of ``copy``, in its own order."""
+    if (begin, end) == (0, copy.numel):
+        yield copy
         return
-    for low, high in regions(block.shape, begin, end):
-        source = block.source + sum(map(int.__mul__, low, block.source_strides))
-        dest = block.dest + sum(map(int.__mul__, low, block.dest_strides))
+    for low, high in regions(copy.shape, begin, end):
+        source = copy.source + sum(map(int.__mul__, low, copy.source_strides))
+        dest = copy.dest + sum(map(int.__mul__, low, copy.dest_strides))
         shape = tuple(h - lo for lo, h in zip(low, high, strict=True))
-        yield simplified(Block(source, dest, shape, block.source_strides, block.dest_strides))
+        yield simplified(StridedCopy(source, dest, shape, copy.source_strides, copy.dest_strides))
 
 
-def stream(blocks: Sequence[Block], begin: int, end: int) -> Iterator[Block]:
-    """Elements ``begin`` to ``end`` of ``blocks`` end to end, each in its own order."""
+def stream(copies: Sequence[StridedCopy], begin: int, end: int) -> Iterator[StridedCopy]:
+    """Elements ``begin`` to ``end`` of ``copies`` end to end, each in its own order."""
     position = 0
-    for block in blocks:
-        numel = block.numel
+    for copy in copies:
+        numel = copy.numel
         if position + numel > begin and position < end:
-            yield from cut(block, max(0, begin - position), min(numel, end - position))
+            yield from cut(copy, max(0, begin - position), min(numel, end - position))
         position += numel
 
 
@@ -205,8 +205,8 @@ def _plus(one: Shape, other: Shape) -> Shape:
     return tuple(map(int.__add__, one, other))
 
 
-def _is_run(block: Block) -> bool:
-    return len(block.shape) == 1 and (block.shape[0] == 1 or block.source_strides == block.dest_strides == (1,))
+def _is_run(copy: StridedCopy) -> bool:
+    return len(copy.shape) == 1 and (copy.shape[0] == 1 or copy.source_strides == copy.dest_strides == (1,))
 
 
 Interval = tuple[int, int]
@@ -214,16 +214,16 @@ Interval = tuple[int, int]
 
 @dataclass(frozen=True)
 class ReadItem:
-    """Elements to copy from one offer into the need of that index; ``blocks`` are of elements, and disjoint."""
+    """Elements to copy from one offer into the need of that index; ``copies`` are of elements, and disjoint."""
 
     offer: Offer
     need: int
-    blocks: tuple[Block, ...]
+    copies: tuple[StridedCopy, ...]
 
     @cached_property
     def nbytes(self) -> int:
         """Bytes that this read moves."""
-        return sum(block.numel for block in self.blocks) * self.offer.fragment.item_bytes
+        return sum(copy.numel for copy in self.copies) * self.offer.fragment.item_bytes
 
 
 def plan(
@@ -256,8 +256,8 @@ def plan(
         turned = [((place - turn) % len(useful), offer) for place, offer in enumerate(useful)]
         turned.sort(key=lambda pair: (cost(pair[1].source), taken[pair[1].source], pair[0]))
         filled, complete = _fill(need, [offer for _, offer in turned], last_row)
-        for offer, blocks in filled:
-            read = ReadItem(offer, number, blocks)
+        for offer, copies in filled:
+            read = ReadItem(offer, number, copies)
             reads.append(read)
             taken[offer.source] += read.nbytes
         if not complete:
@@ -267,7 +267,7 @@ def plan(
     return reads
 
 
-def overlap(have: Fragment, need: Fragment) -> tuple[Block, ...]:
+def overlap(have: Fragment, need: Fragment) -> tuple[StridedCopy, ...]:
     """The elements that both fragments hold, as copies from the one's memory into the other's.
 
     Global shapes must be the same, or differ in dimension 0 alone.
@@ -286,7 +286,7 @@ def _useful(index: Index, need: Fragment, padded: bool) -> tuple[int | None, lis
     return max(offers.tensor.shape[0] for offers in usable), useful
 
 
-Filled = list[tuple[Offer, tuple[Block, ...]]]
+Filled = list[tuple[Offer, tuple[StridedCopy, ...]]]
 
 
 def _fill(need: Fragment, offers: Sequence[Offer], last_row: int | None) -> tuple[Filled, bool]:
@@ -305,8 +305,8 @@ def _fill(need: Fragment, offers: Sequence[Offer], last_row: int | None) -> tupl
             break
         left, shared = _take(left, regions_of(offer.fragment))
         if shared:
-            blocks = [block_of(region, offer.fragment, need) for region in shared]
-            filled.append((offer, joined(blocks)))
+            copies = [copy_of(region, offer.fragment, need) for region in shared]
+            filled.append((offer, joined(copies)))
     return filled, not left
 
 
@@ -344,17 +344,17 @@ def _fill_flat(need: Fragment, offers: Sequence[Offer], last_row: int | None) ->
             break
         start, stop = _interval(offer.fragment)
         rest: list[Interval] = []
-        blocks: list[Block] = []
+        copies: list[StridedCopy] = []
         for lo, hi in left:
             first, last = max(lo, start), min(hi, stop)
             if first >= last:
                 rest.append((lo, hi))
                 continue
-            blocks.append(run(first - start, first - begin, last - first))
+            copies.append(run(first - start, first - begin, last - first))
             rest += [part for part in ((lo, first), (last, hi)) if part[0] < part[1]]
         left = rest
-        if blocks:
-            filled.append((offer, tuple(blocks)))
+        if copies:
+            filled.append((offer, tuple(copies)))
     return filled, not left
 
 

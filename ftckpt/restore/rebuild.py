@@ -273,32 +273,32 @@ def batches(tasks: Sequence[RepairTask], most_bytes: int) -> list[list[TaskSlice
         # ``width`` arrays of this length are in memory at a time.
         step = max(PAGE_BYTES, most_bytes // task.width // PAGE_BYTES * PAGE_BYTES)
         for begin in range(0, max(1, task.length), step):  # a block of a stripe without chunks has no bytes
-            piece = TaskSlice(task, begin, min(begin + step, task.length))
-            if piece.nbytes > room_bytes or not batched:
+            task_slice = TaskSlice(task, begin, min(begin + step, task.length))
+            if task_slice.nbytes > room_bytes or not batched:
                 batched.append([])
                 room_bytes = most_bytes
-            batched[-1].append(piece)
-            room_bytes -= piece.nbytes
+            batched[-1].append(task_slice)
+            room_bytes -= task_slice.nbytes
     return batched
 
 
 def solve_slice(
-    piece: TaskSlice, index: int, received: Mapping[tuple[int, Input], Bytes], arenas: OpenArenas
+    task_slice: TaskSlice, index: int, received: Mapping[tuple[int, Input], Bytes], arenas: OpenArenas
 ) -> dict[ChunkId, Bytes]:
     """The bytes of this slice of each chunk that the rank rebuilds.
 
     ``received`` has what came from other nodes, by ``index`` of the slice and input; the rest is read in place.
     """
-    task, group = piece.task, piece.task.repair.group
-    nbytes = piece.end - piece.begin
+    task, group = task_slice.task, task_slice.task.repair.group
+    nbytes = task_slice.end - task_slice.begin
 
     def bytes_of(wanted: Input) -> Bytes:
         # A short chunk has ended before this slice: to the code it is zeros from there on.
-        if wanted.nbytes <= piece.begin:
+        if wanted.nbytes <= task_slice.begin:
             return np.empty(0, np.uint8)
         if (index, wanted) in received:
             return received[index, wanted]
-        return np.frombuffer(arenas.view(wanted.at), np.uint8)[piece.begin : piece.end]
+        return np.frombuffer(arenas.view(wanted.at), np.uint8)[task_slice.begin : task_slice.end]
 
     data = [bytes_of(item) if isinstance(item, Input) else item for item in task.data]
     # No block is used where the data is all there: what was lost is the block itself, encoded anew.

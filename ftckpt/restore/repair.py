@@ -241,27 +241,27 @@ class Repairer:
         """Bytes from other nodes, by slice and input; what lies on this node is read in place."""
         transfers: list[Transfer] = []
         buffers: dict[tuple[int, Input], torch.Tensor] = {}
-        for index, piece in enumerate(slices):
-            for wanted in piece.task.inputs:
-                nbytes = min(piece.end, wanted.nbytes) - piece.begin
+        for index, task_slice in enumerate(slices):
+            for wanted in task_slice.task.inputs:
+                nbytes = min(task_slice.end, wanted.nbytes) - task_slice.begin
                 if wanted.reader != self._group.rank and nbytes > 0:
                     buffer = buffers[index, wanted] = torch.empty(nbytes, dtype=torch.uint8)
-                    transfers.append(fetch(wanted.at, wanted.reader, piece.begin, buffer))
+                    transfers.append(fetch(wanted.at, wanted.reader, task_slice.begin, buffer))
         execute(self._group, transfers, self._site.arenas)
         return {key: buffer.numpy() for key, buffer in buffers.items()}
 
     def _put(self, slices: Sequence[TaskSlice], inputs: Mapping[tuple[int, Input], Bytes]) -> list[RepairTask]:
         """Solve slices and write them; the tasks that ended with a wrong checksum."""
         wrong = []
-        for index, piece in enumerate(slices):
-            task = piece.task
-            for (shard, chunk), data in solve_slice(piece, index, inputs, self._site.arenas).items():
-                self._builds[shard].put(chunk, piece.begin, data)
-            self._done_bytes += (piece.end - piece.begin) * len(task.own)
+        for index, task_slice in enumerate(slices):
+            task = task_slice.task
+            for (shard, chunk), data in solve_slice(task_slice, index, inputs, self._site.arenas).items():
+                self._builds[shard].put(chunk, task_slice.begin, data)
+            self._done_bytes += (task_slice.end - task_slice.begin) * len(task.own)
             # Only whole chunks have checksums: the slices before the last are written unchecked.
-            if piece.end == task.length:
+            if task_slice.end == task.length:
                 for shard, chunk in task.own:
-                    self._builds[shard].clear_behind(chunk, piece.end)
+                    self._builds[shard].clear_behind(chunk, task_slice.end)
                 if not all(self._builds[shard].check(chunk) for shard, chunk in task.own):
                     wrong.append(task)
                 self._count(task)

@@ -55,7 +55,9 @@ class Restart:
         self._node_dir = node_dir
         self._events = events
         self._arenas = OpenArenas(node_dir)
-        self._usage: Usage = {}
+        self.usage: Usage = {}
+        """What was rebuilt, of all ranks, by what (``source`` of ``parity.modes.TRAITS``): chunks and bytes. Empty
+        where all was taken as it lay in memory."""
 
     def choose(self, on_lost: str, reshapes: bool = False) -> Decision | None:
         """The newest snapshot that is whole, or was made whole from parity, and whose every byte was verified.
@@ -75,19 +77,13 @@ class Restart:
                 raise
             self._events.emit("lost", error=str(error))
             return None
-        self._usage = search.usage
+        self.usage = search.usage
         return decision
-
-    @property
-    def sources(self) -> Usage:
-        """What was rebuilt, of all ranks, by what (``node_parity``, ``replica_parity``, ``peer_parity``, ``copy``):
-        chunks and bytes. Empty where all was taken as it lay in memory."""
-        return self._usage
 
     @property
     def source(self) -> str:
         """``memory``, or what lost shards were rebuilt from, joined by ``+``."""
-        return "+".join(sorted(self.sources)) or "memory"
+        return "+".join(sorted(self.usage)) or "memory"
 
     def void_newer(self, decision: Decision | None) -> bytes:
         """Make sure that no snapshot but older ones can ever be taken again; returns the new lineage.

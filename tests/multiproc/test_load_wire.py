@@ -82,7 +82,7 @@ def reshape(rank: int, size: int, folder: str, seeds: list[int]) -> list[dict[st
         rng = random.Random(seed)
         wire.MESSAGE_BYTES = rng.choice([100, 1 << 10, 16 << 20])
         wire.ALONE_BYTES = rng.choice([300, 1 << 20])
-        wire.WINDOW = rng.choice([1, 2, 3])
+        wire.OPEN_STEPS = rng.choice([1, 2, 3])
         nodes = [f"n{rng.randrange(rng.randint(2, 4))}" for _ in range(size)]
         old = {key: Sides(rng.randrange(3), rng.choice([1, 2, 4]), True) for key in SHAPES}
         new = {key: Sides(rng.randrange(3), rng.choice([1, 2, 4]), rng.random() < 0.3) for key in SHAPES}
@@ -113,7 +113,7 @@ def reshape(rank: int, size: int, folder: str, seeds: list[int]) -> list[dict[st
         lacking = outcomes[-1]["lacking"] = {}
         for read in reads:
             if far[read.offer.source]:
-                loops = [(block.source, block.shape, block.source_strides) for block in read.blocks]
+                loops = [(block.source, block.shape, block.source_strides) for block in read.copies]
                 lacking[str((read.offer.source, loops, read.need))] = read.nbytes
     return outcomes
 

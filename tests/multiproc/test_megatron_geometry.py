@@ -204,7 +204,7 @@ def assert_filled(
         found = [torch.full((need.numel,), float("nan"), dtype=torch.float64) for need in needs]
         for read in plan(haves, needs, lambda _: 0, target.padded):
             values = held.setdefault(read.offer.fragment, _values(read.offer.fragment))
-            for block in read.blocks:
+            for block in read.copies:
                 to = found[read.need].as_strided(block.shape, block.dest_strides, block.dest)
                 assert torch.isnan(to).all(), f"{what}: elements of {needs[read.need].name} are read twice"
                 to.copy_(torch.from_numpy(values).as_strided(block.shape, block.source_strides, block.source))

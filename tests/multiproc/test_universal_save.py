@@ -120,8 +120,8 @@ def train(checkpointer: Checkpointer, state: State, iterations: Sequence[int]) -
 
 
 def small() -> None:
-    """Many files, many rounds."""
-    save.ROUND_BYTES, safetensors.STRIP_BYTES = 4000, 4000
+    """Many files, many batches."""
+    save.BATCH_BYTES, safetensors.STRIP_BYTES = 4000, 4000
 
 
 def refusal(action: Callable[[], Any]) -> str:

@@ -262,7 +262,7 @@ def restart(rank: int, world_size: int, job: Job, events: Path, on_lost: str = "
     try:
         decision = found.choose(on_lost)
         found.void_newer(decision)
-        told = {"source": found.source, "sources": found.sources}
+        told = {"source": found.source, "sources": found.usage}
         if decision is not None:
             mine = decision.sources[topology.me.shard]
             told |= {"iteration": decision.snapshot.iteration, "node": mine.node, "passed_over": decision.passed_over}

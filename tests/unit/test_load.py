@@ -24,7 +24,7 @@ from ftckpt.restore import locations
 from ftckpt.restore.load import Item, Traffic, Transfer, execute, fetch, transfer
 from ftckpt.restore.locations import BlockAt, ChunkAt, Location, OpenArenas, PackageAt, SlotAt, location_of
 from ftckpt.restore.offers import Offer
-from ftckpt.restore.plan import Block, ReadItem, run
+from ftckpt.restore.plan import ReadItem, StridedCopy, run
 
 WAIT_SECS = 20.0
 SLOT_BYTES = 1 << 12
@@ -143,14 +143,14 @@ def run_ranks(size: int, rank_main: Callable[[ThreadGroup], Any]) -> list[Any]:
     return results
 
 
-Wish = tuple[int, int, list[Block]]
+Wish = tuple[int, int, list[StridedCopy]]
 """The rank that holds the slot, its number, and the bytes of it."""
 
 NODES = ["n0", "n0", "n1", "n1"]
 
 
 @st.composite
-def blocks(draw: st.DrawFn) -> Block:
+def blocks(draw: st.DrawFn) -> StridedCopy:
     """Any loops of up to three dimensions inside a slot; what they write is packed behind each other."""
     shape = draw(st.lists(st.integers(1, 9), min_size=1, max_size=3))
     strides: list[int] = []
@@ -163,7 +163,7 @@ def blocks(draw: st.DrawFn) -> Block:
     if reach >= SLOT_BYTES:
         return run(0, 0, SLOT_BYTES)
     packed = [int(np.prod(shape[axis + 1 :])) for axis in range(len(shape))]
-    return Block(begin, 0, tuple(shape), tuple(strides), tuple(packed))
+    return StridedCopy(begin, 0, tuple(shape), tuple(strides), tuple(packed))
 
 
 @st.composite
@@ -178,7 +178,7 @@ def plans(draw: st.DrawFn) -> list[list[Wish]]:
     ]
 
 
-def held(slot: bytes, block: Block) -> bytes:
+def held(slot: bytes, block: StridedCopy) -> bytes:
     """What a block reads, in its order."""
     at = np.full(1, block.source)
     for size, stride in zip(block.shape, block.source_strides, strict=True):
@@ -208,7 +208,7 @@ def test_every_rank_gets_every_byte_it_wants(
 ) -> None:
     monkeypatch.setattr(wire, "MESSAGE_BYTES", bound)
     monkeypatch.setattr(wire, "ALONE_BYTES", 200)
-    monkeypatch.setattr(wire, "WINDOW", window)
+    monkeypatch.setattr(wire, "OPEN_STEPS", window)
     monkeypatch.setattr("ftckpt.restore.exchange.GRAIN_BYTES", 16)
     bits = np.random.default_rng(0)
     slots = {(f"a{r}", s): bits.bytes(SLOT_BYTES) for r in range(len(plan)) for s in range(2)}
@@ -343,7 +343,7 @@ def test_elements_of_a_read_land_at_their_bytes(dtype: torch.dtype) -> None:
     source = SlotAt("n", "a0", 0)
     planned = transfer(source, 0, [ReadItem(Offer(0, fragment, 64), 1, tuple(run(*found) for found in runs))], live)
     assert planned.nbytes == 5 * item
-    assert planned.items[0].blocks == (run(64 + 2 * item, item, 3 * item), run(64 + 7 * item, 4 * item, 2 * item))
+    assert planned.items[0].copies == (run(64 + 2 * item, item, 3 * item), run(64 + 7 * item, 4 * item, 2 * item))
     data = bytes([0, 1] * (SLOT_BYTES // 2))
     arenas = cast(OpenArenas, FakeArenas({("a0", 0): data}))
     run_ranks(1, lambda group: execute(cast(Group, group), [planned], arenas))

@@ -16,7 +16,7 @@ from ftckpt.errors import CorruptError, LostError
 from ftckpt.model.fragment import Box, Fragment
 from ftckpt.restore import offers as indexing
 from ftckpt.restore.offers import Index, Offer, bounds, encode_table, row_of
-from ftckpt.restore.plan import Block, ReadItem, cut, in_bytes, overlap, plan, regions, run, simplified, stream
+from ftckpt.restore.plan import ReadItem, StridedCopy, cut, in_bytes, overlap, plan, regions, run, simplified, stream
 
 SHAPES = st.lists(st.integers(1, 6), min_size=0, max_size=4).map(tuple)
 
@@ -61,7 +61,7 @@ def values(fragment: Fragment) -> np.ndarray:
     return whole[slices].flatten()[fragment.start : fragment.stop]
 
 
-def copy(block: Block, source: np.ndarray, dest: np.ndarray) -> None:
+def copy(block: StridedCopy, source: np.ndarray, dest: np.ndarray) -> None:
     """Add what ``block`` reads to what is there, one strided operation; nothing outside the arrays is touched."""
     for array, at, strides in ((source, block.source, block.source_strides), (dest, block.dest, block.dest_strides)):
         last = at + sum((size - 1) * stride for size, stride in zip(block.shape, strides, strict=True))
@@ -82,10 +82,10 @@ def apply(reads: Sequence[ReadItem], needs: Sequence[Fragment]) -> tuple[list[np
     written = [np.zeros(need.numel, dtype=np.int64) for need in needs]
     for read in reads:
         source = values(read.offer.fragment)
-        for block in read.blocks:
+        for block in read.copies:
             copy(block, source, got[read.need])
             copy(block, np.ones_like(source), written[read.need])
-        assert read.nbytes == 4 * sum(block.numel for block in read.blocks) > 0
+        assert read.nbytes == 4 * sum(block.numel for block in read.copies) > 0
     return got, written
 
 
@@ -201,7 +201,7 @@ def test_blocks_can_be_cut_anywhere_and_counted_in_bytes(data: st.DataObject) ->
             assert (kept[0][at] == kept[1][to]).all()
 
 
-def positions(block: Block) -> list[int]:
+def positions(block: StridedCopy) -> list[int]:
     """Where a block reads, in its own order."""
     at = np.full(1, block.source)
     for size, stride in zip(block.shape, block.source_strides, strict=True):
@@ -209,18 +209,20 @@ def positions(block: Block) -> list[int]:
     return at.tolist()
 
 
-def swapped(block: Block) -> Block:
+def swapped(block: StridedCopy) -> StridedCopy:
     """The copy in the other direction."""
-    return Block(block.dest, block.source, block.shape, block.dest_strides, block.source_strides)
+    return StridedCopy(block.dest, block.source, block.shape, block.dest_strides, block.source_strides)
 
 
 def test_loops_that_go_on_in_both_memories_are_one() -> None:
-    assert simplified(Block(7, 9, (2, 1, 3, 4), (12, 5, 4, 1), (12, 5, 4, 1))) == run(7, 9, 24)
-    assert simplified(Block(7, 9, (2, 3, 4), (12, 4, 1), (24, 4, 1))) == Block(7, 9, (2, 12), (12, 1), (24, 1))
-    assert simplified(Block(7, 9, (1, 1), (3, 3), (4, 4))) == run(7, 9, 1)
+    assert simplified(StridedCopy(7, 9, (2, 1, 3, 4), (12, 5, 4, 1), (12, 5, 4, 1))) == run(7, 9, 24)
+    assert simplified(StridedCopy(7, 9, (2, 3, 4), (12, 4, 1), (24, 4, 1))) == StridedCopy(
+        7, 9, (2, 12), (12, 1), (24, 1)
+    )
+    assert simplified(StridedCopy(7, 9, (1, 1), (3, 3), (4, 4))) == run(7, 9, 1)
     assert list(cut(run(7, 9, 24), 3, 5)) == [run(10, 12, 2)]
-    assert in_bytes(Block(0, 0, (3,), (1,), (5,)), 4) == Block(0, 0, (3, 4), (4, 1), (20, 1))
-    assert in_bytes(Block(1, 2, (3,), (8,), (4,)), 4) == Block(4, 8, (3, 4), (32, 1), (16, 1))
+    assert in_bytes(StridedCopy(0, 0, (3,), (1,), (5,)), 4) == StridedCopy(0, 0, (3, 4), (4, 1), (20, 1))
+    assert in_bytes(StridedCopy(1, 2, (3,), (8,), (4,)), 4) == StridedCopy(4, 8, (3, 4), (32, 1), (16, 1))
 
 
 def test_equal_boxes_give_one_run() -> None:
@@ -238,7 +240,7 @@ def test_boxes_that_differ_in_rows_alone_give_one_run() -> None:
 def test_columns_of_any_number_of_rows_are_one_block() -> None:
     need = Fragment.whole("w", "F32", (1 << 20, 8), Box((0, 2), (1 << 20, 4)))
     have = Fragment.whole("w", "F32", (1 << 20, 8), Box((0, 4), (1 << 20, 4)))
-    assert overlap(have, need) == (Block(0, 2, (1 << 20, 2), (4, 1), (4, 1)),)
+    assert overlap(have, need) == (StridedCopy(0, 2, (1 << 20, 2), (4, 1), (4, 1)),)
 
 
 def whole(key: str = "w") -> Fragment:

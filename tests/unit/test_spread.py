@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from ftckpt.restore import exchange
 from ftckpt.restore.exchange import NAME_BYTES, name_of, part_of, sharers
-from ftckpt.restore.plan import Block, run
+from ftckpt.restore.plan import StridedCopy, run
 
 NAMES = [name_of(b"place", [run(number, 0, 4)]) for number in range(6)]
 
@@ -53,7 +53,7 @@ def test_small_ones_go_to_different_ranks() -> None:
 
 
 def test_a_name_is_of_what_is_read_and_its_order() -> None:
-    rows, columns = Block(0, 0, (2, 3), (10, 1), (3, 1)), Block(0, 0, (3, 2), (1, 10), (1, 3))
+    rows, columns = StridedCopy(0, 0, (2, 3), (10, 1), (3, 1)), StridedCopy(0, 0, (3, 2), (1, 10), (1, 3))
     names = [
         name_of(b"one", [rows]),
         name_of(b"two", [rows]),
