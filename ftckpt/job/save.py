@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 
@@ -34,10 +35,9 @@ from ftckpt.model.manifest import Manifest
 from ftckpt.model.topology import Topology, first_of_each_stage
 from ftckpt.restore.choice import newest_whole
 from ftckpt.restore.inventory import ArenaReport, report_arena
-from ftckpt.restore.load import Transfer, execute, fetch, transfer
+from ftckpt.restore.load import execute, fetch, reader_for_me, transfers_of
 from ftckpt.restore.locations import OpenArenas, SlotAt
 from ftckpt.restore.offers import Index, Offer
-from ftckpt.restore.plan import ReadItem, plan
 from ftckpt.store.arena import Arena
 from ftckpt.store.image import SlotImage
 
@@ -223,7 +223,8 @@ class UniversalSave:
         transfers = []
         for name, buffer in buffers.items():
             shard = self._shards[name]
-            transfers.append(fetch(shard.source, self._reader(name), shard.image.objects.begin, buffer))
+            reader = reader_for_me(self._topology, shard.source, self._topology.rank_of[name])
+            transfers.append(fetch(shard.source, reader, shard.image.objects.begin, buffer))
         # On all ranks: those that fetch nothing are read from.
         execute(self._group, transfers, self._arenas)
         return together(
@@ -239,8 +240,8 @@ class UniversalSave:
         writer: UniversalWriter,
     ) -> None:
         """Batch by batch each rank takes what comes next in its files, and writes it."""
-        shards = list(self._shards)
-        numbers = {shard: number for number, shard in enumerate(shards)}
+        sources = [(shard.source, self._topology.rank_of[name]) for name, shard in self._shards.items()]
+        numbers = {shard: number for number, shard in enumerate(self._shards)}
         index = Index(
             Offer(numbers[entry.shard], entry.fragment, self._shards[entry.shard].image.offsets[entry.index])
             for entry in entries
@@ -252,30 +253,10 @@ class UniversalSave:
         with OpenFile(writer) as file:
             for number in range(num_batches):
                 batch = _Batch(mine[number] if number < len(mine) else [], stored)
-                transfers = together(self._group, lambda b=batch: self._plan(b, index, shards))  # type: ignore[misc]
+                plan = partial(transfers_of, self._topology, index, batch.needs, sources)
+                transfers = together(self._group, plan)
                 execute(self._group, transfers, self._arenas)
-                together(self._group, lambda b=batch: b.write(file))  # type: ignore[misc]
-
-    def _plan(self, batch: _Batch, index: Index, shards: Sequence[str]) -> list[Transfer]:
-        here = self._topology.me.node
-        reads = plan(
-            index,
-            batch.needs,
-            lambda number: int(self._shards[shards[number]].source.node != here),
-            turn=self._group.rank,
-        )
-        by_shard: dict[str, list[ReadItem]] = {}
-        for read in reads:
-            by_shard.setdefault(shards[read.offer.source], []).append(read)
-        return [
-            transfer(self._shards[shard].source, self._reader(shard), its_reads, batch.buffers)
-            for shard, its_reads in by_shard.items()
-        ]
-
-    def _reader(self, shard: str) -> int:
-        """A rank reads what lies on its own node by itself."""
-        on_node = self._shards[shard].source.node == self._topology.me.node
-        return self._group.rank if on_node else self._topology.rank_of[shard]
+                together(self._group, partial(batch.write, file))
 
 
 class OpenFile:
@@ -319,12 +300,12 @@ class _Batch:
     def __init__(self, steps: Sequence[WriteStep], stored: Mapping[str, Tensor]) -> None:
         self._steps = steps
         self._sources = [_source_rows(step.rows, stored) for step in steps]
-        self.needs = [rows.fragment for rows in self._sources if rows is not None]
-        self.buffers = [torch.empty(need.nbytes, dtype=torch.uint8) for need in self.needs]
+        wanted = [rows.fragment for rows in self._sources if rows is not None]
+        self.needs = [(need, torch.empty(need.nbytes, dtype=torch.uint8)) for need in wanted]
 
     def write(self, file: OpenFile) -> None:
         """Write what has come, cast where weights are derived from masters."""
-        arrived = iter(self.buffers)
+        arrived = (buffer for _, buffer in self.needs)
         for step, source in zip(self._steps, self._sources, strict=True):
             if step.rows is None or source is None:
                 file.put(step, torch.empty(0, dtype=torch.uint8).numpy())

@@ -18,6 +18,8 @@ from ftckpt.errors import ArenaError
 from ftckpt.events import Progress
 from ftckpt.group import Group, together
 from ftckpt.model import codec
+from ftckpt.model.fragment import Fragment
+from ftckpt.model.topology import Topology
 from ftckpt.restore import exchange as wire
 from ftckpt.restore.exchange import (
     Name,
@@ -31,8 +33,9 @@ from ftckpt.restore.exchange import (
     sharers,
     source_strip,
 )
-from ftckpt.restore.locations import Location, OpenArenas, location_of
-from ftckpt.restore.plan import ReadItem, StridedCopy, in_bytes, run, stream
+from ftckpt.restore.locations import Location, OpenArenas, SlotAt, location_of
+from ftckpt.restore.offers import Index
+from ftckpt.restore.plan import ReadItem, StridedCopy, in_bytes, plan, run, stream
 
 Loop = tuple[int, Sequence[int], Sequence[int]]
 """Bytes of a source in the order of some loops: begin, shape, strides."""
@@ -91,6 +94,35 @@ def transfer(source: Location, reader: int, reads: Sequence[ReadItem], needs: Se
         copies = tuple(in_bytes(copy, item_bytes, read.offer.offset) for copy in read.copies)
         items.append(Item(copies, needs[read.need]))
     return Transfer(source, reader, tuple(items))
+
+
+def reader_for_me(topology: Topology, source: Location, reader: int) -> int:
+    """A rank reads what lies on its own node by itself; ``reader`` reads it for others."""
+    return topology.rank if source.node == topology.me.node else reader
+
+
+def transfers_of(
+    topology: Topology,
+    index: Index,
+    needs: Sequence[tuple[Fragment, torch.Tensor]],
+    slots: Sequence[tuple[SlotAt, int]],
+    padded: frozenset[str] = frozenset(),
+) -> list[Transfer]:
+    """What this rank reads to fill the tensors of ``needs``.
+
+    ``slots`` are the sources in ``index``, each with the rank that reads it for other nodes.
+    """
+    here = topology.me.node
+    # 0: read in place; 1: sent by a rank of another node.
+    costs = [int(at.node != here) for at, _ in slots]
+    by_slot: dict[int, list[ReadItem]] = {}
+    for read in plan(index, [need for need, _ in needs], costs.__getitem__, padded, turn=topology.rank):
+        by_slot.setdefault(read.offer.source, []).append(read)
+    tensors = [tensor for _, tensor in needs]
+    return [
+        transfer(slots[number][0], reader_for_me(topology, *slots[number]), reads, tensors)
+        for number, reads in by_slot.items()
+    ]
 
 
 def fetch(source: Location, reader: int, offset: int, into: torch.Tensor) -> Transfer:

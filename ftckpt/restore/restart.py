@@ -21,7 +21,7 @@ from ftckpt.model.layouts import layout_name
 from ftckpt.model.topology import Topology, first_of_each_stage
 from ftckpt.model.training_state import Description, Piece, TrainingState, cast_master
 from ftckpt.restore.choice import Decision, readers_of
-from ftckpt.restore.load import Traffic, Transfer, execute, fetch, transfer
+from ftckpt.restore.load import Traffic, Transfer, execute, fetch, reader_for_me, transfers_of
 from ftckpt.restore.locations import OpenArenas
 from ftckpt.restore.offers import (
     Hashes,
@@ -33,7 +33,6 @@ from ftckpt.restore.offers import (
     index_for,
     needs_of,
 )
-from ftckpt.restore.plan import ReadItem, plan
 from ftckpt.restore.repair import Usage
 from ftckpt.restore.search import Search
 from ftckpt.store.arena import Arena
@@ -179,17 +178,9 @@ class Restart:
         padded = padded.union(*(slot.padded for slot in slots)) if own is None else frozenset()
         needs = needs_of(pieces, index, own, padded)
         self._report_padding(index, [need for _, need in needs])
-        here = self._topology.me.node
-        # 0: read in place; 1: sent by a rank of another node.
-        costs = [int(slot.at.node != here) for slot in slots]
-        by_source: dict[int, list[ReadItem]] = {}
-        for read in plan(index, [need for _, need in needs], costs.__getitem__, padded, turn=self._group.rank):
-            by_source.setdefault(read.offer.source, []).append(read)
-        tensors = [piece.tensor for piece, _ in needs]
-        return needs, [
-            transfer(slots[source].at, self._reader_for_me(slots[source]), reads, tensors)
-            for source, reads in by_source.items()
-        ]
+        wanted = [(need, piece.tensor) for piece, need in needs]
+        sources = [(slot.at, slot.reader) for slot in slots]
+        return needs, transfers_of(self._topology, index, wanted, sources, padded)
 
     def _report_padding(self, index: Index, needs: Sequence[Fragment]) -> None:
         """A vocabulary of another size may be another vocabulary: that is for people to see."""
@@ -223,7 +214,7 @@ class Restart:
             return torch.empty(0, dtype=torch.uint8), []
         begin, used = own.objects
         buffer = torch.empty(used, dtype=torch.uint8)
-        return buffer, [fetch(own.at, self._reader_for_me(own), begin, buffer)]
+        return buffer, [fetch(own.at, reader_for_me(self._topology, own.at, own.reader), begin, buffer)]
 
     def _first_objects(self, contents: Contents) -> list[bytes]:
         """Encoded objects of the first rank of each pipeline stage, in the order of the stages."""
@@ -245,10 +236,6 @@ class Restart:
         sizes = {"read_bytes": traffic.read_bytes, "received_bytes": traffic.received_bytes}
         self._events.emit("reshaped", **{"from": before, "to": now}, iteration=iteration, secs=secs, **sizes)
         self._events.announce(f"iteration {iteration} reshaped from {before} to {now} in {secs:.1f} s")
-
-    def _reader_for_me(self, slot: SlotContents) -> int:
-        """A rank reads what lies on its own node by itself."""
-        return self._group.rank if slot.at.node == self._topology.me.node else slot.reader
 
 
 def _void(node_dir: Path, newest: int) -> None:
