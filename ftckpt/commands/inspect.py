@@ -139,7 +139,7 @@ def _problems(arena: Arena, slot: int, record: SlotRecord, verify: bool) -> list
         return ["record"]
     if not (verify and record.sealed):
         return []
-    bad = arena.verify(slot)
+    bad = arena.verify(slot).names
     now = arena.control.record(slot)
     # A live trainer that took the slot back while it was read has corrupted nothing.
     return [] if (now.state, now.sequence) != (record.state, record.sequence) and not now.torn else bad

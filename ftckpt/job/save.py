@@ -39,6 +39,7 @@ from ftckpt.restore.load import execute, fetch, reader_for_me, transfers_of
 from ftckpt.restore.locations import OpenArenas, SlotAt
 from ftckpt.restore.offers import Index, Offer
 from ftckpt.store.arena import Arena
+from ftckpt.store.damage import Damage
 from ftckpt.store.image import SlotImage
 
 __all__ = ["BATCH_BYTES", "MAX_FILE_BYTES", "UniversalSave"]
@@ -185,9 +186,9 @@ class UniversalSave:
 
     def _verify(self) -> None:
         own = self._own.source
-        bad = self._arena.verify(own.slot) if self._arena is not None else ["no arena"]
-        if bad:
-            raise ConvertError(f"{own.arena}, slot {own.slot}: damaged: {', '.join(bad[:3])}")
+        damage = self._arena.verify(own.slot) if self._arena is not None else Damage(reason="no arena")
+        if damage:
+            raise ConvertError(f"{own.arena}, slot {own.slot}: damaged: {', '.join(damage.names[:3])}")
 
     @property
     def _own(self) -> _Shard:

@@ -16,6 +16,7 @@ from ftckpt.restore.locations import SlotAt
 from ftckpt.restore.rebuild import Bytes, Fix
 from ftckpt.store.arena import Arena
 from ftckpt.store.control import control_bytes
+from ftckpt.store.damage import OBJECTS, Damage
 from ftckpt.store.directory import arena_path, remove_arena
 from ftckpt.store.image import SlotImage
 from ftckpt.store.package import Package
@@ -128,7 +129,7 @@ class Build:
     def length(self, chunk: int) -> int:
         return self.arena.image.chunks[chunk].nbytes
 
-    def finish(self) -> list[str]:
+    def finish(self) -> Damage:
         """Seal a new slot, every chunk of which was checked; what is still bad in one that was repaired in place."""
         arena, package = self.arena, self._package
         if self.fix.in_place:
@@ -139,7 +140,7 @@ class Build:
         arena.control.seal(self._slot, self._whole.snapshot)
         if package is not None and (whole is None or whole.iteration < package.snapshot.iteration):
             arena.control.mark_whole(package.snapshot)
-        return []
+        return Damage()
 
     def close(self) -> None:
         """Give the arena up; what is not finished does not count."""
@@ -202,13 +203,13 @@ class Build:
                 view[pad.begin : pad.end] = bytes(pad.nbytes)
         if package is not None and package.manifest.digest == arena.manifest.digest:
             self._put_volatile()
-            if "objects" in self.fix.parts:
+            if OBJECTS in self.fix.parts:
                 self._put_objects()
 
-    def _bad_volatile(self) -> list[str]:
+    def _bad_volatile(self) -> Damage:
         image = self.arena.image
         chunks = range(image.num_stepped_chunks, len(image.chunks)) if self._package is not None else ()
-        return [f"chunk {chunk}" for chunk in chunks if not self.check(chunk)]
+        return Damage(tuple(chunk for chunk in chunks if not self.check(chunk)))
 
     def _put_volatile(self) -> None:
         span = self.arena.image.volatile

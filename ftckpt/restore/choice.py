@@ -16,8 +16,9 @@ from ftckpt.model.text import listed
 from ftckpt.model.topology import Topology, layouts_differ
 from ftckpt.parity.survive import BlockId
 from ftckpt.restore.inventory import REMEDY, ArenaReport, Candidate, Inventory, Layout, Shield, candidates
-from ftckpt.restore.locations import Damage, SlotAt
+from ftckpt.restore.locations import SlotAt
 from ftckpt.restore.rebuild import Rebuild, assess
+from ftckpt.store.damage import Damage
 
 
 @dataclass(frozen=True)

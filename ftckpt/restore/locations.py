@@ -1,9 +1,7 @@
-"""Where bytes of a snapshot lie, what is wrong with a slot, and what of it this node has, opened once."""
+"""Where bytes of a snapshot lie, and what of it this node has, opened once."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,10 +11,6 @@ from ftckpt.model import codec
 from ftckpt.store.arena import Arena
 from ftckpt.store.package import mirror_dir
 from ftckpt.store.parity_file import ParityFile
-
-_CHUNK = re.compile(r"chunk ([0-9]+)")
-# What can be put right without parity; any other name that ``Arena.verify`` gives means that the slot is of no use.
-_PARTS = frozenset({"header", "padding", "objects"})
 
 
 @dataclass(frozen=True, order=True)
@@ -63,33 +57,6 @@ def location_of(value: Any) -> Location:
     """Inverse of ``codec.to_json`` for a location; raises ValueError for anything else."""
     location: Location = codec.from_json(value, Location)  # type: ignore[arg-type]
     return location
-
-
-@dataclass(frozen=True)
-class Damage:
-    """What does not verify in a slot: chunks, and other ``parts`` (header, padding, objects).
-
-    A ``useless`` slot has nothing that could be used.
-    """
-
-    chunks: tuple[int, ...] = ()
-    parts: tuple[str, ...] = ()
-    useless: bool = True
-
-    @classmethod
-    def of(cls, problems: Iterable[str]) -> Damage:
-        """From the names that ``Arena.verify`` gives."""
-        chunks: list[int] = []
-        parts: list[str] = []
-        for problem in problems:
-            match = _CHUNK.fullmatch(problem)
-            if match:
-                chunks.append(int(match[1]))
-            elif problem in _PARTS:
-                parts.append(problem)
-            else:
-                return cls()
-        return cls(tuple(chunks), tuple(parts), useless=False)
 
 
 class OpenArenas:

@@ -14,7 +14,8 @@ from ftckpt.parity.groups import ParityGroup
 from ftckpt.parity.stripes import num_blocks
 from ftckpt.parity.survive import BlockId, ChunkId, Repair, block_chunk, solve
 from ftckpt.restore.inventory import Candidate, Shield, SoundPackage
-from ftckpt.restore.locations import BlockAt, ChunkAt, Damage, OpenArenas, SlotAt
+from ftckpt.restore.locations import BlockAt, ChunkAt, OpenArenas, SlotAt
+from ftckpt.store.damage import OBJECTS, Damage
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -27,7 +28,7 @@ class Fix:
     """One shard that is not whole anywhere: it is rebuilt at ``at``, in a new slot or in place.
 
     ``chunks`` come from parity; all else (objects and volatile chunks, manifest and checksums of a new slot) comes
-    from the ``package``, which a slot that has only bad chunks can do without. ``parts`` are those of Damage.
+    from the ``package``, which a slot that has only bad chunks can do without. ``parts`` are those of ``Damage``.
     """
 
     shard: str
@@ -98,7 +99,7 @@ def _fix(candidate: Candidate, shard: str, bad: Mapping[SlotAt, Damage], shield:
             chunks = tuple(c for c in damage.chunks if c < package.holding.volatile[0])
             return Fix(shard, source, chunks, package, damage.parts)
         # Without a package nothing has the objects; header and padding follow from the manifest.
-        if "objects" not in damage.parts:
+        if OBJECTS not in damage.parts:
             return Fix(shard, source, damage.chunks, None, damage.parts)
     if package is None:
         return None

@@ -22,8 +22,9 @@ from ftckpt.restore.build import Build
 from ftckpt.restore.choice import Decision, worth_keeping
 from ftckpt.restore.inventory import Inventory, Shield
 from ftckpt.restore.load import Transfer, execute, fetch, reader_for_me
-from ftckpt.restore.locations import BlockAt, ChunkAt, Damage, OpenArenas, SlotAt
+from ftckpt.restore.locations import BlockAt, ChunkAt, OpenArenas, SlotAt
 from ftckpt.restore.rebuild import Bytes, Input, Rebuild, RepairTask, TaskSlice, batches, levels, solve_slice
+from ftckpt.store.damage import Damage
 from ftckpt.store.directory import list_arenas
 from ftckpt.store.ledger import Ledger, for_rebuild, give_up, in_use, refusal, require
 from ftckpt.store.package import Package, unpack
@@ -33,6 +34,8 @@ BATCH_BYTES = 64 << 20
 
 _PATIENCE_SECS = 5.0
 """Nothing is given up for what the SMP has yet to unmap."""
+
+_STILL_BAD = Damage(reason="does not verify after its repair")
 
 Usage = dict[str, dict[str, int]]
 """By what was rebuilt → chunks and bytes."""
@@ -285,12 +288,12 @@ class Repairer:
         return outcome
 
     def _finish(self) -> Outcome:
-        problems = together(self._group, lambda: {shard: build.finish() for shard, build in self._builds.items()})
-        mine = [shard for shard, bad in problems.items() if bad]
+        damage = together(self._group, lambda: {shard: build.finish() for shard, build in self._builds.items()})
+        mine = [shard for shard, bad in damage.items() if bad]
         # Sealed rank by rank: a kill in between leaves fewer shards to rebuild to the next start.
         failed = [shard for shards in codec.gather(self._group, mine, list[str]) for shard in shards]
         if failed:
-            return Outcome(damage={self._sources[shard]: Damage() for shard in failed})
+            return Outcome(damage=dict.fromkeys((self._sources[shard] for shard in failed), _STILL_BAD))
         return Outcome(sources={shard: self._sources[shard] for shard in self._rebuild.fixes})
 
     def _gather_usage(self) -> Usage:

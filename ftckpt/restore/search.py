@@ -28,20 +28,21 @@ from ftckpt.restore.inventory import (
     read_protection,
     take_inventory,
 )
-from ftckpt.restore.locations import Damage, OpenArenas, SlotAt
+from ftckpt.restore.locations import OpenArenas, SlotAt
 from ftckpt.restore.repair import Repairer, Site, Usage
 from ftckpt.store.arena import Arena
 from ftckpt.store.control import SlotState
+from ftckpt.store.damage import Damage
 from ftckpt.store.package import load, package_path
 
 
 @dataclass(frozen=True)
 class BadSlot:
-    """A slot that did not verify, with the shard in it and the names of what is bad."""
+    """A slot that did not verify, with the shard in it."""
 
     at: SlotAt
     shard: str
-    problems: tuple[str, ...]
+    damage: Damage
 
 
 @dataclass(frozen=True)
@@ -146,8 +147,8 @@ class Search:
         self._good |= set(decision.sources.values()) - {slot.at for slot in bad}
         for slot in bad:
             # Alike on all ranks, from what was gathered: ``decide`` must come to the same answer everywhere.
-            self._findings.damage[slot.at] = Damage.of(slot.problems)
-            self._texts[slot.at] = f"{slot.shard}: {', '.join(slot.problems[:3])}"
+            self._findings.damage[slot.at] = slot.damage
+            self._texts[slot.at] = f"{slot.shard}: {', '.join(slot.damage.names[:3])}"
         if not bad:
             states = sum((Counter(report.states) for report in reports), Counter[str]())
             below = {shard: state for shard, at in mine.items() if (state := self._states.get(at, "")) != "protected"}
@@ -158,25 +159,25 @@ class Search:
     def _verify_mine(self, snapshot: SnapshotId, slots: Mapping[str, SlotAt]) -> SlotFindings:
         bad = []
         for shard, slot in slots.items():
-            problems = self._verify_once(snapshot, shard, slot)
-            if problems:
-                bad.append(BadSlot(slot, shard, tuple(problems)))
-                self._events.emit("arena_problem", shard=shard, problems=problems)
+            damage = self._verify_once(snapshot, shard, slot)
+            if damage:
+                bad.append(BadSlot(slot, shard, damage))
+                self._events.emit("arena_problem", shard=shard, problems=damage.names)
         states = Counter(self._states[slot] for slot in slots.values() if slot in self._states)
         return SlotFindings(tuple(bad), states)
 
-    def _verify_once(self, snapshot: SnapshotId, shard: str, slot: SlotAt) -> list[str]:
+    def _verify_once(self, snapshot: SnapshotId, shard: str, slot: SlotAt) -> Damage:
         """What is bad in a slot; nothing where it was verified before."""
         if slot in self._good:
-            return []
+            return Damage()
         progress = Progress(f"rank {self._group.rank} verifies {shard}")
         try:
-            self._states[slot], problems = self._verify_slot(snapshot, slot, progress)
+            self._states[slot], damage = self._verify_slot(snapshot, slot, progress)
         except FtckptError as error:
-            problems = [str(error)]
-        return problems
+            return Damage(reason=str(error))
+        return damage
 
-    def _verify_slot(self, snapshot: SnapshotId, slot: SlotAt, progress: Progress) -> tuple[str, list[str]]:
+    def _verify_slot(self, snapshot: SnapshotId, slot: SlotAt, progress: Progress) -> tuple[str, Damage]:
         """How far the snapshot in a slot had come, and what is bad in it.
 
         Of a slot that has no checksums yet they are taken now; where this node has a package of it they are
@@ -185,17 +186,19 @@ class Search:
         arena = self._arenas.get(slot.arena)
         state = arena.state(slot.slot)
         if arena.control.record(slot.slot).snapshot != snapshot:
-            return SlotState(state).name.lower(), ["record"]  # a rebuild that failed may have taken the slot since
-        problems = arena.verify(slot.slot, progress)
+            # A rebuild that failed may have taken the slot since.
+            return SlotState(state).name.lower(), Damage(reason="record")
+        damage = arena.verify(slot.slot, progress)
         # The trainers died before the SMP came to this slot: the window that ``checked`` events measure.
-        if not problems and arena.unchecked(slot.slot):
-            expected = self._package_hashes(arena, slot.slot)
+        if not damage and arena.unchecked(slot.slot):
+            expected, bad = self._package_hashes(arena, slot.slot), []
             for chunk in range(len(arena.image.chunks)):
                 value = arena.hash_chunk(slot.slot, chunk)
                 if chunk in expected and value != expected[chunk]:
-                    problems.append(f"chunk {chunk}")
+                    bad.append(chunk)
                 progress(arena.image.chunks[chunk].end, arena.image.file_bytes)
-        return SlotState(state).name.lower(), problems
+            damage = Damage(tuple(bad))
+        return SlotState(state).name.lower(), damage
 
     def _package_hashes(self, arena: Arena, slot: int) -> Mapping[int, int]:
         snapshot = arena.control.record(slot).snapshot

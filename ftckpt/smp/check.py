@@ -16,6 +16,7 @@ from ftckpt.model.snapshot import SnapshotId
 from ftckpt.smp.arenas import GuardedArena, GuardedArenas
 from ftckpt.smp.work import Pace, Work
 from ftckpt.store.control import SealId, SlotRecord
+from ftckpt.store.damage import Damage
 
 
 class _Key(NamedTuple):
@@ -98,16 +99,16 @@ class Checker:
                     return
                 # Without hashes of the trainer's those that were taken here are the ones that count from now on.
                 bad_chunks = np.flatnonzero(hashes != record.chunk_hashes).tolist() if record.hashed else []
-                bad = arena.mapped.bad_parts(slot, record, bad_chunks)
+                damage = arena.mapped.damage(slot, record, bad_chunks)
             except ArenaError as error:
-                hashes, bad = np.empty(0, np.uint64), [str(error)]
+                hashes, damage = np.empty(0, np.uint64), Damage(reason=str(error))
             if not arena.still_holds(slot, record):
                 return
-            if bad:
+            if damage:
                 # By file and seal: what is sealed anew there, or was put right in a new file, is looked at again.
                 self._bad.add(seal.key)
                 iteration = seal.snapshot.iteration
-                self._events.emit("corrupt", arena=arena.name, slot=slot, iteration=iteration, what=bad[:20])
+                self._events.emit("corrupt", arena=arena.name, slot=slot, iteration=iteration, what=damage.names[:20])
                 return
             gap_secs = time.monotonic() - seal.seen
             arena.checks.store_checked(slot, seal.seal_id, hashes, gap_secs)

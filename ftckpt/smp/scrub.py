@@ -24,6 +24,7 @@ from ftckpt.smp.sources import Feed, Sources
 from ftckpt.smp.work import Work, in_thread, within
 from ftckpt.store import package
 from ftckpt.store.checks import CheckState
+from ftckpt.store.damage import Damage
 from ftckpt.store.parity_file import ParityFile, parity_path
 
 _REMOTE_SECS = 30.0
@@ -165,8 +166,8 @@ class Scrubber:
                 arena=arena.name,
                 slot=checked.slot,
                 iteration=snapshot.iteration,
-                what=[f"chunk {chunk}" for chunk in new[:_MAX_NAMED]],
-                repairable=[f"chunk {chunk}" for chunk in new if (arena.shard, chunk) in safe][:_MAX_NAMED],
+                what=Damage(tuple(new[:_MAX_NAMED])).names,
+                repairable=Damage(tuple(chunk for chunk in new if (arena.shard, chunk) in safe)).names[:_MAX_NAMED],
             )
         if all((arena.shard, chunk) in safe for chunk in bad):
             return False  # a restart rebuilds them: here only trainers may write into slots

@@ -16,6 +16,7 @@ from ftckpt.model.manifest import Manifest
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.store.checks import Check, Checks, CheckState
 from ftckpt.store.control import ControlBlock, SlotRecord, SlotState, control_bytes
+from ftckpt.store.damage import HEADER, OBJECTS, PADDING, Damage
 from ftckpt.store.directory import (
     LOCK_NAME,
     arena_path,
@@ -271,39 +272,40 @@ class Arena:
         """The objects in use, not verified; raises CorruptError if their length passes the capacity."""
         return self._objects(slot, self.control.record(slot))
 
-    def verify(self, slot: int, on_progress: Progress | None = None) -> list[str]:
-        """Names of what is bad in ``slot``; an empty list means that every byte with a checksum is verified.
+    def verify(self, slot: int, on_progress: Progress | None = None) -> Damage:
+        """What is bad in ``slot``; nothing means that every byte with a checksum is verified.
 
-        Those are all bytes of the snapshot, or, of one that is ``unchecked``, all but its chunks. Names are
-        ``header``, ``chunk N``, ``objects``, ``padding``, ``record`` (no snapshot, or a torn record), or the
-        slot's error. Room for objects behind those in use holds nothing and is not looked at.
+        Those are all bytes of the snapshot, or, of one that is ``unchecked``, all but its chunks. A slot without a
+        snapshot, or with a torn record, is useless. Room for objects behind those in use holds nothing and is not
+        looked at.
         """
         error = self.slot_error(slot)
         if error is not None:
-            return [error]
+            return Damage(reason=error)
         record = self.control.record(slot)
         if not record.sealed:
-            return ["record"]
+            return Damage(reason="record")
         hashes, bad_chunks = self._hashes(slot, record), []
         for chunk, expected in enumerate([] if hashes is None else hashes.tolist()):
             if self.hash_chunk(slot, chunk) != expected:
                 bad_chunks.append(chunk)
             if on_progress is not None:
                 on_progress(self.image.chunks[chunk].end, self.image.file_bytes)
-        bad = self.bad_parts(slot, record, bad_chunks)
+        damage = self.damage(slot, record, bad_chunks)
         if on_progress is not None:
             on_progress(self.image.file_bytes, self.image.file_bytes)
-        return bad
+        return damage
 
-    def bad_parts(self, slot: int, record: SlotRecord, bad_chunks: Iterable[int]) -> list[str]:
+    def damage(self, slot: int, record: SlotRecord, bad_chunks: Iterable[int]) -> Damage:
         """As ``verify``, of a slot with ``record``; the caller has hashed the chunks; ``bad_chunks`` are bad."""
-        bad = [] if self.header_good(slot) else ["header"]
+        parts = [] if self.header_good(slot) else [HEADER]
         with self.slot(slot) as data:
             # Padding is in no chunk, so no checksum covers it: that it is zeros is a rule of the format.
             if any(bytes(data[pad.begin : pad.end]).strip(b"\0") for pad in self.image.pads):
-                bad.append("padding")
-        bad += [f"chunk {chunk}" for chunk in bad_chunks]
-        return bad if self._objects_good(slot, record) else [*bad, "objects"]
+                parts.append(PADDING)
+        if not self._objects_good(slot, record):
+            parts.append(OBJECTS)
+        return Damage(tuple(bad_chunks), tuple(parts))
 
     def header_good(self, slot: int) -> bool:
         """Whether ``slot`` is mapped and begins with the header that its manifest gives."""

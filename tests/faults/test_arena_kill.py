@@ -112,7 +112,7 @@ def kill(child: subprocess.Popen[str]) -> None:
 
 
 def assert_slot_holds(arena: Arena, slot: int, iteration: int) -> None:
-    assert arena.verify(slot) == [] and arena.unchecked(slot) is not hashed(iteration)
+    assert not arena.verify(slot) and arena.unchecked(slot) is not hashed(iteration)
     data, objects = pattern(iteration)
     with arena.slot(slot) as view:
         held = b"".join(

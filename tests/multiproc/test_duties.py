@@ -58,7 +58,7 @@ def test_sealed_slots_are_checked(node: Node, smp: Smp, hashed: bool) -> None:
         check, hashes = arena.check(0), arena.hashes(0)
         assert check is not None and hashes is not None and arena.state(0) == SlotState.CHECKED
         assert hashes.tolist() == [arena.hash_chunk(0, chunk) for chunk in range(len(arena.image.chunks))]
-        assert 0 <= check.gap_secs < 30 and arena.verify(0) == [] and not arena.unchecked(0)
+        assert 0 <= check.gap_secs < 30 and not arena.verify(0) and not arena.unchecked(0)
         assert arena.checks is not None
         until(lambda arena=arena: not arena.checks.leased(0), "the lease is released", secs=5)
     events = smp.events.of("checked")
@@ -117,7 +117,7 @@ def test_a_slot_that_is_written_anew_while_it_is_hashed_is_not_checked(node: Nod
     fill(arena, 0, 8)
     hold.stop()
     until(lambda: arena.state(0) == SlotState.CHECKED, "the new one is checked")
-    assert arena.verify(0) == []
+    assert not arena.verify(0)
     assert [e["iteration"] for e in smp.events.of("checked") if e["shard"] == "dp0"] == [8]
     hold.close()
 
@@ -447,7 +447,7 @@ def test_a_slot_with_a_new_file_is_mapped_anew(node: Node, smp: Smp) -> None:
     arena.renew(0)
     fill(arena, 0, 8)
     until(lambda: arena.state(0) == SlotState.CHECKED, "checked")
-    assert arena.verify(0) == []
+    assert not arena.verify(0)
 
 
 def test_a_slot_that_gets_memory_later_is_checked(arena_root: Path) -> None:
@@ -541,7 +541,7 @@ class TestScrub:
         covered.start()
         until(lambda: len(covered.events.of("scrubbed")) >= 3, "scrubbed")
         assert bytes(arena.slot(0)) == before and covered.events.of("repaired") == []
-        assert arena.verify(0) == [f"chunk {chunk}" for chunk in (0, 3, last)]
+        assert arena.verify(0).names == [f"chunk {chunk}" for chunk in (0, 3, last)]
         [corrupt] = covered.events.of("corrupt")
         assert corrupt["repairable"] == corrupt["what"] == [f"chunk {chunk}" for chunk in (0, 3, last)]
         assert node.covered(7) and covered.duties.cannot is None
@@ -560,7 +560,7 @@ class TestScrub:
         assert node.states(7) == [CheckState.CHECKED] * 3
         events = covered.events.of("corrupt")
         assert len(events) == 2 and all(set(event["repairable"]) < set(event["what"]) for event in events)
-        assert all(arena.verify(0) != [] for arena in node.arenas[1:])
+        assert all(arena.verify(0) for arena in node.arenas[1:])
         until(lambda: covered.duties.cannot == (SnapshotId(LINEAGE, 7) if target == 7 else None), "given up")
         assert len(covered.events.of("covered")) == 1, "it is not claimed again in between"
 
@@ -583,7 +583,7 @@ class TestScrub:
         flip(node.arenas[0], 1, node.arenas[0].image.chunks[0].begin)
         until(lambda: any(e["iteration"] == 8 for e in covered.events.of("corrupt")), "told")
         until(lambda: len(covered.events.of("scrubbed")) >= 2, "scrubbed")
-        assert node.arenas[0].verify(1) == ["chunk 0"]
+        assert node.arenas[0].verify(1).names == ["chunk 0"]
 
     def test_bad_parity_is_computed_anew(self, node: Node, covered: Smp) -> None:
         with closing(parity_of(node.arenas[0].path, "node", 7)) as file:

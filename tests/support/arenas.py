@@ -116,7 +116,7 @@ def choose(root: Path, number: int) -> Decision | None:
     decision = decided(reports, members[0].topology)
     for source in decision.sources.values() if decision is not None else []:
         arena = Arena.open(node_dir / source.arena)
-        assert arena.verify(source.slot) == []
+        assert not arena.verify(source.slot)
         arena.close()
     return decision
 

@@ -10,7 +10,8 @@ from pathlib import Path
 from ftckpt.model.topology import RankPlace, Topology
 from ftckpt.restore.choice import Decision, Findings, Query, decide
 from ftckpt.restore.inventory import ArenaReport, Inventory, Shield, take_inventory
-from ftckpt.restore.locations import Damage, OpenArenas, SlotAt
+from ftckpt.restore.locations import OpenArenas, SlotAt
+from ftckpt.store.damage import Damage
 
 
 def job(homes: Mapping[str, str], layout: Mapping[str, int | str | bool]) -> Topology:
@@ -23,7 +24,7 @@ def decided(
     reports: Sequence[ArenaReport], topology: Topology, damaged: Collection[SlotAt] = (), *, reshapes: bool = False
 ) -> Decision | None:
     """The decision where no node has anything that protects a snapshot."""
-    findings = Findings(dict.fromkeys(damaged, Damage()))
+    findings = Findings(dict.fromkeys(damaged, Damage(reason="corrupt")))
     while True:
         answer = decide(Inventory(tuple(reports)), topology, findings, reshapes=reshapes)
         if not isinstance(answer, Query):

@@ -28,8 +28,9 @@ from ftckpt.restore.inventory import (
     SlotReport,
     SoundPackage,
 )
-from ftckpt.restore.locations import Damage, PackageAt, SlotAt
+from ftckpt.restore.locations import PackageAt, SlotAt
 from ftckpt.restore.rebuild import NEW_SLOT, Fix
+from ftckpt.store.damage import Damage
 from tests.support.choosing import decided, job
 from tests.support.errors import raises
 
@@ -349,7 +350,7 @@ def test_of_two_snapshots_of_one_iteration_the_one_that_is_there_is_taken() -> N
 
 
 def test_bad_chunks_are_repaired_where_they_are() -> None:
-    bad = {SlotAt("n0", "tp1.0011", 0): Damage((1, 4), (), useless=False)}
+    bad = {SlotAt("n0", "tp1.0011", 0): Damage((1, 4))}
     fixes = rebuilt(outcome(six((A, 5)), shielded(), bad))
     assert fixes["tp1"].in_place and fixes["tp1"].chunks == (1,), "volatile chunks are in the package"
     without = shielded(packages_of=[s for s in RANKS if s != "tp1"])
@@ -357,7 +358,7 @@ def test_bad_chunks_are_repaired_where_they_are() -> None:
 
 
 def test_objects_that_are_corrupt_need_a_package() -> None:
-    bad = {SlotAt("n0", "tp1.0011", 0): Damage((), ("objects",), useless=False)}
+    bad = {SlotAt("n0", "tp1.0011", 0): Damage(parts=("objects",))}
     assert rebuilt(outcome(six((A, 5)), shielded(), bad))["tp1"].chunks == ()
     with raises(LostError, "tp1", "objects", "package"):
         outcome(six((A, 5)), shielded(packages_of=[]), bad)
@@ -428,10 +429,13 @@ def test_packages_alone_tell_that_there_was_a_snapshot() -> None:
     assert outcome(six(), (Inventory(), Findings())) is None
 
 
-def test_damage_is_what_verify_says() -> None:
-    assert Damage.of(["header", "chunk 3", "chunk 12", "objects"]) == Damage((3, 12), ("header", "objects"), False)
-    for text in ("record", "/x/slot0: has 5 bytes", "chunk x"):
-        assert Damage.of(["chunk 1", text]).useless
+def test_damage_has_names_and_a_json_form() -> None:
+    damage = Damage((3, 12), ("header", "objects"))
+    assert damage.names == ["header", "chunk 3", "chunk 12", "objects"] and damage and not damage.useless
+    gone = Damage(reason="/x/slot0: has 5 bytes")
+    assert gone.names == [gone.reason] and gone and gone.useless
+    assert not Damage() and Damage().names == []
+    assert [decode(encode(each), Damage) for each in (damage, gone)] == [damage, gone]
 
 
 def test_inventories_survive_json_and_strange_shards_are_problems() -> None:

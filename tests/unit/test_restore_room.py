@@ -21,10 +21,11 @@ from ftckpt.parity.groups import mirrors
 from ftckpt.parity.modes import Modes
 from ftckpt.restore.choice import Decision, Findings, Query, decide, worth_keeping
 from ftckpt.restore.inventory import ArenaReport, Inventory, PackageReport, Shield, SlotReport
-from ftckpt.restore.locations import Damage, SlotAt
+from ftckpt.restore.locations import SlotAt
 from ftckpt.restore.repair import make_room
 from ftckpt.store import ledger, parity_file
 from ftckpt.store.arena import Arena
+from ftckpt.store.damage import Damage
 from ftckpt.store.directory import list_arenas
 from ftckpt.store.image import SlotImage
 from ftckpt.store.ledger import give_up, in_use
@@ -97,7 +98,7 @@ def test_no_decision_that_follows_uses_what_is_not_needed(
         assert chosen in kept
         if isinstance(decision, Decision):
             worse = data.draw(st.sets(st.sampled_from(sorted(set(slots_there) - set(findings.damage))), min_size=1))
-            findings.damage.update(dict.fromkeys(worse, Damage()))
+            findings.damage.update(dict.fromkeys(worse, Damage(reason="corrupt")))
 
 
 # --- what is freed ---

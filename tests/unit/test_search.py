@@ -13,6 +13,7 @@ from ftckpt.restore.choice import Decision
 from ftckpt.restore.locations import SlotAt
 from ftckpt.restore.search import Search
 from ftckpt.store.control import SlotState
+from ftckpt.store.damage import Damage
 
 RANKS = 3
 SNAPSHOT = SnapshotId(b"1" * 16, 5)
@@ -48,8 +49,8 @@ class FakeArena:
     def state(self, slot: int) -> SlotState:
         return SlotState.SEALED
 
-    def verify(self, slot: int, progress: Any = None) -> list[str]:
-        return [] if self._good else ["chunk 0"]
+    def verify(self, slot: int, progress: Any = None) -> Damage:
+        return Damage() if self._good else Damage((0,))
 
     def unchecked(self, slot: int) -> bool:
         return False
