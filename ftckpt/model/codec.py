@@ -95,7 +95,7 @@ def _cached_reader(kind: Any) -> Reader:
         # An abstract type cannot be made: a tuple takes its place.
         return _sequence(args[0], tuple if origin.__module__ == "collections.abc" else origin)
     if kind is SnapshotId:
-        return _snapshot
+        return lambda value: _snapshot(_str(value))
     if kind is bytes:
         return lambda value: bytes.fromhex(_str(value))
     if hasattr(kind, "from_json"):
@@ -125,9 +125,9 @@ _list, _dict, _str = _of(list), _of(dict), _of(str)
 
 
 @lru_cache(maxsize=1024)
-def _snapshot(text: Any) -> SnapshotId:
+def _snapshot(text: str) -> SnapshotId:
     """The messages of a large job name few snapshots very often."""
-    return SnapshotId.parse(_str(text))
+    return SnapshotId.parse(text)
 
 
 def _union(kinds: tuple[Any, ...]) -> Reader:

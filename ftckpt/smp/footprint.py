@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ftckpt.errors import SmpError
+from ftckpt.model import codec
 from ftckpt.smp.requests import MAX_REQUEST_BYTES, VERSION, decode_object, encode_object
 from ftckpt.store.directory import SMP_LOG_NAME, SMP_STATE_NAME, fresh_name, remove_half_made
 
@@ -73,13 +74,10 @@ class SmpConfig:
             raise SmpError(f"{path}: {error}") from None
         if message.pop("version", None) != VERSION:
             raise SmpError(f"{path}: of another version of ftckpt")
-        kinds = {"description": dict, "host": str, "port": int, "secret": str}
-        if set(message) != set(kinds) or not all(
-            isinstance(message[name], kind) or (message[name] is None and name == "description")
-            for name, kind in kinds.items()
-        ):
-            raise SmpError(f"{path}: its fields are not {', '.join(kinds)}")
-        return cls(**message)
+        try:
+            return codec.from_json(message, cls)
+        except ValueError as error:
+            raise SmpError(f"{path}: {error}") from None
 
 
 class BoundedLog(logging.Handler):

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
 
 import xxhash
 
 from ftckpt.errors import SmpError
+from ftckpt.model import codec
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.smp.channel import Channel, Deadlines, PeerError
 from ftckpt.store.directory import is_shard
@@ -175,12 +176,12 @@ def decode_request(body: bytes | bytearray) -> SmpRequest:
     kind = REQUESTS.get(word) if isinstance(word, str) else None
     if kind is None:
         raise SmpError(f"unknown request {str(word)[:40]!r}; known are {', '.join(REQUESTS)}")
-    needs = {each.name: str(each.type) for each in fields(kind)}
-    if message.keys() != needs.keys():
+    needs = [each.name for each in fields(kind)]
+    if message.keys() != set(needs):
         raise SmpError(f"{word}: needs {' and '.join(needs) or 'nothing more'}")
     try:
-        return kind(**{name: _VALUES[needs[name]](value) for name, value in message.items()})
-    except (TypeError, ValueError) as error:
+        return codec.from_json(message, kind)
+    except ValueError as error:
         raise SmpError(f"{word}: {error}") from None
 
 
@@ -210,20 +211,3 @@ def guard_digest(description: Mapping[str, Any]) -> int:
     arenas = sorted(str(place["arena"]) for place in description["places"].values())
     value = [arenas, description["groups"], description["mirror_from"]]
     return xxhash.xxh3_64_intdigest(json.dumps(value, sort_keys=True).encode()) | 1
-
-
-def _of(kind: type) -> Callable[[Any], Any]:
-    def checked(value: Any) -> Any:
-        if type(value) is not kind:  # a bool is an int to isinstance
-            raise TypeError(f"{str(value)[:40]!r} is no {kind.__name__}")
-        return value
-
-    return checked
-
-
-_VALUES: dict[str, Callable[[Any], Any]] = {
-    "str": _of(str),
-    "int": _of(int),
-    "dict[str, Any]": _of(dict),
-    "SnapshotId": lambda value: SnapshotId.parse(_of(str)(value)),
-}
