@@ -31,11 +31,6 @@ def configure(config: Config) -> None:
     door.config = config
 
 
-def configuration() -> Config:
-    """What flags, or the script, have put in force."""
-    return door.config
-
-
 def active() -> Checkpointer | None:
     """The checkpointer of this process's training job, or None."""
     return door.checkpointer

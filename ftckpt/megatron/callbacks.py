@@ -1,6 +1,6 @@
 """What Megatron calls: by lines of a patched Megatron-LM (patches/), or by run-time hooks in their place (hooks.py).
 
-``LINES`` names them. Each returns at once unless ``--ftckpt`` was given. Megatron imports this module before
+Each returns at once unless ``--ftckpt`` was given. Megatron imports this module before
 itself, so nothing of Megatron and no torch is imported until a function has work to do.
 
 An error of ftckpt ends the process: one line on stderr and exit code 2.
@@ -28,7 +28,6 @@ from ftckpt.megatron import door
 if TYPE_CHECKING:
     from ftckpt.megatron.counters import Counters
 
-LINES = ("add_flags", "start", "restore", "set_rng", "log_sums", "boundary", "listen", "fence", "close")
 ALIAS = "ftckpt"
 """The name under which a patched module imports this one."""
 CORE = ("megatron.core.pipeline_parallel.schedules", "megatron.core.optimizer.optimizer")

@@ -71,15 +71,6 @@ class Plan:
             return max(0, min(room, spill - self.later_forwards[place]))
         return left_bytes
 
-    def forecast(self, total_bytes: int) -> dict[str, int]:
-        """Bytes by kind of place if the iteration goes as planned."""
-        left, planned = total_bytes, dict.fromkeys(("window", "forward", "backward", "fence"), 0)
-        for place, kind in enumerate(self.timeline.kinds):
-            nbytes = self.allowed(place, left)
-            planned["window" if kind in IDLE else kind if kind in planned else "fence"] += nbytes
-            left -= nbytes
-        return planned
-
 
 def _later(values: Sequence[int]) -> tuple[int, ...]:
     """For each place the sum of the values behind it."""

@@ -16,7 +16,6 @@ from itertools import chain
 from ftckpt.errors import ConfigError
 
 FORWARD, BACKWARD = "forward", "backward"
-WARM_UP, STEADY, COOL_DOWN, TAIL = "warm-up", "steady", "cool-down", "tail"
 
 _NEVER = -1.0
 _ROUNDING = 1e-9
@@ -30,21 +29,6 @@ class Step:
     kind: str
     micro: int
     chunk: int
-
-
-@dataclass(frozen=True, slots=True)
-class Window:
-    """A time in which a stage has nothing to compute; the iteration, all stages together, is 0 to 1.
-
-    ``place`` is the index of the step that follows, the number of steps for the tail. ``kind`` is ``warm-up``
-    (no backward has run), ``cool-down`` (every forward has run), ``steady`` (neither) or ``tail`` (all steps have
-    run, another stage still computes); the first that fits, tail before all.
-    """
-
-    place: int
-    kind: str
-    begin: float
-    length: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,28 +109,6 @@ def _merge(forwards: Sequence[Step], backwards: Sequence[Step], warmup: int) -> 
     warmup = min(warmup, len(forwards))
     pairs = chain.from_iterable(zip(forwards[warmup:], backwards, strict=False))
     return (*forwards[:warmup], *pairs, *backwards[len(forwards) - warmup :])
-
-
-def simulate(
-    orders: Sequence[Sequence[Step]], forward: float = 1.0, backward: float = 2.0, hop: float = 0.0
-) -> list[list[tuple[float, float]]]:
-    """Begin and end of every step of every stage: ``result[stage][i]`` belongs to ``orders[stage][i]``.
-
-    A forward needs the forward of the virtual stage before it, a backward the backward of the virtual stage after
-    it, and on the last virtual stage the forward of its own micro-batch. Linear in the number of steps.
-
-    Args:
-        orders: one per stage.
-        forward: time of one forward of one chunk, in any unit; the result is in the same.
-        backward: time of one backward of one chunk.
-        hop: time from the end of a step until another stage has its output.
-
-    Raises:
-        ConfigError: no stage, no step or an unknown kind of step, a time that is not finite and positive (``hop``
-            may be 0), stages that differ in their steps, a step twice, or orders that wait for each other for ever.
-    """
-    slots, begins, ends = _run(orders, forward, backward, hop)
-    return [[(begins[slot], ends[slot]) for slot in mine] for mine in slots]
 
 
 def _run(
@@ -251,45 +213,35 @@ def _refuse_deadlock(orders: Sequence[Sequence[Step]], done: Sequence[int]) -> N
 def place_lengths(
     orders: Sequence[Sequence[Step]], stage: int, forward: float = 1.0, backward: float = 2.0, hop: float = 0.0
 ) -> Lengths:
-    """When one stage computes and waits; arguments and errors as of ``simulate``, and ConfigError: no such stage."""
-    _check(len(orders), stage)
+    """When one stage computes and waits.
+
+    A forward needs the forward of the virtual stage before it, a backward the backward of the virtual stage after
+    it, and on the last virtual stage the forward of its own micro-batch. Linear in the number of steps.
+
+    In 1F1B with P stages, M micro-batches and ``hop`` 0, stage s waits s forwards before its first forward,
+    max(0, P−s−M) forwards and P−s−1 backwards before its first backward, one forward before each of its last
+    min(P, M+s)−s−1 backwards, and s backwards at the end. Interleaved or not, with c chunks the wait of every
+    stage adds up to P−1 forwards and P−1 backwards: (P−1)/(cM+P−1) of the iteration.
+
+    Args:
+        orders: one per stage.
+        forward: time of one forward of one chunk, in any unit.
+        backward: time of one backward of one chunk.
+        hop: time from the end of a step until another stage has its output.
+
+    Raises:
+        ConfigError: no such stage, no stage at all, no step or an unknown kind of step, a time that is not finite
+            and positive (``hop`` may be 0), stages that differ in their steps, a step twice, or orders that wait
+            for each other for ever.
+    """
     slots, begins, ends = _run(orders, forward, backward, hop)
+    _check(len(orders), stage)
     whole = max(ends[mine[-1]] for mine in slots)
     starts = [*(begins[slot] for slot in slots[stage]), whole]
     stops = [0.0, *(ends[slot] for slot in slots[stage])]
     gaps = [(start - stop) / whole for start, stop in zip(starts, stops, strict=True)]
     steps = [(stop - start) / whole for start, stop in zip(starts[:-1], stops[1:], strict=True)]
     return Lengths(tuple(gap if gap > _ROUNDING else 0.0 for gap in gaps), tuple(steps))
-
-
-def windows(
-    orders: Sequence[Sequence[Step]], stage: int, forward: float = 1.0, backward: float = 2.0, hop: float = 0.0
-) -> tuple[Window, ...]:
-    """The gaps of one stage that have a length, in order of time; arguments and errors as of ``place_lengths``.
-
-    In 1F1B with P stages, M micro-batches and ``hop`` 0, stage s waits s forwards before its first forward,
-    max(0, P−s−M) forwards and P−s−1 backwards before its first backward, one forward before each of its last
-    min(P, M+s)−s−1 backwards, and s backwards at the end. Interleaved or not, with c chunks the wait of every
-    stage adds up to P−1 forwards and P−1 backwards: (P−1)/(cM+P−1) of the iteration.
-    """
-    lengths = place_lengths(orders, stage, forward, backward, hop)
-    kinds = [step.kind for step in orders[stage]]
-    first_backward = kinds.index(BACKWARD) if BACKWARD in kinds else len(kinds)
-    last_forward = max((place for place, kind in enumerate(kinds) if kind == FORWARD), default=-1)
-
-    def kind_of(place: int) -> str:
-        if place == len(kinds):
-            return TAIL
-        if place <= first_backward:
-            return WARM_UP
-        return COOL_DOWN if place > last_forward else STEADY
-
-    begin, idle = 0.0, []
-    for place, (gap, step) in enumerate(zip(lengths.gaps, (*lengths.steps, 0.0), strict=True)):
-        if gap > 0.0:
-            idle.append(Window(place, kind_of(place), begin, gap))
-        begin += gap + step
-    return tuple(idle)
 
 
 _FORWARD, _BACKWARD = 1.0, 2.0
