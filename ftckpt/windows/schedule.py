@@ -114,13 +114,13 @@ def _merge(forwards: Sequence[Step], backwards: Sequence[Step], warmup: int) -> 
 def _run(
     orders: Sequence[Sequence[Step]], forward: float, backward: float, hop: float
 ) -> tuple[list[list[int]], list[float], list[float]]:
-    """By stage the slots (``_Grid``) of its steps, in order; by slot the begin and the end of the step."""
+    """By stage the numbers (``_Grid``) of its steps, in order; by number the begin and the end of the step."""
     if not (forward > 0.0 and backward > 0.0 and hop >= 0.0 and math.isfinite(forward + backward + hop)):
         raise ConfigError(f"times must be finite, {forward} and {backward} positive, the hop {hop} not negative")
     grid = _Grid.of(orders)
-    slots = [[grid.slot(stage, step) for step in order] for stage, order in enumerate(orders)]
-    needs = [[grid.needed(slot) for slot in mine] for mine in slots]
-    _refuse_uneven(slots, grid)
+    numbers = [[grid.number(stage, step) for step in order] for stage, order in enumerate(orders)]
+    needs = [[grid.needed(number) for number in mine] for mine in numbers]
+    _refuse_uneven(numbers, grid)
     stages, size = grid.stages, grid.size
     begins, ends = ([_NEVER] * (2 * stages * size) for _ in range(2))
     done, free, awaited = [0] * stages, [0.0] * stages, [-1] * stages
@@ -129,26 +129,26 @@ def _run(
     while awake:
         stage = awake.pop()
         now = free[stage]
-        for place in range(done[stage], len(slots[stage])):
-            slot, need = slots[stage][place], needs[stage][place]
+        for place in range(done[stage], len(numbers[stage])):
+            number, need = numbers[stage][place], needs[stage][place]
             if need >= 0:
                 ready = ends[need]
                 if ready == _NEVER:
                     awaited[stage] = need
                     break
-                # Slots are numbered by stage first: what the stage made itself takes no hop.
+                # Steps are numbered by stage first: what the stage made itself takes no hop.
                 now = max(now, ready if need // (2 * size) == stage else ready + hop)
-            is_backward = slot // size % 2
-            begins[slot] = now
-            ends[slot] = now = now + (backward if is_backward else forward)
+            is_backward = number // size % 2
+            begins[number] = now
+            ends[number] = now = now + (backward if is_backward else forward)
             done[stage], free[stage] = place + 1, now
             # What a step gives goes to one virtual stage, so at most one other stage waits for it.
             other = (stage - 1 if is_backward else stage + 1) % stages
-            if awaited[other] == slot:
+            if awaited[other] == number:
                 awaited[other] = -1
                 awake.append(other)
     _refuse_deadlock(orders, done)
-    return slots, begins, ends
+    return numbers, begins, ends
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,34 +168,34 @@ class _Grid:
         micro_batches = 1 + max(step.micro for order in orders for step in order)
         return cls(len(orders), chunks, micro_batches * chunks)
 
-    def slot(self, stage: int, step: Step) -> int:
+    def number(self, stage: int, step: Step) -> int:
         """The number of a step."""
         if step.kind not in (FORWARD, BACKWARD) or step.micro < 0 or step.chunk < 0:
             raise ConfigError(f"{step} of stage {stage} is no step: forward or backward, numbers from 0")
         kind = self.size if step.kind == BACKWARD else 0
         return 2 * self.size * stage + kind + step.micro * self.chunks + step.chunk
 
-    def needed(self, slot: int) -> int:
+    def needed(self, number: int) -> int:
         """The number of the step whose output a step needs; -1 for the first forward of a micro-batch."""
         width, last = 2 * self.size, self.stages - 1
-        stage, code = divmod(slot, width)
+        stage, code = divmod(number, width)
         # Numbers count chunks fastest, then micro-batches, then forward before backward, then stages.
         chunk = code % self.chunks
         if code < self.size:
             if stage > 0:
-                return slot - width
+                return number - width
             # Stage 0 goes on with what the last stage made of the chunk before.
             return last * width + code - 1 if chunk > 0 else -1
         if stage < last:
-            return slot + width
+            return number + width
         # The last stage: from stage 0 of the next chunk, or, on the last chunk, from its own forward.
-        return code + 1 if chunk < self.chunks - 1 else slot - self.size
+        return code + 1 if chunk < self.chunks - 1 else number - self.size
 
 
-def _refuse_uneven(slots: Sequence[Sequence[int]], grid: _Grid) -> None:
-    known = set(slots[0])
-    for stage, mine in enumerate(slots):
-        same = {slot - 2 * grid.size * stage for slot in mine} == known
+def _refuse_uneven(numbers: Sequence[Sequence[int]], grid: _Grid) -> None:
+    known = set(numbers[0])
+    for stage, mine in enumerate(numbers):
+        same = {number - 2 * grid.size * stage for number in mine} == known
         if not same or len(mine) != len(known):
             raise ConfigError(f"stage {stage} has a step twice, or other steps than stage 0")
 
@@ -234,11 +234,11 @@ def place_lengths(
             and positive (``hop`` may be 0), stages that differ in their steps, a step twice, or orders that wait
             for each other for ever.
     """
-    slots, begins, ends = _run(orders, forward, backward, hop)
+    numbers, begins, ends = _run(orders, forward, backward, hop)
     _check(len(orders), stage)
-    whole = max(ends[mine[-1]] for mine in slots)
-    starts = [*(begins[slot] for slot in slots[stage]), whole]
-    stops = [0.0, *(ends[slot] for slot in slots[stage])]
+    whole = max(ends[mine[-1]] for mine in numbers)
+    starts = [*(begins[number] for number in numbers[stage]), whole]
+    stops = [0.0, *(ends[number] for number in numbers[stage])]
     gaps = [(start - stop) / whole for start, stop in zip(starts, stops, strict=True)]
     steps = [(stop - start) / whole for start, stop in zip(starts[:-1], stops[1:], strict=True)]
     return Lengths(tuple(gap if gap > _ROUNDING else 0.0 for gap in gaps), tuple(steps))
