@@ -26,7 +26,7 @@ _STEPS = frozenset({"forward", "backward"})
 
 
 @dataclass(frozen=True)
-class Plan:
+class CopyPlan:
     """What each place of an iteration can take, in bytes: its length times the rate of copies."""
 
     timeline: IterationForecast
@@ -37,7 +37,7 @@ class Plan:
     later_forwards: tuple[int, ...]
 
     @classmethod
-    def of(cls, timeline: IterationForecast, bytes_per_sec: float, unit_bytes: int) -> Plan:
+    def of(cls, timeline: IterationForecast, bytes_per_sec: float, unit_bytes: int) -> CopyPlan:
         """``unit_bytes`` is the size of a copy: a window takes whole ones."""
         capacity = []
         for kind, secs in zip(timeline.kinds, timeline.secs, strict=True):
@@ -123,12 +123,12 @@ class Bubbles:
         self._queued = queued
         self._changed = threading.Condition()
         self._places: deque[_Place] = deque()
-        self._plan: Plan | None = None
+        self._plan: CopyPlan | None = None
         self._left = 0
         self._carried = 0
         self._moving = True
 
-    def begin(self, total_bytes: int, plan: Plan | None) -> None:
+    def begin(self, total_bytes: int, plan: CopyPlan | None) -> None:
         """A snapshot of ``total_bytes`` begins; without a plan its chunks are copied as soon as training moves on."""
         with self._changed:
             # Not moving: copies that begin at the boundary would run beside what training still waits for there.

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from ftckpt.config import Config
 from ftckpt.events import Events
-from ftckpt.windows.bubbles import Always, Bubbles, Plan, Windows
+from ftckpt.windows.bubbles import Always, Bubbles, CopyPlan, Windows
 from ftckpt.windows.clock import Clock, Moment
 from ftckpt.windows.iteration import Iteration, Profile, in_windows
 from ftckpt.windows.node_budget import Budget
@@ -78,7 +78,7 @@ class Pacer:
         self._events = events
         self._bubbles = Bubbles(clock.on_device) if config.schedule == "bubble" else None
         self._profile = Profile()
-        self._plan: Plan | None = None
+        self._plan: CopyPlan | None = None
         self._marks: list[tuple[str, Moment]] = []
         self._began = 0.0
         self._copies: Copies | None = None
@@ -192,7 +192,7 @@ class Pacer:
                 begin=passed.began, spans=list(spans), copies=iteration.copies, **costs,
             )  # fmt: skip
 
-    def _planned(self, unit_bytes: int) -> Plan | None:
+    def _planned(self, unit_bytes: int) -> CopyPlan | None:
         """The plan in force while what it rests on holds, otherwise a new one; None while nothing is known."""
         timeline = self._profile.timeline
         if timeline is None or not self._rates:
@@ -203,7 +203,7 @@ class Pacer:
             moved = old.timeline.distance(timeline)
             if moved <= share and abs(rate - old.bytes_per_sec) <= share * old.bytes_per_sec:
                 return old
-        plan = Plan.of(timeline, rate, unit_bytes)
+        plan = CopyPlan.of(timeline, rate, unit_bytes)
         self._events.emit(
             "planned", window_capacity_bytes=plan.window_bytes, bytes_per_sec=rate, moved_share=moved,
             measured=self._profile.measured, places=len(timeline.kinds), iteration_secs=sum(timeline.secs),

@@ -11,7 +11,7 @@ import torch
 
 from ftckpt.capture import device_copier
 from ftckpt.capture import device_copier as graphs
-from ftckpt.windows.bubbles import Always, Bubbles, Plan, Turn
+from ftckpt.windows.bubbles import Always, Bubbles, CopyPlan, Turn
 from ftckpt.windows.clock import DeviceClock, Moment
 from ftckpt.windows.iteration import IterationForecast
 from tests.support.device_states import Landings, assert_holds, plan, prepared, shared_slot
@@ -89,7 +89,7 @@ def test_measured_times_lie_inside_their_windows(device: torch.device) -> None:
         marks = [clock.mark()]
         seen = Landings(copies, slot, marks[0])
         # By this rate a window takes three chunks; they are copied in far less time.
-        bubbles.begin(5 * unit, Plan.of(IterationForecast(kinds, secs), 3 * unit / 0.2, unit))
+        bubbles.begin(5 * unit, CopyPlan.of(IterationForecast(kinds, secs), 3 * unit / 0.2, unit))
         bubbles.enter(0, kinds[0], marks[0])
         copier.start(tensors, seen.flight, bubbles)
         for place in range(1, 6):

@@ -14,7 +14,7 @@ import torch
 from ftckpt.capture import copier as copier_module
 from ftckpt.capture.chunks import ChunkCopy, Segment
 from ftckpt.capture.copier import Flight, HostCopier, copy_chunk
-from ftckpt.windows.bubbles import Always, Bubbles, Plan
+from ftckpt.windows.bubbles import Always, Bubbles, CopyPlan
 from ftckpt.windows.iteration import IterationForecast
 from ftckpt.windows.node_budget import NoBudget
 
@@ -22,7 +22,7 @@ LONG_SECS = 20.0
 NUM = 8
 COPIES = [ChunkCopy(chunk, (Segment(0, chunk * 4, 4, chunk * 16, 16),)) for chunk in range(NUM)]
 KINDS = ("start", "window", "forward", "window", "backward", "tail", "fence", "optimizer")
-PLAN = Plan.of(IterationForecast(KINDS, (0.0, 2.0, 1.0, 2.0, 1.0, 1.0, 0.0, 1.0)), 16.0, 16)
+PLAN = CopyPlan.of(IterationForecast(KINDS, (0.0, 2.0, 1.0, 2.0, 1.0, 1.0, 0.0, 1.0)), 16.0, 16)
 
 
 def pause(dice: random.Random) -> None:

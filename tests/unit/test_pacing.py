@@ -10,18 +10,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.ladder import window_share
-from ftckpt.windows.bubbles import Bubbles, Plan, Turn
+from ftckpt.windows.bubbles import Bubbles, CopyPlan, Turn
 from ftckpt.windows.iteration import IDLE, Iteration, IterationForecast, Profile, divide, in_windows
 
 KINDS = ("boundary", "window", "forward", "window", "backward", "window", "tail", "fence", "optimizer")
 SECS = (0.0, 2.0, 1.0, 0.0, 2.0, 0.0, 1.0, 0.0, 0.5)
 
 
-def plan(rate: float = 10.0, unit: int = 1, kinds: tuple[str, ...] = KINDS, secs: tuple[float, ...] = SECS) -> Plan:
-    return Plan.of(IterationForecast(kinds, secs), rate, unit)
+def plan(
+    rate: float = 10.0, unit: int = 1, kinds: tuple[str, ...] = KINDS, secs: tuple[float, ...] = SECS
+) -> CopyPlan:
+    return CopyPlan.of(IterationForecast(kinds, secs), rate, unit)
 
 
-def placed(plan: Plan, total_bytes: int) -> dict[str, int]:
+def placed(plan: CopyPlan, total_bytes: int) -> dict[str, int]:
     """Bytes by kind of place if the iteration goes as planned."""
     left, found = total_bytes, dict.fromkeys(("window", "forward", "backward", "fence"), 0)
     for place, kind in enumerate(plan.timeline.kinds):
@@ -59,7 +61,7 @@ timelines = st.lists(
 def test_every_byte_goes_somewhere_and_nothing_spills_that_windows_take(
     timeline: IterationForecast, total: int, rate: float, unit: int
 ) -> None:
-    made = Plan.of(timeline, rate, unit)
+    made = CopyPlan.of(timeline, rate, unit)
     found = placed(made, total)
     assert sum(found.values()) == total
     assert found["window"] == min(total, made.window_bytes)

@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ftckpt.windows.bubbles import Bubbles, Plan, Turn
+from ftckpt.windows.bubbles import Bubbles, CopyPlan, Turn
 from ftckpt.windows.iteration import IDLE, IterationForecast
 
 LONG_SECS = 20.0
 KINDS = ("start", "window", "forward", "window", "backward", "tail", "fence", "optimizer")
-PLAN = Plan.of(IterationForecast(KINDS, (0.0, 2.0, 1.0, 2.0, 1.0, 1.0, 0.0, 1.0)), 16.0, 16)
+PLAN = CopyPlan.of(IterationForecast(KINDS, (0.0, 2.0, 1.0, 2.0, 1.0, 1.0, 0.0, 1.0)), 16.0, 16)
 
 
 def late_hurry() -> threading.Event:
@@ -61,7 +61,7 @@ def test_places_do_not_pile_up_where_nobody_asks(queued: bool) -> None:
 def test_what_a_step_owes_is_not_held_against_the_fence() -> None:
     """A step may give half a chunk too much. The fence has no later place that could make up for it."""
     bubbles, hurry = Bubbles(queued=True), late_hurry()
-    bubbles.begin(5, Plan.of(IterationForecast(("forward", "fence"), (3.0, 0.0)), 1.0, 1))
+    bubbles.begin(5, CopyPlan.of(IterationForecast(("forward", "fence"), (3.0, 0.0)), 1.0, 1))
     bubbles.enter(0, "forward", "step")
     bubbles.enter(1, "fence", "fence")
     assert [bubbles.wait_turn(nbytes, hurry).gate for nbytes in (4, 1)] == ["step", "fence"]
@@ -85,7 +85,7 @@ lengths = st.lists(st.integers(0, 5), min_size=6, max_size=6)
 def test_every_chunk_gets_one_turn_in_the_order_of_places(chunks: list[int], secs: list[int], seed: int) -> None:
     """With the host anywhere: gates never go back, and windows are not overfilled by more than half a chunk."""
     dice, total = random.Random(seed), sum(chunks)
-    plan = Plan.of(IterationForecast(KINDS, (*map(float, secs), 0.0, 1.0)), 8.0, max(chunks))
+    plan = CopyPlan.of(IterationForecast(KINDS, (*map(float, secs), 0.0, 1.0)), 8.0, max(chunks))
     bubbles, hurry, turns = Bubbles(queued=True), late_hurry(), list[Turn]()
     bubbles.begin(total, plan)
 
