@@ -148,7 +148,7 @@ def xor_onto(tensors: Sequence[torch.Tensor], segments: Iterable[Segment], targe
         place.bitwise_xor_(live)
 
 
-def pieces(copy: ChunkCopy, nbytes: int) -> Iterator[ChunkCopy]:
+def xor_parts(copy: ChunkCopy, nbytes: int) -> Iterator[ChunkCopy]:
     """The same XOR in copies that end where ``nbytes``, a multiple of any element's bytes, divides file offsets."""
     waiting = sorted(copy.segments, key=lambda segment: segment.offset)
     begin = copy.begin

@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 
 from ftckpt.capture.affinity import pin
-from ftckpt.capture.chunks import ChunkCopy, combine, pieces
+from ftckpt.capture.chunks import ChunkCopy, combine, xor_parts
 from ftckpt.windows.bubbles import Windows
 from ftckpt.windows.clock import Clock, HostClock, Moment
 from ftckpt.windows.node_budget import Budget, NoBudget
@@ -275,8 +275,8 @@ def copy_chunk(
     function, so that a test can put a slow or failing one in its place.
     """
     if copy.xor:
-        for piece in pieces(copy, _XOR_BYTES):
-            combine(tensors, piece.segments, slot[piece.begin - at :], piece.begin, piece.end)
+        for part in xor_parts(copy, _XOR_BYTES):
+            combine(tensors, part.segments, slot[part.begin - at :], part.begin, part.end)
         return
     for segment in copy.segments:
         source = tensors[segment.piece]

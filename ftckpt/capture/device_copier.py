@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 from ftckpt.capture.affinity import pin
-from ftckpt.capture.chunks import ChunkCopy, Segment, combine, divided, pieces, xor_onto
+from ftckpt.capture.chunks import ChunkCopy, Segment, combine, divided, xor_onto, xor_parts
 from ftckpt.capture.copier import Cores, Finisher, Flight, Slot, Worker, by_home, copy_chunk, copy_host_state
 from ftckpt.events import log
 from ftckpt.windows.bubbles import Windows
@@ -214,8 +214,8 @@ class DeviceCopier:
         self._budget.start()
         begin = self._clock.mark()
         if copy.xor:
-            for piece in pieces(copy, _XOR_BYTES):
-                self._xor(tensors, piece, flight.slot)
+            for part in xor_parts(copy, _XOR_BYTES):
+                self._xor(tensors, part, flight.slot)
         else:
             self._to_slot(tensors, copy_host_state(tensors, copy, flight.slot), flight.slot)
         end = self._clock.mark()
@@ -235,14 +235,14 @@ class DeviceCopier:
         if begin_secs is not None and end_secs is not None:
             flight.timed.append((begin_secs, end_secs, nbytes))
 
-    def _xor(self, tensors: Sequence[torch.Tensor], piece: ChunkCopy, slot: Slot) -> None:
+    def _xor(self, tensors: Sequence[torch.Tensor], part: ChunkCopy, slot: Slot) -> None:
         """Make the XOR in device memory that this stream alone uses, and copy it to the slot.
 
         What is in host memory is read now, as ever: into the slot, from where the device takes it up. Where the
         device cannot, it comes last, behind a staged copy that is in the slot when its call returns.
         """
-        (here, left), registered = by_home(tensors, piece), self._is_registered(slot, piece)
-        begin, end = piece.begin, piece.end
+        (here, left), registered = by_home(tensors, part), self._is_registered(slot, part)
+        begin, end = part.begin, part.end
         first = bool(here.segments) and (registered or not left.segments)
         if first:
             slot[begin:end].zero_()
@@ -250,16 +250,16 @@ class DeviceCopier:
         if not left.segments:
             return
         if self._mixed is None:
-            # One will do: what makes the next piece in it comes behind the copy of this piece on the same stream.
+            # One will do: what makes the next part in it comes behind the copy of this part on the same stream.
             self._mixed = torch.empty(_XOR_BYTES, dtype=torch.uint8, device=self._device)
         if first:
-            copy_chunk([slot], _within_registrations(_bytes(piece, begin)), self._mixed, begin, non_blocking=True)
+            copy_chunk([slot], _within_registrations(_bytes(part, begin)), self._mixed, begin, non_blocking=True)
         combine(tensors, left.segments, self._mixed, begin, end, onto=first)
         if here.segments and not registered:
-            self._through_staging([self._mixed], _bytes(piece, 0), slot, self._stream)
+            self._through_staging([self._mixed], _bytes(part, 0), slot, self._stream)
             xor_onto(tensors, here.segments, slot)
         else:
-            self._to_slot([self._mixed], _bytes(piece, 0), slot)
+            self._to_slot([self._mixed], _bytes(part, 0), slot)
 
     def _to_slot(self, tensors: Sequence[torch.Tensor], copy: ChunkCopy, slot: Slot) -> None:
         if self._is_registered(slot, copy):
@@ -321,10 +321,10 @@ def _within_registrations(copy: ChunkCopy) -> ChunkCopy:
     return divided(copy, _REGISTER_BYTES)
 
 
-def _bytes(piece: ChunkCopy, start: int) -> ChunkCopy:
-    """All bytes of ``piece`` from one tensor of bytes, where the first is at ``start``."""
-    nbytes = piece.end - piece.begin
-    return ChunkCopy(piece.chunk, (Segment(0, start, nbytes, piece.begin, nbytes),))
+def _bytes(part: ChunkCopy, start: int) -> ChunkCopy:
+    """All bytes of ``part`` from one tensor of bytes, where the first is at ``start``."""
+    nbytes = part.end - part.begin
+    return ChunkCopy(part.chunk, (Segment(0, start, nbytes, part.begin, nbytes),))
 
 
 def _pin(address: int, nbytes: int) -> bool:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ftckpt.capture import copier as copier_module
-from ftckpt.capture.chunks import ChunkCopy, Segment, combine, divided, pieces, split, xor_onto
+from ftckpt.capture.chunks import ChunkCopy, Segment, combine, divided, split, xor_onto, xor_parts
 from ftckpt.capture.copier import Flight, HostCopier, copy_chunk
 from ftckpt.windows.bubbles import Always
 
@@ -55,32 +55,32 @@ def expected(tensors: list[torch.Tensor], copy: ChunkCopy, before: torch.Tensor)
 
 
 @given(cases(), st.sampled_from([64, 256, 4096, 1 << 20]))
-def test_the_xor_is_that_of_all_bytes_whatever_was_there(case: Case, piece_bytes: int) -> None:
+def test_the_xor_is_that_of_all_bytes_whatever_was_there(case: Case, part_bytes: int) -> None:
     tensors, copy = case
     slot = torch.randint(0, 256, (BEGIN + SIZE,), dtype=torch.uint8)
     wanted = expected(tensors, copy, slot)
-    before, copier_module._XOR_BYTES = copier_module._XOR_BYTES, piece_bytes
+    before, copier_module._XOR_BYTES = copier_module._XOR_BYTES, part_bytes
     try:
         copy_chunk(tensors, copy, slot)
     finally:
         copier_module._XOR_BYTES = before
     held = torch.zeros(BEGIN + SIZE, dtype=torch.bool)
-    for piece in pieces(copy, piece_bytes):
-        held[piece.begin : piece.end] = True
+    for part in xor_parts(copy, part_bytes):
+        held[part.begin : part.end] = True
     assert torch.equal(slot[held], wanted[held])
     for segment in copy.segments:
         assert held[segment.offset : segment.offset + segment.nbytes].all()
 
 
 @given(cases(), st.sampled_from([64, 256, 4096]))
-def test_pieces_are_the_same_bytes_and_cut_no_element(case: Case, piece_bytes: int) -> None:
+def test_parts_are_the_same_bytes_and_cut_no_element(case: Case, part_bytes: int) -> None:
     tensors, copy = case
-    found = list(pieces(copy, piece_bytes))
-    assert all(piece.chunk == copy.chunk and piece.xor for piece in found)
-    assert [piece.begin for piece in found] == sorted(piece.begin for piece in found)
-    for piece in found:
-        assert piece.begin // piece_bytes == (piece.end - 1) // piece_bytes
-    assert elements(tensors, [s for piece in found for s in piece.segments]) == elements(tensors, copy.segments)
+    found = list(xor_parts(copy, part_bytes))
+    assert all(part.chunk == copy.chunk and part.xor for part in found)
+    assert [part.begin for part in found] == sorted(part.begin for part in found)
+    for part in found:
+        assert part.begin // part_bytes == (part.end - 1) // part_bytes
+    assert elements(tensors, [s for part in found for s in part.segments]) == elements(tensors, copy.segments)
 
 
 @given(cases(), st.sampled_from([64, 256, 4096]))
