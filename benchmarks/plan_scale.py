@@ -33,7 +33,7 @@ from ftckpt.model.fragment import Box, Fragment
 from ftckpt.model.manifest import shard_name
 from ftckpt.model.replica_groups import Groups, find_groups, pack
 from ftckpt.model.replicas import ReplicaSets, identity, replica_sets
-from ftckpt.model.shares import Array, Shares, choose, loads, room
+from ftckpt.model.shares import Array, Shares, bounded_capacities, choose, loads
 
 LAYOUTS = {8: (2, 2, 2), 64: (4, 4, 4), 512: (8, 8, 8), 4096: (8, 16, 32), 16384: (8, 16, 128)}
 """Ranks: tensor, pipeline, data parallel. Ranks are numbered in this order: tensor, then data, then pipeline."""
@@ -183,14 +183,14 @@ def compute(exchange: Exchange, capacities: Sequence[int]) -> tuple[ReplicaSets,
     job = exchange.job
     exchange.start()
     sets = replica_sets(exchange.gather, OWN, job.ranks, exchange.own, lambda indices: [7] * len(indices))
-    shares = choose(*burden(sets, NO_REDUNDANCY), room(capacities))
+    shares = choose(*burden(sets, NO_REDUNDANCY), bounded_capacities(capacities))
     layout = lay_out(exchange.own, sets, OWN, SharePlan(shares.cuts, job.shards, CHUNK_BYTES, NO_REDUNDANCY))
     exchange.stop()
     return sets, shares, layout.parts
 
 
 def uneven(job: SyntheticJob, mean_bytes: float) -> list[int]:
-    """Capacities that make weighted shares worth while: ranks differ, and early stages have less room."""
+    """Capacities that make weighted shares worth while: ranks differ, and early stages have less of it."""
     random = np.random.default_rng(1)
     stages = np.array([job.place(rank)[1] for rank in range(job.ranks)]) / max(1, job.shape[1] - 1)
     return (mean_bytes * (0.5 + 0.5 * stages) * random.uniform(0.2, 1.8, job.ranks)).astype(int).tolist()

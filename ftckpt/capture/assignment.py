@@ -18,7 +18,7 @@ from ftckpt.model.fragment import Fragment
 from ftckpt.model.manifest import Manifest
 from ftckpt.model.replica_groups import DIFFERING
 from ftckpt.model.replicas import ReplicaSets, private_key, replica_sets
-from ftckpt.model.shares import Array, choose, room
+from ftckpt.model.shares import Array, bounded_capacities, choose
 from ftckpt.model.topology import Topology
 from ftckpt.model.training_state import Description, Piece, cast_master
 
@@ -62,7 +62,7 @@ def assign(  # noqa: PLR0917 - the last ones are optional
         ConfigError: not one capacity, or not one node, per rank.
         CaptureError: ranks were given different capacities or nodes. All three on all ranks together.
     """
-    weights = together(group, lambda: _room(capacities, redundancy, group.size))
+    weights = together(group, lambda: _checked_capacities(capacities, redundancy, group.size))
     broken = together(group, lambda: _broken(described))
     stepped, derived = _divided(described, _agree(group, broken, weights, redundancy))
     sets = gather_replica_sets(group, stepped)
@@ -114,14 +114,14 @@ def _dtypes(pieces: Iterable[Piece]) -> tuple[str, ...]:
     return tuple(sorted({piece.fragment.dtype for piece in pieces}))
 
 
-def _room(capacities: Sequence[int] | None, redundancy: Redundancy, num_ranks: int) -> Array | None:
+def _checked_capacities(capacities: Sequence[int] | None, redundancy: Redundancy, num_ranks: int) -> Array | None:
     if capacities is not None and len(capacities) != num_ranks:
         raise ConfigError(f"capacities: {len(capacities)} given, one for each of {num_ranks} ranks is needed")
     if redundancy.mode and len(redundancy.nodes) != num_ranks:
         raise ConfigError(
             f"protect: {len(redundancy.nodes)} nodes given, one for each of {num_ranks} ranks is needed"
         )
-    return None if capacities is None else room(capacities)
+    return None if capacities is None else bounded_capacities(capacities)
 
 
 def _agree(group: Group, broken: Sequence[str], weights: Array | None, redundancy: Redundancy) -> set[str]:

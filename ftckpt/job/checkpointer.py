@@ -327,7 +327,7 @@ class Checkpointer:
         try:
             self._agree()
             if self._state.windows_measured:
-                shard.note_room()
+                shard.note_capacity()
         except Exception as error:  # noqa: BLE001 - raised below
             problem = error
         # Collective: every rank enters a proof that is due, whatever it has read and whatever failed here.

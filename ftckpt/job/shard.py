@@ -84,10 +84,10 @@ class Shard:
             f"into {host_bytes / 1e6:.1f} MB at {arena.path}"
         )
 
-    def note_room(self) -> None:
+    def note_capacity(self) -> None:
         """Leave what this rank's windows take to the next start, where shares were cut without knowing."""
         if self.capacities is None and self.capture is not None:
-            self.capture.arena.control.mark_room(self._pacer.capacity_bytes)
+            self.capture.arena.control.mark_capacity(self._pacer.capacity_bytes)
 
     def prove(self, late: bool, stepped: bool, whole: SnapshotId | None) -> Proof:
         """Look again whether derived pieces and replicas are what they were taken for; else lay out anew.

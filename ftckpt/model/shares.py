@@ -1,4 +1,4 @@
-"""How many bytes of each replica set every one of its ranks copies: evenly, or as its windows have room."""
+"""How many bytes of each replica set every one of its ranks copies: evenly, or by the capacity of its windows."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ def choose(runs: Sequence[Run], private: Array, capacities: Array | None) -> Sha
     """Weighted shares where they make noticeably less of the job's state spill, otherwise equal ones.
 
     Noticeably is more than 1 % of all bytes: a new cut means new arenas. ``private[rank]`` are the bytes that
-    only this rank copies, int64; ``capacities`` as ``room`` gives them. Deterministic: the same arguments give
-    the same cuts on every rank.
+    only this rank copies, int64; ``capacities`` as ``bounded_capacities`` gives them. Deterministic: the same
+    arguments give the same cuts on every rank.
     """
     equal = deal(runs, private, None)
     if capacities is None:
@@ -107,11 +107,11 @@ def spill(load: Array, capacities: Array) -> int:
     return int(np.maximum(load - capacities, 0).sum())
 
 
-def room(capacities: Sequence[int]) -> Array:
+def bounded_capacities(capacities: Sequence[int]) -> Array:
     """Capacities by rank, in bytes per snapshot, as int64 between 1 and ``MOST_BYTES``.
 
-    A rank without any window counts as one with room for one byte: it gets next to nothing where others have
-    room, and as much as others where none has.
+    A rank without any window counts as one that can take one byte: it gets next to nothing where others have
+    windows, and as much as others where none has.
     """
     return np.array([min(max(int(capacity), 1), MOST_BYTES) for capacity in capacities], np.int64)
 

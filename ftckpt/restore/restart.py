@@ -166,7 +166,7 @@ class Restart:
         readers = readers_of(self._topology, decision)
         mine = {shard: slot for shard, slot in decision.sources.items() if readers[shard] == self._group.rank}
         arenas = {shard: self._arenas.get(slot.arena) for shard, slot in mine.items()}
-        return {shard: arena.manifest.capacity or arena.control.room() for shard, arena in arenas.items()}
+        return {shard: arena.manifest.capacity or arena.control.capacity() for shard, arena in arenas.items()}
 
     def _plan(
         self, contents: Contents, pieces: Sequence[Piece], padded: frozenset[str], own: SlotContents | None

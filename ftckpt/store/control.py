@@ -27,7 +27,7 @@ MAX_SHARD_BYTES = 256
 """Room for the shard's name; that of a directory may have 200."""
 FORMAT = Format("control block", b"FTCKPTCB", 1, fixed_bytes=4 * MARK_BYTES)
 
-_WHOLE, _TARGET, _PROTECTED, _ROOM = (record.HEADER_BYTES + MARK_BYTES * place for place in range(4))
+_WHOLE, _TARGET, _PROTECTED, _CAPACITY = (record.HEADER_BYTES + MARK_BYTES * place for place in range(4))
 _FIELDS = struct.Struct("<QQQ")  # sequence, bytes of objects used, their hash
 _OBJECTS = struct.Struct("<QQ")  # the last two of them, behind the first 8 bytes
 _U64 = struct.Struct("<Q")
@@ -184,9 +184,9 @@ class ControlBlock:
         """Remember what is protected on all nodes."""
         Mark(self._stores, _PROTECTED).write(snapshot)
 
-    def mark_room(self, nbytes: int) -> None:
+    def mark_capacity(self, nbytes: int) -> None:
         """Remember how many bytes of a snapshot this rank's windows were measured to take."""
-        Mark(self._stores, _ROOM).write(None, nbytes)
+        Mark(self._stores, _CAPACITY).write(None, nbytes)
 
     def whole(self) -> SnapshotId | None:
         """The newest snapshot that every rank is known to have sealed; None if there is none.
@@ -207,9 +207,9 @@ class ControlBlock:
         """What is protected on all nodes; None if nothing is, or the mark is lost."""
         return self._advice(_PROTECTED)
 
-    def room(self) -> int | None:
+    def capacity(self) -> int | None:
         """Bytes that this rank's windows were measured to take; None if they were not, or the mark is lost."""
-        marked = Mark(self._stores, _ROOM).read()
+        marked = Mark(self._stores, _CAPACITY).read()
         return None if marked is None else marked[1]
 
     def close(self) -> None:

@@ -4,7 +4,7 @@ How many bytes may be copied where follows one rule: windows first, then forward
 needs no schedule of copies made in advance. At each place of the iteration it looks at how much is left and at how
 much the later windows can still take; only what they cannot take is spilled, and into backward steps only what later
 forward steps cannot take either. So a window that turned out shorter is made up for by the next ones as long as they
-have room.
+have capacity left.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _POLL_SECS = 0.05
 """How late a dropped snapshot may be noticed; a place that opens wakes the copier at once."""
 
 _STEPS = frozenset({"forward", "backward"})
-"""Places whose room goes over to the next one: the fence takes all that is left, whatever was owed."""
+"""Places whose capacity goes over to the next one: the fence takes all that is left, whatever was owed."""
 
 
 @dataclass(frozen=True)
@@ -41,9 +41,9 @@ class CopyPlan:
         """``unit_bytes`` is the size of a copy: a window takes whole ones."""
         capacity = []
         for kind, secs in zip(timeline.kinds, timeline.secs, strict=True):
-            room = secs * bytes_per_sec
+            nbytes = secs * bytes_per_sec
             # Rounded as turns are given: a copy goes where most of it fits.
-            capacity.append(round(room / unit_bytes) * unit_bytes if kind in IDLE else int(room))
+            capacity.append(round(nbytes / unit_bytes) * unit_bytes if kind in IDLE else int(nbytes))
         windows = [nbytes if kind in IDLE else 0 for kind, nbytes in zip(timeline.kinds, capacity, strict=True)]
         forwards = [n if kind == "forward" else 0 for kind, n in zip(timeline.kinds, capacity, strict=True)]
         return cls(timeline, bytes_per_sec, tuple(capacity), _later(windows), _later(forwards))
@@ -59,16 +59,16 @@ class CopyPlan:
 
     def allowed(self, place: int, left_bytes: int) -> int:
         """Bytes that may be copied at ``place`` when ``left_bytes`` are left."""
-        kind, room = self.timeline.kinds[place], self.capacity[place]
+        kind, capacity = self.timeline.kinds[place], self.capacity[place]
         if kind == "boundary":
             return 0  # the trainer waits
         if kind in IDLE:
-            return min(room, left_bytes)
+            return min(capacity, left_bytes)
         spill = left_bytes - self.later_windows[place]
         if kind == "forward":
-            return max(0, min(room, spill))
+            return max(0, min(capacity, spill))
         if kind == "backward":
-            return max(0, min(room, spill - self.later_forwards[place]))
+            return max(0, min(capacity, spill - self.later_forwards[place]))
         return left_bytes
 
 
@@ -112,10 +112,10 @@ class _Place:
 
 
 class Bubbles:
-    """Gives turns where the plan has room.
+    """Gives turns where the plan has capacity.
 
     The trainer's thread says where it is (``enter``), the copier's thread asks for turns. Where the host runs
-    ahead of a device (``queued``), places that the host has left are still to come and keep their room; their
+    ahead of a device (``queued``), places that the host has left are still to come and keep their capacity; their
     copies are gated on the device. Otherwise a place that was left is over.
     """
 
@@ -169,7 +169,7 @@ class Bubbles:
             if place.credit is None:
                 place.credit = self._plan.allowed(place.index, self._left)
                 if place.kind in _STEPS and place.credit:
-                    # A step too short for a whole chunk adds its room to that of the next.
+                    # A step too short for a whole chunk adds its capacity to that of the next.
                     place.credit, self._carried = place.credit + self._carried, 0
             # A chunk goes where most of it fits: half a chunk too much here is as good as half too little.
             if place.credit and 2 * place.credit >= nbytes:
@@ -178,7 +178,7 @@ class Bubbles:
                 return Turn(place.gate)
             if place.kind in _STEPS and place.credit:
                 self._carried = place.credit
-            if len(self._places) == 1:  # training is there still: room may be left when the next one is known
+            if len(self._places) == 1:  # training is there still: some may be left when the next one is known
                 return None
             self._places.popleft()
         return None

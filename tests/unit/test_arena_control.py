@@ -267,13 +267,13 @@ def test_a_read_only_view_reads() -> None:
         view.void(0)
 
 
-def test_the_room_of_windows_is_marked_twice_and_lost_without_harm() -> None:
+def test_the_capacity_of_windows_is_marked_twice_and_lost_without_harm() -> None:
     raw, block = new_block()
-    assert block.room() is None
-    block.mark_room(0)
-    assert block.room() == 0
-    block.mark_room(1 << 40)
+    assert block.capacity() is None
+    block.mark_capacity(0)
+    assert block.capacity() == 0
+    block.mark_capacity(1 << 40)
     for place in (896, 960):
         raw[place] ^= 1
         expected = 1 << 40 if place == 896 else None
-        assert (ControlBlock(raw).room(), ControlBlock(raw).whole()) == (expected, None)
+        assert (ControlBlock(raw).capacity(), ControlBlock(raw).whole()) == (expected, None)

@@ -32,7 +32,7 @@ from ftckpt.model.replicas import (
     run_indices,
     run_share,
 )
-from ftckpt.model.shares import choose, deal, loads, room
+from ftckpt.model.shares import bounded_capacities, choose, deal, loads
 from ftckpt.model.topology import RankPlace, Topology, layouts_differ
 from tests.support.errors import raises
 
@@ -132,7 +132,7 @@ def shares(
     held: Mapping[int, list[Fragment]], sets: Mapping[int, ReplicaSets], capacities: Sequence[int] | None = None
 ) -> dict[int, Parts]:
     """The parts of each rank; every rank deals by itself."""
-    weights = None if capacities is None else room(capacities)
+    weights = None if capacities is None else bounded_capacities(capacities)
     return {
         rank: share(held[rank], sets[rank], deal(sets[rank].runs, sets[rank].private, weights), rank, f"dp{rank}")
         for rank in held
@@ -257,7 +257,7 @@ def test_the_cut_does_not_depend_on_who_computes_it_or_in_which_order(
 @given(jobs(), st.lists(st.integers(0, 3000), min_size=6, max_size=6))
 def test_ranks_copy_what_was_dealt_and_all_deal_the_same(job: Job, capacities: list[int]) -> None:
     held, _, differing = job
-    views, weights = sets_of(held, differing), room(capacities[: len(held)])
+    views, weights = sets_of(held, differing), bounded_capacities(capacities[: len(held)])
     dealt = [choose(view.runs, view.private, weights) for view in views.values()]
     for other in dealt[1:]:
         assert [cut.tolist() for cut in other.cuts] == [cut.tolist() for cut in dealt[0].cuts]

@@ -22,7 +22,7 @@ from ftckpt.group import Group
 from ftckpt.model.fragment import Box, Fragment
 from ftckpt.model.manifest import Manifest
 from ftckpt.model.replicas import CUT_BYTES, Gather
-from ftckpt.model.shares import MOST_BYTES, Run, choose, deal, equal_cuts, loads, room, spill
+from ftckpt.model.shares import MOST_BYTES, Run, bounded_capacities, choose, deal, equal_cuts, loads, spill
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.model.topology import RankPlace, Topology
 from ftckpt.model.training_state import Description, Piece
@@ -56,17 +56,17 @@ def run_of(*members: int, nbytes: int, equal: bool = False) -> Run:
 
 def dealt(runs: Sequence[Run], private: Sequence[int], capacities: Sequence[int]) -> list[list[int]]:
     """Bytes per member of each run."""
-    return [np.diff(cut).tolist() for cut in deal(runs, np.array(private, np.int64), room(capacities))]
+    return [np.diff(cut).tolist() for cut in deal(runs, np.array(private, np.int64), bounded_capacities(capacities))]
 
 
 def loads_of(runs: Sequence[Run], private: Sequence[int], capacities: Sequence[int]) -> list[int]:
     base = np.array(private, np.int64)
-    return loads(runs, deal(runs, base, room(capacities)), base).tolist()
+    return loads(runs, deal(runs, base, bounded_capacities(capacities)), base).tolist()
 
 
 @given(job_runs, private_bytes, capacities_of_ranks)
 def test_every_byte_goes_to_exactly_one_member(runs: list[Run], private: np.ndarray, capacities: list[int]) -> None:
-    cuts = deal(runs, private, room(capacities))
+    cuts = deal(runs, private, bounded_capacities(capacities))
     for run, cut in zip(runs, cuts, strict=True):
         assert len(cut) == len(run.members) + 1
         assert (cut[0], cut[-1]) == (0, run.nbytes)
@@ -81,7 +81,7 @@ def test_who_takes_part_is_filled_to_one_level_and_fuller_ones_get_nothing(
     run = next((run for run in runs if len(run.members) > 1 and not run.equal), None)
     assume(run is not None)
     assert run is not None
-    weights = room(capacities)[run.members]
+    weights = bounded_capacities(capacities)[run.members]
     (taken,) = dealt([run], private.tolist(), capacities)
     level = (private[run.members] + taken) / weights
     for place, nbytes in enumerate(taken):
@@ -115,17 +115,17 @@ def test_more_room_never_means_a_smaller_share(
 def test_runs_are_dealt_alike_in_whatever_order_they_are_given(
     runs: list[Run], private: np.ndarray, capacities: list[int], random: Random
 ) -> None:
-    first = deal(runs, private, room(capacities))
+    first = deal(runs, private, bounded_capacities(capacities))
     order = list(range(len(runs)))
     random.shuffle(order)
-    second = deal([runs[index] for index in order], private, room(capacities))
+    second = deal([runs[index] for index in order], private, bounded_capacities(capacities))
     for place, index in enumerate(order):
         assert second[place].tolist() == first[index].tolist()
 
 
 @given(job_runs, private_bytes, capacities_of_ranks)
 def test_runs_that_must_stay_equal_do(runs: list[Run], private: np.ndarray, capacities: list[int]) -> None:
-    for run, cut in zip(runs, deal(runs, private, room(capacities)), strict=True):
+    for run, cut in zip(runs, deal(runs, private, bounded_capacities(capacities)), strict=True):
         if run.equal:
             places = len(run.members)
             assert cut.tolist() == [run.nbytes * place // places for place in range(places + 1)]
@@ -143,15 +143,15 @@ def test_equal_capacities_and_loads_give_exactly_the_equal_cut(
     nbytes: int, capacity: int, places: int, load: int
 ) -> None:
     run = run_of(*range(places), nbytes=nbytes)
-    (cut,) = deal([run], np.full(places, load), room([capacity] * places))
+    (cut,) = deal([run], np.full(places, load), bounded_capacities([capacity] * places))
     assert cut.tolist() == [nbytes * place // places for place in range(places + 1)]
 
 
-def test_tied_embeddings_go_to_the_stage_with_room() -> None:
+def test_tied_embeddings_go_to_the_stage_with_windows() -> None:
     # Two stages of two data-parallel ranks; the first stage has no windows to speak of, the last has many.
     stages = [run_of(0, 1, nbytes=4 * GB), run_of(2, 3, nbytes=4 * GB)]
     tied = run_of(0, 1, 2, 3, nbytes=3 * GB)
-    chosen = choose([*stages, tied], np.zeros(4, np.int64), room([GB, GB, 4 * GB, 4 * GB]))
+    chosen = choose([*stages, tied], np.zeros(4, np.int64), bounded_capacities([GB, GB, 4 * GB, 4 * GB]))
     assert chosen.weighted
     assert np.diff(chosen.cuts[2]).tolist() == [0, 0, 3 * GB // 2, 3 * GB // 2]
     assert chosen.spill == (2 * (2 * GB + 3 * GB // 4 - GB), 2 * GB)
@@ -168,14 +168,14 @@ def test_sets_that_cannot_move_are_loaded_first_and_small_sets_before_large_ones
 @pytest.mark.parametrize("capacities", [[0, 0, 0], [0, 0, 10**6], [0, 10**6, 10**6]])
 def test_a_rank_without_room_gets_next_to_nothing_unless_none_has(capacities: list[int]) -> None:
     (taken,) = dealt([run_of(0, 1, 2, nbytes=300_000)], [0, 0, 0], capacities)
-    with_room = [rank for rank, capacity in enumerate(capacities) if capacity] or [0, 1, 2]
+    with_windows = [rank for rank, capacity in enumerate(capacities) if capacity] or [0, 1, 2]
     for rank in range(3):
-        due = 300_000 / len(with_room) if rank in with_room else 0
+        due = 300_000 / len(with_windows) if rank in with_windows else 0
         assert abs(taken[rank] - due) <= 2
 
 
 def test_capacities_of_any_size_are_taken() -> None:
-    assert room([-5, 0, 7, 1 << 70]).tolist() == [1, 1, 7, MOST_BYTES]
+    assert bounded_capacities([-5, 0, 7, 1 << 70]).tolist() == [1, 1, 7, MOST_BYTES]
     size = 16_384
     run = run_of(*range(size), nbytes=10**14)
     (taken,) = dealt([run], [10**12] * size, [1 << 70] * size)
@@ -199,7 +199,7 @@ def test_spill_is_what_exceeds_capacity() -> None:
 )
 def test_shares_stay_equal_unless_it_pays(capacities: list[int], weighted: bool) -> None:
     run = run_of(0, 1, nbytes=1000)
-    chosen = choose([run], np.zeros(2, np.int64), room(capacities))
+    chosen = choose([run], np.zeros(2, np.int64), bounded_capacities(capacities))
     assert chosen.weighted == weighted
     assert chosen.spill is not None
     if not weighted:
@@ -213,7 +213,7 @@ def test_shares_stay_equal_unless_it_pays(capacities: list[int], weighted: bool)
 def test_chosen_shares_never_spill_more_than_equal_ones(
     runs: list[Run], private: np.ndarray, capacities: list[int]
 ) -> None:
-    weights = room(capacities)
+    weights = bounded_capacities(capacities)
     chosen = choose(runs, private, weights)
     equal = spill(loads(runs, deal(runs, private, None), private), weights)
     assert chosen.spill == (equal, spill(loads(runs, chosen.cuts, private), weights))
