@@ -14,10 +14,10 @@ from ftckpt.errors import ArenaError, CorruptError
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.restore.locations import SlotAt
 from ftckpt.restore.rebuild import Bytes, Fix
-from ftckpt.store.arena import Arena
+from ftckpt.store.arena import Arena, clear
 from ftckpt.store.control import control_bytes
 from ftckpt.store.damage import OBJECTS, Damage
-from ftckpt.store.directory import arena_path, remove_arena
+from ftckpt.store.directory import arena_path
 from ftckpt.store.image import SlotImage
 from ftckpt.store.package import Package
 
@@ -155,14 +155,14 @@ class Build:
         return self._package
 
     def _existing(self, path: Path) -> Arena | None:
-        """The arena at ``path``; one in which nothing can be read is removed."""
+        """The arena at ``path``; one in which nothing can be read is cleared."""
         if not path.exists():
             return None
         try:
             return Arena.open(path, writable=True)
         except CorruptError:
-            # Under its name lies what cannot be read: the new arena must have that name.
-            remove_arena(path)
+            # The new arena must have its name. Its parity stays: this very rebuild may read it.
+            clear(path)
             return None
 
     def _begin(self) -> None:

@@ -20,6 +20,7 @@ from ftckpt.store.damage import HEADER, OBJECTS, PADDING, Damage
 from ftckpt.store.directory import (
     LOCK_NAME,
     arena_path,
+    fresh_name,
     lock_arena,
     remove_arena,
     remove_half_made,
@@ -30,6 +31,7 @@ from ftckpt.store.directory import (
 from ftckpt.store.image import SlotImage
 from ftckpt.store.locks import FileLock
 from ftckpt.store.mapping import Mapping, create_mapping, open_mapping
+from ftckpt.store.parity_file import parity_of
 from ftckpt.store.slots import SlotFiles, image_of_slots
 
 Progress = Callable[[int, int], None]
@@ -39,6 +41,19 @@ Hashes = npt.NDArray[np.uint64]
 
 
 CONTROL_NAME = "control"
+
+
+def clear(path: Path) -> None:
+    """Delete all of an arena that cannot be read but its parity, which rebuilds others; ``create`` makes it anew.
+
+    After a kill at any point it cannot be read either, or is cleared.
+    """
+    kept = {CONTROL_NAME, LOCK_NAME, *(name.path.name for name in parity_of(path))}
+    # First: without a control block nobody takes what else is there for an arena.
+    (path / CONTROL_NAME).unlink(missing_ok=True)
+    for entry in list(path.iterdir()):
+        if entry.name not in kept:
+            remove_tree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink(missing_ok=True)
 
 
 class Arena:
@@ -66,9 +81,10 @@ class Arena:
     def create(cls, node_dir: Path, manifest: Manifest, slots: int, allocate: int | None = None) -> Arena:
         """Create an arena whose slots are all EMPTY; every page of the first ``allocate`` is allocated and mapped.
 
-        It is built under a temporary name and renamed when complete. What killed processes left under
-        temporary names for the same shard is removed first. The arena comes back unlocked. The others of its
-        ``slots`` get their memory by the method ``allocate``; None means all at once.
+        It is built under a temporary name and renamed when complete, or in the place of one that was cleared
+        (``clear``). What killed processes left under temporary names for the same shard is removed first. The arena
+        comes back unlocked. The others of its ``slots`` get their memory by the method ``allocate``; None means all
+        at once.
 
         Raises:
             ArenaError: there is an arena for this manifest already, or another process is creating it.
@@ -76,28 +92,33 @@ class Arena:
             MemoryBudgetError: the file system has no room; nothing is left behind.
         """
         final = arena_path(node_dir, manifest)
-        if final.exists():
+        if (final / CONTROL_NAME).exists():
             raise ArenaError(f"{final} exists; open it, or remove it first")
         if allocate is not None and not 1 <= allocate <= slots:
             raise ConfigError(f"{final}: allocate {allocate} is not 1 to {slots}, the number of slots")
         image = SlotImage.of(manifest)
         remove_stale(node_dir, manifest.shard)
         temporary = node_dir / f".{final.name}.new-{os.getpid()}"  # the dot hides it from ``list_arenas``
-        files = SlotFiles(temporary, image, slots)
+        directory = final if final.exists() else temporary
+        files = SlotFiles(directory, image, slots)
         try:
             with ExitStack() as undo:
-                undo.callback(remove_tree, temporary)
+                undo.callback(remove_tree if directory == temporary else clear, directory)
                 undo.callback(files.close)
-                temporary.mkdir(mode=0o700)
+                directory.mkdir(mode=0o700, exist_ok=True)
                 # The lock tells it from what a killed process left half made, which ``remove_stale`` deletes.
-                with FileLock(temporary / LOCK_NAME, 0, f"new arena {final.name}", "end that process first"):
+                with FileLock(directory / LOCK_NAME, 0, f"new arena {final.name}", "end that process first"):
                     for slot in range(slots if allocate is None else allocate):
                         files.make(slot)
                     nbytes = control_bytes(slots, len(image.chunks))
-                    control = undo.enter_context(closing(create_mapping(temporary / CONTROL_NAME, nbytes)))
-                    ControlBlock.format_into(control.data, manifest, slots).close()
-                    # Last, and one system call: who lists arenas sees one with all that belongs to it, or none.
-                    temporary.rename(final)
+                    with fresh_name(directory / CONTROL_NAME) as fresh:
+                        control = undo.enter_context(closing(create_mapping(fresh, nbytes)))
+                        ControlBlock.format_into(control.data, manifest, slots).close()
+                        # Last of all files: without a control block nobody takes what else is there for an arena.
+                        fresh.rename(directory / CONTROL_NAME)
+                    if directory == temporary:
+                        # One system call: who lists arenas sees one with all that belongs to it, or none.
+                        temporary.rename(final)
                 undo.pop_all()
         except OSError as error:
             raise ArenaError(f"{final}: cannot be created: {error.strerror}") from None
@@ -154,7 +175,7 @@ class Arena:
         Raises:
             ArenaError: no other slot can be read: an arena is known by the header of a slot.
         """
-        if all(self.slot_error(other) for other in range(self.control.slots) if other != slot):
+        if not self._readable_beside(slot):
             raise ArenaError(f"{self.path}: slot {slot} is the last one; remove the arena instead")
         # Readers take a missing file for damage unless the record is EMPTY.
         self.control.void(slot)
@@ -177,15 +198,20 @@ class Arena:
             self._lock = None
 
     def renew(self, slot: int) -> None:
-        """Give ``slot`` a new, empty file in place of a damaged one, which is deleted first.
+        """Give ``slot`` a new, empty file in place of a damaged one.
 
         Raises:
-            MemoryBudgetError: the file system has no room; the slot is not allocated then.
-            ArenaError: as ``free``.
+            MemoryBudgetError: the file system has no room; the slot is damaged yet, or not allocated.
+            ArenaError: the file cannot be created.
         """
-        # Freed first: the node may have no room for both files at once.
-        self.free(slot)
-        self.allocate(slot)
+        if self._readable_beside(slot):
+            # Freed first: the node may have no room for both files at once.
+            self.free(slot)
+            self.allocate(slot)
+        else:
+            # In one step: no other slot shows whose arena this is.
+            self.control.void(slot)
+            self._slots.make(slot)
 
     def remove(self) -> None:
         """Close the arena and delete its files."""
@@ -322,6 +348,9 @@ class Arena:
         self.control.close()
         self._control_map.close()
         self._slots.close()
+
+    def _readable_beside(self, slot: int) -> bool:
+        return any(self.slot_error(other) is None for other in range(self.control.slots) if other != slot)
 
     def _check(self, slot: int, record: SlotRecord) -> Check | None:
         """None, too, where ``checks`` speaks of another snapshot than ``record``: the slot was written since."""

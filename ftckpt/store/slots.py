@@ -60,7 +60,7 @@ class SlotFiles:
         return self._slots[slot] is not None
 
     def make(self, slot: int) -> None:
-        """Create and map the file of a slot that has none, every page of it allocated, its header written.
+        """Create and map the file of a slot, in place of a damaged one: all pages allocated, the header written.
 
         Raises:
             MemoryBudgetError: no room; nothing is left behind.
@@ -79,7 +79,9 @@ class SlotFiles:
             if isinstance(error, OSError):
                 raise ArenaError(f"{path}: cannot be created: {error.strerror}") from None
             raise
-        self._slots[slot] = mapping
+        old, self._slots[slot] = self._slots[slot], mapping
+        if isinstance(old, Mapping):
+            old.close()
 
     def free(self, slot: int) -> None:
         """Delete the file and unmap it: memory comes back as soon as the last view of the slot is gone."""

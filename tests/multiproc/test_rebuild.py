@@ -13,12 +13,23 @@ import pytest
 
 from ftckpt.errors import MemoryBudgetError
 from ftckpt.parity.modes import Modes
+from ftckpt.parity.stripes import stripes
 from ftckpt.store.arena import Arena
 from ftckpt.store.slots import slot_name
 from tests.support.errors import a_rank_raises
 from tests.support.event_logs import read_events
 from tests.support.pool import RankFailure, run_ranks
-from tests.support.protected import Job, build, contents, flip, flip_chunk, record_begin, restart, slot_of
+from tests.support.protected import (
+    Job,
+    build,
+    contents,
+    file_groups,
+    flip,
+    flip_chunk,
+    record_begin,
+    restart,
+    slot_of,
+)
 
 pytestmark = pytest.mark.multiproc
 
@@ -151,6 +162,25 @@ def test_one_bad_chunk_per_stripe_in_all_arenas_at_once(arena_root: Path, tmp_pa
     told = restarted(job, tmp_path)
     assert_whole(job, told, 5, wanted[5])
     assert told[0]["sources"]["node_parity"]["chunks"] == 4
+
+
+def test_parity_in_an_arena_that_cannot_be_read_brings_another_one_back(arena_root: Path, tmp_path: Path) -> None:
+    """The control block of dp1 is bad, and a chunk of dp2 whose stripe has its block in the arena of dp1."""
+    job = Job(arena_root, ("a", "b", "c"), Modes(peer=True))
+    wanted = made(job, (5,))
+    (group,) = file_groups(job)
+    keeper, other = (group.places[job.shard(rank)] for rank in (1, 2))
+    chunk = next(
+        chunk
+        for stripe in stripes(group)
+        if stripe.blocks[0][0] == keeper
+        for member, chunk in stripe.data
+        if member == other and chunk >= 0
+    )
+    control_byte(job, 1)
+    for iteration in ITERATIONS:
+        flip_chunk(job, 2, iteration, chunk)
+    assert_whole(job, restarted(job, tmp_path), 5, wanted[5])
 
 
 def test_two_arenas_of_a_node_are_too_much_and_named(arena_root: Path, tmp_path: Path) -> None:

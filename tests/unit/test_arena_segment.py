@@ -22,9 +22,9 @@ from ftckpt.model.fragment import Box, Fragment
 from ftckpt.model.manifest import Manifest
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.store import slots
-from ftckpt.store.arena import Arena
+from ftckpt.store.arena import Arena, clear
 from ftckpt.store.control import FORMAT, SlotState
-from ftckpt.store.directory import arena_path, list_arenas, node_directory
+from ftckpt.store.directory import LOCK_NAME, arena_path, list_arenas, node_directory
 from tests.support.choosing import inventory_of
 from tests.support.errors import raises
 
@@ -110,6 +110,54 @@ def test_a_slot_opens_in_safetensors(node_dir: Path) -> None:
     data = pattern(arena, 3)
     assert weights.numpy().tobytes() == data[: WEIGHTS.nbytes]
     arena.close()
+
+
+def test_the_last_slot_of_an_arena_is_renewed_in_one_step(node_dir: Path) -> None:
+    """No other slot shows whose arena it is."""
+    Arena.create(node_dir, MANIFEST, 2, allocate=1).close()
+    path = arena_path(node_dir, MANIFEST)
+    os.truncate(path / slots.slot_name(0), 8192)
+    arena = Arena.open(path, writable=True)
+    assert arena.slot_error(0) is not None
+    arena.renew(0)
+    write(arena, 0, 7)
+    arena.close()
+    again = Arena.open(path)
+    assert again.find(SnapshotId(LINEAGE, 7)) == 0 and again.verify(0) == []
+    again.close()
+
+
+def test_a_cleared_arena_keeps_its_parity_and_is_made_anew(node_dir: Path) -> None:
+    Arena.create(node_dir, MANIFEST, 2).close()
+    path = arena_path(node_dir, MANIFEST)
+    for name in ("parity.peer.0", "checks", ".slot1.0123abcd.new"):
+        (path / name).write_text(name)
+    clear(path)
+    assert {entry.name for entry in path.iterdir()} <= {"parity.peer.0", LOCK_NAME}
+    with pytest.raises(CorruptError):
+        Arena.open(path)
+    arena = Arena.create(node_dir, MANIFEST, 2)
+    write(arena, 0, 7)
+    arena.close()
+    assert (path / "parity.peer.0").read_text() == "parity.peer.0"
+    again = Arena.open(path)
+    assert again.find(SnapshotId(LINEAGE, 7)) == 0
+    again.close()
+
+
+def test_no_room_for_an_arena_made_anew_leaves_its_parity(node_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Arena.create(node_dir, MANIFEST, 2).close()
+    path = arena_path(node_dir, MANIFEST)
+    (path / "parity.peer.0").write_text("parity")
+    clear(path)
+
+    def full(*_: object) -> None:
+        raise MemoryBudgetError("no room")
+
+    monkeypatch.setattr(slots, "create_mapping", full)
+    with pytest.raises(MemoryBudgetError):
+        Arena.create(node_dir, MANIFEST, 2)
+    assert (path / "parity.peer.0").exists() and not list(path.glob("slot*"))
 
 
 def test_create_refuses_to_replace(node_dir: Path) -> None:
