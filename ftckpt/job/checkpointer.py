@@ -33,7 +33,7 @@ from ftckpt.job.shard import Shard, make_pacer
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.model.topology import Topology
 from ftckpt.model.training_state import Description, TrainingState
-from ftckpt.restore.restart import Restart
+from ftckpt.restore.restart import Restart, remove_protection
 from ftckpt.store.arena import Arena
 from ftckpt.windows.pacer import Pacer
 
@@ -296,8 +296,12 @@ class Checkpointer:
     def _go_back(self, iteration: int) -> None:
         """The script has loaded an older state: what it undid must not come back at a restart."""
         self._execute([self._state.went_back(iteration)])
-        if self.capture is not None:
-            self.capture.forget(iteration)
+        if self.capture is None:
+            return
+        # In this order: the SMP makes no more of it, and what could bring a void slot back goes before it is void.
+        self.capture.arena.control.mark_target(None)
+        remove_protection(self.node_dir, iteration - 1)
+        self.capture.forget(iteration)
 
     def _fence(self) -> None:
         """Once per snapshot: wait for its copies, and post what this rank has if that is known by then."""

@@ -246,7 +246,7 @@ def _void(node_dir: Path, newest: int) -> None:
     """
     # Before the slots: a kill behind this line leaves slots without protection, never parity that brings back a void
     # one.
-    _remove_protection(node_dir, newest)
+    remove_protection(node_dir, newest)
     for path in list_arenas(node_dir):
         try:
             arena = Arena.open(path, writable=True)
@@ -264,8 +264,11 @@ def _void(node_dir: Path, newest: int) -> None:
                 arena.control.mark_whole(None)
 
 
-def _remove_protection(node_dir: Path, newest: int) -> None:
-    """A parity file without snapshot, because it was being written, stays unless all goes."""
+def remove_protection(node_dir: Path, newest: int) -> None:
+    """Delete a node's parity and packages of snapshots newer than iteration ``newest``.
+
+    A parity file without snapshot, because it was being written, stays unless all goes, where ``newest`` is -1.
+    """
     for parity in list_parity(node_dir):
         try:
             with closing(ParityFile.open(parity.path)) as file:

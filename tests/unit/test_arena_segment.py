@@ -123,7 +123,7 @@ def test_the_last_slot_of_an_arena_is_renewed_in_one_step(node_dir: Path) -> Non
     write(arena, 0, 7)
     arena.close()
     again = Arena.open(path)
-    assert again.find(SnapshotId(LINEAGE, 7)) == 0 and again.verify(0) == []
+    assert again.find(SnapshotId(LINEAGE, 7)) == 0 and not again.verify(0)
     again.close()
 
 
