@@ -56,6 +56,14 @@ def clear(path: Path) -> None:
             remove_tree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink(missing_ok=True)
 
 
+def _make_control(directory: Path, manifest: Manifest, slots: int, image: SlotImage) -> Mapping:
+    with fresh_name(directory / CONTROL_NAME) as fresh:
+        control = create_mapping(fresh, control_bytes(slots, len(image.chunks)))
+        ControlBlock.format_into(control.data, manifest, slots).close()
+        fresh.rename(directory / CONTROL_NAME)
+    return control
+
+
 class Arena:
     """The mapped files of one shard.
 
@@ -110,12 +118,8 @@ class Arena:
                 with FileLock(directory / LOCK_NAME, 0, f"new arena {final.name}", "end that process first"):
                     for slot in range(slots if allocate is None else allocate):
                         files.make(slot)
-                    nbytes = control_bytes(slots, len(image.chunks))
-                    with fresh_name(directory / CONTROL_NAME) as fresh:
-                        control = undo.enter_context(closing(create_mapping(fresh, nbytes)))
-                        ControlBlock.format_into(control.data, manifest, slots).close()
-                        # Last of all files: without a control block nobody takes what else is there for an arena.
-                        fresh.rename(directory / CONTROL_NAME)
+                    # Last of all files: without a control block nobody takes what else is there for an arena.
+                    control = undo.enter_context(closing(_make_control(directory, manifest, slots, image)))
                     if directory == temporary:
                         # One system call: who lists arenas sees one with all that belongs to it, or none.
                         temporary.rename(final)
