@@ -40,6 +40,7 @@ from ftckpt.smp.client import find_or_start
 node_dir, root, go = map(Path, sys.argv[1:4])
 print("up", flush=True)
 while not go.exists():
+    assert go.parent.exists(), "the test has gone"
     time.sleep(0.001)
 print(find_or_start(node_dir, root, "job", "n0", {}).hello()["pid"], flush=True)
 time.sleep(float(sys.argv[4]))  # until it is killed
