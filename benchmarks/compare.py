@@ -139,10 +139,11 @@ def main(argv: Sequence[str]) -> int:
     if args.rounds < 1:
         parser.error("--rounds: at least 1")
     checkouts = {"old": args.old.resolve(), "new": args.new.resolve()}
+    only = [word for name in args.only or () for word in ("--only", name)]
     about = {
         "benchmark": "compare",
         # Checkouts by their revisions: where they lie on this machine says nothing.
-        "environment": environment(["OLD", "NEW", "--rounds", str(args.rounds)], "benchmarks/compare.py"),
+        "environment": environment(["OLD", "NEW", "--rounds", str(args.rounds), *only], "benchmarks/compare.py"),
         "revisions": _revisions(checkouts),
     }
     compared: dict[str, Any] = {}
