@@ -17,7 +17,7 @@ from ftckpt.model import codec
 from ftckpt.model.manifest import Manifest
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.model.topology import Topology
-from ftckpt.store.arena import Arena, clear
+from ftckpt.store.arena import Arena, clear_arena
 from ftckpt.store.directory import (
     arena_path,
     list_arenas,
@@ -294,7 +294,7 @@ class NodeArenas:
             arena = Arena.open(path, writable=True)
         except ArenaError as error:
             self._events.emit("arena_problem", path=str(path), problems=[str(error)])
-            clear(path)
+            clear_arena(path)
             return None
         for slot in range(arena.control.slots):
             if arena.allocated(slot) and not arena.header_good(slot):

@@ -14,7 +14,7 @@ from ftckpt.errors import ArenaError, CorruptError
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.restore.locations import SlotAt
 from ftckpt.restore.rebuild import Bytes, Fix
-from ftckpt.store.arena import Arena, clear
+from ftckpt.store.arena import Arena, clear_arena
 from ftckpt.store.control import control_bytes
 from ftckpt.store.damage import OBJECTS, Damage
 from ftckpt.store.directory import arena_path
@@ -162,7 +162,7 @@ class Build:
             return Arena.open(path, writable=True)
         except CorruptError:
             # The new arena must have its name. Its parity stays: this very rebuild may read it.
-            clear(path)
+            clear_arena(path)
             return None
 
     def _begin(self) -> None:

@@ -43,17 +43,17 @@ Hashes = npt.NDArray[np.uint64]
 CONTROL_NAME = "control"
 
 
-def clear(path: Path) -> None:
+def clear_arena(path: Path) -> None:
     """Delete all of an arena that cannot be read but its parity, which rebuilds others; ``create`` makes it anew.
 
     After a kill at any point it cannot be read either, or is cleared.
     """
-    kept = {CONTROL_NAME, LOCK_NAME, *(name.path.name for name in parity_of(path))}
+    kept = {LOCK_NAME, *(name.path.name for name in parity_of(path))}
     # First: without a control block nobody takes what else is there for an arena.
     (path / CONTROL_NAME).unlink(missing_ok=True)
     for entry in list(path.iterdir()):
         if entry.name not in kept:
-            remove_tree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink(missing_ok=True)
+            entry.unlink(missing_ok=True)
 
 
 def _make_control(directory: Path, manifest: Manifest, slots: int, image: SlotImage) -> Mapping:
@@ -89,10 +89,9 @@ class Arena:
     def create(cls, node_dir: Path, manifest: Manifest, slots: int, allocate: int | None = None) -> Arena:
         """Create an arena whose slots are all EMPTY; every page of the first ``allocate`` is allocated and mapped.
 
-        It is built under a temporary name and renamed when complete, or in the place of one that was cleared
-        (``clear``). What killed processes left under temporary names for the same shard is removed first. The arena
-        comes back unlocked. The others of its ``slots`` get their memory by the method ``allocate``; None means all
-        at once.
+        It is built under a temporary name and renamed when complete, or in place where ``clear_arena`` was. What
+        killed processes left under temporary names for the same shard is removed first. The arena comes back
+        unlocked. The others of its ``slots`` get their memory by the method ``allocate``; None means all at once.
 
         Raises:
             ArenaError: there is an arena for this manifest already, or another process is creating it.
@@ -111,7 +110,7 @@ class Arena:
         files = SlotFiles(directory, image, slots)
         try:
             with ExitStack() as undo:
-                undo.callback(remove_tree if directory == temporary else clear, directory)
+                undo.callback(remove_tree if directory == temporary else clear_arena, directory)
                 undo.callback(files.close)
                 directory.mkdir(mode=0o700, exist_ok=True)
                 # The lock tells it from what a killed process left half made, which ``remove_stale`` deletes.
@@ -120,9 +119,8 @@ class Arena:
                         files.make(slot)
                     # Last of all files: without a control block nobody takes what else is there for an arena.
                     control = undo.enter_context(closing(_make_control(directory, manifest, slots, image)))
-                    if directory == temporary:
-                        # One system call: who lists arenas sees one with all that belongs to it, or none.
-                        temporary.rename(final)
+                    # One system call: whoever lists sees all of it, or nothing. Nothing happens to a cleared one.
+                    directory.rename(final)
                 undo.pop_all()
         except OSError as error:
             raise ArenaError(f"{final}: cannot be created: {error.strerror}") from None

@@ -22,7 +22,7 @@ from ftckpt.model.fragment import Box, Fragment
 from ftckpt.model.manifest import Manifest
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.store import slots
-from ftckpt.store.arena import Arena, clear
+from ftckpt.store.arena import Arena, clear_arena
 from ftckpt.store.control import FORMAT, SlotState
 from ftckpt.store.directory import LOCK_NAME, arena_path, list_arenas, node_directory
 from tests.support.choosing import inventory_of
@@ -132,7 +132,7 @@ def test_a_cleared_arena_keeps_its_parity_and_is_made_anew(node_dir: Path) -> No
     path = arena_path(node_dir, MANIFEST)
     for name in ("parity.peer.0", "checks", ".slot1.0123abcd.new"):
         (path / name).write_text(name)
-    clear(path)
+    clear_arena(path)
     assert {entry.name for entry in path.iterdir()} <= {"parity.peer.0", LOCK_NAME}
     with pytest.raises(CorruptError):
         Arena.open(path)
@@ -149,7 +149,7 @@ def test_no_room_for_an_arena_made_anew_leaves_its_parity(node_dir: Path, monkey
     Arena.create(node_dir, MANIFEST, 2).close()
     path = arena_path(node_dir, MANIFEST)
     (path / "parity.peer.0").write_text("parity")
-    clear(path)
+    clear_arena(path)
 
     def full(*_: object) -> None:
         raise MemoryBudgetError("no room")
