@@ -105,6 +105,7 @@ class Scrubber:
                 for key in sorted({(name, holder) for name, holder, _ in state.bad_blocks}):
                     yield from self._repair_file(snapshot, state, key)
             yield from self._packages()
+            self._what_is_gone()
         finally:
             # Also after an error, which would come again at once.
             self._next = time.monotonic() + self._secs
@@ -133,6 +134,11 @@ class Scrubber:
         total = 0
         for path in (parity_path(arena.path, mode, index) for mode in MODES for index in range(PARITY_FILES)):
             file = self._sources.arenas.parity.get(path)
+            if file is not None and (damage := file.damage()):
+                self._report(("parity", str(path), damage), arena=arena.name, file=path.name, what=[damage])
+                # What is mapped was read when it was opened: whoever asks for the file sees what became of it.
+                self._sources.arenas.parity.drop(path)
+                continue
             snapshot = None if file is None else file.snapshot()
             if file is None or snapshot is None or file.group.members[file.holder].shard != arena.shard:
                 continue
@@ -260,6 +266,12 @@ class Scrubber:
         wanted = [(node, other) for node, other in self._duty.mirror_from if other == shard]
         yield from pull_packages(self._sources, snapshot, wanted)
         return bool(wanted)
+
+    def _what_is_gone(self) -> None:
+        """Take back COVERED where a file was deleted, or cannot be read as what it is."""
+        for snapshot in covered_slots(self._sources):
+            if not self._duty.done(self._sources, snapshot, has_package):
+                self._take_back(snapshot)
 
     def _targets(self) -> set[SnapshotId]:
         marks = (arena.mapped.control.target() for arena in self._sources.arenas.all)

@@ -18,7 +18,7 @@ import numpy.typing as npt
 import xxhash
 
 from ftckpt.config import MODES, PAGE_BYTES
-from ftckpt.errors import ArenaError, CorruptError
+from ftckpt.errors import ArenaError, CorruptError, MismatchError
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.parity.groups import ParityGroup
 from ftckpt.parity.stripes import num_blocks, stripes
@@ -120,6 +120,16 @@ class ParityFile:
     def snapshot(self) -> SnapshotId | None:
         """The snapshot whose blocks these are; None: none, half written, or torn."""
         return self._record.read(0).snapshot
+
+    def damage(self) -> str:
+        """What is bad beside the blocks: "header", "record", or "" if nothing is."""
+        try:
+            sound = _read_header(self.path, self._map.data) == (self.group, self.holder)
+        except (CorruptError, MismatchError):
+            sound = False
+        if not sound:
+            return "header"
+        return "record" if self._record.read(0).torn else ""
 
     def block(self, block: int) -> Bytes:
         """The bytes of a block, a view; they mean something while ``snapshot`` names one, and ``verify`` is true."""

@@ -21,6 +21,7 @@ from ftckpt.store.checks import CheckState
 from ftckpt.store.control import SlotState
 from ftckpt.store.package import load, mirror_dir, package_path
 from ftckpt.store.parity_file import ParityFile, parity_path
+from ftckpt.store.record import HEADER_BYTES
 from ftckpt.store.slots import slot_name
 from ftckpt.windows.node_budget import NodeBudget
 from tests.support.smp_nodes import LINEAGE, Node, Smp, check_parity, describe, fill, flip, parity_of
@@ -594,6 +595,24 @@ class TestScrub:
         covered.start()
         until(lambda: len(covered.events.of("repaired")) == blocks, "repaired")
         assert check_parity([node], NODE, 7) > 5 and node.covered(7)
+
+    @pytest.mark.parametrize(("damage", "at"), [("header", 20), ("record", HEADER_BYTES + 10), ("file", None)])
+    def test_parity_that_nobody_could_read_is_written_anew(
+        self, node: Node, covered: Smp, damage: str, at: int | None
+    ) -> None:
+        node.protected(7)
+        with closing(parity_of(node.arenas[0].path, "node", 7)) as file:
+            path = file.path
+        if at is None:
+            path.unlink()
+        else:
+            with path.open("r+b") as raw:
+                raw.seek(at)
+                raw.write(b"\xa5")
+        covered.start()
+        until(lambda: len(covered.events.of("covered")) == 2, "covered again")
+        assert check_parity([node], NODE, 7) > 5 and node.covered(7)
+        assert [event["what"] for event in covered.events.of("corrupt")] == ([] if at is None else [[damage]])
 
     def test_a_bad_package_is_packed_again(self, node: Node, covered: Smp) -> None:
         path = next(mirror_dir(node.dir).glob("dp1.*"))

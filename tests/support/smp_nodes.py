@@ -219,7 +219,7 @@ class Smp:
     def close(self) -> None:
         self.pause()
         self.end()
-        assert self.failures == []
+        assert not self.failures, self.failures
 
     def end(self) -> None:
         """It answers nobody any more, and does nothing."""
