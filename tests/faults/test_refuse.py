@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from ftckpt.errors import MismatchError, UnsupportedError
+from ftckpt.store.directory import BUDGET_NAME, PULSE_NAME
 from tests.support import ds_jobs, jobs
 from tests.support.errors import a_rank_raises
 from tests.support.pool import RankFailure, spawn_ranks
@@ -68,6 +69,23 @@ def test_a_refusal_after_the_arenas_were_made_leaves_nothing(settings: dict[str,
     jobs.broken(2, jobs.Run([], 3, settings, end="die"))
     refused(bad, [], "ConfigError.*secret_file: /nowhere.*umask")
     assert jobs.outcomes(2, jobs.Run([], 5, settings))[0].start is not None, "a refusal lost the snapshots"
+
+
+def test_pages_that_cannot_be_shared_are_said_and_training_goes_on(
+    settings: dict[str, Any], arena_root: Path
+) -> None:
+    node = arena_root / "ftckpt-test" / "node"
+    for name in (BUDGET_NAME, PULSE_NAME):
+        (node / name).mkdir(parents=True)
+    jobs.outcomes(2, jobs.Run([], 4, {**settings, "protect": "node"}))
+    for name, page, problem in (
+        ("no_budget", BUDGET_NAME, "no copy budget"),
+        ("smp_error", PULSE_NAME, "no signs of life"),
+    ):
+        errors = {event["rank"]: event["error"] for event in jobs.events(settings, name)}
+        assert sorted(errors) == [0, 1], "a rank is silent"
+        assert all(str(node / page) in error and problem in error for error in errors.values())
+    assert {event["iteration"] for event in jobs.events(settings, "snapshot")} == {1, 2, 3, 4}
 
 
 def test_an_unwritable_arena_directory(settings: dict[str, Any]) -> None:

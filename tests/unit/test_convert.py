@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import tracemalloc
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
@@ -348,6 +349,19 @@ def test_half_a_line_in_the_journal_takes_no_other_along(tmp_path: Path) -> None
         with open(tmp_path / "out.partial.jsonl", "a") as file:
             file.write('{"file": "c", "byt')
     assert Journal(Destination(tmp_path / "out"), {}).begin() == {"a", "b"}
+
+
+def test_a_full_disk_is_an_error_also_where_part_of_a_line_fits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    journal = Journal(Destination(tmp_path / "out"), {})
+    (tmp_path / "out.partial").mkdir()
+    journal.begin()
+    (tmp_path / "out.partial" / "a").write_text("a")
+    write = os.write
+    monkeypatch.setattr("ftckpt.convert.storage.os.write", lambda file, data: write(file, data[:5]))
+    with raises(ConvertError, "out.partial.jsonl", "No space left"):
+        journal.add("a")
 
 
 def test_too_little_memory_for_one_file_is_said_before_anything_is_written(tmp_path: Path) -> None:
