@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import random
 import socket
 import threading
 import time
@@ -31,6 +32,10 @@ MAX_CONNECTIONS = 128
 MAX_LOCAL_CONNECTIONS = 32
 _LOCAL_IDLE_SECS = 10.0
 """Clients on the node send one request and hang up."""
+_PORTS = range(20000, 29000)
+"""Below those that a kernel lends to outgoing connections (Linux: 32768 to 60999). Other nodes remember the port, and
+an SMP that takes the place of a killed one must find it free. Launchers' usual ports lie above (29400, 29500)."""
+_TRIES = 8
 _CLOSE_SECS = 2.0
 """For replies that are being sent: enough for a chunk over any usual network."""
 _REPORT_AGAIN_SECS = 60.0
@@ -339,8 +344,9 @@ def _listen(host: str, port: int) -> socket.socket:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
     except (OSError, UnicodeError) as error:
         raise ConfigError(f"smp_listen: {host!r} is no address: {error}") from None
-    # The port that other nodes know, where it is free; else any.
-    for wanted in dict.fromkeys((port, 0)):
+    # The port that other nodes know, where it is free; at last any.
+    some = random.SystemRandom().sample(_PORTS, _TRIES)
+    for wanted in (*([port] if port else []), *some, 0):
         try:
             return socket.create_server((host, wanted), family=family, backlog=MAX_CONNECTIONS)
         except OSError as error:

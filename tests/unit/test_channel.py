@@ -368,6 +368,12 @@ def test_a_port_is_taken_again_or_replaced(store: Store, events: Seen) -> None:
         assert again.listen("127.0.0.1", SECRET, port) == port
 
 
+def test_no_outgoing_connection_is_lent_the_port(server: Server) -> None:
+    """While a killed SMP is away anybody may connect to somewhere."""
+    least, most = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
+    assert not least <= server.port <= most
+
+
 def test_what_became_invalid_while_it_was_sent_is_dropped(peers: Peers, store: Store) -> None:
     store.valid = False
     assert fetched(peers) == (None, "")
