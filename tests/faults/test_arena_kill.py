@@ -36,7 +36,7 @@ NUMEL = 200_000
 WEIGHTS = Fragment.whole("w", "U8", (NUMEL,), Box((0,), (NUMEL,)))
 RNG = Fragment.whole("rng", "U8", (816,), Box((0,), (816,)))
 MANIFEST = Manifest({"tp": 0}, {"tp": 1}, (WEIGHTS,), (RNG,), 4096, 16384)
-KILLS = 40
+KILLS = 15
 
 
 @pytest.fixture

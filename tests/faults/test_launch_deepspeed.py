@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.launching import ROOT, Launched, free_ports
+from tests.support.tiers import by_default
 from tests.support.waiting import until
 
 pytestmark = [
@@ -57,19 +58,22 @@ def helper_of(script: int) -> int | None:
     return next((pid for pid, line in processes_of(script).items() if "deepspeed.launcher.launch" in line), None)
 
 
-@pytest.mark.timeout(600)  # three starts, each with imports of DeepSpeed in four processes
-def test_a_rank_dies_and_then_the_launcher(launched: Launched) -> None:
+@pytest.mark.timeout(600)  # two starts, each with imports of DeepSpeed in four processes
+@pytest.mark.parametrize("victim", by_default(["rank", "launcher"], ["launcher"]))
+def test_the_script_starts_it_again(launched: Launched, victim: str) -> None:
     job = f"test-{uuid.uuid4().hex[:8]}"
-    options = ["--job", job, "--nproc", "2", "--port", str(free_ports(5)), "--restarts", "4"]
+    options = ["--job", job, "--nproc", "2", "--port", str(free_ports(4)), "--restarts", "3"]
     launched.start(["bash", SCRIPT, *options, *launched.training])
-    launched.kill_rank(1)
-    launched.wait_for("a restart", launched.restored)
-    helper = helper_of(launched.scripts[0].pid)
-    assert helper is not None
-    os.kill(helper, signal.SIGKILL)  # and the launcher that started it ends with 0
+    if victim == "rank":
+        launched.kill_rank(1)
+    else:
+        launched.wait_for("three snapshots", lambda: launched.events(1, "snapshot")[2:])
+        helper = helper_of(launched.scripts[0].pid)
+        assert helper is not None
+        os.kill(helper, signal.SIGKILL)  # and the launcher that started it ends with 0
     launched.finish()
-    assert "the launcher has left its processes behind" in launched.output(10**6)
-    launched.check_went_on(restarts=2)
+    assert ("the launcher has left its processes behind" in launched.output(10**6)) == (victim == "launcher")
+    launched.check_went_on(restarts=1)
     assert {event["job"] for rank in range(2) for event in launched.events(rank, "joined")} == {job}
 
 

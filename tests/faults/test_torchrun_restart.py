@@ -148,6 +148,7 @@ def test_standalone(job: Job) -> None:
     check_finished(job, world=2, num_faults=2)
 
 
+@pytest.mark.slow
 def test_two_c10d_agents(job: Job) -> None:
     endpoint = f"127.0.0.1:{free_port()}"
     for node in ("a", "b"):

@@ -30,6 +30,7 @@ from ftckpt.model.objects import decode
 from tests.support.ds_jobs import BF16, SHAPES, Shape, fp16, zero
 from tests.support.errors import raises
 from tests.support.pool import run_ranks
+from tests.support.tiers import by_default
 
 pytest.importorskip("deepspeed")
 pytestmark = pytest.mark.multiproc
@@ -64,8 +65,7 @@ SAVED = {
     "moe-ep2-zero2": SHAPES["moe-ep2-zero2"],
 }
 
-SLOW = {"bf16", "zero2-tied", "pp2-fp16"}
-VARIANTS = [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in SAVED]
+QUICK = ("fp32", "zero1-freeze", "zero2-round-robin", "zero3-three", "pp2-tp2-dp2", "moe-ep2-zero2")
 
 Elements = tuple[Fragment, bytes]
 
@@ -169,7 +169,7 @@ def differing(mine: Tensors, theirs: Tensors) -> list[str]:
     return [k for k in sorted(keys) if mine[k][:2] != theirs[k][:2] or not np.array_equal(mine[k][2], theirs[k][2])]
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("name", by_default(SAVED, QUICK))
 def test_a_checkpoint_holds_what_the_ranks_held(name: str) -> None:
     checkpoint = saved(name)
     assert deepspeed_files.recognises(checkpoint.path)
@@ -223,7 +223,7 @@ LOADS = {
 """What is loaded into which other layout."""
 
 
-@pytest.mark.parametrize("name", LOADS)
+@pytest.mark.parametrize("name", by_default(LOADS, ["zero2-round-robin", "zero3-three", "pp2-tp2-dp2"]))
 def test_deepspeed_loads_what_was_converted_into_another_layout(name: str) -> None:
     results = run_ranks(load, LOADS[name].ranks, LOADS[name], str(converted(name)), stand_in=False)
     live = together([pair for rank in saved(name).live for pair in rank])
@@ -328,7 +328,13 @@ def by_deepspeed(name: str) -> tuple[Path, Path]:
     return path, made
 
 
-@pytest.mark.parametrize("name", ["zero1-three", "zero1-freeze", "zero3-three", "pp2-tp2-dp2", "bf16-optimizer"])
+@pytest.mark.parametrize(
+    "name",
+    by_default(
+        ["zero1-three", "zero1-freeze", "zero3-three", "pp2-tp2-dp2", "bf16-optimizer"],
+        ["zero1-freeze", "zero3-three", "pp2-tp2-dp2"],
+    ),
+)
 def test_what_we_write_is_what_deepspeeds_converter_writes(name: str) -> None:
     """Element by element, with the numbers by which a loader divides a parameter."""
     import os
@@ -365,7 +371,9 @@ def test_what_we_write_is_what_deepspeeds_converter_writes(name: str) -> None:
     )
 
 
-@pytest.mark.parametrize("name", ["zero1-three", "zero1-freeze", "zero3-three", "pp2-tp2-dp2"])
+@pytest.mark.parametrize(
+    "name", by_default(["zero1-three", "zero1-freeze", "zero3-three", "pp2-tp2-dp2"], ["zero3-three", "pp2-tp2-dp2"])
+)
 def test_universal_directories_are_read(name: str) -> None:
     """Theirs and ours; from ours nothing gets lost."""
 

@@ -12,6 +12,7 @@ from tests.support import ds_jobs
 from tests.support.ds_jobs import BF16, Shape, fp16, zero
 from tests.support.pool import run_ranks
 from tests.support.recorder import Recorder
+from tests.support.tiers import by_default
 
 pytestmark = pytest.mark.multiproc
 pytest.importorskip("deepspeed")
@@ -26,6 +27,7 @@ SHAPES = {
     "zero3": Shape(2, config=BF16 | zero(3)),
     "pp2": Shape(2, ["--pp", "2", "--tie"], BF16 | zero(1)),
 }
+QUICK = ("bf16", "bf16-optimizer", "zero2", "zero3", "pp2")
 GAS = 2
 MICRO = ["forward", "backward", "window"]
 
@@ -93,7 +95,7 @@ def results(function: Any, ranks: int, *args: Any) -> list[Any]:
     return [result.value for result in run_ranks(function, ranks, *args, stand_in=False)]
 
 
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("name", by_default(SHAPES, QUICK))
 def test_places_fence_and_boundary_come_in_order(name: str) -> None:
     shape = SHAPES[name]
     for log, (kinds, lengths) in results(followed, shape.ranks, shape, ""):
@@ -111,7 +113,7 @@ def test_places_fence_and_boundary_come_in_order(name: str) -> None:
 
 
 @pytest.mark.parametrize("without", ["outer", "inner"])
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("name", by_default(SHAPES, ["bf16-optimizer", "zero2"]))
 def test_each_fence_holds_alone(name: str, without: str) -> None:
     shape = SHAPES[name]
     for log, _ in results(followed, shape.ranks, shape, without):
@@ -124,7 +126,7 @@ def test_each_fence_holds_alone(name: str, without: str) -> None:
 PIPELINES = [(2, 1), (2, 2), (2, 5), (4, 1), (4, 3), (4, 4), (4, 7)]
 
 
-@pytest.mark.parametrize(("stages", "micro_batches"), PIPELINES)
+@pytest.mark.parametrize(("stages", "micro_batches"), by_default(PIPELINES, [(2, 1), (4, 3), (4, 7)]))
 def test_the_model_names_the_places_that_a_stage_comes_to(stages: int, micro_batches: int) -> None:
     shape = Shape(stages, ["--pp", str(stages), "--layers", "4"], {"gradient_accumulation_steps": micro_batches})
     for stage, (log, (kinds, lengths)) in enumerate(results(followed, stages, shape, "")):
@@ -168,7 +170,7 @@ def evaluated(rank: int, world_size: int, shape: Shape) -> list[str]:
     return recorder.log
 
 
-@pytest.mark.parametrize("name", ["zero1", "zero3", "pp2"])
+@pytest.mark.parametrize("name", by_default(["zero1", "zero3", "pp2"], ["zero1", "pp2"]))
 def test_evaluation_is_silent(name: str) -> None:
     assert results(evaluated, 2, SHAPES[name]) == [[], []]
 
@@ -195,7 +197,7 @@ SKIPPING = {
 }
 
 
-@pytest.mark.parametrize("name", SKIPPING)
+@pytest.mark.parametrize("name", by_default(SKIPPING, ["fp16", "zero1", "pp2"]))
 def test_a_skipped_step_is_a_boundary_and_writes_nothing(name: str) -> None:
     for log, skipped in results(skipping, 2, SKIPPING[name]):
         assert skipped == 3, log
@@ -290,6 +292,6 @@ def removed(rank: int, world_size: int, shape: Shape, arena: str) -> list[str]:
     return calls
 
 
-@pytest.mark.parametrize("name", ["zero1", "zero3", "pp2"])
+@pytest.mark.parametrize("name", by_default(["zero1", "zero3", "pp2"], ["zero3", "pp2"]))
 def test_remove_undoes_everything(name: str, arena_root: Path) -> None:
     assert results(removed, 2, SHAPES[name], str(arena_root)) == [[], []]

@@ -13,6 +13,7 @@ import pytest
 
 from tests.support.ds_jobs import BF16, SHAPES, Shape, fp16, zero
 from tests.support.pool import run_ranks
+from tests.support.tiers import by_default
 
 pytest.importorskip("deepspeed")
 pytestmark = pytest.mark.multiproc
@@ -36,6 +37,16 @@ MORE = {
     "moe-ep2-fp32-accumulation": Shape(4, ["--num-experts", "4", "--ep", "2"], BF16 | zero(1) | FP32_ACCUMULATION),
 }
 ALL = SHAPES | MORE
+QUICK = (
+    "fp32-sgd",
+    "zero1-fp16",
+    "zero2-round-robin",
+    "zero3-sub-groups",
+    "bf16-pp2-dp2",
+    "pp2-tp2-dp2",
+    "moe-ep2-zero2",
+)
+"""At least one of each kind of optimizer, partition and axis."""
 BEFORE, AFTER = 3, 2
 """Iterations before the boundary that is saved, and after it."""
 
@@ -225,7 +236,7 @@ def slices(box: Any) -> tuple[slice, ...]:
     return tuple(slice(offset, offset + size) for offset, size in zip(box.offset, box.shape, strict=True))
 
 
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", by_default(ALL, QUICK))
 def test_fragments_of_all_ranks_make_up_the_model(name: str) -> None:
     """Element by element what a single process builds, under the same names for every layout."""
     found = lives(name)
@@ -247,7 +258,7 @@ def test_fragments_of_all_ranks_make_up_the_model(name: str) -> None:
         assert {"exp_avg", "exp_avg_sq", "step"} <= roles
 
 
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", by_default(ALL, QUICK))
 def test_fragments_are_what_deepspeed_says_after_training(name: str) -> None:
     found = lives(name)
     tensors = together([life.at_boundary for life in found])
@@ -260,7 +271,7 @@ def test_fragments_are_what_deepspeed_says_after_training(name: str) -> None:
         assert np.array_equal(tensor[slices(box)].reshape(-1), values), key
 
 
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", by_default(ALL, QUICK))
 def test_no_stepped_byte_changes_between_boundary_and_step(name: str) -> None:
     for life in lives(name):
         assert life.changed == []
@@ -310,7 +321,13 @@ def spoil(job: Any, described: Any) -> None:
 TRAINED = ("zero1-fp16", "zero3", "pp2-dp2", "fp16")
 
 
-@pytest.mark.parametrize(("name", "dirty"), [(name, False) for name in ALL] + [(name, True) for name in TRAINED])
+@pytest.mark.parametrize(
+    ("name", "dirty"),
+    by_default(
+        [(name, False) for name in ALL] + [(name, True) for name in TRAINED],
+        [*((name, False) for name in QUICK), ("zero1-fp16", True)],
+    ),
+)
 def test_training_goes_on_from_what_was_saved_to_the_bit(name: str, dirty: bool) -> None:
     found, shape = lives(name), ALL[name]
     saved = [(life.pieces, life.objects) for life in found]
@@ -328,7 +345,13 @@ def plain(rank: int, world_size: int, shape: Shape) -> list[dict[str, Any]]:
     return steps(build(shape)[0], BEFORE + AFTER)
 
 
-@pytest.mark.parametrize("name", ["fp32", "fp32-sgd", "zero1", "zero2-offload", "zero3-sub-groups", "bf16-optimizer"])
+@pytest.mark.parametrize(
+    "name",
+    by_default(
+        ["fp32", "fp32-sgd", "zero1", "zero2-offload", "zero3-sub-groups", "bf16-optimizer"],
+        ["fp32-sgd", "zero3-sub-groups"],
+    ),
+)
 def test_state_made_ahead_of_the_first_step_is_what_that_step_makes(name: str) -> None:
     shape = ALL[name]
     for life, result in zip(lives(name), run_ranks(plain, shape.ranks, shape, stand_in=False), strict=True):
@@ -379,7 +402,7 @@ UNTIED = {
 """A tied weight is cut at different elements on its two stages, so both copy it."""
 
 
-@pytest.mark.parametrize("name", UNTIED)
+@pytest.mark.parametrize("name", by_default(UNTIED, ["zero2", "pp2-tp2-dp2"]))
 def test_every_byte_is_copied_by_one_rank_and_derived_weights_by_none(name: str) -> None:
     shape = UNTIED[name]
     results = [result.value for result in run_ranks(captured, shape.ranks, shape, stand_in=False)]

@@ -82,6 +82,7 @@ def test_the_only_slot_is_written_again_while_no_snapshot_in_it_is_whole(
     assert not list(arena_root.iterdir())
 
 
+@pytest.mark.slow
 def test_without_room_for_what_differs_ftckpt_turns_off_and_the_whole_snapshot_stays(
     settings: dict[str, Any],
 ) -> None:

@@ -168,7 +168,9 @@ def losses_without(rank: int, world_size: int, name: str) -> dict[str, float]:
         return found
 
 
-@pytest.mark.parametrize("name", ["gqa-swiglu-untied", "gated-experts", "gated-grouped", "mla", "mtp"])
+@pytest.mark.parametrize(
+    "name", by_default(["gqa-swiglu-untied", "gated-experts", "gated-grouped", "mla", "mtp"], ["gqa-swiglu-untied"])
+)
 def test_losses_tell_when_elements_are_elsewhere(name: str) -> None:
     """The tolerance of the test of losses is far below what elements in wrong places do."""
     found = run_ranks(losses_without, 1, name)[0].value
@@ -227,6 +229,7 @@ OPTIMIZERS = {
 }
 
 
+@pytest.mark.slow
 def test_masters_and_moments_fit_with_and_without_the_distributed_optimizer() -> None:
     found = {}
     for world_size, layout in ((4, {"tp": 2}), (4, {"cp": 2, "pp": 2}), (4, {"cp": 2})):
@@ -240,7 +243,7 @@ def test_masters_and_moments_fit_with_and_without_the_distributed_optimizer() ->
     assert roles == {"weight", "master", "exp_avg", "exp_avg_sq", "step"}
 
 
-@pytest.mark.parametrize("untied", [False, True])
+@pytest.mark.parametrize("untied", by_default([False, True], [True]))
 def test_vocabularies_are_padded_and_nothing_else_is(untied: bool) -> None:
     model = replace(MODELS["gpt"], vocabulary=None, untied=untied)
     one, four = described(1, [("one", model, {})])["one"], described(4, [("four", model, {"tp": 4})])["four"]

@@ -277,7 +277,7 @@ def kept(plan: Plan, root: Path, number: int) -> Plan:
     [
         pytest.param("node", "aaa", id="node"),
         pytest.param("peer", "aabb", id="peer", marks=pytest.mark.slow),
-        pytest.param("replica,peer", "abc", id="replica+peer"),
+        pytest.param("replica,peer", "abc", id="replica+peer", marks=pytest.mark.slow),
         pytest.param("node,copy", "aabb", id="node+copy", marks=pytest.mark.slow),
     ],
 )

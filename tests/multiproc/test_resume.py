@@ -33,7 +33,7 @@ LAYOUTS = {
     "name",
     by_default(
         LAYOUTS,
-        ["tp2-pp2-dp2-distributed", "pp2-vpp2-dp2-overlap-both", "dp2-fp16-scaled", "tp2-ep2-router-bias"],
+        ["tp2-pp2-dp2-distributed", "dp2-fp16-scaled", "tp2-ep2-router-bias"],
     ),
 )
 def test_resume_is_bit_exact(name: str, settings: dict[str, Any], arena_root: Path) -> None:

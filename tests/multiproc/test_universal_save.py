@@ -344,7 +344,9 @@ def saved_after(rank: int, world_size: int, root: str) -> int | None:
     return iteration
 
 
-@pytest.mark.parametrize("point", [(3, "fsync", 1), (0, "rename", 0), (0, "fsync", 3)], ids=str)
+@pytest.mark.parametrize(
+    "point", [(3, "fsync", 1), (0, "rename", 0), pytest.param((0, "fsync", 3), marks=pytest.mark.slow)], ids=str
+)
 def test_killed_in_the_middle_nothing_has_the_name(tmp_path: Path, point: tuple[int, str, int]) -> None:
     (tmp_path / "arena").mkdir()
     root = str(tmp_path)

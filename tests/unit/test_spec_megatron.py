@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from ftckpt.convert.language.spec import Spec
 from ftckpt.model.fragment import Box
 from tests.support.megatron_models import Model, build, fill, parallel
 from tests.support.pool import run_ranks
+from tests.support.tiers import by_default
 
 pytestmark = pytest.mark.multiproc
 
@@ -92,8 +94,11 @@ def distinguish(built: Any) -> None:
     fill(piece for piece in pieces if piece.fragment.key.startswith(("weight/", "buffer/")))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", CASES)
+PAIRS = list(product(CASES, LAYOUTS))
+QUICK = [pair for pair in PAIRS if pair[1] in ("tp2", "tp2-ep2") or pair[0] in ("llama", "mixtral")]
+
+
+@pytest.mark.parametrize(("name", "layout"), by_default(PAIRS, QUICK))
 def test_specifications_say_what_megatron_says(name: str, layout: str) -> None:
     spec, model = CASES[name]
     world_size, sizes = LAYOUTS[layout]
