@@ -8,10 +8,10 @@ that was given up is an error, never mixed with the next one.
 from __future__ import annotations
 
 import logging
-import threading
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ import xxhash
 
 from ftckpt.convert.catalog import Bytes, Catalog, Reader
 from ftckpt.convert.consolidation import MASTER, WEIGHT, master_of
+from ftckpt.convert.storage import CheckedOnce
 from ftckpt.errors import ArenaError, ConvertError, FtckptError, LostError, MismatchError
 from ftckpt.model import objects
 from ftckpt.model.fragment import Fragment
@@ -138,13 +139,13 @@ _NO_PARITY = "ftckpt convert does not rebuild from parity: restart the job for t
 
 @dataclass
 class _Slot:
-    """A sealed slot; ``seal_id`` names what was in it when it was chosen, ``good`` are chunks that were verified."""
+    """A sealed slot; ``seal_id`` names what was in it when it was chosen."""
 
     arena: Arena
     index: int
     seal_id: SealId | None
     snapshot: SnapshotId
-    good: set[int] = field(default_factory=set)
+    checked: CheckedOnce[int] = field(default_factory=CheckedOnce)
     touched: bool = False
 
     @property
@@ -184,7 +185,6 @@ class ArenaReader(Reader):
     def __init__(
         self, paths: Sequence[Path], iteration: int | None = None, roles: Collection[str] | None = None
     ) -> None:
-        self._guard = threading.Lock()
         self._arenas: dict[Path, Arena] = {}
         try:
             self._slots = self._choose(paths, iteration)
@@ -303,16 +303,12 @@ class ArenaReader(Reader):
         for chunk in range(first, len(chunks) if begin < end else 0):
             if chunks[chunk].begin >= end:
                 break
-            # Two threads may hash one chunk at a time, which costs less than that one waits for the other.
-            with self._guard:
-                is_good = chunk in slot.good
-            if is_good:
-                continue
-            if slot.arena.hash_chunk(slot.index, chunk) != int(hashes[chunk]):
-                slot.check()  # it was written over: not damage
-                raise ConvertError(f"{slot.where}: chunk {chunk}, which holds {key}, is damaged; {_NO_PARITY}")
-            with self._guard:
-                slot.good.add(chunk)
+            slot.checked.check(chunk, partial(self._compare, slot, chunk, int(hashes[chunk]), key))
+
+    def _compare(self, slot: _Slot, chunk: int, expected: int, key: str) -> None:
+        if slot.arena.hash_chunk(slot.index, chunk) != expected:
+            slot.check()  # it was written over: not damage
+            raise ConvertError(f"{slot.where}: chunk {chunk}, which holds {key}, is damaged; {_NO_PARITY}")
 
     def _load_objects(self, shard: str) -> Any:
         slot = self._slots[shard]

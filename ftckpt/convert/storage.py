@@ -9,9 +9,9 @@ import json
 import os
 import shutil
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -29,6 +29,31 @@ _STEP_BYTES = 64 << 20
 """Of a file whose checksum is taken, at a time."""
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
+
+
+Part = TypeVar("Part", bound=Hashable)
+
+
+class CheckedOnce(Generic[Part]):
+    """Which parts of a source have been compared with their checksums. Any thread may ask."""
+
+    def __init__(self) -> None:
+        self._guard = threading.Lock()
+        self._locks: dict[Part, threading.Lock] = {}
+        self._good: set[Part] = set()
+
+    def check(self, part: Part, compare: Callable[[], None]) -> None:
+        """Call ``compare``, which raises where ``part`` is damaged, unless that was done before."""
+        with self._guard:
+            if part in self._good:
+                return
+            lock = self._locks.setdefault(part, threading.Lock())
+        with lock:  # others that want the same part wait until it is known to be good
+            if part not in self._good:
+                compare()
+                with self._guard:
+                    self._good.add(part)
+                    self._locks.pop(part, None)
 
 
 def map_file(path: Path) -> npt.NDArray[np.uint8]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import re
-import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,7 +26,7 @@ from ftckpt.convert.safetensors import (
     units_of,
     write_unit,
 )
-from ftckpt.convert.storage import PARTIAL, Destination, explained, map_file
+from ftckpt.convert.storage import PARTIAL, CheckedOnce, Destination, explained, map_file
 from ftckpt.errors import ConvertError, CorruptError, FtckptError
 from ftckpt.model import objects
 from ftckpt.model.fragment import DTYPE_BYTES, Shape
@@ -197,8 +196,7 @@ class UniversalReader(Reader):
         headers = {name: self._header(name) for name in self._data if name.endswith(SUFFIX)}
         self._keys = tuple(manifest.tensors)
         self._places = [self._place(key, headers) for key in self._keys]
-        self._good: set[int] = set()
-        self._guard = threading.Lock()
+        self._checked = CheckedOnce[int]()
         self.catalog = Catalog(
             origin="universal",
             iteration=manifest.iteration,
@@ -215,16 +213,15 @@ class UniversalReader(Reader):
         if entry.file not in self._data:
             raise ConvertError(f"{self._path}: was closed")
         data = self._data[entry.file][place.begin : place.end]
-        # Two threads may hash one tensor at a time: cheaper than that one waits for the other.
-        with self._guard:
-            is_good = index in self._good
-        if not is_good:
-            if checksum(data) != entry.checksum:
-                where = f"{self._path / entry.file}: {key}"
-                raise ConvertError(f"{where} is damaged: its bytes do not match their checksum")
-            with self._guard:
-                self._good.add(index)
+        self._checked.check(index, lambda: self._compare(index, data))
         return data
+
+    def _compare(self, index: int, data: Bytes) -> None:
+        key = self._keys[index]
+        entry = self.manifest.tensors[key]
+        if checksum(data) != entry.checksum:
+            where = f"{self._path / entry.file}: {key}"
+            raise ConvertError(f"{where} is damaged: its bytes do not match their checksum")
 
     def fingerprint(self) -> str:
         """Of the manifest, which has the checksums of all tensors."""

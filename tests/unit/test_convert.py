@@ -7,6 +7,7 @@ import math
 import os
 import tracemalloc
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from itertools import pairwise
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from ftckpt.convert.catalog import Bytes, Catalog, Reader, Tensor
 from ftckpt.convert.consolidation import Consolidator, cast, take
 from ftckpt.convert.conversion import Options, convert, prepare
 from ftckpt.convert.safetensors import WeightsWriter
-from ftckpt.convert.storage import Destination, Journal
+from ftckpt.convert.storage import CheckedOnce, Destination, Journal
 from ftckpt.convert.universal import UniversalReader, UniversalWriter
 from ftckpt.errors import ConvertError
 from ftckpt.model.fragment import Box, Fragment
@@ -336,6 +337,20 @@ def test_killed_between_the_name_and_the_end_of_the_journal(tmp_path: Path, monk
     source = Memory(tensors, wholes(tensors))
     assert convert(source, UniversalWriter(tmp_path / "out"), Options()).resumed == 1
     assert source.reads == 0 and not (tmp_path / "out.partial.jsonl").exists()
+
+
+def test_what_is_good_is_compared_once_and_what_is_damaged_each_time() -> None:
+    checked, compared = CheckedOnce[str](), []
+
+    def compare(part: str) -> None:
+        compared.append(part)
+        if part == "damaged":
+            raise ConvertError(part)
+
+    for part in ("good", "damaged") * 2:
+        with pytest.raises(ConvertError) if part == "damaged" else nullcontext():
+            checked.check(part, lambda part=part: compare(part))  # type: ignore[misc]
+    assert compared == ["good", "damaged", "damaged"]
 
 
 def test_half_a_line_in_the_journal_takes_no_other_along(tmp_path: Path) -> None:

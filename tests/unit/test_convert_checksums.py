@@ -20,8 +20,8 @@ import yaml
 from ftckpt.commands.main import main
 from ftckpt.convert.foreign import archives, pickles
 from ftckpt.convert.foreign.archives import SMALL_BYTES
+from ftckpt.convert.foreign.distributed import CheckpointDirectory
 from ftckpt.convert.language.spec import Spec
-from ftckpt.convert.megatron.dist_reader import Directory
 from ftckpt.convert.megatron.legacy_reader import MegatronLegacyReader
 from ftckpt.errors import ConvertError
 from tests.support.errors import raises
@@ -121,7 +121,7 @@ def test_what_was_written_without_checksums_is_read(tmp_path: Path) -> None:
     assert {entry.CRC for entry in zipfile.ZipFile(file).infolist()} == {0}
     source = MegatronLegacyReader(tmp_path / "pt", SPEC)
     assert source.read(1).tobytes() == model()["large.weight"].numpy().tobytes()
-    directory = Directory(tmp_path / "dcp")
+    directory = CheckpointDirectory(tmp_path / "dcp")
     (chunk,) = directory.tensors["a"].chunks
     assert directory.chunk("a", chunk).tobytes() == torch.arange(float(LARGE)).numpy().tobytes()
     with flipped(of_size(file, LARGE)):  # nobody can tell
@@ -211,7 +211,7 @@ def test_no_chunk_of_torch_distributed_checkpoint_can_be_flipped_unseen(tmp_path
     names: set[str] = set()
 
     def read() -> None:
-        directory = Directory(tmp_path)
+        directory = CheckpointDirectory(tmp_path)
         names.update(directory.tensors, directory.objects)
         for name, tensor in directory.tensors.items():
             for chunk in tensor.chunks:

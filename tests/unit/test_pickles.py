@@ -23,7 +23,8 @@ import torch.distributed.checkpoint as dcp
 from ftckpt.convert.catalog import Bytes, Catalog, Tensor
 from ftckpt.convert.conversion import Options, convert
 from ftckpt.convert.foreign import pickle_stack, pickles
-from ftckpt.convert.megatron.dist_reader import Directory, MegatronDistReader
+from ftckpt.convert.foreign.distributed import CheckpointDirectory
+from ftckpt.convert.megatron.dist_reader import MegatronDistReader
 from ftckpt.convert.megatron.dist_writer import MegatronDistWriter
 from ftckpt.errors import ConvertError
 from ftckpt.model import objects
@@ -170,7 +171,7 @@ def test_a_directory_of_torch_distributed_checkpoint_is_read(tmp_path: Path) -> 
         "c": torch.tensor(3),
     }
     dcp.save(state, checkpoint_id=tmp_path, no_dist=True)
-    directory = Directory(tmp_path)
+    directory = CheckpointDirectory(tmp_path)
     assert {name: (t.dtype, t.shape) for name, t in directory.tensors.items()} == {
         "a": ("F32", (5, 3)),
         "b": ("BF16", (2, 2)),
@@ -210,7 +211,7 @@ def write(path: Path, **options: Any) -> Path:
 @pytest.mark.parametrize("stack", [True, False])
 def test_layers_are_stacked_or_not_and_read_alike(tmp_path: Path, stack: bool) -> None:
     directory = write(tmp_path / "x", stack=stack, max_file_bytes=10)
-    assert sorted(Directory(directory).tensors) == (
+    assert sorted(CheckpointDirectory(directory).tensors) == (
         ["decoder.final_layernorm.weight", "decoder.layers.mlp.linear_fc1.weight"]
         if stack
         else [

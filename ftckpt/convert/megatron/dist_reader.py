@@ -4,193 +4,21 @@ from __future__ import annotations
 
 import json
 import math
-import pathlib
-import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
-from ftckpt.convert.catalog import DTYPE_NAMES, Bytes, Catalog, Reader
-from ftckpt.convert.foreign import archives, pickle_stack, pickles
+from ftckpt.convert.catalog import Bytes, Catalog, Reader
+from ftckpt.convert.foreign import pickles
+from ftckpt.convert.foreign.distributed import METADATA, CheckpointDirectory, Chunk, StoredTensor
 from ftckpt.convert.megatron import names
 from ftckpt.convert.megatron.common import CONTENT, common_step, layout_of
-from ftckpt.convert.storage import explained, fingerprint_of, map_file
+from ftckpt.convert.storage import fingerprint_of
 from ftckpt.errors import ConvertError
 from ftckpt.model.fragment import DTYPE_BYTES, Box, Fragment, Shape
-
-METADATA = ".metadata"
-_DATA = ("torch.distributed.checkpoint.", "megatron.core.dist_checkpointing.")
-_BUILDERS: dict[str, Any] = {
-    "torch.Size": tuple,
-    "torch.serialization._get_layout": str,
-    "builtins.getattr": pickles.member,
-    "builtins.set": set,
-    "builtins.slice": slice,
-    "collections.OrderedDict": dict,
-    **{f"pathlib.{kind}": pathlib.PurePosixPath for kind in ("PosixPath", "Path", "PurePosixPath", "PurePath")},
-    **{f"torch.{str(dtype).removeprefix('torch.')}": dtype for dtype in DTYPE_NAMES},
-}
-
-
-@dataclass(frozen=True)
-class Blob:
-    """Bytes ``offset`` to ``offset + length`` of ``file``: what ``torch.save`` wrote of one chunk or object."""
-
-    file: str
-    offset: int
-    length: int
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """A box of a tensor, and where it lies."""
-
-    offset: Shape
-    shape: Shape
-    blob: Blob
-
-
-@dataclass(frozen=True)
-class StoredTensor:
-    """A tensor as ``.metadata`` has it. ``flattened_from`` is its shape in the model where Megatron-core before 0.14
-    has flattened it: then ``shape`` is the number of parts along each dimension, and the elements of a part."""
-
-    dtype: str
-    shape: Shape
-    chunks: tuple[Chunk, ...]
-    flattened_from: Shape | None = None
-
-
-class Directory:
-    """A directory of torch.distributed.checkpoint.
-
-    Raises:
-        ConvertError: ``.metadata`` is missing, damaged, or contradicts itself; a file is missing or too short.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        where = path / METADATA
-        with explained(where):
-            data = where.read_bytes()
-        value = pickle_stack.read(data, str(where), _known)
-        try:
-            self.tensors, self.objects = _contents(value)
-        except (AttributeError, KeyError, TypeError, ValueError, IndexError) as error:
-            raise ConvertError(f"{where}: is not what torch.distributed.checkpoint writes: {error}") from None
-        self._maps: dict[str, Bytes] = {}
-        self._guard = threading.Lock()
-        self._locks: dict[Blob, threading.Lock] = {}
-        self._good: set[Blob] = set()
-        for name, blobs in self._blobs():
-            self._maps[name] = map_file(path / name)
-            needed = max(blob.offset + blob.length for blob in blobs)
-            if len(self._maps[name]) < needed:
-                raise ConvertError(
-                    f"{path / name}: is truncated: {len(self._maps[name])} of {needed} bytes are there"
-                )
-
-    def object(self, name: str) -> Any:
-        """An object, read without running code. Raises ConvertError where that cannot be."""
-        blob = self.objects[name]
-        return pickles.loads(self._bytes(blob), f"{self.path / blob.file}: {name}")
-
-    def chunk(self, name: str, chunk: Chunk) -> Bytes:
-        """The elements of a chunk, row-major, mapped where they lie so.
-
-        When it is first read all of it is compared with the checksums that ``torch.save`` wrote.
-
-        Raises:
-            ConvertError: damaged; the text names file and tensor.
-        """
-        raw, blob = self._maps[chunk.blob.file], chunk.blob
-        where = f"{self.path / blob.file}: {name}"
-        self._check(blob, where)
-        # On the device meta: type, shape and place of the elements, without a copy of them.
-        shape = pickles.shapes(self._bytes(blob), where)
-        if not isinstance(shape, torch.Tensor) or (tuple(shape.shape), DTYPE_NAMES.get(shape.dtype)) != (
-            chunk.shape,
-            self.tensors[name].dtype,
-        ):
-            raise ConvertError(f"{where}: is not the tensor that {METADATA} says")
-        begin = getattr(shape.untyped_storage(), "_checkpoint_offset", None)
-        nbytes = shape.numel() * shape.element_size()
-        if begin is None or not shape.is_contiguous():
-            value = pickles.loads(self._bytes(blob), where)
-            data: Bytes = value.contiguous().reshape(-1).view(torch.uint8).numpy()
-            return data
-        # torch counts from the beginning of the bytes it was given, which is the blob's and not the file's.
-        begin += blob.offset + shape.storage_offset() * shape.element_size()
-        if begin + nbytes > blob.offset + blob.length:
-            raise ConvertError(f"{where}: is truncated or damaged")
-        return raw[begin : begin + nbytes]
-
-    def close(self) -> None:
-        self._maps = {}
-
-    def _check(self, blob: Blob, where: str) -> None:
-        with self._guard:
-            lock = self._locks.setdefault(blob, threading.Lock())
-        with lock:  # others that want the same chunk wait until it is known to be good
-            if blob not in self._good:
-                data = self._bytes(blob)
-                if bytes(data[: len(archives.ARCHIVE)]) == archives.ARCHIVE:
-                    archives.check_all(data, where)
-                self._good.add(blob)
-
-    def _bytes(self, blob: Blob) -> memoryview:
-        if blob.file not in self._maps:
-            raise ConvertError(f"{self.path}: was closed")
-        return self._maps[blob.file][blob.offset : blob.offset + blob.length].data
-
-    def _blobs(self) -> list[tuple[str, list[Blob]]]:
-        by_file: dict[str, list[Blob]] = {}
-        blobs = [chunk.blob for tensor in self.tensors.values() for chunk in tensor.chunks]
-        for blob in [*blobs, *self.objects.values()]:
-            by_file.setdefault(blob.file, []).append(blob)
-        for name in by_file:
-            # Names come out of a pickle: none may lead outside of the directory.
-            if "/" in name or name.startswith(".."):
-                raise ConvertError(f"{self.path / METADATA}: names the file {name}, outside the checkpoint")
-        return sorted(by_file.items())
-
-
-def _known(full_name: str) -> Any:
-    if full_name in _BUILDERS:
-        return _BUILDERS[full_name]
-    if full_name.startswith(_DATA):
-        return pickles.stand_in(full_name)
-    raise LookupError(full_name)
-
-
-def _contents(value: Any) -> tuple[dict[str, StoredTensor], dict[str, Blob]]:
-    places: dict[tuple[str, Shape | None], Blob] = {}
-    for index, info in value.storage_data.items():
-        if getattr(info, "transform_descriptors", None):
-            raise ValueError(f"{index.fqn} is transformed by {info.transform_descriptors}")
-        offset = getattr(index, "offset", None)
-        # A tensor's index has the offset of its chunk; that of an object has none.
-        places[index.fqn, offset] = Blob(str(info.relative_path), int(info.offset), int(info.length))
-    original: Mapping[str, Any] = getattr(value, "mcore_data", None) or {}
-    tensors, objects = {}, {}
-    for name, stored in value.state_dict_metadata.items():
-        if not hasattr(stored, "chunks"):
-            objects[name] = places[name, None]
-            continue
-        chunks = tuple(
-            Chunk(tuple(chunk.offsets), tuple(chunk.sizes), places[name, chunk.offsets]) for chunk in stored.chunks
-        )
-        # What Megatron-core before 0.14 adds to torch's metadata for tensors that it saved flattened.
-        shape = original.get(name, {}).get("nd_reformulated_orig_global_shape")
-        dtype = DTYPE_NAMES[stored.properties.state[0]]
-        flattened = tuple(shape) if shape is not None else None
-        tensors[name] = StoredTensor(dtype, tuple(stored.size), chunks, flattened)
-    return tensors, objects
-
 
 CONFIG = "metadata.json"
 COMMON = "common.pt"
@@ -258,7 +86,7 @@ class MegatronDistReader(Reader):
         self._wanted = None if roles is None else set(roles)
         self.path = iteration_directory(path, iteration)
         _check_config(self.path / CONFIG)
-        self._directory = Directory(self.path)
+        self._directory = CheckpointDirectory(self.path)
         common = pickles.plain(pickles.load(self.path / COMMON))
         args = common.get("args") if isinstance(common.get("args"), dict) else {}
         if self._wanted is None or self._wanted - {"weight", "buffer"}:
