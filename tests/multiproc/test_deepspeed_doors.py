@@ -109,7 +109,7 @@ def drawn(rank: int, world_size: int, arena: str, until: int, how: str) -> list[
     ("how", "stop"),
     by_default(
         [("", 3), ("", 10), ("", 13), ("peek", 10), ("peek", 13), ("pause", 13), ("workers", 13)],
-        [("peek", 10), ("workers", 13)],
+        [("", 13), ("peek", 10), ("workers", 13)],
     ),
 )
 def test_epochs_go_on_at_their_batch_whatever_the_sampler_draws_from(how: str, stop: int, arena_root: Path) -> None:
