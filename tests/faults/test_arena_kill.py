@@ -27,6 +27,7 @@ from ftckpt.store.control import SlotState
 from ftckpt.store.directory import arena_path, list_arenas, node_directory
 from tests.support.choosing import inventory_of
 from tests.support.killing import killed_at
+from tests.support.tiers import by_default
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.faults
@@ -36,7 +37,6 @@ NUMEL = 200_000
 WEIGHTS = Fragment.whole("w", "U8", (NUMEL,), Box((0,), (NUMEL,)))
 RNG = Fragment.whole("rng", "U8", (816,), Box((0,), (816,)))
 MANIFEST = Manifest({"tp": 0}, {"tp": 1}, (WEIGHTS,), (RNG,), 4096, 16384)
-KILLS = 15
 
 
 @pytest.fixture
@@ -123,7 +123,8 @@ def assert_slot_holds(arena: Arena, slot: int, iteration: int) -> None:
     assert bytes(arena.read_objects(slot)) == objects
 
 
-def test_killed_while_writing_snapshots(node_dir: Path) -> None:
+@pytest.mark.parametrize("kills", by_default([15, 40], [15]))
+def test_killed_while_writing_snapshots(node_dir: Path, kills: int) -> None:
     (node_dir / "progress").write_bytes((-1).to_bytes(8, "little", signed=True))
     progress = np.memmap(node_dir / "progress", np.int64, "r", shape=(1,))
     Arena.create(node_dir, MANIFEST, 2).close()
@@ -132,7 +133,7 @@ def test_killed_while_writing_snapshots(node_dir: Path) -> None:
     seen: set[SlotState] = set()
     unhashed: set[bool] = set()
     told = -1
-    for _ in range(KILLS):
+    for _ in range(kills):
         child = start(f"write_for_ever(Path({str(path)!r}), {told + 1})")
         until(lambda: progress[0] >= told + 3, "some are written")  # noqa: B023
         time.sleep(instants.random() * 0.01)  # any instant
@@ -159,10 +160,11 @@ def test_killed_while_writing_snapshots(node_dir: Path) -> None:
     assert seen == {SlotState.WRITING, SlotState.SEALED} and unhashed == {False, True}
 
 
-def test_killed_while_creating_and_removing(node_dir: Path) -> None:
+@pytest.mark.parametrize("kills", by_default([8, 20], [8]))
+def test_killed_while_creating_and_removing(node_dir: Path, kills: int) -> None:
     instants = random.Random(7)
     complete = half = 0
-    for _ in range(KILLS // 2):
+    for _ in range(kills):
         child = start(f"create_for_ever(Path({str(node_dir)!r}))")
         time.sleep(instants.random() * 0.02)  # any instant
         kill(child)

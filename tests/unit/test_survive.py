@@ -331,7 +331,7 @@ def test_any_damage_is_mended_with_the_right_bytes_or_cannot_be(
 
 
 @given(st.data())
-@settings(max_examples=20)
+@settings(max_examples=60)
 def test_the_forecast_of_whole_arenas_is_what_their_chunks_say(data: st.DataObject) -> None:
     job, _, _ = data.draw(damaged_jobs())
     packages = mirrors(job.holdings, job.modes)
