@@ -269,9 +269,14 @@ class Scrubber:
 
     def _what_is_gone(self) -> None:
         """Take back COVERED where a file was deleted, or cannot be read as what it is."""
+        marks = {arena.mapped.control.protected() for arena in self._sources.arenas.all} | self._targets()
         for snapshot in covered_slots(self._sources):
             if not self._duty.done(self._sources, snapshot, has_package):
                 self._take_back(snapshot)
+                # Of others the files went to newer ones: that is no loss.
+                if snapshot in marks:
+                    reason = "a package or a parity file is gone"
+                    self._events.emit("not_covered", iteration=snapshot.iteration, reason=reason)
 
     def _targets(self) -> set[SnapshotId]:
         marks = (arena.mapped.control.target() for arena in self._sources.arenas.all)

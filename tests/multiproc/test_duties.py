@@ -613,6 +613,9 @@ class TestScrub:
         until(lambda: len(covered.events.of("covered")) == 2, "covered again")
         assert check_parity([node], NODE, 7) > 5 and node.covered(7)
         assert [event["what"] for event in covered.events.of("corrupt")] == ([] if at is None else [[damage]])
+        assert [event["reason"] for event in covered.events.of("not_covered")] == [
+            "a package or a parity file is gone"
+        ]
 
     def test_a_bad_package_is_packed_again(self, node: Node, covered: Smp) -> None:
         path = next(mirror_dir(node.dir).glob("dp1.*"))
