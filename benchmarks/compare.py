@@ -46,7 +46,7 @@ BENCHMARKS = {
     "parity": Benchmark(
         ("benchmarks/parity.py", "--repeats", "5"), r"/rates/.*/median$", more_is_better=True
     ),
-    "reshape": Benchmark(("benchmarks/reshape.py", "--repeats", "1"), r"/medians_secs/.*/ftckpt.*/total$"),
+    "reshape": Benchmark(("benchmarks/reshape.py", "--repeats", "1", "--alone"), r"/medians_secs/.*/ftckpt.*/total$"),
 }  # fmt: skip
 
 

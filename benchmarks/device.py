@@ -94,15 +94,15 @@ def detach(job: Any) -> None:
 
 
 def registration_secs(checkpointer: Any) -> float | None:
-    """Wait until all slots are registered with the device; None where there is nothing to register."""
-    copier = checkpointer._shard.capture._copier
-    registrar = getattr(copier, "_registrar", None)
+    """Have all slots registered with the device, with the pauses that are made; None where there is nothing to do."""
+    registrar = getattr(checkpointer._shard.capture._copier, "_registrar", None)
     if registrar is None:
         return None
-    deadline = time.monotonic() + REGISTER_TIMEOUT_SECS
-    while copier.register_secs == 0.0 and registrar.is_alive() and time.monotonic() < deadline:
+    begin = time.monotonic()
+    registrar.begin()
+    while not registrar.idle and time.monotonic() - begin < REGISTER_TIMEOUT_SECS:
         time.sleep(0.01)
-    return float(copier.register_secs)
+    return time.monotonic() - begin
 
 
 def rate_of(copies: Sequence[Sequence[float]]) -> float:

@@ -113,7 +113,7 @@ def measure_deepspeed(place: Place, size: Sequence[str], times: dict[str, Times]
         times.setdefault(f"DeepSpeed, {where}", Times()).add(save=save, convert=convert, load=load)
 
 
-def measure(place: Place, sizes: dict[str, Sequence[str]], repeats: int) -> dict[str, Any]:
+def measure(place: Place, sizes: dict[str, Sequence[str]], repeats: int, peers: bool) -> dict[str, Any]:
     """All of them, interleaved: by size the times, and the bytes of the state."""
     results: dict[str, Any] = {name: {"times": {}} for name in sizes}
     for repeat in range(repeats):
@@ -121,10 +121,9 @@ def measure(place: Place, sizes: dict[str, Sequence[str]], repeats: int) -> dict
             times = results[name]["times"]
             results[name]["bytes"] = measure_ftckpt(place, size, times)
             place.clear()
-            measure_megatron(place, size, times)
-            place.clear()
-            measure_deepspeed(place, size, times)
-            place.clear()
+            for measure_peer in (measure_megatron, measure_deepspeed) if peers else ():
+                measure_peer(place, size, times)
+                place.clear()
             line = ", ".join(f"{who} {one.parts['total'][-1]:.2f} s" for who, one in times.items())
             print(f"repeat {repeat + 1} of {repeats}, {name}: {line}", file=sys.stderr, flush=True)
     return results
@@ -151,6 +150,12 @@ def report(results: dict[str, Any]) -> dict[str, Any]:
     gib = large["bytes"]["needed_bytes"] / GIB
     print_table(["", f"{gib:.2f} GiB", "fixed", "per byte", "parts"], rows)
     ours = splits["ftckpt, memory"][1]
+    ratios = {
+        f"ratio_vs_{name}{end}": splits[f"{who}, {where}"][1] / ours
+        for name, who in (("megatron_dist", "Megatron"), ("ds_universal", "DeepSpeed"))
+        for end, where in (("", "tmpfs"), ("_disk", "disk"))
+        if f"{who}, {where}" in splits
+    }
     return {
         "state_gib": gib,
         "medians_secs": {
@@ -159,10 +164,7 @@ def report(results: dict[str, Any]) -> dict[str, Any]:
         },
         "fixed_secs": {who: fixed for who, (fixed, _) in splits.items()},
         "secs_per_gib": {who: slope for who, (_, slope) in splits.items()},
-        "ratio_vs_megatron_dist": splits["Megatron, tmpfs"][1] / ours,
-        "ratio_vs_ds_universal": splits["DeepSpeed, tmpfs"][1] / ours,
-        "ratio_vs_megatron_dist_disk": splits["Megatron, disk"][1] / ours,
-        "ratio_vs_ds_universal_disk": splits["DeepSpeed, disk"][1] / ours,
+        **ratios,
         "bytes_read_over_bytes_needed": large["bytes"]["read_bytes"] / large["bytes"]["needed_bytes"],
     }
 
@@ -173,6 +175,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--json", type=Path, help="where the result goes")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--disk", type=Path, default=Path("/var/tmp"), help="a folder that is on no tmpfs")
+    parser.add_argument("--alone", action="store_true", help="without the peers, which need most of the memory")
     parser.add_argument("--tiny", action="store_true", help="sizes that take seconds and say nothing")
     args = parser.parse_args(argv)
     about = environment(argv, "benchmarks/reshape.py")
@@ -182,12 +185,13 @@ def main(argv: Sequence[str]) -> int:
     name = f"ftckpt-reshape-{uuid.uuid4().hex[:8]}"
     place = Place(Path("/dev/shm") / name, Path(tempfile.mkdtemp(prefix=name, dir=args.disk)))
     try:
-        result = report(measure(place, sizes, args.repeats))
+        result = report(measure(place, sizes, args.repeats, not args.alone))
     finally:
         for root in (place.tmpfs, place.disk):
             shutil.rmtree(root, ignore_errors=True)
     for ratio in ("ratio_vs_megatron_dist", "ratio_vs_ds_universal", "bytes_read_over_bytes_needed"):
-        print(f"{ratio} {result[ratio]:.2f}")
+        if ratio in result:
+            print(f"{ratio} {result[ratio]:.2f}")
     if args.json:
         write_json(args.json, {**about, **result})
     return 0

@@ -18,6 +18,7 @@ _MAX_SECS = 1e9  # what timers of the operating system and of torch.distributed 
 NAME_RULE = "use 1 to 64 of A-Z a-z 0-9 . _ -, the first a letter or digit"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _CORES = re.compile(r"\d{1,5}(-\d{1,5})?(,\d{1,5}(-\d{1,5})?)*")
+_NUMBER = re.compile(r"\d{1,6}(\.\d{1,9})?")
 _LAYOUT = re.compile(r"((tp|pp|vpp|cp|ep|etp|dp)[1-9][0-9]{0,8})+")
 _FUNCTION = re.compile(r"[A-Za-z_][A-Za-z0-9_.]*:[A-Za-z_][A-Za-z0-9_]*")
 
@@ -67,15 +68,32 @@ class Config:
     peer_code: str = _setting("xor", "how peer parity is made; rs survives several lost nodes", choices=CODES)
     peer_group: int = _setting(0, "nodes per group of peer parity; 0: up to eight", minimum=0)
     peer_losses: int = _setting(1, "nodes of a group that may be lost together", minimum=1)
-    network_gbps: float = _setting(0.0, "what a node receives for protection, in GB/s; 0: no limit", minimum=0)
+    network_gbps: str = _setting(
+        "auto",
+        "what a node receives, and as much that it sends, for protection, in GB/s: auto (a quarter of its link) or a "
+        "number; 0: no limit",
+    )
     smp_gbps: float = _setting(0.0, "what the SMP reads of the node's memory, in GB/s; 0: no limit", minimum=0)
-    smp_listen: str = _setting("", "address at which a node's SMP answers others; default: one that they reach")
+    smp_listen: str = _setting(
+        "",
+        "address at which a node's SMP answers others, or interfaces, such as hsn0,hsn1, of which the first that has "
+        "one counts; default: GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME, or the way to MASTER_ADDR",
+    )
     smp_idle_secs: float = _setting(
         3600.0, "time without any trainer after which the SMP ends itself; arenas stay", minimum=1
     )
     scrub_secs: float = _setting(300.0, "pause between two checks of all snapshots; 0: no such checks", minimum=0)
-    hang_secs: float = _setting(600.0, "time without progress of any rank that counts as a hang; 0: none", minimum=0)
-    on_hang: str = _setting("report", "what a hang leads to", choices=("report", "abort"))
+    hang_secs: float = _setting(
+        600.0,
+        "time without progress of any rank that counts as a hang in an iteration; three times that, or three times "
+        "the longest that was seen, at start and in an evaluation, a save or a load; 0: no hang counts",
+        minimum=0,
+    )
+    on_hang: str = _setting(
+        "report",
+        "what a hang leads to: its stacks are logged, and with abort its ranks ended",
+        choices=("report", "abort"),
+    )
     encrypt: bool = _setting(False, "seal what SMPs of different nodes send each other, not only authenticate it")
     secret_file: str = _setting("", "file with the secret that SMPs share; default: drawn anew at each start")
     rack: str = _setting("", "label of this machine's rack, or other failure domain of several nodes; default: none")
@@ -109,7 +127,10 @@ class Config:
     )
     lock_timeout_secs: float = _setting(20.0, "longest wait for processes of an earlier attempt to end", minimum=0)
     start_timeout_secs: float = _setting(
-        300.0, "longest wait for the other ranks at start, restore and close", minimum=1
+        300.0,
+        "longest wait for the other ranks at start, restore and close, and longest search for them while training "
+        "runs, once connections broke",
+        minimum=1,
     )
     replica_check_interval: int = _setting(
         1000,
@@ -118,7 +139,12 @@ class Config:
     )
     on_error: str = _setting("continue", "what a failed snapshot does to training", choices=("continue", "raise"))
     error_limit: int = _setting(3, "failed snapshots in a row after which ftckpt turns itself off", minimum=1)
-    on_lost: str = _setting("fail", "what a restart does when snapshots were lost", choices=("fail", "fresh"))
+    on_lost: str = _setting(
+        "storage",
+        "what a restart does when snapshots were lost: go on from the checkpoint that the script has loaded from "
+        "storage, and fail if it has loaded none; fail; or go on without them, from the beginning if none was loaded",
+        choices=("storage", "fail", "fresh"),
+    )
     events: str = _setting("", "directory for event logs (JSON lines); default: none")
     timeline_interval: int = _setting(
         50, "snapshots between two that leave a timeline in the event log; 0: none", minimum=0
@@ -138,6 +164,8 @@ class Config:
                 raise ConfigError(f"{name}: {value!r} is not a name; {NAME_RULE}")
         if self.affinity not in ("auto", "none") and not _CORES.fullmatch(self.affinity):
             raise ConfigError(f"affinity: {self.affinity!r} is not auto, none or a list of cores such as 0-3,8")
+        if self.network_gbps != "auto" and not _NUMBER.fullmatch(self.network_gbps):
+            raise ConfigError(f"network_gbps: {self.network_gbps!r} is not auto or a number such as 2.5; 0: no limit")
         if not os.path.isabs(self.arena):
             raise ConfigError(f"arena: {self.arena!r} is not an absolute path; name a directory on a tmpfs")
 
@@ -162,8 +190,8 @@ class Config:
 
     @classmethod
     def from_mapping(cls, section: Mapping[str, Any]) -> Config:
-        """Build from a JSON section, where ``layouts`` may be a list; unknown names are errors that name the closest
-        valid one."""
+        """Build from a JSON section, where ``layouts`` may be a list and ``network_gbps`` a number; unknown names are
+        errors that name the closest valid one."""
         if not isinstance(section, Mapping):
             raise ConfigError(f"ftckpt: expected a mapping of settings, got {type(section).__name__}")
         known = [setting.name for setting in fields(cls)]
@@ -173,6 +201,9 @@ class Config:
         layouts = section.get("layouts")
         if isinstance(layouts, (list, tuple)) and all(isinstance(name, str) for name in layouts):
             section = {**section, "layouts": ",".join(layouts)}
+        gbps = section.get("network_gbps")
+        if isinstance(gbps, (int, float)) and not isinstance(gbps, bool):
+            section = {**section, "network_gbps": f"{gbps:.9f}".rstrip("0").rstrip(".")}
         return cls(**section)
 
     @classmethod

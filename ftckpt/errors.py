@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 
 class FtckptError(Exception):
     """Base of every error that ftckpt raises on purpose; its text is one line with the remedy."""
 
+    final: ClassVar[bool] = False
+    """Whether each further attempt of the same launcher run would meet it again."""
+    of_all_ranks = False
+    """Whether every rank of the job raises it, so that one of them may speak for all."""
+
 
 class ConfigError(FtckptError):
     """A flag, a configuration field or a call is wrong: fix it and start again."""
+
+    final = True
 
 
 class LaunchError(FtckptError):
@@ -17,6 +26,8 @@ class LaunchError(FtckptError):
 
 class UnsupportedError(FtckptError):
     """A version, an optimizer or a piece of training state that ftckpt does not know."""
+
+    final = True
 
 
 class MemoryBudgetError(FtckptError):
@@ -38,6 +49,14 @@ class MismatchError(FtckptError):
 class LostError(FtckptError):
     """Snapshots that were whole can no longer be made whole; the text names what is missing."""
 
+    final = True
+
+
+class StalledError(FtckptError):
+    """Attempt after attempt has made no snapshot: a further one would not either."""
+
+    final = True
+
 
 class CaptureError(FtckptError):
     """A snapshot could not be taken; training goes on unless ``on_error`` is ``raise``."""
@@ -49,6 +68,8 @@ class SmpError(FtckptError):
 
 class LayoutError(ConfigError):
     """No parallel layout fits: the text says of each one why not."""
+
+    final = False  # it may fit the ranks of the next attempt
 
 
 class ConvertError(FtckptError):

@@ -93,6 +93,13 @@ EVENTS: dict[str, EventKind] = {
     "snapshot_error": _loud(
         "a snapshot failed on this rank", error="what was raised", in_a_row="failures without a success between"
     ),
+    "ranks_lost": _loud("ranks cannot reach each other: no snapshots until they have connected anew", error="why"),
+    "ranks_reunited": _loud(
+        "all ranks have connected anew, and snapshots go on", iteration="at whose boundary", secs="after this search"
+    ),
+    "reunion_failed": _quiet(
+        "ranks could not connect anew; they try again", iteration="at whose boundary", error="why"
+    ),
     "turned_off": _loud("no more snapshots in this attempt", reason="why"),
     "interval_changed": _quiet(
         "snapshots become rarer, so that the fence keeps its budget, or more frequent again",
@@ -125,6 +132,10 @@ EVENTS: dict[str, EventKind] = {
         "an arena, or a slot of it, cannot be used", path="of the arena, where it is of this rank", shard="it holds",
         problems="in words",
     ),
+    "far_slots": _quiet(
+        "a slot lies on another NUMA node than the device: its copies are slower", device_node="of the device",
+        pages="of a sample, by their NUMA node",
+    ),
     "slots_allocated": _quiet("slots got memory while training ran", path="of the arena", slots="which"),
     "spare_given_up": _quiet(
         "a snapshot that no restart can use was given up for room", iteration=_ITERATION, bytes="freed",
@@ -142,7 +153,14 @@ EVENTS: dict[str, EventKind] = {
     "passed_over": _quiet("a newer snapshot is not whole", iteration="restored", reasons="why no newer one"),
     "fallback": _loud("a newer snapshot is corrupt", iteration="restored", reasons="what is wrong"),
     "protection_problem": _quiet("a parity file or package is not used", file="its name", problem="why"),
-    "lost": _loud("snapshots cannot be made whole; the job begins anew", error="what is missing"),
+    "lost": _loud(
+        "snapshots cannot be made whole; the job goes on from storage, or begins anew", error="what is missing",
+        loaded="iteration that was loaded from storage; 0: none",
+    ),
+    "rolled_back": _loud(
+        "the operator went back to a checkpoint on storage; what is in memory is given up", loaded="iteration",
+        in_memory="iteration", reason="how that is known",
+    ),
     "older_than_storage": _loud(
         "what is in memory is older than what was loaded from storage, and given up", in_memory="iteration",
         loaded="iteration",
@@ -165,6 +183,14 @@ EVENTS: dict[str, EventKind] = {
     "protected": _quiet(
         "a snapshot survives what the modes promise", iteration=_ITERATION, secs="since it was chosen",
         again="whether protection had failed before",
+    ),
+    "network_limit": _quiet(
+        "what a node takes of the network for protection", gbps="GB/s each way; 0: no limit",
+        source="where that comes from", secs="least time to receive what a snapshot needs",
+    ),
+    "protection_slow": _loud(
+        "the network limit lets no snapshot be protected in time: raise network_gbps or protect_timeout_secs",
+        secs="least time to receive what a snapshot needs", timeout_secs="setting", source="of the limit",
     ),
     "not_protected": _loud(
         "a snapshot was given up as the next to protect, or for long none could be chosen", iteration=_ITERATION,
@@ -193,8 +219,17 @@ EVENTS: dict[str, EventKind] = {
     "peer_back": _quiet("it answers again", node="name"),
     "peer_refused": _loud("somebody did not prove the job's secret", address="of the caller", reason="why"),
     "hang": _loud(
-        "no rank of the node has moved", hang_secs="setting", on_hang="setting", secs="since the last sign of life",
-        ranks="where each is, and since when",
+        "no rank of the node has moved for longer than its section may take", hang_secs="setting",
+        on_hang="setting", ends="whether the ranks are ended", again="whether the job was ended at this place before",
+        secs="since the last sign of life", ranks="where each is, since when, and how long it may be silent there",
+    ),
+    "stacks": _quiet(
+        "ranks that hang have written their stacks to stderr, and the SMP to its log", ranks="which",
+        missing="which have not, and why",
+    ),
+    "hung_again": _loud(
+        "the job has hung at the same place as before its restart: it is not started again",
+        iteration="of its last boundary", section="it is in", phase="it is in",
     ),
     "hang_aborted": _quiet("the ranks that hung were ended", killed="pids of those that did not end by themselves"),
     # Storage.

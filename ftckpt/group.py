@@ -10,12 +10,10 @@ of the job, and ranks that wait look there."""
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import json
 import logging
 import os
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -28,12 +26,16 @@ import torch
 import torch.distributed as dist
 
 from ftckpt import errors
+from ftckpt.connections import OWN_DESCRIPTORS, SPARE_DESCRIPTORS, connect, is_lazy, make_room
+from ftckpt.notice import Notice, job_store
 
 log = logging.getLogger("ftckpt")
 
 _FIRST_LOOK_SECS, _LONGEST_LOOK_SECS = 0.5, 10.0
-"""How long a rank waits before it asks the store whether another gave up; it asks less and less often, since all
-ranks of a large job ask the same store."""
+"""How long a rank waits before it asks the store whether another gave up; it asks less and less often."""
+
+_CALM_RANKS = 200
+"""Up to so many ranks ask their store as often; those of a larger job so much less that it has no more to do."""
 
 _immortal: list[Any] = []
 """Groups, and the tensors of their latest and of all unfinished collectives, for as long as the process lives, even
@@ -50,33 +52,92 @@ class Group:
     """All ranks of the job. ``timeout_secs`` bounds every call that waits for other ranks.
 
     Collective: every rank constructs it, at the same point of its program. A collective that fails on one rank fails
-    on all that wait in it, within some seconds, and the group is of no use from then on.
+    on all that wait in it, within some seconds, and the group is of no use from then on: it is ``lost``, until all
+    ranks ``renew`` it. A collective that is late is not: it completes when the last rank comes, however late.
+
+    Collectives use the connections of a ring alone; with messages a rank may have one to each of ``partners`` others,
+    by default all.
 
     Raises:
-        RuntimeError: from torch.distributed, when a peer is gone or the deadline passes; when another rank gave the
-            group up; when the store of the job, where ranks post that, cannot be reached.
+        LaunchError: this process may not open as many files as that takes (``ulimit -n``).
+        RuntimeError: from torch.distributed, when a peer is gone; when the deadline passes; when another rank gave
+            the group up; when the store of the job, where ranks post that, cannot be reached.
     """
 
-    def __init__(self, timeout_secs: float) -> None:
+    def __init__(self, timeout_secs: float, partners: int | None = None) -> None:
         self.rank = dist.get_rank()
         self.size = dist.get_world_size()
         self._timeout_secs = timeout_secs
-        self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_secs))
-        self._given_up = ""
+        self._first_look_secs, self._longest_look_secs = look_secs(self.size)
+        others = self.size - 1 if partners is None else partners
+        self._descriptors = OWN_DESCRIPTORS + others + SPARE_DESCRIPTORS
+        store = job_store()
+        # Counted in the store: ranks that begin anew in a process that lives begin at the same number again.
+        number = store.add(f"ftckpt/groups/{self.rank}", 1)
         self._notice: Notice | None = None  # while its name is agreed on there is nothing to look for
+        self._connect(f"ftckpt/group/{number}")
+        # A name of this attempt alone: some launchers keep one store for all of them.
+        self.name = f"ftckpt/group/{self.gather(os.urandom(8))[0].hex()}"
+        self._notice = Notice(f"{self.name}/given-up")
+        # All together: a rank that refused alone would leave the others waiting.
+        together(self, lambda: make_room(self._descriptors, self._descriptors, self.rank))
+
+    @property
+    def lost(self) -> bool:
+        """Whether a collective has failed."""
+        return bool(self._given_up)
+
+    def give_up(self, reason: str) -> None:
+        """The group is lost; ranks that wait in a collective of it learn so."""
+        if not self._given_up:
+            self._give_up(reason)
+
+    def renew(self, name: str, part: str, timeout_secs: float) -> None:
+        """Connect all ranks anew, lost or not before, under a ``name`` that was not used before. Collective.
+
+        Groups of several ``part``s under one name are lost together.
+
+        Raises:
+            LaunchError, RuntimeError: the group is lost.
+        """
+        self._notice = Notice(f"{name}/given-up")
+        try:
+            self._connect(f"{name}/{part}")
+            self._gather(b"", timeout_secs)
+        except (errors.LaunchError, RuntimeError) as error:
+            self.give_up(str(error))
+            raise
+
+    def _connect(self, name: str) -> None:
+        self._given_up = ""
         self._latest: list[torch.Tensor] = []
         self._minima: deque[tuple[dist.Work, torch.Tensor]] = deque()
         self._num_finished = 0  # of the minima, as of the last post
-        _immortal.append((self._group, self._latest, self._minima))
-        # A name of this attempt alone: some launchers keep one store for all of them.
-        self._notice = Notice(f"ftckpt/given-up/{self.broadcast(os.urandom(8)).hex()}")
+        make_room(OWN_DESCRIPTORS + (0 if is_lazy() else self.size), self._descriptors, self.rank)
+        self._group = connect(name, job_store(), self.rank, self.size, self._timeout_secs)
+        self._kept: list[Any] = [self._group, self._latest, self._minima]
+        _immortal.append(self._kept)
+
+    def close(self) -> None:
+        """Let go of connections and their threads, when all ranks have agreed that nothing more is posted.
+
+        A collective that is not finished keeps them: who ends a group waits for all of those.
+        """
+        self._given_up = self._given_up or f"rank {self.rank} has closed the group"
+        if all(work.is_completed() for work, _ in self._minima):
+            # Its tensors stay: a thread of torch may let go of them a moment later.
+            self._kept[0] = None
+            del self._group
 
     def gather(self, data: Bytes) -> list[bytes]:
         """Every rank's ``data``, in rank order."""
+        return self._gather(data, self._timeout_secs)
+
+    def _gather(self, data: Bytes, timeout_secs: float) -> list[bytes]:
         mine = torch.tensor([len(data)], dtype=torch.int64)
         # Lengths first: an all-gather takes tensors of one size, so all are padded to the longest.
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
-        self._run(lambda: dist.all_gather(sizes, mine, group=self._group, async_op=True), mine, *sizes)
+        self._run(lambda: self._group.allgather([sizes], [mine]), timeout_secs, mine, *sizes)
         longest = max(int(size) for size in sizes)
         # Known to all ranks alike: none of them posts a second collective.
         if longest == 0:
@@ -84,38 +145,37 @@ class Group:
         padded = torch.zeros(longest, dtype=torch.uint8)
         padded[: len(data)] = _tensor(data)
         parts = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.size)]
-        self._run(lambda: dist.all_gather(parts, padded, group=self._group, async_op=True), padded, *parts)
+        self._run(lambda: self._group.allgather([parts], [padded]), timeout_secs, padded, *parts)
         return [part[: int(size)].numpy().tobytes() for part, size in zip(parts, sizes, strict=True)]
 
     def broadcast(self, data: bytes, source: int = 0) -> bytes:
         """``data`` of rank ``source``; its length must be the same on all ranks."""
         tensor = _tensor(data)
-        self._run(lambda: dist.broadcast(tensor, src=source, group=self._group, async_op=True), tensor)
+        self._run(lambda: self._group.broadcast(tensor, source), self._timeout_secs, tensor)
         return tensor.numpy().tobytes()
 
     def barrier(self) -> None:
         """Return when every rank is here."""
         self.gather(b"")
 
-    def start_send(self, data: torch.Tensor, to: int, tag: int = 0) -> dist.Work:
+    def start_send(self, data: torch.Tensor, to: int, tag: int = 0) -> Message:
         """Post a message, a contiguous 1-D uint8 tensor; when its ``wait`` returns, ``data`` may be overwritten.
 
         Messages of one ``tag`` between two ranks are received in the order in which they were sent.
         """
-        return self._try(lambda: dist.isend(data, dst=to, group=self._group, tag=tag))
+        return Message(self._try(lambda: self._group.send([data], to, tag)), self._timeout_secs)
 
-    def start_receive(self, into: torch.Tensor, source: int, tag: int = 0) -> dist.Work:
+    def start_receive(self, into: torch.Tensor, source: int, tag: int = 0) -> Message:
         """Post the receipt of a message of exactly the size of ``into``, which is filled when ``wait`` returns."""
-        return self._try(lambda: dist.irecv(into, src=source, group=self._group, tag=tag))
+        return Message(self._try(lambda: self._group.recv([into], source, tag)), self._timeout_secs)
 
     def start_minimum(self, values: Sequence[int]) -> tuple[dist.Work, torch.Tensor]:
         """Post an element-wise MIN; returns the work, for ``finish``, and the tensor that will have it."""
         tensor = torch.tensor(list(values), dtype=torch.int64)
-        work = self._try(lambda: dist.all_reduce(tensor, op=dist.ReduceOp.MIN, group=self._group, async_op=True))
+        work = self._try(lambda: self._group.allreduce(tensor, dist.ReduceOp.MIN))
         # gloo writes into the tensor after the caller may have forgotten it: it must outlive the collective.
-        # No number bounds those that are not finished: a rank posts one at each snapshot, whether it could read the
-        # one before in time or not. Time does. They are read before the next slot is needed; a rank that reads none
-        # for ``error_limit`` snapshots turns all off; and gloo ends each that is older than the group's deadline.
+        # Those that are not finished are as many as the caller posts without one of them being finished; a rank that
+        # cannot read ``error_limit`` rounds in time posts no more.
         # One that is finished stays until the next is posted, a snapshot later: torch says so a moment before its
         # thread lets go of the tensor.
         for _ in range(self._num_finished):
@@ -126,7 +186,7 @@ class Group:
 
     def finish(self, work: dist.Work, timeout_secs: float) -> bool:
         """Wait for a collective that was posted; False: it is not finished within ``timeout_secs``."""
-        deadline, look_secs = time.monotonic() + timeout_secs, _FIRST_LOOK_SECS
+        deadline, look_secs = time.monotonic() + timeout_secs, self._first_look_secs
         while True:
             left = deadline - time.monotonic()
             try:
@@ -138,29 +198,27 @@ class Group:
                 if work.is_completed():
                     self._try(work.wait)  # at once: it came in this instant, or it raises what made it fail
                     return True
+            # At the deadline too: a short one must not keep a rank from hearing that nobody comes.
+            self._look()
             if time.monotonic() >= deadline:
                 return False
-            self._look()
-            look_secs = min(2 * look_secs, _LONGEST_LOOK_SECS)
+            look_secs = min(2 * look_secs, self._longest_look_secs)
 
-    def _run(self, post: Callable[[], dist.Work | None], *tensors: torch.Tensor) -> None:
+    def _run(self, post: Callable[[], dist.Work], timeout_secs: float, *tensors: torch.Tensor) -> None:
         # In place: the list is among what outlives the interpreter.
         self._latest[:] = tensors
-        if not self.finish(self._try(post), self._timeout_secs):
-            self._give_up(f"the other ranks did not come within {self._timeout_secs:g} s")
+        if not self.finish(self._try(post), timeout_secs):
+            self._give_up(f"the other ranks did not come within {timeout_secs:g} s")
             raise RuntimeError(self._given_up)
 
-    def _try(self, action: Callable[[], T | None]) -> T:
+    def _try(self, action: Callable[[], T]) -> T:
         if self._given_up:
             raise RuntimeError(self._given_up)
         try:
-            value = action()
+            return action()
         except RuntimeError as error:
             self._give_up(str(error))
             raise
-        if value is None:  # torch gives no work to a process that is no member of the group
-            raise RuntimeError("this process is not in ftckpt's group")
-        return value
 
     def _give_up(self, reason: str) -> None:
         # For good: from here on ranks may stand in different collectives, which would answer each other.
@@ -174,6 +232,25 @@ class Group:
             self._given_up = self._notice.read()
         if self._given_up:
             raise RuntimeError(self._given_up)
+
+
+def look_secs(size: int) -> tuple[float, float]:
+    """How long one of ``size`` ranks waits before it asks the store, at first and at most."""
+    rarer = max(1.0, size / _CALM_RANKS)
+    return _FIRST_LOOK_SECS * rarer, _LONGEST_LOOK_SECS * rarer
+
+
+class Message:
+    """One on its way."""
+
+    def __init__(self, work: dist.Work, timeout_secs: float) -> None:
+        self._work = work
+        self._timeout_secs = timeout_secs
+
+    def wait(self) -> None:
+        """Return when its memory may be used again; raises RuntimeError after the group's deadline."""
+        # In one piece: gloo takes a wait for a message that runs out for the end of all connections.
+        self._work.wait(timedelta(seconds=self._timeout_secs))
 
 
 def _tensor(data: Bytes) -> torch.Tensor:
@@ -204,57 +281,7 @@ def together(group: Group, action: Callable[[], T]) -> T:
     for rank, text in enumerate(group.gather(failure.encode())):
         if text:
             name, message = json.loads(text)
-            raise getattr(errors, name, errors.FtckptError)(f"rank {rank}: {message}")
+            of_all: errors.FtckptError = getattr(errors, name, errors.FtckptError)(f"rank {rank}: {message}")
+            of_all.of_all_ranks = True
+            raise of_all
     return cast(T, value)
-
-
-_PATIENCE_SECS = 1.0
-"""How long a rank waits for the store at a stretch."""
-
-
-class Notice:
-    """One notice, at ``name`` in the store of torch's default process group."""
-
-    def __init__(self, name: str) -> None:
-        self._store = dist.distributed_c10d._get_default_store()
-        self._name = name
-        self._lookup: _Call | None = None
-
-    def post(self, text: str) -> None:
-        """Write the notice, if the store answers: otherwise the others find out by themselves."""
-        if self._lookup is None or self._lookup.ended():
-            _Call(lambda: self._store.set(self._name, text)).ended()
-
-    def read(self) -> str:
-        """What somebody posted, or that the store cannot be reached; "" if there is nothing, or no answer yet."""
-        # One at a time: a store that does not answer must not collect threads.
-        self._lookup = self._lookup or _Call(self._look_up)
-        if not self._lookup.ended():
-            return ""
-        text, self._lookup = self._lookup.value, None
-        return text or ""
-
-    def _look_up(self) -> str:
-        try:
-            return self._store.get(self._name).decode() if self._store.check([self._name]) else ""
-        except RuntimeError as error:
-            return f"the job's store cannot be reached: {error}"
-
-
-class _Call:
-    """A call of the store on a thread of its own; ``value`` is what it returned."""
-
-    def __init__(self, call: Callable[[], str | None]) -> None:
-        self.value: str | None = None
-        self._call = call
-        self._thread = threading.Thread(target=self._run, name="ftckpt-store", daemon=True)
-        self._thread.start()
-
-    def ended(self) -> bool:
-        """Whether the call has ended, now or within moments."""
-        self._thread.join(_PATIENCE_SECS)
-        return not self._thread.is_alive()
-
-    def _run(self) -> None:
-        with contextlib.suppress(RuntimeError):
-            self.value = self._call()

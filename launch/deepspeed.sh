@@ -25,6 +25,7 @@ HERE=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd)
 # shellcheck source=launch/job.sh
 source "$HERE/job.sh"
 
+PYTHON=${FTCKPT_PYTHON:-python3}
 JOB=${FTCKPT_JOB:-${SLURM_JOB_ID:+slurm-$SLURM_JOB_ID}}
 HOSTFILE=${FTCKPT_HOSTFILE:-}
 NODES=${FTCKPT_NODES:-}
@@ -82,21 +83,30 @@ COMMAND=(deepspeed --hostfile "${HOSTFILE:-/dev/null/none}")
 [ -z "$NPROC" ] || COMMAND+=(--num_gpus "$NPROC")
 COMMAND+=("${EXTRA[@]}")
 export FTCKPT_JOB=$JOB
+# One name for all starts: what ended one for good is known in the next.
+export FTCKPT_RUN=$JOB.$$
 
 if [ -n "$DRY_RUN" ]; then
     show env FTCKPT_JOB="$JOB" "${COMMAND[@]}" --master_port "$PORT" "${PROGRAM[@]}"
     exit
 fi
 
+HANDED_ON=
+# shellcheck disable=SC2317,SC2329 # called by the trap
+tidy() {
+    [ -z "$HANDED_ON" ] || rm -f "$HANDED_ON"
+    "$PYTHON" -m ftckpt.commands.main ended --forget >/dev/null 2>&1 || true
+}
+trap tidy EXIT
+
 # The launcher hands few variables on to other nodes; the others it reads from the files of this name in the home and
 # the working directory, or from one file named by its path.
 if [ -n "$HOSTFILE" ]; then
     HANDED_ON=$(mktemp)
-    trap 'rm -f "$HANDED_ON"' EXIT
     for file in "$HOME/${DS_ENV_FILE:-.deepspeed_env}" "./${DS_ENV_FILE:-.deepspeed_env}" "${DS_ENV_FILE:-}"; do
         [ ! -f "$file" ] || grep -F "=" "$file" >>"$HANDED_ON" || true
     done
-    echo "FTCKPT_JOB=$JOB" >>"$HANDED_ON"
+    printf '%s\n' "FTCKPT_JOB=$JOB" "FTCKPT_RUN=$FTCKPT_RUN" >>"$HANDED_ON"
     export DS_ENV_FILE=$HANDED_ON
 fi
 
@@ -138,6 +148,12 @@ for ((start = 0; start <= RESTARTS; start++)); do
     fi
     ((code)) || exit 0
     end_group
+    # Whether a rank has ended the job for good.
+    answer=$("$PYTHON" -m ftckpt.commands.main ended 2>/dev/null) || true
+    if [ -n "$answer" ]; then
+        say "${answer#* }"
+        exit "${answer%% *}"
+    fi
     say "start $((start + 1)) of at most $((RESTARTS + 1)) ended with code $code"
 done
 fail "given up: $((RESTARTS + 1)) starts have failed"

@@ -146,12 +146,19 @@ run_steps() {
     TRAINING=()
     choose "${ALLOCATED[@]}"
     export FTCKPT_JOB=$JOB
+    # One name for all steps: what ended one for good is known in the next.
+    export FTCKPT_RUN=$JOB.${SLURM_RESTART_COUNT:-0}.$$
     for ((number = 1; number <= STEPS; number++)); do
         if ((number > 1)); then
             sleep "$PAUSE_SECS"
             mapfile -t answers < <(answering)
             lost=$(printf '%s\n' "${ALLOCATED[@]}" | grep -vxF "$(printf '%s\n' "${answers[@]}")" | paste -sd,) || true
             [ -z "$lost" ] || say "do not answer: $lost"
+            if verdict "${answers[@]}"; then
+                say "$REASON"
+                clean
+                exit "$CODE"
+            fi
             choose "${answers[@]}"
             ((NODES >= LEAST_NODES)) ||
                 give_up "$NODES of $LEAST_NODES nodes are left: allocate spares with sbatch --nodes, and say --nodes $MOST_NODES"
@@ -168,7 +175,10 @@ run_steps() {
         code=0
         wait "$SRUN" || code=$?
         SRUN=
-        ((code)) || return 0
+        if ((!code)); then
+            forget
+            return 0
+        fi
         say "step $number ended with code $code"
     done
     give_up "$STEPS steps have failed"
@@ -180,6 +190,31 @@ give_up() {
     fail "$1"
 }
 
+# verdict NODE...: whether a rank has ended the job for good; sets CODE and REASON. Asks two of the nodes given that
+# trained: each of them would know.
+verdict() {
+    local node asked=0 answer
+    for node in "$@"; do
+        [[ " ${TRAINING[*]} " == *" $node "* ]] || continue
+        answer=$(on_node "$node" "$PYTHON" -m ftckpt.commands.main ended </dev/null 2>/dev/null) || true
+        if [ -n "$answer" ]; then
+            CODE=${answer%% *} REASON=${answer#* }
+            return 0
+        fi
+        ((++asked < 2)) || break
+    done
+    return 1
+}
+
+# forget: what the nodes know of this run goes.
+forget() {
+    local node
+    for node in "${TRAINING[@]}"; do
+        on_node "$node" "$PYTHON" -m ftckpt.commands.main ended --forget >/dev/null 2>&1 </dev/null &
+    done
+    wait
+}
+
 # clean: removes the arenas from all nodes that answer.
 clean() {
     local node
@@ -187,6 +222,7 @@ clean() {
         on_node "$node" "$PYTHON" -m ftckpt.commands.main clean "$JOB" --arena "$ARENA" >/dev/null </dev/null &
     done
     wait
+    forget
 }
 
 # stop: Slurm ends the batch script, because of scancel or the time limit.

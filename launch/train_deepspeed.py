@@ -27,7 +27,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from deepspeed.pipe import PipelineModule
-from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
+from deepspeed.runtime.pipe.topology import PipelineParallelGrid, PipeModelDataParallelTopology
 from text_data import NUM_TOKENS, TextData, sha256, write_line
 
 
@@ -37,7 +37,7 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--local_rank", type=int, help="given by the deepspeed launcher")
     layout = parser.add_argument_group("layout (what is left of the ranks is data parallel)")
     layout.add_argument("--pp", type=int, default=0, help="pipeline stages; 0: no PipelineModule")
-    layout.add_argument("--tp", type=int, default=1, help="needs --pp")
+    layout.add_argument("--tp", type=int, default=1)
     layout.add_argument("--ep", type=int, default=1)
     model = parser.add_argument_group("model")
     model.add_argument("--layers", type=int, default=4)
@@ -57,6 +57,7 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     )  # fmt: skip
     training.add_argument("--seed", type=int, default=1234)
     training.add_argument("--load", type=Path, help="folder of DeepSpeed's own checkpoints")
+    training.add_argument("--load-tag", help="checkpoint to load; default: the newest")
     training.add_argument("--load-weights-only", action="store_true", help="leave the optimizer as it is")
     training.add_argument("--save", type=Path, help="the same, to save to")
     training.add_argument("--save-interval", type=int, default=5)
@@ -111,10 +112,10 @@ class Job:
 def build(args: argparse.Namespace, config: Mapping[str, Any]) -> Job:
     """Process groups, model, optimizer and data. ``config`` is DeepSpeed's."""
     deepspeed.init_distributed()
-    topology = None
-    if args.pp:
-        replicas = dist.get_world_size() // (args.pp * args.tp)
-        topology = PipeModelDataParallelTopology(num_pp=args.pp, num_mp=args.tp, num_dp=replicas)
+    stages, topology = max(1, args.pp), None
+    if args.pp or args.tp > 1:
+        replicas = dist.get_world_size() // (stages * args.tp)
+        topology = PipeModelDataParallelTopology(num_pp=stages, num_mp=args.tp, num_dp=replicas)
     for seed in (random.seed, np.random.seed, torch.manual_seed):
         seed(args.seed)
     data = TextData(args.seq, args.seed)
@@ -129,10 +130,11 @@ def build(args: argparse.Namespace, config: Mapping[str, Any]) -> Job:
         optimizer=optimizer,
         model_parameters=parameters,
         training_data=TextSamples(data, 96) if args.data == "engine" else None,
+        mpu=PipelineParallelGrid(topology) if args.tp > 1 and not args.pp else None,
         config=dict(config),
     )
     if args.load:
-        engine.load_checkpoint(str(args.load), load_optimizer_states=not args.load_weights_only)
+        engine.load_checkpoint(str(args.load), args.load_tag, load_optimizer_states=not args.load_weights_only)
     return Job(args, engine, data, batches_of(args, engine, data))
 
 
@@ -147,7 +149,7 @@ def build_model(args: argparse.Namespace, topology: Any) -> torch.nn.Module:
     shape = deepspeed_model.Shape(
         NUM_TOKENS, args.seq, args.hidden, args.heads, args.layers, args.dropout, args.num_experts, args.ep, tp_group
     )
-    if topology is None:
+    if not args.pp:
         model: torch.nn.Module = deepspeed_model.LanguageModel(shape, args.tie)
     else:
         model = PipelineModule(
@@ -166,8 +168,9 @@ def batches_of(args: argparse.Namespace, engine: Any, data: TextData) -> Iterato
     if args.data == "engine":
         return None if args.pp else iter(deepspeed.utils.RepeatingLoader(engine.training_dataloader))
     micro_batch = engine.train_micro_batch_size_per_gpu()
-    if args.pp:
-        dp_rank, dp_size = engine.grid.get_data_parallel_rank(), engine.grid.get_data_parallel_world_size()
+    grid = engine.grid if args.pp else engine.mpu
+    if grid is not None:
+        dp_rank, dp_size = grid.get_data_parallel_rank(), grid.get_data_parallel_world_size()
     else:
         dp_rank, dp_size = dist.get_rank(), dist.get_world_size()
     return Batches(data, micro_batch, dp_rank, dp_size)

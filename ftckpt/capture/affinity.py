@@ -1,12 +1,14 @@
-"""Which cores ftckpt's background threads run on: near the device, or where the user says."""
+"""What is near a device: cores for ftckpt's background threads, unless the user names others, and memory."""
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Set
+from collections.abc import Callable, Set
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from ftckpt.errors import ConfigError
 from ftckpt.events import log
@@ -15,7 +17,23 @@ if TYPE_CHECKING:
     import torch
 
 SYSFS = Path("/sys")
+T = TypeVar("T")
 _RANGE = re.compile(r"([0-9]{1,5})(?:-([0-9]{1,5}))?")
+
+
+@dataclass(frozen=True)
+class Locality:
+    """``cores``: where background threads run, those that have the kernel allocate slots among them; None: anywhere.
+    ``node``: where the device is attached; None where that is not known, or there is but one NUMA node."""
+
+    cores: Set[int] | None = None
+    node: int | None = None
+
+
+def locality(setting: str, device: torch.device) -> Locality:
+    """What is near ``device``, with ``setting`` as for ``cores``; raises as that."""
+    node = numa_node_of(device) if _num_nodes() > 1 else None
+    return Locality(cores(setting, node), node)
 
 
 def cores(setting: str, device_numa_node: int | None, allowed: set[int] | None = None) -> set[int] | None:
@@ -105,6 +123,18 @@ def pin(wanted: Set[int] | None) -> bool:
         log.warning("ftckpt: cannot bind a thread to cores %s: %s", format_cores(wanted), error)
         return False
     return True
+
+
+def run_on(wanted: Set[int] | None, call: Callable[[], T]) -> T:
+    """What ``call`` returns or raises on a thread bound to ``wanted``; None: on the calling thread."""
+    if wanted is None:
+        return call()
+    with ThreadPoolExecutor(1, "ftckpt-bound", initializer=pin, initargs=(wanted,)) as pool:
+        return pool.submit(call).result()
+
+
+def _num_nodes() -> int:
+    return len(list((SYSFS / "devices/system/node").glob("node[0-9]*")))
 
 
 def _cores_of_node(node: int | None) -> set[int]:

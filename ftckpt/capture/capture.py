@@ -53,7 +53,12 @@ class Capture:
         self._slots: dict[int, torch.Tensor] = {}
         self._flight: Flight | None = None
         self._flying: tuple[int, SnapshotId] | None = None
-        self.use_slots(slot for slot in range(arena.control.slots) if arena.slot_error(slot) is None)
+        try:
+            self.use_slots(slot for slot in range(arena.control.slots) if arena.slot_error(slot) is None)
+            copier.warm_up(self._tensors, copies)
+        except BaseException:
+            self.close()
+            raise
 
     def use_slots(self, slots: Iterable[int]) -> None:
         """Slots of the arena that can be written from now on."""
@@ -184,17 +189,26 @@ class Capture:
         control.mark_target(None)
         control.mark_protected(None)
 
-    def close(self) -> None:
-        """Stop copying; a snapshot is dropped unless all of its copies were submitted, as they are at the fence."""
+    def stop(self) -> None:
+        """Copy nothing more and let go of training's tensors; training may go on.
+
+        A snapshot is dropped unless all of its copies were submitted, as they are at the fence.
+        """
         # Past the fence nothing is lost any more: the last snapshot of a job that ends is worth the wait.
         if self._flight is not None and self._flight.submitted.is_set():
             self._flight.wait(_SEAL_SECS)
         # Cancelled first: the copier would otherwise copy to the end of the flight before it stops.
         if self._flight is not None and self._flight.cancel() and self._flying is not None:
             self.arena.control.void(self._flying[0])
+        self._copier.stop()
+        self._flight = None
+        self._pieces, self._tensors, self._watched = (), [], []
+
+    def close(self) -> None:
+        """Stop, and let go of the slots; training stands still, or is over."""
+        self.stop()
         # Before the slots are let go of: the copier unpins their pages, which must be mapped for that.
         self._copier.close()
-        self._flight = None
         self._slots.clear()
 
     def _encoded(self, state_objects: Mapping[str, Any]) -> bytes:

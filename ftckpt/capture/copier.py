@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-import mmap
 import queue
 import threading
 from collections.abc import Callable, Sequence, Set
+from concurrent.futures import Future
+from pathlib import Path
 from typing import Protocol
 
 import torch
 
-from ftckpt.capture.affinity import pin
+from ftckpt.capture.affinity import Locality, pin
 from ftckpt.capture.chunks import ChunkCopy, combine, xor_parts
+from ftckpt.capture.pages import touch
+from ftckpt.capture.registration import FarPages, Registrar
+from ftckpt.errors import CaptureError
 from ftckpt.windows.bubbles import Windows
-from ftckpt.windows.clock import Clock, HostClock, Moment
+from ftckpt.windows.clock import Clock, DeviceClock, HostClock, Moment
+from ftckpt.windows.device_events import DeviceEvent
 from ftckpt.windows.node_budget import Budget, NoBudget
 
 Cores = Set[int] | None
@@ -33,6 +38,28 @@ class Worker:
     def submit(self, job: Callable[[], None]) -> None:
         """Run ``job``, which must not raise, on the thread."""
         self._jobs.put(job)
+
+    def call(self, job: Callable[[], None], timeout_secs: float) -> None:
+        """Run ``job`` on the thread and wait for it.
+
+        Raises:
+            CaptureError: it has not ended within the time.
+            Exception: what it raised.
+        """
+        future: Future[None] = Future()
+
+        def run() -> None:
+            try:
+                job()
+                future.set_result(None)
+            except Exception as error:  # noqa: BLE001 - raised by the caller
+                future.set_exception(error)
+
+        self.submit(run)
+        try:
+            future.result(timeout_secs)
+        except TimeoutError:
+            raise CaptureError(f"{self._thread.name} has not done in {timeout_secs} s what it was told") from None
 
     @property
     def waits(self) -> bool:
@@ -57,9 +84,6 @@ Slot = torch.Tensor
 
 _XOR_BYTES = 1 << 20
 """The XOR in host memory is made of so many bytes at a time, which stay in a core's cache."""
-
-_TOUCH_BYTES = 32 << 20
-"""Pages that are touched between looks at whether there is more important work."""
 
 _NO_SLOT = torch.empty(0, dtype=torch.uint8)
 
@@ -95,7 +119,7 @@ class Flight:
         """(begin, end, bytes) of each chunk's copy, in seconds since ``base``."""
         self.submitted = threading.Event()
         """Set when every copy is done, or the device knows of it, so that one of its streams can wait for them."""
-        self.last_copy: torch.cuda.Event | None = None
+        self.last_copy: DeviceEvent | None = None
 
     @property
     def ended(self) -> bool:
@@ -150,6 +174,13 @@ class Copier(Protocol):
     def prepare(self, slots: Sequence[Slot]) -> None:
         """Make the slots fit for copies, in the background where it takes long."""
 
+    def warm_up(self, tensors: Sequence[torch.Tensor], copies: Sequence[ChunkCopy]) -> None:
+        """Before training, once: whatever ``copies`` will ask for the first time is asked for now.
+
+        Raises:
+            CaptureError, RuntimeError: the device has no memory for it, or does not answer.
+        """
+
     def copy_now(self, tensors: Sequence[torch.Tensor], copies: Sequence[ChunkCopy], slot: Slot) -> None:
         """Copy and return when the bytes are in the slot (volatile state at the boundary, which is never XORed)."""
 
@@ -159,17 +190,32 @@ class Copier(Protocol):
     def fence(self, flight: Flight, timeout_secs: float) -> bool:
         """Make sure that no later write to the tensors can reach the snapshot; False: drop it."""
 
+    def stop(self) -> None:
+        """Stop the threads once the flight under way, cancelled by the caller, has ended; training may go on."""
+
     def close(self) -> None:
-        """Stop the threads once the flight under way, cancelled by the caller, has ended."""
+        """As ``stop``, and the slots may be unmapped afterwards. Training stands still, or is over."""
 
 
-def make_copier(clock: Clock, budget: Budget, own_stream: bool = True, cores: Cores = None) -> Copier:
-    """The copier for the clock's device; without an ``own_stream`` copies queue behind training's work."""
-    if clock.on_device:
+def make_copier(
+    clock: Clock,
+    budget: Budget,
+    own_stream: bool = True,
+    *,
+    locality: Locality = Locality(),  # noqa: B008 - frozen
+    turns: Path | None = None,
+    tell_far: FarPages | None = None,
+) -> Copier:
+    """The copier for the clock's device; without an ``own_stream`` copies queue behind training's work.
+
+    ``turns`` and ``tell_far`` are a Registrar's.
+    """
+    if isinstance(clock, DeviceClock):
         from ftckpt.capture.device_copier import DeviceCopier
 
-        return DeviceCopier(clock, budget, own_stream, cores)
-    return HostCopier(budget, cores)
+        registrar = Registrar(clock.device, locality, turns, tell_far)
+        return DeviceCopier(clock, budget, own_stream, registrar, locality.cores)
+    return HostCopier(budget, locality.cores)
 
 
 class Finisher:
@@ -188,6 +234,10 @@ class Finisher:
     def end(self, flight: Flight, error: BaseException | None = None) -> None:
         """Called once, behind the last chunk."""
         self._worker.submit(lambda: flight.end(error))
+
+    def call(self, job: Callable[[], None], timeout_secs: float) -> None:
+        """As ``Worker.call``."""
+        self._worker.call(job, timeout_secs)
 
     def close(self) -> None:
         """Stop once what was given has been dealt with."""
@@ -213,7 +263,15 @@ class HostCopier:
 
     def prepare(self, slots: Sequence[Slot]) -> None:
         """Have the kernel clear and map the slots' pages before the first copies need them."""
-        self._worker.submit(lambda: self._touch(slots))
+
+        def touch_all() -> None:
+            # Copies that come meanwhile do without it.
+            for slot in slots:
+                touch(slot, lambda: self._worker.waits)
+
+        self._worker.submit(touch_all)
+
+    def warm_up(self, tensors: Sequence[torch.Tensor], copies: Sequence[ChunkCopy]) -> None: ...
 
     def copy_now(self, tensors: Sequence[torch.Tensor], copies: Sequence[ChunkCopy], slot: Slot) -> None:
         for copy in copies:
@@ -227,18 +285,12 @@ class HostCopier:
         flight.hurry.set()
         return flight.submitted.wait(timeout_secs) and flight.error is None
 
-    def close(self) -> None:
+    def stop(self) -> None:
         if self._worker.close():  # otherwise its flight has still to end
             self._finisher.close()
 
-    def _touch(self, slots: Sequence[Slot]) -> None:
-        """Read a byte of each page; copies that come meanwhile do without it."""
-        for slot in slots:
-            for begin in range(0, slot.numel(), _TOUCH_BYTES):
-                if self._worker.waits:
-                    return
-                # A read is enough: at it the kernel clears a page that was only allocated, and maps it.
-                slot.numpy()[begin : begin + _TOUCH_BYTES : mmap.PAGESIZE].max()
+    def close(self) -> None:
+        self.stop()
 
     def _fly(self, tensors: Sequence[torch.Tensor], flight: Flight, windows: Windows) -> None:
         try:
@@ -259,11 +311,12 @@ class HostCopier:
         self._budget.start()
         try:
             copy_chunk(tensors, copy, flight.slot)
+            end = self._clock.mark()  # what follows is the budget's time, and no copy
             self._budget.pace(copy.nbytes, begin, flight.hurry)
         finally:
             self._budget.stop()
         base = flight.base if flight.base is not None else begin
-        flight.timed.append((begin - base, self._clock.mark() - base, copy.nbytes))
+        flight.timed.append((begin - base, end - base, copy.nbytes))
 
 
 def copy_chunk(

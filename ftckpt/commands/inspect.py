@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import time
 from collections.abc import Iterable
 from contextlib import closing
 from pathlib import Path
@@ -14,9 +15,11 @@ from ftckpt.model.snapshot import SnapshotId
 from ftckpt.model.text import listed
 from ftckpt.store.arena import CONTROL_NAME, Arena
 from ftckpt.store.control import SlotRecord
-from ftckpt.store.directory import list_arenas
+from ftckpt.store.directory import PULSE_NAME, list_arenas
 from ftckpt.store.image import parse_image
 from ftckpt.store.mapping import open_mapping
+from ftckpt.store.page import pid_of
+from ftckpt.store.pulse import Pulse
 from ftckpt.store.slots import slot_name
 
 _COLUMNS = ("ARENA", "SLOT", "STATE", "ITERATION", "LINEAGE", "BYTES", "GAP", "VERIFIED")
@@ -65,6 +68,8 @@ def run(arguments: argparse.Namespace) -> int:
             raise ArenaError(f"{path}: no arenas here; name a directory of a job, a node or an arena")
         for arena in arenas:
             _inspect_arena(inspection, arena, None, arguments.verify)
+        for node_dir in sorted({arena.parent for arena in arenas}):
+            _inspect_ranks(inspection, node_dir)
     inspection.print()
     return 1 if inspection.corrupt else 0
 
@@ -96,6 +101,20 @@ def _inspect_arena(inspection: Inspection, path: Path, only: str | None, verify:
         for what, snapshot in (("being protected", control.target()), ("protected", control.protected())):
             if snapshot is not None:
                 inspection.notes.append(f"{name}: {what} on all nodes: {_name(snapshot)}")
+
+
+def _inspect_ranks(inspection: Inspection, node_dir: Path) -> None:
+    """Where the ranks are that train on the node."""
+    if not (node_dir / PULSE_NAME).exists():  # to open it would make it
+        return
+    now_ns = time.monotonic_ns()
+    for pulse in Pulse.open(node_dir, None).ranks():
+        if pulse.lives is not False:
+            inspection.notes.append(
+                f"{node_dir.name}: rank {pulse.rank}, pid {pid_of(pulse.owner)}: in {pulse.section.label}, "
+                f"{pulse.phase or 'before its first phase'}, after iteration {pulse.iteration}; "
+                f"last sign of life {max(0, now_ns - pulse.beat_ns) / 1e9:.1f} s ago"
+            )
 
 
 def _name(snapshot: SnapshotId | None) -> str:

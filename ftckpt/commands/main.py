@@ -13,6 +13,7 @@ from typing import NoReturn
 
 from ftckpt.commands.clean import add_clean
 from ftckpt.commands.convert import add_convert
+from ftckpt.commands.ended import add_ended
 from ftckpt.commands.inspect import add_inspect
 from ftckpt.commands.plan import add_plan
 from ftckpt.commands.report import add_report
@@ -30,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line ``argv`` (default: the process's own) and return its exit status."""
     parser = _Parser(prog="ftckpt", description="in-memory snapshots of training state")
     commands = parser.add_subparsers(metavar="COMMAND", required=True, dest="command")
-    for add in (add_inspect, add_clean, add_timeline, add_report, add_plan, add_smp, add_convert):
+    for add in (add_inspect, add_clean, add_timeline, add_report, add_plan, add_smp, add_convert, add_ended):
         add(commands)
     try:
         arguments = parser.parse_args(argv)

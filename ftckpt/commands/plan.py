@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from ftckpt.config import Config
@@ -30,6 +30,7 @@ from ftckpt.parity.holding import Holding, HoldingSection
 from ftckpt.parity.modes import Modes, resolve_modes
 from ftckpt.parity.stripes import blocks_bytes
 from ftckpt.parity.table import ProtectionTable, protection_table
+from ftckpt.smp.link import unknown_limit
 from ftckpt.store.parity_file import parity_bytes
 
 BYTES_PER_PARAM = 12
@@ -202,6 +203,7 @@ def add_plan(commands: Any) -> None:
         parser.add_argument(_flag(name), default=getattr(defaults, name), help=_help(name))
     for name in ("interval", "protect_interval", "slots", "peer_group", "peer_losses", "objects_mib"):
         parser.add_argument(_flag(name), type=int, default=getattr(defaults, name), metavar="N", help=_help(name))
+    parser.add_argument(_flag("network_gbps"), default=defaults.network_gbps, metavar="N", help=_help("network_gbps"))
     parser.add_argument("--chunk-mib", type=float, default=defaults.chunk_mib, metavar="N", help=_help("chunk_mib"))
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=run)
@@ -210,20 +212,25 @@ def add_plan(commands: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print the plan and return the exit status; raises ConfigError for a job that cannot be."""
     shared = ("protect", "peer_code", "interval", "protect_interval", "slots", "peer_group", "peer_losses")
-    config = Config(**{name: getattr(arguments, name) for name in (*shared, "objects_mib", "chunk_mib")})
+    more = ("objects_mib", "chunk_mib", "network_gbps")
+    config = Config(**{name: getattr(arguments, name) for name in (*shared, *more)})
     job = _job(arguments, config)
     modes, slots, table = plan(job, config)
     names = ",".join(modes.names) or "none"
     every = config.interval * config.protect_interval
     assumed = _assumptions(arguments, job)
+    limit, received = unknown_limit(config.network_gbps), max(table.network.values())
     if arguments.json:
         head = {"ranks": job.ranks, "nodes": len(table.memory), "protect": names, "slots": slots, "assumed": assumed}
-        print(json.dumps({**head, "protected_every": every, **table.to_json()}))
+        network = {"network_limit": {**asdict(limit), "secs": limit.secs(received)}}
+        print(json.dumps({**head, "protected_every": every, **network, **table.to_json()}))
         return 0
     print(f"{job.ranks} ranks on {len(table.memory)} nodes, protect {names}, {slots} slots per arena")
     for line in table.lines():
         print(line)
     if modes.names:
+        if received:
+            print(f"network limit: {limit}: {limit.secs(received):.1f} s or more per protected snapshot")
         print("protected is " + (f"one iteration of {every}" if every > 1 else "every iteration"))
     for text in assumed:
         print(f"assumed: {text}")

@@ -168,6 +168,17 @@ def deriving(catalog: Catalog, tensors: Sequence[Tensor], get: Get) -> Get:
     return get_or_cast
 
 
+def refuse_remainders(tensors: Iterable[Tensor]) -> None:
+    """Raises ConvertError where a weight would pass for the master, of which it has half of the bits."""
+    for tensor in tensors:
+        if tensor.role == "master_param" and tensor.dtype == "I16":
+            raise ConvertError(
+                f"{tensor.key}: the optimizer (--use-precision-aware-optimizer) keeps 16 bits of the master, and the "
+                "bf16 weight has the others, which are not joined yet; convert the weights alone with --roles "
+                "weight,buffer"
+            )
+
+
 def lacking_weight(tensors: Iterable[Tensor]) -> str | None:
     """The name of a parameter that has a master and no weight, if there is one."""
     keys = {tensor.key for tensor in tensors}

@@ -6,12 +6,12 @@ The section ``"ftckpt"`` of DeepSpeed's JSON switches ftckpt on; ``--ftckpt*`` f
 from __future__ import annotations
 
 import importlib
-import sys
 from collections.abc import Sequence
 
 import ftckpt.deepspeed
 from ftckpt.deepspeed import initialize, section
 from ftckpt.frameworks import launcher
+from ftckpt.job.compile_locks import release_orphans
 
 _USAGE = (
     'torchrun ... -m ftckpt.deepspeed SCRIPT ARGS... [--ftckpt ...]  (or "ftckpt": {"enabled": true} in the JSON)'
@@ -34,10 +34,11 @@ def _run(argv: Sequence[str]) -> int:
         importlib.import_module("ftckpt.standin.deepspeed").install()
     launcher.prepare(script, [*first, *arguments])
     launcher.isolate()  # whether ftckpt is on is in a JSON that nobody has read yet
+    release_orphans()  # the script may compile an optimizer before it calls DeepSpeed
     # An engine is destroyed after an error too; how the script ends is known here alone.
     initialize.leave_the_end_to_the_runner()
     return launcher.run(script, ftckpt.deepspeed.close)
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    launcher.leave(main)

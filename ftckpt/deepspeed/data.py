@@ -7,6 +7,7 @@ Three ways of giving data to DeepSpeed:
   restarted process sets those states, begins the epoch and skips as many batches: exact for any sampler of torch.
 * an iterator given to ``train_batch``, or set by ``set_dataloader``: items drawn from it are counted, and a
   restarted process skips as many, unless the script has registered an object named ``data``: the position is its.
+  The first of them must be the one that the job began with: an iterator that stands elsewhere is not skipped over.
 * a script that draws its batches itself and calls ``engine(batch)``: the position is the script's own.
 """
 
@@ -17,11 +18,13 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import xxhash
 from deepspeed.runtime.dataloader import DeepSpeedDataLoader, RepeatingLoader
 
-from ftckpt.errors import ConfigError
+from ftckpt.errors import ConfigError, UnsupportedError
 from ftckpt.frameworks.doors import Proxy
 from ftckpt.frameworks.torch_state import load_generators, save_generators
+from ftckpt.model.objects import encode
 
 
 @dataclass
@@ -66,17 +69,20 @@ class EpochBegins:
 
 
 class CountingIterator(Proxy):
-    """An iterator, and how many items were drawn from it."""
+    """An iterator, how many items were drawn from it, and a digest of the first one."""
 
     def __init__(self, iterator: Iterator[Any]) -> None:
         super().__init__(iterator)
         self.num_drawn = 0
+        self.first: str | None = None
 
     def __iter__(self) -> CountingIterator:
         return self
 
     def __next__(self) -> Any:
         item = next(self.wrapped)
+        if not self.num_drawn:
+            self.first = _digest(item)
         self.num_drawn += 1
         return item
 
@@ -119,23 +125,24 @@ class DataPosition:
 
     def state_dict(self) -> dict[str, Any]:
         """The position at this boundary."""
-        num_drawn = self._counting.num_drawn if self._counting is not None else 0
-        return {"epoch": dict(vars(self._epoch)), "drawn": num_drawn}
+        counting = self._counting
+        num_drawn, first = (counting.num_drawn, counting.first) if counting is not None else (0, None)
+        return {"epoch": dict(vars(self._epoch)), "drawn": num_drawn, "first": first}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Stand there before the first batch is drawn."""
         self._restored = state
 
     def begin_training(self) -> None:
-        """The first batch is about to be used: go to the position, then set RNG unless a batch drawn has done so."""
+        """A batch is about to be used: before the first one go to the position, then set RNG unless a draw has."""
         if self._restored is not None and isinstance(self._given, RepeatingLoader):
             # A RepeatingLoader began its epoch when the engine was built, before anything was restored.
             self._given.data_iter = iter(self._given.loader)
             if self._is_behind:
                 self._replay()
-        self._set_rng_once()
         # A pipeline draws its batches after this, and needs to know what was restored: see ``draw_from``.
         if not self._engine.pipeline_parallelism:
+            self._set_rng_once()
             self._restored = None
 
     def draw_from(self, given: Any) -> Any:
@@ -143,6 +150,7 @@ class DataPosition:
         iterator = given if given is not None else self._engine.data_iterator
         # The engine's own loader is followed by its class, and counts for itself.
         if iterator is None or iterator is self._given:
+            self._set_rng_once()
             self._restored = None
             return given
         if isinstance(iterator, CountingIterator):
@@ -150,8 +158,9 @@ class DataPosition:
         elif self._counting is None or self._counting.wrapped is not iterator:
             self._counting = CountingIterator(iterator)
         if self._restored is not None:
-            self._skip(self._counting, self._restored["drawn"])
+            self._skip(self._counting, self._restored["drawn"], self._restored["first"])
             self._restored = None
+        self._set_rng_once()
         if given is None:
             self._engine.data_iterator = self._counting
             return None
@@ -169,7 +178,7 @@ class DataPosition:
             self._rng_is_set = True
             self.set_rng()
 
-    def _skip(self, items: CountingIterator, number: int) -> None:
+    def _skip(self, items: CountingIterator, number: int, first: str | None) -> None:
         if not number:
             return
         if self._owned_by_script:
@@ -185,7 +194,13 @@ class DataPosition:
                     f"data: the iterator given to train_batch ends after {index} of the {number} items that were "
                     "drawn before; register an object that knows the position (ftckpt.deepspeed.register)"
                 ) from None
-        self.set_rng()  # items that are made when they are drawn may have drawn numbers
+            if first is not None and items.first != first:
+                raise ConfigError(
+                    "data: the iterator given to train_batch does not begin with the item that the job began with: "
+                    f"the {number} items to skip are not those that were drawn before; let it begin there, or "
+                    "register an object named data that knows the position (ftckpt.deepspeed.register)"
+                )
+        self._rng_is_set = False  # items that are made when they are drawn may have drawn numbers
 
     def _follow_loader(self) -> None:
         """Give the one loader a class of its own: ``iter`` and ``next`` look for methods in the class alone."""
@@ -257,6 +272,14 @@ class DataPosition:
 
 def _nothing(*args: Any) -> None:
     """Until a state and a log are known."""
+
+
+def _digest(item: Any) -> str | None:
+    """Of an item's bytes; None where it has something that is no number, text, array or tensor."""
+    try:
+        return xxhash.xxh3_64_hexdigest(encode(item))
+    except UnsupportedError:
+        return None
 
 
 def _sampler_epoch(loader: Any) -> Any:

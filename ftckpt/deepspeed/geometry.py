@@ -1,8 +1,9 @@
 """Where a DeepSpeed rank stands in the layout, and each of its parameters in a logical tensor.
 
 Names are those of the module: a PipelineModule numbers layers across its stages and gives a tied layer one name on
-all of them. Experts have the number that they have among all experts of their layer. How ranks divide a tensor is
-what the marks on its parameter say.
+all of them. What such a layer has beside its tied weights each stage trains for itself: the first one has it under
+that name, every other under the number of the layer. Experts have the number that they have among all experts of
+their layer. How ranks divide a tensor is what the marks on its parameter say.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ def place_parameters(engine: Any) -> dict[torch.nn.Parameter, tuple[LogicalBox, 
         UnsupportedError: a parameter whose part of its logical tensor is not known, by name.
     """
     rank, size = tensor_parallel(engine)
-    first_experts = _first_experts(engine.module)
+    first_experts, own_copies = _first_experts(engine.module), _own_copies(engine.module)
     if first_experts and (size > 1 or engine.pipeline_parallelism):
         raise UnsupportedError(
             "experts together with a PipelineModule or tensor parallelism are not supported by ftckpt; train them "
@@ -65,9 +66,10 @@ def place_parameters(engine: Any) -> dict[torch.nn.Parameter, tuple[LogicalBox, 
         )
     places: dict[torch.nn.Parameter, tuple[LogicalBox, ...]] = {}
     for name, parameter in engine.module.named_parameters():
-        key = _key(name, parameter, first_experts)
+        key = own_copies.get(parameter) or _key(name, parameter, first_experts)
+        # Under ZeRO 3 a parameter is an empty tensor of one dimension while it is not gathered.
         local = tuple(getattr(parameter, "ds_shape", parameter.shape))
-        dim = _divided_dim(name, parameter) if size > 1 else None
+        dim = _divided_dim(name, parameter, len(local)) if size > 1 else None
         whole, offset = list(local), [0] * len(local)
         if dim is not None:
             whole[dim] *= size
@@ -86,6 +88,25 @@ def _first_experts(module: torch.nn.Module) -> dict[str, int]:
     return firsts
 
 
+def _own_copies(module: Any) -> dict[torch.nn.Parameter, str]:
+    """Names of what no other stage has, of the tied layers that begin on a stage before this one."""
+    if not getattr(module, "tied_comms", None):
+        return {}
+    tied = {weight for weight, _ in module.get_tied_weights_and_groups()}
+    names = {}
+    for key, layer in module.tied_modules.items():
+        number = next(
+            number
+            for number, spec in enumerate(module._layer_specs)
+            if getattr(spec, "key", None) == key and module.stage_owner(number) == module.stage_id
+        )
+        for name, parameter in layer.named_parameters():
+            # DeepSpeed marks all of such a layer on the later stages, tied or not.
+            if parameter not in tied and getattr(parameter, "ds_pipe_replicated", False):
+                names[parameter] = f"{number}.{name}"
+    return names
+
+
 def _key(name: str, parameter: torch.nn.Parameter, first_experts: dict[str, int]) -> str:
     for prefix, first in first_experts.items():
         if name.startswith(prefix):
@@ -99,13 +120,13 @@ def _key(name: str, parameter: torch.nn.Parameter, first_experts: dict[str, int]
     return name
 
 
-def _divided_dim(name: str, parameter: torch.nn.Parameter) -> int | None:
-    """The dimension in which tensor-parallel ranks divide a parameter, None where all have the same."""
+def _divided_dim(name: str, parameter: torch.nn.Parameter, num_dims: int) -> int | None:
+    """In which of its dimensions tensor-parallel ranks divide a parameter, None where all have the same."""
     marks = (getattr(parameter, mark, False) for mark in ("tensor_model_parallel", "model_parallel"))
     if not any(marks):
         return None
     dim = getattr(parameter, "partition_dim", None)
-    if dim is None or not 0 <= dim < parameter.dim():
+    if dim is None or not 0 <= dim < num_dims:
         raise UnsupportedError(
             f"parameter {name} is marked tensor_model_parallel and its partition_dim is {dim}: set partition_dim "
             "to the dimension in which tensor-parallel ranks divide it, as megatron-core's layers do"

@@ -39,7 +39,7 @@ class EngineHooks:
         patches: what is hooked here can be taken back there.
         engine: a DeepSpeedEngine or a PipelineEngine.
         checkpointer: may be replaced later.
-        begin: called once, before the first training batch is used.
+        begin: called before each training batch is used.
     """
 
     def __init__(self, patches: Patches, engine: Any, checkpointer: Checkpointer, begin: Callable[[], None]) -> None:
@@ -49,7 +49,7 @@ class EngineHooks:
         self.begin = begin
         self.has_trained = False
         """Whether a boundary was reached."""
-        self._begun = self._scheduled = False
+        self._scheduled = False
         self._thread = threading.get_ident()
 
     def phase(self, kind: str) -> None:
@@ -57,16 +57,6 @@ class EngineHooks:
         # Gradients may be reduced on autograd's own threads, in the middle of a place of the training thread.
         if threading.get_ident() == self._thread:
             self.checkpointer.phase(kind)
-
-    def start(self) -> None:
-        """The first training batch of this process is about to be used, or one that follows it."""
-        if not self._begun:
-            self._begun = True
-            self.begin()
-
-    def begin_again(self) -> None:
-        """State was loaded once more before training began."""
-        self._begun = False
 
     def boundary(self, steps_before: int) -> None:
         """An iteration is over if the engine has counted a step, whether it was applied or skipped."""
@@ -96,6 +86,17 @@ class EngineHooks:
             handle = optimizer.register_step_pre_hook(lambda *_: self.checkpointer.fence())
             self.patches.undo.append(handle.remove)
 
+    def tell_pauses(self) -> None:
+        """Whoever looks for hangs knows when the engine evaluates and saves; ``load_checkpoint`` is the session's."""
+        sections = {"eval_batch": "evaluation", "save_checkpoint": "save", "save_16bit_model": "save"}
+        for name, section in sections.items():
+            if hasattr(self.engine, name):
+                self.patches.wrap(self.engine, name, functools.partial(self._paused, section))
+
+    def _paused(self, section: str, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with self.checkpointer.section(section):
+            return original(*args, **kwargs)
+
     def _fenced(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self.checkpointer.fence()
         return original(*args, **kwargs)
@@ -103,12 +104,14 @@ class EngineHooks:
     def _before_module(self, module: torch.nn.Module, *_: Any) -> None:
         # Some scripts call the module, and not the engine.
         if module.training and torch.is_grad_enabled():
-            self.start()
+            self.begin()
+        else:
+            self.checkpointer.beat(evaluates=True)
 
     def _forward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if not (self.engine.module.training and torch.is_grad_enabled()):
             return original(*args, **kwargs)
-        self.start()
+        self.begin()
         if not self._scheduled and self.engine.managed_gradient_accumulation():
             self.checkpointer.expect(*micro_batches_in_turn(self.engine.gradient_accumulation_steps()))
         self._scheduled = True

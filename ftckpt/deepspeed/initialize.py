@@ -126,10 +126,12 @@ def has_runner() -> bool:
 def _init_distributed(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     import torch.distributed as dist
 
+    from ftckpt.frameworks.launcher import leave_if_over
     from ftckpt.frameworks.rendezvous import isolate_attempts
 
     # A script that has started torch.distributed itself meets in a store that is in use: too late to divide it.
     if not dist.is_initialized():
+        leave_if_over()  # where ftckpt was on in an earlier attempt it is so in this one
         isolate_attempts()
     return original(*args, **kwargs)
 

@@ -94,7 +94,7 @@ def follow_pipeline(hooks: EngineHooks, draw_from: Callable[[Any], Any]) -> None
         return PhaseSchedule(own)
 
     def train_batch(original: Callable[..., Any], data_iter: Any = None) -> Any:
-        hooks.start()
+        hooks.begin()
         before = engine.global_steps
         loss = original(data_iter=draw_from(data_iter))
         hooks.boundary(before)

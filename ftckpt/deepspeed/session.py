@@ -11,20 +11,24 @@ from typing import Any
 import torch.distributed as dist
 
 from ftckpt.config import Config
-from ftckpt.deepspeed import initialize, support
+from ftckpt.deepspeed import initialize, optimizers, support
 from ftckpt.deepspeed.data import DataPosition, EpochBegins
 from ftckpt.deepspeed.geometry import coordinates, layout_sizes
 from ftckpt.deepspeed.hooks import EngineHooks, check_optimizer
 from ftckpt.deepspeed.initialize import door
 from ftckpt.deepspeed.pipeline import check_pipeline, follow_pipeline
+from ftckpt.deepspeed.script import ScriptPosition
 from ftckpt.deepspeed.state import DeepSpeedState
-from ftckpt.errors import ConfigError, UnsupportedError
-from ftckpt.frameworks import doors
+from ftckpt.deepspeed.storage import AwaitedLoad, is_named, is_whole
+from ftckpt.errors import ConfigError, LostError, UnsupportedError
+from ftckpt.frameworks import doors, schedulers
+from ftckpt.frameworks.optimizers import load_groups, save_groups
 from ftckpt.frameworks.rendezvous import check_isolated, isolate_attempts
 from ftckpt.frameworks.torch_state import Stateful
 from ftckpt.job.checkpointer import Checkpointer
+from ftckpt.job.compile_locks import release_orphans
 
-_DATA = "ftckpt.data"
+_DATA, _SCRIPT = "ftckpt.data", "ftckpt.script"
 _OWNS_DATA = "data"
 """The name of the script's object that knows the position of the iterators which the script makes."""
 
@@ -33,13 +37,15 @@ class EngineSession:
     """Snapshots of one engine.
 
     Collective. Restores at once, but for RNG and the position in the data: these follow right before the first
-    batch is drawn.
+    batch is drawn, where it is also seen whether the script knows of the restore.
 
     Args:
         engine: what ``deepspeed.initialize`` has made.
         objects: the script's own, by name.
         config: ``job`` and ``node`` need not be given.
         begins: of epochs that began while the engine was made.
+        named: whether the user has named the checkpoint at which the engine stands.
+        args: what ``deepspeed.initialize`` was given as such.
 
     Raises:
         UnsupportedError: a version, a JSON field or state that ftckpt does not know.
@@ -48,7 +54,10 @@ class EngineSession:
         LostError, MismatchError, MemoryBudgetError, ArenaError: see ``Checkpointer.restore``.
     """
 
-    def __init__(self, engine: Any, objects: Mapping[str, Stateful], config: Config, begins: EpochBegins) -> None:
+    def __init__(
+        self, engine: Any, objects: Mapping[str, Stateful], config: Config, begins: EpochBegins, named: bool = False,
+        *, args: Any = None,
+    ) -> None:  # fmt: skip
         if door.checkpointer is not None:
             raise ConfigError(
                 'ftckpt follows one engine, and has one: leave the section "ftckpt" out of the configuration of all '
@@ -61,10 +70,16 @@ class EngineSession:
         self._start = doors.start(config, lambda: _place(engine))
         # Taken before anything is restored: see ``_forget_restored``.
         self._fresh = {name: copy.deepcopy(value.state_dict()) for name, value in self._objects.items()}
+        self._fresh_scheduler = copy.deepcopy(schedulers.save(engine.lr_scheduler))
         self._data = self._new_position()
-        checkpointer, self._from_memory = self._restore()
-        door.hooks.undo.append(self._leave_data)
-        self._hooks = EngineHooks(door.hooks, engine, checkpointer, self._begin_training)
+        self._script = ScriptPosition(engine, args, bool(self._objects))
+        door.hooks.undo += [self._leave_data, self._script.remove]
+        try:
+            checkpointer, self._from_memory = self._restore(named)
+        except BaseException:
+            door.leave()  # a refusal leaves the engine as it was
+            raise
+        self._hooks = EngineHooks(door.hooks, engine, checkpointer, self._begin_batch)
         self._follow()
         door.checkpointer = checkpointer  # last: an engine that cannot be followed must not count as one that is
         if not self._data.is_known:
@@ -77,7 +92,8 @@ class EngineSession:
         return DataPosition(self._engine, self._begins, owned_by_script=_OWNS_DATA in self._objects)
 
     # Hooks outlive a position: ``load_checkpoint`` makes a new one.
-    def _begin_training(self) -> None:
+    def _begin_batch(self) -> None:
+        self._script.begin_iteration()
         self._data.begin_training()
 
     def _draw_from(self, given: Any) -> Any:
@@ -86,21 +102,27 @@ class EngineSession:
     def _leave_data(self) -> None:
         self._data.remove()
 
-    def _restore(self) -> tuple[Checkpointer, int | None]:
+    def _restore(self, named: bool = False) -> tuple[Checkpointer, int | None]:
         """A new checkpointer, and the iteration that it has restored, if one is newer than the engine's state."""
-        data = self._data
-        state = self._start.build(lambda: DeepSpeedState(self._engine, {**self._objects, _DATA: data}))
+        data, script, before = self._data, self._script, int(self._engine.global_steps)
+        objects = {**self._objects, _DATA: data, _SCRIPT: script}
+        state = self._start.build(lambda: DeepSpeedState(self._engine, objects))
         checkpointer = self._start.checkpointer(state)
         data.set_rng, data.log = state.set_rng, checkpointer.events.announce
-        return checkpointer, checkpointer.restore(newer_than=self._engine.global_steps)
+        script.log = checkpointer.events.announce
+        restored = checkpointer.restore(newer_than=before, rollback=named)
+        # Where the script has loaded the same iteration from storage it knows of it.
+        script.restored(restored if restored != before else None)
+        return checkpointer, restored
 
-    def _begin_anew(self) -> None:
+    def _begin_anew(self, named: bool = False) -> None:
         """Go on with a checkpointer that knows nothing of the one before."""
-        checkpointer, self._from_memory = self._restore()
+        checkpointer, self._from_memory = self._restore(named)
         door.checkpointer = self._hooks.checkpointer = checkpointer
 
     def _follow(self) -> None:
         self._hooks.fence_optimizer()
+        self._hooks.tell_pauses()
         if self._engine.pipeline_parallelism:
             follow_pipeline(self._hooks, self._draw_from)
         else:
@@ -110,9 +132,11 @@ class EngineSession:
         door.hooks.wrap(self._engine, "compile", _refuse_compile)
 
     def _load_checkpoint(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Before training has begun the newer of storage and memory counts; afterwards a load is the user's wish."""
+        """Before training has begun the newer of storage and memory counts, unless the user goes back; afterwards a
+        load is the user's wish."""
         self._hooks.checkpointer.fence()  # what is loaded must not be written below a copy
-        result = original(*args, **kwargs)
+        with self._hooks.checkpointer.section("load"):
+            result = self._load(original, args, kwargs)
         # From here on addresses, counters and perhaps the lineage are others: whatever counts, snapshots begin anew.
         loaded = self._engine.global_steps
         # DeepSpeed's way to say that there was no checkpoint to load.
@@ -121,21 +145,41 @@ class EngineSession:
         if self._hooks.has_trained:
             self._begin_at_storage(loaded)
             return result
-        before = self._from_memory
-        if before is not None and loaded > before and not _is_whole(original, args, kwargs):
+        before, whole = self._from_memory, is_whole(original, args, kwargs)
+        if before is not None and loaded > before and not whole:
             raise ConfigError(
                 f"load_checkpoint: iteration {before} was restored from memory, and loading a part of iteration "
                 f"{loaded} from storage would mix the two; load all of it, or remove the snapshots with "
                 f"'ftckpt clean {self._start.config.job}'"
             )
         self._forget_restored()
-        self._begin_anew()
-        # The position and RNG are set once more before the first batch: what was set belongs to what was given up.
-        self._hooks.begin_again()
+        self._begin_anew(named=whole and loaded > 0 and is_named(original, args, kwargs))
         newest = self._from_memory
+        if newest is None and before is not None and not whole:
+            raise ConfigError(
+                f"load_checkpoint: storage went back to iteration {loaded}, a part of which was loaded over "
+                f"iteration {before} of memory, which is given up now: start once more, or load all of it"
+            )
         which = f"storage has {loaded}, which counts" if newest is None else f"memory has {newest}, which counts"
-        events = self._hooks.checkpointer.events
-        events.announce(f"load_checkpoint: of storage and memory the newer one is taken: {which}")
+        self._hooks.checkpointer.events.announce(f"load_checkpoint: {which}")
+        return result
+
+    def _load(self, original: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Load into the scheduler that the engine was built with: Megatron's adds what it loads to what it has."""
+        scheduler, inner = self._engine.lr_scheduler, optimizers.inner(self._engine.optimizer)
+        # A load in training finds the scheduler as it would without ftckpt.
+        if self._from_memory is None or self._hooks.has_trained:
+            return original(*args, **kwargs)
+        restored = copy.deepcopy((schedulers.save(scheduler), save_groups(inner)))
+        result = (None, None)
+        try:
+            schedulers.load(scheduler, self._fresh_scheduler)
+            result = original(*args, **kwargs)
+        finally:
+            # Nothing was loaded: what memory had stays, learning rates too.
+            if result[0] is None:
+                schedulers.load(scheduler, restored[0])
+                load_groups(inner, restored[1])
         return result
 
     def _begin_at_storage(self, loaded: int) -> None:
@@ -178,16 +222,6 @@ def _refuse_compile(original: Callable[..., Any], *args: Any, **kwargs: Any) -> 
     raise UnsupportedError("engine.compile() is not supported by ftckpt; do not call it")
 
 
-def _is_whole(load: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a call of ``load_checkpoint`` replaces weights, optimizer and schedule."""
-    call = inspect.signature(load).bind(*args, **kwargs)
-    call.apply_defaults()
-    given = call.arguments
-    return bool(
-        given["load_optimizer_states"] and given["load_lr_scheduler_states"] and not given["load_module_only"]
-    )
-
-
 def follow(original: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], config: Config) -> Any:
     """Call ``deepspeed.initialize`` and follow the engine that it makes; returns what it returns.
 
@@ -197,8 +231,19 @@ def follow(original: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[st
     support.check_version()
     if not dist.is_initialized():
         isolate_attempts()
+    release_orphans()  # before DeepSpeed compiles an optimizer, or waits for a dead process to do so
     begins = EpochBegins()
     with begins.recorded():
         made = original(*args, **kwargs)
-    EngineSession(made[0], initialize.objects, config, begins)
+
+    def begin(named: bool = False) -> None:
+        given = inspect.signature(original).bind(*args, **kwargs).arguments
+        EngineSession(made[0], initialize.objects, config, begins, named, args=given.get("args"))
+
+    try:
+        begin()
+    except LostError as lost:
+        if config.on_lost != "storage":
+            raise
+        AwaitedLoad(made[0], lost, begin)
     return made

@@ -12,8 +12,10 @@ from deepspeed.runtime.activation_checkpointing import checkpointing
 from ftckpt.deepspeed import inner_optimizers, optimizers, support
 from ftckpt.deepspeed.geometry import place_parameters
 from ftckpt.errors import UnsupportedError
+from ftckpt.frameworks import schedulers
+from ftckpt.frameworks.extra_state import ExtraState
 from ftckpt.frameworks.optimizers import state_tensors
-from ftckpt.frameworks.tensors import frozen_pieces, refuse_extra_state, whole_piece
+from ftckpt.frameworks.tensors import frozen_pieces, whole_piece
 from ftckpt.frameworks.torch_state import (
     LiveTensors,
     Stateful,
@@ -48,10 +50,11 @@ class DeepSpeedState:
         self._engine = engine
         self._objects = dict(objects)
         self._live = LiveTensors(self._live_tensors)
+        self._extra = ExtraState(engine.module)
         self._rng: Mapping[str, Any] | None = None
 
     def describe(self) -> Description:
-        refuse_extra_state(self._engine.module)
+        self._extra.refuse()
         boxes, optimizer = place_parameters(self._engine), self._engine.optimizer
         optimizers.materialise(optimizer)
         trained = optimizers.stepped_parameters(optimizer)
@@ -66,14 +69,16 @@ class DeepSpeedState:
 
         Raises:
             CaptureError: a tensor was replaced since ``describe`` (load_checkpoint, offload_states).
+            UnsupportedError: a module keeps extra state now, and none was described.
         """
+        self._extra.look_again()
         self._live.check("load before the first batch, and leave states where they are")
-        optimizer, scheduler = self._engine.optimizer, self._engine.lr_scheduler
+        optimizer = self._engine.optimizer
         return {
             "rng": {**save_generators(), "trackers": _save_trackers()},
             "optimizer": inner_optimizers.save(optimizers.inner(optimizer), optimizers.owners(optimizer)),
             "scaler": _save_scaler(optimizer),
-            "scheduler": scheduler.state_dict() if scheduler is not None else None,
+            "scheduler": schedulers.save(self._engine.lr_scheduler),
             "counters": {name: int(getattr(self._engine, name)) for name in _COUNTERS},
             "micro_offset": getattr(self._engine.module, "micro_offset", None),
             "objects": save_all(self._objects),
@@ -81,12 +86,11 @@ class DeepSpeedState:
 
     def load_objects(self, objects: Mapping[str, Any]) -> None:
         engine = self._engine
+        schedulers.load(engine.lr_scheduler, objects["scheduler"])  # first: it may write learning rates
         inner_optimizers.load(
             optimizers.inner(engine.optimizer), optimizers.owners(engine.optimizer), objects["optimizer"]
         )
         _load_scaler(engine.optimizer, objects["scaler"])
-        if engine.lr_scheduler is not None:
-            engine.lr_scheduler.load_state_dict(objects["scheduler"])
         for name, value in objects["counters"].items():
             setattr(engine, name, value)
         if objects["micro_offset"] is not None:

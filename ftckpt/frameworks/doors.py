@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from ftckpt.config import Config
 from ftckpt.frameworks.launcher import job_name, node_name
+from ftckpt.store.outcome import LauncherRun, launcher_run
 
 if TYPE_CHECKING:
     from ftckpt.group import Group
@@ -136,6 +137,7 @@ class Start:
     config: Config
     group: Group
     topology: Topology
+    run: LauncherRun
 
     def build(self, state: Callable[[], Any]) -> Any:
         """The training state that ``state`` makes. Collective: one rank's refusal is raised on all."""
@@ -147,7 +149,7 @@ class Start:
         """A checkpointer for ``state``. Collective."""
         from ftckpt.job.checkpointer import Checkpointer
 
-        return Checkpointer(self.config, state, self.topology, group=self.group)
+        return Checkpointer(self.config, state, self.topology, group=self.group, run=self.run)
 
 
 def start(config: Config, place: Callable[[], tuple[Mapping[str, int], Mapping[str, Any]]]) -> Start:
@@ -158,11 +160,13 @@ def start(config: Config, place: Callable[[], tuple[Mapping[str, int], Mapping[s
         place: gives this rank's coordinates and the sizes of the layout; refuses what the framework cannot do.
 
     Raises:
-        ConfigError: a name is none; two ranks claim the same coordinates.
-        LaunchError: no job name can be found.
+        ConfigError: a name is none, or no job name can be found; two ranks claim the same coordinates.
         FtckptError: what ``place`` raises on any rank, on all.
     """
     config = replace(config, job=job_name(config.job, os.environ), node=node_name(config.node, os.environ))
+    from ftckpt.job.compile_locks import release_orphans
+
+    release_orphans()  # an operator may be compiled in the first iteration
     from ftckpt.group import Group, together
     from ftckpt.model.codec import gather
     from ftckpt.model.topology import RankPlace, Topology
@@ -171,4 +175,7 @@ def start(config: Config, place: Callable[[], tuple[Mapping[str, int], Mapping[s
     # A rank that refused alone would leave the others waiting in the gather until its deadline.
     coords, layout = together(group, place)
     ranks = gather(group, RankPlace(coords, config.node), RankPlace)
-    return Start(config, group, Topology(group.rank, tuple(ranks), layout))
+    # One rank of those that a launcher started on a machine speaks for all of them.
+    speaks = os.environ.get("LOCAL_RANK", "0") == "0"
+    run = launcher_run(os.environ) if speaks else LauncherRun("")
+    return Start(config, group, Topology(group.rank, tuple(ranks), layout), run)

@@ -7,16 +7,23 @@ changed to fit, because two jobs could then end up with one name.
 from __future__ import annotations
 
 import argparse
+import atexit
+import hashlib
 import logging
 import os
+import re
 import runpy
 import socket
 import sys
+import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
+from typing import NoReturn
 
 from ftckpt.config import NAME_RULE, add_flags, is_name
-from ftckpt.errors import ConfigError, FtckptError, LaunchError
+from ftckpt.errors import ConfigError, FtckptError
+from ftckpt.store.outcome import agent_of, launcher_run
 
 # Present in every process that torchrun, mpirun, srun or a hand-written launcher has started.
 _LAUNCHER_VARS = (
@@ -27,6 +34,10 @@ _LAUNCHER_VARS = (
     "PMI_RANK",
     "SLURM_PROCID",
 )
+_REFUSED = 2
+"""The exit code of a job that ftckpt has ended."""
+_INTERRUPTED = 130
+"""As shells have it: 128 and SIGINT."""
 
 
 def job_name(configured: str | None, env: Mapping[str, str]) -> str:
@@ -34,25 +45,28 @@ def job_name(configured: str | None, env: Mapping[str, str]) -> str:
 
     What the user says comes first: ``configured`` (a flag, the JSON section), then FTCKPT_JOB. Otherwise the
     launchers are asked: torchrun for its run id (``--rdzv-id``; its default ``none`` is no name), then Slurm, which
-    makes ``slurm-<SLURM_JOB_ID>``. A process that no launcher has started belongs to ``default``. ``--standalone``
+    makes ``slurm-<SLURM_JOB_ID>``, then torchrun's static rendezvous, whose place is the same in each attempt and on
+    each node (``_static_name``). A process that no launcher has started belongs to ``default``. ``--standalone``
     draws a new run id at each start of torchrun: a job that shall find its snapshots after torchrun itself has
     ended needs a name from the user.
 
-    :raises ConfigError: the user's name has other characters than ``[A-Za-z0-9._-]`` or is too long.
-    :raises LaunchError: the launcher's name has, or a launcher is at work and gives none.
+    :raises ConfigError: a name has other characters than ``[A-Za-z0-9._-]`` or is too long, or a launcher is at work
+        and gives none.
     """
     if configured:
-        return _checked(configured, "the configured job name", ConfigError)
+        return _checked(configured, "the configured job name")
     if env.get("FTCKPT_JOB"):
-        return _checked(env["FTCKPT_JOB"], "FTCKPT_JOB", ConfigError)
+        return _checked(env["FTCKPT_JOB"], "FTCKPT_JOB")
     run_id = env.get("TORCHELASTIC_RUN_ID", "")
     if run_id and run_id != "none":
-        return _checked(run_id, "torchrun's run id (--rdzv-id)", LaunchError)
+        return _checked(run_id, "torchrun's run id (--rdzv-id)")
     slurm_job = env.get("SLURM_JOB_ID", "")
     if slurm_job:
-        return _checked(f"slurm-{slurm_job}", "the name made from SLURM_JOB_ID", LaunchError)
+        return _checked(f"slurm-{slurm_job}", "the name made from SLURM_JOB_ID")
+    if name := _static_name(env):
+        return name
     if any(var in env for var in _LAUNCHER_VARS):
-        raise LaunchError(
+        raise ConfigError(
             "this job has no name: give torchrun --rdzv-id NAME, configure ftckpt's job name, or set FTCKPT_JOB"
         )
     return "default"
@@ -67,16 +81,37 @@ def node_name(configured: str | None, env: Mapping[str, str]) -> str:
     :raises ConfigError: the name has other characters than ``[A-Za-z0-9._-]`` or is longer than 64.
     """
     if configured:
-        return _checked(configured, "the configured node name", ConfigError)
+        return _checked(configured, "the configured node name")
     for var in ("FTCKPT_NODE", "SLURMD_NODENAME"):
         if env.get(var):
-            return _checked(env[var], var, ConfigError)
-    return _checked(socket.gethostname(), "the host name (FTCKPT_NODE overrides it)", ConfigError)
+            return _checked(env[var], var)
+    return _checked(socket.gethostname(), "the host name (FTCKPT_NODE overrides it)")
 
 
-def _checked(name: str, origin: str, error: type[ConfigError] | type[LaunchError]) -> str:
+def _static_name(env: Mapping[str, str]) -> str:
+    """A name for a job of torchrun's static rendezvous; "" where this is none.
+
+    It has what such jobs of one user differ by: the place where ranks meet, the script and the working directory.
+    """
+    agent = agent_of(env)
+    if agent is None or "MASTER_ADDR" not in env:
+        return ""
+    words = agent.command
+    backends = [word.partition("=")[2] or after for word, after in zip(words, [*words[1:], ""], strict=True)
+                if word.partition("=")[0].replace("_", "-") == "--rdzv-backend"]  # fmt: skip
+    # With another one the port is drawn anew at each attempt, and the name would be another each time.
+    if "--standalone" in words or {*backends, agent.env.get("PET_RDZV_BACKEND", "static")} != {"static"}:
+        return ""
+    script = Path(sys.argv[0])
+    facts = (os.geteuid(), env["MASTER_ADDR"], env.get("MASTER_PORT"), script.resolve(), Path.cwd())
+    digest = hashlib.sha256(repr([str(fact) for fact in facts]).encode()).hexdigest()[:10]
+    stem = re.sub(r"[^A-Za-z0-9._-]", "-", script.stem).strip("._-")[:40] or "job"
+    return f"{stem}-{digest}"
+
+
+def _checked(name: str, origin: str) -> str:
     if not is_name(name):
-        raise error(f"{origin} is {name!r}: {NAME_RULE}")
+        raise ConfigError(f"{origin} is {name!r}: {NAME_RULE}")
     return name
 
 
@@ -121,21 +156,85 @@ def isolate() -> None:
 def main(argv: Sequence[str], program: str, usage: str, body: Callable[[Sequence[str]], int]) -> int:
     """The runner of a framework: the exit code of ``body``.
 
-    Errors of ftckpt end in one line on stderr and exit code 2; anything else is the script's own.
+    Errors of ftckpt end in one line on stderr and exit code 2; anything else is the script's own. Nothing is run
+    where an earlier attempt of the same launcher run ended the job, for well or for ill.
     """
     if not argv or argv[0] in ("-h", "--help"):
         add_flags(argparse.ArgumentParser(prog=program, usage=usage, add_help=False)).print_help()
         return 0 if argv else 2
+    if (code := code_if_over()) is not None:
+        return code
     try:
         return body(argv)
     except FtckptError as error:
-        print_error(error)
-        return 2
+        return refuse(error)
 
 
-def print_error(error: FtckptError) -> None:
-    """One line on stderr, as all that a user sees of an error which ends a process."""
-    print(f"ftckpt: {error}", file=sys.stderr, flush=True)
+def code_if_over() -> int | None:
+    """The exit code that an earlier attempt of this launcher run left for all further ones; None: go on."""
+    run = launcher_run(os.environ)
+    outcome = run.read()
+    if not outcome.over:
+        return None
+    is_last = os.environ.get("TORCHELASTIC_RESTART_COUNT") == os.environ.get("TORCHELASTIC_MAX_RESTARTS")
+    # Said where it came about; again at the end of all retries, where people look first: by whichever rank comes
+    # first, as the others are ended then.
+    speaks = os.environ.get("GROUP_RANK", "0") == "0" and (outcome.code == 0 or is_last)
+    if speaks and run.repeat():
+        _print(outcome.text)
+    return outcome.code
+
+
+def leave_if_over() -> None:
+    """End this process where an earlier attempt of the launcher run ended the job: for doors without a runner."""
+    if (code := code_if_over()) is not None:
+        raise SystemExit(code)
+
+
+def refuse(error: FtckptError) -> int:
+    """Say in one line on stderr what ends the job, and keep the launcher from trying again in vain; the exit code."""
+    env = os.environ
+    run = launcher_run(env)
+    # The ranks of a machine end each other when the first one ends: whichever comes first must speak.
+    is_first = run.end(_REFUSED if error.final else None, str(error))
+    speaks = env.get("GROUP_RANK" if run.name else "RANK", "0") == "0" or not error.of_all_ranks
+    if is_first and speaks:
+        _print(str(error))
+    return _REFUSED
+
+
+def _print(text: str) -> None:
+    print(f"ftckpt: {text}", file=sys.stderr, flush=True)
+
+
+def leave(main: Callable[[Sequence[str]], int]) -> NoReturn:
+    """End the process with the code that ``main`` of its arguments returns, or by what it raises.
+
+    As the interpreter would, but without its finalization: a thread of torch, CUDA or NCCL that asks for the
+    interpreter after that has begun is ended by an unwinding that C++ answers with abort. A job that was done would
+    be taken for one that failed.
+    """
+    try:
+        code = _exit_code(main(sys.argv[1:]))
+    except SystemExit as ended:
+        code = _exit_code(ended.code)
+    except BaseException as error:  # noqa: BLE001 - a script's own error, shown as the interpreter shows it
+        sys.excepthook(type(error), error, error.__traceback__)
+        code = _INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
+    # In this order, as the interpreter does: pools of threads and processes end, then what was registered.
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code)
+
+
+def _exit_code(code: int | str | None) -> int:
+    if isinstance(code, int | None):
+        return (code or 0) & 0xFF
+    print(code, file=sys.stderr)
+    return 1
 
 
 def script_path(name: str, usage: str) -> Path:

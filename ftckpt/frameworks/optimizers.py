@@ -20,7 +20,7 @@ class ParameterRange:
 
     ``weight`` is the memory of these elements: the only part of the parameter that this rank may read. ``owner`` is
     the tensor under which the inner optimizer keeps its state, a master or the parameter's own memory; the range
-    begins at its element ``begin``.
+    begins at its element ``begin``. ``master``, where it is not the owner, is shaped as that.
     """
 
     parameter: torch.nn.Parameter
@@ -28,6 +28,7 @@ class ParameterRange:
     weight: torch.Tensor
     owner: torch.Tensor
     begin: int = 0
+    master: torch.Tensor | None = None
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
         """The range's elements of a tensor that is shaped as ``owner``."""
@@ -52,7 +53,7 @@ def stepped_pieces(
         if places is None:
             raise UnsupportedError(f"the optimizer steps a {tuple(part.parameter.shape)} that is not in the model")
         weights = fragments(places, "weight", part.weight, part.first)
-        master = part.of(part.owner)
+        master = part.of(part.owner if part.master is None else part.master)
         # A parameter that is stepped in place is its own master, and saved once.
         if master.data_ptr() == part.weight.data_ptr():
             yield from (Piece(fragment, view) for fragment, view in weights)

@@ -4,43 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from ftckpt.errors import UnsupportedError
 from ftckpt.model.fragment import TORCH_NAMES, Box, Fragment
 from ftckpt.model.training_state import Piece
-
-
-def refuse_extra_state(model: torch.nn.Module) -> None:
-    """Transformer Engine keeps FP8 scales there, and something empty without FP8.
-
-    Raises:
-        UnsupportedError: a module keeps extra state, by name.
-    """
-    for name, module in model.named_modules():
-        if type(module).get_extra_state is torch.nn.Module.get_extra_state:
-            continue
-        size = _size(module.get_extra_state())
-        if size:
-            raise UnsupportedError(
-                f"module {name} keeps extra state{size} (FP8 scales?), which ftckpt cannot save yet"
-            )
-
-
-def _size(extra: Any) -> str:
-    """In words; empty where there is nothing in it."""
-    if extra is None:
-        return ""
-    if hasattr(extra, "getbuffer"):  # io.BytesIO
-        nbytes = extra.getbuffer().nbytes
-    elif isinstance(extra, torch.Tensor):
-        nbytes = extra.nbytes
-    else:
-        return f" of type {type(extra).__name__}"
-    return f" of {nbytes} bytes" if nbytes else ""
-
 
 DTYPE_NAMES: dict[torch.dtype, str] = {getattr(torch, torch_name): name for name, torch_name in TORCH_NAMES.items()}
 

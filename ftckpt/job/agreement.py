@@ -83,9 +83,15 @@ class Verdict(NamedTuple):
             Coverage(cover),
         )
 
+    @classmethod
+    def from_row(cls, row: Sequence[int]) -> Verdict:
+        """Inverse of a list of its items."""
+        number, whole, will, stretch, target, cover = row
+        return cls(number, whole, Will(will), stretch, target, Coverage(cover))
+
 
 class AgreementError(RuntimeError):
-    """The other ranks cannot be reached, and will not be later: one is gone, or the group's deadline has passed."""
+    """The other ranks cannot be reached, and will not be before all ``renew`` the group."""
 
 
 class Agreement:
@@ -98,6 +104,29 @@ class Agreement:
         self._group = group
         self._posted: deque[tuple[int, Any, Any]] = deque()
         self._unread: list[Verdict] = []
+
+    @property
+    def lost(self) -> bool:
+        """Whether the other ranks cannot be reached."""
+        return self._group.lost
+
+    def give_up(self, reason: str) -> None:
+        """The other ranks shall not wait for this one's rounds."""
+        self._group.give_up(reason)
+
+    def close(self) -> None:
+        """Nothing more is posted, by any rank."""
+        self._group.close()
+
+    def renew(self, name: str, part: str, timeout_secs: float) -> None:
+        """Connect all ranks anew, as ``Group.renew`` does; what was posted and not read is forgotten. Collective.
+
+        Raises:
+            LaunchError, RuntimeError: a rank did not come, or connections cannot be made.
+        """
+        self._posted.clear()
+        self._unread.clear()
+        self._group.renew(name, part, timeout_secs)
 
     def post(self, round_: Round) -> None:
         """Post this rank's round; never waits.

@@ -3,25 +3,35 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
 from functools import partial
 from itertools import chain
 from pathlib import Path
+from typing import NamedTuple
 
+from ftckpt.capture.affinity import run_on
+from ftckpt.capture.copier import Cores
 from ftckpt.config import Config
-from ftckpt.errors import ArenaError, FtckptError
+from ftckpt.errors import ArenaError, ConfigError, FtckptError
 from ftckpt.events import Events
 from ftckpt.group import Group, together
+from ftckpt.job.addresses import whereabouts
+from ftckpt.job.slot_supply import SlotSupply
 from ftckpt.model import codec
+from ftckpt.model.loaded import NOTHING
 from ftckpt.model.manifest import Manifest
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.model.topology import Topology
 from ftckpt.store.arena import Arena, clear_arena
 from ftckpt.store.directory import (
+    WORD_NAME,
     arena_path,
+    leave_word,
     list_arenas,
     node_directory,
+    read_word,
     refuse_renamed,
     remove_arena,
     remove_job_if_empty,
@@ -47,6 +57,10 @@ class NodeArenas:
 
     def __init__(self, config: Config, topology: Topology, group: Group, events: Events) -> None:
         self.path = Path()
+        self.cores: Cores = None
+        """Where threads run that allocate slots: a tmpfs takes memory of the NUMA node whose core asks for it."""
+        self.origin = NOTHING
+        """What of storage the snapshots go on from that are going to be taken."""
         self._config = config
         self._topology = topology
         self._group = group
@@ -57,14 +71,17 @@ class NodeArenas:
         self._removing = False  # whether nobody needs the old ones any more
         self._own: Path | None = None
         self._made: Path | None = None  # by this start
+        self._supply: SlotSupply | None = None
 
     def enter(self) -> None:
-        """Make sure that no other live process uses this job's arenas on this node.
+        """Make sure that no other live process uses this job's arenas on this node, and that its ranks share them.
 
         Raises:
             ArenaError: the directory cannot be used, or a live process holds the job or one of its arenas.
+            ConfigError: ranks that call their node alike do not see the same directory.
         """
-        together(self._group, self._enter)
+        word = together(self._group, self._enter)
+        self._require_one_directory(word)
 
     def open(self, manifest: Manifest, keep: SnapshotId | None) -> Arena:
         """The locked arena for ``manifest``: the one that is there, or a new one.
@@ -89,6 +106,7 @@ class NodeArenas:
         # Again, though ``replace`` has asked: an arena that resists gave nothing back, and its slots count.
         self._require_room(for_slots(new, absent, SlotImage.of(manifest).file_bytes, self._old))
         arena = together(self._group, lambda: self._allocate(manifest, existing, new))
+        arena.control.mark_origin(self.origin)
         if keep is not None:
             arena.control.mark_whole(keep)  # without its old arena a rank would not know what was lost
         return arena
@@ -103,6 +121,7 @@ class NodeArenas:
             MemoryBudgetError, ArenaError: the new arena cannot be had; what ``whole`` names is still there, and where
                 the node has no room even for what would be left, all else is, too.
         """
+        self._end_supply()
         try:
             # First of all: what is protected would be given up for nothing.
             there = self._in_use(self._list_old(arena_path(self.path, manifest)))
@@ -129,37 +148,43 @@ class NodeArenas:
                 self._old.remove(path)
 
     def complete(self, arena: Arena) -> list[int]:
-        """Allocate slots that ``arena`` lacks, once old arenas have gone; returns those that it has now.
+        """Have slots allocated in the background that ``arena`` lacks, once old arenas have gone; returns those that
+        it has got since the last call.
 
-        Cheap where nothing is to be done: call it at each boundary. A slot for which there is no room is an
-        event, and the next call tries again.
+        Never waits: call it at each boundary. A slot for which there is no room is an event, and is tried again.
         """
         if self._old and self._removing:
             self.remove_old()
-        absent = absent_slots(arena)
-        if not absent or self._old:
+        if self._supply is None:
+            absent = absent_slots(arena)
+            # An arena of an earlier start may have more slots than are configured: those stay absent.
+            missing = absent[: max(0, self._config.slots - (arena.control.slots - len(absent)))]
+            if missing and not self._old:
+                self._supply = SlotSupply(arena, missing, self.cores)
             return []
-        allocated: list[int] = []
-        # An arena of an earlier start may have more slots than are configured: those stay absent.
-        for slot in absent[: max(0, self._config.slots - (arena.control.slots - len(absent)))]:
-            try:
-                require(self.path, arena.image.file_bytes, patience_secs=0.0)  # training does not wait
-                arena.allocate(slot)
-            except FtckptError as error:
-                self._events.emit("arena_problem", path=str(arena.path), problems=[str(error)])
-                break
-            allocated.append(slot)
+        ended, allocated = self._supply.ended, list[int]()
+        try:
+            allocated = self._supply.take()
+        except FtckptError as error:
+            self._events.emit("arena_problem", path=str(arena.path), problems=[str(error)])
         if allocated:
             self._events.emit("slots_allocated", path=str(arena.path), slots=allocated)
+        elif ended:
+            self._supply = None
         return allocated
 
-    def leave(self, arena: Arena | None, end_smp: Callable[[], None] | None = None) -> None:
-        """Remove what this rank has, once all ranks are here; ``end_smp`` is then called by the node's leader.
+    def leave(self, arena: Arena | None, agreed: Callable[[], object], end_smp: Callable[[], None]) -> None:
+        """Remove what this rank has, once all ranks are here and each has called ``agreed``.
+
+        ``end_smp`` is then called by the node's leader.
 
         Raises:
             RuntimeError: a rank did not come; nothing was removed.
         """
         self._group.barrier()  # the job is done on all ranks: none will restart from what is removed
+        self._end_supply()
+        agreed()
+        self._group.barrier()  # that is known everywhere before the first snapshot goes
         self.remove_old()
         if arena is not None:
             arena.remove()
@@ -167,8 +192,7 @@ class NodeArenas:
             remove_arena(self._own)
         self._group.barrier()  # the last arena has gone, with it what the SMP guards
         if self._job_lock is not None:
-            if end_smp is not None:
-                end_smp()
+            end_smp()
             remove_job_if_empty(Path(self._config.arena), self._config.job, self._topology.me.node)
 
     def withdraw(self) -> None:
@@ -186,14 +210,21 @@ class NodeArenas:
 
     def release(self) -> None:
         """Give the lock up; what is in the directory stays."""
+        self._end_supply()
         if self._job_lock is not None:
             self._job_lock.release()
             self._job_lock = None
 
-    def _enter(self) -> None:
+    def _end_supply(self) -> None:
+        if self._supply is not None:
+            self._supply.close()
+            self._supply = None
+
+    def _enter(self) -> str:
+        """Returns the word that this rank has written as the first of its node, for the others to read."""
         self.path = node_directory(Path(self._config.arena), self._config.job, self._topology.me.node)
         if not self._leads:
-            return
+            return ""
         refuse_renamed(self.path, {member.node for member in self._topology.members})
         deadline_secs = self._config.lock_timeout_secs
         # The job's lock keeps new processes out; only then can what others still write, or left, be waited for.
@@ -201,6 +232,22 @@ class NodeArenas:
         for path in list_arenas(self.path):
             wait_for_writer(path, deadline_secs)
         remove_stale(self.path)
+        return leave_word(self.path)
+
+    def _require_one_directory(self, word: str) -> None:
+        """Two machines with one name would find out at the first restart, when half of the snapshots is not there."""
+        seen = codec.gather(self._group, _Sight(word, read_word(self.path), whereabouts(os.environ)), _Sight)
+        if self._leads:
+            (self.path / WORD_NAME).unlink(missing_ok=True)  # all have read it
+        for rank, mine in enumerate(seen):
+            node = self._topology.members[rank].node
+            first = self._topology.ranks_on(node)[0]
+            if mine.read != seen[first].written:
+                raise ConfigError(
+                    f"node: two machines are called {node!r}: rank {first} is on {seen[first].where}, rank {rank} is "
+                    f"on {mine.where}, and they do not see the same {self.path}. Give each machine a name of its own "
+                    "with --ftckpt-node or FTCKPT_NODE; containers that share a name must share that directory"
+                )
 
     def _list_old(self, own: Path) -> list[Path]:
         """Old arenas that are left to this rank. All ranks list them before one removes any."""
@@ -268,13 +315,7 @@ class NodeArenas:
         need_bytes = new * SlotImage.of(manifest).file_bytes
         if need_bytes > _LARGE_BYTES:
             self._events.announce(f"allocating {need_bytes / 1e9:.1f} GB of shared memory for each rank")
-        if existing is None:
-            self._made = arena_path(self.path, manifest)
-            arena = once_given_back(self.path, lambda: Arena.create(self.path, manifest, self._config.slots, new))
-        else:
-            arena = existing
-            for slot in absent_slots(arena)[:new]:
-                once_given_back(self.path, partial(arena.allocate, slot))
+        arena = run_on(self.cores, lambda: self._with_slots(manifest, existing, new))
         arena.lock(self._config.lock_timeout_secs)
         self._events.emit(
             "arena",
@@ -285,6 +326,14 @@ class NodeArenas:
             slot_bytes=arena.image.file_bytes,
         )
         return arena
+
+    def _with_slots(self, manifest: Manifest, existing: Arena | None, new: int) -> Arena:
+        if existing is None:
+            self._made = arena_path(self.path, manifest)
+            return once_given_back(self.path, lambda: Arena.create(self.path, manifest, self._config.slots, new))
+        for slot in absent_slots(existing)[:new]:
+            once_given_back(self.path, partial(existing.allocate, slot))
+        return existing
 
     def _reuse(self, path: Path) -> Arena | None:
         """The arena at ``path`` with its damaged slots made new; None where nothing in it can be used."""
@@ -298,8 +347,16 @@ class NodeArenas:
             return None
         for slot in range(arena.control.slots):
             if arena.allocated(slot) and not arena.header_good(slot):
-                arena.renew(slot)
+                run_on(self.cores, partial(arena.renew, slot))
         return arena
+
+
+class _Sight(NamedTuple):
+    """What a rank has written into its node's directory, if it is the first there, what it has read, and where."""
+
+    written: str
+    read: str
+    where: str
 
 
 def absent_slots(arena: Arena) -> list[int]:

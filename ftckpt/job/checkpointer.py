@@ -5,18 +5,22 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
+from ftckpt.capture.affinity import locality
 from ftckpt.capture.capture import Capture
 from ftckpt.config import Config
-from ftckpt.errors import CaptureError, ConfigError, FtckptError
+from ftckpt.errors import CaptureError, ConfigError, FtckptError, LaunchError, StalledError
 from ftckpt.events import Events
 from ftckpt.group import Group, together
-from ftckpt.job.agreement import Agreement, AgreementError, Will
+from ftckpt.job.agreement import Agreement, Will
 from ftckpt.job.arenas import NodeArenas
 from ftckpt.job.conditions import conditions
 from ftckpt.job.protection import Protection
+from ftckpt.job.reunion import Reunion
 from ftckpt.job.save import MAX_FILE_BYTES, UniversalSave
 from ftckpt.job.session import (
     Action,
@@ -24,17 +28,22 @@ from ftckpt.job.session import (
     OldArenaRemoval,
     RankState,
     Skip,
+    Standing,
     Take,
     TargetMarks,
     TurnOff,
     WholeMark,
 )
-from ftckpt.job.shard import Shard, make_pacer
+from ftckpt.job.shard import Shard, device_of, make_pacer
+from ftckpt.model import codec, objects
+from ftckpt.model.loaded import Checkpoint
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.model.topology import Topology
 from ftckpt.model.training_state import Description, TrainingState
+from ftckpt.notice import job_store
 from ftckpt.restore.restart import Restart, remove_protection
 from ftckpt.store.arena import Arena
+from ftckpt.store.outcome import MOST_STARTS, LauncherRun
 from ftckpt.windows.pacer import Pacer
 
 
@@ -53,12 +62,16 @@ class Checkpointer:
         state: what to save; see TrainingState for who calls what.
         topology: the place and node of every rank.
         group: all ranks; a new one if not given.
+        run: what starts this process again when a rank fails; given to one of the ranks that it started here.
 
     Raises:
         ConfigError: ``job`` or ``node`` is empty.
     """
 
-    def __init__(self, config: Config, state: TrainingState, topology: Topology, group: Group | None = None) -> None:
+    def __init__(
+        self, config: Config, state: TrainingState, topology: Topology, group: Group | None = None,
+        run: LauncherRun | None = None,
+    ) -> None:  # fmt: skip
         if not config.job or not config.node:
             raise ConfigError("job and node: both need a name")
         self.topology = topology
@@ -69,7 +82,8 @@ class Checkpointer:
         self.config = config = replace(config, slots=self._protection.slots)
         self._arenas = NodeArenas(config, topology, self.group, self.events)
         # A group of its own: nothing else may come between two rounds, which pair up by their order alone.
-        self._agreement = Agreement(Group(config.start_timeout_secs))
+        self._agreement = Agreement(Group(config.start_timeout_secs, partners=0))
+        self._reunion = Reunion(job_store(), f"{self.group.name}/reunion", self.group.size)
         # Asked once: a later layout may leave no mode, and its arena must still be made known to the SMP.
         self._protects = self._protection.on
         self._state = RankState(config, protects=self._protects)
@@ -77,6 +91,8 @@ class Checkpointer:
         self._shard: Shard | None = None
         self._boundary = -1  # the iteration of the last one
         self._closed = False
+        self._run = run or LauncherRun("")
+        self._made_one = False  # a snapshot that is whole
 
     @property
     def off(self) -> bool:
@@ -115,54 +131,104 @@ class Checkpointer:
             if not self.off:
                 self._pacer.enter(kind)
 
+    def beat(self, evaluates: bool = False) -> None:
+        """A sign of life, for a script that is busy with something else than training for long. Takes microseconds.
+
+        ``evaluates``: training pauses for an evaluation, which ends with its next phase.
+        """
+        self._protection.pause(evaluates)
+
+    def section(self, name: str) -> AbstractContextManager[None]:
+        """Training pauses for an ``evaluation``, a ``save`` or a ``load``, which may be silent for longer than an
+        iteration; how long is learnt from those that were seen. Sections may lie in each other.
+
+        Ranks that wait for one that pauses must be in the section too, up to the barrier at which they meet.
+
+        Raises:
+            ConfigError: another name.
+        """
+        return self._protection.section(name)
+
     def expect(self, kinds: Sequence[str], lengths: Sequence[float]) -> None:
         """A model of the schedule: its ``kinds`` of places between the schedule's begin and the fence, and their
         relative lengths. Copies go by it until the places were measured."""
         if self._pacer is not None:
             self._pacer.expect(kinds, lengths)
 
-    def restore(self, newer_than: int = -1) -> int | None:
-        """Bring back the newest whole snapshot; returns its iteration, or None for a start from the beginning.
+    def restore(self, newer_than: int = -1, rollback: bool = False) -> int | None:
+        """Bring back the newest whole snapshot; returns its iteration, or None if state is to stay as it is.
 
-        Must be called once before the first ``step``, on a first start too: it allocates the arena. A snapshot
-        older than ``newer_than``, an iteration that was loaded from storage before, is given up.
+        Must be called once before the first ``step``, on a first start too: it allocates the arena.
+
+        Args:
+            newer_than: the iteration that the script has loaded from storage before, if it has. Of that and memory
+                the newer counts, unless storage had a newer one at an earlier start: then somebody took it back.
+            rollback: the operator has named that iteration: it counts, and memory is given up. Restarts with the
+                same one go on from memory.
 
         Raises:
             LostError, MismatchError, MemoryBudgetError, ArenaError, UnsupportedError: on all ranks together.
         """
         if self._shard is not None:
             raise ConfigError("restore() was called twice")
+        if rollback and newer_than <= 0:
+            raise ConfigError(
+                "restore: rollback goes back to newer_than, the iteration that was loaded; give it, too"
+            )
         try:
-            return self._restore(newer_than)
+            return self._restore(Checkpoint(newer_than, rollback))
         except BaseException:
             self._withdraw()
             raise
 
-    def _restore(self, newer_than: int) -> int | None:
+    def _restore(self, loaded: Checkpoint) -> int | None:
         begin = time.perf_counter()
         self.events.emit("joined", job=self.config.job, node=self.topology.me.node)
         if self.topology.is_node_leader:
             self.events.emit("conditions", node=self.topology.me.node, **conditions())
         # Before anything is read: from here on no other attempt writes these arenas.
         self._arenas.enter()
+        self._count_start()
         self._protection.smp.enter()
         described = together(self.group, self.training_state.describe)
-        shared = (self.config, self.topology, described, self._arenas.path, self.events)
+        together(self.group, self._check_objects)
+        device = device_of(described)
+        near = together(self.group, lambda: locality(self.config.affinity, device))
+        self._arenas.cores = near.cores
+        shared = (self.config, self.topology, device, self._arenas.path, self.events)
         pacer = self._pacer = together(self.group, lambda: make_pacer(*shared))
         shard = self._shard = Shard(
             self.config, self.topology, self.group, arenas=self._arenas, events=self.events, described=described,
-            pacer=pacer, redundancy=self._protection.redundancy,
+            pacer=pacer, locality=near, redundancy=self._protection.redundancy,
         )  # fmt: skip
-        lineage, restored, source = self._load(shard, described, newer_than)
+        lineage, restored, source, where = self._load(shard, described, loaded)
         # After the load: to make room this gives up slots of old arenas, which the load may have read.
         shard.lay_out(restored)
         self._begin(lineage, restored)
         iteration = restored.iteration if restored is not None else None
         secs = time.perf_counter() - begin
         self.events.emit("restored", iteration=iteration, lineage=lineage.hex(), source=source, blocked_secs=secs)
-        where = f"iteration {iteration} from {source}" if source else "nothing to restore, from the beginning"
         self.events.announce(f"job {self.config.job}, {len(self.topology.members)} ranks: {where}, in {secs:.1f} s")
         return iteration
+
+    def _count_start(self) -> None:
+        """Refuse what would fail as the attempts before it did: a launcher that has no such rule goes on for days."""
+        starts = max(codec.gather(self.group, self._run.begin().starts, int))
+        if starts >= MOST_STARTS:
+            error = StalledError(
+                f"{starts} attempts in a row have made no snapshot that is whole on all ranks: what ended them would "
+                "end the next one, too; see their errors above, and start the job again when that is mended"
+            )
+            error.of_all_ranks = True
+            raise error
+
+    def _check_objects(self) -> None:
+        """What cannot be saved is an error at start, not at each snapshot of a job that trains."""
+        needed, room = len(objects.encode(dict(self.training_state.save_objects()))), self.config.objects_mib << 20
+        if needed > room:
+            raise ConfigError(
+                f"objects need {needed} bytes, objects_mib {self.config.objects_mib} gives {room}; raise objects_mib"
+            )
 
     def fence(self) -> None:
         """Call before stepped state changes; returns at once unless a copy is unfinished."""
@@ -178,7 +244,9 @@ class Checkpointer:
         """
         if self._pacer is None:
             raise ConfigError("step() before restore(): call restore() once, on a first start too")
+        self._protection.is_set_up = True
         if self.off or self._closed:
+            self._let_go()
             self.phase("start")  # a sign of life: what trains without snapshots is no hang
             return
         if self._state.undoes(iteration):
@@ -187,11 +255,11 @@ class Checkpointer:
         self._boundary = iteration
         begin = time.perf_counter()
         self._fence()  # scripts that call none before the optimizer: at the latest here, where the next one begins
-        if self.off:
-            return  # turned off in this fence: the others come to nothing collective any more
         self._pacer.boundary()
         try:
-            if self._state.boundary(iteration):
+            if self._state.lost:
+                self._search(iteration)
+            elif self._state.boundary(iteration):
                 self._snapshot(iteration, begin)
             else:
                 self._pacer.learn()
@@ -213,7 +281,8 @@ class Checkpointer:
             RuntimeError: a rank is gone.
         """
         save = UniversalSave(self.group, self.topology, self.node_dir, self.arena, self.events)
-        return save.run(path, max_file_bytes, precision)
+        with self.section("save"):
+            return save.run(path, max_file_bytes, precision)
 
     def close(self, remove: bool | None = None) -> None:
         """End: when all ranks have come here the arenas are removed, otherwise they stay for a restart.
@@ -226,12 +295,15 @@ class Checkpointer:
         remove = sys.exc_info()[0] is None if remove is None else remove
         if not remove:
             self._fence()  # nothing more is trained: the last snapshot is good
+            if self._state.lost:
+                self._reunion.stop("a rank has ended")
         arena = self.arena
         self._stop()
         if remove and self._shard is not None:
             try:
-                self._arenas.leave(arena, self._protection.smp.end)
-            except RuntimeError as error:
+                self._leave(arena)
+                self._agreement.close()
+            except (LaunchError, RuntimeError) as error:
                 self.events.emit("close_incomplete", error=str(error))
         if arena is not None:
             arena.close()
@@ -239,12 +311,31 @@ class Checkpointer:
         self.events.emit("closed", iteration=self._boundary)
         self.events.close()
 
+    def _leave(self, arena: Arena | None) -> None:
+        """Remove what this rank has; ranks that have lost each other meet once more, where all come to in the end."""
+        end = f"job {self.config.job} finished at iteration {self._boundary}: nothing is left to train"
+        leave = partial(self._arenas.leave, arena, lambda: self._run.end(0, end), self._protection.smp.end)
+        begin = time.monotonic()
+        try:
+            leave()
+        except RuntimeError:
+            left_secs = self.config.start_timeout_secs - (time.monotonic() - begin)
+            if not self.group.lost or left_secs <= 0:
+                raise
+            self.group.renew(f"{self._reunion.name}/end", "calls", min(left_secs, self.config.agree_timeout_secs))
+            leave()
+
     def _stop(self) -> None:
         # In this order: copies stop before the arena that they write can go.
         self._closed = True
         for part in (self.capture, self._pacer, self._protection):
             if part is not None:
                 part.close()
+
+    def _let_go(self) -> None:
+        """Off, and a boundary later, behind the last proof: training's memory is training's alone."""
+        if self._shard is not None and self._pacer is not None and self._shard.let_go():
+            self._pacer.close()
 
     def _withdraw(self) -> None:
         """The start was refused: it leaves what was there before."""
@@ -256,22 +347,21 @@ class Checkpointer:
         self.events.close()
 
     def _load(
-        self, shard: Shard, described: Description, newer_than: int
-    ) -> tuple[bytes, SnapshotId | None, str | None]:
-        """The lineage of what follows, what the training state holds now, and where that came from."""
+        self, shard: Shard, described: Description, loaded: Checkpoint
+    ) -> tuple[bytes, SnapshotId | None, str | None, str]:
+        """The lineage of what follows, what the training state holds now, and where that came from; in words, too."""
         restart = Restart(self.group, self.topology, self._arenas.path, self.events)
         try:
-            decision = restart.choose(self.config.on_lost, self.training_state.reshapes)
-            if decision is not None and decision.snapshot.iteration < newer_than:
-                self.events.emit("older_than_storage", in_memory=decision.snapshot.iteration, loaded=newer_than)
-                decision = None
+            decision = restart.choose(self.config.on_lost, loaded, self.training_state.reshapes)
+            self._arenas.origin = restart.origin
             # Before a byte is loaded: a kill from here on must not find a newer slot to go on from.
             lineage = restart.void_newer(decision)
             if decision is None:
-                return lineage, None, None
+                return lineage, None, None, _from_storage(loaded, restart.why)
             restart.load(decision, self.training_state, described)
             shard.capacities = restart.capacities(decision)
-            return lineage, decision.snapshot, restart.source
+            where = f"iteration {decision.snapshot.iteration} from {restart.source}"
+            return lineage, decision.snapshot, restart.source, where + _beside(loaded, self.config.job)
         finally:
             restart.close()
 
@@ -334,6 +424,7 @@ class Checkpointer:
                 shard.note_capacity()
         except Exception as error:  # noqa: BLE001 - raised below
             problem = error
+            self._note_loss(error)
         # Collective: every rank enters a proof that is due, whatever it has read and whatever failed here.
         if self._state.proof_due:
             self._prove(shard)
@@ -347,6 +438,40 @@ class Checkpointer:
         elif decision is not None and capture is not None:
             slot = self._take(decision, capture, pacer)
             self.events.emit("snapshot", iteration=iteration, slot=slot, blocked_secs=time.perf_counter() - begin)
+
+    def _note_loss(self, error: Exception) -> bool:
+        """Whether ranks have lost each other; both groups are given up with one, as all ranks leave both together."""
+        if not self.group.lost and not self._agreement.lost:
+            return False
+        self._give_up(error)
+        self._execute(self._state.lose(str(error)))
+        return True
+
+    def _give_up(self, error: Exception) -> None:
+        for group in (self.group, self._agreement):
+            group.give_up(str(error))
+
+    def _search(self, iteration: int) -> None:
+        """The boundary of ``iteration`` while ranks are lost: where all have agreed on it they connect anew."""
+        self._execute(self._state.search(time.monotonic()))
+        name = self._reunion.meets(iteration) if not self.off else ""
+        if self._reunion.stopped and not self.off:
+            self._execute([self._state.turn_off(f"the ranks have lost each other: {self._reunion.stopped}")])
+        elif name:
+            self._reunite(name, iteration)
+
+    def _reunite(self, name: str, iteration: int) -> None:
+        try:
+            for group, part in ((self._agreement, "rounds"), (self.group, "calls")):
+                group.renew(name, part, self.config.agree_timeout_secs)
+            standings = [Standing.decode(data) for data in self.group.gather(self._state.standing.encode())]
+        except (LaunchError, RuntimeError) as error:
+            self._give_up(error)
+            self.events.emit("reunion_failed", iteration=iteration, error=str(error))
+            self._reunion.ended(well=False)
+            return
+        self._reunion.ended(well=True)
+        self._execute(self._state.reunite(standings, iteration, time.monotonic()))
 
     def _take(self, decision: Take, capture: Capture, pacer: Pacer) -> int:
         base = pacer.begin(capture.stepped_bytes, capture.unit_bytes)
@@ -438,6 +563,9 @@ class Checkpointer:
             case WholeMark(snapshot):
                 if self.arena is not None:
                     self.arena.control.mark_whole(snapshot)
+                if not self._made_one:
+                    self._made_one = True
+                    self._run.progress()
             case TargetMarks():
                 self._protection.mark(action)
             case OldArenaRemoval():
@@ -448,11 +576,30 @@ class Checkpointer:
                     self.events.announce(text)
             case TurnOff(reason):
                 self.events.emit("turned_off", reason=reason)
+                if self._state.lost:
+                    self._reunion.stop(reason)
                 if self.capture is not None:
-                    self.capture.close()
+                    self.capture.stop()
 
     def _fail(self, error: Exception) -> None:
         """A snapshot failed: past a limit in a row ftckpt turns off. Raises under ``on_error: raise``."""
-        self._execute(self._state.fail(repr(error), alone=isinstance(error, AgreementError)))
+        if not self._note_loss(error):
+            self._execute(self._state.fail(repr(error)))
         if self.config.on_error == "raise":
             raise error
+
+
+def _beside(loaded: Checkpoint, job: str) -> str:
+    """What storage had where memory counts: for people."""
+    if loaded.named:
+        return f", which went on from {loaded.iteration} of storage ('ftckpt clean {job}' to begin there once more)"
+    return f", storage had {loaded.iteration}" if loaded.is_one else ""
+
+
+def _from_storage(loaded: Checkpoint, why: str) -> str:
+    """What training begins with where it is no snapshot: for people."""
+    if loaded.is_one:
+        begin = f"iteration {loaded.iteration} as loaded from storage"
+    else:
+        begin = "from the beginning" if why else "nothing to restore, from the beginning"
+    return f"{begin} ({why})" if why else begin

@@ -5,10 +5,8 @@ from __future__ import annotations
 import hashlib
 import os
 import secrets
-import socket
 import stat
-from collections.abc import Collection, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple
@@ -17,19 +15,21 @@ from ftckpt.config import Config
 from ftckpt.errors import ConfigError, FtckptError
 from ftckpt.events import Events
 from ftckpt.group import Group, together
+from ftckpt.job.addresses import listening_address
 from ftckpt.model import codec
 from ftckpt.model.topology import Topology
 from ftckpt.parity.groups import ParityGroup
 from ftckpt.parity.holding import Holding
 from ftckpt.smp.channel import MIN_SECRET_BYTES
 from ftckpt.smp.client import SmpClient, Watch, find_or_start
+from ftckpt.smp.link import NetworkLimit, network_limit
 from ftckpt.smp.requests import guard_digest
 from ftckpt.store.environment import hazards
+from ftckpt.store.outcome import launcher_run
 
 SECRET_BYTES = 32
 _MOST_SECRET_BYTES = 4096
 """More is not read: somebody may have named a wrong file."""
-_LOOPBACK = "127.0.0.1"
 
 
 class _Report(NamedTuple):
@@ -57,6 +57,8 @@ class NodeSmp:
         self._leads = topology.is_node_leader
         self._client: SmpClient | None = None
         self._watch: Watch | None = None
+        self.network: NetworkLimit | None = None
+        """What this node's SMP may take of the network; None before it was configured, and where it has no peers."""
 
     def enter(self) -> None:
         """The node's directory belongs to this attempt: say what endangers it."""
@@ -69,12 +71,12 @@ class NodeSmp:
         node_dir: Path,
         holdings: Sequence[Holding],
         groups: Sequence[ParityGroup],
-        packages: Mapping[str, Sequence[str]],
+        packages: Mapping[str, Mapping[str, int]],
     ) -> int:
         """Each node has an SMP that knows its groups, its trainers and where the others are.
 
-        ``holdings`` by rank; ``packages``: of each other node the shards whose packages this node keeps. Returns the
-        digest of what this node's SMP guards, 0 where there is none that took it.
+        ``holdings`` by rank; ``packages``: of each other node the shards whose packages this node keeps, and their
+        bytes. Returns the digest of what this node's SMP guards, 0 where there is none that took it.
 
         Raises:
             ConfigError: no address, or a secret that cannot be used; on all ranks together.
@@ -94,7 +96,7 @@ class NodeSmp:
         reports: Sequence[_Report],
         holdings: Sequence[Holding],
         groups: Sequence[ParityGroup],
-        packages: Mapping[str, Sequence[str]],
+        packages: Mapping[str, Mapping[str, int]],
         secret: bytes,
     ) -> int:
         """Configure this node's SMP; ``reports`` by rank. Returns what ``configure`` does."""
@@ -105,14 +107,18 @@ class NodeSmp:
             str(rank): {"shard": holdings[rank].shard, "arena": holdings[rank].arena, "pid": reports[rank].pid}
             for rank in self._topology.ranks_on(node)
         }
+        address = reports[self._topology.rank].address
+        self.network = network_limit(config.network_gbps, address) if len(peers) > 1 else None
         description = {
             "job": config.job,
             "node": node,
+            "run": launcher_run(os.environ).name,
             "secret": secret.hex(),
             "peers": {other: where for other, where in peers.items() if other != node},
             "places": places,
             "groups": [g.to_json() for g in groups if any(member.node == node for member in g.members)],
             "mirror_from": packages,
+            "network": asdict(self.network) if self.network else {"gbps": 0.0, "source": "no other nodes"},
             "settings": asdict(config),
         }
         assert self._client is not None
@@ -162,35 +168,6 @@ class NodeSmp:
         self._events.emit("smp_error", error=str(error))
 
 
-def machine() -> str:
-    """What names this machine and its network: two processes with the same text reach each other over loopback."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        # Containers of one machine have its boot id, and each a network of its own.
-        return f"{boot}/{os.stat('/proc/self/ns/net').st_ino}"
-    except OSError:
-        return socket.gethostname()
-
-
-def listening_address(configured: str, machines: Collection[str], env: Mapping[str, str]) -> str:
-    """Where the SMP of this node listens: loopback where all ``machines`` are one, else the way to MASTER_ADDR.
-
-    Raises:
-        ConfigError: no address can be found, or the configured one is not this machine's.
-    """
-    if configured:
-        _require_own(configured)
-        return configured
-    if len(set(machines)) == 1:
-        return _LOOPBACK
-    address = _towards(env.get("MASTER_ADDR", "")) or _towards(socket.gethostname())
-    if not address or address.startswith("127."):
-        raise ConfigError(
-            "smp_listen: no address at which other nodes reach this one was found; name one of this machine's"
-        )
-    return address
-
-
 def read_secret(path: Path) -> bytes:
     """32 bytes made of what is in ``path``, which only its owner may read.
 
@@ -212,26 +189,3 @@ def read_secret(path: Path) -> bytes:
         raise ConfigError(f"secret_file: {path} holds less than {MIN_SECRET_BYTES} bytes; {how}")
     # Any length, 32 bytes; the word keeps it apart from what else may be made of the same file.
     return hashlib.sha256(b"ftckpt secret" + text).digest()
-
-
-def _require_own(address: str) -> None:
-    try:
-        family, kind, protocol, _, target = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
-        with closing(socket.socket(family, kind, protocol)) as probe:
-            probe.bind(target)
-    except (OSError, UnicodeError) as error:
-        raise ConfigError(f"smp_listen: {address!r} cannot be listened at here: {error}; name another") from None
-
-
-def _towards(host: str) -> str:
-    """This machine's address on the way to ``host``; nothing is sent."""
-    if not host:
-        return ""
-    try:
-        # Any port would do: a UDP socket that connects sends nothing, and knows its own address.
-        family, kind, _, _, target = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
-        with closing(socket.socket(family, kind)) as probe:
-            probe.connect(target)
-            return str(probe.getsockname()[0])
-    except (OSError, UnicodeError):
-        return ""

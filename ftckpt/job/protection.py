@@ -5,7 +5,8 @@ What is to be protected, and when a target is given up, ``ftckpt.job.session`` d
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,10 +16,12 @@ from ftckpt.config import Config
 from ftckpt.errors import ConfigError, MemoryBudgetError
 from ftckpt.events import Events
 from ftckpt.group import Group, together
-from ftckpt.job.node_smp import NodeSmp, machine
+from ftckpt.job.addresses import machine
+from ftckpt.job.node_smp import NodeSmp
 from ftckpt.job.session import Guard, TargetMarks
 from ftckpt.model import codec
 from ftckpt.model.snapshot import SnapshotId
+from ftckpt.model.text import human
 from ftckpt.model.topology import Topology
 from ftckpt.parity.groups import ParityGroup, mirrors, node_groups, peer_groups, slot_groups
 from ftckpt.parity.holding import Holding
@@ -28,7 +31,8 @@ from ftckpt.store.arena import Arena
 from ftckpt.store.checks import CheckState
 from ftckpt.store.ledger import Ledger, for_protection, refusal, require
 from ftckpt.store.parity_file import parity_bytes, parity_path
-from ftckpt.store.pulse import Pulse
+from ftckpt.store.pulse import PAUSES, Pulse, PulseSection
+from ftckpt.store.stacks import answer_signals
 
 _SMP_SILENT_SECS = 10.0
 """An SMP that gave no sign of life for so long guards nothing."""
@@ -68,12 +72,13 @@ class Arrangement:
         """What it survives, and what it costs."""
         return protection_table(self.holdings, [*self.groups, *self.in_slots], self.mirrors, num_slots, parity_bytes)
 
-    def packages_on(self, node: str) -> dict[str, list[str]]:
-        """Of each other node the shards whose packages ``node`` keeps."""
-        shards: dict[str, list[str]] = {}
+    def packages_on(self, node: str) -> dict[str, dict[str, int]]:
+        """Of each other node the shards whose packages ``node`` keeps, and the most bytes that each takes."""
+        most_bytes = {holding.shard: holding.package_bytes for holding in self.holdings}
+        shards: dict[str, dict[str, int]] = {}
         for shard, (home, *others) in self.mirrors.items():
             if node in others:
-                shards.setdefault(home, []).append(shard)
+                shards.setdefault(home, {})[shard] = most_bytes[shard]
         return shards
 
     def account(self, node: str, node_dir: Path, need_bytes: int, num_slots: int) -> Ledger:
@@ -121,6 +126,10 @@ class Protection:
         self._arena: Arena | None = None
         self._pulse: Pulse | None = None
         self._digest = 0
+        self.is_set_up = False
+        """Whether training has come to a boundary in this attempt."""
+        self._pauses: list[PulseSection] = []  # that it is in, the innermost last
+        self._at = -1, ""  # iteration and phase of the last beat
 
     @property
     def on(self) -> bool:
@@ -167,6 +176,9 @@ class Protection:
             self._pulse = Pulse.open(node_dir, local.index(self._topology.rank), self._topology.rank)
             if self._pulse.problem is not None:
                 self._events.emit("smp_error", error=self._pulse.problem)
+            signals = answer_signals() if self._config.hang_secs else None
+            if signals is not None:
+                self._pulse.announce_stacks(signals.word)
             if leads:
                 self._pulse.forget_others(len(local))
         mine = arena.image.holding(me.node, self._config.rack, arena.path.name)
@@ -176,8 +188,10 @@ class Protection:
         self.modes = together(self._group, lambda: self._resolve(spans_nodes=bool(in_slots)))
         arrangement = Arrangement.of(holdings, in_slots, self.modes)
         # By the leader: memory is the node's.
-        together(self._group, lambda: self._check(arrangement, node_dir) if leads else None)
+        table = together(self._group, lambda: self._check(arrangement, node_dir) if leads else None)
         self._digest = self.smp.configure(node_dir, holdings, arrangement.groups, arrangement.packages_on(me.node))
+        if table is not None:
+            self._tell_network(table.network[me.node])
 
     def mark(self, marks: TargetMarks) -> None:
         """Tell the SMP what to protect, and readers of the arena what is protected."""
@@ -185,10 +199,29 @@ class Protection:
             self._arena.control.mark_protected(marks.protected)
             self._arena.control.mark_target(marks.target)
 
-    def beat(self, iteration: int, phase: str) -> None:
+    def beat(self, iteration: int, phase: str, evaluates: bool = False) -> None:
         """Training is in ``phase`` of ``iteration``: who looks for hangs sees it. Takes microseconds."""
+        self._at = iteration, phase
         if self._pulse is not None:
-            self._pulse.beat(iteration, phase)
+            pauses = self._pauses or ([PulseSection.EVALUATION] if evaluates else [])
+            self._pulse.beat(iteration, phase, PulseSection.STEP if self.is_set_up else PulseSection.SETUP, *pauses)
+
+    def pause(self, evaluates: bool) -> None:
+        """Training stays where it is and lives; ``evaluates``: an evaluation goes on until the next ``beat``."""
+        self.beat(*self._at, evaluates)
+
+    @contextmanager
+    def section(self, name: str) -> Iterator[None]:
+        """See ``Checkpointer.section``."""
+        if name not in PAUSES:
+            raise ConfigError(f"section: {name!r} is not one of {', '.join(PAUSES)}")
+        self._pauses.append(PAUSES[name])
+        self.pause(False)
+        try:
+            yield
+        finally:
+            self._pauses.pop()
+            self.pause(False)
 
     def observe(self, target: SnapshotId | None) -> Guard:
         """What the node's SMP is seen to do, and to have done for the target."""
@@ -237,8 +270,8 @@ class Protection:
                 self._events.emit("protection_lessened", reason=reason)
         return modes
 
-    def _check(self, arrangement: Arrangement, node_dir: Path) -> None:
-        """Show what is protected, and refuse to start where the node has no room for it."""
+    def _check(self, arrangement: Arrangement, node_dir: Path) -> ProtectionTable:
+        """Show what is protected, and refuse to start where the node has no room for it; returns the costs."""
         node, names = self._topology.me.node, self.modes.names
         table = arrangement.report(self.slots)
         self._events.emit("protection", modes=names, **table.to_json())
@@ -246,6 +279,18 @@ class Protection:
         for line in table.lines():
             self._events.announce(line)
         self._require_room(arrangement.account(node, node_dir, table.smp_bytes(node), self.slots), node_dir)
+        return table
+
+    def _tell_network(self, nbytes: int) -> None:
+        """What this node takes of the network for a snapshot, of which it receives ``nbytes``."""
+        limit, timeout_secs = self.smp.network, self._config.protect_timeout_secs
+        if limit is None or nbytes == 0:
+            return
+        secs = limit.secs(nbytes)
+        self._events.emit("network_limit", gbps=limit.gbps, source=limit.source, secs=round(secs, 3))
+        self._events.announce(f"protection: network: {limit}; a snapshot needs {human(nbytes)}: {secs:.1f} s or more")
+        if secs > timeout_secs:
+            self._events.emit("protection_slow", secs=round(secs, 1), timeout_secs=timeout_secs, source=str(limit))
 
     def _require_room(self, account: Ledger, node_dir: Path) -> None:
         try:

@@ -8,6 +8,8 @@ posts. Time is an argument, in seconds of any clock that does not go back.
 
 from __future__ import annotations
 
+import json
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -21,6 +23,13 @@ _RESTS = 2
 
 _MORE_ROUNDS = 5
 """Rounds beyond ``error_limit`` after which a new interval begins: whoever still trains then has read of it."""
+
+
+_LONGEST_STEP_SECS = 10.0
+"""What an iteration counts at most while ranks look for each other: where training stands still nobody searches."""
+
+_REMEMBERED = 64
+"""Verdicts that a rank keeps for others that have not read them; whoever misses so many has been off for long."""
 
 
 @dataclass(frozen=True)
@@ -161,6 +170,11 @@ class Proofs:
         if not self.begun:
             self.begin = number
 
+    def restart(self, iteration: int, number: int, begun: bool) -> None:
+        """Ranks that may have been through different ones count from snapshot ``number``, before the boundary of
+        ``iteration``."""
+        self.last, self.begin, self.begun = iteration, number, begun
+
 
 @dataclass
 class Targets:
@@ -259,12 +273,39 @@ class Targets:
         return Announcement("not_protected", {"iteration": snapshot.iteration, "protected": protected, **why})
 
 
+class Standing(NamedTuple):
+    """What a rank knows when ranks have lost each other; these of all ranks make them alike again.
+
+    ``number``: of snapshots that were due so far. ``begun``, ``wrong``: what came of proofs. ``verdicts``: the newest
+    that it has read.
+    """
+
+    number: int
+    begun: bool
+    wrong: bool
+    verdicts: tuple[Verdict, ...]
+
+    @property
+    def read(self) -> int:
+        """The number of the last verdict."""
+        return self.verdicts[-1].number if self.verdicts else 0
+
+    def encode(self) -> bytes:
+        return json.dumps(self).encode()
+
+    @classmethod
+    def decode(cls, data: bytes) -> Standing:
+        number, begun, wrong, rows = json.loads(data)
+        return cls(number, begun, wrong, tuple(Verdict.from_row(row) for row in rows))
+
+
 class RankState:
     """One rank's session, as far as it decides.
 
     Events come in the order of training: ``begin`` once; at each boundary ``boundary`` and, where a snapshot is due,
     the round of the snapshot before (``round_to_post``, ``posted``) if it was not posted earlier, then ``learn`` or
-    ``miss``, then the proof, if ``proof_due``, and ``take``. ``fail`` and ``turn_off`` may come at any time.
+    ``miss``, then the proof, if ``proof_due``, and ``take``. ``fail`` and ``turn_off`` may come at any time; from
+    ``lose`` to ``reunite`` boundaries bring a ``search`` and nothing else.
     """
 
     def __init__(self, config: Config, protects: bool = False) -> None:
@@ -275,6 +316,8 @@ class RankState:
         self.iteration = -1
         """Of the last snapshot that was due, or of the one that was restored."""
         self.off = False
+        self.lost = False
+        """Whether ranks have lost each other: until they are reunited nothing is posted, read or taken."""
         self.failures = 0
         """In a row: a snapshot that was sealed ends the row."""
         # A rank that reads nothing posts OFF after error_limit rounds, so it is off before a change that it missed.
@@ -287,6 +330,11 @@ class RankState:
         self._newest = -1  # as posted
         self._will: Will | None = None  # of all ranks, None: it was not read at this boundary
         self._last_round: int | None = None  # with which all ranks turned off
+        self._said_off = False  # in a round that was not read yet
+        self._missed = False  # the verdicts of this boundary
+        self._verdicts: deque[Verdict] = deque(maxlen=_REMEMBERED)
+        self._searched_secs = 0.0
+        self._seen_secs: float | None = None  # when the search came to a boundary
         self._whole_here_secs: float | None = None  # when a snapshot was whole in the arenas as they are laid out
         self._old_arenas = True
 
@@ -314,7 +362,7 @@ class RankState:
         """Training is at the boundary of ``iteration``; whether a snapshot is due."""
         due = self.interval.due(iteration)
         if due:
-            self.iteration, self._will = iteration, None
+            self.iteration, self._will, self._missed = iteration, None, False
         return due
 
     def stepped(self) -> None:
@@ -324,7 +372,7 @@ class RankState:
     @property
     def owes_round(self) -> bool:
         """Whether this rank has yet to post what it has."""
-        return self._round is not None and not self.off
+        return self._round is not None and not self.off and not self.lost
 
     def round_to_post(
         self, newest: SnapshotId | None, will: Will, stretch: int, guard: Guard, now_secs: float
@@ -340,17 +388,19 @@ class RankState:
     def posted(self, round_: Round) -> None:
         """The round is on its way."""
         self._round = None
+        self._said_off = self._said_off or round_.will == Will.OFF
         if round_.newest > self._newest:
             self._newest, self.failures = round_.newest, 0
 
     def miss(self) -> None:
         """Verdicts were missing at the deadline: this rank takes nothing, and posts that with the next round."""
-        self._round = self.interval.number
+        self._round, self._missed = self.interval.number, True
 
     def learn(self, verdicts: Sequence[Verdict], now_secs: float) -> list[Action]:
         """All verdicts up to that of the last round were read."""
         # Whoever comes to a boundary posts for it, late or not: rounds of all ranks pair up by their order alone.
         self._round = self.interval.number
+        self._verdicts += verdicts
         actions: list[Action] = []
         marks, whole = self.targets.marks, self.whole
         for verdict in verdicts:
@@ -383,7 +433,9 @@ class RankState:
         One that read late that all turn off does not enter a proof which the others, long off, do not come to.
         """
         others_left = self._last_round is not None and self._last_round < self.interval.number - 1
-        return not others_left and (self._wrong or self.proofs.due(self.iteration, self.interval.number))
+        if self.lost or others_left:
+            return False
+        return self._wrong or self.proofs.due(self.iteration, self.interval.number)
 
     @property
     def windows_measured(self) -> bool:
@@ -429,7 +481,7 @@ class RankState:
 
     def take(self, has_room: bool) -> Take | Skip | None:
         """What happens at this boundary; ``has_room``: a slot holds none of ``keep``. None: ftckpt is off."""
-        if self.off or self._will is None:
+        if self.off or self.lost or self._will is None:
             return None
         if self._will != Will.GO:
             return Skip("a rank is not ready")
@@ -439,14 +491,53 @@ class RankState:
             return Skip("every slot is kept until the target is protected")
         return Take(SnapshotId(self.lineage, self.iteration), self.keep)
 
-    def fail(self, error: str, alone: bool = False) -> list[Action]:
-        """A snapshot failed; ``alone``: because the other ranks cannot be reached, so that posting it is no use."""
+    def fail(self, error: str) -> list[Action]:
+        """A snapshot failed."""
         self.failures += 1
         actions: list[Action] = [Announcement("snapshot_error", {"error": error, "in_a_row": self.failures})]
-        spent = self.failures >= self._config.error_limit and self._config.on_error != "raise"
-        if alone and spent and not self.off:
-            actions.append(self.turn_off("other ranks cannot be reached"))
+        # What this rank has said binds all, once the others come: it waits for them no longer, and posts no more.
+        if self._said_off and self._missed and not self.off:
+            actions.append(self.turn_off("too many failed snapshots in a row, and the other ranks do not answer"))
         return actions
+
+    def lose(self, error: str) -> list[Action]:
+        """Ranks have lost each other."""
+        if self.lost or self.off:
+            return []
+        self.lost, self._round, self._searched_secs, self._seen_secs = True, None, 0.0, None
+        return [Announcement("ranks_lost", {"error": error})]
+
+    def search(self, now_secs: float) -> list[Action]:
+        """Training is at a boundary, and ranks are lost."""
+        if self._seen_secs is not None:
+            self._searched_secs += min(now_secs - self._seen_secs, _LONGEST_STEP_SECS)
+        self._seen_secs = now_secs
+        if self._searched_secs <= self._config.start_timeout_secs:
+            return []
+        return [self.turn_off("the ranks have lost each other, and did not find together again")]
+
+    @property
+    def standing(self) -> Standing:
+        """What this rank knows, for ``reunite`` of all ranks."""
+        return Standing(self.interval.number, self.proofs.begun, self._wrong, tuple(self._verdicts))
+
+    def reunite(self, standings: Sequence[Standing], iteration: int, now_secs: float) -> list[Action]:
+        """All ranks have found each other at the boundary of ``iteration``, at which none takes a snapshot.
+
+        What only some had read all learn now: as none writes to a slot before it has read, those that had not still
+        have what the others count on. Rounds that nobody has read mean nothing to anybody.
+        """
+        fewest = min(standing.read for standing in standings)
+        if any(len(s.verdicts) == _REMEMBERED and s.verdicts[0].number > fewest + 1 for s in standings):
+            return [self.turn_off("ranks that have found each other again have been apart for too long")]
+        read = self.standing.read
+        known = {verdict.number: verdict for standing in standings for verdict in standing.verdicts}
+        self.lost = self._said_off = False
+        self.interval.number = max(standing.number for standing in standings)
+        self.proofs.restart(iteration, self.interval.number, any(standing.begun for standing in standings))
+        self._wrong = any(standing.wrong for standing in standings)
+        searched = Announcement("ranks_reunited", {"iteration": iteration, "secs": self._searched_secs})
+        return [searched, *self.learn([known[number] for number in sorted(known) if number > read], now_secs)]
 
     def turn_off(self, reason: str) -> TurnOff:
         """This rank takes, posts and reads nothing from now on."""

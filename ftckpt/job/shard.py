@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
-from ftckpt.capture.affinity import cores, numa_node_of
+from ftckpt.capture.affinity import Locality
 from ftckpt.capture.assignment import Assignment, assign
 from ftckpt.capture.capture import Capture
 from ftckpt.capture.copier import make_copier
 from ftckpt.capture.redundancy import NO_REDUNDANCY, Redundancy
 from ftckpt.config import Config
 from ftckpt.events import Events
-from ftckpt.group import Group
+from ftckpt.group import Group, together
 from ftckpt.job.arenas import NodeArenas
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.model.topology import Topology
 from ftckpt.model.training_state import Description
 from ftckpt.store.arena import Arena
+from ftckpt.store.directory import PINNING_NAME
 from ftckpt.windows.clock import make_clock
 from ftckpt.windows.node_budget import NodeBudget
 from ftckpt.windows.pacer import Pacer
@@ -55,6 +57,7 @@ class Shard:
         events: Events,
         described: Description,
         pacer: Pacer,
+        locality: Locality,
         redundancy: Redundancy = NO_REDUNDANCY,
     ) -> None:
         self._config = config
@@ -62,8 +65,9 @@ class Shard:
         self._group = group
         self._arenas = arenas
         self._events = events
-        self._described = described
+        self._described: Description | None = described
         self._pacer = pacer
+        self._locality = locality
         self._redundancy = redundancy
         self.capacities: list[int] | None = None
         self.capture: Capture | None = None
@@ -76,7 +80,7 @@ class Shard:
         """
         assignment = self._assign()
         arena = self._arenas.open(assignment.manifest, whole)
-        self._use(assignment, arena)
+        together(self._group, lambda: self._use(assignment, arena))
         host_bytes = arena.image.file_bytes * arena.control.slots
         copied = self.capture.stepped_bytes if self.capture is not None else 0
         self._events.announce(
@@ -117,30 +121,49 @@ class Shard:
         if self.capture is not None:
             self.capture.use_slots(self._arenas.complete(self.capture.arena))
 
+    def let_go(self) -> bool:
+        """ftckpt is off, and no proof follows: nothing of training's is held any more; whether anything was."""
+        held = self._described is not None
+        self._described = self._assignment = None
+        return held
+
     def _lay_out_anew(self, capture: Capture, checked: Assignment, whole: SnapshotId | None) -> None:
         # First: if no arena can be had nothing is left that copies into one that is closed.
         self.capture = None
         capture.close()
-        self._use(checked, self._arenas.replace(capture.arena, whole, checked.manifest))
+        arena = self._arenas.replace(capture.arena, whole, checked.manifest)
+        together(self._group, lambda: self._use(checked, arena))
 
     def _use(self, assignment: Assignment, arena: Arena) -> None:
         if assignment.differing:
             names = assignment.differing
             self._events.emit("replicas_differ", fragments=names[:5], num=len(names))
         pacer, own_stream = self._pacer, self._config.schedule != "thread"
-        copier = make_copier(pacer.clock, pacer.budget, own_stream, pacer.cores)
+        copier = make_copier(
+            pacer.clock, pacer.budget, own_stream, locality=self._locality, turns=self._arenas.path / PINNING_NAME,
+            tell_far=self._tell_far,
+        )  # fmt: skip
         self._assignment = assignment
-        self.capture = Capture(arena, assignment.pieces, assignment.parts, copier, pacer.windows)
+        try:
+            self.capture = Capture(arena, assignment.pieces, assignment.parts, copier, pacer.windows)
+        except BaseException:
+            arena.close()  # nobody else knows of it
+            raise
         derived_bytes = sum(piece.fragment.nbytes for piece in assignment.derived)
         copied_bytes = self.capture.stepped_bytes
         spill = dict(zip(("equal", "chosen"), assignment.spill_bytes or (), strict=False))
         self._events.emit("plan", copied_bytes=copied_bytes, derived_bytes=derived_bytes, spill_bytes=spill)
 
     def _assign(self) -> Assignment:
-        config, room = self._config, self._config.objects_mib << 20
+        config, described = self._config, self._described
+        assert described is not None, "let go of"
+        room = (config.objects_mib << 20) + described.objects_bytes
         return assign(
-            self._group, self._topology, self._described, room, config.chunk_bytes, self.capacities, self._redundancy
+            self._group, self._topology, described, room, config.chunk_bytes, self.capacities, self._redundancy
         )
+
+    def _tell_far(self, node: int, pages: Mapping[int, int]) -> None:
+        self._events.emit("far_slots", device_node=node, pages={str(other): num for other, num in pages.items()})
 
     def _tell_broken(self, assignment: Assignment, checked: Assignment) -> None:
         still = {piece.fragment.key for piece in checked.derived}
@@ -149,17 +172,16 @@ class Shard:
             self._events.emit("not_derived", keys=broken[:5], num=len(broken))
 
 
-def make_pacer(config: Config, topology: Topology, described: Description, directory: Path, events: Events) -> Pacer:
-    """The pacer for tensors that lie where those of ``described`` do; ``directory`` is the node's.
-
-    Raises:
-        ConfigError: ``affinity`` names no core that this process may use.
-    """
-    # Weights that an offloaded optimizer keeps in host memory are copied by the device's copier too.
-    device = next((p.tensor.device for p in described.stepped if p.tensor.is_cuda), torch.device("cpu"))
+def make_pacer(config: Config, topology: Topology, device: torch.device, directory: Path, events: Events) -> Pacer:
+    """The pacer for training on ``device``; ``directory`` is the node's."""
     local = topology.ranks_on(topology.me.node)
-    near_cores = cores(config.affinity, numa_node_of(device))
     budget = NodeBudget.open(directory, local.index(topology.rank), len(local), config.copy_gbps * 1e9)
     if budget.problem is not None:
         events.emit("no_budget", error=budget.problem)
-    return Pacer(config, make_clock(device), budget, events, topology.me.coords, cores=near_cores)
+    return Pacer(config, make_clock(device), budget, events, topology.me.coords)
+
+
+def device_of(described: Description) -> torch.device:
+    """Where training is, by its stepped state."""
+    # Weights that an offloaded optimizer keeps in host memory are copied by the device's copier too.
+    return next((p.tensor.device for p in described.stepped if p.tensor.is_cuda), torch.device("cpu"))

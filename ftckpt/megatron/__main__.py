@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import sys
 from collections.abc import Sequence
 
 from ftckpt.config import Config
@@ -37,4 +36,4 @@ def _run(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    launcher.leave(main)

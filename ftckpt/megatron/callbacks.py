@@ -23,6 +23,7 @@ from ftckpt import config as schema
 from ftckpt.config import Config
 from ftckpt.errors import FtckptError, UnsupportedError
 from ftckpt.frameworks import launcher
+from ftckpt.job.compile_locks import release_orphans
 from ftckpt.megatron import door
 
 if TYPE_CHECKING:
@@ -50,8 +51,7 @@ def _ends_in_one_line(function: Callable[_P, _R]) -> Callable[_P, _R]:
         try:
             return function(*args, **kwargs)
         except FtckptError as error:
-            launcher.print_error(error)
-            raise SystemExit(2) from error
+            raise SystemExit(launcher.refuse(error)) from error
 
     return wrapped
 
@@ -89,6 +89,8 @@ def start(args: argparse.Namespace) -> None:
     config = Config()
     values = {s.name: getattr(args, _destination(s.name), getattr(config, s.name)) for s in fields(config)}
     config, _ = Config.from_flags(Config(**values).flags())  # finds settings without --ftckpt
+    if config.enabled:
+        launcher.leave_if_over()
     # With the runner it is in force already.
     if config != door.config:
         switch_on(config)
@@ -103,6 +105,7 @@ def switch_on(config: Config) -> None:
     door.config = config
     if config.enabled:
         launcher.isolate()
+        release_orphans()  # Megatron and the script may compile an operator from here on
 
 
 @_ends_in_one_line
@@ -127,8 +130,10 @@ def restore(model: Any, optimizer: Any, scheduler: Any) -> None:
     _counters = Counters(args)
     checkpointer = ftckpt.megatron.attach(model, optimizer, scheduler, {"counters": _counters})
     if checkpointer is not None:
-        # What was loaded from storage counts where it is newer than anything in memory.
-        checkpointer.restore(newer_than=int(getattr(args, "iteration", 0) or 0))
+        loaded = int(getattr(args, "iteration", 0) or 0)
+        # Not equal with --finetune, which begins to count at 0, whatever is loaded.
+        named = bool(loaded) and getattr(args, "ckpt_step", None) == loaded
+        checkpointer.restore(newer_than=loaded, rollback=named)
 
 
 def set_rng() -> None:
@@ -161,7 +166,10 @@ def boundary(iteration: int, num_floating_point_operations_so_far: float) -> Non
 
 def listen(config: Any, num_microbatches: int, forward_only: bool) -> Any:
     """In each schedule: the configuration it shall use, a copy that tells where the schedule is."""
-    if door.checkpointer is None or forward_only:
+    if door.checkpointer is None:
+        return config
+    if forward_only:
+        door.checkpointer.beat(evaluates=True)
         return config
     phases: Any = importlib.import_module("ftckpt.megatron.phases")
     # A copy: one line at the start of a schedule could not take the listeners out of the loop's own at its end.

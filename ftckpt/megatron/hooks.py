@@ -8,7 +8,8 @@ listeners around whatever the fields hold then, and takes them out again.
 Of Megatron-LM's train loop (``megatron.training``) five functions are wrapped, each of which is looked up through its
 module at run time, so that replacing the name is enough.
 
-A module that has lines of ours (patches/) is left alone: they act.
+A module that has lines of ours (patches/) is left alone: they act. For either, what evaluates, saves and loads is
+wrapped while a checkpointer follows: whoever looks for hangs must know of such pauses.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -37,6 +39,15 @@ _SCHEDULES = (
     "forward_backward_pipelining_without_interleaving",
     "forward_backward_pipelining_with_interleaving",
 )
+_SECTIONS = {
+    "evaluate_and_print_results": "evaluation",
+    "evaluate": "evaluation",
+    "save_checkpoint_and_time": "save",
+    "save_checkpoint": "save",
+    "maybe_finalize_async_save": "save",
+    "load_checkpoint": "load",
+}
+"""Functions of ``megatron.training.training`` in which training pauses, as far as a release has them."""
 _BOUNDARY = tuple(inspect.signature(callbacks.boundary).parameters)
 """Arguments of ``checkpoint_and_decide_exit`` that are handed on."""
 
@@ -100,10 +111,25 @@ def follow(checkpointer: Checkpointer, optimizer: Any, state: MegatronState) -> 
 
     if not callbacks.is_patched(optimizer_module):
         door.hooks.wrap(optimizer, "step_with_ready_grads", fence_first)
+    training = sys.modules.get("megatron.training.training")
+    for name, section in _SECTIONS.items():
+        if callable(getattr(training, name, None)):
+            door.hooks.wrap(training, name, _pause_in(checkpointer, section))
     for leaf in leaf_optimizers(optimizer):
         if leaf.optimizer is not None:
             handle = leaf.optimizer.register_step_pre_hook(lambda *_: checkpointer.fence())
             door.hooks.undo.append(handle.remove)
+
+
+def _pause_in(checkpointer: Checkpointer, section: str) -> Callable[..., Any]:
+    def pause(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        # Whether a save in the background has ended is asked in each iteration, and waited for at the end alone.
+        if kwargs.get("blocking") is False:
+            return original(*args, **kwargs)
+        with checkpointer.section(section):
+            return original(*args, **kwargs)
+
+    return pause
 
 
 def _wrap_once(module: Any, name: str, around: Callable[..., Any]) -> None:
@@ -123,7 +149,10 @@ def _wrap_once(module: Any, name: str, around: Callable[..., Any]) -> None:
 
 
 def _run_schedule(original: Callable[..., Any], **kwargs: Any) -> Any:
-    if door.checkpointer is None or kwargs.get("forward_only", False):
+    if door.checkpointer is None:
+        return original(**kwargs)
+    if kwargs.get("forward_only", False):
+        door.checkpointer.beat(evaluates=True)
         return original(**kwargs)
     model = kwargs["model"]
     config = get_model_config(model[0] if isinstance(model, list) else model)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -11,12 +12,16 @@ from megatron.core.optimizer.optimizer import ChainedOptimizer, Float16Optimizer
 
 from ftckpt.errors import MismatchError, UnsupportedError
 from ftckpt.frameworks import optimizers as live
+from ftckpt.frameworks.launcher import log_once
 from ftckpt.frameworks.optimizers import ParameterRange, stepped_pieces, without_state
 from ftckpt.frameworks.tensors import ParameterBoxes
 from ftckpt.model.training_state import Piece
 
 _SCALED = ("exp_avg_dtype", "exp_avg_sq_dtype", "main_params_dtype")
 """Types that Transformer Engine's precision-aware optimizer may keep in fewer bits, with scales beside its state."""
+
+_MASTER = "master_param"
+"""Where Transformer Engine's FusedAdam keeps the master of a weight that it was given itself."""
 
 _EXPERTS = "is_expert_parallel"
 _KIND = (
@@ -58,7 +63,12 @@ def pieces(leaf: Any, boxes: ParameterBoxes) -> Iterator[Piece]:
         UnsupportedError: state that is neither per element nor a single number, with its parameter.
     """
     materialise(leaf)
-    return stepped_pieces(boxes, _READERS[type(leaf)](leaf), lambda part: leaf.optimizer.state[part.owner])
+    return stepped_pieces(boxes, _READERS[type(leaf)](leaf), lambda part: _state(leaf.optimizer, part))
+
+
+def _state(inner: Any, part: ParameterRange) -> Mapping[str, Any]:
+    """What the inner optimizer keeps for a range, but for its master."""
+    return {name: value for name, value in inner.state[part.owner].items() if value is not part.master}
 
 
 def stepped_parameters(leaf: Any) -> set[torch.nn.Parameter]:
@@ -78,12 +88,20 @@ def _read_distributed(leaf: DistributedOptimizer) -> Iterator[ParameterRange]:
                 raise UnsupportedError("FP8 parameters under the distributed optimizer are not known yet")
             # Where the owned range begins in the flattened parameter.
             first = leaf._get_model_param_range_map(parameter)["param"].start
-            # Without a master beside it the inner optimizer was given the shard itself.
-            yield ParameterRange(parameter, first, shard, shard if master is None else master)
+            # Without a master beside it the inner optimizer was given the shard itself, and may keep one for it.
+            owner = shard if master is None else master
+            yield ParameterRange(parameter, first, shard, owner, master=_inner_master(leaf.optimizer, owner))
     for models, shards in zip(leaf.model_fp32_groups, leaf.shard_fp32_groups, strict=True):
         for parameter, shard in zip(models, shards, strict=True):
             first = leaf._get_model_param_range_map(parameter)["param"].start
+            # TE makes a master for these too, and steps it never: it is state like any other.
             yield ParameterRange(parameter, first, shard, shard)
+
+
+def _inner_master(inner: Any, owner: torch.Tensor) -> torch.Tensor | None:
+    """All of a master that the inner optimizer keeps beside the moments: not the 16 bits that a bf16 weight lacks."""
+    kept = inner.state.get(owner, {}).get(_MASTER)
+    return kept if kept is not None and kept.dtype == torch.float32 else None
 
 
 def _read_float16(leaf: Float16OptimizerWithFloat16Params) -> Iterator[ParameterRange]:
@@ -117,10 +135,22 @@ def materialise(leaf: Any) -> None:
     name = f"{type(inner).__module__}.{type(inner).__qualname__}"
     # Its state may be of another type than the parameter, which Megatron's own set-up knows.
     if name.startswith(("transformer_engine.", "apex.optimizers.")) and name.endswith(".FusedAdam"):
-        if without_state(inner):
+        missing = without_state(inner)
+        if missing and leaf.config.use_precision_aware_optimizer:
+            for parameter in missing:
+                _initialize(inner, parameter)
+        elif missing:
             leaf.init_state_fn(inner, leaf.config)
     else:
         live.materialise(inner)
+
+
+def _initialize(inner: Any, parameter: torch.Tensor) -> None:
+    """As its own first step does. Megatron's function for this leaves out what TE asks for since 2.1."""
+    arguments = []
+    if "store_param_remainders" in inspect.signature(inner.initialize_state).parameters:
+        arguments.append(inner.store_param_remainders and parameter.dtype == torch.bfloat16)
+    inner.initialize_state(parameter, *arguments)
 
 
 def save_hyperparameters(leaf: Any) -> dict[str, Any]:
@@ -132,8 +162,24 @@ def save_hyperparameters(leaf: Any) -> dict[str, Any]:
 def load_hyperparameters(leaf: Any, saved: Mapping[str, Any]) -> None:
     """Inverse of ``save_hyperparameters``, in place."""
     live.load_groups(leaf.optimizer, saved["groups"])
-    if saved["scaler"] is not None:
-        leaf.grad_scaler.load_state_dict(saved["scaler"])
+    _load_scaler(leaf, saved["scaler"])
+
+
+def _load_scaler(leaf: Any, saved: Mapping[str, Any] | None) -> None:
+    """A loss scaler belongs to a precision: in a job of another one weights and moments go on, and it does not.
+
+    As Megatron's own checkpoints do.
+    """
+    scaler: Any = getattr(leaf, "grad_scaler", None)
+    own = scaler.state_dict() if scaler else {}
+    if own.keys() == (saved or {}).keys():
+        if own:
+            scaler.load_state_dict(saved)
+        return
+    if saved:
+        log_once("the loss scaler in the snapshot is left out: this job has %s", "another" if own else "none")
+    if own:
+        log_once("the loss scaler begins anew, at %g: the snapshot has none like it", float(scaler.scale))
 
 
 def load_reshaped(leaves: Sequence[Any], saved: Sequence[Mapping[str, Any]]) -> None:
@@ -152,8 +198,7 @@ def load_reshaped(leaves: Sequence[Any], saved: Sequence[Mapping[str, Any]]) -> 
             values = _same_kind(group, groups)
             # What a group is for follows from the layout that it was built in, and stays.
             live.load_group(group, {name: value for name, value in values.items() if name not in _KIND})
-        if getattr(leaf, "grad_scaler", None) and scalers:
-            leaf.grad_scaler.load_state_dict(scalers[0])
+        _load_scaler(leaf, scalers[0] if scalers else None)
 
 
 def _same_kind(group: Mapping[str, Any], saved: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:

@@ -9,11 +9,14 @@ import torch
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.utils import unwrap_model
 
+from ftckpt.frameworks import schedulers
 from ftckpt.frameworks import torch_state as generators
+from ftckpt.frameworks.extra_state import ExtraState
 from ftckpt.frameworks.optimizers import state_tensors
-from ftckpt.frameworks.tensors import fragments, frozen_pieces, refuse_extra_state, whole_piece
+from ftckpt.frameworks.tensors import fragments, frozen_pieces, whole_piece
 from ftckpt.frameworks.torch_state import LiveTensors, Stateful, load_all, load_all_reshaped, save_all
 from ftckpt.megatron import optimizers
+from ftckpt.megatron.fp8 import ScalingState
 from ftckpt.megatron.geometry import Geometry, place_tensors
 from ftckpt.model.training_state import Description, Piece
 
@@ -24,7 +27,10 @@ class MegatronState:
     Stepped: what the optimizers hold and step, and parameters that nothing steps (frozen). Volatile: module
     buffers: those that Megatron puts into checkpoints (router bias) are part of the model, all others (token counts)
     belong to their rank and are not carried into another layout. Objects: RNG, the scheduler, hyperparameters, the
-    loss scaler and ``objects``.
+    loss scaler, FP8 scales and ``objects``.
+
+    Raises:
+        UnsupportedError: an optimizer, or a form of FP8, that ftckpt does not know.
     """
 
     reshapes = True
@@ -35,6 +41,8 @@ class MegatronState:
         self._wrapped: list[Any] = list(model)
         self._chunks: list[Any] = [unwrap_model(chunk) for chunk in model]
         self._leaves = optimizers.leaf_optimizers(optimizer)
+        self._scaling = ScalingState(self._chunks)
+        self._extra = [ExtraState(chunk, apart=self._scaling.has) for chunk in self._chunks]
         self._scheduler = scheduler
         self._objects = dict(objects)
         self._live = LiveTensors(self._live_tensors)
@@ -45,8 +53,8 @@ class MegatronState:
         if self._built is None:
             # As the job's own set-up seeded them, before a restore: ``derive_rng`` starts from these.
             self._built = save_rng()
-        for chunk in self._chunks:
-            refuse_extra_state(chunk)
+        for extra in self._extra:
+            extra.refuse()
         for module in (module for chunk in self._chunks for module in chunk.modules()):
             if hasattr(module, "_maintain_float32_expert_bias"):
                 # A router turns its bias into fp32 in its first forward: into another buffer, after it was described.
@@ -62,33 +70,39 @@ class MegatronState:
         padded = frozenset(key for key in keys if key.partition("/")[2] in geometry.padded)
         # Last: what was created above must be among the addresses that ``check`` compares with.
         self._live.note()
-        return Description(tuple(stepped), volatile, padded)
+        return Description(tuple(stepped), volatile, padded, self._scaling.room_bytes)
 
     def save_objects(self) -> dict[str, Any]:
         """See TrainingState.
 
         Raises:
             CaptureError: a tensor was replaced since ``describe``.
+            UnsupportedError: a module keeps extra state now, and none was described.
         """
+        for extra in self._extra:
+            extra.look_again()
         self._live.check("attach ftckpt after the last load, and write into tensors instead of replacing them")
         return {
             "rng": save_rng(),
             "optimizers": [optimizers.save_hyperparameters(leaf) for leaf in self._leaves],
-            "scheduler": self._scheduler.state_dict(),
+            "scheduler": schedulers.save(self._scheduler),
+            "fp8": self._scaling.save(),
             "objects": save_all(self._objects),
         }
 
     def load_objects(self, objects: Mapping[str, Any]) -> None:
+        schedulers.load(self._scheduler, objects["scheduler"])  # first: it writes learning rates
         for leaf, saved in zip(self._leaves, objects["optimizers"], strict=True):
             optimizers.load_hyperparameters(leaf, saved)
-        self._load_scheduler(objects["scheduler"])
+        self._scaling.load([objects["fp8"]])
         load_all(self._objects, objects["objects"])
         self._rng = objects["rng"]
 
     def load_reshaped(self, objects: Sequence[Mapping[str, Any]], iteration: int) -> None:
         assert self._built is not None, "describe comes first"
+        schedulers.load(self._scheduler, objects[0]["scheduler"])
         optimizers.load_reshaped(self._leaves, [optimizer for saved in objects for optimizer in saved["optimizers"]])
-        self._load_scheduler(objects[0]["scheduler"])
+        self._scaling.load([saved["fp8"] for saved in objects])
         load_all_reshaped(self._objects, [saved["objects"] for saved in objects])
         self._rng = derive_rng(self._built, iteration)
 
@@ -105,11 +119,6 @@ class MegatronState:
         """Set RNG to what was loaded; again after anything that draws numbers before training begins."""
         if self._rng is not None:
             load_rng(self._rng)
-
-    def _load_scheduler(self, saved: Mapping[str, Any]) -> None:
-        if hasattr(self._scheduler, "num_steps"):
-            self._scheduler.num_steps = 0  # Megatron's load_state_dict adds to what is there
-        self._scheduler.load_state_dict(saved)
 
     def _buffers(self, geometry: Geometry) -> Iterator[Piece]:
         """What Megatron puts into checkpoints belongs to the model, all else (counts within a batch) to a rank."""
@@ -131,13 +140,34 @@ class MegatronState:
 
 def save_rng() -> dict[str, Any]:
     """State of every generator that training draws from, Megatron's tracker among them."""
-    return {**generators.save_generators(), "tracker": dict(get_cuda_rng_tracker().get_states())}
+    return {**generators.save_generators(), "tracker": _tracker_states()}
 
 
 def load_rng(saved: Mapping[str, Any]) -> None:
     """Set every generator as ``save_rng`` found it: bit for bit, on the layout that the snapshot was taken in."""
     generators.load_generators(saved)
-    get_cuda_rng_tracker().set_states(dict(saved["tracker"]))
+    tracker = get_cuda_rng_tracker()
+    live = tracker.get_states()
+    tracker.set_states({name: _graph_safe(state, live) for name, state in saved["tracker"].items()})
+
+
+def _tracker_states() -> dict[str, torch.Tensor]:
+    """A tracker for CUDA graphs, Megatron's or Transformer Engine's, has generators in the place of their states."""
+    states = get_cuda_rng_tracker().get_states()
+    return {
+        name: state.get_state() if isinstance(state, torch.Generator) else state for name, state in states.items()
+    }
+
+
+def _graph_safe(state: torch.Tensor, live: Mapping[str, Any]) -> Any:
+    """``state`` as the tracker that has ``live`` wants it."""
+    for generator in live.values():
+        if isinstance(generator, torch.Generator):
+            # A new one, as Megatron's own checkpoints make: others may hold the old one's state.
+            fresh = generator.clone_state()
+            fresh.set_state(state)
+            return fresh
+    return state
 
 
 def derive_rng(built: Mapping[str, Any], iteration: int) -> dict[str, Any]:

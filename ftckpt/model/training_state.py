@@ -40,19 +40,21 @@ class Description:
     anywhere.
 
     ``padded`` are keys whose first dimension is rounded up by a rule that depends on the layout: vocabularies.
+    ``objects_bytes`` is the room that encoded objects need beside ``objects_mib``.
     """
 
     stepped: tuple[Piece, ...]
     volatile: tuple[Piece, ...]
     padded: frozenset[str] = frozenset()
+    objects_bytes: int = 0
 
 
 class TrainingState(Protocol):
     """What a framework integration gives. All calls come from the training thread.
 
-    Order: ``describe`` once; after a restart ``load_objects`` or ``load_reshaped``, then, with every described
-    tensor in place, ``finish_load``; ``save_objects`` at each boundary. ``reshapes``: whether what ``describe`` says
-    of one layout fits what it says of another, and ``load_reshaped`` can be called.
+    Order: ``describe`` once and ``save_objects``; after a restart ``load_objects`` or ``load_reshaped``, then, with
+    every described tensor in place, ``finish_load``; ``save_objects`` at each boundary. ``reshapes``: whether what
+    ``describe`` says of one layout fits what it says of another, and ``load_reshaped`` can be called.
     """
 
     reshapes: bool

@@ -44,7 +44,10 @@ def init_process_group(config: Config, *args: Any, **options: Any) -> None:
     import torch.distributed as dist
 
     if config.enabled:
+        from ftckpt.frameworks.launcher import leave_if_over
         from ftckpt.frameworks.rendezvous import isolate_attempts
+
+        leave_if_over()
 
         isolate_attempts()
     dist.init_process_group(*args, **options)

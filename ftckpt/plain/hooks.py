@@ -39,6 +39,8 @@ def follow(
     def before_forward(module: torch.nn.Module, *_: Any) -> None:
         if module.training and torch.is_grad_enabled():
             checkpointer.phase("forward")
+        else:
+            checkpointer.beat(evaluates=True)
 
     def after_forward(module: torch.nn.Module, *_: Any) -> None:
         if module.training and torch.is_grad_enabled():

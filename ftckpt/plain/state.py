@@ -9,7 +9,8 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 
 from ftckpt.errors import CaptureError, ConfigError, UnsupportedError
-from ftckpt.frameworks import optimizers
+from ftckpt.frameworks import optimizers, schedulers
+from ftckpt.frameworks.extra_state import ExtraState
 from ftckpt.frameworks.optimizers import ParameterRange
 from ftckpt.frameworks.tensors import frozen_pieces, whole_piece
 from ftckpt.frameworks.torch_state import LiveTensors, Stateful, load_all, load_generators, save_all, save_generators
@@ -43,19 +44,21 @@ class PlainState:
         self.is_fenced = False
         self._optimizer = optimizer
         self._objects = {f"objects: {name}": value for name, value in objects.items()}
-        if scheduler is not None:
-            self._objects["scheduler"] = scheduler
+        self._scheduler = scheduler
         self._buckets = buckets_of(model)
         if self._buckets is not None:
             self._objects["DDP buckets"] = self._buckets
-        for name, value in self._objects.items():
+        kept = self._objects if scheduler is None else {**self._objects, "scheduler": scheduler}
+        for name, value in kept.items():
             if not (hasattr(value, "state_dict") and hasattr(value, "load_state_dict")):
                 raise ConfigError(f"{name} is a {type(value).__name__} without state_dict and load_state_dict")
         self._live = LiveTensors(self._live_tensors)
+        self._extra = ExtraState(self.model)
         self._num_writes = 0
         self._rng: Mapping[str, Any] | None = None
 
     def describe(self) -> Description:
+        self._extra.refuse()
         boxes = {parameter: [place(name, parameter)] for name, parameter in named_parameters(self.model)}
         optimizers.materialise(self._optimizer)
         trained = {parameter for group in self._optimizer.param_groups for parameter in group["params"]}
@@ -75,16 +78,20 @@ class PlainState:
         Raises:
             CaptureError: a tensor was replaced since ``describe``, or parameters were written and no fence came
                 before.
+            UnsupportedError: a module keeps extra state now, and none was described.
         """
+        self._extra.look_again()
         self._live.check("attach after the last load, and write into tensors instead of replacing them")
         self._check_fence()
         return {
             "rng": save_generators(),
+            "scheduler": schedulers.save(self._scheduler),
             "optimizer": optimizers.save_groups(self._optimizer),
             "objects": save_all(self._objects),
         }
 
     def load_objects(self, objects: Mapping[str, Any]) -> None:
+        schedulers.load(self._scheduler, objects["scheduler"])  # first: it may write learning rates
         optimizers.load_groups(self._optimizer, objects["optimizer"])
         load_all(self._objects, objects["objects"])
         self._rng = objects["rng"]

@@ -261,7 +261,4 @@ def _refuse_lost(
         what = f"iteration {whole} was whole and"
     elif unreadable:
         what = "what an unreadable arena held"
-    raise LostError(
-        f"{what} cannot be restored: {'; '.join(causes)}. Start over with "
-        "--ftckpt-on-lost fresh (or from your last checkpoint on storage)"
-    )
+    raise LostError(f"{what} cannot be restored: {'; '.join(causes)}")

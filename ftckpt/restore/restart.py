@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import closing
-from dataclasses import asdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, suppress
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from ftckpt.errors import ArenaError, FtckptError, LostError
+from ftckpt.errors import ArenaError, ConfigError, FtckptError, LostError
 from ftckpt.events import Events
 from ftckpt.group import Group, together
 from ftckpt.model import codec, objects
 from ftckpt.model.fragment import Fragment
 from ftckpt.model.layouts import layout_name
+from ftckpt.model.loaded import NOTHING, Checkpoint, next_origin, rollback
 from ftckpt.model.topology import Topology, first_of_each_stage
 from ftckpt.model.training_state import Description, Piece, TrainingState, cast_master
 from ftckpt.restore.choice import Decision, readers_of
@@ -54,30 +56,85 @@ class Restart:
         self._node_dir = node_dir
         self._events = events
         self._arenas = OpenArenas(node_dir)
+        self.origin = NOTHING
+        """Of the snapshots that will be taken, see ``next_origin``; from ``choose`` on."""
+        self.why = ""
+        """Why memory is not gone on from, in words; empty where it is, and where there is nothing in it."""
         self.usage: Usage = {}
         """What was rebuilt, of all ranks, by what (``source`` of ``parity.modes.TRAITS``): chunks and bytes. Empty
         where all was taken as it lay in memory."""
 
-    def choose(self, on_lost: str, reshapes: bool = False) -> Decision | None:
+    def choose(self, on_lost: str, loaded: Checkpoint = NOTHING, reshapes: bool = False) -> Decision | None:
         """The newest snapshot that is whole, or was made whole from parity, and whose every byte was verified.
 
-        ``reshapes``: whether one of another layout will do.
+        None: there is none, or what was ``loaded`` from storage counts, because it is newer, or is what the operator
+        goes back to. ``reshapes``: whether a snapshot of another layout will do.
 
         Raises:
-            LostError: snapshots were lost and ``on_lost`` is ``fail``.
+            LostError: snapshots were lost and ``on_lost`` is ``fail``, or ``storage`` and nothing was loaded.
+            ConfigError: ranks have loaded different iterations.
             MismatchError: the snapshots belong to another version, or to a layout that will not do.
             MemoryBudgetError, ArenaError: lost shards cannot be rebuilt here.
         """
+        loaded, origin, in_memory = self._remembered(loaded)
+        reason = rollback(loaded, origin)
+        if reason:
+            # Not searched for: what is given up need not be whole, or of this layout.
+            decision = None
+            if in_memory is not None:
+                self.why = f"{reason}; memory ({in_memory}) is given up"
+                self._events.emit("rolled_back", loaded=loaded.iteration, in_memory=in_memory, reason=reason)
+        else:
+            decision = self._search(on_lost, loaded, reshapes)
+        self.origin = next_origin(loaded, origin, storage_counts=decision is None)
+        return decision
+
+    def _search(self, on_lost: str, loaded: Checkpoint, reshapes: bool) -> Decision | None:
         search = Search(self._group, self._topology, self._events, self._arenas, reshapes=reshapes)
         try:
             decision = search.run()
         except LostError as error:
-            if on_lost == "fail":
-                raise
-            self._events.emit("lost", error=str(error))
+            if on_lost == "fail" or (on_lost == "storage" and not loaded.is_one):
+                raise LostError(f"{error}. {_remedy(loaded)}") from None
+            self._events.emit("lost", error=str(error), loaded=max(0, loaded.iteration))
+            self.why = f"snapshots were lost: {error}"
+            return None
+        if decision is not None and decision.snapshot.iteration < loaded.iteration:
+            older = decision.snapshot.iteration
+            self._events.emit("older_than_storage", in_memory=older, loaded=loaded.iteration)
+            self.why = f"memory ({older}) is older and given up"
             return None
         self.usage = search.usage
         return decision
+
+    def _remembered(self, loaded: Checkpoint) -> tuple[Checkpoint, Checkpoint, int | None]:
+        """What all ranks have loaded, the origin of what is in memory, and the newest iteration known to be whole
+        there, None where there is none."""
+
+        def read() -> _Memory:
+            controls = [arena.control for arena in self._readable()] if self._topology.is_node_leader else []
+            whole = [snapshot.iteration for control in controls if (snapshot := control.whole()) is not None]
+            return _Memory(loaded, tuple(control.origin() for control in controls), max(whole, default=-1))
+
+        ranks = codec.gather(self._group, together(self._group, read), _Memory)
+        differing = {one.loaded.iteration: rank for rank, one in enumerate(ranks)}
+        if len(differing) > 1:
+            found = ", ".join(f"rank {rank} {iteration}" for iteration, rank in sorted(differing.items())[:3])
+            raise ConfigError(
+                f"restore: ranks have loaded different iterations from storage ({found}): let all of them load one"
+            )
+        # One that knows is enough: others may not see what the newest on storage is.
+        loaded = replace(loaded, named=any(one.loaded.named for one in ranks))
+        origins = [origin for one in ranks for origin in one.origins]
+        # A node that was away, or a start that was killed while it marked, has left older ones.
+        origin = max(origins, key=lambda one: one.generation, default=NOTHING)
+        newest = max(one.whole for one in ranks)
+        return loaded, origin, newest if newest >= 0 else None
+
+    def _readable(self) -> Iterator[Arena]:
+        for path in list_arenas(self._node_dir):
+            with suppress(FtckptError):  # what is wrong with it the inventory tells
+                yield self._arenas.get(path.name)
 
     @property
     def source(self) -> str:
@@ -236,6 +293,23 @@ class Restart:
         sizes = {"read_bytes": traffic.read_bytes, "received_bytes": traffic.received_bytes}
         self._events.emit("reshaped", **{"from": before, "to": now}, iteration=iteration, secs=secs, **sizes)
         self._events.announce(f"iteration {iteration} reshaped from {before} to {now} in {secs:.1f} s")
+
+
+class _Memory(NamedTuple):
+    """What a rank has loaded and, if it leads its node, what that has in memory: ``whole``, -1 for nothing."""
+
+    loaded: Checkpoint
+    origins: tuple[Checkpoint, ...]
+    whole: int
+
+
+def _remedy(loaded: Checkpoint) -> str:
+    if loaded.is_one:
+        return f"Go on from iteration {loaded.iteration}, as loaded from storage, with --ftckpt-on-lost storage"
+    return (
+        "Nothing was loaded from storage to go on from: let the script load a checkpoint, or begin at the beginning "
+        "with --ftckpt-on-lost fresh"
+    )
 
 
 def _void(node_dir: Path, newest: int) -> None:

@@ -43,7 +43,7 @@ def serve(arguments: argparse.Namespace, ready: Callable[[], None]) -> int:
     from ftckpt.smp.footprint import bound_process
 
     # Before the daemon starts threads: it sets the size of their stacks.
-    bound_process()
+    bound_process(own_session=arguments.detach)
     daemon = Daemon(arguments.arena, arguments.job, arguments.node, arguments.idle_secs)
     logging.getLogger("ftckpt").setLevel(logging.INFO)
     if arguments.detach:

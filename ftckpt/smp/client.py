@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 import sys
@@ -27,10 +28,12 @@ from ftckpt.smp.requests import (
 )
 from ftckpt.store.directory import SMP_LOCK_NAME, end_smp
 from ftckpt.store.locks import holder_of
+from ftckpt.store.page import pid_of
 from ftckpt.store.process import Process
+from ftckpt.store.pulse import Pulse
 
 _ANSWER_SECS = 10.0
-"""An SMP has the lowest priority: on a node whose cores all train it may be slow."""
+"""Training comes first on every core: on a node whose cores are all busy an SMP may be slow."""
 _POLL_SECS = 0.02
 
 
@@ -123,6 +126,8 @@ def _wait_gone(node_dir: Path, process: Process | None, deadline: float) -> None
     raise SmpError("it does not end")
 
 
+_MOST_SILENT_SECS = 60.0
+"""An SMP has the lowest priority; between two pieces of its work it gives a sign of life."""
 _START_SECS = 20.0
 """Twice ``_ANSWER_SECS``: after so long a silent one is replaced, and its successor needs the rest."""
 _ATTEMPTS = 3
@@ -173,14 +178,26 @@ def find_or_start(
 class Watch:
     """A thread that starts a new SMP within about a second when the node's has died. For one rank of the node.
 
-    The new one configures itself by what the old one stored. ``stop`` it before ``SmpClient.end``.
+    One that stands still is ended first: one that is stopped guards nothing and would keep its lock. It may be killed
+    at any time, so that nothing is lost where it was only slow. The new one configures itself by what the old one
+    stored. ``stop`` the watch before ``SmpClient.end``.
 
     Args:
         report: called with an event's name and fields: ``smp_restarted``, ``smp_error``.
+        silent_secs: without a sign of life, after which it is ended.
     """
 
-    def __init__(self, client: SmpClient, report: Callable[..., None], every_secs: float = 0.5) -> None:
+    def __init__(
+        self,
+        client: SmpClient,
+        report: Callable[..., None],
+        every_secs: float = 0.5,
+        silent_secs: float = _MOST_SILENT_SECS,
+    ) -> None:
         self._client, self._report, self._every_secs = client, report, every_secs
+        self._pulse = Pulse.open(client.node_dir, None)
+        self._most_silent = math.ceil(silent_secs / every_secs)
+        self._seen, self._silent = (0, 0), 0  # the last sign of life, and the looks since that found no other
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="ftckpt-smp-watch", daemon=True)
         self._thread.start()
@@ -194,19 +211,32 @@ class Watch:
         wait = self._every_secs
         while not self._stopped.wait(wait):
             wait = self._every_secs
-            # The lock alone: one that holds it and stands still is replaced when the job starts again. Without
-            # the directory the job was cleaned away.
-            if not self._client.node_dir.is_dir() or holder_of(self._client.node_dir / SMP_LOCK_NAME) is not None:
-                continue
-            begin = time.monotonic()
-            client = self._client
+            client, begin = self._client, time.monotonic()
             try:
+                if not client.node_dir.is_dir():  # the job was cleaned away
+                    continue
+                holder = holder_of(client.node_dir / SMP_LOCK_NAME)
+                if holder is not None and not self._stands_still(holder):
+                    continue
                 find_or_start(client.node_dir, client.root, client.job, client.node, client.settings)
                 self._report("smp_restarted", background_secs=time.monotonic() - begin)
             except Exception as error:  # noqa: BLE001 - promise 4: protection is degraded, training goes on
                 self._report("smp_error", error=str(error))
                 # Fewer attempts from now on: each costs a process start on a node that trains.
                 wait = 20 * self._every_secs
+
+    def _stands_still(self, holder: int) -> bool:
+        """Whether the SMP that holds the lock has been silent for too long, and was ended for that."""
+        now = self._pulse.smp_beat()
+        # By looks, not by the clock: where the whole node stood still, or this thread, none of them was made. Of
+        # another container, or before its first sign of life, an SMP cannot be judged.
+        self._silent = self._silent + 1 if now == self._seen and pid_of(now[0]) == holder else 0
+        self._seen = now
+        if self._silent < self._most_silent or not self._pulse.smp_lives():
+            return False
+        secs, self._silent = self._silent * self._every_secs, 0
+        self._report("smp_error", error=f"pid {holder} has given no sign of life for {secs:.0f} s: it is replaced")
+        return end_smp(self._client.node_dir, _ANSWER_SECS)
 
 
 def _start(client: SmpClient, timeout_secs: float) -> str:

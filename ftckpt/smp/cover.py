@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import partial
@@ -27,8 +28,8 @@ from ftckpt.store import package
 from ftckpt.store.checks import CheckState
 from ftckpt.store.parity_file import ParityFile, parity_path
 
-_PULLED_AT_ONCE = 4
-"""Hides the round trips; each is held in memory whole."""
+PULLED_BYTES = 64 << 20
+"""Packages that are requested, or have come, and are not stored yet: no more than these, but one."""
 
 
 def has_package(node_dir: Path, shard: str, snapshot: SnapshotId) -> bool:
@@ -54,27 +55,39 @@ def store_package(sources: Sources, arena: GuardedArena, checked: CheckedSlot) -
     yield from in_thread(partial(package.store, sources.arenas.node_dir, data))
 
 
-def pull_packages(sources: Sources, snapshot: SnapshotId, wanted: Sequence[tuple[str, str]]) -> Work[None]:
-    """Fetch and store the packages of ``wanted``, pairs of node and shard.
+@dataclass(frozen=True)
+class MirroredPackage:
+    """A shard of another node, whose package, of ``most_bytes`` or less, this node keeps."""
+
+    node: str
+    shard: str
+    most_bytes: int
+
+
+def pull_packages(sources: Sources, snapshot: SnapshotId, wanted: Sequence[MirroredPackage]) -> Work[None]:
+    """Fetch and store packages, as many at a time as memory allows: each is held whole.
 
     Raises:
         CannotError: a node has failed for too long.
         ArenaError, MemoryBudgetError: as ``package.store``.
     """
-    for begin in range(0, len(wanted), _PULLED_AT_ONCE):
-        fetches: list[tuple[str, str, Fetch]] = []
-        try:
-            for node, shard in wanted[begin : begin + _PULLED_AT_ONCE]:
-                request = PackageRequest(snapshot, shard)
-                fetches.append((node, shard, (yield from sources.request(node, request, package.MAX_PACKAGE_BYTES))))
-            for node, shard, fetch in fetches:
-                data = bytes(
-                    (yield from sources.take(node, fetch, partial(_problem, shard=shard, snapshot=snapshot)))
-                )
-                yield from in_thread(partial(package.store, sources.arenas.node_dir, data))
-        finally:
-            for _, _, fetch in fetches:
-                fetch.cancel()
+    todo, requested = deque(wanted), deque[tuple[MirroredPackage, Fetch]]()
+    try:
+        while todo or requested:
+            held = sum(each.most_bytes for each, _ in requested)
+            if todo and (not requested or held + todo[0].most_bytes <= PULLED_BYTES):
+                each = todo.popleft()
+                request = PackageRequest(snapshot, each.shard)
+                requested.append((each, (yield from sources.request(each.node, request, each.most_bytes))))
+                continue
+            each, fetch = requested[0]
+            wrong = partial(_problem, shard=each.shard, snapshot=snapshot)
+            data = yield from sources.take(each.node, fetch, wrong)
+            yield from in_thread(partial(package.store, sources.arenas.node_dir, data))
+            requested.popleft()
+    finally:
+        for _, fetch in requested:
+            fetch.cancel()
 
 
 def prune_packages(
@@ -206,7 +219,6 @@ def _index_to_write(
 
 
 _POLL_SECS = 0.02
-_HasPackage = Callable[[Path, str, SnapshotId], bool]
 
 
 @dataclass(frozen=True)
@@ -214,14 +226,19 @@ class Duty:
     """What this node is to do: groups with a member here, and of which nodes' shards it keeps packages."""
 
     groups: tuple[ParityGroup, ...] = ()
-    mirror_from: tuple[tuple[str, str], ...] = ()
+    mirror_from: tuple[MirroredPackage, ...] = ()
 
     @classmethod
     def from_json(cls, description: Mapping[str, Any]) -> Duty:
         """What a description for the SMP says; raises ValueError, TypeError or AttributeError if it is unusable."""
         groups = tuple(ParityGroup.from_json(group) for group in description.get("groups", ()))
         mirrors = description.get("mirror_from", {})
-        return cls(groups, tuple((str(node), str(shard)) for node, shards in mirrors.items() for shard in shards))
+        mirror_from = tuple(
+            MirroredPackage(str(node), str(shard), int(nbytes))
+            for node, shards in mirrors.items()
+            for shard, nbytes in shards.items()
+        )
+        return cls(groups, mirror_from)
 
     def holders(self, sources: Sources) -> Iterator[tuple[GuardedArena, ParityGroup, int]]:
         """Arenas of this node, and what they are in each group; groups that need no other node first."""
@@ -233,12 +250,12 @@ class Duty:
 
     def shards(self, sources: Sources) -> list[str]:
         """Those of which this node keeps packages."""
-        return [arena.shard for arena in sources.arenas.all] + [shard for _, shard in self.mirror_from]
+        return [arena.shard for arena in sources.arenas.all] + [each.shard for each in self.mirror_from]
 
-    def done(self, sources: Sources, snapshot: SnapshotId, has_one: _HasPackage = has_sound_package) -> bool:
-        """Whether everything that this node owes to ``snapshot`` is there; ``has_one`` looks for a package."""
+    def done(self, sources: Sources, snapshot: SnapshotId) -> bool:
+        """Whether everything that this node owes to ``snapshot`` is there; packages may be unsound: none is read."""
         node_dir = sources.arenas.node_dir
-        return all(has_one(node_dir, shard, snapshot) for shard in self.shards(sources)) and all(
+        return all(has_package(node_dir, shard, snapshot) for shard in self.shards(sources)) and all(
             num_blocks(group, index) == 0
             or sealed_parity(sources, arena, group, index, snapshot=snapshot) is not None
             for arena, group, index in self.holders(sources)
@@ -306,9 +323,9 @@ class TargetCover:
             protected = arena.mapped.control.protected() or keep
             yield from write_parity(self._sources, arena, group, index, snapshot=self.snapshot, keep=protected)
         missing = []
-        for node, shard in self._duty.mirror_from:
-            if not (yield from self._has_sound(shard)):
-                missing.append((node, shard))
+        for each in self._duty.mirror_from:
+            if not (yield from self._has_sound(each.shard)):
+                missing.append(each)
         yield from pull_packages(self._sources, self.snapshot, missing)
 
     def _has_sound(self, shard: str) -> Work[bool]:
@@ -325,13 +342,24 @@ class TargetCover:
         """
         if not all(arena.still_holds(one.slot, one.record) for arena, one in slots):
             return False
-        if not self._duty.done(self._sources, self.snapshot, has_package):
+        if not self._duty.done(self._sources, self.snapshot):
             iteration = self.snapshot.iteration
             raise CannotError(f"iteration {iteration}: a package or a parity file was replaced or deleted")
         # COVERED in the arenas of all nodes means protected to trainers: it is stored when everything is in place.
         for arena, one in slots:
             arena.checks.store_covered(one.slot, one.check.seal_id)
         return True
+
+    def prove(self) -> Work[None]:
+        """Store COVERED where all is there from before, and sound, and nothing is to be done."""
+        slots = [(arena, one) for arena in self._sources.arenas.all if (one := arena.find(self.snapshot)) is not None]
+        for shard in self._duty.shards(self._sources):
+            if not (yield from self._has_sound(shard)):
+                reason = f"the package of {shard} from before does not verify"
+                self._events.emit("not_covered", iteration=self.snapshot.iteration, reason=reason)
+                return
+        if self._duty.done(self._sources, self.snapshot):
+            self._store_covered(slots)
 
 
 def covered_slots(sources: Sources) -> dict[SnapshotId, list[tuple[GuardedArena, CheckedSlot]]]:
@@ -354,8 +382,16 @@ def take_back(slots: Iterable[tuple[GuardedArena, CheckedSlot]]) -> None:
         arena.checks.store_checked(one.slot, one.check.seal_id, one.hashes, one.check.gap_secs)
 
 
-def uncover(sources: Sources, duty: Duty, has_one: _HasPackage = has_sound_package) -> None:
+def uncover(sources: Sources, duty: Duty) -> None:
     """Take back COVERED where it is not true any more: other duties, or something that is gone."""
     for snapshot, slots in covered_slots(sources).items():
-        if not duty.done(sources, snapshot, has_one):
+        if not duty.done(sources, snapshot):
             take_back(slots)
+
+
+def claims(sources: Sources) -> list[SnapshotId]:
+    """Take back all that is COVERED, and name it: what an SMP before this one claimed counts when it is proven."""
+    covered = covered_slots(sources)
+    for slots in covered.values():
+        take_back(slots)
+    return list(covered)

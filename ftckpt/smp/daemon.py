@@ -14,7 +14,8 @@ from ftckpt.events import Events, log
 from ftckpt.smp.channel import Trust
 from ftckpt.smp.duties import Duties
 from ftckpt.smp.footprint import BoundedLog, SmpConfig, anon_bytes
-from ftckpt.smp.hangs import Abort, HangWatch, describe
+from ftckpt.smp.hang_answer import HangAnswer
+from ftckpt.smp.hangs import Hang, HangPlace, HangWatch, Limits, describe
 from ftckpt.smp.requests import (
     VERSION,
     ConfigureRequest,
@@ -29,6 +30,7 @@ from ftckpt.smp.server import Handler, Server
 from ftckpt.store.directory import (
     LOCK_NAME,
     SMP_LOCK_NAME,
+    SMP_LOG_NAME,
     SMP_STATE_NAME,
     list_arenas,
     node_directory,
@@ -36,6 +38,7 @@ from ftckpt.store.directory import (
     remove_smp_files,
 )
 from ftckpt.store.locks import JOB_LOCK_NAME, FileLock, holder_of
+from ftckpt.store.outcome import LauncherRun
 from ftckpt.store.pulse import Pulse, SmpState
 
 _IDLE_WAIT_SECS = 0.02
@@ -44,6 +47,8 @@ _STEP_SECS = 0.05
 """Work at a stretch: a request waits for the loop so long, and for one piece of work."""
 _LOOK_SECS = 0.5
 """Between looks at locks and pulses, which cost system calls for each arena and rank."""
+_HUNG = 2
+"""The exit code of attempts after the last: that of a job which ftckpt has ended."""
 _OVER = "the job is over"
 _PAUSE_SECS = 1.0
 """After duties failed: an error that stays must not fill the log nor take a core."""
@@ -81,9 +86,9 @@ class Daemon:
         self._duties = Duties(self.node_dir, self.events)
         self._config, self._digest = SmpConfig(), 0
         self._idle_secs = idle_secs
-        self._hang_secs, self._on_hang = 0.0, "report"
+        self._limits, self._on_hang, self._run_name = Limits(), "report", ""
         self._hangs, self._num_hangs = HangWatch(), 0
-        self._abort: Abort | None = None
+        self._answer: HangAnswer | None = None
         self._begun = self._last_trainer = time.monotonic()
         self._ending = ""
         self._next_look = self._paused_until = 0.0
@@ -121,6 +126,7 @@ class Daemon:
                 return
             if state.secret:
                 self._open_port(state.host, state.secret, state.port)
+            self._limits, self._config.hang = Limits(longest_secs=state.longest_secs), state.hang
             if state.description is not None:
                 self._take(state.description)
             # The port may be another one than was stored.
@@ -179,20 +185,46 @@ class Daemon:
         return any(holder_of(lock) is not None for lock in locks)
 
     def _look_for_hangs(self) -> None:
-        if self._abort is not None and self._abort.step():
-            self.events.emit("hang_aborted", killed=self._abort.killed)
-            self._abort = None
-        hang = self._hangs.look(self._pulse.ranks(), self._hang_secs, time.monotonic_ns())
-        if hang is None:
-            return
+        pulses, now_ns = self._pulse.ranks(), time.monotonic_ns()
+        is_notable = self._limits.learn(pulses, now_ns)
+        last = self._config.hang
+        iterations = [pulse.iteration for pulse in pulses if pulse.lives is not False]
+        if last is not None and iterations and min(iterations) > last.iteration:
+            self._config.hang, is_notable = None, True  # the job has come further since
+        if is_notable:
+            self._config.longest_secs = self._limits.longest_secs
+            self._store()
+        if self._answer is not None and self._answer.step(pulses):
+            self._answer = None
+        hang = self._hangs.look(pulses, self._limits, now_ns)
+        if hang is not None:
+            self._meet(hang)
+
+    def _meet(self, hang: Hang) -> None:
         self._num_hangs += 1
-        ends = self._on_hang == "abort"
-        self.events.emit("hang", hang_secs=self._hang_secs, on_hang=self._on_hang, **hang.fields())
+        ends = self._on_hang == "abort" and hang.is_known
+        place = hang.place(self._run_name)
+        is_again = place.repeats(self._config.hang)
+        self.events.emit(
+            "hang", hang_secs=self._limits.hang_secs, on_hang=self._on_hang, ends=ends, again=is_again,
+            **hang.fields(),
+        )  # fmt: skip
+        if self._answer is not None:
+            self._answer.close()
+        self._answer = HangAnswer(hang, self.events, ends, lambda: self._end_job(place) if is_again else None)
         if ends:
-            if self._abort is not None:
-                self._abort.close()
-            self._abort = Abort(hang.ranks)
-            log.warning("ending trainers that hang: %s", self._abort.pids)
+            # Now, not when they are ended: another node's SMP may be the first to do that.
+            self._config.hang = place
+            self._store()
+
+    def _end_job(self, place: HangPlace) -> None:
+        """Further attempts of the launcher run end at once: they would come no further."""
+        self.events.emit("hung_again", iteration=place.iteration, section=place.section, phase=place.phase)
+        text = f"the job has hung twice at the same place ({place}); stacks are in {self.node_dir / SMP_LOG_NAME}"
+        run = LauncherRun(place.run)
+        run.end(_HUNG, text)
+        if run.problem:
+            self.events.emit("smp_error", error=f"the launcher may start the job again: {run.problem}")
 
     def _hello(self, _request: HelloRequest | None = None) -> dict[str, Any]:
         return {
@@ -211,7 +243,7 @@ class Daemon:
             "uptime_secs": round(time.monotonic() - self._begun, 3),
             "anon_bytes": anon_bytes(),
             "hangs": self._num_hangs,
-            "trainers": [describe(pulse, now_ns) for pulse in self._pulse.ranks()],
+            "trainers": [describe(pulse, now_ns, self._limits) for pulse in self._pulse.ranks()],
             "duties": {**self._duties.status(), "port": self._server.port, "connections": self._server.connections},
         }
 
@@ -245,7 +277,8 @@ class Daemon:
         self._duties.configure(description)
         if description.get("secret") and self._server.port:  # without one the duties go on with what they had
             self._server.replace_trust(self._duties.trust)
-        self._hang_secs, self._on_hang = settings.hang_secs, settings.on_hang
+        self._limits.hang_secs, self._on_hang = settings.hang_secs, settings.on_hang
+        self._run_name = str(description.get("run", ""))
         self._idle_secs = settings.smp_idle_secs if "smp_idle_secs" in given else self._idle_secs
         self._config.description, self._digest = description, guard_digest(description)
         try:
@@ -270,8 +303,8 @@ class Daemon:
         """End in an order in which a kill half-way leaves what a new SMP takes over. The lock goes last."""
         log.info("the SMP ends: %s", self._ending or "an error")
         self._pulse.leave_smp()  # first: a trainer that waits for protection sees at once that nobody works on it
-        if self._abort is not None:
-            self._abort.close()
+        if self._answer is not None:
+            self._answer.close()
         self._server.close()
         self._duties.close()
         # Not so where the directory was removed, and another SMP may serve in a new one of its name.

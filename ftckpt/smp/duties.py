@@ -13,7 +13,9 @@ from ftckpt.model.snapshot import SnapshotId
 from ftckpt.smp.arenas import GuardedArenas, common_mark
 from ftckpt.smp.channel import Deadlines, Trust
 from ftckpt.smp.check import Checker
-from ftckpt.smp.cover import Duty, TargetCover, has_package, uncover
+from ftckpt.smp.cover import Duty, TargetCover, claims, uncover
+from ftckpt.smp.footprint import allow_packages
+from ftckpt.smp.link import NetworkLimit
 from ftckpt.smp.peers import Peers
 from ftckpt.smp.scrub import Scrubber
 from ftckpt.smp.sources import Service, Sources
@@ -21,8 +23,9 @@ from ftckpt.smp.work import Pace, Task
 from ftckpt.store.pulse import Pulse
 from ftckpt.windows.node_budget import MAX_PLACES, NodeBudget
 
-NETWORK_PHASES = frozenset({"fence", "optimizer"})
-"""Phases of training in which transfers would take the network from it."""
+NETWORK_PHASES = frozenset({"tail", "fence", "optimizer"})
+"""Phases of training in which transfers would take the network from it: from the last backward on gradients are
+reduced, and after the optimizer parameters are gathered."""
 _LOOK_SECS = 0.02
 """Between looks for seals and targets, which read the control block of each arena."""
 _PAUSE_SECS = 1.0
@@ -54,10 +57,13 @@ class Duties:
         self._cannot: tuple[SnapshotId, str] | None = None
         self._next_look = 0.0
         self._reported: set[str] = set()
-        self._turn = False
-        self._check, self._cover, self._scrub = Task(), Task(), Task()
+        self._turn = 0
+        self._check, self._cover, self._proof, self._scrub = Task(), Task(), Task(), Task()
+        # What an earlier SMP, or this one for other groups, claimed to be covered; the first is being proven.
+        self._claims: list[SnapshotId] = []
+        self._network = NetworkLimit(0.0, "not configured")
         self._pace = self._new_pace({})
-        self.service = Service(self._arenas, self._pace.read)
+        self.service = Service(self._arenas, self._pace)
         self._sources = Sources("", self._arenas, self._peers, self._pace, events=events, patience_secs=30.0)
         self._checker = Checker(self._arenas, self._pace, events)
         self._scrubber = Scrubber(self._sources, self._duty, events, 0.0)
@@ -75,6 +81,8 @@ class Duties:
     def configure(self, description: Mapping[str, Any]) -> None:
         """Take over what this node has to do; what is under way for anything else is given up.
 
+        Nothing that takes long: a trainer waits for the answer.
+
         Raises:
             SmpError: the description lacks something or contradicts itself.
             ConfigError: the secret is too short.
@@ -84,8 +92,7 @@ class Duties:
         self._checker.forget()
         self._scrubber.forget()
         if given == self._description:
-            if self._cannot is not None:
-                self._target = self._cannot = None  # it is tried anew
+            self._retry()
             return
         try:
             node, settings = str(given["node"]), dict(given.get("settings", {}))
@@ -93,24 +100,30 @@ class Duties:
             arenas = [str(place["arena"]) for place in given["places"].values()]
             addresses = {str(name): (str(at[0]), int(at[1])) for name, at in given.get("peers", {}).items()}
             trust = Trust(bytes.fromhex(given.get("secret") or ""), bool(settings.get("encrypt")))
+            limit = NetworkLimit(**given.get("network", {"gbps": 0.0, "source": "none is named"}))
         except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
             raise SmpError(f"configure: the description is unusable: {type(error).__name__}: {error}") from None
         addresses.pop(node, None)
         if addresses or trust.secret:
             self._peers.configure(addresses, trust)
         self._abandon()
-        self._description, self._duty = given, duty
-        self._pace = self._service_pace(settings)
-        patience_secs = _PATIENCE * float(settings.get("protect_timeout_secs", 60.0))
+        self._description, self._duty, self._network = given, duty, limit
+        # What is sent to other nodes is read of this one's memory, and goes over the same link: one pace for both.
+        self._pace = self.service.pace = self._checker.pace = self._new_pace(settings)
+        patience = _PATIENCE * float(settings.get("protect_timeout_secs", 60.0))
         self._sources = Sources(
-            node, self._arenas, self._peers, self._pace, events=self._events, patience_secs=patience_secs
+            node, self._arenas, self._peers, self._pace, events=self._events, patience_secs=patience
         )
-        self._checker.pace = self._pace
         self._scrubber = Scrubber(self._sources, duty, self._events, float(settings.get("scrub_secs", 300.0)))
         self._arenas.want(arenas)
         self._refresh()
-        # Once, with every package read: what an earlier SMP claimed may be of other groups, or have gone bad since.
-        uncover(self._sources, self._duty)
+        # It may have gone bad since it was claimed: every package is read before it counts again.
+        self._claims = list(dict.fromkeys([*self._claims, *claims(self._sources)]))
+
+    def _retry(self) -> None:
+        """What could not be protected is begun anew."""
+        if self._cannot is not None:
+            self._target = self._cannot = None
 
     def step(self, deadline: float) -> bool:
         """Work until ``deadline`` (``time.monotonic``), or there is nothing to do; whether anything was done.
@@ -141,7 +154,9 @@ class Duties:
             "covering": self._cover.active,
             "checked": self._checker.checked,
             "repaired": self._scrubber.repaired,
+            "network": {"gbps": self._network.gbps, "source": self._network.source},
             "received_bytes": self._sources.received_bytes,
+            "sent_bytes": self.service.sent_bytes,
             "failing": dict(self._sources.failing),
             "problems": dict(self._arenas.problems),
         }
@@ -158,14 +173,8 @@ class Duties:
             lambda: self._budget.copying() > 0,
             self._network_in_use,
             float(settings.get("smp_gbps", 0.0)),
-            float(settings.get("network_gbps", 0.0)),
+            self._network.gbps,
         )
-
-    def _service_pace(self, settings: Mapping[str, Any]) -> Pace:
-        pace = self._new_pace(settings)
-        # What is sent to other nodes is read of this one's memory: one rate for both.
-        self.service.read = pace.read
-        return pace
 
     def _network_in_use(self) -> bool:
         # ``lives`` is None for a rank of another container, which may be training.
@@ -178,7 +187,11 @@ class Duties:
             self._refresh()
         arenas = self._arenas.all
         target = common_mark([arena.mapped.control.target() for arena in arenas]) if self._arenas.complete else None
-        if target != self._target:
+        if self._claims and not self._proof.active:
+            self._claims.sort(key=lambda claim: claim != target)  # trainers wait for that of the target
+            self._proof.start(TargetCover(self._sources, self._duty, self._events, self._claims[0]).prove())
+        # A target that is claimed is left alone until it is proven, or not.
+        if target != self._target and target not in self._claims:
             # Trainers wait for the new one, and may write into slots of the old.
             self._cover.stop()
             self._target, self._cannot = target, None
@@ -194,14 +207,15 @@ class Duties:
             if work is not None:
                 self._check.start(work)
         # Scrubbing has all the time there is: it never stands in the way of what trainers wait for.
-        if not (self._check.active or self._cover.active or self._scrub.active) and self._scrubber.due:
+        idle = not any(task.active for task in (self._check, self._cover, self._proof, self._scrub))
+        if idle and self._scrubber.due:
             self._scrub.start(self._scrubber.run())
 
     def _advance(self) -> float | None:
         """One piece of work; returns the seconds to wait, None if there is nothing to do."""
-        self._turn = not self._turn  # neither of the two waits for ever because the other has always work
-        first = [self._check, self._cover] if self._turn else [self._cover, self._check]
-        busy = [running for running in first if running.active]
+        tasks = [self._check, self._cover, self._proof]
+        self._turn = (self._turn + 1) % len(tasks)  # none of them waits for ever because others have always work
+        busy = [running for running in tasks[self._turn :] + tasks[: self._turn] if running.active]
         waits = []
         for running in busy or [self._scrub]:
             if not running.active:
@@ -224,9 +238,13 @@ class Duties:
             if running is not self._cover:
                 raise
             self._failed(running, error)  # trainers wait for the target
-        if running is self._scrub and self._target in self._scrubber.lost:
+        finally:
+            if running is self._proof and not running.active:
+                self._claims.pop(0)
+        if running is self._scrub:
+            if self._target in self._scrubber.lost:
+                self._target = None  # what was lost is made anew
             self._scrubber.lost.clear()
-            self._target = None  # what was lost is made anew
 
     def _failed(self, running: Task, error: Exception) -> None:
         if any(arena.vanished for arena in self._arenas.all):
@@ -252,7 +270,7 @@ class Duties:
 
     def _abandon(self) -> None:
         """Leave what is under way, and forget the target, so that it is begun anew."""
-        for running in (self._check, self._cover, self._scrub):
+        for running in (self._check, self._cover, self._proof, self._scrub):
             running.stop()
         self._target = self._cannot = None
 
@@ -263,7 +281,10 @@ class Duties:
             self._events.emit("arenas_gone", arenas=gone)  # a job that ends, or is laid out anew
         for name, problem in self._arenas.problems.items():
             self._report_once(problem, arena=name)
-        uncover(self._sources, self._duty, has_package)  # this may be often: no package is read
+        images = [arena.mapped.image for arena in self._arenas.all]
+        own_bytes = [image.volatile.nbytes + image.objects.nbytes for image in images]
+        allow_packages(max([*own_bytes, *(each.most_bytes for each in self._duty.mirror_from)], default=0))
+        uncover(self._sources, self._duty)
 
 
 def _named(snapshot: SnapshotId | None) -> dict[str, Any] | None:

@@ -6,12 +6,14 @@ import logging
 import os
 import resource
 import threading
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ftckpt.errors import SmpError
 from ftckpt.model import codec
+from ftckpt.smp.hangs import HangPlace
 from ftckpt.smp.requests import MAX_REQUEST_BYTES, VERSION, decode_object, encode_object
 from ftckpt.store.directory import SMP_LOG_NAME, SMP_STATE_NAME, fresh_name, remove_half_made
 
@@ -25,13 +27,16 @@ _MAX_STATE_BYTES = 2 * MAX_REQUEST_BYTES
 class SmpConfig:
     """What a new SMP needs to go on where another was killed.
 
-    ``host``, ``port``, ``secret`` (hex): where it answers other nodes, and to whom; port 0: it does not.
+    ``host``, ``port``, ``secret`` (hex): where it answers other nodes, and to whom; port 0: it does not. ``hang`` is
+    where the job hung last, unless it has come further since; ``longest_secs`` see ``hangs.Limits``.
     """
 
     description: dict[str, Any] | None = None
     host: str = ""
     port: int = 0
     secret: str = field(default="", repr=False)
+    hang: HangPlace | None = None
+    longest_secs: dict[str, float] = field(default_factory=dict)
 
     def store(self, node_dir: Path) -> None:
         """Write ``smp.json`` (0600); a kill leaves the old one or the new one.
@@ -39,7 +44,7 @@ class SmpConfig:
         Raises:
             OSError: the tmpfs is full or not writable.
         """
-        data = encode_object({"version": VERSION, **vars(self)})
+        data = encode_object({"version": VERSION, **codec.to_json(self)})
         remove_half_made(node_dir)
         with fresh_name(node_dir / SMP_STATE_NAME) as fresh:
             fd = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
@@ -116,17 +121,51 @@ class BoundedLog(logging.Handler):
 
 DATA_LIMIT_BYTES = 1 << 30
 """Of private writable memory (RLIMIT_DATA): mapped arenas do not count. By itself the process needs some 40 MB."""
-_STACK_BYTES = 1 << 20
+_PACKAGE_COPIES = 3
+"""As it came, its parts, and one that is written meanwhile."""
+_STACK_BYTES = 512 << 10
 
 
-def bound_process() -> None:
-    """Lowest priority, bounded memory, as many descriptors as allowed."""
-    os.nice(19)  # training's threads come first on every core
+NICE = 5
+"""A seventh of a core beside two threads that spin on it, as ranks do that wait for their network; at 19 it is a
+140th, and neither signs of life nor parity come in time. ``benchmarks/smp_priority.py`` measures it.
+
+Where the kernel weighs sessions against each other, the session gets it as well: the process's own then says nothing
+beyond it, and an SMP alone in one would take as much as all threads of a rank together."""
+
+
+def yield_to_training(own_session: bool) -> None:
+    """Training's threads come first, and leave this process a share of each core. Whatever is refused is left."""
+    os.nice(NICE)  # from the starter's on, which may be nice itself
+    with suppress(OSError):
+        # It takes no core from a thread that runs at the moment when this one wakes.
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+    if own_session:  # others in it would be slowed, too
+        with suppress(OSError):
+            Path("/proc/self/autogroup").write_text(str(NICE))
+
+
+def bound_process(own_session: bool) -> None:
+    """Behind training on every core, bounded memory, as many descriptors as allowed."""
+    yield_to_training(own_session)
     threading.stack_size(_STACK_BYTES)  # by default 8 MiB each, and RLIMIT_DATA counts them
     for limit, wanted in ((resource.RLIMIT_DATA, DATA_LIMIT_BYTES), (resource.RLIMIT_NOFILE, None)):
         _, hard = resource.getrlimit(limit)
         soft = hard if wanted is None else wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
         resource.setrlimit(limit, (soft, hard))
+
+
+def allow_packages(most_bytes: int) -> None:
+    """Raise the bound of memory, as far as the system allows, so that the largest package can be held and read.
+
+    It is never lowered.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    wanted = DATA_LIMIT_BYTES + _PACKAGE_COPIES * most_bytes
+    if hard != resource.RLIM_INFINITY:
+        wanted = min(wanted, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_DATA, (wanted, hard))
 
 
 def anon_bytes() -> int:

@@ -1,4 +1,4 @@
-"""What an SMP fetches from those of other nodes: a thread and a connection for each of them."""
+"""What an SMP fetches from those of other nodes: a thread and a connection for each that was ever asked."""
 
 from __future__ import annotations
 
@@ -52,6 +52,8 @@ class Peers:
 
     def __init__(self, deadlines: Deadlines | None = None) -> None:
         self._deadlines = deadlines or Deadlines()
+        self._addresses: dict[str, tuple[str, int]] = {}
+        # Made when first asked: of a thousand nodes a handful shares groups and packages with this one.
         self._peers: dict[str, _Peer] = {}
         self.trust = Trust()
 
@@ -65,20 +67,23 @@ class Peers:
         for node, peer in list(self._peers.items()):
             if trust != self.trust or addresses.get(node) != peer.address:
                 self._peers.pop(node).close()
-        self.trust = trust
-        for node, address in addresses.items():
-            if node not in self._peers:
-                self._peers[node] = _Peer(node, address, trust, self._deadlines)
+        self.trust, self._addresses = trust, dict(addresses)
 
     def fetch(
         self, node: str, request: BytesRequest, at_most: int, arrived: Callable[[int], None] = lambda nbytes: None
     ) -> Fetch:
         """Ask ``node``; answered in its thread, within deadlines, also when the node is dead or unknown."""
         fetch = Fetch(request, at_most, arrived)
-        peer = self._peers.get(node)
-        if peer is None:
+        if node not in self._addresses:
             fetch.fail(f"{node}: its SMP has no address")
-        elif not peer.queue.put(fetch):
+            return fetch
+        try:
+            if node not in self._peers:
+                self._peers[node] = _Peer(node, self._addresses[node], self.trust, self._deadlines)
+        except (RuntimeError, MemoryError) as error:
+            fetch.fail(f"{node}: no thread can be started for it: {error}")
+            return fetch
+        if not self._peers[node].queue.put(fetch):
             fetch.fail(f"{node}: {_MAX_QUEUED} requests wait for it already", tried=False)
         return fetch
 
@@ -87,6 +92,7 @@ class Peers:
         for peer in self._peers.values():
             peer.close()
         self._peers.clear()
+        self._addresses.clear()
 
 
 class _Queue:

@@ -58,20 +58,22 @@ class _LostBlocks:
 class Scrubber:
     """Goes through checked slots, parity and packages of this node, every ``secs``; 0: never.
 
-    What is bad is reported once, as an event ``corrupt``. Slots are never written: a trainer may take one over at any
-    moment, and writes without a lock; a restart puts them right. Bad parity and packages are the SMP's own and are
-    made anew, an event ``repaired`` each. Where that fails, or nothing can bring a chunk back, COVERED is taken back.
+    What is bad is reported once, as an event ``corrupt``, and again if it was good in between. Slots are never
+    written: a trainer may take one over at any moment, and writes without a lock; a restart puts them right. Bad
+    parity and packages are the SMP's own and are made anew, an event ``repaired`` each. Where that fails, or nothing
+    can bring a chunk back, COVERED is taken back.
     """
 
     def __init__(self, sources: Sources, duty: Duty, events: Events, secs: float) -> None:
         self.repaired = 0
         self.lost: set[SnapshotId] = set()
-        """Snapshots of which something is gone that has to be made anew."""
+        """Snapshots of which something is gone that has to be made anew; whoever reads it clears it."""
         self._sources = sources
         self._duty = duty
         self._events = events
         self._secs = secs
         self._next = time.monotonic() + secs
+        self._found: set[tuple[object, ...]] = set()
         self._reported: set[tuple[object, ...]] = set()
         # Known before the target is begun anew, which ``lost`` brings about.
         self._refused: dict[SnapshotId, str] = {}
@@ -94,6 +96,7 @@ class Scrubber:
         states: dict[SnapshotId, _State] = {}
         refused: dict[SnapshotId, str] = {}
         begun, nbytes = time.monotonic(), 0
+        self._found = set()
         try:
             for arena in self._sources.arenas.all:
                 nbytes += yield from self._slots(arena, states)
@@ -110,6 +113,7 @@ class Scrubber:
             # Also after an error, which would come again at once.
             self._next = time.monotonic() + self._secs
         self._refused = refused
+        self._reported = self._found
         self._events.emit("scrubbed", secs=round(time.monotonic() - begun, 4), bytes=nbytes)
 
     def _slots(self, arena: GuardedArena, states: dict[SnapshotId, _State]) -> Work[int]:
@@ -135,7 +139,7 @@ class Scrubber:
         for path in (parity_path(arena.path, mode, index) for mode in MODES for index in range(PARITY_FILES)):
             file = self._sources.arenas.parity.get(path)
             if file is not None and (damage := file.damage()):
-                self._report(("parity", str(path), damage), arena=arena.name, file=path.name, what=[damage])
+                self._report(("parity", str(path), damage), arena=arena.name, file=path.name, what=damage.names)
                 # What is mapped was read when it was opened: whoever asks for the file sees what became of it.
                 self._sources.arenas.parity.drop(path)
                 continue
@@ -164,8 +168,7 @@ class Scrubber:
         covered = checked.check.state == CheckState.COVERED
         safe = self._repairable(snapshot, state, covered) if covered or state.files else set()
         names = {chunk: (arena.name, checked.slot, checked.record.sequence, chunk) for chunk in bad}
-        new = [chunk for chunk, key in names.items() if key not in self._reported]
-        self._reported.update(names.values())
+        new = [chunk for chunk, key in names.items() if self._is_new(key)]
         if new:
             self._events.emit(
                 "corrupt",
@@ -263,7 +266,7 @@ class Scrubber:
             with arena.lease(checked.slot):
                 yield from store_package(self._sources, arena, checked)
             return True
-        wanted = [(node, other) for node, other in self._duty.mirror_from if other == shard]
+        wanted = [each for each in self._duty.mirror_from if each.shard == shard]
         yield from pull_packages(self._sources, snapshot, wanted)
         return bool(wanted)
 
@@ -271,7 +274,10 @@ class Scrubber:
         """Take back COVERED where a file was deleted, or cannot be read as what it is."""
         marks = {arena.mapped.control.protected() for arena in self._sources.arenas.all} | self._targets()
         for snapshot in covered_slots(self._sources):
-            if not self._duty.done(self._sources, snapshot, has_package):
+            if not self._duty.done(self._sources, snapshot):
+                # Looked at last: an arena that is removed goes before what is in it, and takes no protection away.
+                if any(arena.vanished for arena in self._sources.arenas.all):
+                    return
                 self._take_back(snapshot)
                 # Of others the files went to newer ones: that is no loss.
                 if snapshot in marks:
@@ -287,9 +293,13 @@ class Scrubber:
         self.lost.add(snapshot)
 
     def _report(self, key: tuple[object, ...], **fields: object) -> None:
-        if key not in self._reported:
-            self._reported.add(key)
+        if self._is_new(key):
             self._events.emit("corrupt", **fields)
+
+    def _is_new(self, key: tuple[object, ...]) -> bool:
+        """Whether the last run did not find what is bad here."""
+        self._found.add(key)
+        return key not in self._reported
 
 
 def _checked(arena: GuardedArena) -> Iterator[SnapshotId]:

@@ -7,6 +7,7 @@ import random
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field, replace
@@ -29,6 +30,8 @@ from ftckpt.store.directory import SMP_SOCKET_NAME
 
 MAX_CONNECTIONS = 128
 """Of other nodes; each has a thread, whose stack is of the memory that the process may have."""
+MAX_UNPROVEN = 64
+"""More that have not proven the secret yet, which takes them milliseconds: groups of nodes may come all at once."""
 MAX_LOCAL_CONNECTIONS = 32
 _LOCAL_IDLE_SECS = 10.0
 """Clients on the node send one request and hang up."""
@@ -38,6 +41,8 @@ an SMP that takes the place of a killed one must find it free. Launchers' usual 
 _TRIES = 8
 _CLOSE_SECS = 2.0
 """For replies that are being sent: enough for a chunk over any usual network."""
+_LEAVE_SECS = 1.0
+"""For the thread of one that was turned out, before another is begun in its place."""
 _REPORT_AGAIN_SECS = 60.0
 _MAX_REPORTED = 256
 _NOT_HERE = encode_object({"ok": True, "here": False})
@@ -69,9 +74,44 @@ class _Listener:
     deadlines: Deadlines
     accepting: threading.Thread | None = None
     threads: dict[Channel, threading.Thread] = field(default_factory=dict)
+    unproven: dict[Channel, str] = field(default_factory=dict)
+    """Those of ``threads`` that have not proven the secret yet, oldest first, and from where they come."""
     guard: threading.Lock = field(default_factory=threading.Lock)
-    """Of ``threads``: those in it have begun."""
+    """Of both: those in them have begun."""
     closed: bool = False
+
+    def make_room(self) -> str:
+        """Turn one out where too many have proven nothing yet; returns from where it came, or "".
+
+        The oldest of the address with most of them: who floods the port crowds out himself, and whoever knows the
+        secret has proven it long before he is the oldest.
+        """
+        with self.guard:
+            if len(self.unproven) < MAX_UNPROVEN:
+                return ""
+            # Of equals the first, which began with the oldest of all.
+            origin = max(Counter(self.unproven.values()).items(), key=lambda each: each[1])[0]
+            oldest = next(channel for channel, each in self.unproven.items() if each == origin)
+            del self.unproven[oldest]
+            thread = self.threads[oldest]
+            oldest.abort()
+        thread.join(_LEAVE_SECS)  # not within the guard, which it takes at its end
+        return origin
+
+    def admit(self, channel: Channel) -> None:
+        """It has proven the secret.
+
+        Raises:
+            RefusedError: there are too many of those.
+            PeerError: it was turned out at this moment.
+        """
+        with self.guard:
+            known = self.unproven.pop(channel, None) is not None
+            full = len(self.threads) - len(self.unproven) > self.max_connections
+        if not known:
+            raise PeerError("it was turned out before its proof was read")
+        if full:
+            raise RefusedError(f"there are {self.max_connections} connections already")
 
     def abort(self) -> None:
         """End all connections; their threads are woken and close them."""
@@ -226,29 +266,32 @@ class Server:
                     time.sleep(0.1)  # out of descriptors, or a connection that is gone already
                 continue
             origin, channel = "this node" if listener.local else str(address[0]), Channel(sock)
-            thread = threading.Thread(
-                target=self._run, args=(listener, channel, origin), name="smp-answer", daemon=True
-            )
             # Counted before anything is proven: otherwise strangers could make any number of threads.
-            refusal = ""
-            with listener.guard:
-                if listener.closed or len(listener.threads) >= listener.max_connections:
-                    refusal = f"there are {listener.max_connections} connections already"
-                else:
-                    listener.threads[channel] = thread
-                    try:
-                        thread.start()
-                    except (RuntimeError, MemoryError) as error:  # this thread must live: nobody else accepts
-                        del listener.threads[channel]
-                        refusal = f"no thread can be started for it: {error}"
-            if refusal:
+            if crowded := listener.make_room():
+                self._report_refusal(crowded, f"{MAX_UNPROVEN} connections wait to prove the secret: the oldest goes")
+            if refusal := self._begin(listener, channel, origin):
                 channel.close()
                 self._report_refusal(origin, refusal)
+
+    def _begin(self, listener: _Listener, channel: Channel, origin: str) -> str:
+        """Start the thread of a connection; returns why it cannot be, or ""."""
+        thread = threading.Thread(target=self._run, args=(listener, channel, origin), name="smp-answer", daemon=True)
+        with listener.guard:
+            if listener.closed:
+                return "the SMP ends"
+            listener.threads[channel], listener.unproven[channel] = thread, origin
+            try:
+                thread.start()
+            except (RuntimeError, MemoryError) as error:  # the thread that accepts must live: nobody else does
+                del listener.threads[channel], listener.unproven[channel]
+                return f"no thread can be started for it: {error}"
+        return ""
 
     def _run(self, listener: _Listener, channel: Channel, origin: str) -> None:
         deadlines, trust = listener.deadlines, self._trust  # the trust of this connection, from its first byte on
         try:
             channel.welcome(trust, time.monotonic() + deadlines.connect_secs)
+            listener.admit(channel)
             while not listener.closed and (listener.local or trust == self._trust):
                 frame = channel.receive(listener.max_request_bytes, 0, deadlines, deadlines.idle_secs)
                 self._answer(channel, frame.body, listener)
@@ -260,6 +303,7 @@ class Server:
         finally:
             with listener.guard:
                 listener.threads.pop(channel, None)
+                listener.unproven.pop(channel, None)
             channel.close()
 
     def _answer(self, channel: Channel, body: bytes, listener: _Listener) -> None:

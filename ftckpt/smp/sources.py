@@ -6,7 +6,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -21,8 +20,8 @@ from ftckpt.smp.arenas import CheckedSlot, GuardedArena, GuardedArenas
 from ftckpt.smp.channel import Delivery
 from ftckpt.smp.peers import Fetch, Peers
 from ftckpt.smp.requests import BytesRequest, ChunkRequest
-from ftckpt.smp.work import Bucket, CannotError, Pace, Work
-from ftckpt.store.package import MAX_PACKAGE_BYTES, package_path
+from ftckpt.smp.work import CannotError, Pace, Work
+from ftckpt.store.package import mapped_package
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -200,21 +199,22 @@ def _wrong_length(data: bytearray, nbytes: int) -> str:
 
 
 class Service:
-    """Finds what other nodes request; called from many threads. ``read`` is charged with what is sent."""
+    """Finds what other nodes request; called from many threads, which wait here until ``pace`` lets them send."""
 
-    def __init__(self, arenas: GuardedArenas, read: Bucket) -> None:
+    def __init__(self, arenas: GuardedArenas, pace: Pace) -> None:
         self.arenas = arenas
-        self.read = read
+        self.pace = pace
+        self.sent_bytes = 0
 
     @contextmanager
     def find(self, request: BytesRequest) -> Iterator[Delivery | None]:
-        """What is requested, leased while the block runs; None: not here, or not yet."""
+        """What is requested, leased while the block runs; None: not here, not yet, or not now."""
         with ExitStack() as stack:
             try:
                 if isinstance(request, ChunkRequest):
                     answer = self._chunk(request, stack)
                 else:
-                    answer = _package(self.arenas.node_dir, request, stack)
+                    answer = self._package(request, stack)
             # The arena, or its file, may be closed, replaced or deleted by another thread or process meanwhile.
             except (ArenaError, ValueError, OSError):
                 answer = None
@@ -225,12 +225,14 @@ class Service:
         checked = arena.find(request.snapshot) if arena is not None else None
         if arena is None or checked is None or request.chunk >= len(arena.mapped.image.chunks):
             return None
+        span = arena.mapped.image.chunks[request.chunk]
+        if not self._may_send(span.nbytes):
+            return None
         # The lease first, then the record once more: who takes the slot over in between is seen.
         stack.enter_context(arena.lease(checked.slot))
         if not arena.still_holds(checked.slot, checked.record):
             return None
-        span = arena.mapped.image.chunks[request.chunk]
-        self.read.charge(span.nbytes)
+        self.pace.read.charge(span.nbytes)
         whole = stack.enter_context(arena.mapped.slot(checked.slot))
         view = stack.enter_context(whole[span.begin : span.end])
 
@@ -242,13 +244,18 @@ class Service:
 
         return Delivery(view, int(checked.hashes[request.chunk]), valid)
 
-
-def _package(node_dir: Path, request: BytesRequest, stack: ExitStack) -> Delivery | None:
-    path = package_path(node_dir, request.shard, request.snapshot)
-    try:
-        if not 0 < path.stat().st_size <= MAX_PACKAGE_BYTES:
+    def _package(self, request: BytesRequest, stack: ExitStack) -> Delivery | None:
+        data = stack.enter_context(mapped_package(self.arenas.node_dir, request.shard, request.snapshot))
+        if not self._may_send(len(data)):
             return None
-        data = path.read_bytes()  # replaced whole, never changed: it has the size that was seen, or another is there
-    except FileNotFoundError:
-        return None
-    return Delivery(stack.enter_context(memoryview(data)), xxhash.xxh3_64_intdigest(data), lambda: True)
+        return Delivery(data, xxhash.xxh3_64_intdigest(data), lambda: True)
+
+    def _may_send(self, nbytes: int) -> bool:
+        """Wait for this thread's turn; False where it does not come soon: whoever asks will ask again."""
+        turn = self.pace.send(nbytes)
+        while True:
+            try:
+                time.sleep(next(turn))
+            except StopIteration as end:
+                self.sent_bytes += nbytes if end.value else 0
+                return bool(end.value)

@@ -111,6 +111,8 @@ def in_thread(action: Callable[[], T]) -> Work[T]:
 
 MOST_SECS = 0.5
 """Most that is waited at a stretch, and that is saved up, for others to be quiet."""
+NETWORK_MOST_SECS = 2.0
+"""The same for the network: as long as gradients are reduced, and far from deadlines of who waits for bytes."""
 
 
 class Bucket:
@@ -136,31 +138,51 @@ class Bucket:
         """Seconds until the rate allows more; 0: now."""
         return max(0.0, self._due - self._clock()) if self._rate > 0 else 0.0
 
+    def reserve(self, nbytes: int, most_secs: float) -> float | None:
+        """Charge ``nbytes`` that are moved after the seconds returned; None, and nothing charged, if later."""
+        with self._guard:
+            wait_secs = self.wait_secs()
+            if wait_secs > most_secs:
+                return None
+            if self._rate > 0:
+                self._due = max(self._due, self._clock()) + nbytes / self._rate
+            return wait_secs
+
 
 class Courtesy:
-    """Lets others go first, but not for ever: at most as long as was worked, half a second at a stretch.
+    """Lets others go first, but not for ever: at most as long as was worked, ``most_secs`` at a stretch.
 
-    So work takes at most twice as long as with nobody else there (and half a second), however busy they are.
+    So work takes at most twice as long as with nobody else there (and ``most_secs``), however busy they are.
 
     Args:
         busy: whether others should go first now.
     """
 
-    def __init__(self, busy: Callable[[], bool], clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, busy: Callable[[], bool], clock: Callable[[], float] = time.monotonic, most_secs: float = MOST_SECS
+    ) -> None:
         self._busy = busy
         self._clock = clock
-        self._saved = MOST_SECS
+        self._most_secs = most_secs
+        self._saved = most_secs
         self._since = clock()
 
     def wait(self) -> Iterator[float]:
         """Until nobody is busy, or the patience is used up. The time since the last call counts as work."""
         begun = self._clock()
-        self._saved = min(MOST_SECS, self._saved + begun - self._since)
+        self._saved = min(self._most_secs, self._saved + begun - self._since)
         while self._busy() and self._clock() - begun < self._saved:
             yield _POLL_SECS
         self._since = self._clock()
         # What a late caller waited too long is made good by work before anybody is waited for again.
-        self._saved = max(-MOST_SECS, self._saved - (self._since - begun))
+        self._saved = max(-self._most_secs, self._saved - (self._since - begun))
+
+
+class _Senders(threading.local):
+    """A courtesy for each thread that sends: what one of them waits is no work of another."""
+
+    def __init__(self, busy: Callable[[], bool], clock: Callable[[], float]) -> None:
+        self.courtesy = Courtesy(busy, clock, NETWORK_MOST_SECS)
 
 
 class Pace:
@@ -170,7 +192,7 @@ class Pace:
         copying: whether ranks of the node copy state now.
         network: whether ranks of the node need the network now.
         smp_gbps: GB/s read of the node's memory; 0: no limit.
-        network_gbps: GB/s received; 0: no limit.
+        network_gbps: GB/s received, and as much sent; 0: no limit.
     """
 
     def __init__(
@@ -183,8 +205,10 @@ class Pace:
     ) -> None:
         self.read = Bucket(smp_gbps * 1e9, clock)
         self.received = Bucket(network_gbps * 1e9, clock)
+        self._sent = Bucket(network_gbps * 1e9, clock)
         self._copying = Courtesy(copying, clock)
-        self._network = Courtesy(network, clock)
+        self._network = Courtesy(network, clock, NETWORK_MOST_SECS)
+        self._senders = _Senders(network, clock)
 
     def memory(self, nbytes: int) -> Iterator[float]:
         """Before ``nbytes`` of memory are read."""
@@ -196,6 +220,16 @@ class Pace:
         """Before something is requested over the network; what comes is charged to ``received`` when it is there."""
         yield from _paid(self.received)
         yield from self._network.wait()
+
+    def send(self, nbytes: int) -> Generator[float, None, bool]:
+        """Before ``nbytes`` are sent, from any thread; False: not now, others have the next half second."""
+        wait_secs = self._sent.reserve(nbytes, MOST_SECS)
+        if wait_secs is None:
+            return False
+        if wait_secs > 0:
+            yield wait_secs
+        yield from self._senders.courtesy.wait()
+        return True
 
 
 def _paid(bucket: Bucket) -> Iterator[float]:

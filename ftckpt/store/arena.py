@@ -32,7 +32,7 @@ from ftckpt.store.image import SlotImage
 from ftckpt.store.locks import FileLock
 from ftckpt.store.mapping import Mapping, create_mapping, open_mapping
 from ftckpt.store.parity_file import parity_of
-from ftckpt.store.slots import SlotFiles, image_of_slots
+from ftckpt.store.slots import FreshSlot, SlotFiles, image_of_slots
 
 Progress = Callable[[int, int], None]
 """Called with bytes done and bytes in all."""
@@ -168,6 +168,23 @@ class Arena:
         """
         if not self.allocated(slot):
             self._slots.make(slot)
+
+    def build(self, slot: int, halted: Callable[[], bool] = bool) -> FreshSlot:
+        """The memory that ``slot`` will have by ``put``; any thread may wait for it, and nothing has changed by then.
+
+        Raises:
+            MemoryBudgetError: the file system has no room.
+            ArenaError: the file cannot be created, or ``halted``, asked every some 100 MB, said so.
+        """
+        return self._slots.build(slot, halted)
+
+    def put(self, slot: int, fresh: FreshSlot) -> None:
+        """Have ``fresh`` as ``slot``, which has no memory; it can be written at once. Takes no time.
+
+        Raises:
+            ArenaError: the arena's directory has gone.
+        """
+        self._slots.put(slot, fresh)
 
     def free(self, slot: int) -> None:
         """Give up what ``slot`` holds, and its memory, until ``allocate``.

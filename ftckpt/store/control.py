@@ -2,7 +2,7 @@
 
 A record file (``record``) with one record per slot: fields are the sequence, the bytes of objects in use and their
 checksum, words the checksums of the chunks. Its text is the shard's name, its first number the bytes of a chunk.
-Behind the header lie four marks. What a kill or a flip leaves is argued in ``record``.
+Behind the header lie five marks. What a kill or a flip leaves is argued in ``record``.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ import numpy as np
 import numpy.typing as npt
 
 from ftckpt.errors import ArenaError, ConfigError, CorruptError
+from ftckpt.model.loaded import NOTHING, Checkpoint
 from ftckpt.model.manifest import MAX_CHUNKS, Manifest
-from ftckpt.model.snapshot import SnapshotId
+from ftckpt.model.snapshot import LINEAGE_BYTES, SnapshotId
 from ftckpt.store import record
 from ftckpt.store.image import SlotImage
 from ftckpt.store.record import MARK_BYTES, Format, Header, Mark, Records, Stores
@@ -25,9 +26,9 @@ MAX_SLOTS = 64
 """``checks`` has fixed places for as many leases and COVERED records."""
 MAX_SHARD_BYTES = 256
 """Room for the shard's name; that of a directory may have 200."""
-FORMAT = Format("control block", b"FTCKPTCB", 1, fixed_bytes=4 * MARK_BYTES)
+FORMAT = Format("control block", b"FTCKPTCB", 1, fixed_bytes=5 * MARK_BYTES)
 
-_WHOLE, _TARGET, _PROTECTED, _CAPACITY = (record.HEADER_BYTES + MARK_BYTES * place for place in range(4))
+_WHOLE, _TARGET, _PROTECTED, _CAPACITY, _ORIGIN = (record.HEADER_BYTES + MARK_BYTES * place for place in range(5))
 _FIELDS = struct.Struct("<QQQ")  # sequence, bytes of objects used, their hash
 _OBJECTS = struct.Struct("<QQ")  # the last two of them, behind the first 8 bytes
 _U64 = struct.Struct("<Q")
@@ -188,6 +189,11 @@ class ControlBlock:
         """Remember how many bytes of a snapshot this rank's windows were measured to take."""
         Mark(self._stores, _CAPACITY).write(None, nbytes)
 
+    def mark_origin(self, loaded: Checkpoint) -> None:
+        """Remember what of storage the snapshots go on from."""
+        began = SnapshotId(bytes(LINEAGE_BYTES), max(0, loaded.iteration))
+        Mark(self._stores, _ORIGIN).write(began, 2 * loaded.generation + loaded.named)
+
     def whole(self) -> SnapshotId | None:
         """The newest snapshot that every rank is known to have sealed; None if there is none.
 
@@ -211,6 +217,13 @@ class ControlBlock:
         """Bytes that this rank's windows were measured to take; None if they were not, or the mark is lost."""
         marked = Mark(self._stores, _CAPACITY).read()
         return None if marked is None else marked[1]
+
+    def origin(self) -> Checkpoint:
+        """What of storage the snapshots go on from; nothing where they began without, or the mark is lost."""
+        marked = Mark(self._stores, _ORIGIN).read()
+        if marked is None or marked[0] is None:
+            return NOTHING
+        return Checkpoint(marked[0].iteration or NOTHING.iteration, bool(marked[1] % 2), marked[1] // 2)
 
     def close(self) -> None:
         """Let go of the buffer."""

@@ -1,4 +1,7 @@
-"""What does not verify in a slot, as a value: by it is decided what can be put right. Its names are for people."""
+"""What does not verify in a slot or a parity file, as a value: by it is decided what can be put right.
+
+Its names are for people.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +9,13 @@ from dataclasses import dataclass
 
 HEADER, PADDING, OBJECTS = "header", "padding", "objects"
 """Parts of a slot that are no chunks: they can be put right without parity."""
+RECORD = "record"
+"""What says which snapshot a parity file holds, where it is torn."""
 
 
 @dataclass(frozen=True)
 class Damage:
-    """Chunks and other ``parts`` that are bad, or ``reason``: why nothing in the slot can be used.
+    """Chunks and other ``parts`` that are bad, or ``reason``: why nothing of it can be used.
 
     False where nothing is bad.
     """

@@ -18,16 +18,20 @@ from pathlib import Path
 from ftckpt.config import is_name
 from ftckpt.errors import ArenaError
 from ftckpt.model.manifest import Manifest
-from ftckpt.store.locks import JOB_LOCK_NAME, FileLock, JobLock, holder_of, locked_elsewhere
+from ftckpt.store.locks import JOB_LOCK_NAME, FileLock, JobLock, holder_of
 from ftckpt.store.process import Process
 
 LOCK_NAME = "lock"
 BUDGET_NAME = ".budget"
 """The page in a node's directory through which its ranks divide the node's copy budget."""
+PINNING_NAME = "pinning.lock"
+"""The lock by which a node's ranks take turns to pin their slots for their devices."""
 PULSE_NAME = ".pulse"
 """The page through which a node's ranks and its SMP give signs of life."""
 SMP_LOCK_NAME, SMP_SOCKET_NAME, SMP_STATE_NAME, SMP_LOG_NAME = "smp.lock", "smp.sock", "smp.json", "smp.log"
 """Of the node's SMP: its lock, its socket, its configuration, its log."""
+WORD_NAME = ".word"
+"""A link to nowhere: what the first rank of a node makes it say all others read, if they see the same directory."""
 MIRROR_NAME = ".mirror"
 """Packages of shards of other nodes, which the SMP keeps."""
 SMP_NAMES = (SMP_LOCK_NAME, SMP_SOCKET_NAME, SMP_STATE_NAME, SMP_LOG_NAME, PULSE_NAME)
@@ -150,6 +154,23 @@ def remove_stale(node_dir: Path, shard: str = "") -> list[Path]:
     return removed
 
 
+def leave_word(node_dir: Path) -> str:
+    """Leave a new word in a node's directory, in place of any before; returns it."""
+    word = secrets.token_hex(16)
+    (node_dir / WORD_NAME).unlink(missing_ok=True)
+    # In the name that a link leads to: a file's bytes would need a page, and the tmpfs may be full to the last one.
+    (node_dir / WORD_NAME).symlink_to(word)
+    return word
+
+
+def read_word(node_dir: Path) -> str:
+    """What the last ``leave_word`` has left; empty where there is none."""
+    try:
+        return os.readlink(node_dir / WORD_NAME)
+    except OSError:
+        return ""
+
+
 def refuse_renamed(node_dir: Path, nodes: Collection[str]) -> None:
     """Raise ArenaError for arenas under a node name that is not in ``nodes``: they would be lost without a word."""
     for other in sorted(node_dir.parent.iterdir()):
@@ -184,15 +205,17 @@ def remove_job_if_empty(root: Path, job: str, node: str) -> bool:
     """
     node_dir = job_node_path(root, job, node)
     if node_dir.is_dir():
-        known = (JOB_LOCK_NAME, BUDGET_NAME, MIRROR_NAME, *SMP_NAMES)
+        known = (JOB_LOCK_NAME, BUDGET_NAME, PINNING_NAME, WORD_NAME, MIRROR_NAME, *SMP_NAMES)
         # The pattern is that of what an SMP was building: see ``remove_half_made``.
         others = any(entry.name not in known and not entry.match(".*.new") for entry in node_dir.iterdir())
-        if others or locked_elsewhere(node_dir / JOB_LOCK_NAME) or not end_smp(node_dir, _END_SECS):
+        # Asked, not tried: ranks that end at once would take each other's tries for the job's lock, and make it anew.
+        is_held = holder_of(node_dir / JOB_LOCK_NAME) not in (None, os.getpid())
+        if others or is_held or not end_smp(node_dir, _END_SECS):
             return False
         try:
             remove_smp_files(node_dir)
             # The job's lock goes last: until then no other attempt takes the directory for its own.
-            for name in (BUDGET_NAME, JOB_LOCK_NAME):
+            for name in (BUDGET_NAME, PINNING_NAME, WORD_NAME, JOB_LOCK_NAME):
                 (node_dir / name).unlink(missing_ok=True)
             node_dir.rmdir()
         except OSError:  # an arena was created meanwhile

@@ -21,6 +21,7 @@ from typing import TypeVar
 
 from ftckpt.errors import FtckptError, MemoryBudgetError
 from ftckpt.model.snapshot import SnapshotId
+from ftckpt.store import leftovers
 from ftckpt.store.arena import Arena
 from ftckpt.store.directory import SMP_LOCK_NAME, list_arenas, remove_arena
 from ftckpt.store.locks import holder_of
@@ -317,10 +318,16 @@ def require(node_dir: Path, need_bytes: int, patience_secs: float = _PATIENCE_SE
     """Make sure that the node has ``need_bytes`` beside those in use.
 
     Raises:
-        MemoryBudgetError: it has not; the text prints need, limits and remedies.
+        MemoryBudgetError: it has not; the text prints need, limits and remedies, and what other jobs have left there.
     """
-    if need_bytes > 0:
+    if need_bytes <= 0:
+        return
+    try:
         once_given_back(node_dir, lambda: check_budget(node_dir, need_bytes), patience_secs)
+    except MemoryBudgetError as error:
+        job = node_dir.parent
+        others = leftovers.named(job.parent, job.name.removeprefix("ftckpt-"))
+        raise MemoryBudgetError(f"{error}; {others}" if others else str(error)) from None
 
 
 def refusal(node_dir: Path, need_bytes: int, patience_secs: float = 0.0) -> str:

@@ -114,22 +114,6 @@ class JobLock(FileLock):
         return super()._try()
 
 
-def locked_elsewhere(path: Path) -> bool:
-    """Whether another process has locked the file ``path``; nobody has locked a missing one."""
-    with _guard:
-        if _locked_here(path) or not path.exists():
-            return False
-        fd = _open(path)
-        try:
-            # Where this succeeds, closing gives the lock back; who tries in between takes the file for locked.
-            fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            return True
-        finally:
-            os.close(fd)
-        return False
-
-
 def holder_of(path: Path) -> int | None:
     """Pid of the process that holds the lock file ``path``, 0 for one of another container; None: nobody.
 

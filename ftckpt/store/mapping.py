@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import mmap
 import os
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -14,7 +15,7 @@ FileId = tuple[int, int]
 """Device and inode: the file that replaces another one has others."""
 
 _RESERVE_STEP_BYTES = 256 << 20
-"""A signal restarts the allocation of a step, not that of the whole file."""
+"""A signal restarts the allocation of a step, not that of the whole file; who gives it up waits for a step."""
 
 
 class Mapping:
@@ -36,17 +37,18 @@ class Mapping:
                 mapped.close()
 
 
-def create_mapping(path: Path, nbytes: int) -> Mapping:
+def create_mapping(path: Path, nbytes: int, halted: Callable[[], bool] = bool) -> Mapping:
     """Create ``path`` (0600, must not exist) with every page allocated.
 
     Raises:
         MemoryBudgetError: the file system has no room.
+        ArenaError: ``halted``, asked every some 100 MB, said so.
     """
     # O_EXCL: what others may have mapped is never written over.
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
         # Pages first: on a full tmpfs this is an error, while a store to a page that is not there is a SIGBUS.
-        _reserve(fd, path, nbytes)
+        _reserve(fd, path, nbytes, halted)
         return Mapping(fd, nbytes, writable=True)
     finally:
         os.close(fd)
@@ -87,9 +89,11 @@ def file_id(path: Path) -> FileId | None:
     return status.st_dev, status.st_ino
 
 
-def _reserve(fd: int, path: Path, nbytes: int) -> None:
+def _reserve(fd: int, path: Path, nbytes: int, halted: Callable[[], bool] = bool) -> None:
     try:
         for begin in range(0, nbytes, _RESERVE_STEP_BYTES):
+            if halted():
+                raise ArenaError(f"{path}: not wanted any more")
             os.posix_fallocate(fd, begin, min(_RESERVE_STEP_BYTES, nbytes - begin))
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENOMEM):

@@ -8,11 +8,12 @@ text is the manifest, its body objects and volatile region, which the checksums 
 from __future__ import annotations
 
 import errno
+import mmap
 import os
 import re
 import struct
-from collections.abc import Collection
-from contextlib import suppress
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -55,16 +56,16 @@ class Package:
         """The shard it was made of."""
         return self.manifest.shard
 
-    def encode(self) -> bytes:
+    def encode(self) -> bytearray:
         """The bytes that ``unpack`` reads.
 
         Raises:
             ArenaError: more than ``MAX_PACKAGE_BYTES``.
         """
         text, words = self.manifest.encode(), len(self.chunk_hashes)
-        body = self.objects + self.volatile
         begin = FORMAT.text_offset(1, words) + len(text)
-        nbytes = begin + len(body)
+        behind = begin + len(self.objects)
+        nbytes = behind + len(self.volatile)
         if nbytes > MAX_PACKAGE_BYTES:
             raise ArenaError(
                 f"{self.shard}: a package of {nbytes} bytes, at most {MAX_PACKAGE_BYTES} are allowed; "
@@ -78,8 +79,8 @@ class Package:
             record.put_fields(0, _FIELDS.pack(self.sequence, len(self.objects), objects_hash))
             record.put_words(0, self.chunk_hashes.astype("<u8").tobytes())
             record.seal(0, self.snapshot)
-            view[begin:] = body
-        return bytes(data)
+            view[begin:behind], view[behind:] = self.objects, self.volatile
+        return data
 
 
 @dataclass(frozen=True, order=True)
@@ -91,7 +92,7 @@ class PackageName:
     path: Path
 
 
-def pack(arena: Arena, slot: int) -> bytes:
+def pack(arena: Arena, slot: int) -> bytearray:
     """The package of the snapshot in ``slot``.
 
     What it holds is compared with the checksums while it is copied; the caller has a lease on the slot.
@@ -132,12 +133,13 @@ def unpack(data: bytes | bytearray | memoryview) -> Package:
         if header.records != 1 or header.words > MAX_CHUNKS:
             raise CorruptError(f"package: {header.records} records of {header.words} words")
         record = Records(Stores(raw), FORMAT.records_offset, 1, header.words).read(0)
-        body = bytes(raw[FORMAT.body_offset(header) :])
-    if record.snapshot is None or record.flags:
-        raise CorruptError("package: its record is not sealed")
-    sequence, used, objects_hash = _FIELDS.unpack(record.fields)
-    # ``used`` is under the record's checksum; should it pass the body, the length of ``objects`` shows it below.
-    objects, volatile = body[:used], body[used:]
+        if record.snapshot is None or record.flags:
+            raise CorruptError("package: its record is not sealed")
+        sequence, used, objects_hash = _FIELDS.unpack(record.fields)
+        body = FORMAT.body_offset(header)
+        # ``used`` is under the record's checksum; should it pass the body, the length of ``objects`` shows it below.
+        # Each byte is copied once: a package may be large beside what the process may have.
+        objects, volatile = bytes(raw[body : body + used]), bytes(raw[body + used :])
     manifest = Manifest.decode(header.text)
     try:
         arena_path(Path(), manifest)  # a shard that is no file name is refused
@@ -164,7 +166,7 @@ def package_path(node_dir: Path, shard: str, snapshot: SnapshotId) -> Path:
     return mirror_dir(node_dir) / f"{shard}.{snapshot}"
 
 
-def store(node_dir: Path, data: bytes) -> Path:
+def store(node_dir: Path, data: bytes | bytearray) -> Path:
     """Write a package, whole or not at all, in place of an older one of that name; returns its path.
 
     One process stores and prunes in a node's directory, from any thread: the last one stays.
@@ -216,6 +218,24 @@ def load(path: Path) -> Package:
     if package_path(path.parent.parent, package.shard, package.snapshot).name != path.name:
         raise CorruptError(f"{path}: holds {package.shard} at iteration {package.snapshot.iteration}")
     return package
+
+
+@contextmanager
+def mapped_package(node_dir: Path, shard: str, snapshot: SnapshotId) -> Iterator[memoryview]:
+    """The bytes of a package file, sound or not, in the block; many may have it, and no memory of its own is taken.
+
+    Raises:
+        OSError: there is none, or it cannot be read.
+        ValueError: it is empty, or too long for a package.
+    """
+    path = package_path(node_dir, shard, snapshot)
+    # A package is replaced whole, never changed or cut: what is mapped stays what it is.
+    with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+        if os.fstat(file.fileno()).st_size > MAX_PACKAGE_BYTES:
+            raise ValueError(f"{path}: more than {MAX_PACKAGE_BYTES} bytes")
+        mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    with mapping, memoryview(mapping) as data:
+        yield data
 
 
 def list_packages(node_dir: Path) -> list[PackageName]:

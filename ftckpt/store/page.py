@@ -11,13 +11,13 @@ import os
 import stat
 from pathlib import Path
 
-_PAGE_BYTES = 16384
+PAGE_BYTES = 16384
 """256 entries of 64 bytes, a cache line each: no two writers share one."""
 _PID_BITS = 22
 """PID_MAX_LIMIT of 64-bit Linux."""
 
 
-def map_page(path: Path) -> memoryview:
+def map_page(path: Path, num_bytes: int = PAGE_BYTES) -> memoryview:
     """The words of the page, which is created (0600) or completed (never cut: others may have it mapped).
 
     Raises:
@@ -32,15 +32,15 @@ def map_page(path: Path) -> memoryview:
         # Whoever created it may have had another umask.
         os.fchmod(fd, 0o600)
         # Not ftruncate, which would cut what others have mapped, and leave holes: a store to either may be a SIGBUS.
-        os.posix_fallocate(fd, 0, _PAGE_BYTES)
-        return memoryview(mmap.mmap(fd, _PAGE_BYTES)).cast("Q")
+        os.posix_fallocate(fd, 0, num_bytes)
+        return memoryview(mmap.mmap(fd, num_bytes)).cast("Q")
     finally:
         os.close(fd)
 
 
-def private_page() -> memoryview:
+def private_page(num_bytes: int = PAGE_BYTES) -> memoryview:
     """Words that no other process sees, for who cannot have the page."""
-    return memoryview(bytearray(_PAGE_BYTES)).cast("Q")
+    return memoryview(bytearray(num_bytes)).cast("Q")
 
 
 def owner_word(pid: int) -> int:

@@ -22,6 +22,7 @@ from ftckpt.errors import ArenaError, CorruptError, MismatchError
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.parity.groups import ParityGroup
 from ftckpt.parity.stripes import num_blocks, stripes
+from ftckpt.store.damage import HEADER, RECORD, Damage
 from ftckpt.store.directory import fresh_name, list_arenas, remove_half_made
 from ftckpt.store.mapping import Mapping, create_mapping, open_mapping
 from ftckpt.store.record import WRITING, Format, Header, Records, Stores
@@ -121,15 +122,15 @@ class ParityFile:
         """The snapshot whose blocks these are; None: none, half written, or torn."""
         return self._record.read(0).snapshot
 
-    def damage(self) -> str:
-        """What is bad beside the blocks: "header", "record", or "" if nothing is."""
+    def damage(self) -> Damage:
+        """What is bad beside the blocks."""
         try:
             sound = _read_header(self.path, self._map.data) == (self.group, self.holder)
         except (CorruptError, MismatchError):
             sound = False
         if not sound:
-            return "header"
-        return "record" if self._record.read(0).torn else ""
+            return Damage(parts=(HEADER,))
+        return Damage(parts=(RECORD,) if self._record.read(0).torn else ())
 
     def block(self, block: int) -> Bytes:
         """The bytes of a block, a view; they mean something while ``snapshot`` names one, and ``verify`` is true."""

@@ -1,7 +1,7 @@
 """Who of a node moves: the ranks' places in training, and the sign of life of the node's SMP.
 
-``.pulse`` in the node's directory is a page of shared memory with one 64-byte entry per rank, indexed by the rank's
-place on the node; the last entry is the SMP's. An entry is eight native 64-bit words with one writer:
+``.pulse`` in the node's directory is a page of shared memory with one 128-byte entry per rank, indexed by the rank's
+place on the node; the last entry is the SMP's. An entry is sixteen native 64-bit words with one writer:
 
 * 0: owner: pid in the low 22 bits, above them the process's start time in clock ticks since boot; 0: nobody
 * 1: inode of the owner's pid namespace
@@ -11,6 +11,9 @@ place on the node; the last entry is the SMP's. An entry is eight native 64-bit 
 * 5, 6: a rank's phase: up to 16 ASCII characters, the first in the low byte of word 5; of the SMP the
   iteration plus 1 that it cannot protect, and the digest of its configuration
 * 7: a rank's number plus 1; 0: unknown
+* 8: a rank's section
+* 9: what makes a rank write its stacks (``stacks.StackSignals``); 0: nothing does
+* 10 to 14: of each section the longest time between two beats of this rank, of those that have ended, in ns
 
 Readers take no lock, and no two words must agree: a lock of a killed process would stop the others. A file
 needs no header: zeros and foreign bytes name no live owner, and each writer overwrites its own entry as a whole.
@@ -30,8 +33,9 @@ from ftckpt.store.page import map_page, owner_lives, owner_word, pid_namespace, 
 
 MAX_PLACES = 255
 """With the entry of the SMP they fill the page."""
-_ENTRY_WORDS = 8
-_OWNER, _NAMESPACE, _BEAT_NS, _BEATS, _ITERATION, _PHASE, _PHASE_END, _RANK = range(8)
+_ENTRY_WORDS = 16
+_PAGE_BYTES = (MAX_PLACES + 1) * _ENTRY_WORDS * 8
+_OWNER, _NAMESPACE, _BEAT_NS, _BEATS, _ITERATION, _PHASE, _PHASE_END, _RANK, _SECTION, _STACKS, _LONGEST = range(11)
 _STATE, _CANNOT, _DIGEST = _ITERATION, _PHASE, _PHASE_END
 _SMP = MAX_PLACES
 _PHASE_BYTES = 16
@@ -49,11 +53,33 @@ class SmpState(IntEnum):
     CANNOT = 3
 
 
+class PulseSection(IntEnum):
+    """What a rank is busy with between two signs of life; how long that may take is another matter in each."""
+
+    SETUP = 0
+    """From its start to its first boundary: data loaders are built and kernels compiled."""
+    STEP = 1
+    EVALUATION = 2
+    SAVE = 3
+    LOAD = 4
+
+    @property
+    def label(self) -> str:
+        """As people and scripts write it."""
+        return "set-up" if self is PulseSection.SETUP else self.name.lower()
+
+
+PAUSES = {section.label: section for section in (PulseSection.EVALUATION, PulseSection.SAVE, PulseSection.LOAD)}
+"""Sections that are told, by their label."""
+
+
 @dataclass(frozen=True)
 class RankPulse:
     """A rank's last sign of life. ``beat_ns`` is CLOCK_MONOTONIC; ``iteration`` and ``rank`` are -1 where unknown.
 
-    ``lives`` is None where it cannot be known: a process of another pid namespace.
+    ``lives`` is None where it cannot be known: a process of another pid namespace. ``stacks`` is the word of its
+    ``StackSignals``. ``longest_ns[section]`` is the longest time between two beats of this rank in that section, of
+    those that have ended.
     """
 
     place: int
@@ -64,6 +90,13 @@ class RankPulse:
     beat_ns: int
     beats: int
     lives: bool | None
+    section: PulseSection = PulseSection.STEP
+    stacks: int = 0
+    longest_ns: tuple[int, ...] = (0,) * len(PulseSection)
+
+
+_SECTIONS = frozenset(int(section) for section in PulseSection)
+_A_STEP = (PulseSection.STEP,)
 
 
 class Pulse:
@@ -77,6 +110,9 @@ class Pulse:
         self._words = words
         self._base = None if place is None else place * _ENTRY_WORDS
         self._beats = self._smp_beats = 0
+        self._beat_ns = 0
+        self._sections: tuple[PulseSection, ...] = (PulseSection.SETUP,)
+        self._silences_ns = [0] * len(PulseSection)  # the longest in each section that has not ended yet
         self._phases: dict[str, tuple[int, int]] = {}
         self._namespace = pid_namespace() if problem is None else 0
         if self._base is not None:
@@ -93,24 +129,51 @@ class Pulse:
         try:
             if not 0 <= (place or 0) < MAX_PLACES:
                 raise OSError(f"place {place}, the most is {MAX_PLACES - 1}")
-            return cls(map_page(node_dir / PULSE_NAME), place, None, rank)
+            return cls(map_page(node_dir / PULSE_NAME, _PAGE_BYTES), place, None, rank)
         except (OSError, ValueError) as error:
-            return cls(private_page(), None, f"{node_dir / PULSE_NAME}: no signs of life are shared: {error}")
+            return cls(
+                private_page(_PAGE_BYTES), None, f"{node_dir / PULSE_NAME}: no signs of life are shared: {error}"
+            )
 
-    def beat(self, iteration: int, phase: str) -> None:
-        """This rank has come to ``phase`` of ``iteration``. Microseconds; for one thread at a time."""
+    def beat(self, iteration: int, phase: str, *sections: PulseSection) -> None:
+        """This rank has come to ``phase`` of ``iteration``. Takes microseconds; for one thread at a time.
+
+        ``sections`` are those that it is in, the innermost last; default: a step.
+        """
         if self._base is None:
             return
-        words, base = self._words, self._base
+        words, base, now_ns = self._words, self._base, time.monotonic_ns()
         code = self._phases.get(phase)
         if code is None:
             code = self._phases[phase] = _phase_words(phase)
         self._beats += 1
+        self._learn(sections or _A_STEP, now_ns)
         # Plus 1, here and for ranks: a page of zeros then reads as "unknown".
         words[base + _ITERATION] = max(0, iteration + 1)
         words[base + _PHASE], words[base + _PHASE_END] = code
+        words[base + _SECTION] = self._sections[-1]
         words[base + _BEATS] = self._beats
-        words[base + _BEAT_NS] = time.monotonic_ns()  # last: an age says how old the rest is at the most
+        words[base + _BEAT_NS] = now_ns  # last: an age says how old the rest is at the most
+
+    def _learn(self, sections: tuple[PulseSection, ...], now_ns: int) -> None:
+        assert self._base is not None
+        # What lies behind belongs to the section that this rank was in.
+        inner = self._sections[-1]
+        self._silences_ns[inner] = max(self._silences_ns[inner], now_ns - self._beat_ns)
+        self._beat_ns = now_ns
+        if sections == self._sections:
+            return
+        # Told at its end: before that nobody knows how long the section may be silent.
+        for ended in {*self._sections} - {*sections}:
+            longest = self._base + _LONGEST + ended
+            self._words[longest] = max(self._words[longest], self._silences_ns[ended])
+            self._silences_ns[ended] = 0
+        self._sections = sections
+
+    def announce_stacks(self, word: int) -> None:
+        """What makes this rank write its stacks: the word of a ``StackSignals``."""
+        if self._base is not None:
+            self._words[self._base + _STACKS] = word
 
     def beat_smp(self, state: SmpState = SmpState.GUARDING, cannot: int = -1, digest: int = 0) -> None:
         """The SMP is alive and in ``state``; called by nobody else.
@@ -144,6 +207,15 @@ class Pulse:
         age_ns = time.monotonic_ns() - beat_ns  # the clock is read last: a beat in the future is none
         age_secs = age_ns / 1e9 if age_ns >= 0 else math.inf
         return owner, age_secs, SmpState(state) if state <= max(SmpState) else SmpState.NONE
+
+    def smp_beat(self) -> tuple[int, int]:
+        """The SMP's owner word and how many signs of life it gave: as long as they stay, it gives none."""
+        base = _SMP * _ENTRY_WORDS
+        return self._words[base + _OWNER], self._words[base + _BEATS]
+
+    def smp_lives(self) -> bool:
+        """Whether the SMP is a process of this pid namespace that lives, however silent."""
+        return self._lives(_SMP) is True
 
     def smp_cannot(self, iteration: int) -> bool:
         """Whether the SMP cannot protect the snapshot of ``iteration``, this one and no other."""
@@ -180,7 +252,7 @@ class Pulse:
             self._words[base + word] = 0
         self._words[base + _NAMESPACE] = self._namespace
         self._words[base + _RANK] = number
-        self._words[base + _BEAT_NS] = time.monotonic_ns()
+        self._words[base + _BEAT_NS] = self._beat_ns = time.monotonic_ns()
         self._words[base + _OWNER] = owner
 
     def _read(self, place: int) -> RankPulse:
@@ -195,6 +267,9 @@ class Pulse:
             beat_ns=entry[_BEAT_NS],
             beats=entry[_BEATS],
             lives=self._lives(place),
+            section=PulseSection(entry[_SECTION]) if entry[_SECTION] in _SECTIONS else PulseSection.STEP,
+            stacks=entry[_STACKS],
+            longest_ns=tuple(entry[_LONGEST : _LONGEST + len(PulseSection)]),
         )
 
     def _lives(self, place: int) -> bool | None:

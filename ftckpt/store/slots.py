@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 from ftckpt.errors import ArenaError, CorruptError, MismatchError
@@ -17,10 +19,48 @@ def slot_name(slot: int) -> str:
     return f"slot{slot}.safetensors"
 
 
+class FreshSlot:
+    """A slot's file before it is one: mapped, all pages allocated, the header written, under a name of its own.
+
+    Ends with ``take`` or ``discard``.
+
+    Raises:
+        MemoryBudgetError: no room; nothing is left behind.
+        ArenaError: the file cannot be created, or ``halted``, asked every some 100 MB, said so; the same.
+    """
+
+    def __init__(self, path: Path, image: SlotImage, halted: Callable[[], bool] = bool) -> None:
+        self._path = path
+        with ExitStack() as undo:
+            self._fresh = undo.enter_context(fresh_name(path))
+            try:
+                self._mapping = create_mapping(self._fresh, image.file_bytes, halted)
+            except OSError as error:
+                raise ArenaError(f"{path}: cannot be created: {error.strerror}") from None
+            self._mapping.data[: len(image.header)] = image.header
+            self._name = undo.pop_all()
+
+    def take(self) -> Mapping:
+        """Give the file its name; the mapping is the caller's. Raises ArenaError, and is discarded."""
+        try:
+            # Named when it has its header: killed before this, the slot is not allocated, and not a damaged one.
+            self._fresh.rename(self._path)
+        except OSError as error:
+            self.discard()
+            raise ArenaError(f"{self._path}: cannot be created: {error.strerror}") from None
+        self._name.close()
+        return self._mapping
+
+    def discard(self) -> None:
+        """Give the memory back."""
+        self._mapping.close()
+        self._name.close()
+
+
 class SlotFiles:
     """The slots of one arena, each of them mapped, damaged, or not allocated: without a file.
 
-    ``make`` and ``free`` belong to the one process that writes the arena; ``free`` does not look at the
+    ``make``, ``put`` and ``free`` belong to the one process that writes the arena; ``free`` does not look at the
     control block, the caller voids the slot's record first.
     """
 
@@ -60,26 +100,16 @@ class SlotFiles:
         return self._slots[slot] is not None
 
     def make(self, slot: int) -> None:
-        """Create and map the file of a slot, in place of a damaged one: all pages allocated, the header written.
+        """Build a slot and have it at once."""
+        self.put(slot, self.build(slot))
 
-        Raises:
-            MemoryBudgetError: no room; nothing is left behind.
-            ArenaError: the file cannot be created.
-        """
-        path, mapping = self.path / slot_name(slot), None
-        try:
-            with fresh_name(path) as fresh:
-                mapping = create_mapping(fresh, self._image.file_bytes)
-                mapping.data[: len(self._image.header)] = self._image.header
-                # Named when it has its header: killed before this, the slot is not allocated, and not a damaged one.
-                fresh.rename(path)
-        except BaseException as error:
-            if mapping is not None:
-                mapping.close()
-            if isinstance(error, OSError):
-                raise ArenaError(f"{path}: cannot be created: {error.strerror}") from None
-            raise
-        old, self._slots[slot] = self._slots[slot], mapping
+    def build(self, slot: int, halted: Callable[[], bool] = bool) -> FreshSlot:
+        """The file of a slot, for ``put``; may be called on any thread. See FreshSlot."""
+        return FreshSlot(self.path / slot_name(slot), self._image, halted)
+
+    def put(self, slot: int, fresh: FreshSlot) -> None:
+        """Have ``fresh`` as a slot, in place of a damaged one; raises ArenaError where it cannot get its name."""
+        old, self._slots[slot] = self._slots[slot], fresh.take()
         if isinstance(old, Mapping):
             old.close()
 

@@ -7,6 +7,8 @@ from typing import Any, Protocol
 
 import torch
 
+from ftckpt.windows.device_events import EventPool
+
 Moment = Any
 """A moment; what it is made of is the clock's own business. None where no moment can be taken."""
 
@@ -24,6 +26,9 @@ class Clock(Protocol):
     def secs(self, begin: Moment, end: Moment) -> float | None:
         """Seconds from ``begin`` to ``end``; None while one of them lies ahead."""
 
+    def provide(self, moments: int) -> None:
+        """Before training: so many moments more will be held at a time."""
+
 
 class HostClock:
     """For a CPU: a moment is now, in ``time.perf_counter`` seconds."""
@@ -38,6 +43,8 @@ class HostClock:
     def secs(self, begin: Moment, end: Moment) -> float | None:
         return float(end - begin)
 
+    def provide(self, moments: int) -> None: ...
+
 
 class DeviceClock:
     """For CUDA and ROCm: a moment is a timing event on the current stream."""
@@ -46,20 +53,24 @@ class DeviceClock:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        self.events = EventPool()
 
     def mark(self) -> Moment:
         """See Clock. None while the stream is captured into a graph, which an event would spoil."""
         if torch.cuda.is_current_stream_capturing():
             return None
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event = self.events.take()
         event.record(torch.cuda.current_stream(self.device))
         return event
 
     def secs(self, begin: Moment, end: Moment) -> float | None:
+        # Asked for before both have come, the device answers with an error.
         if begin is None or end is None or not (begin.query() and end.query()):
             return None
-        # Milliseconds. Asked for before both have come, the device answers with an error.
-        return float(begin.elapsed_time(end)) / 1e3
+        return float(begin.secs_until(end))
+
+    def provide(self, moments: int) -> None:
+        self.events.grow(moments, torch.cuda.current_stream(self.device))
 
 
 def make_clock(device: torch.device) -> Clock:

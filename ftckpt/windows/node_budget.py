@@ -43,6 +43,9 @@ class Budget(Protocol):
     def pace(self, nbytes: int, begin: float, hurry: threading.Event) -> None:
         """Sleep until a copy that began at ``time.perf_counter()`` ``begin`` has taken the time it must."""
 
+    def share(self, bytes_per_sec: float) -> float:
+        """What is left of a rate of copies while all ranks of the node copy, in bytes/s."""
+
     def close(self) -> None:
         """Give up the place in it."""
 
@@ -57,6 +60,9 @@ class NoBudget:
     def stop(self) -> None: ...
 
     def pace(self, nbytes: int, begin: float, hurry: threading.Event) -> None: ...
+
+    def share(self, bytes_per_sec: float) -> float:
+        return bytes_per_sec
 
     def close(self) -> None: ...
 
@@ -160,6 +166,10 @@ class NodeBudget:
         with self._guard:
             if self._under_way == 0:  # stopped by another thread meanwhile
                 self._store(_UNTIL_NS, 0)
+
+    def share(self, bytes_per_sec: float) -> float:
+        """See Budget. Ranks in step copy at the same time."""
+        return min(bytes_per_sec, self.limit / self.places) if self.limited else bytes_per_sec
 
     def close(self) -> None:
         """Leave the budget; a thread that still paces does so alone and without a limit."""

@@ -6,7 +6,7 @@ import math
 import statistics
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -25,6 +25,9 @@ _MOST_STRETCH = 1000.0
 
 _PENDING = 4
 """Iterations that may wait for a device to come to their end."""
+
+_PLACES = 256
+"""Places of an iteration for which moments are provided before anything is known of its schedule."""
 
 
 class Copies(Protocol):
@@ -66,15 +69,11 @@ class Pacer:
         budget: Budget,
         events: Events,
         coords: Mapping[str, int],
-        *,
-        cores: Set[int] | None = None,
     ) -> None:
         self._config = config
         self._coords = dict(coords)
         self.clock = clock
         self.budget = budget
-        self.cores = cores
-        """Where background threads belong; None: anywhere."""
         self._events = events
         self._bubbles = Bubbles(clock.on_device) if config.schedule == "bubble" else None
         self._profile = Profile()
@@ -89,6 +88,8 @@ class Pacer:
         self._fences: deque[float] = deque(maxlen=_JUDGED)
         self._replanned = False
         self._capacity = 0
+        self._places = 0
+        self._provide(_PLACES)
         self.stretch = 1
         """By how much this rank wishes snapshots to be rarer, so that its fence keeps its budget."""
 
@@ -104,6 +105,7 @@ class Pacer:
 
     def expect(self, kinds: Sequence[str], lengths: Sequence[float]) -> None:
         """A model's view of the schedule, see ``Profile.expect``."""
+        self._provide(len(kinds))
         self._profile.expect(kinds, lengths)
 
     def enter(self, kind: str) -> None:
@@ -152,14 +154,22 @@ class Pacer:
             if iteration.copies:
                 spent = sum(end - begin for begin, end, _ in iteration.copies)
                 copied = sum(nbytes for _, _, nbytes in iteration.copies)
-                # Without waits for turns: what the hardware gives, and not how much there was to copy.
+                # Without waits for turns and for the budget: what the hardware gives.
                 self._rates.append(copied / max(spent, 1e-9))
                 self._watch_fence(iteration)
                 self._report(iteration, passed)
 
     def close(self) -> None:
-        """Give up the place in the node's budget."""
+        """Give up the place in the node's budget, and forget what was not learned."""
         self.budget.close()
+        self._pending.clear()
+        self._marks, self._copies = [], None
+
+    def _provide(self, places: int) -> None:
+        """Moments for iterations of so many places: those that are pending, the last one and the one under way."""
+        if places > self._places:
+            self.clock.provide((_PENDING + 2) * (places - self._places))
+            self._places = places
 
     def _resolved(self, passed: IterationMarks) -> Iteration | None:
         """What it was; None while the device or copies are still at it."""
@@ -197,7 +207,7 @@ class Pacer:
         timeline = self._profile.timeline
         if timeline is None or not self._rates:
             return None
-        rate, share = statistics.median(self._rates), self._config.replan_share
+        rate, share = self.budget.share(statistics.median(self._rates)), self._config.replan_share
         old, moved = self._plan, 1.0
         if old is not None:
             moved = old.timeline.distance(timeline)

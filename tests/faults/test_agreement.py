@@ -204,6 +204,24 @@ def test_the_newer_of_storage_and_memory_wins(
     assert [result.value for result in results] == [(start, scheduled)] * 2
 
 
+def attempts_on_storage(rank: int, world_size: int, settings: dict[str, Any]) -> list[int | None]:
+    """Attempts of a job that go on from iteration 2 of storage, each with the same command line but the first."""
+    starts = []
+    for rollback, iterations in ((False, range(1, 6)), (True, range(3, 5)), (True, range(5, 7)), (True, ())):
+        checkpointer, state = plain.make(rank, world_size, settings)
+        starts.append(checkpointer.restore(newer_than=2 if rollback else -1, rollback=rollback))
+        for iteration in iterations:
+            plain.iterate(checkpointer, state, iteration)
+        checkpointer.close(remove=False)
+    return starts
+
+
+def test_the_operator_goes_back_once_and_not_at_each_restart(settings: dict[str, Any]) -> None:
+    results = run_ranks(attempts_on_storage, 2, settings)
+    assert [result.value for result in results] == [[None, None, 4, 6]] * 2
+    assert [event["in_memory"] for event in jobs.events(settings, "rolled_back")] == [4, 4], "4 was known to be whole"
+
+
 def test_one_of_two_halves_differs_between_replicas(settings: dict[str, Any]) -> None:
     """The halves of a gated layer share a key: only the half that differs is private."""
     argv = ["--no-distributed-optimizer", "--swiglu"]

@@ -40,13 +40,13 @@ def change_manifests(root: Path, keep: SnapshotId | None, first_too: bool) -> No
 
     def change(member: arenas.Rank) -> None:
         grown = arenas.SHARE + (8192 if first_too or member.rank else 0)
-        arena = member.arenas.replace(member.have, keep, member.manifest(grown))
+        arena = member.arena = member.arenas.replace(member.have, keep, member.manifest(grown))
         free = next(s for s in range(2) if arena.allocated(s) and not arena.control.record(s).sealed)
         arenas.write(arena, free, 6)
         member.group.barrier()
         arena.control.mark_whole(SnapshotId(arenas.LINEAGE, 6))
         member.arenas.remove_old()
-        member.arenas.complete(arena)
+        arenas.complete(member)
         arenas.write(arena, 1 - free, 7)
 
     members = set_up(root, keep is not None)
@@ -114,14 +114,14 @@ def start_again(root: Path, chosen: SnapshotId | None) -> None:
         member.group.barrier()
         arenas.write(member.have, free[0], 9)
         member.arenas.remove_old()
-        member.arenas.complete(member.have)
+        arenas.complete(member)
         assert all(member.have.allocated(slot) for slot in range(2))
 
     members = arenas.ranks(root, 2)
     arenas.on_all(members, begin)
     decision = arenas.choose(root, 2)
     assert decision is not None and decision.snapshot.iteration == 9
-    arenas.on_all(members, lambda member: member.arenas.leave(member.arena))
+    arenas.on_all(members, lambda member: member.arenas.leave(member.arena, lambda: None, lambda: None))
     arenas.on_all(members, lambda member: member.arenas.release())
     left = [path.name for path in root.rglob("*") if path.name != "begun"]
     assert left == [], "something was left behind"

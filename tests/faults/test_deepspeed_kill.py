@@ -99,6 +99,34 @@ def test_storage_newer_than_memory_wins(name: str, settings: dict[str, Any], tmp
     assert (older["in_memory"], older["loaded"]) == (AT - 1, 6)
 
 
+def test_a_tag_goes_back_once_and_not_at_each_restart(settings: dict[str, Any], tmp_path: Path) -> None:
+    argv = ("--save", str(tmp_path / "ds"), "--save-interval", "2")
+    attempt("zero1", settings, Fault("all", AT, "boundary", tmp_path / "fired", "kill", secs=20), argv=argv)
+    back = (*argv, "--load", str(tmp_path / "ds"), "--load-tag", "global_step2")
+    attempt("zero1", settings, Fault("all", AT, "boundary", tmp_path / "again", "kill", secs=20), argv=back)
+    told = [(event["loaded"], event["in_memory"]) for event in jobs.events(settings, "rolled_back")]
+    assert told == [(2, AT - 1)] * 2
+    resumed = ds_jobs.outcomes(ds_jobs.Run(ds_jobs.SHAPES["zero1"], UNTIL, settings, back))
+    assert {outcome.start for outcome in resumed} == {AT - 1} and len(jobs.events(settings, "rolled_back")) == 2
+
+
+def test_lost_snapshots_wait_for_what_the_script_loads(settings: dict[str, Any], tmp_path: Path) -> None:
+    """``deepspeed.initialize`` cannot know whether ``load_checkpoint`` will be called."""
+    argv = ("--save", str(tmp_path / "ds"), "--save-interval", "3")
+    attempt("zero1", settings, Fault("all", AT, "boundary", tmp_path / "fired", "kill", secs=20), argv=argv)
+    for path in Path(settings["arena"]).glob("ftckpt-*/*/*dp1*"):
+        shutil.rmtree(path)
+    for result in ds_jobs.broken(ds_jobs.Run(ds_jobs.SHAPES["zero1"], UNTIL, settings, argv)):
+        assert result.error is not None and "LostError" in result.error and "--ftckpt-on-lost fresh" in result.error
+        assert "_refuse" in result.error, "not before the script could load"
+    loading = ds_jobs.Run(ds_jobs.SHAPES["zero1"], UNTIL, settings, (*argv, "--load", str(tmp_path / "ds")))
+    resumed = ds_jobs.outcomes(loading)
+    assert {outcome.start for outcome in resumed} == {3}
+    assert {event["loaded"] for event in jobs.events(settings, "lost")} == {3}
+    without = replace(loading, settings=None, argv=("--load", str(tmp_path / "ds"), "--load-tag", "global_step3"))
+    assert resumed == ds_jobs.outcomes(without)
+
+
 def test_a_part_of_storage_is_not_mixed_with_what_memory_had(settings: dict[str, Any], tmp_path: Path) -> None:
     storage = str(tmp_path / "ds")
     attempt("zero1", settings, Fault("all", AT, "boundary", tmp_path / "fired", "kill", secs=20))
@@ -124,3 +152,9 @@ def test_two_faults_one_after_the_other(settings: dict[str, Any], tmp_path: Path
     attempt(PIPELINE, settings, Fault(0, 3, "begin", tmp_path / "second", "kill"))
     attempt(PIPELINE, settings, Fault(2, 6, "copy", tmp_path / "third", "kill"))
     assert resume(PIPELINE, settings) in {4, 5}
+
+
+@pytest.mark.slow
+def test_zero_3_with_tensor_parallelism(settings: dict[str, Any], tmp_path: Path) -> None:
+    attempt("zero3-tp2", settings, Fault(1, AT, "before_step", tmp_path / "fired", "kill"))
+    assert resume("zero3-tp2", settings) in POINTS["before_step"]

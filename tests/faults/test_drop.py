@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 
 from ftckpt.errors import CaptureError
+from ftckpt.model.training_state import Description, Piece
 from tests.support import jobs, plain
 from tests.support.errors import a_rank_raises
 from tests.support.faults import Fault
-from tests.support.pool import RankFailure, run_ranks
+from tests.support.pool import run_ranks
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.faults]
 
@@ -71,6 +72,43 @@ def test_too_many_errors_turn_it_off_on_all_ranks(settings: dict[str, Any], tmp_
     assert not list(Path(settings["arena"]).iterdir())
 
 
+def turned_off(rank: int, world_size: int, settings: dict[str, Any]) -> list[int]:
+    """Of each boundary from the last before it is off, how many of the described views are held yet."""
+    import gc
+    import weakref
+
+    checkpointer, state = plain.make(rank, world_size, settings)
+    views: list[Any] = []
+    described = state.description
+
+    def describe() -> Description:
+        # The training state holds them no longer: what does is ftckpt.
+        pieces = tuple(
+            Piece(piece.fragment, piece.tensor.view(-1), piece.derived_from) for piece in described.stepped
+        )
+        views.extend(weakref.ref(piece.tensor) for piece in pieces)
+        return Description(pieces, ())
+
+    state.describe = describe  # type: ignore[method-assign]
+    checkpointer.restore()
+    alive = []
+    for iteration in range(1, 9):
+        if iteration == 3:
+            state.failing = {at: OSError("no more") for at in range(3, 9)}
+        plain.iterate(checkpointer, state, iteration)
+        gc.collect()
+        alive.append(sum(view() is not None for view in views))
+    assert checkpointer.off and len(views) == 3 and alive[0] == 3
+    checkpointer.close()
+    return alive
+
+
+def test_once_off_nothing_of_trainings_memory_is_held(settings: dict[str, Any]) -> None:
+    settings = {**settings, "error_limit": 2}
+    for result in run_ranks(turned_off, RANKS, settings):
+        assert result.value[-1] == 0, result.value
+
+
 def test_on_error_raise_reverses_it(settings: dict[str, Any], tmp_path: Path) -> None:
     settings = {**settings, "on_error": "raise"}
     fault = Fault(1, 3, "copy", tmp_path / "raise", "raise")
@@ -78,10 +116,16 @@ def test_on_error_raise_reverses_it(settings: dict[str, Any], tmp_path: Path) ->
         jobs.outcomes(RANKS, jobs.Run([], UNTIL, settings, faults=[fault]))
 
 
-def test_objects_that_do_not_fit_are_an_error_that_names_the_field(settings: dict[str, Any]) -> None:
-    settings = {**settings, "on_error": "raise", "objects_mib": 1}
-    with pytest.raises(RankFailure, match="raise objects_mib"):
-        jobs.outcomes(RANKS, jobs.Run([], UNTIL, settings, ballast_bytes=2 << 20))
+def grown(rank: int, world_size: int, settings: dict[str, Any]) -> None:
+    checkpointer, state = plain.make(rank, world_size, settings)
+    checkpointer.restore()
+    state.save_objects = lambda: {"blob": bytes(2 << 20)}  # type: ignore[method-assign]
+    plain.iterate(checkpointer, state, 1)
+
+
+def test_objects_that_grow_beyond_their_room_are_an_error_that_names_the_field(settings: dict[str, Any]) -> None:
+    with a_rank_raises(CaptureError, "raise objects_mib"):
+        run_ranks(grown, RANKS, {**settings, "on_error": "raise", "objects_mib": 1})
 
 
 def written_early(rank: int, world_size: int, settings: dict[str, Any], when: str) -> None:

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from ftckpt.errors import MismatchError, UnsupportedError
+from ftckpt.errors import ConfigError, MismatchError, UnsupportedError
 from ftckpt.store.directory import BUDGET_NAME, PULSE_NAME
-from tests.support import ds_jobs, jobs
+from tests.support import ds_jobs, jobs, plain
 from tests.support.errors import a_rank_raises
-from tests.support.pool import RankFailure, spawn_ranks
+from tests.support.pool import RankFailure, run_ranks, spawn_ranks
 from tests.support.waiting import until
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.faults]
@@ -97,6 +97,26 @@ def test_a_node_that_was_renamed(settings: dict[str, Any]) -> None:
     refused(settings, [], "ArenaError.*node name 'old'.*--ftckpt-node old")
 
 
-def test_a_parameter_that_nothing_steps(settings: dict[str, Any]) -> None:
+def unsaved(rank: int, world_size: int, settings: dict[str, Any]) -> None:
+    checkpointer, state = plain.make(rank, world_size, settings)
+    if rank == 1:
+        state.save_objects = lambda: {"loader": {"seen": [1, {2}]}}  # type: ignore[method-assign]
+    checkpointer.restore()
+
+
+def test_an_object_that_cannot_be_saved(settings: dict[str, Any], arena_root: Path) -> None:
+    """On all ranks, before training: not ftckpt turned off after some failed snapshots."""
+    with a_rank_raises(UnsupportedError, "rank 1", "objects.loader.seen[1] is a builtins.set"):
+        run_ranks(unsaved, 2, settings)
+    assert not any(arena_root.iterdir())
+
+
+def test_objects_that_do_not_fit(settings: dict[str, Any]) -> None:
+    with a_rank_raises(ConfigError, "objects_mib 1", "raise objects_mib"):
+        jobs.outcomes(2, jobs.Run([], 3, {**settings, "objects_mib": 1}, ballast_bytes=2 << 20))
+
+
+def test_a_parameter_that_nothing_steps(settings: dict[str, Any], arena_root: Path) -> None:
     with a_rank_raises(UnsupportedError, "extra.weight", "optimizer"):
         jobs.outcomes(2, jobs.Run([], 3, settings, extra_parameter=True))
+    until(lambda: not any(arena_root.iterdir()), "the last rank's removal of the job's lock")

@@ -8,6 +8,7 @@ import os
 import random
 import signal
 import subprocess
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -21,6 +22,7 @@ from ftckpt.errors import SmpError
 from ftckpt.smp.client import SmpClient, Watch, find_or_start
 from ftckpt.smp.footprint import SmpConfig
 from ftckpt.store.locks import JobLock
+from ftckpt.store.outcome import LauncherRun
 from ftckpt.store.process import Process
 from ftckpt.store.pulse import Pulse
 from tests.support.killing import killed_at
@@ -33,15 +35,25 @@ TRAIN = """
 import signal, sys, time
 from pathlib import Path
 from ftckpt.store.process import Process
-from ftckpt.store.pulse import Pulse
+from ftckpt.store.pulse import Pulse, PulseSection
+from ftckpt.store.stacks import answer_signals
 pulse = Pulse.open(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[2]) + 10)
+pulse.announce_stacks(answer_signals().word)
 if sys.argv[3] == "stubborn":
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 print("up", flush=True)
 for iteration in range(int(sys.argv[4])):
     pulse.beat(iteration, "forward")
     time.sleep(0.05)  # an iteration
-time.sleep(100)  # the hang
+for secs in map(float, sys.argv[5:]):
+    pulse.beat(iteration, "start", PulseSection.SAVE)
+    time.sleep(secs)
+    pulse.beat(iteration, "start")
+
+def hangs():
+    time.sleep(100)
+
+hangs()
 """
 
 
@@ -115,6 +127,22 @@ def test_the_watch_brings_it_back_again_and_again(site: Site, tmp_path: Path) ->
     kill(client)
     assert not [thread for thread in threading.enumerate() if thread.name == "ftckpt-smp-watch"]
     assert site.pids() == [], "a watch that was stopped starts none"
+
+
+def test_the_watch_replaces_one_that_stands_still_and_none_that_works(site: Site, tmp_path: Path) -> None:
+    client, told = site.start(), Told()
+    client.configure(site.description(events=str(tmp_path)))
+    pid = client.hello()["pid"]
+    watch = Watch(client, told, every_secs=0.1, silent_secs=1.5)
+    try:
+        lives_on(site.node_dir, 2.0)
+        assert site.pids() == [pid] and not told.seen
+        os.kill(pid, signal.SIGSTOP)
+        until(lambda: "smp_restarted" in told.names)
+        assert told.names == ["smp_error", "smp_restarted"] and "no sign of life" in told.seen[0][1]["error"]
+        assert client.hello()["configured"] and site.pids() not in ([pid], [])
+    finally:
+        watch.stop()
 
 
 def test_a_watch_tells_what_it_cannot_cure(site: Site) -> None:
@@ -231,8 +259,9 @@ def test_a_frozen_one_hangs_nobody(site: Site) -> None:
             os.kill(pid, signal.SIGCONT)
 
 
-def trainers(site: Site, *kinds: tuple[str, int]) -> list[subprocess.Popen[str]]:
-    return [python(TRAIN, site.node_dir, place, kind, beats) for place, (kind, beats) in enumerate(kinds)]
+def trainers(site: Site, *kinds: tuple[Any, ...]) -> list[subprocess.Popen[str]]:
+    """Of each: ``meek`` or ``stubborn``, how many iterations it trains, and how long it saves after them."""
+    return [python(TRAIN, site.node_dir, place, *kind, stderr=subprocess.PIPE) for place, kind in enumerate(kinds)]
 
 
 def end_all(processes: list[subprocess.Popen[str]]) -> None:
@@ -261,8 +290,80 @@ def test_a_hang_says_who_waits_where_and_ends_nobody(site: Site, tmp_path: Path)
         assert len(events(tmp_path, "hang")) == 1, "once per hang"
         assert all(process.poll() is None for process in processes)
         assert client.status()["hangs"] == 1 and "hang" in site.log
+        until(lambda: events(tmp_path, "stacks"))
+        (stacks,) = events(tmp_path, "stacks")
+        assert stacks["ranks"] == [10, 11] and not stacks["missing"]
+        assert site.log.count("in hangs") == 2, "of both ranks"
     finally:
         end_all(processes)
+
+
+@pytest.mark.slow
+def test_a_save_is_no_hang_until_it_takes_far_longer_than_any_before(site: Site, tmp_path: Path) -> None:
+    client = site.start()
+    client.configure(site.description(hang_secs=1.0, on_hang="abort", events=str(tmp_path)))
+    # Longer than an iteration may take, and not three times as long as the one before; then one for ever.
+    processes = trainers(site, ("meek", 3, 1.5, 2.5, 100), ("meek", 3, 1.5, 2.5, 100))
+    try:
+        until(lambda: events(tmp_path, "hang_aborted"), secs=60)
+        (hang,) = events(tmp_path, "hang")
+        assert [rank["section"] for rank in hang["ranks"]] == ["save", "save"] and hang["ends"]
+        assert all(7.5 <= rank["limit_secs"] <= rank["secs"] for rank in hang["ranks"])
+        assert [process.wait(10) for process in processes] == [-signal.SIGTERM] * 2
+    finally:
+        end_all(processes)
+    # Another SMP knows how long a save took.
+    kill(client)
+    (trainer,) = trainers(site, ("meek", 3, 3.2, 100))
+    try:
+        until(lambda: site.start().status()["trainers"][0]["section"] == "save")
+        assert site.start().status()["trainers"][0]["limit_secs"] >= 7.5
+    finally:
+        end_all([trainer])
+
+
+def test_a_save_that_nobody_has_seen_is_told_and_not_ended(site: Site, tmp_path: Path) -> None:
+    site.start().configure(site.description(hang_secs=0.5, on_hang="abort", events=str(tmp_path)))
+    processes = trainers(site, ("meek", 3, 100))
+    try:
+        until(lambda: events(tmp_path, "stacks"))
+        (hang,) = events(tmp_path, "hang")
+        assert not hang["ends"] and hang["ranks"][0]["limit_secs"] == 1.5
+        lives_on(site.node_dir, 1.0)
+        assert processes[0].poll() is None and not events(tmp_path, "hang_aborted")
+    finally:
+        end_all(processes)
+
+
+@pytest.mark.slow
+def test_a_hang_at_the_same_place_after_a_restart_is_the_end(
+    site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))  # where records of launcher runs lie
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    client = site.start()
+    # In the third start it comes past that place, and is ended by something else.
+    for number, (run, iterations, ends) in enumerate(
+        [("a", 5, True), ("a", 5, True), ("a", 1000, False), ("a", 5, True), ("b", 5, True), ("b", 6, True)]
+    ):
+        client.configure({**site.description(hang_secs=1.0, on_hang="abort", events=str(tmp_path)), "run": run})
+        before = len(events(tmp_path, "hang_aborted"))
+        processes = trainers(site, ("meek", iterations), ("meek", iterations))
+        try:
+            if ends:
+                until(lambda n=before: len(events(tmp_path, "hang_aborted")) > n, secs=60)
+            else:
+                until(lambda: (kept := SmpConfig.load(site.node_dir)) is not None and kept.hang is None)
+        finally:
+            end_all(processes)
+        if number == 0:  # what it knows outlives it
+            kill(client)
+            client = site.start()
+    assert [hang["again"] for hang in events(tmp_path, "hang")] == [False, True, False, False, False]
+    assert [LauncherRun(run).read().code for run in ("a", "b")] == [2, None]
+    assert "step, forward, after iteration 4" in LauncherRun("a").read().text
+    (again,) = events(tmp_path, "hung_again")
+    assert (again["iteration"], again["section"], again["phase"]) == (4, "step", "forward")
 
 
 def test_hung_trainers_are_ended_and_nobody_else(site: Site, tmp_path: Path) -> None:
@@ -275,6 +376,9 @@ def test_hung_trainers_are_ended_and_nobody_else(site: Site, tmp_path: Path) -> 
         client.configure(site.description(hang_secs=2.0, on_hang="abort", events=str(tmp_path)))
         until(lambda: events(tmp_path, "hang_aborted"), secs=30)
         assert [process.wait(10) for process in processes] == [-signal.SIGTERM, -signal.SIGKILL, -signal.SIGKILL]
+        assert site.log.count("in hangs") == 2, "before anything was ended"
+        (stacks,) = events(tmp_path, "stacks")
+        assert stacks["ranks"] == [10, 11] and "T (stopped)" in stacks["missing"]["12"]
         (aborted,) = events(tmp_path, "hang_aborted")
         assert sorted(aborted["killed"]) == sorted(process.pid for process in processes[1:])
         assert former.poll() is None, "a process that no entry names"

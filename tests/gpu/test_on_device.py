@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 
-from ftckpt.capture import device_copier
+from ftckpt.capture import registration
 from ftckpt.windows.bubbles import Always
 from tests.support.device_states import Landings, assert_holds, plan, prepared, shared_slot
 from tests.support.fake_device import PAGE, SECS
@@ -28,7 +28,7 @@ def test_bytes_arrive_exactly(registered: bool, device: torch.device, monkeypatc
     copies, size = plan(tensors, 16 * MIB, parity=True)
     slot = shared_slot(size)
     if not registered:
-        monkeypatch.setattr(device_copier, "_pin", lambda address, nbytes: False)
+        monkeypatch.setattr(registration, "pin_pages", lambda address, nbytes: False)
     with prepared([slot], device) as copier:
         seen = Landings(copies, slot)
         copier.start(tensors, seen.flight, Always())
@@ -48,7 +48,7 @@ def test_copy_now_returns_with_the_bytes(
     copies, size = plan(tensors, 16 * MIB, parity=True)
     slot = shared_slot(size)
     if not registered:
-        monkeypatch.setattr(device_copier, "_pin", lambda address, nbytes: False)
+        monkeypatch.setattr(registration, "pin_pages", lambda address, nbytes: False)
     with prepared([slot], device) as copier:
         delay(torch.cuda.current_stream(), 0.1)
         tensors[1].fill_(3)

@@ -9,8 +9,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from ftckpt.capture import device_copier
-from ftckpt.capture import device_copier as graphs
+from ftckpt.capture import driver, registration
 from ftckpt.windows.bubbles import Always, Bubbles, CopyPlan, Turn
 from ftckpt.windows.clock import DeviceClock, Moment
 from ftckpt.windows.iteration import IterationForecast
@@ -53,7 +52,7 @@ def test_a_gated_copy_starts_when_the_device_reaches_its_window(
     copies, size = plan(tensors, 16 * MIB)
     slot, clock, windows = shared_slot(size), DeviceClock(device), HandedOver()
     if not registered:
-        monkeypatch.setattr(device_copier, "_pin", lambda address, nbytes: False)
+        monkeypatch.setattr(registration, "pin_pages", lambda address, nbytes: False)
     with prepared([slot], device) as copier:
         cycles = cycles_for(0.5)
         base = clock.mark()
@@ -144,7 +143,7 @@ def flights_without_end(device: torch.device, registered: bool) -> Iterator[list
         stream = torch.cuda.Stream(device)
 
         def fly() -> None:
-            graphs.work_beside_captures()
+            driver.work_beside_captures()
             with torch.cuda.device(device), torch.cuda.stream(stream):
                 while not stop.is_set():
                     begun.append(Landings(copies, slot))

@@ -2,16 +2,30 @@
 
 from __future__ import annotations
 
+import gc
+import subprocess
+import sys
 import time
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from itertools import pairwise
+from pathlib import Path
 
 import pytest
+import torch
 
+from ftckpt.capture import registration
+from ftckpt.capture.affinity import Locality
 from ftckpt.capture.device_copier import DeviceCopier
+from ftckpt.capture.registration import Registrar
+from ftckpt.store.locks import FileLock
 from ftckpt.windows.bubbles import Always
 from ftckpt.windows.clock import DeviceClock
 from ftckpt.windows.node_budget import NoBudget
+from tests.support.device_snapshots import Snapshots
 from tests.support.device_states import CPU, Blocked, Landings, live_state, plan, prepared, shared_slot
-from tests.support.fake_device import PAGE, SECS, FakeDevice, FakeStream, install
+from tests.support.fake_device import PAGE, SECS, FakeDevice, FakeStream, install, pages_present
 from tests.support.waiting import until
 
 
@@ -78,3 +92,142 @@ def test_a_copier_without_work_closes_at_once(fake: FakeDevice) -> None:
     DeviceCopier(DeviceClock(CPU), NoBudget(), own_stream=True).close()
     assert time.monotonic() - begin < SECS / 4
     assert len(fake.streams) == 2 and all(isinstance(stream, FakeStream) for stream in fake.streams)
+
+
+def test_nothing_is_pinned_in_the_first_two_iterations(fake: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Training loads, allocates and connects then. Copies are staged meanwhile."""
+    snapshots = Snapshots(monkeypatch, settled=False)
+    until(lambda: all(pages_present(snapshots.slot.data_ptr(), snapshots.slot.numel())), "pages", SECS)
+    snapshots.take()  # behind the first iteration
+    # The registrar's thread may be late: whether it has been told counts.
+    assert not snapshots.copier._registrar._settled.is_set() and not fake.pinned
+    snapshots.take()  # behind the second
+    until(lambda: snapshots.copier._registrar.idle, "registered", SECS)
+    assert sum(fake.pinned.values()) == snapshots.slot.numel()
+    snapshots.take()
+    snapshots.capture.close()
+    assert not fake.pinned
+
+
+HOLD = """
+import sys
+from pathlib import Path
+from ftckpt.store.locks import FileLock
+lock = FileLock(Path(sys.argv[1]), 0, "a turn", "")
+print("held", flush=True)
+sys.stdin.readline()
+"""
+
+
+@contextmanager
+def turn_of_another_rank(path: Path) -> Iterator[Callable[[], None]]:
+    """Another process registers; yields what ends that."""
+    with subprocess.Popen([sys.executable, "-c", HOLD, str(path)], stdin=-1, stdout=-1, text=True) as child:
+        assert child.stdin is not None and child.stdout is not None
+        assert child.stdout.readline() == "held\n"
+        try:
+            yield child.kill
+        finally:
+            child.kill()
+
+
+def registrar_with(turns: Path, slots: list[torch.Tensor]) -> Registrar:
+    registrar = Registrar(CPU, Locality(), turns, None)
+    registrar.add(slots)
+    registrar.begin()
+    return registrar
+
+
+def test_one_rank_of_a_node_registers_at_a_time(fake: FakeDevice, tmp_path: Path) -> None:
+    slot = shared_slot(10 * PAGE)
+    with turn_of_another_rank(tmp_path / "turns") as end, closing(registrar_with(tmp_path / "turns", [slot])) as mine:
+        until(lambda: all(pages_present(slot.data_ptr(), slot.numel())), "pages", SECS)
+        time.sleep(0.1)
+        assert not fake.pinned and not mine.idle
+        end()
+        until(lambda: mine.idle, "registered", SECS)
+        assert sum(fake.pinned.values()) == slot.numel()
+        FileLock(tmp_path / "turns", 0, "a turn", "").release()  # it was given back
+
+
+def test_a_rank_that_ends_waits_for_no_turn(fake: FakeDevice, tmp_path: Path) -> None:
+    with turn_of_another_rank(tmp_path / "turns"):
+        registrar = registrar_with(tmp_path / "turns", [shared_slot(PAGE)])
+        begin = time.monotonic()
+        registrar.close()
+        assert time.monotonic() - begin < registration._TURN_SECS / 4
+    assert not fake.pinned
+
+
+def test_a_rank_that_is_stuck_while_it_registers_does_not_keep_the_others(
+    fake: FakeDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(registration, "_TURN_SECS", 0.2)
+    slot = shared_slot(10 * PAGE)
+    with turn_of_another_rank(tmp_path / "turns"), closing(registrar_with(tmp_path / "turns", [slot])) as mine:
+        until(lambda: mine.idle, "registered", SECS)
+        assert sum(fake.pinned.values()) == slot.numel()
+    assert caplog.text.count("goes on beside it") == 1
+
+
+def test_registration_rests_between_pieces(fake: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As long as each piece took, without the turn."""
+    times: list[tuple[float, float]] = []
+
+    def slowly(address: int, nbytes: int) -> bool:
+        begin = time.monotonic()
+        time.sleep(0.05)
+        times.append((begin, time.monotonic()))
+        return True
+
+    monkeypatch.setattr(registration, "pin_pages", slowly)
+    monkeypatch.setattr(registration, "unpin_pages", lambda address: None)
+    slot = shared_slot(12 * PAGE)
+    registrar = Registrar(CPU, Locality(), None, None)
+    registrar.add([slot])
+    registrar.begin()
+    until(lambda: registrar.idle, "registered", SECS)
+    registrar.close()
+    assert len(times) == 3
+    assert all(after[0] - before[1] >= 0.9 * (before[1] - before[0]) for before, after in pairwise(times))
+
+
+def test_where_ftckpt_turned_off_nothing_is_unpinned_while_training_goes_on(
+    fake: FakeDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unpinning may wait for all that the device has. What is of training, and buffers, are let go of."""
+    snapshots = Snapshots(monkeypatch)
+    snapshots.take()
+    held = [weakref.ref(tensor) for tensor in (*snapshots.tensors, *fake.buffers, snapshots.copier._staging)]
+    assert fake.pinned and len(held) == 5
+    snapshots.capture.stop()
+    assert fake.pinned and not fake.unpinned_by
+    snapshots.tensors.clear()
+    fake.buffers.clear()
+    fake.streams.clear()
+    gc.collect()
+    assert [ref() for ref in held] == [None] * 5
+    snapshots.capture.close()
+    assert not fake.pinned
+
+
+@pytest.mark.parametrize("nodes", [{0: 9, 1: 3}, {1: 12}, {0: 12}, {}])
+def test_slots_on_another_numa_node_than_the_device_are_told(
+    fake: FakeDevice, monkeypatch: pytest.MonkeyPatch, nodes: dict[int, int]
+) -> None:
+    slots, told = [shared_slot(2 * PAGE), shared_slot(3 * PAGE)], list[object]()
+    looked: list[int] = []
+
+    def nodes_of(slot: torch.Tensor) -> dict[int, int]:
+        assert all(pages_present(slot.data_ptr(), slot.numel())), "pages that are not there lie nowhere"
+        looked.append(slot.data_ptr())
+        return nodes
+
+    monkeypatch.setattr(registration, "nodes_of", nodes_of)
+    registrar = Registrar(CPU, Locality(None, 0), None, lambda *said: told.append(said))
+    registrar.add(slots)
+    registrar.begin()
+    until(lambda: registrar.idle, "registered", SECS)
+    registrar.close()
+    assert looked == [slot.data_ptr() for slot in slots]
+    assert told == ([(0, nodes)] * 2 if 1 in nodes else [])

@@ -6,94 +6,20 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
 from ftckpt.capture import capture as capture_module
-from ftckpt.capture.capture import Capture
-from ftckpt.capture.device_copier import DeviceCopier
 from ftckpt.errors import CaptureError
-from ftckpt.model.snapshot import SnapshotId
-from ftckpt.store.control import SlotState
 from ftckpt.windows.bubbles import Always, Turn
-from ftckpt.windows.clock import DeviceClock
-from ftckpt.windows.node_budget import NoBudget
-from tests.support.device_states import CPU, assert_holds, live_state, plan, shared_slot
-from tests.support.fake_device import PAGE, SECS, FakeDevice, install
+from tests.support.device_snapshots import Snapshots
+from tests.support.fake_device import SECS, FakeDevice, install
 from tests.support.waiting import until
-
-SNAPSHOT = SnapshotId(b"l" * 16, 7)
 
 
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
     return install(monkeypatch)
-
-
-class Control:
-    """The control block's part in a capture: what was told of its one slot, in order."""
-
-    slots = 1
-
-    def __init__(self) -> None:
-        self.told: list[str] = []
-        self.state = SlotState.EMPTY
-
-    def record(self, _slot: int) -> Any:
-        return SimpleNamespace(snapshot=SNAPSHOT if self.state == SlotState.SEALED else None)
-
-    def begin(self, _slot: int) -> None:
-        self._tell("begin", SlotState.WRITING)
-
-    def set_objects(self, _slot: int, nbytes: int, digest: int) -> None: ...
-
-    def set_chunk_hash(self, _slot: int, chunk: int, digest: int) -> None:
-        self.told.append(f"chunk {chunk}")
-
-    def seal(self, _slot: int, _snapshot: SnapshotId, hashed: bool) -> None:
-        self._tell("seal", SlotState.SEALED)
-
-    def void(self, _slot: int) -> None:
-        self._tell("void", SlotState.EMPTY)
-
-    def _tell(self, what: str, state: SlotState) -> None:
-        self.told.append(what)
-        self.state = state
-
-
-class Snapshots:
-    """A capture of ``live_state`` into one slot. ``copier`` is the device's, ``slot`` the bytes in host memory."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, windows: Any = None) -> None:
-        self.tensors = live_state()
-        self.boundary = [tensor.clone() for tensor in self.tensors]
-        self.copies, size = plan(self.tensors, 3 * PAGE, parity=True)
-        self.slot, self.control = shared_slot(size), Control()
-        arena: Any = SimpleNamespace(
-            control=self.control,
-            image=SimpleNamespace(
-                num_stepped_chunks=len(self.copies),
-                objects=SimpleNamespace(begin=0, end=PAGE, nbytes=PAGE),
-                manifest=None,
-            ),
-            slot=lambda _slot: memoryview(self.slot.numpy()),
-            slot_error=lambda _slot: None,
-            checks=None,
-            hash_chunk=lambda _slot, _chunk: 0,
-        )
-        monkeypatch.setattr(capture_module, "chunk_copies", lambda image, parts: self.copies)
-        pieces: Any = [SimpleNamespace(tensor=tensor) for tensor in self.tensors]
-        self.copier = DeviceCopier(DeviceClock(CPU), NoBudget(), own_stream=True)
-        self.capture = Capture(arena, pieces, [], self.copier, windows)
-        until(lambda: self.copier.register_secs, "registered", SECS)
-
-    def begin(self) -> None:
-        self.capture.begin(SNAPSHOT, (), {})
-
-    def assert_boundary(self) -> None:
-        assert_holds(self.slot, self.copies, self.boundary, begin=PAGE)  # the first page is that of the objects
 
 
 @contextmanager

@@ -33,8 +33,8 @@ def section(arena: str, **settings: Any) -> dict[str, Any]:
     return {"enabled": True, "job": "doors", "node": "node", "arena": arena, **settings}
 
 
-def initialize(ftckpt_section: Any = None, data: Any = None, **config: Any) -> Any:
-    """A tiny engine with dropout."""
+def initialize(ftckpt_section: Any = None, data: Any = None, scheduler: Any = None, **config: Any) -> Any:
+    """A tiny engine with dropout. ``scheduler`` is made from its optimizer."""
     from ftckpt.standin import deepspeed as standin
 
     standin.install()
@@ -44,7 +44,9 @@ def initialize(ftckpt_section: Any = None, data: Any = None, **config: Any) -> A
     torch.manual_seed(5)
     model = torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH), torch.nn.Dropout(0.5))
     extra = {} if ftckpt_section is None else {"ftckpt": ftckpt_section}
-    engine, *_ = deepspeed.initialize(model=model, training_data=data, config={**JSON, **extra, **config})
+    engine, *_ = deepspeed.initialize(
+        model=model, training_data=data, lr_scheduler=scheduler, config={**JSON, **extra, **config}
+    )
     return engine
 
 
@@ -135,8 +137,8 @@ def test_remove_gives_the_loader_its_class_back(arena_root: Path) -> None:
     assert results(followed_loader, 1, str(arena_root)) == [[True, True, True]]
 
 
-def positions(rank: int, world_size: int, arena: str, items: int) -> str:
-    """A pipeline of one stage, over an iterator of so many items."""
+def positions(rank: int, world_size: int, arena: str, items: int, begin: int = 0) -> str:
+    """A pipeline of one stage, over an iterator of so many items, without those before ``begin``."""
     from ftckpt.standin import deepspeed as standin
 
     standin.install()
@@ -152,7 +154,8 @@ def positions(rank: int, world_size: int, arena: str, items: int) -> str:
     torch.manual_seed(5)
     net = PipelineModule([torch.nn.Linear(WIDTH, WIDTH)], num_stages=1, loss_fn=torch.nn.MSELoss())
     engine, *_ = deepspeed.initialize(model=net, config={**JSON, "ftckpt": section(arena)})
-    given = iter([(torch.full((2, WIDTH), float(i)), torch.zeros(2, WIDTH)) for i in range(items)])
+    given = iter([(torch.full((2, WIDTH), float(i)), torch.zeros(2, WIDTH)) for i in range(begin, items)])
+    assert engine.global_steps % 3 == 0
     try:
         for _ in range(3):
             engine.train_batch(given)
@@ -165,6 +168,8 @@ def positions(rank: int, world_size: int, arena: str, items: int) -> str:
 
 def test_items_that_were_drawn_from_a_scripts_iterator_are_skipped(arena_root: Path) -> None:
     assert results(positions, 1, str(arena_root), 4) == ["3.0"]
+    text = results(positions, 1, str(arena_root), 9, 3)[0]
+    assert "does not begin with the item that the job began with" in text and "named data" in text
     assert results(positions, 1, str(arena_root), 7) == ["6.0"]
     text = results(positions, 1, str(arena_root), 5)[0]
     assert "ends after 5 of the 6 items" in text and "ftckpt.deepspeed.register" in text
@@ -406,3 +411,42 @@ def test_what_was_taken_back_does_not_come_back(arena_root: Path, tmp_path: Path
     args = (loaded_in_training, 2, str(arena_root), str(tmp_path), True)
     assert [r.exitcode for r in run_ranks(*args, stand_in=False, expect_failures=True)] == [-9, -9]
     assert results(started_again, 2, str(arena_root)) == [4, 4]
+
+
+def annealed(rank: int, world_size: int, arena: str, folder: str, ends: tuple[int, int]) -> list[Any]:
+    """Under Megatron's scheduler: loads what is in storage, trains until ``ends[0]`` and saves at ``ends[1]``."""
+    import ftckpt.deepspeed
+
+    def scheduler(optimizer: Any) -> Any:
+        from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+        return OptimizerParamScheduler(optimizer, 0.0, 1e-3, 1e-5, 4, 40, "cosine", 0.0, 0.1, 40, "linear")
+
+    engine = initialize(section(arena) if arena else None, scheduler=scheduler)
+    rows: list[Any] = [engine.global_steps, engine.lr_scheduler.num_steps]
+    engine.load_checkpoint(folder)
+    rows += [engine.global_steps, engine.lr_scheduler.num_steps]
+    while engine.global_steps < ends[0]:
+        group = engine.basic_optimizer.param_groups[0]
+        rows.append((engine.global_steps, group["lr"], group["weight_decay"], train_step(engine)))
+        if engine.global_steps == ends[1]:
+            engine.save_checkpoint(folder)
+    ftckpt.deepspeed.remove()  # the last snapshot is finished
+    return rows
+
+
+@pytest.mark.parametrize("newer", ["memory", "storage", "nothing"])
+def test_a_scheduler_that_adds_what_it_loads_stands_where_the_newer_one_stood(
+    newer: str, arena_root: Path, tmp_path: Path
+) -> None:
+    """Both are loaded, one after the other, into one scheduler. ``nothing``: storage is empty."""
+    folder, start = str(tmp_path / "saved"), 5
+    (unbroken,) = results(annealed, 1, "", str(tmp_path / "empty"), (9, 0))
+    results(annealed, 1, str(arena_root), folder, (start, 0 if newer == "nothing" else 3))
+    if newer == "storage":
+        start = 7
+        results(annealed, 1, "", folder, (start, start))
+        (unbroken,) = results(annealed, 1, "", folder, (9, 0))
+    (resumed,) = results(annealed, 1, str(arena_root), folder, (9, 0))
+    assert resumed[:4] == [5, 10, start, 2 * start]  # a batch of two samples is two steps
+    assert resumed[4:] == unbroken[start - 9 :]

@@ -48,11 +48,17 @@ def listen(engine: Any, recorder: Recorder) -> Any:
     from ftckpt.deepspeed.pipeline import follow_pipeline
     from ftckpt.frameworks.doors import Patches
 
-    hooks = EngineHooks(Patches(), engine, recorder, lambda: recorder.log.append("begin"))  # type: ignore[arg-type]
+    def begin() -> None:
+        # Of each batch; here the first one counts.
+        if not recorder.log:
+            recorder.log.append("begin")
+
+    hooks = EngineHooks(Patches(), engine, recorder, begin)  # type: ignore[arg-type]
     if engine.pipeline_parallelism:
         follow_pipeline(hooks, lambda given: given)
     else:
         hooks.follow_micro_batches()
+    hooks.tell_pauses()
     hooks.fence_optimizer()
     return hooks
 
@@ -151,7 +157,7 @@ def test_deepspeeds_schedule_is_the_models(stages: int, micro_batches: int) -> N
         assert order == [step.kind for step in one_forward_one_backward(stages, stage, micro_batches)]
 
 
-def evaluated(rank: int, world_size: int, shape: Shape) -> list[str]:
+def evaluated(rank: int, world_size: int, shape: Shape, folder: str) -> list[str]:
     import torch
 
     job = build(shape)
@@ -166,13 +172,16 @@ def evaluated(rank: int, world_size: int, shape: Shape) -> list[str]:
         job.engine.train()
         with torch.no_grad():
             job.engine(tokens, labels)
+    job.engine.save_checkpoint(folder)
     assert not hooks.has_trained
     return recorder.log
 
 
 @pytest.mark.parametrize("name", by_default(["zero1", "zero3", "pp2"], ["zero1", "pp2"]))
-def test_evaluation_is_silent(name: str) -> None:
-    assert results(evaluated, 2, SHAPES[name]) == [[], []]
+def test_evaluation_and_saving_are_told_and_are_no_training(name: str, tmp_path: Path) -> None:
+    evaluation = ["evaluation begins", "evaluation ends"] if name == "pp2" else ["evaluates", "evaluates"]
+    expected = [*evaluation, "save begins", "save ends"]
+    assert results(evaluated, 2, SHAPES[name], str(tmp_path)) == [expected, expected]
 
 
 def skipping(rank: int, world_size: int, shape: Shape) -> tuple[list[str], int]:

@@ -19,7 +19,7 @@ from ftckpt.smp import arenas as arenas_module
 from ftckpt.store.arena import Arena
 from ftckpt.store.checks import CheckState
 from ftckpt.store.control import SlotState
-from ftckpt.store.package import load, mirror_dir, package_path
+from ftckpt.store.package import Package, load, mirror_dir, package_path
 from ftckpt.store.parity_file import ParityFile, parity_path
 from ftckpt.store.record import HEADER_BYTES
 from ftckpt.store.slots import slot_name
@@ -339,6 +339,56 @@ def test_a_torn_package_is_not_taken_for_one(node: Node, smp: Smp) -> None:
     assert node.packages(7) == ["dp0", "dp1", "dp2"]
 
 
+def test_configure_reads_no_package_and_nothing_counts_before_they_are_read(
+    node: Node, smp: Smp, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for iteration in (7, 8):
+        node.snapshot(iteration - 7, iteration)
+        node.target(iteration)
+        if iteration == 7:
+            smp.start()
+        until(lambda: node.covered(iteration), "covered")  # noqa: B023
+        node.protected(iteration)
+    smp.pause()
+    node.target(-1)
+    read: list[str] = []
+    may_go_on = Event()
+
+    def slow(path: Path) -> Package:
+        read.append(path.name)
+        assert may_go_on.wait(60)
+        return load(path)
+
+    monkeypatch.setattr("ftckpt.store.package.load", slow)
+    smp.configure(describe(node, [node], NODE, {}, smp_gbps=1.0))
+    assert read == [] and node.states(8) == [CheckState.CHECKED] * 3
+    smp.start()
+    until(lambda: read, "read as a duty")
+    assert node.states(8) == [CheckState.CHECKED] * 3
+    node.snapshot(2, 9)
+    until(lambda: node.checked(9), "other duties go on meanwhile")
+    may_go_on.set()
+    until(lambda: node.covered(8), "proven, without a target")
+    assert smp.events.of("covered")[2:] == [] and smp.events.of("not_covered") == []
+
+
+def test_a_claim_that_is_not_proven_is_no_claim_any_more(node: Node, smp: Smp) -> None:
+    node.snapshot(0, 7)
+    node.target(7)
+    smp.start()
+    until(lambda: node.covered(7), "covered")
+    smp.pause()
+    node.target(-1)
+    path = next(mirror_dir(node.dir).glob("dp1.*"))
+    path.write_bytes(path.read_bytes()[:-1])
+    smp.configure(describe(node, [node], NODE, {}, smp_gbps=1.0))
+    smp.start()
+    smp.settle()
+    assert node.states(7) == [CheckState.CHECKED] * 3
+    [event] = smp.events.of("not_covered")
+    assert event["iteration"] == 7 and "package of dp1" in event["reason"]
+
+
 def test_a_package_that_goes_while_a_target_is_covered_is_not_claimed(
     node: Node, smp: Smp, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -530,6 +580,10 @@ class TestScrub:
         until(lambda: node.covered(7), "covered")
         smp.pause()
         smp.configure(describe(node, [node], NODE, {}, scrub_secs=0.05))
+        scrubber = smp.duties._scrubber
+        scrubber._next += 3600  # not while what is covered is proven anew
+        until(lambda: not smp.duties.step(time.monotonic() + 0.1) and node.covered(7), "proven anew")
+        scrubber._next = 0.0
         return smp
 
     def test_a_bad_chunk_is_told_and_left_to_a_restart(self, node: Node, covered: Smp) -> None:
@@ -589,12 +643,17 @@ class TestScrub:
     def test_bad_parity_is_computed_anew(self, node: Node, covered: Smp) -> None:
         with closing(parity_of(node.arenas[0].path, "node", 7)) as file:
             path, blocks = file.path, file.num_blocks
-        with closing(ParityFile.open(path, writable=True)) as file:
-            for block in range(blocks):
-                file.block(block)[3] ^= 1
         covered.start()
-        until(lambda: len(covered.events.of("repaired")) == blocks, "repaired")
+        for times in (1, 2):
+            with closing(ParityFile.open(path, writable=True)) as file:
+                for block in range(blocks):
+                    file.block(block)[3] ^= 1
+            until(lambda times=times: len(covered.events.of("repaired")) == blocks * times, "repaired")
+            # A run that finds nothing bad: what goes bad after it is new.
+            runs = len(covered.events.of("scrubbed"))
+            until(lambda runs=runs: len(covered.events.of("scrubbed")) >= runs + 2, "scrubbed")
         assert check_parity([node], NODE, 7) > 5 and node.covered(7)
+        assert len(covered.events.of("corrupt")) == blocks * 2
 
     @pytest.mark.parametrize(("damage", "at"), [("header", 20), ("record", HEADER_BYTES + 10), ("file", None)])
     def test_parity_that_nobody_could_read_is_written_anew(

@@ -122,8 +122,45 @@ def forward_only(rank: int, world_size: int) -> list[str]:
     return recorder.log
 
 
-def test_evaluation_does_not_fence() -> None:
-    assert run_ranks(forward_only, 2)[0].value == []
+def test_evaluation_does_not_fence_and_is_a_sign_of_life() -> None:
+    assert run_ranks(forward_only, 2)[0].value == ["evaluates"]
+
+
+def paused(rank: int, world_size: int) -> list[Any]:
+    """What is told of a train loop's pauses, by functions of a module that looks them up as Megatron-LM's does."""
+    import sys
+    import types
+
+    import train_gpt
+
+    from ftckpt.megatron import door, hooks
+
+    recorder = Recorder()
+    loop: Any = types.ModuleType("megatron.training.training")
+    loop.evaluate = lambda: recorder.log.append("evaluate")
+    loop.evaluate_and_print_results = lambda prefix: loop.evaluate()
+    loop.save_checkpoint = lambda iteration, *, kind: (iteration, kind)
+    loop.save_checkpoint_and_time = lambda iteration: loop.save_checkpoint(iteration, kind="torch")
+    loop.maybe_finalize_async_save = lambda blocking=False: blocking
+    before = dict(vars(loop))
+    sys.modules[loop.__name__] = loop
+    job = train_gpt.build(train_gpt.parse_args([*jobs.TINY, "--iterations", "2"]))
+    hooks.follow(recorder, job.optimizer, None)  # type: ignore[arg-type]
+    loop.evaluate_and_print_results("validation")
+    result = loop.save_checkpoint_and_time(5)
+    loop.maybe_finalize_async_save(blocking=False)
+    loop.maybe_finalize_async_save(blocking=True)
+    door.leave()
+    assert dict(vars(loop)) == before
+    return [result, *recorder.log]
+
+
+def test_a_train_loop_tells_when_it_evaluates_and_saves() -> None:
+    """This release's loop has no ``load_checkpoint``: it is no error."""
+    (result, *log) = run_ranks(paused, 1)[0].value
+    evaluation = ["evaluation begins", "evaluation begins", "evaluate", "evaluation ends", "evaluation ends"]
+    save = ["save begins", "save begins", "save ends", "save ends"]
+    assert log == [*evaluation, *save, "save begins", "save ends"] and result == (5, "torch")
 
 
 def unknown_version(rank: int, world_size: int) -> str:

@@ -270,6 +270,34 @@ def test_groups_of_experts_are_found_whether_experts_are_divided_or_not() -> Non
             assert result.value["lr"] == {group["lr"] for group in whole[0]["optimizers"][0]["groups"]}
 
 
+def graph_safe_tracker(rank: int, world_size: int) -> list[bool]:
+    """With generators in the place of states, as ``use_cudagraphable_rng`` makes them on a device."""
+    import torch
+    from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+
+    from ftckpt.megatron.state import load_rng, save_rng
+    from ftckpt.model import objects
+
+    build([])
+    tracker = get_cuda_rng_tracker()
+    tracker.set_states({name: torch.Generator().manual_seed(7) for name in tracker.get_states()})
+    saved = objects.decode(objects.encode(save_rng()))
+    before = tracker.get_states()
+    drawn = [torch.rand(4, generator=generator) for generator in before.values()]
+    load_rng(saved)
+    after = tracker.get_states()
+    assert list(after) == list(before) and "model-parallel-rng" in after
+    # New ones: what has taken hold of the old ones keeps its place in their numbers.
+    assert all(after[name] is not before[name] for name in before)
+    again = [torch.rand(4, generator=generator) for generator in after.values()]
+    return [torch.equal(one, other) for one, other in zip(drawn, again, strict=True)]
+
+
+def test_generators_of_a_graph_safe_tracker_come_back_as_generators() -> None:
+    for result in run_ranks(graph_safe_tracker, 1):
+        assert result.value and all(result.value)
+
+
 def test_a_group_that_no_layout_had_is_an_error() -> None:
     from ftckpt.model import objects
 

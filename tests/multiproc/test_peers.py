@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -14,7 +15,7 @@ from ftckpt.model.snapshot import SnapshotId
 from ftckpt.parity.modes import Modes
 from ftckpt.smp import sources
 from ftckpt.smp.channel import Channel, Delivery
-from ftckpt.smp.requests import BytesRequest
+from ftckpt.smp.requests import BytesRequest, ChunkRequest, PackageRequest
 from ftckpt.store.checks import CheckState
 from ftckpt.store.package import mirror_dir
 from ftckpt.store.parity_file import ParityFile
@@ -270,6 +271,42 @@ def test_only_a_few_chunks_are_asked_for_ahead(cluster: Cluster, monkeypatch: py
     assert most[0] == 3
 
 
+def test_packages_are_pulled_as_memory_allows(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    under_way: list[Any] = []
+    most = 0
+    request, take = sources.Sources.request, sources.Sources.take
+
+    def requested(self: Any, node: str, wanted: BytesRequest, at_most: int) -> Any:
+        nonlocal most
+        fetch = yield from request(self, node, wanted, at_most)
+        if isinstance(wanted, PackageRequest) and self.node == "n1":
+            under_way.append(fetch)
+            # One that was given up is requested anew.
+            most = max(most, sum(one.at_most for one in under_way if not one.cancelled))
+        return fetch
+
+    def taken(self: Any, node: str, fetch: Any, problem: Any) -> Any:
+        data = yield from take(self, node, fetch, problem)
+        if isinstance(fetch.request, PackageRequest):
+            assert len(data) <= fetch.at_most < len(data) + (64 << 10), "what may come is known beforehand"
+            under_way[:] = [one for one in under_way if one is not fetch]
+        return data
+
+    monkeypatch.setattr(sources.Sources, "request", requested)
+    monkeypatch.setattr(sources.Sources, "take", taken)
+    cluster.build([[0, 1, 2, 3, 4], [5]], PEER, start=False)
+    size = cluster.nodes[0].holdings()[0].package_bytes
+    monkeypatch.setattr("ftckpt.smp.cover.PULLED_BYTES", int(2.5 * size))
+    for node in cluster.nodes:
+        node.snapshot(0, 1)
+    cluster.target(1)
+    cluster.smps[0].start()
+    smp = cluster.smps[1].start()
+    until(lambda: cluster.nodes[1].covered(1), "covered")
+    assert size < most <= 3.5 * size and len(cluster.nodes[1].packages(1)) == 6
+    assert smp.duties.status()["network"] == {"gbps": 0.0, "source": "the test"}
+
+
 def test_the_limit_of_what_is_received_is_kept(cluster: Cluster) -> None:
     cluster.build([[0], [1]], PEER, network_gbps=0.0002)
     cluster.snapshot(0, 1)
@@ -280,12 +317,46 @@ def test_the_limit_of_what_is_received_is_kept(cluster: Cluster) -> None:
         assert covered["secs"] > 0.6 * (covered["received_bytes"] - CHUNK) / 2e5
 
 
-def test_transfers_hold_while_training_uses_the_network(cluster: Cluster) -> None:
+def test_what_is_sent_is_limited_too(cluster: Cluster) -> None:
+    cluster.build([[0], [1]], PEER, start=False)
+    one, other = cluster.smps
+    ports = {node.name: smp.port for node, smp in zip(cluster.nodes, cluster.smps, strict=True)}
+    one.configure(describe(cluster.nodes[0], cluster.nodes, PEER, ports, network_gbps=0.0002))
+    cluster.snapshot(0, 1)
+    cluster.target(1)
+    for smp in cluster.smps:
+        smp.start()
+    until(lambda: cluster.nodes[1].covered(1), "covered by the one that may receive all it likes")
+    [covered] = other.events.of("covered")
+    assert covered["secs"] > 0.6 * (covered["received_bytes"] - CHUNK) / 2e5
+    assert one.duties.status()["sent_bytes"] >= covered["received_bytes"]
+
+
+@pytest.mark.parametrize("phase", ["tail", "fence", "optimizer"])
+def test_nothing_is_sent_while_training_uses_the_network(cluster: Cluster, phase: str) -> None:
+    cluster.build([[0], [1]], PEER, start=False)
+    cluster.snapshot(0, 1)
+    cluster.target(1)
+    for smp in cluster.smps:
+        smp.duties.step(time.monotonic() + 0.3)
+    pulse = Pulse.open(cluster.nodes[0].dir, 0)
+    pulse.beat(1, phase)
+    [arena] = cluster.nodes[0].arenas
+    service, wanted = cluster.smps[0].duties.service, ChunkRequest(SnapshotId(LINEAGE, 1), arena.manifest.shard, 0)
+    begun = time.monotonic()
+    threading.Timer(0.5, pulse.beat, (1, "forward")).start()
+    with service.find(wanted) as delivery:
+        assert delivery is not None and time.monotonic() - begun > 0.4
+    pulse.leave()
+
+
+@pytest.mark.parametrize("phase", ["tail", "fence", "optimizer"])
+def test_transfers_hold_while_training_uses_the_network(cluster: Cluster, phase: str) -> None:
     cluster.build([[0], [1]], PEER, start=False)
     cluster.snapshot(0, 1)
     cluster.target(1)
     pulse = Pulse.open(cluster.nodes[0].dir, 0)
-    pulse.beat(1, "optimizer")
+    pulse.beat(1, phase)
     asked: list[float] = []
     fetch = cluster.smps[0].duties._peers.fetch
     cluster.smps[0].duties._peers.fetch = lambda *a: (asked.append(time.monotonic()), fetch(*a))[1]  # type: ignore[method-assign]

@@ -269,11 +269,11 @@ def followed(rank: int, world_size: int) -> dict[str, Any]:
     return seen
 
 
-def test_the_fence_comes_before_the_write_and_evaluation_tells_nothing() -> None:
+def test_the_fence_comes_before_the_write_and_evaluation_is_a_sign_of_life() -> None:
     seen = run_ranks(followed, 1, stand_in=False)[0].value
     assert seen["training"] == ["forward", "backward", "forward", "backward", "fence", "write"]
     assert seen["after a step"] == ""
-    assert seen["evaluation"] == []
+    assert seen["evaluation"] == ["evaluates", "evaluates"]
     assert seen["no step"] == ""
 
 

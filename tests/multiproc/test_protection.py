@@ -341,3 +341,13 @@ def test_what_cannot_work_is_an_error_at_start_on_all_ranks(
     results = run_ranks(train, 3, plan, expect_failures=True, grace_secs=10)
     for result in results:
         assert result.error is not None and "ConfigError" in result.error and text in result.error
+
+
+def test_the_limit_of_the_network_is_told_and_said_to_be_too_little_where_it_is(plan: Plan) -> None:
+    changes = {"protect": "peer", "network_gbps": "0.000001", "protect_timeout_secs": 1.0}
+    run_ranks(train, 2, replace(plan, nodes=["n0", "n1"], iterations=3, settings={**plan.settings, **changes}))
+    for rank in range(2):
+        [limit] = [event for event in told(plan, rank) if event["event"] == "network_limit"]
+        [slow] = [event for event in told(plan, rank) if event["event"] == "protection_slow"]
+        assert (limit["gbps"], limit["source"]) == (1e-6, "as set") and limit["secs"] > 1
+        assert slow["secs"] == pytest.approx(limit["secs"], abs=0.1) and slow["timeout_secs"] == 1.0

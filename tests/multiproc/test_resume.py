@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tests.support import jobs
+from tests.support.pool import run_ranks
 from tests.support.tiers import by_default
 
 pytestmark = pytest.mark.multiproc
@@ -45,6 +46,32 @@ def test_resume_is_bit_exact(name: str, settings: dict[str, Any], arena_root: Pa
     assert jobs.assert_continues(reference, resumed) in (3, 4)
     assert not jobs.events(settings, "snapshot_error")
     assert not list(arena_root.iterdir()), "an ended job left something behind"
+
+
+FP16 = ["--precision", "fp16", "--loss-scale", "65536", "--loss-scale-window", "2"]
+
+
+@pytest.mark.parametrize(
+    "first, then, told",
+    [
+        (FP16, [], "the loss scaler in the snapshot is left out: this job has none"),
+        ([], FP16, "the loss scaler begins anew, at 65536: the snapshot has none like it"),
+    ],
+    ids=["fp16 to bf16", "bf16 to fp16"],
+)
+def test_another_precision_takes_all_but_the_loss_scaler(
+    first: list[str], then: list[str], told: str, settings: dict[str, Any]
+) -> None:
+    """Weights are made anew from their masters; as in Megatron's own checkpoints the scaler stays behind, and it is
+    said."""
+    before = jobs.outcomes(2, jobs.Run([*first, "--tp", "2"], 4, settings, end="keep"))
+    resumed = run_ranks(jobs.train_and_tell, 2, jobs.Run([*then, "--tp", "2"], 5, settings))
+    (outcome, said), (other, nothing) = (result.value for result in resumed)
+    assert outcome.start == other.start == 4
+    assert told in said and "loss scaler" not in nothing
+    # Masters and moments went on: a job from the beginning has twice the loss's distance.
+    assert abs(outcome.history[0][1] - before[0].history[-1][1]) < 0.2
+    assert not jobs.events(settings, "snapshot_error")
 
 
 def test_interval(settings: dict[str, Any]) -> None:

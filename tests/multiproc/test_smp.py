@@ -21,6 +21,7 @@ from ftckpt.errors import ArenaError, SmpError
 from ftckpt.smp import client as client_module
 from ftckpt.smp.channel import HELLO, MAGIC, RefusedError, Trust, connect, socket_address
 from ftckpt.smp.client import SmpClient, find_or_start
+from ftckpt.smp.footprint import NICE
 from ftckpt.smp.requests import MAX_REQUEST_BYTES
 from ftckpt.store.arena import Arena
 from ftckpt.store.directory import clean_job, list_arenas, node_directory, remove_job_if_empty
@@ -115,7 +116,9 @@ def test_it_is_nobodys_child_and_holds_nothing_of_who_started_it(site: Site, tmp
         fields = proc(pid, "stat").rpartition(")")[2].split()
         parent, group, session = (int(field) for field in fields[1:4])
         assert parent != starter.pid and starter.pid not in (group, session) and pid not in (group, session)
-        assert int(fields[16]) == 19, "nice"
+        assert int(fields[16]) == min(19, os.nice(0) + NICE) and int(fields[38]) == os.SCHED_BATCH
+        if Path("/proc/self/autogroup").exists():
+            assert proc(pid, "autogroup").split()[-1] == str(NICE)
         links = [os.readlink(entry) for entry in Path(f"/proc/{pid}/fd").iterdir() if entry.exists()]
         allowed = ("/dev/null", "socket:", "anon_inode:", str(site.node_dir))
         assert all(link.startswith(allowed) for link in links), links
@@ -321,6 +324,28 @@ def test_its_own_memory_and_its_log_are_bounded(site: Site) -> None:
     assert status["anon_bytes"] < ANON_LIMIT_BYTES
     assert 10_000 < (site.node_dir / "smp.log").stat().st_size < 300_000
     assert "unknown request 'the last'" in site.log, "the newest is kept"
+
+
+def test_a_job_of_a_thousand_nodes_costs_no_more_than_one_of_two(site: Site) -> None:
+    client = site.start()
+    pid = client.hello()["pid"]
+    port = client.listen("127.0.0.1", SECRET)
+    peers = {f"node{at}": ["127.0.0.1", port] for at in range(1000)}
+    costs = []
+    for known in (dict(list(peers.items())[:1]), peers):
+        client.configure({**site.description(), "peers": known})
+        costs.append((len(os.listdir(f"/proc/{pid}/task")), len(os.listdir(f"/proc/{pid}/fd"))))
+    threads, descriptors = costs[1]
+    print(f"{threads} threads, {descriptors} descriptors")
+    assert threads <= costs[0][0] + 1 and descriptors <= costs[0][1] + 1  # a connection of the client may be ending
+
+
+def test_its_memory_is_bounded_by_the_largest_package(site: Site) -> None:
+    client = site.start()
+    pid = client.hello()["pid"]
+    client.configure({**site.description(), "mirror_from": {"n1": {"dp0": 500 << 20, "dp1": 1000}}})
+    limits = next(line for line in proc(pid, "limits").splitlines() if line.startswith("Max data size"))
+    assert limits.split()[3] == str((1 << 30) + 3 * (500 << 20))
 
 
 @pytest.mark.parametrize("how", ["lock", "pulse"])

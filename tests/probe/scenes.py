@@ -181,9 +181,8 @@ SCENES: dict[str, Scene] = {
         source="storage",
     ),
     "storage-lost": Scene(
-        "--save and --load, two arenas lost, --ftckpt-on-lost fresh",
+        "--save and --load, two arenas lost",
         f"{layout(pp=2)} {SHARDED} {BF16} {STORAGE}",
-        ftckpt="--ftckpt-on-lost fresh",
         kills=(Kill(8, "job", lose="two"),),
         source="storage",
     ),

@@ -22,6 +22,7 @@ from ftckpt.model.topology import RankPlace, Topology
 from ftckpt.restore.choice import Decision
 from ftckpt.store.arena import Arena
 from tests.support.choosing import decided, inventory_of
+from tests.support.waiting import until
 
 T = TypeVar("T")
 LINEAGE = b"l" * 16
@@ -92,6 +93,18 @@ def on_all(members: list[Rank], action: Callable[[Rank], T]) -> list[T]:
     """Run ``action`` for all ranks at the same time; the first error, if there is one, is raised."""
     with ThreadPoolExecutor(len(members)) as pool:
         return [future.result() for future in [pool.submit(action, member) for member in members]]
+
+
+def complete(member: Rank) -> list[int]:
+    """The slots that a rank's arena gets when it asks for those that it lacks, at one boundary after the other."""
+    slots: list[int] = []
+
+    def over() -> bool:
+        slots.extend(member.arenas.complete(member.have))
+        return member.arenas._supply is None
+
+    until(over, "slots")
+    return slots
 
 
 def write(arena: Arena, slot: int, iteration: int, lineage: bytes = LINEAGE, seal: bool = True) -> None:

@@ -115,7 +115,8 @@ def prepared(
     """A copier whose registration is through, one way or the other."""
     copier = DeviceCopier(DeviceClock(device), budget or NoBudget(), own_stream)
     copier.prepare(slots)
-    until(lambda: not slots or copier.register_secs, "registered", SECS)
+    copier._registrar.begin()
+    until(lambda: copier._registrar.idle, "registered", SECS)
     try:
         yield copier
     finally:

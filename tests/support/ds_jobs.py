@@ -60,6 +60,7 @@ SHAPES = {
     "zero2-offload": Shape(2, config=BF16 | zero(2, offload_optimizer={"device": "cpu"})),
     "zero3": Shape(2, config=BF16 | zero(3, stage3_param_persistence_threshold=100)),
     "zero3-fp32": Shape(2, ["--freeze"], zero(3, stage3_param_persistence_threshold=0)),
+    "zero3-tp2": Shape(4, ["--tp", "2"], BF16 | zero(3, stage3_param_persistence_threshold=100)),
     "bf16-optimizer": Shape(2, config=BF16 | zero(1) | {"data_types": {"grad_accum_dtype": "fp32"}}),
     "pp2-dp2": Shape(4, ["--pp", "2", "--tie"], BF16 | zero(1)),
     "pp2-fp16": Shape(2, ["--pp", "2"], fp16(36)),

@@ -1,6 +1,9 @@
 """A device that does nothing until somebody waits, and then runs queued work in the order a test asks for.
 
 Its clock is logical: it counts the milliseconds that work was said to take, one piece after the other.
+
+While training runs (``train``) it is full of kernels that wait for other ranks' kernels. Whatever may wait for such a
+device, the first use of a kernel and every allocation, is an error then: on a real one it may never return.
 """
 
 from __future__ import annotations
@@ -8,18 +11,18 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
-from ftckpt.capture import copier, device_copier
-from ftckpt.capture import device_copier as graphs
-from ftckpt.capture.chunks import ChunkCopy, combine
+from ftckpt.capture import chunks, copier, device_copier, driver, registration
+from ftckpt.capture.chunks import ChunkCopy, Segment, combine
 
 PAGE = 4096
 SECS = 20.0
@@ -38,6 +41,8 @@ class FakeEvent:
         self.recorded: Recorded | None = None
 
     def record(self, stream: FakeStream) -> None:
+        if self.recorded is None:
+            FakeDevice.now.allocate("an event")  # as torch does: at its first use
         recorded = self.recorded = Recorded()
 
         def reached() -> None:
@@ -76,6 +81,7 @@ class FakeStream:
         self.queue: deque[Work] = deque()
         self.waits: list[int] = []
         """For each wait that was enqueued: how many copies had been enqueued by then."""
+        FakeDevice.now.allocate("a stream")
         FakeDevice.now.streams.append(self)
 
     def enqueue(
@@ -107,6 +113,7 @@ class FakeDevice:
 
     def __init__(self) -> None:
         FakeDevice.now = self
+        self.training = False
         self.lock = threading.RLock()
         self.millis = 0.0
         self.copies = 0
@@ -126,6 +133,31 @@ class FakeDevice:
         self.refuse_pinning = False
         self.pinned: dict[int, int] = {}
         self.unpinned_by: set[str] = set()
+        self.buffers: list[torch.Tensor] = []
+        """Memory of the device."""
+        self.kernels: set[tuple[Any, ...]] = set()
+        """Those that are loaded."""
+
+    @contextmanager
+    def train(self) -> Iterator[None]:
+        """Training runs, and nothing may wait for it."""
+        self.training = True
+        try:
+            yield
+        finally:
+            self.training = False
+
+    def allocate(self, what: str) -> None:
+        """Where it happens while training runs the caller is the first to see the error."""
+        if self.training:
+            raise RuntimeError(f"{what} is allocated while training runs")
+
+    def use(self, kernels: Iterable[tuple[Any, ...]]) -> None:
+        """Launch kernels, which are loaded at their first use."""
+        for kernel in kernels:
+            if self.training and kernel not in self.kernels:
+                raise RuntimeError(f"the kernel {kernel} is loaded while training runs")
+            self.kernels.add(kernel)
 
     @property
     def side(self) -> FakeStream:
@@ -209,6 +241,9 @@ class FakeDevice:
             touched = [(a, n) for a, n in self.pinned.items() if a < end and begin < a + n]
             assert all(a <= begin and end <= a + n for a, n in touched), "copy across registrations"
 
+        to_device = any(slot.data_ptr() == buffer.data_ptr() for buffer in self.buffers)
+        self.use([("copy", "to the device" if to_device else "to the host")])
+
         def run() -> None:
             self.log.append(copy.chunk)
             copier.copy_chunk(tensors, copy, slot, at)
@@ -216,14 +251,39 @@ class FakeDevice:
         self.copies += 1
         self.current_stream().enqueue(run, millis=1.0)
 
-    def combine(self, *args: Any, **options: Any) -> None:
+    def combine(  # noqa: PLR0917 - as the real one
+        self,
+        tensors: Any,
+        segments: Iterable[Segment],
+        target: torch.Tensor,
+        begin: int,
+        end: int,
+        onto: bool = False,
+    ) -> None:
         """Queued like a copy, of which one follows."""
-        self.current_stream().enqueue(lambda: combine(*args, **options), millis=0.1)
+        segments = list(segments)
+        if not onto:
+            self.use([("zero", _kind(target[: end - begin]))])
+        for segment in segments:
+            live = tensors[segment.piece][segment.start : segment.start + segment.numel]
+            place = target[segment.offset - begin : segment.offset - begin + segment.nbytes]
+            self.use([("xor", _kind(live, place))])
+        self.current_stream().enqueue(lambda: combine(tensors, segments, target, begin, end, onto), millis=0.1)
+
+    def device_buffer(self, nbytes: int, _device: torch.device) -> torch.Tensor:
+        self.allocate("device memory")
+        self.buffers.append(torch.empty(nbytes, dtype=torch.uint8))
+        return self.buffers[-1]
+
+    def pinned_buffer(self, nbytes: int) -> torch.Tensor:
+        self.allocate("pinned memory")
+        return torch.empty(nbytes, dtype=torch.uint8)
 
     def register(self, address: int, nbytes: int, _flags: int) -> int:
         self.check_thread()
         if self.refuse_pinning:
             return 2
+        assert all(pages_present(address, nbytes)), "the driver faults pages in under its lock"
         self.pinned[address] = nbytes
         return 0
 
@@ -231,6 +291,20 @@ class FakeDevice:
         self.unpinned_by.add(threading.current_thread().name)
         del self.pinned[address]
         return 0
+
+
+def pages_present(address: int, nbytes: int) -> list[bool]:
+    """Of each page in a range of this process's memory, whether it is there; the kernel keeps 8 bytes of each."""
+    with open("/proc/self/pagemap", "rb") as pagemap:
+        pagemap.seek(address // PAGE * 8)
+        entries = np.frombuffer(pagemap.read(-(-nbytes // PAGE) * 8), np.uint64)
+    return [bool(entry >> np.uint64(63)) for entry in entries]
+
+
+def _kind(*operands: torch.Tensor) -> tuple[int, bool]:
+    """Torch has a kernel for each width up to which all addresses are aligned, of words and of bytes."""
+    width = next(width for width in (16, 8, 4, 2, 1) if all(data.data_ptr() % width == 0 for data in operands))
+    return width, all(chunks._in_words(data.view(torch.uint8)) for data in operands)
 
 
 def install(monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
@@ -245,11 +319,13 @@ def install(monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
     for name, value in replaced.items():
         monkeypatch.setattr(torch.cuda, name, value)
     monkeypatch.setattr(device_copier, "copy_chunk", made.copy_chunk)
-    monkeypatch.setattr(device_copier, "combine", made.combine)
+    for name in ("combine", "device_buffer", "pinned_buffer"):
+        monkeypatch.setattr(device_copier, name, getattr(made, name))
     monkeypatch.setattr(copier, "in_host_memory", lambda tensor: False)
-    monkeypatch.setattr(device_copier, "_REGISTER_BYTES", 4 * PAGE)
+    for module in (device_copier, registration):
+        monkeypatch.setattr(module, "PIECE_BYTES", 4 * PAGE)
     monkeypatch.setattr(
-        graphs,
+        driver,
         "exchange_capture_mode",
         lambda: lambda _mode: made.beside_captures.add(threading.current_thread().name),
     )

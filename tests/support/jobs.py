@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
+import logging
 import os
 import signal
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -106,6 +108,13 @@ def train(rank: int, world_size: int, run: Run) -> Outcome:
     if job.checkpointer is not None:
         job.checkpointer.close(remove=run.end == "close")
     return Outcome(start, rows, hashes)
+
+
+def train_and_tell(rank: int, world_size: int, run: Run, train_job: Callable[..., Outcome] = train) -> Any:
+    """The outcome of ``train_job``, and what ftckpt logged meanwhile."""
+    stream = io.StringIO()
+    logging.getLogger("ftckpt").addHandler(logging.StreamHandler(stream))
+    return train_job(rank, world_size, run), stream.getvalue()
 
 
 def outcomes(world_size: int, run: Run, timeout_secs: float = 120.0) -> list[Outcome]:

@@ -41,11 +41,16 @@ def next_code():
     (here / "codes.json").write_text(json.dumps(left[1:]))
     return left[0] if left else 0
 
+def say_verdict(argv):
+    if "ended" in argv and "--forget" not in argv and (here / "verdict").exists():
+        print((here / "verdict").read_text())
+
 def srun():
     options = dict(word[2:].partition("=")[::2] for word in argv if word.startswith("--"))
     command = argv[next(i for i, word in enumerate(argv) if not word.startswith("--")):]
     nodes = options["nodelist"].split(",")
     if "overlap" in options:
+        say_verdict(argv)
         dead = json.loads((here / "dead.json").read_text())
         return int(nodes[0] in dead)
     if not (here / "run").exists():
@@ -78,7 +83,9 @@ if name == "scontrol":
     print(argv[-1].replace(",", "\n"))
 elif name == "srun":
     sys.exit(srun())
-elif name != "python3":
+elif name == "python3":
+    say_verdict(argv)
+else:
     sys.exit(next_code())
 """
 
@@ -122,6 +129,10 @@ class Standins:
     def codes(self, *codes: int | str) -> None:
         """Exit codes of the next steps, then 0. ``hang`` sleeps; ``dead:n1,n2`` fails and leaves these nodes dead."""
         (self.here / "codes.json").write_text(json.dumps(codes))
+
+    def verdict(self, code: int, reason: str) -> None:
+        """What a rank has ended the run with, for good."""
+        (self.here / "verdict").write_text(f"{code} {reason}")
 
     def dead(self, *nodes: str) -> None:
         """Nodes that do not answer."""

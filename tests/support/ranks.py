@@ -12,12 +12,14 @@ from typing import Any
 
 from ftckpt.capture.capture import writable_slots
 from ftckpt.config import Config
-from ftckpt.job.agreement import Agreement, Will
+from ftckpt.job.agreement import Agreement, AgreementError, Will
+from ftckpt.job.reunion import Reunion
 from ftckpt.job.session import (
     Guard,
     OldArenaRemoval,
     RankState,
     Skip,
+    Standing,
     Take,
     TargetMarks,
     TurnOff,
@@ -25,8 +27,8 @@ from ftckpt.job.session import (
 )
 from ftckpt.model.snapshot import SnapshotId
 
-POSTED, PROOF = "posted", "proof"
-"""Where a rank waits for others: with a deadline for their posts, without one in a proof."""
+POSTED, PROOF, CONNECTED = "posted", "proof", "connected"
+"""Where a rank waits for others: with a deadline for their posts, without one in a proof or to connect anew."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,9 @@ class Fate:
     ``copies``: of the last snapshot are ``sealed`` before the fence, or ``late``, after it; ``failed``; or ``stuck``:
     they run on when the snapshot is dropped. ``impatient``: it waits for nobody's post. ``begin_fails``: its
     snapshot fails before a copy begins. ``stretch``: its wish. ``smp``: what its node's SMP does, ``covers`` the
-    target, is ``slow``, ``gives up`` or is ``dead``. ``steps``: whether the optimizer does.
+    target, is ``slow``, ``gives up`` or is ``dead``. ``steps``: whether the optimizer does. ``breaks``: where its
+    connections do: before a ``post``, before a ``read``, in a ``proof``, or as all ``connect`` anew. ``store``: it
+    ``answers``, or is ``slow``.
     """
 
     copies: str = "sealed"
@@ -45,17 +49,24 @@ class Fate:
     stretch: int = 1
     smp: str = "covers"
     steps: bool = True
+    breaks: str = ""
+    store: str = "answers"
 
 
 CALM = Fate()
 
 
 class Rounds:
-    """The all-reduce: the n-th posts of all ranks belong together, and are there when the last one is."""
+    """The all-reduce: the n-th posts of all ranks belong together, and are there when the last one is.
+
+    ``given_up``: the notice of a rank whose connections broke. ``came``: what ranks then told each other.
+    """
 
     def __init__(self, size: int) -> None:
         self.size = size
         self.posts: list[dict[int, Sequence[int]]] = []
+        self.given_up = False
+        self.came: dict[int, bytes] = {}
 
     def put(self, rank: int, number: int, words: Sequence[int]) -> None:
         if len(self.posts) == number:
@@ -70,17 +81,68 @@ class RankGroup:
     """What ``Agreement`` uses of a group."""
 
     def __init__(self, rounds: Rounds, rank: int) -> None:
-        self._rounds = rounds
+        self.rounds = rounds
         self._rank = rank
         self.num_posted = 0
+        self.lost = False
+
+    def give_up(self, reason: str) -> None:
+        self.lost = self.rounds.given_up = True
 
     def start_minimum(self, words: Sequence[int]) -> tuple[int, Any]:
+        if self.lost:
+            raise RuntimeError("connections broke")
         number, self.num_posted = self.num_posted, self.num_posted + 1
-        self._rounds.put(self._rank, number, words)
-        return number, Minimum(self._rounds, number)
+        self.rounds.put(self._rank, number, words)
+        return number, Minimum(self.rounds, number)
 
     def finish(self, number: int, timeout_secs: float) -> bool:
-        return self._rounds.complete(number)
+        if not self.lost and self.rounds.complete(number):
+            return True
+        if self.lost or self.rounds.given_up:
+            self.lost = True
+            raise RuntimeError("a rank gave up")
+        return False
+
+
+class Board:
+    """The job's store."""
+
+    def __init__(self) -> None:
+        self.texts: dict[str, str] = {}
+
+    def add(self, key: str, number: int) -> int:
+        self.texts[key] = str(int(self.texts.get(key, "0")) + number)
+        return int(self.texts[key])
+
+    def set(self, key: str, text: str) -> None:
+        self.texts[key] = text
+
+    def check(self, keys: Sequence[str]) -> bool:
+        return all(key in self.texts for key in keys)
+
+    def get(self, key: str) -> bytes:
+        return self.texts[key].encode()
+
+    def compare_set(self, key: str, expected: str, text: str) -> bytes:
+        return self.texts.setdefault(key, text).encode()
+
+
+class Answer:
+    """A call of the store, at once or, where that is ``slow``, when somebody waits for it or asks a second time."""
+
+    def __init__(self, call: Callable[[], Any], slow: bool) -> None:
+        self.value: Any = None
+        self._call: Callable[[], Any] | None = call
+        self._slow = slow
+
+    def ended(self, patience_secs: float = 1.0) -> bool:
+        if self._slow and not patience_secs:
+            self._slow = False
+            return False
+        if self._call is not None:
+            self.value, self._call = self._call(), None
+        return True
 
 
 @dataclass
@@ -115,15 +177,27 @@ class Rank:
     """Verdicts that it has read."""
     missed: bool = False
     decision: Take | Skip | None = None
+    fate: Fate = CALM
 
     def __post_init__(self) -> None:
         self.slots = dict.fromkeys(range(self.num_slots))
 
-    def start(self, config: Config, protects: bool, rounds: Rounds) -> None:
+    def start(self, config: Config, protects: bool, rounds: Rounds, board: Board) -> None:
         self.state = RankState(config, protects)
+        self._connect(rounds)
+        self.reunion = Reunion(
+            board, "reunion", rounds.size, lambda call: self._ask(Answer(call, self.fate.store == "slow"))
+        )
+        self.flight, self.read, self.waits = None, 0, ""
+
+    def _ask(self, answer: Answer) -> Answer:
+        if self.fate.store == "answers":
+            answer.ended()
+        return answer
+
+    def _connect(self, rounds: Rounds) -> None:
         self.group = RankGroup(rounds, self.index)
         self.agreement = Agreement(self.group)  # type: ignore[arg-type]
-        self.flight, self.read, self.waits = None, 0, ""
 
     @property
     def sealed(self) -> set[SnapshotId]:
@@ -136,7 +210,7 @@ class Rank:
     def iterate(self, job: Job, iteration: int, fate: Fate) -> Generator[None]:
         """The steps of an iteration; ``waits`` says at each what this rank waits for."""
         state = self.state
-        self.decision, self.missed = None, False
+        self.decision, self.missed, self.fate = None, False, fate
         if fate.smp == "covers" and self.marks.target in self.slots.values() and self.marks.target is not None:
             self.covered.add(self.marks.target)
         if self.flight is not None and self.flight.stuck and fate.copies != "stuck":
@@ -156,6 +230,9 @@ class Rank:
         if state.undoes(iteration):
             self._go_back(job, iteration)
             return
+        if state.lost:
+            yield from self._search(job, iteration)
+            return
         due = state.boundary(iteration)
         job.heard(self.index, iteration, due)
         if not due:
@@ -173,7 +250,26 @@ class Rank:
             self.waits = POSTED
         yield
         self.waits = ""
-        verdicts = self.agreement.read(0.0)
+        self._read(job)
+        yield
+        if state.proof_due:
+            yield from self._prove(job)
+        if self.missed:
+            self._execute(state.fail("no answer"))
+        elif not state.lost:
+            self._take(job, fate)
+
+    def _read(self, job: Job) -> None:
+        state = self.state
+        if state.lost:
+            return
+        if self.fate.breaks == "read":
+            self.group.give_up("")
+        try:
+            verdicts = self.agreement.read(0.0)
+        except AgreementError:
+            self._lose()
+            return
         if verdicts is None:
             self.missed = True
             job.missed(self)
@@ -181,18 +277,47 @@ class Rank:
         else:
             self.read += len(verdicts)
             self._execute(state.learn(verdicts, job.now_secs))
+
+    def _prove(self, job: Job) -> Generator[None]:
+        state = self.state
+        state.proves()
+        number = state.interval.number
+        job.proofs.setdefault(number, {})[self.index] = (self._late, state.has_stepped)
+        self.waits = PROOF
         yield
-        if state.proof_due:
-            state.proves()
-            job.proofs.setdefault(state.interval.number, {})[self.index] = (self._late, state.has_stepped)
-            self.waits = PROOF
+        self.waits = ""
+        if not job.prove(number) or self.fate.breaks == "proof":
+            self._lose()
+
+    def _lose(self) -> None:
+        self.group.give_up("")
+        self._execute(self.state.lose("connections broke"))
+
+    def _search(self, job: Job, iteration: int) -> Generator[None]:
+        """A boundary while ranks are lost."""
+        state = self.state
+        self._execute(state.search(job.now_secs))
+        name = "" if state.off else self.reunion.meets(iteration)
+        if self.reunion.stopped and not state.off:
+            self._execute([state.turn_off(self.reunion.stopped)])
+        elif name:
+            rounds = job.connecting.setdefault(name, Rounds(len(job.ranks)))
+            self._connect(rounds)
+            if self.fate.breaks == "connect":
+                self.group.give_up("")
+            rounds.came[self.index] = state.standing.encode()
+            self.waits = CONNECTED
             yield
             self.waits = ""
-            job.prove(state.interval.number)
-        if self.missed:
-            self._execute(state.fail("no answer"))
-            return
-        self._take(job, fate)
+            if rounds.given_up or len(rounds.came) < rounds.size:
+                self.group.give_up("")
+                self.reunion.ended(well=False)
+                return
+            self.reunion.ended(well=True)
+            standings = [Standing.decode(data) for _, data in sorted(rounds.came.items())]
+            self._execute(state.reunite(standings, iteration, job.now_secs))
+            self.read = job.knows.read
+            job.reunited(rounds)
 
     def _take(self, job: Job, fate: Fate) -> None:
         writable = self._writable()
@@ -241,8 +366,15 @@ class Rank:
         will = Will.SKIP if self.flight is not None else Will.GO
         round_ = state.round_to_post(self.newest, will, fate.stretch, guard, job.now_secs)
         assert not state.off, "a rank that is off posts"
-        job.rounds_posted.setdefault(self.group.num_posted, []).append(round_)
-        self.agreement.post(round_)
+        if fate.breaks == "post":
+            self.group.give_up("")
+        number = self.group.num_posted
+        try:
+            self.agreement.post(round_)
+        except AgreementError:
+            self._lose()
+            return
+        job.rounds_posted.setdefault(number, []).append(round_)
         state.posted(round_)
 
     def _execute(self, decisions: Sequence[Any]) -> None:
@@ -254,9 +386,11 @@ class Rank:
                     self.marks = decision
                 case OldArenaRemoval():
                     self.old.clear()
-                case TurnOff():
+                case TurnOff(reason):
                     assert self.state.off
                     self._drop()
+                    if self.state.lost:
+                        self.reunion.stop(reason)
 
     def lay_out_anew(self) -> None:
         whole = self.state.whole
@@ -299,13 +433,16 @@ class Job:
         self.went_back = False
         self.lives += 1
         self.iteration = restored.iteration if restored is not None else 0
-        rounds = Rounds(len(self.ranks))
+        rounds, board = Rounds(len(self.ranks)), Board()
+        self.connecting: dict[str, Rounds] = {}
         self.proofs: dict[int, dict[int, tuple[bool, bool]]] = {}
         self.proven: set[int] = set()
+        self.unproven: set[int] = set()
+        self.rounds = rounds
         self.rounds_posted: dict[int, list[Any]] = {}
         self.boundaries: dict[int, dict[int, bool]] = {}
         for rank in self.ranks:
-            rank.start(self.config, self.protects, rounds)
+            rank.start(self.config, self.protects, rounds, board)
             newer = {s for s in rank.sealed if s != restored and s.iteration >= self.iteration}
             rank.slots = {slot: None if held in newer else held for slot, held in rank.slots.items()}
             rank.old -= newer
@@ -356,30 +493,50 @@ class Job:
         return ready[choose(len(ready))]
 
     def _blocked(self, rank: Rank) -> bool:
+        if rank.group.lost or rank.group.rounds.given_up:
+            return False
         if rank.waits == POSTED:
             return any(other.group.num_posted < rank.group.num_posted for other in self.ranks)
+        if rank.waits == CONNECTED:
+            return len(rank.group.rounds.came) < len(self.ranks)
         return rank.waits == PROOF and len(self.proofs[rank.state.interval.number]) < len(self.ranks)
 
     def heard(self, index: int, iteration: int, due: bool) -> None:
         self.boundaries.setdefault(iteration, {})[index] = due
 
     def missed(self, rank: Rank) -> None:
-        assert all(not other.state.off for other in self.ranks), "a rank waits for one that turned off"
+        first = rank.agreement._posted[0][1]
+        absent = [other for other in self.ranks if other.index not in rank.group.rounds.posts[first]]
+        assert not any(other.state.off for other in absent), "a rank waits for one that turned off"
 
-    def prove(self, number: int) -> None:
-        """What a proof does, on all ranks at once: it is collective, and so is a new layout."""
-        if number in self.proven:
+    def reunited(self, rounds: Rounds) -> None:
+        """A rank is; those that were lost with it will be, or notice that they are lost again."""
+        if rounds.posts or self.rounds is rounds:
             return
+        self.rounds, self.rounds_posted = rounds, {}
+        self.wrong = any(Standing.decode(data).wrong for data in rounds.came.values())
+
+    def prove(self, number: int) -> bool:
+        """What a proof does, on all ranks at once: it is collective, and so is a new layout. False: not all came."""
+        if number in self.proven:
+            return True
+        if len(self.proofs[number]) < len(self.ranks):
+            self.unproven.add(number)
+            return False
         self.proven.add(number)
         ranks = self.proofs[number].values()
-        new_arenas = self.changed_replicas and not any(late for late, _ in ranks)
+        broken = any(rank.fate.breaks == "proof" for rank in self.ranks)
+        new_arenas = self.changed_replicas and not any(late for late, _ in ranks) and not broken
         self.wrong = self.changed_replicas and not new_arenas
         if new_arenas:
             assert len({rank.state.whole for rank in self.ranks}) == 1, "ranks keep different snapshots"
         for rank in self.ranks:
+            if rank.fate.breaks == "proof":
+                continue  # it comes here itself, and is lost
             rank.state.proved(any(stepped for _, stepped in ranks), self.changed_replicas, new_arenas)
             if new_arenas:
                 rank.lay_out_anew()
+        return True
 
     def check(self) -> None:
         """What holds at any instant."""
@@ -401,8 +558,8 @@ class Job:
             "a snapshot is due on some ranks"
         )
         for number, entered in self.proofs.items():
-            assert len(entered) == len(self.ranks), f"some ranks alone had proof {number}"
-        heard = [rank for rank in self.on if not rank.missed and dues.get(rank.index)]
+            assert len(entered) == len(self.ranks) or number in self.unproven, f"some ranks alone had proof {number}"
+        heard = [rank for rank in self.on if not rank.missed and not rank.state.lost and dues.get(rank.index)]
         assert len({type(rank.decision) for rank in heard}) <= 1, "some ranks alone take the snapshot"
         assert len({rank.decision.keep for rank in heard if isinstance(rank.decision, Take)}) <= 1
         posted = self.rounds_posted.get(max(rank.group.num_posted for rank in self.ranks) - 1, [])

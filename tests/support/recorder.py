@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 
 class Recorder:
@@ -17,6 +18,15 @@ class Recorder:
 
     def phase(self, kind: str) -> None:
         self.log.append(kind)
+
+    def beat(self, evaluates: bool = False) -> None:
+        self.log.append("evaluates" if evaluates else "beat")
+
+    @contextmanager
+    def section(self, name: str) -> Iterator[None]:
+        self.log.append(f"{name} begins")
+        yield
+        self.log.append(f"{name} ends")
 
     def step(self, iteration: int) -> None:
         self.log.append(f"step {iteration}")

@@ -151,10 +151,11 @@ def describe(
 ) -> dict[str, Any]:
     """What a trainer tells the SMP of ``node``."""
     holdings = [holding for other in nodes for holding in other.holdings()]
-    kept: dict[str, list[str]] = {}
+    kept: dict[str, dict[str, int]] = {}
+    most_bytes = {holding.shard: holding.package_bytes for holding in holdings}
     for shard, places in mirrors(holdings, modes).items():
         if node.name in places[1:]:
-            kept.setdefault(places[0], []).append(shard)
+            kept.setdefault(places[0], {})[shard] = most_bytes[shard]
     groups = [
         group.to_json() for group in groups_of(nodes, modes) if node.name in {member.node for member in group.members}
     ]
@@ -169,6 +170,7 @@ def describe(
         },
         "groups": json.loads(json.dumps(groups)),
         "mirror_from": kept,
+        "network": {"gbps": settings.pop("network_gbps", 0.0), "source": "the test"},
         "settings": {"scrub_secs": 0.0, "protect_timeout_secs": 10.0, **settings},
     }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ftckpt.capture import affinity
-from ftckpt.capture.affinity import cores, format_cores, numa_node_of, parse_cores, pin
+from ftckpt.capture.affinity import Locality, cores, format_cores, locality, numa_node_of, parse_cores, pin, run_on
 from ftckpt.config import Config
 from ftckpt.errors import ConfigError
 
@@ -119,6 +120,31 @@ def test_the_numa_node_of_a_device(
     device.mkdir(parents=True)
     (device / "numa_node").write_text(content)
     assert numa_node_of(torch.device("cuda", 0)) == node
+
+
+@pytest.mark.parametrize("nodes", [1, 4])
+def test_where_there_is_one_numa_node_nothing_is_near(
+    sysfs: Path, monkeypatch: pytest.MonkeyPatch, nodes: int
+) -> None:
+    monkeypatch.setattr(affinity, "numa_node_of", lambda device: 0)
+    for node in range(nodes, 4):
+        shutil.rmtree(sysfs / f"devices/system/node/node{node}")
+    near = locality("auto", torch.device("cuda", 0))
+    allowed = {0, 1, 2, 3, 8, 9, 10, 11} & os.sched_getaffinity(0)
+    assert near == (Locality() if nodes == 1 else Locality(allowed, 0))
+    assert locality("none", torch.device("cuda", 0)).cores is None
+    own = os.sched_getaffinity(0)
+    assert locality(format_cores(own), torch.device("cuda", 0)).cores == own
+
+
+def test_what_is_run_on_cores_says_and_raises_what_it_does() -> None:
+    own = os.sched_getaffinity(0)
+    core = max(own)
+    assert run_on({core}, lambda: os.sched_getaffinity(0)) == {core}
+    assert run_on(None, threading.get_ident) == threading.get_ident()
+    with pytest.raises(ZeroDivisionError):
+        run_on({core}, lambda: 1 // 0)
+    assert os.sched_getaffinity(0) == own
 
 
 def test_an_unknown_numa_node_is_no_error(sysfs: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -192,6 +192,14 @@ def test_an_ended_job_leaves_nothing(root: Path) -> None:
         assert node_dir.stat().st_mode & 0o777 == 0o700
 
 
+def test_who_removes_a_job_tries_no_lock(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A try would make the file of a job that somebody else removes at this moment, and keep others from removing."""
+    JobLock(node_directory(root, "job", "node"), 0).release()
+    monkeypatch.setattr(fcntl, "lockf", lambda *_: pytest.fail("the job's lock was tried"))
+    assert remove_job_if_empty(root, "job", "node")
+    assert list(root.iterdir()) == []
+
+
 def test_another_node_keeps_its_part(root: Path) -> None:
     node_directory(root, "job", "a")
     other = node_directory(root, "job", "b")

@@ -10,7 +10,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,6 +23,7 @@ from ftckpt.errors import ConfigError, SmpError
 from ftckpt.events import Events
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.smp import peers as peers_module
+from ftckpt.smp import server as server_module
 from ftckpt.smp.channel import (
     FRAME,
     HELLO,
@@ -56,7 +57,7 @@ from ftckpt.smp.requests import (
     encode_request,
     exchange,
 )
-from ftckpt.smp.server import MAX_CONNECTIONS, Server
+from ftckpt.smp.server import MAX_CONNECTIONS, MAX_UNPROVEN, Server
 from tests.support.waiting import until
 
 SECRET = Trust(b"s" * 32)
@@ -793,19 +794,66 @@ def test_a_node_that_is_away_is_not_asked_all_the_time(monkeypatch: pytest.Monke
     assert fetched(peers)[1] == "n1: its SMP has no address"
 
 
-def test_connections_are_limited(hasty_to_meet: Server, events: Seen) -> None:
-    socks, server = [], hasty_to_meet
-    try:
-        for _ in range(MAX_CONNECTIONS + 5):
-            socks.append(dial(server))
+def test_strangers_keep_nobody_out(server: Server, events: Seen) -> None:
+    with ExitStack() as socks:
+        for _ in range(MAX_CONNECTIONS + MAX_UNPROVEN):
+            socks.enter_context(dial(server))
         until(lambda: events.all, "named", 15)
-        assert server.connections <= MAX_CONNECTIONS
-        assert "connections already" in str(events.all[0][1]["reason"])
-    finally:
-        for sock in socks:
-            sock.close()
-    with asking(server.port) as peers:  # those that did not prove anything are cut off, and others let in
-        until(lambda: fetched(peers)[0] is not None, "let in")
+        assert "wait to prove the secret" in str(events.all[0][1]["reason"])
+        assert server.connections <= MAX_UNPROVEN
+        # While all of them are still there: they have twenty seconds to prove the secret.
+        with asking(server.port, deadlines=HASTY_TO_MEET) as peers:
+            assert fetched(peers)[1] == ""
+
+
+def test_a_flood_from_one_address_turns_out_its_own(server: Server, events: Seen) -> None:
+    with closing(Channel(dial(server))) as slow, ExitStack() as flood:
+        mine = HELLO.pack(MAGIC, 0, b"n" * 32)
+        slow.write(mine, soon())
+        theirs = bytes(slow.read(HELLO.size, soon()))
+        for _ in range(2 * MAX_UNPROVEN):
+            flood.enter_context(socket.create_connection(("127.0.0.1", server.port), 10, ("127.0.0.2", 0)))
+        until(lambda: events.all, "turned out")
+        assert events.all[0][1]["address"] == "127.0.0.2"
+        slow.write(hmac.digest(SECRET.secret, b"ftckpt smp client" + mine + theirs, "sha256"), soon())
+        assert len(slow.read(32, soon())) == 32
+
+
+def test_connections_are_limited(store: Store, events: Seen, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_module, "MAX_CONNECTIONS", 3)
+    with serving(store, events) as server, ExitStack() as channels:
+        for _ in range(4):
+            channel = channels.enter_context(closing(Channel(dial(server))))
+            channel.greet(SECRET, soon())
+        with pytest.raises(PeerError):
+            channel.read(1, soon())
+        until(lambda: server.connections == 3, "refused")
+        assert "3 connections already" in str(events.all[0][1]["reason"])
+
+
+def test_of_a_thousand_nodes_those_that_are_asked_cost_a_thread(server: Server) -> None:
+    before = threading.active_count(), len(os.listdir("/proc/self/fd"))
+    with closing(Peers(PATIENT)) as peers:
+        peers.configure({f"n{at}": ("127.0.0.1", server.port) for at in range(1000)}, SECRET)
+        assert threading.active_count() == before[0]
+        for _ in range(2):
+            assert fetched(peers)[1] == ""
+        # One here, one at the other end, which is in this process, too.
+        assert threading.active_count() <= before[0] + 2
+        assert len(os.listdir("/proc/self/fd")) <= before[1] + 2
+
+
+def test_a_node_for_which_no_thread_can_be_started_is_asked_again(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with asking(server.port) as peers:
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", fail)
+            assert "no thread can be started for it" in fetched(peers)[1]
+        assert fetched(peers)[1] == ""
 
 
 def test_a_thread_that_cannot_be_started_costs_one_connection(

@@ -9,10 +9,14 @@ from typing import Any
 import pytest
 
 from ftckpt.config import Config
+from ftckpt.errors import ConfigError
 from ftckpt.job.agreement import AgreementError
 from ftckpt.job.checkpointer import Checkpointer
+from ftckpt.job.protection import Protection
 from ftckpt.job.session import Guard, OldArenaRemoval, RankState, TargetMarks, TurnOff
 from ftckpt.model.snapshot import SnapshotId
+from ftckpt.store.pulse import Pulse
+from tests.support.errors import raises
 
 LINEAGE = b"l" * 16
 
@@ -30,6 +34,13 @@ def test_an_action_that_fails_keeps_none_from_being_done() -> None:
     with pytest.raises(OSError, match="made there"):
         checkpointer._execute([OldArenaRemoval(), TurnOff("why")])
     assert done == [TurnOff("why")]
+
+
+def test_a_rollback_to_nothing_is_refused() -> None:
+    checkpointer = Checkpointer.__new__(Checkpointer)
+    checkpointer._shard = None
+    with raises(ConfigError, "rollback", "newer_than"):
+        checkpointer.restore(rollback=True)
 
 
 class Lessened:
@@ -72,7 +83,7 @@ def test_a_rank_that_has_turned_off_gives_signs_of_life() -> None:
     checkpointer = Checkpointer.__new__(Checkpointer)
     checkpointer._state = RankState(Config())
     checkpointer._closed, checkpointer._boundary = False, 2
-    checkpointer._pacer = SimpleNamespace()  # type: ignore[assignment]
+    checkpointer._pacer, checkpointer._shard = SimpleNamespace(), None  # type: ignore[assignment]
     checkpointer._protection = SimpleNamespace(beat=lambda _, kind: beats.append(kind))  # type: ignore[assignment]
     checkpointer._state.turn_off("why")
     checkpointer.fence()
@@ -80,13 +91,69 @@ def test_a_rank_that_has_turned_off_gives_signs_of_life() -> None:
     assert beats == ["fence", "start"]
 
 
-def test_a_rank_that_turns_off_in_the_fence_comes_to_nothing_collective() -> None:
-    """The others have done so at a boundary before: it would wait for them in a proof until the group's deadline."""
+def test_a_rank_tells_the_section_that_it_is_in(arena_root: Path) -> None:
+    checkpointer = Checkpointer.__new__(Checkpointer)
+    checkpointer._state = RankState(Config())
+    checkpointer._closed, checkpointer._boundary = False, 2
+    checkpointer._pacer, checkpointer._shard = SimpleNamespace(), None  # type: ignore[assignment]
+    checkpointer._protection = protection = Protection.__new__(Protection)
+    protection.is_set_up, protection._pauses, protection._at, protection._pulse = False, [], (-1, ""), None
+    with checkpointer.section("load"):
+        pass  # before there is a page to tell it on
+    protection._pulse, observer = Pulse.open(arena_root, 0), Pulse.open(arena_root, None)
+    checkpointer._state.turn_off("why")
+    told = []
+
+    def tell(*_: object) -> None:
+        (rank,) = observer.ranks()
+        told.append((rank.section.label, rank.phase))
+
+    tell(checkpointer.phase("forward"))  # the first iteration may compile kernels for as long as it likes
+    tell(checkpointer.step(3))
+    tell(checkpointer.beat(evaluates=True))
+    tell(checkpointer.phase("forward"))
+    with checkpointer.section("evaluation"):
+        tell()
+        with checkpointer.section("save"):
+            tell(checkpointer.beat(evaluates=True))
+        tell()
+    tell()
+    with pytest.raises(ValueError, match="its own"), checkpointer.section("save"):
+        raise ValueError("its own error")
+    tell()
+    assert [section for section, _ in told] == [
+        "set-up", "step", "evaluation", "step", "evaluation", "save", "evaluation", "step", "step",
+    ]  # fmt: skip
+    assert {phase for _, phase in told} == {"forward", "start"}
+    with (
+        raises(ConfigError, "section: 'coffee' is not one of evaluation, save, load"),
+        checkpointer.section("coffee"),
+    ):
+        pass
+
+
+def test_turning_off_stops_copies_and_unpins_nothing() -> None:
+    """Training goes on: what may wait for its device comes when it has ended."""
+    done: list[str] = []
+    capture = SimpleNamespace(stop=lambda: done.append("stop"), close=lambda: done.append("close"))
+    checkpointer = Checkpointer.__new__(Checkpointer)
+    checkpointer.events = SimpleNamespace(emit=lambda event, **_: done.append(event))  # type: ignore[assignment]
+    checkpointer._shard = SimpleNamespace(capture=capture)  # type: ignore[assignment]
+    checkpointer._state = RankState(Config())
+    checkpointer._perform(TurnOff("why"))
+    assert done == ["turned_off", "stop"]
+
+
+def test_a_rank_that_loses_others_in_the_fence_comes_to_nothing_collective_at_the_boundary() -> None:
+    """They may have passed where it would wait for them."""
     entered: list[str] = []
+    group = SimpleNamespace(lost=False, give_up=lambda reason: entered.append("given up"))
 
     def unreachable(round_: object) -> None:
+        agreement.lost = True
         raise AgreementError("a rank has gone")
 
+    agreement = SimpleNamespace(post=unreachable, lost=False, give_up=lambda reason: None)
     checkpointer = Checkpointer.__new__(Checkpointer)
     checkpointer.config = Config(error_limit=1)
     checkpointer._state = state = RankState(checkpointer.config)
@@ -95,7 +162,8 @@ def test_a_rank_that_turns_off_in_the_fence_comes_to_nothing_collective() -> Non
         stretch=1, enter=lambda kind: None, boundary=lambda: entered.append("pacer")
     )  # type: ignore[assignment]
     checkpointer._protection = SimpleNamespace(beat=lambda *_: None, observe=lambda target: Guard())  # type: ignore[assignment]
-    checkpointer._agreement = SimpleNamespace(post=unreachable)  # type: ignore[assignment]
+    checkpointer._agreement, checkpointer.group = agreement, group  # type: ignore[assignment]
+    checkpointer._reunion = SimpleNamespace(meets=lambda iteration: "", stopped="")  # type: ignore[assignment]
     checkpointer.events = SimpleNamespace(emit=lambda event, **fields: entered.append(event))  # type: ignore[assignment]
     checkpointer._snapshot = lambda iteration, begin: entered.append("snapshot")  # type: ignore[method-assign]
     state.begin(LINEAGE, None, 0.0)
@@ -103,4 +171,4 @@ def test_a_rank_that_turns_off_in_the_fence_comes_to_nothing_collective() -> Non
     state.learn([], 0.0)
     assert state.owes_round
     checkpointer.step(2)
-    assert checkpointer.off and entered == ["snapshot_error", "turned_off", "fence"]
+    assert state.lost and entered == ["given up", "ranks_lost", "fence", "pacer"]

@@ -22,8 +22,9 @@ from ftckpt.model.snapshot import SnapshotId
 from ftckpt.store.arena import Arena
 from ftckpt.store.checks import Checks
 from ftckpt.store.control import FORMAT
-from ftckpt.store.directory import node_directory
+from ftckpt.store.directory import PULSE_NAME, node_directory
 from ftckpt.store.locks import JobLock
+from ftckpt.store.pulse import Pulse, PulseSection
 
 REPOSITORY = Path(__file__).parents[2]
 WEIGHTS = Fragment.whole("w", "F32", (3000,), Box((0,), (3000,)))
@@ -80,6 +81,18 @@ def test_inspect_all_nodes_of_a_job(root: Path, capsys: pytest.CaptureFixture[st
     assert main(["inspect", str(root / "ftckpt-job")]) == 0
     shown = {row[0] for row in rows(capsys.readouterr().out)[1:]}
     assert shown == {f"{path.parent.name}/{path.name}" for path in paths}
+
+
+def test_inspect_shows_where_ranks_that_live_are(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    node_dir = arena_with_snapshot(root).parent
+    assert main(["inspect", str(root / "ftckpt-job")]) == 0
+    assert "last sign of life" not in capsys.readouterr().out and not (node_dir / PULSE_NAME).exists()
+    Pulse.open(node_dir, 1, 7).beat(41, "start", PulseSection.EVALUATION)
+    Pulse.open(node_dir, 0, 6).leave()
+    assert main(["inspect", str(root / "ftckpt-job")]) == 0
+    out = capsys.readouterr().out
+    assert f"n0: rank 7, pid {os.getpid()}: in evaluation, start, after iteration 41; last sign of life 0." in out
+    assert out.count("last sign of life") == 1
 
 
 def test_inspect_verifies(root: Path, capsys: pytest.CaptureFixture[str]) -> None:

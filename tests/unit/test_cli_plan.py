@@ -43,9 +43,18 @@ def test_the_text_says_what_was_assumed(capsys: pytest.CaptureFixture[str]) -> N
     text = capsys.readouterr().out
     for words in ("512 ranks on 64 nodes", "any two nodes", "12 bytes per parameter", "layernorms", "iteration of 5"):
         assert words in text
+    assert "network limit: 0.781 GB/s each way (25% of 25 Gbit/s, assumed" in text
     assert main(["plan", *SIZE.split(), "--dtype", "fp32", "--protect", "none"]) == 0
     text = capsys.readouterr().out
+    assert "network limit" not in text
     assert "fp32 weights" in text and "protect none, 2 slots" in text and "protected is" not in text
+
+
+@pytest.mark.parametrize(("limit", "gbps"), [("2.5", 2.5), ("0", 0.0), ("auto", 25 / 8 / 4)])
+def test_how_long_the_network_takes_at_the_least(capsys: pytest.CaptureFixture[str], limit: str, gbps: float) -> None:
+    value = planned(capsys, f"{SIZE} --network-gbps {limit}")
+    told, nbytes = value["network_limit"], value["network_bytes"]["node"]
+    assert told["gbps"] == gbps and told["secs"] == pytest.approx(nbytes / gbps / 1e9 if gbps else 0)
 
 
 @pytest.mark.parametrize(

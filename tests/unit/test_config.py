@@ -22,7 +22,7 @@ SECS = st.floats(1, 1e9, allow_nan=False)
 CORES = st.from_regex(r"[0-9]{1,5}(-[0-9]{1,5})?(,[0-9]{1,5}(-[0-9]{1,5})?){0,3}", fullmatch=True)
 PROTECT = ["auto", "none", "node", "replica", "copy", "peer", "node,peer", "node, replica,peer", "peer,copy"]
 LAYOUTS = ["", "tp2pp2", "tp2pp2dp2,tp1, dp4ep2etp1cp2vpp2", "site.layouts:of"]
-SAMPLES = {"arena": "/x", "affinity": "0-3,8", "protect": "node,peer", "layouts": "tp2pp2,tp1"}
+SAMPLES = {"arena": "/x", "affinity": "0-3,8", "protect": "node,peer", "layouts": "tp2pp2,tp1", "network_gbps": "2.5"}
 """A value for each text setting that does not take any text; names take ``x``."""
 
 
@@ -45,6 +45,8 @@ def configs(draw: st.DrawFn) -> Config:
             strategy = TEXTS.map(lambda text: "/" + text)
         elif setting.name == "affinity":
             strategy = st.sampled_from(["auto", "none"]) | CORES
+        elif setting.name == "network_gbps":
+            strategy = st.sampled_from(["auto", "0", "0.05", "12"])
         elif setting.name == "protect":
             strategy = st.sampled_from(PROTECT)
         elif setting.name == "layouts":
@@ -139,6 +141,13 @@ def test_a_wrong_flag_is_refused(argv: list[str], message: str) -> None:
         ("replan_share", 0, "replan_share: 0 is too small; the least is 0.001"),
         ("timeline_interval", -1, "timeline_interval: -1 is too small; the least is 0"),
         ("timeline_interval", 0.5, "timeline_interval: 0.5 is not a whole number"),
+        ("network_gbps", "", "network_gbps: '' is not auto or a number such as 2.5; 0: no limit"),
+        ("network_gbps", "all", "network_gbps: 'all' is not auto or a number"),
+        ("network_gbps", "1e3", "network_gbps: '1e3' is not auto or a number"),
+        ("network_gbps", -1, "network_gbps: '-1' is not auto or a number"),
+        ("network_gbps", float("nan"), "network_gbps: 'nan' is not auto or a number"),
+        ("network_gbps", float("inf"), "network_gbps: 'inf' is not auto or a number"),
+        ("network_gbps", True, "network_gbps: True is not a text"),
         ("affinity", "", "affinity: '' is not auto, none or a list of cores such as 0-3,8"),
         ("affinity", "all", "affinity: 'all' is not auto"),
         ("affinity", "0-", "affinity: '0-' is not auto"),
@@ -160,7 +169,7 @@ def test_a_wrong_flag_is_refused(argv: list[str], message: str) -> None:
         ("arena", "", "arena: '' is not an absolute path"),
         ("arena", Path("/dev/shm"), "arena: .* is not a text"),
         ("on_error", "stop", "on_error: 'stop' is not one of continue, raise"),
-        ("on_lost", "", "on_lost: '' is not one of fail, fresh"),
+        ("on_lost", "", "on_lost: '' is not one of storage, fail, fresh"),
         ("job", "a/b", "job: 'a/b' is not a name"),
         ("job", "..", r"job: '\.\.' is not a name"),
         ("job", "a\n", "job: .* is not a name"),
@@ -247,3 +256,10 @@ def test_a_parser_with_the_flags_knows_them_all() -> None:
             flag = f"--ftckpt-{setting.name.replace('_', '-')}"
             assert re.search(rf"{flag}\s", text)
             assert getattr(given, f"ftckpt_{setting.name}") is not None
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"), [(0, "0"), (2.5, "2.5"), (1e-6, "0.000001"), (12, "12"), ("auto", "auto")]
+)
+def test_the_network_limit_may_be_a_number_in_a_section(given: Any, meant: str) -> None:
+    assert Config.from_mapping({"network_gbps": given}) == Config(network_gbps=meant)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,6 +21,8 @@ from hypothesis import strategies as st
 from ftckpt.convert.catalog import Bytes, Catalog, Reader, Tensor
 from ftckpt.convert.consolidation import Consolidator, cast, take
 from ftckpt.convert.conversion import Options, convert, prepare
+from ftckpt.convert.deepspeed.universal_writer import DeepSpeedUniversalWriter
+from ftckpt.convert.megatron.dist_writer import MegatronDistWriter
 from ftckpt.convert.safetensors import WeightsWriter
 from ftckpt.convert.storage import CheckedOnce, Destination, Journal
 from ftckpt.convert.universal import UniversalReader, UniversalWriter
@@ -178,6 +181,19 @@ def test_weights_that_derive_are_cast_whatever_roles_are_asked_for(tmp_path: Pat
     convert(source, WeightsWriter(tmp_path / "weights"), Options())
     with raises(ConvertError, "nonsense", "exp_avg, master, weight"):
         prepare(source, UniversalWriter(tmp_path / "x"), Options(roles=frozenset({"nonsense"})))
+
+
+@pytest.mark.parametrize("kind", [MegatronDistWriter, DeepSpeedUniversalWriter], ids=["megatron", "deepspeed"])
+def test_half_of_a_master_is_not_taken_for_one(kind: Any, tmp_path: Path) -> None:
+    """Where the optimizer keeps the other half a bf16 weight would else be written as the master."""
+    half = np.ones((3, 4), np.int16)
+    tensors = {"weight/a": half, "master_param/a": half, "exp_avg/a": array((3, 4))}
+    types = {"weight/a": "BF16", "master_param/a": "I16", "exp_avg/a": "F32"}
+    fragments = [wholes({key: value}, types[key])[0] for key, value in tensors.items()]
+    source = Memory(tensors, fragments)
+    with raises(ConvertError, "master_param/a", "--use-precision-aware-optimizer", "--roles weight,buffer"):
+        prepare(source, kind(tmp_path / "out"), Options())
+    prepare(source, UniversalWriter(tmp_path / "out"), Options())  # which keeps what there is
 
 
 def test_copies_that_differ_are_an_error_that_names_them(tmp_path: Path) -> None:

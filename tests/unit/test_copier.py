@@ -17,7 +17,7 @@ from ftckpt.capture.chunks import ChunkCopy, Segment
 from ftckpt.capture.copier import Flight, HostCopier, Worker, copy_chunk, make_copier
 from ftckpt.config import Config
 from ftckpt.events import Events
-from ftckpt.job.shard import make_pacer
+from ftckpt.job.shard import device_of, make_pacer
 from ftckpt.model.topology import RankPlace, Topology
 from ftckpt.model.training_state import Description
 from ftckpt.windows.bubbles import Always
@@ -314,12 +314,29 @@ def test_each_copy_is_paced_by_the_budget() -> None:
     assert [nbytes for _, _, nbytes in watched.flight.timed] == [16] * 4
 
 
+class Sleeping(NoBudget):
+    """A limit that makes each copy wait far longer than it takes."""
+
+    secs = 0.05
+
+    def pace(self, nbytes: int, begin: float, hurry: threading.Event) -> None:
+        time.sleep(self.secs)
+
+
+def test_a_budgets_sleep_is_no_time_of_copying() -> None:
+    """What is measured is the rate of copies: the plan of windows rests on it."""
+    watched = Watched()
+    with closing(HostCopier(Sleeping())) as copier:
+        assert watched.start(copier).wait(LONG_SECS)
+    assert min(end - begin for begin, end, _ in watched.flight.timed) < Sleeping.secs / 2
+
+
 def test_the_configured_budget_is_the_nodes(tmp_path: Path) -> None:
     members = tuple(RankPlace({"dp": rank}, "a" if rank < 2 else "b") for rank in range(5))
-    described = Description((), ())
+    device = device_of(Description((), ()))
     for gbps, limited in ((0.0, False), (2.5, True)):
         config = Config(copy_gbps=gbps)
-        pacer = make_pacer(config, Topology(3, members, {"dp": 5}), described, tmp_path, Events(None, 3))
+        pacer = make_pacer(config, Topology(3, members, {"dp": 5}), device, tmp_path, Events(None, 3))
         with closing(pacer):
             assert isinstance(pacer.budget, NodeBudget) and pacer.budget.problem is None
             assert (pacer.budget.place, pacer.budget.places) == (1, 3)

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import importlib
 import socket
+import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 from torch._C._distributed_c10d import HashStore, Store, TCPStore
 from torch.distributed.rendezvous import rendezvous as torch_rendezvous
 
+from ftckpt.config import is_name
 from ftckpt.errors import ConfigError, LaunchError
-from ftckpt.frameworks import rendezvous
+from ftckpt.frameworks import launcher, rendezvous
 from ftckpt.frameworks.launcher import job_name, node_name
+from ftckpt.store.outcome import Agent
 
 TORCH = importlib.import_module("torch.distributed.rendezvous")
 ORIGINAL = getattr(TORCH, rendezvous._HOOK)
@@ -39,8 +43,59 @@ def test_job_name_takes_slurm_when_torchrun_has_no_run_id(run_id: str) -> None:
 def test_job_name_is_default_only_without_a_launcher() -> None:
     assert job_name(None, {"PATH": "/bin"}) == "default"
     for env in ({"TORCHELASTIC_RUN_ID": "none", "RANK": "0"}, {"RANK": "0"}, {"PMI_RANK": "3"}):
-        with pytest.raises(LaunchError, match=r"--rdzv-id .*FTCKPT_JOB"):
+        with pytest.raises(ConfigError, match=r"--rdzv-id .*FTCKPT_JOB"):
             job_name(None, env)
+
+
+STATIC = {"TORCHELASTIC_RUN_ID": "none", "RANK": "0", "MASTER_ADDR": "n1", "MASTER_PORT": "29500"}
+
+
+@pytest.fixture
+def agent(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Lets torchrun's agent have these words on its command line, and this environment."""
+
+    def of(*words: str, **env: str) -> None:
+        monkeypatch.setattr(launcher, "agent_of", lambda _: Agent(1, ["torchrun", *words], env))
+
+    return of
+
+
+def test_a_static_rendezvous_names_the_job(
+    agent: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same for each rank, node and attempt; another one for what else the user trains there."""
+    agent("--master-addr", "n1", "train.py")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["pretrain gpt.py"])
+    name = job_name(None, STATIC)
+    assert name == job_name(None, {**STATIC, "RANK": "5", "GROUP_RANK": "1", "LOCAL_RANK": "1"})
+    assert name.startswith("pretrain-gpt-") and is_name(name)
+    others = [job_name(None, {**STATIC, "MASTER_PORT": "29501"}), job_name(None, {**STATIC, "MASTER_ADDR": "n2"})]
+    monkeypatch.setattr(sys, "argv", ["other.py"])
+    others.append(job_name(None, STATIC))
+    (tmp_path / "b").mkdir()
+    monkeypatch.chdir(tmp_path / "b")
+    others.append(job_name(None, STATIC))
+    assert len({name, *others}) == 5
+    # What is named stays named.
+    assert job_name("mine", STATIC) == "mine" and job_name(None, {**STATIC, "SLURM_JOB_ID": "1"}) == "slurm-1"
+
+
+@pytest.mark.parametrize(
+    ("words", "env"),
+    [
+        (["--rdzv-backend", "c10d"], {}),
+        (["--rdzv_backend=c10d"], {}),
+        (["--standalone"], {}),
+        ([], {"PET_RDZV_BACKEND": "etcd-v2"}),
+    ],
+)
+def test_a_place_that_is_drawn_anew_names_no_job(
+    agent: Callable[..., None], words: list[str], env: dict[str, str]
+) -> None:
+    agent(*words, "train.py", **env)
+    with pytest.raises(ConfigError, match=r"--rdzv-id .*FTCKPT_JOB"):
+        job_name(None, STATIC)
 
 
 @pytest.mark.parametrize("bad", ["a/b", "a b", "..", ".", "x" * 65, "ü", "a\n", "--"])
@@ -48,7 +103,7 @@ def test_bad_names_are_refused_by_name(bad: str) -> None:
     with pytest.raises(ConfigError) as configured:
         job_name(bad, {})
     assert repr(bad) in str(configured.value)
-    with pytest.raises(LaunchError):
+    with pytest.raises(ConfigError, match="rdzv-id"):
         job_name(None, {"TORCHELASTIC_RUN_ID": bad})
     with pytest.raises(ConfigError, match="FTCKPT_JOB"):
         job_name(None, {"FTCKPT_JOB": bad})

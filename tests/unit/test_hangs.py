@@ -12,63 +12,146 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ftckpt.smp.hangs import Abort, HangWatch
+from ftckpt.events import Events
+from ftckpt.smp.hang_answer import Abort, HangAnswer
+from ftckpt.smp.hangs import HangPlace, HangWatch, Limits
 from ftckpt.store.page import owner_word
 from ftckpt.store.process import Process
-from ftckpt.store.pulse import RankPulse
+from ftckpt.store.pulse import PulseSection, RankPulse
+from tests.support.event_logs import read_events
 from tests.support.waiting import until
 
 SEC = 1_000_000_000
 
 
-def pulse(place: int, at_secs: float, beats: int = 1, lives: bool | None = True, owner: int = 1) -> RankPulse:
-    return RankPulse(place, place + 10, owner, 5, "forward", int(at_secs * SEC), beats, lives)
+TEN = Limits(10)
+
+
+def pulse(
+    place: int,
+    at_secs: float,
+    *,
+    beats: int = 1,
+    lives: bool | None = True,
+    owner: int = 1,
+    section: PulseSection = PulseSection.STEP,
+    longest: dict[PulseSection, float] | None = None,
+) -> RankPulse:
+    longest_ns = tuple(int((longest or {}).get(each, 0) * SEC) for each in PulseSection)
+    at_ns = int(at_secs * SEC)
+    return RankPulse(place, place + 10, owner, 5, "forward", at_ns, beats, lives, section, 0, longest_ns)
+
+
+WHERE = {
+    "pid": 1, "iteration": 5, "section": "step", "phase": "forward", "limit_secs": 10, "lives": True,
+}  # fmt: skip
 
 
 def test_a_hang_is_told_once_until_somebody_moves() -> None:
     watch = HangWatch()
     ranks = [pulse(0, 100), pulse(1, 103)]
-    assert watch.look(ranks, 10, 112 * SEC) is None, "rank 1 moved 9 s ago"
-    hang = watch.look(ranks, 10, 113 * SEC)
+    assert watch.look(ranks, TEN, 112 * SEC) is None, "rank 1 moved 9 s ago"
+    hang = watch.look(ranks, TEN, 113 * SEC)
     assert hang is not None and hang.secs == 10
     assert hang.fields()["ranks"] == [
-        {"rank": 10, "place": 0, "pid": 1, "iteration": 5, "phase": "forward", "secs": 13.0, "lives": True},
-        {"rank": 11, "place": 1, "pid": 1, "iteration": 5, "phase": "forward", "secs": 10.0, "lives": True},
+        {"rank": 10, "place": 0, "secs": 13.0, **WHERE},
+        {"rank": 11, "place": 1, "secs": 10.0, **WHERE},
     ]
-    assert watch.look(ranks, 10, 500 * SEC) is None
+    assert watch.look(ranks, TEN, 500 * SEC) is None
     ranks[0] = pulse(0, 501)
-    assert watch.look(ranks, 10, 502 * SEC) is None
-    again = watch.look(ranks, 10, 512 * SEC)
+    assert watch.look(ranks, TEN, 502 * SEC) is None
+    again = watch.look(ranks, TEN, 512 * SEC)
     assert again is not None and again.secs == 11
 
 
 def test_what_is_no_hang() -> None:
     for ranks in (
         [],
-        [pulse(0, 0, beats=0)],  # it has not begun: loading and compiling may take any time
         [pulse(0, 0, lives=False)],  # nobody is left to hang
-        [pulse(0, 0, beats=0), pulse(1, 0, lives=False)],  # new ranks beside what a dead attempt left
     ):
-        assert HangWatch().look(ranks, 10, 10_000 * SEC) is None
-    assert HangWatch().look([pulse(0, 0)], 0, 10_000 * SEC) is None, "0: never"
+        assert HangWatch().look(ranks, TEN, 10_000 * SEC) is None
+    assert HangWatch().look([pulse(0, 0)], Limits(0), 10_000 * SEC) is None, "0: never"
+
+
+def test_each_section_has_its_own_limit_which_is_learnt() -> None:
+    limits, watch = Limits(10), HangWatch()
+    for section in (PulseSection.SETUP, PulseSection.EVALUATION, PulseSection.SAVE, PulseSection.LOAD):
+        busy = [pulse(0, 100, section=section), pulse(1, 90, section=section)]
+        assert HangWatch().look(busy, limits, 129 * SEC) is None
+        hang = HangWatch().look(busy, limits, 130 * SEC)
+        assert hang is not None and not hang.is_known, f"told, and nobody knows how long a {section.label} takes"
+    assert limits.learn([pulse(0, 100, longest={PulseSection.SAVE: 50})], 100 * SEC)
+    saving = [pulse(0, 100, section=PulseSection.SAVE), pulse(1, 90)]
+    assert watch.look(saving, limits, 249 * SEC) is None, "the others wait for the rank that saves"
+    hang = watch.look(saving, limits, 250 * SEC)
+    assert hang is not None and hang.is_known and hang.fields()["ranks"][0]["limit_secs"] == 150
+    assert watch.look(saving, limits, 500 * SEC) is None, "once"
+
+
+def test_a_short_section_is_not_ended_before_an_iteration_would_be() -> None:
+    limits = Limits(10)
+    limits.learn([pulse(0, 100, longest={PulseSection.EVALUATION: 0.2})], 100 * SEC)
+    assert limits.of(PulseSection.EVALUATION) == 30
+    assert limits.of(PulseSection.STEP) == 10, "a step that stood still for a while and came back teaches nothing"
+    limits.learn([pulse(0, 100, longest={PulseSection.STEP: 90})], 100 * SEC)
+    assert limits.of(PulseSection.STEP) == 10
+
+
+def test_what_is_learnt_is_of_ranks_that_live_and_of_the_longest() -> None:
+    limits = Limits(1)
+    assert not limits.learn([pulse(0, 9, lives=False, longest={PulseSection.SAVE: 5})], 10 * SEC)
+    assert not limits.learn([pulse(0, 9, longest={PulseSection.SAVE: 11})], 10 * SEC), "longer than the machine is up"
+    assert limits.learn([pulse(0, 9, lives=None, longest={PulseSection.SAVE: 5})], 10 * SEC)
+    assert not limits.learn([pulse(0, 9, longest={PulseSection.SAVE: 6})], 10 * SEC), "not worth storing, and known"
+    assert not limits.learn([pulse(0, 9, longest={PulseSection.SAVE: 2})], 10 * SEC)
+    assert limits.longest_secs == {"save": 6}
+    assert Limits(1, limits.longest_secs).of(PulseSection.SAVE) == 18, "of a new SMP, too"
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "repeats"),
+    [
+        ((7, "step"), (7, "step"), True),
+        ((7, "step"), (6, "set-up"), True),  # the restart went on from an older snapshot
+        ((-1, "set-up"), (-1, "set-up"), True),
+        ((7, "step"), (8, "step"), False),
+        ((7, "step"), (7, "evaluation"), False),
+        ((7, "save"), (7, "save"), True),
+    ],
+)
+def test_a_hang_repeats_where_a_restart_came_no_further(
+    before: tuple[int, str], now: tuple[int, str], repeats: bool
+) -> None:
+    first, second = HangPlace("a", *before, "forward"), HangPlace("a", *now, "tail")
+    assert second.repeats(first) == repeats
+    assert not second.repeats(None) and not second.repeats(HangPlace("b", *now, "tail")), "another launcher run"
+
+
+def test_a_hang_is_where_the_first_rank_stood_still() -> None:
+    ranks = [pulse(0, 100), pulse(1, 90, section=PulseSection.SETUP), pulse(2, 80, lives=False)]
+    hang = HangWatch().look(ranks, TEN, 200 * SEC)
+    assert hang is not None and hang.place("a") == HangPlace("a", 5, "set-up", "forward") != hang.place("b")
+    assert hang.lasts([pulse(0, 100), pulse(1, 90)]) and hang.lasts([])
+    assert hang.lasts([pulse(0, 100), pulse(1, 110, lives=False)])
+    assert not hang.lasts([pulse(0, 100), pulse(1, 101)])
 
 
 def test_a_dead_rank_keeps_nobody_from_hanging_and_is_named() -> None:
     ranks = [pulse(0, 100), pulse(1, 109, lives=False)]
-    hang = HangWatch().look(ranks, 10, 111 * SEC)
+    hang = HangWatch().look(ranks, TEN, 111 * SEC)
     assert hang is not None and hang.secs == 11
     assert [rank["lives"] for rank in hang.fields()["ranks"]] == [True, False]
 
 
 def test_a_hang_whose_ranks_end_one_by_one_is_still_the_same() -> None:
     watch = HangWatch()
-    assert watch.look([pulse(0, 100), pulse(1, 103)], 10, 120 * SEC) is not None
-    assert watch.look([pulse(0, 100), pulse(1, 103, lives=False)], 10, 121 * SEC) is None
+    assert watch.look([pulse(0, 100), pulse(1, 103)], TEN, 120 * SEC) is not None
+    assert watch.look([pulse(0, 100), pulse(1, 103, lives=False)], TEN, 121 * SEC) is None
 
 
 def test_a_rank_of_another_container_counts_as_live() -> None:
-    assert HangWatch().look([pulse(0, 100, lives=None)], 10, 111 * SEC) is not None
-    assert HangWatch().look([pulse(0, 100), pulse(1, 105, lives=None)], 10, 111 * SEC) is None
+    assert HangWatch().look([pulse(0, 100, lives=None)], TEN, 111 * SEC) is not None
+    assert HangWatch().look([pulse(0, 100), pulse(1, 105, lives=None)], TEN, 111 * SEC) is None
 
 
 @given(st.lists(st.tuples(st.integers(0, 1 << 64), st.integers(0, 3), st.sampled_from([True, False, None]))))
@@ -76,9 +159,9 @@ def test_numbers_of_a_broken_page_are_no_error(entries: list[tuple[int, int, boo
     watch = HangWatch()
     ranks = [RankPulse(place, -1, 7, -1, "?", at, beats, lives) for place, (at, beats, lives) in enumerate(entries)]
     for now in (0, SEC, 1 << 63):
-        hang = watch.look(ranks, 1, now)
+        hang = watch.look(ranks, Limits(1), now)
         assert hang is None or (hang.secs >= 1 and hang.fields())
-        assert watch.look(ranks, 1, now) is None
+        assert watch.look(ranks, Limits(1), now) is None
 
 
 SLEEPER = "import sys, time; print('up', flush=True); time.sleep(100)"
@@ -127,6 +210,24 @@ def test_a_process_that_only_has_the_pid_of_a_trainer_is_left_alone(lives: bool 
     finally:
         bystander.kill()
         bystander.communicate(timeout=10)
+
+
+@pytest.mark.parametrize("moves", [True, False])
+def test_ranks_that_move_again_while_their_stacks_are_taken_are_not_ended(tmp_path: Path, moves: bool) -> None:
+    process, order = child(SLEEPER), []
+    try:
+        rank = pulse(0, 100, owner=owner_word(process.pid))
+        hang = HangWatch().look([rank], TEN, 200 * SEC)
+        assert hang is not None
+        answer = HangAnswer(hang, Events(tmp_path, -1, "smp"), True, lambda: order.append(process.poll()))
+        until(lambda: answer.step([pulse(0, 201 if moves else 100, owner=rank.owner)]))
+        assert (process.poll(), order) == ((None, []) if moves else (-signal.SIGTERM, [None]))
+        told = {event["event"]: event for event in read_events(tmp_path, of="smp")}
+        assert told["stacks"]["missing"] == {"10": "no signals were free for it to answer"}
+        assert ("hang_aborted" in told) != moves
+    finally:
+        process.kill()
+        process.communicate(timeout=10)
 
 
 def test_a_pid_that_is_reused_after_sigterm_is_not_killed() -> None:

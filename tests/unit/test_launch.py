@@ -262,7 +262,7 @@ def test_the_name_reaches_other_nodes_beside_what_the_user_hands_on(standins: St
     (standins.bin / "deepspeed").write_text(f'#!/bin/sh\ncat "$DS_ENV_FILE" >{seen}\n')
     env = standins.environment(DS_ENV_FILE=str(standins.here / "mine"))
     standins.launch("deepspeed.sh", "--job", "a", "--hostfile", str(hosts), str(standins.script), env=env)
-    assert seen.read_text() == "MINE=1\nFTCKPT_JOB=a\n"
+    assert re.fullmatch(r"MINE=1\nFTCKPT_JOB=a\nFTCKPT_RUN=a\.\d+\n", seen.read_text())
 
 
 def test_deepspeed_is_started_again_until_it_ends_well(standins: Standins) -> None:
@@ -284,6 +284,19 @@ def test_deepspeed_is_started_again_a_bounded_number_of_times(standins: Standins
     assert ran.returncode == 2 and "given up: 3 starts have failed" in ran.stderr
     assert len(standins.calls("deepspeed")) == 3
     assert standins.calls("deepspeed")[0].argv[-1] == str(standins.script)
+
+
+@pytest.mark.parametrize("code", [0, 2])
+def test_deepspeed_is_not_started_again_where_a_rank_says_so(standins: Standins, code: int) -> None:
+    standins.codes(*[9] * 20)
+    standins.verdict(code, "no such layout; choose another")
+    env = standins.environment(FTCKPT_PAUSE_SECS="0")
+    ran = standins.launch("deepspeed.sh", "--job", "a", str(standins.script), env=env)
+    assert ran.returncode == code and "deepspeed.sh: no such layout; choose another\n" in ran.stdout
+    asked = [call for call in standins.calls("python3") if "ended" in call.argv]
+    assert len(standins.calls("deepspeed")) == 1 and asked[-1].argv[-1] == "--forget"
+    runs = {call.env["FTCKPT_RUN"] for call in (*asked, *standins.calls("deepspeed"))}
+    assert len(runs) == 1
 
 
 @pytest.mark.parametrize(
@@ -397,6 +410,19 @@ def test_steps_are_bounded_and_nothing_is_left_in_memory(standins: Standins, scr
     assert len(standins.steps()) == 3 and standins.cleaned() == {"n1", "n2"}
     (clean, *_) = [call for call in standins.calls("srun") if "clean" in call.argv]
     assert clean.argv[-4:] == ["clean", "mine", "--arena", "/mnt/ram"]
+
+
+@pytest.mark.parametrize(("script", "code"), [*zip(BATCH, (0, 2), strict=True)])
+def test_no_step_follows_where_a_rank_says_so(standins: Standins, script: str, code: int) -> None:
+    """A rank that crashed in its exit after the end, or an error that each step would meet."""
+    standins.codes(*[1] * 20)
+    standins.verdict(code, "no such layout; choose another")
+    ran = standins.launch(script, "--nodes", "2", str(standins.script), env=standins.slurm("n1", "n2", "n3"))
+    assert ran.returncode == code and f"{script}: no such layout; choose another\n" in ran.stdout
+    assert len(standins.steps()) == 1 and standins.cleaned() == {"n1", "n2", "n3"}
+    asked = [call for call in standins.calls("srun") if "ended" in call.argv and "--forget" not in call.argv]
+    assert [call.options["--nodelist"] for call in asked] == ["n1"]
+    assert {call.env["FTCKPT_RUN"] for call in (*asked, *standins.steps())} == {asked[0].env["FTCKPT_RUN"]}
 
 
 @pytest.mark.parametrize("script", BATCH)

@@ -3,15 +3,47 @@
 from __future__ import annotations
 
 import json
+import sys
 from argparse import Namespace
 from enum import Enum
 from typing import Any
 
 import pytest
 
+from ftckpt.config import Config
 from ftckpt.convert.megatron.common import arguments_of, make_common
+from ftckpt.megatron import callbacks
 from ftckpt.megatron.counters import Counters
 from ftckpt.model import objects
+
+
+@pytest.mark.parametrize(
+    ("iteration", "ckpt_step", "told"),
+    [
+        pytest.param(0, None, (0, False), id="nothing loaded"),
+        pytest.param(200, None, (200, False), id="the newest"),
+        pytest.param(100, 100, (100, True), id="--ckpt-step"),
+        pytest.param(0, 100, (0, False), id="--ckpt-step --finetune"),
+    ],
+)
+def test_a_step_that_was_named_is_a_rollback(
+    iteration: int, ckpt_step: int | None, told: tuple[int, bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = []
+
+    class Restored:
+        def restore(self, newer_than: int, rollback: bool) -> None:
+            calls.append((newer_than, rollback))
+
+    training: Any = type(sys)("megatron.training")
+    training.get_args = lambda: Namespace(iteration=iteration, ckpt_step=ckpt_step)
+    monkeypatch.setitem(sys.modules, "megatron.training", training)
+    monkeypatch.setattr(callbacks.door, "config", Config(enabled=True))
+    monkeypatch.setattr(callbacks.door, "is_installed", True)
+    monkeypatch.setattr("ftckpt.megatron.attach", lambda *args: Restored())
+    monkeypatch.setattr(callbacks, "_counters", None)
+    callbacks.restore([], object(), None)
+    assert calls == [told]
 
 
 class Backend(Enum):

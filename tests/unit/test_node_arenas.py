@@ -7,12 +7,14 @@ import threading
 from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from ftckpt.errors import FtckptError, MemoryBudgetError
 from ftckpt.job.arenas import absent_slots
 from ftckpt.job.protection import Protection
+from ftckpt.model.loaded import Checkpoint
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.store import ledger, mapping
 from ftckpt.store.arena import Arena
@@ -20,7 +22,7 @@ from ftckpt.store.control import SlotState
 from ftckpt.store.directory import list_arenas
 from ftckpt.store.image import SlotImage
 from tests.support import arenas
-from tests.support.arenas import LINEAGE, SHARE, Rank, on_all, ranks, used_bytes, write
+from tests.support.arenas import LINEAGE, SHARE, Rank, complete, on_all, ranks, used_bytes, write
 
 KEEP = SnapshotId(LINEAGE, 4)
 MORE = SHARE + 8192
@@ -44,7 +46,7 @@ def replace(member: Rank, keep: SnapshotId | None = KEEP, share: int = MORE) -> 
 
 def finish(member: Rank) -> list[int]:
     member.arenas.remove_old()
-    return member.arenas.complete(member.have)
+    return complete(member)
 
 
 def files(member: Rank) -> list[int]:
@@ -54,7 +56,7 @@ def files(member: Rank) -> list[int]:
 
 
 def end(members: list[Rank]) -> None:
-    on_all(members, lambda member: member.arenas.leave(member.arena))
+    on_all(members, lambda member: member.arenas.leave(member.arena, lambda: None, lambda: None))
     on_all(members, lambda member: member.arenas.release())
 
 
@@ -65,8 +67,8 @@ def peaks(arena_root: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     reserve = mapping._reserve
     one_at_a_time = threading.Lock()
 
-    def watched(fd: int, path: Path, nbytes: int) -> None:
-        reserve(fd, path, nbytes)
+    def watched(fd: int, path: Path, nbytes: int, *halted: Any) -> None:
+        reserve(fd, path, nbytes, *halted)
         with one_at_a_time:
             for shard in ("dp0", "dp1"):
                 seen[shard] = max(seen.get(shard, 0), used_bytes(arena_root, shard))
@@ -89,7 +91,7 @@ def test_no_more_slots_than_configured_at_any_time(
     on_all(members, lambda member: replace(member, share=share))
     assert [files(member) for member in members] == [sorted([1, slots - 1])] * 2
     assert max(peaks.values()) <= slots * large
-    on_all(members, lambda member: member.arenas.complete(member.have))
+    on_all(members, complete)
     assert [files(member) for member in members] == [sorted([1, slots - 1])] * 2, "allocated before the old one went"
     on_all(members, lambda member: write(member.have, 0, 6))
     assert on_all(members, finish) == [[slots - 1]] * 2
@@ -165,6 +167,18 @@ def test_nothing_to_keep_leaves_all_slots_to_the_new_arena(arena_root: Path, pea
     assert [files(member) for member in members] == [[2], [2]]
     assert max(peaks.values()) <= 2 * members[0].have.image.file_bytes
     assert arenas.choose(arena_root, 2) is None
+    end(members)
+
+
+def test_what_the_snapshots_go_on_from_is_known_in_each_new_arena(arena_root: Path) -> None:
+    members = ranks(arena_root, 2)
+    for member in members:
+        member.arenas.origin = Checkpoint(100, named=True)
+    on_all(members, begin)
+    on_all(members, snapshots)
+    assert [member.have.control.origin() for member in members] == [Checkpoint(100, named=True)] * 2
+    on_all(members, replace)
+    assert [member.have.control.origin() for member in members] == [Checkpoint(100, named=True)] * 2
     end(members)
 
 
@@ -289,7 +303,7 @@ def test_a_last_slot_without_room_is_tried_again(arena_root: Path, monkeypatch: 
     (member,) = members
     assert member.events.seen[-1][0] == "arena_problem" and "no room" in str(member.events.seen[-1][1])
     assert not member.have.verify(0) and not member.have.allocated(1) and files(member) == [1]
-    assert member.arenas.complete(member.have) == [1] and member.arenas.complete(member.have) == []
+    assert complete(member) == [1] and complete(member) == []
     write(member.have, 1, 7)
     assert not member.have.verify(1)
     end(members)
@@ -375,10 +389,10 @@ def test_old_arenas_of_shards_that_no_rank_here_holds(arena_root: Path) -> None:
     assert shards() == ["dp0", "dp0", "dp1", "dp1", "dp2", "dp3", "dp4"]
     assert [files(member) for member in members] == [[1, 1], [1, 2]], "three and two slots of old arenas are theirs"
     write(members[0].have, 0, 6)
-    assert members[0].arenas.complete(members[0].have) == []
+    assert complete(members[0]) == []
     members[1].arenas.remove_old()
     assert shards() == ["dp0", "dp0", "dp1", "dp2", "dp4"]
-    assert finish(members[0]) == [1, 2, 3] and members[1].arenas.complete(members[1].have) == [2, 3]
+    assert finish(members[0]) == [1, 2, 3] and complete(members[1]) == [2, 3]
     assert shards() == ["dp0", "dp1"]
     end(members)
     assert list(arena_root.iterdir()) == []
@@ -410,6 +424,6 @@ def test_an_old_arena_that_resists_is_removed_at_a_later_boundary(
         patch.setattr("ftckpt.job.arenas.remove_arena", os.rmdir)
         on_all(members, lambda member: member.arenas.remove_old())
     assert [files(member) for member in members] == [[1, 1]] * 2
-    assert on_all(members, lambda member: member.arenas.complete(member.have)) == [[1]] * 2
+    assert on_all(members, complete) == [[1]] * 2
     assert [files(member) for member in members] == [[2]] * 2
     end(members)

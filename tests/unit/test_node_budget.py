@@ -309,6 +309,14 @@ def test_a_pace_adapts_to_ranks_that_come_and_go(arena_root: Path) -> None:
     assert 1.0 <= time.monotonic() - begin < 3.5
 
 
+def test_what_a_limit_leaves_of_a_rate(arena_root: Path) -> None:
+    limited, free = (NodeBudget.open(arena_root, 1, 4, limit) for limit in (100e6, 0))
+    assert [limited.share(rate) for rate in (1e9, 10e6)] == [25e6, 10e6]
+    assert free.share(1e9) == 1e9
+    limited.close()
+    assert limited.share(1e9) == 1e9
+
+
 def test_without_a_limit_pace_never_sleeps_and_costs_little(arena_root: Path) -> None:
     ranks = [NodeBudget.open(arena_root, place, 8, 0) for place in range(8)]
     for rank in ranks:

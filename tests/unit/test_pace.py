@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 
 import pytest
 
-from ftckpt.smp.work import MOST_SECS, Bucket, Courtesy, Pace
+from ftckpt.smp.work import MOST_SECS, NETWORK_MOST_SECS, Bucket, Courtesy, Pace
 
 
 class Clock:
@@ -73,6 +74,35 @@ def test_reads_and_what_is_received_have_limits_of_their_own(clock: Clock, which
     assert (read, received) == pytest.approx(expected, abs=0.1)
 
 
+def test_what_is_sent_has_the_same_limit(clock: Clock) -> None:
+    limited, begun, sent, refused = pace(clock, network_gbps=0.001), clock.now, 0, 0
+    while clock.now < begun + 10:
+        turn = limited.send(100_000)
+        try:
+            while True:
+                clock.now += next(turn)
+        except StopIteration as end:
+            sent += 100_000 * end.value
+    assert sent / 1e6 == pytest.approx(10, rel=0.05)
+    turns = [limited.send(100_000) for _ in range(50)]  # of as many threads, at once
+    for turn in turns:
+        try:
+            next(turn)
+        except StopIteration as end:
+            refused += not end.value
+    assert refused >= 44, "who would have to wait long asks again"
+    assert sum(clock.spend(limited.receive()) for _ in range(9)) == 0, "each way has its own"
+
+
+def test_each_thread_that_sends_lets_training_go_first(clock: Clock) -> None:
+    held, waited = pace(clock, network=lambda: True), []
+    for _ in range(3):
+        thread = threading.Thread(target=lambda: waited.append(clock.spend(held.send(1))))
+        thread.start()
+        thread.join(30)
+    assert waited == pytest.approx([NETWORK_MOST_SECS] * 3, abs=0.02), "none uses up the patience of the next"
+
+
 def test_asking_for_what_does_not_come_costs_nothing(clock: Clock) -> None:
     limited = pace(clock, network_gbps=0.001)
     assert sum(clock.spend(limited.receive()) for _ in range(100)) == 0
@@ -118,7 +148,14 @@ def test_a_loop_that_comes_late_does_not_make_the_next_piece_wait(clock: Clock) 
 
 
 def test_transfers_hold_while_training_uses_the_network(clock: Clock) -> None:
-    free_at = clock.now + 0.3
-    held = pace(clock, network=lambda: clock.now < free_at)
-    assert list(held.memory(1)) == []
-    assert clock.spend(held.receive()) == pytest.approx(0.3, abs=0.02)
+    for way in ("receive", "send"):
+        free_at = clock.now + 1.7
+        held = pace(clock, network=lambda: clock.now < free_at)  # noqa: B023
+        assert list(held.memory(1)) == []
+        assert clock.spend(held.receive() if way == "receive" else held.send(1)) == pytest.approx(1.7, abs=0.02)
+
+
+def test_a_rank_that_stays_in_such_a_phase_does_not_stop_protection(clock: Clock) -> None:
+    held = pace(clock, network=lambda: True)
+    assert clock.spend(held.send(1)) <= NETWORK_MOST_SECS + 0.02
+    assert clock.spend(held.receive()) <= NETWORK_MOST_SECS + 0.02

@@ -31,6 +31,8 @@ class Clock:
     def mark(self) -> float:
         return self.now
 
+    def provide(self, moments: int) -> None: ...
+
     def secs(self, begin: float, end: float) -> float | None:
         return None if max(begin, end) > self.reached else end - begin
 
@@ -87,6 +89,24 @@ def test_windows_are_planned_once_they_were_measured(tmp_path: Path) -> None:
     assert len(copied) == 6
     assert copied[-1]["moved_bytes"] == {"window": 2 * MB} and copied[-1]["share_in_windows"] == 1.0
     assert copied[-1]["window_capacity_bytes"] == 6 * MB
+
+
+class Halved(NoBudget):
+    """A limit of half of what the hardware gives."""
+
+    def share(self, bytes_per_sec: float) -> float:
+        return min(bytes_per_sec, 1 * MB)
+
+
+def test_windows_take_what_the_budget_lets_through(tmp_path: Path) -> None:
+    """Rates are measured without the waits for it."""
+    rank = Rank(tmp_path)
+    rank.pacer.budget = Halved()
+    for _ in range(4):
+        rank.iterate()
+    rank.pacer.begin(10 * MB, MB)
+    (planned,) = rank.told("planned")
+    assert planned["bytes_per_sec"] == MB and rank.pacer.capacity_bytes == 3 * MB
 
 
 def test_the_plan_is_made_anew_when_windows_have_moved(tmp_path: Path) -> None:

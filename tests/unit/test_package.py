@@ -26,6 +26,7 @@ from ftckpt.store import package
 from ftckpt.store.arena import Arena
 from ftckpt.store.checks import Checks
 from ftckpt.store.directory import list_arenas, node_directory
+from ftckpt.store.image import SlotImage
 from ftckpt.store.package import (
     MAX_PACKAGE_BYTES,
     Package,
@@ -297,3 +298,18 @@ def test_a_kill_while_it_is_stored_leaves_the_old_or_the_new(node_dir: Path, tmp
             child.kill()
         assert load(path).objects in (b"objects", b"later")
         assert len(list_packages(node_dir)) == 1
+
+
+@pytest.mark.parametrize("fragments", [1, 2, 500])
+@pytest.mark.parametrize("objects_bytes", [0, 1, 5000])
+def test_what_is_announced_of_a_package_is_the_most_it_can_have(fragments: int, objects_bytes: int) -> None:
+    """Other nodes take no longer one."""
+    weights = [Fragment.whole(f"w{at}", "U8", (3,), Box((0,), (3,))) for at in range(fragments)]
+    manifest = Manifest({"dp": 0}, {"dp": 1}, tuple(weights), (RNG,), objects_bytes, 8192)
+    image = SlotImage.of(manifest)
+    package = Package(
+        manifest, SnapshotId(LINEAGE, 1), 1, np.zeros(len(image.chunks), np.uint64), bytes(objects_bytes),
+        bytes(image.volatile.nbytes),
+    )  # fmt: skip
+    most_bytes = image.holding("n0", "", "a").package_bytes
+    assert len(package.encode()) <= most_bytes < len(package.encode()) + (4 << 10) + len(image.header)

@@ -13,9 +13,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ftckpt.smp.hangs import HangWatch
+from ftckpt.smp.hangs import HangWatch, Limits
 from ftckpt.store.directory import PULSE_NAME
-from ftckpt.store.pulse import Pulse, SmpState
+from ftckpt.store.pulse import Pulse, PulseSection, SmpState
 from tests.support.waiting import until
 
 REPOSITORY = Path(__file__).parents[2]
@@ -39,7 +39,7 @@ def rank(directory: Path, *arguments: object) -> subprocess.Popen[str]:
 
 
 def words(directory: Path) -> np.memmap[tuple[int, int], np.dtype[np.uint64]]:
-    return np.memmap(directory / PULSE_NAME, np.uint64, "r+", shape=(256, 8))
+    return np.memmap(directory / PULSE_NAME, np.uint64, "r+", shape=(256, 16))
 
 
 def test_an_observer_reads_what_ranks_of_other_processes_told(arena_root: Path) -> None:
@@ -77,6 +77,47 @@ def test_each_beat_moves_and_a_rank_that_left_is_not_waited_for(arena_root: Path
     mine.beat(9, "start")
     mine.leave()
     assert observer.ranks() == []
+
+
+def test_the_longest_silence_belongs_to_the_section_in_which_it_was(arena_root: Path) -> None:
+    mine, observer = Pulse.open(arena_root, 254, 5), Pulse.open(arena_root, None)
+    assert observer.ranks()[0].section == PulseSection.SETUP
+    page = words(arena_root)
+    for section in (
+        PulseSection.STEP,
+        PulseSection.SAVE,
+        PulseSection.STEP,
+        PulseSection.SAVE,
+        PulseSection.EVALUATION,
+    ):
+        mine.beat(7, "start", section)
+        (told,) = observer.ranks()
+        assert told.section == section
+    assert all(told.longest_ns[each] for each in (PulseSection.SETUP, PulseSection.STEP, PulseSection.SAVE))
+    assert not told.longest_ns[PulseSection.EVALUATION] and not told.longest_ns[PulseSection.LOAD], (
+        "it is in that one still"
+    )
+    longest, begin = told.longest_ns[PulseSection.EVALUATION], told.beat_ns
+    mine.beat(7, "start", PulseSection.STEP)
+    mine.beat(7, "start", PulseSection.EVALUATION)
+    (told,) = observer.ranks()
+    first = told.longest_ns[PulseSection.EVALUATION]
+    assert 0 == longest < first <= time.monotonic_ns() - begin
+    mine.beat(7, "start", PulseSection.STEP)
+    assert observer.ranks()[0].longest_ns[PulseSection.EVALUATION] >= first, "the longest, not the last"
+    # A section in which another begins has not ended, nor has one that begins again in itself.
+    for sections in (
+        (PulseSection.LOAD,),
+        (PulseSection.LOAD, PulseSection.SAVE),
+        (PulseSection.LOAD, PulseSection.LOAD),
+    ):
+        mine.beat(7, "start", PulseSection.STEP, *sections)
+        (told,) = observer.ranks()
+        assert told.section == sections[-1] and not told.longest_ns[PulseSection.LOAD]
+    mine.beat(7, "start", PulseSection.STEP)
+    assert observer.ranks()[0].longest_ns[PulseSection.LOAD] > 0
+    page[254, 8] = 99
+    assert observer.ranks()[0].section == PulseSection.STEP, "of foreign bytes"
 
 
 def test_a_process_that_got_the_pid_of_another_is_not_that_one(arena_root: Path) -> None:
@@ -123,7 +164,7 @@ def test_the_smp_is_alive_while_it_beats(arena_root: Path) -> None:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_foreign_bytes_name_no_live_process_and_hurt_nobody(arena_root: Path, seed: int) -> None:
-    (arena_root / PULSE_NAME).write_bytes(random.Random(seed).randbytes(20000))
+    (arena_root / PULSE_NAME).write_bytes(random.Random(seed).randbytes(40000))
     (arena_root / PULSE_NAME).chmod(0o644)
     mine = Pulse.open(arena_root, 3, 4)
     assert mine.problem is None and not mine.smp_alive(60)
@@ -132,7 +173,7 @@ def test_foreign_bytes_name_no_live_process_and_hurt_nobody(arena_root: Path, se
     assert all(pulse.phase.isprintable() for pulse in told.values())
     assert told[3].lives and (told[3].rank, told[3].iteration) == (4, -1)
     assert (arena_root / PULSE_NAME).stat().st_mode & 0o777 == 0o600
-    assert (arena_root / PULSE_NAME).stat().st_size == 20000, "never cut: others may have it mapped"
+    assert (arena_root / PULSE_NAME).stat().st_size == 40000, "never cut: others may have it mapped"
 
 
 def test_without_a_page_training_goes_on(arena_root: Path) -> None:
@@ -171,11 +212,11 @@ def test_ranks_that_are_no_more_are_forgotten(arena_root: Path) -> None:
     words(arena_root)[:4, 1] += 1
     smp = Pulse.open(arena_root, None)
     smp.beat_smp(SmpState.GUARDING, digest=5)
-    mine = Pulse.open(arena_root, 0, 0)
     now_ns = time.monotonic_ns() + int(60e9)
-    assert HangWatch().look(smp.ranks(), 30.0, now_ns), "taken for ranks that have begun and stand still"
+    assert HangWatch().look(smp.ranks(), Limits(30.0), now_ns), "taken for ranks that have begun and stand still"
+    mine = Pulse.open(arena_root, 0, 0)
     mine.forget_others(2)
     assert [pulse.place for pulse in smp.ranks()] == [0, 1]
     Pulse.open(arena_root, 1, 1)
-    assert not HangWatch().look(smp.ranks(), 30.0, now_ns), "the first iteration may take any time"
+    assert not HangWatch().look(smp.ranks(), Limits(30.0), now_ns), "the first iteration may take any time"
     assert mine.smp_guards(5) and mine.smp_alive(60.0)

@@ -15,10 +15,11 @@ import torch
 import xxhash
 from test_load import run_ranks
 
-from ftckpt.errors import LostError, MismatchError
+from ftckpt.errors import ConfigError, LostError, MismatchError
 from ftckpt.group import Group
 from ftckpt.model import objects
 from ftckpt.model.fragment import Box, Fragment
+from ftckpt.model.loaded import NOTHING, Checkpoint
 from ftckpt.model.manifest import Manifest
 from ftckpt.model.replicas import private_key
 from ftckpt.model.snapshot import SnapshotId
@@ -47,6 +48,8 @@ class Start:
     source: str
     events: Recorded
     lineage: bytes = b""
+    origin: Checkpoint = NOTHING
+    why: str = ""
 
 
 def restart(
@@ -54,15 +57,18 @@ def restart(
     node_dir: Callable[[str], Path],
     then: Callable[[Restart, Decision, int], None] = lambda found, decision, rank: None,
     reshapes: bool = False,
+    *,
+    loaded: Checkpoint = NOTHING,
+    on_lost: str = "storage",
 ) -> list[Start]:
-    """All ranks choose, void what is newer, and do ``then``."""
+    """All ranks choose, void what is newer, and do ``then``; ``loaded`` from storage."""
 
     def run(group: Any) -> Start:
         mine, events = replace(topology, rank=group.rank), Recorded()
         one = Restart(cast(Group, group), mine, node_dir(mine.me.node), events)
         try:
-            decision = one.choose("fail", reshapes)
-            start = Start(decision, one.source, events, one.void_newer(decision))
+            decision = one.choose(on_lost, loaded, reshapes)
+            start = Start(decision, one.source, events, one.void_newer(decision), one.origin, one.why)
             if decision is not None:
                 then(one, decision, group.rank)
             return start
@@ -174,6 +180,126 @@ def test_newer_snapshots_are_void_on_all_nodes_with_all_that_could_bring_them_ba
     for node in "abc":
         assert {name.snapshot.iteration for name in list_packages(job.node_dir(node))} == {4}
         assert [name.index for name in list_parity(job.node_dir(node))] == [0]
+
+
+# --- beside storage ---
+
+
+def trained(job: Job, origin: Checkpoint, *iterations: int) -> None:
+    """Snapshots that go on from ``origin``, all of them whole."""
+    build(job, iterations, ())
+    for rank in range(len(job.nodes)):
+        with closing(Arena.open(job.path(rank), writable=True)) as arena:
+            arena.control.mark_origin(origin)
+            arena.control.mark_whole(SnapshotId(LINEAGE, max(iterations)))
+
+
+@pytest.mark.parametrize(
+    ("origin", "loaded", "taken", "then"),
+    [
+        pytest.param(NOTHING, Checkpoint(0), 250, NOTHING, id="nothing on storage"),
+        pytest.param(Checkpoint(200), Checkpoint(0), 250, Checkpoint(200), id="storage is not mounted"),
+        pytest.param(NOTHING, Checkpoint(200), 250, Checkpoint(200), id="saved on the way"),
+        pytest.param(Checkpoint(200), Checkpoint(200), 250, Checkpoint(200), id="a usual restart"),
+        pytest.param(NOTHING, Checkpoint(300), None, Checkpoint(300), id="storage is newer"),
+        pytest.param(Checkpoint(200), Checkpoint(100), None, Checkpoint(100), id="storage went back"),
+        pytest.param(Checkpoint(100), Checkpoint(100), 250, Checkpoint(100), id="a restart after that"),
+        pytest.param(NOTHING, Checkpoint(100, True), None, Checkpoint(100, True), id="named"),
+        pytest.param(
+            Checkpoint(100),
+            Checkpoint(100, True),
+            None,
+            Checkpoint(100, True),
+            id="named, and once newest",
+        ),
+        pytest.param(
+            Checkpoint(200, True),
+            Checkpoint(100, True),
+            None,
+            Checkpoint(100, True),
+            id="another one named",
+        ),
+        pytest.param(
+            Checkpoint(100, True),
+            Checkpoint(100, True),
+            250,
+            Checkpoint(100, True),
+            id="a restart with the same name",
+        ),
+        pytest.param(Checkpoint(100, True), Checkpoint(200), 250, Checkpoint(200), id="no name any more"),
+        pytest.param(NOTHING, Checkpoint(250, True), None, Checkpoint(250, True), id="named, as new as memory"),
+    ],
+)
+def test_the_newer_of_storage_and_memory_counts_unless_the_operator_went_back(
+    arena_root: Path, origin: Checkpoint, loaded: Checkpoint, taken: int | None, then: Checkpoint
+) -> None:
+    job = Job(arena_root, ("a", "b"), Modes())
+    trained(job, origin, 249, 250)
+    starts = restart(job.topology, job.node_dir, loaded=loaded)
+    assert {start.decision and start.decision.snapshot.iteration for start in starts} == {taken}
+    assert {start.origin for start in starts} == {then}
+    told = events_of(starts, "rolled_back") + events_of(starts, "older_than_storage")
+    assert [event["loaded"] for event in told] == ([] if taken else [loaded.iteration] * 2)
+    assert all("memory (250)" in start.why for start in starts) == (taken is None)
+    assert iterations(job) == [[249, 250] if taken else []] * 2, "what is given up can never be taken again"
+
+
+def test_a_node_that_was_away_while_the_operator_went_back_repeats_nothing(arena_root: Path) -> None:
+    """Its arena says that the newest on storage was 200, and has a snapshot of the history that was undone."""
+    job = Job(arena_root, ("a", "b"), Modes())
+    trained(job, Checkpoint(200, generation=3), 150)
+    with closing(Arena.open(job.path(0), writable=True)) as arena:
+        arena.control.mark_origin(Checkpoint(100, named=True, generation=4))
+    starts = restart(job.topology, job.node_dir, loaded=Checkpoint(100, named=True))
+    assert all(start.decision is not None and start.decision.snapshot.iteration == 150 for start in starts)
+    assert {start.origin.generation for start in starts} == {4}
+
+
+def test_an_origin_that_changes_is_of_the_next_generation(arena_root: Path) -> None:
+    job = Job(arena_root, ("a", "b"), Modes())
+    trained(job, Checkpoint(200, generation=3), 250)
+    (start, _) = restart(job.topology, job.node_dir, loaded=Checkpoint(100, named=True))
+    assert (start.origin, start.origin.generation) == (Checkpoint(100, named=True), 4)
+
+
+def test_what_the_operator_goes_back_from_need_not_be_whole(arena_root: Path) -> None:
+    job = Job(arena_root, ("a", "b"), Modes())
+    trained(job, NOTHING, 250)
+    flip_chunk(job, 1, 250, 0)
+    (first, _) = restart(job.topology, job.node_dir, loaded=Checkpoint(100, True), on_lost="fail")
+    assert first.decision is None and first.origin == Checkpoint(100, True)
+
+
+def test_ranks_that_loaded_different_iterations_are_refused_before_anything_is_void(arena_root: Path) -> None:
+    job = Job(arena_root, ("a", "b"), Modes())
+    trained(job, NOTHING, 250)
+
+    def run(group: Any) -> None:
+        mine = replace(job.topology, rank=group.rank)
+        one = Restart(cast(Group, group), mine, job.node_dir(mine.me.node), Recorded())
+        with closing(one):
+            one.choose("storage", Checkpoint(300 + group.rank))
+
+    with raises(ConfigError, "rank 0 300", "rank 1 301"):
+        run_ranks(2, run)
+    assert iterations(job) == [[250]] * 2
+
+
+@pytest.mark.parametrize("on_lost", ["storage", "fail", "fresh"])
+@pytest.mark.parametrize("loaded", [Checkpoint(0), Checkpoint(100)], ids=["nothing", "100"])
+def test_what_a_restart_does_when_snapshots_were_lost(arena_root: Path, on_lost: str, loaded: Checkpoint) -> None:
+    job = Job(arena_root, ("a", "b"), Modes())
+    trained(job, NOTHING, 250)
+    flip_chunk(job, 1, 250, 0)
+    if on_lost == "fail" or (on_lost == "storage" and not loaded.is_one):
+        remedy = ("iteration 100", "--ftckpt-on-lost storage") if loaded.is_one else ("--ftckpt-on-lost fresh",)
+        with raises(LostError, "iteration 250 was whole", "dp1", *remedy):
+            restart(job.topology, job.node_dir, loaded=loaded, on_lost=on_lost)
+        assert iterations(job) == [[250]] * 2, "a start that is refused leaves what there is"
+        return
+    starts = restart(job.topology, job.node_dir, loaded=loaded, on_lost=on_lost)
+    assert all(start.decision is None and "lost" in start.why for start in starts)
+    assert [event["loaded"] for event in events_of(starts, "lost")] == [loaded.iteration] * 2
 
 
 # --- loaded ---

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from ftckpt.errors import ConfigError
-from ftckpt.job.node_smp import SECRET_BYTES, listening_address, machine, read_secret
+from ftckpt.job.addresses import listening_address, machine, nccl_names
+from ftckpt.job.node_smp import SECRET_BYTES, read_secret
 from tests.support.errors import raises
 
 
@@ -15,13 +21,90 @@ def test_one_machine_needs_only_loopback() -> None:
     assert listening_address("", [machine(), machine()], {"MASTER_ADDR": "192.0.2.1"}) == "127.0.0.1"
 
 
-def test_several_machines_listen_towards_the_master_or_say_what_to_set() -> None:
+IN_A_NETWORK = """
+import json, subprocess, sys
+from ftckpt.errors import ConfigError
+from ftckpt.job.addresses import interfaces, listening_address
+up, asked = json.loads(sys.argv[1])
+for line in up:
+    subprocess.run(["ip", *line.split()], check=True)
+for configured, env in asked:
     try:
-        found = listening_address("", ["a", "b"], {"MASTER_ADDR": "127.0.0.1"})
+        print(listening_address(configured, ["a", "b"], env), flush=True)
     except ConfigError as error:
-        assert "smp_listen" in str(error)
-    else:
-        assert not found.startswith("127.")
+        print(f"error {error}", flush=True)
+"""
+NETWORK = (
+    "link set lo up",
+    "link add docker0 type veth peer name docker0p",
+    "address add 172.17.0.1/16 dev docker0",
+    "link add eth0 type veth peer name eth0p",
+    "address add 10.0.0.8/24 dev eth0",
+    "address add fd00:7::8/64 dev eth0 nodad",
+    "link add hsn0 type veth peer name hsn0p",
+    "link add hsn1 type veth peer name hsn1p",
+    "address add 10.1.0.8/24 dev hsn1",
+    "link add six0 type veth peer name six0p",
+    "address add fd00:6::8/64 dev six0 nodad",
+    "link add down0 type veth peer name down0p",
+    "address add 10.9.0.8/24 dev down0",
+    *(f"link set {name}{end} up" for name in ("docker0", "eth0", "hsn0", "hsn1", "six0") for end in ("p", "")),
+)
+"""A slow network, a fast one of which one port has no address, one that has IPv6 alone, and one that is down."""
+
+
+def listens(*asked: tuple[str, dict[str, str]], up: Sequence[str] = NETWORK) -> list[str]:
+    """What comes of settings and environments in a network namespace with the interfaces ``up``."""
+    may = ["unshare", "-n", "sh", "-c", "ip link add veth-a type veth peer name veth-b"]
+    if shutil.which("unshare") is None or subprocess.run(may, check=False, capture_output=True).returncode:
+        pytest.skip("making a network takes root, and iproute2")
+    run = ["unshare", "-n", sys.executable, "-c", IN_A_NETWORK, json.dumps([up, asked])]
+    return subprocess.run(run, check=True, capture_output=True, text=True, timeout=60).stdout.splitlines()
+
+
+def test_where_an_smp_listens_in_a_network_of_its_own() -> None:
+    meet, own = {"MASTER_ADDR": "10.0.0.1"}, {"MASTER_ADDR": "127.0.1.1"}
+    cases: dict[str, tuple[str, dict[str, str], str]] = {
+        "the way to the master": ("", meet, "10.0.0.8"),
+        "a hosts file of Debian": ("", own, "10.0.0.8"),
+        "gloo": ("", meet | {"GLOO_SOCKET_IFNAME": "hsn1", "NCCL_SOCKET_IFNAME": "eth"}, "10.1.0.8"),
+        "gloo, without address": ("", meet | {"GLOO_SOCKET_IFNAME": "hsn0", "NCCL_SOCKET_IFNAME": "hsn"}, "10.1.0.8"),
+        "gloo, another machine's": ("", meet | {"GLOO_SOCKET_IFNAME": "ib7"}, "10.0.0.8"),
+        "nccl, IPv6": ("", meet | {"NCCL_SOCKET_IFNAME": "six"}, "fd00:6::8"),
+        "nccl, excluded": ("", {"NCCL_SOCKET_IFNAME": "^docker,eth,lo"}, "10.1.0.8"),
+        "nccl, several": ("", {"MASTER_ADDR": "10.1.0.1", "NCCL_SOCKET_IFNAME": "^docker"}, "10.1.0.8"),
+        "an interface": ("hsn1", meet, "10.1.0.8"),
+        "the first that has one": ("hsn0,hsn1,eth0", meet, "10.1.0.8"),
+        "an address": ("10.1.0.8", meet, "10.1.0.8"),
+        "an address of IPv6": ("fd00:7::8", meet, "fd00:7::8"),
+        "an interface with IPv6 alone": ("six0", meet, "fd00:6::8"),
+    }
+    found = listens(*((configured, env) for configured, env, _ in cases.values()))
+    assert dict(zip(cases, found, strict=True)) == {name: expected for name, (_, _, expected) in cases.items()}
+
+
+def test_an_interface_that_cannot_be_listened_at_is_refused_with_those_there_are() -> None:
+    missing, bare = listens(("hsn7", {}), ("hsn0", {}))
+    assert "smp_listen: 'hsn7'" in missing and "eth0 10.0.0.8/fd00:7::8" in missing and "down0" not in missing
+    assert "'hsn0' has no address" in bare
+    (alone,) = listens(("", {"MASTER_ADDR": "127.0.1.1"}), up=["link set lo up"])
+    assert "no address at which other nodes reach this one" in alone and "lo 127.0.0.1" in alone
+
+
+@pytest.mark.parametrize(
+    ("setting", "wanted"),
+    [
+        ("hsn", {"hsn0", "hsn10"}),
+        ("hsn,eth", {"hsn0", "hsn10", "eth0"}),
+        ("=hsn0", {"hsn0"}),
+        ("=hsn,eth0", {"eth0"}),
+        ("^docker,lo", {"hsn0", "hsn10", "eth0"}),
+        ("^=hsn0,eth", {"hsn10", "eth0", "lo", "docker0"}),
+    ],
+)
+def test_the_interfaces_that_nccl_is_told_to_use(setting: str, wanted: set[str]) -> None:
+    """As NVIDIA's documentation of NCCL_SOCKET_IFNAME has it."""
+    assert set(filter(nccl_names(setting), ["lo", "docker0", "eth0", "hsn0", "hsn10"])) == wanted
 
 
 def test_a_configured_address_must_be_this_machines() -> None:

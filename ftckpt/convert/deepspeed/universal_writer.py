@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from ftckpt.convert.catalog import TORCH_DTYPES, Bytes, Catalog, Get, Rows, Tensor, Unit
-from ftckpt.convert.consolidation import WEIGHT, cast
+from ftckpt.convert.consolidation import WEIGHT, cast, refuse_remainders
 from ftckpt.convert.deepspeed.division import Division
 from ftckpt.convert.deepspeed.files import LATEST_UNIVERSAL
 from ftckpt.convert.deepspeed.universal_reader import MASTER_FILE, OPTIMIZER, PARAM, WEIGHT_DTYPE, ZERO
@@ -121,6 +121,7 @@ class DeepSpeedUniversalWriter:
         self._weights = ""
 
     def plan(self, catalog: Catalog, tensors: Sequence[Tensor]) -> list[Unit]:
+        refuse_remainders(tensors)
         self._catalog, self._division = catalog, Division(catalog)
         by_name: dict[str, dict[str, Tensor]] = {}
         for tensor in tensors:

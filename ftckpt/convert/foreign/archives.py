@@ -15,7 +15,6 @@ import io
 import mmap
 import struct
 import sys
-import threading
 import zipfile
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,6 +23,7 @@ from typing import Any
 
 import torch
 
+from ftckpt.convert.storage import CheckedOnce
 from ftckpt.errors import ConvertError
 
 
@@ -129,15 +129,14 @@ class _Storage:
     def __init__(self, where: str, record: ArchiveRecord) -> None:
         self._where = where
         self._record = record
-        self._guard = threading.Lock()
-        self._is_good = False
+        self._checked = CheckedOnce[str]()
 
     def check(self, storage: torch.UntypedStorage, name: str) -> None:
-        with self._guard:  # others that want the same storage wait until it is known to be good
-            if not self._is_good:
-                if not self._record.is_good(torch.empty(0, dtype=torch.uint8).set_(storage).numpy()):
-                    raise ConvertError(damaged(f"{self._where}: {name}", self._record.key))
-                self._is_good = True
+        def compare() -> None:
+            if not self._record.is_good(torch.empty(0, dtype=torch.uint8).set_(storage).numpy()):
+                raise ConvertError(damaged(f"{self._where}: {name}", self._record.key))
+
+        self._checked.check(self._record.key, compare)
 
 
 def check(tensor: torch.Tensor, name: str) -> None:

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter, _StorageIn
 from torch.distributed.checkpoint.storage import WriteResult
 
 from ftckpt.convert.catalog import TORCH_DTYPES, WEIGHTS_ALONE, Bytes, Catalog, Get, Rows, Tensor, Unit
-from ftckpt.convert.consolidation import WEIGHT, lacking_weight, master_of, with_derived
+from ftckpt.convert.consolidation import WEIGHT, lacking_weight, master_of, refuse_remainders, with_derived
 from ftckpt.convert.foreign import pickles
 from ftckpt.convert.megatron import names
 from ftckpt.convert.megatron.common import SHARDING, arguments_of, hyperparameters, make_common
@@ -58,6 +58,7 @@ class MegatronDistWriter:
 
     def plan(self, catalog: Catalog, tensors: Sequence[Tensor]) -> list[Unit]:
         every = sorted(with_derived(catalog, tensors))
+        refuse_remainders(every)
         lacking = lacking_weight(every)
         if lacking:
             raise ConvertError(

@@ -1,0 +1,101 @@
+"""What a copier asks of CUDA or HIP beside streams and copies: memory, pinned pages, and leave to work beside graphs.
+
+ROCm builds of torch keep the CUDA names.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ftckpt.events import log
+
+_THREAD_LOCAL = 1  # cudaStreamCaptureModeThreadLocal, hipStreamCaptureModeThreadLocal
+_CAPTURE_MODES = {
+    "cuda": (
+        ("libc10_cuda.so", "cudaThreadExchangeStreamCaptureMode"),
+        ("libcuda.so", "cuThreadExchangeStreamCaptureMode"),  # torch has a runtime of its own within it
+    ),
+    "hip": (("libc10_hip.so", "hipThreadExchangeStreamCaptureMode"),),
+}
+"""By library of torch, with what it is linked to: another runtime of the process has threads of its own to it."""
+
+
+@contextmanager
+def on_device(device: torch.device) -> Iterator[None]:
+    """For background threads: a call on another than the current device would open a context there."""
+    work_beside_captures()
+    with torch.cuda.device(device):
+        yield
+
+
+def work_beside_captures() -> None:
+    """Let the calling thread register, copy and wait while another thread captures a graph.
+
+    By default a driver answers such calls with an error and spoils the graph as well: torch begins captures in
+    the mode that forbids them to all threads of a process which do not say that they have no part in it.
+    """
+    exchange = exchange_capture_mode()
+    if exchange is not None:
+        exchange(ctypes.byref(ctypes.c_int(_THREAD_LOCAL)))
+
+
+@lru_cache(maxsize=1)
+def exchange_capture_mode() -> Any:
+    """The function that sets a thread's capture mode in the runtime that torch uses; None where there is none."""
+    for library, function in _CAPTURE_MODES["hip" if torch.version.hip else "cuda"]:
+        with suppress(OSError, AttributeError):
+            return getattr(loaded(library), function)
+    return None
+
+
+def loaded(name: str) -> ctypes.CDLL:
+    """The library of this process whose file is called ``name``, or that with a version; it is never loaded.
+
+    What is looked up in it is found in what it is linked to as well.
+
+    Raises:
+        OSError: there is none.
+    """
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        path = line.split(maxsplit=5)[5] if line.count("/") else ""
+        if path.rpartition("/")[2].startswith(name):
+            return ctypes.CDLL(path, mode=os.RTLD_NOLOAD | os.RTLD_LAZY)
+    raise OSError(f"no library {name} is loaded")
+
+
+def pin_pages(address: int, nbytes: int) -> bool:
+    """Register host memory; after a refusal (a limit on locked memory, a sandbox) copies stay staged.
+
+    "Already registered" is a refusal too: it may be an older mapping's registration, of other pages.
+    """
+    # 0 is cudaHostRegisterDefault: pinned, which is all that copies need.
+    code = int(torch.cuda.cudart().cudaHostRegister(address, nbytes, 0))  # type: ignore[no-untyped-call]
+    if code != 0:
+        log.warning("ftckpt: registering host memory failed with error %d; copies are staged, slower", code)
+    return code == 0
+
+
+def unpin_pages(address: int) -> None:
+    """Undo one ``pin_pages``."""
+    torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
+
+
+def pinned_buffer(nbytes: int) -> torch.Tensor:
+    """Host memory for copies; where no more memory may be locked, slower memory that is right as well."""
+    try:
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+    except RuntimeError:
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+
+def device_buffer(nbytes: int, device: torch.device) -> torch.Tensor:
+    """Memory of the device, for use on the current stream."""
+    return torch.empty(nbytes, dtype=torch.uint8, device=device)

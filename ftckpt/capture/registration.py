@@ -1,0 +1,149 @@
+"""Slots pinned for a device (``cudaHostRegister``), so that copies need no staging buffer, beside training.
+
+Pinning tens of GB takes seconds, in which the driver keeps others waiting: training, whose kernels may wait for
+other ranks', and through the kernel's page tables the other ranks of the node. So it is done piece by piece, with
+pauses, by one rank of a node at a time, of pages that are there already, and not while training still warms up.
+Unpinning may wait for all work of the device, and is left to the end.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+
+import torch
+
+from ftckpt.capture.affinity import Locality, pin
+from ftckpt.capture.driver import on_device, pin_pages, unpin_pages
+from ftckpt.capture.pages import nodes_of, touch
+from ftckpt.errors import ArenaError
+from ftckpt.events import log
+from ftckpt.store.locks import FileLock
+
+PIECE_BYTES = 64 << 20
+"""One registration: long enough to be cheap, short enough that ``halt`` need not wait for one."""
+_TURN_SECS = 10.0
+"""How long a rank waits for the others of its node: past that one of them is stuck, and the order is a courtesy."""
+_POLL_SECS = 0.02
+_JOIN_SECS = 10.0
+"""How long ``close`` waits for pages to be unpinned."""
+
+Slot = torch.Tensor
+
+FarPages = Callable[[int, Mapping[int, int]], None]
+"""Told where a slot lies elsewhere than the device: the device's NUMA node, and sampled pages by theirs."""
+
+
+class Registrar:
+    """Pins slots on a thread of its own. ``turns`` is the lock file by which the ranks of a node take turns."""
+
+    def __init__(
+        self, device: torch.device, locality: Locality, turns: Path | None, tell_far: FarPages | None
+    ) -> None:
+        self._device = device
+        self._locality = locality
+        self._turns = turns
+        self._tell_far = tell_far
+        self._pinned: dict[int, int] = {}
+        """Address of a slot → how many of its bytes, from the first on, are pinned."""
+        self._jobs: queue.Queue[Sequence[Slot] | None] = queue.Queue()
+        self._settled, self._closing = threading.Event(), threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def add(self, slots: Sequence[Slot]) -> None:
+        """Have the slots' pages mapped, and pinned from the first byte on once training has settled."""
+        if not slots:
+            return
+        self._pinned.update({slot.data_ptr(): 0 for slot in slots})
+        self._jobs.put(list(slots))
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="ftckpt-register", daemon=True)
+            self._thread.start()
+
+    def begin(self) -> None:
+        """Training has settled."""
+        self._settled.set()
+
+    def covers(self, slot: Slot, end: int) -> bool:
+        """Whether the device may write to the slot's bytes before ``end``."""
+        return end <= self._pinned.get(slot.data_ptr(), 0)
+
+    @property
+    def idle(self) -> bool:
+        """Whether all slots were dealt with."""
+        return not self._jobs.unfinished_tasks
+
+    def halt(self) -> None:
+        """Pin no more."""
+        self._closing.set()
+        self._settled.set()
+
+    def close(self) -> None:
+        """Unpin all; no copy may be on its way: the device would write to what may be somebody else's."""
+        self.halt()
+        if self._thread is not None:
+            self._jobs.put(None)
+            self._thread.join(_JOIN_SECS)
+
+    def _run(self) -> None:
+        """Pin, and unpin at the end; ``mapped`` keeps the memory mapped for as long.
+
+        On this thread from first to last, because a refusal stays behind as the calling thread's last
+        error, and the training thread's next kernel launch would take it for its own.
+        """
+        addresses: list[int] = []
+        mapped: list[Sequence[Slot]] = []
+        pin(self._locality.cores)
+        with on_device(self._device):
+            while (slots := self._jobs.get()) is not None:
+                mapped.append(slots)
+                for slot in slots:
+                    touch(slot, self._closing.is_set)
+                    self._look(slot)
+                self._settled.wait()
+                for slot in slots:
+                    if not self._pin(slot, addresses):
+                        break
+                self._jobs.task_done()
+            for address in addresses:
+                unpin_pages(address)
+
+    def _pin(self, slot: Slot, addresses: list[int]) -> bool:
+        base, size = slot.data_ptr(), slot.numel()
+        for offset in range(0, size, PIECE_BYTES):
+            length = min(PIECE_BYTES, size - offset)
+            with self._turn():
+                begin = time.perf_counter()
+                if self._closing.is_set() or not pin_pages(base + offset, length):
+                    return False
+                spent_secs = time.perf_counter() - begin
+            addresses.append(base + offset)
+            self._pinned[base] = offset + length  # last: the copying thread goes by it without a lock
+            self._closing.wait(spent_secs)  # as long for the others as for this
+        return True
+
+    def _turn(self) -> AbstractContextManager[object]:
+        deadline = time.monotonic() + _TURN_SECS
+        while self._turns is not None:
+            try:
+                return FileLock(self._turns, 0, "the registration of host memory", "end it")
+            except ArenaError as error:
+                if self._closing.wait(_POLL_SECS):
+                    break
+                if time.monotonic() >= deadline:
+                    log.warning("ftckpt: %s; this rank goes on beside it", error)
+                    self._turns = None
+        return nullcontext()
+
+    def _look(self, slot: Slot) -> None:
+        """Tell where the slot's pages are not on the device's NUMA node."""
+        node = self._locality.node
+        if node is None or self._tell_far is None:
+            return
+        found = nodes_of(slot)
+        if any(other != node for other in found):
+            self._tell_far(node, found)

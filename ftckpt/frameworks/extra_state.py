@@ -1,0 +1,85 @@
+"""What modules keep beside parameters and buffers: the FP8 scales of Transformer Engine, or a script's own state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+
+from ftckpt.errors import UnsupportedError
+
+_EMPTY = tuple(b"\x80" + bytes([protocol]) + value for protocol in (4, 5) for value in (b"N.", b"}\x94."))
+"""None and {} as Transformer Engine before 2.4 pickles them where a module keeps nothing: never unpickled."""
+_LOOKS = 2
+
+
+class ExtraState:
+    """State that only ``get_extra_state`` of a module gives, and that no snapshot has.
+
+    Some of it is made in the first forward: it is looked for when the state is described, at the start of training
+    and again at the first boundary behind it.
+
+    Args:
+        model: with all its modules.
+        apart: modules whose extra state is saved in another way.
+    """
+
+    def __init__(
+        self, model: torch.nn.Module, apart: Callable[[torch.nn.Module], bool] = lambda _module: False
+    ) -> None:
+        self._model = model
+        self._apart = apart
+        self._looks_left = _LOOKS
+
+    def refuse(self) -> None:
+        """Raises UnsupportedError, which names a module, if one keeps extra state."""
+        for name, module in self._model.named_modules():
+            kept = "" if self._apart(module) else _kept(module)
+            if kept:
+                raise UnsupportedError(f"module {name} keeps {kept}, which ftckpt cannot save yet")
+
+    def look_again(self) -> None:
+        """As ``refuse``, as long as state may have come that was not there before. Call it at each boundary."""
+        if self._looks_left:
+            self.refuse()
+            self._looks_left -= 1  # not before: each snapshot without that state is refused
+
+
+def scaling_states(module: torch.nn.Module) -> dict[str, Any]:
+    """What Transformer Engine's delayed scaling keeps in a module, by direction: ``scale`` and ``amax_history``.
+
+    Nothing before the first forward, and nothing under recipes that scale by what they see.
+    """
+    states: dict[str, Any] = {}
+    for meta in _metas(module):
+        for direction in ("scaling_fwd", "scaling_bwd"):
+            if getattr(meta.get(direction), "amax_history", None) is not None:
+                states[direction] = meta[direction]
+    return states
+
+
+def _metas(module: torch.nn.Module) -> Iterator[dict[str, Any]]:
+    whole = getattr(module, "fp8_meta", None)
+    # Operations that can be fused have one for each direction, or none at all.
+    metas: Iterable[Any] = (getattr(module, "_fp8_metas", None) or {}).values()
+    yield from (meta for meta in (whole, *metas) if isinstance(meta, dict))
+
+
+def _kept(module: torch.nn.Module) -> str:
+    """In words; empty where a module keeps nothing."""
+    if type(module).get_extra_state is torch.nn.Module.get_extra_state:
+        return ""
+    # Not by its payload: that has the recipe in it, too, under recipes that have no state.
+    if hasattr(module, "fp8_meta") or hasattr(module, "_fp8_metas"):
+        return "scales of FP8 with delayed scaling" if scaling_states(module) else ""
+    extra = module.get_extra_state()
+    if extra is None:
+        return ""
+    if hasattr(extra, "getbuffer"):  # io.BytesIO
+        payload = bytes(extra.getbuffer())
+    elif isinstance(extra, torch.Tensor):
+        payload = extra.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+    else:
+        return f"extra state of type {type(extra).__name__}"
+    return f"extra state of {len(payload)} bytes" if payload and payload not in _EMPTY else ""

@@ -1,0 +1,187 @@
+"""The address at which the SMP of this node answers others: as configured, as gloo and NCCL are told, or as found."""
+
+from __future__ import annotations
+
+import fcntl
+import ipaddress
+import os
+import socket
+import struct
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import closing, suppress
+from pathlib import Path
+
+from ftckpt.errors import ConfigError
+from ftckpt.store.memory import read_lines
+
+LOOPBACK = "127.0.0.1"
+_ANYWHERE = ("192.0.2.1", "2001:db8::1")
+"""Addresses of no machine (RFC 5737, RFC 3849): the way to them is the default route."""
+_OF_CONTAINERS = ("docker", "virbr", "br-", "cni", "veth")
+"""Interfaces between this machine and what runs on it: no other machine is reached there."""
+_SIOCGIFFLAGS, _SIOCGIFADDR, _IFF_UP = 0x8913, 0x8915, 0x1
+_IFREQ = struct.Struct("16s24x")
+_UNUSABLE = 0x08 | 0x20 | 0x40
+"""IFA_F_DADFAILED, _DEPRECATED, _TENTATIVE."""
+
+
+def machine() -> str:
+    """What names this machine and its network: two processes with the same text reach each other over loopback."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        # Containers of one machine have its boot id, and each a network of its own.
+        return f"{boot}/{os.stat('/proc/self/ns/net').st_ino}"
+    except OSError:
+        return socket.gethostname()
+
+
+def whereabouts(env: Mapping[str, str]) -> str:
+    """What tells this machine, or this container of it, from others: for people."""
+    found = interfaces()
+    ways = (_towards(env.get("MASTER_ADDR", "")), *map(_towards, _ANYWHERE), *_usable(found, _between_machines))
+    address = next(filter(None, ways), "no address")
+    boot = (read_lines(Path("/proc/sys/kernel/random/boot_id")) or ["unknown"])[0]
+    try:
+        mounts = os.readlink("/proc/self/ns/mnt")
+    except OSError:
+        mounts = "mnt:unknown"
+    return f"{socket.gethostname()} ({address}, boot {boot[:8]}, {mounts})"
+
+
+def listening_address(configured: str, machines: Collection[str], env: Mapping[str, str]) -> str:
+    """Where the SMP of this node listens: loopback where all ``machines`` are one.
+
+    Otherwise an interface that GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME names, or the way to MASTER_ADDR.
+
+    Raises:
+        ConfigError: no address can be found, or what is configured is neither an address of this machine nor an
+            interface that has one.
+    """
+    if configured:
+        return _configured(configured)
+    if len(set(machines)) == 1:
+        return LOOPBACK
+    there = interfaces()
+    towards = _towards(env.get("MASTER_ADDR", ""))
+    for variable, names in (("GLOO_SOCKET_IFNAME", _exact), ("NCCL_SOCKET_IFNAME", nccl_names)):
+        wanted = env.get(variable, "")
+        candidates = _usable(there, names(wanted)) if wanted else []
+        if candidates:
+            # Of several rails the one on which the ranks meet.
+            return towards if towards in candidates else candidates[0]
+    # Not loopback: Debian's hosts file has the machine's own name at 127.0.1.1.
+    ways = (towards, _towards(socket.gethostname()), *map(_towards, _ANYWHERE))
+    found = next(filter(_is_reached, ways), "") or next(iter(_usable(there, _between_machines)), "")
+    if not found:
+        raise ConfigError(
+            f"smp_listen: no address at which other nodes reach this one was found; name one of this machine's, or "
+            f"an interface ({_listed(there)})"
+        )
+    return found
+
+
+def interfaces() -> dict[str, list[str]]:
+    """Addresses of this machine's interfaces that are up, by name, in the kernel's order: IPv4 first."""
+    found: dict[str, list[str]] = {}
+    with closing(socket.socket(socket.AF_INET, socket.SOCK_DGRAM)) as probe:
+        for _, name in socket.if_nameindex():
+            request = _IFREQ.pack(name.encode())
+            with suppress(OSError):
+                flags = struct.unpack_from("<H", fcntl.ioctl(probe, _SIOCGIFFLAGS, request), 16)[0]
+                if flags & _IFF_UP:
+                    found[name] = []
+                    # A sockaddr_in behind the name: family, port, address.
+                    reply = fcntl.ioctl(probe, _SIOCGIFADDR, request)
+                    found[name].append(socket.inet_ntoa(reply[20:24]))
+    for line in read_lines(Path("/proc/net/if_inet6")):
+        digits, _, _, scope, flags, name = line.split()
+        # Those of one link (scope 20) mean nothing without the name of an interface of the machine that reads them.
+        if name in found and scope != "20" and not int(flags, 16) & _UNUSABLE:
+            found[name].append(str(ipaddress.IPv6Address(bytes.fromhex(digits))))
+    return found
+
+
+def nccl_names(setting: str) -> Callable[[str], bool]:
+    """Which interfaces ``NCCL_SOCKET_IFNAME`` means: prefixes, ``=`` exact names; ``^`` excludes either."""
+    excludes = setting.startswith("^")
+    rest = setting.removeprefix("^")
+    exact = rest.startswith("=")
+    words = [word for word in rest.removeprefix("=").split(",") if word]
+
+    def wanted(name: str) -> bool:
+        listed = name in words if exact else name.startswith(tuple(words))
+        return listed != excludes
+
+    return wanted
+
+
+def _exact(setting: str) -> Callable[[str], bool]:
+    return setting.split(",").__contains__
+
+
+def _between_machines(name: str) -> bool:
+    return not name.startswith(_OF_CONTAINERS)
+
+
+def _usable(there: Mapping[str, Iterable[str]], wanted: Callable[[str], bool]) -> list[str]:
+    """Addresses of the interfaces that are ``wanted`` at which other machines may reach this one."""
+    return [
+        address for name, addresses in there.items() if wanted(name) for address in addresses if _is_reached(address)
+    ]
+
+
+def _configured(setting: str) -> str:
+    """The first address that is this machine's, or that of an interface which has one."""
+    there = interfaces()
+    problem = ""
+    for word in filter(None, map(str.strip, setting.split(","))):
+        addresses = there.get(word, [word])
+        for address in addresses:
+            problem = _refusal(address)
+            if not problem:
+                return address
+        problem = problem or f"{word!r} has no address"
+    raise ConfigError(
+        f"smp_listen: {setting!r} cannot be listened at here: {problem}; name an address of this machine, or an "
+        f"interface ({_listed(there)})"
+    )
+
+
+def _refusal(address: str) -> str:
+    """Why nothing can listen at ``address``; empty where it can."""
+    try:
+        family, kind, protocol, _, target = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
+        with closing(socket.socket(family, kind, protocol)) as probe:
+            probe.bind(target)
+    except (OSError, UnicodeError) as error:
+        return str(error)
+    return ""
+
+
+def _is_reached(address: str) -> bool:
+    """Whether other machines may reach this one at ``address``."""
+    return bool(address) and not ipaddress.ip_address(address).is_loopback
+
+
+def _towards(host: str) -> str:
+    """This machine's address on the way to ``host``; nothing is sent. Empty where there is none."""
+    return next(filter(_is_reached, _ways(host)), "") if host else ""
+
+
+def _ways(host: str) -> Iterator[str]:
+    try:
+        # Any port would do: a UDP socket that connects sends nothing, and knows its own address.
+        targets = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)
+    except (OSError, UnicodeError):
+        return
+    for family, kind, _, _, target in targets:
+        with suppress(OSError), closing(socket.socket(family, kind)) as probe:
+            probe.connect(target)
+            address = str(probe.getsockname()[0])
+            # One of a single link is no address for others.
+            if not address.startswith("fe80:"):
+                yield address
+
+
+def _listed(there: Mapping[str, Iterable[str]]) -> str:
+    return ", ".join(f"{name} {'/'.join(addresses) or 'without address'}" for name, addresses in there.items())

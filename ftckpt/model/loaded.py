@@ -1,0 +1,55 @@
+"""What a script has loaded from storage, and whether that undoes what is in memory: a rollback by the operator."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint on storage by its iteration; 0 or less: nothing was loaded, or nothing that says its iteration.
+
+    ``named``: the operator has named this one; otherwise it is the newest that the script has found. ``generation``
+    tells the origin of what is in memory from older ones, which a node may have that was away for a while.
+    """
+
+    iteration: int = -1
+    named: bool = False
+    generation: int = field(default=0, compare=False)
+
+    @property
+    def is_one(self) -> bool:
+        """Whether a checkpoint was loaded that can be compared with what is in memory."""
+        return self.iteration > 0
+
+
+NOTHING = Checkpoint()
+
+
+def rollback(loaded: Checkpoint, origin: Checkpoint) -> str:
+    """Why what was loaded counts, whatever is in memory; empty where the newer of the two does.
+
+    Args:
+        origin: of the snapshots in memory, see ``next_origin``.
+    """
+    # A storage that was not mounted, or is empty, undoes nothing.
+    if not loaded.is_one:
+        return ""
+    if loaded.named:
+        # The same command line at each restart: training has gone on from there already.
+        return "" if loaded == origin else "it was asked for by name"
+    if loaded.iteration < origin.iteration:
+        return f"storage went back on purpose: its newest was iteration {origin.iteration} at an earlier start"
+    return ""
+
+
+def next_origin(loaded: Checkpoint, origin: Checkpoint, storage_counts: bool) -> Checkpoint:
+    """The origin of the snapshots that a start is going to take.
+
+    That is what was loaded from storage when their history began, or the newest that a later start has found there:
+    what is older than it, or is named and is not it, is a rollback.
+    """
+    found = loaded if loaded.is_one else NOTHING
+    if found == origin or (found.iteration <= origin.iteration and not storage_counts):
+        return origin
+    return replace(found, generation=origin.generation + 1)

@@ -1,0 +1,115 @@
+"""What protection may take of the network: a number that was set, or a share of the link of the SMP's address."""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+
+SHARE = 0.25
+"""Of a link, each way. Training has all of it while ranks reduce gradients (``duties.NETWORK_PHASES``)."""
+ASSUMED_GBITS = 25.0
+"""Gbit/s of a link whose speed nobody knows: what small cloud machines have. A wrong guess costs time, not safety."""
+_SYSFS = Path("/sys/class/net")
+_WAIT_SECS = 2.0
+_NETLINK_ROUTE, _GET_ADDRESS, _DUMP, _ERROR, _DONE = 0, 22, 0x301, 2, 3
+_MESSAGE = struct.Struct("=IHHII")  # struct nlmsghdr: length, type, flags, sequence, port
+_IFADDR = struct.Struct("=BBBBI")  # struct ifaddrmsg: family, prefix, flags, scope, index of the interface
+_ATTRIBUTE = struct.Struct("=HH")  # struct rtattr: length, type
+
+
+@dataclass(frozen=True)
+class NetworkLimit:
+    """GB/s that a node receives, and as much that it sends, for protection (0: any), and where that comes from."""
+
+    gbps: float
+    source: str
+
+    def secs(self, nbytes: int) -> float:
+        """The least time that ``nbytes`` take one way."""
+        return nbytes / (1e9 * self.gbps) if self.gbps else 0.0
+
+    def __str__(self) -> str:
+        return f"{f'{self.gbps:.3g} GB/s each way' if self.gbps else 'no limit'} ({self.source})"
+
+
+def network_limit(setting: str, address: str, sysfs: Path = _SYSFS) -> NetworkLimit:
+    """What ``Config.network_gbps`` means for an SMP that listens at ``address``."""
+    if setting != "auto":
+        return NetworkLimit(float(setting), "as set")
+    try:
+        host = ipaddress.ip_address(socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0][4][0])
+        name = "" if host.is_loopback else interface_of(host)
+    except (OSError, ValueError):
+        return _assumed(f"no interface has {address}")
+    if not name:
+        return NetworkLimit(0.0, "loopback: nothing leaves the machine")
+    gbits = _speed_gbits(sysfs / name)
+    if gbits is None:
+        return _assumed(f"{name} does not tell its speed")
+    return NetworkLimit(SHARE * gbits / 8, f"{SHARE:.0%} of the {gbits:g} Gbit/s of {name}")
+
+
+def unknown_limit(setting: str) -> NetworkLimit:
+    """The same where there is no node yet."""
+    return network_limit(setting, "") if setting != "auto" else _assumed("each node takes the speed of its link")
+
+
+def interface_of(host: ipaddress.IPv4Address | ipaddress.IPv6Address) -> str:
+    """The name of the interface with this address, by the kernel's list of all.
+
+    Raises:
+        OSError: there is none, or the kernel does not say.
+    """
+    with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW | socket.SOCK_CLOEXEC, _NETLINK_ROUTE) as asking:
+        asking.settimeout(_WAIT_SECS)
+        request = _IFADDR.pack(socket.AF_UNSPEC, 0, 0, 0, 0)
+        asking.send(_MESSAGE.pack(_MESSAGE.size + len(request), _GET_ADDRESS, _DUMP, 1, 0) + request)
+        while True:
+            data = asking.recv(1 << 16)
+            while data:
+                nbytes, kind, *_ = _MESSAGE.unpack_from(data)
+                if kind in (_ERROR, _DONE) or nbytes < _MESSAGE.size:
+                    raise OSError(f"no interface has {host}")
+                body, data = data[_MESSAGE.size : nbytes], data[_aligned(nbytes) :]
+                if host.packed in _attributes(body[_IFADDR.size :]):
+                    return socket.if_indextoname(_IFADDR.unpack_from(body)[4])
+
+
+def _attributes(data: bytes) -> list[bytes]:
+    values = []
+    while len(data) >= _ATTRIBUTE.size:
+        nbytes, _ = _ATTRIBUTE.unpack_from(data)
+        values.append(data[_ATTRIBUTE.size : nbytes])
+        data = data[max(_ATTRIBUTE.size, _aligned(nbytes)) :]
+    return values
+
+
+def _aligned(nbytes: int) -> int:
+    return (nbytes + 3) & ~3
+
+
+def _speed_gbits(interface: Path) -> float | None:
+    """Gbit/s of an interface with hardware behind it; what a purely virtual one says (veth: 10) means nothing."""
+    if not _has_hardware(interface):
+        return None
+    try:
+        mbits = int((interface / "speed").read_text())
+    except (OSError, ValueError):  # the file cannot be read while the link is down, and where the driver has none
+        return None
+    # -1, or 2^32 - 1: the driver does not know.
+    return mbits / 1e3 if 0 < mbits < (1 << 32) - 1 else None
+
+
+def _has_hardware(interface: Path, depth: int = 4) -> bool:
+    """Itself, or what lies below it: a bond, a VLAN and a bridge tell the speed of their links."""
+    if (interface / "device").exists():
+        return True
+    return depth > 0 and any(_has_hardware(lower, depth - 1) for lower in interface.glob("lower_*"))
+
+
+def _assumed(why: str) -> NetworkLimit:
+    source = f"{SHARE:.0%} of {ASSUMED_GBITS:g} Gbit/s, assumed: {why}; set --ftckpt-network-gbps"
+    return NetworkLimit(SHARE * ASSUMED_GBITS / 8, source)

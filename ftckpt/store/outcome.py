@@ -1,0 +1,210 @@
+"""What a launcher run has come to on this machine: a record that outlives its ranks, and ends the launcher's retries.
+
+A launcher starts all ranks again whenever one fails: after an error that each attempt meets anew, and after a crash
+in the exit of a job that is done. What earlier attempts came to lies in a file of the launcher run, which the next
+one reads before anything else: how many starts in a row made no snapshot, and whether it is over. The file is named
+for the process of the launcher, so that another run of the same job finds nothing, and whoever comes later knows
+without a guess which files are of no use any more.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import tempfile
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from ftckpt.errors import FtckptError
+from ftckpt.store.directory import fresh_name, require_own
+from ftckpt.store.locks import FileLock
+from ftckpt.store.page import owner_lives, owner_word, pid_namespace
+
+RUN_VARIABLE = "FTCKPT_RUN"
+"""Names a launcher run that is none of torchrun: a script that starts a job again and again sets it."""
+MOST_STARTS = 3
+"""Starts in a row that may end without a snapshot."""
+_LOCK_SECS = 5.0
+_TORCHRUN = "TORCHELASTIC_RUN_ID"
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+_OF_PROCESS = re.compile(r"([0-9a-f]+)-([0-9]+)")
+_SUFFIX = ".run"
+
+
+@dataclass(frozen=True)
+class RunOutcome:
+    """Of one launcher run on one machine.
+
+    ``code`` is None while it may go on, else the exit code of each further attempt, for the reason ``text``.
+    ``starts`` counts those since a snapshot was whole on all ranks. ``repeated``: the last attempt has said it again.
+    """
+
+    starts: int = 0
+    code: int | None = None
+    text: str = ""
+    repeated: bool = False
+
+    @property
+    def over(self) -> bool:
+        return self.code is not None
+
+
+class LauncherRun:
+    """The launcher run ``name``; where that is "" nothing is stored, and nothing is over.
+
+    Nothing raises: a job trains without a record as it does with one. ``problem`` says why there is none.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.problem = ""
+        self._before: RunOutcome | None = None
+
+    def read(self) -> RunOutcome:
+        """What earlier attempts came to."""
+        try:
+            return _load(_path(self.name)) if self.name else RunOutcome()
+        except (OSError, ValueError, TypeError, FtckptError) as error:
+            self.problem = str(error)
+            return RunOutcome()
+
+    def begin(self) -> RunOutcome:
+        """One more start; returns what was before. Records of launchers that ended are removed.
+
+        What is over is not any more: who comes here knows of that, and trains all the same. A process that begins
+        anew, as after a load from storage, is no further start.
+        """
+        is_first = self._before is None
+        self._before = self._before or self.read()
+        self._change(lambda now: RunOutcome(now.starts + is_first))
+        _remove_stale()
+        return self._before
+
+    def progress(self) -> None:
+        """A snapshot is whole that this attempt has made."""
+        self._change(lambda now: replace(now, starts=0))
+
+    def end(self, code: int | None, text: str) -> bool:
+        """What ended this attempt, and with a ``code`` every further one; whether nobody has said so before.
+
+        Where nothing can be stored everybody is the first.
+        """
+        is_first = True
+
+        def change(now: RunOutcome) -> RunOutcome:
+            nonlocal is_first
+            is_first = not now.over and now.text != text
+            return now if now.over else replace(now, code=code, text=text)
+
+        self._change(change)
+        return is_first
+
+    def repeat(self) -> bool:
+        """Whether nobody has said again what ended the run."""
+        is_first = True
+
+        def change(now: RunOutcome) -> RunOutcome:
+            nonlocal is_first
+            is_first = not now.repeated
+            return replace(now, repeated=True)
+
+        self._change(change)
+        return is_first
+
+    def remove(self) -> None:
+        """Forget what earlier attempts came to."""
+        with suppress(OSError, FtckptError):
+            if self.name:
+                _path(self.name).unlink(missing_ok=True)
+
+    def _change(self, change: Callable[[RunOutcome], RunOutcome]) -> None:
+        if not self.name:
+            return
+        try:
+            folder = _folder()
+            folder.mkdir(mode=0o700, exist_ok=True)
+            require_own(folder)
+            lock = FileLock(folder / "lock", _LOCK_SECS, f"the records in {folder}", "end it")
+            with lock, fresh_name(_path(self.name)) as fresh:
+                fresh.write_text(json.dumps(asdict(change(self.read()))))
+                fresh.rename(_path(self.name))
+        except (OSError, FtckptError) as error:
+            self.problem = str(error)
+
+
+@dataclass(frozen=True)
+class Agent:
+    """torchrun's process on this machine: the words of its command line, and its environment."""
+
+    owner: int
+    command: list[str]
+    env: dict[str, str]
+
+
+def agent_of(env: Mapping[str, str]) -> Agent | None:
+    """The agent that started this process; None: none did, or it cannot be looked at."""
+    run_id = env.get(_TORCHRUN)
+    if run_id is None:
+        return None
+    try:
+        pid = os.getppid()
+        # A wrapper between the agent and the rank has the agent's settings as the rank does; the agent has not.
+        while (agent := _environment(pid)).get(_TORCHRUN) == run_id:
+            pid = int(Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[1])
+        return Agent(owner_word(pid), _words(pid, "cmdline"), agent)
+    except (OSError, ValueError):
+        return None
+
+
+def _words(pid: int, name: str) -> list[str]:
+    return Path(f"/proc/{pid}/{name}").read_bytes().decode(errors="replace").rstrip("\0").split("\0")
+
+
+def _environment(pid: int) -> dict[str, str]:
+    words = (word.partition("=") for word in _words(pid, "environ"))
+    return {name: value for name, _, value in words}
+
+
+def launcher_run(env: Mapping[str, str]) -> LauncherRun:
+    """What started this process, and may start it again.
+
+    ``FTCKPT_RUN`` where that is set, else torchrun's agent; one without a name where neither is.
+    """
+    if _NAME.fullmatch(name := env.get(RUN_VARIABLE, "")):
+        # Nodes of a cluster may share what is temporary.
+        return LauncherRun(f"{name}.{env.get('FTCKPT_NODE') or env.get('SLURMD_NODENAME') or socket.gethostname()}")
+    agent = agent_of(env)
+    return LauncherRun(f"{agent.owner:x}-{pid_namespace()}" if agent is not None else "")
+
+
+def _folder() -> Path:
+    """Not with the arenas: of a run whose settings are wrong nobody knows where those are."""
+    return Path(tempfile.gettempdir()) / f"ftckpt-runs-{os.geteuid()}"
+
+
+def _path(name: str) -> Path:
+    return _folder() / f"{name}{_SUFFIX}"
+
+
+def _load(path: Path) -> RunOutcome:
+    folder = path.parent
+    if not folder.exists():
+        return RunOutcome()
+    require_own(folder)  # somebody else could end this user's jobs
+    try:
+        return RunOutcome(**json.loads(path.read_text()))
+    except FileNotFoundError:
+        return RunOutcome()
+
+
+def _remove_stale() -> None:
+    """Records of agents of this pid namespace that have ended."""
+    with suppress(OSError):
+        for path in _folder().glob(f"*{_SUFFIX}"):
+            process = _OF_PROCESS.fullmatch(path.name.removesuffix(_SUFFIX))
+            if process and int(process[2]) == pid_namespace() and not owner_lives(int(process[1], 16)):
+                path.unlink(missing_ok=True)

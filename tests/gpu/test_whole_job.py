@@ -1,0 +1,73 @@
+"""A whole job over ``FakeDevice``: from its first iteration to its last nothing is loaded, allocated or unpinned."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from ftckpt.windows.clock import DeviceClock
+from tests.support import jobs, plain
+from tests.support.fake_device import SECS, FakeDevice, install
+from tests.support.pool import run_ranks
+from tests.support.waiting import until
+
+pytestmark = pytest.mark.multiproc
+NODES = ["a", "b", "c"]
+UNTIL = 7
+ROW = 1 << 15
+"""Elements: enough for each rank to have a share, of which the others make parity."""
+
+
+def on_a_device(rank: int, world_size: int, settings: dict[str, Any], off_at: int) -> dict[str, int]:
+    """Trains on the device with its own clock; from ``off_at`` on no snapshot succeeds, and ftckpt turns off."""
+    patch = pytest.MonkeyPatch()
+    fake = install(patch)
+    patch.setattr("ftckpt.job.shard.make_clock", DeviceClock)
+    patch.setattr(plain, "ROW", ROW)
+    checkpointer, state = plain.make(rank, world_size, settings, NODES)
+    checkpointer.restore()
+    if off_at:
+        state.failing = {iteration: OSError("no more") for iteration in range(off_at, UNTIL + 1)}
+    capture, arena = checkpointer.capture, checkpointer.arena
+    assert capture is not None and arena is not None
+    registrar = capture._copier._registrar  # type: ignore[attr-defined]
+    with fake.train():
+        for iteration in range(1, UNTIL + 1):
+            train(fake, checkpointer, state, iteration)
+            if iteration == 4:
+                until(lambda: registrar.idle, "pinned", SECS)
+        assert sum(fake.pinned.values()) == arena.control.slots * arena.image.file_bytes and not fake.unpinned_by
+    checkpointer.close(remove=False)
+    assert not fake.pinned
+    return {"kernels": len(fake.kernels), "off": int(checkpointer.off)}
+
+
+def restored(rank: int, world_size: int, settings: dict[str, Any]) -> Any:
+    plain.ROW = ROW
+    return plain.restored(rank, world_size, settings, NODES)
+
+
+def train(fake: FakeDevice, checkpointer: Any, state: plain.PlainState, iteration: int) -> None:
+    for kind in ("forward", "window", "backward"):
+        checkpointer.phase(kind)
+        fake.compute_step(kind, millis=1.0)
+    checkpointer.fence()
+    fake.compute.enqueue(lambda: state.advance(iteration, iteration + 0.5))
+    fake.compute.synchronize()  # as where the loss is read
+    checkpointer.step(iteration)
+
+
+@pytest.mark.parametrize("off_at", [0, 5])
+def test_nothing_is_asked_for_the_first_time_while_training_runs(settings: dict[str, Any], off_at: int) -> None:
+    settings = {**settings, "protect": "replica", "error_limit": 2}
+    results = [result.value for result in run_ranks(on_a_device, 3, settings, off_at)]
+    assert max(value["kernels"] for value in results) >= 3, results
+    assert [value["off"] for value in results] == [int(bool(off_at))] * 3
+    errors = [event["error"] for event in jobs.events(settings, "snapshot_error")]
+    assert all("no more" in error for error in errors) and bool(errors) == bool(off_at)
+    if not off_at:
+        # The last boundaries may be skipped, while the SMPs protect an earlier snapshot.
+        (newest,) = {event["iteration"] for event in jobs.events(settings, "snapshot")[-3:]}
+        for result in run_ranks(restored, 3, settings):
+            assert result.value[:3] == (newest, newest, [newest + 0.5])

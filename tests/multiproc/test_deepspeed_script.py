@@ -1,0 +1,131 @@
+"""A script that does not know which iteration was restored is refused before the first batch, and no other."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.pool import run_ranks
+
+pytestmark = pytest.mark.multiproc
+pytest.importorskip("deepspeed")
+
+WIDTH = 4
+JSON: dict[str, Any] = {
+    "train_micro_batch_size_per_gpu": 2,
+    "gradient_accumulation_steps": 2,
+    "steps_per_print": None,
+    "optimizer": {"type": "Adam", "params": {"lr": 1e-2, "torch_adam": True}},
+}
+
+
+class Counters:
+    """Megatron-DeepSpeed's: fields of its arguments."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args = args
+
+    def state_dict(self) -> dict[str, int]:
+        # At the boundary: the loop counts the iteration behind the step.
+        return {"iteration": self.args.iteration + 1, "consumed": self.args.consumed + 4}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.args.iteration, self.args.consumed = state["iteration"], state["consumed"]
+
+
+def train(engine: Any, args: argparse.Namespace, how: str) -> None:
+    import torch
+
+    for _ in range(2):
+        engine.backward(engine(torch.ones(2, WIDTH)).square().mean())
+        engine.step()
+    if how == "asks behind":
+        assert engine.global_steps
+    args.iteration, args.consumed = args.iteration + 1, args.consumed + 4
+
+
+def script(rank: int, world_size: int, arena: str, how: str) -> tuple[str, int, list[str]]:
+    """Trains three iterations; how it was refused, where the engine stands then, and what was said to people."""
+    from ftckpt.standin import deepspeed as standin
+
+    standin.install()
+    import deepspeed
+    import torch
+
+    import ftckpt.deepspeed
+    from ftckpt.errors import ConfigError
+
+    args = argparse.Namespace(iteration=0, consumed=0, one=1, three=3, flag=False)
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("ftckpt").addHandler(handler)
+    logging.getLogger("ftckpt").setLevel(logging.INFO)
+    if "registers" in how:
+        ftckpt.deepspeed.register("counters", Counters(args))
+    section = {"enabled": True, "job": "job", "node": "node", "arena": arena, "protect": "none"}
+    engine, *_ = deepspeed.initialize(
+        args=args if "gives" in how else None, model=torch.nn.Linear(WIDTH, WIDTH), config={**JSON, "ftckpt": section}
+    )
+    if "loads" in how:
+        _, state = engine.load_checkpoint(f"{arena}-saved")
+        args.iteration = state["iteration"] if state else 0
+    if "forgets" in how:
+        args.iteration = args.consumed = 0
+    if how == "asks":
+        assert engine.global_steps % 3 == 0
+    refusal = ""
+    try:
+        for number in range(3):
+            train(engine, args, how)
+            if "loads" in how and number == 0:
+                engine.save_checkpoint(f"{arena}-saved", client_state={"iteration": args.iteration})
+    except ConfigError as error:
+        refusal = str(error)
+    steps = vars(engine)["global_steps"]
+    ftckpt.deepspeed.remove()  # the last snapshot is finished
+    return refusal, steps, lines
+
+
+NOT_READ = "engine.global_steps is 3, restored from memory, and the script has not read it"
+BEGINS_ANEW = (
+    "first batch args.iteration is 0 and engine.global_steps 3, args.consumed is 0 and engine.global_samples 12"
+)
+CASES = {
+    "counts": NOT_READ,
+    "counts and gives arguments": BEGINS_ANEW,
+    "gives, registers and forgets": BEGINS_ANEW,
+    "loads": NOT_READ,
+    "asks": "",
+    "asks behind": "",
+    "registers": "",
+    "gives and registers": "",
+}
+
+
+@pytest.mark.parametrize("how", CASES)
+def test_a_script_that_does_not_know_what_was_restored_is_refused_by_name(how: str, arena_root: Path) -> None:
+    def attempt() -> tuple[str, int, list[str]]:
+        (result,) = run_ranks(script, 1, str(arena_root / "a"), how, stand_in=False)
+        found: tuple[str, int, list[str]] = result.value
+        return found
+
+    (arena_root / "a").mkdir()
+    refusal, steps, lines = attempt()
+    assert (refusal, steps) == ("", 3)
+    foretold = any("a restart would begin at 0 with it, and is refused" in line for line in lines)
+    assert foretold == how.startswith(("counts", "loads"))
+    refusal, steps, lines = attempt()
+    if not CASES[how]:
+        assert (refusal, steps) == ("", 6)
+        assert any("has not read engine.global_steps since iteration 3" in line for line in lines) == (
+            "behind" in how
+        )
+        return
+    assert CASES[how] in refusal and "take the position from engine.global_steps" in refusal
+    assert "\n" not in refusal and steps == 3
+    assert attempt()[:2] == (refusal, 3), "a refusal lost the snapshots"

@@ -1,0 +1,115 @@
+"""Jobs of many ranks under a low limit of open files: they start, snapshot, protect and come back."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from ftckpt.errors import LaunchError
+from tests.support import jobs, plain
+from tests.support.pool import run_ranks
+from tests.support.tiers import by_default
+from tests.support.waiting import meet
+
+pytestmark = pytest.mark.multiproc
+
+SMALL = {
+    "protect": "node", "objects_mib": 1, "chunk_mib": 0.0625, "start_timeout_secs": 200.0, "fence_budget": 0.0,
+    "agree_timeout_secs": 100.0, "fence_timeout_secs": 100.0, "scrub_secs": 0.0, "timeline_interval": 0,
+    "protect_timeout_secs": 200.0,
+}  # fmt: skip
+RANKS_PER_NODE = 16
+
+
+class Seen(NamedTuple):
+    """Open files of a rank: before ftckpt, with its groups, in the end; its soft limit; how long it took."""
+
+    before: int
+    made: int
+    now: int
+    limit: int
+    made_secs: float
+    started_secs: float
+
+
+def join(rank: int, world_size: int, store: Path) -> None:
+    """The job's own group, which on a device is none of gloo's, takes no connections either."""
+    import torch.distributed as dist
+
+    os.environ["TORCH_GLOO_LAZY_INIT"] = "1"
+    dist.init_process_group("gloo", store=dist.FileStore(str(store), world_size), rank=rank, world_size=world_size)
+
+
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def nodes(world_size: int) -> list[str]:
+    return [f"node{rank // RANKS_PER_NODE}" for rank in range(world_size)]
+
+
+def protected_then_killed(rank: int, world_size: int, settings: dict[str, Any], limit: int) -> None:
+    """Train until a snapshot is protected, leave what it took, and die."""
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit // 2, limit))
+    join(rank, world_size, Path(settings["events"]).parent / "first")
+    before, begin = descriptors(), time.monotonic()
+    checkpointer, state = plain.make(rank, world_size, settings, nodes(world_size))
+    made, made_secs = descriptors(), time.monotonic() - begin
+    assert checkpointer.restore() is None
+    started_secs, iteration = time.monotonic() - begin, 0
+    while checkpointer.protected is None or iteration < 3:
+        iteration += 1
+        plain.iterate(checkpointer, state, iteration)
+        assert time.monotonic() - begin < SMALL["start_timeout_secs"]  # type: ignore[operator]
+    seen = Seen(before, made, descriptors(), resource.getrlimit(resource.RLIMIT_NOFILE)[0], made_secs, started_secs)
+    Path(settings["events"], f"seen{rank}").write_text(json.dumps(seen))
+    meet(Path(settings["events"]).parent / "trained", world_size, 100.0)
+    plain.die()
+
+
+def restored_under(rank: int, world_size: int, settings: dict[str, Any], limit: int) -> Any:
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit // 2, limit))
+    join(rank, world_size, Path(settings["events"]).parent / "second")
+    checkpointer, state = plain.make(rank, world_size, settings, nodes(world_size))
+    start = checkpointer.restore()
+    plain.iterate(checkpointer, state, (start or 0) + 1)
+    checkpointer.close()
+    return start, state.row.unique().tolist()
+
+
+@pytest.mark.timeout(1500)
+@pytest.mark.parametrize(("world_size", "limit"), by_default([(16, 128), (128, 256)], [(16, 128)]))
+def test_many_ranks_under_a_low_limit_of_open_files(world_size: int, limit: int, settings: dict[str, Any]) -> None:
+    """Gloo's full mesh of two groups takes twice as many descriptors in each rank as there are ranks, and 6 more."""
+    settings |= SMALL
+    options: dict[str, Any] = {"timeout_secs": 600.0, "init_process_group": False}
+    run_ranks(protected_then_killed, world_size, settings, limit, expect_failures=True, grace_secs=20.0, **options)
+    every = [Seen(*json.loads(path.read_text())) for path in Path(settings["events"]).glob("seen*")]
+    print("most of all ranks:", Seen(*map(max, zip(*every, strict=True))))
+    assert len(every) == world_size
+    assert max(seen.made - seen.before for seen in every) < 30, "connections that nobody uses"
+    assert limit // 2 < min(seen.limit for seen in every) <= limit, "the soft limit is raised to what is needed"
+    protected = max(event["iteration"] for event in jobs.events(settings, "protected"))
+    results = [result.value for result in run_ranks(restored_under, world_size, settings, limit, **options)]
+    start = results[0][0]
+    assert start >= protected and results == [(start, [start + 1.0])] * world_size
+
+
+def refused(rank: int, world_size: int, settings: dict[str, Any]) -> str:
+    if rank == 1:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (90, 90))
+    with pytest.raises(LaunchError) as error:
+        plain.make(rank, world_size, settings)
+    return str(error.value)
+
+
+def test_a_limit_that_is_too_low_is_refused_by_name_on_all_ranks(settings: dict[str, Any]) -> None:
+    texts = [result.value for result in run_ranks(refused, 16, {**settings, **SMALL})]
+    assert len(set(texts)) == 1, "all ranks say the same, at once"
+    assert texts[0].startswith("rank 1: ulimit -n: this process needs 1") and "hard limit is 90; raise" in texts[0]

@@ -1,0 +1,77 @@
+"""A stand-in for Transformer Engine on a CPU, under its names, so that real Megatron-core builds and trains with it.
+
+TE cannot be built without CUDA. Mirrored from its sources at v2.2, v2.4 and v2.18 (``RELEASES``): which tensors
+delayed scaling keeps, under which attributes, when they are made, reduced and updated; what ``get_extra_state``
+gives; FusedAdam's state. FP8 values are those of torch's types; sums are torch's own. What differs between releases
+says so.
+
+``install`` puts it in the place of the package and loads Megatron anew, in a process made for one test.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from types import ModuleType
+from typing import Any
+
+RELEASES = ("2.2", "2.4", "2.18")
+
+release = RELEASES[-1]
+"""Which one is mirrored."""
+
+
+def at_least(minor: int) -> bool:
+    """Whether the release that is mirrored is 2.``minor`` or newer."""
+    return int(release.partition(".")[2]) >= minor
+
+
+def install(of_release: str) -> None:
+    """From here on this process has Transformer Engine, and Megatron is imported by its next user."""
+    global release
+    release = of_release
+    from ftckpt.standin.megatron import install_megatron
+    from tests.support.te import fp8, modules, optimizers
+
+    tree = {
+        "": {"__version__": f"{of_release}.0"},
+        "common": {},
+        "common.recipe": _names(fp8, "Recipe", "DelayedScaling", "Float8CurrentScaling", "Format"),
+        "pytorch": {
+            **_names(fp8, "fp8_autocast", "fp8_model_init"),
+            **_names(modules, "Linear", "LayerNormLinear", "GroupedLinear", "DotProductAttention", "LayerNorm"),
+        },
+        "pytorch.fp8": _names(fp8, "FP8GlobalStateManager", "fp8_autocast", "fp8_model_init"),
+        "pytorch.module": {},
+        "pytorch.module.base": _names(modules, "TransformerEngineBaseModule"),
+        # Names that Megatron wants when it is imported; with 2.7 and newer the router's, too.
+        "pytorch.ops": {"Sequential": None, "FusibleOperation": None, "BasicOperation": modules.BasicOperation},
+        "pytorch.distributed": _names(modules, "CudaRNGStatesTracker", "checkpoint", "activation_recompute_forward"),
+        "pytorch.tensor": _names(modules, "QuantizedTensor"),
+        "pytorch.router": dict.fromkeys(
+            ("fused_compute_score_for_moe_aux_loss", "fused_moe_aux_loss", "fused_topk_with_score_function")
+        ),
+        "pytorch.optimizers": _names(
+            optimizers, "FusedAdam", "FusedSGD", "multi_tensor_applier", "multi_tensor_scale", "multi_tensor_l2norm"
+        ),
+    }
+    for name in [name for name in sys.modules if name.startswith(("megatron", "ftckpt.megatron", "train_gpt"))]:
+        del sys.modules[name]
+    for path, contents in tree.items():
+        _put(f"transformer_engine.{path}".rstrip("."), contents)
+    install_megatron()  # once more, for the modules that are imported now
+
+
+def _names(module: ModuleType, *names: str) -> dict[str, Any]:
+    return {name: getattr(module, name) for name in names}
+
+
+def _put(name: str, contents: dict[str, Any]) -> None:
+    module = ModuleType(name)
+    module.__path__ = []
+    module.__spec__ = importlib.machinery.ModuleSpec(name, None, is_package=True)
+    vars(module).update(contents)
+    sys.modules[name] = module
+    parent, _, last = name.rpartition(".")
+    if parent:
+        setattr(sys.modules[parent], last, module)

@@ -1,0 +1,255 @@
+"""Modules that multiply in FP8, without tensor parallelism (``pytorch/module``, ``attention`` and ``ops``)."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from tests.support import te
+from tests.support.te.fp8 import FP8GlobalStateManager, recipe_state
+
+
+class QuantizedTensor(torch.Tensor):
+    """A parameter in FP8; there is none here."""
+
+
+class TransformerEngineBaseModule(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fp8 = self.fp8_calibration = self.fp8_initialized = self.fp8_meta_tensors_initialized = False
+        self.fp8_meta: dict[str, Any] = {"fp8_checkpoint": False, "fp8_group": None}
+
+    def set_meta_tensor(self, fwd: bool, recipe: Any) -> None:
+        direction = "scaling_fwd" if fwd else "scaling_bwd"
+        if self.fp8_meta_tensors_initialized:
+            state = self.fp8_meta[direction]
+            if recipe.delayed() and hasattr(state, "amax_history"):
+                self._adjust_history(state, recipe.amax_history_len)
+                return
+            if not recipe.delayed() and not hasattr(state, "amax_history"):
+                return
+        casts = self.fp8_meta["num_gemms"] * (3 if fwd else 2)
+        self.fp8_meta[direction] = recipe_state(recipe, "forward" if fwd else "backward", casts)
+
+    def _adjust_history(self, state: Any, length: int) -> None:
+        """Another tensor in its place, cut off at its end or filled up with zeros there."""
+        more = length - len(state.amax_history)
+        if more > 0:
+            state.amax_history = F.pad(state.amax_history, (0, 0, 0, more))
+        elif more < 0:
+            state.amax_history = state.amax_history[:length].clone()
+
+    def init_fp8_meta_tensors(self, recipe: Any) -> None:
+        self.set_meta_tensor(True, recipe)
+        self.set_meta_tensor(False, recipe)
+        self.fp8_meta_tensors_initialized = True
+
+    def init_fp8_metadata(self, num_gemms: int = 1) -> None:
+        """In each forward; the tensors are made in the first."""
+        meta, recipe = self.fp8_meta, FP8GlobalStateManager.get_fp8_recipe()
+        self.fp8 = meta["fp8_checkpoint"] = FP8GlobalStateManager.is_fp8_enabled()
+        if not self.fp8:
+            self.fp8_initialized = False
+            return
+        if self.fp8_initialized and recipe == meta["recipe"]:
+            return
+        meta["recipe"], meta["num_gemms"] = recipe, num_gemms
+        meta["fp8_group"] = FP8GlobalStateManager.get_fp8_group()
+        meta["fp8_max_fwd"], meta["fp8_max_bwd"] = recipe.fp8_format.value.max_fwd, recipe.fp8_format.value.max_bwd
+        self.init_fp8_meta_tensors(recipe)
+        self.fp8_initialized = True
+
+    def prepare_forward(self, num_gemms: int = 1) -> None:
+        self.init_fp8_metadata(num_gemms)
+        if self.fp8:
+            FP8GlobalStateManager.add_fp8_tensors_to_global_buffer(self.fp8_meta)
+
+    def get_extra_state(self) -> torch.Tensor:
+        """A pickle as bytes. Before 2.4 without FP8, too: of None. In 2.18 only of recipes that keep something."""
+        if not (self.fp8_meta["fp8_checkpoint"] or self.fp8):
+            return _as_bytes(None) if not te.at_least(4) else torch.empty(0, dtype=torch.uint8)
+        recipe = self.fp8_meta["recipe"]
+        if te.at_least(18) and not recipe.delayed():
+            return torch.empty(0, dtype=torch.uint8)
+        state: dict[str, Any] = {"recipe": recipe}
+        if recipe.delayed():
+            for short in ("fwd", "bwd"):
+                state[f"scale_{short}"] = self.fp8_meta[f"scaling_{short}"].scale
+                state[f"amax_history_{short}"] = self.fp8_meta[f"scaling_{short}"].amax_history
+        plain = {name: value for name, value in self.fp8_meta.items() if isinstance(value, (bool, int, float))}
+        return _as_bytes({**state, "extra_fp8_variables": plain})
+
+    def set_extra_state(self, state: torch.Tensor) -> None:
+        raise NotImplementedError("2.18 refuses pickles, unless NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE is set")
+
+
+def _as_bytes(state: Any) -> torch.Tensor:
+    return torch.frombuffer(bytearray(pickle.dumps(state)), dtype=torch.uint8)
+
+
+class _Multiply(torch.autograd.Function):
+    """Input and weight are cast in forward, the output's gradient in backward, after which the process's first module
+    updates the scales of all."""
+
+    @staticmethod
+    def forward(ctx: Any, tokens: torch.Tensor, weight: torch.Tensor, meta: dict[str, Any]) -> torch.Tensor:
+        tokens = meta["scaling_fwd"].cast(tokens, 0)
+        weight = meta["scaling_fwd"].cast(weight, 1)
+        ctx.save_for_backward(tokens, weight)
+        ctx.meta, ctx.first = meta, FP8GlobalStateManager.is_first_fp8_module()
+        return tokens @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        tokens, weight = ctx.saved_tensors
+        gradient = ctx.meta["scaling_bwd"].cast(gradient, 0)
+        of_weight = gradient.flatten(0, -2).t() @ tokens.flatten(0, -2)
+        of_tokens = gradient @ weight
+        if ctx.first:
+            FP8GlobalStateManager.reduce_and_update_fp8_tensors(forward=False)
+        return of_tokens, of_weight, None
+
+
+class Linear(TransformerEngineBaseModule):
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        init_method: Callable[[torch.Tensor], Any],
+        bias: bool = True,
+        return_bias: bool = False,
+        parallel_mode: str | None = None,
+        params_dtype: torch.dtype = torch.float32,
+        tp_size: int = 1,
+        **_more: Any,
+    ) -> None:
+        super().__init__()
+        assert tp_size == 1, "the stand-in has no tensor parallelism"
+        self.in_features, self.out_features, self.tp_size = in_features, out_features, tp_size
+        self.use_bias, self.return_bias, self.parallel_mode = bias, return_bias, parallel_mode
+        self.save_original_input = False  # since 2.6
+        self.weight = torch.nn.Parameter(torch.empty(out_features, in_features, dtype=params_dtype))
+        with torch.no_grad():
+            init_method(self.weight)
+        self.bias = torch.nn.Parameter(torch.zeros(out_features, dtype=params_dtype)) if bias else None
+
+    def forward(self, tokens: torch.Tensor, is_first_microbatch: bool | None = None) -> Any:
+        self.prepare_forward()
+        multiplied = (
+            _Multiply.apply(tokens, self.weight, self.fp8_meta) if self.fp8 else F.linear(tokens, self.weight)
+        )
+        if self.return_bias:
+            return multiplied, self.bias
+        return multiplied if self.bias is None else multiplied + self.bias
+
+
+class LayerNormLinear(Linear):
+    def __init__(self, in_features: int, out_features: int, *, eps: float = 1e-5, **more: Any) -> None:
+        super().__init__(in_features, out_features, **more)
+        self.eps = eps
+        dtype = more["params_dtype"]
+        self.layer_norm_weight = torch.nn.Parameter(torch.ones(in_features, dtype=dtype))
+        self.layer_norm_bias = torch.nn.Parameter(torch.zeros(in_features, dtype=dtype))
+
+    def forward(self, tokens: torch.Tensor, is_first_microbatch: bool | None = None) -> Any:
+        shape = (self.in_features,)
+        return super().forward(F.layer_norm(tokens, shape, self.layer_norm_weight, self.layer_norm_bias, self.eps))
+
+
+class GroupedLinear(TransformerEngineBaseModule):
+    """Only its name: experts are multiplied elsewhere."""
+
+
+class DotProductAttention(TransformerEngineBaseModule):
+    """In full precision, as without ``fp8_dpa``; its three multiplications have scales all the same."""
+
+    def __init__(self, attention_dropout: float, get_rng_state_tracker: Any, **_more: Any) -> None:
+        super().__init__()
+        self.attention_dropout = attention_dropout
+        # Without a tracker numbers come from the device's generator.
+        self._fork = (lambda: get_rng_state_tracker().fork()) if get_rng_state_tracker else nullcontext
+
+    def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_more: Any, **_: Any) -> Any:
+        self.prepare_forward(num_gemms=3)
+        query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
+        with self._fork():
+            found = F.scaled_dot_product_attention(
+                query, key, value, is_causal=True, dropout_p=self.attention_dropout
+            )
+        return found.permute(2, 0, 1, 3).flatten(2)
+
+
+class BasicOperation(torch.nn.Module):
+    """Of those that can be fused; norms are such, too. Those here cast nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._fp8_metas: dict[str, Any] | None = None
+
+    def num_quantizers(self, mode: str) -> int:
+        return 0
+
+    def get_extra_state(self) -> torch.Tensor:
+        return torch.empty(0, dtype=torch.uint8) if te.at_least(4) else _as_bytes({})
+
+    def set_extra_state(self, state: torch.Tensor) -> None:
+        pass
+
+
+class LayerNorm(BasicOperation):
+    def __init__(self, hidden_size: int, eps: float, params_dtype: torch.dtype, **_more: Any) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=params_dtype))
+        self.bias = torch.nn.Parameter(torch.zeros(hidden_size, dtype=params_dtype))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return F.layer_norm(tokens, self.weight.shape, self.weight, self.bias, self.eps)
+
+
+class CudaRNGStatesTracker:
+    """Where torch has generators that are safe in CUDA graphs it keeps those, not their states."""
+
+    def __init__(self) -> None:
+        self.states_: dict[str, torch.Generator] = {}
+
+    def reset(self) -> None:
+        self.states_ = {}
+
+    def get_states(self) -> dict[str, Any]:
+        return dict(self.states_)
+
+    def set_states(self, states: dict[str, Any]) -> None:
+        self.states_ = states
+
+    def add(self, name: str, seed: int) -> None:
+        generator = torch.cuda.default_generators[0].clone_state()
+        generator.manual_seed(seed)
+        self.states_[name] = generator
+
+    @contextmanager
+    def fork(self, name: str = "model-parallel-rng") -> Any:
+        # The device's generator takes this one's state and gives it back: with CUDA both are one state.
+        device, kept = torch.cuda.default_generators[0], self.states_[name]
+        before = device.get_state()
+        device.set_state(kept.get_state())
+        try:
+            yield
+        finally:
+            kept.set_state(device.get_state())
+            device.set_state(before)
+
+
+def checkpoint(function: Callable[..., Any], *args: Any, **_more: Any) -> Any:
+    return function(*args)
+
+
+@contextmanager
+def activation_recompute_forward(**_more: Any) -> Any:
+    yield

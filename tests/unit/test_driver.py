@@ -1,0 +1,83 @@
+"""Which of several runtimes of one process is asked: the one that torch is linked to."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from ftckpt.capture import driver
+
+RUNTIME = "int {function}(int *mode) {{ return {version}; }}"
+ASK = """
+import ctypes, sys
+import torch
+from ftckpt.capture import driver
+
+torch.version.{kind} = "1"
+for library in sys.argv[1:]:
+    ctypes.CDLL(library)
+exchange = driver.exchange_capture_mode()
+driver.work_beside_captures()
+print(exchange and exchange(None))
+"""
+
+needs_compiler = pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
+
+
+def library(path: Path, source: str, *linked: Path) -> Path:
+    """A shared library whose name for other libraries is its file's."""
+    code = path.with_suffix(".c")
+    code.write_text(source)
+    flags = [
+        "-shared",
+        "-fPIC",
+        "-nostdlib",
+        "-Wl,--no-as-needed",
+        f"-Wl,-soname,{path.name}",
+        f"-Wl,-rpath,{path.parent}",
+    ]
+    subprocess.run(["cc", *flags, "-o", path, code, *linked], check=True)
+    return path
+
+
+def answer(kind: str, *loaded: Path) -> str:
+    command = [sys.executable, "-c", ASK.format(kind=kind), *map(str, loaded)]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+
+@needs_compiler
+@pytest.mark.parametrize("kind", ["hip", "cuda"])
+@pytest.mark.skipif(torch.cuda.is_available(), reason="torch has a runtime of its own here")
+def test_of_two_runtimes_the_one_of_torch_is_asked(tmp_path: Path, kind: str) -> None:
+    """Another library of the process may have brought a newer one, in which torch's threads are not known."""
+    function = f"{kind}ThreadExchangeStreamCaptureMode"
+    stem = {"hip": "libamdhip64.so", "cuda": "libcudart.so"}[kind]
+    newer, older = (
+        library(tmp_path / f"{stem}.{version}", RUNTIME.format(function=function, version=version))
+        for version in (7, 6)
+    )
+    of_torch = library(tmp_path / f"libc10_{kind}.so", "int c10(void) { return 0; }", older)
+    assert answer(kind, newer, of_torch) == "6"
+    assert answer(kind, of_torch, newer) == "6"
+    assert answer(kind, newer) == "None", "one that torch does not use was asked"
+
+
+@needs_compiler
+def test_a_runtime_within_torch_leaves_the_driver(tmp_path: Path) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("torch has a runtime of its own here")
+    source = RUNTIME.format(function="cuThreadExchangeStreamCaptureMode", version=12)
+    driver_library = library(tmp_path / "libcuda.so.1", source)
+    of_torch = library(tmp_path / "libc10_cuda.so", "int c10(void) { return 0; }")
+    assert answer("cuda", of_torch, driver_library) == "12"
+
+
+def test_what_is_not_loaded_stays_so() -> None:
+    with pytest.raises(OSError, match="no library libftckpt-none"):
+        driver.loaded("libftckpt-none")
+    assert driver.loaded("libc.so") is not None

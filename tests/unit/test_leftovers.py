@@ -1,0 +1,79 @@
+"""A start that lacks memory names those who have it: other jobs of this user, and how they are removed."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from ftckpt.errors import MemoryBudgetError
+from ftckpt.store import ledger
+from ftckpt.store.directory import clean_job, node_directory
+from ftckpt.store.ledger import require
+from ftckpt.store.leftovers import Leftover, leftovers, named
+from ftckpt.store.locks import JobLock
+from tests.support.arenas import Rank, on_all, ranks
+from tests.support.errors import raises
+
+MIB = 1 << 20
+
+
+def hold(root: Path, job: str, nbytes: int) -> Path:
+    """A node's directory of ``job`` with a file of ``nbytes``."""
+    node_dir = node_directory(root, job, "node")
+    (node_dir / "dp0.0011").mkdir()
+    (node_dir / "dp0.0011" / "slot0.safetensors").write_bytes(bytes(nbytes))
+    return node_dir
+
+
+def test_the_largest_first_and_who_runs_is_not_to_be_removed(arena_root: Path) -> None:
+    hold(arena_root, "small", MIB)
+    hold(arena_root, "mine", 5 * MIB)
+    node_directory(arena_root, "empty", "node")
+    (arena_root / "ftckpt-file").write_bytes(bytes(MIB))
+    (arena_root / "ftckpt-link").symlink_to(arena_root / "ftckpt-small")
+    lock = JobLock(hold(arena_root, "large", 3 * MIB), 0)
+    try:
+        assert leftovers(arena_root, "mine") == [Leftover("large", 3 * MIB, True), Leftover("small", MIB, False)]
+        text = named(arena_root, "mine")
+    finally:
+        lock.release()
+    assert "large 3.0 MiB (it runs)" in text and f"small 1.0 MiB (ftckpt clean small --arena {arena_root})" in text
+    for number in range(6):
+        hold(arena_root, f"more{number}", 2 * MIB)
+    assert "3 more 5.0 MiB" in named(arena_root, "mine")
+    assert named(arena_root / "missing", "mine") == ""
+
+
+def test_another_users_is_not_named(arena_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hold(arena_root, "small", MIB)
+    uid = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: uid + 1)
+    assert leftovers(arena_root, "mine") == []
+
+
+def test_a_start_without_room_names_them_and_leaves_nothing(
+    arena_root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hold(arena_root, "yesterday", MIB)
+    members = ranks(arena_root, 2)
+
+    def full(path: Path, need_bytes: int) -> None:
+        raise MemoryBudgetError(f"{need_bytes} bytes needed")
+
+    def begin(member: Rank) -> None:
+        member.arenas.enter()
+        member.arena = member.arenas.open(member.manifest(), None)
+
+    monkeypatch.setattr(ledger, "check_budget", full)
+    with raises(
+        MemoryBudgetError, "bytes needed; other jobs of yours", "yesterday 1.0 MiB", "ftckpt clean yesterday"
+    ):
+        on_all(members, begin)
+    on_all(members, lambda member: member.arenas.withdraw())
+    assert [path.name for path in arena_root.iterdir()] == ["ftckpt-yesterday"]
+    clean_job(arena_root, "yesterday")
+    with raises(MemoryBudgetError, "bytes needed") as refused:
+        require(arena_root / "ftckpt-job" / "node", MIB)
+    assert "other jobs" not in str(refused.value)

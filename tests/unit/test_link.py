@@ -1,0 +1,83 @@
+"""What protection takes of the network by default: a share of the link, where its speed is known."""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+from pathlib import Path
+
+import pytest
+
+from ftckpt.smp import link
+from ftckpt.smp.link import ASSUMED_GBITS, SHARE, NetworkLimit, interface_of, network_limit, unknown_limit
+
+
+def sysfs(root: Path, name: str, speed: str | None, hardware: bool = True) -> Path:
+    interface = root / name
+    interface.mkdir()
+    if hardware:
+        (interface / "device").mkdir()
+    if speed is not None:
+        (interface / "speed").write_text(f"{speed}\n")
+    return interface
+
+
+@pytest.fixture
+def at_eth0(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No machine that runs tests has a link of a known speed for sure."""
+    monkeypatch.setattr(link, "interface_of", lambda host: "eth0")
+
+
+def test_a_limit_that_was_set_counts(tmp_path: Path) -> None:
+    assert network_limit("2.5", "127.0.0.1", tmp_path) == NetworkLimit(2.5, "as set")
+    assert network_limit("0", "10.0.0.1", tmp_path) == unknown_limit("0") == NetworkLimit(0.0, "as set")
+    assert str(network_limit("0", "")) == "no limit (as set)"
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "127.0.1.1", "::1", "localhost"])
+def test_loopback_has_none(address: str) -> None:
+    assert network_limit("auto", address).gbps == 0
+
+
+@pytest.mark.usefixtures("at_eth0")
+def test_it_is_a_share_of_the_link(tmp_path: Path) -> None:
+    sysfs(tmp_path, "eth0", "200000")
+    limit = network_limit("auto", "10.0.0.1", tmp_path)
+    assert limit.gbps == SHARE * 25 and limit.source == "25% of the 200 Gbit/s of eth0"
+    assert limit.secs(int(SHARE * 25e9)) == 1.0 and str(limit) == f"6.25 GB/s each way ({limit.source})"
+
+
+@pytest.mark.usefixtures("at_eth0")
+@pytest.mark.parametrize("speed", ["-1", "4294967295", "0", "", None])
+def test_where_the_speed_is_unknown_the_guess_is_told(tmp_path: Path, speed: str | None) -> None:
+    sysfs(tmp_path, "eth0", speed)
+    limit = network_limit("auto", "10.0.0.1", tmp_path)
+    assert limit.gbps == SHARE * ASSUMED_GBITS / 8
+    assert "assumed: eth0 does not tell its speed; set --ftckpt-network-gbps" in limit.source
+
+
+@pytest.mark.usefixtures("at_eth0")
+def test_what_is_virtual_counts_by_what_lies_below_it(tmp_path: Path) -> None:
+    veth = sysfs(tmp_path, "eth0", "10000", hardware=False)  # a veth says so, whatever carries it
+    assert "assumed" in network_limit("auto", "10.0.0.1", tmp_path).source
+    (veth / "lower_ens1").symlink_to(sysfs(tmp_path, "ens1", "10000"))
+    assert network_limit("auto", "10.0.0.1", tmp_path).source == "25% of the 10 Gbit/s of eth0"
+
+
+def test_an_address_of_no_interface_is_told() -> None:
+    for address in ("0.0.0.0", "203.0.113.77", "no such host"):
+        assert f"assumed: no interface has {address}" in network_limit("auto", address).source
+    with pytest.raises(OSError, match="no interface"):
+        interface_of(ipaddress.ip_address("203.0.113.77"))
+
+
+def test_the_interface_of_an_address_is_found() -> None:
+    assert interface_of(ipaddress.ip_address("127.0.0.1")) == "lo"
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))
+        except OSError:
+            return  # a machine without a network
+        mine = probe.getsockname()[0]
+    name = interface_of(ipaddress.ip_address(mine))
+    assert name in {each for _, each in socket.if_nameindex()} - {"lo"}

@@ -1,0 +1,174 @@
+"""Slots that come while training runs: nobody waits for their memory, and a rank that ends leaves none half made."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ftckpt.model.snapshot import SnapshotId
+from ftckpt.store import mapping
+from tests.support.arenas import LINEAGE, SHARE, Rank, complete, on_all, ranks, write
+from tests.support.waiting import until
+
+SECS = 20.0
+KEEP = SnapshotId(LINEAGE, 4)
+
+
+class SlowMemory:
+    """The kernel takes its time for each step of an allocation."""
+
+    def __init__(self) -> None:
+        self.asked, self.go = threading.Event(), threading.Event()
+        self.steps = 0
+        self.threads: set[str] = set()
+        self._fallocate = os.posix_fallocate
+
+    def fallocate(self, fd: int, offset: int, length: int) -> None:
+        self.threads.add(threading.current_thread().name)
+        self.steps += 1
+        self.asked.set()
+        assert self.go.wait(SECS)
+        self._fallocate(fd, offset, length)
+
+
+@pytest.fixture
+def member(arena_root: Path) -> Iterator[Rank]:
+    """A rank whose arena lacks two of three slots, and whose old arena has gone."""
+    members = ranks(arena_root, 1, slots=3)
+    (member,) = members
+    member.arenas.enter()
+    member.arena = member.arenas.open(member.manifest(), None)
+    for slot in range(3):
+        write(member.have, slot, 2 + slot)
+    member.arena = member.arenas.replace(member.have, KEEP, member.manifest(SHARE + 8192))
+    write(member.have, 0, 5)
+    member.arenas.remove_old()
+    for slot in (1, 2):
+        if member.have.allocated(slot):
+            member.have.free(slot)
+    yield member
+    member.have.close()
+    member.arenas.release()
+
+
+@pytest.fixture
+def slow(member: Rank, monkeypatch: pytest.MonkeyPatch) -> Iterator[SlowMemory]:
+    memory = SlowMemory()
+    monkeypatch.setattr(os, "posix_fallocate", memory.fallocate)
+    monkeypatch.setattr(mapping, "_RESERVE_STEP_BYTES", 8192)
+    yield memory
+    memory.go.set()
+
+
+def slot_files(member: Rank) -> list[str]:
+    """All files of slots, with a name and without."""
+    return sorted(path.name for path in member.have.path.iterdir() if "slot" in path.name)
+
+
+def test_training_waits_for_no_memory(member: Rank, slow: SlowMemory) -> None:
+    begin = time.monotonic()
+    assert member.arenas.complete(member.have) == []
+    assert slow.asked.wait(SECS)
+    assert member.arenas.complete(member.have) == [] and not member.have.allocated(1)
+    assert time.monotonic() - begin < SECS / 4
+    write(member.have, 0, 6)  # training goes on meanwhile
+    slow.go.set()
+    assert complete(member) == [1, 2]
+    assert slow.threads == {"ftckpt-slots"}
+    told = [fields["slots"] for event, fields in member.events.seen if event == "slots_allocated"]
+    assert [slot for slots in told for slot in slots] == [1, 2]
+    write(member.have, 2, 7)
+    assert not member.have.verify(2) and len(slot_files(member)) == 3
+
+
+def test_a_slot_is_one_when_the_training_thread_takes_it(member: Rank) -> None:
+    assert member.arenas.complete(member.have) == []
+    supply = member.arenas._supply
+    assert supply is not None
+    until(lambda: supply.ended, "memory", SECS)
+    assert not member.have.allocated(1), "an arena that training looks at changes below it"
+    assert len([name for name in slot_files(member) if name.startswith(".")]) == 2
+    assert member.arenas.complete(member.have) == [1, 2]
+
+
+@pytest.mark.parametrize("when", ["half made", "made", "taken"])
+@pytest.mark.parametrize("way", ["release", "leave", "replace"])
+def test_a_rank_that_ends_meanwhile_leaves_no_half_made_slot(
+    member: Rank, slow: SlowMemory, when: str, way: str
+) -> None:
+    assert member.arenas.complete(member.have) == []
+    assert slow.asked.wait(SECS)
+    supply = member.arenas._supply
+    assert supply is not None
+    if when != "half made":
+        slow.go.set()
+        until(lambda: supply.ended, "memory", SECS)
+    if when == "taken":
+        assert member.arenas.complete(member.have) == [1, 2]
+    threading.Timer(0.05, slow.go.set).start()
+    path, steps = member.have.path, slow.steps
+    if way == "release":
+        member.have.close()  # as a job that ends does: first the arena, then what is the node's
+        member.arenas.release()
+        assert slot_files(member) == [f"slot{slot}.safetensors" for slot in range(3 if when == "taken" else 1)]
+    elif way == "leave":
+        member.arenas.leave(member.arena, lambda: None, lambda: None)
+        assert not path.exists()
+    else:
+        member.arena = member.arenas.replace(member.have, None, member.manifest())
+        assert not path.exists() and len(slot_files(member)) == 3
+    assert supply.ended and (when != "half made" or way == "replace" or slow.steps == steps), "it went on to the end"
+
+
+def test_an_arena_that_has_gone_is_told(member: Rank, slow: SlowMemory) -> None:
+    slow.go.set()
+    member.have.remove()
+    assert complete(member) == []
+    event, fields = member.events.seen[-1]
+    assert event == "arena_problem" and "cannot be created" in str(fields["problems"])
+
+
+def test_slots_are_allocated_by_threads_near_the_device(arena_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tmpfs takes memory of the NUMA node on whose cores it is asked for: at start, and while training runs."""
+    core, own = {max(os.sched_getaffinity(0))}, os.sched_getaffinity(0)
+    seen: list[set[int]] = []
+    fallocate = os.posix_fallocate
+
+    def watched(fd: int, offset: int, length: int) -> None:
+        seen.append(os.sched_getaffinity(0))
+        fallocate(fd, offset, length)
+
+    monkeypatch.setattr(os, "posix_fallocate", watched)
+    (member,) = members = ranks(arena_root, 1, slots=2)
+    member.arenas.enter()
+    member.arenas.cores = core
+    member.arena = member.arenas.open(member.manifest(), None)
+    assert len(seen) == 3, "two slots and a control block"
+    member.have.free(1)
+    assert complete(member) == [1] and len(seen) == 4
+    member.have.close()
+    (member.have.path / "slot1.safetensors").write_bytes(b"damaged")
+    member.arena = member.arenas.open(member.manifest(), KEEP)
+    assert len(seen) == 5 and seen == [core] * 5 and os.sched_getaffinity(0) == own
+    on_all(members, lambda member: member.arenas.leave(member.arena, lambda: None, lambda: None))
+    member.arenas.release()
+
+
+def test_ranks_of_a_node_get_their_slots_at_the_same_time(arena_root: Path) -> None:
+    members = ranks(arena_root, 3, slots=2)
+
+    def begin(member: Rank) -> None:
+        member.arenas.enter()
+        member.arena = member.arenas.open(member.manifest(), None)
+        member.have.free(1)
+
+    on_all(members, begin)
+    assert on_all(members, complete) == [[1]] * 3
+    on_all(members, lambda member: member.arenas.leave(member.arena, lambda: None, lambda: None))
+    on_all(members, lambda member: member.arenas.release())
+    assert list(arena_root.iterdir()) == []
