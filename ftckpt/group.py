@@ -15,10 +15,8 @@ import json
 import logging
 import os
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from itertools import takewhile
 from typing import Any, TypeVar, cast
 
 import numpy as np
@@ -38,10 +36,10 @@ _CALM_RANKS = 200
 """Up to so many ranks ask their store as often; those of a larger job so much less that it has no more to do."""
 
 _immortal: list[Any] = []
-"""Groups, and the tensors of their latest and of all unfinished collectives, for as long as the process lives, even
-without interpreter. A group that ends waits for its collectives: a rank that fails would end minutes later, and its
-launcher would see it only then. And a thread of torch with the last reference to a tensor needs the interpreter to
-let go of it; waiting for one that is at its end aborts the process."""
+"""Groups, and tensors that a thread of torch may have, for as long as the process lives, even without interpreter. A
+group that ends waits for its collectives: a rank that fails would end minutes later, and its launcher would see it
+only then. And a thread of torch with the last reference of C++ to a tensor needs the interpreter to let go of it;
+waiting for one that is at its end aborts the process."""
 ctypes.pythonapi.Py_IncRef(ctypes.py_object(_immortal))
 
 T = TypeVar("T")
@@ -110,12 +108,11 @@ class Group:
 
     def _connect(self, name: str) -> None:
         self._given_up = ""
-        self._latest: list[torch.Tensor] = []
-        self._minima: deque[tuple[dist.Work, torch.Tensor]] = deque()
-        self._num_finished = 0  # of the minima, as of the last post
+        self._unfinished: list[dist.Work] = []
+        self._tensors: list[tuple[torch.Tensor, torch.Tensor]] = []  # each with a view of it
         make_room(OWN_DESCRIPTORS + (0 if is_lazy() else self.size), self._descriptors, self.rank)
         self._group = connect(name, job_store(), self.rank, self.size, self._timeout_secs)
-        self._kept: list[Any] = [self._group, self._latest, self._minima]
+        self._kept: list[Any] = [self._group, self._tensors]
         _immortal.append(self._kept)
 
     def close(self) -> None:
@@ -124,9 +121,8 @@ class Group:
         A collective that is not finished keeps them: who ends a group waits for all of those.
         """
         self._given_up = self._given_up or f"rank {self.rank} has closed the group"
-        if all(work.is_completed() for work, _ in self._minima):
-            # Its tensors stay: a thread of torch may let go of them a moment later.
-            self._kept[0] = None
+        if all(work.is_completed() for work in self._unfinished):
+            self._kept[0] = None  # its tensors stay
             del self._group
 
     def gather(self, data: Bytes) -> list[bytes]:
@@ -172,17 +168,20 @@ class Group:
     def start_minimum(self, values: Sequence[int]) -> tuple[dist.Work, torch.Tensor]:
         """Post an element-wise MIN; returns the work, for ``finish``, and the tensor that will have it."""
         tensor = torch.tensor(list(values), dtype=torch.int64)
+        self._unfinished = [work for work in self._unfinished if not work.is_completed()]
+        self._keep(tensor)
         work = self._try(lambda: self._group.allreduce(tensor, dist.ReduceOp.MIN))
-        # gloo writes into the tensor after the caller may have forgotten it: it must outlive the collective.
-        # Those that are not finished are as many as the caller posts without one of them being finished; a rank that
-        # cannot read ``error_limit`` rounds in time posts no more.
-        # One that is finished stays until the next is posted, a snapshot later: torch says so a moment before its
-        # thread lets go of the tensor.
-        for _ in range(self._num_finished):
-            self._minima.popleft()
-        self._num_finished = sum(1 for _ in takewhile(lambda posted: posted[0].is_completed(), self._minima))
-        self._minima.append((work, tensor))
+        self._unfinished.append(work)
         return work, tensor
+
+    def _keep(self, *tensors: torch.Tensor) -> None:
+        """Keep ``tensors``, which gloo may write into after the caller has forgotten them, until no thread of torch
+        has them: that a collective is finished is said a moment before its thread lets go of them."""
+        # C++ refers to a tensor twice where it is kept and nobody else has it: for Python's object and for the view's
+        # base. Without the view a thread's would be the last but that of Python's object, and need the interpreter.
+        self._tensors[:] = [(base, view) for base, view in self._tensors if base._use_count() > 2]  # type: ignore[attr-defined]
+        with torch.inference_mode(False):  # in which views know no base
+            self._tensors.extend((tensor, tensor.view(-1)) for tensor in tensors)
 
     def finish(self, work: dist.Work, timeout_secs: float) -> bool:
         """Wait for a collective that was posted; False: it is not finished within ``timeout_secs``."""
@@ -205,8 +204,7 @@ class Group:
             look_secs = min(2 * look_secs, self._longest_look_secs)
 
     def _run(self, post: Callable[[], dist.Work], timeout_secs: float, *tensors: torch.Tensor) -> None:
-        # In place: the list is among what outlives the interpreter.
-        self._latest[:] = tensors
+        self._keep(*tensors)
         if not self.finish(self._try(post), timeout_secs):
             self._give_up(f"the other ranks did not come within {timeout_secs:g} s")
             raise RuntimeError(self._given_up)
