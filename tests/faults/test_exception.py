@@ -193,6 +193,7 @@ RESTARTING_ELSEWHERE = [
 ]
 
 
+@pytest.mark.slow
 def test_an_error_at_a_restart(failing: Failing) -> None:
     """The one rank's error is that of all where ftckpt called what failed; the next start finds all that it needs."""
     check(failing, RESTARTING, restored=1)

@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 
 from tests.support.launching import ROOT, Launched, free_ports
-from tests.support.tiers import by_default
 from tests.support.waiting import until
 
 pytestmark = [
@@ -58,8 +57,9 @@ def helper_of(script: int) -> int | None:
     return next((pid for pid, line in processes_of(script).items() if "deepspeed.launcher.launch" in line), None)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)  # up to three starts, each with imports of DeepSpeed in four processes
-@pytest.mark.parametrize("rank_too", by_default([True, False], [False]))
+@pytest.mark.parametrize("rank_too", [True, False])
 def test_the_script_starts_it_again(launched: Launched, rank_too: bool) -> None:
     job = f"test-{uuid.uuid4().hex[:8]}"
     options = ["--job", job, "--nproc", "2", "--port", str(free_ports(5)), "--restarts", "4"]

@@ -19,6 +19,7 @@ import pytest
 from ftckpt.store.directory import SMP_STATE_NAME
 from tests.support.launching import ITERATIONS, ROOT, Nodes
 from tests.support.pool import run_ranks
+from tests.support.tiers import by_default
 from tests.support.waiting import until
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.faults, pytest.mark.timeout(600)]
@@ -54,9 +55,9 @@ def undisturbed(rank: int, world_size: int, arguments: tuple[str, ...]) -> tuple
 
 
 @functools.cache
-def reference(arguments: tuple[str, ...]) -> tuple[list[str], list[dict[str, str]]]:
-    """Losses, and the final hashes of four ranks."""
-    results = [result.value for result in run_ranks(undisturbed, 4, arguments, stand_in=False)]
+def reference(num_ranks: int, arguments: tuple[str, ...]) -> tuple[list[str], list[dict[str, str]]]:
+    """Losses, and the final hashes of the ranks."""
+    results = [result.value for result in run_ranks(undisturbed, num_ranks, arguments, stand_in=False)]
     return results[0][0], [hashes for _, hashes in results]
 
 
@@ -64,9 +65,11 @@ def reference(arguments: tuple[str, ...]) -> tuple[list[str], list[dict[str, str
 def make(tmp_path: Path, arena_root: Path) -> Iterator[Make]:
     made: list[Nodes] = []
 
-    def make(count: int, arguments: tuple[str, ...], *settings: str) -> Nodes:
+    def make(count: int, arguments: tuple[str, ...], *settings: str, ranks: int = 4) -> Nodes:
         script = str(ROOT / "launch" / "train_plain.py")
-        nodes = Nodes(tmp_path, arena_root, [script, *arguments, *CHUNKS, *settings], count=count, nproc=4 // count)
+        nodes = Nodes(
+            tmp_path, arena_root, [script, *arguments, *CHUNKS, *settings], count=count, nproc=ranks // count
+        )
         made.append(nodes)
         return nodes
 
@@ -88,27 +91,29 @@ def check_came_back(nodes: Nodes, arguments: tuple[str, ...], protected: int) ->
     nodes.finish()
     (restored,) = nodes.restored()
     assert restored >= protected
-    nodes.check_equal(*reference(arguments))
+    nodes.check_equal(*reference(nodes.count * nodes.nproc, arguments))
     nodes.check_nothing_left()
 
 
 @pytest.mark.parametrize(
-    "replacement",
-    [pytest.param("127.0.0.4", id="same ranks", marks=pytest.mark.slow), pytest.param("127.0.0.1", id="other ranks")],
+    ("ranks", "replacement"),
+    by_default([(4, "127.0.0.4"), (4, "127.0.0.1"), (2, "127.0.0.1")], [(2, "127.0.0.1")]),
+    ids=["same ranks", "other ranks", "other ranks of two"],
 )
-def test_one_of_two_nodes(make: Make, replacement: str) -> None:
+def test_one_of_two_nodes(make: Make, ranks: int, replacement: str) -> None:
     """Each node alone holds its shards. With an address that sorts first the new node gets the ranks that the
     other one had, which then reads what it holds itself for the new one."""
-    nodes = make(2, FSDP)
+    nodes = make(2, FSDP, ranks=ranks)
     nodes.start_node("a", "127.0.0.2")
     nodes.start_node("b", "127.0.0.3")
     lost, protected = lose_in_mid_iteration(nodes, "b")
     nodes.start_node("c", replacement)
     check_came_back(nodes, FSDP, protected)
-    assert len(lost) == 2
+    assert len(lost) == ranks // 2
     assert nodes.rebuilt().keys() == lost and all("peer_parity" in sources for sources in nodes.rebuilt().values())
-    moved = replacement == "127.0.0.1"
-    assert [nodes.events(rank, "joined")[-1]["node"] for rank in range(4)] == list("ccaa" if moved else "aacc")
+    order = "ca" if replacement == "127.0.0.1" else "ac"
+    nodes_now = [nodes.events(rank, "joined")[-1]["node"] for rank in range(ranks)]
+    assert nodes_now == [node for node in order for _ in range(ranks // 2)]
 
 
 @pytest.mark.slow

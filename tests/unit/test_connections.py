@@ -2,47 +2,49 @@
 
 from __future__ import annotations
 
-import os
+import io
+import logging
 import resource
-import subprocess
-import sys
+from typing import Any
 
 import pytest
 
-from ftckpt.group import look_secs
-
-MAKE_ROOM = """
-import logging, resource, sys
-from ftckpt.connections import make_room
+from ftckpt import connections
 from ftckpt.errors import LaunchError
-logging.basicConfig(level=logging.INFO, format="%(message)s")
-soft, hard, least, wanted = map(int, sys.argv[1:])
-resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-try:
-    make_room(least, wanted)
-except LaunchError as error:
-    print(error)
-print(resource.getrlimit(resource.RLIMIT_NOFILE))
-"""
+from ftckpt.group import look_secs
+from tests.support.pool import run_ranks
 
 
-def make_room(*numbers: int) -> tuple[str, str]:
-    """What a process says, and its limits then."""
-    command = [sys.executable, "-c", MAKE_ROOM, *map(str, numbers)]
-    run = subprocess.run(command, capture_output=True, text=True, check=True, env={**os.environ})
-    return run.stdout, run.stderr
+def ask_for_room(rank: int, size: int, limits: tuple[int, int], least: int, wanted: int) -> list[Any]:
+    said = io.StringIO()
+    log = logging.getLogger("ftckpt")
+    log.addHandler(logging.StreamHandler(said))
+    log.setLevel(logging.INFO)
+    resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    refusal = ""
+    try:
+        connections.make_room(least, wanted)
+    except LaunchError as error:
+        refusal = str(error)
+    return [refusal, resource.getrlimit(resource.RLIMIT_NOFILE), said.getvalue()]
+
+
+def make_room(soft: int, hard: int, least: int, wanted: int) -> list[Any]:
+    """Of a process that makes room: why it was refused, its limits then, and what it said."""
+    result: list[Any] = run_ranks(ask_for_room, 1, (soft, hard), least, wanted, stand_in=False)[0].value
+    return result
 
 
 @pytest.mark.skipif(resource.getrlimit(resource.RLIMIT_NOFILE)[1] < 4096, reason="a low hard limit")
 def test_the_soft_limit_is_raised_to_what_is_wanted_and_the_hard_one_gives_and_that_is_said() -> None:
     said = "ftckpt: open files of each rank: limit raised from"
-    assert make_room(1024, 4096, 10, 500) == ("(1024, 4096)\n", "")
-    limits, told = make_room(1024, 4096, 10, 2000)
-    raised = int(limits[1:].split(",")[0])
-    assert 2000 < raised < 2200 and told == f"{said} 1024 to {raised} (ulimit -n)\n"
-    assert make_room(64, 128, 10, 2000) == ("(128, 128)\n", f"{said} 64 to 128 (ulimit -n)\n")
-    refusal, told = make_room(64, 128, 2000, 2000)
-    assert refusal.startswith("ulimit -n: this process needs 20") and refusal.endswith("(64, 128)\n") and not told
+    assert make_room(1024, 4096, 10, 500) == ["", (1024, 4096), ""]
+    refusal, (raised, hard), told = make_room(1024, 4096, 10, 2000)
+    assert not refusal and 2000 < raised < 2200 and hard == 4096
+    assert told == f"{said} 1024 to {raised} (ulimit -n)\n"
+    assert make_room(64, 128, 10, 2000) == ["", (128, 128), f"{said} 64 to 128 (ulimit -n)\n"]
+    refusal, limits, told = make_room(64, 128, 2000, 2000)
+    assert refusal.startswith("ulimit -n: this process needs 20") and limits == (64, 128) and not told
 
 
 @pytest.mark.parametrize("size", [2, 200, 1000, 8000])

@@ -2,30 +2,20 @@
 
 from __future__ import annotations
 
+import ctypes
 import shutil
 import subprocess
-import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
 
 from ftckpt.capture import driver
+from tests.support.pool import run_ranks
 
 RUNTIME = "int {function}(int *mode) {{ return {version}; }}"
-ASK = """
-import ctypes, sys
-import torch
-from ftckpt.capture import driver
-
-torch.version.{kind} = "1"
-for library in sys.argv[1:]:
-    ctypes.CDLL(library)
-exchange = driver.exchange_capture_mode()
-driver.work_beside_captures()
-print(exchange and exchange(None))
-"""
-
 needs_compiler = pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
 
 
@@ -45,9 +35,18 @@ def library(path: Path, source: str, *linked: Path) -> Path:
     return path
 
 
-def answer(kind: str, *loaded: Path) -> str:
-    command = [sys.executable, "-c", ASK.format(kind=kind), *map(str, loaded)]
-    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+def ask(rank: int, size: int, kind: str, loaded: Sequence[Path]) -> int | None:
+    """What the runtime answers that is asked in a process that has loaded these libraries, in this order."""
+    setattr(torch.version, kind, "1")
+    for path in loaded:
+        ctypes.CDLL(str(path))
+    exchange = driver.exchange_capture_mode()
+    driver.work_beside_captures()
+    return exchange and exchange(None)
+
+
+def answer(kind: str, *loaded: Path) -> int | None:
+    return cast("int | None", run_ranks(ask, 1, kind, loaded, stand_in=False)[0].value)
 
 
 @needs_compiler
@@ -62,9 +61,9 @@ def test_of_two_runtimes_the_one_of_torch_is_asked(tmp_path: Path, kind: str) ->
         for version in (7, 6)
     )
     of_torch = library(tmp_path / f"libc10_{kind}.so", "int c10(void) { return 0; }", older)
-    assert answer(kind, newer, of_torch) == "6"
-    assert answer(kind, of_torch, newer) == "6"
-    assert answer(kind, newer) == "None", "one that torch does not use was asked"
+    assert answer(kind, newer, of_torch) == 6
+    assert answer(kind, of_torch, newer) == 6
+    assert answer(kind, newer) is None, "one that torch does not use was asked"
 
 
 @needs_compiler
@@ -74,7 +73,7 @@ def test_a_runtime_within_torch_leaves_the_driver(tmp_path: Path) -> None:
     source = RUNTIME.format(function="cuThreadExchangeStreamCaptureMode", version=12)
     driver_library = library(tmp_path / "libcuda.so.1", source)
     of_torch = library(tmp_path / "libc10_cuda.so", "int c10(void) { return 0; }")
-    assert answer("cuda", of_torch, driver_library) == "12"
+    assert answer("cuda", of_torch, driver_library) == 12
 
 
 def test_what_is_not_loaded_stays_so() -> None:
