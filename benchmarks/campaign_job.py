@@ -3,7 +3,11 @@ of it can be checked without another run."""
 
 from __future__ import annotations
 
+import json
 import logging
+import os
+import resource
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from ftckpt.config import Config
 from ftckpt.errors import UnsupportedError
@@ -19,6 +24,8 @@ from ftckpt.job.checkpointer import Checkpointer
 from ftckpt.model.fragment import Box, Fragment
 from ftckpt.model.topology import RankPlace, Topology
 from ftckpt.model.training_state import Description, Piece
+from ftckpt.store.outcome import LauncherRun, launcher_run
+from tests.support.mounting import move_into_a_container
 
 SHARED, PRIVATE, SMALL = 60_000, 50_000, 100
 """Elements of what all ranks hold alike, of what each holds alone, and of a tensor that changes anywhere."""
@@ -31,21 +38,30 @@ _ITERATION_SECS = 0.03
 class Plan:
     """One attempt: ``nodes[rank]`` names nodes; it trains ``iterations`` from where it starts, or until killed.
 
-    ``progress`` gets a file ``rank{R}`` once its rank has trained an iteration.
+    ``progress`` gets a file ``rank{R}`` once its rank has trained an iteration. All ranks evaluate after iteration
+    ``pause[0]`` for ``pause[1]`` seconds. Rank ``stray`` is on a machine of its own that has its node's name. Rank
+    ``crashing`` is aborted once it has closed; how it ended is in ``ended{R}``.
     """
 
     settings: Mapping[str, Any]
     nodes: Sequence[str]
     iterations: int
     progress: Path
+    pause: tuple[int, float] = (0, 0.0)
+    stray: int | None = None
+    crashing: int | None = None
 
 
 @dataclass(frozen=True)
 class Ended:
-    """The iteration that was restored (None: from the beginning), and tensors that were not as they must be."""
+    """The iteration that was restored (None: from the beginning), and tensors that were not as they must be.
+
+    ``finished``: an attempt before this one had ended the job, and nothing was trained.
+    """
 
     start: int | None
     wrong: tuple[str, ...]
+    finished: bool = False
 
 
 class KnownState:
@@ -118,19 +134,37 @@ def _values(count: int, salt: int) -> torch.Tensor:
 def train(rank: int, world_size: int, plan: Plan) -> Ended:
     """Restore, check every bit, train, end well."""
     logging.getLogger("ftckpt").setLevel(logging.CRITICAL)  # what happens here is meant to happen
+    node = plan.nodes[rank]
+    os.environ["FTCKPT_NODE"] = node  # of which launcher runs are told apart
+    tempfile.tempdir = None  # drawn anew from this attempt's environment
+    if rank == plan.stray:
+        move_into_a_container(Path(plan.settings["arena"]), shares_memory=False)
+    run = launcher_run(os.environ)
+    if run.read().code == 0:
+        return Ended(None, (), finished=True)
     members = tuple(RankPlace({"dp": index}, plan.nodes[index]) for index in range(world_size))
     state = KnownState(rank, world_size)
-    config = Config(enabled=True, node=plan.nodes[rank], **plan.settings)
-    group = Group(config.start_timeout_secs)
-    checkpointer = Checkpointer(config, state, Topology(rank, members, {"dp": world_size}), group=group)
+    config = Config(enabled=True, node=node, **plan.settings)
+    topology = Topology(rank, members, {"dp": world_size})
+    # One rank of those that a launcher started on a machine speaks for all of them.
+    speaker = run if plan.nodes.index(node) == rank else LauncherRun("")
+    checkpointer = Checkpointer(config, state, topology, group=Group(config.start_timeout_secs), run=speaker)
     start = checkpointer.restore()
     wrong = state.wrong(start or 0)
     for iteration in range((start or 0) + 1, (start or 0) + plan.iterations + 1):
         checkpointer.phase("forward")
         time.sleep(_ITERATION_SECS)
         checkpointer.fence()
+        dist.barrier()  # as gradients do
         state.advance(iteration)
         checkpointer.step(iteration)
         (plan.progress / f"rank{rank}").write_text(str(iteration))
+        if iteration == plan.pause[0]:
+            with checkpointer.section("evaluation"):
+                time.sleep(plan.pause[1])
     checkpointer.close()
+    if rank == plan.crashing:
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        (plan.progress / f"ended{rank}").write_text(json.dumps([start, wrong]))
+        os.abort()
     return Ended(start, wrong)

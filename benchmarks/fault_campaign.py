@@ -1,8 +1,10 @@
 """A campaign of random faults: whatever happens to a job, it comes back right, or says what is missing.
 
-Each trial trains a small job on one to four simulated nodes, kills trainers or SMPs at random instants, damages
-arenas, parity and packages, two faults at once, and starts the job again. What it restores is compared bit for bit;
-from where it must be able to go on is what the failure table says of this loss.
+Each trial trains a small job on one to four simulated nodes, stops a rank for longer than all deadlines or has all
+pause for longer than an iteration may take, kills trainers or SMPs at random instants, damages arenas, parity and
+packages, two faults at once, and starts the job again: first, maybe, with one rank on another machine of the same
+name, which is refused. What it restores is compared bit for bit; from where it must be able to go on is what the
+failure table says of this loss. A rank may crash once the job is done: it must not begin again.
 
   python benchmarks/fault_campaign.py --trials 40 --seed 7 --json OUT
 """
@@ -11,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import os
 import random
 import re
@@ -20,7 +23,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +31,13 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.campaign_damage import Job, damage, survey  # noqa: E402
-from benchmarks.campaign_job import Plan, train  # noqa: E402
+from benchmarks.campaign_job import Ended, Plan, train  # noqa: E402
 from benchmarks.common import environment, print_table, write_json  # noqa: E402
 from ftckpt.errors import ConfigError, FtckptError  # noqa: E402
 from ftckpt.parity.modes import Modes, resolve_modes  # noqa: E402
 from ftckpt.store.directory import SMP_LOCK_NAME, clean_job  # noqa: E402
 from ftckpt.store.locks import holder_of  # noqa: E402
+from tests.support.mounting import may_mount  # noqa: E402
 from tests.support.pool import RankGroup, RankResult, run_ranks, spawn_ranks  # noqa: E402
 
 KINDS = ("resumed", "refused", "wrong", "hung", "leaked")
@@ -45,7 +49,14 @@ PROTECT = (
 # Several processes import torch at once, on few cores.
 _START_SECS = 60.0
 _RESTART_SECS = 90.0
-_GRACE_SECS = 3.0
+_GRACE_SECS = 30.0
+
+_DEADLINE_SECS = 6.0
+"""Of a group whose rank is stopped for half as long again."""
+_HANG_SECS = 2.0
+"""What an iteration may take where ranks pause for twice as long, and hangs end a job."""
+_ITERATIONS_AFTER = 60
+"""After a stall, until which a snapshot must have come."""
 _LINES = re.compile(r"^(ftckpt\.errors\.)?(\w*Error): (.*)$", re.MULTILINE)
 
 
@@ -56,6 +67,20 @@ class Shape:
     nodes: tuple[str, ...]
     settings: dict[str, Any]
     modes: Modes
+
+    @property
+    def folder(self) -> Path:
+        """The job's."""
+        return Path(self.settings["arena"]) / f"ftckpt-{self.settings['job']}"
+
+    @property
+    def env(self) -> dict[str, str]:
+        """Of all attempts: those of one launcher run."""
+        return {"FTCKPT_RUN": self.settings["job"], "TMPDIR": str(Path(self.settings["arena"]) / "tmp")}
+
+
+class TrialError(Exception):
+    """What must not happen to a job that nobody has killed yet."""
 
 
 @dataclass(frozen=True)
@@ -99,21 +124,27 @@ def run_trial(seed: int) -> Verdict:
     dice = random.Random(seed)
     begin = time.monotonic()
     job = f"campaign-{os.getpid()}-{seed}"
+    promise, injected = None, list[str]()
     with tempfile.TemporaryDirectory(prefix="ftckpt-campaign-", dir="/dev/shm") as folder:
-        arena, injected = Path(folder), []
+        arena = Path(folder)
+        (arena / "tmp").mkdir()
         shape = draw_shape(dice, arena, job)
         try:
             memory = _train_and_kill(dice, shape, arena / "progress", injected)
             for _ in range(dice.choice([0, 1, 1, 2, 2])):
                 _damage(memory, dice)
-            results = _restart(dice, shape, arena / "again", memory)
-            kind, start, text = judge(results, memory)
+            injected += memory.faults
+            promise = memory.promise
+            nodes = _replace_lost(dice, shape, memory)
+            _start_with_a_stray(dice, shape, nodes, arena / "stray", injected)
+            kind, start, text = judge(_restart(dice, shape, nodes, arena / "again", injected), memory)
+        except TrialError as error:
+            kind, start, text = "wrong", None, str(error)
         finally:
             left = _clean(arena, job)
         if left and kind in ("resumed", "refused"):
             kind, text = "leaked", left
-        faults = (*injected, *memory.faults)
-    return Verdict(kind, shape, faults, memory.promise, start, text, time.monotonic() - begin)
+    return Verdict(kind, shape, tuple(injected), promise, start, text, time.monotonic() - begin)
 
 
 def judge(results: Sequence[RankResult], memory: Job) -> tuple[str, int | None, str]:
@@ -146,17 +177,26 @@ def judge(results: Sequence[RankResult], memory: Job) -> tuple[str, int | None, 
 def _train_and_kill(dice: random.Random, shape: Shape, progress: Path, faults: list[str]) -> Job:
     """Train for a while, then kill some ranks, and maybe SMPs or arenas before; the launcher ends the others."""
     progress.mkdir()
-    world_size = len(shape.nodes)
-    folder = Path(shape.settings["arena"]) / f"ftckpt-{shape.settings['job']}"
-    plan, memory = Plan(shape.settings, shape.nodes, 100_000, progress), None
-    with spawn_ranks(train, world_size, plan) as ranks:
-        _wait_for(ranks, progress, dice.randint(1, 20))
+    world_size, least = len(shape.nodes), dice.randint(1, 20)
+    trouble = dice.choice(["", "", "", "stall", "pause"])
+    pause = (0, 0.0)
+    if trouble == "stall":
+        shape.settings.update(start_timeout_secs=_DEADLINE_SECS, agree_timeout_secs=_DEADLINE_SECS / 2)
+    if trouble == "pause":
+        shape.settings.update(hang_secs=_HANG_SECS, on_hang="abort")
+        pause = (dice.randint(1, least), 2 * _HANG_SECS)
+        faults.append("a pause of all")
+    plan, memory = Plan(shape.settings, shape.nodes, 100_000, progress, pause), None
+    with spawn_ranks(train, world_size, plan, env=shape.env) as ranks:
+        _wait_for(ranks, progress, least + 1)  # past the pause
+        if trouble == "stall":
+            _stall(ranks, progress, dice.randrange(world_size), shape, faults)
         time.sleep(dice.random() * 0.2)
         if dice.random() < 0.3:
             faults += _kill_smps(shape, dice.sample(sorted(set(shape.nodes)), 1))
             time.sleep(dice.random())
         if dice.random() < 0.3:
-            memory = survey(folder, shape.modes)
+            memory = survey(shape.folder, shape.modes)
             damage(memory, dice, live=True)
             time.sleep(dice.random() * 0.5)
         victims = range(world_size) if dice.random() < 0.3 else dice.sample(range(world_size), 1)
@@ -165,7 +205,20 @@ def _train_and_kill(dice: random.Random, shape: Shape, progress: Path, faults: l
         faults.append(f"kill of {'all ranks' if len(victims) == world_size else f'rank {victims[0]}'}")
         ranks.wait(dice.random() * 0.5)
     # After the kill, unless damage came first: trainers that live would go on past what is counted here.
-    return memory or survey(folder, shape.modes)
+    return memory or survey(shape.folder, shape.modes)
+
+
+def _stall(ranks: RankGroup, progress: Path, victim: int, shape: Shape, faults: list[str]) -> None:
+    """Stop a rank for longer than all deadlines; snapshots must go on after that."""
+    faults.append(f"a stall of rank {victim}")
+    ranks.kill(victim, signal.SIGSTOP)
+    time.sleep(1.5 * _DEADLINE_SECS)
+    reached = int((progress / f"rank{victim}").read_text())
+    ranks.kill(victim, signal.SIGCONT)
+    _wait_for(ranks, progress, reached + _ITERATIONS_AFTER)
+    whole = survey(shape.folder, shape.modes).whole
+    if whole <= reached + 1:
+        raise TrialError(f"no snapshot since the stall at iteration {reached}: the newest is {whole}")
 
 
 def _wait_for(ranks: RankGroup, progress: Path, iteration: int) -> None:
@@ -179,13 +232,13 @@ def _wait_for(ranks: RankGroup, progress: Path, iteration: int) -> None:
             break
         time.sleep(0.01)
     texts = [result.error for result in ranks.results() if result.error]
-    raise RuntimeError(f"iteration {iteration} was not reached: {(texts or ['no error'])[0]}")
+    raise TrialError(f"iteration {iteration} was not reached: {(texts or ['no error'])[0]}")
 
 
 def _kill_smps(shape: Shape, nodes: Sequence[str]) -> list[str]:
     faults = []
     for node in nodes:
-        lock = Path(shape.settings["arena"]) / f"ftckpt-{shape.settings['job']}" / node / SMP_LOCK_NAME
+        lock = shape.folder / node / SMP_LOCK_NAME
         pid = holder_of(lock) if lock.exists() else None
         if pid:
             with contextlib.suppress(ProcessLookupError):
@@ -206,14 +259,55 @@ def _damage(memory: Job, dice: random.Random) -> None:
                 os.kill(pid, signal.SIGKILL)
 
 
-def _restart(dice: random.Random, shape: Shape, progress: Path, memory: Job) -> list[RankResult]:
-    """Start again; lost nodes are replaced by others, with the same names or new ones."""
-    progress.mkdir()
+def _replace_lost(dice: random.Random, shape: Shape, memory: Job) -> list[str]:
+    """The nodes of all ranks: lost ones are replaced by others, with the same names or new ones."""
     renamed = {node: f"{node}-new" if dice.random() < 0.5 else node for node in sorted(memory.lost_nodes)}
-    nodes = [renamed.get(node, node) for node in shape.nodes]
-    plan = Plan(shape.settings, nodes, dice.randint(1, 8), progress)
+    return [renamed.get(node, node) for node in shape.nodes]
+
+
+def _start_with_a_stray(
+    dice: random.Random, shape: Shape, nodes: Sequence[str], progress: Path, faults: list[str]
+) -> None:
+    """A start that must be refused, and harm nothing: one rank is on another machine that has its node's name."""
+    candidates = [rank for rank, node in enumerate(nodes) if node in nodes[:rank]]
+    if not candidates or dice.random() >= 0.25 or not may_mount():
+        return
+    faults.append(f"two machines are called {nodes[candidates[0]]}")
+    progress.mkdir()
+    results = _attempt(shape, Plan(shape.settings, nodes, 1, progress, stray=dice.choice(candidates)))
+    strange = [result for result in results if "two machines" not in (result.error or "")]
+    if strange:
+        raise TrialError(f"a name that two machines have was not refused: {strange[0].error or strange[0].exitcode}")
+
+
+def _restart(
+    dice: random.Random, shape: Shape, nodes: Sequence[str], progress: Path, faults: list[str]
+) -> list[RankResult]:
+    """Start again, and once more where a rank crashes after the end."""
+    progress.mkdir()
+    crashing = dice.randrange(len(nodes)) if dice.random() < 0.3 else None
+    plan = Plan(shape.settings, nodes, dice.randint(1, 8), progress, crashing=crashing)
+    results = _attempt(shape, plan)
+    ended = progress / f"ended{crashing}"
+    if crashing is not None and ended.exists():
+        faults.append(f"crash of rank {crashing} after the end")
+        start, wrong = json.loads(ended.read_text())
+        results[crashing] = RankResult(crashing, 0, Ended(start, tuple(wrong)))
+        again = _attempt(shape, replace(plan, crashing=None))
+        if not all(result.ok and result.value.finished for result in again):
+            raise TrialError(f"a job that was done began again: {[result.error or result.value for result in again]}")
+    return results
+
+
+def _attempt(shape: Shape, plan: Plan) -> list[RankResult]:
     return run_ranks(
-        train, len(nodes), plan, timeout_secs=_RESTART_SECS, expect_failures=True, grace_secs=_GRACE_SECS * 10
+        train,
+        len(plan.nodes),
+        plan,
+        timeout_secs=_RESTART_SECS,
+        expect_failures=True,
+        grace_secs=_GRACE_SECS,
+        env=shape.env,
     )
 
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -12,21 +10,11 @@ import pytest
 
 from ftckpt.errors import ConfigError
 from tests.support import jobs, plain
+from tests.support.mounting import may_mount, move_into_a_container
 from tests.support.pool import run_ranks
 from tests.support.waiting import meet
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.faults]
-
-_CLONE_NEWNS = 0x20000
-
-
-def move_into_a_container(arena: Path, shares_memory: bool) -> None:
-    """This process gets mounts of its own, with a tmpfs at ``arena`` that nobody else has, or that of the machine."""
-    if ctypes.CDLL(None, use_errno=True).unshare(_CLONE_NEWNS):
-        raise OSError(ctypes.get_errno(), "unshare")
-    subprocess.run(["mount", "--make-rprivate", "/"], check=True)
-    if not shares_memory:
-        subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", str(arena)], check=True)
 
 
 def in_containers(
@@ -50,8 +38,8 @@ def in_containers(
 
 
 @pytest.fixture(autouse=True)
-def may_mount() -> None:
-    if subprocess.run(["unshare", "-m", "mount", "-t", "tmpfs", "tmpfs", "/mnt"], check=False).returncode:
+def mounting() -> None:
+    if not may_mount():
         pytest.skip("mounts of its own take root")
 
 

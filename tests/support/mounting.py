@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
 import shutil
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 
 _SHM = Path("/dev/shm")
+_CLONE_NEWNS = 0x20000  # of unshare(2): mounts of its own
 _SOURCE = re.compile(r"ftckpt-test-(\d+)-(\d+)")
 """What is mounted, as /proc/mounts calls it: the pid that has mounted it and when that process began."""
 
@@ -38,6 +40,24 @@ def unmount_below(path: Path) -> None:
     for _, place in reversed(_mounts()):  # what was mounted last lies on top
         if place.is_relative_to(path):
             subprocess.run(["umount", "-l", str(place)], check=True)
+
+
+def may_mount() -> bool:
+    """Whether a process may have mounts of its own, which take root."""
+    return subprocess.run(["unshare", "-m", "mount", "-t", "tmpfs", "tmpfs", "/mnt"], check=False).returncode == 0
+
+
+def move_into_a_container(arena: Path, shares_memory: bool) -> None:
+    """This process gets mounts of its own, with a tmpfs at ``arena`` that nobody else has, or that of the machine.
+
+    Raises:
+        OSError: it may not.
+    """
+    if ctypes.CDLL(None, use_errno=True).unshare(_CLONE_NEWNS):
+        raise OSError(ctypes.get_errno(), "unshare")
+    subprocess.run(["mount", "--make-rprivate", "/"], check=True)
+    if not shares_memory:
+        subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", str(arena)], check=True)
 
 
 def remove_leftovers() -> None:
