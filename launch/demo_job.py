@@ -43,7 +43,8 @@ _RENDEZVOUS = "join_timeout=120,keep_alive_interval=1,keep_alive_max_attempt=6"
 _LAST_CALL_SECS = 10
 _POLL_SECS = 0.02
 _TIMEOUT_SECS, _STALL_SECS = 600.0, 180.0
-_OCCASIONS = 5
+_OCCASIONS = 8
+"""Iterations in which a snapshot may be met that is written: beside busy cores they wait for protection."""
 
 Settings = Mapping[str, Any]
 """Fields of ftckpt's ``Config``; empty: train without ftckpt."""

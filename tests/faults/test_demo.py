@@ -392,7 +392,7 @@ def test_the_whole_demo(tmp_path: Path, framework: str) -> None:
     *killed, lost = found["faults"]
     for fault in killed:
         assert (fault["source"], fault["rebuilt_shards"]) == ("memory", [])
-        assert 0 <= fault["iterations_lost"] <= 4
+        assert 0 <= fault["iterations_lost"] <= 9  # from one fault to the next: snapshots wait for protection
     assert "peer_parity" in lost["source"] and len(lost["rebuilt_shards"]) == len(lost["ranks"]) == 4
     assert lost["rebuilt_bytes"] > 5e5 and lost["parts"]["rebuild"] > 0
     for fault in found["faults"]:
