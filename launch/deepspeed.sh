@@ -84,7 +84,8 @@ COMMAND=(deepspeed --hostfile "${HOSTFILE:-/dev/null/none}")
 COMMAND+=("${EXTRA[@]}")
 export FTCKPT_JOB=$JOB
 # One name for all starts: what ended one for good is known in the next.
-export FTCKPT_RUN=$JOB.$$
+FTCKPT_RUN=$JOB.$(date +%s).$$ # process ids of containers begin at 1 each time
+export FTCKPT_RUN
 
 if [ -n "$DRY_RUN" ]; then
     show env FTCKPT_JOB="$JOB" "${COMMAND[@]}" --master_port "$PORT" "${PROGRAM[@]}"

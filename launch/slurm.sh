@@ -147,18 +147,10 @@ run_steps() {
     choose "${ALLOCATED[@]}"
     export FTCKPT_JOB=$JOB
     # One name for all steps: what ended one for good is known in the next.
-    export FTCKPT_RUN=$JOB.${SLURM_RESTART_COUNT:-0}.$$
+    FTCKPT_RUN=$JOB.${SLURM_RESTART_COUNT:-0}.$(date +%s).$$
+    export FTCKPT_RUN
     for ((number = 1; number <= STEPS; number++)); do
         if ((number > 1)); then
-            sleep "$PAUSE_SECS"
-            mapfile -t answers < <(answering)
-            lost=$(printf '%s\n' "${ALLOCATED[@]}" | grep -vxF "$(printf '%s\n' "${answers[@]}")" | paste -sd,) || true
-            [ -z "$lost" ] || say "do not answer: $lost"
-            if verdict "${answers[@]}"; then
-                say "$REASON"
-                clean
-                exit "$CODE"
-            fi
             choose "${answers[@]}"
             ((NODES >= LEAST_NODES)) ||
                 give_up "$NODES of $LEAST_NODES nodes are left: allocate spares with sbatch --nodes, and say --nodes $MOST_NODES"
@@ -180,6 +172,15 @@ run_steps() {
             return 0
         fi
         say "step $number ended with code $code"
+        ((number == STEPS)) || sleep "$PAUSE_SECS"
+        mapfile -t answers < <(answering)
+        lost=$(printf '%s\n' "${ALLOCATED[@]}" | grep -vxF "$(printf '%s\n' "${answers[@]}")" | paste -sd,) || true
+        [ -z "$lost" ] || say "do not answer: $lost"
+        if verdict "${answers[@]}"; then
+            say "$REASON"
+            clean
+            exit "$CODE"
+        fi
     done
     give_up "$STEPS steps have failed"
 }

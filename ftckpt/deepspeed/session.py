@@ -187,7 +187,8 @@ class EngineSession:
         events = self._hooks.checkpointer.events
         events.emit("loaded_in_training", iteration=loaded)
         events.announce(f"iteration {loaded} was loaded from storage while training: snapshots begin anew")
-        self._hooks.checkpointer.close(remove=True)  # in an error handler too: the user goes back on all ranks
+        # In an error handler too: the user goes back on all ranks.
+        self._hooks.checkpointer.close(remove=True, done=False)
         self._begin_anew()
 
     def _forget_restored(self) -> None:

@@ -15,7 +15,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from ftckpt.config import Config
-from ftckpt.frameworks.launcher import job_name, node_name
+from ftckpt.errors import ConfigError
+from ftckpt.frameworks.launcher import code_if_over, follow_uncaught, job_name, node_name
 from ftckpt.store.outcome import LauncherRun, launcher_run
 
 if TYPE_CHECKING:
@@ -160,8 +161,10 @@ def start(config: Config, place: Callable[[], tuple[Mapping[str, int], Mapping[s
         place: gives this rank's coordinates and the sizes of the layout; refuses what the framework cannot do.
 
     Raises:
-        ConfigError: a name is none, or no job name can be found; two ranks claim the same coordinates.
+        ConfigError: a name is none, or no job name can be found; ranks have different ones; two ranks claim the same
+            coordinates.
         FtckptError: what ``place`` raises on any rank, on all.
+        SystemExit: an earlier attempt of this launcher run ended the job.
     """
     config = replace(config, job=job_name(config.job, os.environ), node=node_name(config.node, os.environ))
     from ftckpt.job.compile_locks import release_orphans
@@ -172,10 +175,28 @@ def start(config: Config, place: Callable[[], tuple[Mapping[str, int], Mapping[s
     from ftckpt.model.topology import RankPlace, Topology
 
     group = Group(config.start_timeout_secs)
+    follow_uncaught()
+    code = code_if_over()
+    # Together: a node that is new knows of no earlier attempt.
+    if codes := [one for one in gather(group, -1 if code is None else code, int) if one >= 0]:
+        raise SystemExit(max(codes))
     # A rank that refused alone would leave the others waiting in the gather until its deadline.
     coords, layout = together(group, place)
+    names = gather(group, config.job, str)
+    if other := next((rank for rank, name in enumerate(names) if name != names[0]), 0):
+        raise _names_differ(names[0], other, names[other])
     ranks = gather(group, RankPlace(coords, config.node), RankPlace)
+    topology = Topology(group.rank, tuple(ranks), layout)
     # One rank of those that a launcher started on a machine speaks for all of them.
-    speaks = os.environ.get("LOCAL_RANK", "0") == "0"
-    run = launcher_run(os.environ) if speaks else LauncherRun("")
-    return Start(config, group, Topology(group.rank, tuple(ranks), layout), run)
+    local = os.environ.get("LOCAL_RANK")
+    speaks = topology.is_node_leader if local is None else local == "0"
+    return Start(config, group, topology, launcher_run(os.environ) if speaks else LauncherRun(""))
+
+
+def _names_differ(first: str, rank: int, name: str) -> ConfigError:
+    error = ConfigError(
+        f"the job is called {first!r} on rank 0 and {name!r} on rank {rank}: give all ranks one name, with "
+        "--ftckpt-job or FTCKPT_JOB"
+    )
+    error.of_all_ranks = True
+    return error

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import argparse
 import atexit
+import ctypes
+import gc
 import hashlib
+import io
 import logging
 import os
 import re
@@ -19,6 +22,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from types import TracebackType
 from typing import NoReturn
 
 from ftckpt.config import NAME_RULE, add_flags, is_name
@@ -102,8 +106,9 @@ def _static_name(env: Mapping[str, str]) -> str:
     # With another one the port is drawn anew at each attempt, and the name would be another each time.
     if "--standalone" in words or {*backends, agent.env.get("PET_RDZV_BACKEND", "static")} != {"static"}:
         return ""
-    script = Path(sys.argv[0])
-    facts = (os.geteuid(), env["MASTER_ADDR"], env.get("MASTER_PORT"), script.resolve(), Path.cwd())
+    # The agent's folder: a script may go to another one, of this attempt alone.
+    script = agent.directory / sys.argv[0]
+    facts = (os.geteuid(), env["MASTER_ADDR"], env.get("MASTER_PORT"), os.path.normpath(script), agent.directory)
     digest = hashlib.sha256(repr([str(fact) for fact in facts]).encode()).hexdigest()[:10]
     stem = re.sub(r"[^A-Za-z0-9._-]", "-", script.stem).strip("._-")[:40] or "job"
     return f"{stem}-{digest}"
@@ -173,9 +178,10 @@ def main(argv: Sequence[str], program: str, usage: str, body: Callable[[Sequence
 def code_if_over() -> int | None:
     """The exit code that an earlier attempt of this launcher run left for all further ones; None: go on."""
     run = launcher_run(os.environ)
-    outcome = run.read()
+    outcome = run.before
     if not outcome.over:
         return None
+    run.remove_leftovers()
     is_last = os.environ.get("TORCHELASTIC_RESTART_COUNT") == os.environ.get("TORCHELASTIC_MAX_RESTARTS")
     # Said where it came about; again at the end of all retries, where people look first: by whichever rank comes
     # first, as the others are ended then.
@@ -189,6 +195,23 @@ def leave_if_over() -> None:
     """End this process where an earlier attempt of the launcher run ended the job: for doors without a runner."""
     if (code := code_if_over()) is not None:
         raise SystemExit(code)
+
+
+def follow_uncaught() -> None:
+    """From here on an error of ftckpt that a script does not catch ends the launcher's retries, where it is final."""
+    if sys.excepthook is not _show_uncaught:
+        _shown_by.append(sys.excepthook)
+        sys.excepthook = _show_uncaught
+
+
+_shown_by: list[Callable[..., object]] = []
+"""The hook that was there before ours."""
+
+
+def _show_uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    if isinstance(error, FtckptError):
+        launcher_run(os.environ).end(_REFUSED if error.final else None, str(error))
+    _shown_by[-1](kind, error, trace)
 
 
 def refuse(error: FtckptError) -> int:
@@ -224,10 +247,19 @@ def leave(main: Callable[[Sequence[str]], int]) -> NoReturn:
     # In this order, as the interpreter does: pools of threads and processes end, then what was registered.
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError):
-            stream.flush()
+    _flush()
     os._exit(code)
+
+
+def _flush() -> None:
+    """Write out what scripts and libraries have not, in files that they have left open."""
+    files = [found for found in gc.get_objects() if isinstance(found, io.TextIOBase | io.BufferedIOBase)]
+    for file in sorted(files, key=lambda file: isinstance(file, io.BufferedIOBase)):  # a text is on top of its buffer
+        # One that is detached, in use by a thread or of a class of the script's own: that of the others counts.
+        with suppress(Exception):
+            if not file.closed and file.writable():
+                file.flush()
+    ctypes.CDLL(None).fflush(None)  # files of C, of a library of the script
 
 
 def _exit_code(code: int | str | None) -> int:

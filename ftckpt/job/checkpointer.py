@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
@@ -45,6 +46,8 @@ from ftckpt.restore.restart import Restart, remove_protection
 from ftckpt.store.arena import Arena
 from ftckpt.store.outcome import MOST_STARTS, LauncherRun
 from ftckpt.windows.pacer import Pacer
+
+log = logging.getLogger("ftckpt")
 
 
 class Checkpointer:
@@ -213,7 +216,11 @@ class Checkpointer:
 
     def _count_start(self) -> None:
         """Refuse what would fail as the attempts before it did: a launcher that has no such rule goes on for days."""
-        starts = max(codec.gather(self.group, self._run.begin().starts, int))
+        mine = self._run.begin().starts if self._run.name else -1
+        if self._run.problem:
+            log.warning("ftckpt: what this attempt comes to cannot be kept for the next: %s", self._run.problem)
+        # The least: a node that comes and goes has failed in a row while others made snapshots.
+        starts = min((found for found in codec.gather(self.group, mine, int) if found >= 0), default=0)
         if starts >= MOST_STARTS:
             error = StalledError(
                 f"{starts} attempts in a row have made no snapshot that is whole on all ranks: what ended them would "
@@ -284,11 +291,14 @@ class Checkpointer:
         with self.section("save"):
             return save.run(path, max_file_bytes, precision)
 
-    def close(self, remove: bool | None = None) -> None:
+    def close(self, remove: bool | None = None, done: bool = True) -> None:
         """End: when all ranks have come here the arenas are removed, otherwise they stay for a restart.
 
         They stay with ``remove=False`` and no other rank is waited for; that is the default while an exception is
         handled, as in a ``finally``, and ``remove=True`` otherwise. A second call does nothing.
+
+        With the arenas removed the job is ``done``: no further attempt of its launcher trains anything, whatever
+        becomes of this one. So what must be done at the end, and may fail, comes before.
         """
         if self._closed:
             return
@@ -301,9 +311,9 @@ class Checkpointer:
         self._stop()
         if remove and self._shard is not None:
             try:
-                self._leave(arena)
+                self._leave(arena, self._record_end if done else lambda: None)
                 self._agreement.close()
-            except (LaunchError, RuntimeError) as error:
+            except (LaunchError, RuntimeError, OSError) as error:
                 self.events.emit("close_incomplete", error=str(error))
         if arena is not None:
             arena.close()
@@ -311,10 +321,14 @@ class Checkpointer:
         self.events.emit("closed", iteration=self._boundary)
         self.events.close()
 
-    def _leave(self, arena: Arena | None) -> None:
-        """Remove what this rank has; ranks that have lost each other meet once more, where all come to in the end."""
-        end = f"job {self.config.job} finished at iteration {self._boundary}: nothing is left to train"
-        leave = partial(self._arenas.leave, arena, lambda: self._run.end(0, end), self._protection.smp.end)
+    def _record_end(self) -> None:
+        text = f"job {self.config.job} finished at iteration {self._boundary}: nothing is left to train"
+        self._run.end(0, text, str(Path(self.config.arena).absolute()), self.config.job)
+
+    def _leave(self, arena: Arena | None, agreed: Callable[[], object]) -> None:
+        """Remove what this rank has, once all have ``agreed``; ranks that have lost each other meet once more, where
+        all come to in the end."""
+        leave = partial(self._arenas.leave, arena, agreed, self._protection.smp.end)
         begin = time.monotonic()
         try:
             leave()

@@ -17,10 +17,11 @@ import tempfile
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 from ftckpt.errors import FtckptError
-from ftckpt.store.directory import fresh_name, require_own
+from ftckpt.store.directory import clean_job, fresh_name, require_own
 from ftckpt.store.locks import FileLock
 from ftckpt.store.page import owner_lives, owner_word, pid_namespace
 
@@ -31,7 +32,7 @@ MOST_STARTS = 3
 _LOCK_SECS = 5.0
 _TORCHRUN = "TORCHELASTIC_RUN_ID"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
-_OF_PROCESS = re.compile(r"([0-9a-f]+)-([0-9]+)")
+_OF_PROCESS = re.compile(r"([0-9a-f]+)-([0-9]+)-([0-9a-f]+)")
 _SUFFIX = ".run"
 
 
@@ -41,12 +42,15 @@ class RunOutcome:
 
     ``code`` is None while it may go on, else the exit code of each further attempt, for the reason ``text``.
     ``starts`` counts those since a snapshot was whole on all ranks. ``repeated``: the last attempt has said it again.
+    ``arena`` and ``job`` tell where snapshots lay that a rank may have left which crashed as they were removed.
     """
 
     starts: int = 0
     code: int | None = None
     text: str = ""
     repeated: bool = False
+    arena: str = ""
+    job: str = ""
 
     @property
     def over(self) -> bool:
@@ -54,7 +58,8 @@ class RunOutcome:
 
 
 class LauncherRun:
-    """The launcher run ``name``; where that is "" nothing is stored, and nothing is over.
+    """The launcher run ``name``, as one process of an attempt knows it; where that is "" nothing is stored, and
+    nothing is over.
 
     Nothing raises: a job trains without a record as it does with one. ``problem`` says why there is none.
     """
@@ -62,7 +67,12 @@ class LauncherRun:
     def __init__(self, name: str) -> None:
         self.name = name
         self.problem = ""
-        self._before: RunOutcome | None = None
+        self._has_begun = False
+
+    @cached_property
+    def before(self) -> RunOutcome:
+        """What attempts before this process came to; what it has ended itself it may begin anew."""
+        return self.read()
 
     def read(self) -> RunOutcome:
         """What earlier attempts came to."""
@@ -78,17 +88,17 @@ class LauncherRun:
         What is over is not any more: who comes here knows of that, and trains all the same. A process that begins
         anew, as after a load from storage, is no further start.
         """
-        is_first = self._before is None
-        self._before = self._before or self.read()
+        before, is_first = self.before, not self._has_begun
+        self._has_begun = True
         self._change(lambda now: RunOutcome(now.starts + is_first))
         _remove_stale()
-        return self._before
+        return before
 
     def progress(self) -> None:
         """A snapshot is whole that this attempt has made."""
         self._change(lambda now: replace(now, starts=0))
 
-    def end(self, code: int | None, text: str) -> bool:
+    def end(self, code: int | None, text: str, arena: str = "", job: str = "") -> bool:
         """What ended this attempt, and with a ``code`` every further one; whether nobody has said so before.
 
         Where nothing can be stored everybody is the first.
@@ -98,7 +108,7 @@ class LauncherRun:
         def change(now: RunOutcome) -> RunOutcome:
             nonlocal is_first
             is_first = not now.over and now.text != text
-            return now if now.over else replace(now, code=code, text=text)
+            return now if now.over else replace(now, code=code, text=text, arena=arena, job=job)
 
         self._change(change)
         return is_first
@@ -114,6 +124,12 @@ class LauncherRun:
 
         self._change(change)
         return is_first
+
+    def remove_leftovers(self) -> None:
+        """Remove the snapshots of a job that was done: a rank may have crashed as it was to do so."""
+        if self.before.code == 0 and self.before.job:
+            with suppress(FtckptError, OSError):  # what a live process holds stays
+                clean_job(Path(self.before.arena), self.before.job)
 
     def remove(self) -> None:
         """Forget what earlier attempts came to."""
@@ -138,11 +154,12 @@ class LauncherRun:
 
 @dataclass(frozen=True)
 class Agent:
-    """torchrun's process on this machine: the words of its command line, and its environment."""
+    """torchrun's process on this machine: the words of its command line, its environment and where it was started."""
 
     owner: int
     command: list[str]
     env: dict[str, str]
+    directory: Path = Path("/")
 
 
 def agent_of(env: Mapping[str, str]) -> Agent | None:
@@ -155,7 +172,7 @@ def agent_of(env: Mapping[str, str]) -> Agent | None:
         # A wrapper between the agent and the rank has the agent's settings as the rank does; the agent has not.
         while (agent := _environment(pid)).get(_TORCHRUN) == run_id:
             pid = int(Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[1])
-        return Agent(owner_word(pid), _words(pid, "cmdline"), agent)
+        return Agent(owner_word(pid), _words(pid, "cmdline"), agent, Path(os.readlink(f"/proc/{pid}/cwd")))
     except (OSError, ValueError):
         return None
 
@@ -169,16 +186,28 @@ def _environment(pid: int) -> dict[str, str]:
     return {name: value for name, _, value in words}
 
 
+_runs: dict[str, LauncherRun] = {}
+"""Those that this process has asked for: a second engine or load is no second start of it."""
+
+
 def launcher_run(env: Mapping[str, str]) -> LauncherRun:
     """What started this process, and may start it again.
 
     ``FTCKPT_RUN`` where that is set, else torchrun's agent; one without a name where neither is.
     """
-    if _NAME.fullmatch(name := env.get(RUN_VARIABLE, "")):
+    name = ""
+    if _NAME.fullmatch(given := env.get(RUN_VARIABLE, "")):
         # Nodes of a cluster may share what is temporary.
-        return LauncherRun(f"{name}.{env.get('FTCKPT_NODE') or env.get('SLURMD_NODENAME') or socket.gethostname()}")
-    agent = agent_of(env)
-    return LauncherRun(f"{agent.owner:x}-{pid_namespace()}" if agent is not None else "")
+        name = f"{given}.{env.get('FTCKPT_NODE') or env.get('SLURMD_NODENAME') or socket.gethostname()}"
+    elif (agent := agent_of(env)) is not None:
+        name = f"{agent.owner:x}-{_machine()}"
+    return _runs.setdefault(name, LauncherRun(name))
+
+
+def _machine() -> str:
+    """What tells process ids of one boot and one pid namespace from those of others."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip().replace("-", "")
+    return f"{pid_namespace()}-{boot[:12]}"
 
 
 def _folder() -> Path:
@@ -202,9 +231,9 @@ def _load(path: Path) -> RunOutcome:
 
 
 def _remove_stale() -> None:
-    """Records of agents of this pid namespace that have ended."""
+    """Records of agents of this machine and pid namespace that have ended."""
     with suppress(OSError):
         for path in _folder().glob(f"*{_SUFFIX}"):
             process = _OF_PROCESS.fullmatch(path.name.removesuffix(_SUFFIX))
-            if process and int(process[2]) == pid_namespace() and not owner_lives(int(process[1], 16)):
+            if process and f"{process[2]}-{process[3]}" == _machine() and not owner_lives(int(process[1], 16)):
                 path.unlink(missing_ok=True)

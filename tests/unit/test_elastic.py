@@ -54,8 +54,8 @@ STATIC = {"TORCHELASTIC_RUN_ID": "none", "RANK": "0", "MASTER_ADDR": "n1", "MAST
 def agent(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Lets torchrun's agent have these words on its command line, and this environment."""
 
-    def of(*words: str, **env: str) -> None:
-        monkeypatch.setattr(launcher, "agent_of", lambda _: Agent(1, ["torchrun", *words], env))
+    def of(*words: str, directory: Path = Path("/work"), **env: str) -> None:
+        monkeypatch.setattr(launcher, "agent_of", lambda _: Agent(1, ["torchrun", *words], env, directory))
 
     return of
 
@@ -65,16 +65,15 @@ def test_a_static_rendezvous_names_the_job(
 ) -> None:
     """The same for each rank, node and attempt; another one for what else the user trains there."""
     agent("--master-addr", "n1", "train.py")
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["pretrain gpt.py"])
     name = job_name(None, STATIC)
+    monkeypatch.chdir(tmp_path)  # as a script does that has a folder for each attempt's output
     assert name == job_name(None, {**STATIC, "RANK": "5", "GROUP_RANK": "1", "LOCAL_RANK": "1"})
     assert name.startswith("pretrain-gpt-") and is_name(name)
     others = [job_name(None, {**STATIC, "MASTER_PORT": "29501"}), job_name(None, {**STATIC, "MASTER_ADDR": "n2"})]
     monkeypatch.setattr(sys, "argv", ["other.py"])
     others.append(job_name(None, STATIC))
-    (tmp_path / "b").mkdir()
-    monkeypatch.chdir(tmp_path / "b")
+    agent("--master-addr", "n1", "train.py", directory=Path("/elsewhere"))
     others.append(job_name(None, STATIC))
     assert len({name, *others}) == 5
     # What is named stays named.

@@ -262,7 +262,7 @@ def test_the_name_reaches_other_nodes_beside_what_the_user_hands_on(standins: St
     (standins.bin / "deepspeed").write_text(f'#!/bin/sh\ncat "$DS_ENV_FILE" >{seen}\n')
     env = standins.environment(DS_ENV_FILE=str(standins.here / "mine"))
     standins.launch("deepspeed.sh", "--job", "a", "--hostfile", str(hosts), str(standins.script), env=env)
-    assert re.fullmatch(r"MINE=1\nFTCKPT_JOB=a\nFTCKPT_RUN=a\.\d+\n", seen.read_text())
+    assert re.fullmatch(r"MINE=1\nFTCKPT_JOB=a\nFTCKPT_RUN=a\.\d+\.\d+\n", seen.read_text())
 
 
 def test_deepspeed_is_started_again_until_it_ends_well(standins: Standins) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -21,9 +22,16 @@ ROOT = Path(__file__).parents[2]
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr(outcome, "_runs", {})
     for name in ("TORCHELASTIC_RUN_ID", "FTCKPT_RUN", "RANK", "GROUP_RANK"):
         monkeypatch.delenv(name, raising=False)
     return tmp_path / f"ftckpt-runs-{os.geteuid()}"
+
+
+def launched(env: Mapping[str, str] = os.environ) -> LauncherRun:
+    """What another process of this launcher run finds."""
+    outcome._runs.clear()
+    return launcher_run(env)
 
 
 def records(folder: Path) -> list[str]:
@@ -45,12 +53,14 @@ def test_a_process_that_begins_anew_is_no_further_start() -> None:
     assert run.read().starts == 2
 
 
-def test_the_first_end_counts_and_a_start_takes_it_back() -> None:
+def test_the_first_end_counts_and_the_process_that_came_to_it_may_begin_anew() -> None:
+    """As with a second engine; whoever comes later has the end before it."""
     run = LauncherRun("a")
+    assert not run.before.over
     assert run.end(None, "no room") and not run.end(None, "no room")
     assert run.end(2, "refused") and not run.end(0, "done")
-    assert run.read() == RunOutcome(0, 2, "refused")
-    assert run.begin().over and not run.read().over
+    assert run.read() == RunOutcome(0, 2, "refused") == LauncherRun("a").before
+    assert not run.begin().over and not run.read().over
     run.remove()
     assert run.read() == RunOutcome()
 
@@ -82,14 +92,15 @@ def test_a_folder_of_somebody_else_is_not_believed(folder: Path, tmp_path: Path)
 
 def test_records_of_agents_that_ended_go(folder: Path) -> None:
     dead = subprocess.Popen(["sleep", "60"])
-    names = [f"{owner_word(pid):x}-{pid_namespace()}" for pid in (dead.pid, os.getpid())]
+    names = [f"{owner_word(pid):x}-{outcome._machine()}" for pid in (dead.pid, os.getpid())]
+    # Of another container, and of another machine with this folder: nobody here knows of their processes.
+    others = [f"{owner_word(dead.pid):x}-{where}" for where in ("1-0a", f"{pid_namespace()}-0a")]
     dead.kill()
     dead.wait()
-    elsewhere = f"{1 << 30:x}-1"  # of another container: nobody here knows of its processes
-    for name in (*names, elsewhere, "named"):
+    for name in (*names, *others, "named"):
         LauncherRun(name).end(0, "done")
     LauncherRun("mine").begin()
-    assert records(folder) == sorted([names[1], elsewhere, "named", "mine"])
+    assert records(folder) == sorted([names[1], *others, "named", "mine"])
 
 
 def test_a_wrapper_is_not_taken_for_the_agent() -> None:
@@ -105,7 +116,7 @@ def test_a_wrapper_is_not_taken_for_the_agent() -> None:
         ).stdout.strip()
         for _ in range(2)
     ]
-    assert names == [f"{owner_word(os.getpid()):x}-{pid_namespace()}"] * 2
+    assert names == [f"{owner_word(os.getpid()):x}-{outcome._machine()}"] * 2
 
 
 def test_a_run_is_named_by_who_starts_it_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,6 +124,7 @@ def test_a_run_is_named_by_who_starts_it_again(monkeypatch: pytest.MonkeyPatch) 
     assert launcher_run(env).name == "job.0.17.n1"
     agent = agent_of({"TORCHELASTIC_RUN_ID": "x"})
     assert agent is not None and agent.owner == owner_word(os.getppid())
+    assert agent.directory == Path(os.readlink(f"/proc/{os.getppid()}/cwd"))
     monkeypatch.setattr(outcome, "_environment", lambda pid: (_ for _ in ()).throw(PermissionError()))
     assert agent_of({"TORCHELASTIC_RUN_ID": "x"}) is None and launcher_run({"TORCHELASTIC_RUN_ID": "x"}).name == ""
 
@@ -147,19 +159,22 @@ def test_an_error_is_said_once(
         monkeypatch.setenv(name, value)
     assert [launcher.refuse(error) for _ in range(3)] == [2, 2, 2]
     assert capfd.readouterr().err == "ftckpt: x\n" * said
+    launched()
     assert launcher.code_if_over() == (2 if error.final and "FTCKPT_RUN" in env else None)
 
 
 def test_a_later_attempt_ends_at_once(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("FTCKPT_RUN", "a")
     launcher_run(os.environ).end(2, "no such layout")
+    launched()
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "20")
     for count, text in (("1", ""), ("20", "ftckpt: no such layout\n")):
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", count)
         assert launcher.main(["script"], "p", "u", lambda _: pytest.fail("it runs")) == 2
         assert capfd.readouterr().err == text
-    launcher_run(os.environ).begin()
+    launched().begin()
     launcher_run(os.environ).end(0, "finished at iteration 7")
+    launched()
     assert launcher.main(["script"], "p", "u", lambda _: pytest.fail("it runs")) == 0
     assert capfd.readouterr().err == "ftckpt: finished at iteration 7\n"
     with pytest.raises(SystemExit) as ended:
@@ -167,11 +182,41 @@ def test_a_later_attempt_ends_at_once(monkeypatch: pytest.MonkeyPatch, capfd: py
     assert ended.value.code == 0
 
 
+def test_what_a_crash_in_the_end_has_left_goes_at_the_next_attempt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FTCKPT_RUN", "a")
+    left = [tmp_path / "arenas" / f"ftckpt-{job}" / "n0" for job in ("job", "other")]
+    for folder in left:
+        folder.mkdir(parents=True, mode=0o700)
+    launched().end(0, "done", str(tmp_path / "arenas"), "job")
+    launched()
+    assert launcher.code_if_over() == 0
+    assert [folder.exists() for folder in left] == [False, True]
+
+
+def test_an_error_that_no_script_catches_is_known_to_the_next_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FTCKPT_RUN", "a")
+    shown: list[BaseException] = []
+    monkeypatch.setattr(sys, "excepthook", lambda kind, error, trace: shown.append(error))
+    for _ in range(2):  # by each engine
+        launcher.follow_uncaught()
+    errors = [ValueError("of the script"), FtckptError("may pass"), LostError("lost")]
+    for error in errors:
+        assert not launched().before.over
+        sys.excepthook(type(error), error, None)
+    assert shown == errors and launched().before == RunOutcome(0, 2, "lost")
+
+
 LEAVING = """
 import atexit, concurrent.futures, sys, threading, time
 from ftckpt.frameworks import launcher
 
 def main(argv):
+    global text, raw
+    text, raw = open(sys.argv[1] + "/text", "w"), open(sys.argv[1] + "/raw", "wb")
+    print("not flushed", file=text)
+    raw.write(b"nor this")
     pool = concurrent.futures.ThreadPoolExecutor(1)
     pool.submit(time.sleep, 0.05)
     threading.Thread(target=lambda: (time.sleep(0.1), print("thread"))).start()
@@ -194,13 +239,14 @@ launcher.leave(main)
         ("raise ValueError('x')", 1, "ValueError: x"),
     ],
 )
-def test_a_process_leaves_as_the_interpreter_does(end: str, code: int, error: str) -> None:
+def test_a_process_leaves_as_the_interpreter_does(end: str, code: int, error: str, tmp_path: Path) -> None:
     ended = subprocess.run(
-        [sys.executable, "-c", LEAVING.format(end=end)], env={**os.environ, "PYTHONPATH": str(ROOT)},
+        [sys.executable, "-c", LEAVING.format(end=end), str(tmp_path)], env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True, text=True, timeout=60, check=False,
     )  # fmt: skip
     assert (ended.returncode, ended.stdout) == (code, "thread\nregistered\n")
     assert error in ended.stderr and bool(error) == bool(ended.stderr)
+    assert (tmp_path / "text").read_text() == "not flushed\n" and (tmp_path / "raw").read_bytes() == b"nor this"
 
 
 ASKING = """
