@@ -14,6 +14,7 @@ from ftckpt.deepspeed.geometry import place_parameters
 from ftckpt.errors import UnsupportedError
 from ftckpt.frameworks import schedulers
 from ftckpt.frameworks.extra_state import ExtraState
+from ftckpt.frameworks.launcher import log_once
 from ftckpt.frameworks.optimizers import state_tensors
 from ftckpt.frameworks.tensors import frozen_pieces, whole_piece
 from ftckpt.frameworks.torch_state import (
@@ -27,7 +28,7 @@ from ftckpt.frameworks.torch_state import (
 from ftckpt.model.training_state import Description
 
 _COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
-# What changes while training; everything else of a scaler follows from the JSON.
+# What changes while training, where the scale is dynamic; everything else of a scaler follows from the JSON.
 _SCALER_FIELDS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
@@ -125,22 +126,28 @@ class DeepSpeedState:
         yield from (("buffer", name, buffer) for name, buffer in self._engine.module.named_buffers())
 
 
-def _scalers(optimizer: Any) -> Iterator[Any]:
+def _dynamic_scalers(optimizer: Any) -> Iterator[Any]:
     # ZeRO's wrappers have a loss scaler; those of fp16 keep the same fields in a configuration.
     for name in ("loss_scaler", "loss_scale_config"):
-        if hasattr(optimizer, name):
-            yield getattr(optimizer, name)
+        scaler = getattr(optimizer, name, None)
+        if getattr(scaler, "dynamic", getattr(scaler, "dynamic_loss_scale", False)):
+            yield scaler
 
 
 def _save_scaler(optimizer: Any) -> dict[str, Any]:
     saved = {}
-    for scaler in _scalers(optimizer):
+    for scaler in _dynamic_scalers(optimizer):
         saved.update({name: getattr(scaler, name) for name in _SCALER_FIELDS if hasattr(scaler, name)})
     return saved
 
 
 def _load_scaler(optimizer: Any, saved: Mapping[str, Any]) -> None:
-    for scaler in _scalers(optimizer):
+    scalers = list(_dynamic_scalers(optimizer))
+    if scalers and not saved:
+        log_once("the snapshot has no dynamic loss scale: it begins as configured")
+    if saved and not scalers:
+        log_once("the loss scale of the snapshot, %g, has no place here: it is as configured", saved["cur_scale"])
+    for scaler in scalers:
         for name, value in saved.items():
             setattr(scaler, name, value)
 

@@ -151,9 +151,11 @@ def _refusal(address: str) -> str:
     """Why nothing can listen at ``address``; empty where it can."""
     try:
         family, kind, protocol, _, target = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
+        if ipaddress.ip_address(target[0]).is_unspecified:
+            return f"{address!r} stands for all addresses, and other nodes need one"
         with closing(socket.socket(family, kind, protocol)) as probe:
             probe.bind(target)
-    except (OSError, UnicodeError) as error:
+    except (OSError, ValueError) as error:
         return str(error)
     return ""
 

@@ -384,6 +384,10 @@ class Checkpointer:
         self._boundary = restored.iteration if restored is not None else -1
         self._state.begin(lineage, restored, time.monotonic())
         if self.arena is None or not self._protection.on:
+            if self.config.on_hang == "abort":
+                self.events.announce(
+                    "on_hang abort does nothing: SMPs watch, and none runs where nothing is protected"
+                )
             return
         self._state.take_over(*self._protection.survey(self.arena, restored))
         self._protection.arrange(self.arena, self.node_dir)

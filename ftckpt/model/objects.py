@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,7 @@ from ftckpt.errors import CorruptError, UnsupportedError
 
 MAGIC = b"FTOBJ001"
 _PLAIN = (str, bool, int, type(None))
+_MAPPINGS: dict[str, type[dict[Any, Any]]] = {"dict": dict, "ordered": OrderedDict, "counter": Counter}
 _ARRAY_KINDS = "biufc"
 _ARRAY_DTYPE = re.compile(rf"[<>|][{_ARRAY_KINDS}]\d{{1,2}}")
 _TENSOR_DTYPES = frozenset((
@@ -64,7 +65,7 @@ def _encode(value: Any, where: str, blobs: list[bytes]) -> Any:
     # JSON has neither NaN nor infinity. All others are written so that they read back bit for bit.
     if type(value) is float:
         return value if math.isfinite(value) else {"$": "float", "value": repr(value)}
-    if isinstance(value, dict) and type(value) in (dict, OrderedDict):
+    if isinstance(value, dict) and type(value) in _MAPPINGS.values():
         return _encode_dict(value, where, blobs)
     if type(value) in (list, tuple):
         items = [_encode(item, f"{where}[{index}]", blobs) for index, item in enumerate(value)]
@@ -92,7 +93,7 @@ def _encode_dict(value: dict[Any, Any], where: str, blobs: list[bytes]) -> Any:
         [_encode(key, f"{where} key", blobs), _encode(item, f"{where}[{key!r}]", blobs)]
         for key, item in value.items()
     ]
-    return {"$": "dict" if type(value) is dict else "ordered", "pairs": pairs}
+    return {"$": next(name for name, kind in _MAPPINGS.items() if type(value) is kind), "pairs": pairs}
 
 
 def _encode_tensor(value: Any, where: str, blobs: list[bytes]) -> Any:
@@ -132,9 +133,8 @@ def _decode(value: Any, raw: memoryview) -> Any:
         return float(value["value"])
     if kind == "tuple":
         return tuple(_decode(item, raw) for item in value["items"])
-    if kind in ("dict", "ordered"):
-        pairs = [(_decode(key, raw), _decode(item, raw)) for key, item in value["pairs"]]
-        return dict(pairs) if kind == "dict" else OrderedDict(pairs)
+    if kind in _MAPPINGS:
+        return _MAPPINGS[kind]({_decode(key, raw): _decode(item, raw) for key, item in value["pairs"]})
     return _decode_blob(kind, value, raw)
 
 

@@ -19,26 +19,31 @@ FACTOR = 3.0
 """By how much a section may take longer than it ever did: storage that is shared is slow at times."""
 _NOTABLE = 1.25
 """By how much a silence must be longer than what was known for it to be stored."""
+_STOPPED_NS = 2_000_000_000
+"""Between two looks, which come twice a second: who watches did not run, and so perhaps nobody on this node did."""
 
 
 @dataclass(frozen=True)
 class HangPlace:
     """Where a job hung: of the rank that was silent the longest, in the launcher run ``run``.
 
-    ``iteration`` is that of its last boundary; -1 where it has come to none since it was started.
+    ``iteration`` is that of its last boundary; -1 where it has come to none since it was started. ``owner`` names its
+    process.
     """
 
     run: str
     iteration: int
     section: str
     phase: str
+    owner: int = 0
 
     def __str__(self) -> str:
         return f"{self.section}, {self.phase or 'before its first phase'}, after iteration {self.iteration}"
 
     def repeats(self, before: HangPlace | None) -> bool:
         """Whether a restart has come no further than to where the job hung ``before``."""
-        if before is None or before.run != self.run:
+        # The same process was not restarted: it has moved since, or is looked at by another SMP.
+        if before is None or before.run != self.run or before.owner == self.owner:
             return False
         # An attempt's first iteration, in which a restart may hang where the attempt before had trained on.
         trains = (PulseSection.SETUP.label, PulseSection.STEP.label)
@@ -102,7 +107,7 @@ class Hang:
     def place(self, run: str) -> HangPlace:
         """Where it is, in the launcher run ``run``."""
         first = min(_moving(self.ranks, self.now_ns), key=lambda pulse: pulse.beat_ns)
-        return HangPlace(run, first.iteration, first.section.label, first.phase)
+        return HangPlace(run, first.iteration, first.section.label, first.phase, first.owner)
 
     def lasts(self, pulses: Sequence[RankPulse]) -> bool:
         """Whether nobody has moved since."""
@@ -134,6 +139,8 @@ class HangWatch:
     def __init__(self) -> None:
         # The newest beat of the last hang that was reported: as long as none is newer it is the same hang.
         self._reported_ns = -1
+        self._looked_ns: int | None = None
+        self._resumed_ns = -1
 
     def look(self, pulses: Iterable[RankPulse], limits: Limits, now_ns: int) -> Hang | None:
         """A hang that was not reported yet.
@@ -143,6 +150,10 @@ class HangWatch:
             limits: what of live ranks counts as a hang.
             now_ns: CLOCK_MONOTONIC, read after them.
         """
+        # A node that is suspended, or a container that is paused: ranks are silent since they could speak again.
+        if self._looked_ns is not None and now_ns - self._looked_ns > _STOPPED_NS:
+            self._resumed_ns = now_ns
+        self._looked_ns = now_ns
         ranks = tuple(pulses)
         living = _moving(ranks, now_ns)
         if limits.hang_secs <= 0 or not living:
@@ -150,7 +161,7 @@ class HangWatch:
         newest_ns = max(pulse.beat_ns for pulse in living)
         # One rank within its limit is enough: the others wait for it, in a collective or in the pipeline.
         if newest_ns <= self._reported_ns or any(
-            (now_ns - pulse.beat_ns) / 1e9 < limits.of(pulse.section) for pulse in living
+            (now_ns - max(pulse.beat_ns, self._resumed_ns)) / 1e9 < limits.of(pulse.section) for pulse in living
         ):
             return None
         self._reported_ns = newest_ns

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -328,3 +330,45 @@ def without_process_group(rank: int, world_size: int) -> str:
 def test_a_process_group_is_needed() -> None:
     said = run_ranks(without_process_group, 1, stand_in=False, init_process_group=False)[0].value
     assert "call ftckpt.plain.init_process_group first" in said
+
+
+def attach_again(rank: int, world_size: int, done: bool, job: str) -> Any:
+    """What a script comes to that has made its process group itself, on two nodes of which the second is new."""
+    import tempfile
+
+    import torch.distributed as dist
+
+    import ftckpt.plain
+    from ftckpt.config import Config
+    from ftckpt.errors import ConfigError
+    from ftckpt.store.outcome import launcher_run
+
+    tempfile.tempdir = None
+    os.environ["FTCKPT_NODE"] = f"n{rank}"
+    if done and rank == 0:
+        launcher_run(os.environ).end(0, "finished")
+        launcher_run.__globals__["_runs"].clear()  # of the attempt before
+    dist.barrier()
+    model = nn.Linear(4, 4)
+    try:
+        config = Config(enabled=True, job=f"{job}{rank}" if job == "job" else job)
+        ftckpt.plain.attach(model, torch.optim.AdamW(model.parameters()), config=config)
+    except SystemExit as ended:
+        return ended.code
+    except ConfigError as error:
+        return str(error)
+    return "trains"
+
+
+@pytest.mark.parametrize(
+    ("done", "job", "found"),
+    [
+        (True, "a", 0),
+        (False, "a", "trains"),
+        (False, "job", "the job is called 'job0' on rank 0 and 'job1' on rank 1"),
+    ],
+)
+def test_no_door_trains_what_is_done(done: bool, job: str, found: Any, tmp_path: Path) -> None:
+    env = {"FTCKPT_RUN": "x", "TMPDIR": str(tmp_path)}
+    results = [result.value for result in run_ranks(attach_again, 2, done, job, env=env)]
+    assert all(str(result).startswith(str(found)) for result in results), results

@@ -59,9 +59,18 @@ def test_a_hang_is_told_once_until_somebody_moves() -> None:
     ]
     assert watch.look(ranks, TEN, 500 * SEC) is None
     ranks[0] = pulse(0, 501)
-    assert watch.look(ranks, TEN, 502 * SEC) is None
-    again = watch.look(ranks, TEN, 512 * SEC)
-    assert again is not None and again.secs == 11
+    assert [watch.look(ranks, TEN, secs * SEC) for secs in range(502, 511)] == [None] * 9
+    again = watch.look(ranks, TEN, 511 * SEC)
+    assert again is not None and again.secs == 10
+
+
+def test_a_node_that_stood_still_with_all_that_runs_there_does_not_hang() -> None:
+    """As with ``scontrol suspend``: time goes on, and neither the ranks nor who watches them could move."""
+    watch, ranks = HangWatch(), [pulse(0, 100), pulse(1, 103)]
+    assert [watch.look(ranks, TEN, at * SEC) for at in (111, 112, 500, 501)] == [None] * 4
+    assert [watch.look(ranks, TEN, at * SEC) for at in range(502, 510)] == [None] * 8
+    hang = watch.look(ranks, TEN, 510 * SEC)
+    assert hang is not None, "nor does it come back"
 
 
 def test_what_is_no_hang() -> None:
@@ -122,15 +131,16 @@ def test_what_is_learnt_is_of_ranks_that_live_and_of_the_longest() -> None:
 def test_a_hang_repeats_where_a_restart_came_no_further(
     before: tuple[int, str], now: tuple[int, str], repeats: bool
 ) -> None:
-    first, second = HangPlace("a", *before, "forward"), HangPlace("a", *now, "tail")
+    first, second = HangPlace("a", *before, "forward", 1), HangPlace("a", *now, "tail", 2)
     assert second.repeats(first) == repeats
-    assert not second.repeats(None) and not second.repeats(HangPlace("b", *now, "tail")), "another launcher run"
+    assert not second.repeats(None) and not second.repeats(HangPlace("b", *now, "tail", 1)), "another launcher run"
+    assert not second.repeats(HangPlace("a", *now, "tail", 2)), "a process that nobody has started again"
 
 
 def test_a_hang_is_where_the_first_rank_stood_still() -> None:
     ranks = [pulse(0, 100), pulse(1, 90, section=PulseSection.SETUP), pulse(2, 80, lives=False)]
     hang = HangWatch().look(ranks, TEN, 200 * SEC)
-    assert hang is not None and hang.place("a") == HangPlace("a", 5, "set-up", "forward") != hang.place("b")
+    assert hang is not None and hang.place("a") == HangPlace("a", 5, "set-up", "forward", 1) != hang.place("b")
     assert hang.lasts([pulse(0, 100), pulse(1, 90)]) and hang.lasts([])
     assert hang.lasts([pulse(0, 100), pulse(1, 110, lives=False)])
     assert not hang.lasts([pulse(0, 100), pulse(1, 101)])

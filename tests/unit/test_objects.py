@@ -7,7 +7,7 @@ import json
 import math
 import random
 import struct
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from enum import IntEnum
 from typing import Any
 
@@ -68,7 +68,7 @@ LEAVES = PLAIN | st.binary(max_size=16) | st.binary(max_size=4).map(bytearray) |
 def nests(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
     mappings = st.dictionaries(KEYS, inner, max_size=4) | st.dictionaries(st.text(max_size=4), inner, max_size=4)
     lists = st.lists(inner, max_size=4)
-    return lists | lists.map(tuple) | mappings | mappings.map(OrderedDict)
+    return lists | lists.map(tuple) | mappings | mappings.map(OrderedDict) | mappings.map(Counter)
 
 
 VALUES = st.recursive(LEAVES, nests, max_leaves=12)
@@ -196,8 +196,8 @@ def image(value: Any, raw: bytes = bytes(16)) -> bytes:
 
 JSON_VALUES = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=6) | st.just(10**400)
 WORDS = st.sampled_from(
-    ["float", "tuple", "dict", "ordered", "bytes", "bytearray", "tensor", "array", "scalar", "<i4", "|O", "<f3",
-     "V8", "i4,(", "float32", "qint8", "complex64", "bits8", "nn", "nan", "__doc__"]
+    ["float", "tuple", "dict", "ordered", "counter", "bytes", "bytearray", "tensor", "array", "scalar", "<i4", "|O",
+     "<f3", "V8", "i4,(", "float32", "qint8", "complex64", "bits8", "nn", "nan", "__doc__"]
 )  # fmt: skip
 HOSTILE = st.recursive(
     JSON_VALUES | WORDS,

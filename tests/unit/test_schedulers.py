@@ -34,6 +34,11 @@ def sequential() -> Any:
     return torch.optim.lr_scheduler.SequentialLR(own, parts, [4])
 
 
+def multi_step() -> Any:
+    """Its milestones are a ``collections.Counter``."""
+    return torch.optim.lr_scheduler.MultiStepLR(optimizer(), [2, 5, 11])
+
+
 def deepspeed() -> Any:
     return pytest.importorskip("deepspeed.runtime.lr_schedules").WarmupLR(optimizer(), warmup_num_steps=9)
 
@@ -45,7 +50,7 @@ def steps(scheduler: Any, number: int) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize("build", [megatron, sequential, deepspeed])
+@pytest.mark.parametrize("build", [megatron, sequential, multi_step, deepspeed])
 @pytest.mark.parametrize("before", [0, 3, 9])
 def test_what_a_scheduler_counted_before_does_not_count(build: Callable[[], Any], before: int) -> None:
     unbroken, other = build(), build()

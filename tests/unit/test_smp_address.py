@@ -109,6 +109,9 @@ def test_the_interfaces_that_nccl_is_told_to_use(setting: str, wanted: set[str])
 
 def test_a_configured_address_must_be_this_machines() -> None:
     assert listening_address("127.0.0.2", ["a", "b"], {}) == "127.0.0.2"
+    for everywhere in ("0.0.0.0", "::"):
+        with raises(ConfigError, "smp_listen", everywhere, "other nodes need one"):
+            listening_address(everywhere, ["a", "b"], {})
     with raises(ConfigError, "smp_listen", "'192.0.2.7'"):
         listening_address("192.0.2.7", ["a"], {})
     for host in (".bad", "a" * 70):  # no name at all: the codec of names refuses it

@@ -1,0 +1,52 @@
+"""The loss scale under DeepSpeed: a dynamic one goes on where it stood; any other is what the configuration says."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+state = pytest.importorskip("ftckpt.deepspeed.state")
+
+
+def dynamic(scale: float = 65536.0) -> Any:
+    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
+
+    scaler = DynamicLossScaler(scale, 2.0, 1000, 1, 2, False)
+    return SimpleNamespace(loss_scaler=scaler)
+
+
+def static(scale: float) -> Any:
+    from deepspeed.runtime.fp16.loss_scaler import LossScaler
+
+    return SimpleNamespace(loss_scaler=LossScaler(scale))
+
+
+def test_a_dynamic_scale_goes_on_where_it_stood() -> None:
+    before, after = dynamic(), dynamic()
+    vars(before.loss_scaler).update(cur_scale=32768, cur_iter=7, last_overflow_iter=5, cur_hysteresis=1)
+    state._load_scaler(after, state._save_scaler(before))
+    assert vars(after.loss_scaler) == vars(before.loss_scaler)
+
+
+@pytest.mark.parametrize(
+    ("saved", "here", "scale", "said"),
+    [
+        (static(1.0), dynamic(), 65536, "has no dynamic loss scale"),  # bf16, then fp16
+        (dynamic(), static(1.0), 1, "65536, has no place here"),  # fp16, then bf16
+        (dynamic(), static(128.0), 128, "65536, has no place here"),
+        (static(128.0), static(256.0), 256, ""),
+        (dynamic(), SimpleNamespace(), None, "has no place here"),
+    ],
+)
+def test_of_another_kind_it_is_as_configured(
+    saved: Any, here: Any, scale: float | None, said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "ftckpt")
+    lines: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(state, "log_once", lambda text, *args: lines.append(text % args))
+        state._load_scaler(here, state._save_scaler(saved))
+    assert (here.loss_scaler.cur_scale if scale is not None else None) == scale
+    assert said in "".join(lines) and bool(said) == bool(lines)
