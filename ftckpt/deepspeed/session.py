@@ -18,7 +18,7 @@ from ftckpt.deepspeed.hooks import EngineHooks, check_optimizer
 from ftckpt.deepspeed.initialize import door
 from ftckpt.deepspeed.pipeline import check_pipeline, follow_pipeline
 from ftckpt.deepspeed.script import ScriptPosition
-from ftckpt.deepspeed.state import DeepSpeedState
+from ftckpt.deepspeed.state import DeepSpeedState, counters, set_counters
 from ftckpt.deepspeed.storage import AwaitedLoad, is_named, is_whole
 from ftckpt.errors import ConfigError, LostError, UnsupportedError
 from ftckpt.frameworks import doors, schedulers
@@ -71,6 +71,7 @@ class EngineSession:
         # Taken before anything is restored: see ``_forget_restored``.
         self._fresh = {name: copy.deepcopy(value.state_dict()) for name, value in self._objects.items()}
         self._fresh_scheduler = copy.deepcopy(schedulers.save(engine.lr_scheduler))
+        self._fresh_counters = counters(engine)
         self._data = self._new_position()
         self._script = ScriptPosition(engine, args, bool(self._objects))
         door.hooks.undo += [self._leave_data, self._script.remove]
@@ -165,21 +166,24 @@ class EngineSession:
         return result
 
     def _load(self, original: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Load into the scheduler that the engine was built with: Megatron's adds what it loads to what it has."""
+        """Load into the scheduler and the counters that the engine was built with: Megatron's scheduler adds what it
+        loads to what it has, and a load of the module alone leaves counters as they are."""
         scheduler, inner = self._engine.lr_scheduler, optimizers.inner(self._engine.optimizer)
         # A load in training finds the scheduler as it would without ftckpt.
         if self._from_memory is None or self._hooks.has_trained:
             return original(*args, **kwargs)
-        restored = copy.deepcopy((schedulers.save(scheduler), save_groups(inner)))
+        restored = copy.deepcopy((schedulers.save(scheduler), save_groups(inner), counters(self._engine)))
         result = (None, None)
         try:
             schedulers.load(scheduler, self._fresh_scheduler)
+            set_counters(self._engine, self._fresh_counters)
             result = original(*args, **kwargs)
         finally:
             # Nothing was loaded: what memory had stays, learning rates too.
             if result[0] is None:
                 schedulers.load(scheduler, restored[0])
                 load_groups(inner, restored[1])
+                set_counters(self._engine, restored[2])
         return result
 
     def _begin_at_storage(self, loaded: int) -> None:

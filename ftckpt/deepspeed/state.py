@@ -80,7 +80,7 @@ class DeepSpeedState:
             "optimizer": inner_optimizers.save(optimizers.inner(optimizer), optimizers.owners(optimizer)),
             "scaler": _save_scaler(optimizer),
             "scheduler": schedulers.save(self._engine.lr_scheduler),
-            "counters": {name: int(getattr(self._engine, name)) for name in _COUNTERS},
+            "counters": counters(self._engine),
             "micro_offset": getattr(self._engine.module, "micro_offset", None),
             "objects": save_all(self._objects),
         }
@@ -92,8 +92,7 @@ class DeepSpeedState:
             optimizers.inner(engine.optimizer), optimizers.owners(engine.optimizer), objects["optimizer"]
         )
         _load_scaler(engine.optimizer, objects["scaler"])
-        for name, value in objects["counters"].items():
-            setattr(engine, name, value)
+        set_counters(engine, objects["counters"])
         if objects["micro_offset"] is not None:
             engine.module.micro_offset = objects["micro_offset"]  # layers are seeded by it
         load_all(self._objects, objects["objects"])
@@ -124,6 +123,17 @@ class DeepSpeedState:
             # Under ZeRO 3 a parameter's own memory comes and goes; its partition stays.
             yield "parameter", name, getattr(parameter, "ds_tensor", parameter)
         yield from (("buffer", name, buffer) for name, buffer in self._engine.module.named_buffers())
+
+
+def counters(engine: Any) -> dict[str, int]:
+    """Where an engine stands, by attribute."""
+    return {name: int(getattr(engine, name)) for name in _COUNTERS}
+
+
+def set_counters(engine: Any, values: Mapping[str, int]) -> None:
+    """Inverse of ``counters``."""
+    for name, value in values.items():
+        setattr(engine, name, value)
 
 
 def _dynamic_scalers(optimizer: Any) -> Iterator[Any]:

@@ -72,7 +72,7 @@ def script(rank: int, world_size: int, arena: str, how: str) -> tuple[str, int, 
         args=args if "gives" in how else None, model=torch.nn.Linear(WIDTH, WIDTH), config={**JSON, "ftckpt": section}
     )
     if "loads" in how:
-        _, state = engine.load_checkpoint(f"{arena}-saved")
+        _, state = engine.load_checkpoint(f"{arena}-saved", load_module_only="module" in how)
         args.iteration = state["iteration"] if state else 0
     if "forgets" in how:
         args.iteration = args.consumed = 0
@@ -100,6 +100,7 @@ CASES = {
     "counts and gives arguments": BEGINS_ANEW,
     "gives, registers and forgets": BEGINS_ANEW,
     "loads": NOT_READ,
+    "loads a module": NOT_READ,
     "asks": "",
     "asks behind": "",
     "registers": "",
