@@ -76,15 +76,16 @@ class Restart:
             MismatchError: the snapshots belong to another version, or to a layout that will not do.
             MemoryBudgetError, ArenaError: lost shards cannot be rebuilt here.
         """
-        loaded, origin, in_memory = self._remembered(loaded)
+        loaded, origin, whole, newest = self._remembered(loaded)
         reason = rollback(loaded, origin)
-        if reason:
-            # Not searched for: what is given up need not be whole, or of this layout.
-            decision = None
-            if in_memory is not None:
-                self.why = f"{reason}; memory ({in_memory}) is given up"
-                self._events.emit("rolled_back", loaded=loaded.iteration, in_memory=in_memory, reason=reason)
-        else:
+        decision = None
+        # What is given up is not searched for: it need not be whole, or of this layout.
+        if reason and whole >= 0:
+            self.why = f"{reason}; memory ({whole}) is given up"
+            self._events.emit("rolled_back", loaded=loaded.iteration, in_memory=whole, reason=reason)
+        elif not reason and 0 <= newest < loaded.iteration:
+            self._give_up_older(newest, loaded)
+        elif not reason:
             decision = self._search(on_lost, loaded, reshapes)
         self.origin = next_origin(loaded, origin, storage_counts=decision is None)
         return decision
@@ -100,21 +101,26 @@ class Restart:
             self.why = f"snapshots were lost: {error}"
             return None
         if decision is not None and decision.snapshot.iteration < loaded.iteration:
-            older = decision.snapshot.iteration
-            self._events.emit("older_than_storage", in_memory=older, loaded=loaded.iteration)
-            self.why = f"memory ({older}) is older and given up"
+            self._give_up_older(decision.snapshot.iteration, loaded)
             return None
         self.usage = search.usage
         return decision
 
-    def _remembered(self, loaded: Checkpoint) -> tuple[Checkpoint, Checkpoint, int | None]:
-        """What all ranks have loaded, the origin of what is in memory, and the newest iteration known to be whole
-        there, None where there is none."""
+    def _give_up_older(self, in_memory: int, loaded: Checkpoint) -> None:
+        self._events.emit("older_than_storage", in_memory=in_memory, loaded=loaded.iteration)
+        self.why = f"memory ({in_memory}) is older and given up"
+
+    def _remembered(self, loaded: Checkpoint) -> tuple[Checkpoint, Checkpoint, int, int]:
+        """What all ranks have loaded, the origin of what is in memory, and the newest iterations there that are known
+        to be whole, and that any slot has; -1 for none."""
 
         def read() -> _Memory:
             controls = [arena.control for arena in self._readable()] if self._topology.is_node_leader else []
             whole = [snapshot.iteration for control in controls if (snapshot := control.whole()) is not None]
-            return _Memory(loaded, tuple(control.origin() for control in controls), max(whole, default=-1))
+            records = [control.record(slot) for control in controls for slot in range(control.slots)]
+            sealed = [record.snapshot.iteration for record in records if record.snapshot is not None]
+            origins = tuple(control.origin() for control in controls)
+            return _Memory(loaded, origins, max(whole, default=-1), max(whole + sealed, default=-1))
 
         ranks = codec.gather(self._group, together(self._group, read), _Memory)
         differing = {one.loaded.iteration: rank for rank, one in enumerate(ranks)}
@@ -128,8 +134,7 @@ class Restart:
         origins = [origin for one in ranks for origin in one.origins]
         # A node that was away, or a start that was killed while it marked, has left older ones.
         origin = max(origins, key=lambda one: one.generation, default=NOTHING)
-        newest = max(one.whole for one in ranks)
-        return loaded, origin, newest if newest >= 0 else None
+        return loaded, origin, max(one.whole for one in ranks), max(one.newest for one in ranks)
 
     def _readable(self) -> Iterator[Arena]:
         for path in list_arenas(self._node_dir):
@@ -296,11 +301,13 @@ class Restart:
 
 
 class _Memory(NamedTuple):
-    """What a rank has loaded and, if it leads its node, what that has in memory: ``whole``, -1 for nothing."""
+    """What a rank has loaded and, if it leads its node, what that has in memory: the newest iteration that is
+    ``whole``, and the newest of all; -1 for none."""
 
     loaded: Checkpoint
     origins: tuple[Checkpoint, ...]
     whole: int
+    newest: int
 
 
 def _remedy(loaded: Checkpoint) -> str:

@@ -255,6 +255,27 @@ def test_a_node_that_was_away_while_the_operator_went_back_repeats_nothing(arena
     assert {start.origin.generation for start in starts} == {4}
 
 
+@pytest.mark.parametrize("damage", ["bytes", "layout"])
+@pytest.mark.parametrize("storage", [249, 251])
+def test_newer_storage_counts_beside_memory_that_cannot_be_taken(arena_root: Path, damage: str, storage: int) -> None:
+    """What is older than that is given up, and nothing is asked of it; older storage brings back no layout."""
+    job = Job(arena_root, ("a", "b"), Modes())
+    trained(job, NOTHING, 249, 250)
+    topology = job.topology
+    if damage == "bytes":
+        for iteration in (249, 250):
+            flip_chunk(job, 1, iteration, 0)
+    else:
+        topology = replace(topology, members=topology.members[:1], layout={"dp": 1})
+    if storage < 250:
+        with raises(LostError if damage == "bytes" else MismatchError):
+            restart(topology, job.node_dir, loaded=Checkpoint(storage), on_lost="fail")
+        return
+    (first, *_) = restart(topology, job.node_dir, loaded=Checkpoint(storage), on_lost="fail")
+    assert first.decision is None and first.why == "memory (250) is older and given up"
+    assert first.origin == Checkpoint(storage)
+
+
 def test_an_origin_that_changes_is_of_the_next_generation(arena_root: Path) -> None:
     job = Job(arena_root, ("a", "b"), Modes())
     trained(job, Checkpoint(200, generation=3), 250)
