@@ -127,10 +127,14 @@ class Interval:
 
     def due(self, iteration: int) -> bool:
         """Whether a snapshot is to be taken at this boundary; asked once at each."""
-        stretch = next(stretch for begin, stretch in reversed(self.changes) if begin <= self.number)
-        is_due = iteration % (self.iterations * stretch) == 0
+        is_due = iteration % self.spacing == 0
         self.number += is_due
         return is_due
+
+    @property
+    def spacing(self) -> int:
+        """Iterations from one snapshot to the next, as they are now."""
+        return self.iterations * next(stretch for begin, stretch in reversed(self.changes) if begin <= self.number)
 
 
 _MEASURED_AT = 16
@@ -335,6 +339,7 @@ class RankState:
         self._verdicts: deque[Verdict] = deque(maxlen=_REMEMBERED)
         self._searched_secs = 0.0
         self._seen_secs: float | None = None  # when the search came to a boundary
+        self._num_searched = 0  # boundaries
         self._whole_here_secs: float | None = None  # when a snapshot was whole in the arenas as they are laid out
         self._old_arenas = True
 
@@ -505,6 +510,7 @@ class RankState:
         if self.lost or self.off:
             return []
         self.lost, self._round, self._searched_secs, self._seen_secs = True, None, 0.0, None
+        self._num_searched = 0
         return [Announcement("ranks_lost", {"error": error})]
 
     def search(self, now_secs: float) -> list[Action]:
@@ -512,7 +518,11 @@ class RankState:
         if self._seen_secs is not None:
             self._searched_secs += min(now_secs - self._seen_secs, _LONGEST_STEP_SECS)
         self._seen_secs = now_secs
-        if self._searched_secs <= self._config.start_timeout_secs:
+        self._num_searched += 1
+        # Others that are not lost notice when they wait for the next round: at a boundary with a snapshot, or the
+        # one after.
+        may_come = self._num_searched <= 2 * self.interval.spacing
+        if may_come or self._searched_secs <= self._config.start_timeout_secs:
             return []
         return [self.turn_off("the ranks have lost each other, and did not find together again")]
 

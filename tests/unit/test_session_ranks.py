@@ -240,6 +240,16 @@ def test_ranks_look_for_one_that_never_comes_until_their_deadline() -> None:
     assert not ranks.on
 
 
+def test_a_rank_that_is_lost_waits_for_the_others_to_notice() -> None:
+    """They do at a boundary with a snapshot, which may come later than any deadline."""
+    state = RankState(Config(interval=50, start_timeout_secs=300.0, replica_check_interval=0))
+    state.begin(b"lineage", None, 0.0)
+    state.lose("the store did not answer")
+    found = {number: state.search(9.0 * number) for number in range(1, 120)}
+    assert not any(found[number] for number in range(1, 101)), "two snapshots would have been due"
+    assert found[101], "nobody searches for ever"
+
+
 def test_a_rank_that_nobody_answers_posts_no_more_than_its_failures_allow() -> None:
     """What it has posted stays in memory until the others come."""
     state = RankState(Config(error_limit=3, replica_check_interval=0))
