@@ -161,6 +161,10 @@ EVENTS: dict[str, EventKind] = {
         "the operator went back to a checkpoint on storage; what is in memory is given up", loaded="iteration",
         in_memory="iteration", reason="how that is known",
     ),
+    "undone": _loud(
+        "a node was away while storage counted; what it has in memory is of a history that was undone, and given up",
+        arenas="names of its arenas", loaded="iteration that counted",
+    ),
     "older_than_storage": _loud(
         "what is in memory is older than what was loaded from storage, and given up", in_memory="iteration",
         loaded="iteration",

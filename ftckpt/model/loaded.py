@@ -10,12 +10,14 @@ class Checkpoint:
     """A checkpoint on storage by its iteration; 0 or less: nothing was loaded, or nothing that says its iteration.
 
     ``named``: the operator has named this one; otherwise it is the newest that the script has found. ``generation``
-    tells the origin of what is in memory from older ones, which a node may have that was away for a while.
+    tells the origin of what is in memory from older ones, which a node may have that was away for a while: from 1 on
+    where there is any. ``undone``: storage has counted since, so that what is of an older generation never happened.
     """
 
     iteration: int = -1
     named: bool = False
     generation: int = field(default=0, compare=False)
+    undone: int = field(default=0, compare=False)
 
     @property
     def is_one(self) -> bool:
@@ -49,7 +51,14 @@ def next_origin(loaded: Checkpoint, origin: Checkpoint, storage_counts: bool) ->
     That is what was loaded from storage when their history began, or the newest that a later start has found there:
     what is older than it, or is named and is not it, is a rollback.
     """
-    found = loaded if loaded.is_one else NOTHING
-    if found == origin or (found.iteration <= origin.iteration and not storage_counts):
+    found, following = loaded if loaded.is_one else NOTHING, origin.generation + 1
+    if storage_counts:
+        return replace(found, generation=following, undone=following)
+    if found == origin or found.iteration <= origin.iteration:
         return origin
-    return replace(found, generation=origin.generation + 1)
+    return replace(found, generation=following, undone=origin.undone)
+
+
+def is_undone(origin: Checkpoint, newest: Checkpoint) -> bool:
+    """Whether snapshots of ``origin`` are of a history that was undone, where others have the ``newest`` origin."""
+    return 0 < origin.generation < newest.undone

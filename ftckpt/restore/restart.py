@@ -19,7 +19,7 @@ from ftckpt.group import Group, together
 from ftckpt.model import codec, objects
 from ftckpt.model.fragment import Fragment
 from ftckpt.model.layouts import layout_name
-from ftckpt.model.loaded import NOTHING, Checkpoint, next_origin, rollback
+from ftckpt.model.loaded import NOTHING, Checkpoint, is_undone, next_origin, rollback
 from ftckpt.model.topology import Topology, first_of_each_stage
 from ftckpt.model.training_state import Description, Piece, TrainingState, cast_master
 from ftckpt.restore.choice import Decision, readers_of
@@ -77,6 +77,7 @@ class Restart:
             MemoryBudgetError, ArenaError: lost shards cannot be rebuilt here.
         """
         loaded, origin, whole, newest = self._remembered(loaded)
+        together(self._group, lambda: self._drop_undone(origin) if self._topology.is_node_leader else None)
         reason = rollback(loaded, origin)
         decision = None
         # What is given up is not searched for: it need not be whole, or of this layout.
@@ -135,6 +136,21 @@ class Restart:
         # A node that was away, or a start that was killed while it marked, has left older ones.
         origin = max(origins, key=lambda one: one.generation, default=NOTHING)
         return loaded, origin, max(one.whole for one in ranks), max(one.newest for one in ranks)
+
+    def _drop_undone(self, newest: Checkpoint) -> None:
+        """A node that was away while storage counted has snapshots of a history that was undone, and parity and
+        packages of them: they would bring it back."""
+        undone = [
+            arena
+            for arena in self._readable()
+            if is_undone(arena.control.origin(), newest)
+            and any(arena.control.record(slot).sealed for slot in range(arena.control.slots))
+        ]
+        if undone:
+            self._events.emit("undone", arenas=[arena.path.name for arena in undone], loaded=newest.iteration)
+            remove_protection(self._node_dir, -1)
+        for arena in undone:
+            _void_arena(arena.path, -1)
 
     def _readable(self) -> Iterator[Arena]:
         for path in list_arenas(self._node_dir):
@@ -329,20 +345,24 @@ def _void(node_dir: Path, newest: int) -> None:
     # one.
     remove_protection(node_dir, newest)
     for path in list_arenas(node_dir):
-        try:
-            arena = Arena.open(path, writable=True)
-        # Nothing of a damaged arena can be taken, and what could have rebuilt it is gone.
-        except ArenaError:
-            continue
-        with closing(arena):
-            for index in range(arena.control.slots):
-                snapshot = arena.control.record(index).snapshot
-                # None: a torn record, or a slot in the middle of a copy; neither may pass for anything later.
-                if snapshot is None or snapshot.iteration > newest:
-                    arena.control.void(index)
-            if newest < 0:
-                # Otherwise the next start would take the mark as proof that something was lost, and refuse.
-                arena.control.mark_whole(None)
+        _void_arena(path, newest)
+
+
+def _void_arena(path: Path, newest: int) -> None:
+    try:
+        arena = Arena.open(path, writable=True)
+    # Nothing of a damaged arena can be taken, and what could have rebuilt it is gone.
+    except ArenaError:
+        return
+    with closing(arena):
+        for index in range(arena.control.slots):
+            snapshot = arena.control.record(index).snapshot
+            # None: a torn record, or a slot in the middle of a copy; neither may pass for anything later.
+            if snapshot is None or snapshot.iteration > newest:
+                arena.control.void(index)
+        if newest < 0:
+            # Otherwise the next start would take the mark as proof that something was lost, and refuse.
+            arena.control.mark_whole(None)
 
 
 def remove_protection(node_dir: Path, newest: int) -> None:

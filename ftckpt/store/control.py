@@ -191,7 +191,7 @@ class ControlBlock:
 
     def mark_origin(self, loaded: Checkpoint) -> None:
         """Remember what of storage the snapshots go on from."""
-        began = SnapshotId(bytes(LINEAGE_BYTES), max(0, loaded.iteration))
+        began = SnapshotId(loaded.undone.to_bytes(LINEAGE_BYTES, "little"), max(0, loaded.iteration))
         Mark(self._stores, _ORIGIN).write(began, 2 * loaded.generation + loaded.named)
 
     def whole(self) -> SnapshotId | None:
@@ -221,9 +221,11 @@ class ControlBlock:
     def origin(self) -> Checkpoint:
         """What of storage the snapshots go on from; nothing where they began without, or the mark is lost."""
         marked = Mark(self._stores, _ORIGIN).read()
-        if marked is None or marked[0] is None:
+        began, numbers = marked or (None, 0)
+        if began is None:
             return NOTHING
-        return Checkpoint(marked[0].iteration or NOTHING.iteration, bool(marked[1] % 2), marked[1] // 2)
+        undone = int.from_bytes(began.lineage, "little")
+        return Checkpoint(began.iteration or NOTHING.iteration, bool(numbers % 2), numbers // 2, undone)
 
     def close(self) -> None:
         """Let go of the buffer."""

@@ -255,6 +255,20 @@ def test_a_node_that_was_away_while_the_operator_went_back_repeats_nothing(arena
     assert {start.origin.generation for start in starts} == {4}
 
 
+def test_what_was_undone_while_a_node_was_away_does_not_come_back_with_it(arena_root: Path) -> None:
+    """Its parity and packages could bring back the others' part of it, too."""
+    job = Job(arena_root, ("a", "b"), Modes())
+    trained(job, Checkpoint(200, generation=3), 250)
+    with closing(Arena.open(job.path(0), writable=True)) as arena:
+        for slot in range(arena.control.slots):
+            arena.control.void(slot)
+        arena.control.mark_whole(None)
+        arena.control.mark_origin(Checkpoint(100, named=True, generation=4, undone=4))
+    starts = restart(job.topology, job.node_dir, loaded=Checkpoint(100, named=True), on_lost="fail")
+    assert {start.decision for start in starts} == {None} and iterations(job) == [[], []]
+    assert [event["loaded"] for event in events_of(starts, "undone")] == [100]
+
+
 @pytest.mark.parametrize("damage", ["bytes", "layout"])
 @pytest.mark.parametrize("storage", [249, 251])
 def test_newer_storage_counts_beside_memory_that_cannot_be_taken(arena_root: Path, damage: str, storage: int) -> None:
