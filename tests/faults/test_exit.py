@@ -58,6 +58,7 @@ for number in range(rounds):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(120 + 15 * ROUNDS)
 def test_ranks_of_a_job_that_ended_exit(tmp_path: Path, arena_root: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     load = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(2)]
