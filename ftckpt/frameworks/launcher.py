@@ -40,6 +40,8 @@ _LAUNCHER_VARS = (
 )
 _REFUSED = 2
 """The exit code of a job that ftckpt has ended."""
+_FLUSH_SECS = 60.0
+"""How long a process waits at most for its files to be written out: shared storage may be slow."""
 _INTERRUPTED = 130
 """As shells have it: 128 and SIGINT."""
 
@@ -247,7 +249,10 @@ def leave(main: Callable[[Sequence[str]], int]) -> NoReturn:
     # In this order, as the interpreter does: pools of threads and processes end, then what was registered.
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
-    _flush()
+    # Beside: a pipe that nobody reads, or a file that another thread waits for, must not keep the process.
+    flushing = threading.Thread(target=_flush, daemon=True)
+    flushing.start()
+    flushing.join(_FLUSH_SECS)
     os._exit(code)
 
 
