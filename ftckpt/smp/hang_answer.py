@@ -17,6 +17,8 @@ GRACE_SECS = 5.0
 """Between SIGTERM and SIGKILL."""
 _MESSAGE_CHARS = 3500
 """Of the log: a longer message would be cut."""
+_TOLD_CHARS = 100_000
+"""Of the stacks of all ranks: the log keeps its newest 128 KiB, and all of them must be in it."""
 
 
 class HangAnswer:
@@ -69,16 +71,24 @@ class HangAnswer:
         return True
 
     def _tell(self, native: NativeStacks) -> None:
+        room = _TOLD_CHARS // (2 * max(1, len(self._requests)))
         for request in self._requests:
             rank, pid = request.pulse.rank, pid_of(request.pulse.owner)
             for what, text in (("stacks", request.text), ("stacks with frames of C", native.texts.get(pid, ""))):
-                for part in _parts(text):
+                for part in _parts(shortened(text, room)):
                     log.warning("%s of rank %d, pid %d:\n%s", what, rank, pid, part)
         self._events.emit(
             "stacks",
             ranks=[request.pulse.rank for request in self._requests if request.text],
             missing={request.pulse.rank: request.problem for request in self._requests if request.problem},
         )
+
+
+def shortened(text: str, room: int) -> str:
+    """``text`` without its middle if it is longer than ``room``: the main thread is first, or last."""
+    if len(text) <= room:
+        return text
+    return f"{text[: room // 2]}\n...\n{text[-(room // 2) :]}"
 
 
 def _parts(text: str) -> Iterator[str]:

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ftckpt.events import Events
-from ftckpt.smp.hang_answer import Abort, HangAnswer
+from ftckpt.smp.hang_answer import Abort, HangAnswer, shortened
 from ftckpt.smp.hangs import HangPlace, HangWatch, Limits
 from ftckpt.store.page import owner_word
 from ftckpt.store.process import Process
@@ -172,6 +172,11 @@ def test_numbers_of_a_broken_page_are_no_error(entries: list[tuple[int, int, boo
         hang = watch.look(ranks, Limits(1), now)
         assert hang is None or (hang.secs >= 1 and hang.fields())
         assert watch.look(ranks, Limits(1), now) is None
+
+
+def test_of_stacks_that_are_too_long_both_ends_are_told() -> None:
+    assert shortened("main" * 5, 20) == "main" * 5
+    assert shortened("first " + "x" * 1000 + " last", 12) == "first \n...\nx last"
 
 
 SLEEPER = "import sys, time; print('up', flush=True); time.sleep(100)"
