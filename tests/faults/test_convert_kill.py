@@ -244,6 +244,7 @@ print(peak[0] - before)
 """
 
 
+@pytest.mark.slow
 def test_memory_stays_bounded(tmp_path: Path) -> None:
     """120 MB in files of 40 MB, from fragments that have to be put together; the limit is of all workers."""
     most = {}
