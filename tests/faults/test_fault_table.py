@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 from collections.abc import Sequence
 from contextlib import closing
@@ -15,18 +16,20 @@ import pytest
 from ftckpt.smp.channel import HELLO, MAGIC, NONCE_BYTES, connect
 from ftckpt.store.directory import SMP_STATE_NAME
 from tests.support import jobs
+from tests.support.event_logs import read_events
 from tests.support.fault_rows import DAMAGES, IN_EVERY_ITERATION, KILLS, LOST, OLDER, PROTECTIONS, opened
 from tests.support.faults import Fault
 from tests.support.pool import RankFailure
 from tests.support.tiers import by_default
+from tests.support.waiting import until
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.faults]
 
 RANKS = 4
 UNTIL = 8
 AT = 5
-PAUSE_SECS = 1.0
-"""For the SMP: parity of the snapshot before the pause is complete after it, on a machine that is not overloaded."""
+COVER_SECS = 60.0
+"""For the SMPs, at most: they cover the snapshot before the pause."""
 
 
 @cache
@@ -67,9 +70,14 @@ def test_all_ranks_killed_at_once(instant: str, settings: dict[str, Any], tmp_pa
 
 def die(settings: dict[str, Any], tmp_path: Path, nodes: Sequence[str] | None = None) -> tuple[list[Path], int]:
     """Arenas of a job that died between two snapshots, and the newest iteration that all hold, or all protect."""
-    pauses = [Fault("all", AT - 1, "boundary", tmp_path / "pause", "stall", secs=PAUSE_SECS)]
+    pause = Fault("all", AT - 1, "boundary", tmp_path / "pause", "wait", secs=COVER_SECS)
     dead = Fault("all", AT + 1, "boundary", tmp_path / "dead", "kill", secs=20)
-    faults = [*(pauses if settings["protect"] != "none" else []), dead]
+    protects = settings["protect"] != "none"
+    if protects:
+        threading.Thread(
+            target=go_on_once_covered, args=(pause, settings, set(nodes or ["node"])), daemon=True
+        ).start()
+    faults = [*([pause] if protects else []), dead]
     results = jobs.broken(RANKS, jobs.Run(["--tp", "2"], UNTIL, settings, nodes, faults))
     assert all(map(jobs.killed, results)), [result.error for result in results]
     paths = sorted((Path(settings["arena"]) / "ftckpt-test").glob("*/tp*"))
@@ -77,6 +85,13 @@ def die(settings: dict[str, Any], tmp_path: Path, nodes: Sequence[str] | None = 
     if settings["protect"] != "none":
         return paths, max(event["iteration"] for event in jobs.events(settings, "protected"))
     return paths, min(max(id.iteration for id in snapshots(path)) for path in paths)
+
+
+def go_on_once_covered(pause: Fault, settings: dict[str, Any], nodes: set[str]) -> None:
+    """What is not covered by then no boundary finds protected."""
+    events = Path(settings["events"])
+    until(lambda: all(read_events(events, "covered", of=f"smp-{node}") for node in nodes), secs=COVER_SECS)
+    pause.go_on()
 
 
 def wants_sealed(node_dir: Path) -> bool:

@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from ftckpt.model.snapshot import SnapshotId
 from tests.support.waiting import until
@@ -28,7 +28,7 @@ PLAN_VAR = "FTCKPT_TEST_FAULTS"
 """Environment variable that names a file with a plan, see ``dumps``."""
 
 
-Action = Literal["kill", "raise", "stall"]
+Action = Literal["kill", "raise", "stall", "wait"]
 IterationOf = Literal["training", "snapshot", "restored", "argument"]
 
 
@@ -100,7 +100,8 @@ class Fault:
     """``ordinal`` counts the calls at ``point`` that belong to ``iteration``, from 0, in each process anew.
 
     A ``kill`` of rank ``all`` waits until every rank has come, at most ``secs``: then all die at once. The
-    point must be one that each rank reaches while the others stand still at it. ``stall`` sleeps ``secs``.
+    point must be one that each rank reaches while the others stand still at it. ``stall`` sleeps ``secs``; ``wait``
+    does so until the test calls ``go_on``, at most ``secs``.
     """
 
     rank: int | Literal["all"]
@@ -114,12 +115,21 @@ class Fault:
     def __post_init__(self) -> None:
         if self.point not in POINTS:
             raise ValueError(f"point {self.point!r} is not one of {', '.join(POINTS)}")
-        if self.action not in ("kill", "raise", "stall"):
-            raise ValueError(f"action {self.action!r} is not one of kill, raise, stall")
+        if self.action not in get_args(Action):
+            raise ValueError(f"action {self.action!r} is not one of {', '.join(get_args(Action))}")
 
     def marker_of(self, rank: int) -> Path:
         """The file that says that the fault fired in ``rank``; it holds process id, time and iteration."""
         return self.marker.with_name(f"{self.marker.name}.rank{rank}")
+
+    @property
+    def over(self) -> Path:
+        """The file that ends a ``wait``."""
+        return self.marker.with_name(f"{self.marker.name}.over")
+
+    def go_on(self) -> None:
+        """End the ``wait`` of all ranks."""
+        self.over.touch()
 
     def fired(self, rank: int) -> bool:
         """Whether the fault fired in ``rank``, in this attempt or in an earlier one."""
@@ -184,6 +194,8 @@ class _Injector:
             os.kill(os.getpid(), signal.SIGKILL)
         elif fault.action == "raise":
             raise FaultInjected(f"rank {self._rank}: {fault.point} of iteration {fault.iteration}")
+        elif fault.action == "wait":
+            until(fault.over.exists, secs=fault.secs)
         else:
             time.sleep(fault.secs)
 
