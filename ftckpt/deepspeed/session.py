@@ -21,7 +21,7 @@ from ftckpt.deepspeed.script import ScriptPosition
 from ftckpt.deepspeed.state import DeepSpeedState, counters, set_counters
 from ftckpt.deepspeed.storage import AwaitedLoad, is_named, is_whole
 from ftckpt.errors import ConfigError, LostError, UnsupportedError
-from ftckpt.frameworks import doors, schedulers
+from ftckpt.frameworks import doors, launcher, schedulers
 from ftckpt.frameworks.optimizers import load_groups, save_groups
 from ftckpt.frameworks.rendezvous import check_isolated, isolate_attempts
 from ftckpt.frameworks.torch_state import Stateful
@@ -234,6 +234,7 @@ def follow(original: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[st
         UnsupportedError, ConfigError and others: see EngineSession.
     """
     support.check_version()
+    launcher.go_on()
     if not dist.is_initialized():
         isolate_attempts()
     release_orphans()  # before DeepSpeed compiles an optimizer, or waits for a dead process to do so

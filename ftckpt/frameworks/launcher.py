@@ -193,6 +193,11 @@ def code_if_over() -> int | None:
     return outcome.code
 
 
+def go_on() -> None:
+    """Another model is going to be trained: while it is built the job is not done, whatever ended before it."""
+    launcher_run(os.environ).resume()
+
+
 def leave_if_over() -> None:
     """End this process where an earlier attempt of the launcher run ended the job: for doors without a runner."""
     if (code := code_if_over()) is not None:

@@ -68,6 +68,7 @@ class LauncherRun:
         self.name = name
         self.problem = ""
         self._has_begun = False
+        self._is_done = False
 
     @cached_property
     def before(self) -> RunOutcome:
@@ -103,7 +104,7 @@ class LauncherRun:
 
         Where nothing can be stored everybody is the first.
         """
-        is_first = True
+        is_first, self._is_done = True, code == 0
 
         def change(now: RunOutcome) -> RunOutcome:
             nonlocal is_first
@@ -112,6 +113,12 @@ class LauncherRun:
 
         self._change(change)
         return is_first
+
+    def resume(self) -> None:
+        """What this process has done is not all: it trains another model."""
+        if self._is_done:
+            self._is_done = False
+            self._change(lambda now: replace(now, code=None))
 
     def repeat(self) -> bool:
         """Whether nobody has said again what ended the run."""

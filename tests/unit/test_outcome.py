@@ -65,6 +65,21 @@ def test_the_first_end_counts_and_the_process_that_came_to_it_may_begin_anew() -
     assert run.read() == RunOutcome()
 
 
+def test_a_process_that_trains_another_model_is_not_done() -> None:
+    """Only what it has ended itself, and for well: a crash while the next model is built is tried again."""
+    run = LauncherRun("a")
+    run.resume()
+    run.end(0, "done")
+    assert LauncherRun("a").before.code == 0
+    LauncherRun("a").resume()
+    assert LauncherRun("a").before.code == 0
+    run.resume()
+    assert not LauncherRun("a").before.over
+    run.end(2, "refused")
+    run.resume()
+    assert LauncherRun("a").before.code == 2
+
+
 def test_without_a_launcher_nothing_is_stored_and_everybody_is_the_first(folder: Path) -> None:
     run = launcher_run({})
     assert run.name == "" and run.end(2, "refused") and run.end(2, "refused") and not run.read().over
