@@ -54,7 +54,7 @@ STATIC = {"TORCHELASTIC_RUN_ID": "none", "RANK": "0", "MASTER_ADDR": "n1", "MAST
 def agent(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Lets torchrun's agent have these words on its command line, and this environment."""
 
-    def of(*words: str, directory: Path = Path("/work"), **env: str) -> None:
+    def of(*words: str, directory: Path = Path("/home/me"), **env: str) -> None:
         monkeypatch.setattr(launcher, "agent_of", lambda _: Agent(1, ["torchrun", *words], env, directory))
 
     return of
