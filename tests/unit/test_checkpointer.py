@@ -9,12 +9,14 @@ from typing import Any
 import pytest
 
 from ftckpt.config import Config
-from ftckpt.errors import ConfigError
+from ftckpt.errors import ConfigError, StalledError
 from ftckpt.job.agreement import AgreementError
 from ftckpt.job.checkpointer import Checkpointer
 from ftckpt.job.protection import Protection
 from ftckpt.job.session import Guard, OldArenaRemoval, RankState, TargetMarks, TurnOff
+from ftckpt.model import codec
 from ftckpt.model.snapshot import SnapshotId
+from ftckpt.store.outcome import LauncherRun
 from ftckpt.store.pulse import Pulse
 from tests.support.errors import raises
 
@@ -172,3 +174,21 @@ def test_a_rank_that_loses_others_in_the_fence_comes_to_nothing_collective_at_th
     assert state.owes_round
     checkpointer.step(2)
     assert state.lost and entered == ["given up", "ranks_lost", "fence", "pacer"]
+
+
+@pytest.mark.parametrize(
+    ("starts", "stalled"),
+    [([0, 3], False), ([2, 5], False), ([3, 5], True), ([3, -1], True), ([-1, -1], False)],
+)
+def test_attempts_count_that_all_nodes_have_seen_come_to_nothing(
+    starts: list[int], stalled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A node that comes and goes has failed in a row while others made snapshots; -1: a rank that speaks for none."""
+    checkpointer = Checkpointer.__new__(Checkpointer)
+    checkpointer._run, checkpointer.group = LauncherRun(""), object()  # type: ignore[assignment]
+    monkeypatch.setattr(codec, "gather", lambda group, mine, kind: starts)
+    if stalled:
+        with raises(StalledError, "3 attempts in a row"):
+            checkpointer._count_start()
+    else:
+        checkpointer._count_start()
