@@ -2,52 +2,47 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 from ftckpt.capture.affinity import locality
 from ftckpt.capture.capture import Capture
 from ftckpt.config import Config
-from ftckpt.errors import CaptureError, ConfigError, FtckptError, LaunchError, StalledError
+from ftckpt.errors import CaptureError, ConfigError, FtckptError, LaunchError
 from ftckpt.events import Events
 from ftckpt.group import Group, together
-from ftckpt.job.agreement import Agreement, Will
-from ftckpt.job.arenas import NodeArenas
-from ftckpt.job.conditions import conditions
-from ftckpt.job.protection import Protection
-from ftckpt.job.reunion import Reunion
-from ftckpt.job.save import MAX_FILE_BYTES, UniversalSave
-from ftckpt.job.session import (
+from ftckpt.job.actions import (
     Action,
     Announcement,
     OldArenaRemoval,
-    RankState,
     Skip,
-    Standing,
     Take,
     TargetMarks,
     TurnOff,
     WholeMark,
 )
+from ftckpt.job.agreement import Will
+from ftckpt.job.arenas import NodeArenas
+from ftckpt.job.attempt import Attempt
+from ftckpt.job.conditions import conditions
+from ftckpt.job.links import Links
+from ftckpt.job.protection import Protection
+from ftckpt.job.save import MAX_FILE_BYTES, UniversalSave
+from ftckpt.job.session import RankState
 from ftckpt.job.shard import Shard, device_of, make_pacer
-from ftckpt.model import codec, objects
+from ftckpt.model import objects
 from ftckpt.model.loaded import Checkpoint
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.model.topology import Topology
 from ftckpt.model.training_state import Description, TrainingState
-from ftckpt.notice import job_store
 from ftckpt.restore.restart import Restart, remove_protection
 from ftckpt.store.arena import Arena
-from ftckpt.store.outcome import MOST_STARTS, LauncherRun
+from ftckpt.store.outcome import LauncherRun
 from ftckpt.windows.pacer import Pacer
-
-log = logging.getLogger("ftckpt")
 
 
 class Checkpointer:
@@ -79,14 +74,12 @@ class Checkpointer:
             raise ConfigError("job and node: both need a name")
         self.topology = topology
         self.events = Events(config.events_dir, topology.rank)
-        self.group = group or Group(config.start_timeout_secs)
+        self._links = Links(config.start_timeout_secs, config.agree_timeout_secs, group)
+        self.group = self._links.group
         self.training_state = state
         self._protection = Protection(config, topology, self.group, self.events)
         self.config = config = replace(config, slots=self._protection.slots)
         self._arenas = NodeArenas(config, topology, self.group, self.events)
-        # A group of its own: nothing else may come between two rounds, which pair up by their order alone.
-        self._agreement = Agreement(Group(config.start_timeout_secs, partners=0))
-        self._reunion = Reunion(job_store(), f"{self.group.name}/reunion", self.group.size)
         # Asked once: a later layout may leave no mode, and its arena must still be made known to the SMP.
         self._protects = self._protection.on
         self._state = RankState(config, protects=self._protects)
@@ -94,8 +87,7 @@ class Checkpointer:
         self._shard: Shard | None = None
         self._boundary = -1  # the iteration of the last one
         self._closed = False
-        self._run = run or LauncherRun("")
-        self._made_one = False  # a snapshot that is whole
+        self._attempt = Attempt(config, run or LauncherRun(""))
 
     @property
     def off(self) -> bool:
@@ -191,7 +183,7 @@ class Checkpointer:
             self.events.emit("conditions", node=self.topology.me.node, **conditions())
         # Before anything is read: from here on no other attempt writes these arenas.
         self._arenas.enter()
-        self._count_start()
+        self._attempt.begin(self.group)
         self._protection.smp.enter()
         described = together(self.group, self.training_state.describe)
         together(self.group, self._check_objects)
@@ -213,21 +205,6 @@ class Checkpointer:
         self.events.emit("restored", iteration=iteration, lineage=lineage.hex(), source=source, blocked_secs=secs)
         self.events.announce(f"job {self.config.job}, {len(self.topology.members)} ranks: {where}, in {secs:.1f} s")
         return iteration
-
-    def _count_start(self) -> None:
-        """Refuse what would fail as the attempts before it did: a launcher that has no such rule goes on for days."""
-        mine = self._run.begin().starts if self._run.name else -1
-        if self._run.problem:
-            log.warning("ftckpt: what this attempt comes to cannot be kept for the next: %s", self._run.problem)
-        # The least: a node that comes and goes has failed in a row while others made snapshots.
-        starts = min((found for found in codec.gather(self.group, mine, int) if found >= 0), default=0)
-        if starts >= MOST_STARTS:
-            error = StalledError(
-                f"{starts} attempts in a row have made no snapshot that is whole on all ranks: what ended them would "
-                "end the next one, too; see their errors above, and start the job again when that is mended"
-            )
-            error.of_all_ranks = True
-            raise error
 
     def _check_objects(self) -> None:
         """What cannot be saved is an error at start, not at each snapshot of a job that trains."""
@@ -306,13 +283,12 @@ class Checkpointer:
         if not remove:
             self._fence()  # nothing more is trained: the last snapshot is good
             if self._state.lost:
-                self._reunion.stop("a rank has ended")
+                self._links.stop("a rank has ended")
         arena = self.arena
         self._stop()
         if remove and self._shard is not None:
             try:
-                self._leave(arena, self._record_end if done else lambda: None)
-                self._agreement.close()
+                self._links.part(lambda: self._leave(arena, done))
             except (LaunchError, RuntimeError, OSError) as error:
                 self.events.emit("close_incomplete", error=str(error))
         if arena is not None:
@@ -321,23 +297,12 @@ class Checkpointer:
         self.events.emit("closed", iteration=self._boundary)
         self.events.close()
 
-    def _record_end(self) -> None:
-        text = f"job {self.config.job} finished at iteration {self._boundary}: nothing is left to train"
-        self._run.end(0, text, str(Path(self.config.arena).absolute()), self.config.job)
+    def _leave(self, arena: Arena | None, done: bool) -> None:
+        def agreed() -> None:
+            if done:
+                self._attempt.finish(self._boundary)
 
-    def _leave(self, arena: Arena | None, agreed: Callable[[], object]) -> None:
-        """Remove what this rank has, once all have ``agreed``; ranks that have lost each other meet once more, where
-        all come to in the end."""
-        leave = partial(self._arenas.leave, arena, agreed, self._protection.smp.end)
-        begin = time.monotonic()
-        try:
-            leave()
-        except RuntimeError:
-            left_secs = self.config.start_timeout_secs - (time.monotonic() - begin)
-            if not self.group.lost or left_secs <= 0:
-                raise
-            self.group.renew(f"{self._reunion.name}/end", "calls", min(left_secs, self.config.agree_timeout_secs))
-            leave()
+        self._arenas.leave(arena, agreed, self._protection.smp.end)
 
     def _stop(self) -> None:
         # In this order: copies stop before the arena that they write can go.
@@ -371,11 +336,11 @@ class Checkpointer:
             # Before a byte is loaded: a kill from here on must not find a newer slot to go on from.
             lineage = restart.void_newer(decision)
             if decision is None:
-                return lineage, None, None, _from_storage(loaded, restart.why)
+                return lineage, None, None, loaded.as_begin(restart.why)
             restart.load(decision, self.training_state, described)
             shard.capacities = restart.capacities(decision)
             where = f"iteration {decision.snapshot.iteration} from {restart.source}"
-            return lineage, decision.snapshot, restart.source, where + _beside(loaded, self.config.job)
+            return lineage, decision.snapshot, restart.source, where + loaded.beside(self.config.job)
         finally:
             restart.close()
 
@@ -459,37 +424,28 @@ class Checkpointer:
 
     def _note_loss(self, error: Exception) -> bool:
         """Whether ranks have lost each other; both groups are given up with one, as all ranks leave both together."""
-        if not self.group.lost and not self._agreement.lost:
+        if not self._links.lost:
             return False
-        self._give_up(error)
+        self._links.give_up(str(error))
         self._execute(self._state.lose(str(error)))
         return True
-
-    def _give_up(self, error: Exception) -> None:
-        for group in (self.group, self._agreement):
-            group.give_up(str(error))
 
     def _search(self, iteration: int) -> None:
         """The boundary of ``iteration`` while ranks are lost: where all have agreed on it they connect anew."""
         self._execute(self._state.search(time.monotonic()))
-        name = self._reunion.meets(iteration) if not self.off else ""
-        if self._reunion.stopped and not self.off:
-            self._execute([self._state.turn_off(f"the ranks have lost each other: {self._reunion.stopped}")])
+        name = self._links.meets(iteration) if not self.off else ""
+        if self._links.stopped and not self.off:
+            self._execute([self._state.turn_off(f"the ranks have lost each other: {self._links.stopped}")])
         elif name:
             self._reunite(name, iteration)
 
     def _reunite(self, name: str, iteration: int) -> None:
         try:
-            for group, part in ((self._agreement, "rounds"), (self.group, "calls")):
-                group.renew(name, part, self.config.agree_timeout_secs)
-            standings = [Standing.decode(data) for data in self.group.gather(self._state.standing.encode())]
+            standings = self._links.renew(name, self._state.standing)
         except (LaunchError, RuntimeError) as error:
-            self._give_up(error)
             self.events.emit("reunion_failed", iteration=iteration, error=str(error))
-            self._reunion.ended(well=False)
-            return
-        self._reunion.ended(well=True)
-        self._execute(self._state.reunite(standings, iteration, time.monotonic()))
+        else:
+            self._execute(self._state.reunite(standings, iteration, time.monotonic()))
 
     def _take(self, decision: Take, capture: Capture, pacer: Pacer) -> int:
         base = pacer.begin(capture.stepped_bytes, capture.unit_bytes)
@@ -515,7 +471,7 @@ class Checkpointer:
         except CaptureError as error:
             self._fail(error)
         self._post()
-        verdicts = self._agreement.read(self.config.agree_timeout_secs)
+        verdicts = self._links.agreement.read(self.config.agree_timeout_secs)
         if verdicts is None:
             self._state.miss()
             raise CaptureError(f"other ranks did not answer within {self.config.agree_timeout_secs} s")
@@ -536,7 +492,7 @@ class Checkpointer:
             self._protection.observe(self._state.targets.target),
             now_secs,
         )
-        self._agreement.post(round_)  # where it raises, the round is still owed
+        self._links.agreement.post(round_)  # where it raises, the round is still owed
         self._state.posted(round_)
 
     def _prove(self, shard: Shard) -> None:
@@ -581,9 +537,7 @@ class Checkpointer:
             case WholeMark(snapshot):
                 if self.arena is not None:
                     self.arena.control.mark_whole(snapshot)
-                if not self._made_one:
-                    self._made_one = True
-                    self._run.progress()
+                self._attempt.progress()
             case TargetMarks():
                 self._protection.mark(action)
             case OldArenaRemoval():
@@ -595,7 +549,7 @@ class Checkpointer:
             case TurnOff(reason):
                 self.events.emit("turned_off", reason=reason)
                 if self._state.lost:
-                    self._reunion.stop(reason)
+                    self._links.stop(reason)
                 if self.capture is not None:
                     self.capture.stop()
 
@@ -605,19 +559,3 @@ class Checkpointer:
             self._execute(self._state.fail(repr(error)))
         if self.config.on_error == "raise":
             raise error
-
-
-def _beside(loaded: Checkpoint, job: str) -> str:
-    """What storage had where memory counts: for people."""
-    if loaded.named:
-        return f", which went on from {loaded.iteration} of storage ('ftckpt clean {job}' to begin there once more)"
-    return f", storage had {loaded.iteration}" if loaded.is_one else ""
-
-
-def _from_storage(loaded: Checkpoint, why: str) -> str:
-    """What training begins with where it is no snapshot: for people."""
-    if loaded.is_one:
-        begin = f"iteration {loaded.iteration} as loaded from storage"
-    else:
-        begin = "from the beginning" if why else "nothing to restore, from the beginning"
-    return f"{begin} ({why})" if why else begin

@@ -1,6 +1,6 @@
 """Protection as a rank drives it: modes and groups at start, the SMP of its node, what it sees of it at boundaries.
 
-What is to be protected, and when a target is given up, ``ftckpt.job.session`` decides.
+What is to be protected, and when a target is given up, ``ftckpt.job.targets`` decides.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from ftckpt.config import Config
 from ftckpt.errors import ConfigError, MemoryBudgetError
 from ftckpt.events import Events
 from ftckpt.group import Group, together
+from ftckpt.job.actions import TargetMarks
 from ftckpt.job.addresses import machine
 from ftckpt.job.node_smp import NodeSmp
-from ftckpt.job.session import Guard, TargetMarks
+from ftckpt.job.targets import Guard
 from ftckpt.model import codec
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.model.text import human

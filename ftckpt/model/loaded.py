@@ -24,6 +24,20 @@ class Checkpoint:
         """Whether a checkpoint was loaded that can be compared with what is in memory."""
         return self.iteration > 0
 
+    def beside(self, job: str) -> str:
+        """What storage had where memory counts: for people."""
+        if self.named:
+            return f", which went on from {self.iteration} of storage ('ftckpt clean {job}' to begin there once more)"
+        return f", storage had {self.iteration}" if self.is_one else ""
+
+    def as_begin(self, why: str) -> str:
+        """What training begins with where it is no snapshot, and ``why``, if there was one: for people."""
+        if self.is_one:
+            begin = f"iteration {self.iteration} as loaded from storage"
+        else:
+            begin = "from the beginning" if why else "nothing to restore, from the beginning"
+        return f"{begin} ({why})" if why else begin
+
 
 NOTHING = Checkpoint()
 

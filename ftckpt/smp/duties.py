@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ftckpt.errors import FtckptError, SmpError
 from ftckpt.events import Events
@@ -33,6 +33,34 @@ _PAUSE_SECS = 1.0
 _MAX_REPORTED = 200
 _PATIENCE = 0.5
 """Share of the time that trainers wait for protection, after which a node that fails all the time is given up."""
+
+
+class _Orders(NamedTuple):
+    """The description of a node's duties, as trainers send it."""
+
+    node: str
+    duty: Duty
+    arenas: list[str]
+    addresses: dict[str, tuple[str, int]]
+    trust: Trust
+    limit: NetworkLimit
+    settings: dict[str, Any]
+
+
+def _read(given: Mapping[str, Any]) -> _Orders:
+    try:
+        settings = dict(given.get("settings", {}))
+        return _Orders(
+            str(given["node"]),
+            Duty.from_json(given),
+            [str(place["arena"]) for place in given["places"].values()],
+            {str(name): (str(at[0]), int(at[1])) for name, at in given.get("peers", {}).items()},
+            Trust(bytes.fromhex(given.get("secret") or ""), bool(settings.get("encrypt"))),
+            NetworkLimit(**given.get("network", {"gbps": 0.0, "source": "none is named"})),
+            settings,
+        )
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+        raise SmpError(f"configure: the description is unusable: {type(error).__name__}: {error}") from None
 
 
 class Duties:
@@ -94,15 +122,7 @@ class Duties:
         if given == self._description:
             self._retry()
             return
-        try:
-            node, settings = str(given["node"]), dict(given.get("settings", {}))
-            duty = Duty.from_json(given)
-            arenas = [str(place["arena"]) for place in given["places"].values()]
-            addresses = {str(name): (str(at[0]), int(at[1])) for name, at in given.get("peers", {}).items()}
-            trust = Trust(bytes.fromhex(given.get("secret") or ""), bool(settings.get("encrypt")))
-            limit = NetworkLimit(**given.get("network", {"gbps": 0.0, "source": "none is named"}))
-        except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
-            raise SmpError(f"configure: the description is unusable: {type(error).__name__}: {error}") from None
+        node, duty, arenas, addresses, trust, limit, settings = _read(given)
         addresses.pop(node, None)
         if addresses or trust.secret:
             self._peers.configure(addresses, trust)

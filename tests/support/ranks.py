@@ -12,19 +12,11 @@ from typing import Any
 
 from ftckpt.capture.capture import writable_slots
 from ftckpt.config import Config
+from ftckpt.job.actions import OldArenaRemoval, Skip, Take, TargetMarks, TurnOff, WholeMark
 from ftckpt.job.agreement import Agreement, AgreementError, Will
 from ftckpt.job.reunion import Reunion
-from ftckpt.job.session import (
-    Guard,
-    OldArenaRemoval,
-    RankState,
-    Skip,
-    Standing,
-    Take,
-    TargetMarks,
-    TurnOff,
-    WholeMark,
-)
+from ftckpt.job.session import RankState, Standing
+from ftckpt.job.targets import Guard
 from ftckpt.model.snapshot import SnapshotId
 
 POSTED, PROOF, CONNECTED = "posted", "proof", "connected"

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from ftckpt.config import Config
 from ftckpt.errors import ConfigError, StalledError
+from ftckpt.group import Group
+from ftckpt.job.actions import OldArenaRemoval, TargetMarks, TurnOff
 from ftckpt.job.agreement import AgreementError
+from ftckpt.job.attempt import Attempt
 from ftckpt.job.checkpointer import Checkpointer
 from ftckpt.job.protection import Protection
-from ftckpt.job.session import Guard, OldArenaRemoval, RankState, TargetMarks, TurnOff
+from ftckpt.job.session import RankState
+from ftckpt.job.targets import Guard
 from ftckpt.model import codec
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.store.outcome import LauncherRun
@@ -149,13 +153,15 @@ def test_turning_off_stops_copies_and_unpins_nothing() -> None:
 def test_a_rank_that_loses_others_in_the_fence_comes_to_nothing_collective_at_the_boundary() -> None:
     """They may have passed where it would wait for them."""
     entered: list[str] = []
-    group = SimpleNamespace(lost=False, give_up=lambda reason: entered.append("given up"))
+    links = SimpleNamespace(
+        lost=False, stopped="", meets=lambda iteration: "", give_up=lambda reason: entered.append("given up")
+    )
 
     def unreachable(round_: object) -> None:
-        agreement.lost = True
+        links.lost = True
         raise AgreementError("a rank has gone")
 
-    agreement = SimpleNamespace(post=unreachable, lost=False, give_up=lambda reason: None)
+    links.agreement = SimpleNamespace(post=unreachable)
     checkpointer = Checkpointer.__new__(Checkpointer)
     checkpointer.config = Config(error_limit=1)
     checkpointer._state = state = RankState(checkpointer.config)
@@ -164,8 +170,7 @@ def test_a_rank_that_loses_others_in_the_fence_comes_to_nothing_collective_at_th
         stretch=1, enter=lambda kind: None, boundary=lambda: entered.append("pacer")
     )  # type: ignore[assignment]
     checkpointer._protection = SimpleNamespace(beat=lambda *_: None, observe=lambda target: Guard())  # type: ignore[assignment]
-    checkpointer._agreement, checkpointer.group = agreement, group  # type: ignore[assignment]
-    checkpointer._reunion = SimpleNamespace(meets=lambda iteration: "", stopped="")  # type: ignore[assignment]
+    checkpointer._links = links  # type: ignore[assignment]
     checkpointer.events = SimpleNamespace(emit=lambda event, **fields: entered.append(event))  # type: ignore[assignment]
     checkpointer._snapshot = lambda iteration, begin: entered.append("snapshot")  # type: ignore[method-assign]
     state.begin(LINEAGE, None, 0.0)
@@ -184,11 +189,10 @@ def test_attempts_count_that_all_nodes_have_seen_come_to_nothing(
     starts: list[int], stalled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A node that comes and goes has failed in a row while others made snapshots; -1: a rank that speaks for none."""
-    checkpointer = Checkpointer.__new__(Checkpointer)
-    checkpointer._run, checkpointer.group = LauncherRun(""), object()  # type: ignore[assignment]
+    attempt, group = Attempt(Config(), LauncherRun("")), cast(Group, None)
     monkeypatch.setattr(codec, "gather", lambda group, mine, kind: starts)
     if stalled:
         with raises(StalledError, "3 attempts in a row"):
-            checkpointer._count_start()
+            attempt.begin(group)
     else:
-        checkpointer._count_start()
+        attempt.begin(group)

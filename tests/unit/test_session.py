@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ftckpt.job.agreement import Coverage, Verdict
-from ftckpt.job.session import Guard, Interval, Proofs, Targets
+from ftckpt.job.cadence import Interval, Proofs
+from ftckpt.job.targets import Guard, Targets
 from ftckpt.model.snapshot import SnapshotId
 
 LINEAGE = b"l" * 16

@@ -11,8 +11,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from ftckpt.config import Config
+from ftckpt.job.actions import Take
 from ftckpt.job.agreement import Will
-from ftckpt.job.session import Guard, RankState, Take
+from ftckpt.job.session import RankState
+from ftckpt.job.targets import Guard
 from tests.support.ranks import CALM, Fate, Job
 
 Order = Callable[[int], int]

@@ -1,0 +1,63 @@
+"""What a rank's session decides, as values: the checkpointer carries it out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ftckpt.model.snapshot import SnapshotId
+
+
+@dataclass(frozen=True)
+class WholeMark:
+    """All ranks have sealed ``snapshot``: mark it in the arena."""
+
+    snapshot: SnapshotId
+
+
+@dataclass(frozen=True)
+class TargetMarks:
+    """Tell the SMP what to protect next, and readers of the arena what is protected."""
+
+    protected: SnapshotId | None
+    target: SnapshotId | None
+
+
+@dataclass(frozen=True)
+class OldArenaRemoval:
+    """What the arenas hold as they are laid out now is as safe as what older ones hold: these can go."""
+
+
+@dataclass(frozen=True)
+class TurnOff:
+    """No more snapshots in this process."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class Announcement:
+    """An event, and how it reads in the log of the job, if it does."""
+
+    event: str
+    fields: Mapping[str, Any]
+    text: str = ""
+
+
+@dataclass(frozen=True)
+class Take:
+    """Take the snapshot, into a slot that holds none of ``keep``."""
+
+    snapshot: SnapshotId
+    keep: frozenset[SnapshotId]
+
+
+@dataclass(frozen=True)
+class Skip:
+    """Take no snapshot at this boundary."""
+
+    reason: str
+
+
+Action = WholeMark | TargetMarks | OldArenaRemoval | TurnOff | Announcement

@@ -1,0 +1,125 @@
+"""Which snapshot is to be protected next, and which one is: the same on all ranks, by the verdicts that they read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from ftckpt.job.actions import Announcement, TargetMarks
+from ftckpt.job.agreement import Coverage, Verdict
+from ftckpt.model.snapshot import SnapshotId
+
+_RESTS = 2
+"""After a target that took too long, this many times that wait pass before another one is chosen."""
+
+
+class Guard(NamedTuple):
+    """What a rank sees of its node's SMP, and of what it has done for the target.
+
+    ``alive``: it gave a sign of life lately. ``configured``: it knows what to guard. ``sealed``: this rank's arena
+    has the target. ``covered``: parity and packages of it are complete on this node. ``gave_up``: they cannot be had.
+    """
+
+    alive: bool = False
+    configured: bool = False
+    sealed: bool = False
+    covered: bool = False
+    gave_up: bool = False
+
+
+@dataclass
+class Targets:
+    """What every rank concludes from the same verdicts about protection, so that no message more is needed.
+
+    A snapshot that is whole becomes the ``target``; when all nodes have done their part for it, it is
+    ``protected`` until the next one is. One that some node cannot protect is given up, the protected one stays, and
+    no other is chosen before all nodes could protect it. ``interval`` is the number of snapshots between two that are
+    to be protected; 0: none is. ``timeout_secs`` is how long this rank waits for its node's part.
+    """
+
+    interval: int
+    timeout_secs: float = 0.0
+    protected: SnapshotId | None = None
+    target: SnapshotId | None = None
+    degraded: bool = False
+    """Whether a target was given up, or none could be chosen for long, and none was protected since."""
+    rounds_since: int = field(init=False)
+    chosen_secs: float = 0.0
+    """When the target was chosen."""
+    rests_until_secs: float = 0.0
+    unable_since_secs: float | None = None
+    """Since when some node could not protect what would be the target."""
+
+    def __post_init__(self) -> None:
+        self.rounds_since = self.interval
+
+    @property
+    def marks(self) -> TargetMarks:
+        return TargetMarks(self.protected, self.target)
+
+    def learn(self, verdict: Verdict, lineage: bytes, now_secs: float) -> Iterator[Announcement]:
+        """What a verdict changes, with an event for each target that was protected or given up, and where for long
+        none could be chosen."""
+        yield from self._settle(verdict, now_secs)
+        self.rounds_since += 1
+        if not self.interval or self.rounds_since < self.interval or verdict.whole < 0:
+            return
+        newest = SnapshotId(lineage, verdict.whole)
+        if self.target is not None or newest == self.protected:
+            return
+        if verdict.cover != Coverage.CANNOT:
+            self.target, self.rounds_since, self.chosen_secs = newest, 0, now_secs
+            self.unable_since_secs = None
+        elif self.unable_since_secs is None:
+            self.unable_since_secs = now_secs
+        elif now_secs - self.unable_since_secs > self.timeout_secs and not self.degraded:
+            self.degraded = True
+            yield self._not_protected(newest, error="the SMP of some node cannot be seen to guard")
+
+    def report(self, guard: Guard, now_secs: float) -> tuple[int, Coverage]:
+        """The target's iteration and how far this node is with it, for a round."""
+        ready = guard.alive and guard.configured and now_secs >= self.rests_until_secs
+        if not self.interval:
+            return -1, Coverage.DONE
+        if self.target is None:  # none is chosen while a node could not protect it
+            return -1, Coverage.DONE if ready else Coverage.CANNOT
+        # What is covered stays so without an SMP, but not where other groups have taken the place of these.
+        if guard.configured and guard.sealed and guard.covered:
+            cover = Coverage.DONE
+        elif not ready or not guard.sealed or guard.gave_up:
+            cover = Coverage.CANNOT
+        elif now_secs - self.chosen_secs > self.timeout_secs:
+            self.rests_until_secs = now_secs + _RESTS * self.timeout_secs
+            cover = Coverage.CANNOT
+        else:
+            cover = Coverage.WORKING
+        return self.target.iteration, cover
+
+    def forget(self) -> None:
+        """What was protected is not any more: training went back, or the arenas were laid out anew."""
+        self.protected = self.target = None
+
+    def stop(self) -> None:
+        """Nothing is protected from now on."""
+        self.forget()
+        self.interval = 0
+
+    def _settle(self, verdict: Verdict, now_secs: float) -> Iterator[Announcement]:
+        target = self.target
+        # A verdict may be older than the target: a rank that was late posted before it read of it.
+        if target is None or verdict.target != target.iteration or verdict.cover == Coverage.WORKING:
+            return
+        if verdict.cover == Coverage.DONE:
+            secs, again = now_secs - self.chosen_secs, self.degraded
+            yield Announcement("protected", {"iteration": target.iteration, "secs": secs, "again": again})
+            self.protected, self.degraded, self.rests_until_secs = target, False, 0.0
+        else:
+            if not self.degraded:
+                yield self._not_protected(target)
+            self.degraded = True
+        self.target = None
+
+    def _not_protected(self, snapshot: SnapshotId, **why: str) -> Announcement:
+        protected = self.protected.iteration if self.protected is not None else None
+        return Announcement("not_protected", {"iteration": snapshot.iteration, "protected": protected, **why})
