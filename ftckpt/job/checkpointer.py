@@ -150,7 +150,7 @@ class Checkpointer:
         if self._pacer is not None:
             self._pacer.expect(kinds, lengths)
 
-    def restore(self, newer_than: int = -1, rollback: bool = False) -> int | None:
+    def restore(self, newer_than: int = -1, rollback: bool = False, lasting: bool = True) -> int | None:
         """Bring back the newest whole snapshot; returns its iteration, or None if state is to stay as it is.
 
         Must be called once before the first ``step``, on a first start too: it allocates the arena.
@@ -160,6 +160,8 @@ class Checkpointer:
                 the newer counts, unless storage had a newer one at an earlier start: then somebody took it back.
             rollback: the operator has named that iteration: it counts, and memory is given up. Restarts with the
                 same one go on from memory.
+            lasting: False where that checkpoint may vanish with a node: that an older one is loaded then is no
+                rollback.
 
         Raises:
             LostError, MismatchError, MemoryBudgetError, ArenaError, UnsupportedError: on all ranks together.
@@ -171,7 +173,7 @@ class Checkpointer:
                 "restore: rollback goes back to newer_than, the iteration that was loaded; give it, too"
             )
         try:
-            return self._restore(Checkpoint(newer_than, rollback))
+            return self._restore(Checkpoint(newer_than, rollback, lasting=lasting))
         except BaseException:
             self._withdraw()
             raise

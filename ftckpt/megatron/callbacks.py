@@ -133,7 +133,9 @@ def restore(model: Any, optimizer: Any, scheduler: Any) -> None:
         loaded = int(getattr(args, "iteration", 0) or 0)
         # Not equal with --finetune, which begins to count at 0, whatever is loaded.
         named = bool(loaded) and getattr(args, "ckpt_step", None) == loaded
-        checkpointer.restore(newer_than=loaded, rollback=named)
+        # Others than those of --save may lie on the nodes themselves, and go with one.
+        lasting = named or getattr(args, "non_persistent_ckpt_type", None) is None
+        checkpointer.restore(newer_than=loaded, rollback=named, lasting=lasting)
 
 
 def set_rng() -> None:

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field, replace
 class Checkpoint:
     """A checkpoint on storage by its iteration; 0 or less: nothing was loaded, or nothing that says its iteration.
 
-    ``named``: the operator has named this one; otherwise it is the newest that the script has found. ``generation``
+    ``named``: the operator has named this one; otherwise it is the newest that the script has found. ``lasting``:
+    that it is gone at a later start is somebody's will, and not the loss of a node that had it. ``generation``
     tells the origin of what is in memory from older ones, which a node may have that was away for a while: from 1 on
     where there is any. ``undone``: storage has counted since, so that what is of an older generation never happened.
     """
@@ -18,6 +19,7 @@ class Checkpoint:
     named: bool = False
     generation: int = field(default=0, compare=False)
     undone: int = field(default=0, compare=False)
+    lasting: bool = field(default=True, compare=False)
 
     @property
     def is_one(self) -> bool:
@@ -54,7 +56,7 @@ def rollback(loaded: Checkpoint, origin: Checkpoint) -> str:
     if loaded.named:
         # The same command line at each restart: training has gone on from there already.
         return "" if loaded == origin else "it was asked for by name"
-    if loaded.iteration < origin.iteration:
+    if loaded.lasting and loaded.iteration < origin.iteration:
         return f"storage went back on purpose: its newest was iteration {origin.iteration} at an earlier start"
     return ""
 
@@ -65,7 +67,7 @@ def next_origin(loaded: Checkpoint, origin: Checkpoint, storage_counts: bool) ->
     That is what was loaded from storage when their history began, or the newest that a later start has found there:
     what is older than it, or is named and is not it, is a rollback.
     """
-    found, following = loaded if loaded.is_one else NOTHING, origin.generation + 1
+    found, following = loaded if loaded.is_one and loaded.lasting else NOTHING, origin.generation + 1
     if storage_counts:
         return replace(found, generation=following, undone=following)
     if found == origin or found.iteration <= origin.iteration:

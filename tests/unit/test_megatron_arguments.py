@@ -18,25 +18,30 @@ from ftckpt.model import objects
 
 
 @pytest.mark.parametrize(
-    ("iteration", "ckpt_step", "told"),
+    ("iteration", "ckpt_step", "kind", "told"),
     [
-        pytest.param(0, None, (0, False), id="nothing loaded"),
-        pytest.param(200, None, (200, False), id="the newest"),
-        pytest.param(100, 100, (100, True), id="--ckpt-step"),
-        pytest.param(0, 100, (0, False), id="--ckpt-step --finetune"),
+        pytest.param(0, None, None, (0, False, True), id="nothing loaded"),
+        pytest.param(200, None, None, (200, False, True), id="the newest"),
+        pytest.param(200, None, "local", (200, False, False), id="perhaps a node's own"),
+        pytest.param(100, 100, "local", (100, True, True), id="--ckpt-step"),
+        pytest.param(0, 100, None, (0, False, True), id="--ckpt-step --finetune"),
     ],
 )
 def test_a_step_that_was_named_is_a_rollback(
-    iteration: int, ckpt_step: int | None, told: tuple[int, bool], monkeypatch: pytest.MonkeyPatch
+    iteration: int,
+    ckpt_step: int | None,
+    kind: str | None,
+    told: tuple[int, bool, bool],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     calls = []
 
     class Restored:
-        def restore(self, newer_than: int, rollback: bool) -> None:
-            calls.append((newer_than, rollback))
+        def restore(self, newer_than: int, rollback: bool, lasting: bool) -> None:
+            calls.append((newer_than, rollback, lasting))
 
     training: Any = type(sys)("megatron.training")
-    training.get_args = lambda: Namespace(iteration=iteration, ckpt_step=ckpt_step)
+    training.get_args = lambda: Namespace(iteration=iteration, ckpt_step=ckpt_step, non_persistent_ckpt_type=kind)
     monkeypatch.setitem(sys.modules, "megatron.training", training)
     monkeypatch.setattr(callbacks.door, "config", Config(enabled=True))
     monkeypatch.setattr(callbacks.door, "is_installed", True)

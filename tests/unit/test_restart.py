@@ -227,6 +227,10 @@ def trained(job: Job, origin: Checkpoint, *iterations: int) -> None:
             id="a restart with the same name",
         ),
         pytest.param(Checkpoint(100, True), Checkpoint(200), 250, Checkpoint(200), id="no name any more"),
+        pytest.param(
+            Checkpoint(100), Checkpoint(200, lasting=False), 250, Checkpoint(100), id="one that may go with a node"
+        ),
+        pytest.param(Checkpoint(200), Checkpoint(100, lasting=False), 250, Checkpoint(200), id="gone with a node"),
         pytest.param(NOTHING, Checkpoint(250, True), None, Checkpoint(250, True), id="named, as new as memory"),
     ],
 )
