@@ -27,7 +27,6 @@ last 9 iterations hold none of the first, slow ones any more, even of a rank tha
 _MORE_ROUNDS = 5
 """Rounds beyond ``error_limit`` after which a new interval begins: whoever still trains then has read of it."""
 
-
 _LONGEST_STEP_SECS = 10.0
 """What an iteration counts at most while ranks look for each other: where training stands still nobody searches."""
 
