@@ -8,6 +8,7 @@ Megatron-LM do so before they import torch.
 from __future__ import annotations
 
 import functools
+import logging
 import os
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from ftckpt.config import Config
 from ftckpt.errors import ConfigError
-from ftckpt.frameworks.launcher import code_if_over, follow_uncaught, job_name, node_name
+from ftckpt.frameworks.launcher import code_if_over, follow_uncaught, job_name, log_to_stderr, node_name
 from ftckpt.store.outcome import LauncherRun, launcher_run
 
 if TYPE_CHECKING:
@@ -166,6 +167,8 @@ def start(config: Config, place: Callable[[], tuple[Mapping[str, int], Mapping[s
         FtckptError: what ``place`` raises on any rank, on all.
         SystemExit: an earlier attempt of this launcher run ended the job.
     """
+    if not logging.getLogger("ftckpt").hasHandlers():
+        log_to_stderr()  # a script that has not configured logging would be told nothing
     config = replace(config, job=job_name(config.job, os.environ), node=node_name(config.node, os.environ))
     from ftckpt.job.compile_locks import release_orphans
 

@@ -32,6 +32,7 @@ class HangAnswer:
     def __init__(self, hang: Hang, events: Events, ends: bool, before: Callable[[], None]) -> None:
         self._hang, self._events, self._ends, self._before = hang, events, ends, before
         self._requests = [StackRequest(pulse) for pulse in hang.ranks if pulse.lives]
+        self._hidden = list(self._requests)  # whose stacks are not in the rank's own log yet
         self._native: NativeStacks | None = None
         self._abort: Abort | None = None
 
@@ -41,6 +42,10 @@ class HangAnswer:
             return self._aborted(self._abort)
         # A list: each of them takes its step.
         if not all([request.step() for request in self._requests]):
+            return False
+        if self._hidden:
+            request = self._hidden.pop(0)
+            request.show(self._title(request))
             return False
         # Afterwards: it stops each process for a moment, which then cannot answer.
         self._native = self._native or NativeStacks([pid_of(request.pulse.owner) for request in self._requests])
@@ -69,6 +74,17 @@ class HangAnswer:
             return False
         self._events.emit("hang_aborted", killed=abort.killed)
         return True
+
+    def _title(self, request: StackRequest) -> str:
+        pulse = request.pulse
+        secs = max(0, self._hang.now_ns - pulse.beat_ns) / 1e9
+        text = (
+            f"ftckpt: this job seems to hang: rank {pulse.rank}, pid {pid_of(pulse.owner)}, has given no sign of "
+            f"life for {secs:.0f} s ({pulse.section.label} after iteration {pulse.iteration}, {pulse.phase})"
+        )
+        outlook = "ftckpt is going to end it" if self._ends else "ftckpt leaves it alone"
+        stacks = "its threads stand here:" if request.text else f"its stacks cannot be had: {request.problem}"
+        return f"{text}; {outlook}; {stacks}\n"
 
     def _tell(self, native: NativeStacks) -> None:
         room = _TOLD_CHARS // (2 * max(1, len(self._requests)))

@@ -100,7 +100,7 @@ def _signal_set(pid: int | str, name: str) -> int:
 class StackRequest:
     """Asks one rank, which the pulse names by pid *and* start time, and only if it still answers what it announced.
 
-    ``text`` is what it wrote, to its stderr too; where it is "", ``problem`` says why. Nothing waits.
+    ``text`` is what it wrote; where it is "", ``problem`` says why. Nothing waits.
     """
 
     def __init__(self, pulse: RankPulse, answer_secs: float = _ANSWER_SECS) -> None:
@@ -129,15 +129,23 @@ class StackRequest:
             with self._file("rb") as file:
                 written = file.read(_MOST_BYTES)
             if written and len(written) == self._size:
-                # Only now: the fault handler drops what it is asked while it writes.
-                self._send(self._signals.to_stderr)
                 self.text = written.decode("utf-8", "replace")
             elif time.monotonic() >= self._deadline:
                 self.problem = f"it does not answer; its state is {_state(self._pid)}"
             self._size = len(written)
         except (OSError, ValueError) as error:
             self.problem = str(error)
-        return bool(self.problem)  # what stderr gets is written while the next step is waited for
+        return bool(self.text or self.problem)
+
+    def show(self, title: str) -> None:
+        """Write ``title`` to the rank's stderr and let it write its stacks there, once they are known. That takes
+        milliseconds, in which no other rank should be asked: they may all write to one file."""
+        try:
+            _write_to_stderr(self._pid, self.pulse.owner, title)
+            if self.text:
+                self._send(self._signals.to_stderr)
+        except (OSError, ValueError) as error:
+            self.problem = self.problem or str(error)
 
     def _file(self, mode: str) -> IO[bytes]:
         """The rank's file in memory. Raises OSError where that is not what has its number."""
@@ -157,6 +165,17 @@ class StackRequest:
                 raise OSError(f"it does not catch signal {number} any more")
             if not process.send(number):
                 raise OSError("it cannot be signalled")
+
+
+def _write_to_stderr(pid: int, owner: int, text: str) -> None:
+    """Raises OSError, as where it is a socket, or the process has ended."""
+    process = Process.open(pid, owner)
+    if process is None:
+        raise OSError("it has ended")
+    # Without waiting: it may hang because nobody reads what it writes.
+    flags = os.O_WRONLY | os.O_APPEND | os.O_NONBLOCK | os.O_NOCTTY
+    with process, open(os.open(f"/proc/{pid}/fd/{_STDERR}", flags), "wb", buffering=0) as stderr:
+        stderr.write(text.encode())
 
 
 def _state(pid: int) -> str:

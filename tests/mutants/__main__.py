@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import fnmatch
 import os
+import resource
 import shutil
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from pathlib import Path
 from tests.mutants import ROOT, Mutant, read_mutants
 
 TEST_SECS = 300
+MEMORY_BYTES = 8 << 30
 RED, SURVIVED, BROKEN = "red", "SURVIVED", "BROKEN"
 
 
@@ -136,4 +138,6 @@ def _try_all(mutants: Sequence[Mutant], jobs: int) -> int:
 
 
 if __name__ == "__main__":
+    # A bound that is broken takes memory without end: a process's own shall fail before the machine's does.
+    resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_BYTES, MEMORY_BYTES))
     sys.exit(main())

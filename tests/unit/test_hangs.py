@@ -186,7 +186,9 @@ STUBBORN = (
 
 
 def child(code: str) -> subprocess.Popen[str]:
-    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
     assert process.stdout is not None and process.stdout.readline() == "up\n"
     return process
 
@@ -240,6 +242,8 @@ def test_ranks_that_move_again_while_their_stacks_are_taken_are_not_ended(tmp_pa
         told = {event["event"]: event for event in read_events(tmp_path, of="smp")}
         assert told["stacks"]["missing"] == {"10": "no signals were free for it to answer"}
         assert ("hang_aborted" in told) != moves
+        assert process.stderr is not None
+        assert "hang: rank 10," in process.stderr.readline()
     finally:
         process.kill()
         process.communicate(timeout=10)

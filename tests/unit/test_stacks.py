@@ -69,12 +69,15 @@ def test_a_hung_rank_says_where_its_threads_are(holder: str) -> None:
     with rank(RANK.replace("HANG", HANGS[holder])) as (process, word):
         for _ in range(2):  # a second hang is answered anew
             request = asked(process, word)
+            request.show(f"rank {request.pulse.rank} hangs\n")
             assert request.problem == ""
             assert request.text.count("in hangs") == 1 and request.text.count("in waits_elsewhere") == 1
-            assert process.poll() is None
-        process.kill()
-        _, stderr = process.communicate(timeout=10)
-        assert stderr.count("in hangs") == stderr.count("in waits_elsewhere") == 2
+            assert process.poll() is None and process.stderr is not None
+            assert process.stderr.readline() == "rank 3 hangs\n", "whose stacks these are comes before them"
+            stacks = ""
+            while "in <module>" not in stacks:  # the oldest frame of the main thread, which comes last
+                stacks += process.stderr.readline()
+            assert stacks.count("in hangs") == stacks.count("in waits_elsewhere") == 1
 
 
 def test_a_stopped_rank_does_not_answer_and_that_is_said() -> None:
@@ -83,6 +86,8 @@ def test_a_stopped_rank_does_not_answer_and_that_is_said() -> None:
         os.waitpid(process.pid, os.WUNTRACED)
         request = asked(process, word, answer_secs=0.3)
         assert request.text == "" and "T (stopped)" in request.problem
+        request.show("it hangs\n")
+        assert process.stderr is not None and process.stderr.readline() == "it hangs\n"
 
 
 def test_who_does_not_catch_the_signals_is_not_signalled() -> None:
