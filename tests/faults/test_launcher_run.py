@@ -81,6 +81,7 @@ def test_a_crash_after_the_end_begins_nothing_anew(tmp_path: Path, arena_root: P
     trained = [[0, "start"], [0, ["restored", None]], *([0, n] for n in (1, 2, 3, 4)), [0, "closed"]]
     assert code == 0 and logged(tmp_path, 0) == logged(tmp_path, 1) == trained, output
     assert output.count("ftckpt: job j finished at iteration 4: nothing is left to train") == 1
+    assert output.count("ftckpt: job j, 2 ranks: nothing to restore") == 1, "though the script configures no logging"
     assert list(arena_root.iterdir()) == []
 
 
