@@ -825,9 +825,8 @@ def test_connections_are_limited(store: Store, events: Seen, monkeypatch: pytest
         for _ in range(4):
             channel = channels.enter_context(closing(Channel(dial(server))))
             channel.greet(SECRET, soon())
-        with pytest.raises(PeerError):
-            channel.read(1, soon())
-        until(lambda: server.connections == 3, "refused")
+        # Not always the last: a thread of the server may be slow to read the proof of another one.
+        until(lambda: events.all and server.connections == 3, "one is refused")
         assert "3 connections already" in str(events.all[0][1]["reason"])
 
 
