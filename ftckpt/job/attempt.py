@@ -14,8 +14,8 @@ from ftckpt.store.outcome import MOST_STARTS, LauncherRun
 log = logging.getLogger("ftckpt")
 
 
-class Attempt:
-    """This process's part in an attempt of ``run``, which is given to one of the ranks that it started here."""
+class AttemptRecord:
+    """What this process adds to the record of ``run``, which is given to one of the ranks that it started here."""
 
     def __init__(self, config: Config, run: LauncherRun) -> None:
         self._config = config

@@ -27,7 +27,7 @@ from ftckpt.job.actions import (
 )
 from ftckpt.job.agreement import Will
 from ftckpt.job.arenas import NodeArenas
-from ftckpt.job.attempt import Attempt
+from ftckpt.job.attempt import AttemptRecord
 from ftckpt.job.conditions import conditions
 from ftckpt.job.links import Links
 from ftckpt.job.protection import Protection
@@ -87,7 +87,7 @@ class Checkpointer:
         self._shard: Shard | None = None
         self._boundary = -1  # the iteration of the last one
         self._closed = False
-        self._attempt = Attempt(config, run or LauncherRun(""))
+        self._attempt = AttemptRecord(config, run or LauncherRun(""))
 
     @property
     def off(self) -> bool:

@@ -13,7 +13,7 @@ from ftckpt.errors import ConfigError, StalledError
 from ftckpt.group import Group
 from ftckpt.job.actions import OldArenaRemoval, TargetMarks, TurnOff
 from ftckpt.job.agreement import AgreementError
-from ftckpt.job.attempt import Attempt
+from ftckpt.job.attempt import AttemptRecord
 from ftckpt.job.checkpointer import Checkpointer
 from ftckpt.job.protection import Protection
 from ftckpt.job.session import RankState
@@ -189,7 +189,7 @@ def test_attempts_count_that_all_nodes_have_seen_come_to_nothing(
     starts: list[int], stalled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A node that comes and goes has failed in a row while others made snapshots; -1: a rank that speaks for none."""
-    attempt, group = Attempt(Config(), LauncherRun("")), cast(Group, None)
+    attempt, group = AttemptRecord(Config(), LauncherRun("")), cast(Group, None)
     monkeypatch.setattr(codec, "gather", lambda group, mine, kind: starts)
     if stalled:
         with raises(StalledError, "3 attempts in a row"):
