@@ -62,7 +62,9 @@ def stepped_pieces(
             for (weight, live), (fragment, source) in zip(weights, masters, strict=True):
                 yield Piece(weight, live, derived_from=source)
                 yield Piece(fragment, source)
-        for name, value in state(part).items():
+        # Loading a checkpoint may reorder state. In another order the same job would have another manifest: a restart
+        # would begin with new arenas beside those of its snapshots, and with one slot until these can go.
+        for name, value in sorted(state(part).items()):
             if value is not None:
                 yield from _moment(places, part, name, value)
 

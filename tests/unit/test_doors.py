@@ -21,7 +21,7 @@ from ftckpt.frameworks.doors import Door, Patches, Proxy
 from ftckpt.frameworks.optimizers import ParameterRange, stepped_pieces
 from ftckpt.frameworks.tensors import LogicalBox, fragments, frozen_pieces, number_piece
 from ftckpt.frameworks.torch_state import LiveTensors
-from ftckpt.model.fragment import Box
+from ftckpt.model.fragment import Box, Fragment
 from ftckpt.plain.hooks import follow
 from ftckpt.plain.state import PlainState
 from tests.support.errors import raises
@@ -188,6 +188,17 @@ def test_a_range_in_a_flat_master_gives_the_elements_that_are_its_own() -> None:
     assert seen["exp_avg/w"] == (2, 5, [10.0, 20.0, 30.0])
     assert seen["step/w"] == (0, 1, [4.0])
     assert [p.derived_from is not None for p in pieces if p.fragment.key == "weight/w"] == [True]
+
+
+def test_state_that_a_loaded_checkpoint_has_reordered_gives_the_same_fragments() -> None:
+    parameter = torch.nn.Parameter(torch.ones(4))
+    part = ParameterRange(parameter, 0, parameter, parameter)
+    begun = {"step": torch.tensor(4.0), "exp_avg": torch.ones(4), "exp_avg_sq": torch.ones(4)}
+
+    def described(state: dict[str, torch.Tensor]) -> list[Fragment]:
+        return [p.fragment for p in stepped_pieces({parameter: whole("w", parameter)}, [part], lambda _: state)]
+
+    assert described(begun) == described(dict(reversed(begun.items())))
 
 
 def test_a_parameter_that_is_its_own_master_is_saved_once() -> None:
