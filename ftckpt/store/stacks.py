@@ -28,6 +28,8 @@ _STDERR = 2
 _FILE_NAME = "ftckpt-stacks"
 _ANSWER_SECS = 5.0
 """A rank writes its stacks in milliseconds; one that is stopped, or in a system call that never ends, does not."""
+_AGAIN_SECS = 0.5
+"""The fault handler does one request at a time, and drops what comes in the middle of another."""
 _NATIVE_SECS = 15.0
 """For py-spy, which first reads the symbols of all libraries."""
 _MOST_BYTES = 64 << 10
@@ -108,6 +110,7 @@ class StackRequest:
         self.text = self.problem = ""
         self._pid = pid_of(pulse.owner)
         self._deadline = time.monotonic() + answer_secs
+        self._next_signal = time.monotonic() + _AGAIN_SECS
         self._size = 0
         signals = StackSignals.of(pulse.stacks)
         if signals is None:
@@ -132,6 +135,8 @@ class StackRequest:
                 self.text = written.decode("utf-8", "replace")
             elif time.monotonic() >= self._deadline:
                 self.problem = f"it does not answer; its state is {_state(self._pid)}"
+            elif not written and time.monotonic() >= self._next_signal:
+                self._ask_again()
             self._size = len(written)
         except (OSError, ValueError) as error:
             self.problem = str(error)
@@ -146,6 +151,12 @@ class StackRequest:
                 self._send(self._signals.to_stderr)
         except (OSError, ValueError) as error:
             self.problem = self.problem or str(error)
+
+    def _ask_again(self) -> None:
+        self._next_signal = time.monotonic() + _AGAIN_SECS
+        # Real-time signals queue: one that still waits, as for a rank that is stopped, is enough.
+        if not _signal_set(self._pid, "ShdPnd") >> (self._signals.to_file - 1) & 1:
+            self._send(self._signals.to_file)
 
     def _file(self, mode: str) -> IO[bytes]:
         """The rank's file in memory. Raises OSError where that is not what has its number."""

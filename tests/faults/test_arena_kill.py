@@ -8,11 +8,10 @@ import os
 import random
 import shutil
 import signal
-import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -32,7 +31,6 @@ from tests.support.waiting import until
 
 pytestmark = pytest.mark.faults
 
-REPOSITORY = Path(__file__).parents[2]
 NUMEL = 200_000
 WEIGHTS = Fragment.whole("w", "U8", (NUMEL,), Box((0,), (NUMEL,)))
 RNG = Fragment.whole("rng", "U8", (816,), Box((0,), (816,)))
@@ -78,7 +76,6 @@ def write_for_ever(path: Path, first: int) -> None:
     arena = Arena.open(path, writable=True)
     arena.lock(5)
     progress = np.memmap(path.parent / "progress", np.int64, "r+", shape=(1,))
-    print("writing", flush=True)
     for iteration in range(first, first + 10_000_000):
         write(arena, iteration % 2, b"l" * 16, iteration)
         progress[0] = iteration
@@ -86,29 +83,25 @@ def write_for_ever(path: Path, first: int) -> None:
 
 def create_for_ever(node_dir: Path) -> None:
     """Create and remove the arena again and again."""
-    print("writing", flush=True)
     while True:
         Arena.create(node_dir, MANIFEST, 2).remove()
 
 
-def start(call: str) -> subprocess.Popen[str]:
-    code = f"from pathlib import Path\nimport test_arena_kill as t\nt.{call}"
-    paths = os.pathsep.join(map(str, (REPOSITORY, REPOSITORY / "tests", Path(__file__).parent)))
-    child = subprocess.Popen(
-        [sys.executable, "-c", code],
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONPATH": paths},
-    )
-    assert child.stdout is not None and child.stdout.readline() == "writing\n"
-    return child
+def start(action: Callable[[], None]) -> int:
+    """A child of this process that does ``action`` for ever; its pid."""
+    child = os.fork()
+    if child:
+        return child
+    try:
+        action()
+    finally:
+        os._exit(1)  # a child must not come back into the test
 
 
-def kill(child: subprocess.Popen[str]) -> None:
-    assert child.poll() is None, "the writer ended by itself: no fault was injected"
-    os.kill(child.pid, signal.SIGKILL)
-    child.communicate()
-    assert child.returncode == -signal.SIGKILL
+def kill(child: int) -> None:
+    os.kill(child, signal.SIGKILL)
+    _, status = os.waitpid(child, 0)
+    assert os.WIFSIGNALED(status), "the writer ended by itself: no fault was injected"
 
 
 def assert_slot_holds(arena: Arena, slot: int, iteration: int) -> None:
@@ -134,7 +127,7 @@ def test_killed_while_writing_snapshots(node_dir: Path, kills: int) -> None:
     unhashed: set[bool] = set()
     told = -1
     for _ in range(kills):
-        child = start(f"write_for_ever(Path({str(path)!r}), {told + 1})")
+        child = start(partial(write_for_ever, path, told + 1))
         until(lambda: progress[0] >= told + 3, "some are written")  # noqa: B023
         time.sleep(instants.random() * 0.01)  # any instant
         kill(child)
@@ -165,7 +158,7 @@ def test_killed_while_creating_and_removing(node_dir: Path, kills: int) -> None:
     instants = random.Random(7)
     complete = half = 0
     for _ in range(kills):
-        child = start(f"create_for_ever(Path({str(node_dir)!r}))")
+        child = start(partial(create_for_ever, node_dir))
         time.sleep(instants.random() * 0.02)  # any instant
         kill(child)
         hidden = [path for path in node_dir.iterdir() if path.name.startswith(".")]

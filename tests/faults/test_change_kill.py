@@ -54,6 +54,7 @@ def change_manifests(root: Path, keep: SnapshotId | None, first_too: bool) -> No
     arenas.on_all(members, change)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("keep", "first_too"),
     by_default(

@@ -25,6 +25,7 @@ from ftckpt.errors import ConvertError
 from ftckpt.model.fragment import Box, Fragment
 from tests.support.errors import raises
 from tests.support.killing import killed_at
+from tests.support.tiers import by_default
 
 pytestmark = pytest.mark.faults
 
@@ -162,7 +163,7 @@ def large(tmp_path: Path) -> tuple[Path, dict[str, bytes]]:
     return tmp_path / "large", source.expected
 
 
-@pytest.mark.parametrize("kind", [signal.SIGKILL, signal.SIGINT])
+@pytest.mark.parametrize("kind", by_default([signal.SIGKILL, signal.SIGINT], [signal.SIGINT]))
 def test_the_command_killed_in_the_middle(
     tmp_path: Path, large: tuple[Path, dict[str, bytes]], kind: signal.Signals
 ) -> None:

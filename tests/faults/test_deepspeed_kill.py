@@ -55,7 +55,7 @@ def resume(name: str, settings: dict[str, Any], *argv: str, until: int = UNTIL) 
     return jobs.assert_continues(reference(name, *argv, until=until), resumed)
 
 
-@pytest.mark.parametrize("point", by_default(POINTS, ["before_step", "after_seal"]))
+@pytest.mark.parametrize("point", by_default(POINTS, ["after_seal"]))
 def test_one_rank_of_a_pipeline_killed_at_every_point(point: str, settings: dict[str, Any], tmp_path: Path) -> None:
     attempt(PIPELINE, settings, Fault(1, AT, point, tmp_path / "fired", "kill"))
     assert resume(PIPELINE, settings) in POINTS[point]
@@ -127,6 +127,7 @@ def test_lost_snapshots_wait_for_what_the_script_loads(settings: dict[str, Any],
     assert resumed == ds_jobs.outcomes(without)
 
 
+@pytest.mark.slow
 def test_a_part_of_storage_is_not_mixed_with_what_memory_had(settings: dict[str, Any], tmp_path: Path) -> None:
     storage = str(tmp_path / "ds")
     attempt("zero1", settings, Fault("all", AT, "boundary", tmp_path / "fired", "kill", secs=20))
@@ -137,6 +138,7 @@ def test_a_part_of_storage_is_not_mixed_with_what_memory_had(settings: dict[str,
         assert "iteration 4 was restored from memory" in result.error and "ftckpt clean test" in result.error
 
 
+@pytest.mark.slow
 def test_a_job_that_lost_its_storage_and_nothing_else(settings: dict[str, Any], tmp_path: Path) -> None:
     """load_checkpoint finds nothing, which is no error of DeepSpeed: memory is what there is."""
     storage = tmp_path / "ds"
@@ -147,6 +149,7 @@ def test_a_job_that_lost_its_storage_and_nothing_else(settings: dict[str, Any], 
     assert jobs.assert_continues(reference("zero1"), resumed) == AT - 1
 
 
+@pytest.mark.slow
 def test_two_faults_one_after_the_other(settings: dict[str, Any], tmp_path: Path) -> None:
     attempt(PIPELINE, settings, Fault(3, 3, "forward", tmp_path / "first", "kill"))
     attempt(PIPELINE, settings, Fault(0, 3, "begin", tmp_path / "second", "kill"))

@@ -51,6 +51,7 @@ def test_a_stuck_copy_drops_the_snapshot_on_all_ranks(settings: dict[str, Any], 
     assert resume(settings) == 4
 
 
+@pytest.mark.slow
 def test_after_a_stuck_copy_snapshots_go_on(settings: dict[str, Any], tmp_path: Path) -> None:
     settings = {**settings, "fence_timeout_secs": 0.5, "error_limit": 1000}
     stuck = Fault(1, 3, "copy", tmp_path / "stuck", "stall", secs=0.9)

@@ -277,10 +277,11 @@ def test_an_object_that_cannot_be_saved(failing: Failing) -> None:
 LONG = ("--monitor-interval", "600")
 """So that the launcher does not end the others: they must by themselves."""
 
-COLLECTIVE = ("describe", "choose", "lay out", "proof", "close")
+COLLECTIVE = ("save", "describe", "choose", "lay out", "proof", "close")
 
 
-@pytest.mark.parametrize("stage", ["save", *(pytest.param(stage, marks=SLOW) for stage in COLLECTIVE)])
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", COLLECTIVE)
 def test_others_do_not_wait(stage: str, failing: Failing) -> None:
     """Where a rank fails by itself in what is collective, the others end, too, and say why."""
     failing.launch([Failure(stage, 1, "exit", nth=1)], *LONG)

@@ -47,7 +47,7 @@ def resume(settings: dict[str, Any], *layout: str, nodes: Sequence[str] | None =
     ("instant", "protect"),
     by_default(
         [*((i, "none") for i in KILLS), *((i, "node") for i in IN_EVERY_ITERATION)],
-        [("before_step", "none"), ("before_seal", "none"), ("boundary", "node")],
+        [("before_step", "none"), ("boundary", "node")],
     ),
 )
 def test_one_rank_killed(instant: str, protect: str, settings: dict[str, Any], tmp_path: Path) -> None:

@@ -67,6 +67,7 @@ def test_lineages_never_mix(settings: dict[str, Any], tmp_path: Path) -> None:
     assert resume(settings) == AT - 1
 
 
+@pytest.mark.slow
 def test_stalled_failing_and_killed_ranks_together(settings: dict[str, Any], tmp_path: Path) -> None:
     argv = ["--pp", "2", "--no-distributed-optimizer", "--overlap-grad-reduce"]
     faults = [
@@ -90,6 +91,7 @@ def test_two_faults_one_after_the_other(settings: dict[str, Any], tmp_path: Path
     assert resume(settings) == 5
 
 
+@pytest.mark.slow
 def test_old_arenas_stay_until_a_new_snapshot_is_whole(settings: dict[str, Any], tmp_path: Path) -> None:
     """After nodes swapped, new arenas are empty: until they hold a snapshot the old ones have the only one."""
     here, there = ["a", "a", "b", "b"], ["b", "b", "a", "a"]

@@ -105,6 +105,7 @@ def test_starts_that_come_to_nothing_end(tmp_path: Path, arena_root: Path) -> No
     )
 
 
+@pytest.mark.slow
 def test_a_wrong_flag_is_said_once_however_often_it_is_tried(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("raise SystemExit('it was run')\n")
     words = ("-m", "ftckpt.megatron", str(tmp_path / "train.py"), "--ftckpt", "--ftckpt-intervall", "2")

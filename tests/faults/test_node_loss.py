@@ -19,7 +19,6 @@ import pytest
 from ftckpt.store.directory import SMP_STATE_NAME
 from tests.support.launching import ITERATIONS, ROOT, Nodes
 from tests.support.pool import run_ranks
-from tests.support.tiers import by_default
 from tests.support.waiting import until
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.faults, pytest.mark.timeout(600)]
@@ -95,9 +94,10 @@ def check_came_back(nodes: Nodes, arguments: tuple[str, ...], protected: int) ->
     nodes.check_nothing_left()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "replacement"),
-    by_default([(4, "127.0.0.4"), (4, "127.0.0.1"), (2, "127.0.0.1")], [(2, "127.0.0.1")]),
+    [(4, "127.0.0.4"), (4, "127.0.0.1"), (2, "127.0.0.1")],
     ids=["same ranks", "other ranks", "other ranks of two"],
 )
 def test_one_of_two_nodes(make: Make, ranks: int, replacement: str) -> None:

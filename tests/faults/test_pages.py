@@ -127,6 +127,7 @@ def test_the_plan_of_a_large_job_names_what_it_survives() -> None:
     assert "512 ranks on 64 nodes" in planned.stdout and re.search(r"one node +64 +all", planned.stdout)
 
 
+@pytest.mark.slow
 def test_start_inspect_open_kill_clean(live_job: subprocess.Popen[bytes]) -> None:
     inspect = block("bash", "inspect").splitlines()[0]
     shown = wait_for(" PROTECTED ", inspect)
@@ -238,6 +239,7 @@ def test_the_launch_line_reaches_the_script(tmp_path: Path) -> None:
     assert "RUNS ['--lr', '1e-3'] 1" in result.stdout, result.stderr
 
 
+@pytest.mark.slow
 def test_the_section_and_the_line_for_deepspeed(tmp_path: Path) -> None:
     """As they stand, on one rank, with a script that trains nothing."""
     section = json.loads(block("json", "ftckpt"))["ftckpt"]

@@ -67,6 +67,7 @@ def pausing(rank: int, world_size: int, settings: dict[str, Any], progress: str)
     dist.barrier()
 
 
+@pytest.mark.slow
 def test_a_job_that_pauses_goes_on_and_one_that_never_comes_back_is_ended(
     settings: dict[str, Any], arena_root: Path, tmp_path: Path
 ) -> None:

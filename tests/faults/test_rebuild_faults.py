@@ -20,10 +20,8 @@ from ftckpt.store.arena import Arena
 from ftckpt.store.directory import list_arenas
 from ftckpt.store.package import list_packages, load, pack, package_path, store
 from ftckpt.store.parity_file import ParityFile, list_parity, parity_path
-from tests.support import jobs
 from tests.support.errors import a_rank_raises
 from tests.support.event_logs import read_events
-from tests.support.faults import Fault
 from tests.support.pool import RankFailure, run_ranks
 from tests.support.protected import LINEAGE, Job, build, contents, flip, flip_chunk, restart, slot_of
 from tests.support.tiers import by_default
@@ -338,20 +336,3 @@ def test_half_made_arenas_are_not_trusted(arena_root: Path, tmp_path: Path) -> N
     )
     with closing(Arena.open(job.path(1))) as arena:
         assert not any(arena.control.record(slot).sealed for slot in range(3))
-
-
-def test_training_goes_on_to_the_same_bits_from_a_rebuilt_arena(settings: dict[str, Any], tmp_path: Path) -> None:
-    """Real trainers and their node's SMP: an arena of a dead job is deleted."""
-    settings |= {"protect": "node", "chunk_mib": 1}
-    argv = ["--tp", "2"]
-    reference = jobs.outcomes(4, jobs.Run(argv, until=9))
-    # While all wait for one rank the SMP has time.
-    slow = [Fault(0, i, "boundary", tmp_path / f"slow{i}", "stall", secs=1.0) for i in (4, 5)]
-    first = jobs.broken(4, jobs.Run(argv, until=6, settings=settings, faults=slow, end="die"))
-    assert all(map(jobs.killed, first)), [result.error for result in first]
-    paths = sorted((Path(settings["arena"]) / "ftckpt-test" / "node").glob("tp*"))
-    shutil.rmtree(paths[1])
-    resumed = jobs.outcomes(4, jobs.Run(argv, until=9, settings=settings))
-    assert jobs.assert_continues(reference, resumed) >= 2
-    (event,) = jobs.events(settings, "rebuilt")
-    assert event["sources"]["node_parity"]["bytes"] > 0

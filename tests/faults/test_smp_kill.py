@@ -366,6 +366,7 @@ def test_a_hang_at_the_same_place_after_a_restart_is_the_end(
     assert (again["iteration"], again["section"], again["phase"]) == (4, "step", "forward")
 
 
+@pytest.mark.slow
 def test_hung_trainers_are_ended_and_nobody_else(site: Site, tmp_path: Path) -> None:
     processes = trainers(site, ("meek", 3), ("stubborn", 3), ("meek", 3))
     bystander = trainers(site, ("meek", 3))[0]  # it has place 0 again: the entry of the first is its own now

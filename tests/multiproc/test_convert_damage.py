@@ -69,6 +69,7 @@ def test_a_universal_checkpoint_of_deepspeed() -> None:
     assert of_tensors and all(NAMED.search(text) for text in of_tensors)
 
 
+@pytest.mark.slow
 def test_a_torch_dist_checkpoint_of_megatron(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save = tmp_path / "save"
     save.mkdir()

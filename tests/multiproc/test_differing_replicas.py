@@ -56,6 +56,7 @@ def resumed_at(settings: dict[str, Any]) -> int:
     return jobs.assert_continues(reference, jobs.outcomes(RANKS, jobs.Run(ARGV, until=14, settings=settings)))
 
 
+@pytest.mark.slow
 def test_the_old_arena_stays_while_no_snapshot_in_the_new_one_is_whole(
     settings: dict[str, Any], tmp_path: Path
 ) -> None:

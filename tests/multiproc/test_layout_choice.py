@@ -77,7 +77,7 @@ def run(world_size: int, words: list[str], settings: dict[str, Any], ask: bool =
             ([], "tp2pp2,tp1pp2vpp2,tp1", {4: (2, 2, 1, 1), 2: (1, 2, 2, 1), 1: (1, 1, 1, 1)}),
             (EXPERTS, "pp2ep2dp2,ep2,tp1", {4: (1, 2, 1, 2), 2: (1, 1, 1, 2), 1: (1, 1, 1, 1)}),
         ],
-        [(EXPERTS, "pp2ep2dp2,ep2,tp1", {4: (1, 2, 1, 2), 2: (1, 1, 1, 2), 1: (1, 1, 1, 1)})],
+        [],
     ),
     ids=["dense", "experts"],
 )

@@ -228,6 +228,7 @@ def restored_targets(rank: int, world_size: int, plan: Plan) -> Any:
     return ended, found
 
 
+@pytest.mark.slow
 def test_what_was_protected_before_a_restart_is_kept_until_a_newer_one_is(plan: Plan) -> None:
     settings = {**plan.settings, "protect_timeout_secs": 1.0, "on_error": "continue"}
     with spawn_ranks(train, 3, replace(plan, iterations=ENDLESS, settings=settings)) as ranks:

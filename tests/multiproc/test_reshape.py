@@ -162,7 +162,7 @@ UNTIL = 8
             ("llama-gqa-untied", "tp1pp2dp1", "tp4pp1dp1"),
             ("moe-sequential", "tp1pp1ep2dp2", "tp2pp1ep1dp1"),
         ],
-        [("gpt-tied", "tp2pp1dp2", "tp1pp2vpp2dp1:z")],
+        [],
     ),
 )
 def test_training_goes_on_with_the_losses_of_an_unbroken_run(

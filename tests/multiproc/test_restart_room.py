@@ -82,6 +82,7 @@ def _written(node: Path) -> set[str]:
     return {path.name for path in list_arenas(node) if holder_of(path / "lock") is not None}
 
 
+@pytest.mark.slow
 def test_parity_that_fits_only_in_place_of_the_old_one_waits(
     node: Path, plan: dict[str, Any], rarely: dict[str, Any]
 ) -> None:
@@ -130,6 +131,7 @@ def lose_a_node(root: Path, plan: Mapping[str, Any]) -> int:
     return int(protected)
 
 
+@pytest.mark.slow
 def test_a_full_node_goes_on_alone(node: Path, rarely: dict[str, Any], arena_root: Path) -> None:
     protected = lose_a_node(arena_root, rarely)
     leave_free(node, SLACK)

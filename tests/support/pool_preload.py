@@ -2,12 +2,18 @@
 
 import importlib
 import importlib.util
+import sys
 import warnings
+from pathlib import Path
 
 import torch
 import torch.distributed
 
 _OPTIONAL = (
+    # What torch and gloo import when they are first used.
+    "encodings.idna",
+    "numpy.ma",
+    "torch.profiler._cupti_monitor",
     "pytest",
     "deepspeed",
     "deepspeed.moe.layer",
@@ -22,8 +28,18 @@ _OPTIONAL = (
     "megatron.core.tensor_parallel.random",
     "megatron.core.transformer.moe.moe_utils",
 )
-_OURS = {"ftckpt.job.checkpointer": "torch", "ftckpt.megatron.hooks": "megatron"}
+_OURS = {
+    "ftckpt.job.checkpointer": "torch",
+    "ftckpt.megatron.hooks": "megatron",
+    "ftckpt.deepspeed.hooks": "deepspeed",
+    "ftckpt.plain.hooks": "torch",
+    "train_gpt": "megatron",
+    "train_deepspeed": "deepspeed",
+    "train_plain": "torch",
+}
 """What most ranks use of ftckpt, and what must be installed for it: half of a short rank's time goes into imports."""
+
+sys.path.append(str(Path(__file__).parents[2] / "launch"))
 
 torch.set_num_threads(1)
 with warnings.catch_warnings():

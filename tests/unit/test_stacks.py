@@ -80,6 +80,25 @@ def test_a_hung_rank_says_where_its_threads_are(holder: str) -> None:
             assert stacks.count("in hangs") == stacks.count("in waits_elsewhere") == 1
 
 
+def test_a_rank_that_is_asked_while_it_answers_somebody_is_asked_again() -> None:
+    with rank(RANK.replace("HANG", HANGS["python"])) as (process, word):
+        signals = StackSignals.of(word)
+        assert signals is not None and process.stderr is not None
+        stderr = os.open(f"/proc/{process.pid}/fd/2", os.O_WRONLY | os.O_NONBLOCK)
+        with pytest.raises(BlockingIOError):
+            while True:
+                os.write(stderr, bytes(1024))
+        os.close(stderr)
+        os.kill(process.pid, signals.to_stderr)  # whose answer waits until the pipe is read
+        pulse = RankPulse(0, 3, owner_word(process.pid), 5, "forward", 0, 1, True, stacks=word)
+        request = StackRequest(pulse, 20)
+        caught = f"/proc/{process.pid}/status"
+        until(lambda: "ShdPnd:\t0000000000000000" in Path(caught).read_text())  # and dropped
+        process.stderr.read(64 << 10)
+        until(request.step)
+        assert request.problem == "" and "in hangs" in request.text
+
+
 def test_a_stopped_rank_does_not_answer_and_that_is_said() -> None:
     with rank(RANK.replace("HANG", HANGS["python"])) as (process, word):
         process.send_signal(signal.SIGSTOP)
