@@ -72,6 +72,14 @@ class LayoutError(ConfigError):
     final = False  # it may fit the ranks of the next attempt
 
 
+class StorageError(FtckptError):
+    """Storage is full, away, refuses, or holds what it should not; ``lasting``: trying again is of no use."""
+
+    def __init__(self, text: str, *, lasting: bool = False) -> None:
+        super().__init__(text)
+        self.lasting = lasting
+
+
 class ConvertError(FtckptError):
     """A checkpoint cannot be read, written or converted: the text names the tensor, the file or the field."""
 

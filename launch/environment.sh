@@ -60,11 +60,17 @@ installed() {
     return 1
 }
 
+# Without bytecode: pip compiles on one core what "compile_all" compiles on all of them.
 pip_install() {
-    "$PYTHON" -m pip install --quiet --disable-pip-version-check --no-input "$@"
+    "$PYTHON" -m pip install --quiet --disable-pip-version-check --no-input --no-compile "$@"
 }
 
-ALL_EXTRAS=megatron,deepspeed,dev
+# Files that are no Python of this version, such as templates, are left as they are.
+compile_all() {
+    "$PYTHON" -m compileall -q -j 0 "$VENV/lib" >/dev/null 2>&1 || true
+}
+
+ALL_EXTRAS=megatron,deepspeed,storage,dev
 
 # prepare EXTRAS: afterwards $PYTHON has ftckpt, torch and the extras.
 prepare() {
@@ -79,5 +85,6 @@ prepare() {
     pip_install "$TORCH" || fail "pip could not install $TORCH"
     say "installing ftckpt with the extras $1"
     (cd "$ROOT" && pip_install --editable ".[$1]") || fail "pip could not install ftckpt[$1]"
+    compile_all
     stamp "$1" >"$VENV/.ftckpt-$1"
 }

@@ -1,0 +1,170 @@
+"""Storage in files below a directory: a local disk, NFS, Lustre."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+from ftckpt.errors import StorageError
+from ftckpt.persist.storage import Bytes, Storage, StoredObject
+
+_FRESH = ".new"
+"""Behind the name of a file that is being written, which begins with a dot."""
+
+_PASSING = (
+    errno.EAGAIN, errno.EBUSY, errno.EINTR, errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.ESTALE, errno.ETIMEDOUT,
+    errno.ENOTCONN, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.EREMOTEIO, errno.EROFS,
+)  # fmt: skip
+"""May be over when it is tried again: a file system that is full, away, or has turned itself read-only."""
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+class FileStorage(Storage):
+    """Objects as files below ``where``, a directory that exists.
+
+    A file is written under a name that begins with a dot, brought to the disk and renamed.
+
+    Raises:
+        StorageError: it is not there, is no directory, or cannot be written.
+    """
+
+    atomic_create = True
+
+    def __init__(self, where: str) -> None:
+        self.where = where
+        self._root = Path(where).absolute()
+        with self._explained(self._root):
+            status = self._root.stat()
+        if not self._root.is_dir():
+            raise StorageError(f"{where}: is no directory; name one", lasting=True)
+        if not os.access(self._root, os.W_OK | os.X_OK):
+            raise StorageError(f"{where}: may not be written by this user; change its owner or mode", lasting=True)
+        self._identity = (status.st_dev, status.st_ino)
+
+    def create(self, name: str, data: Bytes) -> bool:
+        path = self._path(name)
+        fresh, _ = self._write_fresh(path, [data])
+        with self._explained(path):
+            try:
+                # A link is made or not made, on NFS too, whoever else does so at the same time.
+                os.link(fresh, path)
+            except FileExistsError:
+                return False
+            finally:
+                fresh.unlink()
+            _sync_directory(path.parent)
+        return True
+
+    def write(self, name: str, chunks: Iterable[Bytes]) -> int:
+        path = self._path(name)
+        fresh, nbytes = self._write_fresh(path, chunks)
+        with self._explained(path):
+            fresh.rename(path)
+            # The name is an entry of the directory, which a power cut could forget.
+            _sync_directory(path.parent)
+        return nbytes
+
+    def read(self, name: str, begin: int = 0, nbytes: int | None = None) -> bytes:
+        path = self._path(name)
+        with self._explained(path), open(path, "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            end = size if nbytes is None else begin + nbytes
+            if 0 <= begin <= end <= size:
+                file.seek(begin)
+                return file.read(end - begin)
+        raise StorageError(f"{path}: has {size} bytes, not {begin} to {end}", lasting=True)
+
+    def size(self, name: str) -> int | None:
+        path = self._path(name)
+        with self._explained(path):
+            try:
+                return path.stat().st_size
+            except FileNotFoundError:
+                return None
+
+    def list(self, prefix: str = "") -> Iterator[StoredObject]:
+        for path in self._files(prefix):
+            if not path.name.startswith("."):
+                with contextlib.suppress(FileNotFoundError):  # removed since
+                    yield StoredObject(str(path.relative_to(self._root)), path.stat().st_size)
+
+    def remove(self, names: Sequence[str]) -> None:
+        for name in names:
+            path = self._path(name)
+            with self._explained(path):
+                path.unlink(missing_ok=True)
+                # Directories are no objects: one that is empty is nothing.
+                for parent in path.relative_to(self._root).parents[:-1]:
+                    with contextlib.suppress(OSError):
+                        (self._root / parent).rmdir()
+
+    def sweep(self, prefix: str) -> int:
+        left = [path for path in self._files(prefix) if path.name.startswith(".") and path.name.endswith(_FRESH)]
+        for path in left:
+            with self._explained(path):
+                path.unlink(missing_ok=True)
+        return len(left)
+
+    def _path(self, name: str) -> Path:
+        path = self._root / self._check(name)
+        with self._explained(self._root):
+            # What was mounted there may be gone: nothing is written into the directory below it.
+            status = self._root.stat()
+            if (status.st_dev, status.st_ino) != self._identity:
+                raise StorageError(f"{self.where}: is another directory than at the start: is it still mounted?")
+            # A link inside must not lead out.
+            if not path.parent.resolve().is_relative_to(self._root.resolve()) or path.is_symlink():
+                raise StorageError(f"{path}: leads out of {self.where}: remove the link", lasting=True)
+        return path
+
+    def _files(self, prefix: str) -> Iterator[Path]:
+        top = self._root / self._check(prefix) if prefix else self._root
+        for directory, _, names in os.walk(top):
+            yield from (Path(directory) / name for name in names)
+
+    def _write_fresh(self, path: Path, chunks: Iterable[Bytes]) -> tuple[Path, int]:
+        """A complete file that is on the disk under another name, and its bytes."""
+        # Named for process and thread, so that two that write the same name never share a half-written file.
+        fresh = path.with_name(f".{path.name}-{os.uname().nodename}-{os.getpid()}-{threading.get_ident()}{_FRESH}")
+        with self._explained(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+        nbytes = 0
+        try:
+            for chunk in chunks:  # whose own errors are not those of storage
+                view = memoryview(chunk).cast("B")
+                nbytes += len(view)
+                with self._explained(path):
+                    while view:
+                        view = view[os.write(descriptor, view) :]
+            with self._explained(path):
+                os.fsync(descriptor)
+        except BaseException:
+            fresh.unlink(missing_ok=True)
+            raise
+        finally:
+            os.close(descriptor)
+        return fresh, nbytes
+
+    @contextlib.contextmanager
+    def _explained(self, path: Path) -> Iterator[None]:
+        """Errors of the system as StorageErrors that name ``path`` and the remedy."""
+        try:
+            yield
+        except OSError as error:
+            lasting = error.errno not in _PASSING
+            text = "no room: free some" if error.errno in _FULL else error.strerror
+            raise StorageError(f"{path}: {text}", lasting=lasting) from None
+
+
+def _sync_directory(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

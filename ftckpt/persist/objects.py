@@ -1,0 +1,175 @@
+"""Storage in an object store: S3, GCS, Azure, a process's own memory. Nothing is renamed: what is put is there."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from datetime import timedelta
+from typing import Any
+
+from ftckpt.errors import StorageError
+from ftckpt.persist.storage import Bytes, Storage, StoredObject
+
+_PART_BYTES = 32 << 20
+"""Of a multipart upload: S3 takes 10,000 parts, so an object may have 320 GB."""
+_UPLOADS = 4
+"""Parts of one object on their way at a time; each is held in memory until it has arrived."""
+_RETRY_SECS = 20.0
+_CONNECT_SECS = 10.0
+
+
+class ObjectStorage(Storage):
+    """Objects below ``where``, a URL with the bucket and a folder in it; credentials as the store's own tools take
+    them from the environment (``AWS_ACCESS_KEY_ID`` and its like).
+
+    Raises:
+        StorageError: a URL of no known store, obstore is not installed, the bucket is not there or refuses.
+    """
+
+    def __init__(self, where: str, **options: Any) -> None:
+        try:
+            import obstore
+            from obstore import store
+        except ImportError:
+            raise StorageError(f"{where}: needs obstore: pip install 'ftckpt[storage]'", lasting=True) from None
+        self.where = where.rstrip("/")
+        self._obstore = obstore
+        self._errors = obstore.exceptions
+        self._create_lock = threading.Lock()
+        self.atomic_create = True
+        if not where.startswith("memory://"):
+            options.setdefault("retry_config", {"max_retries": 5, "retry_timeout": timedelta(seconds=_RETRY_SECS)})
+            client = {"connect_timeout": timedelta(seconds=_CONNECT_SECS), "allow_http": True}
+            options["client_options"] = {**client, **options.get("client_options", {})}
+        try:
+            self._store = store.from_url(where, **options)
+        except (self._errors.BaseError, ValueError, TypeError) as error:
+            raise StorageError(f"{where}: {_first_line(error)}", lasting=True) from None
+        # The first word with the server: a wrong bucket or key is an error at start.
+        next(self.list(), None)
+
+    def create(self, name: str, data: Bytes) -> bool:
+        with self._explained(name):
+            try:
+                if self.atomic_create:
+                    self._obstore.put(self._store, self._check(name), _one(data), mode="create")
+                    return True
+            except (self._errors.AlreadyExistsError, self._errors.PreconditionError):
+                return False
+            except self._errors.BaseError as error:
+                if not _is_refused_condition(error):
+                    raise
+                self.atomic_create = False  # a store that knows no conditions
+        if self.size(name) is not None:
+            return False
+        self.put(name, data)
+        return True
+
+    def write(self, name: str, chunks: Iterable[Bytes]) -> int:
+        counted = _Counted(chunks)
+        with self._explained(name, counted):
+            self._obstore.put(
+                self._store, self._check(name), counted, use_multipart=True, chunk_size=_PART_BYTES,
+                max_concurrency=_UPLOADS,
+            )  # fmt: skip
+        return counted.nbytes
+
+    def put(self, name: str, data: Bytes) -> None:
+        with self._explained(name):
+            self._obstore.put(self._store, self._check(name), _one(data), use_multipart=False)
+
+    def read(self, name: str, begin: int = 0, nbytes: int | None = None) -> bytes:
+        self._check(name)
+        if nbytes == 0 or begin < 0:
+            nbytes_there = self.size(name)
+            if nbytes_there is None or not 0 <= begin <= nbytes_there:
+                raise StorageError(f"{self.where}/{name}: has nothing at {begin}", lasting=True)
+            return b""
+        with self._explained(name):
+            if nbytes is None:
+                return bytes(self._obstore.get(self._store, name).bytes())[begin:]
+            data = bytes(self._obstore.get_range(self._store, name, start=begin, length=nbytes))
+        if len(data) != nbytes:
+            raise StorageError(f"{self.where}/{name}: has no {nbytes} bytes at {begin}", lasting=True)
+        return data
+
+    def size(self, name: str) -> int | None:
+        with self._explained(name):
+            try:
+                return int(self._obstore.head(self._store, self._check(name))["size"])
+            except (self._errors.NotFoundError, FileNotFoundError):
+                return None
+
+    def list(self, prefix: str = "") -> Iterator[StoredObject]:
+        with self._explained(prefix):
+            for batch in self._obstore.list(self._store, self._check(prefix) if prefix else None):
+                for entry in batch:
+                    yield StoredObject(entry["path"], int(entry["size"]))
+
+    def remove(self, names: Sequence[str]) -> None:
+        there = [self._check(name) for name in names]
+        with self._explained(there[0] if there else ""), contextlib.suppress(self._errors.NotFoundError):
+            self._obstore.delete(self._store, there)
+
+    def sweep(self, prefix: str) -> int:
+        return 0  # parts of uploads that were broken off are the bucket's own to remove: by a lifecycle rule
+
+    @contextlib.contextmanager
+    def _explained(self, name: str, chunks: _Counted | None = None) -> Iterator[None]:
+        """Errors of obstore as StorageErrors that name the object and the remedy; that of ``chunks`` as it is."""
+        try:
+            yield
+        except (self._errors.BaseError, OSError, ValueError) as error:
+            if chunks is not None and chunks.error is not None:
+                raise chunks.error from None
+            if isinstance(error, StorageError):
+                raise
+            where = f"{self.where}/{name}" if name else self.where
+            text, lasting = self._meaning(error)
+            raise StorageError(f"{where}: {text}", lasting=lasting) from None
+
+    def _meaning(self, error: Exception) -> tuple[str, bool]:
+        refused = (self._errors.PermissionDeniedError, self._errors.UnauthenticatedError)
+        if isinstance(error, refused):
+            return f"access is denied: check the credentials in the environment ({_first_line(error)})", True
+        if isinstance(error, self._errors.NotFoundError | FileNotFoundError):
+            return "is not there", True
+        return _first_line(error), False
+
+
+class _Counted:
+    """Chunks as obstore takes them, how many bytes they had, and the error that they raised."""
+
+    def __init__(self, chunks: Iterable[Bytes]) -> None:
+        self._chunks = iter(chunks)
+        self.nbytes = 0
+        self.error: BaseException | None = None
+
+    def __iter__(self) -> _Counted:
+        return self
+
+    def __next__(self) -> memoryview:
+        try:
+            view = _one(next(self._chunks))
+        except StopIteration:
+            raise
+        except BaseException as error:
+            self.error = error
+            raise
+        self.nbytes += len(view)
+        return view
+
+
+def _one(data: Bytes) -> memoryview:
+    return memoryview(data).cast("B")
+
+
+def _is_refused_condition(error: Exception) -> bool:
+    """Whether a store says that it cannot put under a condition (Swift's S3 API answers 501)."""
+    text = str(error)
+    return "501" in text or "Not Implemented" in text or "NotImplemented" in text
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:300]

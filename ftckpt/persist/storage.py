@@ -1,0 +1,103 @@
+"""Where checkpoints lie: objects by name, each whole and durable or not there at all.
+
+Two implementations: files below a directory (a local disk, NFS, Lustre) and the objects of a store (S3, GCS, Azure,
+and a process's own memory for tests) through obstore. ``tests/unit/test_storage.py`` is what both must do.
+"""
+
+from __future__ import annotations
+
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+from ftckpt.errors import StorageError
+
+Bytes = bytes | memoryview
+
+_PART = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=-]{0,199}")
+_MOST_PARTS = 16
+
+
+class StoredObject(NamedTuple):
+    """What a listing tells: the name, and the size in bytes."""
+
+    name: str
+    nbytes: int
+
+
+class Storage(ABC):
+    """Objects below one place. Names are parts joined by slashes; a part begins with a letter or a digit and has
+    letters, digits and ``. _ = -`` behind. Any thread may call any method.
+
+    All methods raise StorageError, whose ``lasting`` says whether trying again is of no use.
+    """
+
+    where: str
+    """As the user wrote it."""
+
+    atomic_create: bool
+    """Whether of several that ``create`` one name at the same time at most one is told that it did. Known for
+    certain only after the first ``create``."""
+
+    def put(self, name: str, data: Bytes) -> None:
+        """Write a small object, over the one of this name: at each instant readers find the old one or the new."""
+        self.write(name, [data])
+
+    @abstractmethod
+    def create(self, name: str, data: Bytes) -> bool:
+        """Write a small object if there is none of this name; False: there is one, which stays as it is."""
+
+    @abstractmethod
+    def write(self, name: str, chunks: Iterable[Bytes]) -> int:
+        """Write an object of any size; returns its bytes. Each chunk is asked for when there is room for it, and is
+        not kept. An error that ``chunks`` raises is raised, and nothing is written."""
+
+    @abstractmethod
+    def read(self, name: str, begin: int = 0, nbytes: int | None = None) -> bytes:
+        """``nbytes`` from ``begin`` on, or all. StorageError too where the object has fewer."""
+
+    @abstractmethod
+    def size(self, name: str) -> int | None:
+        """Bytes of an object; None where there is none."""
+
+    @abstractmethod
+    def list(self, prefix: str = "") -> Iterator[StoredObject]:
+        """All objects whose name is below ``prefix``, a name without its last parts; in no order."""
+
+    @abstractmethod
+    def remove(self, names: Sequence[str]) -> None:
+        """Remove objects; those that are not there are no error."""
+
+    @abstractmethod
+    def sweep(self, prefix: str) -> int:
+        """Remove what writers that were killed have left below ``prefix`` and ``list`` does not tell; returns how
+        many of them. Nobody may write there."""
+
+    def _check(self, name: str) -> str:
+        parts = name.split("/")
+        if len(parts) > _MOST_PARTS or not all(map(_PART.fullmatch, parts)):
+            raise StorageError(f"{self.where}: {name!r} is no name of an object", lasting=True)
+        return name
+
+
+def open_storage(where: str, setting: str = "") -> Storage:
+    """The storage at a path, or at a URL such as ``s3://bucket/folder``.
+
+    Args:
+        setting: names it in errors, as the user wrote it.
+
+    Raises:
+        StorageError: an unknown kind of URL, a directory that is not there or cannot be written, a bucket that is
+            not there or refuses the credentials.
+    """
+    try:
+        if "://" not in where:
+            from ftckpt.persist.files import FileStorage
+
+            return FileStorage(where)
+        from ftckpt.persist.objects import ObjectStorage
+
+        return ObjectStorage(where)
+    except StorageError as error:
+        raise StorageError(f"{setting}: {error}" if setting else str(error), lasting=error.lasting) from None

@@ -1,0 +1,205 @@
+"""What every storage does: objects that are whole and durable or not there, and errors that say what to do."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ftckpt.errors import StorageError
+from ftckpt.persist.files import FileStorage
+from ftckpt.persist.objects import ObjectStorage
+from ftckpt.persist.storage import Storage, open_storage
+from tests.support.errors import raises
+from tests.support.killing import killed_at
+from tests.support.mounting import tmpfs
+from tests.support.waiting import until
+
+LARGE = 70 << 20
+"""Several parts of an upload."""
+
+
+def in_files(tmp_path: Path) -> Storage:
+    (tmp_path / "storage").mkdir()
+    return FileStorage(str(tmp_path / "storage"))
+
+
+def in_memory(_tmp_path: Path) -> Storage:
+    return ObjectStorage("memory:///")
+
+
+@pytest.fixture(params=[in_files, in_memory], ids=["files", "memory"])
+def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Storage:
+    make: Callable[[Path], Storage] = request.param
+    return make(tmp_path)
+
+
+def names(storage: Storage, prefix: str = "") -> dict[str, int]:
+    return {entry.name: entry.nbytes for entry in storage.list(prefix)}
+
+
+def test_what_is_written_is_there_and_nothing_else(storage: Storage) -> None:
+    assert storage.size("a/b") is None and names(storage) == {}
+    storage.put("a/b", b"one")
+    storage.put("a/b", b"three")
+    storage.put("a-b", memoryview(b"two"))
+    assert storage.read("a/b") == b"three" and storage.size("a/b") == 5
+    assert (
+        storage.read("a/b", 1, 3) == b"hre" and storage.read("a/b", 2) == b"ree" and storage.read("a/b", 5, 0) == b""
+    )
+    assert names(storage) == {"a/b": 5, "a-b": 3}
+    assert names(storage, "a") == {"a/b": 5}
+    assert names(storage, "nothing") == {}
+    storage.remove(["a/b", "c/d"])
+    assert names(storage) == {"a-b": 3} and storage.size("a/b") is None
+
+
+def test_large_objects_are_written_chunk_by_chunk(storage: Storage) -> None:
+    rng = np.random.default_rng(1)
+    whole = rng.integers(0, 256, LARGE, np.uint8)
+    at = sorted(int(cut) for cut in rng.integers(0, LARGE, 40))
+    chunks = [whole[begin:end].data for begin, end in zip([0, *at], [*at, LARGE], strict=True)]
+    assert storage.write("large", iter(chunks)) == LARGE
+    assert storage.read("large") == whole.tobytes()
+    assert storage.read("large", LARGE - 7, 7) == whole[-7:].tobytes()
+    assert storage.write("empty", []) == 0 and storage.size("empty") == 0
+
+
+def test_an_error_half_way_leaves_what_was_there(storage: Storage) -> None:
+    storage.put("x", b"before")
+
+    def chunks() -> Iterator[bytes]:
+        yield bytes(40 << 20)
+        raise OSError("the source")
+
+    for name in ("x", "folder/y"):
+        with pytest.raises(OSError, match="the source"):
+            storage.write(name, chunks())
+    assert storage.read("x") == b"before" and names(storage) == {"x": 6}
+
+
+def test_of_all_who_create_one_name_one_does(storage: Storage) -> None:
+    made: list[int] = []
+    barrier = threading.Barrier(8)
+
+    def create(number: int) -> None:
+        barrier.wait()
+        if storage.create("one/name", bytes([number])):
+            made.append(number)
+
+    threads = [threading.Thread(target=create, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(made) == 1 and storage.atomic_create
+    assert storage.read("one/name") == bytes(made) and names(storage) == {"one/name": 1}
+    assert not storage.create("one/name", b"later") and storage.read("one/name") == bytes(made)
+
+
+@pytest.mark.parametrize("name", ["", "/a", "a//b", "../a", "a/../../b", ".a", "a/.b", "a b", "a\n", "a/" * 20 + "a"])
+def test_names_lead_nowhere_else(storage: Storage, name: str) -> None:
+    for call in (
+        lambda: storage.put(name, b""), lambda: storage.create(name, b""), lambda: storage.read(name),
+        lambda: storage.size(name), lambda: storage.remove([name]), lambda: storage.write(name, [b""]),
+    ):  # fmt: skip
+        with raises(StorageError, "is no name of an object"):
+            call()
+
+
+def test_what_is_not_there_is_said(storage: Storage) -> None:
+    storage.put("a", b"abc")
+    with pytest.raises(StorageError, match="b") as caught:
+        storage.read("b")
+    assert caught.value.lasting
+    for begin, nbytes in ((2, 2), (4, 1), (-1, 1), (4, 0)):
+        with pytest.raises(StorageError):
+            storage.read("a", begin, nbytes)
+
+
+# --- files ---
+
+
+def test_a_kill_at_any_step_leaves_the_old_object_or_the_new_one(tmp_path: Path) -> None:
+    storage = in_files(tmp_path)
+    seen, step, left = set(), 0, 0
+    while True:
+        storage.put("x/y", b"old")
+        killed = killed_at(step, lambda: storage.put("x/y", b"newer"))
+        seen.add(storage.read("x/y"))
+        assert set(names(storage)) == {"x/y"}
+        left += storage.sweep("x")
+        assert [path.name for path in (tmp_path / "storage").rglob("*") if path.is_file()] == ["y"]
+        if not killed:
+            break
+        step += 1
+    assert seen == {b"old", b"newer"} and left > 0
+
+
+def test_a_full_disk_is_said_and_may_be_tried_again(tmp_path: Path) -> None:
+    with tmpfs(tmp_path / "small") as small:
+        storage = FileStorage(str(small))
+        storage.put("x", b"before")
+        with pytest.raises(StorageError, match="no room: free some") as caught:
+            storage.write("x", [bytes(64 << 20)] * 5)
+        assert not caught.value.lasting
+        assert storage.read("x") == b"before" and names(storage) == {"x": 6} and len(list(small.iterdir())) == 1
+
+
+def test_what_was_unmounted_is_not_written_below(tmp_path: Path) -> None:
+    with tmpfs(tmp_path / "mount") as mount:
+        storage = FileStorage(str(mount))
+        storage.put("x", b"there")
+    with raises(StorageError, "is it still mounted"):
+        storage.put("y", b"lost")
+    assert list((tmp_path / "mount").iterdir()) == []
+
+
+def test_links_that_lead_out_are_refused(tmp_path: Path) -> None:
+    storage = in_files(tmp_path)
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "file").write_bytes(b"untouched")
+    (tmp_path / "storage" / "folder").symlink_to(outside)
+    (tmp_path / "storage" / "file").symlink_to(outside / "file")
+    for name in ("folder/x", "file"):
+        for call in (lambda: storage.put(name, b"x"), lambda: storage.read(name), lambda: storage.remove([name])):  # noqa: B023
+            with raises(StorageError, "leads out of", "remove the link"):
+                call()
+    assert [path.name for path in outside.iterdir()] == ["file"] and (outside / "file").read_bytes() == b"untouched"
+
+
+def test_places_that_cannot_be_used_are_named_with_the_setting(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for where, word in (
+        (str(tmp_path / "none"), "No such file"), (str(tmp_path / "file"), "is no directory"),
+        ("ftp://host/folder", "ftp://host/folder"),
+    ):  # fmt: skip
+        with raises(StorageError, "--ftckpt-persist", word):
+            open_storage(where, "--ftckpt-persist")
+    shutil.rmtree(tmp_path)
+
+
+def test_two_writers_of_one_name_never_mix(tmp_path: Path) -> None:
+    storage = in_files(tmp_path)
+    ended = threading.Event()
+
+    def write(byte: int) -> None:
+        while not ended.is_set():
+            storage.write("x", [bytes([byte]) * 5000] * 4)
+
+    threads = [threading.Thread(target=write, args=(byte,)) for byte in (1, 2)]
+    for thread in threads:
+        thread.start()
+    until(lambda: storage.size("x") is not None)
+    seen = [storage.read("x") for _ in range(200)]
+    ended.set()
+    for thread in threads:
+        thread.join()
+    assert all(data in (bytes([1]) * 20_000, bytes([2]) * 20_000) for data in seen)
+    assert os.listdir(tmp_path / "storage") == ["x"]
