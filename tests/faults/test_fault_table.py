@@ -146,6 +146,7 @@ def test_memory_damaged_between_attempts(name: str, protect: str, settings: dict
     assert events or start > iteration, "the damage was passed over in silence"
 
 
+@pytest.mark.slow
 def test_both_snapshots_of_one_rank_damaged(settings: dict[str, Any], tmp_path: Path) -> None:
     settings["protect"] = "none"
     paths, _ = die(settings, tmp_path)

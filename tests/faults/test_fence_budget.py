@@ -48,6 +48,7 @@ def test_snapshots_become_rarer_together_and_frequent_again(settings: dict[str, 
     assert by_rank[0][-1] == 1 and iterations[0][-1] == 120, "nothing is slow any more"
 
 
+@pytest.mark.slow
 def test_a_budget_of_nothing_is_no_budget(settings: dict[str, Any]) -> None:
     settings |= {"fence_budget": 0.0, "replica_check_interval": 0}
     run_ranks(train, 3, settings, 25, 100)

@@ -230,6 +230,7 @@ def test_six_lines_of_plain_python(settings: dict[str, Any], arena_root: Path) -
     assert not list(arena_root.iterdir())
 
 
+@pytest.mark.slow
 def test_the_launch_line_reaches_the_script(tmp_path: Path) -> None:
     """As it stands, on one rank, with a script in the place of Megatron-LM's."""
     script = tmp_path / "pretrain_gpt.py"

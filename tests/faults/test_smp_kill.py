@@ -129,6 +129,7 @@ def test_the_watch_brings_it_back_again_and_again(site: Site, tmp_path: Path) ->
     assert site.pids() == [], "a watch that was stopped starts none"
 
 
+@pytest.mark.slow
 def test_the_watch_replaces_one_that_stands_still_and_none_that_works(site: Site, tmp_path: Path) -> None:
     client, told = site.start(), Told()
     client.configure(site.description(events=str(tmp_path)))
@@ -236,6 +237,7 @@ def test_what_was_kept_and_is_damaged_stops_nobody(site: Site, content: str) -> 
     assert json.loads(path.read_text())["description"]["job"] == JOB and not path.is_symlink()
 
 
+@pytest.mark.slow
 def test_a_frozen_one_hangs_nobody(site: Site) -> None:
     client = site.start()
     pid = client.hello()["pid"]
@@ -270,6 +272,7 @@ def end_all(processes: list[subprocess.Popen[str]]) -> None:
         process.communicate(timeout=10)
 
 
+@pytest.mark.slow
 def test_a_hang_says_who_waits_where_and_ends_nobody(site: Site, tmp_path: Path) -> None:
     client = site.start()
     processes = trainers(site, ("meek", 10), ("meek", 30))
@@ -322,6 +325,7 @@ def test_a_save_is_no_hang_until_it_takes_far_longer_than_any_before(site: Site,
         end_all([trainer])
 
 
+@pytest.mark.slow
 def test_a_save_that_nobody_has_seen_is_told_and_not_ended(site: Site, tmp_path: Path) -> None:
     site.start().configure(site.description(hang_secs=0.5, on_hang="abort", events=str(tmp_path)))
     processes = trainers(site, ("meek", 3, 100))

@@ -21,6 +21,7 @@ from ftckpt.store.package import mirror_dir
 from ftckpt.store.parity_file import ParityFile
 from ftckpt.store.pulse import Pulse
 from tests.support.smp_nodes import CHUNK, LINEAGE, Node, Smp, check_parity, describe, fill, flip, parity_of
+from tests.support.tiers import by_default
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.multiproc
@@ -332,7 +333,7 @@ def test_what_is_sent_is_limited_too(cluster: Cluster) -> None:
     assert one.duties.status()["sent_bytes"] >= covered["received_bytes"]
 
 
-@pytest.mark.parametrize("phase", ["tail", "fence", "optimizer"])
+@pytest.mark.parametrize("phase", by_default(["tail", "fence", "optimizer"], ["tail"]))
 def test_nothing_is_sent_while_training_uses_the_network(cluster: Cluster, phase: str) -> None:
     cluster.build([[0], [1]], PEER, start=False)
     cluster.snapshot(0, 1)
@@ -350,7 +351,7 @@ def test_nothing_is_sent_while_training_uses_the_network(cluster: Cluster, phase
     pulse.leave()
 
 
-@pytest.mark.parametrize("phase", ["tail", "fence", "optimizer"])
+@pytest.mark.parametrize("phase", by_default(["tail", "fence", "optimizer"], ["tail"]))
 def test_transfers_hold_while_training_uses_the_network(cluster: Cluster, phase: str) -> None:
     cluster.build([[0], [1]], PEER, start=False)
     cluster.snapshot(0, 1)

@@ -36,8 +36,8 @@ MATRIX: dict[str, dict[str, list[str]]] = {
 }
 """Model → source → targets. After a colon ``z``: without the distributed optimizer."""
 
-QUICK = {("gpt-tied", "tp2pp2dp2"), ("moe-sequential", "tp2pp1ep2dp2"), ("mla", "tp2pp1dp2")}
-"""All axes, tied weights, experts, latent attention, with and without the distributed optimizer."""
+QUICK = {("gpt-tied", "tp2pp2dp2"), ("moe-sequential", "tp2pp1ep2dp2")}
+"""All axes, tied weights, experts, with and without the distributed optimizer."""
 
 PAIRS = [
     (model, source, target)

@@ -34,7 +34,7 @@ LAYOUTS = {
     "name",
     by_default(
         LAYOUTS,
-        ["tp2-pp2-dp2-distributed", "dp2-fp16-scaled", "tp2-ep2-router-bias"],
+        ["tp2-pp2-dp2-distributed", "dp2-fp16-scaled"],
     ),
 )
 def test_resume_is_bit_exact(name: str, settings: dict[str, Any], arena_root: Path) -> None:
@@ -74,6 +74,7 @@ def test_another_precision_takes_all_but_the_loss_scaler(
     assert not jobs.events(settings, "snapshot_error")
 
 
+@pytest.mark.slow
 def test_every_third_iteration_in_four_slots(settings: dict[str, Any]) -> None:
     settings |= {"interval": 3, "slots": 4}
     argv = ["--pp", "2"]
@@ -84,6 +85,7 @@ def test_every_third_iteration_in_four_slots(settings: dict[str, Any]) -> None:
     assert {e["iteration"] for e in jobs.events(settings, "snapshot")} == {3, 6, 9}
 
 
+@pytest.mark.slow
 def test_swapped_nodes_load_over_the_network(settings: dict[str, Any], arena_root: Path) -> None:
     here, there = ["a"] * 4 + ["b"] * 4, ["b"] * 4 + ["a"] * 4
     reference = jobs.outcomes(8, jobs.Run(FULL, until=7))

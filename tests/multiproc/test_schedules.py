@@ -33,7 +33,7 @@ def reference(name: str) -> list[jobs.Outcome]:
     ("name", "schedule"),
     by_default(
         product(PIPELINES, ["sync", "thread", "stream", "bubble"]),
-        [("1f1b", "sync"), ("interleaved", "bubble")],
+        [("interleaved", "bubble")],
     ),
 )
 def test_resume_is_bit_exact(name: str, schedule: str, settings: dict[str, Any]) -> None:

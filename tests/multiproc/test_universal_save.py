@@ -226,6 +226,7 @@ def trains(rank: int, world_size: int, root: str) -> int:
     return iteration
 
 
+@pytest.mark.slow
 def test_of_a_job_that_runs_only_one_snapshot_is_read(tmp_path: Path) -> None:
     (tmp_path / "arena").mkdir()
     whole, refused = 0, set()

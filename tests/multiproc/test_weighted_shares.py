@@ -43,6 +43,7 @@ def used_bytes(root: Path) -> int:
     return sum(path.stat().st_blocks * 512 for path in root.rglob("slot*"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("again", by_default([MEASURED_AT + 1, 20], [MEASURED_AT + 1]))
 def test_the_rank_with_room_copies_more_from_the_next_start_on(
     again: int, settings: dict[str, Any], arena_root: Path

@@ -273,6 +273,7 @@ def test_the_timeline_is_that_of_the_run(logs: RunLogs) -> None:
     assert "while the snapshot of 5 was copied" in section(html(logs), "One iteration")
 
 
+@pytest.mark.slow
 def test_a_long_run_stays_below_a_megabyte(logs: RunLogs) -> None:
     logs.attempt("aa", (1, 2), EPOCH, None, 20_000)
     logs.attempt("bb", (3, 4), EPOCH + 30_000, 19_999, 24_000)

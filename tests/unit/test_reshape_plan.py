@@ -44,6 +44,7 @@ def test_the_plan_of_the_largest_job_takes_little_time_and_memory() -> None:
     assert case["reads"] >= 8 * case["needs"] / 2 and case["ranks"] == 16_384
 
 
+@pytest.mark.slow
 def test_the_command_writes_every_case(tmp_path: Path) -> None:
     output = tmp_path / "result.json"
     assert reshape_plan.main(["--json", str(output), "--ranks", "64", "--repeats", "1"]) == 0
