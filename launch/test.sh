@@ -36,9 +36,9 @@ say "pytest"
 output=$(mktemp)
 trap 'rm -f "$output"' EXIT
 code=0
-# Most tests wait for processes that they have started: two files at a time. In their order, jobs before units: a long
-# file at the end would have one core to itself.
-"$PYTHON" -m pytest -n 2 --dist loadfile --no-loadscope-reorder ${tier[@]+"${tier[@]}"} "$@" 2>&1 | tee "$output" || code=$?
+# Most tests wait for processes that they have started: three files at a time keep two cores busy. In their order, jobs
+# before units: a long file at the end would have one core to itself.
+"$PYTHON" -m pytest -n 3 --dist loadfile --no-loadscope-reorder ${tier[@]+"${tier[@]}"} "$@" 2>&1 | tee "$output" || code=$?
 closing=$(grep -E '(passed|failed|errors?|skipped|deselected|no tests ran)\b.* in [0-9.]+s' "$output" | tail -n 1 || true)
 closing=$(printf '%s' "$closing" | sed -E 's/^=+ //; s/ =+$//')
 printf '%s: %s\n' "$NAME" "${closing:-pytest ended with code $code}"
