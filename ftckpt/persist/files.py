@@ -33,8 +33,6 @@ class FileStorage(Storage):
         StorageError: it is not there, is no directory, or cannot be written.
     """
 
-    atomic_create = True
-
     def __init__(self, where: str) -> None:
         self.where = where
         self._root = Path(where).absolute()

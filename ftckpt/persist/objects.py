@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import threading
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
@@ -16,6 +16,8 @@ _PART_BYTES = 32 << 20
 _UPLOADS = 4
 """Parts of one object on their way at a time; each is held in memory until it has arrived."""
 _RETRY_SECS = 20.0
+_STATUS = re.compile(r"status code: (\d{3})")
+_NOT_IMPLEMENTED = 501
 _CONNECT_SECS = 10.0
 
 
@@ -36,8 +38,7 @@ class ObjectStorage(Storage):
         self.where = where.rstrip("/")
         self._obstore = obstore
         self._errors = obstore.exceptions
-        self._create_lock = threading.Lock()
-        self.atomic_create = True
+        self._knows_conditions = True
         if not where.startswith("memory://"):
             options.setdefault("retry_config", {"max_retries": 5, "retry_timeout": timedelta(seconds=_RETRY_SECS)})
             client = {"connect_timeout": timedelta(seconds=_CONNECT_SECS), "allow_http": True}
@@ -52,15 +53,15 @@ class ObjectStorage(Storage):
     def create(self, name: str, data: Bytes) -> bool:
         with self._explained(name):
             try:
-                if self.atomic_create:
+                if self._knows_conditions:
                     self._obstore.put(self._store, self._check(name), _one(data), mode="create")
                     return True
             except (self._errors.AlreadyExistsError, self._errors.PreconditionError):
                 return False
             except self._errors.BaseError as error:
-                if not _is_refused_condition(error):
+                if _status(error) != _NOT_IMPLEMENTED:  # as Swift answers
                     raise
-                self.atomic_create = False  # a store that knows no conditions
+                self._knows_conditions = False
         if self.size(name) is not None:
             return False
         self.put(name, data)
@@ -130,11 +131,13 @@ class ObjectStorage(Storage):
             raise StorageError(f"{where}: {text}", lasting=lasting) from None
 
     def _meaning(self, error: Exception) -> tuple[str, bool]:
+        """What an error means to the user, and whether trying again is of no use."""
+        status = _status(error)
         refused = (self._errors.PermissionDeniedError, self._errors.UnauthenticatedError)
-        if isinstance(error, refused):
+        if status in (401, 403) or isinstance(error, refused):
             return f"access is denied: check the credentials in the environment ({_first_line(error)})", True
-        if isinstance(error, self._errors.NotFoundError | FileNotFoundError):
-            return "is not there", True
+        if status == 404 or isinstance(error, self._errors.NotFoundError | FileNotFoundError):
+            return f"is not there ({_first_line(error)})", True
         return _first_line(error), False
 
 
@@ -165,11 +168,12 @@ def _one(data: Bytes) -> memoryview:
     return memoryview(data).cast("B")
 
 
-def _is_refused_condition(error: Exception) -> bool:
-    """Whether a store says that it cannot put under a condition (Swift's S3 API answers 501)."""
-    text = str(error)
-    return "501" in text or "Not Implemented" in text or "NotImplemented" in text
+def _status(error: Exception) -> int | None:
+    """The server's answer, which obstore tells in its text alone for most calls."""
+    found = _STATUS.search(str(error))
+    return int(found[1]) if found else None
 
 
 def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0][:300]
+    text = str(error).strip().partition("<?xml")[0].rstrip(" :") or type(error).__name__
+    return text.splitlines()[0][:300]

