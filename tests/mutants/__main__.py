@@ -1,6 +1,7 @@
 """``python -m tests.mutants [--only NAME] [--jobs N]``: which breakages does no test see?
 
-Exit status: 0 all are red, 1 some survive, 2 a mutant does not apply or its test is red without it.
+Exit status: 0 all are red, 1 some survive, 2 a mutant does not apply, or its test is red without it
+or skipped.
 """
 
 from __future__ import annotations
@@ -81,10 +82,12 @@ class Trial:
         except (OSError, ValueError) as error:
             return mutant, BROKEN, str(error), 0.0
         try:
-            passed, output = run_tests(tree, [mutant.test], "-x")
+            passed, output = run_tests(tree, [mutant.test], "-x", "-rs")
         finally:
             (tree / mutant.file).write_text(text)
-        return mutant, SURVIVED if passed else RED, output, time.monotonic() - begin
+        # A test that this machine cannot run says nothing of the mutant; ``-rs`` prints what it lacks.
+        outcome = RED if not passed else SURVIVED if " passed" in output else BROKEN
+        return mutant, outcome, output, time.monotonic() - begin
 
 
 def red_without(mutants: Sequence[Mutant], trial: Trial, jobs: int) -> dict[str, str]:
