@@ -93,20 +93,22 @@ class FileStorage(Storage):
 
     def remove(self, names: Sequence[str]) -> None:
         for name in names:
-            path = self._path(name)
-            with self._explained(path):
-                path.unlink(missing_ok=True)
-                # Directories are no objects: one that is empty is nothing.
-                for parent in path.relative_to(self._root).parents[:-1]:
-                    with contextlib.suppress(OSError):
-                        (self._root / parent).rmdir()
+            self._unlink(self._path(name))
 
-    def sweep(self, prefix: str) -> int:
-        left = [path for path in self._files(prefix) if path.name.startswith(".") and path.name.endswith(_FRESH)]
+    def sweep(self, active: Sequence[str] = ()) -> int:
+        hidden = (path for path in self._files("") if path.name.startswith(".") and path.name.endswith(_FRESH))
+        left = [path for path in hidden if not path.name[1:].startswith(tuple(active))]
         for path in left:
-            with self._explained(path):
-                path.unlink(missing_ok=True)
+            self._unlink(path)
         return len(left)
+
+    def _unlink(self, path: Path) -> None:
+        with self._explained(path):
+            path.unlink(missing_ok=True)
+            # Directories are no objects: one that is empty is nothing.
+            for parent in path.relative_to(self._root).parents[:-1]:
+                with contextlib.suppress(OSError):
+                    (self._root / parent).rmdir()
 
     def _path(self, name: str) -> Path:
         path = self._root / self._check(name)

@@ -113,7 +113,7 @@ class ObjectStorage(Storage):
         with self._explained(there[0] if there else ""), contextlib.suppress(self._errors.NotFoundError):
             self._obstore.delete(self._store, there)
 
-    def sweep(self, prefix: str) -> int:
+    def sweep(self, active: Sequence[str] = ()) -> int:
         return 0  # parts of uploads that were broken off are the bucket's own to remove: by a lifecycle rule
 
     @contextlib.contextmanager

@@ -70,9 +70,12 @@ class Storage(ABC):
         """Remove objects; those that are not there are no error."""
 
     @abstractmethod
-    def sweep(self, prefix: str) -> int:
-        """Remove what writers that were killed have left below ``prefix`` and ``list`` does not tell; returns how
-        many of them. Nobody may write there."""
+    def sweep(self, active: Sequence[str] = ()) -> int:
+        """Remove what writers that were killed have left and ``list`` does not tell; returns how many of them.
+
+        Args:
+            active: beginnings of the last parts of names that are being written now: what is theirs stays.
+        """
 
     def _check(self, name: str) -> str:
         parts = name.split("/")

@@ -44,7 +44,7 @@ def run_tests(tree: Path, selections: Sequence[str], *options: str) -> tuple[boo
     """Whether the tests pass in ``tree``, and what pytest printed. A run that hangs has not passed."""
     # No bytecode: a mutated file may have the size and the second of the original, for which a cache would be taken.
     env = os.environ | {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "", *options, *selections]
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-m", "", *options, *selections]
     try:
         run = subprocess.run(
             command,

@@ -1,0 +1,207 @@
+"""Checkpoints on storage: many files, of several nodes, that become a checkpoint by one object.
+
+A checkpoint of iteration 12 is what lies below ``iter_0000012/``, if ``manifest.json`` is among it: that object is
+the commit, and names all the others. Before it come the files, then a mark of each node that its files are durable.
+Files and marks carry the lineage of their snapshot, so that of two that write one iteration, such as after a restart,
+neither writes over what the other has; whichever manifest is there is whole. ``latest``, moved last, is for people
+and for programs that look no further: what counts is which manifests are there.
+
+Nothing rests on ``Storage.create`` being atomic: where two commit at once, the last manifest counts, and the files of
+the other are swept.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import xxhash
+
+from ftckpt.errors import StorageError
+from ftckpt.model.snapshot import SnapshotId
+from ftckpt.persist.storage import Bytes, Storage
+
+MANIFEST_NAME = "manifest.json"
+LATEST_NAME = "latest"
+_FOLDER = re.compile(r"iter_(\d{7,18})")
+_DONE = "done"
+
+
+def folder_of(iteration: int) -> str:
+    """``iter_0000012``, as Megatron names its own."""
+    return f"iter_{iteration:07d}"
+
+
+@dataclass(frozen=True)
+class WrittenFile:
+    """A file that is durable: its name in the checkpoint, bytes, and xxh3-64 of them as 16 hex digits."""
+
+    name: str
+    nbytes: int
+    checksum: str
+
+
+@dataclass(frozen=True)
+class DoneMark:
+    """What one node says of its part: the files, all durable, and whatever the manifest needs of it, as JSON."""
+
+    node: str
+    files: tuple[WrittenFile, ...]
+    parts: Mapping[str, Any]
+
+    def encode(self) -> bytes:
+        files = [[file.name, file.nbytes, file.checksum] for file in self.files]
+        return json.dumps({"node": self.node, "files": files, "parts": dict(self.parts)}, sort_keys=True).encode()
+
+    @classmethod
+    def decode(cls, data: bytes, where: str) -> DoneMark:
+        """Inverse of ``encode``. Raises StorageError for anything else."""
+        try:
+            value = json.loads(data)
+            files = tuple(
+                WrittenFile(str(name), int(nbytes), str(checksum)) for name, nbytes, checksum in value["files"]
+            )
+            return cls(str(value["node"]), files, dict(value["parts"]))
+        except (KeyError, TypeError, ValueError, RecursionError) as error:
+            raise StorageError(f"{where}: is no mark of a node: {error}", lasting=True) from None
+
+
+class PendingCheckpoint:
+    """One node's part in writing ``snapshot``, and, on the node that is chosen to, the commit of all parts."""
+
+    def __init__(self, storage: Storage, snapshot: SnapshotId, node: str) -> None:
+        self.folder = folder_of(snapshot.iteration)
+        self._storage, self._snapshot, self._node = storage, snapshot, node
+        self._files: list[WrittenFile] = []
+
+    def write(self, name: str, chunks: Iterable[Bytes]) -> WrittenFile:
+        """Write a file of the checkpoint, with its checksum in the same pass; durable when it returns."""
+        checksum = xxhash.xxh3_64()
+
+        def hashed() -> Iterable[Bytes]:
+            for chunk in chunks:
+                checksum.update(chunk)
+                yield chunk
+
+        full_name = f"{_prefix(self._snapshot)}{name}"
+        nbytes = self._storage.write(f"{self.folder}/{full_name}", hashed())
+        file = WrittenFile(full_name, nbytes, checksum.hexdigest())
+        self._files.append(file)
+        return file
+
+    def done(self, parts: Mapping[str, Any]) -> None:
+        """All that this node has to write is durable; ``parts`` are JSON values for the manifest."""
+        mark = DoneMark(self._node, tuple(self._files), parts)
+        self._storage.put(f"{self._marks}{self._node}", mark.encode())
+
+    def marks(self) -> dict[str, DoneMark]:
+        """The nodes that are done."""
+        found = {}
+        for name in _beginning(self._storage, self.folder, self._marks):
+            mark = DoneMark.decode(self._storage.read(name), name)
+            found[mark.node] = mark
+        return found
+
+    def commit(self, manifest: bytes, marks: Mapping[str, DoneMark]) -> bool:
+        """Make a checkpoint of what the ``marks`` of all nodes name; False: there is one of another lineage, and
+        what was written for this one is gone.
+
+        Raises:
+            StorageError: a file is missing or of another size, or storage fails: then it may be tried again.
+        """
+        self._require(marks)
+        path = f"{self.folder}/{MANIFEST_NAME}"
+        # A commit whose answer was lost on the way is found there at the second try, and is this one's.
+        if not self._storage.create(path, manifest) and self._storage.read(path) != manifest:
+            self.abandon()
+            return False
+        _move_latest(self._storage, self._snapshot.iteration)
+        self._storage.remove(_beginning(self._storage, self.folder, self._marks))
+        return True
+
+    def abandon(self) -> None:
+        """Remove what all nodes have written. None of them may write any more."""
+        self._storage.remove(_beginning(self._storage, self.folder, f"{self.folder}/{_prefix(self._snapshot)}"))
+
+    @property
+    def _marks(self) -> str:
+        return f"{self.folder}/{_prefix(self._snapshot)}{_DONE}."
+
+    def _require(self, marks: Mapping[str, DoneMark]) -> None:
+        there = {entry.name: entry.nbytes for entry in self._storage.list(self.folder)}
+        for file in (file for mark in marks.values() for file in mark.files):
+            if there.get(f"{self.folder}/{file.name}") != file.nbytes:
+                raise StorageError(
+                    f"{self._storage.where}/{self.folder}/{file.name}: is not there with its {file.nbytes} bytes: "
+                    "somebody else has removed or changed it",
+                    lasting=True,
+                )
+
+
+def committed(storage: Storage) -> list[int]:
+    """The iterations of which there is a whole checkpoint, newest first."""
+    found = (entry.name.partition("/") for entry in storage.list() if entry.name.endswith(f"/{MANIFEST_NAME}"))
+    numbers = (_FOLDER.fullmatch(folder) for folder, _, rest in found if rest == MANIFEST_NAME)
+    return sorted((int(number[1]) for number in numbers if number is not None), reverse=True)
+
+
+def remove(storage: Storage, iteration: int) -> None:
+    """Remove a checkpoint. Killed at any instant it is there or not, never half.
+
+    Raises:
+        StorageError: it is the only whole one, or storage fails.
+    """
+    others = [other for other in committed(storage) if other != iteration]
+    if not others:
+        raise StorageError(f"{storage.where}: {folder_of(iteration)} is the only whole checkpoint", lasting=True)
+    folder = folder_of(iteration)
+    if _latest(storage) == iteration:
+        storage.put(LATEST_NAME, f"{folder_of(others[0])}\n".encode())
+    storage.remove([f"{folder}/{MANIFEST_NAME}"])  # first: from here on it is none
+    storage.remove([entry.name for entry in storage.list(folder)])
+
+
+def sweep(
+    storage: Storage, active: Collection[SnapshotId], files_of: Callable[[bytes], Collection[str]]
+) -> list[str]:
+    """Remove what came to nothing; returns the names of what went.
+
+    Args:
+        active: what is being written now, by this job: what is theirs stays.
+        files_of: the files that a manifest names.
+    """
+    names = [entry.name for entry in storage.list() if _FOLDER.fullmatch(entry.name.partition("/")[0])]
+    manifests = [name for name in names if name.endswith(f"/{MANIFEST_NAME}")]
+    keep = set(manifests)
+    for manifest in manifests:
+        folder = manifest.removesuffix(MANIFEST_NAME)
+        keep |= {folder + name for name in files_of(storage.read(manifest))}
+    theirs = tuple(f"{folder_of(snapshot.iteration)}/{_prefix(snapshot)}" for snapshot in active)
+    gone = [name for name in names if name not in keep and not name.startswith(theirs)]
+    storage.remove(gone)
+    storage.sweep([*map(_prefix, active), MANIFEST_NAME, LATEST_NAME] if active else [])
+    return gone
+
+
+def _prefix(snapshot: SnapshotId) -> str:
+    return f"{snapshot.lineage.hex()}-"
+
+
+def _move_latest(storage: Storage, iteration: int) -> None:
+    newest = _latest(storage)
+    if newest is None or newest < iteration:
+        storage.put(LATEST_NAME, f"{folder_of(iteration)}\n".encode())
+
+
+def _latest(storage: Storage) -> int | None:
+    if storage.size(LATEST_NAME) is None:
+        return None
+    found = _FOLDER.fullmatch(storage.read(LATEST_NAME).decode(errors="replace").strip())
+    return int(found[1]) if found else None
+
+
+def _beginning(storage: Storage, folder: str, words: str) -> list[str]:
+    return [entry.name for entry in storage.list(folder) if entry.name.startswith(words)]

@@ -1,0 +1,202 @@
+"""A checkpoint on storage is whole or none, whoever dies when, on stores that keep promises and on others."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Collection
+from pathlib import Path
+
+import pytest
+
+from ftckpt.errors import StorageError
+from ftckpt.model.snapshot import SnapshotId
+from ftckpt.persist import commit
+from ftckpt.persist.commit import DoneMark, PendingCheckpoint, committed, folder_of, sweep
+from ftckpt.persist.files import FileStorage
+from ftckpt.persist.objects import ObjectStorage
+from ftckpt.persist.storage import Storage
+from tests.support.errors import raises
+from tests.support.killing import killed_at
+
+OLD, NEW = bytes([10] * 16), bytes([11] * 16)
+NODES = ("n0", "n1")
+
+
+class Unconditional(ObjectStorage):
+    """A store that says that it knows conditions, and lets everybody create everything."""
+
+    def create(self, name: str, data: bytes | memoryview) -> bool:
+        self.put(name, data)
+        return True
+
+
+@pytest.fixture(params=["files", "memory", "unconditional"])
+def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Storage:
+    (tmp_path / "storage").mkdir()
+    kinds = {"files": FileStorage, "memory": ObjectStorage, "unconditional": Unconditional}
+    return kinds[request.param](str(tmp_path / "storage") if request.param == "files" else "memory:///")
+
+
+def content(lineage: bytes, node: str) -> bytes:
+    return f"{lineage.hex()} of {node} ".encode() * 100
+
+
+def write_part(storage: Storage, iteration: int, lineage: bytes, node: str) -> PendingCheckpoint:
+    part, data = PendingCheckpoint(storage, SnapshotId(lineage, iteration), node), content(lineage, node)
+    part.write(f"{node}.safetensors", [data[:70], data[70:]])
+    part.done({"rows": len(node)})
+    return part
+
+
+def write_parts(storage: Storage, iteration: int, lineage: bytes) -> PendingCheckpoint:
+    lead, _ = [write_part(storage, iteration, lineage, node) for node in NODES]
+    return lead
+
+
+def manifest_of(marks: dict[str, DoneMark]) -> bytes:
+    return json.dumps({"files": [file.name for node in NODES for file in marks[node].files]}).encode()
+
+
+def files_of(manifest: bytes) -> Collection[str]:
+    return list(json.loads(manifest)["files"])
+
+
+def write(storage: Storage, iteration: int, lineage: bytes) -> bool:
+    lead = write_parts(storage, iteration, lineage)
+    marks = lead.marks()
+    assert set(marks) == set(NODES) and marks["n1"].parts == {"rows": 2}
+    return lead.commit(manifest_of(marks), marks)
+
+
+def read(storage: Storage, iteration: int) -> list[bytes]:
+    """All that the checkpoint's manifest names."""
+    folder = folder_of(iteration)
+    return [storage.read(f"{folder}/{name}") for name in files_of(storage.read(f"{folder}/manifest.json"))]
+
+
+def names(storage: Storage) -> set[str]:
+    return {entry.name for entry in storage.list()}
+
+
+def test_a_checkpoint_of_several_nodes(storage: Storage) -> None:
+    assert committed(storage) == []
+    assert write(storage, 12, OLD) and write(storage, 8, NEW)
+    assert committed(storage) == [12, 8]
+    assert read(storage, 12) == [content(OLD, node) for node in NODES]
+    assert storage.read("latest") == b"iter_0000012\n", "an older one does not move it back"
+    assert names(storage) == {"latest"} | {
+        f"{folder_of(iteration)}/{name}"
+        for iteration, lineage in ((12, OLD), (8, NEW))
+        for name in ("manifest.json", f"{lineage.hex()}-n0.safetensors", f"{lineage.hex()}-n1.safetensors")
+    }
+
+
+def test_without_the_marks_of_all_nodes_there_is_none(storage: Storage) -> None:
+    part = PendingCheckpoint(storage, SnapshotId(NEW, 3), "n0")
+    part.write("x", [b"data"])
+    assert part.marks() == {} and committed(storage) == []
+    part.done({})
+    assert set(part.marks()) == {"n0"} and committed(storage) == []
+
+
+def test_a_second_lineage_at_an_iteration_goes_away(storage: Storage) -> None:
+    write(storage, 5, OLD)
+    assert write(storage, 5, OLD), "the same again, whose answer was lost"
+    won = write(storage, 5, NEW)
+    assert won == isinstance(storage, Unconditional)
+    assert read(storage, 5) == [content(NEW if won else OLD, node) for node in NODES]
+    sweep(storage, (), files_of)
+    assert len(names(storage)) == 4 and read(storage, 5)
+
+
+def test_lineages_that_commit_at_once_leave_one_whole_checkpoint(storage: Storage) -> None:
+    lineages = [bytes([number] * 16) for number in range(6)]
+    leads = [write_part(storage, 7, lineage, "n0") for lineage in lineages]
+    for lineage in reversed(lineages):  # in whatever order they write
+        write_part(storage, 7, lineage, "n1")
+    barrier = threading.Barrier(len(leads))
+
+    def end(lead: PendingCheckpoint) -> None:
+        marks = lead.marks()
+        barrier.wait()
+        lead.commit(manifest_of(marks), marks)
+
+    threads = [threading.Thread(target=end, args=(lead,)) for lead in leads]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert committed(storage) == [7]
+    assert read(storage, 7) in [[content(lineage, node) for node in NODES] for lineage in lineages]
+    sweep(storage, (), files_of)
+    assert read(storage, 7) and len(names(storage)) == 4
+
+
+def test_a_file_that_somebody_removed_makes_no_checkpoint(storage: Storage) -> None:
+    lead = write_parts(storage, 4, NEW)
+    marks = lead.marks()
+    storage.remove([f"iter_0000004/{NEW.hex()}-n1.safetensors"])
+    with raises(StorageError, "n1.safetensors", "somebody else"):
+        lead.commit(manifest_of(marks), marks)
+    storage.put(f"iter_0000004/{NEW.hex()}-n1.safetensors", b"short")
+    with raises(StorageError, "n1.safetensors"):
+        lead.commit(manifest_of(marks), marks)
+    assert committed(storage) == []
+    lead.abandon()
+    assert names(storage) == set()
+
+
+def test_what_came_to_nothing_is_swept_and_what_is_being_written_is_not(storage: Storage) -> None:
+    write(storage, 1, OLD)
+    write_parts(storage, 2, OLD)
+    write_parts(storage, 2, NEW)
+    storage.put("notes", b"of somebody")
+    gone = sweep(storage, [SnapshotId(NEW, 2)], files_of)
+    assert sorted(gone) == sorted(
+        f"iter_0000002/{OLD.hex()}-{name}" for name in ("n0.safetensors", "n1.safetensors", "done.n0", "done.n1")
+    )
+    assert read(storage, 1) and storage.size("notes") == 11
+    lead = PendingCheckpoint(storage, SnapshotId(NEW, 2), "n0")
+    marks = lead.marks()
+    assert lead.commit(manifest_of(marks), marks) and committed(storage) == [2, 1]
+
+
+def test_the_last_checkpoint_is_not_removed(storage: Storage) -> None:
+    write(storage, 1, OLD)
+    with raises(StorageError, "only whole checkpoint"):
+        commit.remove(storage, 1)
+    write(storage, 2, NEW)
+    commit.remove(storage, 2)
+    assert committed(storage) == [1] and storage.read("latest") == b"iter_0000001\n"
+    assert len(names(storage)) == 4
+
+
+def test_killed_at_any_step_the_checkpoint_before_is_there(tmp_path: Path) -> None:
+    """Of writing, committing, and removing the older one."""
+    storage = FileStorage(str(tmp_path))
+    write(storage, 1, OLD)
+
+    def go_on() -> None:
+        write(storage, 2, NEW)
+        commit.remove(storage, 1)
+
+    seen, step = set(), 0
+    while True:
+        killed = killed_at(step, go_on)
+        there = committed(storage)
+        seen.add(tuple(there))
+        for iteration in there:
+            assert read(storage, iteration) == [content(NEW if iteration == 2 else OLD, node) for node in NODES]
+        latest = storage.read("latest").decode().strip()
+        assert latest in {folder_of(iteration) for iteration in there}, "it names one that is whole"
+        sweep(storage, (), files_of)
+        assert len([path for path in tmp_path.rglob("*") if path.is_file()]) == 1 + 3 * len(there)
+        if not killed:
+            break
+        if there != [1]:
+            if 1 not in there:
+                write(storage, 1, OLD)
+            commit.remove(storage, 2)
+        step += 1
+    assert seen == {(1,), (2, 1), (2,)} and step > 20
