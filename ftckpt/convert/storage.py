@@ -18,6 +18,7 @@ import numpy.typing as npt
 import xxhash
 
 from ftckpt.errors import ConvertError
+from ftckpt.persist.files import sync_directory
 
 PARTIAL = ".partial"
 """Behind the name of a destination that is being written, or whose writing was broken off."""
@@ -157,7 +158,7 @@ class Destination:
                 for name in names:
                     if name.startswith(".") and name.endswith(_NEW):
                         (directory / name).unlink()
-                _sync_directory(directory)
+                sync_directory(directory)
             # A rename would replace an empty directory without a word.
             if os.path.lexists(self.path):
                 raise ConvertError(
@@ -167,7 +168,7 @@ class Destination:
             (self.partial / _LOCK_NAME).unlink(missing_ok=True)
             self.partial.rename(self.path)
             # The new name is an entry of the directory above.
-            _sync_directory(self.path.parent)
+            sync_directory(self.path.parent)
         self.release()
 
     def release(self) -> None:
@@ -207,14 +208,6 @@ def explained(path: Path) -> Iterator[None]:
             raise ConvertError(f"{path}: {text} ({error.strerror})") from None
         where = f" ({error.filename})" if error.filename and str(error.filename) != str(path) else ""
         raise ConvertError(f"{path}: {error.strerror}{where}") from None
-
-
-def _sync_directory(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 class Journal:

@@ -55,7 +55,7 @@ class FileStorage(Storage):
                 return False
             finally:
                 fresh.unlink()
-            _sync_directory(path.parent)
+            sync_directory(path.parent)
         return True
 
     def write(self, name: str, chunks: Iterable[Bytes]) -> int:
@@ -64,7 +64,7 @@ class FileStorage(Storage):
         with self._explained(path):
             fresh.rename(path)
             # The name is an entry of the directory, which a power cut could forget.
-            _sync_directory(path.parent)
+            sync_directory(path.parent)
         return nbytes
 
     def read(self, name: str, begin: int = 0, nbytes: int | None = None) -> bytes:
@@ -162,7 +162,8 @@ class FileStorage(Storage):
             raise StorageError(f"{path}: {text}", lasting=lasting) from None
 
 
-def _sync_directory(path: Path) -> None:
+def sync_directory(path: Path) -> None:
+    """Bring the names in a directory to the disk. Raises OSError."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)

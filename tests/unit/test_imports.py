@@ -36,7 +36,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "smp": {"store", "parity", "model", "windows.node_budget", "persist"},
     "persist": {"store", "parity", "model"},
     "restore": {"store", "parity", "persist", "model", "group"},
-    "convert": {"model", "store", "restore"},
+    "convert": {"model", "store", "persist", "restore"},
     "job": {"group", "notice", "model", "store", "parity", "windows", "capture", "restore", "persist", "smp"},
     "job.save": {"group", "model", "store", "restore", "convert"},
     "frameworks": {"model", "group", "store.outcome"},
