@@ -36,7 +36,7 @@ def folder_of(iteration: int) -> str:
 
 
 @dataclass(frozen=True)
-class WrittenFile:
+class CheckpointFile:
     """A file that is durable: its name in the checkpoint, bytes, and xxh3-64 of them as 16 hex digits."""
 
     name: str
@@ -49,7 +49,7 @@ class DoneMark:
     """What one node says of its part: the files, all durable, and whatever the manifest needs of it, as JSON."""
 
     node: str
-    files: tuple[WrittenFile, ...]
+    files: tuple[CheckpointFile, ...]
     parts: Mapping[str, Any]
 
     def encode(self) -> bytes:
@@ -62,7 +62,7 @@ class DoneMark:
         try:
             value = json.loads(data)
             files = tuple(
-                WrittenFile(str(name), int(nbytes), str(checksum)) for name, nbytes, checksum in value["files"]
+                CheckpointFile(str(name), int(nbytes), str(checksum)) for name, nbytes, checksum in value["files"]
             )
             return cls(str(value["node"]), files, dict(value["parts"]))
         except (KeyError, TypeError, ValueError, RecursionError) as error:
@@ -75,9 +75,9 @@ class PendingCheckpoint:
     def __init__(self, storage: Storage, snapshot: SnapshotId, node: str) -> None:
         self.folder = folder_of(snapshot.iteration)
         self._storage, self._snapshot, self._node = storage, snapshot, node
-        self._files: list[WrittenFile] = []
+        self._files: list[CheckpointFile] = []
 
-    def write(self, name: str, chunks: Iterable[Bytes]) -> WrittenFile:
+    def write(self, name: str, chunks: Iterable[Bytes]) -> CheckpointFile:
         """Write a file of the checkpoint, with its checksum in the same pass; durable when it returns."""
         checksum = xxhash.xxh3_64()
 
@@ -88,7 +88,7 @@ class PendingCheckpoint:
 
         full_name = f"{_prefix(self._snapshot)}{name}"
         nbytes = self._storage.write(f"{self.folder}/{full_name}", hashed())
-        file = WrittenFile(full_name, nbytes, checksum.hexdigest())
+        file = CheckpointFile(full_name, nbytes, checksum.hexdigest())
         self._files.append(file)
         return file
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from ftckpt.errors import StorageError
-from ftckpt.persist.storage import Bytes, Storage, StoredObject
+from ftckpt.persist.storage import Bytes, ObjectEntry, Storage
 
 _FRESH = ".new"
 """Behind the name of a file that is being written, which begins with a dot."""
@@ -85,11 +85,11 @@ class FileStorage(Storage):
             except FileNotFoundError:
                 return None
 
-    def list(self, prefix: str = "") -> Iterator[StoredObject]:
+    def list(self, prefix: str = "") -> Iterator[ObjectEntry]:
         for path in self._files(prefix):
             if not path.name.startswith("."):
                 with contextlib.suppress(FileNotFoundError):  # removed since
-                    yield StoredObject(str(path.relative_to(self._root)), path.stat().st_size)
+                    yield ObjectEntry(str(path.relative_to(self._root)), path.stat().st_size)
 
     def remove(self, names: Sequence[str]) -> None:
         for name in names:

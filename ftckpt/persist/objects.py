@@ -9,7 +9,7 @@ from datetime import timedelta
 from typing import Any
 
 from ftckpt.errors import StorageError
-from ftckpt.persist.storage import Bytes, Storage, StoredObject
+from ftckpt.persist.storage import Bytes, ObjectEntry, Storage
 
 _PART_BYTES = 32 << 20
 """Of a multipart upload: S3 takes 10,000 parts, so an object may have 320 GB."""
@@ -68,7 +68,7 @@ class ObjectStorage(Storage):
         return True
 
     def write(self, name: str, chunks: Iterable[Bytes]) -> int:
-        counted = _Counted(chunks)
+        counted = _ChunkCounter(chunks)
         with self._explained(name, counted):
             self._obstore.put(
                 self._store, self._check(name), counted, use_multipart=True, chunk_size=_PART_BYTES,
@@ -102,11 +102,11 @@ class ObjectStorage(Storage):
             except (self._errors.NotFoundError, FileNotFoundError):
                 return None
 
-    def list(self, prefix: str = "") -> Iterator[StoredObject]:
+    def list(self, prefix: str = "") -> Iterator[ObjectEntry]:
         with self._explained(prefix):
             for batch in self._obstore.list(self._store, self._check(prefix) if prefix else None):
                 for entry in batch:
-                    yield StoredObject(entry["path"], int(entry["size"]))
+                    yield ObjectEntry(entry["path"], int(entry["size"]))
 
     def remove(self, names: Sequence[str]) -> None:
         there = [self._check(name) for name in names]
@@ -117,7 +117,7 @@ class ObjectStorage(Storage):
         return 0  # parts of uploads that were broken off are the bucket's own to remove: by a lifecycle rule
 
     @contextlib.contextmanager
-    def _explained(self, name: str, chunks: _Counted | None = None) -> Iterator[None]:
+    def _explained(self, name: str, chunks: _ChunkCounter | None = None) -> Iterator[None]:
         """Errors of obstore as StorageErrors that name the object and the remedy; that of ``chunks`` as it is."""
         try:
             yield
@@ -141,7 +141,7 @@ class ObjectStorage(Storage):
         return _first_line(error), False
 
 
-class _Counted:
+class _ChunkCounter:
     """Chunks as obstore takes them, how many bytes they had, and the error that they raised."""
 
     def __init__(self, chunks: Iterable[Bytes]) -> None:
@@ -149,7 +149,7 @@ class _Counted:
         self.nbytes = 0
         self.error: BaseException | None = None
 
-    def __iter__(self) -> _Counted:
+    def __iter__(self) -> _ChunkCounter:
         return self
 
     def __next__(self) -> memoryview:

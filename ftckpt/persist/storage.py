@@ -19,7 +19,7 @@ _PART = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=-]{0,199}")
 _MOST_PARTS = 16
 
 
-class StoredObject(NamedTuple):
+class ObjectEntry(NamedTuple):
     """What a listing tells: the name, and the size in bytes."""
 
     name: str
@@ -62,7 +62,7 @@ class Storage(ABC):
         """Bytes of an object; None where there is none."""
 
     @abstractmethod
-    def list(self, prefix: str = "") -> Iterator[StoredObject]:
+    def list(self, prefix: str = "") -> Iterator[ObjectEntry]:
         """All objects whose name is below ``prefix``, a name without its last parts; in no order."""
 
     @abstractmethod
