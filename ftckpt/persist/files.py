@@ -21,6 +21,9 @@ _PASSING = (
 )  # fmt: skip
 """May be over when it is tried again: a file system that is full, away, or has turned itself read-only."""
 
+_TRIES = 100
+"""Of making a directory that somebody else removes."""
+
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -55,7 +58,7 @@ class FileStorage(Storage):
                 return False
             finally:
                 fresh.unlink()
-            sync_directory(path.parent)
+            self._sync_names(path)
         return True
 
     def write(self, name: str, chunks: Iterable[Bytes]) -> int:
@@ -63,8 +66,7 @@ class FileStorage(Storage):
         fresh, nbytes = self._write_fresh(path, chunks)
         with self._explained(path):
             fresh.rename(path)
-            # The name is an entry of the directory, which a power cut could forget.
-            sync_directory(path.parent)
+            self._sync_names(path)
         return nbytes
 
     def read(self, name: str, begin: int = 0, nbytes: int | None = None) -> bytes:
@@ -132,8 +134,7 @@ class FileStorage(Storage):
         # Named for process and thread, so that two that write the same name never share a half-written file.
         fresh = path.with_name(f".{path.name}-{os.uname().nodename}-{os.getpid()}-{threading.get_ident()}{_FRESH}")
         with self._explained(path):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+            descriptor = _open_fresh(fresh)
         nbytes = 0
         try:
             for chunk in chunks:  # whose own errors are not those of storage
@@ -151,6 +152,11 @@ class FileStorage(Storage):
             os.close(descriptor)
         return fresh, nbytes
 
+    def _sync_names(self, path: Path) -> None:
+        """A power cut could forget the name, and those of the directories that were made for it."""
+        for parent in path.relative_to(self._root).parents:
+            sync_directory(self._root / parent)
+
     @contextlib.contextmanager
     def _explained(self, path: Path) -> Iterator[None]:
         """Errors of the system as StorageErrors that name ``path`` and the remedy."""
@@ -160,6 +166,15 @@ class FileStorage(Storage):
             lasting = error.errno not in _PASSING
             text = "no room: free some" if error.errno in _FULL else error.strerror
             raise StorageError(f"{path}: {text}", lasting=lasting) from None
+
+
+def _open_fresh(path: Path) -> int:
+    for _ in range(_TRIES):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # Whoever removes the last other file in there at this moment takes the empty directory along.
+        with contextlib.suppress(FileNotFoundError):
+            return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+    raise OSError(errno.EBUSY, "its directory is removed again and again", str(path))
 
 
 def sync_directory(path: Path) -> None:

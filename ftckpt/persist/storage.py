@@ -15,7 +15,9 @@ from ftckpt.errors import StorageError
 
 Bytes = bytes | memoryview
 
-_PART = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=-]{0,199}")
+_PART = re.compile(
+    r"[A-Za-z0-9][A-Za-z0-9._=-]{0,119}"
+)  # a file that is being written has host and process in its name, too
 _MOST_PARTS = 16
 
 

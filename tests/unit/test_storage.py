@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from ftckpt.errors import StorageError
+from ftckpt.persist import files
 from ftckpt.persist.files import FileStorage
 from ftckpt.persist.objects import ObjectStorage
 from ftckpt.persist.storage import Storage, open_storage
@@ -246,6 +247,38 @@ def test_places_that_cannot_be_used_are_named_with_the_setting(tmp_path: Path) -
         with raises(StorageError, "--ftckpt-persist", word):
             open_storage(where, "--ftckpt-persist")
     shutil.rmtree(tmp_path)
+
+
+def test_directories_that_were_made_are_on_the_disk_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    storage, synced = in_files(tmp_path), list[Path]()
+    monkeypatch.setattr(files, "sync_directory", synced.append)
+    top = tmp_path / "storage"
+    for write in (storage.put, storage.create):
+        synced.clear()
+        write(f"a/{write.__name__}/x", b"x")
+        assert set(synced) == {top, top / "a", top / "a" / write.__name__}
+
+
+def test_what_is_removed_takes_no_directory_from_a_writer(tmp_path: Path) -> None:
+    storage = in_files(tmp_path)
+    ended, errors = threading.Event(), list[Exception]()
+
+    def come_and_go() -> None:
+        try:
+            while not ended.is_set():
+                storage.put("folder/other", b"x")
+                storage.remove(["folder/other"])
+        except StorageError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=come_and_go)
+    thread.start()
+    for _ in range(300):
+        storage.put("folder/mine", b"x")
+        storage.remove(["folder/mine"])
+    ended.set()
+    thread.join()
+    assert errors == []
 
 
 def test_two_writers_of_one_name_never_mix(tmp_path: Path) -> None:
