@@ -15,9 +15,8 @@ from ftckpt.errors import StorageError
 
 Bytes = bytes | memoryview
 
-_PART = re.compile(
-    r"[A-Za-z0-9][A-Za-z0-9._=-]{0,119}"
-)  # a file that is being written has host and process in its name, too
+_PART = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=-]{0,119}")
+"""A file's name may have 255 bytes; one that is being written has the host and the process in it, too."""
 _MOST_PARTS = 16
 
 
