@@ -35,7 +35,7 @@ from ftckpt.model.manifest import Manifest
 from ftckpt.model.topology import Topology, first_of_each_stage
 from ftckpt.restore.choice import newest_whole
 from ftckpt.restore.inventory import ArenaReport, report_arena
-from ftckpt.restore.load import execute, fetch, reader_for_me, transfers_of
+from ftckpt.restore.load import execute, fetch, reader_for, transfers_of
 from ftckpt.restore.locations import OpenArenas, SlotAt
 from ftckpt.restore.offers import Index, Offer
 from ftckpt.store.arena import Arena
@@ -224,7 +224,7 @@ class UniversalSave:
         transfers = []
         for name, buffer in buffers.items():
             shard = self._shards[name]
-            reader = reader_for_me(self._topology, shard.source, self._topology.rank_of[name])
+            reader = reader_for(self._topology, shard.source)
             transfers.append(fetch(shard.source, reader, shard.image.objects.begin, buffer))
         # On all ranks: those that fetch nothing are read from.
         execute(self._group, transfers, self._arenas)
@@ -241,7 +241,7 @@ class UniversalSave:
         writer: UniversalWriter,
     ) -> None:
         """Batch by batch each rank takes what comes next in its files, and writes it."""
-        sources = [(shard.source, self._topology.rank_of[name]) for name, shard in self._shards.items()]
+        sources = [shard.source for shard in self._shards.values()]
         numbers = {shard: number for number, shard in enumerate(self._shards)}
         index = Index(
             Offer(numbers[entry.shard], entry.fragment, self._shards[entry.shard].image.offsets[entry.index])

@@ -96,31 +96,35 @@ def transfer(source: Location, reader: int, reads: Sequence[ReadItem], needs: Se
     return Transfer(source, reader, tuple(items))
 
 
-def reader_for_me(topology: Topology, source: Location, reader: int) -> int:
-    """A rank reads what lies on its own node by itself; ``reader`` reads it for others."""
-    return topology.rank if source.node == topology.me.node else reader
+def reader_for(topology: Topology, source: Location) -> int:
+    """The rank that reads ``source`` for this one: itself on its own node, otherwise one of the source's node.
+
+    The one in the same place among the ranks of its node, whatever it reads there: a rank then has a connection to
+    one rank of each node, not to every rank of the job.
+    """
+    if source.node == topology.me.node:
+        return topology.rank
+    readers = topology.ranks_on(source.node)
+    return readers[topology.ranks_on(topology.me.node).index(topology.rank) % len(readers)]
 
 
 def transfers_of(
     topology: Topology,
     index: Index,
     needs: Sequence[tuple[Fragment, torch.Tensor]],
-    slots: Sequence[tuple[SlotAt, int]],
+    slots: Sequence[SlotAt],
     padded: frozenset[str] = frozenset(),
 ) -> list[Transfer]:
-    """What this rank reads to fill the tensors of ``needs``.
-
-    ``slots`` are the sources in ``index``, each with the rank that reads it for other nodes.
-    """
+    """What this rank reads to fill the tensors of ``needs``; ``slots`` are the sources in ``index``."""
     here = topology.me.node
     # 0: read in place; 1: sent by a rank of another node.
-    costs = [int(at.node != here) for at, _ in slots]
+    costs = [int(at.node != here) for at in slots]
     by_slot: dict[int, list[ReadItem]] = {}
     for read in plan(index, [need for need, _ in needs], costs.__getitem__, padded, turn=topology.rank):
         by_slot.setdefault(read.offer.source, []).append(read)
     tensors = [tensor for _, tensor in needs]
     return [
-        transfer(slots[number][0], reader_for_me(topology, *slots[number]), reads, tensors)
+        transfer(slots[number], reader_for(topology, slots[number]), reads, tensors)
         for number, reads in by_slot.items()
     ]
 
@@ -180,6 +184,16 @@ class _Want:
         """Where bytes ``begin`` to ``end`` go."""
         memory = self.item.tensor.view(torch.uint8)
         return [dest_strip(copy, memory) for copy in stream(self.item.copies, begin, end)]
+
+    def neighbours(self, rank: int) -> tuple[int, int]:
+        """The ranks after and before ``rank`` in the ring of those that share it."""
+        place = self.ranks.index(rank)
+        return self.ranks[(place + 1) % len(self.ranks)], self.ranks[place - 1]
+
+    def part_from(self, rank: int, back: int) -> list[Strip]:
+        """Where the part goes that the rank fetches which is ``back`` places before ``rank`` in that ring."""
+        fetcher = self.ranks[(self.ranks.index(rank) - back) % len(self.ranks)]
+        return self.strips(*part_of(self.name, self.item.nbytes, self.ranks, fetcher))
 
 
 def _shared(group: Group, remote: Sequence[Transfer]) -> tuple[dict[int, list[_Want]], bool]:
@@ -283,18 +297,22 @@ def _pairs(source: Strip, dest: Strip, begin: int, end: int) -> Iterator[tuple[S
 
 
 def _spread(group: Group, shared: Sequence[_Want], counter: _Counter) -> None:
-    """Hand the part that this rank has fetched of each item to those that share it, and take theirs."""
-    outgoing: dict[int, list[Strip]] = {}
-    incoming: dict[int, list[Strip]] = {}
-    for want in sorted(shared, key=lambda want: want.name):  # the order on both sides
-        for other in want.ranks:
-            if other == group.rank:
-                continue
-            outgoing.setdefault(other, []).extend(want.fetched)
-            begin, end = part_of(want.name, want.item.nbytes, want.ranks, other)
-            incoming.setdefault(other, []).extend(want.strips(begin, end))
-    sent, received = ({rank: Stream(strips) for rank, strips in of.items()} for of in (outgoing, incoming))
-    exchange(group, sent, received, landed=counter.count("spread"))
+    """Hand the part that this rank has fetched of each item to those that share it, and take theirs.
+
+    Around a ring of each item's ranks: what came in one turn goes on in the next. As many bytes as if each rank sent
+    its part to all the others, over two connections, where that would take one to every rank of the job.
+    """
+    shared = sorted(shared, key=lambda want: want.name)  # the order on both sides
+    for turn in range(max((len(want.ranks) - 1 for want in shared), default=0)):
+        sent: dict[int, list[Strip]] = {}
+        received: dict[int, list[Strip]] = {}
+        for want in shared:
+            if turn < len(want.ranks) - 1:
+                to, source = want.neighbours(group.rank)
+                sent.setdefault(to, []).extend(want.part_from(group.rank, turn))
+                received.setdefault(source, []).extend(want.part_from(group.rank, turn + 1))
+        outgoing, incoming = ({rank: Stream(strips) for rank, strips in of.items()} for of in (sent, received))
+        exchange(group, outgoing, incoming, landed=counter.count("spread"))
 
 
 class _Counter:

@@ -21,7 +21,7 @@ from ftckpt.parity.survive import BlockId, ChunkId, Repair
 from ftckpt.restore.build import Build
 from ftckpt.restore.choice import Decision, worth_keeping
 from ftckpt.restore.inventory import Inventory, Shield
-from ftckpt.restore.load import Transfer, execute, fetch, reader_for_me
+from ftckpt.restore.load import Transfer, execute, fetch, reader_for
 from ftckpt.restore.locations import BlockAt, ChunkAt, OpenArenas, SlotAt
 from ftckpt.restore.rebuild import Bytes, Input, Rebuild, RepairTask, TaskSlice, batches, levels, solve_slice
 from ftckpt.store.damage import Damage
@@ -216,13 +216,13 @@ class Repairer:
     def _chunk_input(self, shard: str, chunk: int, nbytes: int) -> Input:
         slot = self._sources[shard]
         at = ChunkAt(slot.node, slot.arena, slot.slot, chunk)
-        return Input(at, reader_for_me(self._site.topology, at, self._site.readers[shard]), nbytes)
+        return Input(at, reader_for(self._site.topology, at), nbytes)
 
     def _block_input(self, block: BlockId, nbytes: int) -> Input:
         at = self._block_at(block)
         if at is None:
             raise CorruptError(f"group {block[0]}: block {block[2]} of member {block[1]} is nowhere")
-        return Input(at, reader_for_me(self._site.topology, at, self._reader_of_block(at)), nbytes)
+        return Input(at, reader_for(self._site.topology, at), nbytes)
 
     def _block_at(self, block: BlockId) -> BlockAt | None:
         """Where a block of a parity file lies; None for one in a slot."""

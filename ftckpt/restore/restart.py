@@ -23,7 +23,7 @@ from ftckpt.model.loaded import NOTHING, Checkpoint, is_undone, next_origin, rol
 from ftckpt.model.topology import Topology, first_of_each_stage
 from ftckpt.model.training_state import Description, Piece, TrainingState, cast_master
 from ftckpt.restore.choice import Decision, readers_of
-from ftckpt.restore.load import Traffic, Transfer, execute, fetch, reader_for_me, transfers_of
+from ftckpt.restore.load import Traffic, Transfer, execute, fetch, reader_for, transfers_of
 from ftckpt.restore.locations import OpenArenas
 from ftckpt.restore.offers import (
     Hashes,
@@ -257,8 +257,7 @@ class Restart:
         needs = needs_of(pieces, index, own, padded)
         self._report_padding(index, [need for _, need in needs])
         wanted = [(need, piece.tensor) for piece, need in needs]
-        sources = [(slot.at, slot.reader) for slot in slots]
-        return needs, transfers_of(self._topology, index, wanted, sources, padded)
+        return needs, transfers_of(self._topology, index, wanted, [slot.at for slot in slots], padded)
 
     def _report_padding(self, index: Index, needs: Sequence[Fragment]) -> None:
         """A vocabulary of another size may be another vocabulary: that is for people to see."""
@@ -292,7 +291,7 @@ class Restart:
             return torch.empty(0, dtype=torch.uint8), []
         begin, used = own.objects
         buffer = torch.empty(used, dtype=torch.uint8)
-        return buffer, [fetch(own.at, reader_for_me(self._topology, own.at, own.reader), begin, buffer)]
+        return buffer, [fetch(own.at, reader_for(self._topology, own.at), begin, buffer)]
 
     def _first_objects(self, contents: Contents) -> list[bytes]:
         """Encoded objects of the first rank of each pipeline stage, in the order of the stages."""

@@ -19,11 +19,12 @@ from ftckpt.errors import ArenaError
 from ftckpt.group import Bytes, Group
 from ftckpt.model import codec
 from ftckpt.model.fragment import Box, Fragment
+from ftckpt.model.topology import RankPlace, Topology
 from ftckpt.restore import exchange as wire
 from ftckpt.restore import locations
-from ftckpt.restore.load import Item, Traffic, Transfer, execute, fetch, transfer
+from ftckpt.restore.load import Item, Traffic, Transfer, execute, fetch, transfer, transfers_of
 from ftckpt.restore.locations import BlockAt, ChunkAt, Location, OpenArenas, PackageAt, SlotAt, location_of
-from ftckpt.restore.offers import Offer
+from ftckpt.restore.offers import Index, Offer
 from ftckpt.restore.plan import ReadItem, StridedCopy, run
 
 WAIT_SECS = 20.0
@@ -71,6 +72,7 @@ class ThreadGroup:
     def __init__(self, exchange: Exchange, rank: int) -> None:
         self.exchange, self.rank, self.size = exchange, rank, exchange.size
         self.longest = self.sent = self.open = self.most_open = 0
+        self.partners: set[int] = set()
 
     def gather(self, data: Bytes) -> list[bytes]:
         self.exchange.parts[self.rank] = bytes(data)
@@ -86,6 +88,7 @@ class ThreadGroup:
         assert data.dtype == torch.uint8 and data.dim() == 1 and data.is_contiguous()
         self.longest = max(self.longest, data.numel())
         self.sent += data.numel()
+        self.partners.add(to)
         message = Message(data)
         with self.exchange.posted:
             self.exchange.sends.setdefault((self.rank, to, tag), []).append(message)
@@ -93,6 +96,7 @@ class ThreadGroup:
         return Work(self, lambda: message.through)
 
     def start_receive(self, into: torch.Tensor, source: int, tag: int) -> Work:
+        self.partners.add(source)
         line = self.exchange.sends.setdefault((source, self.rank, tag), [])
 
         def done() -> bool:
@@ -267,6 +271,32 @@ def test_ranks_hand_on_what_they_have_fetched_whatever_order_they_want_it_in(mon
     assert sum(moved.received_bytes for _, moved in ranks) == total
     assert [moved.needed_bytes for _, moved in ranks] == [0, total, total, total]
     assert all(0 < moved.received_bytes < moved.spread_bytes for _, moved in ranks[1:])
+
+
+def test_a_rank_of_many_has_few_partners() -> None:
+    """What a rank has of one tensor is a part as large as any other's: each rank needs what all of them hold."""
+    nodes, local, part = 8, 4, 3 * 4096
+    size, numel = nodes * local, nodes * local * part
+    whole = Box((0,), (numel,))
+    places = tuple(RankPlace({"dp": rank}, f"n{rank // local}") for rank in range(size))
+    parts = [np.random.default_rng(rank).bytes(part) for rank in range(size)]
+    fragments = [Fragment("w", "U8", (numel,), whole, rank * part, (rank + 1) * part) for rank in range(size)]
+    index = Index(Offer(rank, fragment, 0) for rank, fragment in enumerate(fragments))
+    slots = [SlotAt(place.node, f"a{rank}", 0) for rank, place in enumerate(places)]
+
+    def rank_main(group: ThreadGroup) -> tuple[bool, int]:
+        here = places[group.rank].node
+        arenas = FakeArenas({(at.arena, 0): parts[rank] for rank, at in enumerate(slots) if at.node == here})
+        live = torch.zeros(numel, dtype=torch.uint8)
+        need = Fragment("w", "U8", (numel,), whole, 0, numel)
+        transfers = transfers_of(Topology(group.rank, places, {"dp": size}), index, [(need, live)], slots)
+        execute(cast(Group, group), transfers, cast(OpenArenas, arenas))
+        return live.numpy().tobytes() == b"".join(parts), len(group.partners)
+
+    ranks = run_ranks(size, rank_main)
+    assert all(right for right, _ in ranks)
+    # One rank of each other node, and those after and before it among the ranks that lack the same.
+    assert max(partners for _, partners in ranks) <= nodes - 1 + 2 + 2, ranks
 
 
 def test_a_source_that_one_rank_cannot_open_is_an_error_on_all_before_any_data() -> None:
