@@ -52,7 +52,10 @@ class Config:
     enabled: bool = _setting(False, "switch ftckpt on")
     interval: int = _setting(1, "iterations between snapshots", minimum=1)
     slots: int = _setting(
-        0, "slots per arena; 0: two, three with protection, four where not every snapshot is protected", minimum=0
+        0,
+        "slots per arena; 0: two, three with protection, four where not every snapshot is protected, and one more "
+        "where they go to storage",
+        minimum=0,
     )
     job: str = _setting("", "name of the job; default: FTCKPT_JOB, or the torchrun or Slurm job id")
     node: str = _setting("", "stable name of this machine; default: the host name")
@@ -74,6 +77,17 @@ class Config:
         "number; 0: no limit",
     )
     smp_gbps: float = _setting(0.0, "what the SMP reads of the node's memory, in GB/s; 0: no limit", minimum=0)
+    persist: str = _setting(
+        "",
+        "where snapshots go in the background: a directory that all nodes share (an absolute path), or s3://, gs:// "
+        "or az:// with bucket and folder; default: nowhere",
+    )
+    persist_interval: int = _setting(500, "iterations between two snapshots that go to storage", minimum=1)
+    persist_keep: int = _setting(3, "snapshots that stay on storage, the newest; 0: all", minimum=0)
+    persist_gbps: float = _setting(0.0, "what a node writes to storage, in GB/s; 0: no limit", minimum=0)
+    persist_timeout_secs: float = _setting(
+        1800.0, "longest wait for a snapshot to be on storage before a newer one is tried", minimum=1
+    )
     smp_listen: str = _setting(
         "",
         "address at which a node's SMP answers others, or interfaces, such as hsn0,hsn1, of which the first that has "
@@ -168,14 +182,19 @@ class Config:
             raise ConfigError(f"network_gbps: {self.network_gbps!r} is not auto or a number such as 2.5; 0: no limit")
         if not os.path.isabs(self.arena):
             raise ConfigError(f"arena: {self.arena!r} is not an absolute path; name a directory on a tmpfs")
+        if self.persist and "://" not in self.persist and not os.path.isabs(self.persist):
+            # The process that writes there has another working directory than the script.
+            raise ConfigError(
+                f"persist: {self.persist!r} is neither an absolute path nor a URL such as s3://bucket/a"
+            )
 
     def num_slots(self, protects: bool) -> int:
         """Slots of an arena: ``slots``, or as many as the job needs, which ``protects`` its snapshots or does not.
 
         One is written and one is whole. One more holds the protected snapshot, and one more the target where
-        protecting it may take several iterations.
+        protecting it may take several iterations; one more what is on its way to storage.
         """
-        return self.slots or (2 if not protects else 3 if self.protect_interval == 1 else 4)
+        return self.slots or (2 if not protects else 3 if self.protect_interval == 1 else 4) + bool(self.persist)
 
     @property
     def chunk_bytes(self) -> int:

@@ -237,6 +237,18 @@ EVENTS: dict[str, EventKind] = {
     ),
     "hang_aborted": _quiet("the ranks that hung were ended", killed="pids of those that did not end by themselves"),
     # Storage.
+    "persisted": _quiet("a snapshot is on storage, all of it", iteration=_ITERATION, secs="since it was chosen"),
+    "not_persisted": _loud(
+        "a snapshot did not come to storage; a newer one is tried", iteration=_ITERATION, secs="since it was chosen"
+    ),
+    "flushed": _quiet("this node's shards are on storage", iteration=_ITERATION, bytes="written", secs="it took"),
+    "not_flushed": _loud("this node cannot bring a snapshot to storage", iteration=_ITERATION, reason="why"),
+    "storage_fails": _loud("storage fails; it is tried again", iteration="that goes there", error="what"),
+    "committed": _quiet(
+        "the shards of all nodes became a checkpoint", iteration=_ITERATION, path="where it is", bytes="of all",
+        shards="their number",
+    ),
+    "removed": _quiet("an older checkpoint was removed from storage", iteration=_ITERATION, path="of the storage"),
     "saved": _quiet(
         "a universal checkpoint was written", path="of its directory", iteration=_ITERATION, total_bytes="written",
         blocked_secs="time training waited",

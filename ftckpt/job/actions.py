@@ -18,10 +18,11 @@ class WholeMark:
 
 @dataclass(frozen=True)
 class TargetMarks:
-    """Tell the SMP what to protect next, and readers of the arena what is protected."""
+    """Tell the SMP what to protect next and what to write to storage, and readers of the arena what is protected."""
 
     protected: SnapshotId | None
     target: SnapshotId | None
+    flush: SnapshotId | None = None
 
 
 @dataclass(frozen=True)

@@ -35,6 +35,7 @@ class Round(NamedTuple):
     ``number``: of snapshots that were due so far, the same on all ranks, and not sent. ``newest``: the newest
     iteration that this rank has sealed in the lineage of the job, -1 for none. ``stretch``: by how much it wishes
     snapshots to be rarer. ``target``: the iteration of the target, -1 for none; ``cover``: how far its protection is.
+    ``flush``, ``flushed``: the same of what goes to storage.
     """
 
     number: int
@@ -43,6 +44,8 @@ class Round(NamedTuple):
     stretch: int = 1
     target: int = -1
     cover: Coverage = Coverage.DONE
+    flush: int = -1
+    flushed: Coverage = Coverage.DONE
 
     def words(self) -> tuple[int, ...]:
         """What goes into an element-wise minimum over all ranks.
@@ -52,7 +55,8 @@ class Round(NamedTuple):
         and largest are the same do all ranks have it. ``target`` likewise. ``stretch`` is negated because the
         largest wish counts.
         """
-        return self.newest, -self.newest, self.will, -self.stretch, self.target, -self.target, self.cover
+        protect = self.target, -self.target, self.cover
+        return self.newest, -self.newest, self.will, -self.stretch, *protect, self.flush, -self.flush, self.flushed
 
 
 class Verdict(NamedTuple):
@@ -60,7 +64,7 @@ class Verdict(NamedTuple):
 
     ``whole``: the iteration that all ranks have sealed, -1 where they do not name the same one. ``will``: of the
     least willing. ``stretch``: the largest wish. ``target``: what all take for the target, -1 where they differ.
-    ``cover``: of the node that is least far.
+    ``cover``: of the node that is least far. ``flush``, ``flushed``: the same of what goes to storage.
     """
 
     number: int
@@ -69,25 +73,32 @@ class Verdict(NamedTuple):
     stretch: int = 1
     target: int = -1
     cover: Coverage = Coverage.DONE
+    flush: int = -1
+    flushed: Coverage = Coverage.DONE
 
     @classmethod
     def of(cls, number: int, minima: Sequence[int]) -> Verdict:
         """Read the minimum of ``Round.words`` over all ranks."""
-        newest, negated_newest, will, negated_stretch, target, negated_target, cover = minima
+        newest, negated_newest, will, negated_stretch, *tasks = minima
+        (target, cover), (flush, flushed) = (
+            (name if name == -negated else -1, Coverage(done)) for name, negated, done in (tasks[:3], tasks[3:])
+        )
         return cls(
             number,
             newest if newest == -negated_newest else -1,
             Will(will),
             -negated_stretch,
-            target if target == -negated_target else -1,
-            Coverage(cover),
+            target,
+            cover,
+            flush,
+            flushed,
         )
 
     @classmethod
     def from_row(cls, row: Sequence[int]) -> Verdict:
         """Inverse of a list of its items."""
-        number, whole, will, stretch, target, cover = row
-        return cls(number, whole, Will(will), stretch, target, Coverage(cover))
+        number, whole, will, stretch, target, cover, flush, flushed = row
+        return cls(number, whole, Will(will), stretch, target, Coverage(cover), flush, Coverage(flushed))
 
 
 class AgreementError(RuntimeError):

@@ -82,7 +82,7 @@ class Checkpointer:
         self._arenas = NodeArenas(config, topology, self.group, self.events)
         # Asked once: a later layout may leave no mode, and its arena must still be made known to the SMP.
         self._protects = self._protection.on
-        self._state = RankState(config, protects=self._protects)
+        self._state = RankState(config, protects=self._protection.protects)
         self._pacer: Pacer | None = None
         self._shard: Shard | None = None
         self._boundary = -1  # the iteration of the last one
@@ -103,6 +103,11 @@ class Checkpointer:
     def protected(self) -> SnapshotId | None:
         """The newest snapshot whose parity all nodes have; None where there is none, or no protection."""
         return self._state.targets.protected
+
+    @property
+    def persisted(self) -> SnapshotId | None:
+        """The newest snapshot of this attempt that is on storage; None where none is."""
+        return self._state.flushes.persisted
 
     @property
     def arena(self) -> Arena | None:
@@ -363,8 +368,8 @@ class Checkpointer:
     def _mark_arrangement(self) -> None:
         """Marks go to the arena as it is laid out. No mode may be left where no replica set spans nodes: what no
         parity guards must never be called protected."""
-        if self._protection.on:
-            self._protection.mark(self._state.targets.marks)
+        if self._protection.protects:
+            self._protection.mark(self._state.marks)
         else:
             self._execute(self._state.not_protected())
 
@@ -375,6 +380,7 @@ class Checkpointer:
             return
         # In this order: the SMP makes no more of it, and what could bring a void slot back goes before it is void.
         self.capture.arena.control.mark_target(None)
+        self.capture.arena.control.mark_flush(None)
         remove_protection(self.node_dir, iteration - 1)
         self.capture.forget(iteration)
 
@@ -493,6 +499,7 @@ class Checkpointer:
             self._pacer.stretch if self._pacer is not None else 1,
             self._protection.observe(self._state.targets.target),
             now_secs,
+            flush=self._protection.observe_flush(self._state.flushes.current),
         )
         self._links.agreement.post(round_)  # where it raises, the round is still owed
         self._state.posted(round_)

@@ -116,6 +116,7 @@ class NodeSmp:
             "secret": secret.hex(),
             "peers": {other: where for other, where in peers.items() if other != node},
             "places": places,
+            "nodes": sorted({member.node for member in self._topology.members}),
             "groups": [g.to_json() for g in groups if any(member.node == node for member in g.members)],
             "mirror_from": packages,
             "network": asdict(self.network) if self.network else {"gbps": 0.0, "source": "no other nodes"},

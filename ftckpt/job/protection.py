@@ -18,6 +18,7 @@ from ftckpt.events import Events
 from ftckpt.group import Group, together
 from ftckpt.job.actions import TargetMarks
 from ftckpt.job.addresses import machine
+from ftckpt.job.flushes import NO_FLUSH, FlushGuard
 from ftckpt.job.node_smp import NodeSmp
 from ftckpt.job.targets import Guard
 from ftckpt.model import codec
@@ -32,7 +33,7 @@ from ftckpt.store.arena import Arena
 from ftckpt.store.checks import CheckState
 from ftckpt.store.ledger import Ledger, for_protection, refusal, require
 from ftckpt.store.parity_file import parity_bytes, parity_path
-from ftckpt.store.pulse import PAUSES, Pulse, PulseSection
+from ftckpt.store.pulse import PAUSES, FlushState, Pulse, PulseSection
 from ftckpt.store.stacks import answer_signals
 
 _SMP_SILENT_SECS = 10.0
@@ -133,14 +134,19 @@ class Protection:
         self._at = -1, ""  # iteration and phase of the last beat
 
     @property
-    def on(self) -> bool:
-        """Whether anything is protected, and each node has an SMP."""
+    def protects(self) -> bool:
+        """Whether anything is protected."""
         return bool(self.modes.names)
+
+    @property
+    def on(self) -> bool:
+        """Whether each node has an SMP: something is protected, or goes to storage."""
+        return self.protects or bool(self._config.persist)
 
     @property
     def slots(self) -> int:
         """How many slots an arena has."""
-        return self._config.num_slots(self.on)
+        return self._config.num_slots(self.protects)
 
     @property
     def smp_alive(self) -> bool:
@@ -199,6 +205,7 @@ class Protection:
         if self._arena is not None:
             self._arena.control.mark_protected(marks.protected)
             self._arena.control.mark_target(marks.target)
+            self._arena.control.mark_flush(marks.flush)
 
     def beat(self, iteration: int, phase: str, evaluates: bool = False) -> None:
         """Training is in ``phase`` of ``iteration``: who looks for hangs sees it. Takes microseconds."""
@@ -243,6 +250,19 @@ class Protection:
             self._events.emit("smp_error", error=repr(error))
             return Guard()
 
+    def observe_flush(self, snapshot: SnapshotId | None) -> FlushGuard:
+        """What the node's SMP is seen to do, and to have done to bring ``snapshot`` to storage."""
+        if self._pulse is None or self._arena is None or not self._config.persist:
+            return NO_FLUSH
+        try:
+            ready = self.smp_alive and self._pulse.smp_guards(self._digest)
+            sealed = self._arena.find(snapshot) is not None
+            state = self._pulse.flush_state(snapshot) if snapshot is not None else FlushState.NONE
+            return FlushGuard(ready, sealed, state)
+        except Exception as error:  # noqa: BLE001 - promise 4: training goes on whatever storage does
+            self._events.emit("smp_error", error=repr(error))
+            return NO_FLUSH
+
     def close(self) -> None:
         """This rank trains no more; the SMP stays."""
         self.smp.release()
@@ -250,7 +270,7 @@ class Protection:
             self._pulse.leave()
 
     def _check_slots(self) -> None:
-        if self.on and self.slots < _LEAST_SLOTS:
+        if self.protects and self.slots < _LEAST_SLOTS:
             raise ConfigError(
                 f"slots: {self.slots} are too few with protection ({', '.join(self.modes.names)}): one is protected, "
                 f"one is being protected, one is written; use {_LEAST_SLOTS} or more, or 0"
@@ -276,7 +296,7 @@ class Protection:
         node, names = self._topology.me.node, self.modes.names
         table = arrangement.report(self.slots)
         self._events.emit("protection", modes=names, **table.to_json())
-        self._events.announce(f"protection: {', '.join(names)}")
+        self._events.announce(f"protection: {', '.join(names) or 'none'}")
         for line in table.lines():
             self._events.announce(line)
         self._require_room(arrangement.account(node, node_dir, table.smp_bytes(node), self.slots), node_dir)

@@ -14,9 +14,10 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from ftckpt.config import Config
-from ftckpt.job.actions import Action, Announcement, OldArenaRemoval, Skip, Take, TurnOff, WholeMark
+from ftckpt.job.actions import Action, Announcement, OldArenaRemoval, Skip, Take, TargetMarks, TurnOff, WholeMark
 from ftckpt.job.agreement import Round, Verdict, Will
 from ftckpt.job.cadence import Interval, Proofs
+from ftckpt.job.flushes import NO_FLUSH, Flushes, FlushGuard
 from ftckpt.job.targets import Guard, Targets
 from ftckpt.model.snapshot import SnapshotId
 
@@ -85,6 +86,7 @@ class RankState:
         self.interval = Interval(config.interval, config.error_limit + _MORE_ROUNDS)
         self.proofs = Proofs(config.replica_check_interval)
         self.targets = Targets(config.protect_interval if protects else 0, config.protect_timeout_secs)
+        self.flushes = Flushes(config.persist_interval if config.persist else 0, config.persist_timeout_secs)
         self._stepped = False
         self._wrong = False  # what ranks copy must change, and has not yet
         self._round: int | None = None  # the number of the round that is still to be posted
@@ -106,6 +108,7 @@ class RankState:
         self.iteration = restored.iteration if restored is not None else -1
         self.targets.target = restored if self.targets.interval else None
         self.targets.chosen_secs = now_secs
+        self.flushes.begin(restored)
 
     def take_over(self, protected: SnapshotId | None, target: SnapshotId | None) -> None:
         """What the arenas of all ranks hold of what an earlier attempt protected, and of what was restored."""
@@ -118,6 +121,7 @@ class RankState:
     def went_back(self, iteration: int) -> TurnOff:
         """Training goes on from before the last snapshot: nothing of this lineage may be combined with it."""
         self.targets.forget()
+        self.flushes.forget()
         return self.turn_off(f"iteration {iteration} after {self.iteration}: training went back; restart the job")
 
     def boundary(self, iteration: int) -> bool:
@@ -137,15 +141,17 @@ class RankState:
         return self._round is not None and not self.off and not self.lost
 
     def round_to_post(
-        self, newest: SnapshotId | None, will: Will, stretch: int, guard: Guard, now_secs: float
-    ) -> Round:
+        self, newest: SnapshotId | None, will: Will, stretch: int, guard: Guard, now_secs: float,
+        *, flush: FlushGuard = NO_FLUSH,
+    ) -> Round:  # fmt: skip
         """This rank's round, when ``owes_round``: what it has sealed, and what it wants of the next snapshot."""
         assert self._round is not None
         # What was restored is of another lineage, and no snapshot of this one.
         own = newest.iteration if newest is not None and newest.lineage == self.lineage else -1
         if self.failures >= self._config.error_limit and own <= self._newest:
             will = Will.OFF  # unless one was sealed since: that ends the row of failures
-        return Round(self._round, own, will, stretch, *self.targets.report(guard, now_secs))
+        tasks = *self.targets.report(guard, now_secs), *self.flushes.report(flush, now_secs)
+        return Round(self._round, own, will, stretch, *tasks)
 
     def posted(self, round_: Round) -> None:
         """The round is on its way."""
@@ -164,20 +170,22 @@ class RankState:
         self._round = self.interval.number
         self._verdicts += verdicts
         actions: list[Action] = []
-        marks, whole = self.targets.marks, self.whole
+        marks, whole = self.marks, self.whole
         for verdict in verdicts:
             # Each one counts: the last may name nothing where an earlier one named what must be kept.
             if verdict.whole >= 0 and (self.whole is None or verdict.whole > self.whole.iteration):
                 self.whole = SnapshotId(self.lineage, verdict.whole)
             actions += self.targets.learn(verdict, self.lineage, now_secs)
+            newest = self.targets.protected if self.targets.interval else self.whole
+            actions += self.flushes.learn(verdict, newest, now_secs)
             if self.interval.learn(verdict.number, verdict.stretch):
                 actions.append(self._interval_change(verdict.stretch))
         if self.whole is not None and self.whole != whole:
             actions.append(WholeMark(self.whole))
             if self._whole_here_secs is None:
                 self._whole_here_secs = now_secs
-        if self.targets.marks != marks:
-            actions.append(self.targets.marks)
+        if self.marks != marks:
+            actions.append(self.marks)
         if self._supersedes(now_secs):
             self._old_arenas = False
             actions.append(OldArenaRemoval())
@@ -228,17 +236,23 @@ class RankState:
         self._wrong = changed and not new_arenas
         if new_arenas:
             self.targets.forget()
+            self.flushes.forget()
             self._old_arenas, self._whole_here_secs = True, None
 
     def not_protected(self) -> list[Action]:
         """Nothing can be protected in the arenas as they are laid out now."""
         self.targets.stop()
-        return [self.targets.marks]
+        return [self.marks]
+
+    @property
+    def marks(self) -> TargetMarks:
+        """What the SMP and readers of the arena are to know."""
+        return TargetMarks(self.targets.protected, self.targets.target, self.flushes.current)
 
     @property
     def keep(self) -> frozenset[SnapshotId]:
         """Snapshots whose slots must not be written."""
-        snapshots = self.whole, self.targets.protected, self.targets.target
+        snapshots = self.whole, self.targets.protected, self.targets.target, self.flushes.current
         return frozenset(snapshot for snapshot in snapshots if snapshot is not None)
 
     def take(self, has_room: bool) -> Take | Skip | None:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from ftckpt.job.actions import Announcement, TargetMarks
+from ftckpt.job.actions import Announcement
 from ftckpt.job.agreement import Coverage, Verdict
 from ftckpt.model.snapshot import SnapshotId
 
@@ -53,10 +53,6 @@ class Targets:
 
     def __post_init__(self) -> None:
         self.rounds_since = self.interval
-
-    @property
-    def marks(self) -> TargetMarks:
-        return TargetMarks(self.protected, self.target)
 
     def learn(self, verdict: Verdict, lineage: bytes, now_secs: float) -> Iterator[Announcement]:
         """What a verdict changes, with an event for each target that was protected or given up, and where for long

@@ -97,6 +97,10 @@ class PendingCheckpoint:
         mark = DoneMark(self._node, tuple(self._files), parts)
         self._storage.put(f"{self._marks}{self._node}", mark.encode())
 
+    def withdraw(self) -> None:
+        """Remove what this node has written, before it is done; nobody may call anything after it."""
+        self._storage.remove([f"{self.folder}/{file.name}" for file in self._files])
+
     def marks(self) -> dict[str, DoneMark]:
         """The nodes that are done."""
         found = {}

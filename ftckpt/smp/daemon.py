@@ -154,6 +154,7 @@ class Daemon:
         else:
             state = SmpState.GUARDING if self._config.description else SmpState.WAITING
             self._pulse.beat_smp(state, digest=self._digest)
+        self._pulse.tell_flush(*self._duties.flushing)
 
     def _look_safely(self) -> None:
         try:

@@ -14,13 +14,14 @@ from ftckpt.smp.arenas import GuardedArenas, common_mark
 from ftckpt.smp.channel import Deadlines, Trust
 from ftckpt.smp.check import Checker
 from ftckpt.smp.cover import Duty, TargetCover, claims, uncover
+from ftckpt.smp.flush import Flush, FlushOrders
 from ftckpt.smp.footprint import allow_packages
 from ftckpt.smp.link import NetworkLimit
 from ftckpt.smp.peers import Peers
 from ftckpt.smp.scrub import Scrubber
 from ftckpt.smp.sources import Service, Sources
 from ftckpt.smp.work import Pace, Task
-from ftckpt.store.pulse import Pulse
+from ftckpt.store.pulse import FlushState, Pulse
 from ftckpt.windows.node_budget import MAX_PLACES, NodeBudget
 
 NETWORK_PHASES = frozenset({"tail", "fence", "optimizer"})
@@ -30,6 +31,8 @@ _LOOK_SECS = 0.02
 """Between looks for seals and targets, which read the control block of each arena."""
 _PAUSE_SECS = 1.0
 """After a failed check or scrub: what fails at once would fail again and again."""
+_CLOSE_SECS = 2.0
+"""For a flush to remove what it has begun: whoever ends the SMP does not wait for storage."""
 _MAX_REPORTED = 200
 _PATIENCE = 0.5
 """Share of the time that trainers wait for protection, after which a node that fails all the time is given up."""
@@ -40,6 +43,7 @@ class _Orders(NamedTuple):
 
     node: str
     duty: Duty
+    flush: FlushOrders
     arenas: list[str]
     addresses: dict[str, tuple[str, int]]
     trust: Trust
@@ -53,6 +57,7 @@ def _read(given: Mapping[str, Any]) -> _Orders:
         return _Orders(
             str(given["node"]),
             Duty.from_json(given),
+            FlushOrders.from_json(given),
             [str(place["arena"]) for place in given["places"].values()],
             {str(name): (str(at[0]), int(at[1])) for name, at in given.get("peers", {}).items()},
             Trust(bytes.fromhex(given.get("secret") or ""), bool(settings.get("encrypt"))),
@@ -89,6 +94,8 @@ class Duties:
         self._check, self._cover, self._proof, self._scrub = Task(), Task(), Task(), Task()
         # What an earlier SMP, or this one for other groups, claimed to be covered; the first is being proven.
         self._claims: list[SnapshotId] = []
+        self._flush_orders = FlushOrders()
+        self._flush: Flush | None = None
         self._network = NetworkLimit(0.0, "not configured")
         self._pace = self._new_pace({})
         self.service = Service(self._arenas, self._pace)
@@ -100,6 +107,12 @@ class Duties:
     def cannot(self) -> SnapshotId | None:
         """The target that this node cannot protect; None while it can, or there is none."""
         return self._cannot[0] if self._cannot else None
+
+    @property
+    def flushing(self) -> tuple[SnapshotId | None, FlushState]:
+        """What is to be written to storage, and how far this node is with it."""
+        flush = self._flush
+        return (None, FlushState.NONE) if flush is None or flush.halted else (flush.snapshot, flush.state)
 
     @property
     def trust(self) -> Trust:
@@ -122,12 +135,12 @@ class Duties:
         if given == self._description:
             self._retry()
             return
-        node, duty, arenas, addresses, trust, limit, settings = _read(given)
+        node, duty, flush, arenas, addresses, trust, limit, settings = _read(given)
         addresses.pop(node, None)
         if addresses or trust.secret:
             self._peers.configure(addresses, trust)
         self._abandon()
-        self._description, self._duty, self._network = given, duty, limit
+        self._description, self._duty, self._network, self._flush_orders = given, duty, limit, flush
         # What is sent to other nodes is read of this one's memory, and goes over the same link: one pace for both.
         self._pace = self.service.pace = self._checker.pace = self._new_pace(settings)
         patience = _PATIENCE * float(settings.get("protect_timeout_secs", 60.0))
@@ -174,6 +187,7 @@ class Duties:
             "covering": self._cover.active,
             "checked": self._checker.checked,
             "repaired": self._scrubber.repaired,
+            "flushing": _named(self.flushing[0]),
             "network": {"gbps": self._network.gbps, "source": self._network.source},
             "received_bytes": self._sources.received_bytes,
             "sent_bytes": self.service.sent_bytes,
@@ -184,6 +198,9 @@ class Duties:
     def close(self) -> None:
         """Give up what is under way, unmap everything. ``service`` is not to be used any more."""
         self._abandon()
+        if self._flush is not None:
+            self._flush.stop()
+            self._flush.join(_CLOSE_SECS)
         self._peers.close()
         self._arenas.close()
         self._budget.close()
@@ -217,6 +234,9 @@ class Duties:
             self._target, self._cannot = target, None
             if target is not None:
                 self._cover.start(TargetCover(self._sources, self._duty, self._events, target).run())
+        self._look_for_flush(
+            common_mark([a.mapped.control.flush() for a in arenas]) if self._arenas.complete else None
+        )
         refused = target is not None and (self._checker.refused(target) or self._scrubber.refused(target))
         # At once, not after the patience for other nodes: trainers choose another target as soon as they know.
         if self._cover.active and target is not None and refused:
@@ -230,6 +250,21 @@ class Duties:
         idle = not any(task.active for task in (self._check, self._cover, self._proof, self._scrub))
         if idle and self._scrubber.due:
             self._scrub.start(self._scrubber.run())
+
+    def _look_for_flush(self, wanted: SnapshotId | None) -> None:
+        if wanted == self.flushing[0]:
+            return
+        if self._flush is not None:
+            self._flush.stop()
+        orders = self._flush_orders
+        if wanted is not None and orders.where:
+            pace = Pace(lambda: self._budget.copying() > 0, self._network_in_use, orders.gbps)
+            self._flush = Flush(
+                orders, self._arenas, pace, self._events, wanted, tidies=self._ranks_train, before=self._flush
+            )
+
+    def _ranks_train(self) -> bool:
+        return any(rank.lives is not False for rank in self._pulse.ranks())
 
     def _advance(self) -> float | None:
         """One piece of work; returns the seconds to wait, None if there is nothing to do."""

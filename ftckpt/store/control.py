@@ -2,7 +2,7 @@
 
 A record file (``record``) with one record per slot: fields are the sequence, the bytes of objects in use and their
 checksum, words the checksums of the chunks. Its text is the shard's name, its first number the bytes of a chunk.
-Behind the header lie five marks. What a kill or a flip leaves is argued in ``record``.
+Behind the header lie six marks. What a kill or a flip leaves is argued in ``record``.
 """
 
 from __future__ import annotations
@@ -26,9 +26,11 @@ MAX_SLOTS = 64
 """``checks`` has fixed places for as many leases and COVERED records."""
 MAX_SHARD_BYTES = 256
 """Room for the shard's name; that of a directory may have 200."""
-FORMAT = Format("control block", b"FTCKPTCB", 1, fixed_bytes=5 * MARK_BYTES)
+FORMAT = Format("control block", b"FTCKPTCB", 2, fixed_bytes=6 * MARK_BYTES)
 
-_WHOLE, _TARGET, _PROTECTED, _CAPACITY, _ORIGIN = (record.HEADER_BYTES + MARK_BYTES * place for place in range(5))
+_WHOLE, _TARGET, _PROTECTED, _CAPACITY, _ORIGIN, _FLUSH = (
+    record.HEADER_BYTES + MARK_BYTES * place for place in range(6)
+)
 _FIELDS = struct.Struct("<QQQ")  # sequence, bytes of objects used, their hash
 _OBJECTS = struct.Struct("<QQ")  # the last two of them, behind the first 8 bytes
 _U64 = struct.Struct("<Q")
@@ -185,6 +187,10 @@ class ControlBlock:
         """Remember what is protected on all nodes."""
         Mark(self._stores, _PROTECTED).write(snapshot)
 
+    def mark_flush(self, snapshot: SnapshotId | None) -> None:
+        """Remember what all ranks agreed to write to storage."""
+        Mark(self._stores, _FLUSH).write(snapshot)
+
     def mark_capacity(self, nbytes: int) -> None:
         """Remember how many bytes of a snapshot this rank's windows were measured to take."""
         Mark(self._stores, _CAPACITY).write(None, nbytes)
@@ -212,6 +218,10 @@ class ControlBlock:
     def protected(self) -> SnapshotId | None:
         """What is protected on all nodes; None if nothing is, or the mark is lost."""
         return self._advice(_PROTECTED)
+
+    def flush(self) -> SnapshotId | None:
+        """What is to be written to storage; None if nothing is, or the mark is lost."""
+        return self._advice(_FLUSH)
 
     def capacity(self) -> int | None:
         """Bytes that this rank's windows were measured to take; None if they were not, or the mark is lost."""

@@ -10,8 +10,8 @@ place on the node; the last entry is the SMP's. An entry is sixteen native 64-bi
 * 4: a rank's iteration plus 1, 0 where it is in none yet; the SMP's state
 * 5, 6: a rank's phase: up to 16 ASCII characters, the first in the low byte of word 5; of the SMP the
   iteration plus 1 that it cannot protect, and the digest of its configuration
-* 7: a rank's number plus 1; 0: unknown
-* 8: a rank's section
+* 7: a rank's number plus 1; 0: unknown; of the SMP the key of the snapshot that it writes to storage; 0: none
+* 8: a rank's section; of the SMP how far that is
 * 9: what makes a rank write its stacks (``stacks.StackSignals``); 0: nothing does
 * 10 to 14: of each section the longest time between two beats of this rank, of those that have ended, in ns
 
@@ -28,6 +28,9 @@ from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
 
+import xxhash
+
+from ftckpt.model.snapshot import SnapshotId
 from ftckpt.store.directory import PULSE_NAME
 from ftckpt.store.page import map_page, owner_lives, owner_word, pid_namespace, private_page
 
@@ -36,7 +39,7 @@ MAX_PLACES = 255
 _ENTRY_WORDS = 16
 _PAGE_BYTES = (MAX_PLACES + 1) * _ENTRY_WORDS * 8
 _OWNER, _NAMESPACE, _BEAT_NS, _BEATS, _ITERATION, _PHASE, _PHASE_END, _RANK, _SECTION, _STACKS, _LONGEST = range(11)
-_STATE, _CANNOT, _DIGEST = _ITERATION, _PHASE, _PHASE_END
+_STATE, _CANNOT, _DIGEST, _FLUSHED, _FLUSH_STATE = _ITERATION, _PHASE, _PHASE_END, _RANK, _SECTION
 _SMP = MAX_PLACES
 _PHASE_BYTES = 16
 
@@ -50,6 +53,15 @@ class SmpState(IntEnum):
     NONE = 0
     WAITING = 1
     GUARDING = 2
+    CANNOT = 3
+
+
+class FlushState(IntEnum):
+    """How far the SMPs are with writing a snapshot to storage: ``DONE`` when it is durable there, all of it."""
+
+    NONE = 0
+    WORKING = 1
+    DONE = 2
     CANNOT = 3
 
 
@@ -191,6 +203,24 @@ class Pulse:
         words[base + _BEATS] = self._smp_beats
         words[base + _BEAT_NS] = time.monotonic_ns()
 
+    def tell_flush(self, snapshot: SnapshotId | None, state: FlushState) -> None:
+        """How far the SMP is with ``snapshot``; called by nobody else."""
+        words, base = self._words, _SMP * _ENTRY_WORDS
+        key = _key(snapshot) if snapshot is not None else 0
+        if words[base + _FLUSHED] != key:
+            # No state meanwhile: a reader must not find that of the one before beside this one.
+            words[base + _FLUSH_STATE] = FlushState.NONE
+            words[base + _FLUSHED] = key
+        words[base + _FLUSH_STATE] = state
+
+    def flush_state(self, snapshot: SnapshotId) -> FlushState:
+        """How far the SMP says that it is with ``snapshot``."""
+        base = _SMP * _ENTRY_WORDS
+        state = self._words[base + _FLUSH_STATE]
+        # Asked behind the state: where it is another snapshot's by now, so may the state be.
+        is_named = self._words[base + _FLUSHED] == _key(snapshot)
+        return FlushState(state) if is_named and state <= max(FlushState) else FlushState.NONE
+
     def ranks(self) -> list[RankPulse]:
         """The entries of all ranks that ever joined and did not leave, dead ones included, by place."""
         return [self._read(place) for place in range(MAX_PLACES) if self._words[place * _ENTRY_WORDS + _OWNER]]
@@ -277,6 +307,11 @@ class Pulse:
         if self._words[base + _NAMESPACE] != self._namespace:
             return None
         return owner_lives(self._words[base + _OWNER])
+
+
+def _key(snapshot: SnapshotId) -> int:
+    """One word for a snapshot, never 0."""
+    return xxhash.xxh3_64_intdigest(snapshot.pack()) | 1
 
 
 def _phase_words(phase: str) -> tuple[int, int]:

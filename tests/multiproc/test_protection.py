@@ -219,7 +219,7 @@ def restored_targets(rank: int, world_size: int, plan: Plan) -> Any:
 
     def watched(self: Checkpointer, newer_than: int = -1) -> int | None:
         start = restore(self, newer_than)
-        marks = self._state.targets.marks
+        marks = self._state.marks
         found.extend(snapshot.iteration if snapshot else None for snapshot in (marks.protected, marks.target))
         return start
 

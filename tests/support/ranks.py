@@ -388,7 +388,7 @@ class Rank:
         whole = self.state.whole
         self.old = {whole} if whole is not None else set()
         self.slots, self.covered = dict.fromkeys(range(self.num_slots)), set()
-        self.marks = self.state.targets.marks
+        self.marks = self.state.marks
 
     def _go_back(self, job: Job, iteration: int) -> None:
         job.went_back = True
@@ -446,7 +446,7 @@ class Job:
             if self.protects:
                 target = restored if restored in in_slots else None
                 rank.state.take_over(protected if protected in in_slots else None, target)
-                rank.marks = rank.state.targets.marks
+                rank.marks = rank.state.marks
 
     @property
     def knows(self) -> Rank:

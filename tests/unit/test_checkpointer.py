@@ -15,6 +15,7 @@ from ftckpt.job.actions import OldArenaRemoval, TargetMarks, TurnOff
 from ftckpt.job.agreement import AgreementError
 from ftckpt.job.attempt import AttemptRecord
 from ftckpt.job.checkpointer import Checkpointer
+from ftckpt.job.flushes import NO_FLUSH
 from ftckpt.job.protection import Protection
 from ftckpt.job.session import RankState
 from ftckpt.job.targets import Guard
@@ -53,14 +54,14 @@ class Lessened:
     """Protection whose last mode goes when the arenas are arranged, as where no replica set spans nodes any more."""
 
     def __init__(self) -> None:
-        self.on = True
+        self.on = self.protects = True
         self.marks: list[TargetMarks] = []
 
     def survey(self, arena: object, restored: SnapshotId | None) -> tuple[SnapshotId | None, SnapshotId | None]:
         return SnapshotId(LINEAGE, 4), restored
 
     def arrange(self, arena: object, node_dir: Path) -> None:
-        self.on = False
+        self.on = self.protects = False
 
     def mark(self, marks: TargetMarks) -> None:
         self.marks.append(marks)
@@ -169,7 +170,9 @@ def test_a_rank_that_loses_others_in_the_fence_comes_to_nothing_collective_at_th
     checkpointer._pacer = SimpleNamespace(
         stretch=1, enter=lambda kind: None, boundary=lambda: entered.append("pacer")
     )  # type: ignore[assignment]
-    checkpointer._protection = SimpleNamespace(beat=lambda *_: None, observe=lambda target: Guard())  # type: ignore[assignment]
+    checkpointer._protection = SimpleNamespace(
+        beat=lambda *_: None, observe=lambda target: Guard(), observe_flush=lambda flush: NO_FLUSH
+    )  # type: ignore[assignment]
     checkpointer._links = links  # type: ignore[assignment]
     checkpointer.events = SimpleNamespace(emit=lambda event, **fields: entered.append(event))  # type: ignore[assignment]
     checkpointer._snapshot = lambda iteration, begin: entered.append("snapshot")  # type: ignore[method-assign]

@@ -22,7 +22,14 @@ SECS = st.floats(1, 1e9, allow_nan=False)
 CORES = st.from_regex(r"[0-9]{1,5}(-[0-9]{1,5})?(,[0-9]{1,5}(-[0-9]{1,5})?){0,3}", fullmatch=True)
 PROTECT = ["auto", "none", "node", "replica", "copy", "peer", "node,peer", "node, replica,peer", "peer,copy"]
 LAYOUTS = ["", "tp2pp2", "tp2pp2dp2,tp1, dp4ep2etp1cp2vpp2", "site.layouts:of"]
-SAMPLES = {"arena": "/x", "affinity": "0-3,8", "protect": "node,peer", "layouts": "tp2pp2,tp1", "network_gbps": "2.5"}
+SAMPLES = {
+    "arena": "/x",
+    "persist": "/y",
+    "affinity": "0-3,8",
+    "protect": "node,peer",
+    "layouts": "tp2pp2,tp1",
+    "network_gbps": "2.5",
+}
 """A value for each text setting that does not take any text; names take ``x``."""
 
 
@@ -41,6 +48,8 @@ def configs(draw: st.DrawFn) -> Config:
             strategy = st.booleans()
         elif setting.name in ("job", "node", "rack"):
             strategy = st.just("") | NAMES
+        elif setting.name == "persist":
+            strategy = st.sampled_from(["", "/checkpoints/a", "s3://bucket/a"])
         elif setting.name == "arena":
             strategy = TEXTS.map(lambda text: "/" + text)
         elif setting.name == "affinity":
@@ -166,6 +175,7 @@ def test_a_wrong_flag_is_refused(argv: list[str], message: str) -> None:
         ("enabled", "yes", "enabled: 'yes' is not true or false"),
         ("enabled", 1, "enabled: 1 is not true or false"),
         ("arena", "shm", "arena: 'shm' is not an absolute path"),
+        ("persist", "checkpoints", "persist: 'checkpoints' is neither an absolute path nor a URL"),
         ("arena", "", "arena: '' is not an absolute path"),
         ("arena", Path("/dev/shm"), "arena: .* is not a text"),
         ("on_error", "stop", "on_error: 'stop' is not one of continue, raise"),

@@ -416,8 +416,8 @@ def resigned(raw: bytes, offset: int, value: bytes) -> bytes:
 @pytest.mark.parametrize("name", KINDS)
 def test_another_version_is_a_mismatch(name: str, folder: Path) -> None:
     path = made(name, folder)
-    path.write_bytes(resigned(path.read_bytes(), 8, struct.pack("<I", 2)))
-    with pytest.raises(MismatchError, match="version 2"):
+    path.write_bytes(resigned(path.read_bytes(), 8, struct.pack("<I", 9)))
+    with pytest.raises(MismatchError, match="version 9"):
         KINDS[name].read(path)
 
 

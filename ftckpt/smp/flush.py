@@ -1,0 +1,265 @@
+"""One snapshot on its way to storage: this node's shards, and, on one node, the commit of all nodes' parts.
+
+A thread of its own, as storage may be slow, or away for an hour. It takes a piece at a time, behind whatever ranks
+of the node copy and reduce, and at most as many bytes a second as it may. What it reads is proven piece by piece;
+nothing counts before all nodes are done and one object says so.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from ftckpt.errors import ArenaError, CorruptError, FtckptError, StorageError
+from ftckpt.events import Events
+from ftckpt.model.snapshot import SnapshotId
+from ftckpt.persist import commit
+from ftckpt.persist.commit import PendingCheckpoint
+from ftckpt.persist.shards import ShardImage, StoredShard, StoredSnapshot, contents, files_of
+from ftckpt.persist.storage import Bytes, Storage, open_storage
+from ftckpt.smp.arenas import CheckedSlot, GuardedArena, GuardedArenas
+from ftckpt.smp.work import Pace
+from ftckpt.store.pulse import FlushState
+
+_POLL_SECS = 0.1
+_MOST_POLL_SECS = 2.0
+"""Between looks at storage for the parts of other nodes: each is a listing."""
+_AGAIN_SECS = 1.0
+_MOST_AGAIN_SECS = 60.0
+"""Between attempts while storage fails, each pause twice the one before it."""
+_LOST = (ArenaError, ValueError)
+"""What reading memory raises that was unmapped meanwhile."""
+
+
+class _Halted(Exception):
+    """The snapshot is not wanted on storage any more."""
+
+
+@dataclass(frozen=True)
+class FlushOrders:
+    """What a node must know to write to storage: ``where``, for which ``job``, and who takes part.
+
+    The first of ``nodes`` commits. ``keep``: checkpoints that stay; ``gbps``: GB/s of this node, 0 for no limit.
+    """
+
+    where: str = ""
+    job: str = ""
+    node: str = ""
+    nodes: tuple[str, ...] = ()
+    keep: int = 0
+    gbps: float = 0.0
+
+    @classmethod
+    def from_json(cls, description: Mapping[str, Any]) -> FlushOrders:
+        """What a description for the SMP says; raises KeyError, ValueError or TypeError if it is unusable."""
+        settings = dict(description.get("settings", {}))
+        return cls(
+            str(settings.get("persist", "")), str(description.get("job", "")), str(description["node"]),
+            tuple(sorted(map(str, description.get("nodes", [])))),
+            int(settings.get("persist_keep", 0)), float(settings.get("persist_gbps", 0.0)),
+        )  # fmt: skip
+
+    @property
+    def commits(self) -> bool:
+        """Whether this node does."""
+        return self.nodes[:1] == (self.node,)
+
+
+class Flush:
+    """The work on one snapshot. ``state`` may be read by any thread.
+
+    Args:
+        tidies: whether what came to nothing, and checkpoints that are not kept, may be removed now.
+        before: the one before this, which must have ended: it may be removing things.
+    """
+
+    def __init__(
+        self, orders: FlushOrders, arenas: GuardedArenas, pace: Pace, events: Events, snapshot: SnapshotId, *,
+        tidies: Callable[[], bool], before: Flush | None = None,
+    ) -> None:  # fmt: skip
+        self.snapshot = snapshot
+        self.state = FlushState.WORKING
+        self._orders = orders
+        self._arenas = arenas
+        self._pace = pace
+        self._events = events
+        self._tidies = tidies
+        self._halted = threading.Event()
+        self._written: dict[str, StoredShard] = {}
+        self._told = ""
+        self._thread = threading.Thread(target=self._run, args=(before,), name="smp-flush", daemon=True)
+        self._thread.start()
+
+    @property
+    def halted(self) -> bool:
+        """Whether it was stopped."""
+        return self._halted.is_set()
+
+    def stop(self) -> None:
+        """Leave it. What this node was writing is removed; once it is done, the rest is no more its own."""
+        self._halted.set()
+
+    def join(self, timeout_secs: float | None = None) -> None:
+        """Wait for the end of one that was stopped."""
+        self._thread.join(timeout_secs)
+
+    def _run(self, before: Flush | None) -> None:
+        if before is not None:
+            before.join()
+        try:
+            storage = self._patiently(lambda: open_storage(self._orders.where, "persist"))
+            pending = PendingCheckpoint(storage, self.snapshot, self._orders.node)
+            path = f"{pending.folder}/{commit.MANIFEST_NAME}"
+            # An SMP that was killed behind its commit leaves nothing to do.
+            if not self._patiently(lambda: self._is_there(storage, path)):
+                self._write(pending)
+                self._settle(storage, pending, path)
+            self.state = FlushState.DONE
+        except _Halted:
+            pass
+        except Exception as error:  # noqa: BLE001 - training goes on whatever storage does, and is told
+            self.state = FlushState.CANNOT
+            reason = str(error) if isinstance(error, FtckptError) else repr(error)
+            self._events.emit("not_flushed", iteration=self.snapshot.iteration, reason=reason)
+
+    def _write(self, pending: PendingCheckpoint) -> None:
+        """All shards of this node, each whole and of this snapshot when it has its name."""
+        begun, slots = time.monotonic(), self._checked()
+        try:
+            with ExitStack() as leases:
+                for arena, checked in slots:
+                    leases.enter_context(arena.lease(checked.slot))
+                for arena, checked in slots:
+                    self._written[arena.shard] = self._patiently(partial(self._put, pending, arena, checked))
+        except BaseException:
+            # Only before this node says that it is done: from then on the commit, elsewhere, may count on its files.
+            self._withdraw(pending)
+            raise
+        self._patiently(lambda: pending.done({name: one.to_json() for name, one in self._written.items()}))
+        nbytes, secs = sum(one.nbytes for one in self._written.values()), round(time.monotonic() - begun, 3)
+        self._events.emit("flushed", iteration=self.snapshot.iteration, bytes=nbytes, secs=secs)
+
+    def _checked(self) -> list[tuple[GuardedArena, CheckedSlot]]:
+        """Waits until every arena of the node holds the snapshot with its checksums."""
+        while True:
+            arenas = self._arenas.all
+            slots = [(arena, arena.find(self.snapshot)) for arena in arenas]
+            ready = [(arena, one) for arena, one in slots if one is not None]
+            if self._arenas.complete and len(ready) == len(slots):
+                return ready
+            self._pause(_POLL_SECS)
+
+    def _put(self, pending: PendingCheckpoint, arena: GuardedArena, checked: CheckedSlot) -> StoredShard:
+        slot, record = arena.mapped.image, checked.record
+        shard = ShardImage.of(slot)
+        entry = StoredShard(
+            f"{arena.shard}.safetensors", shard.image.file_bytes, "", shard.image.manifest.digest.hex(),
+            record.objects_used, record.objects_hash, checked.hashes[list(shard.chunks)],
+        )  # fmt: skip
+        try:
+            pieces = contents(shard, slot, arena.mapped.slot(checked.slot), entry)
+            file = pending.write(entry.file, self._paced(arena, checked.slot, pieces))
+        except (CorruptError, *_LOST):
+            if not arena.still_holds(checked.slot, record):
+                raise ArenaError(f"{arena.shard}: its slot was needed for a newer snapshot") from None
+            raise
+        # Behind the last byte: what was read before that may have been written over meanwhile.
+        if not arena.still_holds(checked.slot, record):
+            raise ArenaError(f"{arena.shard}: its slot was needed for a newer snapshot")
+        return replace(entry, file=file.name, nbytes=file.nbytes, checksum=file.checksum)
+
+    def _paced(self, arena: GuardedArena, slot: int, pieces: Iterable[memoryview]) -> Iterator[Bytes]:
+        for piece in pieces:
+            for wait_secs in self._before(len(piece)):
+                self._pause(wait_secs)
+            arena.renew(slot)
+            if self._halted.is_set():
+                raise _Halted
+            yield piece
+
+    def _before(self, nbytes: int) -> Iterator[float]:
+        yield from self._pace.memory(nbytes)
+        yield from self._pace.receive()  # what goes to storage takes the network as what comes from other nodes
+
+    def _settle(self, storage: Storage, pending: PendingCheckpoint, path: str) -> None:
+        """Wait until the snapshot is committed; one node does it, when all are done."""
+        poll_secs = _POLL_SECS
+        while not self._patiently(
+            lambda: self._commit(storage, pending, path) if self._orders.commits else self._is_there(storage, path)
+        ):
+            self._pause(poll_secs)
+            poll_secs = min(2 * poll_secs, _MOST_POLL_SECS)
+
+    def _is_there(self, storage: Storage, path: str) -> bool:
+        if storage.size(path) is None:
+            return False
+        there = StoredSnapshot.decode(storage.read(path), f"{self._orders.where}/{path}")
+        if there.snapshot != self.snapshot:
+            raise StorageError(f"{self._orders.where}/{path}: is of another run of the job", lasting=True)
+        return True
+
+    def _commit(self, storage: Storage, pending: PendingCheckpoint, path: str) -> bool:
+        """Whether all nodes were done, and the snapshot is committed."""
+        marks = pending.marks()
+        if not set(self._orders.nodes) <= marks.keys():
+            return False
+        own = {node: marks[node] for node in self._orders.nodes}
+        parts = [(str(name), entry) for mark in own.values() for name, entry in mark.parts.items()]
+        shards = {name: StoredShard.from_json(entry) for name, entry in parts}
+        arena = self._arenas.all[0].mapped
+        layout, origin = arena.manifest.layout, arena.control.origin()
+        stored = StoredSnapshot(self.snapshot, self._orders.job, layout, shards, origin)
+        if not pending.commit(stored.encode(), own):
+            return self._is_there(storage, path)  # raises: it is another's
+        self._events.emit(
+            "committed", iteration=self.snapshot.iteration, path=f"{self._orders.where}/{pending.folder}",
+            bytes=stored.nbytes, shards=len(shards),
+        )  # fmt: skip
+        self._retain(storage)
+        return True
+
+    def _retain(self, storage: Storage) -> None:
+        """Remove the oldest checkpoints beyond those that are kept, and what came to nothing."""
+        if not self._tidies():  # no rank trains here: the job may go on elsewhere, and write
+            return
+        try:
+            whole = commit.committed(storage)
+            for iteration in whole[self._orders.keep :] if self._orders.keep else ():
+                commit.remove(storage, iteration)
+                self._events.emit("removed", iteration=iteration, path=self._orders.where)
+            commit.sweep(storage, [self.snapshot], files_of)
+        except StorageError as error:
+            self._tell(str(error))  # the checkpoint is there; the next one tidies up
+
+    def _withdraw(self, pending: PendingCheckpoint) -> None:
+        try:
+            pending.withdraw()
+        except StorageError as error:
+            self._tell(str(error))  # swept behind the next commit
+
+    def _patiently(self, action: Callable[[], Any]) -> Any:
+        """``action``, again and again while storage fails in a way that may pass."""
+        pause_secs = _AGAIN_SECS
+        while True:
+            try:
+                return action()
+            except StorageError as error:
+                if error.lasting:
+                    raise
+                self._tell(str(error))
+            self._pause(pause_secs)
+            pause_secs = min(2 * pause_secs, _MOST_AGAIN_SECS)
+
+    def _pause(self, secs: float) -> None:
+        if self._halted.wait(secs):
+            raise _Halted
+
+    def _tell(self, problem: str) -> None:
+        if problem != self._told:
+            self._told = problem
+            self._events.emit("storage_fails", iteration=self.snapshot.iteration, error=problem)

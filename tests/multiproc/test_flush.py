@@ -1,0 +1,78 @@
+"""Snapshots on their way to storage, as a job sees it: real ranks, a real SMP on each node, and files."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors import safe_open
+
+from ftckpt.persist.commit import committed
+from ftckpt.persist.shards import StoredSnapshot
+from ftckpt.persist.storage import open_storage
+from ftckpt.store.directory import clean_job
+from tests.support import jobs, plain
+from tests.support.pool import run_ranks
+
+pytestmark = [pytest.mark.multiproc, pytest.mark.faults]
+
+NODES = ["n0", "n0", "n1", "n1"]
+
+
+@pytest.fixture
+def persisting(settings: dict[str, Any], arena_root: Path, tmp_path: Path) -> Iterator[dict[str, Any]]:
+    (tmp_path / "storage").mkdir()
+    settings |= {
+        "protect": "peer", "chunk_mib": 0.0625, "objects_mib": 1, "on_error": "raise", "network_gbps": "0",
+        "persist": str(tmp_path / "storage"), "persist_interval": 4, "persist_keep": 2,
+    }  # fmt: skip
+    yield settings
+    clean_job(arena_root, "test")
+
+
+def train_until_persisted(rank: int, world_size: int, settings: dict[str, Any], times: int) -> list[int]:
+    """Train until so many snapshots are on storage; returns their iterations."""
+    checkpointer, state = plain.make(rank, world_size, settings, NODES[:world_size])
+    number, persisted = checkpointer.restore() or 0, list[int]()
+    while len(persisted) < times:
+        number += 1
+        assert number < 5000, "nothing came to storage"
+        plain.iterate(checkpointer, state, number)
+        if checkpointer.persisted is not None and checkpointer.persisted.iteration not in persisted:
+            persisted.append(checkpointer.persisted.iteration)
+        time.sleep(0.01)
+    checkpointer.close(remove=False)
+    return persisted
+
+
+def stored(settings: dict[str, Any]) -> list[StoredSnapshot]:
+    storage = open_storage(settings["persist"])
+    names = [f"iter_{iteration:07d}/manifest.json" for iteration in committed(storage)]
+    return [StoredSnapshot.decode(storage.read(name), name) for name in names]
+
+
+def test_snapshots_come_to_storage_while_training_goes_on(persisting: dict[str, Any]) -> None:
+    results = [result.value for result in run_ranks(train_until_persisted, 4, persisting, 3)]
+    assert all(persisted == results[0] for persisted in results), "all ranks know the same"
+    clean_job(Path(persisting["arena"]), "test")  # until here SMPs went on
+    there = stored(persisting)
+    newest = there[0].snapshot.iteration
+    assert newest >= results[0][-1] and len(there) == 2, "two are kept"
+    folder = Path(persisting["persist"])
+    assert (folder / "latest").read_text().strip() == f"iter_{newest:07d}"
+    for one in there:
+        iteration = one.snapshot.iteration
+        at = folder / f"iter_{iteration:07d}"
+        assert set(one.shards) == {f"dp{rank}" for rank in range(4)}
+        assert {path.name for path in at.iterdir()} == {"manifest.json", *(s.file for s in one.shards.values())}
+        for rank in range(4):
+            with safe_open(at / one.shards[f"dp{rank}"].file, framework="pt") as file:
+                rows = [file.get_tensor(key) for key in sorted(file.keys()) if key.startswith("row")]
+            assert [row.unique().tolist() for row in rows] == [[float(iteration)]]
+    assert json.loads((folder / f"iter_{newest:07d}" / "manifest.json").read_text())["job"] == "test"
+    assert {event["iteration"] for event in jobs.events(persisting, "committed")} >= {newest}
+    assert not jobs.events(persisting, "not_flushed")
