@@ -15,7 +15,8 @@ from ftckpt.persist.commit import committed
 from ftckpt.persist.shards import StoredSnapshot
 from ftckpt.persist.storage import open_storage
 from ftckpt.store.directory import clean_job
-from tests.support import jobs, plain
+from tests.support import plain
+from tests.support.event_logs import read_events
 from tests.support.pool import run_ranks
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.faults]
@@ -61,7 +62,12 @@ def test_snapshots_come_to_storage_while_training_goes_on(persisting: dict[str, 
     clean_job(Path(persisting["arena"]), "test")  # until here SMPs went on
     there = stored(persisting)
     newest = there[0].snapshot.iteration
-    assert newest >= results[0][-1] and len(there) == 2, "two are kept"
+    # One more where the SMP was ended between a commit and what follows it.
+    assert (
+        newest >= results[0][-1]
+        and len(there) in (2, 3)
+        and results[0][0] not in [i.snapshot.iteration for i in there]
+    )
     folder = Path(persisting["persist"])
     assert (folder / "latest").read_text().strip() == f"iter_{newest:07d}"
     for one in there:
@@ -74,5 +80,6 @@ def test_snapshots_come_to_storage_while_training_goes_on(persisting: dict[str, 
                 rows = [file.get_tensor(key) for key in sorted(file.keys()) if key.startswith("row")]
             assert [row.unique().tolist() for row in rows] == [[float(iteration)]]
     assert json.loads((folder / f"iter_{newest:07d}" / "manifest.json").read_text())["job"] == "test"
-    assert {event["iteration"] for event in jobs.events(persisting, "committed")} >= {newest}
-    assert not jobs.events(persisting, "not_flushed")
+    told = read_events(Path(persisting["events"]), of="smp-*")
+    assert {event["iteration"] for event in told if event["event"] == "committed"} >= set(results[0])
+    assert not [event for event in told if event["event"] in ("not_flushed", "storage_fails")]
