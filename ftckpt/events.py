@@ -248,6 +248,11 @@ EVENTS: dict[str, EventKind] = {
         "the shards of all nodes became a checkpoint", iteration=_ITERATION, path="where it is", bytes="of all",
         shards="their number",
     ),
+    "fetched": _quiet(
+        "shards that memory lacked came from storage", iteration=_ITERATION, shards="their number", bytes="read",
+        secs="it took",
+    ),
+    "storage_damaged": _loud("a snapshot on storage cannot be used", iteration=_ITERATION, error="why"),
     "removed": _quiet("an older checkpoint was removed from storage", iteration=_ITERATION, path="of the storage"),
     "saved": _quiet(
         "a universal checkpoint was written", path="of its directory", iteration=_ITERATION, total_bytes="written",

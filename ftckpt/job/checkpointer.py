@@ -336,7 +336,7 @@ class Checkpointer:
         self, shard: Shard, described: Description, loaded: Checkpoint
     ) -> tuple[bytes, SnapshotId | None, str | None, str]:
         """The lineage of what follows, what the training state holds now, and where that came from; in words, too."""
-        restart = Restart(self.group, self.topology, self._arenas.path, self.events)
+        restart = Restart(self.group, self.topology, self._arenas.path, self.events, self.config.persist)
         try:
             decision = restart.choose(self.config.on_lost, loaded, self.training_state.reshapes)
             self._arenas.origin = restart.origin

@@ -37,6 +37,7 @@ from ftckpt.restore.offers import (
 )
 from ftckpt.restore.repair import Usage
 from ftckpt.restore.search import Search
+from ftckpt.restore.stored import Shelf
 from ftckpt.store.arena import Arena
 from ftckpt.store.directory import list_arenas
 from ftckpt.store.package import list_packages
@@ -50,12 +51,13 @@ Needs = list[tuple[Piece, Fragment]]
 class Restart:
     """One restart. Every method is collective, called in the order in which they stand."""
 
-    def __init__(self, group: Group, topology: Topology, node_dir: Path, events: Events) -> None:
+    def __init__(self, group: Group, topology: Topology, node_dir: Path, events: Events, storage: str = "") -> None:
         self._group = group
         self._topology = topology
         self._node_dir = node_dir
         self._events = events
         self._arenas = OpenArenas(node_dir)
+        self._storage = storage
         self.origin = NOTHING
         """Of the snapshots that will be taken, see ``next_origin``; from ``choose`` on."""
         self.why = ""
@@ -76,7 +78,9 @@ class Restart:
             MismatchError: the snapshots belong to another version, or to a layout that will not do.
             MemoryBudgetError, ArenaError: lost shards cannot be rebuilt here.
         """
-        loaded, origin, whole, newest = self._remembered(loaded)
+        shelf = Shelf.look(self._group, self._storage, self._events)
+        loaded, origin, whole, newest = self._remembered(loaded, shelf.origins)
+        shelf = shelf.without_undone(origin)
         together(self._group, lambda: self._drop_undone(origin) if self._topology.is_node_leader else None)
         reason = rollback(loaded, origin)
         decision = None
@@ -84,15 +88,15 @@ class Restart:
         if reason and whole >= 0:
             self.why = f"{reason}; memory ({whole}) is given up"
             self._events.emit("rolled_back", loaded=loaded.iteration, in_memory=whole, reason=reason)
-        elif not reason and 0 <= newest < loaded.iteration:
+        elif not reason and 0 <= max(newest, shelf.newest) < loaded.iteration:
             self._give_up_older(newest, loaded)
         elif not reason:
-            decision = self._search(on_lost, loaded, reshapes)
+            decision = self._search(on_lost, loaded, reshapes, shelf)
         self.origin = next_origin(loaded, origin, storage_counts=decision is None)
         return decision
 
-    def _search(self, on_lost: str, loaded: Checkpoint, reshapes: bool) -> Decision | None:
-        search = Search(self._group, self._topology, self._events, self._arenas, reshapes=reshapes)
+    def _search(self, on_lost: str, loaded: Checkpoint, reshapes: bool, shelf: Shelf) -> Decision | None:
+        search = Search(self._group, self._topology, self._events, self._arenas, reshapes=reshapes, shelf=shelf)
         try:
             decision = search.run()
         except LostError as error:
@@ -111,9 +115,11 @@ class Restart:
         self._events.emit("older_than_storage", in_memory=in_memory, loaded=loaded.iteration)
         self.why = f"memory ({in_memory}) is older and given up"
 
-    def _remembered(self, loaded: Checkpoint) -> tuple[Checkpoint, Checkpoint, int, int]:
-        """What all ranks have loaded, the origin of what is in memory, and the newest iterations there that are known
-        to be whole, and that any slot has; -1 for none."""
+    def _remembered(
+        self, loaded: Checkpoint, on_storage: Sequence[Checkpoint]
+    ) -> tuple[Checkpoint, Checkpoint, int, int]:
+        """What all ranks have loaded, the origin of what is in memory or of snapshots ``on_storage``, and the newest
+        iterations in memory that are known to be whole, and that any slot has; -1 for none."""
 
         def read() -> _Memory:
             controls = [arena.control for arena in self._readable()] if self._topology.is_node_leader else []
@@ -132,7 +138,7 @@ class Restart:
             )
         # One that knows is enough: others may not see what the newest on storage is.
         loaded = replace(loaded, named=any(one.loaded.named for one in ranks))
-        origins = [origin for one in ranks for origin in one.origins]
+        origins = [*on_storage, *(origin for one in ranks for origin in one.origins)]
         # A node that was away, or a start that was killed while it marked, has left older ones.
         origin = max(origins, key=lambda one: one.generation, default=NOTHING)
         return loaded, origin, max(one.whole for one in ranks), max(one.newest for one in ranks)

@@ -12,12 +12,13 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
-from ftckpt.errors import FtckptError
+from ftckpt.errors import FtckptError, LostError, MismatchError, StorageError
 from ftckpt.events import Events, Progress
 from ftckpt.group import Group, together
 from ftckpt.model import codec
 from ftckpt.model.snapshot import SnapshotId
-from ftckpt.model.topology import Topology
+from ftckpt.model.topology import Topology, layouts_differ
+from ftckpt.persist.shards import StoredSnapshot
 from ftckpt.restore.choice import Decision, Findings, Query, decide, readers_of
 from ftckpt.restore.inventory import (
     Inventory,
@@ -30,6 +31,7 @@ from ftckpt.restore.inventory import (
 )
 from ftckpt.restore.locations import OpenArenas, SlotAt
 from ftckpt.restore.repair import Repairer, Site, Usage
+from ftckpt.restore.stored import NO_SHELF, Fetch, Shelf
 from ftckpt.store.arena import Arena
 from ftckpt.store.control import SlotState
 from ftckpt.store.damage import Damage
@@ -56,14 +58,16 @@ class SlotFindings:
 class Search:
     """One search; ``run`` is collective. ``usage`` has afterwards what was rebuilt from what.
 
-    ``reshapes``: whether a snapshot of another layout will do.
+    ``reshapes``: whether a snapshot of another layout will do. ``shelf``: what is on storage.
     """
 
     def __init__(
-        self, group: Group, topology: Topology, events: Events, arenas: OpenArenas, *, reshapes: bool = False
-    ) -> None:
+        self, group: Group, topology: Topology, events: Events, arenas: OpenArenas, *, reshapes: bool = False,
+        shelf: Shelf = NO_SHELF,
+    ) -> None:  # fmt: skip
         self.usage: Usage = {}
         self._reshapes = reshapes
+        self._shelf = shelf
         self._group = group
         self._topology = topology
         self._events = events
@@ -74,14 +78,65 @@ class Search:
         self._good: set[SlotAt] = set()
         self._rebuilt = False
         self._states: dict[SlotAt, str] = {}
+        self._brought: Usage = {}
 
     def run(self) -> Decision | None:
         """The newest snapshot that is or was made whole, every byte of it verified; None if there never was one.
+
+        What storage has that is newer than all that memory gives is brought to memory.
 
         Raises:
             LostError, MismatchError, MemoryBudgetError, ArenaError: on all ranks together.
         """
         self._inventory = self._gather_inventory()
+        decision: Decision | None = None
+        lost: LostError | None = None
+        try:
+            decision = self._in_memory()
+        except LostError as error:
+            lost = error
+        for stored in self._shelf.snapshots:
+            if decision is not None and decision.snapshot.iteration >= stored.snapshot.iteration:
+                break
+            if self._fetch(stored):
+                return self._in_memory()
+        if lost is not None:
+            raise lost
+        return decision
+
+    def _fetch(self, stored: StoredSnapshot) -> bool:
+        """Bring what memory lacks of a snapshot from storage; False: something there is bad."""
+        assert self._shelf.storage is not None
+        differing = layouts_differ(self._topology.layout, stored.layout)
+        if differing and not self._reshapes:
+            raise MismatchError(
+                f"{self._shelf.storage.where}: iteration {stored.snapshot.iteration} has another layout "
+                f"({', '.join(differing)}): start with that, or name another place (--ftckpt-persist)"
+            )
+        begin, findings = time.perf_counter(), self._findings
+        fetch = Fetch(
+            self._group, self._topology, self._events, self._arenas, storage=self._shelf.storage, stored=stored,
+            inventory=self._inventory, bad=findings.damage.keys(),
+        )  # fmt: skip
+        try:
+            brought = fetch.run()
+        except StorageError as error:
+            self._events.emit("storage_damaged", iteration=stored.snapshot.iteration, error=str(error))
+            return False
+        for at in brought:
+            findings.damage.pop(at, None)
+            self._good.discard(at)
+        findings.given_up.pop(stored.snapshot, None)
+        self._inventory = self._gather_inventory()
+        self._brought = {"storage": fetch.usage} if brought else {}
+        secs, nbytes = time.perf_counter() - begin, fetch.usage["bytes"]
+        self._events.emit(
+            "fetched", iteration=stored.snapshot.iteration, shards=len(brought), bytes=nbytes, secs=secs
+        )
+        return True
+
+    def _in_memory(self) -> Decision | None:
+        """The newest snapshot that memory has, or that parity gives."""
         while True:
             decision = decide(self._inventory, self._topology, self._findings, reshapes=self._reshapes)
             if decision is None:
@@ -94,6 +149,7 @@ class Search:
             else:
                 whole = self._repair(decision)
                 if whole is not None:
+                    self.usage = {**self.usage, **self._brought}
                     self._report_fallback(whole)
                     return whole
 

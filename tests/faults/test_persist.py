@@ -15,7 +15,7 @@ from ftckpt.persist.commit import committed
 from ftckpt.persist.shards import StoredSnapshot
 from ftckpt.persist.storage import open_storage
 from ftckpt.store.directory import clean_job
-from tests.support import plain
+from tests.support import jobs, plain
 from tests.support.event_logs import read_events
 from tests.support.pool import run_ranks
 
@@ -48,6 +48,13 @@ def train_until_persisted(rank: int, world_size: int, settings: dict[str, Any], 
         time.sleep(0.01)
     checkpointer.close(remove=False)
     return persisted
+
+
+def restored(rank: int, world_size: int, settings: dict[str, Any]) -> Any:
+    checkpointer, state = plain.make(rank, world_size, settings, NODES[:world_size])
+    start = checkpointer.restore()
+    checkpointer.close(remove=False)
+    return start, state.iteration, state.row.unique().tolist(), state.weight.unique().tolist()
 
 
 def stored(settings: dict[str, Any]) -> list[StoredSnapshot]:
@@ -83,3 +90,14 @@ def test_snapshots_come_to_storage_while_training_goes_on(persisting: dict[str, 
     told = read_events(Path(persisting["events"]), of="smp-*")
     assert {event["iteration"] for event in told if event["event"] == "committed"} >= set(results[0])
     assert not [event for event in told if event["event"] in ("not_flushed", "storage_fails")]
+
+
+def test_a_job_whose_memory_is_gone_goes_on_from_storage(persisting: dict[str, Any]) -> None:
+    run_ranks(train_until_persisted, 4, persisting, 1)
+    clean_job(Path(persisting["arena"]), "test")
+    newest = stored(persisting)[0].snapshot.iteration
+    results = [result.value for result in run_ranks(restored, 4, persisting)]
+    assert results == [(newest, newest, [float(newest)], [float(newest)])] * 4
+    assert {event["source"] for event in jobs.events(persisting, "restored")} == {None, "storage"}
+    fetched = jobs.events(persisting, "fetched")
+    assert [event["shards"] for event in fetched] == [4] * 4

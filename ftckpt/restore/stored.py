@@ -1,0 +1,290 @@
+"""Snapshots on storage, as one more source of a restart: shards that memory lacks are brought there, and proven.
+
+In memory they are what they were: slots of arenas. What a restart does with them, in any layout, it does as with all
+others.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+import xxhash
+
+from ftckpt.errors import CorruptError, StorageError
+from ftckpt.events import Events, Progress
+from ftckpt.group import Group, together
+from ftckpt.model import codec
+from ftckpt.model.loaded import Checkpoint, is_undone
+from ftckpt.model.snapshot import SnapshotId
+from ftckpt.model.topology import Topology, layouts_differ
+from ftckpt.persist import commit
+from ftckpt.persist.shards import StoredShard, StoredSnapshot
+from ftckpt.persist.storage import Storage, open_storage
+from ftckpt.restore.build import Build
+from ftckpt.restore.choice import worth_keeping
+from ftckpt.restore.inventory import Inventory
+from ftckpt.restore.locations import OpenArenas, SlotAt
+from ftckpt.restore.rebuild import NEW_SLOT, Fix
+from ftckpt.restore.repair import make_room
+from ftckpt.store.directory import arena_path
+from ftckpt.store.image import SlotImage, parse_image
+from ftckpt.store.package import Package
+
+_NEWEST = 10
+"""Snapshots on storage that a restart looks at: should all of them be bad, older ones are for people to choose."""
+
+_READERS = 4
+"""Chunks of a rank that are on their way at a time: storage answers late, and then much at once."""
+
+_TURN_SECS = 10.0
+"""After which a rank that reads tells the others that it lives."""
+
+_TRIES = 3
+"""Of reading a chunk whose bytes are not right: what came over a network may be right the next time."""
+
+
+@dataclass(frozen=True)
+class Shelf:
+    """The newest snapshots on storage, newest first, the same on all ranks; none without storage."""
+
+    storage: Storage | None = None
+    snapshots: tuple[StoredSnapshot, ...] = ()
+
+    @classmethod
+    def look(cls, group: Group, where: str, events: Events) -> Shelf:
+        """What is there. Collective; one rank looks, for all of them.
+
+        Raises:
+            StorageError: on all ranks together, where a rank cannot reach storage, and trying again is of no use.
+        """
+        if not where:
+            return cls()
+        storage = together(group, lambda: _open(where, events))
+        if any(group.gather(b"" if storage is not None else b"away")):
+            return cls()
+        texts = json.loads(group.gather(together(group, lambda: _read(storage, group.rank, events)))[0])
+        assert storage is not None
+        return cls(storage, tuple(StoredSnapshot.decode(text.encode(), where) for text in texts))
+
+    @property
+    def origins(self) -> list[Checkpoint]:
+        """What the snapshots went on from."""
+        return [one.origin for one in self.snapshots]
+
+    def without_undone(self, origin: Checkpoint) -> Shelf:
+        """Without snapshots of a history that an operator has undone since."""
+        return Shelf(self.storage, tuple(one for one in self.snapshots if not is_undone(one.origin, origin)))
+
+    @property
+    def newest(self) -> int:
+        """The newest iteration, -1 for none."""
+        return max((one.snapshot.iteration for one in self.snapshots), default=-1)
+
+
+NO_SHELF = Shelf()
+
+
+def _open(where: str, events: Events) -> Storage | None:
+    try:
+        return open_storage(where, "persist")
+    except StorageError as error:
+        if error.lasting:
+            raise
+        events.emit("storage_fails", error=str(error))  # memory may do
+        return None
+
+
+def _read(storage: Storage | None, rank: int, events: Events) -> bytes:
+    if storage is None or rank != 0:
+        return b"[]"
+    texts = []
+    try:
+        for iteration in commit.committed(storage)[:_NEWEST]:
+            name = f"{commit.folder_of(iteration)}/{commit.MANIFEST_NAME}"
+            data = storage.read(name)
+            try:
+                StoredSnapshot.decode(data, f"{storage.where}/{name}")
+            except StorageError as error:
+                events.emit("storage_damaged", iteration=iteration, error=str(error))
+            else:
+                texts.append(data.decode())
+    except StorageError as error:
+        events.emit("storage_fails", error=str(error))
+    return json.dumps(texts).encode()
+
+
+class Fetch:
+    """Brings the shards of one snapshot that memory lacks from storage. ``run`` is collective.
+
+    Args:
+        inventory: of all nodes; ``bad`` are slots in it that did not verify.
+    """
+
+    def __init__(
+        self, group: Group, topology: Topology, events: Events, arenas: OpenArenas, *,
+        storage: Storage, stored: StoredSnapshot, inventory: Inventory, bad: Collection[SlotAt],
+    ) -> None:  # fmt: skip
+        self._group = group
+        self._topology = topology
+        self._events = events
+        self._arenas = arenas
+        self._storage = storage
+        self._stored = stored
+        self._inventory = inventory
+        self._missing = sorted(stored.shards.keys() - _in_memory(inventory, stored, bad))
+        self.usage: dict[str, int] = {"chunks": 0, "bytes": 0}
+        """What was brought, of all ranks."""
+
+    def run(self) -> list[SlotAt]:
+        """Where the shards lie that were brought.
+
+        Raises:
+            StorageError: something on storage is bad, or away; no shard counts that is not whole.
+            MemoryBudgetError, ArenaError: a node has no room, or another process writes there.
+        """
+        images = together(self._group, lambda: {shard: self._image(shard) for shard in self._mine()})
+        packages = together(self._group, lambda: {shard: self._package(*item) for shard, item in images.items()})
+        builds = {shard: self._build(package) for shard, package in packages.items()}
+        self._have_room(builds)
+        try:
+            together(self._group, lambda: _each(Build.open, builds))
+            filling = self._fill(builds)
+            # In turns: ranks have more and less to read, and wait for each other only so long.
+            while not all(codec.gather(self._group, together(self._group, lambda: _turn(filling)), bool)):
+                pass
+            # Nothing is sealed before every chunk of every rank has the right checksum.
+            together(self._group, lambda: _each(Build.finish, builds))
+            mine = [build.at for build in builds.values()]
+        finally:
+            for build in builds.values():
+                build.close()
+            self._arenas.close()
+        counts = codec.gather(self._group, self.usage, dict[str, int])
+        self.usage = {name: sum(count[name] for count in counts) for name in self.usage}
+        return [at for of_rank in codec.gather(self._group, mine, list[SlotAt]) for at in of_rank]
+
+    def _mine(self) -> Iterator[str]:
+        """Shards that this rank brings: the one that it continues, or, of another layout, its part of all."""
+        same, ranks = not layouts_differ(self._topology.layout, self._stored.layout), self._topology.rank_of
+        for number, shard in enumerate(self._missing):
+            if (ranks[shard] if same else number % len(ranks)) == self._group.rank:
+                yield shard
+
+    def _image(self, shard: str) -> tuple[StoredShard, SlotImage]:
+        """What the file of a shard says of itself, as far as it is what the manifest says."""
+        entry, name = self._stored.shards[shard], self._name(shard)
+        if self._storage.size(name) != entry.nbytes:
+            text = f"{self._storage.where}/{name}: is not there with its {entry.nbytes} bytes"
+            raise StorageError(text, lasting=True)
+        length = 8 + int.from_bytes(self._storage.read(name, 0, 8), "little")
+        try:
+            image = parse_image(self._storage.read(name, 0, min(length, entry.nbytes)))
+        except CorruptError as error:
+            raise StorageError(f"{self._storage.where}/{name}: {error}", lasting=True) from None
+        manifest = image.manifest
+        found = manifest.shard, manifest.digest.hex(), len(image.chunks), image.file_bytes
+        if found != (shard, entry.digest, len(entry.chunk_hashes), entry.nbytes):
+            raise StorageError(f"{self._storage.where}/{name}: is not what the manifest names", lasting=True)
+        return entry, image
+
+    def _package(self, entry: StoredShard, image: SlotImage) -> Package:
+        """What a slot is built around: all but its stepped chunks."""
+        name = self._name(image.manifest.shard)
+        used, volatile = entry.objects_used, image.volatile
+        objects = self._proven(name, image.objects.begin, used, entry.objects_hash)
+        parts = [
+            self._proven(name, span.begin, span.nbytes, int(expected))
+            for span, expected in zip(image.chunks, entry.chunk_hashes.tolist(), strict=True)
+            if span.begin >= volatile.begin and volatile.nbytes
+        ]
+        snapshot = self._stored.snapshot
+        return Package(image.manifest, snapshot, 1, entry.chunk_hashes, objects, b"".join(parts))
+
+    def _proven(self, name: str, begin: int, nbytes: int, expected: int) -> bytes:
+        for _ in range(_TRIES):
+            data = self._storage.read(name, begin, nbytes)
+            if xxhash.xxh3_64_intdigest(data) == expected:
+                return data
+        raise StorageError(
+            f"{self._storage.where}/{name}: {nbytes} bytes at {begin} do not match their checksum", lasting=True
+        )
+
+    def _build(self, package: Package) -> Build:
+        image, node_dir = SlotImage.of(package.manifest), self._arenas.node_dir
+        name = arena_path(node_dir, package.manifest).name
+        at = SlotAt(self._topology.me.node, name, NEW_SLOT)
+        fix = Fix(package.shard, at, tuple(range(image.num_stepped_chunks)))
+        # As the other arenas of the job have; 2, the least there can be, where there are none.
+        num_slots = max((report.num_slots for report in self._inventory.arenas), default=0) or 2
+        return Build(node_dir, fix, package, num_slots, self._keep())
+
+    def _keep(self) -> Sequence[Collection[SnapshotId]]:
+        return worth_keeping(self._inventory, self._topology, self._stored.snapshot)
+
+    def _have_room(self, builds: Mapping[str, Build]) -> None:
+        self._arenas.close()  # files may be freed or replaced from here on, by any rank of the node
+        need = together(self._group, lambda: sum(build.new_bytes() for build in builds.values()))
+        sites = codec.gather(self._group, [build.fix.at for build in builds.values()], list[SlotAt])
+        make_room(
+            self._group, self._topology, self._arenas.node_dir, self._events, chosen=self._stored.snapshot,
+            sites=[at for of_rank in sites for at in of_rank], need_bytes=need, keep=self._keep(),
+        )  # fmt: skip
+
+    def _fill(self, builds: Mapping[str, Build]) -> Iterator[None]:
+        """Bring all chunks, and stop for a moment after each."""
+        total = sum(self._stored.shards[shard].nbytes for shard in builds)
+        progress = Progress(f"rank {self._group.rank} reads iteration {self._stored.snapshot.iteration} from storage")
+        with ThreadPoolExecutor(_READERS, thread_name_prefix="ftckpt-fetch") as readers:
+            waiting: deque[tuple[Build, int, Future[bytes]]] = deque()
+            for build in builds.values():
+                for chunk in build.fix.chunks:
+                    if len(waiting) == _READERS:
+                        self._put(*waiting.popleft())
+                        progress(self.usage["bytes"], total)
+                        yield
+                    waiting.append((build, chunk, readers.submit(self._read_chunk, build, chunk)))
+            while waiting:
+                self._put(*waiting.popleft())
+                yield
+
+    def _read_chunk(self, build: Build, chunk: int) -> bytes:
+        span = build.arena.image.chunks[chunk]
+        expected = int(self._stored.shards[build.fix.shard].chunk_hashes[chunk])
+        return self._proven(self._name(build.fix.shard), span.begin, span.nbytes, expected)
+
+    def _put(self, build: Build, chunk: int, data: Future[bytes]) -> None:
+        build.put(chunk, 0, np.frombuffer(data.result(), np.uint8))
+        if not build.check(chunk):
+            raise CorruptError(f"{build.fix.shard}: chunk {chunk} did not come to memory as it was on storage")
+        self.usage["chunks"] += 1
+        self.usage["bytes"] += build.length(chunk)
+
+    def _name(self, shard: str) -> str:
+        return f"{commit.folder_of(self._stored.snapshot.iteration)}/{self._stored.shards[shard].file}"
+
+
+def _each(action: Callable[[Build], object], builds: Mapping[str, Build]) -> None:
+    for build in builds.values():
+        action(build)
+
+
+def _turn(work: Iterator[None]) -> bool:
+    """Whether ``work`` is at its end, after some seconds of it."""
+    deadline = time.monotonic() + _TURN_SECS
+    return all(time.monotonic() < deadline for _ in work)
+
+
+def _in_memory(inventory: Inventory, stored: StoredSnapshot, bad: Collection[SlotAt]) -> set[str]:
+    """Shards of a snapshot that lie in good slots."""
+    return {
+        report.shard
+        for report in inventory.arenas
+        for slot in report.slots
+        if slot.snapshot == stored.snapshot and SlotAt(report.node, report.name, slot.index) not in bad
+    }
