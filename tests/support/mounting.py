@@ -20,14 +20,14 @@ _SOURCE = re.compile(r"ftckpt-test-(\d+)-(\d+)")
 
 
 @contextmanager
-def tmpfs(path: Path) -> Iterator[Path]:
-    """A tmpfs of 256 MiB at ``path``; the test is skipped where none can be mounted."""
+def tmpfs(path: Path, size: str = "256m") -> Iterator[Path]:
+    """A tmpfs of ``size`` at ``path``; the test is skipped where none can be mounted."""
     if os.geteuid():
         pytest.skip("mounting a small tmpfs needs root")
     remove_leftovers()
     path.mkdir(parents=True, exist_ok=True)
     source = f"ftckpt-test-{os.getpid()}-{_began(os.getpid())}"
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256m", source, str(path)], check=False).returncode:
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", source, str(path)], check=False).returncode:
         pytest.skip("mounting is not allowed here")
     try:
         yield path

@@ -106,6 +106,10 @@ class Node:
         for arena in self.arenas:
             arena.control.mark_target(SnapshotId(LINEAGE, iteration) if iteration >= 0 else None)
 
+    def flush(self, iteration: int) -> None:
+        for arena in self.arenas:
+            arena.control.mark_flush(SnapshotId(LINEAGE, iteration) if iteration >= 0 else None)
+
     def protected(self, iteration: int) -> None:
         for arena in self.arenas:
             arena.control.mark_protected(SnapshotId(LINEAGE, iteration))
@@ -170,6 +174,7 @@ def describe(
         },
         "groups": json.loads(json.dumps(groups)),
         "mirror_from": kept,
+        "nodes": sorted(other.name for other in nodes),
         "network": {"gbps": settings.pop("network_gbps", 0.0), "source": "the test"},
         "settings": {"scrub_secs": 0.0, "protect_timeout_secs": 10.0, **settings},
     }

@@ -1,0 +1,353 @@
+"""Snapshots on their way from nodes to storage: whole there or not at all, whatever dies, fills up or goes away."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ftckpt.parity.modes import Modes
+from ftckpt.persist.commit import committed, folder_of
+from ftckpt.persist.files import FileStorage
+from ftckpt.persist.shards import StoredSnapshot, files_of
+from ftckpt.persist.storage import Storage, open_storage
+from ftckpt.smp import flush as flushing
+from ftckpt.smp.arenas import GuardedArenas
+from ftckpt.smp.flush import Flush, FlushOrders
+from ftckpt.smp.work import Pace
+from ftckpt.store.pulse import FlushState, Pulse
+from tests.support.killing import killed_at
+from tests.support.mounting import tmpfs
+from tests.support.smp_nodes import LINEAGE, Node, Seen, Smp, describe, flip
+from tests.support.waiting import until
+
+NODES = ("a", "b")
+
+
+class Job:
+    """Two nodes of two ranks, with duties of an SMP each that know where storage is."""
+
+    def __init__(self, root: Path, where: str, **settings: Any) -> None:
+        self.where = where
+        self.nodes = [Node(root, name, (2 * n, 2 * n + 1), 4) for n, name in enumerate(NODES)]
+        self.smps = [Smp(node) for node in self.nodes]
+        self.settings = {"persist": where, **settings}
+        # A rank of the first node trains, as far as its SMP sees.
+        self.pulse = Pulse.open(self.nodes[0].dir, 0, 0)
+        for smp in self.smps:
+            self.configure(smp)
+
+    def configure(self, smp: Smp) -> None:
+        node = self.nodes[self.smps.index(smp)]
+        smp.configure(describe(node, self.nodes, Modes(), {}, **self.settings))
+
+    def snapshot(self, slot: int, iteration: int) -> None:
+        for node in self.nodes:
+            node.snapshot(slot, iteration)
+
+    def flush(self, iteration: int) -> None:
+        for node in self.nodes:
+            node.flush(iteration)
+
+    def start(self) -> None:
+        for smp in self.smps:
+            smp.start()
+
+    def states(self, iteration: int) -> list[FlushState]:
+        """How far both are with this snapshot."""
+        found = [smp.duties.flushing for smp in self.smps]
+        return [state for snapshot, state in found if snapshot is not None and snapshot.iteration == iteration]
+
+    def settled(self, iteration: int, state: FlushState = FlushState.DONE) -> None:
+        until(lambda: self.states(iteration) == [state] * 2, lambda: f"{self.states(iteration)} {self.told()}")
+
+    def told(self) -> list[Any]:
+        return [one for smp in self.smps for one in smp.events.all if one[0] not in ("checked", "covered")]
+
+    def check(self, storage: Storage, iteration: int) -> StoredSnapshot:
+        """All that is on storage of a snapshot is what memory has of it."""
+        name = f"{folder_of(iteration)}/manifest.json"
+        stored = StoredSnapshot.decode(storage.read(name), name)
+        for node in self.nodes:
+            for arena in node.arenas:
+                slot = arena.find(stored.snapshot)
+                entry = stored.shards[arena.manifest.shard]
+                data = storage.read(f"{folder_of(iteration)}/{entry.file}")
+                assert slot is not None and len(data) == entry.nbytes
+                with arena.slot(slot) as view:
+                    used = arena.image.objects.begin + entry.objects_used
+                    assert data[:used] == bytes(view[:used])
+        return stored
+
+    def close(self) -> None:
+        for smp in self.smps:
+            smp.close()
+        for node in self.nodes:
+            node.close()
+
+
+@pytest.fixture
+def where(tmp_path: Path) -> str:
+    (tmp_path / "storage").mkdir()
+    return str(tmp_path / "storage")
+
+
+@pytest.fixture
+def job(arena_root: Path, where: str) -> Iterator[Job]:
+    made = Job(arena_root, where, persist_keep=2)
+    yield made
+    made.close()
+
+
+def leftovers(where: str) -> list[str]:
+    """Files that no checkpoint names."""
+    storage = FileStorage(where)
+    named = {"latest"}
+    for iteration in committed(storage):
+        folder = folder_of(iteration)
+        named |= {f"{folder}/manifest.json"}
+        named |= {f"{folder}/{name}" for name in files_of(storage.read(f"{folder}/manifest.json"))}
+    there = {str(path.relative_to(where)) for path in Path(where).rglob("*") if path.is_file()}
+    return sorted(there - named)
+
+
+def test_a_snapshot_of_two_nodes_becomes_one_checkpoint(job: Job) -> None:
+    job.start()
+    for slot, iteration in enumerate((7, 8, 9)):
+        job.snapshot(slot, iteration)
+        job.flush(iteration)
+        job.settled(iteration)
+        stored = job.check(FileStorage(job.where), iteration)
+        assert stored.snapshot.lineage == LINEAGE and stored.job == "job" and len(stored.shards) == 4
+    assert committed(FileStorage(job.where)) == [9, 8] and leftovers(job.where) == []
+    job.flush(-1)
+    until(lambda: all(smp.duties.flushing == (None, FlushState.NONE) for smp in job.smps))
+
+
+def test_nothing_counts_before_all_nodes_are_done(job: Job) -> None:
+    job.snapshot(0, 7)
+    job.flush(7)
+    job.smps[0].start()
+    until(lambda: job.smps[0].events.of("flushed"))
+    job.smps[0].settle()
+    assert committed(FileStorage(job.where)) == [] and job.states(7) == [FlushState.WORKING]
+    job.smps[1].start()
+    job.settled(7)
+    job.check(FileStorage(job.where), 7)
+
+
+def test_bytes_that_went_bad_come_to_no_storage(job: Job) -> None:
+    job.start()
+    job.snapshot(0, 7)
+    until(lambda: all(node.checked(7) for node in job.nodes))
+    arena = job.nodes[1].arenas[0]
+    flip(arena, 0, arena.image.chunks[-2].end - 1)
+    job.flush(7)
+    until(lambda: FlushState.CANNOT in job.states(7), lambda: str(job.told()))
+    (refused,) = job.smps[1].events.of("not_flushed")
+    assert "is not what it was when its checksum was taken" in refused["reason"]
+    assert committed(FileStorage(job.where)) == []
+    until(lambda: job.smps[0].events.of("flushed"))
+    # Of the node that was done: it waits for the other as long as it is to.
+    until(lambda: {name.rpartition("-")[2][:3] for name in leftovers(job.where)} == {"dp0", "dp1", "don"})
+    job.snapshot(1, 8)
+    job.flush(8)
+    job.settled(8)
+    assert leftovers(job.where) == [], "what came to nothing is swept"
+
+
+def test_a_slot_that_is_needed_is_given_up(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    job.snapshot(0, 7)
+    taken = threading.Event()
+
+    def take(halted: Callable[[], bool]) -> None:
+        if not taken.is_set():
+            taken.set()
+            job.nodes[0].arenas[0].control.begin(0)
+
+    pieces_before(monkeypatch, take)
+    job.start()
+    job.flush(7)
+    until(lambda: job.smps[0].events.of("not_flushed"))
+    assert "its slot was needed" in job.smps[0].events.of("not_flushed")[0]["reason"]
+
+
+def pieces_before(monkeypatch: pytest.MonkeyPatch, action: Callable[[Any], None]) -> None:
+    """Call ``action`` before each piece that goes to storage."""
+    before = Flush._before
+
+    def slow(self: Flush, nbytes: int) -> Iterator[float]:
+        action(self)
+        return before(self, nbytes)
+
+    monkeypatch.setattr(Flush, "_before", slow)
+
+
+def test_what_is_not_wanted_any_more_is_removed(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    reached, go_on = threading.Event(), threading.Event()
+
+    def stand(_: Flush) -> None:
+        reached.set()
+        go_on.wait(20)
+
+    pieces_before(monkeypatch, stand)
+    job.snapshot(0, 7)
+    job.flush(7)
+    job.smps[0].start()
+    assert reached.wait(20)
+    job.nodes[0].flush(-1)
+    until(lambda: job.smps[0].duties.flushing[0] is None)
+    go_on.set()
+    until(lambda: not [path for path in Path(job.where).rglob("*") if path.is_file()], "gone")
+    assert not job.smps[0].events.of("not_flushed")
+
+
+def test_a_newer_one_waits_for_the_end_of_the_one_before(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be removing files at that moment, and must not take those of its successor for its own."""
+    writing: list[int] = []
+    write = Flush._write
+
+    def counted(self: Flush, pending: Any) -> None:
+        writing.append(self.snapshot.iteration)
+        try:
+            write(self, pending)
+        finally:
+            first = 7 if 8 in writing and self.snapshot.iteration == 7 else 0
+            assert not first, "two at a time"
+
+    monkeypatch.setattr(Flush, "_write", counted)
+    for slot, iteration in enumerate((7, 8)):
+        job.snapshot(slot, iteration)
+    job.flush(7)
+    job.start()
+    until(lambda: 7 in writing)
+    job.flush(8)
+    job.settled(8)
+    job.check(FileStorage(job.where), 8)
+
+
+def test_storage_that_fills_up_is_tried_again(
+    arena_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(flushing, "_AGAIN_SECS", 0.05)
+    with tmpfs(tmp_path / "small", "3m") as small, ExitStack() as stack:
+        (small / "other").write_bytes(bytes(2 << 20))
+        job = Job(arena_root, str(small))
+        stack.callback(job.close)
+        job.snapshot(0, 7)
+        job.flush(7)
+        job.start()
+        until(lambda: any(smp.events.of("storage_fails") for smp in job.smps))
+        assert committed(FileStorage(job.where)) == [] and FlushState.CANNOT not in job.states(7)
+        (small / "other").unlink()
+        job.settled(7)
+        job.check(FileStorage(job.where), 7)
+        assert leftovers(job.where) == []
+
+
+def test_storage_that_is_not_there_is_told_and_left(arena_root: Path, tmp_path: Path) -> None:
+    job = Job(arena_root, str(tmp_path / "nowhere"))
+    job.snapshot(0, 7)
+    job.flush(7)
+    job.start()
+    until(lambda: job.states(7) == [FlushState.CANNOT] * 2)
+    assert "nowhere" in job.smps[0].events.of("not_flushed")[0]["reason"]
+    job.close()
+
+
+def test_a_node_on_which_nobody_trains_removes_nothing(job: Job) -> None:
+    """The job may go on elsewhere, under another lineage, and write there at this moment."""
+    job.pulse.leave()
+    other = Path(job.where) / folder_of(30)
+    other.mkdir()
+    (other / f"{'ab' * 16}-dp0.safetensors").write_bytes(b"of another")
+    job.start()
+    for slot, iteration in enumerate((7, 8, 9)):
+        job.snapshot(slot, iteration)
+        job.flush(iteration)
+        job.settled(iteration)
+    assert committed(FileStorage(job.where)) == [9, 8, 7] and len(leftovers(job.where)) == 1
+
+
+def test_a_limit_of_bytes_is_kept(arena_root: Path, where: str) -> None:
+    job = Job(arena_root, where, persist_gbps=0.002)
+    job.start()
+    job.snapshot(0, 7)
+    until(lambda: all(node.checked(7) for node in job.nodes))
+    job.flush(7)
+    nbytes = sum(arena.image.file_bytes for arena in job.nodes[0].arenas)
+    took_secs = until(lambda: job.states(7) == [FlushState.DONE] * 2)
+    assert took_secs > 0.7 * nbytes / 2e6
+    job.close()
+
+
+def guarded(node: Node) -> GuardedArenas:
+    arenas = GuardedArenas(node.dir)
+    arenas.want([arena.path.name for arena in node.arenas])
+    arenas.refresh()
+    return arenas
+
+
+def flush_here(nodes: Sequence[Node], where: str, iteration: int) -> None:
+    """Both nodes' parts, in this process, to the end."""
+    flushes = [
+        Flush(
+            FlushOrders(where, "job", node.name, NODES, keep=1), guarded(node), Pace(bool, bool), Seen(),
+            nodes[0].arenas[0].snapshots() and max(nodes[0].arenas[0].snapshots()), tidies=lambda: True,
+        )
+        for node in nodes
+    ]  # fmt: skip
+    for flush in flushes:
+        flush.join(30)
+    assert [flush.state for flush in flushes] == [FlushState.DONE] * 2, iteration
+
+
+@pytest.mark.parametrize("stride", [pytest.param(1, marks=pytest.mark.slow), 13])
+def test_killed_at_any_step_one_checkpoint_is_whole_and_the_next_attempt_ends_it(job: Job, stride: int) -> None:
+    job.snapshot(0, 7)
+    job.start()
+    job.flush(7)
+    job.settled(7)
+    job.snapshot(1, 8)
+    until(lambda: all(node.checked(8) for node in job.nodes))
+    for smp in job.smps:
+        smp.pause()
+    storage, seen, step = FileStorage(job.where), set(), 0
+    backup = {path: path.read_bytes() for path in Path(job.where).rglob("*") if path.is_file()}
+    while True:
+        killed = killed_at(step, lambda: flush_here(job.nodes, job.where, 8))
+        there = committed(storage)
+        seen.add(tuple(there))
+        assert there in ([7], [8, 7], [8])
+        for iteration in there:
+            job.check(storage, iteration)
+        flush_here(job.nodes, job.where, 8)
+        job.check(storage, 8)
+        if not killed:
+            break
+        for path in [path for path in Path(job.where).rglob("*") if path.is_file()]:
+            os.unlink(path)
+        for path, data in backup.items():
+            path.parent.mkdir(exist_ok=True)
+            path.write_bytes(data)
+        step += stride
+    assert (7,) in seen and (8,) in seen and step > 60
+    assert committed(storage) == [8] and leftovers(job.where) == []
+
+
+def test_manifests_of_shards_survive_json(job: Job) -> None:
+    job.start()
+    job.snapshot(0, 7)
+    job.flush(7)
+    job.settled(7)
+    storage = open_storage(job.where)
+    stored = StoredSnapshot.decode(storage.read(f"{folder_of(7)}/manifest.json"), "m")
+    again = StoredSnapshot.decode(stored.encode(), "m")
+    assert again.encode() == stored.encode()
+    assert np.array_equal(again.shards["dp0"].chunk_hashes, stored.shards["dp0"].chunk_hashes)
