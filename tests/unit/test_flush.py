@@ -166,8 +166,8 @@ def test_a_slot_that_is_needed_is_given_up(job: Job, monkeypatch: pytest.MonkeyP
     job.snapshot(0, 7)
     taken = threading.Event()
 
-    def take(halted: Callable[[], bool]) -> None:
-        if not taken.is_set():
+    def take(flush: Flush) -> None:
+        if flush._orders.node == "a" and not taken.is_set():
             taken.set()
             job.nodes[0].arenas[0].control.begin(0)
 
