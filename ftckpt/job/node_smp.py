@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ftckpt.config import Config
-from ftckpt.errors import ConfigError, FtckptError
+from ftckpt.errors import ConfigError, FtckptError, StorageError
 from ftckpt.events import Events
 from ftckpt.group import Group, together
 from ftckpt.job.addresses import listening_address
@@ -20,6 +20,8 @@ from ftckpt.model import codec
 from ftckpt.model.topology import Topology
 from ftckpt.parity.groups import ParityGroup
 from ftckpt.parity.holding import Holding
+from ftckpt.persist.commit import claim
+from ftckpt.persist.storage import open_storage
 from ftckpt.smp.channel import MIN_SECRET_BYTES
 from ftckpt.smp.client import SmpClient, Watch, find_or_start
 from ftckpt.smp.link import NetworkLimit, network_limit
@@ -84,6 +86,7 @@ class NodeSmp:
         config, node = self._config, self._topology.me.node
         secret = self._share_secret()
         address = together(self._group, lambda: listening_address(config.smp_listen, self._machines, os.environ))
+        self._claim_storage()
         # Not ``together``: without an SMP snapshots are not protected, and training goes on.
         port = self._listen(node_dir, address, secret) if self._leads else 0
         reports = codec.gather(self._group, _Report(os.getpid(), address, port), _Report)
@@ -116,6 +119,8 @@ class NodeSmp:
             "secret": secret.hex(),
             "peers": {other: where for other, where in peers.items() if other != node},
             "places": places,
+            # A word of this attempt that all ranks know.
+            "owner": self._group.name,
             "nodes": sorted({member.node for member in self._topology.members}),
             "groups": [g.to_json() for g in groups if any(member.node == node for member in g.members)],
             "mirror_from": packages,
@@ -130,6 +135,14 @@ class NodeSmp:
             self._fail(error)
             return 0
         return guard_digest(description)
+
+    def _claim_storage(self) -> None:
+        """SMPs of an earlier attempt that still live, on nodes that this one does not have, write there no more."""
+        if self._config.persist and self._topology.rank == 0:
+            try:
+                claim(open_storage(self._config.persist, "persist"), self._group.name, self._config.job)
+            except StorageError as error:
+                self._events.emit("storage_fails", error=str(error))
 
     def release(self) -> None:
         """This rank trains no more; the SMP stays."""

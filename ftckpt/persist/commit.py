@@ -24,6 +24,7 @@ from ftckpt.errors import StorageError
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.persist.storage import Bytes, Storage
 
+OWNER_NAME = "owner.json"
 MANIFEST_NAME = "manifest.json"
 LATEST_NAME = "latest"
 _FOLDER = re.compile(r"iter_(\d{7,18})")
@@ -145,6 +146,26 @@ class PendingCheckpoint:
                 )
 
 
+def claim(storage: Storage, owner: str, job: str) -> None:
+    """From now on ``owner``, a run of ``job``, writes there: an earlier one that still lives neither commits nor
+    removes anything any more."""
+    storage.put(OWNER_NAME, json.dumps({"owner": owner, "job": job}).encode())
+
+
+def require_owner(storage: Storage, owner: str) -> None:
+    """Raises StorageError where another run has claimed the place since, or storage fails."""
+    if storage.size(OWNER_NAME) is None:
+        return
+    try:
+        claimed = json.loads(storage.read(OWNER_NAME))
+        other, job = str(claimed["owner"]), str(claimed["job"])
+    except (KeyError, TypeError, ValueError):
+        raise StorageError(f"{storage.where}/{OWNER_NAME}: is damaged; remove it", lasting=True) from None
+    if other != owner:
+        text = f"{storage.where}: another run of job {job!r} writes here since; give each its own --ftckpt-persist"
+        raise StorageError(text, lasting=True)
+
+
 def committed(storage: Storage) -> list[int]:
     """The iterations of which there is a whole checkpoint, newest first."""
     found = (entry.name.partition("/") for entry in storage.list() if entry.name.endswith(f"/{MANIFEST_NAME}"))
@@ -186,7 +207,7 @@ def sweep(
     theirs = tuple(f"{folder_of(snapshot.iteration)}/{_prefix(snapshot)}" for snapshot in active)
     gone = [name for name in names if name not in keep and not name.startswith(theirs)]
     storage.remove(gone)
-    storage.sweep([*map(_prefix, active), MANIFEST_NAME, LATEST_NAME] if active else [])
+    storage.sweep([*map(_prefix, active), MANIFEST_NAME, LATEST_NAME, OWNER_NAME] if active else [])
     return gone
 
 

@@ -259,12 +259,7 @@ class Duties:
         orders = self._flush_orders
         if wanted is not None and orders.where:
             pace = Pace(lambda: self._budget.copying() > 0, self._network_in_use, orders.gbps)
-            self._flush = Flush(
-                orders, self._arenas, pace, self._events, wanted, tidies=self._ranks_train, before=self._flush
-            )
-
-    def _ranks_train(self) -> bool:
-        return any(rank.lives is not False for rank in self._pulse.ranks())
+            self._flush = Flush(orders, self._arenas, pace, self._events, wanted, before=self._flush)
 
     def _advance(self) -> float | None:
         """One piece of work; returns the seconds to wait, None if there is nothing to do."""

@@ -42,13 +42,14 @@ class _Halted(Exception):
 
 @dataclass(frozen=True)
 class FlushOrders:
-    """What a node must know to write to storage: ``where``, for which ``job``, and who takes part.
+    """What a node must know to write to storage: ``where``, for which ``job``, as which ``owner``, and with whom.
 
     The first of ``nodes`` commits. ``keep``: checkpoints that stay; ``gbps``: GB/s of this node, 0 for no limit.
     """
 
     where: str = ""
     job: str = ""
+    owner: str = ""
     node: str = ""
     nodes: tuple[str, ...] = ()
     keep: int = 0
@@ -59,8 +60,8 @@ class FlushOrders:
         """What a description for the SMP says; raises KeyError, ValueError or TypeError if it is unusable."""
         settings = dict(description.get("settings", {}))
         return cls(
-            str(settings.get("persist", "")), str(description.get("job", "")), str(description["node"]),
-            tuple(sorted(map(str, description.get("nodes", [])))),
+            str(settings.get("persist", "")), str(description.get("job", "")), str(description.get("owner", "")),
+            str(description["node"]), tuple(sorted(map(str, description.get("nodes", [])))),
             int(settings.get("persist_keep", 0)), float(settings.get("persist_gbps", 0.0)),
         )  # fmt: skip
 
@@ -74,13 +75,12 @@ class Flush:
     """The work on one snapshot. ``state`` may be read by any thread.
 
     Args:
-        tidies: whether what came to nothing, and checkpoints that are not kept, may be removed now.
         before: the one before this, which must have ended: it may be removing things.
     """
 
     def __init__(
         self, orders: FlushOrders, arenas: GuardedArenas, pace: Pace, events: Events, snapshot: SnapshotId, *,
-        tidies: Callable[[], bool], before: Flush | None = None,
+        before: Flush | None = None,
     ) -> None:  # fmt: skip
         self.snapshot = snapshot
         self.state = FlushState.WORKING
@@ -88,7 +88,6 @@ class Flush:
         self._arenas = arenas
         self._pace = pace
         self._events = events
-        self._tidies = tidies
         self._halted = threading.Event()
         self._written: dict[str, StoredShard] = {}
         self._told = ""
@@ -214,6 +213,8 @@ class Flush:
         arena = self._arenas.all[0].mapped
         layout, origin = arena.manifest.layout, arena.control.origin()
         stored = StoredSnapshot(self.snapshot, self._orders.job, layout, shards, origin)
+        # Right before, and nothing is removed but behind a commit: the job may go on elsewhere by now.
+        commit.require_owner(storage, self._orders.owner)
         if not pending.commit(stored.encode(), own):
             return self._is_there(storage, path)  # raises: it is another's
         self._events.emit(
@@ -225,8 +226,6 @@ class Flush:
 
     def _retain(self, storage: Storage) -> None:
         """Remove the oldest checkpoints beyond those that are kept, and what came to nothing."""
-        if not self._tidies():  # no rank trains here: the job may go on elsewhere, and write
-            return
         try:
             whole = commit.committed(storage)
             for iteration in whole[self._orders.keep :] if self._orders.keep else ():

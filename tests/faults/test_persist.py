@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -101,3 +102,50 @@ def test_a_job_whose_memory_is_gone_goes_on_from_storage(persisting: dict[str, A
     assert {event["source"] for event in jobs.events(persisting, "restored")} == {None, "storage"}
     fetched = jobs.events(persisting, "fetched")
     assert [event["shards"] for event in fetched] == [4] * 4
+
+
+def damaged(settings: dict[str, Any], iteration: int, shard: str) -> None:
+    """One bit of a shard's file goes bad, where its tensors are."""
+    entry = next(one for one in stored(settings) if one.snapshot.iteration == iteration).shards[shard]
+    path = Path(settings["persist"]) / f"iter_{iteration:07d}" / entry.file
+    data = bytearray(path.read_bytes())
+    data[8 + int.from_bytes(data[:8], "little") + 20] ^= 1
+    path.write_bytes(data)
+
+
+def test_what_is_bad_on_storage_is_passed_over(persisting: dict[str, Any]) -> None:
+    persisting["persist_keep"] = 0
+    run_ranks(train_until_persisted, 4, persisting, 3)
+    clean_job(Path(persisting["arena"]), "test")
+    newest, second, third, *_ = [one.snapshot.iteration for one in stored(persisting)]
+    damaged(persisting, newest, "dp2")
+    manifest = Path(persisting["persist"]) / f"iter_{second:07d}" / "manifest.json"
+    manifest.write_text(manifest.read_text().replace('"job": "test"', '"job": "toast"'))
+    results = [result.value for result in run_ranks(restored, 4, persisting)]
+    assert results == [(third, third, [float(third)], [float(third)])] * 4
+    told = jobs.events(persisting, "storage_damaged")
+    assert {event["iteration"] for event in told} == {newest, second}
+    assert any("do not match their checksum" in event["error"] for event in told)
+    assert any("damaged or edited" in event["error"] for event in told)
+
+
+def test_only_what_memory_lost_comes_from_storage(persisting: dict[str, Any]) -> None:
+    """One node is gone, and nothing protects what it had."""
+    persisting["protect"] = "none"
+    run_ranks(train_until_persisted_then_die, 4, persisting, expect_failures=True)
+    shutil.rmtree(Path(persisting["arena"]) / "ftckpt-test" / "n1")
+    newest = stored(persisting)[0].snapshot.iteration
+    results = [result.value for result in run_ranks(restored, 4, persisting)]
+    assert results == [(newest, newest, [float(newest)], [float(newest)])] * 4
+    (fetched, *_) = jobs.events(persisting, "fetched")
+    assert fetched["shards"] == 2, "the other node has its own in memory yet"
+
+
+def train_until_persisted_then_die(rank: int, world_size: int, settings: dict[str, Any]) -> None:
+    """Memory still has what has just come to storage."""
+    checkpointer, state = plain.make(rank, world_size, settings, NODES[:world_size])
+    number, storage = checkpointer.restore() or 0, open_storage(settings["persist"])
+    while not committed(storage):
+        number += 1
+        plain.iterate(checkpointer, state, number)
+    plain.die()

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from ftckpt.parity.modes import Modes
-from ftckpt.persist.commit import committed, folder_of
+from ftckpt.persist.commit import claim, committed, folder_of
 from ftckpt.persist.files import FileStorage
 from ftckpt.persist.shards import StoredSnapshot, files_of
 from ftckpt.persist.storage import Storage, open_storage
@@ -21,7 +21,7 @@ from ftckpt.smp import flush as flushing
 from ftckpt.smp.arenas import GuardedArenas
 from ftckpt.smp.flush import Flush, FlushOrders
 from ftckpt.smp.work import Pace
-from ftckpt.store.pulse import FlushState, Pulse
+from ftckpt.store.pulse import FlushState
 from tests.support.killing import killed_at
 from tests.support.mounting import tmpfs
 from tests.support.smp_nodes import LINEAGE, Node, Seen, Smp, describe, flip
@@ -38,8 +38,6 @@ class Job:
         self.nodes = [Node(root, name, (2 * n, 2 * n + 1), 4) for n, name in enumerate(NODES)]
         self.smps = [Smp(node) for node in self.nodes]
         self.settings = {"persist": where, **settings}
-        # A rank of the first node trains, as far as its SMP sees.
-        self.pulse = Pulse.open(self.nodes[0].dir, 0, 0)
         for smp in self.smps:
             self.configure(smp)
 
@@ -108,7 +106,7 @@ def job(arena_root: Path, where: str) -> Iterator[Job]:
 def leftovers(where: str) -> list[str]:
     """Files that no checkpoint names."""
     storage = FileStorage(where)
-    named = {"latest"}
+    named = {"latest", "owner.json"}
     for iteration in committed(storage):
         folder = folder_of(iteration)
         named |= {f"{folder}/manifest.json"}
@@ -261,18 +259,24 @@ def test_storage_that_is_not_there_is_told_and_left(arena_root: Path, tmp_path: 
     job.close()
 
 
-def test_a_node_on_which_nobody_trains_removes_nothing(job: Job) -> None:
-    """The job may go on elsewhere, under another lineage, and write there at this moment."""
-    job.pulse.leave()
+def test_a_run_that_goes_on_elsewhere_is_left_alone(job: Job) -> None:
+    """SMPs of nodes that it left behind neither commit nor remove anything."""
+    storage = FileStorage(job.where)
+    claim(storage, "the new run", "job")
     other = Path(job.where) / folder_of(30)
     other.mkdir()
-    (other / f"{'ab' * 16}-dp0.safetensors").write_bytes(b"of another")
+    (other / f"{'ab' * 16}-dp0.safetensors").write_bytes(b"of the new run")
     job.start()
-    for slot, iteration in enumerate((7, 8, 9)):
-        job.snapshot(slot, iteration)
-        job.flush(iteration)
-        job.settled(iteration)
-    assert committed(FileStorage(job.where)) == [9, 8, 7] and len(leftovers(job.where)) == 1
+    job.snapshot(0, 7)
+    job.flush(7)
+    until(lambda: job.smps[0].events.of("not_flushed"))
+    assert "another run of job 'job' writes here since" in job.smps[0].events.of("not_flushed")[0]["reason"]
+    assert committed(storage) == [] and (other / f"{'ab' * 16}-dp0.safetensors").exists()
+    claim(storage, "", "job")
+    job.snapshot(1, 8)
+    job.flush(8)
+    job.settled(8)
+    assert committed(storage) == [8] and leftovers(job.where) == []
 
 
 def test_a_limit_of_bytes_is_kept(arena_root: Path, where: str) -> None:
@@ -298,8 +302,8 @@ def flush_here(nodes: Sequence[Node], where: str, iteration: int) -> None:
     """Both nodes' parts, in this process, to the end."""
     flushes = [
         Flush(
-            FlushOrders(where, "job", node.name, NODES, keep=1), guarded(node), Pace(bool, bool), Seen(),
-            nodes[0].arenas[0].snapshots() and max(nodes[0].arenas[0].snapshots()), tidies=lambda: True,
+            FlushOrders(where, "job", "", node.name, NODES, keep=1), guarded(node), Pace(bool, bool), Seen(),
+            max(nodes[0].arenas[0].snapshots()),
         )
         for node in nodes
     ]  # fmt: skip
