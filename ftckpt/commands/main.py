@@ -1,5 +1,5 @@
 """The ``ftckpt`` command: look at arenas, delete those of a dead job, show what a run went through and what was
-copied when, plan protection, convert checkpoints.
+copied when, plan protection, convert checkpoints, look at those on storage.
 
 Exit status: 0 good, 1 something inspected is corrupt, 2 the command could not be carried out.
 """
@@ -18,6 +18,7 @@ from ftckpt.commands.inspect import add_inspect
 from ftckpt.commands.plan import add_plan
 from ftckpt.commands.report import add_report
 from ftckpt.commands.smp import add_smp
+from ftckpt.commands.stored import add_list, add_verify
 from ftckpt.commands.timeline import add_timeline
 from ftckpt.errors import ConfigError, FtckptError
 
@@ -31,7 +32,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line ``argv`` (default: the process's own) and return its exit status."""
     parser = _Parser(prog="ftckpt", description="in-memory snapshots of training state")
     commands = parser.add_subparsers(metavar="COMMAND", required=True, dest="command")
-    for add in (add_inspect, add_clean, add_timeline, add_report, add_plan, add_smp, add_convert, add_ended):
+    for add in (
+        add_inspect, add_clean, add_timeline, add_report, add_plan, add_smp, add_convert, add_list, add_verify,
+        add_ended,
+    ):  # fmt: skip
         add(commands)
     try:
         arguments = parser.parse_args(argv)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from ftckpt.convert import arenas, safetensors, universal
+from ftckpt.convert import arenas, safetensors, snapshots, universal
 from ftckpt.convert.arenas import ArenaReader
 from ftckpt.convert.catalog import Reader, Writer
 from ftckpt.convert.deepspeed import files as deepspeed_files
@@ -22,6 +22,7 @@ from ftckpt.convert.megatron.dist_reader import MegatronDistReader
 from ftckpt.convert.megatron.dist_writer import MegatronDistWriter
 from ftckpt.convert.megatron.legacy_reader import MegatronLegacyReader
 from ftckpt.convert.safetensors import MAX_FILE_BYTES, WeightsReader, WeightsWriter
+from ftckpt.convert.snapshots import SnapshotReader
 from ftckpt.convert.storage import PARTIAL
 from ftckpt.convert.universal import UniversalReader, UniversalWriter
 from ftckpt.errors import ConvertError
@@ -46,6 +47,11 @@ class _Format(NamedTuple):
 
 _FORMATS = {
     "universal": _Format(universal.recognises, lambda paths, options: UniversalReader(paths[0])),
+    "ftckpt-snapshot": _Format(
+        snapshots.recognises,
+        lambda paths, options: SnapshotReader(paths[0], options.iteration, options.roles),
+        frozenset({"iteration"}),
+    ),
     "ftckpt": _Format(
         arenas.recognises,
         lambda paths, options: ArenaReader(paths, options.iteration, options.roles),

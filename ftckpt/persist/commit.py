@@ -36,6 +36,12 @@ def folder_of(iteration: int) -> str:
     return f"iter_{iteration:07d}"
 
 
+def iteration_of(folder: str) -> int | None:
+    """Inverse of ``folder_of``; None for any other name."""
+    found = _FOLDER.fullmatch(folder)
+    return int(found[1]) if found is not None else None
+
+
 @dataclass(frozen=True)
 class CheckpointFile:
     """A file that is durable: its name in the checkpoint, bytes, and xxh3-64 of them as 16 hex digits."""
@@ -169,8 +175,8 @@ def require_owner(storage: Storage, owner: str) -> None:
 def committed(storage: Storage) -> list[int]:
     """The iterations of which there is a whole checkpoint, newest first."""
     found = (entry.name.partition("/") for entry in storage.list() if entry.name.endswith(f"/{MANIFEST_NAME}"))
-    numbers = (_FOLDER.fullmatch(folder) for folder, _, rest in found if rest == MANIFEST_NAME)
-    return sorted((int(number[1]) for number in numbers if number is not None), reverse=True)
+    numbers = (iteration_of(folder) for folder, _, rest in found if rest == MANIFEST_NAME)
+    return sorted((number for number in numbers if number is not None), reverse=True)
 
 
 def remove(storage: Storage, iteration: int) -> None:
@@ -224,8 +230,7 @@ def _move_latest(storage: Storage, iteration: int) -> None:
 def _latest(storage: Storage) -> int | None:
     if storage.size(LATEST_NAME) is None:
         return None
-    found = _FOLDER.fullmatch(storage.read(LATEST_NAME).decode(errors="replace").strip())
-    return int(found[1]) if found else None
+    return iteration_of(storage.read(LATEST_NAME).decode(errors="replace").strip())
 
 
 def _beginning(storage: Storage, folder: str, words: str) -> list[str]:

@@ -16,7 +16,9 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
+from ftckpt.commands.main import main
 from ftckpt.config import Config
 from ftckpt.errors import MemoryBudgetError, MismatchError
 from ftckpt.group import Group
@@ -24,6 +26,8 @@ from ftckpt.job.checkpointer import Checkpointer
 from ftckpt.model.fragment import Box, Fragment
 from ftckpt.model.topology import RankPlace, Topology
 from ftckpt.model.training_state import Description, Piece
+from ftckpt.persist.commit import committed
+from ftckpt.persist.storage import open_storage
 from ftckpt.store.arena import Arena
 from ftckpt.store.directory import clean_job, end_smp, list_arenas
 from tests.support.errors import a_rank_raises
@@ -166,6 +170,7 @@ class State:
 @dataclass(frozen=True)
 class Attempt:
     """Start in ``layout``, train up to and with iteration ``until``, and end: the arenas stay unless ``ends``.
+    ``persists``: not before a snapshot is on storage.
 
     ``kill`` is a point of ``POINTS``. ``spoil`` names a piece of which rank 1 has other bits, ``reshapes`` and
     ``extra`` (one more tensor) make another state.
@@ -176,6 +181,7 @@ class Attempt:
     settings: Mapping[str, Any] = field(default_factory=dict)
     kill: str = ""
     ends: bool = False
+    persists: bool = False
     spoil: str = ""
     reshapes: bool = True
     extra: bool = False
@@ -214,7 +220,9 @@ def train(rank: int, world_size: int, attempt: Attempt) -> Ended:
     start = checkpointer.restore()
     wrong = state.problems(start) if start is not None else []
     scratch = state.scratch.tolist()
-    for iteration in range((start or 0) + 1, attempt.until + 1):
+    for iteration in itertools.count((start or 0) + 1):
+        if iteration > attempt.until and not (attempt.persists and checkpointer.persisted is None):
+            break
         checkpointer.fence()
         state.advance(iteration)
         if attempt.spoil and rank == 1:
@@ -352,6 +360,42 @@ def test_every_element_comes_back_in_another_layout(pair: str, plan: dict[str, A
     assert {(one.start, one.told) for one in again} in [{(LAST + n, None)} for n in (1, 2)], "it is no reshape"
     assert len(events(plan, "reshaped")) == after.size
     assert list(arena_root.iterdir()) == [], "an ended job left something behind"
+
+
+FROM_STORAGE = {
+    "the same layout": (OLD, OLD, "none"),
+    "another layout": (OLD, NEW, "none"),
+    "the same layout, of shares with parity in the slots": (OLD, OLD, "replica"),
+    "another layout, of copies in the slots": (Layout(tp=2, dp=2, nodes=("n0", "n1") * 2), NEW, "copy"),
+}
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("case", FROM_STORAGE)
+def test_a_job_whose_memory_is_gone_goes_on_from_what_it_persisted(
+    case: str, plan: dict[str, Any], arena_root: Path, tmp_path: Path
+) -> None:
+    before, after, protect = FROM_STORAGE[case]
+    (tmp_path / "storage").mkdir()
+    plan |= {"persist": str(tmp_path / "storage"), "persist_interval": 2, "protect": protect, "slots": 0}
+    restarted(Attempt(before, LAST, plan, persists=True))
+    clean_job(arena_root, "test")
+    newest = committed(open_storage(plan["persist"]))[0]
+    files = [path.stat().st_size for path in tmp_path.glob("storage/iter_*/*.safetensors")]
+    assert max(files) < 2 * min(files), "what protects others stays in memory"
+    ended = restarted(Attempt(after, 0, plan))
+    assert {one.start for one in ended} == {newest}
+    assert {one.told is not None for one in ended} == {before != after}
+    assert main(["convert", plan["persist"], str(tmp_path / "universal")]) == 0
+    tensors = {
+        key: tensor for path in tmp_path.glob("universal/*.safetensors") for key, tensor in load_file(path).items()
+    }
+    assert tensors.keys() >= {"master/norm", "master/words", *(f"exp_avg/layer{number}" for number in range(DEPTH))}
+    for key, tensor in tensors.items():
+        rows = WORDS if key.endswith("words") else None
+        wanted = value(key.replace("weight/", "master/"), newest, tensor.shape).to(tensor.dtype)
+        assert torch.equal(tensor[:rows], wanted[:rows]), key
+    assert main(["verify", plan["persist"]]) == 0
 
 
 def test_there_and_back_again(plan: dict[str, Any], arena_root: Path) -> None:

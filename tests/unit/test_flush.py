@@ -12,82 +12,20 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ftckpt.parity.modes import Modes
 from ftckpt.persist.commit import claim, committed, folder_of
 from ftckpt.persist.files import FileStorage
-from ftckpt.persist.shards import StoredSnapshot, files_of
-from ftckpt.persist.storage import Storage, open_storage
+from ftckpt.persist.shards import StoredSnapshot
+from ftckpt.persist.storage import open_storage
 from ftckpt.smp import flush as flushing
 from ftckpt.smp.arenas import GuardedArenas
 from ftckpt.smp.flush import Flush, FlushOrders
 from ftckpt.smp.work import Pace
 from ftckpt.store.pulse import FlushState
+from tests.support.flush_jobs import NODES, Job, leftovers
 from tests.support.killing import killed_at
 from tests.support.mounting import tmpfs
-from tests.support.smp_nodes import LINEAGE, Node, Seen, Smp, describe, flip
+from tests.support.smp_nodes import LINEAGE, Node, Seen, flip
 from tests.support.waiting import until
-
-NODES = ("a", "b")
-
-
-class Job:
-    """Two nodes of two ranks, with duties of an SMP each that know where storage is."""
-
-    def __init__(self, root: Path, where: str, **settings: Any) -> None:
-        self.where = where
-        self.nodes = [Node(root, name, (2 * n, 2 * n + 1), 4) for n, name in enumerate(NODES)]
-        self.smps = [Smp(node) for node in self.nodes]
-        self.settings = {"persist": where, **settings}
-        for smp in self.smps:
-            self.configure(smp)
-
-    def configure(self, smp: Smp) -> None:
-        node = self.nodes[self.smps.index(smp)]
-        smp.configure(describe(node, self.nodes, Modes(), {}, **self.settings))
-
-    def snapshot(self, slot: int, iteration: int) -> None:
-        for node in self.nodes:
-            node.snapshot(slot, iteration)
-
-    def flush(self, iteration: int) -> None:
-        for node in self.nodes:
-            node.flush(iteration)
-
-    def start(self) -> None:
-        for smp in self.smps:
-            smp.start()
-
-    def states(self, iteration: int) -> list[FlushState]:
-        """How far both are with this snapshot."""
-        found = [smp.duties.flushing for smp in self.smps]
-        return [state for snapshot, state in found if snapshot is not None and snapshot.iteration == iteration]
-
-    def settled(self, iteration: int, state: FlushState = FlushState.DONE) -> None:
-        until(lambda: self.states(iteration) == [state] * 2, lambda: f"{self.states(iteration)} {self.told()}")
-
-    def told(self) -> list[Any]:
-        return [one for smp in self.smps for one in smp.events.all if one[0] not in ("checked", "covered")]
-
-    def check(self, storage: Storage, iteration: int) -> StoredSnapshot:
-        """All that is on storage of a snapshot is what memory has of it."""
-        name = f"{folder_of(iteration)}/manifest.json"
-        stored = StoredSnapshot.decode(storage.read(name), name)
-        for node in self.nodes:
-            for arena in node.arenas:
-                slot = arena.find(stored.snapshot)
-                entry = stored.shards[arena.manifest.shard]
-                data = storage.read(f"{folder_of(iteration)}/{entry.file}")
-                assert slot is not None and len(data) == entry.nbytes
-                with arena.slot(slot) as view:
-                    used = arena.image.objects.begin + entry.objects_used
-                    assert data[:used] == bytes(view[:used])
-        return stored
-
-    def close(self) -> None:
-        for smp in self.smps:
-            smp.close()
-        for node in self.nodes:
-            node.close()
 
 
 @pytest.fixture
@@ -101,18 +39,6 @@ def job(arena_root: Path, where: str) -> Iterator[Job]:
     made = Job(arena_root, where, persist_keep=2)
     yield made
     made.close()
-
-
-def leftovers(where: str) -> list[str]:
-    """Files that no checkpoint names."""
-    storage = FileStorage(where)
-    named = {"latest", "owner.json"}
-    for iteration in committed(storage):
-        folder = folder_of(iteration)
-        named |= {f"{folder}/manifest.json"}
-        named |= {f"{folder}/{name}" for name in files_of(storage.read(f"{folder}/manifest.json"))}
-    there = {str(path.relative_to(where)) for path in Path(where).rglob("*") if path.is_file()}
-    return sorted(there - named)
 
 
 def test_a_snapshot_of_two_nodes_becomes_one_checkpoint(job: Job) -> None:

@@ -1,58 +1,111 @@
-"""Names of shards tell axes and places; a layout tells the names of all its shards."""
+"""The file of a shard: the image of its slot, without what the slot holds of others."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from safetensors.numpy import load
 
-from ftckpt.errors import MismatchError
-from ftckpt.model.manifest import shard_name
-from ftckpt.model.topology import axes_of, first_of_each_stage, shard_names
+from ftckpt.errors import CorruptError, StorageError
+from ftckpt.model.loaded import Checkpoint
+from ftckpt.model.snapshot import SnapshotId
+from ftckpt.parity.modes import Modes
+from ftckpt.persist.shards import PIECE_BYTES, ShardImage, StoredShard, StoredSnapshot, contents, files_of
+from ftckpt.store.arena import Arena
+from ftckpt.store.image import parse_image
 from tests.support.errors import raises
+from tests.support.protected import LINEAGE, Job, build, slot_of
 
-AXES = st.lists(st.sampled_from(["tp", "pp", "cp", "dp", "ep", "x_y"]), min_size=1, unique=True)
-
-
-@given(AXES, st.data())
-def test_the_names_of_a_layout_are_those_of_all_its_places(axes: list[str], data: st.DataObject) -> None:
-    sizes: Mapping[str, int] = {axis: data.draw(st.integers(1, 4)) for axis in axes}
-    names = shard_names({**sizes, "vpp": 2, "distributed_optimizer": True}, axes)
-    places: list[dict[str, int]] = [{}]
-    for axis in axes:
-        places = [{**place, axis: index} for place in places for index in range(sizes[axis])]
-    assert names == tuple(shard_name(place) for place in places)
-    assert len(set(names)) == len(names)
-    assert all(axes_of(name) == tuple(axes) for name in names)
-    firsts = first_of_each_stage(tuple(reversed(names)))
-    assert firsts == tuple(
-        shard_name({axis: stage if axis == "pp" else 0 for axis in axes}) for stage in range(sizes.get("pp", 1))
-    )
+SNAPSHOT = SnapshotId(LINEAGE, 7)
 
 
-def test_stages_are_in_order_beyond_ten() -> None:
-    names = shard_names({"tp": 2, "pp": 12}, ("tp", "pp"))
-    assert first_of_each_stage(names)[9:] == ("tp0-pp9", "tp0-pp10", "tp0-pp11")
+def stored_of(arena: Arena, slot: int) -> tuple[ShardImage, StoredShard]:
+    shard, record = ShardImage.of(arena.image), arena.control.record(slot)
+    hashes = record.chunk_hashes[list(shard.chunks)]
+    digest = shard.image.manifest.digest.hex()
+    sizes = shard.image.file_bytes, "", digest, record.objects_used, record.objects_hash
+    return shard, StoredShard(f"{arena.manifest.shard}.safetensors", *sizes, hashes)
 
 
-@pytest.mark.parametrize(
-    ("layout", "message"),
-    [
-        ({"tp": 2}, "dp has no size"),
-        ({"tp": 2, "dp": "4"}, "dp has no size"),
-        ({"tp": 2, "dp": True}, "dp has no size"),
-        ({"tp": 0, "dp": 1}, "tp has no size"),
-        ({"tp": 1 << 20, "dp": 2}, "more than 1048576 shards"),
-    ],
-)
-def test_sizes_that_are_none_are_refused(layout: Mapping[str, int], message: str) -> None:
-    with pytest.raises(MismatchError, match=message):
-        shard_names(layout, ("tp", "dp"))
+@pytest.mark.parametrize("replica", ["", "replica", "copy"])
+def test_a_file_is_a_slot_without_what_protects_others(replica: str, arena_root: Path) -> None:
+    sets = ((0, 1, 2),) if replica else ()
+    job = Job(arena_root, ("a", "b", "c"), Modes(), replica=replica, sets=sets)
+    build(job, [7], [])
+    for rank in range(3):
+        with closing(Arena.open(job.path(rank))) as arena, arena.slot(slot := slot_of(arena, 7)) as data:
+            shard, entry = stored_of(arena, slot)
+            pieces = list(contents(shard, arena.image, data, entry))
+            assert max(map(len, pieces)) <= PIECE_BYTES
+            file = b"".join(pieces)
+            assert len(file) == entry.nbytes and parse_image(file).manifest.digest.hex() == entry.digest
+            kinds = {section.kind for section in shard.image.sections}
+            assert kinds <= {"private", "shared"} and (len(file) < arena.image.file_bytes) == bool(replica)
+            manifest, tensors = arena.manifest, load(file)
+            for fragment, offset in zip(manifest.fragments, arena.image.offsets, strict=True):
+                if fragment in shard.image.manifest.fragments:
+                    found = tensors.pop(fragment.name).tobytes()
+                    assert found == bytes(data[offset : offset + fragment.nbytes])
+            objects = tensors.pop("__objects__").tobytes()
+            begin = arena.image.objects.begin
+            assert objects[: entry.objects_used] == bytes(data[begin : begin + entry.objects_used])
+            assert not any(objects[entry.objects_used :]) and all(name.startswith("__pad.") for name in tensors)
+            del pieces, data
 
 
-@pytest.mark.parametrize("name", ["", "tp", "tp0-", "0", "-tp0", "tp0-pp"])
-def test_what_is_no_shard_is_refused(name: str) -> None:
-    with raises(MismatchError, "shard"):
-        axes_of(name)
+@pytest.mark.parametrize("where", ["chunk", "objects"])
+def test_bytes_that_are_not_what_they_were_are_seen_as_they_go_by(where: str, arena_root: Path) -> None:
+    job = Job(arena_root, ("a", "b"), Modes())
+    build(job, [7], [])
+    with closing(Arena.open(job.path(0), writable=True)) as arena, arena.slot(slot := slot_of(arena, 7)) as data:
+        shard, entry = stored_of(arena, slot)
+        at = arena.image.objects.begin if where == "objects" else arena.image.chunks[1].begin
+        data[at] ^= 1
+        with raises(CorruptError, arena.manifest.shard, where, "is not what it was"):
+            list(contents(shard, arena.image, data, entry))
+
+
+def snapshot() -> StoredSnapshot:
+    hashes = np.array([1, (1 << 64) - 1], np.uint64)
+    shard = StoredShard("ab-dp0.safetensors", 4096, "0" * 16, "ff", 700, (1 << 64) - 1, hashes)
+    origin = Checkpoint(4, True, generation=2, undone=1)
+    return StoredSnapshot(SNAPSHOT, "job", {"dp": 1, "zero": True}, {"dp0": shard}, origin)
+
+
+def test_a_manifest_survives_its_json() -> None:
+    one = snapshot()
+    again = StoredSnapshot.decode(one.encode(), "m")
+    assert again.encode() == one.encode() and again.snapshot == SNAPSHOT and again.origin.generation == 2
+    assert again.shards["dp0"].chunk_hashes.tolist() == [1, (1 << 64) - 1]
+    assert files_of(one.encode()) == {"ab-dp0.safetensors"} and files_of(b"{}") == frozenset()
+
+
+CHANGES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
+    "another format": (lambda m: m.update(format="safetensors"), "its format is not"),
+    "another version": (lambda m: m.update(version=2), "format version 2, this ftckpt reads 1"),
+    "edited": (lambda m: m.update(iteration=8), "its checksum does not match"),
+    "a shard that is none": (lambda m: m["shards"].update(dp1=3), "does not match"),
+    "without shards": (lambda m: m.pop("shards"), "does not match"),
+    "without a checksum": (lambda m: m.pop("checksum"), "is no manifest"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_anything_else_is_refused(change: str) -> None:
+    value = json.loads(snapshot().encode())
+    action, text = CHANGES[change]
+    action(value)
+    with raises(StorageError, "m:", text):
+        StoredSnapshot.decode(json.dumps(value).encode(), "m")
+
+
+@pytest.mark.parametrize("data", [b"", b"\xff", b"[]", b"{" * 100_000, b'{"format": "ftckpt-snapshot"}'])
+def test_what_is_no_manifest_is_refused(data: bytes) -> None:
+    with raises(StorageError, "m:"):
+        StoredSnapshot.decode(data, "m")

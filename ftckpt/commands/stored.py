@@ -1,0 +1,98 @@
+"""``ftckpt list`` and ``ftckpt verify``: what a job has on storage, and whether every byte of it is what it was."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+import xxhash
+
+from ftckpt.errors import StorageError
+from ftckpt.events import Progress
+from ftckpt.model.layouts import layout_name
+from ftckpt.model.text import human
+from ftckpt.persist.commit import MANIFEST_NAME, committed, folder_of
+from ftckpt.persist.shards import StoredShard, StoredSnapshot
+from ftckpt.persist.storage import Storage, open_storage
+
+_READ_BYTES = 16 << 20
+
+
+def add_list(commands: Any) -> None:
+    """Add ``list`` to the parser of ``ftckpt``."""
+    parser = commands.add_parser("list", help="show the snapshots on storage, newest first")
+    parser.add_argument("where", metavar="STORAGE", help="directory or URL, as --ftckpt-persist has it")
+    parser.set_defaults(run=run_list)
+
+
+def add_verify(commands: Any) -> None:
+    """Add ``verify`` to the parser of ``ftckpt``."""
+    parser = commands.add_parser("verify", help="read every byte of snapshots on storage; status 1: something is bad")
+    parser.add_argument("where", metavar="STORAGE", help="directory or URL, as --ftckpt-persist has it")
+    parser.add_argument("--iteration", type=int, metavar="N", help="only this one (default: all)")
+    parser.set_defaults(run=run_verify)
+
+
+def run_list(arguments: argparse.Namespace) -> int:
+    """Print a line for each snapshot. Raises StorageError where the place cannot be read."""
+    storage, bad = open_storage(arguments.where), False
+    iterations = committed(storage)
+    for iteration in iterations:
+        try:
+            stored = _manifest(storage, iteration)
+        except StorageError as error:
+            print(f"iteration {iteration}: cannot be used: {error}")
+            bad = True
+            continue
+        size, layout = human(stored.nbytes), layout_name(stored.layout)
+        print(f"iteration {iteration}: {layout}, {len(stored.shards)} shards, {size}, of job {stored.job}")
+    if not iterations:
+        print(f"{arguments.where}: no snapshot")
+    return int(bad)
+
+
+def run_verify(arguments: argparse.Namespace) -> int:
+    """Print what is bad, and what a restart would take. Raises StorageError where the place cannot be read."""
+    storage = open_storage(arguments.where)
+    wanted = [n for n in committed(storage) if arguments.iteration in (None, n)]
+    if not wanted:
+        which = "" if arguments.iteration is None else f" of iteration {arguments.iteration}"
+        raise StorageError(f"{arguments.where}: no snapshot{which}", lasting=True)
+    good = [iteration for iteration in wanted if _is_good(storage, iteration)]
+    print(f"a restart would take iteration {good[0]}" if good else "a restart could take none of them")
+    return int(len(good) < len(wanted))
+
+
+def _is_good(storage: Storage, iteration: int) -> bool:
+    try:
+        stored = _manifest(storage, iteration)
+    except StorageError as error:
+        print(f"iteration {iteration}: bad: {error}")
+        return False
+    progress, done, problems = Progress(f"verifying iteration {iteration}"), 0, list[str]()
+    for shard, entry in stored.shards.items():
+        if problem := _problem(storage, f"{folder_of(iteration)}/{entry.file}", entry):
+            problems.append(f"{shard}: {problem}")
+        done += entry.nbytes
+        progress(done, stored.nbytes)
+    for problem in problems:
+        print(f"iteration {iteration}: bad: {problem}")
+    if not problems:
+        print(f"iteration {iteration}: good, {len(stored.shards)} shards, {human(stored.nbytes)}")
+    return not problems
+
+
+def _problem(storage: Storage, name: str, entry: StoredShard) -> str:
+    """What is wrong with a file; "" if nothing is."""
+    nbytes = storage.size(name)
+    if nbytes != entry.nbytes:
+        return f"{name} is missing" if nbytes is None else f"{name} has {nbytes} bytes, not {entry.nbytes}"
+    digest = xxhash.xxh3_64()
+    for begin in range(0, nbytes, _READ_BYTES):
+        digest.update(storage.read(name, begin, min(_READ_BYTES, nbytes - begin)))
+    return "" if digest.hexdigest() == entry.checksum else f"{name} does not match its checksum"
+
+
+def _manifest(storage: Storage, iteration: int) -> StoredSnapshot:
+    name = f"{folder_of(iteration)}/{MANIFEST_NAME}"
+    return StoredSnapshot.decode(storage.read(name), f"{storage.where}/{name}")

@@ -1,0 +1,66 @@
+"""``ftckpt list`` and ``ftckpt verify``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ftckpt.commands.main import main
+from tests.support.flush_jobs import Job
+
+
+@pytest.fixture
+def filled(arena_root: Path, tmp_path: Path) -> Path:
+    """Storage with iterations 7 and 8 of two nodes."""
+    where = tmp_path / "storage"
+    where.mkdir()
+    job = Job(arena_root, str(where))
+    job.start()
+    for slot, iteration in enumerate((7, 8)):
+        job.snapshot(slot, iteration)
+        job.flush(iteration)
+        job.settled(iteration)
+    job.close()
+    return where
+
+
+def flipped(path: Path, at: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+
+
+def test_what_is_there_is_listed_and_good(filled: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["list", str(filled)]) == 0
+    newest, older = capsys.readouterr().out.splitlines()
+    assert newest.startswith("iteration 8: dp4, 4 shards, ") and newest.endswith("of job job")
+    assert older.startswith("iteration 7: ")
+    assert main(["verify", str(filled)]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "a restart would take iteration 8"
+
+
+@pytest.mark.parametrize(
+    ("damage", "text"),
+    [
+        (lambda file: flipped(file, 100_000), "does not match its checksum"),
+        (lambda file: flipped(file, 20), "does not match its checksum"),
+        (lambda file: file.unlink(), "is missing"),
+        (lambda file: file.write_bytes(file.read_bytes()[:-1]), "bytes, not "),
+        (lambda file: flipped(file.with_name("manifest.json"), 300), "iteration 8: bad: "),
+    ],
+    ids=["tensor", "header", "missing", "truncated", "manifest"],
+)
+def test_every_byte_is_verified(damage: object, text: str, filled: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    damage(next(filled.glob("iter_0000008/*-dp1.safetensors")))  # type: ignore[operator]
+    assert main(["verify", str(filled)]) == 1
+    out = capsys.readouterr().out
+    assert text in out and "iteration 8: bad" in out and out.splitlines()[-1] == "a restart would take iteration 7"
+    assert main(["verify", str(filled), "--iteration", "7"]) == 0
+
+
+def test_nothing_there_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["list", str(tmp_path)]) == 0 and "no snapshot" in capsys.readouterr().out
+    assert main(["verify", str(tmp_path)]) == 2 and "no snapshot" in capsys.readouterr().err
+    assert main(["list", str(tmp_path / "nowhere")]) == 2
+    assert main(["verify", str(tmp_path), "--iteration", "3"]) == 2 and "of iteration 3" in capsys.readouterr().err
