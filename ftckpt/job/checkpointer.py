@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -29,6 +29,7 @@ from ftckpt.job.agreement import Will
 from ftckpt.job.arenas import NodeArenas
 from ftckpt.job.attempt import AttemptRecord
 from ftckpt.job.conditions import conditions
+from ftckpt.job.last_flush import Newest, flush_last
 from ftckpt.job.links import Links
 from ftckpt.job.protection import Protection
 from ftckpt.job.save import MAX_FILE_BYTES, UniversalSave
@@ -291,6 +292,8 @@ class Checkpointer:
             self._fence()  # nothing more is trained: the last snapshot is good
             if self._state.lost:
                 self._links.stop("a rank has ended")
+        elif self._shard is not None:
+            self._persist_last()
         arena = self.arena
         self._stop()
         if remove and self._shard is not None:
@@ -303,6 +306,26 @@ class Checkpointer:
         self._arenas.release()
         self.events.emit("closed", iteration=self._boundary)
         self.events.close()
+
+    def _persist_last(self) -> None:
+        """What is not on storage when memory goes is lost."""
+        if not self.config.persist:
+            return
+        try:
+            self._fence()
+            state, newest = self._state, Newest()
+            if self.capture is not None and not state.off and not state.lost:
+                with suppress(CaptureError):  # dropped: the one before it is the last
+                    self.capture.settle(self.config.fence_timeout_secs)
+                newest = Newest(self.capture.newest, state.whole, self.persisted)
+            protection, timeout_secs = self._protection, self.config.persist_timeout_secs
+            with self.section("save"):
+                flush_last(
+                    self.group, self.events, newest, lambda last: protection.mark(replace(state.marks, flush=last)),
+                    protection.observe_flush, timeout_secs=timeout_secs,
+                )  # fmt: skip
+        except (FtckptError, RuntimeError) as error:
+            self.events.emit("close_incomplete", error=str(error))
 
     def _leave(self, arena: Arena | None, done: bool) -> None:
         def agreed() -> None:

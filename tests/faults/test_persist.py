@@ -149,3 +149,38 @@ def train_until_persisted_then_die(rank: int, world_size: int, settings: dict[st
         number += 1
         plain.iterate(checkpointer, state, number)
     plain.die()
+
+
+def train_to_the_end(rank: int, world_size: int, settings: dict[str, Any], last: int) -> None:
+    checkpointer, state = plain.make(rank, world_size, settings, NODES[:world_size])
+    for number in range((checkpointer.restore() or 0) + 1, last + 1):
+        plain.iterate(checkpointer, state, number)
+    checkpointer.close()
+
+
+def test_the_last_snapshot_of_a_job_that_ends_is_on_storage(persisting: dict[str, Any]) -> None:
+    persisting["persist_interval"] = 1000
+    run_ranks(train_to_the_end, 4, persisting, 6)
+    assert not list(Path(persisting["arena"]).iterdir()), "memory is empty"
+    assert [one.snapshot.iteration for one in stored(persisting)] == [6]
+    assert [event["iteration"] for event in jobs.events(persisting, "persisted")] == [6] * 4
+    results = [result.value for result in run_ranks(restored, 4, persisting)]
+    assert results == [(6, 6, [6.0], [6.0])] * 4
+
+
+def test_a_job_ends_where_storage_has_gone(persisting: dict[str, Any]) -> None:
+    """It says so; what it has nowhere to bring to is lost with memory, as it asked for."""
+    persisting |= {"persist_interval": 1000, "persist_timeout_secs": 3.0}
+    run_ranks(train_without_storage, 4, persisting)
+    assert not list(Path(persisting["arena"]).iterdir())
+    assert [event["iteration"] for event in jobs.events(persisting, "not_persisted")] == [6] * 4
+
+
+def train_without_storage(rank: int, world_size: int, settings: dict[str, Any]) -> None:
+    checkpointer, state = plain.make(rank, world_size, settings, NODES[:world_size])
+    checkpointer.restore()
+    if rank == 0:
+        shutil.rmtree(settings["persist"])
+    for number in range(1, 7):
+        plain.iterate(checkpointer, state, number)
+    checkpointer.close()

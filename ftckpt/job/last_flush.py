@@ -1,0 +1,93 @@
+"""The end of a job: its last snapshot comes to storage before memory goes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from ftckpt.events import Events
+from ftckpt.group import Group
+from ftckpt.job.flushes import FlushGuard
+from ftckpt.model import codec
+from ftckpt.model.snapshot import SnapshotId
+from ftckpt.store.pulse import FlushState
+
+_TURN_SECS = 1.0
+"""Ranks compare what their nodes have done so often: none waits for a node that another knows to have failed."""
+_POLL_SECS = 0.02
+_TELL_SECS = 10.0
+
+Mark = Callable[[SnapshotId], None]
+Observe = Callable[[SnapshotId], FlushGuard]
+
+
+class Newest(NamedTuple):
+    """What one rank has and knows: the newest snapshot that is ``sealed`` in its arena, ``whole`` on all ranks, and
+    ``persisted``."""
+
+    sealed: SnapshotId | None = None
+    whole: SnapshotId | None = None
+    persisted: SnapshotId | None = None
+
+
+def flush_last(
+    group: Group, events: Events, newest: Newest, mark: Mark, observe: Observe, *, timeout_secs: float
+) -> None:
+    """Bring the newest snapshot that all ranks have to storage, where it is not there yet. Collective.
+
+    Args:
+        newest: of this rank.
+        mark: tells this node's SMP to begin; ``observe``: what it has done.
+
+    Raises:
+        RuntimeError: a rank is gone.
+    """
+    begun = time.monotonic()
+    ranks = codec.gather(group, newest, Newest)
+    last = _chosen(ranks)
+    if last is None or last in [rank.persisted for rank in ranks]:
+        return
+    mark(last)
+    events.announce(f"iteration {last.iteration}, the last, goes to storage")
+    state, told = FlushState.WORKING, begun
+    while state == FlushState.WORKING:
+        state = _of_all(codec.gather(group, _wait(last, observe, begun + timeout_secs), int))
+        if time.monotonic() - told > _TELL_SECS:
+            told = time.monotonic()
+            events.announce(f"iteration {last.iteration} is on its way to storage since {told - begun:.0f} s")
+    secs = time.monotonic() - begun
+    if state == FlushState.DONE:
+        events.emit("persisted", iteration=last.iteration, secs=secs)
+        events.announce(f"iteration {last.iteration} is on storage, after {secs:.1f} s")
+    else:
+        events.emit("not_persisted", iteration=last.iteration, secs=secs)
+
+
+def _chosen(ranks: Sequence[Newest]) -> SnapshotId | None:
+    """What all have: the newest of each rank where that is the same, or what some rank knows to be whole."""
+    sealed = {rank.sealed for rank in ranks}
+    if len(sealed) == 1:
+        return sealed.pop()
+    return max((rank.whole for rank in ranks if rank.whole is not None), default=None)
+
+
+def _wait(last: SnapshotId, observe: Observe, deadline: float) -> FlushState:
+    """How far this rank's node is, after a turn at most."""
+    turn = time.monotonic() + _TURN_SECS
+    while True:
+        guard = observe(last)
+        if guard.state in (FlushState.DONE, FlushState.CANNOT):
+            return guard.state
+        now = time.monotonic()
+        if not guard.sealed or now >= deadline:
+            return FlushState.CANNOT
+        if now >= turn:
+            return FlushState.WORKING
+        time.sleep(_POLL_SECS)
+
+
+def _of_all(states: Sequence[int]) -> FlushState:
+    if FlushState.CANNOT in states:
+        return FlushState.CANNOT
+    return FlushState.DONE if set(states) == {FlushState.DONE} else FlushState.WORKING
