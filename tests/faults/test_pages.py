@@ -23,6 +23,7 @@ import ftckpt
 from ftckpt.config import Config
 from ftckpt.store.directory import clean_job
 from tests.support import jobs
+from tests.support.flush_jobs import Job as FlushJob
 from tests.support.pool import run_ranks
 from tests.support.waiting import until
 
@@ -60,7 +61,7 @@ def run(text: str, timeout_secs: float = 60) -> subprocess.CompletedProcess[str]
 
 def test_all_blocks_are_known() -> None:
     """As many of each kind as the tests below run."""
-    assert Counter(kind for kind, _ in BLOCKS) == {"bash": 10, "python": 4, "json": 1}
+    assert Counter(kind for kind, _ in BLOCKS) == {"bash": 11, "python": 4, "json": 1}
 
 
 LINK = re.compile(r"(?<!\})\]\((?!https?:|\{)([^)#\s]*)(?:#([^)\s]+))?\)")
@@ -270,3 +271,23 @@ def test_the_flags_file_lists_every_setting_with_its_default() -> None:
     assert Config.from_flags(words) == (Config(enabled=True), [])
     for setting in fields(Config)[1:]:
         assert re.search(rf"--ftckpt-{setting.name.replace(chr(95), chr(45))}\b", text), setting.name
+
+
+def test_what_is_on_storage_is_shown_verified_and_converted(arena_root: Path) -> None:
+    runs = [ROOT / "runs" / name for name in ("readme-storage", "readme-stored")]
+    for path in runs:
+        shutil.rmtree(path, ignore_errors=True)
+    runs[0].mkdir(parents=True)
+    job = FlushJob(arena_root, str(runs[0]))
+    try:
+        job.start()
+        job.snapshot(0, 7)
+        job.flush(7)
+        job.settled(7)
+        shown = run(block("bash", "readme-stored"))
+        assert shown.returncode == 0, shown.stderr
+        assert "a restart would take iteration 7" in shown.stdout and (runs[1] / "manifest.json").exists()
+    finally:
+        job.close()
+        for path in runs:
+            shutil.rmtree(path, ignore_errors=True)

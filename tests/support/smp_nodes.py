@@ -19,6 +19,7 @@ import xxhash
 
 from ftckpt.errors import CorruptError
 from ftckpt.events import Events
+from ftckpt.model import objects
 from ftckpt.model.fragment import Box, Fragment
 from ftckpt.model.manifest import Manifest
 from ftckpt.model.snapshot import SnapshotId
@@ -74,9 +75,9 @@ def fill(arena: Arena, slot: int, iteration: int, hashed: bool = False, lineage:
     with arena.slot(slot) as view:
         for fragment, offset in zip(arena.manifest.fragments, image.offsets, strict=True):
             view[offset : offset + fragment.nbytes] = bits.bytes(fragment.nbytes)
-        objects = bits.bytes(700)
-        view[image.objects.begin : image.objects.begin + len(objects)] = objects
-    control.set_objects(slot, len(objects), xxhash.xxh3_64_intdigest(objects))
+        encoded = objects.encode({"bytes": bits.bytes(700)})
+        view[image.objects.begin : image.objects.begin + len(encoded)] = encoded
+    control.set_objects(slot, len(encoded), xxhash.xxh3_64_intdigest(encoded))
     for chunk in range(len(image.chunks)) if hashed else ():
         control.set_chunk_hash(slot, chunk, arena.hash_chunk(slot, chunk))
     control.seal(slot, SnapshotId(lineage, iteration), hashed)
