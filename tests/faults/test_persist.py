@@ -104,6 +104,16 @@ def test_a_job_whose_memory_is_gone_goes_on_from_storage(persisting: dict[str, A
     assert [event["shards"] for event in fetched] == [4] * 4
 
 
+def test_memory_counts_where_it_is_newer(persisting: dict[str, Any]) -> None:
+    run_ranks(train_until_persisted, 4, persisting, 1)
+    results = [result.value for result in run_ranks(restored, 4, persisting)]
+    start = results[0][0]
+    assert results == [(start, start, [float(start)], [float(start)])] * 4
+    assert start > jobs.events(persisting, "persisted")[0]["iteration"]
+    assert {event["source"] for event in jobs.events(persisting, "restored")} == {None, "memory"}
+    assert not jobs.events(persisting, "fetched")
+
+
 def damaged(settings: dict[str, Any], iteration: int, shard: str) -> None:
     """One bit of a shard's file goes bad, where its tensors are."""
     entry = next(one for one in stored(settings) if one.snapshot.iteration == iteration).shards[shard]

@@ -13,9 +13,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from ftckpt.model.snapshot import SnapshotId
 from ftckpt.smp.hangs import HangWatch, Limits
 from ftckpt.store.directory import PULSE_NAME
-from ftckpt.store.pulse import Pulse, PulseSection, SmpState
+from ftckpt.store.pulse import FlushState, Pulse, PulseSection, SmpState
 from tests.support.waiting import until
 
 REPOSITORY = Path(__file__).parents[2]
@@ -220,3 +221,16 @@ def test_ranks_that_are_no_more_are_forgotten(arena_root: Path) -> None:
     Pulse.open(arena_root, 1, 1)
     assert not HangWatch().look(smp.ranks(), Limits(30.0), now_ns), "the first iteration may take any time"
     assert mine.smp_guards(5) and mine.smp_alive(60.0)
+
+
+def test_how_far_a_flush_is_says_of_which_snapshot(arena_root: Path) -> None:
+    smp, rank = Pulse.open(arena_root, None), Pulse.open(arena_root, 0)
+    one, other = SnapshotId(b"a" * 16, 7), SnapshotId(b"b" * 16, 7)
+    assert rank.flush_state(one) == FlushState.NONE
+    smp.beat_smp(SmpState.GUARDING, digest=5)
+    smp.tell_flush(one, FlushState.DONE)
+    assert rank.flush_state(one) == FlushState.DONE and rank.flush_state(other) == FlushState.NONE
+    smp.tell_flush(other, FlushState.WORKING)
+    assert (rank.flush_state(one), rank.flush_state(other)) == (FlushState.NONE, FlushState.WORKING)
+    smp.tell_flush(None, FlushState.NONE)
+    assert rank.flush_state(other) == FlushState.NONE

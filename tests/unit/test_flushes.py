@@ -1,0 +1,133 @@
+"""What ranks conclude from the same verdicts about storage: what goes there, when, and what is kept meanwhile."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ftckpt.config import Config
+from ftckpt.job.agreement import Coverage, Round, Verdict, Will
+from ftckpt.job.flushes import Flushes, FlushGuard
+from ftckpt.job.last_flush import Newest, _chosen
+from ftckpt.job.session import RankState
+from ftckpt.job.targets import Guard
+from ftckpt.model.loaded import Checkpoint
+from ftckpt.model.snapshot import SnapshotId
+from ftckpt.persist.shards import StoredSnapshot
+from ftckpt.restore.stored import Shelf
+from ftckpt.store.pulse import FlushState
+
+LINEAGE = b"l" * 16
+READY = FlushGuard(ready=True, sealed=True, state=FlushState.WORKING)
+DONE, CANNOT, WORKING = Coverage.DONE, Coverage.CANNOT, Coverage.WORKING
+
+
+def at(iteration: int, lineage: bytes = LINEAGE) -> SnapshotId:
+    return SnapshotId(lineage, iteration)
+
+
+def verdict(flush: int = -1, flushed: Coverage = DONE, whole: int = -1) -> Verdict:
+    return Verdict(0, whole, flush=flush, flushed=flushed)
+
+
+def learn(flushes: Flushes, one: Verdict, newest: int, now_secs: float = 0.0) -> list[str]:
+    return [news.event for news in flushes.learn(one, at(newest), now_secs)]
+
+
+def test_the_first_at_or_behind_each_multiple_goes_to_storage() -> None:
+    flushes = Flushes(10, 100.0)
+    for newest in (8, 9):
+        assert learn(flushes, verdict(), newest) == [] and flushes.current is None
+    learn(flushes, verdict(), 13)
+    assert flushes.current == at(13)
+    assert learn(flushes, verdict(13, WORKING), 24) == [] and flushes.current == at(13), "one at a time"
+    assert learn(flushes, verdict(13), 14) == ["persisted"]
+    assert flushes.persisted == at(13) and flushes.current is None
+    learn(flushes, verdict(), 19)
+    assert flushes.current is None, "once for each multiple"
+    learn(flushes, verdict(), 20)
+    assert flushes.current == at(20)
+
+
+def test_a_job_that_goes_on_counts_from_there() -> None:
+    flushes = Flushes(10, 100.0)
+    flushes.begin(at(25))
+    learn(flushes, verdict(), 29)
+    assert flushes.current is None
+    learn(flushes, verdict(), 30)
+    assert flushes.current == at(30)
+
+
+def test_one_that_does_not_come_there_makes_way_for_a_newer_one_after_a_rest() -> None:
+    flushes = Flushes(10, 100.0)
+    learn(flushes, verdict(), 10)
+    failed = READY._replace(state=FlushState.CANNOT)
+    assert flushes.report(failed, 50.0) == (10, CANNOT)
+    assert learn(flushes, verdict(10, CANNOT), 14) == ["not_persisted"] and flushes.current is None
+    # As long as it took.
+    assert flushes.report(READY, 99.0) == (-1, CANNOT) and flushes.report(READY, 101.0) == (-1, DONE)
+    learn(flushes, verdict(-1, CANNOT), 15)
+    assert flushes.current is None, "some node rests"
+    learn(flushes, verdict(), 16)
+    assert flushes.current == at(16), "and not only at the next multiple"
+
+
+def test_what_a_rank_reports() -> None:
+    flushes = Flushes(10, 100.0)
+    assert flushes.report(READY._replace(ready=False), 0.0) == (-1, CANNOT)
+    learn(flushes, verdict(), 10, 5.0)
+    assert flushes.report(READY, 104.0) == (10, WORKING)
+    assert flushes.report(READY._replace(ready=False), 6.0) == (10, WORKING), "another SMP begins anew"
+    assert flushes.report(READY._replace(state=FlushState.DONE, sealed=False), 6.0) == (10, DONE)
+    for guard, now_secs in ((READY._replace(sealed=False), 6.0), (READY, 106.0)):
+        assert flushes.report(guard, now_secs) == (10, CANNOT)
+    assert Flushes(0).report(READY, 0.0) == (-1, DONE)
+
+
+def test_an_older_verdict_settles_nothing() -> None:
+    flushes = Flushes(10, 100.0)
+    learn(flushes, verdict(), 10)
+    assert learn(flushes, verdict(-1), 11) == [] and flushes.current == at(10)
+
+
+def test_what_is_on_its_way_is_kept_and_marked() -> None:
+    state = RankState(Config(persist="/there", persist_interval=4))
+    state.begin(LINEAGE, None, 0.0)
+    state.boundary(4)
+    actions = state.learn([Verdict(1, 4)], 0.0)
+    assert state.marks.flush == at(4) and state.marks in actions
+    state.boundary(5)
+    state.learn([Verdict(2, 5, flush=4, flushed=WORKING)], 0.0)
+    assert state.keep == {at(4), at(5)}
+    round_ = state.round_to_post(at(5), Will.GO, 1, Guard(), 0.0, flush=READY)
+    assert (round_.flush, round_.flushed) == (4, WORKING)
+    state.boundary(6)
+    state.learn([Verdict(3, 6, flush=4)], 0.0)
+    assert state.keep == {at(6)} and state.flushes.persisted == at(4)
+
+
+@given(st.lists(st.tuples(st.integers(-1, 3), st.sampled_from(Coverage)), min_size=1, max_size=4))
+def test_all_ranks_read_the_same_of_all_posts(posts: list[tuple[int, Coverage]]) -> None:
+    words = [Round(1, 5, flush=flush, flushed=flushed).words() for flush, flushed in posts]
+    read = Verdict.of(1, [min(column) for column in zip(*words, strict=True)])
+    names = {flush for flush, _ in posts}
+    assert read.flush == (names.pop() if len(names) == 1 else -1)
+    assert read.flushed == min(flushed for _, flushed in posts)
+    assert Verdict.from_row(list(read)) == read
+
+
+def test_the_last_is_what_all_have() -> None:
+    assert _chosen([Newest(at(7), at(6)), Newest(at(7), at(6))]) == at(7)
+    assert _chosen([Newest(at(7), at(6)), Newest(at(6), at(5))]) == at(6)
+    assert _chosen([Newest(None, None), Newest(at(6), None)]) is None
+    assert _chosen([Newest(None, None)] * 2) is None
+
+
+def test_what_was_undone_does_not_come_back_from_storage() -> None:
+    """An operator went back after iteration 90: of that history nothing counts, however new."""
+    before = StoredSnapshot(at(90), "job", {}, {}, Checkpoint(generation=1))
+    after = StoredSnapshot(at(50, b"n" * 16), "job", {}, {}, Checkpoint(40, True, generation=2, undone=2))
+    shelf = Shelf(None, (before, after))
+    newest = max(shelf.origins, key=lambda origin: origin.generation)
+    assert shelf.without_undone(newest).snapshots == (after,) and shelf.without_undone(newest).newest == 50
+    assert shelf.without_undone(Checkpoint()).newest == 90
