@@ -17,6 +17,7 @@ from ftckpt.commands.ended import add_ended
 from ftckpt.commands.inspect import add_inspect
 from ftckpt.commands.plan import add_plan
 from ftckpt.commands.report import add_report
+from ftckpt.commands.save import add_save
 from ftckpt.commands.smp import add_smp
 from ftckpt.commands.stored import add_list, add_verify
 from ftckpt.commands.timeline import add_timeline
@@ -33,8 +34,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = _Parser(prog="ftckpt", description="in-memory snapshots of training state")
     commands = parser.add_subparsers(metavar="COMMAND", required=True, dest="command")
     for add in (
-        add_inspect, add_clean, add_timeline, add_report, add_plan, add_smp, add_convert, add_list, add_verify,
-        add_ended,
+        add_inspect, add_clean, add_timeline, add_report, add_plan, add_smp, add_convert, add_save, add_list,
+        add_verify, add_ended,
     ):  # fmt: skip
         add(commands)
     try:

@@ -29,6 +29,7 @@ MANIFEST_NAME = "manifest.json"
 LATEST_NAME = "latest"
 _FOLDER = re.compile(r"iter_(\d{7,18})")
 _DONE = "done"
+_HOLDINGS = "holdings"
 
 
 def folder_of(iteration: int) -> str:
@@ -170,6 +171,33 @@ def require_owner(storage: Storage, owner: str) -> None:
     if other != owner:
         text = f"{storage.where}: another run of job {job!r} writes here since; give each its own --ftckpt-persist"
         raise StorageError(text, lasting=True)
+
+
+def tell_holdings(storage: Storage, node: str, owner: str, held: Collection[SnapshotId]) -> None:
+    """Tell the other nodes of the run ``owner`` which snapshots this one holds, all of its part."""
+    names = sorted(map(str, held))
+    storage.put(f"{_HOLDINGS}/{node}.json", json.dumps({"owner": owner, "held": names}).encode())
+
+
+def holdings(storage: Storage, nodes: Collection[str], owner: str) -> dict[str, set[SnapshotId]]:
+    """What the ``nodes`` hold that have told it in this run."""
+    found = {}
+    for node in nodes:
+        name = f"{_HOLDINGS}/{node}.json"
+        if storage.size(name) is None:
+            continue
+        try:
+            told = json.loads(storage.read(name))
+            if told["owner"] == owner:
+                found[node] = {SnapshotId.parse(text) for text in told["held"]}
+        except (KeyError, TypeError, ValueError):
+            raise StorageError(f"{storage.where}/{name}: is damaged; remove it", lasting=True) from None
+    return found
+
+
+def forget_holdings(storage: Storage) -> None:
+    """Remove what was told: it has served."""
+    storage.remove([entry.name for entry in storage.list(_HOLDINGS)])
 
 
 def committed(storage: Storage) -> list[int]:

@@ -22,6 +22,7 @@ from ftckpt.smp.requests import (
     EndRequest,
     HelloRequest,
     ListenRequest,
+    PersistRequest,
     SmpRequest,
     StatusRequest,
     guard_digest,
@@ -95,7 +96,7 @@ class Daemon:
         self._look_error = ""
         handlers: dict[type[SmpRequest], Handler] = {
             HelloRequest: self._hello, StatusRequest: self._status, ListenRequest: self._listen,
-            ConfigureRequest: self._configure, EndRequest: self._end,
+            ConfigureRequest: self._configure, EndRequest: self._end, PersistRequest: self._persist,
         }  # fmt: skip
         self._server = Server(handlers, find=self._duties.service.find, events=self.events)
         # Last: from here on requests come, and wait for ``run``.
@@ -292,6 +293,11 @@ class Daemon:
             self._config.store(self.node_dir)
         except OSError as error:
             raise SmpError(f"{self.node_dir}: the configuration cannot be stored: {error.strerror}") from None
+
+    def _persist(self, request: PersistRequest) -> dict[str, Any]:
+        if any(pulse.lives for pulse in self._pulse.ranks()):
+            raise SmpError("ranks of the job train on this node: end them first")
+        return self._duties.persist(request.where, request.timeout_secs)
 
     def _end(self, _request: EndRequest) -> dict[str, Any]:
         self._end_for(_OVER)

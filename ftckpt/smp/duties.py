@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,6 +15,7 @@ from ftckpt.smp.arenas import GuardedArenas, common_mark
 from ftckpt.smp.channel import Deadlines, Trust
 from ftckpt.smp.check import Checker
 from ftckpt.smp.cover import Duty, TargetCover, claims, uncover
+from ftckpt.smp.final_flush import FinalFlush
 from ftckpt.smp.flush import Flush, FlushOrders
 from ftckpt.smp.footprint import allow_packages
 from ftckpt.smp.link import NetworkLimit
@@ -96,6 +98,7 @@ class Duties:
         self._claims: list[SnapshotId] = []
         self._flush_orders = FlushOrders()
         self._flush: Flush | None = None
+        self._final: FinalFlush | None = None
         self._network = NetworkLimit(0.0, "not configured")
         self._pace = self._new_pace({})
         self.service = Service(self._arenas, self._pace)
@@ -132,6 +135,9 @@ class Duties:
         # A start of the job may have put right what was bad.
         self._checker.forget()
         self._scrubber.forget()
+        if self._final is not None:  # the job trains again
+            self._final.stop()
+            self._final = None
         if given == self._description:
             self._retry()
             return
@@ -157,6 +163,25 @@ class Duties:
         """What could not be protected is begun anew."""
         if self._cannot is not None:
             self._target = self._cannot = None
+
+    def persist(self, where: str, timeout_secs: float) -> dict[str, Any]:
+        """Bring the newest snapshot to storage, without ranks; says how far that is.
+
+        Raises:
+            SmpError: nothing was ever guarded here, or no place is named.
+        """
+        orders = replace(self._flush_orders, where=where, keep=0) if where else self._flush_orders
+        if self._description is None or not orders.where:
+            raise SmpError("no storage is named: neither here nor by the job's --ftckpt-persist")
+        if self._final is None or self._final.orders != orders:
+            if self._flush is not None:
+                self._flush.stop()
+            # As fast as it goes: nobody trains.
+            pace = Pace(bool, bool, orders.gbps)
+            self._final = FinalFlush(
+                orders, self._arenas, pace, self._events, timeout_secs=timeout_secs, before=self._flush
+            )
+        return self._final.status
 
     def step(self, deadline: float) -> bool:
         """Work until ``deadline`` (``time.monotonic``), or there is nothing to do; whether anything was done.
@@ -201,6 +226,9 @@ class Duties:
         if self._flush is not None:
             self._flush.stop()
             self._flush.join(_CLOSE_SECS)
+        if self._final is not None:
+            self._final.stop()
+            self._final.join(_CLOSE_SECS)
         self._peers.close()
         self._arenas.close()
         self._budget.close()
@@ -252,7 +280,7 @@ class Duties:
             self._scrub.start(self._scrubber.run())
 
     def _look_for_flush(self, wanted: SnapshotId | None) -> None:
-        if wanted == self.flushing[0]:
+        if wanted == self.flushing[0] or self._final is not None:
             return
         if self._flush is not None:
             self._flush.stop()

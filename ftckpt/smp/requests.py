@@ -78,6 +78,24 @@ class EndRequest(SmpRequest):
 
 
 @dataclass(frozen=True)
+class PersistRequest(SmpRequest):
+    """Bring the newest snapshot to storage: at ``where``, or the job's own place where that is empty, given up after
+    ``timeout_secs``. Asked again it says how far it is.
+
+    Raises:
+        SmpError: no time that can be waited.
+    """
+
+    WORD = "persist"
+    where: str
+    timeout_secs: float
+
+    def __post_init__(self) -> None:
+        if not 0 < self.timeout_secs < 1e9:
+            raise SmpError(f"timeout_secs {self.timeout_secs} is no time to wait")
+
+
+@dataclass(frozen=True)
 class BytesRequest(SmpRequest):
     """Bytes of one shard at one snapshot, for other nodes; answered by ``here``, ``hash`` (xxh3-64) and a payload.
 
@@ -120,7 +138,8 @@ class PackageRequest(BytesRequest):
 REQUESTS: dict[str, type[SmpRequest]] = {
     kind.WORD: kind
     for kind in (
-        HelloRequest, StatusRequest, ListenRequest, ConfigureRequest, EndRequest, ChunkRequest, PackageRequest
+        HelloRequest, StatusRequest, ListenRequest, ConfigureRequest, EndRequest, PersistRequest, ChunkRequest,
+        PackageRequest,
     )
 }  # fmt: skip
 

@@ -12,13 +12,15 @@ from typing import Any
 import pytest
 from safetensors import safe_open
 
+from ftckpt.commands.main import main
 from ftckpt.persist.commit import committed
 from ftckpt.persist.shards import StoredSnapshot
 from ftckpt.persist.storage import open_storage
-from ftckpt.store.directory import clean_job
+from ftckpt.store.directory import clean_job, end_smp
 from tests.support import jobs, plain
 from tests.support.event_logs import read_events
 from tests.support.pool import run_ranks
+from tests.support.waiting import meet
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.faults]
 
@@ -194,3 +196,50 @@ def train_without_storage(rank: int, world_size: int, settings: dict[str, Any]) 
     for number in range(1, 7):
         plain.iterate(checkpointer, state, number)
     checkpointer.close()
+
+
+def train_then_die(rank: int, world_size: int, settings: dict[str, Any], last: int) -> None:
+    checkpointer, state = plain.make(rank, world_size, settings, NODES[:world_size])
+    for number in range((checkpointer.restore() or 0) + 1, last + 1):
+        plain.iterate(checkpointer, state, number)
+    checkpointer.fence()
+    checkpointer.capture.settle(20.0)  # type: ignore[union-attr]
+    meet(Path(settings["events"]).parent / "trained", world_size)
+    plain.die()
+
+
+@pytest.mark.parametrize("elsewhere", [False, True], ids=["its own place", "another"])
+def test_what_is_left_when_an_allocation_ends_is_saved_without_ranks(
+    elsewhere: bool, persisting: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    persisting["persist_interval"] = 1000
+    where = tmp_path / "elsewhere" if elsewhere else Path(persisting["persist"])
+    where.mkdir(exist_ok=True)
+    run_ranks(train_then_die, 4, persisting, 6, expect_failures=True)
+    command = [
+        "save",
+        "test",
+        *([str(where)] if elsewhere else []),
+        "--arena",
+        persisting["arena"],
+        "--timeout",
+        "60",
+    ]
+    assert main(command) == 0
+    assert capsys.readouterr().out.count(f"iteration 6 is at {where}") == 2, "each node says it"
+    clean_job(Path(persisting["arena"]), "test")
+    persisting["persist"] = str(where)
+    assert [one.snapshot.iteration for one in stored(persisting)] == [6]
+    assert {path.name for path in where.iterdir()} <= {"iter_0000006", "latest", "owner.json"}
+    results = [result.value for result in run_ranks(restored, 4, persisting)]
+    assert results == [(6, 6, [6.0], [6.0])] * 4
+
+
+def test_a_save_that_cannot_be_says_why(persisting: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["save", "test", "--arena", persisting["arena"], "--timeout", "1"]
+    assert main(command) == 2 and "no arenas of job 'test'" in capsys.readouterr().err
+    run_ranks(train_then_die, 4, persisting, 6, expect_failures=True)
+    end_smp(Path(persisting["arena"]) / "ftckpt-test" / "n1", 20.0)
+    assert main(command) == 2
+    assert "node n1 does not answer" in (said := capsys.readouterr().err) or "do not say what they hold: n1" in said
+    assert not stored(persisting)

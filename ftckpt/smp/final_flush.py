@@ -1,0 +1,113 @@
+"""The newest snapshot of a job that trains no more, on its way to storage: without trainers, by the SMPs alone.
+
+Each node says on storage what its arenas hold; the newest that all of them hold is whole, and goes there. Nothing
+changes meanwhile, as nobody writes the arenas.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from ftckpt.errors import FtckptError, StorageError
+from ftckpt.events import Events
+from ftckpt.model.snapshot import SnapshotId
+from ftckpt.persist import commit
+from ftckpt.persist.storage import Storage, open_storage
+from ftckpt.smp.arenas import GuardedArenas
+from ftckpt.smp.flush import Flush, FlushOrders
+from ftckpt.smp.work import Pace
+from ftckpt.store.pulse import FlushState
+
+_POLL_SECS = 0.2
+
+
+class FinalFlush:
+    """The work of one node, on a thread of its own; given up after ``timeout_secs``."""
+
+    def __init__(
+        self, orders: FlushOrders, arenas: GuardedArenas, pace: Pace, events: Events, *, timeout_secs: float,
+        before: Flush | None = None,
+    ) -> None:  # fmt: skip
+        self.orders = orders
+        self._arenas = arenas
+        self._pace = pace
+        self._events = events
+        self._before = before
+        self._deadline = time.monotonic() + timeout_secs
+        self._halted = threading.Event()
+        self._state, self._reason = FlushState.WORKING, ""
+        self._snapshot: SnapshotId | None = None
+        self._thread = threading.Thread(target=self._run, name="smp-final-flush", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Leave it."""
+        self._halted.set()
+
+    def join(self, timeout_secs: float) -> None:
+        """Wait for the end of one that was stopped."""
+        self._thread.join(timeout_secs)
+
+    @property
+    def status(self) -> dict[str, Any]:
+        """How far it is, as JSON values."""
+        return {
+            "flush": self._state.name.lower(),
+            "iteration": self._snapshot.iteration if self._snapshot is not None else -1,
+            "where": self.orders.where,
+            "reason": self._reason,
+        }
+
+    def _run(self) -> None:
+        try:
+            self._flush()
+            self._state = FlushState.DONE
+        except Exception as error:  # noqa: BLE001 - told to who waits
+            self._reason = str(error) if isinstance(error, FtckptError) else repr(error)
+            self._state = FlushState.CANNOT
+            iteration = self._snapshot.iteration if self._snapshot is not None else -1
+            self._events.emit("not_flushed", iteration=iteration, reason=self._reason)
+
+    def _flush(self) -> None:
+        storage = open_storage(self.orders.where, "persist")
+        self._snapshot = self._choose(storage)
+        flush = Flush(self.orders, self._arenas, self._pace, self._events, self._snapshot, before=self._before)
+        while flush.state == FlushState.WORKING:
+            if self._late(_POLL_SECS):
+                flush.stop()
+                raise StorageError("it was not there in time", lasting=True)
+        if flush.state != FlushState.DONE:
+            raise StorageError("it did not come there: the log of the SMP says why", lasting=True)
+        if self.orders.commits:
+            commit.forget_holdings(storage)
+
+    def _choose(self, storage: Storage) -> SnapshotId:
+        """The newest snapshot that all arenas of all nodes hold."""
+        nodes, owner = self.orders.nodes, self.orders.owner
+        commit.tell_holdings(storage, self.orders.node, owner, self._held())
+        while (held := commit.holdings(storage, nodes, owner)).keys() < set(nodes):
+            if self._late(_POLL_SECS):
+                missing = ", ".join(sorted(set(nodes) - held.keys()))
+                raise StorageError(f"these nodes do not say what they hold: {missing}", lasting=True)
+        return _newest(held)
+
+    def _held(self) -> set[SnapshotId]:
+        """Snapshots of which every arena of this node has a slot."""
+        while not self._arenas.complete:
+            if self._late(_POLL_SECS):
+                raise StorageError(f"arenas cannot be read: {dict(self._arenas.problems)}", lasting=True)
+        found = [set(arena.mapped.snapshots()) for arena in self._arenas.all]
+        return set.intersection(*found) if found else set()
+
+    def _late(self, wait_secs: float) -> bool:
+        return self._halted.wait(wait_secs) or time.monotonic() >= self._deadline
+
+
+def _newest(held: Mapping[str, set[SnapshotId]]) -> SnapshotId:
+    everywhere = set.intersection(*held.values())
+    if not everywhere:
+        raise StorageError("no snapshot is whole on all nodes", lasting=True)
+    return max(everywhere)
