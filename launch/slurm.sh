@@ -9,6 +9,7 @@ source "$ROOT/launch/job.sh"
 PYTHON=${FTCKPT_PYTHON:-python3}
 WAIT_SECS=${FTCKPT_WAIT_SECS:-60} # longest wait for a node to answer
 PAUSE_SECS=${FTCKPT_PAUSE_SECS:-5}
+SAVE_SECS=${FTCKPT_SAVE_SECS:-90} # longest time that memory has to come to storage before it is emptied
 
 # options WORD...: reads the command line of the batch script.
 options() {
@@ -64,24 +65,29 @@ find_allocation() {
     ((MOST_NODES <= ${#ALLOCATED[@]})) || fail "--nodes: $MOST_NODES nodes are to train, ${#ALLOCATED[@]} are allocated"
 }
 
-# find_arena: sets ARENA to the flag --ftckpt-arena, for SMPs and the cleaning at the end, and UNGUARDED where
-# the flags want no SMP. GUARDED holds the process that waits for the SMP of each node.
+# find_arena: sets ARENA to the flag --ftckpt-arena, for SMPs and the cleaning at the end, UNGUARDED where the flags want
+# no SMP, and PERSISTS where they name storage, as DeepSpeed's JSON may. GUARDED holds the process that waits for the SMP of each node.
 find_arena() {
     local index word
     ARENA=/dev/shm
     declare -gA GUARDED=()
     UNGUARDED=
+    PERSISTS=
     [ "$RUNNER" != none ] || UNGUARDED=1
+    [ "$RUNNER" != ftckpt.deepspeed ] || PERSISTS=1
     for index in "${!PROGRAM[@]}"; do
         word=${PROGRAM[index]}
         case $word in
         --ftckpt-job | --ftckpt-job=*) fail "name the job with --job: the steps and the cleaning at the end need it too" ;;
         --ftckpt-arena=*) ARENA=${word#*=} ;;
         --ftckpt-arena) ARENA=${PROGRAM[index + 1]:-$ARENA} ;;
+        --ftckpt-persist | --ftckpt-persist=*) PERSISTS=1 ;;
         --ftckpt-protect=none) UNGUARDED=1 ;;
         --ftckpt-protect) [ "${PROGRAM[index + 1]:-}" != none ] || UNGUARDED=1 ;;
         esac
     done
+    # Who writes to storage is an SMP.
+    [ -z "$PERSISTS" ] || [ "$RUNNER" = none ] || UNGUARDED=
 }
 
 # on_node NODE COMMAND...: runs it there, within WAIT_SECS.
@@ -216,9 +222,21 @@ forget() {
     wait
 }
 
-# clean: removes the arenas from all nodes that answer.
+# save: what memory has comes to storage, where the job names some; all nodes at once.
+save() {
+    local node
+    [ -n "$PERSISTS" ] || return 0
+    for node in "${TRAINING[@]}"; do
+        timeout "$((SAVE_SECS + 15))" srun --overlap --nodes=1 --ntasks=1 --nodelist="$node" \
+            "$PYTHON" -m ftckpt.commands.main save "$JOB" --arena "$ARENA" --timeout "$SAVE_SECS" </dev/null &
+    done
+    wait
+}
+
+# clean: removes the arenas from all nodes that answer, once what is in them is saved.
 clean() {
     local node
+    save
     for node in "${ALLOCATED[@]}"; do
         on_node "$node" "$PYTHON" -m ftckpt.commands.main clean "$JOB" --arena "$ARENA" >/dev/null </dev/null &
     done

@@ -419,6 +419,7 @@ def test_steps_are_bounded_and_nothing_is_left_in_memory(standins: Standins, scr
     assert len(standins.steps()) == 3 and standins.cleaned() == {"n1", "n2"}
     (clean, *_) = [call for call in standins.calls("srun") if "clean" in call.argv]
     assert clean.argv[-4:] == ["clean", "mine", "--arena", "/mnt/ram"]
+    assert not [call for call in standins.calls("srun") if "save" in call.argv], "no storage is named"
 
 
 @pytest.mark.parametrize(("script", "code"), [*zip(BATCH, (0, 2), strict=True)])
@@ -499,6 +500,25 @@ def test_slurm_ends_the_allocation(standins: Standins, script: str) -> None:
         batch.send_signal(signal.SIGTERM)
         assert batch.wait(30) == 143
     assert len(standins.steps()) == 1 and standins.cleaned() == {"n1"}
+
+
+@pytest.mark.parametrize("script", BATCH)
+@pytest.mark.parametrize("how", ["time limit", "steps used"])
+def test_what_memory_has_is_saved_before_it_is_emptied(standins: Standins, script: str, how: str) -> None:
+    flags = ["--job", "mine", "--steps", "1", str(standins.script), "--ftckpt-persist", "/checkpoints/mine"]
+    standins.codes("hang" if how == "time limit" else 1)
+    with subprocess.Popen(
+        standins.command(script, *flags), env=standins.slurm("n1", "n2"), stdout=subprocess.DEVNULL
+    ) as batch:
+        until(standins.steps, "the step", secs=30)
+        if how == "time limit":
+            batch.send_signal(signal.SIGTERM)
+        assert batch.wait(30) == (143 if how == "time limit" else 2)
+    words = [next((word for word in ("save", "clean") if word in call.argv), "") for call in standins.calls("srun")]
+    assert [word for word in words if word] == ["save"] * 2 + ["clean"] * 2
+    saves = [call for call in standins.calls("srun") if "save" in call.argv]
+    assert sorted(call.options["--nodelist"] for call in saves) == ["n1", "n2"]
+    assert saves[0].after("save") == "mine" and saves[0].after("--timeout") == "90"
 
 
 @pytest.mark.parametrize("script", BATCH)
