@@ -86,7 +86,7 @@ class Config:
     persist_keep: int = _setting(3, "snapshots that stay on storage, the newest; 0: all", minimum=0)
     persist_gbps: float = _setting(0.0, "what a node writes to storage, in GB/s; 0: no limit", minimum=0)
     persist_timeout_secs: float = _setting(
-        1800.0, "longest wait for a snapshot to be on storage before a newer one is tried", minimum=1
+        7200.0, "longest wait for a snapshot to be on storage before a newer one is tried", minimum=1
     )
     smp_listen: str = _setting(
         "",

@@ -176,7 +176,9 @@ class RankState:
             if verdict.whole >= 0 and (self.whole is None or verdict.whole > self.whole.iteration):
                 self.whole = SnapshotId(self.lineage, verdict.whole)
             actions += self.targets.learn(verdict, self.lineage, now_secs)
-            newest = self.targets.protected if self.targets.interval else self.whole
+            # Where protection fails for long storage is all the more worth having.
+            protects = self.targets.interval and not self.targets.degraded
+            newest = self.targets.protected if protects else self.whole
             actions += self.flushes.learn(verdict, newest, now_secs)
             if self.interval.learn(verdict.number, verdict.stretch):
                 actions.append(self._interval_change(verdict.stretch))

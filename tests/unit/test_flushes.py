@@ -106,6 +106,18 @@ def test_what_is_on_its_way_is_kept_and_marked() -> None:
     assert state.keep == {at(6)} and state.flushes.persisted == at(4)
 
 
+def test_where_nothing_can_be_protected_what_is_whole_goes_to_storage() -> None:
+    state = RankState(Config(persist="/there", persist_interval=4), protects=True)
+    state.begin(LINEAGE, None, 0.0)
+    for number in range(1, 9):
+        state.boundary(number)
+        # No target is protected: each is given up.
+        target = state.targets.target
+        given_up = {"target": target.iteration, "cover": CANNOT} if target else {}
+        state.learn([Verdict(number, number, **given_up)], 0.0)  # type: ignore[arg-type]
+        assert (state.marks.flush is not None) == (number >= 4), number
+
+
 @given(st.lists(st.tuples(st.integers(-1, 3), st.sampled_from(Coverage)), min_size=1, max_size=4))
 def test_all_ranks_read_the_same_of_all_posts(posts: list[tuple[int, Coverage]]) -> None:
     words = [Round(1, 5, flush=flush, flushed=flushed).words() for flush, flushed in posts]
