@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors import safe_open
 
 from ftckpt.commands.main import main
@@ -20,7 +23,8 @@ from ftckpt.store.directory import clean_job, end_smp
 from tests.support import jobs, plain
 from tests.support.event_logs import read_events
 from tests.support.pool import run_ranks
-from tests.support.waiting import meet
+from tests.support.swift import BUCKET, SwiftServer, swift
+from tests.support.waiting import meet, until
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.faults]
 
@@ -58,6 +62,11 @@ def restored(rank: int, world_size: int, settings: dict[str, Any]) -> Any:
     start = checkpointer.restore()
     checkpointer.close(remove=False)
     return start, state.iteration, state.row.unique().tolist(), state.weight.unique().tolist()
+
+
+def what_was(iteration: int) -> Any:
+    """What ``restored`` gives of an iteration; weights are bfloat16."""
+    return iteration, iteration, [float(iteration)], [float(torch.tensor(iteration).bfloat16())]
 
 
 def stored(settings: dict[str, Any]) -> list[StoredSnapshot]:
@@ -100,7 +109,7 @@ def test_a_job_whose_memory_is_gone_goes_on_from_storage(persisting: dict[str, A
     clean_job(Path(persisting["arena"]), "test")
     newest = stored(persisting)[0].snapshot.iteration
     results = [result.value for result in run_ranks(restored, 4, persisting)]
-    assert results == [(newest, newest, [float(newest)], [float(newest)])] * 4
+    assert results == [what_was(newest)] * 4
     assert {event["source"] for event in jobs.events(persisting, "restored")} == {None, "storage"}
     fetched = jobs.events(persisting, "fetched")
     assert [event["shards"] for event in fetched] == [4] * 4
@@ -110,7 +119,7 @@ def test_memory_counts_where_it_is_newer(persisting: dict[str, Any]) -> None:
     run_ranks(train_until_persisted, 4, persisting, 1)
     results = [result.value for result in run_ranks(restored, 4, persisting)]
     start = results[0][0]
-    assert results == [(start, start, [float(start)], [float(start)])] * 4
+    assert results == [what_was(start)] * 4
     assert start > jobs.events(persisting, "persisted")[0]["iteration"]
     assert {event["source"] for event in jobs.events(persisting, "restored")} == {None, "memory"}
     assert not jobs.events(persisting, "fetched")
@@ -134,7 +143,7 @@ def test_what_is_bad_on_storage_is_passed_over(persisting: dict[str, Any]) -> No
     manifest = Path(persisting["persist"]) / f"iter_{second:07d}" / "manifest.json"
     manifest.write_text(manifest.read_text().replace('"job": "test"', '"job": "toast"'))
     results = [result.value for result in run_ranks(restored, 4, persisting)]
-    assert results == [(third, third, [float(third)], [float(third)])] * 4
+    assert results == [what_was(third)] * 4
     told = jobs.events(persisting, "storage_damaged")
     assert {event["iteration"] for event in told} == {newest, second}
     assert any("do not match their checksum" in event["error"] for event in told)
@@ -148,7 +157,7 @@ def test_only_what_memory_lost_comes_from_storage(persisting: dict[str, Any]) ->
     shutil.rmtree(Path(persisting["arena"]) / "ftckpt-test" / "n1")
     newest = stored(persisting)[0].snapshot.iteration
     results = [result.value for result in run_ranks(restored, 4, persisting)]
-    assert results == [(newest, newest, [float(newest)], [float(newest)])] * 4
+    assert results == [what_was(newest)] * 4
     (fetched, *_) = jobs.events(persisting, "fetched")
     assert fetched["shards"] == 2, "the other node has its own in memory yet"
 
@@ -177,7 +186,7 @@ def test_the_last_snapshot_of_a_job_that_ends_is_on_storage(persisting: dict[str
     assert [one.snapshot.iteration for one in stored(persisting)] == [6]
     assert [event["iteration"] for event in jobs.events(persisting, "persisted")] == [6] * 4
     results = [result.value for result in run_ranks(restored, 4, persisting)]
-    assert results == [(6, 6, [6.0], [6.0])] * 4
+    assert results == [what_was(6)] * 4
 
 
 def test_a_job_ends_where_storage_has_gone(persisting: dict[str, Any]) -> None:
@@ -232,7 +241,7 @@ def test_what_is_left_when_an_allocation_ends_is_saved_without_ranks(
     assert [one.snapshot.iteration for one in stored(persisting)] == [6]
     assert {path.name for path in where.iterdir()} <= {"iter_0000006", "latest", "owner.json"}
     results = [result.value for result in run_ranks(restored, 4, persisting)]
-    assert results == [(6, 6, [6.0], [6.0])] * 4
+    assert results == [what_was(6)] * 4
 
 
 def test_a_save_that_cannot_be_says_why(persisting: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
@@ -243,3 +252,50 @@ def test_a_save_that_cannot_be_says_why(persisting: dict[str, Any], capsys: pyte
     assert main(command) == 2
     assert "node n1 does not answer" in (said := capsys.readouterr().err) or "do not say what they hold: n1" in said
     assert not stored(persisting)
+
+
+def with_environment(rank: int, world_size: int, variables: dict[str, str], job: Any, *arguments: Any) -> Any:
+    os.environ.update(variables)
+    return job(rank, world_size, *arguments)
+
+
+def killed_and_back(server: SwiftServer, settings: dict[str, Any], stop: threading.Event) -> None:
+    """The server dies as soon as something came there, and is away until a node has told that."""
+    events = Path(settings["events"])
+    until(lambda: read_events(events, "committed", of="smp-*") or stop.is_set())
+    server.crash()
+    until(lambda: read_events(events, "storage_fails", of="smp-*") or stop.is_set(), secs=100)
+    server.start()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("conditional", [False, True], ids=["refuses conditions", "takes conditions"])
+def test_an_object_store_that_dies_and_comes_back(
+    conditional: bool, persisting: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "swift").mkdir()
+    with swift(tmp_path / "swift", conditional) as server:
+        options = server.options()
+        variables = {
+            "AWS_ENDPOINT_URL": options["endpoint"], "AWS_ACCESS_KEY_ID": options["access_key_id"],
+            "AWS_SECRET_ACCESS_KEY": options["secret_access_key"], "AWS_REGION": options["region"],
+        }  # fmt: skip
+        for name, text in variables.items():
+            monkeypatch.setenv(name, text)
+        persisting |= {"persist": f"s3://{BUCKET}/run", "persist_keep": 0, "start_timeout_secs": 120.0}
+        stop = threading.Event()
+        faults = threading.Thread(target=killed_and_back, args=(server, persisting, stop))
+        faults.start()
+        try:
+            job = (variables, train_until_persisted, persisting, 4)
+            results = [result.value for result in run_ranks(with_environment, 4, *job, timeout_secs=200)]
+        finally:
+            stop.set()
+            faults.join()
+        clean_job(Path(persisting["arena"]), "test")
+        newest = stored(persisting)[0].snapshot.iteration
+        assert newest >= results[0][-1]
+        assert main(["verify", persisting["persist"]]) == 0
+        back = run_ranks(with_environment, 4, variables, restored, persisting)
+        assert [result.value for result in back] == [what_was(newest)] * 4
