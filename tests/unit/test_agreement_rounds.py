@@ -26,6 +26,7 @@ ROUNDS = st.lists(
 def test_a_verdict_is_what_all_rounds_mean_together(rounds: list[Round]) -> None:
     minima = [min(words) for words in zip(*(round_.words() for round_ in rounds), strict=True)]
     newest, targets = {round_.newest for round_ in rounds}, {round_.target for round_ in rounds}
+    flushes = {round_.flush for round_ in rounds}
     assert Verdict.of(7, minima) == Verdict(
         number=7,
         whole=newest.pop() if len(newest) == 1 else -1,
@@ -33,4 +34,6 @@ def test_a_verdict_is_what_all_rounds_mean_together(rounds: list[Round]) -> None
         stretch=max(round_.stretch for round_ in rounds),
         target=targets.pop() if len(targets) == 1 else -1,
         cover=min(round_.cover for round_ in rounds),
+        flush=flushes.pop() if len(flushes) == 1 else -1,
+        flushed=min(round_.flushed for round_ in rounds),
     )
