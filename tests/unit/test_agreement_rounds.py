@@ -16,6 +16,8 @@ ROUNDS = st.lists(
         stretch=st.integers(1, 1000),
         target=st.integers(-1, 3),
         cover=st.sampled_from(Coverage),
+        flush=st.integers(-1, 3),
+        flushed=st.sampled_from(Coverage),
     ),
     min_size=1,
     max_size=4,

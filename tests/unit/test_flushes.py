@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from hypothesis import given
-from hypothesis import strategies as st
-
 from ftckpt.config import Config
-from ftckpt.job.agreement import Coverage, Round, Verdict, Will
+from ftckpt.job.agreement import Coverage, Verdict, Will
 from ftckpt.job.flushes import Flushes, FlushGuard
 from ftckpt.job.last_flush import Newest, _chosen
 from ftckpt.job.session import RankState
@@ -116,16 +113,6 @@ def test_where_nothing_can_be_protected_what_is_whole_goes_to_storage() -> None:
         given_up = {"target": target.iteration, "cover": CANNOT} if target else {}
         state.learn([Verdict(number, number, **given_up)], 0.0)  # type: ignore[arg-type]
         assert (state.marks.flush is not None) == (number >= 4), number
-
-
-@given(st.lists(st.tuples(st.integers(-1, 3), st.sampled_from(Coverage)), min_size=1, max_size=4))
-def test_all_ranks_read_the_same_of_all_posts(posts: list[tuple[int, Coverage]]) -> None:
-    words = [Round(1, 5, flush=flush, flushed=flushed).words() for flush, flushed in posts]
-    read = Verdict.of(1, [min(column) for column in zip(*words, strict=True)])
-    names = {flush for flush, _ in posts}
-    assert read.flush == (names.pop() if len(names) == 1 else -1)
-    assert read.flushed == min(flushed for _, flushed in posts)
-    assert Verdict.from_row(list(read)) == read
 
 
 def test_the_last_is_what_all_have() -> None:
