@@ -51,8 +51,8 @@ def _save(arguments: argparse.Namespace, node: str) -> str:
     begun = told = time.monotonic()
     # The SMP ends by itself what takes too long; the rest is for its last answer.
     deadline = begun + arguments.timeout + 10
+    status = client.persist(str(arguments.where), arguments.timeout, anew=True)
     while True:
-        status = client.persist(str(arguments.where), arguments.timeout)
         now = time.monotonic()
         if status["flush"] == "done":
             return f"node {node}: iteration {status['iteration']} is at {status['where']}, after {now - begun:.1f} s"
@@ -64,3 +64,4 @@ def _save(arguments: argparse.Namespace, node: str) -> str:
             told = now
             print(f"node {node}: iteration {status['iteration']}: {now - begun:.0f} s", flush=True)
         time.sleep(_POLL_SECS)
+        status = client.persist(str(arguments.where), arguments.timeout)

@@ -29,6 +29,7 @@ from ftckpt.job.agreement import Will
 from ftckpt.job.arenas import NodeArenas
 from ftckpt.job.attempt import AttemptRecord
 from ftckpt.job.conditions import conditions
+from ftckpt.job.flushes import FlushGuard
 from ftckpt.job.last_flush import Newest, flush_last
 from ftckpt.job.links import Links
 from ftckpt.job.protection import Protection
@@ -318,12 +319,18 @@ class Checkpointer:
                 with suppress(CaptureError):  # dropped: the one before it is the last
                     self.capture.settle(self.config.fence_timeout_secs)
                 newest = Newest(self.capture.newest, state.whole, self.persisted)
-            protection, timeout_secs = self._protection, self.config.persist_timeout_secs
+            protection = self._protection
+
+            def mark(last: SnapshotId) -> None:
+                protection.mark(replace(state.marks, flush=last))
+
+            def observe(last: SnapshotId) -> FlushGuard:
+                protection.pause(evaluates=False)  # a sign of life
+                return protection.observe_flush(last)
+
             with self.section("save"):
-                flush_last(
-                    self.group, self.events, newest, lambda last: protection.mark(replace(state.marks, flush=last)),
-                    protection.observe_flush, timeout_secs=timeout_secs,
-                )  # fmt: skip
+                timeout_secs = self.config.persist_timeout_secs
+                flush_last(self.group, self.events, newest, mark, observe, timeout_secs=timeout_secs)
         except (FtckptError, RuntimeError) as error:
             self.events.emit("close_incomplete", error=str(error))
 
@@ -359,10 +366,18 @@ class Checkpointer:
         self, shard: Shard, described: Description, loaded: Checkpoint
     ) -> tuple[bytes, SnapshotId | None, str | None, str]:
         """The lineage of what follows, what the training state holds now, and where that came from; in words, too."""
-        restart = Restart(self.group, self.topology, self._arenas.path, self.events, self.config.persist)
+        restart = Restart(
+            self.group,
+            self.topology,
+            self._arenas.path,
+            self.events,
+            storage=self.config.persist,
+            slots=self.config.slots,
+        )
         try:
             decision = restart.choose(self.config.on_lost, loaded, self.training_state.reshapes)
             self._arenas.origin = restart.origin
+            self._state.flushes.begin(restart.on_storage)
             # Before a byte is loaded: a kill from here on must not find a newer slot to go on from.
             lineage = restart.void_newer(decision)
             if decision is None:

@@ -52,10 +52,10 @@ class Flushes:
     def __post_init__(self) -> None:
         self.due = self.interval
 
-    def begin(self, restored: SnapshotId | None) -> None:
-        """Training goes on from what was restored."""
-        if restored is not None and self.interval:
-            self.due = self._behind(restored.iteration)
+    def begin(self, on_storage: int) -> None:
+        """Storage has a snapshot of that iteration already, -1 for none."""
+        if self.interval:
+            self.due = self._behind(max(0, on_storage))
 
     def learn(self, verdict: Verdict, newest: SnapshotId | None, now_secs: float) -> Iterator[Announcement]:
         """What a verdict changes; ``newest`` is the snapshot to take if one is due."""

@@ -17,6 +17,8 @@ _TURN_SECS = 1.0
 """Ranks compare what their nodes have done so often: none waits for a node that another knows to have failed."""
 _POLL_SECS = 0.02
 _TELL_SECS = 10.0
+_UNREADY_SECS = 60.0
+"""An SMP that ended is replaced within seconds; one that never knew what to do stays so."""
 
 Mark = Callable[[SnapshotId], None]
 Observe = Callable[[SnapshotId], FlushGuard]
@@ -50,9 +52,9 @@ def flush_last(
         return
     mark(last)
     events.announce(f"iteration {last.iteration}, the last, goes to storage")
-    state, told = FlushState.WORKING, begun
+    state, told, watch = FlushState.WORKING, begun, _NodeWatch(last, observe, begun + timeout_secs)
     while state == FlushState.WORKING:
-        state = _of_all(codec.gather(group, _wait(last, observe, begun + timeout_secs), int))
+        state = _of_all(codec.gather(group, watch.turn(), int))
         if time.monotonic() - told > _TELL_SECS:
             told = time.monotonic()
             events.announce(f"iteration {last.iteration} is on its way to storage since {told - begun:.0f} s")
@@ -72,19 +74,28 @@ def _chosen(ranks: Sequence[Newest]) -> SnapshotId | None:
     return max((rank.whole for rank in ranks if rank.whole is not None), default=None)
 
 
-def _wait(last: SnapshotId, observe: Observe, deadline: float) -> FlushState:
-    """How far this rank's node is, after a turn at most."""
-    turn = time.monotonic() + _TURN_SECS
-    while True:
-        guard = observe(last)
-        if guard.state in (FlushState.DONE, FlushState.CANNOT):
-            return guard.state
-        now = time.monotonic()
-        if not guard.sealed or now >= deadline:
-            return FlushState.CANNOT
-        if now >= turn:
-            return FlushState.WORKING
-        time.sleep(_POLL_SECS)
+class _NodeWatch:
+    """What this rank's node does for the last snapshot, until a deadline."""
+
+    def __init__(self, last: SnapshotId, observe: Observe, deadline: float) -> None:
+        self._last, self._observe, self._deadline = last, observe, deadline
+        self._ready_secs = time.monotonic()  # when its SMP was last seen to be able to
+
+    def turn(self) -> FlushState:
+        """How far it is, after a turn at most."""
+        end = time.monotonic() + _TURN_SECS
+        while True:
+            guard, now = self._observe(self._last), time.monotonic()
+            if guard.state in (FlushState.DONE, FlushState.CANNOT):
+                return guard.state
+            if guard.ready:
+                self._ready_secs = now
+            is_silent = now - self._ready_secs > _UNREADY_SECS
+            if not guard.sealed or is_silent or now >= self._deadline:
+                return FlushState.CANNOT
+            if now >= end:
+                return FlushState.WORKING
+            time.sleep(_POLL_SECS)
 
 
 def _of_all(states: Sequence[int]) -> FlushState:

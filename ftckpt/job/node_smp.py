@@ -6,6 +6,7 @@ import hashlib
 import os
 import secrets
 import stat
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -21,7 +22,7 @@ from ftckpt.model.topology import Topology
 from ftckpt.parity.groups import ParityGroup
 from ftckpt.parity.holding import Holding
 from ftckpt.persist.commit import claim
-from ftckpt.persist.storage import open_storage
+from ftckpt.persist.storage import open_storage, patiently
 from ftckpt.smp.channel import MIN_SECRET_BYTES
 from ftckpt.smp.client import SmpClient, Watch, find_or_start
 from ftckpt.smp.link import NetworkLimit, network_limit
@@ -29,6 +30,8 @@ from ftckpt.smp.requests import guard_digest
 from ftckpt.store.environment import hazards
 from ftckpt.store.outcome import launcher_run
 
+_CLAIM_SECS = 3600.0
+"""How long storage may be away at the start and become this run's yet."""
 SECRET_BYTES = 32
 _MOST_SECRET_BYTES = 4096
 """More is not read: somebody may have named a wrong file."""
@@ -139,10 +142,16 @@ class NodeSmp:
     def _claim_storage(self) -> None:
         """SMPs of an earlier attempt that still live, on nodes that this one does not have, write there no more."""
         if self._config.persist and self._topology.rank == 0:
-            try:
-                claim(open_storage(self._config.persist, "persist"), self._group.name, self._config.job)
-            except StorageError as error:
-                self._events.emit("storage_fails", error=str(error))
+            where, owner, job = self._config.persist, self._group.name, self._config.job
+
+            def claim_it() -> None:
+                try:
+                    patiently(lambda: claim(open_storage(where, "persist"), owner, job), _CLAIM_SECS)
+                except StorageError as error:
+                    self._events.emit("storage_fails", error=f"it is not this run's: {error}")
+
+            # On a thread: storage that is away must not keep training from its begin.
+            threading.Thread(target=claim_it, name="ftckpt-claim", daemon=True).start()
 
     def release(self) -> None:
         """This rank trains no more; the SMP stays."""

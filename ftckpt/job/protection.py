@@ -275,6 +275,11 @@ class Protection:
                 f"slots: {self.slots} are too few with protection ({', '.join(self.modes.names)}): one is protected, "
                 f"one is being protected, one is written; use {_LEAST_SLOTS} or more, or 0"
             )
+        if self._config.persist and self.slots < (least := (_LEAST_SLOTS if self.protects else 2) + 1):
+            raise ConfigError(
+                f"slots: {self.slots} are too few with persist: one more is kept until it is on storage; use {least} "
+                "or more, or 0"
+            )
 
     def _resolve(self, spans_nodes: bool) -> Modes:
         """Where layouts are listed the job may have fewer nodes than ``protect`` was written for: it goes on."""

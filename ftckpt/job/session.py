@@ -108,7 +108,6 @@ class RankState:
         self.iteration = restored.iteration if restored is not None else -1
         self.targets.target = restored if self.targets.interval else None
         self.targets.chosen_secs = now_secs
-        self.flushes.begin(restored)
 
     def take_over(self, protected: SnapshotId | None, target: SnapshotId | None) -> None:
         """What the arenas of all ranks hold of what an earlier attempt protected, and of what was restored."""
@@ -177,7 +176,7 @@ class RankState:
                 self.whole = SnapshotId(self.lineage, verdict.whole)
             actions += self.targets.learn(verdict, self.lineage, now_secs)
             # Where protection fails for long storage is all the more worth having.
-            protects = self.targets.interval and not self.targets.degraded
+            protects = self.targets.interval and not self.targets.given_up
             newest = self.targets.protected if protects else self.whole
             actions += self.flushes.learn(verdict, newest, now_secs)
             if self.interval.learn(verdict.number, verdict.stretch):

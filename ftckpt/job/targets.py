@@ -44,6 +44,8 @@ class Targets:
     target: SnapshotId | None = None
     degraded: bool = False
     """Whether a target was given up, or none could be chosen for long, and none was protected since."""
+    given_up: bool = False
+    """Whether the last target was given up: from verdicts alone, and so alike on all ranks."""
     rounds_since: int = field(init=False)
     chosen_secs: float = 0.0
     """When the target was chosen."""
@@ -110,10 +112,11 @@ class Targets:
             secs, again = now_secs - self.chosen_secs, self.degraded
             yield Announcement("protected", {"iteration": target.iteration, "secs": secs, "again": again})
             self.protected, self.degraded, self.rests_until_secs = target, False, 0.0
+            self.given_up = False
         else:
             if not self.degraded:
                 yield self._not_protected(target)
-            self.degraded = True
+            self.degraded = self.given_up = True
         self.target = None
 
     def _not_protected(self, snapshot: SnapshotId, **why: str) -> Announcement:

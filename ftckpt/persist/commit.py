@@ -12,6 +12,7 @@ the other are swept.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -105,8 +106,20 @@ class PendingCheckpoint:
         mark = DoneMark(self._node, tuple(self._files), parts)
         self._storage.put(f"{self._marks}{self._node}", mark.encode())
 
+    def own_mark(self) -> DoneMark | None:
+        """What this node has said before: the commit, elsewhere, may count on its files from then on."""
+        name = f"{self._marks}{self._node}"
+        if self._storage.size(name) is None:
+            return None
+        return DoneMark.decode(self._storage.read(name), name)
+
+    def lacks(self, mark: DoneMark) -> bool:
+        """Whether a file that ``mark`` names is not there."""
+        there = {entry.name: entry.nbytes for entry in self._storage.list(self.folder)}
+        return any(there.get(f"{self.folder}/{file.name}") != file.nbytes for file in mark.files)
+
     def withdraw(self) -> None:
-        """Remove what this node has written, before it is done; nobody may call anything after it."""
+        """Remove what this node has written, where it never said that it is done; nothing may be called after it."""
         self._storage.remove([f"{self.folder}/{file.name}" for file in self._files])
 
     def marks(self) -> dict[str, DoneMark]:
@@ -117,9 +130,9 @@ class PendingCheckpoint:
             found[mark.node] = mark
         return found
 
-    def commit(self, manifest: bytes, marks: Mapping[str, DoneMark]) -> bool:
+    def commit(self, manifest: bytes, marks: Mapping[str, DoneMark], replaces: bool = False) -> bool:
         """Make a checkpoint of what the ``marks`` of all nodes name; False: there is one of another lineage, and
-        what was written for this one is gone.
+        what was written for this one is gone. ``replaces``: this one takes its place.
 
         Raises:
             StorageError: a file is missing or of another size, or storage fails: then it may be tried again.
@@ -128,10 +141,13 @@ class PendingCheckpoint:
         path = f"{self.folder}/{MANIFEST_NAME}"
         # A commit whose answer was lost on the way is found there at the second try, and is this one's.
         if not self._storage.create(path, manifest) and self._storage.read(path) != manifest:
-            self.abandon()
-            return False
+            if not replaces:
+                self.abandon()
+                return False
+            self._storage.put(path, manifest)  # at each instant one of the two is there, whole
         _move_latest(self._storage, self._snapshot.iteration)
-        self._storage.remove(_beginning(self._storage, self.folder, self._marks))
+        with contextlib.suppress(StorageError):  # they are swept
+            self._storage.remove(_beginning(self._storage, self.folder, self._marks))
         return True
 
     def abandon(self) -> None:
@@ -157,12 +173,17 @@ def claim(storage: Storage, owner: str, job: str) -> None:
     """From now on ``owner``, a run of ``job``, writes there: an earlier one that still lives neither commits nor
     removes anything any more."""
     storage.put(OWNER_NAME, json.dumps({"owner": owner, "job": job}).encode())
+    forget_holdings(storage)
 
 
-def require_owner(storage: Storage, owner: str) -> None:
-    """Raises StorageError where another run has claimed the place since, or storage fails."""
+def require_owner(storage: Storage, owner: str) -> bool:
+    """Whether ``owner`` has claimed the place; False: nobody has.
+
+    Raises:
+        StorageError: another run has, or storage fails.
+    """
     if storage.size(OWNER_NAME) is None:
-        return
+        return False
     try:
         claimed = json.loads(storage.read(OWNER_NAME))
         other, job = str(claimed["owner"]), str(claimed["job"])
@@ -171,6 +192,7 @@ def require_owner(storage: Storage, owner: str) -> None:
     if other != owner:
         text = f"{storage.where}: another run of job {job!r} writes here since; give each its own --ftckpt-persist"
         raise StorageError(text, lasting=True)
+    return True
 
 
 def tell_holdings(storage: Storage, node: str, owner: str, held: Collection[SnapshotId]) -> None:
@@ -196,7 +218,7 @@ def holdings(storage: Storage, nodes: Collection[str], owner: str) -> dict[str, 
 
 
 def forget_holdings(storage: Storage) -> None:
-    """Remove what was told: it has served."""
+    """Remove what nodes have told."""
     storage.remove([entry.name for entry in storage.list(_HOLDINGS)])
 
 
@@ -205,6 +227,13 @@ def committed(storage: Storage) -> list[int]:
     found = (entry.name.partition("/") for entry in storage.list() if entry.name.endswith(f"/{MANIFEST_NAME}"))
     numbers = (iteration_of(folder) for folder, _, rest in found if rest == MANIFEST_NAME)
     return sorted((number for number in numbers if number is not None), reverse=True)
+
+
+def retire(storage: Storage, iterations: Collection[int], latest: int) -> None:
+    """Remove checkpoints, none of which is ``latest``, the one to go on from."""
+    storage.put(LATEST_NAME, f"{folder_of(latest)}\n".encode())
+    for iteration in set(iterations) - {latest}:
+        remove(storage, iteration)
 
 
 def remove(storage: Storage, iteration: int) -> None:

@@ -7,13 +7,16 @@ and a process's own memory for tests) through obstore. ``tests/unit/test_storage
 from __future__ import annotations
 
 import re
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple, TypeVar
 
 from ftckpt.errors import StorageError
 
 Bytes = bytes | memoryview
+
+T = TypeVar("T")
 
 _PART = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=-]{0,119}")
 """A file's name may have 255 bytes; one that is being written has the host and the process in it, too."""
@@ -105,3 +108,16 @@ def open_storage(where: str, setting: str = "") -> Storage:
         return ObjectStorage(where)
     except StorageError as error:
         raise StorageError(f"{setting}: {error}" if setting else str(error), lasting=error.lasting) from None
+
+
+def patiently(action: Callable[[], T], within_secs: float) -> T:
+    """``action``, again and again where storage fails in a way that may pass; raises its error after the time."""
+    deadline, pause_secs = time.monotonic() + within_secs, 0.5
+    while True:
+        try:
+            return action()
+        except StorageError as error:
+            if error.lasting or time.monotonic() + pause_secs > deadline:
+                raise
+        time.sleep(pause_secs)
+        pause_secs = min(2 * pause_secs, 30.0)

@@ -51,13 +51,17 @@ Needs = list[tuple[Piece, Fragment]]
 class Restart:
     """One restart. Every method is collective, called in the order in which they stand."""
 
-    def __init__(self, group: Group, topology: Topology, node_dir: Path, events: Events, storage: str = "") -> None:
+    def __init__(
+        self, group: Group, topology: Topology, node_dir: Path, events: Events, *, storage: str = "", slots: int = 2
+    ) -> None:
         self._group = group
         self._topology = topology
         self._node_dir = node_dir
         self._events = events
         self._arenas = OpenArenas(node_dir)
-        self._storage = storage
+        self._storage, self._slots = storage, slots
+        self.on_storage = -1
+        """The newest iteration on storage that counts, -1 for none; from ``choose`` on."""
         self.origin = NOTHING
         """Of the snapshots that will be taken, see ``next_origin``; from ``choose`` on."""
         self.why = ""
@@ -81,6 +85,7 @@ class Restart:
         shelf = Shelf.look(self._group, self._storage, self._events)
         loaded, origin, whole, newest = self._remembered(loaded, shelf.origins)
         shelf = shelf.without_undone(origin)
+        self.on_storage = shelf.newest
         together(self._group, lambda: self._drop_undone(origin) if self._topology.is_node_leader else None)
         reason = rollback(loaded, origin)
         decision = None
@@ -96,7 +101,9 @@ class Restart:
         return decision
 
     def _search(self, on_lost: str, loaded: Checkpoint, reshapes: bool, shelf: Shelf) -> Decision | None:
-        search = Search(self._group, self._topology, self._events, self._arenas, reshapes=reshapes, shelf=shelf)
+        search = Search(
+            self._group, self._topology, self._events, self._arenas, reshapes=reshapes, shelf=shelf, slots=self._slots
+        )
         try:
             decision = search.run()
         except LostError as error:

@@ -37,6 +37,9 @@ from ftckpt.store.control import SlotState
 from ftckpt.store.damage import Damage
 from ftckpt.store.package import load, package_path
 
+_FETCHES = 3
+"""Of one snapshot: beside what was brought a slot that nobody had looked at may prove bad, and is brought, too."""
+
 
 @dataclass(frozen=True)
 class BadSlot:
@@ -58,16 +61,17 @@ class SlotFindings:
 class Search:
     """One search; ``run`` is collective. ``usage`` has afterwards what was rebuilt from what.
 
-    ``reshapes``: whether a snapshot of another layout will do. ``shelf``: what is on storage.
+    ``reshapes``: whether a snapshot of another layout will do. ``shelf``: what is on storage. ``slots``: of arenas
+    that must be made for it.
     """
 
     def __init__(
         self, group: Group, topology: Topology, events: Events, arenas: OpenArenas, *, reshapes: bool = False,
-        shelf: Shelf = NO_SHELF,
+        shelf: Shelf = NO_SHELF, slots: int = 2,
     ) -> None:  # fmt: skip
         self.usage: Usage = {}
         self._reshapes = reshapes
-        self._shelf = shelf
+        self._shelf, self._slots = shelf, slots
         self._group = group
         self._topology = topology
         self._events = events
@@ -89,20 +93,27 @@ class Search:
             LostError, MismatchError, MemoryBudgetError, ArenaError: on all ranks together.
         """
         self._inventory = self._gather_inventory()
-        decision: Decision | None = None
-        lost: LostError | None = None
-        try:
-            decision = self._in_memory()
-        except LostError as error:
-            lost = error
+        decision, lost = self._or_lost()
         for stored in self._shelf.snapshots:
-            if decision is not None and decision.snapshot.iteration >= stored.snapshot.iteration:
-                break
-            if self._fetch(stored):
-                return self._in_memory()
+            for _ in range(_FETCHES):
+                if _is_at(decision, stored):
+                    return decision
+                if not self._fetch(stored):
+                    break
+                decision, lost = self._or_lost()
+            if _is_at(decision, stored):
+                return decision
+        if lost is None and decision is None:
+            lost = self._shelf.lost
         if lost is not None:
             raise lost
         return decision
+
+    def _or_lost(self) -> tuple[Decision | None, LostError | None]:
+        try:
+            return self._in_memory(), None
+        except LostError as error:
+            return None, error
 
     def _fetch(self, stored: StoredSnapshot) -> bool:
         """Bring what memory lacks of a snapshot from storage; False: something there is bad."""
@@ -116,7 +127,7 @@ class Search:
         begin, findings = time.perf_counter(), self._findings
         fetch = Fetch(
             self._group, self._topology, self._events, self._arenas, storage=self._shelf.storage, stored=stored,
-            inventory=self._inventory, bad=findings.damage.keys(),
+            inventory=self._inventory, bad=findings.damage.keys(), slots=self._slots,
         )  # fmt: skip
         try:
             brought = fetch.run()
@@ -301,3 +312,8 @@ class Search:
             reasons = [*decision.passed_over, *self._texts.values()]
             loud = "fallback" if damaged else "passed_over"
             self._events.emit(loud, iteration=decision.snapshot.iteration, reasons=reasons)
+
+
+def _is_at(decision: Decision | None, stored: StoredSnapshot) -> bool:
+    """Whether memory gives as much as storage."""
+    return decision is not None and decision.snapshot.iteration >= stored.snapshot.iteration

@@ -11,12 +11,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import numpy as np
 import xxhash
 
-from ftckpt.errors import CorruptError, StorageError
+from ftckpt.errors import CorruptError, LostError, StorageError
 from ftckpt.events import Events, Progress
 from ftckpt.group import Group, together
 from ftckpt.model import codec
@@ -25,7 +26,7 @@ from ftckpt.model.snapshot import SnapshotId
 from ftckpt.model.topology import Topology, layouts_differ
 from ftckpt.persist import commit
 from ftckpt.persist.shards import StoredShard, StoredSnapshot
-from ftckpt.persist.storage import Storage, open_storage
+from ftckpt.persist.storage import Storage, open_storage, patiently
 from ftckpt.restore.build import Build
 from ftckpt.restore.choice import worth_keeping
 from ftckpt.restore.inventory import Inventory
@@ -42,11 +43,17 @@ _NEWEST = 10
 _READERS = 4
 """Chunks of a rank that are on their way at a time: storage answers late, and then much at once."""
 
+_PATIENCE_SECS = 30.0
+"""How long a restart tries what storage does not give: less than ranks wait for each other."""
+
 _TURN_SECS = 10.0
 """After which a rank that reads tells the others that it lives."""
 
 _TRIES = 3
 """Of reading a chunk whose bytes are not right: what came over a network may be right the next time."""
+
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -55,6 +62,8 @@ class Shelf:
 
     storage: Storage | None = None
     snapshots: tuple[StoredSnapshot, ...] = ()
+    problem: str = ""
+    """Why there may be more than can be seen."""
 
     @classmethod
     def look(cls, group: Group, where: str, events: Events) -> Shelf:
@@ -65,12 +74,23 @@ class Shelf:
         """
         if not where:
             return cls()
-        storage = together(group, lambda: _open(where, events))
-        if any(group.gather(b"" if storage is not None else b"away")):
-            return cls()
-        texts = json.loads(group.gather(together(group, lambda: _read(storage, group.rank, events)))[0])
-        assert storage is not None
-        return cls(storage, tuple(StoredSnapshot.decode(text.encode(), where) for text in texts))
+        storage, problem = together(group, lambda: _open(where))
+        if away := next((text for data in group.gather(problem.encode()) if (text := data.decode())), ""):
+            events.emit("storage_fails", error=away)  # memory may do
+            return cls(problem=away)
+        told = together(group, lambda: _read(storage, events) if storage is not None and group.rank == 0 else b"")
+        # The length first: a broadcast takes as many bytes on all ranks, and a gather as many of each.
+        length = max(int(data) for data in group.gather(str(len(told)).encode()))
+        texts, problem = json.loads(group.broadcast(told.ljust(length, b" ")))
+        return cls(storage, tuple(StoredSnapshot.decode(text.encode(), where) for text in texts), problem)
+
+    @property
+    def lost(self) -> LostError | None:
+        """What it means that nothing of it can be used, where memory has nothing either."""
+        if self.snapshots:
+            there = ", ".join(str(one.snapshot.iteration) for one in self.snapshots)
+            return LostError(f"none of the snapshots on storage ({there}) can be used; the log says why")
+        return LostError(f"what is on storage cannot be seen: {self.problem}") if self.problem else None
 
     @property
     def origins(self) -> list[Checkpoint]:
@@ -79,7 +99,7 @@ class Shelf:
 
     def without_undone(self, origin: Checkpoint) -> Shelf:
         """Without snapshots of a history that an operator has undone since."""
-        return Shelf(self.storage, tuple(one for one in self.snapshots if not is_undone(one.origin, origin)))
+        return replace(self, snapshots=tuple(one for one in self.snapshots if not is_undone(one.origin, origin)))
 
     @property
     def newest(self) -> int:
@@ -90,33 +110,38 @@ class Shelf:
 NO_SHELF = Shelf()
 
 
-def _open(where: str, events: Events) -> Storage | None:
+def _open(where: str) -> tuple[Storage | None, str]:
+    """Storage, or why it is away."""
     try:
-        return open_storage(where, "persist")
+        return _patiently(lambda: open_storage(where, "persist")), ""
     except StorageError as error:
         if error.lasting:
             raise
-        events.emit("storage_fails", error=str(error))  # memory may do
-        return None
+        return None, str(error)
 
 
-def _read(storage: Storage | None, rank: int, events: Events) -> bytes:
-    if storage is None or rank != 0:
-        return b"[]"
-    texts = []
+def _read(storage: Storage, events: Events) -> bytes:
+    """The newest manifests, and why there may be more."""
+    texts, problem = [], ""
     try:
-        for iteration in commit.committed(storage)[:_NEWEST]:
+        for iteration in _patiently(lambda: commit.committed(storage))[:_NEWEST]:
             name = f"{commit.folder_of(iteration)}/{commit.MANIFEST_NAME}"
-            data = storage.read(name)
+            data = _patiently(lambda n=name: storage.read(n))  # type: ignore[misc]
             try:
                 StoredSnapshot.decode(data, f"{storage.where}/{name}")
             except StorageError as error:
                 events.emit("storage_damaged", iteration=iteration, error=str(error))
+                problem = problem or str(error)
             else:
                 texts.append(data.decode())
     except StorageError as error:
         events.emit("storage_fails", error=str(error))
-    return json.dumps(texts).encode()
+        problem = str(error)
+    return json.dumps([texts, problem]).encode()
+
+
+def _patiently(action: Callable[[], T]) -> T:
+    return patiently(action, _PATIENCE_SECS)
 
 
 class Fetch:
@@ -124,11 +149,12 @@ class Fetch:
 
     Args:
         inventory: of all nodes; ``bad`` are slots in it that did not verify.
+        slots: of an arena that must be created.
     """
 
     def __init__(
         self, group: Group, topology: Topology, events: Events, arenas: OpenArenas, *,
-        storage: Storage, stored: StoredSnapshot, inventory: Inventory, bad: Collection[SlotAt],
+        storage: Storage, stored: StoredSnapshot, inventory: Inventory, bad: Collection[SlotAt], slots: int,
     ) -> None:  # fmt: skip
         self._group = group
         self._topology = topology
@@ -137,6 +163,7 @@ class Fetch:
         self._storage = storage
         self._stored = stored
         self._inventory = inventory
+        self._slots = slots
         self._missing = sorted(stored.shards.keys() - _in_memory(inventory, stored, bad))
         self.usage: dict[str, int] = {"chunks": 0, "bytes": 0}
         """What was brought, of all ranks."""
@@ -179,12 +206,12 @@ class Fetch:
     def _image(self, shard: str) -> tuple[StoredShard, SlotImage]:
         """What the file of a shard says of itself, as far as it is what the manifest says."""
         entry, name = self._stored.shards[shard], self._name(shard)
-        if self._storage.size(name) != entry.nbytes:
+        if _patiently(lambda: self._storage.size(name)) != entry.nbytes:
             text = f"{self._storage.where}/{name}: is not there with its {entry.nbytes} bytes"
             raise StorageError(text, lasting=True)
-        length = 8 + int.from_bytes(self._storage.read(name, 0, 8), "little")
+        length = 8 + int.from_bytes(_patiently(lambda: self._storage.read(name, 0, 8)), "little")
         try:
-            image = parse_image(self._storage.read(name, 0, min(length, entry.nbytes)))
+            image = parse_image(_patiently(lambda: self._storage.read(name, 0, min(length, entry.nbytes))))
         except CorruptError as error:
             raise StorageError(f"{self._storage.where}/{name}: {error}", lasting=True) from None
         manifest = image.manifest
@@ -208,7 +235,7 @@ class Fetch:
 
     def _proven(self, name: str, begin: int, nbytes: int, expected: int) -> bytes:
         for _ in range(_TRIES):
-            data = self._storage.read(name, begin, nbytes)
+            data = _patiently(lambda: self._storage.read(name, begin, nbytes))
             if xxhash.xxh3_64_intdigest(data) == expected:
                 return data
         raise StorageError(
@@ -220,9 +247,7 @@ class Fetch:
         name = arena_path(node_dir, package.manifest).name
         at = SlotAt(self._topology.me.node, name, NEW_SLOT)
         fix = Fix(package.shard, at, tuple(range(image.num_stepped_chunks)))
-        # As the other arenas of the job have; 2, the least there can be, where there are none.
-        num_slots = max((report.num_slots for report in self._inventory.arenas), default=0) or 2
-        return Build(node_dir, fix, package, num_slots, self._keep())
+        return Build(node_dir, fix, package, self._slots, self._keep())
 
     def _keep(self) -> Sequence[Collection[SnapshotId]]:
         return worth_keeping(self._inventory, self._topology, self._stored.snapshot)

@@ -173,7 +173,7 @@ class Daemon:
         if holder_of(self.node_dir / SMP_LOCK_NAME) != os.getpid():
             self._end_for("its directory was removed")
             return
-        if self._trainer_lives():
+        if self._trainer_lives() or self._duties.saving:
             self._last_trainer = now
         elif now - self._last_trainer >= self._idle_secs:
             self._end_for(f"no trainer for {self._idle_secs:g} s; arenas stay")
@@ -297,7 +297,7 @@ class Daemon:
     def _persist(self, request: PersistRequest) -> dict[str, Any]:
         if any(pulse.lives for pulse in self._pulse.ranks()):
             raise SmpError("ranks of the job train on this node: end them first")
-        return self._duties.persist(request.where, request.timeout_secs)
+        return self._duties.persist(request.where, request.timeout_secs, request.anew)
 
     def _end(self, _request: EndRequest) -> dict[str, Any]:
         self._end_for(_OVER)

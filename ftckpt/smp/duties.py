@@ -118,6 +118,11 @@ class Duties:
         return (None, FlushState.NONE) if flush is None or flush.halted else (flush.snapshot, flush.state)
 
     @property
+    def saving(self) -> bool:
+        """Whether what is in memory is on its way to storage without ranks."""
+        return self._final is not None and self._final.working
+
+    @property
     def trust(self) -> Trust:
         """What proves to the SMPs of other nodes who this one is."""
         return self._peers.trust
@@ -164,8 +169,10 @@ class Duties:
         if self._cannot is not None:
             self._target = self._cannot = None
 
-    def persist(self, where: str, timeout_secs: float) -> dict[str, Any]:
+    def persist(self, where: str, timeout_secs: float, anew: bool) -> dict[str, Any]:
         """Bring the newest snapshot to storage, without ranks; says how far that is.
+
+        ``anew``: where an earlier request has come to its end, too.
 
         Raises:
             SmpError: nothing was ever guarded here, or no place is named.
@@ -173,7 +180,7 @@ class Duties:
         orders = replace(self._flush_orders, where=where, keep=0) if where else self._flush_orders
         if self._description is None or not orders.where:
             raise SmpError("no storage is named: neither here nor by the job's --ftckpt-persist")
-        if self._final is None or self._final.orders != orders:
+        if self._final is None or self._final.orders != orders or (anew and not self._final.working):
             if self._flush is not None:
                 self._flush.stop()
             # As fast as it goes: nobody trains.

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 from ftckpt.errors import FtckptError, StorageError
 from ftckpt.events import Events
@@ -22,6 +22,9 @@ from ftckpt.smp.work import Pace
 from ftckpt.store.pulse import FlushState
 
 _POLL_SECS = 0.2
+_AGAIN_SECS = 1.0
+
+T = TypeVar("T")
 
 
 class FinalFlush:
@@ -42,6 +45,11 @@ class FinalFlush:
         self._snapshot: SnapshotId | None = None
         self._thread = threading.Thread(target=self._run, name="smp-final-flush", daemon=True)
         self._thread.start()
+
+    @property
+    def working(self) -> bool:
+        """Whether it has not come to its end."""
+        return self._state == FlushState.WORKING
 
     def stop(self) -> None:
         """Leave it."""
@@ -72,7 +80,7 @@ class FinalFlush:
             self._events.emit("not_flushed", iteration=iteration, reason=self._reason)
 
     def _flush(self) -> None:
-        storage = open_storage(self.orders.where, "persist")
+        storage = self._patiently(lambda: open_storage(self.orders.where, "persist"))
         self._snapshot = self._choose(storage)
         flush = Flush(self.orders, self._arenas, self._pace, self._events, self._snapshot, before=self._before)
         while flush.state == FlushState.WORKING:
@@ -81,14 +89,16 @@ class FinalFlush:
                 raise StorageError("it was not there in time", lasting=True)
         if flush.state != FlushState.DONE:
             raise StorageError("it did not come there: the log of the SMP says why", lasting=True)
-        if self.orders.commits:
-            commit.forget_holdings(storage)
+        # Of what was there before other nodes may not have read yet what this one holds.
+        if self.orders.commits and not flush.found:
+            self._patiently(lambda: commit.forget_holdings(storage))
 
     def _choose(self, storage: Storage) -> SnapshotId:
         """The newest snapshot that all arenas of all nodes hold."""
         nodes, owner = self.orders.nodes, self.orders.owner
-        commit.tell_holdings(storage, self.orders.node, owner, self._held())
-        while (held := commit.holdings(storage, nodes, owner)).keys() < set(nodes):
+        mine = self._held()
+        self._patiently(lambda: commit.tell_holdings(storage, self.orders.node, owner, mine))
+        while (held := self._patiently(lambda: commit.holdings(storage, nodes, owner))).keys() < set(nodes):
             if self._late(_POLL_SECS):
                 missing = ", ".join(sorted(set(nodes) - held.keys()))
                 raise StorageError(f"these nodes do not say what they hold: {missing}", lasting=True)
@@ -101,6 +111,15 @@ class FinalFlush:
                 raise StorageError(f"arenas cannot be read: {dict(self._arenas.problems)}", lasting=True)
         found = [set(arena.mapped.snapshots()) for arena in self._arenas.all]
         return set.intersection(*found) if found else set()
+
+    def _patiently(self, action: Callable[[], T]) -> T:
+        """``action``, again and again while storage fails in a way that may pass, until the deadline."""
+        while True:
+            try:
+                return action()
+            except StorageError as error:
+                if error.lasting or self._late(_AGAIN_SECS):
+                    raise
 
     def _late(self, wait_secs: float) -> bool:
         return self._halted.wait(wait_secs) or time.monotonic() >= self._deadline

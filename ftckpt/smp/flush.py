@@ -10,14 +10,16 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 from ftckpt.errors import ArenaError, CorruptError, FtckptError, StorageError
 from ftckpt.events import Events
+from ftckpt.model.loaded import Checkpoint, is_undone
 from ftckpt.model.snapshot import SnapshotId
+from ftckpt.model.topology import axes_of, shard_names
 from ftckpt.persist import commit
 from ftckpt.persist.commit import PendingCheckpoint
 from ftckpt.persist.shards import ShardImage, StoredShard, StoredSnapshot, contents, files_of
@@ -84,6 +86,8 @@ class Flush:
     ) -> None:  # fmt: skip
         self.snapshot = snapshot
         self.state = FlushState.WORKING
+        self.found = False
+        """Whether it was there before; known at the end."""
         self._orders = orders
         self._arenas = arenas
         self._pace = pace
@@ -114,8 +118,12 @@ class Flush:
             storage = self._patiently(lambda: open_storage(self._orders.where, "persist"))
             pending = PendingCheckpoint(storage, self.snapshot, self._orders.node)
             path = f"{pending.folder}/{commit.MANIFEST_NAME}"
+            if self._orders.commits:
+                # Before anything is written: the one before this has ended, and no other of this run writes.
+                self._patiently(lambda: self._sweep(storage))
             # An SMP that was killed behind its commit leaves nothing to do.
-            if not self._patiently(lambda: self._is_there(storage, path)):
+            self.found = self._patiently(lambda: self._is_there(storage, path))
+            if not self.found:
                 self._write(pending)
                 self._settle(storage, pending, path)
             self.state = FlushState.DONE
@@ -128,6 +136,9 @@ class Flush:
 
     def _write(self, pending: PendingCheckpoint) -> None:
         """All shards of this node, each whole and of this snapshot when it has its name."""
+        promised = self._patiently(pending.own_mark)
+        if promised is not None and not self._patiently(lambda: pending.lacks(promised)):
+            return  # by an SMP that was killed, or by an attempt that another node gave up
         begun, slots = time.monotonic(), self._checked()
         try:
             with ExitStack() as leases:
@@ -136,8 +147,9 @@ class Flush:
                 for arena, checked in slots:
                     self._written[arena.shard] = self._patiently(partial(self._put, pending, arena, checked))
         except BaseException:
-            # Only before this node says that it is done: from then on the commit, elsewhere, may count on its files.
-            self._withdraw(pending)
+            # Only before this node has said that it is done: the commit, elsewhere, may count on its files.
+            if promised is None:
+                self._withdraw(pending)
             raise
         self._patiently(lambda: pending.done({name: one.to_json() for name, one in self._written.items()}))
         nbytes, secs = sum(one.nbytes for one in self._written.values()), round(time.monotonic() - begun, 3)
@@ -195,45 +207,67 @@ class Flush:
             poll_secs = min(2 * poll_secs, _MOST_POLL_SECS)
 
     def _is_there(self, storage: Storage, path: str) -> bool:
+        """Whether this very snapshot is committed."""
         if storage.size(path) is None:
             return False
-        there = StoredSnapshot.decode(storage.read(path), f"{self._orders.where}/{path}")
-        if there.snapshot != self.snapshot:
-            raise StorageError(f"{self._orders.where}/{path}: is of another run of the job", lasting=True)
-        return True
+        try:
+            there = StoredSnapshot.decode(storage.read(path), f"{self._orders.where}/{path}")
+        except StorageError as error:
+            if not error.lasting:
+                raise
+            return False  # damaged: the commit takes its place
+        return there.snapshot == self.snapshot
 
     def _commit(self, storage: Storage, pending: PendingCheckpoint, path: str) -> bool:
         """Whether all nodes were done, and the snapshot is committed."""
         marks = pending.marks()
         if not set(self._orders.nodes) <= marks.keys():
-            return False
+            return self._is_there(storage, path)  # marks go behind the commit
         own = {node: marks[node] for node in self._orders.nodes}
         parts = [(str(name), entry) for mark in own.values() for name, entry in mark.parts.items()]
         shards = {name: StoredShard.from_json(entry) for name, entry in parts}
         arena = self._arenas.all[0].mapped
         layout, origin = arena.manifest.layout, arena.control.origin()
+        if lacking := set(shard_names(layout, axes_of(arena.manifest.shard))) - shards.keys():
+            raise StorageError(f"no node has written {', '.join(sorted(lacking)[:3])}", lasting=True)
         stored = StoredSnapshot(self.snapshot, self._orders.job, layout, shards, origin)
-        # Right before, and nothing is removed but behind a commit: the job may go on elsewhere by now.
-        commit.require_owner(storage, self._orders.owner)
-        if not pending.commit(stored.encode(), own):
-            return self._is_there(storage, path)  # raises: it is another's
+        # Right before: the job may go on elsewhere by now. What a run finds in its place is of a past it has left.
+        is_owner = commit.require_owner(storage, self._orders.owner)
+        if not pending.commit(stored.encode(), own, replaces=is_owner):
+            raise StorageError(f"{self._orders.where}/{path}: is there already, of another run", lasting=True)
         self._events.emit(
             "committed", iteration=self.snapshot.iteration, path=f"{self._orders.where}/{pending.folder}",
             bytes=stored.nbytes, shards=len(shards),
         )  # fmt: skip
-        self._retain(storage)
-        return True
-
-    def _retain(self, storage: Storage) -> None:
-        """Remove the oldest checkpoints beyond those that are kept, and what came to nothing."""
         try:
-            whole = commit.committed(storage)
-            for iteration in whole[self._orders.keep :] if self._orders.keep else ():
-                commit.remove(storage, iteration)
-                self._events.emit("removed", iteration=iteration, path=self._orders.where)
-            commit.sweep(storage, [self.snapshot], files_of)
+            self._retain(storage, origin)
+            self._sweep(storage)
         except StorageError as error:
             self._tell(str(error))  # the checkpoint is there; the next one tidies up
+        return True
+
+    def _retain(self, storage: Storage, origin: Checkpoint) -> None:
+        """Remove the oldest checkpoints beyond those that are kept, and those that the job has left behind it."""
+        whole, current = [], self.snapshot
+        for iteration in commit.committed(storage):
+            name = f"{commit.folder_of(iteration)}/{commit.MANIFEST_NAME}"
+            with suppress(StorageError):
+                there = StoredSnapshot.decode(storage.read(name), name)
+                # As in memory: going on from an older one voids what is newer.
+                is_void = there.snapshot > current and there.snapshot.lineage != current.lineage
+                if not is_void and not is_undone(there.origin, origin):
+                    whole.append(iteration)
+        kept = whole[: self._orders.keep] if self._orders.keep else whole
+        doomed = set(commit.committed(storage)) - {*kept, current.iteration}
+        if doomed and commit.require_owner(storage, self._orders.owner):
+            commit.retire(storage, doomed, current.iteration)
+            for iteration in sorted(doomed):
+                self._events.emit("removed", iteration=iteration, path=self._orders.where)
+
+    def _sweep(self, storage: Storage) -> None:
+        """Remove what came to nothing."""
+        if commit.require_owner(storage, self._orders.owner):
+            commit.sweep(storage, [self.snapshot], files_of)
 
     def _withdraw(self, pending: PendingCheckpoint) -> None:
         try:

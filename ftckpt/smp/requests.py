@@ -80,7 +80,7 @@ class EndRequest(SmpRequest):
 @dataclass(frozen=True)
 class PersistRequest(SmpRequest):
     """Bring the newest snapshot to storage: at ``where``, or the job's own place where that is empty, given up after
-    ``timeout_secs``. Asked again it says how far it is.
+    ``timeout_secs``. Asked again it says how far it is; with ``anew`` one that has ended is begun once more.
 
     Raises:
         SmpError: no time that can be waited.
@@ -89,6 +89,7 @@ class PersistRequest(SmpRequest):
     WORD = "persist"
     where: str
     timeout_secs: float
+    anew: bool
 
     def __post_init__(self) -> None:
         if not 0 < self.timeout_secs < 1e9:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ftckpt.parity.modes import Modes
-from ftckpt.persist.commit import committed, folder_of
+from ftckpt.persist.commit import claim, committed, folder_of
 from ftckpt.persist.files import FileStorage
 from ftckpt.persist.shards import StoredSnapshot, files_of
 from ftckpt.persist.storage import Storage
@@ -25,6 +25,8 @@ class Job:
         self.nodes = [Node(root, name, (2 * n, 2 * n + 1), 4) for n, name in enumerate(NODES)]
         self.smps = [Smp(node) for node in self.nodes]
         self.settings = {"persist": where, **settings}
+        if Path(where).is_dir():
+            claim(FileStorage(where), "", "job")
         for smp in self.smps:
             self.configure(smp)
 

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ftckpt.model.snapshot import SnapshotId
 from ftckpt.persist.commit import claim, committed, folder_of
 from ftckpt.persist.files import FileStorage
 from ftckpt.persist.shards import StoredSnapshot
@@ -24,7 +25,7 @@ from ftckpt.store.pulse import FlushState
 from tests.support.flush_jobs import NODES, Job, leftovers
 from tests.support.killing import killed_at
 from tests.support.mounting import tmpfs
-from tests.support.smp_nodes import LINEAGE, Node, Seen, flip
+from tests.support.smp_nodes import LINEAGE, Node, Seen, fill, flip
 from tests.support.waiting import until
 
 
@@ -129,32 +130,80 @@ def test_what_is_not_wanted_any_more_is_removed(job: Job, monkeypatch: pytest.Mo
     job.nodes[0].flush(-1)
     until(lambda: job.smps[0].duties.flushing[0] is None)
     go_on.set()
-    until(lambda: not [path for path in Path(job.where).rglob("*") if path.is_file()], "gone")
+    until(lambda: leftovers(job.where) == [], "gone")
     assert not job.smps[0].events.of("not_flushed")
 
 
 def test_a_newer_one_waits_for_the_end_of_the_one_before(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     """It may be removing files at that moment, and must not take those of its successor for its own."""
-    writing: list[int] = []
+    told: list[tuple[str, int]] = []
     write = Flush._write
 
-    def counted(self: Flush, pending: Any) -> None:
-        writing.append(self.snapshot.iteration)
+    def recorded(self: Flush, pending: Any) -> None:
+        if self._orders.node != "a":
+            return write(self, pending)
+        told.append(("begins", self.snapshot.iteration))
+        if self.snapshot.iteration == 7:
+            until(lambda: job.smps[0].duties.flushing[0] not in (None, self.snapshot))
         try:
             write(self, pending)
         finally:
-            first = 7 if 8 in writing and self.snapshot.iteration == 7 else 0
-            assert not first, "two at a time"
+            told.append(("ends", self.snapshot.iteration))
+        return None
 
-    monkeypatch.setattr(Flush, "_write", counted)
+    monkeypatch.setattr(Flush, "_write", recorded)
     for slot, iteration in enumerate((7, 8)):
         job.snapshot(slot, iteration)
     job.flush(7)
     job.start()
-    until(lambda: 7 in writing)
+    until(lambda: ("begins", 7) in told)
     job.flush(8)
     job.settled(8)
     job.check(FileStorage(job.where), 8)
+    assert told == [("begins", 7), ("ends", 7), ("begins", 8), ("ends", 8)]
+
+
+def test_what_a_node_has_promised_it_never_takes_back(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its SMP is killed behind its mark; the next one finds that, and is stopped: the commit may come at any time."""
+    job.snapshot(0, 7)
+    job.nodes[1].flush(7)
+    job.smps[1].start()
+    until(lambda: job.smps[1].events.of("flushed"))
+    until(lambda: any(name.endswith("-done.b") for name in leftovers(job.where)))
+    job.nodes[1].flush(-1)
+    until(lambda: job.smps[1].duties.flushing[0] is None)
+    begun: list[int] = []
+    pieces_before(monkeypatch, lambda flush: begun.append(1) if flush._orders.node == "b" else None)
+    job.flush(7)
+    job.smps[0].start()
+    job.settled(7)
+    assert not begun, "what is there is not written again"
+    job.check(FileStorage(job.where), 7)
+
+
+def test_what_the_job_has_left_behind_it_is_replaced_and_goes(job: Job) -> None:
+    """It went on from before what is on storage: as in memory, newer ones are void."""
+    storage = FileStorage(job.where)
+    job.start()
+    for slot, iteration in enumerate((20, 30)):
+        job.snapshot(slot, iteration)
+        job.flush(iteration)
+        job.settled(iteration)
+    for node in job.nodes:
+        for arena in node.arenas:
+            for slot in range(2):
+                arena.control.void(slot)
+            for slot, iteration in ((0, 20), (1, 21)):
+                fill(arena, slot, iteration, lineage=b"m" * 16)
+    for iteration in (20, 21):
+        for node in job.nodes:
+            for arena in node.arenas:
+                arena.control.mark_flush(SnapshotId(b"m" * 16, iteration))
+        until(lambda i=iteration: committed(storage)[:1] == [i] or i == 20)  # type: ignore[misc]
+        until(lambda: all(smp.duties.flushing[1] == FlushState.DONE for smp in job.smps), lambda: str(job.told()))
+        assert job.check(storage, iteration).snapshot.lineage == b"m" * 16
+        assert committed(storage) == ([20] if iteration == 20 else [21, 20])
+        assert storage.read("latest").decode().strip() == folder_of(iteration) and leftovers(job.where) == []
 
 
 def test_storage_that_fills_up_is_tried_again(

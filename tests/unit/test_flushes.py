@@ -48,7 +48,7 @@ def test_the_first_at_or_behind_each_multiple_goes_to_storage() -> None:
 
 def test_a_job_that_goes_on_counts_from_there() -> None:
     flushes = Flushes(10, 100.0)
-    flushes.begin(at(25))
+    flushes.begin(25)
     learn(flushes, verdict(), 29)
     assert flushes.current is None
     learn(flushes, verdict(), 30)
