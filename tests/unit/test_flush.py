@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -145,6 +145,8 @@ def test_a_newer_one_waits_for_the_end_of_the_one_before(job: Job, monkeypatch: 
         told.append(("begins", self.snapshot.iteration))
         if self.snapshot.iteration == 7:
             until(lambda: job.smps[0].duties.flushing[0] not in (None, self.snapshot))
+            with suppress(AssertionError):
+                until(lambda: ("begins", 8) in told, secs=0.5)
         try:
             write(self, pending)
         finally:
@@ -172,9 +174,16 @@ def test_what_a_node_has_promised_it_never_takes_back(job: Job, monkeypatch: pyt
     until(lambda: any(name.endswith("-done.b") for name in leftovers(job.where)))
     job.nodes[1].flush(-1)
     until(lambda: job.smps[1].duties.flushing[0] is None)
-    begun: list[int] = []
+    begun, settles, settle = list[int](), threading.Event(), Flush._settle
+
+    def recorded(self: Flush, *arguments: Any) -> None:
+        settles.set()
+        settle(self, *arguments)
+
+    monkeypatch.setattr(Flush, "_settle", recorded)
     pieces_before(monkeypatch, lambda flush: begun.append(1) if flush._orders.node == "b" else None)
     job.flush(7)
+    assert settles.wait(20)
     job.smps[0].start()
     job.settled(7)
     assert not begun, "what is there is not written again"
@@ -199,8 +208,8 @@ def test_what_the_job_has_left_behind_it_is_replaced_and_goes(job: Job) -> None:
         for node in job.nodes:
             for arena in node.arenas:
                 arena.control.mark_flush(SnapshotId(b"m" * 16, iteration))
-        until(lambda i=iteration: committed(storage)[:1] == [i] or i == 20)  # type: ignore[misc]
-        until(lambda: all(smp.duties.flushing[1] == FlushState.DONE for smp in job.smps), lambda: str(job.told()))
+        wanted = SnapshotId(b"m" * 16, iteration), FlushState.DONE
+        until(lambda w=wanted: all(smp.duties.flushing == w for smp in job.smps), lambda: str(job.told()))  # type: ignore[misc]
         assert job.check(storage, iteration).snapshot.lineage == b"m" * 16
         assert committed(storage) == ([20] if iteration == 20 else [21, 20])
         assert storage.read("latest").decode().strip() == folder_of(iteration) and leftovers(job.where) == []
@@ -238,13 +247,15 @@ def test_storage_that_is_not_there_is_told_and_left(arena_root: Path, tmp_path: 
 def test_a_run_that_goes_on_elsewhere_is_left_alone(job: Job) -> None:
     """SMPs of nodes that it left behind neither commit nor remove anything."""
     storage = FileStorage(job.where)
+    job.snapshot(0, 7)
+    job.flush(7)
+    job.smps[0].start()
+    until(lambda: job.smps[0].events.of("flushed"))
     claim(storage, "the new run", "job")
     other = Path(job.where) / folder_of(30)
     other.mkdir()
     (other / f"{'ab' * 16}-dp0.safetensors").write_bytes(b"of the new run")
-    job.start()
-    job.snapshot(0, 7)
-    job.flush(7)
+    job.smps[1].start()
     until(lambda: job.smps[0].events.of("not_flushed"))
     assert "another run of job 'job' writes here since" in job.smps[0].events.of("not_flushed")[0]["reason"]
     assert committed(storage) == [] and (other / f"{'ab' * 16}-dp0.safetensors").exists()
