@@ -8,6 +8,7 @@ import shutil
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,11 @@ from ftckpt.commands.main import main
 from ftckpt.persist.commit import committed
 from ftckpt.persist.shards import StoredSnapshot
 from ftckpt.persist.storage import open_storage
+from ftckpt.store.arena import Arena
 from ftckpt.store.directory import clean_job, end_smp
 from tests.support import jobs, plain
 from tests.support.event_logs import read_events
-from tests.support.pool import run_ranks
+from tests.support.pool import RankFailure, run_ranks
 from tests.support.swift import BUCKET, SwiftServer, swift
 from tests.support.waiting import meet, until
 
@@ -111,6 +113,9 @@ def test_a_job_whose_memory_is_gone_goes_on_from_storage(persisting: dict[str, A
     results = [result.value for result in run_ranks(restored, 4, persisting)]
     assert results == [what_was(newest)] * 4
     assert {event["source"] for event in jobs.events(persisting, "restored")} == {None, "storage"}
+    for path in Path(persisting["arena"]).glob("ftckpt-test/*/dp*"):
+        with closing(Arena.open(path)) as arena:
+            assert arena.control.slots == 4, "as many as the job wants"
     fetched = jobs.events(persisting, "fetched")
     assert [event["shards"] for event in fetched] == [4] * 4
 
@@ -148,6 +153,24 @@ def test_what_is_bad_on_storage_is_passed_over(persisting: dict[str, Any]) -> No
     assert {event["iteration"] for event in told} == {newest, second}
     assert any("do not match their checksum" in event["error"] for event in told)
     assert any("damaged or edited" in event["error"] for event in told)
+
+
+@pytest.mark.parametrize("what", ["manifests", "shards"])
+def test_a_job_does_not_begin_anew_where_storage_is_bad(what: str, persisting: dict[str, Any]) -> None:
+    run_ranks(train_until_persisted, 4, persisting, 1)
+    clean_job(Path(persisting["arena"]), "test")
+    there = [one.snapshot.iteration for one in stored(persisting)]
+    if what == "shards":
+        for iteration in there:
+            damaged(persisting, iteration, "dp1")
+    else:
+        for path in Path(persisting["persist"]).glob("iter_*/manifest.json"):
+            path.write_text("{}")
+    text = "none of the snapshots on storage" if what == "shards" else "what is on storage cannot be seen"
+    with pytest.raises(RankFailure, match=text):
+        run_ranks(restored, 4, persisting)
+    persisting["on_lost"] = "fresh"
+    assert [result.value for result in run_ranks(restored, 4, persisting)] == [(None, 0, [0.0], [0.0])] * 4
 
 
 def test_only_what_memory_lost_comes_from_storage(persisting: dict[str, Any]) -> None:
