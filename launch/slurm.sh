@@ -184,7 +184,7 @@ run_steps() {
         [ -z "$lost" ] || say "do not answer: $lost"
         if verdict "${answers[@]}"; then
             say "$REASON"
-            clean
+            clean "$(time_left)"
             exit "$CODE"
         fi
     done
@@ -193,7 +193,7 @@ run_steps() {
 
 # give_up MESSAGE: the allocation ends, and with it the memory that could bring the job back.
 give_up() {
-    clean
+    clean "$(time_left)"
     fail "$1"
 }
 
@@ -222,21 +222,27 @@ forget() {
     wait
 }
 
-# save: what memory has comes to storage, where the job names some; all nodes at once.
+# save SECS: what memory has comes to storage within SECS, where the job names some; all nodes at once.
 save() {
     local node
     [ -n "$PERSISTS" ] || return 0
     for node in "${TRAINING[@]}"; do
-        timeout "$((SAVE_SECS + 15))" srun --overlap --nodes=1 --ntasks=1 --nodelist="$node" \
-            "$PYTHON" -m ftckpt.commands.main save "$JOB" --arena "$ARENA" --timeout "$SAVE_SECS" </dev/null &
+        timeout "$(($1 + 15))" srun --overlap --nodes=1 --ntasks=1 --nodelist="$node" \
+            "$PYTHON" -m ftckpt.commands.main save "$JOB" --arena "$ARENA" --timeout "$1" </dev/null &
     done
     wait
 }
 
-# clean: removes the arenas from all nodes that answer, once what is in them is saved.
+# time_left: prints the seconds that a save may take where Slurm does not end the allocation yet.
+time_left() {
+    local left=$((${SLURM_JOB_END_TIME:-0} - $(date +%s) - 60))
+    echo "$((left > SAVE_SECS ? left : SAVE_SECS))"
+}
+
+# clean SECS: removes the arenas from all nodes that answer, once what is in them is saved.
 clean() {
     local node
-    save
+    save "$1"
     for node in "${ALLOCATED[@]}"; do
         on_node "$node" "$PYTHON" -m ftckpt.commands.main clean "$JOB" --arena "$ARENA" >/dev/null </dev/null &
     done
@@ -249,7 +255,7 @@ stop() {
     trap '' TERM
     say "told to stop"
     [ -z "${SRUN:-}" ] || { kill -TERM "$SRUN" && wait "$SRUN"; } 2>/dev/null || true
-    clean
+    clean "$SAVE_SECS"
     exit 143
 }
 trap stop TERM
