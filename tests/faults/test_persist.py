@@ -44,6 +44,21 @@ def persisting(settings: dict[str, Any], arena_root: Path, tmp_path: Path) -> It
     clean_job(arena_root, "test")
 
 
+@pytest.fixture(scope="module")
+def left(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """What a job of four ranks has left on storage: three snapshots or more. Its memory is gone."""
+    root, folder = Path("/dev/shm") / f"ftckpt-test-{os.getpid()}-left", tmp_path_factory.mktemp("left")
+    root.mkdir()
+    try:
+        settings = {"job": "test", "arena": str(root), "persist": str(folder), "persist_interval": 4}
+        settings |= {"protect": "none", "chunk_mib": 0.0625, "objects_mib": 1, "persist_keep": 0}
+        run_ranks(train_until_persisted, 4, settings, 3)
+        clean_job(root, "test")
+        yield folder
+    finally:
+        shutil.rmtree(root, ignore_errors=True)
+
+
 def train_until_persisted(rank: int, world_size: int, settings: dict[str, Any], times: int) -> list[int]:
     """Train until so many snapshots are on storage; returns their iterations."""
     checkpointer, state = plain.make(rank, world_size, settings, NODES[:world_size])
@@ -106,13 +121,12 @@ def test_snapshots_come_to_storage_while_training_goes_on(persisting: dict[str, 
     assert not [event for event in told if event["event"] in ("not_flushed", "storage_fails")]
 
 
-def test_a_job_whose_memory_is_gone_goes_on_from_storage(persisting: dict[str, Any]) -> None:
-    run_ranks(train_until_persisted, 4, persisting, 1)
-    clean_job(Path(persisting["arena"]), "test")
+def test_a_job_whose_memory_is_gone_goes_on_from_storage(persisting: dict[str, Any], left: Path) -> None:
+    shutil.copytree(left, persisting["persist"], dirs_exist_ok=True)
     newest = stored(persisting)[0].snapshot.iteration
     results = [result.value for result in run_ranks(restored, 4, persisting)]
     assert results == [what_was(newest)] * 4
-    assert {event["source"] for event in jobs.events(persisting, "restored")} == {None, "storage"}
+    assert {event["source"] for event in jobs.events(persisting, "restored")} == {"storage"}
     for path in Path(persisting["arena"]).glob("ftckpt-test/*/dp*"):
         with closing(Arena.open(path)) as arena:
             assert arena.control.slots == 4, "as many as the job wants"
@@ -139,10 +153,8 @@ def damaged(settings: dict[str, Any], iteration: int, shard: str) -> None:
     path.write_bytes(data)
 
 
-def test_what_is_bad_on_storage_is_passed_over(persisting: dict[str, Any]) -> None:
-    persisting["persist_keep"] = 0
-    run_ranks(train_until_persisted, 4, persisting, 3)
-    clean_job(Path(persisting["arena"]), "test")
+def test_what_is_bad_on_storage_is_passed_over(persisting: dict[str, Any], left: Path) -> None:
+    shutil.copytree(left, persisting["persist"], dirs_exist_ok=True)
     newest, second, third, *_ = [one.snapshot.iteration for one in stored(persisting)]
     damaged(persisting, newest, "dp2")
     manifest = Path(persisting["persist"]) / f"iter_{second:07d}" / "manifest.json"
@@ -156,9 +168,8 @@ def test_what_is_bad_on_storage_is_passed_over(persisting: dict[str, Any]) -> No
 
 
 @pytest.mark.parametrize("what", ["manifests", "shards"])
-def test_a_job_does_not_begin_anew_where_storage_is_bad(what: str, persisting: dict[str, Any]) -> None:
-    run_ranks(train_until_persisted, 4, persisting, 1)
-    clean_job(Path(persisting["arena"]), "test")
+def test_a_job_does_not_begin_anew_where_storage_is_bad(what: str, persisting: dict[str, Any], left: Path) -> None:
+    shutil.copytree(left, persisting["persist"], dirs_exist_ok=True)
     there = [one.snapshot.iteration for one in stored(persisting)]
     if what == "shards":
         for iteration in there:
@@ -169,6 +180,8 @@ def test_a_job_does_not_begin_anew_where_storage_is_bad(what: str, persisting: d
     text = "none of the snapshots on storage" if what == "shards" else "what is on storage cannot be seen"
     with pytest.raises(RankFailure, match=text):
         run_ranks(restored, 4, persisting)
+    if what == "manifests":
+        return
     persisting["on_lost"] = "fresh"
     assert [result.value for result in run_ranks(restored, 4, persisting)] == [(None, 0, [0.0], [0.0])] * 4
 
@@ -240,7 +253,9 @@ def train_then_die(rank: int, world_size: int, settings: dict[str, Any], last: i
     plain.die()
 
 
-@pytest.mark.parametrize("elsewhere", [False, True], ids=["its own place", "another"])
+@pytest.mark.parametrize(
+    "elsewhere", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["its own place", "another"]
+)
 def test_what_is_left_when_an_allocation_ends_is_saved_without_ranks(
     elsewhere: bool, persisting: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
