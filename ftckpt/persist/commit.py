@@ -22,13 +22,17 @@ from typing import Any
 import xxhash
 
 from ftckpt.errors import StorageError
-from ftckpt.model.snapshot import SnapshotId
+from ftckpt.model.snapshot import LINEAGE_BYTES, SnapshotId
 from ftckpt.persist.storage import Bytes, Storage
 
 OWNER_NAME = "owner.json"
 MANIFEST_NAME = "manifest.json"
 LATEST_NAME = "latest"
 _FOLDER = re.compile(r"iter_(\d{7,18})")
+_OURS = re.compile(rf"[0-9a-f]{{{2 * LINEAGE_BYTES}}}-.+")
+"""Last parts of what is written beside a manifest: nothing else is ever removed."""
+_OTHERS = ("latest_checkpointed_iteration.txt", "latest_universal", "zero_to_fp32.py")
+"""Of Megatron and of DeepSpeed."""
 _DONE = "done"
 _HOLDINGS = "holdings"
 
@@ -169,6 +173,17 @@ class PendingCheckpoint:
                 )
 
 
+def require_own(storage: Storage) -> None:
+    """Raises StorageError where another program keeps its checkpoints there, or storage fails: both would take files
+    of the other for their own."""
+    other = next((name for name in _OTHERS if storage.size(name) is not None), "")
+    if not other and storage.size(LATEST_NAME) is not None and _latest(storage) is None:
+        other = LATEST_NAME  # DeepSpeed's names a tag
+    if other:
+        text = f"{storage.where}: {other} is of another program; name a place of its own, such as a folder in it"
+        raise StorageError(text, lasting=True)
+
+
 def claim(storage: Storage, owner: str, job: str) -> None:
     """From now on ``owner``, a run of ``job``, writes there: an earlier one that still lives neither commits nor
     removes anything any more."""
@@ -249,29 +264,33 @@ def remove(storage: Storage, iteration: int) -> None:
     if _latest(storage) == iteration:
         storage.put(LATEST_NAME, f"{folder_of(others[0])}\n".encode())
     storage.remove([f"{folder}/{MANIFEST_NAME}"])  # first: from here on it is none
-    storage.remove([entry.name for entry in storage.list(folder)])
+    storage.remove([entry.name for entry in storage.list(folder) if _is_ours(entry.name)])
 
 
 def sweep(
-    storage: Storage, active: Collection[SnapshotId], files_of: Callable[[bytes], Collection[str]]
+    storage: Storage, active: Collection[SnapshotId], files_of: Callable[[bytes], Collection[str] | None]
 ) -> list[str]:
     """Remove what came to nothing; returns the names of what went.
 
     Args:
         active: what is being written now, by this job: what is theirs stays.
-        files_of: the files that a manifest names.
+        files_of: the files that a manifest names; None: it cannot be read, and all beside it stays.
     """
     names = [entry.name for entry in storage.list() if _FOLDER.fullmatch(entry.name.partition("/")[0])]
-    manifests = [name for name in names if name.endswith(f"/{MANIFEST_NAME}")]
-    keep = set(manifests)
-    for manifest in manifests:
-        folder = manifest.removesuffix(MANIFEST_NAME)
-        keep |= {folder + name for name in files_of(storage.read(manifest))}
+    keep = {name for name in names if not _is_ours(name)}
+    for manifest in [name for name in names if name.endswith(f"/{MANIFEST_NAME}")]:
+        folder, named = manifest.removesuffix(MANIFEST_NAME), files_of(storage.read(manifest))
+        beside = [name.removeprefix(folder) for name in names if name.startswith(folder)]
+        keep |= {folder + name for name in (beside if named is None else named)}
     theirs = tuple(f"{folder_of(snapshot.iteration)}/{_prefix(snapshot)}" for snapshot in active)
     gone = [name for name in names if name not in keep and not name.startswith(theirs)]
     storage.remove(gone)
     storage.sweep([*map(_prefix, active), MANIFEST_NAME, LATEST_NAME, OWNER_NAME] if active else [])
     return gone
+
+
+def _is_ours(name: str) -> bool:
+    return _OURS.fullmatch(name.rpartition("/")[2]) is not None
 
 
 def _prefix(snapshot: SnapshotId) -> str:

@@ -143,12 +143,12 @@ class StoredSnapshot:
             raise StorageError(f"{where}: is no manifest of a snapshot: {str(error)[:200]}", lasting=True) from None
 
 
-def files_of(manifest: bytes) -> frozenset[str]:
-    """The files that a manifest names; none of what is no manifest."""
+def files_of(manifest: bytes) -> frozenset[str] | None:
+    """The files that a manifest names; None: it is damaged, or of another version."""
     try:
         return frozenset(shard.file for shard in StoredSnapshot.decode(manifest, "").shards.values())
     except StorageError:
-        return frozenset()
+        return None
 
 
 def contents(shard: ShardImage, slot: SlotImage, data: memoryview, stored: StoredShard) -> Iterator[memoryview]:

@@ -78,7 +78,9 @@ class Shelf:
         if away := next((text for data in group.gather(problem.encode()) if (text := data.decode())), ""):
             events.emit("storage_fails", error=away)  # memory may do
             return cls(problem=away)
-        told = together(group, lambda: _read(storage, events) if storage is not None and group.rank == 0 else b"")
+        leads = storage is not None and group.rank == 0
+        together(group, lambda: _require_own(storage) if leads else None)
+        told = together(group, lambda: _read(storage, events) if storage is not None and leads else b"")
         # The length first: a broadcast takes as many bytes on all ranks, and a gather as many of each.
         length = max(int(data) for data in group.gather(str(len(told)).encode()))
         texts, problem = json.loads(group.broadcast(told.ljust(length, b" ")))
@@ -118,6 +120,14 @@ def _open(where: str) -> tuple[Storage | None, str]:
         if error.lasting:
             raise
         return None, str(error)
+
+
+def _require_own(storage: Storage | None) -> None:
+    try:
+        _patiently(lambda: commit.require_own(storage) if storage is not None else None)
+    except StorageError as error:
+        if error.lasting:
+            raise StorageError(f"persist: {error}", lasting=True) from None
 
 
 def _read(storage: Storage, events: Events) -> bytes:

@@ -248,17 +248,16 @@ class Flush:
 
     def _retain(self, storage: Storage, origin: Checkpoint) -> None:
         """Remove the oldest checkpoints beyond those that are kept, and those that the job has left behind it."""
-        whole, current = [], self.snapshot
+        whole, left, current = list[int](), list[int](), self.snapshot
         for iteration in commit.committed(storage):
             name = f"{commit.folder_of(iteration)}/{commit.MANIFEST_NAME}"
-            with suppress(StorageError):
+            with suppress(StorageError):  # what cannot be read is nobody's to remove
                 there = StoredSnapshot.decode(storage.read(name), name)
                 # As in memory: going on from an older one voids what is newer.
                 is_void = there.snapshot > current and there.snapshot.lineage != current.lineage
-                if not is_void and not is_undone(there.origin, origin):
-                    whole.append(iteration)
+                (left if is_void or is_undone(there.origin, origin) else whole).append(iteration)
         kept = whole[: self._orders.keep] if self._orders.keep else whole
-        doomed = set(commit.committed(storage)) - {*kept, current.iteration}
+        doomed = {*left, *whole} - {*kept, current.iteration}
         if doomed and commit.require_owner(storage, self._orders.owner):
             commit.retire(storage, doomed, current.iteration)
             for iteration in sorted(doomed):

@@ -167,6 +167,12 @@ def test_what_is_bad_on_storage_is_passed_over(persisting: dict[str, Any], left:
     assert any("damaged or edited" in event["error"] for event in told)
 
 
+def test_a_start_beside_checkpoints_of_another_program_is_refused(persisting: dict[str, Any]) -> None:
+    Path(persisting["persist"], "latest").write_text("global_step12")
+    with pytest.raises(RankFailure, match="persist: .*latest is of another program; name a place of its own"):
+        run_ranks(restored, 4, persisting)
+
+
 @pytest.mark.parametrize("what", ["manifests", "shards"])
 def test_a_job_does_not_begin_anew_where_storage_is_bad(what: str, persisting: dict[str, Any], left: Path) -> None:
     shutil.copytree(left, persisting["persist"], dirs_exist_ok=True)

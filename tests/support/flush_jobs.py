@@ -86,6 +86,6 @@ def leftovers(where: str) -> list[str]:
     for iteration in committed(storage):
         folder = folder_of(iteration)
         named |= {f"{folder}/manifest.json"}
-        named |= {f"{folder}/{name}" for name in files_of(storage.read(f"{folder}/manifest.json"))}
+        named |= {f"{folder}/{name}" for name in files_of(storage.read(f"{folder}/manifest.json")) or ()}
     there = {str(path.relative_to(where)) for path in Path(where).rglob("*") if path.is_file()}
     return sorted(there - named)

@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ftckpt.errors import StorageError
 from ftckpt.model.snapshot import SnapshotId
-from ftckpt.persist.commit import claim, committed, folder_of
+from ftckpt.persist.commit import claim, committed, folder_of, require_own
 from ftckpt.persist.files import FileStorage
 from ftckpt.persist.shards import StoredSnapshot
 from ftckpt.persist.storage import open_storage
@@ -22,6 +23,7 @@ from ftckpt.smp.arenas import GuardedArenas
 from ftckpt.smp.flush import Flush, FlushOrders
 from ftckpt.smp.work import Pace
 from ftckpt.store.pulse import FlushState
+from tests.support.errors import raises
 from tests.support.flush_jobs import NODES, Job, leftovers
 from tests.support.killing import killed_at
 from tests.support.mounting import tmpfs
@@ -342,3 +344,30 @@ def test_manifests_of_shards_survive_json(job: Job) -> None:
     again = StoredSnapshot.decode(stored.encode(), "m")
     assert again.encode() == stored.encode()
     assert np.array_equal(again.shards["dp0"].chunk_hashes, stored.shards["dp0"].chunk_hashes)
+
+
+def test_what_is_not_its_own_is_never_removed(job: Job) -> None:
+    """Megatron's checkpoints have folders of the same names; a manifest of a later version is no leftover."""
+    storage = FileStorage(job.where)
+    theirs = ["iter_0000003/mp_rank_00/model.pt", "iter_0000007/metadata.json", "iter_0000005/manifest.json"]
+    theirs += [f"iter_0000005/{'ab' * 16}-dp0.safetensors", "latest_of_mine.txt"]
+    for name in theirs:
+        storage.put(name, b"of others")
+    job.start()
+    for slot, iteration in enumerate((7, 8, 9)):
+        job.snapshot(slot, iteration)
+        job.flush(iteration)
+        job.settled(iteration)
+    assert [storage.read(name) for name in theirs] == [b"of others"] * len(theirs)
+    assert committed(storage) == [9, 8, 5]
+
+
+@pytest.mark.parametrize(("name", "text"), [("latest", "global_step12"), ("latest_checkpointed_iteration.txt", "12")])
+def test_a_place_of_another_program_is_refused(name: str, text: str, where: str) -> None:
+    storage = FileStorage(where)
+    require_own(storage)
+    storage.put("latest", b"iter_0000012\n")
+    require_own(storage)
+    storage.put(name, text.encode())
+    with raises(StorageError, where, name, "another program", "name a place of its own"):
+        require_own(storage)
