@@ -169,7 +169,7 @@ def test_what_is_bad_on_storage_is_passed_over(persisting: dict[str, Any], left:
 
 def test_a_start_beside_checkpoints_of_another_program_is_refused(persisting: dict[str, Any]) -> None:
     Path(persisting["persist"], "latest").write_text("global_step12")
-    with pytest.raises(RankFailure, match="persist: .*latest is of another program; name a place of its own"):
+    with pytest.raises(RankFailure, match=r"persist: .*latest is of another program; name a place of its own"):
         run_ranks(restored, 4, persisting)
 
 
