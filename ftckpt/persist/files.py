@@ -13,7 +13,7 @@ from ftckpt.errors import StorageError
 from ftckpt.persist.storage import Bytes, ObjectEntry, Storage
 
 _FRESH = ".put.new"
-"""Behind the name of a file that is being written, which begins with a dot; conversions into the same place have another."""
+"""Behind the name of a file that is being written, which begins with a dot; that of a conversion has another."""
 
 _PASSING = (
     errno.EAGAIN, errno.EBUSY, errno.EINTR, errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.ESTALE, errno.ETIMEDOUT,
