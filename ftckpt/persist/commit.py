@@ -117,10 +117,11 @@ class PendingCheckpoint:
             return None
         return DoneMark.decode(self._storage.read(name), name)
 
-    def lacks(self, mark: DoneMark) -> bool:
-        """Whether a file that ``mark`` names is not there."""
+    def lacks(self, *marks: DoneMark) -> CheckpointFile | None:
+        """A file that ``marks`` name and that is not there with its bytes, if there is one."""
         there = {entry.name: entry.nbytes for entry in self._storage.list(self.folder)}
-        return any(there.get(f"{self.folder}/{file.name}") != file.nbytes for file in mark.files)
+        files = (file for mark in marks for file in mark.files)
+        return next((file for file in files if there.get(f"{self.folder}/{file.name}") != file.nbytes), None)
 
     def withdraw(self) -> None:
         """Remove what this node has written, where it never said that it is done; nothing may be called after it."""
@@ -163,14 +164,12 @@ class PendingCheckpoint:
         return f"{self.folder}/{_prefix(self._snapshot)}{_DONE}."
 
     def _require(self, marks: Mapping[str, DoneMark]) -> None:
-        there = {entry.name: entry.nbytes for entry in self._storage.list(self.folder)}
-        for file in (file for mark in marks.values() for file in mark.files):
-            if there.get(f"{self.folder}/{file.name}") != file.nbytes:
-                raise StorageError(
-                    f"{self._storage.where}/{self.folder}/{file.name}: is not there with its {file.nbytes} bytes: "
-                    "somebody else has removed or changed it",
-                    lasting=True,
-                )
+        if file := self.lacks(*marks.values()):
+            raise StorageError(
+                f"{self._storage.where}/{self.folder}/{file.name}: is not there with its {file.nbytes} bytes: "
+                "somebody else has removed or changed it",
+                lasting=True,
+            )
 
 
 def require_own(storage: Storage) -> None:
