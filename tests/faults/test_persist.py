@@ -173,6 +173,12 @@ def test_a_start_beside_checkpoints_of_another_program_is_refused(persisting: di
         run_ranks(restored, 4, persisting)
 
 
+def test_slots_without_one_for_storage_are_refused(persisting: dict[str, Any]) -> None:
+    persisting["slots"] = 3
+    with pytest.raises(RankFailure, match=r"slots: 3 are too few with persist: .*use 4 or more, or 0"):
+        run_ranks(restored, 4, persisting)
+
+
 @pytest.mark.parametrize("what", ["manifests", "shards"])
 def test_a_job_does_not_begin_anew_where_storage_is_bad(what: str, persisting: dict[str, Any], left: Path) -> None:
     shutil.copytree(left, persisting["persist"], dirs_exist_ok=True)
