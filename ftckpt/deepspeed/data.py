@@ -14,14 +14,14 @@ Three ways of giving data to DeepSpeed:
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import xxhash
 from deepspeed.runtime.dataloader import DeepSpeedDataLoader, RepeatingLoader
 
-from ftckpt.errors import ConfigError, UnsupportedError
+from ftckpt.errors import ConfigError, MismatchError, UnsupportedError
 from ftckpt.frameworks.doors import Proxy
 from ftckpt.frameworks.torch_state import load_generators, save_generators
 from ftckpt.model.objects import encode
@@ -127,11 +127,27 @@ class DataPosition:
         """The position at this boundary."""
         counting = self._counting
         num_drawn, first = (counting.num_drawn, counting.first) if counting is not None else (0, None)
-        return {"epoch": dict(vars(self._epoch)), "drawn": num_drawn, "first": first}
+        return {"epoch": dict(vars(self._epoch)), "drawn": num_drawn, "first": first, "samples": self._num_samples}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Stand there before the first batch is drawn."""
         self._restored = state
+
+    def load_reshaped(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Stand at the same sample in another layout: its ranks draw more or fewer in a row, all together the same.
+
+        So do torch's samplers for several ranks, and scripts that deal a batch out to their ranks.
+
+        Raises:
+            MismatchError: here a draw of all ranks would begin in the middle of one.
+        """
+        state = states[0]
+        epoch, samples = dict(state["epoch"]), state["samples"]
+        # Ranks of other places began with other items, and drew other numbers.
+        self._restored = {
+            **state, "epoch": {**epoch, "drawn": self._drawn_here(epoch["drawn"], samples)},
+            "drawn": self._drawn_here(state["drawn"], samples), "first": None,
+        }  # fmt: skip
 
     def begin_training(self) -> None:
         """A batch is about to be used: before the first one go to the position, then set RNG unless a draw has."""
@@ -172,6 +188,22 @@ class DataPosition:
             self._engine.data_iterator = self._counting.wrapped
         if self._loader is not None:
             self._loader.__class__ = self._loader_class
+
+    @property
+    def _num_samples(self) -> int:
+        """What all ranks draw together at once."""
+        return int(self._engine.train_micro_batch_size_per_gpu()) * int(self._engine.dp_world_size)
+
+    def _drawn_here(self, drawn: int, samples: int) -> int:
+        number, rest = divmod(drawn * samples, self._num_samples)
+        if rest:
+            raise MismatchError(
+                f"the snapshot is behind {drawn * samples} samples of its data, and this layout draws "
+                f"{self._num_samples} at once (train_micro_batch_size_per_gpu times replicas): choose a micro-batch "
+                "size that divides them, or register an object named data that knows the position "
+                "(ftckpt.deepspeed.register)"
+            )
+        return number
 
     def _set_rng_once(self) -> None:
         if not self._rng_is_set:

@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
-from ftckpt.errors import UnsupportedError
+from ftckpt.errors import MismatchError, UnsupportedError
 from ftckpt.frameworks import optimizers as live
+from ftckpt.model.text import listed
 
 Numbers = list[dict[str, Any]]
 
@@ -49,10 +50,37 @@ def save(inner: Any, owners: Sequence[torch.Tensor]) -> dict[str, Any]:
 def load(inner: Any, owners: Sequence[torch.Tensor], saved: Mapping[str, Any]) -> None:
     """Set in place what ``save`` gave."""
     live.load_groups(inner, saved["groups"])
-    for owner, numbers in zip(owners, saved["numbers"], strict=True):
-        inner.state[owner].update(numbers)
+    _set_numbers(inner, owners, saved["numbers"])
+
+
+def load_reshaped(inner: Any, owners: Sequence[torch.Tensor], saved: Sequence[Mapping[str, Any]]) -> None:
+    """Set in place what ``save`` gave on ranks of another layout.
+
+    Raises:
+        MismatchError: groups of parameters differ, or parameters were stepped a different number of times: a layout
+            puts them together in its own way.
+    """
+    live.load_groups_reshaped(inner, [of_rank["groups"] for of_rank in saved], "moe", ("moe", "name"))
+    found: dict[str, set[Any]] = {}
+    for numbers in (numbers for of_rank in saved for numbers in of_rank["numbers"]):
+        for name, value in numbers.items():
+            found.setdefault(name, set()).add(value)
+    for name, values in found.items():
+        if len(values) > 1:
+            raise MismatchError(
+                f"optimizer state {name} differs between parameters ({listed(sorted(map(str, values)))}), so no "
+                "other layout can take it: start with the layout it was taken in"
+            )
+    shared = {name: values.pop() for name, values in found.items()}
+    of_owners = [{name: shared[name] for name in inner.state[owner] if name in shared} for owner in owners]
+    _set_numbers(inner, owners, of_owners)
+
+
+def _set_numbers(inner: Any, owners: Sequence[torch.Tensor], numbers: Numbers) -> None:
+    for owner, of_owner in zip(owners, numbers, strict=True):
+        inner.state[owner].update(of_owner)
     if hasattr(inner, "ds_opt_adam"):
-        _catch_up_cpu_adam(inner, saved["numbers"])
+        _catch_up_cpu_adam(inner, numbers)
 
 
 @contextlib.contextmanager

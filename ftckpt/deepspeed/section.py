@@ -49,7 +49,7 @@ def merged(section: Any) -> Config:
 
     Raises:
         ConfigError: not a mapping, an unknown name or an impossible value; a setting that differs between the two;
-            settings, and nothing that says whether ftckpt is switched on; layouts, in which no engine restarts.
+            settings, and nothing that says whether ftckpt is switched on; layouts, which a script chooses for itself.
     """
     if section is None:
         section = {}
@@ -68,7 +68,7 @@ def merged(section: Any) -> Config:
         )
     config = Config.from_mapping(settings)
     if config.layouts:
-        raise ConfigError("layouts: a DeepSpeed job restarts in the layout that it had; leave them out")
+        raise ConfigError("layouts: a DeepSpeed script builds its own layout, and restarts in any; leave them out")
     return config
 
 

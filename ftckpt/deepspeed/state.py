@@ -11,7 +11,6 @@ from deepspeed.runtime.activation_checkpointing import checkpointing
 
 from ftckpt.deepspeed import inner_optimizers, optimizers, support
 from ftckpt.deepspeed.geometry import place_parameters
-from ftckpt.errors import UnsupportedError
 from ftckpt.frameworks import schedulers
 from ftckpt.frameworks.extra_state import ExtraState
 from ftckpt.frameworks.launcher import log_once
@@ -20,7 +19,10 @@ from ftckpt.frameworks.tensors import frozen_pieces, whole_piece
 from ftckpt.frameworks.torch_state import (
     LiveTensors,
     Stateful,
+    derive_generators,
+    derive_tracker,
     load_all,
+    load_all_reshaped,
     load_generators,
     save_all,
     save_generators,
@@ -43,7 +45,7 @@ class DeepSpeedState:
         UnsupportedError: a configuration whose state is not known, with the JSON field.
     """
 
-    reshapes = False
+    reshapes = True
 
     def __init__(self, engine: Any, objects: Mapping[str, Stateful]) -> None:
         support.check(engine)
@@ -53,8 +55,12 @@ class DeepSpeedState:
         self._live = LiveTensors(self._live_tensors)
         self._extra = ExtraState(engine.module)
         self._rng: Mapping[str, Any] | None = None
+        self._built: Mapping[str, Any] | None = None
 
     def describe(self) -> Description:
+        if self._built is None:
+            # As the job's own set-up seeded them, before a restore: ``derive_rng`` starts from these.
+            self._built = save_rng()
         self._extra.refuse()
         boxes, optimizer = place_parameters(self._engine), self._engine.optimizer
         optimizers.materialise(optimizer)
@@ -76,7 +82,7 @@ class DeepSpeedState:
         self._live.check("load before the first batch, and leave states where they are")
         optimizer = self._engine.optimizer
         return {
-            "rng": {**save_generators(), "trackers": _save_trackers()},
+            "rng": save_rng(),
             "optimizer": inner_optimizers.save(optimizers.inner(optimizer), optimizers.owners(optimizer)),
             "scaler": _save_scaler(optimizer),
             "scheduler": schedulers.save(self._engine.lr_scheduler),
@@ -99,7 +105,22 @@ class DeepSpeedState:
         self._rng = objects["rng"]
 
     def load_reshaped(self, objects: Sequence[Mapping[str, Any]], iteration: int) -> None:
-        raise UnsupportedError("DeepSpeed state cannot be loaded into another layout yet; start on the old one")
+        assert self._built is not None, "describe comes first"
+        engine, first = self._engine, objects[0]
+        schedulers.load(engine.lr_scheduler, first["scheduler"])
+        inner_optimizers.load_reshaped(
+            optimizers.inner(engine.optimizer),
+            optimizers.owners(engine.optimizer),
+            [saved["optimizer"] for saved in objects],
+        )
+        _load_scaler(engine.optimizer, first["scaler"])
+        set_counters(engine, first["counters"])
+        # Another layout may have another number of micro-batches to a step, and a boundary is behind all of them.
+        engine.micro_steps = engine.global_steps * engine.gradient_accumulation_steps()
+        if first["micro_offset"] is not None:
+            engine.module.micro_offset = first["micro_offset"]
+        load_all_reshaped(self._objects, [saved["objects"] for saved in objects])
+        self._rng = derive_rng(self._built, iteration)
 
     def finish_load(self) -> None:
         """Gather what other ranks own of each parameter. RNG is left alone: see ``set_rng``."""
@@ -112,8 +133,7 @@ class DeepSpeedState:
     def set_rng(self) -> None:
         """Set RNG to what was loaded, right before the first batch is used: loaders and models draw from it."""
         if self._rng is not None:
-            load_generators(self._rng)
-            _load_trackers(self._rng["trackers"])
+            load_rng(self._rng)
 
     def _live_tensors(self) -> Iterator[tuple[str, object, torch.Tensor]]:
         optimizer = self._engine.optimizer
@@ -172,11 +192,23 @@ def _trackers() -> dict[str, Any]:
     return trackers
 
 
-def _save_trackers() -> dict[str, Any]:
-    return {name: dict(tracker.get_states()) for name, tracker in _trackers().items()}
+def save_rng() -> dict[str, Any]:
+    """State of every generator that training draws from, those of trackers among them."""
+    return {**save_generators(), "trackers": {name: dict(one.get_states()) for name, one in _trackers().items()}}
 
 
-def _load_trackers(saved: Mapping[str, Any]) -> None:
+def load_rng(saved: Mapping[str, Any]) -> None:
+    """Set every generator as ``save_rng`` found it."""
+    load_generators(saved)
     for name, tracker in _trackers().items():
-        if name in saved:
-            tracker.set_states(dict(saved[name]))
+        if name in saved["trackers"]:
+            tracker.set_states(dict(saved["trackers"][name]))
+
+
+def derive_rng(built: Mapping[str, Any], iteration: int) -> dict[str, Any]:
+    """What ``load_rng`` takes on a rank of another layout; ``built`` is what ``save_rng`` gave before any batch."""
+    plain = {name: state for name, state in built.items() if name != "trackers"}
+    trackers = {
+        name: derive_tracker(f"tracker/{name}", states, iteration) for name, states in built["trackers"].items()
+    }
+    return {**derive_generators(plain, iteration), "trackers": trackers}

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from ftckpt.errors import UnsupportedError
+from ftckpt.errors import MismatchError, UnsupportedError
 from ftckpt.frameworks.tensors import LogicalBox, ParameterBoxes, fragments, number_piece
+from ftckpt.model.objects import encode
 from ftckpt.model.training_state import Piece
 
 
@@ -156,6 +157,47 @@ def load_groups(inner: Any, saved: Sequence[Mapping[str, Any]]) -> None:
     """Inverse of ``save_groups``, in place."""
     for group, values in zip(inner.param_groups, saved, strict=True):
         load_group(group, values)
+
+
+def load_groups_reshaped(
+    inner: Any, saved: Sequence[Sequence[Mapping[str, Any]]], kind: str = "", stays: Collection[str] = ()
+) -> None:
+    """Set in place what ``save_groups`` gave on ranks of another layout.
+
+    A group takes the values of that in its place, or any where all are alike.
+
+    Args:
+        saved: by rank.
+        kind: a hyperparameter that says what a group is for: places are counted among groups that have it, and
+            among those that do not.
+        stays: hyperparameters that follow from the layout in which a group was built.
+
+    Raises:
+        MismatchError: no rank has as many groups of that kind, and they are not alike.
+    """
+    for has_kind in (False, True):
+        mine = [group for group in inner.param_groups if bool(group.get(kind)) == has_kind]
+        theirs = [[_without(group, stays) for group in of if bool(group.get(kind)) == has_kind] for of in saved]
+        for group, values in zip(mine, _matching(len(mine), theirs), strict=True):
+            load_group(group, values)
+
+
+def _without(group: Mapping[str, Any], stays: Collection[str]) -> dict[str, Any]:
+    return {name: value for name, value in group.items() if name not in stays}
+
+
+def _matching(count: int, saved: Sequence[Sequence[Mapping[str, Any]]]) -> Sequence[Mapping[str, Any]]:
+    found = next((of_rank for of_rank in saved if len(of_rank) == count), None)
+    if found is not None:
+        return found
+    groups = [group for of_rank in saved for group in of_rank]
+    if len({encode(dict(group)) for group in groups}) == 1:
+        return groups[:1] * count
+    raise MismatchError(
+        f"the optimizer has {count} parameter groups of a kind of which the snapshot has "
+        f"{' or '.join(sorted({str(len(of_rank)) for of_rank in saved}))}, with different settings: start with the "
+        "groups of the job that took it, or remove it with 'ftckpt clean JOB'"
+    )
 
 
 def load_group(group: dict[str, Any], values: Mapping[str, Any]) -> None:

@@ -97,6 +97,11 @@ def derive_generators(built: Mapping[str, Any], iteration: int) -> dict[str, Any
     }
 
 
+def derive_tracker(name: str, built: Mapping[str, Any], iteration: int) -> dict[str, torch.Tensor]:
+    """States of the generators that a tracker keeps by name, seeded with ``derived_seed``."""
+    return {key: device_state(derived_seed(f"{name}/{key}", state, iteration)) for key, state in built.items()}
+
+
 def derived_seed(name: str, built: Any, iteration: int) -> int:
     """64 bits that follow from a generator's name, the state that it was built with, and the iteration to go on from.
 

@@ -179,8 +179,5 @@ def derive_rng(built: Mapping[str, Any], iteration: int) -> dict[str, Any]:
     differently (tensor-parallel regions, experts, stages) stays different, and the same restart draws the same.
     """
     plain = {name: state for name, state in built.items() if name != "tracker"}
-    tracker = {
-        name: generators.device_state(generators.derived_seed(f"tracker/{name}", state, iteration))
-        for name, state in built["tracker"].items()
-    }
+    tracker = generators.derive_tracker("tracker", built["tracker"], iteration)
     return {**generators.derive_generators(plain, iteration), "tracker": tracker}

@@ -99,7 +99,9 @@ def _check(config: Config) -> None:
     import torch.distributed as dist
 
     if config.layouts:
-        raise ConfigError("layouts: a job in plain torch restarts in the layout that it had; leave them out")
+        raise ConfigError(
+            "layouts: a script in plain torch builds its own layout, and restarts in any; leave them out"
+        )
     if not dist.is_initialized():
         raise ConfigError("torch.distributed: call ftckpt.plain.init_process_group first, with a single rank too")
 

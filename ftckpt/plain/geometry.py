@@ -67,6 +67,14 @@ def unwrap(model: torch.nn.Module) -> torch.nn.Module:
         model = inner
 
 
+def follows_buffers(model: torch.nn.Module) -> bool:
+    """Whether DDP gives this rank the buffers of the first replica before each forward."""
+    for module in model.modules():
+        if isinstance(module, DistributedDataParallel):
+            return bool(module.broadcast_buffers) and dist.get_rank(module.process_group) > 0
+    return False
+
+
 def named_parameters(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
     """Every parameter once, under the name it has without wrappers."""
     for name, parameter in model.named_parameters():

@@ -8,21 +8,31 @@ from typing import Any
 import torch
 from torch.distributed.fsdp import FSDPModule
 
-from ftckpt.errors import CaptureError, ConfigError, UnsupportedError
+from ftckpt.errors import CaptureError, ConfigError
 from ftckpt.frameworks import optimizers, schedulers
 from ftckpt.frameworks.extra_state import ExtraState
 from ftckpt.frameworks.optimizers import ParameterRange
 from ftckpt.frameworks.tensors import frozen_pieces, whole_piece
-from ftckpt.frameworks.torch_state import LiveTensors, Stateful, load_all, load_generators, save_all, save_generators
+from ftckpt.frameworks.torch_state import (
+    LiveTensors,
+    Stateful,
+    derive_generators,
+    load_all,
+    load_all_reshaped,
+    load_generators,
+    save_all,
+    save_generators,
+)
 from ftckpt.model.training_state import Description
 from ftckpt.plain.buckets import buckets_of
-from ftckpt.plain.geometry import local, named_parameters, place, unwrap
+from ftckpt.plain.geometry import follows_buffers, local, named_parameters, place, unwrap
 
 
 class PlainState:
     """Implements ``ftckpt.model.training_state.TrainingState``.
 
-    Stepped: parameters and what the optimizer keeps for them. Volatile: buffers. Objects: RNG, the optimizer's
+    Stepped: parameters and what the optimizer keeps for them. Volatile: buffers; those that DDP overwrites with the
+    first replica's before each forward are not carried into another layout. Objects: RNG, the optimizer's
     hyperparameters, the scheduler and ``objects``.
 
     ``is_fenced`` is set by whoever fences the optimizer's step, and cleared at each boundary.
@@ -31,7 +41,7 @@ class PlainState:
         ConfigError: an object, or the scheduler, has no ``state_dict`` and ``load_state_dict``.
     """
 
-    reshapes = False
+    reshapes = True
 
     def __init__(
         self,
@@ -46,6 +56,7 @@ class PlainState:
         self._objects = {f"objects: {name}": value for name, value in objects.items()}
         self._scheduler = scheduler
         self._buckets = buckets_of(model)
+        self._follows_buffers = follows_buffers(model)
         if self._buckets is not None:
             self._objects["DDP buckets"] = self._buckets
         kept = self._objects if scheduler is None else {**self._objects, "scheduler": scheduler}
@@ -56,8 +67,12 @@ class PlainState:
         self._extra = ExtraState(self.model)
         self._num_writes = 0
         self._rng: Mapping[str, Any] | None = None
+        self._built: Mapping[str, Any] | None = None
 
     def describe(self) -> Description:
+        if self._built is None:
+            # As the job's own set-up seeded them, before a restore: those of another layout follow from these.
+            self._built = save_generators()
         self._extra.refuse()
         boxes = {parameter: [place(name, parameter)] for name, parameter in named_parameters(self.model)}
         optimizers.materialise(self._optimizer)
@@ -67,7 +82,8 @@ class PlainState:
             *optimizers.stepped_pieces(boxes, self._ranges(), self._tensors_of),
             *frozen_pieces(boxes, trained, lambda parameter: (0, local(parameter))),
         ]
-        volatile = [whole_piece(f"buffer/{name}", buffer) for name, buffer in self._buffers() if buffer.numel()]
+        role = "local" if self._follows_buffers else "buffer"
+        volatile = [whole_piece(f"{role}/{name}", buffer) for name, buffer in self._buffers() if buffer.numel()]
         self._live.note()
         self._num_writes = self._count_writes()
         return Description(tuple(stepped), tuple(volatile))
@@ -97,7 +113,13 @@ class PlainState:
         self._rng = objects["rng"]
 
     def load_reshaped(self, objects: Sequence[Mapping[str, Any]], iteration: int) -> None:
-        raise UnsupportedError("state of plain torch cannot be loaded into another layout yet; start on the old one")
+        assert self._built is not None, "describe comes first"
+        schedulers.load(self._scheduler, objects[0]["scheduler"])
+        optimizers.load_groups_reshaped(self._optimizer, [saved["optimizer"] for saved in objects])
+        # Not the order of DDP's buckets: bits of sums are others in another layout.
+        registered = {name: value for name, value in self._objects.items() if value is not self._buckets}
+        load_all_reshaped(registered, [saved["objects"] for saved in objects])
+        self._rng = derive_generators(self._built, iteration)
 
     def finish_load(self) -> None:
         """Forget what FSDP2 gathered and DDP arranged before state was loaded, then set RNG."""

@@ -346,6 +346,7 @@ def index_for(pieces: Iterable[Piece], slots: Sequence[SlotContents], own: str |
         CorruptError: a table that cannot be read.
     """
     keys = {piece.fragment.key for piece in pieces}
+    keys |= {other for key in keys if (other := _same_bits(key)) is not None}
     index = Index()
     index.add_tables(
         ((place, slot.table) for place, slot in enumerate(slots)), lambda key: key if key in keys else None
@@ -379,8 +380,8 @@ def needs_of(
             needs.append((piece, fragment.with_key(private_key(fragment.key, own.shard))))
         elif own is None and fragment.key.startswith(LOCAL):
             continue
-        elif _is_there(piece, index, padded):
-            needs.append((piece, fragment))
+        elif (there := _found(piece, index, padded)) is not None:
+            needs.append((piece, there))
     return needs
 
 
@@ -407,18 +408,33 @@ def check_copies(slots: Sequence[SlotContents], hashes: Mapping[str, Hashes], ne
         )
 
 
-def _is_there(piece: Piece, index: Index, padded: frozenset[str]) -> bool:
-    fragment = piece.fragment
-    shapes = index.shapes(fragment.key, fragment.dtype)
-    shape = fragment.global_shape
-    if shape in shapes:
-        return True
-    if fragment.key in padded and any(other[1:] == shape[1:] and len(other) == len(shape) for other in shapes):
-        return True
+def _same_bits(key: str) -> str | None:
+    """Where a weight and its master are of one type they are the same: some layouts keep both, some one of them."""
+    role, _, name = key.partition("/")
+    other = {"weight": "master", "master": "weight"}.get(role)
+    return f"{other}/{name}" if other is not None else None
+
+
+def _found(piece: Piece, index: Index, padded: frozenset[str]) -> Fragment | None:
+    """Under which key ``piece`` can be read; None: it is derived."""
+    fragment, other = piece.fragment, _same_bits(piece.fragment.key)
+    if _has(index, fragment, padded):
+        return fragment
     if piece.derived_from is not None:
-        return False
-    there = f" ({', '.join(str(list(other)) for other in sorted(shapes))} is there)" if shapes else ""
+        return None
+    if other is not None and _has(index, fragment.with_key(other), padded):
+        return fragment.with_key(other)
+    shapes = index.shapes(fragment.key, fragment.dtype)
+    there = f" ({', '.join(str(list(shape)) for shape in sorted(shapes))} is there)" if shapes else ""
     raise MismatchError(
         f"the snapshot is of another model: it has no {fragment.key} of type {fragment.dtype} and shape "
-        f"{list(shape)}{there}; start the model it was taken from, or remove it with 'ftckpt clean JOB'"
+        f"{list(fragment.global_shape)}{there}; start the model it was taken from, or remove it with "
+        "'ftckpt clean JOB'"
     )
+
+
+def _has(index: Index, fragment: Fragment, padded: frozenset[str]) -> bool:
+    shapes, shape = index.shapes(fragment.key, fragment.dtype), fragment.global_shape
+    if shape in shapes:
+        return True
+    return fragment.key in padded and any(other[1:] == shape[1:] and len(other) == len(shape) for other in shapes)

@@ -20,7 +20,7 @@ from ftckpt.model import codec, objects
 from ftckpt.model.fragment import Fragment
 from ftckpt.model.layouts import layout_name
 from ftckpt.model.loaded import NOTHING, Checkpoint, is_undone, next_origin, rollback
-from ftckpt.model.topology import Topology, first_of_each_stage
+from ftckpt.model.topology import Topology, first_of_each_stage, layouts_differ
 from ftckpt.model.training_state import Description, Piece, TrainingState, cast_master
 from ftckpt.restore.choice import Decision, readers_of
 from ftckpt.restore.load import Traffic, Transfer, execute, fetch, reader_for, transfers_of
@@ -323,6 +323,8 @@ class Restart:
     def _report_reshaped(self, decision: Decision, traffic: Traffic, secs: float) -> None:
         iteration = decision.snapshot.iteration
         before, now = layout_name(decision.layout), layout_name(self._topology.layout)
+        if before == now:  # what differs is no size
+            now = f"another ({', '.join(layouts_differ(self._topology.layout, decision.layout))})"
         sizes = {"read_bytes": traffic.read_bytes, "received_bytes": traffic.received_bytes}
         self._events.emit("reshaped", **{"from": before, "to": now}, iteration=iteration, secs=secs, **sizes)
         self._events.announce(f"iteration {iteration} reshaped from {before} to {now} in {secs:.1f} s")

@@ -10,7 +10,7 @@ import torch
 pytest.importorskip("deepspeed")
 
 from ftckpt.deepspeed import inner_optimizers
-from ftckpt.errors import UnsupportedError
+from ftckpt.errors import MismatchError, UnsupportedError
 from tests.support.errors import raises
 
 OPTIMIZERS: dict[str, Any] = {
@@ -65,3 +65,34 @@ def test_numbers_of_state_come_back() -> None:
     inner_optimizers.load(optimizer, parameters, saved)
     assert optimizer.state[parameters[0]]["count"] == 7
     assert optimizer.param_groups[0]["lr"] == 1e-3
+
+
+def reshaped(
+    groups: list[list[dict[str, Any]]], numbers: list[list[dict[str, int]]]
+) -> tuple[Any, list[dict[str, int]]]:
+    """Groups and numbers of a dense and an expert's parameter after what ranks of another layout had."""
+    dense, expert = (torch.nn.Parameter(torch.randn(2)) for _ in range(2))
+    settings = [{"params": [dense]}, {"params": [expert], "moe": True, "name": "ep_size_4"}]
+    optimizer = torch.optim.SGD(settings, lr=0.1)
+    optimizer.state[dense]["step"] = 0
+    saved = [{"groups": g, "numbers": n} for g, n in zip(groups, numbers, strict=True)]
+    inner_optimizers.load_reshaped(optimizer, [dense, expert], saved)
+    return optimizer.param_groups, [dict(optimizer.state[owner]) for owner in (dense, expert)]
+
+
+DENSE = {"lr": 0.5}
+EXPERTS = {"lr": 0.25, "moe": True, "name": "ep_size_2"}
+
+
+def test_groups_and_numbers_of_another_layout_are_taken_by_what_they_are_for() -> None:
+    groups, numbers = reshaped([[EXPERTS, EXPERTS, DENSE], [DENSE]], [[{"step": 7}, {}, {"step": 7}], [{"step": 7}]])
+    assert [group["lr"] for group in groups] == [0.5, 0.25]
+    assert groups[1]["name"] == "ep_size_4"
+    assert numbers == [{"step": 7}, {}]
+
+
+def test_what_only_the_old_layout_can_hold_is_refused() -> None:
+    with raises(MismatchError, "optimizer state step differs between parameters (3, 7)"):
+        reshaped([[DENSE, EXPERTS]], [[{"step": 7}, {"step": 3}]])
+    with raises(MismatchError, "the optimizer has 1 parameter groups", "which the snapshot has 2"):
+        reshaped([[DENSE, {"lr": 0.75}, EXPERTS]], [[{"step": 7}]])

@@ -61,7 +61,7 @@ def test_a_section_is_a_config(given: Any, config: Config) -> None:
         ({"enabled": True, "interval": "2"}, "interval: '2' is not a whole number"),
         ({"enabled": True, "slots": 1}, "slots: 1 is too small; the least is 2"),
         ({"interval": 2}, "enabled: missing"),
-        ({"enabled": True, "layouts": ["tp2", "tp1"]}, "layouts: a DeepSpeed job restarts in the layout that it had"),
+        ({"enabled": True, "layouts": ["tp2", "tp1"]}, "layouts: a DeepSpeed script builds its own layout"),
     ],
 )
 def test_a_wrong_section_is_one_line_that_names_the_field(given: Any, message: str) -> None:
