@@ -10,11 +10,12 @@ with faults:
   node     a node is lost: its agent, its ranks, its snapshot management process and its memory; another joins
 
 Every loss and the hashes of the final state of every rank must be those of the reference. At last, with
-Megatron-core, a run of its own:
+Megatron-core, runs of their own:
 
   shrink   a node is lost and nothing takes its place: the job goes on with four ranks in another layout
+  limit    time is up: the snapshot goes to storage, memory is emptied, and four ranks go on from there
 
-Weights, masters and moments right after that restart must be those of the reference, in every bit. The report
+Weights, masters and moments right after these restarts must be those of the reference, in every bit. The report
 is the page that ftckpt report makes of any run, with the verdict.
 """
 
@@ -24,6 +25,7 @@ import argparse
 import json
 import os
 import shlex
+import shutil
 import signal
 import sys
 import time
@@ -39,13 +41,25 @@ from ftckpt.commands.history import PARTS, Recovery, read_history
 from ftckpt.commands.report import Additions, restart_table, write_report
 from ftckpt.commands.timeline import remove_timeline, write_timeline
 from ftckpt.commands.tracks import read_tracks
-from launch.demo_job import FRAMEWORKS, LAYOUTS, SCENES, SHRINK, SMALL, Framework, Run, Strike, execute
+from launch.demo_job import (
+    FRAMEWORKS,
+    LAYOUTS,
+    LIMIT,
+    RESHAPING,
+    SCENES,
+    SHRINK,
+    SMALL,
+    Framework,
+    Run,
+    Strike,
+    execute,
+)
 from tests.support.processes import RunError
 
 # An exception in place of the default: ``execute`` must end what it has started, and free its memory.
 _INTERRUPTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _MOST_NAMED = 20
-SHRINK_ITERATIONS = 16
+_RESHAPING_ITERATIONS = {SHRINK: 16, LIMIT: 12}
 KINDS = ("weights", "masters", "moments", "steps", "learning rates", "RNG states")
 _ROLES = {"weight": "weights", "master": "masters", "exp_avg": "moments", "exp_avg_sq": "moments", "step": "steps"}
 
@@ -70,10 +84,11 @@ def parse_args(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     args.framework = FRAMEWORKS[args.framework]
     args.out = args.out or args.framework.out
     args.iterations = args.iterations or (16 if args.scene else 48)
-    args.scenes = [name for name in SCENES if name != SHRINK and args.scene in (None, name)]
-    args.shrink = args.framework.reshapes and args.scene in (None, SHRINK)
-    if args.scene == SHRINK and not args.shrink:
-        parser.error(f"--scene {SHRINK}: a {args.framework.title} job does not restart in another layout")
+    wanted = [name for name in SCENES if args.scene in (None, name)]
+    args.scenes = [name for name in wanted if name not in RESHAPING]
+    args.reshaping = [name for name in wanted if name in RESHAPING and args.framework.reshapes]
+    if args.scene in RESHAPING and not args.reshaping:
+        parser.error(f"--scene {args.scene}: the {args.framework.title} example keeps its layout; leave it out")
     if args.iterations < 4 * max(1, len(args.scenes)):
         parser.error("--iterations: at least four for each fault")
     return args, training
@@ -133,21 +148,22 @@ def _kind(tensor: str) -> str:
     return names.get(tensor.rpartition(".")[2], "moments")
 
 
-def compare_shrunk(reference: Run, run: Run, restart: Recovery) -> dict[str, Any]:
-    """What a run has shown that lost a node for good, its logical tensors compared right after the restart.
+def compare_reshaped(reference: Run, run: Run, restart: Recovery) -> dict[str, Any]:
+    """What a run has shown that went on in another layout, its logical tensors compared right after the restart.
 
     Raises:
         RunError: nothing was reshaped, or a run has no digests of the iteration.
     """
     reshaped = [event for event in run.events if event["event"] == "reshaped" and event["time"] > restart.struck_at]
     if not reshaped:
-        raise RunError(f"scene {SHRINK}: no rank reshaped anything after the fault")
+        raise RunError(f"scene {run.name}: no rank reshaped anything after the fault")
     iteration = int(reshaped[0]["iteration"])
     expected, restored = _digest(reference.digests, iteration, False), _digest(run.digests, iteration, True)
     losses = {line["iteration"]: line["loss"] for line in reference.lines}
     off = [abs(line["loss"] - losses[line["iteration"]]) for line in run.lines if line["iteration"] > iteration]
     differences = sorted(key for key in {**expected, **restored} if expected.get(key) != restored.get(key))
     return {
+        "scene": run.name,
         "from": reshaped[0]["from"],
         "to": reshaped[0]["to"],
         "bit_equal": bool(expected) and not differences,
@@ -166,7 +182,7 @@ def _digest(path: Path, iteration: int, restored: bool) -> dict[str, Any]:
         if (line["iteration"], line["restored"]) == (iteration, restored):
             digest: dict[str, Any] = line["digest"]
             return digest
-    raise RunError(f"scene {SHRINK}: {path} has no digest of iteration {iteration}")
+    raise RunError(f"{path} has no digest of iteration {iteration}")
 
 
 def costs_of(run: Run) -> list[Recovery]:
@@ -210,11 +226,11 @@ def train_all(args: argparse.Namespace, training: Sequence[str]) -> tuple[dict[s
     print(f"demo: {framework.title}: {framework.job}", flush=True)
     print(f"demo: reference run of {iterations} iterations, without ftckpt", flush=True)
     reference = Run(
-        "reference", args.out / "reference", framework, [*training, *length], digested=args.shrink, every=5
+        "reference", args.out / "reference", framework, [*training, *length], digested=bool(args.reshaping), every=5
     )  # fmt: skip
     execute(reference, job)
     runs, faults = [reference], list[Recovery]()
-    comparison, reshape, restart = None, None, None
+    comparison, reshapes, restarts = None, list[dict[str, Any]](), list[Recovery]()
     if args.scenes:
         folder = args.out / "faulted"
         parts = len(args.scenes) + 1
@@ -228,14 +244,17 @@ def train_all(args: argparse.Namespace, training: Sequence[str]) -> tuple[dict[s
         runs.append(faulted)
         comparison = compare(reference, faulted)
         faults = costs_of(faulted)
-    if args.shrink:
-        shrunk = shrink_run(args, training, job)
-        execute(shrunk, job)
-        runs.append(shrunk)
-        (restart,) = costs_of(shrunk)
-        reshape = compare_shrunk(reference, shrunk, restart)
-    print(cost_table([*faults, *([restart] if restart else [])]), flush=True)
-    return summarize(framework, runs, comparison=comparison, faults=faults, reshape=reshape), runs
+    for name in args.reshaping:
+        run = reshaping_run(name, args, training, job)
+        if storage := run.ftckpt.get("persist"):
+            shutil.rmtree(storage, ignore_errors=True)  # of an earlier demo
+            Path(storage).mkdir(parents=True)
+        execute(run, job)
+        runs.append(run)
+        restarts += costs_of(run)
+        reshapes.append(compare_reshaped(reference, run, restarts[-1]))
+    print(cost_table([*faults, *restarts]), flush=True)
+    return summarize(framework, runs, comparison=comparison, faults=faults, reshapes=reshapes), runs
 
 
 def summarize(
@@ -244,9 +263,9 @@ def summarize(
     *,
     comparison: Comparison | None = None,
     faults: Sequence[Recovery] = (),
-    reshape: dict[str, Any] | None = None,
+    reshapes: Sequence[dict[str, Any]] = (),
 ) -> dict[str, Any]:
-    """Everything that was found out. ``comparison`` is None where ``reshape`` is all there is."""
+    """Everything that was found out. ``comparison`` is None where ``reshapes`` are all there is."""
     compared = comparison or Comparison(0)
     return {
         "framework": framework.title,
@@ -256,21 +275,23 @@ def summarize(
         "num_losses_compared": compared.num_losses,
         "num_tensors_compared": compared.compared,
         "faults": [{**asdict(cost), "total_secs": cost.total_secs} for cost in faults],
-        "reshape": reshape,
+        "reshapes": list(reshapes),
         "run_secs": {run.name: run.secs for run in runs},
         "date": time.strftime("%Y-%m-%d %H:%M:%S %z"),
     }
 
 
-def shrink_run(args: argparse.Namespace, training: Sequence[str], job: str) -> Run:
-    """A shorter run that loses a node for good."""
-    iterations = min(args.iterations, SHRINK_ITERATIONS)
-    folder = args.out / SHRINK
-    strike = Strike(SHRINK, iterations // 2, (folder / f"fired-{SHRINK}").resolve())
+def reshaping_run(name: str, args: argparse.Namespace, training: Sequence[str], job: str) -> Run:
+    """A shorter run that loses a node for good, or all that was in memory."""
+    iterations = min(args.iterations, _RESHAPING_ITERATIONS[name])
+    folder = args.out / name
+    strike = Strike(name, iterations // 2, (folder / f"fired-{name}").resolve())
     settings = {**SMALL, "job": job, "layouts": ",".join(LAYOUTS)}
-    print(f"demo: {iterations} iterations in {' or '.join(LAYOUTS)}, and 1 fault: {SHRINK}", flush=True)
+    if name == LIMIT:
+        settings["persist"] = str((args.out / "storage").resolve())
+    print(f"demo: {iterations} iterations in {' or '.join(LAYOUTS)}, and 1 fault: {name}", flush=True)
     length = ["--iterations", str(iterations)]
-    return Run(SHRINK, folder, args.framework, [*training, *length], settings, [strike], least_nodes=1, digested=True)
+    return Run(name, folder, args.framework, [*training, *length], settings, [strike], least_nodes=1, digested=True)
 
 
 def conclude(summary: dict[str, Any], runs: Sequence[Run], out: Path, argv: Sequence[str]) -> int:
@@ -281,22 +302,28 @@ def conclude(summary: dict[str, Any], runs: Sequence[Run], out: Path, argv: Sequ
     summary["conditions"] = history.conditions
     (out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
     draw_timeline(runs[1], out)
-    exact, reshape = summary["bit_exact"], summary["reshape"]
-    for difference in [*summary["differences"], *(reshape or {}).get("differences", [])][:_MOST_NAMED]:
+    exact, reshapes = summary["bit_exact"], summary["reshapes"]
+    differences = [difference for reshape in reshapes for difference in reshape["differences"]]
+    for difference in [*summary["differences"], *differences][:_MOST_NAMED]:
         print(f"demo: {difference}")
     verdicts: dict[str, Any] = {"framework": summary["framework"]}
-    if reshape:
-        verdicts["bit_equal"] = reshape["bit_equal"]
+    for reshape in reshapes:
         verdict = "bit-equal" if reshape["bit_equal"] else f"NOT bit-equal, {_differ(reshape)}"
         where = f"from {reshape['from']} to {reshape['to']} in iteration {reshape['iteration']}"
-        print(f"demo: reshaped {where}: {verdict}, report in {report}")
+        print(f"demo: {reshape['scene']}: reshaped {where}: {verdict}, report in {report}")
+    bit_equal = all(reshape["bit_equal"] for reshape in reshapes)
+    if reshapes:
+        verdicts["bit_equal"] = bit_equal
     if exact is not None:
         num = len(summary["faults"])
         verdicts |= {"faults": num, "bit_exact": exact}
         verdict = "bit-exact" if exact else f"NOT bit-exact, {_differ(summary)}"
         print(f"demo: {verdict}, {count(num, 'fault')} survived, report in {report}")
     print(json.dumps(verdicts))
-    return 0 if exact is not False and (reshape is None or reshape["bit_equal"]) else 1
+    return 0 if exact is not False and bit_equal else 1
+
+
+_TIME_IS_UP = "Time is up: the snapshot goes to storage, all memory is emptied, and one of two nodes starts again"
 
 
 def _differ(verdict: dict[str, Any]) -> str:
@@ -314,12 +341,13 @@ def draw_timeline(run: Run, out: Path) -> None:
 
 def additions_of(summary: dict[str, Any], runs: Sequence[Run]) -> Additions:
     """What the page says beyond the events of the run: the verdict, the reference, what was compared."""
-    exact, reshape, faults = summary["bit_exact"], summary["reshape"], summary["faults"]
+    exact, reshapes, faults = summary["bit_exact"], summary["reshapes"], summary["faults"]
+    bit_equal = all(reshape["bit_equal"] for reshape in reshapes)
     # The head is about what went wrong, if anything did.
-    reshaped = exact is None or (exact and reshape is not None and not reshape["bit_equal"])
-    good = reshape["bit_equal"] if reshaped else exact
+    reshaped = exact is None or (exact and not bit_equal)
+    good = bit_equal if reshaped else exact
     equal = "bit-equal in another layout" if reshaped else f"bit-exact after {count(len(faults), 'fault')}"
-    text = "What lay in memory went on in another layout."
+    text = "What lay in memory, or on storage, went on in another layout."
     if not reshaped:
         text = (
             "Every loss and the final state of every rank are, bit for bit, those of a run that nothing "
@@ -327,10 +355,11 @@ def additions_of(summary: dict[str, Any], runs: Sequence[Run]) -> Additions:
         )
         if nbytes := sum(fault["rebuilt_bytes"] for fault in faults):
             text += f" What lay in the memory of a lost node, {page.size(nbytes)}, was rebuilt from parity."
-    differences = reshape["differences"] if reshaped else summary["differences"]
+    lost = [difference for reshape in reshapes for difference in reshape["differences"]]
+    differences = lost if reshaped else summary["differences"]
     if not good:
         text = f"{len(differences)} losses or tensors differ from the reference; the first are:"
-    tiles, sections = {}, [_reshape_section(reshape)] if reshape else []
+    tiles, sections = {}, [_reshape_section(reshape) for reshape in reshapes]
     if exact is not None:
         compared = summary["num_tensors_compared"]
         tiles["losses compared, bit for bit"] = str(summary["num_losses_compared"])
@@ -360,7 +389,7 @@ def additions_of(summary: dict[str, Any], runs: Sequence[Run]) -> Additions:
 
 
 def _reshape_section(reshape: dict[str, Any]) -> str:
-    """The scene in which nothing replaces a lost node."""
+    """A scene after which the job goes on in another layout."""
     num = sum(reshape["tensors_compared"].values())
     verdict = f"{num} logical tensors, all equal to the reference in every bit"
     if not reshape["bit_equal"]:
@@ -373,12 +402,14 @@ def _reshape_section(reshape: dict[str, Any]) -> str:
         "moved": moved,
         "losses afterwards": f"at most {reshape['largest_difference_of_a_loss']:.3f} from those of the reference",
     }
+    what = "A node is lost and nothing takes its place" if reshape["scene"] == SHRINK else _TIME_IS_UP
     note = (
-        "A node is lost and nothing takes its place: the job goes on with the ranks that are left, in the first "
-        "layout of its list that fits them. Dropout masks depend on the layout, so that losses differ a little."
+        f"{what}: the job goes on with the ranks that there are, in the first layout of its list that fits them. "
+        "Dropout masks depend on the layout, so that losses differ a little."
     )
     heads, cells = restart_table([Recovery(**reshape["restart"])])
-    return page.card("Another layout", note, page.table(heads, cells), page.terms(rows, "note terms"))
+    title = "Another layout" if reshape["scene"] == SHRINK else "Another layout, from storage"
+    return page.card(title, note, page.table(heads, cells), page.terms(rows, "note terms"))
 
 
 def main(argv: Sequence[str]) -> int:

@@ -3,7 +3,7 @@
 # Needs Python 3.11 and nothing else: the first call installs the rest into .venv.
 #
 #   --framework NAME  megatron (default) or deepspeed
-#   --scene NAME      one fault alone: rank, writing, all, node or, with megatron, shrink
+#   --scene NAME      one fault alone: rank, writing, all, node or, with megatron, shrink or limit
 #   --iterations N    default: 48, with --scene 16
 #   --out DIR         where the report goes; default: runs/demo or runs/demo-deepspeed
 #

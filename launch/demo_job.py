@@ -13,6 +13,7 @@ import os
 import random
 import shutil
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -117,8 +118,9 @@ FRAMEWORKS = {
 class Scene:
     """A fault: ``text`` with its iteration describes it, ``label`` marks it in charts.
 
-    A rank, or all, are killed at ``point``; or, where ``rank`` is None, a node is lost in the middle of an iteration,
-    whose place ``replacement`` takes, or nothing.
+    A rank, or all, are killed at ``point``. Where ``rank`` is None, ``node`` is lost in the middle of an iteration,
+    whose place ``replacement`` takes, or nothing; without a ``node`` all of them end, with what memory held, and the
+    first of them starts again.
     """
 
     text: str
@@ -127,12 +129,14 @@ class Scene:
     point: str = ""
     ordinal: int = 0
     secs: float = 0.0
+    node: str = ""
     replacement: str = ""
 
 
 _NODE = f"all of {LOST_NODE} lost in iteration {{}}: its agent, its ranks, its SMP, its memory;"
-SHRINK = "shrink"
-"""The scene in which nothing replaces the lost node; it has a run of its own."""
+SHRINK, LIMIT = "shrink", "limit"
+RESHAPING = (SHRINK, LIMIT)
+"""Scenes after which the job goes on in another layout; each has a run of its own."""
 SCENES = {
     "rank": Scene("rank 5 killed in the middle of iteration {}", "one rank killed", 5, "forward", 3),
     # Ordinal 1: one chunk is in the slot already.
@@ -146,8 +150,9 @@ SCENES = {
         "before_step",
         secs=60.0,
     ),
-    "node": Scene(f"{_NODE} {REPLACEMENT} takes its place", "a node lost", replacement=REPLACEMENT),
-    SHRINK: Scene(f"{_NODE} nothing takes its place", "a node lost for good"),
+    "node": Scene(f"{_NODE} {REPLACEMENT} takes its place", "a node lost", node=LOST_NODE, replacement=REPLACEMENT),
+    SHRINK: Scene(f"{_NODE} nothing takes its place", "a node lost for good", node=LOST_NODE),
+    LIMIT: Scene("all nodes ended in iteration {}, their memory emptied; one node starts again", "time limit"),
 }
 
 
@@ -296,7 +301,7 @@ class Watch:
 
     def __init__(self, run: Run, job: str, processes: Processes, start: Callable[[str], None]) -> None:
         self._run, self._processes, self._start = run, processes, start
-        self._node_dir = job_node_path(ARENA, job, LOST_NODE)
+        self._job, self._node_dir = job, job_node_path(ARENA, job, LOST_NODE)
         self._offsets: dict[Path, int] = {}
         self._waiting = list(run.strikes)
         self._struck_at: float | None = None
@@ -346,7 +351,7 @@ class Watch:
             self._alive.remove(pid)
             self._ended.add(pid)
             self._note("ended", time.time(), pid=pid)
-        self._lose_node_when_due()
+        self._take_nodes_when_due()
         return new
 
     def _appended(self, path: Path) -> Iterator[dict[str, Any]]:
@@ -401,10 +406,10 @@ class Watch:
             ranks.add(rank)
             if len(ranks) == (WORLD_SIZE if self._run.least_nodes == len(NODES) else RANKS_PER_NODE):
                 secs = time.time() - self._struck_at
-                snapshot = f"snapshot of iteration {event['iteration']} from memory"
+                snapshot = f"snapshot of iteration {event['iteration']} from {event['source']}"
                 self._run.say(f"BACK: {snapshot}, {secs:.1f} s after the kill")
 
-    def _lose_node_when_due(self) -> None:
+    def _take_nodes_when_due(self) -> None:
         """At a random instant inside the iteration, once a snapshot of this attempt is protected.
 
         Protection is a matter of the whole job: one rank that knows it is enough.
@@ -416,10 +421,16 @@ class Watch:
         now = time.monotonic()
         if self._lose_at is None:
             self._lose_at = now + random.uniform(0.1, 0.9) * lines[-1]["time"]
-        if now >= self._lose_at:
-            self._lose_node(strike, lines[-1]["iteration"] + 1)
-            if strike.scene.replacement:
-                self._start(strike.scene.replacement)
+        if now < self._lose_at:
+            return
+        iteration = lines[-1]["iteration"] + 1
+        if not strike.scene.node:
+            self._end_all(strike, iteration)
+            self._start(NODES[0])
+            return
+        self._lose_node(strike, iteration)
+        if strike.scene.replacement:
+            self._start(strike.scene.replacement)
 
     def _lose_node(self, strike: Strike, iteration: int) -> None:
         shards = [path.name.rpartition(".")[0] for path in list_arenas(self._node_dir)]
@@ -429,6 +440,24 @@ class Watch:
         ranks = sorted(rank for rank, node in self._nodes.items() if node == LOST_NODE)
         mark = {"time": when, "iteration": iteration, "protected": self._protected}
         strike.marker.write_text(json.dumps({**mark, "ranks": ranks, "pids": pids, "shards": shards}))
+
+    def _end_all(self, strike: Strike, iteration: int) -> None:
+        """As the batch scripts do at the time limit: ranks are told to end, their SMPs bring the newest snapshot to
+        storage, memory is emptied."""
+        when = time.time()
+        for node in NODES:
+            self._processes.end(node)
+        for words in (["save", self._job, "--timeout", "60"], ["clean", self._job]):
+            command = [sys.executable, "-m", "ftckpt.commands.main", *words, "--arena", str(ARENA)]
+            done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=_STALL_SECS, check=False)
+            if done.returncode:
+                raise RunError(f"{self._run.name}: ftckpt {words[0]} failed: {done.stderr}")
+            for line in done.stdout.splitlines() if words[0] == "save" else ():
+                self._run.say(f"SAVED: {line}")
+        if (ARENA / f"ftckpt-{self._job}").exists():
+            raise RunError(f"{self._run.name}: memory is not empty")
+        mark = {"time": when, "iteration": iteration, "protected": self._protected}
+        strike.marker.write_text(json.dumps({**mark, "ranks": sorted(self._nodes)}))
 
     def _ends_of_logs(self) -> str:
         logs = sorted(self._run.folder.glob("node*.log"))

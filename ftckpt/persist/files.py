@@ -40,6 +40,12 @@ class FileStorage(Storage):
         self.where = where
         self._root = Path(where).absolute()
         with self._explained(self._root):
+            if not self._root.exists():
+                # Not made here: where a file system is not mounted, that would fill the disk below its place.
+                raise StorageError(
+                    f"{where}: is not there; make it once, with mkdir -p, on storage that all nodes share",
+                    lasting=True,
+                )
             status = self._root.stat()
         if not self._root.is_dir():
             raise StorageError(f"{where}: is no directory; name one", lasting=True)

@@ -19,7 +19,7 @@ import pytest
 from ftckpt.commands.history import PARTS
 from ftckpt.config import Config
 from launch import demo, demo_job
-from launch.demo_job import FRAMEWORKS, SCENES, SHRINK, SMALL, Run, Strike, Watch
+from launch.demo_job import FRAMEWORKS, LIMIT, RESHAPING, SCENES, SHRINK, SMALL, Run, Strike, Watch
 from tests.support.errors import raises
 from tests.support.processes import RunError
 from tests.support.run_logs import RunLogs, check_page
@@ -199,7 +199,7 @@ def shrunk(folder: Path, reference: Run, restored: dict[str, Any], reshaped_at: 
         one.digests.write_text("".join(json.dumps(row) + "\n" for row in rows))
     names = {"event": "reshaped", "from": "tp2pp2dp2", "to": "tp2pp1dp2", "iteration": 2, "time": reshaped_at}
     run.events = [{**names, "secs": 0.25, "read_bytes": 2_000_000, "received_bytes": 1_000_000}] * 2
-    return run, demo.compare_shrunk(reference, run, demo.costs_of(run)[0])
+    return run, demo.compare_reshaped(reference, run, demo.costs_of(run)[0])
 
 
 def test_a_reshape_is_compared_with_the_reference_at_its_iteration(tmp_path: Path, reference: Run) -> None:
@@ -259,7 +259,7 @@ def test_report_and_verdict_of_a_reshape(
     equal: bool, alone: bool, reference: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run, reshape = shrunk(tmp_path, reference, DIGEST if equal else {})
-    runs, findings = [reference, run], {"reshape": reshape}
+    runs, findings = [reference, run], {"reshapes": [reshape]}
     if not alone:
         faulted = with_faults(tmp_path / "faulted", "rank", lines=REFERENCE)
         runs.insert(1, faulted)
@@ -267,8 +267,8 @@ def test_report_and_verdict_of_a_reshape(
     code, lines, text = concluded(runs, tmp_path, capsys, **findings)
     assert code == (0 if equal else 1)
     verdict = "bit-equal" if equal else "NOT bit-equal, 4 differences"
-    (reshaped,) = [line for line in lines if line.startswith("demo: reshaped ")]
-    assert reshaped.startswith(f"demo: reshaped from tp2pp2dp2 to tp2pp1dp2 in iteration 2: {verdict}")
+    (reshaped,) = [line for line in lines if ": reshaped " in line]
+    assert reshaped.startswith(f"demo: faulted: reshaped from tp2pp2dp2 to tp2pp1dp2 in iteration 2: {verdict}")
     verdicts = json.loads(lines[-1])
     assert verdicts["bit_equal"] is equal and ("faults" in verdicts) is not alone
     assert ("4 logical tensors, all equal" in text) == equal
@@ -278,10 +278,10 @@ def test_report_and_verdict_of_a_reshape(
 def test_deepspeed_has_no_such_scene(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         demo.parse_args(["--framework", "deepspeed", "--scene", SHRINK])
-    assert "a DeepSpeed job does not restart in another layout" in capsys.readouterr().err
-    assert demo.parse_args(["--framework", "deepspeed"])[0].shrink is False
+    assert "the DeepSpeed example keeps its layout" in capsys.readouterr().err
+    assert demo.parse_args(["--framework", "deepspeed"])[0].reshaping == []
     args, _ = demo.parse_args(["--scene", SHRINK])
-    assert args.shrink and args.scenes == [] and demo.parse_args([])[0].shrink
+    assert args.reshaping == [SHRINK] and args.scenes == [] and demo.parse_args([])[0].reshaping == [SHRINK, LIMIT]
 
 
 def test_flags_are_all_that_the_run_with_faults_has_more(tmp_path: Path) -> None:
@@ -401,36 +401,44 @@ def test_the_whole_demo(tmp_path: Path, framework: str) -> None:
         assert 0 < fault["total_secs"] < 120
         assert min(fault["parts"][part] for part in PARTS if part != "rebuild") > 0
     if framework == "megatron":
-        check_reshape(found["reshape"])
+        assert [reshape["scene"] for reshape in found["reshapes"]] == [SHRINK, LIMIT]
+        for reshape in found["reshapes"]:
+            check_reshape(reshape)
     else:
-        assert found["reshape"] is None
+        assert found["reshapes"] == []
 
 
 def check_reshape(reshape: dict[str, Any]) -> None:
     assert (reshape["from"], reshape["to"], reshape["bit_equal"]) == ("tp2pp2dp2", "tp2pp1dp2", True)
     assert reshape["differences"] == [] and min(reshape["tensors_compared"][kind] for kind in demo.KINDS[:3]) > 20
     restart = reshape["restart"]
-    assert len(restart["rebuilt_shards"]) == 4 and restart["rebuilt_bytes"] > 5e5
-    assert restart["layout"] == "tp2pp2dp2 → tp2pp1dp2" and "peer_parity" in restart["source"]
+    assert restart["layout"] == "tp2pp2dp2 → tp2pp1dp2"
+    if reshape["scene"] == SHRINK:
+        assert len(restart["rebuilt_shards"]) == 4 and restart["rebuilt_bytes"] > 5e5
+        assert "peer_parity" in restart["source"]
+    else:
+        assert restart["source"] == "storage"
     assert reshape["largest_difference_of_a_loss"] < 0.2
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_a_node_lost_for_good_alone(tmp_path: Path) -> None:
-    with start_demo(tmp_path, "--scene", SHRINK, "--iterations", "12") as (child, owner):
+@pytest.mark.parametrize("scene", RESHAPING)
+def test_another_layout_alone(tmp_path: Path, scene: str) -> None:
+    with start_demo(tmp_path, "--scene", scene, "--iterations", "12") as (child, owner):
         output, _ = child.communicate(timeout=500)
         assert child.returncode == 0, output
         assert owned(owner) == []
-    assert output.splitlines()[-2].startswith("demo: reshaped from tp2pp2dp2 to tp2pp1dp2 in iteration ")
+    assert output.splitlines()[-2].startswith(f"demo: {scene}: reshaped from tp2pp2dp2 to tp2pp1dp2 in iteration ")
     found = json.loads((tmp_path / "summary.json").read_text())
-    check_reshape(found["reshape"])
+    (reshape,) = found["reshapes"]
+    check_reshape(reshape)
     assert found["bit_exact"] is None and found["faults"] == []
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("scene", [name for name in SCENES if name != SHRINK])
+@pytest.mark.parametrize("scene", [name for name in SCENES if name not in RESHAPING])
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_each_scene_alone(tmp_path: Path, framework: str, scene: str) -> None:
     # A node is lost once a snapshot is protected.
