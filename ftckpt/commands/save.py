@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import argparse
+import json
+import os
+import subprocess
+import sys
 import time
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from ftckpt.config import Config
 from ftckpt.errors import ArenaError, SmpError, StorageError
+from ftckpt.job.addresses import interfaces, listening_address, machine
+from ftckpt.persist.meeting import Rescued, RescueRequest
 from ftckpt.smp.client import SmpClient
+from ftckpt.smp.requests import PersistRequest
 from ftckpt.store.directory import job_node_path, list_arenas
 
 _POLL_SECS = 0.5
@@ -48,20 +57,61 @@ def run(arguments: argparse.Namespace) -> int:
 def _save(arguments: argparse.Namespace, node: str) -> str:
     node_dir = job_node_path(arguments.arena, arguments.job, node)
     client = SmpClient(node_dir, arguments.arena, arguments.job, node, {})
-    begun = told = time.monotonic()
+    begun = time.monotonic()
+    request = PersistRequest(str(arguments.where), arguments.timeout, anew=True)
+    status = _wait(client, request, begun)
+    if status["flush"] == "cannot" and status["left"]:
+        print(f"node {node}: {status['reason']}; rebuilding what is lost", flush=True)
+        left_secs = max(1.0, begun + arguments.timeout - time.monotonic())
+        found = _rescue(client, status, left_secs)
+        if node not in found.nodes:
+            return f"node {node}: holds nothing of iteration {found.iteration}"
+        left_secs = max(1.0, begun + arguments.timeout - time.monotonic())
+        request = replace(request, timeout_secs=left_secs, nodes=found.nodes, arenas=found.arenas)
+        status = _wait(client, request, begun)
+    if status["flush"] == "cannot":
+        raise StorageError(f"node {node}: {status['reason']}", lasting=True)
+    secs = time.monotonic() - begun
+    return f"node {node}: iteration {status['iteration']} is at {status['where']}, after {secs:.1f} s"
+
+
+def _wait(client: SmpClient, request: PersistRequest, begun: float) -> dict[str, Any]:
+    """How the request came out."""
+    told = time.monotonic()
     # The SMP ends by itself what takes too long; the rest is for its last answer.
-    deadline = begun + arguments.timeout + 10
-    status = client.persist(str(arguments.where), arguments.timeout, anew=True)
-    while True:
+    deadline = told + request.timeout_secs + 10
+    status = client.persist(request)
+    while status["flush"] not in ("done", "cannot"):
         now = time.monotonic()
-        if status["flush"] == "done":
-            return f"node {node}: iteration {status['iteration']} is at {status['where']}, after {now - begun:.1f} s"
-        if status["flush"] == "cannot":
-            raise StorageError(f"node {node}: {status['reason']}", lasting=True)
         if now >= deadline:
-            raise SmpError(f"the SMP of node {node} does not come to an end")
+            raise SmpError(f"the SMP of node {client.node} does not come to an end")
         if now - told > _TELL_SECS:
             told = now
-            print(f"node {node}: iteration {status['iteration']}: {now - begun:.0f} s", flush=True)
+            print(f"node {client.node}: iteration {status['iteration']}: {now - begun:.0f} s", flush=True)
         time.sleep(_POLL_SECS)
-        status = client.persist(str(arguments.where), arguments.timeout)
+        status = client.persist(replace(request, anew=False))
+    return status
+
+
+def _rescue(client: SmpClient, status: Mapping[str, Any], within_secs: float) -> Rescued:
+    """Have what is lost rebuilt, by a process of its own on each node that is left: it takes torch, and a rank has
+    one node alone.
+
+    Raises:
+        StorageError: it cannot be; says why.
+    """
+    address = listening_address("", ("this", "another"), os.environ)
+    interface = next(name for name, addresses in interfaces().items() if address in addresses)
+    request = RescueRequest(
+        str(client.node_dir), client.node, tuple(status["left"]), status["storage"], machine(), address, interface,
+        within_secs,
+    )  # fmt: skip
+    command = [sys.executable, "-m", "ftckpt.restore.rescue", json.dumps(asdict(request))]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=within_secs, check=True)
+        return Rescued.from_json(json.loads(done.stdout.splitlines()[-1]))
+    except subprocess.TimeoutExpired:
+        problem = f"it took more than {within_secs:.0f} s"
+    except subprocess.CalledProcessError as error:
+        problem = [f"exit status {error.returncode}", *str(error.stderr).splitlines()][-1]
+    raise StorageError(f"node {client.node}: {status['reason']}; and that cannot be rebuilt: {problem}", lasting=True)

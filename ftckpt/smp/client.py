@@ -74,12 +74,10 @@ class SmpClient:
         """Tell it what to protect. It keeps the description, so that a restarted one needs no trainer."""
         self._call(ConfigureRequest(dict(description)), timeout_secs)
 
-    def persist(
-        self, where: str, within_secs: float, anew: bool = False, timeout_secs: float = _ANSWER_SECS
-    ) -> dict[str, Any]:
-        """Bring the newest snapshot to storage, see ``PersistRequest``; says how far that is: ``flush`` (``working``,
-        ``done``, ``cannot``), ``iteration``, ``where``, ``reason``."""
-        return self._call(PersistRequest(where, within_secs, anew), timeout_secs)
+    def persist(self, request: PersistRequest, timeout_secs: float = _ANSWER_SECS) -> dict[str, Any]:
+        """Bring the newest snapshot to storage; says how far that is: ``flush`` (``working``, ``done``, ``cannot``),
+        ``iteration``, ``where``, and see ``FinalFlush.status``."""
+        return self._call(request, timeout_secs)
 
     def end(self, timeout_secs: float = _ANSWER_SECS) -> None:
         """The job is over: it removes its files and ends; returns when the process is gone.

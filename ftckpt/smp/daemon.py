@@ -297,7 +297,7 @@ class Daemon:
     def _persist(self, request: PersistRequest) -> dict[str, Any]:
         if any(pulse.lives for pulse in self._pulse.ranks()):
             raise SmpError("ranks of the job train on this node: end them first")
-        return self._duties.persist(request.where, request.timeout_secs, request.anew)
+        return self._duties.persist(request)
 
     def _end(self, _request: EndRequest) -> dict[str, Any]:
         self._end_for(_OVER)

@@ -20,6 +20,7 @@ from ftckpt.smp.flush import Flush, FlushOrders
 from ftckpt.smp.footprint import allow_packages
 from ftckpt.smp.link import NetworkLimit
 from ftckpt.smp.peers import Peers
+from ftckpt.smp.requests import PersistRequest
 from ftckpt.smp.scrub import Scrubber
 from ftckpt.smp.sources import Service, Sources
 from ftckpt.smp.work import Pace, Task
@@ -169,24 +170,29 @@ class Duties:
         if self._cannot is not None:
             self._target = self._cannot = None
 
-    def persist(self, where: str, timeout_secs: float, anew: bool) -> dict[str, Any]:
+    def persist(self, request: PersistRequest) -> dict[str, Any]:
         """Bring the newest snapshot to storage, without ranks; says how far that is.
-
-        ``anew``: where an earlier request has come to its end, too.
 
         Raises:
             SmpError: nothing was ever guarded here, or no place is named.
         """
-        orders = replace(self._flush_orders, where=where, keep=0) if where else self._flush_orders
+        orders, where, anew = self._flush_orders, request.where, request.anew
+        orders = replace(orders, where=where, keep=0) if where else orders
+        if request.nodes:
+            orders = replace(orders, nodes=request.nodes)
         if self._description is None or not orders.where:
             raise SmpError("no storage is named: neither here nor by the job's --ftckpt-persist")
         if self._final is None or self._final.orders != orders or (anew and not self._final.working):
             if self._flush is not None:
                 self._flush.stop()
+            if request.nodes:
+                self._arenas.want(list(request.arenas))
+                self._abandon()
+                self._refresh()
             # As fast as it goes: nobody trains.
             pace = Pace(bool, bool, orders.gbps)
             self._final = FinalFlush(
-                orders, self._arenas, pace, self._events, timeout_secs=timeout_secs, before=self._flush
+                orders, self._arenas, pace, self._events, timeout_secs=request.timeout_secs, before=self._flush
             )
         return self._final.status
 

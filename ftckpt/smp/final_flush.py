@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 from ftckpt.errors import FtckptError, StorageError
@@ -22,6 +22,9 @@ from ftckpt.smp.work import Pace
 from ftckpt.store.pulse import FlushState
 
 _POLL_SECS = 0.2
+_NODES_SECS = 30.0
+"""Longest wait for other nodes to say what they hold, and at most a third of the time that there is: where one is
+lost the rest is for rebuilding what it held."""
 _AGAIN_SECS = 1.0
 
 T = TypeVar("T")
@@ -43,6 +46,8 @@ class FinalFlush:
         self._halted = threading.Event()
         self._state, self._reason = FlushState.WORKING, ""
         self._snapshot: SnapshotId | None = None
+        self._left: tuple[str, ...] = ()
+        self._nodes_by = time.monotonic() + min(_NODES_SECS, timeout_secs / 3)
         self._thread = threading.Thread(target=self._run, name="smp-final-flush", daemon=True)
         self._thread.start()
 
@@ -61,12 +66,14 @@ class FinalFlush:
 
     @property
     def status(self) -> dict[str, Any]:
-        """How far it is, as JSON values."""
+        """How far it is, as JSON values. ``left``: the nodes that answer, where memory is whole on no snapshot."""
         return {
             "flush": self._state.name.lower(),
             "iteration": self._snapshot.iteration if self._snapshot is not None else -1,
             "where": self.orders.where,
+            "storage": self.orders.where,
             "reason": self._reason,
+            "left": list(self._left),
         }
 
     def _run(self) -> None:
@@ -99,10 +106,15 @@ class FinalFlush:
         mine = self._held()
         self._patiently(lambda: commit.tell_holdings(storage, self.orders.node, owner, mine))
         while (held := self._patiently(lambda: commit.holdings(storage, nodes, owner))).keys() < set(nodes):
-            if self._late(_POLL_SECS):
+            if self._late(_POLL_SECS) or time.monotonic() >= self._nodes_by:
+                self._left = tuple(sorted(held))
                 missing = ", ".join(sorted(set(nodes) - held.keys()))
                 raise StorageError(f"these nodes do not say what they hold: {missing}", lasting=True)
-        return _newest(held)
+        everywhere = set.intersection(*held.values())
+        if not everywhere:
+            self._left = tuple(sorted(held))
+            raise StorageError("no snapshot is whole on all nodes", lasting=True)
+        return max(everywhere)
 
     def _held(self) -> set[SnapshotId]:
         """Snapshots of which every arena of this node has a slot."""
@@ -123,10 +135,3 @@ class FinalFlush:
 
     def _late(self, wait_secs: float) -> bool:
         return self._halted.wait(wait_secs) or time.monotonic() >= self._deadline
-
-
-def _newest(held: Mapping[str, set[SnapshotId]]) -> SnapshotId:
-    everywhere = set.intersection(*held.values())
-    if not everywhere:
-        raise StorageError("no snapshot is whole on all nodes", lasting=True)
-    return max(everywhere)

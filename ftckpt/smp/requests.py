@@ -81,6 +81,7 @@ class EndRequest(SmpRequest):
 class PersistRequest(SmpRequest):
     """Bring the newest snapshot to storage: at ``where``, or the job's own place where that is empty, given up after
     ``timeout_secs``. Asked again it says how far it is; with ``anew`` one that has ended is begun once more.
+    ``nodes`` hold all of it, this one in ``arenas``, where others than those that trained do.
 
     Raises:
         SmpError: no time that can be waited.
@@ -90,6 +91,8 @@ class PersistRequest(SmpRequest):
     where: str
     timeout_secs: float
     anew: bool
+    nodes: tuple[str, ...] = ()
+    arenas: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not 0 < self.timeout_secs < 1e9:

@@ -255,9 +255,11 @@ def train_without_storage(rank: int, world_size: int, settings: dict[str, Any]) 
     checkpointer.close()
 
 
-def train_then_die(rank: int, world_size: int, settings: dict[str, Any], last: int) -> None:
+def train_then_die(rank: int, world_size: int, settings: dict[str, Any], last: int, protects: bool = False) -> None:
     checkpointer, state = plain.make(rank, world_size, settings, NODES[:world_size])
-    for number in range((checkpointer.restore() or 0) + 1, last + 1):
+    number = checkpointer.restore() or 0
+    while number < last or (protects and checkpointer.protected is None):
+        number += 1
         plain.iterate(checkpointer, state, number)
     checkpointer.fence()
     checkpointer.capture.settle(20.0)  # type: ignore[union-attr]
@@ -292,6 +294,29 @@ def test_what_is_left_when_an_allocation_ends_is_saved_without_ranks(
     assert {path.name for path in where.iterdir()} <= {"iter_0000006", "latest", "owner.json"}
     results = [result.value for result in run_ranks(restored, 4, persisting)]
     assert results == [what_was(6)] * 4
+
+
+def test_what_a_lost_node_held_is_saved_from_parity(
+    persisting: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A node goes with the job that trained on it, and nothing trains again: parity is all that is left of it."""
+    persisting["persist_interval"] = 1 << 30
+    run_ranks(train_then_die, 4, persisting, 6, True, expect_failures=True)
+    arena = Path(persisting["arena"])
+    end_smp(arena / "ftckpt-test" / "n1", 20.0)
+    shutil.rmtree(arena / "ftckpt-test" / "n1")
+    assert main(["save", "test", "--arena", str(arena), "--timeout", "60"]) == 0
+    said = capsys.readouterr().out
+    assert "do not say what they hold: n1; rebuilding what is lost" in said
+    clean_job(arena, "test")
+    (saved,) = stored(persisting)
+    protected = {event["iteration"] for event in jobs.events(persisting, "protected")}
+    assert saved.snapshot.iteration >= max(protected)
+    assert {path.name for path in Path(persisting["persist"]).iterdir()} <= {
+        f"iter_{saved.snapshot.iteration:07d}", "latest", "owner.json", "holdings",
+    }  # fmt: skip
+    results = [result.value for result in run_ranks(restored, 4, persisting)]
+    assert results == [what_was(saved.snapshot.iteration)] * 4
 
 
 def test_a_save_that_cannot_be_says_why(persisting: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
