@@ -84,6 +84,22 @@ class Config:
     )
     persist_interval: int = _setting(500, "iterations between two snapshots that go to storage", minimum=1)
     persist_keep: int = _setting(3, "snapshots that stay on storage, the newest; 0: all", minimum=0)
+    persist_keep_every: int = _setting(
+        0,
+        "iterations: the first snapshot at or behind each multiple of it stays on storage, too; 0: none does",
+        minimum=0,
+    )
+    persist_at_end: str = _setting(
+        "on",
+        "whether a job that ends, or whose allocation does, brings its last snapshot to storage",
+        choices=("on", "off"),
+    )
+    restore_before: int = _setting(
+        0,
+        "go back once to the newest snapshot of an iteration before this one, and undo what is newer; later starts "
+        "with the same number go on; 0: go on from the newest",
+        minimum=0,
+    )
     persist_gbps: float = _setting(0.0, "what a node writes to storage, in GB/s; 0: no limit", minimum=0)
     persist_timeout_secs: float = _setting(
         7200.0, "longest wait for a snapshot to be on storage before a newer one is tried", minimum=1
@@ -172,6 +188,8 @@ class Config:
             raise ConfigError("slots: 1 is too small; the least is 2, or 0 for as many as protection needs")
         check_protect(self.protect)
         _check_layouts(self.layouts)
+        if self.restore_before >= 1 << 63:
+            raise ConfigError(f"restore_before: {self.restore_before} is too large for an iteration")
         for name in ("job", "node", "rack"):
             value = getattr(self, name)
             if value and not is_name(value):
@@ -209,8 +227,8 @@ class Config:
 
     @classmethod
     def from_mapping(cls, section: Mapping[str, Any]) -> Config:
-        """Build from a JSON section, where ``layouts`` may be a list and ``network_gbps`` a number; unknown names are
-        errors that name the closest valid one."""
+        """Build from a JSON section, where ``layouts`` may be a list, ``network_gbps`` a number and
+        ``persist_at_end`` a truth value; unknown names are errors that name the closest valid one."""
         if not isinstance(section, Mapping):
             raise ConfigError(f"ftckpt: expected a mapping of settings, got {type(section).__name__}")
         known = [setting.name for setting in fields(cls)]
@@ -223,6 +241,8 @@ class Config:
         gbps = section.get("network_gbps")
         if isinstance(gbps, (int, float)) and not isinstance(gbps, bool):
             section = {**section, "network_gbps": f"{gbps:.9f}".rstrip("0").rstrip(".")}
+        if isinstance(at_end := section.get("persist_at_end"), bool):
+            section = {**section, "persist_at_end": "on" if at_end else "off"}
         return cls(**section)
 
     @classmethod

@@ -165,6 +165,10 @@ EVENTS: dict[str, EventKind] = {
         "a node was away while storage counted; what it has in memory is of a history that was undone, and given up",
         arenas="names of its arenas", loaded="iteration that counted",
     ),
+    "went_back": _loud(
+        "the job goes back before an iteration that the operator has named, and undoes what is newer",
+        iteration="that is restored; 0: the beginning", before="setting", on_storage="iterations undone there",
+    ),
     "older_than_storage": _loud(
         "what is in memory is older than what was loaded from storage, and given up", in_memory="iteration",
         loaded="iteration",

@@ -15,6 +15,7 @@ from ftckpt.commands.clean import add_clean
 from ftckpt.commands.convert import add_convert
 from ftckpt.commands.ended import add_ended
 from ftckpt.commands.inspect import add_inspect
+from ftckpt.commands.pin import add_pin, add_unpin
 from ftckpt.commands.plan import add_plan
 from ftckpt.commands.report import add_report
 from ftckpt.commands.save import add_save
@@ -35,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(metavar="COMMAND", required=True, dest="command")
     for add in (
         add_inspect, add_clean, add_timeline, add_report, add_plan, add_smp, add_convert, add_save, add_list,
-        add_verify, add_ended,
+        add_verify, add_pin, add_unpin, add_ended,
     ):  # fmt: skip
         add(commands)
     try:

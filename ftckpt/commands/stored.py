@@ -12,10 +12,12 @@ from ftckpt.events import Progress
 from ftckpt.model.layouts import layout_name
 from ftckpt.model.text import human
 from ftckpt.persist.commit import MANIFEST_NAME, committed, folder_of
+from ftckpt.persist.retention import pinned, voided
 from ftckpt.persist.shards import StoredShard, StoredSnapshot
 from ftckpt.persist.storage import Storage, open_storage
 
 _READ_BYTES = 16 << 20
+_VOID = "of a past that the job has left: no restart takes it"
 
 
 def add_list(commands: Any) -> None:
@@ -36,7 +38,7 @@ def add_verify(commands: Any) -> None:
 def run_list(arguments: argparse.Namespace) -> int:
     """Print a line for each snapshot. Raises StorageError where the place cannot be read."""
     storage, bad = open_storage(arguments.where), False
-    iterations = committed(storage)
+    iterations, pins, void = committed(storage), pinned(storage), voided(storage)
     for iteration in iterations:
         try:
             stored = _manifest(storage, iteration)
@@ -45,7 +47,9 @@ def run_list(arguments: argparse.Namespace) -> int:
             bad = True
             continue
         size, layout = human(stored.nbytes), layout_name(stored.layout)
-        print(f"iteration {iteration}: {layout}, {len(stored.shards)} shards, {size}, of job {stored.job}")
+        notes = ", pinned" if iteration in pins else ""
+        notes += f", void ({_VOID})" if stored.snapshot in void else ""
+        print(f"iteration {iteration}: {layout}, {len(stored.shards)} shards, {size}, of job {stored.job}{notes}")
     if not iterations:
         print(f"{arguments.where}: no snapshot")
     return int(bad)
@@ -58,8 +62,9 @@ def run_verify(arguments: argparse.Namespace) -> int:
     if not wanted:
         which = "" if arguments.iteration is None else f" of iteration {arguments.iteration}"
         raise StorageError(f"{arguments.where}: no snapshot{which}", lasting=True)
-    good = [iteration for iteration in wanted if _is_good(storage, iteration)]
-    print(f"a restart would take iteration {good[0]}" if good else "a restart could take none of them")
+    good, void = [iteration for iteration in wanted if _is_good(storage, iteration)], voided(storage)
+    usable = [iteration for iteration in good if _manifest(storage, iteration).snapshot not in void]
+    print(f"a restart would take iteration {usable[0]}" if usable else "a restart could take none of them")
     return int(len(good) < len(wanted))
 
 

@@ -375,7 +375,8 @@ class Checkpointer:
             slots=self.config.slots,
         )
         try:
-            decision = restart.choose(self.config.on_lost, loaded, self.training_state.reshapes)
+            reshapes, before = self.training_state.reshapes, self.config.restore_before
+            decision = restart.choose(self.config.on_lost, loaded, reshapes, before)
             self._arenas.origin = restart.origin
             self._state.flushes.begin(restart.on_storage)
             # Before a byte is loaded: a kill from here on must not find a newer slot to go on from.

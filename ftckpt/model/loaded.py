@@ -13,12 +13,14 @@ class Checkpoint:
     that it is gone at a later start is somebody's will, and not the loss of a node that had it. ``generation``
     tells the origin of what is in memory from older ones, which a node may have that was away for a while: from 1 on
     where there is any. ``undone``: storage has counted since, so that what is of an older generation never happened.
+    ``before``: the iteration before which the job has gone back (``restore_before``), 0 for none.
     """
 
     iteration: int = -1
     named: bool = False
     generation: int = field(default=0, compare=False)
     undone: int = field(default=0, compare=False)
+    before: int = field(default=0, compare=False)
     lasting: bool = field(default=True, compare=False)
 
     @property
@@ -61,20 +63,27 @@ def rollback(loaded: Checkpoint, origin: Checkpoint) -> str:
     return ""
 
 
-def next_origin(loaded: Checkpoint, origin: Checkpoint, storage_counts: bool) -> Checkpoint:
-    """The origin of the snapshots that a start is going to take.
+def next_origin(loaded: Checkpoint, origin: Checkpoint, storage_counts: bool, before: int = 0) -> Checkpoint:
+    """The origin of the snapshots that a start with ``before`` is going to take.
 
     That is what was loaded from storage when their history began, or the newest that a later start has found there:
     what is older than it, or is named and is not it, is a rollback.
     """
     found, following = loaded if loaded.is_one and loaded.lasting else NOTHING, origin.generation + 1
     if storage_counts:
-        return replace(found, generation=following, undone=following)
-    if found == origin or found.iteration <= origin.iteration:
+        return replace(found, generation=following, undone=following, before=before)
+    newest = origin if found == origin or found.iteration <= origin.iteration else found
+    if newest is origin and before == origin.before:
         return origin
-    return replace(found, generation=following, undone=origin.undone)
+    return replace(newest, generation=following, undone=origin.undone, before=before)
 
 
 def is_undone(origin: Checkpoint, newest: Checkpoint) -> bool:
     """Whether snapshots of ``origin`` are of a history that was undone, where others have the ``newest`` origin."""
     return 0 < origin.generation < newest.undone
+
+
+def missed_return(origin: Checkpoint, newest: Checkpoint) -> bool:
+    """Whether others have gone back before an iteration, ``newest.before``, since ``origin``: snapshots of that one
+    which are not before it never happened."""
+    return origin.generation < newest.generation and newest.before not in (0, origin.before)

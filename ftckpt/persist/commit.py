@@ -35,6 +35,10 @@ _OTHERS = ("latest_checkpointed_iteration.txt", "latest_universal", "zero_to_fp3
 """Of Megatron and of DeepSpeed."""
 _DONE = "done"
 _HOLDINGS = "holdings"
+PINS, READERS, VOID = "pins", "readers", "void"
+"""Folders of what ``retention`` says of checkpoints."""
+_ASIDE = (LATEST_NAME, OWNER_NAME, f"{PINS}/", f"{READERS}/", f"{VOID}/")
+"""Small objects that others may be writing while leftovers are removed."""
 
 
 def folder_of(iteration: int) -> str:
@@ -157,11 +161,11 @@ class PendingCheckpoint:
 
     def abandon(self) -> None:
         """Remove what all nodes have written. None of them may write any more."""
-        self._storage.remove(_beginning(self._storage, self.folder, f"{self.folder}/{_prefix(self._snapshot)}"))
+        self._storage.remove(_beginning(self._storage, self.folder, files_prefix(self._snapshot)))
 
     @property
     def _marks(self) -> str:
-        return f"{self.folder}/{_prefix(self._snapshot)}{_DONE}."
+        return f"{files_prefix(self._snapshot)}{_DONE}."
 
     def _require(self, marks: Mapping[str, DoneMark]) -> None:
         if file := self.lacks(*marks.values()):
@@ -176,7 +180,7 @@ def require_own(storage: Storage) -> None:
     """Raises StorageError where another program keeps its checkpoints there, or storage fails: both would take files
     of the other for their own."""
     other = next((name for name in _OTHERS if storage.size(name) is not None), "")
-    if not other and storage.size(LATEST_NAME) is not None and _latest(storage) is None:
+    if not other and storage.size(LATEST_NAME) is not None and latest(storage) is None:
         other = LATEST_NAME  # DeepSpeed's names a tag
     if other:
         text = f"{storage.where}: {other} is of another program; name a place of its own, such as a folder in it"
@@ -185,8 +189,9 @@ def require_own(storage: Storage) -> None:
 
 def claim(storage: Storage, owner: str, job: str) -> None:
     """From now on ``owner``, a run of ``job``, writes there: an earlier one that still lives neither commits nor
-    removes anything any more."""
+    removes anything any more. Nobody reads there but that earlier one."""
     storage.put(OWNER_NAME, json.dumps({"owner": owner, "job": job}).encode())
+    storage.remove([entry.name for entry in storage.list(READERS)])  # of restarts that were killed
     forget_holdings(storage)
 
 
@@ -243,37 +248,17 @@ def committed(storage: Storage) -> list[int]:
     return sorted((number for number in numbers if number is not None), reverse=True)
 
 
-def retire(storage: Storage, iterations: Collection[int], latest: int) -> None:
-    """Remove checkpoints, none of which is ``latest``, the one to go on from."""
-    storage.put(LATEST_NAME, f"{folder_of(latest)}\n".encode())
-    for iteration in set(iterations) - {latest}:
-        remove(storage, iteration)
-
-
-def remove(storage: Storage, iteration: int) -> None:
-    """Remove a checkpoint. Killed at any instant it is there or not, never half.
-
-    Raises:
-        StorageError: it is the only whole one, or storage fails.
-    """
-    others = [other for other in committed(storage) if other != iteration]
-    if not others:
-        raise StorageError(f"{storage.where}: {folder_of(iteration)} is the only whole checkpoint", lasting=True)
-    folder = folder_of(iteration)
-    if _latest(storage) == iteration:
-        storage.put(LATEST_NAME, f"{folder_of(others[0])}\n".encode())
-    storage.remove([f"{folder}/{MANIFEST_NAME}"])  # first: from here on it is none
-    storage.remove([entry.name for entry in storage.list(folder) if _is_ours(entry.name)])
-
-
 def sweep(
-    storage: Storage, active: Collection[SnapshotId], files_of: Callable[[bytes], Collection[str] | None]
-) -> list[str]:
+    storage: Storage, active: Collection[SnapshotId], files_of: Callable[[bytes], Collection[str] | None],
+    owns: Callable[[], bool] = lambda: True,
+) -> list[str]:  # fmt: skip
     """Remove what came to nothing; returns the names of what went.
 
     Args:
         active: what is being written now, by this job: what is theirs stays.
         files_of: the files that a manifest names; None: it cannot be read, and all beside it stays.
+        owns: whether the place is the caller's yet. It is asked when all has been looked at: who claims it afterwards
+            writes under other names, and whoever did before is seen, as no run writes a file before its claim.
     """
     names = [entry.name for entry in storage.list() if _FOLDER.fullmatch(entry.name.partition("/")[0])]
     keep = {name for name in names if not _is_ours(name)}
@@ -281,11 +266,20 @@ def sweep(
         folder, named = manifest.removesuffix(MANIFEST_NAME), files_of(storage.read(manifest))
         beside = [name.removeprefix(folder) for name in names if name.startswith(folder)]
         keep |= {folder + name for name in (beside if named is None else named)}
-    theirs = tuple(f"{folder_of(snapshot.iteration)}/{_prefix(snapshot)}" for snapshot in active)
+    theirs = tuple(map(files_prefix, active))
     gone = [name for name in names if name not in keep and not name.startswith(theirs)]
+    manifests = (f"{folder_of(snapshot.iteration)}/{MANIFEST_NAME}" for snapshot in active)
+    unfinished = storage.unfinished([*theirs, *manifests, *_ASIDE] if active else [])
+    if not owns():
+        return []
     storage.remove(gone)
-    storage.sweep([*map(_prefix, active), MANIFEST_NAME, LATEST_NAME, OWNER_NAME] if active else [])
+    storage.discard(unfinished)
     return gone
+
+
+def files_prefix(snapshot: SnapshotId) -> str:
+    """What names of all that is written of a snapshot begin with, but for its manifest."""
+    return f"{folder_of(snapshot.iteration)}/{_prefix(snapshot)}"
 
 
 def _is_ours(name: str) -> bool:
@@ -297,12 +291,13 @@ def _prefix(snapshot: SnapshotId) -> str:
 
 
 def _move_latest(storage: Storage, iteration: int) -> None:
-    newest = _latest(storage)
+    newest = latest(storage)
     if newest is None or newest < iteration:
         storage.put(LATEST_NAME, f"{folder_of(iteration)}\n".encode())
 
 
-def _latest(storage: Storage) -> int | None:
+def latest(storage: Storage) -> int | None:
+    """The iteration that ``latest`` names; None where it names none of ftckpt's."""
     if storage.size(LATEST_NAME) is None:
         return None
     return iteration_of(storage.read(LATEST_NAME).decode(errors="replace").strip())

@@ -103,12 +103,14 @@ class FileStorage(Storage):
         for name in names:
             self._unlink(self._path(name))
 
-    def sweep(self, active: Sequence[str] = ()) -> int:
+    def unfinished(self, active: Sequence[str] = ()) -> Sequence[str]:
         hidden = (path for path in self._files("") if path.name.startswith(".") and path.name.endswith(_FRESH))
-        left = [path for path in hidden if not path.name[1:].startswith(tuple(active))]
-        for path in left:
-            self._unlink(path)
-        return len(left)
+        names = [path.relative_to(self._root) for path in hidden]
+        return [str(name) for name in names if not str(name.with_name(name.name[1:])).startswith(tuple(active))]
+
+    def discard(self, unfinished: Sequence[str]) -> None:
+        for name in unfinished:
+            self._unlink(self._root / name)
 
     def _unlink(self, path: Path) -> None:
         with self._explained(path):

@@ -113,8 +113,11 @@ class ObjectStorage(Storage):
         with self._explained(there[0] if there else ""), contextlib.suppress(self._errors.NotFoundError):
             self._obstore.delete(self._store, there)
 
-    def sweep(self, active: Sequence[str] = ()) -> int:
-        return 0  # parts of uploads that were broken off are the bucket's own to remove: by a lifecycle rule
+    def unfinished(self, active: Sequence[str] = ()) -> Sequence[str]:
+        return []  # parts of uploads that were broken off are the bucket's own to remove: by a lifecycle rule
+
+    def discard(self, unfinished: Sequence[str]) -> None:
+        pass
 
     @contextlib.contextmanager
     def _explained(self, name: str, chunks: _ChunkCounter | None = None) -> Iterator[None]:

@@ -74,12 +74,16 @@ class Storage(ABC):
         """Remove objects; those that are not there are no error."""
 
     @abstractmethod
-    def sweep(self, active: Sequence[str] = ()) -> int:
-        """Remove what writers that were killed have left and ``list`` does not tell; returns how many of them.
+    def unfinished(self, active: Sequence[str] = ()) -> Sequence[str]:
+        """What writers that were killed have left and ``list`` does not tell, for ``discard``.
 
         Args:
-            active: beginnings of the last parts of names that are being written now: what is theirs stays.
+            active: beginnings of names that are being written now: what is theirs is not told.
         """
+
+    @abstractmethod
+    def discard(self, unfinished: Sequence[str]) -> None:
+        """Remove what ``unfinished`` has told."""
 
     def _check(self, name: str) -> str:
         parts = name.split("/")

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ftckpt.errors import ArenaError, FtckptError, MismatchError
@@ -90,6 +90,17 @@ class Inventory:
     def protects(self, snapshot: SnapshotId) -> bool:
         """Whether there is a package of ``snapshot``."""
         return any(package.snapshot == snapshot for package in self.packages)
+
+    def until(self, iteration: int) -> Inventory:
+        """Without snapshots of this iteration and behind it, as if there never were any."""
+
+        def reduced(report: ArenaReport) -> ArenaReport:
+            slots = tuple(slot for slot in report.slots if slot.snapshot.iteration < iteration)
+            whole = report.whole if report.whole is not None and report.whole.iteration < iteration else None
+            return replace(report, slots=slots, whole=whole)
+
+        packages = tuple(package for package in self.packages if package.snapshot.iteration < iteration)
+        return Inventory(tuple(map(reduced, self.arenas)), packages)
 
     def of_shards(self, shards: Collection[str]) -> tuple[Inventory, tuple[Problem, ...]]:
         """Without packages of other shards than these, each of which is a problem."""

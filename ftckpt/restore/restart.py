@@ -19,7 +19,7 @@ from ftckpt.group import Group, together
 from ftckpt.model import codec, objects
 from ftckpt.model.fragment import Fragment
 from ftckpt.model.layouts import layout_name
-from ftckpt.model.loaded import NOTHING, Checkpoint, is_undone, next_origin, rollback
+from ftckpt.model.loaded import NOTHING, Checkpoint, is_undone, missed_return, next_origin, rollback
 from ftckpt.model.topology import Topology, first_of_each_stage, layouts_differ
 from ftckpt.model.training_state import Description, Piece, TrainingState, cast_master
 from ftckpt.restore.choice import Decision, readers_of
@@ -37,7 +37,7 @@ from ftckpt.restore.offers import (
 )
 from ftckpt.restore.repair import Usage
 from ftckpt.restore.search import Search
-from ftckpt.restore.stored import Shelf
+from ftckpt.restore.stored import NO_SHELF, Shelf
 from ftckpt.store.arena import Arena
 from ftckpt.store.directory import list_arenas
 from ftckpt.store.package import list_packages
@@ -60,6 +60,7 @@ class Restart:
         self._events = events
         self._arenas = OpenArenas(node_dir)
         self._storage, self._slots = storage, slots
+        self._shelf = NO_SHELF
         self.on_storage = -1
         """The newest iteration on storage that counts, -1 for none; from ``choose`` on."""
         self.origin = NOTHING
@@ -70,40 +71,84 @@ class Restart:
         """What was rebuilt, of all ranks, by what (``source`` of ``parity.modes.TRAITS``): chunks and bytes. Empty
         where all was taken as it lay in memory."""
 
-    def choose(self, on_lost: str, loaded: Checkpoint = NOTHING, reshapes: bool = False) -> Decision | None:
+    def choose(
+        self, on_lost: str, loaded: Checkpoint = NOTHING, reshapes: bool = False, before: int = 0
+    ) -> Decision | None:
         """The newest snapshot that is whole, or was made whole from parity, and whose every byte was verified.
 
         None: there is none, or what was ``loaded`` from storage counts, because it is newer, or is what the operator
-        goes back to. ``reshapes``: whether a snapshot of another layout will do.
+        goes back to. ``reshapes``: whether a snapshot of another layout will do. ``before``: only one of an iteration
+        before this one will do, and newer ones never happened; 0, or what an earlier start went back before: any.
 
         Raises:
-            LostError: snapshots were lost and ``on_lost`` is ``fail``, or ``storage`` and nothing was loaded.
-            ConfigError: ranks have loaded different iterations.
+            LostError: snapshots were lost and ``on_lost`` is ``fail``, or ``storage`` and nothing was loaded; or
+                there is none ``before``.
+            ConfigError: ranks have loaded different iterations, or one that is not ``before``.
+            StorageError: what is newer on storage cannot be undone.
             MismatchError: the snapshots belong to another version, or to a layout that will not do.
             MemoryBudgetError, ArenaError: lost shards cannot be rebuilt here.
         """
-        shelf = Shelf.look(self._group, self._storage, self._events)
+        shelf = self._shelf = Shelf.look(self._group, self._storage, self._events, before)
         loaded, origin, whole, newest = self._remembered(loaded, shelf.origins)
         shelf = shelf.without_undone(origin)
-        self.on_storage = shelf.newest
         together(self._group, lambda: self._drop_undone(origin) if self._topology.is_node_leader else None)
-        reason = rollback(loaded, origin)
+        limit = self._limit(before, origin, max(newest, shelf.newest), loaded)
+        shelf = shelf.before(limit) if limit else shelf
+        self.on_storage = shelf.newest
+        reason = rollback(loaded, origin) if not limit or loaded.named else ""
         decision = None
         # What is given up is not searched for: it need not be whole, or of this layout.
         if reason and whole >= 0:
             self.why = f"{reason}; memory ({whole}) is given up"
             self._events.emit("rolled_back", loaded=loaded.iteration, in_memory=whole, reason=reason)
-        elif not reason and 0 <= max(newest, shelf.newest) < loaded.iteration:
+        elif not reason and not limit and 0 <= max(newest, shelf.newest) < loaded.iteration:
             self._give_up_older(newest, loaded)
         elif not reason:
-            decision = self._search(on_lost, loaded, reshapes, shelf)
-        self.origin = next_origin(loaded, origin, storage_counts=decision is None)
+            decision = self._search(on_lost, loaded, reshapes, shelf, limit)
+        if limit:
+            self._undo(limit, decision, loaded, on_lost)
+        self.origin = next_origin(loaded, origin, storage_counts=decision is None, before=before)
         return decision
 
-    def _search(self, on_lost: str, loaded: Checkpoint, reshapes: bool, shelf: Shelf) -> Decision | None:
-        search = Search(
-            self._group, self._topology, self._events, self._arenas, reshapes=reshapes, shelf=shelf, slots=self._slots
+    def _limit(self, before: int, origin: Checkpoint, newest: int, loaded: Checkpoint) -> int:
+        """The iteration before which the job goes back now; 0 where it does not.
+
+        An earlier start with the same number has done so already: the snapshots since then remember it. Where there
+        is nothing yet, nothing is to be undone, and later starts go on, too.
+        """
+        if not before or max(newest, loaded.iteration) < 0:
+            return 0
+        if before == origin.before:
+            text = f"restore_before {before}: an earlier start went back, this one goes on; to go back once more"
+            self._events.announce(f"{text}, start once without it, or name another iteration")
+            return 0
+        if loaded.iteration >= before:
+            raise ConfigError(
+                f"restore_before: {before}, but the script has loaded iteration {loaded.iteration} from storage: let "
+                "it load one before that, or none"
+            )
+        return before
+
+    def _undo(self, limit: int, decision: Decision | None, loaded: Checkpoint, on_lost: str) -> None:
+        """No later start takes what is newer, wherever it lies; memory is voided in ``void_newer``."""
+        if decision is None and not loaded.is_one and on_lost != "fresh":
+            raise LostError(
+                f"restore_before: no snapshot before iteration {limit} is whole in memory or on storage; name a "
+                "later iteration, or begin at the beginning with --ftckpt-on-lost fresh"
+            )
+        leads = self._storage and self._group.rank == 0
+        undone = together(self._group, lambda: self._shelf.void_from(limit) if leads else [])
+        iteration = decision.snapshot.iteration if decision is not None else max(0, loaded.iteration)
+        self._events.emit(
+            "went_back", iteration=iteration, before=limit, on_storage=[one.iteration for one in undone]
         )
+        self._events.announce(f"restore_before {limit}: goes back to iteration {iteration}; what is newer is undone")
+
+    def _search(self, on_lost: str, loaded: Checkpoint, reshapes: bool, shelf: Shelf, before: int) -> Decision | None:
+        search = Search(
+            self._group, self._topology, self._events, self._arenas, reshapes=reshapes, shelf=shelf,
+            slots=self._slots, before=before,
+        )  # fmt: skip
         try:
             decision = search.run()
         except LostError as error:
@@ -164,6 +209,11 @@ class Restart:
             remove_protection(self._node_dir, -1)
         for arena in undone:
             _void_arena(arena.path, -1)
+        behind = [arena for arena in self._readable() if missed_return(arena.control.origin(), newest)]
+        if behind:
+            remove_protection(self._node_dir, newest.before - 1)
+        for arena in behind:
+            _void_arena(arena.path, newest.before - 1)
 
     def _readable(self) -> Iterator[Arena]:
         for path in list_arenas(self._node_dir):
@@ -234,8 +284,9 @@ class Restart:
         return known if len(known) == len(self._topology.members) and any(known) else None
 
     def close(self) -> None:
-        """Unmap the arenas that were read."""
+        """Unmap the arenas that were read, and let go of storage."""
         self._arenas.close()
+        self._shelf.close()
 
     def _gather_contents(self, decision: Decision) -> dict[str, SlotContents]:
         """What each chosen slot holds, from the rank that reads it to all, by shard."""

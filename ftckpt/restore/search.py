@@ -62,16 +62,16 @@ class Search:
     """One search; ``run`` is collective. ``usage`` has afterwards what was rebuilt from what.
 
     ``reshapes``: whether a snapshot of another layout will do. ``shelf``: what is on storage. ``slots``: of arenas
-    that must be made for it.
+    that must be made for it. ``before``: only snapshots in memory of iterations before this one count; 0: all.
     """
 
     def __init__(
         self, group: Group, topology: Topology, events: Events, arenas: OpenArenas, *, reshapes: bool = False,
-        shelf: Shelf = NO_SHELF, slots: int = 2,
+        shelf: Shelf = NO_SHELF, slots: int = 2, before: int = 0,
     ) -> None:  # fmt: skip
         self.usage: Usage = {}
         self._reshapes = reshapes
-        self._shelf, self._slots = shelf, slots
+        self._shelf, self._slots, self._before = shelf, slots, before
         self._group = group
         self._topology = topology
         self._events = events
@@ -173,7 +173,7 @@ class Search:
                 self._events.emit("arena_problem", shard=report.shard, problems=report.problems)
         inventory, problems = every.of_shards(known_shards(every.arenas, self._topology))
         self._report_problems(problems)
-        return inventory
+        return inventory.until(self._before) if self._before else inventory
 
     def _gather_shield(self, query: Query) -> Shield:
         """All about the protection of a snapshot, from the leaders of all nodes."""

@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -24,7 +25,7 @@ from ftckpt.model import codec
 from ftckpt.model.loaded import Checkpoint, is_undone
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.model.topology import Topology, layouts_differ
-from ftckpt.persist import commit
+from ftckpt.persist import commit, retention
 from ftckpt.persist.shards import StoredShard, StoredSnapshot
 from ftckpt.persist.storage import Storage, open_storage, patiently
 from ftckpt.restore.build import Build
@@ -64,10 +65,13 @@ class Shelf:
     snapshots: tuple[StoredSnapshot, ...] = ()
     problem: str = ""
     """Why there may be more than can be seen."""
+    reader: str = ""
+    """As whom this restart keeps what is there from being removed."""
 
     @classmethod
-    def look(cls, group: Group, where: str, events: Events) -> Shelf:
-        """What is there. Collective; one rank looks, for all of them.
+    def look(cls, group: Group, where: str, events: Events, before: int = 0) -> Shelf:
+        """What is there; with ``before`` the newest before that iteration, too. Nothing of it is removed until
+        ``close``. Collective; one rank looks, for all of them.
 
         Raises:
             StorageError: on all ranks together, where a rank cannot reach storage, and trying again is of no use.
@@ -80,11 +84,21 @@ class Shelf:
             return cls(problem=away)
         leads = storage is not None and group.rank == 0
         together(group, lambda: _require_own(storage) if leads else None)
-        told = together(group, lambda: _read(storage, events) if storage is not None and leads else b"")
+        reader = group.name.rpartition("/")[2]
+        if storage is not None and leads:
+            _hold(storage, reader, events)
+        told = together(group, lambda: _read(storage, events, before) if storage is not None and leads else b"")
         # The length first: a broadcast takes as many bytes on all ranks, and a gather as many of each.
         length = max(int(data) for data in group.gather(str(len(told)).encode()))
         texts, problem = json.loads(group.broadcast(told.ljust(length, b" ")))
-        return cls(storage, tuple(StoredSnapshot.decode(text.encode(), where) for text in texts), problem)
+        snapshots = tuple(StoredSnapshot.decode(text.encode(), where) for text in texts)
+        return cls(storage, snapshots, problem, reader if leads else "")
+
+    def close(self) -> None:
+        """What this restart has not read it reads no more."""
+        if self.storage is not None and self.reader:
+            with suppress(StorageError):  # the claim of the run that follows does so, too
+                retention.let_go(self.storage, self.reader)
 
     @property
     def lost(self) -> LostError | None:
@@ -102,6 +116,31 @@ class Shelf:
     def without_undone(self, origin: Checkpoint) -> Shelf:
         """Without snapshots of a history that an operator has undone since."""
         return replace(self, snapshots=tuple(one for one in self.snapshots if not is_undone(one.origin, origin)))
+
+    def before(self, iteration: int) -> Shelf:
+        """Without snapshots of this iteration and behind it."""
+        return replace(self, snapshots=tuple(one for one in self.snapshots if one.snapshot.iteration < iteration))
+
+    def void_from(self, iteration: int) -> list[SnapshotId]:
+        """No later start takes what storage has of this iteration and behind it; returns what that is. Called by one
+        rank.
+
+        Raises:
+            StorageError: storage fails, or cannot be seen.
+        """
+        if self.storage is None:
+            text = f"restore_before: storage cannot be seen, and what is newer there not be undone: {self.problem}"
+            raise StorageError(text, lasting=True)
+        storage, undone = self.storage, list[SnapshotId]()
+        for number in _patiently(lambda: commit.committed(storage)):
+            if number >= iteration:
+                try:
+                    undone.append(_manifest(storage, number).snapshot)
+                except StorageError as error:
+                    if not error.lasting:
+                        raise  # what is damaged no start can take
+        _patiently(lambda: retention.void(storage, undone))
+        return undone
 
     @property
     def newest(self) -> int:
@@ -130,24 +169,46 @@ def _require_own(storage: Storage | None) -> None:
             raise StorageError(f"persist: {error}", lasting=True) from None
 
 
-def _read(storage: Storage, events: Events) -> bytes:
-    """The newest manifests, and why there may be more."""
-    texts, problem = [], ""
+def _hold(storage: Storage, reader: str, events: Events) -> None:
     try:
-        for iteration in _patiently(lambda: commit.committed(storage))[:_NEWEST]:
-            name = f"{commit.folder_of(iteration)}/{commit.MANIFEST_NAME}"
-            data = _patiently(lambda n=name: storage.read(n))  # type: ignore[misc]
+        retention.hold(storage, reader)
+    except StorageError as error:  # a place that is full can be read
+        events.emit("storage_fails", error=f"it may remove what this restart reads: {error}")
+
+
+def _read(storage: Storage, events: Events, before: int) -> bytes:
+    """The newest manifests that count, those before an iteration among them, and why there may be more."""
+    texts, problem = list[str](), ""
+    try:
+        # In this order: what is removed meanwhile is not there any more, or void before.
+        void = _patiently(lambda: retention.voided(storage))
+        there = _patiently(lambda: commit.committed(storage))
+        wanted = [_NEWEST, _NEWEST if before else 0]  # of all, of those before it
+        for iteration in there:
+            is_older = iteration < before
+            if wanted[0] <= 0 and not (is_older and wanted[1] > 0):
+                continue
             try:
-                StoredSnapshot.decode(data, f"{storage.where}/{name}")
+                stored = _manifest(storage, iteration)
             except StorageError as error:
+                if not error.lasting:
+                    raise
                 events.emit("storage_damaged", iteration=iteration, error=str(error))
                 problem = problem or str(error)
             else:
-                texts.append(data.decode())
+                if stored.snapshot in void:
+                    continue
+                texts.append(stored.encode().decode())
+            wanted = [wanted[0] - 1, wanted[1] - is_older]
     except StorageError as error:
         events.emit("storage_fails", error=str(error))
         problem = str(error)
     return json.dumps([texts, problem]).encode()
+
+
+def _manifest(storage: Storage, iteration: int) -> StoredSnapshot:
+    name = f"{commit.folder_of(iteration)}/{commit.MANIFEST_NAME}"
+    return StoredSnapshot.decode(_patiently(lambda: storage.read(name)), f"{storage.where}/{name}")
 
 
 def _patiently(action: Callable[[], T]) -> T:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -20,7 +20,7 @@ from ftckpt.events import Events
 from ftckpt.model.loaded import Checkpoint, is_undone
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.model.topology import axes_of, shard_names
-from ftckpt.persist import commit
+from ftckpt.persist import commit, retention
 from ftckpt.persist.commit import PendingCheckpoint
 from ftckpt.persist.shards import ShardImage, StoredShard, StoredSnapshot, contents, files_of
 from ftckpt.persist.storage import Bytes, Storage, open_storage
@@ -46,7 +46,8 @@ class _Halted(Exception):
 class FlushOrders:
     """What a node must know to write to storage: ``where``, for which ``job``, as which ``owner``, and with whom.
 
-    The first of ``nodes`` commits. ``keep``: checkpoints that stay; ``gbps``: GB/s of this node, 0 for no limit.
+    The first of ``nodes`` commits. ``keep``, ``keep_every``: checkpoints that stay, see ``retention.kept``; ``gbps``:
+    GB/s of this node, 0 for no limit.
     """
 
     where: str = ""
@@ -55,6 +56,7 @@ class FlushOrders:
     node: str = ""
     nodes: tuple[str, ...] = ()
     keep: int = 0
+    keep_every: int = 0
     gbps: float = 0.0
 
     @classmethod
@@ -64,7 +66,8 @@ class FlushOrders:
         return cls(
             str(settings.get("persist", "")), str(description.get("job", "")), str(description.get("owner", "")),
             str(description["node"]), tuple(sorted(map(str, description.get("nodes", [])))),
-            int(settings.get("persist_keep", 0)), float(settings.get("persist_gbps", 0.0)),
+            int(settings.get("persist_keep", 0)), int(settings.get("persist_keep_every", 0)),
+            float(settings.get("persist_gbps", 0.0)),
         )  # fmt: skip
 
     @property
@@ -118,8 +121,10 @@ class Flush:
             storage = self._patiently(lambda: open_storage(self._orders.where, "persist"))
             pending = PendingCheckpoint(storage, self.snapshot, self._orders.node)
             path = f"{pending.folder}/{commit.MANIFEST_NAME}"
+            # Before anything is written: an earlier run that removes leftovers must see that they are of another.
+            self._patiently(lambda: self._owns(storage))
             if self._orders.commits:
-                # Before anything is written: the one before this has ended, and no other of this run writes.
+                # The one before this has ended, and no other of this run writes.
                 self._patiently(lambda: self._sweep(storage))
             # An SMP that was killed behind its commit leaves nothing to do.
             self.found = self._patiently(lambda: self._is_there(storage, path))
@@ -208,15 +213,19 @@ class Flush:
 
     def _is_there(self, storage: Storage, path: str) -> bool:
         """Whether this very snapshot is committed."""
+        there = self._committed(storage, path)
+        return there is not None and there.snapshot == self.snapshot
+
+    def _committed(self, storage: Storage, path: str) -> StoredSnapshot | None:
+        """What a manifest says; None where there is none that can be read."""
         if storage.size(path) is None:
-            return False
+            return None
         try:
-            there = StoredSnapshot.decode(storage.read(path), f"{self._orders.where}/{path}")
+            return StoredSnapshot.decode(storage.read(path), f"{self._orders.where}/{path}")
         except StorageError as error:
             if not error.lasting:
                 raise
-            return False  # damaged: the commit takes its place
-        return there.snapshot == self.snapshot
+            return None  # damaged: a commit takes its place
 
     def _commit(self, storage: Storage, pending: PendingCheckpoint, path: str) -> bool:
         """Whether all nodes were done, and the snapshot is committed."""
@@ -232,7 +241,9 @@ class Flush:
             raise StorageError(f"no node has written {', '.join(sorted(lacking)[:3])}", lasting=True)
         stored = StoredSnapshot(self.snapshot, self._orders.job, layout, shards, origin)
         # Right before: the job may go on elsewhere by now. What a run finds in its place is of a past it has left.
-        is_owner = commit.require_owner(storage, self._orders.owner)
+        is_owner = self._owns(storage)
+        if is_owner and not self._gives_way(storage, path):
+            return False
         if not pending.commit(stored.encode(), own, replaces=is_owner):
             raise StorageError(f"{self._orders.where}/{path}: is there already, of another run", lasting=True)
         self._events.emit(
@@ -246,27 +257,48 @@ class Flush:
             self._tell(str(error))  # the checkpoint is there; the next one tidies up
         return True
 
+    def _gives_way(self, storage: Storage, path: str) -> bool:
+        """Whether nobody needs what another past of the job has left where this snapshot goes."""
+        there = self._committed(storage, path)
+        if there is None or there.snapshot == self.snapshot or retention.may_be_replaced(storage, there.snapshot):
+            return True
+        self._tell(f"{self._orders.where}/{path}: a restart reads what is to be replaced; waiting for its end")
+        return False
+
     def _retain(self, storage: Storage, origin: Checkpoint) -> None:
-        """Remove the oldest checkpoints beyond those that are kept, and those that the job has left behind it."""
-        whole, left, current = list[int](), list[int](), self.snapshot
+        """Remove checkpoints beyond those that are kept, and those that the job has left behind it."""
+        there = {one.snapshot: one.origin for one in self._whole(storage)}
+        void, current = retention.voided(storage), self.snapshot
+        left = {
+            # As in memory: going on from an older one voids what is newer.
+            one for one, began in there.items()
+            if one in void or (one > current and one.lineage != current.lineage) or is_undone(began, origin)
+        } - {current}  # fmt: skip
+        counted = [one.iteration for one in there.keys() - left]
+        stay = retention.kept(counted, self._orders.keep, self._orders.keep_every) | {current.iteration}
+        surplus = {one for one in there.keys() - left if one.iteration not in stay}
+        if not self._owns(storage):
+            return
+        retention.forget_void(storage, [one for one in void if one not in there])
+        if left or surplus:
+            gone = retention.retire(storage, surplus, left, current.iteration, lambda: self._owns(storage))
+            for one in gone:
+                self._events.emit("removed", iteration=one.iteration, path=self._orders.where)
+
+    def _whole(self, storage: Storage) -> Iterator[StoredSnapshot]:
+        """Checkpoints that can be read: others are nobody's to remove."""
         for iteration in commit.committed(storage):
-            name = f"{commit.folder_of(iteration)}/{commit.MANIFEST_NAME}"
-            with suppress(StorageError):  # what cannot be read is nobody's to remove
-                there = StoredSnapshot.decode(storage.read(name), name)
-                # As in memory: going on from an older one voids what is newer.
-                is_void = there.snapshot > current and there.snapshot.lineage != current.lineage
-                (left if is_void or is_undone(there.origin, origin) else whole).append(iteration)
-        kept = whole[: self._orders.keep] if self._orders.keep else whole
-        doomed = {*left, *whole} - {*kept, current.iteration}
-        if doomed and commit.require_owner(storage, self._orders.owner):
-            commit.retire(storage, doomed, current.iteration)
-            for iteration in sorted(doomed):
-                self._events.emit("removed", iteration=iteration, path=self._orders.where)
+            there = self._committed(storage, f"{commit.folder_of(iteration)}/{commit.MANIFEST_NAME}")
+            if there is not None:
+                yield there
 
     def _sweep(self, storage: Storage) -> None:
         """Remove what came to nothing."""
-        if commit.require_owner(storage, self._orders.owner):
-            commit.sweep(storage, [self.snapshot], files_of)
+        if self._owns(storage):
+            commit.sweep(storage, [self.snapshot], files_of, lambda: self._owns(storage))
+
+    def _owns(self, storage: Storage) -> bool:
+        return commit.require_owner(storage, self._orders.owner)
 
     def _withdraw(self, pending: PendingCheckpoint) -> None:
         try:

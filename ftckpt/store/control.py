@@ -17,7 +17,7 @@ import numpy.typing as npt
 from ftckpt.errors import ArenaError, ConfigError, CorruptError
 from ftckpt.model.loaded import NOTHING, Checkpoint
 from ftckpt.model.manifest import MAX_CHUNKS, Manifest
-from ftckpt.model.snapshot import LINEAGE_BYTES, SnapshotId
+from ftckpt.model.snapshot import SnapshotId
 from ftckpt.store import record
 from ftckpt.store.image import SlotImage
 from ftckpt.store.record import MARK_BYTES, Format, Header, Mark, Records, Stores
@@ -34,6 +34,7 @@ _WHOLE, _TARGET, _PROTECTED, _CAPACITY, _ORIGIN, _FLUSH = (
 _FIELDS = struct.Struct("<QQQ")  # sequence, bytes of objects used, their hash
 _OBJECTS = struct.Struct("<QQ")  # the last two of them, behind the first 8 bytes
 _U64 = struct.Struct("<Q")
+_TWO_U64 = struct.Struct("<QQ")  # in the place of a lineage
 _MAX_SEQUENCE = 1 << 48
 """What stands in the record of a slot that holds nothing is not proven: beyond this it is damage, not a number."""
 
@@ -197,7 +198,7 @@ class ControlBlock:
 
     def mark_origin(self, loaded: Checkpoint) -> None:
         """Remember what of storage the snapshots go on from."""
-        began = SnapshotId(loaded.undone.to_bytes(LINEAGE_BYTES, "little"), max(0, loaded.iteration))
+        began = SnapshotId(_TWO_U64.pack(loaded.undone, loaded.before), max(0, loaded.iteration))
         Mark(self._stores, _ORIGIN).write(began, 2 * loaded.generation + loaded.named)
 
     def whole(self) -> SnapshotId | None:
@@ -234,8 +235,10 @@ class ControlBlock:
         began, numbers = marked or (None, 0)
         if began is None:
             return NOTHING
-        undone = int.from_bytes(began.lineage, "little")
-        return Checkpoint(began.iteration or NOTHING.iteration, bool(numbers % 2), numbers // 2, undone)
+        undone, before = _TWO_U64.unpack(began.lineage)
+        return Checkpoint(
+            began.iteration or NOTHING.iteration, bool(numbers % 2), numbers // 2, undone, before=before
+        )
 
     def close(self) -> None:
         """Let go of the buffer."""

@@ -11,10 +11,10 @@ import pytest
 
 from ftckpt.errors import StorageError
 from ftckpt.model.snapshot import SnapshotId
-from ftckpt.persist import commit
 from ftckpt.persist.commit import DoneMark, PendingCheckpoint, committed, folder_of, sweep
 from ftckpt.persist.files import FileStorage
 from ftckpt.persist.objects import ObjectStorage
+from ftckpt.persist.retention import remove
 from ftckpt.persist.storage import Storage
 from tests.support.errors import raises
 from tests.support.killing import killed_at
@@ -165,9 +165,9 @@ def test_what_came_to_nothing_is_swept_and_what_is_being_written_is_not(storage:
 def test_the_last_checkpoint_is_not_removed(storage: Storage) -> None:
     write(storage, 1, OLD)
     with raises(StorageError, "only whole checkpoint"):
-        commit.remove(storage, 1)
+        remove(storage, SnapshotId(OLD, 1))
     write(storage, 2, NEW)
-    commit.remove(storage, 2)
+    remove(storage, SnapshotId(NEW, 2))
     assert committed(storage) == [1] and storage.read("latest") == b"iter_0000001\n"
     assert len(names(storage)) == 4
 
@@ -179,7 +179,7 @@ def test_killed_at_any_step_the_checkpoint_before_is_there(tmp_path: Path) -> No
 
     def go_on() -> None:
         write(storage, 2, NEW)
-        commit.remove(storage, 1)
+        remove(storage, SnapshotId(OLD, 1))
 
     seen, step = set(), 0
     while True:
@@ -197,6 +197,6 @@ def test_killed_at_any_step_the_checkpoint_before_is_there(tmp_path: Path) -> No
         if there != [1]:
             if 1 not in there:
                 write(storage, 1, OLD)
-            commit.remove(storage, 2)
+            remove(storage, SnapshotId(NEW, 2))
         step += 1
     assert seen == {(1,), (2, 1), (2,)} and step > 20

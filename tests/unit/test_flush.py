@@ -246,26 +246,37 @@ def test_storage_that_is_not_there_is_told_and_left(arena_root: Path, tmp_path: 
     job.close()
 
 
-def test_a_run_that_goes_on_elsewhere_is_left_alone(job: Job) -> None:
-    """SMPs of nodes that it left behind neither commit nor remove anything."""
-    storage = FileStorage(job.where)
+def test_a_run_that_goes_on_elsewhere_is_left_alone(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SMPs of nodes that it left behind neither commit nor write nor remove anything."""
+    storage, reached, go_on = FileStorage(job.where), threading.Event(), threading.Event()
+
+    def stand(flush: Flush) -> None:
+        if flush._orders.node == "b":
+            reached.set()
+            go_on.wait(20)
+
+    pieces_before(monkeypatch, stand)
     job.snapshot(0, 7)
     job.flush(7)
-    job.smps[0].start()
-    until(lambda: job.smps[0].events.of("flushed"))
+    job.start()
+    until(lambda: job.smps[0].events.of("flushed") and reached.is_set())
     claim(storage, "the new run", "job")
     other = Path(job.where) / folder_of(30)
     other.mkdir()
     (other / f"{'ab' * 16}-dp0.safetensors").write_bytes(b"of the new run")
-    job.smps[1].start()
+    go_on.set()
     until(lambda: job.smps[0].events.of("not_flushed"))
     assert "another run of job 'job' writes here since" in job.smps[0].events.of("not_flushed")[0]["reason"]
-    assert committed(storage) == [] and (other / f"{'ab' * 16}-dp0.safetensors").exists()
-    claim(storage, "", "job")
     job.snapshot(1, 8)
     job.flush(8)
-    job.settled(8)
-    assert committed(storage) == [8] and leftovers(job.where) == []
+    job.settled(8, FlushState.CANNOT)
+    assert committed(storage) == [] and (other / f"{'ab' * 16}-dp0.safetensors").exists()
+    assert [len(smp.events.of("flushed")) for smp in job.smps] == [1, 1], "and 8 was not begun"
+    claim(storage, "", "job")
+    job.snapshot(2, 9)
+    job.flush(9)
+    job.settled(9)
+    assert committed(storage) == [9] and leftovers(job.where) == []
 
 
 def test_a_limit_of_bytes_is_kept(arena_root: Path, where: str) -> None:

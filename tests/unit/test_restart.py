@@ -60,6 +60,7 @@ def restart(
     *,
     loaded: Checkpoint = NOTHING,
     on_lost: str = "storage",
+    before: int = 0,
 ) -> list[Start]:
     """All ranks choose, void what is newer, and do ``then``; ``loaded`` from storage."""
 
@@ -67,7 +68,7 @@ def restart(
         mine, events = replace(topology, rank=group.rank), Recorded()
         one = Restart(cast(Group, group), mine, node_dir(mine.me.node), events)
         try:
-            decision = one.choose(on_lost, loaded, reshapes)
+            decision = one.choose(on_lost, loaded, reshapes, before)
             start = Start(decision, one.source, events, one.void_newer(decision), one.origin, one.why)
             if decision is not None:
                 then(one, decision, group.rank)
@@ -299,6 +300,54 @@ def test_an_origin_that_changes_is_of_the_next_generation(arena_root: Path) -> N
     trained(job, Checkpoint(200, generation=3), 250)
     (start, _) = restart(job.topology, job.node_dir, loaded=Checkpoint(100, named=True))
     assert (start.origin, start.origin.generation) == (Checkpoint(100, named=True), 4)
+
+
+def test_a_job_goes_back_before_an_iteration_once(arena_root: Path) -> None:
+    job = Job(arena_root, ("a", "b"), PEER)
+    build(job, (240, 250, 260), (260,))
+    before = restart(job.topology, job.node_dir, before=251)
+    assert {start.decision and start.decision.snapshot.iteration for start in before} == {250}
+    assert [event["before"] for event in events_of(before, "went_back")] == [251] * 2
+    assert iterations(job) == [[240, 250]] * 2, "parity and packages of 260 cannot bring it back either"
+    assert not list_packages(job.node_dir("a")) and not list_packages(job.node_dir("b"))
+    assert {(start.origin.before, start.origin.generation) for start in before} == {(251, 1)}
+
+
+def test_the_same_number_goes_back_again_only_behind_a_start_without_it(arena_root: Path) -> None:
+    job = Job(arena_root, ("a", "b"), Modes())
+    trained(job, Checkpoint(generation=1, before=251), 250, 270)
+    for number, taken in ((251, 270), (0, 270), (251, 250)):
+        (start, _) = restart(job.topology, job.node_dir, before=number)
+        assert start.decision is not None and start.decision.snapshot.iteration == taken
+        assert start.origin.before == number
+        for rank in range(2):
+            with closing(Arena.open(job.path(rank), writable=True)) as arena:
+                arena.control.mark_origin(start.origin)
+
+
+def test_where_nothing_is_before_it_a_start_that_goes_back_is_refused(arena_root: Path) -> None:
+    job = Job(arena_root, ("a", "b"), Modes())
+    (start, _) = restart(job.topology, job.node_dir, before=100)
+    assert start.decision is None and start.origin.before == 100, "a first start; later ones go on"
+    trained(job, NOTHING, 249, 250)
+    with raises(LostError, "restore_before: no snapshot before iteration 100"):
+        restart(job.topology, job.node_dir, before=100)
+    with raises(ConfigError, "restore_before: 100, but the script has loaded iteration 120"):
+        restart(job.topology, job.node_dir, before=100, loaded=Checkpoint(120))
+    assert iterations(job) == [[249, 250]] * 2, "a start that is refused undoes nothing"
+    (start, _) = restart(job.topology, job.node_dir, before=250, loaded=Checkpoint(120))
+    assert start.decision is not None and start.decision.snapshot.iteration == 249
+
+
+def test_what_was_undone_before_an_iteration_does_not_come_back_with_a_node(arena_root: Path) -> None:
+    job = Job(arena_root, ("a", "b"), PEER)
+    build(job, (240, 260), (260,))
+    with closing(Arena.open(job.path(0), writable=True)) as arena:
+        arena.control.void(slot_of(arena, 260))
+        arena.control.mark_whole(SnapshotId(LINEAGE, 240))
+        arena.control.mark_origin(Checkpoint(generation=1, before=251))
+    starts = restart(job.topology, job.node_dir, before=251)
+    assert {start.decision and start.decision.snapshot.iteration for start in starts} == {240}
 
 
 def test_what_the_operator_goes_back_from_need_not_be_whole(arena_root: Path) -> None:

@@ -1,0 +1,44 @@
+"""``ftckpt pin`` and ``ftckpt unpin``: checkpoints on storage that stay, whatever the job does."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from ftckpt.persist.retention import pin, unpin
+from ftckpt.persist.storage import open_storage
+
+
+def add_pin(commands: Any) -> None:
+    """Add ``pin`` to the parser of ``ftckpt``."""
+    parser = commands.add_parser("pin", help="keep a checkpoint on storage: no job removes or replaces it")
+    _add_arguments(parser)
+    parser.set_defaults(run=run_pin)
+
+
+def add_unpin(commands: Any) -> None:
+    """Add ``unpin`` to the parser of ``ftckpt``."""
+    parser = commands.add_parser("unpin", help="let a checkpoint go as others do")
+    _add_arguments(parser)
+    parser.set_defaults(run=run_unpin)
+
+
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("where", metavar="STORAGE", help="directory or URL, as --ftckpt-persist has it")
+    parser.add_argument("iteration", type=int, metavar="ITER", help="as 'ftckpt list' shows it")
+
+
+def run_pin(arguments: argparse.Namespace) -> int:
+    """Pin it. Raises StorageError where there is none of that iteration."""
+    is_void = pin(open_storage(arguments.where), arguments.iteration)
+    print(f"iteration {arguments.iteration} is pinned")
+    if is_void:
+        print("it is void: of a past that the job has left, or on its way out; 'ftckpt list' shows whether it stays")
+    return 0
+
+
+def run_unpin(arguments: argparse.Namespace) -> int:
+    """Take the pin away; it goes with the next checkpoint if it is one too many."""
+    was_pinned = unpin(open_storage(arguments.where), arguments.iteration)
+    print(f"iteration {arguments.iteration} is {'no longer' if was_pinned else 'not'} pinned")
+    return 0

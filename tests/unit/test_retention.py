@@ -1,0 +1,215 @@
+"""What stays on storage: the newest, some of the older ones, what is pinned, and what a restart reads."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_commit import NEW, OLD, Unconditional, write
+
+from ftckpt.errors import StorageError
+from ftckpt.model.snapshot import SnapshotId
+from ftckpt.persist import retention
+from ftckpt.persist.commit import claim, committed
+from ftckpt.persist.files import FileStorage
+from ftckpt.persist.retention import hold, kept, let_go, pin, pinned, readers, retire, unpin, voided
+from ftckpt.persist.storage import ObjectEntry, Storage
+from tests.support.errors import raises
+
+
+def old(iteration: int) -> SnapshotId:
+    return SnapshotId(OLD, iteration)
+
+
+@pytest.fixture(params=["files", "memory"])
+def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Storage:
+    """With checkpoints of iterations 1 to 4."""
+    made: Storage = FileStorage(str(tmp_path)) if request.param == "files" else Unconditional("memory:///")
+    for iteration in range(1, 5):
+        write(made, iteration, OLD)
+    return made
+
+
+def names(storage: Storage) -> set[str]:
+    return {entry.name for entry in storage.list()}
+
+
+@pytest.mark.parametrize(
+    ("there", "keep", "every", "stay"),
+    [
+        ([5, 10, 15, 20], 2, 0, {15, 20}),
+        ([5, 10, 15, 20], 0, 0, {5, 10, 15, 20}),
+        ([5, 10, 15, 20], 9, 0, {5, 10, 15, 20}),
+        ([5, 10, 15, 20, 25], 1, 10, {10, 20, 25}),
+        ([503, 1003, 1507, 1999, 2001, 2503], 1, 1000, {1003, 2001, 2503}),
+        ([1003, 1507, 4100, 4200], 1, 1000, {1003, 4100, 4200}),
+        ([], 1, 10, set()),
+    ],
+)
+def test_what_is_kept(there: list[int], keep: int, every: int, stay: set[int]) -> None:
+    assert kept(there, keep, every) == stay
+
+
+def test_what_is_kept_stays_when_newer_ones_come() -> None:
+    there = set[int]()
+    for iteration in range(7, 3000, 97):
+        there = kept(there | {iteration}, 2, 500)
+    assert sorted(there) == [589, 1074, 1559, 2044, 2529, 2820, 2917]
+
+
+def test_pinned_ones_stay_until_they_are_not(storage: Storage) -> None:
+    assert not pin(storage, 1) and not pin(storage, 1) and pinned(storage) == {1}
+    with raises(StorageError, "there is no checkpoint of iteration 9"):
+        pin(storage, 9)
+    assert pinned(storage) == {1}
+    assert retire(storage, {old(1), old(2)}, (), 4, lambda: True) == [old(2)]
+    assert committed(storage) == [4, 3, 1] and voided(storage) == set()
+    assert unpin(storage, 1) and not unpin(storage, 1)
+    assert retire(storage, {old(1)}, (), 4, lambda: True) == [old(1)]
+    assert committed(storage) == [4, 3] and not [name for name in names(storage) if name.startswith(("void", "pin"))]
+
+
+def test_what_was_left_and_is_pinned_stays_and_does_not_count(storage: Storage) -> None:
+    pin(storage, 3)
+    assert retire(storage, (), {old(3), old(4)}, 2, lambda: True) == [old(4)]
+    assert committed(storage) == [3, 2, 1] and voided(storage) == {old(3)}
+    assert storage.read("latest") == b"iter_0000002\n"
+    assert pin(storage, 3), "it is void"
+
+
+def test_nothing_goes_while_a_restart_reads(storage: Storage) -> None:
+    hold(storage, "a")
+    assert retire(storage, {old(1)}, {old(4)}, 3, lambda: True) == []
+    assert committed(storage) == [4, 3, 2, 1] and voided(storage) == {old(4)}
+    assert not retention.may_be_replaced(storage, old(2))
+    let_go(storage, "a")
+    assert retention.may_be_replaced(storage, old(2)) and voided(storage) == {old(2), old(4)}
+    hold(storage, "killed")
+    claim(storage, "next", "job")
+    assert readers(storage) == [], "what a killed restart has left goes with the next run"
+    pin(storage, 2)
+    with raises(StorageError, "another checkpoint of iteration 2 is pinned", "ftckpt unpin"):
+        retention.may_be_replaced(storage, old(2))
+
+
+def test_who_loses_the_place_removes_no_more(storage: Storage) -> None:
+    answers = iter([True, False])
+    assert retire(storage, {old(1), old(2), old(3)}, (), 4, lambda: next(answers)) == [old(1)]
+    assert committed(storage) == [4, 3, 2]
+
+
+def test_a_second_lineage_of_the_iteration_keeps_its_files(storage: Storage) -> None:
+    """Another run has begun with the same iteration: what it has written already is not of the one that goes."""
+    storage.put(f"iter_0000001/{NEW.hex()}-n0.safetensors", b"new")
+    retire(storage, {old(1)}, (), 4, lambda: True)
+    assert [name for name in names(storage) if "iter_0000001" in name] == [f"iter_0000001/{NEW.hex()}-n0.safetensors"]
+
+
+# --- at the same moment ---
+
+
+class Stepped(Storage):
+    """Storage whose every call waits for its turn."""
+
+    def __init__(self, of: Storage, turn: Callable[[], None]) -> None:
+        self.where, self._of, self._turn = of.where, of, turn
+
+    def create(self, name: str, data: bytes | memoryview) -> bool:
+        raise NotImplementedError
+
+    def write(self, name: str, chunks: Any) -> int:
+        self._turn()
+        return self._of.write(name, chunks)
+
+    def read(self, name: str, begin: int = 0, nbytes: int | None = None) -> bytes:
+        self._turn()
+        return self._of.read(name, begin, nbytes)
+
+    def size(self, name: str) -> int | None:
+        self._turn()
+        return self._of.size(name)
+
+    def list(self, prefix: str = "") -> Iterator[ObjectEntry]:
+        self._turn()
+        return iter(list(self._of.list(prefix)))
+
+    def remove(self, names: Any) -> None:
+        self._turn()
+        self._of.remove(names)
+
+    def unfinished(self, active: Any = ()) -> Any:
+        raise NotImplementedError
+
+    def discard(self, unfinished: Any) -> None:
+        raise NotImplementedError
+
+
+def in_order(order: tuple[int, ...], storage: Storage, *actions: Callable[[Storage], Any]) -> list[Any]:
+    """Each action on a thread; ``order`` says whose call comes next, the others follow when those are done."""
+    turns, running, changed = list(order), set(range(len(actions))), threading.Condition()
+    results: list[Any] = [None] * len(actions)
+
+    def turn(who: int) -> None:
+        with changed:
+            changed.wait_for(lambda: turns[:1] in ([], [who]) or turns[0] not in running, 20)
+            while turns and (turns[0] == who or turns[0] not in running):
+                if turns.pop(0) == who:
+                    break
+            changed.notify_all()
+
+    def run(who: int) -> None:
+        try:
+            results[who] = actions[who](Stepped(storage, lambda: turn(who)))
+        except StorageError as error:
+            results[who] = error
+        finally:
+            with changed:
+                running.discard(who)
+                changed.notify_all()
+
+    threads = [threading.Thread(target=run, args=(who,)) for who in range(len(actions))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return results
+
+
+def orders(steps: int, among: int) -> Iterator[tuple[int, ...]]:
+    """All ways in which ``steps`` calls of the first may lie among so many of the second."""
+    for places in itertools.combinations(range(steps + among), steps):
+        yield tuple(int(place not in places) for place in range(steps + among))
+
+
+def removing(storage: Storage) -> Any:
+    return retire(storage, {old(1)}, (), 4, lambda: True)
+
+
+def pinning(storage: Storage) -> Any:
+    return pin(storage, 1)
+
+
+def reading(storage: Storage) -> Any:
+    hold(storage, "a")
+    return old(1) not in voided(storage) and 1 in committed(storage)
+
+
+@pytest.mark.parametrize("other", [pinning, reading])
+def test_whatever_comes_first_nobody_loses_what_he_was_promised(other: Callable[[Storage], Any]) -> None:
+    seen = set()
+    for order in orders(3, 13):
+        storage = Unconditional("memory:///")
+        for iteration in (1, 4):
+            write(storage, iteration, OLD)
+        promise, _ = in_order(order, storage, other, removing)
+        is_there = 1 in committed(storage)
+        if other is reading:
+            assert is_there or not promise, f"{order}: what is read is gone"
+        else:
+            assert is_there or isinstance(promise, StorageError) or promise, f"{order}: what is pinned is gone"
+        seen.add((is_there, str(promise)[:5]))
+    assert {is_there for is_there, _ in seen} == {False, True}
