@@ -222,13 +222,13 @@ forget() {
     wait
 }
 
-# save SECS: what memory has comes to storage within SECS, where the job names some; all nodes at once.
+# save SECS: what memory has comes to storage within SECS, where the job names some and wants it; all nodes at once.
 save() {
     local node
     [ -n "$PERSISTS" ] || return 0
     for node in "${TRAINING[@]}"; do
         timeout "$(($1 + 15))" srun --overlap --nodes=1 --ntasks=1 --nodelist="$node" \
-            "$PYTHON" -m ftckpt.commands.main save "$JOB" --arena "$ARENA" --timeout "$1" </dev/null &
+            "$PYTHON" -m ftckpt.commands.main save "$JOB" --at-end --arena "$ARENA" --timeout "$1" </dev/null &
     done
     wait
 }

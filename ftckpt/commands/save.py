@@ -34,6 +34,9 @@ def add_save(commands: Any) -> None:
     parser.add_argument("job", help="name of the job")
     parser.add_argument("where", nargs="?", default="", metavar="STORAGE", help="default: the job's --ftckpt-persist")
     parser.add_argument("--arena", type=Path, default=Path(Config().arena), help="tmpfs (default: %(default)s)")
+    parser.add_argument(
+        "--at-end", action="store_true", help="only where the job wants that at its end (--ftckpt-persist-at-end)"
+    )
     parser.add_argument("--timeout", type=float, default=600.0, metavar="SECS", help="default: %(default)s")
     parser.set_defaults(run=run)
 
@@ -57,6 +60,11 @@ def run(arguments: argparse.Namespace) -> int:
 def _save(arguments: argparse.Namespace, node: str) -> str:
     node_dir = job_node_path(arguments.arena, arguments.job, node)
     client = SmpClient(node_dir, arguments.arena, arguments.job, node, {})
+    if arguments.at_end:
+        storage = client.status()["duties"]["storage"]
+        if not storage["where"] or not storage["at_end"]:
+            why = "the job has --ftckpt-persist-at-end off" if storage["where"] else "the job names no storage"
+            return f"node {node}: nothing is saved: {why}"
     begun = time.monotonic()
     request = PersistRequest(str(arguments.where), arguments.timeout, anew=True)
     status = _wait(client, request, begun)

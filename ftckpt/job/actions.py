@@ -39,11 +39,13 @@ class TurnOff:
 
 @dataclass(frozen=True)
 class Announcement:
-    """An event, and how it reads in the log of the job, if it does."""
+    """An event, and how it reads in the log of the job, if it does; ``error``: what training is told where errors are
+    to end it (``on_error: raise``)."""
 
     event: str
     fields: Mapping[str, Any]
     text: str = ""
+    error: str = ""
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from pathlib import Path
 from ftckpt.capture.affinity import locality
 from ftckpt.capture.capture import Capture
 from ftckpt.config import Config
-from ftckpt.errors import CaptureError, ConfigError, FtckptError, LaunchError
+from ftckpt.errors import CaptureError, ConfigError, FtckptError, LaunchError, StorageError
 from ftckpt.events import Events
 from ftckpt.group import Group, together
 from ftckpt.job.actions import (
@@ -36,7 +36,7 @@ from ftckpt.job.protection import Protection
 from ftckpt.job.save import MAX_FILE_BYTES, UniversalSave
 from ftckpt.job.session import RankState
 from ftckpt.job.shard import Shard, device_of, make_pacer
-from ftckpt.model import objects
+from ftckpt.model import codec, objects
 from ftckpt.model.loaded import Checkpoint
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.model.topology import Topology
@@ -233,7 +233,8 @@ class Checkpointer:
 
         Raises:
             ConfigError: ``restore`` was not called.
-            FtckptError: only under ``on_error: raise``.
+            FtckptError: only under ``on_error: raise``; where a snapshot did not come to storage, on all ranks at the
+                same boundary.
         """
         if self._pacer is None:
             raise ConfigError("step() before restore(): call restore() once, on a first start too")
@@ -285,16 +286,21 @@ class Checkpointer:
 
         With the arenas removed the job is ``done``: no further attempt of its launcher trains anything, whatever
         becomes of this one. So what must be done at the end, and may fail, comes before.
+
+        Raises:
+            StorageError: under ``on_error: raise``, where the last snapshot did not come to storage; the arenas stay.
         """
         if self._closed:
             return
         remove = sys.exc_info()[0] is None if remove is None else remove
-        if not remove:
+        failure: StorageError | None = None
+        if remove and self._shard is not None and self.config.persist and self.config.persist_at_end == "on":
+            failure = self._persist_last()
+            remove = failure is None  # it stays for the next attempt, or for 'ftckpt save'
+        elif not remove:
             self._fence()  # nothing more is trained: the last snapshot is good
             if self._state.lost:
                 self._links.stop("a rank has ended")
-        elif self._shard is not None:
-            self._persist_last()
         arena = self.arena
         self._stop()
         if remove and self._shard is not None:
@@ -307,11 +313,11 @@ class Checkpointer:
         self._arenas.release()
         self.events.emit("closed", iteration=self._boundary)
         self.events.close()
+        if failure is not None:
+            raise failure
 
-    def _persist_last(self) -> None:
-        """What is not on storage when memory goes is lost."""
-        if not self.config.persist:
-            return
+    def _persist_last(self) -> StorageError | None:
+        """What is not on storage when memory goes is lost; where that is to be an error it is returned."""
         try:
             self._fence()
             state, newest = self._state, Newest()
@@ -330,9 +336,15 @@ class Checkpointer:
 
             with self.section("save"):
                 timeout_secs = self.config.persist_timeout_secs
-                flush_last(self.group, self.events, newest, mark, observe, timeout_secs=timeout_secs)
+                done = flush_last(self.group, self.events, newest, mark, observe, timeout_secs=timeout_secs)
+            if not done and self.config.on_error == "raise":
+                why = self._why_not_persisted()
+                return StorageError(
+                    f"the last snapshot did not come to storage, memory keeps it: {why}", lasting=True
+                )
         except (FtckptError, RuntimeError) as error:
             self.events.emit("close_incomplete", error=str(error))
+        return None
 
     def _leave(self, arena: Arena | None, done: bool) -> None:
         def agreed() -> None:
@@ -594,6 +606,8 @@ class Checkpointer:
                 self.events.emit(event, **fields)
                 if text:
                     self.events.announce(text)
+                if action.error and self.config.on_error == "raise":
+                    raise StorageError(f"{action.error}: {self._why_not_persisted()}", lasting=True)
             case TurnOff(reason):
                 self.events.emit("turned_off", reason=reason)
                 if self._state.lost:
@@ -607,3 +621,12 @@ class Checkpointer:
             self._execute(self._state.fail(repr(error)))
         if self.config.on_error == "raise":
             raise error
+
+    def _why_not_persisted(self) -> str:
+        """What the SMPs say of the last flush. All ranks raise by the same verdict, and so come here; where one does
+        not, this rank knows its own node's reason."""
+        causes = [self._protection.smp.flush_problem()]
+        with suppress(RuntimeError, LaunchError):
+            if not self._state.lost:
+                causes = codec.gather(self.group, causes[0], str)
+        return "; ".join(sorted(set(filter(None, causes)))) or "no SMP says why: persist_timeout_secs are over"

@@ -103,4 +103,5 @@ class Flushes:
             )
         else:
             self.due = current.iteration  # the next one will do
-            yield Announcement("not_persisted", fields)
+            error = f"iteration {current.iteration} did not come to storage within {secs:.0f} s"
+            yield Announcement("not_persisted", fields, error=error)

@@ -35,8 +35,9 @@ class Newest(NamedTuple):
 
 def flush_last(
     group: Group, events: Events, newest: Newest, mark: Mark, observe: Observe, *, timeout_secs: float
-) -> None:
-    """Bring the newest snapshot that all ranks have to storage, where it is not there yet. Collective.
+) -> bool:
+    """Bring the newest snapshot that all ranks have to storage, where it is not there yet; whether nothing is left to
+    bring. Collective.
 
     Args:
         newest: of this rank.
@@ -49,7 +50,7 @@ def flush_last(
     ranks = codec.gather(group, newest, Newest)
     last = _chosen(ranks)
     if last is None or last in [rank.persisted for rank in ranks]:
-        return
+        return True
     mark(last)
     events.announce(f"iteration {last.iteration}, the last, goes to storage")
     state, told, watch = FlushState.WORKING, begun, _NodeWatch(last, observe, begun + timeout_secs)
@@ -64,6 +65,7 @@ def flush_last(
         events.announce(f"iteration {last.iteration} is on storage, after {secs:.1f} s")
     else:
         events.emit("not_persisted", iteration=last.iteration, secs=secs)
+    return state == FlushState.DONE
 
 
 def _chosen(ranks: Sequence[Newest]) -> SnapshotId | None:

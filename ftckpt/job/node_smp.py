@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ftckpt.config import Config
-from ftckpt.errors import ConfigError, FtckptError, StorageError
+from ftckpt.errors import ConfigError, FtckptError, SmpError, StorageError
 from ftckpt.events import Events
 from ftckpt.group import Group, together
 from ftckpt.job.addresses import listening_address
@@ -165,6 +165,17 @@ class NodeSmp:
                 self._client.end()
             except (FtckptError, OSError) as error:
                 self._fail(error)
+
+    def flush_problem(self) -> str:
+        """Why the SMP of the node that this rank leads could not bring the last snapshot to storage; "" where it
+        could, and where another rank leads the node."""
+        if self._client is None:
+            return ""
+        try:
+            problem = str(self._client.status()["duties"]["storage"]["problem"])
+        except (SmpError, KeyError, TypeError) as error:
+            problem = str(error)
+        return problem and f"node {self._topology.me.node}: {problem}"
 
     def _listen(self, node_dir: Path, address: str, secret: bytes) -> int:
         config = self._config

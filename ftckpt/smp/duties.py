@@ -226,6 +226,11 @@ class Duties:
             "checked": self._checker.checked,
             "repaired": self._scrubber.repaired,
             "flushing": _named(self.flushing[0]),
+            "storage": {
+                "where": self._flush_orders.where,
+                "at_end": self._flush_orders.at_end,
+                "problem": self._flush.problem if self._flush is not None else "",
+            },
             "network": {"gbps": self._network.gbps, "source": self._network.source},
             "received_bytes": self._sources.received_bytes,
             "sent_bytes": self.service.sent_bytes,

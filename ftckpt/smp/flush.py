@@ -47,7 +47,7 @@ class FlushOrders:
     """What a node must know to write to storage: ``where``, for which ``job``, as which ``owner``, and with whom.
 
     The first of ``nodes`` commits. ``keep``, ``keep_every``: checkpoints that stay, see ``retention.kept``; ``gbps``:
-    GB/s of this node, 0 for no limit.
+    GB/s of this node, 0 for no limit. ``at_end``: whether the last snapshot of a job goes there, too.
     """
 
     where: str = ""
@@ -58,6 +58,7 @@ class FlushOrders:
     keep: int = 0
     keep_every: int = 0
     gbps: float = 0.0
+    at_end: bool = True
 
     @classmethod
     def from_json(cls, description: Mapping[str, Any]) -> FlushOrders:
@@ -67,7 +68,7 @@ class FlushOrders:
             str(settings.get("persist", "")), str(description.get("job", "")), str(description.get("owner", "")),
             str(description["node"]), tuple(sorted(map(str, description.get("nodes", [])))),
             int(settings.get("persist_keep", 0)), int(settings.get("persist_keep_every", 0)),
-            float(settings.get("persist_gbps", 0.0)),
+            float(settings.get("persist_gbps", 0.0)), settings.get("persist_at_end", "on") == "on",
         )  # fmt: skip
 
     @property
@@ -91,13 +92,14 @@ class Flush:
         self.state = FlushState.WORKING
         self.found = False
         """Whether it was there before; known at the end."""
+        self.problem = ""
+        """Why it cannot come there, or what keeps it; empty where nothing does."""
         self._orders = orders
         self._arenas = arenas
         self._pace = pace
         self._events = events
         self._halted = threading.Event()
         self._written: dict[str, StoredShard] = {}
-        self._told = ""
         self._thread = threading.Thread(target=self._run, args=(before,), name="smp-flush", daemon=True)
         self._thread.start()
 
@@ -131,12 +133,12 @@ class Flush:
             if not self.found:
                 self._write(pending)
                 self._settle(storage, pending, path)
-            self.state = FlushState.DONE
+            self.problem, self.state = "", FlushState.DONE
         except _Halted:
             pass
         except Exception as error:  # noqa: BLE001 - training goes on whatever storage does, and is told
-            self.state = FlushState.CANNOT
             reason = str(error) if isinstance(error, FtckptError) else repr(error)
+            self.problem, self.state = reason, FlushState.CANNOT  # in this order: who sees the state asks why
             self._events.emit("not_flushed", iteration=self.snapshot.iteration, reason=reason)
 
     def _write(self, pending: PendingCheckpoint) -> None:
@@ -324,6 +326,6 @@ class Flush:
             raise _Halted
 
     def _tell(self, problem: str) -> None:
-        if problem != self._told:
-            self._told = problem
+        if problem != self.problem:
+            self.problem = problem
             self._events.emit("storage_fails", iteration=self.snapshot.iteration, error=problem)

@@ -17,9 +17,12 @@ import torch
 from safetensors import safe_open
 
 from ftckpt.commands.main import main
+from ftckpt.errors import StorageError
+from ftckpt.persist import retention
 from ftckpt.persist.commit import committed
 from ftckpt.persist.shards import StoredSnapshot
 from ftckpt.persist.storage import open_storage
+from ftckpt.restore.stored import Fetch
 from ftckpt.store.arena import Arena
 from ftckpt.store.directory import clean_job, end_smp
 from tests.support import jobs, plain
@@ -239,10 +242,120 @@ def test_the_last_snapshot_of_a_job_that_ends_is_on_storage(persisting: dict[str
 
 def test_a_job_ends_where_storage_has_gone(persisting: dict[str, Any]) -> None:
     """It says so; what it has nowhere to bring to is lost with memory, as it asked for."""
-    persisting |= {"persist_interval": 1000, "persist_timeout_secs": 3.0}
+    persisting |= {"persist_interval": 1000, "persist_timeout_secs": 3.0, "on_error": "continue"}
     run_ranks(train_without_storage, 4, persisting)
     assert not list(Path(persisting["arena"]).iterdir())
     assert [event["iteration"] for event in jobs.events(persisting, "not_persisted")] == [6] * 4
+
+
+def test_a_job_that_is_to_raise_does_not_end_before_its_last_snapshot_is_there(
+    persisting: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    persisting |= {"persist_interval": 1000, "persist_timeout_secs": 3.0}
+    with pytest.raises(RankFailure, match=r"StorageError: the last snapshot did not come to storage.*node n[01]: "):
+        run_ranks(train_without_storage, 4, persisting)
+    Path(persisting["persist"]).mkdir()
+    assert main(["save", "test", "--arena", persisting["arena"]]) == 0
+    assert "iteration 6 is at" in capsys.readouterr().out and committed(open_storage(persisting["persist"])) == [6]
+
+
+def test_where_a_flush_is_given_up_all_ranks_raise_at_one_iteration(persisting: dict[str, Any]) -> None:
+    results = [result.value for result in run_ranks(train_until_an_error, 4, persisting)]
+    assert all(result == results[0] for result in results), results
+    iteration, text = results[0]
+    assert iteration > 4 and "did not come to storage" in text
+    assert all(f"node {node}: persist: {persisting['persist']}: No such file" in text for node in ("n0", "n1"))
+
+
+def train_until_an_error(rank: int, world_size: int, settings: dict[str, Any]) -> tuple[int, str]:
+    """Storage goes as soon as training begins."""
+    checkpointer, state = plain.make(rank, world_size, settings, NODES[:world_size])
+    checkpointer.restore()
+    if rank == 0:
+        shutil.rmtree(settings["persist"])
+    for number in range(1, 2000):
+        try:
+            plain.iterate(checkpointer, state, number)
+        except StorageError as error:
+            checkpointer.close(remove=False)
+            return number, str(error)
+        time.sleep(0.01)
+    raise AssertionError("no error came")
+
+
+def test_an_end_that_brings_nothing_to_storage(
+    persisting: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    persisting |= {"persist_interval": 1000, "persist_at_end": "off"}
+    run_ranks(train_to_the_end, 4, persisting, 6)
+    run_ranks(train_then_die, 4, persisting, 6, expect_failures=True)
+    command = ["save", "test", "--arena", persisting["arena"]]
+    assert main([*command, "--at-end"]) == 0 and not stored(persisting)
+    assert capsys.readouterr().out.count("nothing is saved: the job has --ftckpt-persist-at-end off") == 2
+    assert main(command) == 0 and [one.snapshot.iteration for one in stored(persisting)] == [6]
+
+
+def test_a_job_goes_back_before_an_iteration_and_nothing_brings_back_what_it_undid(
+    persisting: dict[str, Any], left: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(left, persisting["persist"], dirs_exist_ok=True)
+    undone, wanted, *_ = [one.snapshot for one in stored(persisting)]
+    back = persisting | {"restore_before": undone.iteration}
+    for _ in range(2):  # the flag stays in the script
+        results = [result.value for result in run_ranks(restored, 4, back)]
+        assert results == [what_was(wanted.iteration)] * 4
+    assert [event["iteration"] for event in jobs.events(persisting, "went_back")] == [wanted.iteration] * 4
+    assert main(["list", persisting["persist"]]) == 0
+    assert [f"{undone.iteration}: " in line for line in capsys.readouterr().out.splitlines() if "void" in line] == [
+        True
+    ]
+    clean_job(Path(persisting["arena"]), "test")
+    results = [result.value for result in run_ranks(restored, 4, persisting)]
+    assert results == [what_was(wanted.iteration)] * 4, "memory is gone, and the flag, too"
+    run_ranks(train_until_persisted, 4, persisting, 2)
+    clean_job(Path(persisting["arena"]), "test")
+    assert undone not in [one.snapshot for one in stored(persisting)]
+    assert not {"void", "readers"} & {path.name for path in Path(persisting["persist"]).iterdir()}
+
+
+def test_what_a_restart_reads_nobody_removes(persisting: dict[str, Any], left: Path) -> None:
+    """The SMPs of the attempt before it live yet, and one of them retires what is too old for it."""
+    shutil.copytree(left, persisting["persist"], dirs_exist_ok=True)
+    newest, *_ = [one.snapshot for one in stored(persisting)]
+    results = [result.value for result in run_ranks(restored_while_it_is_retired, 4, persisting)]
+    assert results == [what_was(newest.iteration)] * 4
+    assert newest.iteration in committed(open_storage(persisting["persist"]))
+    assert not Path(persisting["persist"], "readers").exists()
+
+
+def restored_while_it_is_retired(rank: int, world_size: int, settings: dict[str, Any]) -> Any:
+    fetch = Fetch.run
+
+    def run(self: Fetch) -> Any:
+        if rank == 0:
+            there = [one.snapshot for one in stored(settings)]
+            retention.retire(self._storage, {there[0]}, (), there[-1].iteration, lambda: True)
+        return fetch(self)
+
+    Fetch.run = run  # type: ignore[method-assign]
+    return restored(rank, world_size, settings)
+
+
+def test_what_proves_bad_beside_what_was_brought_is_brought_too(persisting: dict[str, Any]) -> None:
+    """A node is gone; of the other a slot has gone bad, at which nobody looks before the snapshot is there."""
+    persisting["protect"] = "none"
+    run_ranks(train_until_persisted_then_die, 4, persisting, expect_failures=True)
+    shutil.rmtree(Path(persisting["arena"]) / "ftckpt-test" / "n1")
+    newest = stored(persisting)[0].snapshot
+    (path,) = Path(persisting["arena"]).glob("ftckpt-test/n0/dp1.*")
+    with closing(Arena.open(path, writable=True)) as arena:
+        slot = arena.find(newest)
+        assert slot is not None
+        with arena.slot(slot) as view:
+            view[arena.image.chunks[0].begin] ^= 1
+    results = [result.value for result in run_ranks(restored, 4, persisting)]
+    assert results == [what_was(newest.iteration)] * 4
+    assert [event["shards"] for event in jobs.events(persisting, "fetched")][::4] == [2, 1]
 
 
 def train_without_storage(rank: int, world_size: int, settings: dict[str, Any]) -> None:
