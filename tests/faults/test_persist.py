@@ -254,6 +254,7 @@ def test_a_job_that_is_to_raise_does_not_end_before_its_last_snapshot_is_there(
     persisting |= {"persist_interval": 1000, "persist_timeout_secs": 3.0}
     with pytest.raises(RankFailure, match=r"StorageError: the last snapshot did not come to storage.*node n[01]: "):
         run_ranks(train_without_storage, 4, persisting)
+    assert main(["save", "test", "--arena", persisting["arena"]]) == 2
     Path(persisting["persist"]).mkdir()
     assert main(["save", "test", "--arena", persisting["arena"]]) == 0
     assert "iteration 6 is at" in capsys.readouterr().out and committed(open_storage(persisting["persist"])) == [6]

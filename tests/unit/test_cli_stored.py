@@ -7,7 +7,11 @@ from pathlib import Path
 import pytest
 
 from ftckpt.commands.main import main
+from ftckpt.model.snapshot import SnapshotId
+from ftckpt.persist.files import FileStorage
+from ftckpt.persist.retention import pinned, void
 from tests.support.flush_jobs import Job
+from tests.support.smp_nodes import LINEAGE
 
 
 @pytest.fixture
@@ -57,6 +61,23 @@ def test_every_byte_is_verified(damage: object, text: str, filled: Path, capsys:
     out = capsys.readouterr().out
     assert text in out and "iteration 8: bad" in out and out.splitlines()[-1] == "a restart would take iteration 7"
     assert main(["verify", str(filled), "--iteration", "7"]) == 0
+
+
+def test_pins_are_shown(filled: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["pin", str(filled), "7"]) == 0 and capsys.readouterr().out == "iteration 7 is pinned\n"
+    storage = FileStorage(str(filled))
+    void(storage, [SnapshotId(LINEAGE, 8)])
+    assert main(["list", str(filled)]) == 0
+    newest, older = capsys.readouterr().out.splitlines()
+    assert older.endswith("of job job, pinned")
+    assert newest.endswith("of job job, void (of a past that the job has left: no restart takes it)")
+    assert main(["verify", str(filled)]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "a restart would take iteration 7"
+    assert main(["pin", str(filled), "8"]) == 0 and "it is void" in capsys.readouterr().out
+    assert main(["unpin", str(filled), "7"]) == 0 and "is no longer pinned" in capsys.readouterr().out
+    assert main(["unpin", str(filled), "7"]) == 0 and "is not pinned" in capsys.readouterr().out
+    assert main(["pin", str(filled), "9"]) == 2
+    assert "there is no checkpoint of iteration 9" in capsys.readouterr().err and pinned(storage) == {8}
 
 
 def test_nothing_there_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -162,6 +162,14 @@ def test_what_came_to_nothing_is_swept_and_what_is_being_written_is_not(storage:
     assert lead.commit(manifest_of(marks), marks) and committed(storage) == [2, 1]
 
 
+def test_leftovers_are_another_run_s_when_it_has_claimed_the_place_meanwhile(storage: Storage) -> None:
+    write(storage, 1, OLD)
+    write_parts(storage, 2, NEW)  # of the other run, which has claimed before
+    before = names(storage)
+    assert sweep(storage, [SnapshotId(OLD, 3)], files_of, lambda: False) == [] and names(storage) == before
+    assert len(sweep(storage, [SnapshotId(OLD, 3)], files_of, lambda: True)) == 4
+
+
 def test_the_last_checkpoint_is_not_removed(storage: Storage) -> None:
     write(storage, 1, OLD)
     with raises(StorageError, "only whole checkpoint"):

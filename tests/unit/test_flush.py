@@ -4,20 +4,29 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
 
+from ftckpt.config import Config
 from ftckpt.errors import StorageError
+from ftckpt.group import Group
+from ftckpt.job.node_smp import NodeSmp
 from ftckpt.model.snapshot import SnapshotId
-from ftckpt.persist.commit import claim, committed, folder_of, require_own
+from ftckpt.model.topology import RankPlace, Topology
+from ftckpt.parity.modes import Modes
+from ftckpt.persist import retention
+from ftckpt.persist.commit import claim, committed, folder_of, require_own, require_owner
 from ftckpt.persist.files import FileStorage
 from ftckpt.persist.shards import StoredSnapshot
 from ftckpt.persist.storage import open_storage
+from ftckpt.smp import final_flush
 from ftckpt.smp import flush as flushing
 from ftckpt.smp.arenas import GuardedArenas
 from ftckpt.smp.flush import Flush, FlushOrders
@@ -26,8 +35,8 @@ from ftckpt.store.pulse import FlushState
 from tests.support.errors import raises
 from tests.support.flush_jobs import NODES, Job, leftovers
 from tests.support.killing import killed_at
-from tests.support.mounting import tmpfs
-from tests.support.smp_nodes import LINEAGE, Node, Seen, fill, flip
+from tests.support.mounting import leave_free, tmpfs
+from tests.support.smp_nodes import LINEAGE, Node, Seen, describe, fill, flip
 from tests.support.waiting import until
 
 
@@ -382,3 +391,112 @@ def test_a_place_of_another_program_is_refused(name: str, text: str, where: str)
     storage.put(name, text.encode())
     with raises(StorageError, where, name, "another program", "name a place of its own"):
         require_own(storage)
+
+
+def test_a_checkpoint_has_all_shards_of_its_layout_or_is_none(job: Job) -> None:
+    """A node knows of no other, as one that was configured for an earlier set of nodes."""
+    job.smps[0].configure(describe(job.nodes[0], job.nodes[:1], Modes(), {}, **job.settings))
+    job.snapshot(0, 7)
+    job.flush(7)
+    job.start()
+    until(lambda: job.smps[0].events.of("not_flushed"))
+    assert job.smps[0].events.of("not_flushed")[0]["reason"] == "no node has written dp2, dp3"
+    assert committed(FileStorage(job.where)) == []
+
+
+def test_what_is_void_goes_however_many_stay(job: Job) -> None:
+    storage = FileStorage(job.where)
+    job.start()
+    for slot, iteration in enumerate((7, 8)):
+        job.snapshot(slot, iteration)
+        job.flush(iteration)
+        job.settled(iteration)
+        if iteration == 7:
+            retention.void(storage, [SnapshotId(LINEAGE, 7)])
+    assert committed(storage) == [8] and leftovers(job.where) == []
+
+
+def test_what_a_restart_reads_is_not_replaced_before_its_end(job: Job) -> None:
+    storage = FileStorage(job.where)
+    before = SnapshotId(b"b" * 16, 7)
+    storage.put(f"{folder_of(7)}/manifest.json", StoredSnapshot(before, "job", {}, {}).encode())
+    retention.hold(storage, "restart")
+    job.snapshot(0, 7)
+    job.flush(7)
+    job.start()
+    until(lambda: any("a restart reads" in told["error"] for told in job.smps[0].events.of("storage_fails")))
+    assert job.smps[0].duties.status()["storage"]["problem"], "and says so"
+    name = f"{folder_of(7)}/manifest.json"
+    assert StoredSnapshot.decode(storage.read(name), name).snapshot == before
+    retention.let_go(storage, "restart")
+    job.settled(7)
+    assert StoredSnapshot.decode(storage.read(name), name).snapshot.lineage == LINEAGE
+    assert leftovers(job.where) == []
+
+
+def test_what_is_pinned_is_not_replaced(job: Job) -> None:
+    storage, name = FileStorage(job.where), f"{folder_of(7)}/manifest.json"
+    before = StoredSnapshot(SnapshotId(b"b" * 16, 7), "job", {}, {}).encode()
+    storage.put(name, before)
+    retention.pin(storage, 7)
+    job.snapshot(0, 7)
+    job.flush(7)
+    job.start()
+    until(lambda: job.smps[0].events.of("not_flushed"))
+    assert "'ftckpt unpin' makes room" in job.smps[0].events.of("not_flushed")[0]["reason"]
+    assert storage.read(name) == before
+
+
+def fill_up(small: Path) -> None:
+    (small / "other").write_bytes(bytes(4096))
+    leave_free(small, 0)
+
+
+def saves(job: Job, where: Path, anew: bool = False) -> list[str]:
+    """What both nodes say of a flush without ranks."""
+    return [smp.duties.persist(str(where), 30.0, anew)["flush"] for smp in job.smps]
+
+
+def test_a_save_that_failed_is_begun_once_more(job: Job, tmp_path: Path) -> None:
+    where = tmp_path / "later"
+    job.snapshot(0, 7)
+    job.start()
+    until(lambda: all(node.checked(7) for node in job.nodes))
+    until(lambda: saves(job, where) == ["cannot"] * 2)
+    where.mkdir()
+    assert saves(job, where) == ["cannot"] * 2, "who asks again is told what came of it"
+    saves(job, where, anew=True)
+    until(lambda: saves(job, where) == ["done"] * 2)
+    assert committed(FileStorage(str(where))) == [7]
+
+
+def test_a_save_is_tried_again_where_storage_may_come_back(
+    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(final_flush, "_AGAIN_SECS", 0.1)
+    with tmpfs(tmp_path / "small", "4m") as small:
+        job.snapshot(0, 7)
+        job.start()
+        until(lambda: all(node.checked(7) for node in job.nodes))
+        fill_up(small)
+        saves(job, small)
+        time.sleep(0.5)
+        assert saves(job, small) == ["working"] * 2
+        leave_free(small, 4 << 20)
+        until(lambda: saves(job, small) == ["done"] * 2)
+        assert committed(FileStorage(str(small))) == [7]
+
+
+def test_a_place_that_is_full_at_the_start_becomes_this_run_s_yet(tmp_path: Path) -> None:
+    with tmpfs(tmp_path / "small", "4m") as small:
+        fill_up(small)
+        config = Config(job="job", node="a", persist=str(small))
+        topology = Topology(0, (RankPlace({"dp": 0}, "a"),), {"dp": 1})
+        group = cast(Group, SimpleNamespace(name="this run"))
+        NodeSmp(config, topology, group, Seen(), ["machine"])._claim_storage()
+        time.sleep(0.3)
+        storage = FileStorage(str(small))
+        assert storage.size("owner.json") is None
+        leave_free(small, 1 << 20)
+        until(lambda: storage.size("owner.json"), secs=10)
+        assert require_owner(storage, "this run")

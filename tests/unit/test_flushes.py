@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import time
+
+import pytest
+
 from ftckpt.config import Config
+from ftckpt.job import last_flush
 from ftckpt.job.agreement import Coverage, Verdict, Will
 from ftckpt.job.flushes import Flushes, FlushGuard
-from ftckpt.job.last_flush import Newest, _chosen
+from ftckpt.job.last_flush import Newest, _chosen, _NodeWatch
 from ftckpt.job.session import RankState
 from ftckpt.job.targets import Guard
 from ftckpt.model.loaded import Checkpoint
@@ -120,6 +125,18 @@ def test_the_last_is_what_all_have() -> None:
     assert _chosen([Newest(at(7), at(6)), Newest(at(6), at(5))]) == at(6)
     assert _chosen([Newest(None, None), Newest(at(6), None)]) is None
     assert _chosen([Newest(None, None)] * 2) is None
+
+
+def test_the_last_does_not_wait_for_an_smp_that_never_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(last_flush, "_UNREADY_SECS", 0.3)
+    monkeypatch.setattr(last_flush, "_TURN_SECS", 0.2)
+    guard = READY
+    watch = _NodeWatch(at(6), lambda _: guard, time.monotonic() + 60.0)
+    for _ in range(3):
+        assert watch.turn() == FlushState.WORKING, "for as long as it is to, while there is one"
+    guard = READY._replace(ready=False)
+    assert watch.turn() == FlushState.WORKING, "another may take its place"
+    assert watch.turn() == FlushState.CANNOT
 
 
 def test_what_was_undone_does_not_come_back_from_storage() -> None:
