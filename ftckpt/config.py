@@ -167,7 +167,11 @@ class Config:
         "longest distance of proofs that replicas hold the same bits, in iterations; 0: prove it at start only",
         minimum=0,
     )
-    on_error: str = _setting("continue", "what a failed snapshot does to training", choices=("continue", "raise"))
+    on_error: str = _setting(
+        "continue",
+        "what a failed snapshot, or one that does not come to storage, does to training",
+        choices=("continue", "raise"),
+    )
     error_limit: int = _setting(3, "failed snapshots in a row after which ftckpt turns itself off", minimum=1)
     on_lost: str = _setting(
         "storage",

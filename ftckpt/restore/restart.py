@@ -209,7 +209,12 @@ class Restart:
             remove_protection(self._node_dir, -1)
         for arena in undone:
             _void_arena(arena.path, -1)
-        behind = [arena for arena in self._readable() if missed_return(arena.control.origin(), newest)]
+        behind = [
+            arena
+            for arena in self._readable()
+            if missed_return(arena.control.origin(), newest)
+            and any(snapshot.iteration >= newest.before for snapshot in arena.snapshots())
+        ]
         if behind:
             remove_protection(self._node_dir, newest.before - 1)
         for arena in behind:
