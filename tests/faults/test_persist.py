@@ -265,7 +265,7 @@ def test_where_a_flush_is_given_up_all_ranks_raise_at_one_iteration(persisting: 
     assert all(result == results[0] for result in results), results
     iteration, text = results[0]
     assert iteration > 4 and "did not come to storage" in text
-    assert all(f"node {node}: persist: {persisting['persist']}: No such file" in text for node in ("n0", "n1"))
+    assert all(f"node {node}: persist: {persisting['persist']}: is not there" in text for node in ("n0", "n1"))
 
 
 def train_until_an_error(rank: int, world_size: int, settings: dict[str, Any]) -> tuple[int, str]:
