@@ -50,6 +50,8 @@ def run_list(arguments: argparse.Namespace) -> int:
         notes = ", pinned" if iteration in pins else ""
         notes += f", void ({_VOID})" if stored.snapshot in void else ""
         print(f"iteration {iteration}: {layout}, {len(stored.shards)} shards, {size}, of job {stored.job}{notes}")
+    for iteration in sorted(pins.difference(iterations)):
+        print(f"iteration {iteration}: pinned, and not there")
     if not iterations:
         print(f"{arguments.where}: no snapshot")
     return int(bad)

@@ -180,7 +180,6 @@ def _read(storage: Storage, events: Events, before: int) -> bytes:
     """The newest manifests that count, those before an iteration among them, and why there may be more."""
     texts, problem = list[str](), ""
     try:
-        # In this order: what is removed meanwhile is not there any more, or void before.
         void = _patiently(lambda: retention.voided(storage))
         there = _patiently(lambda: commit.committed(storage))
         wanted = [_NEWEST, _NEWEST if before else 0]  # of all, of those before it

@@ -78,6 +78,9 @@ def test_pins_are_shown(filled: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert main(["unpin", str(filled), "7"]) == 0 and "is not pinned" in capsys.readouterr().out
     assert main(["pin", str(filled), "9"]) == 2
     assert "there is no checkpoint of iteration 9" in capsys.readouterr().err and pinned(storage) == {8}
+    storage.put("pins/iter_0000009", b"")
+    assert main(["list", str(filled)]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "iteration 9: pinned, and not there"
 
 
 def test_nothing_there_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -519,6 +519,7 @@ def test_what_memory_has_is_saved_before_it_is_emptied(standins: Standins, scrip
     saves = [call for call in standins.calls("srun") if "save" in call.argv]
     assert sorted(call.options["--nodelist"] for call in saves) == ["n1", "n2"]
     assert saves[0].after("save") == "mine" and saves[0].after("--timeout") == "90"
+    assert "--at-end" in saves[0].argv, "the job may not want it"
 
 
 @pytest.mark.parametrize("script", BATCH)
