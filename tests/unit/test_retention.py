@@ -20,7 +20,7 @@ from ftckpt.persist.files import FileStorage
 from ftckpt.persist.retention import hold, kept, let_go, pin, pinned, readers, retire, unpin, voided
 from ftckpt.persist.shards import StoredSnapshot
 from ftckpt.persist.storage import ObjectEntry, Storage
-from ftckpt.restore.stored import _hold, _read
+from ftckpt.restore.stored import Shelf, _hold, _read
 from tests.support.errors import raises
 from tests.support.smp_nodes import Seen
 
@@ -111,6 +111,11 @@ def test_a_second_lineage_of_the_iteration_keeps_its_files(storage: Storage) -> 
     storage.put(f"iter_0000001/{NEW.hex()}-n0.safetensors", b"new")
     retire(storage, {old(1)}, (), 4, lambda: True)
     assert [name for name in names(storage) if "iter_0000001" in name] == [f"iter_0000001/{NEW.hex()}-n0.safetensors"]
+
+
+def test_what_cannot_be_seen_cannot_be_undone() -> None:
+    with raises(StorageError, "restore_before: storage cannot be seen", "it is away"):
+        Shelf(problem="it is away").void_from(5)
 
 
 # --- at the same moment ---
