@@ -195,6 +195,7 @@ def test_a_job_does_not_begin_anew_where_storage_is_bad(what: str, persisting: d
     text = "none of the snapshots on storage" if what == "shards" else "what is on storage cannot be seen"
     with pytest.raises(RankFailure, match=text):
         run_ranks(restored, 4, persisting)
+    assert not Path(persisting["persist"], "readers").exists(), "a start that was refused reads no more"
     if what == "manifests":
         return
     persisting["on_lost"] = "fresh"
