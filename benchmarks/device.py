@@ -50,7 +50,7 @@ def measure(rank: int, world_size: int, size: Sequence[str], repeats: int, folde
         measured["off"].append(statistics.median(train(job)))
         for schedule in SCHEDULES:
             name = f"{schedule}-{repeat}"
-            checkpointer = attach(job, folder, name, schedule=schedule, timeline_interval=1, fence_budget=0.0)
+            checkpointer = attach(job, folder, name, schedule=schedule, timeline_interval=1, overhead_budget=0.0)
             registered = registration_secs(checkpointer)
             measured[schedule].append(statistics.median(train(job, checkpointer)))
             checkpointer.close()

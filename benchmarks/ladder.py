@@ -161,7 +161,7 @@ class Runner:
         self._timers.interference = 1.0 if rung.schedule == "thread" else self._interference
         checkpointer = attach(
             self._job, self._folder, name, schedule=rung.schedule, chunk_mib=self._layout.chunk_mib,
-            fence_budget=0.0, timeline_interval=0, objects_mib=1, copy_gbps=1e6,
+            overhead_budget=0.0, timeline_interval=0, objects_mib=1, copy_gbps=1e6,
         )  # fmt: skip
         rank = dist.get_rank()
         nbytes = read_events(self._folder, name, rank, "plan")[-1]["copied_bytes"]

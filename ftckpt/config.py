@@ -6,10 +6,10 @@ import argparse
 import difflib
 import os
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from ftckpt.errors import ConfigError
 
@@ -20,6 +20,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _CORES = re.compile(r"\d{1,5}(-\d{1,5})?(,\d{1,5}(-\d{1,5})?)*")
 _NUMBER = re.compile(r"\d{1,6}(\.\d{1,9})?")
 _LAYOUT = re.compile(r"((tp|pp|vpp|cp|ep|etp|dp)[1-9][0-9]{0,8})+")
+_MTBF = re.compile(r"(process|node|job)=(\d{1,6}(?:\.\d{1,9})?)h")
 _FUNCTION = re.compile(r"[A-Za-z_][A-Za-z0-9_.]*:[A-Za-z_][A-Za-z0-9_]*")
 
 PAGE_BYTES = 4096
@@ -37,8 +38,11 @@ def is_name(text: str) -> bool:
     return bool(_NAME.fullmatch(text))
 
 
-def _setting(default: Any, text: str, choices: tuple[str, ...] = (), minimum: float | None = None) -> Any:
-    return field(default=default, metadata={"help": text, "choices": choices, "minimum": minimum})
+def _setting(
+    default: Any, text: str, choices: tuple[str, ...] = (), minimum: float | None = None, auto: bool = False
+) -> Any:
+    """``auto``: a setting of another type may also be ``auto``."""
+    return field(default=default, metadata={"help": text, "choices": choices, "minimum": minimum, "auto": auto})
 
 
 @dataclass(frozen=True)
@@ -50,7 +54,9 @@ class Config:
     """
 
     enabled: bool = _setting(False, "switch ftckpt on")
-    interval: int = _setting(1, "iterations between snapshots", minimum=1)
+    interval: int | Literal["auto"] = _setting(
+        1, "iterations between snapshots; auto: as few as overhead_budget allows", minimum=1, auto=True
+    )
     slots: int = _setting(
         0,
         "slots per arena; 0: two, three with protection, four where not every snapshot is protected, and one more "
@@ -82,7 +88,13 @@ class Config:
         "where snapshots go in the background: a directory that all nodes share (an absolute path), or s3://, gs:// "
         "or az:// with bucket and folder; default: nowhere",
     )
-    persist_interval: int = _setting(500, "iterations between two snapshots that go to storage", minimum=1)
+    persist_interval: int | Literal["auto"] = _setting(
+        500,
+        "iterations between two snapshots that go to storage; auto: as many as lose least, by what one costs and by "
+        "mtbf",
+        minimum=1,
+        auto=True,
+    )
     persist_keep: int = _setting(3, "snapshots that stay on storage, the newest; 0: all", minimum=0)
     persist_keep_every: int = _setting(
         0,
@@ -134,8 +146,16 @@ class Config:
         choices=("bubble", "stream", "thread", "sync"),
     )
     copy_gbps: float = _setting(0.0, "copy budget of a node in GB/s, shared by its ranks; 0: no limit", minimum=0)
-    fence_budget: float = _setting(
-        0.01, "share of an iteration that the fence may cost before snapshots become rarer; 0: any", minimum=0
+    overhead_budget: float = _setting(
+        0.01,
+        "share of training that snapshots may cost before they become rarer: all that they cost with interval auto, "
+        "with a number what training waits for copies; 0: any",
+        minimum=0,
+    )
+    mtbf: str = _setting(
+        "",
+        "hours between two failures of this job: of a process, of a node, of all of it, such as "
+        "process=40h,node=90h,job=500h; default: by the number of nodes",
     )
     replan_share: float = _setting(
         0.1, "share of an iteration by which windows must have moved before copies are planned anew", minimum=0.001
@@ -186,7 +206,7 @@ class Config:
 
     def __post_init__(self) -> None:
         for setting in fields(self):
-            _check(setting.name, getattr(self, setting.name), type(setting.default), setting.metadata)
+            _check(setting, getattr(self, setting.name))
         # One slot would lose the whole snapshot with the first byte of the next one.
         if self.slots == 1:
             raise ConfigError("slots: 1 is too small; the least is 2, or 0 for as many as protection needs")
@@ -194,6 +214,7 @@ class Config:
         _check_layouts(self.layouts)
         if self.restore_before >= 1 << 63:
             raise ConfigError(f"restore_before: {self.restore_before} is too large for an iteration")
+        check_mtbf(self.mtbf)
         for name in ("job", "node", "rack"):
             value = getattr(self, name)
             if value and not is_name(value):
@@ -209,6 +230,11 @@ class Config:
             raise ConfigError(
                 f"persist: {self.persist!r} is neither an absolute path nor a URL such as s3://bucket/a"
             )
+
+    @property
+    def least_interval(self) -> int:
+        """Iterations between snapshots where nothing makes them rarer."""
+        return 1 if self.interval == "auto" else self.interval
 
     def num_slots(self, protects: bool) -> int:
         """Slots of an arena: ``slots``, or as many as the job needs, which ``protects`` its snapshots or does not.
@@ -264,19 +290,19 @@ class Config:
             if not flag.startswith("--ftckpt"):
                 rest.append(argument)
                 continue
-            name, kind = _flag_target(flag)
-            if name in settings:
+            setting = _flag_target(flag)
+            if setting.name in settings:
                 raise ConfigError(f"{flag}: given twice")
-            if kind is bool:
+            if type(setting.default) is bool:
                 if has_value:
                     raise ConfigError(f"{flag}: takes no value")
-                settings[name] = True
+                settings[setting.name] = True
                 continue
             text = value if has_value else next(arguments, None)
             # A flag in the place of the value: the value was forgotten. ``--flag=--value`` says that it is meant.
             if text is None or (text.startswith("--") and not has_value):
                 raise ConfigError(f"{flag}: needs a value")
-            settings[name] = _convert(flag, text, kind)
+            settings[setting.name] = _convert(flag, text, setting)
         if settings and not settings.get("enabled"):
             raise ConfigError("--ftckpt is missing: the other --ftckpt-* flags mean nothing without it")
         return cls(**settings), rest
@@ -313,6 +339,24 @@ def check_protect(protect: str) -> tuple[str, ...]:
     return () if modes == ("none",) else modes
 
 
+def check_mtbf(mtbf: str) -> dict[str, float]:
+    """Hours by the kind of failure, of those that ``mtbf`` names.
+
+    Raises:
+        ConfigError: something else, a kind twice, or no time at all.
+    """
+    hours: dict[str, float] = {}
+    for part in mtbf.split(",") if mtbf else ():
+        match = _MTBF.fullmatch(part.strip())
+        if match is None or match[1] in hours or not float(match[2]):
+            raise ConfigError(
+                f"mtbf: {part!r} is not a mean time; write process, node or job, each at most once, with hours, such "
+                "as process=40h,node=90h"
+            )
+        hours[match[1]] = float(match[2])
+    return hours
+
+
 def _check_layouts(layouts: str) -> None:
     if not layouts or _FUNCTION.fullmatch(layouts):
         return
@@ -332,11 +376,12 @@ def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         # argparse formats help with %.
         text = setting.metadata["help"].replace("%", "%%")
         choices = setting.metadata["choices"] or None
-        kind: type = type(setting.default)
-        if kind is bool:
+        if type(setting.default) is bool:
             group.add_argument(flag_of(setting.name), action="store_true", help=text)
             continue
-        group.add_argument(flag_of(setting.name), type=kind, default=setting.default, choices=choices, help=text)
+        group.add_argument(
+            flag_of(setting.name), type=_reader(setting), default=setting.default, choices=choices, help=text
+        )
     return parser
 
 
@@ -345,25 +390,38 @@ def flag_of(name: str) -> str:
     return "--ftckpt" if name == "enabled" else f"--ftckpt-{name.replace('_', '-')}"
 
 
-def _flag_target(flag: str) -> tuple[str, type]:
+def _flag_target(flag: str) -> Field[Any]:
     flags = {flag_of(setting.name): setting for setting in fields(Config)}
     if flag not in flags:
         raise ConfigError(f"unknown flag {flag}; {_closest(flag, list(flags))}")
-    return flags[flag].name, type(flags[flag].default)
+    return flags[flag]
 
 
-def _convert(flag: str, text: str, kind: type) -> Any:
+def _reader(setting: Field[Any]) -> Callable[[str], Any]:
+    kind: type = type(setting.default)
+
+    def read(text: str) -> Any:
+        return text if setting.metadata["auto"] and text == "auto" else kind(text)
+
+    read.__name__ = kind.__name__  # argparse says "invalid int value"
+    return read
+
+
+def _convert(flag: str, text: str, setting: Field[Any]) -> Any:
     try:
-        return kind(text)
+        return _reader(setting)(text)
     except ValueError:
-        raise ConfigError(f"{flag}: {text!r} is not {_described(kind)}") from None
+        raise ConfigError(f"{flag}: {text!r} is not {_described(setting)}") from None
 
 
-def _check(name: str, value: Any, kind: type, rule: Mapping[str, Any]) -> None:
+def _check(setting: Field[Any], value: Any) -> None:
+    name, kind, rule = setting.name, type(setting.default), setting.metadata
+    if rule["auto"] and value == "auto":
+        return
     accepted = (int, float) if kind is float else (kind,)
     # To Python a truth value is an int.
     if not isinstance(value, accepted) or (isinstance(value, bool) and kind is not bool):
-        raise ConfigError(f"{name}: {value!r} is not {_described(kind)}")
+        raise ConfigError(f"{name}: {value!r} is not {_described(setting)}")
     if rule["choices"] and value not in rule["choices"]:
         raise ConfigError(f"{name}: {value!r} is not one of {', '.join(rule['choices'])}")
     # Not ``value < minimum``, which is false of nan.
@@ -373,8 +431,9 @@ def _check(name: str, value: Any, kind: type, rule: Mapping[str, Any]) -> None:
         raise ConfigError(f"{name}: {value} is too large; the most is {_MAX_SECS:g}")
 
 
-def _described(kind: type) -> str:
-    return {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}[kind]
+def _described(setting: Field[Any]) -> str:
+    kinds = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
+    return kinds[type(setting.default)] + (" or auto" if setting.metadata["auto"] else "")
 
 
 def _closest(name: str, known: list[str]) -> str:

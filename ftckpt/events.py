@@ -102,8 +102,16 @@ EVENTS: dict[str, EventKind] = {
     ),
     "turned_off": _loud("no more snapshots in this attempt", reason="why"),
     "interval_changed": _quiet(
-        "snapshots become rarer, so that the fence keeps its budget, or more frequent again",
-        interval="iterations between snapshots", fence_budget="share of an iteration",
+        "snapshots become rarer, so that what they cost keeps its budget, or more frequent again",
+        interval="iterations between snapshots",
+        cost="of a snapshot, over the length of an iteration, on the rank on which it is dearest; in the fence alone "
+        "where ``interval`` is a number",
+        overhead_budget="setting",
+    ),
+    "persist_interval_changed": _quiet(
+        "snapshots go to storage as often as loses least by what was measured", interval="iterations between two",
+        flush_secs="that one takes, as this rank saw it",
+        mtbf_secs="between failures that storage alone survives, given or expected",
     ),
     # Windows.
     "planned": _quiet(
@@ -112,7 +120,7 @@ EVENTS: dict[str, EventKind] = {
         places="how many", iteration_secs="expected length of an iteration",
     ),
     "replanned": _quiet(
-        "the fence cost too much: windows are measured anew", fence_share="of an iteration", fence_budget="setting"
+        "the fence cost too much: windows are measured anew", fence_share="of an iteration", overhead_budget="setting"
     ),
     "no_budget": _loud("the node's copy budget cannot be shared: this rank copies without", error="why"),
     # Replicas and what is derived.

@@ -8,9 +8,10 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
+from ftckpt.commands.plan_intervals import Costs, Forecast, forecast
 from ftckpt.config import Config
 from ftckpt.errors import ConfigError
 from ftckpt.model.manifest import shard_name
@@ -201,29 +202,45 @@ def add_plan(commands: Any) -> None:
     defaults = Config()
     for name in ("protect", "peer_code"):
         parser.add_argument(_flag(name), default=getattr(defaults, name), help=_help(name))
-    for name in ("interval", "protect_interval", "slots", "peer_group", "peer_losses", "objects_mib"):
+    for name in ("interval", "persist_interval"):
+        parser.add_argument(_flag(name), type=_interval, default=getattr(defaults, name), help=_help(name))
+    for name in ("protect_interval", "slots", "peer_group", "peer_losses", "objects_mib"):
         parser.add_argument(_flag(name), type=int, default=getattr(defaults, name), metavar="N", help=_help(name))
-    parser.add_argument(_flag("network_gbps"), default=defaults.network_gbps, metavar="N", help=_help("network_gbps"))
-    parser.add_argument("--chunk-mib", type=float, default=defaults.chunk_mib, metavar="N", help=_help("chunk_mib"))
+    for name in ("chunk_mib", "persist_gbps", "overhead_budget"):
+        parser.add_argument(_flag(name), type=float, default=getattr(defaults, name), metavar="N", help=_help(name))
+    for name in ("network_gbps", "persist", "mtbf"):
+        parser.add_argument(_flag(name), default=getattr(defaults, name), help=_help(name))
+    parser.add_argument(
+        "--iteration-secs",
+        type=float,
+        metavar="SECS",
+        help="length of an iteration: what intervals waste is predicted",
+    )
+    parser.add_argument(
+        "--snapshot-cost-secs",
+        type=float,
+        metavar="SECS",
+        help="of training, that a snapshot takes; default: a guess",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the plan and return the exit status; raises ConfigError for a job that cannot be."""
-    shared = ("protect", "peer_code", "interval", "protect_interval", "slots", "peer_group", "peer_losses")
-    more = ("objects_mib", "chunk_mib", "network_gbps")
-    config = Config(**{name: getattr(arguments, name) for name in (*shared, *more)})
+    config = Config(**{s.name: getattr(arguments, s.name) for s in fields(Config) if hasattr(arguments, s.name)})
     job = _job(arguments, config)
     modes, slots, table = plan(job, config)
     names = ",".join(modes.names) or "none"
-    every = config.interval * config.protect_interval
-    assumed = _assumptions(arguments, job)
     limit, received = unknown_limit(config.network_gbps), max(table.network.values())
+    predicted = _predicted(arguments, config, job, modes, limit.secs(received))
+    every = (predicted.interval if predicted else config.least_interval) * config.protect_interval
+    assumed = _assumptions(arguments, job) + (list(predicted.assumed) if predicted else [])
     if arguments.json:
         head = {"ranks": job.ranks, "nodes": len(table.memory), "protect": names, "slots": slots, "assumed": assumed}
         network = {"network_limit": {**asdict(limit), "secs": limit.secs(received)}}
-        print(json.dumps({**head, "protected_every": every, **network, **table.to_json()}))
+        cadence = {"cadence": predicted.to_json()} if predicted else {}
+        print(json.dumps({**head, "protected_every": every, **network, **table.to_json(), **cadence}))
         return 0
     print(f"{job.ranks} ranks on {len(table.memory)} nodes, protect {names}, {slots} slots per arena")
     for line in table.lines():
@@ -232,9 +249,26 @@ def run(arguments: argparse.Namespace) -> int:
         if received:
             print(f"network limit: {limit}: {limit.secs(received):.1f} s or more per protected snapshot")
         print("protected is " + (f"one iteration of {every}" if every > 1 else "every iteration"))
+    for line in predicted.lines() if predicted else ():
+        print(line)
     for text in assumed:
         print(f"assumed: {text}")
     return 0
+
+
+def _predicted(
+    arguments: argparse.Namespace, config: Config, job: JobShape, modes: Modes, protect_secs: float
+) -> Forecast | None:
+    """What intervals waste; None where the length of an iteration is not known."""
+    if arguments.iteration_secs is None:
+        return None
+    rank_bytes = BYTES_PER_PARAM * job.params / job.ranks
+    costs = Costs.guess(
+        config, arguments.iteration_secs, arguments.snapshot_cost_secs, rank_bytes=rank_bytes,
+        node_bytes=rank_bytes * job.gpus_per_node, protect=protect_secs,
+    )  # fmt: skip
+    nodes = job.ranks // job.gpus_per_node
+    return forecast(config, costs, nodes, nodes > 1 and bool(modes.replica or modes.peer))
 
 
 def _job(arguments: argparse.Namespace, config: Config) -> JobShape:
@@ -290,6 +324,10 @@ def _assumptions(arguments: argparse.Namespace, job: JobShape) -> list[str]:
         "parameters lie evenly over tp and pp: layernorms, embeddings and volatile state are not counted apart",
         f"objects take all of their room, {job.objects_bytes >> 20} MiB per rank; headers {_HEADER_BYTES >> 10} KiB",
     ]
+
+
+def _interval(text: str) -> int | str:
+    return text if text == "auto" else int(text)
 
 
 def _flag(name: str) -> str:

@@ -34,52 +34,60 @@ class Round(NamedTuple):
 
     ``number``: of snapshots that were due so far, the same on all ranks, and not sent. ``newest``: the newest
     iteration that this rank has sealed in the lineage of the job, -1 for none. ``stretch``: by how much it wishes
-    snapshots to be rarer. ``target``: the iteration of the target, -1 for none; ``cover``: how far its protection is.
-    ``flush``, ``flushed``: the same of what goes to storage.
+    snapshots to be rarer; ``cost``: what one costs it, in millionths of an iteration. ``target``: the iteration of
+    the target, -1 for none; ``cover``: how far its protection is. ``flush``, ``flushed``: the same of what goes to
+    storage; ``flush_interval``: the iterations between two that it wishes for, 0 where it has no wish.
     """
 
     number: int
     newest: int
     will: Will = Will.GO
     stretch: int = 1
+    cost: int = 0
     target: int = -1
     cover: Coverage = Coverage.DONE
     flush: int = -1
     flushed: Coverage = Coverage.DONE
+    flush_interval: int = 0
 
     def words(self) -> tuple[int, ...]:
         """What goes into an element-wise minimum over all ranks.
 
         ``newest`` goes in twice, once negated: the minimum of the second is minus the largest. A minimum of
         ``newest`` alone would name a snapshot that a rank with a newer one may have overwritten; only where least
-        and largest are the same do all ranks have it. ``target`` likewise. ``stretch`` is negated because the
-        largest wish counts.
+        and largest are the same do all ranks have it. ``target`` likewise. Wishes are negated because the largest
+        one counts.
         """
+        wishes = -self.stretch, -self.cost, -self.flush_interval
         protect = self.target, -self.target, self.cover
-        return self.newest, -self.newest, self.will, -self.stretch, *protect, self.flush, -self.flush, self.flushed
+        return self.newest, -self.newest, self.will, *wishes, *protect, self.flush, -self.flush, self.flushed
 
 
 class Verdict(NamedTuple):
     """What the rounds of all ranks mean together: the same on each of them.
 
     ``whole``: the iteration that all ranks have sealed, -1 where they do not name the same one. ``will``: of the
-    least willing. ``stretch``: the largest wish. ``target``: what all take for the target, -1 where they differ.
-    ``cover``: of the node that is least far. ``flush``, ``flushed``: the same of what goes to storage.
+    least willing. ``stretch``, ``cost``, ``flush_interval``: the largest. ``target``: what all take for the target,
+    -1 where they differ. ``cover``: of the node that is least far. ``flush``, ``flushed``: the same of what goes to
+    storage.
     """
 
     number: int
     whole: int
     will: Will = Will.GO
     stretch: int = 1
+    cost: int = 0
     target: int = -1
     cover: Coverage = Coverage.DONE
     flush: int = -1
     flushed: Coverage = Coverage.DONE
+    flush_interval: int = 0
 
     @classmethod
     def of(cls, number: int, minima: Sequence[int]) -> Verdict:
         """Read the minimum of ``Round.words`` over all ranks."""
-        newest, negated_newest, will, negated_stretch, *tasks = minima
+        newest, negated_newest, will, *rest = minima
+        (stretch, cost, flush_interval), tasks = (-word for word in rest[:3]), rest[3:]
         (target, cover), (flush, flushed) = (
             (name if name == -negated else -1, Coverage(done)) for name, negated, done in (tasks[:3], tasks[3:])
         )
@@ -87,18 +95,31 @@ class Verdict(NamedTuple):
             number,
             newest if newest == -negated_newest else -1,
             Will(will),
-            -negated_stretch,
+            stretch,
+            cost,
             target,
             cover,
             flush,
             flushed,
+            flush_interval,
         )
 
     @classmethod
     def from_row(cls, row: Sequence[int]) -> Verdict:
         """Inverse of a list of its items."""
-        number, whole, will, stretch, target, cover, flush, flushed = row
-        return cls(number, whole, Will(will), stretch, target, Coverage(cover), flush, Coverage(flushed))
+        number, whole, will, stretch, cost, target, cover, flush, flushed, flush_interval = row
+        return cls(
+            number,
+            whole,
+            Will(will),
+            stretch,
+            cost,
+            target,
+            Coverage(cover),
+            flush,
+            Coverage(flushed),
+            flush_interval,
+        )
 
 
 class AgreementError(RuntimeError):

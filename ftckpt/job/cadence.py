@@ -4,6 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from ftckpt.windows.cost import CYCLE
+
+_FIRST_PROBE = 16
+"""Snapshots; what ranks conclude from the first of them comes in force when the last has been taken, or before."""
+
+_PROBE, _PROBES_APART = 8, 512
+"""A probe has so many snapshots, and begins after so many: of intervals that are too short to show what one costs."""
+
 
 @dataclass
 class Interval:
@@ -16,6 +24,8 @@ class Interval:
 
     iterations: int
     delay: int
+    probes: bool = False
+    """Whether spacings are to show what a snapshot costs: at first, and now and then where it is a short one."""
     number: int = 0
     """Snapshots that were due so far."""
     changes: list[tuple[int, int]] = field(default_factory=lambda: [(0, 1)])
@@ -39,7 +49,12 @@ class Interval:
     @property
     def spacing(self) -> int:
         """Iterations from one snapshot to the next, as they are now."""
-        return self.iterations * next(stretch for begin, stretch in reversed(self.changes) if begin <= self.number)
+        stretch = next(stretch for begin, stretch in reversed(self.changes) if begin <= self.number)
+        return self.iterations * (max(stretch, CYCLE) if self._probing else stretch)
+
+    @property
+    def _probing(self) -> bool:
+        return self.probes and (self.number < _FIRST_PROBE or self.number % _PROBES_APART < _PROBE)
 
 
 @dataclass

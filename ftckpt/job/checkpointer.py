@@ -44,6 +44,7 @@ from ftckpt.model.training_state import Description, TrainingState
 from ftckpt.restore.restart import Restart, remove_protection
 from ftckpt.store.arena import Arena
 from ftckpt.store.outcome import LauncherRun
+from ftckpt.windows.cost import Wish
 from ftckpt.windows.pacer import Pacer
 
 
@@ -84,7 +85,7 @@ class Checkpointer:
         self._arenas = NodeArenas(config, topology, self.group, self.events)
         # Asked once: a later layout may leave no mode, and its arena must still be made known to the SMP.
         self._protects = self._protection.on
-        self._state = RankState(config, protects=self._protection.protects)
+        self._state = RankState(config, self._protection.protects, self._protection.storage_mtbf_secs)
         self._pacer: Pacer | None = None
         self._shard: Shard | None = None
         self._boundary = -1  # the iteration of the last one
@@ -249,7 +250,7 @@ class Checkpointer:
         self._boundary = iteration
         begin = time.perf_counter()
         self._fence()  # scripts that call none before the optimizer: at the latest here, where the next one begins
-        self._pacer.boundary()
+        self._pacer.boundary(flushing=self._state.flushes.current is not None)
         try:
             if self._state.lost:
                 self._search(iteration)
@@ -547,7 +548,7 @@ class Checkpointer:
         round_ = self._state.round_to_post(
             capture.newest if capture is not None else None,
             will,
-            self._pacer.stretch if self._pacer is not None else 1,
+            self._pacer.wish if self._pacer is not None else Wish(),
             self._protection.observe(self._state.targets.target),
             now_secs,
             flush=self._protection.observe_flush(self._state.flushes.current),

@@ -2,17 +2,38 @@
 
 from __future__ import annotations
 
+import math
+import statistics
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from ftckpt.config import Config
 from ftckpt.job.actions import Announcement
 from ftckpt.job.agreement import Coverage, Verdict
 from ftckpt.model.snapshot import SnapshotId
+from ftckpt.model.tiers import Tier, storage_interval_secs
 from ftckpt.store.pulse import FlushState
+from ftckpt.windows.cost import Wish
 
 _REST_SECS = 30.0
 """At least, after a snapshot that did not come to storage; as long as that one took, if it took longer."""
+
+_LEAST_SHARE = 0.01
+"""Of the time that a flush takes, what it is held to cost at the least: storage and network have other users, too."""
+
+_WORTHWHILE = 1 / 4
+"""Of an interval: what one of another length would win is less than the doubt in all that it follows from."""
+
+_UNMEASURED = 500
+"""Iterations between two while nothing is known of the first."""
+
+_MOST = 1 << 30
+"""Iterations: however seldom the job fails."""
+
+_JUDGED = 5
+"""Flushes that the time of one is a median of."""
 
 
 class FlushGuard(NamedTuple):
@@ -38,32 +59,68 @@ class Flushes:
     The first snapshot that ``learn`` is given at or behind each multiple of ``interval`` iterations is ``current``
     until it is on storage, or some node cannot bring it there, or ``timeout_secs`` are over; then a newer one is.
     ``interval`` 0: none goes there.
+
+    With ``tunes`` the first one of an attempt goes there, which shows how long that takes and what it costs, and then
+    the first at or behind an ``interval`` after the last one: as ranks wish by then, to lose least to failures that
+    storage alone survives, ``mtbf_secs`` from one to the next.
     """
 
     interval: int
     timeout_secs: float = 0.0
+    tunes: bool = False
+    mtbf_secs: float = math.inf
     current: SnapshotId | None = None
     persisted: SnapshotId | None = None
     """The newest that is on storage, of those of this attempt."""
     due: int = field(init=False)
     chosen_secs: float = 0.0
     rests_until_secs: float = 0.0
+    wished: int = 0
+    """Iterations between two, by what this rank has measured; 0: nothing yet."""
+    _last: int | None = None  # the iteration of the one that was chosen last, unless that did not come there
+    _took_secs: deque[float] = field(default_factory=lambda: deque(maxlen=_JUDGED))
 
     def __post_init__(self) -> None:
-        self.due = self.interval
+        self.due = 0 if self.tunes else self.interval
+
+    @classmethod
+    def of(cls, config: Config, mtbf_secs: float) -> Flushes:
+        """As configured; ``mtbf_secs`` see above."""
+        if not config.persist:
+            return cls(0)
+        tunes = config.persist_interval == "auto"
+        interval = _UNMEASURED if config.persist_interval == "auto" else config.persist_interval
+        return cls(interval, config.persist_timeout_secs, tunes, mtbf_secs)
 
     def begin(self, on_storage: int) -> None:
         """Storage has a snapshot of that iteration already, -1 for none."""
-        if self.interval:
+        if self.interval and not self.tunes:
             self.due = self._behind(max(0, on_storage))
 
     def learn(self, verdict: Verdict, newest: SnapshotId | None, now_secs: float) -> Iterator[Announcement]:
         """What a verdict changes; ``newest`` is the snapshot to take if one is due."""
         yield from self._settle(verdict, now_secs)
+        yield from self._tune(verdict.flush_interval)
         if self.current is not None or newest is None or not self.interval or newest.iteration < self.due:
             return
         if verdict.flushed != Coverage.CANNOT:
             self.current, self.due, self.chosen_secs = newest, self._behind(newest.iteration), now_secs
+            self._last = newest.iteration
+
+    def wish(self, measured: Wish) -> int:
+        """The iterations between two that this rank wishes for, for a round; 0 without a wish.
+
+        The interval of least waste by ``model.tiers``: what one costs is the time that iterations take longer beside
+        it, and a failure loses what training does while it is on its way, besides half an interval.
+        """
+        if not self.tunes or not self._took_secs or not measured.iteration_secs:
+            return self.wished
+        secs = statistics.median(self._took_secs)
+        tier = Tier(self.mtbf_secs, max(measured.flush_share, _LEAST_SHARE) * secs, late_secs=secs)
+        wish = max(1, round(min(storage_interval_secs(tier) / measured.iteration_secs, _MOST)))
+        if abs(wish - self.wished) > _WORTHWHILE * self.wished:
+            self.wished = wish
+        return self.wished
 
     def report(self, guard: FlushGuard, now_secs: float) -> tuple[int, Coverage]:
         """The iteration that goes to storage and how far this node is with it, for a round."""
@@ -84,10 +141,26 @@ class Flushes:
     def forget(self) -> None:
         """What was on its way is not any more: training went back, or the arenas were laid out anew."""
         if self.current is not None:
-            self.due, self.current = self.current.iteration, None
+            self.due, self.current, self._last = self.current.iteration, None, None
 
     def _behind(self, iteration: int) -> int:
+        if self.tunes:
+            return iteration + self.interval
         return (iteration // self.interval + 1) * self.interval
+
+    def _tune(self, wish: int) -> Iterator[Announcement]:
+        if not self.tunes or wish in (0, self.interval):
+            return
+        self.interval = wish
+        if self._last is not None:
+            self.due = self._behind(self._last)
+        secs = statistics.median(self._took_secs) if self._took_secs else 0.0
+        yield Announcement(
+            "persist_interval_changed",
+            {"interval": wish, "flush_secs": secs, "mtbf_secs": self.mtbf_secs},
+            f"from now on a snapshot goes to storage every {wish} iteration(s): one takes {secs:.1f} s, and what "
+            f"storage alone survives is expected every {self.mtbf_secs / 3600:.0f} h",
+        )
 
     def _settle(self, verdict: Verdict, now_secs: float) -> Iterator[Announcement]:
         current = self.current
@@ -98,10 +171,11 @@ class Flushes:
         fields = {"iteration": current.iteration, "secs": secs}
         if verdict.flushed == Coverage.DONE:
             self.persisted = current
+            self._took_secs.append(secs)
             yield Announcement(
                 "persisted", fields, f"iteration {current.iteration} is on storage, after {secs:.1f} s"
             )
         else:
-            self.due = current.iteration  # the next one will do
+            self.due, self._last = current.iteration, None  # the next one will do
             error = f"iteration {current.iteration} did not come to storage within {secs:.0f} s"
             yield Announcement("not_persisted", fields, error=error)

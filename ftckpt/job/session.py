@@ -9,6 +9,7 @@ posts. Time is an argument, in seconds of any clock that does not go back.
 from __future__ import annotations
 
 import json
+import math
 from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -20,6 +21,7 @@ from ftckpt.job.cadence import Interval, Proofs
 from ftckpt.job.flushes import NO_FLUSH, Flushes, FlushGuard
 from ftckpt.job.targets import Guard, Targets
 from ftckpt.model.snapshot import SnapshotId
+from ftckpt.windows.cost import Wish
 
 _MEASURED_AT = 16
 """The snapshot at which what the windows take is stored, for the shares that the next start cuts: the medians of the
@@ -30,6 +32,9 @@ _MORE_ROUNDS = 5
 
 _LONGEST_STEP_SECS = 10.0
 """What an iteration counts at most while ranks look for each other: where training stands still nobody searches."""
+
+_MOST_COST = 1e6
+"""Iterations that a snapshot may cost, as far as rounds say."""
 
 _REMEMBERED = 64
 """Verdicts that a rank keeps for others that have not read them; whoever misses so many has been off for long."""
@@ -70,7 +75,7 @@ class RankState:
     ``lose`` to ``reunite`` boundaries bring a ``search`` and nothing else.
     """
 
-    def __init__(self, config: Config, protects: bool = False) -> None:
+    def __init__(self, config: Config, protects: bool = False, storage_mtbf_secs: float = math.inf) -> None:
         self._config = config
         self.lineage = b""
         self.whole: SnapshotId | None = None
@@ -83,10 +88,11 @@ class RankState:
         self.failures = 0
         """In a row: a snapshot that was sealed ends the row."""
         # A rank that reads nothing posts OFF after error_limit rounds, so it is off before a change that it missed.
-        self.interval = Interval(config.interval, config.error_limit + _MORE_ROUNDS)
+        probes = config.interval == "auto" and config.overhead_budget > 0
+        self.interval = Interval(config.least_interval, config.error_limit + _MORE_ROUNDS, probes)
         self.proofs = Proofs(config.replica_check_interval)
         self.targets = Targets(config.protect_interval if protects else 0, config.protect_timeout_secs)
-        self.flushes = Flushes(config.persist_interval if config.persist else 0, config.persist_timeout_secs)
+        self.flushes = Flushes.of(config, storage_mtbf_secs)
         self._stepped = False
         self._wrong = False  # what ranks copy must change, and has not yet
         self._round: int | None = None  # the number of the round that is still to be posted
@@ -140,7 +146,7 @@ class RankState:
         return self._round is not None and not self.off and not self.lost
 
     def round_to_post(
-        self, newest: SnapshotId | None, will: Will, stretch: int, guard: Guard, now_secs: float,
+        self, newest: SnapshotId | None, will: Will, wish: Wish, guard: Guard, now_secs: float,
         *, flush: FlushGuard = NO_FLUSH,
     ) -> Round:  # fmt: skip
         """This rank's round, when ``owes_round``: what it has sealed, and what it wants of the next snapshot."""
@@ -150,7 +156,8 @@ class RankState:
         if self.failures >= self._config.error_limit and own <= self._newest:
             will = Will.OFF  # unless one was sealed since: that ends the row of failures
         tasks = *self.targets.report(guard, now_secs), *self.flushes.report(flush, now_secs)
-        return Round(self._round, own, will, stretch, *tasks)
+        cost = int(min(wish.cost, _MOST_COST) * 1e6)
+        return Round(self._round, own, will, wish.stretch, cost, *tasks, self.flushes.wish(wish))
 
     def posted(self, round_: Round) -> None:
         """The round is on its way."""
@@ -180,7 +187,7 @@ class RankState:
             newest = self.targets.protected if protects else self.whole
             actions += self.flushes.learn(verdict, newest, now_secs)
             if self.interval.learn(verdict.number, verdict.stretch):
-                actions.append(self._interval_change(verdict.stretch))
+                actions.append(self._interval_change(verdict))
         if self.whole is not None and self.whole != whole:
             actions.append(WholeMark(self.whole))
             if self._whole_here_secs is None:
@@ -326,10 +333,16 @@ class RankState:
         self.off = True
         return TurnOff(reason)
 
-    def _interval_change(self, stretch: int) -> Announcement:
-        interval = stretch * self._config.interval
-        fields = {"interval": interval, "fence_budget": self._config.fence_budget}
-        text = f"soon a snapshot every {interval} iterations, so that fences keep their budget"
+    def _interval_change(self, verdict: Verdict) -> Announcement:
+        config, cost = self._config, verdict.cost / 1e6
+        interval, what = verdict.stretch * config.least_interval, "all in all"
+        if config.interval != "auto":
+            what = "in the fence"
+        fields = {"interval": interval, "cost": cost, "overhead_budget": config.overhead_budget}
+        text = (
+            f"soon a snapshot every {interval} iteration(s): {what} it costs {cost:.2%} of one, and the budget is "
+            f"{config.overhead_budget:.2%}"
+        )
         return Announcement("interval_changed", fields, text)
 
     def _supersedes(self, now_secs: float) -> bool:

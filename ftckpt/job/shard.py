@@ -84,7 +84,7 @@ class Shard:
         host_bytes = arena.image.file_bytes * arena.control.slots
         copied = self.capture.stepped_bytes if self.capture is not None else 0
         self._events.announce(
-            f"a snapshot every {self._config.interval} iteration(s) copies {copied / 1e6:.1f} MB from rank 0 "
+            f"a snapshot every {self._config.least_interval} iteration(s) copies {copied / 1e6:.1f} MB from rank 0 "
             f"into {host_bytes / 1e6:.1f} MB at {arena.path}"
         )
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 import time
 from collections import deque
@@ -12,16 +11,21 @@ from typing import Any, Protocol
 
 from ftckpt.config import Config
 from ftckpt.events import Events
+from ftckpt.model.tiers import shortest_interval
 from ftckpt.windows.bubbles import Always, Bubbles, CopyPlan, Windows
 from ftckpt.windows.clock import Clock, Moment
+from ftckpt.windows.cost import CostMeter, Wish
 from ftckpt.windows.iteration import Iteration, Profile, in_windows
 from ftckpt.windows.node_budget import Budget
 
 _JUDGED = 5
 """Snapshots over which rates of copying and costs of fences are judged."""
 
-_MOST_STRETCH = 1000.0
+_MOST_STRETCH = 10_000
 """However small the budget, snapshots do not become rarer than this."""
+
+_WORTHWHILE = 1 / 8
+"""Of the cost: an interval that follows what was measured more closely would change for ever, and win nothing."""
 
 _PENDING = 4
 """Iterations that may wait for a device to come to their end."""
@@ -45,7 +49,8 @@ class Copies(Protocol):
 class IterationMarks:
     """An iteration that is over for the host, though a device may still be at it.
 
-    ``began`` is the time of day at its first boundary, ``snapshot`` the iteration whose state was copied.
+    ``began`` is the time of day at its first boundary, ``snapshot`` the iteration whose state was copied, ``place``
+    how many boundaries that lies behind. ``flushing``: a snapshot was on its way to storage.
     """
 
     began: float
@@ -53,6 +58,8 @@ class IterationMarks:
     end: Moment
     copies: Copies | None
     snapshot: int
+    place: int
+    flushing: bool
 
 
 class Pacer:
@@ -81,7 +88,9 @@ class Pacer:
         self._marks: list[tuple[str, Moment]] = []
         self._began = 0.0
         self._copies: Copies | None = None
-        self._snapshot = -1
+        self._snapshot, self._place = -1, 0
+        self._flushing = False
+        self._meter = CostMeter()
         # Beyond that the oldest goes unread: a device this far behind has no use for its times.
         self._pending: deque[IterationMarks] = deque(maxlen=_PENDING)
         self._rates: deque[float] = deque(maxlen=_JUDGED)
@@ -91,7 +100,8 @@ class Pacer:
         self._places = 0
         self._provide(_PLACES)
         self.stretch = 1
-        """By how much this rank wishes snapshots to be rarer, so that its fence keeps its budget."""
+        """By how much this rank wishes snapshots to be rarer, so that they keep their budget."""
+        self._cost = 0.0
 
     @property
     def windows(self) -> Windows:
@@ -102,6 +112,11 @@ class Pacer:
     def capacity_bytes(self) -> int:
         """What the windows of one iteration can take; 0 until they were measured."""
         return self._capacity
+
+    @property
+    def wish(self) -> Wish:
+        """What this rank wants of the intervals."""
+        return Wish(self.stretch, self._cost, self._meter.iteration_secs, self._meter.flush_share)
 
     def expect(self, kinds: Sequence[str], lengths: Sequence[float]) -> None:
         """A model's view of the schedule, see ``Profile.expect``."""
@@ -118,12 +133,18 @@ class Pacer:
         if self._bubbles is not None:
             self._bubbles.enter(len(self._marks) - 1, kind, mark)
 
-    def boundary(self) -> None:
-        """An iteration ends and the next begins."""
+    def boundary(self, flushing: bool = False) -> None:
+        """An iteration ends and the next begins; ``flushing``: beside a snapshot that is on its way to storage."""
         end = self.clock.mark()
+        self._place = 0 if self._copies is not None else self._place + 1
         # A mark is missing where a graph was captured: nothing is known of such an iteration.
         if self._marks and end is not None and all(mark is not None for _, mark in self._marks):
-            self._pending.append(IterationMarks(self._began, self._marks, end, self._copies, self._snapshot))
+            self._pending.append(
+                IterationMarks(
+                    self._began, self._marks, end, self._copies, self._snapshot, self._place, self._flushing
+                )
+            )
+        self._flushing = flushing
         self._began, self._marks, self._copies = time.time(), [("boundary", end)], None
         if self._bubbles is not None:
             self._bubbles.begin(0, None)
@@ -151,6 +172,8 @@ class Pacer:
                 return
             passed = self._pending.popleft()
             self._profile.add(iteration)
+            if self._meter.add(passed.place, iteration.secs, passed.flushing):
+                self._watch_cost()
             if iteration.copies:
                 spent = sum(end - begin for begin, end, _ in iteration.copies)
                 copied = sum(nbytes for _, _, nbytes in iteration.copies)
@@ -185,7 +208,7 @@ class Pacer:
         return Iteration(tuple(kind for kind, _ in passed.marks), tuple(known), copies)
 
     def _report(self, iteration: Iteration, passed: IterationMarks) -> None:
-        moved, interval = iteration.moved_bytes, self._config.timeline_interval * self._config.interval
+        moved, interval = iteration.moved_bytes, self._config.timeline_interval * self._config.least_interval
         costs: dict[str, Any] = {
             "moved_bytes": moved,
             "window_capacity_bytes": self._plan.window_bytes if self._plan is not None else None,
@@ -223,22 +246,37 @@ class Pacer:
     def _watch_fence(self, iteration: Iteration) -> None:
         """Too dear a fence: measure the windows anew, and where that does not help, wish for rarer snapshots.
 
-        The interval follows from what was measured, as in CheckFreq (FAST'21): the least at which the
-        fence's share of all iterations keeps the budget.
+        With ``interval`` auto the whole cost decides of the wish, and the fence of the windows alone.
         """
-        budget = self._config.fence_budget
+        budget = self._config.overhead_budget
         self._fences.append(iteration.stall_secs / max(iteration.secs, 1e-9))
         if not budget or len(self._fences) < _JUDGED:
             return
         share = statistics.median(self._fences)
         # Snapshots n times as rare cost one n-th of the share.
-        needed = max(1, math.ceil(min(share / budget, _MOST_STRETCH)))
+        needed = shortest_interval(share, budget, _MOST_STRETCH)
         if needed > self.stretch and self._bubbles is not None and not self._replanned:
             self._replanned = True
             self._profile.forget()
-            self._events.emit("replanned", fence_share=share, fence_budget=budget)
+            self._events.emit("replanned", fence_share=share, overhead_budget=budget)
             self._fences.clear()
         # Back only where half would do: an interval that follows each median would go up and down for ever.
-        elif needed > self.stretch or 2 * needed <= self.stretch:
-            self.stretch, self._replanned = needed, False
-            self._fences.clear()
+        elif self._config.interval != "auto" and (needed > self.stretch or 2 * needed <= self.stretch):
+            self._wish(needed, share)
+
+    def _watch_cost(self) -> None:
+        """With ``interval`` auto: the shortest interval under the budget, kept while what is measured allows it."""
+        budget, cost = self._config.overhead_budget, self._meter.cost
+        if self._config.interval != "auto" or not budget or cost is None:
+            return
+        doubt = max(cost.error, _WORTHWHILE * cost.share)
+        least, needed, most = (
+            shortest_interval(max(0.0, share), budget, _MOST_STRETCH)
+            for share in (cost.share - doubt, cost.share, cost.share + doubt)
+        )
+        if not least <= self.stretch <= most:
+            self._wish(needed, max(0.0, cost.share))
+
+    def _wish(self, stretch: int, cost: float) -> None:
+        self.stretch, self._cost, self._replanned = stretch, cost, False
+        self._fences.clear()

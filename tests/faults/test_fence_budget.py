@@ -33,7 +33,7 @@ def taken(settings: dict[str, Any]) -> list[list[int]]:
 
 
 def test_snapshots_become_rarer_together_and_frequent_again(settings: dict[str, Any]) -> None:
-    settings |= {"fence_budget": 0.3, "replica_check_interval": 0}
+    settings |= {"overhead_budget": 0.3, "replica_check_interval": 0}
     run_ranks(train, 3, settings, 120, 40)
     assert not jobs.events(settings, "snapshot_error")
     assert {event["rank"] for event in jobs.events(settings, "replanned")} == {1}
@@ -50,6 +50,6 @@ def test_snapshots_become_rarer_together_and_frequent_again(settings: dict[str, 
 
 @pytest.mark.slow
 def test_a_budget_of_nothing_is_no_budget(settings: dict[str, Any]) -> None:
-    settings |= {"fence_budget": 0.0, "replica_check_interval": 0}
+    settings |= {"overhead_budget": 0.0, "replica_check_interval": 0}
     run_ranks(train, 3, settings, 25, 100)
     assert taken(settings) == [list(range(1, 26))] * 3

@@ -18,6 +18,7 @@ from ftckpt.job.reunion import Reunion
 from ftckpt.job.session import RankState, Standing
 from ftckpt.job.targets import Guard
 from ftckpt.model.snapshot import SnapshotId
+from ftckpt.windows.cost import Wish
 
 POSTED, PROOF, CONNECTED = "posted", "proof", "connected"
 """Where a rank waits for others: with a deadline for their posts, without one in a proof or to connect anew."""
@@ -356,7 +357,7 @@ class Rank:
             gave_up=fate.smp == "gives up",
         )
         will = Will.SKIP if self.flight is not None else Will.GO
-        round_ = state.round_to_post(self.newest, will, fate.stretch, guard, job.now_secs)
+        round_ = state.round_to_post(self.newest, will, Wish(fate.stretch), guard, job.now_secs)
         assert not state.off, "a rank that is off posts"
         if fate.breaks == "post":
             self.group.give_up("")

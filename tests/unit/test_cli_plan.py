@@ -149,3 +149,64 @@ def test_a_job_that_cannot_be_names_its_flag(capsys: pytest.CaptureFixture[str],
     assert main(["plan", *arguments.split()]) == 2
     error = capsys.readouterr().err
     assert text in error and error.count("\n") == 1
+
+
+def intervals(value: dict[str, Any]) -> dict[str, int]:
+    return {row["place"]: row["interval"] for row in value["cadence"]["intervals"]}
+
+
+AUTO = f"{SIZE} --protect node,peer --interval auto --persist /there --persist-interval auto --iteration-secs 6"
+
+
+def test_intervals_are_predicted(capsys: pytest.CaptureFixture[str]) -> None:
+    value = planned(capsys, f"{AUTO} --snapshot-cost-secs 0.3")
+    found = intervals(value)
+    # 0.3 s of 6 s, under 1 %; 8.5 s for the network are two iterations, but no more than those five.
+    assert (found["memory"], found["protected memory"]) == (5, 5) and value["protected_every"] == 5
+    assert value["cadence"]["overhead"] == pytest.approx(0.01, abs=0.001)
+    rows = value["cadence"]["intervals"]
+    assert value["cadence"]["lost"] == pytest.approx(sum(row["lost"] for row in rows))
+    seldom = planned(capsys, f"{AUTO} --mtbf job=100000h")
+    assert intervals(seldom)["storage"] > 10 * found["storage"]
+    slow = planned(capsys, f"{AUTO} --network-gbps 0.1")
+    assert intervals(slow)["protected memory"] == 12, "67 s for the network"
+
+
+def test_fixed_intervals_are_taken_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
+    value = planned(capsys, f"{SIZE} --interval 7 --persist /there --persist-interval 30 --iteration-secs 6")
+    assert intervals(value) == {"memory": 7, "protected memory": 7, "storage": 30}
+
+
+def test_where_memory_survives_no_node_storage_answers_that(capsys: pytest.CaptureFixture[str]) -> None:
+    value = planned(capsys, AUTO.replace("node,peer", "node"))
+    assert set(intervals(value)) == {"memory", "storage"}
+    (storage,) = (row for row in value["cadence"]["intervals"] if row["place"] == "storage")
+    assert storage["failures"].startswith("a node") and storage["mtbf_secs"] < 168 * 3600 / 2
+
+
+def test_what_is_predicted_is_told_with_what_was_assumed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *AUTO.split()]) == 0
+    text = capsys.readouterr().out
+    for words in ("a process lost each 115 h", "in all", "assumed: failures", "assumed: a flush takes"):
+        assert words in text
+    assert main(["plan", *SIZE.split(), "--interval", "auto"]) == 0
+    assert "in all" not in capsys.readouterr().out, "nothing is known of an iteration"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ("--iteration-secs 0", "--iteration-secs: 0 is not the length"),
+        ("--iteration-secs nan", "--iteration-secs: nan"),
+        ("--iteration-secs 1 --snapshot-cost-secs -1", "--snapshot-cost-secs: -1 is not a time"),
+        ("--mtbf 5", "mtbf: '5' is not a mean time"),
+        ("--interval often", "--interval"),
+        ("--interval 0", "interval: 0 is too small"),
+    ],
+)
+def test_what_cannot_be_predicted_names_its_flag(
+    capsys: pytest.CaptureFixture[str], arguments: str, text: str
+) -> None:
+    assert main(["plan", *SIZE.split(), *arguments.split()]) == 2
+    error = capsys.readouterr().err
+    assert text in error and error.count("\n") == 1

@@ -29,6 +29,7 @@ SAMPLES = {
     "protect": "node,peer",
     "layouts": "tp2pp2,tp1",
     "network_gbps": "2.5",
+    "mtbf": "process=40h,node=2.5h",
 }
 """A value for each text setting that does not take any text; names take ``x``."""
 
@@ -42,6 +43,8 @@ def configs(draw: st.DrawFn) -> Config:
             strategy: st.SearchStrategy[Any] = st.sampled_from(choices)
         elif type(setting.default) is int:
             strategy = st.integers(int(least), 1 << 40).filter(lambda n, name=setting.name: (name, n) != ("slots", 1))
+            if setting.metadata["auto"]:
+                strategy |= st.just("auto")
         elif type(setting.default) is float:
             strategy = SECS
         elif type(setting.default) is bool:
@@ -56,6 +59,8 @@ def configs(draw: st.DrawFn) -> Config:
             strategy = st.sampled_from(["auto", "none"]) | CORES
         elif setting.name == "network_gbps":
             strategy = st.sampled_from(["auto", "0", "0.05", "12"])
+        elif setting.name == "mtbf":
+            strategy = st.sampled_from(["", "job=500h", "process=40h, node=2.5h"])
         elif setting.name == "protect":
             strategy = st.sampled_from(PROTECT)
         elif setting.name == "layouts":
@@ -111,7 +116,7 @@ def test_without_flags_ftckpt_is_off() -> None:
         (["--ftckpt", "--ftckpt-events", "--ftckpt-interval", "2"], "--ftckpt-events: needs a value"),
         (["--ftckpt", "--ftckpt-job", "--lr"], "--ftckpt-job: needs a value"),
         (["--ftckpt", "--ftckpt-interval", "often"], "--ftckpt-interval: 'often' is not a whole number"),
-        (["--ftckpt", "--ftckpt-interval=1.5"], "--ftckpt-interval: '1.5' is not a whole number"),
+        (["--ftckpt", "--ftckpt-interval=1.5"], "--ftckpt-interval: '1.5' is not a whole number or auto"),
         (["--ftckpt", "--ftckpt-fence-timeout-secs="], "--ftckpt-fence-timeout-secs: '' is not a number"),
         (["--ftckpt", "--ftckpt-slots=2", "--ftckpt-slots=2"], "--ftckpt-slots: given twice"),
         (["--ftckpt", "--ftckpt"], "--ftckpt: given twice"),
@@ -130,7 +135,17 @@ def test_a_wrong_flag_is_refused(argv: list[str], message: str) -> None:
         ("interval", 0, "interval: 0 is too small; the least is 1"),
         ("interval", True, "interval: True is not a whole number"),
         ("interval", 1.0, "interval: 1.0 is not a whole number"),
-        ("interval", None, "interval: None is not a whole number"),
+        ("interval", None, "interval: None is not a whole number or auto"),
+        ("interval", "5", "interval: '5' is not a whole number or auto"),
+        ("persist_interval", "often", "persist_interval: 'often' is not a whole number or auto"),
+        ("persist_interval", 0, "persist_interval: 0 is too small; the least is 1"),
+        ("slots", "auto", "slots: 'auto' is not a whole number$"),
+        ("mtbf", "40h", "mtbf: '40h' is not a mean time; write process, node or job, each at most once, with hours"),
+        ("mtbf", "node=40", "mtbf: 'node=40' is not a mean time"),
+        ("mtbf", "rack=40h", "mtbf: 'rack=40h' is not a mean time"),
+        ("mtbf", "node=0h", "mtbf: 'node=0h' is not a mean time"),
+        ("mtbf", "node=4h,node=5h", "mtbf: 'node=5h' is not a mean time"),
+        ("mtbf", "node=4h,", "mtbf: '' is not a mean time"),
         ("slots", 1, "slots: 1 is too small; the least is 2"),
         ("protect", "nodes", "protect: 'nodes' is not one of auto, none, node"),
         ("protect", "node,node", "protect: 'node,node' names a mode twice"),
@@ -145,8 +160,8 @@ def test_a_wrong_flag_is_refused(argv: list[str], message: str) -> None:
         ("copy_gbps", -0.1, "copy_gbps: -0.1 is too small; the least is 0"),
         ("copy_gbps", float("inf"), "copy_gbps: inf is too large"),
         ("copy_gbps", True, "copy_gbps: True is not a number"),
-        ("fence_budget", -1e-9, "fence_budget: .* is too small; the least is 0"),
-        ("fence_budget", float("nan"), "fence_budget: nan"),
+        ("overhead_budget", -1e-9, "overhead_budget: .* is too small; the least is 0"),
+        ("overhead_budget", float("nan"), "overhead_budget: nan"),
         ("replan_share", 0, "replan_share: 0 is too small; the least is 0.001"),
         ("timeline_interval", -1, "timeline_interval: -1 is too small; the least is 0"),
         ("timeline_interval", 0.5, "timeline_interval: 0.5 is not a whole number"),
@@ -228,11 +243,14 @@ def test_chunk_sizes(mib: float, nbytes: int) -> None:
         ("schedule", "sync"),
         ("copy_gbps", 0),
         ("copy_gbps", 12.5),
-        ("fence_budget", 0),
+        ("overhead_budget", 0),
         ("replan_share", 0.001),
         ("affinity", "none"),
         ("affinity", "8,0-3"),
         ("timeline_interval", 0),
+        ("interval", "auto"),
+        ("persist_interval", "auto"),
+        ("mtbf", "process=40h,node=2.5h,job=500h"),
     ],
 )
 def test_accepted_values(name: str, value: Any) -> None:

@@ -42,7 +42,7 @@ def initialize(
         (None, Config()),
         ({}, Config()),
         ({"enabled": True}, Config(enabled=True)),
-        ({"enabled": True, "interval": 3, "fence_budget": 0}, Config(enabled=True, interval=3, fence_budget=0)),
+        ({"enabled": True, "interval": 3, "overhead_budget": 0}, Config(enabled=True, interval=3, overhead_budget=0)),
         ({"enabled": False, "interval": 3}, Config(interval=3)),
     ],
 )
@@ -82,7 +82,10 @@ def test_flags_and_section_are_merged() -> None:
     [
         ({"interval": 2}, {"enabled": True, "interval": 1}, ["interval: 2 by --ftckpt-interval and 1 in"]),
         ({"enabled": True}, {"enabled": False}, ["enabled: True by --ftckpt and False in"]),
-        ({"fence_budget": 0.5}, {"enabled": True, "fence_budget": 0.1}, ["0.5 by --ftckpt-fence-budget and 0.1 in"]),
+        (
+            {"overhead_budget": 0.5}, {"enabled": True, "overhead_budget": 0.1},
+            ["0.5 by --ftckpt-overhead-budget and 0.1 in"],
+        ),
     ],
 )  # fmt: skip
 def test_a_disagreement_names_the_field_and_both_values(

@@ -18,6 +18,7 @@ from ftckpt.model.snapshot import SnapshotId
 from ftckpt.persist.shards import StoredSnapshot
 from ftckpt.restore.stored import Shelf
 from ftckpt.store.pulse import FlushState
+from ftckpt.windows.cost import Wish
 
 LINEAGE = b"l" * 16
 READY = FlushGuard(ready=True, sealed=True, state=FlushState.WORKING)
@@ -101,7 +102,7 @@ def test_what_is_on_its_way_is_kept_and_marked() -> None:
     state.boundary(5)
     state.learn([Verdict(2, 5, flush=4, flushed=WORKING)], 0.0)
     assert state.keep == {at(4), at(5)}
-    round_ = state.round_to_post(at(5), Will.GO, 1, Guard(), 0.0, flush=READY)
+    round_ = state.round_to_post(at(5), Will.GO, Wish(), Guard(), 0.0, flush=READY)
     assert (round_.flush, round_.flushed) == (4, WORKING)
     state.boundary(6)
     state.learn([Verdict(3, 6, flush=4)], 0.0)

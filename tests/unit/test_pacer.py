@@ -156,7 +156,7 @@ def test_a_flight_that_has_not_ended_is_waited_for_by_nobody(tmp_path: Path) -> 
 
 
 def test_only_the_wait_for_copies_counts_against_the_budget(tmp_path: Path) -> None:
-    rank = Rank(tmp_path, fence_budget=0.1)
+    rank = Rank(tmp_path, overhead_budget=0.1)
     for _ in range(20):
         rank.iterate(fence=2.0)
     assert rank.pacer.stretch == 1 and not rank.told("replanned")
@@ -165,7 +165,7 @@ def test_only_the_wait_for_copies_counts_against_the_budget(tmp_path: Path) -> N
 
 
 def test_a_dear_fence_is_measured_anew_then_stretches_the_interval_then_lets_go(tmp_path: Path) -> None:
-    rank = Rank(tmp_path, fence_budget=0.1)
+    rank = Rank(tmp_path, overhead_budget=0.1)
     slow = ((0.5, 8.0, 10 * MB),)
     for _ in range(5):
         rank.iterate(slow, fence=2.0)
@@ -181,11 +181,11 @@ def test_a_dear_fence_is_measured_anew_then_stretches_the_interval_then_lets_go(
     assert rank.pacer.stretch == 1
 
 
-def test_the_smallest_budget_stretches_no_further_than_a_thousand(tmp_path: Path) -> None:
-    rank = Rank(tmp_path, fence_budget=5e-324)
+def test_the_smallest_budget_stretches_no_further_than_ten_thousand(tmp_path: Path) -> None:
+    rank = Rank(tmp_path, overhead_budget=5e-324)
     for _ in range(12):
         rank.iterate(((0.5, 8.0, 10 * MB),), fence=2.0)
-    assert rank.pacer.stretch == 1000
+    assert rank.pacer.stretch == 10_000
 
 
 @pytest.mark.parametrize("interval", [0, 2])

@@ -15,6 +15,7 @@ from ftckpt.job.actions import Take
 from ftckpt.job.agreement import Will
 from ftckpt.job.session import RankState
 from ftckpt.job.targets import Guard
+from ftckpt.windows.cost import Wish
 from tests.support.ranks import CALM, Fate, Job
 
 Order = Callable[[int], int]
@@ -261,7 +262,7 @@ def test_a_rank_that_nobody_answers_posts_no_more_than_its_failures_allow() -> N
         if state.off:
             break
         if state.owes_round:
-            state.posted(state.round_to_post(None, Will.GO, 1, Guard(), 0.0))
+            state.posted(state.round_to_post(None, Will.GO, Wish(), Guard(), 0.0))
             num_posted += 1
         state.boundary(iteration)
         if num_posted:

@@ -1,0 +1,154 @@
+"""What ``ftckpt plan`` predicts: how often snapshots are taken, protected and stored, and what that wastes.
+
+It rests on the model of ``ftckpt.model.tiers`` and on costs that are given or guessed: a job that runs measures them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from ftckpt.config import Config, check_mtbf
+from ftckpt.errors import ConfigError
+from ftckpt.model.tiers import (
+    NODE,
+    PROCESS,
+    Tier,
+    Waste,
+    mtbf_secs,
+    shortest_interval,
+    storage_interval_secs,
+    storage_mtbf_secs,
+)
+
+COPY_GBPS = 20.0
+"""Assumed rate of copies of a GPU to pinned memory: PCIe 4.0 x16 gives a little more."""
+SLOWED = 0.3
+"""By how much copies beside them slow compute steps down, as REFT measured for a side stream (17 to 38 %, arXiv
+2310.12670)."""
+STORE_GBPS = 1.0
+"""Assumed rate at which a node writes to storage."""
+FLUSH_SLOWS = 0.01
+"""Share of training that a flush takes while it runs: assumed."""
+
+_MOST = 1 << 30  # iterations
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What is known of a job before it runs, in seconds.
+
+    ``iteration``: its length. ``snapshot``: of training, that one takes. ``protect``: until one is protected, by the
+    network. ``flush``: until one is on storage.
+    """
+
+    iteration: float
+    snapshot: float
+    protect: float
+    flush: float
+
+    @classmethod
+    def guess(
+        cls, config: Config, iteration: float, snapshot: float | None, *, rank_bytes: float, node_bytes: float,
+        protect: float,
+    ) -> Costs:  # fmt: skip
+        """``snapshot`` None: guessed as if no byte fitted into windows.
+
+        Raises:
+            ConfigError: a length that is none.
+        """
+        if not 0 < iteration < 1e6:
+            raise ConfigError(f"--iteration-secs: {iteration:g} is not the length of an iteration in seconds")
+        if snapshot is not None and not 0 <= snapshot < 1e6:
+            raise ConfigError(f"--snapshot-cost-secs: {snapshot:g} is not a time in seconds")
+        if snapshot is None:
+            snapshot = SLOWED * rank_bytes / (COPY_GBPS * 1e9)
+        return cls(iteration, snapshot, protect, node_bytes / ((config.persist_gbps or STORE_GBPS) * 1e9))
+
+
+class Answer(NamedTuple):
+    """What answers failures of some kinds: a snapshot of each ``interval`` iterations."""
+
+    kinds: str
+    place: str
+    interval: int
+    tier: Tier
+    waste: Waste
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """Answers from memory to storage."""
+
+    answers: tuple[Answer, ...]
+    assumed: tuple[str, ...]
+
+    @property
+    def interval(self) -> int:
+        """Iterations between snapshots."""
+        return self.answers[0].interval
+
+    @property
+    def waste(self) -> Waste:
+        """Of all failures together."""
+        wastes = [answer.waste for answer in self.answers]
+        return Waste(sum(waste.overhead for waste in wastes), sum(waste.lost for waste in wastes))
+
+    def lines(self) -> Iterator[str]:
+        for answer in self.answers:
+            yield (
+                f"{answer.kinds} lost each {answer.tier.mtbf_secs / 3600:.0f} h: {answer.place} has one iteration of "
+                f"{answer.interval}, which takes {answer.waste.overhead:.3%} of training and loses "
+                f"{answer.waste.lost:.3%}"
+            )
+        yield f"in all {self.waste.overhead:.3%} of training for snapshots, {self.waste.lost:.3%} lost and done again"
+
+    def to_json(self) -> dict[str, Any]:
+        rows = [
+            {"failures": a.kinds, "place": a.place, "interval": a.interval, **a.tier._asdict(), **a.waste._asdict()}
+            for a in self.answers
+        ]
+        return {"intervals": rows, "overhead": self.waste.overhead, "lost": self.waste.lost}
+
+
+def forecast(config: Config, costs: Costs, nodes: int, survives_nodes: bool) -> Forecast:
+    """How often snapshots are taken, protected and stored as ``config`` says, and what that wastes.
+
+    ``survives_nodes``: memory survives the loss of a node; where it does not, storage answers that, too.
+    """
+    rates = mtbf_secs(check_mtbf(config.mtbf), nodes)
+    iteration = costs.iteration
+    every = config.least_interval
+    if config.interval == "auto" and config.overhead_budget:
+        every = shortest_interval(costs.snapshot / iteration, config.overhead_budget, _MOST)
+    memory = Tier(rates[PROCESS], costs.snapshot, late_secs=iteration)
+    answers = [_answer("a process", "memory", every, memory, iteration)]
+    if survives_nodes:
+        # What one costs is counted above; a target that takes longer than that makes those between go unprotected.
+        protected = max(every * config.protect_interval, math.ceil(costs.protect / iteration))
+        tier = Tier(rates[NODE], 0.0, late_secs=iteration + costs.protect)
+        answers.append(_answer("a node", "protected memory", protected, tier, iteration))
+    if config.persist:
+        secs = storage_mtbf_secs(rates, survives_nodes)
+        tier = Tier(secs, FLUSH_SLOWS * costs.flush, late_secs=costs.flush)
+        stored = max(every, round(min(storage_interval_secs(tier) / iteration, _MOST)))
+        if config.persist_interval != "auto":
+            stored = config.persist_interval
+        kinds = "the whole job" if survives_nodes else "a node, or the whole job,"
+        answers.append(_answer(kinds, "storage", stored, tier, iteration))
+    return Forecast(tuple(answers), tuple(_assumed(config, costs)))
+
+
+def _answer(kinds: str, place: str, interval: int, tier: Tier, iteration_secs: float) -> Answer:
+    return Answer(kinds, place, interval, tier, tier.waste(interval * iteration_secs))
+
+
+def _assumed(config: Config, costs: Costs) -> Iterator[str]:
+    yield f"a snapshot takes {costs.snapshot:.3g} s of training; a job with interval auto measures it"
+    if not config.mtbf:
+        yield "failures: 6.5 of 1000 nodes a day, half of them with the node; of the whole job one a week; set --mtbf"
+    if config.persist:
+        yield f"a flush takes {costs.flush:.3g} s and {FLUSH_SLOWS:.0%} of training meanwhile"
+    yield "what a restart itself takes is not counted: it is the same for all intervals"
