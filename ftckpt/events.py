@@ -110,7 +110,7 @@ EVENTS: dict[str, EventKind] = {
     ),
     "persist_interval_changed": _quiet(
         "snapshots go to storage as often as loses least by what was measured", interval="iterations between two",
-        flush_secs="that one takes, as this rank saw it",
+        flush_secs="that one takes, as this rank saw it", cost_secs="of training, that one takes, likewise",
         mtbf_secs="between failures that storage alone survives, given or expected",
     ),
     # Windows.

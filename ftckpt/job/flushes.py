@@ -78,6 +78,8 @@ class Flushes:
     wished: int = 0
     """Iterations between two, by what this rank has measured; 0: nothing yet."""
     _last: int | None = None  # the iteration of the one that was chosen last, unless that did not come there
+    _judges: bool = False  # once behind each flush: what it follows from differs a little in each iteration
+    _tier: Tier | None = None  # as this rank has measured it
     _took_secs: deque[float] = field(default_factory=lambda: deque(maxlen=_JUDGED))
 
     def __post_init__(self) -> None:
@@ -113,10 +115,11 @@ class Flushes:
         The interval of least waste by ``model.tiers``: what one costs is the time that iterations take longer beside
         it, and a failure loses what training does while it is on its way, besides half an interval.
         """
-        if not self.tunes or not self._took_secs or not measured.iteration_secs:
+        if not self._judges or not measured.iteration_secs:
             return self.wished
+        self._judges = False
         secs = statistics.median(self._took_secs)
-        tier = Tier(self.mtbf_secs, max(measured.flush_share, _LEAST_SHARE) * secs, late_secs=secs)
+        tier = self._tier = Tier(self.mtbf_secs, max(measured.flush_share, _LEAST_SHARE) * secs, late_secs=secs)
         wish = max(1, round(min(storage_interval_secs(tier) / measured.iteration_secs, _MOST)))
         if abs(wish - self.wished) > _WORTHWHILE * self.wished:
             self.wished = wish
@@ -154,13 +157,13 @@ class Flushes:
         self.interval = wish
         if self._last is not None:
             self.due = self._behind(self._last)
-        secs = statistics.median(self._took_secs) if self._took_secs else 0.0
-        yield Announcement(
-            "persist_interval_changed",
-            {"interval": wish, "flush_secs": secs, "mtbf_secs": self.mtbf_secs},
-            f"from now on a snapshot goes to storage every {wish} iteration(s): one takes {secs:.1f} s, and what "
-            f"storage alone survives is expected every {self.mtbf_secs / 3600:.0f} h",
-        )
+        fields = {"interval": wish, "mtbf_secs": self.mtbf_secs}
+        text = f"from now on a snapshot goes to storage every {wish} iteration(s): "
+        if self._tier is not None:  # another rank may have a wish when this one has none yet
+            fields |= {"flush_secs": self._tier.late_secs, "cost_secs": self._tier.cost_secs}
+            text += f"one takes {self._tier.late_secs:.3g} s and {self._tier.cost_secs:.3g} s of training, and "
+        text += f"what storage alone survives is expected every {self.mtbf_secs / 3600:.3g} h"
+        yield Announcement("persist_interval_changed", fields, text)
 
     def _settle(self, verdict: Verdict, now_secs: float) -> Iterator[Announcement]:
         current = self.current
@@ -172,6 +175,7 @@ class Flushes:
         if verdict.flushed == Coverage.DONE:
             self.persisted = current
             self._took_secs.append(secs)
+            self._judges = self.tunes
             yield Announcement(
                 "persisted", fields, f"iteration {current.iteration} is on storage, after {secs:.1f} s"
             )

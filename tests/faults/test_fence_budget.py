@@ -53,3 +53,39 @@ def test_a_budget_of_nothing_is_no_budget(settings: dict[str, Any]) -> None:
     settings |= {"overhead_budget": 0.0, "replica_check_interval": 0}
     run_ranks(train, 3, settings, 25, 100)
     assert taken(settings) == [list(range(1, 26))] * 3
+
+
+def train_dear(rank: int, world_size: int, settings: dict[str, Any], iterations: int, dear_until: int) -> int:
+    """Iterations of 20 ms; boundaries with a snapshot take rank 1 30 ms more. No fence waits for anything."""
+    checkpointer, state = plain.make(rank, world_size, settings)
+    save_objects, iteration = state.save_objects, 0
+
+    def slowly() -> dict[str, Any]:
+        time.sleep(0.03 if rank == 1 and iteration < dear_until else 0.0)
+        return save_objects()
+
+    state.save_objects = slowly  # type: ignore[method-assign]
+    checkpointer.restore()
+    for iteration in range(1, iterations + 1):
+        time.sleep(0.02)
+        plain.iterate(checkpointer, state, iteration)
+    checkpointer.close()
+    return 0
+
+
+def test_an_interval_follows_from_the_whole_cost_on_all_ranks_alike(settings: dict[str, Any]) -> None:
+    settings |= {"interval": "auto", "overhead_budget": 0.1, "replica_check_interval": 0}
+    run_ranks(train_dear, 3, settings, 900, 400)
+    assert not jobs.events(settings, "snapshot_error")
+    changes = jobs.events(settings, "interval_changed")
+    by_rank = [[(e["interval"], round(e["cost"], 6)) for e in changes if e["rank"] == rank] for rank in range(3)]
+    assert by_rank[0] == by_rank[1] == by_rank[2]
+    (interval, cost), *later = by_rank[0]
+    assert 12 <= interval <= 30, "30 ms and what else it takes, at a tenth of 20 ms"
+    assert 0.1 * (interval - 1) - 0.01 <= cost <= 0.1 * interval
+    iterations = taken(settings)
+    assert iterations[0] == iterations[1] == iterations[2]
+    gaps = [b - a for a, b in zip(iterations[0], iterations[0][1:], strict=False)]
+    assert gaps[:10] == [6] * 10, "at first intervals show what one costs"
+    assert gaps.count(interval) > 2
+    assert later and later[-1][0] < interval / 2, "it is cheap in the end"

@@ -124,6 +124,22 @@ def test_snapshots_come_to_storage_while_training_goes_on(persisting: dict[str, 
     assert not [event for event in told if event["event"] in ("not_flushed", "storage_fails")]
 
 
+def test_an_interval_of_storage_follows_from_what_a_flush_takes_and_from_failures(persisting: dict[str, Any]) -> None:
+    """One fails each 36 s: the second flush, and all behind it, are as far apart as all ranks agree."""
+    persisting |= {"persist_interval": "auto", "mtbf": "job=0.01h", "persist_keep": 0}
+    results = [result.value for result in run_ranks(train_until_persisted, 4, persisting, 4)]
+    assert all(persisted == results[0] for persisted in results), "all ranks know the same"
+    changes = jobs.events(persisting, "persist_interval_changed")
+    by_rank = [[event["interval"] for event in changes if event["rank"] == rank] for rank in range(4)]
+    assert by_rank[0] and all(intervals == by_rank[0] for intervals in by_rank)
+    assert all(event["mtbf_secs"] == 36.0 and event["flush_secs"] > 0 for event in changes)
+    first, *later = results[0]
+    assert first < 100, "the first goes soon: what one takes is to be known"
+    gaps = [b - a for a, b in zip([first, *later], later, strict=False)]
+    assert all(gap >= min(by_rank[0]) for gap in gaps)
+    assert max(by_rank[0]) < 500, "as where nothing is known"
+
+
 def test_a_job_whose_memory_is_gone_goes_on_from_storage(persisting: dict[str, Any], left: Path) -> None:
     shutil.copytree(left, persisting["persist"], dirs_exist_ok=True)
     newest = stored(persisting)[0].snapshot.iteration

@@ -15,6 +15,7 @@ from ftckpt.job.session import RankState
 from ftckpt.job.targets import Guard
 from ftckpt.model.loaded import Checkpoint
 from ftckpt.model.snapshot import SnapshotId
+from ftckpt.model.tiers import Tier
 from ftckpt.persist.shards import StoredSnapshot
 from ftckpt.restore.stored import Shelf
 from ftckpt.store.pulse import FlushState
@@ -148,3 +149,61 @@ def test_what_was_undone_does_not_come_back_from_storage() -> None:
     newest = max(shelf.origins, key=lambda origin: origin.generation)
     assert shelf.without_undone(newest).snapshots == (after,) and shelf.without_undone(newest).newest == 50
     assert shelf.without_undone(Checkpoint()).newest == 90
+
+
+def tuning(mtbf_secs: float = 1e6) -> Flushes:
+    """One that has measured that a flush takes 50 s."""
+    flushes = Flushes.of(Config(persist="/there", persist_interval="auto"), mtbf_secs)
+    learn(flushes, verdict(), 3, 100.0)
+    assert flushes.current == at(3), "the first one, to know what it takes"
+    assert flushes.wish(Wish(iteration_secs=2.0)) == 0, "nothing is known yet"
+    assert learn(flushes, verdict(3), 8, 150.0) == ["persisted"] and flushes.current is None
+    return flushes
+
+
+@pytest.mark.parametrize(
+    ("mtbf_secs", "share", "cost_secs"), [(1e6, 0.2, 10.0), (1e6, 0.0, 0.5), (1e8, 0.2, 10.0), (1e4, 0.001, 0.5)]
+)
+def test_a_wish_is_the_interval_that_wastes_least(mtbf_secs: float, share: float, cost_secs: float) -> None:
+    wish = tuning(mtbf_secs).wish(Wish(iteration_secs=2.0, flush_share=share))
+    tier = Tier(mtbf_secs, cost_secs, late_secs=50.0)
+    others = [tier.waste(2.0 * n).total for n in range(1, 4 * wish)]
+    best = 1 + others.index(min(others))
+    assert wish == best if best > 50 else wish == 50, "and storage rests as long as it works"
+
+
+def test_what_ranks_wish_for_counts_from_the_last_one() -> None:
+    flushes = tuning()
+    assert learn(flushes, verdict()._replace(flush_interval=40), 9) == ["persist_interval_changed"]
+    assert learn(flushes, verdict()._replace(flush_interval=40), 42) == [] and flushes.current is None
+    learn(flushes, verdict()._replace(flush_interval=40), 44)
+    assert flushes.current == at(44), "the first behind 43"
+
+
+def test_a_rank_judges_once_behind_each_flush() -> None:
+    flushes = tuning()
+    first = flushes.wish(Wish(iteration_secs=2.0, flush_share=0.2))
+    assert flushes.wish(Wish(iteration_secs=20.0, flush_share=0.9)) == first
+    learn(flushes, verdict(), 600, 200.0)
+    learn(flushes, verdict(600), 620, 251.0)
+    assert flushes.wish(Wish(iteration_secs=2.1, flush_share=0.2)) == first, "no small change moves it"
+    learn(flushes, verdict(), 1200, 300.0)
+    learn(flushes, verdict(1200), 1250, 350.0)
+    assert flushes.wish(Wish(iteration_secs=8.0, flush_share=0.2)) < first / 3
+
+
+def test_a_number_is_kept_whatever_ranks_wish_for() -> None:
+    flushes = Flushes.of(Config(persist="/there", persist_interval=10), 1e6)
+    learn(flushes, verdict(), 13, 0.0)
+    learn(flushes, verdict(13), 14, 50.0)
+    assert flushes.wish(Wish(iteration_secs=2.0)) == 0
+    assert learn(flushes, verdict()._replace(flush_interval=40), 15) == [] and flushes.interval == 10
+
+
+def test_one_that_does_not_come_there_is_tried_again_soon_whatever_the_interval() -> None:
+    flushes = tuning()
+    learn(flushes, verdict()._replace(flush_interval=40), 43, 200.0)
+    assert flushes.current == at(43)
+    assert learn(flushes, verdict(43, CANNOT), 44, 300.0) == ["not_persisted"]
+    learn(flushes, verdict()._replace(flush_interval=60), 45, 400.0)
+    assert flushes.current == at(45)

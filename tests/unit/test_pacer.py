@@ -201,6 +201,56 @@ def test_timelines_are_left_as_often_as_asked_for(interval: int, tmp_path: Path)
         assert timelines[0]["copies"] == [[0.5, 1.5, 2 * MB]] and timelines[0]["coords"] == {"pp": 1}
 
 
+class Auto(Rank):
+    """Snapshots each ``spacing`` iterations of six seconds, which take ``cost`` seconds more beside them."""
+
+    def __init__(self, folder: Path, **settings: Any) -> None:
+        super().__init__(folder, interval="auto", **settings)
+
+    def live(self, snapshots: int, cost: float, spacing: int = 6) -> int:
+        """The wish behind them."""
+        for number in range(snapshots * spacing):
+            if number % spacing == 0:
+                self.iterate(scale=1 + cost / 6)
+            else:
+                self.pacer.enter("forward")
+                self.clock.now += 6.0
+                self.pacer.boundary()
+                self.pacer.learn()
+        return self.pacer.wish.stretch
+
+
+@pytest.mark.parametrize(("cost", "stretch"), [(0.0, 1), (0.5, 1), (1.3, 3), (60.0, 100)])
+def test_auto_wishes_for_the_shortest_interval_whose_whole_cost_keeps_the_budget(
+    cost: float, stretch: int, tmp_path: Path
+) -> None:
+    rank = Auto(tmp_path, overhead_budget=0.1)
+    assert rank.live(12, cost) == stretch
+    assert rank.pacer.wish.iteration_secs == 6.0
+    if stretch > 1:
+        assert rank.pacer.wish.cost == pytest.approx(cost / 6)
+
+
+def test_auto_goes_both_ways_and_no_small_change_moves_it(tmp_path: Path) -> None:
+    rank = Auto(tmp_path, overhead_budget=0.1)
+    assert rank.live(12, 6.0) == 10
+    assert rank.live(20, 6.3) == 10 and rank.live(20, 5.7) == 10, "within an eighth"
+    assert rank.live(20, 12.0) == 20
+    assert rank.live(20, 1.2) == 2
+
+
+def test_auto_without_a_budget_wishes_for_nothing(tmp_path: Path) -> None:
+    assert Auto(tmp_path, overhead_budget=0.0).live(20, 60.0) == 1
+
+
+def test_a_dear_fence_alone_does_not_stretch_auto(tmp_path: Path) -> None:
+    """It is a part of the whole cost, and windows are measured anew for it."""
+    rank = Auto(tmp_path, overhead_budget=0.1)
+    for _ in range(20):
+        rank.iterate(((0.5, 8.0, 10 * MB),), fence=2.0)
+    assert rank.pacer.stretch == 1 and len(rank.told("replanned")) == 1
+
+
 def test_other_rungs_of_the_ladder_plan_nothing(tmp_path: Path) -> None:
     rank = Rank(tmp_path, schedule="stream")
     for _ in range(8):

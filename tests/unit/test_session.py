@@ -198,3 +198,27 @@ def test_a_rank_that_reads_late_is_due_when_the_others_are() -> None:
             late.learn(40, 7)
         taken += [boundary] * due
     assert taken[-4:] == [98, 105, 112, 119]
+
+
+def due_of(interval: Interval, iterations: range) -> list[int]:
+    return [iteration for iteration in iterations if interval.due(iteration)]
+
+
+def test_intervals_that_show_no_cost_are_longer_at_first_and_now_and_then() -> None:
+    interval = Interval(1, delay=8, probes=True)
+    due = due_of(interval, range(1, 97))
+    assert due == list(range(6, 97, 6)) and interval.number == 16
+    due = due_of(interval, range(97, 97 + 496))
+    assert due == list(range(97, 97 + 496)) and interval.number == 512
+    due = due_of(interval, range(593, 700))
+    assert due[:14] == [*range(594, 661, 6), 661, 662]
+
+
+def test_a_long_interval_shows_what_one_costs_as_it_is() -> None:
+    interval = Interval(1, delay=8, probes=True)
+    interval.learn(2, 9)
+    assert due_of(interval, range(1, 110))[-4:] == [81, 90, 99, 108]
+
+
+def test_a_number_for_an_interval_is_never_made_longer_to_show_a_cost() -> None:
+    assert due_of(Interval(2, delay=8), range(1, 1200)) == list(range(2, 1200, 2))

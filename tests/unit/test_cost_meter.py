@@ -1,0 +1,102 @@
+"""What snapshots cost, from the lengths of iterations near them and far from them."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from ftckpt.windows.cost import CYCLE, NEAR, Cost, CostMeter
+
+
+def lived(
+    spacing: int,
+    snapshots: int,
+    costs: tuple[float, ...] = (0.3,),
+    noise: float = 0.0,
+    meter: CostMeter | None = None,
+) -> CostMeter:
+    """Iterations of a second; one that is ``place`` behind a snapshot takes ``costs[place]`` longer."""
+    dice, meter = random.Random(1), meter or CostMeter()
+    for number in range(5 + spacing * snapshots + 1):
+        place = (number - 5) % spacing
+        cost = costs[place] if place < len(costs) else 0.0
+        meter.add(place, 1.0 + cost + dice.gauss(0, noise), flushing=False)
+    return meter
+
+
+@pytest.mark.parametrize("spacing", [CYCLE, 7, 40])
+def test_all_that_is_longer_near_a_snapshot_is_its_cost(spacing: int) -> None:
+    cost = lived(spacing, 8, (0.3, 0.1, 0.05)).cost
+    assert cost is not None and cost.share == pytest.approx(0.45) and cost.error < 1e-9
+
+
+def test_spacings_without_an_iteration_far_from_snapshots_show_nothing() -> None:
+    assert lived(CYCLE - 1, 50).cost is None
+    assert lived(1, 50).cost is None
+
+
+def test_a_cost_is_known_from_the_fifth_snapshot_on() -> None:
+    assert lived(CYCLE, 4).cost is None
+    assert lived(CYCLE, 5).cost is not None
+
+
+def test_the_length_of_iterations_is_the_unit() -> None:
+    meter = CostMeter()
+    for number in range(80):
+        place = number % 8
+        meter.add(place, 0.02 if place else 0.05, flushing=False)
+    assert meter.cost is not None and meter.cost.share == pytest.approx(1.5)
+    assert meter.iteration_secs == 0.02
+
+
+def test_the_error_says_how_far_the_cost_may_be_off() -> None:
+    """Of a hundred measurements with noise, some two in three lie within one error."""
+    found, within = [], 0
+    for seed in range(100):
+        dice, meter = random.Random(seed), CostMeter()
+        for number in range(6 + 16 * 12):
+            place = (number - 5) % 12
+            meter.add(place, 1.0 + (0.02 if place == 0 else 0.0) + dice.gauss(0, 0.01), flushing=False)
+        cost = meter.cost
+        assert isinstance(cost, Cost)
+        found.append(cost)
+        within += abs(cost.share - 0.02) <= cost.error
+    assert 50 <= within <= 90
+    assert sum(cost.share for cost in found) / 100 == pytest.approx(0.02, abs=0.003), "off to neither side"
+
+
+def test_an_iteration_that_was_not_measured_spoils_its_cycle_alone() -> None:
+    meter = CostMeter()
+    for number in range(5 + 8 * 9 + 1):
+        place = (number - 5) % 8
+        if (number - 5) // 8 == 3 and place == 1:
+            continue
+        meter.add(place, 1.2 if place < NEAR else 1.0, flushing=False)
+    assert meter.cost is not None and meter.cost.share == pytest.approx(0.6)
+
+
+def test_the_first_iterations_say_nothing() -> None:
+    meter = CostMeter()
+    for _ in range(5):
+        assert not meter.add(1, 60.0, flushing=False)
+    assert meter.iteration_secs == 0.0
+    for _ in range(5):
+        meter.add(1, 1.0, flushing=False)
+    assert meter.iteration_secs == 1.0
+
+
+@pytest.mark.parametrize("near", [False, True])
+def test_what_a_flush_slows_down_is_told_among_iterations_of_one_kind(near: bool) -> None:
+    meter = CostMeter()
+    for number in range(205):
+        beside = number % 100 > 50
+        place = 0 if near else 1 + number % 3
+        meter.add(place, 1.1 if beside else 1.0, beside)
+        if not near and number % 4 == 0:
+            meter.add(0, 5.0, beside)  # dear snapshots, which are as dear beside a flush
+    assert meter.flush_share == pytest.approx(0.1)
+
+
+def test_without_a_flush_nothing_is_known_of_it() -> None:
+    assert lived(10, 8).flush_share == 0.0
