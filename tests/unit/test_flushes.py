@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 
 import pytest
@@ -207,3 +208,18 @@ def test_one_that_does_not_come_there_is_tried_again_soon_whatever_the_interval(
     assert learn(flushes, verdict(43, CANNOT), 44, 300.0) == ["not_persisted"]
     learn(flushes, verdict()._replace(flush_interval=60), 45, 400.0)
     assert flushes.current == at(45)
+
+
+def test_ranks_that_wish_for_different_intervals_choose_the_same_snapshots() -> None:
+    """What one rank has measured is its own; what all have read is the same."""
+    ranks, chosen = [tuning() for _ in range(3)], []
+    for number in range(9, 1500):
+        wishes = [rank.wish(Wish(iteration_secs=2.0 + place)) for place, rank in enumerate(ranks)]
+        current = ranks[0].current
+        read = verdict(current.iteration if current else -1)._replace(flush_interval=max(wishes))
+        for rank in ranks:
+            learn(rank, read, number, float(number))
+        assert len({rank.current for rank in ranks}) == 1
+        chosen += [number] if ranks[0].current is not None else []
+    assert len({rank.wished for rank in ranks}) == 3 and len(chosen) > 5
+    assert len({after - before for before, after in itertools.pairwise(chosen[-4:])}) == 1
