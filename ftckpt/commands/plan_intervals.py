@@ -84,6 +84,10 @@ class Forecast:
 
     answers: tuple[Answer, ...]
     assumed: tuple[str, ...]
+    best: int
+    """Iterations between snapshots at which most is trained."""
+    budget: float
+    """Share of training that they would take."""
 
     @property
     def interval(self) -> int:
@@ -103,6 +107,10 @@ class Forecast:
                 f"{answer.interval}, which takes {answer.waste.overhead:.3%} of training and loses "
                 f"{answer.waste.lost:.3%}"
             )
+        yield (
+            f"most is trained with one iteration of {self.best} in memory: interval auto takes it with "
+            f"overhead_budget {self.budget:.2g}"
+        )
         yield f"in all {self.waste.overhead:.3%} of training for snapshots, {self.waste.lost:.3%} lost and done again"
 
     def to_json(self) -> dict[str, Any]:
@@ -110,7 +118,8 @@ class Forecast:
             {"failures": a.kinds, "place": a.place, "interval": a.interval, **a.tier._asdict(), **a.waste._asdict()}
             for a in self.answers
         ]
-        return {"intervals": rows, "overhead": self.waste.overhead, "lost": self.waste.lost}
+        best = {"best_interval": self.best, "best_overhead_budget": self.budget}
+        return {"intervals": rows, **best, "overhead": self.waste.overhead, "lost": self.waste.lost}
 
 
 def forecast(config: Config, costs: Costs, nodes: int, survives_nodes: bool) -> Forecast:
@@ -138,7 +147,10 @@ def forecast(config: Config, costs: Costs, nodes: int, survives_nodes: bool) -> 
             stored = config.persist_interval
         kinds = "the whole job" if survives_nodes else "a node, or the whole job,"
         answers.append(_answer(kinds, "storage", stored, tier, iteration))
-    return Forecast(tuple(answers), tuple(_assumed(config, costs)))
+    # What memory answers, protected or not: each snapshot is in both.
+    secs = 1 / (1 / rates[PROCESS] + survives_nodes / rates[NODE])
+    best = max(1, math.ceil(Tier(secs, costs.snapshot).best_secs() / iteration))
+    return Forecast(tuple(answers), tuple(_assumed(config, costs)), best, costs.snapshot / (best * iteration))
 
 
 def _answer(kinds: str, place: str, interval: int, tier: Tier, iteration_secs: float) -> Answer:

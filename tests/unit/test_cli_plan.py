@@ -166,6 +166,10 @@ def test_intervals_are_predicted(capsys: pytest.CaptureFixture[str]) -> None:
     assert value["cadence"]["overhead"] == pytest.approx(0.01, abs=0.001)
     rows = value["cadence"]["intervals"]
     assert value["cadence"]["lost"] == pytest.approx(sum(row["lost"] for row in rows))
+    best, budget = value["cadence"]["best_interval"], value["cadence"]["best_overhead_budget"]
+    told = planned(capsys, f"{AUTO} --snapshot-cost-secs 0.3 --overhead-budget {budget}")["cadence"]
+    assert told["intervals"][0]["interval"] == best > 20
+    assert told["overhead"] + told["lost"] < value["cadence"]["overhead"] + value["cadence"]["lost"]
     seldom = planned(capsys, f"{AUTO} --mtbf job=100000h")
     assert intervals(seldom)["storage"] > 10 * found["storage"]
     slow = planned(capsys, f"{AUTO} --network-gbps 0.1")
