@@ -61,7 +61,7 @@ def run(text: str, timeout_secs: float = 60) -> subprocess.CompletedProcess[str]
 
 def test_all_blocks_are_known() -> None:
     """As many of each kind as the tests below run."""
-    assert Counter(kind for kind, _ in BLOCKS) == {"bash": 11, "python": 4, "json": 1}
+    assert Counter(kind for kind, _ in BLOCKS) == {"bash": 12, "python": 4, "json": 1}
 
 
 LINK = re.compile(r"(?<!\})\]\((?!https?:|\{)([^)#\s]*)(?:#([^)\s]+))?\)")
@@ -123,9 +123,15 @@ def wait_for(what: str, command: str, timeout_secs: float = 200) -> str:
 
 
 def test_the_plan_of_a_large_job_names_what_it_survives() -> None:
-    planned = run(block("bash", "ftckpt plan"))
+    planned = run(block("bash", "--protect node,peer"))
     assert planned.returncode == 0, planned.stderr
     assert "512 ranks on 64 nodes" in planned.stdout and re.search(r"one node +64 +all", planned.stdout)
+
+
+def test_intervals_of_a_large_job_are_predicted() -> None:
+    planned = run(block("bash", "--iteration-secs"))
+    assert planned.returncode == 0, planned.stderr
+    assert "memory has one iteration of 5" in planned.stdout and "most is trained with one" in planned.stdout
 
 
 @pytest.mark.slow

@@ -148,7 +148,7 @@ def parse(*words: str) -> argparse.Namespace:
 def test_the_parsed_flags_are_in_force(monkeypatch: pytest.MonkeyPatch) -> None:
     switched: list[Config] = []
     monkeypatch.setattr(callbacks, "switch_on", switched.append)
-    flags = ["--ftckpt", "--ftckpt-interval", "3", "--ftckpt-fence-budget=0.5", "--ftckpt-job", "a"]
+    flags = ["--ftckpt", "--ftckpt-interval", "3", "--ftckpt-overhead-budget=0.5", "--ftckpt-job", "a"]
     callbacks.start(parse(*flags))
     assert switched == [Config.from_flags(flags)[0]]
     assert switched[0].interval == 3
