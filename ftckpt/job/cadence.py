@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 
 from ftckpt.windows.cost import CYCLE
 
-_FIRST_PROBE = 16
-"""Snapshots; what ranks conclude from the first of them comes in force when the last has been taken, or before."""
+_FIRST_PROBE = 24
+"""Snapshots: what ranks conclude from two thirds of them is in force when the last has been taken."""
 
 _PROBE, _PROBES_APART = 12, 512
 """A probe has so many snapshots, and begins after so many: of intervals that are too short to show what one costs."""

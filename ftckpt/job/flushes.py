@@ -29,6 +29,10 @@ _WORTHWHILE = 1 / 4
 _UNMEASURED = 500
 """Iterations between two while nothing is known of the first."""
 
+_FIRST = 50
+"""Iterations of an attempt before the first: what a flush slows down is to be compared with others than those that
+compile and allocate."""
+
 _MOST = 1 << 30
 """Iterations: however seldom the job fails."""
 
@@ -60,8 +64,8 @@ class Flushes:
     until it is on storage, or some node cannot bring it there, or ``timeout_secs`` are over; then a newer one is.
     ``interval`` 0: none goes there.
 
-    With ``tunes`` the first one of an attempt goes there, which shows how long that takes and what it costs, and then
-    the first at or behind an ``interval`` after the last one: as ranks wish by then, to lose least to failures that
+    With ``tunes`` one goes there early in an attempt, which shows how long that takes and what it costs, and then the
+    first at or behind an ``interval`` after the last one: as ranks wish by then, to lose least to failures that
     storage alone survives, ``mtbf_secs`` from one to the next.
     """
 
@@ -83,7 +87,7 @@ class Flushes:
     _took_secs: deque[float] = field(default_factory=lambda: deque(maxlen=_JUDGED))
 
     def __post_init__(self) -> None:
-        self.due = 0 if self.tunes else self.interval
+        self.due = _FIRST if self.tunes else self.interval
 
     @classmethod
     def of(cls, config: Config, mtbf_secs: float) -> Flushes:
@@ -98,6 +102,11 @@ class Flushes:
         """Storage has a snapshot of that iteration already, -1 for none."""
         if self.interval and not self.tunes:
             self.due = self._behind(max(0, on_storage))
+
+    def resume(self, iteration: int) -> None:
+        """Training goes on behind ``iteration``, -1 for the beginning."""
+        if self.tunes:
+            self.due = iteration + _FIRST
 
     def learn(self, verdict: Verdict, newest: SnapshotId | None, now_secs: float) -> Iterator[Announcement]:
         """What a verdict changes; ``newest`` is the snapshot to take if one is due."""

@@ -114,6 +114,7 @@ class RankState:
         self.iteration = restored.iteration if restored is not None else -1
         self.targets.target = restored if self.targets.interval else None
         self.targets.chosen_secs = now_secs
+        self.flushes.resume(self.iteration)
 
     def take_over(self, protected: SnapshotId | None, target: SnapshotId | None) -> None:
         """What the arenas of all ranks hold of what an earlier attempt protected, and of what was restored."""

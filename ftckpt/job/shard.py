@@ -83,8 +83,10 @@ class Shard:
         together(self._group, lambda: self._use(assignment, arena))
         host_bytes = arena.image.file_bytes * arena.control.slots
         copied = self.capture.stepped_bytes if self.capture is not None else 0
+        interval = self._config.interval
+        often = "as often as the budget allows" if interval == "auto" else f"every {interval} iteration(s)"
         self._events.announce(
-            f"a snapshot every {self._config.least_interval} iteration(s) copies {copied / 1e6:.1f} MB from rank 0 "
+            f"a snapshot {often} copies {copied / 1e6:.1f} MB from rank 0 "
             f"into {host_bytes / 1e6:.1f} MB at {arena.path}"
         )
 

@@ -134,7 +134,7 @@ def test_an_interval_of_storage_follows_from_what_a_flush_takes_and_from_failure
     assert by_rank[0] and all(intervals == by_rank[0] for intervals in by_rank)
     assert all(event["mtbf_secs"] == 36.0 and event["flush_secs"] > 0 for event in changes)
     first, *later = results[0]
-    assert first < 100, "the first goes soon: what one takes is to be known"
+    assert first < 100, "one goes soon: what it takes is to be known"
     gaps = [b - a for a, b in zip([first, *later], later, strict=False)]
     assert all(gap >= min(by_rank[0]) for gap in gaps)
     assert max(by_rank[0]) < 500, "as where nothing is known"

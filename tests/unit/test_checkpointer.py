@@ -23,6 +23,7 @@ from ftckpt.model import codec
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.store.outcome import LauncherRun
 from ftckpt.store.pulse import Pulse
+from ftckpt.windows.cost import Wish
 from tests.support.errors import raises
 
 LINEAGE = b"l" * 16
@@ -168,7 +169,7 @@ def test_a_rank_that_loses_others_in_the_fence_comes_to_nothing_collective_at_th
     checkpointer._state = state = RankState(checkpointer.config)
     checkpointer._closed, checkpointer._shard = False, None
     checkpointer._pacer = SimpleNamespace(
-        stretch=1, enter=lambda kind: None, boundary=lambda: entered.append("pacer")
+        wish=Wish(), enter=lambda kind: None, boundary=lambda flushing: entered.append("pacer")
     )  # type: ignore[assignment]
     checkpointer._protection = SimpleNamespace(
         beat=lambda *_: None, observe=lambda target: Guard(), observe_flush=lambda flush: NO_FLUSH

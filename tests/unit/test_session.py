@@ -206,12 +206,12 @@ def due_of(interval: Interval, iterations: range) -> list[int]:
 
 def test_intervals_that_show_no_cost_are_longer_at_first_and_now_and_then() -> None:
     interval = Interval(1, delay=8, probes=True)
-    due = due_of(interval, range(1, 97))
-    assert due == list(range(6, 97, 6)) and interval.number == 16
-    due = due_of(interval, range(97, 97 + 496))
-    assert due == list(range(97, 97 + 496)) and interval.number == 512
-    due = due_of(interval, range(593, 700))
-    assert due[:14] == [*range(594, 661, 6), 661, 662]
+    due = due_of(interval, range(1, 145))
+    assert due == list(range(6, 145, 6)) and interval.number == 24
+    due = due_of(interval, range(145, 145 + 488))
+    assert due == list(range(145, 145 + 488)) and interval.number == 512
+    due = due_of(interval, range(633, 800))
+    assert due[:14] == [*range(636, 703, 6), 703, 704]
 
 
 def test_a_long_interval_shows_what_one_costs_as_it_is() -> None:
