@@ -42,6 +42,7 @@ def initialize(
         (None, Config()),
         ({}, Config()),
         ({"enabled": True}, Config(enabled=True)),
+        ({"enabled": True, "interval": "auto"}, Config(enabled=True, interval="auto")),
         ({"enabled": True, "interval": 3, "overhead_budget": 0}, Config(enabled=True, interval=3, overhead_budget=0)),
         ({"enabled": False, "interval": 3}, Config(interval=3)),
     ],

@@ -9,7 +9,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ftckpt.model.tiers import JOB, KINDS, NODE, PROCESS, Tier, mtbf_secs, shortest_interval, storage_interval_secs
+from ftckpt.model.tiers import (
+    JOB,
+    KINDS,
+    NODE,
+    PROCESS,
+    Tier,
+    mtbf_secs,
+    shortest_interval,
+    storage_interval_secs,
+    storage_mtbf_secs,
+)
 
 COSTS = st.floats(1e-3, 1e4)
 MTBFS = st.floats(60.0, 1e8)
@@ -98,3 +108,9 @@ def test_rates_follow_the_number_of_nodes_unless_they_are_given() -> None:
     assert 86400 / rates[PROCESS] + 86400 / rates[NODE] == pytest.approx(6.5)
     assert rates[JOB] == 7 * 86400 == mtbf_secs({}, 1)[JOB]
     assert mtbf_secs({NODE: 5.0}, 1000) == {**rates, NODE: 18000.0}
+
+
+def test_storage_answers_nodes_where_memory_does_not() -> None:
+    rates = mtbf_secs({NODE: 20.0, JOB: 30.0}, 4)
+    assert storage_mtbf_secs(rates, survives_nodes=True) == 30 * 3600
+    assert storage_mtbf_secs(rates, survives_nodes=False) == pytest.approx(12 * 3600)
