@@ -49,7 +49,7 @@ def script(folder: Path, end: str = "") -> str:
             ["--ftckpt", "--ftckpt-intervall", "2"],
             "unknown flag --ftckpt-intervall; did you mean --ftckpt-interval?",
         ),
-        (["--ftckpt", "--ftckpt-interval", "often"], "--ftckpt-interval: 'often' is not a whole number"),
+        (["--ftckpt", "--ftckpt-interval", "often"], "--ftckpt-interval: 'often' is not a whole number or auto"),
         (
             ["--ftckpt", "--ftckpt-slots", "1"],
             "slots: 1 is too small; the least is 2, or 0 for as many as protection needs",
