@@ -93,9 +93,9 @@ def checkpoints_of(turn: Mapping[str, Any]) -> list[dict[str, Any]]:
     """What each checkpoint of a turn that counts has cost.
 
     ``calls_secs`` are all calls from its boundary until it is known to be durable, of the rank that they block
-    most; ``blocked_secs`` are its own boundary and fence, and what the others take beyond the same calls while nothing
-    is on its way: a snapshot in memory each iteration is not the price of storage. ``lost_secs``: ``blocked_secs``,
-    and by how much iterations are longer.
+    most; ``blocked_secs`` are its own boundary and fence, and what the others take beyond the same calls while
+    nothing is on its way: a snapshot in memory each iteration is not the price of storage. ``lost_secs``:
+    ``blocked_secs``, and by how much iterations are longer.
     """
     ranks, rows = turn["ranks"], turn["ranks"][0]["rows"]
     boundaries = {row[0]: row[2] for row in rows}

@@ -88,7 +88,7 @@ class Ftckpt(System):
         config = Config(
             enabled=True, job=self.options["name"], node="node", arena=self.options["arena"], events=str(self.events),
             protect="none", on_error="raise", persist=str(self.folder / "storage"),
-            persist_interval=self.options[INTERVAL],
+            persist_interval=self.options[INTERVAL], replica_check_interval=0,
         )  # fmt: skip
         (self.folder / "storage").mkdir(exist_ok=True)
         dist.barrier()

@@ -23,7 +23,7 @@ def _paths() -> None:
             sys.path.insert(0, str(folder))
 
 
-def _timed(action: Any) -> tuple[float, Any]:
+def timed(action: Any) -> tuple[float, Any]:
     """Seconds from the moment in which all ranks are here to that in which all are done; and what it returned."""
     import torch.distributed as dist
 
@@ -70,7 +70,7 @@ def leave_snapshot(rank: int, world_size: int, argv: Sequence[str], arena: str) 
     job = megatron(argv)
     checkpointer = attach(job, arena, "")
     checkpointer.restore()
-    secs, _ = _timed(lambda: checkpointer.step(STEPS))
+    secs, _ = timed(lambda: checkpointer.step(STEPS))
     checkpointer.close(remove=False)
     return secs
 
@@ -79,7 +79,7 @@ def take_snapshot(rank: int, world_size: int, argv: Sequence[str], arena: str, e
     """Restart in another layout: the whole ``restore`` and the part of it that finds, checks and moves the state."""
     job = megatron(argv)
     checkpointer = attach(job, arena, events)
-    whole, start = _timed(checkpointer.restore)
+    whole, start = timed(checkpointer.restore)
     assert start == STEPS
     lines = map(json.loads, (Path(events) / f"rank{rank}.jsonl").read_text().splitlines())
     loaded = {line["event"]: line for line in lines}
@@ -104,39 +104,43 @@ def _sharded(job: Job, metadata: Mapping[str, Any], **loading: bool) -> dict[str
     return state
 
 
-def save_megatron(rank: int, world_size: int, argv: Sequence[str], paths: Sequence[str]) -> list[float]:
+def save_job(job: Job, path: str) -> None:
     """``dist_checkpointing.save`` in the form that every layout can load."""
     from megatron.core import dist_checkpointing
 
-    job = megatron(argv)
     metadata = {
         "distrib_optim_sharding_type": "fully_reshardable",
         "chained_optim_avoid_prefix": True,
         "singleton_local_shards": False,
     }
-
-    def save(path: str) -> None:
-        dist_checkpointing.save(_sharded(job, metadata), path, content_metadata=metadata)
-
-    return [_timed(partial(save, path))[0] for path in paths]
+    Path(path).mkdir(parents=True, exist_ok=True)
+    dist_checkpointing.save(_sharded(job, metadata), path, content_metadata=metadata)
 
 
-def load_megatron(rank: int, world_size: int, argv: Sequence[str], paths: Sequence[str]) -> list[float]:
+def load_job(job: Job, path: str) -> None:
     """``dist_checkpointing.load`` and the ``load_state_dict`` of model and optimizer."""
-    job = megatron(argv)
     from megatron.core import dist_checkpointing
     from megatron.core.utils import unwrap_model
 
     from tests.support.megatron_loading import steps_aside
 
-    def load(path: str) -> None:
-        metadata = dist_checkpointing.load_content_metadata(path)
-        loaded = dist_checkpointing.load(_sharded(job, metadata, is_loading=True), path)
-        unwrap_model(job.model[0]).load_state_dict(loaded["model"])
-        with steps_aside():
-            job.optimizer.load_state_dict(loaded["optimizer"])
+    metadata = dist_checkpointing.load_content_metadata(path)
+    loaded = dist_checkpointing.load(_sharded(job, metadata, is_loading=True), path)
+    unwrap_model(job.model[0]).load_state_dict(loaded["model"])
+    with steps_aside():
+        job.optimizer.load_state_dict(loaded["optimizer"])
 
-    return [_timed(partial(load, path))[0] for path in paths]
+
+def save_megatron(rank: int, world_size: int, argv: Sequence[str], paths: Sequence[str]) -> list[float]:
+    """Seconds of each ``save_job``."""
+    job = megatron(argv)
+    return [timed(partial(save_job, job, path))[0] for path in paths]
+
+
+def load_megatron(rank: int, world_size: int, argv: Sequence[str], paths: Sequence[str]) -> list[float]:
+    """Seconds of each ``load_job``."""
+    job = megatron(argv)
+    return [timed(partial(load_job, job, path))[0] for path in paths]
 
 
 def deepspeed(argv: Sequence[str], universal: bool = False) -> Job:
@@ -160,10 +164,10 @@ def save_deepspeed(rank: int, world_size: int, argv: Sequence[str], paths: Seque
     import train_deepspeed
 
     train_deepspeed.train_step(job)  # the optimizer has no state before its first step
-    return [_timed(partial(job.engine.save_checkpoint, path, tag="step"))[0] for path in paths]
+    return [timed(partial(job.engine.save_checkpoint, path, tag="step"))[0] for path in paths]
 
 
-def convert_deepspeed(rank: int, world_size: int, sources: Sequence[str], destinations: Sequence[str]) -> list[float]:
+def convert_universal(source: str, destination: str) -> None:
     """``ds_to_universal`` with as many workers as there are cores here."""
     import argparse
     import os
@@ -171,22 +175,25 @@ def convert_deepspeed(rank: int, world_size: int, sources: Sequence[str], destin
     from deepspeed.checkpoint import ds_to_universal
 
     cores = len(os.sched_getaffinity(0))
-    times = []
-    for source, destination in zip(sources, destinations, strict=True):
-        arguments = argparse.Namespace(
-            input_folder=f"{source}/step", output_folder=f"{destination}/step", num_extract_workers=cores,
-            num_merge_workers=cores, keep_temp_folder=False, strict=False, inject_missing_state=False,
-        )  # fmt: skip
-        times.append(_timed(partial(ds_to_universal.main, arguments))[0])
-        (Path(destination) / "latest_universal").write_text("step")
-        (Path(destination) / "latest").write_text("step")
-    return times
+    arguments = argparse.Namespace(
+        input_folder=f"{source}/step", output_folder=f"{destination}/step", num_extract_workers=cores,
+        num_merge_workers=cores, keep_temp_folder=False, strict=False, inject_missing_state=False,
+    )  # fmt: skip
+    ds_to_universal.main(arguments)
+    (Path(destination) / "latest_universal").write_text("step")
+    (Path(destination) / "latest").write_text("step")
+
+
+def convert_deepspeed(rank: int, world_size: int, sources: Sequence[str], destinations: Sequence[str]) -> list[float]:
+    """Seconds of each ``convert_universal``."""
+    pairs = zip(sources, destinations, strict=True)
+    return [timed(partial(convert_universal, source, destination))[0] for source, destination in pairs]
 
 
 def load_deepspeed(rank: int, world_size: int, argv: Sequence[str], paths: Sequence[str]) -> list[float]:
     """``load_checkpoint`` of a universal checkpoint."""
     job = deepspeed(argv, universal=True)
-    return [_timed(partial(job.engine.load_checkpoint, path, tag="step"))[0] for path in paths]
+    return [timed(partial(job.engine.load_checkpoint, path, tag="step"))[0] for path in paths]
 
 
 def clear(path: Path) -> Path:

@@ -1,0 +1,287 @@
+"""How fast a state comes back to a job that is ready: from memory, parity and storage, by ftckpt and by peers.
+
+    python benchmarks/load.py --json FILE
+
+The same job on both sides, its tensors in place; a load ends when the bytes are in them. What a peer saved, and what
+was converted for it, is there before. ``disk``: files out of the page cache, which is checked. ``nfs``: the same, and
+all ranks together read so many bytes a second from that disk, by a limit of a cgroup. Peers load in one process, once
+before that does not count; ftckpt restores once in each process, and verifies every byte.
+
+The exit code is 1 where a goal is missed, with a line for each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import uuid
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks import load_jobs, slow_storage
+from benchmarks.common import environment, print_table, write_json
+from benchmarks.load_jobs import FRAMEWORKS, Case, Place
+from ftckpt.store.directory import clean_job, end_smp, job_node_path, list_arenas
+from tests.support.pool import run_ranks
+
+LAYOUTS = ("same", "other")
+TIMEOUT_SECS = 240.0
+END_SECS = 20.0
+LEAST_RATIO = 12.0
+"""Of a restart from the storage that gives so many bytes a second, to one from memory."""
+
+Row = dict[str, Any]
+
+
+class Sizes(NamedTuple):
+    """Arguments for the model's size; MB/s of the slow storage; repeats."""
+
+    model: Sequence[str]
+    nfs_mb: float
+    repeats: int
+
+
+FULL = Sizes(("--layers", "4", "--hidden", "1024"), 200.0, 5)
+QUICK = Sizes(("--layers", "4", "--hidden", "64"), 20.0, 1)
+
+
+class Ground:
+    """Where one framework's files lie: what was left, and a new arena for each restart."""
+
+    def __init__(self, tmpfs: Path, disk: Path, case: Case, limit: str) -> None:
+        self.case, self.framework = case, FRAMEWORKS[case.framework]
+        self.tmpfs, self.disk = tmpfs / case.framework, disk / case.framework
+        self.arena, self.kept, self.storage = self.tmpfs / "arena", self.tmpfs / "kept", self.disk / "storage"
+        places = {"tmpfs": Place(str(self.tmpfs / "peer")), "disk": Place(str(self.disk / "peer"), True)}
+        self.limit = limit
+        self.peer = places | ({"nfs": Place(str(self.disk / "peer"), True, limit)} if limit else {})
+        for folder in (self.arena, self.storage):
+            folder.mkdir(parents=True)
+
+    @property
+    def node_dir(self) -> Path:
+        """Of the arenas."""
+        return job_node_path(self.arena, "load", "node")
+
+    def leave(self) -> None:
+        """What everyone is to load."""
+        raw, made = self.disk / "raw", self.disk / "peer"
+        settings = {"arena": str(self.arena), "protect": "node", "persist": str(self.storage), "persist_interval": 1}
+        self._run(load_jobs.leave, self.case, settings, str(raw))
+        self._run(load_jobs.convert, self.case, str(raw), str(made), ranks=1)
+        shutil.rmtree(raw, ignore_errors=True)
+        shutil.copytree(made, self.tmpfs / "peer")
+        if not end_smp(self.node_dir, END_SECS):
+            raise RuntimeError(f"the SMP of {self.node_dir} does not end")
+        self.arena.rename(self.kept)
+
+    def restart(self, layout: str, source: str) -> Row:
+        """By ftckpt."""
+        events = self.disk / "events"
+        place = {"disk": Place(str(self.storage), True), "nfs": Place(str(self.storage), True, self.limit)}
+        settings = {"arena": str(self.arena), "protect": "none", "events": str(events)}
+        if source in place:
+            self.arena.mkdir()
+            settings |= {"persist": str(self.storage), "persist_interval": 1 << 30}
+        else:
+            # Holes stay holes: slots that were never written take no memory.
+            subprocess.run(["cp", "-a", "--sparse=always", str(self.kept), str(self.arena)], check=True)
+        if source == "parity":
+            shutil.rmtree(list_arenas(self.node_dir)[0])
+        try:
+            case = self.case._replace(layout=layout)
+            ranks = self._run(load_jobs.take, case, settings, place.get(source, Place("")), layout=layout)
+        finally:
+            clean_job(self.arena, "load")
+            shutil.rmtree(self.arena)
+            shutil.rmtree(events, ignore_errors=True)
+        row: Row = {"who": "ftckpt", "layout": layout, "source": source}
+        if refused := [rank["refused"] for rank in ranks if "refused" in rank]:
+            return {**row, "refused": refused[0]}
+        latest = {name: max(rank[name] for rank in ranks) for name in ("secs", "whole_secs")}
+        return {**row, **latest, "found": ranks[0]["source"], "read_bytes": sum(rank["read_bytes"] for rank in ranks)}
+
+    def load(self, layout: str) -> list[Row]:
+        """By the peer."""
+        case, places = self.case._replace(layout=layout), [self.peer["tmpfs"], *self.peer.values()]
+        ranks = self._run(load_jobs.load, case, places, layout=layout)
+        _, *latest = (max(secs) for secs in zip(*ranks, strict=True))
+        return [
+            {"who": self.framework.peer, "layout": layout, "source": source, "secs": secs, "whole_secs": secs}
+            for source, secs in zip(self.peer, latest, strict=True)
+        ]
+
+    def read(self) -> list[Row]:
+        """By nobody: how fast the files of the peer can be read at all."""
+        places = [place for source, place in self.peer.items() if source != "tmpfs"]
+        (found,) = self._run(load_jobs.read, places, ranks=1)
+        row = {"who": "plain read", "layout": "same"}
+        nbytes = _bytes_of(self.disk / "peer")
+        return [
+            {**row, "source": source, "secs": secs, "whole_secs": secs, "read_bytes": nbytes}
+            for source, secs in zip(list(self.peer)[1:], found, strict=True)
+        ]
+
+    def rows(self, number: int) -> list[Row]:
+        """One repeat: everyone's turn, in another order than the time before."""
+        sources = ("memory", "parity", "disk", *(["nfs"] if self.limit else []))
+        turns = [
+            *(lambda at=(layout, source): [self.restart(*at)] for layout in LAYOUTS for source in sources),
+            *(lambda at=layout: self.load(at) for layout in LAYOUTS),
+            self.read,
+        ]  # fmt: skip
+        shift = number % len(turns)
+        rows = [row for turn in [*turns[shift:], *turns[:shift]] for row in turn()]
+        return [{"framework": self.case.framework, "repeat": number, **row} for row in rows]
+
+    def close(self) -> None:
+        """Remove all of it."""
+        for arena in (self.arena, self.kept):
+            if arena.exists():
+                clean_job(arena, "load")
+        for folder in (self.tmpfs, self.disk):
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def _run(self, action: Any, *args: Any, layout: str = "same", ranks: int = 0) -> list[Any]:
+        count = ranks or self.framework.ranks[layout]
+        results = run_ranks(action, count, *args, timeout_secs=TIMEOUT_SECS, stand_in=self.framework.stand_in)
+        return [result.value for result in results]
+
+
+def medians(rows: Sequence[Row]) -> list[Row]:
+    """One row for each framework, layout, who and source; ``refused`` ones say so."""
+    keys = ("framework", "layout", "who", "source")
+    found = []
+    for key in dict.fromkeys(tuple(row[name] for name in keys) for row in rows):
+        mine = [row for row in rows if tuple(row[name] for name in keys) == key]
+        one: Row = dict(zip(keys, key, strict=True))
+        if "refused" in mine[0]:
+            one["refused"] = mine[0]["refused"]
+        else:
+            one |= {name: statistics.median(row[name] for row in mine) for name in ("secs", "whole_secs")}
+        found.append(one)
+    return found
+
+
+def verdict(found: Sequence[Row]) -> list[str]:
+    """Which goals are missed, and by how much. What counts of ftckpt is the whole ``restore``."""
+    missed = []
+    secs = {
+        (one["framework"], one["layout"], "ftckpt" if one["who"] == "ftckpt" else "peer", one["source"]): one
+        for one in found
+        if one["who"] != "plain read"
+    }
+    for (framework, layout, who, source), one in secs.items():
+        if who != "ftckpt":
+            continue
+        name = f"{framework}, {layout} layout, {source}"
+        if "refused" in one:
+            missed.append(f"{name}: refused: {one['refused']}")
+            continue
+        # Memory against the peer at its best.
+        peer = secs.get((framework, layout, "peer", source), secs[framework, layout, "peer", "tmpfs"])
+        if source != "parity" and one["whole_secs"] > peer["whole_secs"]:
+            missed.append(f"{name}: {one['whole_secs']:.2f} s, {peer['who']} {peer['whole_secs']:.2f} s")
+        slow = secs.get((framework, layout, "ftckpt", "nfs"), {})
+        if source == "memory" and "whole_secs" in slow:
+            ratio = slow["whole_secs"] / one["whole_secs"]
+            if ratio < LEAST_RATIO:
+                missed.append(f"{name}: {ratio:.1f} times faster than from nfs; the goal is {LEAST_RATIO:.0f}")
+    return missed
+
+
+def show(found: Sequence[Row]) -> None:
+    """The table."""
+
+    def cells(one: Mapping[str, Any]) -> list[str]:
+        if "refused" in one:
+            return ["refused", ""]
+        return [f"{one['secs']:.2f}", f"{one['whole_secs']:.2f}" if one["who"] == "ftckpt" else ""]
+
+    print_table(
+        ["job", "layout", "by", "from", "load, s", "whole, s"],
+        [[one["framework"], one["layout"], one["who"], one["source"], *cells(one)] for one in found],
+    )
+
+
+def measure(tmpfs: Path, disk: Path, sizes: Sizes, names: Sequence[str], limit: str) -> dict[str, Any]:
+    """All rows, a framework after the other: what is compared takes turns."""
+    rows: list[Row] = []
+    stored = {}
+    for name in names:
+        ground = Ground(tmpfs, disk, Case(name, sizes.model), limit)
+        try:
+            ground.leave()
+            stored[name] = {
+                "ftckpt": _bytes_of(ground.storage),
+                ground.framework.peer: _bytes_of(disk / name / "peer"),
+            }
+            for repeat in range(sizes.repeats):
+                rows += ground.rows(repeat)
+                line = ", ".join(
+                    f"{row['who']} {row['layout']} {row['source']} {row.get('whole_secs', float('nan')):.2f} s"
+                    for row in rows
+                    if row["framework"] == name and row["repeat"] == repeat
+                )
+                print(f"repeat {repeat + 1} of {sizes.repeats}, {name}: {line}", file=sys.stderr, flush=True)
+        finally:
+            ground.close()
+    return {"stored_bytes": stored, "rows": rows}
+
+
+def _bytes_of(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run, print the table, write the file; returns the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, help="where the result goes")
+    parser.add_argument(
+        "--quick", action="store_true", help="sizes that take seconds and say nothing; no goal counts"
+    )
+    parser.add_argument("--repeats", type=int, help=f"default: {FULL.repeats}")
+    parser.add_argument("--nfs-mb", type=float, help=f"MB/s of the slow storage; default: {FULL.nfs_mb:.0f}")
+    parser.add_argument("--disk", type=Path, default=Path("/var/tmp"), help="a folder that is on no tmpfs")
+    parser.add_argument("--only", choices=list(FRAMEWORKS), action="append", help="default: all")
+    args = parser.parse_args(argv)
+    about = environment(argv, "benchmarks/load.py")
+    sizes = QUICK if args.quick else FULL
+    sizes = sizes._replace(repeats=args.repeats or sizes.repeats, nfs_mb=args.nfs_mb or sizes.nfs_mb)
+    name = f"ftckpt-load-{uuid.uuid4().hex[:8]}"
+    tmpfs, disk = Path("/dev/shm") / name, Path(tempfile.mkdtemp(prefix=name, dir=args.disk))
+    limit = None
+    try:
+        limit = slow_storage.ReadLimit(name, disk, int(sizes.nfs_mb * 1e6))
+    except OSError as error:
+        print(f"nfs: not measured, no limit can be set here: {error}", file=sys.stderr)
+    try:
+        raw = measure(tmpfs, disk, sizes, args.only or list(FRAMEWORKS), str(limit.folder) if limit else "")
+    finally:
+        for root in (tmpfs, disk):
+            shutil.rmtree(root, ignore_errors=True)
+        if limit is not None:
+            limit.close()
+    found = medians(raw["rows"])
+    show(found)
+    missed = verdict(found)
+    for line in missed:
+        print(f"MISSED: {line}", file=sys.stderr)
+    if args.json:
+        content = {
+            "benchmark": "load", "environment": about, "sizes": sizes._asdict(),
+            "nfs": "cgroup" if limit else "not measured", "medians": found, "missed": missed, **raw,
+        }  # fmt: skip
+        write_json(args.json, content)
+    return 1 if missed and not args.quick else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
