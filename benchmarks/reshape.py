@@ -6,8 +6,8 @@ waited for it is in the table), the restart finds it, checks every byte, and mov
 layout loads. Each peer on a tmpfs and on the disk of ``--disk`` (no fsync is asked for, so that the page cache helps
 them), each once before that does not count: what Python loads and compiles at a first time is no cost of theirs.
 
-A time is ``fixed + per byte × bytes``, by two sizes of the model. ``ratio_vs_*`` compare the parts per byte with a
-peer on the tmpfs.
+A time is ``fixed + per byte × bytes``, by two sizes of the model. ``ratio_vs_*`` compare the parts per byte of a
+peer's load alone with those of ftckpt, ``whole_ratio_vs_*`` with those of its whole ``restore()``.
 """
 
 from __future__ import annotations
@@ -129,11 +129,11 @@ def measure(place: Place, sizes: dict[str, Sequence[str]], repeats: int, peers: 
     return results
 
 
-def split(results: dict[str, Any], who: str) -> tuple[float, float]:
+def split(results: dict[str, Any], who: str, part: str = "total") -> tuple[float, float]:
     """Seconds that do not depend on the size, and seconds per GiB of state."""
     (small, large) = (results[name] for name in SIZES)
     sizes = [one["bytes"]["needed_bytes"] / GIB for one in (small, large)]
-    secs = [one["times"][who].median() for one in (small, large)]
+    secs = [one["times"][who].median(part) for one in (small, large)]
     slope = (secs[1] - secs[0]) / (sizes[1] - sizes[0])
     return secs[0] - slope * sizes[0], slope
 
@@ -149,9 +149,9 @@ def report(results: dict[str, Any]) -> dict[str, Any]:
         rows.append([who, f"{times.median():.2f} s", f"{fixed:.2f} s", f"{slope:.2f} s/GiB", parts])
     gib = large["bytes"]["needed_bytes"] / GIB
     print_table(["", f"{gib:.2f} GiB", "fixed", "per byte", "parts"], rows)
-    ours = splits["ftckpt, memory"][1]
     ratios = {
-        f"ratio_vs_{name}{end}": splits[f"{who}, {where}"][1] / ours
+        f"{kind}ratio_vs_{name}{end}": split(results, f"{who}, {where}", "load")[1] / splits[ours][1]
+        for kind, ours in (("", "ftckpt, memory"), ("whole_", "ftckpt, whole restore()"))
         for name, who in (("megatron_dist", "Megatron"), ("ds_universal", "DeepSpeed"))
         for end, where in (("", "tmpfs"), ("_disk", "disk"))
         if f"{who}, {where}" in splits
@@ -189,9 +189,9 @@ def main(argv: Sequence[str]) -> int:
     finally:
         for root in (place.tmpfs, place.disk):
             shutil.rmtree(root, ignore_errors=True)
-    for ratio in ("ratio_vs_megatron_dist", "ratio_vs_ds_universal", "bytes_read_over_bytes_needed"):
-        if ratio in result:
-            print(f"{ratio} {result[ratio]:.2f}")
+    for name, value in result.items():
+        if "ratio_vs" in name or name == "bytes_read_over_bytes_needed":
+            print(f"{name} {value:.2f}")
     if args.json:
         write_json(args.json, {**about, **result})
     return 0
