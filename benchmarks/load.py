@@ -91,8 +91,8 @@ class Ground:
             self.arena.mkdir()
             settings |= {"persist": str(self.storage), "persist_interval": 1 << 30}
         else:
-            # Holes stay holes: slots that were never written take no memory.
-            subprocess.run(["cp", "-a", "--sparse=always", str(self.kept), str(self.arena)], check=True)
+            # No holes: in a job's arenas all slots have their memory, and a restart would have to fill them.
+            subprocess.run(["cp", "-a", "--sparse=never", str(self.kept), str(self.arena)], check=True)
         if source == "parity":
             shutil.rmtree(list_arenas(self.node_dir)[0])
         try:
@@ -105,18 +105,20 @@ class Ground:
         row: Row = {"who": "ftckpt", "layout": layout, "source": source}
         if refused := [rank["refused"] for rank in ranks if "refused" in rank]:
             return {**row, "refused": refused[0]}
-        latest = {name: max(rank[name] for rank in ranks) for name in ("secs", "whole_secs")}
-        return {**row, **latest, "found": ranks[0]["source"], "read_bytes": sum(rank["read_bytes"] for rank in ranks)}
+        row |= {name: max(rank[name] for rank in ranks) for name in ("secs", "whole_secs")}
+        row |= {name: sum(rank[name] for rank in ranks) for name in ("cpu_secs", "read_bytes")}
+        return {**row, "found": ranks[0]["source"]}
 
     def load(self, layout: str) -> list[Row]:
         """By the peer."""
         case, places = self.case._replace(layout=layout), [self.peer["tmpfs"], *self.peer.values()]
         ranks = self._run(load_jobs.load, case, places, layout=layout)
-        _, *latest = (max(secs) for secs in zip(*ranks, strict=True))
-        return [
-            {"who": self.framework.peer, "layout": layout, "source": source, "secs": secs, "whole_secs": secs}
-            for source, secs in zip(self.peer, latest, strict=True)
-        ]
+        row = {"who": self.framework.peer, "layout": layout}
+        rows = []
+        for source, of_ranks in zip(["uncounted", *self.peer], zip(*ranks, strict=True), strict=True):
+            secs, cpu_secs = max(one[0] for one in of_ranks), sum(one[1] for one in of_ranks)
+            rows.append({**row, "source": source, "secs": secs, "whole_secs": secs, "cpu_secs": cpu_secs})
+        return rows[1:]
 
     def read(self) -> list[Row]:
         """By nobody: how fast the files of the peer can be read at all."""

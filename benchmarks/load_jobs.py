@@ -242,10 +242,12 @@ def take(rank: int, world_size: int, case: Case, settings: dict[str, Any], place
     _zero(framework, job)
     config = _config(settings)
     with _found(place):
+        begin = time.process_time()
         try:
             checkpointer = framework.restore(job, config)
         except FtckptError as error:
             return {"refused": str(error)}
+        cpu_secs = time.process_time() - begin
     _require_loaded(framework, job)
     lines = map(json.loads, (Path(config.events) / f"rank{rank}.jsonl").read_text().splitlines())
     told = {line["event"]: line for line in lines}
@@ -253,21 +255,23 @@ def take(rank: int, world_size: int, case: Case, settings: dict[str, Any], place
     return {
         "secs": told["loaded"]["time"] - told["joined"]["time"],
         "whole_secs": told["restored"]["blocked_secs"],
+        "cpu_secs": cpu_secs,
         "source": told["restored"]["source"],
         "read_bytes": told["loaded"]["read_bytes"],
-        "state_bytes": sum(moment.nbytes for moment in _moments(framework, job)),
     }
 
 
-def load(rank: int, world_size: int, case: Case, places: Sequence[Place]) -> list[float]:
-    """Loads by the peer, one after the other in one process: seconds of each."""
+def load(rank: int, world_size: int, case: Case, places: Sequence[Place]) -> list[tuple[float, float]]:
+    """Loads by the peer, one after the other in one process: seconds of each, and of this process' cores."""
     framework = FRAMEWORKS[case.framework]
     job = framework.build(case.size, case.layout, loads=True)
     found = []
     for place in places:
         _zero(framework, job)
         with _found(place):
-            found.append(timed(partial(framework.load, job, place.path))[0])
+            begin = time.process_time()
+            secs, _ = timed(partial(framework.load, job, place.path))
+            found.append((secs, time.process_time() - begin))
         _require_loaded(framework, job)
     return found
 
