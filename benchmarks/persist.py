@@ -53,7 +53,7 @@ class Sizes(NamedTuple):
     repeats: int
 
 
-FULL = Sizes(192, 0.15, 16, 2, 3)
+FULL = Sizes(192, 0.15, 12, 2, 3)
 QUICK = Sizes(6, 0.01, 8, 1, 1)
 
 
