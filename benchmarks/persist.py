@@ -69,10 +69,10 @@ def run_turn(name: str, sizes: Sizes, place: Place, writer: str) -> dict[str, An
     folder = place.disk / "turn"
     folder.mkdir()
     job = f"bench-{uuid.uuid4().hex[:8]}"
-    loader = subprocess.Popen(
-        [sys.executable, persist_beside.__file__, "load", str(place.disk / "data")], text=True,
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-    )  # fmt: skip
+    loaded = place.disk / "loaded"  # no pipe: nobody empties it while ranks train
+    command = [sys.executable, persist_beside.__file__, "load", str(place.disk / "data")]
+    with loaded.open("w") as out:
+        loader = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=out)
     more = {"name": job, "arena": str(place.tmpfs), "writer": writer}
     turn = persist_jobs.Turn(
         name, str(folder), sizes.mib, sizes.device_secs, sizes.interval, UNCOUNTED + sizes.counted, more
@@ -81,12 +81,12 @@ def run_turn(name: str, sizes: Sizes, place: Place, writer: str) -> dict[str, An
     try:
         results = run_ranks(persist_jobs.train, RANKS, turn, timeout_secs=TIMEOUT_SECS, stand_in=stand_in)
     finally:
-        lines = loader.communicate()[0].splitlines()[1:]
+        loader.communicate()
         clean_job(place.tmpfs, job)
         shutil.rmtree(folder)
         os.sync()  # what this turn has left to write is no matter of the next one's
-    loaded = [tuple(map(float, line.split())) for line in lines]
-    return {"system": name, "ranks": [result.value for result in results], "loader": loaded}
+    loads = [tuple(map(float, line.split())) for line in loaded.read_text().splitlines()]
+    return {"system": name, "ranks": [result.value for result in results], "loader": loads}
 
 
 def checkpoints_of(turn: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -100,9 +100,12 @@ def checkpoints_of(turn: Mapping[str, Any]) -> list[dict[str, Any]]:
     ranks, rows = turn["ranks"], turn["ranks"][0]["rows"]
     boundaries = {row[0]: row[2] for row in rows}
     windows = [(boundaries[asked], durable) for asked, durable in ranks[0]["checkpoints"]]
-    quiet = [index for index, row in enumerate(rows) if row[0] > WARM_UP and not _beside(row, windows)]
+    # ftckpt chooses for itself, where one has taken longer than an interval: nobody has asked for that one.
+    committed = {one["iteration"]: one["time"] for one in ranks[0]["notes"].get("committed", ())}
+    busy = windows + [(boundaries[iteration], at) for iteration, at in committed.items() if iteration in boundaries]
+    quiet = [index for index, row in enumerate(rows) if row[0] > WARM_UP and not _beside(row, busy)]
     quiet_secs = statistics.median(_secs(rows[index]) for index in quiet)
-    quiet_loads = [secs for at, secs in turn["loader"] if rows[WARM_UP][1] < at and not _within(at, windows)]
+    quiet_loads = [secs for at, secs in turn["loader"] if rows[WARM_UP][1] < at and not _within(at, busy)]
     found = []
     for (asked, _), (begin, durable) in list(zip(ranks[0]["checkpoints"], windows, strict=True))[UNCOUNTED:]:
         first = next(index for index, row in enumerate(rows) if row[0] == asked)

@@ -3,7 +3,7 @@
     python benchmarks/persist_beside.py load FOLDER   # a line for each file: when it was decoded, seconds it took
     python benchmarks/persist_beside.py write NBYTES  # writes as many bytes to each path that it is told
 
-Both say ``ready`` first, and end with their standard input.
+The second says ``ready`` first; both end with their standard input.
 """
 
 from __future__ import annotations
@@ -73,7 +73,6 @@ def write(nbytes: int) -> None:
 
 if __name__ == "__main__":
     if sys.argv[1] == "load":
-        print("ready", flush=True)
         load(Path(sys.argv[2]))
     else:
         write(int(sys.argv[2]))

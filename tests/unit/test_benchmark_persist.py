@@ -47,6 +47,17 @@ def test_what_a_checkpoint_costs() -> None:
     assert one["loader_slower"] == pytest.approx(3)
 
 
+def test_what_nobody_has_asked_for_is_not_quiet() -> None:
+    doctored, expected = turn(), persist.checkpoints_of(turn())[0]["blocked_secs"]
+    slow = doctored["ranks"][0]["rows"]
+    for iteration in (5, 11, 12):
+        slow[iteration - 1][3] = 0.5
+    assert persist.checkpoints_of(doctored)[0]["blocked_secs"] < expected / 2
+    committed = [{"iteration": 4, "time": slow[4][2]}, {"iteration": 10, "time": slow[11][2]}]
+    doctored["ranks"][0]["notes"] = {"committed": committed}
+    assert persist.checkpoints_of(doctored)[0]["blocked_secs"] == pytest.approx(expected)
+
+
 def test_medians_are_over_all_turns() -> None:
     turns = [turn(), turn(), turn("torch.save")]
     found = persist.summary_of(turns)
