@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from ftckpt.errors import ConfigError, MismatchError, UnsupportedError
+from ftckpt.errors import ConfigError, UnsupportedError
 from ftckpt.store.directory import BUDGET_NAME, PULSE_NAME
-from tests.support import ds_jobs, jobs, plain
+from tests.support import jobs, plain
 from tests.support.errors import a_rank_raises
 from tests.support.pool import RankFailure, run_ranks, spawn_ranks
 from tests.support.waiting import until
@@ -29,12 +29,6 @@ def test_another_model(settings: dict[str, Any]) -> None:
     jobs.broken(2, jobs.Run([], 3, settings, end="die"))
     refused(settings, ["--hidden", "64"], "MismatchError.*another model.*shape.*clean JOB")
     assert jobs.outcomes(2, jobs.Run([], 5, settings))[0].start is not None, "a refusal lost the snapshots"
-
-
-def test_another_layout_under_deepspeed(settings: dict[str, Any]) -> None:
-    ds_jobs.broken(ds_jobs.Run(ds_jobs.SHAPES["zero1"], 3, settings, end="die"))
-    with a_rank_raises(MismatchError, "zero 1 → 2", "clean"):
-        ds_jobs.outcomes(ds_jobs.Run(ds_jobs.SHAPES["zero2"], 5, settings))
 
 
 def test_cores_that_are_not_there(settings: dict[str, Any]) -> None:
