@@ -1,9 +1,9 @@
 """What compression of snapshots saves and costs, by kind of tensor, on a model that was really trained.
 
-Trains the small GPT of ``launch/train_gpt.py`` on the sources of Python's standard library, in one process, takes
-what it holds then (weights, masters, moments). Each tensor is cut into chunks and packed as a flush does, as it is and
-with its bytes grouped. A ratio is packed bytes through bytes; rates are of one core, CPU time of the thread,
-in MB of state a second, medians of the repeats. Every frame is unpacked and compared.
+Trains the small GPT of ``launch/train_gpt.py`` on the sources of Python's standard library, in one process, and takes
+what it holds then: weights, masters, moments. Each tensor is cut into chunks and packed as a flush does, once as it
+is and once with its bytes grouped. A ratio is packed bytes through bytes; rates are of one core, CPU time of the
+thread, in MB of state a second, medians of the repeats. Every frame is unpacked and compared.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-from ftckpt.commands.plan_intervals import Costs, Forecast, forecast
+from ftckpt.commands.plan_intervals import Costs, IntervalForecast, forecast
 from ftckpt.config import Config
 from ftckpt.errors import ConfigError
 from ftckpt.model.manifest import shard_name
@@ -258,7 +258,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _predicted(
     arguments: argparse.Namespace, config: Config, job: JobShape, modes: Modes, protect_secs: float
-) -> Forecast | None:
+) -> IntervalForecast | None:
     """What intervals waste; None where the length of an iteration is not known."""
     if arguments.iteration_secs is None:
         return None

@@ -79,7 +79,7 @@ class Answer(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Forecast:
+class IntervalForecast:
     """Answers from memory to storage."""
 
     answers: tuple[Answer, ...]
@@ -122,7 +122,7 @@ class Forecast:
         return {"intervals": rows, **best, "overhead": self.waste.overhead, "lost": self.waste.lost}
 
 
-def forecast(config: Config, costs: Costs, nodes: int, survives_nodes: bool) -> Forecast:
+def forecast(config: Config, costs: Costs, nodes: int, survives_nodes: bool) -> IntervalForecast:
     """How often snapshots are taken, protected and stored as ``config`` says, and what that wastes.
 
     ``survives_nodes``: memory survives the loss of a node; where it does not, storage answers that, too.
@@ -150,7 +150,7 @@ def forecast(config: Config, costs: Costs, nodes: int, survives_nodes: bool) -> 
     # What memory answers, protected or not: each snapshot is in both.
     secs = 1 / (1 / rates[PROCESS] + survives_nodes / rates[NODE])
     best = max(1, math.ceil(Tier(secs, costs.snapshot).best_secs() / iteration))
-    return Forecast(tuple(answers), tuple(_assumed(config, costs)), best, costs.snapshot / (best * iteration))
+    return IntervalForecast(tuple(answers), tuple(_assumed(config, costs)), best, costs.snapshot / (best * iteration))
 
 
 def _answer(kinds: str, place: str, interval: int, tier: Tier, iteration_secs: float) -> Answer:

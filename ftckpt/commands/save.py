@@ -17,7 +17,7 @@ from typing import Any
 from ftckpt.config import Config
 from ftckpt.errors import ArenaError, SmpError, StorageError
 from ftckpt.job.addresses import interfaces, listening_address, machine
-from ftckpt.persist.meeting import Rescued, RescueRequest
+from ftckpt.persist.meeting import RescueReport, RescueRequest
 from ftckpt.smp.client import SmpClient
 from ftckpt.smp.requests import PersistRequest
 from ftckpt.store.directory import job_node_path, list_arenas
@@ -101,7 +101,7 @@ def _wait(client: SmpClient, request: PersistRequest, begun: float) -> dict[str,
     return status
 
 
-def _rescue(client: SmpClient, status: Mapping[str, Any], within_secs: float) -> Rescued:
+def _rescue(client: SmpClient, status: Mapping[str, Any], within_secs: float) -> RescueReport:
     """Have what is lost rebuilt, by a process of its own on each node that is left: it takes torch, and a rank has
     one node alone.
 
@@ -117,7 +117,7 @@ def _rescue(client: SmpClient, status: Mapping[str, Any], within_secs: float) ->
     command = [sys.executable, "-m", "ftckpt.restore.rescue", json.dumps(asdict(request))]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=within_secs, check=True)
-        return Rescued.from_json(json.loads(done.stdout.splitlines()[-1]))
+        return RescueReport.from_json(json.loads(done.stdout.splitlines()[-1]))
     except subprocess.TimeoutExpired:
         problem = f"it took more than {within_secs:.0f} s"
     except subprocess.CalledProcessError as error:

@@ -56,7 +56,7 @@ class RescueRequest:
 
 
 @dataclass(frozen=True)
-class Rescued:
+class RescueReport:
     """``iteration`` is whole again; ``nodes`` hold shards of it, this one in ``arenas``, names of directories.
     ``rebuilt``: from what."""
 
@@ -66,7 +66,7 @@ class Rescued:
     rebuilt: tuple[str, ...]
 
     @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> Rescued:
+    def from_json(cls, value: Mapping[str, Any]) -> RescueReport:
         return cls(int(value["iteration"]), *(tuple(value[name]) for name in ("nodes", "arenas", "rebuilt")))
 
 

@@ -5,7 +5,7 @@ ranks that continue no shard: what is rebuilt lies in slots of its own afterward
 
     python -m ftckpt.restore.rescue REQUEST
 
-``REQUEST`` is a ``persist.meeting.RescueRequest`` as JSON; the last line of the output a ``Rescued``.
+``REQUEST`` is a ``persist.meeting.RescueRequest`` as JSON; the last line of the output a ``RescueReport``.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ftckpt.events import Events
 from ftckpt.group import Group, together
 from ftckpt.model.topology import RankPlace, Topology
 from ftckpt.persist import meeting
-from ftckpt.persist.meeting import Rescued, RescueRequest, Survivor
+from ftckpt.persist.meeting import RescueReport, RescueRequest, Survivor
 from ftckpt.persist.storage import open_storage
 from ftckpt.restore.locations import OpenArenas
 from ftckpt.restore.search import Search
@@ -36,7 +36,7 @@ _SLOTS = 2
 """Of an arena that is made: as few as there can be."""
 
 
-def rescue(group: Group, topology: Topology, node_dir: Path, events: Events) -> Rescued:
+def rescue(group: Group, topology: Topology, node_dir: Path, events: Events) -> RescueReport:
     """Make the newest snapshot whole that all memory and parity give. Collective, one rank for each node.
 
     Raises:
@@ -50,7 +50,7 @@ def rescue(group: Group, topology: Topology, node_dir: Path, events: Events) -> 
         raise LostError("memory has no snapshot")
     nodes = tuple(sorted({slot.node for slot in decision.sources.values()}))
     mine = tuple(sorted(slot.arena for slot in decision.sources.values() if slot.node == topology.me.node))
-    return Rescued(decision.snapshot.iteration, nodes, mine, tuple(sorted(search.usage)))
+    return RescueReport(decision.snapshot.iteration, nodes, mine, tuple(sorted(search.usage)))
 
 
 def _join(request: RescueRequest) -> tuple[Group, Topology]:

@@ -16,7 +16,7 @@ import pytest
 from ftckpt.errors import StorageError
 from ftckpt.parity.modes import Modes
 from ftckpt.persist.files import FileStorage
-from ftckpt.persist.meeting import Rescued, RescueRequest, Survivor, meet
+from ftckpt.persist.meeting import RescueReport, RescueRequest, Survivor, meet
 from ftckpt.store.parity_file import list_parity
 from tests.support.errors import raises
 from tests.support.protected import Job, build, contents
@@ -34,7 +34,7 @@ def job(arena_root: Path) -> Job:
     return made
 
 
-def rescued(job: Job, where: Path, nodes: Sequence[str], secs: float = 60.0) -> list[Rescued | str]:
+def rescued(job: Job, where: Path, nodes: Sequence[str], secs: float = 60.0) -> list[RescueReport | str]:
     """What the process of each node says: what it has, or why it cannot."""
     running = []
     for node in nodes:
@@ -43,11 +43,11 @@ def rescued(job: Job, where: Path, nodes: Sequence[str], secs: float = 60.0) -> 
         )  # fmt: skip
         words = [sys.executable, "-m", "ftckpt.restore.rescue", json.dumps(asdict(request))]
         running.append(subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
-    said: list[Rescued | str] = []
+    said: list[RescueReport | str] = []
     for process in running:
         output, errors = process.communicate(timeout=120)
         if process.returncode == 0:
-            said.append(Rescued.from_json(json.loads(output.splitlines()[-1])))
+            said.append(RescueReport.from_json(json.loads(output.splitlines()[-1])))
         else:
             said.append(errors.strip().splitlines()[-1])
     return said
@@ -57,10 +57,10 @@ def test_two_nodes_rebuild_what_the_third_held(job: Job, tmp_path: Path) -> None
     wanted = {job.shard(rank): contents(job, rank, 5) for rank in range(6)}
     shutil.rmtree(job.node_dir("c"))
     found = rescued(job, tmp_path, ("a", "b"))
-    assert all(isinstance(one, Rescued) for one in found), found
+    assert all(isinstance(one, RescueReport) for one in found), found
     shards = {}
     for node, one in zip(("a", "b"), found, strict=True):
-        assert isinstance(one, Rescued)
+        assert isinstance(one, RescueReport)
         assert (one.iteration, one.nodes, one.rebuilt) == (5, ("a", "b"), ("peer_parity",))
         shards |= {name.rpartition(".")[0]: job.node_dir(node) / name for name in one.arenas}
     assert shards.keys() == wanted.keys()
