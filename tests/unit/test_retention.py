@@ -6,6 +6,7 @@ import itertools
 import json
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -17,25 +18,34 @@ from ftckpt.model.snapshot import SnapshotId
 from ftckpt.persist import retention
 from ftckpt.persist.commit import claim, committed, folder_of
 from ftckpt.persist.files import FileStorage
+from ftckpt.persist.objects import ObjectStorage
 from ftckpt.persist.retention import hold, kept, let_go, pin, pinned, readers, retire, unpin, voided
 from ftckpt.persist.shards import StoredSnapshot
 from ftckpt.persist.storage import ObjectEntry, Storage
 from ftckpt.restore.stored import Shelf, _hold, _read
 from tests.support.errors import raises
 from tests.support.smp_nodes import Seen
+from tests.support.swift import BUCKET, swift
 
 
 def old(iteration: int) -> SnapshotId:
     return SnapshotId(OLD, iteration)
 
 
-@pytest.fixture(params=["files", "memory"])
-def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Storage:
+@pytest.fixture(params=["files", "memory", pytest.param("swift", marks=pytest.mark.slow)])
+def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Storage]:
     """With checkpoints of iterations 1 to 4."""
-    made: Storage = FileStorage(str(tmp_path)) if request.param == "files" else Unconditional("memory:///")
-    for iteration in range(1, 5):
-        write(made, iteration, OLD)
-    return made
+    with ExitStack() as stack:
+        made: Storage
+        if request.param == "swift":
+            (tmp_path / "server").mkdir()
+            server = stack.enter_context(swift(tmp_path / "server", False))
+            made = ObjectStorage(f"s3://{BUCKET}/run", **server.options())
+        else:
+            made = FileStorage(str(tmp_path)) if request.param == "files" else Unconditional("memory:///")
+        for iteration in range(1, 5):
+            write(made, iteration, OLD)
+        yield made
 
 
 def names(storage: Storage) -> set[str]:
