@@ -32,6 +32,12 @@ MODES = ("node", "replica", "copy", "peer")
 CODES = ("xor", "rs", "mirror")
 """How parity is made."""
 
+PERSIST_FORMATS = ("snapshot", "universal", "megatron-dist", "deepspeed-universal")
+"""What lies on storage: the first as it was in memory, the others as ``ftckpt convert --to`` names them."""
+
+MEGATRON = "megatron"
+"""``persist`` so: in the place of Megatron's own saving; ``megatron:DIR`` once that is known."""
+
 
 def is_name(text: str) -> bool:
     """Whether a job, a node or a rack may be called so: the names become parts of paths and of socket addresses."""
@@ -86,7 +92,13 @@ class Config:
     persist: str = _setting(
         "",
         "where snapshots go in the background: a directory that all nodes share (an absolute path), or s3://, gs:// "
-        "or az:// with bucket and folder; default: nowhere",
+        "or az:// with bucket and folder; or megatron: to --save each --save-interval iterations, in the place of "
+        "Megatron's own saving; default: nowhere",
+    )
+    persist_format: str = _setting(
+        "snapshot",
+        "what lies there: snapshots as ftckpt restores them, or, with these in its folder ftckpt, what others load",
+        choices=PERSIST_FORMATS,
     )
     persist_interval: int | Literal["auto"] = _setting(
         500,
@@ -225,11 +237,7 @@ class Config:
             raise ConfigError(f"network_gbps: {self.network_gbps!r} is not auto or a number such as 2.5; 0: no limit")
         if not os.path.isabs(self.arena):
             raise ConfigError(f"arena: {self.arena!r} is not an absolute path; name a directory on a tmpfs")
-        if self.persist and "://" not in self.persist and not os.path.isabs(self.persist):
-            # The process that writes there has another working directory than the script.
-            raise ConfigError(
-                f"persist: {self.persist!r} is neither an absolute path nor a URL such as s3://bucket/a"
-            )
+        _check_persist(self.persist, self.persist_format)
 
     @property
     def least_interval(self) -> int:
@@ -337,6 +345,32 @@ def check_protect(protect: str) -> tuple[str, ...]:
     if {"replica", "copy"} <= set(modes):
         raise ConfigError(f"protect: {protect!r}: replica and copy guard the same bytes; choose one")
     return () if modes == ("none",) else modes
+
+
+def taken_over(persist: str) -> str:
+    """The directory of Megatron's own checkpoints that ``persist`` names; empty where it names another place."""
+    name, _, directory = persist.partition(":")
+    return directory if name == MEGATRON else ""
+
+
+def _check_persist(persist: str, persist_format: str) -> None:
+    directory, is_url = taken_over(persist) or persist, "://" in persist
+    # The process that writes there has another working directory than the script.
+    if persist and persist != MEGATRON and not is_url and not os.path.isabs(directory):
+        raise ConfigError(f"persist: {directory!r} is neither an absolute path nor a URL such as s3://bucket/a")
+    if persist_format == PERSIST_FORMATS[0]:
+        return
+    if not persist:
+        raise ConfigError(f"persist_format: {persist_format} lies nowhere: name a directory with persist")
+    if is_url:
+        raise ConfigError(
+            f"persist_format: {persist_format} is written into directories only, and persist is {persist}: name a "
+            "directory that all nodes share, or leave persist_format and use ftckpt convert"
+        )
+    if persist != directory or persist == MEGATRON:
+        raise ConfigError(
+            f"persist_format: {persist_format} beside persist megatron, which writes what Megatron does"
+        )
 
 
 def check_mtbf(mtbf: str) -> dict[str, float]:

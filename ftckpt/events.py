@@ -260,6 +260,17 @@ EVENTS: dict[str, EventKind] = {
         "the shards of all nodes became a checkpoint", iteration=_ITERATION, path="where it is", bytes="of all",
         shards="their number",
     ),
+    "exported": _quiet(
+        "what others load was made of a snapshot on storage", iteration=_ITERATION,
+        format="as ftckpt convert names it", path="where it is", secs="it took",
+    ),
+    "not_exported": _loud(
+        "a snapshot is on storage, and what others load was not made of it", iteration=_ITERATION,
+        format="as ftckpt convert names it", reason="why",
+    ),
+    "not_taken_over": _loud(
+        "Megatron saves by itself, in the place of which ftckpt was to", iteration="that it saves", reason="why"
+    ),
     "fetched": _quiet(
         "shards that memory lacked came from storage", iteration=_ITERATION, shards="their number", bytes="read",
         secs="it took",

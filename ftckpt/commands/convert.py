@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
+import resource
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
@@ -45,17 +48,39 @@ def add_convert(commands: Any) -> None:
     parser.add_argument("--workers", type=int, metavar="N", help="files at once (default: cores, 8 at most)")
     parser.add_argument("--verify", action="store_true", help="read DST again and compare all with SRC")
     parser.add_argument("--dry-run", action="store_true", help="show what would be written, and write nothing")
+    parser.add_argument(
+        "--background", action="store_true", help="be last at the disks, and end when standard input does"
+    )
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Convert, and return the exit status. Raises ConfigError or ConvertError."""
+    if arguments.background:
+        _stay_behind()
     try:
         _run(arguments)
     except KeyboardInterrupt:
         print("ftckpt: interrupted; the same command goes on where this one was", file=sys.stderr)
         return _INTERRUPTED
     return 0
+
+
+def _stay_behind() -> None:
+    """Memory is bounded by ``--max-memory`` alone, whatever the SMP that starts this may take."""
+    from ftckpt.smp.footprint import yield_disks
+
+    _, most = resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, (most, most))
+    yield_disks()
+    threading.Thread(target=_end_with_input, name="ftckpt-input", daemon=True).start()
+
+
+def _end_with_input() -> None:
+    # Nothing is ever written there: it ends with the process that holds the other end, however that ends.
+    while os.read(0, 4096):
+        pass
+    os._exit(_INTERRUPTED)
 
 
 def _run(arguments: argparse.Namespace) -> None:

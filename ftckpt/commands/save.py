@@ -14,10 +14,11 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from ftckpt.config import Config
-from ftckpt.errors import ArenaError, SmpError, StorageError
+from ftckpt.config import PERSIST_FORMATS, Config
+from ftckpt.errors import ArenaError, ConfigError, SmpError, StorageError
 from ftckpt.job.addresses import interfaces, listening_address, machine
 from ftckpt.persist.meeting import RescueReport, RescueRequest
+from ftckpt.persist.place import Place, prepare
 from ftckpt.smp.client import SmpClient
 from ftckpt.smp.requests import PersistRequest
 from ftckpt.store.directory import job_node_path, list_arenas
@@ -33,6 +34,11 @@ def add_save(commands: Any) -> None:
     )
     parser.add_argument("job", help="name of the job")
     parser.add_argument("where", nargs="?", default="", metavar="STORAGE", help="default: the job's --ftckpt-persist")
+    parser.add_argument(
+        "--to",
+        choices=PERSIST_FORMATS,
+        help="what others load is made of it in STORAGE, a directory; default: nothing",
+    )
     parser.add_argument("--arena", type=Path, default=Path(Config().arena), help="tmpfs (default: %(default)s)")
     parser.add_argument(
         "--at-end", action="store_true", help="only where the job wants that at its end (--ftckpt-persist-at-end)"
@@ -49,15 +55,21 @@ def run(arguments: argparse.Namespace) -> int:
         StorageError: it did not come there; says why.
     """
     nodes = [path.name for path in list_arenas(job_node_path(arguments.arena, arguments.job, "node").parent)]
+    where = arguments.where if "://" in arguments.where or not arguments.where else os.path.abspath(arguments.where)
+    form = arguments.to or PERSIST_FORMATS[0]
+    if arguments.to and not where:
+        raise ConfigError("--to: name STORAGE as well; without it the newest goes where the job writes, as it does")
+    Config(persist=where, persist_format=form)  # as the job itself would be refused
+    prepare(Place.of(where, form))
     if not nodes:
         raise ArenaError(f"no arenas of job {arguments.job!r} under {arguments.arena}")
     with ThreadPoolExecutor(len(nodes)) as threads:
-        for line in threads.map(lambda node: _save(arguments, node), nodes):
+        for line in threads.map(lambda node: _save(arguments, node, where, form), nodes):
             print(line, flush=True)
     return 0
 
 
-def _save(arguments: argparse.Namespace, node: str) -> str:
+def _save(arguments: argparse.Namespace, node: str, where: str, form: str) -> str:
     node_dir = job_node_path(arguments.arena, arguments.job, node)
     client = SmpClient(node_dir, arguments.arena, arguments.job, node, {})
     if arguments.at_end:
@@ -66,7 +78,7 @@ def _save(arguments: argparse.Namespace, node: str) -> str:
             why = "the job has --ftckpt-persist-at-end off" if storage["where"] else "the job names no storage"
             return f"node {node}: nothing is saved: {why}"
     begun = time.monotonic()
-    request = PersistRequest(str(arguments.where), arguments.timeout, anew=True)
+    request = PersistRequest(where, arguments.timeout, anew=True, form=form)
     status = _wait(client, request, begun)
     if status["flush"] == "cannot" and status["left"]:
         print(f"node {node}: {status['reason']}; rebuilding what is lost", flush=True)

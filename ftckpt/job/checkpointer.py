@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ftckpt.capture.affinity import locality
 from ftckpt.capture.capture import Capture
-from ftckpt.config import Config
+from ftckpt.config import MEGATRON, Config, taken_over
 from ftckpt.errors import CaptureError, ConfigError, FtckptError, LaunchError, StorageError
 from ftckpt.events import Events
 from ftckpt.group import Group, together
@@ -41,6 +41,7 @@ from ftckpt.model.loaded import Checkpoint
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.model.topology import Topology
 from ftckpt.model.training_state import Description, TrainingState
+from ftckpt.persist.place import Place, prepare
 from ftckpt.restore.restart import Restart, remove_protection
 from ftckpt.store.arena import Arena
 from ftckpt.store.outcome import LauncherRun
@@ -75,6 +76,10 @@ class Checkpointer:
     ) -> None:  # fmt: skip
         if not config.job or not config.node:
             raise ConfigError("job and node: both need a name")
+        if config.persist == MEGATRON:
+            raise ConfigError(
+                "persist: megatron is for a job that Megatron-LM's own train loop saves; name a directory or a URL"
+            )
         self.topology = topology
         self.events = Events(config.events_dir, topology.rank)
         self._links = Links(config.start_timeout_secs, config.agree_timeout_secs, group)
@@ -91,6 +96,11 @@ class Checkpointer:
         self._boundary = -1  # the iteration of the last one
         self._closed = False
         self._attempt = AttemptRecord(config, run or LauncherRun(""))
+        self._place = Place.of(config.persist, config.persist_format)
+        self.begun = -1
+        """The iteration of the last snapshot that this rank has begun; -1: none."""
+        self.saved = -1
+        """The iteration that a framework has saved by itself, so that it need not come to storage at the end."""
 
     @property
     def off(self) -> bool:
@@ -111,6 +121,11 @@ class Checkpointer:
     def persisted(self) -> SnapshotId | None:
         """The newest snapshot of this attempt that is on storage; None where none is."""
         return self._state.flushes.persisted
+
+    @property
+    def persisting(self) -> SnapshotId | None:
+        """The snapshot that is on its way to storage; None where none is."""
+        return self._state.flushes.current
 
     @property
     def arena(self) -> Arena | None:
@@ -195,6 +210,7 @@ class Checkpointer:
         self._arenas.enter()
         self._attempt.begin(self.group)
         self._protection.smp.enter()
+        together(self.group, self._prepare_storage)
         described = together(self.group, self.training_state.describe)
         together(self.group, self._check_objects)
         device = device_of(described)
@@ -215,6 +231,13 @@ class Checkpointer:
         self.events.emit("restored", iteration=iteration, lineage=lineage.hex(), source=source, blocked_secs=secs)
         self.events.announce(f"job {self.config.job}, {len(self.topology.members)} ranks: {where}, in {secs:.1f} s")
         return iteration
+
+    def _prepare_storage(self) -> None:
+        try:
+            prepare(self._place)
+        except StorageError as error:
+            if error.lasting:
+                raise StorageError(f"persist: {error}", lasting=True) from None
 
     def _check_objects(self) -> None:
         """What cannot be saved is an error at start, not at each snapshot of a job that trains."""
@@ -326,6 +349,10 @@ class Checkpointer:
                 with suppress(CaptureError):  # dropped: the one before it is the last
                     self.capture.settle(self.config.fence_timeout_secs)
                 newest = Newest(self.capture.newest, state.whole, self.persisted)
+            last = [newest] if newest.sealed is None or newest.sealed.iteration > self.saved else []
+            if taken_over(self.config.persist):  # Megatron would have saved that one, too
+                going = state.flushes.current
+                last.insert(0, Newest(going, going, self.persisted))
             protection = self._protection
 
             def mark(last: SnapshotId) -> None:
@@ -337,7 +364,12 @@ class Checkpointer:
 
             with self.section("save"):
                 timeout_secs = self.config.persist_timeout_secs
-                done = flush_last(self.group, self.events, newest, mark, observe, timeout_secs=timeout_secs)
+                done = all(
+                    [
+                        flush_last(self.group, self.events, one, mark, observe, timeout_secs=timeout_secs)
+                        for one in last
+                    ]
+                )
             if not done and self.config.on_error == "raise":
                 why = self._why_not_persisted()
                 return StorageError(
@@ -384,14 +416,16 @@ class Checkpointer:
             self.topology,
             self._arenas.path,
             self.events,
-            storage=self.config.persist,
+            storage=self._place.snapshots,
             slots=self.config.slots,
         )
         try:
             reshapes, before = self.training_state.reshapes, self.config.restore_before
             decision = restart.choose(self.config.on_lost, loaded, reshapes, before)
             self._arenas.origin = restart.origin
-            self._state.flushes.begin(restart.on_storage)
+            # What Megatron has saved needs no saving in its place.
+            saved = loaded.iteration if taken_over(self.config.persist) else -1
+            self._state.flushes.begin(max(restart.on_storage, saved))
             # Before a byte is loaded: a kill from here on must not find a newer slot to go on from.
             lineage = restart.void_newer(decision)
             if decision is None:
@@ -480,6 +514,7 @@ class Checkpointer:
             self.events.emit("skipped", iteration=iteration, reason=decision.reason)
         elif decision is not None and capture is not None:
             slot = self._take(decision, capture, pacer)
+            self.begun = iteration
             self.events.emit("snapshot", iteration=iteration, slot=slot, blocked_secs=time.perf_counter() - begin)
 
     def _note_loss(self, error: Exception) -> bool:

@@ -52,7 +52,7 @@ def flush_last(
     if last is None or last in [rank.persisted for rank in ranks]:
         return True
     mark(last)
-    events.announce(f"iteration {last.iteration}, the last, goes to storage")
+    events.announce(f"iteration {last.iteration} goes to storage before the job ends")
     state, told, watch = FlushState.WORKING, begun, _NodeWatch(last, observe, begun + timeout_secs)
     while state == FlushState.WORKING:
         state = _of_all(codec.gather(group, watch.turn(), int))

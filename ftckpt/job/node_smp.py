@@ -22,6 +22,7 @@ from ftckpt.model.topology import Topology
 from ftckpt.parity.groups import ParityGroup
 from ftckpt.parity.holding import Holding
 from ftckpt.persist.commit import claim
+from ftckpt.persist.place import Place
 from ftckpt.persist.storage import open_storage, patiently
 from ftckpt.smp.channel import MIN_SECRET_BYTES
 from ftckpt.smp.client import SmpClient, Watch, find_or_start
@@ -142,7 +143,8 @@ class NodeSmp:
     def _claim_storage(self) -> None:
         """SMPs of an earlier attempt that still live, on nodes that this one does not have, write there no more."""
         if self._config.persist and self._topology.rank == 0:
-            where, owner, job = self._config.persist, self._group.name, self._config.job
+            where = Place.of(self._config.persist, self._config.persist_format).snapshots
+            owner, job = self._group.name, self._config.job
 
             def claim_it() -> None:
                 try:

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ftckpt.config import Config
+from ftckpt.config import Config, taken_over
 from ftckpt.job.actions import Action, Announcement, OldArenaRemoval, Skip, Take, TargetMarks, TurnOff, WholeMark
 from ftckpt.job.agreement import Round, Verdict, Will
 from ftckpt.job.cadence import Interval, Proofs
@@ -93,6 +93,7 @@ class RankState:
         self.proofs = Proofs(config.replica_check_interval)
         self.targets = Targets(config.protect_interval if protects else 0, config.protect_timeout_secs)
         self.flushes = Flushes.of(config, storage_mtbf_secs)
+        self._is_exact = bool(taken_over(config.persist))
         self._stepped = False
         self._wrong = False  # what ranks copy must change, and has not yet
         self._round: int | None = None  # the number of the round that is still to be posted
@@ -185,7 +186,8 @@ class RankState:
             actions += self.targets.learn(verdict, self.lineage, now_secs)
             # Where protection fails for long storage is all the more worth having.
             protects = self.targets.interval and not self.targets.given_up
-            newest = self.targets.protected if protects else self.whole
+            # In the place of another's saving it is this very iteration, which need not come to be protected.
+            newest = self.targets.protected if protects and not self._is_exact else self.whole
             actions += self.flushes.learn(verdict, newest, now_secs)
             if self.interval.learn(verdict.number, verdict.stretch):
                 actions.append(self._interval_change(verdict))

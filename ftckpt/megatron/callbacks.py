@@ -128,7 +128,12 @@ def restore(model: Any, optimizer: Any, scheduler: Any) -> None:
 
     global _counters
     _counters = Counters(args)
-    checkpointer = ftckpt.megatron.attach(model, optimizer, scheduler, {"counters": _counters})
+    config = door.config
+    if config.persist == schema.MEGATRON:
+        from ftckpt.megatron import saves
+
+        config = saves.taken_over(config, args)
+    checkpointer = ftckpt.megatron.attach(model, optimizer, scheduler, {"counters": _counters}, config)
     if checkpointer is not None:
         loaded = int(getattr(args, "iteration", 0) or 0)
         # Not equal with --finetune, which begins to count at 0, whatever is loaded.
@@ -136,6 +141,8 @@ def restore(model: Any, optimizer: Any, scheduler: Any) -> None:
         # Others than those of --save may lie on the nodes themselves, and go with one.
         lasting = named or getattr(args, "non_persistent_ckpt_type", None) is None
         checkpointer.restore(newer_than=loaded, rollback=named, lasting=lasting)
+        if config.persist != door.config.persist:
+            saves.take_over(checkpointer, args)
 
 
 def set_rng() -> None:

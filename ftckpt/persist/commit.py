@@ -31,8 +31,8 @@ LATEST_NAME = "latest"
 _FOLDER = re.compile(r"iter_(\d{7,18})")
 _OURS = re.compile(rf"[0-9a-f]{{{2 * LINEAGE_BYTES}}}-.+")
 """Last parts of what is written beside a manifest: nothing else is ever removed."""
-_OTHERS = ("latest_checkpointed_iteration.txt", "latest_universal", "zero_to_fp32.py")
-"""Of Megatron and of DeepSpeed."""
+_OTHERS = ("latest_checkpointed_iteration.txt", "latest_universal", "zero_to_fp32.py", f"ftckpt/{OWNER_NAME}")
+"""Of Megatron and of DeepSpeed, and what lies where snapshots are made into what others load."""
 _DONE = "done"
 _HOLDINGS = "holdings"
 PINS, READERS, VOID = "pins", "readers", "void"

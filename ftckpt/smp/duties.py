@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from ftckpt.errors import FtckptError, SmpError
 from ftckpt.events import Events
 from ftckpt.model.snapshot import SnapshotId
+from ftckpt.persist.place import Place
 from ftckpt.smp.arenas import GuardedArenas, common_mark
 from ftckpt.smp.channel import Deadlines, Trust
 from ftckpt.smp.check import Checker
@@ -176,8 +177,11 @@ class Duties:
         Raises:
             SmpError: nothing was ever guarded here, or no place is named.
         """
-        orders, where, anew = self._flush_orders, request.where, request.anew
-        orders = replace(orders, where=where, keep=0) if where else orders
+        orders = self._flush_orders
+        if request.where:
+            place = Place.of(request.where, request.form)
+            orders = replace(orders, where=place.snapshots, exports=place.exports, keep=0)
+        orders, anew = replace(orders, timeout_secs=request.timeout_secs), request.anew
         if request.nodes:
             orders = replace(orders, nodes=request.nodes)
         if self._description is None or not orders.where:

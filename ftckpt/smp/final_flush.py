@@ -70,7 +70,7 @@ class FinalFlush:
         return {
             "flush": self._state.name.lower(),
             "iteration": self._snapshot.iteration if self._snapshot is not None else -1,
-            "where": self.orders.where,
+            "where": self.orders.exports.root if self.orders.exports is not None else self.orders.where,
             "storage": self.orders.where,
             "reason": self._reason,
             "left": list(self._left),
@@ -93,12 +93,17 @@ class FinalFlush:
         while flush.state == FlushState.WORKING:
             if self._late(_POLL_SECS):
                 flush.stop()
-                raise StorageError("it was not there in time", lasting=True)
+                where = f"is at {self.orders.where}, what others load is not" if flush.committed else "was not there"
+                raise StorageError(f"iteration {self._snapshot.iteration} {where} in time", lasting=True)
         if flush.state != FlushState.DONE:
             raise StorageError("it did not come there: the log of the SMP says why", lasting=True)
         # Of what was there before other nodes may not have read yet what this one holds.
         if self.orders.commits and not flush.found:
             self._patiently(lambda: commit.forget_holdings(storage))
+        if flush.unexported:
+            raise StorageError(
+                f"iteration {self._snapshot.iteration} is at {self.orders.where}, but {flush.unexported}"
+            )
 
     def _choose(self, storage: Storage) -> SnapshotId:
         """The newest snapshot that all arenas of all nodes hold."""

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from ftckpt.config import Config
 from ftckpt.errors import ArenaError, CorruptError, FtckptError, StorageError
 from ftckpt.events import Events
 from ftckpt.model.loaded import Checkpoint, is_undone
@@ -22,9 +23,11 @@ from ftckpt.model.snapshot import SnapshotId
 from ftckpt.model.topology import axes_of, shard_names
 from ftckpt.persist import commit, retention
 from ftckpt.persist.commit import PendingCheckpoint
+from ftckpt.persist.place import SNAPSHOT, ExportPlace, Place
 from ftckpt.persist.shards import ShardImage, StoredShard, StoredSnapshot, contents, files_of
 from ftckpt.persist.storage import Bytes, Storage, open_storage
 from ftckpt.smp.arenas import CheckedSlot, GuardedArena, GuardedArenas
+from ftckpt.smp.export import export
 from ftckpt.smp.work import Pace
 from ftckpt.store.pulse import FlushState
 
@@ -46,8 +49,9 @@ class _Halted(Exception):
 class FlushOrders:
     """What a node must know to write to storage: ``where``, for which ``job``, as which ``owner``, and with whom.
 
-    The first of ``nodes`` commits. ``keep``, ``keep_every``: checkpoints that stay, see ``retention.kept``; ``gbps``:
-    GB/s of this node, 0 for no limit. ``at_end``: whether the last snapshot of a job goes there, too.
+    The first of ``nodes`` commits, and makes the ``exports``, each within ``timeout_secs``. ``keep``, ``keep_every``:
+    checkpoints that stay, see ``retention.kept``; ``gbps``: GB/s of this node, 0 for no limit. ``at_end``: whether
+    the last snapshot of a job goes there, too.
     """
 
     where: str = ""
@@ -59,16 +63,20 @@ class FlushOrders:
     keep_every: int = 0
     gbps: float = 0.0
     at_end: bool = True
+    exports: ExportPlace | None = None
+    timeout_secs: float = Config.persist_timeout_secs
 
     @classmethod
     def from_json(cls, description: Mapping[str, Any]) -> FlushOrders:
         """What a description for the SMP says; raises KeyError, ValueError or TypeError if it is unusable."""
         settings = dict(description.get("settings", {}))
+        place = Place.of(str(settings.get("persist", "")), str(settings.get("persist_format", SNAPSHOT)))
         return cls(
-            str(settings.get("persist", "")), str(description.get("job", "")), str(description.get("owner", "")),
+            place.snapshots, str(description.get("job", "")), str(description.get("owner", "")),
             str(description["node"]), tuple(sorted(map(str, description.get("nodes", [])))),
             int(settings.get("persist_keep", 0)), int(settings.get("persist_keep_every", 0)),
             float(settings.get("persist_gbps", 0.0)), settings.get("persist_at_end", "on") == "on",
+            place.exports, float(settings.get("persist_timeout_secs", cls.timeout_secs)),
         )  # fmt: skip
 
     @property
@@ -94,6 +102,9 @@ class Flush:
         """Whether it was there before; known at the end."""
         self.problem = ""
         """Why it cannot come there, or what keeps it; empty where nothing does."""
+        self.committed = False
+        self.unexported = ""
+        """Why what others load was not made of it; known at the end."""
         self._orders = orders
         self._arenas = arenas
         self._pace = pace
@@ -133,6 +144,10 @@ class Flush:
             if not self.found:
                 self._write(pending)
                 self._settle(storage, pending, path)
+            self.committed = True
+            if self._orders.commits and self._orders.exports is not None:
+                # Not before others are told that it is there: memory has it until then, and the job may end.
+                self._export(storage, self._orders.exports)
             self.problem, self.state = "", FlushState.DONE
         except _Halted:
             pass
@@ -140,6 +155,19 @@ class Flush:
             reason = str(error) if isinstance(error, FtckptError) else repr(error)
             self.problem, self.state = reason, FlushState.CANNOT  # in this order: who sees the state asks why
             self._events.emit("not_flushed", iteration=self.snapshot.iteration, reason=reason)
+
+    def _export(self, storage: Storage, exports: ExportPlace) -> None:
+        try:
+            export(
+                storage, Place(self._orders.where, exports), self.snapshot, self._events, owner=self._orders.owner,
+                timeout_secs=self._orders.timeout_secs, pause=self._pause,
+            )  # fmt: skip
+        except (StorageError, OSError) as error:
+            # No failure of the flush: what a restart needs is there.
+            self.unexported = f"{exports.form} was not made of it: {error}"
+            self._events.emit(
+                "not_exported", iteration=self.snapshot.iteration, format=exports.form, reason=str(error)
+            )
 
     def _write(self, pending: PendingCheckpoint) -> None:
         """All shards of this node, each whole and of this snapshot when it has its name."""

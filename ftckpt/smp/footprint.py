@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
 import resource
@@ -126,6 +127,10 @@ _PACKAGE_COPIES = 3
 _STACK_BYTES = 512 << 10
 
 
+_IOPRIO_SET = {"x86_64": 251, "aarch64": 30}
+"""The number of the system call: the C library has no name for it."""
+_IOPRIO_WHO_PROCESS, _IOPRIO_CLASS_IDLE, _IOPRIO_CLASS_SHIFT = 1, 3, 13
+
 NICE = 5
 """A seventh of a core beside two threads that spin on it, as ranks do that wait for their network; at 19 it is a
 140th, and neither signs of life nor parity come in time. ``benchmarks/smp_priority.py`` measures it.
@@ -143,6 +148,13 @@ def yield_to_training(own_session: bool) -> None:
     if own_session:  # others in it would be slowed, too
         with suppress(OSError):
             Path("/proc/self/autogroup").write_text(str(NICE))
+
+
+def yield_disks() -> None:
+    """This thread, and those that it starts, read and write when nobody else does. Whatever is refused is left."""
+    number = _IOPRIO_SET.get(os.uname().machine)
+    if number is not None:
+        ctypes.CDLL(None).syscall(number, _IOPRIO_WHO_PROCESS, 0, _IOPRIO_CLASS_IDLE << _IOPRIO_CLASS_SHIFT)
 
 
 def bound_process(own_session: bool) -> None:

@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 
 import xxhash
 
+from ftckpt.config import PERSIST_FORMATS
 from ftckpt.errors import SmpError
 from ftckpt.model import codec
 from ftckpt.model.snapshot import SnapshotId
@@ -21,7 +22,7 @@ from ftckpt.smp.channel import Channel, Deadlines, PeerError
 from ftckpt.store.directory import is_shard
 from ftckpt.store.package import MAX_PACKAGE_BYTES
 
-VERSION = 2
+VERSION = 3
 """Of requests, and of what an SMP keeps in files; an SMP of another version is replaced."""
 MAX_REQUEST_BYTES = 8 << 20
 """A description of the groups of eight arenas of 64 GB takes about a tenth."""
@@ -79,12 +80,13 @@ class EndRequest(SmpRequest):
 
 @dataclass(frozen=True)
 class PersistRequest(SmpRequest):
-    """Bring the newest snapshot to storage: at ``where``, or the job's own place where that is empty, given up after
-    ``timeout_secs``. Asked again it says how far it is; with ``anew`` one that has ended is begun once more.
-    ``nodes`` hold all of it, this one in ``arenas``, where others than those that trained do.
+    """Bring the newest snapshot to storage: at ``where`` in ``form``, one of ``config.PERSIST_FORMATS``, or as the
+    job does where that is empty, given up after ``timeout_secs``. Asked again it says how far it is; with ``anew``
+    one that has ended is begun once more. ``nodes`` hold all of it, this one in ``arenas``, where others than those
+    that trained do.
 
     Raises:
-        SmpError: no time that can be waited.
+        SmpError: no time that can be waited, no such form.
     """
 
     WORD = "persist"
@@ -93,10 +95,13 @@ class PersistRequest(SmpRequest):
     anew: bool
     nodes: tuple[str, ...] = ()
     arenas: tuple[str, ...] = ()
+    form: str = PERSIST_FORMATS[0]
 
     def __post_init__(self) -> None:
         if not 0 < self.timeout_secs < 1e9:
             raise SmpError(f"timeout_secs {self.timeout_secs} is no time to wait")
+        if self.form not in PERSIST_FORMATS:
+            raise SmpError(f"form {self.form[:40]!r} is none of {', '.join(PERSIST_FORMATS)}")
 
 
 @dataclass(frozen=True)

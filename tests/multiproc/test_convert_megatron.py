@@ -105,7 +105,9 @@ def saved(rank: int, world_size: int, argv: Sequence[str], path: str, sharding: 
     return pieces(state)
 
 
-def loaded(rank: int, world_size: int, argv: Sequence[str], path: str) -> list[tuple[Fragment, bytes]]:
+def loaded(
+    rank: int, world_size: int, argv: Sequence[str], path: str, iteration: int = 2
+) -> list[tuple[Fragment, bytes]]:
     """What a rank of another job holds once Megatron has loaded the checkpoint."""
     from megatron.core import dist_checkpointing
     from megatron.core.utils import unwrap_model
@@ -118,8 +120,8 @@ def loaded(rank: int, world_size: int, argv: Sequence[str], path: str) -> list[t
     with steps_aside():
         job.optimizer.load_state_dict(found["optimizer"])
     job.scheduler.load_state_dict(found["opt_param_scheduler"])
-    assert found["iteration"] == 2
-    assert job.scheduler.num_steps == 2 * 8
+    assert found["iteration"] == iteration
+    assert job.scheduler.num_steps == iteration * 8
     return pieces(state)
 
 

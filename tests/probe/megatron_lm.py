@@ -92,10 +92,14 @@ class Check:
 
     def _convert(self, name: str, scene: Scene, outcome: Outcome) -> None:
         """What is left of the disturbed run is converted and loaded; so is what the undisturbed one saved."""
-        reference = self._reference(name, replace(scene, flags=f"{scene.flags} {SAVED}"))
+        reference = self._reference(
+            name, scene if scene.takes_over else replace(scene, flags=f"{scene.flags} {SAVED}")
+        )
         expected, counts, problems = rows(reference), [], []
-        with self._disturbed(name, scene) as (_, job):
-            for what, directory in converted(job, reference, self._work / name / "converted"):
+        with self._disturbed(name, scene) as (disturbed, job):
+            folder = self._work / name / "converted"
+            sources = taken_over(disturbed, folder) if scene.takes_over else converted(job, reference, folder)
+            for what, directory in sources:
                 for load in scene.loads:
                     run = self._load(f"{name}/{what}-{load.what}", scene, load, directory)
                     iteration = max(max(loaded(run), default=[]), default=0)
@@ -172,6 +176,25 @@ def converted(job: str, reference: Run, folder: Path) -> Iterator[tuple[str, Pat
     _convert(saved[0], folder / "universal", "universal")
     _convert(folder / "universal", folder / "checkpoint", "megatron-dist")
     yield "checkpoint", folder / "checkpoint"
+
+
+def taken_over(run: Run, folder: Path) -> Iterator[tuple[str, Path]]:
+    """The newest that ftckpt has saved in the place of Megatron-LM, with the tracker as it was behind it, in a folder
+    of its own: runs that load it save, too.
+
+    Raises:
+        RunError: there is none, or Megatron-LM has saved more than where training ended.
+    """
+    saved = {int(path.name.removeprefix("iter_")): path for path in run.storage.glob("iter_*")}
+    ours = [iteration for iteration, path in saved.items() if (path / "ftckpt.json").is_file()]
+    theirs = sorted(saved.keys() - set(ours))
+    last = int(run.tracker.read_text())
+    if not ours or theirs not in ([], [last]) or last != max(saved):
+        raise RunError(f"ftckpt has saved {sorted(ours)}, Megatron-LM by itself {theirs}, the tracker says {last}")
+    source = saved[max(ours)]
+    shutil.copytree(source, folder / source.name)
+    (folder / run.tracker.name).write_text(str(max(ours)))
+    yield "takeover", folder
 
 
 def _convert(source: Path, destination: Path, to: str) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 from ftckpt.parity.modes import Modes
 from ftckpt.persist.commit import claim, committed, folder_of
 from ftckpt.persist.files import FileStorage
+from ftckpt.persist.place import Place
 from ftckpt.persist.shards import StoredSnapshot, files_of
 from ftckpt.persist.storage import Storage
 from ftckpt.store.pulse import FlushState
@@ -26,7 +27,7 @@ class Job:
         self.smps = [Smp(node) for node in self.nodes]
         self.settings = {"persist": where, **settings}
         if Path(where).is_dir():
-            claim(FileStorage(where), "", "job")
+            claim(FileStorage(Place.of(where, settings.get("persist_format", "snapshot")).snapshots), "", "job")
         for smp in self.smps:
             self.configure(smp)
 

@@ -52,7 +52,7 @@ def configs(draw: st.DrawFn) -> Config:
         elif setting.name in ("job", "node", "rack"):
             strategy = st.just("") | NAMES
         elif setting.name == "persist":
-            strategy = st.sampled_from(["", "/checkpoints/a", "s3://bucket/a"])
+            strategy = st.sampled_from(["", "/checkpoints/a", "s3://bucket/a", "megatron", "megatron:/checkpoints"])
         elif setting.name == "arena":
             strategy = TEXTS.map(lambda text: "/" + text)
         elif setting.name == "affinity":
@@ -69,6 +69,8 @@ def configs(draw: st.DrawFn) -> Config:
             strategy = TEXTS
         if setting.name != "enabled" and draw(st.booleans()):
             values[setting.name] = draw(strategy)
+    if not str(values.get("persist", "")).startswith("/"):
+        values.pop("persist_format", None)
     return Config(enabled=True, **values)
 
 
@@ -205,6 +207,20 @@ def test_a_wrong_flag_is_refused(argv: list[str], message: str) -> None:
 def test_a_wrong_value_is_refused_by_name(name: str, value: object, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Config.from_mapping({name: value})
+
+
+@pytest.mark.parametrize(
+    ("persist", "form", "message"),
+    [
+        ("", "universal", "persist_format: universal lies nowhere: name a directory with persist"),
+        ("s3://bucket/a", "megatron-dist", "persist_format: megatron-dist is written into directories only"),
+        ("megatron", "universal", "persist_format: universal beside persist megatron"),
+        ("megatron:a", "snapshot", "persist: 'a' is neither an absolute path nor a URL"),
+    ],
+)
+def test_a_format_that_cannot_lie_there_is_refused(persist: str, form: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Config(persist=persist, persist_format=form)
 
 
 @pytest.mark.parametrize("name", [s.name for s in fields(Config) if s.name != "enabled"])

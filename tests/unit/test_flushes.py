@@ -123,6 +123,15 @@ def test_where_nothing_can_be_protected_what_is_whole_goes_to_storage() -> None:
         assert (state.marks.flush is not None) == (number >= 4), number
 
 
+def test_in_the_place_of_another_program_it_is_that_very_iteration() -> None:
+    """It need not come to be protected, as another one does."""
+    state = RankState(Config(persist="megatron:/there", persist_interval=4), protects=True)
+    state.begin(LINEAGE, None, 0.0)
+    state.boundary(4)
+    state.learn([verdict(whole=4)], 0.0)
+    assert state.flushes.current == at(4)
+
+
 def test_the_last_is_what_all_have() -> None:
     assert _chosen([Newest(at(7), at(6)), Newest(at(7), at(6))]) == at(7)
     assert _chosen([Newest(at(7), at(6)), Newest(at(6), at(5))]) == at(6)

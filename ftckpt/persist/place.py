@@ -1,0 +1,64 @@
+"""Where snapshots lie on storage, and where what others load is made of them.
+
+Without a format of others they lie where the user says. With one that place is theirs: what they load lies there as
+they write it, and the snapshots, which a restart under ftckpt reads, in a folder in it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+from ftckpt.config import PERSIST_FORMATS, taken_over
+from ftckpt.errors import StorageError
+from ftckpt.persist.commit import OWNER_NAME
+from ftckpt.persist.files import FileStorage
+
+SNAPSHOT = PERSIST_FORMATS[0]
+FOLDER = "ftckpt"
+
+
+class ExportPlace(NamedTuple):
+    """The directory ``root`` in which snapshots lie in ``form``, a format of ``ftckpt convert``.
+
+    ``is_theirs``: in the place of another program's own saving. Its checkpoints may be replaced, and nothing goes
+    with the snapshot that it was made from.
+    """
+
+    root: str
+    form: str
+    is_theirs: bool = False
+
+
+class Place(NamedTuple):
+    """Where ``snapshots`` lie, and the ``exports`` that are made of them, if any are."""
+
+    snapshots: str = ""
+    exports: ExportPlace | None = None
+
+    @classmethod
+    def of(cls, persist: str, form: str) -> Place:
+        """What the settings ``persist`` and ``persist_format`` say."""
+        if directory := taken_over(persist):
+            return cls(f"{directory}/{FOLDER}", ExportPlace(directory, "megatron-dist", is_theirs=True))
+        if not persist or form == SNAPSHOT:
+            return cls(persist)
+        return cls(f"{persist}/{FOLDER}", ExportPlace(persist, form))
+
+
+def prepare(place: Place) -> None:
+    """Make the folder for snapshots beside what others load. Any number of ranks may call it.
+
+    Raises:
+        StorageError: the directory cannot be written, or snapshots lie in it themselves.
+    """
+    if place.exports is None:
+        return
+    root = FileStorage(place.exports.root)
+    if root.size(OWNER_NAME) is not None:
+        text = f"{root.where}: holds snapshots, among which nothing else is written; name another place"
+        raise StorageError(text, lasting=True)
+    try:
+        Path(place.snapshots).mkdir(exist_ok=True)
+    except OSError as error:
+        raise StorageError(f"{place.snapshots}: {error.strerror}") from None

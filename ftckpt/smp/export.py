@@ -1,0 +1,99 @@
+"""What others load, made of a snapshot that is on storage: ``ftckpt convert`` in a process of its own.
+
+That process loads torch, which an SMP does not. It has the SMP's priority and less of the disks, and ends with it.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from tempfile import TemporaryFile
+from typing import IO
+
+from ftckpt.errors import StorageError
+from ftckpt.events import Events
+from ftckpt.model.snapshot import SnapshotId
+from ftckpt.persist.commit import committed, folder_of, require_owner
+from ftckpt.persist.exports import Exports
+from ftckpt.persist.place import Place
+from ftckpt.persist.storage import Storage
+from ftckpt.smp.client import environment
+
+_POLL_SECS = 0.1
+_KILL_SECS = 10.0
+"""For a killed process to go: one that waits for a file system that is away does so later."""
+_MOST_CHARS = 500
+"""Of what it says."""
+
+
+def export(
+    storage: Storage, place: Place, snapshot: SnapshotId, events: Events, *,
+    owner: str, timeout_secs: float, pause: Callable[[float], None],
+) -> None:  # fmt: skip
+    """Make the export of ``snapshot``, where there is none yet; those whose snapshots are gone go.
+
+    Args:
+        storage: of the snapshots, which ``owner`` writes.
+        pause: waits some seconds; what it raises ends all.
+
+    Raises:
+        StorageError: it cannot be made, was not done in time, or its name is taken.
+        OSError: the process cannot be started.
+    """
+    assert place.exports is not None
+    form, begun = place.exports.form, time.monotonic()
+    exports = Exports(place.exports, place.snapshots)
+    if not exports.complete(snapshot):
+        require_owner(storage, owner)
+        with exports.making(snapshot) as made:
+            source = Path(place.snapshots, folder_of(snapshot.iteration))
+            deadline = begun + timeout_secs
+            _convert(source, made.path, form, umask=exports.umask, deadline=deadline, pause=pause)
+            require_owner(storage, owner)
+            path = exports.publish(made)
+        secs = round(time.monotonic() - begun, 3)
+        events.emit("exported", iteration=snapshot.iteration, format=form, path=str(path), secs=secs)
+    for iteration in exports.retain(committed(storage)):
+        events.emit("removed", iteration=iteration, path=place.exports.root)
+
+
+def _convert(
+    source: Path, path: Path, form: str, *, umask: int, deadline: float, pause: Callable[[float], None]
+) -> None:
+    """Raises StorageError where it fails, or is not done at the ``deadline``."""
+    # The module, not ``ftckpt``: that need not be on the path.
+    command = [sys.executable, "-m", "ftckpt.commands.main", "convert", str(source), str(path), "--to", form]
+    command += ["--workers", "1", "--background"]
+    # A file, not a pipe, which would fill up: it tells its progress.
+    with TemporaryFile() as said:
+        process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=said, cwd="/", env=environment(),
+            umask=umask,
+        )  # fmt: skip
+        try:
+            while process.poll() is None:
+                if time.monotonic() >= deadline:
+                    raise StorageError("the conversion was not done in time", lasting=True)
+                pause(_POLL_SECS)
+        finally:
+            _end(process)
+        if process.returncode:
+            raise StorageError(_last_line(said) or f"it ended with status {process.returncode}", lasting=True)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(_KILL_SECS)
+    if process.stdin is not None:
+        process.stdin.close()
+
+
+def _last_line(said: IO[bytes]) -> str:
+    said.seek(0)
+    lines = said.read().decode(errors="replace").strip().splitlines()
+    return lines[-1][-_MOST_CHARS:] if lines else ""

@@ -1,0 +1,59 @@
+"""What a real job leaves on storage for others: in each format all that its snapshot holds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ftckpt.config import PERSIST_FORMATS
+from ftckpt.convert.catalog import Reader
+from ftckpt.convert.consolidation import Consolidator
+from ftckpt.convert.formats import ReadOptions, format_of, open_reader
+from ftckpt.store.directory import clean_job
+from tests.support import jobs
+
+pytestmark = pytest.mark.multiproc
+
+SECS = 300.0
+NEWEST = {
+    "universal": ("latest", "iter_0000003\n", "iter_0000003"),
+    "megatron-dist": ("latest_checkpointed_iteration.txt", "3", "iter_0000003"),
+    "deepspeed-universal": ("latest_universal", "global_step3", "global_step3"),
+}
+
+
+@pytest.fixture
+def persisting(settings: dict[str, Any], arena_root: Path, tmp_path: Path) -> Iterator[dict[str, Any]]:
+    (tmp_path / "storage").mkdir()
+    settings |= {"objects_mib": 1, "on_error": "raise", "persist": str(tmp_path / "storage")}
+    yield settings
+    clean_job(arena_root, "test")
+
+
+def masters(reader: Reader) -> dict[str, Any]:
+    """Every master and moment, whole."""
+    consolidator = Consolidator(reader)
+    wanted = [tensor for tensor in consolidator.tensors if tensor.role in ("master", "exp_avg", "exp_avg_sq")]
+    return {tensor.key: consolidator.get(tensor, 0, tensor.rows).copy() for tensor in wanted}
+
+
+@pytest.mark.parametrize("form", PERSIST_FORMATS[1:])
+def test_what_a_job_leaves_others_load(form: str, persisting: dict[str, Any]) -> None:
+    where = Path(persisting["persist"])
+    run = jobs.Run(("--tp", "2"), 3, {**persisting, "persist_format": form})
+    jobs.outcomes(2, run, timeout_secs=SECS)
+    pointer, text, name = NEWEST[form]
+    assert {path.name for path in where.iterdir()} == {"ftckpt", pointer, name}
+    assert (where / pointer).read_text() == text
+    # As others are told to load it: universal by its own directory, the others by that of all.
+    there = where / name if form == "universal" else where
+    assert format_of(there) == form
+    made, snapshot = open_reader([there], ReadOptions()), open_reader([where / "ftckpt"], ReadOptions())
+    found, right = masters(made), masters(snapshot)
+    assert made.catalog.iteration == 3 and found.keys() == right.keys() and right
+    for key, whole in right.items():
+        assert np.array_equal(np.ravel(found[key]), np.ravel(whole)), key
