@@ -30,6 +30,7 @@ from ftckpt.smp import final_flush
 from ftckpt.smp import flush as flushing
 from ftckpt.smp.arenas import GuardedArenas
 from ftckpt.smp.flush import Flush, FlushOrders
+from ftckpt.smp.requests import PersistRequest
 from ftckpt.smp.work import Pace
 from ftckpt.store.pulse import FlushState
 from tests.support.errors import raises
@@ -454,7 +455,7 @@ def fill_up(small: Path) -> None:
 
 def saves(job: Job, where: Path, anew: bool = False) -> list[str]:
     """What both nodes say of a flush without ranks."""
-    return [smp.duties.persist(str(where), 30.0, anew)["flush"] for smp in job.smps]
+    return [smp.duties.persist(PersistRequest(str(where), 30.0, anew))["flush"] for smp in job.smps]
 
 
 def test_a_save_that_failed_is_begun_once_more(job: Job, tmp_path: Path) -> None:
