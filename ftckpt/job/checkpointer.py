@@ -29,19 +29,18 @@ from ftckpt.job.agreement import Will
 from ftckpt.job.arenas import NodeArenas
 from ftckpt.job.attempt import AttemptRecord
 from ftckpt.job.conditions import conditions
-from ftckpt.job.flushes import FlushGuard
-from ftckpt.job.last_flush import Newest, flush_last
+from ftckpt.job.last_flush import Newest
 from ftckpt.job.links import Links
 from ftckpt.job.protection import Protection
+from ftckpt.job.rank_storage import RankStorage
 from ftckpt.job.save import MAX_FILE_BYTES, UniversalSave
 from ftckpt.job.session import RankState
 from ftckpt.job.shard import Shard, device_of, make_pacer
-from ftckpt.model import codec, objects
+from ftckpt.model import objects
 from ftckpt.model.loaded import Checkpoint
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.model.topology import Topology
 from ftckpt.model.training_state import Description, TrainingState
-from ftckpt.persist.place import Place, prepare
 from ftckpt.restore.restart import Restart, remove_protection
 from ftckpt.store.arena import Arena
 from ftckpt.store.outcome import LauncherRun
@@ -96,7 +95,7 @@ class Checkpointer:
         self._boundary = -1  # the iteration of the last one
         self._closed = False
         self._attempt = AttemptRecord(config, run or LauncherRun(""))
-        self._place = Place.of(config.persist, config.persist_format)
+        self._storage = RankStorage(config, self.group, self.events, self._protection, self._state)
         self.begun = -1
         """The iteration of the last snapshot that this rank has begun; -1: none."""
         self.saved = -1
@@ -210,7 +209,7 @@ class Checkpointer:
         self._arenas.enter()
         self._attempt.begin(self.group)
         self._protection.smp.enter()
-        together(self.group, self._prepare_storage)
+        together(self.group, self._storage.prepare)
         described = together(self.group, self.training_state.describe)
         together(self.group, self._check_objects)
         device = device_of(described)
@@ -231,13 +230,6 @@ class Checkpointer:
         self.events.emit("restored", iteration=iteration, lineage=lineage.hex(), source=source, blocked_secs=secs)
         self.events.announce(f"job {self.config.job}, {len(self.topology.members)} ranks: {where}, in {secs:.1f} s")
         return iteration
-
-    def _prepare_storage(self) -> None:
-        try:
-            prepare(self._place)
-        except StorageError as error:
-            if error.lasting:
-                raise StorageError(f"persist: {error}", lasting=True) from None
 
     def _check_objects(self) -> None:
         """What cannot be saved is an error at start, not at each snapshot of a job that trains."""
@@ -349,32 +341,8 @@ class Checkpointer:
                 with suppress(CaptureError):  # dropped: the one before it is the last
                     self.capture.settle(self.config.fence_timeout_secs)
                 newest = Newest(self.capture.newest, state.whole, self.persisted)
-            last = [newest] if newest.sealed is None or newest.sealed.iteration > self.saved else []
-            if taken_over(self.config.persist):  # Megatron would have saved that one, too
-                going = state.flushes.current
-                last.insert(0, Newest(going, going, self.persisted))
-            protection = self._protection
-
-            def mark(last: SnapshotId) -> None:
-                protection.mark(replace(state.marks, flush=last))
-
-            def observe(last: SnapshotId) -> FlushGuard:
-                protection.pause(evaluates=False)  # a sign of life
-                return protection.observe_flush(last)
-
             with self.section("save"):
-                timeout_secs = self.config.persist_timeout_secs
-                done = all(
-                    [
-                        flush_last(self.group, self.events, one, mark, observe, timeout_secs=timeout_secs)
-                        for one in last
-                    ]
-                )
-            if not done and self.config.on_error == "raise":
-                why = self._why_not_persisted()
-                return StorageError(
-                    f"the last snapshot did not come to storage, memory keeps it: {why}", lasting=True
-                )
+                return self._storage.bring_last(newest, self.saved)
         except (FtckptError, RuntimeError) as error:
             self.events.emit("close_incomplete", error=str(error))
         return None
@@ -416,7 +384,7 @@ class Checkpointer:
             self.topology,
             self._arenas.path,
             self.events,
-            storage=self._place.snapshots,
+            storage=self._storage.snapshots,
             slots=self.config.slots,
         )
         try:
@@ -643,7 +611,7 @@ class Checkpointer:
                 if text:
                     self.events.announce(text)
                 if action.error and self.config.on_error == "raise":
-                    raise StorageError(f"{action.error}: {self._why_not_persisted()}", lasting=True)
+                    raise StorageError(f"{action.error}: {self._storage.problem()}", lasting=True)
             case TurnOff(reason):
                 self.events.emit("turned_off", reason=reason)
                 if self._state.lost:
@@ -657,12 +625,3 @@ class Checkpointer:
             self._execute(self._state.fail(repr(error)))
         if self.config.on_error == "raise":
             raise error
-
-    def _why_not_persisted(self) -> str:
-        """What the SMPs say of the last flush. All ranks raise by the same verdict, and so come here; where one does
-        not, this rank knows its own node's reason."""
-        causes = [self._protection.smp.flush_problem()]
-        with suppress(RuntimeError, LaunchError):
-            if not self._state.lost:
-                causes = codec.gather(self.group, causes[0], str)
-        return "; ".join(sorted(set(filter(None, causes)))) or "no SMP says why: persist_timeout_secs are over"
