@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import importlib.util
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -117,6 +118,11 @@ class Config:
         "on",
         "whether a job that ends, or whose allocation does, brings its last snapshot to storage",
         choices=("on", "off"),
+    )
+    persist_compress: str = _setting(
+        "none",
+        "what makes files on storage smaller, at the cost of a core of the node while one is written: none, or zstd",
+        choices=("none", "zstd"),
     )
     restore_before: int = _setting(
         0,
@@ -238,6 +244,11 @@ class Config:
         if not os.path.isabs(self.arena):
             raise ConfigError(f"arena: {self.arena!r} is not an absolute path; name a directory on a tmpfs")
         _check_persist(self.persist, self.persist_format)
+
+        if self.persist_compress == "zstd" and importlib.util.find_spec("zstandard") is None:
+            raise ConfigError(
+                "persist_compress: zstd needs zstandard, which is not installed: pip install 'ftckpt[storage]'"
+            )
 
     @property
     def least_interval(self) -> int:

@@ -67,6 +67,10 @@ class Reader(Protocol):
         """
         ...
 
+    def read_part(self, index: int, begin: int, end: int) -> Bytes:
+        """Bytes ``begin`` to ``end`` (exclusive) of what ``read`` gives, where the rest may cost something."""
+        return self.read(index)[begin:end]
+
     def where(self, index: int) -> object:
         """What an error names a fragment by: the file it lies in, where there is one."""
         return self.catalog.fragments[index].name

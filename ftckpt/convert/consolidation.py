@@ -66,12 +66,13 @@ class Consolidator:
             return self._compared(need)
         rows: Bytes | None = None
         for index, copies in self._touching(need):
-            data = self._reader.read(index)
+            low, high = _extent(copies)
+            data = self._reader.read_part(index, low * need.item_bytes, high * need.item_bytes)
             if len(copies) == 1 and copies[0][2:] == ((need.numel,), (1,), (1,)):  # nothing to put together
-                begin = copies[0].source * need.item_bytes
-                return data[begin : begin + need.nbytes]
+                return data
             rows = np.empty(need.nbytes, np.uint8) if rows is None else rows
-            copy_strided(copies, data, rows, need.item_bytes)
+            moved = [copy._replace(source=copy.source - low) for copy in copies]
+            copy_strided(moved, data, rows, need.item_bytes)
         return np.empty(0, np.uint8) if rows is None else rows
 
     def _check_complete(self) -> None:
@@ -199,6 +200,15 @@ def cast(data: Bytes, from_dtype: str, to_dtype: str) -> Bytes:
 def master_of(key: str) -> str:
     """The master that a weight is the cast of."""
     return MASTER + key.removeprefix(WEIGHT)
+
+
+def _extent(copies: Sequence[StridedCopy]) -> tuple[int, int]:
+    """The first element of the source that ``copies`` take, and the one behind the last."""
+    ends = (
+        copy.source + sum((n - 1) * stride for n, stride in zip(copy.shape, copy.source_strides, strict=True)) + 1
+        for copy in copies
+    )
+    return min(copy.source for copy in copies), max(ends)
 
 
 def copy_strided(copies: Iterable[StridedCopy], source: Bytes, dest: Bytes, item_bytes: int) -> None:

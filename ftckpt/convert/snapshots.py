@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Collection
+from bisect import bisect_left, bisect_right
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import xxhash
 
 from ftckpt.convert.arenas import (
@@ -20,12 +21,16 @@ from ftckpt.convert.arenas import (
 )
 from ftckpt.convert.catalog import Bytes, Catalog, Reader
 from ftckpt.convert.storage import CheckedOnce, explained, map_file
-from ftckpt.errors import ConvertError, CorruptError, FtckptError, StorageError
+from ftckpt.errors import ConvertError, CorruptError, StorageError
 from ftckpt.model import objects
 from ftckpt.model.topology import first_of_each_stage
 from ftckpt.persist.commit import MANIFEST_NAME, folder_of, iteration_of
+from ftckpt.persist.shard_file import ShardFile
 from ftckpt.persist.shards import FORMAT, StoredShard, StoredSnapshot
-from ftckpt.store.image import SlotImage, parse_image
+from ftckpt.store.image import Span
+
+_UNPACKED = 16
+"""Chunks that stay unpacked: strips that workers read one behind the other share the chunk in which they meet."""
 
 
 def recognises(path: Path) -> bool:
@@ -44,9 +49,8 @@ class _File:
     """One shard's file, mapped, and which of its chunks were compared with their checksums."""
 
     path: Path
-    entry: StoredShard
     data: Bytes
-    image: SlotImage
+    shard: ShardFile
     checked: CheckedOnce[int] = field(default_factory=CheckedOnce)
 
 
@@ -69,12 +73,16 @@ class SnapshotReader(Reader):
         except StorageError as error:
             raise ConvertError(str(error)) from None
         self._files = {shard: self._open(shard, entry) for shard, entry in self.stored.shards.items()}
+        self._unpacked = lru_cache(_UNPACKED)(self._chunk)
         self.catalog, self._entries = self._make_catalog(roles)
 
     def read(self, index: int) -> Bytes:
+        return self.read_part(index, 0, self._entries[index].fragment.nbytes)
+
+    def read_part(self, index: int, begin: int, end: int) -> Bytes:
         if not self._files:
             raise ConvertError(f"{self._path}: was closed")
-        return self._read(self._entries[index])
+        return self._read(self._entries[index], begin, end)
 
     def where(self, index: int) -> object:
         return self._entries[index].shard
@@ -85,6 +93,7 @@ class SnapshotReader(Reader):
 
     def close(self) -> None:
         self._files = {}
+        self._unpacked.cache_clear()
 
     def _open(self, shard: str, entry: StoredShard) -> _File:
         path = self._path / entry.file
@@ -92,19 +101,15 @@ class SnapshotReader(Reader):
         if path.parent != self._path or len(data) != entry.nbytes:
             raise ConvertError(f"{path}: has {len(data)} bytes, {MANIFEST_NAME} says {entry.nbytes}")
         try:
-            image = parse_image(data[: 8 + int.from_bytes(data[:8].tobytes(), "little")].data)
-        except FtckptError as error:
-            raise ConvertError(f"{path}: {error}") from None
-        manifest = image.manifest
-        if (manifest.shard, manifest.digest.hex(), image.file_bytes) != (shard, entry.digest, entry.nbytes):
-            raise ConvertError(f"{path}: is not what {MANIFEST_NAME} says")
-        return _File(path, entry, data, image)
+            return _File(
+                path, data, ShardFile(str(path), shard, entry, lambda begin, n: data[begin : begin + n].data)
+            )
+        except StorageError as error:
+            raise ConvertError(str(error)) from None
 
     def _make_catalog(self, roles: Collection[str] | None) -> tuple[Catalog, list[ShardFragment]]:
-        manifests = [file.image.manifest for file in self._files.values()]
-        entries = without_doubles(
-            logical_fragments(manifests, roles), lambda entry: xxhash.xxh3_64_intdigest(self._read(entry).data)
-        )
+        manifests = [file.shard.image.manifest for file in self._files.values()]
+        entries = without_doubles(logical_fragments(manifests, roles), self._content)
         found = objects_by_shard(first_of_each_stage(list(self._files)), self._objects)
         catalog = snapshot_catalog(self.stored.snapshot.iteration, manifests, entries, found)
         if roles is not None and "weight" not in roles:
@@ -112,34 +117,45 @@ class SnapshotReader(Reader):
             catalog = replace(catalog, derived={}, padded=catalog.padded & {e.fragment.key for e in entries})
         return catalog, entries
 
-    def _read(self, entry: ShardFragment) -> Bytes:
-        file = self._files[entry.shard]
-        begin = file.image.offsets[entry.index]
-        end = begin + entry.fragment.nbytes
-        chunks = file.image.chunks
-        first = bisect_right(chunks, begin, key=lambda span: span.begin) - 1
-        for chunk in range(first, len(chunks) if begin < end else 0):
-            if chunks[chunk].begin >= end:
-                break
-            file.checked.check(chunk, partial(self._compare, file, chunk, entry.fragment.key))
-        return file.data[begin:end]
+    def _content(self, entry: ShardFragment) -> int:
+        return xxhash.xxh3_64_intdigest(self._read(entry, 0, entry.fragment.nbytes).data)
 
-    @staticmethod
-    def _compare(file: _File, chunk: int, key: str) -> None:
-        span = file.image.chunks[chunk]
-        if xxhash.xxh3_64_intdigest(file.data[span.begin : span.end].data) != int(file.entry.chunk_hashes[chunk]):
-            raise ConvertError(f"{file.path}: chunk {chunk}, which holds {key}, is damaged")
+    def _read(self, entry: ShardFragment, begin: int, end: int) -> Bytes:
+        file, image = self._files[entry.shard], self._files[entry.shard].shard.image
+        offset = image.offsets[entry.index]
+        wanted = Span(offset + begin, offset + end)
+        chunks, parts = _touched(image.chunks, wanted), list[Bytes]()
+        try:
+            if file.shard.entry.frames is None:
+                for chunk in chunks:
+                    file.checked.check(chunk, partial(file.shard.chunk, chunk))
+                return file.data[wanted.begin : wanted.end]
+            for chunk in chunks:
+                data, at = np.frombuffer(self._unpacked(entry.shard, chunk), np.uint8), image.chunks[chunk].begin
+                parts.append(data[max(0, wanted.begin - at) : wanted.end - at])
+        except StorageError as error:
+            raise ConvertError(f"{error}: {entry.fragment.key} is damaged") from None
+        return parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, np.uint8), *parts])
+
+    def _chunk(self, shard: str, number: int) -> memoryview:
+        return memoryview(self._files[shard].shard.chunk(number))
 
     def _objects(self, shard: str) -> Any:
         file = self._files[shard]
-        begin = file.image.objects.begin
-        data = file.data[begin : begin + file.entry.objects_used].tobytes()
         try:
-            if xxhash.xxh3_64_intdigest(data) != file.entry.objects_hash:
-                raise CorruptError("do not match their checksum")
-            return objects.decode(data)
+            return objects.decode(bytes(file.shard.objects()))
+        except StorageError as error:
+            raise ConvertError(f"the objects of {shard}: {error}") from None
         except CorruptError as error:
             raise ConvertError(f"{file.path}: the objects of {shard}: {error}") from None
+
+
+def _touched(chunks: Sequence[Span], wanted: Span) -> range:
+    """The chunks that have some of ``wanted``."""
+    if not wanted.nbytes:
+        return range(0)
+    first = bisect_right(chunks, wanted.begin, key=lambda span: span.begin) - 1
+    return range(first, bisect_left(chunks, wanted.end, key=lambda span: span.begin))
 
 
 def _folders(path: Path) -> dict[int, Path]:

@@ -43,7 +43,7 @@ class CheckedOnce(Generic[Part]):
         self._locks: dict[Part, threading.Lock] = {}
         self._good: set[Part] = set()
 
-    def check(self, part: Part, compare: Callable[[], None]) -> None:
+    def check(self, part: Part, compare: Callable[[], object]) -> None:
         """Call ``compare``, which raises where ``part`` is damaged, unless that was done before."""
         with self._guard:
             if part in self._good:

@@ -8,19 +8,19 @@ with the checksum of memory. Pure but for the compressor.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from functools import cache
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from ftckpt.errors import ConfigError, CorruptError
 from ftckpt.model.fragment import DTYPE_BYTES
-from ftckpt.store.image import SlotImage
+from ftckpt.persist.storage import Bytes
+from ftckpt.store.image import SlotImage, Span
 
 _LEVEL = 1
 """The fastest of zstd: what is noise stays noise at any other."""
-_FIX = "install what compresses: pip install 'ftckpt[storage]'"
 
 
 class Run(NamedTuple):
@@ -30,8 +30,42 @@ class Run(NamedTuple):
     item_bytes: int
 
 
-def runs_of(image: SlotImage) -> list[list[Run]]:
-    """Of each chunk of a slot what stands in it, in its order; gaps are bytes."""
+def packed(image: SlotImage, objects_used: int, pieces: Iterable[Bytes], lengths: list[int]) -> Iterator[Bytes]:
+    """The bytes of a shard's compressed file: the header, and a frame of each chunk and of the objects in use.
+
+    Args:
+        pieces: the bytes of its file of image ``image``, in any pieces. All are taken: at their end the last of them
+            are proven.
+        lengths: takes that of the header and of each frame.
+    """
+    objects = Span(image.objects.begin, image.objects.begin + objects_used)
+    parts = _parts(pieces, [Span(0, len(image.header)), *image.chunks, objects])
+    header = next(parts)
+    lengths.append(len(header))
+    yield header
+    for part, runs in zip(parts, runs_of(image, objects_used), strict=True):
+        frame = compress(part, runs)
+        lengths.append(len(frame))
+        yield frame
+
+
+def _parts(pieces: Iterable[Bytes], spans: Sequence[Span]) -> Iterator[Bytes]:
+    """What stands in ``spans``, which are in order, of a stream that is taken to its end."""
+    stream, position, rest = iter(pieces), 0, memoryview(b"")
+    for span in spans:
+        part = bytearray()
+        while position < span.end:
+            rest = rest or memoryview(next(stream))
+            skipped = min(len(rest), max(0, span.begin - position))
+            taken = min(len(rest), span.end - position)
+            part += rest[skipped:taken]
+            position, rest = position + taken, rest[taken:]
+        yield memoryview(part)
+    deque(stream, maxlen=0)
+
+
+def runs_of(image: SlotImage, objects_used: int) -> list[list[Run]]:
+    """What stands in each chunk of a slot, in its order, and, last, in the objects in use; gaps are bytes."""
     spans = [
         (offset, offset + fragment.nbytes, DTYPE_BYTES[fragment.dtype])
         for fragment, offset in zip(image.manifest.fragments, image.offsets, strict=True)
@@ -41,7 +75,7 @@ def runs_of(image: SlotImage) -> list[list[Run]]:
         while first < len(spans) and spans[first][1] <= chunk.begin:
             first += 1
         found.append(list(_runs(spans[first:], chunk.begin, chunk.end)))
-    return found
+    return [*found, [Run(objects_used, 1)]]
 
 
 def _runs(spans: Sequence[tuple[int, int, int]], begin: int, end: int) -> Iterator[Run]:
@@ -50,52 +84,51 @@ def _runs(spans: Sequence[tuple[int, int, int]], begin: int, end: int) -> Iterat
             break
         if low > begin:
             yield Run(low - begin, 1)
-        yield Run(min(high, end) - max(low, begin), item_bytes)
-        begin = max(begin, min(high, end))
+            begin = low
+        nbytes = min(high, end) - begin
+        # A chunk may end within an element, if its size is that of nobody's pages.
+        yield Run(nbytes, 1 if nbytes % item_bytes else item_bytes)
+        begin += nbytes
     if begin < end:
         yield Run(end - begin, 1)
 
 
-def compress(data: memoryview, runs: Sequence[Run]) -> bytes:
+def compress(data: Bytes, runs: Sequence[Run]) -> bytes:
     """A zstd frame of a chunk, with its length in it."""
     grouped = np.empty(len(data), np.uint8)
     for piece, into, item_bytes in _pieces(np.frombuffer(data, np.uint8), grouped, runs):
         into.reshape(item_bytes, -1)[...] = piece.reshape(-1, item_bytes).T
-    packed: bytes = _zstandard().ZstdCompressor(level=_LEVEL).compress(grouped.data)
-    return packed
+    frame: bytes = _zstandard().ZstdCompressor(level=_LEVEL).compress(grouped.data)
+    return frame
 
 
-def decompress(frame: bytes, runs: Sequence[Run]) -> bytes:
+def decompress(frame: Bytes, runs: Sequence[Run]) -> memoryview:
     """Inverse of ``compress``.
 
     Raises:
         CorruptError: not a frame of such a chunk.
     """
-    nbytes = sum(run.nbytes for run in runs)
+    nbytes, zstandard = sum(run.nbytes for run in runs), _zstandard()
     try:
-        # Bounded: a damaged frame may claim to unpack to any length.
-        grouped = _zstandard().ZstdDecompressor().decompress(frame, max_output_size=nbytes)
-    except _zstandard().ZstdError as error:
+        # Before room is made for it: a damaged frame may claim to have any length.
+        found = zstandard.frame_content_size(frame)
+        if found != nbytes:
+            raise CorruptError(f"cannot be unpacked: claims {found} bytes, not {nbytes}")
+        grouped = zstandard.ZstdDecompressor().decompress(frame)
+    except zstandard.ZstdError as error:
         raise CorruptError(f"cannot be unpacked: {error}") from None
-    if len(grouped) != nbytes:
-        raise CorruptError(f"unpacks to {len(grouped)} bytes, not {nbytes}")
     data = np.empty(nbytes, np.uint8)
     for piece, into, item_bytes in _pieces(np.frombuffer(grouped, np.uint8), data, runs):
         into.reshape(-1, item_bytes)[...] = piece.reshape(item_bytes, -1).T
-    return data.tobytes()
+    return data.data.toreadonly()
 
 
-def require() -> None:
-    """Raises ConfigError where nothing can compress."""
-    _zstandard()
-
-
-@cache
 def _zstandard() -> Any:
     try:
         import zstandard
     except ImportError:
-        raise ConfigError(f"persist_compress: zstandard is not installed; {_FIX}") from None
+        text = "a compressed snapshot needs zstandard, which is not installed: pip install 'ftckpt[storage]'"
+        raise ConfigError(text) from None
     return zstandard
 
 

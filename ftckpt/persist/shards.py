@@ -1,7 +1,8 @@
 """A snapshot on storage: a file for each shard, and the manifest that makes them one. Pure; ``FORMAT.md``.
 
 The file of a shard is the image of its slot: header, chunks and objects as they lie in memory, so that nothing is
-gathered, cast or cut anew to write it, and what memory has lost of a snapshot is taken from storage chunk by chunk.
+gathered, cast or cut anew to write it, and what memory has lost of a snapshot is taken from storage chunk by chunk;
+``compression`` packs each chunk of it.
 Left out is what the slot holds of other shards to protect them.
 """
 
@@ -69,20 +70,35 @@ class StoredShard:
     objects_used: int
     objects_hash: int
     chunk_hashes: Hashes
+    frames: Hashes | None = None
+    """Of a compressed file the bytes of the header, of the frame of each chunk, and of that of the objects."""
 
     def to_json(self) -> dict[str, Any]:
-        hashes = base64.b64encode(self.chunk_hashes.astype("<u8").tobytes()).decode()
-        return {**vars(self), "chunk_hashes": hashes}
+        value = {**vars(self), "chunk_hashes": _from_u64s(self.chunk_hashes)}
+        del value["frames"]
+        return value if self.frames is None else {**value, "frames": _from_u64s(self.frames)}
 
     @classmethod
     def from_json(cls, entry: Mapping[str, Any]) -> StoredShard:
         """Inverse of ``to_json``. Raises KeyError, TypeError or ValueError for anything else."""
-        hashes = np.frombuffer(base64.b64decode(entry["chunk_hashes"], validate=True), "<u8").astype(np.uint64)
+        hashes = _to_u64s(entry["chunk_hashes"])
+        frames = _to_u64s(entry["frames"]) if "frames" in entry else None
         file, checksum, digest = (str(entry[name]) for name in ("file", "checksum", "digest"))
         nbytes, used, objects_hash = (int(entry[name]) for name in ("nbytes", "objects_used", "objects_hash"))
         if min(nbytes, used, objects_hash) < 0:
             raise ValueError(f"{file}: a negative size")
-        return cls(file, nbytes, checksum, digest, used, objects_hash, hashes)
+        if frames is not None and (len(frames) != len(hashes) + 2 or sum(frames.tolist()) != nbytes):
+            raise ValueError(f"{file}: its frames are not what is in it")
+        return cls(file, nbytes, checksum, digest, used, objects_hash, hashes, frames)
+
+    def is_of(self, image: SlotImage) -> bool:
+        """Whether this is the file of a shard of this image."""
+        found = image.manifest.digest.hex(), len(image.chunks)
+        if found != (self.digest, len(self.chunk_hashes)) or self.objects_used > image.objects.nbytes:
+            return False
+        if self.frames is None:
+            return self.nbytes == image.file_bytes
+        return int(self.frames[0]) == len(image.header)
 
 
 @dataclass(frozen=True)
@@ -192,6 +208,14 @@ def _zeros(nbytes: int) -> Iterator[memoryview]:
         piece = memoryview(_ZEROS)[:nbytes]
         nbytes -= len(piece)
         yield piece
+
+
+def _from_u64s(values: Hashes) -> str:
+    return base64.b64encode(values.astype("<u8").tobytes()).decode()
+
+
+def _to_u64s(text: str) -> Hashes:
+    return np.frombuffer(base64.b64decode(text, validate=True), "<u8").astype(np.uint64)
 
 
 def _checksum(value: Mapping[str, Any]) -> str:

@@ -16,7 +16,6 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import numpy as np
-import xxhash
 
 from ftckpt.errors import CorruptError, LostError, StorageError
 from ftckpt.events import Events, Progress
@@ -26,8 +25,9 @@ from ftckpt.model.loaded import Checkpoint, is_undone
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.model.topology import Topology, layouts_differ
 from ftckpt.persist import commit, retention
-from ftckpt.persist.shards import StoredShard, StoredSnapshot
-from ftckpt.persist.storage import Storage, open_storage, patiently
+from ftckpt.persist.shard_file import ShardFile
+from ftckpt.persist.shards import StoredSnapshot
+from ftckpt.persist.storage import Bytes, Storage, open_storage, patiently
 from ftckpt.restore.build import Build
 from ftckpt.restore.choice import worth_keeping
 from ftckpt.restore.inventory import Inventory
@@ -35,7 +35,7 @@ from ftckpt.restore.locations import OpenArenas, SlotAt
 from ftckpt.restore.rebuild import NEW_SLOT, Fix
 from ftckpt.restore.repair import make_room
 from ftckpt.store.directory import arena_path
-from ftckpt.store.image import SlotImage, parse_image
+from ftckpt.store.image import SlotImage
 from ftckpt.store.package import Package
 
 _NEWEST = 10
@@ -49,10 +49,6 @@ _PATIENCE_SECS = 30.0
 
 _TURN_SECS = 10.0
 """After which a rank that reads tells the others that it lives."""
-
-_TRIES = 3
-"""Of reading a chunk whose bytes are not right: what came over a network may be right the next time."""
-
 
 T = TypeVar("T")
 
@@ -245,13 +241,13 @@ class Fetch:
             StorageError: something on storage is bad, or away; no shard counts that is not whole.
             MemoryBudgetError, ArenaError: a node has no room, or another process writes there.
         """
-        images = together(self._group, lambda: {shard: self._image(shard) for shard in self._mine()})
-        packages = together(self._group, lambda: {shard: self._package(*item) for shard, item in images.items()})
+        files = together(self._group, lambda: {shard: self._file(shard) for shard in self._mine()})
+        packages = together(self._group, lambda: {shard: self._package(file) for shard, file in files.items()})
         builds = {shard: self._build(package) for shard, package in packages.items()}
         self._have_room(builds)
         try:
             together(self._group, lambda: _each(Build.open, builds))
-            filling = self._fill(builds)
+            filling = self._fill(builds, files)
             # In turns: ranks have more and less to read, and wait for each other only so long.
             while not all(codec.gather(self._group, together(self._group, lambda: _turn(filling)), bool)):
                 pass
@@ -273,44 +269,24 @@ class Fetch:
             if (ranks[shard] if same else number % len(ranks)) == self._group.rank:
                 yield shard
 
-    def _image(self, shard: str) -> tuple[StoredShard, SlotImage]:
-        """What the file of a shard says of itself, as far as it is what the manifest says."""
-        entry, name = self._stored.shards[shard], self._name(shard)
+    def _file(self, shard: str) -> ShardFile:
+        entry = self._stored.shards[shard]
+        name = f"{commit.folder_of(self._stored.snapshot.iteration)}/{entry.file}"
+        where = f"{self._storage.where}/{name}"
         if _patiently(lambda: self._storage.size(name)) != entry.nbytes:
-            text = f"{self._storage.where}/{name}: is not there with its {entry.nbytes} bytes"
-            raise StorageError(text, lasting=True)
-        length = 8 + int.from_bytes(_patiently(lambda: self._storage.read(name, 0, 8)), "little")
-        try:
-            image = parse_image(_patiently(lambda: self._storage.read(name, 0, min(length, entry.nbytes))))
-        except CorruptError as error:
-            raise StorageError(f"{self._storage.where}/{name}: {error}", lasting=True) from None
-        manifest = image.manifest
-        found = manifest.shard, manifest.digest.hex(), len(image.chunks), image.file_bytes
-        if found != (shard, entry.digest, len(entry.chunk_hashes), entry.nbytes):
-            raise StorageError(f"{self._storage.where}/{name}: is not what the manifest names", lasting=True)
-        return entry, image
+            raise StorageError(f"{where}: is not there with its {entry.nbytes} bytes", lasting=True)
 
-    def _package(self, entry: StoredShard, image: SlotImage) -> Package:
+        def read(begin: int, nbytes: int) -> bytes:
+            return _patiently(lambda: self._storage.read(name, begin, nbytes))
+
+        return ShardFile(where, shard, entry, read)
+
+    def _package(self, file: ShardFile) -> Package:
         """What a slot is built around: all but its stepped chunks."""
-        name = self._name(image.manifest.shard)
-        used, volatile = entry.objects_used, image.volatile
-        objects = self._proven(name, image.objects.begin, used, entry.objects_hash)
-        parts = [
-            self._proven(name, span.begin, span.nbytes, int(expected))
-            for span, expected in zip(image.chunks, entry.chunk_hashes.tolist(), strict=True)
-            if span.begin >= volatile.begin and volatile.nbytes
-        ]
-        snapshot = self._stored.snapshot
-        return Package(image.manifest, snapshot, 1, entry.chunk_hashes, objects, b"".join(parts))
-
-    def _proven(self, name: str, begin: int, nbytes: int, expected: int) -> bytes:
-        for _ in range(_TRIES):
-            data = _patiently(lambda: self._storage.read(name, begin, nbytes))
-            if xxhash.xxh3_64_intdigest(data) == expected:
-                return data
-        raise StorageError(
-            f"{self._storage.where}/{name}: {nbytes} bytes at {begin} do not match their checksum", lasting=True
-        )
+        image = file.image
+        volatile = [file.chunk(number) for number in range(image.num_stepped_chunks, len(image.chunks))]
+        hashes, objects = file.entry.chunk_hashes, bytes(file.objects())
+        return Package(image.manifest, self._stored.snapshot, 1, hashes, objects, b"".join(volatile))
 
     def _build(self, package: Package) -> Build:
         image, node_dir = SlotImage.of(package.manifest), self._arenas.node_dir
@@ -331,37 +307,29 @@ class Fetch:
             sites=[at for of_rank in sites for at in of_rank], need_bytes=need, keep=self._keep(),
         )  # fmt: skip
 
-    def _fill(self, builds: Mapping[str, Build]) -> Iterator[None]:
+    def _fill(self, builds: Mapping[str, Build], files: Mapping[str, ShardFile]) -> Iterator[None]:
         """Bring all chunks, and stop for a moment after each."""
-        total = sum(self._stored.shards[shard].nbytes for shard in builds)
+        total = sum(file.image.file_bytes for file in files.values())
         progress = Progress(f"rank {self._group.rank} reads iteration {self._stored.snapshot.iteration} from storage")
         with ThreadPoolExecutor(_READERS, thread_name_prefix="ftckpt-fetch") as readers:
-            waiting: deque[tuple[Build, int, Future[bytes]]] = deque()
-            for build in builds.values():
+            waiting: deque[tuple[Build, int, Future[Bytes]]] = deque()
+            for shard, build in builds.items():
                 for chunk in build.fix.chunks:
                     if len(waiting) == _READERS:
                         self._put(*waiting.popleft())
                         progress(self.usage["bytes"], total)
                         yield
-                    waiting.append((build, chunk, readers.submit(self._read_chunk, build, chunk)))
+                    waiting.append((build, chunk, readers.submit(files[shard].chunk, chunk)))
             while waiting:
                 self._put(*waiting.popleft())
                 yield
 
-    def _read_chunk(self, build: Build, chunk: int) -> bytes:
-        span = build.arena.image.chunks[chunk]
-        expected = int(self._stored.shards[build.fix.shard].chunk_hashes[chunk])
-        return self._proven(self._name(build.fix.shard), span.begin, span.nbytes, expected)
-
-    def _put(self, build: Build, chunk: int, data: Future[bytes]) -> None:
+    def _put(self, build: Build, chunk: int, data: Future[Bytes]) -> None:
         build.put(chunk, 0, np.frombuffer(data.result(), np.uint8))
         if not build.check(chunk):
             raise CorruptError(f"{build.fix.shard}: chunk {chunk} did not come to memory as it was on storage")
         self.usage["chunks"] += 1
         self.usage["bytes"] += build.length(chunk)
-
-    def _name(self, shard: str) -> str:
-        return f"{commit.folder_of(self._stored.snapshot.iteration)}/{self._stored.shards[shard].file}"
 
 
 def _each(action: Callable[[Build], object], builds: Mapping[str, Build]) -> None:

@@ -15,6 +15,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import numpy as np
+
 from ftckpt.config import Config
 from ftckpt.errors import ArenaError, CorruptError, FtckptError, StorageError
 from ftckpt.events import Events
@@ -23,6 +25,7 @@ from ftckpt.model.snapshot import SnapshotId
 from ftckpt.model.topology import axes_of, shard_names
 from ftckpt.persist import commit, retention
 from ftckpt.persist.commit import PendingCheckpoint
+from ftckpt.persist.compression import packed
 from ftckpt.persist.place import SNAPSHOT, ExportPlace, Place
 from ftckpt.persist.shards import ShardImage, StoredShard, StoredSnapshot, contents, files_of
 from ftckpt.persist.storage import Bytes, Storage, open_storage
@@ -51,7 +54,7 @@ class FlushOrders:
 
     The first of ``nodes`` commits, and makes the ``exports``, each within ``timeout_secs``. ``keep``, ``keep_every``:
     checkpoints that stay, see ``retention.kept``; ``gbps``: GB/s of this node, 0 for no limit. ``at_end``: whether
-    the last snapshot of a job goes there, too.
+    the last snapshot of a job goes there, too. ``compress``: ``none`` or ``zstd``.
     """
 
     where: str = ""
@@ -65,6 +68,7 @@ class FlushOrders:
     at_end: bool = True
     exports: ExportPlace | None = None
     timeout_secs: float = Config.persist_timeout_secs
+    compress: str = "none"
 
     @classmethod
     def from_json(cls, description: Mapping[str, Any]) -> FlushOrders:
@@ -77,6 +81,7 @@ class FlushOrders:
             int(settings.get("persist_keep", 0)), int(settings.get("persist_keep_every", 0)),
             float(settings.get("persist_gbps", 0.0)), settings.get("persist_at_end", "on") == "on",
             place.exports, float(settings.get("persist_timeout_secs", cls.timeout_secs)),
+            str(settings.get("persist_compress", "none")),
         )  # fmt: skip
 
     @property
@@ -203,13 +208,17 @@ class Flush:
     def _put(self, pending: PendingCheckpoint, arena: GuardedArena, checked: CheckedSlot) -> StoredShard:
         slot, record = arena.mapped.image, checked.record
         shard = ShardImage.of(slot)
+        compresses, lengths = self._orders.compress == "zstd", list[int]()
+        name = f"{arena.shard}.{'zst' if compresses else 'safetensors'}"
         entry = StoredShard(
-            f"{arena.shard}.safetensors", shard.image.file_bytes, "", shard.image.manifest.digest.hex(),
+            name, shard.image.file_bytes, "", shard.image.manifest.digest.hex(),
             record.objects_used, record.objects_hash, checked.hashes[list(shard.chunks)],
         )  # fmt: skip
         try:
-            pieces = contents(shard, slot, arena.mapped.slot(checked.slot), entry)
-            file = pending.write(entry.file, self._paced(arena, checked.slot, pieces))
+            pieces = self._paced(arena, checked.slot, contents(shard, slot, arena.mapped.slot(checked.slot), entry))
+            if compresses:
+                pieces = packed(shard.image, entry.objects_used, pieces, lengths)
+            file = pending.write(entry.file, pieces)
         except (CorruptError, *_LOST):
             if not arena.still_holds(checked.slot, record):
                 raise ArenaError(f"{arena.shard}: its slot was needed for a newer snapshot") from None
@@ -217,7 +226,8 @@ class Flush:
         # Behind the last byte: what was read before that may have been written over meanwhile.
         if not arena.still_holds(checked.slot, record):
             raise ArenaError(f"{arena.shard}: its slot was needed for a newer snapshot")
-        return replace(entry, file=file.name, nbytes=file.nbytes, checksum=file.checksum)
+        frames = np.array(lengths, np.uint64) if compresses else None
+        return replace(entry, file=file.name, nbytes=file.nbytes, checksum=file.checksum, frames=frames)
 
     def _paced(self, arena: GuardedArena, slot: int, pieces: Iterable[memoryview]) -> Iterator[Bytes]:
         for piece in pieces:

@@ -48,18 +48,22 @@ def persisting(settings: dict[str, Any], arena_root: Path, tmp_path: Path) -> It
 
 
 @pytest.fixture(scope="module")
-def left(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def left(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[Path]:
     """What a job of four ranks has left on storage: three snapshots or more. Its memory is gone."""
     root, folder = Path("/dev/shm") / f"ftckpt-test-{os.getpid()}-left", tmp_path_factory.mktemp("left")
     root.mkdir()
     try:
         settings = {"job": "test", "arena": str(root), "persist": str(folder), "persist_interval": 4}
         settings |= {"protect": "none", "chunk_mib": 0.0625, "objects_mib": 1, "persist_keep": 0}
+        settings |= {"persist_compress": getattr(request, "param", "none")}
         run_ranks(train_until_persisted, 4, settings, 3)
         clean_job(root, "test")
         yield folder
     finally:
         shutil.rmtree(root, ignore_errors=True)
+
+
+compressed_or_not = pytest.mark.parametrize("left", ["none", "zstd"], indirect=True)
 
 
 def train_until_persisted(rank: int, world_size: int, settings: dict[str, Any], times: int) -> list[int]:
@@ -140,6 +144,7 @@ def test_an_interval_of_storage_follows_from_what_a_flush_takes_and_from_failure
     assert max(by_rank[0]) < 500, "as where nothing is known"
 
 
+@compressed_or_not
 def test_a_job_whose_memory_is_gone_goes_on_from_storage(persisting: dict[str, Any], left: Path) -> None:
     shutil.copytree(left, persisting["persist"], dirs_exist_ok=True)
     newest = stored(persisting)[0].snapshot.iteration
@@ -172,6 +177,7 @@ def damaged(settings: dict[str, Any], iteration: int, shard: str) -> None:
     path.write_bytes(data)
 
 
+@compressed_or_not
 def test_what_is_bad_on_storage_is_passed_over(persisting: dict[str, Any], left: Path) -> None:
     shutil.copytree(left, persisting["persist"], dirs_exist_ok=True)
     newest, second, third, *_ = [one.snapshot.iteration for one in stored(persisting)]
@@ -182,7 +188,8 @@ def test_what_is_bad_on_storage_is_passed_over(persisting: dict[str, Any], left:
     assert results == [what_was(third)] * 4
     told = jobs.events(persisting, "storage_damaged")
     assert {event["iteration"] for event in told} == {newest, second}
-    assert any("do not match their checksum" in event["error"] for event in told)
+    texts = "do not match their checksum", "cannot be unpacked"
+    assert any(text in event["error"] for event in told for text in texts)
     assert any("damaged or edited" in event["error"] for event in told)
 
 

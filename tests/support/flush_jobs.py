@@ -9,6 +9,7 @@ from ftckpt.parity.modes import Modes
 from ftckpt.persist.commit import claim, committed, folder_of
 from ftckpt.persist.files import FileStorage
 from ftckpt.persist.place import Place
+from ftckpt.persist.shard_file import ShardFile
 from ftckpt.persist.shards import StoredSnapshot, files_of
 from ftckpt.persist.storage import Storage
 from ftckpt.store.pulse import FlushState
@@ -68,9 +69,14 @@ class Job:
                 entry = stored.shards[arena.manifest.shard]
                 data = storage.read(f"{folder_of(iteration)}/{entry.file}")
                 assert slot is not None and len(data) == entry.nbytes
+                file = ShardFile(entry.file, arena.manifest.shard, entry, lambda at, n, data=data: data[at : at + n])
+                image, begin = arena.image, arena.image.objects.begin
                 with arena.slot(slot) as view:
-                    used = arena.image.objects.begin + entry.objects_used
-                    assert data[:used] == bytes(view[:used])
+                    used = begin + entry.objects_used
+                    assert entry.frames is not None or data[:used] == bytes(view[:used])
+                    assert data[: len(image.header)] == image.header and bytes(file.objects()) == view[begin:used]
+                    for number, span in enumerate(image.chunks):
+                        assert bytes(file.chunk(number)) == view[span.begin : span.end]
         return stored
 
     def close(self) -> None:

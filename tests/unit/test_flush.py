@@ -48,13 +48,18 @@ def where(tmp_path: Path) -> str:
 
 
 @pytest.fixture
-def job(arena_root: Path, where: str) -> Iterator[Job]:
-    made = Job(arena_root, where, persist_keep=2)
+def job(arena_root: Path, where: str, request: pytest.FixtureRequest) -> Iterator[Job]:
+    made = Job(arena_root, where, persist_keep=2, persist_compress=getattr(request, "param", "none"))
     yield made
     made.close()
 
 
+compressed_or_not = pytest.mark.parametrize("job", ["none", "zstd"], indirect=True)
+
+
+@compressed_or_not
 def test_a_snapshot_of_two_nodes_becomes_one_checkpoint(job: Job) -> None:
+    compresses = job.settings["persist_compress"] == "zstd"
     job.start()
     for slot, iteration in enumerate((7, 8, 9)):
         job.snapshot(slot, iteration)
@@ -62,6 +67,9 @@ def test_a_snapshot_of_two_nodes_becomes_one_checkpoint(job: Job) -> None:
         job.settled(iteration)
         stored = job.check(FileStorage(job.where), iteration)
         assert stored.snapshot.lineage == LINEAGE and stored.job == "job" and len(stored.shards) == 4
+        for entry in stored.shards.values():
+            assert entry.file.endswith(".zst" if compresses else ".safetensors")
+            assert (entry.frames is not None) == compresses
     assert committed(FileStorage(job.where)) == [9, 8] and leftovers(job.where) == []
     job.flush(-1)
     until(lambda: all(smp.duties.flushing == (None, FlushState.NONE) for smp in job.smps))
@@ -79,6 +87,7 @@ def test_nothing_counts_before_all_nodes_are_done(job: Job) -> None:
     job.check(FileStorage(job.where), 7)
 
 
+@compressed_or_not
 def test_bytes_that_went_bad_come_to_no_storage(job: Job) -> None:
     job.start()
     job.snapshot(0, 7)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -71,17 +71,22 @@ def test_bytes_that_are_not_what_they_were_are_seen_as_they_go_by(where: str, ar
             list(contents(shard, arena.image, data, entry))
 
 
-def snapshot() -> StoredSnapshot:
+def snapshot(frames: Sequence[int] | None = None) -> StoredSnapshot:
     hashes = np.array([1, (1 << 64) - 1], np.uint64)
-    shard = StoredShard("ab-dp0.safetensors", 4096, "0" * 16, "ff", 700, (1 << 64) - 1, hashes)
+    lengths = None if frames is None else np.array(frames, np.uint64)
+    shard = StoredShard("ab-dp0.safetensors", 4096, "0" * 16, "ff", 700, (1 << 64) - 1, hashes, lengths)
     origin = Checkpoint(4, True, generation=2, undone=1)
     return StoredSnapshot(SNAPSHOT, "job", {"dp": 1, "zero": True}, {"dp0": shard}, origin)
 
 
-def test_a_manifest_survives_its_json() -> None:
-    one = snapshot()
+@pytest.mark.parametrize("frames", [None, [1000, 3000, 40, 56]], ids=["as it is", "compressed"])
+def test_a_manifest_survives_its_json(frames: list[int] | None) -> None:
+    one = snapshot(frames)
+    assert (b"frames" in one.encode()) == bool(frames), "who compresses nothing writes what was always written"
     again = StoredSnapshot.decode(one.encode(), "m")
     assert again.encode() == one.encode() and again.snapshot == SNAPSHOT and again.origin.generation == 2
+    found = again.shards["dp0"].frames
+    assert (None if found is None else found.tolist()) == frames
     assert again.shards["dp0"].chunk_hashes.tolist() == [1, (1 << 64) - 1]
     assert files_of(one.encode()) == {"ab-dp0.safetensors"} and files_of(b"{}") is None
 
@@ -103,6 +108,14 @@ def test_anything_else_is_refused(change: str) -> None:
     action(value)
     with raises(StorageError, "m:", text):
         StoredSnapshot.decode(json.dumps(value).encode(), "m")
+
+
+@pytest.mark.parametrize(
+    "frames", [[1000, 3096], [1000, 3000, 40, 57], [2000, 2000, 40, 56, 0], [(1 << 64) - 96, 4096, 40, 56]]
+)
+def test_frames_that_are_not_those_of_the_file_are_refused(frames: list[int]) -> None:
+    with raises(StorageError, "m:", "its frames are not what is in it"):
+        StoredSnapshot.decode(snapshot(frames).encode(), "m")
 
 
 @pytest.mark.parametrize("data", [b"", b"\xff", b"[]", b"{" * 100_000, b'{"format": "ftckpt-snapshot"}'])

@@ -1,0 +1,76 @@
+"""The file of a shard on storage, compressed or not: any part of it, proven when it is read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import accumulate, pairwise
+
+import xxhash
+
+from ftckpt.errors import CorruptError, MismatchError, StorageError
+from ftckpt.persist.compression import decompress, runs_of
+from ftckpt.persist.shards import StoredShard
+from ftckpt.persist.storage import Bytes
+from ftckpt.store.image import Span, parse_image
+
+_TRIES = 3
+"""Of reading a part whose bytes are not right: what came over a network may be right the next time."""
+
+
+class ShardFile:
+    """A file of which ``entry``, in the manifest, says what each part must be. Any thread may read.
+
+    Args:
+        where: names it in errors.
+        shard: whose it must be.
+        read: so many bytes of the file, from an offset on.
+
+    Raises:
+        StorageError: its header is not that of the shard in the manifest, or ``read`` fails.
+    """
+
+    def __init__(self, where: str, shard: str, entry: StoredShard, read: Callable[[int, int], Bytes]) -> None:
+        self.entry = entry
+        self._where = where
+        self._read = read
+        header = read(0, min(8 + int.from_bytes(read(0, 8), "little"), entry.nbytes))
+        try:
+            self.image = image = parse_image(header)
+        except (CorruptError, MismatchError) as error:
+            raise StorageError(f"{where}: {error}", lasting=True) from None
+        if image.manifest.shard != shard or not entry.is_of(image):
+            raise StorageError(f"{where}: is not what the manifest names", lasting=True)
+        self._hashes = [*entry.chunk_hashes.tolist(), entry.objects_hash]
+        if entry.frames is None:
+            objects = Span(image.objects.begin, image.objects.begin + entry.objects_used)
+            self._spans, self._runs = [*image.chunks, objects], None
+        else:
+            # Behind the header, one behind the other.
+            self._spans = [Span(*ends) for ends in pairwise(accumulate(entry.frames.tolist()))]
+            self._runs = runs_of(image, entry.objects_used)
+
+    def chunk(self, number: int) -> Bytes:
+        """A chunk of the image.
+
+        Raises:
+            StorageError: it is not what it was when its checksum was taken, or cannot be read.
+            ConfigError: nothing that unpacks it is installed.
+        """
+        return self._proven(number)
+
+    def objects(self) -> Bytes:
+        """The objects in use; raises as ``chunk`` does."""
+        return self._proven(-1)
+
+    def _proven(self, part: int) -> Bytes:
+        span, problem = self._spans[part], "do not match their checksum"
+        for _ in range(_TRIES):
+            data = self._read(span.begin, span.nbytes)
+            try:
+                data = data if self._runs is None else decompress(data, self._runs[part])
+            except CorruptError as error:
+                problem = str(error)
+                continue
+            if xxhash.xxh3_64_intdigest(data) == self._hashes[part]:
+                return data
+        raise StorageError(f"{self._where}: {span.nbytes} bytes at {span.begin} {problem}", lasting=True)

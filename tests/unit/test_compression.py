@@ -1,0 +1,182 @@
+"""A shard's compressed file, a frame of each chunk and of the objects; what reads it, compressed or not."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import accumulate, pairwise
+
+import numpy as np
+import pytest
+import xxhash
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ftckpt.config import Config
+from ftckpt.errors import ConfigError, CorruptError, StorageError
+from ftckpt.model.fragment import DTYPE_BYTES, Box, Fragment
+from ftckpt.model.manifest import Manifest
+from ftckpt.persist.compression import Run, compress, decompress, packed
+from ftckpt.persist.shard_file import ShardFile
+from ftckpt.persist.shards import StoredShard
+from ftckpt.store.image import SlotImage
+from tests.support.errors import raises
+
+OBJECTS = 5000
+
+
+def fragment(number: int, dtype: str, numel: int) -> Fragment:
+    return Fragment.whole(f"tensor{number}", dtype, (numel,), Box((0,), (numel,)))
+
+
+def image_of(tensors: list[tuple[str, int]], volatile: int, chunk_bytes: int) -> SlotImage:
+    """Of a shard with these types and numbers of elements, the last ``volatile`` of them volatile ones."""
+    fragments = tuple(fragment(number, *one) for number, one in enumerate(tensors))
+    stepped = len(fragments) - volatile
+    return SlotImage.of(
+        Manifest({"dp": 0}, {"dp": 1}, fragments[:stepped], fragments[stepped:], OBJECTS, chunk_bytes)
+    )
+
+
+def content(image: SlotImage) -> bytes:
+    """Of all of its file: numbers near each other, and noise between them that is nobody's."""
+    data = np.random.default_rng(3).standard_normal(image.file_bytes // 4 + 1, np.float32).tobytes()
+    return image.header + data[: image.file_bytes - len(image.header)]
+
+
+def entry_of(image: SlotImage, plain: bytes, used: int) -> StoredShard:
+    """Of a file that is not compressed."""
+    hashes = [xxhash.xxh3_64_intdigest(plain[span.begin : span.end]) for span in image.chunks]
+    objects = xxhash.xxh3_64_intdigest(plain[image.objects.begin : image.objects.begin + used])
+    digest = image.manifest.digest.hex()
+    return StoredShard("dp0", len(plain), "", digest, used, objects, np.array(hashes, np.uint64))
+
+
+def compressed(image: SlotImage, plain: bytes, used: int, piece_bytes: int = 1 << 16) -> tuple[StoredShard, bytes]:
+    lengths: list[int] = []
+    pieces = (plain[at : at + piece_bytes] for at in range(0, len(plain), piece_bytes))
+    data = b"".join(packed(image, used, pieces, lengths))
+    assert sum(lengths) == len(data)
+    return replace(entry_of(image, plain, used), nbytes=len(data), frames=np.array(lengths, np.uint64)), data
+
+
+def opened(entry: StoredShard, data: bytes) -> ShardFile:
+    return ShardFile("here", "dp0", entry, lambda begin, nbytes: data[begin : begin + nbytes])
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from(sorted(DTYPE_BYTES)), st.integers(0, 3000)), min_size=1, max_size=12),
+    st.integers(0, 4), st.sampled_from([777, 4096, 12288, 1 << 20]), st.integers(0, OBJECTS), st.integers(1, 9000),
+)  # fmt: skip
+def test_each_part_comes_back(
+    tensors: list[tuple[str, int]], volatile: int, chunk_bytes: int, used: int, piece_bytes: int
+) -> None:
+    """Of all types, of chunks that cut tensors and even elements, of whatever pieces; gaps are left out."""
+    image = image_of(tensors, min(volatile, len(tensors)), chunk_bytes)
+    plain = content(image)
+    begin = image.objects.begin
+    for entry, data in (compressed(image, plain, used, piece_bytes), (entry_of(image, plain, used), plain)):
+        file = opened(entry, data)
+        assert file.image == image and bytes(file.objects()) == plain[begin : begin + used]
+        for number, span in enumerate(image.chunks):
+            assert bytes(file.chunk(number)) == plain[span.begin : span.end]
+
+
+def test_all_types_are_tried() -> None:
+    assert {size for size in DTYPE_BYTES.values()} >= {1, 2, 4, 8}
+
+
+@pytest.mark.parametrize("dtype", ["BF16", "F32"])
+def test_bytes_are_grouped_by_significance(dtype: str) -> None:
+    size = DTYPE_BYTES[dtype]
+    numbers = np.random.default_rng(1).standard_normal(1 << 17, np.float32)
+    data = (numbers if size == 4 else (numbers.view(np.uint32) >> 16).astype(np.uint16)).tobytes()
+    image = image_of([(dtype, 1 << 17)], 0, 1 << 20)
+    (span,) = image.chunks
+    plain = bytearray(content(image))
+    plain[span.begin : span.end] = data
+    _, file = compressed(image, bytes(plain), 0)
+    as_they_are = len(compress(data, [Run(len(data), 1)]))
+    assert len(file) - len(image.header) < 0.95 * as_they_are
+
+
+def test_the_last_comparison_is_not_missed() -> None:
+    """Where pieces are proven behind their last byte, that is said when one more is asked for."""
+    image = image_of([("F32", 3000)], 0, 4096)
+    plain = content(image)
+
+    def pieces() -> Iterator[bytes]:
+        yield plain
+        raise CorruptError("bad")
+
+    with raises(CorruptError, "bad"):
+        list(packed(image, 10, pieces(), []))
+
+
+@pytest.mark.parametrize("packs", [False, True], ids=["as it is", "compressed"])
+def test_no_flipped_byte_is_missed(packs: bool) -> None:
+    image = image_of([("BF16", 3000), ("F32", 5000)], 1, 8192)
+    plain = content(image)
+    entry, data = compressed(image, plain, 900) if packs else (entry_of(image, plain, 900), plain)
+    ends = [0, *accumulate(entry.frames.tolist())] if entry.frames is not None else []
+    spans = list(pairwise(ends[1:])) or [(s.begin, s.end) for s in image.chunks]
+    for number, (begin, end) in enumerate(spans[: len(image.chunks)]):
+        for at in (begin + 6, (begin + end) // 2, end - 1):
+            file = opened(entry, data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
+            with raises(StorageError, "here", f"bytes at {begin}"):
+                file.chunk(number)
+            assert all(file.chunk(other) for other in range(len(image.chunks)) if other != number)
+    at = ends[-2] + 30 if packs else image.objects.begin + 30
+    with raises(StorageError, "here"):
+        opened(entry, data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]).objects()
+    with raises(StorageError, "here"):
+        opened(entry, b"\x00" + data[1:])
+
+
+def test_what_came_badly_over_a_network_is_read_again() -> None:
+    image = image_of([("BF16", 3000)], 0, 8192)
+    entry, data = compressed(image, content(image), 900)
+    bad = [b"", b"not a frame"]
+
+    def read(begin: int, nbytes: int) -> bytes:
+        good = data[begin : begin + nbytes]
+        return bad.pop() if begin >= len(image.header) and bad else good
+
+    assert ShardFile("here", "dp0", entry, read).chunk(0)
+    bad += [b"bad"] * 3
+    with raises(StorageError, "here", "cannot be unpacked"):
+        ShardFile("here", "dp0", entry, read).chunk(0)
+
+
+def test_a_file_that_is_another_is_refused() -> None:
+    image = image_of([("BF16", 3000)], 0, 8192)
+    entry, data = compressed(image, content(image), 900)
+    assert entry.frames is not None
+    shifted = entry.frames.copy()
+    shifted[:2] += np.array([1, (1 << 64) - 1], np.uint64)
+    for other in (
+        replace(entry, digest="00" * 16), replace(entry, frames=shifted), replace(entry, frames=None),
+        replace(entry, objects_used=OBJECTS + 1), replace(entry, chunk_hashes=entry.chunk_hashes[1:]),
+    ):  # fmt: skip
+        with raises(StorageError, "here: is not what the manifest names"):
+            opened(other, data)
+    with raises(StorageError, "here: is not what the manifest names"):
+        ShardFile("here", "dp1", entry, lambda begin, nbytes: data[begin : begin + nbytes])
+
+
+def test_a_damaged_frame_makes_no_room_for_what_it_claims() -> None:
+    claims = bytes.fromhex("28b52ffde0") + (1 << 50).to_bytes(8, "little")
+    with raises(CorruptError, f"claims {1 << 50} bytes, not 70"):
+        decompress(claims + b"\x01\x00\x00", [Run(70, 1)])
+
+
+def test_without_the_library_it_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    frame = compress(b"abcd", [Run(4, 2)])
+    assert bytes(decompress(frame, [Run(4, 2)])) == b"abcd"
+    monkeypatch.setitem(sys.modules, "zstandard", None)
+    with raises(ConfigError, "persist_compress: zstd", r"pip install 'ftckpt[storage]'"):
+        Config(persist_compress="zstd")
+    assert Config().persist_compress == "none"
+    with raises(ConfigError, "zstandard, which is not installed", "pip install 'ftckpt[storage]'"):
+        decompress(frame, [Run(4, 2)])
