@@ -47,7 +47,8 @@ def run_list(arguments: argparse.Namespace) -> int:
             bad = True
             continue
         size, layout = human(stored.nbytes), layout_name(stored.layout)
-        notes = ", pinned" if iteration in pins else ""
+        notes = ", compressed" if any(shard.frames is not None for shard in stored.shards.values()) else ""
+        notes += ", pinned" if iteration in pins else ""
         notes += f", void ({_VOID})" if stored.snapshot in void else ""
         print(f"iteration {iteration}: {layout}, {len(stored.shards)} shards, {size}, of job {stored.job}{notes}")
     for iteration in sorted(pins.difference(iterations)):

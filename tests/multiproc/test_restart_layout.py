@@ -362,11 +362,12 @@ def test_every_element_comes_back_in_another_layout(pair: str, plan: dict[str, A
     assert list(arena_root.iterdir()) == [], "an ended job left something behind"
 
 
+SUFFIXES = {"none": "safetensors", "zstd": "zst"}
 FROM_STORAGE = {
-    "the same layout": (OLD, OLD, "none"),
-    "another layout": (OLD, NEW, "none"),
-    "the same layout, of shares with parity in the slots": (OLD, OLD, "replica"),
-    "another layout, of copies in the slots": (Layout(tp=2, dp=2, nodes=("n0", "n1") * 2), NEW, "copy"),
+    "the same layout": (OLD, OLD, "none", "none"),
+    "another layout": (OLD, NEW, "none", "none"),
+    "the same layout, of shares with parity in the slots": (OLD, OLD, "replica", "none"),
+    "another layout, of copies in the slots": (Layout(tp=2, dp=2, nodes=("n0", "n1") * 2), NEW, "copy", "zstd"),
 }
 
 
@@ -375,13 +376,14 @@ FROM_STORAGE = {
 def test_a_job_whose_memory_is_gone_goes_on_from_what_it_persisted(
     case: str, plan: dict[str, Any], arena_root: Path, tmp_path: Path
 ) -> None:
-    before, after, protect = FROM_STORAGE[case]
+    before, after, protect, compress = FROM_STORAGE[case]
     (tmp_path / "storage").mkdir()
     plan |= {"persist": str(tmp_path / "storage"), "persist_interval": 2, "protect": protect, "slots": 0}
+    plan |= {"persist_compress": compress}
     restarted(Attempt(before, LAST, plan, persists=True))
     clean_job(arena_root, "test")
     newest = committed(open_storage(plan["persist"]))[0]
-    files = [path.stat().st_size for path in tmp_path.glob("storage/iter_*/*.safetensors")]
+    files = [path.stat().st_size for path in tmp_path.glob(f"storage/iter_*/*.{SUFFIXES[compress]}")]
     assert max(files) < 2 * min(files), "what protects others stays in memory"
     ended = restarted(Attempt(after, 0, plan))
     assert {one.start for one in ended} == {newest}

@@ -15,11 +15,11 @@ from tests.support.smp_nodes import LINEAGE
 
 
 @pytest.fixture
-def filled(arena_root: Path, tmp_path: Path) -> Path:
+def filled(arena_root: Path, tmp_path: Path, request: pytest.FixtureRequest) -> Path:
     """Storage with iterations 7 and 8 of two nodes."""
     where = tmp_path / "storage"
     where.mkdir()
-    job = Job(arena_root, str(where))
+    job = Job(arena_root, str(where), persist_compress=getattr(request, "param", "none"))
     job.start()
     for slot, iteration in enumerate((7, 8)):
         job.snapshot(slot, iteration)
@@ -29,21 +29,27 @@ def filled(arena_root: Path, tmp_path: Path) -> Path:
     return where
 
 
+compressed_or_not = pytest.mark.parametrize("filled", ["none", "zstd"], indirect=True)
+
+
 def flipped(path: Path, at: int) -> None:
     data = bytearray(path.read_bytes())
     data[at] ^= 1
     path.write_bytes(data)
 
 
+@compressed_or_not
 def test_what_is_there_is_listed_and_good(filled: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    compressed = ", compressed" if list(filled.glob("iter_0000008/*.zst")) else ""
     assert main(["list", str(filled)]) == 0
     newest, older = capsys.readouterr().out.splitlines()
-    assert newest.startswith("iteration 8: dp4, 4 shards, ") and newest.endswith("of job job")
+    assert newest.startswith("iteration 8: dp4, 4 shards, ") and newest.endswith("of job job" + compressed)
     assert older.startswith("iteration 7: ")
     assert main(["verify", str(filled)]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == "a restart would take iteration 8"
 
 
+@compressed_or_not
 @pytest.mark.parametrize(
     ("damage", "text"),
     [
@@ -56,7 +62,7 @@ def test_what_is_there_is_listed_and_good(filled: Path, capsys: pytest.CaptureFi
     ids=["tensor", "header", "missing", "truncated", "manifest"],
 )
 def test_every_byte_is_verified(damage: object, text: str, filled: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    damage(next(filled.glob("iter_0000008/*-dp1.safetensors")))  # type: ignore[operator]
+    damage(next(filled.glob("iter_0000008/*-dp1.*")))  # type: ignore[operator]
     assert main(["verify", str(filled)]) == 1
     out = capsys.readouterr().out
     assert text in out and "iteration 8: bad" in out and out.splitlines()[-1] == "a restart would take iteration 7"

@@ -1,0 +1,91 @@
+"""Snapshots on storage as ``ftckpt convert`` reads them, compressed or not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from ftckpt.convert import snapshots
+from ftckpt.convert.snapshots import SnapshotReader
+from ftckpt.errors import ConvertError
+from ftckpt.persist import shard_file
+from tests.support.errors import raises
+from tests.support.flush_jobs import Job
+from tests.support.smp_nodes import CHUNK
+
+
+@pytest.fixture(params=["none", "zstd"])
+def filled(arena_root: Path, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[tuple[Path, Job]]:
+    """Storage with iteration 7 of two nodes, which have it in memory yet."""
+    where = tmp_path / "storage"
+    where.mkdir()
+    job = Job(arena_root, str(where), persist_compress=request.param)
+    job.start()
+    job.snapshot(0, 7)
+    job.flush(7)
+    job.settled(7)
+    yield where, job
+    job.close()
+
+
+def in_memory(job: Job) -> dict[str, bytes]:
+    found = {}
+    for arena in (arena for node in job.nodes for arena in node.arenas):
+        with arena.slot(0) as view:
+            for fragment, offset in zip(arena.manifest.fragments, arena.image.offsets, strict=True):
+                found[fragment.key] = bytes(view[offset : offset + fragment.nbytes])
+    return found
+
+
+def test_what_is_read_is_what_memory_has(filled: tuple[Path, Job]) -> None:
+    where, job = filled
+    expected = in_memory(job)
+    with closing(SnapshotReader(where)) as reader:
+        fragments = reader.catalog.fragments
+        assert {fragment.key for fragment in fragments} == expected.keys()
+        for index, fragment in enumerate(fragments):
+            whole = expected[fragment.key]
+            assert reader.read(index).tobytes() == whole
+            for begin, end in ((0, 1), (CHUNK - 5000, CHUNK + 4000), (len(whole) - 9, len(whole)), (70, 70)):
+                assert reader.read_part(index, begin, end).tobytes() == whole[begin:end]
+        assert set(reader.catalog.objects["shards"]) == {"dp0"}
+    with raises(ConvertError, "was closed"):
+        reader.read(0)
+
+
+def test_a_shard_is_never_unpacked_as_a_whole(filled: tuple[Path, Job], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of a tensor, read one strip behind the other, unpack each chunk once, and few stay."""
+    where, _ = filled
+    monkeypatch.setattr(snapshots, "_UNPACKED", 2)
+    unpacked: list[int] = []
+    decompress = shard_file.decompress
+
+    def counted(*arguments: object) -> memoryview:
+        unpacked.append(1)
+        return decompress(*arguments)  # type: ignore[arg-type]
+
+    with closing(SnapshotReader(where)) as reader:
+        monkeypatch.setattr(shard_file, "decompress", counted)
+        index = next(n for n, fragment in enumerate(reader.catalog.fragments) if fragment.key == "own0")
+        nbytes = reader.catalog.fragments[index].nbytes
+        for begin in range(0, nbytes, 1000):
+            reader.read_part(index, begin, min(begin + 1000, nbytes))
+        compressed = bool(list(where.glob("iter_*/*.zst")))
+        assert len(unpacked) == (-(-nbytes // CHUNK) if compressed else 0)
+        assert reader._unpacked.cache_info().currsize <= 2
+
+
+def test_damage_is_named(filled: tuple[Path, Job]) -> None:
+    where, _ = filled
+    path = next(where.glob("iter_0000007/*-dp1.*"))
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    with closing(SnapshotReader(where)) as reader:
+        bad = [n for n, fragment in enumerate(reader.catalog.fragments) if fragment.key in ("own1", "counter1")]
+        with raises(ConvertError, path.name, "is damaged"):
+            for index in bad:
+                reader.read(index)
