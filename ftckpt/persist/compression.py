@@ -119,7 +119,9 @@ def decompress(frame: Bytes, runs: Sequence[Run]) -> memoryview:
         raise CorruptError(f"cannot be unpacked: {error}") from None
     data = np.empty(nbytes, np.uint8)
     for piece, into, item_bytes in _pieces(np.frombuffer(grouped, np.uint8), data, runs):
-        into.reshape(-1, item_bytes)[...] = piece.reshape(item_bytes, -1).T
+        # Not in one assignment: numpy would go along the few bytes of each element.
+        for number, alike in enumerate(piece.reshape(item_bytes, -1)):
+            into[number::item_bytes] = alike
     return data.data.toreadonly()
 
 
