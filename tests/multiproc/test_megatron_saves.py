@@ -148,7 +148,7 @@ def test_what_megatron_would_save_comes_there_and_megatron_loads_it(
 
 def test_megatron_saves_by_itself_where_nothing_comes(taking_over: dict[str, Any], tmp_path: Path) -> None:
     where = tmp_path / "save"
-    taking_over["persist_timeout_secs"] = 1.0
+    taking_over |= {"persist_timeout_secs": 1.0, "on_error": "continue"}
     results = run_ranks(trained, 2, taking_over, str(where), "saved", timeout_secs=SECS)
     saved, _, end = results[0].value
     assert saved[:2] == [EVERY, 2 * EVERY] and saved[-1] == end and len(saved) > 2
