@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "launch"))
 
 from benchmarks.common import environment, print_table, write_json
 from ftckpt.model.fragment import DTYPE_BYTES
-from ftckpt.persist.compression import Run, compress, decompress
+from ftckpt.persist.compression import Stretch, compress, decompress
 
 CHUNK_BYTES = 16 << 20
 ROLES = {"weight": "weights", "master": "masters", "exp_avg": "first moments", "exp_avg_sq": "second moments"}
@@ -70,7 +70,7 @@ def measured(role: str, dtype: str, data: memoryview, repeats: int) -> Iterator[
     """A row as it is and one with bytes grouped."""
     for item_bytes in (1, DTYPE_BYTES[dtype]):
         chunks = [data[at : at + CHUNK_BYTES] for at in range(0, len(data), CHUNK_BYTES)]
-        runs = [[Run(len(chunk), item_bytes)] for chunk in chunks]
+        runs = [[Stretch(len(chunk), item_bytes)] for chunk in chunks]
         pack, unpack = [], []
         for _ in range(repeats):
             frames, secs = each(compress, chunks, runs)
