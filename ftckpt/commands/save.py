@@ -25,6 +25,8 @@ from ftckpt.store.directory import job_node_path, list_arenas
 
 _POLL_SECS = 0.5
 _TELL_SECS = 5.0
+_ENDING_SECS = 10.0
+"""For ranks that were just told to end."""
 
 
 def add_save(commands: Any) -> None:
@@ -78,6 +80,7 @@ def _save(arguments: argparse.Namespace, node: str, where: str, form: str) -> st
             why = "the job has --ftckpt-persist-at-end off" if storage["where"] else "the job names no storage"
             return f"node {node}: nothing is saved: {why}"
     begun = time.monotonic()
+    _require_no_ranks(client, begun + min(_ENDING_SECS, arguments.timeout))
     request = PersistRequest(where, arguments.timeout, anew=True, form=form)
     status = _wait(client, request, begun)
     if status["flush"] == "cannot" and status["left"]:
@@ -93,6 +96,17 @@ def _save(arguments: argparse.Namespace, node: str, where: str, form: str) -> st
         raise StorageError(f"node {node}: {status['reason']}", lasting=True)
     secs = time.monotonic() - begun
     return f"node {node}: iteration {status['iteration']} is at {status['where']}, after {secs:.1f} s"
+
+
+def _require_no_ranks(client: SmpClient, deadline: float) -> None:
+    """What trains would write over what is saved. Raises SmpError where ranks do not end."""
+    while living := [one["rank"] for one in client.status()["trainers"] if one["lives"]]:
+        if time.monotonic() >= deadline:
+            raise SmpError(
+                f"node {client.node}: ranks {', '.join(map(str, living))} of job {client.job!r} train: end them "
+                "first, or let the job itself save (--ftckpt-persist)"
+            )
+        time.sleep(_POLL_SECS)
 
 
 def _wait(client: SmpClient, request: PersistRequest, begun: float) -> dict[str, Any]:

@@ -457,6 +457,22 @@ def test_what_a_lost_node_held_is_saved_from_parity(
     assert results == [what_was(saved.snapshot.iteration)] * 4
 
 
+def save_beside_training(rank: int, world_size: int, settings: dict[str, Any]) -> int:
+    checkpointer, state = plain.make(rank, world_size, settings, NODES[:world_size])
+    for number in range((checkpointer.restore() or 0) + 1, 4):
+        plain.iterate(checkpointer, state, number)
+    code = main(["save", "test", "--arena", settings["arena"], "--timeout", "1"]) if rank == 0 else 0
+    checkpointer.close()
+    return code
+
+
+def test_what_trains_is_not_saved_as_if_it_did_not(persisting: dict[str, Any]) -> None:
+    """It would write over what is saved."""
+    persisting["persist_interval"] = 1 << 30
+    assert run_ranks(save_beside_training, 4, persisting)[0].value == 2
+    assert [one.snapshot.iteration for one in stored(persisting)] == [3], "at the end, by the job itself"
+
+
 def test_a_save_that_cannot_be_says_why(persisting: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
     command = ["save", "test", "--arena", persisting["arena"], "--timeout", "1"]
     assert main(command) == 2 and "no arenas of job 'test'" in capsys.readouterr().err
