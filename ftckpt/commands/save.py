@@ -17,7 +17,7 @@ from typing import Any
 from ftckpt.config import PERSIST_FORMATS, Config
 from ftckpt.errors import ArenaError, ConfigError, SmpError, StorageError
 from ftckpt.job.addresses import interfaces, listening_address, machine
-from ftckpt.persist.meeting import RescueReport, RescueRequest
+from ftckpt.persist.meeting import LOOPBACK, RescueReport, RescueRequest
 from ftckpt.persist.place import Place, prepare
 from ftckpt.smp.client import SmpClient
 from ftckpt.smp.requests import PersistRequest
@@ -134,8 +134,11 @@ def _rescue(client: SmpClient, status: Mapping[str, Any], within_secs: float) ->
     Raises:
         StorageError: it cannot be; says why.
     """
-    address = listening_address("", ("this", "another"), os.environ)
-    interface = next(name for name, addresses in interfaces().items() if address in addresses)
+    try:
+        address = listening_address("", ("this", "another"), os.environ)
+    except ConfigError:
+        address = LOOPBACK  # enough where all nodes are on one machine
+    interface = next((name for name, addresses in interfaces().items() if address in addresses), "")
     request = RescueRequest(
         str(client.node_dir), client.node, tuple(status["left"]), status["storage"], machine(), address, interface,
         within_secs,

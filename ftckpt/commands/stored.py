@@ -12,6 +12,7 @@ from ftckpt.events import Progress
 from ftckpt.model.layouts import layout_name
 from ftckpt.model.text import human
 from ftckpt.persist.commit import MANIFEST_NAME, committed, folder_of
+from ftckpt.persist.place import snapshots_at
 from ftckpt.persist.retention import pinned, voided
 from ftckpt.persist.shards import StoredShard, StoredSnapshot
 from ftckpt.persist.storage import Storage, open_storage
@@ -37,7 +38,7 @@ def add_verify(commands: Any) -> None:
 
 def run_list(arguments: argparse.Namespace) -> int:
     """Print a line for each snapshot. Raises StorageError where the place cannot be read."""
-    storage, bad = open_storage(arguments.where), False
+    storage, bad = open_storage(snapshots_at(arguments.where)), False
     iterations, pins, void = committed(storage), pinned(storage), voided(storage)
     for iteration in iterations:
         try:
@@ -60,7 +61,7 @@ def run_list(arguments: argparse.Namespace) -> int:
 
 def run_verify(arguments: argparse.Namespace) -> int:
     """Print what is bad, and what a restart would take. Raises StorageError where the place cannot be read."""
-    storage = open_storage(arguments.where)
+    storage = open_storage(snapshots_at(arguments.where))
     wanted = [n for n in committed(storage) if arguments.iteration in (None, n)]
     if not wanted:
         which = "" if arguments.iteration is None else f" of iteration {arguments.iteration}"

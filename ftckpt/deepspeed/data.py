@@ -146,7 +146,7 @@ class DataPosition:
         # Ranks of other places began with other items, and drew other numbers.
         self._restored = {
             **state, "epoch": {**epoch, "drawn": self._drawn_here(epoch["drawn"], samples)},
-            "drawn": self._drawn_here(state["drawn"], samples), "first": None,
+            "drawn": 0 if self._owned_by_script else self._drawn_here(state["drawn"], samples), "first": None,
         }  # fmt: skip
 
     def begin_training(self) -> None:
@@ -200,8 +200,8 @@ class DataPosition:
             raise MismatchError(
                 f"the snapshot is behind {drawn * samples} samples of its data, and this layout draws "
                 f"{self._num_samples} at once (train_micro_batch_size_per_gpu times replicas): choose a micro-batch "
-                "size that divides them, or register an object named data that knows the position "
-                "(ftckpt.deepspeed.register)"
+                "size that divides them; a script that gives train_batch an iterator may register an object named "
+                "data that knows the position (ftckpt.deepspeed.register)"
             )
         return number
 

@@ -72,6 +72,12 @@ def load_reshaped(inner: Any, owners: Sequence[torch.Tensor], saved: Sequence[Ma
                 "other layout can take it: start with the layout it was taken in"
             )
     shared = {name: values.pop() for name, values in found.items()}
+    numbers = {name for owner in owners for name, value in inner.state[owner].items() if is_number(value)}
+    if missing := numbers - shared.keys():
+        raise MismatchError(
+            f"optimizer state {listed(sorted(missing))} is a number in {_name(inner)} and none in the snapshot, "
+            "which another optimizer has taken: start with that, or load a checkpoint from storage"
+        )
     of_owners = [{name: shared[name] for name in inner.state[owner] if name in shared} for owner in owners]
     _set_numbers(inner, owners, of_owners)
 

@@ -107,7 +107,7 @@ class DeepSpeedState:
     def load_reshaped(self, objects: Sequence[Mapping[str, Any]], iteration: int) -> None:
         assert self._built is not None, "describe comes first"
         engine, first = self._engine, objects[0]
-        schedulers.load(engine.lr_scheduler, first["scheduler"])
+        schedulers.load_reshaped(engine.lr_scheduler, [saved["scheduler"] for saved in objects])
         inner_optimizers.load_reshaped(
             optimizers.inner(engine.optimizer),
             optimizers.owners(engine.optimizer),

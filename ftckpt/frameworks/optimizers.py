@@ -164,7 +164,7 @@ def load_groups_reshaped(
 ) -> None:
     """Set in place what ``save_groups`` gave on ranks of another layout.
 
-    A group takes the values of that in its place, or any where all are alike.
+    A group takes the values of that in its place, if ranks agree on it, or any where all are alike.
 
     Args:
         saved: by rank.
@@ -173,7 +173,8 @@ def load_groups_reshaped(
         stays: hyperparameters that follow from the layout in which a group was built.
 
     Raises:
-        MismatchError: no rank has as many groups of that kind, and they are not alike.
+        MismatchError: ranks that have as many groups of that kind have different ones, or none has as many and not
+            all are alike.
     """
     for has_kind in (False, True):
         mine = [group for group in inner.param_groups if bool(group.get(kind)) == has_kind]
@@ -187,16 +188,18 @@ def _without(group: Mapping[str, Any], stays: Collection[str]) -> dict[str, Any]
 
 
 def _matching(count: int, saved: Sequence[Sequence[Mapping[str, Any]]]) -> Sequence[Mapping[str, Any]]:
-    found = next((of_rank for of_rank in saved if len(of_rank) == count), None)
-    if found is not None:
-        return found
+    """The groups of any rank that has as many, or any group: where all of these are alike."""
+    ranks = [of_rank for of_rank in saved if len(of_rank) == count]
+    if ranks and len({encode([dict(group) for group in of_rank]) for of_rank in ranks}) == 1:
+        return ranks[0]
     groups = [group for of_rank in saved for group in of_rank]
     if len({encode(dict(group)) for group in groups}) == 1:
         return groups[:1] * count
     raise MismatchError(
-        f"the optimizer has {count} parameter groups of a kind of which the snapshot has "
-        f"{' or '.join(sorted({str(len(of_rank)) for of_rank in saved}))}, with different settings: start with the "
-        "groups of the job that took it, or remove it with 'ftckpt clean JOB'"
+        f"the optimizer has {count} parameter groups of a kind of which ranks of the snapshot have "
+        f"{' or '.join(sorted({str(len(of_rank)) for of_rank in saved}))}, with different settings: which belongs to "
+        "which parameter in another layout is not known; start with the layout and the groups of the job that took "
+        "it, or remove it with 'ftckpt clean JOB'"
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ftckpt.errors import MismatchError
@@ -44,6 +44,21 @@ def load(scheduler: Any, saved: Any) -> None:
     differing = list(_differences(saved, scheduler.state_dict(), ""))
     if differing:
         raise MismatchError(f"scheduler {name} is not what was saved: {', '.join(differing)}; {_REMEDY}")
+
+
+def load_reshaped(scheduler: Any, saved: Sequence[Any]) -> None:
+    """Bring ``scheduler`` to what ``save`` gave on ranks of another layout, all of them alike.
+
+    Raises:
+        MismatchError: they are not; see ``load``.
+    """
+    for other in saved[1:]:
+        if differing := list(_differences({"": saved[0]}, {"": other}, "")):
+            raise MismatchError(
+                f"pipeline stages of the snapshot have different schedulers ({', '.join(differing)}), so no other "
+                "layout can take them: start with the layout it was taken in"
+            )
+    load(scheduler, saved[0])
 
 
 def _differences(saved: Any, now: Any, where: str) -> Iterator[str]:

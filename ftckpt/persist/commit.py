@@ -214,14 +214,15 @@ def require_owner(storage: Storage, owner: str) -> bool:
     return True
 
 
-def tell_holdings(storage: Storage, node: str, owner: str, held: Collection[SnapshotId]) -> None:
-    """Tell the other nodes of the run ``owner`` which snapshots this one holds, all of its part."""
-    names = sorted(map(str, held))
-    storage.put(f"{_HOLDINGS}/{node}.json", json.dumps({"owner": owner, "held": names}).encode())
+def tell_holdings(storage: Storage, node: str, owner: str, held: Collection[SnapshotId], beat: str) -> None:
+    """Tell the other nodes of the run ``owner`` which snapshots this one holds, all of its part. ``beat`` is another
+    each time: it shows that the node lives."""
+    told = {"owner": owner, "beat": beat, "held": sorted(map(str, held))}
+    storage.put(f"{_HOLDINGS}/{node}.json", json.dumps(told).encode())
 
 
-def holdings(storage: Storage, nodes: Collection[str], owner: str) -> dict[str, set[SnapshotId]]:
-    """What the ``nodes`` hold that have told it in this run."""
+def holdings(storage: Storage, nodes: Collection[str], owner: str) -> dict[str, tuple[str, set[SnapshotId]]]:
+    """The last beat of those of ``nodes`` that have told in this run what they hold, and what that is."""
     found = {}
     for node in nodes:
         name = f"{_HOLDINGS}/{node}.json"
@@ -230,15 +231,16 @@ def holdings(storage: Storage, nodes: Collection[str], owner: str) -> dict[str, 
         try:
             told = json.loads(storage.read(name))
             if told["owner"] == owner:
-                found[node] = {SnapshotId.parse(text) for text in told["held"]}
+                found[node] = str(told["beat"]), {SnapshotId.parse(text) for text in told["held"]}
         except (KeyError, TypeError, ValueError):
             raise StorageError(f"{storage.where}/{name}: is damaged; remove it", lasting=True) from None
     return found
 
 
-def forget_holdings(storage: Storage) -> None:
-    """Remove what nodes have told."""
-    storage.remove([entry.name for entry in storage.list(_HOLDINGS)])
+def forget_holdings(storage: Storage, node: str = "") -> None:
+    """Remove what nodes have told, or one of them."""
+    names = [entry.name for entry in storage.list(_HOLDINGS)]
+    storage.remove([name for name in names if node in ("", name.removeprefix(f"{_HOLDINGS}/").removesuffix(".json"))])
 
 
 def committed(storage: Storage) -> list[int]:

@@ -1,6 +1,6 @@
 """Nodes of a job that trains no more meet through its storage: who is left, and where they reach each other.
 
-Each says that it is there; the first of them, by name, says who takes part and at which address. Nothing else of a
+The first of them, by name, calls, the others answer, and it says at which address. Nothing else of a
 job without ranks knows where its nodes are: those that started it may be lost.
 """
 
@@ -16,8 +16,9 @@ from typing import Any
 from ftckpt.errors import StorageError
 from ftckpt.persist.storage import Storage
 
+LOOPBACK = "127.0.0.1"
 _FOLDER = "meeting"
-_PLACE = "place"
+_CALL, _PLACE = f"{_FOLDER}/call", f"{_FOLDER}/place"
 _POLL_SECS = 0.3
 
 
@@ -85,52 +86,62 @@ def meet(
     """Where the ``expected`` nodes meet. ``receive`` is called on the first of them: it listens at an address, and
     gives the port.
 
+    The first calls, the others answer this very call, then it says where: what earlier meetings have left means
+    nothing.
+
     Raises:
         StorageError: they did not all come within the time, or storage fails.
     """
     deadline = time.monotonic() + within_secs
-    storage.put(f"{_FOLDER}/{me.node}.json", json.dumps(asdict(me)).encode())
     if me.node != min(expected):
-        return _find(storage, me, deadline)
-    survivors = _gather(storage, expected, deadline)
-    one_machine = len({survivor.machine for survivor in survivors}) == 1
-    address = "127.0.0.1" if one_machine else me.address
-    tokens = {survivor.node: survivor.token for survivor in survivors}
+        return _answer(storage, me, deadline)
+    storage.put(_CALL, me.token.encode())
+    guests = _gather(storage, me, [node for node in expected if node != me.node], deadline)
+    one_machine = len({me.machine, *(guest.machine for guest in guests)}) == 1
+    address = LOOPBACK if one_machine else me.address
     port = receive(address)
+    tokens = {survivor.node: survivor.token for survivor in (me, *guests)}
     place = {"tokens": tokens, "address": address, "port": port}
-    storage.put(f"{_FOLDER}/{_PLACE}", json.dumps(place).encode())
+    storage.put(_PLACE, json.dumps(place).encode())
     return Place(tuple(sorted(tokens)), address, port)
+
+
+def _answer(storage: Storage, me: Survivor, deadline: float) -> Place:
+    call = ""
+    while True:
+        now = _read(storage, _CALL).decode()
+        if now != call:
+            call = now
+            answer = json.dumps({"call": call, "survivor": asdict(me)})
+            storage.put(f"{_FOLDER}/{me.node}.json", answer.encode())
+        place = json.loads(_read(storage, _PLACE) or b"null")
+        if place and place["tokens"].get(me.node) == me.token:
+            return Place(tuple(sorted(place["tokens"])), str(place["address"]), int(place["port"]))
+        _wait(deadline, "the first of the nodes did not call")
+
+
+def _gather(storage: Storage, me: Survivor, nodes: Collection[str], deadline: float) -> list[Survivor]:
+    while True:
+        answers = {node: json.loads(_read(storage, f"{_FOLDER}/{node}.json") or b"null") for node in nodes}
+        there = {node: one["survivor"] for node, one in answers.items() if one and one["call"] == me.token}
+        if len(there) == len(nodes):
+            return [Survivor(**there[node]) for node in nodes]
+        _wait(deadline, f"{', '.join(sorted(set(nodes) - there.keys()))} did not come")
+
+
+def _read(storage: Storage, name: str) -> bytes:
+    """What is there now; nothing where there is none, or storage fails for a moment."""
+    try:
+        return storage.read(name) if storage.size(name) is not None else b""
+    except StorageError as error:
+        if error.lasting:
+            raise
+        return b""
 
 
 def part(storage: Storage) -> None:
     """Forget a meeting, once all have come."""
     storage.remove([entry.name for entry in storage.list(_FOLDER)])
-
-
-def _gather(storage: Storage, expected: Collection[str], deadline: float) -> list[Survivor]:
-    while True:
-        there = {entry.name for entry in storage.list(_FOLDER)}
-        missing = [node for node in expected if f"{_FOLDER}/{node}.json" not in there]
-        if not missing:
-            return [_survivor(storage, f"{_FOLDER}/{node}.json") for node in expected]
-        _wait(deadline, f"{', '.join(sorted(missing))} did not come")
-
-
-def _find(storage: Storage, me: Survivor, deadline: float) -> Place:
-    name = f"{_FOLDER}/{_PLACE}"
-    while True:
-        if storage.size(name) is not None:
-            place = json.loads(storage.read(name))
-            if place["tokens"].get(me.node) == me.token:
-                return Place(tuple(sorted(place["tokens"])), str(place["address"]), int(place["port"]))
-        _wait(deadline, "the first of the nodes did not call")
-
-
-def _survivor(storage: Storage, name: str) -> Survivor:
-    try:
-        return Survivor(**json.loads(storage.read(name)))
-    except (TypeError, ValueError):
-        raise StorageError(f"{storage.where}/{name}: is damaged; remove it", lasting=True) from None
 
 
 def _wait(deadline: float, problem: str) -> None:

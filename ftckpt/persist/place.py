@@ -56,9 +56,18 @@ def prepare(place: Place) -> None:
         return
     root = FileStorage(place.exports.root)
     if root.size(OWNER_NAME) is not None:
-        text = f"{root.where}: holds snapshots, among which nothing else is written; name another place"
+        text = (
+            f"{root.where}: persist_format: snapshots lie there without a format of others; move them to "
+            f"{place.snapshots}, or name another place"
+        )
         raise StorageError(text, lasting=True)
     try:
         Path(place.snapshots).mkdir(exist_ok=True)
     except OSError as error:
         raise StorageError(f"{place.snapshots}: {error.strerror}") from None
+
+
+def snapshots_at(where: str) -> str:
+    """Where snapshots lie at a place that the user has named: there, or in their folder beside what others load."""
+    folder = Path(where, FOLDER)
+    return str(folder) if "://" not in where and (folder / OWNER_NAME).is_file() else where

@@ -114,7 +114,7 @@ class PlainState:
 
     def load_reshaped(self, objects: Sequence[Mapping[str, Any]], iteration: int) -> None:
         assert self._built is not None, "describe comes first"
-        schedulers.load(self._scheduler, objects[0]["scheduler"])
+        schedulers.load_reshaped(self._scheduler, [saved["scheduler"] for saved in objects])
         optimizers.load_groups_reshaped(self._optimizer, [saved["optimizer"] for saved in objects])
         # Not the order of DDP's buckets: bits of sums are others in another layout.
         registered = {name: value for name, value in self._objects.items() if value is not self._buckets}

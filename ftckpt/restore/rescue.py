@@ -31,7 +31,9 @@ from ftckpt.persist.meeting import RescueReport, RescueRequest, Survivor
 from ftckpt.persist.storage import open_storage
 from ftckpt.restore.locations import OpenArenas
 from ftckpt.restore.search import Search
+from ftckpt.store.locks import JobLock
 
+_LOCK_SECS = 5.0
 _SLOTS = 2
 """Of an arena that is made: as few as there can be."""
 
@@ -65,7 +67,8 @@ def _join(request: RescueRequest) -> tuple[Group, Topology]:
 
     place = meeting.meet(storage, me, request.nodes, receive, request.within_secs)
     store = hosted[0] if hosted else TCPStore(place.address, place.port, is_master=False, timeout=limit)
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if place.address == "127.0.0.1" else request.interface)
+    if interface := "lo" if place.address == meeting.LOOPBACK else request.interface:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     rank = place.nodes.index(request.node)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=len(place.nodes), timeout=limit)
     group = Group(request.within_secs)
@@ -80,6 +83,8 @@ def main(words: list[str]) -> int:
     request = RescueRequest.from_json(json.loads(words[0]))
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     try:
+        # No start of the job may come between: it would count memory, and search in arenas, that are taken here.
+        lock = JobLock(Path(request.node_dir), _LOCK_SECS)
         group, topology = _join(request)
         found = rescue(group, topology, Path(request.node_dir), Events(None, topology.rank))
     except (FtckptError, RuntimeError) as error:
@@ -88,6 +93,7 @@ def main(words: list[str]) -> int:
     print(json.dumps(asdict(found)), flush=True)
     # Together: the first one hosts the store that the others look into while they wait.
     group.gather(b"")
+    lock.release()
     return 0
 
 

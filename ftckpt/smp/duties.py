@@ -177,27 +177,33 @@ class Duties:
         Raises:
             SmpError: nothing was ever guarded here, or no place is named.
         """
+        if not request.anew:
+            if self._final is None:
+                raise SmpError("nothing is on its way to storage: the SMP that was asked for it has ended")
+            return self._final.status
         orders = self._flush_orders
         if request.where:
             place = Place.of(request.where, request.form)
             orders = replace(orders, where=place.snapshots, exports=place.exports, keep=0)
-        orders, anew = replace(orders, timeout_secs=request.timeout_secs), request.anew
-        if request.nodes:
-            orders = replace(orders, nodes=request.nodes)
         if self._description is None or not orders.where:
             raise SmpError("no storage is named: neither here nor by the job's --ftckpt-persist")
-        if self._final is None or self._final.orders != orders or (anew and not self._final.working):
-            if self._flush is not None:
-                self._flush.stop()
-            if request.nodes:
-                self._arenas.want(list(request.arenas))
-                self._abandon()
-                self._refresh()
-            # As fast as it goes: nobody trains.
-            pace = Pace(bool, bool, orders.gbps)
-            self._final = FinalFlush(
-                orders, self._arenas, pace, self._events, timeout_secs=request.timeout_secs, before=self._flush
-            )
+        if self._final is not None and self._final.working:
+            if (self._final.orders.where, self._final.orders.exports) != (orders.where, orders.exports):
+                raise SmpError(f"another save is on its way, to {self._final.orders.where}: wait for its end")
+            return self._final.status  # who asked first waits for the same
+        orders = replace(orders, timeout_secs=request.timeout_secs, nodes=request.nodes or orders.nodes)
+        if self._flush is not None:
+            self._flush.stop()
+        if request.nodes:
+            self._arenas.want(list(request.arenas))
+            self._abandon()
+            self._refresh()
+        # As fast as it goes: nobody trains.
+        pace = Pace(bool, bool, orders.gbps)
+        before = self._final.last if self._final is not None else self._flush
+        self._final = FinalFlush(
+            orders, self._arenas, pace, self._events, timeout_secs=request.timeout_secs, before=before
+        )
         return self._final.status
 
     def step(self, deadline: float) -> bool:

@@ -9,22 +9,26 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, TypeVar
 
 from ftckpt.errors import FtckptError, StorageError
 from ftckpt.events import Events
+from ftckpt.model.loaded import is_undone
 from ftckpt.model.snapshot import SnapshotId
-from ftckpt.persist import commit
+from ftckpt.persist import commit, retention
+from ftckpt.persist.shards import StoredSnapshot
 from ftckpt.persist.storage import Storage, open_storage
 from ftckpt.smp.arenas import GuardedArenas
 from ftckpt.smp.flush import Flush, FlushOrders
+from ftckpt.smp.roll_call import RollCall
 from ftckpt.smp.work import Pace
 from ftckpt.store.pulse import FlushState
 
 _POLL_SECS = 0.2
-_NODES_SECS = 30.0
-"""Longest wait for other nodes to say what they hold, and at most a third of the time that there is: where one is
-lost the rest is for rebuilding what it held."""
+_NODES_SECS = 120.0
+"""Longest wait for other nodes to say what they hold, and at most half of the time that there is: where one is lost
+the rest is for rebuilding what it held."""
 _AGAIN_SECS = 1.0
 
 T = TypeVar("T")
@@ -47,7 +51,8 @@ class FinalFlush:
         self._state, self._reason = FlushState.WORKING, ""
         self._snapshot: SnapshotId | None = None
         self._left: tuple[str, ...] = ()
-        self._nodes_by = time.monotonic() + min(_NODES_SECS, timeout_secs / 3)
+        self._last = before
+        self._nodes_by = time.monotonic() + min(_NODES_SECS, timeout_secs / 2)
         self._thread = threading.Thread(target=self._run, name="smp-final-flush", daemon=True)
         self._thread.start()
 
@@ -55,6 +60,11 @@ class FinalFlush:
     def working(self) -> bool:
         """Whether it has not come to its end."""
         return self._state == FlushState.WORKING
+
+    @property
+    def last(self) -> Flush | None:
+        """The last flush that was begun here or before."""
+        return self._last
 
     def stop(self) -> None:
         """Leave it."""
@@ -88,29 +98,51 @@ class FinalFlush:
 
     def _flush(self) -> None:
         storage = self._patiently(lambda: open_storage(self.orders.where, "persist"))
-        self._snapshot = self._choose(storage)
-        flush = Flush(self.orders, self._arenas, self._pace, self._events, self._snapshot, before=self._before)
+        call = RollCall(storage, self.orders.node, self.orders.owner, self._held())
+        is_first = False
+        try:
+            chosen = self._choose(call)
+            if (newer := self._patiently(lambda: self._newer(storage, chosen))) is not None:
+                # What memory has is of a past that the job has left, or less than it has brought there before.
+                self._snapshot = newer
+                return
+            self._snapshot = chosen
+            is_first = self._bring(storage, call, chosen)
+        except BaseException:
+            is_first = True  # nobody can count on what this node holds any more
+            raise
+        finally:
+            # Of what was there before other nodes may not have read yet what this one holds.
+            if is_first:
+                with suppress(StorageError):
+                    call.leave()
+
+    def _bring(self, storage: Storage, call: RollCall, chosen: SnapshotId) -> bool:
+        """Whether the snapshot was not there before; it is now."""
+        flush = self._last = Flush(
+            self.orders, self._arenas, self._pace, self._events, chosen, before=self._before
+        )  # fmt: skip
         while flush.state == FlushState.WORKING:
+            with suppress(StorageError):  # the flush itself tells
+                call.beat()
             if self._late(_POLL_SECS):
                 flush.stop()
                 where = f"is at {self.orders.where}, what others load is not" if flush.committed else "was not there"
-                raise StorageError(f"iteration {self._snapshot.iteration} {where} in time", lasting=True)
+                raise StorageError(f"iteration {chosen.iteration} {where} in time", lasting=True)
         if flush.state != FlushState.DONE:
             raise StorageError("it did not come there: the log of the SMP says why", lasting=True)
-        # Of what was there before other nodes may not have read yet what this one holds.
-        if self.orders.commits and not flush.found:
-            self._patiently(lambda: commit.forget_holdings(storage))
         if flush.unexported:
-            raise StorageError(
-                f"iteration {self._snapshot.iteration} is at {self.orders.where}, but {flush.unexported}"
-            )
+            raise StorageError(f"iteration {chosen.iteration} is at {self.orders.where}, but {flush.unexported}")
+        return not flush.found
 
-    def _choose(self, storage: Storage) -> SnapshotId:
+    def _choose(self, call: RollCall) -> SnapshotId:
         """The newest snapshot that all arenas of all nodes hold."""
-        nodes, owner = self.orders.nodes, self.orders.owner
-        mine = self._held()
-        self._patiently(lambda: commit.tell_holdings(storage, self.orders.node, owner, mine))
-        while (held := self._patiently(lambda: commit.holdings(storage, nodes, owner))).keys() < set(nodes):
+        nodes = self.orders.nodes
+        while True:
+            self._patiently(call.beat)
+            held = self._patiently(lambda: call.present(nodes))
+            if held.keys() >= set(nodes):
+                break
             if self._late(_POLL_SECS) or time.monotonic() >= self._nodes_by:
                 self._left = tuple(sorted(held))
                 missing = ", ".join(sorted(set(nodes) - held.keys()))
@@ -120,6 +152,20 @@ class FinalFlush:
             self._left = tuple(sorted(held))
             raise StorageError("no snapshot is whole on all nodes", lasting=True)
         return max(everywhere)
+
+    def _newer(self, storage: Storage, chosen: SnapshotId) -> SnapshotId | None:
+        """What the job has on storage that is newer, and of no past that it has left."""
+        origin, void = self._arenas.all[0].mapped.control.origin(), retention.voided(storage)
+        for iteration in commit.committed(storage):
+            if iteration <= chosen.iteration:
+                return None
+            name = f"{commit.folder_of(iteration)}/{commit.MANIFEST_NAME}"
+            with suppress(StorageError):  # one that is damaged is nothing to rely on
+                there = StoredSnapshot.decode(storage.read(name), name)
+                is_left = there.snapshot in void or is_undone(there.origin, origin)
+                if there.job == self.orders.job and not is_left:
+                    return there.snapshot
+        return None
 
     def _held(self) -> set[SnapshotId]:
         """Snapshots of which every arena of this node has a slot."""

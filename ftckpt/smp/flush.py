@@ -177,8 +177,11 @@ class Flush:
     def _write(self, pending: PendingCheckpoint) -> None:
         """All shards of this node, each whole and of this snapshot when it has its name."""
         promised = self._patiently(pending.own_mark)
-        if promised is not None and not self._patiently(lambda: pending.lacks(promised)):
-            return  # by an SMP that was killed, or by an attempt that another node gave up
+        # By an SMP that was killed, or by an attempt that another node gave up; unless that node is lost, and this
+        # one holds more than it did then.
+        is_all = promised is not None and {arena.shard for arena in self._arenas.all} <= promised.parts.keys()
+        if is_all and not self._patiently(lambda: pending.lacks(promised)):
+            return
         begun, slots = time.monotonic(), self._checked()
         try:
             with ExitStack() as leases:

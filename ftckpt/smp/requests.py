@@ -81,9 +81,9 @@ class EndRequest(SmpRequest):
 @dataclass(frozen=True)
 class PersistRequest(SmpRequest):
     """Bring the newest snapshot to storage: at ``where`` in ``form``, one of ``config.PERSIST_FORMATS``, or as the
-    job does where that is empty, given up after ``timeout_secs``. Asked again it says how far it is; with ``anew``
-    one that has ended is begun once more. ``nodes`` hold all of it, this one in ``arenas``, where others than those
-    that trained do.
+    job does where that is empty, given up after ``timeout_secs``: begun with ``anew``, unless one is on its way
+    there. Without it the answer says how far that is. ``nodes`` hold all of it, this one in ``arenas``, where others
+    than those that trained do.
 
     Raises:
         SmpError: no time that can be waited, no such form.

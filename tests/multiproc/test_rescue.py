@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 
@@ -16,7 +17,7 @@ import pytest
 from ftckpt.errors import StorageError
 from ftckpt.parity.modes import Modes
 from ftckpt.persist.files import FileStorage
-from ftckpt.persist.meeting import RescueReport, RescueRequest, Survivor, meet
+from ftckpt.persist.meeting import Place, RescueReport, RescueRequest, Survivor, meet
 from ftckpt.store.parity_file import list_parity
 from tests.support.errors import raises
 from tests.support.protected import Job, build, contents
@@ -90,7 +91,17 @@ def test_an_earlier_meeting_is_not_this_one(tmp_path: Path) -> None:
     storage, late = FileStorage(str(tmp_path)), Survivor.new("b", "here", "127.0.0.1")
     earlier = {"tokens": {"a": "1", "b": "2"}, "address": "127.0.0.1", "port": 9}
     storage.put("meeting/place", json.dumps(earlier).encode())
+    storage.put("meeting/call", b"1")
     begun = time.monotonic()
     with raises(StorageError, "the first of the nodes did not call"):
         meet(storage, late, ("a", "b"), lambda address: 1, 1.0)
     assert time.monotonic() - begun < 10
+    # Both come now, and find what is left of the others.
+    with ThreadPoolExecutor(2) as threads:
+        early = threads.submit(
+            meet, storage, Survivor.new("a", "here", "1.2.3.4"), ("a", "b"), lambda address: 7, 20.0
+        )
+        time.sleep(0.5)
+        late = Survivor.new("b", "there", "1.2.3.5")
+        place = threads.submit(meet, storage, late, ("a", "b"), lambda address: 1, 20.0).result()
+        assert place == early.result() == Place(("a", "b"), "1.2.3.4", 7)

@@ -472,6 +472,7 @@ def test_a_save_that_failed_is_begun_once_more(job: Job, tmp_path: Path) -> None
     job.snapshot(0, 7)
     job.start()
     until(lambda: all(node.checked(7) for node in job.nodes))
+    saves(job, where, anew=True)
     until(lambda: saves(job, where) == ["cannot"] * 2)
     where.mkdir()
     assert saves(job, where) == ["cannot"] * 2, "who asks again is told what came of it"
@@ -489,7 +490,7 @@ def test_a_save_is_tried_again_where_storage_may_come_back(
         job.start()
         until(lambda: all(node.checked(7) for node in job.nodes))
         fill_up(small)
-        saves(job, small)
+        saves(job, small, anew=True)
         time.sleep(0.5)
         assert saves(job, small) == ["working"] * 2
         leave_free(small, 4 << 20)

@@ -1,0 +1,120 @@
+"""What is brought to storage without ranks: nothing newer is lost for it, and no node counts that is gone."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ftckpt.errors import SmpError
+from ftckpt.persist import commit
+from ftckpt.persist.commit import committed
+from ftckpt.persist.files import FileStorage
+from ftckpt.smp import final_flush
+from ftckpt.smp.requests import PersistRequest
+from tests.support.errors import raises
+from tests.support.flush_jobs import Job
+from tests.support.smp_nodes import fill
+from tests.support.waiting import until
+
+
+@pytest.fixture
+def job(arena_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Job]:
+    """Two nodes; other nodes are waited for 2 s."""
+    monkeypatch.setattr(final_flush, "_NODES_SECS", 2.0)
+    (tmp_path / "storage").mkdir()
+    made = Job(arena_root, str(tmp_path / "storage"), persist_keep=2)
+    yield made
+    made.close()
+
+
+def saved(job: Job, smp: int, request: PersistRequest, secs: float = 30.0) -> dict[str, Any]:
+    """How one node's SMP ends with it."""
+    duties = job.smps[smp].duties
+    status, deadline = duties.persist(request), time.monotonic() + secs
+    while status["flush"] == "working" and time.monotonic() < deadline:
+        time.sleep(0.05)
+        status = duties.persist(replace(request, anew=False))
+    return status
+
+
+def checked(job: Job, iteration: int) -> None:
+    job.start()
+    until(lambda: all(node.checked(iteration) for node in job.nodes))
+
+
+def alone(job: Job, **more: Any) -> PersistRequest:
+    """All shards lie on the first node: those of the other were rebuilt there."""
+    a, b = job.nodes
+    names = [arena.path.name for arena in a.arenas]
+    for arena in b.arenas:
+        shutil.copytree(arena.path, a.dir / arena.path.name)
+        names.append(arena.path.name)
+    return PersistRequest("", 20.0, True, nodes=("a",), arenas=tuple(names), **more)
+
+
+def test_what_was_done_before_a_node_was_lost_is_not_all_that_is_to_be_done(job: Job) -> None:
+    job.snapshot(0, 7)
+    job.flush(7)
+    job.smps[0].start()
+    until(lambda: job.smps[0].events.of("flushed"), "its mark, which waits for the other node's")
+    status = saved(job, 0, alone(job))
+    assert (status["flush"], status["iteration"]) == ("done", 7), status
+    assert committed(FileStorage(job.where)) == [7]
+
+
+def test_what_storage_has_of_a_later_attempt_is_not_given_up_for_less(job: Job) -> None:
+    """The newest that parity gives may be of the attempt before."""
+    for node in job.nodes:
+        for arena in node.arenas:
+            fill(arena, 1, 9, lineage=b"later" + bytes(11))
+    job.start()
+    for node in job.nodes:
+        for arena in node.arenas:
+            snapshot = next(one for one in arena.snapshots() if one.iteration == 9)
+            arena.control.mark_flush(snapshot)
+    job.settled(9)
+    for node in job.nodes:
+        for arena in node.arenas:
+            arena.control.mark_flush(None)
+            arena.control.void(1)
+    job.snapshot(0, 7)
+    until(lambda: all(node.checked(7) for node in job.nodes))
+    requests = PersistRequest("", 20.0, True)
+    job.smps[1].duties.persist(requests)
+    status = saved(job, 0, requests)
+    assert (status["flush"], status["iteration"]) == ("done", 9), status
+    assert committed(FileStorage(job.where)) == [9]
+
+
+def test_what_a_lost_node_has_said_before_does_not_count(job: Job) -> None:
+    job.snapshot(0, 7)
+    checked(job, 7)
+    owner = job.smps[1].duties._flush_orders.owner
+    commit.tell_holdings(FileStorage(job.where), "b", owner, job.nodes[1].arenas[0].snapshots(), "beat")
+    for _ in range(2):
+        status = saved(job, 0, PersistRequest("", 12.0, True))
+        assert (status["flush"], status["left"]) == ("cannot", ["a"]), status
+    assert not (Path(job.where) / "holdings" / "a.json").exists(), "what it had said counts no more"
+
+
+def test_of_two_who_ask_for_one_save_both_have_it(job: Job, tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    job.snapshot(0, 7)
+    checked(job, 7)
+    first, duties = PersistRequest("", 20.0, True), job.smps[0].duties
+    with raises(SmpError, "nothing is on its way to storage"):
+        duties.persist(replace(first, anew=False))
+    duties.persist(first)
+    begun = duties._final
+    assert duties.persist(replace(first, timeout_secs=9.0))["flush"] == "working"
+    assert duties._final is begun, "the second waits for the first"
+    with raises(SmpError, "another save is on its way, to", job.where):
+        duties.persist(replace(first, where=str(tmp_path / "other")))
+    job.smps[1].duties.persist(first)
+    assert saved(job, 0, replace(first, anew=False))["flush"] == "done"
