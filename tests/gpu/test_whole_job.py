@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from ftckpt.capture.device_copier import _SETTLED_AFTER
 from ftckpt.windows.clock import DeviceClock
 from tests.support import jobs, plain
 from tests.support.fake_device import SECS, FakeDevice, install
@@ -27,16 +28,20 @@ def on_a_device(rank: int, world_size: int, settings: dict[str, Any], off_at: in
     patch.setattr(plain, "ROW", ROW)
     checkpointer, state = plain.make(rank, world_size, settings, NODES)
     checkpointer.restore()
-    if off_at:
-        state.failing = {iteration: OSError("no more") for iteration in range(off_at, UNTIL + 1)}
     capture, arena = checkpointer.capture, checkpointer.arena
     assert capture is not None and arena is not None
-    registrar = capture._copier._registrar  # type: ignore[attr-defined]
+    copier: Any = capture._copier
     with fake.train():
-        for iteration in range(1, UNTIL + 1):
-            train(fake, checkpointer, state, iteration)
-            if iteration == 4:
-                until(lambda: registrar.idle, "pinned", SECS)
+        iteration = 0
+        # Beside busy cores some are skipped, while the SMPs protect an earlier snapshot.
+        while iteration < 4 or copier._num_flights < _SETTLED_AFTER:
+            train(fake, checkpointer, state, iteration := iteration + 1)
+        until(lambda: copier._registrar.idle, "pinned", SECS)
+        last = iteration + UNTIL - 4
+        if off_at:
+            state.failing = {number: OSError("no more") for number in range(iteration + off_at - 4, last + 1)}
+        while iteration < last:
+            train(fake, checkpointer, state, iteration := iteration + 1)
         assert sum(fake.pinned.values()) == arena.control.slots * arena.image.file_bytes and not fake.unpinned_by
     checkpointer.close(remove=False)
     assert not fake.pinned
