@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 import shlex
 import statistics
 import subprocess
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
+_NUMBERS = re.compile(r"\[\s+-?\d[\d\s.,eE+-]*\]")
 PACKAGES = ("ftckpt", "torch", "megatron-core", "numpy")
 
 
@@ -118,9 +120,10 @@ def print_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Write the result, readable in a diff."""
+    """Write the result, readable in a diff; a row of numbers is one line."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(content, indent=1) + "\n")
+    text = _NUMBERS.sub(lambda row: " ".join(row[0].split()), json.dumps(content, indent=1))
+    path.write_text(text + "\n")
 
 
 def _cpu_model() -> str:
