@@ -98,16 +98,21 @@ class FinalFlush:
 
     def _flush(self) -> None:
         storage = self._patiently(lambda: open_storage(self.orders.where, "persist"))
-        call = RollCall(storage, self.orders.node, self.orders.owner, self._held())
+        held, there = self._held(), self._patiently(lambda: self._newest(storage))
+        # One iteration more: what others load may have to be made of that which is there.
+        floor = max((one.iteration for one in held), default=-1) + (self.orders.exports is not None)
+        if there is not None and there.iteration >= floor:
+            self._snapshot = there  # memory has no more than the job has brought there before
+            return
+        call = RollCall(storage, self.orders.node, self.orders.owner, held)
         is_first = False
         try:
-            chosen = self._choose(call)
-            if (newer := self._patiently(lambda: self._newer(storage, chosen))) is not None:
-                # What memory has is of a past that the job has left, or less than it has brought there before.
-                self._snapshot = newer
+            chosen = self._choose(call, there)
+            if there is not None and there.iteration > chosen.iteration:
+                self._snapshot = there  # what all have is of a past that the job has left
                 return
             self._snapshot = chosen
-            is_first = self._bring(storage, call, chosen)
+            is_first = self._bring(call, chosen)
         except BaseException:
             is_first = True  # nobody can count on what this node holds any more
             raise
@@ -117,7 +122,7 @@ class FinalFlush:
                 with suppress(StorageError):
                     call.leave()
 
-    def _bring(self, storage: Storage, call: RollCall, chosen: SnapshotId) -> bool:
+    def _bring(self, call: RollCall, chosen: SnapshotId) -> bool:
         """Whether the snapshot was not there before; it is now."""
         flush = self._last = Flush(
             self.orders, self._arenas, self._pace, self._events, chosen, before=self._before
@@ -135,8 +140,9 @@ class FinalFlush:
             raise StorageError(f"iteration {chosen.iteration} is at {self.orders.where}, but {flush.unexported}")
         return not flush.found
 
-    def _choose(self, call: RollCall) -> SnapshotId:
-        """The newest snapshot that all arenas of all nodes hold."""
+    def _choose(self, call: RollCall, there: SnapshotId | None) -> SnapshotId:
+        """The newest snapshot that all arenas of all nodes hold; ``there``: what is on storage, and nobody waits who
+        had no more than that."""
         nodes = self.orders.nodes
         while True:
             self._patiently(call.beat)
@@ -144,6 +150,8 @@ class FinalFlush:
             if held.keys() >= set(nodes):
                 break
             if self._late(_POLL_SECS) or time.monotonic() >= self._nodes_by:
+                if there is not None and not set(nodes) - call.told(nodes, there):
+                    return there
                 self._left = tuple(sorted(held))
                 missing = ", ".join(sorted(set(nodes) - held.keys()))
                 raise StorageError(f"these nodes do not say what they hold: {missing}", lasting=True)
@@ -153,12 +161,13 @@ class FinalFlush:
             raise StorageError("no snapshot is whole on all nodes", lasting=True)
         return max(everywhere)
 
-    def _newer(self, storage: Storage, chosen: SnapshotId) -> SnapshotId | None:
-        """What the job has on storage that is newer, and of no past that it has left."""
-        origin, void = self._arenas.all[0].mapped.control.origin(), retention.voided(storage)
+    def _newest(self, storage: Storage) -> SnapshotId | None:
+        """The newest that the job has on storage, and of no past that it has left."""
+        arenas = self._arenas.all
+        if not arenas:
+            return None
+        origin, void = arenas[0].mapped.control.origin(), retention.voided(storage)
         for iteration in commit.committed(storage):
-            if iteration <= chosen.iteration:
-                return None
             name = f"{commit.folder_of(iteration)}/{commit.MANIFEST_NAME}"
             with suppress(StorageError):  # one that is damaged is nothing to rely on
                 there = StoredSnapshot.decode(storage.read(name), name)

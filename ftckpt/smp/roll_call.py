@@ -43,6 +43,11 @@ class RollCall:
         found = {node: held for node, (beat, held) in told.items() if beat != self._first.get(node)}
         return {**found, self._node: self._held}
 
+    def told(self, nodes: Collection[str], snapshot: SnapshotId) -> set[str]:
+        """Those of ``nodes`` that have ever said that they hold ``snapshot``: once that is on storage they go."""
+        told = commit.holdings(self._storage, nodes, self._owner)
+        return {node for node, (_, held) in told.items() if snapshot in held}
+
     def leave(self) -> None:
         """Say no more, and that nothing counts that was said."""
         commit.forget_holdings(self._storage, self._node)
