@@ -60,7 +60,9 @@ def run(arguments: argparse.Namespace) -> int:
     where = arguments.where if "://" in arguments.where or not arguments.where else os.path.abspath(arguments.where)
     form = arguments.to or PERSIST_FORMATS[0]
     if arguments.to and not where:
-        raise ConfigError("--to: name STORAGE as well; without it the newest goes where the job writes, as it does")
+        raise ConfigError(
+            "--to: name STORAGE, too; where the job itself writes, its --ftckpt-persist-format says what lies there"
+        )
     Config(persist=where, persist_format=form)  # as the job itself would be refused
     prepare(Place.of(where, form))
     if not nodes:

@@ -239,8 +239,7 @@ def holdings(storage: Storage, nodes: Collection[str], owner: str) -> dict[str, 
 
 def forget_holdings(storage: Storage, node: str = "") -> None:
     """Remove what nodes have told, or one of them."""
-    names = [entry.name for entry in storage.list(_HOLDINGS)]
-    storage.remove([name for name in names if node in ("", name.removeprefix(f"{_HOLDINGS}/").removesuffix(".json"))])
+    storage.remove([f"{_HOLDINGS}/{node}.json"] if node else [entry.name for entry in storage.list(_HOLDINGS)])
 
 
 def committed(storage: Storage) -> list[int]:

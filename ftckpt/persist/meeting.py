@@ -72,7 +72,7 @@ class RescueReport:
 
 
 @dataclass(frozen=True)
-class Place:
+class MeetingPlace:
     """Who meets, by name, and the address and port of the first of them."""
 
     nodes: tuple[str, ...]
@@ -82,7 +82,7 @@ class Place:
 
 def meet(
     storage: Storage, me: Survivor, expected: Collection[str], receive: Callable[[str], int], within_secs: float
-) -> Place:
+) -> MeetingPlace:
     """Where the ``expected`` nodes meet. ``receive`` is called on the first of them: it listens at an address, and
     gives the port.
 
@@ -103,10 +103,10 @@ def meet(
     tokens = {survivor.node: survivor.token for survivor in (me, *guests)}
     place = {"tokens": tokens, "address": address, "port": port}
     storage.put(_PLACE, json.dumps(place).encode())
-    return Place(tuple(sorted(tokens)), address, port)
+    return MeetingPlace(tuple(sorted(tokens)), address, port)
 
 
-def _answer(storage: Storage, me: Survivor, deadline: float) -> Place:
+def _answer(storage: Storage, me: Survivor, deadline: float) -> MeetingPlace:
     call = ""
     while True:
         now = _read(storage, _CALL).decode()
@@ -116,7 +116,7 @@ def _answer(storage: Storage, me: Survivor, deadline: float) -> Place:
             storage.put(f"{_FOLDER}/{me.node}.json", answer.encode())
         place = json.loads(_read(storage, _PLACE) or b"null")
         if place and place["tokens"].get(me.node) == me.token:
-            return Place(tuple(sorted(place["tokens"])), str(place["address"]), int(place["port"]))
+            return MeetingPlace(tuple(sorted(place["tokens"])), str(place["address"]), int(place["port"]))
         _wait(deadline, "the first of the nodes did not call")
 
 

@@ -99,12 +99,13 @@ class FinalFlush:
     def _flush(self) -> None:
         storage = self._patiently(lambda: open_storage(self.orders.where, "persist"))
         held, there = self._held(), self._patiently(lambda: self._newest(storage))
+        call = RollCall(storage, self.orders.node, self.orders.owner, held)
+        self._patiently(call.beat)  # before this node may go: another may hold more, and ask who has what is there
         # One iteration more: what others load may have to be made of that which is there.
         floor = max((one.iteration for one in held), default=-1) + (self.orders.exports is not None)
         if there is not None and there.iteration >= floor:
             self._snapshot = there  # memory has no more than the job has brought there before
             return
-        call = RollCall(storage, self.orders.node, self.orders.owner, held)
         is_first = False
         try:
             chosen = self._choose(call, there)
@@ -169,11 +170,15 @@ class FinalFlush:
         origin, void = arenas[0].mapped.control.origin(), retention.voided(storage)
         for iteration in commit.committed(storage):
             name = f"{commit.folder_of(iteration)}/{commit.MANIFEST_NAME}"
-            with suppress(StorageError):  # one that is damaged is nothing to rely on
+            try:
                 there = StoredSnapshot.decode(storage.read(name), name)
-                is_left = there.snapshot in void or is_undone(there.origin, origin)
-                if there.job == self.orders.job and not is_left:
-                    return there.snapshot
+            except StorageError as error:
+                if not error.lasting:
+                    raise  # it may be the newest
+                continue  # one that is damaged is nothing to rely on
+            is_left = there.snapshot in void or is_undone(there.origin, origin)
+            if there.job == self.orders.job and not is_left:
+                return there.snapshot
         return None
 
     def _held(self) -> set[SnapshotId]:

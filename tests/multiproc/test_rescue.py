@@ -17,7 +17,7 @@ import pytest
 from ftckpt.errors import StorageError
 from ftckpt.parity.modes import Modes
 from ftckpt.persist.files import FileStorage
-from ftckpt.persist.meeting import Place, RescueReport, RescueRequest, Survivor, meet
+from ftckpt.persist.meeting import MeetingPlace, RescueReport, RescueRequest, Survivor, meet
 from ftckpt.store.parity_file import list_parity
 from tests.support.errors import raises
 from tests.support.protected import Job, build, contents
@@ -104,4 +104,4 @@ def test_an_earlier_meeting_is_not_this_one(tmp_path: Path) -> None:
         time.sleep(0.5)
         late = Survivor.new("b", "there", "1.2.3.5")
         place = threads.submit(meet, storage, late, ("a", "b"), lambda address: 1, 20.0).result()
-        assert place == early.result() == Place(("a", "b"), "1.2.3.4", 7)
+        assert place == early.result() == MeetingPlace(("a", "b"), "1.2.3.4", 7)

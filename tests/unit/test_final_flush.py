@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from ftckpt.errors import SmpError
+from ftckpt.errors import SmpError, StorageError
 from ftckpt.persist import commit
 from ftckpt.persist.commit import committed
 from ftckpt.persist.files import FileStorage
@@ -118,3 +118,37 @@ def test_of_two_who_ask_for_one_save_both_have_it(job: Job, tmp_path: Path) -> N
         duties.persist(replace(first, where=str(tmp_path / "other")))
     job.smps[1].duties.persist(first)
     assert saved(job, 0, replace(first, anew=False))["flush"] == "done"
+
+
+def test_a_node_that_has_no_more_than_storage_keeps_nobody_waiting(job: Job) -> None:
+    """Another was a snapshot further when the job ended."""
+    job.snapshot(0, 7)
+    job.flush(7)
+    job.start()
+    job.settled(7)
+    a, b = job.nodes
+    b.snapshot(1, 8)
+    until(lambda: b.checked(8))
+    request = PersistRequest("", 20.0, True)
+    for number in (0, 1):
+        status = saved(job, number, request)
+        assert (status["flush"], status["iteration"]) == ("done", 7), status
+
+
+def test_what_cannot_be_read_for_a_moment_may_be_the_newest(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Storage that fails in the middle of a look gives nothing older away for it."""
+    job.snapshot(0, 7)
+    job.flush(7)
+    job.start()
+    job.settled(7)
+    read, failed = FileStorage.read, list[str]()
+
+    def read_at_second_try(storage: FileStorage, name: str, *span: Any) -> bytes:
+        if name.endswith("manifest.json") and not failed:
+            failed.append(name)
+            raise StorageError("away for a moment")
+        return read(storage, name, *span)
+
+    monkeypatch.setattr(FileStorage, "read", read_at_second_try)
+    status = saved(job, 0, PersistRequest("", 20.0, True))
+    assert failed and (status["flush"], status["iteration"]) == ("done", 7), status
