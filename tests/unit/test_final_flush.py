@@ -126,7 +126,7 @@ def test_a_node_that_has_no_more_than_storage_keeps_nobody_waiting(job: Job) -> 
     job.flush(7)
     job.start()
     job.settled(7)
-    a, b = job.nodes
+    _, b = job.nodes
     b.snapshot(1, 8)
     until(lambda: b.checked(8))
     request = PersistRequest("", 20.0, True)
