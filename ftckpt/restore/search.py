@@ -31,7 +31,7 @@ from ftckpt.restore.inventory import (
 )
 from ftckpt.restore.locations import OpenArenas, SlotAt
 from ftckpt.restore.repair import Repairer, Site, Usage
-from ftckpt.restore.stored import NO_SHELF, Fetch, Shelf
+from ftckpt.restore.stored import NO_SHELF, ShardFetch, Shelf
 from ftckpt.store.arena import Arena
 from ftckpt.store.control import SlotState
 from ftckpt.store.damage import Damage
@@ -125,7 +125,7 @@ class Search:
                 f"({', '.join(differing)}): start with that, or name another place (--ftckpt-persist)"
             )
         begin, findings = time.perf_counter(), self._findings
-        fetch = Fetch(
+        fetch = ShardFetch(
             self._group, self._topology, self._events, self._arenas, storage=self._shelf.storage, stored=stored,
             inventory=self._inventory, bad=findings.damage.keys(), slots=self._slots,
         )  # fmt: skip

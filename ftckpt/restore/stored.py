@@ -210,7 +210,7 @@ def _patiently(action: Callable[[], T]) -> T:
     return patiently(action, _PATIENCE_SECS)
 
 
-class Fetch:
+class ShardFetch:
     """Brings the shards of one snapshot that memory lacks from storage. ``run`` is collective.
 
     Args:

@@ -106,20 +106,20 @@ class FinalFlush:
         if there is not None and there.iteration >= floor:
             self._snapshot = there  # memory has no more than the job has brought there before
             return
-        is_first = False
+        is_over = False  # nobody can count any more on what this node holds
         try:
             chosen = self._choose(call, there)
             if there is not None and there.iteration > chosen.iteration:
                 self._snapshot = there  # what all have is of a past that the job has left
                 return
             self._snapshot = chosen
-            is_first = self._bring(call, chosen)
+            is_over = self._bring(call, chosen)
         except BaseException:
-            is_first = True  # nobody can count on what this node holds any more
+            is_over = True
             raise
         finally:
             # Of what was there before other nodes may not have read yet what this one holds.
-            if is_first:
+            if is_over:
                 with suppress(StorageError):
                     call.leave()
 

@@ -22,7 +22,7 @@ from ftckpt.persist import retention
 from ftckpt.persist.commit import committed
 from ftckpt.persist.shards import StoredSnapshot
 from ftckpt.persist.storage import open_storage
-from ftckpt.restore.stored import Fetch
+from ftckpt.restore.stored import ShardFetch
 from ftckpt.store.arena import Arena
 from ftckpt.store.directory import clean_job, end_smp
 from tests.support import jobs, plain
@@ -353,15 +353,15 @@ def test_what_a_restart_reads_nobody_removes(persisting: dict[str, Any], left: P
 
 
 def restored_while_it_is_retired(rank: int, world_size: int, settings: dict[str, Any]) -> Any:
-    fetch = Fetch.run
+    fetch = ShardFetch.run
 
-    def run(self: Fetch) -> Any:
+    def run(self: ShardFetch) -> Any:
         if rank == 0:
             there = [one.snapshot for one in stored(settings)]
             retention.retire(self._storage, {there[0]}, (), there[-1].iteration, lambda: True)
         return fetch(self)
 
-    Fetch.run = run  # type: ignore[method-assign]
+    ShardFetch.run = run  # type: ignore[method-assign]
     return restored(rank, world_size, settings)
 
 
