@@ -178,10 +178,15 @@ class FileStorage(Storage):
 
 def _open_fresh(path: Path) -> int:
     for _ in range(_TRIES):
-        path.parent.mkdir(parents=True, exist_ok=True)
         # Whoever removes the last other file in there at this moment takes the empty directory along.
-        with contextlib.suppress(FileNotFoundError):
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
             return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+        except FileNotFoundError:
+            continue
+        except FileExistsError:  # gone before ``mkdir`` could look what it is, or a file
+            if path.parent.exists() and not path.parent.is_dir():
+                raise
     raise OSError(errno.EBUSY, "its directory is removed again and again", str(path))
 
 
