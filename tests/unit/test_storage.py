@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import os
 import shutil
@@ -281,6 +282,27 @@ def test_what_is_removed_takes_no_directory_from_a_writer(tmp_path: Path) -> Non
     ended.set()
     thread.join()
     assert errors == []
+
+
+def test_a_directory_that_goes_while_it_is_made_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the error that it is there and the look at what it is."""
+    storage, made, missed = in_files(tmp_path), os.mkdir, list[str]()
+
+    def gone_again(path: Any, *args: Any, **options: Any) -> None:
+        if str(path).endswith("folder") and len(missed) < 2:
+            missed.append(str(path))
+            raise FileExistsError(errno.EEXIST, "File exists", str(path))
+        made(path, *args, **options)
+
+    monkeypatch.setattr(os, "mkdir", gone_again)
+    storage.put("folder/mine", b"x")
+    assert len(missed) == 2 and storage.read("folder/mine") == b"x"
+    monkeypatch.undo()
+    Path(storage.where, "plain").write_bytes(b"")
+    with raises(StorageError, "plain"):
+        storage.put("plain/mine", b"x")
 
 
 def test_two_writers_of_one_name_never_mix(tmp_path: Path) -> None:
