@@ -25,6 +25,7 @@ import torch.distributed as dist
 
 from ftckpt import errors
 from ftckpt.connections import OWN_DESCRIPTORS, SPARE_DESCRIPTORS, connect, is_lazy, make_room
+from ftckpt.model import codec
 from ftckpt.notice import Notice, job_store
 
 log = logging.getLogger("ftckpt")
@@ -35,12 +36,17 @@ _FIRST_LOOK_SECS, _LONGEST_LOOK_SECS = 0.5, 10.0
 _CALM_RANKS = 200
 """Up to so many ranks ask their store as often; those of a larger job so much less that it has no more to do."""
 
+_FRAME_DATA_BYTES = 248
+"""A gather of no more takes one round of messages, of any more two."""
+
 _immortal: list[Any] = []
 """Groups, and tensors that a thread of torch may have, for as long as the process lives, even without interpreter. A
 group that ends waits for its collectives: a rank that fails would end minutes later, and its launcher would see it
 only then. And a thread of torch with the last reference of C++ to a tensor needs the interpreter to let go of it;
 waiting for one that is at its end aborts the process."""
 ctypes.pythonapi.Py_IncRef(ctypes.py_object(_immortal))
+
+_DONE, _FAILED = b"+", b"-"
 
 T = TypeVar("T")
 Bytes = bytes | bytearray | memoryview
@@ -74,11 +80,15 @@ class Group:
         number = store.add(f"ftckpt/groups/{self.rank}", 1)
         self._notice: Notice | None = None  # while its name is agreed on there is nothing to look for
         self._connect(f"ftckpt/group/{number}")
-        # A name of this attempt alone: some launchers keep one store for all of them.
-        self.name = f"ftckpt/group/{self.gather(os.urandom(8))[0].hex()}"
-        self._notice = Notice(f"{self.name}/given-up")
         # All together: a rank that refused alone would leave the others waiting.
-        together(self, lambda: make_room(self._descriptors, self._descriptors, self.rank))
+        words = gather_bytes(self, self._begin)
+        # A name of this attempt alone: some launchers keep one store for all of them.
+        self.name = f"ftckpt/group/{words[0].hex()}"
+        self._notice = Notice(f"{self.name}/given-up")
+
+    def _begin(self) -> bytes:
+        make_room(self._descriptors, self._descriptors, self.rank)
+        return os.urandom(8)
 
     @property
     def lost(self) -> bool:
@@ -130,19 +140,26 @@ class Group:
         return self._gather(data, self._timeout_secs)
 
     def _gather(self, data: Bytes, timeout_secs: float) -> list[bytes]:
-        mine = torch.tensor([len(data)], dtype=torch.int64)
-        # Lengths first: an all-gather takes tensors of one size, so all are padded to the longest.
-        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
-        self._run(lambda: self._group.allgather([sizes], [mine]), timeout_secs, mine, *sizes)
-        longest = max(int(size) for size in sizes)
+        # An all-gather takes as many bytes of each rank: the length, and the begin, which mostly is all of it.
+        begin, end = memoryview(data).cast("B")[:_FRAME_DATA_BYTES], memoryview(data).cast("B")[_FRAME_DATA_BYTES:]
+        frames = self._all_gather(len(data).to_bytes(8, "little") + begin, _FRAME_DATA_BYTES + 8, timeout_secs)
+        sizes = [int.from_bytes(frame[:8], "little") for frame in frames]
+        begins = [frame[8 : 8 + size] for frame, size in zip(frames, sizes, strict=True)]
+        longest = max(sizes) - _FRAME_DATA_BYTES
         # Known to all ranks alike: none of them posts a second collective.
-        if longest == 0:
-            return [b""] * self.size
-        padded = torch.zeros(longest, dtype=torch.uint8)
+        if longest <= 0:
+            return begins
+        ends = self._all_gather(end, longest, timeout_secs)
+        lengths = (max(0, size - _FRAME_DATA_BYTES) for size in sizes)
+        return [first + rest[:length] for first, rest, length in zip(begins, ends, lengths, strict=True)]
+
+    def _all_gather(self, data: Bytes, nbytes: int, timeout_secs: float) -> list[bytes]:
+        """``data`` of all ranks, each filled up to ``nbytes``."""
+        padded = torch.zeros(nbytes, dtype=torch.uint8)
         padded[: len(data)] = _tensor(data)
-        parts = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.size)]
+        parts = [torch.empty(nbytes, dtype=torch.uint8) for _ in range(self.size)]
         self._run(lambda: self._group.allgather([parts], [padded]), timeout_secs, padded, *parts)
-        return [part[: int(size)].numpy().tobytes() for part, size in zip(parts, sizes, strict=True)]
+        return [part.numpy().tobytes() for part in parts]
 
     def broadcast(self, data: bytes, source: int = 0) -> bytes:
         """``data`` of rank ``source``; its length must be the same on all ranks."""
@@ -265,21 +282,39 @@ def together(group: Group, action: Callable[[], T]) -> T:
     Raises:
         FtckptError: the error of the lowest failing rank, naming it: of the same class if it is one of ftckpt's.
     """
-    failure = ""
     value: T | None = None
-    try:
+
+    def act() -> bytes:
+        nonlocal value
         value = action()
+        return b""
+
+    gather_bytes(group, act)
+    return cast(T, value)
+
+
+def gather_all(group: Group, action: Callable[[], T], kind: type[T]) -> list[T]:
+    """What ``action`` returns on every rank, in the order of ranks; it fails as ``together`` does. Collective."""
+    return [codec.decode(data, kind) for data in gather_bytes(group, lambda: codec.encode(action()))]
+
+
+def gather_bytes(group: Group, action: Callable[[], Bytes]) -> list[bytes]:
+    """The bytes that ``action`` returns on every rank, in the order of ranks; it fails as ``together`` does.
+    Collective."""
+    try:
+        message = _DONE + action()
     except errors.FtckptError as error:
         # As text, not as a pickle: the class is looked up among ftckpt's own on the other side.
-        failure = json.dumps([type(error).__name__, str(error)])
+        message = _FAILED + json.dumps([type(error).__name__, str(error)]).encode()
     except Exception as error:
         log.exception("ftckpt: rank %d failed", group.rank)
-        failure = json.dumps(["FtckptError", f"{type(error).__name__}: {error}"])
+        message = _FAILED + json.dumps(["FtckptError", f"{type(error).__name__}: {error}"]).encode()
     # Every rank comes here, failed or not: nobody waits for one that does not come.
-    for rank, text in enumerate(group.gather(failure.encode())):
-        if text:
-            name, message = json.loads(text)
-            of_all: errors.FtckptError = getattr(errors, name, errors.FtckptError)(f"rank {rank}: {message}")
+    messages = group.gather(message)
+    for rank, text in enumerate(messages):
+        if text[:1] == _FAILED:
+            name, reason = json.loads(text[1:])
+            of_all: errors.FtckptError = getattr(errors, name, errors.FtckptError)(f"rank {rank}: {reason}")
             of_all.of_all_ranks = True
             raise of_all
-    return cast(T, value)
+    return [data[1:] for data in messages]

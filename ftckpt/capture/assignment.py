@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
 
 import torch
 import xxhash
@@ -13,7 +14,7 @@ import xxhash
 from ftckpt.capture.chunks import CopyPart
 from ftckpt.capture.redundancy import NO_REDUNDANCY, Redundancy, SharePlan, burden, lay_out
 from ftckpt.errors import CaptureError, ConfigError, UnsupportedError
-from ftckpt.group import Group, together
+from ftckpt.group import Group, gather_all, gather_bytes
 from ftckpt.model.fragment import Fragment
 from ftckpt.model.manifest import Manifest
 from ftckpt.model.replica_groups import DIFFERING
@@ -62,9 +63,15 @@ def assign(  # noqa: PLR0917 - the last ones are optional
         ConfigError: not one capacity, or not one node, per rank.
         CaptureError: ranks were given different capacities or nodes. All three on all ranks together.
     """
-    weights = together(group, lambda: _checked_capacities(capacities, redundancy, group.size))
-    broken = together(group, lambda: _broken(described))
-    stepped, derived = _divided(described, _agree(group, broken, weights, redundancy))
+    weights: Array | None = None
+
+    def look() -> _View:
+        nonlocal weights
+        weights = _checked_capacities(capacities, redundancy, group.size)
+        seen = "" if weights is None else xxhash.xxh3_64_hexdigest(weights.tobytes())
+        return _View(tuple(_broken(described)), seen, redundancy.digest)
+
+    stepped, derived = _divided(described, _agreed(gather_all(group, look, _View)))
     sets = gather_replica_sets(group, stepped)
     # Without capacities shares are equal, whatever protection costs each rank.
     shares = choose(*(burden(sets, redundancy) if weights is not None else (sets.runs, sets.private)), weights)
@@ -124,16 +131,22 @@ def _checked_capacities(capacities: Sequence[int] | None, redundancy: Redundancy
     return None if capacities is None else bounded_capacities(capacities)
 
 
-def _agree(group: Group, broken: Sequence[str], weights: Array | None, redundancy: Redundancy) -> set[str]:
+class _View(NamedTuple):
+    """What one rank sees: keys that do not follow from others, and digests of the weights and of the redundancy that
+    it was given."""
+
+    broken: tuple[str, ...]
+    weights: str
+    redundancy: str
+
+
+def _agreed(views: Collection[_View]) -> set[str]:
     """Keys that are broken on any rank; different weights or nodes would leave bytes that nobody copies."""
-    seen = "" if weights is None else xxhash.xxh3_64_hexdigest(weights.tobytes())
-    mine = [broken, seen, redundancy.digest]
-    views = [json.loads(data) for data in set(group.gather(json.dumps(mine).encode()))]
-    if len({theirs for _, theirs, _ in views}) > 1:
+    if len({view.weights for view in views}) > 1:
         raise CaptureError("the ranks were given different capacities of their windows")
-    if len({theirs for _, _, theirs in views}) > 1:
+    if len({view.redundancy for view in views}) > 1:
         raise CaptureError("the ranks were given different nodes, racks or ways to protect replicas")
-    return {key for keys, _, _ in views for key in keys}
+    return {key for view in views for key in view.broken}
 
 
 def _broken(described: Description) -> list[str]:
@@ -160,9 +173,10 @@ def gather_replica_sets(group: Group, pieces: Sequence[Piece]) -> ReplicaSets:
     """
 
     def contents(indices: Sequence[int]) -> list[int]:
-        return together(group, lambda: [content_hash(pieces[index].tensor) for index in indices])
+        return [content_hash(pieces[index].tensor) for index in indices]
 
-    return replica_sets(group.gather, group.rank, group.size, [piece.fragment for piece in pieces], contents)
+    gather, fragments = partial(gather_bytes, group), [piece.fragment for piece in pieces]
+    return replica_sets(gather, group.rank, group.size, fragments, contents)
 
 
 def content_hash(tensor: torch.Tensor) -> int:

@@ -173,7 +173,7 @@ def start(config: Config, place: Callable[[], tuple[Mapping[str, int], Mapping[s
     from ftckpt.job.compile_locks import release_orphans
 
     release_orphans()  # an operator may be compiled in the first iteration
-    from ftckpt.group import Group, together
+    from ftckpt.group import Group, gather_all
     from ftckpt.model.codec import gather
     from ftckpt.model.topology import RankPlace, Topology
 
@@ -183,13 +183,18 @@ def start(config: Config, place: Callable[[], tuple[Mapping[str, int], Mapping[s
     # Together: a node that is new knows of no earlier attempt.
     if codes := [one for one in gather(group, -1 if code is None else code, int) if one >= 0]:
         raise SystemExit(max(codes))
-    # A rank that refused alone would leave the others waiting in the gather until its deadline.
-    coords, layout = together(group, place)
-    names = gather(group, config.job, str)
-    if other := next((rank for rank, name in enumerate(names) if name != names[0]), 0):
-        raise _names_differ(names[0], other, names[other])
-    ranks = gather(group, RankPlace(coords, config.node), RankPlace)
-    topology = Topology(group.rank, tuple(ranks), layout)
+    layout: Mapping[str, Any] = {}
+
+    def arrive() -> tuple[str, RankPlace]:
+        nonlocal layout
+        coords, layout = place()
+        return config.job, RankPlace(coords, config.node)
+
+    ranks = gather_all(group, arrive, tuple[str, RankPlace])
+    first = ranks[0][0]
+    if other := next((rank for rank, (job, _) in enumerate(ranks) if job != first), 0):
+        raise _names_differ(first, other, ranks[other][0])
+    topology = Topology(group.rank, tuple(member for _, member in ranks), layout)
     # One rank of those that a launcher started on a machine speaks for all of them.
     local = os.environ.get("LOCAL_RANK")
     speaks = topology.is_node_leader if local is None else local == "0"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
@@ -16,7 +15,7 @@ from ftckpt.capture.copier import Cores
 from ftckpt.config import Config
 from ftckpt.errors import ArenaError, ConfigError, FtckptError
 from ftckpt.events import Events
-from ftckpt.group import Group, together
+from ftckpt.group import Group, gather_all, together
 from ftckpt.job.addresses import whereabouts
 from ftckpt.job.slot_supply import SlotSupply
 from ftckpt.model import codec
@@ -97,11 +96,20 @@ class NodeArenas:
             ArenaError: held by another process, or not creatable.
         """
         path = arena_path(self.path, manifest)
-        existing, old = together(self._group, lambda: (self._reuse(path), self._list_old(path)))
+        existing: Arena | None = None
+
+        def look() -> list[Path]:
+            nonlocal existing
+            existing = self._reuse(path)
+            return self._list_old(path)
+
+        old, there, any_old = self._in_use(look)
         self._own = path
-        there = self._in_use(old)
         # What can be freed goes before anything is allocated: a node need not hold both.
-        together(self._group, lambda: self._free_old(old, there, keep))
+        if any_old:
+            together(self._group, lambda: self._free_old(old, there, keep))
+        else:
+            self._free_old(old, there, keep)
         new, absent = self._count_slots(existing, keep, num_slots(self._old))
         # Again, though ``replace`` has asked: an arena that resists gave nothing back, and its slots count.
         self._require_room(for_slots(new, absent, SlotImage.of(manifest).file_bytes, self._old))
@@ -124,7 +132,7 @@ class NodeArenas:
         self._end_supply()
         try:
             # First of all: what is protected would be given up for nothing.
-            there = self._in_use(self._list_old(arena_path(self.path, manifest)))
+            _, there, _ = self._in_use(lambda: self._list_old(arena_path(self.path, manifest)))
             self._require_room(*together(self._group, lambda: self._foresee(there, old, whole, manifest)))
             # A kill from here on must find the same on all ranks: what is not whole is gone from every arena
             # before the first of them goes.
@@ -256,18 +264,28 @@ class NodeArenas:
         shards = [topology.members[rank].shard for rank in local]
         return share_of([p for p in list_arenas(self.path) if p != own], shards, local.index(topology.rank))
 
-    def _in_use(self, paths: Sequence[Path]) -> Ledger:
-        """What lies in the arenas at ``paths``, with what any rank's arenas call protected. Collective.
+    def _in_use(self, look: Callable[[], Sequence[Path]]) -> tuple[Sequence[Path], Ledger, bool]:
+        """The arenas that ``look`` finds, what lies in them, with what any rank's arenas call protected, and whether
+        any rank has found any. Collective.
 
         Marks may differ by a verdict that some ranks had not read yet. One mark is proof enough for all: it was made
         of a verdict of all nodes.
         """
-        there = in_use(paths)
-        marks = codec.gather(self._group, there.protected, list[SnapshotId])
-        return Ledger(there.entries, frozenset(chain.from_iterable(marks)))
+        paths: Sequence[Path] = ()
+        there = Ledger()
 
-    def _free_old(self, old: list[Path], there: Ledger, keep: SnapshotId | None) -> None:
-        self._old, self._removing = old, False
+        def tell() -> _Old:
+            nonlocal paths, there
+            paths = look()
+            there = in_use(paths)
+            return _Old(len(paths), tuple(there.protected))
+
+        ranks = gather_all(self._group, tell, _Old)
+        marks = frozenset(chain.from_iterable(rank.protected for rank in ranks))
+        return paths, Ledger(there.entries, marks), any(rank.num for rank in ranks)
+
+    def _free_old(self, old: Sequence[Path], there: Ledger, keep: SnapshotId | None) -> None:
+        self._old, self._removing = list(old), False
         if keep is None:
             self.remove_old()
         else:
@@ -303,8 +321,9 @@ class NodeArenas:
 
         ``freed_bytes`` of this rank come back before it needs anything.
         """
-        message = json.dumps([mine.now_bytes - freed_bytes, mine.later_bytes]).encode()
-        needs = [json.loads(data) for data in self._group.gather(message)]
+        needs = codec.gather(self._group, (mine.now_bytes - freed_bytes, mine.later_bytes), tuple[int, int])
+        if not any(map(any, needs)):
+            return  # on all ranks: what is asked for below is asked for together
         local = [needs[rank] for rank in self._topology.ranks_on(self._topology.me.node)]
         # Both sums must fit: at once beside old arenas, and in the end in their place.
         need_bytes = max(map(sum, zip(*local, strict=True)))
@@ -349,6 +368,13 @@ class NodeArenas:
             if arena.allocated(slot) and not arena.header_good(slot):
                 run_on(self.cores, partial(arena.renew, slot))
         return arena
+
+
+class _Old(NamedTuple):
+    """What a rank has found of old arenas: how many, and the snapshots that they call protected."""
+
+    num: int
+    protected: tuple[SnapshotId, ...]
 
 
 class _Sight(NamedTuple):

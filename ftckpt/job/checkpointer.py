@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from pathlib import Path
 
-from ftckpt.capture.affinity import locality
+from ftckpt.capture.affinity import Locality, locality
 from ftckpt.capture.capture import Capture
 from ftckpt.config import MEGATRON, Config, taken_over
 from ftckpt.errors import CaptureError, ConfigError, FtckptError, LaunchError, StorageError
@@ -209,14 +209,7 @@ class Checkpointer:
         self._arenas.enter()
         self._attempt.begin(self.group)
         self._protection.smp.enter()
-        together(self.group, self._storage.prepare)
-        described = together(self.group, self.training_state.describe)
-        together(self.group, self._check_objects)
-        device = device_of(described)
-        near = together(self.group, lambda: locality(self.config.affinity, device))
-        self._arenas.cores = near.cores
-        shared = (self.config, self.topology, device, self._arenas.path, self.events)
-        pacer = self._pacer = together(self.group, lambda: make_pacer(*shared))
+        described, pacer, near = together(self.group, self._prepare)
         shard = self._shard = Shard(
             self.config, self.topology, self.group, arenas=self._arenas, events=self.events, described=described,
             pacer=pacer, locality=near, redundancy=self._protection.redundancy,
@@ -230,6 +223,17 @@ class Checkpointer:
         self.events.emit("restored", iteration=iteration, lineage=lineage.hex(), source=source, blocked_secs=secs)
         self.events.announce(f"job {self.config.job}, {len(self.topology.members)} ranks: {where}, in {secs:.1f} s")
         return iteration
+
+    def _prepare(self) -> tuple[Description, Pacer, Locality]:
+        """What this rank does by itself before the first look at what is there."""
+        self._storage.prepare()
+        described = self.training_state.describe()
+        self._check_objects()
+        device = device_of(described)
+        near = locality(self.config.affinity, device)
+        self._arenas.cores = near.cores
+        self._pacer = make_pacer(self.config, self.topology, device, self._arenas.path, self.events)
+        return described, self._pacer, near
 
     def _check_objects(self) -> None:
         """What cannot be saved is an error at start, not at each snapshot of a job that trains."""

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from ftckpt.config import Config
 from ftckpt.errors import ConfigError, FtckptError, SmpError, StorageError
 from ftckpt.events import Events
-from ftckpt.group import Group, together
+from ftckpt.group import Group, gather_all, together
 from ftckpt.job.addresses import listening_address
 from ftckpt.model import codec
 from ftckpt.model.topology import Topology
@@ -89,11 +89,14 @@ class NodeSmp:
         """
         config, node = self._config, self._topology.me.node
         secret = self._share_secret()
-        address = together(self._group, lambda: listening_address(config.smp_listen, self._machines, os.environ))
         self._claim_storage()
-        # Not ``together``: without an SMP snapshots are not protected, and training goes on.
-        port = self._listen(node_dir, address, secret) if self._leads else 0
-        reports = codec.gather(self._group, _Report(os.getpid(), address, port), _Report)
+
+        def listen() -> _Report:
+            address = listening_address(config.smp_listen, self._machines, os.environ)
+            # No error: without an SMP snapshots are not protected, and training goes on.
+            return _Report(os.getpid(), address, self._listen(node_dir, address, secret) if self._leads else 0)
+
+        reports = gather_all(self._group, listen, _Report)
         digest = self._configure_smp(reports, holdings, groups, packages, secret) if self._client is not None else 0
         # All ranks of a node compare the leader's digest with what their SMP says in its pulse.
         return codec.gather(self._group, digest, int)[self._topology.ranks_on(node)[0]]

@@ -123,8 +123,7 @@ class Protection:
         self.smp = NodeSmp(config, topology, group, events, [name for _, name in places])
         nodes = [member.node for member in topology.members]
         self._reasons: set[str] = set()  # why modes were left out, for one event each
-        self.modes = together(group, lambda: self._resolve(spans_nodes=len(set(nodes)) > 1))
-        together(group, self._check_slots)
+        self.modes = together(group, lambda: self._first_modes(spans_nodes=len(set(nodes)) > 1))
         self.redundancy = Redundancy(self.modes.replica, tuple(nodes), tuple(self._racks))
         self._arena: Arena | None = None
         self._pulse: Pulse | None = None
@@ -277,17 +276,21 @@ class Protection:
         if self._pulse is not None:
             self._pulse.leave()
 
-    def _check_slots(self) -> None:
-        if self.protects and self.slots < _LEAST_SLOTS:
+    def _first_modes(self, spans_nodes: bool) -> Modes:
+        """What is protected, as far as it can be known without arenas, and that slots suffice for it."""
+        modes = self._resolve(spans_nodes)
+        slots = self._config.num_slots(bool(modes.names))
+        if modes.names and slots < _LEAST_SLOTS:
             raise ConfigError(
-                f"slots: {self.slots} are too few with protection ({', '.join(self.modes.names)}): one is protected, "
+                f"slots: {slots} are too few with protection ({', '.join(modes.names)}): one is protected, "
                 f"one is being protected, one is written; use {_LEAST_SLOTS} or more, or 0"
             )
-        if self._config.persist and self.slots < (least := (_LEAST_SLOTS if self.protects else 2) + 1):
+        if self._config.persist and slots < (least := (_LEAST_SLOTS if modes.names else 2) + 1):
             raise ConfigError(
-                f"slots: {self.slots} are too few with persist: one more is kept until it is on storage; use {least} "
+                f"slots: {slots} are too few with persist: one more is kept until it is on storage; use {least} "
                 "or more, or 0"
             )
+        return modes
 
     def _resolve(self, spans_nodes: bool) -> Modes:
         """Where layouts are listed the job may have fewer nodes than ``protect`` was written for: it goes on."""

@@ -227,7 +227,7 @@ class UniversalSave:
             reader = reader_for(self._topology, shard.source)
             transfers.append(fetch(shard.source, reader, shard.image.objects.begin, buffer))
         # On all ranks: those that fetch nothing are read from.
-        execute(self._group, transfers, self._arenas)
+        execute(self._group, lambda: transfers, self._arenas)
         return together(
             self._group,
             lambda: objects_by_shard(names, lambda name: objects.decode(buffers[name].numpy().tobytes())),
@@ -254,9 +254,7 @@ class UniversalSave:
         with OpenFile(writer) as file:
             for number in range(num_batches):
                 batch = _Batch(mine[number] if number < len(mine) else [], stored)
-                plan = partial(transfers_of, self._topology, index, batch.needs, sources)
-                transfers = together(self._group, plan)
-                execute(self._group, transfers, self._arenas)
+                execute(self._group, partial(transfers_of, self._topology, index, batch.needs, sources), self._arenas)
                 together(self._group, partial(batch.write, file))
 
 

@@ -15,8 +15,8 @@ from ftckpt.model.shares import Array, Run
 CUT_BYTES = 64
 """Shares are cut at multiples of this many bytes inside a fragment, so that no cache line has two copiers."""
 
-Gather = Callable[[bytes], list[bytes]]
-"""A collective: every rank's bytes, in rank order."""
+Gather = Callable[[Callable[[], bytes]], list[bytes]]
+"""A collective: what the action returns on every rank, in rank order; where it fails on one, its error on all."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,7 +90,7 @@ def replica_sets(
     identities = [identity(fragment) for fragment in fragments]
     # Half of the bits, for half the message; below, content hashes part fragments that got one code.
     mine = pack((int.from_bytes(name[:8], "little") for name in identities), rank, num_ranks)
-    entries = _joined(gather(mine.tobytes()))
+    entries = _joined(gather(mine.tobytes))
     groups = find_groups(entries, num_ranks)
     # The codes of all ranks: by far the largest array, and of no use from here on.
     del entries
@@ -99,14 +99,18 @@ def replica_sets(
     # By group, then by code: the rank in a code is the same for all of one rank's, so members agree on this order.
     order = order[np.lexsort((mine[order], group_of[order]))]
     hashes = np.zeros(len(fragments), np.uint64)
-    for index, content in zip(order.tolist(), contents(order.tolist()), strict=True):
-        # With the identity: different fragments that were given one code cannot pass for equal.
-        hashes[index] = xxhash.xxh3_64_intdigest(identities[index] + content.to_bytes(8, "little"))
     nbytes = np.array([fragment.nbytes for fragment in fragments], np.int64)
     holdings = Holdings(group_of, nbytes, hashes, order)
-    private, totals, unequal = _compare(groups, gather(holdings.summary()), num_ranks)
+
+    def summary() -> bytes:
+        for index, content in zip(order.tolist(), contents(order.tolist()), strict=True):
+            # With the identity: different fragments that were given one code cannot pass for equal.
+            hashes[index] = xxhash.xxh3_64_intdigest(identities[index] + content.to_bytes(8, "little"))
+        return holdings.summary()
+
+    private, totals, unequal = _compare(groups, gather(summary), num_ranks)
     if unequal:
-        details = gather(holdings.details(unequal))
+        details = gather(lambda: holdings.details(unequal))
         for group, differ in _settle(groups, unequal, details, private, totals).items():
             own = holdings.of(group)
             group_of[own[differ[: len(own)]]] = DIFFERING  # nothing where this rank is no member

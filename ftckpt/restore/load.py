@@ -16,7 +16,7 @@ import torch
 
 from ftckpt.errors import ArenaError
 from ftckpt.events import Progress
-from ftckpt.group import Group, together
+from ftckpt.group import Group, gather_bytes, together
 from ftckpt.model import codec
 from ftckpt.model.fragment import Fragment
 from ftckpt.model.topology import Topology
@@ -135,17 +135,24 @@ def fetch(source: Location, reader: int, offset: int, into: torch.Tensor) -> Tra
     return Transfer(source, reader, (Item(copies, into),))
 
 
-def execute(group: Group, transfers: Sequence[Transfer], arenas: OpenArenas) -> Traffic:
-    """Perform all transfers of all ranks. Collective.
+def execute(group: Group, plan: Callable[[], Sequence[Transfer]], arenas: OpenArenas) -> Traffic:
+    """Perform all transfers of all ranks, of which each ``plan``s its own. Collective.
 
     Takes up to 2 · ``OPEN_STEPS`` · ``MESSAGE_BYTES`` (of ``exchange``) of host memory beside the tensors.
 
     Raises:
         ArenaError: on all ranks together, if one cannot open what it is to read, or is asked for more than there is.
+        FtckptError: what ``plan`` raises, on all ranks together.
         RuntimeError: a rank is gone, or does not answer within the group's deadline.
     """
+    transfers: list[Transfer] = []
+
+    def remote() -> list[Transfer]:
+        transfers[:] = plan()
+        return [t for t in transfers if t.reader != group.rank]
+
+    wants, any_remote = _shared(group, remote)
     local = [t for t in transfers if t.reader == group.rank]
-    wants, any_remote = _shared(group, [t for t in transfers if t.reader != group.rank])
     requests = _request(group, wants) if any_remote else {}
     # All agree that everything can be read before the first message: a rank that failed here would leave those
     # waiting that expect its bytes.
@@ -196,20 +203,24 @@ class _Want:
         return self.strips(*part_of(self.name, self.item.nbytes, self.ranks, fetcher))
 
 
-def _shared(group: Group, remote: Sequence[Transfer]) -> tuple[dict[int, list[_Want]], bool]:
-    """Agree with the ranks that lack the same bytes who fetches which.
+def _shared(group: Group, remote: Callable[[], Sequence[Transfer]]) -> tuple[dict[int, list[_Want]], bool]:
+    """Agree with the ranks that lack the same bytes who fetches which of what is not on this node.
 
     Returns what this rank fetches, by reader, and whether any rank fetches anything.
     """
     named: dict[Name, tuple[Transfer, Item]] = {}
     wants: dict[int, list[_Want]] = {}
-    for wanted in remote:
-        source = codec.encode(wanted.source)
-        for item in wanted.items:
-            name = name_of(source, item.copies)
-            if named.setdefault(name, (wanted, item))[1] is not item:  # the second time here: not shared again
-                wants.setdefault(wanted.reader, []).append(_Want(wanted.source, item, name, (), 0, item.nbytes))
-    names = group.gather(b"".join(sorted(named)))
+
+    def name_all() -> bytes:
+        for wanted in remote():
+            source = codec.encode(wanted.source)
+            for item in wanted.items:
+                name = name_of(source, item.copies)
+                if named.setdefault(name, (wanted, item))[1] is not item:  # the second time here: not shared again
+                    wants.setdefault(wanted.reader, []).append(_Want(wanted.source, item, name, (), 0, item.nbytes))
+        return b"".join(sorted(named))
+
+    names = gather_bytes(group, name_all)
     shared = sharers(names, group.rank)
     for name, (wanted, item) in named.items():
         ranks = shared.get(name, ())

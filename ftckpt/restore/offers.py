@@ -273,7 +273,8 @@ Placed = tuple[tuple[Fragment, int], ...]
 class SlotContents:
     """A chosen slot: where it lies, the rank that reads it for other nodes, and what all ranks must know of it.
 
-    ``objects`` are the first byte of its encoded objects and their number. ``private`` are the fragments that the
+    ``objects`` are the first byte of its encoded objects and their number. ``capacity`` is what shares were weighted
+    with, or what was measured since, in bytes; None where neither is known. ``private`` are the fragments that the
     shard holds for itself, under the keys of the model; ``table`` (see ``encode_table``) has all others.
     """
 
@@ -281,12 +282,15 @@ class SlotContents:
     reader: int
     shard: str
     objects: tuple[int, int]
+    capacity: int | None
     padded: tuple[str, ...]
     private: Placed
     table: bytes
 
     @classmethod
-    def of(cls, at: SlotAt, reader: int, image: SlotImage, objects_used: int) -> SlotContents:
+    def of(
+        cls, at: SlotAt, reader: int, image: SlotImage, objects_used: int, capacity: int | None = None
+    ) -> SlotContents:
         """From the slot's image, and the number of bytes that its objects take."""
         manifest = image.manifest
         suffix = private_key("", manifest.shard)
@@ -299,7 +303,7 @@ class SlotContents:
         shared = [(fragment, offset) for fragment, offset in placed if not fragment.key.endswith(suffix)]
         table = encode_table([fragment for fragment, _ in shared], [offset for _, offset in shared])
         objects = (image.objects.begin, objects_used)
-        return cls(at, reader, manifest.shard, objects, manifest.padded, private, table)
+        return cls(at, reader, manifest.shard, objects, capacity, manifest.padded, private, table)
 
     @property
     def copies(self) -> Placed:
@@ -318,7 +322,7 @@ def encode_contents(slots: Sequence[SlotContents]) -> bytes:
     Tables are not part of the text: they are most of the message, and compressed.
     """
     heads = [
-        [s.shard, s.objects, s.padded, [[f.to_json(), offset] for f, offset in s.private], len(s.table)]
+        [s.shard, s.objects, s.capacity, s.padded, [[f.to_json(), offset] for f, offset in s.private], len(s.table)]
         for s in slots
     ]
     text = json.dumps(heads, separators=(",", ":")).encode()
@@ -329,10 +333,11 @@ def decode_contents(data: bytes, sources: Mapping[str, SlotAt], readers: Mapping
     """Inverse of ``encode_contents``; all ranks know already where the slots lie and who reads them."""
     position = 8 + int.from_bytes(data[:8], "little")
     slots = []
-    for shard, (begin, used), padded, private, length in json.loads(data[8:position]):
+    for shard, (begin, used), capacity, padded, private, length in json.loads(data[8:position]):
         placed = tuple((Fragment.from_json(fragment), int(offset)) for fragment, offset in private)
         table, position = data[position : position + length], position + length
-        slots.append(SlotContents(sources[shard], readers[shard], shard, (begin, used), tuple(padded), placed, table))
+        at, objects = sources[shard], (begin, used)
+        slots.append(SlotContents(at, readers[shard], shard, objects, capacity, tuple(padded), placed, table))
     return slots
 
 

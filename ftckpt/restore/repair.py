@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
 from ftckpt.errors import CorruptError, FtckptError, MemoryBudgetError
 from ftckpt.events import Events, Progress
-from ftckpt.group import Group, together
+from ftckpt.group import Group, gather_all, together
 from ftckpt.model import codec
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.model.text import human
@@ -150,14 +151,13 @@ class Repairer:
                 self._builds[shard] = Build(self._site.arenas.node_dir, fix, package, num_slots, keep)
         self._site.arenas.close()  # files may be freed or replaced from here on, by any rank of the node
         self._have_room(keep)
-        together(self._group, self._open_builds)
-        mine = {shard: build.at for shard, build in self._builds.items()}
-        for opened in codec.gather(self._group, mine, dict[str, SlotAt]):
+        for opened in gather_all(self._group, self._open_builds, dict[str, SlotAt]):
             self._sources.update(opened)
 
-    def _open_builds(self) -> None:
+    def _open_builds(self) -> dict[str, SlotAt]:
         for build in self._builds.values():
             build.open()
+        return {shard: build.at for shard, build in self._builds.items()}
 
     def _fetch_packages(self) -> dict[str, Package]:
         transfers: list[Transfer] = []
@@ -168,7 +168,7 @@ class Repairer:
             at = fix.package.at
             buffers[shard] = torch.empty(fix.package.nbytes, dtype=torch.uint8)
             transfers.append(fetch(at, self._reader_on(at.node, 0), 0, buffers[shard]))
-        execute(self._group, transfers, self._site.arenas)
+        execute(self._group, lambda: transfers, self._site.arenas)
         return together(self._group, lambda: {shard: self._unpack(shard, data) for shard, data in buffers.items()})
 
     def _unpack(self, shard: str, data: torch.Tensor) -> Package:
@@ -178,11 +178,10 @@ class Repairer:
         return package
 
     def _have_room(self, keep: Sequence[Collection[SnapshotId]]) -> None:
-        need = together(self._group, lambda: sum(build.new_bytes() for build in self._builds.values()))
-        site, sites = self._site, [fix.at for fix in self._rebuild.fixes.values()]
+        site = self._site
         make_room(
-            self._group, site.topology, site.arenas.node_dir, site.events, chosen=self._snapshot, sites=sites,
-            need_bytes=need, keep=keep,
+            self._group, site.topology, site.arenas.node_dir, site.events, chosen=self._snapshot,
+            need=lambda: Need.of(self._builds.values()), keep=keep,
         )  # fmt: skip
 
     def _solve(self) -> Outcome | None:
@@ -248,7 +247,7 @@ class Repairer:
                 if wanted.reader != self._group.rank and nbytes > 0:
                     buffer = buffers[index, wanted] = torch.empty(nbytes, dtype=torch.uint8)
                     transfers.append(fetch(wanted.at, wanted.reader, task_slice.begin, buffer))
-        execute(self._group, transfers, self._site.arenas)
+        execute(self._group, lambda: transfers, self._site.arenas)
         return {key: buffer.numpy() for key, buffer in buffers.items()}
 
     def _put(self, slices: Sequence[TaskSlice], inputs: Mapping[tuple[int, Input], Bytes]) -> list[RepairTask]:
@@ -288,10 +287,11 @@ class Repairer:
         return outcome
 
     def _finish(self) -> Outcome:
-        damage = together(self._group, lambda: {shard: build.finish() for shard, build in self._builds.items()})
-        mine = [shard for shard, bad in damage.items() if bad]
+        def finish() -> list[str]:
+            return [shard for shard, build in self._builds.items() if build.finish()]
+
         # Sealed rank by rank: a kill in between leaves fewer shards to rebuild to the next start.
-        failed = [shard for shards in codec.gather(self._group, mine, list[str]) for shard in shards]
+        failed = [shard for shards in gather_all(self._group, finish, list[str]) for shard in shards]
         if failed:
             return Outcome(damage=dict.fromkeys((self._sources[shard] for shard in failed), _STILL_BAD))
         return Outcome(sources={shard: self._sources[shard] for shard in self._rebuild.fixes})
@@ -318,6 +318,18 @@ class Repairer:
         )
 
 
+class Need(NamedTuple):
+    """What one rank takes of its node to rebuild: new bytes, and where it does so."""
+
+    nbytes: int
+    sites: tuple[SlotAt, ...]
+
+    @classmethod
+    def of(cls, builds: Collection[Build]) -> Need:
+        """For all of these."""
+        return cls(sum(build.new_bytes() for build in builds), tuple(build.fix.at for build in builds))
+
+
 def make_room(
     group: Group,
     topology: Topology,
@@ -325,8 +337,7 @@ def make_room(
     events: Events,
     *,
     chosen: SnapshotId,
-    sites: Sequence[SlotAt],
-    need_bytes: int,
+    need: Callable[[], Need],
     keep: Sequence[Collection[SnapshotId]],
 ) -> None:
     """Make sure that every node can hold what is rebuilt on it. Collective.
@@ -336,19 +347,21 @@ def make_room(
     that suffices on every node. No rank may have an arena mapped.
 
     Args:
-        chosen: the snapshot that is rebuilt; ``need_bytes``: that this rank will allocate for it.
-        sites: where its shards are rebuilt, on all nodes; those arenas are left alone.
+        chosen: the snapshot that is rebuilt; ``need``: what this rank takes for it. Arenas in which any rank rebuilds
+            are left alone.
         keep: what ``choice.worth_keeping`` gives, of which the first that leaves enough stays.
 
     Raises:
         MemoryBudgetError: a node has no room; on all ranks together.
     """
-    total = for_rebuild(_of_node(topology, [int(data) for data in group.gather(str(need_bytes).encode())]))
-    why = together(group, lambda: refusal(node_dir, total.now_bytes, _PATIENCE_SECS))
+    needs = gather_all(group, need, Need)
+    total = for_rebuild(_of_node(topology, [one.nbytes for one in needs]))
+    refusals = gather_all(group, lambda: refusal(node_dir, total.now_bytes, _PATIENCE_SECS), str)
     # All ranks leave here together, or none does: what follows is collective.
-    if not any(group.gather(why.encode())):
+    if not any(refusals):
         return
-    rebuilt = {site.arena for site in sites if site.node == topology.me.node}
+    why = refusals[group.rank]
+    rebuilt = {site.arena for one in needs for site in one.sites if site.node == topology.me.node}
     arenas = [path for path in list_arenas(node_dir) if path.name not in rebuilt]
     needed = together(group, lambda: _enough(node_dir, total, keep, arenas, why) if why else None)
 

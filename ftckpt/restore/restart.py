@@ -15,8 +15,8 @@ import torch
 
 from ftckpt.errors import ArenaError, ConfigError, FtckptError, LostError
 from ftckpt.events import Events
-from ftckpt.group import Group, together
-from ftckpt.model import codec, objects
+from ftckpt.group import Group, gather_all, gather_bytes, together
+from ftckpt.model import objects
 from ftckpt.model.fragment import Fragment
 from ftckpt.model.layouts import layout_name
 from ftckpt.model.loaded import NOTHING, Checkpoint, is_undone, missed_return, next_origin, rollback
@@ -49,7 +49,7 @@ Needs = list[tuple[Piece, Fragment]]
 
 
 class Restart:
-    """One restart. Every method is collective, called in the order in which they stand."""
+    """One restart. Every method but ``capacities`` is collective, called in the order in which they stand."""
 
     def __init__(
         self, group: Group, topology: Topology, node_dir: Path, events: Events, *, storage: str = "", slots: int = 2
@@ -61,6 +61,7 @@ class Restart:
         self._arenas = OpenArenas(node_dir)
         self._storage, self._slots = storage, slots
         self._shelf = NO_SHELF
+        self._contents: dict[str, SlotContents] = {}  # of the decision, from ``load`` on
         self.on_storage = -1
         """The newest iteration on storage that counts, -1 for none; from ``choose`` on."""
         self.origin = NOTHING
@@ -89,9 +90,12 @@ class Restart:
             MemoryBudgetError, ArenaError: lost shards cannot be rebuilt here.
         """
         shelf = self._shelf = Shelf.look(self._group, self._storage, self._events, before)
-        loaded, origin, whole, newest = self._remembered(loaded, shelf.origins)
+        loaded, origins, whole, newest = self._remembered(loaded, shelf.origins)
+        # A node that was away, or a start that was killed while it marked, has left older ones.
+        origin = max(origins, key=lambda one: one.generation, default=NOTHING)
         shelf = shelf.without_undone(origin)
-        together(self._group, lambda: self._drop_undone(origin) if self._topology.is_node_leader else None)
+        if any(is_undone(one, origin) or missed_return(one, origin) for one in origins):
+            together(self._group, lambda: self._drop_undone(origin) if self._topology.is_node_leader else None)
         limit = self._limit(before, origin, max(newest, shelf.newest), loaded)
         shelf = shelf.before(limit) if limit else shelf
         self.on_storage = shelf.newest
@@ -169,9 +173,9 @@ class Restart:
 
     def _remembered(
         self, loaded: Checkpoint, on_storage: Sequence[Checkpoint]
-    ) -> tuple[Checkpoint, Checkpoint, int, int]:
-        """What all ranks have loaded, the origin of what is in memory or of snapshots ``on_storage``, and the newest
-        iterations in memory that are known to be whole, and that any slot has; -1 for none."""
+    ) -> tuple[Checkpoint, list[Checkpoint], int, int]:
+        """What all ranks have loaded, origins of snapshots in memory and ``on_storage``, and the newest iterations in
+        memory that are known to be whole, and that any slot has; -1 for none."""
 
         def read() -> _Memory:
             controls = [arena.control for arena in self._readable()] if self._topology.is_node_leader else []
@@ -181,7 +185,7 @@ class Restart:
             origins = tuple(control.origin() for control in controls)
             return _Memory(loaded, origins, max(whole, default=-1), max(whole + sealed, default=-1))
 
-        ranks = codec.gather(self._group, together(self._group, read), _Memory)
+        ranks = gather_all(self._group, read, _Memory)
         differing = {one.loaded.iteration: rank for rank, one in enumerate(ranks)}
         if len(differing) > 1:
             found = ", ".join(f"rank {rank} {iteration}" for iteration, rank in sorted(differing.items())[:3])
@@ -191,9 +195,7 @@ class Restart:
         # One that knows is enough: others may not see what the newest on storage is.
         loaded = replace(loaded, named=any(one.loaded.named for one in ranks))
         origins = [*on_storage, *(origin for one in ranks for origin in one.origins)]
-        # A node that was away, or a start that was killed while it marked, has left older ones.
-        origin = max(origins, key=lambda one: one.generation, default=NOTHING)
-        return loaded, origin, max(one.whole for one in ranks), max(one.newest for one in ranks)
+        return loaded, origins, max(one.whole for one in ranks), max(one.newest for one in ranks)
 
     def _drop_undone(self, newest: Checkpoint) -> None:
         """A node that was away while storage counted has snapshots of a history that was undone, and parity and
@@ -238,10 +240,14 @@ class Restart:
         """
         # -1 is below every iteration: a job that starts over voids all that there is.
         newest = decision.snapshot.iteration if decision is not None else -1
-        together(self._group, lambda: _void(self._node_dir, newest) if self._topology.is_node_leader else None)
-        # The bytes of rank 0 count. ``together`` was the barrier: nobody has a new lineage before every node has
-        # voided.
-        return self._group.broadcast(os.urandom(16))
+
+        def void() -> bytes:
+            if self._topology.is_node_leader:
+                _void(self._node_dir, newest)
+            return os.urandom(16)
+
+        # The bytes of rank 0 count. Nobody has a new lineage before every node has voided.
+        return gather_bytes(self._group, void)[0]
 
     def load(self, decision: Decision, state: TrainingState, described: Description) -> None:
         """Bring tensors and objects of every rank to what they were at the snapshot's boundary.
@@ -252,15 +258,23 @@ class Restart:
             MismatchError: the snapshot is of another model, or what its ranks hold of one tensor differs.
         """
         begin = time.perf_counter()
-        slots = self._gather_contents(decision)
+        slots = self._contents = self._gather_contents(decision)
         own = slots[self._topology.me.shard] if decision.ranks else None
         pieces = [*described.stepped, *described.volatile]
-        # Each rank plans for itself alone, from what all have gathered alike.
-        needs, transfers = together(self._group, lambda: self._plan(slots, pieces, described.padded, own))
+        needs: Needs = []
+        encoded, transfers = self._own_objects(own)
+
+        def plan() -> list[Transfer]:
+            # Each rank plans for itself alone, from what all have gathered alike.
+            needs[:], planned = self._plan(slots, pieces, described.padded, own)
+            return [*planned, *transfers]
+
         if own is None:  # here, then on all ranks: what follows is collective
+            planned = together(self._group, plan)
             self._check_copies(slots, [need for _, need in needs])
-        encoded, fetches = self._own_objects(own)
-        traffic = execute(self._group, [*transfers, *fetches], self._arenas)
+            traffic = execute(self._group, lambda: planned, self._arenas)
+        else:
+            traffic = execute(self._group, plan, self._arenas)
         # Only here: a derived weight is the cast of a master that the transfers have just brought.
         _derive(pieces, {id(piece) for piece, _ in needs})
         if own is None:
@@ -281,11 +295,8 @@ class Restart:
         Those are the weights of the snapshot, so that ``assign`` cuts replica sets as the arenas that are there have
         them, or what was measured where shares were equal. Shards that no rank continues say nothing of this job's.
         """
-        mine = together(self._group, lambda: self._own_capacities(decision))
-        rooms: dict[str, int | None] = {}
-        for gathered in codec.gather(self._group, mine, dict[str, int | None]):
-            rooms.update(gathered)
-        known = [room for shard in decision.ranks if (room := rooms.get(shard)) is not None]
+        rooms = [self._contents[shard].capacity for shard in decision.ranks]
+        known = [room for room in rooms if room is not None]
         return known if len(known) == len(self._topology.members) and any(known) else None
 
     def close(self) -> None:
@@ -303,17 +314,12 @@ class Restart:
                 if readers[shard] == self._group.rank:
                     arena = self._arenas.get(slot.arena)
                     used = arena.control.record(slot.slot).objects_used
-                    mine.append(SlotContents.of(slot, self._group.rank, arena.image, used))
+                    capacity = arena.manifest.capacity or arena.control.capacity()
+                    mine.append(SlotContents.of(slot, self._group.rank, arena.image, used, capacity))
             return encode_contents(mine)
 
-        gathered = self._group.gather(together(self._group, describe))
+        gathered = gather_bytes(self._group, describe)
         return {slot.shard: slot for data in gathered for slot in decode_contents(data, decision.sources, readers)}
-
-    def _own_capacities(self, decision: Decision) -> dict[str, int | None]:
-        readers = readers_of(self._topology, decision)
-        mine = {shard: slot for shard, slot in decision.sources.items() if readers[shard] == self._group.rank}
-        arenas = {shard: self._arenas.get(slot.arena) for shard, slot in mine.items()}
-        return {shard: arena.manifest.capacity or arena.control.capacity() for shard, arena in arenas.items()}
 
     def _plan(
         self, contents: Contents, pieces: Sequence[Piece], padded: frozenset[str], own: SlotContents | None
@@ -342,14 +348,15 @@ class Restart:
     def _check_copies(self, contents: Contents, needs: Sequence[Fragment]) -> None:
         """What several shards hold for themselves must be the same before one of them is read for all."""
         mine = [slot for slot in contents.values() if self._reads(slot)]
-        hashed = together(self._group, lambda: [slot.hashes(self._arenas.view(slot.at)) for slot in mine])
-        gathered = self._group.gather(b"".join(part.tobytes() for part in hashed))
+        hashed = gather_bytes(
+            self._group, lambda: b"".join(slot.hashes(self._arenas.view(slot.at)).tobytes() for slot in mine)
+        )
         hashes: dict[str, Hashes] = {}
         # The hashes of one reader stand in the order of ``contents``, which all ranks have alike.
-        position = [0] * len(gathered)
+        position = [0] * len(hashed)
         for shard, slot in contents.items():
             hashes[shard] = np.frombuffer(
-                gathered[slot.reader], np.uint64, len(slot.copies), position[slot.reader]
+                hashed[slot.reader], np.uint64, len(slot.copies), position[slot.reader]
             )  # fmt: skip
             position[slot.reader] += hashes[shard].nbytes
         together(self._group, lambda: check_copies(list(contents.values()), hashes, needs))

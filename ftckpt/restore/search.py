@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 
 from ftckpt.errors import FtckptError, LostError, MismatchError, StorageError
 from ftckpt.events import Events, Progress
-from ftckpt.group import Group, together
+from ftckpt.group import Group, gather_all, gather_bytes, together
 from ftckpt.model import codec
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.model.topology import Topology, layouts_differ
@@ -166,8 +166,9 @@ class Search:
 
     def _gather_inventory(self) -> Inventory:
         leads, node = self._topology.is_node_leader, self._topology.me.node
-        mine = together(self._group, lambda: take_inventory(self._arenas, node) if leads else Inventory())
-        every = Inventory.join(codec.gather(self._group, mine, Inventory))
+        every = Inventory.join(
+            gather_all(self._group, lambda: take_inventory(self._arenas, node) if leads else Inventory(), Inventory)
+        )
         for report in every.arenas:
             if report.problems:
                 self._events.emit("arena_problem", shard=report.shard, problems=report.problems)
@@ -192,8 +193,7 @@ class Search:
             return read_protection(self._arenas, topology.me.node, query.snapshot, lacking, query.layout)
 
         # All ranks receive what all nodes have, mostly names that repeat. Level 1: the restart waits for it.
-        packed = zlib.compress(codec.encode(together(self._group, read)), 1)
-        gathered = self._group.gather(packed)
+        gathered = gather_bytes(self._group, lambda: zlib.compress(codec.encode(read()), 1))
 
         def join() -> Shield:
             nodes = [codec.decode(zlib.decompress(data), NodeProtection) for data in gathered]

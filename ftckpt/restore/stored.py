@@ -13,14 +13,13 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
 from ftckpt.errors import CorruptError, LostError, StorageError
 from ftckpt.events import Events, Progress
-from ftckpt.group import Group, together
-from ftckpt.model import codec
+from ftckpt.group import Group, gather_all, together
 from ftckpt.model.loaded import Checkpoint, is_undone
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.model.topology import Topology, layouts_differ
@@ -33,7 +32,7 @@ from ftckpt.restore.choice import worth_keeping
 from ftckpt.restore.inventory import Inventory
 from ftckpt.restore.locations import OpenArenas, SlotAt
 from ftckpt.restore.rebuild import NEW_SLOT, Fix
-from ftckpt.restore.repair import make_room
+from ftckpt.restore.repair import Need, make_room
 from ftckpt.store.directory import arena_path
 from ftckpt.store.image import SlotImage
 from ftckpt.store.package import Package
@@ -74,18 +73,28 @@ class Shelf:
         """
         if not where:
             return cls()
-        storage, problem = together(group, lambda: _open(where))
-        if away := next((text for data in group.gather(problem.encode()) if (text := data.decode())), ""):
+        storage: Storage | None = None
+
+        def open_it() -> str:
+            nonlocal storage
+            storage, problem = _open(where)
+            return problem
+
+        if away := next(filter(None, gather_all(group, open_it, str)), ""):
             events.emit("storage_fails", error=away)  # memory may do
             return cls(problem=away)
-        leads = storage is not None and group.rank == 0
-        together(group, lambda: _require_own(storage) if leads else None)
-        reader = group.name.rpartition("/")[2]
-        if storage is not None and leads:
-            _hold(storage, reader, events)
-        told = together(group, lambda: _read(storage, events, before) if storage is not None and leads else b"")
+        reader, leads, told = group.name.rpartition("/")[2], group.rank == 0, b""
+
+        def tell() -> int:
+            nonlocal told
+            if storage is not None and leads:
+                _require_own(storage)
+                _hold(storage, reader, events)
+                told = _read(storage, events, before)
+            return len(told)
+
         # The length first: a broadcast takes as many bytes on all ranks, and a gather as many of each.
-        length = max(int(data) for data in group.gather(str(len(told)).encode()))
+        length = max(gather_all(group, tell, int))
         texts, problem = json.loads(group.broadcast(told.ljust(length, b" ")))
         snapshots = tuple(StoredSnapshot.decode(text.encode(), where) for text in texts)
         return cls(storage, snapshots, problem, reader if leads else "")
@@ -157,9 +166,9 @@ def _open(where: str) -> tuple[Storage | None, str]:
         return None, str(error)
 
 
-def _require_own(storage: Storage | None) -> None:
+def _require_own(storage: Storage) -> None:
     try:
-        _patiently(lambda: commit.require_own(storage) if storage is not None else None)
+        _patiently(lambda: commit.require_own(storage))
     except StorageError as error:
         if error.lasting:
             raise StorageError(f"persist: {error}", lasting=True) from None
@@ -210,6 +219,14 @@ def _patiently(action: Callable[[], T]) -> T:
     return patiently(action, _PATIENCE_SECS)
 
 
+class _Brought(NamedTuple):
+    """What one rank has brought: where it lies, how many chunks, and their bytes."""
+
+    slots: tuple[SlotAt, ...]
+    chunks: int
+    bytes: int
+
+
 class ShardFetch:
     """Brings the shards of one snapshot that memory lacks from storage. ``run`` is collective.
 
@@ -241,26 +258,38 @@ class ShardFetch:
             StorageError: something on storage is bad, or away; no shard counts that is not whole.
             MemoryBudgetError, ArenaError: a node has no room, or another process writes there.
         """
-        files = together(self._group, lambda: {shard: self._file(shard) for shard in self._mine()})
-        packages = together(self._group, lambda: {shard: self._package(file) for shard, file in files.items()})
-        builds = {shard: self._build(package) for shard, package in packages.items()}
-        self._have_room(builds)
+        files: dict[str, ShardFile] = {}
+        builds: dict[str, Build] = {}
+
+        def look() -> Need:
+            files.update((shard, self._file(shard)) for shard in self._mine())
+            builds.update((shard, self._build(self._package(file))) for shard, file in files.items())
+            return Need.of(builds.values())
+
+        self._arenas.close()  # files may be freed or replaced from here on, by any rank of the node
+        make_room(
+            self._group, self._topology, self._arenas.node_dir, self._events, chosen=self._stored.snapshot, need=look,
+            keep=self._keep(),
+        )  # fmt: skip
         try:
             together(self._group, lambda: _each(Build.open, builds))
             filling = self._fill(builds, files)
             # In turns: ranks have more and less to read, and wait for each other only so long.
-            while not all(codec.gather(self._group, together(self._group, lambda: _turn(filling)), bool)):
+            while not all(gather_all(self._group, lambda: _turn(filling), bool)):
                 pass
+
+            def finish() -> _Brought:
+                _each(Build.finish, builds)
+                return _Brought(tuple(build.at for build in builds.values()), **self.usage)
+
             # Nothing is sealed before every chunk of every rank has the right checksum.
-            together(self._group, lambda: _each(Build.finish, builds))
-            mine = [build.at for build in builds.values()]
+            brought = gather_all(self._group, finish, _Brought)
         finally:
             for build in builds.values():
                 build.close()
             self._arenas.close()
-        counts = codec.gather(self._group, self.usage, dict[str, int])
-        self.usage = {name: sum(count[name] for count in counts) for name in self.usage}
-        return [at for of_rank in codec.gather(self._group, mine, list[SlotAt]) for at in of_rank]
+        self.usage = {name: sum(getattr(one, name) for one in brought) for name in self.usage}
+        return [at for one in brought for at in one.slots]
 
     def _mine(self) -> Iterator[str]:
         """Shards that this rank brings: the one that it continues, or, of another layout, its part of all."""
@@ -297,15 +326,6 @@ class ShardFetch:
 
     def _keep(self) -> Sequence[Collection[SnapshotId]]:
         return worth_keeping(self._inventory, self._topology, self._stored.snapshot)
-
-    def _have_room(self, builds: Mapping[str, Build]) -> None:
-        self._arenas.close()  # files may be freed or replaced from here on, by any rank of the node
-        need = together(self._group, lambda: sum(build.new_bytes() for build in builds.values()))
-        sites = codec.gather(self._group, [build.fix.at for build in builds.values()], list[SlotAt])
-        make_room(
-            self._group, self._topology, self._arenas.node_dir, self._events, chosen=self._stored.snapshot,
-            sites=[at for of_rank in sites for at in of_rank], need_bytes=need, keep=self._keep(),
-        )  # fmt: skip
 
     def _fill(self, builds: Mapping[str, Build], files: Mapping[str, ShardFile]) -> Iterator[None]:
         """Bring all chunks, and stop for a moment after each."""

@@ -105,7 +105,7 @@ def reshape(rank: int, size: int, folder: str, seeds: list[int]) -> list[dict[st
             found = [read for read in reads if read.offer.source == source]
             transfers.append(load.transfer(SlotAt(nodes[source], f"a{source}", 0), reader, found, live))
         files = Files(nodes[rank])
-        moved = load.execute(group, transfers, files)  # type: ignore[arg-type]
+        moved = load.execute(group, lambda t=transfers: t, files)  # type: ignore[arg-type]
         right = [bool((t.numpy() == value(n.key, n)).all()) for t, n in zip(live, needs, strict=True)]
         outcomes.append({"right": right, "nodes": nodes, "new": {k: asdict(v) for k, v in new.items()}})
         outcomes[-1] |= {**asdict(moved), "needs": sum(need.nbytes for need in needs)}

@@ -27,7 +27,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "config": {"errors"},
     "notice": set(),
     "connections": {"errors"},
-    "group": {"errors", "notice", "connections"},
+    "group": {"errors", "notice", "connections", "model.codec"},
     "model": set(),
     "parity": {"model"},
     "store": {"model", "parity"},

@@ -221,7 +221,7 @@ def test_every_rank_gets_every_byte_it_wants(
         near = {f"a{r}" for r in range(len(plan)) if NODES[r] == NODES[group.rank]}
         arenas = FakeArenas({key: data for key, data in slots.items() if key[0] in near})
         found = [wanted(group.rank, wish, spread_out) for wish in plan[group.rank]]
-        moved = execute(cast(Group, group), [each for each, _, _ in found], cast(OpenArenas, arenas))
+        moved = execute(cast(Group, group), lambda: [each for each, _, _ in found], cast(OpenArenas, arenas))
         return [(live, starts) for _, live, starts in found], moved, group
 
     fetched: dict[tuple[str, str], int] = {}
@@ -261,7 +261,7 @@ def test_ranks_hand_on_what_they_have_fetched_whatever_order_they_want_it_in(mon
         source = SlotAt("n0", "a0", 0)
         wishes = [fetch(source, 0, at, into) for (at, _), into in zip(turned, buffers, strict=True)]
         arenas = FakeArenas({("a0", 0): slot} if group.rank == 0 else {})
-        moved = execute(cast(Group, group), wishes, cast(OpenArenas, arenas))
+        moved = execute(cast(Group, group), lambda: wishes, cast(OpenArenas, arenas))
         found = zip(turned, buffers, strict=True)
         return all(into.numpy().tobytes() == slot[at : at + into.numel()] for (at, _), into in found), moved
 
@@ -290,7 +290,7 @@ def test_a_rank_of_many_has_few_partners() -> None:
         live = torch.zeros(numel, dtype=torch.uint8)
         need = Fragment("w", "U8", (numel,), whole, 0, numel)
         transfers = transfers_of(Topology(group.rank, places, {"dp": size}), index, [(need, live)], slots)
-        execute(cast(Group, group), transfers, cast(OpenArenas, arenas))
+        execute(cast(Group, group), lambda: transfers, cast(OpenArenas, arenas))
         return live.numpy().tobytes() == b"".join(parts), len(group.partners)
 
     ranks = run_ranks(size, rank_main)
@@ -305,7 +305,7 @@ def test_a_source_that_one_rank_cannot_open_is_an_error_on_all_before_any_data()
         wishes = [fetch(SlotAt("n", "a0", 7), 0, 0, buffer)] if group.rank == 1 else []
         arenas = FakeArenas({("a0", 0): bytes(SLOT_BYTES)})
         with pytest.raises(ArenaError) as error:
-            execute(cast(Group, group), wishes, cast(OpenArenas, arenas))
+            execute(cast(Group, group), lambda: wishes, cast(OpenArenas, arenas))
         assert group.sent == (0 if group.rank != 1 else group.longest), "what it asks for, and nothing else"
         return str(error.value)
 
@@ -319,7 +319,7 @@ def test_more_bytes_than_there_are_is_an_error_on_all(reader: int) -> None:
         wishes = [fetch(SlotAt("n", "a0", 0), reader, SLOT_BYTES - 8, buffer)] if group.rank == 1 else []
         arenas = FakeArenas({("a0", 0): bytes(SLOT_BYTES)})
         with pytest.raises(ArenaError) as error:
-            execute(cast(Group, group), wishes, cast(OpenArenas, arenas))
+            execute(cast(Group, group), lambda: wishes, cast(OpenArenas, arenas))
         return str(error.value)
 
     text = f"rank {reader}: 16 bytes from {SLOT_BYTES - 8} on: {SLOT_BYTES} are there"
@@ -376,7 +376,7 @@ def test_elements_of_a_read_land_at_their_bytes(dtype: torch.dtype) -> None:
     assert planned.items[0].copies == (run(64 + 2 * item, item, 3 * item), run(64 + 7 * item, 4 * item, 2 * item))
     data = bytes([0, 1] * (SLOT_BYTES // 2))
     arenas = cast(OpenArenas, FakeArenas({("a0", 0): data}))
-    run_ranks(1, lambda group: execute(cast(Group, group), [planned], arenas))
+    run_ranks(1, lambda group: execute(cast(Group, group), lambda: [planned], arenas))
     kept = data[64 : 64 + 10 * item]
     expected = bytearray(6 * item)
     for begin, at, numel in runs:

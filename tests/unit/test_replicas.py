@@ -84,7 +84,8 @@ def in_lockstep(run: Callable[[int, Gather], T], num_ranks: int) -> list[T]:
         for rank in range(num_ranks):
             known = iter(rounds)
 
-            def gather(data: bytes, known: Iterator[list[bytes]] = known) -> list[bytes]:
+            def gather(action: Callable[[], bytes], known: Iterator[list[bytes]] = known) -> list[bytes]:
+                data = action()
                 for told in known:
                     return told
                 raise Asked(data)
