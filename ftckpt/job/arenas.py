@@ -71,6 +71,8 @@ class NodeArenas:
         self._own: Path | None = None
         self._made: Path | None = None  # by this start
         self._supply: SlotSupply | None = None
+        self._no_slot = ""  # why one is lacking
+        self._supplies_start = False  # whether it is of the slots that training begins with
 
     def enter(self) -> None:
         """Make sure that no other live process uses this job's arenas on this node, and that its ranks share them.
@@ -86,10 +88,10 @@ class NodeArenas:
         """The locked arena for ``manifest``: the one that is there, or a new one.
 
         ``keep`` is the snapshot in the arenas that are there from which the job would restart. Slots of old arenas
-        are freed first that hold neither it nor what is protected, and the arena may come back with fewer slots
-        allocated than configured (one that can be written at least): as many as keep the sum of this rank's slots,
-        old ones that are left to it among them, at what is configured. ``complete`` allocates the others. Where there
-        is none old arenas go and all slots are allocated.
+        are freed first that hold neither it nor what is protected. The arena comes back with fewer slots allocated
+        than configured: with one where no old arena is left; else with one that can be written at least, and as many
+        as keep the sum of this rank's slots, old ones that are left to it among them, at what is configured.
+        ``supply`` and ``complete`` allocate the others, beside training.
 
         Raises:
             MemoryBudgetError: the node has no room for its ranks' new slots.
@@ -155,31 +157,45 @@ class NodeArenas:
             else:
                 self._old.remove(path)
 
-    def complete(self, arena: Arena) -> list[int]:
+    def supply(self, arena: Arena) -> None:
+        """Have the slots allocated, in the background, that ``arena`` lacks to begin with."""
+        self._begin_supply(arena)
+        self._supplies_start = self._supply is not None
+
+    def complete(self, arena: Arena, waits: bool = False) -> list[int]:
         """Have slots allocated in the background that ``arena`` lacks, once old arenas have gone; returns those that
         it has got since the last call.
 
-        Never waits: call it at each boundary. A slot for which there is no room is an event, and is tried again.
+        Call it at each boundary. It waits for nothing but, where ``waits``, for a slot of those that ``supply`` was
+        asked for. A slot for which there is no room is an event, and is tried again.
         """
         if self._old and self._removing:
             self.remove_old()
         if self._supply is None:
-            absent = absent_slots(arena)
-            # An arena of an earlier start may have more slots than are configured: those stay absent.
-            missing = absent[: max(0, self._config.slots - (arena.control.slots - len(absent)))]
-            if missing and not self._old:
-                self._supply = SlotSupply(arena, missing, self.cores)
+            self._begin_supply(arena)
             return []
+        if waits and self._supplies_start:
+            self._supply.wait(self._config.fence_timeout_secs)
         ended, allocated = self._supply.ended, list[int]()
         try:
             allocated = self._supply.take()
         except FtckptError as error:
             self._events.emit("arena_problem", path=str(arena.path), problems=[str(error)])
+            if str(error) != self._no_slot:  # one that stays is tried again at each boundary
+                self._no_slot = str(error)
+                self._events.announce(f"a slot is lacking, and snapshots are skipped for that: {error}")
         if allocated:
             self._events.emit("slots_allocated", path=str(arena.path), slots=allocated)
         elif ended:
-            self._supply = None
+            self._supply, self._supplies_start = None, False
         return allocated
+
+    def _begin_supply(self, arena: Arena) -> None:
+        absent = absent_slots(arena)
+        # An arena of an earlier start may have more slots than are configured: those stay absent.
+        missing = absent[: max(0, self._config.slots - (arena.control.slots - len(absent)))]
+        if missing and not self._old:
+            self._supply = SlotSupply(arena, missing, self.cores)
 
     def leave(self, arena: Arena | None, agreed: Callable[[], object], end_smp: Callable[[], None]) -> None:
         """Remove what this rank has, once all ranks are here and each has called ``agreed``.
@@ -226,7 +242,7 @@ class NodeArenas:
     def _end_supply(self) -> None:
         if self._supply is not None:
             self._supply.close()
-            self._supply = None
+            self._supply, self._supplies_start = None, False
 
     def _enter(self) -> str:
         """Returns the word that this rank has written as the first of its node, for the others to read."""
@@ -296,6 +312,8 @@ class NodeArenas:
         """Slots of the arena to allocate now beside ``num_old`` in old ones, and those that it lacks in all."""
         slots = self._config.slots if existing is None else existing.control.slots
         absent = slots if existing is None else len(absent_slots(existing))
+        if not num_old:  # one, for an arena to be one: training goes on while the others get their memory
+            return max(0, 1 - (slots - absent)), absent
         needed = 0 if existing is None or existing.find(keep) is None else 1
         return slots_to_allocate(slots - absent, slots, needed, self._config.slots - num_old), absent
 

@@ -208,7 +208,7 @@ class Checkpointer:
         # Before anything is read: from here on no other attempt writes these arenas.
         self._arenas.enter()
         self._attempt.begin(self.group)
-        self._protection.smp.enter()
+        self._protection.smp.enter(self._arenas.path, self._protection.on)
         described, pacer, near = together(self.group, self._prepare)
         shard = self._shard = Shard(
             self.config, self.topology, self.group, arenas=self._arenas, events=self.events, described=described,
@@ -544,7 +544,7 @@ class Checkpointer:
             raise CaptureError(f"other ranks did not answer within {self.config.agree_timeout_secs} s")
         self._execute(self._state.learn(verdicts, time.monotonic()))
         if self._shard is not None:
-            self._shard.complete()
+            self._shard.complete(self._state.keep)
 
     def _post(self) -> None:
         """Post once per snapshot what this rank has, as soon as the host knows it."""

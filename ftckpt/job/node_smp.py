@@ -8,7 +8,8 @@ import secrets
 import stat
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from concurrent.futures import Future
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -33,6 +34,8 @@ from ftckpt.store.outcome import launcher_run
 
 _CLAIM_SECS = 3600.0
 """How long storage may be away at the start and become this run's yet."""
+_UNCONFIGURED_SECS = 5.0
+"""How long an SMP waits without trainers that nobody has told what to do."""
 SECRET_BYTES = 32
 _MOST_SECRET_BYTES = 4096
 """More is not read: somebody may have named a wrong file."""
@@ -61,16 +64,29 @@ class NodeSmp:
         self._events = events
         self._machines = machines
         self._leads = topology.is_node_leader
+        self._start: Future[SmpClient] | None = None  # of the SMP of the node that this rank leads
         self._client: SmpClient | None = None
         self._watch: Watch | None = None
         self.network: NetworkLimit | None = None
         """What this node's SMP may take of the network; None before it was configured, and where it has no peers."""
 
-    def enter(self) -> None:
-        """The node's directory belongs to this attempt: say what endangers it."""
+    def enter(self, node_dir: Path, is_needed: bool) -> None:
+        """The node's directory belongs to this attempt: say what endangers it, and begin to start the SMP."""
         for hazard in hazards(Path(self._config.arena)) if self._leads else ():
             self._events.emit("environment", name=hazard.name, text=hazard.text, remedy=hazard.remedy)
             self._events.announce(f"{hazard.text}; {hazard.remedy}")
+        if self._leads and is_needed:
+            # A process takes half a second to start: by the time that ranks have their state it has done so.
+            # Where the start is refused meanwhile nobody waits for it, and it ends by itself.
+            self._start = start = Future[SmpClient]()
+
+            def run() -> None:
+                try:
+                    start.set_result(self._find_or_start(node_dir))
+                except Exception as error:  # noqa: BLE001 - raised where the result is asked for
+                    start.set_exception(error)
+
+            threading.Thread(target=run, name="ftckpt-smp-start", daemon=True).start()
 
     def configure(
         self,
@@ -183,15 +199,20 @@ class NodeSmp:
         return problem and f"node {self._topology.me.node}: {problem}"
 
     def _listen(self, node_dir: Path, address: str, secret: bytes) -> int:
-        config = self._config
         try:
-            self._client = self._client or find_or_start(
-                node_dir, Path(config.arena), config.job, self._topology.me.node, asdict(config)
-            )
+            if self._client is None:
+                start, self._start = self._start, None  # of one that failed another is begun
+                self._client = start.result() if start is not None else self._find_or_start(node_dir)
             return self._client.listen(address, secret)
         except (FtckptError, OSError) as error:
             self._fail(error)
             return 0
+
+    def _find_or_start(self, node_dir: Path) -> SmpClient:
+        config = self._config
+        # Until it is configured, which says another time: a start that is killed leaves none behind.
+        settings = asdict(replace(config, smp_idle_secs=min(_UNCONFIGURED_SECS, config.smp_idle_secs)))
+        return find_or_start(node_dir, Path(config.arena), config.job, self._topology.me.node, settings)
 
     def _share_secret(self) -> bytes:
         """The job's secret: drawn by rank 0, or what each node's file holds, which must be the same."""

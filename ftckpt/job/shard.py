@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -81,6 +81,7 @@ class Shard:
         assignment = self._assign()
         arena = self._arenas.open(assignment.manifest, whole)
         together(self._group, lambda: self._use(assignment, arena))
+        self._arenas.supply(arena)
         host_bytes = arena.image.file_bytes * arena.control.slots
         copied = self.capture.stepped_bytes if self.capture is not None else 0
         interval = self._config.interval
@@ -118,10 +119,12 @@ class Shard:
         stepped, _, changed = (any(column) for column in zip(*posts, strict=True))
         return Proof(stepped, changed, new_arenas)
 
-    def complete(self) -> None:
-        """Take into use the slots that the arena still lacks, once older arenas have made room for them."""
+    def complete(self, keep: Collection[SnapshotId]) -> None:
+        """Take into use the slots that the arena still lacks, as they get their memory. Where none is free beside
+        those that ``keep`` their snapshots, what a start has left to be allocated is waited for."""
         if self.capture is not None:
-            self.capture.use_slots(self._arenas.complete(self.capture.arena))
+            waits = not self.capture.has_room(keep)
+            self.capture.use_slots(self._arenas.complete(self.capture.arena, waits))
 
     def let_go(self) -> bool:
         """ftckpt is off, and no proof follows: nothing of training's is held any more; whether anything was."""
@@ -135,6 +138,7 @@ class Shard:
         capture.close()
         arena = self._arenas.replace(capture.arena, whole, checked.manifest)
         together(self._group, lambda: self._use(checked, arena))
+        self._arenas.supply(arena)
 
     def _use(self, assignment: Assignment, arena: Arena) -> None:
         if assignment.differing:

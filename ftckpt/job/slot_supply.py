@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 
@@ -13,6 +14,7 @@ from ftckpt.store.arena import Arena
 from ftckpt.store.ledger import require
 from ftckpt.store.slots import FreshSlot
 
+_POLL_SECS = 0.005
 _END_SECS = 10.0
 """How long ``close`` waits for the thread, which looks every some 100 MB whether it is to end."""
 
@@ -36,6 +38,12 @@ class SlotSupply:
     def ended(self) -> bool:
         """Whether nothing follows what ``take`` gives next."""
         return not self._thread.is_alive()
+
+    def wait(self, timeout_secs: float) -> None:
+        """Return when ``take`` gives something, or nothing follows."""
+        deadline = time.monotonic() + timeout_secs
+        while self._ready.empty() and not self.ended and time.monotonic() < deadline:
+            self._thread.join(_POLL_SECS)
 
     def take(self) -> list[int]:
         """The slots that have become ready; never waits.

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from ftckpt.errors import ConfigError, UnsupportedError
-from ftckpt.store.directory import BUDGET_NAME, PULSE_NAME
+from ftckpt.store.directory import BUDGET_NAME, PULSE_NAME, SMP_LOCK_NAME
+from ftckpt.store.locks import holder_of
 from tests.support import jobs, plain
 from tests.support.errors import a_rank_raises
 from tests.support.pool import RankFailure, run_ranks, spawn_ranks
@@ -59,10 +60,27 @@ def test_a_refusal_after_the_arenas_were_made_leaves_nothing(settings: dict[str,
     """Neither arenas nor locks, pages or an SMP; but what an earlier start left."""
     bad = {**settings, "protect": "node", "secret_file": "/nowhere"}
     refused(bad, [], "ConfigError.*secret_file: /nowhere.*umask")
-    until(lambda: not any(arena_root.iterdir()), "the last rank's removal")
+    until(lambda: not any(arena_root.iterdir()), "the last rank's removal, and the end of the SMP", 30)
     jobs.broken(2, jobs.Run([], 3, settings, end="die"))
     refused(bad, [], "ConfigError.*secret_file: /nowhere.*umask")
     assert jobs.outcomes(2, jobs.Run([], 5, settings))[0].start is not None, "a refusal lost the snapshots"
+
+
+def killed_while_it_starts(rank: int, world_size: int, settings: dict[str, Any]) -> None:
+    checkpointer, state = plain.make(rank, world_size, {**settings, "protect": "node"})
+
+    def describe() -> Any:
+        until(lambda: holder_of(checkpointer.node_dir / SMP_LOCK_NAME) is not None, "an SMP", 60)
+        plain.die()
+
+    state.describe = describe  # type: ignore[method-assign]
+    checkpointer.restore()
+
+
+def test_a_start_that_is_killed_leaves_no_smp(settings: dict[str, Any], arena_root: Path) -> None:
+    """It is started while ranks are busy with their state, and nobody has told it what to guard."""
+    run_ranks(killed_while_it_starts, 2, settings, expect_failures=True, grace_secs=3.0)
+    until(lambda: not any(arena_root.iterdir()), "the end of the SMP", 30)
 
 
 def test_pages_that_cannot_be_shared_are_said_and_training_goes_on(

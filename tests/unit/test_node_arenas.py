@@ -31,6 +31,8 @@ MORE = SHARE + 8192
 def begin(member: Rank, share: int = SHARE) -> None:
     member.arenas.enter()
     member.arena = member.arenas.open(member.manifest(share), None)
+    assert files(member)[-1:] == [1]
+    complete(member)
 
 
 def snapshots(member: Rank) -> None:
@@ -164,6 +166,7 @@ def test_nothing_to_keep_leaves_all_slots_to_the_new_arena(arena_root: Path, pea
     on_all(members, snapshots)
     peaks.clear()
     on_all(members, lambda member: replace(member, keep=None))
+    on_all(members, complete)
     assert [files(member) for member in members] == [[2], [2]]
     assert max(peaks.values()) <= 2 * members[0].have.image.file_bytes
     assert arenas.choose(arena_root, 2) is None
@@ -218,8 +221,8 @@ def test_changing_back_takes_the_arena_that_holds_the_kept_snapshot(arena_root: 
     path = members[0].have.path
     on_all(members, replace)
     on_all(members, lambda member: replace(member, share=SHARE))
-    assert members[0].have.path == path and [files(member) for member in members] == [[2]] * 2
-    assert on_all(members, finish) == [[], []] and path.exists()
+    assert members[0].have.path == path and [files(member) for member in members] == [[1]] * 2
+    assert on_all(members, finish) == [[1], [1]] and path.exists()
     decision = arenas.choose(arena_root, 2)
     assert decision is not None and decision.snapshot.iteration == 4
     end(members)
@@ -328,6 +331,7 @@ def test_a_start_in_the_middle_of_a_change(arena_root: Path, peaks: dict[str, in
     on_all(members, restart)
     large = SlotImage.of(members[0].manifest(MORE)).file_bytes
     assert max(peaks.values(), default=0) <= 2 * large
+    on_all(members, complete)
     assert [files(member) for member in members] == [[2] if share == SHARE else [1, 1]] * 2
     on_all(members, lambda member: write(member.have, 1 if share == SHARE else 0, 6))
     on_all(members, finish)
@@ -364,7 +368,7 @@ def test_a_start_without_a_kept_snapshot_allocates_all(arena_root: Path, monkeyp
     monkeypatch.setattr(ledger, "check_budget", lambda path, need_bytes: needs.append(need_bytes))
     members = ranks(arena_root, 1)
     on_all(members, begin)
-    assert needs == [members[0].have.image.file_bytes] and absent_slots(members[0].have) == []
+    assert needs == [members[0].have.image.file_bytes] * 2 and absent_slots(members[0].have) == []
     end(members)
 
 
