@@ -85,6 +85,16 @@ class FileStorage(Storage):
                 return file.read(end - begin)
         raise StorageError(f"{path}: has {size} bytes, not {begin} to {end}", lasting=True)
 
+    def read_into(self, name: str, begin: int, memory: memoryview) -> None:
+        path, position = self._path(name), begin
+        with self._explained(path), open(path, "rb", buffering=0) as file:
+            while position < begin + len(memory):
+                taken = os.preadv(file.fileno(), [memory[position - begin :]], position)
+                if not taken:
+                    text = f"{path}: has {position} bytes, not {begin} to {begin + len(memory)}"
+                    raise StorageError(text, lasting=True)
+                position += taken
+
     def size(self, name: str) -> int | None:
         path = self._path(name)
         with self._explained(path):

@@ -24,15 +24,19 @@ class ShardFile:
         where: names it in errors.
         shard: whose it must be.
         read: so many bytes of the file, from an offset on.
+        read_into: fills memory from an offset on; by ``read`` where it is not given.
 
     Raises:
         StorageError: its header is not that of the shard in the manifest, or ``read`` fails.
     """
 
-    def __init__(self, where: str, shard: str, entry: StoredShard, read: Callable[[int, int], Bytes]) -> None:
+    def __init__(
+        self, where: str, shard: str, entry: StoredShard, read: Callable[[int, int], Bytes],
+        read_into: Callable[[int, memoryview], None] | None = None,
+    ) -> None:  # fmt: skip
         self.entry = entry
         self._where = where
-        self._read = read
+        self._read, self._read_into = read, read_into
         header = read(0, min(8 + int.from_bytes(read(0, 8), "little"), entry.nbytes))
         try:
             self.image = image = parse_image(header)
@@ -56,18 +60,33 @@ class ShardFile:
             StorageError: it is not what it was when its checksum was taken, or cannot be read.
             ConfigError: nothing that unpacks it is installed.
         """
-        return self._proven(number)
+        return self._proven(number, lambda: self._unpacked(number))
+
+    def fill(self, number: int, memory: memoryview) -> None:
+        """Bring a chunk of the image to ``memory``, of its size, where it is proven; raises as ``chunk`` does."""
+
+        def bring() -> memoryview:
+            if self._read_into is not None and self._runs is None:
+                self._read_into(self._spans[number].begin, memory)
+            else:
+                memory[:] = self._unpacked(number)
+            return memory
+
+        self._proven(number, bring)
 
     def objects(self) -> Bytes:
         """The objects in use; raises as ``chunk`` does."""
-        return self._proven(-1)
+        return self._proven(-1, lambda: self._unpacked(-1))
 
-    def _proven(self, part: int) -> Bytes:
+    def _unpacked(self, part: int) -> Bytes:
+        data = self._read(self._spans[part].begin, self._spans[part].nbytes)
+        return data if self._runs is None else decompress(data, self._runs[part])
+
+    def _proven(self, part: int, bring: Callable[[], Bytes]) -> Bytes:
         span, problem = self._spans[part], "do not match their checksum"
         for _ in range(_TRIES):
-            data = self._read(span.begin, span.nbytes)
             try:
-                data = data if self._runs is None else decompress(data, self._runs[part])
+                data = bring()
             except CorruptError as error:
                 problem = str(error)
                 continue

@@ -61,6 +61,10 @@ class Storage(ABC):
     def read(self, name: str, begin: int = 0, nbytes: int | None = None) -> bytes:
         """``nbytes`` from ``begin`` on, or all. StorageError too where the object has fewer."""
 
+    def read_into(self, name: str, begin: int, memory: memoryview) -> None:
+        """Fill ``memory`` from byte ``begin`` on. StorageError too where the object has fewer."""
+        memory[:] = self.read(name, begin, len(memory))
+
     @abstractmethod
     def size(self, name: str) -> int | None:
         """Bytes of an object; None where there is none."""

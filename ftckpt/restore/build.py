@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -115,6 +116,13 @@ class Build:
         part = data[: max(0, span.nbytes - begin)]
         with self.arena.slot(self._slot) as view:
             view[span.begin + begin : span.begin + begin + len(part)] = part.data
+
+    @contextmanager
+    def memory(self, chunk: int) -> Iterator[memoryview]:
+        """Where ``chunk`` lies, to be written."""
+        span = self.arena.image.chunks[chunk]
+        with self.arena.slot(self._slot) as view, view[span.begin : span.end] as memory:
+            yield memory
 
     def clear_behind(self, chunk: int, nbytes: int) -> None:
         """Zeros behind the first ``nbytes`` of ``chunk``: a block in a slot may be shorter than its chunk."""

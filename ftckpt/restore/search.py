@@ -136,7 +136,7 @@ class Search:
             return False
         for at in brought:
             findings.damage.pop(at, None)
-            self._good.discard(at)
+        self._good.update(brought)  # every chunk was proven where it lies now
         findings.given_up.pop(stored.snapshot, None)
         self._inventory = self._gather_inventory()
         self._brought = {"storage": fetch.usage} if brought else {}

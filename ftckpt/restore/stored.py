@@ -9,15 +9,13 @@ from __future__ import annotations
 import json
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeVar
 
-import numpy as np
-
-from ftckpt.errors import CorruptError, LostError, StorageError
+from ftckpt.errors import LostError, StorageError
 from ftckpt.events import Events, Progress
 from ftckpt.group import Group, gather_all, together
 from ftckpt.model.loaded import Checkpoint, is_undone
@@ -26,7 +24,7 @@ from ftckpt.model.topology import Topology, layouts_differ
 from ftckpt.persist import commit, retention
 from ftckpt.persist.shard_file import ShardFile
 from ftckpt.persist.shards import StoredSnapshot
-from ftckpt.persist.storage import Bytes, Storage, open_storage, patiently
+from ftckpt.persist.storage import Storage, open_storage, patiently
 from ftckpt.restore.build import Build
 from ftckpt.restore.choice import worth_keeping
 from ftckpt.restore.inventory import Inventory
@@ -273,10 +271,10 @@ class ShardFetch:
         )  # fmt: skip
         try:
             together(self._group, lambda: _each(Build.open, builds))
-            filling = self._fill(builds, files)
-            # In turns: ranks have more and less to read, and wait for each other only so long.
-            while not all(gather_all(self._group, lambda: _turn(filling), bool)):
-                pass
+            with closing(self._fill(builds, files)) as filling:
+                # In turns: ranks have more and less to read, and wait for each other only so long.
+                while not all(gather_all(self._group, lambda: _turn(filling), bool)):
+                    pass
 
             def finish() -> _Brought:
                 _each(Build.finish, builds)
@@ -308,7 +306,10 @@ class ShardFetch:
         def read(begin: int, nbytes: int) -> bytes:
             return _patiently(lambda: self._storage.read(name, begin, nbytes))
 
-        return ShardFile(where, shard, entry, read)
+        def read_into(begin: int, memory: memoryview) -> None:
+            _patiently(lambda: self._storage.read_into(name, begin, memory))
+
+        return ShardFile(where, shard, entry, read, read_into)
 
     def _package(self, file: ShardFile) -> Package:
         """What a slot is built around: all but its stepped chunks."""
@@ -327,29 +328,33 @@ class ShardFetch:
     def _keep(self) -> Sequence[Collection[SnapshotId]]:
         return worth_keeping(self._inventory, self._topology, self._stored.snapshot)
 
-    def _fill(self, builds: Mapping[str, Build], files: Mapping[str, ShardFile]) -> Iterator[None]:
+    def _fill(self, builds: Mapping[str, Build], files: Mapping[str, ShardFile]) -> Generator[None]:
         """Bring all chunks, and stop for a moment after each."""
         total = sum(file.image.file_bytes for file in files.values())
         progress = Progress(f"rank {self._group.rank} reads iteration {self._stored.snapshot.iteration} from storage")
         with ThreadPoolExecutor(_READERS, thread_name_prefix="ftckpt-fetch") as readers:
-            waiting: deque[tuple[Build, int, Future[Bytes]]] = deque()
+            coming: deque[Future[int]] = deque()
             for shard, build in builds.items():
                 for chunk in build.fix.chunks:
-                    if len(waiting) == _READERS:
-                        self._put(*waiting.popleft())
+                    if len(coming) == _READERS:
+                        self._count(coming.popleft())
                         progress(self.usage["bytes"], total)
                         yield
-                    waiting.append((build, chunk, readers.submit(files[shard].chunk, chunk)))
-            while waiting:
-                self._put(*waiting.popleft())
+                    coming.append(readers.submit(_bring, files[shard], build, chunk))
+            while coming:
+                self._count(coming.popleft())
                 yield
 
-    def _put(self, build: Build, chunk: int, data: Future[Bytes]) -> None:
-        build.put(chunk, 0, np.frombuffer(data.result(), np.uint8))
-        if not build.check(chunk):
-            raise CorruptError(f"{build.fix.shard}: chunk {chunk} did not come to memory as it was on storage")
+    def _count(self, brought: Future[int]) -> None:
+        self.usage["bytes"] += brought.result()
         self.usage["chunks"] += 1
-        self.usage["bytes"] += build.length(chunk)
+
+
+def _bring(file: ShardFile, build: Build, chunk: int) -> int:
+    """Read a chunk to where it belongs in memory, and prove it there; returns its bytes."""
+    with build.memory(chunk) as memory:
+        file.fill(chunk, memory)
+        return len(memory)
 
 
 def _each(action: Callable[[Build], object], builds: Mapping[str, Build]) -> None:

@@ -22,7 +22,7 @@ from ftckpt.parity.modes import Modes
 from ftckpt.restore.choice import Decision, Findings, Query, decide, worth_keeping
 from ftckpt.restore.inventory import ArenaReport, Inventory, PackageReport, Shield, SlotReport
 from ftckpt.restore.locations import SlotAt
-from ftckpt.restore.repair import make_room
+from ftckpt.restore.repair import Need, make_room
 from ftckpt.store import ledger, parity_file
 from ftckpt.store.arena import Arena
 from ftckpt.store.damage import Damage
@@ -279,7 +279,7 @@ def make_room_everywhere(job: Job, need_bytes: int) -> list[list[str]]:
         site = SlotAt(job.nodes[rank], "dp9.00000000", 0)
         node_dir = job.node_dir(job.nodes[rank])
         make_room(
-            group, topology, node_dir, events[rank], chosen=CHOSEN, sites=[site], need_bytes=need_bytes, keep=keep,  # type: ignore[arg-type]
+            group, topology, node_dir, events[rank], chosen=CHOSEN, need=lambda: Need(need_bytes, (site,)), keep=keep,  # type: ignore[arg-type]
         )  # fmt: skip
 
     with ThreadPoolExecutor(4) as pool:
