@@ -324,7 +324,16 @@ class Config:
             settings[setting.name] = _convert(flag, text, setting)
         if settings and not settings.get("enabled"):
             raise ConfigError("--ftckpt is missing: the other --ftckpt-* flags mean nothing without it")
-        return cls(**settings), rest
+        return cls.of_flags(settings), rest
+
+    @classmethod
+    def of_flags(cls, settings: Mapping[str, Any]) -> Config:
+        """Of settings that were given as flags: errors name those."""
+        try:
+            return cls(**settings)
+        except ConfigError as error:
+            name, _, text = str(error).partition(": ")
+            raise ConfigError(f"{flag_of(name)}: {text}" if name in settings else str(error)) from None
 
     def flags(self) -> list[str]:
         """The flags that build this configuration; ``from_flags`` of them gives an equal one."""

@@ -88,7 +88,7 @@ def start(args: argparse.Namespace) -> None:
         return  # arguments of another parser
     config = Config()
     values = {s.name: getattr(args, _destination(s.name), getattr(config, s.name)) for s in fields(config)}
-    config, _ = Config.from_flags(Config(**values).flags())  # finds settings without --ftckpt
+    config, _ = Config.from_flags(Config.of_flags(values).flags())  # finds settings without --ftckpt
     if config.enabled:
         launcher.leave_if_over()
     # With the runner it is in force already.

@@ -228,10 +228,10 @@ def test_every_flag_holds_the_rules_of_its_field(name: str) -> None:
     flag = f"--ftckpt-{name.replace('_', '-')}"
     setting = next(s for s in fields(Config) if s.name == name)
     if setting.metadata["minimum"] is not None:
-        with pytest.raises(ConfigError, match=f"^{name}: .*too small"):
+        with pytest.raises(ConfigError, match=f"^{flag}: .*too small"):
             Config.from_flags(["--ftckpt", flag, str(type(setting.default)(setting.metadata["minimum"]) - 1)])
     elif setting.metadata["choices"]:
-        with pytest.raises(ConfigError, match=f"^{name}: .*not one of"):
+        with pytest.raises(ConfigError, match=f"^{flag}: .*not one of"):
             Config.from_flags(["--ftckpt", flag, "never"])
     elif setting.default is False:
         assert getattr(Config.from_flags(["--ftckpt", flag])[0], name) is True

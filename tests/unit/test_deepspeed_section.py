@@ -266,7 +266,7 @@ def test_the_runner_hands_the_scripts_arguments_on(tmp_path: Path, argv: list[st
         (["no/such.py"], "script 'no/such.py' does not exist; usage: torchrun"),
         (["--local_rank=3"], "script '' does not exist; usage: torchrun"),
         (["SCRIPT", "--ftckpt-intervall", "2"], "unknown flag --ftckpt-intervall; did you mean --ftckpt-interval?"),
-        (["SCRIPT", "--ftckpt-slots", "1"], "slots: 1 is too small; the least is 2"),
+        (["SCRIPT", "--ftckpt-slots", "1"], "--ftckpt-slots: 1 is too small; the least is 2"),
     ],
 )
 def test_the_runner_refuses_in_one_line_and_code_2(tmp_path: Path, argv: list[str], message: str) -> None:

@@ -181,8 +181,8 @@ def test_a_job_that_failed_keeps_its_snapshots(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"ftckpt": True, "ftckpt_slots": 1}, "slots: 1 is too small; the least is 2"),
-        ({"ftckpt": True, "ftckpt_interval": "often"}, "interval: 'often' is not a whole number"),
+        ({"ftckpt": True, "ftckpt_slots": 1}, "--ftckpt-slots: 1 is too small; the least is 2"),
+        ({"ftckpt": True, "ftckpt_interval": "often"}, "--ftckpt-interval: 'often' is not a whole number"),
         ({"ftckpt": False, "ftckpt_interval": 2}, "--ftckpt is missing: the other --ftckpt-* flags mean nothing"),
     ],
 )

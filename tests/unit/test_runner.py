@@ -52,7 +52,7 @@ def script(folder: Path, end: str = "") -> str:
         (["--ftckpt", "--ftckpt-interval", "often"], "--ftckpt-interval: 'often' is not a whole number or auto"),
         (
             ["--ftckpt", "--ftckpt-slots", "1"],
-            "slots: 1 is too small; the least is 2, or 0 for as many as protection needs",
+            "--ftckpt-slots: 1 is too small; the least is 2, or 0 for as many as protection needs",
         ),
         (
             ["--ftckpt-interval", "2"],
