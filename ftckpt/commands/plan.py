@@ -236,6 +236,8 @@ def run(arguments: argparse.Namespace) -> int:
     predicted = _predicted(arguments, config, job, modes, limit.secs(received))
     every = (predicted.interval if predicted else config.least_interval) * config.protect_interval
     assumed = _assumptions(arguments, job) + (list(predicted.assumed) if predicted else [])
+    if predicted is None and "auto" in (config.interval, config.persist_interval):
+        assumed.append("what auto comes to is not known without the length of an iteration (--iteration-secs)")
     if arguments.json:
         head = {"ranks": job.ranks, "nodes": len(table.memory), "protect": names, "slots": slots, "assumed": assumed}
         network = {"network_limit": {**asdict(limit), "secs": limit.secs(received)}}

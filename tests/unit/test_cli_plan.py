@@ -194,7 +194,8 @@ def test_what_is_predicted_is_told_with_what_was_assumed(capsys: pytest.CaptureF
     for words in ("a process lost each 115 h", "in all", "assumed: failures", "assumed: a flush takes"):
         assert words in text
     assert main(["plan", *SIZE.split(), "--interval", "auto"]) == 0
-    assert "in all" not in capsys.readouterr().out, "nothing is known of an iteration"
+    text = capsys.readouterr().out
+    assert "in all" not in text and "--iteration-secs" in text, "nothing is known of an iteration"
 
 
 @pytest.mark.parametrize(
