@@ -253,6 +253,10 @@ EVENTS: dict[str, EventKind] = {
     "not_persisted": _loud(
         "a snapshot did not come to storage; a newer one is tried", iteration=_ITERATION, secs="since it was chosen"
     ),
+    "last_not_taken": _loud(
+        "the job ends, and of its last iteration there is no snapshot", iteration="the last one", reason="why",
+        newest="iteration of the snapshot that goes to storage in its place; null: none is whole",
+    ),
     "flushed": _quiet("this node's shards are on storage", iteration=_ITERATION, bytes="written", secs="it took"),
     "not_flushed": _loud("this node cannot bring a snapshot to storage", iteration=_ITERATION, reason="why"),
     "storage_fails": _loud("storage fails; it is tried again", iteration="that goes there", error="what"),

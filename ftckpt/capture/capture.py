@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import xxhash
 
+from ftckpt.capture.boundary import LastBoundary
 from ftckpt.capture.chunks import CopyPart, chunk_copies
 from ftckpt.capture.copier import Copier, Flight
 from ftckpt.errors import CaptureError
@@ -107,20 +108,24 @@ class Capture:
         keep: Collection[SnapshotId],
         state_objects: Mapping[str, Any],
         base: Moment = None,
+        *,
         hashed: bool = True,
+        kept: LastBoundary | None = None,
     ) -> int:
         """Start a snapshot at the boundary: volatile state and objects now, stepped state in the background.
 
         The slots of the snapshots in ``keep`` are not touched. ``base`` is the boundary's moment. ``hashed``:
-        checksums are taken here, as the bytes arrive; otherwise the SMP takes them. Returns the slot.
+        checksums are taken here, as the bytes arrive; otherwise the SMP takes them. ``kept``: objects and volatile
+        state are taken from there, and not from training. Returns the slot.
 
         Raises:
             CaptureError: no slot is free, or the objects do not fit.
             UnsupportedError: an object cannot be encoded.
+            Exception: what kept objects from being kept.
         """
         if self.busy:
             raise CaptureError("the copies of the previous snapshot have not ended")
-        encoded, room = self._encoded(state_objects), self.arena.image.objects
+        encoded, room = self._encoded(state_objects, kept), self.arena.image.objects
         writable = self._writable(keep)
         if not writable:
             raise CaptureError("every slot holds a snapshot that must be kept")
@@ -132,7 +137,8 @@ class Capture:
         # Of what was encoded, not of what is in the slot: a copy that went wrong shows when it is verified.
         control.set_objects(slot, len(encoded), xxhash.xxh3_64_intdigest(encoded))
         # What changes elsewhere than in the optimizer belongs to this instant; it is small, so training waits.
-        self._copier.copy_now(self._tensors, self._volatile, self._slots[slot])
+        sources = self._tensors if kept is None else kept.in_place_of(self._tensors)
+        self._copier.copy_now(sources, self._volatile, self._slots[slot])
         for copy in self._volatile if hashed else ():
             control.set_chunk_hash(slot, copy.chunk, self.arena.hash_chunk(slot, copy.chunk))
         # Before the first copy starts: a write behind this line may be in some bytes and not in others.
@@ -211,8 +217,9 @@ class Capture:
         self._copier.close()
         self._slots.clear()
 
-    def _encoded(self, state_objects: Mapping[str, Any]) -> bytes:
-        encoded, room = objects.encode(dict(state_objects)), self.arena.image.objects.nbytes
+    def _encoded(self, state_objects: Mapping[str, Any], kept: LastBoundary | None) -> bytes:
+        encoded = kept.encoded if kept is not None else objects.encode(dict(state_objects))
+        room = self.arena.image.objects.nbytes
         if len(encoded) > room:
             raise CaptureError(f"objects need {len(encoded)} bytes, objects_mib gives {room}; raise objects_mib")
         return encoded

@@ -5,11 +5,12 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 
 from ftckpt.capture.affinity import Locality, locality
+from ftckpt.capture.boundary import LastBoundary
 from ftckpt.capture.capture import Capture
 from ftckpt.config import MEGATRON, Config, taken_over
 from ftckpt.errors import CaptureError, ConfigError, FtckptError, LaunchError, StorageError
@@ -29,8 +30,9 @@ from ftckpt.job.agreement import Will
 from ftckpt.job.arenas import NodeArenas
 from ftckpt.job.attempt import AttemptRecord
 from ftckpt.job.conditions import conditions
-from ftckpt.job.last_flush import Newest
+from ftckpt.job.last_snapshot import RankEnd
 from ftckpt.job.links import Links
+from ftckpt.job.losses import Losses
 from ftckpt.job.protection import Protection
 from ftckpt.job.rank_storage import RankStorage
 from ftckpt.job.save import MAX_FILE_BYTES, UniversalSave
@@ -93,9 +95,11 @@ class Checkpointer:
         self._pacer: Pacer | None = None
         self._shard: Shard | None = None
         self._boundary = -1  # the iteration of the last one
+        self._kept: LastBoundary | None = None  # of that one, where the last snapshot is to come to storage
         self._closed = False
         self._attempt = AttemptRecord(config, run or LauncherRun(""))
         self._storage = RankStorage(config, self.group, self.events, self._protection, self._state)
+        self._losses = Losses(self._links, self._state, self.events)
         self.begun = -1
         """The iteration of the last snapshot that this rank has begun; -1: none."""
         self.saved = -1
@@ -214,6 +218,8 @@ class Checkpointer:
             self.config, self.topology, self.group, arenas=self._arenas, events=self.events, described=described,
             pacer=pacer, locality=near, redundancy=self._protection.redundancy,
         )  # fmt: skip
+        if self._storage.wants_last:
+            self._kept = LastBoundary(described)
         lineage, restored, source, where = self._load(shard, described, loaded)
         # After the load: to make room this gives up slots of old arenas, which the load may have read.
         shard.lay_out(restored)
@@ -246,6 +252,8 @@ class Checkpointer:
     def fence(self) -> None:
         """Call before stepped state changes; returns at once unless a copy is unfinished."""
         self._state.stepped()
+        if self._kept is not None:
+            self._kept.pass_by()
         self._fence()
 
     def step(self, iteration: int) -> None:
@@ -259,6 +267,7 @@ class Checkpointer:
         if self._pacer is None:
             raise ConfigError("step() before restore(): call restore() once, on a first start too")
         self._protection.is_set_up = True
+        self._boundary = iteration
         if self.off or self._closed:
             self._let_go()
             self.phase("start")  # a sign of life: what trains without snapshots is no hang
@@ -266,9 +275,10 @@ class Checkpointer:
         if self._state.undoes(iteration):
             self._go_back(iteration)
             return
-        self._boundary = iteration
         begin = time.perf_counter()
         self._fence()  # scripts that call none before the optimizer: at the latest here, where the next one begins
+        if self._kept is not None:
+            self._kept.keep(iteration, self.training_state.save_objects)
         self._pacer.boundary(flushing=self._state.flushes.current is not None)
         try:
             if self._state.lost:
@@ -314,8 +324,8 @@ class Checkpointer:
             return
         remove = sys.exc_info()[0] is None if remove is None else remove
         failure: StorageError | None = None
-        if remove and self._shard is not None and self.config.persist and self.config.persist_at_end == "on":
-            failure = self._persist_last()
+        if remove and self._shard is not None and self._storage.wants_last:
+            failure = self._persist_last(done)
             remove = failure is None  # it stays for the next attempt, or for 'ftckpt save'
         elif not remove:
             self._fence()  # nothing more is trained: the last snapshot is good
@@ -336,17 +346,20 @@ class Checkpointer:
         if failure is not None:
             raise failure
 
-    def _persist_last(self) -> StorageError | None:
+    def _persist_last(self, done: bool) -> StorageError | None:
         """What is not on storage when memory goes is lost; where that is to be an error it is returned."""
+
+        assert self._shard is not None
+        # Not where training goes on from another state, and nowhere before the first boundary of this attempt.
+        boundary = self._boundary if done and self._protection.is_set_up else -1
+        rank = RankEnd(
+            self.config, self.events, self._state, self._protection, shard=self._shard, kept=self._kept,
+            boundary=boundary, saved=self.saved, begin=self._take,
+        )  # fmt: skip
         try:
             self._fence()
-            state, newest = self._state, Newest()
-            if self.capture is not None and not state.off and not state.lost:
-                with suppress(CaptureError):  # dropped: the one before it is the last
-                    self.capture.settle(self.config.fence_timeout_secs)
-                newest = Newest(self.capture.newest, state.whole, self.persisted)
             with self.section("save"):
-                return self._storage.bring_last(newest, self.saved)
+                return self._links.meet("save", lambda: self._storage.bring_last(rank))
         except (FtckptError, RuntimeError) as error:
             self.events.emit("close_incomplete", error=str(error))
         return None
@@ -368,6 +381,7 @@ class Checkpointer:
     def _let_go(self) -> None:
         """Off, and a boundary later, behind the last proof: training's memory is training's alone."""
         if self._shard is not None and self._pacer is not None and self._shard.let_go():
+            self._kept = None
             self._pacer.close()
 
     def _withdraw(self) -> None:
@@ -485,42 +499,29 @@ class Checkpointer:
         if isinstance(decision, Skip):
             self.events.emit("skipped", iteration=iteration, reason=decision.reason)
         elif decision is not None and capture is not None:
-            slot = self._take(decision, capture, pacer)
+            slot = self._take(decision)
             self.begun = iteration
             self.events.emit("snapshot", iteration=iteration, slot=slot, blocked_secs=time.perf_counter() - begin)
 
     def _note_loss(self, error: Exception) -> bool:
-        """Whether ranks have lost each other; both groups are given up with one, as all ranks leave both together."""
-        if not self._links.lost:
-            return False
-        self._links.give_up(str(error))
-        self._execute(self._state.lose(str(error)))
-        return True
+        """Whether ranks have lost each other."""
+        actions = self._losses.note(error)
+        self._execute(actions or ())
+        return actions is not None
 
     def _search(self, iteration: int) -> None:
-        """The boundary of ``iteration`` while ranks are lost: where all have agreed on it they connect anew."""
         self._execute(self._state.search(time.monotonic()))
-        name = self._links.meets(iteration) if not self.off else ""
-        if self._links.stopped and not self.off:
-            self._execute([self._state.turn_off(f"the ranks have lost each other: {self._links.stopped}")])
-        elif name:
-            self._reunite(name, iteration)
+        self._execute(self._losses.meet(iteration))
 
-    def _reunite(self, name: str, iteration: int) -> None:
-        try:
-            standings = self._links.renew(name, self._state.standing)
-        except (LaunchError, RuntimeError) as error:
-            self.events.emit("reunion_failed", iteration=iteration, error=str(error))
-        else:
-            self._execute(self._state.reunite(standings, iteration, time.monotonic()))
-
-    def _take(self, decision: Take, capture: Capture, pacer: Pacer) -> int:
+    def _take(self, decision: Take) -> int:
+        capture, pacer = self.capture, self._pacer
+        assert capture is not None and pacer is not None
         base = pacer.begin(capture.stepped_bytes, capture.unit_bytes)
         # Without an SMP to take checksums this rank takes them itself.
+        objects = self.training_state.save_objects() if self._kept is None else {}
         slot = capture.begin(
-            decision.snapshot, decision.keep, self.training_state.save_objects(), base,
-            hashed=not self._protection.smp_alive,
-        )  # fmt: skip
+            decision.snapshot, decision.keep, objects, base, hashed=not self._protection.smp_alive, kept=self._kept
+        )
         pacer.follow(capture.flight, decision.snapshot.iteration)
         if self.config.schedule == "sync":
             capture.settle(self.config.fence_timeout_secs)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 from ftckpt.events import Events
 from ftckpt.group import Group
@@ -24,33 +23,18 @@ Mark = Callable[[SnapshotId], None]
 Observe = Callable[[SnapshotId], FlushGuard]
 
 
-class Newest(NamedTuple):
-    """What one rank has and knows: the newest snapshot that is ``sealed`` in its arena, ``whole`` on all ranks, and
-    ``persisted``."""
-
-    sealed: SnapshotId | None = None
-    whole: SnapshotId | None = None
-    persisted: SnapshotId | None = None
-
-
 def flush_last(
-    group: Group, events: Events, newest: Newest, mark: Mark, observe: Observe, *, timeout_secs: float
+    group: Group, events: Events, last: SnapshotId, mark: Mark, observe: Observe, *, timeout_secs: float
 ) -> bool:
-    """Bring the newest snapshot that all ranks have to storage, where it is not there yet; whether nothing is left to
-    bring. Collective.
+    """Bring ``last``, which all ranks have, to storage; whether it is there. Collective.
 
     Args:
-        newest: of this rank.
         mark: tells this node's SMP to begin; ``observe``: what it has done.
 
     Raises:
         RuntimeError: a rank is gone.
     """
     begun = time.monotonic()
-    ranks = codec.gather(group, newest, Newest)
-    last = _chosen(ranks)
-    if last is None or last in [rank.persisted for rank in ranks]:
-        return True
     mark(last)
     events.announce(f"iteration {last.iteration} goes to storage before the job ends")
     state, told, watch = FlushState.WORKING, begun, _NodeWatch(last, observe, begun + timeout_secs)
@@ -66,14 +50,6 @@ def flush_last(
     else:
         events.emit("not_persisted", iteration=last.iteration, secs=secs)
     return state == FlushState.DONE
-
-
-def _chosen(ranks: Sequence[Newest]) -> SnapshotId | None:
-    """What all have: the newest of each rank where that is the same, or what some rank knows to be whole."""
-    sealed = {rank.sealed for rank in ranks}
-    if len(sealed) == 1:
-        return sealed.pop()
-    return max((rank.whole for rank in ranks if rank.whole is not None), default=None)
 
 
 class _NodeWatch:

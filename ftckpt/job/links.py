@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import TypeVar
 
 from ftckpt.errors import LaunchError
 from ftckpt.group import Group
@@ -11,6 +12,8 @@ from ftckpt.job.agreement import Agreement
 from ftckpt.job.reunion import Reunion
 from ftckpt.job.session import Standing
 from ftckpt.notice import job_store
+
+T = TypeVar("T")
 
 
 class Links:
@@ -72,20 +75,24 @@ class Links:
         return standings
 
     def part(self, leave: Callable[[], None]) -> None:
-        """``leave``, which is collective, and nothing after it: ranks that have lost each other meet once more, where
-        all come to in the end.
+        """``leave``, and nothing after it; raises as ``meet``."""
+        self.meet("end", leave)
+        self.agreement.close()
+
+    def meet(self, place: str, action: Callable[[], T]) -> T:
+        """``action``, which is collective and can be done twice: where all come to in the end, ranks that have lost
+        each other meet once more. ``place`` is not used a second time.
 
         Raises:
-            RuntimeError: of ``leave``.
+            RuntimeError: of ``action``.
             LaunchError: connections could not be made anew.
         """
         begin = time.monotonic()
         try:
-            leave()
+            return action()
         except RuntimeError:
             left_secs = self._start_timeout_secs - (time.monotonic() - begin)
             if not self.group.lost or left_secs <= 0:
                 raise
-            self.group.renew(f"{self._reunion.name}/end", "calls", min(left_secs, self._renew_timeout_secs))
-            leave()
-        self.agreement.close()
+            self.group.renew(f"{self._reunion.name}/{place}", "calls", min(left_secs, self._renew_timeout_secs))
+            return action()

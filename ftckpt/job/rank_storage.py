@@ -10,7 +10,8 @@ from ftckpt.errors import LaunchError, StorageError
 from ftckpt.events import Events
 from ftckpt.group import Group
 from ftckpt.job.flushes import FlushGuard
-from ftckpt.job.last_flush import Newest, flush_last
+from ftckpt.job.last_flush import flush_last
+from ftckpt.job.last_snapshot import End, Ending, RankEnd
 from ftckpt.job.protection import Protection
 from ftckpt.job.session import RankState
 from ftckpt.model import codec
@@ -33,6 +34,11 @@ class RankStorage:
         self.snapshots = self._place.snapshots
         """Where snapshots lie; "" without storage."""
 
+    @property
+    def wants_last(self) -> bool:
+        """Whether the last snapshot of the job is to come there."""
+        return bool(self._config.persist) and self._config.persist_at_end == "on"
+
     def prepare(self) -> None:
         """Make the place ready. Raises StorageError where it cannot be used, and trying again is of no use."""
         try:
@@ -41,29 +47,50 @@ class RankStorage:
             if error.lasting:
                 raise StorageError(f"persist: {error}", lasting=True) from None
 
-    def bring_last(self, newest: Newest, saved: int) -> StorageError | None:
-        """Bring what is on its way, and the ``newest`` snapshot where the framework has not ``saved`` it by itself;
-        what went wrong, where that is to be an error.
+    def bring_last(self, rank: RankEnd) -> StorageError | None:
+        """Bring the last snapshot, which is taken where it is missing and can be; what went wrong, where that is to
+        be an error.
 
         Raises:
             RuntimeError: a rank is gone.
         """
-        config, state = self._config, self._state
-        last = [newest] if newest.sealed is None or newest.sealed.iteration > saved else []
-        if taken_over(config.persist):  # Megatron would have saved that one, too
-            going = state.flushes.current
-            last.insert(0, Newest(going, going, state.flushes.persisted))
+        ending = Ending.of(codec.gather(self._group, rank.find(), End))
+        last = self._take_missing(ending, rank) or ending.newest
+        # Megatron would have saved that one, too.
+        bring = [ending.going if taken_over(self._config.persist) else None]
+        if last is not None and last.iteration > ending.saved:
+            bring.append(last)
+        timeout_secs = self._config.persist_timeout_secs
         # All of them, whichever fails.
         done = [
-            flush_last(
-                self._group, self._events, one, self._mark, self._observe, timeout_secs=config.persist_timeout_secs
-            )
-            for one in last
+            flush_last(self._group, self._events, one, self._mark, self._observe, timeout_secs=timeout_secs)
+            for one in dict.fromkeys(bring)
+            if one is not None and one not in ending.persisted
         ]
-        if all(done) or config.on_error != "raise":
+        if all(done) or self._config.on_error != "raise":
             return None
         text = f"the last snapshot did not come to storage, memory keeps it: {self.problem()}"
         return StorageError(text, lasting=True)
+
+    def _take_missing(self, ending: Ending, rank: RankEnd) -> SnapshotId | None:
+        """The snapshot of the last iteration, once all ranks have it; None where none is missing or can be had."""
+        if ending.lacking < 0:
+            return None
+        last, reason = SnapshotId(self._state.lineage, ending.lacking), ending.objection or rank.prove()
+        if not reason:
+            problems = codec.gather(self._group, rank.take(last, ending.keep), str)
+            reason = next((f"rank {number}: {text}" for number, text in enumerate(problems) if text), "")
+        if not reason:
+            return last
+        before = f"iteration {ending.newest.iteration}" if ending.newest is not None else "none before it, either"
+        self._events.emit(
+            "last_not_taken", iteration=last.iteration, reason=reason,
+            newest=ending.newest.iteration if ending.newest is not None else None,
+        )  # fmt: skip
+        self._events.announce(
+            f"of iteration {last.iteration}, the last one, there is no snapshot ({reason}); to storage goes {before}"
+        )
+        return None
 
     def problem(self) -> str:
         """What the SMPs say of the last flush. All ranks raise by the same verdict, and so come here; where one does

@@ -278,6 +278,18 @@ class RankState:
             return Skip("every slot is kept until the target is protected")
         return Take(SnapshotId(self.lineage, self.iteration), self.keep)
 
+    @property
+    def objection(self) -> str:
+        """Why no snapshot can be taken where all ranks wait for it, at the end of the job; empty where one can."""
+        if self.off:
+            return "snapshots were turned off"
+        return "a proof has shown that it must copy other things than it does" if self._wrong else ""
+
+    def let_target_go(self) -> TargetMarks:
+        """Nothing comes to be protected any more: the slot of the target is free."""
+        self.targets.target = None
+        return self.marks
+
     def fail(self, error: str) -> list[Action]:
         """A snapshot failed."""
         self.failures += 1

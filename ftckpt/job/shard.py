@@ -18,6 +18,7 @@ from ftckpt.config import Config
 from ftckpt.events import Events
 from ftckpt.group import Group, together
 from ftckpt.job.arenas import NodeArenas
+from ftckpt.model import codec
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.model.topology import Topology
 from ftckpt.model.training_state import Description
@@ -118,6 +119,12 @@ class Shard:
             self._lay_out_anew(capture, checked, whole)
         stepped, _, changed = (any(column) for column in zip(*posts, strict=True))
         return Proof(stepped, changed, new_arenas)
+
+    def proves(self) -> bool:
+        """Whether derived pieces and replicas are on all ranks what they were taken for. Collective."""
+        assignment = self._assignment
+        same = assignment is not None and self._assign().manifest == assignment.manifest
+        return all(codec.gather(self._group, same, bool))
 
     def complete(self, keep: Collection[SnapshotId]) -> None:
         """Take into use the slots that the arena still lacks, as they get their memory. Where none is free beside

@@ -16,6 +16,7 @@ from ftckpt.job.agreement import AgreementError
 from ftckpt.job.attempt import AttemptRecord
 from ftckpt.job.checkpointer import Checkpointer
 from ftckpt.job.flushes import NO_FLUSH
+from ftckpt.job.losses import Losses
 from ftckpt.job.protection import Protection
 from ftckpt.job.session import RankState
 from ftckpt.job.targets import Guard
@@ -90,7 +91,7 @@ def test_a_rank_that_has_turned_off_gives_signs_of_life() -> None:
     beats: list[str] = []
     checkpointer = Checkpointer.__new__(Checkpointer)
     checkpointer._state = RankState(Config())
-    checkpointer._closed, checkpointer._boundary = False, 2
+    checkpointer._closed, checkpointer._boundary, checkpointer._kept = False, 2, None
     checkpointer._pacer, checkpointer._shard = SimpleNamespace(), None  # type: ignore[assignment]
     checkpointer._protection = SimpleNamespace(beat=lambda _, kind: beats.append(kind))  # type: ignore[assignment]
     checkpointer._state.turn_off("why")
@@ -102,7 +103,7 @@ def test_a_rank_that_has_turned_off_gives_signs_of_life() -> None:
 def test_a_rank_tells_the_section_that_it_is_in(arena_root: Path) -> None:
     checkpointer = Checkpointer.__new__(Checkpointer)
     checkpointer._state = RankState(Config())
-    checkpointer._closed, checkpointer._boundary = False, 2
+    checkpointer._closed, checkpointer._boundary, checkpointer._kept = False, 2, None
     checkpointer._pacer, checkpointer._shard = SimpleNamespace(), None  # type: ignore[assignment]
     checkpointer._protection = protection = Protection.__new__(Protection)
     protection.is_set_up, protection._pauses, protection._at, protection._pulse = False, [], (-1, ""), None
@@ -167,7 +168,7 @@ def test_a_rank_that_loses_others_in_the_fence_comes_to_nothing_collective_at_th
     checkpointer = Checkpointer.__new__(Checkpointer)
     checkpointer.config = Config(error_limit=1)
     checkpointer._state = state = RankState(checkpointer.config)
-    checkpointer._closed, checkpointer._shard = False, None
+    checkpointer._closed, checkpointer._shard, checkpointer._kept = False, None, None
     checkpointer._pacer = SimpleNamespace(
         wish=Wish(), enter=lambda kind: None, boundary=lambda flushing: entered.append("pacer")
     )  # type: ignore[assignment]
@@ -177,6 +178,7 @@ def test_a_rank_that_loses_others_in_the_fence_comes_to_nothing_collective_at_th
     checkpointer._links = links  # type: ignore[assignment]
     checkpointer.events = SimpleNamespace(emit=lambda event, **fields: entered.append(event))  # type: ignore[assignment]
     checkpointer._snapshot = lambda iteration, begin: entered.append("snapshot")  # type: ignore[method-assign]
+    checkpointer._losses = Losses(checkpointer._links, state, checkpointer.events)
     state.begin(LINEAGE, None, 0.0)
     state.boundary(1)
     state.learn([], 0.0)

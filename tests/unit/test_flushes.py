@@ -11,7 +11,7 @@ from ftckpt.config import Config
 from ftckpt.job import last_flush
 from ftckpt.job.agreement import Coverage, Verdict, Will
 from ftckpt.job.flushes import Flushes, FlushGuard
-from ftckpt.job.last_flush import Newest, _chosen, _NodeWatch
+from ftckpt.job.last_flush import _NodeWatch
 from ftckpt.job.session import RankState
 from ftckpt.job.targets import Guard
 from ftckpt.model.loaded import Checkpoint
@@ -130,13 +130,6 @@ def test_in_the_place_of_another_program_it_is_that_very_iteration() -> None:
     state.boundary(4)
     state.learn([verdict(whole=4)], 0.0)
     assert state.flushes.current == at(4)
-
-
-def test_the_last_is_what_all_have() -> None:
-    assert _chosen([Newest(at(7), at(6)), Newest(at(7), at(6))]) == at(7)
-    assert _chosen([Newest(at(7), at(6)), Newest(at(6), at(5))]) == at(6)
-    assert _chosen([Newest(None, None), Newest(at(6), None)]) is None
-    assert _chosen([Newest(None, None)] * 2) is None
 
 
 def test_the_last_does_not_wait_for_an_smp_that_never_comes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,78 @@
+"""What of the last boundary may be gone when the job ends: its objects, and state that changes elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ftckpt.model import objects
+from ftckpt.model.training_state import Description
+
+
+class LastBoundary:
+    """Kept at each boundary, so that a snapshot of it can still be taken later, by the training thread.
+
+    Objects are kept encoded and volatile tensors copied where they lie, in memory that is allocated here. Of stepped
+    tensors nothing is kept: that they have not changed is known from the fence, and where torch counts writes, from
+    these.
+    """
+
+    def __init__(self, described: Description) -> None:
+        self.iteration = -1
+        """Of the boundary; -1: none yet."""
+        # Where a derived one was written, and its master was not, a proof shows it.
+        self._stepped = [
+            (piece.fragment.key, piece.tensor) for piece in described.stepped if piece.derived_from is None
+        ]
+        self._volatile = [piece.tensor for piece in described.volatile]
+        self._copies = [torch.empty_like(tensor) for tensor in self._volatile]
+        self._of = {id(tensor): copy for tensor, copy in zip(self._volatile, self._copies, strict=True)}
+        self._encoded = b""
+        self._error: Exception | None = None
+        self._versions: list[int] = []
+        self._is_behind = False
+
+    def keep(self, iteration: int, save_objects: Callable[[], Mapping[str, Any]]) -> None:
+        """Training is at the boundary of ``iteration``. Never raises: an error of the objects is ``encoded``'s."""
+        self.iteration, self._encoded, self._error, self._is_behind = iteration, b"", None, False
+        try:
+            self._encoded = objects.encode(dict(save_objects()))
+            if self._volatile:
+                with torch.no_grad():
+                    # Enqueued where training computes: the host waits for nothing.
+                    torch._foreach_copy_(self._copies, self._volatile)
+        except Exception as error:  # noqa: BLE001 - promise 4: raised where a snapshot is taken
+            self._error = error
+        self._versions = self._written()
+
+    def pass_by(self) -> None:
+        """Stepped state may change from here on."""
+        self._is_behind = True
+
+    @property
+    def encoded(self) -> bytes:
+        """The objects. Raises what kept them from being saved."""
+        if self._error is not None:
+            raise self._error
+        return self._encoded
+
+    def in_place_of(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """``tensors``, with what was kept in the place of volatile ones."""
+        return [self._of.get(id(tensor), tensor) for tensor in tensors]
+
+    def objection(self, iteration: int) -> str:
+        """Why this is not the state behind ``iteration`` any more; empty where it is."""
+        if self.iteration != iteration:
+            return "of its boundary nothing is known"
+        if self._error is not None:
+            return f"its objects could not be saved: {self._error}"
+        if self._is_behind:
+            return "training has gone on behind it"
+        written = zip(self._stepped, self._versions, self._written(), strict=True)
+        key = next((key for (key, _), before, now in written if before != now), "")
+        return f"{key} was written behind it" if key else ""
+
+    def _written(self) -> list[int]:
+        return [tensor._version for _, tensor in self._stepped]

@@ -1,0 +1,144 @@
+"""What all ranks together have where a job ends, and what is kept of the last boundary until then."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from ftckpt.capture.boundary import LastBoundary
+from ftckpt.config import Config
+from ftckpt.events import Events
+from ftckpt.job.actions import Take
+from ftckpt.job.last_snapshot import End, Ending, RankEnd
+from ftckpt.job.session import RankState
+from ftckpt.model import objects
+from ftckpt.model.fragment import Box, Fragment
+from ftckpt.model.snapshot import SnapshotId
+from ftckpt.model.training_state import Description, Piece
+
+
+def at(iteration: int, lineage: bytes = b"l" * 16) -> SnapshotId:
+    return SnapshotId(lineage, iteration)
+
+
+def have(*iterations: int) -> tuple[SnapshotId, ...]:
+    return tuple(at(iteration) for iteration in iterations)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "newest", "lacking"),
+    [
+        ([End(10, sealed=have(7))] * 2, at(7), 10),
+        ([End(10, sealed=have(10, 7))] * 2, at(10), -1),
+        ([End(10, sealed=have(10, 7)), End(10, sealed=have(7))], at(7), 10),  # on one rank it has failed
+        ([End(10, sealed=have(8, 7)), End(10, sealed=have(9, 7))], at(7), 10),
+        ([End(10, saved=10, sealed=have(7))] * 2, at(7), -1),  # Megatron has it
+        ([End(10, sealed=have(7)), End(10)], None, 10),
+        ([End(-1, sealed=have(7))] * 2, at(7), -1),  # nothing was trained
+        ([End()] * 2, None, -1),
+    ],
+)
+def test_what_is_missing_is_what_no_arena_lacks(ranks: list[End], newest: SnapshotId | None, lacking: int) -> None:
+    ending = Ending.of(ranks)
+    assert (ending.newest, ending.lacking) == (newest, lacking) and not ending.objection
+
+
+def test_what_one_rank_calls_whole_all_ranks_keep() -> None:
+    """One has read a verdict more than the other; each would write over what the other keeps."""
+    behind = End(10, sealed=have(8, 7, 6, 5), protected=at(5), going=at(5))
+    ahead = End(10, sealed=have(9, 8, 7, 6), protected=at(6), going=at(6))
+    ending = Ending.of([behind, ahead])
+    assert ending.newest == at(8) and ending.keep == {at(8), at(6)}
+    assert Ending.of([ahead, behind]) == ending
+    assert ending.going == at(6) and Ending.of([behind, ahead._replace(persisted=at(6))]).going is None
+
+
+def test_any_objection_counts_and_so_do_other_iterations() -> None:
+    end = End(10, sealed=have(7))
+    assert Ending.of([end, end._replace(objection="why not")]).objection == "rank 1: why not"
+    apart = Ending.of([end, end._replace(boundary=9)])
+    assert apart.objection == "ranks have come to different iterations: 9 and 10" and apart.lacking == 10
+
+
+def described() -> Description:
+    def piece(key: str) -> Piece:
+        return Piece(Fragment.whole(key, "F32", (4,), Box((0,), (4,))), torch.zeros(4))
+
+    return Description((piece("master/w"),), (piece("buffer/mean"),))
+
+
+def test_what_was_at_the_boundary_is_kept_whatever_comes_behind_it() -> None:
+    state, drawn = described(), {"data": 3}
+    kept, (mean,) = LastBoundary(state), state.volatile
+    assert kept.objection(1)
+    mean.tensor.fill_(1.0)
+    kept.keep(1, lambda: drawn)
+    drawn["data"] = 4
+    mean.tensor.fill_(2.0)
+    assert objects.decode(kept.encoded) == {"data": 3} and not kept.objection(1)
+    (source, other) = kept.in_place_of([mean.tensor, state.stepped[0].tensor])
+    assert source.tolist() == [1.0] * 4 and other is state.stepped[0].tensor
+    assert kept.objection(2) == "of its boundary nothing is known"
+
+
+def test_stepped_state_that_is_another_by_now_is_told() -> None:
+    state = described()
+    kept = LastBoundary(state)
+    kept.keep(1, dict)
+    state.stepped[0].tensor.fill_(1.0)
+    assert kept.objection(1) == "master/w was written behind it"
+    kept.keep(2, dict)
+    assert not kept.objection(2)
+    kept.pass_by()
+    assert kept.objection(2) == "training has gone on behind it"
+
+
+def test_objects_that_cannot_be_saved_are_told_where_a_snapshot_is_taken() -> None:
+    kept = LastBoundary(described())
+    kept.keep(1, lambda: {"f": object()})
+    assert "objects could not be saved" in kept.objection(1)
+    with pytest.raises(Exception, match="object"):
+        _ = kept.encoded
+
+
+class Slots:
+    """A capture whose slots hold these snapshots."""
+
+    def __init__(self, *held: SnapshotId) -> None:
+        self.arena = SimpleNamespace(find=lambda snapshot: None)
+        self.held, self.done = held, list[str]()
+
+    def has_room(self, keep: frozenset[SnapshotId]) -> bool:
+        return not set(self.held) <= keep
+
+    def fence(self, timeout_secs: float) -> None:
+        self.done.append("fence")
+
+    def settle(self, timeout_secs: float) -> None:
+        self.done.append("settle")
+
+
+@pytest.mark.parametrize("full", [False, True], ids=["a free slot", "all are kept"])
+def test_where_all_slots_are_kept_the_target_gives_way_and_never_what_is_whole_or_protected(full: bool) -> None:
+    state, capture = RankState(Config(), protects=True), Slots(at(5), at(7), at(8), *(() if full else (at(6),)))
+    state.begin(b"l" * 16, None, 0.0)
+    state.whole = at(7)  # it has not read yet of 8, and another rank has
+    state.take_over(at(5), at(7))
+    marks, taken = [], []
+
+    def begin(take: Take) -> int:
+        taken.append(take)
+        capture.done.append("begin")
+        return 3
+
+    rank = RankEnd(
+        Config(), Events(None, 0), state, SimpleNamespace(mark=marks.append),  # type: ignore[arg-type]
+        shard=SimpleNamespace(capture=capture), kept=None, boundary=10, saved=-1, begin=begin,  # type: ignore[arg-type]
+    )  # fmt: skip
+    assert not rank.take(at(10), frozenset(have(8, 5)))
+    (take,) = taken
+    assert take.snapshot == at(10) and take.keep == frozenset(have(8, 5) if full else have(8, 7, 5))
+    assert [mark.target for mark in marks] == ([None] if full else []), "the SMP stops before its slot is written"
+    assert capture.done == ["begin", "fence", "settle"]
