@@ -59,3 +59,26 @@ show() {
     printf -v line '%q ' "$@"
     printf '%s\n' "${line% }"
 }
+
+# find_storage WORD...: sets ARENA to the flag --ftckpt-arena, and PERSISTS where the words name storage, as DeepSpeed's
+# JSON may. Reads RUNNER.
+# shellcheck disable=SC2034 # read by who called
+find_storage() {
+    ARENA=/dev/shm
+    PERSISTS=
+    [ "$RUNNER" != ftckpt.deepspeed ] || PERSISTS=1
+    while [ $# -gt 0 ]; do
+        case $1 in
+        --ftckpt-arena=*) ARENA=${1#*=} ;;
+        --ftckpt-arena) ARENA=${2:-$ARENA} ;;
+        --ftckpt-persist | --ftckpt-persist=*) PERSISTS=1 ;;
+        esac
+        shift
+    done
+}
+
+# save_command SECS: sets SAVE to what brings this node's memory to storage within SECS, where the job wants that.
+save_command() {
+    # shellcheck disable=SC2034 # read by who called
+    SAVE=("$PYTHON" -m ftckpt.commands.main save "$JOB" --at-end --arena "$ARENA" --timeout "$1")
+}

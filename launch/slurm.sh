@@ -65,23 +65,18 @@ find_allocation() {
     ((MOST_NODES <= ${#ALLOCATED[@]})) || fail "--nodes: $MOST_NODES nodes are to train, ${#ALLOCATED[@]} are allocated"
 }
 
-# find_arena: sets ARENA to the flag --ftckpt-arena, for SMPs and the cleaning at the end, UNGUARDED where the flags want
-# no SMP, and PERSISTS where they name storage, as DeepSpeed's JSON may. GUARDED holds the process that waits for the SMP of each node.
+# find_arena: sets ARENA and PERSISTS, for SMPs and the end, and UNGUARDED where the flags want no SMP. GUARDED holds the
+# process that waits for the SMP of each node.
 find_arena() {
     local index word
-    ARENA=/dev/shm
     declare -gA GUARDED=()
     UNGUARDED=
-    PERSISTS=
+    find_storage "${PROGRAM[@]}"
     [ "$RUNNER" != none ] || UNGUARDED=1
-    [ "$RUNNER" != ftckpt.deepspeed ] || PERSISTS=1
     for index in "${!PROGRAM[@]}"; do
         word=${PROGRAM[index]}
         case $word in
         --ftckpt-job | --ftckpt-job=*) fail "name the job with --job: the steps and the cleaning at the end need it too" ;;
-        --ftckpt-arena=*) ARENA=${word#*=} ;;
-        --ftckpt-arena) ARENA=${PROGRAM[index + 1]:-$ARENA} ;;
-        --ftckpt-persist | --ftckpt-persist=*) PERSISTS=1 ;;
         --ftckpt-protect=none) UNGUARDED=1 ;;
         --ftckpt-protect) [ "${PROGRAM[index + 1]:-}" != none ] || UNGUARDED=1 ;;
         esac
@@ -226,9 +221,9 @@ forget() {
 save() {
     local node
     [ -n "$PERSISTS" ] || return 0
+    save_command "$1"
     for node in "${TRAINING[@]}"; do
-        timeout "$(($1 + 15))" srun --overlap --nodes=1 --ntasks=1 --nodelist="$node" \
-            "$PYTHON" -m ftckpt.commands.main save "$JOB" --at-end --arena "$ARENA" --timeout "$1" </dev/null &
+        timeout "$(($1 + 15))" srun --overlap --nodes=1 --ntasks=1 --nodelist="$node" "${SAVE[@]}" </dev/null &
     done
     wait
 }
@@ -252,10 +247,10 @@ clean() {
 
 # stop: Slurm ends the batch script, because of scancel or the time limit.
 stop() {
-    trap '' TERM
+    trap '' TERM USR1
     say "told to stop"
     [ -z "${SRUN:-}" ] || { kill -TERM "$SRUN" && wait "$SRUN"; } 2>/dev/null || true
     clean "$SAVE_SECS"
     exit 143
 }
-trap stop TERM
+trap stop TERM USR1

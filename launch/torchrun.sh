@@ -21,6 +21,10 @@
 #   --dry-run                print what would run, and do not run it
 #
 # FTCKPT_PYTHON names the interpreter (default: python3). An option wins over its variable.
+#
+# With --ftckpt-persist: on SIGTERM, SIGINT or SIGUSR1, and when torchrun has given up, the newest whole snapshot goes to
+# storage, within FTCKPT_SAVE_SECS (90); the last line says what came there. The ranks have FTCKPT_GRACE_SECS (40) before
+# that to end: torchrun itself waits 30 s for one that does not. A second SIGINT leaves at once.
 
 set -euo pipefail
 NAME=torchrun.sh
@@ -39,6 +43,8 @@ MONITOR_INTERVAL=${FTCKPT_MONITOR_INTERVAL:-0.1}
 RDZV_CONF=${FTCKPT_RDZV_CONF:-}
 CORES=${FTCKPT_CORES:-}
 RUNNER=${FTCKPT_RUNNER:-ftckpt.megatron}
+SAVE_SECS=${FTCKPT_SAVE_SECS:-90}
+GRACE_SECS=${FTCKPT_GRACE_SECS:-40}
 EXTRA=()
 DRY_RUN=
 
@@ -72,6 +78,8 @@ whole --nodes "${NODES%:*}" 1
 whole --nodes "${NODES#*:}" "${NODES%:*}"
 [ "$NPROC" = gpu ] || whole --nproc "$NPROC" 1
 whole --restarts "$RESTARTS" 0
+whole FTCKPT_SAVE_SECS "$SAVE_SECS" 1
+whole FTCKPT_GRACE_SECS "$GRACE_SECS" 1
 [[ $MONITOR_INTERVAL =~ ^[0-9]*\.?[0-9]+$ ]] || fail "--monitor-interval: '$MONITOR_INTERVAL' is not a number of seconds"
 checked_module "$RUNNER"
 [ $# -gt 0 ] || fail "no script: $0 [options] SCRIPT [arguments] (see --help)"
@@ -110,6 +118,9 @@ fi
 [ "$RUNNER" != ftckpt.megatron ] || SETTINGS+=("CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1}")
 
 PROGRAM=("$SCRIPT" "${FLAGS[@]}" "$@")
+find_storage "${PROGRAM[@]}"
+[ -z "$PERSISTS" ] || [[ " ${PROGRAM[*]}" != *" --ftckpt-job"* ]] ||
+    fail "name the job with --job: the save at the end needs it too"
 [ "$RUNNER" = none ] || PROGRAM=(-m "$RUNNER" "${PROGRAM[@]}")
 if [ -n "$CORES" ]; then
     read -ra LISTS <<<"$CORES"
@@ -130,4 +141,38 @@ if [ -n "$DRY_RUN" ]; then
     show env "${SETTINGS[@]}" "${COMMAND[@]}"
     exit
 fi
-exec env "${SETTINGS[@]}" "${COMMAND[@]}"
+[ -n "$PERSISTS" ] || exec env "${SETTINGS[@]}" "${COMMAND[@]}"
+
+# save: what memory has comes to storage, if a rank has got so far as to have any.
+save() {
+    local code=0
+    [ -d "$ARENA/ftckpt-$JOB" ] || return 0
+    save_command "$SAVE_SECS"
+    timeout "$((SAVE_SECS + 15))" "${SAVE[@]}" </dev/null || code=$?
+    ((code != 124)) || say "the save did not come to an end within $SAVE_SECS s"
+}
+
+# stop: the container or the allocation ends, and with it the memory. Who ends it may tell this process alone, as a
+# kubelet does.
+# shellcheck disable=SC2317,SC2329 # called by the trap
+stop() {
+    local agent=${!:-} deadline=$((SECONDS + GRACE_SECS)) # of the last command in the background; none yet: empty
+    trap '' TERM USR1
+    trap 'exit 130' INT
+    say "told to stop"
+    kill -TERM "$agent" 2>/dev/null || true
+    while kill -0 "$agent" 2>/dev/null && ((SECONDS < deadline)); do sleep 0.2; done
+    kill -KILL "$agent" 2>/dev/null || true
+    save
+    exit 143
+}
+trap stop TERM INT USR1
+
+# In a process group of its own: a terminal interrupts this script, and that ends torchrun.
+set -m
+env "${SETTINGS[@]}" "${COMMAND[@]}" </dev/null &
+set +m
+code=0
+wait "$!" || code=$?
+((!code)) || save # torchrun has given up, and a container ends with it
+exit "$code"

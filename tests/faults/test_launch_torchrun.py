@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import os
+import re
+import shutil
+import signal
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.support.launching import ROOT, Launched, Standins, free_ports
+from ftckpt.persist.commit import committed
+from ftckpt.persist.storage import open_storage
+from tests.support.launching import ITERATIONS, ROOT, Launched, Standins, free_ports
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.faults, pytest.mark.timeout(600)]
 
@@ -45,6 +50,34 @@ def test_torchrun_on_two_nodes(launched: Launched) -> None:
     launched.check_went_on()
     joined = [event for rank in range(4) for event in launched.events(rank, "joined")]
     assert {event["job"] for event in joined} == {job} and {event["node"] for event in joined} == {"a", "b"}
+
+
+def test_a_pod_that_is_deleted_goes_on_from_storage_in_another_place(
+    launched: Launched, arena_root: Path, tmp_path: Path
+) -> None:
+    """The first process of the pod is told to end, no other, and its memory goes with it."""
+    (storage := tmp_path / "storage").mkdir()
+    job = f"test-{uuid.uuid4().hex[:8]}"
+    options = ["--job", job, "--nproc", "2", *launched.training, "--ftckpt-persist", str(storage)]
+    command = ["bash", str(ROOT / "launch" / "torchrun.sh"), *options]
+    pod = launched.start(command, FTCKPT_NODE="pod")
+    launched.wait_for("snapshots", lambda: launched.events(1, "snapshot")[3:])
+    os.kill(pod.pid, signal.SIGTERM)
+    assert pod.wait(120) == 143
+    reached = re.fullmatch(
+        rf"node pod: iteration (\d+) is at {storage}, after .* s", launched.output().splitlines()[-1]
+    )
+    assert reached, launched.output()
+    assert int(reached[1]) >= 3 and committed(open_storage(str(storage))) == [int(reached[1])]
+    launched.scripts.remove(pod)
+    launched.kill()  # the SMP is the last process of the pod
+    shutil.rmtree(arena_root / f"ftckpt-{job}")
+    launched.start(command, FTCKPT_NODE="another")
+    launched.finish()
+    launched.check_went_on()
+    (restored,) = [event for event in launched.events(0, "restored") if event["iteration"]]
+    assert (restored["iteration"], restored["source"]) == (int(reached[1]), "storage")
+    assert committed(open_storage(str(storage)))[0] == ITERATIONS, "the end of the job is there, too"
 
 
 @pytest.mark.slow

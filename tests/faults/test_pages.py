@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 import ftckpt
 from ftckpt.config import Config
@@ -61,7 +62,7 @@ def run(text: str, timeout_secs: float = 60) -> subprocess.CompletedProcess[str]
 
 def test_all_blocks_are_known() -> None:
     """As many of each kind as the tests below run."""
-    assert Counter(kind for kind, _ in BLOCKS) == {"bash": 12, "python": 4, "json": 1}
+    assert Counter(kind for kind, _ in BLOCKS) == {"bash": 12, "python": 4, "json": 1, "yaml": 1}
 
 
 LINK = re.compile(r"(?<!\})\]\((?!https?:|\{)([^)#\s]*)(?:#([^)\s]+))?\)")
@@ -269,6 +270,20 @@ def test_a_timeline_of_events(settings: dict[str, Any], tmp_path: Path) -> None:
 def test_demo_and_tests_are_where_the_readme_says() -> None:
     for line in block("bash", "demo.sh").splitlines():
         assert run(line.replace("bash ", "bash -n ")).returncode == 0
+
+
+def test_a_pod_has_time_for_all_that_its_first_process_does_at_its_end(tmp_path: Path) -> None:
+    spec = yaml.safe_load(block("yaml", "terminationGracePeriodSeconds"))["spec"]
+    (container,), (volume,) = spec["containers"], spec["volumes"]
+    assert container["volumeMounts"] == [{"name": volume["name"], "mountPath": Config().arena}]
+    assert volume["emptyDir"]["medium"] == "Memory"
+    (tmp_path / "train.py").touch()
+    first, script, *words = [*container["command"], *container["args"]]
+    command = [first, str(ROOT / script), "--dry-run", *words]
+    dry = subprocess.run(command, cwd=tmp_path, env=ENV, capture_output=True, text=True, check=False)
+    assert dry.returncode == 0 and "--ftckpt-persist" in dry.stdout, dry.stderr
+    limits = re.findall(r"FTCKPT_(?:GRACE|SAVE)_SECS:-(\d+)", (ROOT / script).read_text())
+    assert len(limits) == 2 and sum(map(int, limits)) + 15 <= spec["terminationGracePeriodSeconds"]
 
 
 def test_the_flags_file_lists_every_setting_with_its_default() -> None:

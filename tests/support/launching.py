@@ -33,6 +33,7 @@ here, name, argv = pathlib.Path({here!r}), os.path.basename(sys.argv[0]), sys.ar
 
 def record():
     line = {{"name": name, "argv": argv, "env": dict(os.environ), "cores": sorted(os.sched_getaffinity(0))}}
+    line["env"]["ENDED"] = str((here / "ended").exists())
     with open(here / "calls.jsonl", "ab", buffering=0) as out:
         out.write(json.dumps(line).encode() + b"\n")
 
@@ -85,6 +86,19 @@ elif name == "srun":
     sys.exit(srun())
 elif name == "python3":
     say_verdict(argv)
+    if "torch.distributed.run" in argv:
+        code = next_code()
+        if code == "hang":
+            time.sleep(60)  # until it is killed
+        if code == "slow":
+            def end(*_):
+                time.sleep(2)
+                (here / "ended").touch()
+                sys.exit(1)
+            signal.signal(signal.SIGTERM, end)
+            (here / "ready").touch()
+            time.sleep(60)
+        sys.exit(code)
 else:
     sys.exit(next_code())
 """
@@ -127,7 +141,8 @@ class Standins:
         self.dead()
 
     def codes(self, *codes: int | str) -> None:
-        """Exit codes of the next steps, then 0. ``hang`` sleeps; ``dead:n1,n2`` fails and leaves these nodes dead."""
+        """Exit codes of the next steps, then 0. ``hang`` sleeps; ``slow``, of torchrun, ends long after it was told;
+        ``dead:n1,n2`` fails and leaves these nodes dead."""
         (self.here / "codes.json").write_text(json.dumps(codes))
 
     def verdict(self, code: int, reason: str) -> None:

@@ -195,6 +195,7 @@ def test_processes_are_bound_to_their_cores(standins: Standins) -> None:
         (["--job", "a", "--runner", "a b", "S"], "--runner: 'a b' is not a module"),
         (["--job", "a", "--nproc", "3", "--cores", "0 1", "S"], "--cores: 2 lists for 3 processes"),
         (["--job", "a", "--flags", "none.flags", "S"], "--flags: none.flags is not a file"),
+        (["--job", "a", "S", "--ftckpt-persist", "/s", "--ftckpt-job", "b"], "name the job with --job"),
     ],
 )
 def test_what_is_wrong_is_said(standins: Standins, arguments: list[str], message: str) -> None:
@@ -202,6 +203,48 @@ def test_what_is_wrong_is_said(standins: Standins, arguments: list[str], message
     ran = standins.launch("torchrun.sh", *words)
     assert ran.returncode == 2 and not standins.calls("python3")
     assert ran.stderr.startswith(f"torchrun.sh: {message}") and ran.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "how", ["SIGTERM", "SIGUSR1", "SIGINT", "restarts used", "done", "nothing there", "no storage"]
+)
+def test_what_memory_has_is_saved_where_torchrun_ends(standins: Standins, how: str) -> None:
+    """Told to stop as a kubelet does it: this one process alone."""
+    arena = standins.here / "arena"
+    (arena if how == "nothing there" else arena / "ftckpt-mine" / "n").mkdir(parents=True)
+    stops = how.startswith("SIG")
+    standins.codes("hang" if stops else 0 if how == "done" else 1)
+    words = ["--job", "mine", str(standins.script), f"--ftckpt-arena={arena}"]
+    words += [] if how == "no storage" else ["--ftckpt-persist", "/checkpoints/mine"]
+    env = standins.environment(FTCKPT_SAVE_SECS="20")
+    with subprocess.Popen(standins.command("torchrun.sh", *words), env=env, stdout=subprocess.DEVNULL) as script:
+        until(lambda: standins.calls("python3"), "torchrun", secs=30)
+        if stops:
+            script.send_signal(signal.Signals[how])
+        assert script.wait(30) == (143 if stops else 0 if how == "done" else 1)
+    saves = [call.argv[call.argv.index("save") :] for call in standins.calls("python3") if "save" in call.argv]
+    expected = ["save", "mine", "--at-end", "--arena", str(arena), "--timeout", "20"]
+    assert saves == ([expected] if stops or how == "restarts used" else [])
+
+
+def test_ranks_have_ended_before_memory_is_saved(standins: Standins) -> None:
+    (standins.here / "arena" / "ftckpt-mine").mkdir(parents=True)
+    standins.codes("slow")
+    words = [
+        "--job",
+        "mine",
+        str(standins.script),
+        "--ftckpt-arena",
+        str(standins.here / "arena"),
+        "--ftckpt-persist=/x",
+    ]
+    command = standins.command("torchrun.sh", *words)
+    with subprocess.Popen(command, env=standins.environment(), stdout=subprocess.DEVNULL) as script:
+        until((standins.here / "ready").exists, "torchrun", secs=30)
+        script.send_signal(signal.SIGTERM)
+        assert script.wait(30) == 143
+    (save,) = [call for call in standins.calls("python3") if "save" in call.argv]
+    assert save.env["ENDED"] == "True"
 
 
 def test_flag_files_are_read_without_comments_and_without_expansion(standins: Standins) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import subprocess
 from collections import Counter
 from pathlib import Path
 
@@ -20,7 +21,10 @@ def test_a_mutant_applies(mutant: Mutant, tmp_path: Path) -> None:
     copy.write_text((ROOT / mutant.file).read_text())
     before = mutant.apply(tmp_path)
     assert copy.read_text() != before
-    ast.parse(copy.read_text())
+    if copy.suffix == ".sh":
+        subprocess.run(["bash", "-n", str(copy)], check=True)
+    else:
+        ast.parse(copy.read_text())
     assert mutant.why and 1 <= mutant.promise <= 8
     file, _, name = mutant.test.partition("::")
     functions = [n.name for n in ast.walk(ast.parse((ROOT / file).read_text())) if isinstance(n, ast.FunctionDef)]
