@@ -326,7 +326,8 @@ class Checkpointer:
         failure: StorageError | None = None
         if remove and self._shard is not None and self._storage.wants_last:
             failure = self._persist_last(done)
-            remove = failure is None  # it stays for the next attempt, or for 'ftckpt save'
+            # Otherwise it stays for the next attempt, or for 'ftckpt save'.
+            remove = failure is None and not self.group.lost
         elif not remove:
             self._fence()  # nothing more is trained: the last snapshot is good
             if self._state.lost:
@@ -348,7 +349,6 @@ class Checkpointer:
 
     def _persist_last(self, done: bool) -> StorageError | None:
         """What is not on storage when memory goes is lost; where that is to be an error it is returned."""
-
         assert self._shard is not None
         # Not where training goes on from another state, and nowhere before the first boundary of this attempt.
         boundary = self._boundary if done and self._protection.is_set_up else -1

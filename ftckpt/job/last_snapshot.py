@@ -124,8 +124,7 @@ class RankEnd:
         if capture.arena.find(snapshot) is not None:
             return ""  # others have failed to take it at its boundary
         try:
-            # The target can go, which is not protected yet and not the newest whole one, and what is on its way to
-            # storage, where the last one is to take its place.
+            # The target can go, which is not protected yet: what is whole stays, and what is protected.
             if capture.has_room(keep | self._state.keep):
                 keep |= self._state.keep
             else:
@@ -138,6 +137,12 @@ class RankEnd:
         secs = time.perf_counter() - begun
         self._events.emit("snapshot", iteration=snapshot.iteration, slot=slot, blocked_secs=secs)
         return ""
+
+    def agree(self, snapshot: SnapshotId) -> None:
+        """All ranks have it."""
+        self._state.whole = snapshot
+        if self._shard.capture is not None:
+            self._shard.capture.arena.control.mark_whole(snapshot)
 
     def _settle(self) -> str:
         """Wait for the copies of the last snapshot, and for those of one that was dropped."""

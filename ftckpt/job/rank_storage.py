@@ -81,6 +81,7 @@ class RankStorage:
             problems = codec.gather(self._group, rank.take(last, ending.keep), str)
             reason = next((f"rank {number}: {text}" for number, text in enumerate(problems) if text), "")
         if not reason:
+            rank.agree(last)
             return last
         before = f"iteration {ending.newest.iteration}" if ending.newest is not None else "none before it, either"
         self._events.emit(

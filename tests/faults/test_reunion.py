@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from ftckpt.persist.commit import committed
+from ftckpt.persist.storage import open_storage
 from tests.support import jobs, plain
 from tests.support.pool import run_ranks
 from tests.support.tiers import by_default
@@ -110,8 +112,13 @@ def test_ranks_that_lose_each_other_find_together_and_a_restart_has_what_came_th
     assert start <= {UNTIL - 1, UNTIL}
 
 
-def test_a_job_that_ends_while_ranks_are_lost_leaves_nothing(settings: dict[str, Any]) -> None:
-    settings = deadlines(settings, replica_check_interval=0)
+def test_a_job_that_ends_while_ranks_are_lost_leaves_nothing_but_its_last_iteration(
+    settings: dict[str, Any], tmp_path: Path
+) -> None:
+    """They meet once more, for storage and for the end."""
+    (storage := tmp_path / "storage").mkdir()
+    settings = deadlines(settings, replica_check_interval=0, persist=str(storage))
     run_ranks(train, RANKS, settings, "disconnect", "close soon")
+    assert committed(open_storage(str(storage))) == [AT + 1]
     assert jobs.events(settings, "ranks_lost") and not jobs.events(settings, "close_incomplete")
     assert not list(Path(settings["arena"]).iterdir())

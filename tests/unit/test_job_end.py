@@ -48,9 +48,9 @@ def test_what_is_missing_is_what_no_arena_lacks(ranks: list[End], newest: Snapsh
 def test_what_one_rank_calls_whole_all_ranks_keep() -> None:
     """One has read a verdict more than the other; each would write over what the other keeps."""
     behind = End(10, sealed=have(8, 7, 6, 5), protected=at(5), going=at(5))
-    ahead = End(10, sealed=have(9, 8, 7, 6), protected=at(6), going=at(6))
+    ahead = End(10, sealed=have(9, 8, 7, 6), protected=at(7), going=at(6))
     ending = Ending.of([behind, ahead])
-    assert ending.newest == at(8) and ending.keep == {at(8), at(6)}
+    assert ending.newest == at(8) and ending.keep == {at(8), at(7), at(6)}
     assert Ending.of([ahead, behind]) == ending
     assert ending.going == at(6) and Ending.of([behind, ahead._replace(persisted=at(6))]).going is None
 
