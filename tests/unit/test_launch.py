@@ -217,7 +217,9 @@ def test_what_memory_has_is_saved_where_torchrun_ends(standins: Standins, how: s
     words = ["--job", "mine", str(standins.script), f"--ftckpt-arena={arena}"]
     words += [] if how == "no storage" else ["--ftckpt-persist", "/checkpoints/mine"]
     env = standins.environment(FTCKPT_SAVE_SECS="20")
-    with subprocess.Popen(standins.command("torchrun.sh", *words), env=env, stdout=subprocess.DEVNULL) as script:
+    # A shell that begins with an ignored signal, as this test may in the background, cannot hear it.
+    command = ["env", "--default-signal=INT", *standins.command("torchrun.sh", *words)]
+    with subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL) as script:
         until(lambda: standins.calls("python3"), "torchrun", secs=30)
         if stops:
             script.send_signal(signal.Signals[how])
