@@ -261,7 +261,7 @@ def main(argv: Sequence[str]) -> int:
     tmpfs, disk = Path("/dev/shm") / name, Path(tempfile.mkdtemp(prefix=name, dir=args.disk))
     limit = None
     try:
-        limit = slow_storage.ReadLimit(name, disk, int(sizes.nfs_mb * 1e6))
+        limit = slow_storage.DiskLimit(name, disk, int(sizes.nfs_mb * 1e6))
     except OSError as error:
         print(f"nfs: not measured, no limit can be set here: {error}", file=sys.stderr)
     try:

@@ -54,24 +54,26 @@ def read_all(folder: Path) -> int:
     return nbytes
 
 
-class ReadLimit:
-    """A cgroup whose processes read at most ``bytes_per_sec`` together from the disk of ``path``, through the page
-    cache or not. Whatever reads through it is slowed alike: read(), mmap, and what the kernel reads ahead.
+class DiskLimit:
+    """A cgroup whose processes read (or write, where ``way`` says so) at most ``bytes_per_sec`` together at the disk
+    of ``path``, through the page cache or not. Whatever reads is slowed alike: read(), mmap, and what the kernel
+    reads ahead; of what is written that which these processes themselves bring to the disk.
 
     Raises:
         OSError: this process may make none, or the kernel has no such limit.
     """
 
-    def __init__(self, name: str, path: Path, bytes_per_sec: int) -> None:
+    def __init__(self, name: str, path: Path, bytes_per_sec: int, way: str = "read") -> None:
         root = _V1 if _V1.is_dir() else _V2
         self.folder = root / name
         self._root = root
         self.folder.mkdir()
         try:
             if root == _V1:
-                (self.folder / "blkio.throttle.read_bps_device").write_text(f"{_disk_of(path)} {bytes_per_sec}")
+                limit = self.folder / f"blkio.throttle.{way}_bps_device"
+                limit.write_text(f"{_disk_of(path)} {bytes_per_sec}")
             else:
-                (self.folder / "io.max").write_text(f"{_disk_of(path)} rbps={bytes_per_sec}")
+                (self.folder / "io.max").write_text(f"{_disk_of(path)} {way[0]}bps={bytes_per_sec}")
         except OSError:
             self.folder.rmdir()
             raise
@@ -83,7 +85,7 @@ class ReadLimit:
 
 @contextlib.contextmanager
 def limited(group: str) -> Iterator[None]:
-    """This process and what it starts in the ReadLimit whose folder is ``group``; '' for none."""
+    """This process and what it starts in the DiskLimit whose folder is ``group``; '' for none."""
     if not group:
         yield
         return

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from ftckpt.errors import StorageError
+from ftckpt.persist.behind import BehindWriter
 from ftckpt.persist.storage import Bytes, ObjectEntry, Storage
 
 _FRESH = ".put.new"
@@ -153,22 +154,19 @@ class FileStorage(Storage):
         fresh = path.with_name(f".{path.name}-{os.uname().nodename}-{os.getpid()}-{threading.get_ident()}{_FRESH}")
         with self._explained(path):
             descriptor = _open_fresh(fresh)
-        nbytes = 0
+        writer = BehindWriter(descriptor)
         try:
             for chunk in chunks:  # whose own errors are not those of storage
-                view = memoryview(chunk).cast("B")
-                nbytes += len(view)
                 with self._explained(path):
-                    while view:
-                        view = view[os.write(descriptor, view) :]
+                    writer.write(chunk)
             with self._explained(path):
-                os.fsync(descriptor)
+                writer.finish()
         except BaseException:
             fresh.unlink(missing_ok=True)
             raise
         finally:
             os.close(descriptor)
-        return fresh, nbytes
+        return fresh, writer.nbytes
 
     def _sync_names(self, path: Path) -> None:
         """A power cut could forget the name, and those of the directories that were made for it."""

@@ -31,6 +31,7 @@ from ftckpt.persist.shards import ShardImage, StoredShard, StoredSnapshot, conte
 from ftckpt.persist.storage import Bytes, Storage, open_storage
 from ftckpt.smp.arenas import CheckedSlot, GuardedArena, GuardedArenas
 from ftckpt.smp.export import export
+from ftckpt.smp.footprint import yield_disks
 from ftckpt.smp.work import Pace
 from ftckpt.store.pulse import FlushState
 
@@ -133,6 +134,9 @@ class Flush:
         self._thread.join(timeout_secs)
 
     def _run(self, before: Flush | None) -> None:
+        # Files are written by this thread, and so in its class; what the file system writes of its own, such as a
+        # journal, is not. Of cores it has what its process has: a thread inherits that.
+        yield_disks()
         if before is not None:
             before.join()
         try:

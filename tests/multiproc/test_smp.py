@@ -116,7 +116,9 @@ def test_it_is_nobodys_child_and_holds_nothing_of_who_started_it(site: Site, tmp
         fields = proc(pid, "stat").rpartition(")")[2].split()
         parent, group, session = (int(field) for field in fields[1:4])
         assert parent != starter.pid and starter.pid not in (group, session) and pid not in (group, session)
-        assert int(fields[16]) == min(19, os.nice(0) + NICE) and int(fields[38]) == os.SCHED_BATCH
+        for thread in Path(f"/proc/{pid}/task").iterdir():  # each inherits it from who has started it
+            of_thread = (thread / "stat").read_text().rpartition(")")[2].split()
+            assert int(of_thread[16]) == min(19, os.nice(0) + NICE) and int(of_thread[38]) == os.SCHED_BATCH
         if Path("/proc/self/autogroup").exists():
             assert proc(pid, "autogroup").split()[-1] == str(NICE)
         links = [os.readlink(entry) for entry in Path(f"/proc/{pid}/fd").iterdir() if entry.exists()]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import threading
 import time
@@ -153,6 +154,18 @@ def test_what_is_not_wanted_any_more_is_removed(job: Job, monkeypatch: pytest.Mo
     go_on.set()
     until(lambda: leftovers(job.where) == [], "gone")
     assert not job.smps[0].events.of("not_flushed")
+
+
+def test_what_it_does_at_the_disks_comes_behind_what_others_do(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    # ioprio_get(2) of a thread, which the C library has no name for; 3 is the class "idle".
+    libc, number = ctypes.CDLL(None), {"x86_64": 252, "aarch64": 31}[os.uname().machine]
+    found = list[int]()
+    pieces_before(monkeypatch, lambda flush: found.append(libc.syscall(number, 1, 0) >> 13))
+    job.start()
+    job.snapshot(0, 7)
+    job.flush(7)
+    job.settled(7)
+    assert set(found) == {3} and libc.syscall(number, 1, 0) >> 13 != 3, "its own thread alone"
 
 
 def test_a_newer_one_waits_for_the_end_of_the_one_before(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:

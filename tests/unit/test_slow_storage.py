@@ -37,7 +37,7 @@ def test_what_stays_in_memory_is_told(arena_root: Path) -> None:
 
 def test_a_limit_holds_while_a_process_is_in_it(folder: Path) -> None:
     try:
-        limit = slow_storage.ReadLimit(f"ftckpt-test-{uuid.uuid4().hex[:8]}", folder, NBYTES * 2)
+        limit = slow_storage.DiskLimit(f"ftckpt-test-{uuid.uuid4().hex[:8]}", folder, NBYTES * 2)
     except OSError as error:
         pytest.skip(f"no limit can be set here: {error}")
     try:

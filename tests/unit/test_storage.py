@@ -6,18 +6,22 @@ import errno
 import functools
 import os
 import shutil
+import subprocess
+import sys
 import threading
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from benchmarks.slow_storage import DiskLimit, cached_bytes, limited
 from ftckpt.errors import StorageError
 from ftckpt.persist import files
+from ftckpt.persist.behind import WINDOW_BYTES
 from ftckpt.persist.files import FileStorage
 from ftckpt.persist.objects import ObjectStorage
 from ftckpt.persist.storage import Storage, open_storage
@@ -28,6 +32,7 @@ from tests.support.swift import BUCKET, SwiftServer, swift
 from tests.support.tiers import by_default
 from tests.support.waiting import until
 
+SYSTEM_PATH = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
 LARGE = 70 << 20
 """Several parts of an upload."""
 
@@ -216,6 +221,84 @@ def test_a_full_disk_is_said_and_may_be_tried_again(tmp_path: Path) -> None:
             storage.write("x", [bytes(64 << 20)] * 5)
         assert not caught.value.lasting
         assert storage.read("x") == b"before" and names(storage) == {"x": 6} and len(list(small.iterdir())) == 1
+
+
+@pytest.fixture
+def slow_disk(tmp_path: Path) -> Iterator[None]:
+    """Slower than files are written, as disks are; where that cannot be had it is as it is."""
+    with ExitStack() as stack:
+        with suppress(OSError):
+            limit = DiskLimit(f"ftckpt-test-{uuid.uuid4().hex[:8]}", tmp_path, 8 * WINDOW_BYTES, "write")
+            stack.callback(limit.close)
+            stack.enter_context(limited(str(limit.folder)))
+        yield
+
+
+@pytest.mark.usefixtures("slow_disk")
+def test_a_large_file_leaves_memory_while_it_is_written(tmp_path: Path) -> None:
+    """What waits to be written makes others wait at their fsync, and what nobody reads takes room from what is."""
+    storage, window, cached = in_files(tmp_path), os.urandom(WINDOW_BYTES), list[int]()
+
+    def windows() -> Iterator[bytes]:
+        for _ in range(8):
+            yield window
+            cached.append(cached_bytes(tmp_path))
+
+    storage.write("x", windows())
+    # One that is filled, two on their way, and parts of pages that lie across.
+    assert max(cached) <= 4 * WINDOW_BYTES, cached
+    until(lambda: cached_bytes(tmp_path) == 0, "fsync has returned: nothing holds them")
+    storage.put("y", b"small")
+    assert storage.read("x") == 8 * window and cached_bytes(tmp_path) > 0
+
+
+THIN = """
+import os, subprocess, sys
+from pathlib import Path
+from ftckpt.errors import StorageError
+from ftckpt.persist.behind import WINDOW_BYTES
+from ftckpt.persist.files import FileStorage
+
+def run(*words):
+    if subprocess.run(words).returncode:
+        sys.exit(77)
+
+below, disk = Path(sys.argv[1], "below"), Path(sys.argv[1], "disk")
+below.mkdir(), disk.mkdir()
+run("mount", "-t", "tmpfs", "-o", "size=96m", "tmpfs", below)
+run("truncate", "-s", "256M", below / "image")
+run("mkfs.ext4", "-q", "-O", "^has_journal", below / "image")
+run("mount", "-o", "loop", below / "image", disk)
+room = os.statvfs(below)
+filler = below / "filler"
+filler.write_bytes(bytes(room.f_bavail * room.f_frsize - WINDOW_BYTES * 3 // 2))
+
+def windows():
+    for number in range(8):
+        if number == 5:
+            filler.unlink()  # what is written from here on comes there
+        yield os.urandom(WINDOW_BYTES)
+
+storage = FileStorage(str(disk))
+try:
+    storage.write("x", windows())
+except StorageError as error:
+    assert not error.lasting, error
+    assert storage.size("x") is None
+    print("told")
+"""
+
+
+def test_what_a_disk_has_lost_meanwhile_is_an_error(tmp_path: Path) -> None:
+    """A disk behind which there is no room for a while: it takes bytes, and says later that they are lost."""
+    # In mounts of its own, which end with it, whatever happens.
+    command = ["unshare", "-m", sys.executable, "-c", THIN, str(tmp_path)]
+    done = subprocess.run(
+        command, check=False, capture_output=True, text=True, env={**os.environ, "PATH": SYSTEM_PATH}, timeout=60
+    )
+    if done.returncode == 77 or os.geteuid():
+        pytest.skip(f"takes root, mkfs.ext4 and loop devices: {done.stderr.strip()}")
+    assert done.stdout == "told\n", done.stderr
 
 
 def test_what_was_unmounted_is_not_written_below(tmp_path: Path) -> None:
