@@ -1,7 +1,8 @@
 """One snapshot on its way to storage: this node's shards, and, on one node, the commit of all nodes' parts.
 
-A thread of its own, as storage may be slow, or away for an hour. It takes a piece at a time, behind whatever ranks
-of the node copy and reduce, and at most as many bytes a second as it may. What it reads is proven piece by piece;
+A thread of its own, as storage may be slow, or away for an hour, and one more for each file but one that it writes at
+a time. They take a piece at a time, behind whatever ranks of the node copy and reduce, and together at most as many
+bytes a second as they may. What it reads is proven piece by piece;
 nothing counts before all nodes are done and one object says so.
 """
 
@@ -9,8 +10,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -41,6 +42,9 @@ _MOST_POLL_SECS = 2.0
 _AGAIN_SECS = 1.0
 _MOST_AGAIN_SECS = 60.0
 """Between attempts while storage fails, each pause twice the one before it."""
+_FILES = 2
+"""Written at a time: what storage gives one file is often less than what it gives a node
+(``benchmarks/flush_streams.py``). Each takes memory and a core: compressed, to an object store, 350 MiB."""
 _LOST = (ArenaError, ValueError)
 """What reading memory raises that was unmapped meanwhile."""
 
@@ -115,7 +119,9 @@ class Flush:
         self._arenas = arenas
         self._pace = pace
         self._events = events
-        self._halted = threading.Event()
+        self._stopped = False
+        self._over = threading.Event()
+        """Nothing more is to be done: it was stopped, or one of its files has failed."""
         self._written: dict[str, StoredShard] = {}
         self._thread = threading.Thread(target=self._run, args=(before,), name="smp-flush", daemon=True)
         self._thread.start()
@@ -123,19 +129,20 @@ class Flush:
     @property
     def halted(self) -> bool:
         """Whether it was stopped."""
-        return self._halted.is_set()
+        return self._stopped
 
     def stop(self) -> None:
         """Leave it. What this node was writing is removed; once it is done, the rest is no more its own."""
-        self._halted.set()
+        self._stopped = True
+        self._over.set()
 
     def join(self, timeout_secs: float | None = None) -> None:
         """Wait for the end of one that was stopped."""
         self._thread.join(timeout_secs)
 
     def _run(self, before: Flush | None) -> None:
-        # Files are written by this thread, and so in its class; what the file system writes of its own, such as a
-        # journal, is not. Of cores it has what its process has: a thread inherits that.
+        # Files are written by this thread and those that it starts, and so in its class; what the file system writes
+        # of its own, such as a journal, is not. Of cores they have what the process has: a thread inherits that.
         yield_disks()
         if before is not None:
             before.join()
@@ -191,8 +198,7 @@ class Flush:
             with ExitStack() as leases:
                 for arena, checked in slots:
                     leases.enter_context(arena.lease(checked.slot))
-                for arena, checked in slots:
-                    self._written[arena.shard] = self._patiently(partial(self._put, pending, arena, checked))
+                self._put_all(pending, slots)
         except BaseException:
             # Only before this node has said that it is done: the commit, elsewhere, may count on its files.
             if promised is None:
@@ -211,6 +217,29 @@ class Flush:
             if self._arenas.complete and len(ready) == len(slots):
                 return ready
             self._pause(_POLL_SECS)
+
+    def _put_all(self, pending: PendingCheckpoint, slots: Sequence[tuple[GuardedArena, CheckedSlot]]) -> None:
+        """A few at a time. At the first that fails the others are left; all threads have ended when it returns."""
+        left, errors, threads = iter(slots), list[BaseException](), list[threading.Thread]()
+
+        def work() -> None:
+            try:
+                for arena, checked in left:  # each is given to one thread
+                    self._written[arena.shard] = self._patiently(partial(self._put, pending, arena, checked))
+            except BaseException as error:  # noqa: BLE001 - raised again below
+                errors.append(error)
+                self._over.set()
+
+        for _ in slots[1:_FILES]:
+            thread = threading.Thread(target=work, name="smp-flush-file", daemon=True)
+            with suppress(RuntimeError):  # no memory for one more: the others do all
+                thread.start()
+                threads.append(thread)
+        work()
+        for thread in threads:
+            thread.join()
+        if errors:
+            raise errors[0]
 
     def _put(self, pending: PendingCheckpoint, arena: GuardedArena, checked: CheckedSlot) -> StoredShard:
         slot, record = arena.mapped.image, checked.record
@@ -241,7 +270,7 @@ class Flush:
             for wait_secs in self._before(len(piece)):
                 self._pause(wait_secs)
             arena.renew(slot)
-            if self._halted.is_set():
+            if self._over.is_set():
                 raise _Halted
             yield piece
 
@@ -367,7 +396,7 @@ class Flush:
             pause_secs = min(2 * pause_secs, _MOST_AGAIN_SECS)
 
     def _pause(self, secs: float) -> None:
-        if self._halted.wait(secs):
+        if self._over.wait(secs):
             raise _Halted
 
     def _tell(self, problem: str) -> None:

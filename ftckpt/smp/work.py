@@ -178,15 +178,15 @@ class Courtesy:
         self._saved = max(-self._most_secs, self._saved - (self._since - begun))
 
 
-class _Senders(threading.local):
-    """A courtesy for each thread that sends: what one of them waits is no work of another."""
+class _Courtesies(threading.local):
+    """One for each thread: what one of them waits is no work of another."""
 
-    def __init__(self, busy: Callable[[], bool], clock: Callable[[], float]) -> None:
-        self.courtesy = Courtesy(busy, clock, NETWORK_MOST_SECS)
+    def __init__(self, busy: Callable[[], bool], clock: Callable[[], float], most_secs: float) -> None:
+        self.own = Courtesy(busy, clock, most_secs)
 
 
 class Pace:
-    """What to do before each piece of work.
+    """What to do before each piece of work, in any thread: limits are of all threads together.
 
     Args:
         copying: whether ranks of the node copy state now.
@@ -206,29 +206,29 @@ class Pace:
         self.read = Bucket(smp_gbps * 1e9, clock)
         self.received = Bucket(network_gbps * 1e9, clock)
         self._sent = Bucket(network_gbps * 1e9, clock)
-        self._copying = Courtesy(copying, clock)
-        self._network = Courtesy(network, clock, NETWORK_MOST_SECS)
-        self._senders = _Senders(network, clock)
+        self._copying = _Courtesies(copying, clock, MOST_SECS)
+        self._network = _Courtesies(network, clock, NETWORK_MOST_SECS)
+        self._senders = _Courtesies(network, clock, NETWORK_MOST_SECS)
 
     def memory(self, nbytes: int) -> Iterator[float]:
         """Before ``nbytes`` of memory are read."""
         yield from _paid(self.read)
         self.read.charge(nbytes)
-        yield from self._copying.wait()
+        yield from self._copying.own.wait()
 
     def receive(self) -> Iterator[float]:
         """Before something is requested over the network; what comes is charged to ``received`` when it is there."""
         yield from _paid(self.received)
-        yield from self._network.wait()
+        yield from self._network.own.wait()
 
     def send(self, nbytes: int) -> Generator[float, None, bool]:
-        """Before ``nbytes`` are sent, from any thread; False: not now, others have the next half second."""
+        """Before ``nbytes`` are sent; False: not now, others have the next half second."""
         wait_secs = self._sent.reserve(nbytes, MOST_SECS)
         if wait_secs is None:
             return False
         if wait_secs > 0:
             yield wait_secs
-        yield from self._senders.courtesy.wait()
+        yield from self._senders.own.wait()
         return True
 
 

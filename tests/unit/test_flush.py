@@ -137,9 +137,11 @@ def pieces_before(monkeypatch: pytest.MonkeyPatch, action: Callable[[Any], None]
 
 
 def test_what_is_not_wanted_any_more_is_removed(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    reached, go_on = threading.Event(), threading.Event()
+    reached, go_on, first = threading.Event(), threading.Event(), dict[str, int]()
 
     def stand(flush: Flush) -> None:
+        if first.setdefault("thread", threading.get_ident()) != threading.get_ident():
+            until(lambda: flush._written)
         if flush._written:  # one of the two shards is there
             reached.set()
             go_on.wait(20)
@@ -166,6 +168,42 @@ def test_what_it_does_at_the_disks_comes_behind_what_others_do(job: Job, monkeyp
     job.flush(7)
     job.settled(7)
     assert set(found) == {3} and libc.syscall(number, 1, 0) >> 13 != 3, "its own thread alone"
+
+
+def test_files_of_a_node_are_written_at_once_and_left_at_once(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bytes of one are bad while the other waits its turn, as it may for long."""
+    job.snapshot(0, 7)
+    good, bad = job.nodes[0].arenas
+    shards, both = threading.local(), threading.Barrier(2)
+    put, before = Flush._put, Flush._before
+
+    def named(self: Flush, pending: Any, arena: Any, checked: Any) -> Any:
+        shards.own = arena.shard
+        return put(self, pending, arena, checked)
+
+    def meet(self: Flush, nbytes: int) -> Iterator[float]:
+        if self._orders.node == "a" and self.snapshot.iteration == 7:
+            if not hasattr(shards, "has_met"):
+                both.wait(20)  # raises where one file comes behind the other
+                shards.has_met = True
+            if shards.own == good.manifest.shard:
+                yield 3600.0
+        yield from before(self, nbytes)
+
+    monkeypatch.setattr(Flush, "_put", named)
+    monkeypatch.setattr(Flush, "_before", meet)
+    job.start()
+    until(lambda: all(node.checked(7) for node in job.nodes))
+    flip(bad, 0, bad.image.chunks[0].begin)
+    job.flush(7)
+    until(lambda: job.smps[0].events.of("not_flushed"))
+    (told,) = job.smps[0].events.of("not_flushed")
+    assert "is not what it was when its checksum was taken" in told["reason"]
+    assert job.smps[0].duties.flushing[1] == FlushState.CANNOT, "it is told, and not as one that was stopped"
+    assert not [name for name in leftovers(job.where) if good.manifest.shard in name or bad.manifest.shard in name]
+    job.snapshot(1, 8)
+    job.flush(8)
+    job.settled(8)
 
 
 def test_a_newer_one_waits_for_the_end_of_the_one_before(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
