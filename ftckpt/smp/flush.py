@@ -2,8 +2,8 @@
 
 A thread of its own, as storage may be slow, or away for an hour, and one more for each file but one that it writes at
 a time. They take a piece at a time, behind whatever ranks of the node copy and reduce, and together at most as many
-bytes a second as they may. What it reads is proven piece by piece;
-nothing counts before all nodes are done and one object says so.
+bytes a second as they may. What they read is proven piece by piece; nothing counts before all nodes are done and one
+object says so.
 """
 
 from __future__ import annotations
