@@ -103,7 +103,7 @@ class SwiftServer:
 
     def __init__(self, folder: Path, conditional: bool = False) -> None:
         self._folder, self._conditional = folder, conditional
-        self._ports = _free_ports(len(_KINDS) + 2)
+        self._ports = free_ports(len(_KINDS) + 2)
         self._processes: list[subprocess.Popen[bytes]] = []
         self._set_up()
 
@@ -173,22 +173,21 @@ def swift(folder: Path, conditional: bool = False) -> Iterator[SwiftServer]:
     with ExitStack() as stack:
         stack.callback(server.crash)
         server.start()
-        make_bucket(server)
+        make_bucket(server.url, USER, SECRET)
         yield server
 
 
-def make_bucket(server: SwiftServer) -> None:
-    """By Swift's own interface, which S3's clients do not need to know."""
-    auth = urllib.request.Request(
-        f"{server.url}/auth/v1.0", headers={"X-Storage-User": USER, "X-Storage-Pass": SECRET}
-    )
+def make_bucket(url: str, user: str, secret: str) -> None:
+    """By Swift's own interface: obstore makes none."""
+    auth = urllib.request.Request(f"{url}/auth/v1.0", headers={"X-Auth-User": user, "X-Auth-Key": secret})
     with urllib.request.urlopen(auth, timeout=10) as answer:
         place, token = answer.headers["X-Storage-Url"], answer.headers["X-Auth-Token"]
     make = urllib.request.Request(f"{place}/{BUCKET}", method="PUT", headers={"X-Auth-Token": token})
     urllib.request.urlopen(make, timeout=10).close()
 
 
-def _free_ports(count: int) -> list[int]:
+def free_ports(count: int) -> list[int]:
+    """Of the loopback, that nobody listens at now."""
     with ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
         for each in sockets:

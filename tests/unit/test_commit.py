@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
 import pytest
@@ -16,8 +16,10 @@ from ftckpt.persist.files import FileStorage
 from ftckpt.persist.objects import ObjectStorage
 from ftckpt.persist.retention import remove
 from ftckpt.persist.storage import Storage
+from tests.support.buckets import SERVERS, Server, in_bucket, servers
 from tests.support.errors import raises
 from tests.support.killing import killed_at
+from tests.support.tiers import by_default
 
 OLD, NEW = bytes([10] * 16), bytes([11] * 16)
 NODES = ("n0", "n1")
@@ -31,8 +33,19 @@ class Unconditional(ObjectStorage):
         return True
 
 
-@pytest.fixture(params=["files", "memory", "unconditional"])
-def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Storage:
+@pytest.fixture(scope="module")
+def server_that(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Server]]:
+    with servers(tmp_path_factory) as start:
+        yield start
+
+
+PLAIN = ["files", "memory", "unconditional"]
+
+
+@pytest.fixture(params=by_default([*PLAIN, *SERVERS], PLAIN))
+def storage(request: pytest.FixtureRequest, tmp_path: Path, server_that: Callable[[str], Server]) -> Storage:
+    if request.param in SERVERS:
+        return in_bucket(server_that(request.param))
     (tmp_path / "storage").mkdir()
     kinds = {"files": FileStorage, "memory": ObjectStorage, "unconditional": Unconditional}
     return kinds[request.param](str(tmp_path / "storage") if request.param == "files" else "memory:///")
