@@ -124,6 +124,7 @@ class RankEnd:
         if capture.arena.find(snapshot) is not None:
             return ""  # others have failed to take it at its boundary
         try:
+            self._shard.complete(keep | self._state.keep)  # a short job may end before all slots have their memory
             # The target can go, which is not protected yet: what is whole stays, and what is protected.
             if capture.has_room(keep | self._state.keep):
                 keep |= self._state.keep
