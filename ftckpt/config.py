@@ -36,8 +36,8 @@ CODES = ("xor", "rs", "mirror")
 PERSIST_FORMATS = ("snapshot", "universal", "megatron-dist", "deepspeed-universal")
 """What lies on storage: the first as it was in memory, the others as ``ftckpt convert --to`` names them."""
 
-MEGATRON = "megatron"
-"""``persist`` so: in the place of Megatron's own saving; ``megatron:DIR`` once that is known."""
+MEGATRON, DEEPSPEED = "megatron", "deepspeed"
+"""``persist`` so: in place of its own saving; ``deepspeed:DIR``, ``megatron:DIR`` once that is known."""
 
 
 def is_name(text: str) -> bool:
@@ -94,7 +94,8 @@ class Config:
         "",
         "where snapshots go in the background: a directory that all nodes share (an absolute path), or s3://, gs:// "
         "or az:// with bucket and folder; or megatron: to --save each --save-interval iterations, in the place of "
-        "Megatron's own saving; default: nowhere",
+        "Megatron's own saving; or deepspeed:DIR: what save_checkpoint(DIR) is called for, in its place; default: "
+        "nowhere",
     )
     persist_format: str = _setting(
         "snapshot",
@@ -244,7 +245,8 @@ class Config:
         if not os.path.isabs(self.arena):
             raise ConfigError(f"arena: {self.arena!r} is not an absolute path; name a directory on a tmpfs")
         _check_persist(self.persist, self.persist_format)
-
+        if program_of(self.persist) == DEEPSPEED:
+            _check_follows_script(self)
         if self.persist_compress == "zstd" and importlib.util.find_spec("zstandard") is None:
             raise ConfigError(
                 "persist_compress: zstd needs zstandard, which is not installed: pip install 'ftckpt[storage]'"
@@ -367,14 +369,24 @@ def check_protect(protect: str) -> tuple[str, ...]:
     return () if modes == ("none",) else modes
 
 
+def program_of(persist: str) -> str:
+    """In whose place ``persist`` says to save: ``MEGATRON``, ``DEEPSPEED``, or nobody's."""
+    name = persist.partition(":")[0]
+    return name if name in (MEGATRON, DEEPSPEED) else ""
+
+
 def taken_over(persist: str) -> str:
-    """The directory of Megatron's own checkpoints that ``persist`` names; empty where it names another place."""
-    name, _, directory = persist.partition(":")
-    return directory if name == MEGATRON else ""
+    """The directory of another program's checkpoints that ``persist`` names; empty where it names another place."""
+    return persist.partition(":")[2] if program_of(persist) else ""
 
 
 def _check_persist(persist: str, persist_format: str) -> None:
-    directory, is_url = taken_over(persist) or persist, "://" in persist
+    program, directory, is_url = program_of(persist), taken_over(persist) or persist, "://" in persist
+    if program == DEEPSPEED and (is_url or not taken_over(persist)):
+        raise ConfigError(
+            f"persist: {persist!r} names no directory: write deepspeed:DIR with the absolute path of the one that "
+            "the script gives to save_checkpoint"
+        )
     # The process that writes there has another working directory than the script.
     if persist and persist != MEGATRON and not is_url and not os.path.isabs(directory):
         raise ConfigError(f"persist: {directory!r} is neither an absolute path nor a URL such as s3://bucket/a")
@@ -389,8 +401,22 @@ def _check_persist(persist: str, persist_format: str) -> None:
         )
     if persist != directory or persist == MEGATRON:
         raise ConfigError(
-            f"persist_format: {persist_format} beside persist megatron, which writes what Megatron does"
+            f"persist_format: {persist_format} beside persist {program}, which writes what {program} itself does"
         )
+
+
+def _check_follows_script(config: Config) -> None:
+    """What says otherwise than the script when something is saved is refused."""
+    for wrong, text in (
+        (config.persist_interval != Config.persist_interval, "save_checkpoint says when: no persist_interval"),
+        (
+            config.interval == "auto",
+            "interval auto takes snapshots of other iterations than save_checkpoint is called at",
+        ),
+        (config.persist_at_end == "off", "persist_at_end off would lose what is on its way when the job ends"),
+    ):
+        if wrong:
+            raise ConfigError(f"persist: deepspeed: {text}")
 
 
 def check_mtbf(mtbf: str) -> dict[str, float]:

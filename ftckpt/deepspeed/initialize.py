@@ -23,6 +23,7 @@ door = doors.Door()
 objects: dict[str, Any] = {}
 """The script's own, by name."""
 _runner = False
+_at_end: Callable[[], None] | None = None
 
 
 class _ImportWatch(importlib.abc.MetaPathFinder):
@@ -84,13 +85,22 @@ def leave() -> None:
     _end(remove=False)
 
 
+def at_end(function: Callable[[], None] | None) -> None:
+    """What is to be called when training has ended well, behind all else: for the engine that is followed now."""
+    global _at_end
+    _at_end = function
+
+
 def _end(remove: bool) -> None:
-    checkpointer = door.checkpointer
+    checkpointer, last = door.checkpointer, _at_end
+    at_end(None)
     if checkpointer is not None:
         try:
             door.leave()
         finally:
             checkpointer.close(remove=remove)
+        if remove and last is not None:
+            last()
 
 
 def remove() -> None:

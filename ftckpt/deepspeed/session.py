@@ -10,8 +10,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ftckpt.config import Config
-from ftckpt.deepspeed import initialize, optimizers, support
+from ftckpt.config import DEEPSPEED, Config, program_of
+from ftckpt.deepspeed import initialize, optimizers, saves, support
 from ftckpt.deepspeed.data import DataPosition, EpochBegins
 from ftckpt.deepspeed.geometry import coordinates, layout_sizes
 from ftckpt.deepspeed.hooks import EngineHooks, check_optimizer
@@ -67,7 +67,9 @@ class EngineSession:
         self._engine = engine
         self._objects = dict(objects)
         self._begins = begins
-        self._start = doors.start(config, lambda: _place(engine))
+        if program_of(config.persist) == DEEPSPEED:
+            saves.prepare(config)
+        self._start = doors.start(config, lambda: _place(engine), saves_of=DEEPSPEED)
         # Taken before anything is restored: see ``_forget_restored``.
         self._fresh = {name: copy.deepcopy(value.state_dict()) for name, value in self._objects.items()}
         self._fresh_scheduler = copy.deepcopy(schedulers.save(engine.lr_scheduler))
@@ -81,7 +83,9 @@ class EngineSession:
             door.leave()  # a refusal leaves the engine as it was
             raise
         self._hooks = EngineHooks(door.hooks, engine, checkpointer, self._begin_batch)
+        self.saves = saves.Saves(self._hooks, self._start.config) if program_of(config.persist) else None
         self._follow()
+        initialize.at_end(self.saves.end if self.saves is not None else None)
         door.checkpointer = checkpointer  # last: an engine that cannot be followed must not count as one that is
         if not self._data.is_known:
             checkpointer.events.announce(
@@ -130,6 +134,8 @@ class EngineSession:
             self._hooks.follow_micro_batches()
         door.hooks.wrap(self._engine, "load_checkpoint", self._load_checkpoint)
         door.hooks.wrap(self._engine, "destroy", self._destroy)
+        if self.saves is not None:
+            door.hooks.wrap(self._engine, "save_checkpoint", self.saves.save)
         door.hooks.wrap(self._engine, "compile", _refuse_compile)
 
     def _load_checkpoint(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

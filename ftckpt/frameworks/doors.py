@@ -15,7 +15,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from ftckpt.config import Config
+from ftckpt.config import Config, program_of
 from ftckpt.errors import ConfigError
 from ftckpt.frameworks.launcher import code_if_over, follow_uncaught, job_name, log_to_stderr, node_name
 from ftckpt.store.outcome import LauncherRun, launcher_run
@@ -154,21 +154,26 @@ class Start:
         return Checkpointer(self.config, state, self.topology, group=self.group, run=self.run)
 
 
-def start(config: Config, place: Callable[[], tuple[Mapping[str, int], Mapping[str, Any]]]) -> Start:
+def start(
+    config: Config, place: Callable[[], tuple[Mapping[str, int], Mapping[str, Any]]], saves_of: str = ""
+) -> Start:
     """Name the job and the node, and gather where every rank stands. Collective; torch.distributed is initialised.
 
     Args:
         config: ``job`` and ``node`` need not be given.
         place: gives this rank's coordinates and the sizes of the layout; refuses what the framework cannot do.
+        saves_of: the program in whose place ``persist`` may save.
 
     Raises:
-        ConfigError: a name is none, or no job name can be found; ranks have different ones; two ranks claim the same
-            coordinates.
+        ConfigError: ``persist`` is in the place of another program; a name is none, or no job name can be found; ranks
+            have different ones; two ranks claim the same coordinates.
         FtckptError: what ``place`` raises on any rank, on all.
         SystemExit: an earlier attempt of this launcher run ended the job.
     """
     if not logging.getLogger("ftckpt").hasHandlers():
         log_to_stderr()  # a script that has not configured logging would be told nothing
+    if (program := program_of(config.persist)) not in ("", saves_of):
+        raise ConfigError(f"persist: {program} does not train here, and saves nothing: name a directory or a URL")
     config = replace(config, job=job_name(config.job, os.environ), node=node_name(config.node, os.environ))
     from ftckpt.job.compile_locks import release_orphans
 

@@ -130,6 +130,15 @@ class Checkpointer:
         """The snapshot that is on its way to storage; None where none is."""
         return self._state.flushes.current
 
+    def bring(self, iteration: int) -> None:
+        """The snapshot of ``iteration``, which is under way, is to go to storage. All ranks call it, or none."""
+        self._state.flushes.ask(iteration)
+
+    @property
+    def lineage(self) -> bytes:
+        """Of the snapshots that are taken now."""
+        return self._state.lineage
+
     @property
     def arena(self) -> Arena | None:
         """Where this rank's snapshots lie; None before ``restore``, and where no arena could be had."""

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from ftckpt.config import Config
+from ftckpt.config import DEEPSPEED, Config, program_of
 from ftckpt.job.actions import Announcement
 from ftckpt.job.agreement import Coverage, Verdict
 from ftckpt.model.snapshot import SnapshotId
@@ -94,6 +94,8 @@ class Flushes:
         """As configured; ``mtbf_secs`` see above."""
         if not config.persist:
             return cls(0)
+        if program_of(config.persist) == DEEPSPEED:  # its script asks for each
+            return cls(_MOST, config.persist_timeout_secs)
         tunes = config.persist_interval == "auto"
         interval = _UNMEASURED if config.persist_interval == "auto" else config.persist_interval
         return cls(interval, config.persist_timeout_secs, tunes, mtbf_secs)
@@ -102,6 +104,10 @@ class Flushes:
         """Storage has a snapshot of that iteration already, -1 for none."""
         if self.interval and not self.tunes:
             self.due = self._behind(max(0, on_storage))
+
+    def ask(self, iteration: int) -> None:
+        """The snapshot of ``iteration`` is to go there, whatever the interval says."""
+        self.due = iteration
 
     def resume(self, iteration: int) -> None:
         """Training goes on behind ``iteration``, -1 for the beginning."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ftckpt.config import Config
+from ftckpt.config import MEGATRON, Config
 from ftckpt.errors import LayoutError
 from ftckpt.frameworks import doors
 from ftckpt.frameworks.launcher import log_once, world_size
@@ -106,7 +106,11 @@ def attach(
     from ftckpt.megatron.state import MegatronState
 
     hooks.install()
-    start = doors.start(config, lambda: (geometry.coordinates(), geometry.layout_sizes(is_distributed(optimizer))))
+    start = doors.start(
+        config,
+        lambda: (geometry.coordinates(), geometry.layout_sizes(is_distributed(optimizer))),
+        saves_of=MEGATRON,
+    )
     if config.layouts:
         _check_layout(start.topology.layout)
     state = start.build(lambda: MegatronState(model, optimizer, scheduler, objects or {}))

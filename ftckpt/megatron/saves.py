@@ -17,11 +17,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from ftckpt.config import MEGATRON, Config
 from ftckpt.errors import ConfigError, UnsupportedError
 from ftckpt.job.checkpointer import Checkpointer
+from ftckpt.job.takeover import Takeover
 from ftckpt.megatron import door
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -76,25 +75,24 @@ class Saves:
         self._tracker = Path(args.save, TRACKER)
         self._is_boundary = False  # saves elsewhere in the loop are for other reasons
         self._left: Callable[[], Any] | None = None  # the last save that was left out
-        self._left_iteration = -1
+        self._takeover = Takeover("cuda", self._has_come)
 
     def write(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Around what Megatron writes by itself, for whatever reason."""
         result = original(*args, **kwargs)
         iteration, lasts = _read(original, args, kwargs)
         if lasts:
-            self._checkpointer.saved, self._left, self._left_iteration = iteration, None, -1
+            self._left = None
+            self._takeover.saved(self._checkpointer, iteration)
         return result
 
     def save(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Before each save of the train loop, at the same iteration on all ranks."""
         iteration, lasts = _read(original, args, kwargs)
-        if self._is_boundary and lasts and iteration % self._every == 0:
-            reason = self._objection(iteration)
-            if not reason:
-                self._left, self._left_iteration = partial(original, *args, **kwargs), iteration
-                return None
-            self._checkpointer.events.emit("not_taken_over", iteration=iteration, reason=reason)
+        is_due = self._is_boundary and lasts and iteration % self._every == 0
+        if is_due and self._takeover.leaves(self._checkpointer, iteration):
+            self._left = partial(original, *args, **kwargs)
+            return None
         return original(*args, **kwargs)
 
     def decide(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -120,24 +118,14 @@ class Saves:
         if left is not None:
             left()
 
-    def _objection(self, iteration: int) -> str:
-        """Why Megatron must save by itself; empty where it need not. Collective."""
-        checkpointer, reason = self._checkpointer, ""
-        if checkpointer.off or checkpointer.begun != iteration:
-            reason = "a rank takes no snapshot of it"
-        elif torch.distributed.get_rank() == 0 and checkpointer.persisting is None and not self._has_come():
-            reason = f"what was to be there of iteration {self._left_iteration} is not"
-        # Of Megatron, not of ftckpt, whose ranks may have lost each other: one that fails here fails in any save.
-        objects = torch.tensor([bool(reason)], dtype=torch.int, device="cuda")
-        torch.distributed.all_reduce(objects, op=torch.distributed.ReduceOp.MAX)
-        return reason or ("another rank objects" if objects.item() else "")
-
-    def _has_come(self) -> bool:
-        """Whether the save that was left out before is what a job would load, or a newer one."""
+    def _has_come(self, iteration: int) -> bool:
+        """Whether the save that was left at ``iteration`` is what a job would load, or a newer one; or may yet be."""
+        if self._checkpointer.persisting is not None:
+            return True
         try:
-            return self._left_iteration <= int(self._tracker.read_text())
+            return iteration <= int(self._tracker.read_text())
         except (OSError, ValueError):
-            return self._left_iteration < 0
+            return False
 
 
 def _read(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[int, bool]:

@@ -19,7 +19,7 @@ from ftckpt.errors import StorageError
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.persist.commit import OWNER_NAME, folder_of
 from ftckpt.persist.files import FileStorage, sync_directory
-from ftckpt.persist.place import ExportPlace
+from ftckpt.persist.place import OUTLINED, ExportPlace
 
 MARK_NAME = "ftckpt.json"
 """In each export: its snapshot."""
@@ -40,6 +40,7 @@ _FORMS = {
     "universal": _Form("latest", False, "iter_{:07d}\n"),
     "megatron-dist": _Form("latest_checkpointed_iteration.txt", True, "{}"),
     "deepspeed-universal": _Form("latest_universal", True, "global_step{}"),
+    OUTLINED: _Form("latest", True, ""),
 }
 
 
@@ -65,13 +66,17 @@ class Exports:
     @property
     def umask(self) -> int:
         """For what is written: it is as open to others as the directory that it comes to, whatever an SMP writes."""
-        with _explained(self._root):
+        with explained(self._root):
             return 0o777 & ~self._root.stat().st_mode
+
+    def options(self, snapshot: SnapshotId) -> list[str]:
+        """What ``ftckpt convert`` must be told beside source, destination and format."""
+        return []
 
     def find(self) -> dict[SnapshotId, Path]:
         """All that are there."""
         found = {}
-        with _explained(self._root):
+        with explained(self._root):
             for mark in self._root.glob(f"*/{MARK_NAME}"):
                 with suppress(KeyError, TypeError, ValueError):  # of another program, then
                     found[SnapshotId.parse(json.loads(mark.read_bytes())["snapshot"])] = mark.parent
@@ -90,7 +95,7 @@ class Exports:
         """An export of ``snapshot`` to be made. What of it is not published goes at the end, and what others have
         left that were killed, at once."""
         own = self._work / f"{folder_of(snapshot.iteration)}-{snapshot.lineage.hex()}"
-        with _explained(self._root):
+        with explained(self._root):
             shutil.rmtree(self._work, ignore_errors=True)
             for left in self._root.glob(f".{self._form.pointer}-*"):
                 left.unlink()
@@ -108,7 +113,7 @@ class Exports:
             StorageError: what has its name is of another program.
         """
         iteration, path = made.snapshot.iteration, made.path
-        with _explained(path):
+        with explained(path):
             if self._form.is_inside:
                 (path,) = [entry for entry in path.iterdir() if entry.is_dir()]
             FileStorage(str(path)).put(MARK_NAME, json.dumps({"snapshot": str(made.snapshot)}).encode())
@@ -126,7 +131,7 @@ class Exports:
         if self._place.is_theirs:
             return []
         gone = {snapshot: path for snapshot, path in self.find().items() if snapshot.iteration not in iterations}
-        with _explained(self._root):
+        with explained(self._root):
             for snapshot, path in gone.items():
                 self._point_away_from(snapshot.iteration)
                 aside = self._work / f"removed-{path.name}"
@@ -183,7 +188,8 @@ class Exports:
 
 
 @contextmanager
-def _explained(path: Path) -> Iterator[None]:
+def explained(path: Path) -> Iterator[None]:
+    """Errors of the system as StorageErrors."""
     try:
         yield
     except OSError as error:

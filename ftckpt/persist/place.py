@@ -9,13 +9,17 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NamedTuple
 
-from ftckpt.config import PERSIST_FORMATS, taken_over
+from ftckpt.config import DEEPSPEED, MEGATRON, PERSIST_FORMATS, program_of, taken_over
 from ftckpt.errors import StorageError
 from ftckpt.persist.commit import OWNER_NAME
 from ftckpt.persist.files import FileStorage
 
 SNAPSHOT = PERSIST_FORMATS[0]
 FOLDER = "ftckpt"
+OUTLINED = "deepspeed"
+"""A format of which DeepSpeed has outlined the files."""
+THEIR_FORMS = {MEGATRON: "megatron-dist", DEEPSPEED: OUTLINED}
+"""What is written in the place of whose own saving."""
 
 
 class ExportPlace(NamedTuple):
@@ -40,7 +44,8 @@ class Place(NamedTuple):
     def of(cls, persist: str, form: str) -> Place:
         """What the settings ``persist`` and ``persist_format`` say."""
         if directory := taken_over(persist):
-            return cls(f"{directory}/{FOLDER}", ExportPlace(directory, "megatron-dist", is_theirs=True))
+            form = THEIR_FORMS[program_of(persist)]
+            return cls(f"{directory}/{FOLDER}", ExportPlace(directory, form, is_theirs=True))
         if not persist or form == SNAPSHOT:
             return cls(persist)
         return cls(f"{persist}/{FOLDER}", ExportPlace(persist, form))

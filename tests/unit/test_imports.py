@@ -42,7 +42,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "frameworks": {"model", "group", "store.outcome"},
     "frameworks.doors": {"job", "model", "group", "frameworks", "store.outcome"},
     "megatron": {"job", "frameworks", "windows.schedule", "model", "group"},
-    "deepspeed": {"job", "frameworks", "windows.schedule", "model", "group"},
+    "deepspeed": {
+        "job", "frameworks", "windows.schedule", "model", "group", "persist.outlines", "persist.place",
+    },
     "plain": {"job", "frameworks", "windows.schedule", "model", "group"},
     "commands": {
         "group", "model", "store", "parity", "windows", "capture", "restore", "persist", "smp", "job", "convert",
