@@ -165,8 +165,8 @@ def start(
         saves_of: the program in whose place ``persist`` may save.
 
     Raises:
-        ConfigError: ``persist`` is in the place of another program; a name is none, or no job name can be found; ranks
-            have different ones; two ranks claim the same coordinates.
+        ConfigError: ``persist`` is in the place of another program; a name is none, or no job name can be found;
+            ranks have different ones; two ranks claim the same coordinates.
         FtckptError: what ``place`` raises on any rank, on all.
         SystemExit: an earlier attempt of this launcher run ended the job.
     """

@@ -13,7 +13,7 @@ from typing import BinaryIO
 
 from ftckpt.convert.catalog import Bytes, Catalog, Get, Rows, Tensor, Unit
 from ftckpt.convert.consolidation import take, with_derived
-from ftckpt.convert.foreign import pickles
+from ftckpt.convert.foreign import archives, pickles
 from ftckpt.convert.safetensors import STRIP_BYTES
 from ftckpt.convert.storage import Destination, explained, map_file
 from ftckpt.errors import ConvertError, StorageError
@@ -81,7 +81,7 @@ class DeepSpeedOutlinedWriter:
                 file.write(part.data)
             at = hole.end
         file.write(outlined[at:].data)
-        if holes:
+        if bytes(outlined[: len(archives.ARCHIVE)]) == archives.ARCHIVE:
             file.flush()
             pickles.set_checksums(Path(file.name))
 

@@ -1,0 +1,133 @@
+"""DeepSpeed's saving taken over: real engines, whose own saves of the same moment have the same in them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ftckpt.store.directory import clean_job
+from tests.support import jobs
+from tests.support.ds_jobs import SHAPES, TINY, Shape
+from tests.support.pool import run_ranks
+from tests.support.tiers import by_default
+
+pytest.importorskip("deepspeed")
+pytestmark = pytest.mark.multiproc
+
+AT, LAST = 2, 4
+SECS = 300.0
+
+
+def build(shape: Shape, settings: Mapping[str, Any] | None) -> Any:
+    from ftckpt.standin import deepspeed as standin
+
+    standin.install()
+    import train_deepspeed
+
+    config = shape.json()
+    if settings is not None:
+        import ftckpt.deepspeed  # noqa: F401 - the door
+
+        config["ftckpt"] = {"enabled": True, "node": "node", "protect": "none", **settings}
+    # Without dropout: DeepSpeed's checkpoints hold no generators.
+    return train_deepspeed.build(train_deepspeed.parse_args([*TINY, *shape.argv, "--dropout", "0"]), config)
+
+
+def trained(job: Any, last: int) -> Iterator[tuple[int, float]]:
+    import train_deepspeed
+
+    while job.engine.global_steps < last:
+        row = train_deepspeed.train_step(job)
+        yield row["iteration"], row["loss"]
+
+
+def saves(rank: int, world_size: int, shape: Shape, settings: dict[str, Any], native: str) -> list[tuple[int, float]]:
+    """Train, and save in both ways at one iteration."""
+    job, losses = build(shape, settings), []
+    for loss in trained(job, LAST):
+        losses.append(loss)
+        if loss[0] == AT:
+            for where in (settings["persist"].partition(":")[2], native):
+                state = {"data": job.data.state_dict(), "mine": {"rank": Path("a"), "at": [AT]}}
+                assert job.engine.save_checkpoint(where, client_state=state) is True
+    job.engine.destroy()
+    return losses
+
+
+def goes_on(rank: int, world_size: int, shape: Shape, where: str) -> tuple[list[tuple[int, float]], Any]:
+    """Load with DeepSpeed alone, and train."""
+    job = build(shape, None)
+    path, state = job.engine.load_checkpoint(where)
+    assert path is not None
+    job.data.load_state_dict(state["data"])
+    return list(trained(job, LAST)), state["mine"]
+
+
+def differing(mine: Any, theirs: Any, where: str = "") -> Iterator[str]:
+    """Where two values of ``torch.load`` differ."""
+    import torch
+
+    if type(mine) is not type(theirs):
+        yield f"{where}: {type(mine)} {type(theirs)}"
+    elif isinstance(mine, torch.Tensor):
+        if mine.dtype != theirs.dtype or not torch.equal(mine, theirs):
+            yield where
+    elif isinstance(mine, Mapping):
+        if list(mine) != list(theirs):
+            yield f"{where}: {list(mine)} {list(theirs)}"
+        for key in mine.keys() & theirs.keys():
+            yield from differing(mine[key], theirs[key], f"{where}.{key}")
+    elif isinstance(mine, (list, tuple)):
+        if len(mine) != len(theirs):
+            yield f"{where}: {len(mine)} {len(theirs)}"
+        for number, (one, other) in enumerate(zip(mine, theirs, strict=False)):
+            yield from differing(one, other, f"{where}[{number}]")
+    elif hasattr(mine, "__dict__") and type(mine).__eq__ is object.__eq__:
+        yield from differing(vars(mine), vars(theirs), where)
+    elif mine != theirs:
+        yield f"{where}: {mine} {theirs}"
+
+
+@pytest.fixture
+def taking_over(settings: dict[str, Any], arena_root: Path, tmp_path: Path) -> Iterator[dict[str, Any]]:
+    yield settings | {"objects_mib": 1, "on_error": "raise", "persist": f"deepspeed:{tmp_path / 'save'}"}
+    clean_job(arena_root, "test")
+
+
+def files_of(path: Path) -> set[str]:
+    return {str(file.relative_to(path)) for file in path.rglob("*") if file.is_file()}
+
+
+QUICK = ("zero1", "zero2", "zero3", "pp2-tp2-dp2")
+
+
+@pytest.mark.parametrize("name", by_default(SHAPES, QUICK))
+def test_what_comes_is_what_deepspeed_saves_and_it_goes_on_from_there(
+    name: str, taking_over: dict[str, Any], tmp_path: Path
+) -> None:
+    import torch
+
+    shape, where, native = SHAPES[name], tmp_path / "save", tmp_path / "native"
+    results = run_ranks(saves, shape.ranks, shape, taking_over, str(native), stand_in=False, timeout_secs=SECS)
+    assert {event["reason"] for event in jobs.events(taking_over, "not_taken_over")} == {
+        f"save_checkpoint({str(native)!r}) is not the directory of persist, {where}"
+    }
+    assert not list(Path(taking_over["arena"]).iterdir()), "memory is empty"
+    ours = {file for file in files_of(where) if not file.startswith("ftckpt/")}
+    assert ours == files_of(native) | {f"global_step{AT}/ftckpt.json"}
+    assert not (where / "ftckpt" / "outlines").exists()
+    for file in sorted(file for file in ours if file.endswith(".pt")):
+        mine, theirs = (torch.load(at / file, weights_only=False) for at in (where, native))
+        assert not list(differing(mine, theirs)), file
+        listed = subprocess.run(
+            [sys.executable, "-m", "zipfile", "-t", str(where / file)], check=True, capture_output=True, text=True
+        )
+        assert listed.stdout.strip() == "Done testing", listed.stdout  # it has checksums
+    again = run_ranks(goes_on, shape.ranks, shape, str(where), stand_in=False, timeout_secs=SECS)
+    for before, after in zip(results, again, strict=True):
+        assert after.value == (before.value[AT:], {"rank": Path("a"), "at": [AT]})
