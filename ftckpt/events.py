@@ -273,7 +273,7 @@ EVENTS: dict[str, EventKind] = {
         format="as ftckpt convert names it", reason="why",
     ),
     "not_taken_over": _loud(
-        "Megatron saves by itself, in the place of which ftckpt was to", iteration="that it saves", reason="why"
+        "the framework saves by itself, in the place of which ftckpt was to", iteration="that it saves", reason="why"
     ),
     "fetched": _quiet(
         "shards that memory lacked came from storage", iteration=_ITERATION, shards="their number", bytes="read",

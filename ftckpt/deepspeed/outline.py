@@ -106,27 +106,26 @@ class OutlineEngine:
 
     def save(self, state_dict: Any, path: str) -> None:
         try:
-            self.table[str(Path(path).relative_to(self._root))] = _save(state_dict, path, self._parts)
+            self.table[str(Path(path).relative_to(self._root))] = self._save(state_dict, path)
         except Exception as error:  # noqa: BLE001 - DeepSpeed saves by itself then, and meets it, too
             self.problem = self.problem or f"{path}: {error}"
 
-
-def _save(value: Any, path: str, parts: Parts) -> list[Hole]:
-    """Write ``value`` as ``torch.save`` does, without what ``parts`` describe; returns where that belongs."""
-    with _watched() as storages, torch.serialization.skip_data():
-        torch.save(value, path)
-    reader: Any = torch._C.PyTorchFileReader(path)
-    holes: list[Hole] = []
-    with open(path, "r+b") as file:
-        for number, storage in enumerate(storages.values()):
-            begin = reader.get_record_offset(f"data/{number}")
-            covered = parts.get(storage.data_ptr(), ()) if storage.nbytes() else ()
-            holes += [Hole(begin + part.begin, part.fragment) for part in covered]
-            for low, high in _between(covered, storage.nbytes()):
-                _write(file.fileno(), begin, storage, low, high)
-        file.flush()
-        os.fsync(file.fileno())
-    return sorted(holes, key=lambda hole: hole.begin)
+    def _save(self, value: Any, path: str) -> list[Hole]:
+        """Write ``value`` without what is described; returns where that belongs."""
+        with _watched() as storages, torch.serialization.skip_data():
+            self.wrapped.save(value, path)
+        reader: Any = torch._C.PyTorchFileReader(path)
+        holes: list[Hole] = []
+        with open(path, "r+b") as file:
+            for number, storage in enumerate(storages.values()):
+                begin = reader.get_record_offset(f"data/{number}")
+                covered = self._parts.get(storage.data_ptr(), ()) if storage.nbytes() else ()
+                holes += [Hole(begin + part.begin, part.fragment) for part in covered]
+                for low, high in _between(covered, storage.nbytes()):
+                    _write(file.fileno(), begin, storage, low, high)
+            file.flush()
+            os.fsync(file.fileno())
+        return sorted(holes, key=lambda hole: hole.begin)
 
 
 @contextmanager

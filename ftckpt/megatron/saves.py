@@ -43,6 +43,14 @@ def taken_over(config: Config, args: Namespace) -> Config:
         ("://" in directory, f"--save {directory} is no directory"),
         (form != "torch_dist", f"torch_dist is written, and --ckpt-format is {form}"),
         (getattr(args, "save_retain_interval", None), "--save-retain-interval is not followed: leave it away"),
+        (
+            getattr(args, "no_save_optim", None),
+            "--no-save-optim is not followed, the optimizer is written: leave it away",
+        ),
+        (
+            getattr(args, "dataloader_save", None),
+            "--dataloader-save is what Megatron's own saving writes: leave it away",
+        ),
         (config.persist_interval != Config.persist_interval, "--save-interval says how often: no persist_interval"),
         (config.interval == "auto", "interval auto takes snapshots of other iterations than --save-interval"),
         (every % config.least_interval, f"interval {config.interval} does not divide --save-interval {every}"),

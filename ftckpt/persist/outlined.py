@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Collection
 from pathlib import Path
 
@@ -27,6 +28,7 @@ class OutlinedExports(Exports):
 
     def complete(self, snapshot: SnapshotId) -> bool:
         outline = Outline(self._snapshots, snapshot)
+        outline.put_back()  # a kill came between two renames
         mark = outline.mark
         if mark is not None and _snapshot_of(self._root / mark.tag) == snapshot:
             self._settle(outline, mark)  # a kill came before that
@@ -43,7 +45,8 @@ class OutlinedExports(Exports):
             FileStorage(str(path)).put(MARK_NAME, json.dumps({"snapshot": str(made.snapshot)}).encode())
             self._open(path / MARK_NAME)
             if final.exists():
-                final.rename(made.path.with_name("replaced"))
+                shutil.rmtree(outline.replaced, ignore_errors=True)
+                final.rename(outline.replaced)
             path.rename(final)
             # What DeepSpeed leaves beside: the scripts that make weights of it.
             for beside in (file for file in made.path.iterdir() if file.name != POINTER):

@@ -8,6 +8,7 @@ storage fills them in. Below ``outlines/SNAPSHOT``, beside the snapshots:
 |---|---|
 | ``files/`` | what the program has written, as it wanted to have it in its own directory |
 | ``table-RANK.json`` | of the files of a rank, by their paths below ``files``: the holes |
+| ``replaced/`` | what has the place of the save, while that changes |
 | ``outline.json`` | written last, by one rank: how many ranks there are, and what became of the save since |
 
 An outline is there until what it is for is in its place.
@@ -74,6 +75,10 @@ class Outline:
         return self.path / FILES
 
     @property
+    def replaced(self) -> Path:
+        return self.path / "replaced"
+
+    @property
     def mark(self) -> Mark | None:
         """None where there is none: it was never completed, taken back, or what it is for is in its place.
 
@@ -110,8 +115,15 @@ class Outline:
                 raise StorageError(f"{path}: {error}", lasting=True) from None
         return holes
 
+    def put_back(self) -> None:
+        """What was taken out of its place, if nothing has come into that."""
+        mark = self.mark
+        if mark is not None and self.replaced.exists() and not (place := self.path.parents[2] / mark.tag).exists():
+            self.replaced.rename(place)
+
     def remove(self) -> None:
         """A second call does nothing."""
+        self.put_back()
         # The mark first: what goes is no outline from here on.
         (self.path / _MARK).unlink(missing_ok=True)
         shutil.rmtree(self.path, ignore_errors=True)

@@ -131,3 +131,38 @@ def test_what_comes_is_what_deepspeed_saves_and_it_goes_on_from_there(
     again = run_ranks(goes_on, shape.ranks, shape, str(where), stand_in=False, timeout_secs=SECS)
     for before, after in zip(results, again, strict=True):
         assert after.value == (before.value[AT:], {"rank": Path("a"), "at": [AT]})
+
+
+def saves_what_cannot_be_left(rank: int, world_size: int, shape: Shape, settings: dict[str, Any]) -> None:
+    """A call at each iteration; the last one is left to an SMP that is not in time."""
+    where = Path(settings["persist"].partition(":")[2])
+    job, blocked = build(shape, settings), where / "ftckpt" / "outlines"
+    for iteration, _ in trained(job, 5):
+        if iteration == 1 and rank == 0:
+            blocked.write_text("")
+        job.engine.save_checkpoint(where, tag="a/b" if iteration == 2 else None, client_state={"at": iteration})
+        if iteration == 1 and rank == 0:
+            blocked.unlink()
+    job.engine.destroy()
+
+
+def test_deepspeed_saves_by_itself_what_cannot_be_left(taking_over: dict[str, Any], tmp_path: Path) -> None:
+    import torch
+
+    shape, where = SHAPES["zero1"], tmp_path / "save"
+    taking_over |= {"persist_timeout_secs": 1.0, "on_error": "continue"}
+    run_ranks(saves_what_cannot_be_left, 2, shape, taking_over, stand_in=False, timeout_secs=SECS)
+    told = [event for event in jobs.events(taking_over, "not_taken_over") if event["rank"] == 0]
+    assert [event["iteration"] for event in told] == [1, 2, 4]
+    reasons = [event["reason"] for event in told]
+    assert str(where / "ftckpt" / "outlines") in reasons[0]
+    assert reasons[1:] == [
+        "the tag 'a/b' is not the name of a directory there",
+        "what was to be there of iteration 3 is not",
+    ]
+    # The last one was left, too, and did not come in time.
+    assert (where / "latest").read_text() == "global_step5"
+    for iteration in (1, 4, 5):
+        state = torch.load(where / f"global_step{iteration}" / "mp_rank_00_model_states.pt", weights_only=False)
+        assert (state["global_steps"], state["at"]) == (iteration, iteration)
+        assert not (where / f"global_step{iteration}" / "ftckpt.json").exists()

@@ -170,6 +170,8 @@ GOOD = {"save": "/a", "save_interval": 10, "ckpt_format": "torch_dist", "save_re
         ({"save": "msc://a/b"}, {}, "--save msc://a/b is no directory"),
         ({"ckpt_format": "torch"}, {}, "torch_dist is written, and --ckpt-format is torch"),
         ({"save_retain_interval": 20}, {}, "--save-retain-interval is not followed"),
+        ({"no_save_optim": True}, {}, "--no-save-optim is not followed"),
+        ({"dataloader_save": "/b"}, {}, "--dataloader-save is what Megatron's own saving writes"),
         ({}, {"persist_interval": 10}, "--save-interval says how often"),
         ({}, {"interval": "auto"}, "interval auto takes snapshots of other iterations"),
         ({}, {"interval": 3}, "interval 3 does not divide --save-interval 10"),
