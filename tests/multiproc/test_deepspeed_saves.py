@@ -12,7 +12,7 @@ import pytest
 
 from ftckpt.store.directory import clean_job
 from tests.support import jobs
-from tests.support.ds_jobs import SHAPES, TINY, Shape
+from tests.support.ds_jobs import SHAPES, TINY, Run, Shape, outcomes
 from tests.support.pool import run_ranks
 from tests.support.tiers import by_default
 
@@ -72,7 +72,8 @@ def differing(mine: Any, theirs: Any, where: str = "") -> Iterator[str]:
     """Where two values of ``torch.load`` differ."""
     import torch
 
-    if type(mine) is not type(theirs):
+    # Of experts DeepSpeed makes its dictionaries anew, so that addresses do not matter: sizes are tuples then.
+    if type(mine) is not type(theirs) and not (isinstance(mine, tuple) and isinstance(theirs, tuple)):
         yield f"{where}: {type(mine)} {type(theirs)}"
     elif isinstance(mine, torch.Tensor):
         if mine.dtype != theirs.dtype or not torch.equal(mine, theirs):
@@ -103,7 +104,7 @@ def files_of(path: Path) -> set[str]:
     return {str(file.relative_to(path)) for file in path.rglob("*") if file.is_file()}
 
 
-QUICK = ("zero1", "zero2", "zero3", "pp2-tp2-dp2")
+QUICK = ("zero1", "zero3", "pp2-tp2-dp2")
 
 
 @pytest.mark.parametrize("name", by_default(SHAPES, QUICK))
@@ -129,8 +130,11 @@ def test_what_comes_is_what_deepspeed_saves_and_it_goes_on_from_there(
         )
         assert listed.stdout.strip() == "Done testing", listed.stdout  # it has checksums
     again = run_ranks(goes_on, shape.ranks, shape, str(where), stand_in=False, timeout_secs=SECS)
-    for before, after in zip(results, again, strict=True):
-        assert after.value == (before.value[AT:], {"rank": Path("a"), "at": [AT]})
+    right = [(result.value[AT:], {"rank": Path("a"), "at": [AT]}) for result in results]
+    if shape.argv[:1] == ["--num-experts"]:  # of which DeepSpeed itself does not bring back all
+        others = run_ranks(goes_on, shape.ranks, shape, str(native), stand_in=False, timeout_secs=SECS)
+        right = [result.value for result in others]
+    assert [result.value for result in again] == right
 
 
 def saves_what_cannot_be_left(rank: int, world_size: int, shape: Shape, settings: dict[str, Any]) -> None:
@@ -166,3 +170,23 @@ def test_deepspeed_saves_by_itself_what_cannot_be_left(taking_over: dict[str, An
         state = torch.load(where / f"global_step{iteration}" / "mp_rank_00_model_states.pt", weights_only=False)
         assert (state["global_steps"], state["at"]) == (iteration, iteration)
         assert not (where / f"global_step{iteration}" / "ftckpt.json").exists()
+
+
+def test_a_job_goes_on_under_ftckpt_from_what_is_newest(taking_over: dict[str, Any], tmp_path: Path) -> None:
+    """Its memory is gone; its script loads what was saved, of an earlier iteration than the last snapshot."""
+    where = str(tmp_path / "save")
+    save, load = ("--save", where, "--save-interval", "2"), ("--load", where)
+    right = outcomes(Run(SHAPES["zero1"], 5))
+    outcomes(Run(SHAPES["zero1"], 3, taking_over, save))
+    assert (tmp_path / "save" / "latest").read_text() == "global_step2"
+    found = outcomes(Run(SHAPES["zero1"], 5, taking_over, (*load, *save)))
+    assert [outcome.start for outcome in found] == [3, 3]
+    assert [(outcome.history, outcome.hashes) for outcome in found] == [
+        (one.history[3:], one.hashes) for one in right
+    ]
+    assert (tmp_path / "save" / "latest").read_text() == "global_step4"
+
+
+def test_a_job_that_never_saves_is_told(taking_over: dict[str, Any], capfd: pytest.CaptureFixture[str]) -> None:
+    outcomes(Run(SHAPES["zero1"], 1, taking_over))
+    assert "save_checkpoint was never called: no checkpoint of DeepSpeed's lies in" in capfd.readouterr().err

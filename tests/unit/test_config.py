@@ -216,11 +216,31 @@ def test_a_wrong_value_is_refused_by_name(name: str, value: object, message: str
         ("s3://bucket/a", "megatron-dist", "persist_format: megatron-dist is written into directories only"),
         ("megatron", "universal", "persist_format: universal beside persist megatron"),
         ("megatron:a", "snapshot", "persist: 'a' is neither an absolute path nor a URL"),
+        ("deepspeed", "snapshot", "persist: 'deepspeed' names no directory: write deepspeed:DIR"),
+        ("deepspeed:", "snapshot", "persist: 'deepspeed:' names no directory"),
+        ("deepspeed:s3://a/b", "snapshot", "persist: 'deepspeed:s3://a/b' names no directory"),
+        ("deepspeed:a", "snapshot", "persist: 'a' is neither an absolute path nor a URL"),
+        ("deepspeed:/a", "deepspeed-universal", "beside persist deepspeed, which writes what deepspeed itself does"),
     ],
 )
 def test_a_format_that_cannot_lie_there_is_refused(persist: str, form: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Config(persist=persist, persist_format=form)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"persist_interval": 10}, "save_checkpoint says when: no persist_interval"),
+        ({"interval": "auto"}, "interval auto takes snapshots of other iterations"),
+        ({"persist_at_end": False}, "persist_at_end off would lose what is on its way"),
+    ],
+)
+def test_what_says_otherwise_than_the_script_when_to_save_is_refused(
+    settings: dict[str, object], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"persist: deepspeed: {message}"):
+        Config.from_mapping({"persist": "deepspeed:/a", **settings})
 
 
 @pytest.mark.parametrize("name", [s.name for s in fields(Config) if s.name != "enabled"])
