@@ -7,8 +7,10 @@ addresses. All others, padding and numbers too, are written as they are at this 
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
+import threading
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -26,8 +28,8 @@ from ftckpt.persist.outlines import Hole
 _NUMBER_BYTES = 16
 """What is no longer than this is written at once: a count of steps, say."""
 
-_seen: dict[int, torch.UntypedStorage] | None = None
-"""Storages in the order in which ``torch.save`` comes to them, while it is watched."""
+_watch = threading.local()
+"""``seen``: storages in the order in which ``torch.save`` comes to them, while it is watched on this thread."""
 
 
 class _Part(NamedTuple):
@@ -115,6 +117,9 @@ class OutlineEngine:
         with _watched() as storages, torch.serialization.skip_data():
             self.wrapped.save(value, path)
         reader: Any = torch._C.PyTorchFileReader(path)
+        sizes = [reader.get_record_size(f"data/{number}") for number in range(len(storages))]
+        if sizes != [storage.nbytes() for storage in storages.values()]:
+            raise RuntimeError("torch.save has written other storages than it came to")
         holes: list[Hole] = []
         with open(path, "r+b") as file:
             for number, storage in enumerate(storages.values()):
@@ -131,26 +136,24 @@ class OutlineEngine:
 @contextmanager
 def _watched() -> Iterator[dict[int, torch.UntypedStorage]]:
     """The storages that ``torch.save`` comes to inside: it numbers them in this order, each once."""
-    global _seen
     _register()
-    storages: dict[int, torch.UntypedStorage] = {}
-    _seen = storages
+    _watch.seen = storages = dict[int, torch.UntypedStorage]()
     try:
         yield storages
     finally:
-        _seen = None
+        del _watch.seen
 
 
 def _note(storage: Any) -> str | None:
     """Called by torch to say where a storage lies; None lets it ask others."""
-    if _seen is not None:
-        _seen.setdefault(storage._cdata, storage)
+    if hasattr(_watch, "seen"):
+        _watch.seen.setdefault(storage._cdata, storage)
     return None
 
 
+@functools.cache
 def _register() -> None:
-    if not any(tagger is _note for _, tagger, _ in torch.serialization._package_registry):
-        torch.serialization.register_package(0, _note, lambda storage, location: None)
+    torch.serialization.register_package(0, _note, lambda storage, location: None)
 
 
 def _between(parts: Sequence[_Part], nbytes: int) -> Iterator[tuple[int, int]]:

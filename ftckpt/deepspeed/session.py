@@ -83,9 +83,9 @@ class EngineSession:
             door.leave()  # a refusal leaves the engine as it was
             raise
         self._hooks = EngineHooks(door.hooks, engine, checkpointer, self._begin_batch)
-        self.saves = saves.Saves(self._hooks, self._start.config) if program_of(config.persist) else None
+        self._saves = saves.Saves(self._hooks, self._start.config) if program_of(config.persist) else None
         self._follow()
-        initialize.at_end(self.saves.end if self.saves is not None else None)
+        initialize.at_end(self._saves.end if self._saves is not None else None)
         door.checkpointer = checkpointer  # last: an engine that cannot be followed must not count as one that is
         if not self._data.is_known:
             checkpointer.events.announce(
@@ -134,8 +134,8 @@ class EngineSession:
             self._hooks.follow_micro_batches()
         door.hooks.wrap(self._engine, "load_checkpoint", self._load_checkpoint)
         door.hooks.wrap(self._engine, "destroy", self._destroy)
-        if self.saves is not None:
-            door.hooks.wrap(self._engine, "save_checkpoint", self.saves.save)
+        if self._saves is not None:
+            door.hooks.wrap(self._engine, "save_checkpoint", self._saves.save)
         door.hooks.wrap(self._engine, "compile", _refuse_compile)
 
     def _load_checkpoint(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
