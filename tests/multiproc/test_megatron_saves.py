@@ -129,6 +129,8 @@ def test_what_megatron_would_save_comes_there_and_megatron_loads_it(
     assert (saved, passing, end) == other
     # What ftckpt has no snapshot of, what is for another reason, and where training ends: by Megatron itself.
     assert saved == [EVERY, 2 * EVERY, end] and passing == list(range(2, end, EVERY))
+    told = {event["iteration"] for event in jobs.events(taking_over, "not_taken_over")}
+    assert EVERY in told and 2 * EVERY not in told, "what is for another reason was never to be taken over"
     assert (where / TRACKER).read_text() == str(end)
     ours = {int(path.parent.name[5:]): path.parent for path in where.glob("iter_*/ftckpt.json")}
     iteration = min(ours)
