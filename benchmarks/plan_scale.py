@@ -16,7 +16,7 @@ import statistics
 import sys
 import time
 import tracemalloc
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -138,8 +138,9 @@ class Exchange:
         """Time does not run."""
         self.secs += time.perf_counter() - self._since
 
-    def gather(self, data: bytes) -> list[bytes]:
-        """The messages of all ranks; that of this one is ``data``."""
+    def gather(self, action: Callable[[], bytes]) -> list[bytes]:
+        """The messages of all ranks; that of this one is what ``action`` returns."""
+        data = action()
         self.stop()
         if self._round == 0:
             assert data == self._codes[OWN]

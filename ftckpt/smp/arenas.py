@@ -125,9 +125,20 @@ class GuardedArena:
         """The shard that it holds."""
         return self.mapped.control.shard
 
+    def grow(self) -> None:
+        """Map slots that have got their memory since: other threads go on with those that they read."""
+        known, now = self._identities, _identities(self.path, self.mapped.control.slots)
+        for slot, identity in enumerate(now[1:]):
+            if known[1 + slot] is None and identity is not None:
+                self.mapped.map(slot)
+                # Behind it: whoever finds the identity finds the slot. Of a file that was replaced in between it is
+                # the old one's, and the arena stale.
+                known = (*known[: 1 + slot], identity, *known[2 + slot :])
+                self._identities = known
+
     @property
     def stale(self) -> bool:
-        """Whether a file of the arena was replaced, made or deleted since it was mapped: open it again."""
+        """Whether a file of the arena was replaced or deleted since it was mapped: open it again."""
         return self.checks.replaced or self._identities != _identities(self.path, self.mapped.control.slots)
 
     @property
@@ -231,11 +242,15 @@ class GuardedArenas:
         if time.monotonic() < self._look_again:
             return False
         self._look_again = time.monotonic() + _LOOK_AGAIN_SECS
+        for arena in self.all:
+            arena.grow()
         return any(arena.stale for arena in self.all)
 
     def refresh(self) -> None:
         """Open what is wanted and not open, and again what was replaced; close the rest."""
         self._try_again = time.monotonic() + _OPEN_AGAIN_SECS
+        for arena in self.all:
+            arena.grow()
         keep = {arena.name: arena for arena in self.all if arena.name in self._wanted and not arena.stale}
         gone = [arena for arena in self.all if arena.name not in keep]
         self.gone |= {arena.name for arena in gone if arena.name in self._wanted and arena.vanished}

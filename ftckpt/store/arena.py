@@ -186,6 +186,11 @@ class Arena:
         """
         self._slots.put(slot, fresh)
 
+    def map(self, slot: int) -> None:
+        """Map ``slot``, to be read, which its writer has given memory since the arena was opened. What others read of
+        the arena stays as it is."""
+        self._slots.map(slot, self.control)
+
     def free(self, slot: int) -> None:
         """Give up what ``slot`` holds, and its memory, until ``allocate``.
 

@@ -81,6 +81,10 @@ class SlotFiles:
             files._slots[slot] = _open_slot(path / slot_name(slot), image.file_bytes, control, slot, writable)
         return files
 
+    def map(self, slot: int, control: ControlBlock) -> None:
+        """Map a slot, to be read, that its writer has given memory since this was opened."""
+        self._slots[slot] = _open_slot(self.path / slot_name(slot), self._image.file_bytes, control, slot, False)
+
     def view(self, slot: int) -> memoryview:
         """The whole file; raises CorruptError if it is damaged, ArenaError if it is not allocated."""
         mapping = self._slots[slot]

@@ -183,10 +183,11 @@ REFUSED = """
 import ftckpt.deepspeed
 import deepspeed
 from types import SimpleNamespace
+from ftckpt.config import Config
 from ftckpt.deepspeed import initialize, session
 from ftckpt.errors import UnsupportedError
 session.support.check = session.check_isolated = lambda *_: None
-def start(config, place):
+def start(config, place, saves_of):
     place()
     raise AssertionError("a start without hooks for the optimizer")
 session.doors.start = start
@@ -195,7 +196,7 @@ for optimizer in (None, object()):
     before = dict(vars(engine))
     session.coordinates = session.layout_sizes = lambda _: {}
     try:
-        session.EngineSession(engine, {}, None, None)
+        session.EngineSession(engine, {}, Config(), None)
     except UnsupportedError as error:
         assert "optimizer: " in str(error)
     assert vars(engine) == before and initialize.door.checkpointer is None and not initialize.door.hooks.undo

@@ -361,6 +361,24 @@ def test_a_limit_of_bytes_is_kept(arena_root: Path, where: str) -> None:
     job.close()
 
 
+def test_slots_that_get_their_memory_meanwhile_disturb_nothing(arena_root: Path, where: str) -> None:
+    job = Job(arena_root, where, persist_gbps=0.002)
+    arenas = [arena for node in job.nodes for arena in node.arenas]
+    last = arenas[0].control.slots - 1
+    for arena in arenas:
+        arena.free(last)
+    job.start()
+    job.snapshot(0, 7)
+    until(lambda: all(node.checked(7) for node in job.nodes))
+    job.flush(7)
+    until(lambda: bool(FileStorage(where).unfinished()), "the first bytes")
+    for arena in arenas:
+        arena.allocate(last)
+    job.settled(7)
+    assert committed(FileStorage(where)) == [7]
+    job.close()
+
+
 def guarded(node: Node) -> GuardedArenas:
     arenas = GuardedArenas(node.dir)
     arenas.want([arena.path.name for arena in node.arenas])

@@ -135,7 +135,8 @@ def test_where_all_slots_are_kept_the_target_gives_way_and_never_what_is_whole_o
 
     rank = RankEnd(
         Config(), Events(None, 0), state, SimpleNamespace(mark=marks.append),  # type: ignore[arg-type]
-        shard=SimpleNamespace(capture=capture), kept=None, boundary=10, saved=-1, begin=begin,  # type: ignore[arg-type]
+        shard=SimpleNamespace(capture=capture, complete=lambda keep: None), kept=None,  # type: ignore[arg-type]
+        boundary=10, saved=-1, begin=begin,
     )  # fmt: skip
     assert not rank.take(at(10), frozenset(have(8, 5)))
     (take,) = taken

@@ -231,7 +231,10 @@ class LoneGroup:
     """A group of which only one rank runs at a time; see ``in_lockstep``."""
 
     def __init__(self, rank: int, size: int, gather: Gather) -> None:
-        self.rank, self.size, self.gather = rank, size, gather
+        self.rank, self.size, self._gather = rank, size, gather
+
+    def gather(self, data: bytes) -> list[bytes]:
+        return self._gather(lambda: data)
 
 
 MEMBERS = tuple(RankPlace({"pp": pp, "dp": dp}, "node") for pp in range(2) for dp in range(2))
@@ -305,6 +308,7 @@ def test_a_restart_goes_on_with_the_capacities_of_the_arenas(arena_root: Path, c
         group = cast(Group, LoneGroup(rank, 4, gather))
         restart = Restart(group, Topology(rank, tuple(members), {}), arena_root, Events(None, rank))
         try:
+            restart._contents = restart._gather_contents(decision)
             return restart.capacities(decision)
         finally:
             restart.close()
