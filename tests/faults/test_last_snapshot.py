@@ -99,6 +99,7 @@ def test_the_last_iteration_of_megatron_is_there(ending: dict[str, Any]) -> None
     assert jobs.assert_continues(reference, jobs.outcomes(2, jobs.Run(MEGATRON, 12, ending))) == LAST
 
 
+@pytest.mark.slow
 def test_the_last_iteration_of_deepspeed_is_there(ending: dict[str, Any]) -> None:
     shape = ds_jobs.SHAPES["zero2"]
     reference = ds_jobs.outcomes(ds_jobs.Run(shape, 12))

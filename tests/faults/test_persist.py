@@ -288,7 +288,7 @@ def test_where_a_flush_is_given_up_all_ranks_raise_at_one_iteration(persisting: 
     assert all(result == results[0] for result in results), results
     iteration, text = results[0]
     assert iteration > 4 and "did not come to storage" in text
-    assert all(f"node {node}: persist: {persisting['persist']}: is not there" in text for node in ("n0", "n1"))
+    assert all(f"node {node}: persist: {persisting['persist']}: is not there" in text for node in ("n0", "n1")), text
 
 
 def train_until_an_error(rank: int, world_size: int, settings: dict[str, Any]) -> tuple[int, str]:
@@ -433,6 +433,7 @@ def test_what_is_left_when_an_allocation_ends_is_saved_without_ranks(
     assert results == [what_was(6)] * 4
 
 
+@pytest.mark.slow
 def test_what_a_lost_node_held_is_saved_from_parity(
     persisting: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
