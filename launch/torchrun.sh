@@ -166,7 +166,7 @@ stop() {
     save
     exit 143
 }
-trap stop TERM INT USR1
+trap stop TERM INT USR1 HUP
 
 # In a process group of its own: a terminal interrupts this script, and that ends torchrun.
 set -m

@@ -44,7 +44,7 @@ class Saves:
         self._engine = hooks.engine
         self._directory = taken_over(config.persist)
         self._snapshots = Place.of(config.persist, config.persist_format).snapshots
-        self._takeover = Takeover(self._engine.device, self._has_come)
+        self._takeover = Takeover(self._engine.device, self._has_come, one_at_a_time=True)
         self._left: SnapshotId | None = None
         self._given: dict[str, Any] = {}
         self._is_called = False

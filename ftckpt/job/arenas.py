@@ -33,6 +33,7 @@ from ftckpt.store.directory import (
     read_word,
     refuse_renamed,
     remove_arena,
+    remove_half_made,
     remove_job_if_empty,
     remove_stale,
     wait_for_writer,
@@ -71,7 +72,7 @@ class NodeArenas:
         self._own: Path | None = None
         self._made: Path | None = None  # by this start
         self._supply: SlotSupply | None = None
-        self._no_slot = ""  # why one is lacking
+        self._lacks_slot = False  # and that was said
         self._supplies_start = False  # whether it is of the slots that training begins with
 
     def enter(self) -> None:
@@ -114,7 +115,8 @@ class NodeArenas:
             self._free_old(old, there, keep)
         new, absent = self._count_slots(existing, keep, num_slots(self._old))
         # Again, though ``replace`` has asked: an arena that resists gave nothing back, and its slots count.
-        self._require_room(for_slots(new, absent, SlotImage.of(manifest).file_bytes, self._old))
+        now = new if self._old else absent  # with no old arena to wait for ``supply`` takes the others at once
+        self._require_room(for_slots(now, absent, SlotImage.of(manifest).file_bytes, self._old))
         arena = together(self._group, lambda: self._allocate(manifest, existing, new))
         arena.control.mark_origin(self.origin)
         if keep is not None:
@@ -181,10 +183,11 @@ class NodeArenas:
             allocated = self._supply.take()
         except FtckptError as error:
             self._events.emit("arena_problem", path=str(arena.path), problems=[str(error)])
-            if str(error) != self._no_slot:  # one that stays is tried again at each boundary
-                self._no_slot = str(error)
+            if not self._lacks_slot:  # tried again at each boundary
+                self._lacks_slot = True
                 self._events.announce(f"a slot is lacking, and snapshots are skipped for that: {error}")
         if allocated:
+            self._lacks_slot = False
             self._events.emit("slots_allocated", path=str(arena.path), slots=allocated)
         elif ended:
             self._supply, self._supplies_start = None, False
@@ -255,6 +258,8 @@ class NodeArenas:
         self._job_lock = JobLock(self.path, deadline_secs)
         for path in list_arenas(self.path):
             wait_for_writer(path, deadline_secs)
+            # Whoever wrote it may have died with slots that had their memory and no name yet: no arena counts those.
+            remove_half_made(path, "slot*")
         remove_stale(self.path)
         return leave_word(self.path)
 
@@ -332,7 +337,8 @@ class NodeArenas:
             closing(Arena.open(path)) as existing,
         ):  # ArenaError: none is there to use
             new, absent = self._count_slots(existing, keep, num_old)
-        return for_slots(new, absent, SlotImage.of(manifest).file_bytes, old), spare.given_back_bytes
+        now = new if num_old else absent
+        return for_slots(now, absent, SlotImage.of(manifest).file_bytes, old), spare.given_back_bytes
 
     def _require_room(self, mine: Ledger, freed_bytes: int = 0) -> None:
         """Raise MemoryBudgetError unless the node has room for what ranks need now and when old arenas have gone.

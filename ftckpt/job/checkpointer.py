@@ -227,12 +227,11 @@ class Checkpointer:
             self.config, self.topology, self.group, arenas=self._arenas, events=self.events, described=described,
             pacer=pacer, locality=near, redundancy=self._protection.redundancy,
         )  # fmt: skip
-        if self._storage.wants_last:
-            self._kept = LastBoundary(described)
         lineage, restored, source, where = self._load(shard, described, loaded)
         # After the load: to make room this gives up slots of old arenas, which the load may have read.
         shard.lay_out(restored)
         self._begin(lineage, restored)
+        shard.supply()
         iteration = restored.iteration if restored is not None else None
         secs = time.perf_counter() - begin
         self.events.emit("restored", iteration=iteration, lineage=lineage.hex(), source=source, blocked_secs=secs)
@@ -243,6 +242,8 @@ class Checkpointer:
         """What this rank does by itself before the first look at what is there."""
         self._storage.prepare()
         described = self.training_state.describe()
+        if self._storage.wants_last:
+            self._kept = LastBoundary(described)
         self._check_objects()
         device = device_of(described)
         near = locality(self.config.affinity, device)
@@ -366,7 +367,10 @@ class Checkpointer:
             boundary=boundary, saved=self.saved, begin=self._take,
         )  # fmt: skip
         try:
-            self._fence()
+            try:
+                self._fence()
+            except FtckptError as error:  # told already; all ranks go on together to what is left
+                self.events.emit("close_incomplete", error=str(error))
             with self.section("save"):
                 return self._links.meet("save", lambda: self._storage.bring_last(rank))
         except (FtckptError, RuntimeError) as error:
@@ -382,7 +386,7 @@ class Checkpointer:
 
     def _stop(self) -> None:
         # In this order: copies stop before the arena that they write can go.
-        self._closed = True
+        self._closed, self._kept = True, None
         for part in (self.capture, self._pacer, self._protection):
             if part is not None:
                 part.close()
@@ -586,6 +590,7 @@ class Checkpointer:
         state.proved(*proof)
         if proof.new_arenas:
             self._protect_anew()
+            shard.supply()
 
     def _protect_anew(self) -> None:
         """The arenas were laid out anew: what cannot be protected in them is not, and training goes on."""

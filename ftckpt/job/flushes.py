@@ -73,6 +73,8 @@ class Flushes:
     timeout_secs: float = 0.0
     tunes: bool = False
     mtbf_secs: float = math.inf
+    only_asked: bool = False
+    """Whether those alone go there that are asked for: none in the place of one that does not come."""
     current: SnapshotId | None = None
     persisted: SnapshotId | None = None
     """The newest that is on storage, of those of this attempt."""
@@ -95,7 +97,7 @@ class Flushes:
         if not config.persist:
             return cls(0)
         if program_of(config.persist) == DEEPSPEED:  # its script asks for each
-            return cls(_MOST, config.persist_timeout_secs)
+            return cls(_MOST, config.persist_timeout_secs, only_asked=True)
         tunes = config.persist_interval == "auto"
         interval = _UNMEASURED if config.persist_interval == "auto" else config.persist_interval
         return cls(interval, config.persist_timeout_secs, tunes, mtbf_secs)
@@ -109,6 +111,11 @@ class Flushes:
         """The snapshot of ``iteration`` is to go there, whatever the interval says."""
         self.due = iteration
 
+    @property
+    def asked(self) -> int:
+        """The iteration that is asked for and not chosen yet; -1: none."""
+        return self.due if self.only_asked and self.due < _MOST else -1
+
     def resume(self, iteration: int) -> None:
         """Training goes on behind ``iteration``, -1 for the beginning."""
         if self.tunes:
@@ -120,7 +127,9 @@ class Flushes:
         yield from self._tune(verdict.flush_interval)
         if self.current is not None or newest is None or not self.interval or newest.iteration < self.due:
             return
-        if verdict.flushed != Coverage.CANNOT:
+        if self.only_asked and newest.iteration > self.due:
+            self.due = self._behind(newest.iteration)  # of that one there is no snapshot
+        elif verdict.flushed != Coverage.CANNOT:
             self.current, self.due, self.chosen_secs = newest, self._behind(newest.iteration), now_secs
             self._last = newest.iteration
 
@@ -159,7 +168,14 @@ class Flushes:
     def forget(self) -> None:
         """What was on its way is not any more: training went back, or the arenas were laid out anew."""
         if self.current is not None:
-            self.due, self.current, self._last = self.current.iteration, None, None
+            self._again(self.current.iteration)
+            self.current = None
+
+    def _again(self, iteration: int) -> None:
+        """That one has not come: the next one will do."""
+        self._last = None
+        if not self.only_asked:
+            self.due = iteration
 
     def _behind(self, iteration: int) -> int:
         if self.tunes:
@@ -195,6 +211,6 @@ class Flushes:
                 "persisted", fields, f"iteration {current.iteration} is on storage, after {secs:.1f} s"
             )
         else:
-            self.due, self._last = current.iteration, None  # the next one will do
+            self._again(current.iteration)
             error = f"iteration {current.iteration} did not come to storage within {secs:.0f} s"
             yield Announcement("not_persisted", fields, error=error)

@@ -23,8 +23,8 @@ class End(NamedTuple):
 
     ``boundary``: the iteration of its last one in this attempt, of which a snapshot is wanted; -1: of none.
     ``saved``: the newest iteration that a framework has saved by itself. ``sealed``: what its arena holds.
-    ``protected``, ``going`` (to storage) and ``persisted`` as this rank has read of them. ``objection``: why it
-    cannot take a snapshot of its last boundary; empty where it can.
+    ``protected``, ``going`` (to storage, or asked for) and ``persisted`` as this rank has read of them.
+    ``objection``: why it cannot take a snapshot of its last boundary; empty where it can.
     """
 
     boundary: int = -1
@@ -107,9 +107,11 @@ class RankEnd:
         if not objection:
             objection = "nothing is kept of it" if self._kept is None else self._kept.objection(self._boundary)
         sealed = tuple(capture.arena.snapshots()) if capture is not None else ()
+        going = flushes.current
+        if going is None and flushes.asked >= 0:
+            going = SnapshotId(self._state.lineage, flushes.asked)
         return End(
-            self._boundary, self._saved, sealed, self._state.targets.protected, flushes.current, flushes.persisted,
-            objection,
+            self._boundary, self._saved, sealed, self._state.targets.protected, going, flushes.persisted, objection,
         )  # fmt: skip
 
     def prove(self) -> str:

@@ -105,7 +105,6 @@ class NodeSmp:
         """
         config, node = self._config, self._topology.me.node
         secret = self._share_secret()
-        self._claim_storage()
 
         def listen() -> _Report:
             address = listening_address(config.smp_listen, self._machines, os.environ)
@@ -113,6 +112,7 @@ class NodeSmp:
             return _Report(os.getpid(), address, self._listen(node_dir, address, secret) if self._leads else 0)
 
         reports = gather_all(self._group, listen, _Report)
+        self._claim_storage()  # behind what may refuse the start
         digest = self._configure_smp(reports, holdings, groups, packages, secret) if self._client is not None else 0
         # All ranks of a node compare the leader's digest with what their SMP says in its pulse.
         return codec.gather(self._group, digest, int)[self._topology.ranks_on(node)[0]]
@@ -203,7 +203,11 @@ class NodeSmp:
             if self._client is None:
                 start, self._start = self._start, None  # of one that failed another is begun
                 self._client = start.result() if start is not None else self._find_or_start(node_dir)
-            return self._client.listen(address, secret)
+            try:
+                return self._client.listen(address, secret)
+            except SmpError:  # it may have ended since it was found, a whole restart ago
+                self._client = self._find_or_start(node_dir)
+                return self._client.listen(address, secret)
         except (FtckptError, OSError) as error:
             self._fail(error)
             return 0

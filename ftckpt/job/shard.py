@@ -82,7 +82,6 @@ class Shard:
         assignment = self._assign()
         arena = self._arenas.open(assignment.manifest, whole)
         together(self._group, lambda: self._use(assignment, arena))
-        self._arenas.supply(arena)
         host_bytes = arena.image.file_bytes * arena.control.slots
         copied = self.capture.stepped_bytes if self.capture is not None else 0
         interval = self._config.interval
@@ -126,6 +125,11 @@ class Shard:
         same = assignment is not None and self._assign().manifest == assignment.manifest
         return all(codec.gather(self._group, same, bool))
 
+    def supply(self) -> None:
+        """Have slots allocated that the arena lacks, behind the last look at the memory of the node."""
+        if self.capture is not None:
+            self._arenas.supply(self.capture.arena)
+
     def complete(self, keep: Collection[SnapshotId]) -> None:
         """Take into use the slots that the arena still lacks, as they get their memory. Where none is free beside
         those that ``keep`` their snapshots, what a start has left to be allocated is waited for."""
@@ -145,7 +149,6 @@ class Shard:
         capture.close()
         arena = self._arenas.replace(capture.arena, whole, checked.manifest)
         together(self._group, lambda: self._use(checked, arena))
-        self._arenas.supply(arena)
 
     def _use(self, assignment: Assignment, arena: Arena) -> None:
         if assignment.differing:

@@ -19,11 +19,16 @@ class Takeover:
         device: on which the framework's ranks reach each other.
         has_come: whether what was left at that iteration, or something newer, is where a job would look for it. Asked
             on rank 0.
+        one_at_a_time: whether a save is left only while nothing is on its way to storage, behind which no other
+            snapshot than its own would do.
     """
 
-    def __init__(self, device: str | torch.device, has_come: Callable[[int], bool]) -> None:
+    def __init__(
+        self, device: str | torch.device, has_come: Callable[[int], bool], *, one_at_a_time: bool = False
+    ) -> None:
         self._device = device
         self._has_come = has_come
+        self._one_at_a_time = one_at_a_time
         self.left = -1
         """The iteration of the last save that was left to SMPs, since which the framework has saved none."""
 
@@ -62,4 +67,6 @@ class Takeover:
             return "a rank takes no snapshot of it"
         if torch.distributed.get_rank() == 0 and self.lacks():
             return f"what was to be there of iteration {self.left} is not"
+        if self._one_at_a_time and checkpointer.persisting is not None:
+            return "another snapshot is on its way to storage"
         return ""

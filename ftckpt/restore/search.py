@@ -137,6 +137,7 @@ class Search:
         for at in brought:
             findings.damage.pop(at, None)
         self._good.update(brought)  # every chunk was proven where it lies now
+        self._states.update(dict.fromkeys(brought, SlotState.SEALED.name.lower()))
         findings.given_up.pop(stored.snapshot, None)
         self._inventory = self._gather_inventory()
         self._brought = {"storage": fetch.usage} if brought else {}

@@ -302,7 +302,8 @@ def _lacking_bytes(arena: Path, slots: int) -> int:
     """What the slots take that an arena does not have yet."""
     # All slots of an arena have one size, which those that are there show.
     sizes = [size_of(path) for path in arena.glob("slot*")]
-    return max(0, slots - len(sizes)) * max(sizes, default=0)
+    begun = sum(map(size_of, arena.glob(".slot*")))  # of slots that are being made
+    return max(0, max(0, slots - len(sizes)) * max(sizes, default=0) - begun)
 
 
 def size_of(path: Path) -> int:

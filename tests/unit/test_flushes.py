@@ -54,6 +54,26 @@ def test_the_first_at_or_behind_each_multiple_goes_to_storage() -> None:
     assert flushes.current == at(20)
 
 
+def test_where_a_script_asks_nothing_else_goes_there() -> None:
+    flushes = Flushes.of(Config(persist="deepspeed:/there"), 1.0)
+    learn(flushes, verdict(), 50)
+    assert flushes.current is None and flushes.asked == -1
+    flushes.ask(60)
+    assert flushes.asked == 60
+    learn(flushes, verdict(), 60)
+    assert flushes.current == at(60) and flushes.asked == -1
+    assert learn(flushes, verdict(60, CANNOT), 61) == ["not_persisted"]
+    learn(flushes, verdict(), 63)
+    assert flushes.current is None, "of which nobody has left anything to be filled in"
+    flushes.ask(70)
+    learn(flushes, verdict(), 72)
+    assert flushes.current is None and flushes.asked == -1, "there is no snapshot of it"
+    flushes.ask(80)
+    learn(flushes, verdict(), 80)
+    flushes.forget()
+    assert flushes.current is None and flushes.asked == -1
+
+
 def test_a_job_that_goes_on_counts_from_there() -> None:
     flushes = Flushes(10, 100.0)
     flushes.begin(25)
