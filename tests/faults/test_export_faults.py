@@ -211,7 +211,8 @@ def test_what_is_left_when_an_allocation_ends_is_saved_as_others_load_it(
 ) -> None:
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
-    exporting |= {"persist_format": "snapshot"}
+    # As many slots as iterations: none is left out while others go to storage and are protected.
+    exporting |= {"persist_format": "snapshot", "slots": 8}
     run_ranks(train_then_die, 4, exporting, 6, expect_failures=True)
     command = ["save", "test", str(elsewhere), "--to", "universal", "--arena", exporting["arena"]]
     assert main([*command[:2], *command[3:]]) == 2 and "--to: name STORAGE" in capsys.readouterr().err

@@ -120,6 +120,7 @@ def taking_over(settings: dict[str, Any], arena_root: Path) -> Iterator[dict[str
     clean_job(arena_root, "test")
 
 
+@pytest.mark.slow
 def test_what_megatron_would_save_comes_there_and_megatron_loads_it(
     taking_over: dict[str, Any], tmp_path: Path
 ) -> None:
