@@ -234,7 +234,7 @@ class GuardedArenas:
 
     @property
     def changed(self) -> bool:
-        """Whether ``refresh`` has something to do."""
+        """Whether ``refresh`` has something to do. Slots that have got their memory are mapped by the look itself."""
         names = {arena.name for arena in self.all}
         missing = set(self._wanted) - names
         if names - set(self._wanted) or (missing and time.monotonic() >= self._try_again):
