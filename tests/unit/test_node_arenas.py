@@ -88,7 +88,10 @@ def test_no_more_slots_than_configured_at_any_time(
     on_all(members, begin)
     on_all(members, snapshots)
     small, large = sorted(SlotImage.of(members[0].manifest(size)).file_bytes for size in (SHARE, share))
-    assert small < large and peaks["dp0"] == peaks["dp1"] == slots * members[0].have.image.file_bytes
+    full = slots * members[0].have.image.file_bytes
+    # What a look at files finds that get their names meanwhile is less, if anything.
+    assert small < large and max(peaks.values()) <= full
+    assert used_bytes(arena_root, "dp0") == used_bytes(arena_root, "dp1") == full
     peaks.clear()
     on_all(members, lambda member: replace(member, share=share))
     assert [files(member) for member in members] == [sorted([1, slots - 1])] * 2
