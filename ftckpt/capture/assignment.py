@@ -19,7 +19,7 @@ from ftckpt.model.fragment import Fragment
 from ftckpt.model.manifest import Manifest
 from ftckpt.model.replica_groups import DIFFERING
 from ftckpt.model.replicas import ReplicaSets, private_key, replica_sets
-from ftckpt.model.shares import Array, bounded_capacities, choose
+from ftckpt.model.shares import bounded_capacities, choose
 from ftckpt.model.topology import Topology
 from ftckpt.model.training_state import Description, Piece, cast_master
 
@@ -63,15 +63,9 @@ def assign(  # noqa: PLR0917 - the last ones are optional
         ConfigError: not one capacity, or not one node, per rank.
         CaptureError: ranks were given different capacities or nodes. All three on all ranks together.
     """
-    weights: Array | None = None
-
-    def look() -> _View:
-        nonlocal weights
-        weights = _checked_capacities(capacities, redundancy, group.size)
-        seen = "" if weights is None else xxhash.xxh3_64_hexdigest(weights.tobytes())
-        return _View(tuple(_broken(described)), seen, redundancy.digest)
-
-    stepped, derived = _divided(described, _agreed(gather_all(group, look, _View)))
+    views = gather_all(group, lambda: _View.of(group, described, capacities, redundancy), _View)
+    stepped, derived = _divided(described, _agreed(views))
+    weights = None if capacities is None else bounded_capacities(capacities)
     sets = gather_replica_sets(group, stepped)
     # Without capacities shares are equal, whatever protection costs each rank.
     shares = choose(*(burden(sets, redundancy) if weights is not None else (sets.runs, sets.private)), weights)
@@ -121,14 +115,13 @@ def _dtypes(pieces: Iterable[Piece]) -> tuple[str, ...]:
     return tuple(sorted({piece.fragment.dtype for piece in pieces}))
 
 
-def _checked_capacities(capacities: Sequence[int] | None, redundancy: Redundancy, num_ranks: int) -> Array | None:
+def _check_numbers(capacities: Sequence[int] | None, redundancy: Redundancy, num_ranks: int) -> None:
     if capacities is not None and len(capacities) != num_ranks:
         raise ConfigError(f"capacities: {len(capacities)} given, one for each of {num_ranks} ranks is needed")
     if redundancy.mode and len(redundancy.nodes) != num_ranks:
         raise ConfigError(
             f"protect: {len(redundancy.nodes)} nodes given, one for each of {num_ranks} ranks is needed"
         )
-    return None if capacities is None else bounded_capacities(capacities)
 
 
 class _View(NamedTuple):
@@ -138,6 +131,14 @@ class _View(NamedTuple):
     broken: tuple[str, ...]
     weights: str
     redundancy: str
+
+    @classmethod
+    def of(
+        cls, group: Group, described: Description, capacities: Sequence[int] | None, redundancy: Redundancy
+    ) -> _View:
+        _check_numbers(capacities, redundancy, group.size)
+        seen = "" if capacities is None else xxhash.xxh3_64_hexdigest(bounded_capacities(capacities).tobytes())
+        return cls(tuple(_broken(described)), seen, redundancy.digest)
 
 
 def _agreed(views: Collection[_View]) -> set[str]:

@@ -27,6 +27,7 @@ from ftckpt.convert.snapshots import SnapshotReader
 from ftckpt.convert.storage import PARTIAL
 from ftckpt.convert.universal import UniversalReader, UniversalWriter
 from ftckpt.errors import ConvertError
+from ftckpt.persist.place import OUTLINED
 
 
 @dataclass(frozen=True)
@@ -86,9 +87,6 @@ _WRITERS: dict[str, Callable[[Path, int], Writer]] = {
     "megatron-dist": MegatronDistWriter,
     "safetensors": WeightsWriter,
 }
-
-OUTLINED = "deepspeed"
-"""What DeepSpeed's own saving writes, of which no writer knows the files: it has outlined them."""
 
 _DAMAGES = (
     ArithmeticError, AttributeError, LookupError, MemoryError, RecursionError, RuntimeError, TypeError, ValueError,

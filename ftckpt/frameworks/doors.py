@@ -178,9 +178,8 @@ def start(
     from ftckpt.job.compile_locks import release_orphans
 
     release_orphans()  # an operator may be compiled in the first iteration
-    from ftckpt.group import Group, gather_all
+    from ftckpt.group import Group
     from ftckpt.model.codec import gather
-    from ftckpt.model.topology import RankPlace, Topology
 
     group = Group(config.start_timeout_secs)
     follow_uncaught()
@@ -188,6 +187,20 @@ def start(
     # Together: a node that is new knows of no earlier attempt.
     if codes := [one for one in gather(group, -1 if code is None else code, int) if one >= 0]:
         raise SystemExit(max(codes))
+    topology = _gather_topology(group, config, place)
+    # One rank of those that a launcher started on a machine speaks for all of them.
+    local = os.environ.get("LOCAL_RANK")
+    speaks = topology.is_node_leader if local is None else local == "0"
+    return Start(config, group, topology, launcher_run(os.environ) if speaks else LauncherRun(""))
+
+
+def _gather_topology(
+    group: Group, config: Config, place: Callable[[], tuple[Mapping[str, int], Mapping[str, Any]]]
+) -> Topology:
+    """Where every rank stands, once all have one name for the job. Collective."""
+    from ftckpt.group import gather_all
+    from ftckpt.model.topology import RankPlace, Topology
+
     layout: Mapping[str, Any] = {}
 
     def arrive() -> tuple[str, RankPlace]:
@@ -199,11 +212,7 @@ def start(
     first = ranks[0][0]
     if other := next((rank for rank, (job, _) in enumerate(ranks) if job != first), 0):
         raise _names_differ(first, other, ranks[other][0])
-    topology = Topology(group.rank, tuple(member for _, member in ranks), layout)
-    # One rank of those that a launcher started on a machine speaks for all of them.
-    local = os.environ.get("LOCAL_RANK")
-    speaks = topology.is_node_leader if local is None else local == "0"
-    return Start(config, group, topology, launcher_run(os.environ) if speaks else LauncherRun(""))
+    return Topology(group.rank, tuple(member for _, member in ranks), layout)
 
 
 def _names_differ(first: str, rank: int, name: str) -> ConfigError:

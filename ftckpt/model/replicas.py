@@ -53,6 +53,12 @@ class Holdings:
     hashes: Array
     order: Array
 
+    def take(self, identities: Sequence[bytes], contents: Sequence[int]) -> None:
+        """Fill ``hashes``: ``contents`` in the order of ``order``."""
+        for index, content in zip(self.order.tolist(), contents, strict=True):
+            # With the identity: different fragments that were given one code cannot pass for equal.
+            self.hashes[index] = xxhash.xxh3_64_intdigest(identities[index] + content.to_bytes(8, "little"))
+
     def of(self, group: int) -> Array:
         """Indices of the fragments of one group, in the order that all members have."""
         members: Array = self.order[self.group_of[self.order] == group]
@@ -98,14 +104,11 @@ def replica_sets(
     order = np.flatnonzero(group_of >= 0)
     # By group, then by code: the rank in a code is the same for all of one rank's, so members agree on this order.
     order = order[np.lexsort((mine[order], group_of[order]))]
-    hashes = np.zeros(len(fragments), np.uint64)
     nbytes = np.array([fragment.nbytes for fragment in fragments], np.int64)
-    holdings = Holdings(group_of, nbytes, hashes, order)
+    holdings = Holdings(group_of, nbytes, np.zeros(len(fragments), np.uint64), order)
 
     def summary() -> bytes:
-        for index, content in zip(order.tolist(), contents(order.tolist()), strict=True):
-            # With the identity: different fragments that were given one code cannot pass for equal.
-            hashes[index] = xxhash.xxh3_64_intdigest(identities[index] + content.to_bytes(8, "little"))
+        holdings.take(identities, contents(order.tolist()))
         return holdings.summary()
 
     private, totals, unequal = _compare(groups, gather(summary), num_ranks)

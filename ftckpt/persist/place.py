@@ -17,7 +17,7 @@ from ftckpt.persist.files import FileStorage
 SNAPSHOT = PERSIST_FORMATS[0]
 FOLDER = "ftckpt"
 OUTLINED = "deepspeed"
-"""A format of which DeepSpeed has outlined the files."""
+"""What DeepSpeed's own saving writes, of which no writer knows the files: it has outlined them."""
 THEIR_FORMS = {MEGATRON: "megatron-dist", DEEPSPEED: OUTLINED}
 """What is written in the place of whose own saving."""
 
