@@ -22,6 +22,7 @@ from ftckpt.model import codec
 from ftckpt.model.loaded import NOTHING
 from ftckpt.model.manifest import Manifest
 from ftckpt.model.snapshot import SnapshotId
+from ftckpt.model.text import human
 from ftckpt.model.topology import Topology
 from ftckpt.store.arena import Arena, clear_arena
 from ftckpt.store.directory import (
@@ -39,7 +40,7 @@ from ftckpt.store.directory import (
     wait_for_writer,
 )
 from ftckpt.store.image import SlotImage
-from ftckpt.store.ledger import Ledger, for_slots, give_up, in_use, once_given_back, require, slots_to_allocate
+from ftckpt.store.ledger import Ledger, for_slots, give_up, in_use, require, slots_to_allocate
 from ftckpt.store.locks import JobLock
 
 _LARGE_BYTES = 4 << 30
@@ -74,6 +75,11 @@ class NodeArenas:
         self._supply: SlotSupply | None = None
         self._lacks_slot = False  # and that was said
         self._supplies_start = False  # whether it is of the slots that training begins with
+        self._opened = False  # and nothing was supplied since
+        self._needed: frozenset[SnapshotId] = frozenset()  # of what old arenas hold
+        self._most = 0  # slots of the arena beside old ones
+        self.coming_bytes = 0
+        """What the ranks of this node will take for slots beside old arenas, less what those will give up."""
 
     def enter(self) -> None:
         """Make sure that no other live process uses this job's arenas on this node, and that its ranks share them.
@@ -88,11 +94,11 @@ class NodeArenas:
     def open(self, manifest: Manifest, keep: SnapshotId | None) -> Arena:
         """The locked arena for ``manifest``: the one that is there, or a new one.
 
-        ``keep`` is the snapshot in the arenas that are there from which the job would restart. Slots of old arenas
-        are freed first that hold neither it nor what is protected. The arena comes back with fewer slots allocated
-        than configured: with one where no old arena is left; else with one that can be written at least, and as many
-        as keep the sum of this rank's slots, old ones that are left to it among them, at what is configured.
-        ``supply`` and ``complete`` allocate the others, beside training.
+        ``keep`` is the snapshot in the arenas that are there from which the job would restart. The arena comes back
+        with the slots that it has. Behind ``supply``, beside training, slots of old arenas are freed first that hold
+        neither it nor what is protected; then it gets its others, or, as long as an old arena is left, as many as
+        keep the sum of this rank's slots, old ones that are left to it among them, at what is configured; one that
+        can be written at least.
 
         Raises:
             MemoryBudgetError: the node has no room for its ranks' new slots.
@@ -106,18 +112,12 @@ class NodeArenas:
             existing = self._reuse(path)
             return self._list_old(path)
 
-        old, there, any_old = self._in_use(look)
-        self._own = path
-        # What can be freed goes before anything is allocated: a node need not hold both.
-        if any_old:
-            together(self._group, lambda: self._free_old(old, there, keep))
-        else:
-            self._free_old(old, there, keep)
-        new, absent = self._count_slots(existing, keep, num_slots(self._old))
-        # Again, though ``replace`` has asked: an arena that resists gave nothing back, and its slots count.
-        now = new if self._old else absent  # with no old arena to wait for ``supply`` takes the others at once
-        self._require_room(for_slots(now, absent, SlotImage.of(manifest).file_bytes, self._old))
-        arena = together(self._group, lambda: self._allocate(manifest, existing, new))
+        old, there = self._in_use(look)
+        self._own, self._old, self._removing, self._opened = path, old, keep is None, True
+        self._needed = there.needed(keep) if keep is not None else frozenset()
+        needs, freed_bytes = self._foresee(there, old, existing, keep, manifest)
+        self._require_room(needs, freed_bytes)
+        arena = together(self._group, lambda: self._create(manifest, existing))
         arena.control.mark_origin(self.origin)
         if keep is not None:
             arena.control.mark_whole(keep)  # without its old arena a rank would not know what was lost
@@ -136,8 +136,8 @@ class NodeArenas:
         self._end_supply()
         try:
             # First of all: what is protected would be given up for nothing.
-            _, there, _ = self._in_use(lambda: self._list_old(arena_path(self.path, manifest)))
-            self._require_room(*together(self._group, lambda: self._foresee(there, old, whole, manifest)))
+            _, there = self._in_use(lambda: self._list_old(arena_path(self.path, manifest)))
+            self._require_room(*together(self._group, lambda: self._foresee_change(there, old, whole, manifest)))
             # A kill from here on must find the same on all ranks: what is not whole is gone from every arena
             # before the first of them goes.
             together(self._group, lambda: _void_others(old, whole))
@@ -151,6 +151,8 @@ class NodeArenas:
         One that resists, because the SMP makes a file there at this moment, is an event; ``complete`` tries it again.
         """
         self._removing = True
+        if self._supply is not None and not self._supply.ended:
+            return  # it may be freeing slots there
         for path in list(self._old):
             try:
                 remove_arena(path)
@@ -160,16 +162,16 @@ class NodeArenas:
                 self._old.remove(path)
 
     def supply(self, arena: Arena) -> None:
-        """Have the slots allocated, in the background, that ``arena`` lacks to begin with."""
+        """Have old arenas give up what nobody needs, and the slots allocated that ``arena`` lacks, in the
+        background."""
         self._begin_supply(arena)
-        self._supplies_start = self._supply is not None
 
     def complete(self, arena: Arena, waits: bool = False) -> list[int]:
         """Have slots allocated in the background that ``arena`` lacks, once old arenas have gone; returns those that
         it has got since the last call.
 
-        Call it at each boundary. It waits for nothing but, where ``waits``, for a slot of those that ``supply`` was
-        asked for. A slot for which there is no room is an event, and is tried again.
+        Call it at each boundary. It waits for nothing but, where ``waits``, for a slot of those that ``open`` has
+        left to be allocated. A slot for which there is no room is an event, and is tried again.
         """
         if self._old and self._removing:
             self.remove_old()
@@ -191,14 +193,32 @@ class NodeArenas:
             self._events.emit("slots_allocated", path=str(arena.path), slots=allocated)
         elif ended:
             self._supply, self._supplies_start = None, False
+            self._old = [path for path in self._old if path.exists()]
         return allocated
 
     def _begin_supply(self, arena: Arena) -> None:
-        absent = absent_slots(arena)
+        absent, first = absent_slots(arena), self._opened
         # An arena of an earlier start may have more slots than are configured: those stay absent.
-        missing = absent[: max(0, self._config.slots - (arena.control.slots - len(absent)))]
-        if missing and not self._old:
-            self._supply = SlotSupply(arena, missing, self.cores)
+        most = self._most if self._old and not (first and self._removing) else self._config.slots
+        missing = absent[: max(0, most - (arena.control.slots - len(absent)))]
+        free = partial(self._free, list(self._old)) if first and self._old else None
+        if missing or free is not None:
+            need_bytes = len(missing) * arena.image.file_bytes
+            if first and need_bytes > _LARGE_BYTES:
+                self._events.announce(
+                    f"allocating {human(need_bytes)} of shared memory for each rank, beside training"
+                )
+            self._supply = SlotSupply(arena, missing, self.cores, free)
+        self._opened, self._supplies_start = False, first and bool(missing)
+
+    def _free(self, old: Sequence[Path]) -> None:
+        """What can be freed goes before anything is allocated: a node need not hold both."""
+        if self._needed:
+            give_up(old, self._needed)
+            return
+        for path in old:
+            with suppress(OSError):  # ``remove_old`` tries it again, and tells it
+                remove_arena(path)
 
     def leave(self, arena: Arena | None, agreed: Callable[[], object], end_smp: Callable[[], None]) -> None:
         """Remove what this rank has, once all ranks are here and each has called ``agreed``.
@@ -285,60 +305,59 @@ class NodeArenas:
         shards = [topology.members[rank].shard for rank in local]
         return share_of([p for p in list_arenas(self.path) if p != own], shards, local.index(topology.rank))
 
-    def _in_use(self, look: Callable[[], Sequence[Path]]) -> tuple[Sequence[Path], Ledger, bool]:
-        """The arenas that ``look`` finds, what lies in them, with what any rank's arenas call protected, and whether
-        any rank has found any. Collective.
+    def _in_use(self, look: Callable[[], list[Path]]) -> tuple[list[Path], Ledger]:
+        """The arenas that ``look`` finds, and what lies in them, with what any rank's arenas call protected.
+        Collective.
 
         Marks may differ by a verdict that some ranks had not read yet. One mark is proof enough for all: it was made
         of a verdict of all nodes.
         """
-        paths: Sequence[Path] = ()
+        paths: list[Path] = []
         there = Ledger()
 
-        def tell() -> _Old:
+        def tell() -> tuple[SnapshotId, ...]:
             nonlocal paths, there
             paths = look()
             there = in_use(paths)
-            return _Old(len(paths), tuple(there.protected))
+            return tuple(there.protected)
 
-        ranks = gather_all(self._group, tell, _Old)
-        marks = frozenset(chain.from_iterable(rank.protected for rank in ranks))
-        return paths, Ledger(there.entries, marks), any(rank.num for rank in ranks)
+        marks = frozenset(chain.from_iterable(gather_all(self._group, tell, tuple[SnapshotId, ...])))
+        return paths, Ledger(there.entries, marks)
 
-    def _free_old(self, old: Sequence[Path], there: Ledger, keep: SnapshotId | None) -> None:
-        self._old, self._removing = list(old), False
-        if keep is None:
-            self.remove_old()
-        else:
-            give_up(old, there.needed(keep))
-            self._old = [path for path in old if path.exists()]
-
-    def _count_slots(self, existing: Arena | None, keep: SnapshotId | None, num_old: int) -> tuple[int, int]:
-        """Slots of the arena to allocate now beside ``num_old`` in old ones, and those that it lacks in all."""
+    def _count_slots(self, existing: Arena | None, keep: SnapshotId | None, num_old: int) -> tuple[int, int, int]:
+        """Slots of the arena that are there, those to allocate beside ``num_old`` in old ones, and those that it
+        lacks in all."""
         slots = self._config.slots if existing is None else existing.control.slots
-        absent = slots if existing is None else len(absent_slots(existing))
-        if not num_old:  # one, for an arena to be one: training goes on while the others get their memory
-            return max(0, 1 - (slots - absent)), absent
+        there = 0 if existing is None else slots - len(absent_slots(existing))
+        lacks = max(0, min(slots, self._config.slots) - there)
+        if not num_old:
+            return there, lacks, lacks
         needed = 0 if existing is None or existing.find(keep) is None else 1
-        return slots_to_allocate(slots - absent, slots, needed, self._config.slots - num_old), absent
+        return there, slots_to_allocate(there, slots, needed, self._config.slots - num_old), lacks
 
     def _foresee(
+        self, there: Ledger, old: Sequence[Path], existing: Arena | None, keep: SnapshotId | None, manifest: Manifest
+    ) -> tuple[Ledger, int]:
+        """What the arena for ``manifest`` needs, and the bytes that ``old`` ones will have given up by then."""
+        spare = there.spare(there.needed(keep)) if keep is not None else Ledger()
+        num_old = num_slots(old) - spare.free_slots if keep is not None else 0
+        have, new, lacks = self._count_slots(existing, keep, num_old)
+        self._most = have + new
+        needs = for_slots(new, lacks, SlotImage.of(manifest).file_bytes, old)
+        return needs, spare.given_back_bytes if keep is not None else needs.free_bytes
+
+    def _foresee_change(
         self, there: Ledger, arena: Arena, keep: SnapshotId | None, manifest: Manifest
     ) -> tuple[Ledger, int]:
-        """What ``replace`` will need, and the bytes that it will have freed by then; nothing is changed."""
+        """As ``_foresee`` when nothing but ``keep`` is left in ``arena``; nothing is changed."""
         path = arena_path(self.path, manifest)
-        old = self._list_old(path)
-        there = there.without(arena.path.name, keep)
-        spare = there.spare(there.needed(keep) if keep is not None else ())
-        num_old = num_slots(old) - spare.free_slots
-        new, absent = self._count_slots(None, keep, num_old)
-        with (
-            suppress(ArenaError),
-            closing(Arena.open(path)) as existing,
-        ):  # ArenaError: none is there to use
-            new, absent = self._count_slots(existing, keep, num_old)
-        now = new if num_old else absent
-        return for_slots(now, absent, SlotImage.of(manifest).file_bytes, old), spare.given_back_bytes
+        old, there = self._list_old(path), there.without(arena.path.name, keep)
+        try:
+            existing = Arena.open(path)
+        except ArenaError:  # none is there to use
+            return self._foresee(there, old, None, keep, manifest)
+        with closing(existing):
+            return self._foresee(there, old, existing, keep, manifest)
 
     def _require_room(self, mine: Ledger, freed_bytes: int = 0) -> None:
         """Raise MemoryBudgetError unless the node has room for what ranks need now and when old arenas have gone.
@@ -346,19 +365,20 @@ class NodeArenas:
         ``freed_bytes`` of this rank come back before it needs anything.
         """
         needs = codec.gather(self._group, (mine.now_bytes - freed_bytes, mine.later_bytes), tuple[int, int])
+        self.coming_bytes = 0
         if not any(map(any, needs)):
             return  # on all ranks: what is asked for below is asked for together
         local = [needs[rank] for rank in self._topology.ranks_on(self._topology.me.node)]
+        self.coming_bytes = sum(now_bytes for now_bytes, _ in local)
         # Both sums must fit: at once beside old arenas, and in the end in their place.
         need_bytes = max(map(sum, zip(*local, strict=True)))
         together(self._group, lambda: require(self.path, need_bytes) if self._leads else None)
 
-    def _allocate(self, manifest: Manifest, existing: Arena | None, new: int) -> Arena:
-        """The arena for ``manifest``, locked, with ``new`` slots more than it has."""
-        need_bytes = new * SlotImage.of(manifest).file_bytes
-        if need_bytes > _LARGE_BYTES:
-            self._events.announce(f"allocating {need_bytes / 1e9:.1f} GB of shared memory for each rank")
-        arena = run_on(self.cores, lambda: self._with_slots(manifest, existing, new))
+    def _create(self, manifest: Manifest, existing: Arena | None) -> Arena:
+        """The arena for ``manifest``, locked, with the slots that it has."""
+        if existing is None:
+            self._made = arena_path(self.path, manifest)
+        arena = existing or Arena.create(self.path, manifest, self._config.slots, allocate=0)
         arena.lock(self._config.lock_timeout_secs)
         self._events.emit(
             "arena",
@@ -369,14 +389,6 @@ class NodeArenas:
             slot_bytes=arena.image.file_bytes,
         )
         return arena
-
-    def _with_slots(self, manifest: Manifest, existing: Arena | None, new: int) -> Arena:
-        if existing is None:
-            self._made = arena_path(self.path, manifest)
-            return once_given_back(self.path, lambda: Arena.create(self.path, manifest, self._config.slots, new))
-        for slot in absent_slots(existing)[:new]:
-            once_given_back(self.path, partial(existing.allocate, slot))
-        return existing
 
     def _reuse(self, path: Path) -> Arena | None:
         """The arena at ``path`` with its damaged slots made new; None where nothing in it can be used."""
@@ -392,13 +404,6 @@ class NodeArenas:
             if arena.allocated(slot) and not arena.header_good(slot):
                 run_on(self.cores, partial(arena.renew, slot))
         return arena
-
-
-class _Old(NamedTuple):
-    """What a rank has found of old arenas: how many, and the snapshots that they call protected."""
-
-    num: int
-    protected: tuple[SnapshotId, ...]
 
 
 class _Sight(NamedTuple):

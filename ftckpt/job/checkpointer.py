@@ -447,7 +447,7 @@ class Checkpointer:
                 )
             return
         self._state.take_over(*self._protection.survey(self.arena, restored))
-        self._protection.arrange(self.arena, self.node_dir)
+        self._protection.arrange(self.arena, self.node_dir, self._arenas.coming_bytes)
         self._mark_arrangement()
 
     def _mark_arrangement(self) -> None:
@@ -591,13 +591,14 @@ class Checkpointer:
         if proof.new_arenas:
             self._protect_anew()
             shard.supply()
+            shard.complete(state.keep)  # as long as there is no slot the old arena holds all that is whole
 
     def _protect_anew(self) -> None:
         """The arenas were laid out anew: what cannot be protected in them is not, and training goes on."""
         if self.arena is None or not self._protects:
             return
         try:
-            self._protection.arrange(self.arena, self.node_dir)
+            self._protection.arrange(self.arena, self.node_dir, self._arenas.coming_bytes)
         except FtckptError as error:
             self.events.emit("not_protected", error=str(error))
             self._execute(self._state.not_protected())

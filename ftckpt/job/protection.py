@@ -89,7 +89,7 @@ class Arrangement:
 
         Only parity files of these groups, in these arenas, are written over.
         """
-        arenas = {holding.arena for holding in self.holdings if holding.node == node}
+        arenas = {holding.arena: holding.slot_bytes for holding in self.holdings if holding.node == node}
         members = [(group.mode, member) for group in self.groups for member in group.members if member.node == node]
         return for_protection(
             node_dir,
@@ -175,8 +175,10 @@ class Protection:
         named = filter(None, {everywhere(rank.protected) for rank in ranks})
         return max(named, key=lambda snapshot: snapshot.iteration, default=None), everywhere(restored)
 
-    def arrange(self, arena: Arena, node_dir: Path) -> None:
+    def arrange(self, arena: Arena, node_dir: Path, coming_bytes: int = 0) -> None:
         """Know what all ranks hold: groups, memory, the SMP of this node and those of others.
+
+        ``coming_bytes`` are those that slots of this node take from now on beside old arenas.
 
         Raises:
             MemoryBudgetError: the node has no room for parity and packages.
@@ -202,7 +204,7 @@ class Protection:
         self.modes = together(self._group, lambda: self._resolve(spans_nodes=bool(in_slots)))
         arrangement = Arrangement.of(holdings, in_slots, self.modes)
         # By the leader: memory is the node's.
-        table = together(self._group, lambda: self._check(arrangement, node_dir) if leads else None)
+        table = together(self._group, lambda: self._check(arrangement, node_dir, coming_bytes) if leads else None)
         self._digest = self.smp.configure(node_dir, holdings, arrangement.groups, arrangement.packages_on(me.node))
         if table is not None:
             self._tell_network(table.network[me.node])
@@ -307,7 +309,7 @@ class Protection:
                 self._events.emit("protection_lessened", reason=reason)
         return modes
 
-    def _check(self, arrangement: Arrangement, node_dir: Path) -> ProtectionTable:
+    def _check(self, arrangement: Arrangement, node_dir: Path, coming_bytes: int) -> ProtectionTable:
         """Show what is protected, and refuse to start where the node has no room for it; returns the costs."""
         node, names = self._topology.me.node, self.modes.names
         table = arrangement.report(self.slots)
@@ -315,7 +317,8 @@ class Protection:
         self._events.announce(f"protection: {', '.join(names) or 'none'}")
         for line in table.lines():
             self._events.announce(line)
-        self._require_room(arrangement.account(node, node_dir, table.smp_bytes(node), self.slots), node_dir)
+        account = arrangement.account(node, node_dir, table.smp_bytes(node), self.slots)
+        self._require_room(account, coming_bytes, node_dir)
         return table
 
     def _tell_network(self, nbytes: int) -> None:
@@ -329,7 +332,7 @@ class Protection:
         if secs > timeout_secs:
             self._events.emit("protection_slow", secs=round(secs, 1), timeout_secs=timeout_secs, source=str(limit))
 
-    def _require_room(self, account: Ledger, node_dir: Path) -> None:
+    def _require_room(self, account: Ledger, coming_bytes: int, node_dir: Path) -> None:
         try:
             require(node_dir, account.later_bytes)
         except MemoryBudgetError as error:
@@ -337,7 +340,7 @@ class Protection:
                 f"no room for what protects the snapshots (protect: {','.join(self.modes.names)}): {error}; "
                 "or protect less (--ftckpt-protect)"
             ) from None
-        reason = refusal(node_dir, account.now_bytes)
+        reason = refusal(node_dir, account.now_bytes + coming_bytes) if account.now_bytes else ""
         if reason:
             self._events.emit("protection_waits", need_bytes=account.now_bytes, reason=reason)
             self._events.announce("no room for parity beside old snapshots: it waits until those have gone")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from ftckpt.capture.affinity import pin
@@ -20,18 +20,20 @@ _END_SECS = 10.0
 
 
 class SlotSupply:
-    """Memory for slots that an arena lacks.
+    """Memory for slots that an arena lacks, once ``free`` has made room for it.
 
     The thread makes files that have no name yet; only ``take``, called by the training thread, makes slots of them.
     So an arena that is closed, or another process's, never gets a slot that nobody waits for.
     """
 
-    def __init__(self, arena: Arena, slots: Sequence[int], cores: Cores) -> None:
+    def __init__(
+        self, arena: Arena, slots: Sequence[int], cores: Cores, free: Callable[[], None] | None = None
+    ) -> None:
         self._arena = arena
         self._ready: queue.SimpleQueue[tuple[int, FreshSlot]] = queue.SimpleQueue()
         self._closing = threading.Event()
         self._error: Exception | None = None
-        self._thread = threading.Thread(target=self._run, args=(slots, cores), name="ftckpt-slots", daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(slots, cores, free), name="ftckpt-slots", daemon=True)
         self._thread.start()
 
     @property
@@ -67,11 +69,14 @@ class SlotSupply:
         self._thread.join(_END_SECS)
         self._discard()
 
-    def _run(self, slots: Sequence[int], cores: Cores) -> None:
+    def _run(self, slots: Sequence[int], cores: Cores, free: Callable[[], None] | None) -> None:
         pin(cores)
         try:
+            if free is not None:
+                free()
             for slot in slots:
-                require(self._arena.path.parent, self._arena.image.file_bytes, patience_secs=0.0)
+                # With patience: what ``free`` has deleted comes back when the SMP has unmapped it.
+                require(self._arena.path.parent, self._arena.image.file_bytes)
                 self._ready.put((slot, self._arena.build(slot, self._closing.is_set)))
         except Exception as error:  # noqa: BLE001 - told on the training thread
             self._error = error

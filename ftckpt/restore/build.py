@@ -84,8 +84,9 @@ class Build:
         try:
             arena = Arena.open(arena_path(self._node_dir, self._whole.manifest))
         except ArenaError:
-            chunks = len(SlotImage.of(self._whole.manifest).chunks)
-            return slot_bytes + _in_pages(control_bytes(self._num_slots, chunks))
+            image = SlotImage.of(self._whole.manifest)
+            about = control_bytes(self._num_slots, len(image.chunks)), len(image.header)
+            return slot_bytes + sum(map(_in_pages, about))
         try:
             return 0 if arena.slot_error(_pick(arena, self._whole.snapshot, self._keep)) is None else slot_bytes
         finally:

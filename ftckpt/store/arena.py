@@ -32,7 +32,7 @@ from ftckpt.store.image import SlotImage
 from ftckpt.store.locks import FileLock
 from ftckpt.store.mapping import Mapping, create_mapping, open_mapping
 from ftckpt.store.parity_file import parity_of
-from ftckpt.store.slots import FreshSlot, SlotFiles, image_of_slots
+from ftckpt.store.slots import FreshSlot, SlotFiles, header_file_good, image_of_files, write_header
 
 Progress = Callable[[int, int], None]
 """Called with bytes done and bytes in all."""
@@ -95,14 +95,14 @@ class Arena:
 
         Raises:
             ArenaError: there is an arena for this manifest already, or another process is creating it.
-            ConfigError: ``allocate`` is not 1 to ``slots``: an arena is known by the header of a slot.
+            ConfigError: ``allocate`` is not 0 to ``slots``.
             MemoryBudgetError: the file system has no room; nothing is left behind.
         """
         final = arena_path(node_dir, manifest)
         if (final / CONTROL_NAME).exists():
             raise ArenaError(f"{final} exists; open it, or remove it first")
-        if allocate is not None and not 1 <= allocate <= slots:
-            raise ConfigError(f"{final}: allocate {allocate} is not 1 to {slots}, the number of slots")
+        if allocate is not None and not 0 <= allocate <= slots:
+            raise ConfigError(f"{final}: allocate {allocate} is not 0 to {slots}, the number of slots")
         image = SlotImage.of(manifest)
         remove_stale(node_dir, manifest.shard)
         temporary = node_dir / f".{final.name}.new-{os.getpid()}"  # the dot hides it from ``list_arenas``
@@ -115,6 +115,7 @@ class Arena:
                 directory.mkdir(mode=0o700, exist_ok=True)
                 # The lock tells it from what a killed process left half made, which ``remove_stale`` deletes.
                 with FileLock(directory / LOCK_NAME, 0, f"new arena {final.name}", "end that process first"):
+                    write_header(directory, image)
                     for slot in range(slots if allocate is None else allocate):
                         files.make(slot)
                     # Last of all files: without a control block nobody takes what else is there for an arena.
@@ -132,7 +133,7 @@ class Arena:
         """Map an existing arena. A bad slot is reported by ``slot_error``, it does not spoil the others.
 
         Raises:
-            CorruptError: the control block is bad, or no slot has a header to know the arena by.
+            CorruptError: the control block is bad, or there is no header to know the arena by.
             MismatchError: written by another format version.
             ArenaError: missing, or owned by another user.
             MemoryBudgetError: a slot to be written has holes and there is no room to fill them.
@@ -148,7 +149,7 @@ class Arena:
         try:
             # Views of its own, released on an error too: one that is left would keep the control block mapped.
             with memoryview(control.data) as view, closing(ControlBlock(view)) as block:
-                image = image_of_slots(path, block.slots, block.digest)
+                image = image_of_files(path, block.slots, block.digest)
                 if len(image.chunks) != block.num_chunks:
                     raise CorruptError(
                         f"{path}: {block.num_chunks} chunks in the control block, {len(image.chunks)} in a slot"
@@ -197,10 +198,10 @@ class Arena:
         The file is deleted at once; the memory comes back when the last view of the slot is gone.
 
         Raises:
-            ArenaError: no other slot can be read: an arena is known by the header of a slot.
+            ArenaError: no other header can be read, and an arena is known by one.
         """
-        if not self._readable_beside(slot):
-            raise ArenaError(f"{self.path}: slot {slot} is the last one; remove the arena instead")
+        if not self._known_beside(slot):
+            raise ArenaError(f"{self.path}: slot {slot} has the last header; remove the arena instead")
         # Readers take a missing file for damage unless the record is EMPTY.
         self.control.void(slot)
         self._slots.free(slot)
@@ -228,12 +229,12 @@ class Arena:
             MemoryBudgetError: the file system has no room; the slot is damaged yet, or not allocated.
             ArenaError: the file cannot be created.
         """
-        if self._readable_beside(slot):
+        if self._known_beside(slot):
             # Freed first: the node may have no room for both files at once.
             self.free(slot)
             self.allocate(slot)
         else:
-            # In one step: no other slot shows whose arena this is.
+            # In one step: nothing else shows whose arena this is.
             self.control.void(slot)
             self._slots.make(slot)
 
@@ -373,8 +374,9 @@ class Arena:
         self._control_map.close()
         self._slots.close()
 
-    def _readable_beside(self, slot: int) -> bool:
-        return any(self.slot_error(other) is None for other in range(self.control.slots) if other != slot)
+    def _known_beside(self, slot: int) -> bool:
+        others = (other for other in range(self.control.slots) if other != slot)
+        return header_file_good(self.path, self.image) or any(self.slot_error(other) is None for other in others)
 
     def _check(self, slot: int, record: SlotRecord) -> Check | None:
         """None, too, where ``checks`` speaks of another snapshot than ``record``: the slot was written since."""

@@ -11,7 +11,7 @@ that may be taken in place of the one that is rebuilt (``ftckpt.restore.choice.w
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from enum import Enum, auto
@@ -255,7 +255,7 @@ def for_protection(
     node_dir: Path,
     need_bytes: int,
     *,
-    arenas: Collection[str],
+    arenas: Mapping[str, int],
     slots: int,
     parity: Iterable[Path],
     shards: Collection[str],
@@ -264,8 +264,8 @@ def for_protection(
 
     Args:
         need_bytes: parity files and packages in all.
-        arenas: those that are written now; all others are old and keep theirs until a snapshot in the new ones is
-            protected.
+        arenas: those that are written now, with the size of a slot; all others are old and keep theirs until a
+            snapshot in the new ones is protected.
         slots: of an arena that has all.
         parity: the files that the SMP writes over.
         shards: whose packages this node keeps; snapshots with packages of others go with old arenas.
@@ -276,7 +276,7 @@ def for_protection(
     leaving = [name.path for name in packages if name.snapshot in foreign]
     reused = [name.path for name in packages if name.snapshot not in foreign]
     now_bytes = max(0, need_bytes - sum(map(size_of, {*reused, *parity})))
-    waiting = sum(_lacking_bytes(node_dir / name, slots) for name in arenas)
+    waiting = sum(_lacking_bytes(node_dir / name, slots, slot_bytes) for name, slot_bytes in arenas.items())
     old = [path for path in list_arenas(node_dir) if path.name not in arenas]
     # Slots wait until old arenas have gone; parity and packages are needed at once.
     return Ledger((
@@ -298,12 +298,10 @@ def _leaving(paths: Iterable[Path]) -> list[LedgerEntry]:
     return [LedgerEntry(file.name, size_of(file), MemoryState.FREE, file.parent.name) for file in files]
 
 
-def _lacking_bytes(arena: Path, slots: int) -> int:
+def _lacking_bytes(arena: Path, slots: int, slot_bytes: int) -> int:
     """What the slots take that an arena does not have yet."""
-    # All slots of an arena have one size, which those that are there show.
-    sizes = [size_of(path) for path in arena.glob("slot*")]
     begun = sum(map(size_of, arena.glob(".slot*")))  # of slots that are being made
-    return max(0, max(0, slots - len(sizes)) * max(sizes, default=0) - begun)
+    return max(0, max(0, slots - len(list(arena.glob("slot*")))) * slot_bytes - begun)
 
 
 def size_of(path: Path) -> int:

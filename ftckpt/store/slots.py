@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 from ftckpt.errors import ArenaError, CorruptError, MismatchError
@@ -12,6 +13,9 @@ from ftckpt.store.control import ControlBlock, SlotState
 from ftckpt.store.directory import fresh_name
 from ftckpt.store.image import SlotImage, parse_image
 from ftckpt.store.mapping import Mapping, create_mapping, open_mapping
+
+HEADER_NAME = "header"
+"""The file with the bytes that each slot begins with: an arena is known by it before a slot has memory."""
 
 
 def slot_name(slot: int) -> str:
@@ -146,16 +150,33 @@ def _open_slot(path: Path, nbytes: int, control: ControlBlock, slot: int, writab
     return problem
 
 
-def image_of_slots(path: Path, slots: int, digest: bytes) -> SlotImage:
-    """The image that the first sound header gives, if the control block was made for its manifest.
+def write_header(directory: Path, image: SlotImage) -> None:
+    """Make the file ``header`` of an arena that is being created."""
+    with fresh_name(directory / HEADER_NAME) as fresh:
+        with open(fresh, "xb", opener=partial(os.open, mode=0o600)) as file:
+            file.write(image.header)
+        fresh.rename(directory / HEADER_NAME)
+
+
+def header_file_good(directory: Path, image: SlotImage) -> bool:
+    """Whether the arena is known by its file ``header``, whatever becomes of its slots."""
+    try:
+        return (directory / HEADER_NAME).read_bytes() == image.header
+    except OSError:
+        return False
+
+
+def image_of_files(path: Path, slots: int, digest: bytes) -> SlotImage:
+    """The image that the first sound header gives, the file's or a slot's, if the control block was made for its
+    manifest.
 
     Raises:
-        CorruptError: no slot has a sound header.
+        CorruptError: there is no sound header.
     """
     errors = []
-    for slot in range(slots):
+    for name in (HEADER_NAME, *map(slot_name, range(slots))):
         try:
-            mapping = open_mapping(path / slot_name(slot), None, writable=False)
+            mapping = open_mapping(path / name, None, writable=False)
         except ArenaError as error:
             errors.append(str(error))
             continue
@@ -164,9 +185,9 @@ def image_of_slots(path: Path, slots: int, digest: bytes) -> SlotImage:
             # A sound header may be another arena's: whose this one is says the control block.
             if image.manifest.digest == digest:
                 return image
-            errors.append(f"slot {slot}: its manifest is not the one of the control block")
+            errors.append(f"{name}: its manifest is not the one of the control block")
         except (CorruptError, MismatchError) as error:
-            errors.append(f"slot {slot}: {error}")
+            errors.append(f"{name}: {error}")
         finally:
             mapping.close()
-    raise CorruptError(f"{path}: no slot has a usable header: {'; '.join(errors)}")
+    raise CorruptError(f"{path}: no usable header: {'; '.join(errors)}")

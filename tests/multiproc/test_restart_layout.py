@@ -281,8 +281,8 @@ POINTS: dict[str, Callable[[int, Checkpointer], None]] = {
     "half rebuilt": lambda rank, _: _at("ftckpt.restore.build:Build.put", rank, 0),
     "rebuilt": lambda rank, _: _at("ftckpt.restore.repair:Repairer.run", rank, 0),
     "objects there": lambda rank, c: _at("test_restart_layout:State.load_reshaped", rank, None),
-    "old arenas set aside by one rank": lambda rank, _: _at("ftckpt.job.arenas:NodeArenas._free_old", rank, 0),
-    "one new arena": lambda rank, _: _at("ftckpt.job.arenas:NodeArenas._allocate", rank, 1),
+    "old arenas set aside by one rank": lambda rank, _: _at("ftckpt.job.arenas:NodeArenas._free", rank, 0),
+    "one new arena": lambda rank, _: _at("ftckpt.job.arenas:NodeArenas._create", rank, 1),
     "all new arenas": lambda rank, _: _at("ftckpt.job.arenas:NodeArenas.open", rank, None),
     "sealed by one rank": lambda rank, c: _after_seal(rank, c, [0]),
     "sealed by all, known to none": lambda rank, c: _after_seal(rank, c, range(99)),
@@ -491,7 +491,7 @@ def test_a_tensor_that_no_source_has_is_named_and_nothing_is_lost(plan: dict[str
 def test_old_and_new_arenas_that_do_not_both_fit_are_an_error_and_lose_nothing(plan: dict[str, Any]) -> None:
     restarted(Attempt(OLD, LAST, plan))
     with a_rank_raises(MemoryBudgetError, "no room"):
-        run_ranks(train_without_room, NEW.size, Attempt(NEW, LAST, plan))
+        run_ranks(train_without_room, NEW.size, Attempt(NEW, LAST, plan | {"slots": 4}))
     assert {one.start for one in restarted(Attempt(OLD, LAST, plan))} == {LAST}
 
 

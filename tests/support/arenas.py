@@ -107,6 +107,12 @@ def complete(member: Rank) -> list[int]:
     return slots
 
 
+def settle(member: Rank) -> list[int]:
+    """What ``open`` and ``replace`` leave to be done beside training, to its end."""
+    member.arenas.supply(member.have)
+    return complete(member)
+
+
 def write(arena: Arena, slot: int, iteration: int, lineage: bytes = LINEAGE, seal: bool = True) -> None:
     """A snapshot of ``iteration``; without ``seal`` it stays WRITING."""
     arena.control.begin(slot)

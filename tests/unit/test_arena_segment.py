@@ -8,6 +8,7 @@ import shutil
 import stat
 import tempfile
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -92,7 +93,7 @@ def test_modes_and_sizes(node_dir: Path) -> None:
     for directory in (node_dir.parent, node_dir, arena.path):
         assert stat.S_IMODE(directory.stat().st_mode) == 0o700
     files = {file.name: file.stat() for file in arena.path.iterdir()}
-    assert sorted(files) == ["control", "lock", "slot0.safetensors", "slot1.safetensors"]
+    assert sorted(files) == ["control", "header", "lock", "slot0.safetensors", "slot1.safetensors"]
     assert all(stat.S_IMODE(status.st_mode) == 0o600 for status in files.values())
     slot = files["slot0.safetensors"]
     assert slot.st_size == arena.image.file_bytes and slot.st_blocks * 512 >= slot.st_size
@@ -113,9 +114,10 @@ def test_a_slot_opens_in_safetensors(node_dir: Path) -> None:
 
 
 def test_the_last_slot_of_an_arena_is_renewed_in_one_step(node_dir: Path) -> None:
-    """No other slot shows whose arena it is."""
+    """Nothing else shows whose arena it is."""
     Arena.create(node_dir, MANIFEST, 2, allocate=1).close()
     path = arena_path(node_dir, MANIFEST)
+    (path / "header").unlink()
     os.truncate(path / slots.slot_name(0), 8192)
     arena = Arena.open(path, writable=True)
     assert arena.slot_error(0) is not None
@@ -322,13 +324,28 @@ def test_a_bad_header_in_one_slot_is_reported_by_verify(node_dir: Path) -> None:
     again.close()
 
 
-def test_bad_headers_in_all_slots_are_corrupt(node_dir: Path) -> None:
+def test_an_arena_is_known_by_any_sound_header(node_dir: Path) -> None:
     arena = Arena.create(node_dir, MANIFEST, 2)
     arena.close()
-    for slot in range(2):
-        flip(arena.path / f"slot{slot}.safetensors", 3)
-    with raises(CorruptError, "slot 0", "slot 1", "header"):
+    for name in ("slot0.safetensors", "header", "slot1.safetensors"):
+        Arena.open(arena.path).close()
+        flip(arena.path / name, 3)
+    with raises(CorruptError, "slot0", "slot1", "header"):
         Arena.open(arena.path)
+
+
+def test_an_arena_is_one_before_a_slot_has_memory(node_dir: Path) -> None:
+    arena = Arena.create(node_dir, MANIFEST, 2, allocate=0)
+    with closing(Arena.open(arena.path)) as seen:
+        assert seen.manifest == MANIFEST and not any(map(seen.allocated, range(2)))
+        arena.allocate(1)
+        write(arena, 1, 7)
+        seen.map(1)
+        assert seen.find(SnapshotId(LINEAGE, 7)) == 1 and not seen.verify(1)
+    arena.free(1)
+    arena.close()
+    with closing(Arena.open(arena.path, writable=True)) as again:
+        assert not again.snapshots()
 
 
 def test_slots_of_another_manifest_are_corrupt(node_dir: Path) -> None:
@@ -336,7 +353,8 @@ def test_slots_of_another_manifest_are_corrupt(node_dir: Path) -> None:
     arenas = [Arena.create(node_dir, manifest, 1) for manifest in (MANIFEST, other)]
     for arena in arenas:
         arena.close()
-    shutil.copy(arenas[1].path / "slot0.safetensors", arenas[0].path / "slot0.safetensors")
+    for name in ("slot0.safetensors", "header"):
+        shutil.copy(arenas[1].path / name, arenas[0].path / name)
     with raises(CorruptError, "control block"):
         Arena.open(arenas[0].path)
 
@@ -415,9 +433,9 @@ def test_slots_without_memory(node_dir: Path) -> None:
     assert list(node_dir.iterdir()) == []
 
 
-@pytest.mark.parametrize("allocate", [0, 3, -1])
+@pytest.mark.parametrize("allocate", [3, -1])
 def test_impossible_numbers_of_slots_to_allocate(node_dir: Path, allocate: int) -> None:
-    with pytest.raises(ConfigError, match="not 1 to 2"):
+    with pytest.raises(ConfigError, match="not 0 to 2"):
         Arena.create(node_dir, MANIFEST, 2, allocate)
     assert list(node_dir.iterdir()) == []
 
@@ -429,6 +447,7 @@ def test_a_freed_slot_gives_its_memory_back(node_dir: Path) -> None:
     arena.free(0)
     assert used_bytes(arena) == arena.image.file_bytes and not _mapped(arena.path / "slot0")
     assert not arena.allocated(0) and arena.control.record(0).state == SlotState.EMPTY and not arena.verify(1)
+    (arena.path / "header").unlink()
     with raises(ArenaError, "slot 1", "remove"):
         arena.free(1)
     assert not arena.verify(1)

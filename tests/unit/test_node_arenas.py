@@ -22,7 +22,7 @@ from ftckpt.store.control import SlotState
 from ftckpt.store.directory import list_arenas
 from ftckpt.store.image import SlotImage
 from tests.support import arenas
-from tests.support.arenas import LINEAGE, SHARE, Rank, complete, on_all, ranks, used_bytes, write
+from tests.support.arenas import LINEAGE, SHARE, Rank, complete, on_all, ranks, settle, used_bytes, write
 
 KEEP = SnapshotId(LINEAGE, 4)
 MORE = SHARE + 8192
@@ -31,8 +31,7 @@ MORE = SHARE + 8192
 def begin(member: Rank, share: int = SHARE) -> None:
     member.arenas.enter()
     member.arena = member.arenas.open(member.manifest(share), None)
-    assert files(member)[-1:] == [1]
-    complete(member)
+    settle(member)
 
 
 def snapshots(member: Rank) -> None:
@@ -44,6 +43,7 @@ def snapshots(member: Rank) -> None:
 
 def replace(member: Rank, keep: SnapshotId | None = KEEP, share: int = MORE) -> None:
     member.arena = member.arenas.replace(member.have, keep, member.manifest(share))
+    settle(member)
 
 
 def finish(member: Rank) -> list[int]:
@@ -142,6 +142,7 @@ def test_marks_that_differ_by_a_verdict_cost_nothing_that_is_protected(arena_roo
     old = list_arenas(again[0].arenas.path)
     for member, arena in zip(again, on_all(again, lambda m: m.arenas.open(m.manifest(MORE), whole)), strict=True):
         member.arena = arena
+    on_all(again, settle)
     for path in old:
         with closing(Arena.open(path)) as arena:
             assert {snapshot.iteration for snapshot in arena.snapshots()} == {3, 4, 5}
@@ -224,8 +225,8 @@ def test_changing_back_takes_the_arena_that_holds_the_kept_snapshot(arena_root: 
     path = members[0].have.path
     on_all(members, replace)
     on_all(members, lambda member: replace(member, share=SHARE))
-    assert members[0].have.path == path and [files(member) for member in members] == [[1]] * 2
-    assert on_all(members, finish) == [[1], [1]] and path.exists()
+    assert members[0].have.path == path and [files(member) for member in members] == [[2]] * 2
+    assert on_all(members, finish) == [[], []] and path.exists()
     decision = arenas.choose(arena_root, 2)
     assert decision is not None and decision.snapshot.iteration == 4
     end(members)
@@ -245,18 +246,18 @@ def test_without_room_the_kept_snapshot_stays(
         if instant == "checked":
             raise MemoryBudgetError("no room")
 
-    def full(node_dir: Path, manifest: object, *args: object) -> Arena:
+    def full(node_dir: Path, manifest: object, *args: object, **kwargs: object) -> Arena:
         if manifest == members[1].manifest(MORE):
             raise MemoryBudgetError("no room")
-        return create(node_dir, manifest, *args)  # type: ignore[arg-type]
+        return create(node_dir, manifest, *args, **kwargs)  # type: ignore[arg-type]
 
     monkeypatch.setattr(ledger, "check_budget", check)
     monkeypatch.setattr(Arena, "create", full)
     with pytest.raises(MemoryBudgetError, match=r"rank [01]: no room"):
         on_all(members, replace)
     new, old = (SlotImage.of(members[0].manifest(share)).file_bytes for share in (MORE, SHARE))
-    foreseen, then = 2 * (2 * new - 2 * old), 2 * (2 * new - old)
-    assert needs == [foreseen, then][: 1 if instant == "checked" else 2], (
+    foreseen = 2 * (2 * new - 2 * old)
+    assert needs == [foreseen] * (1 if instant == "checked" else 2), (
         "two slots of each of two ranks, when the old ones have gone"
     )
     decision = arenas.choose(arena_root, 2)
@@ -330,6 +331,7 @@ def test_a_start_in_the_middle_of_a_change(arena_root: Path, peaks: dict[str, in
     def restart(member: Rank) -> None:
         member.arenas.enter()
         member.arena = member.arenas.open(member.manifest(share), KEEP)
+        settle(member)
 
     on_all(members, restart)
     large = SlotImage.of(members[0].manifest(MORE)).file_bytes
@@ -355,6 +357,7 @@ def test_an_old_arena_that_cannot_be_read_leaves_a_slot_to_write(arena_root: Pat
     (member,) = members = ranks(arena_root, 1)
     member.arenas.enter()
     member.arena = member.arenas.open(member.manifest(SHARE), KEEP)
+    settle(member)
     assert files(member) == [1, 2] and not member.have.verify(0) and member.have.allocated(1)
     end(members)
     assert list(arena_root.iterdir()) == []
@@ -387,6 +390,7 @@ def test_old_arenas_of_shards_that_no_rank_here_holds(arena_root: Path) -> None:
     def restart(member: Rank) -> None:
         member.arenas.enter()
         member.arena = member.arenas.open(member.manifest(), KEEP)
+        settle(member)
 
     on_all(members, restart)
 

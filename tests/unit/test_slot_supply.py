@@ -13,7 +13,7 @@ import pytest
 
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.store import mapping
-from tests.support.arenas import LINEAGE, SHARE, Rank, complete, on_all, ranks, write
+from tests.support.arenas import LINEAGE, SHARE, Rank, complete, on_all, ranks, settle, write
 from tests.support.waiting import until
 
 SECS = 20.0
@@ -44,10 +44,11 @@ def member(arena_root: Path) -> Iterator[Rank]:
     (member,) = members
     member.arenas.enter()
     member.arena = member.arenas.open(member.manifest(), None)
-    complete(member)
+    settle(member)
     for slot in range(3):
         write(member.have, slot, 2 + slot)
     member.arena = member.arenas.replace(member.have, KEEP, member.manifest(SHARE + 8192))
+    settle(member)
     write(member.have, 0, 5)
     member.arenas.remove_old()
     for slot in (1, 2):
@@ -90,13 +91,18 @@ def test_training_waits_for_no_memory(member: Rank, slow: SlowMemory) -> None:
 
 
 def test_only_what_a_start_has_left_is_waited_for(member: Rank, slow: SlowMemory) -> None:
+    slow.go.set()
+    member.arena = member.arenas.replace(member.have, None, member.manifest())
+    assert not member.have.allocated(0), "a start waits for no memory"
+    slow.asked.clear()
+    slow.go.clear()
     member.arenas.supply(member.have)
     assert slow.asked.wait(SECS)
     assert member.arenas.complete(member.have) == []
     threading.Timer(0.2, slow.go.set).start()
     taken = member.arenas.complete(member.have, waits=True)
-    assert taken[:1] == [1], "the first snapshot would have been skipped"
-    assert sorted([*taken, *complete(member)]) == [1, 2]
+    assert taken[:1] == [0], "the first snapshot would have been skipped"
+    assert sorted([*taken, *complete(member)]) == [0, 1, 2]
     member.have.free(1)
     slow.asked.clear()
     slow.go.clear()
@@ -142,7 +148,8 @@ def test_a_rank_that_ends_meanwhile_leaves_no_half_made_slot(
         assert not path.exists()
     else:
         member.arena = member.arenas.replace(member.have, None, member.manifest())
-        assert not path.exists() and len(slot_files(member)) == 1
+        settle(member)
+        assert not path.exists() and len(slot_files(member)) == 3
     assert supply.ended and (when != "half made" or way == "replace" or slow.steps == steps), "it went on to the end"
 
 
@@ -186,12 +193,11 @@ def test_slots_are_allocated_by_threads_near_the_device(arena_root: Path, monkey
     member.arenas.enter()
     member.arenas.cores = core
     member.arena = member.arenas.open(member.manifest(), None)
-    assert len(seen) == 2, "a slot and a control block"
-    assert complete(member) == [1] and len(seen) == 3
+    assert settle(member) == [0, 1] and len(seen) == 3, "a control block and two slots"
     member.have.close()
     (member.have.path / "slot1.safetensors").write_bytes(b"damaged")
     member.arena = member.arenas.open(member.manifest(), KEEP)
-    assert len(seen) == 4 and seen == [core] * 4 and os.sched_getaffinity(0) == own
+    assert len(seen) == 4 and seen == [own, *[core] * 3] and os.sched_getaffinity(0) == own
     on_all(members, lambda member: member.arenas.leave(member.arena, lambda: None, lambda: None))
     member.arenas.release()
 
@@ -202,10 +208,9 @@ def test_ranks_of_a_node_get_their_slots_at_the_same_time(arena_root: Path) -> N
     def begin(member: Rank) -> None:
         member.arenas.enter()
         member.arena = member.arenas.open(member.manifest(), None)
-        member.have.free(1)
 
     on_all(members, begin)
-    assert on_all(members, complete) == [[1]] * 3
+    assert on_all(members, settle) == [[0, 1]] * 3
     on_all(members, lambda member: member.arenas.leave(member.arena, lambda: None, lambda: None))
     on_all(members, lambda member: member.arenas.release())
     assert list(arena_root.iterdir()) == []
