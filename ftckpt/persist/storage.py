@@ -65,6 +65,10 @@ class Storage(ABC):
         """Fill ``memory`` from byte ``begin`` on. StorageError too where the object has fewer."""
         memory[:] = self.read(name, begin, len(memory))
 
+    def read_ahead(self, name: str, nbytes: int) -> None:  # noqa: B027 - what gains nothing by it does nothing
+        """The first ``nbytes`` will be read soon: have them brought nearer meanwhile, where that is of use. Takes no
+        memory that the system could not take back, and raises nothing."""
+
     @abstractmethod
     def size(self, name: str) -> int | None:
         """Bytes of an object; None where there is none."""

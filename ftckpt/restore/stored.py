@@ -9,9 +9,9 @@ from __future__ import annotations
 import json
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing, suppress
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeVar
 
@@ -40,6 +40,9 @@ _NEWEST = 10
 
 _READERS = 4
 """Chunks of a rank that are on their way at a time: storage answers late, and then much at once."""
+
+_AHEAD_BYTES = 256 << 20
+"""Of each file, before there is memory for what it holds: what the disks give in that time, about."""
 
 _PATIENCE_SECS = 30.0
 """How long a restart tries what storage does not give: less than ranks wait for each other."""
@@ -259,30 +262,34 @@ class ShardFetch:
         files: dict[str, ShardFile] = {}
         builds: dict[str, Build] = {}
 
+        readers = ThreadPoolExecutor(_READERS, thread_name_prefix="ftckpt-fetch")
+
         def look() -> Need:
             files.update((shard, self._file(shard)) for shard in self._mine())
             builds.update((shard, self._build(self._package(file))) for shard, file in files.items())
+            # Until slots have their memory; behind the small reads, which would wait for all of it.
+            readers.submit(self._read_ahead, list(files))
             return Need.of(builds.values())
 
+        def finish() -> _Brought:
+            _each(Build.finish, builds)
+            return _Brought(tuple(build.at for build in builds.values()), **self.usage)
+
         self._arenas.close()  # files may be freed or replaced from here on, by any rank of the node
-        make_room(
-            self._group, self._topology, self._arenas.node_dir, self._events, chosen=self._stored.snapshot, need=look,
-            keep=self._keep(),
-        )  # fmt: skip
         try:
+            make_room(
+                self._group, self._topology, self._arenas.node_dir, self._events, chosen=self._stored.snapshot,
+                need=look, keep=self._keep(),
+            )  # fmt: skip
             together(self._group, lambda: _each(Build.open, builds))
-            with closing(self._fill(builds, files)) as filling:
-                # In turns: ranks have more and less to read, and wait for each other only so long.
-                while not all(gather_all(self._group, lambda: _turn(filling), bool)):
-                    pass
-
-            def finish() -> _Brought:
-                _each(Build.finish, builds)
-                return _Brought(tuple(build.at for build in builds.values()), **self.usage)
-
+            filling = self._fill(readers, builds, files)
+            # In turns: ranks have more and less to read, and wait for each other only so long.
+            while not all(gather_all(self._group, lambda: _turn(filling), bool)):
+                pass
             # Nothing is sealed before every chunk of every rank has the right checksum.
             brought = gather_all(self._group, finish, _Brought)
         finally:
+            readers.shutdown(cancel_futures=True)  # first: what they write into is closed
             for build in builds.values():
                 build.close()
             self._arenas.close()
@@ -296,9 +303,15 @@ class ShardFetch:
             if (ranks[shard] if same else number % len(ranks)) == self._group.rank:
                 yield shard
 
+    def _name(self, shard: str) -> str:
+        return f"{commit.folder_of(self._stored.snapshot.iteration)}/{self._stored.shards[shard].file}"
+
+    def _read_ahead(self, shards: Sequence[str]) -> None:
+        for shard in shards:
+            self._storage.read_ahead(self._name(shard), min(self._stored.shards[shard].nbytes, _AHEAD_BYTES))
+
     def _file(self, shard: str) -> ShardFile:
-        entry = self._stored.shards[shard]
-        name = f"{commit.folder_of(self._stored.snapshot.iteration)}/{entry.file}"
+        entry, name = self._stored.shards[shard], self._name(shard)
         where = f"{self._storage.where}/{name}"
         if _patiently(lambda: self._storage.size(name)) != entry.nbytes:
             raise StorageError(f"{where}: is not there with its {entry.nbytes} bytes", lasting=True)
@@ -328,22 +341,21 @@ class ShardFetch:
     def _keep(self) -> Sequence[Collection[SnapshotId]]:
         return worth_keeping(self._inventory, self._topology, self._stored.snapshot)
 
-    def _fill(self, builds: Mapping[str, Build], files: Mapping[str, ShardFile]) -> Generator[None]:
+    def _fill(self, readers: Executor, builds: Mapping[str, Build], files: Mapping[str, ShardFile]) -> Iterator[None]:
         """Bring all chunks, and stop for a moment after each."""
         total = sum(file.image.file_bytes for file in files.values())
         progress = Progress(f"rank {self._group.rank} reads iteration {self._stored.snapshot.iteration} from storage")
-        with ThreadPoolExecutor(_READERS, thread_name_prefix="ftckpt-fetch") as readers:
-            coming: deque[Future[int]] = deque()
-            for shard, build in builds.items():
-                for chunk in build.fix.chunks:
-                    if len(coming) == _READERS:
-                        self._count(coming.popleft())
-                        progress(self.usage["bytes"], total)
-                        yield
-                    coming.append(readers.submit(_bring, files[shard], build, chunk))
-            while coming:
-                self._count(coming.popleft())
-                yield
+        coming: deque[Future[int]] = deque()
+        for shard, build in builds.items():
+            for chunk in build.fix.chunks:
+                if len(coming) == _READERS:
+                    self._count(coming.popleft())
+                    progress(self.usage["bytes"], total)
+                    yield
+                coming.append(readers.submit(_bring, files[shard], build, chunk))
+        while coming:
+            self._count(coming.popleft())
+            yield
 
     def _count(self, brought: Future[int]) -> None:
         self.usage["bytes"] += brought.result()
