@@ -21,10 +21,7 @@ def conditions() -> dict[str, Any]:
     versions = {"python": platform.python_version()}
     for module, name in _PACKAGES.items():
         if module in sys.modules:
-            try:
-                versions[name] = version(name)
-            except PackageNotFoundError:
-                versions[name] = "not installed as a package"
+            versions[name] = _version(module, name)
     return {
         "cpu": _cpu(),
         "cores": len(os.sched_getaffinity(0)),
@@ -32,6 +29,16 @@ def conditions() -> dict[str, Any]:
         "device": _device(),
         "versions": versions,
     }
+
+
+def _version(module: str, name: str) -> str:
+    # Of the module where it says so: a look into the package takes milliseconds, and all ranks wait for this one.
+    if isinstance(told := getattr(sys.modules[module], "__version__", None), str):
+        return told
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "not installed as a package"
 
 
 def _cpu() -> str:

@@ -26,7 +26,7 @@ from ftckpt.store.arena import Arena
 from ftckpt.store.directory import arena_path, list_arenas
 from ftckpt.store.image import SlotImage
 from ftckpt.store.package import list_packages, load
-from ftckpt.store.parity_file import ParityFile, list_parity
+from ftckpt.store.parity_file import ParityFile, list_parity, snapshot_of
 
 Layout = Mapping[str, int | str | bool]
 
@@ -270,12 +270,14 @@ def _read_parity(
     problems: list[Problem] = []
     for name in list_parity(node_dir):
         try:
+            if snapshot_of(name.path) != snapshot:  # None: it was being written
+                continue
             file = ParityFile.open(name.path)
         except FtckptError as error:
             problems.append(Problem(f"{name.arena}/{name.path.name}", str(error)))
             continue
         with closing(file):
-            if file.snapshot() == snapshot:  # None: it was being written
+            if file.snapshot() == snapshot:  # still
                 groups[file.group.name] = file.group
                 parity.append(ParityReport(node, name.arena, name.path.name, file.group.name, file.holder))
     return groups, parity, problems

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing, suppress
+from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -38,10 +38,11 @@ from ftckpt.restore.offers import (
 from ftckpt.restore.repair import Usage
 from ftckpt.restore.search import Search
 from ftckpt.restore.stored import NO_SHELF, Shelf
-from ftckpt.store.arena import Arena
+from ftckpt.store.arena import Arena, open_control
+from ftckpt.store.control import ControlBlock
 from ftckpt.store.directory import list_arenas
 from ftckpt.store.package import list_packages
-from ftckpt.store.parity_file import ParityFile, list_parity
+from ftckpt.store.parity_file import list_parity, snapshot_of
 
 Contents = Mapping[str, SlotContents]
 Needs = list[tuple[Piece, Fragment]]
@@ -178,12 +179,14 @@ class Restart:
         memory that are known to be whole, and that any slot has; -1 for none."""
 
         def read() -> _Memory:
-            controls = [arena.control for arena in self._readable()] if self._topology.is_node_leader else []
-            whole = [snapshot.iteration for control in controls if (snapshot := control.whole()) is not None]
-            records = [control.record(slot) for control in controls for slot in range(control.slots)]
-            sealed = [record.snapshot.iteration for record in records if record.snapshot is not None]
-            origins = tuple(control.origin() for control in controls)
-            return _Memory(loaded, origins, max(whole, default=-1), max(whole + sealed, default=-1))
+            memory = _Memory(loaded)
+            for path in list_arenas(self._node_dir) if self._topology.is_node_leader else ():
+                with (
+                    suppress(FtckptError),
+                    open_control(path) as control,
+                ):  # what is wrong with it the inventory tells
+                    memory = memory.with_arena(control)
+            return memory
 
         ranks = gather_all(self._group, read, _Memory)
         differing = {one.loaded.iteration: rank for rank, one in enumerate(ranks)}
@@ -398,9 +401,18 @@ class _Memory(NamedTuple):
     ``whole``, and the newest of all; -1 for none."""
 
     loaded: Checkpoint
-    origins: tuple[Checkpoint, ...]
-    whole: int
-    newest: int
+    origins: tuple[Checkpoint, ...] = ()
+    whole: int = -1
+    newest: int = -1
+
+    def with_arena(self, control: ControlBlock) -> _Memory:
+        """With what the control block of an arena says."""
+        records = [control.record(slot).snapshot for slot in range(control.slots)]
+        whole = -1 if (snapshot := control.whole()) is None else snapshot.iteration
+        newest = max((record.iteration for record in records if record is not None), default=-1)
+        return _Memory(
+            self.loaded, (*self.origins, control.origin()), max(self.whole, whole), max(self.newest, whole, newest)
+        )
 
 
 def _remedy(loaded: Checkpoint) -> str:
@@ -426,20 +438,16 @@ def _void(node_dir: Path, newest: int) -> None:
 
 
 def _void_arena(path: Path, newest: int) -> None:
-    try:
-        arena = Arena.open(path, writable=True)
-    # Nothing of a damaged arena can be taken, and what could have rebuilt it is gone.
-    except ArenaError:
-        return
-    with closing(arena):
-        for index in range(arena.control.slots):
-            snapshot = arena.control.record(index).snapshot
+    with suppress(ArenaError), open_control(path, writable=True) as control:
+        # ArenaError: nothing of a damaged arena can be taken, and what could have rebuilt it is gone.
+        for index in range(control.slots):
+            snapshot = control.record(index).snapshot
             # None: a torn record, or a slot in the middle of a copy; neither may pass for anything later.
             if snapshot is None or snapshot.iteration > newest:
-                arena.control.void(index)
+                control.void(index)
         if newest < 0:
             # Otherwise the next start would take the mark as proof that something was lost, and refuse.
-            arena.control.mark_whole(None)
+            control.mark_whole(None)
 
 
 def remove_protection(node_dir: Path, newest: int) -> None:
@@ -449,8 +457,7 @@ def remove_protection(node_dir: Path, newest: int) -> None:
     """
     for parity in list_parity(node_dir):
         try:
-            with closing(ParityFile.open(parity.path)) as file:
-                snapshot = file.snapshot()
+            snapshot = snapshot_of(parity.path)
         except FtckptError:
             # A file that cannot be read protects nothing, and says nothing of its age.
             snapshot = None

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
-from contextlib import ExitStack, closing
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -54,6 +54,22 @@ def clear_arena(path: Path) -> None:
     for entry in list(path.iterdir()):
         if entry.name not in kept:
             entry.unlink(missing_ok=True)
+
+
+@contextmanager
+def open_control(path: Path, writable: bool = False) -> Iterator[ControlBlock]:
+    """The control block of the arena at ``path`` alone, whatever becomes of its slots.
+
+    Raises:
+        ArenaError: missing, or owned by another user.
+        CorruptError, MismatchError: bad, or of another format version.
+    """
+    require_own(path)
+    with (
+        closing(open_mapping(path / CONTROL_NAME, None, writable)) as mapping,
+        closing(ControlBlock(mapping.data)) as block,
+    ):
+        yield block
 
 
 def _make_control(directory: Path, manifest: Manifest, slots: int, image: SlotImage) -> Mapping:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate
 from typing import Any
 
@@ -189,6 +190,11 @@ def parse_image(buffer: bytes | bytearray | memoryview) -> SlotImage:
     """
     with memoryview(buffer) as view, view.cast("B") as data:
         text = _header_text(data)
+    return _image_of_text(text)
+
+
+@lru_cache(maxsize=16)  # about the ranks of a node: a restart opens each of its arenas several times
+def _image_of_text(text: bytes) -> SlotImage:
     table = _json_object(text)
     image = _image_of_metadata(table.pop("__metadata__", None))
     # All of the text: then no offset in the file can be another than the computed one, whatever it claims.

@@ -27,7 +27,7 @@ from ftckpt.store.directory import SMP_LOCK_NAME, list_arenas, remove_arena
 from ftckpt.store.locks import holder_of
 from ftckpt.store.memory import check_budget
 from ftckpt.store.package import list_packages
-from ftckpt.store.parity_file import ParityFile, parity_of
+from ftckpt.store.parity_file import parity_of, snapshot_of
 from ftckpt.store.slots import slot_name
 
 T = TypeVar("T")
@@ -212,8 +212,7 @@ def _contents(arena: Arena) -> Ledger:
 def _guarded(path: Path) -> SnapshotId | None:
     """Of which snapshot a parity file is; None where it is of none, or cannot be read."""
     try:
-        with closing(ParityFile.open(path)) as file:
-            return file.snapshot()
+        return snapshot_of(path)
     except FtckptError:
         return None
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -192,6 +192,20 @@ class ParityFile:
         if self._writing is None:
             raise ArenaError(f"{self.path}: is not WRITING; call begin first")
         return self._writing
+
+
+def snapshot_of(path: Path) -> SnapshotId | None:
+    """As ``snapshot``, of the file at ``path``, which is not looked at but for that.
+
+    Raises:
+        ArenaError, CorruptError, MismatchError: as ``open`` does.
+    """
+    with closing(open_mapping(path, None, False)) as mapping:
+        header = FORMAT.read(mapping.data, str(path))
+        if header.records != 1:
+            raise CorruptError(f"{path}: {header.records} records")
+        with memoryview(mapping.data) as view:
+            return Records(Stores(view), FORMAT.records_offset, 1, header.words).read(0).snapshot
 
 
 def parity_bytes(group: ParityGroup, holder: int) -> int:
