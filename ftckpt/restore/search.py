@@ -166,10 +166,10 @@ class Search:
                     return whole
 
     def _gather_inventory(self) -> Inventory:
-        leads, node = self._topology.is_node_leader, self._topology.me.node
-        every = Inventory.join(
-            gather_all(self._group, lambda: take_inventory(self._arenas, node) if leads else Inventory(), Inventory)
-        )
+        node = self._topology.me.node
+        local = self._topology.ranks_on(node)
+        turn = local.index(self._topology.rank), len(local)
+        every = Inventory.join(gather_all(self._group, lambda: take_inventory(self._arenas, node, *turn), Inventory))
         for report in every.arenas:
             if report.problems:
                 self._events.emit("arena_problem", shard=report.shard, problems=report.problems)
