@@ -343,7 +343,8 @@ class NodeArenas:
         num_old = num_slots(old) - spare.free_slots if keep is not None else 0
         have, new, lacks = self._count_slots(existing, keep, num_old)
         self._most = have + new
-        needs = for_slots(new, lacks, SlotImage.of(manifest).file_bytes, old)
+        image = existing.image if existing is not None else SlotImage.of(manifest)
+        needs = for_slots(new, lacks, image.file_bytes, old)
         return needs, spare.given_back_bytes if keep is not None else needs.free_bytes
 
     def _foresee_change(

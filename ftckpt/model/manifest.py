@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import xxhash
@@ -128,6 +129,10 @@ class Manifest:
 
     def encode(self) -> bytes:
         """Canonical JSON: equal manifests give equal bytes."""
+        return self._encoded
+
+    @cached_property  # thousands of fragments take 10 ms, and a start asks for it several times
+    def _encoded(self) -> bytes:
         value: dict[str, Any] = {
             "version": VERSION,
             "coords": list(self.coords.items()),
@@ -179,7 +184,7 @@ class Manifest:
         except (KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
             raise CorruptError(f"not a manifest: {error}") from None
 
-    @property
+    @cached_property
     def digest(self) -> bytes:
         """16 bytes (xxh3-128) that name this manifest."""
         return xxhash.xxh3_128_digest(self.encode())

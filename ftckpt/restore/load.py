@@ -113,12 +113,15 @@ def transfers_of(
     index: Index,
     needs: Sequence[tuple[Fragment, torch.Tensor]],
     slots: Sequence[SlotAt],
+    *,
     padded: frozenset[str] = frozenset(),
+    own: SlotAt | None = None,
 ) -> list[Transfer]:
-    """What this rank reads to fill the tensors of ``needs``; ``slots`` are the sources in ``index``."""
+    """What this rank reads to fill the tensors of ``needs``; ``slots`` are the sources in ``index``, ``own`` the one
+    whose shard it continues."""
     here = topology.me.node
-    # 0: read in place; 1: sent by a rank of another node.
-    costs = [int(at.node != here) for at in slots]
+    # 0: open already; 1: read in place; 2: sent by a rank of another node.
+    costs = [0 if at == own else 1 if at.node == here else 2 for at in slots]
     by_slot: dict[int, list[ReadItem]] = {}
     for read in plan(index, [need for need, _ in needs], costs.__getitem__, padded, turn=topology.rank):
         by_slot.setdefault(read.offer.source, []).append(read)

@@ -93,11 +93,18 @@ class TensorOffers:
 
     def touching(self, need: Fragment) -> list[Offer]:
         """Those that may hold an element of ``need``; no other offer does."""
-        if not self._sources:
-            return [offer for offer in self._few if _meet(offer.fragment, need)]
+        if len(self._few) + sum(map(len, self._sources)) <= FEW:
+            return [self._offer(source, row) for source, row in self._listed if _meet(row, need)]
         low, high = bounds(np.array([row_of(need, 0)], np.int64))
-        near = ((self._bounds[0] < high) & (self._bounds[1] > low)).all(axis=1)
-        return [self._offer(row) for row in np.flatnonzero(near).tolist()]
+        near = np.flatnonzero(((self._bounds[0] < high) & (self._bounds[1] > low)).all(axis=1))
+        sources, rows = self._table
+        return [self._offer(*one) for one in zip(sources[near].tolist(), rows[near].tolist(), strict=True)]
+
+    @cached_property
+    def _listed(self) -> list[tuple[int, Sequence[int]]]:
+        tables = zip(self._sources, self._rows, strict=True)
+        listed = [pair for sources, rows in tables for pair in zip(sources.tolist(), rows.tolist(), strict=True)]
+        return [*listed, *((offer.source, row_of(offer.fragment, offer.offset)) for offer in self._few)]
 
     @cached_property
     def _table(self) -> tuple[Array, Array]:
@@ -114,11 +121,11 @@ class TensorOffers:
             self.add(np.array([offer.source for offer in self._few], np.int64), rows)
             self._few.clear()
 
-    def _offer(self, row: int) -> Offer:
+    def _offer(self, source: int, row: Sequence[int]) -> Offer:
         key, dtype, shape = self.tensor
-        offset, start, stop, *box = self._table[1][row].tolist()
+        offset, start, stop, *box = row
         place = Box(tuple(box[: len(shape)]), tuple(box[len(shape) :]))
-        return Offer(int(self._table[0][row]), Fragment(key, dtype, shape, place, start, stop), offset)
+        return Offer(source, Fragment(key, dtype, shape, place, start, stop), offset)
 
 
 class Index:
@@ -182,13 +189,14 @@ class Index:
         return shapes[tensor.shape]
 
 
-def _meet(one: Fragment, other: Fragment) -> bool:
-    """Whether the boxes share an element, and, where they are the same, the ranges."""
-    if one.box == other.box:
-        return one.start < other.stop and other.start < one.stop
+def _meet(row: Sequence[int], other: Fragment) -> bool:
+    """Whether the boxes of an offer and a fragment share an element, and, where they are the same, the ranges."""
+    box, dims = tuple(row[FIXED_COLUMNS:]), len(other.global_shape)
+    if box == other.box.offset + other.box.shape:
+        return row[1] < other.stop and other.start < row[2]
     return all(
         at < to + size and to < at + length
-        for at, length, to, size in zip(one.box.offset, one.box.shape, other.box.offset, other.box.shape, strict=True)
+        for at, length, to, size in zip(box[:dims], box[dims:], other.box.offset, other.box.shape, strict=True)
     )
 
 

@@ -335,7 +335,8 @@ class Restart:
         needs = needs_of(pieces, index, own, padded)
         self._report_padding(index, [need for _, need in needs])
         wanted = [(need, piece.tensor) for piece, need in needs]
-        return needs, transfers_of(self._topology, index, wanted, [slot.at for slot in slots], padded)
+        at = own.at if own is not None else None
+        return needs, transfers_of(self._topology, index, wanted, [slot.at for slot in slots], padded=padded, own=at)
 
     def _report_padding(self, index: Index, needs: Sequence[Fragment]) -> None:
         """A vocabulary of another size may be another vocabulary: that is for people to see."""

@@ -72,10 +72,10 @@ def open_control(path: Path, writable: bool = False) -> Iterator[ControlBlock]:
         yield block
 
 
-def _make_control(directory: Path, manifest: Manifest, slots: int, image: SlotImage) -> Mapping:
+def _make_control(directory: Path, slots: int, image: SlotImage) -> Mapping:
     with fresh_name(directory / CONTROL_NAME) as fresh:
         control = create_mapping(fresh, control_bytes(slots, len(image.chunks)))
-        ControlBlock.format_into(control.data, manifest, slots).close()
+        ControlBlock.format_into(control.data, image, slots).close()
         fresh.rename(directory / CONTROL_NAME)
     return control
 
@@ -135,7 +135,7 @@ class Arena:
                     for slot in range(slots if allocate is None else allocate):
                         files.make(slot)
                     # Last of all files: without a control block nobody takes what else is there for an arena.
-                    control = undo.enter_context(closing(_make_control(directory, manifest, slots, image)))
+                    control = undo.enter_context(closing(_make_control(directory, slots, image)))
                     # One system call: whoever lists sees all of it, or nothing. Nothing happens to a cleared one.
                     directory.rename(final)
                 undo.pop_all()

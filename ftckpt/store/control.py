@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from ftckpt.errors import ArenaError, ConfigError, CorruptError
 from ftckpt.model.loaded import NOTHING, Checkpoint
-from ftckpt.model.manifest import MAX_CHUNKS, Manifest
+from ftckpt.model.manifest import MAX_CHUNKS
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.store import record
 from ftckpt.store.image import SlotImage
@@ -113,13 +113,13 @@ class ControlBlock:
         self.whole()
 
     @classmethod
-    def format_into(cls, buffer: bytearray | memoryview, manifest: Manifest, slots: int) -> ControlBlock:
-        """Write an empty control block for ``slots`` slots into a buffer of ``control_bytes``.
+    def format_into(cls, buffer: bytearray | memoryview, image: SlotImage, slots: int) -> ControlBlock:
+        """Write an empty control block for ``slots`` slots of ``image`` into a buffer of ``control_bytes``.
 
         Raises:
             ConfigError: an impossible number of slots, too long a name, or another length.
         """
-        chunks = len(SlotImage.of(manifest).chunks)
+        manifest, chunks = image.manifest, len(image.chunks)
         shard = manifest.shard.encode()
         data, need = memoryview(buffer).cast("B"), control_bytes(slots, chunks)
         if not 1 <= slots <= MAX_SLOTS or len(shard) > MAX_SHARD_BYTES or len(data) != need:

@@ -14,6 +14,7 @@ from ftckpt.model.fragment import Box, Fragment
 from ftckpt.model.manifest import Manifest
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.store.control import FORMAT, ControlBlock, SlotState, control_bytes
+from ftckpt.store.image import SlotImage
 from ftckpt.store.record import HEADER_BYTES, MARK_BYTES, RECORD_BYTES
 
 CHUNKS = 3
@@ -24,7 +25,7 @@ OLD, NEW = b"o" * 16, b"n" * 16
 
 def new_block(slots: int = 2) -> tuple[bytearray, ControlBlock]:
     buffer = bytearray(control_bytes(slots, CHUNKS))
-    return buffer, ControlBlock.format_into(buffer, MANIFEST, slots)
+    return buffer, ControlBlock.format_into(buffer, SlotImage.of(MANIFEST), slots)
 
 
 def hash_of(lineage: bytes, iteration: int, chunk: int) -> int:
@@ -253,9 +254,9 @@ def test_arguments_out_of_range() -> None:
         with pytest.raises(IndexError):
             call()
     with pytest.raises(ConfigError, match="slots"):
-        ControlBlock.format_into(bytearray(9999), MANIFEST, 65)
+        ControlBlock.format_into(bytearray(9999), SlotImage.of(MANIFEST), 65)
     with pytest.raises(ConfigError, match="room"):
-        ControlBlock.format_into(bytearray(4000), MANIFEST, 1)
+        ControlBlock.format_into(bytearray(4000), SlotImage.of(MANIFEST), 1)
 
 
 def test_a_read_only_view_reads() -> None:

@@ -86,7 +86,7 @@ def changing_block(act: Callable[[ControlBlock], None]) -> Callable[[Path], None
 
 def make_control(path: Path) -> None:
     with closing(create_mapping(path, control_bytes(2, CHUNKS))) as mapping, memoryview(mapping.data) as view:
-        block = ControlBlock.format_into(view, MANIFEST, 2)
+        block = ControlBlock.format_into(view, SlotImage.of(MANIFEST), 2)
         seal(block, 0, OLD)
         seal(block, 1, OTHER)
         for mark in (block.mark_whole, block.mark_target, block.mark_protected):
