@@ -127,7 +127,7 @@ class Search:
         begin, findings = time.perf_counter(), self._findings
         fetch = ShardFetch(
             self._group, self._topology, self._events, self._arenas, storage=self._shelf.storage, stored=stored,
-            inventory=self._inventory, bad=findings.damage.keys(), slots=self._slots,
+            inventory=self._inventory, bad=findings.damage, slots=self._slots,
         )  # fmt: skip
         try:
             brought = fetch.run()

@@ -11,11 +11,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeVar
 
-from ftckpt.errors import LostError, StorageError
+import numpy as np
+
+from ftckpt.errors import ArenaError, LostError, StorageError
 from ftckpt.events import Events, Progress
 from ftckpt.group import Group, gather_all, together
 from ftckpt.model.loaded import Checkpoint, is_undone
@@ -31,8 +33,9 @@ from ftckpt.restore.inventory import Inventory
 from ftckpt.restore.locations import OpenArenas, SlotAt
 from ftckpt.restore.rebuild import NEW_SLOT, Fix
 from ftckpt.restore.repair import Need, make_room
+from ftckpt.store.arena import Arena
+from ftckpt.store.damage import Damage
 from ftckpt.store.directory import arena_path
-from ftckpt.store.image import SlotImage
 from ftckpt.store.package import Package
 
 _NEWEST = 10
@@ -232,13 +235,13 @@ class ShardFetch:
     """Brings the shards of one snapshot that memory lacks from storage. ``run`` is collective.
 
     Args:
-        inventory: of all nodes; ``bad`` are slots in it that did not verify.
+        inventory: of all nodes; ``bad`` are slots in it that did not verify, and what of them did not.
         slots: of an arena that must be created.
     """
 
     def __init__(
         self, group: Group, topology: Topology, events: Events, arenas: OpenArenas, *,
-        storage: Storage, stored: StoredSnapshot, inventory: Inventory, bad: Collection[SlotAt], slots: int,
+        storage: Storage, stored: StoredSnapshot, inventory: Inventory, bad: Mapping[SlotAt, Damage], slots: int,
     ) -> None:  # fmt: skip
         self._group = group
         self._topology = topology
@@ -248,6 +251,7 @@ class ShardFetch:
         self._stored = stored
         self._inventory = inventory
         self._slots = slots
+        self._bad = bad
         self._missing = sorted(stored.shards.keys() - _in_memory(inventory, stored, bad))
         self.usage: dict[str, int] = {"chunks": 0, "bytes": 0}
         """What was brought, of all ranks."""
@@ -266,13 +270,15 @@ class ShardFetch:
 
         def look() -> Need:
             files.update((shard, self._file(shard)) for shard in self._mine())
-            builds.update((shard, self._build(self._package(file))) for shard, file in files.items())
+            builds.update((shard, self._build(file)) for shard, file in files.items())
             # Until slots have their memory; behind the small reads, which would wait for all of it.
-            readers.submit(self._read_ahead, list(files))
+            readers.submit(self._read_ahead, [shard for shard, build in builds.items() if not build.fix.in_place])
             return Need.of(builds.values())
 
         def finish() -> _Brought:
-            _each(Build.finish, builds)
+            for shard, build in builds.items():
+                if damage := build.finish():
+                    raise StorageError(f"{shard}: {', '.join(damage.names[:3])} is bad yet", lasting=True)
             return _Brought(tuple(build.at for build in builds.values()), **self.usage)
 
         self._arenas.close()  # files may be freed or replaced from here on, by any rank of the node
@@ -331,19 +337,37 @@ class ShardFetch:
         hashes, objects = file.entry.chunk_hashes, bytes(file.objects())
         return Package(image.manifest, self._stored.snapshot, 1, hashes, objects, b"".join(volatile))
 
-    def _build(self, package: Package) -> Build:
-        image, node_dir = SlotImage.of(package.manifest), self._arenas.node_dir
-        name = arena_path(node_dir, package.manifest).name
-        at = SlotAt(self._topology.me.node, name, NEW_SLOT)
-        fix = Fix(package.shard, at, tuple(range(image.num_stepped_chunks)))
+    def _build(self, file: ShardFile) -> Build:
+        """What is bad is brought where it lies, or all of the shard to a new slot."""
+        image, node_dir, package = file.image, self._arenas.node_dir, self._package(file)
+        name = arena_path(node_dir, image.manifest).name
+        fix = Fix(
+            package.shard, SlotAt(self._topology.me.node, name, NEW_SLOT), tuple(range(image.num_stepped_chunks))
+        )
+        for at, damage in self._bad.items():
+            if (at.node, at.arena) == (fix.at.node, name) and self._is_of_file(at, damage, file):
+                chunks = tuple(chunk for chunk in damage.chunks if chunk < image.num_stepped_chunks)
+                fix = replace(fix, at=at, chunks=chunks, parts=damage.parts)
         return Build(node_dir, fix, package, self._slots, self._keep())
+
+    def _is_of_file(self, at: SlotAt, damage: Damage, file: ShardFile) -> bool:
+        """Whether a slot has what the file has, but for a few bad chunks."""
+        if damage.useless:
+            return False
+        try:
+            with closing(Arena.open(self._arenas.node_dir / at.arena)) as arena:
+                hashes, snapshot = arena.hashes(at.slot), arena.control.record(at.slot).snapshot
+        except ArenaError:
+            return False
+        same = hashes is not None and np.array_equal(hashes, file.entry.chunk_hashes)
+        return same and snapshot == self._stored.snapshot
 
     def _keep(self) -> Sequence[Collection[SnapshotId]]:
         return worth_keeping(self._inventory, self._topology, self._stored.snapshot)
 
     def _fill(self, readers: Executor, builds: Mapping[str, Build], files: Mapping[str, ShardFile]) -> Iterator[None]:
         """Bring all chunks, and stop for a moment after each."""
-        total = sum(file.image.file_bytes for file in files.values())
+        total = sum(build.length(chunk) for build in builds.values() for chunk in build.fix.chunks)
         progress = Progress(f"rank {self._group.rank} reads iteration {self._stored.snapshot.iteration} from storage")
         coming: deque[Future[int]] = deque()
         for shard, build in builds.items():
