@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
+import re
 import shutil
 import signal
 import tempfile
@@ -32,6 +33,7 @@ _SERVER_ENV = {
     "TORCHDYNAMO_DISABLE": "1",
     "DS_ACCELERATOR": "cpu",  # DeepSpeed looks for a device when it is imported
 }
+_ASSERTION = re.compile("^AssertionError", re.MULTILINE)
 _KILL_WAIT_SECS = 10.0
 _POLL_SECS = 0.05
 
@@ -247,7 +249,8 @@ def run_ranks(
     """Runs `fn` on all ranks and returns their results by rank; `options` are those of `spawn_ranks`.
 
     Without `expect_failures` the first failure or the timeout kills the rest and raises RankFailure.
-    With it, ranks that still run `grace_secs` after the first death are killed and all are returned.
+    With it, ranks that still run `grace_secs` after the first death are killed and all are returned;
+    but an assertion that does not hold is no failure that was expected, and raises, too.
     """
     deadline = time.monotonic() + timeout_secs
     with spawn_ranks(fn, world_size, *args, **options) as group:
@@ -259,7 +262,8 @@ def run_ranks(
         late = group.alive() if not failed else []
         group.close()
         results = group.results()
-    if late or (failed and not expect_failures):
+    unexpected = [result for result in results if not expect_failures or _ASSERTION.search(result.error or "")]
+    if late or (failed and unexpected):
         raise RankFailure(_describe(results, late, timeout_secs), results)
     return results
 
