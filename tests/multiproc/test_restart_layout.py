@@ -221,8 +221,10 @@ def train(rank: int, world_size: int, attempt: Attempt) -> Ended:
     wrong = state.problems(start) if start is not None else []
     scratch = state.scratch.tolist()
     for iteration in itertools.count((start or 0) + 1):
-        if iteration > attempt.until and not (attempt.persists and checkpointer.persisted is None):
-            break
+        if iteration > attempt.until:
+            if not attempt.persists or checkpointer.persisted is not None:
+                break
+            time.sleep(0.05)  # an iteration: what goes to storage needs the cores
         checkpointer.fence()
         state.advance(iteration)
         if attempt.spoil and rank == 1:

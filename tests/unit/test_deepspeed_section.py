@@ -18,7 +18,6 @@ from ftckpt.config import Config
 from ftckpt.deepspeed import section
 from ftckpt.errors import ConfigError
 from tests.support.errors import raises
-from tests.support.tiers import by_default
 
 ROOT = Path(__file__).parents[2]
 
@@ -214,9 +213,10 @@ assert "exec_module" not in vars(deepspeed.__spec__.loader)
 
 CODES = {
     "removed and installed again": DOOR,
-    "deepspeed comes later": LATER,
-    "a checkpointer that cannot be closed": BROKEN,
-    "an optimizer without hooks": REFUSED,
+    # One after another in one process: what takes its time is to load DeepSpeed.
+    "deepspeed comes later, a checkpointer that cannot be closed, an optimizer without hooks": LATER
+    + BROKEN
+    + REFUSED,
 }
 
 
@@ -249,15 +249,19 @@ def run(folder: Path, *argv: str, end: str = "", **environment: str) -> subproce
 
 
 @pytest.mark.parametrize(
-    ("argv", "seen"),
+    ("argv", "seen", "end", "code"),
     [
-        (["SCRIPT", "--lr", "1", "--ftckpt", "--ftckpt-interval=2"], ["--lr", "1"]),
-        (["--local_rank=3", "SCRIPT", "--lr", "1"], ["--local_rank=3", "--lr", "1"]),
+        (["SCRIPT", "--lr", "1", "--ftckpt", "--ftckpt-interval=2"], ["--lr", "1"], "sys.exit(7)", 7),
+        (["--local_rank=3", "SCRIPT", "--lr", "1"], ["--local_rank=3", "--lr", "1"], "1 / 0", 1),
+        pytest.param(["SCRIPT"], [], "sys.exit(0)", 0, marks=pytest.mark.slow),
     ],
 )
-def test_the_runner_hands_the_scripts_arguments_on(tmp_path: Path, argv: list[str], seen: list[str]) -> None:
-    ended = run(tmp_path, *argv)
-    assert ended.returncode == 0, ended.stderr
+def test_the_runner_hands_the_scripts_arguments_and_its_exit_code_on(
+    tmp_path: Path, argv: list[str], seen: list[str], end: str, code: int
+) -> None:
+    ended = run(tmp_path, *argv, end=end)
+    assert ended.returncode == code, ended.stderr
+    assert ("ZeroDivisionError" in ended.stderr) == (code == 1)
     assert json.loads(ended.stdout) == ["__main__", seen, True, False]
 
 
@@ -274,16 +278,6 @@ def test_the_runner_refuses_in_one_line_and_code_2(tmp_path: Path, argv: list[st
     ended = run(tmp_path, *argv)
     assert (ended.returncode, ended.stdout) == (2, "")
     assert ended.stderr.startswith(f"ftckpt: {message}") and ended.stderr.count("\n") == 1
-
-
-@pytest.mark.parametrize(
-    ("end", "code"),
-    by_default([("sys.exit(0)", 0), ("sys.exit(7)", 7), ("1 / 0", 1)], [("sys.exit(7)", 7), ("1 / 0", 1)]),
-)
-def test_the_scripts_own_exit_code_is_kept(tmp_path: Path, end: str, code: int) -> None:
-    ended = run(tmp_path, "SCRIPT", end=end)
-    assert ended.returncode == code
-    assert ("ZeroDivisionError" in ended.stderr) == (code == 1)
 
 
 WRONG = """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import subprocess
 from collections import Counter
 from pathlib import Path
@@ -12,6 +13,13 @@ import pytest
 from tests.mutants import ROOT, Mutant, read_mutants
 
 MUTANTS = read_mutants()
+
+
+@functools.cache
+def defined(file: str) -> frozenset[str]:
+    """Functions and classes of a file, which many mutants name."""
+    nodes = ast.walk(ast.parse((ROOT / file).read_text()))
+    return frozenset(node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef))
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
@@ -27,9 +35,7 @@ def test_a_mutant_applies(mutant: Mutant, tmp_path: Path) -> None:
         ast.parse(copy.read_text())
     assert mutant.why and 1 <= mutant.promise <= 8
     file, _, name = mutant.test.partition("::")
-    functions = [n.name for n in ast.walk(ast.parse((ROOT / file).read_text())) if isinstance(n, ast.FunctionDef)]
-    classes = [n.name for n in ast.walk(ast.parse((ROOT / file).read_text())) if isinstance(n, ast.ClassDef)]
-    assert not name or name.partition("[")[0].split("::")[-1] in functions + classes
+    assert not name or name.partition("[")[0].split("::")[-1] in defined(file)
 
 
 def test_names_are_unique() -> None:
