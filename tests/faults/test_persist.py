@@ -34,6 +34,8 @@ from tests.support.waiting import meet, until
 pytestmark = [pytest.mark.multiproc, pytest.mark.faults]
 
 NODES = ["n0", "n0", "n1", "n1"]
+ITERATION_SECS = 0.03
+"""Of training that waits for storage: without it ranks would take the cores that bring snapshots there."""
 
 
 @pytest.fixture
@@ -76,7 +78,7 @@ def train_until_persisted(rank: int, world_size: int, settings: dict[str, Any], 
         plain.iterate(checkpointer, state, number)
         if checkpointer.persisted is not None and checkpointer.persisted.iteration not in persisted:
             persisted.append(checkpointer.persisted.iteration)
-        time.sleep(0.01)
+        time.sleep(ITERATION_SECS)
     checkpointer.close(remove=False)
     return persisted
 
@@ -243,6 +245,7 @@ def train_until_persisted_then_die(rank: int, world_size: int, settings: dict[st
     while not committed(storage):
         number += 1
         plain.iterate(checkpointer, state, number)
+        time.sleep(ITERATION_SECS)
     plain.die()
 
 
@@ -303,7 +306,7 @@ def train_until_an_error(rank: int, world_size: int, settings: dict[str, Any]) -
         except StorageError as error:
             checkpointer.close(remove=False)
             return number, str(error)
-        time.sleep(0.01)
+        time.sleep(ITERATION_SECS)
     raise AssertionError("no error came")
 
 
