@@ -17,8 +17,9 @@ CONFIGURATIONS: dict[str, ds_jobs.Shape] = {
     "fp16": ds_jobs.SHAPES["fp16"],
     "zero1": replace(ds_jobs.SHAPES["zero1"], ranks=3),
     "zero2": replace(ds_jobs.SHAPES["zero2"], ranks=3),
+    "zero3": ds_jobs.SHAPES["zero3"],
     # Four, since three leave padding in the shards, whose bytes mean nothing.
-    "zero3": replace(ds_jobs.SHAPES["zero3"], ranks=4),
+    "zero3-four": replace(ds_jobs.SHAPES["zero3"], ranks=4),
     "offload": ds_jobs.SHAPES["zero2-offload"],
     "moe": ds_jobs.SHAPES["moe-ep2"],
     "pp2dp2": ds_jobs.SHAPES["pp2-dp2"],
