@@ -188,7 +188,7 @@ class RankGroup:
             return
         ready = wait(waitables, timeout_secs)
         for rank, pipe in list(self._open.items()):
-            # Its end is nothing to wait for: workers that a rank has started hold it for seconds longer than the rank.
+            # Its end is nothing to wait for: workers that a rank has started hold it for seconds more.
             if pipe in ready:
                 with contextlib.suppress(EOFError, ConnectionResetError):
                     self._messages[rank] = pipe.recv()
