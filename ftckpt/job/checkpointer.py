@@ -630,8 +630,9 @@ class Checkpointer:
                 self.events.emit(event, **fields)
                 if text:
                     self.events.announce(text)
-                if action.error and self.config.on_error == "raise":
-                    raise StorageError(f"{action.error}: {self._storage.problem()}", lasting=True)
+                if action.lacking is not None and self.config.on_error == "raise":
+                    problem = self._storage.problem(action.lacking)
+                    raise StorageError(f"{action.error}: {problem}", lasting=True)
             case TurnOff(reason):
                 self.events.emit("turned_off", reason=reason)
                 if self._state.lost:

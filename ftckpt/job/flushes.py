@@ -51,6 +51,11 @@ class FlushGuard(NamedTuple):
     sealed: bool = False
     state: FlushState = FlushState.NONE
 
+    @property
+    def goes_on(self) -> bool:
+        """Whether the SMP may still come to an end with it, good or bad."""
+        return self.ready and self.sealed and self.state not in (FlushState.DONE, FlushState.CANNOT)
+
 
 NO_FLUSH = FlushGuard()
 """Of a rank whose node brings nothing to storage."""
@@ -213,4 +218,4 @@ class Flushes:
         else:
             self._again(current.iteration)
             error = f"iteration {current.iteration} did not come to storage within {secs:.0f} s"
-            yield Announcement("not_persisted", fields, error=error)
+            yield Announcement("not_persisted", fields, error=error, lacking=current)

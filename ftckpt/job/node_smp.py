@@ -7,7 +7,8 @@ import os
 import secrets
 import stat
 import threading
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -36,6 +37,10 @@ _CLAIM_SECS = 3600.0
 """How long storage may be away at the start and become this run's yet."""
 _UNCONFIGURED_SECS = 5.0
 """How long an SMP waits without trainers that nobody has told what to do."""
+_REASON_SECS = 5.0
+"""Longest wait for an SMP that may not have begun with what another node has given up; one that writes, which takes
+longer, has nothing to complain of."""
+_POLL_SECS = 0.05
 SECRET_BYTES = 32
 _MOST_SECRET_BYTES = 4096
 """More is not read: somebody may have named a wrong file."""
@@ -187,16 +192,26 @@ class NodeSmp:
             except (FtckptError, OSError) as error:
                 self._fail(error)
 
-    def flush_problem(self) -> str:
+    def flush_problem(self, goes_on: Callable[[], bool]) -> str:
         """Why the SMP of the node that this rank leads could not bring the last snapshot to storage; "" where it
-        could, and where another rank leads the node."""
+        could, and where another rank leads the node. For as long as it ``goes_on`` it may come to a reason yet: the
+        node that fails first has failed for all."""
         if self._client is None:
             return ""
+        deadline = time.monotonic() + _REASON_SECS
+        while True:
+            # Asked first: an SMP has its reason by the time that it says that it cannot.
+            is_over = not goes_on() or time.monotonic() >= deadline
+            problem = self._ask_for_problem(self._client)
+            if problem or is_over:
+                return problem and f"node {self._topology.me.node}: {problem}"
+            time.sleep(_POLL_SECS)
+
+    def _ask_for_problem(self, client: SmpClient) -> str:
         try:
-            problem = str(self._client.status()["duties"]["storage"]["problem"])
+            return str(client.status()["duties"]["storage"]["problem"])
         except (SmpError, KeyError, TypeError) as error:
-            problem = str(error)
-        return problem and f"node {self._topology.me.node}: {problem}"
+            return str(error)
 
     def _listen(self, node_dir: Path, address: str, secret: bytes) -> int:
         try:

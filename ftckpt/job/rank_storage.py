@@ -62,14 +62,15 @@ class RankStorage:
             bring.append(last)
         timeout_secs = self._config.persist_timeout_secs
         # All of them, whichever fails.
-        done = [
-            flush_last(self._group, self._events, one, self._mark, self._observe, timeout_secs=timeout_secs)
+        done = {
+            one: flush_last(self._group, self._events, one, self._mark, self._observe, timeout_secs=timeout_secs)
             for one in dict.fromkeys(bring)
             if one is not None and one not in ending.persisted
-        ]
-        if all(done) or self._config.on_error != "raise":
+        }
+        lacking = [one for one, is_there in done.items() if not is_there]
+        if not lacking or self._config.on_error != "raise":
             return None
-        text = f"the last snapshot did not come to storage, memory keeps it: {self.problem()}"
+        text = f"the last snapshot did not come to storage, memory keeps it: {self.problem(lacking[-1])}"
         return StorageError(text, lasting=True)
 
     def _take_missing(self, ending: Ending, rank: RankEnd) -> SnapshotId | None:
@@ -93,10 +94,10 @@ class RankStorage:
         )
         return None
 
-    def problem(self) -> str:
-        """What the SMPs say of the last flush. All ranks raise by the same verdict, and so come here; where one does
-        not, this rank knows its own node's reason."""
-        causes = [self._protection.smp.flush_problem()]
+    def problem(self, lacking: SnapshotId) -> str:
+        """What the SMPs say of the last flush, that of ``lacking``. All ranks raise by the same verdict, and so come
+        here; where one does not, this rank knows its own node's reason."""
+        causes = [self._protection.smp.flush_problem(lambda: self._observe(lacking).goes_on)]
         with suppress(RuntimeError, LaunchError):
             if not self._state.lost:
                 causes = codec.gather(self._group, causes[0], str)
