@@ -28,7 +28,8 @@ from ftckpt.store.directory import clean_job, end_smp
 from tests.support import jobs, plain
 from tests.support.event_logs import read_events
 from tests.support.pool import RankFailure, run_ranks
-from tests.support.swift import BUCKET, SwiftServer, swift
+from tests.support.s3_server import BUCKET, S3Server
+from tests.support.swift import swift
 from tests.support.waiting import meet, until
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.faults]
@@ -492,7 +493,7 @@ def with_environment(rank: int, world_size: int, variables: dict[str, str], job:
     return job(rank, world_size, *arguments)
 
 
-def killed_and_back(server: SwiftServer, settings: dict[str, Any], stop: threading.Event) -> None:
+def killed_and_back(server: S3Server, settings: dict[str, Any], stop: threading.Event) -> None:
     """The server dies as soon as something came there, and is away until a node has told that."""
     events = Path(settings["events"])
     until(lambda: read_events(events, "committed", of="smp-*") or stop.is_set())

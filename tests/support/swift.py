@@ -9,21 +9,16 @@ from __future__ import annotations
 
 import os
 import shutil
-import signal
 import socket
 import subprocess
-import urllib.request
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from tests.support.s3_server import REGION, S3Server, free_ports, serving
 from tests.support.waiting import until
 
-USER, KEY, SECRET = "test:tester", "test:tester", "testing"
-BUCKET = "bucket"
 PACKAGES = "swift-proxy swift-account swift-container swift-object memcached"
 _START_SECS = 30.0
 _KINDS = ("account", "container", "object")
@@ -52,8 +47,8 @@ _FILTERS = (
 _OPTIONS = {
     "cache": "use = egg:swift#memcache\nmemcache_servers = 127.0.0.1:{memory}",
     "conditional": "paste.filter_factory = swift_conditions:filter_factory",
-    "s3api": "use = egg:swift#s3api\nlocation = us-east-1\nmax_upload_part_num = 10000",
-    "tempauth": "use = egg:swift#tempauth\nuser_test_tester = testing .admin",
+    "s3api": f"use = egg:swift#s3api\nlocation = {REGION}\nmax_upload_part_num = 10000",
+    "tempauth": f"use = egg:swift#tempauth\nuser_test_tester = {S3Server.secret} .admin",
     "slo": "use = egg:swift#slo\nmax_manifest_segments = 10000",
 }
 
@@ -98,59 +93,37 @@ def filter_factory(global_conf, **options):
 """
 
 
-class SwiftServer:
-    """Five processes; ``crash`` and ``start`` again as often as wanted."""
+class SwiftServer(S3Server):
+    """Five processes."""
+
+    user = key = "test:tester"
 
     def __init__(self, folder: Path, conditional: bool = False) -> None:
-        self._folder, self._conditional = folder, conditional
+        self._conditional = conditional
         self._ports = free_ports(len(_KINDS) + 2)
-        self._processes: list[subprocess.Popen[bytes]] = []
+        super().__init__(folder, self._ports[0])
         self._set_up()
 
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self._ports[0]}"
-
-    def options(self, **more: Any) -> dict[str, Any]:
-        """Of obstore's S3 store, without retries, which would hide faults."""
-        return {
-            "endpoint": self.url, "access_key_id": KEY, "secret_access_key": SECRET, "region": "us-east-1",
-            "retry_config": {"max_retries": 0}, **more,
-        }  # fmt: skip
-
     def start(self) -> None:
-        """Serve; returns when requests are answered."""
-        environment = {**os.environ, "PYTHONPATH": str(self._folder)}
-        commands = [["memcached", "-l", "127.0.0.1", "-p", str(self._ports[-1]), "-u", _user(), "-m", "64"]]
-        commands += [[f"swift-{kind}-server", f"{self._folder}/{kind}.conf", "-v"] for kind in (*_KINDS, "proxy")]
-        for command in commands:
-            with open(self._folder / f"{Path(command[0]).name}.log", "ab") as log:
-                pipes: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log}
-                self._processes.append(subprocess.Popen(command, env=environment, start_new_session=True, **pipes))
+        self._serve(["memcached", "-l", "127.0.0.1", "-p", str(self._ports[-1]), "-u", _user(), "-m", "64"])
+        for kind in (*_KINDS, "proxy"):
+            self._serve([f"swift-{kind}-server", f"{self.folder}/{kind}.conf", "-v"], PYTHONPATH=str(self.folder))
         until(self._answers, secs=_START_SECS)
 
-    def crash(self) -> None:
-        """SIGKILL to all of it."""
-        for process in self._processes:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-        for process in self._processes:
-            process.wait(10)
-        self._processes.clear()
-
     def _answers(self) -> bool:
-        with suppress(OSError), urllib.request.urlopen(f"{self.url}/healthcheck", timeout=5) as answer:
-            backs = (socket.create_connection(("127.0.0.1", port), 1).close() for port in self._ports[1:])
-            return answer.read() == b"OK" and all(each is None for each in backs)
+        with suppress(OSError):
+            for port in self._ports[1:]:
+                socket.create_connection(("127.0.0.1", port), 1).close()
+            return self._says("/healthcheck") == b"OK"
         return False
 
     def _set_up(self) -> None:
         for name in ("srv/d1", "cache"):
-            (self._folder / name).mkdir(parents=True)
-        common = {"folder": self._folder, "user": _user(), "memory": self._ports[-1]}
+            (self.folder / name).mkdir(parents=True)
+        common = {"folder": self.folder, "user": _user(), "memory": self._ports[-1]}
         for kind, port in zip(_KINDS, self._ports[1:], strict=False):
-            (self._folder / f"{kind}.conf").write_text(_BACK.format(kind=kind, port=port, **common))
-            builder = f"{self._folder}/{kind}.builder"
+            (self.folder / f"{kind}.conf").write_text(_BACK.format(kind=kind, port=port, **common))
+            builder = f"{self.folder}/{kind}.builder"
             for words in (
                 ["create", "4", "1", "1"], ["add", f"r1z1-127.0.0.1:{port}/d1", "1"], ["rebalance"],
             ):  # fmt: skip
@@ -160,39 +133,15 @@ class SwiftServer:
             f"[filter:{name}]\n{_OPTIONS.get(name, f'use = egg:swift#{name}')}".format(**common) for name in filters
         ]
         front = _FRONT.format(port=self._ports[0], pipeline=" ".join(filters), filters="\n".join(texts), **common)
-        (self._folder / "proxy.conf").write_text(front)
-        (self._folder / "swift_conditions.py").write_text(_CONDITIONS)
+        (self.folder / "proxy.conf").write_text(front)
+        (self.folder / "swift_conditions.py").write_text(_CONDITIONS)
 
 
-@contextmanager
-def swift(folder: Path, conditional: bool = False) -> Iterator[SwiftServer]:
+def swift(folder: Path, conditional: bool = False) -> AbstractContextManager[SwiftServer]:
     """A server with an empty bucket; the test is skipped where Swift is not installed."""
     if shutil.which("swift-proxy-server") is None or shutil.which("memcached") is None:
         pytest.skip(f"needs a real S3 server: apt-get install {PACKAGES}")
-    server = SwiftServer(folder, conditional)
-    with ExitStack() as stack:
-        stack.callback(server.crash)
-        server.start()
-        make_bucket(server.url, USER, SECRET)
-        yield server
-
-
-def make_bucket(url: str, user: str, secret: str) -> None:
-    """By Swift's own interface: obstore makes none."""
-    auth = urllib.request.Request(f"{url}/auth/v1.0", headers={"X-Auth-User": user, "X-Auth-Key": secret})
-    with urllib.request.urlopen(auth, timeout=10) as answer:
-        place, token = answer.headers["X-Storage-Url"], answer.headers["X-Auth-Token"]
-    make = urllib.request.Request(f"{place}/{BUCKET}", method="PUT", headers={"X-Auth-Token": token})
-    urllib.request.urlopen(make, timeout=10).close()
-
-
-def free_ports(count: int) -> list[int]:
-    """Of the loopback, that nobody listens at now."""
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]
+    return serving(SwiftServer(folder, conditional))
 
 
 def _user() -> str:

@@ -16,9 +16,10 @@ from ftckpt.persist.files import FileStorage
 from ftckpt.persist.objects import ObjectStorage
 from ftckpt.persist.retention import remove
 from ftckpt.persist.storage import Storage
-from tests.support.buckets import SERVERS, Server, in_bucket, servers
+from tests.support.buckets import SERVERS, in_bucket, servers
 from tests.support.errors import raises
 from tests.support.killing import killed_at
+from tests.support.s3_server import S3Server
 from tests.support.tiers import by_default
 
 OLD, NEW = bytes([10] * 16), bytes([11] * 16)
@@ -34,7 +35,7 @@ class Unconditional(ObjectStorage):
 
 
 @pytest.fixture(scope="module")
-def server_that(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Server]]:
+def server_that(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], S3Server]]:
     with servers(tmp_path_factory) as start:
         yield start
 
@@ -43,7 +44,7 @@ PLAIN = ["files", "memory", "unconditional"]
 
 
 @pytest.fixture(params=by_default([*PLAIN, *SERVERS], PLAIN))
-def storage(request: pytest.FixtureRequest, tmp_path: Path, server_that: Callable[[str], Server]) -> Storage:
+def storage(request: pytest.FixtureRequest, tmp_path: Path, server_that: Callable[[str], S3Server]) -> Storage:
     if request.param in SERVERS:
         return in_bucket(server_that(request.param))
     (tmp_path / "storage").mkdir()

@@ -24,8 +24,9 @@ from ftckpt.persist.shards import StoredSnapshot
 from ftckpt.persist.storage import ObjectEntry, Storage
 from ftckpt.restore.stored import Shelf, _hold, _read
 from tests.support.errors import raises
+from tests.support.s3_server import BUCKET
 from tests.support.smp_nodes import Seen
-from tests.support.swift import BUCKET, swift
+from tests.support.swift import swift
 
 
 def old(iteration: int) -> SnapshotId:

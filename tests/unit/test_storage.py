@@ -24,11 +24,11 @@ from ftckpt.persist.behind import WINDOW_BYTES
 from ftckpt.persist.files import FileStorage
 from ftckpt.persist.objects import ObjectStorage
 from ftckpt.persist.storage import Storage, open_storage
-from tests.support.buckets import KEEPS, REFUSES, SERVERS, TAKES, Server, in_bucket, servers
+from tests.support.buckets import KEEPS, REFUSES, SERVERS, TAKES, in_bucket, servers
 from tests.support.errors import raises
 from tests.support.killing import killed_at
 from tests.support.mounting import tmpfs
-from tests.support.swift import BUCKET
+from tests.support.s3_server import BUCKET, S3Server
 from tests.support.tiers import by_default
 from tests.support.waiting import until
 
@@ -47,7 +47,7 @@ def in_memory(_tmp_path: Path) -> Storage:
 
 
 @pytest.fixture(scope="module")
-def server_that(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Server]]:
+def server_that(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], S3Server]]:
     with servers(tmp_path_factory) as start:
         yield start
 
@@ -56,7 +56,7 @@ KINDS = ["files", "memory", *SERVERS]
 
 
 @pytest.fixture(params=by_default(KINDS, ["files", "memory"]))
-def storage(request: pytest.FixtureRequest, tmp_path: Path, server_that: Callable[[str], Server]) -> Storage:
+def storage(request: pytest.FixtureRequest, tmp_path: Path, server_that: Callable[[str], S3Server]) -> Storage:
     if request.param in SERVERS:
         return in_bucket(server_that(request.param))
     return in_files(tmp_path) if request.param == "files" else in_memory(tmp_path)
@@ -152,7 +152,7 @@ def test_what_is_not_there_is_said(storage: Storage) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [REFUSES, KEEPS])
-def test_what_was_written_outlives_the_server(server_that: Callable[[str], Server], kind: str) -> None:
+def test_what_was_written_outlives_the_server(server_that: Callable[[str], S3Server], kind: str) -> None:
     server = server_that(kind)
     storage = in_bucket(server)
     storage.write("large", [bytes(33 << 20)] * 2)
@@ -176,7 +176,7 @@ def test_what_was_written_outlives_the_server(server_that: Callable[[str], Serve
     ids=["another key", "no such bucket"],
 )
 def test_a_wrong_place_is_said_at_the_start(
-    server_that: Callable[[str], Server], where: str, options: dict[str, Any], words: tuple[str, ...]
+    server_that: Callable[[str], S3Server], where: str, options: dict[str, Any], words: tuple[str, ...]
 ) -> None:
     with raises(StorageError, *words):
         ObjectStorage(where, **server_that(REFUSES).options(**options))
