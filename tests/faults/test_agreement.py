@@ -73,7 +73,6 @@ def going_back(rank: int, world_size: int, settings: dict[str, Any]) -> None:
     while iteration < 6 or (protects and checkpointer.protected is None):
         iteration += 1
         plain.iterate(checkpointer, state, iteration)
-        time.sleep(0.02 if protects else 0.0)  # an iteration: what protects it needs the cores
         assert time.monotonic() < deadline
     checkpointer.fence()
     # With protection some slot may hold any of the first ones: they, too, are undone.
