@@ -384,7 +384,8 @@ def test_what_proves_bad_beside_what_was_brought_is_brought_too(persisting: dict
     results = [result.value for result in run_ranks(restored, 4, persisting)]
     assert results == [what_was(newest.iteration)] * 4
     first, second = jobs.events(persisting, "fetched")[::4]
-    assert (first["shards"], second["shards"]) == (2, 1) and second["bytes"] == 0, "its chunks are good where they are"
+    assert (first["shards"], second["shards"]) == (2, 1)
+    assert second["bytes"] == 0, "its chunks are good where they are"
 
 
 def train_without_storage(rank: int, world_size: int, settings: dict[str, Any]) -> None:
