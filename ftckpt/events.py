@@ -71,6 +71,13 @@ EVENTS: dict[str, EventKind] = {
         "restore() ends", iteration="restored; null: a start from the beginning", lineage="of what follows, hex",
         source="where it came from", blocked_secs="time in restore()",
     ),
+    "failures": _quiet(
+        "what failures the job has had, and is to expect by now; each by kind: process, node, job",
+        last="the kind that has ended the attempt before; empty: none is known", attempt="this one, from 1",
+        nodes="of the job, now", seen="how many", secs="that the job has trained, as if always on these nodes",
+        given_secs="between two, as assumed", mtbf_secs="between two, by both",
+    ),
+    "failures_unknown": _loud("failures that the job has had cannot be read or kept: they do not count", error="why"),
     "closed": _quiet("this rank's session has ended", iteration="of the last boundary; -1: there was none"),
     "close_incomplete": _quiet("other ranks did not come to close(): arenas may stay", error="what was seen"),
     # A snapshot.

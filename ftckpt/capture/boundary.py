@@ -64,7 +64,7 @@ class LastBoundary:
 
     def objection(self, iteration: int) -> str:
         """Why this is not the state behind ``iteration`` any more; empty where it is."""
-        if self.iteration != iteration:
+        if iteration < 0 or self.iteration != iteration:  # below 0: training has come to none
             return "of its boundary nothing is known"
         if self._error is not None:
             return f"its objects could not be saved: {self._error}"

@@ -1,39 +1,84 @@
-"""One attempt of a launcher at a job, as the record of the launcher run learns of it."""
+"""One attempt of a launcher at a job: what the record of the launcher run learns of it, and that of failures."""
 
 from __future__ import annotations
 
 import logging
+import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from threading import Thread
+from typing import NamedTuple
 
-from ftckpt.config import Config
-from ftckpt.errors import StalledError
-from ftckpt.group import Group
-from ftckpt.model import codec
+from ftckpt.config import Config, check_mtbf
+from ftckpt.errors import StalledError, StorageError
+from ftckpt.events import Events
+from ftckpt.group import Group, gather_all
+from ftckpt.model.failures import (
+    FailureRate,
+    FailureRecord,
+    LastAttempt,
+    Start,
+    ended_by,
+    expected,
+    in_words,
+    next_record,
+)
+from ftckpt.model.tiers import mtbf_secs
+from ftckpt.model.topology import Topology
+from ftckpt.persist.failures import tell_trained
+from ftckpt.persist.place import Place
+from ftckpt.persist.storage import open_storage, patiently
+from ftckpt.store.failures import note_end, read_failures, still_trains, write_failures
 from ftckpt.store.outcome import MOST_STARTS, LauncherRun
 
 log = logging.getLogger("ftckpt")
 
+_TELL_SECS = 10.0
+"""For storage to take the note that a job has ended: nobody needs it but the counts of the next start."""
+
+
+class _Sight(NamedTuple):
+    """What one rank knows at the start. ``starts``: that made no snapshot, -1 where it speaks for no launcher run;
+    ``run``: the name of that. ``last``: what its node's memory has, where it leads the node."""
+
+    starts: int
+    run: str
+    last: LastAttempt | None
+
 
 class AttemptRecord:
-    """What this process adds to the record of ``run``, which is given to one of the ranks that it started here."""
+    """What this process adds to the record of ``run``, which is given to one of the ranks that it started here, and
+    to that of failures, which each node keeps in its memory."""
 
-    def __init__(self, config: Config, run: LauncherRun) -> None:
+    def __init__(self, config: Config, topology: Topology, run: LauncherRun, events: Events) -> None:
         self._config = config
+        self._topology = topology
         self._run = run
+        self._events = events
         self._has_snapshot = False
+        self._node_dir: Path | None = None  # where this rank leads its node
+        self._found: dict[str, LastAttempt] = {}  # by the node
+        self._runs: tuple[str, ...] = ()
+        self.record: FailureRecord | None = None
+        """What the next start is to know of failures; from ``learn`` on."""
+        self._is_kept = False
 
-    def begin(self, group: Group) -> None:
+    def begin(self, group: Group, node_dir: Path) -> None:
         """Count it, and refuse what would fail as the attempts before it did: a launcher that has no such rule goes
         on for days. Collective.
 
         Raises:
             StalledError: on all ranks together.
         """
-        mine = self._run.begin().starts if self._run.name else -1
+        self._node_dir = node_dir if self._topology.is_node_leader else None
+        sights = gather_all(group, self._look, _Sight)
         if self._run.problem:
             log.warning("ftckpt: what this attempt comes to cannot be kept for the next: %s", self._run.problem)
+        self._runs = tuple(sorted({one.run for one in sights if one.run}))
+        members = zip(self._topology.members, sights, strict=True)
+        self._found = {member.node: one.last for member, one in members if one.last is not None}
         # The least: a node that comes and goes has failed in a row while others made snapshots.
-        starts = min((found for found in codec.gather(group, mine, int) if found >= 0), default=0)
+        starts = min((one.starts for one in sights if one.starts >= 0), default=0)
         if starts >= MOST_STARTS:
             error = StalledError(
                 f"{starts} attempts in a row have made no snapshot that is whole on all ranks: what ended them would "
@@ -41,6 +86,41 @@ class AttemptRecord:
             )
             error.of_all_ranks = True
             raise error
+
+    def learn(
+        self, owner: str, *, on_storage: LastAttempt | None, lost: bool, taken_back: bool
+    ) -> Mapping[str, FailureRate]:
+        """What has ended the attempt before this one, and what failures are to be expected by now, by their kind. The
+        same on all ranks.
+
+        ``owner`` is a word of this attempt that all ranks know; ``lost`` and ``taken_back`` see ``failures.Start``.
+        """
+        nodes = tuple(sorted({member.node for member in self._topology.members}))
+        known = [*self._found.values(), *([on_storage] if on_storage is not None else [])]
+        last = LastAttempt.newest(known)
+        kind = ended_by(last and last.record, Start(self._found, self._runs, lost, taken_back))
+        begins = FailureRecord(self._config.job, 1, owner, nodes, self._runs, time.time())
+        self.record = next_record(last, kind, begins)
+        rates = expected(mtbf_secs(check_mtbf(self._config.mtbf), len(nodes)), self.record, len(nodes))
+        self._events.emit(
+            "failures", last=kind, attempt=self.record.number, nodes=len(nodes),
+            seen={one: rate.seen for one, rate in rates.items()}, secs={one: r.secs for one, r in rates.items()},
+            given_secs={one: r.given_secs for one, r in rates.items()},
+            mtbf_secs={one: r.mtbf_secs for one, r in rates.items()},
+        )  # fmt: skip
+        if last is not None:
+            self._events.announce(f"failures: {in_words(rates)}")
+        return rates
+
+    def keep(self) -> None:
+        """Training begins: what has ended the attempt before this one is counted."""
+        self._is_kept = True
+        self._write(write_failures)
+
+    def trains(self) -> None:
+        """A boundary."""
+        if self._is_kept and self._node_dir is not None:
+            still_trains(self._node_dir)
 
     def progress(self) -> None:
         """A snapshot of this attempt is whole: the first one ends the row of those that came to nothing."""
@@ -52,3 +132,41 @@ class AttemptRecord:
         """The job is done with ``iteration``: no further attempt trains anything."""
         text = f"job {self._config.job} finished at iteration {iteration}: nothing is left to train"
         self._run.end(0, text, str(Path(self._config.arena).absolute()), self._config.job)
+
+    def end(self) -> None:
+        """This attempt has ended as it was to, whether its snapshots stay or not: that is no failure."""
+        if self.record is None or not self._is_kept:
+            return
+        self._write(note_end)
+        if self._config.persist and self._topology.rank == 0:
+            # On a thread: storage that hangs must not keep the job from its end.
+            thread = Thread(target=self._tell_end, args=(self.record.owner,), name="ftckpt-ended", daemon=True)
+            thread.start()
+            thread.join(_TELL_SECS)
+
+    def _look(self) -> _Sight:
+        starts = self._run.begin().starts if self._run.name else -1
+        last: LastAttempt | None = None
+        if self._node_dir is not None:
+            try:
+                last = read_failures(self._node_dir)
+            except (OSError, ValueError) as error:
+                self._events.emit("failures_unknown", error=str(error))
+        return _Sight(starts, self._run.name, last)
+
+    def _write(self, write: Callable[[Path, FailureRecord], None]) -> None:
+        assert self.record is not None
+        try:
+            if self._node_dir is not None:
+                write(self._node_dir, self.record)
+        except OSError as error:  # the next start knows what this one has found
+            self._events.emit("failures_unknown", error=str(error))
+
+    def _tell_end(self, owner: str) -> None:
+        where = Place.of(self._config.persist, self._config.persist_format).snapshots
+        try:
+            patiently(
+                lambda: tell_trained(open_storage(where, "persist"), owner, time.time(), ended=True), _TELL_SECS
+            )
+        except StorageError as error:
+            self._events.emit("failures_unknown", error=str(error))

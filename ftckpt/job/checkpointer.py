@@ -91,13 +91,13 @@ class Checkpointer:
         self._arenas = NodeArenas(config, topology, self.group, self.events)
         # Asked once: a later layout may leave no mode, and its arena must still be made known to the SMP.
         self._protects = self._protection.on
-        self._state = RankState(config, self._protection.protects, self._protection.storage_mtbf_secs)
+        self._state = RankState(config, self._protection.protects)
         self._pacer: Pacer | None = None
         self._shard: Shard | None = None
         self._boundary = -1  # the iteration of the last one
         self._kept: LastBoundary | None = None  # of that one, where the last snapshot is to come to storage
         self._closed = False
-        self._attempt = AttemptRecord(config, run or LauncherRun(""))
+        self._attempt = AttemptRecord(config, topology, run or LauncherRun(""), self.events)
         self._storage = RankStorage(config, self.group, self.events, self._protection, self._state)
         self._losses = Losses(self._links, self._state, self.events)
         self.begun = -1
@@ -220,7 +220,7 @@ class Checkpointer:
             self.events.emit("conditions", node=self.topology.me.node, **conditions())
         # Before anything is read: from here on no other attempt writes these arenas.
         self._arenas.enter()
-        self._attempt.begin(self.group)
+        self._attempt.begin(self.group, self._arenas.path)
         self._protection.smp.enter(self._arenas.path, self._protection.on)
         described, pacer, near = together(self.group, self._prepare)
         shard = self._shard = Shard(
@@ -231,6 +231,7 @@ class Checkpointer:
         # After the load: to make room this gives up slots of old arenas, which the load may have read.
         shard.lay_out(restored)
         self._begin(lineage, restored)
+        self._attempt.keep()
         shard.supply()
         iteration = restored.iteration if restored is not None else None
         secs = time.perf_counter() - begin
@@ -278,6 +279,7 @@ class Checkpointer:
             raise ConfigError("step() before restore(): call restore() once, on a first start too")
         self._protection.is_set_up = True
         self._boundary = iteration
+        self._attempt.trains()
         if self.off or self._closed:
             self._let_go()
             self.phase("start")  # a sign of life: what trains without snapshots is no hang
@@ -332,7 +334,8 @@ class Checkpointer:
         """
         if self._closed:
             return
-        remove = sys.exc_info()[0] is None if remove is None else remove
+        in_error = sys.exc_info()[0] is not None
+        remove = not in_error if remove is None else remove
         failure: StorageError | None = None
         if remove and self._shard is not None and self._storage.wants_last:
             failure = self._persist_last(done)
@@ -344,6 +347,8 @@ class Checkpointer:
                 self._links.stop("a rank has ended")
         arena = self.arena
         self._stop()
+        if failure is None and not in_error:
+            self._attempt.end()  # while no other attempt can have begun
         if remove and self._shard is not None:
             try:
                 self._links.part(lambda: self._leave(arena, done))
@@ -417,6 +422,7 @@ class Checkpointer:
             self.events,
             storage=self._storage.snapshots,
             slots=self.config.slots,
+            job=self.config.job,
         )
         try:
             reshapes, before = self.training_state.reshapes, self.config.restore_before
@@ -425,6 +431,7 @@ class Checkpointer:
             # What Megatron has saved needs no saving in its place.
             saved = loaded.iteration if taken_over(self.config.persist) else -1
             self._state.flushes.begin(max(restart.on_storage, saved))
+            self._expect_failures(restart)
             # Before a byte is loaded: a kill from here on must not find a newer slot to go on from.
             lineage = restart.void_newer(decision)
             if decision is None:
@@ -435,6 +442,15 @@ class Checkpointer:
             return lineage, decision.snapshot, restart.source, where + loaded.beside(self.config.job)
         finally:
             restart.close()
+
+    def _expect_failures(self, restart: Restart) -> None:
+        """By how earlier attempts have ended: how often snapshots go to storage follows from it."""
+        attempt, protection = self._attempt, self._protection
+        rates = attempt.learn(
+            self.group.name, on_storage=restart.last, lost=restart.lost, taken_back=restart.taken_back
+        )
+        self._state.flushes.expect(rates, protection.survives_nodes)
+        protection.smp.failures = attempt.record
 
     def _begin(self, lineage: bytes, restored: SnapshotId | None) -> None:
         """Snapshots begin, in the arenas as they are laid out."""

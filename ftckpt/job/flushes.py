@@ -5,15 +5,16 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from ftckpt.config import DEEPSPEED, Config, program_of
 from ftckpt.job.actions import Announcement
 from ftckpt.job.agreement import Coverage, Verdict
+from ftckpt.model.failures import FailureRate
 from ftckpt.model.snapshot import SnapshotId
-from ftckpt.model.tiers import Tier, storage_interval_secs
+from ftckpt.model.tiers import JOB, NODE, Tier, storage_interval_secs, storage_mtbf_secs
 from ftckpt.store.pulse import FlushState
 from ftckpt.windows.cost import Wish
 
@@ -91,13 +92,14 @@ class Flushes:
     _last: int | None = None  # the iteration of the one that was chosen last, unless that did not come there
     _judges: bool = False  # once behind each flush: what it follows from differs a little in each iteration
     _tier: Tier | None = None  # as this rank has measured it
+    _expects: str = ""  # in words
     _took_secs: deque[float] = field(default_factory=lambda: deque(maxlen=_JUDGED))
 
     def __post_init__(self) -> None:
         self.due = _FIRST if self.tunes else self.interval
 
     @classmethod
-    def of(cls, config: Config, mtbf_secs: float) -> Flushes:
+    def of(cls, config: Config, mtbf_secs: float = math.inf) -> Flushes:
         """As configured; ``mtbf_secs`` see above."""
         if not config.persist:
             return cls(0)
@@ -106,6 +108,12 @@ class Flushes:
         tunes = config.persist_interval == "auto"
         interval = _UNMEASURED if config.persist_interval == "auto" else config.persist_interval
         return cls(interval, config.persist_timeout_secs, tunes, mtbf_secs)
+
+    def expect(self, rates: Mapping[str, FailureRate], survives_nodes: bool) -> None:
+        """Failures that come by now; ``survives_nodes``: memory survives the loss of a node. Before ``resume``."""
+        self.mtbf_secs = storage_mtbf_secs({kind: rate.mtbf_secs for kind, rate in rates.items()}, survives_nodes)
+        kinds = (JOB,) if survives_nodes else (NODE, JOB)
+        self._expects = "; ".join(f"{kind} {rates[kind]}" for kind in kinds)
 
     def begin(self, on_storage: int) -> None:
         """Storage has a snapshot of that iteration already, -1 for none."""
@@ -199,6 +207,7 @@ class Flushes:
             fields |= {"flush_secs": self._tier.late_secs, "cost_secs": self._tier.cost_secs}
             text += f"one takes {self._tier.late_secs:.3g} s and {self._tier.cost_secs:.3g} s of training, and "
         text += f"what storage alone survives is expected every {self.mtbf_secs / 3600:.3g} h"
+        text += f" ({self._expects})" if self._expects else ""
         yield Announcement("persist_interval_changed", fields, text)
 
     def _settle(self, verdict: Verdict, now_secs: float) -> Iterator[Announcement]:

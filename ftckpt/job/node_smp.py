@@ -20,6 +20,7 @@ from ftckpt.events import Events
 from ftckpt.group import Group, gather_all, together
 from ftckpt.job.addresses import listening_address
 from ftckpt.model import codec
+from ftckpt.model.failures import FailureRecord
 from ftckpt.model.topology import Topology
 from ftckpt.parity.groups import ParityGroup
 from ftckpt.parity.holding import Holding
@@ -72,6 +73,8 @@ class NodeSmp:
         self._start: Future[SmpClient] | None = None  # of the SMP of the node that this rank leads
         self._client: SmpClient | None = None
         self._watch: Watch | None = None
+        self.failures: FailureRecord | None = None
+        """What storage is to keep of the job's failures, for the next start."""
         self.network: NetworkLimit | None = None
         """What this node's SMP may take of the network; None before it was configured, and where it has no peers."""
 
@@ -168,11 +171,11 @@ class NodeSmp:
         """SMPs of an earlier attempt that still live, on nodes that this one does not have, write there no more."""
         if self._config.persist and self._topology.rank == 0:
             where = Place.of(self._config.persist, self._config.persist_format).snapshots
-            owner, job = self._group.name, self._config.job
+            owner, job, failures = self._group.name, self._config.job, self.failures
 
             def claim_it() -> None:
                 try:
-                    patiently(lambda: claim(open_storage(where, "persist"), owner, job), _CLAIM_SECS)
+                    patiently(lambda: claim(open_storage(where, "persist"), owner, job, failures), _CLAIM_SECS)
                 except StorageError as error:
                     self._events.emit("storage_fails", error=f"it is not this run's: {error}")
 

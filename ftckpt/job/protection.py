@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ftckpt.capture.redundancy import Redundancy
-from ftckpt.config import Config, check_mtbf
+from ftckpt.config import Config
 from ftckpt.errors import ConfigError, MemoryBudgetError
 from ftckpt.events import Events
 from ftckpt.group import Group, together
@@ -24,7 +24,6 @@ from ftckpt.job.targets import Guard
 from ftckpt.model import codec
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.model.text import human
-from ftckpt.model.tiers import mtbf_secs, storage_mtbf_secs
 from ftckpt.model.topology import Topology
 from ftckpt.parity.groups import ParityGroup, mirrors, node_groups, peer_groups, slot_groups
 from ftckpt.parity.holding import Holding
@@ -149,11 +148,10 @@ class Protection:
         return self._config.num_slots(self.protects)
 
     @property
-    def storage_mtbf_secs(self) -> float:
-        """Between failures that storage alone survives, as they are given or expected."""
-        nodes = len({member.node for member in self._topology.members})
-        survives_nodes = nodes > 1 and bool(self.modes.replica or self.modes.peer)
-        return storage_mtbf_secs(mtbf_secs(check_mtbf(self._config.mtbf), nodes), survives_nodes)
+    def survives_nodes(self) -> bool:
+        """Whether memory survives the loss of a node."""
+        nodes = {member.node for member in self._topology.members}
+        return len(nodes) > 1 and bool(self.modes.replica or self.modes.peer)
 
     @property
     def smp_alive(self) -> bool:

@@ -9,7 +9,6 @@ posts. Time is an argument, in seconds of any clock that does not go back.
 from __future__ import annotations
 
 import json
-import math
 from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -75,7 +74,7 @@ class RankState:
     ``lose`` to ``reunite`` boundaries bring a ``search`` and nothing else.
     """
 
-    def __init__(self, config: Config, protects: bool = False, storage_mtbf_secs: float = math.inf) -> None:
+    def __init__(self, config: Config, protects: bool = False) -> None:
         self._config = config
         self.lineage = b""
         self.whole: SnapshotId | None = None
@@ -92,7 +91,7 @@ class RankState:
         self.interval = Interval(config.least_interval, config.error_limit + _MORE_ROUNDS, probes)
         self.proofs = Proofs(config.replica_check_interval)
         self.targets = Targets(config.protect_interval if protects else 0, config.protect_timeout_secs)
-        self.flushes = Flushes.of(config, storage_mtbf_secs)
+        self.flushes = Flushes.of(config)
         self._is_exact = bool(taken_over(config.persist))
         self._stepped = False
         self._wrong = False  # what ranks copy must change, and has not yet

@@ -22,12 +22,16 @@ from typing import Any
 import xxhash
 
 from ftckpt.errors import StorageError
+from ftckpt.model import codec
+from ftckpt.model.failures import FailureRecord
 from ftckpt.model.snapshot import LINEAGE_BYTES, SnapshotId
 from ftckpt.persist.storage import Bytes, Storage
 
 OWNER_NAME = "owner.json"
 MANIFEST_NAME = "manifest.json"
 LATEST_NAME = "latest"
+TRAINED_NAME = "trained.json"
+"""How long a run has trained, see ``ftckpt.persist.failures``."""
 _FOLDER = re.compile(r"iter_(\d{7,18})")
 _OURS = re.compile(rf"[0-9a-f]{{{2 * LINEAGE_BYTES}}}-.+")
 """Last parts of what is written beside a manifest: nothing else is ever removed."""
@@ -37,7 +41,7 @@ _DONE = "done"
 _HOLDINGS = "holdings"
 PINS, READERS, VOID = "pins", "readers", "void"
 """Folders of what ``retention`` says of checkpoints."""
-_ASIDE = (LATEST_NAME, OWNER_NAME, f"{PINS}/", f"{READERS}/", f"{VOID}/")
+_ASIDE = (LATEST_NAME, OWNER_NAME, TRAINED_NAME, f"{PINS}/", f"{READERS}/", f"{VOID}/")
 """Small objects that others may be writing while leftovers are removed."""
 
 
@@ -187,10 +191,11 @@ def require_own(storage: Storage) -> None:
         raise StorageError(text, lasting=True)
 
 
-def claim(storage: Storage, owner: str, job: str) -> None:
+def claim(storage: Storage, owner: str, job: str, failures: FailureRecord | None = None) -> None:
     """From now on ``owner``, a run of ``job``, writes there: an earlier one that still lives neither commits nor
-    removes anything any more. Nobody reads there but that earlier one."""
-    storage.put(OWNER_NAME, json.dumps({"owner": owner, "job": job}).encode())
+    removes anything any more. Nobody reads there but that earlier one. ``failures``: of the job until now, for the
+    next start to count on."""
+    storage.put(OWNER_NAME, codec.encode({"owner": owner, "job": job, "failures": failures}))
     storage.remove([entry.name for entry in storage.list(READERS)])  # of restarts that were killed
     forget_holdings(storage)
 

@@ -17,6 +17,7 @@ from ftckpt.errors import ArenaError, ConfigError, FtckptError, LostError
 from ftckpt.events import Events
 from ftckpt.group import Group, gather_all, gather_bytes, together
 from ftckpt.model import objects
+from ftckpt.model.failures import LastAttempt
 from ftckpt.model.fragment import Fragment
 from ftckpt.model.layouts import layout_name
 from ftckpt.model.loaded import NOTHING, Checkpoint, is_undone, missed_return, next_origin, rollback
@@ -53,14 +54,15 @@ class Restart:
     """One restart. Every method but ``capacities`` is collective, called in the order in which they stand."""
 
     def __init__(
-        self, group: Group, topology: Topology, node_dir: Path, events: Events, *, storage: str = "", slots: int = 2
-    ) -> None:
+        self, group: Group, topology: Topology, node_dir: Path, events: Events, *, storage: str = "", slots: int = 2,
+        job: str = "",
+    ) -> None:  # fmt: skip
         self._group = group
         self._topology = topology
         self._node_dir = node_dir
         self._events = events
         self._arenas = OpenArenas(node_dir)
-        self._storage, self._slots = storage, slots
+        self._storage, self._slots, self._job = storage, slots, job
         self._shelf = NO_SHELF
         self._contents: dict[str, SlotContents] = {}  # of the decision, from ``load`` on
         self.on_storage = -1
@@ -69,6 +71,9 @@ class Restart:
         """Of the snapshots that will be taken, see ``next_origin``; from ``choose`` on."""
         self.why = ""
         """Why memory is not gone on from, in words; empty where it is, and where there is nothing in it."""
+        self.taken_back = False
+        """Whether somebody has gone back to an older state; from ``choose`` on."""
+        self._has_lost = False
         self.usage: Usage = {}
         """What was rebuilt, of all ranks, by what (``source`` of ``parity.modes.TRAITS``): chunks and bytes. Empty
         where all was taken as it lay in memory."""
@@ -90,7 +95,7 @@ class Restart:
             MismatchError: the snapshots belong to another version, or to a layout that will not do.
             MemoryBudgetError, ArenaError: lost shards cannot be rebuilt here.
         """
-        shelf = self._shelf = Shelf.look(self._group, self._storage, self._events, before)
+        shelf = self._shelf = Shelf.look(self._group, self._storage, self._events, before, self._job)
         loaded, origins, whole, newest = self._remembered(loaded, shelf.origins)
         # A node that was away, or a start that was killed while it marked, has left older ones.
         origin = max(origins, key=lambda one: one.generation, default=NOTHING)
@@ -101,6 +106,7 @@ class Restart:
         shelf = shelf.before(limit) if limit else shelf
         self.on_storage = shelf.newest
         reason = rollback(loaded, origin) if not limit or loaded.named else ""
+        self.taken_back = bool(limit or reason)
         decision = None
         # What is given up is not searched for: it need not be whole, or of this layout.
         if reason and whole >= 0:
@@ -161,6 +167,7 @@ class Restart:
                 raise LostError(f"{error}. {_remedy(loaded)}") from None
             self._events.emit("lost", error=str(error), loaded=max(0, loaded.iteration))
             self.why = f"snapshots were lost: {error}"
+            self._has_lost = True
             return None
         if decision is not None and decision.snapshot.iteration < loaded.iteration:
             self._give_up_older(decision.snapshot.iteration, loaded)
@@ -229,6 +236,16 @@ class Restart:
         for path in list_arenas(self._node_dir):
             with suppress(FtckptError):  # what is wrong with it the inventory tells
                 yield self._arenas.get(path.name)
+
+    @property
+    def last(self) -> LastAttempt | None:
+        """The last attempt of the job, as storage knows of it; from ``choose`` on."""
+        return self._shelf.last
+
+    @property
+    def lost(self) -> bool:
+        """Whether memory could not make whole what it had, or some of that came from storage; from ``choose`` on."""
+        return self._has_lost or "storage" in self.usage
 
     @property
     def source(self) -> str:

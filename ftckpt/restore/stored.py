@@ -6,7 +6,6 @@ others.
 
 from __future__ import annotations
 
-import json
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -20,10 +19,13 @@ import numpy as np
 from ftckpt.errors import ArenaError, LostError, StorageError
 from ftckpt.events import Events, Progress
 from ftckpt.group import Group, gather_all, together
+from ftckpt.model import codec
+from ftckpt.model.failures import LastAttempt
 from ftckpt.model.loaded import Checkpoint, is_undone
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.model.topology import Topology, layouts_differ
 from ftckpt.persist import commit, retention
+from ftckpt.persist.failures import last_attempt
 from ftckpt.persist.shard_file import ShardFile
 from ftckpt.persist.shards import StoredSnapshot
 from ftckpt.persist.storage import Storage, open_storage, patiently
@@ -66,9 +68,11 @@ class Shelf:
     """Why there may be more than can be seen."""
     reader: str = ""
     """As whom this restart keeps what is there from being removed."""
+    last: LastAttempt | None = None
+    """The last attempt of the job, as storage knows of it."""
 
     @classmethod
-    def look(cls, group: Group, where: str, events: Events, before: int = 0) -> Shelf:
+    def look(cls, group: Group, where: str, events: Events, before: int = 0, job: str = "") -> Shelf:
         """What is there; with ``before`` the newest before that iteration, too. Nothing of it is removed until
         ``close``. Collective; one rank looks, for all of them.
 
@@ -94,14 +98,15 @@ class Shelf:
             if storage is not None and leads:
                 _require_own(storage)
                 _hold(storage, reader, events)
-                told = _read(storage, events, before)
+                told = codec.encode((*_read(storage, events, before), _last_attempt(storage, events, job)))
             return len(told)
 
         # The length first: a broadcast takes as many bytes on all ranks, and a gather as many of each.
         length = max(gather_all(group, tell, int))
-        texts, problem = json.loads(group.broadcast(told.ljust(length, b" ")))
+        found = codec.decode(group.broadcast(told.ljust(length, b" ")), tuple[list[str], str, LastAttempt | None])
+        texts, problem, last = found
         snapshots = tuple(StoredSnapshot.decode(text.encode(), where) for text in texts)
-        return cls(storage, snapshots, problem, reader if leads else "")
+        return cls(storage, snapshots, problem, reader if leads else "", last)
 
     def close(self) -> None:
         """What this restart has not read it reads no more."""
@@ -185,7 +190,15 @@ def _hold(storage: Storage, reader: str, events: Events) -> None:
         events.emit("storage_fails", error=f"it may remove what this restart reads: {error}")
 
 
-def _read(storage: Storage, events: Events, before: int) -> bytes:
+def _last_attempt(storage: Storage, events: Events, job: str) -> LastAttempt | None:
+    try:
+        return _patiently(lambda: last_attempt(storage, job))
+    except StorageError as error:
+        events.emit("storage_fails", error=f"failures of the job are not known: {error}")
+        return None
+
+
+def _read(storage: Storage, events: Events, before: int) -> tuple[list[str], str]:
     """The newest manifests that count, those before an iteration among them, and why there may be more."""
     texts, problem = list[str](), ""
     try:
@@ -211,7 +224,7 @@ def _read(storage: Storage, events: Events, before: int) -> bytes:
     except StorageError as error:
         events.emit("storage_fails", error=str(error))
         problem = str(error)
-    return json.dumps([texts, problem]).encode()
+    return texts, problem
 
 
 def _manifest(storage: Storage, iteration: int) -> StoredSnapshot:

@@ -17,6 +17,7 @@ from ftckpt.events import Events
 from ftckpt.model.loaded import is_undone
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.persist import commit, retention
+from ftckpt.persist.failures import tell_trained
 from ftckpt.persist.shards import StoredSnapshot
 from ftckpt.persist.storage import Storage, open_storage
 from ftckpt.smp.arenas import GuardedArenas
@@ -98,6 +99,11 @@ class FinalFlush:
 
     def _flush(self) -> None:
         storage = self._patiently(lambda: open_storage(self.orders.where, "persist"))
+        self._bring_newest(storage)
+        with suppress(StorageError):  # the next start counts a failure too many
+            tell_trained(storage, self.orders.owner, time.time(), ended=True)
+
+    def _bring_newest(self, storage: Storage) -> None:
         held, there = self._held(), self._patiently(lambda: self._newest(storage))
         call = RollCall(storage, self.orders.node, self.orders.owner, held)
         self._patiently(call.beat)  # before this node may go: another may hold more, and ask who has what is there

@@ -27,6 +27,7 @@ from ftckpt.model.topology import axes_of, shard_names
 from ftckpt.persist import commit, retention
 from ftckpt.persist.commit import PendingCheckpoint
 from ftckpt.persist.compression import packed
+from ftckpt.persist.failures import tell_trained
 from ftckpt.persist.place import SNAPSHOT, ExportPlace, Place
 from ftckpt.persist.shards import ShardImage, StoredShard, StoredSnapshot, contents, files_of
 from ftckpt.persist.storage import Bytes, Storage, open_storage
@@ -327,6 +328,7 @@ class Flush:
             bytes=stored.nbytes, shards=len(shards),
         )  # fmt: skip
         try:
+            tell_trained(storage, self._orders.owner, time.time())
             self._retain(storage, origin)
             self._sweep(storage)
         except StorageError as error:

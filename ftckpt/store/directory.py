@@ -32,6 +32,8 @@ SMP_LOCK_NAME, SMP_SOCKET_NAME, SMP_STATE_NAME, SMP_LOG_NAME = "smp.lock", "smp.
 """Of the node's SMP: its lock, its socket, its configuration, its log."""
 WORD_NAME = ".word"
 """A link to nowhere: what the first rank of a node makes it say all others read, if they see the same directory."""
+FAILURES_NAME = ".failures"
+"""What is known of the failures that the job has had, see ``ftckpt.store.failures``."""
 MIRROR_NAME = ".mirror"
 """Packages of shards of other nodes, which the SMP keeps."""
 SMP_NAMES = (SMP_LOCK_NAME, SMP_SOCKET_NAME, SMP_STATE_NAME, SMP_LOG_NAME, PULSE_NAME)
@@ -205,7 +207,8 @@ def remove_job_if_empty(root: Path, job: str, node: str) -> bool:
     """
     node_dir = job_node_path(root, job, node)
     if node_dir.is_dir():
-        known = (JOB_LOCK_NAME, BUDGET_NAME, PINNING_NAME, WORD_NAME, MIRROR_NAME, *SMP_NAMES)
+        own = (BUDGET_NAME, PINNING_NAME, WORD_NAME, FAILURES_NAME, JOB_LOCK_NAME)
+        known = (*own, MIRROR_NAME, *SMP_NAMES)
         # The pattern is that of what an SMP was building: see ``remove_half_made``.
         others = any(entry.name not in known and not entry.match(".*.new") for entry in node_dir.iterdir())
         # Asked, not tried: ranks that end at once would take each other's tries for the job's lock, and make it anew.
@@ -215,7 +218,7 @@ def remove_job_if_empty(root: Path, job: str, node: str) -> bool:
         try:
             remove_smp_files(node_dir)
             # The job's lock goes last: until then no other attempt takes the directory for its own.
-            for name in (BUDGET_NAME, PINNING_NAME, WORD_NAME, JOB_LOCK_NAME):
+            for name in own:
                 (node_dir / name).unlink(missing_ok=True)
             node_dir.rmdir()
         except OSError:  # an arena was created meanwhile

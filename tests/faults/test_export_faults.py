@@ -89,7 +89,7 @@ def test_snapshots_come_to_storage_as_others_load_them(job: Job, where: Path) ->
     assert committed(FileStorage(str(where / "ftckpt"))) == [8]
     assert names(where) == {"iter_0000008", "latest", "ftckpt"}, "it goes with its snapshot"
     assert (where / "latest").read_text() == "iter_0000008\n"
-    assert names(where / "ftckpt") == {"iter_0000008", "latest", "owner.json"}
+    assert names(where / "ftckpt") == {"iter_0000008", "latest", "owner.json", "trained.json"}
     assert not job.smps[1].events.of("exported"), "one node makes it"
 
 
@@ -118,7 +118,7 @@ def test_what_cannot_be_made_is_told_and_the_snapshot_counts(job: Job, where: Pa
     assert "iter_0000007" in told["reason"] and "of another program" in told["reason"]
     assert committed(FileStorage(str(where / "ftckpt"))) == [7]
     assert names(where) == {"iter_0000007", "ftckpt"}
-    assert names(where / "ftckpt") == {"iter_0000007", "latest", "owner.json"}
+    assert names(where / "ftckpt") == {"iter_0000007", "latest", "owner.json", "trained.json"}
 
 
 def test_a_converter_that_is_killed_or_late_leaves_nothing(arena_root: Path, where: Path) -> None:
@@ -141,7 +141,7 @@ def test_a_converter_that_is_killed_or_late_leaves_nothing(arena_root: Path, whe
             os.kill(pid, signal.SIGKILL)
         assert "ended with status -9" in settled(job, 8)[1]["reason"]
         assert names(where) == {"ftckpt"}
-        assert names(where / "ftckpt") == {"iter_0000007", "iter_0000008", "latest", "owner.json"}
+        assert names(where / "ftckpt") == {"iter_0000007", "iter_0000008", "latest", "owner.json", "trained.json"}
 
 
 def test_what_is_not_wanted_any_more_ends(job: Job, where: Path) -> None:
@@ -152,7 +152,12 @@ def test_what_is_not_wanted_any_more_ends(job: Job, where: Path) -> None:
     libc, number = ctypes.CDLL(None), {"x86_64": 252, "aarch64": 31}[os.uname().machine]
     until(lambda: [libc.syscall(number, 1, pid) >> 13 for pid in converters(where)] == [3], secs=SECS)
     job.flush(-1)
-    until(lambda: not converters(where) and names(where / "ftckpt") == {"iter_0000007", "latest", "owner.json"})
+    until(
+        lambda: (
+            not converters(where)
+            and names(where / "ftckpt") == {"iter_0000007", "latest", "owner.json", "trained.json"}
+        )
+    )
 
 
 def test_an_smp_that_is_killed_leaves_no_converter_and_the_next_one_begins_anew(

@@ -434,7 +434,7 @@ def test_what_is_left_when_an_allocation_ends_is_saved_without_ranks(
     clean_job(Path(persisting["arena"]), "test")
     persisting["persist"] = str(where)
     assert [one.snapshot.iteration for one in stored(persisting)] == [6]
-    assert {path.name for path in where.iterdir()} <= {"iter_0000006", "latest", "owner.json"}
+    assert {path.name for path in where.iterdir()} <= {"iter_0000006", "latest", "owner.json", "trained.json"}
     results = [result.value for result in run_ranks(restored, 4, persisting)]
     assert results == [what_was(6)] * 4
 
@@ -457,7 +457,7 @@ def test_what_a_lost_node_held_is_saved_from_parity(
     protected = {event["iteration"] for event in jobs.events(persisting, "protected")}
     assert saved.snapshot.iteration >= max(protected)
     assert {path.name for path in Path(persisting["persist"]).iterdir()} <= {
-        f"iter_{saved.snapshot.iteration:07d}", "latest", "owner.json", "holdings",
+        f"iter_{saved.snapshot.iteration:07d}", "latest", "owner.json", "trained.json", "holdings",
     }  # fmt: skip
     results = [result.value for result in run_ranks(restored, 4, persisting)]
     assert results == [what_was(saved.snapshot.iteration)] * 4

@@ -10,18 +10,20 @@ import pytest
 
 from ftckpt.config import Config
 from ftckpt.errors import ConfigError, StalledError
+from ftckpt.events import Events
 from ftckpt.group import Group
+from ftckpt.job import attempt as attempt_module
 from ftckpt.job.actions import OldArenaRemoval, TargetMarks, TurnOff
 from ftckpt.job.agreement import AgreementError
-from ftckpt.job.attempt import AttemptRecord
+from ftckpt.job.attempt import AttemptRecord, _Sight
 from ftckpt.job.checkpointer import Checkpointer
 from ftckpt.job.flushes import NO_FLUSH
 from ftckpt.job.losses import Losses
 from ftckpt.job.protection import Protection
 from ftckpt.job.session import RankState
 from ftckpt.job.targets import Guard
-from ftckpt.model import codec
 from ftckpt.model.snapshot import SnapshotId
+from ftckpt.model.topology import RankPlace, Topology
 from ftckpt.store.outcome import LauncherRun
 from ftckpt.store.pulse import Pulse
 from ftckpt.windows.cost import Wish
@@ -92,6 +94,7 @@ def test_a_rank_that_has_turned_off_gives_signs_of_life() -> None:
     checkpointer = Checkpointer.__new__(Checkpointer)
     checkpointer._state = RankState(Config())
     checkpointer._closed, checkpointer._boundary, checkpointer._kept = False, 2, None
+    checkpointer._attempt = SimpleNamespace(trains=lambda: None)  # type: ignore[assignment]
     checkpointer._pacer, checkpointer._shard = SimpleNamespace(), None  # type: ignore[assignment]
     checkpointer._protection = SimpleNamespace(beat=lambda _, kind: beats.append(kind))  # type: ignore[assignment]
     checkpointer._state.turn_off("why")
@@ -104,6 +107,7 @@ def test_a_rank_tells_the_section_that_it_is_in(arena_root: Path) -> None:
     checkpointer = Checkpointer.__new__(Checkpointer)
     checkpointer._state = RankState(Config())
     checkpointer._closed, checkpointer._boundary, checkpointer._kept = False, 2, None
+    checkpointer._attempt = SimpleNamespace(trains=lambda: None)  # type: ignore[assignment]
     checkpointer._pacer, checkpointer._shard = SimpleNamespace(), None  # type: ignore[assignment]
     checkpointer._protection = protection = Protection.__new__(Protection)
     protection.is_set_up, protection._pauses, protection._at, protection._pulse = False, [], (-1, ""), None
@@ -176,6 +180,7 @@ def test_a_rank_that_loses_others_in_the_fence_comes_to_nothing_collective_at_th
         beat=lambda *_: None, observe=lambda target: Guard(), observe_flush=lambda flush: NO_FLUSH
     )  # type: ignore[assignment]
     checkpointer._links = links  # type: ignore[assignment]
+    checkpointer._attempt = SimpleNamespace(trains=lambda: None)  # type: ignore[assignment]
     checkpointer.events = SimpleNamespace(emit=lambda event, **fields: entered.append(event))  # type: ignore[assignment]
     checkpointer._snapshot = lambda iteration, begin: entered.append("snapshot")  # type: ignore[method-assign]
     checkpointer._losses = Losses(checkpointer._links, state, checkpointer.events)
@@ -195,10 +200,12 @@ def test_attempts_count_that_all_nodes_have_seen_come_to_nothing(
     starts: list[int], stalled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A node that comes and goes has failed in a row while others made snapshots; -1: a rank that speaks for none."""
-    attempt, group = AttemptRecord(Config(), LauncherRun("")), cast(Group, None)
-    monkeypatch.setattr(codec, "gather", lambda group, mine, kind: starts)
+    members = tuple(RankPlace({"dp": rank}, "node") for rank in range(2))
+    attempt = AttemptRecord(Config(), Topology(1, members, {"dp": 2}), LauncherRun(""), Events(None, 1))
+    group = cast(Group, None)
+    monkeypatch.setattr(attempt_module, "gather_all", lambda *_: [_Sight(num, "", None) for num in starts])
     if stalled:
         with raises(StalledError, "3 attempts in a row"):
-            attempt.begin(group)
+            attempt.begin(group, Path())
     else:
-        attempt.begin(group)
+        attempt.begin(group, Path())

@@ -72,7 +72,7 @@ def described() -> Description:
 def test_what_was_at_the_boundary_is_kept_whatever_comes_behind_it() -> None:
     state, drawn = described(), {"data": 3}
     kept, (mean,) = LastBoundary(state), state.volatile
-    assert kept.objection(1)
+    assert kept.objection(1) and kept.objection(-1), "training has come to no boundary yet"
     mean.tensor.fill_(1.0)
     kept.keep(1, lambda: drawn)
     drawn["data"] = 4
