@@ -18,6 +18,11 @@
 # The launcher (deepspeed 0.19.8) restarts nothing by itself. When a rank dies it ends the others of that node; on other
 # nodes they end when they notice, which over NCCL takes up to the timeout of the process group, and only then can the
 # next start begin. launch/torchrun.sh and launch/a100.sbatch are quicker there, and take --runner ftckpt.deepspeed too.
+#
+# Where the job names storage: on SIGTERM, SIGINT or SIGUSR1, and when the restarts are used up, the newest whole snapshot
+# goes there, within FTCKPT_SAVE_SECS (90); the last line of each node says what came there. The processes have
+# FTCKPT_GRACE_SECS (60) before that to end. A second SIGINT leaves at once. With a hostfile the launcher starts that on all
+# its nodes, but not with --deepspeed-arg --include or --exclude.
 
 set -euo pipefail
 NAME=deepspeed.sh
@@ -34,6 +39,7 @@ PORT=${FTCKPT_PORT:-29500}
 RESTARTS=${FTCKPT_RESTARTS:-20}
 RUNNER=${FTCKPT_RUNNER:-ftckpt.deepspeed}
 PAUSE_SECS=${FTCKPT_PAUSE_SECS:-1}
+SAVE_SECS=${FTCKPT_SAVE_SECS:-90}
 GRACE_SECS=${FTCKPT_GRACE_SECS:-60} # longest wait for what a start has left behind
 EXTRA=()
 DRY_RUN=
@@ -66,11 +72,16 @@ checked_name --job "$JOB"
 [ -n "$HOSTFILE" ] || ((${NODES:-1} == 1)) || fail "--nodes: $NODES nodes need a --hostfile"
 whole --port "$PORT" 1024
 whole --restarts "$RESTARTS" 0
+whole FTCKPT_SAVE_SECS "$SAVE_SECS" 1
+whole FTCKPT_GRACE_SECS "$GRACE_SECS" 1
 checked_module "$RUNNER"
 [ $# -gt 0 ] || fail "no script: $0 [options] SCRIPT [arguments] (see --help)"
 [ -f "$1" ] || fail "script '$1' does not exist"
 
 PROGRAM=("$1" "${FLAGS[@]}" "${@:2}")
+find_storage "${PROGRAM[@]}"
+[ -z "$PERSISTS" ] || [[ " ${PROGRAM[*]}" != *" --ftckpt-job"* ]] ||
+    fail "name the job with --job: the save at the end needs it too"
 # The launcher puts --local_rank before the script, where ftckpt.deepspeed looks for it, and others do not.
 case $RUNNER in
 none) ;;
@@ -80,6 +91,7 @@ esac
 # An explicit hostfile that does not exist keeps the launcher from taking /job/hostfile.
 COMMAND=(deepspeed --hostfile "${HOSTFILE:-/dev/null/none}")
 [ -z "$NODES" ] || COMMAND+=(--num_nodes "$NODES")
+ONCE=("${COMMAND[@]}" --num_gpus 1 "${EXTRA[@]}")
 [ -z "$NPROC" ] || COMMAND+=(--num_gpus "$NPROC")
 COMMAND+=("${EXTRA[@]}")
 export FTCKPT_JOB=$JOB
@@ -125,13 +137,22 @@ end_group() {
     kill -KILL -- "-$GROUP" 2>/dev/null || true
 }
 
-# shellcheck disable=SC2317,SC2329 # called by the trap
-stop() {
-    trap '' INT TERM
-    end_group
-    exit 143
+# save: what memory has comes to storage, of all nodes of the job.
+save() {
+    if [ -z "$HOSTFILE" ]; then
+        save_here
+    elif [ -n "$PERSISTS" ]; then
+        if [[ " ${EXTRA[*]}" == *" --include"* || " ${EXTRA[*]}" == *" --exclude"* ]]; then
+            say "nothing is saved with --include or --exclude: run 'ftckpt save $JOB' on each node"
+            return 0
+        fi
+        save_command "$SAVE_SECS"
+        # The launcher knows how to come to the nodes: one process on each.
+        SAVE=("${ONCE[@]}" --master_port $((PORT + RESTARTS + 1)) --module --no_local_rank "${SAVE[@]:2}")
+        save_memory
+    fi
 }
-trap stop INT TERM
+trap 'stop_job end_group save' TERM INT USR1 HUP
 
 for ((start = 0; start <= RESTARTS; start++)); do
     ((start == 0)) || sleep "$PAUSE_SECS"
@@ -153,8 +174,10 @@ for ((start = 0; start <= RESTARTS; start++)); do
     answer=$("$PYTHON" -m ftckpt.commands.main ended 2>/dev/null) || true
     if [ -n "$answer" ]; then
         say "${answer#* }"
+        ((!${answer%% *})) || save
         exit "${answer%% *}"
     fi
     say "start $((start + 1)) of at most $((RESTARTS + 1)) ended with code $code"
 done
+save
 fail "given up: $((RESTARTS + 1)) starts have failed"

@@ -1,6 +1,6 @@
 # shellcheck shell=bash
 # Sourced by torchrun.sh, deepspeed.sh and slurm.sh, which set NAME: messages, flag files, checks of options, printing
-# commands. Needs bash 4.4.
+# commands, and what is saved at the end. Needs bash 4.4.
 
 say() {
     printf '%s: %s\n' "$NAME" "$*"
@@ -81,4 +81,29 @@ find_storage() {
 save_command() {
     # shellcheck disable=SC2034 # read by who called
     SAVE=("$PYTHON" -m ftckpt.commands.main save "$JOB" --at-end --arena "$ARENA" --timeout "$1")
+}
+
+# save_memory: brings what memory has to storage with SAVE, within SAVE_SECS.
+save_memory() {
+    local code=0
+    timeout "$((SAVE_SECS + 15))" "${SAVE[@]}" </dev/null || code=$?
+    ((code != 124)) || say "the save did not come to an end within $SAVE_SECS s"
+}
+
+# save_here: the same for this node, where the job names storage and a rank has got so far as to have any memory.
+save_here() {
+    [ -n "$PERSISTS" ] && [ -d "$ARENA/ftckpt-$JOB" ] || return 0
+    save_command "$SAVE_SECS"
+    save_memory
+}
+
+# stop_job END SAVE: called by traps. The container or the allocation ends, and with it the memory; who ends it may tell
+# this process alone, as a kubelet does. END ends the processes of the job, SAVE saves what they leave.
+stop_job() {
+    trap '' TERM USR1 HUP
+    trap 'exit 130' INT
+    say "told to stop"
+    "$1"
+    "$2"
+    exit 143
 }

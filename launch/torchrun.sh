@@ -143,30 +143,14 @@ if [ -n "$DRY_RUN" ]; then
 fi
 [ -n "$PERSISTS" ] || exec env "${SETTINGS[@]}" "${COMMAND[@]}"
 
-# save: what memory has comes to storage, if a rank has got so far as to have any.
-save() {
-    local code=0
-    [ -d "$ARENA/ftckpt-$JOB" ] || return 0
-    save_command "$SAVE_SECS"
-    timeout "$((SAVE_SECS + 15))" "${SAVE[@]}" </dev/null || code=$?
-    ((code != 124)) || say "the save did not come to an end within $SAVE_SECS s"
-}
-
-# stop: the container or the allocation ends, and with it the memory. Who ends it may tell this process alone, as a
-# kubelet does.
 # shellcheck disable=SC2317,SC2329 # called by the trap
-stop() {
+end_agent() {
     local agent=${!:-} deadline=$((SECONDS + GRACE_SECS)) # of the last command in the background; none yet: empty
-    trap '' TERM USR1
-    trap 'exit 130' INT
-    say "told to stop"
     kill -TERM "$agent" 2>/dev/null || true
     while kill -0 "$agent" 2>/dev/null && ((SECONDS < deadline)); do sleep 0.2; done
     kill -KILL "$agent" 2>/dev/null || true
-    save
-    exit 143
 }
-trap stop TERM INT USR1 HUP
+trap 'stop_job end_agent save_here' TERM INT USR1 HUP
 
 # In a process group of its own: a terminal interrupts this script, and that ends torchrun.
 set -m
@@ -174,5 +158,5 @@ env "${SETTINGS[@]}" "${COMMAND[@]}" </dev/null &
 set +m
 code=0
 wait "$!" || code=$?
-((!code)) || save # torchrun has given up, and a container ends with it
+((!code)) || save_here # torchrun has given up, and a container ends with it
 exit "$code"

@@ -166,6 +166,8 @@ class Checkpointer:
 
         ``evaluates``: training pauses for an evaluation, which ends with its next phase.
         """
+        if evaluates:
+            self._pause()
         self._protection.pause(evaluates)
 
     def section(self, name: str) -> AbstractContextManager[None]:
@@ -177,7 +179,12 @@ class Checkpointer:
         Raises:
             ConfigError: another name.
         """
+        self._pause()
         return self._protection.section(name)
+
+    def _pause(self) -> None:
+        if self._pacer is not None and not self._closed and not self.off:
+            self._pacer.pause()
 
     def expect(self, kinds: Sequence[str], lengths: Sequence[float]) -> None:
         """A model of the schedule: its ``kinds`` of places between the schedule's begin and the fence, and their

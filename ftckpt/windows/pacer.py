@@ -50,7 +50,8 @@ class IterationMarks:
     """An iteration that is over for the host, though a device may still be at it.
 
     ``began`` is the time of day at its first boundary, ``snapshot`` the iteration whose state was copied, ``place``
-    how many boundaries that lies behind. ``flushing``: a snapshot was on its way to storage.
+    how many boundaries that lies behind. ``flushing``: a snapshot was on its way to storage. ``pauses``: from when to
+    when something else went on than training.
     """
 
     began: float
@@ -60,6 +61,7 @@ class IterationMarks:
     snapshot: int
     place: int
     flushing: bool
+    pauses: Sequence[tuple[Moment, Moment]]
 
 
 class Pacer:
@@ -90,6 +92,8 @@ class Pacer:
         self._copies: Copies | None = None
         self._snapshot, self._place = -1, 0
         self._flushing = False
+        self._paused: Moment | None = None  # since when
+        self._pauses: list[tuple[Moment, Moment]] = []
         self._meter = CostMeter()
         # Beyond that the oldest goes unread: a device this far behind has no use for its times.
         self._pending: deque[IterationMarks] = deque(maxlen=_PENDING)
@@ -125,6 +129,7 @@ class Pacer:
 
     def enter(self, kind: str) -> None:
         """Training comes to a span of ``kind``; after the fence nothing counts until the next boundary."""
+        self._resume()
         # Doors may announce one place twice. Behind the fence copies are done: what is announced there is no window.
         if not self._marks or self._marks[-1][0] in (kind, "optimizer"):
             return
@@ -133,17 +138,32 @@ class Pacer:
         if self._bubbles is not None:
             self._bubbles.enter(len(self._marks) - 1, kind, mark)
 
+    def pause(self) -> None:
+        """Until its next span training does not go on, for an evaluation or a save: what comes at the same boundaries
+        as snapshots do is none of their cost."""
+        if self._paused is None and self._marks:
+            self._paused = self.clock.mark()
+
+    def _resume(self) -> None:
+        if self._paused is not None:
+            self._pauses.append((self._paused, self.clock.mark()))
+            self._paused = None
+
     def boundary(self, flushing: bool = False) -> None:
         """An iteration ends and the next begins; ``flushing``: beside a snapshot that is on its way to storage."""
+        self._resume()
         end = self.clock.mark()
+        moments = [end, *(mark for _, mark in self._marks), *(mark for pause in self._pauses for mark in pause)]
         self._place = 0 if self._copies is not None else self._place + 1
         # A mark is missing where a graph was captured: nothing is known of such an iteration.
-        if self._marks and end is not None and all(mark is not None for _, mark in self._marks):
+        if self._marks and all(moment is not None for moment in moments):
             self._pending.append(
                 IterationMarks(
-                    self._began, self._marks, end, self._copies, self._snapshot, self._place, self._flushing
+                    self._began, self._marks, end, self._copies, self._snapshot, self._place, self._flushing,
+                    self._pauses,
                 )
-            )
+            )  # fmt: skip
+        self._pauses = []
         self._flushing = flushing
         self._began, self._marks, self._copies = time.time(), [("boundary", end)], None
         if self._bubbles is not None:
@@ -172,7 +192,7 @@ class Pacer:
                 return
             passed = self._pending.popleft()
             self._profile.add(iteration)
-            if self._meter.add(passed.place, iteration.secs, passed.flushing):
+            if self._meter.add(passed.place, iteration.secs - self._paused_secs(passed), passed.flushing):
                 self._watch_cost()
             if iteration.copies:
                 spent = sum(end - begin for begin, end, _ in iteration.copies)
@@ -186,7 +206,7 @@ class Pacer:
         """Give up the place in the node's budget, and forget what was not learned."""
         self.budget.close()
         self._pending.clear()
-        self._marks, self._copies = [], None
+        self._marks, self._copies, self._paused = [], None, None
 
     def _provide(self, places: int) -> None:
         """Moments for iterations of so many places: those that are pending, the last one and the one under way."""
@@ -206,6 +226,10 @@ class Pacer:
             return None
         copies = tuple(passed.copies.timed) if passed.copies is not None else ()
         return Iteration(tuple(kind for kind, _ in passed.marks), tuple(known), copies)
+
+    def _paused_secs(self, passed: IterationMarks) -> float:
+        """All are known: they lie before the end of an iteration that is."""
+        return sum(self.clock.secs(begin, end) or 0.0 for begin, end in passed.pauses)
 
     def _report(self, iteration: Iteration, passed: IterationMarks) -> None:
         moved, interval = iteration.moved_bytes, self._config.timeline_interval * self._config.least_interval

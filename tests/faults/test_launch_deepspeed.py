@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import shutil
 import signal
 import sys
 import uuid
@@ -95,3 +96,24 @@ def test_told_to_stop_it_leaves_no_process_behind(launched: Launched) -> None:
     script.send_signal(signal.SIGTERM)
     assert script.wait(90) == 143
     until(lambda: not processes_of(script.pid), "no process is left", secs=30)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_told_to_stop_it_saves_and_the_next_start_goes_on_from_there(
+    launched: Launched, arena_root: Path, tmp_path: Path
+) -> None:
+    (storage := tmp_path / "storage").mkdir()
+    job = f"test-{uuid.uuid4().hex[:8]}"
+    options = ["--job", job, "--nproc", "2", "--port", str(free_ports(2)), *launched.training]
+    command = ["bash", SCRIPT, *options, "--ftckpt-persist", str(storage)]
+    saved = launched.stop_and_save(launched.start(command), storage)
+    launched.kill()  # the SMP
+    shutil.rmtree(arena_root / f"ftckpt-{job}")
+    launched.start(command)
+    launched.finish()
+    launched.check_went_on()
+    (restored,) = [event for event in launched.events(0, "restored") if event["iteration"]]
+    assert (restored["iteration"], restored["source"]) == (saved, "storage")
+    *_, failures = launched.events(0, "failures")
+    assert (failures["last"], failures["attempt"]) == ("", 2), "who was told to end has not failed"

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import re
 import shutil
-import signal
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -61,22 +59,16 @@ def test_a_pod_that_is_deleted_goes_on_from_storage_in_another_place(
     options = ["--job", job, "--nproc", "2", *launched.training, "--ftckpt-persist", str(storage)]
     command = ["bash", str(ROOT / "launch" / "torchrun.sh"), *options]
     pod = launched.start(command, FTCKPT_NODE="pod")
-    launched.wait_for("snapshots", lambda: launched.events(1, "snapshot")[3:])
-    os.kill(pod.pid, signal.SIGTERM)
-    assert pod.wait(120) == 143
-    reached = re.fullmatch(
-        rf"node pod: iteration (\d+) is at {storage}, after .* s", launched.output().splitlines()[-1]
-    )
-    assert reached, launched.output()
-    assert int(reached[1]) >= 3 and committed(open_storage(str(storage))) == [int(reached[1])]
-    launched.scripts.remove(pod)
+    saved = launched.stop_and_save(pod, storage)
     launched.kill()  # the SMP is the last process of the pod
     shutil.rmtree(arena_root / f"ftckpt-{job}")
     launched.start(command, FTCKPT_NODE="another")
     launched.finish()
     launched.check_went_on()
     (restored,) = [event for event in launched.events(0, "restored") if event["iteration"]]
-    assert (restored["iteration"], restored["source"]) == (int(reached[1]), "storage")
+    assert (restored["iteration"], restored["source"]) == (saved, "storage")
+    *_, failures = launched.events(0, "failures")
+    assert (failures["last"], failures["attempt"]) == ("", 2), "who was told to end has not failed"
     assert committed(open_storage(str(storage)))[0] == ITERATIONS, "the end of the job is there, too"
 
 

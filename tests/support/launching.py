@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import socket
@@ -17,6 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ftckpt.persist.commit import committed
+from ftckpt.persist.storage import open_storage
 from ftckpt.store.directory import SMP_LOCK_NAME, list_arenas
 from ftckpt.store.locks import holder_of
 from tests.support.event_logs import read_events
@@ -84,23 +87,21 @@ if name == "scontrol":
     print(argv[-1].replace(",", "\n"))
 elif name == "srun":
     sys.exit(srun())
-elif name == "python3":
+elif name == "python3" and "torch.distributed.run" not in argv:
     say_verdict(argv)
-    if "torch.distributed.run" in argv:
-        code = next_code()
-        if code == "hang":
-            time.sleep(60)  # until it is killed
-        if code == "slow":
-            def end(*_):
-                time.sleep(2)
-                (here / "ended").touch()
-                sys.exit(1)
-            signal.signal(signal.SIGTERM, end)
-            (here / "ready").touch()
-            time.sleep(60)
-        sys.exit(code)
-else:
-    sys.exit(next_code())
+elif "save" not in argv:
+    code = next_code()
+    if code == "hang":
+        time.sleep(60)  # until it is killed
+    if code == "slow":
+        def end(*_):
+            time.sleep(2)
+            (here / "ended").touch()
+            sys.exit(1)
+        signal.signal(signal.SIGTERM, end)
+        (here / "ready").touch()
+        time.sleep(60)
+    sys.exit(code)
 """
 
 
@@ -141,7 +142,7 @@ class Standins:
         self.dead()
 
     def codes(self, *codes: int | str) -> None:
-        """Exit codes of the next steps, then 0. ``hang`` sleeps; ``slow``, of torchrun, ends long after it was told;
+        """Exit codes of the next steps, then 0. ``hang`` sleeps; ``slow`` ends long after it was told;
         ``dead:n1,n2`` fails and leaves these nodes dead."""
         (self.here / "codes.json").write_text(json.dumps(codes))
 
@@ -279,6 +280,18 @@ class Launched:
     def output(self, last: int = 3000) -> str:
         """The last characters that each script has written."""
         return "\n".join(path.read_text()[-last:] for path in sorted(self.here.glob("script*.log")))
+
+    def stop_and_save(self, script: subprocess.Popen[bytes], storage: Path) -> int:
+        """SIGTERM for the script alone, with four snapshots or more: the iteration that comes to storage."""
+        self.wait_for("snapshots", lambda: self.events(1, "snapshot")[3:])
+        os.kill(script.pid, signal.SIGTERM)
+        assert script.wait(120) == 143, self.output()
+        line = self.output().splitlines()[-1]
+        reached = re.fullmatch(rf"node .*: iteration (\d+) is at {storage}, after .* s", line)
+        assert reached, self.output()
+        assert int(reached[1]) >= 3 and committed(open_storage(str(storage))) == [int(reached[1])]
+        self.scripts.remove(script)
+        return int(reached[1])
 
     def check_went_on(self, restarts: int = 1) -> None:
         """From a snapshot, through all iterations; an iteration that was trained twice had the same loss twice."""

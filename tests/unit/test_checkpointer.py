@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -108,7 +109,7 @@ def test_a_rank_tells_the_section_that_it_is_in(arena_root: Path) -> None:
     checkpointer._state = RankState(Config())
     checkpointer._closed, checkpointer._boundary, checkpointer._kept = False, 2, None
     checkpointer._attempt = SimpleNamespace(trains=lambda: None)  # type: ignore[assignment]
-    checkpointer._pacer, checkpointer._shard = SimpleNamespace(), None  # type: ignore[assignment]
+    checkpointer._pacer, checkpointer._shard = SimpleNamespace(pause=lambda: None), None  # type: ignore[assignment]
     checkpointer._protection = protection = Protection.__new__(Protection)
     protection.is_set_up, protection._pauses, protection._at, protection._pulse = False, [], (-1, ""), None
     with checkpointer.section("load"):
@@ -190,6 +191,20 @@ def test_a_rank_that_loses_others_in_the_fence_comes_to_nothing_collective_at_th
     assert state.owes_round
     checkpointer.step(2)
     assert state.lost and entered == ["given up", "ranks_lost", "fence", "pacer"]
+
+
+def test_what_is_evaluated_or_saved_is_no_time_of_training() -> None:
+    paused: list[str] = []
+    checkpointer = Checkpointer.__new__(Checkpointer)
+    checkpointer._state, checkpointer._closed = RankState(Config()), False
+    checkpointer._pacer = SimpleNamespace(pause=lambda: paused.append("pause"))  # type: ignore[assignment]
+    checkpointer._protection = SimpleNamespace(pause=lambda evaluates: None, section=lambda name: nullcontext())  # type: ignore[assignment]
+    checkpointer.beat()
+    assert not paused, "training is only slow"
+    checkpointer.beat(evaluates=True)
+    assert len(paused) == 1
+    with checkpointer.section("save"):
+        assert len(paused) == 2
 
 
 @pytest.mark.parametrize(

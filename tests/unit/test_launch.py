@@ -205,46 +205,50 @@ def test_what_is_wrong_is_said(standins: Standins, arguments: list[str], message
     assert ran.stderr.startswith(f"torchrun.sh: {message}") and ran.stderr.count("\n") == 1
 
 
+LAUNCHERS = pytest.mark.parametrize(
+    ("script", "launcher"), [("torchrun.sh", "python3"), ("deepspeed.sh", "deepspeed")]
+)
+
+
+@LAUNCHERS
 @pytest.mark.parametrize(
     "how", ["SIGTERM", "SIGUSR1", "SIGINT", "restarts used", "done", "nothing there", "no storage"]
 )
-def test_what_memory_has_is_saved_where_torchrun_ends(standins: Standins, how: str) -> None:
+def test_what_memory_has_is_saved_where_the_launcher_ends(
+    standins: Standins, script: str, launcher: str, how: str
+) -> None:
     """Told to stop as a kubelet does it: this one process alone."""
     arena = standins.here / "arena"
     (arena if how == "nothing there" else arena / "ftckpt-mine" / "n").mkdir(parents=True)
     stops = how.startswith("SIG")
     standins.codes("hang" if stops else 0 if how == "done" else 1)
-    words = ["--job", "mine", str(standins.script), f"--ftckpt-arena={arena}"]
+    words = ["--job", "mine", "--restarts", "0", "--runner", "none", str(standins.script), f"--ftckpt-arena={arena}"]
     words += [] if how == "no storage" else ["--ftckpt-persist", "/checkpoints/mine"]
-    env = standins.environment(FTCKPT_SAVE_SECS="20")
+    env = standins.environment(FTCKPT_SAVE_SECS="20", FTCKPT_PYTHON="python3")
     # A shell that begins with an ignored signal, as this test may in the background, cannot hear it.
-    command = ["env", "--default-signal=INT", *standins.command("torchrun.sh", *words)]
-    with subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL) as script:
-        until(lambda: standins.calls("python3"), "torchrun", secs=30)
+    command = ["env", "--default-signal=INT", *standins.command(script, *words)]
+    out = subprocess.DEVNULL
+    with subprocess.Popen(command, env=env, stdout=out, stderr=out) as running:
+        until(lambda: standins.calls(launcher), "the launcher", secs=30)
         if stops:
-            script.send_signal(signal.Signals[how])
-        assert script.wait(30) == (143 if stops else 0 if how == "done" else 1)
+            running.send_signal(signal.Signals[how])
+        given_up = 1 if script == "torchrun.sh" else 2
+        assert running.wait(30) == (143 if stops else 0 if how == "done" else given_up)
     saves = [call.argv[call.argv.index("save") :] for call in standins.calls("python3") if "save" in call.argv]
     expected = ["save", "mine", "--at-end", "--arena", str(arena), "--timeout", "20"]
     assert saves == ([expected] if stops or how == "restarts used" else [])
 
 
-def test_ranks_have_ended_before_memory_is_saved(standins: Standins) -> None:
+@LAUNCHERS
+def test_ranks_have_ended_before_memory_is_saved(standins: Standins, script: str, launcher: str) -> None:
     (standins.here / "arena" / "ftckpt-mine").mkdir(parents=True)
     standins.codes("slow")
-    words = [
-        "--job",
-        "mine",
-        str(standins.script),
-        "--ftckpt-arena",
-        str(standins.here / "arena"),
-        "--ftckpt-persist=/x",
-    ]
-    command = standins.command("torchrun.sh", *words)
-    with subprocess.Popen(command, env=standins.environment(), stdout=subprocess.DEVNULL) as script:
-        until((standins.here / "ready").exists, "torchrun", secs=30)
-        script.send_signal(signal.SIGTERM)
-        assert script.wait(30) == 143
+    words = ["--job", "mine", str(standins.script), "--ftckpt-arena", str(standins.here / "arena")]
+    command = standins.command(script, *words, "--ftckpt-persist=/x")
+    with subprocess.Popen(command, env=standins.environment(), stdout=subprocess.DEVNULL) as running:
+        until((standins.here / "ready").exists, launcher, secs=30)
+        running.send_signal(signal.SIGTERM)
+        assert running.wait(30) == 143
     (save,) = [call for call in standins.calls("python3") if "save" in call.argv]
     assert save.env["ENDED"] == "True"
 
@@ -338,6 +342,27 @@ def test_deepspeed_is_started_again_a_bounded_number_of_times(standins: Standins
     assert ran.returncode == 2 and "given up: 3 starts have failed" in ran.stderr
     assert len(standins.calls("deepspeed")) == 3
     assert standins.calls("deepspeed")[0].argv[-1] == str(standins.script)
+
+
+@pytest.mark.parametrize("filtered", [False, True])
+def test_deepspeeds_launcher_saves_on_all_of_its_nodes(standins: Standins, filtered: bool) -> None:
+    """One process on each: the SMP of a node answers once."""
+    standins.codes(9)
+    hosts = standins.here / "hosts"
+    hosts.write_text("n1 slots=2\nn2 slots=2\n")
+    options = ["--job", "a", "--restarts", "0", "--hostfile", str(hosts), "--port", "5000", "--deepspeed-arg"]
+    options.append("--include=n1" if filtered else "--ssh_port=9")
+    ran = standins.launch("deepspeed.sh", *options, str(standins.script), "--deepspeed_config", "c.json")
+    assert ran.returncode == 2, ran.stderr
+    trained, *saves = standins.calls("deepspeed")
+    assert "ftckpt.deepspeed" in trained.argv
+    if filtered:
+        assert not saves and "run 'ftckpt save a' on each node" in ran.stdout
+        return
+    (save,) = saves
+    where = ["--hostfile", str(hosts), "--num_gpus", "1", "--ssh_port=9", "--master_port", "5001"]
+    module = ["--module", "--no_local_rank", "ftckpt.commands.main", "save", "a", "--at-end", "--arena", "/dev/shm"]
+    assert save.argv == [*where, *module, "--timeout", "90"]
 
 
 @pytest.mark.parametrize("code", [0, 2])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -206,11 +207,13 @@ class Auto(Rank):
 
     def __init__(self, folder: Path, **settings: Any) -> None:
         super().__init__(folder, interval="auto", **settings)
+        self.before_each_snapshot: Callable[[], None] = lambda: None
 
     def live(self, snapshots: int, cost: float, spacing: int = 6) -> int:
         """The wish behind them."""
         for number in range(snapshots * spacing):
             if number % spacing == 0:
+                self.before_each_snapshot()
                 self.iterate(scale=1 + cost / 6)
             else:
                 self.pacer.enter("forward")
@@ -237,6 +240,26 @@ def test_auto_goes_both_ways_and_no_small_change_moves_it(tmp_path: Path) -> Non
     assert rank.live(20, 6.3) == 10 and rank.live(20, 5.7) == 10, "within an eighth"
     assert rank.live(20, 12.0) == 20
     assert rank.live(20, 1.2) == 2
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_an_evaluation_at_each_boundary_with_a_snapshot_is_no_cost_of_these(again: bool, tmp_path: Path) -> None:
+    """Nor is a save. It ends with the next part of an iteration, or with the iteration."""
+    rank = Auto(tmp_path, overhead_budget=0.1)
+
+    def evaluate() -> None:
+        for _ in range(1 + again):
+            rank.pacer.pause()
+            rank.clock.now += 300.0
+        rank.pacer.enter("start")
+
+    rank.before_each_snapshot = evaluate
+    assert rank.live(12, 1.3) == 3 and rank.pacer.wish.iteration_secs == 6.0
+    rank.pacer.pause()
+    rank.clock.now += 300.0
+    rank.pacer.boundary()
+    rank.pacer.learn()
+    assert rank.live(1, 1.3) == 3
 
 
 def test_auto_without_a_budget_wishes_for_nothing(tmp_path: Path) -> None:
