@@ -152,6 +152,7 @@ class NodeSmp:
             "places": places,
             # A word of this attempt that all ranks know.
             "owner": self._group.name,
+            "began": self.failures.began if self.failures is not None else 0.0,
             "nodes": sorted({member.node for member in self._topology.members}),
             "groups": [g.to_json() for g in groups if any(member.node == node for member in g.members)],
             "mirror_from": packages,

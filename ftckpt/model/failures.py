@@ -77,7 +77,13 @@ class LastAttempt(NamedTuple):
             return None
         # Where it was not seen to its end is no proof that it has failed: a node may have gone before.
         ended = any(one.record.ended for one in last)
-        return cls(replace(last[0].record, ended=ended), max(one.trained for one in last))
+        longest = max(last, key=lambda one: one.secs)  # each by its own clock
+        return longest._replace(record=replace(longest.record, ended=ended))
+
+    @property
+    def secs(self) -> float:
+        """That it has trained; a clock that went back takes nothing away."""
+        return max(0.0, self.trained - self.record.began)
 
 
 class Start(NamedTuple):
@@ -114,12 +120,11 @@ def next_record(last: LastAttempt | None, kind: str, begins: FailureRecord) -> F
     if last is None:
         return begins
     before = last.record
-    secs = max(0.0, last.trained - before.began)
     return replace(
         begins,
         number=before.number + 1,
-        secs=before.secs + secs,
-        node_secs=before.node_secs + secs * len(before.nodes),
+        secs=before.secs + last.secs,
+        node_secs=before.node_secs + last.secs * len(before.nodes),
         seen={**before.seen, **({kind: before.seen.get(kind, 0) + 1} if kind else {})},
     )
 

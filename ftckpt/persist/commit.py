@@ -200,19 +200,25 @@ def claim(storage: Storage, owner: str, job: str, failures: FailureRecord | None
     forget_holdings(storage)
 
 
-def require_owner(storage: Storage, owner: str) -> bool:
+def require_owner(storage: Storage, owner: str, began: float = 0.0) -> bool:
     """Whether ``owner`` has claimed the place; False: nobody has.
 
+    ``began``: the time of day when that run did; 0: not known. Where storage was away then it claims the place late,
+    and what an earlier run has left there is no reason to give up.
+
     Raises:
-        StorageError: another run has, or storage fails.
+        StorageError: another run has, which passes where that began before this one; or storage fails.
     """
     if storage.size(OWNER_NAME) is None:
         return False
     try:
         claimed = json.loads(storage.read(OWNER_NAME))
         other, job = str(claimed["owner"]), str(claimed["job"])
-    except (KeyError, TypeError, ValueError):
+        other_began = float((claimed.get("failures") or {}).get("began", 0.0))
+    except (AttributeError, KeyError, TypeError, ValueError):
         raise StorageError(f"{storage.where}/{OWNER_NAME}: is damaged; remove it", lasting=True) from None
+    if other != owner and other_began < began:
+        raise StorageError(f"{storage.where}: this run has not claimed it yet, an earlier one of job {job!r} has")
     if other != owner:
         text = f"{storage.where}: another run of job {job!r} writes here since; give each its own --ftckpt-persist"
         raise StorageError(text, lasting=True)

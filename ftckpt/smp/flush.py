@@ -60,7 +60,8 @@ class FlushOrders:
 
     The first of ``nodes`` commits, and makes the ``exports``, each within ``timeout_secs``. ``keep``, ``keep_every``:
     checkpoints that stay, see ``retention.kept``; ``gbps``: GB/s of this node, 0 for no limit. ``at_end``: whether
-    the last snapshot of a job goes there, too. ``compress``: ``none`` or ``zstd``.
+    the last snapshot of a job goes there, too. ``compress``: ``none`` or ``zstd``. ``began``: when the owner did, in
+    seconds of the time of day; 0: not known.
     """
 
     where: str = ""
@@ -75,6 +76,7 @@ class FlushOrders:
     exports: ExportPlace | None = None
     timeout_secs: float = Config.persist_timeout_secs
     compress: str = "none"
+    began: float = 0.0
 
     @classmethod
     def from_json(cls, description: Mapping[str, Any]) -> FlushOrders:
@@ -87,7 +89,7 @@ class FlushOrders:
             int(settings.get("persist_keep", 0)), int(settings.get("persist_keep_every", 0)),
             float(settings.get("persist_gbps", 0.0)), settings.get("persist_at_end", "on") == "on",
             place.exports, float(settings.get("persist_timeout_secs", cls.timeout_secs)),
-            str(settings.get("persist_compress", "none")),
+            str(settings.get("persist_compress", "none")), float(description.get("began", 0.0)),
         )  # fmt: skip
 
     @property
@@ -376,7 +378,7 @@ class Flush:
             commit.sweep(storage, [self.snapshot], files_of, lambda: self._owns(storage))
 
     def _owns(self, storage: Storage) -> bool:
-        return commit.require_owner(storage, self._orders.owner)
+        return commit.require_owner(storage, self._orders.owner, self._orders.began)
 
     def _withdraw(self, pending: PendingCheckpoint) -> None:
         try:

@@ -180,7 +180,7 @@ def test_an_smp_that_is_killed_leaves_no_converter_and_the_next_one_begins_anew(
         try:
             smp.configure(description)
             until((where / "latest").exists, secs=SECS)
-            until(lambda: names(where / "ftckpt") == {"iter_0000007", "latest"})
+            until(lambda: names(where / "ftckpt") == {"iter_0000007", "latest", "trained.json"})
         finally:
             smp.kill()
         UniversalReader(where / "iter_0000007").close()

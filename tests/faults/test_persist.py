@@ -19,7 +19,7 @@ from safetensors import safe_open
 from ftckpt.commands.main import main
 from ftckpt.errors import StorageError
 from ftckpt.persist import retention
-from ftckpt.persist.commit import committed
+from ftckpt.persist.commit import claim, committed
 from ftckpt.persist.shards import StoredSnapshot
 from ftckpt.persist.storage import open_storage
 from ftckpt.restore.stored import ShardFetch
@@ -27,6 +27,7 @@ from ftckpt.store.arena import Arena
 from ftckpt.store.directory import clean_job, end_smp
 from tests.support import jobs, plain
 from tests.support.event_logs import read_events
+from tests.support.mounting import leave_free, tmpfs
 from tests.support.pool import RankFailure, run_ranks
 from tests.support.s3_server import BUCKET, S3Server
 from tests.support.swift import swift
@@ -487,6 +488,35 @@ def test_a_save_that_cannot_be_says_why(persisting: dict[str, Any], capsys: pyte
     assert main(command) == 2
     assert "node n1 does not answer" in (said := capsys.readouterr().err) or "do not say what they hold: n1" in said
     assert not stored(persisting)
+
+
+def test_a_place_that_is_full_at_the_start_is_written_to_when_it_is_not(
+    persisting: dict[str, Any], tmp_path: Path
+) -> None:
+    """Until then it is the earlier run's; that is no failure of training, where failures of storage are errors."""
+    with tmpfs(tmp_path / "small", "32m") as small:
+        claim(open_storage(str(small)), "an earlier run", "test")
+        leave_free(small, 0)
+        persisting |= {"persist": str(small), "protect": "none"}
+
+        def empties() -> None:
+            told = Path(persisting["events"])
+            until(
+                lambda: any(
+                    "not claimed it yet" in one["error"] for one in read_events(told, "storage_fails", of="smp-*")
+                ),
+                secs=30,
+            )
+            leave_free(small, 16 << 20)
+
+        freeing = threading.Thread(target=empties)
+        freeing.start()
+        try:
+            results = [result.value for result in run_ranks(train_until_persisted, 2, persisting, 1)]
+        finally:
+            freeing.join()
+        assert results[0] == results[1] and len(results[0]) == 1
+        clean_job(Path(persisting["arena"]), "test")
 
 
 def with_environment(rank: int, world_size: int, variables: dict[str, str], job: Any, *arguments: Any) -> Any:

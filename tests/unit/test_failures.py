@@ -22,7 +22,7 @@ from ftckpt.model.failures import (
     next_record,
 )
 from ftckpt.model.tiers import JOB, KINDS, NODE, PROCESS
-from ftckpt.persist.commit import OWNER_NAME, TRAINED_NAME, claim
+from ftckpt.persist.commit import OWNER_NAME, TRAINED_NAME, claim, require_owner
 from ftckpt.persist.failures import last_attempt, tell_trained
 from ftckpt.persist.storage import open_storage
 from ftckpt.store.directory import FAILURES_NAME
@@ -62,6 +62,12 @@ def test_the_newest_counts_and_what_any_node_knows_of_it() -> None:
     found = [LastAttempt(FIRST, 9e9), LastAttempt(second, 5.0), LastAttempt(second.as_ended(), 3.0)]
     assert LastAttempt.newest(found) == (second.as_ended(), 5.0)
     assert LastAttempt.newest([]) is None
+
+
+def test_times_of_one_clock_alone_are_compared() -> None:
+    late = LastAttempt(replace(FIRST, began=7000.0), 7300.0)  # of a node whose clock is ahead
+    newest = LastAttempt.newest([LastAttempt(FIRST, 1400.0), late])
+    assert newest is not None and newest.secs == 400.0
 
 
 def test_what_was_seen_adds_up_over_attempts() -> None:
@@ -139,3 +145,19 @@ def test_storage_keeps_them_of_the_run_that_writes_there(tmp_path: Path) -> None
     (tmp_path / OWNER_NAME).write_text('{"failures": {"number": 1}}')
     with pytest.raises(StorageError, match=r"owner\.json: is damaged"):
         last_attempt(storage, "job")
+
+
+def test_what_an_earlier_run_has_left_is_no_reason_to_give_up(tmp_path: Path) -> None:
+    """Storage may be away when this run begins, and be claimed late. A later run has the place to stay."""
+    storage = open_storage(str(tmp_path))
+    claim(storage, "another", "job", FIRST)
+    for began, lasting in ((FIRST.began + 1, False), (FIRST.began - 1, True), (0.0, True)):
+        with pytest.raises(StorageError) as caught:
+            require_owner(storage, "mine", began)
+        assert caught.value.lasting == lasting, began
+    claim(storage, "another", "job")
+    with pytest.raises(StorageError, match="not claimed it yet") as caught:
+        require_owner(storage, "mine", 1.0)
+    assert not caught.value.lasting
+    claim(storage, "mine", "job", FIRST)
+    assert require_owner(storage, "mine", FIRST.began)

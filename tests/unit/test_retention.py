@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -216,7 +215,7 @@ def pinning(storage: Storage) -> Any:
 def reading(storage: Storage) -> Any:
     """What a restart does on its rank 0."""
     _hold(storage, "a", Seen())
-    texts, _ = json.loads(_read(storage, Seen(), 0))
+    texts, _ = _read(storage, Seen(), 0)
     return old(1) in [StoredSnapshot.decode(text.encode(), "there").snapshot for text in texts]
 
 
