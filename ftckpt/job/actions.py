@@ -40,13 +40,12 @@ class TurnOff:
 @dataclass(frozen=True)
 class Announcement:
     """An event, and how it reads in the log of the job, if it does; ``error``: what training is told where errors are
-    to end it (``on_error: raise``), of the snapshot that is ``lacking`` on storage."""
+    to end it (``on_error: raise``), of the snapshot of the field ``iteration``."""
 
     event: str
     fields: Mapping[str, Any]
     text: str = ""
     error: str = ""
-    lacking: SnapshotId | None = None
 
 
 @dataclass(frozen=True)

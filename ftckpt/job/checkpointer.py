@@ -26,7 +26,7 @@ from ftckpt.job.actions import (
     TurnOff,
     WholeMark,
 )
-from ftckpt.job.agreement import Will
+from ftckpt.job.agreement import Coverage, Will
 from ftckpt.job.arenas import NodeArenas
 from ftckpt.job.attempt import AttemptRecord
 from ftckpt.job.conditions import conditions
@@ -597,6 +597,8 @@ class Checkpointer:
             now_secs,
             flush=self._protection.observe_flush(self._state.flushes.current),
         )
+        if round_.flush >= 0 and round_.flushed == Coverage.CANNOT:
+            self._storage.tell_problem(round_.flush)
         self._links.agreement.post(round_)  # where it raises, the round is still owed
         self._state.posted(round_)
 
@@ -653,9 +655,8 @@ class Checkpointer:
                 self.events.emit(event, **fields)
                 if text:
                     self.events.announce(text)
-                if action.lacking is not None and self.config.on_error == "raise":
-                    problem = self._storage.problem(action.lacking)
-                    raise StorageError(f"{action.error}: {problem}", lasting=True)
+                if action.error and self.config.on_error == "raise":
+                    raise StorageError(f"{action.error}: {self._storage.problem(fields['iteration'])}", lasting=True)
             case TurnOff(reason):
                 self.events.emit("turned_off", reason=reason)
                 if self._state.lost:

@@ -227,4 +227,4 @@ class Flushes:
         else:
             self._again(current.iteration)
             error = f"iteration {current.iteration} did not come to storage within {secs:.0f} s"
-            yield Announcement("not_persisted", fields, error=error, lacking=current)
+            yield Announcement("not_persisted", fields, error=error)

@@ -196,7 +196,7 @@ class NodeSmp:
             except (FtckptError, OSError) as error:
                 self._fail(error)
 
-    def flush_problem(self, goes_on: Callable[[], bool]) -> str:
+    def flush_problem(self, goes_on: Callable[[], bool] = bool) -> str:
         """Why the SMP of the node that this rank leads could not bring the last snapshot to storage; "" where it
         could, and where another rank leads the node. For as long as it ``goes_on`` it may come to a reason yet: the
         node that fails first has failed for all."""

@@ -265,6 +265,8 @@ class Protection:
             ready = self.smp_alive and self._pulse.smp_guards(self._digest)
             sealed = self._arena.find(snapshot) is not None
             state = self._pulse.flush_state(snapshot) if snapshot is not None else FlushState.NONE
+            if state == FlushState.CANNOT and not self._topology.is_node_leader:
+                state = FlushState.WORKING  # the leader, who alone can ask the SMP why, is to say so
             return FlushGuard(ready, sealed, state)
         except Exception as error:  # noqa: BLE001 - promise 4: training goes on whatever storage does
             self._events.emit("smp_error", error=repr(error))

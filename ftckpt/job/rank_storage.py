@@ -16,11 +16,14 @@ from ftckpt.job.protection import Protection
 from ftckpt.job.session import RankState
 from ftckpt.model import codec
 from ftckpt.model.snapshot import SnapshotId
+from ftckpt.notice import Notice
 from ftckpt.persist.place import Place, prepare
+
+_NOBODY = "no SMP says why: persist_timeout_secs are over"
 
 
 class RankStorage:
-    """One rank's part; SMPs write. ``bring_last`` and ``problem`` are collective."""
+    """One rank's part; SMPs write. ``bring_last`` is collective."""
 
     def __init__(
         self, config: Config, group: Group, events: Events, protection: Protection, state: RankState
@@ -30,6 +33,7 @@ class RankStorage:
         self._events = events
         self._protection = protection
         self._state = state
+        self._told = -1  # the last iteration of which this rank has told
         self._place = Place.of(config.persist, config.persist_format)
         self.snapshots = self._place.snapshots
         """Where snapshots lie; "" without storage."""
@@ -70,7 +74,7 @@ class RankStorage:
         lacking = [one for one, is_there in done.items() if not is_there]
         if not lacking or self._config.on_error != "raise":
             return None
-        text = f"the last snapshot did not come to storage, memory keeps it: {self.problem(lacking[-1])}"
+        text = f"the last snapshot did not come to storage, memory keeps it: {self._problem_at_end(lacking[-1])}"
         return StorageError(text, lasting=True)
 
     def _take_missing(self, ending: Ending, rank: RankEnd) -> SnapshotId | None:
@@ -94,14 +98,29 @@ class RankStorage:
         )
         return None
 
-    def problem(self, lacking: SnapshotId) -> str:
-        """What the SMPs say of the last flush, that of ``lacking``. All ranks raise by the same verdict, and so come
-        here; where one does not, this rank knows its own node's reason."""
+    def tell_problem(self, iteration: int) -> None:
+        """This node cannot bring that iteration there: all ranks will raise, and are to know why. They read of it at
+        different times, when none may wait for another, so that this comes before the round which says so."""
+        if self._config.on_error == "raise" and self._told != iteration:
+            self._told = iteration
+            if cause := self._protection.smp.flush_problem():
+                self._notice(iteration).post(cause)
+
+    def problem(self, iteration: int) -> str:
+        """What a node has told of it."""
+        return self._notice(iteration).read() or _NOBODY
+
+    def _problem_at_end(self, lacking: SnapshotId) -> str:
+        """What the SMPs say of the last flush, that of ``lacking``. Collective; where ranks have lost each other, this
+        one knows its own node's reason."""
         causes = [self._protection.smp.flush_problem(lambda: self._observe(lacking).goes_on)]
         with suppress(RuntimeError, LaunchError):
             if not self._state.lost:
                 causes = codec.gather(self._group, causes[0], str)
-        return "; ".join(sorted(set(filter(None, causes)))) or "no SMP says why: persist_timeout_secs are over"
+        return "; ".join(sorted(set(filter(None, causes)))) or _NOBODY
+
+    def _notice(self, iteration: int) -> Notice:
+        return Notice(f"{self._group.name}/not-persisted/{iteration}")
 
     def _mark(self, last: SnapshotId) -> None:
         self._protection.mark(replace(self._state.marks, flush=last))
