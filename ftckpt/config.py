@@ -174,7 +174,7 @@ class Config:
     mtbf: str = _setting(
         "",
         "hours between two failures of this job: of a process, of a node, of all of it, such as "
-        "process=40h,node=90h,job=500h; default: by the number of nodes",
+        "process=40h,node=90h,job=500h; default: by the number of nodes; what the job sees of them counts, too",
     )
     replan_share: float = _setting(
         0.1, "share of an iteration by which windows must have moved before copies are planned anew", minimum=0.001

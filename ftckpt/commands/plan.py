@@ -14,6 +14,7 @@ from typing import Any
 from ftckpt.commands.plan_intervals import Costs, IntervalForecast, forecast
 from ftckpt.config import Config
 from ftckpt.errors import ConfigError
+from ftckpt.model.failures import FailureRecord
 from ftckpt.model.manifest import shard_name
 from ftckpt.model.shares import equal_cuts
 from ftckpt.parity.groups import (
@@ -31,6 +32,9 @@ from ftckpt.parity.holding import Holding, HoldingSection
 from ftckpt.parity.modes import Modes, resolve_modes
 from ftckpt.parity.stripes import blocks_bytes
 from ftckpt.parity.table import ProtectionTable, protection_table
+from ftckpt.persist.failures import last_attempt
+from ftckpt.persist.place import snapshots_at
+from ftckpt.persist.storage import open_storage
 from ftckpt.smp.link import unknown_limit
 from ftckpt.store.parity_file import parity_bytes
 
@@ -222,12 +226,20 @@ def add_plan(commands: Any) -> None:
         metavar="SECS",
         help="of training, that a snapshot takes; default: a guess",
     )
+    parser.add_argument(
+        "--seen", metavar="STORAGE", help="failures count that the job has seen which writes there, as persist has it"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the plan and return the exit status; raises ConfigError for a job that cannot be."""
+    """Print the plan and return the exit status.
+
+    Raises:
+        ConfigError: a job that cannot be, or nothing at ``--seen``.
+        StorageError: what is there cannot be read.
+    """
     config = Config(**{s.name: getattr(arguments, s.name) for s in fields(Config) if hasattr(arguments, s.name)})
     job = _job(arguments, config)
     modes, slots, table = plan(job, config)
@@ -263,6 +275,8 @@ def _predicted(
 ) -> IntervalForecast | None:
     """What intervals waste; None where the length of an iteration is not known."""
     if arguments.iteration_secs is None:
+        if arguments.seen is not None:
+            raise ConfigError("--seen: give --iteration-secs, too: of intervals alone it changes what is predicted")
         return None
     rank_bytes = BYTES_PER_PARAM * job.params / job.ranks
     costs = Costs.guess(
@@ -270,7 +284,17 @@ def _predicted(
         node_bytes=rank_bytes * job.gpus_per_node, protect=protect_secs,
     )  # fmt: skip
     nodes = job.ranks // job.gpus_per_node
-    return forecast(config, costs, nodes, nodes > 1 and bool(modes.replica or modes.peer))
+    return forecast(config, costs, nodes, nodes > 1 and bool(modes.replica or modes.peer), _seen(arguments))
+
+
+def _seen(arguments: argparse.Namespace) -> FailureRecord | None:
+    """What the job at ``--seen`` knows of failures. Raises ConfigError where nothing is there."""
+    if arguments.seen is None:
+        return None
+    last = last_attempt(open_storage(snapshots_at(arguments.seen), "seen"))
+    if last is None:
+        raise ConfigError(f"--seen: {arguments.seen}: no job has told there what failures it has seen")
+    return last.counted()
 
 
 def _job(arguments: argparse.Namespace, config: Config) -> JobShape:

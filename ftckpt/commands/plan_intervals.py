@@ -6,12 +6,13 @@ It rests on the model of ``ftckpt.model.tiers`` and on costs that are given or g
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from ftckpt.config import Config, check_mtbf
 from ftckpt.errors import ConfigError
+from ftckpt.model.failures import FailureRate, FailureRecord, expected, in_words
 from ftckpt.model.tiers import (
     NODE,
     PROCESS,
@@ -122,12 +123,16 @@ class IntervalForecast:
         return {"intervals": rows, **best, "overhead": self.waste.overhead, "lost": self.waste.lost}
 
 
-def forecast(config: Config, costs: Costs, nodes: int, survives_nodes: bool) -> IntervalForecast:
+def forecast(
+    config: Config, costs: Costs, nodes: int, survives_nodes: bool, seen: FailureRecord | None = None
+) -> IntervalForecast:
     """How often snapshots are taken, protected and stored as ``config`` says, and what that wastes.
 
-    ``survives_nodes``: memory survives the loss of a node; where it does not, storage answers that, too.
+    ``survives_nodes``: memory survives the loss of a node; where it does not, storage answers that, too. ``seen``: of
+    failures, by a job that has trained.
     """
-    rates = mtbf_secs(check_mtbf(config.mtbf), nodes)
+    failures = expected(mtbf_secs(check_mtbf(config.mtbf), nodes), seen, nodes)
+    rates = {kind: rate.mtbf_secs for kind, rate in failures.items()}
     iteration = costs.iteration
     every = config.least_interval
     if config.interval == "auto" and config.overhead_budget:
@@ -150,14 +155,20 @@ def forecast(config: Config, costs: Costs, nodes: int, survives_nodes: bool) -> 
     # What memory answers, protected or not: each snapshot is in both.
     secs = 1 / (1 / rates[PROCESS] + survives_nodes / rates[NODE])
     best = max(1, math.ceil(Tier(secs, costs.snapshot).best_secs() / iteration))
-    return IntervalForecast(tuple(answers), tuple(_assumed(config, costs)), best, costs.snapshot / (best * iteration))
+    return IntervalForecast(
+        tuple(answers), tuple(_assumed(config, costs, failures, seen)), best, costs.snapshot / (best * iteration)
+    )
 
 
 def _answer(kinds: str, place: str, interval: int, tier: Tier, iteration_secs: float) -> Answer:
     return Answer(kinds, place, interval, tier, tier.waste(interval * iteration_secs))
 
 
-def _assumed(config: Config, costs: Costs) -> Iterator[str]:
+def _assumed(
+    config: Config, costs: Costs, failures: Mapping[str, FailureRate], seen: FailureRecord | None
+) -> Iterator[str]:
+    if seen is not None:
+        yield f"failures come as seen and given: {in_words(failures)}"
     yield f"a snapshot takes {costs.snapshot:.3g} s of training; a job with interval auto measures it"
     if not config.mtbf:
         yield "failures: 6.5 of 1000 nodes a day, half of them with the node; of the whole job one a week; set --mtbf"

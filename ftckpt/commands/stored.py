@@ -11,7 +11,9 @@ from ftckpt.errors import StorageError
 from ftckpt.events import Progress
 from ftckpt.model.layouts import layout_name
 from ftckpt.model.text import human
+from ftckpt.model.tiers import KINDS
 from ftckpt.persist.commit import MANIFEST_NAME, committed, folder_of
+from ftckpt.persist.failures import last_attempt
 from ftckpt.persist.place import snapshots_at
 from ftckpt.persist.retention import pinned, voided
 from ftckpt.persist.shards import StoredShard, StoredSnapshot
@@ -56,6 +58,11 @@ def run_list(arguments: argparse.Namespace) -> int:
         print(f"iteration {iteration}: pinned, and not there")
     if not iterations:
         print(f"{arguments.where}: no snapshot")
+    if (last := last_attempt(storage)) is not None:
+        record = last.counted()
+        seen = ", ".join(f"{kind} {record.seen.get(kind, 0)}" for kind in KINDS)
+        hours = record.secs / 3600
+        print(f"job {record.job}: failures before attempt {last.record.number}: {seen}; {hours:.3g} h of training")
     return int(bad)
 
 

@@ -80,6 +80,10 @@ class LastAttempt(NamedTuple):
         longest = max(last, key=lambda one: one.secs)  # each by its own clock
         return longest._replace(record=replace(longest.record, ended=ended))
 
+    def counted(self) -> FailureRecord:
+        """The record of an attempt that follows this one, so that what this one has trained counts."""
+        return next_record(self, "", self.record)
+
     @property
     def secs(self) -> float:
         """That it has trained; a clock that went back takes nothing away."""

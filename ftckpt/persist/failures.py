@@ -17,8 +17,8 @@ from ftckpt.persist.commit import OWNER_NAME, TRAINED_NAME
 from ftckpt.persist.storage import Storage
 
 
-def last_attempt(storage: Storage, job: str) -> LastAttempt | None:
-    """The last attempt of ``job`` that has claimed the place; None where none has, or it is another job's.
+def last_attempt(storage: Storage, job: str = "") -> LastAttempt | None:
+    """The last attempt that has claimed the place; None where none has, or it is not of ``job`` where that is named.
 
     Raises:
         StorageError: what is there is damaged, or storage fails.
@@ -30,7 +30,7 @@ def last_attempt(storage: Storage, job: str) -> LastAttempt | None:
         record = codec.from_json(told, FailureRecord) if told is not None else None
     except (AttributeError, ValueError) as error:
         raise StorageError(f"{storage.where}/{OWNER_NAME}: is damaged: {error}", lasting=True) from None
-    if record is None or record.job != job:
+    if record is None or job not in ("", record.job):
         return None
     trained, ended = _trained(storage, record.owner)
     return LastAttempt(record.as_ended() if ended else record, max(record.began, trained))

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ftckpt.commands.main import main
 from ftckpt.commands.plan import BYTES_PER_PARAM, JobShape, build
+from ftckpt.model.failures import FailureRecord
 from ftckpt.parity.groups import slot_groups
 from ftckpt.parity.modes import Modes
+from ftckpt.persist.commit import claim
+from ftckpt.persist.failures import tell_trained
+from ftckpt.persist.storage import open_storage
 
 SIZE = "--tp 8 --pp 8 --dp 8 --gpus-per-node 8 --params 34e9"
 
@@ -215,3 +220,20 @@ def test_what_cannot_be_predicted_names_its_flag(
     assert main(["plan", *SIZE.split(), *arguments.split()]) == 2
     error = capsys.readouterr().err
     assert text in error and error.count("\n") == 1
+
+
+def test_failures_that_a_job_has_seen_count(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """One job lost in a day of training, and nothing else; assumed is one in two days."""
+    seen, storage = {"job": 1}, open_storage(str(tmp_path))
+    options = [*AUTO.split(), "--mtbf", "job=48h", "--seen", str(tmp_path)]
+    assert main(["plan", *options]) == 2 and "no job has told there" in capsys.readouterr().err
+    assert main(["plan", *SIZE.split(), "--seen", str(tmp_path)]) == 2
+    assert "--seen: give --iteration-secs, too" in capsys.readouterr().err
+    claim(storage, "w", "job", FailureRecord("job", 2, "w", ("a",), (), 1000.0, 82_800.0, 82_800.0, seen))
+    tell_trained(storage, "w", 4600.0)
+    assert main(["plan", *options]) == 0
+    text = capsys.readouterr().out
+    assert "the whole job lost each 36 h" in text and "job 1 in 24 h seen, one in 48 h assumed: one in 36 h" in text
+    assert main(["list", str(tmp_path)]) == 0
+    told = "job job: failures before attempt 2: process 0, node 0, job 1; 24 h of training"
+    assert told in capsys.readouterr().out
