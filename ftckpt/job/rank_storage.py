@@ -111,8 +111,8 @@ class RankStorage:
         return self._notice(iteration).read() or _NOBODY
 
     def _problem_at_end(self, lacking: SnapshotId) -> str:
-        """What the SMPs say of the last flush, that of ``lacking``. Collective; where ranks have lost each other, this
-        one knows its own node's reason."""
+        """What the SMPs say of the last flush, that of ``lacking``. Collective; a rank that has lost the others knows
+        its own node's reason."""
         causes = [self._protection.smp.flush_problem(lambda: self._observe(lacking).goes_on)]
         with suppress(RuntimeError, LaunchError):
             if not self._state.lost:
