@@ -349,6 +349,11 @@ class Events:
         if old is not None:
             old.close()
 
+    @property
+    def kept(self) -> bool:
+        """Whether quiet events go anywhere; where not, what they say need not be found out."""
+        return self._file is not None
+
     def emit(self, event: str, **fields: Any) -> None:
         """Record ``event``, a name of ``EVENTS``; fields of its row that are not given are null.
 

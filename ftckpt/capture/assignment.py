@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 import xxhash
@@ -18,10 +18,12 @@ from ftckpt.group import Group, gather_all, gather_bytes
 from ftckpt.model.fragment import Fragment
 from ftckpt.model.manifest import Manifest
 from ftckpt.model.replica_groups import DIFFERING
-from ftckpt.model.replicas import ReplicaSets, private_key, replica_sets
+from ftckpt.model.replicas import Recheck, ReplicaSets, private_key, replica_sets
 from ftckpt.model.shares import bounded_capacities, choose
 from ftckpt.model.topology import Topology
 from ftckpt.model.training_state import Description, Piece, cast_master
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -31,7 +33,7 @@ class Assignment:
     ``derived`` pieces are not copied. ``differing`` names fragments whose replicas do not hold the same
     bits; every holder copies its own. ``copied_bytes`` are the stepped bytes of this rank per snapshot.
     ``spill_bytes``, known only where capacities are, is what of the job's stepped bytes is predicted not to fit
-    in windows: with equal shares, and with those that were chosen.
+    in windows: with equal shares, and with those that were chosen. ``belief`` is what all of it rests on.
     """
 
     manifest: Manifest
@@ -41,6 +43,7 @@ class Assignment:
     differing: tuple[str, ...]
     copied_bytes: int
     spill_bytes: tuple[int, int] | None
+    belief: Belief
 
 
 def assign(  # noqa: PLR0917 - the last ones are optional
@@ -64,7 +67,8 @@ def assign(  # noqa: PLR0917 - the last ones are optional
         CaptureError: ranks were given different capacities or nodes. All three on all ranks together.
     """
     views = gather_all(group, lambda: _View.of(group, described, capacities, redundancy), _View)
-    stepped, derived = _divided(described, _agreed(views))
+    broken = _agreed(views)
+    stepped, derived = _divided(described, broken)
     weights = None if capacities is None else bounded_capacities(capacities)
     sets = gather_replica_sets(group, stepped)
     # Without capacities shares are equal, whatever protection costs each rank.
@@ -82,7 +86,9 @@ def assign(  # noqa: PLR0917 - the last ones are optional
     pieces, parts = (*stepped, *described.volatile), (*slot_parts.parts, *volatile)
     differing = tuple(f.name for f, at in zip(fragments, sets.group_of, strict=True) if at == DIFFERING)
     copied = sum(fragment.nbytes for fragment in manifest.stepped)
-    return Assignment(manifest, pieces, parts, derived, differing, copied, shares.spill)
+    derives = any(view.derives for view in views)
+    belief = Belief(sets.again, [piece.tensor for piece in stepped], derived, derives, bool(broken))
+    return Assignment(manifest, pieces, parts, derived, differing, copied, shares.spill, belief)
 
 
 def _divided(described: Description, broken: Collection[str]) -> tuple[list[Piece], tuple[Piece, ...]]:
@@ -126,11 +132,12 @@ def _check_numbers(capacities: Sequence[int] | None, redundancy: Redundancy, num
 
 class _View(NamedTuple):
     """What one rank sees: keys that do not follow from others, and digests of the weights and of the redundancy that
-    it was given."""
+    it was given. ``derives``: whether it has pieces that may follow from others."""
 
     broken: tuple[str, ...]
     weights: str
     redundancy: str
+    derives: bool
 
     @classmethod
     def of(
@@ -138,7 +145,8 @@ class _View(NamedTuple):
     ) -> _View:
         _check_numbers(capacities, redundancy, group.size)
         seen = "" if capacities is None else xxhash.xxh3_64_hexdigest(bounded_capacities(capacities).tobytes())
-        return cls(tuple(_broken(described)), seen, redundancy.digest)
+        derives = any(piece.derived_from is not None for piece in described.stepped)
+        return cls(tuple(_broken(described)), seen, redundancy.digest, derives)
 
 
 def _agreed(views: Collection[_View]) -> set[str]:
@@ -178,6 +186,82 @@ def gather_replica_sets(group: Group, pieces: Sequence[Piece]) -> ReplicaSets:
 
     gather, fragments = partial(gather_bytes, group), [piece.fragment for piece in pieces]
     return replica_sets(gather, group.rank, group.size, fragments, contents)
+
+
+_BATCH_BYTES = 1 << 20
+"""Small tensors are looked at so many bytes at a time: each alone would take longer than its bytes do."""
+
+
+class Belief:
+    """What is taken for granted between two proofs: replicas hold the same bits, derived pieces follow from others.
+
+    Args:
+        replicas: which fragments of this rank others hold, too.
+        tensors: of the fragments that are no derived ones.
+        derived: pieces of this rank that follow from others.
+        derives: whether any rank has pieces that may; the same on all ranks.
+        is_broken: whether some do not, as it was found.
+    """
+
+    def __init__(
+        self, replicas: Recheck, tensors: Sequence[torch.Tensor], derived: Sequence[Piece], derives: bool,
+        is_broken: bool,
+    ) -> None:  # fmt: skip
+        self._replicas = replicas
+        # Seen as bytes once: it is as much work as to look at the bytes of a small one.
+        held = replicas.holdings.order.tolist()
+        self._bytes = {index: as_bytes(tensors[index]) for index in held}
+        self._rules = [
+            (list(masters), list(weights))
+            for masters, weights in (
+                zip(*((piece.derived_from, piece.tensor) for piece in batch), strict=True)
+                for batch in _batches(derived, lambda piece: (piece.tensor.dtype, piece.tensor.device), _nbytes)
+            )
+        ]
+        self._is_broken = is_broken
+        self.needed = derives or replicas.needed
+        """Whether there is anything to prove; the same on all ranks."""
+
+    def look(self) -> tuple[bool, bytes]:
+        """Whether what this rank derives still follows, and what it has to say of its replicas."""
+        return not self._is_broken and all(map(_follow, self._rules)), self._replicas.digests(self._digest)
+
+    def agree(self, digests: list[bytes]) -> bool:
+        """Whether replicas agree, by what ``look`` has given on all ranks."""
+        return self._replicas.agree(digests)
+
+    def _digest(self, indices: Sequence[int]) -> int:
+        hasher = xxhash.xxh3_64()
+        for batch in _batches([self._bytes[index] for index in indices], lambda one: one.device, torch.Tensor.numel):
+            joined = batch[0] if len(batch) == 1 else torch.cat(batch)
+            hasher.update(joined.cpu().numpy().data)
+        return hasher.intdigest()
+
+
+def _nbytes(piece: Piece) -> int:
+    return piece.fragment.nbytes
+
+
+def _batches(items: Sequence[T], kind: Callable[[T], object], nbytes: Callable[[T], int]) -> Iterator[list[T]]:
+    """Neighbours of one kind together, as long as they are small."""
+    batch: list[T] = []
+    size = 0
+    for item in items:
+        more = nbytes(item)
+        if batch and (size + more > _BATCH_BYTES or kind(item) != kind(batch[0])):
+            yield batch
+            batch, size = [], 0
+        batch.append(item)
+        size += more
+    if batch:
+        yield batch
+
+
+def _follow(rule: tuple[list[torch.Tensor], list[torch.Tensor]]) -> bool:
+    """Whether weights are, bit for bit, the casts of their masters."""
+    masters, weights = (side[0] if len(side) == 1 else torch.cat(side) for side in rule)
+    cast = cast_master(masters, torch.empty_like(weights))
+    return torch.equal(as_bytes(cast), as_bytes(weights))
 
 
 def content_hash(tensor: torch.Tensor) -> int:

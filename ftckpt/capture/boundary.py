@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
+from ftckpt.capture.writes import Counts, WriteCounts
 from ftckpt.model import objects
 from ftckpt.model.training_state import Description
 
@@ -23,15 +25,13 @@ class LastBoundary:
         self.iteration = -1
         """Of the boundary; -1: none yet."""
         # Where a derived one was written, and its master was not, a proof shows it.
-        self._stepped = [
-            (piece.fragment.key, piece.tensor) for piece in described.stepped if piece.derived_from is None
-        ]
+        self._stepped = WriteCounts(piece for piece in described.stepped if piece.derived_from is None)
         self._volatile = [piece.tensor for piece in described.volatile]
         self._copies = [torch.empty_like(tensor) for tensor in self._volatile]
         self._of = {id(tensor): copy for tensor, copy in zip(self._volatile, self._copies, strict=True)}
         self._encoded = b""
         self._error: Exception | None = None
-        self._versions: list[int] = []
+        self._counts: Counts = array("q")
         self._is_behind = False
 
     def keep(self, iteration: int, save_objects: Callable[[], Mapping[str, Any]]) -> None:
@@ -45,7 +45,7 @@ class LastBoundary:
                     torch._foreach_copy_(self._copies, self._volatile)
         except Exception as error:  # noqa: BLE001 - promise 4: raised where a snapshot is taken
             self._error = error
-        self._versions = self._written()
+        self._counts = self._stepped.read()
 
     def pass_by(self) -> None:
         """Stepped state may change from here on."""
@@ -70,9 +70,5 @@ class LastBoundary:
             return f"its objects could not be saved: {self._error}"
         if self._is_behind:
             return "training has gone on behind it"
-        written = zip(self._stepped, self._versions, self._written(), strict=True)
-        key = next((key for (key, _), before, now in written if before != now), "")
+        key = self._stepped.written(self._counts)
         return f"{key} was written behind it" if key else ""
-
-    def _written(self) -> list[int]:
-        return [tensor._version for _, tensor in self._stepped]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from array import array
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ import xxhash
 from ftckpt.capture.boundary import LastBoundary
 from ftckpt.capture.chunks import CopyPart, chunk_copies
 from ftckpt.capture.copier import Copier, Flight
+from ftckpt.capture.writes import Counts, WriteCounts
 from ftckpt.errors import CaptureError
 from ftckpt.model import objects
 from ftckpt.model.snapshot import SnapshotId
@@ -40,15 +42,21 @@ class Capture:
         windows: Windows | None = None,
     ) -> None:
         self.arena = arena
-        self._pieces = pieces
         self._tensors = [piece.tensor for piece in pieces]
-        self._versions: list[int] = []
+        self._counts: Counts = array("q")
         self._fenced = False
         copies = chunk_copies(arena.image, parts)
         self._stepped = copies[: arena.image.num_stepped_chunks]
         self._volatile = copies[arena.image.num_stepped_chunks :]
+        sizes = [copy.nbytes for copy in self._stepped]
+        # Never 0: windows are counted in these.
+        self.unit_bytes = max(sizes, default=1) or 1
+        """The size of the largest single copy."""
+        self.stepped_bytes = sum(sizes)
+        """Bytes that each snapshot copies in the background."""
         # Not the volatile ones: they are copied at the boundary, and written whenever training likes after it.
-        self._watched = sorted({segment.piece for copy in self._stepped for segment in copy.segments})
+        watched = sorted({segment.piece for copy in self._stepped for segment in copy.segments})
+        self._writes = WriteCounts(pieces[index] for index in watched)
         self._copier = copier
         self._windows = windows or Always()
         self._slots: dict[int, torch.Tensor] = {}
@@ -73,17 +81,6 @@ class Capture:
         return self._flight
 
     @property
-    def unit_bytes(self) -> int:
-        """The size of the largest single copy."""
-        # Never 0: windows are counted in these.
-        return max((copy.nbytes for copy in self._stepped), default=1) or 1
-
-    @property
-    def stepped_bytes(self) -> int:
-        """Bytes that each snapshot copies in the background."""
-        return sum(copy.nbytes for copy in self._stepped)
-
-    @property
     def busy(self) -> bool:
         """Whether copies of the last snapshot still run, so that no new one can begin."""
         return self._flight is not None and not self._flight.ended
@@ -98,9 +95,14 @@ class Capture:
         """The newest snapshot sealed in this arena."""
         return next(iter(self.arena.snapshots()), None)
 
+    @property
+    def lacks_slots(self) -> bool:
+        """Whether some slots cannot be written, because they have no memory yet."""
+        return len(self._slots) < self.arena.control.slots
+
     def has_room(self, keep: Collection[SnapshotId]) -> bool:
         """Whether a slot can be written without losing what ``keep`` names."""
-        return bool(self._writable(keep))
+        return bool(self.writable(keep))
 
     def begin(
         self,
@@ -111,12 +113,14 @@ class Capture:
         *,
         hashed: bool = True,
         kept: LastBoundary | None = None,
+        slots: Sequence[int] | None = None,
     ) -> int:
         """Start a snapshot at the boundary: volatile state and objects now, stepped state in the background.
 
         The slots of the snapshots in ``keep`` are not touched. ``base`` is the boundary's moment. ``hashed``:
         checksums are taken here, as the bytes arrive; otherwise the SMP takes them. ``kept``: objects and volatile
-        state are taken from there, and not from training. Returns the slot.
+        state are taken from there, and not from training. ``slots``: what ``writable`` has said at this boundary.
+        Returns the slot.
 
         Raises:
             CaptureError: no slot is free, or the objects do not fit.
@@ -126,7 +130,7 @@ class Capture:
         if self.busy:
             raise CaptureError("the copies of the previous snapshot have not ended")
         encoded, room = self._encoded(state_objects, kept), self.arena.image.objects
-        writable = self._writable(keep)
+        writable = self.writable(keep) if slots is None else slots
         if not writable:
             raise CaptureError("every slot holds a snapshot that must be kept")
         slot, control = writable[0], self.arena.control
@@ -142,7 +146,7 @@ class Capture:
         for copy in self._volatile if hashed else ():
             control.set_chunk_hash(slot, copy.chunk, self.arena.hash_chunk(slot, copy.chunk))
         # Before the first copy starts: a write behind this line may be in some bytes and not in others.
-        self._versions, self._fenced = self._written(), False
+        self._counts, self._fenced = self._writes.read(), False
         self._flight = self._start(slot, snapshot, base, hashed)
         return slot
 
@@ -156,9 +160,10 @@ class Capture:
             return 0.0
         begin = time.perf_counter()
         flight = self._flight
-        # Read before the mark: what torch counts after it are the optimizer's own writes, behind the fence.
-        torn, self._fenced = self._torn(), True
-        # What has ended reads no more: a write behind its end is in none of its bytes.
+        # What has ended reads no more, and has looked for itself: a write behind its end is in none of its bytes.
+        torn = None if flight.ended else self._torn()
+        # Behind the look: what torch counts from here on are the optimizer's own writes.
+        self._fenced = True
         if torn is not None and not flight.ended:
             self._drop(torn)
         safe = self._copier.fence(flight, timeout_secs)
@@ -208,7 +213,8 @@ class Capture:
             self.arena.control.void(self._flying[0])
         self._copier.stop()
         self._flight = None
-        self._pieces, self._tensors, self._watched = (), [], []
+        self._tensors = []
+        self._writes.forget()
 
     def close(self) -> None:
         """Stop, and let go of the slots; training stands still, or is over."""
@@ -224,17 +230,11 @@ class Capture:
             raise CaptureError(f"objects need {len(encoded)} bytes, objects_mib gives {room}; raise objects_mib")
         return encoded
 
-    def _written(self) -> list[int]:
-        """Of each tensor whose copies run in the background, torch's count of the writes to it."""
-        return [self._tensors[index]._version for index in self._watched]
-
     def _torn(self) -> str | None:
         """Who wrote to stepped state before the fence, where none stands: it may be below a copy."""
-        now = self._written()
-        if now == self._versions or self._fenced:  # in this order: what was read before the fence counts
+        key = self._writes.written(self._counts)
+        if not key or self._fenced:  # in this order: what was read before the fence counts
             return None
-        moved = next(i for i, *pair in zip(self._watched, self._versions, now, strict=True) if pair[0] != pair[1])
-        key = self._pieces[moved].fragment.key
         return f"{key} was written before the fence; call fence() of the checkpointer before the script writes to it"
 
     def _drop(self, cause: str) -> None:
@@ -264,14 +264,14 @@ class Capture:
             raise CaptureError(torn)
         self.arena.control.seal(slot, snapshot, hashed=hashed)
 
-    def _writable(self, keep: Collection[SnapshotId]) -> list[int]:
-        records = [self.arena.control.record(slot) for slot in range(self.arena.control.slots)]
+    def writable(self, keep: Collection[SnapshotId]) -> list[int]:
+        """Slots that can be written without losing what ``keep`` names, the best one first."""
         checks = self.arena.checks
 
         def leased(slot: int) -> bool:
             return checks is not None and checks.leased(slot)
 
-        return writable_slots({slot: records[slot].snapshot for slot in self._slots}, keep, leased)
+        return writable_slots({slot: self.arena.control.snapshot(slot) for slot in self._slots}, keep, leased)
 
 
 def writable_slots(

@@ -14,10 +14,10 @@ from ftckpt.deepspeed.geometry import place_parameters
 from ftckpt.frameworks import schedulers
 from ftckpt.frameworks.extra_state import ExtraState
 from ftckpt.frameworks.launcher import log_once
+from ftckpt.frameworks.live_tensors import Holders, LiveTensors
 from ftckpt.frameworks.optimizers import state_tensors
 from ftckpt.frameworks.tensors import frozen_pieces, whole_piece
 from ftckpt.frameworks.torch_state import (
-    LiveTensors,
     Stateful,
     derive_generators,
     derive_tracker,
@@ -52,7 +52,7 @@ class DeepSpeedState:
         optimizers.check(engine.optimizer)
         self._engine = engine
         self._objects = dict(objects)
-        self._live = LiveTensors(self._live_tensors)
+        self._live = LiveTensors(self._live_tensors, self._holders, "ds_tensor")
         self._extra = ExtraState(engine.module)
         self._rng: Mapping[str, Any] | None = None
         self._built: Mapping[str, Any] | None = None
@@ -134,6 +134,10 @@ class DeepSpeedState:
         """Set RNG to what was loaded, right before the first batch is used: loaders and models draw from it."""
         if self._rng is not None:
             load_rng(self._rng)
+
+    def _holders(self) -> Holders:
+        optimizer = self._engine.optimizer
+        return Holders((self._engine.module,), (optimizers.inner(optimizer),), optimizers.owners(optimizer))
 
     def _live_tensors(self) -> Iterator[tuple[str, object, torch.Tensor]]:
         optimizer = self._engine.optimizer

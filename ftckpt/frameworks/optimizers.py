@@ -54,15 +54,16 @@ def stepped_pieces(
         if places is None:
             raise UnsupportedError(f"the optimizer steps a {tuple(part.parameter.shape)} that is not in the model")
         weights = fragments(places, "weight", part.weight, part.first)
-        master = part.of(part.owner if part.master is None else part.master)
+        whole = part.owner if part.master is None else part.master
+        master = part.of(whole)
         # A parameter that is stepped in place is its own master, and saved once.
         if master.data_ptr() == part.weight.data_ptr():
-            yield from (Piece(fragment, view) for fragment, view in weights)
+            yield from (Piece(fragment, view, counted=part.weight) for fragment, view in weights)
         else:
             masters = fragments(places, "master", master, part.first)
             for (weight, live), (fragment, source) in zip(weights, masters, strict=True):
-                yield Piece(weight, live, derived_from=source)
-                yield Piece(fragment, source)
+                yield Piece(weight, live, derived_from=source, counted=part.weight)
+                yield Piece(fragment, source, counted=whole)
         # Loading a checkpoint may reorder state. In another order the same job would have another manifest: a restart
         # would begin with new arenas beside those of its snapshots, and with one slot until these can go.
         for name, value in sorted(state(part).items()):
@@ -76,7 +77,7 @@ def _moment(places: Sequence[LogicalBox], part: ParameterRange, name: str, value
         raise UnsupportedError(f"optimizer state {name} of {key} is not a contiguous tensor")
     if value.shape == part.owner.shape:
         for fragment, view in fragments(places, name, part.of(value), part.first):
-            yield Piece(fragment, view)
+            yield Piece(fragment, view, counted=value)
     # A count of steps, for one.
     elif value.numel() == 1:
         yield number_piece(places[0], name, value)

@@ -82,7 +82,7 @@ def frozen_pieces(
                 "freeze it with requires_grad_(False)"
             )
         first, weight = owned(parameter)
-        yield from (Piece(fragment, view) for fragment, view in fragments(places, "weight", weight, first))
+        yield from (Piece(part, view, counted=weight) for part, view in fragments(places, "weight", weight, first))
 
 
 def number_piece(place: LogicalBox, role: str, tensor: torch.Tensor) -> Piece:
@@ -95,7 +95,7 @@ def number_piece(place: LogicalBox, role: str, tensor: torch.Tensor) -> Piece:
     shape = place.global_shape[: place.outer] or (1,)
     box = Box(place.box.offset[: place.outer] or (0,), (1,) * len(shape))
     fragment = Fragment.whole(f"{role}/{place.key}", dtype_name(tensor, place.key), shape, box)
-    return Piece(fragment, tensor.detach().view(1))
+    return Piece(fragment, tensor.detach().view(1), counted=tensor)
 
 
 def whole_piece(key: str, tensor: torch.Tensor) -> Piece:

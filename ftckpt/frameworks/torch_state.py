@@ -1,16 +1,17 @@
-"""What a rank's training state is under torch besides its pieces: generators, objects of a script, live addresses."""
+"""What a rank's training state is under torch besides its pieces: generators, and objects of a script."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import struct
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 import xxhash
 
-from ftckpt.errors import CaptureError, MismatchError
+from ftckpt.errors import MismatchError
 from ftckpt.model.objects import encode
 
 
@@ -121,39 +122,7 @@ def device_state(seed: int) -> torch.Tensor:
 
 
 def _python_state(generator: Any) -> dict[str, Any]:
-    # 625 words: as an array they are one blob, not as many numbers of JSON.
+    # 625 words: as an array they are one blob, not as many numbers of JSON. Packed first: NumPy looks at each number.
     version, words, gauss = generator.getstate()
-    return {"version": version, "words": np.array(words, dtype=np.uint32), "gauss": gauss}
-
-
-class LiveTensors:
-    """The addresses of all tensors that copies read, which must not change while the job runs.
-
-    A copy goes by the address that was described: where a script or an optimizer has put another tensor in the place
-    of one, it would read memory that is no longer the state, and might belong to somebody else.
-
-    Args:
-        tensors: gives what is alive when it is called: what a tensor is, its name, the tensor.
-    """
-
-    def __init__(self, tensors: Callable[[], Iterator[tuple[str, object, torch.Tensor]]]) -> None:
-        self._tensors = tensors
-        self._described: dict[tuple[str, object], int] = {}
-
-    def note(self) -> None:
-        """The tensors are described as they lie now."""
-        self._described = self._addresses()
-
-    def check(self, remedy: str) -> None:
-        """Raises CaptureError, which ends in ``remedy``, if a tensor was replaced or added since ``note``."""
-        now = self._addresses()
-        if now != self._described:
-            moved = [key for key in {**self._described, **now} if now.get(key) != self._described.get(key)]
-            what, name = moved[0]
-            raise CaptureError(
-                f"{what} {name} and {len(moved) - 1} more tensors were replaced after training began; {remedy}"
-            )
-
-    def _addresses(self) -> dict[tuple[str, object], int]:
-        """Of all that has elements: an empty shard has no address to keep."""
-        return {(what, name): tensor.data_ptr() for what, name, tensor in self._tensors() if tensor.numel()}
+    packed = np.frombuffer(struct.pack(f"={len(words)}I", *words), dtype=np.uint32)
+    return {"version": version, "words": packed, "gauss": gauss}

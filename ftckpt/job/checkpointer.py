@@ -531,11 +531,12 @@ class Checkpointer:
         if problem is not None:
             raise problem
         capture = shard.capture
-        decision = self._state.take(has_room=capture is not None and capture.has_room(self._state.keep))
+        room = capture.writable(self._state.keep) if capture is not None else []
+        decision = self._state.take(has_room=bool(room))
         if isinstance(decision, Skip):
             self.events.emit("skipped", iteration=iteration, reason=decision.reason)
         elif decision is not None and capture is not None:
-            slot = self._take(decision)
+            slot = self._take(decision, room)
             self.begun = iteration
             self.events.emit("snapshot", iteration=iteration, slot=slot, blocked_secs=time.perf_counter() - begin)
 
@@ -549,15 +550,16 @@ class Checkpointer:
         self._execute(self._state.search(time.monotonic()))
         self._execute(self._losses.meet(iteration))
 
-    def _take(self, decision: Take) -> int:
+    def _take(self, decision: Take, room: Sequence[int] | None = None) -> int:
         capture, pacer = self.capture, self._pacer
         assert capture is not None and pacer is not None
         base = pacer.begin(capture.stepped_bytes, capture.unit_bytes)
         # Without an SMP to take checksums this rank takes them itself.
         objects = self.training_state.save_objects() if self._kept is None else {}
         slot = capture.begin(
-            decision.snapshot, decision.keep, objects, base, hashed=not self._protection.smp_alive, kept=self._kept
-        )
+            decision.snapshot, decision.keep, objects, base, hashed=not self._protection.smp_alive, kept=self._kept,
+            slots=room,
+        )  # fmt: skip
         pacer.follow(capture.flight, decision.snapshot.iteration)
         if self.config.schedule == "sync":
             capture.settle(self.config.fence_timeout_secs)

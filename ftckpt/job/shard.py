@@ -16,7 +16,7 @@ from ftckpt.capture.copier import make_copier
 from ftckpt.capture.redundancy import NO_REDUNDANCY, Redundancy
 from ftckpt.config import Config
 from ftckpt.events import Events
-from ftckpt.group import Group, together
+from ftckpt.group import Group, gather_bytes, together
 from ftckpt.job.arenas import NodeArenas
 from ftckpt.model import codec
 from ftckpt.model.snapshot import SnapshotId
@@ -107,6 +107,11 @@ class Shard:
         assignment, capture = self._assignment, self.capture
         if assignment is None or capture is None:
             return Proof(stepped, changed=False, new_arenas=False)
+        if not assignment.belief.needed:  # on any rank: nobody waits for anybody
+            return Proof(True, changed=False, new_arenas=False)
+        stepped, holds = self._look(assignment, stepped)
+        if holds:
+            return Proof(stepped, changed=False, new_arenas=False)
         checked = self._assign()
         changed = checked.manifest != assignment.manifest
         if changed:
@@ -118,6 +123,17 @@ class Shard:
             self._lay_out_anew(capture, checked, whole)
         stepped, _, changed = (any(column) for column in zip(*posts, strict=True))
         return Proof(stepped, changed, new_arenas)
+
+    def _look(self, assignment: Assignment, stepped: bool) -> tuple[bool, bool]:
+        """Whether state may have changed on some rank, and what is believed still holds on all. Collective."""
+
+        def look() -> bytes:
+            follows, digests = assignment.belief.look()
+            return bytes([stepped, follows]) + digests
+
+        seen = gather_bytes(self._group, look)
+        holds = all(one[1] for one in seen) and assignment.belief.agree([one[2:] for one in seen])
+        return any(one[0] for one in seen), holds
 
     def proves(self) -> bool:
         """Whether derived pieces and replicas are on all ranks what they were taken for. Collective."""
@@ -134,7 +150,7 @@ class Shard:
         """Take into use the slots that the arena still lacks, as they get their memory. Where none is free beside
         those that ``keep`` their snapshots, what a start has left to be allocated is waited for."""
         if self.capture is not None:
-            waits = not self.capture.has_room(keep)
+            waits = self.capture.lacks_slots and not self.capture.has_room(keep)
             self.capture.use_slots(self._arenas.complete(self.capture.arena, waits))
 
     def let_go(self) -> bool:

@@ -12,9 +12,10 @@ from megatron.core.utils import unwrap_model
 from ftckpt.frameworks import schedulers
 from ftckpt.frameworks import torch_state as generators
 from ftckpt.frameworks.extra_state import ExtraState
+from ftckpt.frameworks.live_tensors import Holders, LiveTensors
 from ftckpt.frameworks.optimizers import state_tensors
 from ftckpt.frameworks.tensors import fragments, frozen_pieces, whole_piece
-from ftckpt.frameworks.torch_state import LiveTensors, Stateful, load_all, load_all_reshaped, save_all
+from ftckpt.frameworks.torch_state import Stateful, load_all, load_all_reshaped, save_all
 from ftckpt.megatron import optimizers
 from ftckpt.megatron.fp8 import ScalingState
 from ftckpt.megatron.geometry import Geometry, place_tensors
@@ -45,7 +46,7 @@ class MegatronState:
         self._extra = [ExtraState(chunk, apart=self._scaling.has) for chunk in self._chunks]
         self._scheduler = scheduler
         self._objects = dict(objects)
-        self._live = LiveTensors(self._live_tensors)
+        self._live = LiveTensors(self._live_tensors, self._holders)
         self._rng: Mapping[str, Any] | None = None
         self._built: Mapping[str, Any] | None = None
 
@@ -129,6 +130,9 @@ class MegatronState:
                         yield Piece(fragment, view)
                 else:
                     yield whole_piece(f"local/{index}.{name}", buffer)
+
+    def _holders(self) -> Holders:
+        return Holders(self._chunks, [leaf.optimizer for leaf in self._leaves])
 
     def _live_tensors(self) -> Iterator[tuple[str, object, torch.Tensor]]:
         for index, leaf in enumerate(self._leaves):

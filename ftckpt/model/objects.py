@@ -8,9 +8,10 @@ these are written as ``{"$": kind, ...}``; a plain mapping with the key ``$`` is
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections import Counter, OrderedDict
+from collections.abc import Sequence
+from math import isfinite
 from typing import Any
 
 import numpy as np
@@ -18,8 +19,10 @@ import numpy as np
 from ftckpt.errors import CorruptError, UnsupportedError
 
 MAGIC = b"FTOBJ001"
-_PLAIN = (str, bool, int, type(None))
+_PLAIN = frozenset((str, bool, int, type(None)))
+_TEXT = json.JSONEncoder(separators=(",", ":"), check_circular=False)
 _MAPPINGS: dict[str, type[dict[Any, Any]]] = {"dict": dict, "ordered": OrderedDict, "counter": Counter}
+_NAMES = {kind: name for name, kind in _MAPPINGS.items()}
 _ARRAY_KINDS = "biufc"
 _ARRAY_DTYPE = re.compile(rf"[<>|][{_ARRAY_KINDS}]\d{{1,2}}")
 _TENSOR_DTYPES = frozenset((
@@ -34,9 +37,15 @@ def encode(value: Any) -> bytes:
     Raises:
         UnsupportedError: something else is inside; the text names where.
     """
-    blobs: list[bytes] = []
-    text = json.dumps(_encode(value, "objects", blobs), separators=(",", ":")).encode()
-    return b"".join([MAGIC, len(text).to_bytes(8, "little"), text, *blobs])
+    blobs = _Blobs()
+    try:
+        text = _TEXT.encode(_encode(value, blobs)).encode()
+    except _RefusedError as refused:
+        raise UnsupportedError(
+            f"objects{''.join(reversed(refused.steps))} is {refused.what}; give its state as numbers, texts, lists, "
+            "dicts, arrays or tensors"
+        ) from None
+    return b"".join([MAGIC, len(text).to_bytes(8, "little"), text, *blobs.data])
 
 
 def decode(data: bytes | memoryview) -> Any:
@@ -58,67 +67,114 @@ def decode(data: bytes | memoryview) -> Any:
         raise CorruptError(f"objects cannot be decoded: {error}") from None
 
 
-def _encode(value: Any, where: str, blobs: list[bytes]) -> Any:
-    # The exact type: an enum is an int, and would come back as a mere number.
-    if isinstance(value, _PLAIN) and type(value) in _PLAIN:
+class _Blobs:
+    """Raw bytes that the text points to."""
+
+    def __init__(self) -> None:
+        self.data: list[bytes] = []
+        self._end = 0
+
+    def add(self, data: bytes) -> dict[str, int]:
+        """Their place."""
+        begin = self._end
+        self._end += len(data)
+        self.data.append(data)
+        return {"begin": begin, "end": self._end}
+
+
+class _RefusedError(Exception):
+    """A value that cannot be encoded: ``what`` it is, and the ``steps`` that lead to it, the last one first."""
+
+    def __init__(self, what: str) -> None:
+        self.what = what
+        self.steps: list[str] = []
+
+
+def _encode(value: Any, blobs: _Blobs) -> Any:
+    # The exact type: an enum is an int, and would come back as a mere number. The commonest come first.
+    kind = type(value)
+    if kind in _PLAIN:
         return value
     # JSON has neither NaN nor infinity. All others are written so that they read back bit for bit.
-    if type(value) is float:
-        return value if math.isfinite(value) else {"$": "float", "value": repr(value)}
-    if isinstance(value, dict) and type(value) in _MAPPINGS.values():
-        return _encode_dict(value, where, blobs)
-    if type(value) in (list, tuple):
-        items = [_encode(item, f"{where}[{index}]", blobs) for index, item in enumerate(value)]
-        return items if type(value) is list else {"$": "tuple", "items": items}
-    if type(value) in (bytes, bytearray):
-        return {"$": type(value).__name__, **_blob(bytes(value), blobs)}
+    if kind is float:
+        return value if isfinite(value) else {"$": "float", "value": repr(value)}
+    if kind in _NAMES:
+        return _encode_dict(value, blobs)
+    if kind is list:
+        return _encode_items(value, blobs)
+    if kind is tuple:
+        return {"$": "tuple", "items": _encode_items(value, blobs)}
+    return _encode_bytes(value, blobs)
+
+
+def _encode_items(value: Sequence[Any], blobs: _Blobs) -> list[Any]:
+    items: list[Any] = []
+    try:
+        for item in value:
+            items.append(item if type(item) in _PLAIN else _encode(item, blobs))
+    except _RefusedError as refused:
+        refused.steps.append(f"[{len(items)}]")
+        raise
+    return items
+
+
+def _encode_dict(value: dict[Any, Any], blobs: _Blobs) -> Any:
+    items: dict[str, Any] = {}
+    if type(value) is not dict or "$" in value or any(type(key) is not str for key in value):
+        return _encode_pairs(value, blobs)
+    try:
+        for key, item in value.items():
+            items[key] = item if type(item) in _PLAIN else _encode(item, blobs)
+    except _RefusedError as refused:
+        refused.steps.append(f".{key}")
+        raise
+    return items
+
+
+def _encode_pairs(value: dict[Any, Any], blobs: _Blobs) -> Any:
+    pairs: list[Any] = []
+    for key, item in value.items():
+        step = " key"
+        try:
+            encoded = _encode(key, blobs)
+            step = f"[{key!r}]"
+            pairs.append([encoded, _encode(item, blobs)])
+        except _RefusedError as refused:
+            refused.steps.append(step)
+            raise
+    return {"$": _NAMES[type(value)], "pairs": pairs}
+
+
+def _encode_bytes(value: Any, blobs: _Blobs) -> Any:
+    kind = type(value)
+    if kind is bytes or kind is bytearray:
+        return {"$": kind.__name__, **blobs.add(bytes(value))}
     # Subclasses of arrays carry more than their elements: masks, names of fields.
-    is_array = type(value) is np.ndarray
+    is_array = kind is np.ndarray
     if (is_array or isinstance(value, np.generic)) and value.dtype.kind in _ARRAY_KINDS:
-        kind = "array" if is_array else "scalar"
-        return _array(kind, np.asarray(value), blobs)
-    if type(value).__module__ == "torch" and type(value).__name__ in ("Tensor", "ByteTensor"):
-        return _encode_tensor(value, where, blobs)
-    kind = f"{type(value).__module__}.{type(value).__qualname__}"
-    raise UnsupportedError(
-        f"{where} is a {kind}, which cannot be saved without pickle; give its state as numbers, texts, "
-        "lists, dicts, arrays or tensors"
-    )
+        data = np.ascontiguousarray(value).tobytes()
+        described = {"dtype": value.dtype.str, "shape": list(value.shape)}
+        return {"$": "array" if is_array else "scalar", **described, **blobs.add(data)}
+    if kind.__module__ == "torch" and kind.__name__ in ("Tensor", "ByteTensor"):
+        return _encode_tensor(value, blobs)
+    raise _RefusedError(f"a {kind.__module__}.{kind.__qualname__}, which cannot be saved without pickle")
 
 
-def _encode_dict(value: dict[Any, Any], where: str, blobs: list[bytes]) -> Any:
-    if type(value) is dict and all(type(key) is str for key in value) and "$" not in value:
-        return {key: _encode(item, f"{where}.{key}", blobs) for key, item in value.items()}
-    pairs = [
-        [_encode(key, f"{where} key", blobs), _encode(item, f"{where}[{key!r}]", blobs)]
-        for key, item in value.items()
-    ]
-    return {"$": next(name for name, kind in _MAPPINGS.items() if type(value) is kind), "pairs": pairs}
-
-
-def _encode_tensor(value: Any, where: str, blobs: list[bytes]) -> Any:
+def _encode_tensor(value: Any, blobs: _Blobs) -> Any:
     import torch
 
     name = str(value.dtype).removeprefix("torch.")
     if value.layout != torch.strided or name not in _TENSOR_DTYPES:
         kind = "" if value.layout == torch.strided else "sparse "
-        raise UnsupportedError(f"{where} is a {kind}tensor of {value.dtype}, which cannot be saved")
-    # ``contiguous`` would keep the strides of a tensor of one element or none, which ``view`` refuses.
-    # ``resolve_neg``: a view that negates lazily has the bytes of the original.
-    fresh = value.detach().cpu().resolve_neg().clone(memory_format=torch.contiguous_format)
-    flat = fresh.reshape(-1).view(torch.uint8).numpy()
-    return {"$": "tensor", "dtype": name, "shape": list(value.shape), **_blob(flat.tobytes(), blobs)}
-
-
-def _array(kind: str, value: np.ndarray[Any, Any], blobs: list[bytes]) -> Any:
-    data = _blob(np.ascontiguousarray(value).tobytes(), blobs)
-    return {"$": kind, "dtype": value.dtype.str, "shape": list(value.shape), **data}
-
-
-def _blob(data: bytes, blobs: list[bytes]) -> dict[str, int]:
-    begin = sum(map(len, blobs))
-    blobs.append(data)
-    return {"begin": begin, "end": begin + len(data)}
+        raise _RefusedError(f"a {kind}tensor of {value.dtype}, which cannot be saved")
+    if value.dtype is torch.uint8 and value.device.type == "cpu" and not value.requires_grad:
+        data = value.numpy().tobytes()  # states of generators: NumPy puts the elements in order
+    else:
+        # ``contiguous`` would keep the strides of a tensor of one element or none, which ``view`` refuses.
+        # ``resolve_neg``: a view that negates lazily has the bytes of the original.
+        fresh = value.detach().cpu().resolve_neg().clone(memory_format=torch.contiguous_format)
+        data = fresh.reshape(-1).view(torch.uint8).numpy().tobytes()
+    return {"$": "tensor", "dtype": name, "shape": list(value.shape), **blobs.add(data)}
 
 
 def _decode(value: Any, raw: memoryview) -> Any:

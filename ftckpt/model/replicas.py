@@ -26,11 +26,13 @@ class ReplicaSets:
     ``runs`` are the same on all ranks, in the same order, without fragments whose holders differ.
     ``private[rank]``, int64, are bytes that only this rank copies: fragments of its own and differing ones.
     ``group_of[i]`` is the index into ``runs`` of this rank's fragment ``i``, or ``PRIVATE`` or ``DIFFERING``.
+    ``again`` tells later whether all holders still agree.
     """
 
     runs: tuple[Run, ...]
     private: Array
     group_of: Array
+    again: Recheck
 
 
 def identity(fragment: Fragment) -> bytes:
@@ -64,19 +66,48 @@ class Holdings:
         members: Array = self.order[self.group_of[self.order] == group]
         return members
 
-    def summary(self) -> bytes:
-        """Bytes that this rank holds alone, then of each of its groups, ascending, a digest and the bytes."""
+    def summary(self, digest: Callable[[Sequence[int]], int] | None = None) -> bytes:
+        """Bytes that this rank holds alone, then of each of its groups, ascending, a digest and the bytes.
+
+        The digest is of ``hashes``, or what ``digest`` gives for the indices of the group's fragments.
+        """
         words = [np.array([self.nbytes[self.group_of < 0].sum()], np.uint64)]
         for group in np.unique(self.group_of[self.order]).tolist():
             index = self.of(group)
-            digest = xxhash.xxh3_64_intdigest(self.hashes[index].tobytes())
-            words.append(np.array([digest, int(self.nbytes[index].sum())], np.uint64))
+            hashes = self.hashes[index].tobytes()
+            value = xxhash.xxh3_64_intdigest(hashes) if digest is None else digest(index.tolist())
+            words.append(np.array([value, int(self.nbytes[index].sum())], np.uint64))
         return np.concatenate(words).tobytes()
 
     def details(self, groups: Sequence[int]) -> bytes:
         """Of each group: content hashes, then bytes, of every fragment in it."""
         members = (self.of(group) for group in groups)
         return b"".join(self.hashes[index].tobytes() + self.nbytes[index].tobytes() for index in members)
+
+
+@dataclass(frozen=True, eq=False)
+class Recheck:
+    """Whether the holders of each fragment still hold the same bytes: a word for each group of a rank, no more.
+
+    ``differ``: some of them do not, as it was found; what came of that must be found out anew.
+    """
+
+    groups: Groups
+    holdings: Holdings
+    differ: bool
+
+    @property
+    def needed(self) -> bool:
+        """Whether several ranks hold anything; the same on all ranks."""
+        return bool(self.groups.members)
+
+    def digests(self, digest: Callable[[Sequence[int]], int]) -> bytes:
+        """What this rank has to say; ``digest`` gives 64 bits of the bytes of fragments, which are named by index."""
+        return self.holdings.summary(digest)
+
+    def agree(self, messages: list[bytes]) -> bool:
+        """What ``digests`` gave on all ranks says that each group holds the same bytes."""
+        return not self.differ and not _compare(self.groups, messages, len(messages))[2]
 
 
 def replica_sets(
@@ -112,13 +143,14 @@ def replica_sets(
         return holdings.summary()
 
     private, totals, unequal = _compare(groups, gather(summary), num_ranks)
+    again = Recheck(groups, holdings, bool(unequal))
     if unequal:
         details = gather(lambda: holdings.details(unequal))
         for group, differ in _settle(groups, unequal, details, private, totals).items():
             own = holdings.of(group)
             group_of[own[differ[: len(own)]]] = DIFFERING  # nothing where this rank is no member
     runs = tuple(Run(members, int(total)) for members, total in zip(groups.members, totals, strict=True))
-    return ReplicaSets(runs, private, group_of)
+    return ReplicaSets(runs, private, group_of, again)
 
 
 def own_parts(fragments: Sequence[Fragment], sets: ReplicaSets, shard: str) -> list[tuple[int, Fragment]]:

@@ -18,12 +18,14 @@ class Piece:
 
     ``tensor`` is 1-D, contiguous, on any device, and stays at its address for the whole job; it belongs to
     the trainer. ``derived_from``, where given, is a tensor of as many elements from which ``tensor`` is
-    believed to be the round-to-nearest cast; it is believed only as long as the bytes agree.
+    believed to be the round-to-nearest cast; it is believed only as long as the bytes agree. ``counted``, where
+    given, is the tensor of which ``tensor`` is a view: torch counts the writes to both as one.
     """
 
     fragment: Fragment
     tensor: torch.Tensor
     derived_from: torch.Tensor | None = None
+    counted: torch.Tensor | None = None
 
 
 def cast_master(master: torch.Tensor, into: torch.Tensor) -> torch.Tensor:

@@ -23,6 +23,10 @@ _WRAPPERS = re.compile(r"\b(_orig_mod|_checkpoint_wrapped_module)\.")
 """What torch.compile and activation checkpointing put into names."""
 
 
+LOCAL = "_local_tensor"
+"""Where a DTensor keeps what this rank has of it."""
+
+
 def place_rank(model: torch.nn.Module) -> tuple[Mapping[str, int], Mapping[str, Any]]:
     """This rank's coordinates, and the sizes of the layout.
 

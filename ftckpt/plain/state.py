@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -11,10 +13,10 @@ from torch.distributed.fsdp import FSDPModule
 from ftckpt.errors import CaptureError, ConfigError
 from ftckpt.frameworks import optimizers, schedulers
 from ftckpt.frameworks.extra_state import ExtraState
+from ftckpt.frameworks.live_tensors import Holders, LiveTensors
 from ftckpt.frameworks.optimizers import ParameterRange
 from ftckpt.frameworks.tensors import frozen_pieces, whole_piece
 from ftckpt.frameworks.torch_state import (
-    LiveTensors,
     Stateful,
     derive_generators,
     load_all,
@@ -25,7 +27,9 @@ from ftckpt.frameworks.torch_state import (
 )
 from ftckpt.model.training_state import Description
 from ftckpt.plain.buckets import buckets_of
-from ftckpt.plain.geometry import follows_buffers, local, named_parameters, place, unwrap
+from ftckpt.plain.geometry import LOCAL, follows_buffers, local, named_parameters, place, unwrap
+
+_memory = attrgetter(LOCAL)
 
 
 class PlainState:
@@ -63,9 +67,10 @@ class PlainState:
         for name, value in kept.items():
             if not (hasattr(value, "state_dict") and hasattr(value, "load_state_dict")):
                 raise ConfigError(f"{name} is a {type(value).__name__} without state_dict and load_state_dict")
-        self._live = LiveTensors(self._live_tensors)
+        self._live = LiveTensors(self._live_tensors, lambda: Holders((self.model,), (optimizer,)), LOCAL)
         self._extra = ExtraState(self.model)
         self._num_writes = 0
+        self._stepped: tuple[list[Any], list[Any]] = [], []  # parameters that the optimizer steps: DTensors, others
         self._rng: Mapping[str, Any] | None = None
         self._built: Mapping[str, Any] | None = None
 
@@ -85,6 +90,7 @@ class PlainState:
         role = "local" if self._follows_buffers else "buffer"
         volatile = [whole_piece(f"{role}/{name}", buffer) for name, buffer in self._buffers() if buffer.numel()]
         self._live.note()
+        self._stepped = [p for p in trained if hasattr(p, LOCAL)], [p for p in trained if not hasattr(p, LOCAL)]
         self._num_writes = self._count_writes()
         return Description(tuple(stepped), tuple(volatile))
 
@@ -159,8 +165,8 @@ class PlainState:
 
     def _count_writes(self) -> int:
         """Grows with each write to a parameter that the optimizer steps: torch counts them, for autograd."""
-        groups = self._optimizer.param_groups
-        return sum(local(parameter)._version for group in groups for parameter in group["params"])
+        apart, whole = self._stepped
+        return sum(p._version for p in chain(whole, map(_memory, apart)))
 
     def _live_tensors(self) -> Iterator[tuple[str, object, torch.Tensor]]:
         names = {parameter: name for name, parameter in named_parameters(self.model)}

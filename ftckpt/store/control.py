@@ -144,6 +144,10 @@ class ControlBlock:
         sequence, used, objects_hash = _FIELDS.unpack(copy.fields)
         return SlotRecord(state, torn, copy.flags, copy.snapshot, sequence, used, objects_hash, copy.words)
 
+    def snapshot(self, slot: int) -> SnapshotId | None:
+        """That of the record of ``slot``."""
+        return self._records.read(slot).snapshot
+
     def begin(self, slot: int) -> None:
         """WRITING: the snapshot in the slot is given up."""
         self._records.give_up(slot, record.WRITING)

@@ -101,6 +101,9 @@ _MEDIAN_OF = 9
 _SETTLED = 3
 """Iterations after which a median means something."""
 
+_REFRESHED = 4
+"""Iterations after which medians are taken anew: fewer would change few of them."""
+
 
 @dataclass(frozen=True)
 class IterationForecast:
@@ -111,6 +114,8 @@ class IterationForecast:
 
     def distance(self, other: IterationForecast) -> float:
         """How much of the iteration lies elsewhere than in ``other``, as a share; 1 where places differ."""
+        if self is other:
+            return 0.0
         if self.kinds != other.kinds:
             return 1.0
         mine, theirs = np.array(self.secs), np.array(other.secs)
@@ -131,6 +136,8 @@ class Profile:
         self._fresh = True
         self._first: Iteration | None = None
         self._model: tuple[tuple[str, ...], tuple[float, ...]] | None = None
+        self._medians: IterationForecast | None = None
+        self._behind = 0  # iterations that the medians do not know of
 
     def expect(self, kinds: Sequence[str], lengths: Sequence[float]) -> None:
         """What a model of the schedule says of its places, in relative lengths; used until it was measured."""
@@ -139,16 +146,17 @@ class Profile:
     def add(self, iteration: Iteration) -> None:
         if iteration.kinds != self._kinds:
             self._kinds, self._fresh = iteration.kinds, True
-            self._lengths.clear()
+            self._clear()
         if self._fresh:
             self._fresh, self._first = False, iteration
             return
-        self._lengths.append(np.diff(iteration.edges))
+        self._lengths.append(np.array(iteration.lengths))
+        self._behind += 1
 
     def forget(self) -> None:
         """Nothing that was measured counts any more."""
         self._kinds, self._first = (), None
-        self._lengths.clear()
+        self._clear()
 
     @property
     def measured(self) -> bool:
@@ -159,10 +167,17 @@ class Profile:
     def timeline(self) -> IterationForecast | None:
         """Medians of what was measured, before that the model scaled to the first iteration, or None."""
         if self.measured:
-            return IterationForecast(self._kinds, tuple(np.median(np.array(self._lengths), axis=0).tolist()))
+            if self._medians is None or self._behind >= _REFRESHED:
+                medians = np.median(np.array(self._lengths), axis=0)
+                self._medians, self._behind = IterationForecast(self._kinds, tuple(medians.tolist())), 0
+            return self._medians
         if self._first is not None and self._model is not None:
             return _scaled(self._first, *self._model)
         return None
+
+    def _clear(self) -> None:
+        self._lengths.clear()
+        self._medians, self._behind = None, 0
 
 
 def _scaled(first: Iteration, kinds: Sequence[str], lengths: Sequence[float]) -> IterationForecast | None:

@@ -232,6 +232,8 @@ class Pacer:
         return sum(self.clock.secs(begin, end) or 0.0 for begin, end in passed.pauses)
 
     def _report(self, iteration: Iteration, passed: IterationMarks) -> None:
+        if not self._events.kept:
+            return
         moved, interval = iteration.moved_bytes, self._config.timeline_interval * self._config.least_interval
         costs: dict[str, Any] = {
             "moved_bytes": moved,

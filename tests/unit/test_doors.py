@@ -19,9 +19,9 @@ from ftckpt.deepspeed import initialize
 from ftckpt.errors import CaptureError, ConfigError, MismatchError, UnsupportedError
 from ftckpt.frameworks import optimizers, torch_state
 from ftckpt.frameworks.doors import Door, Patches, Proxy, start
+from ftckpt.frameworks.live_tensors import Holders, LiveTensors
 from ftckpt.frameworks.optimizers import ParameterRange, stepped_pieces
 from ftckpt.frameworks.tensors import LogicalBox, fragments, frozen_pieces, number_piece
-from ftckpt.frameworks.torch_state import LiveTensors
 from ftckpt.model.fragment import Box, Fragment
 from ftckpt.plain.hooks import follow
 from ftckpt.plain.state import PlainState
@@ -157,7 +157,7 @@ def test_tensors_that_were_replaced_or_added_are_named() -> None:
     def alive() -> Iterator[tuple[str, object, torch.Tensor]]:
         return (("buffer", name, tensor) for name, tensor in tensors.items())
 
-    live = LiveTensors(alive)
+    live = LiveTensors(alive, lambda: Holders(others=list(tensors.values())))
     live.note()
     tensors["a"].add_(1)
     tensors["empty"] = torch.ones(0)

@@ -1,0 +1,233 @@
+"""What a rank does for ``benchmarks/boundary.py``: train a model of many small tensors, and time ftckpt's calls."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import statistics
+import sys
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+
+ROOT = Path(__file__).resolve().parent.parent
+SIZE = ["--hidden", "8", "--heads", "2", "--seq", "8", "--micro-batch", "1", "--global-batch", "2"]
+OUTERMOST = "ftckpt.job.checkpointer:Checkpointer"
+CALLS = ("step", "fence", "phase", "beat")
+"""All that training calls of a checkpointer in an iteration."""
+PARTS: dict[str, Sequence[str]] = {
+    "tensors moved": (
+        "ftckpt.frameworks.torch_state:LiveTensors.check",
+        "ftckpt.frameworks.live_tensors:LiveTensors.check",
+    ),
+    "extra state": ("ftckpt.frameworks.extra_state:ExtraState.look_again",),
+    "writes counted": (
+        "ftckpt.capture.capture:Capture._written",
+        "ftckpt.capture.boundary:LastBoundary._written",
+        "ftckpt.plain.state:PlainState._check_fence",
+    ),
+    "generators": (
+        "ftckpt.plain.state:save_generators",
+        "ftckpt.megatron.state:save_rng",
+        "ftckpt.deepspeed.state:save_rng",
+    ),
+    "states of objects": (
+        "ftckpt.plain.state:PlainState.save_objects",
+        "ftckpt.megatron.state:MegatronState.save_objects",
+        "ftckpt.deepspeed.state:DeepSpeedState.save_objects",
+    ),
+    "encoding": ("ftckpt.model.objects:encode",),
+    "volatile state": ("ftckpt.capture.copier:HostCopier.copy_now",),
+    "kept for the end": ("ftckpt.capture.boundary:LastBoundary.keep",),
+    "slot": ("ftckpt.capture.capture:Capture.begin", "ftckpt.capture.capture:Capture.has_room"),
+    "round": ("ftckpt.job.checkpointer:Checkpointer._post",),
+    "verdict": ("ftckpt.job.checkpointer:Checkpointer._agree",),
+    "windows": ("ftckpt.windows.pacer:Pacer.learn", "ftckpt.windows.pacer:Pacer.begin"),
+    "proof": ("ftckpt.job.checkpointer:Checkpointer._prove",),
+    "events": ("ftckpt.events:Events.emit",),
+}
+"""By name, what belongs to a part, without what of it belongs to another."""
+
+
+class Case(NamedTuple):
+    """A framework's job of about ``pieces`` pieces on each rank."""
+
+    framework: str
+    pieces: int
+
+
+class Meter:
+    """Processor time of the training thread, by part; a part inside another one counts for itself."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[float, float]] = []
+        """Processor time and time of each outermost call since the last ``take``."""
+        self.parts: dict[str, float] = {}
+        self._inside: list[float] = []
+        self._depth = 0
+
+    def outermost(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            if self._depth:
+                return original(*args, **kwargs)
+            self._depth, wall, begin = 1, time.perf_counter(), time.thread_time()
+            try:
+                return original(*args, **kwargs)
+            finally:
+                self._depth = 0
+                self.calls.append((time.thread_time() - begin, time.perf_counter() - wall))
+
+        return timed
+
+    def part(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            if not self._depth:  # the copier's threads, and a job that begins
+                return original(*args, **kwargs)
+            self._inside.append(0.0)
+            begin = time.thread_time()
+            try:
+                return original(*args, **kwargs)
+            finally:
+                spent, inside = time.thread_time() - begin, self._inside.pop()
+                self.parts[name] = self.parts.get(name, 0.0) + spent - inside
+                if self._inside:
+                    self._inside[-1] += spent
+
+        return timed
+
+    def take(self) -> tuple[float, float]:
+        """Processor time and time since the last call of this."""
+        calls, self.calls = self.calls, []
+        return sum(cpu for cpu, _ in calls), sum(wall for _, wall in calls)
+
+
+def _replace(path: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    module_name, _, names = path.partition(":")
+    *outer, name = names.split(".")
+    try:
+        owner: Any = importlib.import_module(module_name)
+        for one in outer:
+            owner = getattr(owner, one)
+        original = getattr(owner, name)
+    except (ImportError, AttributeError):
+        return  # of another revision, or of a framework that is not installed
+    setattr(owner, name, wrap(original))
+
+
+class Training(NamedTuple):
+    """A job: one iteration up to its boundary, and ``boundary`` where the script itself calls ``step``."""
+
+    iterate: Callable[[], Any]
+    boundary: Callable[[], Any]
+    checkpointer: Any
+
+
+def _megatron(layers: int, settings: Mapping[str, Any]) -> Training:
+    import train_gpt
+
+    import ftckpt.megatron
+    from ftckpt.config import Config
+
+    job = train_gpt.build(train_gpt.parse_args([*SIZE, "--layers", str(layers)]))
+    config = Config(**settings)
+    objects = {"data": job.data, "progress": job.progress}
+    checkpointer = ftckpt.megatron.attach(job.model, job.optimizer, job.scheduler, objects, config=config)
+    checkpointer.restore()
+    return Training(lambda: train_gpt.train_step(job), lambda: checkpointer.step(job.iteration), checkpointer)
+
+
+def _deepspeed(layers: int, settings: Mapping[str, Any]) -> Training:
+    from ftckpt.standin import deepspeed as standin
+
+    standin.install()
+    import train_deepspeed
+
+    import ftckpt.deepspeed
+    from ftckpt.config import Config
+    from tests.support.ds_jobs import BASE, BF16
+
+    settings_of_job = {**BASE, **BF16, "zero_optimization": {"stage": 1}, "gradient_accumulation_steps": 1}
+    sizes = [*SIZE[: SIZE.index("--micro-batch")], "--layers", str(layers)]
+    job = train_deepspeed.build(train_deepspeed.parse_args(sizes), settings_of_job)
+    checkpointer = ftckpt.deepspeed.attach(job.engine, {"data": job.data}, Config(**settings))
+    return Training(lambda: train_deepspeed.train_step(job), lambda: None, checkpointer)
+
+
+def _plain(layers: int, settings: Mapping[str, Any], wrap: str = "fsdp2") -> Training:
+    import train_plain
+
+    import ftckpt.plain
+    from ftckpt.config import Config
+
+    job = train_plain.build(
+        train_plain.parse_args([*SIZE, "--layers", str(layers), "--wrap", wrap, "--precision", "fp32"])
+    )
+    checkpointer = ftckpt.plain.attach(job.model, job.optimizer, job.scheduler, job.objects, Config(**settings))
+    assert checkpointer is not None
+    checkpointer.restore()
+    return Training(
+        lambda: train_plain.train_step(job), lambda: checkpointer.step(job.progress.iteration), checkpointer
+    )
+
+
+class Framework(NamedTuple):
+    """A job, how many pieces a layer of it has on a rank, and whether it trains on the stand-in for CUDA."""
+
+    build: Callable[..., Training]
+    per_layer: float
+    stand_in: bool = False
+
+
+FRAMEWORKS = {
+    "megatron": Framework(_megatron, 33.0, stand_in=True),
+    "deepspeed": Framework(_deepspeed, 24.0, stand_in=True),
+    "plain": Framework(_plain, 48.0),
+    "plain, replicas": Framework(functools.partial(_plain, wrap="ddp"), 48.0),
+}
+
+
+def measure(rank: int, world_size: int, case: Case, settings: Mapping[str, Any], counted: int) -> dict[str, Any]:
+    """Iterations that warm up, ``counted`` ones in which all is timed together, and as many by part."""
+    sys.path.append(str(ROOT / "launch"))
+    warnings.filterwarnings("ignore")
+    meter = Meter()
+    for name in CALLS:
+        _replace(f"{OUTERMOST}.{name}", meter.outermost)
+    framework = FRAMEWORKS[case.framework]
+    training = framework.build(max(1, round(case.pieces / framework.per_layer)), settings)
+    described = training.checkpointer.training_state.describe()
+    spent = []
+    meter.take()
+
+    def iterate() -> tuple[float, float]:
+        training.iterate()
+        training.boundary()
+        return meter.take()
+
+    spent = [iterate() for _ in range(counted)]
+    for part, paths in PARTS.items():
+        for path in paths:
+            _replace(path, functools.partial(meter.part, part))
+    parts: list[dict[str, float]] = []
+    for _ in range(counted // 2):
+        meter.parts = {}
+        cpu, _ = iterate()
+        parts.append({**meter.parts, "rest": cpu - sum(meter.parts.values())})
+    begun = training.checkpointer.begun
+    dist.barrier()
+    training.checkpointer.close()
+    names = {name for row in parts for name in row}
+    return {
+        "pieces": len(described.stepped) + len(described.volatile),
+        "bytes": sum(piece.fragment.nbytes for piece in (*described.stepped, *described.volatile)),
+        "begun": begun,
+        "cpu_ms": [cpu * 1e3 for cpu, _ in spent],
+        "wall_ms": [wall * 1e3 for _, wall in spent],
+        "parts_ms": {name: statistics.median(row.get(name, 0.0) for row in parts) * 1e3 for name in names},
+    }

@@ -1,0 +1,173 @@
+"""Whether all tensors that copies read still lie where they were described: asked at each boundary."""
+
+from __future__ import annotations
+
+import weakref
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import chain, compress
+from operator import attrgetter, is_, methodcaller, not_
+from typing import Any, NamedTuple
+
+import torch
+
+from ftckpt.errors import CaptureError
+
+Named = Callable[[], Iterator[tuple[str, object, torch.Tensor]]]
+"""What is alive when it is called: what a tensor is, its name, the tensor."""
+
+_TABLES = attrgetter("_parameters", "_buffers")
+_values = methodcaller("values")
+
+
+class Holders(NamedTuple):
+    """What holds tensors: trees of modules, optimizers of torch's kind, and what neither of them has."""
+
+    modules: Sequence[torch.nn.Module] = ()
+    optimizers: Sequence[Any] = ()
+    others: Sequence[torch.Tensor] = ()
+
+
+class LiveTensors:
+    """The addresses of all tensors that copies read, which must not change while the job runs.
+
+    A copy goes by the address that was described: where a script or an optimizer has put another tensor in the place
+    of one, it would read memory that is no longer the state, and might belong to somebody else.
+
+    Mostly nothing has changed, which one look at all that was held tells. Where it has names decide.
+
+    Args:
+        tensors: gives what is alive when it is called.
+        holders: gives what holds all of these; and parameters in the groups of optimizers, which are looked at, too.
+        inside: the attribute in which a tensor that has it keeps what this rank has of it.
+    """
+
+    def __init__(self, tensors: Named, holders: Callable[[], Holders], inside: str = "") -> None:
+        self._tensors = tensors
+        self._holders = holders
+        self._inside = inside
+        self._described: dict[tuple[str, object], int] = {}
+        self._look: _Look | None = None
+
+    def note(self) -> None:
+        """The tensors are described as they lie now."""
+        if self._look is None:
+            _registrations.enter()
+            weakref.finalize(self, _registrations.leave)
+        self._described = self._addresses()
+        self._look = _Look(self._holders(), self._inside)
+
+    def check(self, remedy: str) -> None:
+        """Raises CaptureError, which ends in ``remedy``, if a tensor was replaced or added since ``note``."""
+        if self._look is not None and self._look.same(self._holders()):
+            return
+        now = self._addresses()
+        if now != self._described:
+            moved = [key for key in {**self._described, **now} if now.get(key) != self._described.get(key)]
+            what, name = moved[0]
+            raise CaptureError(
+                f"{what} {name} and {len(moved) - 1} more tensors were replaced after training began; {remedy}"
+            )
+        self._look = _Look(self._holders(), self._inside)  # the same memory, held in another way
+
+    def _addresses(self) -> dict[tuple[str, object], int]:
+        """Of all that has elements: an empty shard has no address to keep."""
+        named = chain(self._tensors(), self._in_groups())
+        return {(what, name): tensor.data_ptr() for what, name, tensor in named if tensor.numel()}
+
+    def _in_groups(self) -> Iterator[tuple[str, object, torch.Tensor]]:
+        """By number: masters have no names."""
+        for index, optimizer in enumerate(self._holders().optimizers):
+            owners = chain.from_iterable(group["params"] for group in optimizer.param_groups)
+            for place, owner in enumerate(owners):
+                memory = getattr(owner, self._inside, owner) if self._inside else owner
+                yield "parameter of optimizer", (index, place), memory
+
+
+class _Look:
+    """What holders held at one time: the very tensors, and where their memory was.
+
+    An address says nothing about who holds it, and a holder nothing about the address (``tensor.data = other``), so
+    both are compared, by calls that go through all of it inside the interpreter. What is looked at seldom lies in no
+    cache: each thing is looked at once, and of what is put into modules torch tells.
+    """
+
+    def __init__(self, holders: Holders, inside: str) -> None:
+        modules = [module for root in holders.modules for module in root.modules()]
+        tables = (table for module in modules for table in (*_TABLES(module), module._modules))
+        # What comes into a table that has nothing is registered.
+        self._tables = [table for table in tables if table]
+        self._registered = _registrations.count
+        self._held = self._held_now(holders)
+        is_watched = [value is None or isinstance(value, (torch.Tensor, torch.nn.Module)) for value in self._held]
+        # Numbers among an optimizer's state, such as counts of steps, are other objects after each step.
+        self._is_watched = None if all(is_watched) else is_watched
+        tensors = list({id(value): value for value in self._held if isinstance(value, torch.Tensor)}.values())
+        self._inside = attrgetter(inside) if inside else None
+        is_inside = [bool(inside) and hasattr(tensor, inside) for tensor in tensors]
+        self._apart = list(compress(tensors, is_inside))
+        self._whole = list(compress(tensors, map(not_, is_inside)))
+        self._addresses = self._addresses_now()
+
+    def same(self, holders: Holders) -> bool:
+        """Whether ``holders`` hold the same tensors, and these the same memory."""
+        if self._registered != _registrations.count or not self._same_held(self._held_now(holders)):
+            return False
+        return self._addresses_now() == self._addresses
+
+    def _same_held(self, now: list[Any]) -> bool:
+        if len(now) != len(self._held):
+            return False
+        if self._is_watched is None:
+            return all(map(is_, now, self._held))
+        watched = map(is_, compress(now, self._is_watched), compress(self._held, self._is_watched))
+        numbers = compress(now, map(not_, self._is_watched))
+        return all(watched) and not any(isinstance(value, torch.Tensor) for value in numbers)
+
+    def _held_now(self, holders: Holders) -> list[Any]:
+        states = [optimizer.state for optimizer in holders.optimizers]
+        groups = [group["params"] for optimizer in holders.optimizers for group in optimizer.param_groups]
+        of_owners = map(_values, chain.from_iterable(map(_values, states)))
+        tables = map(_values, self._tables)
+        return [*holders.modules, *chain.from_iterable(chain(tables, states, of_owners, groups)), *holders.others]
+
+    def _addresses_now(self) -> array[int]:
+        apart = map(self._inside, self._apart) if self._inside is not None else ()
+        # No list: of as many numbers each would be an object somewhere in memory.
+        return array("Q", map(torch.Tensor.data_ptr, chain(self._whole, apart)))
+
+
+class _Registrations:
+    """Counts tables of modules that get their first entry, in all of this process, while somebody has entered.
+
+    All others can be seen to change. And a module that counts in a buffer registers it in each forward.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._users = 0
+        self._handles: list[Any] = []
+
+    def enter(self) -> None:
+        """Count from now on."""
+        self._users += 1
+        if self._users == 1:
+            self._handles = [register(partial(self._note, table)) for table, register in _REGISTER_HOOKS.items()]
+
+    def leave(self) -> None:
+        """As often as ``enter``."""
+        self._users -= 1
+        while self._handles and not self._users:
+            self._handles.pop().remove()
+
+    def _note(self, table: str, module: torch.nn.Module, *_: Any) -> None:
+        self.count += not getattr(module, table)  # torch calls this before it is done
+
+
+_REGISTER_HOOKS = {
+    "_parameters": torch.nn.modules.module.register_module_parameter_registration_hook,
+    "_buffers": torch.nn.modules.module.register_module_buffer_registration_hook,
+    "_modules": torch.nn.modules.module.register_module_module_registration_hook,
+}
+_registrations = _Registrations()
