@@ -6,19 +6,29 @@ import functools
 import importlib
 import statistics
 import sys
+import threading
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
 
+from benchmarks.common import synchronous
+
+WARM_UP = 8
+"""Snapshots that do not count: the first ones, with the first proofs."""
+SETTLE_SECS = 0.1
 ROOT = Path(__file__).resolve().parent.parent
 SIZE = ["--hidden", "8", "--heads", "2", "--seq", "8", "--micro-batch", "1", "--global-batch", "2"]
 OUTERMOST = "ftckpt.job.checkpointer:Checkpointer"
-CALLS = ("step", "fence", "phase", "beat")
-"""All that training calls of a checkpointer in an iteration."""
+CALLS = ("step", "fence")
+"""What a snapshot takes of training: the boundary, and the fence."""
+PLACES = ("phase", "beat")
+"""What training says of where it is, as often as its schedule has places."""
 PARTS: dict[str, Sequence[str]] = {
     "tensors moved": (
         "ftckpt.frameworks.torch_state:LiveTensors.check",
@@ -28,6 +38,7 @@ PARTS: dict[str, Sequence[str]] = {
     "writes counted": (
         "ftckpt.capture.capture:Capture._written",
         "ftckpt.capture.boundary:LastBoundary._written",
+        "ftckpt.capture.writes:WriteCounts.read",
         "ftckpt.plain.state:PlainState._check_fence",
     ),
     "generators": (
@@ -43,7 +54,11 @@ PARTS: dict[str, Sequence[str]] = {
     "encoding": ("ftckpt.model.objects:encode",),
     "volatile state": ("ftckpt.capture.copier:HostCopier.copy_now",),
     "kept for the end": ("ftckpt.capture.boundary:LastBoundary.keep",),
-    "slot": ("ftckpt.capture.capture:Capture.begin", "ftckpt.capture.capture:Capture.has_room"),
+    "slot": (
+        "ftckpt.capture.capture:Capture.begin",
+        "ftckpt.capture.capture:Capture.has_room",
+        "ftckpt.capture.capture:Capture.writable",
+    ),
     "round": ("ftckpt.job.checkpointer:Checkpointer._post",),
     "verdict": ("ftckpt.job.checkpointer:Checkpointer._agree",),
     "windows": ("ftckpt.windows.pacer:Pacer.learn", "ftckpt.windows.pacer:Pacer.begin"),
@@ -64,11 +79,12 @@ class Meter:
     """Processor time of the training thread, by part; a part inside another one counts for itself."""
 
     def __init__(self) -> None:
-        self.calls: list[tuple[float, float]] = []
-        """Processor time and time of each outermost call since the last ``take``."""
+        self.calls: list[tuple[str, float, float]] = []
+        """Name, processor time and time of each outermost call since the last ``take``."""
         self.parts: dict[str, float] = {}
         self._inside: list[float] = []
         self._depth = 0
+        self._thread = threading.get_ident()
 
     def outermost(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
@@ -80,14 +96,16 @@ class Meter:
                 return original(*args, **kwargs)
             finally:
                 self._depth = 0
-                self.calls.append((time.thread_time() - begin, time.perf_counter() - wall))
+                spent = time.thread_time() - begin, time.perf_counter() - wall
+                self.calls.append((original.__name__, *spent))
 
         return timed
 
     def part(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def timed(*args: Any, **kwargs: Any) -> Any:
-            if not self._depth:  # the copier's threads, and a job that begins
+            # Not a job that begins, nor the copier's threads.
+            if not self._depth or threading.get_ident() != self._thread:
                 return original(*args, **kwargs)
             self._inside.append(0.0)
             begin = time.thread_time()
@@ -101,10 +119,12 @@ class Meter:
 
         return timed
 
-    def take(self) -> tuple[float, float]:
-        """Processor time and time since the last call of this."""
+    def take(self) -> tuple[float, float, float]:
+        """Since the last call of this, processor time and time of what a snapshot takes; processor time of places."""
         calls, self.calls = self.calls, []
-        return sum(cpu for cpu, _ in calls), sum(wall for _, wall in calls)
+        own = [(cpu, wall) for name, cpu, wall in calls if name in CALLS]
+        places = sum(cpu for name, cpu, _ in calls if name in PLACES)
+        return sum(cpu for cpu, _ in own), sum(wall for _, wall in own), places
 
 
 def _replace(path: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
@@ -177,11 +197,13 @@ def _plain(layers: int, settings: Mapping[str, Any], wrap: str = "fsdp2") -> Tra
 
 
 class Framework(NamedTuple):
-    """A job, how many pieces a layer of it has on a rank, and whether it trains on the stand-in for CUDA."""
+    """A job, how many pieces a layer of it has on a rank, whether it trains on the stand-in for CUDA, and settings of
+    ftckpt beside those of all."""
 
     build: Callable[..., Training]
     per_layer: float
     stand_in: bool = False
+    settings: Mapping[str, Any] = MappingProxyType({})
 
 
 FRAMEWORKS = {
@@ -189,45 +211,84 @@ FRAMEWORKS = {
     "deepspeed": Framework(_deepspeed, 24.0, stand_in=True),
     "plain": Framework(_plain, 48.0),
     "plain, replicas": Framework(functools.partial(_plain, wrap="ddp"), 48.0),
+    "plain, storage": Framework(_plain, 48.0, settings=MappingProxyType({"persist": True})),
 }
 
 
 def measure(rank: int, world_size: int, case: Case, settings: Mapping[str, Any], counted: int) -> dict[str, Any]:
-    """Iterations that warm up, ``counted`` ones in which all is timed together, and as many by part."""
+    """Iterations that warm up and ``counted`` ones in which all is timed together, then half as many by part."""
     sys.path.append(str(ROOT / "launch"))
     warnings.filterwarnings("ignore")
     meter = Meter()
-    for name in CALLS:
+    for name in (*CALLS, *PLACES):
         _replace(f"{OUTERMOST}.{name}", meter.outermost)
     framework = FRAMEWORKS[case.framework]
     training = framework.build(max(1, round(case.pieces / framework.per_layer)), settings)
     described = training.checkpointer.training_state.describe()
-    spent = []
     meter.take()
 
-    def iterate() -> tuple[float, float]:
+    def iterate() -> tuple[float, float, float]:
         training.iterate()
         training.boundary()
         return meter.take()
 
-    spent = [iterate() for _ in range(counted)]
+    spent = [iterate() for _ in range(WARM_UP + counted)]
     for part, paths in PARTS.items():
         for path in paths:
             _replace(path, functools.partial(meter.part, part))
     parts: list[dict[str, float]] = []
     for _ in range(counted // 2):
         meter.parts = {}
-        cpu, _ = iterate()
+        cpu, *_ = iterate()
         parts.append({**meter.parts, "rest": cpu - sum(meter.parts.values())})
-    begun = training.checkpointer.begun
     dist.barrier()
     training.checkpointer.close()
     names = {name for row in parts for name in row}
     return {
         "pieces": len(described.stepped) + len(described.volatile),
         "bytes": sum(piece.fragment.nbytes for piece in (*described.stepped, *described.volatile)),
-        "begun": begun,
-        "cpu_ms": [cpu * 1e3 for cpu, _ in spent],
-        "wall_ms": [wall * 1e3 for _, wall in spent],
+        "cpu_ms": [cpu * 1e3 for cpu, _, _ in spent],
+        "wall_ms": [wall * 1e3 for _, wall, _ in spent],
+        "places_ms": [places * 1e3 for _, _, places in spent],
         "parts_ms": {name: statistics.median(row.get(name, 0.0) for row in parts) * 1e3 for name in names},
+    }
+
+
+class Layers(torch.nn.Module):
+    """``mib`` MiB of weights in 32 bit, in matrices of 4 MiB."""
+
+    def __init__(self, mib: int) -> None:
+        super().__init__()
+        self.weights = torch.nn.ParameterList(torch.randn(1024, 1024) for _ in range(max(1, mib // 4)))
+
+
+def compare_sync(rank: int, world_size: int, mib: int, settings: Mapping[str, Any], rounds: int) -> dict[str, Any]:
+    """In turn a boundary with ``schedule`` sync, and a copy of the same bytes into memory that was touched before."""
+    import ftckpt.plain
+    from ftckpt.config import Config
+
+    model = Layers(mib)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    checkpointer = ftckpt.plain.attach(model, optimizer, None, {}, Config(**{**settings, "schedule": "sync"}))
+    assert checkpointer is not None
+    checkpointer.restore()
+    described = checkpointer.training_state.describe()
+    tensors = [piece.tensor for piece in described.stepped]
+    copies = [synchronous(tensors) for _ in range(2)]  # in turn, as slots: no cache has all of one
+    spent: list[tuple[float, float]] = []
+    for iteration in range(rounds + WARM_UP):
+        checkpointer.fence()
+        time.sleep(SETTLE_SECS)  # what follows a snapshot in the background is the next iteration's
+        begin = time.perf_counter()
+        checkpointer.step(iteration)
+        secs = time.perf_counter() - begin
+        time.sleep(SETTLE_SECS)
+        spent.append((secs, copies[iteration % 2]()))
+    assert checkpointer.begun == rounds + WARM_UP - 1
+    checkpointer.close()
+    counted = spent[WARM_UP:]
+    return {
+        "bytes": sum(tensor.nbytes for tensor in tensors),
+        "sync_ms": [secs * 1e3 for secs, _ in counted],
+        "plain_ms": [secs * 1e3 for _, secs in counted],
     }

@@ -29,6 +29,8 @@ class LastBoundary:
         self._volatile = [piece.tensor for piece in described.volatile]
         self._copies = [torch.empty_like(tensor) for tensor in self._volatile]
         self._of = {id(tensor): copy for tensor, copy in zip(self._volatile, self._copies, strict=True)}
+        self._asked: Sequence[torch.Tensor] = ()
+        self._answer: list[torch.Tensor] = []
         self._encoded = b""
         self._error: Exception | None = None
         self._counts: Counts = array("q")
@@ -60,7 +62,9 @@ class LastBoundary:
 
     def in_place_of(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """``tensors``, with what was kept in the place of volatile ones."""
-        return [self._of.get(id(tensor), tensor) for tensor in tensors]
+        if self._asked is not tensors:  # the same ones at each boundary
+            self._asked, self._answer = tensors, [self._of.get(id(tensor), tensor) for tensor in tensors]
+        return self._answer
 
     def objection(self, iteration: int) -> str:
         """Why this is not the state behind ``iteration`` any more; empty where it is."""

@@ -73,7 +73,8 @@ class Capture:
         """Slots of the arena that can be written from now on."""
         fresh = {slot: torch.frombuffer(self.arena.slot(slot), dtype=torch.uint8) for slot in slots}
         self._slots.update(fresh)
-        self._copier.prepare(list(fresh.values()))
+        if fresh:  # at each boundary there are none: to wake a thread takes training longer than all else here
+            self._copier.prepare(list(fresh.values()))
 
     @property
     def flight(self) -> Flight | None:

@@ -260,6 +260,7 @@ class HostCopier:
         self._budget = budget or NoBudget()
         self._worker = Worker("ftckpt-copy", cores)
         self._finisher = Finisher(cores)
+        self._at_once: dict[int, tuple[Sequence[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]] = {}
 
     def prepare(self, slots: Sequence[Slot]) -> None:
         """Have the kernel clear and map the slots' pages before the first copies need them."""
@@ -274,8 +275,12 @@ class HostCopier:
     def warm_up(self, tensors: Sequence[torch.Tensor], copies: Sequence[ChunkCopy]) -> None: ...
 
     def copy_now(self, tensors: Sequence[torch.Tensor], copies: Sequence[ChunkCopy], slot: Slot) -> None:
-        for copy in copies:
-            copy_chunk(tensors, copy, slot)
+        known = self._at_once.get(slot.data_ptr())
+        # The same at each boundary: what is small takes longer to be found than to be copied.
+        if known is None or known[0] is not tensors:
+            known = self._at_once[slot.data_ptr()] = tensors, *_pairs(tensors, copies, slot)
+        if known[1]:
+            torch._foreach_copy_(known[1], known[2])
 
     def start(self, tensors: Sequence[torch.Tensor], flight: Flight, windows: Windows) -> None:
         self._worker.submit(lambda: self._fly(tensors, flight, windows))
@@ -286,6 +291,7 @@ class HostCopier:
         return flight.submitted.wait(timeout_secs) and flight.error is None
 
     def stop(self) -> None:
+        self._at_once.clear()
         if self._worker.close():  # otherwise its flight has still to end
             self._finisher.close()
 
@@ -293,6 +299,7 @@ class HostCopier:
         self.stop()
 
     def _fly(self, tensors: Sequence[torch.Tensor], flight: Flight, windows: Windows) -> None:
+        later: list[int] = []
         try:
             for copy in flight.copies:
                 windows.wait_turn(copy.nbytes, flight.hurry)
@@ -300,10 +307,16 @@ class HostCopier:
                 if flight.cancelled or flight.error is not None:
                     break
                 self._copy(tensors, copy, flight)
-                self._finisher.chunk(flight, copy.chunk)
+                # Whoever stands at the fence waits for bytes: checksums would slow down the copies of the others.
+                if flight.hurry.is_set():
+                    later.append(copy.chunk)
+                else:
+                    self._finisher.chunk(flight, copy.chunk)
         except Exception as error:  # noqa: BLE001 - the fence reports it on the training thread
             flight.error = error
         flight.submitted.set()  # before the end: the fence needs the bytes, and not their checksums
+        for chunk in later:
+            self._finisher.chunk(flight, chunk)
         self._finisher.end(flight)
 
     def _copy(self, tensors: Sequence[torch.Tensor], copy: ChunkCopy, flight: Flight) -> None:
@@ -335,6 +348,16 @@ def copy_chunk(
         source = tensors[segment.piece]
         target = slot[segment.offset - at : segment.offset - at + segment.nbytes].view(source.dtype)
         target.copy_(source[segment.start : segment.start + segment.numel], non_blocking=non_blocking)
+
+
+def _pairs(
+    tensors: Sequence[torch.Tensor], copies: Sequence[ChunkCopy], slot: Slot
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Where the segments of copies that are no XOR go to, and where they come from."""
+    segments = [segment for copy in copies for segment in copy.segments]
+    sources = [tensors[one.piece].detach()[one.start : one.start + one.numel] for one in segments]
+    places = [slot[one.offset : one.offset + one.nbytes] for one in segments]
+    return [place.view(source.dtype) for place, source in zip(places, sources, strict=True)], sources
 
 
 def copy_host_state(tensors: Sequence[torch.Tensor], copy: ChunkCopy, slot: Slot) -> ChunkCopy:

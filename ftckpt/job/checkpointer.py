@@ -562,7 +562,8 @@ class Checkpointer:
         )  # fmt: skip
         pacer.follow(capture.flight, decision.snapshot.iteration)
         if self.config.schedule == "sync":
-            capture.settle(self.config.fence_timeout_secs)
+            # Training waits for the bytes; their checksums are taken beside it, as with any other schedule.
+            capture.fence(self.config.fence_timeout_secs)
         return slot
 
     def _agree(self) -> None:

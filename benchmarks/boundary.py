@@ -1,0 +1,164 @@
+"""What a snapshot takes of the training thread at its boundary and fence, by part, whatever its bytes are.
+
+    python benchmarks/boundary.py --json FILE
+
+Two ranks train models of many small tensors under Megatron-core, DeepSpeed and plain torch, with a snapshot in each
+iteration, and time all calls of the checkpointer. Beside that: ``schedule`` sync against a copy of the same bytes.
+The exit code is 1 where a goal is missed, with a line for each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import statistics
+import sys
+import tempfile
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks import boundary_jobs
+from benchmarks.boundary_jobs import FRAMEWORKS, WARM_UP, Case
+from benchmarks.common import environment, print_table, write_json
+from ftckpt.store.directory import clean_job
+from tests.support.pool import run_ranks
+
+RANKS = 2
+TIMEOUT_SECS = 280.0
+MOST_MS = {300: 0.3, 3000: 1.0}
+"""Of processor time, by pieces; the median of all snapshots that count."""
+MOST_OUTLIER_MS = 3.0
+MOST_SYNC = 1.1
+"""Of the time of a plain copy."""
+SYNC = "sync"
+
+
+class Sizes(NamedTuple):
+    """Pieces of the jobs; iterations that count; MiB of the states that are copied while training waits; rounds."""
+
+    pieces: Sequence[int]
+    counted: int
+    sync_mib: Sequence[int]
+    rounds: int
+
+
+FULL = Sizes((30, 300, 3000), 40, (64, 256), 30)
+QUICK = Sizes((30,), 12, (8,), 4)
+
+
+@contextmanager
+def settings_of(arena: Path, more: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Of a job that leaves nothing."""
+    folder = Path(tempfile.mkdtemp(prefix="ftckpt-benchmark-", dir=arena.absolute()))
+    job = f"bench-{uuid.uuid4().hex[:8]}"
+    (folder / "stored").mkdir()
+    storage = {"persist": str(folder / "stored")} if more.get("persist") else {}
+    settings = {"enabled": True, "job": job, "node": "node", "arena": str(folder), "protect": "none"}
+    try:
+        yield {**settings, "objects_mib": 1, "replica_check_interval": 1000, "on_error": "raise", **more, **storage}
+    finally:
+        clean_job(folder, job)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def run_case(case: Case, sizes: Sizes, arena: Path) -> dict[str, Any]:
+    """One start of the ranks; its row."""
+    framework = FRAMEWORKS[case.framework]
+    with settings_of(arena, framework.settings) as settings:
+        options = {"stand_in": framework.stand_in, "timeout_secs": TIMEOUT_SECS}
+        ranks = [
+            one.value for one in run_ranks(boundary_jobs.measure, RANKS, case, settings, sizes.counted, **options)
+        ]
+    cpu = [ms for rank in ranks for ms in rank["cpu_ms"][WARM_UP:]]
+    names = sorted({name for rank in ranks for name in rank["parts_ms"]})
+    return {
+        "framework": case.framework, "asked": case.pieces, "pieces": max(rank["pieces"] for rank in ranks),
+        "bytes": max(rank["bytes"] for rank in ranks), "snapshots": len(cpu),
+        "cpu_ms_median": statistics.median(cpu), "cpu_ms_least": min(cpu), "cpu_ms_most": max(cpu),
+        # Replicas and what is derived are proven with these.
+        "proofs_ms": {str(n): max(rank["cpu_ms"][n - 1] for rank in ranks) for n in (1, 2, 4, 8)},
+        "wall_ms_median": statistics.median(ms for rank in ranks for ms in rank["wall_ms"][WARM_UP:]),
+        "places_ms_median": statistics.median(ms for rank in ranks for ms in rank["places_ms"][WARM_UP:]),
+        "parts_ms": {name: statistics.median(rank["parts_ms"].get(name, 0.0) for rank in ranks) for name in names},
+    }  # fmt: skip
+
+
+def run_sync(mib: int, sizes: Sizes, arena: Path) -> dict[str, Any]:
+    """A boundary at which training waits for all copies, against a copy."""
+    with settings_of(arena, {}) as settings:
+        (rank,) = run_ranks(
+            boundary_jobs.compare_sync, 1, mib, settings, sizes.rounds, stand_in=False, timeout_secs=TIMEOUT_SECS
+        )
+    found = rank.value
+    medians = {name: statistics.median(found[name]) for name in ("sync_ms", "plain_ms")}
+    least = min(found["sync_ms"]) / min(found["plain_ms"])
+    return {"mib": mib, **medians, "ratio": medians["sync_ms"] / medians["plain_ms"], "least_ratio": least}
+
+
+def missed(rows: Sequence[Mapping[str, Any]], sync: Sequence[Mapping[str, Any]]) -> list[str]:
+    """A line for each goal that does not hold."""
+    lines = []
+    for row in rows:
+        name, most = f"{row['framework']}, {row['pieces']} pieces", MOST_MS.get(row["asked"])
+        if most is not None and not row["cpu_ms_median"] <= most:
+            lines.append(f"{name}: {row['cpu_ms_median']:.2f} ms a snapshot, more than {most}")
+        worst = max(row["cpu_ms_most"], *row["proofs_ms"].values())
+        if not worst <= MOST_OUTLIER_MS:
+            lines.append(f"{name}: a snapshot of {worst:.1f} ms, more than {MOST_OUTLIER_MS:g}")
+    lines += [
+        f"sync, {row['mib']} MiB: {row['ratio']:.2f} times a plain copy, more than {MOST_SYNC}"
+        for row in sync
+        if not row["ratio"] <= MOST_SYNC
+    ]
+    return lines
+
+
+def show(rows: Sequence[Mapping[str, Any]], sync: Sequence[Mapping[str, Any]]) -> None:
+    """Print what was measured."""
+    heads = ["", "pieces", "cpu ms", "least", "most", "1st", "2nd", "4th", "8th", "places ms"]
+    names = ("cpu_ms_median", "cpu_ms_least", "cpu_ms_most")
+    print_table(
+        heads,
+        [
+            [
+                row["framework"], str(row["pieces"]), *(f"{row[name]:.2f}" for name in names),
+                *(f"{row['proofs_ms'][number]:.1f}" for number in "1248"), f"{row['places_ms_median']:.2f}",
+            ]
+            for row in rows
+        ],
+    )  # fmt: skip
+    for row in rows:
+        parts = sorted(row["parts_ms"].items(), key=lambda part: -part[1])
+        print(f"{row['framework']}, {row['pieces']}: " + ", ".join(f"{name} {ms:.3f}" for name, ms in parts))
+    for row in sync:
+        print(f"sync, {row['mib']} MiB: {row['sync_ms']:.1f} ms, plain copy {row['plain_ms']:.1f} ms")
+
+
+def main(argv: Sequence[str]) -> int:
+    """Returns 1 where a goal is missed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, required=True)
+    parser.add_argument("--quick", action="store_true", help="a small size without goals")
+    parser.add_argument("--only", action="append", choices=(*FRAMEWORKS, SYNC), help="may be given several times")
+    parser.add_argument("--arena", type=Path, default=Path("/dev/shm"), help="a tmpfs")
+    args = parser.parse_args(argv)
+    sizes, names = QUICK if args.quick else FULL, args.only or (*FRAMEWORKS, SYNC)
+    where = environment(argv, "benchmarks/boundary.py")
+    cases = [Case(name, pieces) for name in FRAMEWORKS if name in names for pieces in sizes.pieces]
+    rows = [run_case(case, sizes, args.arena) for case in cases]
+    sync = [run_sync(mib, sizes, args.arena) for mib in sizes.sync_mib] if SYNC in names else []
+    problems = [] if args.quick else missed(rows, sync)
+    show(rows, sync)
+    write_json(args.json, {"environment": where, "jobs": rows, "sync": sync, "missed": problems})
+    for line in problems:
+        print(f"missed: {line}", file=sys.stderr)
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
