@@ -248,6 +248,38 @@ def test_volatile_state_is_there_when_the_call_returns(copier: HostCopier) -> No
     assert watched.copied
 
 
+def test_volatile_state_is_copied_as_it_is_at_each_boundary(copier: HostCopier) -> None:
+    """Where it goes to is found out once; from other tensors, as they were kept, it comes from these."""
+    watched = Watched()
+    live, kept = [watched.live], [torch.full((16,), -1.0)]
+    for sources, value in ((live, 1.0), (live, 2.0), (kept, -1.0), (live, 3.0)):
+        watched.live.fill_(value)
+        copier.copy_now(sources, COPIES, watched.slot)
+        assert watched.slot.view(torch.float32).tolist() == [value if sources is live else -1.0] * 16
+
+
+def test_checksums_wait_while_training_does(monkeypatch: pytest.MonkeyPatch, copier: HostCopier) -> None:
+    """They would take memory's time from the copies that training waits for; all come in the end."""
+    gate, last = Gate(1), Gate(3)
+
+    def before(copy: ChunkCopy) -> None:
+        gate(copy)
+        last(copy)
+
+    before_copy(monkeypatch, before)
+    watched = Watched()
+    watched.start(copier)
+    assert gate.reached.wait(LONG_SECS)
+    watched.flight.hurry.set()
+    gate.opened.set()
+    assert last.reached.wait(LONG_SECS)
+    copier._finisher.call(lambda: None, LONG_SECS)
+    assert watched.told == [0]
+    last.opened.set()
+    assert watched.flight.wait(LONG_SECS)
+    assert watched.told == [0, 1, 2, 3, "arrived"] and watched.copied
+
+
 def test_close_after_cancel_ends_the_thread_within_the_copy_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
     gate = Gate(0)
     before_copy(monkeypatch, gate)

@@ -109,6 +109,21 @@ def test_views_are_saved_as_their_elements() -> None:
         assert identical(decode(encode(view)), view.resolve_neg().clone(memory_format=torch.contiguous_format))
 
 
+def test_what_has_changed_inside_is_encoded_as_it_is_now() -> None:
+    """A scheduler changes its state in place: that an object is the same one says nothing."""
+    state: dict[str, Any] = {"lrs": [0.1, {"scale": np.zeros(2), "rng": torch.zeros(4, dtype=torch.uint8)}], "n": 1}
+    changes = (
+        lambda: state["lrs"].__setitem__(0, 0.2), lambda: state["lrs"][1]["scale"].__setitem__(1, 5.0),
+        lambda: state["lrs"][1]["rng"].add_(1), lambda: state.update(n=2), lambda: state["lrs"].append(None),
+    )  # fmt: skip
+    for change in changes:
+        before = encode(state)
+        expected = decode(before)
+        change()
+        assert identical(decode(encode(state)), state) and not identical(decode(encode(state)), expected)
+        assert identical(decode(before), expected), "what was encoded has changed with it"
+
+
 def test_a_decoded_tensor_owns_its_memory() -> None:
     data = bytearray(encode([torch.zeros(4), np.zeros(4)]))
     tensor, array = decode(data)

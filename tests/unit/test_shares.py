@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from random import Random
+from types import SimpleNamespace
 from typing import cast
 
 import numpy as np
@@ -19,6 +20,7 @@ from ftckpt.capture.assignment import Assignment, assign
 from ftckpt.errors import CaptureError, ConfigError, CorruptError
 from ftckpt.events import Events
 from ftckpt.group import Group
+from ftckpt.job.shard import Proof, Shard
 from ftckpt.model.fragment import Box, Fragment
 from ftckpt.model.manifest import Manifest
 from ftckpt.model.replicas import CUT_BYTES, Gather
@@ -270,6 +272,75 @@ def test_ranks_copy_the_tied_embedding_where_there_is_room_and_say_so() -> None:
     assert {a.spill_bytes for a in found} == {(100_000, 0)}
     again = assigned([[a.manifest.capacity for a in found]] * 4)
     assert [a.manifest.digest for a in again] == [a.manifest.digest for a in found]
+
+
+def looks(found: Sequence[Assignment]) -> tuple[list[bool], bool]:
+    """What a proof sees: of each rank whether what it derives follows, and whether replicas agree."""
+    seen = [assignment.belief.look() for assignment in found]
+    agree = {assignment.belief.agree([digests for _, digests in seen]) for assignment in found}
+    assert len(agree) == 1, "ranks come to different conclusions"
+    return [follows for follows, _ in seen], agree.pop()
+
+
+def test_replicas_that_differ_are_seen_without_a_plan() -> None:
+    found = assigned([None] * 4)
+    assert all(assignment.belief.needed for assignment in found)
+    assert looks(found) == ([True] * 4, True)
+    tensor = found[3].pieces[1].tensor
+    tensor[7] += 1
+    assert looks(found) == ([True] * 4, False)
+    tensor[7] -= 1
+    assert looks(found) == ([True] * 4, True)
+    tensor[0] = -0.0  # the same number, and other bits
+    assert looks(found) == ([True] * 4, False)
+
+
+def test_replicas_that_differed_from_the_start_are_looked_at_by_a_whole_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = described
+
+    def spoiled(rank: int) -> Description:
+        made = original(rank)
+        made.stepped[1].tensor[7] += rank
+        return made
+
+    monkeypatch.setitem(globals(), "described", spoiled)
+    found = assigned([None] * 4)
+    assert all(assignment.differing for assignment in found)
+    assert looks(found) == ([True] * 4, False)
+
+
+def private(rank: int, derives: bool, small: int = 5) -> Description:
+    """Many small tensors of this rank's own; ``derives``: with weights that follow from masters."""
+    pieces: list[Piece] = []
+    for number in range(small):
+        shape = Fragment.whole(f"master/{number}", "F32", (4, 8), Box((rank, 0), (1, 8)))
+        master = torch.randn(8)
+        pieces.append(Piece(shape, master))
+        if derives:
+            weight = Fragment.whole(f"weight/{number}", "BF16", (4, 8), Box((rank, 0), (1, 8)))
+            pieces.append(Piece(weight, master.bfloat16(), derived_from=master))
+    return Description(tuple(pieces), ())
+
+
+@pytest.mark.parametrize("derives", ["none", "one rank", "all"])
+def test_nothing_is_proven_where_no_rank_has_anything_to_prove(derives: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(
+        globals(), "described", lambda rank: private(rank, derives == "all" or (derives == "one rank" and rank == 2))
+    )
+    found = assigned([None] * 4)
+    assert {assignment.belief.needed for assignment in found} == {derives != "none"}
+    assert looks(found) == ([True] * 4, True)
+    if derives != "none":
+        found[2].derived[3].tensor[0] += 1
+        assert looks(found) == ([True, True, False, True], True)
+
+
+def test_a_proof_of_nothing_waits_for_nobody() -> None:
+    """The group would raise: there is none."""
+    shard = object.__new__(Shard)
+    shard._assignment = SimpleNamespace(belief=SimpleNamespace(needed=False))  # type: ignore[assignment]
+    shard.capture = SimpleNamespace()  # type: ignore[assignment]
+    assert shard.prove(late=True, stepped=False, whole=None) == Proof(True, changed=False, new_arenas=False)
 
 
 @pytest.mark.parametrize("told", [[0] * 4, [1 << 40] * 4, [150_000] * 4, [200_000, 150_000, 150_000, 160_000]])
