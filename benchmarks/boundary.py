@@ -47,7 +47,7 @@ class Sizes(NamedTuple):
     rounds: int
 
 
-FULL = Sizes((30, 300, 3000), 40, (64, 256), 30)
+FULL = Sizes((30, 300, 3000), 24, (64, 256), 20)
 QUICK = Sizes((30,), 12, (8,), 4)
 
 

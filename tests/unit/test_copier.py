@@ -252,7 +252,7 @@ def test_volatile_state_is_copied_as_it_is_at_each_boundary(copier: HostCopier) 
     """Where it goes to is found out once; from other tensors, as they were kept, it comes from these."""
     watched = Watched()
     live, kept = [watched.live], [torch.full((16,), -1.0)]
-    for sources, value in ((live, 1.0), (live, 2.0), (kept, -1.0), (live, 3.0)):
+    for sources, value in ((live, 1.0), (live, 2.0), (kept, 9.0), (live, 3.0)):
         watched.live.fill_(value)
         copier.copy_now(sources, COPIES, watched.slot)
         assert watched.slot.view(torch.float32).tolist() == [value if sources is live else -1.0] * 16

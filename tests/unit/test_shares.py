@@ -306,6 +306,8 @@ def test_replicas_that_differed_from_the_start_are_looked_at_by_a_whole_plan(mon
     monkeypatch.setitem(globals(), "described", spoiled)
     found = assigned([None] * 4)
     assert all(assignment.differing for assignment in found)
+    for rank, assignment in enumerate(found):  # and from here on they agree: what each copies can be shared again
+        next(piece for piece in assignment.pieces if piece.fragment.key == "embedding").tensor[7] -= rank
     assert looks(found) == ([True] * 4, False)
 
 
