@@ -19,7 +19,7 @@ import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 _NUMBERS = re.compile(r"\[\s+-?\d[\d\s.,eE+-]*\]")
-PACKAGES = ("ftckpt", "torch", "megatron-core", "numpy")
+PACKAGES = ("ftckpt", "torch", "megatron-core", "deepspeed", "numpy")
 
 
 def environment(argv: Sequence[str], script: str) -> dict[str, Any]:
