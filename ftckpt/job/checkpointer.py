@@ -562,8 +562,9 @@ class Checkpointer:
         )  # fmt: skip
         pacer.follow(capture.flight, decision.snapshot.iteration)
         if self.config.schedule == "sync":
-            # Training waits for the bytes; their checksums are taken beside it, as with any other schedule.
+            # Fenced first: copies are hurried, and checksums come behind them. Sealed, so that it can be saved at once.
             capture.fence(self.config.fence_timeout_secs)
+            capture.settle(self.config.fence_timeout_secs)
         return slot
 
     def _agree(self) -> None:
