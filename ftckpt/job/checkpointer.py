@@ -562,8 +562,6 @@ class Checkpointer:
         )  # fmt: skip
         pacer.follow(capture.flight, decision.snapshot.iteration)
         if self.config.schedule == "sync":
-            # Fenced first: copies are hurried, and checksums come behind them. Sealed: it may be saved at once.
-            capture.fence(self.config.fence_timeout_secs)
             capture.settle(self.config.fence_timeout_secs)
         return slot
 
