@@ -115,8 +115,9 @@ class NodeArenas:
         old, there = self._in_use(look)
         self._own, self._old, self._removing, self._opened = path, old, keep is None, True
         self._needed = there.needed(keep) if keep is not None else frozenset()
-        needs, freed_bytes = self._foresee(there, old, existing, keep, manifest)
-        self._require_room(needs, freed_bytes)
+        outlook = self._foresee(there, old, existing, keep, manifest)
+        self._most = outlook.most
+        self._require_room(outlook)
         arena = together(self._group, lambda: self._create(manifest, existing))
         arena.control.mark_origin(self.origin)
         if keep is not None:
@@ -137,7 +138,7 @@ class NodeArenas:
         try:
             # First of all: what is protected would be given up for nothing.
             _, there = self._in_use(lambda: self._list_old(arena_path(self.path, manifest)))
-            self._require_room(*together(self._group, lambda: self._foresee_change(there, old, whole, manifest)))
+            self._require_room(together(self._group, lambda: self._foresee_change(there, old, whole, manifest)))
             # A kill from here on must find the same on all ranks: what is not whole is gone from every arena
             # before the first of them goes.
             together(self._group, lambda: _void_others(old, whole))
@@ -337,19 +338,16 @@ class NodeArenas:
 
     def _foresee(
         self, there: Ledger, old: Sequence[Path], existing: Arena | None, keep: SnapshotId | None, manifest: Manifest
-    ) -> tuple[Ledger, int]:
-        """What the arena for ``manifest`` needs, and the bytes that ``old`` ones will have given up by then."""
+    ) -> _Outlook:
+        """What the arena for ``manifest`` needs, and what ``old`` ones will have given up by then."""
         spare = there.spare(there.needed(keep)) if keep is not None else Ledger()
         num_old = num_slots(old) - spare.free_slots if keep is not None else 0
         have, new, lacks = self._count_slots(existing, keep, num_old)
-        self._most = have + new
         image = existing.image if existing is not None else SlotImage.of(manifest)
         needs = for_slots(new, lacks, image.file_bytes, old)
-        return needs, spare.given_back_bytes if keep is not None else needs.free_bytes
+        return _Outlook(needs, spare.given_back_bytes if keep is not None else needs.free_bytes, have + new)
 
-    def _foresee_change(
-        self, there: Ledger, arena: Arena, keep: SnapshotId | None, manifest: Manifest
-    ) -> tuple[Ledger, int]:
+    def _foresee_change(self, there: Ledger, arena: Arena, keep: SnapshotId | None, manifest: Manifest) -> _Outlook:
         """As ``_foresee`` when nothing but ``keep`` is left in ``arena``; nothing is changed."""
         path = arena_path(self.path, manifest)
         old, there = self._list_old(path), there.without(arena.path.name, keep)
@@ -360,12 +358,10 @@ class NodeArenas:
         with closing(existing):
             return self._foresee(there, old, existing, keep, manifest)
 
-    def _require_room(self, mine: Ledger, freed_bytes: int = 0) -> None:
-        """Raise MemoryBudgetError unless the node has room for what ranks need now and when old arenas have gone.
-
-        ``freed_bytes`` of this rank come back before it needs anything.
-        """
-        needs = codec.gather(self._group, (mine.now_bytes - freed_bytes, mine.later_bytes), tuple[int, int])
+    def _require_room(self, mine: _Outlook) -> None:
+        """Raise MemoryBudgetError unless the node has room for what ranks need now and when old arenas have gone."""
+        now_bytes = mine.needs.now_bytes - mine.freed_bytes
+        needs = codec.gather(self._group, (now_bytes, mine.needs.later_bytes), tuple[int, int])
         self.coming_bytes = 0
         if not any(map(any, needs)):
             return  # on all ranks: what is asked for below is asked for together
@@ -405,6 +401,14 @@ class NodeArenas:
             if arena.allocated(slot) and not arena.header_good(slot):
                 run_on(self.cores, partial(arena.renew, slot))
         return arena
+
+
+class _Outlook(NamedTuple):
+    """What a rank's arena needs; bytes that come back before it needs anything; its slots beside old arenas."""
+
+    needs: Ledger
+    freed_bytes: int
+    most: int
 
 
 class _Sight(NamedTuple):

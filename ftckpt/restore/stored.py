@@ -288,25 +288,13 @@ class ShardFetch:
             readers.submit(self._read_ahead, [shard for shard, build in builds.items() if not build.fix.in_place])
             return Need.of(builds.values())
 
-        def finish() -> _Brought:
-            for shard, build in builds.items():
-                if damage := build.finish():
-                    raise StorageError(f"{shard}: {', '.join(damage.names[:3])} is bad yet", lasting=True)
-            return _Brought(tuple(build.at for build in builds.values()), **self.usage)
-
         self._arenas.close()  # files may be freed or replaced from here on, by any rank of the node
         try:
             make_room(
                 self._group, self._topology, self._arenas.node_dir, self._events, chosen=self._stored.snapshot,
                 need=look, keep=self._keep(),
             )  # fmt: skip
-            together(self._group, lambda: _each(Build.open, builds))
-            filling = self._fill(readers, builds, files)
-            # In turns: ranks have more and less to read, and wait for each other only so long.
-            while not all(gather_all(self._group, lambda: _turn(filling), bool)):
-                pass
-            # Nothing is sealed before every chunk of every rank has the right checksum.
-            brought = gather_all(self._group, finish, _Brought)
+            brought = self._bring(readers, builds, files)
         finally:
             readers.shutdown(cancel_futures=True)  # first: what they write into is closed
             for build in builds.values():
@@ -314,6 +302,25 @@ class ShardFetch:
             self._arenas.close()
         self.usage = {name: sum(getattr(one, name) for one in brought) for name in self.usage}
         return [at for one in brought for at in one.slots]
+
+    def _bring(
+        self, readers: Executor, builds: Mapping[str, Build], files: Mapping[str, ShardFile]
+    ) -> list[_Brought]:
+        """What every rank has brought."""
+
+        def finish() -> _Brought:
+            for shard, build in builds.items():
+                if damage := build.finish():
+                    raise StorageError(f"{shard}: {', '.join(damage.names[:3])} is bad yet", lasting=True)
+            return _Brought(tuple(build.at for build in builds.values()), **self.usage)
+
+        together(self._group, lambda: _each(Build.open, builds))
+        filling = self._fill(readers, builds, files)
+        # In turns: ranks have more and less to read, and wait for each other only so long.
+        while not all(gather_all(self._group, lambda: _turn(filling), bool)):
+            pass
+        # Nothing is sealed before every chunk of every rank has the right checksum.
+        return gather_all(self._group, finish, _Brought)
 
     def _mine(self) -> Iterator[str]:
         """Shards that this rank brings: the one that it continues, or, of another layout, its part of all."""
