@@ -43,7 +43,7 @@ from ftckpt.model.loaded import Checkpoint
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.model.topology import Topology
 from ftckpt.model.training_state import Description, TrainingState
-from ftckpt.restore.restart import Restart, remove_protection
+from ftckpt.restore.restart import Restart
 from ftckpt.store.arena import Arena
 from ftckpt.store.outcome import LauncherRun
 from ftckpt.windows.cost import Wish
@@ -486,10 +486,11 @@ class Checkpointer:
         self._execute([self._state.went_back(iteration)])
         if self.capture is None:
             return
-        # In this order: the SMP makes no more of it, and what could bring a void slot back goes before it is void.
+        # First: the SMP makes no more of it. What it has made, or is at, stays until the next start: once the last
+        # rank has voided its slots nothing can be rebuilt around packages and parity, and they are no sign of a loss.
+        # A kill before that is one before training went back: what ranks have voided by then parity may bring back.
         self.capture.arena.control.mark_target(None)
         self.capture.arena.control.mark_flush(None)
-        remove_protection(self.node_dir, iteration - 1)
         self.capture.forget(iteration)
 
     def _fence(self) -> None:

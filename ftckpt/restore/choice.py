@@ -105,8 +105,10 @@ def decide(
     # A slot is sealed only after every rank has its arena: a missing arena, like a corrupt slot, was there once.
     unreadable = {report.shard for report in reports if not report.layout}
     spoilt = any(not one.homes.keys() <= unreadable | set(one.arenas) for one in known.values())
-    # And only snapshots that were whole have packages.
-    spoilt = spoilt or bool(inventory.packages)
+    # Only what was whole has packages, and the arenas of a node are marked so before its SMP makes or fetches any. An
+    # arena that is there and marks nothing was told that it never happened; its SMP, at work on that, may have stored
+    # packages behind the void. Where no arena of the node is left the packages alone tell.
+    spoilt = spoilt or not {package.node for package in inventory.packages} <= {report.node for report in reports}
     for candidate in _by_age(known, findings.damage):
         answer = _weigh(candidate, inventory, findings)
         if isinstance(answer, Query):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 
 from ftckpt.errors import CaptureError
 from ftckpt.job.agreement import AgreementError
+from ftckpt.store.package import list_packages
 from tests.support import jobs, plain
 from tests.support.faults import Fault
 from tests.support.pool import RankFailure, run_ranks
@@ -66,8 +68,8 @@ def test_only_what_all_ranks_name_is_whole(
     assert start_over(settings) == [(whole, whole, [float(whole)], [float(whole)])] * 2
 
 
-def going_back(rank: int, world_size: int, settings: dict[str, Any]) -> None:
-    checkpointer, state = plain.make(rank, world_size, settings)
+def going_back(rank: int, world_size: int, settings: dict[str, Any], nodes: list[str]) -> None:
+    checkpointer, state = plain.make(rank, world_size, settings, nodes)
     checkpointer.restore()
     iteration, deadline, protects = 0, time.monotonic() + 60, settings["protect"] != "none"
     while iteration < 6 or (protects and checkpointer.protected is None):
@@ -80,17 +82,17 @@ def going_back(rank: int, world_size: int, settings: dict[str, Any]) -> None:
         plain.iterate(checkpointer, state, iteration, offset=100.0)
     if checkpointer.capture is not None and checkpointer.capture.flight is not None:
         checkpointer.capture.flight.wait(20)  # what is copied, wrongly, is sealed
+    assert not protects or list_packages(checkpointer.node_dir), "what the SMP has made, or was at, stays there"
     meet(Path(settings["events"]).parent / "gone back", world_size)
     plain.die()
 
 
-@pytest.mark.parametrize("protect", ["none", "node"])
-def test_going_back_in_one_process_never_mixes(protect: str, settings: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("protect", "nodes"), [("none", "aa"), ("node", "aa"), ("peer", "ab")])
+def test_going_back_in_one_process_never_mixes(protect: str, nodes: str, settings: dict[str, Any]) -> None:
     """Nor does a restart bring back what was undone, or miss it: it begins where storage does."""
     settings |= {"protect": protect, "objects_mib": 1, "chunk_mib": 0.0625}
-    run_ranks(going_back, 2, {**settings, **FAST}, expect_failures=True)
-    values = start_over(settings)
-    assert values == [(None, 0, [0.0], [0.0])] * 2
+    run_ranks(going_back, 2, {**settings, **FAST}, list(nodes), expect_failures=True)
+    assert start_over(settings, list(nodes)) == [(None, 0, [0.0], [0.0])] * 2
     assert len(jobs.events(settings, "turned_off")) == 2
 
 
@@ -251,24 +253,32 @@ def late_then_killed(rank: int, world_size: int, settings: dict[str, Any]) -> No
     """Rank 0 does not read in time that 5 is whole, and reads it together with a verdict that names nothing."""
     checkpointer, state = plain.make(rank, world_size, settings)
     assert checkpointer.restore() is None
+    config, place = checkpointer.config, Path(settings["events"]).parent
 
     def disturb() -> None:
         if state.iteration == 7:
-            time.sleep(1.0)  # until both have posted their round
-            plain.die()
+            threading.Event().wait()  # until it is killed
 
     plain.before_each_copy(disturb)
     for iteration in range(1, 8):
-        # Ranks that are late: each misses a verdict of the other.
-        time.sleep({(1, 6): 1.5, (0, 7): 1.25}.get((rank, iteration), 0.1 if iteration < 6 else 0.0))
+        # Rank 1 posts for 5 once rank 0 has not waited for it; rank 0 posts again once rank 1 has taken 6.
+        awaited = {(1, 6): "missed", (0, 7): "taken"}.get((rank, iteration))
+        if awaited is not None:
+            until((place / awaited).exists, awaited)
+        misses = (rank, iteration) == (0, 6)
+        checkpointer.config = replace(config, agree_timeout_secs=0.1) if misses else config
         plain.iterate(checkpointer, state, iteration)
-    time.sleep(5)  # until it is killed
+        if iteration == 6:
+            (place / ("missed" if rank == 0 else "taken")).touch()
+    meet(place / "both at 7", world_size)
+    plain.die()
 
 
 def test_a_rank_that_reads_two_verdicts_at_once_keeps_what_the_first_one_named(settings: dict[str, Any]) -> None:
-    settings |= {"replica_check_interval": 0, "error_limit": 9, "agree_timeout_secs": 0.5}
+    settings |= {**FAST, "agree_timeout_secs": 60.0}
     run_ranks(late_then_killed, 2, settings, expect_failures=True)
-    assert len({e["rank"] for e in jobs.events(settings, "snapshot") if e["iteration"] == 7}) == 2
+    begun = {(e["rank"], e["iteration"]) for e in jobs.events(settings, "snapshot") if e["iteration"] > 5}
+    assert begun == {(1, 6), (0, 7), (1, 7)}
     assert start_over(settings) == [(5, 5, [5.0], [5.0])] * 2
 
 

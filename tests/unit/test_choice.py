@@ -422,10 +422,14 @@ def test_a_group_of_other_arenas_is_not_used() -> None:
         outcome(reports, shielded())
 
 
-def test_packages_alone_tell_that_there_was_a_snapshot() -> None:
-    with raises(LostError, "tp0, tp1, tp2", "3"):
-        outcome(six(), unasked(shielded()))
-    assert outcome(six(), (Inventory(), Findings())) is None
+def test_packages_alone_tell_of_a_loss_where_no_arena_of_their_node_is_left() -> None:
+    """Arenas that mark nothing were voided when training went back; an SMP stores what it was at behind that."""
+    assert outcome(six(), unasked(shielded())) is None
+    gone = [shard for shard in RANKS if NODES[shard] == NODES["tp0"]]
+    for there in ([], six(without=gone)):
+        with raises(LostError, "no arena of tp0, tp1, tp2"):
+            outcome(there, unasked(shielded(packages_of=gone)))
+        assert outcome(there, (Inventory(), Findings())) is None
 
 
 def test_damage_has_names_and_a_json_form() -> None:
