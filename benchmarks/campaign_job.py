@@ -23,6 +23,7 @@ from ftckpt.errors import UnsupportedError
 from ftckpt.group import Group
 from ftckpt.job.checkpointer import Checkpointer
 from ftckpt.model.fragment import Box, Fragment
+from ftckpt.model.snapshot import SnapshotId
 from ftckpt.model.topology import RankPlace, Topology
 from ftckpt.model.training_state import Description, Piece
 from ftckpt.store.outcome import LauncherRun, launcher_run
@@ -37,7 +38,8 @@ _ITERATION_SECS = 0.03
 
 @dataclass(frozen=True)
 class Plan:
-    """One attempt: ``nodes[rank]`` names nodes; it trains ``iterations`` from where it starts, or until killed.
+    """One attempt: ``nodes[rank]`` names nodes; it trains ``iterations`` from where it starts, or until killed, and
+    on until all ranks know of as many snapshots that have come to be ``protected``.
 
     ``progress`` gets a file ``rank{R}`` once its rank has trained an iteration. All ranks evaluate after iteration
     ``pause[0]`` for ``pause[1]`` seconds. Rank ``stray`` is on a machine of its own that has its node's name. Rank
@@ -51,6 +53,7 @@ class Plan:
     pause: tuple[int, float] = (0, 0.0)
     stray: int | None = None
     crashing: int | None = None
+    protected: int = 0
 
 
 @dataclass(frozen=True)
@@ -152,11 +155,16 @@ def train(rank: int, world_size: int, plan: Plan) -> Ended:
     checkpointer = Checkpointer(config, state, topology, group=Group(config.start_timeout_secs), run=speaker)
     start = checkpointer.restore()
     wrong = state.wrong(start or 0)
-    for iteration in range((start or 0) + 1, (start or 0) + plan.iterations + 1):
+    iteration, fewest, protected = start or 0, torch.zeros(1, dtype=torch.int64), set[SnapshotId]()
+    last = iteration + plan.iterations
+    while iteration < last or int(fewest) < plan.protected:
+        iteration += 1
         checkpointer.phase("forward")
         time.sleep(_ITERATION_SECS)
         checkpointer.fence()
-        dist.barrier()  # as gradients do
+        protected |= {checkpointer.protected} - {None}
+        fewest.fill_(len(protected))
+        dist.all_reduce(fewest, dist.ReduceOp.MIN)  # as gradients are: all ranks end in the same iteration
         state.advance(iteration)
         checkpointer.step(iteration)
         (plan.progress / f"rank{rank}").write_text(str(iteration))

@@ -83,7 +83,7 @@ def states(plan: Plan) -> set[SlotState]:
 
 
 def test_snapshots_become_protected_and_nothing_is_left_at_the_end(plan: Plan) -> None:
-    ended = [result.value for result in run_ranks(train, 3, plan)]
+    ended = [result.value for result in run_ranks(train, 3, replace(plan, protected=3))]
     assert ended == [Ended(None, ())] * 3
     protected = [event["iteration"] for event in told(plan) if event["event"] == "protected"]
     assert protected == sorted(protected) and len(protected) >= 3
