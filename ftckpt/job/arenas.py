@@ -176,26 +176,33 @@ class NodeArenas:
         """
         if self._old and self._removing:
             self.remove_old()
-        if self._supply is None:
-            self._begin_supply(arena)
-            return []
-        if waits and self._supplies_start:
-            self._supply.wait(self._config.fence_timeout_secs)
-        ended, allocated = self._supply.ended, list[int]()
-        try:
-            allocated = self._supply.take()
-        except FtckptError as error:
-            self._events.emit("arena_problem", path=str(arena.path), problems=[str(error)])
-            if not self._lacks_slot:  # tried again at each boundary
-                self._lacks_slot = True
-                self._events.announce(f"a slot is lacking, and snapshots are skipped for that: {error}")
+        allocated: list[int] = []
+        if self._supply is not None:
+            if waits and self._supplies_start:
+                self._supply.wait(self._config.fence_timeout_secs)
+            ended = self._supply.ended
+            try:
+                allocated = self._supply.take()
+            except FtckptError as error:
+                self._supply, self._supplies_start = None, False
+                self._tell_lacking(arena, error)
+                return []  # tried again at the next boundary
+            if ended:
+                self._supply, self._supplies_start = None, False
+                self._old = [path for path in self._old if path.exists()]
         if allocated:
             self._lacks_slot = False
             self._events.emit("slots_allocated", path=str(arena.path), slots=allocated)
-        elif ended:
-            self._supply, self._supplies_start = None, False
-            self._old = [path for path in self._old if path.exists()]
+        # In the same call: what an old arena has just given back need not wait for the next boundary.
+        if self._supply is None:
+            self._begin_supply(arena)
         return allocated
+
+    def _tell_lacking(self, arena: Arena, error: FtckptError) -> None:
+        self._events.emit("arena_problem", path=str(arena.path), problems=[str(error)])
+        if not self._lacks_slot:  # once, however often it is tried again
+            self._lacks_slot = True
+            self._events.announce(f"a slot is lacking, and snapshots are skipped for that: {error}")
 
     def _begin_supply(self, arena: Arena) -> None:
         absent, first = absent_slots(arena), self._opened

@@ -81,7 +81,7 @@ class Snapshots:
             hash_chunk=lambda _slot, _chunk: 0,
         )
         monkeypatch.setattr(capture_module, "chunk_copies", lambda image, parts: self.copies)
-        pieces: Any = [SimpleNamespace(tensor=tensor) for tensor in self.tensors]
+        pieces: Any = [SimpleNamespace(tensor=tensor, counted=None) for tensor in self.tensors]
         self.copier = DeviceCopier(DeviceClock(CPU), NoBudget(), own_stream=True)
         self.capture = Capture(arena, pieces, [], self.copier, windows)
         if settled:
