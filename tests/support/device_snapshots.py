@@ -32,8 +32,8 @@ class Control:
         self.told: list[str] = []
         self.state = SlotState.EMPTY
 
-    def record(self, _slot: int) -> Any:
-        return SimpleNamespace(snapshot=SNAPSHOT if self.state == SlotState.SEALED else None)
+    def snapshot(self, _slot: int) -> SnapshotId | None:
+        return SNAPSHOT if self.state == SlotState.SEALED else None
 
     def begin(self, _slot: int) -> None:
         self._tell("begin", SlotState.WRITING)
@@ -81,7 +81,10 @@ class Snapshots:
             hash_chunk=lambda _slot, _chunk: 0,
         )
         monkeypatch.setattr(capture_module, "chunk_copies", lambda image, parts: self.copies)
-        pieces: Any = [SimpleNamespace(tensor=tensor, counted=None) for tensor in self.tensors]
+        pieces: Any = [
+            SimpleNamespace(tensor=tensor, counted=None, fragment=SimpleNamespace(key=str(at)))
+            for at, tensor in enumerate(self.tensors)
+        ]
         self.copier = DeviceCopier(DeviceClock(CPU), NoBudget(), own_stream=True)
         self.capture = Capture(arena, pieces, [], self.copier, windows)
         if settled:
