@@ -22,7 +22,7 @@ from ftckpt.store.package import list_packages, load, pack, package_path, store
 from ftckpt.store.parity_file import ParityFile, list_parity, parity_path
 from tests.support.errors import a_rank_raises
 from tests.support.event_logs import read_events
-from tests.support.pool import RankFailure, run_ranks
+from tests.support.pool import run_ranks
 from tests.support.protected import LINEAGE, Job, build, contents, flip, flip_chunk, restart, slot_of
 from tests.support.tiers import by_default
 
@@ -215,10 +215,10 @@ def test_a_start_from_the_beginning_voids_all_protection(arena_root: Path, tmp_p
             for slot in range(3):
                 arena.control.void(slot)
             arena.control.mark_whole(None)
-    with pytest.raises(RankFailure, match="LostError"):  # packages tell that there was a snapshot
-        restarted(job, tmp_path)
-    assert list_parity(job.node_dir("a")) and list_packages(job.node_dir("a"))
-    told = [result.value for result in run_ranks(restart, 3, job, tmp_path / "events", "fresh")]
+    assert list_parity(job.node_dir("a")) and list_packages(job.node_dir("a")), (
+        "as an SMP may store them behind a void"
+    )
+    told = [result.value for result in run_ranks(restart, 3, job, tmp_path / "events", "fail")]
     assert "iteration" not in told[0]
     assert list_parity(job.node_dir("a")) == [] == list_packages(job.node_dir("a"))
 
