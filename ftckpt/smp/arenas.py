@@ -88,7 +88,7 @@ class CheckedSlot:
 
 
 class GuardedArena:
-    """One arena. ``find``, ``still_holds``, ``identity`` and ``lease`` may be called from any thread.
+    """One arena. ``find``, ``still_holds``, ``identity``, ``behind`` and ``lease`` may be called from any thread.
 
     What another thread reads while the arena is closed raises ValueError or ArenaError; memory it has a view
     of stays mapped.
@@ -124,6 +124,12 @@ class GuardedArena:
     def shard(self) -> str:
         """The shard that it holds."""
         return self.mapped.control.shard
+
+    @property
+    def behind(self) -> bool:
+        """Whether slots have their memory that ``grow`` has not mapped yet: what they hold is not seen."""
+        now = _identities(self.path, self.mapped.control.slots)
+        return any(known is None and new is not None for known, new in zip(self._identities, now, strict=True))
 
     def grow(self) -> None:
         """Map slots that have got their memory since: other threads go on with those that they read."""

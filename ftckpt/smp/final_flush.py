@@ -189,7 +189,8 @@ class FinalFlush:
 
     def _held(self) -> set[SnapshotId]:
         """Snapshots of which every arena of this node has a slot."""
-        while not self._arenas.complete:
+        # The newest may lie in a slot that has just got its memory: another thread maps it.
+        while not self._arenas.complete or any(arena.behind for arena in self._arenas.all):
             if self._late(_POLL_SECS):
                 raise StorageError(f"arenas cannot be read: {dict(self._arenas.problems)}", lasting=True)
         found = [set(arena.mapped.snapshots()) for arena in self._arenas.all]
