@@ -22,6 +22,7 @@ from ftckpt.errors import ArenaError, ConfigError, CorruptError, MemoryBudgetErr
 from ftckpt.model.fragment import Box, Fragment
 from ftckpt.model.manifest import Manifest
 from ftckpt.model.snapshot import SnapshotId
+from ftckpt.smp.arenas import GuardedArena
 from ftckpt.store import slots
 from ftckpt.store.arena import Arena, clear_arena
 from ftckpt.store.control import FORMAT, SlotState
@@ -98,6 +99,19 @@ def test_modes_and_sizes(node_dir: Path) -> None:
     slot = files["slot0.safetensors"]
     assert slot.st_size == arena.image.file_bytes and slot.st_blocks * 512 >= slot.st_size
     arena.close()
+
+
+def test_an_smp_knows_of_slots_that_it_has_not_mapped_yet(node_dir: Path) -> None:
+    """What a job has as it ends may lie in one that has just got its memory."""
+    with closing(Arena.create(node_dir, MANIFEST, 2, allocate=0)) as arena:
+        guarded = GuardedArena(arena.path)
+        assert not guarded.behind
+        arena.allocate(1)
+        write(arena, 1, 7)
+        assert guarded.behind and not guarded.mapped.snapshots()
+        guarded.grow()
+        assert not guarded.behind and list(guarded.mapped.snapshots()) == [SnapshotId(LINEAGE, 7)]
+        guarded.close()
 
 
 def test_a_slot_opens_in_safetensors(node_dir: Path) -> None:
