@@ -443,7 +443,7 @@ class Checkpointer:
             lineage = restart.void_newer(decision)
             if decision is None:
                 return lineage, None, None, loaded.as_begin(restart.why)
-            restart.load(decision, self.training_state, described)
+            decision = restart.load(decision, self.training_state, described)
             shard.capacities = restart.capacities(decision)
             where = f"iteration {decision.snapshot.iteration} from {restart.source}"
             return lineage, decision.snapshot, restart.source, where + loaded.beside(self.config.job)

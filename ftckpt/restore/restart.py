@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from ftckpt.errors import ArenaError, ConfigError, FtckptError, LostError
+from ftckpt.errors import ArenaError, ConfigError, FtckptError, LostError, StorageError
 from ftckpt.events import Events
 from ftckpt.group import Group, gather_all, gather_bytes, together
 from ftckpt.model import objects
@@ -38,7 +38,7 @@ from ftckpt.restore.offers import (
 )
 from ftckpt.restore.repair import Usage
 from ftckpt.restore.search import Search
-from ftckpt.restore.stored import NO_SHELF, Shelf
+from ftckpt.restore.stored import NO_SHELF, ShardFetch, Shelf
 from ftckpt.store.arena import Arena, open_control
 from ftckpt.store.control import ControlBlock
 from ftckpt.store.directory import list_arenas
@@ -65,6 +65,8 @@ class Restart:
         self._storage, self._slots, self._job = storage, slots, job
         self._shelf = NO_SHELF
         self._contents: dict[str, SlotContents] = {}  # of the decision, from ``load`` on
+        self._coming: ShardFetch | None = None  # what brings the decision
+        self._decide: Callable[[], Decision | None] = lambda: None  # without what has proven bad on storage since
         self.on_storage = -1
         """The newest iteration on storage that counts, -1 for none; from ``choose`` on."""
         self.origin = NOTHING
@@ -156,9 +158,12 @@ class Restart:
         self._events.announce(f"restore_before {limit}: goes back to iteration {iteration}; what is newer is undone")
 
     def _search(self, on_lost: str, loaded: Checkpoint, reshapes: bool, shelf: Shelf, before: int) -> Decision | None:
+        # What is on its way may prove to be bad when some of it is in place: only where nothing of the live state
+        # would be gone on with then.
+        overlaps = not before and not loaded.is_one and on_lost != "fresh"
         search = Search(
             self._group, self._topology, self._events, self._arenas, reshapes=reshapes, shelf=shelf,
-            slots=self._slots, before=before,
+            slots=self._slots, before=before, overlaps=overlaps,
         )  # fmt: skip
         try:
             decision = search.run()
@@ -173,6 +178,9 @@ class Restart:
             self._give_up_older(decision.snapshot.iteration, loaded)
             return None
         self.usage = search.usage
+        if search.coming is not None:
+            self._coming, left = search.coming, shelf.without(search.coming.stored.snapshot)
+            self._decide = lambda: self._search(on_lost, loaded, reshapes, left, before)
         return decision
 
     def _give_up_older(self, in_memory: int, loaded: Checkpoint) -> None:
@@ -260,23 +268,45 @@ class Restart:
         """
         # -1 is below every iteration: a job that starts over voids all that there is.
         newest = decision.snapshot.iteration if decision is not None else -1
+        places = self._coming.places.values() if self._coming is not None else ()
+        coming = {(at.arena, at.slot) for at in places if at.node == self._topology.me.node}
 
         def void() -> bytes:
             if self._topology.is_node_leader:
-                _void(self._node_dir, newest)
+                _void(self._node_dir, newest, coming)
             return os.urandom(16)
 
         # The bytes of rank 0 count. Nobody has a new lineage before every node has voided.
         return gather_bytes(self._group, void)[0]
 
-    def load(self, decision: Decision, state: TrainingState, described: Description) -> None:
-        """Bring tensors and objects of every rank to what they were at the snapshot's boundary.
+    def load(self, decision: Decision, state: TrainingState, described: Description) -> Decision:
+        """Bring tensors and objects of every rank to what they were at the snapshot's boundary; returns what was
+        loaded in the end: another snapshot where one that was coming from storage has proven bad.
 
         In another layout tensors are the same, element by element, and ``state`` makes of the objects what it can.
 
         Raises:
             MismatchError: the snapshot is of another model, or what its ranks hold of one tensor differs.
+            LostError, MemoryBudgetError, ArenaError: as ``choose``, of what is taken in place of one that is bad.
         """
+        while True:
+            try:
+                self._load(decision, state, described)
+            except StorageError as error:
+                if self._coming is None:
+                    raise
+                self._events.emit("storage_damaged", iteration=decision.snapshot.iteration, error=str(error))
+            else:
+                return decision
+            finally:
+                self._end_coming()
+            other = self._decide()
+            if other is None:
+                raise LostError(f"{decision.snapshot.iteration} on storage has proven bad, and there is no other")
+            decision = other
+            self.void_newer(decision)
+
+    def _load(self, decision: Decision, state: TrainingState, described: Description) -> None:
         begin = time.perf_counter()
         slots = self._contents = self._gather_contents(decision)
         own = slots[self._topology.me.shard] if decision.ranks else None
@@ -289,25 +319,34 @@ class Restart:
             needs[:], planned = self._plan(slots, pieces, described.padded, own)
             return [*planned, *transfers]
 
-        if own is None:  # here, then on all ranks: what follows is collective
-            planned = together(self._group, plan)
+        coming = self._coming
+        traffic = execute(self._group, plan, self._arenas, coming.bring if coming is not None else None)
+        if own is None:
             self._check_copies(slots, [need for _, need in needs])
-            traffic = execute(self._group, lambda: planned, self._arenas)
-        else:
-            traffic = execute(self._group, plan, self._arenas)
         # Only here: a derived weight is the cast of a master that the transfers have just brought.
         _derive(pieces, {id(piece) for piece, _ in needs})
-        if own is None:
-            # Of another layout no rank's objects are this one's: the first of each stage stands for all of its stage.
-            firsts, at = self._first_objects(slots), decision.snapshot.iteration
-            together(self._group, lambda: state.load_reshaped([objects.decode(one) for one in firsts], at))
-        else:
-            together(self._group, lambda: state.load_objects(objects.decode(encoded.numpy().tobytes())))
+        # Of another layout no rank's objects are this one's: the first of each stage stands for all of its stage.
+        firsts = self._first_objects(slots) if own is None else []
+
+        def finish() -> None:
+            if coming is not None:
+                coming.seal()
+            if own is None:
+                state.load_reshaped([objects.decode(one) for one in firsts], decision.snapshot.iteration)
+            else:
+                state.load_objects(objects.decode(encoded.numpy().tobytes()))
+
+        together(self._group, finish)
         # Last: it sets RNG, and what comes before may draw random numbers.
         state.finish_load()
         self._events.emit("loaded", iteration=decision.snapshot.iteration, **asdict(traffic))
         if own is None:
             self._report_reshaped(decision, traffic, time.perf_counter() - begin)
+
+    def _end_coming(self) -> None:
+        if self._coming is not None:
+            self._coming.close()
+            self._coming = None
 
     def capacities(self, decision: Decision) -> list[int] | None:
         """What shares are to be weighted with, in bytes by rank of this job; None where they are equal.
@@ -321,6 +360,7 @@ class Restart:
 
     def close(self) -> None:
         """Unmap the arenas that were read, and let go of storage."""
+        self._end_coming()
         self._arenas.close()
         self._shelf.close()
 
@@ -442,8 +482,9 @@ def _remedy(loaded: Checkpoint) -> str:
     )
 
 
-def _void(node_dir: Path, newest: int) -> None:
+def _void(node_dir: Path, newest: int, coming: Collection[tuple[str, int]] = ()) -> None:
     """Make every snapshot of a node that is newer than iteration ``newest`` unusable, all of them where it is -1.
+    Slots of arenas into which something is ``coming`` are as good as void until they are sealed.
 
     Parity and packages go first: they could bring a slot back that is void, but not the other way round. A kill at
     any point leaves some newer snapshots that can still be taken, and the next start voids them again.
@@ -452,16 +493,17 @@ def _void(node_dir: Path, newest: int) -> None:
     # one.
     remove_protection(node_dir, newest)
     for path in list_arenas(node_dir):
-        _void_arena(path, newest)
+        _void_arena(path, newest, coming)
 
 
-def _void_arena(path: Path, newest: int) -> None:
+def _void_arena(path: Path, newest: int, coming: Collection[tuple[str, int]] = ()) -> None:
     with suppress(ArenaError), open_control(path, writable=True) as control:
         # ArenaError: nothing of a damaged arena can be taken, and what could have rebuilt it is gone.
         for index in range(control.slots):
             snapshot = control.record(index).snapshot
             # None: a torn record, or a slot in the middle of a copy; neither may pass for anything later.
-            if snapshot is None or snapshot.iteration > newest:
+            is_bad = snapshot is None or snapshot.iteration > newest
+            if is_bad and (path.name, index) not in coming:
                 control.void(index)
         if newest < 0:
             # Otherwise the next start would take the mark as proof that something was lost, and refuse.

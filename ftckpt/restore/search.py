@@ -63,13 +63,18 @@ class Search:
 
     ``reshapes``: whether a snapshot of another layout will do. ``shelf``: what is on storage. ``slots``: of arenas
     that must be made for it. ``before``: only snapshots in memory of iterations before this one count; 0: all.
+    ``overlaps``: what lies on storage alone is decided on before it has come, see ``coming``.
     """
 
     def __init__(
         self, group: Group, topology: Topology, events: Events, arenas: OpenArenas, *, reshapes: bool = False,
-        shelf: Shelf = NO_SHELF, slots: int = 2, before: int = 0,
+        shelf: Shelf = NO_SHELF, slots: int = 2, before: int = 0, overlaps: bool = False,
     ) -> None:  # fmt: skip
         self.usage: Usage = {}
+        self.coming: ShardFetch | None = None
+        """What brings the snapshot that was decided on, where it is on its way yet: nothing of it is proven before
+        that has ended, and storage may prove to be bad."""
+        self._overlaps = overlaps
         self._reshapes = reshapes
         self._shelf, self._slots, self._before = shelf, slots, before
         self._group = group
@@ -98,7 +103,12 @@ class Search:
             for _ in range(_FETCHES):
                 if _is_at(decision, stored):
                     return decision
-                if not self._fetch(stored):
+                fetch = self._begin_fetch(stored)
+                if self._overlaps and fetch.is_all:
+                    if (to_come := self._to_come(fetch)) is not None:
+                        return to_come
+                    break
+                if not self._fetch(fetch):
                     break
                 decision, lost = self._or_lost()
             if _is_at(decision, stored):
@@ -115,8 +125,7 @@ class Search:
         except LostError as error:
             return None, error
 
-    def _fetch(self, stored: StoredSnapshot) -> bool:
-        """Bring what memory lacks of a snapshot from storage; False: something there is bad."""
+    def _begin_fetch(self, stored: StoredSnapshot) -> ShardFetch:
         assert self._shelf.storage is not None
         differing = layouts_differ(self._topology.layout, stored.layout)
         if differing and not self._reshapes:
@@ -124,28 +133,48 @@ class Search:
                 f"{self._shelf.storage.where}: iteration {stored.snapshot.iteration} has another layout "
                 f"({', '.join(differing)}): start with that, or name another place (--ftckpt-persist)"
             )
-        begin, findings = time.perf_counter(), self._findings
-        fetch = ShardFetch(
+        return ShardFetch(
             self._group, self._topology, self._events, self._arenas, storage=self._shelf.storage, stored=stored,
-            inventory=self._inventory, bad=findings.damage, slots=self._slots,
+            inventory=self._inventory, bad=self._findings.damage, slots=self._slots,
         )  # fmt: skip
+
+    def _fetch(self, fetch: ShardFetch) -> bool:
+        """Bring what memory lacks of a snapshot from storage; False: something there is bad."""
+        findings, snapshot = self._findings, fetch.stored.snapshot
         try:
             brought = fetch.run()
         except StorageError as error:
-            self._events.emit("storage_damaged", iteration=stored.snapshot.iteration, error=str(error))
+            self._events.emit("storage_damaged", iteration=snapshot.iteration, error=str(error))
             return False
         for at in brought:
             findings.damage.pop(at, None)
         self._good.update(brought)  # every chunk was proven where it lies now
         self._states.update(dict.fromkeys(brought, SlotState.SEALED.name.lower()))
-        findings.given_up.pop(stored.snapshot, None)
+        findings.given_up.pop(snapshot, None)
         self._inventory = self._gather_inventory()
         self._brought = {"storage": fetch.usage} if brought else {}
-        secs, nbytes = time.perf_counter() - begin, fetch.usage["bytes"]
-        self._events.emit(
-            "fetched", iteration=stored.snapshot.iteration, shards=len(brought), bytes=nbytes, secs=secs
-        )
         return True
+
+    def _to_come(self, fetch: ShardFetch) -> Decision | None:
+        """The decision for a snapshot of which memory has nothing: its shards begin to come. None: something on
+        storage is bad."""
+        stored, topology = fetch.stored, self._topology
+        try:
+            fetch.begin()
+        except BaseException as error:
+            fetch.close()
+            if not isinstance(error, StorageError):
+                raise
+            self._events.emit("storage_damaged", iteration=stored.snapshot.iteration, error=str(error))
+            return None
+        same = not layouts_differ(topology.layout, stored.layout)
+        homes = {member.shard: member.node for member in topology.members}
+        self.coming, self.usage = fetch, {"storage": fetch.usage}
+        return Decision(
+            stored.snapshot, fetch.places, layout=stored.layout,
+            homes=homes if same else {shard: at.node for shard, at in fetch.places.items()},
+            ranks=topology.rank_of if same else {},
+        )  # fmt: skip
 
     def _in_memory(self) -> Decision | None:
         """The newest snapshot that memory has, or that parity gives."""
