@@ -301,8 +301,7 @@ class Restart:
             finally:
                 self._end_coming()
             other = self._decide()
-            if other is None:
-                raise LostError(f"{decision.snapshot.iteration} on storage has proven bad, and there is no other")
+            assert other is not None, "a search that overlaps finds something, or raises"
             decision = other
             self.void_newer(decision)
 

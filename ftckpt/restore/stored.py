@@ -83,6 +83,8 @@ class Shelf:
     """As whom this restart keeps what is there from being removed."""
     last: LastAttempt | None = None
     """The last attempt of the job, as storage knows of it."""
+    bad: tuple[int, ...] = ()
+    """Iterations that have proven bad."""
 
     @classmethod
     def look(cls, group: Group, where: str, events: Events, before: int = 0, job: str = "") -> Shelf:
@@ -130,9 +132,10 @@ class Shelf:
     @property
     def lost(self) -> LostError | None:
         """What it means that nothing of it can be used, where memory has nothing either."""
-        if self.snapshots:
-            there = ", ".join(str(one.snapshot.iteration) for one in self.snapshots)
-            return LostError(f"none of the snapshots on storage ({there}) can be used; the log says why")
+        if there := [*self.bad, *(one.snapshot.iteration for one in self.snapshots)]:
+            return LostError(
+                f"none of the snapshots on storage ({', '.join(map(str, there))}) can be used; the log says why"
+            )
         return LostError(f"what is on storage cannot be seen: {self.problem}") if self.problem else None
 
     @property
@@ -150,7 +153,8 @@ class Shelf:
 
     def without(self, snapshot: SnapshotId) -> Shelf:
         """Without a snapshot that has proven bad."""
-        return replace(self, snapshots=tuple(one for one in self.snapshots if one.snapshot != snapshot))
+        left = tuple(one for one in self.snapshots if one.snapshot != snapshot)
+        return replace(self, snapshots=left, bad=(*self.bad, snapshot.iteration))
 
     def void_from(self, iteration: int) -> list[SnapshotId]:
         """No later start takes what storage has of this iteration and behind it; returns what that is. Called by one

@@ -21,6 +21,7 @@ from ftckpt.commands.main import main
 from ftckpt.errors import StorageError
 from ftckpt.persist import retention
 from ftckpt.persist.commit import claim, committed
+from ftckpt.persist.shard_file import ShardFile
 from ftckpt.persist.shards import StoredSnapshot
 from ftckpt.persist.storage import open_storage
 from ftckpt.restore.stored import ShardFetch
@@ -160,6 +161,25 @@ def test_a_job_whose_memory_is_gone_goes_on_from_storage(persisting: dict[str, A
             assert arena.control.slots == 4, "as many as the job wants"
     fetched = jobs.events(persisting, "fetched")
     assert [event["shards"] for event in fetched] == [4] * 4
+
+
+def restored_late(rank: int, world_size: int, settings: dict[str, Any]) -> Any:
+    """What storage gives comes when all ranks have planned where it goes, and wait for it."""
+    fill = ShardFile.fill
+
+    def late(file: ShardFile, number: int, memory: memoryview) -> None:
+        time.sleep(0.5)
+        fill(file, number, memory)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ShardFile, "fill", late)
+        return restored(rank, world_size, settings)
+
+
+def test_nothing_is_put_in_place_before_it_has_come(persisting: dict[str, Any], left: Path) -> None:
+    shutil.copytree(left, persisting["persist"], dirs_exist_ok=True)
+    newest = stored(persisting)[0].snapshot.iteration
+    assert [result.value for result in run_ranks(restored_late, 4, persisting)] == [what_was(newest)] * 4
 
 
 def test_memory_counts_where_it_is_newer(persisting: dict[str, Any]) -> None:
