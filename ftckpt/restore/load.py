@@ -166,21 +166,24 @@ def execute(
         Exception: what ``bring`` raises; some bytes have arrived then.
     """
     transfers: list[Transfer] = []
+    pairs: list[tuple[Location, Pair]] = []
 
     def remote() -> list[Transfer]:
         transfers[:] = plan()
+        pairs[:] = _open([t for t in transfers if t.reader == group.rank], arenas)
         return [t for t in transfers if t.reader != group.rank]
 
-    wants, any_remote = _shared(group, remote)
-    local = [t for t in transfers if t.reader == group.rank]
-    requests = _request(group, wants) if any_remote else {}
     # All agree that everything can be read before the first message: a rank that failed here would leave those
     # waiting that expect its bytes.
-    pairs, outgoing = together(group, lambda: _open(local, requests, arenas))
+    wants, any_remote = _shared(group, remote)
+    outgoing: dict[int, Stream] = {}
+    if any_remote:
+        requests = _request(group, wants)
+        outgoing = together(group, lambda: _open_for_others(requests, arenas))
     counter = _Counter(group.rank, sum(t.nbytes for t in transfers))
     if bring is not None:
         bring([_early(source, pair, counter.count("copied")) for source, pair in pairs])
-        pairs = []
+        pairs.clear()
     # In the order of the requests, which is the order in which the reader sends: messages have no headers.
     incoming = {reader: Stream([s for want in of for s in want.fetched]) for reader, of in wants.items()}
     copies = _copy([pair for _, pair in pairs], counter.count("copied"))
@@ -277,27 +280,35 @@ def _whole(texts: dict[int, torch.Tensor]) -> dict[int, Stream]:
     return {rank: Stream([Strip(text, 0, (text.numel(),), (1,))]) for rank, text in texts.items()}
 
 
-def _open(
-    local: Sequence[Transfer], requests: Requests, arenas: OpenArenas
-) -> tuple[list[tuple[Location, Pair]], dict[int, Stream]]:
-    """Open all that is read here: what can fail does so before any message."""
+def _open(local: Sequence[Transfer], arenas: OpenArenas) -> list[tuple[Location, Pair]]:
+    """Open all that this rank reads for itself: what can fail does so before any message."""
     pairs: list[tuple[Location, Pair]] = []
     for wanted in local:
         memory = _memory(arenas, wanted.source)
         for item in wanted.items:
             live = item.tensor.view(torch.uint8)
             pairs += [(wanted.source, (source_strip(one, memory), dest_strip(one, live))) for one in item.copies]
+    _require_fit(strip for _, pair in pairs for strip in pair)
+    return pairs
+
+
+def _open_for_others(requests: Requests, arenas: OpenArenas) -> dict[int, Stream]:
+    """Open all that this rank reads for others."""
     outgoing: dict[int, Stream] = {}
     for rank, request in requests.items():
         strips: list[Strip] = []
         for source, loops in request:
             memory = _memory(arenas, source)
             strips += [Strip(memory, begin, tuple(shape), tuple(strides)) for begin, shape, strides in loops]
+        _require_fit(strips)
         outgoing[rank] = Stream(strips)
-    for strip in [*(strip for _, pair in pairs for strip in pair), *(s for o in outgoing.values() for s in o.strips)]:
+    return outgoing
+
+
+def _require_fit(strips: Iterable[Strip]) -> None:
+    for strip in strips:
         if not strip.fits:
             raise ArenaError(f"{strip.nbytes} bytes from {strip.begin} on: {strip.memory.numel()} are there")
-    return pairs, outgoing
 
 
 def _memory(arenas: OpenArenas, source: Location) -> torch.Tensor:

@@ -45,6 +45,8 @@ from ftckpt.store.directory import list_arenas
 from ftckpt.store.package import list_packages
 from ftckpt.store.parity_file import list_parity, snapshot_of
 
+_LINEAGE_BYTES = 16
+
 Contents = Mapping[str, SlotContents]
 Needs = list[tuple[Piece, Fragment]]
 """Pieces of the live state, and what is read into each."""
@@ -64,7 +66,7 @@ class Restart:
         self._arenas = OpenArenas(node_dir)
         self._storage, self._slots, self._job = storage, slots, job
         self._shelf = NO_SHELF
-        self._contents: dict[str, SlotContents] = {}  # of the decision, from ``load`` on
+        self._contents: dict[str, SlotContents] = {}  # of the decision, from ``void_newer`` on
         self._coming: ShardFetch | None = None  # what brings the decision
         self._decide: Callable[[], Decision | None] = lambda: None  # without what has proven bad on storage since
         self.on_storage = -1
@@ -261,7 +263,8 @@ class Restart:
         return "+".join(sorted(self.usage)) or "memory"
 
     def void_newer(self, decision: Decision | None) -> bytes:
-        """Make sure that no snapshot but older ones can ever be taken again; returns the new lineage.
+        """Make sure that no snapshot but older ones can ever be taken again; returns the new lineage. What the slots
+        hold that were decided on is known to all ranks behind it.
 
         All nodes have done so before any rank loads or trains: one that trained on while a newer slot was still good
         elsewhere could, after the next failure, find its own past and others' undone future in one snapshot.
@@ -274,10 +277,12 @@ class Restart:
         def void() -> bytes:
             if self._topology.is_node_leader:
                 _void(self._node_dir, newest, coming)
-            return os.urandom(16)
+            return os.urandom(_LINEAGE_BYTES) + self._describe(decision)
 
-        # The bytes of rank 0 count. Nobody has a new lineage before every node has voided.
-        return gather_bytes(self._group, void)[0]
+        # The lineage of rank 0 counts. Nobody has a new one before every node has voided.
+        answers = gather_bytes(self._group, void)
+        self._contents = self._join(decision, [answer[_LINEAGE_BYTES:] for answer in answers])
+        return answers[0][:_LINEAGE_BYTES]
 
     def load(self, decision: Decision, state: TrainingState, described: Description) -> Decision:
         """Bring tensors and objects of every rank to what they were at the snapshot's boundary; returns what was
@@ -307,7 +312,7 @@ class Restart:
 
     def _load(self, decision: Decision, state: TrainingState, described: Description) -> None:
         begin = time.perf_counter()
-        slots = self._contents = self._gather_contents(decision)
+        slots = self._contents
         own = slots[self._topology.me.shard] if decision.ranks else None
         pieces = [*described.stepped, *described.volatile]
         needs: Needs = []
@@ -363,22 +368,25 @@ class Restart:
         self._arenas.close()
         self._shelf.close()
 
-    def _gather_contents(self, decision: Decision) -> dict[str, SlotContents]:
-        """What each chosen slot holds, from the rank that reads it to all, by shard."""
-        readers = readers_of(self._topology, decision)
+    def _describe(self, decision: Decision | None) -> bytes:
+        """What the chosen slots hold that this rank reads."""
+        if decision is None:
+            return b""
+        mine, readers = [], readers_of(self._topology, decision)
+        for shard, slot in decision.sources.items():
+            if readers[shard] == self._group.rank:
+                arena = self._arenas.get(slot.arena)
+                used = arena.control.record(slot.slot).objects_used
+                capacity = arena.manifest.capacity or arena.control.capacity()
+                mine.append(SlotContents.of(slot, self._group.rank, arena.image, used, capacity))
+        return encode_contents(mine)
 
-        def describe() -> bytes:
-            mine = []
-            for shard, slot in decision.sources.items():
-                if readers[shard] == self._group.rank:
-                    arena = self._arenas.get(slot.arena)
-                    used = arena.control.record(slot.slot).objects_used
-                    capacity = arena.manifest.capacity or arena.control.capacity()
-                    mine.append(SlotContents.of(slot, self._group.rank, arena.image, used, capacity))
-            return encode_contents(mine)
-
-        gathered = gather_bytes(self._group, describe)
-        return {slot.shard: slot for data in gathered for slot in decode_contents(data, decision.sources, readers)}
+    def _join(self, decision: Decision | None, described: Sequence[bytes]) -> dict[str, SlotContents]:
+        """What each chosen slot holds, by shard, from what the ranks that read them say."""
+        if decision is None:
+            return {}
+        sources, readers = decision.sources, readers_of(self._topology, decision)
+        return {slot.shard: slot for data in described for slot in decode_contents(data, sources, readers)}
 
     def _plan(
         self, contents: Contents, pieces: Sequence[Piece], padded: frozenset[str], own: SlotContents | None
