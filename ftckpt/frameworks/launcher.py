@@ -303,6 +303,16 @@ def wants_stand_in() -> bool:
     return device == "cpu"
 
 
+def option(flag: str, words: Sequence[str]) -> str:
+    """The value that a command line gives a flag of somebody else, the last one; empty where it gives none."""
+    found = ""
+    for word, after in zip(words, [*words[1:], ""], strict=True):
+        name, equals, value = word.partition("=")
+        if name == flag:
+            found = value if equals else after
+    return found
+
+
 def prepare(script: Path, arguments: Sequence[str]) -> None:
     """Make ``sys.argv`` and the place of imports those of a script that was started by itself."""
     sys.path[0] = str(script.parent)  # where ``python -m`` has put the current directory

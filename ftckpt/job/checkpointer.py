@@ -41,8 +41,10 @@ from ftckpt.job.shard import Shard, device_of, make_pacer
 from ftckpt.model import objects
 from ftckpt.model.loaded import Checkpoint
 from ftckpt.model.snapshot import SnapshotId
+from ftckpt.model.text import human
 from ftckpt.model.topology import Topology
 from ftckpt.model.training_state import Description, TrainingState
+from ftckpt.restore import prefetch
 from ftckpt.restore.restart import Restart
 from ftckpt.store.arena import Arena
 from ftckpt.store.outcome import LauncherRun
@@ -464,6 +466,15 @@ class Checkpointer:
             return lineage, decision.snapshot, restart.source, where + loaded.beside(self.config.job)
         finally:
             restart.close()
+            self._tell_prefetched()
+
+    def _tell_prefetched(self) -> None:
+        if (read := prefetch.end()) is not None:
+            self.events.emit("prefetched", iteration=read.iteration, bytes=read.bytes, secs=read.secs)
+            self.events.announce(
+                f"{human(read.bytes)} of iteration {read.iteration} on storage were read while ranks started, in "
+                f"{read.secs:.1f} s"
+            )
 
     def _expect_failures(self, restart: Restart) -> None:
         """By how earlier attempts have ended: how often snapshots go to storage follows from it."""

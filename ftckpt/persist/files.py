@@ -105,6 +105,22 @@ class FileStorage(Storage):
             for begin in range(0, nbytes, _AHEAD_STEP_BYTES):
                 os.posix_fadvise(file.fileno(), begin, _AHEAD_STEP_BYTES, os.POSIX_FADV_WILLNEED)
 
+    def bring_near(self, name: str, begin: int, nbytes: int) -> int:
+        path, position = self._path(name), begin
+        with (
+            self._explained(path),
+            open(path, "rb", buffering=0) as file,
+            open(os.devnull, "wb", buffering=0) as away,
+        ):
+            # Read and dropped in one call, without a copy or the interpreter. Advice alone would be cut at what the
+            # disk takes in one request, and needs the interpreter for each.
+            while position < begin + nbytes:
+                moved = os.sendfile(away.fileno(), file.fileno(), position, begin + nbytes - position)
+                if not moved:
+                    break  # shorter than was said: the restart finds that
+                position += moved
+        return position - begin
+
     def size(self, name: str) -> int | None:
         path = self._path(name)
         with self._explained(path):

@@ -249,7 +249,7 @@ def _read(storage: Storage, events: Events, before: int) -> tuple[list[str], str
 
 
 def _manifest(storage: Storage, iteration: int) -> StoredSnapshot:
-    name = f"{commit.folder_of(iteration)}/{commit.MANIFEST_NAME}"
+    name = commit.manifest_of(iteration)
     return StoredSnapshot.decode(_patiently(lambda: storage.read(name)), f"{storage.where}/{name}")
 
 
