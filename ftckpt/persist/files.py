@@ -112,9 +112,8 @@ class FileStorage(Storage):
             open(path, "rb", buffering=0) as file,
             open(os.devnull, "wb", buffering=0) as away,
         ):
-            # Read and dropped in one call, without a copy or the interpreter. Advice alone is cut at what the disk
-            # takes in one request, and another one waits for the interpreter, which a thread that builds a model gives
-            # up each 5 ms only.
+            # Read and dropped in one call, without a copy or the interpreter. Advice is cut at what a disk takes at
+            # once, and before the next one waits for the interpreter: 5 ms beside a thread that builds a model.
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)  # the system reads twice as far ahead
             while position < begin + nbytes:
                 moved = os.sendfile(away.fileno(), file.fileno(), position, begin + nbytes - position)

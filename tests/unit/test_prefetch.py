@@ -16,7 +16,9 @@ import pytest
 from benchmarks.slow_storage import cached_bytes, drop
 from ftckpt.config import Config
 from ftckpt.deepspeed import section
+from ftckpt.errors import ConfigError
 from ftckpt.frameworks import doors, launcher
+from ftckpt.job import compile_locks
 from ftckpt.megatron import callbacks
 from ftckpt.model.fragment import Box, Fragment
 from ftckpt.model.loaded import Checkpoint
@@ -32,6 +34,7 @@ from ftckpt.restore import prefetch
 from ftckpt.restore.prefetch import Prefetch, Prefetched, Seat, newest_whole, share_of, wanted
 from ftckpt.store.arena import Arena
 from ftckpt.store.directory import job_node_path
+from tests.support.errors import raises
 
 LINEAGE = b"p" * 16
 SIZES = {"tp0-pp0-dp0": 5 << 20, "tp0-pp1-dp0": 3 << 20, "tp1-pp0-dp0": 33 << 20, "tp1-pp1-dp0": 2 << 20}
@@ -189,6 +192,7 @@ def test_the_memory_of_the_node_is_not_filled(
     assert there >= expected and bool(there) == bool(expected)
 
 
+@pytest.mark.filterwarnings("error")  # of a thread that ends by an error
 def test_what_is_wrong_with_storage_is_for_the_restart_to_say(
     out_of_memory: FileStorage, node_dir: Path, tmp_path: Path
 ) -> None:
@@ -254,7 +258,7 @@ def test_a_process_ends_while_storage_is_silent(out_of_memory: FileStorage, node
         check=False,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=20,
     )
     assert (ended.returncode, ended.stderr) == (0, "") and "asked" in ended.stdout
 
@@ -295,6 +299,18 @@ def test_it_is_read_where_snapshots_lie(
     assert begun() == (None if place is None else (place, "ftckpt-j/node", 9))
     doors.read_ahead(Config(job="j", arena=str(arena_root), persist=persist))
     assert begun() is None, "ftckpt is not switched on"
+
+
+def test_who_has_told_nobody_its_settings_reads_from_attach_on(
+    begun: Callable[[], object], arena_root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused() -> None:
+        raise ConfigError("here ranks meet")
+
+    monkeypatch.setattr(compile_locks, "release_orphans", refused)
+    with raises(ConfigError, "here ranks meet"):
+        doors.start(Config(enabled=True, job="j", arena=str(arena_root), persist="/a"), lambda: ({}, {}))
+    assert begun() == ("/a", "ftckpt-j/node", 0)
 
 
 def test_megatron_says_where_it_saves_before_it_has_parsed_that(
