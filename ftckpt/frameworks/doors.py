@@ -163,7 +163,7 @@ def read_ahead(config: Config) -> None:
         # Here: it needs what a rank without storage does not load before torch.
         from ftckpt.restore import prefetch
 
-        with suppress(FtckptError):
+        with suppress(FtckptError, RuntimeError):  # a name that is none; no more threads
             job, node = job_name(config.job, os.environ), node_name(config.node, os.environ)
             prefetch.begin(replace(config, job=job, node=node))
 
@@ -189,7 +189,7 @@ def start(
     if (program := program_of(config.persist)) not in ("", saves_of):
         raise ConfigError(f"persist: {program} does not train here, and saves nothing: name a directory or a URL")
     config = replace(config, job=job_name(config.job, os.environ), node=node_name(config.node, os.environ))
-    read_ahead(config)  # a script that has told nobody its settings before
+    read_ahead(config)  # of a script that has told nobody before
     from ftckpt.job.compile_locks import release_orphans
 
     release_orphans()  # an operator may be compiled in the first iteration

@@ -60,9 +60,10 @@ class Seat(NamedTuple):
         """As the launcher says; None where it does not, and any rank would read what all of them need."""
         try:
             world_size = int(env["WORLD_SIZE"])
-            return cls(int(env["RANK"]), world_size, int(env.get("LOCAL_WORLD_SIZE", world_size)))
+            seat = cls(int(env["RANK"]), world_size, int(env.get("LOCAL_WORLD_SIZE", world_size)))
         except (KeyError, ValueError):
             return None
+        return seat if 0 <= seat.rank < world_size and seat.local > 0 else None
 
 
 class Prefetch:
@@ -92,8 +93,8 @@ class Prefetch:
         return not self._thread.is_alive()
 
     def _run(self) -> None:
-        # The restart meets what is wrong with storage or memory, and tells of it.
-        with suppress(FtckptError, OSError):
+        # The restart meets what is wrong with storage or memory, and tells of it. RuntimeError: no more threads.
+        with suppress(FtckptError, OSError, RuntimeError):
             storage = open_storage(self._where)
             stored = wanted(storage, newest_whole(self._node_dir), self._before)
             if stored is None:

@@ -191,7 +191,7 @@ def built_late(rank: int, world_size: int, settings: dict[str, Any]) -> Any:
     doors.read_ahead(config)
     newest = stored(settings)[0]
     folder = Path(settings["persist"]) / f"iter_{newest.snapshot.iteration:07d}"
-    until(lambda: cached_bytes(folder) >= newest.nbytes, "all of it was read", 20.0)
+    until(lambda: cached_bytes(folder) >= newest.nbytes, "all of it was read", 60.0)
     return restored(rank, world_size, settings)
 
 

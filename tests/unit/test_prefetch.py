@@ -13,11 +13,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import ftckpt.plain
 from benchmarks.slow_storage import cached_bytes, drop
 from ftckpt.config import Config
 from ftckpt.deepspeed import section
 from ftckpt.errors import ConfigError
-from ftckpt.frameworks import doors, launcher
+from ftckpt.frameworks import doors, launcher, rendezvous
 from ftckpt.job import compile_locks
 from ftckpt.megatron import callbacks
 from ftckpt.model.fragment import Box, Fragment
@@ -123,6 +124,7 @@ def test_a_rank_reads_what_it_had_or_its_part_of_all() -> None:
 def test_only_who_knows_its_number_reads() -> None:
     assert Seat.of({"RANK": "3", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}) == (3, 8, 4)
     assert Seat.of({"RANK": "3", "WORLD_SIZE": "8"}) == (3, 8, 8)
+    assert Seat.of({"RANK": "8", "WORLD_SIZE": "8"}) is None
     assert Seat.of({"WORLD_SIZE": "8"}) is Seat.of({"RANK": "x", "WORLD_SIZE": "8"}) is Seat.of({}) is None
 
 
@@ -310,6 +312,18 @@ def test_who_has_told_nobody_its_settings_reads_from_attach_on(
     monkeypatch.setattr(compile_locks, "release_orphans", refused)
     with raises(ConfigError, "here ranks meet"):
         doors.start(Config(enabled=True, job="j", arena=str(arena_root), persist="/a"), lambda: ({}, {}))
+    assert begun() == ("/a", "ftckpt-j/node", 0)
+
+
+def test_plain_torch_reads_before_ranks_wait_for_each_other(
+    begun: Callable[[], object], arena_root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused() -> None:
+        raise ConfigError("here ranks meet")
+
+    monkeypatch.setattr(rendezvous, "isolate_attempts", refused)
+    with raises(ConfigError, "here ranks meet"):
+        ftckpt.plain.init_process_group(Config(enabled=True, job="j", arena=str(arena_root), persist="/a"))
     assert begun() == ("/a", "ftckpt-j/node", 0)
 
 
