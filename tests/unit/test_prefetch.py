@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -36,6 +37,7 @@ from ftckpt.restore.prefetch import Prefetch, Prefetched, Seat, newest_whole, sh
 from ftckpt.store.arena import Arena
 from ftckpt.store.directory import job_node_path
 from tests.support.errors import raises
+from tests.support.waiting import until
 
 LINEAGE = b"p" * 16
 SIZES = {"tp0-pp0-dp0": 5 << 20, "tp0-pp1-dp0": 3 << 20, "tp1-pp0-dp0": 33 << 20, "tp1-pp1-dp0": 2 << 20}
@@ -209,32 +211,31 @@ def test_what_is_wrong_with_storage_is_for_the_restart_to_say(
 
 
 class Held(FileStorage):
-    """Gives each piece when it is let."""
+    """Gives no piece before it is let."""
 
-    def __init__(self, where: str, asked: list[int]) -> None:
+    def __init__(self, where: str) -> None:
         super().__init__(where)
-        self.asked = asked
+        self.asked: list[int] = []
+        self.let = threading.Event()
 
     def bring_near(self, name: str, begin: int, nbytes: int) -> int:
         self.asked.append(begin)
-        while len(self.asked) < 100:
-            time.sleep(0.01)
+        assert self.let.wait(30.0)
         return nbytes
 
 
 def test_the_end_of_the_restart_ends_it_and_waits_for_nobody(
     out_of_memory: FileStorage, node_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked = list[int]()
-    monkeypatch.setattr(prefetch, "open_storage", lambda where: Held(where, asked))
+    held = Held(out_of_memory.where)
+    monkeypatch.setattr(prefetch, "open_storage", lambda where: held)
     monkeypatch.setattr(prefetch, "_PIECE_BYTES", 1 << 20)
     reading = Prefetch(out_of_memory.where, node_dir, Seat(1, 4, 4))
-    while len(asked) < 4:
-        time.sleep(0.01)
+    until(lambda: len(held.asked) == 4, "four pieces are on their way", 30.0)
     assert reading.end() is None, "nothing has come yet"
-    asked.extend([0] * 100)
+    held.let.set()
     assert reading.join(30.0)
-    assert len(asked) == 104, "those that were on their way, and none of the others"
+    assert sorted(held.asked) == [0, 1 << 20, 2 << 20, 3 << 20], "and none of the other 29"
 
 
 ENDS = """
