@@ -15,7 +15,7 @@ import torch
 
 from ftckpt.errors import ArenaError, ConfigError, FtckptError, LostError, StorageError
 from ftckpt.events import Events
-from ftckpt.group import Group, gather_all, gather_bytes, together
+from ftckpt.group import Group, gather_bytes, gather_each, together
 from ftckpt.model import objects
 from ftckpt.model.failures import LastAttempt
 from ftckpt.model.fragment import Fragment
@@ -24,6 +24,7 @@ from ftckpt.model.loaded import NOTHING, Checkpoint, is_undone, missed_return, n
 from ftckpt.model.topology import Topology, first_of_each_stage, layouts_differ
 from ftckpt.model.training_state import Description, Piece, TrainingState, cast_master
 from ftckpt.restore.choice import Decision, readers_of
+from ftckpt.restore.inventory import Inventory
 from ftckpt.restore.load import Traffic, Transfer, execute, fetch, reader_for, transfers_of
 from ftckpt.restore.locations import OpenArenas
 from ftckpt.restore.offers import (
@@ -37,8 +38,8 @@ from ftckpt.restore.offers import (
     needs_of,
 )
 from ftckpt.restore.repair import Usage
-from ftckpt.restore.search import Search
-from ftckpt.restore.stored import NO_SHELF, ShardFetch, Shelf
+from ftckpt.restore.search import Search, part_of_inventory
+from ftckpt.restore.stored import NO_SHELF, Look, ShardFetch, Shelf, ShelfLook
 from ftckpt.store.arena import Arena, open_control
 from ftckpt.store.control import ControlBlock
 from ftckpt.store.directory import list_arenas
@@ -66,6 +67,7 @@ class Restart:
         self._arenas = OpenArenas(node_dir)
         self._storage, self._slots, self._job = storage, slots, job
         self._shelf = NO_SHELF
+        self._reports: list[Inventory] | None = None  # what memory holds, as long as nothing was touched
         self._contents: dict[str, SlotContents] = {}  # of the decision, from ``void_newer`` on
         self._coming: ShardFetch | None = None  # what brings the decision
         self._decide: Callable[[], Decision | None] = lambda: None  # without what has proven bad on storage since
@@ -99,13 +101,14 @@ class Restart:
             MismatchError: the snapshots belong to another version, or to a layout that will not do.
             MemoryBudgetError, ArenaError: lost shards cannot be rebuilt here.
         """
-        shelf = self._shelf = Shelf.look(self._group, self._storage, self._events, before, self._job)
-        loaded, origins, whole, newest = self._remembered(loaded, shelf.origins)
+        loaded, origins, whole, newest = self._look(loaded, before)
+        shelf = self._shelf
         # A node that was away, or a start that was killed while it marked, has left older ones.
         origin = max(origins, key=lambda one: one.generation, default=NOTHING)
         shelf = shelf.without_undone(origin)
         if any(is_undone(one, origin) or missed_return(one, origin) for one in origins):
             together(self._group, lambda: self._drop_undone(origin) if self._topology.is_node_leader else None)
+            self._reports = None  # something of it may have gone
         limit = self._limit(before, origin, max(newest, shelf.newest), loaded)
         shelf = shelf.before(limit) if limit else shelf
         self.on_storage = shelf.newest
@@ -165,8 +168,9 @@ class Restart:
         overlaps = not before and not loaded.is_one and on_lost != "fresh"
         search = Search(
             self._group, self._topology, self._events, self._arenas, reshapes=reshapes, shelf=shelf,
-            slots=self._slots, before=before, overlaps=overlaps,
+            slots=self._slots, before=before, overlaps=overlaps, reports=self._reports,
         )  # fmt: skip
+        self._reports = None  # of the first search alone
         try:
             decision = search.run()
         except LostError as error:
@@ -189,11 +193,10 @@ class Restart:
         self._events.emit("older_than_storage", in_memory=in_memory, loaded=loaded.iteration)
         self.why = f"memory ({in_memory}) is older and given up"
 
-    def _remembered(
-        self, loaded: Checkpoint, on_storage: Sequence[Checkpoint]
-    ) -> tuple[Checkpoint, list[Checkpoint], int, int]:
-        """What all ranks have loaded, origins of snapshots in memory and ``on_storage``, and the newest iterations in
-        memory that are known to be whole, and that any slot has; -1 for none."""
+    def _look(self, loaded: Checkpoint, before: int) -> tuple[Checkpoint, list[Checkpoint], int, int]:
+        """What all ranks have loaded, origins of snapshots in memory and on storage, and the newest iterations in
+        memory that are known to be whole, and that any slot has; -1 for none. Storage and memory are looked at in one
+        round."""
 
         def read() -> _Memory:
             memory = _Memory(loaded)
@@ -205,7 +208,19 @@ class Restart:
                     memory = memory.with_arena(control)
             return memory
 
-        ranks = gather_all(self._group, read, _Memory)
+        def report() -> Inventory | None:
+            with suppress(
+                FtckptError
+            ):  # it may be of no importance: a search that needs it takes it again, and raises
+                return part_of_inventory(self._topology, self._arenas)
+            return None
+
+        look = ShelfLook(self._group, self._storage, self._events, before, self._job)
+        seen, ranks, reports = gather_each(
+            self._group, (look.see, Look), (read, _Memory), (report, Inventory | None)
+        )  # fmt: skip
+        self._reports = reports if None not in reports else None
+        self._shelf = look.join(seen)
         differing = {one.loaded.iteration: rank for rank, one in enumerate(ranks)}
         if len(differing) > 1:
             found = ", ".join(f"rank {rank} {iteration}" for iteration, rank in sorted(differing.items())[:3])
@@ -214,7 +229,7 @@ class Restart:
             )
         # One that knows is enough: others may not see what the newest on storage is.
         loaded = replace(loaded, named=any(one.loaded.named for one in ranks))
-        origins = [*on_storage, *(origin for one in ranks for origin in one.origins)]
+        origins = [*self._shelf.origins, *(origin for one in ranks for origin in one.origins)]
         return loaded, origins, max(one.whole for one in ranks), max(one.newest for one in ranks)
 
     def _drop_undone(self, newest: Checkpoint) -> None:

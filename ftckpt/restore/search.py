@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 import zlib
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ftckpt.errors import FtckptError, LostError, MismatchError, StorageError
@@ -41,6 +41,12 @@ _FETCHES = 3
 """Of one snapshot: beside what was brought a slot that nobody had looked at may prove bad, and is brought, too."""
 
 
+def part_of_inventory(topology: Topology, arenas: OpenArenas) -> Inventory:
+    """This rank's part of what its node holds; raises as ``take_inventory``."""
+    local = topology.ranks_on(topology.me.node)
+    return take_inventory(arenas, topology.me.node, local.index(topology.rank), len(local))
+
+
 @dataclass(frozen=True)
 class BadSlot:
     """A slot that did not verify, with the shard in it."""
@@ -63,18 +69,20 @@ class Search:
 
     ``reshapes``: whether a snapshot of another layout will do. ``shelf``: what is on storage. ``slots``: of arenas
     that must be made for it. ``before``: only snapshots in memory of iterations before this one count; 0: all.
-    ``overlaps``: what lies on storage alone is decided on before it has come, see ``coming``.
+    ``overlaps``: what lies on storage alone is decided on before it has come, see ``coming``. ``reports``: the first
+    inventory, of all ranks, where it was taken.
     """
 
     def __init__(
         self, group: Group, topology: Topology, events: Events, arenas: OpenArenas, *, reshapes: bool = False,
         shelf: Shelf = NO_SHELF, slots: int = 2, before: int = 0, overlaps: bool = False,
+        reports: Sequence[Inventory] | None = None,
     ) -> None:  # fmt: skip
         self.usage: Usage = {}
         self.coming: ShardFetch | None = None
         """What brings the snapshot that was decided on, where it is on its way yet: nothing of it is proven before
         that has ended, and storage may prove to be bad."""
-        self._overlaps = overlaps
+        self._overlaps, self._reports = overlaps, reports
         self._reshapes = reshapes
         self._shelf, self._slots, self._before = shelf, slots, before
         self._group = group
@@ -97,7 +105,7 @@ class Search:
         Raises:
             LostError, MismatchError, MemoryBudgetError, ArenaError: on all ranks together.
         """
-        self._inventory = self._gather_inventory()
+        self._inventory = self._gather_inventory() if self._reports is None else self._join(self._reports)
         decision, lost = self._or_lost()
         for stored in self._shelf.snapshots:
             for _ in range(_FETCHES):
@@ -195,10 +203,10 @@ class Search:
                     return whole
 
     def _gather_inventory(self) -> Inventory:
-        node = self._topology.me.node
-        local = self._topology.ranks_on(node)
-        turn = local.index(self._topology.rank), len(local)
-        every = Inventory.join(gather_all(self._group, lambda: take_inventory(self._arenas, node, *turn), Inventory))
+        return self._join(gather_all(self._group, lambda: part_of_inventory(self._topology, self._arenas), Inventory))
+
+    def _join(self, reports: Sequence[Inventory]) -> Inventory:
+        every = Inventory.join(reports)
         for report in every.arenas:
             if report.problems:
                 self._events.emit("arena_problem", shard=report.shard, problems=report.problems)

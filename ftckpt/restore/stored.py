@@ -86,43 +86,6 @@ class Shelf:
     bad: tuple[int, ...] = ()
     """Iterations that have proven bad."""
 
-    @classmethod
-    def look(cls, group: Group, where: str, events: Events, before: int = 0, job: str = "") -> Shelf:
-        """What is there; with ``before`` the newest before that iteration, too. Nothing of it is removed until
-        ``close``. Collective; one rank looks, for all of them.
-
-        Raises:
-            StorageError: on all ranks together, where a rank cannot reach storage, and trying again is of no use.
-        """
-        if not where:
-            return cls()
-        storage: Storage | None = None
-
-        def open_it() -> str:
-            nonlocal storage
-            storage, problem = _open(where)
-            return problem
-
-        if away := next(filter(None, gather_all(group, open_it, str)), ""):
-            events.emit("storage_fails", error=away)  # memory may do
-            return cls(problem=away)
-        reader, leads, told = group.name.rpartition("/")[2], group.rank == 0, b""
-
-        def tell() -> int:
-            nonlocal told
-            if storage is not None and leads:
-                _require_own(storage)
-                _hold(storage, reader, events)
-                told = codec.encode((*_read(storage, events, before), _last_attempt(storage, events, job)))
-            return len(told)
-
-        # The length first: a broadcast takes as many bytes on all ranks, and a gather as many of each.
-        length = max(gather_all(group, tell, int))
-        found = codec.decode(group.broadcast(told.ljust(length, b" ")), tuple[list[str], str, LastAttempt | None])
-        texts, problem, last = found
-        snapshots = tuple(StoredSnapshot.decode(text.encode(), where) for text in texts)
-        return cls(storage, snapshots, problem, reader if leads else "", last)
-
     def close(self) -> None:
         """What this restart has not read it reads no more."""
         if self.storage is not None and self.reader:
@@ -186,6 +149,68 @@ class Shelf:
 NO_SHELF = Shelf()
 
 
+class Look(NamedTuple):
+    """What one rank sees of storage: why it cannot reach it, and the length of what it is to tell the others."""
+
+    away: str
+    length: int
+
+
+class ShelfLook:
+    """How ranks look at storage, one for all of them: ``see`` on each, ``join`` with what all have seen."""
+
+    def __init__(self, group: Group, where: str, events: Events, before: int = 0, job: str = "") -> None:
+        self._group, self._events = group, events
+        self._where, self._before, self._job = where, before, job
+        self._storage: Storage | None = None
+        self._told = b""
+
+    @property
+    def _reader(self) -> str:
+        return self._group.name.rpartition("/")[2]
+
+    def see(self) -> Look:
+        """Whether this rank can reach storage; the first looks what is there, of which nothing is removed from here
+        on.
+
+        Raises:
+            StorageError: it cannot, and trying again is of no use.
+        """
+        if not self._where:
+            return Look("", 0)
+        self._storage, away = _open(self._where)
+        if self._storage is not None and self._group.rank == 0:
+            _require_own(self._storage)
+            _hold(self._storage, self._reader, self._events)
+            found = *_read(self._storage, self._events, self._before), self._last_attempt(self._storage)
+            self._told = codec.encode(found)
+        return Look(away, len(self._told))
+
+    def join(self, seen: Sequence[Look]) -> Shelf:
+        """What is there; with ``before`` the newest before that iteration, too. Collective."""
+        if not self._where:
+            return NO_SHELF
+        leads = self._group.rank == 0
+        if away := next((one.away for one in seen if one.away), ""):
+            self._events.emit("storage_fails", error=away)  # memory may do
+            if leads and self._storage is not None:
+                with suppress(StorageError):
+                    retention.let_go(self._storage, self._reader)
+            return Shelf(problem=away)
+        # The length is known: a broadcast takes as many bytes on all ranks.
+        data = self._group.broadcast(self._told.ljust(max(one.length for one in seen), b" "))
+        texts, problem, last = codec.decode(data, tuple[list[str], str, LastAttempt | None])
+        snapshots = tuple(StoredSnapshot.decode(text.encode(), self._where) for text in texts)
+        return Shelf(self._storage, snapshots, problem, self._reader if leads else "", last)
+
+    def _last_attempt(self, storage: Storage) -> LastAttempt | None:
+        try:
+            return _patiently(lambda: last_attempt(storage, self._job))
+        except StorageError as error:
+            self._events.emit("storage_fails", error=f"failures of the job are not known: {error}")
+            return None
+
+
 def _open(where: str) -> tuple[Storage | None, str]:
     """Storage, or why it is away."""
     try:
@@ -209,14 +234,6 @@ def _hold(storage: Storage, reader: str, events: Events) -> None:
         retention.hold(storage, reader)
     except StorageError as error:  # a place that is full can be read
         events.emit("storage_fails", error=f"it may remove what this restart reads: {error}")
-
-
-def _last_attempt(storage: Storage, events: Events, job: str) -> LastAttempt | None:
-    try:
-        return _patiently(lambda: last_attempt(storage, job))
-    except StorageError as error:
-        events.emit("storage_fails", error=f"failures of the job are not known: {error}")
-        return None
 
 
 def _read(storage: Storage, events: Events, before: int) -> tuple[list[str], str]:
