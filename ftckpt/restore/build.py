@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+import os
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +20,9 @@ from ftckpt.store.control import control_bytes
 from ftckpt.store.damage import OBJECTS, Damage
 from ftckpt.store.directory import arena_path
 from ftckpt.store.image import SlotImage
+from ftckpt.store.mapping import reserve, write_at
 from ftckpt.store.package import Package
+from ftckpt.store.slots import slot_name
 
 # How long the process that writes the arena, a trainer that is ending for example, may take to give it up.
 _LOCK_SECS = 5.0
@@ -56,6 +58,7 @@ class Build:
         self._keep = keep
         self._arena: Arena | None = None
         self._slot = fix.at.slot
+        self._file = -1  # of the slot: written to, as its mapping would ask for each page by itself
         # From when the snapshot was whole, the trainer's or the SMP's: what parity gives is measured by these alone.
         self._hashes: npt.NDArray[np.uint64] = np.empty(0, np.uint64)
 
@@ -102,34 +105,30 @@ class Build:
         if self.fix.in_place:
             self._arena = Arena.open(self._node_dir / self.fix.at.arena, writable=True)
             self._arena.lock(_LOCK_SECS)
+            self._open_slot()
             self._mend()
             return
         path = arena_path(self._node_dir, self._whole.manifest)
-        # One slot has memory: the others get theirs when training begins, and may be what this node has no room for.
-        self._arena = self._existing(path) or Arena.create(self._node_dir, self._whole.manifest, self._num_slots, 1)
+        # No slot but this one: the others get theirs when training begins, and may be what this node has no room for.
+        self._arena = self._existing(path) or Arena.create(self._node_dir, self._whole.manifest, self._num_slots, 0)
         self._arena.lock(_LOCK_SECS)
         self._slot = _pick(self._arena, self._whole.snapshot, self._keep)
         self._begin()
 
     def put(self, chunk: int, begin: int, data: Bytes) -> None:
-        """Write ``data`` at byte ``begin`` of ``chunk``; what goes past the chunk's end is zeros of the stripe."""
-        span = self.arena.image.chunks[chunk]
-        part = data[: max(0, span.nbytes - begin)]
-        with self.arena.slot(self._slot) as view:
-            view[span.begin + begin : span.begin + begin + len(part)] = part.data
+        """Write ``data`` at byte ``begin`` of ``chunk``; what goes past the chunk's end is zeros of the stripe. Any
+        thread may.
 
-    @contextmanager
-    def memory(self, chunk: int) -> Iterator[memoryview]:
-        """Where ``chunk`` lies, to be written."""
+        Raises:
+            MemoryBudgetError: no room.
+        """
         span = self.arena.image.chunks[chunk]
-        with self.arena.slot(self._slot) as view, view[span.begin : span.end] as memory:
-            yield memory
+        self._write(span.begin + begin, data[: max(0, span.nbytes - begin)].data)
 
     def clear_behind(self, chunk: int, nbytes: int) -> None:
         """Zeros behind the first ``nbytes`` of ``chunk``: a block in a slot may be shorter than its chunk."""
         span = self.arena.image.chunks[chunk]
-        with self.arena.slot(self._slot) as view:
-            view[span.begin + nbytes : span.end] = bytes(max(0, span.nbytes - nbytes))
+        self._write(span.begin + nbytes, bytes(max(0, span.nbytes - nbytes)))
 
     def check(self, chunk: int) -> bool:
         """Whether the bytes of ``chunk`` have the checksum that was taken when the snapshot was."""
@@ -153,6 +152,9 @@ class Build:
 
     def close(self) -> None:
         """Give the arena up; what is not finished does not count."""
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
         if self._arena is not None:
             self._arena.close()
             self._arena = None
@@ -178,16 +180,13 @@ class Build:
         """Make the slot WRITING, with everything but the stepped chunks in place."""
         arena, package, slot = self.arena, self._whole, self._slot
         if not arena.allocated(slot):
-            arena.allocate(slot)
+            arena.allocate(slot, reserves=False)
         elif arena.slot_error(slot) is not None:
             arena.renew(slot)
         # Before the first byte: a kill from here to ``finish`` leaves WRITING, which nobody takes for a snapshot.
         arena.control.begin(slot)
-        image = arena.image
-        with arena.slot(slot) as view:
-            view[: len(image.header)] = image.header
-            for pad in image.pads:
-                view[pad.begin : pad.end] = bytes(pad.nbytes)
+        self._open_slot()
+        self._put_frame()
         self._put_volatile()
         self._put_objects()
         self._hashes = package.chunk_hashes
@@ -205,11 +204,7 @@ class Build:
         if hashes is None and self.fix.chunks:
             raise CorruptError(f"{self.fix.shard}: slot {slot} has no checksums to repair it by")
         self._hashes = hashes if hashes is not None else self._hashes
-        image = arena.image
-        with arena.slot(slot) as view:
-            view[: len(image.header)] = image.header
-            for pad in image.pads:
-                view[pad.begin : pad.end] = bytes(pad.nbytes)
+        self._put_frame()
         if package is not None and package.manifest.digest == arena.manifest.digest:
             self._put_volatile()
             if OBJECTS in self.fix.parts:
@@ -220,15 +215,30 @@ class Build:
         chunks = range(image.num_stepped_chunks, len(image.chunks)) if self._package is not None else ()
         return Damage(tuple(chunk for chunk in chunks if not self.check(chunk)))
 
+    def _open_slot(self) -> None:
+        self._file = os.open(self._path, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+
+    @property
+    def _path(self) -> Path:
+        return self.arena.path / slot_name(self._slot)
+
+    def _write(self, begin: int, data: bytes | memoryview) -> None:
+        write_at(self._file, self._path, begin, data)
+
+    def _put_frame(self) -> None:
+        """The header, and zeros between the regions."""
+        image = self.arena.image
+        self._write(0, image.header)
+        for pad in image.pads:
+            self._write(pad.begin, bytes(pad.nbytes))
+
     def _put_volatile(self) -> None:
-        span = self.arena.image.volatile
-        with self.arena.slot(self._slot) as view:
-            view[span.begin : span.end] = self._whole.volatile
+        self._write(self.arena.image.volatile.begin, self._whole.volatile)
 
     def _put_objects(self) -> None:
         span, data = self.arena.image.objects, self._whole.objects
-        with self.arena.slot(self._slot) as view:
-            view[span.begin : span.begin + len(data)] = data
+        self._write(span.begin, data)
+        reserve(self._file, self._path, span.begin, span.end)  # later snapshots may have more of them
 
 
 def _in_pages(nbytes: int) -> int:

@@ -176,15 +176,17 @@ class Arena:
             raise
         return cls(path, image, control, files)
 
-    def allocate(self, slot: int) -> None:
-        """Give ``slot`` memory if it has none; it can be written at once, without opening the arena again.
+    def allocate(self, slot: int, reserves: bool = True) -> None:
+        """Give ``slot`` memory if it has none; it can be written at once, without opening the arena again. Where it
+        ``reserves`` none all that the slot holds, its header too, must be brought by ``write_at``: a store to a page
+        that is not there could end the process. Who opens the arena to write it fills what holes are left.
 
         Raises:
             MemoryBudgetError: the file system has no room; nothing has changed.
             ArenaError: the file cannot be created.
         """
         if not self.allocated(slot):
-            self._slots.make(slot)
+            self._slots.make(slot, reserves)
 
     def build(self, slot: int, halted: Callable[[], bool] = bool) -> FreshSlot:
         """The memory that ``slot`` will have by ``put``; any thread may wait for it, and nothing has changed by then.

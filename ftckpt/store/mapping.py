@@ -37,8 +37,9 @@ class Mapping:
                 mapped.close()
 
 
-def create_mapping(path: Path, nbytes: int, halted: Callable[[], bool] = bool) -> Mapping:
-    """Create ``path`` (0600, must not exist) with every page allocated.
+def create_mapping(path: Path, nbytes: int, halted: Callable[[], bool] = bool, *, reserves: bool = True) -> Mapping:
+    """Create ``path`` (0600, must not exist) with every page allocated; without, where it ``reserves`` none: then
+    nothing may be stored through the mapping before ``write_at`` has written there.
 
     Raises:
         MemoryBudgetError: the file system has no room.
@@ -48,10 +49,28 @@ def create_mapping(path: Path, nbytes: int, halted: Callable[[], bool] = bool) -
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
         # Pages first: on a full tmpfs this is an error, while a store to a page that is not there is a SIGBUS.
-        _reserve(fd, path, nbytes, halted)
+        if reserves:
+            reserve(fd, path, 0, nbytes, halted)
+        else:
+            os.ftruncate(fd, nbytes)
         return Mapping(fd, nbytes, writable=True)
     finally:
         os.close(fd)
+
+
+def write_at(fd: int, path: Path, begin: int, data: bytes | memoryview) -> None:
+    """Write ``data`` from byte ``begin`` on to the file ``fd``, at ``path``; holes get pages.
+
+    Raises:
+        MemoryBudgetError: the file system has no room.
+    """
+    left = memoryview(data).cast("B")
+    try:
+        while left:
+            written = os.pwrite(fd, left, begin)
+            begin, left = begin + written, left[written:]
+    except OSError as error:
+        raise _explained(error, path, len(left)) from None
 
 
 def open_mapping(path: Path, nbytes: int | None, writable: bool) -> Mapping:
@@ -72,7 +91,7 @@ def open_mapping(path: Path, nbytes: int | None, writable: bool) -> Mapping:
             raise ArenaError(f"{path}: has {status.st_size} bytes{expected}")
         # A hole would be filled at a store, with a SIGBUS where there is no room.
         if writable and status.st_blocks * 512 < status.st_size:
-            _reserve(fd, path, status.st_size)
+            reserve(fd, path, 0, status.st_size)
         return Mapping(fd, status.st_size, writable)
     except OSError as error:
         raise ArenaError(f"{path}: cannot be mapped: {error.strerror}") from None
@@ -89,17 +108,22 @@ def file_id(path: Path) -> FileId | None:
     return status.st_dev, status.st_ino
 
 
-def _reserve(fd: int, path: Path, nbytes: int, halted: Callable[[], bool] = bool) -> None:
+def reserve(fd: int, path: Path, begin: int, end: int, halted: Callable[[], bool] = bool) -> None:
+    """Allocate the pages of bytes ``begin`` to ``end`` of the file ``fd``; raises as ``create_mapping``."""
     try:
-        for begin in range(0, nbytes, _RESERVE_STEP_BYTES):
+        for at in range(begin, end, _RESERVE_STEP_BYTES):
             if halted():
                 raise ArenaError(f"{path}: not wanted any more")
-            os.posix_fallocate(fd, begin, min(_RESERVE_STEP_BYTES, nbytes - begin))
+            os.posix_fallocate(fd, at, min(_RESERVE_STEP_BYTES, end - at))
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENOMEM):
-            raise
-        free = os.statvfs(path.parent)
-        raise MemoryBudgetError(
-            f"{path}: no room for {nbytes} bytes, {free.f_bavail * free.f_frsize} are free now; enlarge the tmpfs "
-            "(mount -o remount,size=…; --shm-size for a container) or name another with --ftckpt-arena"
-        ) from None
+        raise _explained(error, path, end - begin) from None
+
+
+def _explained(error: OSError, path: Path, nbytes: int) -> Exception:
+    if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENOMEM):
+        return error
+    free = os.statvfs(path.parent)
+    return MemoryBudgetError(
+        f"{path}: no room for {nbytes} bytes, {free.f_bavail * free.f_frsize} are free now; enlarge the tmpfs "
+        "(mount -o remount,size=…; --shm-size for a container) or name another with --ftckpt-arena"
+    )

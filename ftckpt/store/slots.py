@@ -25,6 +25,7 @@ def slot_name(slot: int) -> str:
 
 class FreshSlot:
     """A slot's file before it is one: mapped, all pages allocated, the header written, under a name of its own.
+    Where it ``reserves`` none it has the pages alone that are written by ``write_at``, and no header.
 
     Ends with ``take`` or ``discard``.
 
@@ -33,15 +34,18 @@ class FreshSlot:
         ArenaError: the file cannot be created, or ``halted``, asked every some 100 MB, said so; the same.
     """
 
-    def __init__(self, path: Path, image: SlotImage, halted: Callable[[], bool] = bool) -> None:
+    def __init__(
+        self, path: Path, image: SlotImage, halted: Callable[[], bool] = bool, *, reserves: bool = True
+    ) -> None:
         self._path = path
         with ExitStack() as undo:
             self._fresh = undo.enter_context(fresh_name(path))
             try:
-                self._mapping = create_mapping(self._fresh, image.file_bytes, halted)
+                self._mapping = create_mapping(self._fresh, image.file_bytes, halted, reserves=reserves)
             except OSError as error:
                 raise ArenaError(f"{path}: cannot be created: {error.strerror}") from None
-            self._mapping.data[: len(image.header)] = image.header
+            if reserves:
+                self._mapping.data[: len(image.header)] = image.header
             self._name = undo.pop_all()
 
     def take(self) -> Mapping:
@@ -107,9 +111,9 @@ class SlotFiles:
         """Whether the slot has a file, sound or damaged."""
         return self._slots[slot] is not None
 
-    def make(self, slot: int) -> None:
-        """Build a slot and have it at once."""
-        self.put(slot, self.build(slot))
+    def make(self, slot: int, reserves: bool = True) -> None:
+        """Build a slot and have it at once; see FreshSlot."""
+        self.put(slot, FreshSlot(self.path / slot_name(slot), self._image, reserves=reserves))
 
     def build(self, slot: int, halted: Callable[[], bool] = bool) -> FreshSlot:
         """The file of a slot, for ``put``; may be called on any thread. See FreshSlot."""
