@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
@@ -59,6 +60,7 @@ class Build:
         self._arena: Arena | None = None
         self._slot = fix.at.slot
         self._file = -1  # of the slot: written to, as its mapping would ask for each page by itself
+        self._writing = threading.Lock()  # the system lets one thread at a time, and the others would spin
         # From when the snapshot was whole, the trainer's or the SMP's: what parity gives is measured by these alone.
         self._hashes: npt.NDArray[np.uint64] = np.empty(0, np.uint64)
 
@@ -223,7 +225,8 @@ class Build:
         return self.arena.path / slot_name(self._slot)
 
     def _write(self, begin: int, data: bytes | memoryview) -> None:
-        write_at(self._file, self._path, begin, data)
+        with self._writing:
+            write_at(self._file, self._path, begin, data)
 
     def _put_frame(self) -> None:
         """The header, and zeros between the regions."""

@@ -167,7 +167,7 @@ def test_no_room_for_an_arena_made_anew_leaves_its_parity(node_dir: Path, monkey
     (path / "parity.peer.0").write_text("parity")
     clear_arena(path)
 
-    def full(*_: object) -> None:
+    def full(*_: object, **__: object) -> None:
         raise MemoryBudgetError("no room")
 
     monkeypatch.setattr(slots, "create_mapping", full)

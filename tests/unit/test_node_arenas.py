@@ -66,16 +66,16 @@ def end(members: list[Rank]) -> None:
 def peaks(arena_root: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     """The most memory that each shard was seen to use, looked at whenever pages have been allocated."""
     seen: dict[str, int] = {}
-    reserve = mapping._reserve
+    reserve = mapping.reserve
     one_at_a_time = threading.Lock()
 
-    def watched(fd: int, path: Path, nbytes: int, *halted: Any) -> None:
-        reserve(fd, path, nbytes, *halted)
+    def watched(fd: int, path: Path, begin: int, end: int, *halted: Any) -> None:
+        reserve(fd, path, begin, end, *halted)
         with one_at_a_time:
             for shard in ("dp0", "dp1"):
                 seen[shard] = max(seen.get(shard, 0), used_bytes(arena_root, shard))
 
-    monkeypatch.setattr(mapping, "_reserve", watched)
+    monkeypatch.setattr(mapping, "reserve", watched)
     return seen
 
 
