@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -18,7 +18,7 @@ from ftckpt.group import Group, gather_all, gather_bytes
 from ftckpt.model.fragment import Fragment
 from ftckpt.model.manifest import Manifest
 from ftckpt.model.replica_groups import DIFFERING
-from ftckpt.model.replicas import Recheck, ReplicaSets, private_key, replica_sets
+from ftckpt.model.replicas import Holdings, Recheck, Sharing, find_sharing, private_key
 from ftckpt.model.shares import bounded_capacities, choose
 from ftckpt.model.topology import Topology
 from ftckpt.model.training_state import Description, Piece, cast_master
@@ -54,8 +54,13 @@ def assign(  # noqa: PLR0917 - the last ones are optional
     chunk_bytes: int,
     capacities: Sequence[int] | None = None,
     redundancy: Redundancy = NO_REDUNDANCY,
+    sharing: Sharing | None = None,
 ) -> Assignment:
     """Agree with all ranks on who copies what. Collective; reads every stepped tensor once.
+
+    One message per rank, where ``sharing`` is what ``gather_sharing`` has given on all ranks, and one more where it
+    is None on all. Others follow where state is not what it is believed to be: what is not derived, replicas that
+    differ.
 
     ``capacities[rank]``, the same on all ranks, are the bytes that each rank could copy inside its windows per
     snapshot: replica sets are dealt in proportion, where that makes noticeably less of the state spill. None
@@ -66,11 +71,18 @@ def assign(  # noqa: PLR0917 - the last ones are optional
         ConfigError: not one capacity, or not one node, per rank.
         CaptureError: ranks were given different capacities or nodes. All three on all ranks together.
     """
-    views = gather_all(group, lambda: _View.of(group, described, capacities, redundancy), _View)
-    broken = _agreed(views)
-    stepped, derived = _divided(described, broken)
+    if sharing is None:
+        sharing = gather_sharing(group, described)
+    stepped, derived = _divided(described, ())
+    look = Look(sharing, stepped)
+    views = gather_all(group, lambda: _View.of(group, described, capacities, redundancy, look), _View)
+    broken, summaries = _agreed(views), [view.summary for view in views]
+    if broken:  # on any rank: nothing was told yet of pieces that were taken to follow from others
+        stepped, derived = _divided(described, broken)
+        look = Look(gather_sharing(group, described, broken), stepped)
+        summaries = gather_bytes(group, look.summary)
+    sets = look.sharing.sets(partial(gather_bytes, group), look.holdings, summaries)
     weights = None if capacities is None else bounded_capacities(capacities)
-    sets = gather_replica_sets(group, stepped)
     # Without capacities shares are equal, whatever protection costs each rank.
     shares = choose(*(burden(sets, redundancy) if weights is not None else (sets.runs, sets.private)), weights)
     fragments = [piece.fragment for piece in stepped]
@@ -132,21 +144,46 @@ def _check_numbers(capacities: Sequence[int] | None, redundancy: Redundancy, num
 
 class _View(NamedTuple):
     """What one rank sees: keys that do not follow from others, and digests of the weights and of the redundancy that
-    it was given. ``derives``: whether it has pieces that may follow from others."""
+    it was given. ``derives``: whether it has pieces that may follow from others. ``summary``: what it holds with
+    others; nothing where some key does not follow."""
 
     broken: tuple[str, ...]
     weights: str
     redundancy: str
     derives: bool
+    summary: bytes
 
     @classmethod
     def of(
-        cls, group: Group, described: Description, capacities: Sequence[int] | None, redundancy: Redundancy
+        cls,
+        group: Group,
+        described: Description,
+        capacities: Sequence[int] | None,
+        redundancy: Redundancy,
+        look: Look,
     ) -> _View:
         _check_numbers(capacities, redundancy, group.size)
         seen = "" if capacities is None else xxhash.xxh3_64_hexdigest(bounded_capacities(capacities).tobytes())
         derives = any(piece.derived_from is not None for piece in described.stepped)
-        return cls(tuple(_broken(described)), seen, redundancy.digest, derives)
+        broken = tuple(_broken(described))
+        return cls(broken, seen, redundancy.digest, derives, b"" if broken else look.summary())
+
+
+class Look:
+    """What this rank holds of what several ranks hold, as it is now."""
+
+    def __init__(self, sharing: Sharing, pieces: Sequence[Piece]) -> None:
+        self.sharing = sharing
+        self._pieces = pieces
+
+    @cached_property
+    def holdings(self) -> Holdings:
+        """Read once: only fragments that several ranks hold are hashed."""
+        return self.sharing.look(lambda indices: [content_hash(self._pieces[index].tensor) for index in indices])
+
+    def summary(self) -> bytes:
+        """For the other ranks."""
+        return self.holdings.summary()
 
 
 def _agreed(views: Collection[_View]) -> set[str]:
@@ -160,10 +197,6 @@ def _agreed(views: Collection[_View]) -> set[str]:
 
 def _broken(described: Description) -> list[str]:
     """Keys of pieces that are not what they are believed to be derived from."""
-    names = Counter(piece.fragment.name for piece in described.stepped)
-    twice = [name for name, count in names.items() if count > 1]
-    if twice:
-        raise UnsupportedError(f"the state describes {twice[0]} more than once")
     return [p.fragment.key for p in described.stepped if p.derived_from is not None and not rule_holds(p)]
 
 
@@ -175,17 +208,31 @@ def rule_holds(piece: Piece) -> bool:
     return torch.equal(as_bytes(cast), as_bytes(piece.tensor))
 
 
-def gather_replica_sets(group: Group, pieces: Sequence[Piece]) -> ReplicaSets:
-    """Which ranks hold the same bits of the same fragments. Collective.
+def gather_sharing(group: Group, described: Description, broken: Collection[str] = ()) -> Sharing:
+    """Which ranks hold the same of what is copied, ``broken`` keys among it. Collective.
 
-    Only fragments that several ranks hold are hashed.
+    It follows from the description alone, whatever the tensors hold: it may be asked before state is loaded.
+
+    Raises:
+        UnsupportedError: a fragment is described twice; on all ranks together.
     """
+    fragments = [piece.fragment for piece in _divided(described, broken)[0]]
 
-    def contents(indices: Sequence[int]) -> list[int]:
-        return [content_hash(pieces[index].tensor) for index in indices]
+    def gather(codes: Callable[[], bytes]) -> list[bytes]:
+        def checked() -> bytes:
+            _require_once(described)
+            return codes()
 
-    gather, fragments = partial(gather_bytes, group), [piece.fragment for piece in pieces]
-    return replica_sets(gather, group.rank, group.size, fragments, contents)
+        return gather_bytes(group, checked)
+
+    return find_sharing(gather, group.rank, group.size, fragments)
+
+
+def _require_once(described: Description) -> None:
+    names = Counter(piece.fragment.name for piece in described.stepped)
+    twice = [name for name, count in names.items() if count > 1]
+    if twice:
+        raise UnsupportedError(f"the state describes {twice[0]} more than once")
 
 
 _BATCH_BYTES = 1 << 20
