@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,8 +17,8 @@ from ftckpt.capture.copier import make_copier
 from ftckpt.capture.redundancy import NO_REDUNDANCY, Redundancy
 from ftckpt.config import Config
 from ftckpt.events import Events
-from ftckpt.group import Group, gather_bytes, together
-from ftckpt.job.arenas import NodeArenas
+from ftckpt.group import Group, gather_bytes
+from ftckpt.job.arenas import Beside, NodeArenas
 from ftckpt.model import codec
 from ftckpt.model.replicas import Sharing
 from ftckpt.model.snapshot import SnapshotId
@@ -77,19 +78,20 @@ class Shard:
         self._sharing: Sharing | None = None
 
     def find_sharing(self) -> None:
-        """Learn which ranks hold the same. Needs nothing of what is loaded: where it was not called before, ``lay_out``
-        does it. Collective; raises on all ranks together."""
+        """Learn which ranks hold the same. Collective; raises on all ranks together.
+
+        Needs nothing of what is loaded. Where it was not called before, ``lay_out`` does it.
+        """
         assert self._described is not None, "let go of"
         self._sharing = gather_sharing(self._group, self._described)
 
-    def lay_out(self, whole: SnapshotId | None) -> None:
+    def lay_out(self, whole: SnapshotId | None, beside: Beside | None = None) -> None:
         """Have an arena for what this rank copies; raises on all ranks together.
 
-        ``whole`` is the snapshot that the arenas hold and the job goes on from.
+        ``whole`` is the snapshot that the arenas hold and the job goes on from. ``beside``: see ``NodeArenas.open``.
         """
         assignment = self._assign()
-        arena = self._arenas.open(assignment.manifest, whole)
-        together(self._group, lambda: self._use(assignment, arena))
+        arena = self._arenas.open(assignment.manifest, whole, partial(self._use, assignment), beside)
         host_bytes = arena.image.file_bytes * arena.control.slots
         copied = self.capture.stepped_bytes if self.capture is not None else 0
         interval = self._config.interval
@@ -171,8 +173,7 @@ class Shard:
         # First: if no arena can be had nothing is left that copies into one that is closed.
         self.capture = None
         capture.close()
-        arena = self._arenas.replace(capture.arena, whole, checked.manifest)
-        together(self._group, lambda: self._use(checked, arena))
+        self._arenas.replace(capture.arena, whole, checked.manifest, partial(self._use, checked))
 
     def _use(self, assignment: Assignment, arena: Arena) -> None:
         if assignment.differing:
