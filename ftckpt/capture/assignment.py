@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, TypeAlias, TypeVar
 
 import torch
 import xxhash
@@ -197,7 +197,11 @@ def _agreed(views: Collection[_View]) -> set[str]:
 
 def _broken(described: Description) -> list[str]:
     """Keys of pieces that are not what they are believed to be derived from."""
-    return [p.fragment.key for p in described.stepped if p.derived_from is not None and not rule_holds(p)]
+    derived = [piece for piece in described.stepped if piece.derived_from is not None]
+    # Piece by piece only where it must be known which: each takes longer than its bytes do.
+    if all(map(_follow, _rules(derived))):
+        return []
+    return [piece.fragment.key for piece in derived if not rule_holds(piece)]
 
 
 def rule_holds(piece: Piece) -> bool:
@@ -229,11 +233,13 @@ def gather_sharing(group: Group, described: Description, broken: Collection[str]
 
 
 def _require_once(described: Description) -> None:
-    names = Counter(piece.fragment.name for piece in described.stepped)
-    twice = [name for name, count in names.items() if count > 1]
-    if twice:
-        raise UnsupportedError(f"the state describes {twice[0]} more than once")
+    names = [piece.fragment.name for piece in described.stepped]
+    if len(set(names)) < len(names):
+        raise UnsupportedError(f"the state describes {Counter(names).most_common(1)[0][0]} more than once")
 
+
+Rule: TypeAlias = tuple[list[torch.Tensor], list[torch.Tensor]]
+"""Masters, and weights that follow from them."""
 
 _BATCH_BYTES = 1 << 20
 """Small tensors are looked at so many bytes at a time: each alone would take longer than its bytes do."""
@@ -258,13 +264,7 @@ class Belief:
         # Seen as bytes once: it is as much work as to look at the bytes of a small one.
         held = replicas.holdings.order.tolist()
         self._bytes = {index: as_bytes(tensors[index]) for index in held}
-        self._rules = [
-            (list(masters), list(weights))
-            for masters, weights in (
-                zip(*((piece.derived_from, piece.tensor) for piece in batch), strict=True)
-                for batch in _batches(derived, lambda piece: (piece.tensor.dtype, piece.tensor.device), _nbytes)
-            )
-        ]
+        self._rules = _rules(derived)
         self._is_broken = is_broken
         self.needed = derives or replicas.needed
         """Whether there is anything to prove; the same on all ranks."""
@@ -304,7 +304,16 @@ def _batches(items: Sequence[T], kind: Callable[[T], object], nbytes: Callable[[
         yield batch
 
 
-def _follow(rule: tuple[list[torch.Tensor], list[torch.Tensor]]) -> bool:
+def _rules(derived: Sequence[Piece]) -> list[Rule]:
+    """What must follow from what, small pieces together."""
+    sides = (
+        zip(*((piece.derived_from, piece.tensor) for piece in batch), strict=True)
+        for batch in _batches(derived, lambda piece: (piece.tensor.dtype, piece.tensor.device), _nbytes)
+    )
+    return [(list(masters), list(weights)) for masters, weights in sides]
+
+
+def _follow(rule: Rule) -> bool:
     """Whether weights are, bit for bit, the casts of their masters."""
     masters, weights = (side[0] if len(side) == 1 else torch.cat(side) for side in rule)
     cast = cast_master(masters, torch.empty_like(weights))

@@ -154,7 +154,7 @@ def find_sharing(gather: Gather, rank: int, num_ranks: int, fragments: Sequence[
         nonlocal identities, mine
         identities = [identity(fragment) for fragment in fragments]
         # Half of the bits, for half the message; in ``Sharing.look`` hashes part fragments that got one code.
-        mine = pack((int.from_bytes(name[:8], "little") for name in identities), rank, num_ranks)
+        mine = pack(np.frombuffer(b"".join(identities), np.uint64)[::2], rank, num_ranks)
         return mine.tobytes()
 
     entries = _joined(gather(codes))

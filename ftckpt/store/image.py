@@ -59,12 +59,6 @@ class SectionSpan:
     num_chunks: int
 
 
-def _alignment(fragment: Fragment) -> int:
-    """``fragment`` begins on a multiple of this, in bytes."""
-    # Each gap is an entry of the header: small tensors padded to a cache line would nearly double their number.
-    return WIDE_BYTES if fragment.nbytes >= PAGE_BYTES else fragment.item_bytes
-
-
 def section_layout(fragments: Iterable[Fragment]) -> tuple[tuple[int, ...], int]:
     """Offset of each fragment from the begin of their section, and the section's length, in bytes.
 
@@ -72,9 +66,11 @@ def section_layout(fragments: Iterable[Fragment]) -> tuple[tuple[int, ...], int]
     """
     offsets, end = [], 0
     for fragment in fragments:
-        begin = end + -end % _alignment(fragment)
+        nbytes = fragment.nbytes
+        # Each gap is an entry of the header: small tensors padded to a cache line would nearly double their number.
+        begin = end + -end % (WIDE_BYTES if nbytes >= PAGE_BYTES else fragment.item_bytes)
         offsets.append(begin)
-        end = begin + fragment.nbytes
+        end = begin + nbytes
     return tuple(offsets), end
 
 
@@ -120,6 +116,10 @@ class SlotImage:
         Raises:
             ConfigError: a name occurs twice, a size is negative, or the image passes the format's bounds.
         """
+        return _image_of(manifest)
+
+    @classmethod
+    def _of(cls, manifest: Manifest) -> SlotImage:
         if manifest.chunk_bytes < 1 or manifest.objects_bytes < 0:
             raise ConfigError(
                 f"manifest of {manifest.shard}: chunk_bytes {manifest.chunk_bytes} must be at least 1 "
@@ -191,6 +191,9 @@ def parse_image(buffer: bytes | bytearray | memoryview) -> SlotImage:
     with memoryview(buffer) as view, view.cast("B") as data:
         text = _header_text(data)
     return _image_of_text(text)
+
+
+_image_of = lru_cache(maxsize=16)(SlotImage._of)
 
 
 @lru_cache(maxsize=16)  # about the ranks of a node: a restart opens each of its arenas several times
