@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import NamedTuple, TypeAlias, TypeVar
@@ -99,7 +99,7 @@ def assign(  # noqa: PLR0917 - the last ones are optional
     differing = tuple(f.name for f, at in zip(fragments, sets.group_of, strict=True) if at == DIFFERING)
     copied = sum(fragment.nbytes for fragment in manifest.stepped)
     derives = any(view.derives for view in views)
-    belief = Belief(sets.again, [piece.tensor for piece in stepped], derived, derives, bool(broken))
+    belief = Belief(sets.again, look.held, derived, derives, bool(broken))
     return Assignment(manifest, pieces, parts, derived, differing, copied, shares.spill, belief)
 
 
@@ -177,9 +177,15 @@ class Look:
         self._pieces = pieces
 
     @cached_property
+    def held(self) -> dict[int, torch.Tensor]:
+        """By index, the bytes of the pieces that others hold, too: to see a small one so is as much work as to read
+        it."""
+        return {index: as_bytes(self._pieces[index].tensor) for index in self.sharing.order.tolist()}
+
+    @cached_property
     def holdings(self) -> Holdings:
         """Read once: only fragments that several ranks hold are hashed."""
-        return self.sharing.look(lambda indices: [content_hash(self._pieces[index].tensor) for index in indices])
+        return self.sharing.look(lambda indices: content_hashes([self.held[index] for index in indices]))
 
     def summary(self) -> bytes:
         """For the other ranks."""
@@ -250,20 +256,18 @@ class Belief:
 
     Args:
         replicas: which fragments of this rank others hold, too.
-        tensors: of the fragments that are no derived ones.
+        held: by their index, the bytes of those fragments.
         derived: pieces of this rank that follow from others.
         derives: whether any rank has pieces that may; the same on all ranks.
         is_broken: whether some do not, as it was found.
     """
 
     def __init__(
-        self, replicas: Recheck, tensors: Sequence[torch.Tensor], derived: Sequence[Piece], derives: bool,
+        self, replicas: Recheck, held: Mapping[int, torch.Tensor], derived: Sequence[Piece], derives: bool,
         is_broken: bool,
     ) -> None:  # fmt: skip
         self._replicas = replicas
-        # Seen as bytes once: it is as much work as to look at the bytes of a small one.
-        held = replicas.holdings.order.tolist()
-        self._bytes = {index: as_bytes(tensors[index]) for index in held}
+        self._bytes = held
         self._rules = _rules(derived)
         self._is_broken = is_broken
         self.needed = derives or replicas.needed
@@ -279,9 +283,8 @@ class Belief:
 
     def _digest(self, indices: Sequence[int]) -> int:
         hasher = xxhash.xxh3_64()
-        for batch in _batches([self._bytes[index] for index in indices], lambda one: one.device, torch.Tensor.numel):
-            joined = batch[0] if len(batch) == 1 else torch.cat(batch)
-            hasher.update(joined.cpu().numpy().data)
+        for _, joined in _read([self._bytes[index] for index in indices]):
+            hasher.update(joined)
         return hasher.intdigest()
 
 
@@ -320,9 +323,22 @@ def _follow(rule: Rule) -> bool:
     return torch.equal(as_bytes(cast), as_bytes(weights))
 
 
-def content_hash(tensor: torch.Tensor) -> int:
-    """xxh3-64 of a 1-D tensor's bytes."""
-    return xxhash.xxh3_64_intdigest(as_bytes(tensor).cpu().numpy().data)
+def content_hashes(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """xxh3-64 of each of ``tensors``, 1-D and uint8."""
+    hashes: list[int] = []
+    for batch, joined in _read(tensors):
+        begin = 0
+        for tensor in batch:
+            hashes.append(xxhash.xxh3_64_intdigest(joined[begin : begin + tensor.numel()]))
+            begin += tensor.numel()
+    return hashes
+
+
+def _read(tensors: Sequence[torch.Tensor]) -> Iterator[tuple[list[torch.Tensor], memoryview]]:
+    """Small ones together, with their bytes end to end in host memory."""
+    for batch in _batches(tensors, lambda one: one.device, torch.Tensor.numel):
+        joined = batch[0] if len(batch) == 1 else torch.cat(batch)
+        yield batch, joined.cpu().numpy().data
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
