@@ -124,6 +124,8 @@ def _fragments(parts: Iterable[CopyPart]) -> tuple[Fragment, ...]:
 
 def _padded(described: Description, stepped: Sequence[Piece], parts: Iterable[CopyPart]) -> tuple[str, ...]:
     """Padded keys of which this rank copies anything; parity (piece -1) is of no key."""
+    if not described.padded:
+        return ()
     copied = {stepped[part.piece].fragment.key for part in parts if part.piece >= 0}
     copied |= {piece.fragment.key for piece in described.volatile}
     return tuple(sorted(described.padded & copied))

@@ -50,8 +50,7 @@ class ChunkCopy:
         return self.end - self.begin if self.xor else sum(segment.nbytes for segment in self.segments)
 
 
-@dataclass(frozen=True)
-class CopyPart:
+class CopyPart(NamedTuple):
     """What this rank copies of one of its pieces: elements ``start`` on, stored as ``fragment``.
 
     Parity is of many pieces: ``piece`` is -1 and ``strips`` are the elements whose XOR it is, in the order of
