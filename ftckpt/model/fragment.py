@@ -59,13 +59,13 @@ class Fragment:
     def __post_init__(self) -> None:
         if self.dtype not in DTYPE_BYTES:
             raise ValueError(f"{self.key}: unknown dtype {self.dtype!r}")
-        dims = len(self.global_shape)
-        if len(self.box.offset) != dims or len(self.box.shape) != dims:
-            raise ValueError(f"{self.key}: box {self.box} does not have {dims} dimensions")
-        for offset, size, whole in zip(self.box.offset, self.box.shape, self.global_shape, strict=True):
+        offsets, shape = self.box.offset, self.box.shape
+        if not len(offsets) == len(shape) == len(self.global_shape):
+            raise ValueError(f"{self.key}: box {self.box} does not have {len(self.global_shape)} dimensions")
+        for offset, size, whole in zip(offsets, shape, self.global_shape, strict=True):
             if offset < 0 or size < 0 or offset + size > whole:
                 raise ValueError(f"{self.key}: box {self.box} leaves shape {self.global_shape}")
-        if not 0 <= self.start <= self.stop <= self.box.numel:
+        if not 0 <= self.start <= self.stop <= math.prod(shape):
             raise ValueError(f"{self.key}: range {self.start}:{self.stop} leaves box {self.box}")
 
     @classmethod

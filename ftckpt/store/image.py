@@ -7,6 +7,7 @@ the image from the manifest and compares.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -237,7 +238,8 @@ class _Entries:
         relative, nbytes = section_layout(fragments)
         offsets = tuple(begin + offset for offset in relative)
         for fragment, offset in zip(fragments, offsets, strict=True):
-            self.pad_to(offset)
+            if offset > self.end:
+                self.pad_to(offset)
             self.add(fragment.name, fragment.dtype, _shape(fragment), fragment.nbytes)
         return Span(begin, begin + nbytes), offsets
 
@@ -265,9 +267,8 @@ def _cut(
 
 def _shape(fragment: Fragment) -> list[int]:
     # A flat range of a box is no box: it has one dimension.
-    if fragment.numel == fragment.box.numel:
-        return list(fragment.box.shape)
-    return [fragment.numel]
+    numel, shape = fragment.stop - fragment.start, fragment.box.shape
+    return list(shape) if numel == math.prod(shape) else [numel]
 
 
 def _header(manifest: Manifest, table: dict[str, Any]) -> bytes:
