@@ -134,7 +134,7 @@ class NodeArenas:
                 use(arena)
             return None if beside is None else beside.join(arena, [post.beside for post in posts], self.coming_bytes)
 
-        # Behind the check of the node's room: that must not find a rank's files there which others have no room for.
+        # Behind the check of the node's room: a change that has none must find all as it was.
         answers = gather_all(self._group, make, object)
         assert arena is not None, "``gather_all`` raises where it failed"
         arena.control.mark_origin(self.origin)

@@ -44,12 +44,18 @@ _LEAST_SLOTS = 3
 """One is protected, one is being protected, one is written."""
 
 
+class _Held(NamedTuple):
+    """What one rank's arena has of an earlier attempt."""
+
+    protected: SnapshotId | None = None
+    sealed: tuple[SnapshotId, ...] = ()
+
+
 class _Told(NamedTuple):
-    """What one rank tells of its arena, and of what that has of an earlier attempt; ``secret`` as for ``NodeSmp``."""
+    """What one rank tells of its arena; ``secret`` as for ``NodeSmp``."""
 
     holding: Holding
-    protected: SnapshotId | None
-    sealed: tuple[SnapshotId, ...]
+    held: _Held
     secret: bytes
 
 
@@ -132,8 +138,8 @@ class Protection:
         self._arena: Arena | None = None
         self._pulse: Pulse | None = None
         self._digest = 0
-        self._told: Sequence[_Told] = ()
-        self._arrangement: Arrangement | None = None
+        self._held: Sequence[_Held] = ()  # by rank
+        self._arrangement: Arrangement | None = None  # between ``join`` and ``hear``
         self._table: ProtectionTable | None = None  # of it, on a node's leader
         self.is_set_up = False
         """Whether training has come to a boundary in this attempt."""
@@ -171,7 +177,7 @@ class Protection:
 
         What was restored does not lie in these arenas where they are those of another layout.
         """
-        ranks = self._told
+        ranks = self._held
 
         def everywhere(snapshot: SnapshotId | None) -> SnapshotId | None:
             return snapshot if all(snapshot in rank.sealed for rank in ranks) else None
@@ -202,16 +208,17 @@ class Protection:
         holding = image.holding(self._topology.me.node, self._config.rack, name)
         secret = self.smp.offer_secret()
         if existing is None:
-            return _Told(holding, None, (), secret)
-        return _Told(holding, existing.control.protected(), tuple(existing.snapshots()), secret)
+            return _Told(holding, _Held(), secret)
+        return _Told(holding, _Held(existing.control.protected(), tuple(existing.snapshots())), secret)
 
     def join(self, arena: Arena, told: Sequence[object], coming_bytes: int) -> SmpReport:
         """Find out by what all ranks have ``told`` who protects whom, and that it can be; raises as ``arrange``."""
         self._arena, node_dir = arena, arena.path.parent
-        self._told = [codec.from_json(one, _Told) for one in told]
+        ranks = [codec.from_json(one, _Told) for one in told]
+        self._held = [rank.held for rank in ranks]
         self._open_pulse(node_dir)
-        self.smp.agree_on_secret([one.secret for one in self._told])
-        holdings = [one.holding for one in self._told]
+        self.smp.agree_on_secret([rank.secret for rank in ranks])
+        holdings = [rank.holding for rank in ranks]
         in_slots = slot_groups(holdings)
         # Resolved again: only the arenas tell whether replica sets do span nodes.
         self.modes = self._resolve(spans_nodes=bool(in_slots))
@@ -223,12 +230,13 @@ class Protection:
     def hear(self, answers: Sequence[object]) -> None:
         """Have the SMP of this node protect, by what ``join`` has said on all ranks."""
         reports = [codec.from_json(answer, SmpReport) for answer in answers]
-        arrangement, node = self._arrangement, self._topology.me.node
+        arrangement, table, node = self._arrangement, self._table, self._topology.me.node
         assert arrangement is not None, "behind ``join``"
+        self._arrangement = self._table = None  # as large as the job
         packages = arrangement.packages_on(node)
         self._digest = self.smp.configure(reports, arrangement.holdings, arrangement.groups, packages)
-        if self._table is not None:
-            self._tell_network(self._table.network[node])
+        if table is not None:
+            self._tell_network(table.network[node])
 
     def _open_pulse(self, node_dir: Path) -> None:
         if self._pulse is not None:

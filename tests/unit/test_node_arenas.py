@@ -12,7 +12,7 @@ import pytest
 
 from ftckpt.errors import FtckptError, MemoryBudgetError
 from ftckpt.job.arenas import absent_slots
-from ftckpt.job.protection import Protection, _Told
+from ftckpt.job.protection import Protection, _Held
 from ftckpt.model.loaded import Checkpoint
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.store import ledger, mapping
@@ -151,8 +151,7 @@ def test_marks_that_differ_by_a_verdict_cost_nothing_that_is_protected(arena_roo
 def test_what_is_protected_after_a_restart_is_the_newest_that_any_mark_names() -> None:
     held = [SnapshotId(LINEAGE, iteration) for iteration in (5, 4, 3)]
     protection = Protection.__new__(Protection)
-    holding: Any = None
-    protection._told = [_Told(holding, mark, tuple(held), b"") for mark in (held[1], held[2], None)]
+    protection._held = [_Held(mark, tuple(held)) for mark in (held[1], held[2], None)]
     assert protection.survey(held[0]) == (held[1], held[0])
 
 
