@@ -384,7 +384,9 @@ class Protection:
                 f"no room for what protects the snapshots (protect: {','.join(self.modes.names)}): {error}; "
                 "or protect less (--ftckpt-protect)"
             ) from None
-        reason = refusal(node_dir, account.now_bytes + coming_bytes) if account.now_bytes else ""
+        # What was just found to be there is not asked for again.
+        now_bytes = account.now_bytes + coming_bytes
+        reason = refusal(node_dir, now_bytes) if account.now_bytes and now_bytes > account.later_bytes else ""
         if reason:
             self._events.emit("protection_waits", need_bytes=account.now_bytes, reason=reason)
             self._events.announce("no room for parity beside old snapshots: it waits until those have gone")
