@@ -111,14 +111,13 @@ class Ground:
 
     def load(self, layout: str) -> list[Row]:
         """By the peer."""
-        case, places = self.case._replace(layout=layout), [self.peer["tmpfs"], *self.peer.values()]
-        ranks = self._run(load_jobs.load, case, places, layout=layout)
-        row = {"who": self.framework.peer, "layout": layout}
-        rows = []
-        for source, of_ranks in zip(["uncounted", *self.peer], zip(*ranks, strict=True), strict=True):
-            secs, cpu_secs = max(one[0] for one in of_ranks), sum(one[1] for one in of_ranks)
-            rows.append({**row, "source": source, "secs": secs, "whole_secs": secs, "cpu_secs": cpu_secs})
-        return rows[1:]
+        case, rows = self.case._replace(layout=layout), []
+        for source, place in self.peer.items():
+            ranks = self._run(load_jobs.load, case, place, layout=layout)
+            secs, cpu_secs = max(one[0] for one in ranks), sum(one[1] for one in ranks)
+            row = {"who": self.framework.peer, "layout": layout, "source": source}
+            rows.append({**row, "secs": secs, "whole_secs": secs, "cpu_secs": cpu_secs})
+        return rows
 
     def read(self) -> list[Row]:
         """By nobody: how fast the files of the peer can be read at all."""

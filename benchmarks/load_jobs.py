@@ -7,6 +7,7 @@ zeroed; after it none may be zero any more.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import time
 from abc import ABC, abstractmethod
@@ -30,6 +31,8 @@ class Framework(ABC):
     its own; ``layout`` is ``same``, in which the state was left, or ``other``."""
 
     peer: str
+    modules: ClassVar[Sequence[str]] = ()
+    """What scripts import at their begin."""
     stand_in = False
     ranks: ClassVar = {"same": 4, "other": 4}
 
@@ -62,6 +65,7 @@ class Megatron(Framework):
     """A GPT under the distributed optimizer; ``dist_checkpointing`` in the form that every layout can load."""
 
     peer = "torch_dist"
+    modules = ("ftckpt.megatron",)
     stand_in = True
 
     def build(self, size: Sequence[str], layout: str, loads: bool) -> Any:
@@ -92,6 +96,7 @@ class DeepSpeed(Framework):
     """About the same model under a pipeline and ZeRO-1; a universal checkpoint, converted before."""
 
     peer = "DeepSpeed universal"
+    modules = ("ftckpt.deepspeed",)
 
     def build(self, size: Sequence[str], layout: str, loads: bool) -> Any:
         pipeline = {"same": ("--pp", "2"), "other": ("--pp", "4")}[layout]
@@ -125,6 +130,7 @@ class Plain(Framework):
     """Matrices sharded by rows as FSDP2 has them, with Adam; DCP loads into their tensors."""
 
     peer = "DCP"
+    modules = ("ftckpt.plain", "torch.distributed.checkpoint")
     ranks: ClassVar = {"same": 4, "other": 2}
 
     def build(self, size: Sequence[str], layout: str, loads: bool) -> Any:
@@ -231,49 +237,53 @@ def convert(rank: int, world_size: int, case: Case, source: str, destination: st
 
 
 def take(rank: int, world_size: int, case: Case, settings: dict[str, Any], place: Place) -> dict[str, Any]:
-    """Restart by ftckpt: seconds from the first look to the last byte in place, and of the whole ``restore``.
+    """Restart by ftckpt: seconds from the first look to the last byte in place, and of all that a script calls.
 
     ``refused`` instead, where ftckpt does not know this restart. ``place`` is on storage, or has no path.
     """
     from ftckpt.errors import FtckptError
 
-    framework = FRAMEWORKS[case.framework]
-    job = framework.build(case.size, case.layout, loads=False)
-    _zero(framework, job)
+    framework, job = _built(case, loads=False)
     config = _config(settings)
     with _found(place):
-        begin = time.process_time()
+        begin, begin_cpu = time.perf_counter(), time.process_time()
         try:
             checkpointer = framework.restore(job, config)
         except FtckptError as error:
             return {"refused": str(error)}
-        cpu_secs = time.process_time() - begin
+        whole_secs, cpu_secs = time.perf_counter() - begin, time.process_time() - begin_cpu
     _require_loaded(framework, job)
     lines = map(json.loads, (Path(config.events) / f"rank{rank}.jsonl").read_text().splitlines())
     told = {line["event"]: line for line in lines}
     checkpointer.close(remove=False)
     return {
         "secs": told["loaded"]["time"] - told["joined"]["time"],
-        "whole_secs": told["restored"]["blocked_secs"],
+        "whole_secs": whole_secs,
         "cpu_secs": cpu_secs,
         "source": told["restored"]["source"],
         "read_bytes": told["loaded"]["read_bytes"],
     }
 
 
-def load(rank: int, world_size: int, case: Case, places: Sequence[Place]) -> list[tuple[float, float]]:
-    """Loads by the peer, one after the other in one process: seconds of each, and of this process' cores."""
+def _built(case: Case, loads: bool) -> tuple[Framework, Any]:
+    """A job without its state, everything imported."""
     framework = FRAMEWORKS[case.framework]
-    job = framework.build(case.size, case.layout, loads=True)
-    found = []
-    for place in places:
-        _zero(framework, job)
-        with _found(place):
-            begin = time.process_time()
-            secs, _ = timed(partial(framework.load, job, place.path))
-            found.append((secs, time.process_time() - begin))
-        _require_loaded(framework, job)
-    return found
+    for module in framework.modules:
+        importlib.import_module(module)
+    job = framework.build(case.size, case.layout, loads)
+    _zero(framework, job)
+    return framework, job
+
+
+def load(rank: int, world_size: int, case: Case, place: Place) -> tuple[float, float]:
+    """A load by the peer: seconds, and those of this process' cores."""
+    framework, job = _built(case, loads=True)
+    with _found(place):
+        begin = time.process_time()
+        secs, _ = timed(partial(framework.load, job, place.path))
+        cpu_secs = time.process_time() - begin
+    _require_loaded(framework, job)
+    return secs, cpu_secs
 
 
 def read(rank: int, world_size: int, places: Sequence[Place]) -> list[float]:

@@ -17,6 +17,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from types import GenericAlias
 from typing import Any, TypeVar, cast
 
 import numpy as np
@@ -296,6 +297,17 @@ def together(group: Group, action: Callable[[], T]) -> T:
 def gather_all(group: Group, action: Callable[[], T], kind: type[T]) -> list[T]:
     """What ``action`` returns on every rank, in the order of ranks; it fails as ``together`` does. Collective."""
     return [codec.decode(data, kind) for data in gather_bytes(group, lambda: codec.encode(action()))]
+
+
+def gather_each(group: Group, *asked: tuple[Callable[[], Any], Any]) -> list[list[Any]]:
+    """As ``gather_all`` of each of ``asked``, an action and the type of what it returns, all in one round."""
+
+    def answer() -> bytes:
+        return codec.encode([codec.to_json(action()) for action, _ in asked])
+
+    kinds = GenericAlias(tuple, tuple(kind for _, kind in asked))
+    rows: list[Any] = [codec.decode(data, kinds) for data in gather_bytes(group, answer)]  # type: ignore[arg-type]
+    return [list(column) for column in zip(*rows, strict=True)]
 
 
 def gather_bytes(group: Group, action: Callable[[], Bytes]) -> list[bytes]:

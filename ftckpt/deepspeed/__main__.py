@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import ftckpt.deepspeed
 from ftckpt.deepspeed import initialize, section
-from ftckpt.frameworks import launcher
+from ftckpt.frameworks import doors, launcher
 from ftckpt.job.compile_locks import release_orphans
 
 _USAGE = (
@@ -33,6 +33,7 @@ def _run(argv: Sequence[str]) -> int:
     if launcher.wants_stand_in():
         importlib.import_module("ftckpt.standin.deepspeed").install()
     launcher.prepare(script, [*first, *arguments])
+    doors.read_ahead(section.foreseen(arguments))
     launcher.isolate()  # whether ftckpt is on is in a JSON that nobody has read yet
     release_orphans()  # the script may compile an optimizer before it calls DeepSpeed
     # An engine is destroyed after an error too; how the script ends is known here alone.

@@ -150,6 +150,7 @@ def _initialize(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     config = section.merged(section.find(original, args, kwargs))
     if not config.enabled:
         return original(*args, **kwargs)
+    doors.read_ahead(config)
     from ftckpt.deepspeed.session import follow
 
     return follow(original, args, kwargs, config)

@@ -7,11 +7,14 @@ merged; a setting given in both must have the same value in both.
 from __future__ import annotations
 
 import inspect
+import json
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from ftckpt.config import Config, flag_of
-from ftckpt.errors import ConfigError
+from ftckpt.errors import ConfigError, FtckptError
+from ftckpt.frameworks import launcher
 
 NAME = "ftckpt"
 
@@ -88,6 +91,17 @@ def find(initialize: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[st
         if config is None:
             config = getattr(given.get("args"), name, None)
     return of(config)
+
+
+def foreseen(words: Sequence[str]) -> Config:
+    """What a script with this command line will most likely give ``deepspeed.initialize``: the JSON that DeepSpeed's
+    own flag names, beside ``configure``. Off where there is none, or it is wrong, of which ``merged`` will tell."""
+    try:
+        path = launcher.option("--deepspeed_config", words)
+        config = json.loads(Path(path).read_bytes()) if path else {}
+        return merged(config.get(NAME) if isinstance(config, dict) else None)
+    except (OSError, ValueError, FtckptError):
+        return Config()
 
 
 def of(config: Any) -> Any:

@@ -11,12 +11,12 @@ import functools
 import logging
 import os
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from ftckpt.config import Config, program_of
-from ftckpt.errors import ConfigError
+from ftckpt.errors import ConfigError, FtckptError
 from ftckpt.frameworks.launcher import code_if_over, follow_uncaught, job_name, log_to_stderr, node_name
 from ftckpt.store.outcome import LauncherRun, launcher_run
 
@@ -154,6 +154,20 @@ class Start:
         return Checkpointer(self.config, state, self.topology, group=self.group, run=self.run)
 
 
+def read_ahead(config: Config) -> None:
+    """Settings are known, and all else takes long yet: begin to read what a restart from storage will ask for.
+
+    Returns at once, and raises nothing: what is wrong the start says.
+    """
+    if config.enabled and config.persist:
+        # Here: it needs what a rank without storage does not load before torch.
+        from ftckpt.restore import prefetch
+
+        with suppress(FtckptError, RuntimeError):  # a name that is none; no more threads
+            job, node = job_name(config.job, os.environ), node_name(config.node, os.environ)
+            prefetch.begin(replace(config, job=job, node=node))
+
+
 def start(
     config: Config, place: Callable[[], tuple[Mapping[str, int], Mapping[str, Any]]], saves_of: str = ""
 ) -> Start:
@@ -175,6 +189,7 @@ def start(
     if (program := program_of(config.persist)) not in ("", saves_of):
         raise ConfigError(f"persist: {program} does not train here, and saves nothing: name a directory or a URL")
     config = replace(config, job=job_name(config.job, os.environ), node=node_name(config.node, os.environ))
+    read_ahead(config)  # of a script that has told nobody before
     from ftckpt.job.compile_locks import release_orphans
 
     release_orphans()  # an operator may be compiled in the first iteration

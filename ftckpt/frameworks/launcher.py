@@ -21,6 +21,7 @@ import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from itertools import zip_longest
 from pathlib import Path
 from types import TracebackType
 from typing import NoReturn
@@ -301,6 +302,16 @@ def wants_stand_in() -> bool:
     if device not in ("", "cuda", "cpu"):
         raise ConfigError(f"FTCKPT_DEVICE: {device!r} is not one of cpu, cuda")
     return device == "cpu"
+
+
+def option(flag: str, words: Sequence[str]) -> str:
+    """The value that a command line gives a flag of somebody else, the last one; empty where it gives none."""
+    found = ""
+    for word, after in zip_longest(words, words[1:], fillvalue=""):
+        name, equals, value = word.partition("=")
+        if name == flag:
+            found = value if equals else after
+    return found
 
 
 def prepare(script: Path, arguments: Sequence[str]) -> None:

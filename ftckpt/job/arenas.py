@@ -71,6 +71,7 @@ class NodeArenas:
         self._old: list[Path] = []
         self._removing = False  # whether nobody needs the old ones any more
         self._own: Path | None = None
+        self._word = ""  # that this rank has written as the first of its node
         self._made: Path | None = None  # by this start
         self._supply: SlotSupply | None = None
         self._lacks_slot = False  # and that was said
@@ -82,14 +83,12 @@ class NodeArenas:
         """What the ranks of this node will take for slots beside old arenas, less what those will give up."""
 
     def enter(self) -> None:
-        """Make sure that no other live process uses this job's arenas on this node, and that its ranks share them.
+        """Make sure that no other live process uses this job's arenas on this node.
 
         Raises:
             ArenaError: the directory cannot be used, or a live process holds the job or one of its arenas.
-            ConfigError: ranks that call their node alike do not see the same directory.
         """
-        word = together(self._group, self._enter)
-        self._require_one_directory(word)
+        self._word = together(self._group, self._enter)
 
     def open(
         self, manifest: Manifest, keep: SnapshotId | None, use: Use | None = None, beside: Beside | None = None
@@ -311,9 +310,16 @@ class NodeArenas:
         remove_stale(self.path)
         return leave_word(self.path)
 
-    def _require_one_directory(self, word: str) -> None:
-        """Two machines with one name would find out at the first restart, when half of the snapshots is not there."""
-        seen = codec.gather(self._group, _Sight(word, read_word(self.path), whereabouts(os.environ)), _Sight)
+    def look(self) -> Sight:
+        """What this rank sees of its node's directory, behind ``enter`` of all ranks."""
+        return Sight(self._word, read_word(self.path), whereabouts(os.environ))
+
+    def require_one_directory(self, seen: Sequence[Sight]) -> None:
+        """Two machines with one name would find out at the first restart, when half of the snapshots is not there.
+
+        Raises:
+            ConfigError: ranks that call their node alike do not see the same directory; on all ranks alike.
+        """
         if self._leads:
             (self.path / WORD_NAME).unlink(missing_ok=True)  # all have read it
         for rank, mine in enumerate(seen):
@@ -491,7 +497,7 @@ class _Post(NamedTuple):
     beside: object
 
 
-class _Sight(NamedTuple):
+class Sight(NamedTuple):
     """What a rank has written into its node's directory, if it is the first there, what it has read, and where."""
 
     written: str

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from threading import Thread
 from typing import NamedTuple
@@ -12,7 +12,6 @@ from typing import NamedTuple
 from ftckpt.config import Config, check_mtbf
 from ftckpt.errors import StalledError, StorageError
 from ftckpt.events import Events
-from ftckpt.group import Group, gather_all
 from ftckpt.model.failures import (
     FailureRate,
     FailureRecord,
@@ -37,7 +36,7 @@ _TELL_SECS = 10.0
 """For storage to take the note that a job has ended: nobody needs it but the counts of the next start."""
 
 
-class _Sight(NamedTuple):
+class AttemptSight(NamedTuple):
     """What one rank knows at the start. ``starts``: that made no snapshot, -1 where it speaks for no launcher run;
     ``run``: the name of that. ``last``: what its node's memory has, where it leads the node."""
 
@@ -63,15 +62,13 @@ class AttemptRecord:
         """What the next start is to know of failures; from ``learn`` on."""
         self._is_kept = False
 
-    def begin(self, group: Group, node_dir: Path) -> None:
-        """Count it, and refuse what would fail as the attempts before it did: a launcher that has no such rule goes
-        on for days. Collective.
+    def begin(self, sights: Sequence[AttemptSight]) -> None:
+        """Refuse what would fail as the attempts before it did: a launcher that has no such rule goes on for days.
+        ``sights`` are what all ranks see.
 
         Raises:
-            StalledError: on all ranks together.
+            StalledError: on all ranks alike.
         """
-        self._node_dir = node_dir if self._topology.is_node_leader else None
-        sights = gather_all(group, self._look, _Sight)
         if self._run.problem:
             log.warning("ftckpt: what this attempt comes to cannot be kept for the next: %s", self._run.problem)
         self._runs = tuple(sorted({one.run for one in sights if one.run}))
@@ -144,7 +141,9 @@ class AttemptRecord:
             thread.start()
             thread.join(_TELL_SECS)
 
-    def _look(self) -> _Sight:
+    def look(self, node_dir: Path) -> AttemptSight:
+        """Count the attempt; what is known here of those before it."""
+        self._node_dir = node_dir if self._topology.is_node_leader else None
         starts = self._run.begin().starts if self._run.name else -1
         last: LastAttempt | None = None
         if self._node_dir is not None:
@@ -152,7 +151,7 @@ class AttemptRecord:
                 last = read_failures(self._node_dir)
             except (OSError, ValueError) as error:
                 self._events.emit("failures_unknown", error=str(error))
-        return _Sight(starts, self._run.name, last)
+        return AttemptSight(starts, self._run.name, last)
 
     def _write(self, write: Callable[[Path, FailureRecord], None]) -> None:
         assert self.record is not None

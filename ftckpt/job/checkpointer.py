@@ -15,7 +15,7 @@ from ftckpt.capture.capture import Capture
 from ftckpt.config import MEGATRON, Config, taken_over
 from ftckpt.errors import CaptureError, ConfigError, FtckptError, LaunchError, StorageError
 from ftckpt.events import Events
-from ftckpt.group import Group, together
+from ftckpt.group import Group, gather_each
 from ftckpt.job.actions import (
     Action,
     Announcement,
@@ -27,8 +27,8 @@ from ftckpt.job.actions import (
     WholeMark,
 )
 from ftckpt.job.agreement import Coverage, Will
-from ftckpt.job.arenas import NodeArenas
-from ftckpt.job.attempt import AttemptRecord
+from ftckpt.job.arenas import NodeArenas, Sight
+from ftckpt.job.attempt import AttemptRecord, AttemptSight
 from ftckpt.job.conditions import conditions
 from ftckpt.job.last_snapshot import RankEnd
 from ftckpt.job.links import Links
@@ -41,8 +41,10 @@ from ftckpt.job.shard import Shard, device_of, make_pacer
 from ftckpt.model import objects
 from ftckpt.model.loaded import Checkpoint
 from ftckpt.model.snapshot import SnapshotId
+from ftckpt.model.text import human
 from ftckpt.model.topology import Topology
 from ftckpt.model.training_state import Description, TrainingState
+from ftckpt.restore import prefetch
 from ftckpt.restore.restart import Restart
 from ftckpt.store.arena import Arena
 from ftckpt.store.outcome import LauncherRun
@@ -227,12 +229,12 @@ class Checkpointer:
             self.events.emit("conditions", node=self.topology.me.node, **conditions())
         # Before anything is read: from here on no other attempt writes these arenas.
         self._arenas.enter()
-        self._attempt.begin(self.group, self._arenas.path)
         self._protection.smp.enter(self._arenas.path, self._protection.on)
-        described, pacer, near = together(self.group, self._prepare)
+        described, near = self._meet()
+        assert self._pacer is not None
         shard = self._shard = Shard(
             self.config, self.topology, self.group, arenas=self._arenas, events=self.events, described=described,
-            pacer=pacer, locality=near, redundancy=self._protection.redundancy,
+            pacer=self._pacer, locality=near, redundancy=self._protection.redundancy,
         )  # fmt: skip
         lineage, restored, source, where = self._load(shard, described, loaded)
         # After the load: to make room this gives up slots of old arenas, which the load may have read.
@@ -246,7 +248,22 @@ class Checkpointer:
         self.events.announce(f"job {self.config.job}, {len(self.topology.members)} ranks: {where}, in {secs:.1f} s")
         return iteration
 
-    def _prepare(self) -> tuple[Description, Pacer, Locality]:
+    def _meet(self) -> tuple[Description, Locality]:
+        """All ranks are there, see what they are to see, and are prepared. Collective."""
+        prepared: list[tuple[Description, Locality]] = []
+
+        def prepare() -> None:
+            prepared.append(self._prepare())
+
+        places, attempts, _ = gather_each(
+            self.group, (self._arenas.look, Sight), (lambda: self._attempt.look(self._arenas.path), AttemptSight),
+            (prepare, type(None)),
+        )  # fmt: skip
+        self._arenas.require_one_directory(places)
+        self._attempt.begin(attempts)
+        return prepared[0]
+
+    def _prepare(self) -> tuple[Description, Locality]:
         """What this rank does by itself before the first look at what is there."""
         self._storage.prepare()
         described = self.training_state.describe()
@@ -257,7 +274,7 @@ class Checkpointer:
         near = locality(self.config.affinity, device)
         self._arenas.cores = near.cores
         self._pacer = make_pacer(self.config, self.topology, device, self._arenas.path, self.events)
-        return described, self._pacer, near
+        return described, near
 
     def _check_objects(self) -> None:
         """What cannot be saved is an error at start, not at each snapshot of a job that trains."""
@@ -443,12 +460,21 @@ class Checkpointer:
             lineage = restart.void_newer(decision)
             if decision is None:
                 return lineage, None, None, loaded.as_begin(restart.why)
-            restart.load(decision, self.training_state, described)
+            decision = restart.load(decision, self.training_state, described)
             shard.capacities = restart.capacities(decision)
             where = f"iteration {decision.snapshot.iteration} from {restart.source}"
             return lineage, decision.snapshot, restart.source, where + loaded.beside(self.config.job)
         finally:
             restart.close()
+            self._tell_prefetched()
+
+    def _tell_prefetched(self) -> None:
+        if (read := prefetch.end()) is not None:
+            self.events.emit("prefetched", iteration=read.iteration, bytes=read.bytes, secs=read.secs)
+            self.events.announce(
+                f"{human(read.bytes)} of iteration {read.iteration} on storage were read while ranks started, in "
+                f"{read.secs:.1f} s"
+            )
 
     def _expect_failures(self, restart: Restart) -> None:
         """By how earlier attempts have ended: how often snapshots go to storage follows from it."""

@@ -12,9 +12,10 @@ import argparse
 import copy
 import functools
 import importlib
+import os
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
@@ -22,7 +23,7 @@ import ftckpt.megatron
 from ftckpt import config as schema
 from ftckpt.config import Config
 from ftckpt.errors import FtckptError, UnsupportedError
-from ftckpt.frameworks import launcher
+from ftckpt.frameworks import doors, launcher
 from ftckpt.job.compile_locks import release_orphans
 from ftckpt.megatron import door
 
@@ -104,8 +105,15 @@ def switch_on(config: Config) -> None:
     """
     door.config = config
     if config.enabled:
+        _read_ahead(config)
         launcher.isolate()
         release_orphans()  # Megatron and the script may compile an operator from here on
+
+
+def _read_ahead(config: Config) -> None:
+    # The runner is here before Megatron has parsed anything.
+    save = launcher.option("--save", sys.argv[1:]) if config.persist == schema.MEGATRON else ""
+    doors.read_ahead(replace(config, persist=f"{schema.MEGATRON}:{os.path.abspath(save)}") if save else config)
 
 
 @_ends_in_one_line

@@ -56,6 +56,11 @@ def iteration_of(folder: str) -> int | None:
     return int(found[1]) if found is not None else None
 
 
+def manifest_of(iteration: int) -> str:
+    """The name of the object that makes a checkpoint of that iteration one."""
+    return f"{folder_of(iteration)}/{MANIFEST_NAME}"
+
+
 @dataclass(frozen=True)
 class CheckpointFile:
     """A file that is durable: its name in the checkpoint, bytes, and xxh3-64 of them as 16 hex digits."""

@@ -86,9 +86,15 @@ class Strip(NamedTuple):
     @property
     def fits(self) -> bool:
         """Whether all of them lie in the memory."""
-        # From the first byte to the last; loops come from other ranks, and a bad one would read past the mapping.
-        reach = sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
-        return min(self.begin, *self.shape, *self.strides) >= 0 and self.begin + reach < self.memory.numel()
+        # Loops come from other ranks, and a bad one would read past the mapping.
+        return min(self.begin, *self.shape, *self.strides) >= 0 and self.end <= self.memory.numel()
+
+    @property
+    def end(self) -> int:
+        """Behind the last byte."""
+        return (
+            self.begin + 1 + sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
+        )
 
     @property
     def view(self) -> torch.Tensor:

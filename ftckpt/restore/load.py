@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -43,7 +44,7 @@ Loop = tuple[int, Sequence[int], Sequence[int]]
 Requests = dict[int, list[tuple[Location, list[Loop]]]]
 """What this rank reads for others, by the rank that wants it."""
 
-Pairs = list[tuple[Strip, Strip]]
+Pair = tuple[Strip, Strip]
 """Bytes of this node, from and to."""
 
 
@@ -70,6 +71,15 @@ class Transfer:
     @property
     def nbytes(self) -> int:
         return sum(item.nbytes for item in self.items)
+
+
+class Copy(NamedTuple):
+    """``nbytes`` of a source that are wanted elsewhere: ``run`` copies them, ``end`` is behind the last of them."""
+
+    source: Location
+    end: int
+    nbytes: int
+    run: Callable[[], object]
 
 
 @dataclass(frozen=True)
@@ -138,8 +148,14 @@ def fetch(source: Location, reader: int, offset: int, into: torch.Tensor) -> Tra
     return Transfer(source, reader, (Item(copies, into),))
 
 
-def execute(group: Group, plan: Callable[[], Sequence[Transfer]], arenas: OpenArenas) -> Traffic:
+def execute(
+    group: Group, plan: Callable[[], Sequence[Transfer]], arenas: OpenArenas,
+    bring: Callable[[Sequence[Copy]], None] | None = None,
+) -> Traffic:  # fmt: skip
     """Perform all transfers of all ranks, of which each ``plan``s its own. Collective.
+
+    ``bring``, collective too, has the sources come, and runs each of the copies that it is given once its bytes are
+    there; what is read for other nodes is read behind it.
 
     Takes up to 2 · ``OPEN_STEPS`` · ``MESSAGE_BYTES`` (of ``exchange``) of host memory beside the tensors.
 
@@ -147,23 +163,31 @@ def execute(group: Group, plan: Callable[[], Sequence[Transfer]], arenas: OpenAr
         ArenaError: on all ranks together, if one cannot open what it is to read, or is asked for more than there is.
         FtckptError: what ``plan`` raises, on all ranks together.
         RuntimeError: a rank is gone, or does not answer within the group's deadline.
+        Exception: what ``bring`` raises; some bytes have arrived then.
     """
     transfers: list[Transfer] = []
+    pairs: list[tuple[Location, Pair]] = []
 
     def remote() -> list[Transfer]:
         transfers[:] = plan()
+        pairs[:] = _open([t for t in transfers if t.reader == group.rank], arenas)
         return [t for t in transfers if t.reader != group.rank]
 
-    wants, any_remote = _shared(group, remote)
-    local = [t for t in transfers if t.reader == group.rank]
-    requests = _request(group, wants) if any_remote else {}
     # All agree that everything can be read before the first message: a rank that failed here would leave those
     # waiting that expect its bytes.
-    pairs, outgoing = together(group, lambda: _open(local, requests, arenas))
+    wants, any_remote = _shared(group, remote)
+    outgoing: dict[int, Stream] = {}
+    if any_remote:
+        requests = _request(group, wants)
+        outgoing = together(group, lambda: _open_for_others(requests, arenas))
     counter = _Counter(group.rank, sum(t.nbytes for t in transfers))
+    if bring is not None:
+        bring([_early(source, pair, counter.count("copied")) for source, pair in pairs])
+        pairs.clear()
     # In the order of the requests, which is the order in which the reader sends: messages have no headers.
     incoming = {reader: Stream([s for want in of for s in want.fetched]) for reader, of in wants.items()}
-    exchange(group, outgoing, incoming, _copy(pairs, counter.count("copied")), counter.count("received"))
+    copies = _copy([pair for _, pair in pairs], counter.count("copied"))
+    exchange(group, outgoing, incoming, copies, counter.count("received"))
     # After the exchange: only then has this rank the parts that it hands on.
     _spread(group, [want for of in wants.values() for want in of if want.ranks], counter)
     return counter.traffic
@@ -256,25 +280,35 @@ def _whole(texts: dict[int, torch.Tensor]) -> dict[int, Stream]:
     return {rank: Stream([Strip(text, 0, (text.numel(),), (1,))]) for rank, text in texts.items()}
 
 
-def _open(local: Sequence[Transfer], requests: Requests, arenas: OpenArenas) -> tuple[Pairs, dict[int, Stream]]:
-    """Open all that is read here: what can fail does so before any message."""
-    pairs: Pairs = []
+def _open(local: Sequence[Transfer], arenas: OpenArenas) -> list[tuple[Location, Pair]]:
+    """Open all that this rank reads for itself: what can fail does so before any message."""
+    pairs: list[tuple[Location, Pair]] = []
     for wanted in local:
         memory = _memory(arenas, wanted.source)
         for item in wanted.items:
             live = item.tensor.view(torch.uint8)
-            pairs += [(source_strip(copy, memory), dest_strip(copy, live)) for copy in item.copies]
+            pairs += [(wanted.source, (source_strip(one, memory), dest_strip(one, live))) for one in item.copies]
+    _require_fit(strip for _, pair in pairs for strip in pair)
+    return pairs
+
+
+def _open_for_others(requests: Requests, arenas: OpenArenas) -> dict[int, Stream]:
+    """Open all that this rank reads for others."""
     outgoing: dict[int, Stream] = {}
     for rank, request in requests.items():
         strips: list[Strip] = []
         for source, loops in request:
             memory = _memory(arenas, source)
             strips += [Strip(memory, begin, tuple(shape), tuple(strides)) for begin, shape, strides in loops]
+        _require_fit(strips)
         outgoing[rank] = Stream(strips)
-    for strip in [*(strip for pair in pairs for strip in pair), *(s for o in outgoing.values() for s in o.strips)]:
+    return outgoing
+
+
+def _require_fit(strips: Iterable[Strip]) -> None:
+    for strip in strips:
         if not strip.fits:
             raise ArenaError(f"{strip.nbytes} bytes from {strip.begin} on: {strip.memory.numel()} are there")
-    return pairs, outgoing
 
 
 def _memory(arenas: OpenArenas, source: Location) -> torch.Tensor:
@@ -286,7 +320,15 @@ def _memory(arenas: OpenArenas, source: Location) -> torch.Tensor:
         return torch.frombuffer(view, dtype=torch.uint8)
 
 
-def _copy(pairs: Pairs, landed: Callable[[int], None]) -> Iterator[int]:
+def _early(source: Location, pair: Pair, landed: Callable[[int], None]) -> Copy:
+    def run() -> None:
+        for _ in _copy([pair], landed):
+            pass
+
+    return Copy(source, pair[0].end, pair[0].nbytes, run)
+
+
+def _copy(pairs: Iterable[Pair], landed: Callable[[int], None]) -> Iterator[int]:
     """Copy, and stop for a moment after each ``MESSAGE_BYTES``."""
     room = wire.MESSAGE_BYTES
     for source, dest in pairs:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -13,9 +13,9 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from ftckpt.errors import ArenaError, ConfigError, FtckptError, LostError
+from ftckpt.errors import ArenaError, ConfigError, FtckptError, LostError, StorageError
 from ftckpt.events import Events
-from ftckpt.group import Group, gather_all, gather_bytes, together
+from ftckpt.group import Group, gather_bytes, gather_each, together
 from ftckpt.model import objects
 from ftckpt.model.failures import LastAttempt
 from ftckpt.model.fragment import Fragment
@@ -24,6 +24,7 @@ from ftckpt.model.loaded import NOTHING, Checkpoint, is_undone, missed_return, n
 from ftckpt.model.topology import Topology, first_of_each_stage, layouts_differ
 from ftckpt.model.training_state import Description, Piece, TrainingState, cast_master
 from ftckpt.restore.choice import Decision, readers_of
+from ftckpt.restore.inventory import Inventory
 from ftckpt.restore.load import Traffic, Transfer, execute, fetch, reader_for, transfers_of
 from ftckpt.restore.locations import OpenArenas
 from ftckpt.restore.offers import (
@@ -37,13 +38,15 @@ from ftckpt.restore.offers import (
     needs_of,
 )
 from ftckpt.restore.repair import Usage
-from ftckpt.restore.search import Search
-from ftckpt.restore.stored import NO_SHELF, Shelf
+from ftckpt.restore.search import Search, part_of_inventory
+from ftckpt.restore.stored import NO_SHELF, Look, ShardFetch, Shelf, ShelfLook
 from ftckpt.store.arena import Arena, open_control
 from ftckpt.store.control import ControlBlock
 from ftckpt.store.directory import list_arenas
 from ftckpt.store.package import list_packages
 from ftckpt.store.parity_file import list_parity, snapshot_of
+
+_LINEAGE_BYTES = 16
 
 Contents = Mapping[str, SlotContents]
 Needs = list[tuple[Piece, Fragment]]
@@ -64,7 +67,10 @@ class Restart:
         self._arenas = OpenArenas(node_dir)
         self._storage, self._slots, self._job = storage, slots, job
         self._shelf = NO_SHELF
-        self._contents: dict[str, SlotContents] = {}  # of the decision, from ``load`` on
+        self._reports: list[Inventory] | None = None  # what memory holds, as long as nothing was touched
+        self._contents: dict[str, SlotContents] = {}  # of the decision, from ``void_newer`` on
+        self._coming: ShardFetch | None = None  # what brings the decision
+        self._decide: Callable[[], Decision | None] = lambda: None  # without what has proven bad on storage since
         self.on_storage = -1
         """The newest iteration on storage that counts, -1 for none; from ``choose`` on."""
         self.origin = NOTHING
@@ -95,13 +101,14 @@ class Restart:
             MismatchError: the snapshots belong to another version, or to a layout that will not do.
             MemoryBudgetError, ArenaError: lost shards cannot be rebuilt here.
         """
-        shelf = self._shelf = Shelf.look(self._group, self._storage, self._events, before, self._job)
-        loaded, origins, whole, newest = self._remembered(loaded, shelf.origins)
+        loaded, origins, whole, newest = self._look(loaded, before)
+        shelf = self._shelf
         # A node that was away, or a start that was killed while it marked, has left older ones.
         origin = max(origins, key=lambda one: one.generation, default=NOTHING)
         shelf = shelf.without_undone(origin)
         if any(is_undone(one, origin) or missed_return(one, origin) for one in origins):
             together(self._group, lambda: self._drop_undone(origin) if self._topology.is_node_leader else None)
+            self._reports = None  # something of it may have gone
         limit = self._limit(before, origin, max(newest, shelf.newest), loaded)
         shelf = shelf.before(limit) if limit else shelf
         self.on_storage = shelf.newest
@@ -156,10 +163,14 @@ class Restart:
         self._events.announce(f"restore_before {limit}: goes back to iteration {iteration}; what is newer is undone")
 
     def _search(self, on_lost: str, loaded: Checkpoint, reshapes: bool, shelf: Shelf, before: int) -> Decision | None:
+        # What is on its way may prove to be bad when some of it is in place: only where nothing of the live state
+        # would be gone on with then.
+        overlaps = not before and not loaded.is_one and on_lost != "fresh"
         search = Search(
             self._group, self._topology, self._events, self._arenas, reshapes=reshapes, shelf=shelf,
-            slots=self._slots, before=before,
+            slots=self._slots, before=before, overlaps=overlaps, reports=self._reports,
         )  # fmt: skip
+        self._reports = None  # of the first search alone
         try:
             decision = search.run()
         except LostError as error:
@@ -173,17 +184,19 @@ class Restart:
             self._give_up_older(decision.snapshot.iteration, loaded)
             return None
         self.usage = search.usage
+        if search.coming is not None:
+            self._coming, left = search.coming, shelf.without(search.coming.stored.snapshot)
+            self._decide = lambda: self._search(on_lost, loaded, reshapes, left, before)
         return decision
 
     def _give_up_older(self, in_memory: int, loaded: Checkpoint) -> None:
         self._events.emit("older_than_storage", in_memory=in_memory, loaded=loaded.iteration)
         self.why = f"memory ({in_memory}) is older and given up"
 
-    def _remembered(
-        self, loaded: Checkpoint, on_storage: Sequence[Checkpoint]
-    ) -> tuple[Checkpoint, list[Checkpoint], int, int]:
-        """What all ranks have loaded, origins of snapshots in memory and ``on_storage``, and the newest iterations in
-        memory that are known to be whole, and that any slot has; -1 for none."""
+    def _look(self, loaded: Checkpoint, before: int) -> tuple[Checkpoint, list[Checkpoint], int, int]:
+        """What all ranks have loaded, origins of snapshots in memory and on storage, and the newest iterations in
+        memory that are known to be whole, and that any slot has; -1 for none. Storage and memory are looked at in one
+        round."""
 
         def read() -> _Memory:
             memory = _Memory(loaded)
@@ -195,7 +208,19 @@ class Restart:
                     memory = memory.with_arena(control)
             return memory
 
-        ranks = gather_all(self._group, read, _Memory)
+        def report() -> Inventory | None:
+            with suppress(
+                FtckptError
+            ):  # it may be of no importance: a search that needs it takes it again, and raises
+                return part_of_inventory(self._topology, self._arenas)
+            return None
+
+        look = ShelfLook(self._group, self._storage, self._events, before, self._job)
+        seen, ranks, reports = gather_each(
+            self._group, (look.see, Look), (read, _Memory), (report, Inventory | None)
+        )  # fmt: skip
+        self._reports = reports if None not in reports else None
+        self._shelf = look.join(seen)
         differing = {one.loaded.iteration: rank for rank, one in enumerate(ranks)}
         if len(differing) > 1:
             found = ", ".join(f"rank {rank} {iteration}" for iteration, rank in sorted(differing.items())[:3])
@@ -204,7 +229,7 @@ class Restart:
             )
         # One that knows is enough: others may not see what the newest on storage is.
         loaded = replace(loaded, named=any(one.loaded.named for one in ranks))
-        origins = [*on_storage, *(origin for one in ranks for origin in one.origins)]
+        origins = [*self._shelf.origins, *(origin for one in ranks for origin in one.origins)]
         return loaded, origins, max(one.whole for one in ranks), max(one.newest for one in ranks)
 
     def _drop_undone(self, newest: Checkpoint) -> None:
@@ -253,32 +278,56 @@ class Restart:
         return "+".join(sorted(self.usage)) or "memory"
 
     def void_newer(self, decision: Decision | None) -> bytes:
-        """Make sure that no snapshot but older ones can ever be taken again; returns the new lineage.
+        """Make sure that no snapshot but older ones can ever be taken again; returns the new lineage. What the slots
+        hold that were decided on is known to all ranks behind it.
 
         All nodes have done so before any rank loads or trains: one that trained on while a newer slot was still good
         elsewhere could, after the next failure, find its own past and others' undone future in one snapshot.
         """
         # -1 is below every iteration: a job that starts over voids all that there is.
         newest = decision.snapshot.iteration if decision is not None else -1
+        places = self._coming.places.values() if self._coming is not None else ()
+        coming = {(at.arena, at.slot) for at in places if at.node == self._topology.me.node}
 
         def void() -> bytes:
             if self._topology.is_node_leader:
-                _void(self._node_dir, newest)
-            return os.urandom(16)
+                _void(self._node_dir, newest, coming)
+            return os.urandom(_LINEAGE_BYTES) + self._describe(decision)
 
-        # The bytes of rank 0 count. Nobody has a new lineage before every node has voided.
-        return gather_bytes(self._group, void)[0]
+        # The lineage of rank 0 counts. Nobody has a new one before every node has voided.
+        answers = gather_bytes(self._group, void)
+        self._contents = self._join(decision, [answer[_LINEAGE_BYTES:] for answer in answers])
+        return answers[0][:_LINEAGE_BYTES]
 
-    def load(self, decision: Decision, state: TrainingState, described: Description) -> None:
-        """Bring tensors and objects of every rank to what they were at the snapshot's boundary.
+    def load(self, decision: Decision, state: TrainingState, described: Description) -> Decision:
+        """Bring tensors and objects of every rank to what they were at the snapshot's boundary; returns what was
+        loaded in the end: another snapshot where one that was coming from storage has proven bad.
 
         In another layout tensors are the same, element by element, and ``state`` makes of the objects what it can.
 
         Raises:
             MismatchError: the snapshot is of another model, or what its ranks hold of one tensor differs.
+            LostError, MemoryBudgetError, ArenaError: as ``choose``, of what is taken in place of one that is bad.
         """
+        while True:
+            try:
+                self._load(decision, state, described)
+            except StorageError as error:
+                if self._coming is None:
+                    raise
+                self._events.emit("storage_damaged", iteration=decision.snapshot.iteration, error=str(error))
+            else:
+                return decision
+            finally:
+                self._end_coming()
+            other = self._decide()
+            assert other is not None, "a search that overlaps finds something, or raises"
+            decision = other
+            self.void_newer(decision)
+
+    def _load(self, decision: Decision, state: TrainingState, described: Description) -> None:
         begin = time.perf_counter()
-        slots = self._contents = self._gather_contents(decision)
+        slots = self._contents
         own = slots[self._topology.me.shard] if decision.ranks else None
         pieces = [*described.stepped, *described.volatile]
         needs: Needs = []
@@ -289,25 +338,34 @@ class Restart:
             needs[:], planned = self._plan(slots, pieces, described.padded, own)
             return [*planned, *transfers]
 
-        if own is None:  # here, then on all ranks: what follows is collective
-            planned = together(self._group, plan)
+        coming = self._coming
+        traffic = execute(self._group, plan, self._arenas, coming.bring if coming is not None else None)
+        if own is None:
             self._check_copies(slots, [need for _, need in needs])
-            traffic = execute(self._group, lambda: planned, self._arenas)
-        else:
-            traffic = execute(self._group, plan, self._arenas)
         # Only here: a derived weight is the cast of a master that the transfers have just brought.
         _derive(pieces, {id(piece) for piece, _ in needs})
-        if own is None:
-            # Of another layout no rank's objects are this one's: the first of each stage stands for all of its stage.
-            firsts, at = self._first_objects(slots), decision.snapshot.iteration
-            together(self._group, lambda: state.load_reshaped([objects.decode(one) for one in firsts], at))
-        else:
-            together(self._group, lambda: state.load_objects(objects.decode(encoded.numpy().tobytes())))
+        # Of another layout no rank's objects are this one's: the first of each stage stands for all of its stage.
+        firsts = self._first_objects(slots) if own is None else []
+
+        def finish() -> None:
+            if coming is not None:
+                coming.seal()
+            if own is None:
+                state.load_reshaped([objects.decode(one) for one in firsts], decision.snapshot.iteration)
+            else:
+                state.load_objects(objects.decode(encoded.numpy().tobytes()))
+
+        together(self._group, finish)
         # Last: it sets RNG, and what comes before may draw random numbers.
         state.finish_load()
         self._events.emit("loaded", iteration=decision.snapshot.iteration, **asdict(traffic))
         if own is None:
             self._report_reshaped(decision, traffic, time.perf_counter() - begin)
+
+    def _end_coming(self) -> None:
+        if self._coming is not None:
+            self._coming.close()
+            self._coming = None
 
     def capacities(self, decision: Decision) -> list[int] | None:
         """What shares are to be weighted with, in bytes by rank of this job; None where they are equal.
@@ -321,25 +379,29 @@ class Restart:
 
     def close(self) -> None:
         """Unmap the arenas that were read, and let go of storage."""
+        self._end_coming()
         self._arenas.close()
         self._shelf.close()
 
-    def _gather_contents(self, decision: Decision) -> dict[str, SlotContents]:
-        """What each chosen slot holds, from the rank that reads it to all, by shard."""
-        readers = readers_of(self._topology, decision)
+    def _describe(self, decision: Decision | None) -> bytes:
+        """What the chosen slots hold that this rank reads."""
+        if decision is None:
+            return b""
+        mine, readers = [], readers_of(self._topology, decision)
+        for shard, slot in decision.sources.items():
+            if readers[shard] == self._group.rank:
+                arena = self._arenas.get(slot.arena)
+                used = arena.control.record(slot.slot).objects_used
+                capacity = arena.manifest.capacity or arena.control.capacity()
+                mine.append(SlotContents.of(slot, self._group.rank, arena.image, used, capacity))
+        return encode_contents(mine)
 
-        def describe() -> bytes:
-            mine = []
-            for shard, slot in decision.sources.items():
-                if readers[shard] == self._group.rank:
-                    arena = self._arenas.get(slot.arena)
-                    used = arena.control.record(slot.slot).objects_used
-                    capacity = arena.manifest.capacity or arena.control.capacity()
-                    mine.append(SlotContents.of(slot, self._group.rank, arena.image, used, capacity))
-            return encode_contents(mine)
-
-        gathered = gather_bytes(self._group, describe)
-        return {slot.shard: slot for data in gathered for slot in decode_contents(data, decision.sources, readers)}
+    def _join(self, decision: Decision | None, described: Sequence[bytes]) -> dict[str, SlotContents]:
+        """What each chosen slot holds, by shard, from what the ranks that read them say."""
+        if decision is None:
+            return {}
+        sources, readers = decision.sources, readers_of(self._topology, decision)
+        return {slot.shard: slot for data in described for slot in decode_contents(data, sources, readers)}
 
     def _plan(
         self, contents: Contents, pieces: Sequence[Piece], padded: frozenset[str], own: SlotContents | None
@@ -442,8 +504,9 @@ def _remedy(loaded: Checkpoint) -> str:
     )
 
 
-def _void(node_dir: Path, newest: int) -> None:
+def _void(node_dir: Path, newest: int, coming: Collection[tuple[str, int]] = ()) -> None:
     """Make every snapshot of a node that is newer than iteration ``newest`` unusable, all of them where it is -1.
+    Slots of arenas into which something is ``coming`` are as good as void until they are sealed.
 
     Parity and packages go first: they could bring a slot back that is void, but not the other way round. A kill at
     any point leaves some newer snapshots that can still be taken, and the next start voids them again.
@@ -452,16 +515,17 @@ def _void(node_dir: Path, newest: int) -> None:
     # one.
     remove_protection(node_dir, newest)
     for path in list_arenas(node_dir):
-        _void_arena(path, newest)
+        _void_arena(path, newest, coming)
 
 
-def _void_arena(path: Path, newest: int) -> None:
+def _void_arena(path: Path, newest: int, coming: Collection[tuple[str, int]] = ()) -> None:
     with suppress(ArenaError), open_control(path, writable=True) as control:
         # ArenaError: nothing of a damaged arena can be taken, and what could have rebuilt it is gone.
         for index in range(control.slots):
             snapshot = control.record(index).snapshot
             # None: a torn record, or a slot in the middle of a copy; neither may pass for anything later.
-            if snapshot is None or snapshot.iteration > newest:
+            is_bad = snapshot is None or snapshot.iteration > newest
+            if is_bad and (path.name, index) not in coming:
                 control.void(index)
         if newest < 0:
             # Otherwise the next start would take the mark as proof that something was lost, and refuse.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 import zlib
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ftckpt.errors import FtckptError, LostError, MismatchError, StorageError
@@ -41,6 +41,12 @@ _FETCHES = 3
 """Of one snapshot: beside what was brought a slot that nobody had looked at may prove bad, and is brought, too."""
 
 
+def part_of_inventory(topology: Topology, arenas: OpenArenas) -> Inventory:
+    """This rank's part of what its node holds; raises as ``take_inventory``."""
+    local = topology.ranks_on(topology.me.node)
+    return take_inventory(arenas, topology.me.node, local.index(topology.rank), len(local))
+
+
 @dataclass(frozen=True)
 class BadSlot:
     """A slot that did not verify, with the shard in it."""
@@ -63,13 +69,20 @@ class Search:
 
     ``reshapes``: whether a snapshot of another layout will do. ``shelf``: what is on storage. ``slots``: of arenas
     that must be made for it. ``before``: only snapshots in memory of iterations before this one count; 0: all.
+    ``overlaps``: what lies on storage alone is decided on before it has come, see ``coming``. ``reports``: the first
+    inventory, of all ranks, where it was taken.
     """
 
     def __init__(
         self, group: Group, topology: Topology, events: Events, arenas: OpenArenas, *, reshapes: bool = False,
-        shelf: Shelf = NO_SHELF, slots: int = 2, before: int = 0,
+        shelf: Shelf = NO_SHELF, slots: int = 2, before: int = 0, overlaps: bool = False,
+        reports: Sequence[Inventory] | None = None,
     ) -> None:  # fmt: skip
         self.usage: Usage = {}
+        self.coming: ShardFetch | None = None
+        """What brings the snapshot that was decided on, where it is on its way yet: nothing of it is proven before
+        that has ended, and storage may prove to be bad."""
+        self._overlaps, self._reports = overlaps, reports
         self._reshapes = reshapes
         self._shelf, self._slots, self._before = shelf, slots, before
         self._group = group
@@ -92,13 +105,18 @@ class Search:
         Raises:
             LostError, MismatchError, MemoryBudgetError, ArenaError: on all ranks together.
         """
-        self._inventory = self._gather_inventory()
+        self._inventory = self._gather_inventory() if self._reports is None else self._join(self._reports)
         decision, lost = self._or_lost()
         for stored in self._shelf.snapshots:
             for _ in range(_FETCHES):
                 if _is_at(decision, stored):
                     return decision
-                if not self._fetch(stored):
+                fetch = self._begin_fetch(stored)
+                if self._overlaps and fetch.is_all:
+                    if (to_come := self._to_come(fetch)) is not None:
+                        return to_come
+                    break
+                if not self._fetch(fetch):
                     break
                 decision, lost = self._or_lost()
             if _is_at(decision, stored):
@@ -115,8 +133,7 @@ class Search:
         except LostError as error:
             return None, error
 
-    def _fetch(self, stored: StoredSnapshot) -> bool:
-        """Bring what memory lacks of a snapshot from storage; False: something there is bad."""
+    def _begin_fetch(self, stored: StoredSnapshot) -> ShardFetch:
         assert self._shelf.storage is not None
         differing = layouts_differ(self._topology.layout, stored.layout)
         if differing and not self._reshapes:
@@ -124,28 +141,48 @@ class Search:
                 f"{self._shelf.storage.where}: iteration {stored.snapshot.iteration} has another layout "
                 f"({', '.join(differing)}): start with that, or name another place (--ftckpt-persist)"
             )
-        begin, findings = time.perf_counter(), self._findings
-        fetch = ShardFetch(
+        return ShardFetch(
             self._group, self._topology, self._events, self._arenas, storage=self._shelf.storage, stored=stored,
-            inventory=self._inventory, bad=findings.damage, slots=self._slots,
+            inventory=self._inventory, bad=self._findings.damage, slots=self._slots,
         )  # fmt: skip
+
+    def _fetch(self, fetch: ShardFetch) -> bool:
+        """Bring what memory lacks of a snapshot from storage; False: something there is bad."""
+        findings, snapshot = self._findings, fetch.stored.snapshot
         try:
             brought = fetch.run()
         except StorageError as error:
-            self._events.emit("storage_damaged", iteration=stored.snapshot.iteration, error=str(error))
+            self._events.emit("storage_damaged", iteration=snapshot.iteration, error=str(error))
             return False
         for at in brought:
             findings.damage.pop(at, None)
         self._good.update(brought)  # every chunk was proven where it lies now
         self._states.update(dict.fromkeys(brought, SlotState.SEALED.name.lower()))
-        findings.given_up.pop(stored.snapshot, None)
+        findings.given_up.pop(snapshot, None)
         self._inventory = self._gather_inventory()
         self._brought = {"storage": fetch.usage} if brought else {}
-        secs, nbytes = time.perf_counter() - begin, fetch.usage["bytes"]
-        self._events.emit(
-            "fetched", iteration=stored.snapshot.iteration, shards=len(brought), bytes=nbytes, secs=secs
-        )
         return True
+
+    def _to_come(self, fetch: ShardFetch) -> Decision | None:
+        """The decision for a snapshot of which memory has nothing: its shards begin to come. None: something on
+        storage is bad."""
+        stored, topology = fetch.stored, self._topology
+        try:
+            fetch.begin()
+        except BaseException as error:
+            fetch.close()
+            if not isinstance(error, StorageError):
+                raise
+            self._events.emit("storage_damaged", iteration=stored.snapshot.iteration, error=str(error))
+            return None
+        same = not layouts_differ(topology.layout, stored.layout)
+        homes = {member.shard: member.node for member in topology.members}
+        self.coming, self.usage = fetch, {"storage": fetch.usage}
+        return Decision(
+            stored.snapshot, fetch.places, layout=stored.layout,
+            homes=homes if same else {shard: at.node for shard, at in fetch.places.items()},
+            ranks=topology.rank_of if same else {},
+        )  # fmt: skip
 
     def _in_memory(self) -> Decision | None:
         """The newest snapshot that memory has, or that parity gives."""
@@ -166,10 +203,10 @@ class Search:
                     return whole
 
     def _gather_inventory(self) -> Inventory:
-        node = self._topology.me.node
-        local = self._topology.ranks_on(node)
-        turn = local.index(self._topology.rank), len(local)
-        every = Inventory.join(gather_all(self._group, lambda: take_inventory(self._arenas, node, *turn), Inventory))
+        return self._join(gather_all(self._group, lambda: part_of_inventory(self._topology, self._arenas), Inventory))
+
+    def _join(self, reports: Sequence[Inventory]) -> Inventory:
+        every = Inventory.join(reports)
         for report in every.arenas:
             if report.problems:
                 self._events.emit("arena_problem", shard=report.shard, problems=report.problems)

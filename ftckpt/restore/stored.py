@@ -6,12 +6,15 @@ others.
 
 from __future__ import annotations
 
+import sys
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, suppress
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import islice
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -32,6 +35,7 @@ from ftckpt.persist.storage import Storage, open_storage, patiently
 from ftckpt.restore.build import Build
 from ftckpt.restore.choice import worth_keeping
 from ftckpt.restore.inventory import Inventory
+from ftckpt.restore.load import Copy
 from ftckpt.restore.locations import OpenArenas, SlotAt
 from ftckpt.restore.rebuild import NEW_SLOT, Fix
 from ftckpt.restore.repair import Need, make_room
@@ -55,6 +59,15 @@ _PATIENCE_SECS = 30.0
 _TURN_SECS = 10.0
 """After which a rank that reads tells the others that it lives."""
 
+_SHORT_TURN_SECS = 0.1
+"""The same where others copy what it has read: what comes in that time is copied when all is there."""
+
+_LITTLE_BYTES = 16 << 20
+"""Of that much it is no matter when it is copied."""
+
+_ALL = sys.maxsize
+"""Behind every byte of a slot."""
+
 T = TypeVar("T")
 
 
@@ -70,43 +83,8 @@ class Shelf:
     """As whom this restart keeps what is there from being removed."""
     last: LastAttempt | None = None
     """The last attempt of the job, as storage knows of it."""
-
-    @classmethod
-    def look(cls, group: Group, where: str, events: Events, before: int = 0, job: str = "") -> Shelf:
-        """What is there; with ``before`` the newest before that iteration, too. Nothing of it is removed until
-        ``close``. Collective; one rank looks, for all of them.
-
-        Raises:
-            StorageError: on all ranks together, where a rank cannot reach storage, and trying again is of no use.
-        """
-        if not where:
-            return cls()
-        storage: Storage | None = None
-
-        def open_it() -> str:
-            nonlocal storage
-            storage, problem = _open(where)
-            return problem
-
-        if away := next(filter(None, gather_all(group, open_it, str)), ""):
-            events.emit("storage_fails", error=away)  # memory may do
-            return cls(problem=away)
-        reader, leads, told = group.name.rpartition("/")[2], group.rank == 0, b""
-
-        def tell() -> int:
-            nonlocal told
-            if storage is not None and leads:
-                _require_own(storage)
-                _hold(storage, reader, events)
-                told = codec.encode((*_read(storage, events, before), _last_attempt(storage, events, job)))
-            return len(told)
-
-        # The length first: a broadcast takes as many bytes on all ranks, and a gather as many of each.
-        length = max(gather_all(group, tell, int))
-        found = codec.decode(group.broadcast(told.ljust(length, b" ")), tuple[list[str], str, LastAttempt | None])
-        texts, problem, last = found
-        snapshots = tuple(StoredSnapshot.decode(text.encode(), where) for text in texts)
-        return cls(storage, snapshots, problem, reader if leads else "", last)
+    bad: tuple[int, ...] = ()
+    """Iterations that have proven bad."""
 
     def close(self) -> None:
         """What this restart has not read it reads no more."""
@@ -117,9 +95,10 @@ class Shelf:
     @property
     def lost(self) -> LostError | None:
         """What it means that nothing of it can be used, where memory has nothing either."""
-        if self.snapshots:
-            there = ", ".join(str(one.snapshot.iteration) for one in self.snapshots)
-            return LostError(f"none of the snapshots on storage ({there}) can be used; the log says why")
+        if there := [*self.bad, *(one.snapshot.iteration for one in self.snapshots)]:
+            return LostError(
+                f"none of the snapshots on storage ({', '.join(map(str, there))}) can be used; the log says why"
+            )
         return LostError(f"what is on storage cannot be seen: {self.problem}") if self.problem else None
 
     @property
@@ -134,6 +113,11 @@ class Shelf:
     def before(self, iteration: int) -> Shelf:
         """Without snapshots of this iteration and behind it."""
         return replace(self, snapshots=tuple(one for one in self.snapshots if one.snapshot.iteration < iteration))
+
+    def without(self, snapshot: SnapshotId) -> Shelf:
+        """Without a snapshot that has proven bad."""
+        left = tuple(one for one in self.snapshots if one.snapshot != snapshot)
+        return replace(self, snapshots=left, bad=(*self.bad, snapshot.iteration))
 
     def void_from(self, iteration: int) -> list[SnapshotId]:
         """No later start takes what storage has of this iteration and behind it; returns what that is. Called by one
@@ -165,6 +149,68 @@ class Shelf:
 NO_SHELF = Shelf()
 
 
+class Look(NamedTuple):
+    """What one rank sees of storage: why it cannot reach it, and the length of what it is to tell the others."""
+
+    away: str
+    length: int
+
+
+class ShelfLook:
+    """How ranks look at storage, one for all of them: ``see`` on each, ``join`` with what all have seen."""
+
+    def __init__(self, group: Group, where: str, events: Events, before: int = 0, job: str = "") -> None:
+        self._group, self._events = group, events
+        self._where, self._before, self._job = where, before, job
+        self._storage: Storage | None = None
+        self._told = b""
+
+    @property
+    def _reader(self) -> str:
+        return self._group.name.rpartition("/")[2]
+
+    def see(self) -> Look:
+        """Whether this rank can reach storage; the first looks what is there, of which nothing is removed from here
+        on.
+
+        Raises:
+            StorageError: it cannot, and trying again is of no use.
+        """
+        if not self._where:
+            return Look("", 0)
+        self._storage, away = _open(self._where)
+        if self._storage is not None and self._group.rank == 0:
+            _require_own(self._storage)
+            _hold(self._storage, self._reader, self._events)
+            found = *_read(self._storage, self._events, self._before), self._last_attempt(self._storage)
+            self._told = codec.encode(found)
+        return Look(away, len(self._told))
+
+    def join(self, seen: Sequence[Look]) -> Shelf:
+        """What is there; with ``before`` the newest before that iteration, too. Collective."""
+        if not self._where:
+            return NO_SHELF
+        leads = self._group.rank == 0
+        if away := next((one.away for one in seen if one.away), ""):
+            self._events.emit("storage_fails", error=away)  # memory may do
+            if leads and self._storage is not None:
+                with suppress(StorageError):
+                    retention.let_go(self._storage, self._reader)
+            return Shelf(problem=away)
+        # The length is known: a broadcast takes as many bytes on all ranks.
+        data = self._group.broadcast(self._told.ljust(max(one.length for one in seen), b" "))
+        texts, problem, last = codec.decode(data, tuple[list[str], str, LastAttempt | None])
+        snapshots = tuple(StoredSnapshot.decode(text.encode(), self._where) for text in texts)
+        return Shelf(self._storage, snapshots, problem, self._reader if leads else "", last)
+
+    def _last_attempt(self, storage: Storage) -> LastAttempt | None:
+        try:
+            return _patiently(lambda: last_attempt(storage, self._job))
+        except StorageError as error:
+            self._events.emit("storage_fails", error=f"failures of the job are not known: {error}")
+            return None
+
+
 def _open(where: str) -> tuple[Storage | None, str]:
     """Storage, or why it is away."""
     try:
@@ -188,14 +234,6 @@ def _hold(storage: Storage, reader: str, events: Events) -> None:
         retention.hold(storage, reader)
     except StorageError as error:  # a place that is full can be read
         events.emit("storage_fails", error=f"it may remove what this restart reads: {error}")
-
-
-def _last_attempt(storage: Storage, events: Events, job: str) -> LastAttempt | None:
-    try:
-        return _patiently(lambda: last_attempt(storage, job))
-    except StorageError as error:
-        events.emit("storage_fails", error=f"failures of the job are not known: {error}")
-        return None
 
 
 def _read(storage: Storage, events: Events, before: int) -> tuple[list[str], str]:
@@ -228,7 +266,7 @@ def _read(storage: Storage, events: Events, before: int) -> tuple[list[str], str
 
 
 def _manifest(storage: Storage, iteration: int) -> StoredSnapshot:
-    name = f"{commit.folder_of(iteration)}/{commit.MANIFEST_NAME}"
+    name = commit.manifest_of(iteration)
     return StoredSnapshot.decode(_patiently(lambda: storage.read(name)), f"{storage.where}/{name}")
 
 
@@ -236,16 +274,19 @@ def _patiently(action: Callable[[], T]) -> T:
     return patiently(action, _PATIENCE_SECS)
 
 
-class _Brought(NamedTuple):
-    """What one rank has brought: where it lies, how many chunks, and their bytes."""
+class _Turn(NamedTuple):
+    """How far one rank has come: whether it has brought all of its chunks; how many, and their bytes; and of each of
+    its shards, up to which byte of the slot everything is proven."""
 
-    slots: tuple[SlotAt, ...]
+    done: bool
     chunks: int
     bytes: int
+    proven: Mapping[str, int]
 
 
 class ShardFetch:
-    """Brings the shards of one snapshot that memory lacks from storage. ``run`` is collective.
+    """Brings the shards of one snapshot that memory lacks from storage. ``begin``, ``bring``, then ``seal`` on every
+    rank, or ``run`` for all of that; ``close`` in any case. ``begin``, ``bring`` and ``run`` are collective.
 
     Args:
         inventory: of all nodes; ``bad`` are slots in it that did not verify, and what of them did not.
@@ -266,8 +307,25 @@ class ShardFetch:
         self._slots = slots
         self._bad = bad
         self._missing = sorted(stored.shards.keys() - _in_memory(inventory, stored, bad))
+        self._files: dict[str, ShardFile] = {}
+        self._builds: dict[str, Build] = {}
+        self._readers = ThreadPoolExecutor(_READERS, thread_name_prefix="ftckpt-fetch")
+        self._begin_secs = time.perf_counter()
+        self._proven: dict[SlotAt, int] = {}
+        self.places: dict[str, SlotAt] = {}
+        """Where each shard that is brought lies, of all ranks; from ``begin`` on."""
         self.usage: dict[str, int] = {"chunks": 0, "bytes": 0}
-        """What was brought, of all ranks."""
+        """What was brought: of this rank until ``bring`` has ended, then of all ranks."""
+
+    @property
+    def is_all(self) -> bool:
+        """Whether memory has no shard of the snapshot."""
+        return len(self._missing) == len(self._stored.shards)
+
+    @property
+    def stored(self) -> StoredSnapshot:
+        """What is brought."""
+        return self._stored
 
     def run(self) -> list[SlotAt]:
         """Where the shards lie that were brought.
@@ -276,51 +334,100 @@ class ShardFetch:
             StorageError: something on storage is bad, or away; no shard counts that is not whole.
             MemoryBudgetError, ArenaError: a node has no room, or another process writes there.
         """
-        files: dict[str, ShardFile] = {}
-        builds: dict[str, Build] = {}
+        try:
+            self.begin()
+            self.bring()
+            together(self._group, self.seal)
+        finally:
+            self.close()
+        return list(self.places.values())
 
-        readers = ThreadPoolExecutor(_READERS, thread_name_prefix="ftckpt-fetch")
+    def begin(self) -> None:
+        """Have a slot for each shard, into which chunks begin to come; raises as ``run`` does."""
 
         def look() -> Need:
-            files.update((shard, self._file(shard)) for shard in self._mine())
-            builds.update((shard, self._build(file)) for shard, file in files.items())
+            self._files.update((shard, self._file(shard)) for shard in self._mine())
+            self._builds.update((shard, self._build(file)) for shard, file in self._files.items())
             # Until slots have their memory; behind the small reads, which would wait for all of it.
-            readers.submit(self._read_ahead, [shard for shard, build in builds.items() if not build.fix.in_place])
-            return Need.of(builds.values())
+            new = [shard for shard, build in self._builds.items() if not build.fix.in_place]
+            self._readers.submit(self._read_ahead, new)
+            return Need.of(self._builds.values())
 
         self._arenas.close()  # files may be freed or replaced from here on, by any rank of the node
-        try:
-            make_room(
-                self._group, self._topology, self._arenas.node_dir, self._events, chosen=self._stored.snapshot,
-                need=look, keep=self._keep(),
-            )  # fmt: skip
-            brought = self._bring(readers, builds, files)
-        finally:
-            readers.shutdown(cancel_futures=True)  # first: what they write into is closed
-            for build in builds.values():
-                build.close()
-            self._arenas.close()
-        self.usage = {name: sum(getattr(one, name) for one in brought) for name in self.usage}
-        return [at for one in brought for at in one.slots]
+        make_room(
+            self._group, self._topology, self._arenas.node_dir, self._events, chosen=self._stored.snapshot,
+            need=look, keep=self._keep(),
+        )  # fmt: skip
+        for opened in gather_all(self._group, self._open, dict[str, SlotAt]):
+            self.places.update(opened)
+        self._proven = dict.fromkeys(self.places.values(), 0)
+        self._proven.update((build.at, _ALL) for build in self._builds.values() if not build.fix.chunks)
+        self._filling = self._fill()
+        next(self._filling)  # chunks are on their way while ranks plan
 
-    def _bring(
-        self, readers: Executor, builds: Mapping[str, Build], files: Mapping[str, ShardFile]
-    ) -> list[_Brought]:
-        """What every rank has brought."""
+    def bring(self, copies: Iterable[Copy] = ()) -> None:
+        """Bring all chunks, and run each of ``copies`` of them once what it reads is proven.
 
-        def finish() -> _Brought:
-            for shard, build in builds.items():
-                if damage := build.finish():
-                    raise StorageError(f"{shard}: {', '.join(damage.names[:3])} is bad yet", lasting=True)
-            return _Brought(tuple(build.at for build in builds.values()), **self.usage)
+        Raises:
+            StorageError: as ``run``; some of the copies were made.
+        """
+        waiting: dict[SlotAt, deque[Copy]] = {}
+        for copy in sorted(copies, key=lambda one: one.end):
+            assert isinstance(copy.source, SlotAt)
+            waiting.setdefault(copy.source, deque()).append(copy)
+        own = {build.at for build in self._builds.values()}
+        foreign_bytes = sum(copy.nbytes for at, of in waiting.items() if at not in own for copy in of)
+        # In turns: ranks have more and less to read, and wait for each other only so long. Where much comes
+        # from others it is copied as soon as they say how far they are.
+        turn_secs = _SHORT_TURN_SECS if foreign_bytes > _LITTLE_BYTES else _TURN_SECS
+        done = False
+        while not done:
+            # Nothing is sealed before every chunk of every rank has the right checksum.
+            turns = gather_all(self._group, partial(self._turn, waiting, turn_secs), _Turn)
+            done = all(one.done for one in turns)
+            for shard, end in (item for one in turns for item in one.proven.items()):
+                self._proven[self.places[shard]] = end
+        self._copy_proven(waiting)
+        self.usage = {name: sum(getattr(one, name) for one in turns) for name in self.usage}
+        self._events.emit(
+            "fetched", iteration=self._stored.snapshot.iteration, shards=len(self.places),
+            bytes=self.usage["bytes"], secs=time.perf_counter() - self._begin_secs,
+        )  # fmt: skip
 
-        together(self._group, lambda: _each(Build.open, builds))
-        filling = self._fill(readers, builds, files)
-        # In turns: ranks have more and less to read, and wait for each other only so long.
-        while not all(gather_all(self._group, lambda: _turn(filling), bool)):
-            pass
-        # Nothing is sealed before every chunk of every rank has the right checksum.
-        return gather_all(self._group, finish, _Brought)
+    def seal(self) -> None:
+        """What this rank has brought is a snapshot; behind ``bring``."""
+        for shard, build in self._builds.items():
+            if damage := build.finish():
+                raise StorageError(f"{shard}: {', '.join(damage.names[:3])} is bad yet", lasting=True)
+
+    def close(self) -> None:
+        """Give the arenas up; what is not sealed does not count. A second call does nothing."""
+        self._readers.shutdown(cancel_futures=True)  # first: what they write into is closed
+        for build in self._builds.values():
+            build.close()
+        self._arenas.close()
+
+    def _open(self) -> dict[str, SlotAt]:
+        for build in self._builds.values():
+            build.open()
+        return {shard: build.at for shard, build in self._builds.items()}
+
+    def _turn(self, waiting: Mapping[SlotAt, deque[Copy]], turn_secs: float) -> _Turn:
+        """Some seconds of bringing chunks and of copying what was proven."""
+        deadline = time.monotonic() + turn_secs
+        self._copy_proven(waiting)
+        done = True
+        for _ in self._filling:
+            self._copy_proven(waiting)
+            if time.monotonic() >= deadline:
+                done = False
+                break
+        return _Turn(done, **self.usage, proven={shard: self._proven[self.places[shard]] for shard in self._builds})
+
+    def _copy_proven(self, waiting: Mapping[SlotAt, deque[Copy]]) -> None:
+        for at, copies in waiting.items():
+            while copies and copies[0].end <= self._proven[at]:
+                copies.popleft().run()
 
     def _mine(self) -> Iterator[str]:
         """Shards that this rank brings: the one that it continues, or, of another layout, its part of all."""
@@ -385,25 +492,30 @@ class ShardFetch:
     def _keep(self) -> Sequence[Collection[SnapshotId]]:
         return worth_keeping(self._inventory, self._topology, self._stored.snapshot)
 
-    def _fill(self, readers: Executor, builds: Mapping[str, Build], files: Mapping[str, ShardFile]) -> Iterator[None]:
-        """Bring all chunks, and stop for a moment after each."""
+    def _fill(self) -> Iterator[None]:
+        """Bring all chunks, in the order in which they lie in their slots, and stop for a moment after each."""
+        builds = self._builds
         total = sum(build.length(chunk) for build in builds.values() for chunk in build.fix.chunks)
         progress = Progress(f"rank {self._group.rank} reads iteration {self._stored.snapshot.iteration} from storage")
-        coming: deque[Future[int]] = deque()
-        for shard, build in builds.items():
-            for chunk in build.fix.chunks:
-                if len(coming) == _READERS:
-                    self._count(coming.popleft())
-                    progress(self.usage["bytes"], total)
-                    yield
-                coming.append(readers.submit(_bring, files[shard], build, chunk))
-        while coming:
-            self._count(coming.popleft())
-            yield
+        wanted = ((shard, chunk) for shard, build in builds.items() for chunk in build.fix.chunks)
+        coming: deque[tuple[str, int, Future[int]]] = deque()
 
-    def _count(self, brought: Future[int]) -> None:
-        self.usage["bytes"] += brought.result()
-        self.usage["chunks"] += 1
+        def order(count: int) -> None:
+            for shard, chunk in islice(wanted, count):
+                coming.append((shard, chunk, self._readers.submit(_bring, self._files[shard], builds[shard], chunk)))
+
+        order(_READERS)
+        yield
+        while coming:
+            shard, chunk, brought = coming.popleft()
+            self.usage["bytes"] += brought.result()
+            self.usage["chunks"] += 1
+            order(1)
+            self._proven[builds[shard].at] = builds[shard].arena.image.chunks[chunk].end
+            if not coming or coming[0][0] != shard:
+                self._proven[builds[shard].at] = _ALL
+            progress(self.usage["bytes"], total)
+            yield
 
 
 def _bring(file: ShardFile, build: Build, chunk: int) -> int:
@@ -411,17 +523,6 @@ def _bring(file: ShardFile, build: Build, chunk: int) -> int:
     with build.memory(chunk) as memory:
         file.fill(chunk, memory)
         return len(memory)
-
-
-def _each(action: Callable[[Build], object], builds: Mapping[str, Build]) -> None:
-    for build in builds.values():
-        action(build)
-
-
-def _turn(work: Iterator[None]) -> bool:
-    """Whether ``work`` is at its end, after some seconds of it."""
-    deadline = time.monotonic() + _TURN_SECS
-    return all(time.monotonic() < deadline for _ in work)
 
 
 def _in_memory(inventory: Inventory, stored: StoredSnapshot, bad: Collection[SlotAt]) -> set[str]:

@@ -71,6 +71,11 @@ def check_budget(
     )
 
 
+def available_bytes(*, proc: Path = Path("/proc"), cgroup_root: Path = Path("/sys/fs/cgroup")) -> int:
+    """Host memory that this process may take yet, by the kernel and by each of its cgroups; 0 where nothing says."""
+    return min((limit.free_bytes for limit in _available(proc) + cgroup_limits(proc, cgroup_root)), default=0)
+
+
 def cgroup_limits(proc: Path, cgroup_root: Path) -> list[Limit]:
     """Memory limits of this process's cgroups, own first, versions 1 and 2."""
     limits = []

@@ -17,10 +17,14 @@ import pytest
 import torch
 from safetensors import safe_open
 
+from benchmarks.slow_storage import cached_bytes, drop
 from ftckpt.commands.main import main
+from ftckpt.config import Config
 from ftckpt.errors import StorageError
+from ftckpt.frameworks import doors
 from ftckpt.persist import retention
 from ftckpt.persist.commit import claim, committed
+from ftckpt.persist.shard_file import ShardFile
 from ftckpt.persist.shards import StoredSnapshot
 from ftckpt.persist.storage import open_storage
 from ftckpt.restore.stored import ShardFetch
@@ -160,6 +164,53 @@ def test_a_job_whose_memory_is_gone_goes_on_from_storage(persisting: dict[str, A
             assert arena.control.slots == 4, "as many as the job wants"
     fetched = jobs.events(persisting, "fetched")
     assert [event["shards"] for event in fetched] == [4] * 4
+
+
+def restored_late(rank: int, world_size: int, settings: dict[str, Any]) -> Any:
+    """What storage gives comes when all ranks have planned where it goes, and wait for it."""
+    fill = ShardFile.fill
+
+    def late(file: ShardFile, number: int, memory: memoryview) -> None:
+        time.sleep(0.5)
+        fill(file, number, memory)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ShardFile, "fill", late)
+        return restored(rank, world_size, settings)
+
+
+def test_nothing_is_put_in_place_before_it_has_come(persisting: dict[str, Any], left: Path) -> None:
+    shutil.copytree(left, persisting["persist"], dirs_exist_ok=True)
+    newest = stored(persisting)[0].snapshot.iteration
+    assert [result.value for result in run_ranks(restored_late, 4, persisting)] == [what_was(newest)] * 4
+
+
+def built_late(rank: int, world_size: int, settings: dict[str, Any]) -> Any:
+    """A model is built until the newest snapshot lies in the page cache, and then restored."""
+    config = Config(enabled=True, node=NODES[rank], **settings)
+    doors.read_ahead(config)
+    newest = stored(settings)[0]
+    folder = Path(settings["persist"]) / f"iter_{newest.snapshot.iteration:07d}"
+    until(lambda: cached_bytes(folder) >= newest.nbytes, "all of it was read", 60.0)
+    return restored(rank, world_size, settings)
+
+
+def test_storage_is_read_while_ranks_still_start(persisting: dict[str, Any], left: Path) -> None:
+    shutil.copytree(left, persisting["persist"], dirs_exist_ok=True)
+    newest = stored(persisting)[0]
+    try:
+        drop(Path(persisting["persist"]))
+    except RuntimeError as error:
+        pytest.skip(f"no disk: {error}")
+    results = [result.value for result in run_ranks(built_late, 4, persisting)]
+    assert results == [what_was(newest.snapshot.iteration)] * 4
+    told = {event["rank"]: event for event in jobs.events(persisting, "prefetched")}
+    assert {rank: event["bytes"] for rank, event in told.items()} == {
+        rank: newest.shards[f"dp{rank}"].nbytes for rank in range(4)
+    }
+    assert {event["iteration"] for event in told.values()} == {newest.snapshot.iteration}
+    run_ranks(built_late, 4, persisting)  # with memory that has it: the pages are there, nothing is read
+    assert len(jobs.events(persisting, "prefetched")) == 4
 
 
 def test_memory_counts_where_it_is_newer(persisting: dict[str, Any]) -> None:

@@ -5,18 +5,16 @@ from __future__ import annotations
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
 from ftckpt.config import Config
 from ftckpt.errors import ConfigError, StalledError
 from ftckpt.events import Events
-from ftckpt.group import Group
-from ftckpt.job import attempt as attempt_module
 from ftckpt.job.actions import OldArenaRemoval, TargetMarks, TurnOff
 from ftckpt.job.agreement import AgreementError
-from ftckpt.job.attempt import AttemptRecord, _Sight
+from ftckpt.job.attempt import AttemptRecord, AttemptSight
 from ftckpt.job.checkpointer import Checkpointer
 from ftckpt.job.flushes import NO_FLUSH
 from ftckpt.job.losses import Losses
@@ -212,16 +210,13 @@ def test_what_is_evaluated_or_saved_is_no_time_of_training() -> None:
     ("starts", "stalled"),
     [([0, 3], False), ([2, 5], False), ([3, 5], True), ([3, -1], True), ([-1, -1], False)],
 )
-def test_attempts_count_that_all_nodes_have_seen_come_to_nothing(
-    starts: list[int], stalled: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_attempts_count_that_all_nodes_have_seen_come_to_nothing(starts: list[int], stalled: bool) -> None:
     """A node that comes and goes has failed in a row while others made snapshots; -1: a rank that speaks for none."""
     members = tuple(RankPlace({"dp": rank}, "node") for rank in range(2))
     attempt = AttemptRecord(Config(), Topology(1, members, {"dp": 2}), LauncherRun(""), Events(None, 1))
-    group = cast(Group, None)
-    monkeypatch.setattr(attempt_module, "gather_all", lambda *_: [_Sight(num, "", None) for num in starts])
+    sights = [AttemptSight(num, "", None) for num in starts]
     if stalled:
         with raises(StalledError, "3 attempts in a row"):
-            attempt.begin(group, Path())
+            attempt.begin(sights)
     else:
-        attempt.begin(group, Path())
+        attempt.begin(sights)

@@ -41,7 +41,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "job": {"group", "notice", "model", "store", "parity", "windows", "capture", "restore", "persist", "smp"},
     "job.save": {"group", "model", "store", "restore", "convert"},
     "frameworks": {"model", "group", "store.outcome"},
-    "frameworks.doors": {"job", "model", "group", "frameworks", "store.outcome"},
+    "frameworks.doors": {"job", "model", "group", "frameworks", "store.outcome", "restore.prefetch"},
     "megatron": {"job", "frameworks", "windows.schedule", "model", "group"},
     "deepspeed": {
         "job", "frameworks", "windows.schedule", "model", "group", "persist.outlines", "persist.place",
@@ -73,6 +73,8 @@ WITHOUT_TORCH = [name for name in IN_THE_SMP if name not in ON_THE_DEVICE] + [
     "ftckpt",
     "ftckpt.restore.inventory",
     "ftckpt.restore.choice",
+    "ftckpt.restore.prefetch",
+    "ftckpt.frameworks.doors",
     "ftckpt.config",
     "ftckpt.events",
     "ftckpt.commands.main",

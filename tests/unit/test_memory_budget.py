@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from ftckpt.errors import MemoryBudgetError
-from ftckpt.store.memory import check_budget
+from ftckpt.store.memory import available_bytes, check_budget
 
 GIB = 1 << 30
 
@@ -64,6 +64,13 @@ class Host:
 @pytest.fixture
 def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Host:
     return Host(tmp_path, monkeypatch)
+
+
+def test_what_may_be_taken_yet_is_the_least_of_all_limits(host: Host) -> None:
+    assert available_bytes(proc=host.proc, cgroup_root=host.cgroups) == 12 * GIB
+    host.cgroup("0::/job", "job", 8 * GIB, 6 * GIB, ("inactive_file", GIB))
+    assert available_bytes(proc=host.proc, cgroup_root=host.cgroups) == 3 * GIB
+    assert available_bytes(proc=host.proc / "none", cgroup_root=host.cgroups) == 0, "nothing says"
 
 
 def test_what_fits_passes(host: Host) -> None:
