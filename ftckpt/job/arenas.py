@@ -18,7 +18,6 @@ from ftckpt.events import Events
 from ftckpt.group import Group, gather_all, together
 from ftckpt.job.addresses import whereabouts
 from ftckpt.job.slot_supply import SlotSupply
-from ftckpt.model import codec
 from ftckpt.model.loaded import NOTHING
 from ftckpt.model.manifest import Manifest
 from ftckpt.model.snapshot import SnapshotId
