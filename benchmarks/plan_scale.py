@@ -169,7 +169,7 @@ class Exchange:
 
 
 def _hash(fragment: Fragment) -> int:
-    return int(pack([int.from_bytes(identity(fragment)[:8], "little")], 0, 1)[0])
+    return int(pack(np.frombuffer(identity(fragment), np.uint64)[:1], 0, 1)[0])
 
 
 def _mixed(hashes: Array, salts: Array) -> Array:

@@ -37,8 +37,8 @@ _FIRST_LOOK_SECS, _LONGEST_LOOK_SECS = 0.5, 10.0
 _CALM_RANKS = 200
 """Up to so many ranks ask their store as often; those of a larger job so much less that it has no more to do."""
 
-_FRAME_DATA_BYTES = 248
-"""A gather of no more takes one round of messages, of any more two."""
+_FRAME_DATA_BYTES = 1016
+"""A gather of no more takes one round of messages, of any more two: what a rank tells of its arena fits."""
 
 _immortal: list[Any] = []
 """Groups, and tensors that a thread of torch may have, for as long as the process lives, even without interpreter. A

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import NamedTuple, TypeVar
+from functools import cached_property, partial
+from typing import NamedTuple, TypeAlias, TypeVar
 
 import torch
 import xxhash
@@ -18,7 +18,7 @@ from ftckpt.group import Group, gather_all, gather_bytes
 from ftckpt.model.fragment import Fragment
 from ftckpt.model.manifest import Manifest
 from ftckpt.model.replica_groups import DIFFERING
-from ftckpt.model.replicas import Recheck, ReplicaSets, private_key, replica_sets
+from ftckpt.model.replicas import Holdings, Recheck, Sharing, find_sharing, private_key
 from ftckpt.model.shares import bounded_capacities, choose
 from ftckpt.model.topology import Topology
 from ftckpt.model.training_state import Description, Piece, cast_master
@@ -54,8 +54,13 @@ def assign(  # noqa: PLR0917 - the last ones are optional
     chunk_bytes: int,
     capacities: Sequence[int] | None = None,
     redundancy: Redundancy = NO_REDUNDANCY,
+    sharing: Sharing | None = None,
 ) -> Assignment:
     """Agree with all ranks on who copies what. Collective; reads every stepped tensor once.
+
+    One message per rank, where ``sharing`` is what ``gather_sharing`` has given on all ranks, and one more where it
+    is None on all. Others follow where state is not what it is believed to be: what is not derived, replicas that
+    differ.
 
     ``capacities[rank]``, the same on all ranks, are the bytes that each rank could copy inside its windows per
     snapshot: replica sets are dealt in proportion, where that makes noticeably less of the state spill. None
@@ -66,11 +71,18 @@ def assign(  # noqa: PLR0917 - the last ones are optional
         ConfigError: not one capacity, or not one node, per rank.
         CaptureError: ranks were given different capacities or nodes. All three on all ranks together.
     """
-    views = gather_all(group, lambda: _View.of(group, described, capacities, redundancy), _View)
-    broken = _agreed(views)
-    stepped, derived = _divided(described, broken)
+    if sharing is None:
+        sharing = gather_sharing(group, described)
+    stepped, derived = _divided(described, ())
+    look = Look(sharing, stepped)
+    views = gather_all(group, lambda: _View.of(group, described, capacities, redundancy, look), _View)
+    broken, summaries = _agreed(views), [view.summary for view in views]
+    if broken:  # on any rank: nothing was told yet of pieces that were taken to follow from others
+        stepped, derived = _divided(described, broken)
+        look = Look(gather_sharing(group, described, broken), stepped)
+        summaries = gather_bytes(group, look.summary)
+    sets = look.sharing.sets(partial(gather_bytes, group), look.holdings, summaries)
     weights = None if capacities is None else bounded_capacities(capacities)
-    sets = gather_replica_sets(group, stepped)
     # Without capacities shares are equal, whatever protection costs each rank.
     shares = choose(*(burden(sets, redundancy) if weights is not None else (sets.runs, sets.private)), weights)
     fragments = [piece.fragment for piece in stepped]
@@ -87,7 +99,7 @@ def assign(  # noqa: PLR0917 - the last ones are optional
     differing = tuple(f.name for f, at in zip(fragments, sets.group_of, strict=True) if at == DIFFERING)
     copied = sum(fragment.nbytes for fragment in manifest.stepped)
     derives = any(view.derives for view in views)
-    belief = Belief(sets.again, [piece.tensor for piece in stepped], derived, derives, bool(broken))
+    belief = Belief(sets.again, look.held, derived, derives, bool(broken))
     return Assignment(manifest, pieces, parts, derived, differing, copied, shares.spill, belief)
 
 
@@ -112,6 +124,8 @@ def _fragments(parts: Iterable[CopyPart]) -> tuple[Fragment, ...]:
 
 def _padded(described: Description, stepped: Sequence[Piece], parts: Iterable[CopyPart]) -> tuple[str, ...]:
     """Padded keys of which this rank copies anything; parity (piece -1) is of no key."""
+    if not described.padded:
+        return ()
     copied = {stepped[part.piece].fragment.key for part in parts if part.piece >= 0}
     copied |= {piece.fragment.key for piece in described.volatile}
     return tuple(sorted(described.padded & copied))
@@ -132,21 +146,52 @@ def _check_numbers(capacities: Sequence[int] | None, redundancy: Redundancy, num
 
 class _View(NamedTuple):
     """What one rank sees: keys that do not follow from others, and digests of the weights and of the redundancy that
-    it was given. ``derives``: whether it has pieces that may follow from others."""
+    it was given. ``derives``: whether it has pieces that may follow from others. ``summary``: what it holds with
+    others; nothing where some key does not follow."""
 
     broken: tuple[str, ...]
     weights: str
     redundancy: str
     derives: bool
+    summary: bytes
 
     @classmethod
     def of(
-        cls, group: Group, described: Description, capacities: Sequence[int] | None, redundancy: Redundancy
+        cls,
+        group: Group,
+        described: Description,
+        capacities: Sequence[int] | None,
+        redundancy: Redundancy,
+        look: Look,
     ) -> _View:
         _check_numbers(capacities, redundancy, group.size)
         seen = "" if capacities is None else xxhash.xxh3_64_hexdigest(bounded_capacities(capacities).tobytes())
         derives = any(piece.derived_from is not None for piece in described.stepped)
-        return cls(tuple(_broken(described)), seen, redundancy.digest, derives)
+        broken = tuple(_broken(described))
+        return cls(broken, seen, redundancy.digest, derives, b"" if broken else look.summary())
+
+
+class Look:
+    """What this rank holds of what several ranks hold, as it is now."""
+
+    def __init__(self, sharing: Sharing, pieces: Sequence[Piece]) -> None:
+        self.sharing = sharing
+        self._pieces = pieces
+
+    @cached_property
+    def held(self) -> dict[int, torch.Tensor]:
+        """By index, the bytes of the pieces that others hold, too: to see a small one so is as much work as to read
+        it."""
+        return {index: as_bytes(self._pieces[index].tensor) for index in self.sharing.order.tolist()}
+
+    @cached_property
+    def holdings(self) -> Holdings:
+        """Read once: only fragments that several ranks hold are hashed."""
+        return self.sharing.look(lambda indices: content_hashes([self.held[index] for index in indices]))
+
+    def summary(self) -> bytes:
+        """For the other ranks."""
+        return self.holdings.summary()
 
 
 def _agreed(views: Collection[_View]) -> set[str]:
@@ -160,11 +205,11 @@ def _agreed(views: Collection[_View]) -> set[str]:
 
 def _broken(described: Description) -> list[str]:
     """Keys of pieces that are not what they are believed to be derived from."""
-    names = Counter(piece.fragment.name for piece in described.stepped)
-    twice = [name for name, count in names.items() if count > 1]
-    if twice:
-        raise UnsupportedError(f"the state describes {twice[0]} more than once")
-    return [p.fragment.key for p in described.stepped if p.derived_from is not None and not rule_holds(p)]
+    derived = [piece for piece in described.stepped if piece.derived_from is not None]
+    # Piece by piece only where it must be known which: each takes longer than its bytes do.
+    if all(map(_follow, _rules(derived))):
+        return []
+    return [piece.fragment.key for piece in derived if not rule_holds(piece)]
 
 
 def rule_holds(piece: Piece) -> bool:
@@ -175,18 +220,34 @@ def rule_holds(piece: Piece) -> bool:
     return torch.equal(as_bytes(cast), as_bytes(piece.tensor))
 
 
-def gather_replica_sets(group: Group, pieces: Sequence[Piece]) -> ReplicaSets:
-    """Which ranks hold the same bits of the same fragments. Collective.
+def gather_sharing(group: Group, described: Description, broken: Collection[str] = ()) -> Sharing:
+    """Which ranks hold the same of what is copied, ``broken`` keys among it. Collective.
 
-    Only fragments that several ranks hold are hashed.
+    It follows from the description alone, whatever the tensors hold: it may be asked before state is loaded.
+
+    Raises:
+        UnsupportedError: a fragment is described twice; on all ranks together.
     """
+    fragments = [piece.fragment for piece in _divided(described, broken)[0]]
 
-    def contents(indices: Sequence[int]) -> list[int]:
-        return [content_hash(pieces[index].tensor) for index in indices]
+    def gather(codes: Callable[[], bytes]) -> list[bytes]:
+        def checked() -> bytes:
+            _require_once(described)
+            return codes()
 
-    gather, fragments = partial(gather_bytes, group), [piece.fragment for piece in pieces]
-    return replica_sets(gather, group.rank, group.size, fragments, contents)
+        return gather_bytes(group, checked)
 
+    return find_sharing(gather, group.rank, group.size, fragments)
+
+
+def _require_once(described: Description) -> None:
+    names = [piece.fragment.name for piece in described.stepped]
+    if len(set(names)) < len(names):
+        raise UnsupportedError(f"the state describes {Counter(names).most_common(1)[0][0]} more than once")
+
+
+Rule: TypeAlias = tuple[list[torch.Tensor], list[torch.Tensor]]
+"""Masters, and weights that follow from them."""
 
 _BATCH_BYTES = 1 << 20
 """Small tensors are looked at so many bytes at a time: each alone would take longer than its bytes do."""
@@ -197,27 +258,19 @@ class Belief:
 
     Args:
         replicas: which fragments of this rank others hold, too.
-        tensors: of the fragments that are no derived ones.
+        held: by their index, the bytes of those fragments.
         derived: pieces of this rank that follow from others.
         derives: whether any rank has pieces that may; the same on all ranks.
         is_broken: whether some do not, as it was found.
     """
 
     def __init__(
-        self, replicas: Recheck, tensors: Sequence[torch.Tensor], derived: Sequence[Piece], derives: bool,
+        self, replicas: Recheck, held: Mapping[int, torch.Tensor], derived: Sequence[Piece], derives: bool,
         is_broken: bool,
     ) -> None:  # fmt: skip
         self._replicas = replicas
-        # Seen as bytes once: it is as much work as to look at the bytes of a small one.
-        held = replicas.holdings.order.tolist()
-        self._bytes = {index: as_bytes(tensors[index]) for index in held}
-        self._rules = [
-            (list(masters), list(weights))
-            for masters, weights in (
-                zip(*((piece.derived_from, piece.tensor) for piece in batch), strict=True)
-                for batch in _batches(derived, lambda piece: (piece.tensor.dtype, piece.tensor.device), _nbytes)
-            )
-        ]
+        self._bytes = held
+        self._rules = _rules(derived)
         self._is_broken = is_broken
         self.needed = derives or replicas.needed
         """Whether there is anything to prove; the same on all ranks."""
@@ -232,9 +285,8 @@ class Belief:
 
     def _digest(self, indices: Sequence[int]) -> int:
         hasher = xxhash.xxh3_64()
-        for batch in _batches([self._bytes[index] for index in indices], lambda one: one.device, torch.Tensor.numel):
-            joined = batch[0] if len(batch) == 1 else torch.cat(batch)
-            hasher.update(joined.cpu().numpy().data)
+        for _, joined in _read([self._bytes[index] for index in indices]):
+            hasher.update(joined)
         return hasher.intdigest()
 
 
@@ -257,16 +309,38 @@ def _batches(items: Sequence[T], kind: Callable[[T], object], nbytes: Callable[[
         yield batch
 
 
-def _follow(rule: tuple[list[torch.Tensor], list[torch.Tensor]]) -> bool:
+def _rules(derived: Sequence[Piece]) -> list[Rule]:
+    """What must follow from what, small pieces together."""
+    sides = (
+        zip(*((piece.derived_from, piece.tensor) for piece in batch), strict=True)
+        for batch in _batches(derived, lambda piece: (piece.tensor.dtype, piece.tensor.device), _nbytes)
+    )
+    return [(list(masters), list(weights)) for masters, weights in sides]
+
+
+def _follow(rule: Rule) -> bool:
     """Whether weights are, bit for bit, the casts of their masters."""
     masters, weights = (side[0] if len(side) == 1 else torch.cat(side) for side in rule)
     cast = cast_master(masters, torch.empty_like(weights))
     return torch.equal(as_bytes(cast), as_bytes(weights))
 
 
-def content_hash(tensor: torch.Tensor) -> int:
-    """xxh3-64 of a 1-D tensor's bytes."""
-    return xxhash.xxh3_64_intdigest(as_bytes(tensor).cpu().numpy().data)
+def content_hashes(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """xxh3-64 of each of ``tensors``, 1-D and uint8."""
+    hashes: list[int] = []
+    for batch, joined in _read(tensors):
+        begin = 0
+        for tensor in batch:
+            hashes.append(xxhash.xxh3_64_intdigest(joined[begin : begin + tensor.numel()]))
+            begin += tensor.numel()
+    return hashes
+
+
+def _read(tensors: Sequence[torch.Tensor]) -> Iterator[tuple[list[torch.Tensor], memoryview]]:
+    """Small ones together, with their bytes end to end in host memory."""
+    for batch in _batches(tensors, lambda one: one.device, torch.Tensor.numel):
+        joined = batch[0] if len(batch) == 1 else torch.cat(batch)
+        yield batch, joined.cpu().numpy().data
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:

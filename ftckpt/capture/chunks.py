@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 
@@ -12,8 +13,7 @@ from ftckpt.model.fragment import Fragment
 from ftckpt.store.image import SlotImage
 
 
-@dataclass(frozen=True, slots=True)
-class Segment:
+class Segment(NamedTuple):
     """``numel`` elements of piece ``piece`` from ``start`` on, to ``nbytes`` bytes at file offset ``offset``."""
 
     piece: int
@@ -50,8 +50,7 @@ class ChunkCopy:
         return self.end - self.begin if self.xor else sum(segment.nbytes for segment in self.segments)
 
 
-@dataclass(frozen=True)
-class CopyPart:
+class CopyPart(NamedTuple):
     """What this rank copies of one of its pieces: elements ``start`` on, stored as ``fragment``.
 
     Parity is of many pieces: ``piece`` is -1 and ``strips`` are the elements whose XOR it is, in the order of
@@ -70,21 +69,23 @@ def chunk_copies(image: SlotImage, parts: Sequence[CopyPart]) -> list[ChunkCopy]
     Chunks begin on page boundaries and fragments on multiples of their element, so no element is cut.
     """
     segments: list[list[Segment]] = [[] for _ in image.chunks]
+    ends = [span.end for span in image.chunks]
     chunk = 0
     for part, offset in zip(parts, image.offsets, strict=True):
-        for strip in part.strips or (Segment(part.piece, part.start, part.fragment.numel, 0, part.fragment.nbytes),):
-            done = 0
+        whole = (part.piece, part.start, part.fragment.numel, 0, part.fragment.nbytes)
+        for piece, first, numel, inside, nbytes in part.strips or (whole,):
+            start, at, end = first, offset + inside, offset + inside + nbytes
             # Bytes per element of the piece that is read. A fragment of parity is of bytes, whatever its pieces are.
-            item = strip.nbytes // max(strip.numel, 1)
-            while done < strip.nbytes:
-                at = offset + strip.offset + done
+            item = nbytes // max(numel, 1)
+            while at < end:
                 # Fragments stand in the order of the file: the chunk only ever moves on.
-                while image.chunks[chunk].end <= at:
+                while ends[chunk] <= at:
                     chunk += 1
-                nbytes = min(strip.nbytes - done, image.chunks[chunk].end - at)
-                segments[chunk].append(Segment(strip.piece, strip.start + done // item, nbytes // item, at, nbytes))
-                done += nbytes
-    return [ChunkCopy(index, tuple(inside), _overlap(inside)) for index, inside in enumerate(segments)]
+                stop = min(end, ends[chunk])
+                count = (stop - at) // item
+                segments[chunk].append(Segment(piece, start, count, at, stop - at))
+                start, at = start + count, stop
+    return [ChunkCopy(index, tuple(own), _overlap(own)) for index, own in enumerate(segments)]
 
 
 def _overlap(segments: Sequence[Segment]) -> bool:

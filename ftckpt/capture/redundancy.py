@@ -203,7 +203,7 @@ class Replicas:
             ]
             # In the order of the file, in which ``chunk_copies`` goes through it once.
             stripe_strips.sort(key=lambda strip: strip.offset)
-            strips += [replace(strip, offset=begin + strip.offset) for strip in stripe_strips]
+            strips += [strip._replace(offset=begin + strip.offset) for strip in stripe_strips]
         # Blocks begin at multiples of a chunk, so each is in a chunk of its own; nothing follows the last.
         nbytes = own_stripes[-1].blocks[0][1] * size + own_stripes[-1].length
         return CopyPart(-1, 0, parity_fragment(self._group.name, nbytes), tuple(strips))

@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
-from functools import partial
+from functools import cache, partial
 from itertools import chain
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from ftckpt.capture.affinity import run_on
 from ftckpt.capture.copier import Cores
@@ -18,7 +18,6 @@ from ftckpt.events import Events
 from ftckpt.group import Group, gather_all, together
 from ftckpt.job.addresses import whereabouts
 from ftckpt.job.slot_supply import SlotSupply
-from ftckpt.model import codec
 from ftckpt.model.loaded import NOTHING
 from ftckpt.model.manifest import Manifest
 from ftckpt.model.snapshot import SnapshotId
@@ -90,7 +89,9 @@ class NodeArenas:
         """
         self._word = together(self._group, self._enter)
 
-    def open(self, manifest: Manifest, keep: SnapshotId | None) -> Arena:
+    def open(
+        self, manifest: Manifest, keep: SnapshotId | None, use: Use | None = None, beside: Beside | None = None
+    ) -> Arena:
         """The locked arena for ``manifest``: the one that is there, or a new one.
 
         ``keep`` is the snapshot in the arenas that are there from which the job would restart. The arena comes back
@@ -99,31 +100,49 @@ class NodeArenas:
         keep the sum of this rank's slots, old ones that are left to it among them, at what is configured; one that
         can be written at least.
 
+        ``use`` is called with the arena, which is its to close where it fails; the error is that of all ranks. What
+        ranks have to ask ``beside`` goes with what is asked here.
+
         Raises:
             MemoryBudgetError: the node has no room for its ranks' new slots.
             ArenaError: held by another process, or not creatable.
         """
         path = arena_path(self.path, manifest)
-        existing: Arena | None = None
 
-        def look() -> list[Path]:
-            nonlocal existing
+        @cache
+        def look() -> tuple[Arena | None, list[Path], Ledger]:
             existing = self._reuse(path)
-            return self._list_old(path)
+            return existing, *self._in_use(path)
 
-        old, there = self._in_use(look)
-        self._own, self._old, self._removing, self._opened = path, old, keep is None, True
-        self._needed = there.needed(keep) if keep is not None else frozenset()
-        outlook = self._foresee(there, old, existing, keep, manifest)
-        self._most = outlook.most
-        self._require_room(outlook)
-        arena = together(self._group, lambda: self._create(manifest, existing))
+        def foresee(marks: frozenset[SnapshotId]) -> _Outlook:
+            existing, old, there = look()
+            return self._foresee(there.protecting(marks), old, existing, keep, manifest)
+
+        outlook, posts = self._agree(foresee, path.name, beside)
+        self._old = look()[1]
+        self._own, self._removing, self._opened = path, keep is None, True
+        self._needed, self._most = outlook.needed, outlook.most
+        self._require_room(posts)
+        arena: Arena | None = None
+
+        def make() -> object:
+            nonlocal arena
+            arena = self._create(manifest, outlook.existing)
+            if use is not None:
+                use(arena)
+            return None if beside is None else beside.join(arena, [post.beside for post in posts], self.coming_bytes)
+
+        # Behind the check of the node's room: a change that has none must find all as it was.
+        answers = gather_all(self._group, make, object)
+        assert arena is not None, "``gather_all`` raises where it failed"
         arena.control.mark_origin(self.origin)
         if keep is not None:
             arena.control.mark_whole(keep)  # without its old arena a rank would not know what was lost
+        if beside is not None:
+            beside.hear(answers)
         return arena
 
-    def replace(self, old: Arena, whole: SnapshotId | None, manifest: Manifest) -> Arena:
+    def replace(self, old: Arena, whole: SnapshotId | None, manifest: Manifest, use: Use | None = None) -> Arena:
         """Go over to another manifest while training: the locked arena for it, as ``open`` gives it.
 
         ``old`` is the arena that was written until now; it is closed. ``whole`` is the newest snapshot that is whole
@@ -136,14 +155,14 @@ class NodeArenas:
         self._end_supply()
         try:
             # First of all: what is protected would be given up for nothing.
-            _, there = self._in_use(lambda: self._list_old(arena_path(self.path, manifest)))
-            self._require_room(together(self._group, lambda: self._foresee_change(there, old, whole, manifest)))
+            _, posts = self._agree(lambda marks: self._foresee_change(marks, old, whole, manifest))
+            self._require_room(posts)
             # A kill from here on must find the same on all ranks: what is not whole is gone from every arena
             # before the first of them goes.
             together(self._group, lambda: _void_others(old, whole))
         finally:
             old.close()
-        return self.open(manifest, whole)
+        return self.open(manifest, whole, use)
 
     def remove_old(self) -> None:
         """A snapshot in the new arenas is as safe as those in the old ones were: nobody needs these.
@@ -319,24 +338,36 @@ class NodeArenas:
         shards = [topology.members[rank].shard for rank in local]
         return share_of([p for p in list_arenas(self.path) if p != own], shards, local.index(topology.rank))
 
-    def _in_use(self, look: Callable[[], list[Path]]) -> tuple[list[Path], Ledger]:
-        """The arenas that ``look`` finds, and what lies in them, with what any rank's arenas call protected.
-        Collective.
+    def _in_use(self, own: Path) -> tuple[list[Path], Ledger]:
+        """Old arenas that are left to this rank, and what lies in them."""
+        old = self._list_old(own)
+        return old, in_use(old)
+
+    def _agree(
+        self, foresee: Callable[[frozenset[SnapshotId]], _Outlook], name: str = "", beside: Beside | None = None
+    ) -> tuple[_Outlook, list[_Post]]:
+        """What this rank needs, and what all tell of themselves; ``foresee`` gives it by what other ranks' old arenas
+        call protected, too. Collective.
 
         Marks may differ by a verdict that some ranks had not read yet. One mark is proof enough for all: it was made
         of a verdict of all nodes.
         """
-        paths: list[Path] = []
-        there = Ledger()
+        outlook: _Outlook | None = None
 
-        def tell() -> tuple[SnapshotId, ...]:
-            nonlocal paths, there
-            paths = look()
-            there = in_use(paths)
-            return tuple(there.protected)
+        def post(marks: frozenset[SnapshotId] = frozenset()) -> _Post:
+            nonlocal outlook
+            outlook = foresee(marks)
+            now_bytes, later_bytes = outlook.needs.now_bytes - outlook.freed_bytes, outlook.needs.later_bytes
+            told = beside.tell(outlook.image, name, outlook.existing) if beside is not None else None
+            return _Post(now_bytes, later_bytes, outlook.marks, told)
 
-        marks = frozenset(chain.from_iterable(gather_all(self._group, tell, tuple[SnapshotId, ...])))
-        return paths, Ledger(there.entries, marks)
+        posts = gather_all(self._group, post, _Post)
+        marks = frozenset(chain.from_iterable(one.marks or () for one in posts))
+        # Known to all alike: a rank's old arenas may hold what only others call protected.
+        if any(one.marks is not None and not marks <= set(one.marks) for one in posts):
+            posts = gather_all(self._group, lambda: post(marks), _Post)
+        assert outlook is not None, "``gather_all`` raises where it failed"
+        return outlook, posts
 
     def _count_slots(self, existing: Arena | None, keep: SnapshotId | None, num_old: int) -> tuple[int, int, int]:
         """Slots of the arena that are there, those to allocate beside ``num_old`` in old ones, and those that it
@@ -358,12 +389,20 @@ class NodeArenas:
         have, new, lacks = self._count_slots(existing, keep, num_old)
         image = existing.image if existing is not None else SlotImage.of(manifest)
         needs = for_slots(new, lacks, image.file_bytes, old)
-        return _Outlook(needs, spare.given_back_bytes if keep is not None else needs.free_bytes, have + new)
+        kept = old and keep is not None
+        return _Outlook(
+            needs, spare.given_back_bytes if keep is not None else needs.free_bytes, have + new,
+            image, existing, needed=there.needed(keep) if keep is not None else frozenset(),
+            marks=tuple(sorted(there.protected)) if kept else None,
+        )  # fmt: skip
 
-    def _foresee_change(self, there: Ledger, arena: Arena, keep: SnapshotId | None, manifest: Manifest) -> _Outlook:
+    def _foresee_change(
+        self, marks: frozenset[SnapshotId], arena: Arena, keep: SnapshotId | None, manifest: Manifest
+    ) -> _Outlook:
         """As ``_foresee`` when nothing but ``keep`` is left in ``arena``; nothing is changed."""
         path = arena_path(self.path, manifest)
-        old, there = self._list_old(path), there.without(arena.path.name, keep)
+        old, there = self._in_use(path)
+        there = there.protecting(marks).without(arena.path.name, keep)
         try:
             existing = Arena.open(path)
         except ArenaError:  # none is there to use
@@ -371,11 +410,10 @@ class NodeArenas:
         with closing(existing):
             return self._foresee(there, old, existing, keep, manifest)
 
-    def _require_room(self, mine: _Outlook) -> None:
+    def _require_room(self, posts: Sequence[_Post]) -> None:
         """Raise MemoryBudgetError unless the node has room for what ranks need now and when old arenas have gone."""
-        now_bytes = mine.needs.now_bytes - mine.freed_bytes
-        needs = codec.gather(self._group, (now_bytes, mine.needs.later_bytes), tuple[int, int])
         self.coming_bytes = 0
+        needs = [(post.now_bytes, post.later_bytes) for post in posts]
         if not any(map(any, needs)):
             return  # on all ranks: what is asked for below is asked for together
         local = [needs[rank] for rank in self._topology.ranks_on(self._topology.me.node)]
@@ -416,12 +454,46 @@ class NodeArenas:
         return arena
 
 
+class Beside(Protocol):
+    """What ranks ask each other in the gathers of ``NodeArenas.open``; what they tell has a JSON form, in which it
+    comes to the others."""
+
+    def tell(self, image: SlotImage, name: str, existing: Arena | None, /) -> object:
+        """For all ranks, before anything is made: of slots with this ``image``, in the arena ``name`` if it is there.
+        May be called twice; the last call counts."""
+
+    def join(self, arena: Arena, told: Sequence[object], coming_bytes: int, /) -> object:
+        """For all ranks, with ``arena`` there, by what they have ``told``; ``coming_bytes`` as in ``NodeArenas``.
+        Raises on all ranks together."""
+
+    def hear(self, answers: Sequence[object], /) -> None:
+        """What ``join`` has said on all ranks."""
+
+
+Use = Callable[[Arena], object]
+
+
 class _Outlook(NamedTuple):
-    """What a rank's arena needs; bytes that come back before it needs anything; its slots beside old arenas."""
+    """What a rank's arena needs; bytes that come back before it needs anything; its slots beside old arenas; the
+    image of its slots; the arena, if it is there; what old arenas must keep, and what they call protected: None where
+    it does not matter."""
 
     needs: Ledger
     freed_bytes: int
     most: int
+    image: SlotImage
+    existing: Arena | None
+    needed: frozenset[SnapshotId]
+    marks: tuple[SnapshotId, ...] | None
+
+
+class _Post(NamedTuple):
+    """What a rank tells the others: bytes that it needs now and later, marks as in ``_Outlook``, and what else."""
+
+    now_bytes: int
+    later_bytes: int
+    marks: tuple[SnapshotId, ...] | None
+    beside: object
 
 
 class Sight(NamedTuple):

@@ -238,7 +238,7 @@ class Checkpointer:
         )  # fmt: skip
         lineage, restored, source, where = self._load(shard, described, loaded)
         # After the load: to make room this gives up slots of old arenas, which the load may have read.
-        shard.lay_out(restored)
+        shard.lay_out(restored, self._protection if self._protects else None)
         self._begin(lineage, restored)
         self._attempt.keep()
         shard.supply()
@@ -489,14 +489,13 @@ class Checkpointer:
         """Snapshots begin, in the arenas as they are laid out."""
         self._boundary = restored.iteration if restored is not None else -1
         self._state.begin(lineage, restored, time.monotonic())
-        if self.arena is None or not self._protection.on:
+        if self.arena is None or not self._protects:
             if self.config.on_hang == "abort":
                 self.events.announce(
                     "on_hang abort does nothing: SMPs watch, and none runs where nothing is protected"
                 )
             return
-        self._state.take_over(*self._protection.survey(self.arena, restored))
-        self._protection.arrange(self.arena, self.node_dir, self._arenas.coming_bytes)
+        self._state.take_over(*self._protection.survey(restored))
         self._mark_arrangement()
 
     def _mark_arrangement(self) -> None:
@@ -652,7 +651,7 @@ class Checkpointer:
         if self.arena is None or not self._protects:
             return
         try:
-            self._protection.arrange(self.arena, self.node_dir, self._arenas.coming_bytes)
+            self._protection.arrange(self.arena, self._arenas.coming_bytes)
         except FtckptError as error:
             self.events.emit("not_protected", error=str(error))
             self._execute(self._state.not_protected())

@@ -12,14 +12,13 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ftckpt.config import Config
 from ftckpt.errors import ConfigError, FtckptError, SmpError, StorageError
 from ftckpt.events import Events
-from ftckpt.group import Group, gather_all, together
+from ftckpt.group import Group
 from ftckpt.job.addresses import listening_address
-from ftckpt.model import codec
 from ftckpt.model.failures import FailureRecord
 from ftckpt.model.topology import Topology
 from ftckpt.parity.groups import ParityGroup
@@ -47,7 +46,7 @@ _MOST_SECRET_BYTES = 4096
 """More is not read: somebody may have named a wrong file."""
 
 
-class _Report(NamedTuple):
+class SmpReport(NamedTuple):
     """What a rank tells the others; ``port`` is that of its node's SMP if it leads the node, else 0."""
 
     pid: int
@@ -56,7 +55,7 @@ class _Report(NamedTuple):
 
 
 class NodeSmp:
-    """One rank's view of its node's SMP. ``configure`` is collective.
+    """One rank's view of its node's SMP. What ranks tell each other for it others carry.
 
     ``machines[rank]`` names which ranks reach each other over loopback (``machine``).
     """
@@ -73,6 +72,7 @@ class NodeSmp:
         self._start: Future[SmpClient] | None = None  # of the SMP of the node that this rank leads
         self._client: SmpClient | None = None
         self._watch: Watch | None = None
+        self._secret = b""
         self.failures: FailureRecord | None = None
         """What storage is to keep of the job's failures, for the next start."""
         self.network: NetworkLimit | None = None
@@ -96,77 +96,96 @@ class NodeSmp:
 
             threading.Thread(target=run, name="ftckpt-smp-start", daemon=True).start()
 
-    def configure(
-        self,
-        node_dir: Path,
-        holdings: Sequence[Holding],
-        groups: Sequence[ParityGroup],
-        packages: Mapping[str, Mapping[str, int]],
-    ) -> int:
-        """Each node has an SMP that knows its groups, its trainers and where the others are.
-
-        ``holdings`` by rank; ``packages``: of each other node the shards whose packages this node keeps, and their
-        bytes. Returns the digest of what this node's SMP guards, 0 where there is none that took it.
+    def offer_secret(self) -> bytes:
+        """What this rank gives the others for ``agree_on_secret``: a word that rank 0 has drawn, or what its node's
+        file holds.
 
         Raises:
-            ConfigError: no address, or a secret that cannot be used; on all ranks together.
+            ConfigError: the file cannot be used.
         """
-        config, node = self._config, self._topology.me.node
-        secret = self._share_secret()
+        if self._config.secret_file:
+            return read_secret(Path(self._config.secret_file))
+        return secrets.token_bytes(SECRET_BYTES) if self._topology.rank == 0 else b""
 
-        def listen() -> _Report:
-            address = listening_address(config.smp_listen, self._machines, os.environ)
-            # No error: without an SMP snapshots are not protected, and training goes on.
-            return _Report(os.getpid(), address, self._listen(node_dir, address, secret) if self._leads else 0)
+    def agree_on_secret(self, offers: Sequence[bytes]) -> None:
+        """The job's secret, by what all ranks offered.
 
-        reports = gather_all(self._group, listen, _Report)
-        self._claim_storage()  # behind what may refuse the start
-        digest = self._configure_smp(reports, holdings, groups, packages, secret) if self._client is not None else 0
-        # All ranks of a node compare the leader's digest with what their SMP says in its pulse.
-        return codec.gather(self._group, digest, int)[self._topology.ranks_on(node)[0]]
+        Raises:
+            ConfigError: nodes' files do not hold the same.
+        """
+        if self._config.secret_file and len(set(offers)) > 1:
+            path = self._config.secret_file
+            raise ConfigError(f"secret_file: {path} does not hold the same on all nodes; copy one to all of them")
+        self._secret = offers[0]
 
-    def _configure_smp(
+    def listen(self, node_dir: Path) -> SmpReport:
+        """Have the SMP of the node that this rank leads answer others; what all ranks must be told.
+
+        Raises:
+            ConfigError: no address.
+        """
+        address = listening_address(self._config.smp_listen, self._machines, os.environ)
+        # No error: without an SMP snapshots are not protected, and training goes on.
+        port = self._listen(node_dir, address, self._secret) if self._leads else 0
+        return SmpReport(os.getpid(), address, port)
+
+    def configure(
         self,
-        reports: Sequence[_Report],
+        reports: Sequence[SmpReport],
         holdings: Sequence[Holding],
         groups: Sequence[ParityGroup],
         packages: Mapping[str, Mapping[str, int]],
-        secret: bytes,
     ) -> int:
-        """Configure this node's SMP; ``reports`` by rank. Returns what ``configure`` does."""
+        """The node's SMP gets to know its groups, its trainers and where the others are.
+
+        ``reports`` and ``holdings`` by rank; ``packages``: of each other node the shards whose packages this node
+        keeps, and their bytes. Returns the digest of what this node's SMP is to guard, as the SMP tells it in its
+        pulse; 0 on a rank that could not have it so.
+        """
+        self._claim_storage()  # behind what may refuse the start
+        node = self._topology.me.node
+        guarded = {
+            "places": {
+                str(rank): {"shard": holdings[rank].shard, "arena": holdings[rank].arena, "pid": reports[rank].pid}
+                for rank in self._topology.ranks_on(node)
+            },
+            "groups": [g.to_json() for g in groups if any(member.node == node for member in g.members)],
+            "mirror_from": packages,
+        }
+        if self._leads and not self._configure(guarded, reports):
+            return 0
+        return guard_digest(guarded)
+
+    def _configure(self, guarded: Mapping[str, Any], reports: Sequence[SmpReport]) -> bool:
+        """Whether this node's SMP took it."""
         config, node = self._config, self._topology.me.node
         members = zip(self._topology.members, reports, strict=True)
         peers = {member.node: [report.address, report.port] for member, report in members if report.port}
-        places = {
-            str(rank): {"shard": holdings[rank].shard, "arena": holdings[rank].arena, "pid": reports[rank].pid}
-            for rank in self._topology.ranks_on(node)
-        }
         address = reports[self._topology.rank].address
         self.network = network_limit(config.network_gbps, address) if len(peers) > 1 else None
         description = {
             "job": config.job,
             "node": node,
             "run": launcher_run(os.environ).name,
-            "secret": secret.hex(),
+            "secret": self._secret.hex(),
             "peers": {other: where for other, where in peers.items() if other != node},
-            "places": places,
             # A word of this attempt that all ranks know.
             "owner": self._group.name,
             "began": self.failures.began if self.failures is not None else 0.0,
             "nodes": sorted({member.node for member in self._topology.members}),
-            "groups": [g.to_json() for g in groups if any(member.node == node for member in g.members)],
-            "mirror_from": packages,
             "network": asdict(self.network) if self.network else {"gbps": 0.0, "source": "no other nodes"},
             "settings": asdict(config),
+            **guarded,
         }
-        assert self._client is not None
         try:
+            if self._client is None:
+                return False
             self._client.configure(description)
             self._watch = self._watch or Watch(self._client, self._events.emit)
         except (FtckptError, OSError) as error:
             self._fail(error)
-            return 0
-        return guard_digest(description)
+            return False
+        return True
 
     def _claim_storage(self) -> None:
         """SMPs of an earlier attempt that still live, on nodes that this one does not have, write there no more."""
@@ -236,16 +255,6 @@ class NodeSmp:
         # Until it is configured, which says another time: a start that is killed leaves none behind.
         settings = asdict(replace(config, smp_idle_secs=min(_UNCONFIGURED_SECS, config.smp_idle_secs)))
         return find_or_start(node_dir, Path(config.arena), config.job, self._topology.me.node, settings)
-
-    def _share_secret(self) -> bytes:
-        """The job's secret: drawn by rank 0, or what each node's file holds, which must be the same."""
-        path = self._config.secret_file
-        if not path:
-            return self._group.broadcast(secrets.token_bytes(SECRET_BYTES))
-        mine = together(self._group, lambda: read_secret(Path(path)))
-        if len(set(self._group.gather(mine))) > 1:
-            raise ConfigError(f"secret_file: {path} does not hold the same on all nodes; copy one to all of them")
-        return mine
 
     def _fail(self, error: Exception) -> None:
         self._events.emit("smp_error", error=str(error))

@@ -9,17 +9,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ftckpt.capture.redundancy import Redundancy
 from ftckpt.config import Config
 from ftckpt.errors import ConfigError, MemoryBudgetError
 from ftckpt.events import Events
-from ftckpt.group import Group, together
+from ftckpt.group import Group, gather_all, together
 from ftckpt.job.actions import TargetMarks
 from ftckpt.job.addresses import machine
 from ftckpt.job.flushes import NO_FLUSH, FlushGuard
-from ftckpt.job.node_smp import NodeSmp
+from ftckpt.job.node_smp import NodeSmp, SmpReport
 from ftckpt.job.targets import Guard
 from ftckpt.model import codec
 from ftckpt.model.snapshot import SnapshotId
@@ -31,6 +31,7 @@ from ftckpt.parity.modes import PARITY_FILES, Modes, possible_modes, resolve_mod
 from ftckpt.parity.table import ProtectionTable, protection_table
 from ftckpt.store.arena import Arena
 from ftckpt.store.checks import CheckState
+from ftckpt.store.image import SlotImage
 from ftckpt.store.ledger import Ledger, for_protection, refusal, require
 from ftckpt.store.parity_file import parity_bytes, parity_path
 from ftckpt.store.pulse import PAUSES, FlushState, Pulse, PulseSection
@@ -43,12 +44,19 @@ _LEAST_SLOTS = 3
 """One is protected, one is being protected, one is written."""
 
 
-@dataclass(frozen=True)
-class _Held:
+class _Held(NamedTuple):
     """What one rank's arena has of an earlier attempt."""
 
-    protected: SnapshotId | None
-    sealed: tuple[SnapshotId, ...]
+    protected: SnapshotId | None = None
+    sealed: tuple[SnapshotId, ...] = ()
+
+
+class _Told(NamedTuple):
+    """What one rank tells of its arena; ``secret`` as for ``NodeSmp``."""
+
+    holding: Holding
+    held: _Held
+    secret: bytes
 
 
 @dataclass(frozen=True)
@@ -106,10 +114,13 @@ class Arrangement:
 
 
 class Protection:
-    """One rank's part. Construction, ``survey``, ``arrange`` and ``close`` are collective.
+    """One rank's part. Construction and ``arrange`` are collective.
 
-    Nothing but ``__init__`` and ``arrange`` raises: where protection fails, snapshots are not protected, an event
-    says so, and training goes on.
+    At a start the gathers of ``NodeArenas.open`` carry what ``tell`` and ``join`` have for other ranks, ``hear`` has
+    it from there; ``arrange`` does the same for arenas that are there.
+
+    Nothing but ``__init__``, ``arrange`` and its parts raises: where protection fails, snapshots are not protected,
+    an event says so, and training goes on.
     """
 
     def __init__(self, config: Config, topology: Topology, group: Group, events: Events) -> None:
@@ -127,6 +138,9 @@ class Protection:
         self._arena: Arena | None = None
         self._pulse: Pulse | None = None
         self._digest = 0
+        self._held: Sequence[_Held] = ()  # by rank
+        self._arrangement: Arrangement | None = None  # between ``join`` and ``hear``
+        self._table: ProtectionTable | None = None  # of it, on a node's leader
         self.is_set_up = False
         """Whether training has come to a boundary in this attempt."""
         self._pauses: list[PulseSection] = []  # that it is in, the innermost last
@@ -158,13 +172,12 @@ class Protection:
         """Whether this node's SMP gave a sign of life lately."""
         return self._pulse is not None and self._pulse.smp_alive(_SMP_SILENT_SECS)
 
-    def survey(self, arena: Arena, restored: SnapshotId | None) -> tuple[SnapshotId | None, SnapshotId | None]:
+    def survey(self, restored: SnapshotId | None) -> tuple[SnapshotId | None, SnapshotId | None]:
         """What of an earlier attempt's snapshots all ranks hold in their arenas: the protected one, and ``restored``.
 
         What was restored does not lie in these arenas where they are those of another layout.
         """
-        mine = _Held(arena.control.protected(), tuple(arena.snapshots()))
-        ranks = codec.gather(self._group, mine, _Held)
+        ranks = self._held
 
         def everywhere(snapshot: SnapshotId | None) -> SnapshotId | None:
             return snapshot if all(snapshot in rank.sealed for rank in ranks) else None
@@ -173,7 +186,7 @@ class Protection:
         named = filter(None, {everywhere(rank.protected) for rank in ranks})
         return max(named, key=lambda snapshot: snapshot.iteration, default=None), everywhere(restored)
 
-    def arrange(self, arena: Arena, node_dir: Path, coming_bytes: int = 0) -> None:
+    def arrange(self, arena: Arena, coming_bytes: int = 0) -> None:
         """Know what all ranks hold: groups, memory, the SMP of this node and those of others.
 
         ``coming_bytes`` are those that slots of this node take from now on beside old arenas.
@@ -182,30 +195,61 @@ class Protection:
             MemoryBudgetError: the node has no room for parity and packages.
             ConfigError: modes, groups, secret or address that cannot work; all on all ranks together.
         """
-        me, leads = self._topology.me, self._topology.is_node_leader
         self._arena = arena  # first: whatever fails below, marks go to the arena that is written
-        if self._pulse is None:
-            local = self._topology.ranks_on(me.node)
-            # Once: a new layout of the same ranks changes nobody's place on the node.
-            self._pulse = Pulse.open(node_dir, local.index(self._topology.rank), self._topology.rank)
-            if self._pulse.problem is not None:
-                self._events.emit("smp_error", error=self._pulse.problem)
-            signals = answer_signals() if self._config.hang_secs else None
-            if signals is not None:
-                self._pulse.announce_stacks(signals.word)
-            if leads:
-                self._pulse.forget_others(len(local))
-        mine = arena.image.holding(me.node, self._config.rack, arena.path.name)
-        holdings = codec.gather(self._group, mine, Holding)
+        told = gather_all(self._group, lambda: self.tell(arena.image, arena.path.name, arena), object)
+        self.hear(gather_all(self._group, lambda: self.join(arena, told, coming_bytes), object))
+
+    def tell(self, image: SlotImage, name: str, existing: Arena | None) -> _Told:
+        """What other ranks must know of this one's arena, ``name``, which need not be there yet.
+
+        Raises:
+            ConfigError: the secret cannot be used.
+        """
+        holding = image.holding(self._topology.me.node, self._config.rack, name)
+        secret = self.smp.offer_secret()
+        if existing is None:
+            return _Told(holding, _Held(), secret)
+        return _Told(holding, _Held(existing.control.protected(), tuple(existing.snapshots())), secret)
+
+    def join(self, arena: Arena, told: Sequence[object], coming_bytes: int) -> SmpReport:
+        """Find out by what all ranks have ``told`` who protects whom, and that it can be; raises as ``arrange``."""
+        self._arena, node_dir = arena, arena.path.parent
+        ranks = [codec.from_json(one, _Told) for one in told]
+        self._held = [rank.held for rank in ranks]
+        self._open_pulse(node_dir)
+        self.smp.agree_on_secret([rank.secret for rank in ranks])
+        holdings = [rank.holding for rank in ranks]
         in_slots = slot_groups(holdings)
         # Resolved again: only the arenas tell whether replica sets do span nodes.
-        self.modes = together(self._group, lambda: self._resolve(spans_nodes=bool(in_slots)))
-        arrangement = Arrangement.of(holdings, in_slots, self.modes)
-        # By the leader: memory is the node's.
-        table = together(self._group, lambda: self._check(arrangement, node_dir, coming_bytes) if leads else None)
-        self._digest = self.smp.configure(node_dir, holdings, arrangement.groups, arrangement.packages_on(me.node))
+        self.modes = self._resolve(spans_nodes=bool(in_slots))
+        self._arrangement = Arrangement.of(holdings, in_slots, self.modes)
+        if self._topology.is_node_leader:  # memory is the node's
+            self._table = self._check(self._arrangement, node_dir, coming_bytes)
+        return self.smp.listen(node_dir)
+
+    def hear(self, answers: Sequence[object]) -> None:
+        """Have the SMP of this node protect, by what ``join`` has said on all ranks."""
+        reports = [codec.from_json(answer, SmpReport) for answer in answers]
+        arrangement, table, node = self._arrangement, self._table, self._topology.me.node
+        assert arrangement is not None, "behind ``join``"
+        self._arrangement = self._table = None  # as large as the job
+        packages = arrangement.packages_on(node)
+        self._digest = self.smp.configure(reports, arrangement.holdings, arrangement.groups, packages)
         if table is not None:
-            self._tell_network(table.network[me.node])
+            self._tell_network(table.network[node])
+
+    def _open_pulse(self, node_dir: Path) -> None:
+        if self._pulse is not None:
+            return  # a new layout of the same ranks changes nobody's place on the node
+        local = self._topology.ranks_on(self._topology.me.node)
+        self._pulse = Pulse.open(node_dir, local.index(self._topology.rank), self._topology.rank)
+        if self._pulse.problem is not None:
+            self._events.emit("smp_error", error=self._pulse.problem)
+        signals = answer_signals() if self._config.hang_secs else None
+        if signals is not None:
+            self._pulse.announce_stacks(signals.word)
+        if self._topology.is_node_leader:
+            self._pulse.forget_others(len(local))
 
     def mark(self, marks: TargetMarks) -> None:
         """Tell the SMP what to protect, and readers of the arena what is protected."""
@@ -340,7 +384,9 @@ class Protection:
                 f"no room for what protects the snapshots (protect: {','.join(self.modes.names)}): {error}; "
                 "or protect less (--ftckpt-protect)"
             ) from None
-        reason = refusal(node_dir, account.now_bytes + coming_bytes) if account.now_bytes else ""
+        # What was just found to be there is not asked for again.
+        now_bytes = account.now_bytes + coming_bytes
+        reason = refusal(node_dir, now_bytes) if account.now_bytes and now_bytes > account.later_bytes else ""
         if reason:
             self._events.emit("protection_waits", need_bytes=account.now_bytes, reason=reason)
             self._events.announce("no room for parity beside old snapshots: it waits until those have gone")

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
 from ftckpt.capture.affinity import Locality
-from ftckpt.capture.assignment import Assignment, assign
+from ftckpt.capture.assignment import Assignment, assign, gather_sharing
 from ftckpt.capture.capture import Capture
 from ftckpt.capture.copier import make_copier
 from ftckpt.capture.redundancy import NO_REDUNDANCY, Redundancy
 from ftckpt.config import Config
 from ftckpt.events import Events
-from ftckpt.group import Group, gather_bytes, together
-from ftckpt.job.arenas import NodeArenas
+from ftckpt.group import Group, gather_bytes
+from ftckpt.job.arenas import Beside, NodeArenas
 from ftckpt.model import codec
+from ftckpt.model.replicas import Sharing
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.model.topology import Topology
 from ftckpt.model.training_state import Description
@@ -73,15 +75,23 @@ class Shard:
         self.capacities: list[int] | None = None
         self.capture: Capture | None = None
         self._assignment: Assignment | None = None
+        self._sharing: Sharing | None = None
 
-    def lay_out(self, whole: SnapshotId | None) -> None:
+    def find_sharing(self) -> None:
+        """Learn which ranks hold the same. Collective; raises on all ranks together.
+
+        Needs nothing of what is loaded. Where it was not called before, ``lay_out`` does it.
+        """
+        assert self._described is not None, "let go of"
+        self._sharing = gather_sharing(self._group, self._described)
+
+    def lay_out(self, whole: SnapshotId | None, beside: Beside | None = None) -> None:
         """Have an arena for what this rank copies; raises on all ranks together.
 
-        ``whole`` is the snapshot that the arenas hold and the job goes on from.
+        ``whole`` is the snapshot that the arenas hold and the job goes on from. ``beside``: see ``NodeArenas.open``.
         """
         assignment = self._assign()
-        arena = self._arenas.open(assignment.manifest, whole)
-        together(self._group, lambda: self._use(assignment, arena))
+        arena = self._arenas.open(assignment.manifest, whole, partial(self._use, assignment), beside)
         host_bytes = arena.image.file_bytes * arena.control.slots
         copied = self.capture.stepped_bytes if self.capture is not None else 0
         interval = self._config.interval
@@ -156,15 +166,14 @@ class Shard:
     def let_go(self) -> bool:
         """ftckpt is off, and no proof follows: nothing of training's is held any more; whether anything was."""
         held = self._described is not None
-        self._described = self._assignment = None
+        self._described = self._assignment = self._sharing = None
         return held
 
     def _lay_out_anew(self, capture: Capture, checked: Assignment, whole: SnapshotId | None) -> None:
         # First: if no arena can be had nothing is left that copies into one that is closed.
         self.capture = None
         capture.close()
-        arena = self._arenas.replace(capture.arena, whole, checked.manifest)
-        together(self._group, lambda: self._use(checked, arena))
+        self._arenas.replace(capture.arena, whole, checked.manifest, partial(self._use, checked))
 
     def _use(self, assignment: Assignment, arena: Arena) -> None:
         if assignment.differing:
@@ -190,9 +199,12 @@ class Shard:
         config, described = self._config, self._described
         assert described is not None, "let go of"
         room = (config.objects_mib << 20) + described.objects_bytes
+        if self._sharing is None:
+            self.find_sharing()
         return assign(
-            self._group, self._topology, described, room, config.chunk_bytes, self.capacities, self._redundancy
-        )
+            self._group, self._topology, described, room, config.chunk_bytes, self.capacities, self._redundancy,
+            self._sharing,
+        )  # fmt: skip
 
     def _tell_far(self, node: int, pages: Mapping[int, int]) -> None:
         self._events.emit("far_slots", device_node=node, pages={str(other): num for other, num in pages.items()})

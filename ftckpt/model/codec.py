@@ -82,7 +82,7 @@ def _reader(kind: Any) -> Reader:
 @lru_cache(maxsize=256)
 def _cached_reader(kind: Any) -> Reader:
     origin, args = get_origin(kind), get_args(kind)
-    if kind is Any:
+    if kind is Any or kind is object:
         return lambda value: value
     if origin in (Union, types.UnionType):
         return _union(args)

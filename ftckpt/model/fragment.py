@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 _DTYPES = {
@@ -54,17 +54,18 @@ class Fragment:
     box: Box
     start: int
     stop: int
+    _name: str = field(default="", init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPE_BYTES:
             raise ValueError(f"{self.key}: unknown dtype {self.dtype!r}")
-        dims = len(self.global_shape)
-        if len(self.box.offset) != dims or len(self.box.shape) != dims:
-            raise ValueError(f"{self.key}: box {self.box} does not have {dims} dimensions")
-        for offset, size, whole in zip(self.box.offset, self.box.shape, self.global_shape, strict=True):
+        offsets, shape = self.box.offset, self.box.shape
+        if not len(offsets) == len(shape) == len(self.global_shape):
+            raise ValueError(f"{self.key}: box {self.box} does not have {len(self.global_shape)} dimensions")
+        for offset, size, whole in zip(offsets, shape, self.global_shape, strict=True):
             if offset < 0 or size < 0 or offset + size > whole:
                 raise ValueError(f"{self.key}: box {self.box} leaves shape {self.global_shape}")
-        if not 0 <= self.start <= self.stop <= self.box.numel:
+        if not 0 <= self.start <= self.stop <= math.prod(shape):
             raise ValueError(f"{self.key}: range {self.start}:{self.stop} leaves box {self.box}")
 
     @classmethod
@@ -82,17 +83,21 @@ class Fragment:
 
     @property
     def nbytes(self) -> int:
-        return self.numel * self.item_bytes
+        return (self.stop - self.start) * DTYPE_BYTES[self.dtype]
 
     @property
     def name(self) -> str:
         """Unique within a job: key, box and range, readable in any safetensors viewer."""
-        offset = ",".join(map(str, self.box.offset))
-        shape = ",".join(map(str, self.box.shape))
-        return f"{self.key}[{offset}+{shape}]({self.start}:{self.stop})"
+        if not self._name:  # a start asks for thousands of names, each several times
+            offset = ",".join(map(str, self.box.offset))
+            shape = ",".join(map(str, self.box.shape))
+            object.__setattr__(self, "_name", f"{self.key}[{offset}+{shape}]({self.start}:{self.stop})")
+        return self._name
 
     def part(self, start: int, stop: int) -> Fragment:
         """The elements ``start`` to ``stop`` counted from this fragment's own start."""
+        if start == 0 and stop == self.numel:
+            return self
         return replace(self, start=self.start + start, stop=self.start + stop)
 
     def with_key(self, key: str) -> Fragment:

@@ -118,6 +118,9 @@ class Manifest:
     def __post_init__(self) -> None:
         check_sections(self.sections, self.stepped)
 
+    def __hash__(self) -> int:
+        return hash(self.digest)
+
     @property
     def shard(self) -> str:
         """The coordinates as a file name: ``tp0-pp1-dp0``."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -38,14 +37,15 @@ class Groups:
         return np.where(self.hashes[at] == wanted, self.group_of_hash[at], PRIVATE).astype(np.int64)
 
 
-def pack(hashes: Iterable[int], rank: int, num_ranks: int) -> Array:
-    """One uint64 per 64-bit hash: its upper bits, and ``rank`` in the lowest ones.
+def pack(hashes: Array, rank: int, num_ranks: int) -> Array:
+    """One uint64 per 64-bit hash, uint64: its upper bits, and ``rank`` in the lowest ones.
 
     One in-place sort of all ranks' codes brings the holders of a hash together, in order. 50 bits of hash remain
     for 16,384 ranks.
     """
-    low = (1 << int(_rank_bits(num_ranks))) - 1
-    return np.array([hashed & ~low | rank for hashed in hashes], np.uint64)
+    low = (np.uint64(1) << _rank_bits(num_ranks)) - np.uint64(1)
+    packed: Array = hashes & ~low | np.uint64(rank)
+    return packed
 
 
 def find_groups(entries: Array, num_ranks: int) -> Groups:

@@ -55,12 +55,6 @@ class Holdings:
     hashes: Array
     order: Array
 
-    def take(self, identities: Sequence[bytes], contents: Sequence[int]) -> None:
-        """Fill ``hashes``: ``contents`` in the order of ``order``."""
-        for index, content in zip(self.order.tolist(), contents, strict=True):
-            # With the identity: different fragments that were given one code cannot pass for equal.
-            self.hashes[index] = xxhash.xxh3_64_intdigest(identities[index] + content.to_bytes(8, "little"))
-
     def of(self, group: int) -> Array:
         """Indices of the fragments of one group, in the order that all members have."""
         members: Array = self.order[self.group_of[self.order] == group]
@@ -110,6 +104,71 @@ class Recheck:
         return not self.differ and not _compare(self.groups, messages, len(messages))[2]
 
 
+@dataclass(frozen=True, eq=False)
+class Sharing:
+    """Which ranks hold the same fragments, whatever their bytes are: it follows from what state is described as.
+
+    ``group_of``, ``nbytes`` and ``order`` are those of ``Holdings``; ``identities`` of this rank's fragments.
+    """
+
+    groups: Groups
+    group_of: Array
+    nbytes: Array
+    order: Array
+    identities: Sequence[bytes]
+    num_ranks: int
+
+    def look(self, contents: Callable[[Sequence[int]], Sequence[int]]) -> Holdings:
+        """What this rank holds now; ``contents`` as in ``replica_sets``."""
+        hashes = np.zeros(len(self.nbytes), np.uint64)
+        indices = self.order.tolist()
+        for index, content in zip(indices, contents(indices), strict=True):
+            # With the identity: different fragments that were given one code cannot pass for equal.
+            hashes[index] = xxhash.xxh3_64_intdigest(self.identities[index] + content.to_bytes(8, "little"))
+        # A copy: what differs is marked there.
+        return Holdings(self.group_of.copy(), self.nbytes, hashes, self.order)
+
+    def sets(self, gather: Gather, holdings: Holdings, summaries: list[bytes]) -> ReplicaSets:
+        """The replica sets, by what ``look`` gave here, and what ``summary`` of that gave on all ranks. Collective
+        only where replicas differ: then it takes one message, the hash of each fragment of the groups that do."""
+        private, totals, unequal = _compare(self.groups, summaries, self.num_ranks)
+        again = Recheck(self.groups, holdings, bool(unequal))
+        if unequal:
+            details = gather(lambda: holdings.details(unequal))
+            for group, differ in _settle(self.groups, unequal, details, private, totals).items():
+                own = holdings.of(group)
+                # Nothing where this rank is no member.
+                holdings.group_of[own[differ[: len(own)]]] = DIFFERING
+        members = self.groups.members
+        runs = tuple(Run(ranks, int(total)) for ranks, total in zip(members, totals, strict=True))
+        return ReplicaSets(runs, private, holdings.group_of, again)
+
+
+def find_sharing(gather: Gather, rank: int, num_ranks: int, fragments: Sequence[Fragment]) -> Sharing:
+    """Find out together which ranks hold the same fragments: one message per rank, of 8 bytes per fragment.
+    Collective."""
+    identities: list[bytes] = []
+    mine: Array = np.empty(0, np.uint64)
+
+    def codes() -> bytes:
+        nonlocal identities, mine
+        identities = [identity(fragment) for fragment in fragments]
+        # Half of the bits, for half the message; in ``Sharing.look`` hashes part fragments that got one code.
+        mine = pack(np.frombuffer(b"".join(identities), np.uint64)[::2], rank, num_ranks)
+        return mine.tobytes()
+
+    entries = _joined(gather(codes))
+    groups = find_groups(entries, num_ranks)
+    # The codes of all ranks: by far the largest array, and of no use from here on.
+    del entries
+    group_of = groups.find(mine, num_ranks)
+    order = np.flatnonzero(group_of >= 0)
+    # By group, then by code: the rank in a code is the same for all of one rank's, so members agree on this order.
+    order = order[np.lexsort((mine[order], group_of[order]))]
+    nbytes = np.array([fragment.nbytes for fragment in fragments], np.int64)
+    return Sharing(groups, group_of, nbytes, order, identities, num_ranks)
+
+
 def replica_sets(
     gather: Gather,
     rank: int,
@@ -120,37 +179,20 @@ def replica_sets(
     """Find out together which ranks hold the same bits of the same fragments. Collective.
 
     ``contents`` is called once on every rank, with indices into ``fragments``, and answers a 64-bit hash of the
-    bytes of each: only of fragments that several ranks hold. Two messages per rank: a code of 8 bytes per
-    fragment; bytes and a digest per group. Only where digests differ a third one: the hash of each fragment of
-    these groups.
+    bytes of each: only of fragments that several ranks hold. Messages per rank: that of ``find_sharing``; bytes and a
+    digest per group; what ``Sharing.sets`` needs.
     """
-    identities = [identity(fragment) for fragment in fragments]
-    # Half of the bits, for half the message; below, content hashes part fragments that got one code.
-    mine = pack((int.from_bytes(name[:8], "little") for name in identities), rank, num_ranks)
-    entries = _joined(gather(mine.tobytes))
-    groups = find_groups(entries, num_ranks)
-    # The codes of all ranks: by far the largest array, and of no use from here on.
-    del entries
-    group_of = groups.find(mine, num_ranks)
-    order = np.flatnonzero(group_of >= 0)
-    # By group, then by code: the rank in a code is the same for all of one rank's, so members agree on this order.
-    order = order[np.lexsort((mine[order], group_of[order]))]
-    nbytes = np.array([fragment.nbytes for fragment in fragments], np.int64)
-    holdings = Holdings(group_of, nbytes, np.zeros(len(fragments), np.uint64), order)
+    sharing = find_sharing(gather, rank, num_ranks, fragments)
+    holdings: Holdings | None = None
 
     def summary() -> bytes:
-        holdings.take(identities, contents(order.tolist()))
+        nonlocal holdings
+        holdings = sharing.look(contents)
         return holdings.summary()
 
-    private, totals, unequal = _compare(groups, gather(summary), num_ranks)
-    again = Recheck(groups, holdings, bool(unequal))
-    if unequal:
-        details = gather(lambda: holdings.details(unequal))
-        for group, differ in _settle(groups, unequal, details, private, totals).items():
-            own = holdings.of(group)
-            group_of[own[differ[: len(own)]]] = DIFFERING  # nothing where this rank is no member
-    runs = tuple(Run(members, int(total)) for members, total in zip(groups.members, totals, strict=True))
-    return ReplicaSets(runs, private, group_of, again)
+    summaries = gather(summary)
+    assert holdings is not None, "``gather`` raises where it failed"
+    return sharing.sets(gather, holdings, summaries)
 
 
 def own_parts(fragments: Sequence[Fragment], sets: ReplicaSets, shard: str) -> list[tuple[int, Fragment]]:

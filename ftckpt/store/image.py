@@ -7,6 +7,7 @@ the image from the manifest and compares.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -59,12 +60,6 @@ class SectionSpan:
     num_chunks: int
 
 
-def _alignment(fragment: Fragment) -> int:
-    """``fragment`` begins on a multiple of this, in bytes."""
-    # Each gap is an entry of the header: small tensors padded to a cache line would nearly double their number.
-    return WIDE_BYTES if fragment.nbytes >= PAGE_BYTES else fragment.item_bytes
-
-
 def section_layout(fragments: Iterable[Fragment]) -> tuple[tuple[int, ...], int]:
     """Offset of each fragment from the begin of their section, and the section's length, in bytes.
 
@@ -72,9 +67,11 @@ def section_layout(fragments: Iterable[Fragment]) -> tuple[tuple[int, ...], int]
     """
     offsets, end = [], 0
     for fragment in fragments:
-        begin = end + -end % _alignment(fragment)
+        nbytes = fragment.nbytes
+        # Each gap is an entry of the header: small tensors padded to a cache line would nearly double their number.
+        begin = end + -end % (WIDE_BYTES if nbytes >= PAGE_BYTES else fragment.item_bytes)
         offsets.append(begin)
-        end = begin + fragment.nbytes
+        end = begin + nbytes
     return tuple(offsets), end
 
 
@@ -120,6 +117,10 @@ class SlotImage:
         Raises:
             ConfigError: a name occurs twice, a size is negative, or the image passes the format's bounds.
         """
+        return _image_of(manifest)
+
+    @classmethod
+    def _of(cls, manifest: Manifest) -> SlotImage:
         if manifest.chunk_bytes < 1 or manifest.objects_bytes < 0:
             raise ConfigError(
                 f"manifest of {manifest.shard}: chunk_bytes {manifest.chunk_bytes} must be at least 1 "
@@ -193,6 +194,9 @@ def parse_image(buffer: bytes | bytearray | memoryview) -> SlotImage:
     return _image_of_text(text)
 
 
+_image_of = lru_cache(maxsize=16)(SlotImage._of)
+
+
 @lru_cache(maxsize=16)  # about the ranks of a node: a restart opens each of its arenas several times
 def _image_of_text(text: bytes) -> SlotImage:
     table = _json_object(text)
@@ -234,7 +238,8 @@ class _Entries:
         relative, nbytes = section_layout(fragments)
         offsets = tuple(begin + offset for offset in relative)
         for fragment, offset in zip(fragments, offsets, strict=True):
-            self.pad_to(offset)
+            if offset > self.end:
+                self.pad_to(offset)
             self.add(fragment.name, fragment.dtype, _shape(fragment), fragment.nbytes)
         return Span(begin, begin + nbytes), offsets
 
@@ -262,9 +267,8 @@ def _cut(
 
 def _shape(fragment: Fragment) -> list[int]:
     # A flat range of a box is no box: it has one dimension.
-    if fragment.numel == fragment.box.numel:
-        return list(fragment.box.shape)
-    return [fragment.numel]
+    numel, shape = fragment.stop - fragment.start, fragment.box.shape
+    return list(shape) if numel == math.prod(shape) else [numel]
 
 
 def _header(manifest: Manifest, table: dict[str, Any]) -> bytes:

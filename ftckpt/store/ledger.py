@@ -109,6 +109,10 @@ class Ledger:
         slots = {FileKind.SLOT, FileKind.DAMAGED}
         return sum(entry.state == MemoryState.FREE and entry.kind in slots for entry in self.entries)
 
+    def protecting(self, others: frozenset[SnapshotId]) -> Ledger:
+        """The same entries; ``others``, too, are protected on all nodes."""
+        return Ledger(self.entries, self.protected | others)
+
     def without(self, arena: str, keep: SnapshotId | None) -> Ledger:
         """The same entries when the slots of ``arena`` hold nothing but ``keep``."""
         entries = (

@@ -136,7 +136,7 @@ def _available(proc: Path) -> list[Limit]:
 def mount_of(where: Path, proc: Path, process: str = "self") -> Mount:
     """The mount that holds ``where`` as ``process`` sees it; of an unknown kind where that cannot be read."""
     best, depth = Mount("an unknown file system", str(where)), -1
-    resolved = where.resolve()
+    resolved = str(where.resolve())
     for line in read_lines(proc / process / "mountinfo"):
         # proc(5): id, parent, major:minor, root, mount point, more fields, then behind " - " the type and the source.
         left, _, right = line.partition(" - ")
@@ -144,11 +144,11 @@ def mount_of(where: Path, proc: Path, process: str = "self") -> Mount:
         if len(fields) < 5 or not ending:
             continue
         # The kernel writes a space in a path as octal 040.
-        point = Path(fields[4].replace("\\040", " "))
-        # A later mount covers an earlier one on the same point.
-        if resolved.is_relative_to(point) and len(point.parts) >= depth:
+        point = fields[4].replace("\\040", " ")
+        # Of those that hold it the longest is the nearest. A later mount covers an earlier one on the same point.
+        if f"{resolved}/".startswith(f"{point.rstrip('/')}/") and len(point) >= depth:
             source = ending[1] if len(ending) > 1 else ""
-            best, depth = Mount(ending[0], str(point), fields[2], fields[3], source), len(point.parts)
+            best, depth = Mount(ending[0], point, fields[2], fields[3], source), len(point)
     return best
 
 

@@ -162,17 +162,19 @@ def told_by_deepspeed(job: Any) -> list[tuple[str, Any, np.ndarray[Any, Any]]]:
 
 def watch(job: Any, pieces: Any) -> list[str]:
     """Will name pieces that are changed between the end of one optimizer step and the beginning of the next."""
-    from ftckpt.capture.assignment import content_hash
+    from ftckpt.capture.assignment import as_bytes, content_hashes
     from ftckpt.deepspeed import optimizers
 
+    def hashes() -> list[int]:
+        return content_hashes([as_bytes(piece.tensor) for piece in pieces])
+
     changed: list[str] = []
-    before = [content_hash(piece.tensor) for piece in pieces]
+    before = hashes()
     is_between = [True]
 
     def at_the_fence(*_args: Any) -> None:
         if is_between[0]:  # a step of DeepSpeed's can be several of the inner optimizer
-            now = [content_hash(piece.tensor) for piece in pieces]
-            changed.extend(p.fragment.name for p, a, b in zip(pieces, before, now, strict=True) if a != b)
+            changed.extend(p.fragment.name for p, a, b in zip(pieces, before, hashes(), strict=True) if a != b)
         is_between[0] = False
 
     optimizers.inner(job.engine.optimizer).register_step_pre_hook(at_the_fence)
@@ -180,7 +182,7 @@ def watch(job: Any, pieces: Any) -> list[str]:
 
     def step(*args: Any, **kwargs: Any) -> None:
         take_step(*args, **kwargs)
-        before[:] = [content_hash(piece.tensor) for piece in pieces]
+        before[:] = hashes()
         is_between[0] = True
 
     job.engine._take_model_step = step

@@ -77,23 +77,26 @@ def stepped_bytes_at_the_fence(rank: int, world_size: int, argv: list[str]) -> l
     import train_gpt
     from megatron.core.pipeline_parallel import schedules
 
-    from ftckpt.capture.assignment import content_hash
+    from ftckpt.capture.assignment import as_bytes, content_hashes
 
     job, state = build(argv)
     pieces = state.describe().stepped
     changed: list[str] = []
     fences: list[int] = []
 
+    def hashes() -> list[int]:
+        return content_hashes([as_bytes(piece.tensor) for piece in pieces])
+
     def at_the_fence(*_args: Any, **_kwargs: Any) -> Any:
         fences.append(1)
-        changed.extend(p.fragment.key for p, h in zip(pieces, before, strict=True) if content_hash(p.tensor) != h)
+        changed.extend(p.fragment.key for p, a, b in zip(pieces, before, hashes(), strict=True) if a != b)
         return finalize(*_args, **_kwargs)
 
     finalize = job.config.finalize_model_grads_func
     job.config.finalize_model_grads_func = at_the_fence
     assert schedules is not None
     for _ in range(3):
-        before = [content_hash(piece.tensor) for piece in pieces]
+        before = hashes()
         train_gpt.train_step(job)
     assert len(fences) == 3
     return changed

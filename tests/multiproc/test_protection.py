@@ -211,6 +211,47 @@ def test_a_new_layout_is_protected_anew_or_training_goes_on_without(plan: Plan, 
     assert max(event["iteration"] for event in events if event["event"] == "snapshot") > 20
 
 
+def gathers_behind_the_load(rank: int, world_size: int, plan: Plan) -> Any:
+    """How often all ranks wait for each other behind the load; the arenas stay."""
+    from ftckpt.group import Group
+    from ftckpt.job.checkpointer import Checkpointer
+    from ftckpt.job.shard import Shard
+
+    gather, lay_out, supply, close = Group.gather, Shard.lay_out, Shard.supply, Checkpointer.close
+    posted: list[int] = []
+
+    def counted(self: Group, data: bytes) -> list[bytes]:
+        if posted and posted[-1] >= 0:
+            posted[-1] += 1
+        return gather(self, data)
+
+    def begins(self: Shard, *args: Any) -> None:
+        posted.append(0)
+        lay_out(self, *args)
+
+    def ends(self: Shard) -> None:
+        posted.extend([posted.pop(), -1])
+        supply(self)
+
+    Group.gather, Shard.lay_out, Shard.supply = counted, begins, ends  # type: ignore[method-assign]
+    Group.broadcast = None  # type: ignore[assignment, method-assign]
+    Checkpointer.close = lambda self, *_: close(self, remove=False)  # type: ignore[method-assign]
+    return train(rank, world_size, plan), posted[0]
+
+
+@pytest.mark.parametrize(("protect", "nodes"), [("none", "aa"), ("auto", "ab")])
+def test_ranks_wait_for_each_other_a_few_times_behind_the_load(plan: Plan, protect: str, nodes: str) -> None:
+    """Each time takes milliseconds at the least, and with a thousand ranks tens of them."""
+    plan = replace(plan, nodes=list(nodes), iterations=3, settings={**plan.settings, "protect": protect})
+    found = [[result.value for result in run_ranks(gathers_behind_the_load, 2, plan)] for _ in range(2)]
+    for node in set(nodes):
+        end_smp(folder(plan) / node, 20)
+    (first, _), (second, _) = found
+    # Which ranks hold the same, what they hold, what they need, what they have made.
+    assert second[0].start is not None and [count for _, count in found[1]] == [4] * 2
+    assert first[0].start is None and [count for _, count in found[0]] == [5] * 2, "and whether there is room"
+
+
 def restored_targets(rank: int, world_size: int, plan: Plan) -> Any:
     """Iterations of the protected snapshot and of the target right after the restore."""
     from ftckpt.job.checkpointer import Checkpointer

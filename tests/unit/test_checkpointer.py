@@ -60,10 +60,10 @@ class Lessened:
         self.on = self.protects = True
         self.marks: list[TargetMarks] = []
 
-    def survey(self, arena: object, restored: SnapshotId | None) -> tuple[SnapshotId | None, SnapshotId | None]:
+    def survey(self, restored: SnapshotId | None) -> tuple[SnapshotId | None, SnapshotId | None]:
         return SnapshotId(LINEAGE, 4), restored
 
-    def arrange(self, arena: object, node_dir: Path, coming_bytes: int) -> None:
+    def arrange(self, arena: object, coming_bytes: int) -> None:
         self.on = self.protects = False
 
     def mark(self, marks: TargetMarks) -> None:
@@ -82,6 +82,7 @@ def test_what_no_mode_guards_any_more_is_not_called_protected(anew: bool) -> Non
         checkpointer._state.take_over(SnapshotId(LINEAGE, 4), SnapshotId(LINEAGE, 5))
         checkpointer._protect_anew()
     else:
+        protection.on = protection.protects = False  # by the time that the arena is there
         checkpointer._begin(LINEAGE, SnapshotId(LINEAGE, 5))
     assert protection.marks == [TargetMarks(None, None)], "nor does a mark of an earlier attempt stay in the arena"
     assert checkpointer.protected is None and not checkpointer._state.targets.interval

@@ -6,14 +6,13 @@ import os
 import threading
 from contextlib import closing
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from ftckpt.errors import FtckptError, MemoryBudgetError
 from ftckpt.job.arenas import absent_slots
-from ftckpt.job.protection import Protection
+from ftckpt.job.protection import Protection, _Held
 from ftckpt.model.loaded import Checkpoint
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.store import ledger, mapping
@@ -149,19 +148,11 @@ def test_marks_that_differ_by_a_verdict_cost_nothing_that_is_protected(arena_roo
     end(again)
 
 
-def test_what_is_protected_after_a_restart_is_the_newest_that_any_mark_names(arena_root: Path) -> None:
+def test_what_is_protected_after_a_restart_is_the_newest_that_any_mark_names() -> None:
     held = [SnapshotId(LINEAGE, iteration) for iteration in (5, 4, 3)]
-    found = []
-
-    def survey(member: Rank) -> None:
-        protection = Protection.__new__(Protection)
-        protection._group = member.group  # type: ignore[assignment]
-        mark = [held[1], held[2], None][member.rank]
-        arena = SimpleNamespace(control=SimpleNamespace(protected=lambda: mark), snapshots=lambda: held)
-        found.append(protection.survey(arena, held[0]))  # type: ignore[arg-type]
-
-    on_all(ranks(arena_root, 3), survey)
-    assert found == [(held[1], held[0])] * 3
+    protection = Protection.__new__(Protection)
+    protection._held = [_Held(mark, tuple(held)) for mark in (held[1], held[2], None)]
+    assert protection.survey(held[0]) == (held[1], held[0])
 
 
 def test_nothing_to_keep_leaves_all_slots_to_the_new_arena(arena_root: Path, peaks: dict[str, int]) -> None:

@@ -12,11 +12,12 @@ from typing import cast
 import numpy as np
 import pytest
 import torch
+import xxhash
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from test_replicas import in_lockstep
 
-from ftckpt.capture.assignment import Assignment, assign
+from ftckpt.capture.assignment import Assignment, as_bytes, assign, content_hashes
 from ftckpt.errors import CaptureError, ConfigError, CorruptError
 from ftckpt.events import Events
 from ftckpt.group import Group
@@ -399,3 +400,9 @@ def test_a_manifest_tells_its_capacity_only_where_shares_were_weighted() -> None
     for wrong in (b"-1", b'"much"', b"null"):
         with pytest.raises(CorruptError):
             Manifest.decode(weighted.encode().replace(b'"capacity":5000000000', b'"capacity":' + wrong))
+
+
+def test_contents_read_together_are_those_of_each_alone() -> None:
+    sizes = (0, 5, 3, 1 << 20, 7, (1 << 20) - 4, 9)
+    tensors = [as_bytes(torch.arange(size) + size) for size in sizes]
+    assert content_hashes(tensors) == [xxhash.xxh3_64_intdigest(tensor.numpy().data) for tensor in tensors]
