@@ -247,6 +247,7 @@ class Mark:
 
     def __init__(self, stores: Stores, offset: int) -> None:
         self._copies = Records(stores, offset, 2, 0)
+        self._written: tuple[int, int] | None = None  # as ``_newest`` would find it
 
     def read(self) -> tuple[SnapshotId | None, int] | None:
         """What was marked last, None of no snapshot; None instead: nothing ever was, or both copies are bad."""
@@ -256,10 +257,12 @@ class Mark:
     def write(self, snapshot: SnapshotId | None, number: int = 0) -> None:
         """Mark ``snapshot``, or that none is meant any more."""
         # Where neither copy is sealed any order will do: copy 0 is written first.
-        sequence, newest, _ = self._newest() or (0, 1, None)
+        sequence, newest, *_ = self._written or self._newest() or (0, 1)
+        fields = _U64.pack(sequence + 1) + _U64.pack(number)
         # The older copy first: the newer one counts until this one is complete.
         for copy in (1 - newest, newest):
-            self._copies.replace(copy, snapshot, _U64.pack(sequence + 1) + _U64.pack(number))
+            self._copies.replace(copy, snapshot, fields)
+        self._written = sequence + 1, newest
 
     def _newest(self) -> tuple[int, int, Record] | None:
         """Sequence, index and copy of the one that counts."""
