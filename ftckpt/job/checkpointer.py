@@ -97,6 +97,7 @@ class Checkpointer:
         self._boundary = -1  # the iteration of the last one
         self._kept: LastBoundary | None = None  # of that one, where the last snapshot is to come to storage
         self._closed = False
+        self._fenced = False  # since the last boundary
         self._attempt = AttemptRecord(config, topology, run or LauncherRun(""), self.events)
         self._storage = RankStorage(config, self.group, self.events, self._protection, self._state)
         self._losses = Losses(self._links, self._state, self.events)
@@ -273,6 +274,7 @@ class Checkpointer:
         if self._kept is not None:
             self._kept.pass_by()
         self._fence()
+        self._fenced = True
 
     def step(self, iteration: int) -> None:
         """The boundary of ``iteration``: optimizer, scheduler and counters have advanced, no batch is drawn.
@@ -295,7 +297,9 @@ class Checkpointer:
             self._go_back(iteration)
             return
         begin = time.perf_counter()
-        self._fence()  # scripts that call none before the optimizer: at the latest here, where the next one begins
+        if not self._fenced:  # by a script that calls none: at the latest here, where the next snapshot begins
+            self._fence()
+        self._fenced = False
         if self._kept is not None:
             self._kept.keep(iteration, self.training_state.save_objects)
         self._pacer.boundary(flushing=self._state.flushes.current is not None)
@@ -305,6 +309,7 @@ class Checkpointer:
             elif self._state.boundary(iteration):
                 self._snapshot(iteration, begin)
             else:
+                self._post()
                 self._pacer.learn()
         except Exception as error:  # noqa: BLE001 - promise 4: training goes on whatever a snapshot does
             self._fail(error)
