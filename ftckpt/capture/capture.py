@@ -163,9 +163,12 @@ class Capture:
         """
         if self._flight is None or self._flying is None:
             return 0.0
-        begin = time.perf_counter()
         flight = self._flight
         # What has ended reads no more, and has looked for itself: a write behind its end is in none of its bytes.
+        if flight.ended and flight.error is None:
+            self._fenced = True
+            return 0.0
+        begin = time.perf_counter()
         torn = None if flight.ended else self._torn()
         # Behind the look: what torch counts from here on are the optimizer's own writes.
         self._fenced = True
@@ -187,7 +190,7 @@ class Capture:
         if self._flight is None or self._flying is None:
             return
         # The fence let the host go on once all copies were submitted; a slot is sealed only when they have arrived.
-        if not self._flight.wait(timeout_secs):
+        if not self._flight.ended and not self._flight.wait(timeout_secs):
             self._drop(f"copies not there after {timeout_secs} s")
         elif self._flight.error is not None:
             self._drop(f"copy failed: {self._flight.error!r}")

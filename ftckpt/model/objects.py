@@ -160,6 +160,8 @@ def _encode_pairs(value: dict[Any, Any], blobs: _Blobs) -> Any:
 
 def _encode_bytes(value: Any, blobs: _Blobs) -> Any:
     kind = type(value)
+    if kind.__module__ == "torch" and kind.__name__ in ("Tensor", "ByteTensor"):
+        return _encode_tensor(value, blobs)
     if kind is bytes or kind is bytearray:
         return {"$": kind.__name__, **blobs.add(bytes(value))}
     # Subclasses of arrays carry more than their elements: masks, names of fields.
@@ -168,21 +170,19 @@ def _encode_bytes(value: Any, blobs: _Blobs) -> Any:
         data = np.ascontiguousarray(value).tobytes()
         described = {"dtype": value.dtype.str, "shape": list(value.shape)}
         return {"$": "array" if is_array else "scalar", **described, **blobs.add(data)}
-    if kind.__module__ == "torch" and kind.__name__ in ("Tensor", "ByteTensor"):
-        return _encode_tensor(value, blobs)
     raise _RefusedError(f"a {kind.__module__}.{kind.__qualname__}, which cannot be saved without pickle")
 
 
 def _encode_tensor(value: Any, blobs: _Blobs) -> Any:
     import torch
 
-    name = str(value.dtype).removeprefix("torch.")
-    if value.layout != torch.strided or name not in _TENSOR_DTYPES:
-        kind = "" if value.layout == torch.strided else "sparse "
-        raise _RefusedError(f"a {kind}tensor of {value.dtype}, which cannot be saved")
-    if value.dtype is torch.uint8 and value.device.type == "cpu" and not value.requires_grad:
-        data = value.numpy().tobytes()  # states of generators: NumPy puts the elements in order
+    if value.dtype is torch.uint8 and value.is_cpu and value.layout is torch.strided and not value.requires_grad:
+        name, data = "uint8", value.numpy().tobytes()  # states of generators: NumPy puts the elements in order
     else:
+        name = str(value.dtype).removeprefix("torch.")
+        if value.layout != torch.strided or name not in _TENSOR_DTYPES:
+            kind = "" if value.layout == torch.strided else "sparse "
+            raise _RefusedError(f"a {kind}tensor of {value.dtype}, which cannot be saved")
         # ``contiguous`` would keep the strides of a tensor of one element or none, which ``view`` refuses.
         # ``resolve_neg``: a view that negates lazily has the bytes of the original.
         fresh = value.detach().cpu().resolve_neg().clone(memory_format=torch.contiguous_format)
