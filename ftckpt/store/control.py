@@ -111,7 +111,6 @@ class ControlBlock:
         self.shard = header.text.rstrip(b"\0").decode(errors="replace")
         self._records = Records(self._stores, FORMAT.records_offset, header.records, header.words)
         self._marks = {place: Mark(self._stores, place) for place in _PLACES}
-        self._sequence: int | None = None  # of what was sealed last here
         # For its error: without a readable mark nobody knows which slots must not be overwritten.
         self.whole()
 
@@ -258,10 +257,6 @@ class ControlBlock:
 
     def _next_sequence(self) -> int:
         """Above that of every snapshot that ever was in the arena: what is known of one never fits another."""
-        self._sequence = self._first_sequence() if self._sequence is None else self._sequence + 1
-        return self._sequence
-
-    def _first_sequence(self) -> int:
         # A record that was given up still has its sequence, unproven. Without those one could come back, and what
         # ``checks`` has of the earlier snapshot would count for the later one.
         records = [self.record(slot) for slot in range(self.slots)]
