@@ -49,6 +49,9 @@ ctypes.pythonapi.Py_IncRef(ctypes.py_object(_immortal))
 
 _DONE, _FAILED = b"+", b"-"
 
+_MINIMUM = dist.AllreduceOptions()
+_MINIMUM.reduceOp = dist.ReduceOp.MIN  # type: ignore[assignment]
+
 T = TypeVar("T")
 Bytes = bytes | bytearray | memoryview
 
@@ -123,7 +126,9 @@ class Group:
         self._tensors: list[tuple[torch.Tensor, torch.Tensor]] = []  # each with a view of it
         make_room(OWN_DESCRIPTORS + (0 if is_lazy() else self.size), self._descriptors, self.rank)
         self._group = connect(name, job_store(), self.rank, self.size, self._timeout_secs)
-        self._kept: list[Any] = [self._group, self._tensors]
+        self._spare: list[torch.Tensor] = []
+        self._reused: list[torch.Tensor] = []  # kept for good: no thread of torch is the last to have one
+        self._kept: list[Any] = [self._group, self._tensors, self._reused]
         _immortal.append(self._kept)
 
     def close(self) -> None:
@@ -185,12 +190,22 @@ class Group:
 
     def start_minimum(self, values: Sequence[int]) -> tuple[dist.Work, torch.Tensor]:
         """Post an element-wise MIN; returns the work, for ``finish``, and the tensor that will have it."""
-        tensor = torch.tensor(list(values), dtype=torch.int64)
+        if self._spare:
+            tensor = self._spare.pop()
+        else:
+            tensor = torch.empty(len(values), dtype=torch.int64)
+            self._keep(tensor)
+        tensor.numpy()[:] = values
         self._unfinished = [work for work in self._unfinished if not work.is_completed()]
-        self._keep(tensor)
-        work = self._try(lambda: self._group.allreduce(tensor, dist.ReduceOp.MIN))
+        work = self._try(lambda: self._group.allreduce([tensor], _MINIMUM))
         self._unfinished.append(work)
         return work, tensor
+
+    def give_back(self, tensor: torch.Tensor) -> None:
+        """What ``start_minimum`` gave is finished and read: the next one of as many values has it again."""
+        self._spare.append(tensor)
+        if not any(tensor is one for one in self._reused):
+            self._reused.append(tensor)
 
     def _keep(self, *tensors: torch.Tensor) -> None:
         """Keep ``tensors``, which gloo may write into after the caller has forgotten them, until no thread of torch

@@ -60,6 +60,8 @@ class Capture:
         self._copier = copier
         self._windows = windows or Always()
         self._slots: dict[int, torch.Tensor] = {}
+        # What their records hold: nobody else writes these, and to read them at each boundary takes long.
+        self._held: dict[int, SnapshotId | None] = {}
         self._flight: Flight | None = None
         self._flying: tuple[int, SnapshotId] | None = None
         try:
@@ -73,6 +75,7 @@ class Capture:
         """Slots of the arena that can be written from now on."""
         fresh = {slot: torch.frombuffer(self.arena.slot(slot), dtype=torch.uint8) for slot in slots}
         self._slots.update(fresh)
+        self._held.update((slot, self.arena.control.snapshot(slot)) for slot in fresh)
         if fresh:  # at each boundary there are none: to wake a thread takes training longer than all else here
             self._copier.prepare(list(fresh.values()))
 
@@ -94,7 +97,7 @@ class Capture:
     @property
     def newest(self) -> SnapshotId | None:
         """The newest snapshot sealed in this arena."""
-        return next(iter(self.arena.snapshots()), None)
+        return max((held for held in self._held.values() if held is not None), default=None)
 
     @property
     def lacks_slots(self) -> bool:
@@ -135,6 +138,7 @@ class Capture:
         if not writable:
             raise CaptureError("every slot holds a snapshot that must be kept")
         slot, control = writable[0], self.arena.control
+        self._held[slot] = None
         control.begin(slot)  # before the first byte: a kill from here on must not find the old snapshot sealed
         # An error below leaves the slot WRITING, which claims nothing: the next ``begin`` takes it again.
         self._flight, self._flying = None, (slot, snapshot)
@@ -159,9 +163,12 @@ class Capture:
         """
         if self._flight is None or self._flying is None:
             return 0.0
-        begin = time.perf_counter()
         flight = self._flight
         # What has ended reads no more, and has looked for itself: a write behind its end is in none of its bytes.
+        if flight.ended and flight.error is None:
+            self._fenced = True
+            return 0.0
+        begin = time.perf_counter()
         torn = None if flight.ended else self._torn()
         # Behind the look: what torch counts from here on are the optimizer's own writes.
         self._fenced = True
@@ -183,7 +190,7 @@ class Capture:
         if self._flight is None or self._flying is None:
             return
         # The fence let the host go on once all copies were submitted; a slot is sealed only when they have arrived.
-        if not self._flight.wait(timeout_secs):
+        if not self._flight.ended and not self._flight.wait(timeout_secs):
             self._drop(f"copies not there after {timeout_secs} s")
         elif self._flight.error is not None:
             self._drop(f"copy failed: {self._flight.error!r}")
@@ -194,7 +201,7 @@ class Capture:
         for slot in range(control.slots):
             snapshot = control.record(slot).snapshot
             if snapshot is None or snapshot.iteration >= iteration:
-                control.void(slot)
+                self._void(slot)
         whole = control.whole()
         if whole is not None and whole.iteration >= iteration:
             control.mark_whole(None)
@@ -211,7 +218,7 @@ class Capture:
             self._flight.wait(_SEAL_SECS)
         # Cancelled first: the copier would otherwise copy to the end of the flight before it stops.
         if self._flight is not None and self._flight.cancel() and self._flying is not None:
-            self.arena.control.void(self._flying[0])
+            self._void(self._flying[0])
         self._copier.stop()
         self._flight = None
         self._tensors = []
@@ -243,7 +250,7 @@ class Capture:
         if self._flight is None or self._flying is None or not self._flight.cancel():
             return
         (slot, snapshot), self._flying = self._flying, None
-        self.arena.control.void(slot)
+        self._void(slot)
         raise CaptureError(f"snapshot of iteration {snapshot.iteration} dropped: {cause}")
 
     def _start(self, slot: int, snapshot: SnapshotId, base: Moment, hashed: bool) -> Flight:
@@ -264,15 +271,21 @@ class Capture:
         if torn is not None:
             raise CaptureError(torn)
         self.arena.control.seal(slot, snapshot, hashed=hashed)
+        self._held[slot] = snapshot
+
+    def _void(self, slot: int) -> None:
+        self.arena.control.void(slot)
+        if slot in self._held:
+            self._held[slot] = None
 
     def writable(self, keep: Collection[SnapshotId]) -> list[int]:
         """Slots that can be written without losing what ``keep`` names, the best one first."""
-        checks = self.arena.checks
 
         def leased(slot: int) -> bool:
+            checks = self.arena.checks
             return checks is not None and checks.leased(slot)
 
-        return writable_slots({slot: self.arena.control.snapshot(slot) for slot in self._slots}, keep, leased)
+        return writable_slots(self._held, keep, leased)
 
 
 def writable_slots(
@@ -283,9 +296,13 @@ def writable_slots(
     Empty ones come first, then those with older snapshots. A slot that the SMP reads now (``leased``) comes last:
     what it computes from bytes that change is of no use.
     """
-    ranks = {
-        slot: (snapshot is not None and leased(slot), snapshot.iteration if snapshot is not None else -1, slot)
+    ranks = sorted(
+        (-1 if snapshot is None else snapshot.iteration, slot)
         for slot, snapshot in snapshots.items()
         if snapshot not in keep
-    }
-    return sorted(ranks, key=ranks.__getitem__)
+    )
+    slots = [slot for _, slot in ranks]
+    # Asked only where there is a choice between snapshots: it is a look at a file.
+    if len(slots) > 1 and ranks[0][0] >= 0:
+        slots.sort(key=leased)
+    return slots

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
+from operator import attrgetter, methodcaller
 from typing import Any
 
 import torch
@@ -12,6 +14,8 @@ from ftckpt.errors import UnsupportedError
 _EMPTY = tuple(b"\x80" + bytes([protocol]) + value for protocol in (4, 5) for value in (b"N.", b"}\x94."))
 """None and {} as Transformer Engine before 2.4 pickles them where a module keeps nothing: never unpickled."""
 _LOOKS = 2
+_NONE = torch.nn.Module.get_extra_state
+_modules, _values = attrgetter("_modules"), methodcaller("values")
 
 
 class ExtraState:
@@ -34,9 +38,10 @@ class ExtraState:
 
     def refuse(self) -> None:
         """Raises UnsupportedError, which names a module, if one keeps extra state."""
-        for name, module in self._model.named_modules():
+        for module in _with_extra_state(self._model):
             kept = "" if self._apart(module) else _kept(module)
             if kept:
+                name = next(name for name, one in self._model.named_modules() if one is module)
                 raise UnsupportedError(f"module {name} keeps {kept}, which ftckpt cannot save yet")
 
     def look_again(self) -> None:
@@ -44,6 +49,11 @@ class ExtraState:
         if self._looks_left:
             self.refuse()
             self._looks_left -= 1  # not before: each snapshot without that state is refused
+
+
+def has(module: torch.nn.Module, name: str) -> bool:
+    """As ``hasattr``, where ``name`` is neither a tensor nor a module: torch would put each lack into words."""
+    return name in module.__dict__ or hasattr(type(module), name)
 
 
 def scaling_states(module: torch.nn.Module) -> dict[str, Any]:
@@ -66,12 +76,24 @@ def _metas(module: torch.nn.Module) -> Iterator[dict[str, Any]]:
     yield from (meta for meta in (whole, *metas) if isinstance(meta, dict))
 
 
+def _with_extra_state(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """The modules of ``model`` whose class has some, level by level: they may be thousands, and training waits."""
+    found: list[torch.nn.Module] = []
+    seen: set[int] = set()
+    level = [model]
+    while level:
+        seen.update(map(id, level))
+        own = {kind for kind in set(map(type, level)) if getattr(kind, "get_extra_state", _NONE) is not _NONE}
+        found += [module for module in level if type(module) in own] if own else []
+        below = chain.from_iterable(map(_values, map(_modules, level)))
+        level = [module for module in below if module is not None and id(module) not in seen]
+    return found
+
+
 def _kept(module: torch.nn.Module) -> str:
     """In words; empty where a module keeps nothing."""
-    if type(module).get_extra_state is torch.nn.Module.get_extra_state:
-        return ""
     # Not by its payload: that has the recipe in it, too, under recipes that have no state.
-    if hasattr(module, "fp8_meta") or hasattr(module, "_fp8_metas"):
+    if has(module, "fp8_meta") or has(module, "_fp8_metas"):
         return "scales of FP8 with delayed scaling" if scaling_states(module) else ""
     extra = module.get_extra_state()
     if extra is None:

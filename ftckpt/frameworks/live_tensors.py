@@ -134,8 +134,9 @@ class _Look:
 
     def _addresses_now(self) -> array[int]:
         apart = map(self._inside, self._apart) if self._inside is not None else ()
-        # No list: of as many numbers each would be an object somewhere in memory.
-        return array("Q", map(torch.Tensor.data_ptr, chain(self._whole, apart)))
+        # No list is kept: of as many numbers each would be an object somewhere in memory. Made of one: from an
+        # iterator an array takes numbers twice as long.
+        return array("Q", [*map(torch.Tensor.data_ptr, chain(self._whole, apart))])
 
 
 class _Registrations:

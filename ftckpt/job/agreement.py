@@ -192,6 +192,7 @@ class Agreement:
             # Only here: a read that gave up finds the same round again.
             self._posted.popleft()
             self._unread.append(Verdict.of(number, minima.tolist()))
+            self._group.give_back(minima)
             if self._unread[-1].will == Will.OFF:
                 break
         verdicts, self._unread = tuple(self._unread), []

@@ -185,6 +185,11 @@ class NodeArenas:
         background."""
         self._begin_supply(arena)
 
+    @property
+    def settled(self) -> bool:
+        """Whether there are no old arenas, and nothing is being allocated."""
+        return not self._old and not self._opened and self._supply is None
+
     def complete(self, arena: Arena, waits: bool = False) -> list[int]:
         """Have slots allocated in the background that ``arena`` lacks, once old arenas have gone; returns those that
         it has got since the last call.

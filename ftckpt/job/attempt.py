@@ -35,6 +35,9 @@ log = logging.getLogger("ftckpt")
 _TELL_SECS = 10.0
 """For storage to take the note that a job has ended: nobody needs it but the counts of the next start."""
 
+_OFTEN_SECS = 1.0
+"""Between two times at which training says that it goes on: failures are counted by the hour."""
+
 
 class AttemptSight(NamedTuple):
     """What one rank knows at the start. ``starts``: that made no snapshot, -1 where it speaks for no launcher run;
@@ -61,6 +64,7 @@ class AttemptRecord:
         self.record: FailureRecord | None = None
         """What the next start is to know of failures; from ``learn`` on."""
         self._is_kept = False
+        self._next_secs = 0.0  # when training tells again that it goes on
 
     def begin(self, sights: Sequence[AttemptSight]) -> None:
         """Refuse what would fail as the attempts before it did: a launcher that has no such rule goes on for days.
@@ -116,7 +120,8 @@ class AttemptRecord:
 
     def trains(self) -> None:
         """A boundary."""
-        if self._is_kept and self._node_dir is not None:
+        if self._is_kept and self._node_dir is not None and time.monotonic() >= self._next_secs:
+            self._next_secs = time.monotonic() + _OFTEN_SECS
             still_trains(self._node_dir)
 
     def progress(self) -> None:

@@ -99,6 +99,7 @@ class Checkpointer:
         self._boundary = -1  # the iteration of the last one
         self._kept: LastBoundary | None = None  # of that one, where the last snapshot is to come to storage
         self._closed = False
+        self._fenced = False  # since the last boundary
         self._attempt = AttemptRecord(config, topology, run or LauncherRun(""), self.events)
         self._storage = RankStorage(config, self.group, self.events, self._protection, self._state)
         self._losses = Losses(self._links, self._state, self.events)
@@ -290,6 +291,7 @@ class Checkpointer:
         if self._kept is not None:
             self._kept.pass_by()
         self._fence()
+        self._fenced = True
 
     def step(self, iteration: int) -> None:
         """The boundary of ``iteration``: optimizer, scheduler and counters have advanced, no batch is drawn.
@@ -312,7 +314,9 @@ class Checkpointer:
             self._go_back(iteration)
             return
         begin = time.perf_counter()
-        self._fence()  # scripts that call none before the optimizer: at the latest here, where the next one begins
+        if not self._fenced:  # by a script that calls none: at the latest here, where the next snapshot begins
+            self._fence()
+        self._fenced = False
         if self._kept is not None:
             self._kept.keep(iteration, self.training_state.save_objects)
         self._pacer.boundary(flushing=self._state.flushes.current is not None)
@@ -322,6 +326,7 @@ class Checkpointer:
             elif self._state.boundary(iteration):
                 self._snapshot(iteration, begin)
             else:
+                self._post()
                 self._pacer.learn()
         except Exception as error:  # noqa: BLE001 - promise 4: training goes on whatever a snapshot does
             self._fail(error)
@@ -340,6 +345,9 @@ class Checkpointer:
                 one tensor, or the destination exists, is full, or is not shared by all nodes.
             RuntimeError: a rank is gone.
         """
+        flight = self.capture.flight if self.capture is not None else None
+        if self.config.schedule == "sync" and flight is not None:
+            flight.wait(self.config.fence_timeout_secs)  # its bytes are there: the snapshot of this boundary is meant
         save = UniversalSave(self.group, self.topology, self.node_dir, self.arena, self.events)
         with self.section("save"):
             return save.run(path, max_file_bytes, precision)
@@ -588,7 +596,8 @@ class Checkpointer:
         )  # fmt: skip
         pacer.follow(capture.flight, decision.snapshot.iteration)
         if self.config.schedule == "sync":
-            capture.settle(self.config.fence_timeout_secs)
+            # Training waits for the bytes: where checksums are taken here they come behind these, beside training.
+            capture.fence(self.config.fence_timeout_secs)
         return slot
 
     def _agree(self) -> None:

@@ -107,6 +107,8 @@ class RankState:
         self._num_searched = 0  # boundaries
         self._whole_here_secs: float | None = None  # when a snapshot was whole in the arenas as they are laid out
         self._old_arenas = True
+        self._named: tuple[SnapshotId | None, ...] = ()
+        self._keep: frozenset[SnapshotId] = frozenset()
 
     def begin(self, lineage: bytes, restored: SnapshotId | None, now_secs: float) -> None:
         """Snapshots have ``lineage`` from now on; training goes on from ``restored``, the first to be protected."""
@@ -263,7 +265,9 @@ class RankState:
     def keep(self) -> frozenset[SnapshotId]:
         """Snapshots whose slots must not be written."""
         snapshots = self.whole, self.targets.protected, self.targets.target, self.flushes.current
-        return frozenset(snapshot for snapshot in snapshots if snapshot is not None)
+        if snapshots != self._named:  # asked for several times at each boundary
+            self._named, self._keep = snapshots, frozenset(one for one in snapshots if one is not None)
+        return self._keep
 
     def take(self, has_room: bool) -> Take | Skip | None:
         """What happens at this boundary; ``has_room``: a slot holds none of ``keep``. None: ftckpt is off."""

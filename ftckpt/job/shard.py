@@ -159,7 +159,7 @@ class Shard:
     def complete(self, keep: Collection[SnapshotId]) -> None:
         """Take into use the slots that the arena still lacks, as they get their memory. Where none is free beside
         those that ``keep`` their snapshots, what a start has left to be allocated is waited for."""
-        if self.capture is not None:
+        if self.capture is not None and (self.capture.lacks_slots or not self._arenas.settled):
             waits = self.capture.lacks_slots and not self.capture.has_room(keep)
             self.capture.use_slots(self._arenas.complete(self.capture.arena, waits))
 

@@ -16,7 +16,7 @@ import torch
 from megatron.core.fp8_utils import get_fp8_context
 
 from ftckpt.errors import UnsupportedError
-from ftckpt.frameworks.extra_state import scaling_states
+from ftckpt.frameworks.extra_state import has, scaling_states
 from ftckpt.frameworks.launcher import log_once
 
 _TENSORS_PER_GEMM = 5
@@ -50,7 +50,7 @@ class ScalingState:
 
     def has(self, module: torch.nn.Module) -> bool:
         """Whether ``save`` looks at it."""
-        return hasattr(module, "init_fp8_metadata")
+        return has(module, "init_fp8_metadata")
 
     @property
     def room_bytes(self) -> int:

@@ -19,8 +19,11 @@ import numpy as np
 from ftckpt.errors import CorruptError, UnsupportedError
 
 MAGIC = b"FTOBJ001"
-_PLAIN = frozenset((str, bool, int, type(None)))
-_TEXT = json.JSONEncoder(separators=(",", ":"), check_circular=False)
+_TEXTS = frozenset((str,))
+_PLAIN: frozenset[type] = frozenset((str, bool, int, type(None)))
+_NUMBERS = _PLAIN | {float}
+# What is not finite is an error: it is rare, and written in another way then.
+_TEXT = json.JSONEncoder(separators=(",", ":"), check_circular=False, allow_nan=False)
 _MAPPINGS: dict[str, type[dict[Any, Any]]] = {"dict": dict, "ordered": OrderedDict, "counter": Counter}
 _NAMES = {kind: name for name, kind in _MAPPINGS.items()}
 _ARRAY_KINDS = "biufc"
@@ -37,9 +40,13 @@ def encode(value: Any) -> bytes:
     Raises:
         UnsupportedError: something else is inside; the text names where.
     """
-    blobs = _Blobs()
     try:
-        text = _TEXT.encode(_encode(value, blobs)).encode()
+        try:
+            blobs = _Blobs(_NUMBERS)
+            text = _TEXT.encode(_encode(value, blobs)).encode()
+        except ValueError:  # a number is not finite: each is looked at
+            blobs = _Blobs(_PLAIN)
+            text = _TEXT.encode(_encode(value, blobs)).encode()
     except _RefusedError as refused:
         raise UnsupportedError(
             f"objects{''.join(reversed(refused.steps))} is {refused.what}; give its state as numbers, texts, lists, "
@@ -68,9 +75,10 @@ def decode(data: bytes | memoryview) -> Any:
 
 
 class _Blobs:
-    """Raw bytes that the text points to."""
+    """Raw bytes that the text points to; values of the types ``plain`` are written as they are."""
 
-    def __init__(self) -> None:
+    def __init__(self, plain: frozenset[type]) -> None:
+        self.plain = plain
         self.data: list[bytes] = []
         self._end = 0
 
@@ -93,25 +101,27 @@ class _RefusedError(Exception):
 def _encode(value: Any, blobs: _Blobs) -> Any:
     # The exact type: an enum is an int, and would come back as a mere number. The commonest come first.
     kind = type(value)
-    if kind in _PLAIN:
+    if kind in blobs.plain:
         return value
-    # JSON has neither NaN nor infinity. All others are written so that they read back bit for bit.
-    if kind is float:
-        return value if isfinite(value) else {"$": "float", "value": repr(value)}
     if kind in _NAMES:
         return _encode_dict(value, blobs)
     if kind is list:
         return _encode_items(value, blobs)
     if kind is tuple:
         return {"$": "tuple", "items": _encode_items(value, blobs)}
+    # JSON has neither NaN nor infinity. All others are written so that they read back bit for bit.
+    if kind is float:
+        return value if isfinite(value) else {"$": "float", "value": repr(value)}
     return _encode_bytes(value, blobs)
 
 
-def _encode_items(value: Sequence[Any], blobs: _Blobs) -> list[Any]:
+def _encode_items(value: Sequence[Any], blobs: _Blobs) -> Sequence[Any]:
+    if blobs.plain.issuperset(map(type, value)):
+        return value
     items: list[Any] = []
     try:
         for item in value:
-            items.append(item if type(item) in _PLAIN else _encode(item, blobs))
+            items.append(_encode(item, blobs))
     except _RefusedError as refused:
         refused.steps.append(f"[{len(items)}]")
         raise
@@ -119,12 +129,15 @@ def _encode_items(value: Sequence[Any], blobs: _Blobs) -> list[Any]:
 
 
 def _encode_dict(value: dict[Any, Any], blobs: _Blobs) -> Any:
-    items: dict[str, Any] = {}
-    if type(value) is not dict or "$" in value or any(type(key) is not str for key in value):
+    if type(value) is not dict or "$" in value or not _TEXTS.issuperset(map(type, value)):
         return _encode_pairs(value, blobs)
+    plain = blobs.plain
+    if plain.issuperset(map(type, value.values())):
+        return value
+    items: dict[str, Any] = {}
     try:
         for key, item in value.items():
-            items[key] = item if type(item) in _PLAIN else _encode(item, blobs)
+            items[key] = item if type(item) in plain else _encode(item, blobs)
     except _RefusedError as refused:
         refused.steps.append(f".{key}")
         raise
@@ -147,6 +160,8 @@ def _encode_pairs(value: dict[Any, Any], blobs: _Blobs) -> Any:
 
 def _encode_bytes(value: Any, blobs: _Blobs) -> Any:
     kind = type(value)
+    if kind.__module__ == "torch" and kind.__name__ in ("Tensor", "ByteTensor"):
+        return _encode_tensor(value, blobs)
     if kind is bytes or kind is bytearray:
         return {"$": kind.__name__, **blobs.add(bytes(value))}
     # Subclasses of arrays carry more than their elements: masks, names of fields.
@@ -155,21 +170,19 @@ def _encode_bytes(value: Any, blobs: _Blobs) -> Any:
         data = np.ascontiguousarray(value).tobytes()
         described = {"dtype": value.dtype.str, "shape": list(value.shape)}
         return {"$": "array" if is_array else "scalar", **described, **blobs.add(data)}
-    if kind.__module__ == "torch" and kind.__name__ in ("Tensor", "ByteTensor"):
-        return _encode_tensor(value, blobs)
     raise _RefusedError(f"a {kind.__module__}.{kind.__qualname__}, which cannot be saved without pickle")
 
 
 def _encode_tensor(value: Any, blobs: _Blobs) -> Any:
     import torch
 
-    name = str(value.dtype).removeprefix("torch.")
-    if value.layout != torch.strided or name not in _TENSOR_DTYPES:
-        kind = "" if value.layout == torch.strided else "sparse "
-        raise _RefusedError(f"a {kind}tensor of {value.dtype}, which cannot be saved")
-    if value.dtype is torch.uint8 and value.device.type == "cpu" and not value.requires_grad:
-        data = value.numpy().tobytes()  # states of generators: NumPy puts the elements in order
+    if value.dtype is torch.uint8 and value.is_cpu and value.layout is torch.strided and not value.requires_grad:
+        name, data = "uint8", value.numpy().tobytes()  # states of generators: NumPy puts the elements in order
     else:
+        name = str(value.dtype).removeprefix("torch.")
+        if value.layout != torch.strided or name not in _TENSOR_DTYPES:
+            kind = "" if value.layout == torch.strided else "sparse "
+            raise _RefusedError(f"a {kind}tensor of {value.dtype}, which cannot be saved")
         # ``contiguous`` would keep the strides of a tensor of one element or none, which ``view`` refuses.
         # ``resolve_neg``: a view that negates lazily has the bytes of the original.
         fresh = value.detach().cpu().resolve_neg().clone(memory_format=torch.contiguous_format)

@@ -30,6 +30,7 @@ from ftckpt.plain.buckets import buckets_of
 from ftckpt.plain.geometry import LOCAL, follows_buffers, local, named_parameters, place, unwrap
 
 _memory = attrgetter(LOCAL)
+_writes = attrgetter("_version")
 
 
 class PlainState:
@@ -166,7 +167,7 @@ class PlainState:
     def _count_writes(self) -> int:
         """Grows with each write to a parameter that the optimizer steps: torch counts them, for autograd."""
         apart, whole = self._stepped
-        return sum(p._version for p in chain(whole, map(_memory, apart)))
+        return sum(map(_writes, chain(whole, map(_memory, apart))))
 
     def _live_tensors(self) -> Iterator[tuple[str, object, torch.Tensor]]:
         names = {parameter: name for name, parameter in named_parameters(self.model)}

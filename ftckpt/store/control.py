@@ -31,6 +31,7 @@ FORMAT = Format("control block", b"FTCKPTCB", 2, fixed_bytes=6 * MARK_BYTES)
 _WHOLE, _TARGET, _PROTECTED, _CAPACITY, _ORIGIN, _FLUSH = (
     record.HEADER_BYTES + MARK_BYTES * place for place in range(6)
 )
+_PLACES = (_WHOLE, _TARGET, _PROTECTED, _CAPACITY, _ORIGIN, _FLUSH)
 _FIELDS = struct.Struct("<QQQ")  # sequence, bytes of objects used, their hash
 _OBJECTS = struct.Struct("<QQ")  # the last two of them, behind the first 8 bytes
 _U64 = struct.Struct("<Q")
@@ -109,6 +110,7 @@ class ControlBlock:
         self.digest = header.digest
         self.shard = header.text.rstrip(b"\0").decode(errors="replace")
         self._records = Records(self._stores, FORMAT.records_offset, header.records, header.words)
+        self._marks = {place: Mark(self._stores, place) for place in _PLACES}
         # For its error: without a readable mark nobody knows which slots must not be overwritten.
         self.whole()
 
@@ -182,28 +184,28 @@ class ControlBlock:
 
     def mark_whole(self, snapshot: SnapshotId | None) -> None:
         """Remember that every rank has sealed ``snapshot``; None: all that was whole is undone."""
-        Mark(self._stores, _WHOLE).write(snapshot)
+        self._marks[_WHOLE].write(snapshot)
 
     def mark_target(self, snapshot: SnapshotId | None) -> None:
         """Remember what all ranks agreed to protect next."""
-        Mark(self._stores, _TARGET).write(snapshot)
+        self._marks[_TARGET].write(snapshot)
 
     def mark_protected(self, snapshot: SnapshotId | None) -> None:
         """Remember what is protected on all nodes."""
-        Mark(self._stores, _PROTECTED).write(snapshot)
+        self._marks[_PROTECTED].write(snapshot)
 
     def mark_flush(self, snapshot: SnapshotId | None) -> None:
         """Remember what all ranks agreed to write to storage."""
-        Mark(self._stores, _FLUSH).write(snapshot)
+        self._marks[_FLUSH].write(snapshot)
 
     def mark_capacity(self, nbytes: int) -> None:
         """Remember how many bytes of a snapshot this rank's windows were measured to take."""
-        Mark(self._stores, _CAPACITY).write(None, nbytes)
+        self._marks[_CAPACITY].write(None, nbytes)
 
     def mark_origin(self, loaded: Checkpoint) -> None:
         """Remember what of storage the snapshots go on from."""
         began = SnapshotId(_TWO_U64.pack(loaded.undone, loaded.before), max(0, loaded.iteration))
-        Mark(self._stores, _ORIGIN).write(began, 2 * loaded.generation + loaded.named)
+        self._marks[_ORIGIN].write(began, 2 * loaded.generation + loaded.named)
 
     def whole(self) -> SnapshotId | None:
         """The newest snapshot that every rank is known to have sealed; None if there is none.
@@ -211,7 +213,7 @@ class ControlBlock:
         Raises:
             CorruptError: both marks are bad.
         """
-        marked = Mark(self._stores, _WHOLE).read()
+        marked = self._marks[_WHOLE].read()
         if marked is None:
             raise CorruptError("control block: both whole marks are bad")
         return marked[0]
@@ -230,12 +232,12 @@ class ControlBlock:
 
     def capacity(self) -> int | None:
         """Bytes that this rank's windows were measured to take; None if they were not, or the mark is lost."""
-        marked = Mark(self._stores, _CAPACITY).read()
+        marked = self._marks[_CAPACITY].read()
         return None if marked is None else marked[1]
 
     def origin(self) -> Checkpoint:
         """What of storage the snapshots go on from; nothing where they began without, or the mark is lost."""
-        marked = Mark(self._stores, _ORIGIN).read()
+        marked = self._marks[_ORIGIN].read()
         began, numbers = marked or (None, 0)
         if began is None:
             return NOTHING
@@ -262,7 +264,7 @@ class ControlBlock:
 
     def _advice(self, place: int) -> SnapshotId | None:
         """A mark that may be missing, and without which nothing but a little work is lost."""
-        marked = Mark(self._stores, place).read()
+        marked = self._marks[place].read()
         return None if marked is None else marked[0]
 
 

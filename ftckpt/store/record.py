@@ -228,13 +228,15 @@ class Records:
         # The claim, last: who dies before it leaves a record that is WRITING.
         stores.store(begin, bytes([SEALED]))
 
-    def replace(self, index: int, snapshot: SnapshotId | None, fields: bytes) -> None:
-        """Overwrite a record without words by one store: what was sealed is lost if it dies inside."""
+    def replace(self, index: int, snapshot: SnapshotId | None, fields: bytes) -> bytes:
+        """Overwrite a record without words by one store: what was sealed is lost if it dies inside. Returns it."""
         begin = self._begin_of(index)
         named = _NO_SNAPSHOT if snapshot is None else snapshot.pack()
         # With the state in it, unlike ``seal``: the other copy of a mark counts while this one is half stored.
         raw = bytes([SEALED]).ljust(_SNAPSHOT, b"\0") + (named + fields).ljust(_CHECKSUM - _SNAPSHOT, b"\0")
-        self._stores.store(begin, raw + _U64.pack(_checksum(raw, begin)))
+        raw += _U64.pack(_checksum(raw, begin))
+        self._stores.store(begin, raw)
+        return raw
 
     def _begin_of(self, index: int) -> int:
         if not 0 <= index < self.count:
@@ -246,7 +248,10 @@ class Mark:
     """A snapshot, and a number beside it, that are replaced while what was before stays known: a record twice."""
 
     def __init__(self, stores: Stores, offset: int) -> None:
+        self._stores = stores
+        self._offset = offset
         self._copies = Records(stores, offset, 2, 0)
+        self._written: tuple[int, bytes] = 0, b""  # the sequence, and what both copies were then
 
     def read(self) -> tuple[SnapshotId | None, int] | None:
         """What was marked last, None of no snapshot; None instead: nothing ever was, or both copies are bad."""
@@ -255,11 +260,16 @@ class Mark:
 
     def write(self, snapshot: SnapshotId | None, number: int = 0) -> None:
         """Mark ``snapshot``, or that none is meant any more."""
-        # Where neither copy is sealed any order will do: copy 0 is written first.
-        sequence, newest, _ = self._newest() or (0, 1, None)
+        copies = [b"", b""]
+        # Where neither copy is sealed, or both are what was written here, any order will do: copy 0 is written first.
+        (sequence, written), newest = self._written, 1
+        if bytes(self._stores.data[self._offset : self._offset + MARK_BYTES]) != written:
+            sequence, newest, _ = self._newest() or (0, 1, None)
+        fields = _U64.pack(sequence + 1) + _U64.pack(number)
         # The older copy first: the newer one counts until this one is complete.
         for copy in (1 - newest, newest):
-            self._copies.replace(copy, snapshot, _U64.pack(sequence + 1) + _U64.pack(number))
+            copies[copy] = self._copies.replace(copy, snapshot, fields)
+        self._written = sequence + 1, b"".join(copies)
 
     def _newest(self) -> tuple[int, int, Record] | None:
         """Sequence, index and copy of the one that counts."""

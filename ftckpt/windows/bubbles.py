@@ -137,6 +137,9 @@ class Bubbles:
 
     def enter(self, index: int, kind: str, gate: Moment) -> None:
         """The trainer comes to place ``index`` of the iteration. Never waits for longer than a turn is counted."""
+        # Without the lock: nobody waits for a turn then, nor is one left, before the trainer's next ``begin``.
+        if self._moving and (self._plan is None or self._left <= 0):
+            return
         with self._changed:
             self._moving = True
             self._changed.notify()

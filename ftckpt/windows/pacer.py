@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Protocol
 
 from ftckpt.config import Config
@@ -27,8 +28,12 @@ _MOST_STRETCH = 10_000
 _WORTHWHILE = 1 / 8
 """Of the cost: an interval that follows what was measured more closely would change for ever, and win nothing."""
 
-_PENDING = 4
-"""Iterations that may wait for a device to come to their end."""
+_TOGETHER = 4
+"""Iterations that are learnt at once where nobody waits to hear of each: code that runs seldom lies in no cache, and
+takes as long for one as for all."""
+
+_PENDING = 4 + _TOGETHER
+"""Iterations that may wait, for these and for a device to come to their end."""
 
 _PLACES = 256
 """Places of an iteration for which moments are provided before anything is known of its schedule."""
@@ -87,6 +92,7 @@ class Pacer:
         self._bubbles = Bubbles(clock.on_device) if config.schedule == "bubble" else None
         self._profile = Profile()
         self._plan: CopyPlan | None = None
+        self._outdated = True  # the plan: something was learnt since
         self._marks: list[tuple[str, Moment]] = []
         self._began = 0.0
         self._copies: Copies | None = None
@@ -106,6 +112,8 @@ class Pacer:
         self.stretch = 1
         """By how much this rank wishes snapshots to be rarer, so that they keep their budget."""
         self._cost = 0.0
+        self.wish = Wish()
+        """What this rank wants of the intervals."""
 
     @property
     def windows(self) -> Windows:
@@ -116,11 +124,6 @@ class Pacer:
     def capacity_bytes(self) -> int:
         """What the windows of one iteration can take; 0 until they were measured."""
         return self._capacity
-
-    @property
-    def wish(self) -> Wish:
-        """What this rank wants of the intervals."""
-        return Wish(self.stretch, self._cost, self._meter.iteration_secs, self._meter.flush_share)
 
     def expect(self, kinds: Sequence[str], lengths: Sequence[float]) -> None:
         """A model's view of the schedule, see ``Profile.expect``."""
@@ -153,10 +156,10 @@ class Pacer:
         """An iteration ends and the next begins; ``flushing``: beside a snapshot that is on its way to storage."""
         self._resume()
         end = self.clock.mark()
-        moments = [end, *(mark for _, mark in self._marks), *(mark for pause in self._pauses for mark in pause)]
+        moments = [end, *[mark for _, mark in self._marks], *chain.from_iterable(self._pauses)]
         self._place = 0 if self._copies is not None else self._place + 1
         # A mark is missing where a graph was captured: nothing is known of such an iteration.
-        if self._marks and all(moment is not None for moment in moments):
+        if self._marks and None not in moments:
             self._pending.append(
                 IterationMarks(
                     self._began, self._marks, end, self._copies, self._snapshot, self._place, self._flushing,
@@ -173,7 +176,8 @@ class Pacer:
         """A snapshot begins at this boundary, in copies of ``unit_bytes``; returns the boundary's moment."""
         base = self._marks[0][1]  # copies are timed from here, as the spans of the iteration are
         if self._bubbles is not None:
-            self._plan = self._planned(unit_bytes)
+            if self._outdated:
+                self._plan, self._outdated = self._planned(unit_bytes), False
             if self._plan is not None and self._profile.measured:
                 self._capacity = self._plan.window_bytes
             self._bubbles.begin(total_bytes, self._plan)
@@ -185,22 +189,29 @@ class Pacer:
 
     def learn(self) -> None:
         """Take in the iterations of which everything is known by now; the next plan rests on them."""
+        if self._profile.measured and len(self._pending) < _TOGETHER and not self._events.kept:
+            return
         # In their order, and never waiting: a device may be iterations behind the host.
         while self._pending:
             iteration = self._resolved(self._pending[0])
             if iteration is None:
-                return
-            passed = self._pending.popleft()
-            self._profile.add(iteration)
-            if self._meter.add(passed.place, iteration.secs - self._paused_secs(passed), passed.flushing):
-                self._watch_cost()
-            if iteration.copies:
-                spent = sum(end - begin for begin, end, _ in iteration.copies)
-                copied = sum(nbytes for _, _, nbytes in iteration.copies)
-                # Without waits for turns and for the budget: what the hardware gives.
-                self._rates.append(copied / max(spent, 1e-9))
-                self._watch_fence(iteration)
-                self._report(iteration, passed)
+                break
+            self._take_in(iteration, self._pending.popleft())
+            self._outdated = True
+        if self._outdated:
+            self.wish = Wish(self.stretch, self._cost, self._meter.iteration_secs, self._meter.flush_share)
+
+    def _take_in(self, iteration: Iteration, passed: IterationMarks) -> None:
+        self._profile.add(iteration)
+        if self._meter.add(passed.place, iteration.secs - self._paused_secs(passed), passed.flushing):
+            self._watch_cost()
+        if iteration.copies:
+            spent = sum(end - begin for begin, end, _ in iteration.copies)
+            copied = sum(nbytes for _, _, nbytes in iteration.copies)
+            # Without waits for turns and for the budget: what the hardware gives.
+            self._rates.append(copied / max(spent, 1e-9))
+            self._watch_fence(iteration)
+            self._report(iteration, passed)
 
     def close(self) -> None:
         """Give up the place in the node's budget, and forget what was not learned."""

@@ -92,6 +92,18 @@ def test_windows_are_planned_once_they_were_measured(tmp_path: Path) -> None:
     assert copied[-1]["window_capacity_bytes"] == 6 * MB
 
 
+def test_where_no_events_are_kept_iterations_are_learnt_some_at_once(tmp_path: Path) -> None:
+    rank = Rank(tmp_path)
+    for _ in range(4):
+        rank.iterate()
+    rank.events.close()
+    for _ in range(12):
+        rank.iterate(scale=2.0)
+        rank.pacer.begin(10 * MB, MB)
+    assert rank.pacer.capacity_bytes == 12 * MB
+    assert rank.pacer.wish.iteration_secs == 12.0
+
+
 class Halved(NoBudget):
     """A limit of half of what the hardware gives."""
 
@@ -138,7 +150,7 @@ def test_what_a_device_has_not_come_to_is_learned_later_and_in_order(tmp_path: P
         rank.iterate()
     rank.clock.reached = float("inf")
     rank.iterate()
-    assert [event["iteration"] for event in rank.told("copied")][3:] == [10, 11, 12, 13], "the oldest are given up"
+    assert [event["iteration"] for event in rank.told("copied")][3:] == list(range(6, 14)), "the oldest are given up"
 
 
 def test_a_flight_that_has_not_ended_is_waited_for_by_nobody(tmp_path: Path) -> None:

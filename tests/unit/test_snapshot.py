@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ftckpt.capture.capture import Capture
+from ftckpt.capture.copier import HostCopier
 from ftckpt.model.fragment import Box, Fragment
 from ftckpt.model.manifest import Manifest
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.store.arena import Arena
+from ftckpt.store.control import ControlBlock
 from ftckpt.store.directory import node_directory
 
 IDS = st.builds(SnapshotId, st.binary(min_size=16, max_size=16), st.integers(0, (1 << 63) - 1))
@@ -79,6 +83,32 @@ def test_an_arena_finds_its_snapshots_newest_first(tmp_path: Path) -> None:
         arena.free(1)
         assert arena.find(third) is None
     finally:
+        arena.close()
+
+
+def test_a_rank_knows_what_its_slots_hold(tmp_path: Path) -> None:
+    """It reads no record at a boundary: what it names is neither what it writes over, nor what was undone."""
+    manifest = Manifest({"dp": 0}, {"dp": 1}, (), (), 1 << 16, 4096)
+    arena = Arena.create(node_directory(tmp_path, "job", "node"), manifest, slots=3)
+    seal(arena, 0, SnapshotId(NEW, 4))
+    capture = Capture(arena, [], [], HostCopier())
+    try:
+        assert capture.newest == SnapshotId(NEW, 4), "of an earlier attempt"
+        for iteration in range(5, 9):
+            keep = [SnapshotId(NEW, iteration - 1)]
+            slot = capture.begin(SnapshotId(NEW, iteration), keep, {"at": iteration})
+            assert slot not in (arena.find(name) for name in keep)
+            capture.fence(10.0)
+            capture.settle(10.0)
+            assert capture.newest == next(iter(arena.snapshots())) == SnapshotId(NEW, iteration)
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(OSError):
+            patch.setattr(ControlBlock, "set_objects", Mock(side_effect=OSError))
+            capture.begin(SnapshotId(NEW, 9), [], {}, slots=[arena.snapshots()[SnapshotId(NEW, 8)]])
+        assert capture.newest == next(iter(arena.snapshots())) == SnapshotId(NEW, 7)
+        capture.forget(7)
+        assert capture.newest == next(iter(arena.snapshots())) == SnapshotId(NEW, 6)
+    finally:
+        capture.close()
         arena.close()
 
 
