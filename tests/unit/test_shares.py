@@ -382,7 +382,7 @@ def test_a_restart_goes_on_with_the_capacities_of_the_arenas(arena_root: Path, c
         group = cast(Group, LoneGroup(rank, 4, gather))
         restart = Restart(group, Topology(rank, tuple(members), {}), arena_root, Events(None, rank))
         try:
-            restart._contents = restart._gather_contents(decision)
+            restart.void_newer(decision)
             return restart.capacities(decision)
         finally:
             restart.close()
