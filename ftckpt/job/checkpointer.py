@@ -237,10 +237,10 @@ class Checkpointer:
             self.config, self.topology, self.group, arenas=self._arenas, events=self.events, described=described,
             pacer=self._pacer, locality=near, redundancy=self._protection.redundancy,
         )  # fmt: skip
-        lineage, restored, source, where = self._load(shard, described, loaded)
+        lineage, restored, in_memory, source, where = self._load(shard, described, loaded)
         # After the load: to make room this gives up slots of old arenas, which the load may have read.
-        shard.lay_out(restored, self._protection if self._protects else None)
-        self._begin(lineage, restored)
+        shard.lay_out(restored if in_memory else None, self._protection if self._protects else None)
+        self._begin(lineage, restored, in_memory)
         self._attempt.keep()
         shard.supply()
         iteration = restored.iteration if restored is not None else None
@@ -445,8 +445,9 @@ class Checkpointer:
 
     def _load(
         self, shard: Shard, described: Description, loaded: Checkpoint
-    ) -> tuple[bytes, SnapshotId | None, str | None, str]:
-        """The lineage of what follows, what the training state holds now, and where that came from; in words, too."""
+    ) -> tuple[bytes, SnapshotId | None, bool, str | None, str]:
+        """The lineage of what follows, what the training state holds now, whether that lies in memory, and where it
+        came from; in words, too."""
         restart = Restart(
             self.group,
             self.topology,
@@ -467,11 +468,12 @@ class Checkpointer:
             # Before a byte is loaded: a kill from here on must not find a newer slot to go on from.
             lineage = restart.void_newer(decision)
             if decision is None:
-                return lineage, None, None, loaded.as_begin(restart.why)
+                return lineage, None, False, None, loaded.as_begin(restart.why)
             decision = restart.load(decision, self.training_state, described)
             shard.capacities = restart.capacities(decision)
-            where = f"iteration {decision.snapshot.iteration} from {restart.source}"
-            return lineage, decision.snapshot, restart.source, where + loaded.beside(self.config.job)
+            snapshot, source = decision.snapshot, restart.source
+            where = f"iteration {snapshot.iteration} from {source}{loaded.beside(self.config.job)}"
+            return lineage, snapshot, restart.in_memory, source, where
         finally:
             restart.close()
             self._tell_prefetched()
@@ -493,10 +495,10 @@ class Checkpointer:
         self._state.flushes.expect(rates, protection.survives_nodes)
         protection.smp.failures = attempt.record
 
-    def _begin(self, lineage: bytes, restored: SnapshotId | None) -> None:
+    def _begin(self, lineage: bytes, restored: SnapshotId | None, in_memory: bool) -> None:
         """Snapshots begin, in the arenas as they are laid out."""
         self._boundary = restored.iteration if restored is not None else -1
-        self._state.begin(lineage, restored, time.monotonic())
+        self._state.begin(lineage, restored, time.monotonic(), in_memory)
         if self.arena is None or not self._protects:
             if self.config.on_hang == "abort":
                 self.events.announce(

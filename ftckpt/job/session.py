@@ -110,11 +110,12 @@ class RankState:
         self._named: tuple[SnapshotId | None, ...] = ()
         self._keep: frozenset[SnapshotId] = frozenset()
 
-    def begin(self, lineage: bytes, restored: SnapshotId | None, now_secs: float) -> None:
-        """Snapshots have ``lineage`` from now on; training goes on from ``restored``, the first to be protected."""
-        self.lineage, self.whole = lineage, restored
+    def begin(self, lineage: bytes, restored: SnapshotId | None, now_secs: float, in_memory: bool = True) -> None:
+        """Snapshots have ``lineage`` from now on; training goes on from ``restored``, which is the first to be
+        protected where it lies ``in_memory``."""
+        self.lineage, self.whole = lineage, restored if in_memory else None
         self.iteration = restored.iteration if restored is not None else -1
-        self.targets.target = restored if self.targets.interval else None
+        self.targets.target = self.whole if self.targets.interval else None
         self.targets.chosen_secs = now_secs
         self.flushes.resume(self.iteration)
 

@@ -15,7 +15,7 @@ import torch
 
 from ftckpt.errors import ArenaError, ConfigError, FtckptError, LostError, StorageError
 from ftckpt.events import Events
-from ftckpt.group import Group, gather_bytes, gather_each, together
+from ftckpt.group import Group, gather_all, gather_bytes, gather_each, together
 from ftckpt.model import objects
 from ftckpt.model.failures import LastAttempt
 from ftckpt.model.fragment import Fragment
@@ -40,6 +40,7 @@ from ftckpt.restore.offers import (
 from ftckpt.restore.repair import Usage
 from ftckpt.restore.search import Search, part_of_inventory
 from ftckpt.restore.stored import NO_SHELF, Look, ShardFetch, Shelf, ShelfLook
+from ftckpt.restore.straight import StraightFetch
 from ftckpt.store.arena import Arena, open_control
 from ftckpt.store.control import ControlBlock
 from ftckpt.store.directory import list_arenas
@@ -70,6 +71,9 @@ class Restart:
         self._reports: list[Inventory] | None = None  # what memory holds, as long as nothing was touched
         self._contents: dict[str, SlotContents] = {}  # of the decision, from ``void_newer`` on
         self._coming: ShardFetch | None = None  # what brings the decision
+        self._straight: StraightFetch | None = None  # what brings it in its place, as long as it can
+        self.in_memory = True
+        """Whether what was loaded lies in memory, too; from ``load`` on."""
         self._decide: Callable[[], Decision | None] = lambda: None  # without what has proven bad on storage since
         self.on_storage = -1
         """The newest iteration on storage that counts, -1 for none; from ``choose`` on."""
@@ -185,6 +189,7 @@ class Restart:
             return None
         self.usage = search.usage
         if search.coming is not None:
+            self._straight = search.straight
             self._coming, left = search.coming, shelf.without(search.coming.stored.snapshot)
             self._decide = lambda: self._search(on_lost, loaded, reshapes, left, before)
         return decision
@@ -327,45 +332,77 @@ class Restart:
 
     def _load(self, decision: Decision, state: TrainingState, described: Description) -> None:
         begin = time.perf_counter()
-        slots = self._contents
-        own = slots[self._topology.me.shard] if decision.ranks else None
         pieces = [*described.stepped, *described.volatile]
-        needs: Needs = []
-        encoded, transfers = self._own_objects(own)
-
-        def plan() -> list[Transfer]:
-            # Each rank plans for itself alone, from what all have gathered alike.
-            needs[:], planned = self._plan(slots, pieces, described.padded, own)
-            return [*planned, *transfers]
-
-        coming = self._coming
-        traffic = execute(self._group, plan, self._arenas, coming.bring if coming is not None else None)
-        if own is None:
-            self._check_copies(slots, [need for _, need in needs])
+        brought = self._bring_straight(decision, pieces) if self._straight is not None else None
+        self.in_memory = brought is None
+        needs, traffic, encoded = brought or self._bring(decision, pieces, described.padded)
         # Only here: a derived weight is the cast of a master that the transfers have just brought.
         _derive(pieces, {id(piece) for piece, _ in needs})
         # Of another layout no rank's objects are this one's: the first of each stage stands for all of its stage.
-        firsts = self._first_objects(slots) if own is None else []
+        firsts = [] if decision.ranks else self._first_objects(self._contents)
 
         def finish() -> None:
-            if coming is not None:
-                coming.seal()
-            if own is None:
-                state.load_reshaped([objects.decode(one) for one in firsts], decision.snapshot.iteration)
+            if self._coming is not None and self.in_memory:
+                self._coming.seal()
+            if decision.ranks:
+                state.load_objects(objects.decode(encoded()))
             else:
-                state.load_objects(objects.decode(encoded.numpy().tobytes()))
+                state.load_reshaped([objects.decode(one) for one in firsts], decision.snapshot.iteration)
 
         together(self._group, finish)
         # Last: it sets RNG, and what comes before may draw random numbers.
         state.finish_load()
         self._events.emit("loaded", iteration=decision.snapshot.iteration, **asdict(traffic))
-        if own is None:
+        if not decision.ranks:
             self._report_reshaped(decision, traffic, time.perf_counter() - begin)
 
+    def _bring_straight(
+        self, decision: Decision, pieces: Sequence[Piece]
+    ) -> tuple[Needs, Traffic, Callable[[], bytes]] | None:
+        """As ``_bring``, from storage; None where that is not for this snapshot, which comes to slots then."""
+        straight, coming = self._straight, self._coming
+        assert straight is not None and coming is not None
+        needs: Needs = []
+
+        def plan() -> bool:
+            slots = self._contents
+            needs[:], planned = self._plan(slots, pieces, frozenset(), slots[self._topology.me.shard])
+            return straight.plan(planned)
+
+        if all(gather_all(self._group, plan, bool)):
+            return needs, straight.bring(), straight.objects
+        straight.close()
+        self._straight = None
+        self.usage = {"storage": coming.usage}
+        self.void_newer(replace(decision, sources=coming.begin()))
+        return None
+
+    def _bring(
+        self, decision: Decision, pieces: Sequence[Piece], padded: frozenset[str]
+    ) -> tuple[Needs, Traffic, Callable[[], bytes]]:
+        """What was read for which piece, how many bytes, and the encoded objects of the shard that this rank
+        continues."""
+        slots = self._contents
+        own = slots[self._topology.me.shard] if decision.ranks else None
+        needs: Needs = []
+        encoded, transfers = self._own_objects(own)
+
+        def plan() -> list[Transfer]:
+            # Each rank plans for itself alone, from what all have gathered alike.
+            needs[:], planned = self._plan(slots, pieces, padded, own)
+            return [*planned, *transfers]
+
+        bring = self._coming.bring if self._coming is not None else None
+        traffic = execute(self._group, plan, self._arenas, bring)
+        if own is None:
+            self._check_copies(slots, [need for _, need in needs])
+        return needs, traffic, lambda: encoded.numpy().tobytes()
+
     def _end_coming(self) -> None:
-        if self._coming is not None:
-            self._coming.close()
-            self._coming = None
+        for reading in (self._straight, self._coming):
+            if reading is not None:
+                reading.close()
+        self._straight = self._coming = None
 
     def capacities(self, decision: Decision) -> list[int] | None:
         """What shares are to be weighted with, in bytes by rank of this job; None where they are equal.
@@ -387,6 +424,8 @@ class Restart:
         """What the chosen slots hold that this rank reads."""
         if decision is None:
             return b""
+        if self._straight is not None:
+            return encode_contents([self._straight.contents(decision.sources[self._topology.me.shard])])
         mine, readers = [], readers_of(self._topology, decision)
         for shard, slot in decision.sources.items():
             if readers[shard] == self._group.rank:

@@ -32,6 +32,7 @@ from ftckpt.restore.inventory import (
 from ftckpt.restore.locations import OpenArenas, SlotAt
 from ftckpt.restore.repair import Repairer, Site, Usage
 from ftckpt.restore.stored import NO_SHELF, ShardFetch, Shelf
+from ftckpt.restore.straight import StraightFetch
 from ftckpt.store.arena import Arena
 from ftckpt.store.control import SlotState
 from ftckpt.store.damage import Damage
@@ -82,6 +83,8 @@ class Search:
         self.coming: ShardFetch | None = None
         """What brings the snapshot that was decided on, where it is on its way yet: nothing of it is proven before
         that has ended, and storage may prove to be bad."""
+        self.straight: StraightFetch | None = None
+        """What brings it into the live state at once; ``coming`` has not begun then."""
         self._overlaps, self._reports = overlaps, reports
         self._reshapes = reshapes
         self._shelf, self._slots, self._before = shelf, slots, before
@@ -167,20 +170,24 @@ class Search:
         """The decision for a snapshot of which memory has nothing: its shards begin to come. None: something on
         storage is bad."""
         stored, topology = fetch.stored, self._topology
+        straight = fetch.straight()
         try:
-            fetch.begin()
+            places = fetch.begin() if straight is None else straight.begin()
         except BaseException as error:
             fetch.close()
+            if straight is not None:
+                straight.close()
             if not isinstance(error, StorageError):
                 raise
             self._events.emit("storage_damaged", iteration=stored.snapshot.iteration, error=str(error))
             return None
         same = not layouts_differ(topology.layout, stored.layout)
         homes = {member.shard: member.node for member in topology.members}
-        self.coming, self.usage = fetch, {"storage": fetch.usage}
+        self.coming, self.straight = fetch, straight
+        self.usage = {"storage": fetch.usage if straight is None else straight.usage}
         return Decision(
-            stored.snapshot, fetch.places, layout=stored.layout,
-            homes=homes if same else {shard: at.node for shard, at in fetch.places.items()},
+            stored.snapshot, places, layout=stored.layout,
+            homes=homes if same else {shard: at.node for shard, at in places.items()},
             ranks=topology.rank_of if same else {},
         )  # fmt: skip
 

@@ -7,7 +7,6 @@ others.
 from __future__ import annotations
 
 import sys
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -40,6 +39,7 @@ from ftckpt.restore.load import Copy
 from ftckpt.restore.locations import OpenArenas, SlotAt
 from ftckpt.restore.rebuild import NEW_SLOT, Fix
 from ftckpt.restore.repair import Need, make_room
+from ftckpt.restore.straight import READERS, TURN_SECS, StraightFetch, chunk_buffer
 from ftckpt.store.arena import Arena
 from ftckpt.store.damage import Damage
 from ftckpt.store.directory import arena_path
@@ -48,20 +48,14 @@ from ftckpt.store.package import Package
 _NEWEST = 10
 """Snapshots on storage that a restart looks at: should all of them be bad, older ones are for people to choose."""
 
-_READERS = 4
-"""Chunks of a rank that are on their way at a time: storage answers late, and then much at once."""
-
 _AHEAD_BYTES = 256 << 20
 """Of each file, before there is memory for what it holds: what the disks give in that time, about."""
 
 _PATIENCE_SECS = 30.0
 """How long a restart tries what storage does not give: less than ranks wait for each other."""
 
-_TURN_SECS = 10.0
-"""After which a rank that reads tells the others that it lives."""
-
 _SHORT_TURN_SECS = 0.1
-"""The same where others copy what it has read: what comes in that time is copied when all is there."""
+"""``TURN_SECS`` where others copy what a rank has read: what comes in that time is copied when all is there."""
 
 _LITTLE_BYTES = 16 << 20
 """Of that much it is no matter when it is copied."""
@@ -310,7 +304,7 @@ class ShardFetch:
         self._missing = sorted(stored.shards.keys() - _in_memory(inventory, stored, bad))
         self._files: dict[str, ShardFile] = {}
         self._builds: dict[str, Build] = {}
-        self._readers = ThreadPoolExecutor(_READERS, thread_name_prefix="ftckpt-fetch")
+        self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="ftckpt-fetch")
         self._begin_secs = time.perf_counter()
         self._proven: dict[SlotAt, int] = {}
         self.places: dict[str, SlotAt] = {}
@@ -328,6 +322,15 @@ class ShardFetch:
         """What is brought."""
         return self._stored
 
+    def straight(self) -> StraightFetch | None:
+        """What brings all of the snapshot into the live state, and not to memory; None where this job's ranks or
+        memory ask for slots."""
+        if not self.is_all or not StraightFetch.fits(self._topology, self._stored):
+            return None
+        return StraightFetch(
+            self._group, self._topology, self._events, self._stored, self._file
+        )  # fmt: skip
+
     def run(self) -> list[SlotAt]:
         """Where the shards lie that were brought.
 
@@ -343,8 +346,8 @@ class ShardFetch:
             self.close()
         return list(self.places.values())
 
-    def begin(self) -> None:
-        """Have a slot for each shard, into which chunks begin to come; raises as ``run`` does."""
+    def begin(self) -> Mapping[str, SlotAt]:
+        """Have a slot for each shard, into which chunks begin to come; where, as ``places``. Raises as ``run``."""
 
         def look() -> Need:
             self._files.update((shard, self._file(shard)) for shard in self._mine())
@@ -365,6 +368,7 @@ class ShardFetch:
         self._proven.update((build.at, _ALL) for build in self._builds.values() if not build.fix.chunks)
         self._filling = self._fill()
         next(self._filling)  # chunks are on their way while ranks plan
+        return self.places
 
     def bring(self, copies: Iterable[Copy] = ()) -> None:
         """Bring all chunks, and run each of ``copies`` of them once what it reads is proven.
@@ -380,7 +384,7 @@ class ShardFetch:
         foreign_bytes = sum(copy.nbytes for at, of in waiting.items() if at not in own for copy in of)
         # In turns: ranks have more and less to read, and wait for each other only so long. Where much comes
         # from others it is copied as soon as they say how far they are.
-        turn_secs = _SHORT_TURN_SECS if foreign_bytes > _LITTLE_BYTES else _TURN_SECS
+        turn_secs = _SHORT_TURN_SECS if foreign_bytes > _LITTLE_BYTES else TURN_SECS
         done = False
         while not done:
             # Nothing is sealed before every chunk of every rank has the right checksum.
@@ -505,7 +509,7 @@ class ShardFetch:
             for shard, chunk in islice(wanted, count):
                 coming.append((shard, chunk, self._readers.submit(_bring, self._files[shard], builds[shard], chunk)))
 
-        order(_READERS)
+        order(READERS)
         yield
         while coming:
             shard, chunk, brought = coming.popleft()
@@ -519,16 +523,10 @@ class ShardFetch:
             yield
 
 
-_buffers = threading.local()
-
-
 def _bring(file: ShardFile, build: Build, chunk: int) -> int:
     """Read a chunk, prove it, and write it where it belongs in memory; returns its bytes."""
     nbytes = build.length(chunk)
-    # One buffer for each thread: it stays in the processor's cache, where new memory costs a fault for each page.
-    if len(buffer := getattr(_buffers, "chunk", b"")) < nbytes:
-        buffer = _buffers.chunk = bytearray(nbytes)
-    memory = memoryview(buffer)[:nbytes]
+    memory = chunk_buffer(nbytes)
     file.fill(chunk, memory)
     build.put(chunk, 0, np.frombuffer(memory, np.uint8))
     return nbytes
