@@ -228,6 +228,7 @@ class Checkpointer:
         self.events.emit("joined", job=self.config.job, node=self.topology.me.node)
         if self.topology.is_node_leader:
             self.events.emit("conditions", node=self.topology.me.node, **conditions())
+        prefetch.pause()
         # Before anything is read: from here on no other attempt writes these arenas.
         self._arenas.enter()
         self._protection.smp.enter(self._arenas.path, self._protection.on)

@@ -28,9 +28,12 @@ from ftckpt.store.arena import open_control
 from ftckpt.store.directory import job_node_path, list_arenas
 from ftckpt.store.memory import available_bytes
 
-_PIECE_BYTES = 16 << 20
+_PIECE_BYTES = 4 << 20
 """Read at a time: between two a thread needs the interpreter, which the one that builds the model gives up only each
-few milliseconds, and sees whether it is to stop."""
+few milliseconds, and sees whether it is to stop or to wait."""
+
+_PAUSE_SECS = 10.0
+"""The longest that is waited for ``go_on``."""
 
 _READERS = 4
 """Pieces of a rank that are on their way at a time, as in a restart: storage answers late, and then much at once."""
@@ -78,12 +81,22 @@ class Prefetch:
         self._iteration = -1
         self._pieces: deque[tuple[str, int, int]] = deque()
         self._read: list[int] = []  # bytes of each piece: to append is one step for all threads
-        self._ended = threading.Event()
+        self._ended, self._goes = threading.Event(), threading.Event()
+        self._goes.set()
         self._thread = _start(self._run)
+
+    def pause(self) -> None:
+        """Begin no further piece for now: what a restart looks at comes behind all that disks have been asked for."""
+        self._goes.clear()
+
+    def go_on(self) -> None:
+        """End of ``pause``."""
+        self._goes.set()
 
     def end(self) -> Prefetched | None:
         """Begin no further piece; what was read, None for nothing. Waits for nobody."""
         self._ended.set()
+        self._goes.set()
         read = sum(self._read)
         return Prefetched(self._iteration, read, self._last - self._begun) if read else None
 
@@ -109,7 +122,7 @@ class Prefetch:
 
     def _bring(self, storage: Storage) -> None:
         with suppress(FtckptError, IndexError):  # no piece is left
-            while not self._ended.is_set():
+            while self._goes.wait(_PAUSE_SECS) and not self._ended.is_set():
                 self._read.append(storage.bring_near(*self._pieces.popleft()))
                 self._last = time.monotonic()
 
@@ -138,6 +151,18 @@ def begin(config: Config) -> None:
     if _running is None and where and "://" not in where and where != MEGATRON and seat is not None:
         node_dir = job_node_path(Path(config.arena), config.job, config.node)
         _running = Prefetch(where, node_dir, seat, config.restore_before)
+
+
+def pause() -> None:
+    """The restart is about to look at storage."""
+    if _running is not None:
+        _running.pause()
+
+
+def go_on() -> None:
+    """It has seen what is there."""
+    if _running is not None:
+        _running.go_on()
 
 
 def end() -> Prefetched | None:

@@ -23,6 +23,7 @@ from ftckpt.model.layouts import layout_name
 from ftckpt.model.loaded import NOTHING, Checkpoint, is_undone, missed_return, next_origin, rollback
 from ftckpt.model.topology import Topology, first_of_each_stage, layouts_differ
 from ftckpt.model.training_state import Description, Piece, TrainingState, cast_master
+from ftckpt.restore import prefetch
 from ftckpt.restore.choice import Decision, readers_of
 from ftckpt.restore.inventory import Inventory
 from ftckpt.restore.load import Traffic, Transfer, execute, fetch, reader_for, transfers_of
@@ -226,6 +227,7 @@ class Restart:
         )  # fmt: skip
         self._reports = reports if None not in reports else None
         self._shelf = look.join(seen)
+        prefetch.go_on()
         differing = {one.loaded.iteration: rank for rank, one in enumerate(ranks)}
         if len(differing) > 1:
             found = ", ".join(f"rank {rank} {iteration}" for iteration, rank in sorted(differing.items())[:3])
