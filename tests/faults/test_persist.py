@@ -27,6 +27,7 @@ from ftckpt.persist.commit import claim, committed
 from ftckpt.persist.shard_file import ShardFile
 from ftckpt.persist.shards import StoredSnapshot
 from ftckpt.persist.storage import open_storage
+from ftckpt.restore import straight
 from ftckpt.restore.stored import ShardFetch
 from ftckpt.store.arena import Arena
 from ftckpt.store.directory import clean_job, end_smp
@@ -152,6 +153,12 @@ def test_an_interval_of_storage_follows_from_what_a_flush_takes_and_from_failure
     assert all(gap >= min(by_rank[0]) for gap in gaps)
 
 
+def arenas_of(settings: dict[str, Any]) -> Iterator[Arena]:
+    for path in Path(settings["arena"]).glob("ftckpt-test/*/dp*"):
+        with closing(Arena.open(path)) as arena:
+            yield arena
+
+
 @compressed_or_not
 def test_a_job_whose_memory_is_gone_goes_on_from_storage(persisting: dict[str, Any], left: Path) -> None:
     shutil.copytree(left, persisting["persist"], dirs_exist_ok=True)
@@ -159,14 +166,14 @@ def test_a_job_whose_memory_is_gone_goes_on_from_storage(persisting: dict[str, A
     results = [result.value for result in run_ranks(restored, 4, persisting)]
     assert results == [what_was(newest)] * 4
     assert {event["source"] for event in jobs.events(persisting, "restored")} == {"storage"}
-    for path in Path(persisting["arena"]).glob("ftckpt-test/*/dp*"):
-        with closing(Arena.open(path)) as arena:
-            assert arena.control.slots == 4, "as many as the job wants"
+    for arena in arenas_of(persisting):
+        assert arena.control.slots == 4, "as many as the job wants"
+        assert not arena.snapshots() and arena.control.whole() is None, "memory has the next snapshot as the first"
     fetched = jobs.events(persisting, "fetched")
     assert [event["shards"] for event in fetched] == [4] * 4
 
 
-def restored_late(rank: int, world_size: int, settings: dict[str, Any]) -> Any:
+def restored_late(rank: int, world_size: int, settings: dict[str, Any], by_slots: bool) -> Any:
     """What storage gives comes when all ranks have planned where it goes, and wait for it."""
     fill = ShardFile.fill
 
@@ -176,13 +183,20 @@ def restored_late(rank: int, world_size: int, settings: dict[str, Any]) -> Any:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ShardFile, "fill", late)
+        if by_slots:  # as where ranks need much of what others have
+            patch.setattr(straight, "_FOREIGN_BYTES", -1)
+            patch.setattr(straight, "_FOREIGN_SHARE", -1)
         return restored(rank, world_size, settings)
 
 
-def test_nothing_is_put_in_place_before_it_has_come(persisting: dict[str, Any], left: Path) -> None:
+@pytest.mark.parametrize("by_slots", [False, True], ids=["straight", "by slots"])
+def test_nothing_is_put_in_place_before_it_has_come(by_slots: bool, persisting: dict[str, Any], left: Path) -> None:
     shutil.copytree(left, persisting["persist"], dirs_exist_ok=True)
-    newest = stored(persisting)[0].snapshot.iteration
-    assert [result.value for result in run_ranks(restored_late, 4, persisting)] == [what_was(newest)] * 4
+    newest = stored(persisting)[0].snapshot
+    results = [result.value for result in run_ranks(restored_late, 4, persisting, by_slots)]
+    assert results == [what_was(newest.iteration)] * 4
+    there = [list(arena.snapshots()) for arena in arenas_of(persisting)]
+    assert there == [[newest] if by_slots else []] * 4
 
 
 def built_late(rank: int, world_size: int, settings: dict[str, Any]) -> Any:
@@ -209,8 +223,6 @@ def test_storage_is_read_while_ranks_still_start(persisting: dict[str, Any], lef
         rank: newest.shards[f"dp{rank}"].nbytes for rank in range(4)
     }
     assert {event["iteration"] for event in told.values()} == {newest.snapshot.iteration}
-    run_ranks(built_late, 4, persisting)  # with memory that has it: the pages are there, nothing is read
-    assert len(jobs.events(persisting, "prefetched")) == 4
 
 
 def test_memory_counts_where_it_is_newer(persisting: dict[str, Any]) -> None:

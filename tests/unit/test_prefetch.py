@@ -238,6 +238,21 @@ def test_the_end_of_the_restart_ends_it_and_waits_for_nobody(
     assert sorted(held.asked) == [0, 1 << 20, 2 << 20, 3 << 20], "and none of the other 29"
 
 
+def test_it_waits_while_the_restart_looks(
+    out_of_memory: FileStorage, node_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = Held(out_of_memory.where)
+    monkeypatch.setattr(prefetch, "open_storage", lambda where: held)
+    monkeypatch.setattr(prefetch, "_PIECE_BYTES", 1 << 20)
+    reading = Prefetch(out_of_memory.where, node_dir, Seat(1, 4, 4))
+    until(lambda: len(held.asked) == 4, "four pieces are on their way", 30.0)
+    reading.pause()
+    held.let.set()
+    assert not reading.join(0.5) and len(held.asked) == 4, "no piece is begun"
+    reading.go_on()
+    assert reading.join(30.0) and len(held.asked) == 33
+
+
 ENDS = """
 import sys, time
 from pathlib import Path
