@@ -393,7 +393,7 @@ class ShardFetch:
             for shard, end in (item for one in turns for item in one.proven.items()):
                 self._proven[self.places[shard]] = end
         self._copy_proven(waiting)
-        self.usage = {name: sum(getattr(one, name) for one in turns) for name in self.usage}
+        self.usage.update({name: sum(getattr(one, name) for one in turns) for name in self.usage})
         self._events.emit(
             "fetched", iteration=self._stored.snapshot.iteration, shards=len(self.places),
             bytes=self.usage["bytes"], secs=time.perf_counter() - self._begin_secs,
