@@ -346,9 +346,6 @@ class Checkpointer:
                 one tensor, or the destination exists, is full, or is not shared by all nodes.
             RuntimeError: a rank is gone.
         """
-        flight = self.capture.flight if self.capture is not None else None
-        if self.config.schedule == "sync" and flight is not None:
-            flight.wait(self.config.fence_timeout_secs)  # its bytes are there: the snapshot of this boundary is meant
         save = UniversalSave(self.group, self.topology, self.node_dir, self.arena, self.events)
         with self.section("save"):
             return save.run(path, max_file_bytes, precision)
@@ -599,8 +596,8 @@ class Checkpointer:
         )  # fmt: skip
         pacer.follow(capture.flight, decision.snapshot.iteration)
         if self.config.schedule == "sync":
-            # Training waits for the bytes: where checksums are taken here they come behind these, beside training.
-            capture.fence(self.config.fence_timeout_secs)
+            # Sealed when ``step`` returns: who ends the job right behind it has this snapshot.
+            capture.settle(self.config.fence_timeout_secs)
         return slot
 
     def _agree(self) -> None:

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.support import jobs
+from tests.support import jobs, plain
+from tests.support.pool import run_ranks
 from tests.support.tiers import by_default
 
 pytestmark = pytest.mark.multiproc
@@ -64,3 +65,22 @@ def test_no_copy_runs_beside_training_when_all_is_copied_at_the_boundary(setting
     jobs.outcomes(2, jobs.Run(["--pp", "2"], until=5, settings=settings))
     moved = [set(event["moved_bytes"]) for event in jobs.events(settings, "copied")]
     assert moved and all(kinds == {"boundary"} for kinds in moved)
+
+
+def sealed_at_boundaries(rank: int, world_size: int, settings: dict[str, Any]) -> list[int]:
+    """The newest snapshot behind each ``step``."""
+    checkpointer, state = plain.make(rank, world_size, settings)
+    checkpointer.restore()
+    found = []
+    for iteration in range(1, 31):
+        plain.iterate(checkpointer, state, iteration)
+        newest = checkpointer.capture.newest if checkpointer.capture is not None else None
+        found.append(newest.iteration if newest is not None else -1)
+    checkpointer.close(remove=False)
+    return found
+
+
+def test_a_snapshot_at_the_boundary_is_sealed_when_training_goes_on(settings: dict[str, Any]) -> None:
+    settings |= {"schedule": "sync", "protect": "none"}
+    ranks = [result.value for result in run_ranks(sealed_at_boundaries, 2, settings)]
+    assert ranks == [list(range(1, 31))] * 2

@@ -83,7 +83,7 @@ def test_what_no_mode_guards_any_more_is_not_called_protected(anew: bool) -> Non
         checkpointer._protect_anew()
     else:
         protection.on = protection.protects = False  # by the time that the arena is there
-        checkpointer._begin(LINEAGE, SnapshotId(LINEAGE, 5))
+        checkpointer._begin(LINEAGE, SnapshotId(LINEAGE, 5), True)
     assert protection.marks == [TargetMarks(None, None)], "nor does a mark of an earlier attempt stay in the arena"
     assert checkpointer.protected is None and not checkpointer._state.targets.interval
 
