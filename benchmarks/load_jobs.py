@@ -106,6 +106,7 @@ class DeepSpeed(Framework):
 
             job.engine.module.universal_checkpoint_info = {"universal_checkpoint_version": 0.2}
             train_deepspeed.train_step(job)  # the optimizer has no state before its first step
+            job.engine.global_steps = 0  # a start has counted nothing, or says that it has loaded something
         return job
 
     def optimizers(self, job: Any) -> list[torch.optim.Optimizer]:
