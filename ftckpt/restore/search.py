@@ -103,7 +103,8 @@ class Search:
     def run(self) -> Decision | None:
         """The newest snapshot that is or was made whole, every byte of it verified; None if there never was one.
 
-        What storage has that is newer than all that memory gives is brought to memory.
+        What storage has that is newer than all that memory gives is brought to memory, or decided on as ``coming``
+        or ``straight``, whose bytes are not verified yet.
 
         Raises:
             LostError, MismatchError, MemoryBudgetError, ArenaError: on all ranks together.

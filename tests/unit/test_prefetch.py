@@ -224,14 +224,20 @@ class Held(FileStorage):
         return nbytes
 
 
+def held_at_four(storage: FileStorage, node_dir: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Held, Prefetch]:
+    """A reading of 33 pieces, four of which are on their way until ``let``."""
+    held = Held(storage.where)
+    monkeypatch.setattr(prefetch, "open_storage", lambda where: held)
+    monkeypatch.setattr(prefetch, "_PIECE_BYTES", 1 << 20)
+    reading = Prefetch(storage.where, node_dir, Seat(1, 4, 4))
+    until(lambda: len(held.asked) == 4, "four pieces are on their way", 30.0)
+    return held, reading
+
+
 def test_the_end_of_the_restart_ends_it_and_waits_for_nobody(
     out_of_memory: FileStorage, node_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    held = Held(out_of_memory.where)
-    monkeypatch.setattr(prefetch, "open_storage", lambda where: held)
-    monkeypatch.setattr(prefetch, "_PIECE_BYTES", 1 << 20)
-    reading = Prefetch(out_of_memory.where, node_dir, Seat(1, 4, 4))
-    until(lambda: len(held.asked) == 4, "four pieces are on their way", 30.0)
+    held, reading = held_at_four(out_of_memory, node_dir, monkeypatch)
     assert reading.end() is None, "nothing has come yet"
     held.let.set()
     assert reading.join(30.0)
@@ -241,11 +247,7 @@ def test_the_end_of_the_restart_ends_it_and_waits_for_nobody(
 def test_it_waits_while_the_restart_looks(
     out_of_memory: FileStorage, node_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    held = Held(out_of_memory.where)
-    monkeypatch.setattr(prefetch, "open_storage", lambda where: held)
-    monkeypatch.setattr(prefetch, "_PIECE_BYTES", 1 << 20)
-    reading = Prefetch(out_of_memory.where, node_dir, Seat(1, 4, 4))
-    until(lambda: len(held.asked) == 4, "four pieces are on their way", 30.0)
+    held, reading = held_at_four(out_of_memory, node_dir, monkeypatch)
     reading.pause()
     held.let.set()
     assert not reading.join(0.5) and len(held.asked) == 4, "no piece is begun"
