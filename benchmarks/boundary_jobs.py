@@ -52,7 +52,7 @@ PARTS: dict[str, Sequence[str]] = {
         "ftckpt.deepspeed.state:DeepSpeedState.save_objects",
     ),
     "encoding": ("ftckpt.model.objects:encode",),
-    "volatile state": ("ftckpt.capture.copier:HostCopier.copy_now",),
+    "volatile state": ("ftckpt.capture.copier:HostCopier.take", "ftckpt.capture.copier:HostCopier.copy_now"),
     "kept for the end": ("ftckpt.capture.boundary:LastBoundary.keep",),
     "slot": (
         "ftckpt.capture.capture:Capture.begin",
