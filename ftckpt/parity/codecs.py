@@ -16,7 +16,7 @@ transposed layout). numpy releases the GIL in all of it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
 from typing import Final
 
@@ -65,15 +65,32 @@ def encode(  # noqa: PLR0917 - the last one is optional
         ConfigError: an unknown code, or one that has no such row for so much data.
         ValueError: an array of more than ``length`` bytes, or ``out`` of another length.
     """
-    coefficients = _row(code, row, len(data), losses)
+    fold = encoder(code, len(data), row, losses)
     if out is None:
         out = np.empty(length, np.uint8)
     if len(out) != length or any(array is not None and len(array) > length for array in data):
         raise ValueError(
             f"arrays of a stripe of {length} bytes: {[len(a) for a in data if a is not None]}, {len(out)}"
         )
-    _sum_row(row, coefficients, data, out)
+    for begin in range(0, length, BLOCK_BYTES):
+        part = out[begin : begin + BLOCK_BYTES]
+        fold((None if array is None else array[begin : begin + len(part)] for array in data), part)
     return out
+
+
+def encoder(code: str, width: int, row: int, losses: int) -> Callable[[Iterable[Bytes | None], Bytes], None]:
+    """What makes parity block ``row`` of ``width`` arrays piece by piece, for those that use each piece in between.
+
+    It takes pieces of all arrays, as ``encode`` takes arrays, and the piece of the block that they make, and fills
+    it. Where the row is plain XOR it draws the pieces one by one as it needs them, and each is in cache then.
+
+    Raises:
+        ConfigError: as ``encode``.
+    """
+    factors = _row(code, row, width, losses)
+    if set(factors) == {1}:
+        return lambda pieces, out: _sum_plain((piece for piece in pieces if piece is not None), out)
+    return lambda pieces, out: _sum_row(row, factors, list(pieces), out)
 
 
 def decode(
@@ -180,7 +197,7 @@ def _sum(factors: Sequence[int], arrays: Sequence[Bytes | None], out: Bytes) -> 
     top = max((bit for bit in range(8) if planes[bit]), default=0)
     # Plain XOR reads each byte once, so its blocks need not stay in cache; doublings come back to theirs.
     block = BLOCK_BYTES if top == 0 else _block_bytes(len(terms))
-    scratch = np.empty(block, np.uint8)
+    scratch = np.empty(block if top else 0, np.uint8)
     for begin in range(0, len(out), block):
         part = out[begin : begin + block]
         _sum_plain(_pieces(planes[top], begin, len(part)), part)
@@ -207,17 +224,20 @@ def _sum_powers(arrays: Sequence[Bytes | None], out: Bytes) -> None:
                 started = True
 
 
-def _sum_plain(pieces: list[Bytes], out: Bytes) -> None:
+def _sum_plain(pieces: Iterable[Bytes], out: Bytes) -> None:
     """``out`` = XOR of pieces, which may be shorter than it."""
-    pieces.sort(key=len, reverse=True)
-    # Longest first: two whole ones are written in one pass, without clearing or copying before.
-    whole = sum(len(piece) == len(out) for piece in pieces)
-    if whole >= 2:
-        np.bitwise_xor(pieces[0], pieces[1], out=out)
-    else:
-        out[:] = pieces[0] if whole else 0
-    for piece in pieces[min(whole, 2) :]:
-        _add(out, piece)
+    drawn = iter(pieces)
+    first, second = next(drawn, out[:0]), next(drawn, out[:0])
+    # The first two in one pass, without clearing or copying before.
+    both, longer = min(len(first), len(second)), max(first, second, key=len)
+    np.bitwise_xor(first[:both], second[:both], out=out[:both])
+    out[both : len(longer)] = longer[both:]
+    filled = len(longer)
+    for piece in drawn:
+        _add(out[:filled], piece[:filled])
+        out[filled : len(piece)] = piece[filled:]
+        filled = max(filled, len(piece))
+    out[filled:] = 0
 
 
 def _pieces(arrays: Sequence[Bytes], begin: int, nbytes: int) -> list[Bytes]:

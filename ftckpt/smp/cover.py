@@ -14,15 +14,15 @@ from typing import Any
 from ftckpt.errors import CorruptError, MismatchError
 from ftckpt.events import Events
 from ftckpt.model.snapshot import SnapshotId
-from ftckpt.parity.codecs import encode
 from ftckpt.parity.groups import ParityGroup
 from ftckpt.parity.modes import PARITY_FILES
-from ftckpt.parity.stripes import Stripe, num_blocks, stripe, stripe_of_block
+from ftckpt.parity.stripes import num_blocks, stripe, stripe_of_block
 from ftckpt.parity.table import MAX_SETS
 from ftckpt.smp.arenas import CheckedSlot, GuardedArena
+from ftckpt.smp.blocks import make_block
 from ftckpt.smp.peers import Fetch
 from ftckpt.smp.requests import PackageRequest
-from ftckpt.smp.sources import Bytes, Feed, Sources
+from ftckpt.smp.sources import Feed, Sources
 from ftckpt.smp.work import CannotError, Work, in_thread
 from ftckpt.store import package
 from ftckpt.store.checks import CheckState
@@ -164,7 +164,7 @@ def write_parity(
 
     Raises:
         MemoryBudgetError: no room for the file.
-        CorruptError, ArenaError, CannotError: as ``Sources``.
+        CorruptError, ArenaError, CannotError: as ``make_block``.
     """
     blocks = num_blocks(group, holder)
     if blocks == 0 or sealed_parity(sources, arena, group, holder, snapshot=snapshot) is not None:
@@ -184,16 +184,9 @@ def write_parity(
     with closing(Feed(sources, group, own, snapshot)) as feed:
         for block, one in enumerate(own):
             row = one.blocks.index((holder, block))
-            file.put(block, (yield from make_block(sources, feed, group, one, row=row)))
-            yield 0.0
+            out = file.block(block)
+            file.put(block, out, (yield from make_block(sources, feed, group, one, row=row, out=out)))
     file.seal()
-
-
-def make_block(sources: Sources, feed: Feed, group: ParityGroup, stripe: Stripe, *, row: int) -> Work[Bytes]:
-    """Block ``row`` of a stripe from its verified data; raises as ``Feed.next``."""
-    data = yield from feed.next(stripe)
-    yield from sources.pace.memory(stripe.length)
-    return encode(group.code, data, stripe.length, row, group.losses)
 
 
 def _belongs(file: ParityFile, group: ParityGroup, holder: int) -> bool:

@@ -19,7 +19,8 @@ from ftckpt.parity.modes import PARITY_FILES
 from ftckpt.parity.stripes import stripe, stripe_of_block
 from ftckpt.parity.survive import BlockId, ChunkId, solve
 from ftckpt.smp.arenas import CheckedSlot, GuardedArena
-from ftckpt.smp.cover import Duty, covered_slots, has_package, make_block, pull_packages, store_package, take_back
+from ftckpt.smp.blocks import make_block
+from ftckpt.smp.cover import Duty, covered_slots, has_package, pull_packages, store_package, take_back
 from ftckpt.smp.sources import Feed, Sources
 from ftckpt.smp.work import Work, in_thread, within
 from ftckpt.store import package
@@ -226,8 +227,10 @@ class Scrubber:
     def _repair_block(self, snapshot: SnapshotId, file: ParityFile, block: int) -> Work[bool]:
         group, holder = file.group, file.holder
         one = stripe(group, stripe_of_block(group, holder, block))
+        # Beside the file: a bad block may be all there is until it is known that its data is sound.
+        data, row = np.empty(one.length, np.uint8), one.blocks.index((holder, block))
         with closing(Feed(self._sources, group, [one], snapshot)) as feed:
-            data = yield from make_block(self._sources, feed, group, one, row=one.blocks.index((holder, block)))
+            yield from make_block(self._sources, feed, group, one, row=row, out=data)
         # The next target may have begun the file while other nodes were waited for.
         if file.snapshot() == snapshot:
             np.copyto(file.block(block), data)

@@ -38,7 +38,7 @@ _REPORT_SECS = 1.0
 
 
 class Sources:
-    """Reads bytes of a snapshot, each piece verified against its checksum.
+    """Where bytes of a snapshot come from, each chunk with its checksum.
 
     Args:
         node: name of this node.
@@ -59,20 +59,9 @@ class Sources:
         self._patience_secs = patience_secs
         self._since: dict[str, float] = {}
 
-    def local(self, shard: str, chunk: int, snapshot: SnapshotId) -> Work[Bytes]:
-        """Returns chunk ``chunk`` of a slot of this node, in place.
-
-        Raises:
-            CorruptError: the bytes do not match their checksum.
-            ArenaError: this node does not hold that snapshot, checked.
-        """
-        arena, checked = self.find(shard, snapshot)
-        span = arena.mapped.image.chunks[chunk]
-        yield from self.pace.memory(span.nbytes)
-        arena.renew(checked.slot)
-        if arena.mapped.hash_chunk(checked.slot, chunk) != int(checked.hashes[chunk]):
-            raise CorruptError(f"{arena.name}: chunk {chunk} of slot {checked.slot} does not match its checksum")
-        return np.frombuffer(arena.mapped.slot(checked.slot), np.uint8, span.nbytes, span.begin)
+    def local(self, shard: str, chunk: int, snapshot: SnapshotId) -> LocalChunk:
+        """Chunk ``chunk`` of a slot of this node; raises as ``find``."""
+        return LocalChunk(*self.find(shard, snapshot), chunk)
 
     def find(self, shard: str, snapshot: SnapshotId) -> tuple[GuardedArena, CheckedSlot]:
         """The arena and slot of a shard of this node; raises ArenaError if it is not there, or not checked."""
@@ -134,6 +123,54 @@ class Sources:
             self._events.emit("peer_back", node=node)
 
 
+class Chunk:
+    """A chunk that goes into parity, read from its first byte to its last, and then verified.
+
+    This one came from another node, and was verified when it came.
+    """
+
+    is_local = False
+
+    def __init__(self, data: Bytes) -> None:
+        self.data = data
+
+    def read(self, begin: int, end: int) -> Bytes:
+        """The next piece; empty behind the end."""
+        return self.data[begin:end]
+
+    def renew(self) -> None:
+        """Hold on to it while it is read: called more often than a lease lasts."""
+
+    def verify(self) -> None:
+        """All was read; raises CorruptError if that is not what was checked."""
+
+
+class LocalChunk(Chunk):
+    """One of a slot of this node, read in place: it is hashed as it is read, and nothing is known before the end."""
+
+    is_local = True
+
+    def __init__(self, arena: GuardedArena, checked: CheckedSlot, chunk: int) -> None:
+        span = arena.mapped.image.chunks[chunk]
+        super().__init__(np.frombuffer(arena.mapped.slot(checked.slot), np.uint8, span.nbytes, span.begin))
+        self._arena, self._slot, self._chunk = arena, checked.slot, chunk
+        self._expected, self._hash = int(checked.hashes[chunk]), xxhash.xxh3_64()
+
+    def read(self, begin: int, end: int) -> Bytes:
+        piece = self.data[begin:end]
+        self._hash.update(piece.data)
+        return piece
+
+    def renew(self) -> None:
+        self._arena.renew(self._slot)
+
+    def verify(self) -> None:
+        if self._hash.intdigest() != self._expected:
+            raise CorruptError(
+                f"{self._arena.name}: chunk {self._chunk} of slot {self._slot} does not match its checksum"
+            )
+
+
 class Feed:
     """Data chunks of the stripes of one group, in order, one snapshot. A few are requested ahead of time.
 
@@ -152,23 +189,23 @@ class Feed:
         )
         self._requested: dict[tuple[int, int], Fetch] = {}
 
-    def next(self, stripe: Stripe) -> Work[list[Bytes | None]]:
-        """Returns the arrays of ``stripe.data``, as ``codecs.encode`` takes them.
+    def next(self, stripe: Stripe) -> Work[list[Chunk | None]]:
+        """Returns the chunks of ``stripe.data``; None where a member has none.
 
         Raises:
-            CorruptError, ArenaError, CannotError: as ``Sources``.
+            ArenaError, CannotError: as ``Sources``.
         """
-        arrays: list[Bytes | None] = []
+        chunks: list[Chunk | None] = []
         for index, chunk in stripe.data:
             member = self._group.members[index]
             if chunk < 0:
-                arrays.append(None)
+                chunks.append(None)
             elif member.node == self._sources.node:
-                arrays.append((yield from self._sources.local(member.shard, member.first + chunk, self._snapshot)))
+                chunks.append(self._sources.local(member.shard, member.first + chunk, self._snapshot))
             else:
                 data = yield from self._remote(index, chunk)
-                arrays.append(np.frombuffer(data, np.uint8))
-        return arrays
+                chunks.append(Chunk(np.frombuffer(data, np.uint8)))
+        return chunks
 
     def close(self) -> None:
         """Nobody wants what was requested ahead of time any more."""

@@ -148,8 +148,10 @@ class ParityFile:
         self._put.clear()
         self._writing = snapshot
 
-    def put(self, block: int, data: Bytes) -> None:
+    def put(self, block: int, data: Bytes, checksum: int | None = None) -> None:
         """Store a block (uint8, of the block's length) and its checksum; ``data`` may be the view ``block`` gave.
+
+        ``checksum`` is the xxh3-64 of ``data`` where the caller has taken it; otherwise it is taken here.
 
         Raises:
             ValueError: another length.
@@ -161,7 +163,7 @@ class ParityFile:
             raise ValueError(f"{self.path}: block {block} has {len(view)} bytes, not {data.dtype} {data.shape}")
         source = np.ascontiguousarray(data)
         # Of the source: what goes wrong in the copy shows at the next ``verify``.
-        value = xxhash.xxh3_64_intdigest(source.data)
+        value = xxhash.xxh3_64_intdigest(source.data) if checksum is None else checksum
         # The same address: the block was computed in place.
         if source.ctypes.data != view.ctypes.data:
             self._stores.store(self._offsets[block], source.data)
