@@ -6,6 +6,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from itertools import pairwise
 from pathlib import Path
 from threading import Event
 
@@ -15,7 +16,10 @@ from ftckpt.errors import SmpError
 from ftckpt.events import EVENTS
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.parity.modes import Modes
+from ftckpt.parity.stripes import stripes
 from ftckpt.smp import arenas as arenas_module
+from ftckpt.smp import blocks
+from ftckpt.smp.arenas import GuardedArena
 from ftckpt.store.arena import Arena
 from ftckpt.store.checks import CheckState
 from ftckpt.store.control import SlotState
@@ -24,7 +28,7 @@ from ftckpt.store.parity_file import ParityFile, parity_path
 from ftckpt.store.record import HEADER_BYTES
 from ftckpt.store.slots import slot_name
 from ftckpt.windows.node_budget import NodeBudget
-from tests.support.smp_nodes import LINEAGE, Node, Smp, check_parity, describe, fill, flip, parity_of
+from tests.support.smp_nodes import LINEAGE, Node, Smp, check_parity, describe, fill, flip, groups_of, parity_of
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.multiproc
@@ -249,20 +253,62 @@ def test_other_groups_take_covered_back(arena_root: Path, node: Node, smp: Smp) 
         assert check_parity([node], NODE, 7) > 5
 
 
-def test_a_chunk_that_went_bad_after_its_check_makes_no_parity(node: Node, smp: Smp) -> None:
-    node.snapshot(0, 7)
+@pytest.fixture
+def pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks of a few pieces, the last of which is shorter, and a few steps for each stripe."""
+    monkeypatch.setattr(blocks, "PIECE_BYTES", 12_288)
+    monkeypatch.setattr(blocks, "STEP_BYTES", 100_000)
+
+
+@pytest.mark.usefixtures("pieces")
+@pytest.mark.parametrize(("chunk", "at"), [(1, 0), (1, 12_288), (4, -1)])
+def test_a_chunk_that_went_bad_after_its_check_makes_no_parity(node: Node, smp: Smp, chunk: int, at: int) -> None:
     smp.start()
+    for slot, iteration in enumerate((5, 6)):
+        node.snapshot(slot, iteration)
+        node.target(iteration)
+        until(lambda: node.covered(iteration), "covered")  # noqa: B023
+        node.protected(iteration)
+    node.snapshot(2, 7)
     until(lambda: node.checked(7), "checked")
-    flip(node.arenas[2], 0, node.arenas[2].image.chunks[1].begin)
+    span = node.arenas[2].image.chunks[chunk]
+    flip(node.arenas[2], 2, (span.begin if at >= 0 else span.end) + at)
     node.target(7)
-    until(lambda: smp.duties.cannot == SnapshotId(LINEAGE, 7), "cannot")
+    until(lambda: smp.duties.cannot or node.covered(7), "cannot")
     [event] = smp.events.of("not_covered")
-    assert "chunk 1" in event["reason"] and smp.duties.status()["state"] == "cannot"
+    assert f"chunk {chunk}" in event["reason"] and smp.duties.status()["state"] == "cannot"
     assert node.states(7) == [CheckState.CHECKED] * 3
-    node.snapshot(1, 8)
+    for path in node.dir.glob("*/parity*"):
+        with closing(ParityFile.open(path)) as file:
+            # What was not finished claims nothing, neither of 7 nor of what was in the file before.
+            assert file.snapshot() is None or all(map(file.verify, range(file.num_blocks)))
+    assert check_parity([node], NODE, 6) > 5
+    node.snapshot(0, 8)
     node.target(8)
     until(lambda: node.covered(8), "the next one is covered")
     assert smp.duties.cannot is None and smp.duties.status()["state"] == "working"
+    assert check_parity([node], NODE, 8) > 5
+
+
+@pytest.mark.usefixtures("pieces")
+def test_a_chunk_that_goes_bad_while_it_is_read_makes_no_parity(
+    node: Node, smp: Smp, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node.snapshot(0, 7)
+    until(lambda: not smp.duties.step(time.monotonic() + 0.1) and node.checked(7), "checked")
+    steps = []
+
+    def charge(nbytes: int) -> None:
+        steps.append(nbytes)
+        if len(steps) == len(node.arenas) + 2:  # behind the packages: the second step of the first stripe
+            flip(node.arenas[2], 0, node.arenas[2].image.chunks[0].end - 1)
+
+    monkeypatch.setattr(smp.duties._pace.read, "charge", charge)
+    node.target(7)
+    until(lambda: not smp.duties.step(time.monotonic() + 0.1) and (smp.duties.cannot or node.covered(7)), "cannot")
+    assert f"{node.arenas[2].path.name}: chunk 0" in smp.events.of("not_covered")[0]["reason"]
+    with closing(ParityFile.open(parity_path(node.arenas[0].path, "node", 0))) as file:
+        assert file.snapshot() is None
 
 
 def test_a_target_that_fails_its_check_is_given_up_at_once(node: Node, smp: Smp) -> None:
@@ -548,6 +594,33 @@ def test_the_limit_of_reads_is_kept(node: Node, smp: Smp) -> None:
     until(lambda: node.checked(7), "checked")
     nbytes = sum(span.nbytes for arena in node.arenas for span in arena.image.chunks)
     assert time.monotonic() - begun > 0.9 * (nbytes - 65536) / 1e6
+
+
+@pytest.mark.usefixtures("pieces")
+def test_parity_reads_each_byte_once_in_small_steps(node: Node, smp: Smp, monkeypatch: pytest.MonkeyPatch) -> None:
+    node.snapshot(0, 7)
+    until(lambda: not smp.duties.step(time.monotonic() + 0.1) and node.checked(7), "checked")
+    seen: list[int | str] = []  # bytes as they are charged to the limit, and arenas whose lease is renewed
+    renew = GuardedArena.renew
+
+    def renewed(arena: GuardedArena, slot: int) -> None:
+        seen.append(arena.shard)
+        renew(arena, slot)
+
+    monkeypatch.setattr(smp.duties._pace.read, "charge", seen.append)
+    monkeypatch.setattr(GuardedArena, "renew", renewed)
+    node.target(7)
+    until(lambda: not smp.duties.step(time.monotonic() + 0.1) and node.covered(7), "covered")
+    images = [arena.image for arena in node.arenas]
+    [group] = groups_of([node], NODE)
+    parity = sum(stripe.length for stripe in stripes(group))
+    state = sum(span.nbytes for image in images for span in image.chunks)
+    packages = [image.volatile.nbytes for image in images]
+    assert seen[:3] == packages
+    steps = [entry for entry in seen[3:] if isinstance(entry, int)]
+    assert sum(steps) == state + parity and max(steps) <= 100_000
+    after = [renewal for step, renewal in pairwise(seen[3:]) if isinstance(step, int)]
+    assert set(after) <= {"dp0", "dp1", "dp2"}, "leases are renewed in each step: many may take longer than one lasts"
 
 
 def test_a_description_that_lacks_something_is_refused(smp: Smp) -> None:

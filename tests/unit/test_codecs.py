@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import combinations
 
 import numpy as np
@@ -12,7 +13,7 @@ from pyeclib.ec_iface import ECDriver
 
 from ftckpt.errors import ConfigError, LostError
 from ftckpt.parity import codecs
-from ftckpt.parity.codecs import MISSING, Bytes, coefficient, decode, encode
+from ftckpt.parity.codecs import MISSING, Bytes, coefficient, decode, encode, encoder
 from tests.support.errors import raises
 
 LENGTHS = [1, 100, 4096, 16 << 10, (128 << 10) + 1, (256 << 10) - 1, (256 << 10) + 77, (1 << 20) + 4097]
@@ -163,6 +164,37 @@ def test_data_is_only_read_and_out_is_used() -> None:
         assert np.array_equal(out, encode("rs", data, 40_000, row, 3))
         decode("rs", [MISSING, *data[1:]], {row: out}, 40_000, 3)
     assert all(np.array_equal(a, b) for a, b in zip(data, copies, strict=True))
+
+
+@pytest.mark.parametrize(("code", "row", "losses"), [("xor", 0, 1), ("rs", 0, 3), ("rs", 1, 3), ("rs", 2, 3)])
+@pytest.mark.parametrize("sizes", [(9000, 40_000, None, 40_000, 0), (None, 39_999), (40_000, 5000, 40_000), (1,)])
+def test_pieces_make_the_block_that_whole_arrays_make(
+    code: str, row: int, losses: int, sizes: tuple[int | None, ...]
+) -> None:
+    data = [None if size is None else arrays(1, size, seed)[0] for seed, size in enumerate(sizes)]
+    whole = np.zeros(40_000, np.uint8)
+    for array in data:
+        whole ^= padded(array, 40_000)
+    expected = whole if row == 0 else encode(code, data, 40_000, row, losses)
+    fold, out = encoder(code, len(data), row, losses), np.full(40_000, 255, np.uint8)
+    for begin in range(0, 40_000, 12_288):
+        part = out[begin : begin + 12_288]
+        fold((None if array is None else array[begin : begin + len(part)] for array in data), part)
+    assert np.array_equal(out, expected)
+
+
+def test_a_piece_is_added_before_the_piece_after_the_next_is_drawn() -> None:
+    """Whoever hashes each piece as it is drawn finds it in cache, and leaves it there for its sum."""
+    data, out = arrays(6, 1000), np.zeros(1000, np.uint8)
+
+    def drawn() -> Iterator[Bytes]:
+        for index, array in enumerate(data):
+            if index > 1:
+                assert np.array_equal(out, np.bitwise_xor.reduce(data[:index]))
+            yield array
+
+    encoder("xor", 6, 0, 1)(drawn(), out)
+    assert np.array_equal(out, np.bitwise_xor.reduce(data))
 
 
 def test_nothing_at_all_gives_zeros() -> None:
