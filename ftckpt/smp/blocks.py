@@ -7,13 +7,13 @@ import xxhash
 from ftckpt.parity.codecs import encoder
 from ftckpt.parity.groups import ParityGroup
 from ftckpt.parity.stripes import Stripe
-from ftckpt.smp.sources import Bytes, Feed, Sources
+from ftckpt.smp.sources import Bytes, Feed, LocalChunk, Sources
 from ftckpt.smp.work import Work
 
 PIECE_BYTES = 512 << 10
 """What is used at a time: with the sum it stays in a core's own cache, and calls of Python cost little beside it."""
 STEP_BYTES = 16 << 20
-"""About what is read before the caller's loop has its turn, as much as where chunks are checked."""
+"""What is read at most between two looks at the limit and at ranks that copy; a piece of each chunk at least."""
 
 
 def make_block(
@@ -28,21 +28,18 @@ def make_block(
         ArenaError, CannotError: as ``Feed.next``.
     """
     chunks = yield from feed.next(stripe)
+    local = [chunk for chunk in chunks if isinstance(chunk, LocalChunk)]
     fold, made = encoder(group.code, len(chunks), row, group.losses), xxhash.xxh3_64()
     step = max(1, STEP_BYTES // PIECE_BYTES // (len(chunks) + 1)) * PIECE_BYTES
     for begin in range(0, stripe.length, step):
         end = min(begin + step, stripe.length)
-        local_bytes = sum(len(chunk.data[begin:end]) for chunk in chunks if chunk is not None and chunk.is_local)
-        yield from sources.pace.memory(local_bytes + end - begin)
-        for chunk in chunks:
-            if chunk is not None:
-                chunk.renew()
+        yield from sources.pace.memory(sum(len(chunk.data[begin:end]) for chunk in local) + end - begin)
+        for chunk in local:
+            chunk.renew()
         for at in range(begin, end, PIECE_BYTES):
             piece = out[at : min(at + PIECE_BYTES, end)]
             fold((chunk.read(at, at + len(piece)) if chunk is not None else None for chunk in chunks), piece)
             made.update(piece.data)
-        yield 0.0
-    for chunk in chunks:
-        if chunk is not None:
-            chunk.verify()
+    for chunk in local:
+        chunk.verify()
     return made.intdigest()

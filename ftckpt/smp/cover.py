@@ -186,6 +186,7 @@ def write_parity(
             row = one.blocks.index((holder, block))
             out = file.block(block)
             file.put(block, out, (yield from make_block(sources, feed, group, one, row=row, out=out)))
+            yield 0.0
     file.seal()
 
 

@@ -124,31 +124,18 @@ class Sources:
 
 
 class Chunk:
-    """A chunk that goes into parity, read from its first byte to its last, and then verified.
-
-    This one came from another node, and was verified when it came.
-    """
-
-    is_local = False
+    """A chunk that goes into parity; this one came from another node, and was verified when it came."""
 
     def __init__(self, data: Bytes) -> None:
         self.data = data
 
     def read(self, begin: int, end: int) -> Bytes:
-        """The next piece; empty behind the end."""
+        """The next piece, from the first byte on; empty behind the end."""
         return self.data[begin:end]
-
-    def renew(self) -> None:
-        """Hold on to it while it is read: called more often than a lease lasts."""
-
-    def verify(self) -> None:
-        """All was read; raises CorruptError if that is not what was checked."""
 
 
 class LocalChunk(Chunk):
-    """One of a slot of this node, read in place: it is hashed as it is read, and nothing is known before the end."""
-
-    is_local = True
+    """One in a slot of this node, read in place: hashed as it is read, and nothing is known of it before its end."""
 
     def __init__(self, arena: GuardedArena, checked: CheckedSlot, chunk: int) -> None:
         span = arena.mapped.image.chunks[chunk]
@@ -162,9 +149,11 @@ class LocalChunk(Chunk):
         return piece
 
     def renew(self) -> None:
+        """Prolong the lease on its slot."""
         self._arena.renew(self._slot)
 
     def verify(self) -> None:
+        """Raises CorruptError if what was read, all of it, is not what was checked."""
         if self._hash.intdigest() != self._expected:
             raise CorruptError(
                 f"{self._arena.name}: chunk {self._chunk} of slot {self._slot} does not match its checksum"

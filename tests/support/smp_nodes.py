@@ -59,12 +59,12 @@ class Seen(Events):
         return [fields for name, fields in list(self.all) if name == event]
 
 
-def manifest(rank: int, chunks: int, of: int) -> Manifest:
+def manifest(rank: int, chunks: int, of: int, chunk_bytes: int = CHUNK) -> Manifest:
     """Ranks hold a little more or less than each other, so that stripes have holes and short chunks."""
-    size = chunks * CHUNK - 1000 - 5000 * rank
+    size = chunks * chunk_bytes - 1000 - 5000 * rank
     own = Fragment.whole(f"own{rank}", "U8", (size,), Box((0,), (size,)))
     counter = Fragment.whole(f"counter{rank}", "U8", (70_000,), Box((0,), (70_000,)))
-    return Manifest({"dp": rank}, {"dp": of}, (own,), (counter,), 4000, CHUNK)
+    return Manifest({"dp": rank}, {"dp": of}, (own,), (counter,), 4000, chunk_bytes)
 
 
 def fill(arena: Arena, slot: int, iteration: int, hashed: bool = False, lineage: bytes = LINEAGE) -> None:
@@ -93,11 +93,12 @@ class Node:
     """One node: the arenas of its ranks, open as the trainers have them."""
 
     def __init__(
-        self, root: Path, name: str, ranks: Sequence[int], of: int, *, chunks: int = 5, slots: int = 3
-    ) -> None:
+        self, root: Path, name: str, ranks: Sequence[int], of: int, *, chunks: int = 5, slots: int = 3,
+        chunk_bytes: int = CHUNK,
+    ) -> None:  # fmt: skip
         self.root, self.name = root, name
         self.dir = node_directory(root, "job", name)
-        self.arenas = [Arena.create(self.dir, manifest(rank, chunks, of), slots) for rank in ranks]
+        self.arenas = [Arena.create(self.dir, manifest(rank, chunks, of, chunk_bytes), slots) for rank in ranks]
 
     def snapshot(self, slot: int, iteration: int, hashed: bool = False) -> None:
         for arena in self.arenas:

@@ -21,6 +21,8 @@ def test_a_tiny_run(arena_root: Path, tmp_path: Path, capsys: pytest.CaptureFixt
     assert {"hardware", "versions", "command", "date"} <= result["environment"].keys()
     for name, rate in result["rates"].items():
         assert 0 < rate["least"] <= rate["median"] <= rate["most"] and name in printed
+    for name, case in result["smp"].items():
+        assert 0 < case["least"] <= case["median"] <= case["most"] and name in printed
     assert set(result["ratios"]) <= {line.split("  ")[0] for line in printed.splitlines()}
 
 
@@ -39,14 +41,15 @@ def test_parity_takes_a_fraction_of_a_mirrors_memory_for_the_same_guarantees() -
 
 
 def test_shares_of_cores_follow_from_the_rates() -> None:
-    names = ("checksum of a chunk", "xor encode", "rs encode, m=2", "parity block into its file")
+    names = ("checksum of a chunk", "xor, one pass", "rs row 0, one pass", "rs row 1, one pass")
     rates = {name: {"median": 2.0} for name in names}
     cases = {(case["protection"], case["node_gb"]): case for case in parity.core_cases(rates)}
     case = cases["checksums", 64.0]
     assert case["core_secs_per_snapshot"] == pytest.approx(32.0)
     assert case["share_of_a_core"] == pytest.approx(3.2)
     assert case["share_of_the_node"] == pytest.approx(3.2 / parity.NODE_CORES)
-    assert cases["checksums, node", 6.4]["core_secs_per_snapshot"] == pytest.approx(6.4 * (1.5 + 1 / 14))
+    assert cases["checksums, node", 6.4]["core_secs_per_snapshot"] == pytest.approx(6.4)
+    assert cases["checksums, node, peer rs m=2", 6.4]["core_secs_per_snapshot"] == pytest.approx(12.8)
 
 
 def test_what_does_not_hold_is_told() -> None:
