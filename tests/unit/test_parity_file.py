@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import xxhash
 
 from ftckpt.errors import ArenaError, CorruptError, MemoryBudgetError
 from ftckpt.model.snapshot import SnapshotId
@@ -124,9 +125,12 @@ def test_a_block_computed_in_place(path: Path) -> None:
     for block in range(file.num_blocks):
         view = file.block(block)
         view[:] = contents(block, len(view), 2)
-        file.put(block, view)
+        file.put(block, view, xxhash.xxh3_64_intdigest(view.data) if block % 2 else None)
     file.seal()
     assert_holds(file, NEW, 2)
+    file.begin(SnapshotId(NEW, 3))
+    file.put(0, file.block(0), 5)  # what the caller hashed was something else
+    assert not file.verify(0)
     file.close()
 
 
