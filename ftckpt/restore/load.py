@@ -36,6 +36,8 @@ from ftckpt.restore.exchange import (
 from ftckpt.restore.locations import Location, OpenArenas, SlotAt, location_of
 from ftckpt.restore.offers import Index
 from ftckpt.restore.plan import ReadItem, StridedCopy, in_bytes, plan, run, stream
+from ftckpt.restore.slot_file import SlotFile
+from ftckpt.restore.threads import here, in_order
 
 Loop = tuple[int, Sequence[int], Sequence[int]]
 """Bytes of a source in the order of some loops: begin, shape, strides."""
@@ -45,6 +47,9 @@ Requests = dict[int, list[tuple[Location, list[Loop]]]]
 
 Pair = tuple[Strip, Strip]
 """Bytes of this node, from and to."""
+
+Files = dict[int, SlotFile]
+"""What is mapped as a source's memory, by the id of that."""
 
 
 @dataclass(frozen=True)
@@ -138,8 +143,8 @@ def fetch(source: Location, reader: int, offset: int, into: torch.Tensor) -> Tra
     return Transfer(source, reader, (Item(copies, into),))
 
 
-def execute(group: Group, plan: Callable[[], Sequence[Transfer]], arenas: OpenArenas) -> Traffic:
-    """Perform all transfers of all ranks, of which each ``plan``s its own. Collective.
+def execute(group: Group, plan: Callable[[], Sequence[Transfer]], arenas: OpenArenas, threads: int = 1) -> Traffic:
+    """Perform all transfers of all ranks, of which each ``plan``s its own; ``threads`` copy what is near. Collective.
 
     Takes up to 2 · ``OPEN_STEPS`` · ``MESSAGE_BYTES`` (of ``exchange``) of host memory beside the tensors.
 
@@ -150,10 +155,11 @@ def execute(group: Group, plan: Callable[[], Sequence[Transfer]], arenas: OpenAr
     """
     transfers: list[Transfer] = []
     pairs: list[Pair] = []
+    files: Files = {}
 
     def remote() -> list[Transfer]:
         transfers[:] = plan()
-        pairs[:] = _open([t for t in transfers if t.reader == group.rank], arenas)
+        pairs[:] = _open([t for t in transfers if t.reader == group.rank], arenas, files)
         return [t for t in transfers if t.reader != group.rank]
 
     # All agree that everything can be read before the first message: a rank that failed here would leave those
@@ -166,7 +172,7 @@ def execute(group: Group, plan: Callable[[], Sequence[Transfer]], arenas: OpenAr
     counter = _Counter(group.rank, sum(t.nbytes for t in transfers))
     # In the order of the requests, which is the order in which the reader sends: messages have no headers.
     incoming = {reader: Stream([s for want in of for s in want.fetched]) for reader, of in wants.items()}
-    copies = _copy(pairs, counter.count("copied"))
+    copies = _copy(pairs, files, counter.count("copied"), threads)
     exchange(group, outgoing, incoming, copies, counter.count("received"))
     # After the exchange: only then has this rank the parts that it hands on.
     _spread(group, [want for of in wants.values() for want in of if want.ranks], counter)
@@ -260,11 +266,14 @@ def _whole(texts: dict[int, torch.Tensor]) -> dict[int, Stream]:
     return {rank: Stream([Strip(text, 0, (text.numel(),), (1,))]) for rank, text in texts.items()}
 
 
-def _open(local: Sequence[Transfer], arenas: OpenArenas) -> list[Pair]:
-    """Open all that this rank reads for itself: what can fail does so before any message."""
+def _open(local: Sequence[Transfer], arenas: OpenArenas, files: Files) -> list[Pair]:
+    """Open all that this rank reads for itself: what can fail does so before any message. To ``files`` comes what can
+    be read without its mapping."""
     pairs: list[Pair] = []
     for wanted in local:
         memory = _memory(arenas, wanted.source)
+        if isinstance(wanted.source, SlotAt):
+            files[id(memory)] = arenas.file(wanted.source)
         for item in wanted.items:
             live = item.tensor.view(torch.uint8)
             pairs += [(source_strip(one, memory), dest_strip(one, live)) for one in item.copies]
@@ -300,25 +309,45 @@ def _memory(arenas: OpenArenas, source: Location) -> torch.Tensor:
         return torch.frombuffer(view, dtype=torch.uint8)
 
 
-def _copy(pairs: Iterable[Pair], landed: Callable[[int], None]) -> Iterator[int]:
-    """Copy, and stop for a moment after each ``MESSAGE_BYTES``."""
+def _copy(pairs: Iterable[Pair], files: Files, landed: Callable[[int], None], threads: int) -> Iterator[int]:
+    """Copy, and stop for a moment after each ``MESSAGE_BYTES`` or less."""
+    on_stream = here()
+
+    def copy(batch: Sequence[Pair]) -> int:
+        with on_stream():
+            for source, dest in batch:
+                file = files.get(id(source.memory))
+                if file is not None and source.is_run and dest.is_run and dest.memory.device.type == "cpu":
+                    file.read_into(source.begin, dest.view.numpy().data)
+                else:
+                    dest.view.copy_(source.view)
+        return sum(source.nbytes for source, _ in batch)
+
+    for nbytes in in_order(copy, _batches(pairs), threads):
+        landed(nbytes)
+        yield nbytes
+
+
+def _batches(pairs: Iterable[Pair]) -> Iterator[list[Pair]]:
+    """The pairs, cut and joined to ``MESSAGE_BYTES`` each, but for the last."""
+    batch: list[Pair] = []
     room = wire.MESSAGE_BYTES
     for source, dest in pairs:
         begin, nbytes = 0, source.nbytes
         while begin < nbytes:
             end = min(nbytes, begin + room)
             # The same cut of both sides: loops of the one may be joined where those of the other are not.
-            for from_, to in _pairs(source, dest, begin, end):
-                to.view.copy_(from_.view)
-            landed(end - begin)
+            batch += _pairs(source, dest, begin, end)
             room -= end - begin
             begin = end
             if room == 0:
-                yield end
-                room = wire.MESSAGE_BYTES
+                yield batch
+                batch, room = [], wire.MESSAGE_BYTES
+    if batch:
+        yield batch
 
 
-def _pairs(source: Strip, dest: Strip, begin: int, end: int) -> Iterator[tuple[Strip, Strip]]:
+def _pairs(source: Strip, dest: Strip, begin: int, end: int) -> Iterator[Pair]:
     copy = StridedCopy(source.begin, dest.begin, source.shape, source.strides, dest.strides)
     for part in stream((copy,), begin, end):
         yield source_strip(part, source.memory), dest_strip(part, dest.memory)

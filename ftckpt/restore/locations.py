@@ -8,6 +8,7 @@ from typing import Any
 
 from ftckpt.errors import ArenaError
 from ftckpt.model import codec
+from ftckpt.restore.slot_file import SlotFile
 from ftckpt.store.arena import Arena
 from ftckpt.store.package import mirror_dir
 from ftckpt.store.parity_file import ParityFile
@@ -70,6 +71,7 @@ class OpenArenas:
     def __init__(self, node_dir: Path) -> None:
         self.node_dir = node_dir
         self._arenas: dict[str, Arena] = {}
+        self._files: dict[SlotAt, SlotFile] = {}
         self._parity: dict[tuple[str, str], ParityFile] = {}
 
     def get(self, name: str) -> Arena:
@@ -77,6 +79,12 @@ class OpenArenas:
         if name not in self._arenas:
             self._arenas[name] = Arena.open(self.node_dir / name)
         return self._arenas[name]
+
+    def file(self, at: SlotAt) -> SlotFile:
+        """The file of a slot of this node, to be read by calls; raises ArenaError."""
+        if at not in self._files:
+            self._files[at] = SlotFile(self.get(at.arena), at.slot)
+        return self._files[at]
 
     def parity(self, arena: str, file: str) -> ParityFile:
         """The parity file ``file`` in directory ``arena`` of this node."""
@@ -106,9 +114,12 @@ class OpenArenas:
 
     def close(self) -> None:
         """Unmap all; views that exist keep their memory."""
+        for file in self._files.values():
+            file.close()
         for arena in self._arenas.values():
             arena.close()
         for parity in self._parity.values():
             parity.close()
+        self._files.clear()
         self._arenas.clear()
         self._parity.clear()

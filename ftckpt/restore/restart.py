@@ -42,6 +42,7 @@ from ftckpt.restore.offers import (
 from ftckpt.restore.repair import Usage
 from ftckpt.restore.search import Coming, Search, part_of_inventory
 from ftckpt.restore.shelf import NO_SHELF, Look, Shelf, ShelfLook
+from ftckpt.restore.threads import threads_of
 from ftckpt.store.arena import Arena, open_control
 from ftckpt.store.control import ControlBlock
 from ftckpt.store.directory import list_arenas
@@ -395,7 +396,7 @@ class Restart:
             needs[:], planned = self._plan(slots, pieces, padded, own)
             return [*planned, *transfers]
 
-        traffic = execute(self._group, plan, self._arenas)
+        traffic = execute(self._group, plan, self._arenas, threads_of(self._topology))
         return needs, traffic, lambda: encoded.numpy().tobytes()
 
     def _end_coming(self) -> None:

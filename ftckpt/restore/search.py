@@ -36,6 +36,7 @@ from ftckpt.restore.repair import Repairer, Site, Usage
 from ftckpt.restore.shelf import NO_SHELF, Shelf
 from ftckpt.restore.stored import ShardFetch
 from ftckpt.restore.straight import StraightFetch
+from ftckpt.restore.threads import in_order, threads_of
 from ftckpt.store.arena import Arena
 from ftckpt.store.control import SlotState
 from ftckpt.store.damage import Damage
@@ -99,6 +100,7 @@ class Search:
         self._shelf, self._slots, self._before = shelf, slots, before
         self._group = group
         self._topology = topology
+        self._threads = threads_of(topology)
         self._events = events
         self._arenas = arenas
         self._inventory = Inventory()
@@ -307,12 +309,15 @@ class Search:
         if arena.control.record(slot.slot).snapshot != snapshot:
             # A rebuild that failed may have taken the slot since.
             return SlotState(state).name.lower(), Damage(reason="record")
-        damage = arena.verify(slot.slot, progress)
+
+        def hashes(chunks: Iterable[int]) -> Iterable[int]:
+            return in_order(self._arenas.file(slot).hash_chunk, chunks, self._threads)
+
+        damage = arena.verify(slot.slot, progress, hashes)
         # The trainers died before the SMP came to this slot: the window that ``checked`` events measure.
         if not damage and arena.unchecked(slot.slot):
             expected, bad = self._package_hashes(arena, slot.slot), []
-            for chunk in range(len(arena.image.chunks)):
-                value = arena.hash_chunk(slot.slot, chunk)
+            for chunk, value in enumerate(hashes(range(len(arena.image.chunks)))):
                 if chunk in expected and value != expected[chunk]:
                     bad.append(chunk)
                 progress(arena.image.chunks[chunk].end, arena.image.file_bytes)

@@ -7,7 +7,8 @@ memory costs more than all of that: they get it beside training, and the next sn
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import NamedTuple
 
@@ -25,6 +26,7 @@ from ftckpt.restore.locations import SlotAt
 from ftckpt.restore.offers import SlotContents
 from ftckpt.restore.plan import StridedCopy, reading, run
 from ftckpt.restore.rebuild import NEW_SLOT
+from ftckpt.restore.threads import here
 from ftckpt.store.image import Span
 
 _TWICE_SHARE = 0.125
@@ -91,7 +93,7 @@ class StraightFetch:
         """Bytes of a shard's image, outside its objects; raises StorageError."""
         data = torch.empty(end - begin, dtype=torch.uint8)
         for chunk in _chunks(self._files.get(shard), [_Part(run(begin, 0, end - begin), data)]):
-            _bring(chunk)
+            _bring(chunk, nullcontext)
         return data.numpy().data
 
     def plan(self, transfers: Sequence[Transfer]) -> int:
@@ -126,7 +128,7 @@ class StraightFetch:
         Raises:
             StorageError: something on storage is bad, or away; on all ranks together, and some bytes have arrived.
         """
-        jobs = [Job(chunk.span.nbytes, partial(_bring, chunk)) for chunk in self._chunks]
+        jobs = [Job(chunk.span.nbytes, partial(_bring, chunk, here())) for chunk in self._chunks]
         self._reader.bring(jobs, len(self.places))
         return Traffic(self._needed_bytes, 0, 0, self._needed_bytes)
 
@@ -155,16 +157,17 @@ def _slot(transfer: Transfer) -> SlotAt:
     return transfer.source
 
 
-def _bring(chunk: _Chunk) -> None:
+def _bring(chunk: _Chunk, on_stream: Callable[[], AbstractContextManager[object]]) -> None:
     """Read a chunk, prove it, and put its bytes where they belong."""
     begin, end = chunk.span.begin, chunk.span.end
     memory = chunk_buffer(chunk.span.nbytes)
     chunk.file.fill(chunk.number, memory)
     data = torch.frombuffer(memory, dtype=torch.uint8)
-    for part in chunk.parts:
-        for copy in reading(part.copy, begin, end):
-            source = source_strip(copy._replace(source=copy.source - begin), data)
-            dest_strip(copy, part.to).view.copy_(source.view)
+    with on_stream():
+        for part in chunk.parts:
+            for copy in reading(part.copy, begin, end):
+                source = source_strip(copy._replace(source=copy.source - begin), data)
+                dest_strip(copy, part.to).view.copy_(source.view)
 
 
 def _chunks(file: ShardFile, parts: Sequence[_Part]) -> Iterator[_Chunk]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, closing, contextmanager
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -30,11 +31,12 @@ from ftckpt.store.directory import (
 )
 from ftckpt.store.image import SlotImage
 from ftckpt.store.locks import FileLock
-from ftckpt.store.mapping import Mapping, create_mapping, open_mapping
+from ftckpt.store.mapping import FileId, Mapping, create_mapping, open_mapping
 from ftckpt.store.parity_file import parity_of
 from ftckpt.store.slots import FreshSlot, SlotFiles, header_file_good, image_of_files, write_header
 
 Progress = Callable[[int, int], None]
+HashesOf = Callable[[Iterable[int]], Iterable[int]]
 """Called with bytes done and bytes in all."""
 
 Hashes = npt.NDArray[np.uint64]
@@ -269,6 +271,10 @@ class Arena:
         """The whole file of ``slot``; raises CorruptError if it is damaged, ArenaError if not allocated."""
         return self._slots.view(slot)
 
+    def slot_id(self, slot: int) -> FileId | None:
+        """Of the file of ``slot`` that is mapped; None where none is."""
+        return self._slots.file_id(slot)
+
     def slot_error(self, slot: int) -> str | None:
         """Why ``slot`` cannot be used, or None."""
         return self._slots.error(slot)
@@ -341,12 +347,12 @@ class Arena:
         """The objects in use, not verified; raises CorruptError if their length passes the capacity."""
         return self._objects(slot, self.control.record(slot))
 
-    def verify(self, slot: int, on_progress: Progress | None = None) -> Damage:
+    def verify(self, slot: int, on_progress: Progress | None = None, hashes_of: HashesOf | None = None) -> Damage:
         """What is bad in ``slot``; nothing means that every byte with a checksum is verified.
 
         Those are all bytes of the snapshot, or, of one that is ``unchecked``, all but its chunks. A slot without a
         snapshot, or with a torn record, is useless. Room for objects behind those in use holds nothing and is not
-        looked at.
+        looked at. ``hashes_of`` gives the checksums of chunks, in another way than one ``hash_chunk`` after another.
         """
         error = self.slot_error(slot)
         if error is not None:
@@ -355,8 +361,10 @@ class Arena:
         if not record.sealed:
             return Damage(reason="record")
         hashes, bad_chunks = self._hashes(slot, record), []
-        for chunk, expected in enumerate([] if hashes is None else hashes.tolist()):
-            if self.hash_chunk(slot, chunk) != expected:
+        expected = [] if hashes is None else hashes.tolist()
+        hashes_of = hashes_of or partial(map, partial(self.hash_chunk, slot))
+        for chunk, value in enumerate(hashes_of(range(len(expected)))):
+            if value != expected[chunk]:
                 bad_chunks.append(chunk)
             if on_progress is not None:
                 on_progress(self.image.chunks[chunk].end, self.image.file_bytes)

@@ -24,6 +24,8 @@ class Mapping:
     def __init__(self, fd: int, nbytes: int, writable: bool) -> None:
         protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
         self._map: mmap.mmap | None = mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED, prot=protection)
+        status = os.fstat(fd)
+        self.file_id: FileId = status.st_dev, status.st_ino
         self.data = memoryview(self._map)
 
     def close(self) -> None:

@@ -12,7 +12,7 @@ from ftckpt.errors import ArenaError, CorruptError, MismatchError
 from ftckpt.store.control import ControlBlock, SlotState
 from ftckpt.store.directory import fresh_name
 from ftckpt.store.image import SlotImage, parse_image
-from ftckpt.store.mapping import Mapping, create_mapping, open_mapping
+from ftckpt.store.mapping import FileId, Mapping, create_mapping, open_mapping
 
 HEADER_NAME = "header"
 """The file with the bytes that each slot begins with: an arena is known by it before a slot has memory."""
@@ -99,6 +99,11 @@ class SlotFiles:
         if isinstance(mapping, Mapping):
             return mapping.data[:]
         raise (ArenaError if mapping is None else CorruptError)(str(self.error(slot)))
+
+    def file_id(self, slot: int) -> FileId | None:
+        """Of the file that is mapped; None where none is."""
+        mapping = self._slots[slot]
+        return mapping.file_id if isinstance(mapping, Mapping) else None
 
     def error(self, slot: int) -> str | None:
         """Why the slot cannot be used, or None."""

@@ -7,6 +7,7 @@ import random
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -76,6 +77,14 @@ def reshape(rank: int, size: int, folder: str, seeds: list[int]) -> list[dict[st
             self.views += 1
             return memoryview(np.memmap(Path(folder) / f"{seed}-{place.arena}", np.uint8, "r"))
 
+        def file(self, place: SlotAt) -> Any:
+            def read_into(begin: int, memory: memoryview) -> None:
+                with open(Path(folder) / f"{seed}-{place.arena}", "rb") as file:
+                    file.seek(begin)
+                    assert file.readinto(memory) == len(memory)
+
+            return SimpleNamespace(read_into=read_into)
+
     group, outcomes = Group(60.0), []
     wire.GRAIN_BYTES = 64
     for seed in seeds:
@@ -105,7 +114,7 @@ def reshape(rank: int, size: int, folder: str, seeds: list[int]) -> list[dict[st
             found = [read for read in reads if read.offer.source == source]
             transfers.append(load.transfer(SlotAt(nodes[source], f"a{source}", 0), reader, found, live))
         files = Files(nodes[rank])
-        moved = load.execute(group, lambda t=transfers: t, files)  # type: ignore[arg-type]
+        moved = load.execute(group, lambda t=transfers: t, files, rng.choice([1, 3]))  # type: ignore[arg-type]
         right = [bool((t.numpy() == value(n.key, n)).all()) for t, n in zip(live, needs, strict=True)]
         outcomes.append({"right": right, "nodes": nodes, "new": {k: asdict(v) for k, v in new.items()}})
         outcomes[-1] |= {**asdict(moved), "needs": sum(need.nbytes for need in needs)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import cast
 
@@ -33,7 +34,7 @@ class Image:
         live = [torch.zeros(one.numel, dtype=torch.uint8) for one in wanted]
         parts = [_Part(*one) for one in zip(wanted, live, strict=True)]
         for chunk in _chunks(cast(ShardFile, self), sorted(parts, key=_begin)):
-            _bring(chunk)
+            _bring(chunk, nullcontext)
         return live
 
 

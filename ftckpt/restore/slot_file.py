@@ -1,0 +1,74 @@
+"""A slot's file, read by calls: through its mapping each page asks for a fault, which costs more than to copy it."""
+
+from __future__ import annotations
+
+import os
+import threading
+
+import xxhash
+
+from ftckpt.errors import ArenaError
+from ftckpt.store.arena import Arena
+from ftckpt.store.mapping import FileId
+from ftckpt.store.slots import slot_name
+
+_PIECE_BYTES = 1 << 20
+"""Hashed at a time: it stays in a core's own cache."""
+
+
+class SlotFile:
+    """The file that ``arena`` has mapped for ``slot``. Any thread may read; ``close`` once.
+
+    Raises:
+        ArenaError: it cannot be opened, or another file has its name by now.
+    """
+
+    def __init__(self, arena: Arena, slot: int) -> None:
+        path = arena.path / slot_name(slot)
+        self._spans = arena.image.chunks
+        try:
+            self._fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except OSError as error:
+            raise ArenaError(f"{path}: cannot be opened: {error.strerror}") from None
+        status = os.fstat(self._fd)
+        known: FileId | None = arena.slot_id(slot)
+        if (status.st_dev, status.st_ino) != known:
+            self.close()
+            raise ArenaError(f"{path}: was replaced")
+        self._path = path
+
+    def hash_chunk(self, chunk: int) -> int:
+        """xxh3-64 of a chunk."""
+        span, digest = self._spans[chunk], xxhash.xxh3_64()
+        for begin in range(span.begin, span.end, _PIECE_BYTES):
+            piece = _buffer()[: min(_PIECE_BYTES, span.end - begin)]
+            self.read_into(begin, piece)
+            digest.update(piece)
+        return digest.intdigest()
+
+    def read_into(self, begin: int, memory: memoryview) -> None:
+        """Fill ``memory``, of bytes, from ``begin`` on; raises ArenaError."""
+        done = 0
+        while done < len(memory):
+            try:
+                count = os.preadv(self._fd, [memory[done:]], begin + done)
+            except OSError as error:
+                raise ArenaError(f"{self._path}: cannot be read: {error.strerror}") from None
+            if count == 0:
+                raise ArenaError(f"{self._path}: ends before {begin + len(memory)}")
+            done += count
+
+    def close(self) -> None:
+        """Give the descriptor up."""
+        os.close(self._fd)
+
+
+_buffers = threading.local()
+
+
+def _buffer() -> memoryview:
+    """Of this thread, until it asks again."""
+    memory: memoryview | None = getattr(_buffers, "piece", None)
+    if memory is None:
+        memory = _buffers.piece = memoryview(bytearray(_PIECE_BYTES))
+    return memory
