@@ -49,7 +49,7 @@ class FakeArena:
     def state(self, slot: int) -> SlotState:
         return SlotState.SEALED
 
-    def verify(self, slot: int, progress: Any = None) -> Damage:
+    def verify(self, slot: int, progress: Any = None, hashes_of: Any = None) -> Damage:
         return Damage() if self._good else Damage((0,))
 
     def unchecked(self, slot: int) -> bool:
@@ -65,6 +65,7 @@ def verify(*decisions: Decision) -> list[list[bool]]:
 
     def run(rank: int) -> None:
         topology = SimpleNamespace(me=members[rank], members=members, is_node_leader=rank in (0, 2))
+        topology.ranks_on = lambda node: [at for at, member in enumerate(members) if member.node == node]
         search = Search(FakeGroup(rank, board), topology, events, arenas)  # type: ignore[arg-type]
         for decision in decisions:
             found[rank].append(search._verify(decision))
