@@ -95,6 +95,27 @@ def test_snapshots_become_protected_and_nothing_is_left_at_the_end(plan: Plan) -
     assert arenas["one rank's arena"] == 3 and arenas["one node"] == 0
 
 
+@pytest.mark.parametrize("slots", [0, 3])
+def test_protection_that_takes_many_iterations_costs_a_snapshot_only_where_three_slots_were_asked_for(
+    plan: Plan, slots: int
+) -> None:
+    """By default each iteration has its snapshot, and one is protected after the other. What is left out is told."""
+    slow = {"smp_gbps": 0.008, "slots": slots, "protect_timeout_secs": 60.0}
+    run_ranks(train, 3, replace(plan, protected=4, settings={**plan.settings, **slow}))
+    for rank in range(3):
+        seen = told(plan, rank)
+        done = [event for event in seen if event["event"] == "protected"]
+        assert len(done) >= 4 and "not_protected" not in {event["event"] for event in seen}
+        between = [e for e in seen if done[0]["time"] < e["time"] <= done[3]["time"]]
+        taken, left_out = (sum(e["event"] == name for e in between) for name in ("snapshot", "skipped"))
+        assert taken + left_out > 20, "one takes many iterations"
+        assert left_out > taken if slots else not left_out
+        # As quick as one can be: what it takes of the cores is little.
+        assert done[3]["time"] - done[0]["time"] < 1.5 * sum(event["secs"] for event in done[1:4])
+        ages = [event for event in seen if event["event"] == "ages"]
+        assert [event["left_out"] for event in ages[:1]] == [8] * bool(slots)
+
+
 def test_who_looks_sees_checked_and_protected_slots_and_each_keeps_its_protected_one(plan: Plan) -> None:
     with spawn_ranks(train, 3, replace(plan, iterations=ENDLESS)):
         seen: set[SlotState] = set()
