@@ -182,7 +182,8 @@ def test_with_auto_all_ranks_protect_as_the_node_that_rests_longest_and_once_a_m
     apart = [(a, b - a) for a, b in itertools.pairwise(chosen)]
     assert {by for at, by in apart if 20 < at < 80} == {20}, "the node rests for as long"
     assert {by for at, by in apart if 105 < at < 135} == {1}, "none rests"
-    assert {by for at, by in apart if at > 150} <= {60, 61, 62, 63}, "it rests for ever"
+    slowly = [by for at, by in apart if at > 120 and by > 1]
+    assert len(slowly) == 2 and all(60 <= by <= 63 for by in slowly), "it rests for ever"
 
 
 def test_nothing_is_taken_of_what_a_proof_has_shown_to_be_wrong() -> None:
