@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ftckpt.capture.redundancy import Redundancy
-from ftckpt.config import Config
+from ftckpt.config import MOST_REST_SECS, Config
 from ftckpt.errors import ConfigError, MemoryBudgetError
 from ftckpt.events import Events
 from ftckpt.group import Group, gather_all, together
@@ -365,12 +365,21 @@ class Protection:
         node, names = self._topology.me.node, self.modes.names
         table = arrangement.report(slots)
         self._events.emit("protection", modes=names, **table.to_json())
-        self._events.announce(f"protection: {', '.join(names) or 'none'}")
+        self._events.announce(f"protection: {', '.join(names)}, {self._often}" if names else "protection: none")
         for line in table.lines():
             self._events.announce(line)
         account = arrangement.account(node, node_dir, table.smp_bytes(node), slots)
         self._require_room(account, coming_bytes, node_dir)
         return table
+
+    @property
+    def _often(self) -> str:
+        """In words."""
+        config = self._config
+        if config.protect_interval != "auto":
+            return f"of one snapshot of {config.protect_interval}"
+        share = f"{config.smp_cores:g} of a node's cores allows" if config.smp_cores else "it is done"
+        return f"as often as {share}, and once in {MOST_REST_SECS:.0f} s at least"
 
     def _tell_network(self, nbytes: int) -> None:
         """What this node takes of the network for a snapshot, of which it receives ``nbytes``."""

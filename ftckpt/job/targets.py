@@ -39,7 +39,8 @@ class Targets:
     ``protected`` until the next one is. One that some node cannot protect is given up, the protected one stays, and
     no other is chosen before all nodes could protect it. ``interval`` is the number of snapshots between two that are
     to be protected; 0: none is. ``timeout_secs`` is how long this rank waits for its node's part, and
-    ``most_rest_secs`` how long after a target was chosen no other one is because some node rests.
+    ``most_rest_secs`` how long after a target was chosen, once anything is protected, no other one is because some
+    node rests.
     """
 
     interval: int
@@ -94,8 +95,9 @@ class Targets:
         if not self.interval:
             return -1, Coverage.READY
         ready = guard.alive and guard.configured and now_secs >= self.rests_until_secs
-        rests = guard.rests and now_secs - self.chosen_secs < self.most_rest_secs
-        done = Coverage.DONE if rests else Coverage.READY
+        # Not before anything is protected.
+        is_early = self.protected is not None and now_secs - self.chosen_secs < self.most_rest_secs
+        done = Coverage.DONE if guard.rests and is_early else Coverage.READY
         if self.target is None:  # none is chosen while a node could not protect it
             return -1, done if ready else Coverage.CANNOT
         # What is covered stays so without an SMP, but not where other groups have taken the place of these.

@@ -141,12 +141,14 @@ def test_a_node_that_has_taken_its_share_of_the_cores_rests_but_never_for_long()
         (auto, 0.0, Coverage.DONE), (auto, 59.0, Coverage.DONE), (auto, 60.0, Coverage.READY),
         (each, 0.0, Coverage.READY),
     ):  # fmt: skip
-        targets.target, targets.chosen_secs = at(4), NOW_SECS
+        targets.protected, targets.target, targets.chosen_secs = at(3), at(4), NOW_SECS
         assert targets.report(resting, NOW_SECS + after_secs) == (4, cover)
         targets.target = None
         assert targets.report(resting, NOW_SECS + after_secs) == (-1, cover)
     unable = resting._replace(alive=False)
     assert auto.report(unable, NOW_SECS) == (-1, Coverage.CANNOT)
+    auto.protected = None
+    assert auto.report(resting, NOW_SECS) == (-1, Coverage.READY), "nothing is protected yet"
 
 
 def test_while_a_node_rests_nothing_is_chosen_and_nobody_complains() -> None:
