@@ -167,6 +167,31 @@ def test_all_ranks_have_as_many_slots_as_the_arena_that_has_fewest(arena_root: P
     end(again)
 
 
+def test_slots_that_do_not_fit_are_fewer_once_on_all_ranks(arena_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    members = ranks(arena_root, 2, slots=4, least_slots=3)
+    room = 2 * 3 * SlotImage.of(members[0].manifest()).file_bytes
+
+    def check(path: Path, need_bytes: int) -> None:
+        if need_bytes > room:
+            raise MemoryBudgetError("no room")
+
+    monkeypatch.setattr(ledger, "check_budget", check)
+    on_all(members, lambda member: member.arenas.enter())
+
+    def refused(member: Rank) -> bool:
+        with pytest.raises(MemoryBudgetError, match="rank 0: no room") as failure:
+            member.arenas.open(member.manifest(), None)
+        return member.arenas.lessen(failure.value)
+
+    assert on_all(members, refused) == [True, True]
+    for member, arena in zip(members, on_all(members, lambda m: m.arenas.open(m.manifest(), None)), strict=True):
+        member.arena = arena
+    on_all(members, settle)
+    assert [files(member) for member in members] == [[3], [3]]
+    assert not members[0].arenas.lessen(MemoryBudgetError("no room for three, either"))
+    end(members)
+
+
 def test_what_is_protected_after_a_restart_is_the_newest_that_any_mark_names() -> None:
     held = [SnapshotId(LINEAGE, iteration) for iteration in (5, 4, 3)]
     protection = Protection.__new__(Protection)
