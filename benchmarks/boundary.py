@@ -1,10 +1,10 @@
-"""What a snapshot takes of the training thread at its boundary and fence, by part, whatever its bytes are.
+"""What a snapshot takes of the training thread at its boundary and fence, and a restart, by part, whatever its bytes.
 
     python benchmarks/boundary.py --json FILE
 
 Two ranks train models of many small tensors under Megatron-core, DeepSpeed and plain torch, with a snapshot in each
-iteration, and time all calls of the checkpointer. Beside that: ``schedule`` sync against a copy of the same bytes.
-The exit code is 1 where a goal is missed, with a line for each.
+iteration, and time all calls of the checkpointer; then they restart from memory. Beside that: ``schedule`` sync
+against a copy of the same bytes. The exit code is 1 where a goal is missed, with a line for each.
 """
 
 from __future__ import annotations
@@ -33,22 +33,26 @@ TIMEOUT_SECS = 280.0
 MOST_MS = {300: 0.3, 3000: 1.0}
 """Of processor time, by pieces; the median of all snapshots that count."""
 MOST_OUTLIER_MS = 3.0
+MOST_RESTORE_MS = {300: 50.0, 3000: 200.0}
+"""Of all that ``restore()`` takes, by pieces: states are of some MB."""
 MOST_SYNC = 1.1
 """Of the time of a plain copy."""
 SYNC = "sync"
 
 
 class Sizes(NamedTuple):
-    """Pieces of the jobs; iterations that count; MiB of the states that are copied while training waits; rounds."""
+    """Pieces of the jobs; iterations that count; restarts; MiB of the states that are copied while training waits;
+    rounds."""
 
     pieces: Sequence[int]
     counted: int
+    restarts: int
     sync_mib: Sequence[int]
     rounds: int
 
 
-FULL = Sizes((30, 300, 3000), 24, (64, 256), 20)
-QUICK = Sizes((30,), 12, (8,), 4)
+FULL = Sizes((30, 300, 3000), 24, 5, (64, 256), 20)
+QUICK = Sizes((30,), 12, 1, (8,), 4)
 
 
 @contextmanager
@@ -67,12 +71,16 @@ def settings_of(arena: Path, more: Mapping[str, Any]) -> Iterator[dict[str, Any]
 
 
 def run_case(case: Case, sizes: Sizes, arena: Path) -> dict[str, Any]:
-    """One start of the ranks; its row."""
+    """A start of the ranks and some restarts; the row."""
     framework = FRAMEWORKS[case.framework]
     with settings_of(arena, framework.settings) as settings:
         options = {"stand_in": framework.stand_in, "timeout_secs": TIMEOUT_SECS}
         ranks = [
             one.value for one in run_ranks(boundary_jobs.measure, RANKS, case, settings, sizes.counted, **options)
+        ]
+        restarts = [
+            [one.value for one in run_ranks(boundary_jobs.resume, RANKS, case, settings, **options)]
+            for _ in range(sizes.restarts)
         ]
     cpu = [ms for rank in ranks for ms in rank["cpu_ms"][WARM_UP:]]
     names = sorted({name for rank in ranks for name in rank["parts_ms"]})
@@ -85,6 +93,19 @@ def run_case(case: Case, sizes: Sizes, arena: Path) -> dict[str, Any]:
         "wall_ms_median": statistics.median(ms for rank in ranks for ms in rank["wall_ms"][WARM_UP:]),
         "places_ms_median": statistics.median(ms for rank in ranks for ms in rank["places_ms"][WARM_UP:]),
         "parts_ms": {name: statistics.median(rank["parts_ms"].get(name, 0.0) for rank in ranks) for name in names},
+        "restore": restore_row(restarts),
+    }  # fmt: skip
+
+
+def restore_row(restarts: Sequence[Sequence[Mapping[str, Any]]]) -> dict[str, Any]:
+    """Medians of restarts: all of it, and what the processor does of it, of the slowest rank; parts of all ranks."""
+    ranks = [rank for restart in restarts for rank in restart]
+    slowest = {name: [max(rank[name] for rank in restart) for restart in restarts] for name in ("wall_ms", "cpu_ms")}
+    return {
+        **{f"{name}_median": statistics.median(of) for name, of in slowest.items()},
+        **{f"{name}_each": of for name, of in slowest.items()},
+        "parts_ms": {name: statistics.median(rank["parts_ms"].get(name, 0.0) for rank in ranks)
+                     for name in sorted({name for rank in ranks for name in rank["parts_ms"]})},
     }  # fmt: skip
 
 
@@ -110,6 +131,10 @@ def missed(rows: Sequence[Mapping[str, Any]], sync: Sequence[Mapping[str, Any]])
         worst = max(row["cpu_ms_most"], *row["proofs_ms"].values())
         if not worst <= MOST_OUTLIER_MS:
             lines.append(f"{name}: a snapshot of {worst:.1f} ms, more than {MOST_OUTLIER_MS:g}")
+    for row in rows:
+        most, ms = MOST_RESTORE_MS.get(row["asked"]), row["restore"]["wall_ms_median"]
+        if most is not None and not ms <= most:
+            lines.append(f"{row['framework']}, {row['pieces']} pieces: restored in {ms:.0f} ms, more than {most:.0f}")
     lines += [
         f"sync, {row['mib']} MiB: {row['ratio']:.2f} times a plain copy, more than {MOST_SYNC}"
         for row in sync
@@ -120,7 +145,20 @@ def missed(rows: Sequence[Mapping[str, Any]], sync: Sequence[Mapping[str, Any]])
 
 def show(rows: Sequence[Mapping[str, Any]], sync: Sequence[Mapping[str, Any]]) -> None:
     """Print what was measured."""
-    heads = ["", "pieces", "cpu ms", "least", "most", "1st", "2nd", "4th", "8th", "places ms"]
+    heads = [
+        "",
+        "pieces",
+        "cpu ms",
+        "least",
+        "most",
+        "1st",
+        "2nd",
+        "4th",
+        "8th",
+        "places ms",
+        "restore ms",
+        "its cpu",
+    ]
     names = ("cpu_ms_median", "cpu_ms_least", "cpu_ms_most")
     print_table(
         heads,
@@ -128,13 +166,15 @@ def show(rows: Sequence[Mapping[str, Any]], sync: Sequence[Mapping[str, Any]]) -
             [
                 row["framework"], str(row["pieces"]), *(f"{row[name]:.2f}" for name in names),
                 *(f"{row['proofs_ms'][number]:.1f}" for number in "1248"), f"{row['places_ms_median']:.2f}",
+                *(f"{row['restore'][name]:.0f}" for name in ("wall_ms_median", "cpu_ms_median")),
             ]
             for row in rows
         ],
     )  # fmt: skip
     for row in rows:
-        parts = sorted(row["parts_ms"].items(), key=lambda part: -part[1])
-        print(f"{row['framework']}, {row['pieces']}: " + ", ".join(f"{name} {ms:.3f}" for name, ms in parts))
+        for what, of, digits in (("", row["parts_ms"], 3), (", restore", row["restore"]["parts_ms"], 1)):
+            parts = ", ".join(f"{name} {ms:.{digits}f}" for name, ms in sorted(of.items(), key=lambda part: -part[1]))
+            print(f"{row['framework']}, {row['pieces']}{what}: {parts}")
     for row in sync:
         print(f"sync, {row['mib']} MiB: {row['sync_ms']:.1f} ms, plain copy {row['plain_ms']:.1f} ms")
 

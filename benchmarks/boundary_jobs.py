@@ -52,7 +52,7 @@ PARTS: dict[str, Sequence[str]] = {
         "ftckpt.deepspeed.state:DeepSpeedState.save_objects",
     ),
     "encoding": ("ftckpt.model.objects:encode",),
-    "volatile state": ("ftckpt.capture.copier:HostCopier.copy_now",),
+    "volatile state": ("ftckpt.capture.copier:HostCopier.take", "ftckpt.capture.copier:HostCopier.copy_now"),
     "kept for the end": ("ftckpt.capture.boundary:LastBoundary.keep",),
     "slot": (
         "ftckpt.capture.capture:Capture.begin",
@@ -66,6 +66,23 @@ PARTS: dict[str, Sequence[str]] = {
     "events": ("ftckpt.events:Events.emit",),
 }
 """By name, what belongs to a part, without what of it belongs to another."""
+
+RESTORE_PARTS: dict[str, Sequence[str]] = {
+    "describe": (
+        "ftckpt.plain.state:PlainState.describe",
+        "ftckpt.megatron.state:MegatronState.describe",
+        "ftckpt.deepspeed.state:DeepSpeedState.describe",
+    ),
+    "optimizer's state": ("ftckpt.frameworks.optimizers:materialise",),
+    "look": ("ftckpt.restore.restart:Restart._look",),
+    "verify": ("ftckpt.restore.search:Search._verify",),
+    "void": ("ftckpt.restore.restart:Restart.void_newer",),
+    "plan": ("ftckpt.restore.restart:Restart._plan",),
+    "open": ("ftckpt.restore.load:_open",),
+    "copy": ("ftckpt.restore.load:exchange", "ftckpt.restore.restart:_derive"),
+    "lay out": ("ftckpt.job.shard:Shard.lay_out",),
+}
+"""The same of ``restore()``."""
 
 
 class Case(NamedTuple):
@@ -242,7 +259,7 @@ def measure(rank: int, world_size: int, case: Case, settings: Mapping[str, Any],
         cpu, *_ = iterate()
         parts.append({**meter.parts, "rest": cpu - sum(meter.parts.values())})
     dist.barrier()
-    training.checkpointer.close()
+    training.checkpointer.close(remove=False)  # for ``resume``
     names = {name for row in parts for name in row}
     return {
         "pieces": len(described.stepped) + len(described.volatile),
@@ -252,6 +269,35 @@ def measure(rank: int, world_size: int, case: Case, settings: Mapping[str, Any],
         "places_ms": [places * 1e3 for _, _, places in spent],
         "parts_ms": {name: statistics.median(row.get(name, 0.0) for row in parts) * 1e3 for name in names},
     }
+
+
+def resume(rank: int, world_size: int, case: Case, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """One ``restore()`` of what ``measure`` has left in memory, which all ranks begin together."""
+    sys.path.append(str(ROOT / "launch"))
+    warnings.filterwarnings("ignore")
+    meter = Meter()
+    _replace(f"{OUTERMOST}.restore", meter.outermost)
+    _replace(f"{OUTERMOST}.restore", _begun_together)
+    for part, paths in RESTORE_PARTS.items():
+        for path in paths:
+            _replace(path, functools.partial(meter.part, part))
+    framework = FRAMEWORKS[case.framework]
+    training = framework.build(max(1, round(case.pieces / framework.per_layer)), settings)
+    ((_, cpu, wall),) = meter.calls
+    assert training.checkpointer.whole is not None, "there was nothing to restore"
+    dist.barrier()
+    training.checkpointer.close(remove=False)
+    parts = {**meter.parts, "rest": cpu - sum(meter.parts.values())}
+    return {"cpu_ms": cpu * 1e3, "wall_ms": wall * 1e3, "parts_ms": {name: of * 1e3 for name, of in parts.items()}}
+
+
+def _begun_together(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def begun(*args: Any, **kwargs: Any) -> Any:
+        dist.barrier()
+        return original(*args, **kwargs)
+
+    return begun
 
 
 class Layers(torch.nn.Module):

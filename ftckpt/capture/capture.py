@@ -66,7 +66,7 @@ class Capture:
         self._flying: tuple[int, SnapshotId] | None = None
         try:
             self.use_slots(slot for slot in range(arena.control.slots) if arena.slot_error(slot) is None)
-            copier.warm_up(self._tensors, copies)
+            copier.warm_up(self._tensors, self._stepped, self._volatile)
         except BaseException:
             self.close()
             raise
@@ -145,11 +145,9 @@ class Capture:
         self.arena.slot(slot)[room.begin : room.begin + len(encoded)] = encoded
         # Of what was encoded, not of what is in the slot: a copy that went wrong shows when it is verified.
         control.set_objects(slot, len(encoded), xxhash.xxh3_64_intdigest(encoded))
-        # What changes elsewhere than in the optimizer belongs to this instant; it is small, so training waits.
+        # What changes elsewhere than in the optimizer belongs to this instant.
         sources = self._tensors if kept is None else kept.in_place_of(self._tensors)
-        self._copier.copy_now(sources, self._volatile, self._slots[slot])
-        for copy in self._volatile if hashed else ():
-            control.set_chunk_hash(slot, copy.chunk, self.arena.hash_chunk(slot, copy.chunk))
+        self._copier.take(sources, self._volatile, self._slots[slot])
         # Before the first copy starts: a write behind this line may be in some bytes and not in others.
         self._counts, self._fenced = self._writes.read(), False
         self._flight = self._start(slot, snapshot, base, hashed)
@@ -261,7 +259,7 @@ class Capture:
                 control.set_chunk_hash(slot, chunk, arena.hash_chunk(slot, chunk))
 
         arrived = lambda: self._seal(slot, snapshot, hashed)  # noqa: E731
-        flight = Flight(self._stepped, self._slots[slot], landed, arrived, base)
+        flight = Flight(self._stepped, self._slots[slot], landed, arrived, base, taken=self._volatile)
         self._copier.start(self._tensors, flight, self._windows)
         return flight
 

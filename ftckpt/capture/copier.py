@@ -93,7 +93,8 @@ class Flight:
 
     ``landed(chunk)`` is called on a thread of the copier when the host knows that a chunk's bytes are in the
     slot, ``arrived()`` when all are. Neither is called after ``cancel`` has returned True. ``base`` is the
-    boundary's moment on the copier's clock.
+    boundary's moment on the copier's clock. ``taken`` are the copies of volatile state, for which ``Copier.take`` was
+    called.
     """
 
     def __init__(
@@ -103,8 +104,11 @@ class Flight:
         landed: Callable[[int], None],
         arrived: Callable[[], None],
         base: Moment = None,
+        *,
+        taken: Sequence[ChunkCopy] = (),
     ) -> None:
         self.copies = copies
+        self.taken = taken
         self.slot = slot
         self.base = base
         self._landed = landed
@@ -174,15 +178,18 @@ class Copier(Protocol):
     def prepare(self, slots: Sequence[Slot]) -> None:
         """Make the slots fit for copies, in the background where it takes long."""
 
-    def warm_up(self, tensors: Sequence[torch.Tensor], copies: Sequence[ChunkCopy]) -> None:
-        """Before training, once: whatever ``copies`` will ask for the first time is asked for now.
+    def warm_up(
+        self, tensors: Sequence[torch.Tensor], copies: Sequence[ChunkCopy], volatile: Sequence[ChunkCopy]
+    ) -> None:
+        """Before training, once: whatever copies will ask for the first time is asked for now.
 
         Raises:
             CaptureError, RuntimeError: the device has no memory for it, or does not answer.
         """
 
-    def copy_now(self, tensors: Sequence[torch.Tensor], copies: Sequence[ChunkCopy], slot: Slot) -> None:
-        """Copy and return when the bytes are in the slot (volatile state at the boundary, which is never XORed)."""
+    def take(self, tensors: Sequence[torch.Tensor], copies: Sequence[ChunkCopy], slot: Slot) -> None:
+        """Volatile state, which is never XORed, as it is now: training may change it from here on. No flight is under
+        way. It is in the slot when the flight has it landed that begins next."""
 
     def start(self, tensors: Sequence[torch.Tensor], flight: Flight, windows: Windows) -> None:
         """Begin a flight; ``tensors`` must not change before the fence."""
@@ -272,15 +279,17 @@ class HostCopier:
 
         self._worker.submit(touch_all)
 
-    def warm_up(self, tensors: Sequence[torch.Tensor], copies: Sequence[ChunkCopy]) -> None: ...
+    def warm_up(
+        self, tensors: Sequence[torch.Tensor], copies: Sequence[ChunkCopy], volatile: Sequence[ChunkCopy]
+    ) -> None: ...
 
-    def copy_now(self, tensors: Sequence[torch.Tensor], copies: Sequence[ChunkCopy], slot: Slot) -> None:
+    def take(self, tensors: Sequence[torch.Tensor], copies: Sequence[ChunkCopy], slot: Slot) -> None:
+        """Straight to the slot: nothing is nearer."""
         known = self._at_once.get(slot.data_ptr())
         # The same at each boundary: what is small takes longer to be found than to be copied.
         if known is None or known[0] is not tensors:
-            known = self._at_once[slot.data_ptr()] = tensors, *_pairs(tensors, copies, slot)
-        if known[1]:
-            torch._foreach_copy_(known[1], known[2])
+            known = self._at_once[slot.data_ptr()] = tensors, *segments_of(tensors, copies, slot)
+        copy_together(known[1], known[2])
 
     def start(self, tensors: Sequence[torch.Tensor], flight: Flight, windows: Windows) -> None:
         self._worker.submit(lambda: self._fly(tensors, flight, windows))
@@ -300,6 +309,8 @@ class HostCopier:
 
     def _fly(self, tensors: Sequence[torch.Tensor], flight: Flight, windows: Windows) -> None:
         later: list[int] = []
+        for copy in flight.taken:
+            self._finisher.chunk(flight, copy.chunk)
         try:
             for copy in flight.copies:
                 windows.wait_turn(copy.nbytes, flight.hurry)
@@ -350,14 +361,21 @@ def copy_chunk(
         target.copy_(source[segment.start : segment.start + segment.numel], non_blocking=non_blocking)
 
 
-def _pairs(
-    tensors: Sequence[torch.Tensor], copies: Sequence[ChunkCopy], slot: Slot
+def segments_of(
+    tensors: Sequence[torch.Tensor], copies: Sequence[ChunkCopy], to: torch.Tensor, at: int = 0
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Where the segments of copies that are no XOR go to, and where they come from."""
+    """Where segments, of no XOR, go in ``to``, whose first byte is file offset ``at``, and where they come from."""
     segments = [segment for copy in copies for segment in copy.segments]
+    places = [to[one.offset - at : one.offset - at + one.nbytes] for one in segments]
     sources = [tensors[one.piece].detach()[one.start : one.start + one.numel] for one in segments]
-    places = [slot[one.offset : one.offset + one.nbytes] for one in segments]
-    return [place.view(source.dtype) for place, source in zip(places, sources, strict=True)], sources
+    # As bytes: a device copies all that have one type by one kernel.
+    return places, [source.view(torch.uint8) for source in sources]
+
+
+def copy_together(places: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    """Copy many small tensors by few calls, on one device; a module-level function for tests."""
+    if places:
+        torch._foreach_copy_(places, sources)
 
 
 def copy_host_state(tensors: Sequence[torch.Tensor], copy: ChunkCopy, slot: Slot) -> ChunkCopy:

@@ -20,6 +20,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from functools import partial
 
 import torch
 
@@ -28,13 +29,12 @@ from ftckpt.capture.chunks import ChunkCopy, Segment, combine, divided, xor_onto
 from ftckpt.capture.copier import Cores, Finisher, Flight, Slot, Worker, by_home, copy_chunk, copy_host_state
 from ftckpt.capture.driver import device_buffer, on_device, pinned_buffer
 from ftckpt.capture.registration import PIECE_BYTES, Registrar
+from ftckpt.capture.volatile_memory import ALIGN_BYTES, VolatileMemory, aligned
 from ftckpt.windows.bubbles import Windows
 from ftckpt.windows.clock import DeviceClock, Moment
 from ftckpt.windows.device_events import DeviceEvent
 from ftckpt.windows.node_budget import Budget
 
-ALIGN_BYTES = 64
-"""Staged bytes lie as in the slot, modulo this: a view of them as any dtype is aligned."""
 _XOR_BYTES = 8 << 20
 """Parity is made in so much of the device's memory at a time."""
 _EVENTS = 3
@@ -67,6 +67,7 @@ class DeviceCopier:
         self._finisher = Finisher(cores)
         self._flight: Flight | None = None
         self._num_flights = 0
+        self._volatile = VolatileMemory(self._device)
         self._staging: torch.Tensor | None = None
         self._mixed: torch.Tensor | None = None
 
@@ -74,17 +75,23 @@ class DeviceCopier:
         """Pin the slots' pages, see Registrar."""
         self._registrar.add(slots)
 
-    def warm_up(self, tensors: Sequence[torch.Tensor], copies: Sequence[ChunkCopy]) -> None:
+    def warm_up(
+        self, tensors: Sequence[torch.Tensor], copies: Sequence[ChunkCopy], volatile: Sequence[ChunkCopy]
+    ) -> None:
         """All parity is made once and not kept: which kernels it takes follows from where each piece lies."""
+        self._volatile.reserve(tensors, volatile)
         # On the thread and on the stream of the copies themselves: to both the driver ties what it makes.
-        self._worker.call(lambda: self._rehearse(tensors, copies), _WARM_UP_SECS)
+        self._worker.call(lambda: self._rehearse(tensors, [*copies, *volatile]), _WARM_UP_SECS)
         self._finisher.call(self._wait_once, _WARM_UP_SECS)
 
-    def copy_now(self, tensors: Sequence[torch.Tensor], copies: Sequence[ChunkCopy], slot: Slot) -> None:
-        """A blocking copy behind all that the current stream has; no flight uses the staging buffer now."""
+    def take(self, tensors: Sequence[torch.Tensor], copies: Sequence[ChunkCopy], slot: Slot) -> None:
+        """Within the device, behind all that the current stream has; to the slot what has no room there."""
         stream = torch.cuda.current_stream(self._device)
         for copy in copies:
-            self._through_staging(tensors, copy_host_state(tensors, copy, slot), slot, stream)
+            left = copy_host_state(tensors, copy, slot)
+            if not self._volatile.holds(copy.chunk):
+                self._through_staging(tensors, left, slot, stream)  # no flight uses the staging buffer now
+        self._volatile.take(tensors)
 
     def start(self, tensors: Sequence[torch.Tensor], flight: Flight, windows: Windows) -> None:
         """The side stream first waits for the boundary: all that the current stream has by now."""
@@ -119,6 +126,7 @@ class DeviceCopier:
             self._finisher.close()
         if self._at_rest:
             self._staging = self._mixed = None
+            self._volatile.let_go()
 
     def close(self) -> None:
         """Stop and unpin; where the device does not come to rest the pages stay registered and their slots mapped."""
@@ -138,13 +146,13 @@ class DeviceCopier:
             parts = [part for copy in copies for part in _parts(copy) if by_home(tensors, part)[1].segments]
             if not parts:
                 return
-            staging = self._staging_of(max(part.end - _aligned(part.begin) for part in parts))
+            staging = self._staging_of(max(part.end - aligned(part.begin) for part in parts))
             for part in parts:
                 if part.xor:
                     left = by_home(tensors, part)[1].segments
                     combine(tensors, left, self._mixed_buffer(), part.begin, part.end)
             first = by_home(tensors, parts[0])[1]
-            begin = _aligned(first.begin)
+            begin = aligned(first.begin)
             if not first.xor:
                 copy_chunk(tensors, first, staging, at=begin, non_blocking=True)
             if self._mixed is not None:
@@ -162,6 +170,7 @@ class DeviceCopier:
         try:
             with on_device(self._device), torch.cuda.stream(self._stream):
                 self._stream.wait_event(boundary.raw)
+                self._submit_taken(flight)
                 self._submit(tensors, flight, windows)
         except Exception as error:  # noqa: BLE001 - the fence reports it on the training thread
             flight.error = error
@@ -170,6 +179,20 @@ class DeviceCopier:
                 self._sleep_until_done(self._stream)  # an ended flight writes nothing any more
         flight.submitted.set()
         self._finisher.end(flight)
+
+    def _submit_taken(self, flight: Flight) -> None:
+        """At once: it is small, and the next boundary takes it anew."""
+        for copy in flight.taken:
+            event: DeviceEvent | None = None
+            if self._volatile.holds(copy.chunk):
+                self._to_slot(*self._volatile.held(copy.chunk), flight.slot)
+                event = flight.last_copy = self._event_behind(self._stream)
+            self._finisher.chunk(flight, copy.chunk, partial(self._wait_for, event))
+
+    def _wait_for(self, event: DeviceEvent | None) -> None:
+        if event is not None:
+            with on_device(self._device):
+                event.synchronize()
 
     def _submit(self, tensors: Sequence[torch.Tensor], flight: Flight, windows: Windows) -> None:
         gate = None
@@ -251,7 +274,7 @@ class DeviceCopier:
         """
         if not copy.segments:
             return
-        begin = _aligned(copy.segments[0].offset)
+        begin = aligned(copy.segments[0].offset)
         staging = self._staging_of(copy.segments[-1].offset + copy.segments[-1].nbytes - begin)
         copy_chunk(tensors, copy, staging, at=begin, non_blocking=True)
         self._sleep_until_done(stream)
@@ -284,10 +307,6 @@ class DeviceCopier:
 def _parts(copy: ChunkCopy) -> Iterable[ChunkCopy]:
     """What is copied at a time."""
     return xor_parts(copy, _XOR_BYTES) if copy.xor else (copy,)
-
-
-def _aligned(offset: int) -> int:
-    return offset // ALIGN_BYTES * ALIGN_BYTES
 
 
 def _within_registrations(copy: ChunkCopy) -> ChunkCopy:

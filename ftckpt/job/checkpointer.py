@@ -30,6 +30,7 @@ from ftckpt.job.agreement import Coverage, Will
 from ftckpt.job.arenas import NodeArenas, Sight
 from ftckpt.job.attempt import AttemptRecord, AttemptSight
 from ftckpt.job.conditions import conditions
+from ftckpt.job.garbage import no_collections
 from ftckpt.job.last_snapshot import RankEnd
 from ftckpt.job.links import Links
 from ftckpt.job.losses import Losses
@@ -218,7 +219,8 @@ class Checkpointer:
                 "restore: rollback goes back to newer_than, the iteration that was loaded; give it, too"
             )
         try:
-            return self._restore(Checkpoint(newer_than, rollback, lasting=lasting))
+            with no_collections():
+                return self._restore(Checkpoint(newer_than, rollback, lasting=lasting))
         except BaseException:
             self._withdraw()
             raise

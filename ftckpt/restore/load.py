@@ -10,7 +10,6 @@ import json
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -71,15 +70,6 @@ class Transfer:
     @property
     def nbytes(self) -> int:
         return sum(item.nbytes for item in self.items)
-
-
-class Copy(NamedTuple):
-    """``nbytes`` of a source that are wanted elsewhere: ``run`` copies them, ``end`` is behind the last of them."""
-
-    source: Location
-    end: int
-    nbytes: int
-    run: Callable[[], object]
 
 
 @dataclass(frozen=True)
@@ -148,14 +138,8 @@ def fetch(source: Location, reader: int, offset: int, into: torch.Tensor) -> Tra
     return Transfer(source, reader, (Item(copies, into),))
 
 
-def execute(
-    group: Group, plan: Callable[[], Sequence[Transfer]], arenas: OpenArenas,
-    bring: Callable[[Sequence[Copy]], None] | None = None,
-) -> Traffic:  # fmt: skip
+def execute(group: Group, plan: Callable[[], Sequence[Transfer]], arenas: OpenArenas) -> Traffic:
     """Perform all transfers of all ranks, of which each ``plan``s its own. Collective.
-
-    ``bring``, collective too, has the sources come, and runs each of the copies that it is given once its bytes are
-    there; what is read for other nodes is read behind it.
 
     Takes up to 2 · ``OPEN_STEPS`` · ``MESSAGE_BYTES`` (of ``exchange``) of host memory beside the tensors.
 
@@ -163,10 +147,9 @@ def execute(
         ArenaError: on all ranks together, if one cannot open what it is to read, or is asked for more than there is.
         FtckptError: what ``plan`` raises, on all ranks together.
         RuntimeError: a rank is gone, or does not answer within the group's deadline.
-        Exception: what ``bring`` raises; some bytes have arrived then.
     """
     transfers: list[Transfer] = []
-    pairs: list[tuple[Location, Pair]] = []
+    pairs: list[Pair] = []
 
     def remote() -> list[Transfer]:
         transfers[:] = plan()
@@ -181,12 +164,9 @@ def execute(
         requests = _request(group, wants)
         outgoing = together(group, lambda: _open_for_others(requests, arenas))
     counter = _Counter(group.rank, sum(t.nbytes for t in transfers))
-    if bring is not None:
-        bring([_early(source, pair, counter.count("copied")) for source, pair in pairs])
-        pairs.clear()
     # In the order of the requests, which is the order in which the reader sends: messages have no headers.
     incoming = {reader: Stream([s for want in of for s in want.fetched]) for reader, of in wants.items()}
-    copies = _copy([pair for _, pair in pairs], counter.count("copied"))
+    copies = _copy(pairs, counter.count("copied"))
     exchange(group, outgoing, incoming, copies, counter.count("received"))
     # After the exchange: only then has this rank the parts that it hands on.
     _spread(group, [want for of in wants.values() for want in of if want.ranks], counter)
@@ -280,15 +260,15 @@ def _whole(texts: dict[int, torch.Tensor]) -> dict[int, Stream]:
     return {rank: Stream([Strip(text, 0, (text.numel(),), (1,))]) for rank, text in texts.items()}
 
 
-def _open(local: Sequence[Transfer], arenas: OpenArenas) -> list[tuple[Location, Pair]]:
+def _open(local: Sequence[Transfer], arenas: OpenArenas) -> list[Pair]:
     """Open all that this rank reads for itself: what can fail does so before any message."""
-    pairs: list[tuple[Location, Pair]] = []
+    pairs: list[Pair] = []
     for wanted in local:
         memory = _memory(arenas, wanted.source)
         for item in wanted.items:
             live = item.tensor.view(torch.uint8)
-            pairs += [(wanted.source, (source_strip(one, memory), dest_strip(one, live))) for one in item.copies]
-    _require_fit(strip for _, pair in pairs for strip in pair)
+            pairs += [(source_strip(one, memory), dest_strip(one, live)) for one in item.copies]
+    _require_fit(strip for pair in pairs for strip in pair)
     return pairs
 
 
@@ -318,14 +298,6 @@ def _memory(arenas: OpenArenas, source: Location) -> torch.Tensor:
     with warnings.catch_warnings():  # the mapping is read-only, and so is every use of this tensor
         warnings.simplefilter("ignore", UserWarning)
         return torch.frombuffer(view, dtype=torch.uint8)
-
-
-def _early(source: Location, pair: Pair, landed: Callable[[int], None]) -> Copy:
-    def run() -> None:
-        for _ in _copy([pair], landed):
-            pass
-
-    return Copy(source, pair[0].end, pair[0].nbytes, run)
 
 
 def _copy(pairs: Iterable[Pair], landed: Callable[[int], None]) -> Iterator[int]:

@@ -24,6 +24,7 @@ import numpy.typing as npt
 import xxhash
 
 from ftckpt.errors import CorruptError, MismatchError
+from ftckpt.group import Bytes
 from ftckpt.model.fragment import DTYPE_BYTES, Box, Fragment, Shape
 from ftckpt.model.replicas import disagreement, private_key
 from ftckpt.model.training_state import Piece
@@ -318,10 +319,10 @@ class SlotContents:
         """Of ``private`` what means something to other shards."""
         return tuple((fragment, offset) for fragment, offset in self.private if not fragment.key.startswith(LOCAL))
 
-    def hashes(self, slot: memoryview) -> Hashes:
-        """xxh3-64 of the bytes of each of ``copies``; ``slot`` are all bytes of the slot."""
+    def hashes(self, read: Callable[[int, int], Bytes]) -> Hashes:
+        """xxh3-64 of the bytes of each of ``copies``; ``read`` gives those of the slot from a begin to an end."""
         spans = [(offset, offset + fragment.nbytes) for fragment, offset in self.copies]
-        return np.array([xxhash.xxh3_64_intdigest(slot[begin:end]) for begin, end in spans], np.uint64)
+        return np.array([xxhash.xxh3_64_intdigest(read(begin, end)) for begin, end in spans], np.uint64)
 
 
 def encode_contents(slots: Sequence[SlotContents]) -> bytes:

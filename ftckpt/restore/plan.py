@@ -37,6 +37,12 @@ class StridedCopy(NamedTuple):
     def numel(self) -> int:
         return math.prod(self.shape)
 
+    @property
+    def source_end(self) -> int:
+        """Behind the last element that is read."""
+        steps = zip(self.shape, self.source_strides, strict=True)
+        return self.source + 1 + sum((size - 1) * stride for size, stride in steps)
+
 
 class Region(NamedTuple):
     """A box in coordinates of the whole tensor: ``low`` (inclusive) to ``high`` (exclusive), neither empty."""
@@ -176,6 +182,28 @@ def cut(copy: StridedCopy, begin: int, end: int) -> Iterator[StridedCopy]:
         dest = copy.dest + sum(map(int.__mul__, low, copy.dest_strides))
         shape = tuple(h - lo for lo, h in zip(low, high, strict=True))
         yield simplified(StridedCopy(source, dest, shape, copy.source_strides, copy.dest_strides))
+
+
+def reading(copy: StridedCopy, begin: int, end: int) -> Iterator[StridedCopy]:
+    """What of ``copy`` reads elements ``begin`` to ``end`` of its source, in which its loops go forward: each stride
+    reaches behind all that the loops inside it take."""
+    first, last = _read_before(copy, begin), _read_before(copy, end)
+    if first < last:
+        yield from cut(copy, first, last)
+
+
+def _read_before(copy: StridedCopy, place: int) -> int:
+    """How many elements of ``copy`` lie before ``place`` in its source."""
+    left, numel, count = place - copy.source, copy.numel, 0
+    for size, stride in zip(copy.shape, copy.source_strides, strict=True):
+        numel //= size
+        # The steps of this loop that begin before it: of the last of them not all, perhaps.
+        begun = min(size, -(-left // stride))
+        if begun <= 0:
+            return count
+        left -= (begun - 1) * stride
+        count += (begun - 1) * numel
+    return count + 1
 
 
 def stream(copies: Sequence[StridedCopy], begin: int, end: int) -> Iterator[StridedCopy]:

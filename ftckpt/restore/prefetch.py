@@ -208,7 +208,7 @@ def wanted(storage: Storage, in_memory: int, before: int = 0) -> StoredSnapshot 
 
 def share_of(stored: StoredSnapshot, seat: Seat) -> list[StoredShard]:
     """The shards that a rank is likely to bring from storage: with as many ranks as before the one that it had, else
-    its part of all, as ``stored.ShardFetch`` divides them."""
+    its part of all, as ``stored.ShardFetch`` and ``straight.StraightFetch`` divide them."""
     if len(stored.shards) == seat.world_size:
         return [stored.shards[in_rank_order(list(stored.shards))[seat.rank]]]
     return [stored.shards[name] for name in sorted(stored.shards)[seat.rank :: seat.world_size]]

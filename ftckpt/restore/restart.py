@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,7 +16,7 @@ import torch
 
 from ftckpt.errors import ArenaError, ConfigError, FtckptError, LostError, StorageError
 from ftckpt.events import Events
-from ftckpt.group import Group, gather_all, gather_bytes, gather_each, together
+from ftckpt.group import Bytes, Group, gather_all, gather_bytes, gather_each, together
 from ftckpt.model import objects
 from ftckpt.model.failures import LastAttempt
 from ftckpt.model.fragment import Fragment
@@ -27,7 +28,7 @@ from ftckpt.restore import prefetch
 from ftckpt.restore.choice import Decision, readers_of
 from ftckpt.restore.inventory import Inventory
 from ftckpt.restore.load import Traffic, Transfer, execute, fetch, reader_for, transfers_of
-from ftckpt.restore.locations import OpenArenas
+from ftckpt.restore.locations import OpenArenas, SlotAt
 from ftckpt.restore.offers import (
     Hashes,
     Index,
@@ -39,9 +40,8 @@ from ftckpt.restore.offers import (
     needs_of,
 )
 from ftckpt.restore.repair import Usage
-from ftckpt.restore.search import Search, part_of_inventory
-from ftckpt.restore.stored import NO_SHELF, Look, ShardFetch, Shelf, ShelfLook
-from ftckpt.restore.straight import StraightFetch
+from ftckpt.restore.search import Coming, Search, part_of_inventory
+from ftckpt.restore.shelf import NO_SHELF, Look, Shelf, ShelfLook
 from ftckpt.store.arena import Arena, open_control
 from ftckpt.store.control import ControlBlock
 from ftckpt.store.directory import list_arenas
@@ -53,6 +53,8 @@ _LINEAGE_BYTES = 16
 Contents = Mapping[str, SlotContents]
 Needs = list[tuple[Piece, Fragment]]
 """Pieces of the live state, and what is read into each."""
+
+_Brought = tuple[Needs, Traffic, Callable[[], bytes]]
 
 
 class Restart:
@@ -71,11 +73,10 @@ class Restart:
         self._shelf = NO_SHELF
         self._reports: list[Inventory] | None = None  # what memory holds, as long as nothing was touched
         self._contents: dict[str, SlotContents] = {}  # of the decision, from ``void_newer`` on
-        self._coming: ShardFetch | None = None  # what brings the decision
-        self._straight: StraightFetch | None = None  # what brings it in its place, as long as it can
+        self._coming: Coming | None = None  # what brings the decision
         self.in_memory = True
         """Whether what was loaded lies in memory, too; from ``load`` on."""
-        self._decide: Callable[[], Decision | None] = lambda: None  # without what has proven bad on storage since
+        self._decide: Callable[[], Decision | None] | None = None  # without what has come from storage and was bad
         self.on_storage = -1
         """The newest iteration on storage that counts, -1 for none; from ``choose`` on."""
         self.origin = NOTHING
@@ -189,9 +190,8 @@ class Restart:
             self._give_up_older(decision.snapshot.iteration, loaded)
             return None
         self.usage = search.usage
-        if search.coming is not None:
-            self._straight = search.straight
-            self._coming, left = search.coming, shelf.without(search.coming.stored.snapshot)
+        if decision is not None and search.coming is not None:
+            self._coming, left = search.coming, shelf.without(decision.snapshot)
             self._decide = lambda: self._search(on_lost, loaded, reshapes, left, before)
         return decision
 
@@ -293,12 +293,10 @@ class Restart:
         """
         # -1 is below every iteration: a job that starts over voids all that there is.
         newest = decision.snapshot.iteration if decision is not None else -1
-        places = self._coming.places.values() if self._coming is not None else ()
-        coming = {(at.arena, at.slot) for at in places if at.node == self._topology.me.node}
 
         def void() -> bytes:
             if self._topology.is_node_leader:
-                _void(self._node_dir, newest, coming)
+                _void(self._node_dir, newest)
             return os.urandom(_LINEAGE_BYTES) + self._describe(decision)
 
         # The lineage of rank 0 counts. Nobody has a new one before every node has voided.
@@ -320,7 +318,7 @@ class Restart:
             try:
                 self._load(decision, state, described)
             except StorageError as error:
-                if self._coming is None:
+                if self._decide is None:
                     raise
                 self._events.emit("storage_damaged", iteration=decision.snapshot.iteration, error=str(error))
             else:
@@ -335,17 +333,19 @@ class Restart:
     def _load(self, decision: Decision, state: TrainingState, described: Description) -> None:
         begin = time.perf_counter()
         pieces = [*described.stepped, *described.volatile]
-        brought = self._bring_straight(decision, pieces) if self._straight is not None else None
+        brought = self._bring_straight(decision, pieces, described.padded) if self._coming is not None else None
         self.in_memory = brought is None
+        if self._coming is not None and brought is None:
+            decision = self._bring_to_slots(decision, self._coming)
         needs, traffic, encoded = brought or self._bring(decision, pieces, described.padded)
         # Only here: a derived weight is the cast of a master that the transfers have just brought.
         _derive(pieces, {id(piece) for piece, _ in needs})
+        if not decision.ranks:
+            self._check_copies(self._contents, [need for _, need in needs])
         # Of another layout no rank's objects are this one's: the first of each stage stands for all of its stage.
         firsts = [] if decision.ranks else self._first_objects(self._contents)
 
         def finish() -> None:
-            if self._coming is not None and self.in_memory:
-                self._coming.seal()
             if decision.ranks:
                 state.load_objects(objects.decode(encoded()))
             else:
@@ -358,30 +358,31 @@ class Restart:
         if not decision.ranks:
             self._report_reshaped(decision, traffic, time.perf_counter() - begin)
 
-    def _bring_straight(
-        self, decision: Decision, pieces: Sequence[Piece]
-    ) -> tuple[Needs, Traffic, Callable[[], bytes]] | None:
-        """As ``_bring``, from storage; None where that is not for this snapshot, which comes to slots then."""
-        straight, coming = self._straight, self._coming
-        assert straight is not None and coming is not None
+    def _bring_straight(self, decision: Decision, pieces: Sequence[Piece], padded: frozenset[str]) -> _Brought | None:
+        """As ``_bring``, from storage; None where ranks would read too much of it several times."""
+        assert self._coming is not None
+        straight, shard = self._coming.straight, self._topology.me.shard
         needs: Needs = []
 
-        def plan() -> bool:
-            slots = self._contents
-            needs[:], planned = self._plan(slots, pieces, frozenset(), slots[self._topology.me.shard])
+        def plan() -> int:
+            own = self._contents[shard] if decision.ranks else None
+            needs[:], planned = self._plan(self._contents, pieces, padded, own)
             return straight.plan(planned)
 
-        if all(gather_all(self._group, plan, bool)):
-            return needs, straight.bring(), straight.objects
-        straight.close()
-        self._straight = None
-        self.usage = {"storage": coming.usage}
-        self.void_newer(replace(decision, sources=coming.begin()))
-        return None
+        if not straight.fits(gather_all(self._group, plan, int)):
+            return None
+        return needs, straight.bring(), lambda: straight.objects(shard)
 
-    def _bring(
-        self, decision: Decision, pieces: Sequence[Piece], padded: frozenset[str]
-    ) -> tuple[Needs, Traffic, Callable[[], bytes]]:
+    def _bring_to_slots(self, decision: Decision, coming: Coming) -> Decision:
+        """Bring to memory what is not for the straight way; where it lies."""
+        self._coming = None
+        coming.straight.close()
+        decision = replace(decision, sources=coming.slots.run())
+        self.usage = {"storage": coming.slots.usage}
+        self.void_newer(decision)
+        return decision
+
+    def _bring(self, decision: Decision, pieces: Sequence[Piece], padded: frozenset[str]) -> _Brought:
         """What was read for which piece, how many bytes, and the encoded objects of the shard that this rank
         continues."""
         slots = self._contents
@@ -394,17 +395,13 @@ class Restart:
             needs[:], planned = self._plan(slots, pieces, padded, own)
             return [*planned, *transfers]
 
-        bring = self._coming.bring if self._coming is not None else None
-        traffic = execute(self._group, plan, self._arenas, bring)
-        if own is None:
-            self._check_copies(slots, [need for _, need in needs])
+        traffic = execute(self._group, plan, self._arenas)
         return needs, traffic, lambda: encoded.numpy().tobytes()
 
     def _end_coming(self) -> None:
-        for reading in (self._straight, self._coming):
-            if reading is not None:
-                reading.close()
-        self._straight = self._coming = None
+        if self._coming is not None:
+            self._coming.straight.close()
+        self._coming = None
 
     def capacities(self, decision: Decision) -> list[int] | None:
         """What shares are to be weighted with, in bytes by rank of this job; None where they are equal.
@@ -426,16 +423,22 @@ class Restart:
         """What the chosen slots hold that this rank reads."""
         if decision is None:
             return b""
-        if self._straight is not None:
-            return encode_contents([self._straight.contents(decision.sources[self._topology.me.shard])])
-        mine, readers = [], readers_of(self._topology, decision)
-        for shard, slot in decision.sources.items():
-            if readers[shard] == self._group.rank:
-                arena = self._arenas.get(slot.arena)
-                used = arena.control.record(slot.slot).objects_used
-                capacity = arena.manifest.capacity or arena.control.capacity()
-                mine.append(SlotContents.of(slot, self._group.rank, arena.image, used, capacity))
+        readers = readers_of(self._topology, decision)
+        mine = [
+            self._contents_of(shard, at)
+            for shard, at in decision.sources.items()
+            if readers[shard] == self._group.rank
+        ]
         return encode_contents(mine)
+
+    def _contents_of(self, shard: str, at: SlotAt) -> SlotContents:
+        if self._coming is not None:
+            return self._coming.straight.contents(shard)
+        arena = self._arenas.get(at.arena)
+        used = arena.control.record(at.slot).objects_used
+        return SlotContents.of(
+            at, self._group.rank, arena.image, used, arena.manifest.capacity or arena.control.capacity()
+        )
 
     def _join(self, decision: Decision | None, described: Sequence[bytes]) -> dict[str, SlotContents]:
         """What each chosen slot holds, by shard, from what the ranks that read them say."""
@@ -473,7 +476,7 @@ class Restart:
         """What several shards hold for themselves must be the same before one of them is read for all."""
         mine = [slot for slot in contents.values() if self._reads(slot)]
         hashed = gather_bytes(
-            self._group, lambda: b"".join(slot.hashes(self._arenas.view(slot.at)).tobytes() for slot in mine)
+            self._group, lambda: b"".join(slot.hashes(partial(self._bytes, slot)).tobytes() for slot in mine)
         )
         hashes: dict[str, Hashes] = {}
         # The hashes of one reader stand in the order of ``contents``, which all ranks have alike.
@@ -504,8 +507,15 @@ class Restart:
         return slot.reader == self._group.rank
 
     def _objects(self, slot: SlotContents) -> bytes:
+        if self._coming is not None:
+            return self._coming.straight.objects(slot.shard)
         begin, used = slot.objects
-        return bytes(self._arenas.view(slot.at)[begin : begin + used])
+        return bytes(self._bytes(slot, begin, begin + used))
+
+    def _bytes(self, slot: SlotContents, begin: int, end: int) -> Bytes:
+        if self._coming is not None:
+            return self._coming.straight.read(slot.shard, begin, end)
+        return self._arenas.view(slot.at)[begin:end]
 
     def _report_reshaped(self, decision: Decision, traffic: Traffic, secs: float) -> None:
         iteration = decision.snapshot.iteration
@@ -545,9 +555,8 @@ def _remedy(loaded: Checkpoint) -> str:
     )
 
 
-def _void(node_dir: Path, newest: int, coming: Collection[tuple[str, int]] = ()) -> None:
+def _void(node_dir: Path, newest: int) -> None:
     """Make every snapshot of a node that is newer than iteration ``newest`` unusable, all of them where it is -1.
-    Slots of arenas into which something is ``coming`` are as good as void until they are sealed.
 
     Parity and packages go first: they could bring a slot back that is void, but not the other way round. A kill at
     any point leaves some newer snapshots that can still be taken, and the next start voids them again.
@@ -556,17 +565,16 @@ def _void(node_dir: Path, newest: int, coming: Collection[tuple[str, int]] = ())
     # one.
     remove_protection(node_dir, newest)
     for path in list_arenas(node_dir):
-        _void_arena(path, newest, coming)
+        _void_arena(path, newest)
 
 
-def _void_arena(path: Path, newest: int, coming: Collection[tuple[str, int]] = ()) -> None:
+def _void_arena(path: Path, newest: int) -> None:
     with suppress(ArenaError), open_control(path, writable=True) as control:
         # ArenaError: nothing of a damaged arena can be taken, and what could have rebuilt it is gone.
         for index in range(control.slots):
             snapshot = control.record(index).snapshot
             # None: a torn record, or a slot in the middle of a copy; neither may pass for anything later.
-            is_bad = snapshot is None or snapshot.iteration > newest
-            if is_bad and (path.name, index) not in coming:
+            if snapshot is None or snapshot.iteration > newest:
                 control.void(index)
         if newest < 0:
             # Otherwise the next start would take the mark as proof that something was lost, and refuse.

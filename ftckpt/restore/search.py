@@ -11,6 +11,7 @@ import zlib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from ftckpt.errors import FtckptError, LostError, MismatchError, StorageError
 from ftckpt.events import Events, Progress
@@ -20,6 +21,7 @@ from ftckpt.model.snapshot import SnapshotId
 from ftckpt.model.topology import Topology, layouts_differ
 from ftckpt.persist.shards import StoredSnapshot
 from ftckpt.restore.choice import Decision, Findings, Query, decide, readers_of
+from ftckpt.restore.chunk_reader import ShardFiles
 from ftckpt.restore.inventory import (
     Inventory,
     NodeProtection,
@@ -31,7 +33,8 @@ from ftckpt.restore.inventory import (
 )
 from ftckpt.restore.locations import OpenArenas, SlotAt
 from ftckpt.restore.repair import Repairer, Site, Usage
-from ftckpt.restore.stored import NO_SHELF, ShardFetch, Shelf
+from ftckpt.restore.shelf import NO_SHELF, Shelf
+from ftckpt.restore.stored import ShardFetch
 from ftckpt.restore.straight import StraightFetch
 from ftckpt.store.arena import Arena
 from ftckpt.store.control import SlotState
@@ -65,6 +68,14 @@ class SlotFindings:
     states: Mapping[str, int] = field(default_factory=dict)
 
 
+class Coming(NamedTuple):
+    """How a snapshot comes from storage: ``straight`` into the live state, or, where that is not for it, to
+    ``slots``."""
+
+    straight: StraightFetch
+    slots: ShardFetch
+
+
 class Search:
     """One search; ``run`` is collective. ``usage`` has afterwards what was rebuilt from what.
 
@@ -80,11 +91,9 @@ class Search:
         reports: Sequence[Inventory] | None = None,
     ) -> None:  # fmt: skip
         self.usage: Usage = {}
-        self.coming: ShardFetch | None = None
-        """What brings the snapshot that was decided on, where it is on its way yet: nothing of it is proven before
-        that has ended, and storage may prove to be bad."""
-        self.straight: StraightFetch | None = None
-        """What brings it into the live state at once; ``coming`` has not begun then."""
+        self.coming: Coming | None = None
+        """What brings the snapshot that was decided on, where it has not come: nothing of it is proven, and storage
+        may prove to be bad."""
         self._overlaps, self._reports = overlaps, reports
         self._reshapes = reshapes
         self._shelf, self._slots, self._before = shelf, slots, before
@@ -103,8 +112,8 @@ class Search:
     def run(self) -> Decision | None:
         """The newest snapshot that is or was made whole, every byte of it verified; None if there never was one.
 
-        What storage has that is newer than all that memory gives is brought to memory, or decided on as ``coming``
-        or ``straight``, whose bytes are not verified yet.
+        What storage has that is newer than all that memory gives is brought to memory, or decided on as ``coming``,
+        whose bytes are not verified yet.
 
         Raises:
             LostError, MismatchError, MemoryBudgetError, ArenaError: on all ranks together.
@@ -115,12 +124,12 @@ class Search:
             for _ in range(_FETCHES):
                 if _is_at(decision, stored):
                     return decision
-                fetch = self._begin_fetch(stored)
+                fetch = self._fetch_of(stored)
                 if self._overlaps and fetch.is_all:
                     if (to_come := self._to_come(fetch)) is not None:
                         return to_come
                     break
-                if not self._fetch(fetch):
+                if not self._fetch(fetch, stored):
                     break
                 decision, lost = self._or_lost()
             if _is_at(decision, stored):
@@ -137,7 +146,7 @@ class Search:
         except LostError as error:
             return None, error
 
-    def _begin_fetch(self, stored: StoredSnapshot) -> ShardFetch:
+    def _fetch_of(self, stored: StoredSnapshot) -> ShardFetch:
         assert self._shelf.storage is not None
         differing = layouts_differ(self._topology.layout, stored.layout)
         if differing and not self._reshapes:
@@ -146,15 +155,15 @@ class Search:
                 f"({', '.join(differing)}): start with that, or name another place (--ftckpt-persist)"
             )
         return ShardFetch(
-            self._group, self._topology, self._events, self._arenas, storage=self._shelf.storage, stored=stored,
+            self._group, self._topology, self._events, self._arenas, files=ShardFiles(self._shelf.storage, stored),
             inventory=self._inventory, bad=self._findings.damage, slots=self._slots,
         )  # fmt: skip
 
-    def _fetch(self, fetch: ShardFetch) -> bool:
+    def _fetch(self, fetch: ShardFetch, stored: StoredSnapshot) -> bool:
         """Bring what memory lacks of a snapshot from storage; False: something there is bad."""
-        findings, snapshot = self._findings, fetch.stored.snapshot
+        findings, snapshot = self._findings, stored.snapshot
         try:
-            brought = fetch.run()
+            brought = list(fetch.run().values())
         except StorageError as error:
             self._events.emit("storage_damaged", iteration=snapshot.iteration, error=str(error))
             return False
@@ -168,29 +177,26 @@ class Search:
         return True
 
     def _to_come(self, fetch: ShardFetch) -> Decision | None:
-        """The decision for a snapshot of which memory has nothing: its shards begin to come. None: something on
-        storage is bad."""
-        stored, topology = fetch.stored, self._topology
-        straight = fetch.straight()
+        """The decision for a snapshot of which memory has nothing; None: something on storage is bad."""
+        stored, topology = fetch.files.stored, self._topology
+        straight = StraightFetch(self._group, topology, self._events, fetch.files)
+        same = not layouts_differ(topology.layout, stored.layout)
+        decision = Decision(
+            stored.snapshot, straight.places, layout=stored.layout,
+            homes={shard: at.node for shard, at in straight.places.items()}, ranks=topology.rank_of if same else {},
+        )  # fmt: skip
+        readers = readers_of(topology, decision)
         try:
-            places = fetch.begin() if straight is None else straight.begin()
+            straight.begin([shard for shard, reader in readers.items() if reader == self._group.rank])
         except BaseException as error:
-            fetch.close()
-            if straight is not None:
-                straight.close()
+            straight.close()
             if not isinstance(error, StorageError):
                 raise
             self._events.emit("storage_damaged", iteration=stored.snapshot.iteration, error=str(error))
             return None
-        same = not layouts_differ(topology.layout, stored.layout)
-        homes = {member.shard: member.node for member in topology.members}
-        self.coming, self.straight = fetch, straight
-        self.usage = {"storage": fetch.usage if straight is None else straight.usage}
-        return Decision(
-            stored.snapshot, places, layout=stored.layout,
-            homes=homes if same else {shard: at.node for shard, at in places.items()},
-            ranks=topology.rank_of if same else {},
-        )  # fmt: skip
+        self.coming = Coming(straight, fetch)
+        self.usage = {"storage": straight.usage}
+        return decision
 
     def _in_memory(self) -> Decision | None:
         """The newest snapshot that memory has, or that parity gives."""

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import threading
 import time
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
 from ftckpt.capture import copier as host
-from ftckpt.capture import device_copier
+from ftckpt.capture import device_copier, volatile_memory
 from ftckpt.windows.bubbles import Always, Turn
 from tests.support.device_states import CPU, Blocked, Landings, assert_holds, live_state, plan, prepared, shared_slot
 from tests.support.fake_device import PAGE, SECS, FakeDevice, install
@@ -201,10 +202,59 @@ def test_volatile_state_in_host_memory_waits_for_no_device(fake: FakeDevice, mon
     monkeypatch.setattr(host, "in_host_memory", lambda tensor: True)
     with prepared([slot], CPU) as copier:
         fake.go.clear()
-        copier.copy_now(tensors, copies, slot)
+        copier.take(tensors, copies, slot)
         fake.go.set()
     assert fake.copies == 0
     assert_holds(slot, copies, tensors)
+
+
+@pytest.mark.parametrize("first", ["compute", "side"])
+@pytest.mark.parametrize("pinned", [True, False])
+def test_volatile_state_is_that_of_the_boundary_and_training_does_not_wait(
+    fake: FakeDevice, first: str, pinned: bool
+) -> None:
+    fake.refuse_pinning = not pinned
+    tensors = live_state()
+    copies, size = plan(tensors, 3 * PAGE)
+    slot = shared_slot(size)
+    with prepared([slot], CPU) as copier:
+        copier.warm_up(tensors, [], copies)
+        fake.first = fake.compute if first == "compute" else fake.side
+        for value in (1, 2):
+            fake.go.clear()  # the device is slow: the host is long past the boundary when it comes to it
+            fake.compute.enqueue(partial(tensors[0].fill_, value))
+            boundary = [torch.full_like(tensors[0], value), tensors[1].clone(), tensors[2].clone()]
+            copier.take(tensors, copies, slot)
+            seen = Landings([], slot, taken=copies)
+            copier.start(tensors, seen.flight, Always())
+            fake.compute.enqueue(tensors[0].zero_)
+            assert not seen.chunks
+            fake.go.set()
+            seen.wait()
+            fake.compute.synchronize()
+            assert seen.chunks == [copy.chunk for copy in copies] and seen.arrived
+            assert_holds(slot, copies, boundary)
+
+
+def test_what_has_no_room_on_the_device_goes_to_the_slot_at_once(
+    fake: FakeDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(volatile_memory, "_MOST_BYTES", 7 * PAGE)
+    tensors = live_state()
+    copies, size = plan(tensors, 3 * PAGE)
+    slot = shared_slot(size)
+    with prepared([slot], CPU) as copier:
+        copier.warm_up(tensors, [], copies)
+        assert sum(buffer.numel() for buffer in fake.buffers) == 6 * PAGE, "two chunks of three"
+        fake.copies = 0
+        copier.take(tensors, copies, slot)
+        assert fake.copies == len(copies) - 2
+        boundary = [tensor.clone() for tensor in tensors]
+        seen = Landings([], slot, taken=copies)
+        copier.start(tensors, seen.flight, Always())
+        fake.compute.enqueue(tensors[0].zero_)
+        seen.wait()
+    assert_holds(slot, copies, boundary)
 
 
 def test_what_has_landed_needs_no_wait(fake: FakeDevice) -> None:

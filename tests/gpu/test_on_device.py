@@ -41,20 +41,29 @@ def test_bytes_arrive_exactly(registered: bool, device: torch.device, monkeypatc
 
 
 @pytest.mark.parametrize("registered", [True, False])
-def test_copy_now_returns_with_the_bytes(
+def test_volatile_state_is_that_of_the_boundary_and_training_does_not_wait(
     registered: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tensors = state(device)
-    copies, size = plan(tensors, 16 * MIB, parity=True)
+    copies, size = plan(tensors, 16 * MIB)
     slot = shared_slot(size)
     if not registered:
         monkeypatch.setattr(registration, "pin_pages", lambda address, nbytes: False)
     with prepared([slot], device) as copier:
-        delay(torch.cuda.current_stream(), 0.1)
+        copier.warm_up(tensors, [], copies[-1:])
+        seen = Landings([], slot, taken=copies[-1:])
+        delay(torch.cuda.current_stream(), 0.5)
         tensors[1].fill_(3)
-        copier.copy_now(tensors, copies, slot)
-        snapshot = slot.clone()
-    assert_holds(snapshot, copies, tensors)
+        begin = time.monotonic()
+        copier.take(tensors, copies[-1:], slot)
+        copier.start(tensors, seen.flight, Always())
+        secs = time.monotonic() - begin
+        boundary = [tensor.clone() for tensor in tensors]
+        for tensor in tensors:
+            tensor.zero_()
+        assert secs < 0.25, "training waited for the device"
+        seen.wait()
+    assert_holds(slot, copies[-1:], boundary)
 
 
 def test_seal_waits_for_the_device(device: torch.device) -> None:

@@ -33,7 +33,7 @@ def first_snapshot(warm: bool) -> None:
     slot = shared_slot(size)
     with prepared([slot], device) as copier:
         if warm:
-            copier.warm_up(tensors, copies)
+            copier.warm_up(tensors, copies, [])
         allocated = torch.cuda.memory_stats(device)["num_alloc_retries"], torch.cuda.memory_reserved(device)
         busy, cycles = torch.cuda.Stream(device), cycles_for(BUSY_SECS)  # type: ignore[no-untyped-call]
         torch.cuda.synchronize()

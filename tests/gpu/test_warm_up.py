@@ -32,22 +32,22 @@ def odd_state() -> list[torch.Tensor]:
     return [*live_state(), bf16[1:], bf16[3:], torch.arange(99, dtype=torch.uint8)[7:], torch.ones(3)[1:]]
 
 
+@pytest.mark.parametrize("volatile", [0, 2])
 @pytest.mark.parametrize("offloaded", [False, True])
 @pytest.mark.parametrize("pinned", [True, False])
 def test_a_snapshot_asks_for_nothing_that_is_not_there(
-    fake: FakeDevice, monkeypatch: pytest.MonkeyPatch, pinned: bool, offloaded: bool
+    fake: FakeDevice, monkeypatch: pytest.MonkeyPatch, pinned: bool, offloaded: bool, volatile: int
 ) -> None:
     monkeypatch.setattr(device_copier, "_XOR_BYTES", PAGE)
     fake.refuse_pinning = not pinned
     tensors = odd_state()
     if offloaded:
         monkeypatch.setattr(host, "in_host_memory", lambda tensor: any(tensor is home for home in tensors[3:5]))
-    snapshots = Snapshots(monkeypatch, tensors=tensors)
-    assert len(fake.kernels) > 4 and fake.buffers
+    snapshots = Snapshots(monkeypatch, tensors=tensors, volatile=volatile)
+    assert len(fake.kernels) > (1 if volatile else 4) and fake.buffers
     with fake.train():
         for _ in range(3):
             snapshots.take()
-            snapshots.copier.copy_now(snapshots.tensors, snapshots.copies[:2], snapshots.slot)
     snapshots.capture.close()
 
 

@@ -38,6 +38,9 @@ def test_one_framework_and_the_copy_that_training_waits_for(tmp_path: Path, aren
     assert 0 < row["cpu_ms_least"] <= row["cpu_ms_median"] <= row["cpu_ms_most"]
     assert {"tensors moved", "writes counted", "encoding", "slot", "round", "rest"} <= row["parts_ms"].keys()
     assert all(ms > 0 for ms in row["proofs_ms"].values())
+    restore = row["restore"]
+    assert 0 < restore["cpu_ms_median"] <= restore["wall_ms_median"]
+    assert {"describe", "look", "verify", "plan", "copy", "lay out", "rest"} <= restore["parts_ms"].keys()
     (sync,) = found["sync"]
     assert sync["sync_ms"] > 0 and sync["plain_ms"] > 0
 
@@ -51,7 +54,9 @@ def test_each_framework(name: str, tmp_path: Path, arena_root: Path) -> None:
 
 def test_goals_can_be_missed() -> None:
     good = {"framework": "plain", "asked": 300, "pieces": 309, "cpu_ms_median": 0.2, "cpu_ms_most": 2.0}
-    row, sync = {**good, "proofs_ms": {"1": 1.0}}, {"mib": 64, "ratio": 1.05}
+    row = {**good, "proofs_ms": {"1": 1.0}, "restore": {"wall_ms_median": 40.0}}
+    sync = {"mib": 64, "ratio": 1.05}
+    assert "60 ms" in boundary.missed([{**row, "restore": {"wall_ms_median": 60.0}}], [])[0]
     assert boundary.missed([row], [sync]) == []
     assert "0.40 ms" in boundary.missed([{**row, "cpu_ms_median": 0.4}], [])[0]
     assert "9.0 ms" in boundary.missed([{**row, "proofs_ms": {"4": 9.0}}], [])[0]

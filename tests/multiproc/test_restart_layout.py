@@ -459,8 +459,16 @@ def test_killed_again_and_again_in_other_layouts(plan: dict[str, Any], arena_roo
     assert list(arena_root.iterdir()) == []
 
 
-def test_a_buffer_that_differs_between_ranks_is_no_buffer_of_the_model(plan: dict[str, Any]) -> None:
-    restarted(Attempt(OLD, LAST, plan, spoil="buffer/bias"))
+@pytest.mark.parametrize("source", ["memory", "storage"])
+def test_a_buffer_that_differs_between_ranks_is_no_buffer_of_the_model(
+    source: str, plan: dict[str, Any], arena_root: Path, tmp_path: Path
+) -> None:
+    if source == "storage":
+        (tmp_path / "storage").mkdir()
+        plan |= {"persist": str(tmp_path / "storage"), "persist_interval": 2, "slots": 0}
+    restarted(Attempt(OLD, LAST, plan, spoil="buffer/bias", persists=source == "storage"))
+    if source == "storage":
+        clean_job(arena_root, "test")
     differs = r"MismatchError.*buffer/bias\S* does not have the same bits in tp0-pp0-dp0 and tp0-pp0-dp1"
     with pytest.raises(RankFailure, match=differs):
         restarted(Attempt(NEW, LAST, plan))

@@ -55,7 +55,8 @@ class Control:
 
 
 class Snapshots:
-    """A capture of ``live_state`` into one slot. ``copier`` is the device's, ``slot`` the bytes in host memory."""
+    """A capture of ``live_state`` into one slot. ``copier`` is the device's, ``slot`` the bytes in host memory; the
+    last ``volatile`` chunks are of volatile state."""
 
     def __init__(
         self,
@@ -63,15 +64,16 @@ class Snapshots:
         windows: Any = None,
         tensors: Sequence[torch.Tensor] = (),
         settled: bool = True,
+        volatile: int = 0,
     ) -> None:
         self.tensors = list(tensors) or live_state()
         self.boundary = [tensor.clone() for tensor in self.tensors]
-        self.copies, size = plan(self.tensors, 3 * PAGE, parity=True)
+        self.copies, size = plan(self.tensors, 3 * PAGE, parity=not volatile)
         self.slot, self.control = shared_slot(size), Control()
         arena: Any = SimpleNamespace(
             control=self.control,
             image=SimpleNamespace(
-                num_stepped_chunks=len(self.copies),
+                num_stepped_chunks=len(self.copies) - volatile,
                 objects=SimpleNamespace(begin=0, end=PAGE, nbytes=PAGE),
                 manifest=None,
             ),

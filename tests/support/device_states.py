@@ -84,10 +84,11 @@ class Landings:
         slot: torch.Tensor,
         base: Moment = None,
         landed: Callable[[int], None] | None = None,
+        taken: Sequence[ChunkCopy] = (),
     ) -> None:
         self.chunks: list[int] = []
         self.arrived = False
-        self.flight = Flight(copies, slot, landed or self.chunks.append, self._arrive, base)
+        self.flight = Flight(copies, slot, landed or self.chunks.append, self._arrive, base, taken=taken)
 
     def _arrive(self) -> None:
         self.arrived = True

@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 import torch
 
-from ftckpt.capture import chunks, copier, device_copier, driver, registration
+from ftckpt.capture import chunks, copier, device_copier, driver, registration, volatile_memory
 from ftckpt.capture.chunks import ChunkCopy, Segment, combine
 
 PAGE = 4096
@@ -270,6 +270,12 @@ class FakeDevice:
             self.use([("xor", _kind(live, place))])
         self.current_stream().enqueue(lambda: combine(tensors, segments, target, begin, end, onto), millis=0.1)
 
+    def copy_together(self, places: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+        """Queued."""
+        if places:
+            self.use([("copy", "within the device")])
+            self.current_stream().enqueue(lambda: copier.copy_together(places, sources), millis=0.1)
+
     def device_buffer(self, nbytes: int, _device: torch.device) -> torch.Tensor:
         self.allocate("device memory")
         self.buffers.append(torch.empty(nbytes, dtype=torch.uint8))
@@ -321,6 +327,8 @@ def install(monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
     monkeypatch.setattr(device_copier, "copy_chunk", made.copy_chunk)
     for name in ("combine", "device_buffer", "pinned_buffer"):
         monkeypatch.setattr(device_copier, name, getattr(made, name))
+    for name in ("copy_together", "device_buffer"):
+        monkeypatch.setattr(volatile_memory, name, getattr(made, name))
     monkeypatch.setattr(copier, "in_host_memory", lambda tensor: False)
     for module in (device_copier, registration):
         monkeypatch.setattr(module, "PIECE_BYTES", 4 * PAGE)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -51,6 +52,29 @@ def test_a_rollback_to_nothing_is_refused() -> None:
     checkpointer._shard = None
     with raises(ConfigError, "rollback", "newer_than"):
         checkpointer.restore(rollback=True)
+
+
+@pytest.mark.parametrize("script_collects", [True, False])
+@pytest.mark.parametrize("fails", [True, False])
+def test_the_collector_rests_during_a_restore(fails: bool, script_collects: bool) -> None:
+    seen = []
+
+    def restore(loaded: object) -> int:
+        seen.append(gc.isenabled())
+        if fails:
+            raise ConfigError("no")
+        return 7
+
+    checkpointer = Checkpointer.__new__(Checkpointer)
+    checkpointer._shard = None
+    checkpointer._restore, checkpointer._withdraw = restore, lambda: None  # type: ignore[method-assign]
+    (gc.enable if script_collects else gc.disable)()
+    try:
+        with raises(ConfigError, "no") if fails else nullcontext():
+            assert checkpointer.restore() == 7
+        assert (seen, gc.isenabled()) == ([False], script_collects)
+    finally:
+        gc.enable()
 
 
 class Lessened:

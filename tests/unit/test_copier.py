@@ -240,10 +240,10 @@ def test_a_flight_without_copies_arrives(copier: HostCopier) -> None:
     assert told == ["arrived"]
 
 
-def test_volatile_state_is_there_when_the_call_returns(copier: HostCopier) -> None:
+def test_volatile_state_is_that_of_the_call(copier: HostCopier) -> None:
     watched = Watched()
     copier.prepare([watched.slot])
-    copier.copy_now([watched.live], COPIES, watched.slot)
+    copier.take([watched.live], COPIES, watched.slot)
     watched.live.zero_()
     assert watched.copied
 
@@ -254,7 +254,7 @@ def test_volatile_state_is_copied_as_it_is_at_each_boundary(copier: HostCopier) 
     live, kept = [watched.live], [torch.full((16,), -1.0)]
     for sources, value in ((live, 1.0), (live, 2.0), (kept, 9.0), (live, 3.0)):
         watched.live.fill_(value)
-        copier.copy_now(sources, COPIES, watched.slot)
+        copier.take(sources, COPIES, watched.slot)
         assert watched.slot.view(torch.float32).tolist() == [value if sources is live else -1.0] * 16
 
 

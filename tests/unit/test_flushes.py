@@ -18,7 +18,7 @@ from ftckpt.model.loaded import Checkpoint
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.model.tiers import Tier
 from ftckpt.persist.shards import StoredSnapshot
-from ftckpt.restore.stored import Shelf
+from ftckpt.restore.shelf import Shelf
 from ftckpt.store.pulse import FlushState
 from ftckpt.windows.cost import Wish
 

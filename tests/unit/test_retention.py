@@ -21,7 +21,7 @@ from ftckpt.persist.objects import ObjectStorage
 from ftckpt.persist.retention import hold, kept, let_go, pin, pinned, readers, retire, unpin, voided
 from ftckpt.persist.shards import StoredSnapshot
 from ftckpt.persist.storage import ObjectEntry, Storage
-from ftckpt.restore.stored import Shelf, _hold, _read
+from ftckpt.restore.shelf import Shelf, _hold, _read
 from tests.support.errors import raises
 from tests.support.s3_server import BUCKET
 from tests.support.smp_nodes import Seen

@@ -9,7 +9,8 @@ from typing import cast
 import torch
 
 from ftckpt.persist.shard_file import ShardFile
-from ftckpt.restore.straight import _begin, _bring, _chunks, _Part
+from ftckpt.restore.plan import StridedCopy, run
+from ftckpt.restore.straight import _begin, _bring, _chunks, _Part, reads_little_twice
 from ftckpt.store.image import Span
 
 
@@ -27,13 +28,18 @@ class Image:
         memory[:] = self.data[span.begin : span.end].numpy().data
         self.read.append(number)
 
-    def bring(self, wanted: list[tuple[int, int]]) -> list[torch.Tensor]:
-        """What comes of these bytes, from … to."""
-        live = [torch.zeros(end - begin, dtype=torch.uint8) for begin, end in wanted]
-        parts = [_Part(begin, end, to) for (begin, end), to in zip(wanted, live, strict=True)]
+    def bring(self, wanted: list[StridedCopy]) -> list[torch.Tensor]:
+        """What comes of these copies, each to memory of its own."""
+        live = [torch.zeros(one.numel, dtype=torch.uint8) for one in wanted]
+        parts = [_Part(*one) for one in zip(wanted, live, strict=True)]
         for chunk in _chunks(cast(ShardFile, self), sorted(parts, key=_begin)):
             _bring(chunk)
         return live
+
+
+def runs(*wanted: tuple[int, int]) -> list[StridedCopy]:
+    """Bytes from … to."""
+    return [run(begin, 0, end - begin) for begin, end in wanted]
 
 
 def test_a_shard_of_many_chunks_comes_straight() -> None:
@@ -43,11 +49,37 @@ def test_a_shard_of_many_chunks_comes_straight() -> None:
         edges = sorted(rng.sample(range(40, 1001), 12))
         wanted = list(zip(edges[::2], edges[1::2], strict=True))
         wanted += [wanted[0], (edges[0], edges[-1])]  # one is wanted twice, one lies around all others
-        for (begin, end), live in zip(wanted, file.bring(wanted), strict=True):
+        for (begin, end), live in zip(wanted, file.bring(runs(*wanted)), strict=True):
             assert torch.equal(live, file.data[begin:end])
+
+
+def test_columns_of_a_matrix_come_straight_however_chunks_cut_it() -> None:
+    rng = random.Random(11)
+    for _ in range(300):
+        file = Image(1000, rng.choice([5, 33, 64, 100, 1000]), 0)
+        planes, rows, row = rng.randint(1, 3), rng.randint(1, 6), rng.randint(4, 20)
+        width, begin = rng.randint(1, row), rng.randint(0, 60)
+        plane = rows * row + rng.randint(0, 150)
+        copy = StridedCopy(begin, 0, (planes, rows, width), (plane, row, 1), (rows * width, width, 1))
+        (live,) = file.bring([copy])
+        there = file.data[begin:].as_strided(copy.shape, copy.source_strides)
+        assert torch.equal(live.view(copy.shape), there)
+        lines = [begin + i * plane + j * row for i in range(planes) for j in range(rows)]
+        spans = enumerate(file.image.chunks)
+        touched = [n for n, span in spans if any(at < span.end and at + width > span.begin for at in lines)]
+        assert file.read == touched, "what lies between rows is not read"
 
 
 def test_only_chunks_that_are_wanted_are_read_and_each_once() -> None:
     file = Image(1000, 100, 0)
-    file.bring([(150, 160), (170, 210), (900, 901), (199, 200)])
+    file.bring(runs((150, 160), (170, 210), (900, 901), (199, 200)))
     assert file.read == [1, 2, 9]
+
+
+def test_what_several_ranks_need_is_not_read_by_each() -> None:
+    gb = 1 << 30
+    assert reads_little_twice([gb] * 8, 8 * gb), "each its own"
+    assert reads_little_twice([9 * gb // 8] * 8, 8 * gb), "and chunks that two share"
+    assert not reads_little_twice([2 * gb] * 8, 8 * gb), "each half of all tensors, cut along their rows"
+    assert not reads_little_twice([8 * gb] * 8, 8 * gb), "replicas"
+    assert reads_little_twice([50 << 20] * 2, 50 << 20), "a small model, of which a chunk is the most"
