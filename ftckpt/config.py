@@ -24,6 +24,9 @@ _LAYOUT = re.compile(r"((tp|pp|vpp|cp|ep|etp|dp)[1-9][0-9]{0,8})+")
 _MTBF = re.compile(r"(process|node|job)=(\d{1,6}(?:\.\d{1,9})?)h")
 _FUNCTION = re.compile(r"[A-Za-z_][A-Za-z0-9_.]*:[A-Za-z_][A-Za-z0-9_]*")
 
+MOST_REST_SECS = 60.0
+"""However little of its cores a node has left for protection, a new target is chosen as often as this."""
+
 PAGE_BYTES = 4096
 """What chunks, regions of slots and blocks in files begin on multiples of."""
 
@@ -48,7 +51,7 @@ def is_name(text: str) -> bool:
 def _setting(
     default: Any, text: str, choices: tuple[str, ...] = (), minimum: float | None = None, auto: bool = False
 ) -> Any:
-    """``auto``: a setting of another type may also be ``auto``."""
+    """``auto``: a whole number that may also be ``auto``."""
     return field(default=default, metadata={"help": text, "choices": choices, "minimum": minimum, "auto": auto})
 
 
@@ -66,8 +69,8 @@ class Config:
     )
     slots: int = _setting(
         0,
-        "slots per arena; 0: two, three with protection, four where not every snapshot is protected, and one more "
-        "where they go to storage",
+        "slots per arena; 0: two, four with protection, or three where memory has no room for four, and one more "
+        "where snapshots go to storage",
         minimum=0,
     )
     job: str = _setting("", "name of the job; default: FTCKPT_JOB, or the torchrun or Slurm job id")
@@ -77,7 +80,12 @@ class Config:
     protect: str = _setting(
         "auto", "what guards snapshots: auto, none, or a list of node, replica or copy, peer, such as node,peer"
     )
-    protect_interval: int = _setting(1, "snapshots between two that are protected", minimum=1)
+    protect_interval: int | Literal["auto"] = _setting(
+        "auto",
+        "snapshots between two that are protected; auto: as few as smp_cores allows, and one a minute at least",
+        minimum=1,
+        auto=True,
+    )
     protect_timeout_secs: float = _setting(
         60.0, "longest wait for the protection of a snapshot before training goes on without it", minimum=0.1
     )
@@ -88,6 +96,12 @@ class Config:
         "auto",
         "what a node receives, and as much that it sends, for protection, in GB/s: auto (a quarter of its link) or a "
         "number; 0: no limit",
+    )
+    smp_cores: float = _setting(
+        0.1,
+        "share of a node's cores that its SMP may take with protect_interval auto, which protects snapshots, and "
+        "checks others, so seldom; 0: any",
+        minimum=0,
     )
     smp_gbps: float = _setting(0.0, "what the SMP reads of the node's memory, in GB/s; 0: no limit", minimum=0)
     persist: str = _setting(
@@ -229,6 +243,8 @@ class Config:
         # One slot would lose the whole snapshot with the first byte of the next one.
         if self.slots == 1:
             raise ConfigError("slots: 1 is too small; the least is 2, or 0 for as many as protection needs")
+        if self.smp_cores > 1:
+            raise ConfigError(f"smp_cores: {self.smp_cores:g} is more than all cores; give a share such as 0.1")
         check_protect(self.protect)
         _check_layouts(self.layouts)
         if self.restore_before >= 1 << 63:
@@ -257,13 +273,14 @@ class Config:
         """Iterations between snapshots where nothing makes them rarer."""
         return 1 if self.interval == "auto" else self.interval
 
-    def num_slots(self, protects: bool) -> int:
+    def num_slots(self, protects: bool, short: bool = False) -> int:
         """Slots of an arena: ``slots``, or as many as the job needs, which ``protects`` its snapshots or does not.
 
-        One is written and one is whole. One more holds the protected snapshot, and one more the target where
-        protecting it may take several iterations; one more what is on its way to storage.
+        One is written and one is whole. One more holds the protected snapshot, one more the target, and one more what
+        is on its way to storage. Where memory is ``short`` the newest whole one is the target: until that is
+        protected one snapshot is taken, and no other.
         """
-        return self.slots or (2 if not protects else 3 if self.protect_interval == 1 else 4) + bool(self.persist)
+        return self.slots or (2 if not protects else 3 if short else 4) + bool(self.persist)
 
     @property
     def chunk_bytes(self) -> int:
@@ -314,7 +331,7 @@ class Config:
             setting = _flag_target(flag)
             if setting.name in settings:
                 raise ConfigError(f"{flag}: given twice")
-            if type(setting.default) is bool:
+            if kind_of(setting) is bool:
                 if has_value:
                     raise ConfigError(f"{flag}: takes no value")
                 settings[setting.name] = True
@@ -456,7 +473,7 @@ def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         # argparse formats help with %.
         text = setting.metadata["help"].replace("%", "%%")
         choices = setting.metadata["choices"] or None
-        if type(setting.default) is bool:
+        if kind_of(setting) is bool:
             group.add_argument(flag_of(setting.name), action="store_true", help=text)
             continue
         group.add_argument(
@@ -478,13 +495,18 @@ def _flag_target(flag: str) -> Field[Any]:
 
 
 def _reader(setting: Field[Any]) -> Callable[[str], Any]:
-    kind: type = type(setting.default)
+    kind = kind_of(setting)
 
     def read(text: str) -> Any:
         return text if setting.metadata["auto"] and text == "auto" else kind(text)
 
     read.__name__ = kind.__name__  # argparse says "invalid int value"
     return read
+
+
+def kind_of(setting: Field[Any]) -> type:
+    """Of its values, other than ``auto``."""
+    return int if setting.metadata["auto"] else type(setting.default)
 
 
 def _convert(flag: str, text: str, setting: Field[Any]) -> Any:
@@ -495,7 +517,7 @@ def _convert(flag: str, text: str, setting: Field[Any]) -> Any:
 
 
 def _check(setting: Field[Any], value: Any) -> None:
-    name, kind, rule = setting.name, type(setting.default), setting.metadata
+    name, kind, rule = setting.name, kind_of(setting), setting.metadata
     if rule["auto"] and value == "auto":
         return
     accepted = (int, float) if kind is float else (kind,)
@@ -513,7 +535,7 @@ def _check(setting: Field[Any], value: Any) -> None:
 
 def _described(setting: Field[Any]) -> str:
     kinds = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
-    return kinds[type(setting.default)] + (" or auto" if setting.metadata["auto"] else "")
+    return kinds[kind_of(setting)] + (" or auto" if setting.metadata["auto"] else "")
 
 
 def _closest(name: str, known: list[str]) -> str:

@@ -108,6 +108,12 @@ EVENTS: dict[str, EventKind] = {
         "ranks could not connect anew; they try again", iteration="at whose boundary", error="why"
     ),
     "turned_off": _loud("no more snapshots in this attempt", reason="why"),
+    "ages": _quiet(
+        "how old the newest snapshots got: after the first minute, and where that has changed", secs="looked at",
+        iterations="trained meanwhile", due="snapshots", left_out="of them because every slot was kept",
+        whole="how many became", whole_age="most iterations behind the newest whole one",
+        protected="how many became; absent where none is to be", protected_age="as whole_age, of the protected one",
+    ),
     "interval_changed": _quiet(
         "snapshots become rarer, so that what they cost keeps its budget, or more frequent again",
         interval="iterations between snapshots",
@@ -150,6 +156,10 @@ EVENTS: dict[str, EventKind] = {
     "far_slots": _quiet(
         "a slot lies on another NUMA node than the device: its copies are slower", device_node="of the device",
         pages="of a sample, by their NUMA node",
+    ),
+    "fewer_slots": _quiet(
+        "memory has no room for as many slots as protection wants", slots="per arena", wanted="per arena",
+        reason="what was too small",
     ),
     "slots_allocated": _quiet("slots got memory while training ran", path="of the arena", slots="which"),
     "spare_given_up": _quiet(

@@ -206,11 +206,11 @@ def add_plan(commands: Any) -> None:
     defaults = Config()
     for name in ("protect", "peer_code"):
         parser.add_argument(_flag(name), default=getattr(defaults, name), help=_help(name))
-    for name in ("interval", "persist_interval"):
+    for name in ("interval", "protect_interval", "persist_interval"):
         parser.add_argument(_flag(name), type=_interval, default=getattr(defaults, name), help=_help(name))
-    for name in ("protect_interval", "slots", "peer_group", "peer_losses", "objects_mib"):
+    for name in ("slots", "peer_group", "peer_losses", "objects_mib"):
         parser.add_argument(_flag(name), type=int, default=getattr(defaults, name), metavar="N", help=_help(name))
-    for name in ("chunk_mib", "persist_gbps", "overhead_budget"):
+    for name in ("chunk_mib", "smp_cores", "persist_gbps", "overhead_budget"):
         parser.add_argument(_flag(name), type=float, default=getattr(defaults, name), metavar="N", help=_help(name))
     for name in ("network_gbps", "persist", "mtbf"):
         parser.add_argument(_flag(name), default=getattr(defaults, name), help=_help(name))
@@ -246,9 +246,12 @@ def run(arguments: argparse.Namespace) -> int:
     names = ",".join(modes.names) or "none"
     limit, received = unknown_limit(config.network_gbps), max(table.network.values())
     predicted = _predicted(arguments, config, job, modes, limit.secs(received))
-    every = (predicted.interval if predicted else config.least_interval) * config.protect_interval
+    least = 1 if config.protect_interval == "auto" else config.protect_interval
+    every = predicted.protected if predicted else config.least_interval * least
     assumed = _assumptions(arguments, job) + (list(predicted.assumed) if predicted else [])
-    if predicted is None and "auto" in (config.interval, config.persist_interval):
+    if predicted is None and "auto" in (
+        config.interval, config.persist_interval, config.protect_interval if modes.names else 0
+    ):  # fmt: skip
         assumed.append("what auto comes to is not known without the length of an iteration (--iteration-secs)")
     if arguments.json:
         head = {"ranks": job.ranks, "nodes": len(table.memory), "protect": names, "slots": slots, "assumed": assumed}
@@ -262,7 +265,11 @@ def run(arguments: argparse.Namespace) -> int:
     if modes.names:
         if received:
             print(f"network limit: {limit}: {limit.secs(received):.1f} s or more per protected snapshot")
-        print("protected is " + (f"one iteration of {every}" if every > 1 else "every iteration"))
+        age = f"; the newest is at most {predicted.protected_age_secs:.3g} s old" if predicted else ""
+        often = f"one iteration of {every}" if every > 1 else "every iteration"
+        if config.protect_interval == "auto" and not predicted:
+            often += " at most"
+        print(f"protected is {often}{age}")
     for line in predicted.lines() if predicted else ():
         print(line)
     for text in assumed:
@@ -281,7 +288,7 @@ def _predicted(
     rank_bytes = BYTES_PER_PARAM * job.params / job.ranks
     costs = Costs.guess(
         config, arguments.iteration_secs, arguments.snapshot_cost_secs, rank_bytes=rank_bytes,
-        node_bytes=rank_bytes * job.gpus_per_node, protect=protect_secs,
+        ranks=job.gpus_per_node, protect=protect_secs,
     )  # fmt: skip
     nodes = job.ranks // job.gpus_per_node
     return forecast(config, costs, nodes, nodes > 1 and bool(modes.replica or modes.peer), _seen(arguments))

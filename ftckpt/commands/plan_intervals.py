@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from ftckpt.config import Config, check_mtbf
+from ftckpt.config import MOST_REST_SECS, Config, check_mtbf
 from ftckpt.errors import ConfigError
 from ftckpt.model.failures import FailureRate, FailureRecord, expected, in_words
 from ftckpt.model.tiers import (
@@ -29,6 +29,10 @@ COPY_GBPS = 20.0
 SLOWED = 0.3
 """By how much copies beside them slow compute steps down, as REFT measured for a side stream (17 to 38 %, arXiv
 2310.12670)."""
+SMP_GBPS = 1.5
+"""Assumed rate at which a core checks state and makes parity of it: two checksums and an exclusive or."""
+CORES_PER_RANK = 8
+"""Assumed of a node."""
 STORE_GBPS = 1.0
 """Assumed rate at which a node writes to storage."""
 FLUSH_SLOWS = 0.01
@@ -42,20 +46,22 @@ class Costs:
     """What is known of a job before it runs, in seconds.
 
     ``iteration``: its length. ``snapshot``: of training, that one takes. ``protect``: until one is protected, by the
-    network. ``flush``: until one is on storage.
+    network and the SMP; ``rest``: until its share of the cores is made up for. ``flush``: until one is on storage.
     """
 
     iteration: float
     snapshot: float
     protect: float
+    rest: float
     flush: float
 
     @classmethod
     def guess(
-        cls, config: Config, iteration: float, snapshot: float | None, *, rank_bytes: float, node_bytes: float,
+        cls, config: Config, iteration: float, snapshot: float | None, *, rank_bytes: float, ranks: int,
         protect: float,
     ) -> Costs:  # fmt: skip
-        """``snapshot`` None: guessed as if no byte fitted into windows.
+        """``snapshot`` None: guessed as if no byte fitted into windows. ``ranks`` of a node; ``protect``: seconds of
+        the network.
 
         Raises:
             ConfigError: a length that is none.
@@ -66,7 +72,12 @@ class Costs:
             raise ConfigError(f"--snapshot-cost-secs: {snapshot:g} is not a time in seconds")
         if snapshot is None:
             snapshot = SLOWED * rank_bytes / (COPY_GBPS * 1e9)
-        return cls(iteration, snapshot, protect, node_bytes / ((config.persist_gbps or STORE_GBPS) * 1e9))
+        node_bytes = ranks * rank_bytes
+        smp = node_bytes / (SMP_GBPS * 1e9)
+        share = config.smp_cores * CORES_PER_RANK * ranks if config.protect_interval == "auto" else 0.0
+        rest = min(smp / share, MOST_REST_SECS) if share else 0.0
+        flush = node_bytes / ((config.persist_gbps or STORE_GBPS) * 1e9)
+        return cls(iteration, snapshot, max(protect, smp), rest, flush)
 
 
 class Answer(NamedTuple):
@@ -89,6 +100,10 @@ class IntervalForecast:
     """Iterations between snapshots at which most is trained."""
     budget: float
     """Share of training that they would take."""
+    protected: int
+    """Iterations from one protected snapshot to the next."""
+    protected_age_secs: float
+    """Of the newest one at most."""
 
     @property
     def interval(self) -> int:
@@ -138,10 +153,12 @@ def forecast(
     if config.interval == "auto" and config.overhead_budget:
         every = shortest_interval(costs.snapshot / iteration, config.overhead_budget, _MOST)
     memory = Tier(rates[PROCESS], costs.snapshot, late_secs=iteration)
+    # A target that takes longer than that makes those between go unprotected.
+    least = 1 if config.protect_interval == "auto" else config.protect_interval
+    protected = max(every * least, math.ceil(max(costs.protect, costs.rest) / iteration))
     answers = [_answer("a process", "memory", every, memory, iteration)]
     if survives_nodes:
-        # What one costs is counted above; a target that takes longer than that makes those between go unprotected.
-        protected = max(every * config.protect_interval, math.ceil(costs.protect / iteration))
+        # What one costs is counted above.
         tier = Tier(rates[NODE], 0.0, late_secs=iteration + costs.protect)
         answers.append(_answer("a node", "protected memory", protected, tier, iteration))
     if config.persist:
@@ -156,8 +173,9 @@ def forecast(
     secs = 1 / (1 / rates[PROCESS] + survives_nodes / rates[NODE])
     best = max(1, math.ceil(Tier(secs, costs.snapshot).best_secs() / iteration))
     return IntervalForecast(
-        tuple(answers), tuple(_assumed(config, costs, failures, seen)), best, costs.snapshot / (best * iteration)
-    )
+        tuple(answers), tuple(_assumed(config, costs, failures, seen)), best, costs.snapshot / (best * iteration),
+        protected, (protected + 1) * iteration + costs.protect,
+    )  # fmt: skip
 
 
 def _answer(kinds: str, place: str, interval: int, tier: Tier, iteration_secs: float) -> Answer:
@@ -170,6 +188,10 @@ def _assumed(
     if seen is not None:
         yield f"failures come as seen and given: {in_words(failures)}"
     yield f"a snapshot takes {costs.snapshot:.3g} s of training; a job with interval auto measures it"
+    yield (
+        f"an SMP checks and encodes {SMP_GBPS:g} GB/s, and a node has {CORES_PER_RANK} cores per rank: the log of a "
+        "job tells how old its snapshots really get"
+    )
     if not config.mtbf:
         yield "failures: 6.5 of 1000 nodes a day, half of them with the node; of the whole job one a week; set --mtbf"
     if config.persist:

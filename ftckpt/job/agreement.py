@@ -24,9 +24,12 @@ class Will(IntEnum):
 
 
 class Coverage(IntEnum):
-    """How far a rank's node is with the protection of the target; the least of all ranks counts."""
+    """How far a rank's node is with the protection of the target; the least of all ranks counts.
 
-    CANNOT, WORKING, DONE = -1, 0, 1
+    ``READY``: done, or there is no target, and another one could be begun; after ``DONE`` the node rests first.
+    """
+
+    CANNOT, WORKING, DONE, READY = -1, 0, 1, 2
 
 
 class Round(NamedTuple):
@@ -45,7 +48,7 @@ class Round(NamedTuple):
     stretch: int = 1
     cost: int = 0
     target: int = -1
-    cover: Coverage = Coverage.DONE
+    cover: Coverage = Coverage.READY
     flush: int = -1
     flushed: Coverage = Coverage.DONE
     flush_interval: int = 0
@@ -78,7 +81,7 @@ class Verdict(NamedTuple):
     stretch: int = 1
     cost: int = 0
     target: int = -1
-    cover: Coverage = Coverage.DONE
+    cover: Coverage = Coverage.READY
     flush: int = -1
     flushed: Coverage = Coverage.DONE
     flush_interval: int = 0

@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol
 from ftckpt.capture.affinity import run_on
 from ftckpt.capture.copier import Cores
 from ftckpt.config import Config
-from ftckpt.errors import ArenaError, ConfigError, FtckptError
+from ftckpt.errors import ArenaError, ConfigError, FtckptError, MemoryBudgetError
 from ftckpt.events import Events
 from ftckpt.group import Group, gather_all, together
 from ftckpt.job.addresses import whereabouts
@@ -55,8 +55,13 @@ class NodeArenas:
     node holds.
     """
 
-    def __init__(self, config: Config, topology: Topology, group: Group, events: Events) -> None:
+    def __init__(
+        self, config: Config, topology: Topology, group: Group, events: Events, least_slots: int | None = None
+    ) -> None:
         self.path = Path()
+        self.slots = config.slots
+        """Of an arena, the same on all ranks; ``least_slots`` where a node has no room for more."""
+        self._least_slots = config.slots if least_slots is None else least_slots
         self.cores: Cores = None
         """Where threads run that allocate slots: a tmpfs takes memory of the NUMA node whose core asks for it."""
         self.origin = NOTHING
@@ -130,7 +135,9 @@ class NodeArenas:
             arena = self._create(manifest, outlook.existing)
             if use is not None:
                 use(arena)
-            return None if beside is None else beside.join(arena, [post.beside for post in posts], self.coming_bytes)
+            if beside is None:
+                return None
+            return beside.join(arena, [post.beside for post in posts], self.coming_bytes, self.slots)
 
         # Behind the check of the node's room: a change that has none must find all as it was.
         answers = gather_all(self._group, make, object)
@@ -141,6 +148,21 @@ class NodeArenas:
         if beside is not None:
             beside.hear(answers)
         return arena
+
+    def lessen(self, error: MemoryBudgetError) -> bool:
+        """``open`` has failed so, on all ranks; whether it may fit with fewer slots, as it is going to be tried."""
+        wanted, self.slots = self.slots, self._least_slots
+        if wanted == self.slots:
+            return False
+        if self._made is not None:  # it has no snapshot
+            remove_arena(self._made)
+            self._made = None
+        self._events.emit("fewer_slots", slots=self.slots, wanted=wanted, reason=str(error))
+        self._events.announce(
+            f"{self.slots} slots per arena, as memory has no room for {wanted}: while a snapshot is being protected, "
+            f"one more is taken and those behind it are left out ({error})"
+        )
+        return True
 
     def replace(self, old: Arena, whole: SnapshotId | None, manifest: Manifest, use: Use | None = None) -> Arena:
         """Go over to another manifest while training: the locked arena for it, as ``open`` gives it.
@@ -230,7 +252,7 @@ class NodeArenas:
     def _begin_supply(self, arena: Arena) -> None:
         absent, first = absent_slots(arena), self._opened
         # An arena of an earlier start may have more slots than are configured: those stay absent.
-        most = self._most if self._old and not (first and self._removing) else self._config.slots
+        most = self._most if self._old and not (first and self._removing) else self.slots
         missing = absent[: max(0, most - (arena.control.slots - len(absent)))]
         free = partial(self._free, list(self._old)) if first and self._old else None
         if missing or free is not None:
@@ -364,12 +386,15 @@ class NodeArenas:
             outlook = foresee(marks)
             now_bytes, later_bytes = outlook.needs.now_bytes - outlook.freed_bytes, outlook.needs.later_bytes
             told = beside.tell(outlook.image, name, outlook.existing) if beside is not None else None
-            return _Post(now_bytes, later_bytes, outlook.marks, told)
+            slots = self.slots if outlook.existing is None else outlook.existing.control.slots
+            return _Post(now_bytes, later_bytes, slots, outlook.marks, told)
 
         posts = gather_all(self._group, post, _Post)
         marks = frozenset(chain.from_iterable(one.marks or () for one in posts))
+        # An arena of an earlier start may have fewer, and ranks with more would take what that rank cannot.
+        wanted, self.slots = self.slots, min(self.slots, *(one.slots for one in posts))
         # Known to all alike: a rank's old arenas may hold what only others call protected.
-        if any(one.marks is not None and not marks <= set(one.marks) for one in posts):
+        if self.slots < wanted or any(one.marks is not None and not marks <= set(one.marks) for one in posts):
             posts = gather_all(self._group, lambda: post(marks), _Post)
         assert outlook is not None, "``gather_all`` raises where it failed"
         return outlook, posts
@@ -377,13 +402,13 @@ class NodeArenas:
     def _count_slots(self, existing: Arena | None, keep: SnapshotId | None, num_old: int) -> tuple[int, int, int]:
         """Slots of the arena that are there, those to allocate beside ``num_old`` in old ones, and those that it
         lacks in all."""
-        slots = self._config.slots if existing is None else existing.control.slots
+        slots = self.slots if existing is None else existing.control.slots
         there = 0 if existing is None else slots - len(absent_slots(existing))
-        lacks = max(0, min(slots, self._config.slots) - there)
+        lacks = max(0, min(slots, self.slots) - there)
         if not num_old:
             return there, lacks, lacks
         needed = 0 if existing is None or existing.find(keep) is None else 1
-        return there, slots_to_allocate(there, slots, needed, self._config.slots - num_old), lacks
+        return there, slots_to_allocate(there, slots, needed, self.slots - num_old), lacks
 
     def _foresee(
         self, there: Ledger, old: Sequence[Path], existing: Arena | None, keep: SnapshotId | None, manifest: Manifest
@@ -431,7 +456,7 @@ class NodeArenas:
         """The arena for ``manifest``, locked, with the slots that it has."""
         if existing is None:
             self._made = arena_path(self.path, manifest)
-        arena = existing or Arena.create(self.path, manifest, self._config.slots, allocate=0)
+        arena = existing or Arena.create(self.path, manifest, self.slots, allocate=0)
         arena.lock(self._config.lock_timeout_secs)
         self._events.emit(
             "arena",
@@ -467,9 +492,9 @@ class Beside(Protocol):
         """For all ranks, before anything is made: of slots with this ``image``, in the arena ``name`` if it is there.
         May be called twice; the last call counts."""
 
-    def join(self, arena: Arena, told: Sequence[object], coming_bytes: int, /) -> object:
-        """For all ranks, with ``arena`` there, by what they have ``told``; ``coming_bytes`` as in ``NodeArenas``.
-        Raises on all ranks together."""
+    def join(self, arena: Arena, told: Sequence[object], coming_bytes: int, slots: int, /) -> object:
+        """For all ranks, with ``arena`` there, by what they have ``told``; ``coming_bytes`` and ``slots`` as in
+        ``NodeArenas``. Raises on all ranks together."""
 
     def hear(self, answers: Sequence[object], /) -> None:
         """What ``join`` has said on all ranks."""
@@ -493,10 +518,12 @@ class _Outlook(NamedTuple):
 
 
 class _Post(NamedTuple):
-    """What a rank tells the others: bytes that it needs now and later, marks as in ``_Outlook``, and what else."""
+    """What a rank tells the others: bytes that it needs now and later, how many slots its arena can have, marks as in
+    ``_Outlook``, and what else."""
 
     now_bytes: int
     later_bytes: int
+    slots: int
     marks: tuple[SnapshotId, ...] | None
     beside: object
 

@@ -91,7 +91,7 @@ class Checkpointer:
         self.training_state = state
         self._protection = Protection(config, topology, self.group, self.events)
         self.config = config = replace(config, slots=self._protection.slots)
-        self._arenas = NodeArenas(config, topology, self.group, self.events)
+        self._arenas = NodeArenas(config, topology, self.group, self.events, self._protection.least_slots)
         # Asked once: a later layout may leave no mode, and its arena must still be made known to the SMP.
         self._protects = self._protection.on
         self._state = RankState(config, self._protection.protects)
@@ -662,7 +662,7 @@ class Checkpointer:
         if self.arena is None or not self._protects:
             return
         try:
-            self._protection.arrange(self.arena, self._arenas.coming_bytes)
+            self._protection.arrange(self.arena, self._arenas.coming_bytes, self._arenas.slots)
         except FtckptError as error:
             self.events.emit("not_protected", error=str(error))
             self._execute(self._state.not_protected())

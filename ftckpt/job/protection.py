@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ftckpt.capture.redundancy import Redundancy
-from ftckpt.config import Config
+from ftckpt.config import MOST_REST_SECS, Config
 from ftckpt.errors import ConfigError, MemoryBudgetError
 from ftckpt.events import Events
 from ftckpt.group import Group, gather_all, together
@@ -158,8 +158,13 @@ class Protection:
 
     @property
     def slots(self) -> int:
-        """How many slots an arena has."""
+        """How many slots an arena has where memory has room for them."""
         return self._config.num_slots(self.protects)
+
+    @property
+    def least_slots(self) -> int:
+        """How many it has where memory has no room for ``slots``."""
+        return self._config.num_slots(self.protects, short=True)
 
     @property
     def survives_nodes(self) -> bool:
@@ -186,10 +191,11 @@ class Protection:
         named = filter(None, {everywhere(rank.protected) for rank in ranks})
         return max(named, key=lambda snapshot: snapshot.iteration, default=None), everywhere(restored)
 
-    def arrange(self, arena: Arena, coming_bytes: int = 0) -> None:
+    def arrange(self, arena: Arena, coming_bytes: int, slots: int) -> None:
         """Know what all ranks hold: groups, memory, the SMP of this node and those of others.
 
-        ``coming_bytes`` are those that slots of this node take from now on beside old arenas.
+        ``coming_bytes`` are those that slots of this node take from now on beside old arenas; an arena that has all
+        has ``slots``.
 
         Raises:
             MemoryBudgetError: the node has no room for parity and packages.
@@ -197,7 +203,7 @@ class Protection:
         """
         self._arena = arena  # first: whatever fails below, marks go to the arena that is written
         told = gather_all(self._group, lambda: self.tell(arena.image, arena.path.name, arena), object)
-        self.hear(gather_all(self._group, lambda: self.join(arena, told, coming_bytes), object))
+        self.hear(gather_all(self._group, lambda: self.join(arena, told, coming_bytes, slots), object))
 
     def tell(self, image: SlotImage, name: str, existing: Arena | None) -> _Told:
         """What other ranks must know of this one's arena, ``name``, which need not be there yet.
@@ -211,7 +217,7 @@ class Protection:
             return _Told(holding, _Held(), secret)
         return _Told(holding, _Held(existing.control.protected(), tuple(existing.snapshots())), secret)
 
-    def join(self, arena: Arena, told: Sequence[object], coming_bytes: int) -> SmpReport:
+    def join(self, arena: Arena, told: Sequence[object], coming_bytes: int, slots: int) -> SmpReport:
         """Find out by what all ranks have ``told`` who protects whom, and that it can be; raises as ``arrange``."""
         self._arena, node_dir = arena, arena.path.parent
         ranks = [codec.from_json(one, _Told) for one in told]
@@ -224,7 +230,7 @@ class Protection:
         self.modes = self._resolve(spans_nodes=bool(in_slots))
         self._arrangement = Arrangement.of(holdings, in_slots, self.modes)
         if self._topology.is_node_leader:  # memory is the node's
-            self._table = self._check(self._arrangement, node_dir, coming_bytes)
+            self._table = self._check(self._arrangement, node_dir, coming_bytes, slots)
         return self.smp.listen(node_dir)
 
     def hear(self, answers: Sequence[object]) -> None:
@@ -296,6 +302,7 @@ class Protection:
                 sealed=slot is not None,
                 covered=check is not None and check.state == CheckState.COVERED,
                 gave_up=target is not None and self._pulse.smp_cannot(target.iteration),
+                rests=self._pulse.smp_rests(),
             )
         except Exception as error:  # noqa: BLE001 - promise 4: training goes on whatever protection does
             self._events.emit("smp_error", error=repr(error))
@@ -353,17 +360,26 @@ class Protection:
                 self._events.emit("protection_lessened", reason=reason)
         return modes
 
-    def _check(self, arrangement: Arrangement, node_dir: Path, coming_bytes: int) -> ProtectionTable:
+    def _check(self, arrangement: Arrangement, node_dir: Path, coming_bytes: int, slots: int) -> ProtectionTable:
         """Show what is protected, and refuse to start where the node has no room for it; returns the costs."""
         node, names = self._topology.me.node, self.modes.names
-        table = arrangement.report(self.slots)
+        table = arrangement.report(slots)
         self._events.emit("protection", modes=names, **table.to_json())
-        self._events.announce(f"protection: {', '.join(names) or 'none'}")
+        self._events.announce(f"protection: {', '.join(names)}, {self._often}" if names else "protection: none")
         for line in table.lines():
             self._events.announce(line)
-        account = arrangement.account(node, node_dir, table.smp_bytes(node), self.slots)
+        account = arrangement.account(node, node_dir, table.smp_bytes(node), slots)
         self._require_room(account, coming_bytes, node_dir)
         return table
+
+    @property
+    def _often(self) -> str:
+        """In words."""
+        config = self._config
+        if config.protect_interval != "auto":
+            return f"of one snapshot of {config.protect_interval}"
+        share = f"{config.smp_cores:g} of a node's cores allows" if config.smp_cores else "it is done"
+        return f"as often as {share}, and once in {MOST_REST_SECS:.0f} s at least"
 
     def _tell_network(self, nbytes: int) -> None:
         """What this node takes of the network for a snapshot, of which it receives ``nbytes``."""

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from ftckpt.config import Config, taken_over
 from ftckpt.job.actions import Action, Announcement, OldArenaRemoval, Skip, Take, TargetMarks, TurnOff, WholeMark
+from ftckpt.job.ages import Ages
 from ftckpt.job.agreement import Round, Verdict, Will
 from ftckpt.job.cadence import Interval, Proofs
 from ftckpt.job.flushes import NO_FLUSH, Flushes, FlushGuard
@@ -90,8 +91,9 @@ class RankState:
         probes = config.interval == "auto" and config.overhead_budget > 0
         self.interval = Interval(config.least_interval, config.error_limit + _MORE_ROUNDS, probes)
         self.proofs = Proofs(config.replica_check_interval)
-        self.targets = Targets(config.protect_interval if protects else 0, config.protect_timeout_secs)
+        self.targets = Targets.of(config) if protects else Targets(0)
         self.flushes = Flushes.of(config)
+        self.ages = Ages(config, protects)
         self._is_exact = bool(taken_over(config.persist))
         self._stepped = False
         self._wrong = False  # what ranks copy must change, and has not yet
@@ -199,6 +201,7 @@ class RankState:
                 self._whole_here_secs = now_secs
         if self.marks != marks:
             actions.append(self.marks)
+        actions += self.ages.look(self.iteration, self.whole, self.targets.protected, verdicts, now_secs)
         if self._supersedes(now_secs):
             self._old_arenas = False
             actions.append(OldArenaRemoval())
@@ -279,6 +282,7 @@ class RankState:
         if self._wrong:
             return Skip("ranks must copy other things than they do, and one was late in laying out anew")
         if not has_room:
+            self.ages.leave_out()
             return Skip("every slot is kept until the target is protected")
         return Take(SnapshotId(self.lineage, self.iteration), self.keep)
 

@@ -16,6 +16,7 @@ from ftckpt.capture.capture import Capture
 from ftckpt.capture.copier import make_copier
 from ftckpt.capture.redundancy import NO_REDUNDANCY, Redundancy
 from ftckpt.config import Config
+from ftckpt.errors import MemoryBudgetError
 from ftckpt.events import Events
 from ftckpt.group import Group, gather_bytes
 from ftckpt.job.arenas import Beside, NodeArenas
@@ -91,14 +92,22 @@ class Shard:
         ``whole`` is the snapshot that the arenas hold and the job goes on from. ``beside``: see ``NodeArenas.open``.
         """
         assignment = self._assign()
-        arena = self._arenas.open(assignment.manifest, whole, partial(self._use, assignment), beside)
-        host_bytes = arena.image.file_bytes * arena.control.slots
+        while True:
+            try:
+                arena = self._arenas.open(assignment.manifest, whole, partial(self._use, assignment), beside)
+                break
+            except MemoryBudgetError as error:
+                self._leave_arena()
+                if not self._arenas.lessen(error):
+                    raise
+        slots = self._arenas.slots
+        host_bytes = arena.image.file_bytes * slots
         copied = self.capture.stepped_bytes if self.capture is not None else 0
         interval = self._config.interval
         often = "as often as the budget allows" if interval == "auto" else f"every {interval} iteration(s)"
         self._events.announce(
             f"a snapshot {often} copies {copied / 1e6:.1f} MB from rank 0 "
-            f"into {host_bytes / 1e6:.1f} MB at {arena.path}"
+            f"into {slots} slots, {host_bytes / 1e6:.1f} MB, at {arena.path}"
         )
 
     def note_capacity(self) -> None:
@@ -168,6 +177,13 @@ class Shard:
         held = self._described is not None
         self._described = self._assignment = self._sharing = None
         return held
+
+    def _leave_arena(self) -> None:
+        """What could be used of it before another rank had no room."""
+        capture, self.capture = self.capture, None
+        if capture is not None:
+            capture.close()
+            capture.arena.close()
 
     def _lay_out_anew(self, capture: Capture, checked: Assignment, whole: SnapshotId | None) -> None:
         # First: if no arena can be had nothing is left that copies into one that is closed.

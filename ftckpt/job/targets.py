@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from ftckpt.config import MOST_REST_SECS, Config
 from ftckpt.job.actions import Announcement
 from ftckpt.job.agreement import Coverage, Verdict
 from ftckpt.model.snapshot import SnapshotId
@@ -19,6 +20,7 @@ class Guard(NamedTuple):
 
     ``alive``: it gave a sign of life lately. ``configured``: it knows what to guard. ``sealed``: this rank's arena
     has the target. ``covered``: parity and packages of it are complete on this node. ``gave_up``: they cannot be had.
+    ``rests``: what the last one took of the node's cores is more than its share yet.
     """
 
     alive: bool = False
@@ -26,6 +28,7 @@ class Guard(NamedTuple):
     sealed: bool = False
     covered: bool = False
     gave_up: bool = False
+    rests: bool = False
 
 
 @dataclass
@@ -35,11 +38,14 @@ class Targets:
     A snapshot that is whole becomes the ``target``; when all nodes have done their part for it, it is
     ``protected`` until the next one is. One that some node cannot protect is given up, the protected one stays, and
     no other is chosen before all nodes could protect it. ``interval`` is the number of snapshots between two that are
-    to be protected; 0: none is. ``timeout_secs`` is how long this rank waits for its node's part.
+    to be protected; 0: none is. ``timeout_secs`` is how long this rank waits for its node's part, and
+    ``most_rest_secs`` how long after a target was chosen, once anything is protected, no other one is because some
+    node rests.
     """
 
     interval: int
     timeout_secs: float = 0.0
+    most_rest_secs: float = 0.0
     protected: SnapshotId | None = None
     target: SnapshotId | None = None
     degraded: bool = False
@@ -56,6 +62,13 @@ class Targets:
     def __post_init__(self) -> None:
         self.rounds_since = self.interval
 
+    @classmethod
+    def of(cls, config: Config) -> Targets:
+        """As configured, where anything is protected."""
+        if config.protect_interval == "auto":
+            return cls(1, config.protect_timeout_secs, MOST_REST_SECS)
+        return cls(config.protect_interval, config.protect_timeout_secs)
+
     def learn(self, verdict: Verdict, lineage: bytes, now_secs: float) -> Iterator[Announcement]:
         """What a verdict changes, with an event for each target that was protected or given up, and where for long
         none could be chosen."""
@@ -66,7 +79,9 @@ class Targets:
         newest = SnapshotId(lineage, verdict.whole)
         if self.target is not None or newest == self.protected:
             return
-        if verdict.cover != Coverage.CANNOT:
+        if verdict.cover == Coverage.DONE:  # some node rests
+            self.unable_since_secs = None
+        elif verdict.cover != Coverage.CANNOT:
             self.target, self.rounds_since, self.chosen_secs = newest, 0, now_secs
             self.unable_since_secs = None
         elif self.unable_since_secs is None:
@@ -77,14 +92,17 @@ class Targets:
 
     def report(self, guard: Guard, now_secs: float) -> tuple[int, Coverage]:
         """The target's iteration and how far this node is with it, for a round."""
-        ready = guard.alive and guard.configured and now_secs >= self.rests_until_secs
         if not self.interval:
-            return -1, Coverage.DONE
+            return -1, Coverage.READY
+        ready = guard.alive and guard.configured and now_secs >= self.rests_until_secs
+        # Not before anything is protected.
+        is_early = self.protected is not None and now_secs - self.chosen_secs < self.most_rest_secs
+        done = Coverage.DONE if guard.rests and is_early else Coverage.READY
         if self.target is None:  # none is chosen while a node could not protect it
-            return -1, Coverage.DONE if ready else Coverage.CANNOT
+            return -1, done if ready else Coverage.CANNOT
         # What is covered stays so without an SMP, but not where other groups have taken the place of these.
         if guard.configured and guard.sealed and guard.covered:
-            cover = Coverage.DONE
+            cover = done
         elif not ready or not guard.sealed or guard.gave_up:
             cover = Coverage.CANNOT
         elif now_secs - self.chosen_secs > self.timeout_secs:
@@ -108,7 +126,7 @@ class Targets:
         # A verdict may be older than the target: a rank that was late posted before it read of it.
         if target is None or verdict.target != target.iteration or verdict.cover == Coverage.WORKING:
             return
-        if verdict.cover == Coverage.DONE:
+        if verdict.cover >= Coverage.DONE:
             secs, again = now_secs - self.chosen_secs, self.degraded
             yield Announcement("protected", {"iteration": target.iteration, "secs": secs, "again": again})
             self.protected, self.degraded, self.rests_until_secs = target, False, 0.0

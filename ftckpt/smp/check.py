@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -68,12 +68,19 @@ class Checker:
         """What was bad may have been put right: it is looked at again."""
         self._bad.clear()
 
-    def next(self, first: SnapshotId | None) -> Work[None] | None:
-        """The work on the slot to check next, or None: those of ``first`` before others, then newest first."""
+    def next(
+        self, first: SnapshotId | None, needed: Collection[SnapshotId | None] | None = None
+    ) -> Work[None] | None:
+        """The work on the slot to check next, or None: those of ``first`` before others, then newest first.
+
+        ``needed``: no other snapshots than these; None: all.
+        """
         seals = list(self._seals())
         self._seen = {seal.key: seal.seen for seal in seals}
         self._bad &= self._seen.keys()
-        waiting = [seal for seal in seals if seal.key not in self._bad]
+        waiting = [
+            seal for seal in seals if seal.key not in self._bad and (needed is None or seal.snapshot in needed)
+        ]
         if not waiting:
             return None
         # Newest first: trainers write over the oldest, and a restart wants the newest.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Mapping
 from dataclasses import replace
@@ -24,7 +25,7 @@ from ftckpt.smp.peers import Peers
 from ftckpt.smp.requests import PersistRequest
 from ftckpt.smp.scrub import Scrubber
 from ftckpt.smp.sources import Service, Sources
-from ftckpt.smp.work import Pace, Task
+from ftckpt.smp.work import CoreShare, Pace, Task
 from ftckpt.store.pulse import FlushState, Pulse
 from ftckpt.windows.node_budget import MAX_PLACES, NodeBudget
 
@@ -103,6 +104,7 @@ class Duties:
         self._final: FinalFlush | None = None
         self._network = NetworkLimit(0.0, "not configured")
         self._pace = self._new_pace({})
+        self._share = _new_share({})
         self.service = Service(self._arenas, self._pace)
         self._sources = Sources("", self._arenas, self._peers, self._pace, events=events, patience_secs=30.0)
         self._checker = Checker(self._arenas, self._pace, events)
@@ -156,6 +158,7 @@ class Duties:
         self._description, self._duty, self._network, self._flush_orders = given, duty, limit, flush
         # What is sent to other nodes is read of this one's memory, and goes over the same link: one pace for both.
         self._pace = self.service.pace = self._checker.pace = self._new_pace(settings)
+        self._share = _new_share(settings)
         patience = _PATIENCE * float(settings.get("protect_timeout_secs", 60.0))
         self._sources = Sources(
             node, self._arenas, self._peers, self._pace, events=self._events, patience_secs=patience
@@ -299,7 +302,9 @@ class Duties:
             self._cover.stop()
             self._give_up(target, f"{refused}: the snapshot is not as it was sealed")
         if not self._check.active:
-            work = self._checker.next(self._target)
+            # Without ranks there is nobody to leave cores to.
+            is_free = self._share.paid or self._final is not None
+            work = self._checker.next(self._target, None if is_free else (self._target, self.flushing[0]))
             if work is not None:
                 self._check.start(work)
         # Scrubbing has all the time there is: it never stands in the way of what trainers wait for.
@@ -335,7 +340,10 @@ class Duties:
 
     def _run(self, running: Task) -> None:
         try:
-            running.go_on()
+            try:
+                running.go_on()
+            finally:
+                self._share.note()
             if not running.active:
                 self._next_look = 0.0  # there may be more to do at once
         except (FtckptError, OSError, ValueError) as error:  # ValueError: what was closed meanwhile
@@ -345,6 +353,9 @@ class Duties:
                 raise
             self._failed(running, error)  # trainers wait for the target
         finally:
+            # Until its end, and for the next target alone: checks in between must not put that off.
+            if running is self._cover:
+                self._pulse.tell_rest(self._share.due_secs)
             if running is self._proof and not running.active:
                 self._claims.pop(0)
         if running is self._scrub:
@@ -391,6 +402,12 @@ class Duties:
         own_bytes = [image.volatile.nbytes + image.objects.nbytes for image in images]
         allow_packages(max([*own_bytes, *(each.most_bytes for each in self._duty.mirror_from)], default=0))
         uncover(self._sources, self._duty)
+
+
+def _new_share(settings: Mapping[str, Any]) -> CoreShare:
+    """Of the cores that this process may run on; any where each Kth snapshot was asked for."""
+    share = float(settings.get("smp_cores", 0.0)) if settings.get("protect_interval") == "auto" else 0.0
+    return CoreShare(share * len(os.sched_getaffinity(0)))
 
 
 def _named(snapshot: SnapshotId | None) -> dict[str, Any] | None:

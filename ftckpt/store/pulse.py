@@ -12,7 +12,8 @@ place on the node; the last entry is the SMP's. An entry is sixteen native 64-bi
   iteration plus 1 that it cannot protect, and the digest of its configuration
 * 7: a rank's number plus 1; 0: unknown; of the SMP the key of the snapshot that it writes to storage; 0: none
 * 8: a rank's section; of the SMP how far that is
-* 9: what makes a rank write its stacks (``stacks.StackSignals``); 0: nothing does
+* 9: what makes a rank write its stacks (``stacks.StackSignals``); 0: nothing does; of the SMP the CLOCK_MONOTONIC in
+  ns until which it rests, once it has protected the target
 * 10 to 14: of each section the longest time between two beats of this rank, of those that have ended, in ns
 
 Readers take no lock, and no two words must agree: a lock of a killed process would stop the others. A file
@@ -39,7 +40,7 @@ MAX_PLACES = 255
 _ENTRY_WORDS = 16
 _PAGE_BYTES = (MAX_PLACES + 1) * _ENTRY_WORDS * 8
 _OWNER, _NAMESPACE, _BEAT_NS, _BEATS, _ITERATION, _PHASE, _PHASE_END, _RANK, _SECTION, _STACKS, _LONGEST = range(11)
-_STATE, _CANNOT, _DIGEST, _FLUSHED, _FLUSH_STATE = _ITERATION, _PHASE, _PHASE_END, _RANK, _SECTION
+_STATE, _CANNOT, _DIGEST, _FLUSHED, _FLUSH_STATE, _REST_NS = _ITERATION, _PHASE, _PHASE_END, _RANK, _SECTION, _STACKS
 _SMP = MAX_PLACES
 _PHASE_BYTES = 16
 
@@ -212,6 +213,14 @@ class Pulse:
             words[base + _FLUSH_STATE] = FlushState.NONE
             words[base + _FLUSHED] = key
         words[base + _FLUSH_STATE] = state
+
+    def tell_rest(self, until_secs: float) -> None:
+        """Until when (``time.monotonic``) the SMP begins with no other target; called by nobody else."""
+        self._words[_SMP * _ENTRY_WORDS + _REST_NS] = int(until_secs * 1e9)
+
+    def smp_rests(self) -> bool:
+        """Whether the SMP's share of the cores is used up yet."""
+        return self._words[_SMP * _ENTRY_WORDS + _REST_NS] > time.monotonic_ns()
 
     def flush_state(self, snapshot: SnapshotId) -> FlushState:
         """How far the SMP says that it is with ``snapshot``."""

@@ -167,7 +167,7 @@ def test_a_job_whose_memory_is_gone_goes_on_from_storage(persisting: dict[str, A
     assert results == [what_was(newest)] * 4
     assert {event["source"] for event in jobs.events(persisting, "restored")} == {"storage"}
     for arena in arenas_of(persisting):
-        assert arena.control.slots == 4, "as many as the job wants"
+        assert arena.control.slots == 5, "as many as the job wants"
         assert not arena.snapshots() and arena.control.whole() is None, "memory has the next snapshot as the first"
     fetched = jobs.events(persisting, "fetched")
     assert [event["shards"] for event in fetched] == [4] * 4

@@ -25,6 +25,7 @@ from ftckpt.store.checks import CheckState
 from ftckpt.store.control import SlotState
 from ftckpt.store.package import Package, load, mirror_dir, package_path
 from ftckpt.store.parity_file import ParityFile, parity_path
+from ftckpt.store.pulse import Pulse
 from ftckpt.store.record import HEADER_BYTES
 from ftckpt.store.slots import slot_name
 from ftckpt.windows.node_budget import NodeBudget
@@ -621,6 +622,29 @@ def test_parity_reads_each_byte_once_in_small_steps(node: Node, smp: Smp, monkey
     assert sum(steps) == state + parity and max(steps) <= 100_000
     after = [renewal for step, renewal in pairwise(seen[3:]) if isinstance(step, int)]
     assert set(after) <= {"dp0", "dp1", "dp2"}, "leases are renewed in each step: many may take longer than one lasts"
+
+
+def test_what_is_asked_for_is_checked_at_once_and_others_within_the_share_of_the_cores(node: Node, smp: Smp) -> None:
+    """A share so small that the first piece of work uses it up for a minute; ranks see that in the pulse."""
+    smp.configure(describe(node, [node], NODE, {}, protect_interval="auto", smp_cores=1e-6))
+    ranks = Pulse.open(node.dir, 0)
+    assert not ranks.smp_rests()
+    node.snapshot(0, 7)
+    node.target(7)
+    smp.start()
+    until(lambda: node.covered(7), "covered")
+    smp.settle()
+    assert ranks.smp_rests(), "the next target is to wait"
+    node.snapshot(1, 8)
+    smp.settle()
+    assert node.states(8) == []
+    node.snapshot(2, 9)
+    node.target(9)
+    until(lambda: node.covered(9), "a target never waits")
+    smp.settle()
+    assert node.states(8) == []
+    smp.configure(describe(node, [node], NODE, {}, protect_interval=1, smp_cores=1e-6))
+    until(lambda: node.checked(8), "each is asked for")
 
 
 def test_a_description_that_lacks_something_is_refused(smp: Smp) -> None:

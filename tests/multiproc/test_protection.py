@@ -25,7 +25,8 @@ from ftckpt.store.control import SlotState
 from ftckpt.store.directory import SMP_LOCK_NAME, clean_job, end_smp, list_arenas
 from ftckpt.store.locks import holder_of
 from tests.support.event_logs import read_events
-from tests.support.pool import RankGroup, run_ranks, spawn_ranks
+from tests.support.mounting import leave_free, tmpfs
+from tests.support.pool import RankFailure, RankGroup, run_ranks, spawn_ranks
 from tests.support.waiting import until
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.faults]
@@ -92,6 +93,27 @@ def test_snapshots_become_protected_and_nothing_is_left_at_the_end(plan: Plan) -
     (report,) = [event for event in told(plan) if event["event"] == "protection"]
     arenas = {row["lost"]: row["survived"] for row in report["failures"]}
     assert arenas["one rank's arena"] == 3 and arenas["one node"] == 0
+
+
+@pytest.mark.parametrize("slots", [0, 3])
+def test_protection_that_takes_many_iterations_costs_a_snapshot_only_where_three_slots_were_asked_for(
+    plan: Plan, slots: int
+) -> None:
+    """By default each iteration has its snapshot, and one is protected after the other. What is left out is told."""
+    slow = {"smp_gbps": 0.008, "slots": slots, "protect_timeout_secs": 60.0}
+    run_ranks(train, 3, replace(plan, protected=4, settings={**plan.settings, **slow}))
+    for rank in range(3):
+        seen = told(plan, rank)
+        done = [event for event in seen if event["event"] == "protected"]
+        assert len(done) >= 4 and "not_protected" not in {event["event"] for event in seen}
+        between = [e for e in seen if done[0]["time"] < e["time"] <= done[3]["time"]]
+        taken, left_out = (sum(e["event"] == name for e in between) for name in ("snapshot", "skipped"))
+        assert taken + left_out > 20, "one takes many iterations"
+        assert left_out > taken if slots else not left_out
+        # As quick as one can be: what it takes of the cores is little.
+        assert done[3]["time"] - done[0]["time"] < 1.5 * sum(event["secs"] for event in done[1:4])
+        ages = [event for event in seen if event["event"] == "ages"]
+        assert [event["left_out"] for event in ages[:1]] == [8] * bool(slots)
 
 
 def test_who_looks_sees_checked_and_protected_slots_and_each_keeps_its_protected_one(plan: Plan) -> None:
@@ -383,6 +405,31 @@ def test_what_cannot_work_is_an_error_at_start_on_all_ranks(
     results = run_ranks(train, 3, plan, expect_failures=True, grace_secs=10)
     for result in results:
         assert result.error is not None and "ConfigError" in result.error and text in result.error
+
+
+@pytest.mark.parametrize("slots", [0, 4])
+def test_where_one_node_has_no_room_for_four_slots_all_ranks_have_three_unless_four_were_asked_for(
+    plan: Plan, arena_root: Path, slots: int
+) -> None:
+    """The sum that the first job was told is half a slot more than there is on n0."""
+    plan = replace(plan, nodes=["n0", "n0", "n1"], settings={**plan.settings, "protect": "peer", "slots": slots})
+    run_ranks(train, 3, replace(plan, iterations=3))
+    (arena,) = [event for event in told(plan) if event["event"] == "arena"]
+    (table,) = [event for event in told(plan) if event["event"] == "protection"]
+    assert arena["slots"] == 4
+    with tmpfs(folder(plan) / "n0") as node:
+        leave_free(node, table["memory_per_node"]["sum"] - arena["slot_bytes"] // 2)
+        before = [len(told(plan, rank)) for rank in range(3)]
+        if slots:
+            with pytest.raises(RankFailure, match=r"MemoryBudgetError: rank 0: .*--ftckpt-slots"):
+                run_ranks(train, 3, plan)
+            return
+        run_ranks(train, 3, replace(plan, protected=3))
+        for rank in range(3):
+            again = told(plan, rank)[before[rank] :]
+            assert [(e["slots"], e["wanted"]) for e in again if e["event"] == "fewer_slots"] == [(3, 4)]
+            *_, arena = [event for event in again if event["event"] == "arena"]
+            assert arena["slots"] == 3 and any(event["event"] == "protected" for event in again)
 
 
 def test_the_limit_of_the_network_is_told_and_said_to_be_too_little_where_it_is(plan: Plan) -> None:

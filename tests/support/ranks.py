@@ -31,9 +31,9 @@ class Fate:
     ``copies``: of the last snapshot are ``sealed`` before the fence, or ``late``, after it; ``failed``; or ``stuck``:
     they run on when the snapshot is dropped. ``impatient``: it waits for nobody's post. ``begin_fails``: its
     snapshot fails before a copy begins. ``stretch``: its wish. ``smp``: what its node's SMP does, ``covers`` the
-    target, is ``slow``, ``gives up`` or is ``dead``. ``steps``: whether the optimizer does. ``breaks``: where its
-    connections do: before a ``post``, before a ``read``, in a ``proof``, or as all ``connect`` anew. ``store``: it
-    ``answers``, or is ``slow``.
+    target, does and ``rests`` behind it, is ``slow``, ``gives up`` or is ``dead``. ``steps``: whether the optimizer
+    does. ``breaks``: where its connections do: before a ``post``, before a ``read``, in a ``proof``, or as all
+    ``connect`` anew. ``store``: it ``answers``, or is ``slow``.
     """
 
     copies: str = "sealed"
@@ -206,7 +206,11 @@ class Rank:
         """The steps of an iteration; ``waits`` says at each what this rank waits for."""
         state = self.state
         self.decision, self.missed, self.fate = None, False, fate
-        if fate.smp == "covers" and self.marks.target in self.slots.values() and self.marks.target is not None:
+        if (
+            fate.smp in ("covers", "rests")
+            and self.marks.target in self.slots.values()
+            and self.marks.target is not None
+        ):
             self.covered.add(self.marks.target)
         if self.flight is not None and self.flight.stuck and fate.copies != "stuck":
             self.flight = None
@@ -357,6 +361,7 @@ class Rank:
             sealed=target in self.slots.values(),
             covered=target in self.covered,
             gave_up=fate.smp == "gives up",
+            rests=fate.smp == "rests",
         )
         will = Will.SKIP if self.flight is not None else Will.GO
         round_ = state.round_to_post(self.newest, will, Wish(fate.stretch), guard, job.now_secs)

@@ -87,7 +87,7 @@ class Lessened:
     def survey(self, restored: SnapshotId | None) -> tuple[SnapshotId | None, SnapshotId | None]:
         return SnapshotId(LINEAGE, 4), restored
 
-    def arrange(self, arena: object, coming_bytes: int) -> None:
+    def arrange(self, arena: object, coming_bytes: int, slots: int) -> None:
         self.on = self.protects = False
 
     def mark(self, marks: TargetMarks) -> None:
@@ -101,7 +101,7 @@ def test_what_no_mode_guards_any_more_is_not_called_protected(anew: bool) -> Non
     checkpointer._state = RankState(Config(), protects=True)
     checkpointer._protection, checkpointer._protects = protection, True  # type: ignore[assignment]
     checkpointer._shard = SimpleNamespace(capture=SimpleNamespace(arena=object()))  # type: ignore[assignment]
-    checkpointer._arenas = SimpleNamespace(path=Path(), coming_bytes=0)  # type: ignore[assignment]
+    checkpointer._arenas = SimpleNamespace(path=Path(), coming_bytes=0, slots=4)  # type: ignore[assignment]
     if anew:
         checkpointer._state.take_over(SnapshotId(LINEAGE, 4), SnapshotId(LINEAGE, 5))
         checkpointer._protect_anew()

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ftckpt.config import Config, add_flags
+from ftckpt.config import Config, add_flags, kind_of
 from ftckpt.errors import ConfigError
 from tests.support.errors import raises
 
@@ -41,7 +41,9 @@ def configs(draw: st.DrawFn) -> Config:
         choices, least = setting.metadata["choices"], setting.metadata["minimum"]
         if choices:
             strategy: st.SearchStrategy[Any] = st.sampled_from(choices)
-        elif type(setting.default) is int:
+        elif setting.name == "smp_cores":
+            strategy = st.floats(0, 1)
+        elif kind_of(setting) is int:
             strategy = st.integers(int(least), 1 << 40).filter(lambda n, name=setting.name: (name, n) != ("slots", 1))
             if setting.metadata["auto"]:
                 strategy |= st.just("auto")
@@ -148,6 +150,9 @@ def test_a_wrong_flag_is_refused(argv: list[str], message: str) -> None:
         ("mtbf", "node=0h", "mtbf: 'node=0h' is not a mean time"),
         ("mtbf", "node=4h,node=5h", "mtbf: 'node=5h' is not a mean time"),
         ("mtbf", "node=4h,", "mtbf: '' is not a mean time"),
+        ("protect_interval", "often", "protect_interval: 'often' is not a whole number or auto"),
+        ("protect_interval", 0, "protect_interval: 0 is too small; the least is 1"),
+        ("smp_cores", 10, "smp_cores: 10 is more than all cores; give a share such as 0.1"),
         ("slots", 1, "slots: 1 is too small; the least is 2"),
         ("protect", "nodes", "protect: 'nodes' is not one of auto, none, node"),
         ("protect", "node,node", "protect: 'node,node' names a mode twice"),
@@ -249,7 +254,7 @@ def test_every_flag_holds_the_rules_of_its_field(name: str) -> None:
     setting = next(s for s in fields(Config) if s.name == name)
     if setting.metadata["minimum"] is not None:
         with pytest.raises(ConfigError, match=f"^{flag}: .*too small"):
-            Config.from_flags(["--ftckpt", flag, str(type(setting.default)(setting.metadata["minimum"]) - 1)])
+            Config.from_flags(["--ftckpt", flag, str(kind_of(setting)(setting.metadata["minimum"]) - 1)])
     elif setting.metadata["choices"]:
         with pytest.raises(ConfigError, match=f"^{flag}: .*not one of"):
             Config.from_flags(["--ftckpt", flag, "never"])

@@ -66,6 +66,26 @@ def alone(job: Job, **more: Any) -> PersistRequest:
     return PersistRequest("", 20.0, True, nodes=("a",), arenas=tuple(names), **more)
 
 
+def test_what_is_to_come_to_storage_waits_for_no_share_of_the_cores(job: Job) -> None:
+    """The share is used up for a minute by the first look at anything."""
+    for smp in job.smps:
+        job.settings |= {"protect_interval": "auto", "smp_cores": 1e-6}
+        job.configure(smp)
+    job.snapshot(0, 7)
+    job.start()
+    job.flush(7)
+    job.settled(7)
+    job.snapshot(1, 8)
+    for smp in job.smps:
+        smp.settle()
+    assert not any(node.states(8) for node in job.nodes)
+    request = PersistRequest("", 20.0, True)
+    for smp in range(2):
+        asked(job, smp, request)
+    status = saved(job, 0, replace(request, anew=False))
+    assert (status["flush"], status["iteration"]) == ("done", 8), status["reason"] or status
+
+
 def test_what_was_done_before_a_node_was_lost_is_not_all_that_is_to_be_done(job: Job) -> None:
     job.snapshot(0, 7)
     job.flush(7)

@@ -18,7 +18,7 @@ from ftckpt.model.snapshot import SnapshotId
 from ftckpt.store import ledger, mapping
 from ftckpt.store.arena import Arena
 from ftckpt.store.control import SlotState
-from ftckpt.store.directory import list_arenas
+from ftckpt.store.directory import list_arenas, remove_arena
 from ftckpt.store.image import SlotImage
 from tests.support import arenas
 from tests.support.arenas import LINEAGE, SHARE, Rank, complete, on_all, ranks, settle, used_bytes, write
@@ -146,6 +146,50 @@ def test_marks_that_differ_by_a_verdict_cost_nothing_that_is_protected(arena_roo
         with closing(Arena.open(path)) as arena:
             assert {snapshot.iteration for snapshot in arena.snapshots()} == {3, 4, 5}
     end(again)
+
+
+def test_all_ranks_have_as_many_slots_as_the_arena_that_has_fewest(arena_root: Path) -> None:
+    """Rank 0 goes on with the arena of a start for which there was less memory; rank 1 is on a new node."""
+    members = ranks(arena_root, 2, slots=3)
+    on_all(members, begin)
+    on_all(members, snapshots)
+    for member in members:
+        member.have.close()
+        member.arenas.release()
+    remove_arena(members[1].have.path)
+    again = ranks(arena_root, 2, slots=4)
+    on_all(again, lambda member: member.arenas.enter())
+    for member, arena in zip(again, on_all(again, lambda m: m.arenas.open(m.manifest(), None)), strict=True):
+        member.arena = arena
+    on_all(again, settle)
+    assert [member.have.control.slots for member in again] == [3, 3]
+    assert [files(member) for member in again] == [[3], [3]]
+    end(again)
+
+
+def test_slots_that_do_not_fit_are_fewer_once_on_all_ranks(arena_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    members = ranks(arena_root, 2, slots=4, least_slots=3)
+    room = 2 * 3 * SlotImage.of(members[0].manifest()).file_bytes
+
+    def check(path: Path, need_bytes: int) -> None:
+        if need_bytes > room:
+            raise MemoryBudgetError("no room")
+
+    monkeypatch.setattr(ledger, "check_budget", check)
+    on_all(members, lambda member: member.arenas.enter())
+
+    def refused(member: Rank) -> bool:
+        with pytest.raises(MemoryBudgetError, match="rank 0: no room") as failure:
+            member.arenas.open(member.manifest(), None)
+        return member.arenas.lessen(failure.value)
+
+    assert on_all(members, refused) == [True, True]
+    for member, arena in zip(members, on_all(members, lambda m: m.arenas.open(m.manifest(), None)), strict=True):
+        member.arena = arena
+    on_all(members, settle)
+    assert [files(member) for member in members] == [[3], [3]]
+    assert not members[0].arenas.lessen(MemoryBudgetError("no room for three, either"))
+    end(members)
 
 
 def test_what_is_protected_after_a_restart_is_the_newest_that_any_mark_names() -> None:

@@ -7,6 +7,7 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ftckpt.config import Config
 from ftckpt.job.agreement import Coverage, Verdict
 from ftckpt.job.cadence import Interval, Proofs
 from ftckpt.job.targets import Guard, Targets
@@ -16,7 +17,7 @@ LINEAGE = b"l" * 16
 NOW_SECS = 100.0
 
 
-def verdict(whole: int, target: int = -1, cover: Coverage = Coverage.DONE) -> Verdict:
+def verdict(whole: int, target: int = -1, cover: Coverage = Coverage.READY) -> Verdict:
     return Verdict(0, whole, target=target, cover=cover)
 
 
@@ -115,11 +116,11 @@ GUARDING = Guard(alive=True, configured=True, sealed=True)
 def test_how_far_a_node_is_with_the_target() -> None:
     targets = Targets(1, timeout_secs=30.0, target=at(4), chosen_secs=NOW_SECS)
     assert targets.report(GUARDING, NOW_SECS) == (4, Coverage.WORKING)
-    assert targets.report(GUARDING._replace(covered=True), NOW_SECS) == (4, Coverage.DONE)
+    assert targets.report(GUARDING._replace(covered=True), NOW_SECS) == (4, Coverage.READY)
     for trouble in ({"alive": False}, {"configured": False}, {"sealed": False}, {"gave_up": True}):
         assert targets.report(GUARDING._replace(**trouble), NOW_SECS) == (4, Coverage.CANNOT), trouble
     covered = GUARDING._replace(covered=True)
-    assert targets.report(covered._replace(alive=False), NOW_SECS) == (4, Coverage.DONE), "what is covered stays so"
+    assert targets.report(covered._replace(alive=False), NOW_SECS) == (4, Coverage.READY), "what is covered stays so"
     assert targets.report(covered._replace(configured=False), NOW_SECS) == (4, Coverage.CANNOT), "by other groups"
 
 
@@ -129,7 +130,36 @@ def test_after_a_target_that_took_too_long_a_node_rests() -> None:
     assert targets.report(GUARDING, NOW_SECS + 31.0) == (4, Coverage.CANNOT)
     targets.target = None
     assert targets.report(GUARDING, NOW_SECS + 90.0) == (-1, Coverage.CANNOT)
-    assert targets.report(GUARDING, NOW_SECS + 92.0) == (-1, Coverage.DONE)
+    assert targets.report(GUARDING, NOW_SECS + 92.0) == (-1, Coverage.READY)
+
+
+def test_a_node_that_has_taken_its_share_of_the_cores_rests_but_never_for_long() -> None:
+    """Of each Kth snapshot that was asked for nothing keeps it."""
+    auto, each = Targets.of(Config()), Targets.of(Config(protect_interval=1))
+    resting = GUARDING._replace(covered=True, rests=True)
+    for targets, after_secs, cover in (
+        (auto, 0.0, Coverage.DONE), (auto, 59.0, Coverage.DONE), (auto, 60.0, Coverage.READY),
+        (each, 0.0, Coverage.READY),
+    ):  # fmt: skip
+        targets.protected, targets.target, targets.chosen_secs = at(3), at(4), NOW_SECS
+        assert targets.report(resting, NOW_SECS + after_secs) == (4, cover)
+        targets.target = None
+        assert targets.report(resting, NOW_SECS + after_secs) == (-1, cover)
+    unable = resting._replace(alive=False)
+    assert auto.report(unable, NOW_SECS) == (-1, Coverage.CANNOT)
+    auto.protected = None
+    assert auto.report(resting, NOW_SECS) == (-1, Coverage.READY), "nothing is protected yet"
+
+
+def test_while_a_node_rests_nothing_is_chosen_and_nobody_complains() -> None:
+    targets = Targets(1, timeout_secs=30.0)
+    learn(targets, verdict(4))
+    assert learn(targets, verdict(5, 4, Coverage.DONE)) == ["protected"] and kept(targets) == {at(4)}
+    resting = [(verdict(n, cover=Coverage.DONE), NOW_SECS + 10 * n) for n in range(6, 20)]
+    assert [news.event for v, secs in resting for news in targets.learn(v, LINEAGE, secs)] == []
+    assert targets.target is None
+    learn(targets, verdict(20))
+    assert targets.target == at(20), "all are ready"
 
 
 def test_that_none_can_be_protected_for_long_is_told_once() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable
 
@@ -21,8 +22,8 @@ from tests.support.ranks import CALM, Fate, Job
 Order = Callable[[int], int]
 
 
-def job(size: int = 2, slots: int = 2, **settings: int) -> Job:
-    defaults = {"error_limit": 3, "protect_interval": 1, "replica_check_interval": 0}
+def job(size: int = 2, slots: int = 2, **settings: int | str) -> Job:
+    defaults: dict[str, int | str] = {"error_limit": 3, "protect_interval": 1, "replica_check_interval": 0}
     protects = slots > 2
     return Job(size, slots, Config(protect_timeout_secs=5.0, **{**defaults, **settings}), protects)  # type: ignore[arg-type]
 
@@ -57,7 +58,7 @@ def progresses(ranks: Job) -> None:
 TROUBLES = [
     *(Fate(copies=copies) for copies in ("late", "failed", "stuck")),
     *(Fate(impatient=True, copies=copies) for copies in ("sealed", "late", "failed")),
-    *(Fate(smp=smp) for smp in ("slow", "gives up", "dead")),
+    *(Fate(smp=smp) for smp in ("rests", "slow", "gives up", "dead")),
     *(Fate(stretch=stretch, steps=False) for stretch in (1, 2, 3)),
     Fate(begin_fails=True),
     Fate(begin_fails=True, impatient=True),
@@ -74,10 +75,11 @@ ORDERS = st.integers(0, 1 << 30).map(lambda seed: random.Random(seed).randrange)
 
 class Ranks(RuleBasedStateMachine):
     @initialize(
-        size=st.integers(2, 4), slots=st.integers(2, 4), proofs=st.sampled_from((0, 3)), protect=st.integers(1, 3),
+        size=st.integers(2, 4), slots=st.integers(2, 4), proofs=st.sampled_from((0, 3)),
+        protect=st.sampled_from((1, 2, 3, "auto")),
         limit=st.integers(1, 4),
     )  # fmt: skip
-    def begin(self, *, size: int, slots: int, proofs: int, protect: int, limit: int) -> None:
+    def begin(self, *, size: int, slots: int, proofs: int, protect: int | str, limit: int) -> None:
         self.job = job(size, slots, replica_check_interval=proofs, protect_interval=protect, error_limit=limit)
 
     @rule(fates=st.lists(FATES, min_size=4, max_size=4), order=ORDERS)
@@ -130,7 +132,7 @@ def test_long_lives_of_many_jobs(seed: int) -> None:
         dice.randint(2, 4),
         dice.randint(2, 4),
         replica_check_interval=dice.choice((0, 3)),
-        protect_interval=dice.randint(1, 3),
+        protect_interval=dice.choice((1, 2, 3, "auto")),
         error_limit=dice.randint(1, 6),
         interval=dice.choice((1, 2, "auto")),
     )
@@ -148,12 +150,14 @@ def test_long_lives_of_many_jobs(seed: int) -> None:
 
 
 @pytest.mark.parametrize("every", [2, 4, 20])
-def test_protection_that_is_slower_than_iterations_makes_snapshots_rarer_and_keeps_none_waiting_for_ever(
-    every: int,
+@pytest.mark.parametrize("slots", [3, 4])
+def test_protection_that_is_slower_than_iterations_costs_a_snapshot_only_where_the_fourth_slot_is_lacking(
+    every: int, slots: int
 ) -> None:
     """With three slots one snapshot is taken while a target is being protected, then all wait for that: the newest
-    whole one is as old as that takes, or as the time after which a target is given up."""
-    ranks, ages, guarded = job(3, slots=3), [], set()
+    whole one is as old as that takes, or as the time after which a target is given up. With four it is that of the
+    iteration before."""
+    ranks, ages, guarded = job(3, slots=slots), [], set()
     for number in range(200):
         ranks.iterate([Fate(smp="slow" if number % every else "covers")] * 3, in_order)
         whole, protected = ranks.knows.state.whole, ranks.knows.state.targets.protected
@@ -162,8 +166,24 @@ def test_protection_that_is_slower_than_iterations_makes_snapshots_rarer_and_kee
             ages.append((ranks.iteration - whole.iteration, ranks.iteration - protected.iteration))
             guarded.add(protected)
     timeout_secs = int(ranks.config.protect_timeout_secs)  # of one iteration each
-    assert max(age for age, _ in ages) <= min(every, timeout_secs) + 4
+    assert max(age for age, _ in ages) <= (1 if slots == 4 else min(every, timeout_secs) + 4)
     assert len(guarded) > 1 and (every > timeout_secs or max(age for _, age in ages) <= 2 * every + 5)
+
+
+def test_with_auto_all_ranks_protect_as_the_node_that_rests_longest_and_once_a_minute() -> None:
+    ranks, chosen = job(3, slots=4, protect_interval="auto"), []
+    for number in range(300):  # of one second each
+        rests = (number < 100 and number % 20) or number >= 140
+        ranks.iterate([CALM, Fate(smp="rests") if rests else CALM, CALM], in_order)
+        state = ranks.knows.state
+        assert state.whole is None or state.whole.iteration >= ranks.iteration - 1
+        if state.targets.target is not None and state.targets.target.iteration not in chosen:
+            chosen.append(state.targets.target.iteration)
+    apart = [(a, b - a) for a, b in itertools.pairwise(chosen)]
+    assert {by for at, by in apart if 20 < at < 80} == {20}, "the node rests for as long"
+    assert {by for at, by in apart if 105 < at < 135} == {1}, "none rests"
+    slowly = [by for at, by in apart if at > 120 and by > 1]
+    assert len(slowly) == 2 and all(60 <= by <= 63 for by in slowly), "it rests for ever"
 
 
 def test_nothing_is_taken_of_what_a_proof_has_shown_to_be_wrong() -> None:
