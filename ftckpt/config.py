@@ -73,6 +73,12 @@ class Config:
         "where snapshots go to storage",
         minimum=0,
     )
+    memory_limit: float = _setting(
+        0.0,
+        "most memory of a node that slots, parity and packages may take, in GiB: slots are fewer where they fit so, "
+        "and the job does not start where they do not; 0: what there is",
+        minimum=0,
+    )
     job: str = _setting("", "name of the job; default: FTCKPT_JOB, or the torchrun or Slurm job id")
     node: str = _setting("", "stable name of this machine; default: the host name")
     arena: str = _setting("/dev/shm", "directory on a tmpfs that holds the arenas")

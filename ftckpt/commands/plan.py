@@ -13,7 +13,7 @@ from typing import Any
 
 from ftckpt.commands.plan_intervals import Costs, IntervalForecast, forecast
 from ftckpt.config import Config
-from ftckpt.errors import ConfigError
+from ftckpt.errors import ConfigError, MemoryBudgetError
 from ftckpt.model.failures import FailureRecord
 from ftckpt.model.manifest import shard_name
 from ftckpt.model.shares import equal_cuts
@@ -36,6 +36,7 @@ from ftckpt.persist.failures import last_attempt
 from ftckpt.persist.place import snapshots_at
 from ftckpt.persist.storage import open_storage
 from ftckpt.smp.link import unknown_limit
+from ftckpt.store.ledger import require_limit
 from ftckpt.store.parity_file import parity_bytes
 
 BYTES_PER_PARAM = 12
@@ -172,7 +173,11 @@ def _cut(nbytes: int, chunk_bytes: int) -> tuple[int, ...]:
 
 
 def plan(job: JobShape, config: Config) -> tuple[Modes, int, ProtectionTable]:
-    """The modes that ``config`` means for a job, its slots per arena, and what protects it."""
+    """The modes that ``config`` means for a job, its slots per arena, and what protects it.
+
+    Raises:
+        MemoryBudgetError: more than ``memory_limit`` with as few slots as can be.
+    """
     places = [(job.shard(rank), job.node(rank), job.rack(rank)) for rank in range(job.ranks)]
     spans = any(job.node(ranks[0]) != job.node(rank) for ranks in job.replica_sets() for rank in ranks)
     modes = resolve_modes(
@@ -183,10 +188,19 @@ def plan(job: JobShape, config: Config) -> tuple[Modes, int, ProtectionTable]:
         peer_losses=config.peer_losses,
         peer_group=config.peer_group,
     )
-    slots = config.num_slots(bool(modes.names))
     holdings = build(job, modes)
     groups = [*(node_groups(holdings) if modes.node else []), *peer_groups(holdings, modes), *slot_groups(holdings)]
-    return modes, slots, protection_table(holdings, groups, mirrors(holdings, modes), slots, parity_bytes)
+    wanted, least = (config.num_slots(bool(modes.names), short) for short in (False, True))
+    for slots in dict.fromkeys((wanted, least)):
+        table = protection_table(holdings, groups, mirrors(holdings, modes), slots, parity_bytes)
+        node, memory = max(table.memory.items(), key=lambda one: one[1].sum)
+        try:
+            require_limit(config.memory_limit, node, memory.slots, memory.parity, memory.packages)
+            break
+        except MemoryBudgetError:
+            if slots == least:
+                raise
+    return modes, slots, table
 
 
 def add_plan(commands: Any) -> None:
@@ -210,7 +224,7 @@ def add_plan(commands: Any) -> None:
         parser.add_argument(_flag(name), type=_interval, default=getattr(defaults, name), help=_help(name))
     for name in ("slots", "peer_group", "peer_losses", "objects_mib"):
         parser.add_argument(_flag(name), type=int, default=getattr(defaults, name), metavar="N", help=_help(name))
-    for name in ("chunk_mib", "smp_cores", "persist_gbps", "overhead_budget"):
+    for name in ("chunk_mib", "memory_limit", "smp_cores", "persist_gbps", "overhead_budget"):
         parser.add_argument(_flag(name), type=float, default=getattr(defaults, name), metavar="N", help=_help(name))
     for name in ("network_gbps", "persist", "mtbf"):
         parser.add_argument(_flag(name), default=getattr(defaults, name), help=_help(name))

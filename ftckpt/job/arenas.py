@@ -39,7 +39,7 @@ from ftckpt.store.directory import (
     wait_for_writer,
 )
 from ftckpt.store.image import SlotImage
-from ftckpt.store.ledger import Ledger, for_slots, give_up, in_use, require, slots_to_allocate
+from ftckpt.store.ledger import Ledger, for_slots, give_up, in_use, require, require_limit, slots_to_allocate
 from ftckpt.store.locks import JobLock
 
 _LARGE_BYTES = 4 << 30
@@ -387,7 +387,7 @@ class NodeArenas:
             now_bytes, later_bytes = outlook.needs.now_bytes - outlook.freed_bytes, outlook.needs.later_bytes
             told = beside.tell(outlook.image, name, outlook.existing) if beside is not None else None
             slots = self.slots if outlook.existing is None else outlook.existing.control.slots
-            return _Post(now_bytes, later_bytes, slots, outlook.marks, told)
+            return _Post(now_bytes, later_bytes, slots, outlook.image.file_bytes, outlook.marks, told)
 
         posts = gather_all(self._group, post, _Post)
         marks = frozenset(chain.from_iterable(one.marks or () for one in posts))
@@ -443,6 +443,9 @@ class NodeArenas:
     def _require_room(self, posts: Sequence[_Post]) -> None:
         """Raise MemoryBudgetError unless the node has room for what ranks need now and when old arenas have gone."""
         self.coming_bytes = 0
+        for node in dict.fromkeys(member.node for member in self._topology.members):  # all ranks come to the same
+            slot_bytes = sum(posts[rank].slot_bytes for rank in self._topology.ranks_on(node))
+            require_limit(self._config.memory_limit, node, self.slots * slot_bytes)
         needs = [(post.now_bytes, post.later_bytes) for post in posts]
         if not any(map(any, needs)):
             return  # on all ranks: what is asked for below is asked for together
@@ -518,12 +521,13 @@ class _Outlook(NamedTuple):
 
 
 class _Post(NamedTuple):
-    """What a rank tells the others: bytes that it needs now and later, how many slots its arena can have, marks as in
-    ``_Outlook``, and what else."""
+    """What a rank tells the others: bytes that it needs now and later, how many slots its arena can have, of how many
+    bytes each, marks as in ``_Outlook``, and what else."""
 
     now_bytes: int
     later_bytes: int
     slots: int
+    slot_bytes: int
     marks: tuple[SnapshotId, ...] | None
     beside: object
 

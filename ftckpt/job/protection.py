@@ -32,7 +32,7 @@ from ftckpt.parity.table import ProtectionTable, protection_table
 from ftckpt.store.arena import Arena
 from ftckpt.store.checks import CheckState
 from ftckpt.store.image import SlotImage
-from ftckpt.store.ledger import Ledger, for_protection, refusal, require
+from ftckpt.store.ledger import Ledger, for_protection, refusal, require, require_limit
 from ftckpt.store.parity_file import parity_bytes, parity_path
 from ftckpt.store.pulse import PAUSES, FlushState, Pulse, PulseSection
 from ftckpt.store.stacks import answer_signals
@@ -368,6 +368,8 @@ class Protection:
         self._events.announce(f"protection: {', '.join(names)}, {self._often}" if names else "protection: none")
         for line in table.lines():
             self._events.announce(line)
+        memory = table.memory[node]
+        require_limit(self._config.memory_limit, node, memory.slots, memory.parity, memory.packages)
         account = arrangement.account(node, node_dir, table.smp_bytes(node), slots)
         self._require_room(account, coming_bytes, node_dir)
         return table

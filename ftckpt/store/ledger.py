@@ -21,6 +21,7 @@ from typing import TypeVar
 
 from ftckpt.errors import FtckptError, MemoryBudgetError
 from ftckpt.model.snapshot import SnapshotId
+from ftckpt.model.text import human
 from ftckpt.store import leftovers
 from ftckpt.store.arena import Arena
 from ftckpt.store.directory import SMP_LOCK_NAME, list_arenas, remove_arena
@@ -330,6 +331,25 @@ def require(node_dir: Path, need_bytes: int, patience_secs: float = _PATIENCE_SE
         job = node_dir.parent
         others = leftovers.named(job.parent, job.name.removeprefix("ftckpt-"))
         raise MemoryBudgetError(f"{error}; {others}" if others else str(error)) from None
+
+
+def require_limit(
+    limit_gib: float, node: str, slot_bytes: int, parity_bytes: int = 0, package_bytes: int = 0
+) -> None:
+    """Make sure that what a job takes of a node in all is within ``memory_limit``; 0: there is none.
+
+    Raises:
+        MemoryBudgetError: it is more; the text names each part.
+    """
+    need_bytes = slot_bytes + parity_bytes + package_bytes
+    if limit_gib and need_bytes > limit_gib * 2**30:
+        parts = [f"slots {human(slot_bytes)}"]
+        parts += [f"parity {human(parity_bytes)}"] if parity_bytes else []
+        parts += [f"packages {human(package_bytes)}"] if package_bytes else []
+        raise MemoryBudgetError(
+            f"memory_limit: node {node} needs {human(need_bytes)} ({' + '.join(parts)}), over {limit_gib:g} GiB: "
+            "raise --ftckpt-memory-limit, take fewer slots (--ftckpt-slots) or protect less (--ftckpt-protect)"
+        )
 
 
 def refusal(node_dir: Path, need_bytes: int, patience_secs: float = 0.0) -> str:

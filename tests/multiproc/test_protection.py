@@ -9,7 +9,7 @@ import shutil
 import signal
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -407,9 +407,9 @@ def test_what_cannot_work_is_an_error_at_start_on_all_ranks(
         assert result.error is not None and "ConfigError" in result.error and text in result.error
 
 
-@pytest.mark.parametrize("slots", [0, 4])
+@pytest.mark.parametrize(("slots", "by"), [(0, "room"), (4, "room"), (0, "limit")])
 def test_where_one_node_has_no_room_for_four_slots_all_ranks_have_three_unless_four_were_asked_for(
-    plan: Plan, arena_root: Path, slots: int
+    plan: Plan, arena_root: Path, slots: int, by: str
 ) -> None:
     """The sum that the first job was told is half a slot more than there is on n0."""
     plan = replace(plan, nodes=["n0", "n0", "n1"], settings={**plan.settings, "protect": "peer", "slots": slots})
@@ -417,8 +417,12 @@ def test_where_one_node_has_no_room_for_four_slots_all_ranks_have_three_unless_f
     (arena,) = [event for event in told(plan) if event["event"] == "arena"]
     (table,) = [event for event in told(plan) if event["event"] == "protection"]
     assert arena["slots"] == 4
-    with tmpfs(folder(plan) / "n0") as node:
-        leave_free(node, table["memory_per_node"]["sum"] - arena["slot_bytes"] // 2)
+    room = table["memory_per_node"]["sum"] - arena["slot_bytes"] // 2
+    with ExitStack() as stack:
+        if by == "room":
+            leave_free(stack.enter_context(tmpfs(folder(plan) / "n0")), room)
+        else:
+            plan.settings["memory_limit"] = room / 2**30
         before = [len(told(plan, rank)) for rank in range(3)]
         if slots:
             with pytest.raises(RankFailure, match=r"MemoryBudgetError: rank 0: .*--ftckpt-slots"):

@@ -76,6 +76,15 @@ def test_auto_is_what_a_start_would_choose(capsys: pytest.CaptureFixture[str], a
     assert planned(capsys, f"{SIZE} {arguments}")["protect"] == expected
 
 
+def test_a_limit_of_memory_takes_a_slot_and_then_says_what_is_needed(capsys: pytest.CaptureFixture[str]) -> None:
+    most = planned(capsys, f"{SIZE} --protect node,peer")["memory_per_node"]["sum"] / 2**30
+    value = planned(capsys, f"{SIZE} --protect node,peer --memory-limit {most - 1}")
+    assert value["slots"] == 3 and value["memory_per_node"]["sum"] < (most - 1) * 2**30
+    assert main(["plan", *f"{SIZE} --protect node,peer --memory-limit 10".split()]) != 0
+    text = capsys.readouterr().err
+    assert all(word in text for word in ("memory_limit", "needs", "slots", "parity", "--ftckpt-memory-limit")), text
+
+
 def test_replicas_cost_parity_in_slots_and_no_network_but_packages(capsys: pytest.CaptureFixture[str]) -> None:
     value = planned(capsys, f"{SIZE} --optimizer replicated --protect replica --objects-mib 1")
     memory = value["memory_per_node"]
