@@ -465,7 +465,7 @@ class Checkpointer:
             saved = loaded.iteration if taken_over(self.config.persist) else -1
             self._state.flushes.begin(max(restart.on_storage, saved))
             self._expect_failures(restart)
-            # Before a byte is loaded: a kill from here on must not find a newer slot to go on from.
+            # Before anybody trains: a kill behind that must not find a newer slot to go on from.
             lineage = restart.void_newer(decision)
             if decision is None:
                 return lineage, None, False, None, loaded.as_begin(restart.why)

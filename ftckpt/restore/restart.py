@@ -289,21 +289,25 @@ class Restart:
         """Make sure that no snapshot but older ones can ever be taken again; returns the new lineage. What the slots
         hold that were decided on is known to all ranks behind it.
 
-        All nodes have done so before any rank loads or trains: one that trained on while a newer slot was still good
-        elsewhere could, after the next failure, find its own past and others' undone future in one snapshot.
+        All nodes have done so before any rank trains: one that trained on while a newer slot was still good elsewhere
+        could, after the next failure, find its own past and others' undone future in one snapshot. Where storage may
+        prove bad yet ``load`` does it, behind the last byte: a later start may have the nodes that newer ones lack.
         """
-        # -1 is below every iteration: a job that starts over voids all that there is.
-        newest = decision.snapshot.iteration if decision is not None else -1
 
         def void() -> bytes:
-            if self._topology.is_node_leader:
-                _void(self._node_dir, newest)
+            if self._coming is None:
+                self._void_node(decision)
             return os.urandom(_LINEAGE_BYTES) + self._describe(decision)
 
         # The lineage of rank 0 counts. Nobody has a new one before every node has voided.
         answers = gather_bytes(self._group, void)
         self._contents = self._join(decision, [answer[_LINEAGE_BYTES:] for answer in answers])
         return answers[0][:_LINEAGE_BYTES]
+
+    def _void_node(self, decision: Decision | None) -> None:
+        if self._topology.is_node_leader:
+            # -1 is below every iteration: a job that starts over voids all that there is.
+            _void(self._node_dir, decision.snapshot.iteration if decision is not None else -1)
 
     def load(self, decision: Decision, state: TrainingState, described: Description) -> Decision:
         """Bring tensors and objects of every rank to what they were at the snapshot's boundary; returns what was
@@ -353,6 +357,8 @@ class Restart:
                 state.load_reshaped([objects.decode(one) for one in firsts], decision.snapshot.iteration)
 
         together(self._group, finish)
+        if self._coming is not None:  # see ``void_newer``
+            together(self._group, lambda: self._void_node(decision))
         # Last: it sets RNG, and what comes before may draw random numbers.
         state.finish_load()
         self._events.emit("loaded", iteration=decision.snapshot.iteration, **asdict(traffic))

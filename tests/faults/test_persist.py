@@ -20,13 +20,14 @@ from safetensors import safe_open
 from benchmarks.slow_storage import cached_bytes, drop
 from ftckpt.commands.main import main
 from ftckpt.config import Config
-from ftckpt.errors import StorageError
+from ftckpt.errors import MemoryBudgetError, StorageError
 from ftckpt.frameworks import doors
 from ftckpt.persist import retention
 from ftckpt.persist.commit import claim, committed
 from ftckpt.persist.shard_file import ShardFile
 from ftckpt.persist.shards import StoredSnapshot
 from ftckpt.persist.storage import open_storage
+from ftckpt.restore import stored as stored_shards
 from ftckpt.restore import straight
 from ftckpt.restore.stored import ShardFetch
 from ftckpt.store.arena import Arena
@@ -257,6 +258,59 @@ def test_what_is_bad_on_storage_is_passed_over(persisting: dict[str, Any], left:
     texts = "do not match their checksum", "cannot be unpacked"
     assert any(text in event["error"] for event in told for text in texts)
     assert any("damaged or edited" in event["error"] for event in told)
+
+
+@pytest.mark.parametrize("fails", ["storage", "room"])
+def test_what_memory_has_of_later_is_not_given_up_for_what_storage_cannot_give(
+    fails: str, persisting: dict[str, Any], left: Path
+) -> None:
+    """A node is away, with its part of a newer snapshot; nothing comes of the older one on storage."""
+    shutil.copytree(left, persisting["persist"], dirs_exist_ok=True)
+    there = [one.snapshot.iteration for one in stored(persisting)]
+    in_memory = {name: value for name, value in persisting.items() if "persist" not in name} | {"protect": "none"}
+    run_ranks(train_past, 4, in_memory, there[0], expect_failures=True)
+    newest = min(max(arena.snapshots()).iteration for arena in arenas_of(persisting))
+    assert newest > there[0]
+    node = Path(persisting["arena"]) / "ftckpt-test" / "n1"
+    away = node.rename(node.parent.parent / "away")
+    persisting["protect"] = "none"
+    if fails == "storage":
+        for iteration in there:
+            damaged(persisting, iteration, "dp1")
+        with pytest.raises(RankFailure, match="was whole and cannot be restored"):
+            run_ranks(restored, 4, persisting)
+    else:
+        with pytest.raises(RankFailure, match=r"MemoryBudgetError: .*no room"):
+            run_ranks(restored_without_room, 4, persisting)
+    shutil.rmtree(node, ignore_errors=True)
+    away.rename(node)
+    results = [result.value for result in run_ranks(restored, 4, persisting)]
+    assert results == [what_was(newest)] * 4
+
+
+def train_past(rank: int, world_size: int, settings: dict[str, Any], last: int) -> None:
+    """Until a snapshot behind ``last`` is whole; then all are killed at a boundary."""
+    checkpointer, state = plain.make(rank, world_size, settings, NODES[:world_size])
+    number = checkpointer.restore() or 0
+    while checkpointer.whole is None or checkpointer.whole.iteration <= last:
+        number += 1
+        plain.iterate(checkpointer, state, number)
+    checkpointer.fence()
+    checkpointer.capture.settle(20.0)  # type: ignore[union-attr]
+    meet(Path(settings["events"]).parent / "trained", world_size)
+    plain.die()
+
+
+def restored_without_room(rank: int, world_size: int, settings: dict[str, Any]) -> Any:
+    """What is not for the straight way finds no memory."""
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise MemoryBudgetError("no room")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(straight, "reads_little_twice", lambda *_: False)
+        patch.setattr(stored_shards, "make_room", refuse)
+        return restored(rank, world_size, settings)
 
 
 def test_a_start_beside_checkpoints_of_another_program_is_refused(persisting: dict[str, Any]) -> None:
