@@ -235,7 +235,7 @@ def cover(rank: int, size: int) -> list[Any]:
 
 
 def test_a_target_is_covered_when_all_post_that_of_the_same_one() -> None:
-    expected = [(4, 3, 0), (5, 3, -1), (-1, 3, 1), (7, -1, 1)]
+    expected = [(4, 3, 0), (5, 3, -1), (-1, 3, 2), (7, -1, 2)]
     assert [result.value for result in run_ranks(cover, 3)] == [expected] * 3
 
 

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -123,6 +124,12 @@ class FakeArenas:
         if (place.arena, place.slot) not in self.slots:
             raise ArenaError(f"{place.arena}: no such arena")
         return memoryview(self.slots[place.arena, place.slot])
+
+    def file(self, place: SlotAt) -> Any:
+        def read_into(begin: int, memory: memoryview) -> None:
+            memory[:] = self.view(place)[begin : begin + len(memory)]
+
+        return SimpleNamespace(read_into=read_into)
 
 
 def run_ranks(size: int, rank_main: Callable[[ThreadGroup], Any]) -> list[Any]:
