@@ -80,6 +80,8 @@ class DeviceCopier:
     ) -> None:
         """All parity is made once and not kept: which kernels it takes follows from where each piece lies."""
         self._volatile.reserve(tensors, volatile)
+        # Training may be on another stream at the first boundary: what was tried out must not come behind that.
+        self._sleep_until_done(torch.cuda.current_stream(self._device))
         # On the thread and on the stream of the copies themselves: to both the driver ties what it makes.
         self._worker.call(lambda: self._rehearse(tensors, [*copies, *volatile]), _WARM_UP_SECS)
         self._finisher.call(self._wait_once, _WARM_UP_SECS)

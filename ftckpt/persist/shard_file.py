@@ -74,6 +74,10 @@ class ShardFile:
 
         self._proven(number, bring)
 
+    def stored_bytes(self, number: int) -> int:
+        """What of the file a chunk takes."""
+        return self._spans[number].nbytes
+
     def objects(self) -> Bytes:
         """The objects in use; raises as ``chunk`` does."""
         return self._proven(-1, lambda: self._unpacked(-1))

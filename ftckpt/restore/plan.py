@@ -187,6 +187,8 @@ def cut(copy: StridedCopy, begin: int, end: int) -> Iterator[StridedCopy]:
 def reading(copy: StridedCopy, begin: int, end: int) -> Iterator[StridedCopy]:
     """What of ``copy`` reads elements ``begin`` to ``end`` of its source, in which its loops go forward: each stride
     reaches behind all that the loops inside it take."""
+    if copy.numel == 0:
+        return
     first, last = _read_before(copy, begin), _read_before(copy, end)
     if first < last:
         yield from cut(copy, first, last)

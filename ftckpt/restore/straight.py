@@ -97,7 +97,7 @@ class StraightFetch:
         return data.numpy().data
 
     def plan(self, transfers: Sequence[Transfer]) -> int:
-        """Know what this rank reads; returns its bytes. Raises StorageError."""
+        """Know what this rank reads; returns its bytes on storage. Raises StorageError."""
         shards = {at: shard for shard, at in self.places.items()}
         parts: dict[str, list[_Part]] = {}
         for one in transfers:
@@ -116,7 +116,7 @@ class StraightFetch:
             for chunk in _chunks(self._files.get(shard), sorted(parts[shard], key=_begin))
         ]
         self._needed_bytes = sum(one.nbytes for one in transfers)
-        return sum(chunk.span.nbytes for chunk in self._chunks)
+        return sum(chunk.file.stored_bytes(chunk.number) for chunk in self._chunks)
 
     def fits(self, read_bytes: Sequence[int]) -> bool:
         """Whether what all ranks have planned to read is for this way."""
