@@ -38,6 +38,7 @@ from tests.support.mounting import leave_free, tmpfs
 from tests.support.pool import RankFailure, run_ranks
 from tests.support.s3_server import BUCKET, S3Server
 from tests.support.swift import swift
+from tests.support.tiers import by_default
 from tests.support.waiting import meet, until
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.faults]
@@ -260,7 +261,7 @@ def test_what_is_bad_on_storage_is_passed_over(persisting: dict[str, Any], left:
     assert any("damaged or edited" in event["error"] for event in told)
 
 
-@pytest.mark.parametrize("fails", ["storage", "room", ""])
+@pytest.mark.parametrize("fails", by_default(["storage", "room", ""], ["storage", ""]))
 def test_what_memory_has_of_later_is_given_up_only_for_what_storage_gives(
     fails: str, persisting: dict[str, Any], left: Path
 ) -> None:
