@@ -286,8 +286,8 @@ class Restart:
         return "+".join(sorted(self.usage)) or "memory"
 
     def void_newer(self, decision: Decision | None) -> bytes:
-        """Make sure that no snapshot but older ones can ever be taken again, or leave that to ``load``; returns the new
-        lineage. What the slots hold that were decided on is known to all ranks behind it.
+        """Make sure that no snapshot but older ones can ever be taken again, or leave that to ``load``; returns the
+        new lineage. What the slots hold that were decided on is known to all ranks behind it.
 
         All nodes have done so before any rank trains: one that trained on while a newer slot was still good elsewhere
         could, after the next failure, find its own past and others' undone future in one snapshot. Where storage may
