@@ -50,6 +50,8 @@ class LostError(FtckptError):
     """Snapshots that were whole can no longer be made whole; the text names what is missing."""
 
     final = True
+    touched = False
+    """Whether some of what proved bad is in the live state: only what loads all of it may follow."""
 
 
 class StalledError(FtckptError):

@@ -255,7 +255,7 @@ def follow(original: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[st
     try:
         begin()
     except LostError as lost:
-        if config.on_lost != "storage":
+        if config.on_lost != "storage" or lost.touched:  # a script may load a part, or evaluate before it loads
             raise
         AwaitedLoad(made[0], lost, begin)
     return made

@@ -330,7 +330,11 @@ class Restart:
                 return decision
             finally:
                 self._end_coming()
-            other = self._decide()
+            try:
+                other = self._decide()
+            except LostError as error:
+                error.touched = True
+                raise
             assert other is not None, "a search that overlaps finds something, or raises"
             decision = other
             self.void_newer(decision)
