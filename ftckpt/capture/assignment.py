@@ -55,8 +55,9 @@ def assign(  # noqa: PLR0917 - the last ones are optional
     capacities: Sequence[int] | None = None,
     redundancy: Redundancy = NO_REDUNDANCY,
     sharing: Sharing | None = None,
+    cast: Collection[str] = (),
 ) -> Assignment:
-    """Agree with all ranks on who copies what. Collective; reads every stepped tensor once.
+    """Agree with all ranks on who copies what. Collective; reads what follows from others, and what replicas hold.
 
     One message per rank, where ``sharing`` is what ``gather_sharing`` has given on all ranks, and one more where it
     is None on all. Others follow where state is not what it is believed to be: what is not derived, replicas that
@@ -64,7 +65,8 @@ def assign(  # noqa: PLR0917 - the last ones are optional
 
     ``capacities[rank]``, the same on all ranks, are the bytes that each rank could copy inside its windows per
     snapshot: replica sets are dealt in proportion, where that makes noticeably less of the state spill. None
-    means equal shares. ``redundancy``, too, is the same on all ranks; what it protects is dealt equally.
+    means equal shares. ``redundancy``, too, is the same on all ranks; what it protects is dealt equally. ``cast``
+    names fragments of this rank that were made of their masters just now: that they follow needs no look.
 
     Raises:
         UnsupportedError: a fragment is described twice.
@@ -75,7 +77,9 @@ def assign(  # noqa: PLR0917 - the last ones are optional
         sharing = gather_sharing(group, described)
     stepped, derived = _divided(described, ())
     look = Look(sharing, stepped)
-    views = gather_all(group, lambda: _View.of(group, described, capacities, redundancy, look), _View)
+    views = gather_all(
+        group, lambda: _View.of(described, look, capacities, redundancy, num_ranks=group.size, cast=cast), _View
+    )
     broken, summaries = _agreed(views), [view.summary for view in views]
     if broken:  # on any rank: nothing was told yet of pieces that were taken to follow from others
         stepped, derived = _divided(described, broken)
@@ -157,17 +161,13 @@ class _View(NamedTuple):
 
     @classmethod
     def of(
-        cls,
-        group: Group,
-        described: Description,
-        capacities: Sequence[int] | None,
-        redundancy: Redundancy,
-        look: Look,
-    ) -> _View:
-        _check_numbers(capacities, redundancy, group.size)
+        cls, described: Description, look: Look, capacities: Sequence[int] | None, redundancy: Redundancy, *,
+        num_ranks: int, cast: Collection[str],
+    ) -> _View:  # fmt: skip
+        _check_numbers(capacities, redundancy, num_ranks)
         seen = "" if capacities is None else xxhash.xxh3_64_hexdigest(bounded_capacities(capacities).tobytes())
         derives = any(piece.derived_from is not None for piece in described.stepped)
-        broken = tuple(_broken(described))
+        broken = tuple(_broken(described, cast))
         return cls(broken, seen, redundancy.digest, derives, b"" if broken else look.summary())
 
 
@@ -203,9 +203,9 @@ def _agreed(views: Collection[_View]) -> set[str]:
     return {key for view in views for key in view.broken}
 
 
-def _broken(described: Description) -> list[str]:
-    """Keys of pieces that are not what they are believed to be derived from."""
-    derived = [piece for piece in described.stepped if piece.derived_from is not None]
+def _broken(described: Description, cast: Collection[str]) -> list[str]:
+    """Keys of pieces that are not what they are believed to be derived from; those in ``cast`` are."""
+    derived = [p for p in described.stepped if p.derived_from is not None and p.fragment.name not in cast]
     # Piece by piece only where it must be known which: each takes longer than its bytes do.
     if all(map(_follow, _rules(derived))):
         return []

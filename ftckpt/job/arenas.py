@@ -204,8 +204,9 @@ class NodeArenas:
 
     def supply(self, arena: Arena) -> None:
         """Have old arenas give up what nobody needs, and the slots allocated that ``arena`` lacks, in the
-        background."""
-        self._begin_supply(arena)
+        background, once all ranks have called it. Collective, and waits for nobody."""
+        through, _ = self._group.start_minimum([0])
+        self._begin_supply(arena, through.is_completed)
 
     @property
     def settled(self) -> bool:
@@ -249,7 +250,7 @@ class NodeArenas:
             self._lacks_slot = True
             self._events.announce(f"a slot is lacking, and snapshots are skipped for that: {error}")
 
-    def _begin_supply(self, arena: Arena) -> None:
+    def _begin_supply(self, arena: Arena, through: Callable[[], bool] | None = None) -> None:
         absent, first = absent_slots(arena), self._opened
         # An arena of an earlier start may have more slots than are configured: those stay absent.
         most = self._most if self._old and not (first and self._removing) else self.slots
@@ -261,7 +262,7 @@ class NodeArenas:
                 self._events.announce(
                     f"allocating {human(need_bytes)} of shared memory for each rank, beside training"
                 )
-            self._supply = SlotSupply(arena, missing, self.cores, free)
+            self._supply = SlotSupply(arena, missing, self.cores, free, through)
         self._opened, self._supplies_start = False, first and bool(missing)
 
     def _free(self, old: Sequence[Path]) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 from ftckpt.capture.affinity import Locality, locality
 from ftckpt.capture.boundary import LastBoundary
@@ -51,6 +52,18 @@ from ftckpt.store.arena import Arena
 from ftckpt.store.outcome import LauncherRun
 from ftckpt.windows.cost import Wish
 from ftckpt.windows.pacer import Pacer
+
+
+class _Loaded(NamedTuple):
+    """The lineage of what follows, what the training state holds now, where it came from in words and in short,
+    whether that lies in memory, and ``cast`` as of ``Restart``."""
+
+    lineage: bytes
+    snapshot: SnapshotId | None
+    where: str
+    source: str | None = None
+    in_memory: bool = False
+    cast: frozenset[str] = frozenset()
 
 
 class Checkpointer:
@@ -240,16 +253,19 @@ class Checkpointer:
             self.config, self.topology, self.group, arenas=self._arenas, events=self.events, described=described,
             pacer=self._pacer, locality=near, redundancy=self._protection.redundancy,
         )  # fmt: skip
-        lineage, restored, in_memory, source, where = self._load(shard, described, loaded)
+        now = self._load(shard, described, loaded)
         # After the load: to make room this gives up slots of old arenas, which the load may have read.
-        shard.lay_out(restored if in_memory else None, self._protection if self._protects else None)
-        self._begin(lineage, restored, in_memory)
+        there = now.snapshot if now.in_memory else None
+        shard.lay_out(there, self._protection if self._protects else None, now.cast)
+        self._begin(now.lineage, now.snapshot, now.in_memory)
         self._attempt.keep()
         shard.supply()
-        iteration = restored.iteration if restored is not None else None
-        secs = time.perf_counter() - begin
-        self.events.emit("restored", iteration=iteration, lineage=lineage.hex(), source=source, blocked_secs=secs)
-        self.events.announce(f"job {self.config.job}, {len(self.topology.members)} ranks: {where}, in {secs:.1f} s")
+        iteration = now.snapshot.iteration if now.snapshot is not None else None
+        secs, lineage = time.perf_counter() - begin, now.lineage.hex()
+        self.events.emit("restored", iteration=iteration, lineage=lineage, source=now.source, blocked_secs=secs)
+        self.events.announce(
+            f"job {self.config.job}, {len(self.topology.members)} ranks: {now.where}, in {secs:.1f} s"
+        )
         return iteration
 
     def _meet(self) -> tuple[Description, Locality]:
@@ -443,11 +459,7 @@ class Checkpointer:
         self._arenas.withdraw()
         self.events.close()
 
-    def _load(
-        self, shard: Shard, described: Description, loaded: Checkpoint
-    ) -> tuple[bytes, SnapshotId | None, bool, str | None, str]:
-        """The lineage of what follows, what the training state holds now, whether that lies in memory, and where it
-        came from; in words, too."""
+    def _load(self, shard: Shard, described: Description, loaded: Checkpoint) -> _Loaded:
         restart = Restart(
             self.group,
             self.topology,
@@ -459,7 +471,7 @@ class Checkpointer:
         )
         try:
             reshapes, before = self.training_state.reshapes, self.config.restore_before
-            decision = restart.choose(self.config.on_lost, loaded, reshapes, before)
+            decision = restart.choose(self.config.on_lost, loaded, reshapes, before, unproven=True)
             self._arenas.origin = restart.origin
             # What Megatron has saved needs no saving in its place.
             saved = loaded.iteration if taken_over(self.config.persist) else -1
@@ -468,12 +480,12 @@ class Checkpointer:
             # Before anybody trains: a kill behind that must not find a newer slot to go on from.
             lineage = restart.void_newer(decision)
             if decision is None:
-                return lineage, None, False, None, loaded.as_begin(restart.why)
+                return _Loaded(lineage, None, loaded.as_begin(restart.why))
             decision = restart.load(decision, self.training_state, described)
             shard.capacities = restart.capacities(decision)
             snapshot, source = decision.snapshot, restart.source
             where = f"iteration {snapshot.iteration} from {source}{loaded.beside(self.config.job)}"
-            return lineage, snapshot, restart.in_memory, source, where
+            return _Loaded(lineage, snapshot, where, source, restart.in_memory, restart.cast)
         finally:
             restart.close()
             self._tell_prefetched()

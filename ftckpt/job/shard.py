@@ -86,12 +86,15 @@ class Shard:
         assert self._described is not None, "let go of"
         self._sharing = gather_sharing(self._group, self._described)
 
-    def lay_out(self, whole: SnapshotId | None, beside: Beside | None = None) -> None:
+    def lay_out(
+        self, whole: SnapshotId | None, beside: Beside | None = None, cast: Collection[str] = ()
+    ) -> None:  # fmt: skip
         """Have an arena for what this rank copies; raises on all ranks together.
 
-        ``whole`` is the snapshot that the arenas hold and the job goes on from. ``beside``: see ``NodeArenas.open``.
+        ``whole`` is the snapshot that the arenas hold and the job goes on from. ``beside``: see ``NodeArenas.open``,
+        ``cast``: see ``assign``.
         """
-        assignment = self._assign()
+        assignment = self._assign(cast)
         while True:
             try:
                 arena = self._arenas.open(assignment.manifest, whole, partial(self._use, assignment), beside)
@@ -211,7 +214,7 @@ class Shard:
         spill = dict(zip(("equal", "chosen"), assignment.spill_bytes or (), strict=False))
         self._events.emit("plan", copied_bytes=copied_bytes, derived_bytes=derived_bytes, spill_bytes=spill)
 
-    def _assign(self) -> Assignment:
+    def _assign(self, cast: Collection[str] = ()) -> Assignment:
         config, described = self._config, self._described
         assert described is not None, "let go of"
         room = (config.objects_mib << 20) + described.objects_bytes
@@ -219,7 +222,7 @@ class Shard:
             self.find_sharing()
         return assign(
             self._group, self._topology, described, room, config.chunk_bytes, self.capacities, self._redundancy,
-            self._sharing,
+            self._sharing, cast,
         )  # fmt: skip
 
     def _tell_far(self, node: int, pages: Mapping[int, int]) -> None:

@@ -15,6 +15,7 @@ from ftckpt.store.ledger import require
 from ftckpt.store.slots import FreshSlot
 
 _POLL_SECS = 0.005
+_GIVE_WAY_SECS = 1.0
 _END_SECS = 10.0
 """How long ``close`` waits for the thread, which looks every some 100 MB whether it is to end."""
 
@@ -24,12 +25,17 @@ class SlotSupply:
 
     The thread makes files that have no name yet; only ``take``, called by the training thread, makes slots of them.
     So an arena that is closed, or another process's, never gets a slot that nobody waits for.
+
+    It begins when all ranks are ``through`` with their restart, or have taken long: memory that is made for the first
+    takes cores, and the kernel's locks, from those that the others wait for.
     """
 
     def __init__(
-        self, arena: Arena, slots: Sequence[int], cores: Cores, free: Callable[[], None] | None = None
-    ) -> None:
+        self, arena: Arena, slots: Sequence[int], cores: Cores, free: Callable[[], None] | None = None,
+        through: Callable[[], bool] | None = None,
+    ) -> None:  # fmt: skip
         self._arena = arena
+        self._through = through
         self._ready: queue.SimpleQueue[tuple[int, FreshSlot]] = queue.SimpleQueue()
         self._closing = threading.Event()
         self._error: Exception | None = None
@@ -71,6 +77,7 @@ class SlotSupply:
 
     def _run(self, slots: Sequence[int], cores: Cores, free: Callable[[], None] | None) -> None:
         pin(cores)
+        self._give_way()
         try:
             if free is not None:
                 free()
@@ -82,6 +89,12 @@ class SlotSupply:
             self._error = error
         if self._closing.is_set():
             self._discard()  # ``close`` may have waited in vain
+
+    def _give_way(self) -> None:
+        deadline = time.monotonic() + _GIVE_WAY_SECS
+        while self._through is not None and not self._through() and time.monotonic() < deadline:
+            if self._closing.wait(_POLL_SECS):
+                return
 
     def _discard(self) -> None:
         with suppress(queue.Empty):

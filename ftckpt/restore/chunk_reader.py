@@ -1,13 +1,11 @@
-"""Reads the chunks of one snapshot from storage: each rank its own, on threads, in turns with all others."""
+"""Reads the chunks of one snapshot: each rank its own, in turns with all others."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from itertools import islice
+from collections.abc import Callable, Collection, Generator, Sequence
+from contextlib import suppress
 from typing import NamedTuple
 
 from ftckpt.errors import StorageError
@@ -18,6 +16,7 @@ from ftckpt.persist.shard_file import ShardFile
 from ftckpt.persist.shards import StoredSnapshot
 from ftckpt.persist.storage import Storage
 from ftckpt.restore.shelf import ask
+from ftckpt.restore.threads import in_order
 
 READERS = 4
 """Chunks of a rank that are on their way at a time: storage answers late, and then much at once."""
@@ -79,30 +78,43 @@ class _Turn(NamedTuple):
 
 
 class ChunkReader:
-    """A rank's threads. ``bring`` is collective, ``close`` in any case.
+    """A rank's reading, on ``threads`` of its own or, where that is 1, the caller's. ``bring`` is collective,
+    ``close`` in any case. ``what`` it does is for people.
 
     ``usage``: chunks and bytes that were brought, of this rank until ``bring`` has ended, then of all ranks.
     """
 
-    def __init__(self, group: Group, events: Events, files: ShardFiles) -> None:
+    def __init__(self, group: Group, what: str, threads: int = READERS) -> None:
         self._group = group
-        self._events = events
-        self._files = files
-        self._threads = ThreadPoolExecutor(READERS, thread_name_prefix="ftckpt-fetch")
+        self._what, self._num_threads = what, threads
+        self._begun: threading.Thread | None = None
+        self._bringing: Generator[None] | None = None
         self._begin_secs = time.perf_counter()
         self.usage: dict[str, int] = {"chunks": 0, "bytes": 0}
 
+    @property
+    def secs(self) -> float:
+        """Since it is there."""
+        return time.perf_counter() - self._begin_secs
+
     def begin(self, action: Callable[[], object]) -> None:
         """Do something on a thread before chunks are brought; what it raises is of no importance."""
-        self._threads.submit(action)
 
-    def bring(self, jobs: Sequence[Job], num_shards: int) -> None:
-        """Bring this rank's chunks, in order; those of all ranks are of so many shards.
+        def run() -> None:
+            with suppress(Exception):
+                action()
+
+        self._begun = threading.Thread(target=run, name="ftckpt-ahead", daemon=True)
+        self._begun.start()
+
+    def bring(self, jobs: Sequence[Job]) -> None:
+        """Bring this rank's chunks, in order.
 
         Raises:
-            StorageError: something on storage is bad, or away; on all ranks together, and some chunks have come.
+            FtckptError: what a job raises on any rank, on all together; some chunks have come.
         """
-        bringing, done, turns = self._bring(jobs), False, list[_Turn]()
+        bringing = self._bringing = self._bring(jobs)
+        done, turns = False, list[_Turn]()
 
         def turn() -> _Turn:
             deadline = time.monotonic() + _TURN_SECS
@@ -114,31 +126,31 @@ class ChunkReader:
             turns = gather_all(self._group, turn, _Turn)
             done = all(one.done for one in turns)
         self.usage.update({name: sum(getattr(one, name) for one in turns) for name in self.usage})
-        self._events.emit(
-            "fetched", iteration=self._files.stored.snapshot.iteration, shards=num_shards,
-            bytes=self.usage["bytes"], secs=time.perf_counter() - self._begin_secs,
-        )  # fmt: skip
+
+    def tell(self, events: Events, iteration: int, num_shards: int) -> None:
+        """That so many shards have come from storage."""
+        nbytes = self.usage["bytes"]
+        events.emit("fetched", iteration=iteration, shards=num_shards, bytes=nbytes, secs=self.secs)
 
     def close(self) -> None:
         """Bring no more; a second call does nothing."""
-        self._threads.shutdown(cancel_futures=True)
+        if self._bringing is not None:
+            self._bringing.close()
+        if self._begun is not None:
+            self._begun.join()
 
-    def _bring(self, jobs: Sequence[Job]) -> Iterator[None]:
+    def _bring(self, jobs: Sequence[Job]) -> Generator[None]:
         """Stops for a moment after each chunk."""
-        iteration, total = self._files.stored.snapshot.iteration, sum(job.nbytes for job in jobs)
-        progress = Progress(f"rank {self._group.rank} reads iteration {iteration} from storage")
-        waiting, coming = iter(jobs), deque[tuple[int, Future[object]]]()
+        total = sum(job.nbytes for job in jobs)
+        progress = Progress(f"rank {self._group.rank} {self._what}")
 
-        def order(count: int) -> None:
-            coming.extend((job.nbytes, self._threads.submit(job.run)) for job in islice(waiting, count))
+        def run(job: Job) -> int:
+            job.run()
+            return job.nbytes
 
-        order(READERS)
-        while coming:
-            nbytes, brought = coming.popleft()
-            brought.result()
+        for nbytes in in_order(run, jobs, self._num_threads):
             self.usage["bytes"] += nbytes
             self.usage["chunks"] += 1
-            order(1)
             progress(self.usage["bytes"], total)
             yield
 

@@ -1,13 +1,16 @@
-"""A restart from memory, step by step: inventory → decide → verify → repair → void → plan → load."""
+"""A restart, step by step: inventory → decide → verify → repair → void → plan → load. Where nothing must be repaired
+bytes are verified as they are loaded, and newer snapshots are void behind the last one."""
 
 from __future__ import annotations
 
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
@@ -42,6 +45,7 @@ from ftckpt.restore.offers import (
 from ftckpt.restore.repair import Usage
 from ftckpt.restore.search import Coming, Search, part_of_inventory
 from ftckpt.restore.shelf import NO_SHELF, Look, Shelf, ShelfLook
+from ftckpt.restore.straight import Reading, fits
 from ftckpt.restore.threads import threads_of
 from ftckpt.store.arena import Arena, open_control
 from ftckpt.store.control import ControlBlock
@@ -77,7 +81,7 @@ class Restart:
         self._coming: Coming | None = None  # what brings the decision
         self.in_memory = True
         """Whether what was loaded lies in memory, too; from ``load`` on."""
-        self._decide: Callable[[], Decision | None] | None = None  # without what has come from storage and was bad
+        self._decide: Callable[[], Decision | None] | None = None  # without what was coming, and was bad
         self.on_storage = -1
         """The newest iteration on storage that counts, -1 for none; from ``choose`` on."""
         self.origin = NOTHING
@@ -87,14 +91,20 @@ class Restart:
         self.taken_back = False
         """Whether somebody has gone back to an older state; from ``choose`` on."""
         self._has_lost = False
+        self.cast: frozenset[str] = frozenset()
+        """Names of this rank's fragments that ``load`` has made of their masters."""
         self.usage: Usage = {}
         """What was rebuilt, of all ranks, by what (``source`` of ``parity.modes.TRAITS``): chunks and bytes. Empty
         where all was taken as it lay in memory."""
 
     def choose(
-        self, on_lost: str, loaded: Checkpoint = NOTHING, reshapes: bool = False, before: int = 0
-    ) -> Decision | None:
+        self, on_lost: str, loaded: Checkpoint = NOTHING, reshapes: bool = False, before: int = 0,
+        unproven: bool = False,
+    ) -> Decision | None:  # fmt: skip
         """The newest snapshot that is whole, or was made whole from parity, and whose every byte was verified.
+
+        ``unproven``: what nothing must be rebuilt of may be verified by ``load``, on the way, where nothing that is
+        there would be gone on with if it proved bad.
 
         None: there is none, or what was ``loaded`` from storage counts, because it is newer, or is what the operator
         goes back to. ``reshapes``: whether a snapshot of another layout will do. ``before``: only one of an iteration
@@ -129,7 +139,7 @@ class Restart:
         elif not reason and not limit and 0 <= max(newest, shelf.newest) < loaded.iteration:
             self._give_up_older(newest, loaded)
         elif not reason:
-            decision = self._search(on_lost, loaded, reshapes, shelf, limit)
+            decision = self._search(_Wish(on_lost, loaded, reshapes, limit, unproven), shelf)
         if limit:
             self._undo(limit, decision, loaded, on_lost)
         self.origin = next_origin(loaded, origin, storage_counts=decision is None, before=before)
@@ -169,17 +179,25 @@ class Restart:
         )
         self._events.announce(f"restore_before {limit}: goes back to iteration {iteration}; what is newer is undone")
 
-    def _search(self, on_lost: str, loaded: Checkpoint, reshapes: bool, shelf: Shelf, before: int) -> Decision | None:
+    def _search(self, wish: _Wish, shelf: Shelf) -> Decision | None:
         # What is on its way may prove to be bad when some of it is in place: only where nothing of the live state
         # would be gone on with then.
-        overlaps = not before and not loaded.is_one and on_lost != "fresh"
+        overlaps = not wish.before and not wish.loaded.is_one and wish.on_lost != "fresh"
         search = Search(
-            self._group, self._topology, self._events, self._arenas, reshapes=reshapes, shelf=shelf,
-            slots=self._slots, before=before, overlaps=overlaps, reports=self._reports,
+            self._group, self._topology, self._events, self._arenas, reshapes=wish.reshapes, shelf=shelf,
+            slots=self._slots, before=wish.before, overlaps=overlaps, unproven=overlaps and wish.unproven,
+            reports=self._reports,
         )  # fmt: skip
         self._reports = None  # of the first search alone
+        return self._found(search, search.run, wish, shelf)
+
+    def _found(
+        self, search: Search, run: Callable[[], Decision | None], wish: _Wish, shelf: Shelf
+    ) -> Decision | None:
+        """What a search comes to, and what to do where that proves bad."""
+        on_lost, loaded = wish.on_lost, wish.loaded
         try:
-            decision = search.run()
+            decision = run()
         except LostError as error:
             if on_lost == "fail" or (on_lost == "storage" and not loaded.is_one):
                 raise LostError(f"{error}. {_remedy(loaded)}") from None
@@ -190,10 +208,13 @@ class Restart:
         if decision is not None and decision.snapshot.iteration < loaded.iteration:
             self._give_up_older(decision.snapshot.iteration, loaded)
             return None
-        self.usage = search.usage
+        self.usage, self._coming = search.usage, search.coming
         if decision is not None and search.coming is not None:
-            self._coming, left = search.coming, shelf.without(decision.snapshot)
-            self._decide = lambda: self._search(on_lost, loaded, reshapes, left, before)
+            if search.coming.slots is None:
+                self._decide = lambda: self._found(search, search.settle, wish, shelf)
+            else:
+                left = shelf.without(decision.snapshot)
+                self._decide = lambda: self._search(wish, left)
         return decision
 
     def _give_up_older(self, in_memory: int, loaded: Checkpoint) -> None:
@@ -290,8 +311,9 @@ class Restart:
         new lineage. What the slots hold that were decided on is known to all ranks behind it.
 
         All nodes have done so before any rank trains: one that trained on while a newer slot was still good elsewhere
-        could, after the next failure, find its own past and others' undone future in one snapshot. Where storage may
-        prove bad yet ``load`` does it, behind the last byte: a later start may have the nodes that newer ones lack.
+        could, after the next failure, find its own past and others' undone future in one snapshot. Where what was
+        decided on may prove bad yet ``load`` does it, behind the last byte: a later start may have the nodes that
+        newer ones lack.
         """
 
         def void() -> bytes:
@@ -311,7 +333,7 @@ class Restart:
 
     def load(self, decision: Decision, state: TrainingState, described: Description) -> Decision:
         """Bring tensors and objects of every rank to what they were at the snapshot's boundary; returns what was
-        loaded in the end: another snapshot where one that was coming from storage has proven bad.
+        loaded in the end: another snapshot, or one that was rebuilt, where what was coming has proven bad.
 
         In another layout tensors are the same, element by element, and ``state`` makes of the objects what it can.
 
@@ -321,34 +343,38 @@ class Restart:
         """
         while True:
             try:
-                self._load(decision, state, described)
-            except StorageError as error:
-                if self._decide is None:
+                return self._load(decision, state, described)
+            except (StorageError, ArenaError) as error:
+                if self._coming is None:
                     raise
-                self._events.emit("storage_damaged", iteration=decision.snapshot.iteration, error=str(error))
-            else:
-                return decision
+                if self._coming.slots is not None:
+                    self._events.emit("storage_damaged", iteration=decision.snapshot.iteration, error=str(error))
             finally:
                 self._end_coming()
             try:
-                other = self._decide()
+                decision = self._decided_anew()
             except LostError as error:
                 error.touched = True
                 raise
-            assert other is not None, "a search that overlaps finds something, or raises"
-            decision = other
-            self.void_newer(decision)
 
-    def _load(self, decision: Decision, state: TrainingState, described: Description) -> None:
-        begin = time.perf_counter()
+    def _decided_anew(self) -> Decision:
+        """Another decision than the one that was coming."""
+        assert self._decide is not None, "set where something is coming"
+        decision = self._decide()
+        assert decision is not None, "a search that overlaps finds something, or raises"
+        self.void_newer(decision)
+        return decision
+
+    def _load(self, decision: Decision, state: TrainingState, described: Description) -> Decision:
+        begin, coming = time.perf_counter(), self._coming
         pieces = [*described.stepped, *described.volatile]
-        brought = self._bring_straight(decision, pieces, described.padded) if self._coming is not None else None
-        self.in_memory = brought is None
-        if self._coming is not None and brought is None:
-            decision = self._bring_to_slots(decision, self._coming)
+        brought = self._bring_straight(coming, decision, pieces, described.padded) if coming is not None else None
+        if coming is not None and brought is None:
+            return self._load(self._without_straight(coming, decision), state, described)
+        self.in_memory = coming is None or coming.slots is None
         needs, traffic, encoded = brought or self._bring(decision, pieces, described.padded)
         # Only here: a derived weight is the cast of a master that the transfers have just brought.
-        _derive(pieces, {id(piece) for piece, _ in needs})
+        self.cast = _derive(pieces, {id(piece) for piece, _ in needs})
         if not decision.ranks:
             self._check_copies(self._contents, [need for _, need in needs])
         # Of another layout no rank's objects are this one's: the first of each stage stands for all of its stage.
@@ -368,26 +394,39 @@ class Restart:
         self._events.emit("loaded", iteration=decision.snapshot.iteration, **asdict(traffic))
         if not decision.ranks:
             self._report_reshaped(decision, traffic, time.perf_counter() - begin)
+        return decision
 
-    def _bring_straight(self, decision: Decision, pieces: Sequence[Piece], padded: frozenset[str]) -> _Brought | None:
-        """As ``_bring``, from storage; None where ranks would read too much of it several times."""
-        assert self._coming is not None
-        straight, shard = self._coming.straight, self._topology.me.shard
+    def _bring_straight(
+        self, coming: Coming, decision: Decision, pieces: Sequence[Piece], padded: frozenset[str]
+    ) -> _Brought | None:
+        """As ``_bring``, each chunk proven on its way; None where ranks would read too much several times, or what
+        lies on other nodes."""
+        straight, shard, begin = coming.straight, self._topology.me.shard, time.perf_counter()
         needs: Needs = []
 
-        def plan() -> int:
+        def plan() -> Reading:
             own = self._contents[shard] if decision.ranks else None
             needs[:], planned = self._plan(self._contents, pieces, padded, own)
-            return straight.plan(planned)
+            return straight.plan(planned)._replace(states=tuple(coming.states.values()))
 
-        if not straight.fits(gather_all(self._group, plan, int)):
+        readings = gather_all(self._group, plan, Reading)
+        if not fits(readings):
             return None
-        return needs, straight.bring(), lambda: straight.objects(shard)
+        traffic, iteration = straight.bring(), decision.snapshot.iteration
+        if coming.slots is not None:
+            straight.reader.tell(self._events, iteration, len(straight.places))
+        else:
+            states = Counter(chain.from_iterable(one.states for one in readings))
+            below = {shard: state for shard, state in coming.states.items() if state != "protected"}
+            secs = time.perf_counter() - begin
+            self._events.emit("verified", iteration=iteration, secs=secs, states=states, unprotected=below)
+        return needs, traffic, lambda: straight.objects(shard)
 
-    def _bring_to_slots(self, decision: Decision, coming: Coming) -> Decision:
-        """Bring to memory what is not for the straight way; where it lies."""
-        self._coming = None
-        coming.straight.close()
+    def _without_straight(self, coming: Coming, decision: Decision) -> Decision:
+        """What is not for the straight way: brought to slots from storage, or verified where it lies in slots."""
+        self._end_coming()
+        if coming.slots is None:
+            return self._decided_anew()
         decision = replace(decision, sources=coming.slots.run())
         self.usage = {"storage": coming.slots.usage}
         self.void_newer(decision)
@@ -443,8 +482,11 @@ class Restart:
         return encode_contents(mine)
 
     def _contents_of(self, shard: str, at: SlotAt) -> SlotContents:
-        if self._coming is not None:
-            return self._coming.straight.contents(shard)
+        if self._coming is not None and self._coming.slots is not None:
+            file = self._coming.slots.files.get(shard)
+            used, capacity = file.entry.objects_used, file.image.manifest.capacity
+            return SlotContents.of(at, self._group.rank, file.image, used, capacity)
+        # An image and a record are proven by themselves; bytes that may be bad yet are when they are read.
         arena = self._arenas.get(at.arena)
         used = arena.control.record(at.slot).objects_used
         return SlotContents.of(
@@ -538,6 +580,16 @@ class Restart:
         self._events.announce(f"iteration {iteration} reshaped from {before} to {now} in {secs:.1f} s")
 
 
+class _Wish(NamedTuple):
+    """What is looked for, see ``Restart.choose``."""
+
+    on_lost: str
+    loaded: Checkpoint
+    reshapes: bool
+    before: int
+    unproven: bool
+
+
 class _Memory(NamedTuple):
     """What a rank has loaded and, if it leads its node, what that has in memory: the newest iteration that is
     ``whole``, and the newest of all; -1 for none."""
@@ -610,7 +662,10 @@ def remove_protection(node_dir: Path, newest: int) -> None:
             package.path.unlink(missing_ok=True)
 
 
-def _derive(pieces: Sequence[Piece], read: set[int]) -> None:
-    for piece in pieces:
-        if piece.derived_from is not None and id(piece) not in read:
-            cast_master(piece.derived_from, piece.tensor)
+def _derive(pieces: Sequence[Piece], read: set[int]) -> frozenset[str]:
+    """Make what was not ``read`` of the masters from which it follows; the names of that."""
+    derived = [piece for piece in pieces if piece.derived_from is not None and id(piece) not in read]
+    for piece in derived:
+        assert piece.derived_from is not None
+        cast_master(piece.derived_from, piece.tensor)
+    return frozenset(piece.fragment.name for piece in derived)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 import zlib
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -21,7 +21,7 @@ from ftckpt.model.snapshot import SnapshotId
 from ftckpt.model.topology import Topology, layouts_differ
 from ftckpt.persist.shards import StoredSnapshot
 from ftckpt.restore.choice import Decision, Findings, Query, decide, readers_of
-from ftckpt.restore.chunk_reader import ShardFiles
+from ftckpt.restore.chunk_reader import ChunkReader, ShardFiles
 from ftckpt.restore.inventory import (
     Inventory,
     NodeProtection,
@@ -32,9 +32,11 @@ from ftckpt.restore.inventory import (
     take_inventory,
 )
 from ftckpt.restore.locations import OpenArenas, SlotAt
+from ftckpt.restore.rebuild import NEW_SLOT
 from ftckpt.restore.repair import Repairer, Site, Usage
 from ftckpt.restore.shelf import NO_SHELF, Shelf
-from ftckpt.restore.stored import ShardFetch
+from ftckpt.restore.slot_shard import SlotShard
+from ftckpt.restore.stored import ShardFetch, reads
 from ftckpt.restore.straight import StraightFetch
 from ftckpt.restore.threads import in_order, threads_of
 from ftckpt.store.arena import Arena
@@ -70,32 +72,37 @@ class SlotFindings:
 
 
 class Coming(NamedTuple):
-    """How a snapshot comes from storage: ``straight`` into the live state, or, where that is not for it, to
-    ``slots``."""
+    """How a snapshot comes ``straight`` into the live state, proven on the way: from storage, and then to ``slots``
+    where that is not for it, or, where that is None, from the slots in which all of it lies.
+
+    ``states`` of the shards that this rank tells of: how far they had come in slots.
+    """
 
     straight: StraightFetch
-    slots: ShardFetch
+    slots: ShardFetch | None
+    states: Mapping[str, str] = {}
 
 
 class Search:
-    """One search; ``run`` is collective. ``usage`` has afterwards what was rebuilt from what.
+    """One search; ``run``, and ``settle`` behind it, are collective. ``usage`` has afterwards what was rebuilt from
+    what.
 
     ``reshapes``: whether a snapshot of another layout will do. ``shelf``: what is on storage. ``slots``: of arenas
     that must be made for it. ``before``: only snapshots in memory of iterations before this one count; 0: all.
-    ``overlaps``: what lies on storage alone is decided on before it has come, see ``coming``. ``reports``: the first
-    inventory, of all ranks, where it was taken.
+    ``overlaps``: what lies on storage alone is decided on before it has come, and with ``unproven`` what memory has
+    before it is proven, see ``coming``. ``reports``: the first inventory, of all ranks, where it was taken.
     """
 
     def __init__(
         self, group: Group, topology: Topology, events: Events, arenas: OpenArenas, *, reshapes: bool = False,
-        shelf: Shelf = NO_SHELF, slots: int = 2, before: int = 0, overlaps: bool = False,
+        shelf: Shelf = NO_SHELF, slots: int = 2, before: int = 0, overlaps: bool = False, unproven: bool = False,
         reports: Sequence[Inventory] | None = None,
     ) -> None:  # fmt: skip
         self.usage: Usage = {}
         self.coming: Coming | None = None
-        """What brings the snapshot that was decided on, where it has not come: nothing of it is proven, and storage
-        may prove to be bad."""
-        self._overlaps, self._reports = overlaps, reports
+        """What brings the snapshot that was decided on, where it has not come: nothing of it is proven, and it may
+        prove to be bad."""
+        self._overlaps, self._unproven, self._reports = overlaps, unproven, reports
         self._reshapes = reshapes
         self._shelf, self._slots, self._before = shelf, slots, before
         self._group = group
@@ -107,6 +114,7 @@ class Search:
         self._findings = Findings()
         self._texts: dict[SlotAt, str] = {}
         self._good: set[SlotAt] = set()
+        self._is_proven = False  # what memory gave last
         self._rebuilt = False
         self._states: dict[SlotAt, str] = {}
         self._brought: Usage = {}
@@ -121,6 +129,18 @@ class Search:
             LostError, MismatchError, MemoryBudgetError, ArenaError: on all ranks together.
         """
         self._inventory = self._gather_inventory() if self._reports is None else self._join(self._reports)
+        decision = self._newest()
+        if decision is not None and self.coming is None and not self._is_proven:
+            self.coming = self._in_slots(decision)
+        return decision
+
+    def settle(self) -> Decision | None:
+        """As ``run``, of what memory has, where what is ``coming`` from there is not for that way, or has proven bad:
+        slots are verified first."""
+        self._unproven, self.coming = False, None
+        return self._newest()
+
+    def _newest(self) -> Decision | None:
         decision, lost = self._or_lost()
         for stored in self._shelf.snapshots:
             for _ in range(_FETCHES):
@@ -181,15 +201,18 @@ class Search:
     def _to_come(self, fetch: ShardFetch) -> Decision | None:
         """The decision for a snapshot of which memory has nothing; None: something on storage is bad."""
         stored, topology = fetch.files.stored, self._topology
-        straight = StraightFetch(self._group, topology, self._events, fetch.files)
         same = not layouts_differ(topology.layout, stored.layout)
+        places = _places(topology, stored.shards, same)
         decision = Decision(
-            stored.snapshot, straight.places, layout=stored.layout,
-            homes={shard: at.node for shard, at in straight.places.items()}, ranks=topology.rank_of if same else {},
+            stored.snapshot, places, layout=stored.layout, homes={shard: at.node for shard, at in places.items()},
+            ranks=topology.rank_of if same else {},
         )  # fmt: skip
-        readers = readers_of(topology, decision)
+        reader = ChunkReader(self._group, reads(stored.snapshot))
+        straight = StraightFetch(
+            self._group, topology, fetch.files, reader, places=places, mine=[*self._mine(decision)]
+        )  # fmt: skip
         try:
-            straight.begin([shard for shard, reader in readers.items() if reader == self._group.rank])
+            straight.begin()
         except BaseException as error:
             straight.close()
             if not isinstance(error, StorageError):
@@ -197,8 +220,27 @@ class Search:
             self._events.emit("storage_damaged", iteration=stored.snapshot.iteration, error=str(error))
             return None
         self.coming = Coming(straight, fetch)
-        self.usage = {"storage": straight.usage}
+        self.usage = {"storage": reader.usage}
         return decision
+
+    def _in_slots(self, decision: Decision) -> Coming:
+        """What brings a snapshot that lies in slots, proven on the way."""
+        mine = self._mine(decision)
+        states = {shard: self._state_of(at) for shard, at in mine.items()}
+        files = SlotShards(self._arenas, decision.snapshot, decision.sources, self._expected)
+        reader = ChunkReader(self._group, f"loads iteration {decision.snapshot.iteration}", self._threads)
+        straight = StraightFetch(
+            self._group, self._topology, files, reader, places=decision.sources, mine=[*mine], in_slots=True
+        )  # fmt: skip
+        return Coming(straight, None, states)
+
+    def _mine(self, decision: Decision) -> dict[str, SlotAt]:
+        """The shards of which this rank tells the others."""
+        readers = readers_of(self._topology, decision)
+        return {shard: at for shard, at in decision.sources.items() if readers[shard] == self._group.rank}
+
+    def _state_of(self, at: SlotAt) -> str:
+        return SlotState(self._arenas.get(at.arena).state(at.slot)).name.lower()
 
     def _in_memory(self) -> Decision | None:
         """The newest snapshot that memory has, or that parity gives."""
@@ -208,12 +250,15 @@ class Search:
                 return None
             if isinstance(decision, Query):
                 self._findings.shields[decision.snapshot] = self._gather_shield(decision)
-            elif self._verify(decision):
+                continue
+            proves = not self._unproven or decision.rebuild is not None
+            if proves and self._verify(decision):
                 # Shields have the packages of shards that were lacking; more may be lacking now.
                 self._findings.shields.clear()
             else:
                 whole = self._repair(decision)
                 if whole is not None:
+                    self._is_proven = proves
                     self.usage = {**self.usage, **self._brought}
                     self._report_fallback(whole)
                     return whole
@@ -260,8 +305,7 @@ class Search:
     def _verify(self, decision: Decision) -> bool:
         """Whether something in the slots that would be taken is bad, and was not known to be."""
         begin = time.perf_counter()
-        readers = readers_of(self._topology, decision)
-        mine = {shard: slot for shard, slot in decision.sources.items() if readers[shard] == self._group.rank}
+        mine = self._mine(decision)
         reports = codec.gather(self._group, self._verify_mine(decision.snapshot, mine), SlotFindings)
         bad = [slot for report in reports for slot in report.bad]
         # Of all ranks, not only its own: who reads a slot may change with the next decision.
@@ -311,12 +355,12 @@ class Search:
             return SlotState(state).name.lower(), Damage(reason="record")
 
         def hashes(chunks: Iterable[int]) -> Iterable[int]:
-            return in_order(self._arenas.file(slot).hash_chunk, chunks, self._threads)
+            return in_order(self._arenas.file(slot).take, chunks, self._threads)
 
         damage = arena.verify(slot.slot, progress, hashes)
         # The trainers died before the SMP came to this slot: the window that ``checked`` events measure.
         if not damage and arena.unchecked(slot.slot):
-            expected, bad = self._package_hashes(arena, slot.slot), []
+            expected, bad = self._expected(arena, slot.slot), []
             for chunk, value in enumerate(hashes(range(len(arena.image.chunks)))):
                 if chunk in expected and value != expected[chunk]:
                     bad.append(chunk)
@@ -324,7 +368,10 @@ class Search:
             damage = Damage(tuple(bad))
         return SlotState(state).name.lower(), damage
 
-    def _package_hashes(self, arena: Arena, slot: int) -> Mapping[int, int]:
+    def _expected(self, arena: Arena, slot: int) -> Mapping[int, int]:
+        """The checksums of chunks, as far as they are known: of a slot that has none those of this node's package."""
+        if (hashes := arena.hashes(slot)) is not None:
+            return dict(enumerate(hashes.tolist()))
         snapshot = arena.control.record(slot).snapshot
         if snapshot is None:
             return {}
@@ -369,6 +416,34 @@ class Search:
             reasons = [*decision.passed_over, *self._texts.values()]
             loud = "fallback" if damaged else "passed_over"
             self._events.emit(loud, iteration=decision.snapshot.iteration, reasons=reasons)
+
+
+class SlotShards:
+    """The shards of ``snapshot`` in slots of this node, opened once; ``sources`` of all, ``expected`` gives the
+    checksums of a slot."""
+
+    def __init__(
+        self, arenas: OpenArenas, snapshot: SnapshotId, sources: Mapping[str, SlotAt],
+        expected: Callable[[Arena, int], Mapping[int, int]],
+    ) -> None:  # fmt: skip
+        self._arenas, self._snapshot, self._sources, self._expected = arenas, snapshot, sources, expected
+        self._open: dict[str, SlotShard] = {}
+
+    def get(self, shard: str) -> SlotShard:
+        """Raises ArenaError where it holds something else by now, or more than chunks of it is bad."""
+        if shard not in self._open:
+            at = self._sources[shard]
+            arena, file = self._arenas.get(at.arena), self._arenas.file(at)
+            self._open[shard] = SlotShard(arena, at.slot, self._snapshot, file, self._expected(arena, at.slot))
+        return self._open[shard]
+
+
+def _places(topology: Topology, shards: Collection[str], same: bool) -> dict[str, SlotAt]:
+    """Names for where each shard on storage lies: on the node of a rank that tells of it."""
+    if same:
+        return {member.shard: SlotAt(member.node, member.shard, NEW_SLOT) for member in topology.members}
+    nodes = [member.node for member in topology.members]
+    return {shard: SlotAt(nodes[number % len(nodes)], shard, NEW_SLOT) for number, shard in enumerate(sorted(shards))}
 
 
 def _is_at(decision: Decision | None, stored: StoredSnapshot) -> bool:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import xxhash
 
@@ -14,6 +16,13 @@ from ftckpt.store.slots import slot_name
 
 _PIECE_BYTES = 1 << 20
 """Hashed at a time: it stays in a core's own cache."""
+
+
+class Target(NamedTuple):
+    """Memory, of bytes, for what a file has from ``begin`` on."""
+
+    begin: int
+    memory: memoryview
 
 
 class SlotFile:
@@ -37,13 +46,15 @@ class SlotFile:
             raise ArenaError(f"{path}: was replaced")
         self._path = path
 
-    def hash_chunk(self, chunk: int) -> int:
-        """xxh3-64 of a chunk."""
-        span, digest = self._spans[chunk], xxhash.xxh3_64()
-        for begin in range(span.begin, span.end, _PIECE_BYTES):
-            piece = _buffer()[: min(_PIECE_BYTES, span.end - begin)]
-            self.read_into(begin, piece)
-            digest.update(piece)
+    def take(self, chunk: int, targets: Sequence[Target] = ()) -> int:
+        """Read a chunk once: fill ``targets`` in it, ascending and apart from each other; xxh3-64 of all of it.
+
+        What the targets have is what was hashed. Raises ArenaError.
+        """
+        digest = xxhash.xxh3_64()
+        for begin, memory in self._pieces(chunk, targets):
+            self.read_into(begin, memory)
+            digest.update(memory)
         return digest.intdigest()
 
     def read_into(self, begin: int, memory: memoryview) -> None:
@@ -61,6 +72,19 @@ class SlotFile:
     def close(self) -> None:
         """Give the descriptor up."""
         os.close(self._fd)
+
+    def _pieces(self, chunk: int, targets: Sequence[Target]) -> Iterator[Target]:
+        """All of a chunk in order, in pieces: those of the targets, and between them of a buffer."""
+        span = self._spans[chunk]
+        place = span.begin
+        for target in (*targets, Target(span.end, memoryview(b""))):
+            while place < target.begin:
+                memory = _buffer()[: target.begin - place]
+                yield Target(place, memory)
+                place += len(memory)
+            for begin in range(0, len(target.memory), _PIECE_BYTES):
+                yield Target(place + begin, target.memory[begin : begin + _PIECE_BYTES])
+            place += len(target.memory)
 
 
 _buffers = threading.local()

@@ -75,7 +75,7 @@ class ShardFetch:
             MemoryBudgetError, ArenaError: a node has no room, or another process writes there.
         """
         self._arenas.close()  # files may be freed or replaced from here on, by any rank of the node
-        reader = ChunkReader(self._group, self._events, self.files)
+        reader = ChunkReader(self._group, reads(self._stored.snapshot))
         try:
             make_room(
                 self._group, self._topology, self._arenas.node_dir, self._events, chosen=self._stored.snapshot,
@@ -84,7 +84,8 @@ class ShardFetch:
             opened = gather_all(self._group, self._open, dict[str, SlotAt])
             # Nothing is sealed before every chunk of every rank has the right checksum.
             jobs = [job for build in self._builds.values() for job in self._jobs(build)]
-            reader.bring(jobs, len(self._missing))
+            reader.bring(jobs)
+            reader.tell(self._events, self._stored.snapshot.iteration, len(self._missing))
             together(self._group, self._seal)
         finally:
             reader.close()  # first: what it writes into is closed
@@ -160,6 +161,11 @@ class ShardFetch:
 
     def _keep(self) -> Sequence[Collection[SnapshotId]]:
         return worth_keeping(self._inventory, self._topology, self._stored.snapshot)
+
+
+def reads(snapshot: SnapshotId) -> str:
+    """What a rank does that reads it from storage, for people."""
+    return f"reads iteration {snapshot.iteration} from storage"
 
 
 def _bring(file: ShardFile, build: Build, chunk: int, nbytes: int) -> None:

@@ -1,7 +1,8 @@
-"""A snapshot that storage alone has, read straight into the live state, in its own layout or another.
+"""A snapshot that is read straight into the live state, in its own layout or another: one that storage alone has, or
+one whose every shard lies in memory.
 
-Each chunk comes to a buffer, is proven there, and what a rank wants of it goes where it belongs. To give slots their
-memory costs more than all of that: they get it beside training, and the next snapshot is the first that they hold.
+Each chunk is proven on its way to where it belongs, and read once. From storage nothing comes to slots: to give those
+their memory costs more than all else. They get it beside training, and the next snapshot is the first that they hold.
 """
 
 from __future__ import annotations
@@ -10,24 +11,22 @@ from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
-from ftckpt.events import Events
 from ftckpt.group import Group, gather_all
-from ftckpt.model.topology import Topology, layouts_differ
-from ftckpt.persist.shard_file import ShardFile
+from ftckpt.model.topology import Topology
 from ftckpt.persist.storage import Bytes
-from ftckpt.restore.chunk_reader import ChunkReader, Job, ShardFiles, chunk_buffer
+from ftckpt.restore.chunk_reader import ChunkReader, Job, chunk_buffer
 from ftckpt.restore.exchange import dest_strip, source_strip
 from ftckpt.restore.load import Traffic, Transfer
 from ftckpt.restore.locations import SlotAt
-from ftckpt.restore.offers import SlotContents
 from ftckpt.restore.plan import StridedCopy, reading, run
-from ftckpt.restore.rebuild import NEW_SLOT
+from ftckpt.restore.slot_file import Target
+from ftckpt.restore.slot_shard import SlotShard
 from ftckpt.restore.threads import here
-from ftckpt.store.image import Span
+from ftckpt.store.image import SlotImage, Span
 
 _TWICE_SHARE = 0.125
 """Of all bytes of the snapshot at most so many are read by several ranks: more is read once, to slots, and handed on
@@ -35,6 +34,39 @@ in memory."""
 
 _TWICE_BYTES = 64 << 20
 """So many for each rank in any case: a chunk is read as a whole."""
+
+
+class Source(Protocol):
+    """One shard."""
+
+    @property
+    def image(self) -> SlotImage: ...
+
+    def stored_bytes(self, number: int) -> int:
+        """What is read for a chunk."""
+
+    def fill(self, number: int, memory: memoryview) -> None:
+        """Bring a chunk to ``memory``, proven."""
+
+    def objects(self) -> Bytes:
+        """The encoded objects, proven."""
+
+
+class Files(Protocol):
+    """Shards of one snapshot."""
+
+    def get(self, shard: str, /) -> Source:
+        """Opened once; raises StorageError or ArenaError where it is not there, or not what it should be."""
+
+
+class Reading(NamedTuple):
+    """What one rank is going to read: bytes, those of the shards that it tells of, whether all of it is near, and how
+    far the snapshot had come in slots of these shards."""
+
+    nbytes: int
+    there_bytes: int
+    near: bool
+    states: tuple[str, ...] = ()
 
 
 class _Part(NamedTuple):
@@ -47,109 +79,106 @@ class _Part(NamedTuple):
 class _Chunk(NamedTuple):
     """A chunk that is wanted, where it lies in the image, and what has parts in it."""
 
-    file: ShardFile
+    file: Source
     number: int
     span: Span
     parts: Sequence[_Part]
 
 
 class StraightFetch:
-    """Reads one snapshot. ``begin``, ``plan`` and ``bring`` are collective, ``close`` in any case."""
+    """Reads one snapshot. ``begin`` and ``bring`` are collective, ``close`` in any case.
 
-    def __init__(self, group: Group, topology: Topology, events: Events, files: ShardFiles) -> None:
+    Args:
+        files: what has the shards.
+        places: where each shard lies; of storage names for that.
+        mine: the shards that this rank tells of.
+        in_slots: each node reads its own alone, and of ``mine`` every chunk is proven, wanted or not.
+    """
+
+    def __init__(
+        self, group: Group, topology: Topology, files: Files, reader: ChunkReader, *,
+        places: Mapping[str, SlotAt], mine: Collection[str], in_slots: bool = False,
+    ) -> None:  # fmt: skip
         self._group = group
         self._topology = topology
         self._files = files
+        self._mine, self._in_slots = mine, in_slots
         self._chunks: list[_Chunk] = []
         self._needed_bytes = 0
-        self._reader = ChunkReader(group, events, files)
-        self.places: Mapping[str, SlotAt] = self._deal()
-        """Names for where each shard lies: on the node of a rank that tells of it."""
+        self.reader = reader
+        self.places = places
 
-    @property
-    def usage(self) -> dict[str, int]:
-        """What was read, see ``ChunkReader``."""
-        return self._reader.usage
-
-    def begin(self, mine: Collection[str]) -> None:
+    def begin(self) -> None:
         """Open the files of the shards that this rank tells of.
 
         Raises:
             StorageError: one is not there, or not what it should be; on all ranks together.
         """
-        gather_all(self._group, lambda: all([self._files.get(shard) for shard in mine]), bool)
-
-    def contents(self, shard: str) -> SlotContents:
-        """What a shard holds."""
-        file = self._files.get(shard)
-        image, used = file.image, file.entry.objects_used
-        return SlotContents.of(self.places[shard], self._group.rank, image, used, image.manifest.capacity)
+        gather_all(self._group, lambda: all([self._files.get(shard) for shard in self._mine]), bool)
 
     def objects(self, shard: str) -> bytes:
-        """The encoded objects of a shard; raises StorageError."""
+        """The encoded objects of a shard; raises as ``Files.get``."""
         return bytes(self._files.get(shard).objects())
 
     def read(self, shard: str, begin: int, end: int) -> Bytes:
-        """Bytes of a shard's image, outside its objects; raises StorageError."""
+        """Bytes of a shard's image, outside its objects; raises as ``Files.get``."""
         data = torch.empty(end - begin, dtype=torch.uint8)
         for chunk in _chunks(self._files.get(shard), [_Part(run(begin, 0, end - begin), data)]):
             _bring(chunk, nullcontext)
         return data.numpy().data
 
-    def plan(self, transfers: Sequence[Transfer]) -> int:
-        """Know what this rank reads; returns its bytes on storage. Raises StorageError."""
+    def plan(self, transfers: Sequence[Transfer]) -> Reading:
+        """Know what this rank reads; raises as ``Files.get``."""
+        near = not self._in_slots or all(_slot(one).node == self._topology.me.node for one in transfers)
+        mine = [self._files.get(shard) for shard in self._mine]
+        there_bytes = sum(sum(map(file.stored_bytes, range(len(file.image.chunks)))) for file in mine)
+        if not near:
+            return Reading(0, there_bytes, near)
         shards = {at: shard for shard, at in self.places.items()}
-        parts: dict[str, list[_Part]] = {}
+        parts: dict[str, list[_Part]] = {shard: [] for shard in self._mine if self._in_slots}
         for one in transfers:
             of = parts.setdefault(shards[_slot(one)], [])
             for item in one.items:
                 live = item.tensor.view(torch.uint8)
                 of += (_Part(copy, live) for copy in item.copies)
-        order = sorted(self.places)
-        # Each rank begins elsewhere, at its own shard where it has one: what several read is asked for once.
-        first = order.index(own) if (own := self._topology.me.shard) in parts else self._group.rank
-        rank_order = [*order[first % len(order) :], *order[: first % len(order)]]
-        self._chunks = [
-            chunk
-            for shard in rank_order
-            if shard in parts
-            for chunk in _chunks(self._files.get(shard), sorted(parts[shard], key=_begin))
-        ]
+        self._chunks = [chunk for shard in self._order(parts) for chunk in self._chunks_of(shard, parts[shard])]
         self._needed_bytes = sum(one.nbytes for one in transfers)
-        return sum(chunk.file.stored_bytes(chunk.number) for chunk in self._chunks)
-
-    def fits(self, read_bytes: Sequence[int]) -> bool:
-        """Whether what all ranks have planned to read is for this way."""
-        return reads_little_twice(read_bytes, sum(one.nbytes for one in self._files.stored.shards.values()))
+        return Reading(sum(chunk.file.stored_bytes(chunk.number) for chunk in self._chunks), there_bytes, near)
 
     def bring(self) -> Traffic:
         """Read all that was planned.
 
         Raises:
-            StorageError: something on storage is bad, or away; on all ranks together, and some bytes have arrived.
+            StorageError, ArenaError: something is bad, or away; on all ranks together, and some bytes have arrived.
         """
-        jobs = [Job(chunk.span.nbytes, partial(_bring, chunk, here())) for chunk in self._chunks]
-        self._reader.bring(jobs, len(self.places))
+        self.reader.bring([Job(chunk.span.nbytes, partial(_bring, chunk, here())) for chunk in self._chunks])
         return Traffic(self._needed_bytes, 0, 0, self._needed_bytes)
 
     def close(self) -> None:
         """Read no more; a second call does nothing."""
-        self._reader.close()
+        self.reader.close()
         self._chunks = []
 
-    def _deal(self) -> dict[str, SlotAt]:
-        topology, stored = self._topology, self._files.stored
-        if layouts_differ(topology.layout, stored.layout):
-            nodes = [member.node for member in topology.members]
-            homes = {shard: nodes[number % len(nodes)] for number, shard in enumerate(sorted(stored.shards))}
-        else:
-            homes = {member.shard: member.node for member in topology.members}
-        return {shard: SlotAt(node, shard, NEW_SLOT) for shard, node in homes.items()}
+    def _order(self, shards: Collection[str]) -> list[str]:
+        """Each rank begins elsewhere, at its own shard where it has one: what several read is asked for once."""
+        order = sorted(self.places)
+        first = order.index(own) if (own := self._topology.me.shard) in shards else self._group.rank % len(order)
+        return [shard for shard in (*order[first:], *order[:first]) if shard in shards]
+
+    def _chunks_of(self, shard: str, parts: Sequence[_Part]) -> Iterator[_Chunk]:
+        every = self._in_slots and shard in self._mine
+        return _chunks(self._files.get(shard), sorted(parts, key=_begin), every)
 
 
 def reads_little_twice(read_bytes: Sequence[int], there_bytes: int) -> bool:
     """Whether ranks that read so much each read little of what is there several times."""
     return sum(read_bytes) - there_bytes <= max(_TWICE_BYTES * len(read_bytes), _TWICE_SHARE * there_bytes)
+
+
+def fits(readings: Sequence[Reading]) -> bool:
+    """Whether what all ranks are going to read is for this way."""
+    there_bytes = sum(one.there_bytes for one in readings)
+    return all(one.near for one in readings) and reads_little_twice([one.nbytes for one in readings], there_bytes)
 
 
 def _slot(transfer: Transfer) -> SlotAt:
@@ -159,6 +188,9 @@ def _slot(transfer: Transfer) -> SlotAt:
 
 def _bring(chunk: _Chunk, on_stream: Callable[[], AbstractContextManager[object]]) -> None:
     """Read a chunk, prove it, and put its bytes where they belong."""
+    if isinstance(chunk.file, SlotShard) and (targets := _targets(chunk)) is not None:
+        chunk.file.scatter(chunk.number, targets)
+        return
     begin, end = chunk.span.begin, chunk.span.end
     memory = chunk_buffer(chunk.span.nbytes)
     chunk.file.fill(chunk.number, memory)
@@ -170,8 +202,22 @@ def _bring(chunk: _Chunk, on_stream: Callable[[], AbstractContextManager[object]
                 dest_strip(copy, part.to).view.copy_(source.view)
 
 
-def _chunks(file: ShardFile, parts: Sequence[_Part]) -> Iterator[_Chunk]:
-    """The chunks of an image that have something of ``parts``, which are sorted by their begin."""
+def _targets(chunk: _Chunk) -> list[Target] | None:
+    """Where a chunk's bytes go, in its order; None where they do not simply lie side by side in host memory."""
+    targets, place = list[Target](), chunk.span.begin
+    for copy, to in chunk.parts:
+        begin, end = max(copy.source, chunk.span.begin), min(copy.source_end, chunk.span.end)
+        is_run = copy.source_strides == copy.dest_strides == (1,)
+        if not is_run or to.device.type != "cpu" or begin < place:  # what two want is not read into both
+            return None
+        at = copy.dest + begin - copy.source
+        targets.append(Target(begin, to.numpy().data[at : at + end - begin]))
+        place = end
+    return targets
+
+
+def _chunks(file: Source, parts: Sequence[_Part], every: bool = False) -> Iterator[_Chunk]:
+    """The chunks of an image that have something of ``parts``, which are sorted by their begin, or ``every`` one."""
     begins = [part.copy.source for part in parts]
     first = 0
     for number, span in enumerate(file.image.chunks):
@@ -179,7 +225,8 @@ def _chunks(file: ShardFile, parts: Sequence[_Part]) -> Iterator[_Chunk]:
             first += 1
         near = parts[first : bisect_right(begins, span.end - 1)]
         # Asked of each: one around the others keeps ``first`` where it is, and loops may step over a chunk.
-        if of := [part for part in near if next(reading(part.copy, span.begin, span.end), None) is not None]:
+        of = [part for part in near if next(reading(part.copy, span.begin, span.end), None) is not None]
+        if of or every:
             yield _Chunk(file, number, span, of)
 
 

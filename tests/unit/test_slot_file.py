@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import os
+import random
 import threading
 from contextlib import closing
 from pathlib import Path
 
 import pytest
 
-from ftckpt.errors import ArenaError
+from ftckpt.errors import ArenaError, CorruptError
+from ftckpt.model.snapshot import SnapshotId
 from ftckpt.restore import slot_file
-from ftckpt.restore.slot_file import SlotFile
+from ftckpt.restore.slot_file import SlotFile, Target
+from ftckpt.restore.slot_shard import SlotShard
 from ftckpt.restore.threads import in_order
 from ftckpt.store.arena import Arena
 from ftckpt.store.directory import node_directory
@@ -35,11 +38,49 @@ def test_a_chunk_has_the_same_checksum_by_calls(
     monkeypatch.setattr(slot_file, "_buffers", threading.local())
     chunks = range(len(arena.image.chunks))
     with closing(SlotFile(arena, 0)) as file:
-        hashes = [file.hash_chunk(chunk) for chunk in chunks]
+        hashes = [file.take(chunk) for chunk in chunks]
         data = bytearray(5000)
         file.read_into(777, memoryview(data))
     assert hashes == [arena.hash_chunk(0, chunk) for chunk in chunks]
     assert data == arena.slot(0)[777:5777]
+
+
+@pytest.mark.parametrize("piece_bytes", [100, 1000, 1 << 20])
+def test_what_is_wanted_of_a_chunk_comes_with_its_checksum(
+    arena: Arena, piece_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(slot_file, "_PIECE_BYTES", piece_bytes)
+    monkeypatch.setattr(slot_file, "_buffers", threading.local())
+    rng = random.Random(3)
+    with closing(SlotFile(arena, 0)) as file:
+        for chunk, span in list(enumerate(arena.image.chunks)) * 5:
+            edges = sorted(rng.sample(range(span.begin, span.end + 1), 2 * rng.randint(1, 4)))
+            edges[0], edges[-1] = rng.choice([span.begin, edges[0]]), rng.choice([span.end, edges[-1]])
+            parts = [(begin, bytearray(end - begin)) for begin, end in zip(edges[::2], edges[1::2], strict=True)]
+            assert file.take(chunk, [Target(at, memoryview(part)) for at, part in parts]) == arena.hash_chunk(
+                0, chunk
+            )
+            assert all(part == arena.slot(0)[at : at + len(part)] for at, part in parts)
+
+
+def test_a_slot_gives_only_what_is_proven(arena: Arena) -> None:
+    expected, taken = dict(enumerate(arena.hashes(0).tolist())), arena.control.record(0).snapshot
+
+    def shard() -> SlotShard:
+        return SlotShard(arena, 0, taken, SlotFile(arena, 0), expected)
+
+    assert shard().objects() == bytes(arena.read_objects(0))
+    span = arena.image.chunks[1]
+    arena.slot(0)[span.end - 1] ^= 1
+    shard().fill(0, memoryview(bytearray(arena.image.chunks[0].nbytes)))
+    for targets in ([Target(span.begin, memoryview(bytearray(3)))], []):
+        with raises(CorruptError, "chunk 1"):
+            shard().scatter(1, targets)
+    with raises(CorruptError, "record"):
+        SlotShard(arena, 0, SnapshotId(bytes(16), 3), SlotFile(arena, 0), expected)
+    arena.slot(0)[arena.image.objects.begin] ^= 1
+    with raises(CorruptError, "objects"):
+        shard()
 
 
 def test_another_file_under_the_name_of_a_slot_is_not_read(arena: Arena) -> None:
