@@ -47,11 +47,10 @@ from ftckpt.restore.search import Coming, Search, part_of_inventory
 from ftckpt.restore.shelf import NO_SHELF, Look, Shelf, ShelfLook
 from ftckpt.restore.straight import Reading, fits
 from ftckpt.restore.threads import threads_of
+from ftckpt.restore.voiding import remove_protection, void, void_arena
 from ftckpt.store.arena import Arena, open_control
 from ftckpt.store.control import ControlBlock
 from ftckpt.store.directory import list_arenas
-from ftckpt.store.package import list_packages
-from ftckpt.store.parity_file import list_parity, snapshot_of
 
 _LINEAGE_BYTES = 16
 
@@ -274,7 +273,7 @@ class Restart:
             self._events.emit("undone", arenas=[arena.path.name for arena in undone], loaded=newest.iteration)
             remove_protection(self._node_dir, -1)
         for arena in undone:
-            _void_arena(arena.path, -1)
+            void_arena(arena.path, -1)
         behind = [
             arena
             for arena in self._readable()
@@ -284,7 +283,7 @@ class Restart:
         if behind:
             remove_protection(self._node_dir, newest.before - 1)
         for arena in behind:
-            _void_arena(arena.path, newest.before - 1)
+            void_arena(arena.path, newest.before - 1)
 
     def _readable(self) -> Iterator[Arena]:
         for path in list_arenas(self._node_dir):
@@ -316,20 +315,20 @@ class Restart:
         newer ones lack.
         """
 
-        def void() -> bytes:
+        def answer() -> bytes:
             if self._coming is None:
                 self._void_node(decision)
             return os.urandom(_LINEAGE_BYTES) + self._describe(decision)
 
         # The lineage of rank 0 counts. Nobody takes a snapshot of it before every node has voided.
-        answers = gather_bytes(self._group, void)
-        self._contents = self._join(decision, [answer[_LINEAGE_BYTES:] for answer in answers])
+        answers = gather_bytes(self._group, answer)
+        self._contents = self._join(decision, [one[_LINEAGE_BYTES:] for one in answers])
         return answers[0][:_LINEAGE_BYTES]
 
     def _void_node(self, decision: Decision | None) -> None:
         if self._topology.is_node_leader:
             # -1 is below every iteration: a job that starts over voids all that there is.
-            _void(self._node_dir, decision.snapshot.iteration if decision is not None else -1)
+            void(self._node_dir, decision.snapshot.iteration if decision is not None else -1)
 
     def load(self, decision: Decision, state: TrainingState, described: Description) -> Decision:
         """Bring tensors and objects of every rank to what they were at the snapshot's boundary; returns what was
@@ -616,50 +615,6 @@ def _remedy(loaded: Checkpoint) -> str:
         "Nothing was loaded from storage to go on from: let the script load a checkpoint, or begin at the beginning "
         "with --ftckpt-on-lost fresh"
     )
-
-
-def _void(node_dir: Path, newest: int) -> None:
-    """Make every snapshot of a node that is newer than iteration ``newest`` unusable, all of them where it is -1.
-
-    Parity and packages go first: they could bring a slot back that is void, but not the other way round. A kill at
-    any point leaves some newer snapshots that can still be taken, and the next start voids them again.
-    """
-    # Before the slots: a kill behind this line leaves slots without protection, never parity that brings back a void
-    # one.
-    remove_protection(node_dir, newest)
-    for path in list_arenas(node_dir):
-        _void_arena(path, newest)
-
-
-def _void_arena(path: Path, newest: int) -> None:
-    with suppress(ArenaError), open_control(path, writable=True) as control:
-        # ArenaError: nothing of a damaged arena can be taken, and what could have rebuilt it is gone.
-        for index in range(control.slots):
-            snapshot = control.record(index).snapshot
-            # None: a torn record, or a slot in the middle of a copy; neither may pass for anything later.
-            if snapshot is None or snapshot.iteration > newest:
-                control.void(index)
-        if newest < 0:
-            # Otherwise the next start would take the mark as proof that something was lost, and refuse.
-            control.mark_whole(None)
-
-
-def remove_protection(node_dir: Path, newest: int) -> None:
-    """Delete a node's parity and packages of snapshots newer than iteration ``newest``.
-
-    A parity file without snapshot, because it was being written, stays unless all goes, where ``newest`` is -1.
-    """
-    for parity in list_parity(node_dir):
-        try:
-            snapshot = snapshot_of(parity.path)
-        except FtckptError:
-            # A file that cannot be read protects nothing, and says nothing of its age.
-            snapshot = None
-        if newest < 0 or (snapshot is not None and snapshot.iteration > newest):
-            parity.path.unlink(missing_ok=True)
-    for package in list_packages(node_dir):
-        if package.snapshot.iteration > newest:
-            package.path.unlink(missing_ok=True)
 
 
 def _derive(pieces: Sequence[Piece], read: set[int]) -> frozenset[str]:

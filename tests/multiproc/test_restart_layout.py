@@ -277,7 +277,7 @@ def _after_seal(rank: int, checkpointer: Checkpointer, sealing: Sequence[int]) -
 
 POINTS: dict[str, Callable[[int, Checkpointer], None]] = {
     "before the choice": lambda rank, _: _at("ftckpt.restore.restart:Restart.choose", rank, None, after=False),
-    "newer ones void on one node": lambda rank, _: _at("ftckpt.restore.restart:_void", rank, 0),
+    "newer ones void on one node": lambda rank, _: _at("ftckpt.restore.restart:void", rank, 0),
     "tensors there on one rank": lambda rank, _: _at("ftckpt.restore.restart:execute", rank, 1),
     "all is freed": lambda rank, _: _at("ftckpt.restore.build:Build.open", rank, 0, after=False),
     "half rebuilt": lambda rank, _: _at("ftckpt.restore.build:Build.put", rank, 0),

@@ -77,6 +77,14 @@ def test_only_chunks_that_are_wanted_are_read_and_each_once() -> None:
     assert file.read == [1, 2, 9]
 
 
+def test_of_a_slot_every_chunk_is_read_and_each_once() -> None:
+    file = Image(1000, 100, 0)
+    live = torch.zeros(60, dtype=torch.uint8)
+    for chunk in _chunks(cast(ShardFile, file), [_Part(run(170, 0, 60), live)], every=True):
+        _bring(chunk, nullcontext)
+    assert file.read == list(range(10)) and torch.equal(live, file.data[170:230])
+
+
 def test_what_several_ranks_need_is_not_read_by_each() -> None:
     gb = 1 << 30
     assert reads_little_twice([gb] * 8, 8 * gb), "each its own"
