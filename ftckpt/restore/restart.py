@@ -6,8 +6,7 @@ from __future__ import annotations
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from itertools import chain
@@ -17,9 +16,9 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from ftckpt.errors import ArenaError, ConfigError, FtckptError, LostError, StorageError
+from ftckpt.errors import ArenaError, ConfigError, LostError, StorageError
 from ftckpt.events import Events
-from ftckpt.group import Bytes, Group, gather_all, gather_bytes, gather_each, together
+from ftckpt.group import Bytes, Group, gather_all, gather_bytes, together
 from ftckpt.model import objects
 from ftckpt.model.failures import LastAttempt
 from ftckpt.model.fragment import Fragment
@@ -27,11 +26,11 @@ from ftckpt.model.layouts import layout_name
 from ftckpt.model.loaded import NOTHING, Checkpoint, is_undone, missed_return, next_origin, rollback
 from ftckpt.model.topology import Topology, first_of_each_stage, layouts_differ
 from ftckpt.model.training_state import Description, Piece, TrainingState, cast_master
-from ftckpt.restore import prefetch
 from ftckpt.restore.choice import Decision, readers_of
 from ftckpt.restore.inventory import Inventory
 from ftckpt.restore.load import Traffic, Transfer, execute, fetch, reader_for, transfers_of
 from ftckpt.restore.locations import OpenArenas, SlotAt
+from ftckpt.restore.look import drop_undone, look
 from ftckpt.restore.offers import (
     Hashes,
     Index,
@@ -43,14 +42,11 @@ from ftckpt.restore.offers import (
     needs_of,
 )
 from ftckpt.restore.repair import Usage
-from ftckpt.restore.search import Coming, Search, part_of_inventory
-from ftckpt.restore.shelf import NO_SHELF, Look, Shelf, ShelfLook
+from ftckpt.restore.search import Coming, Search
+from ftckpt.restore.shelf import NO_SHELF, Shelf, ShelfLook
 from ftckpt.restore.straight import Reading, fits
 from ftckpt.restore.threads import threads_of
-from ftckpt.restore.voiding import remove_protection, void, void_arena
-from ftckpt.store.arena import Arena, open_control
-from ftckpt.store.control import ControlBlock
-from ftckpt.store.directory import list_arenas
+from ftckpt.restore.voiding import void
 
 _LINEAGE_BYTES = 16
 
@@ -75,7 +71,7 @@ class Restart:
         self._arenas = OpenArenas(node_dir)
         self._storage, self._slots, self._job = storage, slots, job
         self._shelf = NO_SHELF
-        self._reports: list[Inventory] | None = None  # what memory holds, as long as nothing was touched
+        self._reports: Sequence[Inventory] | None = None  # what memory holds, as long as nothing was touched
         self._contents: dict[str, SlotContents] = {}  # of the decision, from ``void_newer`` on
         self._coming: Coming | None = None  # what brings the decision
         self.in_memory = True
@@ -117,13 +113,16 @@ class Restart:
             MismatchError: the snapshots belong to another version, or to a layout that will not do.
             MemoryBudgetError, ArenaError: lost shards cannot be rebuilt here.
         """
-        loaded, origins, whole, newest = self._look(loaded, before)
-        shelf = self._shelf
+        shelf_look = ShelfLook(self._group, self._storage, self._events, before, self._job)
+        seen = look(self._group, self._topology, self._arenas, shelf_look, loaded)
+        loaded, whole, newest = seen.loaded, seen.whole, seen.newest
+        self._shelf, self._reports = seen.shelf, seen.reports
         # A node that was away, or a start that was killed while it marked, has left older ones.
-        origin = max(origins, key=lambda one: one.generation, default=NOTHING)
-        shelf = shelf.without_undone(origin)
-        if any(is_undone(one, origin) or missed_return(one, origin) for one in origins):
-            together(self._group, lambda: self._drop_undone(origin) if self._topology.is_node_leader else None)
+        origin = max(seen.origins, key=lambda one: one.generation, default=NOTHING)
+        shelf = seen.shelf.without_undone(origin)
+        if any(is_undone(one, origin) or missed_return(one, origin) for one in seen.origins):
+            leads = self._topology.is_node_leader
+            together(self._group, lambda: drop_undone(self._arenas, self._events, origin) if leads else None)
             self._reports = None  # something of it may have gone
         limit = self._limit(before, origin, max(newest, shelf.newest), loaded)
         shelf = shelf.before(limit) if limit else shelf
@@ -219,76 +218,6 @@ class Restart:
     def _give_up_older(self, in_memory: int, loaded: Checkpoint) -> None:
         self._events.emit("older_than_storage", in_memory=in_memory, loaded=loaded.iteration)
         self.why = f"memory ({in_memory}) is older and given up"
-
-    def _look(self, loaded: Checkpoint, before: int) -> tuple[Checkpoint, list[Checkpoint], int, int]:
-        """What all ranks have loaded, origins of snapshots in memory and on storage, and the newest iterations in
-        memory that are known to be whole, and that any slot has; -1 for none. Storage and memory are looked at in one
-        round."""
-
-        def read() -> _Memory:
-            memory = _Memory(loaded)
-            for path in list_arenas(self._node_dir) if self._topology.is_node_leader else ():
-                with (
-                    suppress(FtckptError),
-                    open_control(path) as control,
-                ):  # what is wrong with it the inventory tells
-                    memory = memory.with_arena(control)
-            return memory
-
-        def report() -> Inventory | None:
-            with suppress(
-                FtckptError
-            ):  # it may be of no importance: a search that needs it takes it again, and raises
-                return part_of_inventory(self._topology, self._arenas)
-            return None
-
-        look = ShelfLook(self._group, self._storage, self._events, before, self._job)
-        seen, ranks, reports = gather_each(
-            self._group, (look.see, Look), (read, _Memory), (report, Inventory | None)
-        )  # fmt: skip
-        self._reports = reports if None not in reports else None
-        self._shelf = look.join(seen)
-        prefetch.go_on()
-        differing = {one.loaded.iteration: rank for rank, one in enumerate(ranks)}
-        if len(differing) > 1:
-            found = ", ".join(f"rank {rank} {iteration}" for iteration, rank in sorted(differing.items())[:3])
-            raise ConfigError(
-                f"restore: ranks have loaded different iterations from storage ({found}): let all of them load one"
-            )
-        # One that knows is enough: others may not see what the newest on storage is.
-        loaded = replace(loaded, named=any(one.loaded.named for one in ranks))
-        origins = [*self._shelf.origins, *(origin for one in ranks for origin in one.origins)]
-        return loaded, origins, max(one.whole for one in ranks), max(one.newest for one in ranks)
-
-    def _drop_undone(self, newest: Checkpoint) -> None:
-        """A node that was away while storage counted has snapshots of a history that was undone, and parity and
-        packages of them: they would bring it back."""
-        undone = [
-            arena
-            for arena in self._readable()
-            if is_undone(arena.control.origin(), newest)
-            and any(arena.control.record(slot).sealed for slot in range(arena.control.slots))
-        ]
-        if undone:
-            self._events.emit("undone", arenas=[arena.path.name for arena in undone], loaded=newest.iteration)
-            remove_protection(self._node_dir, -1)
-        for arena in undone:
-            void_arena(arena.path, -1)
-        behind = [
-            arena
-            for arena in self._readable()
-            if missed_return(arena.control.origin(), newest)
-            and any(snapshot.iteration >= newest.before for snapshot in arena.snapshots())
-        ]
-        if behind:
-            remove_protection(self._node_dir, newest.before - 1)
-        for arena in behind:
-            void_arena(arena.path, newest.before - 1)
-
-    def _readable(self) -> Iterator[Arena]:
-        for path in list_arenas(self._node_dir):
-            with suppress(FtckptError):  # what is wrong with it the inventory tells
-                yield self._arenas.get(path.name)
 
     @property
     def last(self) -> LastAttempt | None:
@@ -587,25 +516,6 @@ class _Wish(NamedTuple):
     reshapes: bool
     before: int
     unproven: bool
-
-
-class _Memory(NamedTuple):
-    """What a rank has loaded and, if it leads its node, what that has in memory: the newest iteration that is
-    ``whole``, and the newest of all; -1 for none."""
-
-    loaded: Checkpoint
-    origins: tuple[Checkpoint, ...] = ()
-    whole: int = -1
-    newest: int = -1
-
-    def with_arena(self, control: ControlBlock) -> _Memory:
-        """With what the control block of an arena says."""
-        records = [control.record(slot).snapshot for slot in range(control.slots)]
-        whole = -1 if (snapshot := control.whole()) is None else snapshot.iteration
-        newest = max((record.iteration for record in records if record is not None), default=-1)
-        return _Memory(
-            self.loaded, (*self.origins, control.origin()), max(self.whole, whole), max(self.newest, whole, newest)
-        )
 
 
 def _remedy(loaded: Checkpoint) -> str:
