@@ -32,6 +32,7 @@ _OURS = {
     "ftckpt.job.checkpointer": "torch",
     "ftckpt.megatron.hooks": "megatron",
     "ftckpt.deepspeed.hooks": "deepspeed",
+    "ftckpt.deepspeed.session": "deepspeed",
     "ftckpt.plain.hooks": "torch",
     "train_gpt": "megatron",
     "train_deepspeed": "deepspeed",
