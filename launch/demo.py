@@ -45,6 +45,7 @@ from launch.demo_job import (
     FRAMEWORKS,
     LAYOUTS,
     LIMIT,
+    NODES,
     RESHAPING,
     SCENES,
     SHRINK,
@@ -78,12 +79,12 @@ def parse_args(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     )  # fmt: skip
     parser.add_argument("--framework", choices=list(FRAMEWORKS), default="megatron", help="default: megatron")
     parser.add_argument("--scene", choices=list(SCENES), help="this fault alone; default: all of them")
-    parser.add_argument("--iterations", type=int, help="default: 48, with --scene 16")
+    parser.add_argument("--iterations", type=int, help="default: 40, with --scene 16")
     parser.add_argument("--out", type=Path, help=f"where the report goes; default: {either('out')}")
     args, training = parser.parse_known_args(argv)
     args.framework = FRAMEWORKS[args.framework]
     args.out = args.out or args.framework.out
-    args.iterations = args.iterations or (16 if args.scene else 48)
+    args.iterations = args.iterations or (16 if args.scene else 40)
     wanted = [name for name in SCENES if args.scene in (None, name)]
     args.scenes = [name for name in wanted if name not in RESHAPING]
     args.reshaping = [name for name in wanted if name in RESHAPING and args.framework.reshapes]
@@ -226,7 +227,8 @@ def train_all(args: argparse.Namespace, training: Sequence[str]) -> tuple[dict[s
     print(f"demo: {framework.title}: {framework.job}", flush=True)
     print(f"demo: reference run of {iterations} iterations, without ftckpt", flush=True)
     reference = Run(
-        "reference", args.out / "reference", framework, [*training, *length], digested=bool(args.reshaping), every=5
+        "reference", args.out / "reference", framework, [*training, *length], every=5,
+        digested=max(map(_RESHAPING_ITERATIONS.__getitem__, args.reshaping), default=None),
     )  # fmt: skip
     execute(reference, job)
     runs, faults = [reference], list[Recovery]()
@@ -291,7 +293,9 @@ def reshaping_run(name: str, args: argparse.Namespace, training: Sequence[str], 
         settings["persist"] = str((args.out / "storage").resolve())
     print(f"demo: {iterations} iterations in {' or '.join(LAYOUTS)}, and 1 fault: {name}", flush=True)
     length = ["--iterations", str(iterations)]
-    return Run(name, folder, args.framework, [*training, *length], settings, [strike], least_nodes=1, digested=True)
+    # Where time is up all nodes end at once: until then none is to be missing.
+    least_nodes = 1 if name == SHRINK else len(NODES)
+    return Run(name, folder, args.framework, [*training, *length], settings, [strike], least_nodes, digested=0)
 
 
 def conclude(summary: dict[str, Any], runs: Sequence[Run], out: Path, argv: Sequence[str]) -> int:
