@@ -60,7 +60,7 @@ from tests.support.processes import RunError
 # An exception in place of the default: ``execute`` must end what it has started, and free its memory.
 _INTERRUPTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _MOST_NAMED = 20
-_RESHAPING_ITERATIONS = {SHRINK: 16, LIMIT: 12}
+_RESHAPING_ITERATIONS = 16
 KINDS = ("weights", "masters", "moments", "steps", "learning rates", "RNG states")
 _ROLES = {"weight": "weights", "master": "masters", "exp_avg": "moments", "exp_avg_sq": "moments", "step": "steps"}
 
@@ -228,7 +228,7 @@ def train_all(args: argparse.Namespace, training: Sequence[str]) -> tuple[dict[s
     print(f"demo: reference run of {iterations} iterations, without ftckpt", flush=True)
     reference = Run(
         "reference", args.out / "reference", framework, [*training, *length], every=5,
-        digested=max(map(_RESHAPING_ITERATIONS.__getitem__, args.reshaping), default=None),
+        digested=_RESHAPING_ITERATIONS if args.reshaping else None,
     )  # fmt: skip
     execute(reference, job)
     runs, faults = [reference], list[Recovery]()
@@ -285,7 +285,7 @@ def summarize(
 
 def reshaping_run(name: str, args: argparse.Namespace, training: Sequence[str], job: str) -> Run:
     """A shorter run that loses a node for good, or all that was in memory."""
-    iterations = min(args.iterations, _RESHAPING_ITERATIONS[name])
+    iterations = min(args.iterations, _RESHAPING_ITERATIONS)
     folder = args.out / name
     strike = Strike(name, iterations // 2, (folder / f"fired-{name}").resolve())
     settings = {**SMALL, "job": job, "layouts": ",".join(LAYOUTS)}
