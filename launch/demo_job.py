@@ -458,8 +458,7 @@ class Watch:
         """As the batch scripts do at the time limit: ranks are told to end, their SMPs bring the newest snapshot to
         storage, memory is emptied."""
         when = time.time()
-        for node in NODES:
-            self._processes.end(node)
+        self._processes.end(NODES)
         for words in (["save", self._job, "--timeout", "60"], ["clean", self._job]):
             command = [sys.executable, "-m", "ftckpt.commands.main", *words, "--arena", str(ARENA)]
             done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=_STALL_SECS, check=False)
