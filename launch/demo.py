@@ -45,6 +45,7 @@ from launch.demo_job import (
     FRAMEWORKS,
     LAYOUTS,
     LIMIT,
+    NODES,
     RESHAPING,
     SCENES,
     SHRINK,
@@ -59,7 +60,7 @@ from tests.support.processes import RunError
 # An exception in place of the default: ``execute`` must end what it has started, and free its memory.
 _INTERRUPTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _MOST_NAMED = 20
-_RESHAPING_ITERATIONS = {SHRINK: 16, LIMIT: 12}
+_RESHAPING_ITERATIONS = 16
 KINDS = ("weights", "masters", "moments", "steps", "learning rates", "RNG states")
 _ROLES = {"weight": "weights", "master": "masters", "exp_avg": "moments", "exp_avg_sq": "moments", "step": "steps"}
 
@@ -78,12 +79,12 @@ def parse_args(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     )  # fmt: skip
     parser.add_argument("--framework", choices=list(FRAMEWORKS), default="megatron", help="default: megatron")
     parser.add_argument("--scene", choices=list(SCENES), help="this fault alone; default: all of them")
-    parser.add_argument("--iterations", type=int, help="default: 48, with --scene 16")
+    parser.add_argument("--iterations", type=int, help="default: 40, with --scene 16")
     parser.add_argument("--out", type=Path, help=f"where the report goes; default: {either('out')}")
     args, training = parser.parse_known_args(argv)
     args.framework = FRAMEWORKS[args.framework]
     args.out = args.out or args.framework.out
-    args.iterations = args.iterations or (16 if args.scene else 48)
+    args.iterations = args.iterations or (16 if args.scene else 40)
     wanted = [name for name in SCENES if args.scene in (None, name)]
     args.scenes = [name for name in wanted if name not in RESHAPING]
     args.reshaping = [name for name in wanted if name in RESHAPING and args.framework.reshapes]
@@ -226,7 +227,8 @@ def train_all(args: argparse.Namespace, training: Sequence[str]) -> tuple[dict[s
     print(f"demo: {framework.title}: {framework.job}", flush=True)
     print(f"demo: reference run of {iterations} iterations, without ftckpt", flush=True)
     reference = Run(
-        "reference", args.out / "reference", framework, [*training, *length], digested=bool(args.reshaping), every=5
+        "reference", args.out / "reference", framework, [*training, *length], every=5,
+        digested=_RESHAPING_ITERATIONS if args.reshaping else None,
     )  # fmt: skip
     execute(reference, job)
     runs, faults = [reference], list[Recovery]()
@@ -283,7 +285,7 @@ def summarize(
 
 def reshaping_run(name: str, args: argparse.Namespace, training: Sequence[str], job: str) -> Run:
     """A shorter run that loses a node for good, or all that was in memory."""
-    iterations = min(args.iterations, _RESHAPING_ITERATIONS[name])
+    iterations = min(args.iterations, _RESHAPING_ITERATIONS)
     folder = args.out / name
     strike = Strike(name, iterations // 2, (folder / f"fired-{name}").resolve())
     settings = {**SMALL, "job": job, "layouts": ",".join(LAYOUTS)}
@@ -291,7 +293,9 @@ def reshaping_run(name: str, args: argparse.Namespace, training: Sequence[str], 
         settings["persist"] = str((args.out / "storage").resolve())
     print(f"demo: {iterations} iterations in {' or '.join(LAYOUTS)}, and 1 fault: {name}", flush=True)
     length = ["--iterations", str(iterations)]
-    return Run(name, folder, args.framework, [*training, *length], settings, [strike], least_nodes=1, digested=True)
+    # Where time is up all nodes end at once: until then none is to be missing.
+    least_nodes = 1 if name == SHRINK else len(NODES)
+    return Run(name, folder, args.framework, [*training, *length], settings, [strike], least_nodes, digested=0)
 
 
 def conclude(summary: dict[str, Any], runs: Sequence[Run], out: Path, argv: Sequence[str]) -> int:

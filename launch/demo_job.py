@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from ftckpt.config import Config
 from ftckpt.errors import ArenaError
@@ -199,8 +199,8 @@ class Strike:
 class Run:
     """One training run: where it writes, more arguments of its script, ftckpt's settings, and the faults in it.
 
-    It goes on with ``least_nodes`` where no more are left. ``digested``: it logs what all ranks together hold.
-    ``lines``, ``events`` and ``secs`` are what was seen of it.
+    It goes on with ``least_nodes`` where no more are left. ``digested``: it logs what all ranks together hold, up to
+    this iteration and of what it restores. ``lines``, ``events`` and ``secs`` are what was seen of it.
     """
 
     name: str
@@ -210,7 +210,7 @@ class Run:
     ftckpt: Settings = field(default_factory=dict)
     strikes: Sequence[Strike] = ()
     least_nodes: int = len(NODES)
-    digested: bool = False
+    digested: int | None = None
     every: int = 1
     lines: list[dict[str, Any]] = field(default_factory=list)
     events: list[dict[str, Any]] = field(default_factory=list)
@@ -219,6 +219,11 @@ class Run:
     def __post_init__(self) -> None:
         self.log, self.final = self.folder / "log.jsonl", self.folder / "final"
         self.event_dir, self.digests = self.folder / "events", self.folder / "digests.jsonl"
+
+    @property
+    def num_ranks_after(self) -> int:
+        """How many ranks go on after its faults."""
+        return RANKS_PER_NODE if any(strike.name in RESHAPING for strike in self.strikes) else WORLD_SIZE
 
     def say(self, text: str) -> None:
         print(f"{self.name:9s}  {text}", flush=True)
@@ -263,7 +268,13 @@ def _clean(job: str) -> None:
             time.sleep(_POLL_SECS)
 
 
-def _starter(run: Run, processes: Processes, plan: Path) -> Callable[[str], None]:
+class Start(Protocol):
+    """Starts the agent of ``node``; ``alone``: no other node is to join it."""
+
+    def __call__(self, node: str, alone: bool = False) -> None: ...
+
+
+def _starter(run: Run, processes: Processes, plan: Path) -> Start:
     """What starts the agent of a node; the first node hosts the rendezvous and is never lost."""
     env = {key: value for key, value in os.environ.items() if not key.startswith(("TORCH", "PET_"))}
     env.setdefault("FTCKPT_DEVICE", "cpu")
@@ -274,16 +285,18 @@ def _starter(run: Run, processes: Processes, plan: Path) -> Callable[[str], None
         probe.bind(("127.0.0.1", 0))
         endpoint = f"127.0.0.1:{probe.getsockname()[1]}"
     outputs = ["--log-file", str(run.log.resolve()), "--dump-final", str(run.final.resolve())]
-    if run.digested:
-        outputs += ["--log-digest", str(run.digests.resolve())]
+    if run.digested is not None:
+        outputs += ["--log-digest", str(run.digests.resolve()), "--digest-until", str(run.digested)]
     settings = {**run.ftckpt, "events": str(run.event_dir.resolve())} if run.ftckpt else {}
     module = run.framework.command(run.folder, [*run.training, *outputs], settings)
     last_call = 1 if run.least_nodes == len(NODES) else _LAST_CALL_SECS
 
-    def start(node: str) -> None:
+    def start(node: str, alone: bool = False) -> None:
+        # Where one node is all that there is, it waits for no other.
+        nodes = "1" if alone else f"{run.least_nodes}:{len(NODES)}"
         command = [
             *(sys.executable, "-m", "torch.distributed.run"),
-            *("--nnodes", f"{run.least_nodes}:{len(NODES)}", "--nproc-per-node", str(RANKS_PER_NODE)),
+            *("--nnodes", nodes, "--nproc-per-node", str(RANKS_PER_NODE)),
             *("--local-addr", "127.0.0.1"),
             *("--rdzv-backend", "c10d", "--rdzv-id", "demo", "--rdzv-endpoint", endpoint),
             *("--rdzv-conf", f"{_RENDEZVOUS},last_call_timeout={last_call},is_host={int(node == NODES[0])}"),
@@ -299,7 +312,7 @@ def _starter(run: Run, processes: Processes, plan: Path) -> Callable[[str], None
 class Watch:
     """Follows a run's files and processes, prints what happens, notes it beside the events, and loses nodes."""
 
-    def __init__(self, run: Run, job: str, processes: Processes, start: Callable[[str], None]) -> None:
+    def __init__(self, run: Run, job: str, processes: Processes, start: Start) -> None:
         self._run, self._processes, self._start = run, processes, start
         self._job, self._node_dir = job, job_node_path(ARENA, job, LOST_NODE)
         self._offsets: dict[Path, int] = {}
@@ -404,7 +417,7 @@ class Watch:
         elif kind == "restored" and self._struck_at is not None:
             ranks = self._restored.setdefault(event["lineage"], set())
             ranks.add(rank)
-            if len(ranks) == (WORLD_SIZE if self._run.least_nodes == len(NODES) else RANKS_PER_NODE):
+            if len(ranks) == self._run.num_ranks_after:
                 secs = time.time() - self._struck_at
                 snapshot = f"snapshot of iteration {event['iteration']} from {event['source']}"
                 self._run.say(f"BACK: {snapshot}, {secs:.1f} s after the kill")
@@ -426,7 +439,7 @@ class Watch:
         iteration = lines[-1]["iteration"] + 1
         if not strike.scene.node:
             self._end_all(strike, iteration)
-            self._start(NODES[0])
+            self._start(NODES[0], alone=True)
             return
         self._lose_node(strike, iteration)
         if strike.scene.replacement:
@@ -445,8 +458,7 @@ class Watch:
         """As the batch scripts do at the time limit: ranks are told to end, their SMPs bring the newest snapshot to
         storage, memory is emptied."""
         when = time.time()
-        for node in NODES:
-            self._processes.end(node)
+        self._processes.end(NODES)
         for words in (["save", self._job, "--timeout", "60"], ["clean", self._job]):
             command = [sys.executable, "-m", "ftckpt.commands.main", *words, "--arena", str(ARENA)]
             done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=_STALL_SECS, check=False)

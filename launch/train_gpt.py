@@ -89,6 +89,9 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     output.add_argument("--log-file", dest="log", type=Path, help="JSON lines, one per iteration")
     output.add_argument("--dump-final", type=Path, help="folder for the hashes of each rank's final state")
     output.add_argument("--log-digest", type=Path, help="JSON lines: of each tensor a hash that no layout changes")
+    output.add_argument(
+        "--digest-until", type=int, help="after this iteration only of what is restored; default: all"
+    )
     args = parser.parse_args(argv)
     args.ffn = args.ffn or 4 * args.hidden
     args.kv_groups = args.kv_groups or args.heads
@@ -371,7 +374,8 @@ def make_digester(job: Job) -> Any:
 
 def log_digest(job: Job, restored: bool = False) -> None:
     """Of weights, masters and moments as all ranks together hold them."""
-    if job.digester is not None:
+    until = job.args.digest_until
+    if job.digester is not None and (restored or until is None or job.iteration <= until):
         line = {"iteration": job.iteration, "restored": restored, "digest": job.digester()}
         if dist.get_rank() == 0:
             with job.args.log_digest.open("a") as file:

@@ -20,7 +20,6 @@ from ftckpt.convert.language.spec import Spec
 from ftckpt.convert.megatron import dist_reader as megatron_dist
 from ftckpt.convert.megatron import legacy_reader as megatron_legacy
 from ftckpt.convert.megatron.dist_reader import MegatronDistReader
-from ftckpt.convert.megatron.dist_writer import MegatronDistWriter
 from ftckpt.convert.megatron.legacy_reader import MegatronLegacyReader
 from ftckpt.convert.safetensors import MAX_FILE_BYTES, WeightsReader, WeightsWriter
 from ftckpt.convert.snapshots import SnapshotReader
@@ -81,10 +80,18 @@ _FORMATS = {
 }
 """By origin; the first that recognises a path reads it: a universal checkpoint holds safetensors files, too."""
 
+
+def _megatron_dist_writer(path: Path, max_file_bytes: int) -> Writer:
+    # Here: torch's own checkpoints take about as long to import as torch, and no other format needs them.
+    from ftckpt.convert.megatron.dist_writer import MegatronDistWriter
+
+    return MegatronDistWriter(path, max_file_bytes)
+
+
 _WRITERS: dict[str, Callable[[Path, int], Writer]] = {
     "universal": UniversalWriter,
     "deepspeed-universal": lambda path, max_file_bytes: DeepSpeedUniversalWriter(path),
-    "megatron-dist": MegatronDistWriter,
+    "megatron-dist": _megatron_dist_writer,
     "safetensors": WeightsWriter,
 }
 

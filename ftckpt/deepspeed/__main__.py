@@ -12,6 +12,7 @@ import ftckpt.deepspeed
 from ftckpt.deepspeed import initialize, section
 from ftckpt.frameworks import doors, launcher
 from ftckpt.job.compile_locks import release_orphans
+from ftckpt.job.garbage import imports_that_stay
 
 _USAGE = (
     'torchrun ... -m ftckpt.deepspeed SCRIPT ARGS... [--ftckpt ...]  (or "ftckpt": {"enabled": true} in the JSON)'
@@ -30,11 +31,12 @@ def _run(argv: Sequence[str]) -> int:
     settings, arguments = section.from_flags(words[1:])
     section.configure(settings)
     script = launcher.script_path(words[0] if words else "", _USAGE)
-    if launcher.wants_stand_in():
-        importlib.import_module("ftckpt.standin.deepspeed").install()
-    launcher.prepare(script, [*first, *arguments])
-    doors.read_ahead(section.foreseen(arguments))
-    launcher.isolate()  # whether ftckpt is on is in a JSON that nobody has read yet
+    with imports_that_stay():
+        if launcher.wants_stand_in():
+            importlib.import_module("ftckpt.standin.deepspeed").install()
+        launcher.prepare(script, [*first, *arguments])
+        doors.read_ahead(section.foreseen(arguments))
+        launcher.isolate()  # whether ftckpt is on is in a JSON that nobody has read yet
     release_orphans()  # the script may compile an optimizer before it calls DeepSpeed
     # An engine is destroyed after an error too; how the script ends is known here alone.
     initialize.leave_the_end_to_the_runner()

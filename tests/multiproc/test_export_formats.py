@@ -42,7 +42,7 @@ def masters(reader: Reader) -> dict[str, Any]:
     return {tensor.key: consolidator.get(tensor, 0, tensor.rows).copy() for tensor in wanted}
 
 
-@pytest.mark.parametrize("form", by_default(PERSIST_FORMATS[1:], ["megatron-dist", "deepspeed-universal"]))
+@pytest.mark.parametrize("form", by_default(PERSIST_FORMATS[1:], ["deepspeed-universal"]))
 def test_what_a_job_leaves_others_load(form: str, persisting: dict[str, Any]) -> None:
     where = Path(persisting["persist"])
     run = jobs.Run(("--tp", "2"), 3, {**persisting, "persist_format": form})

@@ -6,8 +6,7 @@ import sys
 import warnings
 from pathlib import Path
 
-import torch
-import torch.distributed
+from ftckpt.job.garbage import imports_that_stay
 
 _OPTIONAL = (
     # What torch and gloo import when they are first used.
@@ -42,9 +41,12 @@ _OURS = {
 
 sys.path.append(str(Path(__file__).parents[2] / "launch"))
 
-torch.set_num_threads(1)
-with warnings.catch_warnings():
+with imports_that_stay(), warnings.catch_warnings():
     warnings.simplefilter("ignore")
+    import torch
+    import torch.distributed
+
+    torch.set_num_threads(1)
     for name in _OPTIONAL:
         if importlib.util.find_spec(name.partition(".")[0]) is not None:
             importlib.import_module(name)

@@ -69,11 +69,13 @@ class Processes:
             raise RunError(f"{node}: processes {left} do not die")
         return sorted(killed)
 
-    def end(self, node: str) -> None:
-        """Tell the agent of ``node`` to end, and wait until it has; what it did not start stays."""
-        agent = self._agents.pop(node)
-        agent.terminate()
-        agent.wait(2 * STOP_SECS)
+    def end(self, nodes: Sequence[str]) -> None:
+        """Tell the agents of ``nodes`` to end, and wait until they have; what they did not start stays."""
+        agents = [self._agents.pop(node) for node in nodes]
+        for agent in agents:
+            agent.terminate()
+        for agent in agents:
+            agent.wait(2 * STOP_SECS)
 
     def stop(self) -> None:
         """Kill what is left: agents first, so that they start nothing anew."""

@@ -18,6 +18,7 @@ from ftckpt.job.agreement import AgreementError
 from ftckpt.job.attempt import AttemptRecord, AttemptSight
 from ftckpt.job.checkpointer import Checkpointer
 from ftckpt.job.flushes import NO_FLUSH
+from ftckpt.job.garbage import imports_that_stay
 from ftckpt.job.losses import Losses
 from ftckpt.job.protection import Protection
 from ftckpt.job.session import RankState
@@ -74,6 +75,19 @@ def test_the_collector_rests_during_a_restore(fails: bool, script_collects: bool
             assert checkpointer.restore() == 7
         assert (seen, gc.isenabled()) == ([False], script_collects)
     finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("script_collects", [True, False])
+def test_the_collector_rests_while_frameworks_are_imported(script_collects: bool) -> None:
+    (gc.enable if script_collects else gc.disable)()
+    try:
+        with imports_that_stay():
+            made, rests = [object()], not gc.isenabled()
+        assert (rests, gc.isenabled()) == (True, script_collects)
+        assert not any(made is found for found in gc.get_objects()), "it is frozen"
+    finally:
+        gc.unfreeze()
         gc.enable()
 
 

@@ -226,10 +226,13 @@ def test_an_error_that_no_script_catches_is_known_to_the_next_attempt(monkeypatc
 LEAVING = """
 import atexit, concurrent.futures, sys, threading, time
 from ftckpt.frameworks import launcher
+from ftckpt.job.garbage import imports_that_stay
 
 def main(argv):
     global text, raw
-    text, raw = open(sys.argv[1] + "/text", "w"), open(sys.argv[1] + "/raw", "wb")
+    with imports_that_stay():
+        text = open(sys.argv[1] + "/text", "w")
+    raw = open(sys.argv[1] + "/raw", "wb")
     print("not flushed", file=text)
     raw.write(b"nor this")
     pool = concurrent.futures.ThreadPoolExecutor(1)
