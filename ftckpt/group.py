@@ -18,9 +18,10 @@ import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from types import GenericAlias
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
@@ -134,8 +135,8 @@ class Group:
         self._tensors: list[tuple[torch.Tensor, torch.Tensor]] = []  # each with a view of it
         make_room(OWN_DESCRIPTORS + (0 if is_lazy() else self.size), self._descriptors, self.rank)
         self._group = connect(name, job_store(), self.rank, self.size, self._timeout_secs)
-        self._spare: list[torch.Tensor] = []
-        self._reused: list[torch.Tensor] = []  # kept for good: no thread of torch is the last to have one
+        self._spare: list[Minimum] = []
+        self._reused: list[Minimum] = []  # kept for good: no thread of torch is the last to have a tensor
         self._kept: list[Any] = [self._group, self._tensors, self._reused]
         _immortal.append(self._kept)
 
@@ -196,24 +197,25 @@ class Group:
         """Post the receipt of a message of exactly the size of ``into``, which is filled when ``wait`` returns."""
         return Message(self._try(lambda: self._group.recv([into], source, tag)), self._timeout_secs)
 
-    def start_minimum(self, values: Sequence[int]) -> tuple[dist.Work, torch.Tensor]:
-        """Post an element-wise MIN; returns the work, for ``finish``, and the tensor that will have it."""
+    def start_minimum(self, values: Sequence[int]) -> tuple[dist.Work, Minimum]:
+        """Post an element-wise MIN; returns the work, for ``finish``, and what will have it."""
         if self._spare:
-            tensor = self._spare.pop()
+            minimum = self._spare.pop()
         else:
             tensor = torch.empty(len(values), dtype=torch.int64)
+            minimum = Minimum(tensor, tensor.numpy())
             self._keep(tensor)
-        tensor.numpy()[:] = values
+        minimum.values[:] = values
         self._unfinished = [work for work in self._unfinished if not work.is_completed()]
-        work = self._try(lambda: self._group.allreduce([tensor], _MINIMUM))
+        work = self._try(lambda: self._group.allreduce([minimum.tensor], _MINIMUM))
         self._unfinished.append(work)
-        return work, tensor
+        return work, minimum
 
-    def give_back(self, tensor: torch.Tensor) -> None:
+    def give_back(self, minimum: Minimum) -> None:
         """What ``start_minimum`` gave is finished and read: the next one of as many values has it again."""
-        self._spare.append(tensor)
-        if not any(tensor is one for one in self._reused):
-            self._reused.append(tensor)
+        self._spare.append(minimum)
+        if not any(minimum is one for one in self._reused):
+            self._reused.append(minimum)
 
     def _keep(self, *tensors: torch.Tensor) -> None:
         """Keep ``tensors``, which gloo may write into after the caller has forgotten them, until no thread of torch
@@ -277,6 +279,13 @@ def look_secs(size: int) -> tuple[float, float]:
     """How long one of ``size`` ranks waits before it asks the store, at first and at most."""
     rarer = max(1.0, size / _CALM_RANKS)
     return _FIRST_LOOK_SECS * rarer, _LONGEST_LOOK_SECS * rarer
+
+
+class Minimum(NamedTuple):
+    """Memory that a collective fills, and its ``values``, which a tensor takes long to show."""
+
+    tensor: torch.Tensor
+    values: npt.NDArray[np.int64]
 
 
 class Message:

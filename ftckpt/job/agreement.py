@@ -89,22 +89,19 @@ class Verdict(NamedTuple):
     @classmethod
     def of(cls, number: int, minima: Sequence[int]) -> Verdict:
         """Read the minimum of ``Round.words`` over all ranks."""
-        newest, negated_newest, will, *rest = minima
-        (stretch, cost, flush_interval), tasks = (-word for word in rest[:3]), rest[3:]
-        (target, cover), (flush, flushed) = (
-            (name if name == -negated else -1, Coverage(done)) for name, negated, done in (tasks[:3], tasks[3:])
-        )
+        newest, negated_newest, will, stretch, cost, flush_interval, *tasks = minima
+        target, negated_target, cover, flush, negated_flush, flushed = tasks
         return cls(
             number,
             newest if newest == -negated_newest else -1,
             Will(will),
-            stretch,
-            cost,
-            target,
-            cover,
-            flush,
-            flushed,
-            flush_interval,
+            -stretch,
+            -cost,
+            target if target == -negated_target else -1,
+            Coverage(cover),
+            flush if flush == -negated_flush else -1,
+            Coverage(flushed),
+            -flush_interval,
         )
 
     @classmethod
@@ -194,7 +191,7 @@ class Agreement:
                 raise AgreementError(str(error)) from error
             # Only here: a read that gave up finds the same round again.
             self._posted.popleft()
-            self._unread.append(Verdict.of(number, minima.tolist()))
+            self._unread.append(Verdict.of(number, minima.values.tolist()))
             self._group.give_back(minima)
             if self._unread[-1].will == Will.OFF:
                 break

@@ -168,7 +168,9 @@ class Profile:
         """Medians of what was measured, before that the model scaled to the first iteration, or None."""
         if self.measured:
             if self._medians is None or self._behind >= _REFRESHED:
-                medians = np.median(np.array(self._lengths), axis=0)
+                # Not NumPy's own: it goes through so much code that training waits twice as long.
+                rows, middle = np.sort(np.array(self._lengths), axis=0), len(self._lengths) // 2
+                medians = (rows[middle] + rows[~middle]) / 2
                 self._medians, self._behind = IterationForecast(self._kinds, tuple(medians.tolist())), 0
             return self._medians
         if self._first is not None and self._model is not None:

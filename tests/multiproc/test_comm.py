@@ -178,11 +178,11 @@ def post_many(rank: int, size: int) -> list[Any]:
         other.barrier()
     posted = [group.start_minimum([number + rank]) for number in range(MANY)]
     kept = [tensor for tensor, _ in group._tensors]
-    unread = [any(tensor is one for one in kept) for work, tensor in posted if not work.is_completed()]
+    unread = [any(minimum.tensor is one for one in kept) for work, minimum in posted if not work.is_completed()]
     if rank == 0:
         other.barrier()
     assert all(group.finish(work, 30.0) for work, _ in posted)
-    minima = [int(tensor) for _, tensor in posted]
+    minima = [int(minimum.tensor) for _, minimum in posted]
     pairs = list(group._tensors)
     posted.clear()
     assert group.finish(group.start_minimum([0])[0], 30.0)

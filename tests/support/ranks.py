@@ -89,7 +89,7 @@ class RankGroup:
         self.rounds.put(self._rank, number, words)
         return number, Minimum(self.rounds, number)
 
-    def give_back(self, tensor: Any) -> None: ...
+    def give_back(self, minimum: Any) -> None: ...
 
     def finish(self, number: int, timeout_secs: float) -> bool:
         if not self.lost and self.rounds.complete(number):
@@ -144,6 +144,10 @@ class Answer:
 class Minimum:
     rounds: Rounds
     number: int
+
+    @property
+    def values(self) -> Minimum:
+        return self
 
     def tolist(self) -> list[int]:
         return [min(words) for words in zip(*self.rounds.posts[self.number].values(), strict=True)]
