@@ -476,12 +476,13 @@ class Checkpointer:
             # What Megatron has saved needs no saving in its place.
             saved = loaded.iteration if taken_over(self.config.persist) else -1
             self._state.flushes.begin(max(restart.on_storage, saved))
-            self._expect_failures(restart)
             # Before anybody trains: a kill behind that must not find a newer slot to go on from.
             lineage = restart.void_newer(decision)
+            if decision is not None:
+                decision = restart.load(decision, self.training_state, described)
+            self._expect_failures(restart)  # behind the load, which may find that memory is bad
             if decision is None:
                 return _Loaded(lineage, None, loaded.as_begin(restart.why))
-            decision = restart.load(decision, self.training_state, described)
             shard.capacities = restart.capacities(decision)
             snapshot, source = decision.snapshot, restart.source
             where = f"iteration {snapshot.iteration} from {source}{loaded.beside(self.config.job)}"

@@ -77,6 +77,7 @@ class Restart:
         self.in_memory = True
         """Whether what was loaded lies in memory, too; from ``load`` on."""
         self._decide: Callable[[], Decision | None] | None = None  # without what was coming, and was bad
+        self._is_touched = False  # the live state, by what is coming
         self.on_storage = -1
         """The newest iteration on storage that counts, -1 for none; from ``choose`` on."""
         self.origin = NOTHING
@@ -226,7 +227,8 @@ class Restart:
 
     @property
     def lost(self) -> bool:
-        """Whether memory could not make whole what it had, or some of that came from storage; from ``choose`` on."""
+        """Whether memory could not make whole what it had, or some of that came from storage; from ``load`` on,
+        or from ``choose`` where nothing is loaded."""
         return self._has_lost or "storage" in self.usage
 
     @property
@@ -272,23 +274,27 @@ class Restart:
         while True:
             try:
                 return self._load(decision, state, described)
+            except LostError as error:
+                error.touched = self._is_touched
+                raise
             except (StorageError, ArenaError) as error:
-                if self._coming is None:
+                if self._decide is None:
                     raise
-                if self._coming.slots is not None:
+                if isinstance(error, StorageError):
                     self._events.emit("storage_damaged", iteration=decision.snapshot.iteration, error=str(error))
             finally:
                 self._end_coming()
             try:
                 decision = self._decided_anew()
             except LostError as error:
-                error.touched = True
+                error.touched = self._is_touched
                 raise
 
     def _decided_anew(self) -> Decision:
         """Another decision than the one that was coming."""
-        assert self._decide is not None, "set where something is coming"
-        decision = self._decide()
+        decide, self._decide = self._decide, None
+        assert decide is not None, "set where something is coming"
+        decision = decide()
         assert decision is not None, "a search that overlaps finds something, or raises"
         self.void_newer(decision)
         return decision
@@ -298,7 +304,8 @@ class Restart:
         pieces = [*described.stepped, *described.volatile]
         brought = self._bring_straight(coming, decision, pieces, described.padded) if coming is not None else None
         if coming is not None and brought is None:
-            return self._load(self._without_straight(coming, decision), state, described)
+            # As a load of its own: what comes now may be from elsewhere, and prove bad in its turn.
+            return self.load(self._without_straight(coming, decision), state, described)
         self.in_memory = coming is None or coming.slots is None
         needs, traffic, encoded = brought or self._bring(decision, pieces, described.padded)
         # Only here: a derived weight is the cast of a master that the transfers have just brought.
@@ -331,23 +338,29 @@ class Restart:
         lies on other nodes."""
         straight, shard, begin = coming.straight, self._topology.me.shard, time.perf_counter()
         needs: Needs = []
+        states: dict[str, str] = {}
 
         def plan() -> Reading:
             own = self._contents[shard] if decision.ranks else None
             needs[:], planned = self._plan(self._contents, pieces, padded, own)
-            return straight.plan(planned)._replace(states=tuple(coming.states.values()))
+            states.update(coming.states())
+            reading = straight.plan(planned)._replace(states=tuple(states.values()))
+            # A rank to which no tensor comes from its own shard reads its objects there.
+            far = coming.slots is None and own is not None and own.at.node != self._topology.me.node
+            return reading._replace(near=reading.near and not far)
 
         readings = gather_all(self._group, plan, Reading)
         if not fits(readings):
             return None
+        self._is_touched = True
         traffic, iteration = straight.bring(), decision.snapshot.iteration
         if coming.slots is not None:
             straight.reader.tell(self._events, iteration, len(straight.places))
         else:
-            states = Counter(chain.from_iterable(one.states for one in readings))
-            below = {shard: state for shard, state in coming.states.items() if state != "protected"}
+            counts = Counter(chain.from_iterable(one.states for one in readings))
+            below = {shard: state for shard, state in states.items() if state != "protected"}
             secs = time.perf_counter() - begin
-            self._events.emit("verified", iteration=iteration, secs=secs, states=states, unprotected=below)
+            self._events.emit("verified", iteration=iteration, secs=secs, states=counts, unprotected=below)
         return needs, traffic, lambda: straight.objects(shard)
 
     def _without_straight(self, coming: Coming, decision: Decision) -> Decision:

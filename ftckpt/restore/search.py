@@ -75,12 +75,12 @@ class Coming(NamedTuple):
     """How a snapshot comes ``straight`` into the live state, proven on the way: from storage, and then to ``slots``
     where that is not for it, or, where that is None, from the slots in which all of it lies.
 
-    ``states`` of the shards that this rank tells of: how far they had come in slots.
+    ``states`` of the shards that this rank tells of: how far they had come in slots; raises ArenaError.
     """
 
     straight: StraightFetch
     slots: ShardFetch | None
-    states: Mapping[str, str] = {}
+    states: Callable[[], Mapping[str, str]] = dict
 
 
 class Search:
@@ -118,6 +118,7 @@ class Search:
         self._rebuilt = False
         self._states: dict[SlotAt, str] = {}
         self._brought: Usage = {}
+        self._told: tuple[str, int, list[str]] | None = None
 
     def run(self) -> Decision | None:
         """The newest snapshot that is or was made whole, every byte of it verified; None if there never was one.
@@ -226,13 +227,13 @@ class Search:
     def _in_slots(self, decision: Decision) -> Coming:
         """What brings a snapshot that lies in slots, proven on the way."""
         mine = self._mine(decision)
-        states = {shard: self._state_of(at) for shard, at in mine.items()}
         files = SlotShards(self._arenas, decision.snapshot, decision.sources, self._expected)
         reader = ChunkReader(self._group, f"loads iteration {decision.snapshot.iteration}", self._threads)
         straight = StraightFetch(
             self._group, self._topology, files, reader, places=decision.sources, mine=[*mine], in_slots=True
         )  # fmt: skip
-        return Coming(straight, None, states)
+        # Asked for when ranks do so together: one that cannot open an arena would leave the others waiting.
+        return Coming(straight, None, lambda: {shard: self._state_of(at) for shard, at in mine.items()})
 
     def _mine(self, decision: Decision) -> dict[str, SlotAt]:
         """The shards of which this rank tells the others."""
@@ -414,8 +415,11 @@ class Search:
         damaged = bool(self._findings.damage)
         if decision.passed_over or (damaged and not self._rebuilt):
             reasons = [*decision.passed_over, *self._texts.values()]
-            loud = "fallback" if damaged else "passed_over"
-            self._events.emit(loud, iteration=decision.snapshot.iteration, reasons=reasons)
+            loud, iteration = "fallback" if damaged else "passed_over", decision.snapshot.iteration
+            told = (loud, iteration, reasons)
+            if told != self._told:  # ``settle`` comes to the same where nothing is bad
+                self._events.emit(loud, iteration=iteration, reasons=reasons)
+            self._told = told
 
 
 class SlotShards:

@@ -8,7 +8,7 @@ import re
 import shutil
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -245,14 +245,23 @@ def damaged(settings: dict[str, Any], iteration: int, shard: str) -> None:
     path.write_bytes(data)
 
 
+def restored_by_slots(rank: int, world_size: int, settings: dict[str, Any]) -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(straight, "reads_little_twice", lambda *_: False)
+        return restored(rank, world_size, settings)
+
+
+@pytest.mark.parametrize("restores", [restored, restored_by_slots], ids=["straight", "by slots"])
 @compressed_or_not
-def test_what_is_bad_on_storage_is_passed_over(persisting: dict[str, Any], left: Path) -> None:
+def test_what_is_bad_on_storage_is_passed_over(
+    restores: Callable[..., Any], persisting: dict[str, Any], left: Path
+) -> None:
     shutil.copytree(left, persisting["persist"], dirs_exist_ok=True)
     newest, second, third, *_ = [one.snapshot.iteration for one in stored(persisting)]
     damaged(persisting, newest, "dp2")
     manifest = Path(persisting["persist"]) / f"iter_{second:07d}" / "manifest.json"
     manifest.write_text(manifest.read_text().replace('"job": "test"', '"job": "toast"'))
-    results = [result.value for result in run_ranks(restored, 4, persisting)]
+    results = [result.value for result in run_ranks(restores, 4, persisting)]
     assert results == [what_was(third)] * 4
     told = jobs.events(persisting, "storage_damaged")
     assert {event["iteration"] for event in told} == {newest, second}

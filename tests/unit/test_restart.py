@@ -61,6 +61,7 @@ def restart(
     loaded: Checkpoint = NOTHING,
     on_lost: str = "storage",
     before: int = 0,
+    unproven: bool = False,
 ) -> list[Start]:
     """All ranks choose, void what is newer, and do ``then``; ``loaded`` from storage."""
 
@@ -68,7 +69,7 @@ def restart(
         mine, events = replace(topology, rank=group.rank), Recorded()
         one = Restart(cast(Group, group), mine, node_dir(mine.me.node), events)
         try:
-            decision = one.choose(on_lost, loaded, reshapes, before)
+            decision = one.choose(on_lost, loaded, reshapes, before, unproven)
             start = Start(decision, one.source, events, one.void_newer(decision), one.origin, one.why)
             if decision is not None:
                 then(one, decision, group.rank)
@@ -443,6 +444,10 @@ class Model:
         own = [Fragment.whole(key, "F32", (50,), Box((0,), (50,))) for key in ("buffer/b", "local/c")]
         return shard, own[0], own[1]
 
+    def held(self, rank: int) -> tuple[Fragment, ...]:
+        """What its slot has."""
+        return self.fragments(rank)
+
     def values(self, rank: int) -> list[np.ndarray]:
         shard = self.fragments(rank)[0]
         weights = np.arange(shard.start, shard.stop, dtype=np.float32)
@@ -450,14 +455,14 @@ class Model:
 
     def write(self, iteration: int) -> None:
         for rank, node in enumerate(self.nodes):
-            stepped, *own = self.fragments(rank)
-            private = tuple(fragment.with_key(private_key(fragment.key, f"dp{rank}")) for fragment in own)
-            manifest = Manifest({"dp": rank}, self.topology.layout, (stepped,), private, 400, 4096)
+            held = self.held(rank)
+            private = tuple(fragment.with_key(private_key(fragment.key, f"dp{rank}")) for fragment in held[1:])
+            manifest = Manifest({"dp": rank}, self.topology.layout, held[:1], private, 400, 4096)
             with closing(Arena.create(self.node_dir(node), manifest, 2)) as arena:
                 arena.control.begin(0)
                 encoded = objects.encode({"rank": rank})
                 with arena.slot(0) as view:
-                    for offset, value in zip(arena.image.offsets, self.values(rank), strict=True):
+                    for offset, value in zip(arena.image.offsets, self.values(rank), strict=False):
                         view[offset : offset + value.nbytes] = value.tobytes()
                     begin = arena.image.objects.begin
                     view[begin : begin + len(encoded)] = encoded
@@ -470,30 +475,78 @@ class Model:
         return State([Piece(f, torch.full((f.numel,), -1.0)) for f in self.fragments(rank)])
 
 
-def loaded(model: Model) -> tuple[list[State], list[Start]]:
+class Replicated(Model):
+    """A weight that all ranks need, and ranks 0 and 2 hold."""
+
+    def fragments(self, rank: int) -> tuple[Fragment, ...]:  # type: ignore[override]
+        return (Fragment.whole("master/w", "F32", (self.numel,), Box((0,), (self.numel,))),)
+
+    def values(self, rank: int) -> list[np.ndarray]:
+        return [np.arange(self.numel, dtype=np.float32)]
+
+    def held(self, rank: int) -> tuple[Fragment, ...]:
+        return self.fragments(rank) if rank in (0, 2) else ()
+
+
+def loaded(model: Model, unproven: bool = False) -> tuple[list[State], list[Start]]:
     states = [model.state(rank) for rank in range(len(model.nodes))]
 
     def load(one: Restart, decision: Decision, rank: int) -> None:
         one.load(decision, states[rank], states[rank].describe())
 
-    return states, restart(model.topology, model.node_dir, load, reshapes=True)
+    return states, restart(model.topology, model.node_dir, load, reshapes=True, unproven=unproven)
 
 
 def tensors(state: State) -> list[list[float]]:
     return [piece.tensor.tolist() for piece in state.pieces]
 
 
+@pytest.mark.parametrize("unproven", [False, True], ids=["verified first", "on the way"])
 @pytest.mark.parametrize("moved", [False, True], ids=["where they were", "on other nodes"])
-def test_the_same_layout_gives_each_rank_what_it_had(arena_root: Path, moved: bool) -> None:
+def test_the_same_layout_gives_each_rank_what_it_had(arena_root: Path, moved: bool, unproven: bool) -> None:
     model = Model(arena_root, ("a", "a", "b"), buffers={1: 8.0})
     model.write(5)
     if moved:
         model = replace(model, nodes=("b", "a", "a"))
-    states, starts = loaded(model)
+    states, starts = loaded(model, unproven)
     for rank, state in enumerate(states):
         assert tensors(state) == [value.tolist() for value in model.values(rank)]
         assert (state.objects, state.calls) == ([{"rank": rank}], ["objects", "finish"])
-    assert not events_of(starts, "reshaped")
+    assert not events_of(starts, "reshaped") and len(events_of(starts, "verified")) == 3
+
+
+def test_objects_of_a_shard_on_another_node_come_once(arena_root: Path) -> None:
+    """Ranks 1 and 3 have traded their nodes, and no tensor of theirs lies in what was their own shard."""
+    old = Replicated(arena_root, ("a", "b", "b", "a"))
+    old.write(5)
+    states, _ = loaded(replace(old, nodes=("a", "a", "b", "b")), unproven=True)
+    for rank, state in enumerate(states):
+        assert tensors(state) == [list(map(float, range(old.numel)))]
+        assert (state.objects, state.calls) == ([{"rank": rank}], ["objects", "finish"])
+
+
+@pytest.mark.parametrize("place", ["objects", "chunk"])
+def test_what_was_lost_before_any_byte_came_has_touched_nothing(arena_root: Path, place: str) -> None:
+    model = Model(arena_root, ("a", "b"))
+    model.write(5)
+    path = list_arenas(model.node_dir("b"))[0]
+    with closing(Arena.open(path)) as arena:
+        at = (arena.image.objects if place == "objects" else arena.image.chunks[0]).begin
+    flip(path / "slot0.safetensors", at)
+    states = [model.state(rank) for rank in range(2)]
+    seen = {}
+
+    def load(one: Restart, decision: Decision, rank: int) -> None:
+        try:
+            one.load(decision, states[rank], states[rank].describe())
+        except LostError as error:
+            seen[rank] = error.touched
+
+    restart(model.topology, model.node_dir, load, unproven=True)
+    assert seen == dict.fromkeys(range(2), place == "chunk")
+    assert all(state.calls == [] for state in states)
+    if place == "objects":
+        assert all(value == -1 for state in states for values in tensors(state) for value in values)
 
 
 @pytest.mark.parametrize("nodes", [("a", "b"), ("a",), ("a", "b", "a", "b")], ids=len)

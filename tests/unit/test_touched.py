@@ -11,20 +11,24 @@ from ftckpt.errors import LostError, StorageError
 from ftckpt.restore.restart import Restart
 
 
-def test_an_error_behind_the_first_bytes_says_that_they_are_there() -> None:
+@pytest.mark.parametrize("touched", [True, False])
+@pytest.mark.parametrize("then", ["decides", "loads"])
+def test_an_error_behind_the_first_bytes_says_that_they_are_there(touched: bool, then: str) -> None:
     restart: Any = Restart.__new__(Restart)
+    restart._is_touched = touched
     restart._events = SimpleNamespace(emit=lambda *_, **__: None)
 
     def fail(error: Exception) -> Any:
         raise error
 
-    restart._load = lambda *_: fail(StorageError("bad", lasting=True))
-    restart._decide = lambda: fail(LostError("none is left"))
+    lost = LostError("none is left")
+    restart._load = lambda *_: fail(StorageError("bad", lasting=True) if then == "decides" else lost)
+    restart._decide = lambda: fail(lost)
     restart._end_coming = lambda: None
     decision: Any = SimpleNamespace(snapshot=SimpleNamespace(iteration=3))
     with pytest.raises(LostError, match="none is left") as caught:
         restart.load(decision, None, None)
-    assert caught.value.touched and not LostError("before any byte").touched
+    assert caught.value.touched is touched
 
 
 @pytest.mark.parametrize("touched", [True, False])
