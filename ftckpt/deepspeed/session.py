@@ -115,7 +115,7 @@ class EngineSession:
         checkpointer = self._start.checkpointer(state)
         data.set_rng, data.log = state.set_rng, checkpointer.events.announce
         script.log = checkpointer.events.announce
-        restored = checkpointer.restore(newer_than=before, rollback=named)
+        restored = checkpointer.restore(newer_than=before, rollback=named, may_load=True)
         # Where the script has loaded the same iteration from storage it knows of it.
         script.restored(restored if restored != before else None)
         return checkpointer, restored

@@ -194,9 +194,14 @@ def start(
 
     release_orphans()  # an operator may be compiled in the first iteration
     from ftckpt.group import Group
+    from ftckpt.model.codec import gather
 
     group = Group(config.start_timeout_secs)
     follow_uncaught()
+    code = code_if_over()
+    # Together: a node that is new knows of no earlier attempt.
+    if codes := [one for one in gather(group, -1 if code is None else code, int) if one >= 0]:
+        raise SystemExit(max(codes))
     topology = _gather_topology(group, config, place)
     # One rank of those that a launcher started on a machine speaks for all of them.
     local = os.environ.get("LOCAL_RANK")
@@ -207,28 +212,22 @@ def start(
 def _gather_topology(
     group: Group, config: Config, place: Callable[[], tuple[Mapping[str, int], Mapping[str, Any]]]
 ) -> Topology:
-    """Where every rank stands, once all have one name for the job; raises as ``start``. Collective."""
+    """Where every rank stands, once all have one name for the job. Collective."""
     from ftckpt.group import gather_all
     from ftckpt.model.topology import RankPlace, Topology
 
     layout: Mapping[str, Any] = {}
 
-    def arrive() -> tuple[str, RankPlace, int]:
+    def arrive() -> tuple[str, RankPlace]:
         nonlocal layout
-        code = code_if_over()
-        if code is not None:  # for nothing else: what cannot be placed any more need not be
-            return config.job, RankPlace({}, config.node), code
         coords, layout = place()
-        return config.job, RankPlace(coords, config.node), -1
+        return config.job, RankPlace(coords, config.node)
 
-    ranks = gather_all(group, arrive, tuple[str, RankPlace, int])
-    # Together: a node that is new knows of no earlier attempt.
-    if codes := [code for _, _, code in ranks if code >= 0]:
-        raise SystemExit(max(codes))
+    ranks = gather_all(group, arrive, tuple[str, RankPlace])
     first = ranks[0][0]
-    if other := next((rank for rank, (job, _, _) in enumerate(ranks) if job != first), 0):
+    if other := next((rank for rank, (job, _) in enumerate(ranks) if job != first), 0):
         raise _names_differ(first, other, ranks[other][0])
-    return Topology(group.rank, tuple(member for _, member, _ in ranks), layout)
+    return Topology(group.rank, tuple(member for _, member in ranks), layout)
 
 
 def _names_differ(first: str, rank: int, name: str) -> ConfigError:

@@ -209,7 +209,9 @@ class Checkpointer:
         if self._pacer is not None:
             self._pacer.expect(kinds, lengths)
 
-    def restore(self, newer_than: int = -1, rollback: bool = False, lasting: bool = True) -> int | None:
+    def restore(
+        self, newer_than: int = -1, rollback: bool = False, lasting: bool = True, *, may_load: bool = False
+    ) -> int | None:  # fmt: skip
         """Bring back the newest whole snapshot; returns its iteration, or None if state is to stay as it is.
 
         Must be called once before the first ``step``, on a first start too: it allocates the arena.
@@ -221,6 +223,8 @@ class Checkpointer:
                 same one go on from memory.
             lasting: False where that checkpoint may vanish with a node: that an older one is loaded then is no
                 rollback.
+            may_load: the script may load a checkpoint behind this, which counts where snapshots prove to be lost:
+                slots are verified before anything is written.
 
         Raises:
             LostError, MismatchError, MemoryBudgetError, ArenaError, UnsupportedError: on all ranks together.
@@ -231,14 +235,15 @@ class Checkpointer:
             raise ConfigError(
                 "restore: rollback goes back to newer_than, the iteration that was loaded; give it, too"
             )
+        unproven = not may_load or self.config.on_lost != "storage"
         try:
             with no_collections():
-                return self._restore(Checkpoint(newer_than, rollback, lasting=lasting))
+                return self._restore(Checkpoint(newer_than, rollback, lasting=lasting), unproven)
         except BaseException:
             self._withdraw()
             raise
 
-    def _restore(self, loaded: Checkpoint) -> int | None:
+    def _restore(self, loaded: Checkpoint, unproven: bool) -> int | None:
         begin = time.perf_counter()
         self.events.emit("joined", job=self.config.job, node=self.topology.me.node)
         if self.topology.is_node_leader:
@@ -253,7 +258,7 @@ class Checkpointer:
             self.config, self.topology, self.group, arenas=self._arenas, events=self.events, described=described,
             pacer=self._pacer, locality=near, redundancy=self._protection.redundancy,
         )  # fmt: skip
-        now = self._load(shard, described, loaded)
+        now = self._load(shard, described, loaded, unproven)
         # After the load: to make room this gives up slots of old arenas, which the load may have read.
         there = now.snapshot if now.in_memory else None
         shard.lay_out(there, self._protection if self._protects else None, now.cast)
@@ -459,7 +464,7 @@ class Checkpointer:
         self._arenas.withdraw()
         self.events.close()
 
-    def _load(self, shard: Shard, described: Description, loaded: Checkpoint) -> _Loaded:
+    def _load(self, shard: Shard, described: Description, loaded: Checkpoint, unproven: bool) -> _Loaded:
         restart = Restart(
             self.group,
             self.topology,
@@ -471,7 +476,7 @@ class Checkpointer:
         )
         try:
             reshapes, before = self.training_state.reshapes, self.config.restore_before
-            decision = restart.choose(self.config.on_lost, loaded, reshapes, before, unproven=True)
+            decision = restart.choose(self.config.on_lost, loaded, reshapes, before, unproven)
             self._arenas.origin = restart.origin
             # What Megatron has saved needs no saving in its place.
             saved = loaded.iteration if taken_over(self.config.persist) else -1

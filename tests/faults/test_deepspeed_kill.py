@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from contextlib import closing
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from ftckpt.store.arena import Arena
 from tests.support import ds_jobs, jobs
 from tests.support.faults import Fault
 from tests.support.tiers import by_default
@@ -111,11 +113,13 @@ def test_a_tag_goes_back_once_and_not_at_each_restart(settings: dict[str, Any], 
 
 
 def test_lost_snapshots_wait_for_what_the_script_loads(settings: dict[str, Any], tmp_path: Path) -> None:
-    """``deepspeed.initialize`` cannot know whether ``load_checkpoint`` will be called."""
+    """``deepspeed.initialize`` cannot know whether ``load_checkpoint`` will be called: nothing was written yet."""
     argv = ("--save", str(tmp_path / "ds"), "--save-interval", "3")
     attempt("zero1", settings, Fault("all", AT, "boundary", tmp_path / "fired", "kill", secs=20), argv=argv)
     for path in Path(settings["arena"]).glob("ftckpt-*/*/*dp1*"):
-        shutil.rmtree(path)
+        with closing(Arena.open(path, writable=True)) as arena:
+            for slot in arena.snapshots().values():
+                arena.slot(slot)[arena.image.chunks[0].begin] ^= 1
     for result in ds_jobs.broken(ds_jobs.Run(ds_jobs.SHAPES["zero1"], UNTIL, settings, argv)):
         assert result.error is not None and "LostError" in result.error and "--ftckpt-on-lost fresh" in result.error
         assert "_refuse" in result.error, "not before the script could load"
