@@ -74,12 +74,16 @@ RESTORE_PARTS: dict[str, Sequence[str]] = {
         "ftckpt.deepspeed.state:DeepSpeedState.describe",
     ),
     "optimizer's state": ("ftckpt.frameworks.optimizers:materialise",),
-    "look": ("ftckpt.restore.restart:Restart._look",),
+    "look": ("ftckpt.restore.restart:look",),
     "verify": ("ftckpt.restore.search:Search._verify",),
     "void": ("ftckpt.restore.restart:Restart.void_newer",),
-    "plan": ("ftckpt.restore.restart:Restart._plan",),
+    "plan": ("ftckpt.restore.restart:Restart._plan", "ftckpt.restore.straight:StraightFetch.plan"),
     "open": ("ftckpt.restore.load:_open",),
-    "copy": ("ftckpt.restore.load:exchange", "ftckpt.restore.restart:_derive"),
+    "copy": (
+        "ftckpt.restore.straight:StraightFetch.bring",
+        "ftckpt.restore.load:exchange",
+        "ftckpt.restore.restart:_derive",
+    ),
     "lay out": ("ftckpt.job.shard:Shard.lay_out",),
 }
 """The same of ``restore()``."""

@@ -65,7 +65,7 @@ class Group:
     ranks ``renew`` it. A collective that is late is not: it completes when the last rank comes, however late.
 
     Collectives use the connections of a ring alone; with messages a rank may have one to each of ``partners`` others,
-    by default all. One ``beside`` another, of the same ranks, is made without a word: that has asked for room for it.
+    by default all.
 
     Raises:
         LaunchError: this process may not open as many files as that takes (``ulimit -n``).
@@ -73,35 +73,27 @@ class Group:
             the group up; when the store of the job, where ranks post that, cannot be reached.
     """
 
-    def __init__(self, timeout_secs: float, partners: int | None = None, beside: Group | None = None) -> None:
+    def __init__(self, timeout_secs: float, partners: int | None = None) -> None:
         self.rank = dist.get_rank()
         self.size = dist.get_world_size()
         self._timeout_secs = timeout_secs
         self._first_look_secs, self._longest_look_secs = look_secs(self.size)
         others = self.size - 1 if partners is None else partners
         self._descriptors = OWN_DESCRIPTORS + others + SPARE_DESCRIPTORS
-        self._num_beside = 0
+        store = job_store()
+        # Counted in the store: ranks that begin anew in a process that lives begin at the same number again.
+        number = store.add(f"ftckpt/groups/{self.rank}", 1)
         self._notice: Notice | None = None  # while its name is agreed on there is nothing to look for
-        if beside is None:
-            self.name = self._meet()
-        else:
-            beside._num_beside += 1
-            self.name = f"{beside.name}/{beside._num_beside}"
-            self._connect(self.name)
+        self._connect(f"ftckpt/group/{number}")
+        # All together: a rank that refused alone would leave the others waiting.
+        words = gather_bytes(self, self._begin)
+        # A name of this attempt alone: some launchers keep one store for all of them.
+        self.name = f"ftckpt/group/{words[0].hex()}"
         self._notice = Notice(f"{self.name}/given-up")
 
-    def _meet(self) -> str:
-        """Connect all ranks; a name that they have for this attempt alone: some launchers keep one store for all."""
-        # Counted in the store: ranks that begin anew in a process that lives begin at the same number again.
-        self._connect(f"ftckpt/group/{job_store().add(f'ftckpt/groups/{self.rank}', 1)}")
-
-        def begin() -> bytes:
-            needed = OWN_DESCRIPTORS + self._descriptors  # and of one beside it
-            make_room(needed, needed, self.rank)
-            return os.urandom(8)
-
-        # All together: a rank that refused alone would leave the others waiting.
-        return f"ftckpt/group/{gather_bytes(self, begin)[0].hex()}"
+    def _begin(self) -> bytes:
+        make_room(self._descriptors, self._descriptors, self.rank)
+        return os.urandom(8)
 
     @property
     def lost(self) -> bool:

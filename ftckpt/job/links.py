@@ -30,7 +30,7 @@ class Links:
     def __init__(self, start_timeout_secs: float, renew_timeout_secs: float, group: Group | None = None) -> None:
         self.group = group or Group(start_timeout_secs)
         # A group of its own: nothing else may come between two rounds, which pair up by their order alone.
-        self.agreement = Agreement(Group(start_timeout_secs, partners=0, beside=self.group))
+        self.agreement = Agreement(Group(start_timeout_secs, partners=0))
         self._reunion = Reunion(job_store(), f"{self.group.name}/reunion", self.group.size)
         self._start_timeout_secs, self._renew_timeout_secs = start_timeout_secs, renew_timeout_secs
 

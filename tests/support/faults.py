@@ -89,9 +89,9 @@ POINTS: dict[str, Point] = {
     "between": Point((Hook(_CHECKPOINTER, "Checkpointer.step", after=True),), "argument", 1),
     "post": Point((Hook("ftckpt.job.agreement", "Agreement.post", after=True),), "snapshot"),
     "mark": Point((Hook(_CONTROL, "ControlBlock.mark_whole", after=True),), "argument", 1),
-    # Before each slot that the restore voids (the leader of a node alone does), before any byte is loaded.
+    # Before each slot that the restore voids (the leader of a node alone does), mostly behind the last byte.
     "void": Point((Hook(_CONTROL, "ControlBlock.void"),), "restored"),
-    "load": Point((Hook(_RESTART, "execute"),), "restored"),
+    "load": Point((Hook(_RESTART, "execute"), Hook("ftckpt.restore.straight", "StraightFetch.bring")), "restored"),
 }
 
 

@@ -60,7 +60,7 @@ def test_a_rollback_to_nothing_is_refused() -> None:
 def test_the_collector_rests_during_a_restore(fails: bool, script_collects: bool) -> None:
     seen = []
 
-    def restore(loaded: object) -> int:
+    def restore(loaded: object, unproven: bool) -> int:
         seen.append(gc.isenabled())
         if fails:
             raise ConfigError("no")

@@ -8,13 +8,18 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from ftckpt.job.slot_supply import SlotSupply
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.store import mapping
+from ftckpt.store.arena import Arena
+from ftckpt.store.directory import node_directory
 from tests.support.arenas import LINEAGE, SHARE, Rank, complete, on_all, ranks, settle, write
 from tests.support.waiting import until
+from tests.unit.test_arena_segment import MANIFEST
 
 SECS = 20.0
 KEEP = SnapshotId(LINEAGE, 4)
@@ -214,3 +219,25 @@ def test_ranks_of_a_node_get_their_slots_at_the_same_time(arena_root: Path) -> N
     on_all(members, lambda member: member.arenas.leave(member.arena, lambda: None, lambda: None))
     on_all(members, lambda member: member.arenas.release())
     assert list(arena_root.iterdir()) == []
+
+
+def test_slots_get_their_memory_when_all_ranks_are_through(arena_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    arena = Arena.create(node_directory(arena_root, "job", "node"), MANIFEST, 2, allocate=1)
+    asked, go, begun = threading.Event(), threading.Event(), list[bool]()
+    build = arena.build
+
+    def through() -> bool:
+        asked.set()
+        return go.is_set()
+
+    def built(*args: Any) -> Any:
+        begun.append(go.is_set())
+        return build(*args)
+
+    monkeypatch.setattr(arena, "build", built)
+    supply = SlotSupply(arena, [1], None, None, through)
+    assert asked.wait(SECS) and not begun
+    go.set()
+    until(lambda: supply.take() == [1], "it has its memory")
+    assert begun == [True] and arena.allocated(1)
+    supply.close()
