@@ -206,9 +206,10 @@ def _targets(chunk: _Chunk) -> list[Target] | None:
     """Where a chunk's bytes go, in its order; None where they do not simply lie side by side in host memory."""
     targets, place = list[Target](), chunk.span.begin
     for copy, to in chunk.parts:
-        begin, end = max(copy.source, chunk.span.begin), min(copy.source_end, chunk.span.end)
-        is_run = copy.source_strides == copy.dest_strides == (1,)
-        if not is_run or to.device.type != "cpu" or begin < place:  # what two want is not read into both
+        if copy.source_strides != (1,) or copy.dest_strides != (1,) or not to.is_cpu:
+            return None
+        begin, end = max(copy.source, chunk.span.begin), min(copy.source + copy.shape[0], chunk.span.end)
+        if begin < place:  # what two want is not read into both
             return None
         at = copy.dest + begin - copy.source
         targets.append(Target(begin, to.numpy().data[at : at + end - begin]))
@@ -225,9 +226,16 @@ def _chunks(file: Source, parts: Sequence[_Part], every: bool = False) -> Iterat
             first += 1
         near = parts[first : bisect_right(begins, span.end - 1)]
         # Asked of each: one around the others keeps ``first`` where it is, and loops may step over a chunk.
-        of = [part for part in near if next(reading(part.copy, span.begin, span.end), None) is not None]
+        of = [part for part in near if _wants(part.copy, span)]
         if of or every:
             yield _Chunk(file, number, span, of)
+
+
+def _wants(copy: StridedCopy, span: Span) -> bool:
+    """Whether ``copy`` reads anything there."""
+    if copy.source_strides == (1,):  # thousands are
+        return copy.shape[0] > 0 and copy.source < span.end and copy.source + copy.shape[0] > span.begin
+    return next(reading(copy, span.begin, span.end), None) is not None
 
 
 def _begin(part: _Part) -> int:
