@@ -40,7 +40,8 @@ class Attempt:
     def rows_of(self, rank: int) -> list[Row]:
         """What a rank has written."""
         path = self._path(rank)
-        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        # Behind the last end of a line lies nothing, or what a rank had written of a row when it was killed.
+        return [json.loads(line) for line in path.read_text().split("\n")[:-1]] if path.exists() else []
 
     def write(self, rank: int, row: Row) -> None:
         """One iteration is done."""
