@@ -6,7 +6,9 @@ import contextlib
 import errno
 import os
 import threading
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 
 from ftckpt.errors import StorageError
@@ -24,6 +26,9 @@ _PASSING = (
 
 _AHEAD_STEP_BYTES = 128 << 10
 """As far as Linux reads ahead by default: of a longer request a disk that takes no more gets the begin alone."""
+
+_MOST_VECTORS = os.sysconf("SC_IOV_MAX")
+"""Of one call."""
 
 _TRIES = 100
 """Of making a directory that somebody else removes."""
@@ -89,15 +94,19 @@ class FileStorage(Storage):
                 return file.read(end - begin)
         raise StorageError(f"{path}: has {size} bytes, not {begin} to {end}", lasting=True)
 
-    def read_into(self, name: str, begin: int, memory: memoryview) -> None:
-        path, position = self._path(name), begin
+    def read_into(self, name: str, begin: int, memories: Sequence[memoryview]) -> None:
+        path, position, end = self._path(name), begin, begin + sum(map(len, memories))
+        left = deque(memories)
         with self._explained(path), open(path, "rb", buffering=0) as file:
-            while position < begin + len(memory):
-                taken = os.preadv(file.fileno(), [memory[position - begin :]], position)
+            while position < end:
+                taken = os.preadv(file.fileno(), [*islice(left, _MOST_VECTORS)], position)
                 if not taken:
-                    text = f"{path}: has {position} bytes, not {begin} to {begin + len(memory)}"
-                    raise StorageError(text, lasting=True)
+                    raise StorageError(f"{path}: has {position} bytes, not {begin} to {end}", lasting=True)
                 position += taken
+                while left and taken >= len(left[0]):
+                    taken -= len(left.popleft())
+                if taken:
+                    left[0] = left[0][taken:]
 
     def read_ahead(self, name: str, nbytes: int) -> None:
         # What the page cache has the reads that follow copy from there.

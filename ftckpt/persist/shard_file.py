@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 
 import xxhash
@@ -12,6 +12,7 @@ from ftckpt.persist.compression import decompress, runs_of
 from ftckpt.persist.shards import StoredShard
 from ftckpt.persist.storage import Bytes
 from ftckpt.store.image import Span, parse_image
+from ftckpt.store.targets import Target, cover, scratch
 
 _TRIES = 3
 """Of reading a part whose bytes are not right: what came over a network may be right the next time."""
@@ -24,7 +25,7 @@ class ShardFile:
         where: names it in errors.
         shard: whose it must be.
         read: so many bytes of the file, from an offset on.
-        read_into: fills memory from an offset on; by ``read`` where it is not given.
+        read_into: fills memory, one after the other, from an offset on; by ``read`` where it is not given.
 
     Raises:
         StorageError: its header is not that of the shard in the manifest, or ``read`` fails.
@@ -32,7 +33,7 @@ class ShardFile:
 
     def __init__(
         self, where: str, shard: str, entry: StoredShard, read: Callable[[int, int], Bytes],
-        read_into: Callable[[int, memoryview], None] | None = None,
+        read_into: Callable[[int, Sequence[memoryview]], None] | None = None,
     ) -> None:  # fmt: skip
         self.entry = entry
         self._where = where
@@ -60,19 +61,27 @@ class ShardFile:
             StorageError: it is not what it was when its checksum was taken, or cannot be read.
             ConfigError: nothing that unpacks it is installed.
         """
-        return self._proven(number, lambda: self._unpacked(number))
+        return self._data(number)
 
-    def fill(self, number: int, memory: memoryview) -> None:
-        """Bring a chunk of the image to ``memory``, of its size, where it is proven; raises as ``chunk`` does."""
+    def scatter(self, number: int, targets: Sequence[Target]) -> None:
+        """Fill ``targets``, ascending and apart from each other, from a chunk of the image, which is proven where it
+        lies then; raises as ``chunk`` does."""
+        span, read_into = self.image.chunks[number], self._read_into
+        if read_into is None or self._runs is not None:
+            data = memoryview(self.chunk(number))
+            for begin, memory in targets:
+                memory[:] = data[begin - span.begin :][: len(memory)]
+            return
 
-        def bring() -> memoryview:
-            if self._read_into is not None and self._runs is None:
-                self._read_into(self._spans[number].begin, memory)
-            else:
-                memory[:] = self._unpacked(number)
-            return memory
+        def gap(begin: int, end: int) -> memoryview:
+            return scratch(span.nbytes)[begin - span.begin : end - span.begin]
 
-        self._proven(number, bring)
+        def bring() -> Sequence[memoryview]:
+            memories = [*cover(span, targets, gap)]
+            read_into(span.begin, memories)
+            return memories
+
+        self._prove(number, bring)
 
     def stored_bytes(self, number: int) -> int:
         """What of the file a chunk takes."""
@@ -80,20 +89,28 @@ class ShardFile:
 
     def objects(self) -> Bytes:
         """The objects in use; raises as ``chunk`` does."""
-        return self._proven(-1, lambda: self._unpacked(-1))
+        return self._data(-1)
+
+    def _data(self, part: int) -> Bytes:
+        (data,) = self._prove(part, lambda: [self._unpacked(part)])
+        return data
 
     def _unpacked(self, part: int) -> Bytes:
         data = self._read(self._spans[part].begin, self._spans[part].nbytes)
         return data if self._runs is None else decompress(data, self._runs[part])
 
-    def _proven(self, part: int, bring: Callable[[], Bytes]) -> Bytes:
+    def _prove(self, part: int, bring: Callable[[], Sequence[Bytes]]) -> Sequence[Bytes]:
+        """What ``bring`` gives, one after the other, is the part."""
         span, problem = self._spans[part], "do not match their checksum"
         for _ in range(_TRIES):
             try:
-                data = bring()
+                found = bring()
             except CorruptError as error:
                 problem = str(error)
                 continue
-            if xxhash.xxh3_64_intdigest(data) == self._hashes[part]:
-                return data
+            digest = xxhash.xxh3_64()
+            for data in found:
+                digest.update(data)
+            if digest.intdigest() == self._hashes[part]:
+                return found
         raise StorageError(f"{self._where}: {span.nbytes} bytes at {span.begin} {problem}", lasting=True)

@@ -72,6 +72,8 @@ class StoredShard:
     chunk_hashes: Hashes
     frames: Hashes | None = None
     """Of a compressed file the bytes of the header, of the frame of each chunk, and of that of the objects."""
+    spare_bytes: int = 0
+    """At the end of the file, room that objects do not use: no reader needs it."""
 
     def to_json(self) -> dict[str, Any]:
         value = {**vars(self), "chunk_hashes": _from_u64s(self.chunk_hashes)}
@@ -85,11 +87,12 @@ class StoredShard:
         frames = _to_u64s(entry["frames"]) if "frames" in entry else None
         file, checksum, digest = (str(entry[name]) for name in ("file", "checksum", "digest"))
         nbytes, used, objects_hash = (int(entry[name]) for name in ("nbytes", "objects_used", "objects_hash"))
-        if min(nbytes, used, objects_hash) < 0:
-            raise ValueError(f"{file}: a negative size")
+        spare = int(entry.get("spare_bytes", 0))  # earlier versions did not write it
+        if min(nbytes, used, objects_hash, spare, nbytes - spare) < 0:
+            raise ValueError(f"{file}: a size that cannot be")
         if frames is not None and (len(frames) != len(hashes) + 2 or sum(frames.tolist()) != nbytes):
             raise ValueError(f"{file}: its frames are not what is in it")
-        return cls(file, nbytes, checksum, digest, used, objects_hash, hashes, frames)
+        return cls(file, nbytes, checksum, digest, used, objects_hash, hashes, frames, spare)
 
     def is_of(self, image: SlotImage) -> bool:
         """Whether this is the file of a shard of this image."""

@@ -61,9 +61,12 @@ class Storage(ABC):
     def read(self, name: str, begin: int = 0, nbytes: int | None = None) -> bytes:
         """``nbytes`` from ``begin`` on, or all. StorageError too where the object has fewer."""
 
-    def read_into(self, name: str, begin: int, memory: memoryview) -> None:
-        """Fill ``memory`` from byte ``begin`` on. StorageError too where the object has fewer."""
-        memory[:] = self.read(name, begin, len(memory))
+    def read_into(self, name: str, begin: int, memories: Sequence[memoryview]) -> None:
+        """Fill ``memories``, of bytes, one after the other from byte ``begin`` on. StorageError too where the object
+        has fewer."""
+        data = memoryview(self.read(name, begin, sum(map(len, memories))))
+        for memory in memories:
+            memory[:], data = data[: len(memory)], data[len(memory) :]
 
     def read_ahead(self, name: str, nbytes: int) -> None:  # noqa: B027 - what gains nothing by it does nothing
         """The first ``nbytes`` will be read soon: have them brought nearer meanwhile, where that is of use. Takes no

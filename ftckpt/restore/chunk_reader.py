@@ -56,8 +56,8 @@ class ShardFiles:
         def read(begin: int, nbytes: int) -> bytes:
             return ask(lambda: self._storage.read(name, begin, nbytes))
 
-        def read_into(begin: int, memory: memoryview) -> None:
-            ask(lambda: self._storage.read_into(name, begin, memory))
+        def read_into(begin: int, memories: Sequence[memoryview]) -> None:
+            ask(lambda: self._storage.read_into(name, begin, memories))
 
         return ShardFile(where, shard, entry, read, read_into)
 
@@ -153,15 +153,3 @@ class ChunkReader:
             self.usage["chunks"] += 1
             progress(self.usage["bytes"], total)
             yield
-
-
-_buffers = threading.local()
-
-
-def chunk_buffer(nbytes: int) -> memoryview:
-    """Memory of this thread for a chunk, until it asks again: it stays in the processor's cache, where new memory
-    costs a fault for each page."""
-    buffer: bytearray = getattr(_buffers, "chunk", bytearray())
-    if len(buffer) < nbytes:
-        buffer = _buffers.chunk = bytearray(nbytes)
-    return memoryview(buffer)[:nbytes]

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
 import xxhash
 
@@ -13,16 +11,10 @@ from ftckpt.errors import ArenaError
 from ftckpt.store.arena import Arena
 from ftckpt.store.mapping import FileId
 from ftckpt.store.slots import slot_name
+from ftckpt.store.targets import Target, cover, scratch
 
 _PIECE_BYTES = 1 << 20
 """Hashed at a time: it stays in a core's own cache."""
-
-
-class Target(NamedTuple):
-    """Memory, of bytes, for what a file has from ``begin`` on."""
-
-    begin: int
-    memory: memoryview
 
 
 class SlotFile:
@@ -74,25 +66,13 @@ class SlotFile:
         os.close(self._fd)
 
     def _pieces(self, chunk: int, targets: Sequence[Target]) -> Iterator[Target]:
-        """All of a chunk in order, in pieces: those of the targets, and between them of a buffer."""
-        span = self._spans[chunk]
-        place = span.begin
-        for target in (*targets, Target(span.end, memoryview(b""))):
-            while place < target.begin:
-                memory = _buffer()[: target.begin - place]
-                yield Target(place, memory)
-                place += len(memory)
-            for begin in range(0, len(target.memory), _PIECE_BYTES):
-                yield Target(place + begin, target.memory[begin : begin + _PIECE_BYTES])
-            place += len(target.memory)
+        """All of a chunk in order, in pieces: those of the targets, and between them of memory that is used again."""
+        place = self._spans[chunk].begin
+        for memory in cover(self._spans[chunk], targets, _gap):
+            for begin in range(0, len(memory), _PIECE_BYTES):
+                yield Target(place + begin, memory[begin : begin + _PIECE_BYTES])
+            place += len(memory)
 
 
-_buffers = threading.local()
-
-
-def _buffer() -> memoryview:
-    """Of this thread, until it asks again."""
-    memory: memoryview | None = getattr(_buffers, "piece", None)
-    if memory is None:
-        memory = _buffers.piece = memoryview(bytearray(_PIECE_BYTES))
-    return memory
+def _gap(begin: int, end: int) -> memoryview:
+    return scratch(min(end - begin, _PIECE_BYTES))

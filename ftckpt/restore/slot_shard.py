@@ -6,9 +6,10 @@ from collections.abc import Mapping, Sequence
 
 from ftckpt.errors import CorruptError
 from ftckpt.model.snapshot import SnapshotId
-from ftckpt.restore.slot_file import SlotFile, Target
+from ftckpt.restore.slot_file import SlotFile
 from ftckpt.store.arena import Arena
 from ftckpt.store.damage import Damage
+from ftckpt.store.targets import Target
 
 
 class SlotShard:
@@ -34,10 +35,6 @@ class SlotShard:
     def stored_bytes(self, number: int) -> int:
         """What is read for a chunk."""
         return self.image.chunks[number].nbytes
-
-    def fill(self, number: int, memory: memoryview) -> None:
-        """Bring a chunk to ``memory``, of its size; raises as ``scatter`` does."""
-        self.scatter(number, [Target(self.image.chunks[number].begin, memory)])
 
     def scatter(self, number: int, targets: Sequence[Target]) -> None:
         """Fill ``targets``, ascending and apart from each other, from a chunk.

@@ -22,7 +22,7 @@ from ftckpt.persist.shard_file import ShardFile
 from ftckpt.persist.shards import StoredSnapshot
 from ftckpt.restore.build import Build
 from ftckpt.restore.choice import worth_keeping
-from ftckpt.restore.chunk_reader import ChunkReader, Job, ShardFiles, chunk_buffer
+from ftckpt.restore.chunk_reader import ChunkReader, Job, ShardFiles
 from ftckpt.restore.inventory import Inventory
 from ftckpt.restore.locations import OpenArenas, SlotAt
 from ftckpt.restore.rebuild import NEW_SLOT, Fix
@@ -31,6 +31,7 @@ from ftckpt.store.arena import Arena
 from ftckpt.store.damage import Damage
 from ftckpt.store.directory import arena_path
 from ftckpt.store.package import Package
+from ftckpt.store.targets import Target, scratch
 
 _AHEAD_BYTES = 256 << 20
 """Of each file, before there is memory for what it holds: what the disks give in that time, about."""
@@ -112,8 +113,7 @@ class ShardFetch:
         """All chunks of a slot, in the order in which they lie there."""
         file = self.files.get(build.fix.shard)
         for chunk in build.fix.chunks:
-            nbytes = build.length(chunk)
-            yield Job(nbytes, partial(_bring, file, build, chunk, nbytes))
+            yield Job(build.length(chunk), partial(_bring, file, build, chunk))
 
     def _seal(self) -> None:
         for shard, build in self._builds.items():
@@ -168,10 +168,11 @@ def reads(snapshot: SnapshotId) -> str:
     return f"reads iteration {snapshot.iteration} from storage"
 
 
-def _bring(file: ShardFile, build: Build, chunk: int, nbytes: int) -> None:
+def _bring(file: ShardFile, build: Build, chunk: int) -> None:
     """Read a chunk, prove it, and write it where it belongs in memory."""
-    memory = chunk_buffer(nbytes)
-    file.fill(chunk, memory)
+    span = file.image.chunks[chunk]
+    memory = scratch(span.nbytes)
+    file.scatter(chunk, [Target(span.begin, memory)])
     build.put(chunk, 0, np.frombuffer(memory, np.uint8))
 
 

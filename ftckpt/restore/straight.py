@@ -18,15 +18,14 @@ import torch
 from ftckpt.group import Group, gather_all
 from ftckpt.model.topology import Topology
 from ftckpt.persist.storage import Bytes
-from ftckpt.restore.chunk_reader import ChunkReader, Job, chunk_buffer
+from ftckpt.restore.chunk_reader import ChunkReader, Job
 from ftckpt.restore.exchange import dest_strip, source_strip
 from ftckpt.restore.load import Traffic, Transfer
 from ftckpt.restore.locations import SlotAt
 from ftckpt.restore.plan import StridedCopy, reading, run
-from ftckpt.restore.slot_file import Target
-from ftckpt.restore.slot_shard import SlotShard
 from ftckpt.restore.threads import here
 from ftckpt.store.image import SlotImage, Span
+from ftckpt.store.targets import Target, scratch
 
 _TWICE_SHARE = 0.125
 """Of all bytes of the snapshot at most so many are read by several ranks: more is read once, to slots, and handed on
@@ -45,8 +44,8 @@ class Source(Protocol):
     def stored_bytes(self, number: int) -> int:
         """What is read for a chunk."""
 
-    def fill(self, number: int, memory: memoryview) -> None:
-        """Bring a chunk to ``memory``, proven."""
+    def scatter(self, number: int, targets: Sequence[Target]) -> None:
+        """Fill ``targets``, ascending and apart from each other, from a chunk; raises unless it is proven."""
 
     def objects(self) -> Bytes:
         """The encoded objects, proven."""
@@ -188,12 +187,12 @@ def _slot(transfer: Transfer) -> SlotAt:
 
 def _bring(chunk: _Chunk, on_stream: Callable[[], AbstractContextManager[object]]) -> None:
     """Read a chunk, prove it, and put its bytes where they belong."""
-    if isinstance(chunk.file, SlotShard) and (targets := _targets(chunk)) is not None:
+    if (targets := _targets(chunk)) is not None:
         chunk.file.scatter(chunk.number, targets)
         return
     begin, end = chunk.span.begin, chunk.span.end
-    memory = chunk_buffer(chunk.span.nbytes)
-    chunk.file.fill(chunk.number, memory)
+    memory = scratch(chunk.span.nbytes)
+    chunk.file.scatter(chunk.number, [Target(begin, memory)])
     data = torch.frombuffer(memory, dtype=torch.uint8)
     with on_stream():
         for part in chunk.parts:

@@ -266,7 +266,10 @@ class Flush:
         if not arena.still_holds(checked.slot, record):
             raise ArenaError(f"{arena.shard}: its slot was needed for a newer snapshot")
         frames = np.array(lengths, np.uint64) if compresses else None
-        return replace(entry, file=file.name, nbytes=file.nbytes, checksum=file.checksum, frames=frames)
+        spare_bytes = 0 if compresses else shard.image.file_bytes - shard.image.objects.begin - entry.objects_used
+        return replace(
+            entry, file=file.name, nbytes=file.nbytes, checksum=file.checksum, frames=frames, spare_bytes=spare_bytes
+        )  # fmt: skip
 
     def _paced(self, arena: GuardedArena, slot: int, pieces: Iterable[memoryview]) -> Iterator[Bytes]:
         for piece in pieces:
