@@ -1,4 +1,4 @@
-"""Where the parts of a file go that are read once: memory that wants them, and between it memory that nobody keeps."""
+"""Where the parts of a file go that is read once: memory that wants them, and between it memory that nobody keeps."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ import re
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ from ftckpt.restore import straight
 from ftckpt.restore.stored import ShardFetch
 from ftckpt.store.arena import Arena
 from ftckpt.store.directory import clean_job, end_smp
+from ftckpt.store.targets import Target
 from tests.support import jobs, plain
 from tests.support.event_logs import read_events
 from tests.support.mounting import leave_free, tmpfs
@@ -177,14 +178,14 @@ def test_a_job_whose_memory_is_gone_goes_on_from_storage(persisting: dict[str, A
 
 def restored_late(rank: int, world_size: int, settings: dict[str, Any], by_slots: bool) -> Any:
     """What storage gives comes when all ranks have planned where it goes, and wait for it."""
-    fill = ShardFile.fill
+    scatter = ShardFile.scatter
 
-    def late(file: ShardFile, number: int, memory: memoryview) -> None:
+    def late(file: ShardFile, number: int, targets: Sequence[Target]) -> None:
         time.sleep(0.5)
-        fill(file, number, memory)
+        scatter(file, number, targets)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ShardFile, "fill", late)
+        patch.setattr(ShardFile, "scatter", late)
         if by_slots:
             patch.setattr(straight, "reads_little_twice", lambda *_: False)
         return restored(rank, world_size, settings)
@@ -206,7 +207,8 @@ def built_late(rank: int, world_size: int, settings: dict[str, Any]) -> Any:
     doors.read_ahead(config)
     newest = stored(settings)[0]
     folder = Path(settings["persist"]) / f"iter_{newest.snapshot.iteration:07d}"
-    until(lambda: cached_bytes(folder) >= newest.nbytes, "all of it was read", 60.0)
+    wanted_bytes = sum(shard.nbytes - shard.spare_bytes for shard in newest.shards.values())
+    until(lambda: cached_bytes(folder) >= wanted_bytes, "all of it was read", 60.0)
     return restored(rank, world_size, settings)
 
 
@@ -221,8 +223,9 @@ def test_storage_is_read_while_ranks_still_start(persisting: dict[str, Any], lef
     assert results == [what_was(newest.snapshot.iteration)] * 4
     told = {event["rank"]: event for event in jobs.events(persisting, "prefetched")}
     assert {rank: event["bytes"] for rank, event in told.items()} == {
-        rank: newest.shards[f"dp{rank}"].nbytes for rank in range(4)
+        rank: shard.nbytes - shard.spare_bytes for rank in range(4) for shard in [newest.shards[f"dp{rank}"]]
     }
+    assert all(shard.spare_bytes > 0 for shard in newest.shards.values()), "room for objects is not read"
     assert {event["iteration"] for event in told.values()} == {newest.snapshot.iteration}
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
 
@@ -21,6 +22,7 @@ from ftckpt.persist.compression import Stretch, compress, decompress, packed
 from ftckpt.persist.shard_file import ShardFile
 from ftckpt.persist.shards import StoredShard
 from ftckpt.store.image import SlotImage
+from ftckpt.store.targets import Target
 from tests.support.errors import raises
 
 OBJECTS = 5000
@@ -65,6 +67,27 @@ def opened(entry: StoredShard, data: bytes) -> ShardFile:
     return ShardFile("here", "dp0", entry, lambda begin, nbytes: data[begin : begin + nbytes])
 
 
+def opened_in_place(entry: StoredShard, data: bytes) -> ShardFile:
+    """As one that storage reads to where it belongs."""
+
+    def read_into(begin: int, memories: Sequence[memoryview]) -> None:
+        for memory in memories:
+            memory[:] = data[begin : begin + len(memory)]
+            begin += len(memory)
+
+    return ShardFile("here", "dp0", entry, lambda begin, nbytes: data[begin : begin + nbytes], read_into)
+
+
+def scattered(file: ShardFile, number: int, rng: random.Random) -> bytes:
+    """A chunk whose every second part goes to memory of its own, the others nowhere; those come in another turn."""
+    span = file.image.chunks[number]
+    edges = sorted({span.begin, span.end, *(rng.randint(span.begin, span.end) for _ in range(5))})
+    parts = [(begin, bytearray(end - begin)) for begin, end in pairwise(edges)]
+    for half in (parts[::2], parts[1::2]):
+        file.scatter(number, [Target(begin, memoryview(part)) for begin, part in half])
+    return b"".join(part for _, part in parts)
+
+
 @given(
     st.lists(st.tuples(st.sampled_from(sorted(DTYPE_BYTES)), st.integers(0, 3000)), min_size=1, max_size=12),
     st.integers(0, 4), st.sampled_from([777, 4096, 12288, 1 << 20]), st.integers(0, OBJECTS), st.integers(1, 9000),
@@ -74,13 +97,15 @@ def test_each_part_comes_back(
 ) -> None:
     """Of all types, of chunks that cut tensors and even elements, of whatever pieces; gaps are left out."""
     image = image_of(tensors, min(volatile, len(tensors)), chunk_bytes)
-    plain = content(image)
+    plain, rng = content(image), random.Random(used)
     begin = image.objects.begin
     for entry, data in (compressed(image, plain, used, piece_bytes), (entry_of(image, plain, used), plain)):
         file = opened(entry, data)
         assert file.image == image and bytes(file.objects()) == plain[begin : begin + used]
         for number, span in enumerate(image.chunks):
             assert bytes(file.chunk(number)) == plain[span.begin : span.end]
+            for opens in (opened, opened_in_place):
+                assert scattered(opens(entry, data), number, rng) == plain[span.begin : span.end]
 
 
 def test_all_types_are_tried() -> None:
@@ -117,7 +142,7 @@ def test_the_last_comparison_is_not_missed() -> None:
 @pytest.mark.parametrize("packs", [False, True], ids=["as it is", "compressed"])
 def test_no_flipped_byte_is_missed(packs: bool) -> None:
     image = image_of([("BF16", 3000), ("F32", 5000)], 1, 8192)
-    plain = content(image)
+    plain, rng = content(image), random.Random(5)
     entry, data = compressed(image, plain, 900) if packs else (entry_of(image, plain, 900), plain)
     ends = [0, *accumulate(entry.frames.tolist())] if entry.frames is not None else []
     spans = list(pairwise(ends[1:])) or [(s.begin, s.end) for s in image.chunks]
@@ -126,6 +151,8 @@ def test_no_flipped_byte_is_missed(packs: bool) -> None:
             file = opened(entry, data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
             with raises(StorageError, "here", f"bytes at {begin}"):
                 file.chunk(number)
+            with raises(StorageError, "here", f"bytes at {begin}"):
+                scattered(opened_in_place(entry, data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]), number, rng)
             assert all(file.chunk(other) for other in range(len(image.chunks)) if other != number)
     at = ends[-2] + 30 if packs else image.objects.begin + 30
     with raises(StorageError, "here"):

@@ -41,12 +41,15 @@ from tests.support.waiting import until
 
 LINEAGE = b"p" * 16
 SIZES = {"tp0-pp0-dp0": 5 << 20, "tp0-pp1-dp0": 3 << 20, "tp1-pp0-dp0": 33 << 20, "tp1-pp1-dp0": 2 << 20}
+SPARE_BYTES = 1 << 20
+"""At the end of the last shard."""
 SEAT = Seat(0, 4, 4)
 
 
 def snapshot(iteration: int, origin: Checkpoint | None = None) -> StoredSnapshot:
     def shard(name: str) -> StoredShard:
-        return StoredShard(name, SIZES[name], "0" * 16, "0", 0, 0, np.zeros(1, np.uint64))
+        spare_bytes = SPARE_BYTES if name == "tp1-pp1-dp0" else 0
+        return StoredShard(name, SIZES[name], "0" * 16, "0", 0, 0, np.zeros(1, np.uint64), None, spare_bytes)
 
     return StoredSnapshot(
         SnapshotId(LINEAGE, iteration), "job", {"tp": 2, "pp": 2}, {name: shard(name) for name in SIZES},
@@ -181,6 +184,11 @@ def test_the_page_cache_has_all_of_the_shard_and_nothing_else(out_of_memory: Fil
     assert sorted(Path(out_of_memory.where).rglob("*")) == files, "nothing is written there"
     there = cached(out_of_memory)
     assert there == {**dict.fromkeys(SIZES, 0), "tp1-pp0-dp0": SIZES["tp1-pp0-dp0"]}
+
+
+def test_room_that_objects_do_not_use_is_not_read(out_of_memory: FileStorage, node_dir: Path) -> None:
+    done = read(out_of_memory, node_dir, Seat(3, 4, 1))
+    assert done is not None and done.bytes == SIZES["tp1-pp1-dp0"] - SPARE_BYTES
 
 
 @pytest.mark.parametrize("case", [(80 << 20, 2, 20 << 20), (1 << 40, 2, 33 << 20), (0, 1, 0)])

@@ -74,7 +74,8 @@ def test_bytes_that_are_not_what_they_were_are_seen_as_they_go_by(where: str, ar
 def snapshot(frames: Sequence[int] | None = None) -> StoredSnapshot:
     hashes = np.array([1, (1 << 64) - 1], np.uint64)
     lengths = None if frames is None else np.array(frames, np.uint64)
-    shard = StoredShard("ab-dp0.safetensors", 4096, "0" * 16, "ff", 700, (1 << 64) - 1, hashes, lengths)
+    spare_bytes = 0 if frames else 324
+    shard = StoredShard("ab-dp0.safetensors", 4096, "0" * 16, "ff", 700, (1 << 64) - 1, hashes, lengths, spare_bytes)
     origin = Checkpoint(4, True, generation=2, undone=1)
     return StoredSnapshot(SNAPSHOT, "job", {"dp": 1, "zero": True}, {"dp0": shard}, origin)
 
@@ -85,6 +86,7 @@ def test_a_manifest_survives_its_json(frames: list[int] | None) -> None:
     assert (b"frames" in one.encode()) == bool(frames), "who compresses nothing writes what was always written"
     again = StoredSnapshot.decode(one.encode(), "m")
     assert again.encode() == one.encode() and again.snapshot == SNAPSHOT and again.origin.generation == 2
+    assert again.shards["dp0"].spare_bytes == (0 if frames else 324)
     found = again.shards["dp0"].frames
     assert (None if found is None else found.tolist()) == frames
     assert again.shards["dp0"].chunk_hashes.tolist() == [1, (1 << 64) - 1]
@@ -108,6 +110,19 @@ def test_anything_else_is_refused(change: str) -> None:
     action(value)
     with raises(StorageError, "m:", text):
         StoredSnapshot.decode(json.dumps(value).encode(), "m")
+
+
+def test_a_manifest_of_an_earlier_version_names_no_spare_bytes() -> None:
+    entry = snapshot().shards["dp0"].to_json()
+    del entry["spare_bytes"]
+    assert StoredShard.from_json(entry).spare_bytes == 0
+
+
+@pytest.mark.parametrize("spare_bytes", [-1, 4097])
+def test_spare_bytes_that_cannot_be_are_refused(spare_bytes: int) -> None:
+    entry = snapshot().shards["dp0"].to_json() | {"spare_bytes": spare_bytes}
+    with pytest.raises(ValueError, match="a size that cannot be"):
+        StoredShard.from_json(entry)
 
 
 @pytest.mark.parametrize(

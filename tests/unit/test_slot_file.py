@@ -13,12 +13,14 @@ import pytest
 from ftckpt.errors import ArenaError, CorruptError
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.restore import slot_file
-from ftckpt.restore.slot_file import SlotFile, Target
+from ftckpt.restore.slot_file import SlotFile
 from ftckpt.restore.slot_shard import SlotShard
 from ftckpt.restore.threads import in_order
+from ftckpt.store import targets
 from ftckpt.store.arena import Arena
 from ftckpt.store.directory import node_directory
 from ftckpt.store.slots import slot_name
+from ftckpt.store.targets import Target
 from tests.support.errors import raises
 from tests.unit.test_arena_segment import MANIFEST, write
 
@@ -35,7 +37,7 @@ def test_a_chunk_has_the_same_checksum_by_calls(
     arena: Arena, piece_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(slot_file, "_PIECE_BYTES", piece_bytes)
-    monkeypatch.setattr(slot_file, "_buffers", threading.local())
+    monkeypatch.setattr(targets, "_memory", threading.local())
     chunks = range(len(arena.image.chunks))
     with closing(SlotFile(arena, 0)) as file:
         hashes = [file.take(chunk) for chunk in chunks]
@@ -50,7 +52,7 @@ def test_what_is_wanted_of_a_chunk_comes_with_its_checksum(
     arena: Arena, piece_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(slot_file, "_PIECE_BYTES", piece_bytes)
-    monkeypatch.setattr(slot_file, "_buffers", threading.local())
+    monkeypatch.setattr(targets, "_memory", threading.local())
     rng = random.Random(3)
     with closing(SlotFile(arena, 0)) as file:
         for chunk, span in list(enumerate(arena.image.chunks)) * 5:
@@ -72,10 +74,11 @@ def test_a_slot_gives_only_what_is_proven(arena: Arena) -> None:
     assert shard().objects() == bytes(arena.read_objects(0))
     span = arena.image.chunks[1]
     arena.slot(0)[span.end - 1] ^= 1
-    shard().fill(0, memoryview(bytearray(arena.image.chunks[0].nbytes)))
-    for targets in ([Target(span.begin, memoryview(bytearray(3)))], []):
+    first = arena.image.chunks[0]
+    shard().scatter(0, [Target(first.begin, memoryview(bytearray(first.nbytes)))])
+    for wanted in ([Target(span.begin, memoryview(bytearray(3)))], []):
         with raises(CorruptError, "chunk 1"):
-            shard().scatter(1, targets)
+            shard().scatter(1, wanted)
     with raises(CorruptError, "record"):
         SlotShard(arena, 0, SnapshotId(bytes(16), 3), SlotFile(arena, 0), expected)
     arena.slot(0)[arena.image.objects.begin] ^= 1

@@ -93,6 +93,17 @@ def test_large_objects_are_written_chunk_by_chunk(storage: Storage) -> None:
     assert storage.write("empty", []) == 0 and storage.size("empty") == 0
 
 
+def test_a_part_comes_to_memories_one_after_the_other(storage: Storage) -> None:
+    data = np.random.default_rng(2).integers(0, 256, 100_000, np.uint8).tobytes()
+    storage.put("x", data)
+    lengths = [0, 7, 4096, 0, 30_000, *[3] * 2000, 0]  # more than one call of the system takes
+    memories = [memoryview(bytearray(length)) for length in lengths]
+    storage.read_into("x", 11, memories)
+    assert b"".join(memories) == data[11 : 11 + sum(lengths)]
+    with raises(StorageError, "x"):
+        storage.read_into("x", len(data) - 5, [memoryview(bytearray(3)), memoryview(bytearray(3))])
+
+
 def test_an_error_half_way_leaves_what_was_there(storage: Storage) -> None:
     storage.put("x", b"before")
 

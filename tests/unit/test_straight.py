@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import cast
@@ -13,6 +14,7 @@ from ftckpt.persist.shard_file import ShardFile
 from ftckpt.restore.plan import StridedCopy, run
 from ftckpt.restore.straight import _begin, _bring, _chunks, _Part, reads_little_twice
 from ftckpt.store.image import Span
+from ftckpt.store.targets import Target
 
 
 class Image:
@@ -24,9 +26,12 @@ class Image:
         self.image = SimpleNamespace(chunks=spans)
         self.read: list[int] = []
 
-    def fill(self, number: int, memory: memoryview) -> None:
-        span = self.image.chunks[number]
-        memory[:] = self.data[span.begin : span.end].numpy().data
+    def scatter(self, number: int, targets: Sequence[Target]) -> None:
+        place = self.image.chunks[number].begin
+        for begin, memory in targets:
+            assert place <= begin <= begin + len(memory) <= self.image.chunks[number].end
+            place = begin + len(memory)
+            memory[:] = self.data[begin:place].numpy().data
         self.read.append(number)
 
     def bring(self, wanted: list[StridedCopy]) -> list[torch.Tensor]:
