@@ -28,7 +28,7 @@ _AHEAD_STEP_BYTES = 128 << 10
 """As far as Linux reads ahead by default: of a longer request a disk that takes no more gets the begin alone."""
 
 _MOST_VECTORS = os.sysconf("SC_IOV_MAX")
-"""Of one call."""
+"""Memories that one call of the system fills at most."""
 
 _TRIES = 100
 """Of making a directory that somebody else removes."""
@@ -96,7 +96,7 @@ class FileStorage(Storage):
 
     def read_into(self, name: str, begin: int, memories: Sequence[memoryview]) -> None:
         path, position, end = self._path(name), begin, begin + sum(map(len, memories))
-        left = deque(memories)
+        left = deque(filter(len, memories))
         with self._explained(path), open(path, "rb", buffering=0) as file:
             while position < end:
                 taken = os.preadv(file.fileno(), [*islice(left, _MOST_VECTORS)], position)

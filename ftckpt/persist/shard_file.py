@@ -12,7 +12,7 @@ from ftckpt.persist.compression import decompress, runs_of
 from ftckpt.persist.shards import StoredShard
 from ftckpt.persist.storage import Bytes
 from ftckpt.store.image import Span, parse_image
-from ftckpt.store.targets import Target, cover, scratch
+from ftckpt.store.landings import Landing, cover, scratch
 
 _TRIES = 3
 """Of reading a part whose bytes are not right: what came over a network may be right the next time."""
@@ -61,15 +61,17 @@ class ShardFile:
             StorageError: it is not what it was when its checksum was taken, or cannot be read.
             ConfigError: nothing that unpacks it is installed.
         """
-        return self._data(number)
+        return self._proven(number)
 
-    def scatter(self, number: int, targets: Sequence[Target]) -> None:
-        """Fill ``targets``, ascending and apart from each other, from a chunk of the image, which is proven where it
-        lies then; raises as ``chunk`` does."""
+    def scatter(self, number: int, landings: Sequence[Landing]) -> None:
+        """Fill ``landings``, ascending and apart from each other, from a chunk; raises as ``chunk`` does.
+
+        What is not packed is proven where it has landed: where this raises, the landings have what it is.
+        """
         span, read_into = self.image.chunks[number], self._read_into
         if read_into is None or self._runs is not None:
             data = memoryview(self.chunk(number))
-            for begin, memory in targets:
+            for begin, memory in landings:
                 memory[:] = data[begin - span.begin :][: len(memory)]
             return
 
@@ -77,7 +79,7 @@ class ShardFile:
             return scratch(span.nbytes)[begin - span.begin : end - span.begin]
 
         def bring() -> Sequence[memoryview]:
-            memories = [*cover(span, targets, gap)]
+            memories = [*cover(span, landings, gap)]
             read_into(span.begin, memories)
             return memories
 
@@ -89,18 +91,17 @@ class ShardFile:
 
     def objects(self) -> Bytes:
         """The objects in use; raises as ``chunk`` does."""
-        return self._data(-1)
+        return self._proven(-1)
 
-    def _data(self, part: int) -> Bytes:
-        (data,) = self._prove(part, lambda: [self._unpacked(part)])
-        return data
+    def _proven(self, part: int) -> Bytes:
+        return self._prove(part, lambda: [self._unpacked(part)])[0]
 
     def _unpacked(self, part: int) -> Bytes:
         data = self._read(self._spans[part].begin, self._spans[part].nbytes)
         return data if self._runs is None else decompress(data, self._runs[part])
 
     def _prove(self, part: int, bring: Callable[[], Sequence[Bytes]]) -> Sequence[Bytes]:
-        """What ``bring`` gives, one after the other, is the part."""
+        """What ``bring`` gives, which one after the other must be the part; it is tried again where it is not."""
         span, problem = self._spans[part], "do not match their checksum"
         for _ in range(_TRIES):
             try:

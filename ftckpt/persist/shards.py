@@ -73,7 +73,12 @@ class StoredShard:
     frames: Hashes | None = None
     """Of a compressed file the bytes of the header, of the frame of each chunk, and of that of the objects."""
     spare_bytes: int = 0
-    """At the end of the file, room that objects do not use: no reader needs it."""
+    """At the end of the file, room that objects do not use: no restart reads it."""
+
+    @property
+    def needed_bytes(self) -> int:
+        """Of the file from its begin, what a restart reads at most."""
+        return self.nbytes - self.spare_bytes
 
     def to_json(self) -> dict[str, Any]:
         value = {**vars(self), "chunk_hashes": _from_u64s(self.chunk_hashes)}

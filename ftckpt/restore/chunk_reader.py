@@ -42,7 +42,7 @@ class ShardFiles:
     def read_ahead(self, shards: Collection[str], most_bytes: int) -> None:
         """Have the first ``most_bytes`` of each file brought near, where storage can."""
         for shard in shards:
-            self._storage.read_ahead(self._name(shard), min(self.stored.shards[shard].nbytes, most_bytes))
+            self._storage.read_ahead(self._name(shard), min(self.stored.shards[shard].needed_bytes, most_bytes))
 
     def _name(self, shard: str) -> str:
         return f"{folder_of(self.stored.snapshot.iteration)}/{self.stored.shards[shard].file}"

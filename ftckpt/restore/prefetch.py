@@ -218,6 +218,6 @@ def _pieces(stored: StoredSnapshot, shards: Sequence[StoredShard], room_bytes: i
     """Name, begin and bytes of what is read, in order, until ``room_bytes`` are full."""
     for shard in shards:
         name = f"{folder_of(stored.snapshot.iteration)}/{shard.file}"
-        end = min(shard.nbytes - shard.spare_bytes, room_bytes)
+        end = min(shard.needed_bytes, room_bytes)
         yield from ((name, begin, min(_PIECE_BYTES, end - begin)) for begin in range(0, end, _PIECE_BYTES))
         room_bytes -= end

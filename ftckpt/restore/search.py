@@ -11,6 +11,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import NamedTuple
 
 from ftckpt.errors import FtckptError, LostError, MismatchError, StorageError
@@ -130,6 +131,8 @@ class Search:
             LostError, MismatchError, MemoryBudgetError, ArenaError: on all ranks together.
         """
         self._inventory = self._gather_inventory() if self._reports is None else self._join(self._reports)
+        if not is_of_one_layout(self._inventory, self._shelf.snapshots):
+            self._overlaps = self._unproven = False
         decision = self._newest()
         if decision is not None and self.coming is None and not self._is_proven:
             self.coming = self._in_slots(decision)
@@ -448,6 +451,17 @@ def _places(topology: Topology, shards: Collection[str], same: bool) -> dict[str
         return {member.shard: SlotAt(member.node, member.shard, NEW_SLOT) for member in topology.members}
     nodes = [member.node for member in topology.members]
     return {shard: SlotAt(nodes[number % len(nodes)], shard, NEW_SLOT) for number, shard in enumerate(sorted(shards))}
+
+
+def is_of_one_layout(inventory: Inventory, stored: Iterable[StoredSnapshot]) -> bool:
+    """Whether all that may be taken in the end has the same layout.
+
+    In place of a snapshot that proves bad when some of it is in the live state already, one of another layout would
+    not do: it has no bytes for padding and for what is a rank's own, so that those which are bad would stay.
+    """
+    layouts = [report.layout for report in inventory.arenas if report.slots], [one.layout for one in stored]
+    every = [*chain.from_iterable(layouts)]
+    return not any(layouts_differ(every[0], layout) for layout in every[1:])
 
 
 def _is_at(decision: Decision | None, stored: StoredSnapshot) -> bool:

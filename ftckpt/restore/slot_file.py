@@ -9,9 +9,9 @@ import xxhash
 
 from ftckpt.errors import ArenaError
 from ftckpt.store.arena import Arena
+from ftckpt.store.landings import Landing, cover, scratch
 from ftckpt.store.mapping import FileId
 from ftckpt.store.slots import slot_name
-from ftckpt.store.targets import Target, cover, scratch
 
 _PIECE_BYTES = 1 << 20
 """Hashed at a time: it stays in a core's own cache."""
@@ -38,13 +38,13 @@ class SlotFile:
             raise ArenaError(f"{path}: was replaced")
         self._path = path
 
-    def take(self, chunk: int, targets: Sequence[Target] = ()) -> int:
-        """Read a chunk once: fill ``targets`` in it, ascending and apart from each other; xxh3-64 of all of it.
+    def take(self, chunk: int, landings: Sequence[Landing] = ()) -> int:
+        """Read a chunk once: fill ``landings`` in it, ascending and apart from each other; xxh3-64 of all of it.
 
-        What the targets have is what was hashed. Raises ArenaError.
+        What the landings have is what was hashed. Raises ArenaError.
         """
         digest = xxhash.xxh3_64()
-        for begin, memory in self._pieces(chunk, targets):
+        for begin, memory in self._pieces(chunk, landings):
             self.read_into(begin, memory)
             digest.update(memory)
         return digest.intdigest()
@@ -65,12 +65,12 @@ class SlotFile:
         """Give the descriptor up."""
         os.close(self._fd)
 
-    def _pieces(self, chunk: int, targets: Sequence[Target]) -> Iterator[Target]:
-        """All of a chunk in order, in pieces: those of the targets, and between them of memory that is used again."""
+    def _pieces(self, chunk: int, landings: Sequence[Landing]) -> Iterator[Landing]:
+        """All of a chunk in order, in pieces: of the landings, and between them of memory that is used again."""
         place = self._spans[chunk].begin
-        for memory in cover(self._spans[chunk], targets, _gap):
+        for memory in cover(self._spans[chunk], landings, _gap):
             for begin in range(0, len(memory), _PIECE_BYTES):
-                yield Target(place + begin, memory[begin : begin + _PIECE_BYTES])
+                yield Landing(place + begin, memory[begin : begin + _PIECE_BYTES])
             place += len(memory)
 
 

@@ -9,7 +9,7 @@ from ftckpt.model.snapshot import SnapshotId
 from ftckpt.restore.slot_file import SlotFile
 from ftckpt.store.arena import Arena
 from ftckpt.store.damage import Damage
-from ftckpt.store.targets import Target
+from ftckpt.store.landings import Landing
 
 
 class SlotShard:
@@ -36,14 +36,14 @@ class SlotShard:
         """What is read for a chunk."""
         return self.image.chunks[number].nbytes
 
-    def scatter(self, number: int, targets: Sequence[Target]) -> None:
-        """Fill ``targets``, ascending and apart from each other, from a chunk.
+    def scatter(self, number: int, landings: Sequence[Landing]) -> None:
+        """Fill ``landings``, ascending and apart from each other, from a chunk.
 
         Raises:
-            CorruptError: the chunk is not what it was when its checksum was taken; the targets have what it is.
+            CorruptError: the chunk is not what it was when its checksum was taken; the landings have what it is.
             ArenaError: it cannot be read.
         """
-        found = self._file.take(number, targets)
+        found = self._file.take(number, landings)
         if found != self._expected.get(number, found):
             raise CorruptError(f"{self._arena.path}: slot {self._slot}: chunk {number} does not match its checksum")
 

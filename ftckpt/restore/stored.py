@@ -30,8 +30,8 @@ from ftckpt.restore.repair import Need, make_room
 from ftckpt.store.arena import Arena
 from ftckpt.store.damage import Damage
 from ftckpt.store.directory import arena_path
+from ftckpt.store.landings import Landing, scratch
 from ftckpt.store.package import Package
-from ftckpt.store.targets import Target, scratch
 
 _AHEAD_BYTES = 256 << 20
 """Of each file, before there is memory for what it holds: what the disks give in that time, about."""
@@ -172,7 +172,7 @@ def _bring(file: ShardFile, build: Build, chunk: int) -> None:
     """Read a chunk, prove it, and write it where it belongs in memory."""
     span = file.image.chunks[chunk]
     memory = scratch(span.nbytes)
-    file.scatter(chunk, [Target(span.begin, memory)])
+    file.scatter(chunk, [Landing(span.begin, memory)])
     build.put(chunk, 0, np.frombuffer(memory, np.uint8))
 
 

@@ -25,7 +25,7 @@ from ftckpt.restore.locations import SlotAt
 from ftckpt.restore.plan import StridedCopy, reading, run
 from ftckpt.restore.threads import here
 from ftckpt.store.image import SlotImage, Span
-from ftckpt.store.targets import Target, scratch
+from ftckpt.store.landings import Landing, scratch
 
 _TWICE_SHARE = 0.125
 """Of all bytes of the snapshot at most so many are read by several ranks: more is read once, to slots, and handed on
@@ -44,8 +44,9 @@ class Source(Protocol):
     def stored_bytes(self, number: int) -> int:
         """What is read for a chunk."""
 
-    def scatter(self, number: int, targets: Sequence[Target]) -> None:
-        """Fill ``targets``, ascending and apart from each other, from a chunk; raises unless it is proven."""
+    def scatter(self, number: int, landings: Sequence[Landing]) -> None:
+        """Fill ``landings``, ascending and apart from each other, from a chunk; raises unless it is proven, and they
+        may have what it is then."""
 
     def objects(self) -> Bytes:
         """The encoded objects, proven."""
@@ -187,12 +188,12 @@ def _slot(transfer: Transfer) -> SlotAt:
 
 def _bring(chunk: _Chunk, on_stream: Callable[[], AbstractContextManager[object]]) -> None:
     """Read a chunk, prove it, and put its bytes where they belong."""
-    if (targets := _targets(chunk)) is not None:
-        chunk.file.scatter(chunk.number, targets)
+    if (landings := _landings(chunk)) is not None:
+        chunk.file.scatter(chunk.number, landings)
         return
     begin, end = chunk.span.begin, chunk.span.end
     memory = scratch(chunk.span.nbytes)
-    chunk.file.scatter(chunk.number, [Target(begin, memory)])
+    chunk.file.scatter(chunk.number, [Landing(begin, memory)])
     data = torch.frombuffer(memory, dtype=torch.uint8)
     with on_stream():
         for part in chunk.parts:
@@ -201,9 +202,9 @@ def _bring(chunk: _Chunk, on_stream: Callable[[], AbstractContextManager[object]
                 dest_strip(copy, part.to).view.copy_(source.view)
 
 
-def _targets(chunk: _Chunk) -> list[Target] | None:
+def _landings(chunk: _Chunk) -> list[Landing] | None:
     """Where a chunk's bytes go, in its order; None where they do not simply lie side by side in host memory."""
-    targets, place = list[Target](), chunk.span.begin
+    landings, place = list[Landing](), chunk.span.begin
     for copy, to in chunk.parts:
         if copy.source_strides != (1,) or copy.dest_strides != (1,) or not to.is_cpu:
             return None
@@ -211,9 +212,9 @@ def _targets(chunk: _Chunk) -> list[Target] | None:
         if begin < place:  # what two want is not read into both
             return None
         at = copy.dest + begin - copy.source
-        targets.append(Target(begin, to.numpy().data[at : at + end - begin]))
+        landings.append(Landing(begin, to.numpy().data[at : at + end - begin]))
         place = end
-    return targets
+    return landings
 
 
 def _chunks(file: Source, parts: Sequence[_Part], every: bool = False) -> Iterator[_Chunk]:

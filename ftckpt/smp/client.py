@@ -133,7 +133,7 @@ def _wait_gone(node_dir: Path, process: Process | None, deadline: float) -> None
 
 
 _MOST_SILENT_SECS = 60.0
-"""An SMP has the lowest priority; between two pieces of its work it gives a sign of life."""
+"""An SMP comes behind training; between two pieces of its work it gives a sign of life."""
 _START_SECS = 20.0
 """Twice ``_ANSWER_SECS``: after so long a silent one is replaced, and its successor needs the rest."""
 _ATTEMPTS = 3

@@ -1,4 +1,4 @@
-"""What an SMP leaves to training of cores and disks. It does so first: nothing of weight is imported here."""
+"""What leaves cores and disks to training; an SMP does so first, and nothing of weight is imported for it."""
 
 from __future__ import annotations
 

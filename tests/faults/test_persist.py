@@ -32,7 +32,7 @@ from ftckpt.restore import straight
 from ftckpt.restore.stored import ShardFetch
 from ftckpt.store.arena import Arena
 from ftckpt.store.directory import clean_job, end_smp
-from ftckpt.store.targets import Target
+from ftckpt.store.landings import Landing
 from tests.support import jobs, plain
 from tests.support.event_logs import read_events
 from tests.support.mounting import leave_free, tmpfs
@@ -180,9 +180,9 @@ def restored_late(rank: int, world_size: int, settings: dict[str, Any], by_slots
     """What storage gives comes when all ranks have planned where it goes, and wait for it."""
     scatter = ShardFile.scatter
 
-    def late(file: ShardFile, number: int, targets: Sequence[Target]) -> None:
+    def late(file: ShardFile, number: int, landings: Sequence[Landing]) -> None:
         time.sleep(0.5)
-        scatter(file, number, targets)
+        scatter(file, number, landings)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ShardFile, "scatter", late)

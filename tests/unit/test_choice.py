@@ -16,6 +16,7 @@ from ftckpt.model.snapshot import SnapshotId
 from ftckpt.parity.groups import node_groups, peer_groups
 from ftckpt.parity.holding import Holding, HoldingSection
 from ftckpt.parity.modes import Modes
+from ftckpt.persist.shards import StoredSnapshot
 from ftckpt.restore.choice import Decision, Findings, Query, decide, newest_whole
 from ftckpt.restore.inventory import (
     ArenaReport,
@@ -30,6 +31,7 @@ from ftckpt.restore.inventory import (
 )
 from ftckpt.restore.locations import PackageAt, SlotAt
 from ftckpt.restore.rebuild import NEW_SLOT, Fix
+from ftckpt.restore.search import is_of_one_layout
 from ftckpt.store.damage import Damage
 from tests.support.choosing import decided, job
 from tests.support.errors import raises
@@ -476,3 +478,20 @@ def test_the_newest_whole_one_is_chosen_alike_with_and_without_a_job() -> None:
         newest_whole(reports, JOB, 6)
     with raises(LostError, "none"):
         newest_whole([], JOB)
+
+
+def test_what_comes_unproven_must_be_all_of_one_layout() -> None:
+    other = {"tp": 1, "pp": 2}
+    here, there = report("tp0", (A, 3)), report("pp0", (A, 2), layout=other)
+    empty, unreadable = report("pp1", layout=other), report("pp1", layout={}, problems=("damaged",))
+
+    def stored(layout: Mapping[str, int | str | bool], iteration: int) -> StoredSnapshot:
+        return StoredSnapshot(SnapshotId(A, iteration), "job", layout, {})
+
+    def alike(reports: Sequence[ArenaReport], *layouts: Mapping[str, int | str | bool]) -> bool:
+        snapshots = [stored(layout, number) for number, layout in enumerate(layouts)]
+        return is_of_one_layout(Inventory(tuple(reports)), snapshots)
+
+    assert alike([]) and alike([here]) and alike([], other, other) and alike([here], LAYOUT)
+    assert alike([here, empty, unreadable]), "where nothing is sealed nothing is taken"
+    assert not alike([here, there]) and not alike([here], other) and not alike([], LAYOUT, LAYOUT, other)

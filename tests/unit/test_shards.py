@@ -83,7 +83,7 @@ def snapshot(frames: Sequence[int] | None = None) -> StoredSnapshot:
 @pytest.mark.parametrize("frames", [None, [1000, 3000, 40, 56]], ids=["as it is", "compressed"])
 def test_a_manifest_survives_its_json(frames: list[int] | None) -> None:
     one = snapshot(frames)
-    assert (b"frames" in one.encode()) == bool(frames), "who compresses nothing writes what was always written"
+    assert (b"frames" in one.encode()) == bool(frames), "frames are of compressed files alone"
     again = StoredSnapshot.decode(one.encode(), "m")
     assert again.encode() == one.encode() and again.snapshot == SNAPSHOT and again.origin.generation == 2
     assert again.shards["dp0"].spare_bytes == (0 if frames else 324)

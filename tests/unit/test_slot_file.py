@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import random
 import threading
 from contextlib import closing
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from ftckpt.errors import ArenaError, CorruptError
@@ -16,11 +18,11 @@ from ftckpt.restore import slot_file
 from ftckpt.restore.slot_file import SlotFile
 from ftckpt.restore.slot_shard import SlotShard
 from ftckpt.restore.threads import in_order
-from ftckpt.store import targets
+from ftckpt.store import landings
 from ftckpt.store.arena import Arena
 from ftckpt.store.directory import node_directory
+from ftckpt.store.landings import Landing
 from ftckpt.store.slots import slot_name
-from ftckpt.store.targets import Target
 from tests.support.errors import raises
 from tests.unit.test_arena_segment import MANIFEST, write
 
@@ -37,7 +39,7 @@ def test_a_chunk_has_the_same_checksum_by_calls(
     arena: Arena, piece_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(slot_file, "_PIECE_BYTES", piece_bytes)
-    monkeypatch.setattr(targets, "_memory", threading.local())
+    monkeypatch.setattr(landings, "_of_thread", threading.local())
     chunks = range(len(arena.image.chunks))
     with closing(SlotFile(arena, 0)) as file:
         hashes = [file.take(chunk) for chunk in chunks]
@@ -52,14 +54,14 @@ def test_what_is_wanted_of_a_chunk_comes_with_its_checksum(
     arena: Arena, piece_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(slot_file, "_PIECE_BYTES", piece_bytes)
-    monkeypatch.setattr(targets, "_memory", threading.local())
+    monkeypatch.setattr(landings, "_of_thread", threading.local())
     rng = random.Random(3)
     with closing(SlotFile(arena, 0)) as file:
         for chunk, span in list(enumerate(arena.image.chunks)) * 5:
             edges = sorted(rng.sample(range(span.begin, span.end + 1), 2 * rng.randint(1, 4)))
             edges[0], edges[-1] = rng.choice([span.begin, edges[0]]), rng.choice([span.end, edges[-1]])
             parts = [(begin, bytearray(end - begin)) for begin, end in zip(edges[::2], edges[1::2], strict=True)]
-            assert file.take(chunk, [Target(at, memoryview(part)) for at, part in parts]) == arena.hash_chunk(
+            assert file.take(chunk, [Landing(at, memoryview(part)) for at, part in parts]) == arena.hash_chunk(
                 0, chunk
             )
             assert all(part == arena.slot(0)[at : at + len(part)] for at, part in parts)
@@ -75,8 +77,8 @@ def test_a_slot_gives_only_what_is_proven(arena: Arena) -> None:
     span = arena.image.chunks[1]
     arena.slot(0)[span.end - 1] ^= 1
     first = arena.image.chunks[0]
-    shard().scatter(0, [Target(first.begin, memoryview(bytearray(first.nbytes)))])
-    for wanted in ([Target(span.begin, memoryview(bytearray(3)))], []):
+    shard().scatter(0, [Landing(first.begin, memoryview(bytearray(first.nbytes)))])
+    for wanted in ([Landing(span.begin, memoryview(bytearray(3)))], []):
         with raises(CorruptError, "chunk 1"):
             shard().scatter(1, wanted)
     with raises(CorruptError, "record"):
@@ -100,6 +102,18 @@ def test_a_file_that_ends_early_is_an_error(arena: Arena) -> None:
         os.truncate(arena.path / slot_name(0), 8192)
         with raises(ArenaError, "ends before"):
             file.read_into(4096, memoryview(bytearray(8192)))
+
+
+def test_memory_between_begins_with_a_page_and_is_of_one_process() -> None:
+    memory = landings.scratch(5000)
+    assert np.frombuffer(memory, np.uint8).ctypes.data % mmap.PAGESIZE == 0
+    assert len(memory) == 5000 and landings.scratch(10) is not memory
+    memory[0] = 1
+    if (child := os.fork()) == 0:
+        landings.scratch(10)[0] = 2
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert memory[0] == landings.scratch(10)[0] == 1
 
 
 @pytest.mark.parametrize("threads", [1, 3])

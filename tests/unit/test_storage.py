@@ -196,6 +196,22 @@ def test_a_wrong_place_is_said_at_the_start(
 # --- files ---
 
 
+@pytest.mark.parametrize("most_bytes", [1, 5, 1000])
+def test_a_disk_that_gives_less_than_was_asked_for_is_asked_again(
+    most_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    storage, data, whole = in_files(tmp_path), os.urandom(3000), os.preadv
+
+    def less(descriptor: int, memories: list[memoryview], begin: int) -> int:
+        return whole(descriptor, [memories[0][:most_bytes]], begin)
+
+    storage.put("x", data)
+    monkeypatch.setattr(files.os, "preadv", less)
+    memories = [memoryview(bytearray(length)) for length in (0, 7, 0, 1500, 3, 900)]
+    storage.read_into("x", 11, memories)
+    assert b"".join(memories) == data[11:2421]
+
+
 def test_a_kill_at_any_step_leaves_the_old_object_or_the_new_one(tmp_path: Path) -> None:
     storage = in_files(tmp_path)
     seen, step, left = set(), 0, 0

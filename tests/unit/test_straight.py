@@ -14,7 +14,7 @@ from ftckpt.persist.shard_file import ShardFile
 from ftckpt.restore.plan import StridedCopy, run
 from ftckpt.restore.straight import _begin, _bring, _chunks, _Part, reads_little_twice
 from ftckpt.store.image import Span
-from ftckpt.store.targets import Target
+from ftckpt.store.landings import Landing
 
 
 class Image:
@@ -26,9 +26,9 @@ class Image:
         self.image = SimpleNamespace(chunks=spans)
         self.read: list[int] = []
 
-    def scatter(self, number: int, targets: Sequence[Target]) -> None:
+    def scatter(self, number: int, landings: Sequence[Landing]) -> None:
         place = self.image.chunks[number].begin
-        for begin, memory in targets:
+        for begin, memory in landings:
             assert place <= begin <= begin + len(memory) <= self.image.chunks[number].end
             place = begin + len(memory)
             memory[:] = self.data[begin:place].numpy().data
