@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Generator, Sequence
 from contextlib import suppress
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from ftckpt.errors import StorageError
 from ftckpt.events import Events, Progress
@@ -14,9 +14,11 @@ from ftckpt.group import Group, gather_all
 from ftckpt.persist.commit import folder_of
 from ftckpt.persist.shard_file import ShardFile
 from ftckpt.persist.shards import StoredSnapshot
-from ftckpt.persist.storage import Storage
+from ftckpt.persist.storage import Bytes, Storage
 from ftckpt.restore.shelf import ask
 from ftckpt.restore.threads import in_order
+from ftckpt.store.image import SlotImage
+from ftckpt.store.landings import Landing, scratch
 
 READERS = 4
 """Chunks of a rank that are on their way at a time: storage answers late, and then much at once."""
@@ -60,6 +62,31 @@ class ShardFiles:
             ask(lambda: self._storage.read_into(name, begin, memories))
 
         return ShardFile(where, shard, entry, read, read_into)
+
+
+class Source(Protocol):
+    """One shard."""
+
+    @property
+    def image(self) -> SlotImage: ...
+
+    def stored_bytes(self, number: int) -> int:
+        """What is read for a chunk."""
+
+    def scatter(self, number: int, landings: Sequence[Landing]) -> None:
+        """Fill ``landings``, ascending and apart from each other, from a chunk; raises unless it is proven, and they
+        may have what it is then."""
+
+    def objects(self) -> Bytes:
+        """The encoded objects, proven."""
+
+
+def proven(file: Source, number: int) -> memoryview:
+    """A chunk in memory of this thread, until it reads another; raises as ``Source.scatter``."""
+    span = file.image.chunks[number]
+    memory = scratch(span.nbytes)
+    file.scatter(number, [Landing(span.begin, memory)])
+    return memory
 
 
 class Job(NamedTuple):

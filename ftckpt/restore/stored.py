@@ -22,7 +22,7 @@ from ftckpt.persist.shard_file import ShardFile
 from ftckpt.persist.shards import StoredSnapshot
 from ftckpt.restore.build import Build
 from ftckpt.restore.choice import worth_keeping
-from ftckpt.restore.chunk_reader import ChunkReader, Job, ShardFiles
+from ftckpt.restore.chunk_reader import ChunkReader, Job, ShardFiles, proven
 from ftckpt.restore.inventory import Inventory
 from ftckpt.restore.locations import OpenArenas, SlotAt
 from ftckpt.restore.rebuild import NEW_SLOT, Fix
@@ -30,7 +30,6 @@ from ftckpt.restore.repair import Need, make_room
 from ftckpt.store.arena import Arena
 from ftckpt.store.damage import Damage
 from ftckpt.store.directory import arena_path
-from ftckpt.store.landings import Landing, scratch
 from ftckpt.store.package import Package
 
 _AHEAD_BYTES = 256 << 20
@@ -170,10 +169,7 @@ def reads(snapshot: SnapshotId) -> str:
 
 def _bring(file: ShardFile, build: Build, chunk: int) -> None:
     """Read a chunk, prove it, and write it where it belongs in memory."""
-    span = file.image.chunks[chunk]
-    memory = scratch(span.nbytes)
-    file.scatter(chunk, [Landing(span.begin, memory)])
-    build.put(chunk, 0, np.frombuffer(memory, np.uint8))
+    build.put(chunk, 0, np.frombuffer(proven(file, chunk), np.uint8))
 
 
 def _in_memory(inventory: Inventory, stored: StoredSnapshot, bad: Collection[SlotAt]) -> set[str]:

@@ -18,14 +18,14 @@ import torch
 from ftckpt.group import Group, gather_all
 from ftckpt.model.topology import Topology
 from ftckpt.persist.storage import Bytes
-from ftckpt.restore.chunk_reader import ChunkReader, Job
+from ftckpt.restore.chunk_reader import ChunkReader, Job, Source, proven
 from ftckpt.restore.exchange import dest_strip, source_strip
 from ftckpt.restore.load import Traffic, Transfer
 from ftckpt.restore.locations import SlotAt
 from ftckpt.restore.plan import StridedCopy, reading, run
 from ftckpt.restore.threads import here
-from ftckpt.store.image import SlotImage, Span
-from ftckpt.store.landings import Landing, scratch
+from ftckpt.store.image import Span
+from ftckpt.store.landings import Landing
 
 _TWICE_SHARE = 0.125
 """Of all bytes of the snapshot at most so many are read by several ranks: more is read once, to slots, and handed on
@@ -33,23 +33,6 @@ in memory."""
 
 _TWICE_BYTES = 64 << 20
 """So many for each rank in any case: a chunk is read as a whole."""
-
-
-class Source(Protocol):
-    """One shard."""
-
-    @property
-    def image(self) -> SlotImage: ...
-
-    def stored_bytes(self, number: int) -> int:
-        """What is read for a chunk."""
-
-    def scatter(self, number: int, landings: Sequence[Landing]) -> None:
-        """Fill ``landings``, ascending and apart from each other, from a chunk; raises unless it is proven, and they
-        may have what it is then."""
-
-    def objects(self) -> Bytes:
-        """The encoded objects, proven."""
 
 
 class Files(Protocol):
@@ -192,9 +175,7 @@ def _bring(chunk: _Chunk, on_stream: Callable[[], AbstractContextManager[object]
         chunk.file.scatter(chunk.number, landings)
         return
     begin, end = chunk.span.begin, chunk.span.end
-    memory = scratch(chunk.span.nbytes)
-    chunk.file.scatter(chunk.number, [Landing(begin, memory)])
-    data = torch.frombuffer(memory, dtype=torch.uint8)
+    data = torch.frombuffer(proven(chunk.file, chunk.number), dtype=torch.uint8)
     with on_stream():
         for part in chunk.parts:
             for copy in reading(part.copy, begin, end):
