@@ -18,6 +18,8 @@ _UPLOADS = 4
 _RETRY_SECS = 20.0
 _STATUS = re.compile(r"status code: (\d{3})")
 _NOT_IMPLEMENTED = 501
+_SKEWED = "RequestTimeTooSkewed"
+"""What S3 says where a request was signed a quarter of an hour ago, or will be."""
 _CONNECT_SECS = 10.0
 
 
@@ -136,6 +138,8 @@ class ObjectStorage(Storage):
     def _meaning(self, error: Exception) -> tuple[str, bool]:
         """What an error means to the user, and whether trying again is of no use."""
         status = _status(error)
+        if _SKEWED in str(error):  # by the store's status, access is denied
+            return "the clock of this machine is not that of the store: set it, as by NTP", False
         refused = (self._errors.PermissionDeniedError, self._errors.UnauthenticatedError)
         if status in (401, 403) or isinstance(error, refused):
             return f"access is denied: check the credentials in the environment ({_first_line(error)})", True

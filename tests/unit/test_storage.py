@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import shutil
 import subprocess
@@ -191,6 +192,25 @@ def test_a_wrong_place_is_said_at_the_start(
 ) -> None:
     with raises(StorageError, *words):
         ObjectStorage(where, **server_that(REFUSES).options(**options))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shift", ["+20m", "-20m"])
+def test_a_clock_that_is_wrong_is_said(server_that: Callable[[str], S3Server], shift: str) -> None:
+    if (faketime := shutil.which("faketime")) is None:
+        pytest.skip("needs another clock: apt-get install faketime")
+    program = (
+        "import json, sys\n"
+        "from ftckpt.errors import StorageError\n"
+        "from ftckpt.persist.objects import ObjectStorage\n"
+        "options = json.loads(sys.argv[1])\n"
+        "try:\n    ObjectStorage(options.pop('where'), **options)\n"
+        "except StorageError as error:\n    print(error, error.lasting)\n"
+    )
+    options = json.dumps({"where": f"s3://{BUCKET}/x", **server_that(REFUSES).options()})
+    command = [faketime, "-f", shift, sys.executable, "-c", program, options]
+    said = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+    assert "the clock of this machine" in said and said.split()[-1] == "False", "it may be set while the job runs"
 
 
 # --- files ---
