@@ -173,6 +173,9 @@ class Capture:
         if torn is not None and not flight.ended:
             self._drop(torn)
         safe = self._copier.fence(flight, timeout_secs)
+        if flight.error is not None:
+            # It copies nothing more. Were it seen to end yet, all ranks would skip the snapshot that comes next, too.
+            flight.wait(max(0.0, timeout_secs - (time.perf_counter() - begin)))
         waited = time.perf_counter() - begin
         if not safe:
             late = f"copy not done after {timeout_secs} s"

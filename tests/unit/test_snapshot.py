@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -10,13 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ftckpt.capture.capture import Capture
-from ftckpt.capture.copier import HostCopier
+from ftckpt.capture.copier import Flight, HostCopier
+from ftckpt.errors import CaptureError
 from ftckpt.model.fragment import Box, Fragment
 from ftckpt.model.manifest import Manifest
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.store.arena import Arena
 from ftckpt.store.control import ControlBlock
 from ftckpt.store.directory import node_directory
+from tests.support.errors import raises
 
 IDS = st.builds(SnapshotId, st.binary(min_size=16, max_size=16), st.integers(0, (1 << 63) - 1))
 OLD, NEW = b"o" * 16, b"n" * 16
@@ -107,6 +110,29 @@ def test_a_rank_knows_what_its_slots_hold(tmp_path: Path) -> None:
         assert capture.newest == next(iter(arena.snapshots())) == SnapshotId(NEW, 7)
         capture.forget(7)
         assert capture.newest == next(iter(arena.snapshots())) == SnapshotId(NEW, 6)
+    finally:
+        capture.close()
+        arena.close()
+
+
+def test_copies_that_have_failed_are_over_behind_the_fence(tmp_path: Path) -> None:
+    """A rank whose copies still end asks all others to leave the next snapshot out."""
+
+    class Failing(HostCopier):
+        def start(self, tensors: object, flight: Flight, windows: object) -> None:
+            flight.error = OSError("copy failed")
+            flight.submitted.set()
+            threading.Timer(0.3, flight.end).start()
+
+    arena = Arena.create(
+        node_directory(tmp_path, "job", "node"), Manifest({"dp": 0}, {"dp": 1}, (), (), 1 << 16, 4096), slots=2
+    )
+    capture = Capture(arena, [], [], Failing())
+    try:
+        capture.begin(SnapshotId(NEW, 4), [], {})
+        with raises(CaptureError, "iteration 4 dropped", "copy failed"):
+            capture.fence(10.0)
+        assert not capture.busy
     finally:
         capture.close()
         arena.close()
