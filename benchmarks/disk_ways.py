@@ -20,7 +20,7 @@ import xxhash
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from ftckpt.smp.priority import yield_disks
+from ftckpt.smp.footprint import yield_disks
 
 PIECE_BYTES = 1 << 20
 WINDOW_BYTES = 8 << 20

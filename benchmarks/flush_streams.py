@@ -33,7 +33,7 @@ from benchmarks.common import environment, print_table, write_json
 from ftckpt.persist.files import FileStorage
 from ftckpt.persist.objects import ObjectStorage
 from ftckpt.persist.storage import Storage
-from ftckpt.smp.priority import yield_disks
+from ftckpt.smp.footprint import yield_disks
 from tests.support.swift import BUCKET, swift
 
 FILES = 4

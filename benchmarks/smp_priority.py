@@ -5,7 +5,7 @@
 Each core has as many processes that spin as ``--per-core`` says, as ranks do that wait for their network. Beside them
 a process does what an SMP's loop does: work for 50 ms in chunks of 16 MiB, then a sign of life. It runs under several
 priorities, in the session of those that spin (as within one cgroup, or container, only nice values count) and in one
-of its own (where the kernel weighs sessions). ``ftckpt`` is what an SMP really sets, ``priority.yield_to_training``.
+of its own (where the kernel weighs sessions). ``ftckpt`` is what an SMP really sets, ``footprint.yield_to_training``.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ print(count, flush=True)
 WORK = """
 import os, sys, time
 import numpy as np, xxhash
-from ftckpt.smp.priority import yield_to_training
+from ftckpt.smp.footprint import yield_to_training
 how, own, secs = sys.argv[1], sys.argv[2] == "own", float(sys.argv[3])
 if own:
     os.setsid()

@@ -69,7 +69,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _stay_behind() -> None:
     """Memory is bounded by ``--max-memory`` alone, whatever the SMP that starts this may take."""
-    from ftckpt.smp.priority import yield_disks
+    from ftckpt.smp.footprint import yield_disks
 
     _, most = resource.getrlimit(resource.RLIMIT_DATA)
     resource.setrlimit(resource.RLIMIT_DATA, (most, most))

@@ -7,8 +7,7 @@ In: arenas that trainers write, their requests, other nodes' SMPs. Out: checksum
 * talk: ``channel`` (frames, proofs, deadlines; the protocol byte by byte), ``requests``, ``server``, ``client`` (a
   node's SMP as its trainers have it), ``peers`` (other nodes' as this one has them).
 * ``hangs``: ranks that do not move any more; ``hang_answer``: their stacks, and an end to them.
-* ``daemon``: the process, ``footprint``: what it takes and leaves, ``priority``: of cores and disks, ``link``: of the
-  network.
+* ``daemon``: the process, ``footprint``: what it takes and leaves, ``link``: what of the network.
 
 What on the wire is which: between nodes, and in principle on one node too, every record is *authenticated* (AES-256
 GMAC under keys made of the job's secret and both sides' nonces), so that nobody on the network can read on after the

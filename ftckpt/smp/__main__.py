@@ -15,7 +15,6 @@ from pathlib import Path
 from ftckpt.config import Config
 from ftckpt.errors import FtckptError, SmpError
 from ftckpt.smp import BUSY_STATUS
-from ftckpt.smp.priority import yield_to_training
 
 _READY = b"ready\n"
 _BUSY = b"busy "
@@ -40,11 +39,11 @@ def serve(arguments: argparse.Namespace, ready: Callable[[], None]) -> int:
         ArenaError: the directory cannot be used.
     """
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # before numpy: each of its threads has memory of its own
-    yield_to_training(own_session=arguments.detach)  # first: what is imported takes half a second of a core
     from ftckpt.smp.daemon import Daemon
     from ftckpt.smp.footprint import bound_process
 
-    bound_process()  # before the daemon starts threads: it sets the size of their stacks
+    # Before the daemon starts threads: it sets the size of their stacks.
+    bound_process(own_session=arguments.detach)
     daemon = Daemon(arguments.arena, arguments.job, arguments.node, arguments.idle_secs)
     logging.getLogger("ftckpt").setLevel(logging.INFO)
     if arguments.detach:

@@ -33,7 +33,7 @@ from ftckpt.persist.shards import ShardImage, StoredShard, StoredSnapshot, conte
 from ftckpt.persist.storage import Bytes, Storage, open_storage
 from ftckpt.smp.arenas import CheckedSlot, GuardedArena, GuardedArenas
 from ftckpt.smp.export import export
-from ftckpt.smp.priority import yield_disks
+from ftckpt.smp.footprint import yield_disks
 from ftckpt.smp.work import Pace
 from ftckpt.store.pulse import FlushState
 

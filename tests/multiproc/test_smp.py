@@ -21,7 +21,7 @@ from ftckpt.errors import ArenaError, SmpError
 from ftckpt.smp import client as client_module
 from ftckpt.smp.channel import HELLO, MAGIC, RefusedError, Trust, connect, socket_address
 from ftckpt.smp.client import SmpClient, find_or_start
-from ftckpt.smp.priority import NICE
+from ftckpt.smp.footprint import NICE
 from ftckpt.smp.requests import MAX_REQUEST_BYTES
 from ftckpt.store.arena import Arena
 from ftckpt.store.directory import clean_job, list_arenas, node_directory, remove_job_if_empty
