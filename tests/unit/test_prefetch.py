@@ -183,7 +183,9 @@ def test_the_page_cache_has_all_of_the_shard_and_nothing_else(out_of_memory: Fil
     assert 0 < done.secs < time.monotonic() - begin
     assert sorted(Path(out_of_memory.where).rglob("*")) == files, "nothing is written there"
     there = cached(out_of_memory)
-    assert there == {**dict.fromkeys(SIZES, 0), "tp1-pp0-dp0": SIZES["tp1-pp0-dp0"]}
+    # Not each page: the system takes some back whenever it likes.
+    assert there.pop("tp1-pp0-dp0") >= 0.9 * done.bytes
+    assert not any(there.values())
 
 
 def test_room_that_objects_do_not_use_is_not_read(out_of_memory: FileStorage, node_dir: Path) -> None:
