@@ -28,7 +28,9 @@ from ftckpt.model.training_state import Description, Piece
 from ftckpt.parity.modes import Modes
 from ftckpt.restore.build import Build
 from ftckpt.restore.choice import Decision
+from ftckpt.restore.load import Traffic
 from ftckpt.restore.restart import Restart
+from ftckpt.restore.straight import StraightFetch
 from ftckpt.store.arena import Arena
 from ftckpt.store.directory import list_arenas, node_directory
 from ftckpt.store.package import list_packages
@@ -523,6 +525,29 @@ def test_objects_of_a_shard_on_another_node_come_once(arena_root: Path) -> None:
     for rank, state in enumerate(states):
         assert tensors(state) == [list(map(float, range(old.numel)))]
         assert (state.objects, state.calls) == ([{"rank": rank}], ["objects", "finish"])
+
+
+@pytest.mark.parametrize("others", [False, True], ids=["one layout", "two layouts"])
+def test_only_beside_its_own_layout_is_a_snapshot_proven_on_the_way(
+    others: bool, arena_root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What another layout would give in its place does not fill all that was written."""
+    model = Model(arena_root, ("a", "b"))
+    model.write(5)
+    if others:
+        with monkeypatch.context() as patch:  # before the job was restarted in another layout
+            patch.setattr(f"{__name__}.LINEAGE", b"before".ljust(16))
+            Model(arena_root, ("a",)).write(3)
+    brought, bring = list[StraightFetch](), StraightFetch.bring
+
+    def told(fetch: StraightFetch) -> Traffic:
+        brought.append(fetch)
+        return bring(fetch)
+
+    monkeypatch.setattr(StraightFetch, "bring", told)
+    states, _ = loaded(model, unproven=True)
+    assert len(brought) == (0 if others else 2)
+    assert [tensors(state) for state in states] == [[v.tolist() for v in model.values(rank)] for rank in range(2)]
 
 
 @pytest.mark.parametrize("place", ["objects", "chunk"])
