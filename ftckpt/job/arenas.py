@@ -130,23 +130,22 @@ class NodeArenas:
         self._require_room(posts)
         arena: Arena | None = None
 
-        def make() -> object:
+        def make() -> None:
             nonlocal arena
             arena = self._create(manifest, outlook.existing)
             if use is not None:
                 use(arena)
-            if beside is None:
-                return None
-            return beside.join(arena, [post.beside for post in posts], self.coming_bytes, self.slots)
+            if beside is not None:
+                beside.join(arena, [post.beside for post in posts], self.coming_bytes, self.slots)
 
         # Behind the check of the node's room: a change that has none must find all as it was.
-        answers = gather_all(self._group, make, object)
-        assert arena is not None, "``gather_all`` raises where it failed"
+        together(self._group, make)
+        assert arena is not None, "``together`` raises where it failed"
         arena.control.mark_origin(self.origin)
         if keep is not None:
             arena.control.mark_whole(keep)  # without its old arena a rank would not know what was lost
         if beside is not None:
-            beside.hear(answers)
+            beside.begin()
         return arena
 
     def lessen(self, error: MemoryBudgetError) -> bool:
@@ -489,19 +488,18 @@ class NodeArenas:
 
 
 class Beside(Protocol):
-    """What ranks ask each other in the gathers of ``NodeArenas.open``; what they tell has a JSON form, in which it
-    comes to the others."""
+    """What ranks ask each other in the gathers of ``NodeArenas.open``."""
 
     def tell(self, image: SlotImage, name: str, existing: Arena | None, /) -> object:
         """For all ranks, before anything is made: of slots with this ``image``, in the arena ``name`` if it is there.
-        May be called twice; the last call counts."""
+        May be called twice; the last call counts. It has a JSON form, in which it comes to the others."""
 
-    def join(self, arena: Arena, told: Sequence[object], coming_bytes: int, slots: int, /) -> object:
-        """For all ranks, with ``arena`` there, by what they have ``told``; ``coming_bytes`` and ``slots`` as in
-        ``NodeArenas``. Raises on all ranks together."""
+    def join(self, arena: Arena, told: Sequence[object], coming_bytes: int, slots: int, /) -> None:
+        """With ``arena`` there, by what all ranks have ``told``; ``coming_bytes`` and ``slots`` as in ``NodeArenas``.
+        Raises on all ranks together."""
 
-    def hear(self, answers: Sequence[object], /) -> None:
-        """What ``join`` has said on all ranks."""
+    def begin(self) -> None:
+        """All ranks have joined."""
 
 
 Use = Callable[[Arena], object]

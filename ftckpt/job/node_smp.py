@@ -29,6 +29,7 @@ from ftckpt.persist.storage import open_storage, patiently
 from ftckpt.smp.channel import MIN_SECRET_BYTES
 from ftckpt.smp.client import SmpClient, Watch, find_or_start
 from ftckpt.smp.link import NetworkLimit, network_limit
+from ftckpt.smp.ports import PortHold
 from ftckpt.smp.requests import guard_digest
 from ftckpt.store.environment import hazards
 from ftckpt.store.outcome import launcher_run
@@ -47,7 +48,8 @@ _MOST_SECRET_BYTES = 4096
 
 
 class SmpReport(NamedTuple):
-    """What a rank tells the others; ``port`` is that of its node's SMP if it leads the node, else 0."""
+    """What a rank tells the others; ``address`` and ``port`` are those of its node's SMP if it leads the node, else
+    empty and 0."""
 
     pid: int
     address: str
@@ -70,6 +72,8 @@ class NodeSmp:
         self._machines = machines
         self._leads = topology.is_node_leader
         self._start: Future[SmpClient] | None = None  # of the SMP of the node that this rank leads
+        self._port: PortHold | None = None  # of that one
+        self._set_up: threading.Thread | None = None  # tells that one what to do
         self._client: SmpClient | None = None
         self._watch: Watch | None = None
         self._secret = b""
@@ -118,29 +122,32 @@ class NodeSmp:
             raise ConfigError(f"secret_file: {path} does not hold the same on all nodes; copy one to all of them")
         self._secret = offers[0]
 
-    def listen(self, node_dir: Path) -> SmpReport:
-        """Have the SMP of the node that this rank leads answer others; what all ranks must be told.
+    def report(self) -> SmpReport:
+        """What all ranks must be told of this one, and of the SMP of the node that it leads, which may not run yet.
 
         Raises:
             ConfigError: no address.
         """
-        address = listening_address(self._config.smp_listen, self._machines, os.environ)
-        # No error: without an SMP snapshots are not protected, and training goes on.
-        port = self._listen(node_dir, address, self._secret) if self._leads else 0
-        return SmpReport(os.getpid(), address, port)
+        if not self._leads:
+            return SmpReport(os.getpid(), "", 0)
+        if self._port is None:
+            self._port = PortHold(listening_address(self._config.smp_listen, self._machines, os.environ))
+        return SmpReport(os.getpid(), self._port.host, self._port.number)
 
     def configure(
         self,
+        node_dir: Path,
         reports: Sequence[SmpReport],
         holdings: Sequence[Holding],
         groups: Sequence[ParityGroup],
         packages: Mapping[str, Mapping[str, int]],
     ) -> int:
-        """The node's SMP gets to know its groups, its trainers and where the others are.
+        """The node's SMP gets to know its groups, its trainers and where the others are, once it has started.
 
+        Training does not wait for that. A job that is killed before, within a second, has no snapshot of its own yet.
         ``reports`` and ``holdings`` by rank; ``packages``: of each other node the shards whose packages this node
         keeps, and their bytes. Returns the digest of what this node's SMP is to guard, as the SMP tells it in its
-        pulse; 0 on a rank that could not have it so.
+        pulse when it does.
         """
         self._claim_storage()  # behind what may refuse the start
         node = self._topology.me.node
@@ -152,18 +159,20 @@ class NodeSmp:
             "groups": [g.to_json() for g in groups if any(member.node == node for member in g.members)],
             "mirror_from": packages,
         }
-        if self._leads and not self._configure(guarded, reports):
-            return 0
+        if self._leads:
+            args = node_dir, self._describe(guarded, reports), self._set_up
+            # No daemon: an interpreter that ends waits for it, at most until its requests have run out.
+            self._set_up = threading.Thread(target=self._tell, args=args, name="ftckpt-smp-set-up")
+            self._set_up.start()
         return guard_digest(guarded)
 
-    def _configure(self, guarded: Mapping[str, Any], reports: Sequence[SmpReport]) -> bool:
-        """Whether this node's SMP took it."""
+    def _describe(self, guarded: Mapping[str, Any], reports: Sequence[SmpReport]) -> Mapping[str, Any]:
         config, node = self._config, self._topology.me.node
         members = zip(self._topology.members, reports, strict=True)
         peers = {member.node: [report.address, report.port] for member, report in members if report.port}
         address = reports[self._topology.rank].address
         self.network = network_limit(config.network_gbps, address) if len(peers) > 1 else None
-        description = {
+        return {
             "job": config.job,
             "node": node,
             "run": launcher_run(os.environ).name,
@@ -177,15 +186,17 @@ class NodeSmp:
             "settings": asdict(config),
             **guarded,
         }
+
+    def _tell(self, node_dir: Path, description: Mapping[str, Any], earlier: threading.Thread | None) -> None:
+        """Have this node's SMP do what ``description`` says, once ``earlier`` has ended, which told it another."""
+        if earlier is not None:
+            earlier.join()
         try:
-            if self._client is None:
-                return False
-            self._client.configure(description)
-            self._watch = self._watch or Watch(self._client, self._events.emit)
-        except (FtckptError, OSError) as error:
+            client = self._client = self._listening(node_dir)
+            client.configure(description)
+            self._watch = self._watch or Watch(client, self._events.emit)
+        except Exception as error:  # noqa: BLE001 - without an SMP snapshots are not protected, and training goes on
             self._fail(error)
-            return False
-        return True
 
     def _claim_storage(self) -> None:
         """SMPs of an earlier attempt that still live, on nodes that this one does not have, write there no more."""
@@ -204,6 +215,10 @@ class NodeSmp:
 
     def release(self) -> None:
         """This rank trains no more; the SMP stays."""
+        if self._set_up is not None:  # so that it knows what to do
+            self._set_up.join()
+        if self._port is not None:
+            self._port.close()
         if self._watch is not None:
             self._watch.stop()
 
@@ -236,19 +251,23 @@ class NodeSmp:
         except (SmpError, KeyError, TypeError) as error:
             return str(error)
 
-    def _listen(self, node_dir: Path, address: str, secret: bytes) -> int:
+    def _listening(self, node_dir: Path) -> SmpClient:
+        """The SMP, which answers other nodes."""
+        client, start, self._start = self._client, self._start, None  # of one that failed another is begun
+        client = client or (start.result() if start is not None else self._find_or_start(node_dir))
         try:
-            if self._client is None:
-                start, self._start = self._start, None  # of one that failed another is begun
-                self._client = start.result() if start is not None else self._find_or_start(node_dir)
-            try:
-                return self._client.listen(address, secret)
-            except SmpError:  # it may have ended since it was found, a whole restart ago
-                self._client = self._find_or_start(node_dir)
-                return self._client.listen(address, secret)
-        except (FtckptError, OSError) as error:
-            self._fail(error)
-            return 0
+            self._listen(client)
+        except SmpError:  # it may have ended since it was found, a whole restart ago
+            client = self._find_or_start(node_dir)
+            self._listen(client)
+        return client
+
+    def _listen(self, client: SmpClient) -> None:
+        port = self._port
+        assert port is not None, "behind ``report``"
+        port.lend()
+        client.listen(port.host, self._secret, port.number)  # the SMP says where it is another
+        port.close()
 
     def _find_or_start(self, node_dir: Path) -> SmpClient:
         config = self._config

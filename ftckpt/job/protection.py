@@ -52,11 +52,12 @@ class _Held(NamedTuple):
 
 
 class _Told(NamedTuple):
-    """What one rank tells of its arena; ``secret`` as for ``NodeSmp``."""
+    """What one rank tells of its arena and its node's SMP; ``secret`` as for ``NodeSmp``."""
 
     holding: Holding
     held: _Held
     secret: bytes
+    smp: SmpReport
 
 
 @dataclass(frozen=True)
@@ -139,8 +140,9 @@ class Protection:
         self._pulse: Pulse | None = None
         self._digest = 0
         self._held: Sequence[_Held] = ()  # by rank
-        self._arrangement: Arrangement | None = None  # between ``join`` and ``hear``
+        self._arrangement: Arrangement | None = None  # between ``join`` and ``begin``
         self._table: ProtectionTable | None = None  # of it, on a node's leader
+        self._reports: Sequence[SmpReport] = ()  # of its ranks
         self.is_set_up = False
         """Whether training has come to a boundary in this attempt."""
         self._pauses: list[PulseSection] = []  # that it is in, the innermost last
@@ -203,21 +205,22 @@ class Protection:
         """
         self._arena = arena  # first: whatever fails below, marks go to the arena that is written
         told = gather_all(self._group, lambda: self.tell(arena.image, arena.path.name, arena), object)
-        self.hear(gather_all(self._group, lambda: self.join(arena, told, coming_bytes, slots), object))
+        together(self._group, lambda: self.join(arena, told, coming_bytes, slots))
+        self.begin()
 
     def tell(self, image: SlotImage, name: str, existing: Arena | None) -> _Told:
         """What other ranks must know of this one's arena, ``name``, which need not be there yet.
 
         Raises:
-            ConfigError: the secret cannot be used.
+            ConfigError: the secret cannot be used, or no address can be found.
         """
         holding = image.holding(self._topology.me.node, self._config.rack, name)
-        secret = self.smp.offer_secret()
-        if existing is None:
-            return _Told(holding, _Held(), secret)
-        return _Told(holding, _Held(existing.control.protected(), tuple(existing.snapshots())), secret)
+        held = _Held()
+        if existing is not None:
+            held = _Held(existing.control.protected(), tuple(existing.snapshots()))
+        return _Told(holding, held, self.smp.offer_secret(), self.smp.report())
 
-    def join(self, arena: Arena, told: Sequence[object], coming_bytes: int, slots: int) -> SmpReport:
+    def join(self, arena: Arena, told: Sequence[object], coming_bytes: int, slots: int) -> None:
         """Find out by what all ranks have ``told`` who protects whom, and that it can be; raises as ``arrange``."""
         self._arena, node_dir = arena, arena.path.parent
         ranks = [codec.from_json(one, _Told) for one in told]
@@ -229,18 +232,18 @@ class Protection:
         # Resolved again: only the arenas tell whether replica sets do span nodes.
         self.modes = self._resolve(spans_nodes=bool(in_slots))
         self._arrangement = Arrangement.of(holdings, in_slots, self.modes)
+        self._reports = [rank.smp for rank in ranks]
         if self._topology.is_node_leader:  # memory is the node's
             self._table = self._check(self._arrangement, node_dir, coming_bytes, slots)
-        return self.smp.listen(node_dir)
 
-    def hear(self, answers: Sequence[object]) -> None:
-        """Have the SMP of this node protect, by what ``join`` has said on all ranks."""
-        reports = [codec.from_json(answer, SmpReport) for answer in answers]
-        arrangement, table, node = self._arrangement, self._table, self._topology.me.node
-        assert arrangement is not None, "behind ``join``"
-        self._arrangement = self._table = None  # as large as the job
-        packages = arrangement.packages_on(node)
-        self._digest = self.smp.configure(reports, arrangement.holdings, arrangement.groups, packages)
+    def begin(self) -> None:
+        """Have the SMP of this node protect what ``join`` has arranged, on all ranks."""
+        arrangement, table, reports, arena = self._arrangement, self._table, self._reports, self._arena
+        node = self._topology.me.node
+        assert arrangement is not None and arena is not None, "behind ``join``"
+        self._arrangement, self._table, self._reports = None, None, ()  # as large as the job
+        packages, holdings = arrangement.packages_on(node), arrangement.holdings
+        self._digest = self.smp.configure(arena.path.parent, reports, holdings, arrangement.groups, packages)
         if table is not None:
             self._tell_network(table.network[node])
 

@@ -62,13 +62,14 @@ class SmpClient:
         """What the SMP does: trainers it sees, its memory, hangs, and ``duties``."""
         return self._call(StatusRequest(), timeout_secs)
 
-    def listen(self, host: str, secret: bytes, timeout_secs: float = _ANSWER_SECS) -> int:
-        """Let it answer other nodes at ``host``, to those who know ``secret``; returns the port."""
-        reply = self._call(ListenRequest(host, secret.hex()), timeout_secs)
-        port = reply.get("port")
-        if not isinstance(port, int):
+    def listen(self, host: str, secret: bytes, port: int = 0, timeout_secs: float = _ANSWER_SECS) -> int:
+        """Let it answer other nodes at ``host``, to those who know ``secret``; returns the port, which is ``port``
+        where that is free and not 0."""
+        reply = self._call(ListenRequest(host, secret.hex(), port), timeout_secs)
+        got = reply.get("port")
+        if not isinstance(got, int):
             raise SmpError(f"the SMP of node {self.node} names no port: {reply}")
-        return port
+        return got
 
     def configure(self, description: Mapping[str, Any], timeout_secs: float = _ANSWER_SECS) -> None:
         """Tell it what to protect. It keeps the description, so that a restarted one needs no trainer."""

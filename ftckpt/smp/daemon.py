@@ -250,7 +250,7 @@ class Daemon:
         }
 
     def _listen(self, request: ListenRequest) -> dict[str, Any]:
-        self._open_port(request.host, request.secret, 0)
+        self._open_port(request.host, request.secret, request.port)
         self._store()
         return {"port": self._config.port}
 

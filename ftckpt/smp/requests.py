@@ -22,7 +22,7 @@ from ftckpt.smp.channel import Channel, Deadlines, PeerError
 from ftckpt.store.directory import is_shard
 from ftckpt.store.package import MAX_PACKAGE_BYTES
 
-VERSION = 3
+VERSION = 4
 """Of requests, and of what an SMP keeps in files; an SMP of another version is replaced."""
 MAX_REQUEST_BYTES = 8 << 20
 """A description of the groups of eight arenas of 64 GB takes about a tenth."""
@@ -56,11 +56,13 @@ class StatusRequest(SmpRequest):
 
 @dataclass(frozen=True)
 class ListenRequest(SmpRequest):
-    """Answer other nodes at ``host``, to those who know ``secret`` (hex); the answer has ``port``."""
+    """Answer other nodes at ``port`` of ``host``, to those who know ``secret`` (hex). The answer has ``port``, too:
+    another one where that is taken, or 0."""
 
     WORD = "listen"
     host: str
     secret: str = field(repr=False)
+    port: int
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import queue
-import random
 import socket
 import threading
 import time
@@ -14,9 +13,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ftckpt.errors import ConfigError, FtckptError, SmpError
+from ftckpt.errors import FtckptError, SmpError
 from ftckpt.events import Events, log
 from ftckpt.smp.channel import Channel, Deadlines, Delivery, PeerError, RefusedError, Trust, socket_address
+from ftckpt.smp.ports import listen_at
 from ftckpt.smp.requests import (
     MAX_NETWORK_REQUEST_BYTES,
     MAX_REPLY_BYTES,
@@ -35,10 +35,6 @@ MAX_UNPROVEN = 64
 MAX_LOCAL_CONNECTIONS = 32
 _LOCAL_IDLE_SECS = 10.0
 """Clients on the node send one request and hang up."""
-_PORTS = range(20000, 29000)
-"""Below those that a kernel lends to outgoing connections (Linux: 32768 to 60999). Other nodes remember the port, and
-an SMP that takes the place of a killed one must find it free. Launchers' usual ports lie above (29400, 29500)."""
-_TRIES = 8
 _CLOSE_SECS = 2.0
 """For replies that are being sent: enough for a chunk over any usual network."""
 _LEAVE_SECS = 1.0
@@ -199,7 +195,7 @@ class Server:
             # First: the new one may want the same port.
             self._network.close()
             self._network = None
-        listening = _listen(host, port)
+        listening = listen_at(host, port, MAX_CONNECTIONS)
         self._trust, self._host = trust, host
         network = _Listener(listening, False, MAX_CONNECTIONS, MAX_NETWORK_REQUEST_BYTES, self._deadlines)
         self._start(network)
@@ -381,18 +377,3 @@ def _join(threads: Iterable[threading.Thread]) -> None:
     for thread in threads:
         if thread.ident is not None:  # one that could not be started cannot be joined
             thread.join(max(0.0, deadline - time.monotonic()))
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    try:
-        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-    except (OSError, UnicodeError) as error:
-        raise ConfigError(f"smp_listen: {host!r} is no address: {error}") from None
-    # The port that other nodes know, where it is free; at last any.
-    some = random.SystemRandom().sample(_PORTS, _TRIES)
-    for wanted in (*([port] if port else []), *some, 0):
-        try:
-            return socket.create_server((host, wanted), family=family, backlog=MAX_CONNECTIONS)
-        except OSError as error:
-            problem = str(error)
-    raise ConfigError(f"smp_listen: cannot listen at {host!r}: {problem}")

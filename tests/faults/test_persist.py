@@ -552,6 +552,8 @@ def train_without_storage(rank: int, world_size: int, settings: dict[str, Any]) 
 def train_then_die(rank: int, world_size: int, settings: dict[str, Any], last: int, protects: bool = False) -> None:
     checkpointer, state = plain.make(rank, world_size, settings, NODES[:world_size])
     number = checkpointer.restore() or 0
+    # An SMP starts beside training, which is over here before it has.
+    until(lambda: checkpointer._protection.observe(None).configured, "the SMP knows what to do")
     while number < last or (protects and checkpointer.protected is None):
         number += 1
         plain.iterate(checkpointer, state, number)

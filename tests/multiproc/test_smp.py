@@ -259,8 +259,8 @@ def test_a_path_longer_than_a_socket_address(arena_root: Path) -> None:
         (b'{"request": "configure"}', "needs description"),
         (b'{"request": "configure", "description": {"job": "other", "node": "n0"}}', "job is 'other'"),
         (b'{"request": "configure", "description": {"job": "job", "node": "n0", "settings": 7}}', "settings"),
-        (b'{"request": "listen", "host": 7}', "needs host and secret"),
-        (b'{"request": "listen", "host": "127.0.0.1", "secret": "xyz"}', "not hexadecimal"),
+        (b'{"request": "listen", "host": 7}', "needs host and secret and port"),
+        (b'{"request": "listen", "host": "127.0.0.1", "secret": "xyz", "port": 0}', "not hexadecimal"),
     ],
 )
 def test_a_bad_message_is_refused_and_logged(site: Site, data: bytes, error: str) -> None:

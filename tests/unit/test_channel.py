@@ -42,6 +42,7 @@ from ftckpt.smp.channel import (
 )
 from ftckpt.smp.client import SmpClient
 from ftckpt.smp.peers import Peers
+from ftckpt.smp.ports import PortHold, listen_at
 from ftckpt.smp.requests import (
     BytesRequest,
     ChunkRequest,
@@ -367,6 +368,28 @@ def test_a_port_is_taken_again_or_replaced(store: Store, events: Seen) -> None:
             assert other.listen("127.0.0.1", SECRET, port) not in (0, port)
     with closing(Server({}, find=store.find, events=events)) as again:
         assert again.listen("127.0.0.1", SECRET, port) == port
+
+
+def test_a_port_is_held_for_an_smp_that_does_not_run_yet() -> None:
+    """Nobody else gets it, before it is lent and behind that; who listens at it stays when it is let go of."""
+    held = PortHold("127.0.0.1")
+    with closing(listen_at("127.0.0.1", held.number, 1)) as other:
+        assert other.getsockname()[1] != held.number
+    held.lend()
+    with closing(listen_at("127.0.0.1", held.number, 1)) as smp, closing(socket.socket()) as peer:
+        assert smp.getsockname()[1] == held.number
+        held.close()
+        held.lend()
+        with closing(listen_at("127.0.0.1", held.number, 1)) as other:
+            assert other.getsockname()[1] != held.number
+        peer.settimeout(10)
+        peer.connect(("127.0.0.1", held.number))
+
+
+@pytest.mark.parametrize("port", [-1, 1 << 16])
+def test_no_number_of_a_port_is_any_port(port: int) -> None:
+    with closing(listen_at("127.0.0.1", port, 1)) as listening:
+        assert listening.getsockname()[1] not in (0, port)
 
 
 def test_no_outgoing_connection_is_lent_the_port(server: Server) -> None:
@@ -701,7 +724,7 @@ class TestOfOneNode:
         node_server.listen("127.0.0.1", SECRET)
         with closing(Channel(dial(node_server))) as channel:
             channel.greet(SECRET, soon())
-            for request in (HelloRequest(), ConfigureRequest({}), ListenRequest("", ""), EndRequest()):
+            for request in (HelloRequest(), ConfigureRequest({}), ListenRequest("", "", 0), EndRequest()):
                 assert "own node" in exchange(channel, request, PATIENT).error
 
     @pytest.mark.parametrize("opening", [b"", b"{}\n" * 30, MAGIC])
