@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -212,29 +212,31 @@ def show(found: Sequence[Row]) -> None:
     )
 
 
-def measure(tmpfs: Path, disk: Path, sizes: Sizes, names: Sequence[str], limit: str) -> dict[str, Any]:
-    """All rows, a framework after the other: what is compared takes turns."""
+def measure(grounds: Sequence[Ground], repeats: int, keep: Callable[[Mapping[str, Any]], None]) -> Sequence[Row]:
+    """All rows, a framework after the other: what is compared takes turns. ``keep`` gets what is known by then after
+    each repeat, which may take minutes."""
     rows: list[Row] = []
     stored = {}
-    for name in names:
-        ground = Ground(tmpfs, disk, Case(name, sizes.model), limit)
+    for ground in grounds:
+        name = ground.case.framework
         try:
             ground.leave()
             stored[name] = {
                 "ftckpt": _bytes_of(ground.storage),
-                ground.framework.peer: _bytes_of(disk / name / "peer"),
+                ground.framework.peer: _bytes_of(ground.disk / "peer"),
             }
-            for repeat in range(sizes.repeats):
+            for repeat in range(repeats):
                 rows += ground.rows(repeat)
+                keep({"stored_bytes": stored, "rows": rows})
                 line = ", ".join(
                     f"{row['who']} {row['layout']} {row['source']} {row.get('whole_secs', float('nan')):.2f} s"
                     for row in rows
                     if row["framework"] == name and row["repeat"] == repeat
                 )
-                print(f"repeat {repeat + 1} of {sizes.repeats}, {name}: {line}", file=sys.stderr, flush=True)
+                print(f"repeat {repeat + 1} of {repeats}, {name}: {line}", file=sys.stderr, flush=True)
         finally:
             ground.close()
-    return {"stored_bytes": stored, "rows": rows}
+    return rows
 
 
 def _bytes_of(folder: Path) -> int:
@@ -263,24 +265,30 @@ def main(argv: Sequence[str]) -> int:
         limit = slow_storage.DiskLimit(name, disk, int(sizes.nfs_mb * 1e6))
     except OSError as error:
         print(f"nfs: not measured, no limit can be set here: {error}", file=sys.stderr)
+
+    def keep(raw: Mapping[str, Any]) -> None:
+        found = medians(raw["rows"])
+        content = {
+            "benchmark": "load", "environment": about, "sizes": sizes._asdict(),
+            "nfs": "cgroup" if limit else "not measured", "medians": found, "missed": verdict(found), **raw,
+        }  # fmt: skip
+        if args.json:
+            write_json(args.json, content)
+
+    slow = str(limit.folder) if limit else ""
     try:
-        raw = measure(tmpfs, disk, sizes, args.only or list(FRAMEWORKS), str(limit.folder) if limit else "")
+        grounds = [Ground(tmpfs, disk, Case(each, sizes.model), slow) for each in args.only or list(FRAMEWORKS)]
+        rows = measure(grounds, sizes.repeats, keep)
     finally:
         for root in (tmpfs, disk):
             shutil.rmtree(root, ignore_errors=True)
         if limit is not None:
             limit.close()
-    found = medians(raw["rows"])
+    found = medians(rows)
     show(found)
     missed = verdict(found)
     for line in missed:
         print(f"MISSED: {line}", file=sys.stderr)
-    if args.json:
-        content = {
-            "benchmark": "load", "environment": about, "sizes": sizes._asdict(),
-            "nfs": "cgroup" if limit else "not measured", "medians": found, "missed": missed, **raw,
-        }  # fmt: skip
-        write_json(args.json, content)
     return 1 if missed and not args.quick else 0
 
 

@@ -251,7 +251,7 @@ class Checkpointer:
         prefetch.pause()
         # Before anything is read: from here on no other attempt writes these arenas.
         self._arenas.enter()
-        self._protection.smp.enter(self._arenas.path, self._protection.on)
+        self._protection.smp.tell_hazards()
         described, near = self._meet()
         assert self._pacer is not None
         shard = self._shard = Shard(

@@ -9,7 +9,6 @@ import stat
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -71,9 +70,8 @@ class NodeSmp:
         self._events = events
         self._machines = machines
         self._leads = topology.is_node_leader
-        self._start: Future[SmpClient] | None = None  # of the SMP of the node that this rank leads
-        self._port: PortHold | None = None  # of that one
-        self._set_up: threading.Thread | None = None  # tells that one what to do
+        self._port: PortHold | None = None  # of the SMP of the node that this rank leads
+        self._set_up: threading.Thread | None = None  # starts that one, and tells it what to do
         self._client: SmpClient | None = None
         self._watch: Watch | None = None
         self._secret = b""
@@ -82,23 +80,11 @@ class NodeSmp:
         self.network: NetworkLimit | None = None
         """What this node's SMP may take of the network; None before it was configured, and where it has no peers."""
 
-    def enter(self, node_dir: Path, is_needed: bool) -> None:
-        """The node's directory belongs to this attempt: say what endangers it, and begin to start the SMP."""
+    def tell_hazards(self) -> None:
+        """The node's directory belongs to this attempt: say what endangers it."""
         for hazard in hazards(Path(self._config.arena)) if self._leads else ():
             self._events.emit("environment", name=hazard.name, text=hazard.text, remedy=hazard.remedy)
             self._events.announce(f"{hazard.text}; {hazard.remedy}")
-        if self._leads and is_needed:
-            # A process takes half a second to start: by the time that ranks have their state it has done so.
-            # Where the start is refused meanwhile nobody waits for it, and it ends by itself.
-            self._start = start = Future[SmpClient]()
-
-            def run() -> None:
-                try:
-                    start.set_result(self._find_or_start(node_dir))
-                except Exception as error:  # noqa: BLE001 - raised where the result is asked for
-                    start.set_exception(error)
-
-            threading.Thread(target=run, name="ftckpt-smp-start", daemon=True).start()
 
     def offer_secret(self) -> bytes:
         """What this rank gives the others for ``agree_on_secret``: a word that rank 0 has drawn, or what its node's
@@ -142,9 +128,11 @@ class NodeSmp:
         groups: Sequence[ParityGroup],
         packages: Mapping[str, Mapping[str, int]],
     ) -> int:
-        """The node's SMP gets to know its groups, its trainers and where the others are, once it has started.
+        """Start the node's SMP, and have it know its groups, its trainers and where the others are.
 
-        Training does not wait for that. A job that is killed before, within a second, has no snapshot of its own yet.
+        On a thread: a process takes half a second to start, and training does not wait for it. Not before all ranks
+        have their state: until then cores belong to them. A job that is killed meanwhile leaves its arenas to the
+        next start as ever, and an SMP that does nothing, or none.
         ``reports`` and ``holdings`` by rank; ``packages``: of each other node the shards whose packages this node
         keeps, and their bytes. Returns the digest of what this node's SMP is to guard, as the SMP tells it in its
         pulse when it does.
@@ -253,8 +241,7 @@ class NodeSmp:
 
     def _listening(self, node_dir: Path) -> SmpClient:
         """The SMP, which answers other nodes."""
-        client, start, self._start = self._client, self._start, None  # of one that failed another is begun
-        client = client or (start.result() if start is not None else self._find_or_start(node_dir))
+        client = self._client or self._find_or_start(node_dir)
         try:
             self._listen(client)
         except SmpError:  # it may have ended since it was found, a whole restart ago
