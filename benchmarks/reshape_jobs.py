@@ -153,7 +153,9 @@ def deepspeed(argv: Sequence[str], universal: bool = False) -> Job:
 
     from tests.support.ds_jobs import BASE, BF16
 
-    config = {**BASE, **BF16, "zero_optimization": {"stage": 1}, "checkpoint": {"load_universal": universal}}
+    # One micro-batch of one: what a step computes is nothing that is measured.
+    batch = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1}
+    config = {**BASE, **BF16, **batch, "zero_optimization": {"stage": 1}, "checkpoint": {"load_universal": universal}}
     return train_deepspeed.build(train_deepspeed.parse_args(argv), config)
 
 
