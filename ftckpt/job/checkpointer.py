@@ -53,6 +53,8 @@ from ftckpt.store.outcome import LauncherRun
 from ftckpt.windows.cost import Wish
 from ftckpt.windows.pacer import Pacer
 
+_POLL_SECS = 0.02
+
 
 class _Loaded(NamedTuple):
     """The lineage of what follows, what the training state holds now, where it came from in words and in short,
@@ -146,6 +148,13 @@ class Checkpointer:
     def persisting(self) -> SnapshotId | None:
         """The snapshot that is on its way to storage; None where none is."""
         return self._state.flushes.current
+
+    def has_smp(self, timeout_secs: float) -> bool:
+        """Whether this node's SMP knows what to do, now or within ``timeout_secs``: it starts beside training."""
+        deadline = time.monotonic() + timeout_secs
+        while not (guards := self._protection.smp_guards) and time.monotonic() < deadline:
+            time.sleep(_POLL_SECS)
+        return guards
 
     def bring(self, iteration: int) -> None:
         """The snapshot of ``iteration``, which is under way, is to go to storage. All ranks call it, or none."""
@@ -611,7 +620,7 @@ class Checkpointer:
         # Without an SMP to take checksums this rank takes them itself.
         objects = self.training_state.save_objects() if self._kept is None else {}
         slot = capture.begin(
-            decision.snapshot, decision.keep, objects, base, hashed=not self._protection.smp_alive, kept=self._kept,
+            decision.snapshot, decision.keep, objects, base, hashed=not self._protection.smp_guards, kept=self._kept,
             slots=room,
         )  # fmt: skip
         pacer.follow(capture.flight, decision.snapshot.iteration)

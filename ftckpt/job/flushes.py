@@ -141,7 +141,9 @@ class Flushes:
         if self.current is not None or newest is None or not self.interval or newest.iteration < self.due:
             return
         if self.only_asked and newest.iteration > self.due:
-            self.due = self._behind(newest.iteration)  # of that one there is no snapshot
+            text = f"iteration {self.due} did not come to storage: there is no snapshot of it any more"
+            yield Announcement("not_persisted", {"iteration": self.due, "secs": 0.0}, error=text)
+            self.due = self._behind(newest.iteration)
         elif verdict.flushed != Coverage.CANNOT:
             self.current, self.due, self.chosen_secs = newest, self._behind(newest.iteration), now_secs
             self._last = newest.iteration

@@ -18,6 +18,7 @@ from ftckpt.errors import ConfigError, FtckptError, SmpError, StorageError
 from ftckpt.events import Events
 from ftckpt.group import Group
 from ftckpt.job.addresses import listening_address
+from ftckpt.job.set_up import SetUp, told
 from ftckpt.model.failures import FailureRecord
 from ftckpt.model.topology import Topology
 from ftckpt.parity.groups import ParityGroup
@@ -71,7 +72,8 @@ class NodeSmp:
         self._machines = machines
         self._leads = topology.is_node_leader
         self._port: PortHold | None = None  # of the SMP of the node that this rank leads
-        self._set_up: threading.Thread | None = None  # starts that one, and tells it what to do
+        self._set_up = SetUp(self._tell, self._fail)
+        self._node_dir: Path | None = None
         self._client: SmpClient | None = None
         self._watch: Watch | None = None
         self._secret = b""
@@ -146,12 +148,13 @@ class NodeSmp:
             },
             "groups": [g.to_json() for g in groups if any(member.node == node for member in g.members)],
             "mirror_from": packages,
+            # A word of this attempt that all ranks know: an SMP that goes on with what an earlier one has told it
+            # does not guard for this one yet.
+            "owner": self._group.name,
         }
         if self._leads:
-            args = node_dir, self._describe(guarded, reports), self._set_up
-            # No daemon: an interpreter that ends waits for it, at most until its requests have run out.
-            self._set_up = threading.Thread(target=self._tell, args=args, name="ftckpt-smp-set-up")
-            self._set_up.start()
+            self._node_dir = node_dir
+            self._set_up.want(self._describe(guarded, reports))
         return guard_digest(guarded)
 
     def _describe(self, guarded: Mapping[str, Any], reports: Sequence[SmpReport]) -> Mapping[str, Any]:
@@ -166,8 +169,6 @@ class NodeSmp:
             "run": launcher_run(os.environ).name,
             "secret": self._secret.hex(),
             "peers": {other: where for other, where in peers.items() if other != node},
-            # A word of this attempt that all ranks know.
-            "owner": self._group.name,
             "began": self.failures.began if self.failures is not None else 0.0,
             "nodes": sorted({member.node for member in self._topology.members}),
             "network": asdict(self.network) if self.network else {"gbps": 0.0, "source": "no other nodes"},
@@ -175,16 +176,13 @@ class NodeSmp:
             **guarded,
         }
 
-    def _tell(self, node_dir: Path, description: Mapping[str, Any], earlier: threading.Thread | None) -> None:
-        """Have this node's SMP do what ``description`` says, once ``earlier`` has ended, which told it another."""
-        if earlier is not None:
-            earlier.join()
-        try:
-            client = self._client = self._listening(node_dir)
+    def _tell(self, description: Mapping[str, Any]) -> None:
+        """Have this node's SMP, which may have to be started first, do what ``description`` says."""
+        assert self._node_dir is not None, "behind ``configure``"
+        self._client = client = self._listening(self._node_dir)
+        if not self._set_up.is_over:
             client.configure(description)
             self._watch = self._watch or Watch(client, self._events.emit)
-        except Exception as error:  # noqa: BLE001 - without an SMP snapshots are not protected, and training goes on
-            self._fail(error)
 
     def _claim_storage(self) -> None:
         """SMPs of an earlier attempt that still live, on nodes that this one does not have, write there no more."""
@@ -202,9 +200,9 @@ class NodeSmp:
             threading.Thread(target=claim_it, name="ftckpt-claim", daemon=True).start()
 
     def release(self) -> None:
-        """This rank trains no more; the SMP stays."""
-        if self._set_up is not None:  # so that it knows what to do
-            self._set_up.join()
+        """This rank trains no more; the SMP stays, and knows what to do if it could be started by now or a moment
+        later."""
+        self._set_up.end()
         if self._port is not None:
             self._port.close()
         if self._watch is not None:
@@ -222,13 +220,16 @@ class NodeSmp:
         """Why the SMP of the node that this rank leads could not bring the last snapshot to storage; "" where it
         could, and where another rank leads the node. For as long as it ``goes_on`` it may come to a reason yet: the
         node that fails first has failed for all."""
-        if self._client is None:
+        if not self._leads:
             return ""
         deadline = time.monotonic() + _REASON_SECS
         while True:
             # Asked first: an SMP has its reason by the time that it says that it cannot.
             is_over = not goes_on() or time.monotonic() >= deadline
-            problem = self._ask_for_problem(self._client)
+            if self._client is not None:
+                problem = self._ask_for_problem(self._client)
+            else:
+                problem = f"its SMP has not started: {self._set_up.problem or 'it takes long'}" if is_over else ""
             if problem or is_over:
                 return problem and f"node {self._topology.me.node}: {problem}"
             time.sleep(_POLL_SECS)
@@ -244,7 +245,7 @@ class NodeSmp:
         client = self._client or self._find_or_start(node_dir)
         try:
             self._listen(client)
-        except SmpError:  # it may have ended since it was found, a whole restart ago
+        except SmpError:  # it may have ended since it was found, a whole layout ago
             client = self._find_or_start(node_dir)
             self._listen(client)
         return client
@@ -253,7 +254,9 @@ class NodeSmp:
         port = self._port
         assert port is not None, "behind ``report``"
         port.lend()
-        client.listen(port.host, self._secret, port.number)  # the SMP says where it is another
+        if (got := client.listen(port.host, self._secret, port.number)) != port.number:
+            error = f"port {port.number} was taken by another process: other nodes do not know of port {got}"
+            self._events.emit("smp_error", error=error)
         port.close()
 
     def _find_or_start(self, node_dir: Path) -> SmpClient:
@@ -263,7 +266,7 @@ class NodeSmp:
         return find_or_start(node_dir, Path(config.arena), config.job, self._topology.me.node, settings)
 
     def _fail(self, error: Exception) -> None:
-        self._events.emit("smp_error", error=str(error))
+        self._events.emit("smp_error", error=told(error))
 
 
 def read_secret(path: Path) -> bytes:

@@ -117,8 +117,8 @@ class Arrangement:
 class Protection:
     """One rank's part. Construction and ``arrange`` are collective.
 
-    At a start the gathers of ``NodeArenas.open`` carry what ``tell`` and ``join`` have for other ranks, ``hear`` has
-    it from there; ``arrange`` does the same for arenas that are there.
+    At a start the gather of ``NodeArenas.open`` carries what ``tell`` has for other ranks to ``join``; ``arrange``
+    does the same for arenas that are there.
 
     Nothing but ``__init__``, ``arrange`` and its parts raises: where protection fails, snapshots are not protected,
     an event says so, and training goes on.
@@ -175,9 +175,14 @@ class Protection:
         return len(nodes) > 1 and bool(self.modes.replica or self.modes.peer)
 
     @property
-    def smp_alive(self) -> bool:
-        """Whether this node's SMP gave a sign of life lately."""
-        return self._pulse is not None and self._pulse.smp_alive(_SMP_SILENT_SECS)
+    def smp_guards(self) -> bool:
+        """Whether this node's SMP gave a sign of life lately, and knows what it is to guard for this attempt."""
+        # An SMP that came anew, or has not heard of a new layout yet, guards other groups than these.
+        return self._pulse is not None and self._smp_lives(self._pulse) and self._pulse.smp_guards(self._digest)
+
+    @staticmethod
+    def _smp_lives(pulse: Pulse) -> bool:
+        return pulse.smp_alive(_SMP_SILENT_SECS)
 
     def survey(self, restored: SnapshotId | None) -> tuple[SnapshotId | None, SnapshotId | None]:
         """What of an earlier attempt's snapshots all ranks hold in their arenas: the protected one, and ``restored``.
@@ -299,8 +304,7 @@ class Protection:
             slot = self._arena.find(target)
             check = self._arena.check(slot) if slot is not None else None
             return Guard(
-                alive=self.smp_alive,
-                # An SMP that came anew, or lags behind a new layout, guards other groups than these.
+                alive=self._smp_lives(self._pulse),
                 configured=self._pulse.smp_guards(self._digest),
                 sealed=slot is not None,
                 covered=check is not None and check.state == CheckState.COVERED,
@@ -316,7 +320,7 @@ class Protection:
         if self._pulse is None or self._arena is None or not self._config.persist:
             return NO_FLUSH
         try:
-            ready = self.smp_alive and self._pulse.smp_guards(self._digest)
+            ready = self.smp_guards
             sealed = self._arena.find(snapshot) is not None
             state = self._pulse.flush_state(snapshot) if snapshot is not None else FlushState.NONE
             if state == FlushState.CANNOT and not self._topology.is_node_leader:

@@ -11,6 +11,9 @@ import torch
 
 from ftckpt.job.checkpointer import Checkpointer
 
+_SMP_SECS = 5.0
+"""For an SMP that is starting: a framework's own save takes as long."""
+
 
 class Takeover:
     """The saves of one job; the same on all ranks.
@@ -69,4 +72,6 @@ class Takeover:
             return f"what was to be there of iteration {self.left} is not"
         if self._one_at_a_time and checkpointer.persisting is not None:
             return "another snapshot is on its way to storage"
+        if not checkpointer.has_smp(_SMP_SECS):
+            return "an SMP does not know yet what to do"
         return ""

@@ -54,7 +54,7 @@ def _bound(family: int, place: tuple[str, int]) -> socket.socket:
     held = socket.socket(family, socket.SOCK_STREAM)
     try:
         held.bind(place)
-    except OSError:
+    except BaseException:
         held.close()
         raise
     return held

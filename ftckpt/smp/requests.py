@@ -236,8 +236,9 @@ def exchange(channel: Channel, request: SmpRequest, deadlines: Deadlines, *, mos
 
 
 def guard_digest(description: Mapping[str, Any]) -> int:
-    """A digest, never 0, of what a description says is to be guarded: arenas, groups, packages of other nodes."""
+    """A digest, never 0, of what a description says is to be guarded: arenas, groups, packages of other nodes; and of
+    the attempt that says so."""
     # Leader and SMP each compute it; ranks compare theirs with that in the SMP's pulse, where 0 is none.
     arenas = sorted(str(place["arena"]) for place in description["places"].values())
-    value = [arenas, description["groups"], description["mirror_from"]]
+    value = [arenas, description["groups"], description["mirror_from"], description.get("owner", "")]
     return xxhash.xxh3_64_intdigest(json.dumps(value, sort_keys=True).encode()) | 1

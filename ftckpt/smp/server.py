@@ -182,7 +182,7 @@ class Server:
     def listen(self, host: str, trust: Trust, port: int = 0) -> int:
         """Answer other nodes at ``host``; returns the port: ``port`` itself if it is free, 0 is any.
 
-        A second call for the same host keeps the port and takes over ``trust``.
+        A second call for the same host, and the same port or any, keeps it and takes over ``trust``.
 
         Raises:
             ConfigError: the address cannot be listened at, or the secret is too short.

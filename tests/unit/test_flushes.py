@@ -66,8 +66,8 @@ def test_where_a_script_asks_nothing_else_goes_there() -> None:
     learn(flushes, verdict(), 63)
     assert flushes.current is None, "of which nobody has left anything to be filled in"
     flushes.ask(70)
-    learn(flushes, verdict(), 72)
-    assert flushes.current is None and flushes.asked == -1, "there is no snapshot of it"
+    assert learn(flushes, verdict(), 72) == ["not_persisted"], "there is no snapshot of it"
+    assert flushes.current is None and flushes.asked == -1
     flushes.ask(80)
     learn(flushes, verdict(), 80)
     flushes.forget()

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,11 +15,12 @@ import pytest
 
 from ftckpt.config import Config
 from ftckpt.errors import SmpError
-from ftckpt.job import node_smp
+from ftckpt.job import node_smp, set_up
 from ftckpt.job.node_smp import NodeSmp
 from ftckpt.model.topology import RankPlace, Topology
 from ftckpt.parity.holding import Holding
 from ftckpt.smp.requests import guard_digest
+from tests.support.waiting import until
 
 PLACES = (RankPlace({"dp": 0}, "n0"), RankPlace({"dp": 1}, "n0"))
 
@@ -47,7 +51,7 @@ def test_a_node_is_asked_until_it_has_a_reason_or_has_come_to_its_end() -> None:
     assert asked(Saying("", "", "no disk"), True, False, False) == "", "its part is there: it has no reason"
     assert asked(Saying("no disk")) == "node n0: no disk"
     assert asked(Saying(), True, True) == "node n0: it does not answer"
-    assert asked(None, True, True) == "", "another rank leads the node"
+    assert asked(None, True, True) == "node n0: its SMP has not started: it takes long"
 
 
 def test_a_node_that_writes_on_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,31 +78,86 @@ def test_a_port_is_known_before_there_is_an_smp_and_stays() -> None:
     leader.release()
 
 
-def test_an_smp_that_starts_late_is_told_all_in_order_and_training_waits_at_its_end_alone(
+HOLDINGS = [Holding(f"dp{rank}", "n0", "", "arena", "", 1, (), (0, ())) for rank in range(2)]
+
+
+class Told:
+    """Stands for the start of an SMP, its client and the watch over it: what it was told, and what goes before."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *starts: Callable[[], object]) -> None:
+        self.descriptions: list[Any] = []
+        self._starts = iter(starts)
+        monkeypatch.setattr(NodeSmp, "_listening", self._listening)
+        monkeypatch.setattr(node_smp, "Watch", lambda *_: SimpleNamespace(stop=lambda: None))
+
+    def _listening(self, _: object) -> Any:
+        next(self._starts, lambda: None)()
+        return SimpleNamespace(configure=self.descriptions.append)
+
+    def arenas(self) -> list[str]:
+        return [one["places"]["1"]["arena"] for one in self.descriptions]
+
+
+def configured(smp: NodeSmp, folder: Path, arena: str) -> int:
+    reports = [smp.report(), of_rank(1).report()]
+    return smp.configure(folder, reports, [replace(one, arena=arena) for one in HOLDINGS], [], {})
+
+
+def test_an_smp_that_starts_late_is_told_the_last_word_and_training_waits_at_its_end_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One layout may follow another before the SMP has started."""
-    told: list[Any] = []
-    starts, has_started = iter([True]), threading.Event()
-
-    def listening(*_: object) -> Any:
-        assert not next(starts, False) or has_started.wait(20)
-        return SimpleNamespace(configure=told.append)
-
-    monkeypatch.setattr(NodeSmp, "_listening", listening)
-    monkeypatch.setattr(node_smp, "Watch", lambda *_: SimpleNamespace(stop=lambda: None))
-    smp = of_rank(0)
-    reports = [smp.report(), of_rank(1).report()]
-
-    def configure(name: str) -> int:
-        holdings = [Holding(f"dp{rank}", "n0", "", name, "", 1, (), (0, ())) for rank in range(2)]
-        return smp.configure(tmp_path, reports, holdings, [], {})
-
-    digests = [configure("first"), configure("second")]
-    assert smp._set_up is not None
-    smp._set_up.join(0.2)
-    assert smp._set_up.is_alive() and not told
+    has_started = threading.Event()
+    told, smp = Told(monkeypatch, lambda: has_started.wait(20)), of_rank(0)
+    digests = [configured(smp, tmp_path, name) for name in ("first", "second")]
+    assert not told.descriptions
     threading.Timer(0.1, has_started.set).start()
     smp.release()
-    assert [one["places"]["1"]["arena"] for one in told] == ["first", "second"]
-    assert digests == [guard_digest(one) for one in told] and all(digests)
+    assert told.arenas()[-1] == "second"
+    assert guard_digest(told.descriptions[-1]) == digests[-1] != digests[0]
+
+
+def test_an_smp_that_could_not_be_told_is_told_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails() -> None:
+        raise OSError("no memory")
+
+    monkeypatch.setattr(set_up, "_AGAIN_SECS", 0.01)
+    told, smp, seen = Told(monkeypatch, fails, fails), of_rank(0), []
+    smp._events = SimpleNamespace(emit=lambda *event, **fields: seen.append((*event, fields["error"])))  # type: ignore[assignment]
+    configured(smp, tmp_path, "arena")
+    until(told.arenas, "it is told")
+    smp.release()
+    assert told.arenas() == ["arena"] and seen == [("smp_error", "no memory")] * 2
+
+
+def test_a_job_that_ends_waits_for_no_smp_that_cannot_be_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And says at its end why nothing came to storage."""
+
+    def fails() -> None:
+        raise OSError("no memory")
+
+    told, smp = Told(monkeypatch, fails), of_rank(0)
+    smp._events = SimpleNamespace(emit=lambda *_, **__: None)  # type: ignore[assignment]
+    configured(smp, tmp_path, "arena")
+    until(lambda: smp._set_up.problem, "it fails")
+    assert smp.flush_problem() == "node n0: its SMP has not started: no memory"
+    assert of_rank(1).flush_problem() == "", "another rank leads the node"
+    begin = time.monotonic()
+    smp.release()
+    assert time.monotonic() - begin < set_up._LAST_SECS and not told.descriptions
+
+
+def test_an_smp_that_an_earlier_attempt_has_told_does_not_guard_this_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would bring this one's snapshots to storage in the name of that one."""
+    Told(monkeypatch)
+    digests = []
+    for attempt in ("earlier", "this"):
+        smp = of_rank(0)
+        smp._group.name = attempt
+        digests.append(configured(smp, tmp_path, "arena"))
+        smp.release()
+    assert len(set(digests)) == 2
