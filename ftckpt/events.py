@@ -268,7 +268,8 @@ EVENTS: dict[str, EventKind] = {
     # Storage.
     "persisted": _quiet("a snapshot is on storage, all of it", iteration=_ITERATION, secs="since it was chosen"),
     "not_persisted": _loud(
-        "a snapshot did not come to storage; a newer one is tried", iteration=_ITERATION, secs="since it was chosen"
+        "a snapshot did not come to storage; a newer one is tried", iteration=_ITERATION,
+        secs="since it was chosen, 0 if it was not"
     ),
     "last_not_taken": _loud(
         "the job ends, and of its last iteration there is no snapshot", iteration="the last one", reason="why",
