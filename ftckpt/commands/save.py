@@ -19,9 +19,10 @@ from ftckpt.errors import ArenaError, ConfigError, SmpError, StorageError
 from ftckpt.job.addresses import interfaces, listening_address, machine
 from ftckpt.persist.meeting import LOOPBACK, RescueReport, RescueRequest
 from ftckpt.persist.place import Place, prepare
-from ftckpt.smp.client import SmpClient
+from ftckpt.smp.client import SmpClient, find_or_start
 from ftckpt.smp.requests import PersistRequest
-from ftckpt.store.directory import job_node_path, list_arenas
+from ftckpt.store.directory import SMP_LOCK_NAME, SMP_STATE_NAME, job_node_path, list_arenas
+from ftckpt.store.locks import holder_of
 
 _POLL_SECS = 0.5
 _TELL_SECS = 5.0
@@ -75,7 +76,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _save(arguments: argparse.Namespace, node: str, where: str, form: str) -> str:
     node_dir = job_node_path(arguments.arena, arguments.job, node)
-    client = SmpClient(node_dir, arguments.arena, arguments.job, node, {})
+    client = _smp_of(arguments, node, node_dir)
     if arguments.at_end:
         storage = client.status()["duties"]["storage"]
         if not storage["where"] or not storage["at_end"]:
@@ -98,6 +99,19 @@ def _save(arguments: argparse.Namespace, node: str, where: str, form: str) -> st
         raise StorageError(f"node {node}: {status['reason']}", lasting=True)
     secs = time.monotonic() - begun
     return f"node {node}: iteration {status['iteration']} is at {status['where']}, after {secs:.1f} s"
+
+
+def _smp_of(arguments: argparse.Namespace, node: str, node_dir: Path) -> SmpClient:
+    """The one that runs, or another one: what it goes on with lies there before it starts, and stays if it is killed."""
+    runs = holder_of(node_dir / SMP_LOCK_NAME) is not None
+    if runs or (node_dir / SMP_STATE_NAME).exists():
+        client = find_or_start(node_dir, Path(arguments.arena), arguments.job, node, {})
+        if client.status()["configured"]:
+            return client
+    raise SmpError(
+        f"node {node}: no SMP has been told what lies there: job {arguments.job!r} is neither protected nor has a "
+        "storage, or was killed as it began"
+    )
 
 
 def _require_no_ranks(client: SmpClient, deadline: float) -> None:

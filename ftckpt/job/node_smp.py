@@ -9,7 +9,8 @@ import stat
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, replace
+from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,16 +29,17 @@ from ftckpt.persist.place import Place
 from ftckpt.persist.storage import open_storage, patiently
 from ftckpt.smp.channel import MIN_SECRET_BYTES
 from ftckpt.smp.client import SmpClient, Watch, find_or_start
+from ftckpt.smp.footprint import SmpConfig
 from ftckpt.smp.link import NetworkLimit, network_limit
 from ftckpt.smp.ports import PortHold
 from ftckpt.smp.requests import guard_digest
+from ftckpt.store.directory import SMP_LOCK_NAME
 from ftckpt.store.environment import hazards
+from ftckpt.store.locks import holder_of
 from ftckpt.store.outcome import launcher_run
 
 _CLAIM_SECS = 3600.0
 """How long storage may be away at the start and become this run's yet."""
-_UNCONFIGURED_SECS = 5.0
-"""How long an SMP waits without trainers that nobody has told what to do."""
 _REASON_SECS = 5.0
 """Longest wait for an SMP that may not have begun with what another node has given up; one that writes, which takes
 longer, has nothing to complain of."""
@@ -133,8 +135,8 @@ class NodeSmp:
         """Start the node's SMP, and have it know its groups, its trainers and where the others are.
 
         On a thread: a process takes half a second to start, and training does not wait for it. Not before all ranks
-        have their state: until then cores belong to them. A job that is killed meanwhile leaves its arenas to the
-        next start as ever, and an SMP that does nothing, or none.
+        have their state: until then cores belong to them. What it is to do lies there before it starts: a job that is
+        killed meanwhile is guarded as any other.
         ``reports`` and ``holdings`` by rank; ``packages``: of each other node the shards whose packages this node
         keeps, and their bytes. Returns the digest of what this node's SMP is to guard, as the SMP tells it in its
         pulse when it does.
@@ -178,8 +180,8 @@ class NodeSmp:
 
     def _tell(self, description: Mapping[str, Any]) -> None:
         """Have this node's SMP, which may have to be started first, do what ``description`` says."""
-        assert self._node_dir is not None, "behind ``configure``"
-        self._client = client = self._listening(self._node_dir)
+        assert self._node_dir is not None and self._port is not None, "behind ``configure``"
+        self._client = client = self._listening(self._node_dir, self._port, description)
         if not self._set_up.is_over:
             client.configure(description)
             self._watch = self._watch or Watch(client, self._events.emit)
@@ -240,30 +242,27 @@ class NodeSmp:
         except (SmpError, KeyError, TypeError) as error:
             return str(error)
 
-    def _listening(self, node_dir: Path) -> SmpClient:
-        """The SMP, which answers other nodes."""
-        client = self._client or self._find_or_start(node_dir)
+    def _listening(self, node_dir: Path, port: PortHold, description: Mapping[str, Any]) -> SmpClient:
+        """The SMP, which answers other nodes; one that has to be started finds ``description``."""
+        client = self._client or self._find_or_start(node_dir, port, description)
         try:
-            self._listen(client)
+            got = client.listen(port.host, self._secret, port.number)
         except SmpError:  # it may have ended since it was found, a whole layout ago
-            client = self._find_or_start(node_dir)
-            self._listen(client)
-        return client
-
-    def _listen(self, client: SmpClient) -> None:
-        port = self._port
-        assert port is not None, "behind ``report``"
-        port.lend()
-        if (got := client.listen(port.host, self._secret, port.number)) != port.number:
+            client = self._find_or_start(node_dir, port, description)
+            got = client.listen(port.host, self._secret, port.number)
+        port.close()
+        if got != port.number:
             error = f"port {port.number} was taken by another process: other nodes do not know of port {got}"
             self._events.emit("smp_error", error=error)
-        port.close()
+        return client
 
-    def _find_or_start(self, node_dir: Path) -> SmpClient:
+    def _find_or_start(self, node_dir: Path, port: PortHold, description: Mapping[str, Any]) -> SmpClient:
         config = self._config
-        # Until it is configured, which says another time: a start that is killed leaves none behind.
-        settings = asdict(replace(config, smp_idle_secs=min(_UNCONFIGURED_SECS, config.smp_idle_secs)))
-        return find_or_start(node_dir, Path(config.arena), config.job, self._topology.me.node, settings)
+        port.lend()
+        if holder_of(node_dir / SMP_LOCK_NAME) is None:
+            with suppress(OSError):  # a full tmpfs: it is told when it runs
+                SmpConfig.leave(node_dir, description, port.host, port.number, self._secret)
+        return find_or_start(node_dir, Path(config.arena), config.job, self._topology.me.node, asdict(config))
 
     def _fail(self, error: Exception) -> None:
         self._events.emit("smp_error", error=told(error))

@@ -7,6 +7,7 @@ import logging
 import os
 import resource
 import threading
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -38,6 +39,21 @@ class SmpConfig:
     secret: str = field(default="", repr=False)
     hang: HangPlace | None = None
     longest_secs: dict[str, float] = field(default_factory=dict)
+
+    @classmethod
+    def leave(cls, node_dir: Path, description: Mapping[str, Any], host: str, port: int, secret: bytes) -> None:
+        """For an SMP that is about to start, by who starts it: what it is to go on with, whatever becomes of that
+        process meanwhile. No SMP may run there.
+
+        Raises:
+            OSError: as ``store``.
+        """
+        try:
+            state = cls.load(node_dir) or cls()
+        except SmpError:  # nobody could go on with that
+            state = cls()
+        state.description, state.host, state.port, state.secret = dict(description), host, port, secret.hex()
+        state.store(node_dir)
 
     def store(self, node_dir: Path) -> None:
         """Write ``smp.json`` (0600); a kill leaves the old one or the new one.

@@ -22,6 +22,7 @@ from ftckpt.commands.main import main
 from ftckpt.config import Config
 from ftckpt.errors import MemoryBudgetError, StorageError
 from ftckpt.frameworks import doors
+from ftckpt.job import node_smp
 from ftckpt.persist import retention
 from ftckpt.persist.commit import claim, committed
 from ftckpt.persist.shard_file import ShardFile
@@ -31,7 +32,7 @@ from ftckpt.restore import stored as stored_shards
 from ftckpt.restore import straight
 from ftckpt.restore.stored import ShardFetch
 from ftckpt.store.arena import Arena
-from ftckpt.store.directory import clean_job, end_smp
+from ftckpt.store.directory import SMP_STATE_NAME, clean_job, end_smp
 from ftckpt.store.landings import Landing
 from tests.support import jobs, plain
 from tests.support.event_logs import read_events
@@ -552,8 +553,6 @@ def train_without_storage(rank: int, world_size: int, settings: dict[str, Any]) 
 def train_then_die(rank: int, world_size: int, settings: dict[str, Any], last: int, protects: bool = False) -> None:
     checkpointer, state = plain.make(rank, world_size, settings, NODES[:world_size])
     number = checkpointer.restore() or 0
-    # An SMP starts beside training, which is over here before it has.
-    until(lambda: checkpointer._protection.observe(None).configured, "the SMP knows what to do")
     while number < last or (protects and checkpointer.protected is None):
         number += 1
         plain.iterate(checkpointer, state, number)
@@ -632,14 +631,31 @@ def test_what_trains_is_not_saved_as_if_it_did_not(persisting: dict[str, Any]) -
     assert [one.snapshot.iteration for one in stored(persisting)] == [3], "at the end, by the job itself"
 
 
-def test_a_save_that_cannot_be_says_why(persisting: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
-    command = ["save", "test", "--arena", persisting["arena"], "--timeout", "1"]
+def die_before_the_smp_is_told(rank: int, world_size: int, settings: dict[str, Any], last: int) -> None:
+    """As a process that is killed while it waits for the SMP that it has started."""
+    checkpointer, state = plain.make(rank, world_size, settings, NODES[:world_size])
+    monkey = pytest.MonkeyPatch()
+    monkey.setattr(node_smp, "find_or_start", lambda *_: time.sleep(3600))
+    for number in range((checkpointer.restore() or 0) + 1, last + 1):
+        plain.iterate(checkpointer, state, number)
+    checkpointer.fence()
+    checkpointer.capture.settle(20.0)  # type: ignore[union-attr]
+    meet(Path(settings["events"]).parent / "trained", world_size)
+    plain.die()
+
+
+def test_what_a_job_left_is_saved_where_no_smp_has_run_yet(
+    persisting: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One starts beside training, which may be killed before; and one may be killed with the job."""
+    command = ["save", "test", "--arena", persisting["arena"], "--timeout", "60"]
     assert main(command) == 2 and "no arenas of job 'test'" in capsys.readouterr().err
-    run_ranks(train_then_die, 4, persisting, 6, expect_failures=True)
-    end_smp(Path(persisting["arena"]) / "ftckpt-test" / "n1", 20.0)
-    assert main(command) == 2
-    assert "node n1 does not answer" in (said := capsys.readouterr().err) or "do not say what they hold: n1" in said
-    assert not stored(persisting)
+    run_ranks(die_before_the_smp_is_told, 4, persisting, 6, expect_failures=True)
+    assert main(command) == 0 and [one.snapshot.iteration for one in stored(persisting)] == [6]
+    node_dir = Path(persisting["arena"]) / "ftckpt-test" / "n1"
+    end_smp(node_dir, 20.0)
+    (node_dir / SMP_STATE_NAME).unlink(missing_ok=True)
+    assert main(command) == 2 and "node n1: no SMP has been told what lies there" in capsys.readouterr().err
 
 
 def test_a_place_that_is_full_at_the_start_is_written_to_when_it_is_not(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import subprocess
 from pathlib import Path
@@ -11,8 +10,7 @@ from typing import Any
 import pytest
 
 from ftckpt.errors import ConfigError, UnsupportedError
-from ftckpt.store.directory import BUDGET_NAME, PULSE_NAME, SMP_LOCK_NAME, clean_job, list_arenas
-from ftckpt.store.locks import holder_of
+from ftckpt.store.directory import BUDGET_NAME, PULSE_NAME
 from tests.support import jobs, plain
 from tests.support.errors import a_rank_raises
 from tests.support.pool import RankFailure, run_ranks, spawn_ranks
@@ -65,24 +63,6 @@ def test_a_refusal_after_the_arenas_were_made_leaves_nothing(settings: dict[str,
     jobs.broken(2, jobs.Run([], 3, settings, end="die"))
     refused(bad, [], "ConfigError.*secret_file: /nowhere.*umask")
     assert jobs.outcomes(2, jobs.Run([], 5, settings))[0].start is not None, "a refusal lost the snapshots"
-
-
-def killed_before_it_is_told(rank: int, world_size: int, settings: dict[str, Any]) -> None:
-    checkpointer, state = plain.make(rank, world_size, {**settings, "protect": "node"})
-    checkpointer._protection.smp._listen = lambda _: plain.die()  # type: ignore[method-assign]
-    checkpointer.restore()
-    for number in itertools.count(1):
-        plain.iterate(checkpointer, state, number)
-
-
-def test_a_job_that_is_killed_while_its_smp_starts_leaves_none(settings: dict[str, Any], arena_root: Path) -> None:
-    """It starts beside training, and nobody has told it what to guard."""
-    run_ranks(killed_before_it_is_told, 2, settings, expect_failures=True, grace_secs=3.0)
-    lock = arena_root / "ftckpt-test" / "node" / SMP_LOCK_NAME
-    assert lock.exists(), "none has started"
-    until(lambda: holder_of(lock) is None, "the end of the SMP", 30)
-    assert list_arenas(lock.parent)
-    clean_job(arena_root, "test")
 
 
 def test_pages_that_cannot_be_shared_are_said_and_training_goes_on(

@@ -90,7 +90,7 @@ class Told:
         monkeypatch.setattr(NodeSmp, "_listening", self._listening)
         monkeypatch.setattr(node_smp, "Watch", lambda *_: SimpleNamespace(stop=lambda: None))
 
-    def _listening(self, _: object) -> Any:
+    def _listening(self, *_: object) -> Any:
         next(self._starts, lambda: None)()
         return SimpleNamespace(configure=self.descriptions.append)
 
