@@ -102,7 +102,7 @@ def _save(arguments: argparse.Namespace, node: str, where: str, form: str) -> st
 
 
 def _smp_of(arguments: argparse.Namespace, node: str, node_dir: Path) -> SmpClient:
-    """The one that runs, or another one: what it goes on with lies there before it starts, and stays if it is killed."""
+    """The one that runs, or another: what it goes on with lies there before it starts, and stays if it is killed."""
     runs = holder_of(node_dir / SMP_LOCK_NAME) is not None
     if runs or (node_dir / SMP_STATE_NAME).exists():
         client = find_or_start(node_dir, Path(arguments.arena), arguments.job, node, {})

@@ -109,8 +109,9 @@ def test_an_smp_that_starts_late_is_told_the_last_word_and_training_waits_at_its
     """One layout may follow another before the SMP has started."""
     has_started = threading.Event()
     told, smp = Told(monkeypatch, lambda: has_started.wait(20)), of_rank(0)
+    begin = time.monotonic()
     digests = [configured(smp, tmp_path, name) for name in ("first", "second")]
-    assert not told.descriptions
+    assert not told.descriptions and time.monotonic() - begin < 5
     threading.Timer(0.1, has_started.set).start()
     smp.release()
     assert told.arenas()[-1] == "second"
