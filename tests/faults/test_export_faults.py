@@ -211,6 +211,7 @@ def test_a_job_that_ends_waits_for_it_and_goes_on_from_its_snapshot(exporting: d
     assert [result.value for result in run_ranks(restored, 4, exporting)] == [what_was(6)] * 4
 
 
+@pytest.mark.slow
 def test_what_is_left_when_an_allocation_ends_is_saved_as_others_load_it(
     exporting: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -31,6 +31,7 @@ def run(tmp_path: Path, arena_root: Path, *only: str) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_one_framework_and_the_copy_that_training_waits_for(tmp_path: Path, arena_root: Path) -> None:
     found = run(tmp_path, arena_root, "plain", "sync")
     (row,) = found["jobs"]

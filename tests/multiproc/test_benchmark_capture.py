@@ -140,6 +140,7 @@ def test_more_than_a_share_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert len(problems) == 2 and all("off by 1048577 bytes" in problem for problem in problems)
 
 
+@pytest.mark.slow
 def test_the_device_part_without_a_device(arena_root: Path) -> None:
     args = argparse.Namespace(arena=arena_root, repeats=1, quick=True)
     case = device.run_case(args, stand_in=True)

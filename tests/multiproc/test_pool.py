@@ -131,6 +131,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
+@pytest.mark.slow
 def test_a_killed_test_run_leaves_no_rank() -> None:
     # Sockets lie there, whose paths must be short.
     here, folder = Path(__file__).resolve(), Path(tempfile.mkdtemp(dir="/tmp"))

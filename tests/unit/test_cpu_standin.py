@@ -299,6 +299,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_a_spawned_process_ends_with_its_parent(tmp_path: Path) -> None:
     pid = int(run_script(tmp_path / "script.py", LEAVES))
     until(lambda: not Path(f"/proc/{pid}").exists(), "it ends", secs=20)

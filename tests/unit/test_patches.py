@@ -220,6 +220,7 @@ callbacks.restore([], object(), None)
 """
 
 
+@pytest.mark.slow
 def test_a_core_without_lines_under_a_patched_loop_is_refused() -> None:
     pytest.importorskip("megatron.core")
     ended = subprocess.run(
