@@ -303,12 +303,13 @@ class Protection:
         try:
             slot = self._arena.find(target)
             check = self._arena.check(slot) if slot is not None else None
+            configured = self._pulse.smp_guards(self._digest)
             return Guard(
                 alive=self._smp_lives(self._pulse),
-                configured=self._pulse.smp_guards(self._digest),
+                configured=configured,
                 sealed=slot is not None,
                 covered=check is not None and check.state == CheckState.COVERED,
-                gave_up=target is not None and self._pulse.smp_cannot(target.iteration),
+                gave_up=configured and target is not None and self._pulse.smp_cannot(target.iteration),
                 rests=self._pulse.smp_rests(),
             )
         except Exception as error:  # noqa: BLE001 - promise 4: training goes on whatever protection does
@@ -322,7 +323,9 @@ class Protection:
         try:
             ready = self.smp_guards
             sealed = self._arena.find(snapshot) is not None
-            state = self._pulse.flush_state(snapshot) if snapshot is not None else FlushState.NONE
+            # What an SMP says that has not heard of this attempt yet it says of an earlier one.
+            knows = snapshot is not None and self._pulse.smp_guards(self._digest)
+            state = self._pulse.flush_state(snapshot) if snapshot is not None and knows else FlushState.NONE
             if state == FlushState.CANNOT and not self._topology.is_node_leader:
                 state = FlushState.WORKING  # the leader, who alone can ask the SMP why, is to say so
             return FlushGuard(ready, sealed, state)

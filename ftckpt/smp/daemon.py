@@ -149,13 +149,14 @@ class Daemon:
             return False
 
     def _beat(self) -> None:
+        # First: who sees the digest of an attempt takes what is told of a flush for that of this attempt.
+        self._pulse.tell_flush(*self._duties.flushing)
         cannot = self._duties.cannot
         if cannot is not None:
             self._pulse.beat_smp(SmpState.CANNOT, cannot.iteration, self._digest)
         else:
             state = SmpState.GUARDING if self._config.description else SmpState.WAITING
             self._pulse.beat_smp(state, digest=self._digest)
-        self._pulse.tell_flush(*self._duties.flushing)
 
     def _look_safely(self) -> None:
         try:

@@ -155,6 +155,9 @@ class Duties:
         if addresses or trust.secret:
             self._peers.configure(addresses, trust)
         self._abandon()
+        if self._flush is not None and flush != self._flush_orders:
+            # Begun anew if it is still wanted: what an earlier attempt's orders came to says nothing of these.
+            self._flush.stop()
         self._description, self._duty, self._network, self._flush_orders = given, duty, limit, flush
         # What is sent to other nodes is read of this one's memory, and goes over the same link: one pace for both.
         self._pace = self.service.pace = self._checker.pace = self._new_pace(settings)

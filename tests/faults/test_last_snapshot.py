@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +13,13 @@ import torch
 import ftckpt.plain
 from ftckpt.capture import copier
 from ftckpt.config import Config
+from ftckpt.job.checkpointer import Checkpointer
 from ftckpt.persist.commit import committed
 from ftckpt.persist.storage import open_storage
 from ftckpt.store.directory import clean_job
-from tests.support import ds_jobs, jobs, plain
+from ftckpt.store.pulse import FlushState, Pulse
+from tests.support import ds_jobs, jobs, plain, waiting
+from tests.support.event_logs import read_events
 from tests.support.pool import run_ranks
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.faults]
@@ -110,6 +113,8 @@ def test_the_last_iteration_of_deepspeed_is_there(ending: dict[str, Any]) -> Non
 
 def train(rank: int, world_size: int, settings: dict[str, Any], trouble: str, until: int = LAST) -> None:
     checkpointer, state = plain.make(rank, world_size, settings)
+    if trouble == "told late":
+        tell_late(checkpointer)
     for iteration in range((checkpointer.restore() or 0) + 1, until + 1):
         if trouble == "no objects" and rank == 1:
             state.failing[LAST] = ValueError("no state today")
@@ -128,6 +133,24 @@ def train(rank: int, world_size: int, settings: dict[str, Any], trouble: str, un
 
 def fail(*args: Any, **kwargs: Any) -> None:
     raise RuntimeError("a bus that fell asleep")
+
+
+def tell_late(checkpointer: Checkpointer) -> None:
+    """The SMP hears of this attempt once it has failed with the last snapshot by what an earlier one has told it."""
+    set_up = checkpointer._protection.smp._set_up
+    tell = set_up._tell
+
+    def late(description: Mapping[str, Any]) -> None:
+        pulse = Pulse.open(checkpointer.node_dir, None)
+
+        def has_failed() -> bool:
+            newest = checkpointer.capture.newest if checkpointer.capture is not None else None
+            return newest is not None and pulse.flush_state(newest) == FlushState.CANNOT
+
+        waiting.until(has_failed, "it fails", 30)
+        tell(description)
+
+    set_up._tell = late
 
 
 @pytest.mark.parametrize(
@@ -151,6 +174,16 @@ def test_where_the_last_cannot_be_taken_the_one_before_is_brought(
     assert told == [(LAST, 7, reason)] * 2
     start, *_ = [result.value for result in run_ranks(plain.restored, 2, ending)]
     assert start[:3] == (7, 7, [7.0])
+
+
+def test_an_smp_that_an_earlier_attempt_has_told_does_not_say_what_becomes_of_the_last(
+    ending: dict[str, Any],
+) -> None:
+    """Storage is this attempt's by then: what that one wants to bring there is refused."""
+    run_ranks(train, 2, ending, "killed", expect_failures=True)
+    run_ranks(train, 2, ending, "told late")
+    assert stored(ending) == [LAST]
+    assert read_events(Path(ending["events"]), "not_flushed", of="smp-node")
 
 
 def test_a_rank_that_is_killed_in_the_last_snapshot_leaves_the_one_before(ending: dict[str, Any]) -> None:

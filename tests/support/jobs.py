@@ -97,6 +97,9 @@ def train(rank: int, world_size: int, run: Run) -> Outcome:
             add_parameter(job.model[0])
         job.checkpointer = ftckpt.megatron.attach(job.model, job.optimizer, job.scheduler, objects, config=config)
         start = job.checkpointer.restore()
+        if job.checkpointer._protection.on:
+            # Its few iterations are to be protected: an SMP starts beside training.
+            job.checkpointer.has_smp(10.0)
         job.data.consumed_samples += 1000 * run.perturb
         if run.spoil and rank == 1:
             pieces = job.checkpointer._shard._described.stepped
