@@ -88,3 +88,8 @@ class ConvertError(FtckptError):
 
 class SpecError(ConvertError):
     """A specification of parameter names is wrong, or does not match each tensor exactly once."""
+
+
+def in_words(error: Exception) -> str:
+    """What to tell users of ``error``: those of others may say nothing without their class."""
+    return str(error) if isinstance(error, FtckptError) else f"{type(error).__name__}: {error}"

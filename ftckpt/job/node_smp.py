@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ftckpt.config import Config
-from ftckpt.errors import ConfigError, FtckptError, SmpError, StorageError
+from ftckpt.errors import ConfigError, FtckptError, SmpError, StorageError, in_words
 from ftckpt.events import Events
 from ftckpt.group import Group
 from ftckpt.job.addresses import listening_address
-from ftckpt.job.set_up import SetUp, told
+from ftckpt.job.set_up import SetUp
 from ftckpt.model.failures import FailureRecord
 from ftckpt.model.topology import Topology
 from ftckpt.parity.groups import ParityGroup
@@ -265,7 +265,7 @@ class NodeSmp:
         return find_or_start(node_dir, Path(config.arena), config.job, self._topology.me.node, asdict(config))
 
     def _fail(self, error: Exception) -> None:
-        self._events.emit("smp_error", error=told(error))
+        self._events.emit("smp_error", error=in_words(error))
 
 
 def read_secret(path: Path) -> bytes:

@@ -6,17 +6,12 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ftckpt.errors import FtckptError
+from ftckpt.errors import in_words
 
 _AGAIN_SECS = 10.0
 """Behind a failure: each attempt costs a process start on a node that trains."""
 _LAST_SECS = 5.0
 """A job that ends waits so long for an SMP that is starting, which takes one where cores are free."""
-
-
-def told(error: Exception) -> str:
-    """In words: errors of others may say nothing without their class."""
-    return str(error) if isinstance(error, FtckptError | OSError) else repr(error)
 
 
 class SetUp:
@@ -34,6 +29,7 @@ class SetUp:
         self._thread: threading.Thread | None = None  # None: nothing is left to be told
         self._settled = threading.Event()  # it was told, or could not be
         self._over = threading.Event()
+        self._wake = threading.Event()  # it is over, or something else is wanted: no time to rest
         self.problem = ""
         """Why it could not be told what was wanted last."""
 
@@ -47,13 +43,14 @@ class SetUp:
         with self._guard:
             self._wanted, self.problem = description, ""
             self._settled.clear()
+            self._wake.set()
             if self._thread is not None:
                 return
             thread = threading.Thread(target=self._run, name="ftckpt-smp-set-up", daemon=True)
             try:
                 thread.start()
             except RuntimeError as error:  # the process may have no more threads
-                self.problem = told(error)
+                self.problem = in_words(error)
                 self._fail(error)
             else:
                 self._thread = thread
@@ -64,20 +61,22 @@ class SetUp:
         if thread is not None:
             self._settled.wait(_LAST_SECS)
         self._over.set()
+        self._wake.set()
         if thread is not None:
             thread.join(_LAST_SECS if self._settled.is_set() else 0.0)
 
     def _run(self) -> None:
         while not self.is_over:
+            self._wake.clear()  # before it is read: what comes behind that wakes
             wanted = self._wanted
             assert wanted is not None, "set before the thread starts"
             try:
                 self._tell(wanted)
             except Exception as error:  # noqa: BLE001 - promise 4: without an SMP training goes on
-                self.problem = told(error)
+                self.problem = in_words(error)
                 self._fail(error)
                 self._settled.set()
-                self._over.wait(_AGAIN_SECS)
+                self._wake.wait(_AGAIN_SECS)
                 continue
             with self._guard:
                 if self._wanted is wanted:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ftckpt.errors import FtckptError, SmpError
+from ftckpt.errors import FtckptError, SmpError, in_words
 from ftckpt.events import Events
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.persist.place import Place
@@ -369,7 +369,7 @@ class Duties:
     def _failed(self, running: Task, error: Exception) -> None:
         if any(arena.vanished for arena in self._arenas.all):
             return  # what was done is in vain; the next refresh reports it
-        reason = str(error) if isinstance(error, FtckptError) else f"{type(error).__name__}: {error}"
+        reason = in_words(error)
         if running is self._cover and self._target is not None:
             self._give_up(self._target, reason)
             return

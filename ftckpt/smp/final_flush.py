@@ -12,7 +12,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, TypeVar
 
-from ftckpt.errors import FtckptError, StorageError
+from ftckpt.errors import StorageError, in_words
 from ftckpt.events import Events
 from ftckpt.model.loaded import is_undone
 from ftckpt.model.snapshot import SnapshotId
@@ -92,7 +92,7 @@ class FinalFlush:
             self._flush()
             self._state = FlushState.DONE
         except Exception as error:  # noqa: BLE001 - told to who waits
-            self._reason = str(error) if isinstance(error, FtckptError) else repr(error)
+            self._reason = in_words(error)
             self._state = FlushState.CANNOT
             iteration = self._snapshot.iteration if self._snapshot is not None else -1
             self._events.emit("not_flushed", iteration=iteration, reason=self._reason)

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from ftckpt.config import Config
-from ftckpt.errors import ArenaError, CorruptError, FtckptError, StorageError
+from ftckpt.errors import ArenaError, CorruptError, StorageError, in_words
 from ftckpt.events import Events
 from ftckpt.model.loaded import Checkpoint, is_undone
 from ftckpt.model.snapshot import SnapshotId
@@ -171,7 +171,7 @@ class Flush:
         except _Halted:
             pass
         except Exception as error:  # noqa: BLE001 - training goes on whatever storage does, and is told
-            reason = str(error) if isinstance(error, FtckptError) else repr(error)
+            reason = in_words(error)
             self.problem, self.state = reason, FlushState.CANNOT  # in this order: who sees the state asks why
             self._events.emit("not_flushed", iteration=self.snapshot.iteration, reason=reason)
 

@@ -128,7 +128,7 @@ def test_an_smp_that_could_not_be_told_is_told_again(tmp_path: Path, monkeypatch
     configured(smp, tmp_path, "arena")
     until(told.arenas, "it is told")
     smp.release()
-    assert told.arenas() == ["arena"] and seen == [("smp_error", "no memory")] * 2
+    assert told.arenas() == ["arena"] and seen == [("smp_error", "OSError: no memory")] * 2
 
 
 def test_a_job_that_ends_waits_for_no_smp_that_cannot_be_told(
@@ -143,7 +143,7 @@ def test_a_job_that_ends_waits_for_no_smp_that_cannot_be_told(
     smp._events = SimpleNamespace(emit=lambda *_, **__: None)  # type: ignore[assignment]
     configured(smp, tmp_path, "arena")
     until(lambda: smp._set_up.problem, "it fails")
-    assert smp.flush_problem() == "node n0: its SMP has not started: no memory"
+    assert smp.flush_problem() == "node n0: its SMP has not started: OSError: no memory"
     assert of_rank(1).flush_problem() == "", "another rank leads the node"
     begin = time.monotonic()
     smp.release()
@@ -162,3 +162,44 @@ def test_an_smp_that_an_earlier_attempt_has_told_does_not_guard_this_one(
         digests.append(configured(smp, tmp_path, "arena"))
         smp.release()
     assert len(set(digests)) == 2
+
+
+@pytest.mark.parametrize("taken", [False, True])
+def test_where_an_smp_listens_elsewhere_than_others_know_it_is_said(
+    taken: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another process may have taken the port meanwhile. One that ended since it was found is found anew."""
+    smp, told, seen = of_rank(0), [], []
+    smp._events = SimpleNamespace(emit=lambda *event, **fields: seen.append((*event, fields["error"])))  # type: ignore[assignment]
+    port = smp.report().port
+    answers = iter([SmpError("it has ended"), port + taken])
+
+    def listen(*_: object) -> int:
+        answer = next(answers)
+        if isinstance(answer, SmpError):
+            raise answer
+        return answer
+
+    client = SimpleNamespace(listen=listen, configure=told.append)
+    monkeypatch.setattr(node_smp, "find_or_start", lambda *_: client)
+    monkeypatch.setattr(node_smp, "Watch", lambda *_: SimpleNamespace(stop=lambda: None))
+    configured(smp, tmp_path, "arena")
+    smp.release()
+    assert len(told) == 1
+    assert [(event, f"{port}" in error and f"{port + 1}" in error) for event, error in seen] == [
+        ("smp_error", True)
+    ] * taken
+
+
+def test_what_is_wanted_anew_waits_for_no_rest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails() -> None:
+        raise OSError("no memory")
+
+    told, smp = Told(monkeypatch, fails), of_rank(0)
+    smp._events = SimpleNamespace(emit=lambda *_, **__: None)  # type: ignore[assignment]
+    configured(smp, tmp_path, "first")
+    until(lambda: smp._set_up.problem, "it fails")
+    configured(smp, tmp_path, "second")
+    until(told.arenas, "it is told", set_up._AGAIN_SECS / 2)
+    smp.release()
+    assert told.arenas() == ["second"]
