@@ -4,8 +4,8 @@
 
 The same job on both sides, its tensors in place; a load ends when the bytes are in them. What a peer saved, and what
 was converted for it, is there before. ``disk``: files out of the page cache, which is checked. ``nfs``: the same, and
-all ranks together read so many bytes a second from that disk, by a limit of a cgroup. Each
-side loads once in each process, and ftckpt verifies every byte; free memory was touched before, see ``load_jobs``.
+all ranks together read so many bytes a second from that disk, by a limit of a cgroup. Each side loads once in each
+process, and ftckpt verifies every byte; free memory was touched before, see ``load_jobs``.
 
 The exit code is 1 where a goal is missed, with a line for each.
 """
