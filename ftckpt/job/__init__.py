@@ -2,6 +2,6 @@
 
 In: configuration, training state, topology. ``Checkpointer`` restores and takes snapshots, ``agreement`` is what all
 ranks know of each other and ``links`` how they reach each other, ``session`` decides (by ``cadence`` and ``targets``)
-and touches nothing, ``shard`` is what this rank copies, ``protection`` and ``node_smp`` what guards it. Out:
-snapshots in this node's arenas, events.
+and touches nothing, ``shard`` is what this rank copies, ``protection`` and ``node_smp`` what guards it, which
+``smp_setup`` starts. Out: snapshots in this node's arenas, events.
 """

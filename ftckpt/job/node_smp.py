@@ -19,7 +19,7 @@ from ftckpt.errors import ConfigError, FtckptError, SmpError, StorageError, in_w
 from ftckpt.events import Events
 from ftckpt.group import Group
 from ftckpt.job.addresses import listening_address
-from ftckpt.job.set_up import SetUp
+from ftckpt.job.smp_setup import SmpSetup
 from ftckpt.model.failures import FailureRecord
 from ftckpt.model.topology import Topology
 from ftckpt.parity.groups import ParityGroup
@@ -74,7 +74,7 @@ class NodeSmp:
         self._machines = machines
         self._leads = topology.is_node_leader
         self._port: PortHold | None = None  # of the SMP of the node that this rank leads
-        self._set_up = SetUp(self._tell, self._fail)
+        self._setup = SmpSetup(self._tell, self._fail)
         self._node_dir: Path | None = None
         self._client: SmpClient | None = None
         self._watch: Watch | None = None
@@ -156,7 +156,7 @@ class NodeSmp:
         }
         if self._leads:
             self._node_dir = node_dir
-            self._set_up.want(self._describe(guarded, reports))
+            self._setup.want(self._describe(guarded, reports))
         return guard_digest(guarded)
 
     def _describe(self, guarded: Mapping[str, Any], reports: Sequence[SmpReport]) -> Mapping[str, Any]:
@@ -182,7 +182,7 @@ class NodeSmp:
         """Have this node's SMP, which may have to be started first, do what ``description`` says."""
         assert self._node_dir is not None and self._port is not None, "behind ``configure``"
         self._client = client = self._listening(self._node_dir, self._port, description)
-        if not self._set_up.is_over:
+        if not self._setup.is_over:
             client.configure(description)
             self._watch = self._watch or Watch(client, self._events.emit)
 
@@ -204,7 +204,7 @@ class NodeSmp:
     def release(self) -> None:
         """This rank trains no more; the SMP stays, and knows what to do if it could be started by now or a moment
         later."""
-        self._set_up.end()
+        self._setup.end()
         if self._port is not None:
             self._port.close()
         if self._watch is not None:
@@ -231,7 +231,7 @@ class NodeSmp:
             if self._client is not None:
                 problem = self._ask_for_problem(self._client)
             else:
-                problem = f"its SMP has not started: {self._set_up.problem or 'it takes long'}" if is_over else ""
+                problem = f"its SMP has not started: {self._setup.problem or 'it takes long'}" if is_over else ""
             if problem or is_over:
                 return problem and f"node {self._topology.me.node}: {problem}"
             time.sleep(_POLL_SECS)

@@ -4,8 +4,8 @@ In: arenas that trainers write, their requests, other nodes' SMPs. Out: checksum
 
 * guard: ``duties`` takes turns at ``check`` (checksums of sealed slots), ``cover`` (parity and packages of the
   target) and ``scrub`` (bytes that went bad since), on ``arenas`` as mapped here and ``sources`` of bytes.
-* talk: ``channel`` (frames, proofs, deadlines; the protocol byte by byte), ``requests``, ``server``, ``client`` (a
-  node's SMP as its trainers have it), ``peers`` (other nodes' as this one has them).
+* talk: ``channel`` (frames, proofs, deadlines; the protocol byte by byte), ``requests``, ``server``, ``ports``,
+  ``client`` (a node's SMP as its trainers have it), ``peers`` (other nodes' as this one has them).
 * ``hangs``: ranks that do not move any more; ``hang_answer``: their stacks, and an end to them.
 * ``daemon``: the process, ``footprint``: what it takes and leaves, ``link``: what of the network.
 

@@ -137,8 +137,8 @@ def fail(*args: Any, **kwargs: Any) -> None:
 
 def tell_late(checkpointer: Checkpointer) -> None:
     """The SMP hears of this attempt once it has failed with the last snapshot by what an earlier one has told it."""
-    set_up = checkpointer._protection.smp._set_up
-    tell = set_up._tell
+    setup = checkpointer._protection.smp._setup
+    tell = setup._tell
 
     def late(description: Mapping[str, Any]) -> None:
         pulse = Pulse.open(checkpointer.node_dir, None)
@@ -150,7 +150,7 @@ def tell_late(checkpointer: Checkpointer) -> None:
         waiting.until(has_failed, "it fails", 30)
         tell(description)
 
-    set_up._tell = late
+    setup._tell = late
 
 
 @pytest.mark.parametrize(

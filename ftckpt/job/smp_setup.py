@@ -14,7 +14,7 @@ _LAST_SECS = 5.0
 """A job that ends waits so long for an SMP that is starting, which takes one where cores are free."""
 
 
-class SetUp:
+class SmpSetup:
     """What an SMP is to be told: the last word counts, and is said again until it was heard.
 
     Args:
@@ -46,7 +46,7 @@ class SetUp:
             self._wake.set()
             if self._thread is not None:
                 return
-            thread = threading.Thread(target=self._run, name="ftckpt-smp-set-up", daemon=True)
+            thread = threading.Thread(target=self._run, name="ftckpt-smp-setup", daemon=True)
             try:
                 thread.start()
             except RuntimeError as error:  # the process may have no more threads
