@@ -266,13 +266,14 @@ def committed(storage: Storage) -> list[int]:
 
 
 def sweep(
-    storage: Storage, active: Collection[SnapshotId], files_of: Callable[[bytes], Collection[str] | None],
+    storage: Storage, current: SnapshotId | None, files_of: Callable[[bytes], Collection[str] | None],
     owns: Callable[[], bool] = lambda: True,
 ) -> list[str]:  # fmt: skip
     """Remove what came to nothing; returns the names of what went.
 
     Args:
-        active: what is being written now, by this job: what is theirs stays.
+        current: what this run is writing now. What it has is left, and what is of the same lineage and newer: other
+            nodes may have gone on to that already. None: nobody writes.
         files_of: the files that a manifest names; None: it cannot be read, and all beside it stays.
         owns: whether the place is the caller's yet. It is asked when all has been looked at: who claims it afterwards
             writes under other names, and whoever did before is seen, as no run writes a file before its claim.
@@ -283,15 +284,22 @@ def sweep(
         folder, named = manifest.removesuffix(MANIFEST_NAME), files_of(storage.read(manifest))
         beside = [name.removeprefix(folder) for name in names if name.startswith(folder)]
         keep |= {folder + name for name in (beside if named is None else named)}
-    theirs = tuple(map(files_prefix, active))
-    gone = [name for name in names if name not in keep and not name.startswith(theirs)]
-    manifests = (f"{folder_of(snapshot.iteration)}/{MANIFEST_NAME}" for snapshot in active)
-    unfinished = storage.unfinished([*theirs, *manifests, *_ASIDE] if active else [])
+    gone = [name for name in names if name not in keep and not _may_be_written(name, current)]
+    unfinished = storage.unfinished(lambda name: _may_be_written(name, current))
     if not owns():
         return []
     storage.remove(gone)
     storage.discard(unfinished)
     return gone
+
+
+def _may_be_written(name: str, current: SnapshotId | None) -> bool:
+    if current is None:
+        return False
+    folder, _, rest = name.partition("/")
+    iteration = iteration_of(folder)
+    is_behind = iteration is not None and iteration >= current.iteration
+    return name.startswith(_ASIDE) or (is_behind and rest.startswith((_prefix(current), MANIFEST_NAME)))
 
 
 def files_prefix(snapshot: SnapshotId) -> str:

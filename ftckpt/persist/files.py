@@ -7,7 +7,7 @@ import errno
 import os
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 
@@ -149,10 +149,10 @@ class FileStorage(Storage):
         for name in names:
             self._unlink(self._path(name))
 
-    def unfinished(self, active: Sequence[str] = ()) -> Sequence[str]:
+    def unfinished(self, is_active: Callable[[str], bool] = lambda name: False) -> Sequence[str]:
         hidden = (path for path in self._files("") if path.name.startswith(".") and path.name.endswith(_FRESH))
         names = [path.relative_to(self._root) for path in hidden]
-        return [str(name) for name in names if not str(name.with_name(name.name[1:])).startswith(tuple(active))]
+        return [str(name) for name in names if not is_active(str(name.with_name(name.name[1:])))]
 
     def discard(self, unfinished: Sequence[str]) -> None:
         for name in unfinished:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -115,7 +115,7 @@ class ObjectStorage(Storage):
         with self._explained(there[0] if there else ""), contextlib.suppress(self._errors.NotFoundError):
             self._obstore.delete(self._store, there)
 
-    def unfinished(self, active: Sequence[str] = ()) -> Sequence[str]:
+    def unfinished(self, is_active: Callable[[str], bool] = lambda name: False) -> Sequence[str]:
         return []  # parts of uploads that were broken off are the bucket's own to remove: by a lifecycle rule
 
     def discard(self, unfinished: Sequence[str]) -> None:

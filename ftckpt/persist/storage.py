@@ -90,11 +90,11 @@ class Storage(ABC):
         """Remove objects; those that are not there are no error."""
 
     @abstractmethod
-    def unfinished(self, active: Sequence[str] = ()) -> Sequence[str]:
+    def unfinished(self, is_active: Callable[[str], bool] = lambda name: False) -> Sequence[str]:
         """What writers that were killed have left and ``list`` does not tell, for ``discard``.
 
         Args:
-            active: beginnings of names that are being written now: what is theirs is not told.
+            is_active: whether what begins with this name may be being written now: it is not told.
         """
 
     @abstractmethod

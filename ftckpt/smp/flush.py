@@ -378,7 +378,7 @@ class Flush:
     def _sweep(self, storage: Storage) -> None:
         """Remove what came to nothing."""
         if self._owns(storage):
-            commit.sweep(storage, [self.snapshot], files_of, lambda: self._owns(storage))
+            commit.sweep(storage, self.snapshot, files_of, lambda: self._owns(storage))
 
     def _owns(self, storage: Storage) -> bool:
         return commit.require_owner(storage, self._orders.owner, self._orders.began)

@@ -68,6 +68,12 @@ def converters(where: Path) -> list[int]:
     return found
 
 
+def converter(job: Job, where: Path) -> int:
+    """The process that converts there, once there is one."""
+    until(lambda: converters(where), lambda: f"a converter: {job.told()}", secs=SECS)
+    return converters(where)[0]
+
+
 def names(where: Path) -> set[str]:
     return {path.name for path in where.iterdir()}
 
@@ -133,12 +139,10 @@ def test_a_converter_that_is_killed_or_late_leaves_nothing(arena_root: Path, whe
         for smp in job.smps:
             smp.pause()
             job.configure(smp)
-            smp.start()
         job.snapshot(1, 8)
-        job.flush(8)
-        until(lambda: converters(where), secs=SECS)
-        for pid in converters(where):
-            os.kill(pid, signal.SIGKILL)
+        job.flush(8)  # before they go on: what they are told anew is begun anew where it is still wanted
+        job.start()
+        os.kill(converter(job, where), signal.SIGKILL)
         assert "ended with status -9" in settled(job, 8)[1]["reason"]
         assert names(where) == {"ftckpt"}
         assert names(where / "ftckpt") == {"iter_0000007", "iter_0000008", "latest", "owner.json", "trained.json"}
@@ -150,7 +154,8 @@ def test_what_is_not_wanted_any_more_ends(job: Job, where: Path) -> None:
     job.flush(7)
     # The class "idle" of ioprio_get(2), which the C library has no name for.
     libc, number = ctypes.CDLL(None), {"x86_64": 252, "aarch64": 31}[os.uname().machine]
-    until(lambda: [libc.syscall(number, 1, pid) >> 13 for pid in converters(where)] == [3], secs=SECS)
+    pid = converter(job, where)
+    until(lambda: libc.syscall(number, 1, pid) >> 13 == 3, secs=SECS)
     job.flush(-1)
     until(
         lambda: (

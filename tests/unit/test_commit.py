@@ -120,7 +120,7 @@ def test_a_second_lineage_at_an_iteration_goes_away(storage: Storage) -> None:
     won = write(storage, 5, NEW)
     assert won == isinstance(storage, Unconditional)
     assert read(storage, 5) == [content(NEW if won else OLD, node) for node in NODES]
-    sweep(storage, (), files_of)
+    sweep(storage, None, files_of)
     assert len(names(storage)) == 4 and read(storage, 5)
 
 
@@ -143,7 +143,7 @@ def test_lineages_that_commit_at_once_leave_one_whole_checkpoint(storage: Storag
         thread.join()
     assert committed(storage) == [7]
     assert read(storage, 7) in [[content(lineage, node) for node in NODES] for lineage in lineages]
-    sweep(storage, (), files_of)
+    sweep(storage, None, files_of)
     assert read(storage, 7) and len(names(storage)) == 4
 
 
@@ -165,10 +165,14 @@ def test_what_came_to_nothing_is_swept_and_what_is_being_written_is_not(storage:
     write(storage, 1, OLD)
     write_parts(storage, 2, OLD)
     write_parts(storage, 2, NEW)
+    write_parts(storage, 3, OLD)
+    write_part(storage, 3, NEW, "n1")  # of a node that knows already that the job has gone on
     storage.put("notes", b"of somebody")
-    gone = sweep(storage, [SnapshotId(NEW, 2)], files_of)
+    gone = sweep(storage, SnapshotId(NEW, 2), files_of)
     assert sorted(gone) == sorted(
-        f"iter_0000002/{OLD.hex()}-{name}" for name in ("n0.safetensors", "n1.safetensors", "done.n0", "done.n1")
+        f"iter_{iteration:07d}/{OLD.hex()}-{name}"
+        for name in ("n0.safetensors", "n1.safetensors", "done.n0", "done.n1")
+        for iteration in (2, 3)
     )
     assert read(storage, 1) and storage.size("notes") == 11
     lead = PendingCheckpoint(storage, SnapshotId(NEW, 2), "n0")
@@ -180,8 +184,8 @@ def test_leftovers_are_another_run_s_when_it_has_claimed_the_place_meanwhile(sto
     write(storage, 1, OLD)
     write_parts(storage, 2, NEW)  # of the other run, which has claimed before
     before = names(storage)
-    assert sweep(storage, [SnapshotId(OLD, 3)], files_of, lambda: False) == [] and names(storage) == before
-    assert len(sweep(storage, [SnapshotId(OLD, 3)], files_of, lambda: True)) == 4
+    assert sweep(storage, SnapshotId(OLD, 3), files_of, lambda: False) == [] and names(storage) == before
+    assert len(sweep(storage, SnapshotId(OLD, 3), files_of, lambda: True)) == 4
 
 
 def test_the_last_checkpoint_is_not_removed(storage: Storage) -> None:
@@ -212,7 +216,7 @@ def test_killed_at_any_step_the_checkpoint_before_is_there(tmp_path: Path) -> No
             assert read(storage, iteration) == [content(NEW if iteration == 2 else OLD, node) for node in NODES]
         latest = storage.read("latest").decode().strip()
         assert latest in {folder_of(iteration) for iteration in there}, "it names one that is whole"
-        sweep(storage, (), files_of)
+        sweep(storage, None, files_of)
         assert len([path for path in tmp_path.rglob("*") if path.is_file()]) == 1 + 3 * len(there)
         if not killed:
             break

@@ -160,7 +160,7 @@ class Stepped(Storage):
         self._turn()
         self._of.remove(names)
 
-    def unfinished(self, active: Any = ()) -> Any:
+    def unfinished(self, *args: Any) -> Any:
         raise NotImplementedError
 
     def discard(self, unfinished: Any) -> None:
