@@ -341,16 +341,17 @@ def gather_bytes(group: Group, action: Callable[[], Bytes]) -> list[bytes]:
         message = _DONE + action()
     except errors.FtckptError as error:
         # As text, not as a pickle: the class is looked up among ftckpt's own on the other side.
-        message = _FAILED + json.dumps([type(error).__name__, str(error)]).encode()
+        known = {"lasting": error.lasting} if isinstance(error, errors.StorageError) else {}
+        message = _FAILED + json.dumps([type(error).__name__, str(error), known]).encode()
     except Exception as error:
         log.exception("ftckpt: rank %d failed", group.rank)
-        message = _FAILED + json.dumps(["FtckptError", f"{type(error).__name__}: {error}"]).encode()
+        message = _FAILED + json.dumps(["FtckptError", f"{type(error).__name__}: {error}", {}]).encode()
     # Every rank comes here, failed or not: nobody waits for one that does not come.
     messages = group.gather(message)
     for rank, text in enumerate(messages):
         if text[:1] == _FAILED:
-            name, reason = json.loads(text[1:])
-            of_all: errors.FtckptError = getattr(errors, name, errors.FtckptError)(f"rank {rank}: {reason}")
+            name, reason, known = json.loads(text[1:])
+            of_all: errors.FtckptError = getattr(errors, name, errors.FtckptError)(f"rank {rank}: {reason}", **known)
             of_all.of_all_ranks = True
             raise of_all
     return [data[1:] for data in messages]

@@ -487,14 +487,14 @@ class Checkpointer:
             reshapes, before = self.training_state.reshapes, self.config.restore_before
             decision = restart.choose(self.config.on_lost, loaded, reshapes, before, unproven)
             self._arenas.origin = restart.origin
-            # What Megatron has saved needs no saving in its place.
-            saved = loaded.iteration if taken_over(self.config.persist) else -1
-            self._state.flushes.begin(max(restart.on_storage, saved))
             # Before anybody trains: a kill behind that must not find a newer slot to go on from.
             lineage = restart.void_newer(decision)
             if decision is not None:
                 decision = restart.load(decision, self.training_state, described)
-            self._expect_failures(restart)  # behind the load, which may find that memory is bad
+            # Behind the load, which may find that something is bad. What Megatron has saved needs no saving anew.
+            saved = loaded.iteration if taken_over(self.config.persist) else -1
+            self._state.flushes.begin(max(restart.on_storage, saved))
+            self._expect_failures(restart)
             if decision is None:
                 return _Loaded(lineage, None, loaded.as_begin(restart.why))
             shard.capacities = restart.capacities(decision)

@@ -41,8 +41,6 @@ _DONE = "done"
 _HOLDINGS = "holdings"
 PINS, READERS, VOID = "pins", "readers", "void"
 """Folders of what ``retention`` says of checkpoints."""
-_ASIDE = (LATEST_NAME, OWNER_NAME, TRAINED_NAME, f"{PINS}/", f"{READERS}/", f"{VOID}/")
-"""Small objects that others may be writing while leftovers are removed."""
 
 
 def folder_of(iteration: int) -> str:
@@ -272,11 +270,11 @@ def sweep(
     """Remove what came to nothing; returns the names of what went.
 
     Args:
-        current: what this run is writing now. What it has is left, and what is of the same lineage and newer: other
-            nodes may have gone on to that already. None: nobody writes.
+        current: what this run is writing now. What it has is left, and what is newer: other nodes may have gone on to
+            that already. None: nobody writes.
         files_of: the files that a manifest names; None: it cannot be read, and all beside it stays.
-        owns: whether the place is the caller's yet. It is asked when all has been looked at: who claims it afterwards
-            writes under other names, and whoever did before is seen, as no run writes a file before its claim.
+        owns: whether the caller may remove things yet: the place is its own, and what it writes is still wanted. It
+            is asked when all has been looked at, as others may have begun to write meanwhile.
     """
     names = [entry.name for entry in storage.list() if _FOLDER.fullmatch(entry.name.partition("/")[0])]
     keep = {name for name in names if not _is_ours(name)}
@@ -298,8 +296,9 @@ def _may_be_written(name: str, current: SnapshotId | None) -> bool:
         return False
     folder, _, rest = name.partition("/")
     iteration = iteration_of(folder)
-    is_behind = iteration is not None and iteration >= current.iteration
-    return name.startswith(_ASIDE) or (is_behind and rest.startswith((_prefix(current), MANIFEST_NAME)))
+    if iteration is None or iteration > current.iteration:
+        return True  # what is small and beside checkpoints anybody may be writing
+    return iteration == current.iteration and rest.startswith((_prefix(current), MANIFEST_NAME))
 
 
 def files_prefix(snapshot: SnapshotId) -> str:

@@ -140,17 +140,19 @@ class FileStorage(Storage):
                 return None
 
     def list(self, prefix: str = "") -> Iterator[ObjectEntry]:
-        for path in self._files(prefix):
-            if not path.name.startswith("."):
-                with contextlib.suppress(FileNotFoundError):  # removed since
-                    yield ObjectEntry(str(path.relative_to(self._root)), path.stat().st_size)
+        with self._explained(self._root / prefix):
+            for path in self._files(prefix):
+                if not path.name.startswith("."):
+                    with contextlib.suppress(FileNotFoundError):  # removed since
+                        yield ObjectEntry(str(path.relative_to(self._root)), path.stat().st_size)
 
     def remove(self, names: Sequence[str]) -> None:
         for name in names:
             self._unlink(self._path(name))
 
     def unfinished(self, is_active: Callable[[str], bool] = lambda name: False) -> Sequence[str]:
-        hidden = (path for path in self._files("") if path.name.startswith(".") and path.name.endswith(_FRESH))
+        with self._explained(self._root):
+            hidden = [path for path in self._files("") if path.name.startswith(".") and path.name.endswith(_FRESH)]
         names = [path.relative_to(self._root) for path in hidden]
         return [str(name) for name in names if not is_active(str(name.with_name(name.name[1:])))]
 
@@ -169,18 +171,23 @@ class FileStorage(Storage):
     def _path(self, name: str) -> Path:
         path = self._root / self._check(name)
         with self._explained(self._root):
-            # What was mounted there may be gone: nothing is written into the directory below it.
-            status = self._root.stat()
-            if (status.st_dev, status.st_ino) != self._identity:
-                raise StorageError(f"{self.where}: is another directory than at the start: is it still mounted?")
+            self._require_root()
             # A link inside must not lead out.
             if not path.parent.resolve().is_relative_to(self._root.resolve()) or path.is_symlink():
                 raise StorageError(f"{path}: leads out of {self.where}: remove the link", lasting=True)
         return path
 
+    def _require_root(self) -> None:
+        # What was mounted there may be gone: nothing is written into the directory below it, nor found there.
+        status = self._root.stat()
+        if (status.st_dev, status.st_ino) != self._identity:
+            raise StorageError(f"{self.where}: is another directory than at the start: is it still mounted?")
+
     def _files(self, prefix: str) -> Iterator[Path]:
+        """Raises OSError where a directory cannot be read: what cannot be listed is there all the same."""
+        self._require_root()
         top = self._root / self._check(prefix) if prefix else self._root
-        for directory, _, names in os.walk(top):
+        for directory, _, names in os.walk(top, onerror=_raise_unless_gone):
             yield from (Path(directory) / name for name in names)
 
     def _write_fresh(self, path: Path, chunks: Iterable[Bytes]) -> tuple[Path, int]:
@@ -231,6 +238,11 @@ def _open_fresh(path: Path) -> int:
             if path.parent.exists() and not path.parent.is_dir():
                 raise
     raise OSError(errno.EBUSY, "its directory is removed again and again", str(path))
+
+
+def _raise_unless_gone(error: OSError) -> None:
+    if not isinstance(error, FileNotFoundError | NotADirectoryError):
+        raise error
 
 
 def sync_directory(path: Path) -> None:

@@ -6,12 +6,12 @@ import threading
 import time
 from collections.abc import Callable, Collection, Generator, Sequence
 from contextlib import suppress
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeVar
 
 from ftckpt.errors import StorageError
 from ftckpt.events import Events, Progress
 from ftckpt.group import Group, gather_all
-from ftckpt.persist.commit import folder_of
+from ftckpt.persist.commit import folder_of, manifest_of
 from ftckpt.persist.shard_file import ShardFile
 from ftckpt.persist.shards import StoredSnapshot
 from ftckpt.persist.storage import Bytes, Storage
@@ -22,6 +22,8 @@ from ftckpt.store.landings import Landing, scratch
 
 READERS = 4
 """Chunks of a rank that are on their way at a time: storage answers late, and then much at once."""
+
+T = TypeVar("T")
 
 _TURN_SECS = 10.0
 """After which a rank that reads tells the others that it lives."""
@@ -46,20 +48,29 @@ class ShardFiles:
         for shard in shards:
             self._storage.read_ahead(self._name(shard), min(self.stored.shards[shard].needed_bytes, most_bytes))
 
+    def _ask(self, action: Callable[[], T]) -> T:
+        """As ``ask``; what a storage cannot give that answers otherwise is bad."""
+        try:
+            return ask(action)
+        except StorageError as error:
+            if not error.lasting:
+                self._storage.read(manifest_of(self.stored.snapshot.iteration))  # raises where it is away
+            raise StorageError(str(error), lasting=True) from None
+
     def _name(self, shard: str) -> str:
         return f"{folder_of(self.stored.snapshot.iteration)}/{self.stored.shards[shard].file}"
 
     def _opened(self, shard: str) -> ShardFile:
         entry, name = self.stored.shards[shard], self._name(shard)
         where = f"{self._storage.where}/{name}"
-        if ask(lambda: self._storage.size(name)) != entry.nbytes:
+        if self._ask(lambda: self._storage.size(name)) != entry.nbytes:
             raise StorageError(f"{where}: is not there with its {entry.nbytes} bytes", lasting=True)
 
         def read(begin: int, nbytes: int) -> bytes:
-            return ask(lambda: self._storage.read(name, begin, nbytes))
+            return self._ask(lambda: self._storage.read(name, begin, nbytes))
 
         def read_into(begin: int, memories: Sequence[memoryview]) -> None:
-            ask(lambda: self._storage.read_into(name, begin, memories))
+            self._ask(lambda: self._storage.read_into(name, begin, memories))
 
         return ShardFile(where, shard, entry, read, read_into)
 

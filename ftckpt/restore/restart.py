@@ -26,6 +26,7 @@ from ftckpt.model.layouts import layout_name
 from ftckpt.model.loaded import NOTHING, Checkpoint, is_undone, missed_return, next_origin, rollback
 from ftckpt.model.topology import Topology, first_of_each_stage, layouts_differ
 from ftckpt.model.training_state import Description, Piece, TrainingState, cast_master
+from ftckpt.persist import retention
 from ftckpt.restore.choice import Decision, readers_of
 from ftckpt.restore.inventory import Inventory
 from ftckpt.restore.load import Traffic, Transfer, execute, fetch, reader_for, transfers_of
@@ -42,7 +43,7 @@ from ftckpt.restore.offers import (
     needs_of,
 )
 from ftckpt.restore.repair import Usage
-from ftckpt.restore.search import Coming, Search
+from ftckpt.restore.search import Coming, Search, report_damage
 from ftckpt.restore.shelf import NO_SHELF, Shelf, ShelfLook
 from ftckpt.restore.straight import Reading, fits
 from ftckpt.restore.threads import threads_of
@@ -78,8 +79,10 @@ class Restart:
         """Whether what was loaded lies in memory, too; from ``load`` on."""
         self._decide: Callable[[], Decision | None] | None = None  # without what was coming, and was bad
         self._is_touched = False  # the live state, by what is coming
+        self._offered = NO_SHELF  # what was searched
         self.on_storage = -1
-        """The newest iteration on storage that counts, -1 for none; from ``choose`` on."""
+        """The newest iteration that counts on storage, or that of which training goes on where newer ones do not; -1
+        for none. From ``load`` on, or from ``choose`` where nothing is loaded."""
         self.origin = NOTHING
         """Of the snapshots that will be taken, see ``next_origin``; from ``choose`` on."""
         self.why = ""
@@ -138,10 +141,13 @@ class Restart:
         elif not reason and not limit and 0 <= max(newest, shelf.newest) < loaded.iteration:
             self._give_up_older(newest, loaded)
         elif not reason:
+            self._offered = shelf
             decision = self._search(_Wish(on_lost, loaded, reshapes, limit, unproven), shelf)
         if limit:
             self._undo(limit, decision, loaded, on_lost)
         self.origin = next_origin(loaded, origin, storage_counts=decision is None, before=before)
+        if decision is None:
+            self._pass_over(loaded.iteration)
         return decision
 
     def _limit(self, before: int, origin: Checkpoint, newest: int, loaded: Checkpoint) -> int:
@@ -273,7 +279,9 @@ class Restart:
         """
         while True:
             try:
-                return self._load(decision, state, described)
+                loaded = self._load(decision, state, described)
+                self._pass_over(loaded.snapshot.iteration)
+                return loaded
             except LostError as error:
                 error.touched = self._is_touched
                 raise
@@ -281,7 +289,7 @@ class Restart:
                 if self._decide is None:
                     raise
                 if isinstance(error, StorageError):
-                    self._events.emit("storage_damaged", iteration=decision.snapshot.iteration, error=str(error))
+                    report_damage(self._events, decision.snapshot, error)
             finally:
                 self._end_coming()
             try:
@@ -289,6 +297,17 @@ class Restart:
             except LostError as error:
                 error.touched = self._is_touched
                 raise
+
+    def _pass_over(self, iteration: int) -> None:
+        """Training goes on from ``iteration``: what was searched on storage and is newer is bad, and is void as in
+        memory. Whoever asks there how far the job has come would take it for its last."""
+        self.on_storage = min(self.on_storage, iteration)
+        bad = [one.snapshot for one in self._offered.snapshots if one.snapshot.iteration > iteration]
+        if bad and self._group.rank == 0 and self._offered.storage is not None:
+            try:
+                retention.void(self._offered.storage, bad)
+            except StorageError as error:
+                self._events.emit("storage_fails", error=f"bad snapshots are not marked as void: {error}")
 
     def _decided_anew(self) -> Decision:
         """Another decision than the one that was coming."""

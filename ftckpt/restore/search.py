@@ -49,6 +49,20 @@ _FETCHES = 3
 """Of one snapshot: beside what was brought a slot that nobody had looked at may prove bad, and is brought, too."""
 
 
+def report_damage(events: Events, snapshot: SnapshotId, error: StorageError) -> None:
+    """What is on storage of ``snapshot`` has proven bad: an older one will do.
+
+    Raises:
+        StorageError: it has not: storage is away, and will have it when it is back.
+    """
+    if not error.lasting:
+        raise StorageError(
+            f"iteration {snapshot.iteration} cannot be read: {error}; start again when storage is back, or name "
+            "--ftckpt-restore-before to go on from an older one"
+        )
+    events.emit("storage_damaged", iteration=snapshot.iteration, error=str(error))
+
+
 def part_of_inventory(topology: Topology, arenas: OpenArenas) -> Inventory:
     """This rank's part of what its node holds; raises as ``take_inventory``."""
     local = topology.ranks_on(topology.me.node)
@@ -128,7 +142,8 @@ class Search:
         whose bytes are not verified yet.
 
         Raises:
-            LostError, MismatchError, MemoryBudgetError, ArenaError: on all ranks together.
+                LostError, MismatchError, MemoryBudgetError, ArenaError: on all ranks together.
+            StorageError: storage went away while it was read.
         """
         self._inventory = self._gather_inventory() if self._reports is None else self._join(self._reports)
         if not is_of_one_layout(self._inventory, self._shelf.snapshots):
@@ -191,7 +206,7 @@ class Search:
         try:
             brought = list(fetch.run().values())
         except StorageError as error:
-            self._events.emit("storage_damaged", iteration=snapshot.iteration, error=str(error))
+            report_damage(self._events, snapshot, error)
             return False
         for at in brought:
             findings.damage.pop(at, None)
@@ -221,7 +236,7 @@ class Search:
             straight.close()
             if not isinstance(error, StorageError):
                 raise
-            self._events.emit("storage_damaged", iteration=stored.snapshot.iteration, error=str(error))
+            report_damage(self._events, stored.snapshot, error)
             return None
         self.coming = Coming(straight, fetch)
         self.usage = {"storage": reader.usage}

@@ -18,7 +18,7 @@ from ftckpt.smp.channel import Deadlines, Trust
 from ftckpt.smp.check import Checker
 from ftckpt.smp.cover import Duty, TargetCover, claims, uncover
 from ftckpt.smp.final_flush import FinalFlush
-from ftckpt.smp.flush import Flush, FlushOrders
+from ftckpt.smp.flush import Flush, FlushOrders, Joinable
 from ftckpt.smp.footprint import allow_packages
 from ftckpt.smp.link import NetworkLimit
 from ftckpt.smp.peers import Peers
@@ -102,6 +102,7 @@ class Duties:
         self._flush_orders = FlushOrders()
         self._flush: Flush | None = None
         self._final: FinalFlush | None = None
+        self._begun_last: Joinable | None = None  # of both; the next one waits for its end
         self._network = NetworkLimit(0.0, "not configured")
         self._pace = self._new_pace({})
         self._share = _new_share({})
@@ -206,9 +207,8 @@ class Duties:
             self._refresh()
         # As fast as it goes: nobody trains.
         pace = Pace(bool, bool, orders.gbps)
-        before = self._final.last if self._final is not None else self._flush
-        self._final = FinalFlush(
-            orders, self._arenas, pace, self._events, timeout_secs=request.timeout_secs, before=before
+        self._final = self._begun_last = FinalFlush(
+            orders, self._arenas, pace, self._events, timeout_secs=request.timeout_secs, before=self._begun_last
         )
         return self._final.status
 
@@ -323,7 +323,9 @@ class Duties:
         orders = self._flush_orders
         if wanted is not None and orders.where:
             pace = Pace(lambda: self._budget.copying() > 0, self._network_in_use, orders.gbps)
-            self._flush = Flush(orders, self._arenas, pace, self._events, wanted, before=self._flush)
+            self._flush = self._begun_last = Flush(
+                orders, self._arenas, pace, self._events, wanted, before=self._begun_last
+            )
 
     def _advance(self) -> float | None:
         """One piece of work; returns the seconds to wait, None if there is nothing to do."""

@@ -33,12 +33,13 @@ _MOST_CHARS = 500
 
 def export(
     storage: Storage, place: Place, snapshot: SnapshotId, events: Events, *,
-    owner: str, timeout_secs: float, pause: Callable[[float], None],
+    owner: str, deadline: float, pause: Callable[[float], None],
 ) -> None:  # fmt: skip
     """Make the export of ``snapshot``, where there is none yet; those whose snapshots are gone go.
 
     Args:
         storage: of the snapshots, which ``owner`` writes.
+        deadline: as ``time.monotonic``.
         pause: waits some seconds; what it raises ends all.
 
     Raises:
@@ -52,7 +53,6 @@ def export(
         require_owner(storage, owner)
         with exports.making(snapshot) as made:
             source = Path(place.snapshots, folder_of(snapshot.iteration))
-            deadline = begun + timeout_secs
             options = ["--to", form, *exports.options(snapshot)]
             _convert(source, made.path, options, umask=exports.umask, deadline=deadline, pause=pause)
             require_owner(storage, owner)

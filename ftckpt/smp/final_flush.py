@@ -21,7 +21,7 @@ from ftckpt.persist.failures import tell_trained
 from ftckpt.persist.shards import StoredSnapshot
 from ftckpt.persist.storage import Storage, open_storage
 from ftckpt.smp.arenas import GuardedArenas
-from ftckpt.smp.flush import Flush, FlushOrders
+from ftckpt.smp.flush import Flush, FlushOrders, Joinable
 from ftckpt.smp.roll_call import RollCall
 from ftckpt.smp.work import Pace
 from ftckpt.store.pulse import FlushState
@@ -40,7 +40,7 @@ class FinalFlush:
 
     def __init__(
         self, orders: FlushOrders, arenas: GuardedArenas, pace: Pace, events: Events, *, timeout_secs: float,
-        before: Flush | None = None,
+        before: Joinable | None = None,
     ) -> None:  # fmt: skip
         self.orders = orders
         self._arenas = arenas
@@ -52,7 +52,7 @@ class FinalFlush:
         self._state, self._reason = FlushState.WORKING, ""
         self._snapshot: SnapshotId | None = None
         self._left: tuple[str, ...] = ()
-        self._last = before
+        self._flush: Flush | None = None
         self._nodes_by = time.monotonic() + min(_NODES_SECS, timeout_secs / 2)
         self._thread = threading.Thread(target=self._run, name="smp-final-flush", daemon=True)
         self._thread.start()
@@ -62,18 +62,18 @@ class FinalFlush:
         """Whether it has not come to its end."""
         return self._state == FlushState.WORKING
 
-    @property
-    def last(self) -> Flush | None:
-        """The last flush that was begun here or before."""
-        return self._last
-
     def stop(self) -> None:
         """Leave it."""
         self._halted.set()
+        if self._flush is not None:  # its thread may be in a call of storage that takes long
+            self._flush.stop()
 
-    def join(self, timeout_secs: float) -> None:
-        """Wait for the end of one that was stopped."""
+    def join(self, timeout_secs: float | None = None) -> None:
+        """Wait for the end of one that was stopped, and of what was begun before it."""
         self._thread.join(timeout_secs)
+        last = self._flush or self._before
+        if last is not None:
+            last.join(timeout_secs)
 
     @property
     def status(self) -> dict[str, Any]:
@@ -89,7 +89,7 @@ class FinalFlush:
 
     def _run(self) -> None:
         try:
-            self._flush()
+            self._bring_newest()
             self._state = FlushState.DONE
         except Exception as error:  # noqa: BLE001 - told to who waits
             self._reason = in_words(error)
@@ -97,13 +97,13 @@ class FinalFlush:
             iteration = self._snapshot.iteration if self._snapshot is not None else -1
             self._events.emit("not_flushed", iteration=iteration, reason=self._reason)
 
-    def _flush(self) -> None:
+    def _bring_newest(self) -> None:
         storage = self._patiently(lambda: open_storage(self.orders.where, "persist"))
-        self._bring_newest(storage)
+        self._bring_what_lacks(storage)
         with suppress(StorageError):  # the next start counts a failure too many
             tell_trained(storage, self.orders.owner, time.time(), ended=True)
 
-    def _bring_newest(self, storage: Storage) -> None:
+    def _bring_what_lacks(self, storage: Storage) -> None:
         held, there = self._held(), self._patiently(lambda: self._newest(storage))
         call = RollCall(storage, self.orders.node, self.orders.owner, held)
         self._patiently(call.beat)  # before this node may go: another may hold more, and ask who has what is there
@@ -131,9 +131,11 @@ class FinalFlush:
 
     def _bring(self, call: RollCall, chosen: SnapshotId) -> bool:
         """Whether the snapshot was not there before; it is now."""
-        flush = self._last = Flush(
+        flush = self._flush = Flush(
             self.orders, self._arenas, self._pace, self._events, chosen, before=self._before
         )  # fmt: skip
+        if self._halted.is_set():  # and whoever did that may not have seen it
+            flush.stop()
         while flush.state == FlushState.WORKING:
             with suppress(StorageError):  # the flush itself tells
                 call.beat()

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -46,6 +46,9 @@ _MOST_AGAIN_SECS = 60.0
 _FILES = 2
 """Written at a time: what storage gives one file is often less than what it gives a node
 (``benchmarks/flush_streams.py``). Each takes memory and a core: compressed, to an object store, 350 MiB."""
+_EXPORTED_BY = 0.9
+"""Of the time that a flush has: ranks count it from a moment earlier, and are to hear by then that the snapshot is
+there, with what others load or without."""
 _LOST = (ArenaError, ValueError)
 """What reading memory raises that was unmapped meanwhile."""
 
@@ -58,7 +61,7 @@ class _Halted(Exception):
 class FlushOrders:
     """What a node must know to write to storage: ``where``, for which ``job``, as which ``owner``, and with whom.
 
-    The first of ``nodes`` commits, and makes the ``exports``, each within ``timeout_secs``. ``keep``, ``keep_every``:
+    The first of ``nodes`` commits, and makes the ``exports``, all within ``timeout_secs``. ``keep``, ``keep_every``:
     checkpoints that stay, see ``retention.kept``; ``gbps``: GB/s of this node, 0 for no limit. ``at_end``: whether
     the last snapshot of a job goes there, too. ``compress``: ``none`` or ``zstd``. ``began``: when the owner did, in
     seconds of the time of day; 0: not known.
@@ -98,16 +101,23 @@ class FlushOrders:
         return self.nodes[:1] == (self.node,)
 
 
+class Joinable(Protocol):
+    """Work that somebody has stopped."""
+
+    def join(self, timeout_secs: float | None = None) -> None:
+        """Wait for its end."""
+
+
 class Flush:
     """The work on one snapshot. ``state`` may be read by any thread.
 
     Args:
-        before: the one before this, which must have ended: it may be removing things.
+        before: what was begun for storage before this. It must have ended: it may be removing things.
     """
 
     def __init__(
         self, orders: FlushOrders, arenas: GuardedArenas, pace: Pace, events: Events, snapshot: SnapshotId, *,
-        before: Flush | None = None,
+        before: Joinable | None = None,
     ) -> None:  # fmt: skip
         self.snapshot = snapshot
         self.state = FlushState.WORKING
@@ -122,6 +132,7 @@ class Flush:
         self._arenas = arenas
         self._pace = pace
         self._events = events
+        self._begun = time.monotonic()
         self._stopped = False
         self._over = threading.Event()
         """Nothing more is to be done: it was stopped, or one of its files has failed."""
@@ -143,7 +154,7 @@ class Flush:
         """Wait for the end of one that was stopped."""
         self._thread.join(timeout_secs)
 
-    def _run(self, before: Flush | None) -> None:
+    def _run(self, before: Joinable | None) -> None:
         # Files are written by this thread and those that it starts, and so in its class; what the file system writes
         # of its own, such as a journal, is not. Of cores they have what the process has: a thread inherits that.
         yield_disks()
@@ -179,7 +190,7 @@ class Flush:
         try:
             export(
                 storage, Place(self._orders.where, exports), self.snapshot, self._events, owner=self._orders.owner,
-                timeout_secs=self._orders.timeout_secs, pause=self._pause,
+                deadline=self._begun + _EXPORTED_BY * self._orders.timeout_secs, pause=self._pause,
             )  # fmt: skip
         except (StorageError, OSError) as error:
             # No failure of the flush: what a restart needs is there.
@@ -320,8 +331,12 @@ class Flush:
         arena = self._arenas.all[0].mapped
         layout, origin = arena.manifest.layout, arena.control.origin()
         if lacking := set(shard_names(layout, axes_of(arena.manifest.shard))) - shards.keys():
-            raise StorageError(f"no node has written {', '.join(sorted(lacking)[:3])}", lasting=True)
+            # A node that holds more since another was lost has not yet said so anew.
+            self._tell(f"no node has written {', '.join(sorted(lacking)[:3])} yet")
+            return False
         stored = StoredSnapshot(self.snapshot, self._orders.job, layout, shards, origin)
+        if self._over.is_set():
+            raise _Halted
         # Right before: the job may go on elsewhere by now. What a run finds in its place is of a past it has left.
         is_owner = self._owns(storage)
         if is_owner and not self._gives_way(storage, path):
@@ -360,11 +375,11 @@ class Flush:
         counted = [one.iteration for one in there.keys() - left]
         stay = retention.kept(counted, self._orders.keep, self._orders.keep_every) | {current.iteration}
         surplus = {one for one in there.keys() - left if one.iteration not in stay}
-        if not self._owns(storage):
+        if not self._may_remove(storage):
             return
         retention.forget_void(storage, [one for one in void if one not in there])
         if left or surplus:
-            gone = retention.retire(storage, surplus, left, current.iteration, lambda: self._owns(storage))
+            gone = retention.retire(storage, surplus, left, current.iteration, lambda: self._may_remove(storage))
             for one in gone:
                 self._events.emit("removed", iteration=one.iteration, path=self._orders.where)
 
@@ -378,7 +393,11 @@ class Flush:
     def _sweep(self, storage: Storage) -> None:
         """Remove what came to nothing."""
         if self._owns(storage):
-            commit.sweep(storage, self.snapshot, files_of, lambda: self._owns(storage))
+            commit.sweep(storage, self.snapshot, files_of, lambda: self._may_remove(storage))
+
+    def _may_remove(self, storage: Storage) -> bool:
+        # One that was stopped may have been at this for long: others have gone on to what it does not know of.
+        return not self._over.is_set() and self._owns(storage)
 
     def _owns(self, storage: Storage) -> bool:
         return commit.require_owner(storage, self._orders.owner, self._orders.began)

@@ -22,7 +22,7 @@ from tests.support.killing import killed_at
 from tests.support.s3_server import S3Server
 from tests.support.tiers import by_default
 
-OLD, NEW = bytes([10] * 16), bytes([11] * 16)
+OLD, NEW, LATER = (bytes([number] * 16) for number in (10, 11, 12))
 NODES = ("n0", "n1")
 
 
@@ -165,14 +165,12 @@ def test_what_came_to_nothing_is_swept_and_what_is_being_written_is_not(storage:
     write(storage, 1, OLD)
     write_parts(storage, 2, OLD)
     write_parts(storage, 2, NEW)
-    write_parts(storage, 3, OLD)
-    write_part(storage, 3, NEW, "n1")  # of a node that knows already that the job has gone on
+    write_part(storage, 3, NEW, "n1")  # of nodes that know already that the job has gone on
+    write_part(storage, 4, LATER, "n1")
     storage.put("notes", b"of somebody")
     gone = sweep(storage, SnapshotId(NEW, 2), files_of)
     assert sorted(gone) == sorted(
-        f"iter_{iteration:07d}/{OLD.hex()}-{name}"
-        for name in ("n0.safetensors", "n1.safetensors", "done.n0", "done.n1")
-        for iteration in (2, 3)
+        f"iter_0000002/{OLD.hex()}-{name}" for name in ("n0.safetensors", "n1.safetensors", "done.n0", "done.n1")
     )
     assert read(storage, 1) and storage.size("notes") == 11
     lead = PendingCheckpoint(storage, SnapshotId(NEW, 2), "n0")

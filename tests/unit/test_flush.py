@@ -21,9 +21,8 @@ from ftckpt.group import Group
 from ftckpt.job.node_smp import NodeSmp
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.model.topology import RankPlace, Topology
-from ftckpt.parity.modes import Modes
-from ftckpt.persist import retention
-from ftckpt.persist.commit import claim, committed, folder_of, require_own, require_owner
+from ftckpt.persist import commit, retention
+from ftckpt.persist.commit import PendingCheckpoint, claim, committed, folder_of, require_own, require_owner
 from ftckpt.persist.files import FileStorage
 from ftckpt.persist.shards import StoredSnapshot
 from ftckpt.persist.storage import open_storage
@@ -38,7 +37,7 @@ from tests.support.errors import raises
 from tests.support.flush_jobs import NODES, Job, leftovers
 from tests.support.killing import killed_at
 from tests.support.mounting import leave_free, tmpfs
-from tests.support.smp_nodes import LINEAGE, Node, Seen, describe, fill, flip
+from tests.support.smp_nodes import LINEAGE, Node, Seen, fill, flip
 from tests.support.waiting import until
 
 
@@ -331,7 +330,7 @@ def test_a_run_that_goes_on_elsewhere_is_left_alone(job: Job, monkeypatch: pytes
     job.start()
     until(lambda: job.smps[0].events.of("flushed") and reached.is_set())
     claim(storage, "the new run", "job")
-    other = Path(job.where) / folder_of(30)
+    other = Path(job.where) / folder_of(6)
     other.mkdir()
     (other / f"{'ab' * 16}-dp0.safetensors").write_bytes(b"of the new run")
     go_on.set()
@@ -473,14 +472,45 @@ def test_a_place_of_another_program_is_refused(name: str, text: str, where: str)
 
 
 def test_a_checkpoint_has_all_shards_of_its_layout_or_is_none(job: Job) -> None:
-    """A node knows of no other, as one that was configured for an earlier set of nodes."""
-    job.smps[0].configure(describe(job.nodes[0], job.nodes[:1], Modes(), {}, **job.settings))
+    """What a node has said before it was given what a lost one held is not all that it will write."""
+    storage = FileStorage(job.where)
+    PendingCheckpoint(storage, SnapshotId(LINEAGE, 7), "b").done({})
+    job.snapshot(0, 7)
+    job.flush(7)
+    job.smps[0].start()
+    until(lambda: job.smps[0].events.of("storage_fails"))
+    assert job.smps[0].events.of("storage_fails")[0]["error"] == "no node has written dp2, dp3 yet"
+    job.smps[0].settle()
+    assert committed(storage) == [] and not job.smps[0].events.of("not_flushed")
+    job.smps[1].start()
+    job.settled(7)
+    job.check(storage, 7)
+
+
+def test_a_flush_that_was_stopped_removes_nothing_any_more(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its look at what is there may take long, and others write what it does not know of meanwhile."""
+    storage, reached, go_on = FileStorage(job.where), threading.Event(), threading.Event()
+    sweep = commit.sweep
+
+    def slowly(storage: FileStorage, current: SnapshotId, *rest: Any) -> list[str]:
+        if committed(storage):
+            reached.set()
+            go_on.wait(20)
+        return sweep(storage, current, *rest)
+
+    monkeypatch.setattr(commit, "sweep", slowly)
     job.snapshot(0, 7)
     job.flush(7)
     job.start()
-    until(lambda: job.smps[0].events.of("not_flushed"))
-    assert job.smps[0].events.of("not_flushed")[0]["reason"] == "no node has written dp2, dp3"
-    assert committed(FileStorage(job.where)) == []
+    until(reached.is_set)
+    stopped = job.smps[0].duties._flush
+    job.flush(-1)
+    until(lambda: not job.states(7))
+    PendingCheckpoint(storage, SnapshotId(LINEAGE, 5), "b").write("dp2.safetensors", [b"of others"])
+    go_on.set()
+    assert stopped is not None
+    stopped.join(20)
+    assert leftovers(job.where) == [f"iter_0000005/{LINEAGE.hex()}-dp2.safetensors"]
 
 
 def test_what_is_void_goes_however_many_stay(job: Job) -> None:

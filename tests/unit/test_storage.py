@@ -351,6 +351,30 @@ def test_what_a_disk_has_lost_meanwhile_is_an_error(tmp_path: Path) -> None:
     assert done.stdout == "told\n", done.stderr
 
 
+def test_what_cannot_be_listed_is_not_taken_for_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    storage, scandir = in_files(tmp_path), os.scandir
+    storage.put("x/a", b"one")
+    storage.put("y/b", b"two")
+
+    def failing(path: Any) -> Any:
+        if str(path).endswith("y"):
+            raise OSError(errno.ESTALE, "Stale file handle", str(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", failing)
+    for look in (storage.list, storage.unfinished, lambda: storage.list("y")):
+        with pytest.raises(StorageError, match="Stale file handle") as caught:
+            list(look())
+        assert not caught.value.lasting
+    assert names(storage, "x") == {"x/a": 3} and names(storage, "gone") == {}
+    monkeypatch.undo()
+    (tmp_path / "storage").rename(tmp_path / "unmounted")
+    (tmp_path / "storage").mkdir()
+    for look in (storage.list, storage.unfinished):
+        with raises(StorageError, "is it still mounted"):
+            list(look())
+
+
 def test_what_was_unmounted_is_not_written_below(tmp_path: Path) -> None:
     with tmpfs(tmp_path / "mount") as mount:
         storage = FileStorage(str(mount))
