@@ -100,7 +100,9 @@ class AttemptRecord:
         known = [*self._found.values(), *([on_storage] if on_storage is not None else [])]
         last = LastAttempt.newest(known)
         kind = ended_by(last and last.record, Start(self._found, self._runs, lost, taken_back))
-        begins = FailureRecord(self._config.job, 1, owner, nodes, self._runs, time.time())
+        # Behind the attempt before it, whatever this clock says: of two that claim storage the later one has it.
+        began = max(time.time(), last.record.began + 1.0 if last is not None else 0.0)
+        begins = FailureRecord(self._config.job, 1, owner, nodes, self._runs, began)
         self.record = next_record(last, kind, begins)
         rates = expected(mtbf_secs(check_mtbf(self._config.mtbf), len(nodes)), self.record, len(nodes))
         self._events.emit(

@@ -26,7 +26,7 @@ from ftckpt.parity.groups import ParityGroup
 from ftckpt.parity.holding import Holding
 from ftckpt.persist.commit import claim
 from ftckpt.persist.place import Place
-from ftckpt.persist.storage import open_storage, patiently
+from ftckpt.persist.storage import open_storage
 from ftckpt.smp.channel import MIN_SECRET_BYTES
 from ftckpt.smp.client import SmpClient, Watch, find_or_start
 from ftckpt.smp.footprint import SmpConfig
@@ -38,8 +38,8 @@ from ftckpt.store.environment import hazards
 from ftckpt.store.locks import holder_of
 from ftckpt.store.outcome import launcher_run
 
-_CLAIM_SECS = 3600.0
-"""How long storage may be away at the start and become this run's yet."""
+_CLAIM_AGAIN_SECS, _MOST_CLAIM_AGAIN_SECS = 0.5, 60.0
+"""Between attempts to claim a storage that fails, each pause twice the one before it."""
 _REASON_SECS = 5.0
 """Longest wait for an SMP that may not have begun with what another node has given up; one that writes, which takes
 longer, has nothing to complain of."""
@@ -189,17 +189,24 @@ class NodeSmp:
     def _claim_storage(self) -> None:
         """SMPs of an earlier attempt that still live, on nodes that this one does not have, write there no more."""
         if self._config.persist and self._topology.rank == 0:
-            where = Place.of(self._config.persist, self._config.persist_format).snapshots
-            owner, job, failures = self._group.name, self._config.job, self.failures
-
-            def claim_it() -> None:
-                try:
-                    patiently(lambda: claim(open_storage(where, "persist"), owner, job, failures), _CLAIM_SECS)
-                except StorageError as error:
-                    self._events.emit("storage_fails", error=f"it is not this run's: {error}")
-
             # On a thread: storage that is away must not keep training from its begin.
-            threading.Thread(target=claim_it, name="ftckpt-claim", daemon=True).start()
+            threading.Thread(target=self._claim, name="ftckpt-claim", daemon=True).start()
+
+    def _claim(self) -> None:
+        """For as long as this takes: whatever is wrong with storage somebody may put right while the job trains."""
+        where = Place.of(self._config.persist, self._config.persist_format).snapshots
+        owner, job, failures = self._group.name, self._config.job, self.failures
+        told, pause_secs = "", _CLAIM_AGAIN_SECS
+        while not self._setup.is_over:
+            try:
+                claim(open_storage(where, "persist"), owner, job, failures)
+                return
+            except StorageError as error:
+                if str(error) != told:
+                    told = str(error)
+                    self._events.emit("storage_fails", error=f"it is not this run's: {error}")
+            time.sleep(pause_secs)
+            pause_secs = min(2 * pause_secs, _MOST_CLAIM_AGAIN_SECS)
 
     def release(self) -> None:
         """This rank trains no more; the SMP stays, and knows what to do if it could be started by now or a moment

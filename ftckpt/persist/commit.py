@@ -17,7 +17,7 @@ import json
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import xxhash
 
@@ -194,13 +194,46 @@ def require_own(storage: Storage) -> None:
         raise StorageError(text, lasting=True)
 
 
+class _Claim(NamedTuple):
+    """Who writes at a place. ``failures`` as JSON, None where its run has told none; ``began``: the time of day when
+    that did, in seconds, 0: not known."""
+
+    owner: str
+    job: str
+    failures: dict[str, Any] | None
+    began: float
+
+
 def claim(storage: Storage, owner: str, job: str, failures: FailureRecord | None = None) -> None:
     """From now on ``owner``, a run of ``job``, writes there: an earlier one that still lives neither commits nor
     removes anything any more. Nobody reads there but that earlier one. ``failures``: of the job until now, for the
-    next start to count on."""
+    next start to count on.
+
+    Raises:
+        StorageError: a run that began later, by what ``failures`` say, has claimed it; or storage fails.
+    """
+    if failures is not None:
+        try:
+            before = _claimed(storage)
+        except StorageError as error:
+            if not error.lasting:
+                raise
+            before = None  # damaged: this claim takes its place
+        if before is not None and before.began > failures.began:
+            raise _refusal(storage, before)
     storage.put(OWNER_NAME, codec.encode({"owner": owner, "job": job, "failures": failures}))
     storage.remove([entry.name for entry in storage.list(READERS)])  # of restarts that were killed
     forget_holdings(storage)
+
+
+def claim_late(storage: Storage, owner: str, job: str, began: float) -> None:
+    """As ``claim``, for a run of ``job`` whose ranks were gone before they could, and whose failures nobody knows:
+    what the run before it has told of those stays. Nothing where no earlier run of the job has claimed the place."""
+    before = _claimed(storage)
+    if before is None or before.owner == owner or before.job != job or before.began >= began:
+        return
+    failures = before.failures and {**before.failures, "began": began}
+    storage.put(OWNER_NAME, json.dumps({"owner": owner, "job": job, "failures": failures}).encode())
 
 
 def require_owner(storage: Storage, owner: str, began: float = 0.0) -> bool:
@@ -212,20 +245,30 @@ def require_owner(storage: Storage, owner: str, began: float = 0.0) -> bool:
     Raises:
         StorageError: another run has, which passes where that began before this one; or storage fails.
     """
+    found = _claimed(storage)
+    if found is not None and found.owner != owner:
+        if found.began < began:
+            text = f"this run has not claimed it yet, an earlier one of job {found.job!r} has"
+            raise StorageError(f"{storage.where}: {text}")
+        raise _refusal(storage, found)
+    return found is not None
+
+
+def _claimed(storage: Storage) -> _Claim | None:
     if storage.size(OWNER_NAME) is None:
-        return False
+        return None
     try:
-        claimed = json.loads(storage.read(OWNER_NAME))
-        other, job = str(claimed["owner"]), str(claimed["job"])
-        other_began = float((claimed.get("failures") or {}).get("began", 0.0))
+        told = json.loads(storage.read(OWNER_NAME))
+        failures = told.get("failures")
+        began = float((failures or {}).get("began", 0.0))
+        return _Claim(str(told["owner"]), str(told["job"]), failures, began)
     except (AttributeError, KeyError, TypeError, ValueError):
         raise StorageError(f"{storage.where}/{OWNER_NAME}: is damaged; remove it", lasting=True) from None
-    if other != owner and other_began < began:
-        raise StorageError(f"{storage.where}: this run has not claimed it yet, an earlier one of job {job!r} has")
-    if other != owner:
-        text = f"{storage.where}: another run of job {job!r} writes here since; give each its own --ftckpt-persist"
-        raise StorageError(text, lasting=True)
-    return True
+
+
+def _refusal(storage: Storage, since: _Claim) -> StorageError:
+    text = f"another run of job {since.job!r} writes here since; give each its own --ftckpt-persist"
+    return StorageError(f"{storage.where}: {text}", lasting=True)
 
 
 def tell_holdings(storage: Storage, node: str, owner: str, held: Collection[SnapshotId], beat: str) -> None:

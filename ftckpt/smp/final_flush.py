@@ -104,6 +104,9 @@ class FinalFlush:
             tell_trained(storage, self.orders.owner, time.time(), ended=True)
 
     def _bring_what_lacks(self, storage: Storage) -> None:
+        orders = self.orders
+        if orders.commits:  # rank 0, which does so while the job trains, may have been gone before it could
+            self._patiently(lambda: commit.claim_late(storage, orders.owner, orders.job, orders.began))
         held, there = self._held(), self._patiently(lambda: self._newest(storage))
         call = RollCall(storage, self.orders.node, self.orders.owner, held)
         self._patiently(call.beat)  # before this node may go: another may hold more, and ask who has what is there

@@ -24,17 +24,19 @@ from ftckpt.errors import MemoryBudgetError, StorageError
 from ftckpt.frameworks import doors
 from ftckpt.job import node_smp
 from ftckpt.persist import retention
-from ftckpt.persist.commit import claim, committed
+from ftckpt.persist.commit import claim, committed, iteration_of
+from ftckpt.persist.files import FileStorage
 from ftckpt.persist.shard_file import ShardFile
 from ftckpt.persist.shards import StoredSnapshot
 from ftckpt.persist.storage import open_storage
+from ftckpt.restore import shelf, straight
 from ftckpt.restore import stored as stored_shards
-from ftckpt.restore import straight
 from ftckpt.restore.stored import ShardFetch
 from ftckpt.store.arena import Arena
 from ftckpt.store.directory import SMP_STATE_NAME, clean_job, end_smp
 from ftckpt.store.landings import Landing
 from tests.support import jobs, plain
+from tests.support.errors import a_rank_raises
 from tests.support.event_logs import read_events
 from tests.support.mounting import leave_free, tmpfs
 from tests.support.pool import RankFailure, run_ranks
@@ -273,6 +275,61 @@ def test_what_is_bad_on_storage_is_passed_over(
     texts = "do not match their checksum", "cannot be unpacked"
     assert any(text in event["error"] for event in told for text in texts)
     assert any("damaged or edited" in event["error"] for event in told)
+
+
+def going_on(rank: int, world_size: int, settings: dict[str, Any]) -> tuple[int | None, int]:
+    """From where, and what goes to storage next."""
+    checkpointer, _ = plain.make(rank, world_size, settings, NODES[:world_size])
+    start = checkpointer.restore()
+    checkpointer.close(remove=False)
+    return start, checkpointer._state.flushes.due
+
+
+def test_what_is_passed_over_is_nothing_that_the_job_has(persisting: dict[str, Any], left: Path) -> None:
+    """Neither what comes to storage next counts from it, nor is it the last of the job for an SMP without ranks."""
+    shutil.copytree(left, persisting["persist"], dirs_exist_ok=True)
+    newest, second, *_ = [one.snapshot for one in stored(persisting)]
+    damaged(persisting, newest.iteration, "dp2")
+    interval = newest.iteration - second.iteration  # the next one is not before the bad one, were that counted
+    results = [result.value for result in run_ranks(going_on, 4, {**persisting, "persist_interval": interval})]
+    assert results == [(second.iteration, (second.iteration // interval + 1) * interval)] * 4
+    assert retention.voided(open_storage(persisting["persist"])) == {newest}
+
+
+def restored_while_reads_fail(rank: int, world_size: int, settings: dict[str, Any], is_away: bool) -> Any:
+    """No part of a file can be read twice in a row, or nothing at all from then on."""
+    failing, read = set[str](), FileStorage.read
+
+    def failing_part(storage: FileStorage, name: str, begin: int, memories: Sequence[memoryview]) -> None:
+        newest = max(committed(storage))
+        if not is_away and iteration_of(name.partition("/")[0]) != newest:
+            return read_into(storage, name, begin, memories)
+        failing.add(name)
+        raise StorageError(f"{name}: Input/output error")
+
+    def failing_read(storage: FileStorage, name: str, *part: Any) -> bytes:
+        if is_away and failing:
+            raise StorageError(f"{name}: Input/output error")
+        return read(storage, name, *part)
+
+    read_into = FileStorage.read_into
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shelf, "_PATIENCE_SECS", 0.2)
+        patch.setattr(FileStorage, "read_into", failing_part)
+        patch.setattr(FileStorage, "read", failing_read)
+        return restored(rank, world_size, settings)
+
+
+def test_storage_that_goes_away_is_not_bad(persisting: dict[str, Any], left: Path) -> None:
+    shutil.copytree(left, persisting["persist"], dirs_exist_ok=True)
+    newest, second, *_ = [one.snapshot for one in stored(persisting)]
+    with a_rank_raises(StorageError, f"iteration {newest.iteration}", "--ftckpt-restore-before"):
+        run_ranks(restored_while_reads_fail, 4, persisting, True)
+    storage = open_storage(persisting["persist"])
+    assert retention.voided(storage) == set() and not jobs.events(persisting, "storage_damaged")
+    results = [result.value for result in run_ranks(restored_while_reads_fail, 4, persisting, False)]
+    assert results == [what_was(second.iteration)] * 4, "one file of a storage that answers cannot be read"
+    assert retention.voided(storage) == {newest}
 
 
 @pytest.mark.parametrize("fails", by_default(["storage", "room", ""], ["storage", ""]))

@@ -10,8 +10,19 @@ from pathlib import Path
 import pytest
 
 from ftckpt.errors import StorageError
+from ftckpt.model.failures import FailureRecord
 from ftckpt.model.snapshot import SnapshotId
-from ftckpt.persist.commit import DoneMark, PendingCheckpoint, committed, folder_of, sweep
+from ftckpt.persist.commit import (
+    DoneMark,
+    PendingCheckpoint,
+    claim,
+    claim_late,
+    committed,
+    folder_of,
+    require_owner,
+    sweep,
+)
+from ftckpt.persist.failures import last_attempt
 from ftckpt.persist.files import FileStorage
 from ftckpt.persist.objects import ObjectStorage
 from ftckpt.persist.retention import remove
@@ -178,12 +189,44 @@ def test_what_came_to_nothing_is_swept_and_what_is_being_written_is_not(storage:
     assert lead.commit(manifest_of(marks), marks) and committed(storage) == [2, 1]
 
 
+def test_small_objects_that_others_may_be_writing_are_no_leftovers(tmp_path: Path) -> None:
+    storage = FileStorage(str(tmp_path))
+    fresh = [f"{name}-host-1-2.put.new" for name in (".latest", "holdings/.b.json", f"iter_0000001/.{OLD.hex()}-a")]
+    for name in fresh:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    sweep(storage, SnapshotId(NEW, 2), files_of)
+    assert sorted(storage.unfinished()) == fresh[:2]
+
+
 def test_leftovers_are_another_run_s_when_it_has_claimed_the_place_meanwhile(storage: Storage) -> None:
     write(storage, 1, OLD)
     write_parts(storage, 2, NEW)  # of the other run, which has claimed before
     before = names(storage)
     assert sweep(storage, SnapshotId(OLD, 3), files_of, lambda: False) == [] and names(storage) == before
     assert len(sweep(storage, SnapshotId(OLD, 3), files_of, lambda: True)) == 4
+
+
+def attempt(number: int, began: float) -> FailureRecord:
+    return FailureRecord("job", number, f"run {number}", ("n0",), (), began)
+
+
+def test_of_two_runs_that_claim_a_place_the_later_one_has_it(storage: Storage) -> None:
+    claim(storage, "run 2", "job", attempt(2, 20.0))
+    with raises(StorageError, "another run"):
+        claim(storage, "run 1", "job", attempt(1, 10.0))
+    claim_late(storage, "run 1", "job", 10.0)
+    claim_late(storage, "run 3", "other", 30.0)
+    assert require_owner(storage, "run 2")
+    claim_late(storage, "run 3", "job", 30.0)
+    assert require_owner(storage, "run 3", 30.0)
+    last = last_attempt(storage, "job")
+    assert last is not None and last.record.number == 2, "what is known of failures stays"
+    with raises(StorageError, "another run"):
+        claim(storage, "run 2", "job", attempt(2, 20.0))
+    storage.put("owner.json", b"nonsense")
+    claim(storage, "run 4", "job", attempt(4, 40.0))
+    assert require_owner(storage, "run 4")
 
 
 def test_the_last_checkpoint_is_not_removed(storage: Storage) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -12,14 +13,18 @@ from typing import Any
 import pytest
 
 from ftckpt.errors import SmpError, StorageError
+from ftckpt.model.failures import FailureRecord
+from ftckpt.parity.modes import Modes
 from ftckpt.persist import commit
-from ftckpt.persist.commit import committed
+from ftckpt.persist.commit import claim, committed
 from ftckpt.persist.files import FileStorage
 from ftckpt.smp import final_flush
+from ftckpt.smp import flush as flushing
+from ftckpt.smp.flush import Flush
 from ftckpt.smp.requests import PersistRequest
 from tests.support.errors import raises
 from tests.support.flush_jobs import Job
-from tests.support.smp_nodes import fill
+from tests.support.smp_nodes import describe, fill
 from tests.support.waiting import until
 
 
@@ -94,6 +99,60 @@ def test_what_was_done_before_a_node_was_lost_is_not_all_that_is_to_be_done(job:
     status = saved(job, 0, alone(job))
     assert (status["flush"], status["iteration"]) == ("done", 7), status["reason"] or status
     assert committed(FileStorage(job.where)) == [7]
+
+
+def test_ranks_that_were_gone_before_they_could_claim_storage_lose_nothing(job: Job) -> None:
+    storage = FileStorage(job.where)
+    claim(storage, "before", "job", FailureRecord("job", 1, "before", ("a", "b"), (), 10.0))
+    for smp, node in zip(job.smps, job.nodes, strict=True):
+        described = describe(node, job.nodes, Modes(), {}, **job.settings)
+        smp.configure({**described, "owner": "now", "began": 20.0})
+    job.snapshot(0, 7)
+    checked(job, 7)
+    request = PersistRequest("", 20.0, True)
+    asked(job, 1, request)
+    status = saved(job, 0, request)
+    assert (status["flush"], status["iteration"]) == ("done", 7), status["reason"] or status
+    assert commit.require_owner(storage, "now")
+
+
+def goes_on_as(job: Job, owner: str) -> None:
+    """The run ``owner`` begins."""
+    claim(FileStorage(job.where), owner, "job")
+    for smp, node in zip(job.smps, job.nodes, strict=True):
+        smp.pause()
+        smp.configure({**describe(node, job.nodes, Modes(), {}, **job.settings), "owner": owner})
+        smp.start()
+
+
+def test_a_save_that_hangs_in_storage_touches_nothing_of_the_next_run(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which writes the same snapshot, that it has restored, under the same names."""
+    standing, go_on, before = threading.Event(), threading.Event(), Flush._before
+
+    def stand(flush: Flush, nbytes: int) -> Iterator[float]:
+        if (flush._orders.node, flush._orders.owner) == ("b", "save") and len(flush._written) == 1:
+            standing.set()
+            go_on.wait(20)
+        return before(flush, nbytes)
+
+    monkeypatch.setattr(Flush, "_before", stand)
+    monkeypatch.setattr(flushing, "_FILES", 1)
+    job.snapshot(0, 7)
+    checked(job, 7)
+    goes_on_as(job, "save")
+    for smp in range(2):
+        asked(job, smp, PersistRequest("", 20.0, True))
+    until(standing.is_set)
+    goes_on_as(job, "the next run")
+    job.flush(7)
+    until(lambda: job.smps[0].events.of("flushed"))
+    with pytest.raises(AssertionError):
+        until(lambda: committed(FileStorage(job.where)), secs=1.0)
+    go_on.set()
+    job.settled(7)
+    job.check(FileStorage(job.where), 7)
 
 
 def test_what_storage_has_of_a_later_attempt_is_not_given_up_for_less(job: Job) -> None:

@@ -610,3 +610,15 @@ def test_a_place_that_is_full_at_the_start_becomes_this_run_s_yet(tmp_path: Path
         leave_free(small, 1 << 20)
         until(lambda: storage.size("owner.json"), secs=10)
         assert require_owner(storage, "this run")
+
+
+def test_a_place_that_is_not_there_at_the_start_becomes_this_run_s_yet(tmp_path: Path) -> None:
+    """Whatever is wrong with it somebody may put right."""
+    config = Config(job="job", node="a", persist=str(tmp_path / "mounted"))
+    topology = Topology(0, (RankPlace({"dp": 0}, "a"),), {"dp": 1})
+    smp = NodeSmp(config, topology, cast(Group, SimpleNamespace(name="this run")), seen := Seen(), ["machine"])
+    smp._claim_storage()
+    until(lambda: seen.of("storage_fails"))
+    (tmp_path / "mounted").mkdir()
+    until((tmp_path / "mounted" / "owner.json").exists, secs=10)
+    assert require_owner(FileStorage(config.persist), "this run")
