@@ -172,7 +172,7 @@ class Flush:
             # An SMP that was killed behind its commit leaves nothing to do.
             self.found = self._patiently(lambda: self._is_there(storage, path))
             if not self.found:
-                self._write(pending)
+                self._write(storage, pending)
                 self._settle(storage, pending, path)
             self.committed = True
             if self._orders.commits and self._orders.exports is not None:
@@ -199,7 +199,7 @@ class Flush:
                 "not_exported", iteration=self.snapshot.iteration, format=exports.form, reason=str(error)
             )
 
-    def _write(self, pending: PendingCheckpoint) -> None:
+    def _write(self, storage: Storage, pending: PendingCheckpoint) -> None:
         """All shards of this node, each whole and of this snapshot when it has its name."""
         promised = self._patiently(pending.own_mark)
         # By an SMP that was killed, or by an attempt that another node gave up; unless that node is lost, and this
@@ -216,7 +216,7 @@ class Flush:
         except BaseException:
             # Only before this node has said that it is done: the commit, elsewhere, may count on its files.
             if promised is None:
-                self._withdraw(pending)
+                self._withdraw(storage, pending)
             raise
         self._patiently(lambda: pending.done({name: one.to_json() for name, one in self._written.items()}))
         nbytes, secs = sum(one.nbytes for one in self._written.values()), round(time.monotonic() - begun, 3)
@@ -402,8 +402,10 @@ class Flush:
     def _owns(self, storage: Storage) -> bool:
         return commit.require_owner(storage, self._orders.owner, self._orders.began)
 
-    def _withdraw(self, pending: PendingCheckpoint) -> None:
+    def _withdraw(self, storage: Storage, pending: PendingCheckpoint) -> None:
         try:
+            # A run that goes on elsewhere may have restored this snapshot, and written it under the same names.
+            self._owns(storage)
             pending.withdraw()
         except StorageError as error:
             self._tell(str(error))  # swept behind the next commit

@@ -81,9 +81,7 @@ def more_steps(action: Callable[[], object]) -> None:
     action()
 
 
-@pytest.mark.parametrize(
-    "make", by_default([UniversalWriter, WeightsWriter, MegatronDistWriter], [UniversalWriter, MegatronDistWriter])
-)
+@pytest.mark.parametrize("make", by_default([UniversalWriter, WeightsWriter, MegatronDistWriter], [UniversalWriter]))
 def test_killed_anywhere(tmp_path: Path, make: Callable[[Path, int], Writer]) -> None:
     """Before every file-system call of a conversion: nothing, or all, is under the destination's name, and the next
     run makes it whole without writing finished files again."""

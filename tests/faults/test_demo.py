@@ -23,7 +23,6 @@ from launch.demo_job import FRAMEWORKS, LIMIT, RESHAPING, SCENES, SHRINK, SMALL,
 from tests.support.errors import raises
 from tests.support.processes import RunError
 from tests.support.run_logs import RunLogs, check_page
-from tests.support.tiers import by_default
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.faults
@@ -349,7 +348,8 @@ def owned(owner: str) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("signum", by_default([signal.SIGINT, signal.SIGTERM], [signal.SIGINT]))
+@pytest.mark.slow
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupt_leaves_nothing(tmp_path: Path, signum: int) -> None:
     with start_demo(tmp_path, "--scene", "rank") as (child, owner):
         until(lambda: len(owned(owner)) >= 11, "the demo, two agents and eight ranks are up", secs=150)

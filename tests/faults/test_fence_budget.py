@@ -73,6 +73,7 @@ def train_dear(rank: int, world_size: int, settings: dict[str, Any], iterations:
     return 0
 
 
+@pytest.mark.slow
 def test_an_interval_follows_from_the_whole_cost_on_all_ranks_alike(settings: dict[str, Any]) -> None:
     settings |= {"interval": "auto", "overhead_budget": 0.1, "replica_check_interval": 0}
     run_ranks(train_dear, 3, settings, 900, 400)

@@ -50,6 +50,7 @@ def test_torchrun_on_two_nodes(launched: Launched) -> None:
     assert {event["job"] for event in joined} == {job} and {event["node"] for event in joined} == {"a", "b"}
 
 
+@pytest.mark.slow
 def test_a_pod_that_is_deleted_goes_on_from_storage_in_another_place(
     launched: Launched, arena_root: Path, tmp_path: Path
 ) -> None:

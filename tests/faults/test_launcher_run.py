@@ -74,6 +74,7 @@ def logged(here: Path, rank: int) -> list[list[object]]:
     return [json.loads(line) for line in (here / f"rank{rank}.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_a_crash_after_the_end_begins_nothing_anew(tmp_path: Path, arena_root: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     words = (str(tmp_path / "train.py"), str(tmp_path), "in its exit", str(arena_root))

@@ -65,6 +65,7 @@ def test_a_refusal_after_the_arenas_were_made_leaves_nothing(settings: dict[str,
     assert jobs.outcomes(2, jobs.Run([], 5, settings))[0].start is not None, "a refusal lost the snapshots"
 
 
+@pytest.mark.slow
 def test_pages_that_cannot_be_shared_are_said_and_training_goes_on(
     settings: dict[str, Any], arena_root: Path
 ) -> None:

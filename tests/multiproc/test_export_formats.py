@@ -15,7 +15,6 @@ from ftckpt.convert.consolidation import Consolidator
 from ftckpt.convert.formats import ReadOptions, format_of, open_reader
 from ftckpt.store.directory import clean_job
 from tests.support import jobs
-from tests.support.tiers import by_default
 
 pytestmark = pytest.mark.multiproc
 
@@ -42,7 +41,8 @@ def masters(reader: Reader) -> dict[str, Any]:
     return {tensor.key: consolidator.get(tensor, 0, tensor.rows).copy() for tensor in wanted}
 
 
-@pytest.mark.parametrize("form", by_default(PERSIST_FORMATS[1:], ["deepspeed-universal"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("form", PERSIST_FORMATS[1:])
 def test_what_a_job_leaves_others_load(form: str, persisting: dict[str, Any]) -> None:
     where = Path(persisting["persist"])
     run = jobs.Run(("--tp", "2"), 3, {**persisting, "persist_format": form})

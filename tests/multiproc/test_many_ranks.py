@@ -14,7 +14,6 @@ import pytest
 from ftckpt.errors import LaunchError
 from tests.support import jobs, plain
 from tests.support.pool import run_ranks
-from tests.support.tiers import by_default
 from tests.support.waiting import meet
 
 pytestmark = pytest.mark.multiproc
@@ -87,7 +86,8 @@ def restored_under(rank: int, world_size: int, settings: dict[str, Any], limit: 
 
 
 @pytest.mark.timeout(1500)
-@pytest.mark.parametrize(("world_size", "limit"), by_default([(16, 128), (128, 256)], [(16, 128)]))
+@pytest.mark.slow
+@pytest.mark.parametrize(("world_size", "limit"), [(16, 128), (128, 256)])
 def test_many_ranks_under_a_low_limit_of_open_files(world_size: int, limit: int, settings: dict[str, Any]) -> None:
     """Gloo's full mesh of two groups takes twice as many descriptors in each rank as there are ranks, and 6 more."""
     settings |= SMALL

@@ -149,6 +149,7 @@ def test_what_megatron_would_save_comes_there_and_megatron_loads_it(
     assert {outcome.start for outcome in jobs.outcomes(2, run)} == {max(ours)}
 
 
+@pytest.mark.slow
 def test_megatron_saves_by_itself_where_nothing_comes(taking_over: dict[str, Any], tmp_path: Path) -> None:
     where = tmp_path / "save"
     taking_over |= {"persist_timeout_secs": 1.0, "on_error": "continue"}

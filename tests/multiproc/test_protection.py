@@ -408,9 +408,7 @@ def test_what_cannot_work_is_an_error_at_start_on_all_ranks(
         assert result.error is not None and "ConfigError" in result.error and text in result.error
 
 
-@pytest.mark.parametrize(
-    ("slots", "by"), by_default([(0, "room"), (4, "room"), (0, "limit")], [(0, "room"), (4, "room")])
-)
+@pytest.mark.parametrize(("slots", "by"), by_default([(0, "room"), (4, "room"), (0, "limit")], [(4, "room")]))
 def test_where_one_node_has_no_room_for_four_slots_all_ranks_have_three_unless_four_were_asked_for(
     plan: Plan, arena_root: Path, slots: int, by: str
 ) -> None:

@@ -24,7 +24,6 @@ from ftckpt.store.directory import end_smp, list_arenas
 from ftckpt.store.ledger import Ledger, size_of
 from tests.support.mounting import leave_free, tmpfs, used
 from tests.support.pool import RankFailure, run_ranks
-from tests.support.tiers import by_default
 from tests.support.waiting import until
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.faults]
@@ -147,7 +146,8 @@ def test_a_full_node_goes_on_alone(node: Path, rarely: dict[str, Any], arena_roo
 KILLS = ("all is freed", "half rebuilt", "rebuilt", "objects there", "one new arena", "sealed by one rank")
 
 
-@pytest.mark.parametrize("point", by_default(KILLS, ["half rebuilt"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("point", KILLS)
 def test_a_full_node_is_killed_when_it_goes_on_alone(
     point: str, node: Path, rarely: dict[str, Any], arena_root: Path
 ) -> None:

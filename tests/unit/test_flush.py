@@ -348,6 +348,33 @@ def test_a_run_that_goes_on_elsewhere_is_left_alone(job: Job, monkeypatch: pytes
     assert committed(storage) == [9] and leftovers(job.where) == []
 
 
+def test_what_was_begun_is_not_removed_once_another_run_may_have_written_it(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has restored the same snapshot, which has the same names."""
+    standing, go_on = threading.Event(), threading.Event()
+
+    def stand(flush: Flush) -> None:
+        if flush._written:
+            standing.set()
+            go_on.wait(20)
+
+    monkeypatch.setattr(flushing, "_FILES", 1)
+    pieces_before(monkeypatch, stand)
+    job.snapshot(0, 7)
+    job.flush(7)
+    job.smps[1].start()
+    until(standing.is_set)
+    claim(FileStorage(job.where), "the new run", "job")
+    stopped = job.smps[1].duties._flush
+    job.flush(-1)
+    until(lambda: not job.states(7))
+    go_on.set()
+    assert stopped is not None
+    stopped.join(20)
+    assert leftovers(job.where) == [f"iter_0000007/{LINEAGE.hex()}-dp2.safetensors"]
+
+
 def test_a_limit_of_bytes_is_kept(arena_root: Path, where: str) -> None:
     job = Job(arena_root, where, persist_gbps=0.002)
     job.start()

@@ -16,6 +16,7 @@ from ftckpt.persist.outlines import Hole, Mark, Outline
 from ftckpt.persist.place import Place
 from tests.support.errors import raises
 from tests.support.killing import killed_at
+from tests.support.tiers import by_default
 
 LINEAGE = b"a" * 16
 SCRIPT = "zero_to_fp32.py"
@@ -105,8 +106,10 @@ def test_what_the_script_saves_meanwhile_counts(root: Path) -> None:
     assert loadable(root) == "8" and exports(root).complete(snapshot)
 
 
-@pytest.mark.parametrize("restarts", [False, True], ids=["another SMP goes on", "the job is restarted"])
-@pytest.mark.parametrize("tag", ["best", ""], ids=["in its own place", "beside"])
+@pytest.mark.parametrize(
+    ("tag", "restarts"),
+    by_default([("best", False), ("best", True), ("", False), ("", True)], [("best", False), ("", True)]),
+)
 def test_killed_at_any_step_nothing_is_lost_and_the_next_one_ends_it(
     tag: str, restarts: bool, tmp_path: Path
 ) -> None:

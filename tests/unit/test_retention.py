@@ -26,6 +26,7 @@ from tests.support.errors import raises
 from tests.support.s3_server import BUCKET
 from tests.support.smp_nodes import Seen
 from tests.support.swift import swift
+from tests.support.tiers import by_default
 
 
 def old(iteration: int) -> SnapshotId:
@@ -219,7 +220,9 @@ def reading(storage: Storage) -> Any:
     return old(1) in [StoredSnapshot.decode(text.encode(), "there").snapshot for text in texts]
 
 
-@pytest.mark.parametrize(("other", "steps", "among"), [(pinning, 3, 13), (reading, 5, 10)])
+@pytest.mark.parametrize(
+    ("other", "steps", "among"), by_default([(pinning, 3, 13), (reading, 5, 10)], [(pinning, 3, 13)])
+)
 def test_whatever_comes_first_nobody_loses_what_he_was_promised(
     other: Callable[[Storage], Any], steps: int, among: int
 ) -> None:

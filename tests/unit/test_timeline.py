@@ -419,7 +419,7 @@ def broken_lines(draw: st.DrawFn) -> bytes:
     return data + draw(st.sampled_from([b"\n", b""]))
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(lines=st.lists(broken_lines(), min_size=1, max_size=4), good=st.booleans())
 def test_broken_lines_are_left_out_or_drawn_but_never_break_it(
     tmp_path: Path, lines: list[bytes], good: bool
