@@ -210,16 +210,16 @@ def test_a_newer_one_waits_for_the_end_of_the_one_before(job: Job, monkeypatch: 
     told: list[tuple[str, int]] = []
     write = Flush._write
 
-    def recorded(self: Flush, pending: Any) -> None:
+    def recorded(self: Flush, *to: Any) -> None:
         if self._orders.node != "a":
-            return write(self, pending)
+            return write(self, *to)
         told.append(("begins", self.snapshot.iteration))
         if self.snapshot.iteration == 7:
             until(lambda: job.smps[0].duties.flushing[0] not in (None, self.snapshot))
             with suppress(AssertionError):
                 until(lambda: ("begins", 8) in told, secs=0.5)
         try:
-            write(self, pending)
+            write(self, *to)
         finally:
             told.append(("ends", self.snapshot.iteration))
         return None
