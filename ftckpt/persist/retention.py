@@ -116,10 +116,15 @@ def may_be_replaced(storage: Storage, snapshot: SnapshotId) -> bool:
         StorageError: it is pinned, or storage fails.
     """
     void(storage, [snapshot])
-    if snapshot.iteration in pinned(storage):
-        text = f"{storage.where}: another checkpoint of iteration {snapshot.iteration} is pinned there"
-        raise StorageError(f"{text}; 'ftckpt unpin' makes room for this one", lasting=True)
+    require_unpinned(storage, snapshot.iteration)
     return not readers(storage)
+
+
+def require_unpinned(storage: Storage, iteration: int) -> None:
+    """Raises StorageError where the checkpoint of ``iteration`` is pinned, or storage fails."""
+    if iteration in pinned(storage):
+        text = f"{storage.where}: another checkpoint of iteration {iteration} is pinned there"
+        raise StorageError(f"{text}; 'ftckpt unpin' makes room for this one", lasting=True)
 
 
 def retire(

@@ -358,6 +358,8 @@ class Flush:
     def _gives_way(self, storage: Storage, path: str) -> bool:
         """Whether nobody needs what another past of the job has left where this snapshot goes."""
         there = self._committed(storage, path)
+        if there is None and storage.size(path) is not None:  # damaged, or of another version of ftckpt
+            retention.require_unpinned(storage, self.snapshot.iteration)
         if there is None or there.snapshot == self.snapshot or retention.may_be_replaced(storage, there.snapshot):
             return True
         self._tell(f"{self._orders.where}/{path}: a restart reads what is to be replaced; waiting for its end")

@@ -570,9 +570,11 @@ def test_what_a_restart_reads_is_not_replaced_before_its_end(job: Job) -> None:
     assert leftovers(job.where) == []
 
 
-def test_what_is_pinned_is_not_replaced(job: Job) -> None:
+@pytest.mark.parametrize("version", [b"1", b"2"])
+def test_what_is_pinned_is_not_replaced(version: bytes, job: Job) -> None:
     storage, name = FileStorage(job.where), f"{folder_of(7)}/manifest.json"
     before = StoredSnapshot(SnapshotId(b"b" * 16, 7), "job", {}, {}).encode()
+    before = before.replace(b'"version": 1', b'"version": ' + version)
     storage.put(name, before)
     retention.pin(storage, 7)
     job.snapshot(0, 7)
