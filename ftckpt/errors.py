@@ -82,6 +82,13 @@ class StorageError(FtckptError):
         self.lasting = lasting
 
 
+class DamagedError(StorageError):
+    """What lies on storage is not what was written, as its checksum, size or header proves."""
+
+    def __init__(self, text: str, *, lasting: bool = True) -> None:
+        super().__init__(text, lasting=lasting)
+
+
 class ConvertError(FtckptError):
     """A checkpoint cannot be read, written or converted: the text names the tensor, the file or the field."""
 

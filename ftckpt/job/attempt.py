@@ -100,9 +100,7 @@ class AttemptRecord:
         known = [*self._found.values(), *([on_storage] if on_storage is not None else [])]
         last = LastAttempt.newest(known)
         kind = ended_by(last and last.record, Start(self._found, self._runs, lost, taken_back))
-        # Behind the attempt before it, whatever this clock says: of two that claim storage the later one has it.
-        began = max(time.time(), last.record.began + 1.0 if last is not None else 0.0)
-        begins = FailureRecord(self._config.job, 1, owner, nodes, self._runs, began)
+        begins = FailureRecord(self._config.job, 1, owner, nodes, self._runs, time.time())
         self.record = next_record(last, kind, begins)
         rates = expected(mtbf_secs(check_mtbf(self._config.mtbf), len(nodes)), self.record, len(nodes))
         self._events.emit(
@@ -125,6 +123,10 @@ class AttemptRecord:
         if self._is_kept and self._node_dir is not None and time.monotonic() >= self._next_secs:
             self._next_secs = time.monotonic() + _OFTEN_SECS
             still_trains(self._node_dir)
+
+    def take_back(self) -> None:
+        """Storage is away that this attempt must read: however many wait for it, none of them has failed."""
+        self._run.take_back()
 
     def progress(self) -> None:
         """A snapshot of this attempt is whole: the first one ends the row of those that came to nothing."""

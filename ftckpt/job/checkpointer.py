@@ -237,6 +237,7 @@ class Checkpointer:
 
         Raises:
             LostError, MismatchError, MemoryBudgetError, ArenaError, UnsupportedError: on all ranks together.
+            StorageError: likewise; what is to be restored lies on storage, and that is away.
         """
         if self._shard is not None:
             raise ConfigError("restore() was called twice")
@@ -248,7 +249,9 @@ class Checkpointer:
         try:
             with no_collections():
                 return self._restore(Checkpoint(newer_than, rollback, lasting=lasting), unproven)
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, StorageError) and not error.lasting:
+                self._attempt.take_back()
             self._withdraw()
             raise
 

@@ -18,7 +18,7 @@ import json
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import xxhash
 
@@ -111,7 +111,7 @@ class PendingCheckpoint:
                 checksum.update(chunk)
                 yield chunk
 
-        full_name = f"{_prefix(self._snapshot)}{name}"
+        full_name = f"{_prefix(self._snapshot.lineage)}{name}"
         nbytes = self._storage.write(f"{self.folder}/{full_name}", hashed())
         file = CheckpointFile(full_name, nbytes, checksum.hexdigest())
         self._files.append(file)
@@ -195,46 +195,13 @@ def require_own(storage: Storage) -> None:
         raise StorageError(text, lasting=True)
 
 
-class _Claim(NamedTuple):
-    """Who writes at a place. ``failures`` as JSON, None where its run has told none; ``began``: the time of day when
-    that did, in seconds, 0: not known."""
-
-    owner: str
-    job: str
-    failures: dict[str, Any] | None
-    began: float
-
-
 def claim(storage: Storage, owner: str, job: str, failures: FailureRecord | None = None) -> None:
     """From now on ``owner``, a run of ``job``, writes there: an earlier one that still lives neither commits nor
     removes anything any more. Nobody reads there but that earlier one. ``failures``: of the job until now, for the
-    next start to count on.
-
-    Raises:
-        StorageError: a run that began later, by what ``failures`` say, has claimed it; or storage fails.
-    """
-    if failures is not None:
-        try:
-            before = _claimed(storage)
-        except StorageError as error:
-            if not error.lasting:
-                raise
-            before = None  # damaged: this claim takes its place
-        if before is not None and before.began > failures.began:
-            raise _refusal(storage, before)
+    next start to count on."""
     storage.put(OWNER_NAME, codec.encode({"owner": owner, "job": job, "failures": failures}))
     storage.remove([entry.name for entry in storage.list(READERS)])  # of restarts that were killed
     forget_holdings(storage)
-
-
-def claim_late(storage: Storage, owner: str, job: str, began: float) -> None:
-    """As ``claim``, for a run of ``job`` whose ranks were gone before they could, and whose failures nobody knows:
-    what the run before it has told of those stays. Nothing where no earlier run of the job has claimed the place."""
-    before = _claimed(storage)
-    if before is None or before.owner == owner or before.job != job or before.began >= began:
-        return
-    failures = before.failures and {**before.failures, "began": began}
-    storage.put(OWNER_NAME, json.dumps({"owner": owner, "job": job, "failures": failures}).encode())
 
 
 def require_owner(storage: Storage, owner: str, began: float = 0.0) -> bool:
@@ -246,30 +213,20 @@ def require_owner(storage: Storage, owner: str, began: float = 0.0) -> bool:
     Raises:
         StorageError: another run has, which passes where that began before this one; or storage fails.
     """
-    found = _claimed(storage)
-    if found is not None and found.owner != owner:
-        if found.began < began:
-            text = f"this run has not claimed it yet, an earlier one of job {found.job!r} has"
-            raise StorageError(f"{storage.where}: {text}")
-        raise _refusal(storage, found)
-    return found is not None
-
-
-def _claimed(storage: Storage) -> _Claim | None:
     if storage.size(OWNER_NAME) is None:
-        return None
+        return False
     try:
-        told = json.loads(storage.read(OWNER_NAME))
-        failures = told.get("failures")
-        began = float((failures or {}).get("began", 0.0))
-        return _Claim(str(told["owner"]), str(told["job"]), failures, began)
+        claimed = json.loads(storage.read(OWNER_NAME))
+        other, job = str(claimed["owner"]), str(claimed["job"])
+        other_began = float((claimed.get("failures") or {}).get("began", 0.0))
     except (AttributeError, KeyError, TypeError, ValueError):
         raise StorageError(f"{storage.where}/{OWNER_NAME}: is damaged; remove it", lasting=True) from None
-
-
-def _refusal(storage: Storage, since: _Claim) -> StorageError:
-    text = f"another run of job {since.job!r} writes here since; give each its own --ftckpt-persist"
-    return StorageError(f"{storage.where}: {text}", lasting=True)
+    if other != owner and other_began < began:
+        raise StorageError(f"{storage.where}: this run has not claimed it yet, an earlier one of job {job!r} has")
+    if other != owner:
+        text = f"{storage.where}: another run of job {job!r} writes here since; give each its own --ftckpt-persist"
+        raise StorageError(text, lasting=True)
+    return True
 
 
 def tell_holdings(storage: Storage, node: str, owner: str, held: Collection[SnapshotId], beat: str) -> None:
@@ -309,13 +266,13 @@ def committed(storage: Storage) -> list[int]:
 
 def sweep(
     storage: Storage, current: SnapshotId | None, files_of: Callable[[bytes], Collection[str] | None],
-    owns: Callable[[], bool] = lambda: True,
+    owns: Callable[[], bool] = lambda: True, lineages: Collection[bytes] = (),
 ) -> list[str]:  # fmt: skip
     """Remove what came to nothing; returns the names of what went.
 
     Args:
-        current: what this run is writing now. What it has is left, and what is newer: other nodes may have gone on to
-            that already. None: nobody writes.
+        current: what this run is writing now. What it has is left, and what is newer of its lineage or one of
+            ``lineages``: other nodes may have gone on to that already. None: nobody writes.
         files_of: the files that a manifest names; None: it cannot be read, and all beside it stays.
         owns: whether the caller may remove things yet: the place is its own, and what it writes is still wanted. It
             is asked when all has been looked at, as others may have begun to write meanwhile.
@@ -326,8 +283,12 @@ def sweep(
         folder, named = manifest.removesuffix(MANIFEST_NAME), files_of(storage.read(manifest))
         beside = [name.removeprefix(folder) for name in names if name.startswith(folder)]
         keep |= {folder + name for name in (beside if named is None else named)}
-    gone = [name for name in names if name not in keep and not _may_be_written(name, current)]
-    unfinished = storage.unfinished(lambda name: _may_be_written(name, current))
+
+    def is_active(name: str) -> bool:
+        return current is not None and _may_be_written(name, current, lineages)
+
+    gone = [name for name in names if name not in keep and not is_active(name)]
+    unfinished = storage.unfinished(is_active)
     if not owns():
         return []
     storage.remove(gone)
@@ -335,27 +296,27 @@ def sweep(
     return gone
 
 
-def _may_be_written(name: str, current: SnapshotId | None) -> bool:
-    if current is None:
-        return False
+def _may_be_written(name: str, current: SnapshotId, lineages: Collection[bytes]) -> bool:
     folder, _, rest = name.partition("/")
     iteration = iteration_of(folder)
-    if iteration is None or iteration > current.iteration:
+    if iteration is None:
         return True  # what is small and beside checkpoints anybody may be writing
-    return iteration == current.iteration and rest.startswith((_prefix(current), MANIFEST_NAME))
+    if iteration > current.iteration:
+        return rest.startswith((*map(_prefix, {current.lineage, *lineages}), MANIFEST_NAME))
+    return iteration == current.iteration and rest.startswith((_prefix(current.lineage), MANIFEST_NAME))
 
 
 def files_prefix(snapshot: SnapshotId) -> str:
     """What names of all that is written of a snapshot begin with, but for its manifest."""
-    return f"{folder_of(snapshot.iteration)}/{_prefix(snapshot)}"
+    return f"{folder_of(snapshot.iteration)}/{_prefix(snapshot.lineage)}"
 
 
 def _is_ours(name: str) -> bool:
     return _OURS.fullmatch(name.rpartition("/")[2]) is not None
 
 
-def _prefix(snapshot: SnapshotId) -> str:
-    return f"{snapshot.lineage.hex()}-"
+def _prefix(lineage: bytes) -> str:
+    return f"{lineage.hex()}-"
 
 
 def _move_latest(storage: Storage, iteration: int) -> None:

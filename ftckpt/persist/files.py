@@ -13,7 +13,7 @@ from pathlib import Path
 
 from ftckpt.errors import StorageError
 from ftckpt.persist.behind import BehindWriter
-from ftckpt.persist.storage import Bytes, ObjectEntry, Storage
+from ftckpt.persist.storage import PART, Bytes, ObjectEntry, Storage
 
 _FRESH = ".put.new"
 """Behind the name of a file that is being written, which begins with a dot; that of a conversion has another."""
@@ -184,10 +184,18 @@ class FileStorage(Storage):
             raise StorageError(f"{self.where}: is another directory than at the start: is it still mounted?")
 
     def _files(self, prefix: str) -> Iterator[Path]:
-        """Raises OSError where a directory cannot be read: what cannot be listed is there all the same."""
+        """Raises OSError where a directory cannot be read: what cannot be listed is there all the same. One that this
+        user may not look into, below the root, is of somebody else."""
         self._require_root()
         top = self._root / self._check(prefix) if prefix else self._root
-        for directory, _, names in os.walk(top, onerror=_raise_unless_gone):
+
+        def fail(error: OSError) -> None:
+            is_private = isinstance(error, PermissionError) and error.filename != str(self._root)
+            if not is_private and not isinstance(error, FileNotFoundError | NotADirectoryError):
+                raise error
+
+        for directory, below, names in os.walk(top, onerror=fail):
+            below[:] = filter(PART.fullmatch, below)
             yield from (Path(directory) / name for name in names)
 
     def _write_fresh(self, path: Path, chunks: Iterable[Bytes]) -> tuple[Path, int]:
@@ -238,11 +246,6 @@ def _open_fresh(path: Path) -> int:
             if path.parent.exists() and not path.parent.is_dir():
                 raise
     raise OSError(errno.EBUSY, "its directory is removed again and again", str(path))
-
-
-def _raise_unless_gone(error: OSError) -> None:
-    if not isinstance(error, FileNotFoundError | NotADirectoryError):
-        raise error
 
 
 def sync_directory(path: Path) -> None:

@@ -7,7 +7,7 @@ from itertools import accumulate, pairwise
 
 import xxhash
 
-from ftckpt.errors import CorruptError, MismatchError, StorageError
+from ftckpt.errors import CorruptError, DamagedError, MismatchError, StorageError
 from ftckpt.persist.compression import decompress, runs_of
 from ftckpt.persist.shards import StoredShard
 from ftckpt.persist.storage import Bytes
@@ -28,7 +28,8 @@ class ShardFile:
         read_into: fills memory, one after the other, from an offset on; by ``read`` where it is not given.
 
     Raises:
-        StorageError: its header is not that of the shard in the manifest, or ``read`` fails.
+        DamagedError: its header is not that of the shard in the manifest.
+        StorageError: it is of another version, or ``read`` fails.
     """
 
     def __init__(
@@ -41,10 +42,12 @@ class ShardFile:
         header = read(0, min(8 + int.from_bytes(read(0, 8), "little"), entry.nbytes))
         try:
             self.image = image = parse_image(header)
-        except (CorruptError, MismatchError) as error:
+        except CorruptError as error:
+            raise DamagedError(f"{where}: {error}") from None
+        except MismatchError as error:
             raise StorageError(f"{where}: {error}", lasting=True) from None
         if image.manifest.shard != shard or not entry.is_of(image):
-            raise StorageError(f"{where}: is not what the manifest names", lasting=True)
+            raise DamagedError(f"{where}: is not what the manifest names")
         self._hashes = [*entry.chunk_hashes.tolist(), entry.objects_hash]
         if entry.frames is None:
             objects = Span(image.objects.begin, image.objects.begin + entry.objects_used)
@@ -58,7 +61,8 @@ class ShardFile:
         """A chunk of the image.
 
         Raises:
-            StorageError: it is not what it was when its checksum was taken, or cannot be read.
+            DamagedError: it is not what it was when its checksum was taken.
+            StorageError: it cannot be read.
             ConfigError: nothing that unpacks it is installed.
         """
         return self._proven(number)
@@ -114,4 +118,4 @@ class ShardFile:
                 digest.update(data)
             if digest.intdigest() == self._hashes[part]:
                 return found
-        raise StorageError(f"{self._where}: {span.nbytes} bytes at {span.begin} {problem}", lasting=True)
+        raise DamagedError(f"{self._where}: {span.nbytes} bytes at {span.begin} {problem}")

@@ -18,8 +18,8 @@ Bytes = bytes | memoryview
 
 T = TypeVar("T")
 
-_PART = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=-]{0,119}")
-"""A file's name may have 255 bytes; one that is being written has the host and the process in it, too."""
+PART = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=-]{0,119}")
+"""Of a name. A file's may have 255 bytes; one that is being written has the host and the process in it, too."""
 _MOST_PARTS = 16
 
 
@@ -103,7 +103,7 @@ class Storage(ABC):
 
     def _check(self, name: str) -> str:
         parts = name.split("/")
-        if len(parts) > _MOST_PARTS or not all(map(_PART.fullmatch, parts)):
+        if len(parts) > _MOST_PARTS or not all(map(PART.fullmatch, parts)):
             raise StorageError(f"{self.where}: {name!r} is no name of an object", lasting=True)
         return name
 

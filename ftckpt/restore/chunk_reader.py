@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Generator, Sequence
 from contextlib import suppress
 from typing import NamedTuple, Protocol, TypeVar
 
-from ftckpt.errors import StorageError
+from ftckpt.errors import DamagedError, StorageError
 from ftckpt.events import Events, Progress
 from ftckpt.group import Group, gather_all
 from ftckpt.persist.commit import folder_of, manifest_of
@@ -49,12 +49,14 @@ class ShardFiles:
             self._storage.read_ahead(self._name(shard), min(self.stored.shards[shard].needed_bytes, most_bytes))
 
     def _ask(self, action: Callable[[], T]) -> T:
-        """As ``ask``; what a storage cannot give that answers otherwise is bad."""
+        """As ``ask``; the error is lasting where storage gives this alone not."""
         try:
             return ask(action)
         except StorageError as error:
-            if not error.lasting:
-                self._storage.read(manifest_of(self.stored.snapshot.iteration))  # raises where it is away
+            try:
+                self._storage.read(manifest_of(self.stored.snapshot.iteration))
+            except StorageError:
+                raise StorageError(str(error)) from None
             raise StorageError(str(error), lasting=True) from None
 
     def _name(self, shard: str) -> str:
@@ -64,7 +66,7 @@ class ShardFiles:
         entry, name = self.stored.shards[shard], self._name(shard)
         where = f"{self._storage.where}/{name}"
         if self._ask(lambda: self._storage.size(name)) != entry.nbytes:
-            raise StorageError(f"{where}: is not there with its {entry.nbytes} bytes", lasting=True)
+            raise DamagedError(f"{where}: is not there with its {entry.nbytes} bytes")
 
         def read(begin: int, nbytes: int) -> bytes:
             return self._ask(lambda: self._storage.read(name, begin, nbytes))

@@ -24,6 +24,7 @@ from ftckpt.model.failures import LastAttempt
 from ftckpt.model.fragment import Fragment
 from ftckpt.model.layouts import layout_name
 from ftckpt.model.loaded import NOTHING, Checkpoint, is_undone, missed_return, next_origin, rollback
+from ftckpt.model.snapshot import SnapshotId
 from ftckpt.model.topology import Topology, first_of_each_stage, layouts_differ
 from ftckpt.model.training_state import Description, Piece, TrainingState, cast_master
 from ftckpt.persist import retention
@@ -43,7 +44,7 @@ from ftckpt.restore.offers import (
     needs_of,
 )
 from ftckpt.restore.repair import Usage
-from ftckpt.restore.search import Coming, Search, report_damage
+from ftckpt.restore.search import Coming, Search, pass_over
 from ftckpt.restore.shelf import NO_SHELF, Shelf, ShelfLook
 from ftckpt.restore.straight import Reading, fits
 from ftckpt.restore.threads import threads_of
@@ -79,10 +80,11 @@ class Restart:
         """Whether what was loaded lies in memory, too; from ``load`` on."""
         self._decide: Callable[[], Decision | None] | None = None  # without what was coming, and was bad
         self._is_touched = False  # the live state, by what is coming
-        self._offered = NO_SHELF  # what was searched
+        self._there = NO_SHELF  # what counts on storage
+        self._bad: set[SnapshotId] = set()
         self.on_storage = -1
-        """The newest iteration that counts on storage, or that of which training goes on where newer ones do not; -1
-        for none. From ``load`` on, or from ``choose`` where nothing is loaded."""
+        """The newest iteration on storage up to the one that training goes on from, -1 for none; from ``load`` on, or
+        from ``choose`` where nothing is loaded."""
         self.origin = NOTHING
         """Of the snapshots that will be taken, see ``next_origin``; from ``choose`` on."""
         self.why = ""
@@ -130,7 +132,7 @@ class Restart:
             self._reports = None  # something of it may have gone
         limit = self._limit(before, origin, max(newest, shelf.newest), loaded)
         shelf = shelf.before(limit) if limit else shelf
-        self.on_storage = shelf.newest
+        self._there = shelf
         reason = rollback(loaded, origin) if not limit or loaded.named else ""
         self.taken_back = bool(limit or reason)
         decision = None
@@ -141,13 +143,12 @@ class Restart:
         elif not reason and not limit and 0 <= max(newest, shelf.newest) < loaded.iteration:
             self._give_up_older(newest, loaded)
         elif not reason:
-            self._offered = shelf
             decision = self._search(_Wish(on_lost, loaded, reshapes, limit, unproven), shelf)
         if limit:
             self._undo(limit, decision, loaded, on_lost)
         self.origin = next_origin(loaded, origin, storage_counts=decision is None, before=before)
         if decision is None:
-            self._pass_over(loaded.iteration)
+            self._go_on_from(loaded.iteration)
         return decision
 
     def _limit(self, before: int, origin: Checkpoint, newest: int, loaded: Checkpoint) -> int:
@@ -204,6 +205,7 @@ class Restart:
         try:
             decision = run()
         except LostError as error:
+            self._bad |= search.bad
             if on_lost == "fail" or (on_lost == "storage" and not loaded.is_one):
                 raise LostError(f"{error}. {_remedy(loaded)}") from None
             self._events.emit("lost", error=str(error), loaded=max(0, loaded.iteration))
@@ -213,6 +215,7 @@ class Restart:
         if decision is not None and decision.snapshot.iteration < loaded.iteration:
             self._give_up_older(decision.snapshot.iteration, loaded)
             return None
+        self._bad |= search.bad
         self.usage, self._coming = search.usage, search.coming
         if decision is not None and search.coming is not None:
             if search.coming.slots is None:
@@ -280,7 +283,7 @@ class Restart:
         while True:
             try:
                 loaded = self._load(decision, state, described)
-                self._pass_over(loaded.snapshot.iteration)
+                self._go_on_from(loaded.snapshot.iteration)
                 return loaded
             except LostError as error:
                 error.touched = self._is_touched
@@ -289,7 +292,7 @@ class Restart:
                 if self._decide is None:
                     raise
                 if isinstance(error, StorageError):
-                    report_damage(self._events, decision.snapshot, error)
+                    pass_over(self._events, decision.snapshot, error, self._bad)
             finally:
                 self._end_coming()
             try:
@@ -298,14 +301,14 @@ class Restart:
                 error.touched = self._is_touched
                 raise
 
-    def _pass_over(self, iteration: int) -> None:
-        """Training goes on from ``iteration``: what was searched on storage and is newer is bad, and is void as in
-        memory. Whoever asks there how far the job has come would take it for its last."""
-        self.on_storage = min(self.on_storage, iteration)
-        bad = [one.snapshot for one in self._offered.snapshots if one.snapshot.iteration > iteration]
-        if bad and self._group.rank == 0 and self._offered.storage is not None:
+    def _go_on_from(self, iteration: int) -> None:
+        """What has proven bad on storage is void there: whoever asks how far the job has come would take it for its
+        last, and what comes there next would wait until training has passed it."""
+        good = (one.snapshot.iteration for one in self._there.snapshots if one.snapshot not in self._bad)
+        self.on_storage = max((one for one in good if one <= iteration), default=-1)
+        if self._bad and self._group.rank == 0 and self._there.storage is not None:
             try:
-                retention.void(self._offered.storage, bad)
+                retention.void(self._there.storage, list(self._bad))
             except StorageError as error:
                 self._events.emit("storage_fails", error=f"bad snapshots are not marked as void: {error}")
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import NamedTuple
 
-from ftckpt.errors import FtckptError, LostError, MismatchError, StorageError
+from ftckpt.errors import DamagedError, FtckptError, LostError, MismatchError, StorageError
 from ftckpt.events import Events, Progress
 from ftckpt.group import Group, gather_all, gather_bytes, together
 from ftckpt.model import codec
@@ -49,17 +49,21 @@ _FETCHES = 3
 """Of one snapshot: beside what was brought a slot that nobody had looked at may prove bad, and is brought, too."""
 
 
-def report_damage(events: Events, snapshot: SnapshotId, error: StorageError) -> None:
-    """What is on storage of ``snapshot`` has proven bad: an older one will do.
+def pass_over(events: Events, snapshot: SnapshotId, error: StorageError, bad: set[SnapshotId]) -> None:
+    """What is on storage of ``snapshot`` cannot be read: an older one will do. It is ``bad`` where that is proven.
 
     Raises:
-        StorageError: it has not: storage is away, and will have it when it is back.
+        StorageError: on all ranks: storage is away, and will have it when it is back.
     """
     if not error.lasting:
-        raise StorageError(
+        away = StorageError(
             f"iteration {snapshot.iteration} cannot be read: {error}; start again when storage is back, or name "
-            "--ftckpt-restore-before to go on from an older one"
+            "--ftckpt-restore-before, which undoes it, to go on from an older one"
         )
+        away.of_all_ranks = True
+        raise away
+    if isinstance(error, DamagedError):
+        bad.add(snapshot)
     events.emit("storage_damaged", iteration=snapshot.iteration, error=str(error))
 
 
@@ -114,6 +118,8 @@ class Search:
         reports: Sequence[Inventory] | None = None,
     ) -> None:  # fmt: skip
         self.usage: Usage = {}
+        self.bad: set[SnapshotId] = set()
+        """What is on storage and has proven bad."""
         self.coming: Coming | None = None
         """What brings the snapshot that was decided on, where it has not come: nothing of it is proven, and it may
         prove to be bad."""
@@ -142,8 +148,8 @@ class Search:
         whose bytes are not verified yet.
 
         Raises:
-                LostError, MismatchError, MemoryBudgetError, ArenaError: on all ranks together.
-            StorageError: storage went away while it was read.
+            LostError, MismatchError, MemoryBudgetError, ArenaError: on all ranks together.
+            StorageError: likewise, where storage went away while it was read.
         """
         self._inventory = self._gather_inventory() if self._reports is None else self._join(self._reports)
         if not is_of_one_layout(self._inventory, self._shelf.snapshots):
@@ -206,7 +212,7 @@ class Search:
         try:
             brought = list(fetch.run().values())
         except StorageError as error:
-            report_damage(self._events, snapshot, error)
+            pass_over(self._events, snapshot, error, self.bad)
             return False
         for at in brought:
             findings.damage.pop(at, None)
@@ -236,7 +242,7 @@ class Search:
             straight.close()
             if not isinstance(error, StorageError):
                 raise
-            report_damage(self._events, stored.snapshot, error)
+            pass_over(self._events, stored.snapshot, error, self.bad)
             return None
         self.coming = Coming(straight, fetch)
         self.usage = {"storage": reader.usage}

@@ -102,7 +102,8 @@ class Duties:
         self._flush_orders = FlushOrders()
         self._flush: Flush | None = None
         self._final: FinalFlush | None = None
-        self._begun_last: Joinable | None = None  # of both; the next one waits for its end
+        # What was begun last at a place; the next one there waits for its end. Another place may hang for ever.
+        self._last_at: dict[str, Joinable] = {}
         self._network = NetworkLimit(0.0, "not configured")
         self._pace = self._new_pace({})
         self._share = _new_share({})
@@ -207,9 +208,10 @@ class Duties:
             self._refresh()
         # As fast as it goes: nobody trains.
         pace = Pace(bool, bool, orders.gbps)
-        self._final = self._begun_last = FinalFlush(
-            orders, self._arenas, pace, self._events, timeout_secs=request.timeout_secs, before=self._begun_last
-        )
+        self._final = self._last_at[orders.where] = FinalFlush(
+            orders, self._arenas, pace, self._events, timeout_secs=request.timeout_secs,
+            before=self._last_at.get(orders.where),
+        )  # fmt: skip
         return self._final.status
 
     def step(self, deadline: float) -> bool:
@@ -257,12 +259,12 @@ class Duties:
     def close(self) -> None:
         """Give up what is under way, unmap everything. ``service`` is not to be used any more."""
         self._abandon()
-        if self._flush is not None:
-            self._flush.stop()
-            self._flush.join(_CLOSE_SECS)
-        if self._final is not None:
-            self._final.stop()
-            self._final.join(_CLOSE_SECS)
+        for begun in (self._flush, self._final):
+            if begun is not None:
+                begun.stop()
+        deadline = time.monotonic() + _CLOSE_SECS
+        for last in self._last_at.values():
+            last.join(max(0.0, deadline - time.monotonic()))
         self._peers.close()
         self._arenas.close()
         self._budget.close()
@@ -323,8 +325,9 @@ class Duties:
         orders = self._flush_orders
         if wanted is not None and orders.where:
             pace = Pace(lambda: self._budget.copying() > 0, self._network_in_use, orders.gbps)
-            self._flush = self._begun_last = Flush(
-                orders, self._arenas, pace, self._events, wanted, before=self._begun_last
+            before = self._last_at.get(orders.where)
+            self._flush = self._last_at[orders.where] = Flush(
+                orders, self._arenas, pace, self._events, wanted, before=before
             )
 
     def _advance(self) -> float | None:

@@ -70,10 +70,11 @@ class FinalFlush:
 
     def join(self, timeout_secs: float | None = None) -> None:
         """Wait for the end of one that was stopped, and of what was begun before it."""
+        begin = time.monotonic()
         self._thread.join(timeout_secs)
         last = self._flush or self._before
         if last is not None:
-            last.join(timeout_secs)
+            last.join(None if timeout_secs is None else max(0.0, timeout_secs - (time.monotonic() - begin)))
 
     @property
     def status(self) -> dict[str, Any]:
@@ -104,9 +105,6 @@ class FinalFlush:
             tell_trained(storage, self.orders.owner, time.time(), ended=True)
 
     def _bring_what_lacks(self, storage: Storage) -> None:
-        orders = self.orders
-        if orders.commits:  # rank 0, which does so while the job trains, may have been gone before it could
-            self._patiently(lambda: commit.claim_late(storage, orders.owner, orders.job, orders.began))
         held, there = self._held(), self._patiently(lambda: self._newest(storage))
         call = RollCall(storage, self.orders.node, self.orders.owner, held)
         self._patiently(call.beat)  # before this node may go: another may hold more, and ask who has what is there

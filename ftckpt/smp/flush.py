@@ -167,7 +167,7 @@ class Flush:
             # Before anything is written: an earlier run that removes leftovers must see that they are of another.
             self._patiently(lambda: self._owns(storage))
             if self._orders.commits:
-                # The one before this has ended, and no other of this run writes.
+                # The one before this has ended, and no other of this run writes an older one.
                 self._patiently(lambda: self._sweep(storage))
             # An SMP that was killed behind its commit leaves nothing to do.
             self.found = self._patiently(lambda: self._is_there(storage, path))
@@ -351,7 +351,7 @@ class Flush:
             tell_trained(storage, self._orders.owner, time.time())
             self._retain(storage, origin)
             self._sweep(storage)
-        except StorageError as error:
+        except (StorageError, *_LOST) as error:
             self._tell(str(error))  # the checkpoint is there; the next one tidies up
         return True
 
@@ -377,11 +377,11 @@ class Flush:
         counted = [one.iteration for one in there.keys() - left]
         stay = retention.kept(counted, self._orders.keep, self._orders.keep_every) | {current.iteration}
         surplus = {one for one in there.keys() - left if one.iteration not in stay}
-        if not self._may_remove(storage):
+        if not self._owns(storage):
             return
         retention.forget_void(storage, [one for one in void if one not in there])
         if left or surplus:
-            gone = retention.retire(storage, surplus, left, current.iteration, lambda: self._may_remove(storage))
+            gone = retention.retire(storage, surplus, left, current.iteration, lambda: self._owns(storage))
             for one in gone:
                 self._events.emit("removed", iteration=one.iteration, path=self._orders.where)
 
@@ -395,7 +395,9 @@ class Flush:
     def _sweep(self, storage: Storage) -> None:
         """Remove what came to nothing."""
         if self._owns(storage):
-            commit.sweep(storage, self.snapshot, files_of, lambda: self._may_remove(storage))
+            # What other nodes may have gone on to is whole on all, and in a slot of this one.
+            lineages = {one.lineage for arena in self._arenas.all for one in arena.mapped.snapshots()}
+            commit.sweep(storage, self.snapshot, files_of, lambda: self._may_remove(storage), lineages)
 
     def _may_remove(self, storage: Storage) -> bool:
         # One that was stopped may have been at this for long: others have gone on to what it does not know of.

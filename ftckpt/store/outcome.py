@@ -95,6 +95,10 @@ class LauncherRun:
         _remove_stale()
         return before
 
+    def take_back(self) -> None:
+        """This start is none of those that made no snapshot: what kept it from that may be over at the next one."""
+        self._change(lambda now: replace(now, starts=max(0, now.starts - 1)))
+
     def progress(self) -> None:
         """A snapshot is whole that this attempt has made."""
         self._change(lambda now: replace(now, starts=0))

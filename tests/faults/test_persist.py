@@ -329,7 +329,7 @@ def test_storage_that_goes_away_is_not_bad(persisting: dict[str, Any], left: Pat
     assert retention.voided(storage) == set() and not jobs.events(persisting, "storage_damaged")
     results = [result.value for result in run_ranks(restored_while_reads_fail, 4, persisting, False)]
     assert results == [what_was(second.iteration)] * 4, "one file of a storage that answers cannot be read"
-    assert retention.voided(storage) == {newest}
+    assert retention.voided(storage) == set(), "it may be read at the next start"
 
 
 @pytest.mark.parametrize("fails", by_default(["storage", "room", ""], ["storage", ""]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -94,5 +95,6 @@ def leftovers(where: str) -> list[str]:
         folder = folder_of(iteration)
         named |= {f"{folder}/manifest.json"}
         named |= {f"{folder}/{name}" for name in files_of(storage.read(f"{folder}/manifest.json")) or ()}
-    there = {str(path.relative_to(where)) for path in Path(where).rglob("*") if path.is_file()}
+    # Not by ``rglob``, which fails where a directory goes meanwhile.
+    there = {os.path.relpath(Path(folder, name), where) for folder, _, names in os.walk(where) for name in names}
     return sorted(there - named)

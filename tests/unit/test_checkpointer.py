@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from ftckpt.config import Config
-from ftckpt.errors import ConfigError, StalledError
+from ftckpt.errors import ConfigError, StalledError, StorageError
 from ftckpt.events import Events
 from ftckpt.job.actions import OldArenaRemoval, TargetMarks, TurnOff
 from ftckpt.job.agreement import AgreementError
@@ -76,6 +76,22 @@ def test_the_collector_rests_during_a_restore(fails: bool, script_collects: bool
         assert (seen, gc.isenabled()) == ([False], script_collects)
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("lasting", [True, False])
+def test_a_start_that_storage_kept_from_its_snapshot_is_no_failure(lasting: bool) -> None:
+    taken_back = []
+
+    def restore(loaded: object, unproven: bool) -> int:
+        raise StorageError("away", lasting=lasting)
+
+    checkpointer = Checkpointer.__new__(Checkpointer)
+    checkpointer._shard = None
+    checkpointer._restore, checkpointer._withdraw = restore, lambda: None  # type: ignore[method-assign]
+    checkpointer._attempt = SimpleNamespace(take_back=lambda: taken_back.append(True))  # type: ignore[assignment]
+    with raises(StorageError, "away"):
+        checkpointer.restore()
+    assert taken_back == [True] * (not lasting)
 
 
 @pytest.mark.parametrize("script_collects", [True, False])

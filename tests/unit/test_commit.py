@@ -10,19 +10,14 @@ from pathlib import Path
 import pytest
 
 from ftckpt.errors import StorageError
-from ftckpt.model.failures import FailureRecord
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.persist.commit import (
     DoneMark,
     PendingCheckpoint,
-    claim,
-    claim_late,
     committed,
     folder_of,
-    require_owner,
     sweep,
 )
-from ftckpt.persist.failures import last_attempt
 from ftckpt.persist.files import FileStorage
 from ftckpt.persist.objects import ObjectStorage
 from ftckpt.persist.retention import remove
@@ -178,10 +173,13 @@ def test_what_came_to_nothing_is_swept_and_what_is_being_written_is_not(storage:
     write_parts(storage, 2, NEW)
     write_part(storage, 3, NEW, "n1")  # of nodes that know already that the job has gone on
     write_part(storage, 4, LATER, "n1")
+    write_part(storage, 5, OLD, "n1")
     storage.put("notes", b"of somebody")
-    gone = sweep(storage, SnapshotId(NEW, 2), files_of)
+    gone = sweep(storage, SnapshotId(NEW, 2), files_of, lineages=[LATER])
     assert sorted(gone) == sorted(
-        f"iter_0000002/{OLD.hex()}-{name}" for name in ("n0.safetensors", "n1.safetensors", "done.n0", "done.n1")
+        f"iter_{iteration:07d}/{OLD.hex()}-{name}"
+        for iteration, node in ((2, "n0"), (2, "n1"), (5, "n1"))
+        for name in (f"{node}.safetensors", f"done.{node}")
     )
     assert read(storage, 1) and storage.size("notes") == 11
     lead = PendingCheckpoint(storage, SnapshotId(NEW, 2), "n0")
@@ -205,28 +203,6 @@ def test_leftovers_are_another_run_s_when_it_has_claimed_the_place_meanwhile(sto
     before = names(storage)
     assert sweep(storage, SnapshotId(OLD, 3), files_of, lambda: False) == [] and names(storage) == before
     assert len(sweep(storage, SnapshotId(OLD, 3), files_of, lambda: True)) == 4
-
-
-def attempt(number: int, began: float) -> FailureRecord:
-    return FailureRecord("job", number, f"run {number}", ("n0",), (), began)
-
-
-def test_of_two_runs_that_claim_a_place_the_later_one_has_it(storage: Storage) -> None:
-    claim(storage, "run 2", "job", attempt(2, 20.0))
-    with raises(StorageError, "another run"):
-        claim(storage, "run 1", "job", attempt(1, 10.0))
-    claim_late(storage, "run 1", "job", 10.0)
-    claim_late(storage, "run 3", "other", 30.0)
-    assert require_owner(storage, "run 2")
-    claim_late(storage, "run 3", "job", 30.0)
-    assert require_owner(storage, "run 3", 30.0)
-    last = last_attempt(storage, "job")
-    assert last is not None and last.record.number == 2, "what is known of failures stays"
-    with raises(StorageError, "another run"):
-        claim(storage, "run 2", "job", attempt(2, 20.0))
-    storage.put("owner.json", b"nonsense")
-    claim(storage, "run 4", "job", attempt(4, 40.0))
-    assert require_owner(storage, "run 4")
 
 
 def test_the_last_checkpoint_is_not_removed(storage: Storage) -> None:

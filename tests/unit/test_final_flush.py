@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 from ftckpt.errors import SmpError, StorageError
-from ftckpt.model.failures import FailureRecord
 from ftckpt.parity.modes import Modes
 from ftckpt.persist import commit
 from ftckpt.persist.commit import claim, committed
@@ -99,21 +98,6 @@ def test_what_was_done_before_a_node_was_lost_is_not_all_that_is_to_be_done(job:
     status = saved(job, 0, alone(job))
     assert (status["flush"], status["iteration"]) == ("done", 7), status["reason"] or status
     assert committed(FileStorage(job.where)) == [7]
-
-
-def test_ranks_that_were_gone_before_they_could_claim_storage_lose_nothing(job: Job) -> None:
-    storage = FileStorage(job.where)
-    claim(storage, "before", "job", FailureRecord("job", 1, "before", ("a", "b"), (), 10.0))
-    for smp, node in zip(job.smps, job.nodes, strict=True):
-        described = describe(node, job.nodes, Modes(), {}, **job.settings)
-        smp.configure({**described, "owner": "now", "began": 20.0})
-    job.snapshot(0, 7)
-    checked(job, 7)
-    request = PersistRequest("", 20.0, True)
-    asked(job, 1, request)
-    status = saved(job, 0, request)
-    assert (status["flush"], status["iteration"]) == ("done", 7), status["reason"] or status
-    assert commit.require_owner(storage, "now")
 
 
 def goes_on_as(job: Job, owner: str) -> None:

@@ -42,6 +42,8 @@ def test_starts_are_counted_until_a_snapshot_is_made() -> None:
     assert [LauncherRun("a").begin().starts for _ in range(3)] == [0, 1, 2]
     LauncherRun("a").progress()
     assert [LauncherRun("a").begin().starts for _ in range(2)] == [0, 1]
+    LauncherRun("a").begin()
+    LauncherRun("a").take_back()
     assert LauncherRun("a").read().starts == 2 and LauncherRun("b").read() == RunOutcome()
 
 

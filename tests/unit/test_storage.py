@@ -367,6 +367,16 @@ def test_what_cannot_be_listed_is_not_taken_for_nothing(tmp_path: Path, monkeypa
             list(look())
         assert not caught.value.lasting
     assert names(storage, "x") == {"x/a": 3} and names(storage, "gone") == {}
+
+    def refusing(path: Any) -> Any:
+        if str(path).endswith(("private", "lost+found")):
+            raise OSError(errno.EIO if "+" in str(path) else errno.EACCES, "of somebody else", str(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refusing)
+    for name in ("private", "lost+found"):
+        (tmp_path / "storage" / name).mkdir()
+    assert names(storage) == {"x/a": 3, "y/b": 3} and not storage.unfinished()
     monkeypatch.undo()
     (tmp_path / "storage").rename(tmp_path / "unmounted")
     (tmp_path / "storage").mkdir()
