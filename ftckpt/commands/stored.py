@@ -20,7 +20,7 @@ from ftckpt.persist.shards import StoredShard, StoredSnapshot
 from ftckpt.persist.storage import Storage, open_storage
 
 _READ_BYTES = 16 << 20
-_VOID = "of a past that the job has left: no restart takes it"
+_VOID = "bad, or of a past that the job has left: no restart takes it"
 
 
 def add_list(commands: Any) -> None:

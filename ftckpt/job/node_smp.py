@@ -74,6 +74,7 @@ class NodeSmp:
         self._machines = machines
         self._leads = topology.is_node_leader
         self._port: PortHold | None = None  # of the SMP of the node that this rank leads
+        self._claiming: threading.Thread | None = None
         self._setup = SmpSetup(self._tell, self._fail)
         self._node_dir: Path | None = None
         self._client: SmpClient | None = None
@@ -188,9 +189,11 @@ class NodeSmp:
 
     def _claim_storage(self) -> None:
         """SMPs of an earlier attempt that still live, on nodes that this one does not have, write there no more."""
-        if self._config.persist and self._topology.rank == 0:
+        claims = self._claiming is not None and self._claiming.is_alive()
+        if self._config.persist and self._topology.rank == 0 and not claims:
             # On a thread: storage that is away must not keep training from its begin.
-            threading.Thread(target=self._claim, name="ftckpt-claim", daemon=True).start()
+            self._claiming = threading.Thread(target=self._claim, name="ftckpt-claim", daemon=True)
+            self._claiming.start()
 
     def _claim(self) -> None:
         """For as long as this takes: whatever is wrong with storage somebody may put right while the job trains."""

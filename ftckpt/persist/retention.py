@@ -87,7 +87,7 @@ def readers(storage: Storage) -> list[str]:
 
 
 def void(storage: Storage, snapshots: Collection[SnapshotId]) -> None:
-    """No restart takes these any more: they are of a past that the job has left, or about to be removed."""
+    """No restart takes these any more: they are bad, of a past that the job has left, or about to be removed."""
     for snapshot in snapshots:
         storage.put(_void(snapshot), b"void\n")
 

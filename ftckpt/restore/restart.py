@@ -304,8 +304,8 @@ class Restart:
     def _go_on_from(self, iteration: int) -> None:
         """What has proven bad on storage is void there: whoever asks how far the job has come would take it for its
         last, and what comes there next would wait until training has passed it."""
-        good = (one.snapshot.iteration for one in self._there.snapshots if one.snapshot not in self._bad)
-        self.on_storage = max((one for one in good if one <= iteration), default=-1)
+        there = (one.snapshot.iteration for one in self._there.snapshots)
+        self.on_storage = max((one for one in there if one <= iteration), default=-1)
         if self._bad and self._group.rank == 0 and self._there.storage is not None:
             try:
                 retention.void(self._there.storage, list(self._bad))

@@ -67,6 +67,8 @@ def _convert(
     source: Path, path: Path, options: Sequence[str], *, umask: int, deadline: float, pause: Callable[[float], None]
 ) -> None:
     """Raises StorageError where it fails, or is not done at the ``deadline``."""
+    if time.monotonic() >= deadline:
+        raise StorageError("no time was left for the conversion", lasting=True)
     # The module, not ``ftckpt``: that need not be on the path.
     command = [sys.executable, "-m", "ftckpt.commands.main", "convert", str(source), str(path), *options]
     command += ["--workers", "1", "--background"]

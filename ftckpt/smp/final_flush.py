@@ -143,7 +143,8 @@ class FinalFlush:
             if self._late(_POLL_SECS):
                 flush.stop()
                 where = f"is at {self.orders.where}, what others load is not" if flush.committed else "was not there"
-                raise StorageError(f"iteration {chosen.iteration} {where} in time", lasting=True)
+                why = f": {flush.problem}" if flush.problem else ""
+                raise StorageError(f"iteration {chosen.iteration} {where} in time{why}", lasting=True)
         if flush.state != FlushState.DONE:
             raise StorageError("it did not come there: the log of the SMP says why", lasting=True)
         if flush.unexported:

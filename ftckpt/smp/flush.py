@@ -102,7 +102,7 @@ class FlushOrders:
 
 
 class Joinable(Protocol):
-    """Work that somebody has stopped."""
+    """Work on threads of its own."""
 
     def join(self, timeout_secs: float | None = None) -> None:
         """Wait for its end."""
