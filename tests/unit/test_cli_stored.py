@@ -76,7 +76,7 @@ def test_pins_are_shown(filled: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert main(["list", str(filled)]) == 0
     newest, older = capsys.readouterr().out.splitlines()
     assert older.endswith("of job job, pinned")
-    assert newest.endswith("of job job, void (of a past that the job has left: no restart takes it)")
+    assert newest.endswith("of job job, void (bad, or of a past that the job has left: no restart takes it)")
     assert main(["verify", str(filled)]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == "a restart would take iteration 7"
     assert main(["pin", str(filled), "8"]) == 0 and "it is void" in capsys.readouterr().out
