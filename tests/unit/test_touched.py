@@ -17,6 +17,7 @@ def test_an_error_behind_the_first_bytes_says_that_they_are_there(touched: bool,
     restart: Any = Restart.__new__(Restart)
     restart._is_touched = touched
     restart._events = SimpleNamespace(emit=lambda *_, **__: None)
+    restart._bad = set()
 
     def fail(error: Exception) -> Any:
         raise error
