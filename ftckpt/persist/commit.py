@@ -36,8 +36,10 @@ TRAINED_NAME = "trained.json"
 _FOLDER = re.compile(r"iter_(\d{7,18})")
 _OURS = re.compile(rf"[0-9a-f]{{{2 * LINEAGE_BYTES}}}-.+")
 """Last parts of what is written beside a manifest: nothing else is ever removed."""
-_OTHERS = ("latest_checkpointed_iteration.txt", "latest_universal", "zero_to_fp32.py", f"ftckpt/{OWNER_NAME}")
-"""Of Megatron and of DeepSpeed, and what lies where snapshots are made into what others load."""
+_OTHERS = ("latest_checkpointed_iteration.txt", "latest_universal", "zero_to_fp32.py")
+"""Of Megatron and of DeepSpeed."""
+_BESIDE_EXPORTS = (f"ftckpt/{OWNER_NAME}", f"ftckpt/{LATEST_NAME}")
+"""Of snapshots beside what others load."""
 _DONE = "done"
 _HOLDINGS = "holdings"
 PINS, READERS, VOID = "pins", "readers", "void"
@@ -193,6 +195,9 @@ def require_own(storage: Storage) -> None:
     if other:
         text = f"{storage.where}: {other} is of another program; name a place of its own, such as a folder in it"
         raise StorageError(text, lasting=True)
+    if any(storage.size(name) is not None for name in _BESIDE_EXPORTS):
+        text = f"{storage.where}: what others load lies there, and snapshots in a folder in it"
+        raise StorageError(f"{text}: name its --ftckpt-persist-format, or another place", lasting=True)
 
 
 def claim(storage: Storage, owner: str, job: str, failures: FailureRecord | None = None) -> None:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from ftckpt.config import DEEPSPEED, MEGATRON, PERSIST_FORMATS, program_of, taken_over
 from ftckpt.errors import StorageError
-from ftckpt.persist.commit import OWNER_NAME
+from ftckpt.persist.commit import LATEST_NAME, OWNER_NAME
 from ftckpt.persist.files import FileStorage
 
 SNAPSHOT = PERSIST_FORMATS[0]
@@ -75,4 +75,6 @@ def prepare(place: Place) -> None:
 def snapshots_at(where: str) -> str:
     """Where snapshots lie at a place that the user has named: there, or in their folder beside what others load."""
     folder = Path(where, FOLDER)
-    return str(folder) if "://" not in where and (folder / OWNER_NAME).is_file() else where
+    # Of a job, or of ``ftckpt save``, which claims nothing.
+    are_there = any((folder / name).is_file() for name in (OWNER_NAME, LATEST_NAME))
+    return str(folder) if "://" not in where and are_there else where

@@ -149,7 +149,9 @@ class StoredSnapshot:
             value: dict[str, Any] = json.loads(data)
             if not isinstance(value, dict) or value.get("format") != FORMAT:
                 raise StorageError(
-                    f"{where}: is no manifest of a snapshot: its format is not {FORMAT!r}", lasting=True
+                    f"{where}: is no manifest of a snapshot: its format is not {FORMAT!r}; beside what others load "
+                    "snapshots lie in the folder 'ftckpt'",
+                    lasting=True,
                 )
             if value["version"] != VERSION:
                 text = f"{where}: format version {value['version']!r}, this ftckpt reads {VERSION}"

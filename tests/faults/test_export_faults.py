@@ -232,6 +232,7 @@ def test_what_is_left_when_an_allocation_ends_is_saved_as_others_load_it(
     assert main([*command, "--timeout", str(SECS)]) == 0
     assert capsys.readouterr().out.count(f"iteration 6 is at {elsewhere},") == len(set(NODES))
     assert names(elsewhere) == {"iter_0000006", "latest", "ftckpt"} and weights(elsewhere / "iter_0000006") == [6.0]
+    assert main(["verify", str(elsewhere)]) == 0 and "iteration 6" in capsys.readouterr().out
     (tmp_path / "taken" / "iter_0000006").mkdir(parents=True)
     command[2] = str(tmp_path / "taken")
     assert main([*command, "--timeout", str(SECS)]) == 2

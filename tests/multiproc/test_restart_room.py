@@ -60,7 +60,7 @@ def start_full(rank: int, world_size: int, attempt: Attempt, node: Path, short: 
 
     check = Protection._require_room
 
-    def squeezed(self: Protection, mine: Ledger, node_dir: Path) -> None:
+    def squeezed(self: Protection, mine: Ledger, coming_bytes: int, node_dir: Path) -> None:
         if node_dir == node:
             unmapped = lambda: used(node) <= sum(map(size_of, node.rglob("*")))  # noqa: E731
             until(unmapped, "the SMP unmaps what was freed", secs=30)
@@ -69,7 +69,7 @@ def start_full(rank: int, world_size: int, attempt: Attempt, node: Path, short: 
             leave_free(node, later - 4096 if short else later + SLACK)
             old = [path for path in list_arenas(node) if path.name not in _written(node)]
             assert sum(size_of(file) for path in old for file in path.glob("[sp]*")) > 0
-        check(self, mine, node_dir)
+        check(self, mine, coming_bytes, node_dir)
 
     Protection._require_room = squeezed  # type: ignore[method-assign]
     return train_until_protected(rank, world_size, attempt)

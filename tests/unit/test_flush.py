@@ -24,6 +24,7 @@ from ftckpt.model.topology import RankPlace, Topology
 from ftckpt.persist import commit, retention
 from ftckpt.persist.commit import PendingCheckpoint, claim, committed, folder_of, require_own, require_owner
 from ftckpt.persist.files import FileStorage
+from ftckpt.persist.place import snapshots_at
 from ftckpt.persist.shards import StoredSnapshot
 from ftckpt.persist.storage import open_storage
 from ftckpt.smp import final_flush
@@ -496,6 +497,16 @@ def test_a_place_of_another_program_is_refused(name: str, text: str, where: str)
     storage.put(name, text.encode())
     with raises(StorageError, where, name, "another program", "name a place of its own"):
         require_own(storage)
+
+
+@pytest.mark.parametrize("name", ["owner.json", "latest"])
+def test_snapshots_beside_what_others_load_are_found_and_not_taken_for_them(name: str, where: str) -> None:
+    """``ftckpt save`` claims no place."""
+    assert snapshots_at(where) == where
+    FileStorage(where).put(f"ftckpt/{name}", b"iter_0000012\n")
+    assert snapshots_at(where) == f"{where}/ftckpt"
+    with raises(StorageError, where, "--ftckpt-persist-format"):
+        require_own(FileStorage(where))
 
 
 def test_a_checkpoint_has_all_shards_of_its_layout_or_is_none(job: Job) -> None:
