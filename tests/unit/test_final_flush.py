@@ -139,6 +139,33 @@ def test_a_save_that_hangs_in_storage_touches_nothing_of_the_next_run(
     job.check(FileStorage(job.where), 7)
 
 
+def test_a_save_that_hangs_at_another_place_keeps_nothing_from_storage(
+    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go_on, before, elsewhere = threading.Event(), Flush._before, tmp_path / "elsewhere"
+    standing = set[str]()
+
+    def stand(flush: Flush, nbytes: int) -> Iterator[float]:
+        if flush._orders.where == str(elsewhere):
+            standing.add(flush._orders.node)
+            go_on.wait(60)
+        return before(flush, nbytes)
+
+    monkeypatch.setattr(Flush, "_before", stand)
+    elsewhere.mkdir()
+    job.snapshot(0, 7)
+    checked(job, 7)
+    try:
+        for smp in range(2):
+            asked(job, smp, PersistRequest(str(elsewhere), 20.0, True))
+        until(lambda: len(standing) == 2)
+        goes_on_as(job, "the next run")
+        job.flush(7)
+        job.settled(7)
+    finally:
+        go_on.set()
+
+
 def test_what_storage_has_of_a_later_attempt_is_not_given_up_for_less(job: Job) -> None:
     """The newest that parity gives may be of the attempt before."""
     for node in job.nodes:

@@ -349,6 +349,31 @@ def test_a_run_that_goes_on_elsewhere_is_left_alone(job: Job, monkeypatch: pytes
     assert committed(storage) == [9] and leftovers(job.where) == []
 
 
+def test_a_flush_that_was_stopped_commits_nothing_any_more(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It looks for marks while storage hangs; what was gone on to may be of another past."""
+    reached, go_on, marks = threading.Event(), threading.Event(), PendingCheckpoint.marks
+
+    def late(pending: PendingCheckpoint) -> dict[str, commit.DoneMark]:
+        found = marks(pending)
+        if len(found) == len(NODES):
+            reached.set()
+            go_on.wait(20)
+        return found
+
+    monkeypatch.setattr(PendingCheckpoint, "marks", late)
+    job.snapshot(0, 7)
+    job.flush(7)
+    job.start()
+    until(reached.is_set)
+    stopped = job.smps[0].duties._flush
+    job.flush(-1)
+    until(lambda: not job.states(7))
+    go_on.set()
+    assert stopped is not None
+    stopped.join(20)
+    assert committed(FileStorage(job.where)) == []
+
+
 def test_what_was_begun_is_not_removed_once_another_run_may_have_written_it(
     job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
