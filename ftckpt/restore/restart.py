@@ -80,7 +80,7 @@ class Restart:
         """Whether what was loaded lies in memory, too; from ``load`` on."""
         self._decide: Callable[[], Decision | None] | None = None  # without what was coming, and was bad
         self._is_touched = False  # the live state, by what is coming
-        self._there = NO_SHELF  # what counts on storage
+        self._offered = NO_SHELF  # what counts on storage
         self._bad: set[SnapshotId] = set()
         self.on_storage = -1
         """The newest iteration on storage up to the one that training goes on from, -1 for none; from ``load`` on, or
@@ -132,7 +132,7 @@ class Restart:
             self._reports = None  # something of it may have gone
         limit = self._limit(before, origin, max(newest, shelf.newest), loaded)
         shelf = shelf.before(limit) if limit else shelf
-        self._there = shelf
+        self._offered = shelf
         reason = rollback(loaded, origin) if not limit or loaded.named else ""
         self.taken_back = bool(limit or reason)
         decision = None
@@ -304,11 +304,11 @@ class Restart:
     def _go_on_from(self, iteration: int) -> None:
         """What has proven bad on storage is void there: whoever asks how far the job has come would take it for its
         last, and what comes there next would wait until training has passed it."""
-        there = (one.snapshot.iteration for one in self._there.snapshots)
+        there = (one.snapshot.iteration for one in self._offered.snapshots)
         self.on_storage = max((one for one in there if one <= iteration), default=-1)
-        if self._bad and self._group.rank == 0 and self._there.storage is not None:
+        if self._bad and self._group.rank == 0 and self._offered.storage is not None:
             try:
-                retention.void(self._there.storage, list(self._bad))
+                retention.void(self._offered.storage, list(self._bad))
             except StorageError as error:
                 self._events.emit("storage_fails", error=f"bad snapshots are not marked as void: {error}")
 
