@@ -65,7 +65,7 @@ EVENTS: dict[str, EventKind] = {
     "protection_lessened": _loud("a mode protects nothing on the nodes that are left", reason="why"),
     "protection_waits": _quiet(
         "no room for parity beside snapshots of an earlier layout; it waits until those have gone",
-        need_bytes="of parity and packages", reason="what was too small",
+        need_bytes="of parity, packages and slots beside those snapshots", reason="what was too small",
     ),
     "restored": _quiet(
         "restore() ends", iteration="restored; null: a start from the beginning", lineage="of what follows, hex",

@@ -416,5 +416,5 @@ class Protection:
         now_bytes = account.now_bytes + coming_bytes
         reason = refusal(node_dir, now_bytes) if account.now_bytes and now_bytes > account.later_bytes else ""
         if reason:
-            self._events.emit("protection_waits", need_bytes=account.now_bytes, reason=reason)
+            self._events.emit("protection_waits", need_bytes=now_bytes, reason=reason)
             self._events.announce("no room for parity beside old snapshots: it waits until those have gone")
