@@ -25,6 +25,7 @@ def set_up(root: Path, whole: bool) -> list[arenas.Rank]:
     def begin(member: arenas.Rank) -> None:
         member.arenas.enter()
         member.arena = member.arenas.open(member.manifest(), None)
+        arenas.settle(member)
         if whole:
             arenas.write(member.have, 0, 4)
             member.have.control.mark_whole(SnapshotId(arenas.LINEAGE, 4))
@@ -41,6 +42,7 @@ def change_manifests(root: Path, keep: SnapshotId | None, first_too: bool) -> No
     def change(member: arenas.Rank) -> None:
         grown = arenas.SHARE + (8192 if first_too or member.rank else 0)
         arena = member.arena = member.arenas.replace(member.have, keep, member.manifest(grown))
+        arenas.settle(member)
         free = next(s for s in range(2) if arena.allocated(s) and not arena.control.record(s).sealed)
         arenas.write(arena, free, 6)
         member.group.barrier()
@@ -108,6 +110,7 @@ def start_again(root: Path, chosen: SnapshotId | None) -> None:
             member.group.barrier()
         grown = member.manifest(arenas.SHARE + 8192)
         member.arena = member.arenas.open(grown, chosen)
+        arenas.settle(member)
         member.group.barrier()
         mine = [path for path in list_arenas(member.arenas.path) if path.name.startswith(member.shard)]
         assert sum(len(list(path.glob("slot*"))) for path in mine) <= 2
