@@ -225,7 +225,7 @@ class UniversalSave:
         for name, buffer in buffers.items():
             shard = self._shards[name]
             reader = reader_for(self._topology, shard.source)
-            transfers.append(fetch(shard.source, reader, shard.image.objects.begin, buffer))
+            transfers.append(fetch(shard.source, reader, (shard.image.objects.begin, buffer)))
         # On all ranks: those that fetch nothing are read from.
         execute(self._group, lambda: transfers, self._arenas)
         return together(

@@ -137,10 +137,13 @@ def transfers_of(
     ]
 
 
-def fetch(source: Location, reader: int, offset: int, into: torch.Tensor) -> Transfer:
-    """Fill a contiguous 1-D uint8 tensor with the bytes from ``offset`` on."""
-    copies = (run(offset, 0, into.numel()),) if into.numel() else ()
-    return Transfer(source, reader, (Item(copies, into),))
+def fetch(source: Location, reader: int, *parts: tuple[int, torch.Tensor]) -> Transfer:
+    """Fill contiguous 1-D tensors with the bytes of ``source`` from an offset on, each."""
+    return Transfer(source, reader, tuple(_item(*part) for part in parts))
+
+
+def _item(offset: int, into: torch.Tensor) -> Item:
+    return Item((run(offset, 0, into.nbytes),) if into.numel() else (), into)
 
 
 def execute(group: Group, plan: Callable[[], Sequence[Transfer]], arenas: OpenArenas, threads: int = 1) -> Traffic:

@@ -376,6 +376,34 @@ def index_for(pieces: Iterable[Piece], slots: Sequence[SlotContents], own: str |
     return index
 
 
+def whole_in(
+    pieces: Iterable[Piece], own: SlotContents, image: SlotImage
+) -> tuple[list[tuple[Piece, Fragment, int]], list[Piece]]:
+    """Of ``pieces`` those that the shard which this rank continues has just as they are, and the others.
+
+    The first as ``needs_of`` names them, with the offset of each one's first byte. No source is cheaper, so that they
+    need no plan; in the layout that wrote the slot they are all but replicas. ``image`` is that of the slot ``own``.
+    """
+    private = dict(own.private)
+    shared = {
+        fragment.name: (fragment, offset)
+        for fragment, offset in zip(image.manifest.fragments, image.offsets, strict=True)
+    }
+    whole: list[tuple[Piece, Fragment, int]] = []
+    others: list[Piece] = []
+    for piece in pieces:
+        fragment = piece.fragment
+        # By its name, which a start asks for anyway; type and shape of the tensor are not part of it.
+        there, offset = shared.get(fragment.name, (None, 0))
+        if (at := private.get(fragment)) is not None:
+            whole.append((piece, fragment.with_key(private_key(fragment.key, own.shard)), at))
+        elif there == fragment:
+            whole.append((piece, fragment, offset))
+        else:
+            others.append(piece)
+    return whole, others
+
+
 def needs_of(
     pieces: Iterable[Piece], index: Index, own: SlotContents | None, padded: frozenset[str]
 ) -> list[tuple[Piece, Fragment]]:

@@ -167,7 +167,7 @@ class Repairer:
                 continue
             at = fix.package.at
             buffers[shard] = torch.empty(fix.package.nbytes, dtype=torch.uint8)
-            transfers.append(fetch(at, self._reader_on(at.node, 0), 0, buffers[shard]))
+            transfers.append(fetch(at, self._reader_on(at.node, 0), (0, buffers[shard])))
         execute(self._group, lambda: transfers, self._site.arenas)
         return together(self._group, lambda: {shard: self._unpack(shard, data) for shard, data in buffers.items()})
 
@@ -246,7 +246,7 @@ class Repairer:
                 nbytes = min(task_slice.end, wanted.nbytes) - task_slice.begin
                 if wanted.reader != self._group.rank and nbytes > 0:
                     buffer = buffers[index, wanted] = torch.empty(nbytes, dtype=torch.uint8)
-                    transfers.append(fetch(wanted.at, wanted.reader, task_slice.begin, buffer))
+                    transfers.append(fetch(wanted.at, wanted.reader, (task_slice.begin, buffer)))
         execute(self._group, lambda: transfers, self._site.arenas)
         return {key: buffer.numpy() for key, buffer in buffers.items()}
 

@@ -42,6 +42,7 @@ from ftckpt.restore.offers import (
     encode_contents,
     index_for,
     needs_of,
+    whole_in,
 )
 from ftckpt.restore.repair import Usage
 from ftckpt.restore.search import Coming, Search, pass_over
@@ -49,6 +50,7 @@ from ftckpt.restore.shelf import NO_SHELF, Shelf, ShelfLook
 from ftckpt.restore.straight import Reading, fits
 from ftckpt.restore.threads import threads_of
 from ftckpt.restore.voiding import void
+from ftckpt.store.image import SlotImage
 
 _LINEAGE_BYTES = 16
 
@@ -467,15 +469,36 @@ class Restart:
         self, contents: Contents, pieces: Sequence[Piece], padded: frozenset[str], own: SlotContents | None
     ) -> tuple[Needs, list[Transfer]]:
         """What this rank reads for which piece, and from where."""
+        if own is None:
+            padded = padded.union(*(slot.padded for slot in contents.values()))
+            return self._plan_others(contents, pieces, padded, None)
+        # A rank that continues a shard takes no tensor that is cut in another way than its own.
+        image = self._image_of(own)
+        whole, others = whole_in(pieces, own, image) if image is not None else ([], pieces)
+        needs, transfers = self._plan_others(contents, others, frozenset(), own) if others else ([], [])
+        mine = [(offset, piece.tensor) for piece, _, offset in whole]
+        here = [fetch(own.at, self._topology.rank, *mine)] if mine else []
+        return [*((piece, need) for piece, need, _ in whole), *needs], [*here, *transfers]
+
+    def _plan_others(
+        self, contents: Contents, pieces: Sequence[Piece], padded: frozenset[str], own: SlotContents | None
+    ) -> tuple[Needs, list[Transfer]]:
+        """As ``_plan``, of what may lie anywhere."""
         slots = list(contents.values())
         index = index_for(pieces, slots, own.shard if own is not None else None)
-        # A rank that continues a shard takes no tensor that is cut in another way than its own.
-        padded = padded.union(*(slot.padded for slot in slots)) if own is None else frozenset()
         needs = needs_of(pieces, index, own, padded)
         self._report_padding(index, [need for _, need in needs])
         wanted = [(need, piece.tensor) for piece, need in needs]
         at = own.at if own is not None else None
         return needs, transfers_of(self._topology, index, wanted, [slot.at for slot in slots], padded=padded, own=at)
+
+    def _image_of(self, own: SlotContents) -> SlotImage | None:
+        """That of a slot which this rank reads itself; None where another one does."""
+        if own.reader != self._group.rank:
+            return None
+        if self._coming is not None and self._coming.slots is not None:
+            return self._coming.slots.files.get(own.shard).image
+        return self._arenas.get(own.at.arena).image
 
     def _report_padding(self, index: Index, needs: Sequence[Fragment]) -> None:
         """A vocabulary of another size may be another vocabulary: that is for people to see."""
@@ -510,7 +533,7 @@ class Restart:
             return torch.empty(0, dtype=torch.uint8), []
         begin, used = own.objects
         buffer = torch.empty(used, dtype=torch.uint8)
-        return buffer, [fetch(own.at, reader_for(self._topology, own.at), begin, buffer)]
+        return buffer, [fetch(own.at, reader_for(self._topology, own.at), (begin, buffer))]
 
     def _first_objects(self, contents: Contents) -> list[bytes]:
         """Encoded objects of the first rank of each pipeline stage, in the order of the stages."""

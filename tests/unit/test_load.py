@@ -266,7 +266,7 @@ def test_ranks_hand_on_what_they_have_fetched_whatever_order_they_want_it_in(mon
         turned = stretches[group.rank :] + stretches[: group.rank]
         buffers = [torch.zeros(nbytes if group.rank else 0, dtype=torch.uint8) for _, nbytes in turned]
         source = SlotAt("n0", "a0", 0)
-        wishes = [fetch(source, 0, at, into) for (at, _), into in zip(turned, buffers, strict=True)]
+        wishes = [fetch(source, 0, (at, into)) for (at, _), into in zip(turned, buffers, strict=True)]
         arenas = FakeArenas({("a0", 0): slot} if group.rank == 0 else {})
         moved = execute(cast(Group, group), lambda: wishes, cast(OpenArenas, arenas))
         found = zip(turned, buffers, strict=True)
@@ -321,7 +321,7 @@ def test_a_rank_reads_its_own_arena_where_that_has_what_others_have_too() -> Non
 def test_a_source_that_one_rank_cannot_open_is_an_error_on_all_before_any_data() -> None:
     def rank_main(group: ThreadGroup) -> str:
         buffer = torch.zeros(8, dtype=torch.uint8)
-        wishes = [fetch(SlotAt("n", "a0", 7), 0, 0, buffer)] if group.rank == 1 else []
+        wishes = [fetch(SlotAt("n", "a0", 7), 0, (0, buffer))] if group.rank == 1 else []
         arenas = FakeArenas({("a0", 0): bytes(SLOT_BYTES)})
         with pytest.raises(ArenaError) as error:
             execute(cast(Group, group), lambda: wishes, cast(OpenArenas, arenas))
@@ -335,7 +335,7 @@ def test_a_source_that_one_rank_cannot_open_is_an_error_on_all_before_any_data()
 def test_more_bytes_than_there_are_is_an_error_on_all(reader: int) -> None:
     def rank_main(group: ThreadGroup) -> str:
         buffer = torch.zeros(16, dtype=torch.uint8)
-        wishes = [fetch(SlotAt("n", "a0", 0), reader, SLOT_BYTES - 8, buffer)] if group.rank == 1 else []
+        wishes = [fetch(SlotAt("n", "a0", 0), reader, (SLOT_BYTES - 8, buffer))] if group.rank == 1 else []
         arenas = FakeArenas({("a0", 0): bytes(SLOT_BYTES)})
         with pytest.raises(ArenaError) as error:
             execute(cast(Group, group), lambda: wishes, cast(OpenArenas, arenas))

@@ -20,6 +20,7 @@ from ftckpt.restore.offers import (
     encode_contents,
     index_for,
     needs_of,
+    whole_in,
 )
 from ftckpt.store.image import SlotImage
 from tests.support.errors import raises
@@ -88,6 +89,26 @@ def test_only_padded_keys_may_have_other_rows() -> None:
     for other in (piece("master/w", 12, 5), piece("master/w", 12), piece("master/w", 16, 4, dtype="BF16")):
         with pytest.raises(MismatchError, match="another model"):
             keys([other], index, padded=frozenset({"master/w"}))
+
+
+def test_what_a_shard_has_as_it_is_needs_no_plan_and_all_else_does() -> None:
+    stepped = [fragment("master/w", 4, 2), fragment("master/half", 4, 2).part(0, 4), fragment("master/t", 6)]
+    volatile = [fragment("buffer/b", 3)]
+    own, of = contents(1, stepped, volatile), image(1, stepped, volatile)
+    taken = [piece("master/w", 4, 2), piece("buffer/b", 3)]
+    others = [
+        piece("master/half", 4, 2),  # a part of it is there
+        piece("master/t", 6, dtype="F64"),  # the bytes of another number
+        Piece(Fragment("master/t", "F32", (12,), Box((0,), (6,)), 0, 6), torch.zeros(6)),  # a row of another tensor
+        piece("buffer/b@dp0", 3),
+        piece("master/new", 4),
+    ]
+    whole, rest = whole_in([taken[0], *others, taken[1]], own, of)
+    assert [piece for piece, _, _ in whole] == taken and rest == others
+    index = index_for(taken, [own], "dp1")
+    assert [(piece, need) for piece, need, _ in whole] == needs_of(taken, index, own, NONE)
+    offsets = dict(zip(of.manifest.fragments, of.offsets, strict=True))
+    assert [offset for _, need, offset in whole] == [offsets[need] for _, need, _ in whole]
 
 
 def test_what_is_derived_is_read_only_where_it_is_there() -> None:
