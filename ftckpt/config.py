@@ -76,7 +76,7 @@ class Config:
     memory_limit: float = _setting(
         0.0,
         "most memory of a node that slots, parity and packages may take, in GiB: slots are fewer where they fit so, "
-        "and the job does not start where they do not; 0: what there is",
+        "with protect auto modes, too, and else the job does not start; 0: what there is",
         minimum=0,
     )
     job: str = _setting("", "name of the job; default: FTCKPT_JOB, or the torchrun or Slurm job id")

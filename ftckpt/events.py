@@ -62,7 +62,9 @@ EVENTS: dict[str, EventKind] = {
         "what protects the job's snapshots", modes="in force", failures="kinds of loss: cases, survived, an example",
         memory_per_node="bytes of the fullest node", network_bytes="per protected snapshot: of a node, of the job",
     ),
-    "protection_lessened": _loud("a mode protects nothing on the nodes that are left", reason="why"),
+    "protection_lessened": _loud(
+        "a mode protects nothing on the nodes that are left, or --ftckpt-memory-limit leaves it no room", reason="why"
+    ),
     "protection_waits": _quiet(
         "no room for parity beside snapshots of an earlier layout; it waits until those have gone",
         need_bytes="of parity, packages and slots beside those snapshots", reason="what was too small",

@@ -29,7 +29,7 @@ from ftckpt.parity.groups import (
     slot_groups,
 )
 from ftckpt.parity.holding import Holding, HoldingSection
-from ftckpt.parity.modes import Modes, resolve_modes
+from ftckpt.parity.modes import Modes, lessened, resolve_modes
 from ftckpt.parity.stripes import blocks_bytes
 from ftckpt.parity.table import ProtectionTable, protection_table
 from ftckpt.persist.failures import last_attempt
@@ -176,7 +176,7 @@ def plan(job: JobShape, config: Config) -> tuple[Modes, int, ProtectionTable]:
     """The modes that ``config`` means for a job, its slots per arena, and what protects it.
 
     Raises:
-        MemoryBudgetError: more than ``memory_limit`` with as few slots as can be.
+        MemoryBudgetError: more than ``memory_limit`` with as few slots and modes as can be.
     """
     places = [(job.shard(rank), job.node(rank), job.rack(rank)) for rank in range(job.ranks)]
     spans = any(job.node(ranks[0]) != job.node(rank) for ranks in job.replica_sets() for rank in ranks)
@@ -189,18 +189,27 @@ def plan(job: JobShape, config: Config) -> tuple[Modes, int, ProtectionTable]:
         peer_group=config.peer_group,
     )
     holdings = build(job, modes)
-    groups = [*(node_groups(holdings) if modes.node else []), *peer_groups(holdings, modes), *slot_groups(holdings)]
-    wanted, least = (config.num_slots(bool(modes.names), short) for short in (False, True))
-    for slots in dict.fromkeys((wanted, least)):
+    slots, least = (config.num_slots(bool(modes.names), short) for short in (False, True))
+    while True:
+        groups = [
+            *(node_groups(holdings) if modes.node else []),
+            *peer_groups(holdings, modes),
+            *slot_groups(holdings),
+        ]
         table = protection_table(holdings, groups, mirrors(holdings, modes), slots, parity_bytes)
         node, memory = max(table.memory.items(), key=lambda one: one[1].sum)
         try:
             require_limit(config.memory_limit, node, memory.slots, memory.parity, memory.packages)
-            break
+            return modes, slots, table
         except MemoryBudgetError:
-            if slots == least:
+            # As a start does: a slot first, then a mode that nobody has named.
+            fewer = lessened(modes) if config.protect == "auto" else None
+            if slots != least:
+                slots = least
+            elif fewer is not None:
+                modes = fewer
+            else:
                 raise
-    return modes, slots, table
 
 
 def add_plan(commands: Any) -> None:

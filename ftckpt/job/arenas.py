@@ -501,6 +501,9 @@ class Beside(Protocol):
     def begin(self) -> None:
         """All ranks have joined."""
 
+    def lessen(self, error: MemoryBudgetError, /) -> bool:
+        """Memory has no room, on all ranks; whether less is going to be asked of it."""
+
 
 Use = Callable[[Arena], object]
 

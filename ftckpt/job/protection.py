@@ -27,7 +27,7 @@ from ftckpt.model.text import human
 from ftckpt.model.topology import Topology
 from ftckpt.parity.groups import ParityGroup, mirrors, node_groups, peer_groups, slot_groups
 from ftckpt.parity.holding import Holding
-from ftckpt.parity.modes import PARITY_FILES, Modes, possible_modes, resolve_modes
+from ftckpt.parity.modes import PARITY_FILES, Modes, lessened, possible_modes, resolve_modes
 from ftckpt.parity.table import ProtectionTable, protection_table
 from ftckpt.store.arena import Arena
 from ftckpt.store.checks import CheckState
@@ -134,6 +134,7 @@ class Protection:
         self.smp = NodeSmp(config, topology, group, events, [name for _, name in places])
         nodes = [member.node for member in topology.members]
         self._reasons: set[str] = set()  # why modes were left out, for one event each
+        self._given_up = 0  # how many kinds of parity, see ``lessen``
         self.modes = together(group, lambda: self._first_modes(spans_nodes=len(set(nodes)) > 1))
         self.redundancy = Redundancy(self.modes.replica, tuple(nodes), tuple(self._racks))
         self._arena: Arena | None = None
@@ -252,6 +253,16 @@ class Protection:
         if table is not None:
             self._tell_network(table.network[node])
 
+    def lessen(self, error: MemoryBudgetError) -> bool:
+        """With ``memory_limit`` modes that nobody has named are given up, one at a time; see ``lessened``."""
+        modes = lessened(self.modes) if self._config.memory_limit and self._config.protect == "auto" else None
+        if modes is None:
+            return False
+        without = ",".join(name for name in self.modes.names if name not in modes.names)
+        self._tell_less([f"{error}; given up: {without}, which --ftckpt-protect would insist on"])
+        self.modes, self._given_up = modes, self._given_up + 1
+        return True
+
     def _open_pulse(self, node_dir: Path) -> None:
         if self._pulse is not None:
             return  # a new layout of the same ranks changes nobody's place on the node
@@ -361,14 +372,20 @@ class Protection:
         places = [(member.shard, member.node, rack) for member, rack in zip(members, self._racks, strict=True)]
         code, losses, group = config.peer_code, config.peer_losses, config.peer_group
         peer: dict[str, Any] = {"peer_code": code, "peer_losses": losses, "peer_group": group}
-        if not config.layouts:
-            return resolve_modes(config.protect, places, spans_nodes, **peer)
-        modes, left_out = possible_modes(config.protect, places, spans_nodes, **peer)
-        for reason in left_out:
+        if config.layouts:
+            modes, left_out = possible_modes(config.protect, places, spans_nodes, **peer)
+            self._tell_less(left_out)
+        else:
+            modes = resolve_modes(config.protect, places, spans_nodes, **peer)
+        for _ in range(self._given_up):
+            modes = lessened(modes) or modes
+        return modes
+
+    def _tell_less(self, reasons: Sequence[str]) -> None:
+        for reason in reasons:
             if reason not in self._reasons:
                 self._reasons.add(reason)
                 self._events.emit("protection_lessened", reason=reason)
-        return modes
 
     def _check(self, arrangement: Arrangement, node_dir: Path, coming_bytes: int, slots: int) -> ProtectionTable:
         """Show what is protected, and refuse to start where the node has no room for it; returns the costs."""

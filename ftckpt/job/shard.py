@@ -101,7 +101,8 @@ class Shard:
                 break
             except MemoryBudgetError as error:
                 self._leave_arena()
-                if not self._arenas.lessen(error):
+                # Slots first: fewer of them cost snapshots, and less protection what a failure leaves of them.
+                if not self._arenas.lessen(error) and not (beside is not None and beside.lessen(error)):
                     raise
         slots = self._arenas.slots
         host_bytes = arena.image.file_bytes * slots

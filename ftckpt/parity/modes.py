@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ftckpt.config import CODES, check_protect
 from ftckpt.errors import ConfigError
@@ -70,6 +70,17 @@ class Modes:
         """The modes in use, in the words of ``protect``."""
         peer = ("peer",) if self.peer else ()
         return (("node",) if self.node else ()) + ((self.replica,) if self.replica else ()) + peer
+
+
+def lessened(modes: Modes) -> Modes | None:
+    """With one kind of parity files less, for nodes whose memory has no room for all; None where none can go.
+
+    That inside nodes goes first: it guards the arenas of single ranks, which a dead process leaves whole anyway. The
+    last mode stays, and what lies in slots: it is a part of what each snapshot copies.
+    """
+    if modes.node and (modes.peer or modes.replica):
+        return replace(modes, node=False)
+    return replace(modes, peer=False) if modes.peer and modes.replica else None
 
 
 def resolve_modes(

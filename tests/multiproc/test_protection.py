@@ -437,6 +437,27 @@ def test_where_one_node_has_no_room_for_four_slots_all_ranks_have_three_unless_f
             assert arena["slots"] == 3 and any(event["event"] == "protected" for event in again)
 
 
+@pytest.mark.slow
+def test_a_limit_of_memory_gives_up_parity_inside_nodes_where_no_mode_was_named(plan: Plan) -> None:
+    plan = replace(
+        plan, nodes=["n0"] * 3 + ["n1"] * 3, settings={**plan.settings, "protect": "node,replica,peer", "slots": 3}
+    )
+    run_ranks(train, 6, replace(plan, iterations=3))
+    (table,) = [event for event in told(plan) if event["event"] == "protection"]
+    sums = table["memory_per_node"]
+    limited = {**plan.settings, "slots": 0, "memory_limit": (sums["sum"] - sums["parity"] // 4) / 2**30}
+    with pytest.raises(RankFailure, match=r"MemoryBudgetError: rank 0: memory_limit: .*--ftckpt-protect"):
+        run_ranks(train, 6, replace(plan, settings=limited))
+    before = len(told(plan))
+    run_ranks(train, 6, replace(plan, protected=2, settings={**limited, "protect": "auto"}))
+    again = told(plan)[before:]
+    assert [event["modes"] for event in again if event["event"] == "protection"][-1] == ["replica", "peer"]
+    assert [event["slots"] for event in again if event["event"] == "fewer_slots"] == [3]
+    (less,) = [event["reason"] for event in again if event["event"] == "protection_lessened"]
+    assert "memory_limit: node n" in less and "given up: node" in less
+    assert any(event["event"] == "protected" for event in again)
+
+
 def test_the_limit_of_the_network_is_told_and_said_to_be_too_little_where_it_is(plan: Plan) -> None:
     changes = {"protect": "peer", "network_gbps": "0.000001", "protect_timeout_secs": 1.0}
     run_ranks(train, 2, replace(plan, nodes=["n0", "n1"], iterations=3, settings={**plan.settings, **changes}))

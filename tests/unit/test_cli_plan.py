@@ -12,7 +12,7 @@ from ftckpt.commands.main import main
 from ftckpt.commands.plan import BYTES_PER_PARAM, JobShape, build
 from ftckpt.model.failures import FailureRecord
 from ftckpt.parity.groups import slot_groups
-from ftckpt.parity.modes import Modes
+from ftckpt.parity.modes import Modes, lessened
 from ftckpt.persist.commit import claim
 from ftckpt.persist.failures import tell_trained
 from ftckpt.persist.storage import open_storage
@@ -83,6 +83,29 @@ def test_a_limit_of_memory_takes_a_slot_and_then_says_what_is_needed(capsys: pyt
     assert main(["plan", *f"{SIZE} --protect node,peer --memory-limit 10".split()]) != 0
     text = capsys.readouterr().err
     assert all(word in text for word in ("memory_limit", "needs", "slots", "parity", "--ftckpt-memory-limit")), text
+
+
+def test_a_limit_of_memory_gives_up_modes_that_nobody_named_but_the_last_one(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def sum_of(protect: str) -> float:
+        return float(planned(capsys, f"{SIZE} --protect {protect} --slots 3")["memory_per_node"]["sum"]) / 2**30
+
+    most, least = sum_of("node,peer"), sum_of("peer")
+    for limit, protect in ((most, "node,peer"), (least, "peer")):
+        value = planned(capsys, f"{SIZE} --memory-limit {limit + 0.01}")
+        assert (value["protect"], value["slots"]) == (protect, 3)
+    for refused in (f"--memory-limit {least - 0.01}", f"--memory-limit {least + 0.01} --protect node,peer"):
+        assert main(["plan", *f"{SIZE} {refused}".split()]) != 0
+
+
+def test_what_lies_in_slots_and_the_last_mode_are_not_given_up() -> None:
+    fewer = lessened(Modes(node=True, replica="copy", peer=True))
+    assert fewer is not None and fewer.names == ("copy", "peer")
+    fewer = lessened(fewer)
+    assert fewer is not None and fewer.names == ("copy",)
+    for last in (fewer, Modes(peer=True), Modes(node=True), Modes()):
+        assert lessened(last) is None
 
 
 def test_replicas_cost_parity_in_slots_and_no_network_but_packages(capsys: pytest.CaptureFixture[str]) -> None:
