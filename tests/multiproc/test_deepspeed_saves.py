@@ -49,6 +49,9 @@ def trained(job: Any, last: int) -> Iterator[tuple[int, float]]:
 
 def saves(rank: int, world_size: int, shape: Shape, settings: dict[str, Any], native: str) -> list[tuple[int, float]]:
     """Train, and save in both ways at one iteration."""
+    from ftckpt.job import takeover
+
+    takeover._SMP_SECS = SECS  # beside other jobs an SMP may take long to start
     job, losses = build(shape, settings), []
     for loss in trained(job, LAST):
         losses.append(loss)

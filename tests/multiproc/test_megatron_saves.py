@@ -97,7 +97,9 @@ def trained(
             checkpointer.step(iteration)
         if iteration == 2 * EVERY + 1:
             loop.module.save_checkpoint_and_time(2 * EVERY, None)  # for another reason
-        done = checkpointer.persisted is not None if until == "persisted" else len(loop.saved) > 2 or iteration > 200
+        stored = checkpointer.persisted
+        own = stored is not None and stored.iteration > 2 * EVERY  # that one Megatron saves, too
+        done = own if until == "persisted" else len(loop.saved) > 2 or iteration > 200
         flag = torch.tensor([done], dtype=torch.int)
         torch.distributed.all_reduce(flag, op=torch.distributed.ReduceOp.MIN)
         if flag.item() and end < 0:
