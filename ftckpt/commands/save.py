@@ -17,8 +17,10 @@ from typing import Any
 from ftckpt.config import PERSIST_FORMATS, Config
 from ftckpt.errors import ArenaError, ConfigError, SmpError, StorageError
 from ftckpt.job.addresses import interfaces, listening_address, machine
+from ftckpt.persist.commit import committed
 from ftckpt.persist.meeting import LOOPBACK, RescueReport, RescueRequest
-from ftckpt.persist.place import Place, prepare
+from ftckpt.persist.place import Place, prepare, snapshots_at
+from ftckpt.persist.storage import open_storage
 from ftckpt.smp.client import SmpClient, find_or_start
 from ftckpt.smp.requests import PersistRequest
 from ftckpt.store.directory import SMP_LOCK_NAME, SMP_STATE_NAME, job_node_path, list_arenas
@@ -69,19 +71,35 @@ def run(arguments: argparse.Namespace) -> int:
     if not nodes:
         raise ArenaError(f"no arenas of job {arguments.job!r} under {arguments.arena}")
     with ThreadPoolExecutor(len(nodes)) as threads:
-        for line in threads.map(lambda node: _save(arguments, node, where, form), nodes):
+        saved = []
+        for iteration, line in threads.map(lambda node: _save(arguments, node, where, form), nodes):
+            saved.append(iteration)
             print(line, flush=True)
+    if where:
+        _tell_newer(where, max(saved))
     return 0
 
 
-def _save(arguments: argparse.Namespace, node: str, where: str, form: str) -> str:
+def _tell_newer(where: str, iteration: int) -> None:
+    """What lies there is of another job, perhaps: who names ``where`` for the next start must know."""
+    newest = next(iter(committed(open_storage(snapshots_at(where), "save"))), iteration)
+    if newest > iteration:
+        print(
+            f"{where} has iteration {newest}, too, and a start that takes what lies there goes on from that: "
+            f"save to another place, or start with --ftckpt-restore-before {newest}",
+            flush=True,
+        )
+
+
+def _save(arguments: argparse.Namespace, node: str, where: str, form: str) -> tuple[int, str]:
+    """The iteration that a node has saved, -1 for none, and what is to be said of it."""
     node_dir = job_node_path(arguments.arena, arguments.job, node)
     client = _smp_of(arguments, node, node_dir)
     if arguments.at_end:
         storage = client.status()["duties"]["storage"]
         if not storage["where"] or not storage["at_end"]:
             why = "the job has --ftckpt-persist-at-end off" if storage["where"] else "the job names no storage"
-            return f"node {node}: nothing is saved: {why}"
+            return -1, f"node {node}: nothing is saved: {why}"
     begun = time.monotonic()
     _require_no_ranks(client, begun + min(_ENDING_SECS, arguments.timeout))
     request = PersistRequest(where, arguments.timeout, anew=True, form=form)
@@ -91,14 +109,15 @@ def _save(arguments: argparse.Namespace, node: str, where: str, form: str) -> st
         left_secs = max(1.0, begun + arguments.timeout - time.monotonic())
         found = _rescue(client, status, left_secs)
         if node not in found.nodes:
-            return f"node {node}: holds nothing of iteration {found.iteration}"
+            return found.iteration, f"node {node}: holds nothing of iteration {found.iteration}"
         left_secs = max(1.0, begun + arguments.timeout - time.monotonic())
         request = replace(request, timeout_secs=left_secs, nodes=found.nodes, arenas=found.arenas)
         status = _wait(client, request, begun)
     if status["flush"] == "cannot":
         raise StorageError(f"node {node}: {status['reason']}", lasting=True)
     secs = time.monotonic() - begun
-    return f"node {node}: iteration {status['iteration']} is at {status['where']}, after {secs:.1f} s"
+    iteration = int(status["iteration"])
+    return iteration, f"node {node}: iteration {iteration} is at {status['where']}, after {secs:.1f} s"
 
 
 def _smp_of(arguments: argparse.Namespace, node: str, node_dir: Path) -> SmpClient:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import shutil
 import signal
 from collections.abc import Iterator
 from contextlib import closing
@@ -233,6 +234,10 @@ def test_what_is_left_when_an_allocation_ends_is_saved_as_others_load_it(
     assert capsys.readouterr().out.count(f"iteration 6 is at {elsewhere},") == len(set(NODES))
     assert names(elsewhere) == {"iter_0000006", "latest", "ftckpt"} and weights(elsewhere / "iter_0000006") == [6.0]
     assert main(["verify", str(elsewhere)]) == 0 and "iteration 6" in capsys.readouterr().out
+    another = elsewhere / "ftckpt" / "iter_0000009"
+    shutil.copytree(another.with_name("iter_0000006"), another)
+    assert main([*command, "--timeout", str(SECS)]) == 0
+    assert f"{elsewhere} has iteration 9, too" in capsys.readouterr().out
     (tmp_path / "taken" / "iter_0000006").mkdir(parents=True)
     command[2] = str(tmp_path / "taken")
     assert main([*command, "--timeout", str(SECS)]) == 2

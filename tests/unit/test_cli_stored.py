@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from ftckpt.commands import save
 from ftckpt.commands.main import main
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.persist.files import FileStorage
@@ -47,6 +48,14 @@ def test_what_is_there_is_listed_and_good(filled: Path, capsys: pytest.CaptureFi
     assert older.startswith("iteration 7: ")
     assert main(["verify", str(filled)]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == "a restart would take iteration 8"
+
+
+def test_who_saves_beside_something_newer_is_told(filled: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save._tell_newer(str(filled), 8)
+    assert not capsys.readouterr().out
+    save._tell_newer(str(filled), 7)
+    text = capsys.readouterr().out
+    assert text.startswith(f"{filled} has iteration 8, too") and "--ftckpt-restore-before 8" in text
 
 
 @compressed_or_not
