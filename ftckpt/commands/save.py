@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -75,8 +76,9 @@ def run(arguments: argparse.Namespace) -> int:
         for iteration, line in threads.map(lambda node: _save(arguments, node, where, form), nodes):
             saved.append(iteration)
             print(line, flush=True)
-    if where:
-        _tell_newer(where, max(saved))
+    if where and max(saved) >= 0:
+        with suppress(StorageError):  # what is saved is saved
+            _tell_newer(where, max(saved))
     return 0
 
 

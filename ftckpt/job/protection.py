@@ -134,7 +134,7 @@ class Protection:
         self.smp = NodeSmp(config, topology, group, events, [name for _, name in places])
         nodes = [member.node for member in topology.members]
         self._reasons: set[str] = set()  # why modes were left out, for one event each
-        self._given_up = 0  # how many kinds of parity, see ``lessen``
+        self._gives_up = False  # modes, see ``lessen``
         self.modes = together(group, lambda: self._first_modes(spans_nodes=len(set(nodes)) > 1))
         self.redundancy = Redundancy(self.modes.replica, tuple(nodes), tuple(self._racks))
         self._arena: Arena | None = None
@@ -254,13 +254,13 @@ class Protection:
             self._tell_network(table.network[node])
 
     def lessen(self, error: MemoryBudgetError) -> bool:
-        """With ``memory_limit`` modes that nobody has named are given up, one at a time; see ``lessened``."""
+        """With ``memory_limit`` a mode that nobody has named is given up; see ``lessened``."""
         modes = lessened(self.modes) if self._config.memory_limit and self._config.protect == "auto" else None
         if modes is None:
             return False
         without = ",".join(name for name in self.modes.names if name not in modes.names)
         self._tell_less([f"{error}; given up: {without}, which --ftckpt-protect would insist on"])
-        self.modes, self._given_up = modes, self._given_up + 1
+        self.modes, self._gives_up = modes, True
         return True
 
     def _open_pulse(self, node_dir: Path) -> None:
@@ -377,9 +377,7 @@ class Protection:
             self._tell_less(left_out)
         else:
             modes = resolve_modes(config.protect, places, spans_nodes, **peer)
-        for _ in range(self._given_up):
-            modes = lessened(modes) or modes
-        return modes
+        return (lessened(modes) if self._gives_up else None) or modes
 
     def _tell_less(self, reasons: Sequence[str]) -> None:
         for reason in reasons:

@@ -73,14 +73,12 @@ class Modes:
 
 
 def lessened(modes: Modes) -> Modes | None:
-    """With one kind of parity files less, for nodes whose memory has no room for all; None where none can go.
+    """Without parity inside nodes, for nodes whose memory has no room for all; None where nothing can go.
 
-    That inside nodes goes first: it guards the arenas of single ranks, which a dead process leaves whole anyway. The
-    last mode stays, and what lies in slots: it is a part of what each snapshot copies.
+    It guards the arenas of single ranks, which a dead process leaves whole anyway, and so does parity of peers. That
+    stays, as nothing else guards a node whole: replicas are of some of the state, and what lies in slots is no file.
     """
-    if modes.node and (modes.peer or modes.replica):
-        return replace(modes, node=False)
-    return replace(modes, peer=False) if modes.peer and modes.replica else None
+    return replace(modes, node=False) if modes.node and modes.peer else None
 
 
 def resolve_modes(

@@ -85,7 +85,7 @@ def test_a_limit_of_memory_takes_a_slot_and_then_says_what_is_needed(capsys: pyt
     assert all(word in text for word in ("memory_limit", "needs", "slots", "parity", "--ftckpt-memory-limit")), text
 
 
-def test_a_limit_of_memory_gives_up_modes_that_nobody_named_but_the_last_one(
+def test_a_limit_of_memory_gives_up_parity_inside_nodes_unless_it_was_named(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     def sum_of(protect: str) -> float:
@@ -99,13 +99,11 @@ def test_a_limit_of_memory_gives_up_modes_that_nobody_named_but_the_last_one(
         assert main(["plan", *f"{SIZE} {refused}".split()]) != 0
 
 
-def test_what_lies_in_slots_and_the_last_mode_are_not_given_up() -> None:
+def test_only_parity_that_peers_stand_in_for_is_given_up() -> None:
     fewer = lessened(Modes(node=True, replica="copy", peer=True))
     assert fewer is not None and fewer.names == ("copy", "peer")
-    fewer = lessened(fewer)
-    assert fewer is not None and fewer.names == ("copy",)
-    for last in (fewer, Modes(peer=True), Modes(node=True), Modes()):
-        assert lessened(last) is None
+    for stays in (fewer, Modes(peer=True), Modes(node=True), Modes(node=True, replica="replica"), Modes()):
+        assert lessened(stays) is None
 
 
 def test_replicas_cost_parity_in_slots_and_no_network_but_packages(capsys: pytest.CaptureFixture[str]) -> None:
