@@ -349,6 +349,19 @@ def test_a_run_that_goes_on_elsewhere_is_left_alone(job: Job, monkeypatch: pytes
     assert committed(storage) == [9] and leftovers(job.where) == []
 
 
+def stopped_once(job: Job, reached: threading.Event) -> Flush:
+    """The flush of iteration 7, told to stop when it has ``reached`` a place where it waits."""
+    job.snapshot(0, 7)
+    job.flush(7)
+    job.start()
+    until(reached.is_set)
+    stopped = job.smps[0].duties._flush
+    job.flush(-1)
+    until(lambda: not job.states(7))
+    assert stopped is not None
+    return stopped
+
+
 def test_a_flush_that_was_stopped_commits_nothing_any_more(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     """It looks for marks while storage hangs; what was gone on to may be of another past."""
     reached, go_on, marks = threading.Event(), threading.Event(), PendingCheckpoint.marks
@@ -361,15 +374,8 @@ def test_a_flush_that_was_stopped_commits_nothing_any_more(job: Job, monkeypatch
         return found
 
     monkeypatch.setattr(PendingCheckpoint, "marks", late)
-    job.snapshot(0, 7)
-    job.flush(7)
-    job.start()
-    until(reached.is_set)
-    stopped = job.smps[0].duties._flush
-    job.flush(-1)
-    until(lambda: not job.states(7))
+    stopped = stopped_once(job, reached)
     go_on.set()
-    assert stopped is not None
     stopped.join(20)
     assert committed(FileStorage(job.where)) == []
 
@@ -562,16 +568,9 @@ def test_a_flush_that_was_stopped_removes_nothing_any_more(job: Job, monkeypatch
         return sweep(storage, current, *rest)
 
     monkeypatch.setattr(commit, "sweep", slowly)
-    job.snapshot(0, 7)
-    job.flush(7)
-    job.start()
-    until(reached.is_set)
-    stopped = job.smps[0].duties._flush
-    job.flush(-1)
-    until(lambda: not job.states(7))
+    stopped = stopped_once(job, reached)
     PendingCheckpoint(storage, SnapshotId(LINEAGE, 5), "b").write("dp2.safetensors", [b"of others"])
     go_on.set()
-    assert stopped is not None
     stopped.join(20)
     assert leftovers(job.where) == [f"iter_0000005/{LINEAGE.hex()}-dp2.safetensors"]
 
