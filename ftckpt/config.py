@@ -12,7 +12,7 @@ from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
-from ftckpt.errors import ConfigError
+from ftckpt.errors import ConfigError, Writing, settings_are_written
 
 MIB = 1 << 20
 _MAX_SECS = 1e9  # what timers of the operating system and of torch.distributed can hold
@@ -112,8 +112,8 @@ class Config:
     smp_gbps: float = _setting(0.0, "what the SMP reads of the node's memory, in GB/s; 0: no limit", minimum=0)
     persist: str = _setting(
         "",
-        "where snapshots go in the background: a directory that all nodes share (an absolute path), or s3://, gs:// "
-        "or az:// with bucket and folder; or megatron: to --save each --save-interval iterations, in the place of "
+        "where snapshots go in the background: a directory that all nodes share, or s3://, gs:// or az:// with "
+        "bucket and folder; or megatron: to --save each --save-interval iterations, in the place of "
         "Megatron's own saving; or deepspeed:DIR: what save_checkpoint(DIR) is called for, in its place; default: "
         "nowhere",
     )
@@ -248,30 +248,40 @@ class Config:
             _check(setting, getattr(self, setting.name))
         # One slot would lose the whole snapshot with the first byte of the next one.
         if self.slots == 1:
-            raise ConfigError("slots: 1 is too small; the least is 2, or 0 for as many as protection needs")
+            raise ConfigError("--ftckpt-slots: 1 is too small; the least is 2, or 0 for as many as protection needs")
         if self.smp_cores > 1:
-            raise ConfigError(f"smp_cores: {self.smp_cores:g} is more than all cores; give a share such as 0.1")
+            raise ConfigError(
+                f"--ftckpt-smp-cores: {self.smp_cores:g} is more than all cores; give a share such as 0.1"
+            )
         check_protect(self.protect)
         _check_layouts(self.layouts)
         if self.restore_before >= 1 << 63:
-            raise ConfigError(f"restore_before: {self.restore_before} is too large for an iteration")
+            raise ConfigError(f"--ftckpt-restore-before: {self.restore_before} is too large for an iteration")
         check_mtbf(self.mtbf)
         for name in ("job", "node", "rack"):
             value = getattr(self, name)
             if value and not is_name(value):
-                raise ConfigError(f"{name}: {value!r} is not a name; {NAME_RULE}")
+                raise ConfigError(f"{flag_of(name)}: {value!r} is not a name; {NAME_RULE}")
         if self.affinity not in ("auto", "none") and not _CORES.fullmatch(self.affinity):
-            raise ConfigError(f"affinity: {self.affinity!r} is not auto, none or a list of cores such as 0-3,8")
+            raise ConfigError(
+                f"--ftckpt-affinity: {self.affinity!r} is not auto, none or a list of cores such as 0-3,8"
+            )
         if self.network_gbps != "auto" and not _NUMBER.fullmatch(self.network_gbps):
-            raise ConfigError(f"network_gbps: {self.network_gbps!r} is not auto or a number such as 2.5; 0: no limit")
-        if not os.path.isabs(self.arena):
-            raise ConfigError(f"arena: {self.arena!r} is not an absolute path; name a directory on a tmpfs")
+            raise ConfigError(
+                f"--ftckpt-network-gbps: {self.network_gbps!r} is not auto or a number such as 2.5; 0: no limit"
+            )
+        if not self.arena:
+            raise ConfigError("--ftckpt-arena: no directory is named; name one on a tmpfs")
+        # A script may go to another directory, and an SMP has one of its own.
+        for name in ("arena", "events", "secret_file", "persist"):
+            object.__setattr__(self, name, _absolute(getattr(self, name)))
         _check_persist(self.persist, self.persist_format)
         if program_of(self.persist) == DEEPSPEED:
             _check_follows_script(self)
         if self.persist_compress == "zstd" and importlib.util.find_spec("zstandard") is None:
             raise ConfigError(
-                "persist_compress: zstd needs zstandard, which is not installed: pip install 'ftckpt[storage]'"
+                "--ftckpt-persist-compress: zstd needs zstandard, which is not installed: pip install "
+                "'ftckpt[storage]'"
             )
 
     @property
@@ -305,6 +315,7 @@ class Config:
         ``persist_at_end`` a truth value; unknown names are errors that name the closest valid one."""
         if not isinstance(section, Mapping):
             raise ConfigError(f"ftckpt: expected a mapping of settings, got {type(section).__name__}")
+        settings_are_written(Writing.JSON)
         known = [setting.name for setting in fields(cls)]
         for name in section:
             if name not in known:
@@ -326,6 +337,7 @@ class Config:
         Accepts ``--ftckpt-name value`` and ``--ftckpt-name=value``. Raises ConfigError for an unknown or
         repeated flag, a missing or a wrong value.
         """
+        settings_are_written(Writing.FLAG)
         settings: dict[str, Any] = {}
         rest: list[str] = []
         arguments = iter(argv)
@@ -353,12 +365,9 @@ class Config:
 
     @classmethod
     def of_flags(cls, settings: Mapping[str, Any]) -> Config:
-        """Of settings that were given as flags: errors name those."""
-        try:
-            return cls(**settings)
-        except ConfigError as error:
-            name, _, text = str(error).partition(": ")
-            raise ConfigError(f"{flag_of(name)}: {text}" if name in settings else str(error)) from None
+        """Of settings that were given as flags, which texts name from here on."""
+        settings_are_written(Writing.FLAG, ("", *settings))
+        return cls(**settings)
 
     def flags(self) -> list[str]:
         """The flags that build this configuration; ``from_flags`` of them gives an equal one."""
@@ -382,13 +391,13 @@ def check_protect(protect: str) -> tuple[str, ...]:
     known = ("auto", "none", *MODES)
     for mode in modes:
         if mode not in known:
-            raise ConfigError(f"protect: {mode!r} is not one of {', '.join(known)}")
+            raise ConfigError(f"--ftckpt-protect: {mode!r} is not one of {', '.join(known)}")
     if len(set(modes)) < len(modes):
-        raise ConfigError(f"protect: {protect!r} names a mode twice")
+        raise ConfigError(f"--ftckpt-protect: {protect!r} names a mode twice")
     if len(modes) > 1 and {"auto", "none"} & set(modes):
-        raise ConfigError(f"protect: {protect!r}: auto and none stand alone")
+        raise ConfigError(f"--ftckpt-protect: {protect!r}: auto and none stand alone")
     if {"replica", "copy"} <= set(modes):
-        raise ConfigError(f"protect: {protect!r}: replica and copy guard the same bytes; choose one")
+        raise ConfigError(f"--ftckpt-protect: {protect!r}: replica and copy guard the same bytes; choose one")
     return () if modes == ("none",) else modes
 
 
@@ -403,43 +412,58 @@ def taken_over(persist: str) -> str:
     return persist.partition(":")[2] if program_of(persist) else ""
 
 
+def _absolute(place: str) -> str:
+    """A path, also behind the name of a program, from where this process works now; what is none stays."""
+    program = program_of(place)
+    if not place or "://" in place or (program and not taken_over(place)):
+        return place
+    return f"{program}:{os.path.abspath(taken_over(place))}" if program else os.path.abspath(place)
+
+
 def _check_persist(persist: str, persist_format: str) -> None:
-    program, directory, is_url = program_of(persist), taken_over(persist) or persist, "://" in persist
+    program, is_url = program_of(persist), "://" in persist
     if program == DEEPSPEED and (is_url or not taken_over(persist)):
         raise ConfigError(
-            f"persist: {persist!r} names no directory: write deepspeed:DIR with the absolute path of the one that "
-            "the script gives to save_checkpoint"
+            f"--ftckpt-persist: {persist!r} names no directory: write deepspeed:DIR with the one that the script "
+            "gives to save_checkpoint"
         )
-    # The process that writes there has another working directory than the script.
-    if persist and persist != MEGATRON and not is_url and not os.path.isabs(directory):
-        raise ConfigError(f"persist: {directory!r} is neither an absolute path nor a URL such as s3://bucket/a")
     if persist_format == PERSIST_FORMATS[0]:
         return
     if not persist:
-        raise ConfigError(f"persist_format: {persist_format} lies nowhere: name a directory with persist")
+        raise ConfigError(
+            f"--ftckpt-persist-format: {persist_format} lies nowhere: name a directory with --ftckpt-persist"
+        )
     if is_url:
         raise ConfigError(
-            f"persist_format: {persist_format} is written into directories only, and persist is {persist}: name a "
-            "directory that all nodes share, or leave persist_format and use ftckpt convert"
+            f"--ftckpt-persist-format: {persist_format} is written into directories only, and --ftckpt-persist is "
+            f"{persist}: name "
+            "a directory that all nodes share, or leave --ftckpt-persist-format and use ftckpt convert"
         )
-    if persist != directory or persist == MEGATRON:
+    if program:
         raise ConfigError(
-            f"persist_format: {persist_format} beside persist {program}, which writes what {program} itself does"
+            f"--ftckpt-persist-format: {persist_format} beside --ftckpt-persist {program}, which writes what "
+            f"{program} itself does"
         )
 
 
 def _check_follows_script(config: Config) -> None:
     """What says otherwise than the script when something is saved is refused."""
     for wrong, text in (
-        (config.persist_interval != Config.persist_interval, "save_checkpoint says when: no persist_interval"),
+        (
+            config.persist_interval != Config.persist_interval,
+            "save_checkpoint says when: no --ftckpt-persist-interval",
+        ),
         (
             config.interval == "auto",
-            "interval auto takes snapshots of other iterations than save_checkpoint is called at",
+            "--ftckpt-interval auto takes snapshots of other iterations than save_checkpoint is called at",
         ),
-        (config.persist_at_end == "off", "persist_at_end off would lose what is on its way when the job ends"),
+        (
+            config.persist_at_end == "off",
+            "--ftckpt-persist-at-end off would lose what is on its way when the job ends",
+        ),
     ):
         if wrong:
-            raise ConfigError(f"persist: deepspeed: {text}")
+            raise ConfigError(f"--ftckpt-persist: deepspeed: {text}")
 
 
 def check_mtbf(mtbf: str) -> dict[str, float]:
@@ -453,8 +477,8 @@ def check_mtbf(mtbf: str) -> dict[str, float]:
         match = _MTBF.fullmatch(part.strip())
         if match is None or match[1] in hours or not float(match[2]):
             raise ConfigError(
-                f"mtbf: {part!r} is not a mean time; write process, node or job, each at most once, with hours, such "
-                "as process=40h,node=90h"
+                f"--ftckpt-mtbf: {part!r} is not a mean time; write process, node or job, each at most once, with "
+                "hours, such as process=40h,node=90h"
             )
         hours[match[1]] = float(match[2])
     return hours
@@ -467,8 +491,8 @@ def _check_layouts(layouts: str) -> None:
         axes = re.findall("[a-z]+", name)
         if not _LAYOUT.fullmatch(name.strip()) or len(set(axes)) < len(axes):
             raise ConfigError(
-                f"layouts: {name!r} is not a layout; write axes (tp, pp, vpp, cp, ep, etp, dp), each at most once, "
-                "and sizes, such as tp2pp2 or tp2pp1ep2, with commas between layouts; or module:function"
+                f"--ftckpt-layouts: {name!r} is not a layout; write axes (tp, pp, vpp, cp, ep, etp, dp), each at "
+                "most once, and sizes, such as tp2pp2 or tp2pp1ep2, with commas between layouts; or module:function"
             )
 
 
@@ -523,7 +547,7 @@ def _convert(flag: str, text: str, setting: Field[Any]) -> Any:
 
 
 def _check(setting: Field[Any], value: Any) -> None:
-    name, kind, rule = setting.name, kind_of(setting), setting.metadata
+    name, kind, rule = flag_of(setting.name), kind_of(setting), setting.metadata
     if rule["auto"] and value == "auto":
         return
     accepted = (int, float) if kind is float else (kind,)

@@ -2,16 +2,59 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable
+from enum import Enum
 from typing import ClassVar
 
 
+class Writing(Enum):
+    """How users write settings: ``--ftckpt-slots``, ``"slots"`` in JSON, ``slots=`` in Python, or ``--slots`` to a
+    command."""
+
+    FLAG = "flag"
+    JSON = "json"
+    PYTHON = "python"
+    OPTION = "option"
+
+
+_FLAG = re.compile(r"--ftckpt(?:-([a-z]+(?:-[a-z]+)*))?(?![\w*-])(?=(:?))")
+_writing: dict[str, Writing] = {}  # of single settings; of all others under ""
+
+
+def settings_are_written(writing: Writing, names: Iterable[str] = ("",)) -> None:
+    """From here on texts name settings so: those called ``names``, or all that nothing else was said of."""
+    _writing.update(dict.fromkeys(names, writing))
+
+
+def written(text: str) -> str:
+    """``text``, which names settings by their flags, as the users of this process write them."""
+
+    def name(match: re.Match[str]) -> str:
+        setting = (match[1] or "enabled").replace("-", "_")
+        writing = _writing.get(setting, _writing.get("", Writing.PYTHON))
+        if writing is Writing.FLAG:
+            return match[0]
+        if writing is Writing.OPTION:
+            return f"--{match[1] or 'ftckpt'}"
+        if writing is Writing.JSON:
+            return f'"{setting}"'
+        return setting if match[2] else f"{setting}="
+
+    return _FLAG.sub(name, text)
+
+
 class FtckptError(Exception):
-    """Base of every error that ftckpt raises on purpose; its text is one line with the remedy."""
+    """Base of every error that ftckpt raises on purpose; its text is one line with the remedy, and names settings by
+    their flags, which ``str`` turns into what users write."""
 
     final: ClassVar[bool] = False
     """Whether each further attempt of the same launcher run would meet it again."""
     of_all_ranks = False
     """Whether every rank of the job raises it, so that one of them may speak for all."""
+
+    def __str__(self) -> str:
+        return written(super().__str__())
 
 
 class ConfigError(FtckptError):

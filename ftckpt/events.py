@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
+from ftckpt.errors import written
+
 log = logging.getLogger("ftckpt")
 
 
@@ -18,7 +20,7 @@ log = logging.getLogger("ftckpt")
 class EventKind:
     """One row of the table of events: ``fields`` by name, each with its unit or what it holds.
 
-    ``loud`` events are logged as warnings too, with or without a directory for event logs.
+    ``loud`` events are logged as warnings too, with or without a directory for event logs, and with their ``ADVICE``.
     """
 
     meaning: str
@@ -76,9 +78,11 @@ EVENTS: dict[str, EventKind] = {
     "failures": _quiet(
         "what failures the job has had, and is to expect by now; each by kind: process, node, job",
         last="the kind that has ended the attempt before; empty: none is known", attempt="this one, from 1",
+        ends="what nodes have seen of how that one ended, the first first",
         nodes="of the job, now", seen="how many", secs="that the job has trained, as if always on these nodes",
         given_secs="between two, as assumed", mtbf_secs="between two, by both",
     ),
+    "ended_without_a_word": _quiet("ranks of the node are gone and had not left", text="which, and where they were"),
     "failures_unknown": _loud("failures that the job has had cannot be read or kept: they do not count", error="why"),
     "closed": _quiet("this rank's session has ended", iteration="of the last boundary; -1: there was none"),
     "close_incomplete": _quiet("other ranks did not come to close(): arenas may stay", error="what was seen"),
@@ -312,6 +316,29 @@ EVENTS: dict[str, EventKind] = {
 }  # fmt: skip
 """Every event that ftckpt writes; ``EVENTS.md`` is made of it."""
 
+ADVICE = {
+    "ranks_lost": "they search for each other; the network between nodes, or a node, is away",
+    "turned_off": "training goes on without snapshots: start the job again when the reason is mended",
+    "no_budget": "see whether the arena can be written",
+    "replicas_differ": "where the script does not let them drift this is silent corruption: have that hardware "
+    "tested",
+    "fallback": "memory of that node fails, or something has written into the arena: see its log of memory errors",
+    "not_protected": "ftckpt status says which node is behind",
+    "smp_error": "ftckpt status says whether snapshots are still protected",
+    "smp_restarted": "smp.log of the node says what ended it; the OOM killer, if it just stops",
+    "not_covered": "the snapshot that was protected before stays so; the reason names what to look at",
+    "corrupt": "parity rebuilds it where it can; have the node's memory tested if it comes again",
+    "peer_lost": "no newer snapshot is protected until that node is back, or the job has started without it",
+    "peer_refused": "another job's SMP, or a stranger: --ftckpt-smp-listen and --ftckpt-secret-file keep jobs apart",
+    "hang": "stacks go to this log; with --ftckpt-on-hang abort such a job is ended, for its launcher to start again",
+    "hung_again": "the stacks say where: mend that, then start the job again",
+    "not_persisted": "the nodes' not_flushed and storage_fails say why",
+    "not_flushed": "snapshots in memory stay: mend storage, or start with another --ftckpt-persist",
+    "storage_fails": "full, away, or without permission: mend it while the job trains",
+    "storage_damaged": "an older one is taken; ftckpt verify says what is bad there",
+}
+"""What to do about loud events, where they do not say so themselves."""
+
 
 _UNKNOWN = EventKind("")
 
@@ -378,7 +405,8 @@ class Events:
         """
         kind = EVENTS.get(event, _UNKNOWN)
         if kind.loud:
-            log.warning("ftckpt %s: %s %s", self._name, event, json.dumps(fields, default=str))
+            text = "; ".join([json.dumps(fields, default=str), *filter(None, [ADVICE.get(event)])])
+            log.warning("ftckpt %s: %s %s", self._name, event, written(text))
         file = self._file
         if file is not None:
             line = {"time": time.time(), "event": event, **self._who, "pid": os.getpid()}
@@ -394,7 +422,7 @@ class Events:
     def announce(self, text: str) -> None:
         """One line for people, from rank 0 and from processes with a name alone."""
         if self._rank == 0 or "process" in self._who:
-            log.info("ftckpt: %s", text)
+            log.info("ftckpt: %s", written(text))
 
     def close(self) -> None:
         """Close the file; events after this are only logged."""
@@ -415,7 +443,8 @@ def reference() -> Iterator[str]:
     yield "|---|---|---|---|"
     for name, kind in sorted(EVENTS.items()):
         described = "; ".join(f"`{key}` {text}" for key, text in kind.fields.items())
-        yield f"| `{name}` | {'yes' if kind.loud else ''} | {kind.meaning} | {described} |"
+        meaning = "; ".join([kind.meaning, *filter(None, [ADVICE.get(name)])])
+        yield f"| `{name}` | {'yes' if kind.loud else ''} | {meaning} | {described} |"
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import sys
 import uuid
@@ -11,6 +12,7 @@ from pathlib import Path
 import hypothesis
 import pytest
 
+from ftckpt import errors
 from tests.support.mounting import unmount_below
 
 ROOT = Path(__file__).parent.parent
@@ -21,6 +23,25 @@ sys.path[:0] = [str(ROOT), str(ROOT / "launch")]
 for profile, num_examples in (("usual", 60), ("longer", 200), ("thorough", 5000)):
     hypothesis.settings.register_profile(profile, max_examples=num_examples, deadline=None, print_blob=True)
 hypothesis.settings.load_profile("usual")
+
+
+@pytest.fixture(autouse=True)
+def settings_as_in_python() -> Iterator[None]:
+    """Doors and commands say how users of their process write settings; a test may be several of them."""
+    yield
+    errors._writing.clear()
+
+
+@pytest.fixture
+def as_flags() -> None:
+    """Texts name settings as those who give flags write them."""
+    errors.settings_are_written(errors.Writing.FLAG)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def logs_of_smps(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Go where those of tests do, and not to the user's."""
+    os.environ["XDG_STATE_HOME"] = str(tmp_path_factory.mktemp("state"))
 
 
 @pytest.fixture

@@ -56,7 +56,7 @@ def cores(setting: str, device_numa_node: int | None, allowed: set[int] | None =
     wanted = parse_cores(setting) & allowed
     if not wanted:
         raise ConfigError(
-            f"affinity: none of the cores {setting} is allowed here; allowed are {format_cores(allowed)}"
+            f"--ftckpt-affinity: none of the cores {setting} is allowed here; allowed are {format_cores(allowed)}"
         )
     return wanted
 
@@ -71,10 +71,12 @@ def parse_cores(text: str) -> set[int]:
     for part in text.split(","):
         match = _RANGE.fullmatch(part)
         if match is None:
-            raise ConfigError(f"affinity: {part!r} in {text!r} is not a core or a range of cores such as 0-3,8")
+            raise ConfigError(
+                f"--ftckpt-affinity: {part!r} in {text!r} is not a core or a range of cores such as 0-3,8"
+            )
         first, last = int(match[1]), int(match[2] or match[1])
         if last < first:
-            raise ConfigError(f"affinity: the range {part} runs backwards; write {last}-{first}")
+            raise ConfigError(f"--ftckpt-affinity: the range {part} runs backwards; write {last}-{first}")
         numbers.update(range(first, last + 1))
     return numbers
 

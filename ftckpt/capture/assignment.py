@@ -144,7 +144,7 @@ def _check_numbers(capacities: Sequence[int] | None, redundancy: Redundancy, num
         raise ConfigError(f"capacities: {len(capacities)} given, one for each of {num_ranks} ranks is needed")
     if redundancy.mode and len(redundancy.nodes) != num_ranks:
         raise ConfigError(
-            f"protect: {len(redundancy.nodes)} nodes given, one for each of {num_ranks} ranks is needed"
+            f"--ftckpt-protect: {len(redundancy.nodes)} nodes given, one for each of {num_ranks} ranks is needed"
         )
 
 

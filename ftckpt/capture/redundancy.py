@@ -44,9 +44,13 @@ class Redundancy:
 
     def __post_init__(self) -> None:
         if self.mode and self.mode not in SLOT_MODES:
-            raise ConfigError(f"protect: {self.mode!r} is no way to protect replicas; {', '.join(SLOT_MODES)} are")
+            raise ConfigError(
+                f"--ftckpt-protect: {self.mode!r} is no way to protect replicas; {', '.join(SLOT_MODES)} are"
+            )
         if len(self.racks) != len(self.nodes):
-            raise ConfigError(f"protect: {len(self.nodes)} nodes and {len(self.racks)} racks, one per rank is needed")
+            raise ConfigError(
+                f"--ftckpt-protect: {len(self.nodes)} nodes and {len(self.racks)} racks, one per rank is needed"
+            )
 
     @property
     def digest(self) -> str:

@@ -1,5 +1,5 @@
-"""The ``ftckpt`` command: look at arenas, delete those of a dead job, show what a run went through and what was
-copied when, plan protection, convert checkpoints, look at those on storage.
+"""The ``ftckpt`` command: say what a job has, look at arenas, delete those of a dead job, show what a run went
+through and what was copied when, plan protection, convert checkpoints, look at those on storage.
 
 Exit status: 0 good, 1 something inspected is corrupt, 2 the command could not be carried out.
 """
@@ -20,9 +20,10 @@ from ftckpt.commands.plan import add_plan
 from ftckpt.commands.report import add_report
 from ftckpt.commands.save import add_save
 from ftckpt.commands.smp import add_smp
+from ftckpt.commands.status import add_ls, add_status
 from ftckpt.commands.stored import add_list, add_verify
 from ftckpt.commands.timeline import add_timeline
-from ftckpt.errors import ConfigError, FtckptError
+from ftckpt.errors import ConfigError, FtckptError, Writing, settings_are_written
 
 
 class _Parser(argparse.ArgumentParser):
@@ -35,10 +36,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = _Parser(prog="ftckpt", description="in-memory snapshots of training state")
     commands = parser.add_subparsers(metavar="COMMAND", required=True, dest="command")
     for add in (
-        add_inspect, add_clean, add_timeline, add_report, add_plan, add_smp, add_convert, add_save, add_list,
-        add_verify, add_pin, add_unpin, add_ended,
+        add_status, add_ls, add_inspect, add_clean, add_timeline, add_report, add_plan, add_smp, add_convert,
+        add_save, add_list, add_verify, add_pin, add_unpin, add_ended,
     ):  # fmt: skip
         add(commands)
+    settings_are_written(Writing.FLAG)
     try:
         arguments = parser.parse_args(argv)
         run: Callable[[argparse.Namespace], int] = arguments.run

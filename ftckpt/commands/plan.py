@@ -13,7 +13,7 @@ from typing import Any
 
 from ftckpt.commands.plan_intervals import Costs, IntervalForecast, forecast
 from ftckpt.config import Config
-from ftckpt.errors import ConfigError, MemoryBudgetError
+from ftckpt.errors import ConfigError, MemoryBudgetError, Writing, settings_are_written
 from ftckpt.model.failures import FailureRecord
 from ftckpt.model.manifest import shard_name
 from ftckpt.model.shares import equal_cuts
@@ -263,6 +263,7 @@ def run(arguments: argparse.Namespace) -> int:
         ConfigError: a job that cannot be, or nothing at ``--seen``.
         StorageError: what is there cannot be read.
     """
+    settings_are_written(Writing.OPTION)
     config = Config(**{s.name: getattr(arguments, s.name) for s in fields(Config) if hasattr(arguments, s.name)})
     job = _job(arguments, config)
     modes, slots, table = plan(job, config)

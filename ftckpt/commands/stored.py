@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from contextlib import suppress
 from typing import Any
 
 import xxhash
@@ -44,7 +45,7 @@ def run_list(arguments: argparse.Namespace) -> int:
     iterations, pins, void = committed(storage), pinned(storage), voided(storage)
     for iteration in iterations:
         try:
-            stored = _manifest(storage, iteration)
+            stored = manifest_of(storage, iteration)
         except StorageError as error:
             print(f"iteration {iteration}: cannot be used: {error}")
             bad = True
@@ -74,14 +75,14 @@ def run_verify(arguments: argparse.Namespace) -> int:
         which = "" if arguments.iteration is None else f" of iteration {arguments.iteration}"
         raise StorageError(f"{arguments.where}: no snapshot{which}", lasting=True)
     good, void = [iteration for iteration in wanted if _is_good(storage, iteration)], voided(storage)
-    usable = [iteration for iteration in good if _manifest(storage, iteration).snapshot not in void]
+    usable = [iteration for iteration in good if manifest_of(storage, iteration).snapshot not in void]
     print(f"a restart would take iteration {usable[0]}" if usable else "a restart could take none of them")
     return int(len(good) < len(wanted))
 
 
 def _is_good(storage: Storage, iteration: int) -> bool:
     try:
-        stored = _manifest(storage, iteration)
+        stored = manifest_of(storage, iteration)
     except StorageError as error:
         print(f"iteration {iteration}: bad: {error}")
         return False
@@ -109,6 +110,23 @@ def _problem(storage: Storage, name: str, entry: StoredShard) -> str:
     return "" if digest.hexdigest() == entry.checksum else f"{name} does not match its checksum"
 
 
-def _manifest(storage: Storage, iteration: int) -> StoredSnapshot:
+def manifest_of(storage: Storage, iteration: int) -> StoredSnapshot:
+    """Of a committed snapshot; raises StorageError."""
     name = f"{folder_of(iteration)}/{MANIFEST_NAME}"
     return StoredSnapshot.decode(storage.read(name), f"{storage.where}/{name}")
+
+
+def usable_at(where: str) -> list[int]:
+    """Iterations of the snapshots that a restart may take of what lies at ``where``, newest first; no byte of their
+    shards is read.
+
+    Raises:
+        StorageError: the place cannot be read.
+    """
+    storage, usable = open_storage(where), list[int]()
+    void = voided(storage)
+    for iteration in committed(storage):
+        with suppress(StorageError):
+            if manifest_of(storage, iteration).snapshot not in void:
+                usable.append(iteration)
+    return usable

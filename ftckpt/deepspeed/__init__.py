@@ -23,10 +23,13 @@ from ftckpt.config import Config
 from ftckpt.deepspeed import initialize
 from ftckpt.deepspeed.section import configure
 from ftckpt.errors import ConfigError
+from ftckpt.frameworks.launcher import follow_uncaught
 
 if TYPE_CHECKING:
     from ftckpt.frameworks.torch_state import Stateful
     from ftckpt.job.checkpointer import Checkpointer
+
+follow_uncaught()  # what is wrong in a configuration is said before anything is started
 
 __all__ = ["active", "attach", "close", "configure", "register", "remove"]
 

@@ -70,7 +70,8 @@ class Saves:
         """Behind the end of training: what was left and has not come DeepSpeed saves, if it still can. Collective."""
         if not self._is_called:
             log_once(
-                "persist: deepspeed: save_checkpoint was never called: no checkpoint of DeepSpeed's lies in %s",
+                "--ftckpt-persist: deepspeed: save_checkpoint was never called: no checkpoint of DeepSpeed's lies "
+                "in %s",
                 self._directory,
             )
         if self._takeover.left < 0 or not torch.distributed.is_initialized():

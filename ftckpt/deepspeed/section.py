@@ -60,18 +60,20 @@ def merged(section: Any) -> Config:
     for name, value in _given.items():
         if section.get(name, value) != value:
             raise ConfigError(
-                f"{name}: {value!r} by {flag_of(name)} and {section[name]!r} in the DeepSpeed configuration; "
+                f"{flag_of(name)}: {value!r} to the runner and {section[name]!r} in the DeepSpeed configuration; "
                 "give it once, or the same in both"
             )
     settings = {**section, **_given}
     if settings and "enabled" not in settings:
         raise ConfigError(
-            f'enabled: missing, and the other settings mean nothing without it; say "enabled": true in the section '
-            f'"{NAME}" of the DeepSpeed configuration, or --ftckpt to the runner'
+            '"enabled" is missing, and the other settings mean nothing without it: say "enabled": true in the '
+            f'section "{NAME}" of the DeepSpeed configuration, or give the runner its flag'
         )
     config = Config.from_mapping(settings)
     if config.layouts:
-        raise ConfigError("layouts: a DeepSpeed script builds its own layout, and restarts in any; leave them out")
+        raise ConfigError(
+            "--ftckpt-layouts: a DeepSpeed script builds its own layout, and restarts in any; leave them out"
+        )
     return config
 
 

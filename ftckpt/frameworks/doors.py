@@ -187,7 +187,9 @@ def start(
     if not logging.getLogger("ftckpt").hasHandlers():
         log_to_stderr()  # a script that has not configured logging would be told nothing
     if (program := program_of(config.persist)) not in ("", saves_of):
-        raise ConfigError(f"persist: {program} does not train here, and saves nothing: name a directory or a URL")
+        raise ConfigError(
+            f"--ftckpt-persist: {program} does not train here, and saves nothing: name a directory or a URL"
+        )
     config = replace(config, job=job_name(config.job, os.environ), node=node_name(config.node, os.environ))
     read_ahead(config)  # of a script that has told nobody before
     from ftckpt.job.compile_locks import release_orphans

@@ -28,6 +28,7 @@ from typing import NoReturn
 
 from ftckpt.config import NAME_RULE, add_flags, is_name
 from ftckpt.errors import ConfigError, FtckptError
+from ftckpt.store import ends
 from ftckpt.store.outcome import agent_of, launcher_run
 
 # Present in every process that torchrun, mpirun, srun or a hand-written launcher has started.
@@ -206,7 +207,8 @@ def leave_if_over() -> None:
 
 
 def follow_uncaught() -> None:
-    """From here on an error of ftckpt that a script does not catch ends the launcher's retries, where it is final."""
+    """From here on an error of ftckpt that a script does not catch is one line of one rank, and ends the launcher's
+    retries, where it is final."""
     if sys.excepthook is not _show_uncaught:
         _shown_by.append(sys.excepthook)
         sys.excepthook = _show_uncaught
@@ -217,9 +219,13 @@ _shown_by: list[Callable[..., object]] = []
 
 
 def _show_uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    if not issubclass(kind, KeyboardInterrupt):
+        ends.tell_here(f"rank {os.environ.get('RANK', '0')}: {kind.__name__}: {error}")
     if isinstance(error, FtckptError):
-        launcher_run(os.environ).end(_REFUSED if error.final else None, str(error))
-    _shown_by[-1](kind, error, trace)
+        logging.getLogger("ftckpt").debug("uncaught", exc_info=(kind, error, trace))
+        refuse(error)
+    else:
+        _shown_by[-1](kind, error, trace)
 
 
 def refuse(error: FtckptError) -> int:
@@ -235,7 +241,7 @@ def refuse(error: FtckptError) -> int:
 
 
 def _print(text: str) -> None:
-    print(f"ftckpt: {text}", file=sys.stderr, flush=True)
+    print(f"ftckpt: {' '.join(text.split())}", file=sys.stderr, flush=True)
 
 
 def leave(main: Callable[[Sequence[str]], int]) -> NoReturn:

@@ -74,8 +74,8 @@ def listening_address(configured: str, machines: Collection[str], env: Mapping[s
     found = next(filter(_is_reached, ways), "") or next(iter(_usable(there, _between_machines)), "")
     if not found:
         raise ConfigError(
-            f"smp_listen: no address at which other nodes reach this one was found; name one of this machine's, or "
-            f"an interface ({_listed(there)})"
+            "--ftckpt-smp-listen: no address at which other nodes reach this one was found; name one of this "
+            f"machine's, or an interface ({_listed(there)})"
         )
     return found
 
@@ -142,8 +142,8 @@ def _configured(setting: str) -> str:
                 return address
         problem = problem or f"{word!r} has no address"
     raise ConfigError(
-        f"smp_listen: {setting!r} cannot be listened at here: {problem}; name an address of this machine, or an "
-        f"interface ({_listed(there)})"
+        f"--ftckpt-smp-listen: {setting!r} cannot be listened at here: {problem}; name an address of this machine, "
+        f"or an interface ({_listed(there)})"
     )
 
 

@@ -353,7 +353,8 @@ class NodeArenas:
             first = self._topology.ranks_on(node)[0]
             if mine.read != seen[first].written:
                 raise ConfigError(
-                    f"node: two machines are called {node!r}: rank {first} is on {seen[first].where}, rank {rank} is "
+                    f"--ftckpt-node: two machines are called {node!r}: rank {first} is on {seen[first].where}, rank "
+                    f"{rank} is "
                     f"on {mine.where}, and they do not see the same {self.path}. Give each machine a name of its own "
                     "with --ftckpt-node or FTCKPT_NODE; containers that share a name must share that directory"
                 )

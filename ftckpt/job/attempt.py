@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from threading import Thread
 from typing import NamedTuple
@@ -22,11 +23,14 @@ from ftckpt.model.failures import (
     in_words,
     next_record,
 )
-from ftckpt.model.tiers import mtbf_secs
+from ftckpt.model.text import listed
+from ftckpt.model.tiers import NODE, mtbf_secs
 from ftckpt.model.topology import Topology
 from ftckpt.persist.failures import tell_trained
 from ftckpt.persist.place import Place
 from ftckpt.persist.storage import open_storage, patiently
+from ftckpt.store import ends
+from ftckpt.store.ends import End
 from ftckpt.store.failures import note_end, read_failures, still_trains, write_failures
 from ftckpt.store.outcome import MOST_STARTS, LauncherRun
 
@@ -35,17 +39,22 @@ log = logging.getLogger("ftckpt")
 _TELL_SECS = 10.0
 """For storage to take the note that a job has ended: nobody needs it but the counts of the next start."""
 
+_MOST_ENDS = 4
+"""Told of how an attempt has ended: the first is the cause, what follows mostly its consequence."""
+
 _OFTEN_SECS = 1.0
 """Between two times at which training says that it goes on: failures are counted by the hour."""
 
 
 class AttemptSight(NamedTuple):
     """What one rank knows at the start. ``starts``: that made no snapshot, -1 where it speaks for no launcher run;
-    ``run``: the name of that. ``last``: what its node's memory has, where it leads the node."""
+    ``run``: the name of that. ``last`` and ``ends``: what its node's memory has, and has seen of the end of the
+    attempt before, where it leads the node."""
 
     starts: int
     run: str
     last: LastAttempt | None
+    ends: tuple[End, ...] = ()
 
 
 class AttemptRecord:
@@ -60,6 +69,7 @@ class AttemptRecord:
         self._has_snapshot = False
         self._node_dir: Path | None = None  # where this rank leads its node
         self._found: dict[str, LastAttempt] = {}  # by the node
+        self._ends: list[str] = []
         self._runs: tuple[str, ...] = ()
         self.record: FailureRecord | None = None
         """What the next start is to know of failures; from ``learn`` on."""
@@ -76,8 +86,10 @@ class AttemptRecord:
         if self._run.problem:
             log.warning("ftckpt: what this attempt comes to cannot be kept for the next: %s", self._run.problem)
         self._runs = tuple(sorted({one.run for one in sights if one.run}))
-        members = zip(self._topology.members, sights, strict=True)
+        members = [*zip(self._topology.members, sights, strict=True)]
         self._found = {member.node: one.last for member, one in members if one.last is not None}
+        told = sorted((end.time, f"node {member.node}: {end.text}") for member, one in members for end in one.ends)
+        self._ends = [text for _, text in told][:_MOST_ENDS]
         # The least: a node that comes and goes has failed in a row while others made snapshots.
         starts = min((one.starts for one in sights if one.starts >= 0), default=0)
         if starts >= MOST_STARTS:
@@ -100,15 +112,20 @@ class AttemptRecord:
         known = [*self._found.values(), *([on_storage] if on_storage is not None else [])]
         last = LastAttempt.newest(known)
         kind = ended_by(last and last.record, Start(self._found, self._runs, lost, taken_back))
+        if kind == NODE and last is not None:
+            gone = sorted(set(last.record.nodes) - set(self._found))
+            self._ends.append(f"nothing is left in the memory of node(s) {listed(gone)}")
         begins = FailureRecord(self._config.job, 1, owner, nodes, self._runs, time.time())
-        self.record = next_record(last, kind, begins)
+        self.record = next_record(last, kind, begins).with_ends(self._ends)
         rates = expected(mtbf_secs(check_mtbf(self._config.mtbf), len(nodes)), self.record, len(nodes))
         self._events.emit(
-            "failures", last=kind, attempt=self.record.number, nodes=len(nodes),
+            "failures", last=kind, attempt=self.record.number, nodes=len(nodes), ends=self._ends,
             seen={one: rate.seen for one, rate in rates.items()}, secs={one: r.secs for one, r in rates.items()},
             given_secs={one: r.given_secs for one, r in rates.items()},
             mtbf_secs={one: r.mtbf_secs for one, r in rates.items()},
         )  # fmt: skip
+        for text in self._ends:
+            self._events.announce(f"how the attempt before this one ended: {text}")
         if last is not None:
             self._events.announce(f"failures: {in_words(rates)}")
         return rates
@@ -117,6 +134,9 @@ class AttemptRecord:
         """Training begins: what has ended the attempt before this one is counted."""
         self._is_kept = True
         self._write(write_failures)
+        if self._node_dir is not None:
+            with suppress(OSError):  # they are told once more
+                ends.forget(self._node_dir)
 
     def trains(self) -> None:
         """A boundary."""
@@ -153,14 +173,17 @@ class AttemptRecord:
     def look(self, node_dir: Path) -> AttemptSight:
         """Count the attempt; what is known here of those before it."""
         self._node_dir = node_dir if self._topology.is_node_leader else None
+        ends.are_told_in(node_dir)
         starts = self._run.begin().starts if self._run.name else -1
         last: LastAttempt | None = None
+        told: list[End] = []
         if self._node_dir is not None:
             try:
+                told = ends.read(self._node_dir)
                 last = read_failures(self._node_dir)
             except (OSError, ValueError) as error:
                 self._events.emit("failures_unknown", error=str(error))
-        return AttemptSight(starts, self._run.name, last)
+        return AttemptSight(starts, self._run.name, last, tuple(told[:_MOST_ENDS]))
 
     def _write(self, write: Callable[[Path, FailureRecord], None]) -> None:
         assert self.record is not None

@@ -86,7 +86,7 @@ class Checkpointer:
         run: what starts this process again when a rank fails; given to one of the ranks that it started here.
 
     Raises:
-        ConfigError: ``job`` or ``node`` is empty.
+        ConfigError: ``job`` or ``node`` is empty; the directory for events cannot be written.
     """
 
     def __init__(
@@ -97,10 +97,16 @@ class Checkpointer:
             raise ConfigError("job and node: both need a name")
         if config.persist == MEGATRON:
             raise ConfigError(
-                "persist: megatron is for a job that Megatron-LM's own train loop saves; name a directory or a URL"
+                "--ftckpt-persist: megatron is for a job that Megatron-LM's own train loop saves; name a directory "
+                "or a URL"
             )
         self.topology = topology
-        self.events = Events(config.events_dir, topology.rank)
+        try:
+            self.events = Events(config.events_dir, topology.rank)
+        except OSError as error:
+            raise ConfigError(
+                f"--ftckpt-events: {config.events} cannot be written: {error.strerror}; name another directory"
+            ) from None
         self._links = Links(config.start_timeout_secs, config.agree_timeout_secs, group)
         self.group = self._links.group
         self.training_state = state

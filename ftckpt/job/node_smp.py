@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ftckpt.config import Config
-from ftckpt.errors import ConfigError, FtckptError, SmpError, StorageError, in_words
-from ftckpt.events import Events
+from ftckpt.errors import ConfigError, FtckptError, SmpError, StorageError, in_words, written
+from ftckpt.events import Events, log
 from ftckpt.group import Group
 from ftckpt.job.addresses import listening_address
 from ftckpt.job.smp_setup import SmpSetup
@@ -110,7 +110,9 @@ class NodeSmp:
         """
         if self._config.secret_file and len(set(offers)) > 1:
             path = self._config.secret_file
-            raise ConfigError(f"secret_file: {path} does not hold the same on all nodes; copy one to all of them")
+            raise ConfigError(
+                f"--ftckpt-secret-file: {path} does not hold the same on all nodes; copy one to all of them"
+            )
         self._secret = offers[0]
 
     def report(self) -> SmpReport:
@@ -185,7 +187,7 @@ class NodeSmp:
         self._client = client = self._listening(self._node_dir, self._port, description)
         if not self._setup.is_over:
             client.configure(description)
-            self._watch = self._watch or Watch(client, self._events.emit)
+            self._watch = self._watch or Watch(client, self._events.emit, tell=self._tell_warning)
 
     def _claim_storage(self) -> None:
         """SMPs of an earlier attempt that still live, on nodes that this one does not have, write there no more."""
@@ -274,6 +276,9 @@ class NodeSmp:
                 SmpConfig.leave(node_dir, description, port.host, port.number, self._secret)
         return find_or_start(node_dir, Path(config.arena), config.job, self._topology.me.node, asdict(config))
 
+    def _tell_warning(self, text: str) -> None:
+        log.warning("ftckpt: SMP of node %s: %s", self._topology.me.node, written(text))
+
     def _fail(self, error: Exception) -> None:
         self._events.emit("smp_error", error=in_words(error))
 
@@ -291,11 +296,13 @@ def read_secret(path: Path) -> bytes:
             mode = os.fstat(file.fileno()).st_mode
             text = file.read(_MOST_SECRET_BYTES)
     except OSError as error:
-        raise ConfigError(f"secret_file: {path} cannot be read: {error.strerror}; {how}") from None
+        raise ConfigError(f"--ftckpt-secret-file: {path} cannot be read: {error.strerror}; {how}") from None
     if stat.S_IMODE(mode) & 0o077:
-        raise ConfigError(f"secret_file: {path} is open to others (mode {stat.S_IMODE(mode):o}); chmod 600 it")
+        raise ConfigError(
+            f"--ftckpt-secret-file: {path} is open to others (mode {stat.S_IMODE(mode):o}); chmod 600 it"
+        )
     # White space at the ends of a file is no secret.
     if len(text.strip()) < MIN_SECRET_BYTES:
-        raise ConfigError(f"secret_file: {path} holds less than {MIN_SECRET_BYTES} bytes; {how}")
+        raise ConfigError(f"--ftckpt-secret-file: {path} holds less than {MIN_SECRET_BYTES} bytes; {how}")
     # Any length, 32 bytes; the word keeps it apart from what else may be made of the same file.
     return hashlib.sha256(b"ftckpt secret" + text).digest()

@@ -356,13 +356,13 @@ class Protection:
         slots = self._config.num_slots(bool(modes.names))
         if modes.names and slots < _LEAST_SLOTS:
             raise ConfigError(
-                f"slots: {slots} are too few with protection ({', '.join(modes.names)}): one is protected, "
+                f"--ftckpt-slots: {slots} are too few with protection ({', '.join(modes.names)}): one is protected, "
                 f"one is being protected, one is written; use {_LEAST_SLOTS} or more, or 0"
             )
         if self._config.persist and slots < (least := (_LEAST_SLOTS if modes.names else 2) + 1):
             raise ConfigError(
-                f"slots: {slots} are too few with persist: one more is kept until it is on storage; use {least} "
-                "or more, or 0"
+                f"--ftckpt-slots: {slots} are too few with --ftckpt-persist: one more is kept until it is on "
+                f"storage; use {least} or more, or 0"
             )
         return modes
 

@@ -49,7 +49,7 @@ class RankStorage:
             prepare(self._place)
         except StorageError as error:
             if error.lasting:
-                raise StorageError(f"persist: {error}", lasting=True) from None
+                raise StorageError(f"--ftckpt-persist: {error}", lasting=True) from None
 
     def bring_last(self, rank: RankEnd) -> StorageError | None:
         """Bring the last snapshot, which is taken where it is missing and can be; what went wrong, where that is to

@@ -37,7 +37,7 @@ def taken_over(config: Config, args: Namespace) -> Config:
     """
     directory, every = getattr(args, "save", None), getattr(args, "save_interval", None)
     if not directory or not every:
-        raise ConfigError("persist: megatron takes --save over: add --save DIR --save-interval K")
+        raise ConfigError("--ftckpt-persist: megatron takes --save over: add --save DIR --save-interval K")
     form = getattr(args, "ckpt_format", "torch_dist")
     for wrong, text in (
         ("://" in directory, f"--save {directory} is no directory"),
@@ -56,11 +56,13 @@ def taken_over(config: Config, args: Namespace) -> Config:
         (every % config.least_interval, f"interval {config.interval} does not divide --save-interval {every}"),
     ):
         if wrong:
-            raise ConfigError(f"persist: megatron: {text}")
+            raise ConfigError(f"--ftckpt-persist: megatron: {text}")
     training = importlib.import_module("megatron.training.training")
     missing = [name for name in (_WRITE, _SAVE, _DECIDE, _TRAIN) if not callable(getattr(training, name, None))]
     if missing:
-        raise UnsupportedError(f"persist: megatron: this Megatron-LM has no {training.__name__}.{missing[0]}")
+        raise UnsupportedError(
+            f"--ftckpt-persist: megatron: this Megatron-LM has no {training.__name__}.{missing[0]}"
+        )
     directory = os.path.abspath(directory)
     os.makedirs(directory, exist_ok=True)  # as Megatron does with its first checkpoint
     return replace(config, persist=f"{MEGATRON}:{directory}", persist_interval=every)

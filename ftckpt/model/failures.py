@@ -16,6 +16,9 @@ from typing import NamedTuple
 
 from ftckpt.model.tiers import JOB, KINDS, NODE, PROCESS
 
+_MOST_ENDS = 12
+"""That a record remembers."""
+
 
 class FailureRate(NamedTuple):
     """Of one kind: ``seen`` failures in ``secs`` of training, where one in each ``given_secs`` was assumed."""
@@ -43,7 +46,8 @@ class FailureRecord:
     ``number``: of the attempt, from 1. ``owner``: a word of it alone. ``nodes``: it trains on. ``runs``: launcher
     runs that have started it, as far as they have names. ``began``: the time of day, in seconds. ``secs``: that
     earlier attempts have trained; ``node_secs``: the sum of what each of their nodes has. ``seen``: failures by kind.
-    ``ended``: it has ended as it was to, and not by a failure.
+    ``ended``: it has ended as it was to, and not by a failure. ``ends``: what nodes have seen of how earlier attempts
+    ended, the newest last.
     """
 
     job: str
@@ -56,6 +60,12 @@ class FailureRecord:
     node_secs: float = 0.0
     seen: dict[str, int] = field(default_factory=dict)
     ended: bool = False
+    ends: tuple[str, ...] = ()
+
+    def with_ends(self, ends: Sequence[str]) -> FailureRecord:
+        """The same, and how the attempt before this one has ended."""
+        told = [f"attempt {self.number - 1}: {text}" for text in ends]
+        return replace(self, ends=(*self.ends, *told)[-_MOST_ENDS:])
 
     def as_ended(self) -> FailureRecord:
         """The same, once the attempt has ended as it was to."""
@@ -130,6 +140,7 @@ def next_record(last: LastAttempt | None, kind: str, begins: FailureRecord) -> F
         secs=before.secs + last.secs,
         node_secs=before.node_secs + last.secs * len(before.nodes),
         seen={**before.seen, **({kind: before.seen.get(kind, 0) + 1} if kind else {})},
+        ends=before.ends,
     )
 
 

@@ -145,11 +145,13 @@ def names(layouts: Layouts, world_size: int) -> list[str]:
     if callable(layouts):
         given = layouts(world_size)
         if not isinstance(given, str):
-            raise LayoutError(f"layouts: the function gave {given!r} for {_ranks(world_size)}, which is no name")
+            raise LayoutError(
+                f"--ftckpt-layouts: the function gave {given!r} for {_ranks(world_size)}, which is no name"
+            )
         layouts = [given]
     listed = list(dict.fromkeys(name.strip() for name in layouts))
     if not listed:
-        raise LayoutError("layouts: the list is empty; name at least one, such as tp2pp2")
+        raise LayoutError("--ftckpt-layouts: the list is empty; name at least one, such as tp2pp2")
     return listed
 
 
@@ -240,9 +242,9 @@ def _imported(place: str) -> Callable[[int], str]:
     try:
         imported = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
-        raise LayoutError(f"layouts: {place!r} cannot be imported: {error}") from error
+        raise LayoutError(f"--ftckpt-layouts: {place!r} cannot be imported: {error}") from error
     if not callable(imported):
-        raise LayoutError(f"layouts: {place!r} is no function")
+        raise LayoutError(f"--ftckpt-layouts: {place!r} is no function")
     function: Callable[[int], str] = imported
     return function
 

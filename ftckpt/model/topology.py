@@ -80,6 +80,15 @@ _SLOWEST_FIRST = ("pp", "dp", "cp", "tp")
 _PLACE = re.compile(r"(.+?)([0-9]+)")
 
 
+def coordinates_of(shard: str) -> dict[str, int]:
+    """Inverse of ``RankPlace.shard``: ``tp0-pp1-dp0`` gives tp 0, pp 1, dp 0.
+
+    Raises:
+        MismatchError: not the name of a shard.
+    """
+    return dict(_places(shard))
+
+
 def axes_of(shard: str) -> tuple[str, ...]:
     """The axes in the name of a shard, in its order: ``tp0-pp1-dp0`` gives tp, pp, dp.
 

@@ -142,11 +142,13 @@ def coefficient(row: int, index: int) -> int:
 def _row(code: str, row: int, width: int, losses: int) -> list[int]:
     """Coefficients of one parity row of ``width`` data arrays."""
     if code not in CODES:
-        raise ConfigError(f"peer_code: {code!r} is none of {', '.join(CODES)}")
+        raise ConfigError(f"--ftckpt-peer-code: {code!r} is none of {', '.join(CODES)}")
     if not 0 <= row < losses or (code == "xor" and losses != 1) or (code == "mirror" and width != 1):
-        raise ConfigError(f"peer_losses: {code} of {width} arrays has no parity block {row} of {losses}")
+        raise ConfigError(f"--ftckpt-peer-losses: {code} of {width} arrays has no parity block {row} of {losses}")
     if code == "rs" and width + losses > MAX_MEMBERS:
-        raise ConfigError(f"peer_group: rs spans {MAX_MEMBERS} members at most, not {width + losses}; lower it")
+        raise ConfigError(
+            f"--ftckpt-peer-group: rs spans {MAX_MEMBERS} members at most, not {width + losses}; lower it"
+        )
     return [1] * width if code == "mirror" else [coefficient(row, index) for index in range(width)]
 
 

@@ -147,7 +147,9 @@ def possible_modes(
     if 1 < members <= peer_losses < (peer_group or MOST_MEMBERS):
         losses = members - 1
         if possible == ["auto"] or "peer" in possible:
-            left_out.append(f"peer_losses: of {len(ranks_of)} nodes {losses} can be lost together, not {peer_losses}")
+            left_out.append(
+                f"--ftckpt-peer-losses: of {len(ranks_of)} nodes {losses} can be lost together, not {peer_losses}"
+            )
         peer_losses = losses
     settings = {"peer_losses": peer_losses, "peer_group": peer_group}
     modes = resolve_modes(",".join(possible) or "none", places, spans_nodes, peer_code=peer_code, **settings)
@@ -156,32 +158,34 @@ def possible_modes(
 
 def _check_useful(node: bool, replica: str, peer: bool, ranks_of: Counter[str], spans_nodes: bool) -> None:
     if node and max(ranks_of.values(), default=0) < 2:
-        raise ConfigError("protect: node needs two ranks or more on a node, here each has one; use replica or peer")
+        raise ConfigError(
+            "--ftckpt-protect: node needs two ranks or more on a node, here each has one; use replica or peer"
+        )
     if replica and not spans_nodes:
         raise ConfigError(
-            f"protect: {replica} needs state that ranks on different nodes hold alike, here there is none; "
+            f"--ftckpt-protect: {replica} needs state that ranks on different nodes hold alike, here there is none; "
             "use peer, which guards what one node alone holds"
         )
     if peer and len(ranks_of) < 2:
-        raise ConfigError("protect: peer needs two nodes or more, here all ranks are on one; use node")
+        raise ConfigError("--ftckpt-protect: peer needs two nodes or more, here all ranks are on one; use node")
 
 
 def _check_peer(code: str, losses: int, group: int, num_nodes: int) -> None:
     if code not in CODES:
-        raise ConfigError(f"peer_code: {code!r} is not one of {', '.join(CODES)}")
+        raise ConfigError(f"--ftckpt-peer-code: {code!r} is not one of {', '.join(CODES)}")
     if losses < 1:
-        raise ConfigError(f"peer_losses: {losses} is too small; the least is 1")
+        raise ConfigError(f"--ftckpt-peer-losses: {losses} is too small; the least is 1")
     if group < 0 or group == 1:
         raise ConfigError(
-            f"peer_group: a group of {group} cannot guard anything; use 2 or more, or 0 for up to eight"
+            f"--ftckpt-peer-group: a group of {group} cannot guard anything; use 2 or more, or 0 for up to eight"
         )
     if code == "xor" and losses > 1:
         raise ConfigError(
-            f"peer_losses: xor survives one lost node, not {losses}; use --ftckpt-peer-code rs or mirror"
+            f"--ftckpt-peer-losses: xor survives one lost node, not {losses}; use --ftckpt-peer-code rs or mirror"
         )
     members = min(group or MOST_MEMBERS, num_nodes)
     if losses >= members:
         raise ConfigError(
-            f"peer_losses: {losses} lost of a group of {members} nodes cannot be survived; use at most {members - 1}"
-            + (", or a larger peer_group" if members < num_nodes else "")
+            f"--ftckpt-peer-losses: {losses} lost of a group of {members} nodes cannot be survived; use at most "
+            f"{members - 1}" + (", or a larger peer_group" if members < num_nodes else "")
         )

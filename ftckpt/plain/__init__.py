@@ -21,12 +21,15 @@ from typing import TYPE_CHECKING, Any
 from ftckpt.config import Config
 from ftckpt.errors import ConfigError
 from ftckpt.frameworks import doors
+from ftckpt.frameworks.launcher import follow_uncaught
 
 if TYPE_CHECKING:
     import torch
 
     from ftckpt.frameworks.torch_state import Stateful
     from ftckpt.job.checkpointer import Checkpointer
+
+follow_uncaught()  # what is wrong in a configuration is said before anything is started
 
 patches = doors.Patches()
 """On all models and optimizers that were attached. Checkpointers are the scripts' own, so that models can go."""
@@ -100,7 +103,7 @@ def _check(config: Config) -> None:
 
     if config.layouts:
         raise ConfigError(
-            "layouts: a script in plain torch builds its own layout, and restarts in any; leave them out"
+            "--ftckpt-layouts: a script in plain torch builds its own layout, and restarts in any; leave them out"
         )
     if not dist.is_initialized():
         raise ConfigError("torch.distributed: call ftckpt.plain.init_process_group first, with a single rank too")

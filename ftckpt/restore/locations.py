@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from ftckpt.errors import ArenaError
@@ -65,17 +67,20 @@ class OpenArenas:
 
     All stages of a restart share one. Whoever is about to free or replace files closes it first: tmpfs gives memory
     back only when nothing maps it, and a mapping goes on showing a file that was replaced. What is wanted after that
-    is opened anew.
+    is opened anew. Arenas in ``borrowed``, by the names of their directories, are open already, and stay so.
     """
 
-    def __init__(self, node_dir: Path) -> None:
+    def __init__(self, node_dir: Path, borrowed: Mapping[str, Arena] = MappingProxyType({})) -> None:
         self.node_dir = node_dir
+        self._borrowed = borrowed
         self._arenas: dict[str, Arena] = {}
         self._files: dict[SlotAt, SlotFile] = {}
         self._parity: dict[tuple[str, str], ParityFile] = {}
 
     def get(self, name: str) -> Arena:
         """The arena in directory ``name`` of this node."""
+        if name in self._borrowed:
+            return self._borrowed[name]
         if name not in self._arenas:
             self._arenas[name] = Arena.open(self.node_dir / name)
         return self._arenas[name]

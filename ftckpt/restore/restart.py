@@ -167,8 +167,8 @@ class Restart:
             return 0
         if loaded.iteration >= before:
             raise ConfigError(
-                f"restore_before: {before}, but the script has loaded iteration {loaded.iteration} from storage: let "
-                "it load one before that, or none"
+                f"--ftckpt-restore-before: {before}, but the script has loaded iteration {loaded.iteration} from "
+                "storage: let it load one before that, or none"
             )
         return before
 
@@ -176,8 +176,8 @@ class Restart:
         """No later start takes what is newer, wherever it lies; memory is voided in ``void_newer``."""
         if decision is None and not loaded.is_one and on_lost != "fresh":
             raise LostError(
-                f"restore_before: no snapshot before iteration {limit} is whole in memory or on storage; name a "
-                "later iteration, or begin at the beginning with --ftckpt-on-lost fresh"
+                f"--ftckpt-restore-before: no snapshot before iteration {limit} is whole in memory or on storage; "
+                "name a later iteration, or begin at the beginning with --ftckpt-on-lost fresh"
             )
         leads = self._storage and self._group.rank == 0
         undone = together(self._group, lambda: self._shelf.void_from(limit) if leads else [])

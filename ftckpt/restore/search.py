@@ -302,14 +302,7 @@ class Search:
 
     def _gather_shield(self, query: Query) -> Shield:
         """All about the protection of a snapshot, from the leaders of all nodes."""
-        damaged = self._findings.damage
-        good = {
-            report.shard
-            for report in self._inventory.arenas
-            for slot in report.slots
-            if slot.snapshot == query.snapshot and SlotAt(report.node, report.name, slot.index) not in damaged
-        }
-        lacking, topology = set(query.shards) - good, self._topology
+        lacking, topology = query.lacking(self._inventory, self._findings.damage), self._topology
 
         def read() -> NodeProtection:
             if not topology.is_node_leader:

@@ -183,7 +183,7 @@ def _require_own(storage: Storage) -> None:
         ask(lambda: commit.require_own(storage))
     except StorageError as error:
         if error.lasting:
-            raise StorageError(f"persist: {error}", lasting=True) from None
+            raise StorageError(f"--ftckpt-persist: {error}", lasting=True) from None
 
 
 def _hold(storage: Storage, reader: str, events: Events) -> None:

@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from ftckpt.config import Config
-from ftckpt.errors import FtckptError, SmpError
+from ftckpt.errors import FtckptError, SmpError, Writing, settings_are_written
 from ftckpt.smp import BUSY_STATUS
 
 _READY = b"ready\n"
@@ -82,6 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add_arguments(parser)
     parser.add_argument("--detach", action="store_true", help="run in the background; return when it answers")
     arguments = parser.parse_args(argv)
+    settings_are_written(Writing.FLAG)  # trainers, who are told, write them as their users do
     return detached(arguments) if arguments.detach else foreground(arguments)
 
 

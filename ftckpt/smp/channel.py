@@ -109,7 +109,7 @@ class Trust:
         """
         if len(self.secret) < MIN_SECRET_BYTES:
             raise ConfigError(
-                f"secret_file: a secret of {len(self.secret)} bytes; at least {MIN_SECRET_BYTES} are needed"
+                f"--ftckpt-secret-file: a secret of {len(self.secret)} bytes; at least {MIN_SECRET_BYTES} are needed"
             )
         return self
 

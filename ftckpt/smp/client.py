@@ -16,6 +16,7 @@ from typing import Any
 from ftckpt.errors import SmpError
 from ftckpt.smp import BUSY_STATUS
 from ftckpt.smp.channel import Deadlines, PeerError, SilentError, Trust, VersionError, connect
+from ftckpt.smp.log_tail import LogTail
 from ftckpt.smp.requests import (
     VERSION,
     ConfigureRequest,
@@ -27,7 +28,7 @@ from ftckpt.smp.requests import (
     StatusRequest,
     exchange,
 )
-from ftckpt.store.directory import SMP_LOCK_NAME, end_smp
+from ftckpt.store.directory import SMP_LOCK_NAME, SMP_LOG_NAME, end_smp
 from ftckpt.store.locks import holder_of
 from ftckpt.store.page import pid_of
 from ftckpt.store.process import Process
@@ -137,6 +138,8 @@ _MOST_SILENT_SECS = 60.0
 """An SMP comes behind training; between two pieces of its work it gives a sign of life."""
 _START_SECS = 20.0
 """Twice ``_ANSWER_SECS``: after so long a silent one is replaced, and its successor needs the rest."""
+_MOST_WARNINGS = 16
+"""Of an SMP that are told at a time."""
 _ATTEMPTS = 3
 """Starts of an SMP that ends at once; the last error is told."""
 
@@ -183,7 +186,8 @@ def find_or_start(
 
 
 class Watch:
-    """A thread that starts a new SMP within about a second when the node's has died. For one rank of the node.
+    """A thread that starts a new SMP within about a second when the node's has died, and tells what it warns of. For
+    one rank of the node.
 
     One that stands still is ended first: one that is stopped guards nothing and would keep its lock. It may be killed
     at any time, so that nothing is lost where it was only slow. The new one configures itself by what the old one
@@ -191,6 +195,7 @@ class Watch:
 
     Args:
         report: called with an event's name and fields: ``smp_restarted``, ``smp_error``.
+        tell: called with each warning of the SMP's, a line.
         silent_secs: without a sign of life, after which it is ended.
     """
 
@@ -200,8 +205,10 @@ class Watch:
         report: Callable[..., None],
         every_secs: float = 0.5,
         silent_secs: float = _MOST_SILENT_SECS,
+        tell: Callable[[str], None] = lambda line: None,
     ) -> None:
-        self._client, self._report, self._every_secs = client, report, every_secs
+        self._client, self._report, self._every_secs, self._tell = client, report, every_secs, tell
+        self._log = LogTail(client.node_dir / SMP_LOG_NAME)
         self._pulse = Pulse.open(client.node_dir, None)
         self._most_silent = math.ceil(silent_secs / every_secs)
         self._seen, self._silent = (0, 0), 0  # the last sign of life, and the looks since that found no other
@@ -222,6 +229,7 @@ class Watch:
             try:
                 if not client.node_dir.is_dir():  # the job was cleaned away
                     continue
+                self._tell_warnings()
                 holder = holder_of(client.node_dir / SMP_LOCK_NAME)
                 if holder is not None and not self._stands_still(holder):
                     continue
@@ -231,6 +239,13 @@ class Watch:
                 self._report("smp_error", error=str(error))
                 # Fewer attempts from now on: each costs a process start on a node that trains.
                 wait = 20 * self._every_secs
+
+    def _tell_warnings(self) -> None:
+        warnings = self._log.new_warnings()
+        for warning in warnings[:_MOST_WARNINGS]:
+            self._tell(warning)
+        if len(warnings) > _MOST_WARNINGS:
+            self._tell(f"{len(warnings) - _MOST_WARNINGS} more warnings are in {SMP_LOG_NAME}")
 
     def _stands_still(self, holder: int) -> bool:
         """Whether the SMP that holds the lock has been silent for too long, and was ended for that."""

@@ -5,17 +5,24 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 from ftckpt.config import Config
 from ftckpt.errors import ArenaError, ConfigError, FtckptError, SmpError
 from ftckpt.events import Events, log
+from ftckpt.model import codec
+from ftckpt.restore.inventory import read_protection, take_inventory
+from ftckpt.restore.locations import OpenArenas
 from ftckpt.smp.channel import Trust
+from ftckpt.smp.deaths import DeathWatch
 from ftckpt.smp.duties import Duties
 from ftckpt.smp.footprint import BoundedLog, SmpConfig, anon_bytes
 from ftckpt.smp.hang_answer import HangAnswer
 from ftckpt.smp.hangs import Hang, HangPlace, HangWatch, Limits, describe
+from ftckpt.smp.reports import MarkHistory, packed
 from ftckpt.smp.requests import (
     VERSION,
     ConfigureRequest,
@@ -23,6 +30,8 @@ from ftckpt.smp.requests import (
     HelloRequest,
     ListenRequest,
     PersistRequest,
+    ProtectionRequest,
+    ReportRequest,
     SmpRequest,
     StatusRequest,
     guard_digest,
@@ -38,9 +47,10 @@ from ftckpt.store.directory import (
     remove_job_if_empty,
     remove_smp_files,
 )
+from ftckpt.store.ends import End, tell
 from ftckpt.store.locks import JOB_LOCK_NAME, FileLock, holder_of
 from ftckpt.store.outcome import LauncherRun
-from ftckpt.store.pulse import Pulse, SmpState
+from ftckpt.store.pulse import Pulse, RankPulse, SmpState
 
 _IDLE_WAIT_SECS = 0.02
 """Wait for a request where there is nothing to do: a new seal or target is seen within so long."""
@@ -90,6 +100,8 @@ class Daemon:
         self._limits, self._on_hang, self._run_name = Limits(), "report", ""
         self._hangs, self._num_hangs = HangWatch(), 0
         self._answer: HangAnswer | None = None
+        self._deaths = DeathWatch()
+        self._whole, self._protected = MarkHistory(_LOOK_SECS), MarkHistory(_LOOK_SECS)
         self._begun = self._last_trainer = time.monotonic()
         self._ending = ""
         self._next_look = self._paused_until = 0.0
@@ -97,6 +109,7 @@ class Daemon:
         handlers: dict[type[SmpRequest], Handler] = {
             HelloRequest: self._hello, StatusRequest: self._status, ListenRequest: self._listen,
             ConfigureRequest: self._configure, EndRequest: self._end, PersistRequest: self._persist,
+            ReportRequest: self._report, ProtectionRequest: self._protection,
         }  # fmt: skip
         self._server = Server(handlers, find=self._duties.service.find, events=self.events)
         # Last: from here on requests come, and wait for ``run``.
@@ -178,7 +191,14 @@ class Daemon:
             self._last_trainer = now
         elif now - self._last_trainer >= self._idle_secs:
             self._end_for(f"no trainer for {self._idle_secs:g} s; arenas stay")
-        self._look_for_hangs()
+        pulses = self._pulse.ranks()
+        for text in self._deaths.look(pulses):
+            tell(self.node_dir, End(time.time(), text))
+            self.events.emit("ended_without_a_word", text=text)
+        self._look_for_hangs(pulses)
+        whole, protected = self._duties.marks()
+        self._whole.note(whole, now)
+        self._protected.note(protected, now)
 
     def _trainer_lives(self) -> bool:
         """Whether a process trains on this node; locks show those in other containers, too."""
@@ -187,8 +207,8 @@ class Daemon:
         locks = [self.node_dir / JOB_LOCK_NAME, *(arena / LOCK_NAME for arena in list_arenas(self.node_dir))]
         return any(holder_of(lock) is not None for lock in locks)
 
-    def _look_for_hangs(self) -> None:
-        pulses, now_ns = self._pulse.ranks(), time.monotonic_ns()
+    def _look_for_hangs(self, pulses: Sequence[RankPulse]) -> None:
+        now_ns = time.monotonic_ns()
         is_notable = self._limits.learn(pulses, now_ns)
         last = self._config.hang
         iterations = [pulse.iteration for pulse in pulses if pulse.lives is not False]
@@ -216,6 +236,7 @@ class Daemon:
             self._answer.close()
         self._answer = HangAnswer(hang, self.events, ends, lambda: self._end_job(place) if is_again else None)
         if ends:
+            tell(self.node_dir, End(time.time(), f"it hung ({place}), and was ended for that"))
             # Now, not when they are ended: another node's SMP may be the first to do that.
             self._config.hang = place
             self._store()
@@ -239,16 +260,28 @@ class Daemon:
             "port": self._config.port,
         }
 
-    def _status(self, _request: StatusRequest) -> dict[str, Any]:
+    def _status(self, _request: StatusRequest | None = None) -> dict[str, Any]:
         now_ns = time.monotonic_ns()
         return {
             **self._hello(),
             "uptime_secs": round(time.monotonic() - self._begun, 3),
             "anon_bytes": anon_bytes(),
             "hangs": self._num_hangs,
+            "warnings": list(self.log.warnings),
+            "whole": self._whole.fields(time.monotonic()),
+            "protected": self._protected.fields(time.monotonic()),
             "trainers": [describe(pulse, now_ns, self._limits) for pulse in self._pulse.ranks()],
             "duties": {**self._duties.status(), "port": self._server.port, "connections": self._server.connections},
         }
+
+    def _report(self, _request: ReportRequest) -> dict[str, Any]:
+        with closing(OpenArenas(self.node_dir, self._duties.open_arenas)) as arenas:
+            return {**self._status(), "inventory": codec.to_json(take_inventory(arenas, self.node))}
+
+    def _protection(self, request: ProtectionRequest) -> dict[str, Any]:
+        with closing(OpenArenas(self.node_dir, self._duties.open_arenas)) as arenas:
+            found = read_protection(arenas, self.node, request.snapshot, request.shards, request.layout)
+        return {"protection": packed(found)}
 
     def _listen(self, request: ListenRequest) -> dict[str, Any]:
         self._open_port(request.host, request.secret, request.port)
@@ -310,6 +343,8 @@ class Daemon:
     def _close(self) -> None:
         """End in an order in which a kill half-way leaves what a new SMP takes over. The lock goes last."""
         log.info("the SMP ends: %s", self._ending or "an error")
+        if self._ending == _OVER and self.log.warnings:  # the directory goes with the job
+            self.log.keep(self.job, self.node)
         self._pulse.leave_smp()  # first: a trainer that waits for protection sees at once that nobody works on it
         if self._answer is not None:
             self._answer.close()

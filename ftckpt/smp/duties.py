@@ -26,6 +26,7 @@ from ftckpt.smp.requests import PersistRequest
 from ftckpt.smp.scrub import Scrubber
 from ftckpt.smp.sources import Service, Sources
 from ftckpt.smp.work import CoreShare, Pace, Task
+from ftckpt.store.arena import Arena
 from ftckpt.store.pulse import FlushState, Pulse
 from ftckpt.windows.node_budget import MAX_PLACES, NodeBudget
 
@@ -122,6 +123,16 @@ class Duties:
         """What is to be written to storage, and how far this node is with it."""
         flush = self._flush
         return (None, FlushState.NONE) if flush is None or flush.halted else (flush.snapshot, flush.state)
+
+    @property
+    def open_arenas(self) -> dict[str, Arena]:
+        """Those that are guarded, by the names of their directories."""
+        return {arena.name: arena.mapped for arena in self._arenas.all}
+
+    def marks(self) -> tuple[SnapshotId | None, SnapshotId | None]:
+        """The newest whole and the newest protected snapshot, where all arenas of this node say the same."""
+        controls = [arena.mapped.control for arena in self._arenas.all]
+        return common_mark([one.whole() for one in controls]), common_mark([one.protected() for one in controls])
 
     @property
     def saving(self) -> bool:

@@ -7,6 +7,7 @@ import logging
 import os
 import resource
 import threading
+from collections import deque
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -21,6 +22,9 @@ from ftckpt.store.directory import SMP_LOG_NAME, SMP_STATE_NAME, fresh_name, rem
 
 _LOG_BYTES = 256 << 10
 _MESSAGE_CHARS = 4000
+_WARNINGS, _WARNING_CHARS = 8, 400
+_KEPT_LOGS = 16
+"""Of SMPs that warned of something, of jobs that have ended."""
 _MAX_STATE_BYTES = 2 * MAX_REQUEST_BYTES
 """A description as it came, with room for what JSON escapes."""
 
@@ -103,10 +107,12 @@ class SmpConfig:
 
 
 class BoundedLog(logging.Handler):
-    """Messages go to ``smp.log`` (0600), of which the newer half stays whenever it has 256 KiB."""
+    """Messages go to ``smp.log`` (0600), of which the newer half stays whenever it has 256 KiB. ``warnings`` has the
+    last of them, warnings and worse, shortened."""
 
     def __init__(self, node_dir: Path) -> None:
         super().__init__()
+        self.warnings: deque[str] = deque(maxlen=_WARNINGS)
         flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
         self.fd = os.open(node_dir / SMP_LOG_NAME, flags, 0o600)
         os.fchmod(self.fd, 0o600)
@@ -114,11 +120,28 @@ class BoundedLog(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Append one message; one that cannot be written is lost."""
+        if record.levelno >= logging.WARNING:
+            self.warnings.append(" ".join(self.format(record).split())[:_WARNING_CHARS])
         try:
             os.write(self.fd, self.format(record)[:_MESSAGE_CHARS].encode() + b"\n")
             self.trim()
         except (OSError, ValueError):
             pass  # a full tmpfs must not end what guards the rest of it
+
+    def keep(self, job: str, node: str) -> Path | None:
+        """Copy it to where it outlives the job; the oldest there go. Where that is; None: it cannot be."""
+        home = os.environ.get("XDG_STATE_HOME") or os.path.join(os.path.expanduser("~"), ".local", "state")
+        directory = Path(home) / "ftckpt"
+        try:
+            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            path = directory / f"{job}-{node}.log"
+            path.write_bytes(os.pread(self.fd, _LOG_BYTES, 0))
+            kept = sorted(directory.glob("*.log"), key=lambda one: one.stat().st_mtime)
+            for old in kept[:-_KEPT_LOGS]:
+                old.unlink(missing_ok=True)
+        except OSError:
+            return None
+        return path
 
     def trim(self) -> None:
         """Keep the file short; what others write into it (a traceback at the end) counts as well."""

@@ -65,11 +65,11 @@ def _first_free(host: str, port: int, take: Callable[[int, tuple[str, int]], T])
     try:
         family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
     except (OSError, UnicodeError) as error:
-        raise ConfigError(f"smp_listen: {host!r} is no address: {error}") from None
+        raise ConfigError(f"--ftckpt-smp-listen: {host!r} is no address: {error}") from None
     some = random.SystemRandom().sample(_PORTS, _TRIES)
     for wanted in (*([port] if port else []), *some, 0):
         try:
             return take(family, (host, wanted))
         except (OSError, OverflowError) as error:  # the latter: no number of a port
             problem = str(error)
-    raise ConfigError(f"smp_listen: cannot listen at {host!r}: {problem}")
+    raise ConfigError(f"--ftckpt-smp-listen: cannot listen at {host!r}: {problem}")

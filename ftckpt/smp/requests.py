@@ -22,12 +22,12 @@ from ftckpt.smp.channel import Channel, Deadlines, PeerError
 from ftckpt.store.directory import is_shard
 from ftckpt.store.package import MAX_PACKAGE_BYTES
 
-VERSION = 4
+VERSION = 5
 """Of requests, and of what an SMP keeps in files; an SMP of another version is replaced."""
 MAX_REQUEST_BYTES = 8 << 20
 """A description of the groups of eight arenas of 64 GB takes about a tenth."""
-MAX_NETWORK_REQUEST_BYTES = 4 << 10
-"""Other nodes name a shard, a snapshot and a chunk, nothing more."""
+MAX_NETWORK_REQUEST_BYTES = 64 << 10
+"""Other nodes name a snapshot, and shards of it."""
 MAX_REPLY_BYTES = 1 << 20
 MAX_PAYLOAD_BYTES = max(MAX_PACKAGE_BYTES, 1 << 30)
 """A chunk may have any size that a user sets; this is what nobody needs."""
@@ -35,9 +35,11 @@ MAX_PAYLOAD_BYTES = max(MAX_PACKAGE_BYTES, 1 << 30)
 
 @dataclass(frozen=True)
 class SmpRequest:
-    """Base of all kinds. Those that are about state come from this node alone, and are served in the SMP's loop."""
+    """Base of all kinds. Those that are about state are served in the SMP's loop; they come from this node alone, or
+    only read it and come from any node that knows the secret (``FROM_ANYWHERE``)."""
 
     WORD: ClassVar[str] = ""
+    FROM_ANYWHERE: ClassVar[bool] = False
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,26 @@ class StatusRequest(SmpRequest):
     """What do you do? Trainers that it sees, its memory, hangs, and ``duties``."""
 
     WORD = "status"
+
+
+@dataclass(frozen=True)
+class ReportRequest(SmpRequest):
+    """What lies on your node? The answer of ``status``, and ``inventory``, a ``restore.inventory.Inventory``."""
+
+    WORD = "report"
+    FROM_ANYWHERE = True
+
+
+@dataclass(frozen=True)
+class ProtectionRequest(SmpRequest):
+    """What protects ``snapshot``, in ``layout``, on your node? Of packages those of ``shards``. The answer has
+    ``protection``, a ``restore.inventory.NodeProtection`` that ``reports.packed`` has packed."""
+
+    WORD = "protection"
+    FROM_ANYWHERE = True
+    snapshot: SnapshotId
+    shards: tuple[str, ...]
+    layout: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -114,6 +136,7 @@ class BytesRequest(SmpRequest):
         SmpError: ``shard`` names none.
     """
 
+    FROM_ANYWHERE = True
     snapshot: SnapshotId
     shard: str
 
@@ -149,8 +172,8 @@ class PackageRequest(BytesRequest):
 REQUESTS: dict[str, type[SmpRequest]] = {
     kind.WORD: kind
     for kind in (
-        HelloRequest, StatusRequest, ListenRequest, ConfigureRequest, EndRequest, PersistRequest, ChunkRequest,
-        PackageRequest,
+        HelloRequest, StatusRequest, ReportRequest, ProtectionRequest, ListenRequest, ConfigureRequest, EndRequest,
+        PersistRequest, ChunkRequest, PackageRequest,
     )
 }  # fmt: skip
 

@@ -136,7 +136,8 @@ class Server:
     """Answers requests: a thread listens at each socket, and one serves each connection.
 
     Requests about state wait for the loop that calls ``poll``, so that state needs no locks; bytes are looked up and
-    sent by the thread of the connection, so that the loop goes on meanwhile. Over the network only bytes are given.
+    sent by the thread of the connection, so that the loop goes on meanwhile. Over the network bytes are given, and
+    what lies here is told; nothing is changed.
 
     Args:
         handlers: one for each kind of request that the loop serves.
@@ -307,9 +308,9 @@ class Server:
         try:
             with self._decoding:  # one at a time: what is parsed may take twenty times the bytes that came
                 request = decode_request(body)
+            if not (listener.local or request.FROM_ANYWHERE):
+                raise SmpError(f"{request.WORD} is for processes of the SMP's own node")
             if not isinstance(request, BytesRequest):
-                if not listener.local:
-                    raise SmpError(f"{request.WORD} is for processes of the SMP's own node")
                 reply = encode_object({"ok": True, **self._call(request)})
                 if len(reply) > MAX_REPLY_BYTES:
                     raise SmpError(f"a reply of {len(reply)} bytes")

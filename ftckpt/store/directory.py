@@ -34,6 +34,8 @@ WORD_NAME = ".word"
 """A link to nowhere: what the first rank of a node makes it say all others read, if they see the same directory."""
 FAILURES_NAME = ".failures"
 """What is known of the failures that the job has had, see ``ftckpt.store.failures``."""
+ENDS_NAME = ".ends"
+"""How the last attempt has ended, see ``ftckpt.store.ends``."""
 MIRROR_NAME = ".mirror"
 """Packages of shards of other nodes, which the SMP keeps."""
 SMP_NAMES = (SMP_LOCK_NAME, SMP_SOCKET_NAME, SMP_STATE_NAME, SMP_LOG_NAME, PULSE_NAME)

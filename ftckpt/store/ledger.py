@@ -347,7 +347,8 @@ def require_limit(
         parts += [f"parity {human(parity_bytes)}"] if parity_bytes else []
         parts += [f"packages {human(package_bytes)}"] if package_bytes else []
         raise MemoryBudgetError(
-            f"memory_limit: node {node} needs {human(need_bytes)} ({' + '.join(parts)}), over {limit_gib:g} GiB: "
+            f"--ftckpt-memory-limit: node {node} needs {human(need_bytes)} ({' + '.join(parts)}), over "
+            f"{limit_gib:g} GiB: "
             "raise --ftckpt-memory-limit, take fewer slots (--ftckpt-slots) or protect less (--ftckpt-protect)"
         )
 

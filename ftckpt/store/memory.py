@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
@@ -78,7 +79,17 @@ def available_bytes(*, proc: Path = Path("/proc"), cgroup_root: Path = Path("/sy
 
 def cgroup_limits(proc: Path, cgroup_root: Path) -> list[Limit]:
     """Memory limits of this process's cgroups, own first, versions 1 and 2."""
-    limits = []
+    return [limit for root, parts, names in _groups(proc, cgroup_root) for limit in _group_limits(root, parts, names)]
+
+
+def cgroup_directories(proc: Path, cgroup_root: Path) -> list[Path]:
+    """Those that bound the memory of this process, own first; some may not be there."""
+    found = _groups(proc, cgroup_root)
+    return [root.joinpath(*parts[:depth]) for root, parts, _ in found for depth in range(len(parts), -1, -1)]
+
+
+def _groups(proc: Path, cgroup_root: Path) -> Iterator[tuple[Path, tuple[str, ...], tuple[str, ...]]]:
+    """Each of this process's groups for memory: the root below which it lies, its parts, names of its files."""
     for line in read_lines(proc / "self" / "cgroup"):
         _, _, rest = line.partition(":")
         controllers, _, group = rest.partition(":")
@@ -91,14 +102,13 @@ def cgroup_limits(proc: Path, cgroup_root: Path) -> list[Limit]:
             roots = [cgroup_root / "memory", cgroup_root / controllers]
         else:
             continue
-        for root in dict.fromkeys(roots):
-            limits += _group_limits(root, group, names)
-    return limits
+        # Parts that are not there belong to a parent's namespace.
+        parts = tuple(part for part in PurePosixPath(group).parts if part not in ("/", ".."))
+        yield from ((root, parts, names) for root in dict.fromkeys(roots))
 
 
-def _group_limits(root: Path, group: str, names: tuple[str, str, str]) -> list[Limit]:
-    """Limits from ``group`` up to ``root``. Parts that are not there belong to a parent's namespace."""
-    parts = [part for part in PurePosixPath(group).parts if part not in ("/", "..")]
+def _group_limits(root: Path, parts: tuple[str, ...], names: tuple[str, ...]) -> list[Limit]:
+    """Limits from the group up to ``root``."""
     limits = []
     # Every level counts: a pod's or a job's limit stands above the group of the container, and kills as well.
     for depth in range(len(parts), -1, -1):

@@ -13,10 +13,11 @@ import pytest
 from ftckpt.model.tiers import JOB, NODE, PROCESS
 from ftckpt.persist.failures import last_attempt
 from ftckpt.persist.storage import open_storage
+from ftckpt.store import ends
 from ftckpt.store.directory import clean_job
 from tests.support import jobs, plain
 from tests.support.pool import run_ranks
-from tests.support.waiting import meet
+from tests.support.waiting import meet, until
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.faults]
 
@@ -64,7 +65,10 @@ def train(rank: int, world_size: int, settings: dict[str, Any], what: str) -> No
 def attempt(settings: dict[str, Any], what: str) -> dict[str, Any]:
     """What all ranks of one more attempt have said of failures before it."""
     shutil.rmtree(settings["events"], ignore_errors=True)
-    run_ranks(train, 2, settings, what, expect_failures=what not in ("kept", "done"))
+    dies = what not in ("kept", "done")
+    run_ranks(train, 2, settings, what, expect_failures=dies)
+    if dies:  # SMPs look now and then
+        until(lambda: all(ends.read(node) for node in Path(settings["arena"], "ftckpt-test").iterdir()))
     told = jobs.events(settings, "failures")
     assert {event["rank"] for event in told} == {0, 1}
     said = [{name: event[name] for name in ("last", "attempt", "seen", "secs", "mtbf_secs")} for event in told]
@@ -92,9 +96,14 @@ def test_each_failure_counts_once_by_its_kind(training: dict[str, Any], arena_ro
     assert first == {"last": "", "attempt": 1, "seen": seen, "secs": dict.fromkeys(seen, 0.0), "mtbf_secs": GIVEN}
     follows(PROCESS, "protected")
     assert secs > 0, "the first has trained"
+    said = jobs.events(training, "failures")[0]["ends"]
+    assert sorted(text.partition(" (pid")[0] for text in said) == ["node n0: rank 0", "node n1: rank 1"]
+    assert all("ended without a word, in step, " in text for text in said), said
     shutil.rmtree(job_dir / "n1")
     follows(NODE, "persisted")
     assert jobs.events(training, "restored")[0]["source"] == "peer_parity"
+    said = jobs.events(training, "failures")[0]["ends"]
+    assert said[-1] == "nothing is left in the memory of node(s) n1" and len(said) == 2, said
     clean_job(arena_root, "test")
     follows(JOB, "kept")
     assert jobs.events(training, "restored")[0]["source"] == "storage"

@@ -25,6 +25,8 @@ from ftckpt.store.directory import clean_job, list_arenas, node_directory, remov
 from ftckpt.store.locks import FileLock, JobLock
 from tests.support.errors import raises
 
+pytestmark = pytest.mark.usefixtures("as_flags")
+
 REPOSITORY = Path(__file__).parents[2]
 WEIGHTS = Fragment.whole("w", "F32", (3000,), Box((0,), (3000,)))
 

@@ -30,6 +30,8 @@ from ftckpt.store.directory import LOCK_NAME, arena_path, list_arenas, node_dire
 from tests.support.choosing import inventory_of
 from tests.support.errors import raises
 
+pytestmark = pytest.mark.usefixtures("as_flags")
+
 WEIGHTS = Fragment.whole("w", "F32", (64, 100), Box((0, 0), (64, 100)))
 FLAT = Fragment("m", "BF16", (64, 100), Box((0, 0), (64, 100)), 100, 2100)
 RNG = Fragment.whole("rng", "U8", (816,), Box((0,), (816,)))

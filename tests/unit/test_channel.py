@@ -645,7 +645,7 @@ def test_a_request_over_the_network_is_short(server: Server, store: Store) -> No
     with closing(Channel(dial(server))) as channel:
         channel.greet(SECRET, soon())
         with pytest.raises(PeerError, match=r"closed|broke"):
-            channel.send(b" " * 5000 + encode_request(CHUNK), soon())
+            channel.send(b" " * (65 << 10) + encode_request(CHUNK), soon())
             channel.receive(BOUND, 0, PATIENT)
     assert store.wanted == 0
 

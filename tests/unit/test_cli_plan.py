@@ -82,7 +82,9 @@ def test_a_limit_of_memory_takes_a_slot_and_then_says_what_is_needed(capsys: pyt
     assert value["slots"] == 3 and value["memory_per_node"]["sum"] < (most - 1) * 2**30
     assert main(["plan", *f"{SIZE} --protect node,peer --memory-limit 10".split()]) != 0
     text = capsys.readouterr().err
-    assert all(word in text for word in ("memory_limit", "needs", "slots", "parity", "--ftckpt-memory-limit")), text
+    assert all(
+        word in text for word in ("--memory-limit: node", "needs", "slots", "parity", "raise --memory-limit")
+    ), text
 
 
 def test_a_limit_of_memory_gives_up_parity_inside_nodes_unless_it_was_named(
@@ -171,9 +173,9 @@ def test_a_small_job_with_nothing_to_guard_it(capsys: pytest.CaptureFixture[str]
         ("--dp 8 --gpus-per-node 1 --params 1e9 --protect node", "protect: node needs two ranks"),
         ("--dp 8 --gpus-per-node 1 --params 1e9 --protect replica", "protect: replica needs state"),
         ("--dp 8 --gpus-per-node 1 --params 1e9 --protect raid", "protect: 'raid'"),
-        ("--dp 8 --gpus-per-node 1 --params 1e9 --peer-group 1", "peer_group: a group of 1"),
-        ("--dp 4 --gpus-per-node 1 --params 1e9 --peer-losses 4 --peer-code rs", "peer_losses: 4 lost of a group"),
-        ("--dp 4 --gpus-per-node 1 --params 1e9 --peer-losses 2", "peer_losses: xor survives one"),
+        ("--dp 8 --gpus-per-node 1 --params 1e9 --peer-group 1", "--peer-group: a group of 1"),
+        ("--dp 4 --gpus-per-node 1 --params 1e9 --peer-losses 4 --peer-code rs", "--peer-losses: 4 lost of a group"),
+        ("--dp 4 --gpus-per-node 1 --params 1e9 --peer-losses 2", "--peer-losses: xor survives one"),
         ("--dp 8 --gpus-per-node 1 --params 1e9 --racks 3", "--racks: 8 nodes"),
         ("--dp 8 --gpus-per-node 1 --params 1e9 --racks 2 --nodes-per-rack 2", "give one of them"),
         ("--dp 1000000 --pp 1000 --gpus-per-node 8 --params 1e12", "are too many"),

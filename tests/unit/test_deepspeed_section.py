@@ -57,11 +57,11 @@ def test_a_section_is_a_config(given: Any, config: Config) -> None:
         ([], "ftckpt: expected a mapping of settings, got list"),
         ("on", "ftckpt: expected a mapping of settings, got str"),
         ({"enabled": True, "intervall": 2}, "ftckpt: unknown setting 'intervall'; did you mean interval?"),
-        ({"enabled": "yes"}, "enabled: 'yes' is not true or false"),
-        ({"enabled": True, "interval": "2"}, "interval: '2' is not a whole number"),
-        ({"enabled": True, "slots": 1}, "slots: 1 is too small; the least is 2"),
-        ({"interval": 2}, "enabled: missing"),
-        ({"enabled": True, "layouts": ["tp2", "tp1"]}, "layouts: a DeepSpeed script builds its own layout"),
+        ({"enabled": "yes"}, "\"enabled\": 'yes' is not true or false"),
+        ({"enabled": True, "interval": "2"}, "\"interval\": '2' is not a whole number"),
+        ({"enabled": True, "slots": 1}, '"slots": 1 is too small; the least is 2'),
+        ({"interval": 2}, '"enabled" is missing'),
+        ({"enabled": True, "layouts": ["tp2", "tp1"]}, '"layouts": a DeepSpeed script builds its own layout'),
     ],
 )
 def test_a_wrong_section_is_one_line_that_names_the_field(given: Any, message: str) -> None:
@@ -80,11 +80,11 @@ def test_flags_and_section_are_merged() -> None:
 @pytest.mark.parametrize(
     ("flags", "given", "words"),
     [
-        ({"interval": 2}, {"enabled": True, "interval": 1}, ["interval: 2 by --ftckpt-interval and 1 in"]),
-        ({"enabled": True}, {"enabled": False}, ["enabled: True by --ftckpt and False in"]),
+        ({"interval": 2}, {"enabled": True, "interval": 1}, ['"interval": 2 to the runner and 1 in']),
+        ({"enabled": True}, {"enabled": False}, ['"enabled": True to the runner and False in']),
         (
             {"overhead_budget": 0.5}, {"enabled": True, "overhead_budget": 0.1},
-            ["0.5 by --ftckpt-overhead-budget and 0.1 in"],
+            ['"overhead_budget": 0.5 to the runner and 0.1 in'],
         ),
     ],
 )  # fmt: skip

@@ -8,6 +8,8 @@ from ftckpt.errors import ConfigError, FtckptError, LostError
 from tests.support.errors import a_rank_raises, raises
 from tests.support.pool import RankFailure
 
+pytestmark = pytest.mark.usefixtures("as_flags")
+
 TEXT = "interval: 0 is too small for tp1-dp0; give --ftckpt-interval"
 
 

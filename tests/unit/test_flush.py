@@ -41,6 +41,8 @@ from tests.support.mounting import leave_free, tmpfs
 from tests.support.smp_nodes import LINEAGE, Node, Seen, fill, flip
 from tests.support.waiting import until
 
+pytestmark = pytest.mark.usefixtures("as_flags")
+
 
 @pytest.fixture
 def where(tmp_path: Path) -> str:

@@ -12,6 +12,8 @@ import pytest
 from ftckpt.errors import MemoryBudgetError
 from ftckpt.store.memory import available_bytes, check_budget
 
+pytestmark = pytest.mark.usefixtures("as_flags")
+
 GIB = 1 << 30
 
 

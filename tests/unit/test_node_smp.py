@@ -88,7 +88,7 @@ class Told:
         self.descriptions: list[Any] = []
         self._starts = iter(starts)
         monkeypatch.setattr(NodeSmp, "_listening", self._listening)
-        monkeypatch.setattr(node_smp, "Watch", lambda *_: SimpleNamespace(stop=lambda: None))
+        monkeypatch.setattr(node_smp, "Watch", lambda *_, **__: SimpleNamespace(stop=lambda: None))
 
     def _listening(self, *_: object) -> Any:
         next(self._starts, lambda: None)()
@@ -182,7 +182,7 @@ def test_where_an_smp_listens_elsewhere_than_others_know_it_is_said(
 
     client = SimpleNamespace(listen=listen, configure=told.append)
     monkeypatch.setattr(node_smp, "find_or_start", lambda *_: client)
-    monkeypatch.setattr(node_smp, "Watch", lambda *_: SimpleNamespace(stop=lambda: None))
+    monkeypatch.setattr(node_smp, "Watch", lambda *_, **__: SimpleNamespace(stop=lambda: None))
     configured(smp, tmp_path, "arena")
     smp.release()
     assert len(told) == 1

@@ -212,7 +212,9 @@ def test_what_a_crash_in_the_end_has_left_goes_at_the_next_attempt(
     assert [folder.exists() for folder in left] == [False, True]
 
 
-def test_an_error_that_no_script_catches_is_known_to_the_next_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_that_no_script_catches_is_known_to_the_next_attempt(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setenv("FTCKPT_RUN", "a")
     shown: list[BaseException] = []
     monkeypatch.setattr(sys, "excepthook", lambda kind, error, trace: shown.append(error))
@@ -222,7 +224,8 @@ def test_an_error_that_no_script_catches_is_known_to_the_next_attempt(monkeypatc
     for error in errors:
         assert not launched().before.over
         sys.excepthook(type(error), error, None)
-    assert shown == errors and launched().before == RunOutcome(0, 2, "lost")
+    assert shown == errors[:1] and launched().before == RunOutcome(0, 2, "lost")
+    assert capfd.readouterr().err == "ftckpt: may pass\nftckpt: lost\n"
 
 
 LEAVING = """

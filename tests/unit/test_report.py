@@ -22,6 +22,8 @@ from ftckpt.events import EVENTS
 from ftckpt.job.conditions import conditions
 from tests.support.run_logs import EPOCH, PROTECTION, Logs, RunLogs, check_page
 
+pytestmark = pytest.mark.usefixtures("as_flags")
+
 
 @pytest.fixture
 def logs(tmp_path: Path) -> RunLogs:

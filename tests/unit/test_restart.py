@@ -39,6 +39,8 @@ from tests.support.arenas import Recorded
 from tests.support.errors import raises
 from tests.support.protected import LINEAGE, Job, build, contents, flip, flip_chunk, slot_of
 
+pytestmark = pytest.mark.usefixtures("as_flags")
+
 NODE, PEER = Modes(node=True), Modes(peer=True)
 
 
@@ -333,9 +335,9 @@ def test_where_nothing_is_before_it_a_start_that_goes_back_is_refused(arena_root
     (start, _) = restart(job.topology, job.node_dir, before=100)
     assert start.decision is None and start.origin.before == 100, "a first start; later ones go on"
     trained(job, NOTHING, 249, 250)
-    with raises(LostError, "restore_before: no snapshot before iteration 100"):
+    with raises(LostError, "--ftckpt-restore-before: no snapshot before iteration 100"):
         restart(job.topology, job.node_dir, before=100)
-    with raises(ConfigError, "restore_before: 100, but the script has loaded iteration 120"):
+    with raises(ConfigError, "--ftckpt-restore-before: 100, but the script has loaded iteration 120"):
         restart(job.topology, job.node_dir, before=100, loaded=Checkpoint(120))
     assert iterations(job) == [[249, 250]] * 2, "a start that is refused undoes nothing"
     (start, _) = restart(job.topology, job.node_dir, before=250, loaded=Checkpoint(120))

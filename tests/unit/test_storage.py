@@ -33,6 +33,8 @@ from tests.support.s3_server import BUCKET, S3Server
 from tests.support.tiers import by_default
 from tests.support.waiting import until
 
+pytestmark = pytest.mark.usefixtures("as_flags")
+
 SYSTEM_PATH = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
 LARGE = 70 << 20
 """Several parts of an upload."""

@@ -42,6 +42,8 @@ from tests.support.run_logs import (
     timeline_line,
 )
 
+pytestmark = pytest.mark.usefixtures("as_flags")
+
 
 @pytest.fixture
 def logs(tmp_path: Path) -> Logs:

@@ -1,0 +1,211 @@
+"""What the nodes of a job tell: this machine's by what lies in its memory, with or without ranks or an SMP; others by
+their SMPs, whose addresses and secret an SMP on this machine has stored."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from ftckpt.errors import ArenaError, ConfigError, FtckptError, SmpError
+from ftckpt.model import codec
+from ftckpt.model.failures import LastAttempt
+from ftckpt.model.snapshot import SnapshotId
+from ftckpt.restore.choice import Query
+from ftckpt.restore.inventory import Inventory, NodeProtection, read_protection, take_inventory
+from ftckpt.restore.locations import OpenArenas
+from ftckpt.smp.channel import Deadlines, PeerError, Trust, connect
+from ftckpt.smp.client import SmpClient
+from ftckpt.smp.footprint import SmpConfig
+from ftckpt.smp.hangs import Limits, describe
+from ftckpt.smp.reports import unpacked
+from ftckpt.smp.requests import MAX_REPLY_BYTES, ProtectionRequest, Reply, ReportRequest, SmpRequest, exchange
+from ftckpt.store.directory import PULSE_NAME, SMP_LOCK_NAME, job_node_path, list_arenas
+from ftckpt.store.failures import read_failures
+from ftckpt.store.locks import holder_of
+from ftckpt.store.pulse import Pulse
+
+_MOST_AT_ONCE = 32
+"""Nodes that are asked at a time; each answers in a moment, or takes the whole of the time to wait."""
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+@dataclass(frozen=True)
+class NodeState:
+    """What is known of one node.
+
+    ``told``: its memory was seen, ``inventory`` is what lies there, and ``trainers`` are its ranks as
+    ``smp.hangs.describe`` has them. ``whole``, ``protected``: the newest such snapshot, by its marks. ``smp``: the
+    answer of its SMP to ``status``; None: none answers, for the reason ``problem``. Of nodes on this machine, which
+    ``is_here``, alone: ``nbytes`` of memory, ``last``, the last attempt that has trained there.
+    """
+
+    node: str
+    told: bool = False
+    inventory: Inventory = field(default_factory=Inventory)
+    trainers: tuple[dict[str, Any], ...] = ()
+    whole: int = -1
+    protected: int = -1
+    nbytes: int = 0
+    smp: dict[str, Any] | None = None
+    problem: str = ""
+    last: LastAttempt | None = None
+    is_here: bool = False
+
+
+@dataclass(frozen=True)
+class JobNodes:
+    """The nodes of one job; ``description`` is what an SMP on this machine was told last, empty where none was."""
+
+    root: Path
+    job: str
+    nodes: tuple[NodeState, ...]
+    description: dict[str, Any]
+    timeout_secs: float
+
+    @property
+    def inventory(self) -> Inventory:
+        """What lies in the memory of all nodes that have told."""
+        return Inventory.join(node.inventory for node in self.nodes)
+
+    def protection(self, query: Query) -> list[NodeProtection]:
+        """What those nodes have for a snapshot that does not lie in slots; of a node that is gone by now nothing."""
+        shards, job_dir = tuple(sorted(query.lacking(self.inventory, ()))), job_directory(self.root, self.job)
+
+        def ask(node: NodeState) -> NodeProtection:
+            if node.is_here:
+                with closing(OpenArenas(job_dir / node.node)) as arenas:
+                    return read_protection(arenas, node.node, query.snapshot, shards, query.layout)
+            request = ProtectionRequest(query.snapshot, shards, dict(query.layout))
+            with suppress(SmpError):
+                return unpacked(str(self._ask(node.node, request).fields.get("protection")))
+            return NodeProtection()
+
+        return _each(ask, [node for node in self.nodes if node.told])
+
+    def ask_others(self) -> JobNodes:
+        """With the nodes of other machines."""
+        here = {node.node for node in self.nodes}
+        others = [name for name in self.description.get("nodes", ()) if name not in here]
+        return replace(self, nodes=(*self.nodes, *_each(self._other, others)))
+
+    def _other(self, name: str) -> NodeState:
+        try:
+            fields = dict(self._ask(name, ReportRequest()).fields)
+            inventory = codec.from_json(fields.pop("inventory", None), Inventory)
+        except (SmpError, ValueError) as error:
+            return NodeState(name, problem=str(error))
+        whole, protected = (int((fields.get(mark) or {}).get("iteration", -1)) for mark in ("whole", "protected"))
+        return NodeState(name, True, inventory, tuple(fields.get("trainers", ())), whole, protected, smp=fields)
+
+    def _ask(self, node: str, request: SmpRequest) -> Reply:
+        """Raises SmpError: it does not answer."""
+        deadline = time.monotonic() + self.timeout_secs
+        deadlines = Deadlines(self.timeout_secs, self.timeout_secs, self.timeout_secs)
+        settings = self.description.get("settings", {})
+        try:
+            host, port = self.description["peers"][node]
+            trust = Trust(bytes.fromhex(self.description["secret"]), bool(settings.get("encrypt")))
+            with closing(connect((str(host), int(port)), self.timeout_secs)) as channel:
+                channel.end_by(deadline)
+                channel.greet(trust, deadline)
+                reply = exchange(channel, request, deadlines, most_payload=MAX_REPLY_BYTES)
+        except (PeerError, ConfigError, KeyError, TypeError, ValueError) as error:
+            reason = "no address of its SMP is known" if isinstance(error, KeyError) else str(error)
+            raise SmpError(reason) from None
+        if reply.error:
+            raise SmpError(reply.error)
+        return reply
+
+
+def job_directory(root: Path, job: str) -> Path:
+    """Where the nodes of ``job`` have their memory on this machine."""
+    return job_node_path(root, job, "node").parent
+
+
+def jobs_in(root: Path) -> list[str]:
+    """Names of jobs that have memory on this machine."""
+    prefix = "ftckpt-"
+    paths = sorted(root.glob(f"{prefix}*")) if root.is_dir() else []
+    return [path.name.removeprefix(prefix) for path in paths if any(map(_is_node, list_arenas(path)))]
+
+
+def nodes_here(root: Path, job: str, timeout_secs: float) -> JobNodes:
+    """The nodes of ``job`` on this machine.
+
+    Raises:
+        ArenaError: there is none; names the jobs that are there.
+    """
+    names = [path.name for path in list_arenas(job_directory(root, job)) if _is_node(path)]
+    if not names:
+        jobs = ", ".join(jobs_in(root)) or "none"
+        raise ArenaError(f"no memory of job {job!r} under {root}; jobs there: {jobs}")
+    description: dict[str, Any] = {}
+    for name in names:
+        with suppress(SmpError):  # of another version: its SMP says so itself
+            stored = SmpConfig.load(job_directory(root, job) / name)
+            description = description or dict((stored and stored.description) or {})
+    states = _each(lambda name: _look(root, job, name, timeout_secs), names)
+    return JobNodes(root, job, tuple(states), description, timeout_secs)
+
+
+def _look(root: Path, job: str, name: str, timeout_secs: float) -> NodeState:
+    node_dir, state = job_directory(root, job) / name, NodeState(name, is_here=True)
+    try:
+        with closing(OpenArenas(node_dir)) as arenas:
+            inventory = take_inventory(arenas, name)
+            controls = [arenas.get(report.name).control for report in inventory.arenas if report.layout]
+            whole = _newest(control.whole() for control in controls)
+            protected = _newest(control.protected() for control in controls)
+        state = replace(state, told=True, inventory=inventory, whole=whole, protected=protected)
+        state = replace(state, nbytes=_memory_bytes(node_dir))
+    except FtckptError as error:
+        state = replace(state, problem=str(error))
+    if (node_dir / PULSE_NAME).exists():  # to open it would make it
+        now_ns = time.monotonic_ns()
+        ranks = Pulse.open(node_dir, None).ranks()
+        state = replace(state, trainers=tuple(describe(pulse, now_ns, Limits()) for pulse in ranks))
+    with suppress(OSError, ValueError):
+        state = replace(state, last=read_failures(node_dir))
+    if holder_of(node_dir / SMP_LOCK_NAME) is None:
+        return replace(state, problem=state.problem or "no SMP runs")
+    try:
+        return replace(state, smp=SmpClient(node_dir, root, job, name, {}).status(timeout_secs))
+    except SmpError as error:
+        return replace(state, problem=state.problem or str(error))
+
+
+def _newest(marks: Iterable[SnapshotId | None]) -> int:
+    """The newest iteration that they name, -1: none."""
+    return max((snapshot.iteration for snapshot in marks if snapshot is not None), default=-1)
+
+
+def _memory_bytes(node_dir: Path) -> int:
+    """Of the memory that the node's files take."""
+    nbytes = 0
+    for directory, _, names in os.walk(node_dir):
+        for name in names:
+            with suppress(OSError):  # files come and go
+                nbytes += 512 * os.lstat(os.path.join(directory, name)).st_blocks
+    return nbytes
+
+
+def _is_node(path: Path) -> bool:
+    """Whether a directory in that of a job is a node's: it has arenas, or its SMP lives."""
+    return bool(list_arenas(path)) or (path / SMP_LOCK_NAME).exists()
+
+
+def _each(ask: Callable[[T], R], of: Iterable[T]) -> list[R]:
+    """The answer of each, in order; asked at the same time."""
+    every: Sequence[T] = list(of)
+    if not every:
+        return []
+    with ThreadPoolExecutor(min(_MOST_AT_ONCE, len(every))) as threads:
+        return list(threads.map(ask, every))

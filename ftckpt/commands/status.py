@@ -1,0 +1,290 @@
+"""``ftckpt status``: what a job has, on all its nodes, and what a restart would take now; ``ftckpt ls``: which jobs
+have memory on this machine."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from ftckpt.commands.job_nodes import JobNodes, NodeState, jobs_in, nodes_here
+from ftckpt.commands.page import aligned
+from ftckpt.commands.stored import usable_at
+from ftckpt.config import Config
+from ftckpt.errors import ConfigError, FtckptError, StorageError
+from ftckpt.model.failures import LastAttempt
+from ftckpt.model.text import human, listed
+from ftckpt.model.tiers import KINDS
+from ftckpt.persist.place import Place
+from ftckpt.restore.forecast import forecast
+
+_WARNINGS = 5
+_ENDS = 4
+_WATCH_SECS = 2.0
+
+
+def add_status(commands: Any) -> None:
+    """Add ``status`` to the parser of ``ftckpt``."""
+    parser = commands.add_parser(
+        "status", help="show what a job has, on all its nodes, and what a restart would take now; status 1: nothing"
+    )
+    parser.add_argument("job", nargs="?", default="", help="name of the job (default: the only one on this machine)")
+    _add_common(parser)
+    parser.add_argument("--watch", nargs="?", type=float, const=_WATCH_SECS, metavar="SECS", help="again and again")
+    parser.add_argument(
+        "--timeout", type=float, default=5.0, metavar="SECS", help="for a node to answer (default: %(default)s)"
+    )
+    parser.set_defaults(run=run_status)
+
+
+def add_ls(commands: Any) -> None:
+    """Add ``ls`` to the parser of ``ftckpt``."""
+    parser = commands.add_parser("ls", help="list the jobs that have memory on this machine")
+    _add_common(parser)
+    parser.set_defaults(run=run_ls)
+
+
+def _add_common(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--arena", type=Path, default=Path(Config().arena), help="tmpfs (default: %(default)s)")
+    parser.add_argument("--json", action="store_true", help="as JSON")
+
+
+def run_status(arguments: argparse.Namespace) -> int:
+    """Print it and return the exit status: 1 where a restart would not go on from any snapshot. Raises ArenaError."""
+    for name in ("timeout", "watch"):
+        secs = getattr(arguments, name)
+        if secs is not None and not 0 < secs < math.inf:
+            raise ConfigError(f"--{name} {secs:g}: name seconds, more than 0")
+    if arguments.watch is not None:
+        return _watch(arguments)
+    status = job_status(arguments.arena, arguments.job or _only_job(arguments.arena), arguments.timeout)
+    print(json.dumps(status, indent=2) if arguments.json else "\n".join(in_lines(status)))
+    return int(status["restart"]["iteration"] < 0)
+
+
+def run_ls(arguments: argparse.Namespace) -> int:
+    """Print a line for each job."""
+    states = {job: nodes_here(arguments.arena, job, 1.0) for job in jobs_in(arguments.arena)}
+    jobs = [{"job": job, **_summary(state.nodes), **_memory(state.nodes)} for job, state in states.items()]
+    if arguments.json:
+        print(json.dumps(jobs, indent=2))
+    elif not jobs:
+        print(f"no job has memory under {arguments.arena}")
+    else:
+        columns = ("JOB", "NODES", "RANKS", "ITERATION", "WHOLE", "PROTECTED", "MEMORY")
+        rows = [
+            (
+                str(job["job"]), listed(job["nodes"]), str(job["ranks"]),
+                *(_number(job[name]) for name in ("iteration", "whole", "protected")), human(job["bytes"]),
+            )
+            for job in jobs
+        ]  # fmt: skip
+        print(aligned([columns, *rows], 2))
+    return 0
+
+
+def job_status(root: Path, job: str, timeout_secs: float) -> dict[str, Any]:
+    """What ``--json`` prints.
+
+    ``nodes``: of each whether it ``answers``, or which ``problem`` it has, its ranks, its SMP. ``iteration``: the
+    last boundary that a rank has passed; ``whole``, ``protected``: the newest such snapshot; -1: none. ``restart``:
+    a ``RestartForecast``, ``lost_iterations``, null where nobody knows how far training had come, and ``gone``, the
+    nodes that do not answer, which count as lost.
+
+    Raises:
+        ArenaError: the job has no memory on this machine.
+    """
+    seen = nodes_here(root, job, timeout_secs).ask_others()
+    storage, stored = _storage(seen)
+    summary = _summary(seen.nodes)
+    expected = forecast(seen.inventory, stored, seen.protection)
+    lost = summary["iteration"] - expected.iteration if summary["iteration"] >= 0 else None
+    return {
+        "job": job,
+        "time": time.time(),
+        **summary,
+        "nodes": [_node(node) for node in seen.nodes],
+        "slots": sorted({slot.snapshot.iteration for report in seen.inventory.arenas for slot in report.slots}),
+        "interval": seen.description.get("settings", {}).get("interval"),
+        "storage": storage,
+        "failures": _failures([node.last for node in seen.nodes if node.last is not None]),
+        "restart": {
+            **asdict(expected),
+            "lost_iterations": lost if lost is None else max(0, lost),
+            "gone": [node.node for node in seen.nodes if not node.told],
+        },
+    }
+
+
+def in_lines(status: dict[str, Any]) -> Iterator[str]:
+    """``job_status`` as text."""
+    nodes = status["nodes"]
+    yield (
+        f"job {status['job']}: {status['ranks']} ranks train on {len(nodes)} node(s), "
+        f"past iteration {_number(status['iteration'])}"
+    )
+    yield ""
+    yield aligned(
+        [("NODE", "RANKS", "ITERATION", "WHERE", "SMP", "WHOLE", "PROTECTED", "MEMORY"), *map(_row, nodes)], 1
+    )
+    yield ""
+    yield from _facts(status)
+    warnings = [f"  {node['node']}: {text}" for node in nodes for text in node["warnings"][-_WARNINGS:]]
+    if warnings:
+        yield "the SMPs' last warnings:"
+        yield from warnings
+    yield ""
+    yield _verdict(status["restart"])
+
+
+def _facts(status: dict[str, Any]) -> Iterator[str]:
+    for name in ("whole", "protected"):
+        told = [node[name] for node in status["nodes"] if node[name]["iteration"] == status[name] >= 0]
+        yield f"newest {name}: {_in_words(told[0]) if told else 'none'}"
+    yield f"in slots: iterations {', '.join(map(str, status['slots'])) or 'none'}"
+    storage = status["storage"]
+    if storage["where"]:
+        newest = storage["iterations"][0] if storage["iterations"] else None
+        text = f"storage: {storage['where']}: " + ("nothing" if newest is None else f"iteration {newest}")
+        if storage["flushing"] is not None:
+            text += f"; iteration {storage['flushing']} is on its way"
+        yield f"{text}; {storage['problem']}" if storage["problem"] else text
+    failures = status["failures"]
+    if failures is not None:
+        seen = ", ".join(f"{kind} {failures['seen'].get(kind, 0)}" for kind in KINDS)
+        yield f"attempt {failures['attempt']}; failures before it: {seen}; {failures['hours']:.3g} h of training"
+        yield from (f"  {text}" for text in failures["ends"][-_ENDS:])
+
+
+def _verdict(restart: dict[str, Any]) -> str:
+    gone = f" ({listed(restart['gone'])} gone)" if restart["gone"] else ""
+    if restart["iteration"] < 0:
+        why = restart["problem"] or "memory holds no snapshot that is whole"
+        begins = "is refused" if restart["problem"] else "begins anew"
+        return f"a restart now{gone} {begins}: {why}"
+    parts = [f"a restart now{gone} takes iteration {restart['iteration']} from {restart['source']}"]
+    if restart["rebuilt"]:
+        each = [f"{shard} from {' and '.join(of) or 'its package'}" for shard, of in restart["rebuilt"].items()]
+        parts.append(f"rebuilding {listed(each)}")
+    elif restart["source"] == "memory":
+        parts.append("rebuilding nothing")
+    if restart["lost_iterations"] is not None:
+        parts.append(f"losing {restart['lost_iterations']} iteration(s)")
+    if restart["passed_over"]:
+        parts.append(f"passing over {listed(restart['passed_over'])}")
+    return "; ".join(parts)
+
+
+def _watch(arguments: argparse.Namespace) -> int:
+    # Only here: commands in scripts should start at once.
+    from rich.live import Live
+    from rich.text import Text
+
+    job = arguments.job or _only_job(arguments.arena)
+    with Live(auto_refresh=False, screen=False) as live:
+        while True:
+            try:
+                lines = list(in_lines(job_status(arguments.arena, job, arguments.timeout)))
+            except FtckptError as error:  # a job that ends, or starts anew
+                lines = [str(error)]
+            live.update(Text("\n".join([time.strftime("%X"), *lines])), refresh=True)
+            try:
+                time.sleep(arguments.watch)
+            except KeyboardInterrupt:
+                return 0
+
+
+def _only_job(root: Path) -> str:
+    jobs = jobs_in(root)
+    if len(jobs) != 1:
+        raise ConfigError(f"name a job; under {root} are {', '.join(jobs) or 'none'} (--arena names another place)")
+    return jobs[0]
+
+
+def _storage(seen: JobNodes) -> tuple[dict[str, Any], list[int]]:
+    """What is known of the job's storage, and the snapshots there that a restart may take."""
+    settings, stored, problem = seen.description.get("settings", {}), list[int](), ""
+    where = Place.of(str(settings.get("persist") or ""), str(settings.get("persist_format") or "")).snapshots
+    if where:
+        try:
+            stored = usable_at(where)
+        except StorageError as error:
+            problem = f"it cannot be read: {error}"
+    flushing = None
+    for node in seen.nodes:
+        duties = (node.smp or {}).get("duties", {})
+        problem = problem or duties.get("storage", {}).get("problem", "")
+        flushing = (duties.get("flushing") or {}).get("iteration", flushing)
+    return {"where": where, "iterations": stored, "flushing": flushing, "problem": problem}, stored
+
+
+def _summary(nodes: tuple[NodeState, ...]) -> dict[str, Any]:
+    """Of all nodes together."""
+    trainers = [trainer for node in nodes for trainer in node.trainers]
+    return {
+        "ranks": sum(trainer["lives"] is not False for trainer in trainers),
+        "iteration": max((trainer["iteration"] for trainer in trainers), default=-1),
+        "whole": max((node.whole for node in nodes), default=-1),
+        "protected": max((node.protected for node in nodes), default=-1),
+    }
+
+
+def _memory(nodes: tuple[NodeState, ...]) -> dict[str, Any]:
+    return {"nodes": [node.node for node in nodes], "bytes": sum(node.nbytes for node in nodes)}
+
+
+def _node(node: NodeState) -> dict[str, Any]:
+    smp = node.smp or {}
+    living = [trainer for trainer in node.trainers if trainer["lives"] is not False]
+    return {
+        "node": node.node,
+        "answers": node.told,
+        "problem": node.problem,
+        "smp": smp.get("pid"),
+        "hangs": smp.get("hangs", 0),
+        "trainers": living,
+        "iteration": max((trainer["iteration"] for trainer in node.trainers), default=-1),
+        "bytes": node.nbytes or None,
+        "warnings": smp.get("warnings", []),
+        # The SMP knows since when; the marks themselves are there without one.
+        **{name: smp.get(name) or {"iteration": getattr(node, name)} for name in ("whole", "protected")},
+    }
+
+
+def _failures(last: list[LastAttempt]) -> dict[str, Any] | None:
+    newest = LastAttempt.newest(last)
+    if newest is None:
+        return None
+    record = newest.counted()
+    return {
+        "attempt": newest.record.number, "seen": dict(newest.record.seen), "hours": record.secs / 3600,
+        "ends": list(newest.record.ends),
+    }  # fmt: skip
+
+
+def _row(node: dict[str, Any]) -> tuple[str, ...]:
+    trainers = node["trainers"]
+    slowest = min(trainers, key=lambda trainer: (trainer["iteration"], -trainer["secs"]), default=None)
+    where = f"{slowest['section']} {slowest['phase']}".strip() if slowest is not None else "-"
+    smp = str(node["smp"]) if node["smp"] is not None else node["problem"] or "-"
+    memory = human(node["bytes"]) if node["bytes"] is not None else "-"
+    marks = (_number(node[name]["iteration"]) for name in ("whole", "protected"))
+    return node["node"], str(len(trainers)), _number(node["iteration"]), where, smp, *marks, memory
+
+
+def _in_words(mark: dict[str, Any]) -> str:
+    text = f"iteration {mark['iteration']}"
+    if mark.get("age_secs") is not None:
+        text += f", seen {mark['age_secs']:.1f} s ago"
+    if mark.get("every_secs"):
+        text += f"; one in {mark['every_iterations']:.3g} iterations, {mark['every_secs']:.3g} s"
+    return text
+
+
+def _number(iteration: int) -> str:
+    return "-" if iteration < 0 else str(iteration)

@@ -1,0 +1,150 @@
+"""What ``ftckpt status`` says of a job: nodes here by their memory, others by their SMPs; what a restart takes."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ftckpt.commands.main import main
+from ftckpt.commands.status import in_lines, job_status
+from ftckpt.config import Config
+from ftckpt.parity.groups import mirrors
+from ftckpt.parity.modes import Modes
+from ftckpt.smp.client import SmpClient, find_or_start
+from ftckpt.store.directory import end_smp
+from ftckpt.store.locks import holder_of
+from ftckpt.store.parity_file import list_parity
+from ftckpt.store.pulse import Pulse
+from tests.support.protected import JOB, Job, build, file_groups, holdings
+from tests.support.smps import SECRET
+from tests.support.waiting import until
+
+pytestmark = pytest.mark.multiproc
+
+
+@pytest.fixture
+def job(arena_root: Path) -> Job:
+    """Three nodes of two ranks; the snapshot of iteration 5 is protected, that of iteration 6 is not."""
+    made = Job(arena_root, ("a", "a", "b", "b", "c", "c"), Modes(peer=True))
+    build(made, (4, 5, 6), (4, 5))
+    return made
+
+
+def status(root: Path) -> dict[str, Any]:
+    return job_status(root, JOB, 5.0)
+
+
+def test_nothing_is_lost_where_all_is_there(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
+    Pulse.open(job.node_dir("b"), 0, 2).beat(8, "forward")
+    said = status(job.root)
+    assert (
+        said["restart"] | {"iteration": 6, "source": "memory", "rebuilt": {}, "lost_iterations": 2} == said["restart"]
+    )
+    assert (said["whole"], said["iteration"], said["ranks"]) == (6, 8, 1)
+    assert said["slots"] == [4, 5, 6] and said["failures"] is None
+    assert main(["status", JOB, "--arena", str(job.root)]) == 0
+    out = capsys.readouterr().out
+    assert out.endswith("a restart now takes iteration 6 from memory; rebuilding nothing; losing 2 iteration(s)\n")
+    assert "newest whole: iteration 6" in out and "no SMP runs" in out
+
+
+def test_what_a_lost_node_held_is_rebuilt(job: Job) -> None:
+    shutil.rmtree(job.node_dir("c"))
+    restart = status(job.root)["restart"]
+    assert (restart["iteration"], restart["source"], restart["lost_iterations"]) == (5, "memory", None)
+    assert restart["rebuilt"] == {job.shard(4): ("peer_parity",), job.shard(5): ("peer_parity",)}
+    assert "iteration 6: not sealed by dp4, dp5" in restart["passed_over"][0]
+    text = list(in_lines(status(job.root)))[-1]
+    assert "takes iteration 5 from memory; rebuilding dp4 from peer_parity, dp5 from peer_parity" in text
+
+
+def test_a_restart_that_would_be_refused_says_why(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.rmtree(job.node_dir("c"))
+    for node in ("a", "b"):
+        for parity in list_parity(job.node_dir(node)):
+            parity.path.unlink()
+    assert main(["status", "--arena", str(job.root)]) == 1
+    out = capsys.readouterr().out
+    assert "a restart now is refused: iteration 6 was whole and cannot be restored" in out and "dp4" in out
+
+
+def test_jobs_are_listed(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["ls", "--arena", str(job.root)]) == 0
+    table = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert table[0] == ["JOB", "NODES", "RANKS", "ITERATION", "WHOLE", "PROTECTED", "MEMORY"]
+    assert table[1][:-2] == [JOB, "a,", "b,", "c", "0", "-", "6", "-"]
+    assert main(["status", "nothing", "--arena", str(job.root)]) == 2
+    assert f"no memory of job 'nothing' under {job.root}; jobs there: {JOB}" in capsys.readouterr().err
+    assert main(["ls", "--json", "--arena", str(job.root / "none")]) == 0
+    assert json.loads(capsys.readouterr().out) == []
+    assert main(["status", "--watch", "0", "--arena", str(job.root)]) == 2
+    assert "--watch 0: name seconds" in capsys.readouterr().err
+
+
+@pytest.fixture
+def apart(job: Job) -> Iterator[dict[str, SmpClient]]:
+    """Node ``a`` alone is on this machine, as far as ``status`` can see; all three have their SMP."""
+    roots = {"a": job.root} | {node: job.root / f"machine-{node}" for node in ("b", "c")}
+    for node in ("b", "c"):
+        (roots[node] / f"ftckpt-{JOB}").mkdir(parents=True, mode=0o700)
+        shutil.move(job.node_dir(node), roots[node] / f"ftckpt-{JOB}" / node)
+    dirs = {node: root / f"ftckpt-{JOB}" / node for node, root in roots.items()}
+    clients = {node: find_or_start(dirs[node], roots[node], JOB, node, {"smp_idle_secs": 300.0}) for node in roots}
+    try:
+        peers = {node: ["127.0.0.1", client.listen("127.0.0.1", SECRET)] for node, client in clients.items()}
+        for node, client in clients.items():
+            client.configure(description(job, node, peers))
+        yield clients
+    finally:
+        for node_dir in dirs.values():
+            with suppress(OSError):
+                end_smp(node_dir, 10.0)
+
+
+def description(job: Job, node: str, peers: dict[str, list[Any]]) -> dict[str, Any]:
+    """What the leader of a node tells its SMP."""
+    held = holdings(job)
+    keeps: dict[str, dict[str, int]] = {}
+    for shard, nodes in mirrors(held, job.modes).items():
+        home = next(one.node for one in held if one.shard == shard)
+        if node in nodes and home != node:
+            keeps.setdefault(home, {})[shard] = 1 << 20
+    mine = {str(rank): held[rank] for rank, of in enumerate(job.nodes) if of == node}
+    return {
+        "job": JOB, "node": node, "run": "", "secret": SECRET.hex(),
+        "peers": {other: at for other, at in peers.items() if other != node}, "nodes": sorted(peers),
+        "places": {rank: {"shard": one.shard, "arena": one.arena, "pid": os.getpid()} for rank, one in mine.items()},
+        "groups": [g.to_json() for g in file_groups(job) if any(m.node == node for m in g.members)],
+        "mirror_from": keeps, "settings": asdict(Config(interval=3)),
+    }  # fmt: skip
+
+
+def test_other_machines_tell_by_their_smps(job: Job, apart: dict[str, SmpClient]) -> None:
+    until(lambda: (status(job.root)["nodes"][0]["whole"]).get("age_secs") is not None)  # its SMP has looked
+    said = status(job.root)
+    assert [node["node"] for node in said["nodes"]] == ["a", "b", "c"]
+    assert all(node["answers"] and node["smp"] for node in said["nodes"])
+    assert (said["restart"]["iteration"], said["restart"]["rebuilt"], said["interval"]) == (6, {}, 3)
+    apart["c"].end()
+    said = status(job.root)
+    gone = next(node for node in said["nodes"] if node["node"] == "c")
+    assert not gone["answers"] and "cannot be reached" in gone["problem"]
+    assert said["restart"]["gone"] == ["c"] and said["restart"]["iteration"] == 5
+    assert said["restart"]["rebuilt"] == {"dp4": ("peer_parity",), "dp5": ("peer_parity",)}
+    assert "a restart now (c gone) takes iteration 5" in list(in_lines(said))[-1]
+
+
+def test_who_does_not_know_the_secret_is_told_nothing(job: Job, apart: dict[str, SmpClient]) -> None:
+    stored = job.node_dir("a") / "smp.json"
+    stored.write_text(stored.read_text().replace(SECRET.hex(), "ab" * 32))
+    said = {node["node"]: node for node in status(job.root)["nodes"]}
+    assert not said["b"]["answers"] and not said["c"]["answers"]
+    assert holder_of(job.node_dir("a") / "smp.lock") is not None

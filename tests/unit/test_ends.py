@@ -1,0 +1,103 @@
+"""How an attempt has ended, as its node sees it and the next attempt reads it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+from ftckpt.model.failures import FailureRecord
+from ftckpt.smp.deaths import DeathWatch
+from ftckpt.store import ends
+from ftckpt.store.ends import End
+from ftckpt.store.pulse import PulseSection, RankPulse
+
+ALIVE = RankPulse(0, 3, 77, 11, "forward", 5, 1, True)
+
+
+def test_lines_of_several_processes_are_read_by_their_time(tmp_path: Path) -> None:
+    assert ends.read(tmp_path) == []
+    ends.tell(tmp_path, End(2.5, "second\nline"))
+    ends.tell(tmp_path, End(1.25, "first"))
+    with (tmp_path / ".ends").open("a") as file:
+        file.write("torn")
+    assert ends.read(tmp_path) == [End(1.25, "first"), End(2.5, "second line")]
+    ends.forget(tmp_path)
+    assert ends.read(tmp_path) == []
+    ends.forget(tmp_path)
+    ends.tell(tmp_path / "gone", End(1.0, "nobody hears it"))
+
+
+def test_it_does_not_grow_without_end(tmp_path: Path) -> None:
+    for number in range(500):
+        ends.tell(tmp_path, End(number, "x" * 1000))
+    assert (tmp_path / ".ends").stat().st_size < 17 << 10
+    assert ends.read(tmp_path)[0].time == 0, "the first one is the cause"
+
+
+def test_who_is_gone_is_told_once(tmp_path: Path) -> None:
+    watch = DeathWatch(tmp_path, tmp_path)
+    assert list(watch.look([ALIVE])) == []
+    dead = replace(ALIVE, lives=False)
+    told = list(watch.look([dead]))
+    assert told == ["rank 3 (pid 77) ended without a word, in step, forward, after iteration 11"]
+    assert list(watch.look([dead])) == []
+    # Of an attempt before this SMP, of another container, and one that has left.
+    assert list(DeathWatch(tmp_path, tmp_path).look([dead])) == []
+    unknown = DeathWatch(tmp_path, tmp_path)
+    assert list(unknown.look([replace(ALIVE, lives=None)])) + list(unknown.look([dead])) == []
+    left = DeathWatch(tmp_path, tmp_path)
+    assert list(left.look([ALIVE])) + list(left.look([])) == []
+
+
+def test_the_kernel_s_killer_is_named(tmp_path: Path) -> None:
+    (tmp_path / "self").mkdir()
+    (tmp_path / "self" / "cgroup").write_text("0::/job/step\n")
+    (tmp_path / "job" / "step").mkdir(parents=True)
+    events = tmp_path / "job" / "step" / "memory.events"
+    events.write_text("max 4\noom 2\noom_kill 2\n")
+    watch = DeathWatch(tmp_path, tmp_path)
+    pair = [ALIVE, replace(ALIVE, place=1, rank=4, owner=78, section=PulseSection.SAVE, beat_ns=9)]
+    assert list(watch.look(pair)) == []
+    events.write_text("max 4\noom 3\noom_kill 3\n")
+    (text,) = watch.look([replace(one, lives=False) for one in pair])
+    assert text.startswith("ranks 3 (pid 77), 4 (pid 78) ended without a word, in step, forward")
+    assert text.endswith("; the kernel's OOM killer has struck here (memory.events)")
+
+
+SCRIPT = """
+import sys
+from pathlib import Path
+from ftckpt.frameworks.launcher import follow_uncaught
+from ftckpt.store import ends
+follow_uncaught()
+ends.are_told_in(Path(sys.argv[1]))
+raise ValueError("loss is\\nnan")
+"""
+
+
+def ended_by(script: str, node_dir: Path) -> subprocess.CompletedProcess[str]:
+    environ = {**os.environ, "RANK": "5"}
+    words = [sys.executable, "-c", script, str(node_dir)]
+    return subprocess.run(words, env=environ, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_an_exception_is_the_last_word_of_a_rank(tmp_path: Path) -> None:
+    done = ended_by(SCRIPT, tmp_path)
+    assert done.returncode == 1 and "ValueError: loss is" in done.stderr, "and it is shown as ever"
+    assert [end.text for end in ends.read(tmp_path)] == ["rank 5: ValueError: loss is nan"]
+
+
+def test_an_error_of_ours_is_one_line(tmp_path: Path) -> None:
+    script = SCRIPT.replace("ValueError", "ConfigError")
+    done = ended_by(script.replace("import sys", "import sys\nfrom ftckpt.errors import ConfigError"), tmp_path)
+    assert done.stderr == "ftckpt: loss is nan\n" and done.returncode == 1
+
+
+def test_a_record_remembers_the_last_of_them() -> None:
+    record = FailureRecord("job", 4, "o", ("a",), (), 1.0).with_ends(["one", "two"])
+    assert record.ends == ("attempt 3: one", "attempt 3: two")
+    later = replace(record, number=5).with_ends([f"n{number}" for number in range(20)])
+    assert len(later.ends) == 12 and later.ends[-1] == "attempt 4: n19"
