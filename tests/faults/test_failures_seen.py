@@ -92,7 +92,7 @@ def test_each_failure_counts_once_by_its_kind(training: dict[str, Any], arena_ro
             expected = (GIVEN[one] + told["secs"][one]) / (1 + num)
             assert told["mtbf_secs"][one] == pytest.approx(expected)
 
-    first = attempt(training, "whole")
+    first = attempt(training, "protected")
     assert first == {"last": "", "attempt": 1, "seen": seen, "secs": dict.fromkeys(seen, 0.0), "mtbf_secs": GIVEN}
     follows(PROCESS, "protected")
     assert secs > 0, "the first has trained"

@@ -396,7 +396,7 @@ def test_a_start_beside_checkpoints_of_another_program_is_refused(persisting: di
 
 def test_slots_without_one_for_storage_are_refused(persisting: dict[str, Any]) -> None:
     persisting["slots"] = 3
-    with pytest.raises(RankFailure, match=r"slots: 3 are too few with persist=: .*use 4 or more, or 0"):
+    with pytest.raises(RankFailure, match=r"slots: 3 are too few with --ftckpt-persist: .*use 4 or more, or 0"):
         run_ranks(restored, 4, persisting)
 
 

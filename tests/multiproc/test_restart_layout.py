@@ -557,7 +557,7 @@ def test_the_last_node_goes_on_without_the_protection_that_needs_two(plan: dict[
         ended = restarted(Attempt(after, 0, plan | {"layouts": "tp2dp2,tp2dp1"}, ends=True))
         assert all(one.start is not None and one.start >= protected for one in ended)
         reasons = {event["reason"] for event in events(plan, "protection_lessened")}
-        assert len(reasons) == 2 and all(reason.startswith("protect: ") for reason in reasons)
+        assert len(reasons) == 2 and all(reason.startswith("--ftckpt-protect: ") for reason in reasons)
         assert list(arena_root.iterdir()) == [], "an ended job left something behind"
     finally:
         clean_job(arena_root, "test")

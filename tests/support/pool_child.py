@@ -16,6 +16,8 @@ from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from typing import Any
 
+from ftckpt import errors
+
 _PR_SET_PDEATHSIG = 1
 _LEAVE_TIMEOUT_SECS = 5.0
 
@@ -41,6 +43,7 @@ def run(fn: Callable[..., Any], rank: int, args: tuple[Any, ...], settings: Sett
     code = 0
     try:
         _prepare(rank, settings)
+        errors.settings_are_written(errors.Writing.FLAG)
         message = ("value", fn(rank, settings.world_size, *args))
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else int(error.code is not None)
