@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
+from ftckpt.commands.check import add_check
 from ftckpt.commands.clean import add_clean
 from ftckpt.commands.convert import add_convert
 from ftckpt.commands.ended import add_ended
@@ -36,8 +37,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = _Parser(prog="ftckpt", description="in-memory snapshots of training state")
     commands = parser.add_subparsers(metavar="COMMAND", required=True, dest="command")
     for add in (
-        add_status, add_ls, add_inspect, add_clean, add_timeline, add_report, add_plan, add_smp, add_convert,
-        add_save, add_list, add_verify, add_pin, add_unpin, add_ended,
+        add_status, add_ls, add_check, add_inspect, add_clean, add_timeline, add_report, add_plan, add_smp,
+        add_convert, add_save, add_list, add_verify, add_pin, add_unpin, add_ended,
     ):  # fmt: skip
         add(commands)
     settings_are_written(Writing.FLAG)

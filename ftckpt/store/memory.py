@@ -47,18 +47,13 @@ def check_budget(
     Raises:
         MemoryBudgetError: the text prints need, each limit, which one binds and how to change it.
     """
-    where = existing(path)
-    mount = mount_of(where, proc)
-    if mount.kind in MEMORY_FILE_SYSTEMS:
-        limits = _room(where, mount.point) + _available(proc) + cgroup_limits(proc, cgroup_root)
-    else:
-        limits = _room(where, mount.point)
-        # Memory does not bound files on a disk: their pages are written back and dropped.
+    kind, limits = mount_of(existing(path), proc).kind, _limits(path, proc, cgroup_root)
+    if kind not in MEMORY_FILE_SYSTEMS:
         log.warning(
             "ftckpt: %s is on %s, not on a tmpfs: snapshots go at the speed of that device; "
             "name a tmpfs with --ftckpt-arena",
             path,
-            mount.kind,
+            kind,
         )
     tight = [limit for limit in limits if limit.free_bytes < need_bytes]
     if not tight:
@@ -70,6 +65,21 @@ def check_budget(
         f"{human(binding.free_bytes)} are free in {binding.name}: {binding.remedy}; "
         f"or hold less (fewer --ftckpt-slots, more ranks to share the state); all limits: {listing}"
     )
+
+
+def tightest_limit(path: Path, *, proc: Path = Path("/proc"), cgroup_root: Path = Path("/sys/fs/cgroup")) -> Limit:
+    """What bounds new arenas under ``path`` first."""
+    return min(_limits(path, proc, cgroup_root), key=lambda limit: limit.free_bytes)
+
+
+def _limits(path: Path, proc: Path, cgroup_root: Path) -> list[Limit]:
+    """All that bounds new files under ``path``."""
+    where = existing(path)
+    mount = mount_of(where, proc)
+    room = _room(where, mount.point)
+    # Memory does not bound files on a disk: their pages are written back and dropped.
+    in_memory = mount.kind in MEMORY_FILE_SYSTEMS
+    return room + _available(proc) + cgroup_limits(proc, cgroup_root) if in_memory else room
 
 
 def available_bytes(*, proc: Path = Path("/proc"), cgroup_root: Path = Path("/sys/fs/cgroup")) -> int:

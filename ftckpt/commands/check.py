@@ -1,0 +1,122 @@
+"""``ftckpt check``: whether the machines of a job to come do what it will need of them, before it depends on it.
+
+Alone, or on every rank under torchrun or srun; the first rank prints what all of them have found.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import platform
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from ftckpt.commands.check_host import look_at_host
+from ftckpt.commands.findings import FAILED, PASSED, SKIPPED, WARNED, Finding
+from ftckpt.commands.page import aligned
+from ftckpt.config import Config
+from ftckpt.errors import ConfigError
+from ftckpt.model import codec
+from ftckpt.model.text import listed
+
+_AREAS = ("host", "device", "network")
+
+
+def add_check(commands: Any) -> None:
+    """Add the sub-command to the parser of ``ftckpt``."""
+    parser = commands.add_parser(
+        "check", help="whether machines do what a job will need of them; run it as the job will run; status 1: no"
+    )
+    parser.add_argument("--arena", type=Path, default=Path(Config().arena), help="tmpfs (default: %(default)s)")
+    parser.add_argument(
+        "--node-gib", type=float, default=0.0, metavar="GIB", help="that a node needs, by ftckpt plan"
+    )
+    parser.add_argument("--mib", type=int, default=256, help="state to copy from a device (default: %(default)s)")
+    parser.add_argument(
+        "--only", choices=_AREAS, action="append", metavar="AREA", help=f"{', '.join(_AREAS)}; repeat"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write what was found there")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the table and return the exit status: 1 where anything failed."""
+    if not 0 <= arguments.node_gib < math.inf:
+        raise ConfigError(f"--node-gib {arguments.node_gib:g}: name GiB, or 0 where nothing is known")
+    if not 1 <= arguments.mib <= 1 << 20:
+        raise ConfigError(f"--mib {arguments.mib}: name 1 to {1 << 20}")
+    areas, begin = arguments.only or _AREAS, time.time()
+    site: Any = None
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        from ftckpt.commands.check_ranks import Site
+
+        site = Site()
+    found = []
+    for finding in _look(arguments, areas, site):
+        found.append(finding)
+        if site is None:
+            print(f"{finding.state:8}{finding.area}: {finding.name}: {finding.text}", flush=True)
+    everything = {0: found} if site is None else _gathered(site, found)
+    if site is None or site.rank == 0:
+        _show(everything, alone=site is None)
+        if arguments.json is not None:
+            arguments.json.write_text(json.dumps(_as_json(everything, begin), indent=1) + "\n")
+    return int(any(one.state == FAILED for of_rank in everything.values() for one in of_rank))
+
+
+def _look(arguments: argparse.Namespace, areas: Sequence[str], site: Any) -> Iterator[Finding]:
+    if "host" in areas and (site is None or site.leads):
+        yield from look_at_host(arguments.arena, int(arguments.node_gib * 2**30), 1 if site is None else site.local)
+    if "device" in areas:
+        from ftckpt.commands.check_device import look_at_device
+
+        yield from look_at_device(arguments.arena, arguments.mib)
+    if "network" in areas:
+        if site is None:
+            yield Finding("network", "ranks", SKIPPED, "alone: start it on all ranks with torchrun or srun")
+        else:
+            yield from site.look(arguments.arena)
+
+
+def _gathered(site: Any, found: list[Finding]) -> dict[int, list[Finding]]:
+    named = [replace(one, figures=dict(one.figures)) for one in found]
+    return dict(enumerate(codec.gather(site.group, named, list[Finding])))
+
+
+def _show(everything: dict[int, list[Finding]], alone: bool) -> None:
+    """A row for each thing that was looked at: the worst of all ranks, and which ranks say so."""
+    worst = {state: place for place, state in enumerate((FAILED, WARNED, SKIPPED, PASSED))}
+    by_name: dict[tuple[str, str], list[tuple[int, Finding]]] = {}
+    for rank, found in everything.items():
+        for one in found:
+            by_name.setdefault((one.area, one.name), []).append((rank, one))
+    rows = [("", "AREA", "WHAT", "RANKS", "FOUND")]
+    remedies = []
+    for (area, name), told in by_name.items():
+        state = min((one.state for _, one in told), key=worst.__getitem__)
+        those = [(rank, one) for rank, one in told if one.state == state]
+        rows.append((state.upper(), area, name, listed([str(rank) for rank, _ in those], 4), those[0][1].text))
+        if state in (FAILED, WARNED) and (remedy := those[0][1].remedy):
+            remedies.append(f"{state.upper()} {area}, {name}: {remedy}")
+    if not alone:
+        print(aligned(rows, len(rows[0])))
+    for remedy in remedies:
+        print(remedy)
+    counts = {state: sum(row[0] == state.upper() for row in rows) for state in (PASSED, WARNED, FAILED, SKIPPED)}
+    print(", ".join(f"{number} {state}" for state, number in counts.items()))
+
+
+def _as_json(everything: dict[int, list[Finding]], begin: float) -> dict[str, Any]:
+    return {
+        "environment": {
+            "time": begin, "secs": round(time.time() - begin, 3), "python": platform.python_version(),
+            "kernel": platform.release(), "command": " ".join(["ftckpt", *sys.argv[1:]]),
+        },
+        "ranks": {str(rank): [asdict(one) for one in found] for rank, found in everything.items()},
+    }  # fmt: skip

@@ -1,0 +1,161 @@
+"""What a job needs of a machine, looked at before the job depends on it: memory, what removes it, limits, cores."""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import resource
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+from ftckpt.commands.findings import FAILED, PASSED, WARNED, Finding, attempt
+from ftckpt.model.text import human
+from ftckpt.store.environment import hazards
+from ftckpt.store.memory import MEMORY_FILE_SYSTEMS, mount_of, tightest_limit
+
+_AREA = "host"
+_PROBE_BYTES = 64 << 20
+_LEAST_RATE = 1e9
+"""Bytes a second: below that a tmpfs is swapped out, or no tmpfs."""
+_SMALL_BYTES = 1 << 30
+_LEAST_FILES = 4096
+"""Descriptors of an SMP with the connections of a large job."""
+
+
+def look_at_host(arena: Path, need_bytes: int, ranks: int) -> Iterator[Finding]:
+    """Each finding as it comes.
+
+    Args:
+        arena: where arenas will lie.
+        need_bytes: of a node, as ``ftckpt plan`` says; 0: unknown.
+        ranks: of the job on this node.
+    """
+    for name, look in (
+        ("arena", lambda: _file_system(arena)),
+        ("room", lambda: _room(arena, need_bytes)),
+        ("memory rate", lambda: _rate(arena)),
+        ("locks", lambda: _locks(arena)),
+        ("descriptors", _descriptors),
+        ("locked memory", _locked_memory),
+        ("cores", lambda: _cores(ranks)),
+        ("kernel", _kernel),
+    ):
+        yield attempt(_AREA, name, look)
+    found = hazards(arena)
+    for hazard in found:
+        yield Finding(_AREA, hazard.name.replace("_", " "), WARNED, hazard.text, hazard.remedy)
+    if not found:
+        yield Finding(_AREA, "surroundings", PASSED, "nothing is known that would remove snapshots")
+
+
+def _file_system(arena: Path) -> Finding:
+    if not os.access(arena, os.W_OK | os.X_OK):
+        return Finding(
+            _AREA, "arena", FAILED, f"{arena} cannot be written", "name a tmpfs of your own with --ftckpt-arena"
+        )
+    kind = mount_of(arena, Path("/proc")).kind
+    if kind in MEMORY_FILE_SYSTEMS:
+        return Finding(_AREA, "arena", PASSED, f"{arena} is on {kind}")
+    return Finding(
+        _AREA, "arena", WARNED, f"{arena} is on {kind}: snapshots go at the speed of that device",
+        "name a tmpfs with --ftckpt-arena",
+    )  # fmt: skip
+
+
+def _room(arena: Path, need_bytes: int) -> Finding:
+    limit = tightest_limit(arena)
+    text, figures = f"{human(limit.free_bytes)} are free under {limit.name}", {"free_bytes": float(limit.free_bytes)}
+    if need_bytes and limit.free_bytes < need_bytes:
+        return Finding(_AREA, "room", FAILED, f"{text}, {human(need_bytes)} are needed", limit.remedy, figures)
+    if limit.free_bytes < _SMALL_BYTES:
+        return Finding(_AREA, "room", WARNED, text, limit.remedy, figures)
+    needed = f", {human(need_bytes)} are needed" if need_bytes else ""
+    return Finding(_AREA, "room", PASSED, text + needed, figures=figures)
+
+
+def _rate(arena: Path) -> Finding:
+    """A file as a slot is: allocated, mapped, written twice. The second time counts: pages are there."""
+    source = bytes(_PROBE_BYTES)
+    with tempfile.TemporaryFile(dir=arena) as file:
+        os.posix_fallocate(file.fileno(), 0, _PROBE_BYTES)
+        with mmap.mmap(file.fileno(), _PROBE_BYTES) as mapped:
+            mapped[:] = source
+            begin = time.perf_counter()
+            mapped[:] = source
+            rate = _PROBE_BYTES / (time.perf_counter() - begin)
+    text, figures = f"one core writes {rate / 1e9:.1f} GB/s into {arena}", {"bytes_per_sec": rate}
+    if rate < _LEAST_RATE:
+        return Finding(
+            _AREA, "memory rate", WARNED, text, "see whether memory is swapped, or shared with others", figures
+        )
+    return Finding(_AREA, "memory rate", PASSED, text, figures=figures)
+
+
+def _locks(arena: Path) -> Finding:
+    """Record locks, by which ranks and SMPs know who lives, hold between processes."""
+    with tempfile.NamedTemporaryFile(dir=arena) as file:
+        fcntl.lockf(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+        child = os.fork()
+        if child == 0:
+            code = 1
+            with suppress(BaseException):
+                try:
+                    fcntl.lockf(os.open(file.name, os.O_RDWR), fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except OSError:
+                    code = 0
+            os._exit(code)
+        _, status = os.waitpid(child, 0)
+    if status == 0:
+        return Finding(_AREA, "locks", PASSED, "locks hold between processes")
+    return Finding(
+        _AREA, "locks", FAILED, f"{arena} does not keep locks between processes",
+        "name a tmpfs with --ftckpt-arena: two jobs would write over each other",
+    )  # fmt: skip
+
+
+def _descriptors() -> Finding:
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard == resource.RLIM_INFINITY or hard >= _LEAST_FILES:
+        return Finding(_AREA, "descriptors", PASSED, f"a process may open {hard} files")
+    return Finding(
+        _AREA, "descriptors", WARNED, f"a process may open {hard} files", f"ulimit -Hn {_LEAST_FILES}, for large jobs"
+    )
+
+
+def _locked_memory() -> Finding:
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if soft == resource.RLIM_INFINITY:
+        return Finding(_AREA, "locked memory", PASSED, "a process may lock as much memory as it likes")
+    # Drivers that count it refuse, and then copies go through a small buffer.
+    return Finding(
+        _AREA, "locked memory", WARNED, f"a process may lock {human(soft)}",
+        "ulimit -l unlimited, where the device's driver counts what it pins (ROCm, RDMA)",
+    )  # fmt: skip
+
+
+def _cores(ranks: int) -> Finding:
+    cores, nodes = len(os.sched_getaffinity(0)), len(list(Path("/sys/devices/system/node").glob("node[0-9]*")))
+    text = f"{cores} cores for {ranks} rank(s) and the SMP, {max(1, nodes)} NUMA node(s)"
+    figures = {"cores": float(cores), "ranks": float(ranks)}
+    if cores > ranks:
+        return Finding(_AREA, "cores", PASSED, text, figures=figures)
+    return Finding(
+        _AREA, "cores", WARNED, f"{text}: what ftckpt computes, training does not get",
+        "give ranks more cores (--cpus-per-task), or take --ftckpt-smp-cores lower", figures,
+    )  # fmt: skip
+
+
+def _kernel() -> Finding:
+    release = os.uname().release
+    try:
+        os.close(os.pidfd_open(os.getpid()))
+    except (AttributeError, OSError) as error:
+        return Finding(
+            _AREA, "kernel", WARNED, f"{release} gives no handles of processes ({error})",
+            "Linux 5.3 or newer, and a container that allows pidfd_open",
+        )  # fmt: skip
+    return Finding(_AREA, "kernel", PASSED, f"Linux {release}")

@@ -1,0 +1,31 @@
+"""What ``ftckpt check`` finds: rows of its table, and of its JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from ftckpt.errors import in_words
+
+PASSED, WARNED, FAILED, SKIPPED = "passed", "warned", "failed", "skipped"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that was looked at. ``remedy`` is there unless it passed; ``figures`` are what was measured, with
+    their units in their names."""
+
+    area: str
+    name: str
+    state: str
+    text: str
+    remedy: str = ""
+    figures: Mapping[str, float] = field(default_factory=dict)
+
+
+def attempt(area: str, name: str, look: Callable[[], Finding]) -> Finding:
+    """What ``look`` finds; what it raises is a failure of that one thing, and others are looked at all the same."""
+    try:
+        return look()
+    except Exception as error:  # noqa: BLE001 - whatever a driver or a kernel says is what the user must see
+        return Finding(area, name, FAILED, in_words(error), "mend what it says, then check again")

@@ -1,0 +1,109 @@
+"""``ftckpt check``: what it finds, that it finds what is wrong, and that all ranks of a job to come are asked."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ftckpt.capture.copier import Flight, HostCopier
+from ftckpt.commands import check_device
+from ftckpt.commands.check_host import look_at_host
+from ftckpt.commands.findings import FAILED, PASSED, SKIPPED, WARNED, Finding, attempt
+from ftckpt.commands.main import main
+
+pytestmark = pytest.mark.multiproc
+
+ROOT = Path(__file__).parents[2]
+
+
+def by_name(found: Any) -> dict[str, Finding]:
+    return {one.name: one for one in found}
+
+
+def test_a_machine_by_itself(arena_root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "found.json"
+    assert main(["check", "--arena", str(arena_root), "--mib", "4", "--json", str(out)]) == 0
+    found = {one["name"]: one for one in json.loads(out.read_text())["ranks"]["0"]}
+    assert {found[name]["state"] for name in ("arena", "room", "locks", "exact copies", "fence", "late windows")} == {
+        PASSED
+    }
+    assert found["ranks"]["state"] == SKIPPED and "torchrun" in found["ranks"]["text"]
+    assert found["memory rate"]["figures"]["bytes_per_sec"] > 0
+    assert all(one["remedy"] for one in found.values() if one["state"] in (WARNED, FAILED))
+    text = capsys.readouterr().out
+    assert "passed  host: locks: locks hold between processes" in text and " 0 failed" in text
+    assert not list(arena_root.iterdir()), "nothing is left"
+
+
+def test_what_a_node_needs_and_has_not(arena_root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "--arena", str(arena_root), "--only", "host", "--node-gib", "1e6"]) == 1
+    out = capsys.readouterr().out
+    assert "failed  host: room: " in out and "FAILED host, room: " in out
+    assert main(["check", "--node-gib", "-1"]) == 2 and main(["check", "--mib", "0"]) == 2
+    assert "--node-gib -1: name GiB" in capsys.readouterr().err
+
+
+def test_a_place_that_is_none(tmp_path: Path) -> None:
+    found = by_name(look_at_host(tmp_path / "none", 0, 1))
+    assert found["arena"].state == FAILED and "cannot be written" in found["arena"].text
+    assert found["locks"].state == FAILED, "and the others are looked at all the same"
+    assert found["kernel"].state == PASSED
+
+
+def test_what_raises_is_a_failure_of_that_one_thing() -> None:
+    def fails() -> Finding:
+        raise RuntimeError("Xid 79")
+
+    assert attempt("device", "rate", fails).text == "RuntimeError: Xid 79"
+
+
+class Hasty(HostCopier):
+    """Lets training go on before its bytes are copied."""
+
+    def fence(self, flight: Flight, timeout_secs: float) -> bool:
+        return True
+
+
+class Careless(HostCopier):
+    """Leaves out the last chunk."""
+
+    def start(self, tensors: Any, flight: Flight, windows: Any) -> None:
+        flight.copies = flight.copies[:-1]
+        super().start(tensors, flight, windows)
+
+
+def test_a_copier_that_tears_or_loses_bytes_is_found(arena_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(check_device, "_SECS", 1.0)
+    monkeypatch.setattr(check_device, "make_copier", lambda clock, budget: Hasty(budget))
+    assert by_name(check_device.look_at_device(arena_root, 40))["late windows"].state == FAILED
+    monkeypatch.setattr(check_device, "make_copier", lambda clock, budget: Careless(budget))
+    found = by_name(check_device.look_at_device(arena_root, 40))
+    assert found["exact copies"].state == FAILED and "bytes differ" in found["exact copies"].text
+
+
+def test_ranks_of_two_nodes(arena_root: Path, tmp_path: Path) -> None:
+    script = tmp_path / "rank.sh"
+    script.write_text(
+        f"export FTCKPT_NODE=node$((LOCAL_RANK / 2))\nexec {sys.executable} -m ftckpt.commands.main check "
+        f"--arena {arena_root} --only host --only network --json {tmp_path}/found.json\n"
+    )
+    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3", "--no-python"]
+    environ = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*words, "bash", str(script)], env=environ, capture_output=True, text=True, timeout=180, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    ranks = json.loads((tmp_path / "found.json").read_text())["ranks"]
+    assert ranks.keys() == {"0", "1", "2"}
+    names = {rank: {one["name"]: one["state"] for one in found} for rank, found in ranks.items()}
+    assert names["0"]["from node1"] == names["2"]["from node0"] == PASSED and "from node0" not in names["1"]
+    assert {found["one directory"] for found in names.values()} == {PASSED}
+    assert "room" in names["2"] and "room" not in names["1"], "a node is looked at once"
+    assert "PASSED  host     one directory" in done.stdout
+    assert not list(arena_root.iterdir()), "nothing is left"
