@@ -121,7 +121,7 @@ def test_lost_snapshots_wait_for_what_the_script_loads(settings: dict[str, Any],
             for slot in arena.snapshots().values():
                 arena.slot(slot)[arena.image.chunks[0].begin] ^= 1
     for result in ds_jobs.broken(ds_jobs.Run(ds_jobs.SHAPES["zero1"], UNTIL, settings, argv)):
-        assert result.error is not None and "LostError" in result.error and "--ftckpt-on-lost fresh" in result.error
+        assert result.error is not None and "LostError" in result.error and '"on_lost" fresh' in result.error
         assert "_refuse" in result.error, "not before the script could load"
     loading = ds_jobs.Run(ds_jobs.SHAPES["zero1"], UNTIL, settings, (*argv, "--load", str(tmp_path / "ds")))
     resumed = ds_jobs.outcomes(loading)

@@ -58,10 +58,10 @@ def test_too_little_memory(settings: dict[str, Any], arena_root: Path) -> None:
 def test_a_refusal_after_the_arenas_were_made_leaves_nothing(settings: dict[str, Any], arena_root: Path) -> None:
     """Neither arenas nor locks, pages or an SMP; but what an earlier start left."""
     bad = {**settings, "protect": "node", "secret_file": "/nowhere"}
-    refused(bad, [], "ConfigError.*secret_file: /nowhere.*umask")
+    refused(bad, [], "ConfigError.*secret-file: /nowhere.*umask")
     until(lambda: not any(arena_root.iterdir()), "the last rank's removal, and the end of the SMP", 30)
     jobs.broken(2, jobs.Run([], 3, settings, end="die"))
-    refused(bad, [], "ConfigError.*secret_file: /nowhere.*umask")
+    refused(bad, [], "ConfigError.*secret-file: /nowhere.*umask")
     assert jobs.outcomes(2, jobs.Run([], 5, settings))[0].start is not None, "a refusal lost the snapshots"
 
 
