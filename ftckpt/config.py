@@ -315,7 +315,6 @@ class Config:
         ``persist_at_end`` a truth value; unknown names are errors that name the closest valid one."""
         if not isinstance(section, Mapping):
             raise ConfigError(f"ftckpt: expected a mapping of settings, got {type(section).__name__}")
-        settings_are_written(Writing.JSON)
         known = [setting.name for setting in fields(cls)]
         for name in section:
             if name not in known:

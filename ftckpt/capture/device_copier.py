@@ -43,6 +43,7 @@ _MORE_EVENTS = 8
 """The boundary, staged copies, a failure."""
 _SETTLED_AFTER = 2
 """Flights, of which each begins behind an iteration: by then training has loaded and allocated what it needs."""
+_PIN_POLL_SECS = 0.005
 _WARM_UP_SECS = 300.0
 """The driver reads kernels from disk, other ranks beside it."""
 
@@ -74,6 +75,14 @@ class DeviceCopier:
     def prepare(self, slots: Sequence[Slot]) -> None:
         """Pin the slots' pages, see Registrar."""
         self._registrar.add(slots)
+
+    def pin_now(self, timeout_secs: float) -> bool:
+        """Pin them, without waiting for training to settle; whether that was through within the time."""
+        self._registrar.begin()
+        deadline = time.monotonic() + timeout_secs
+        while not self._registrar.idle and time.monotonic() < deadline:
+            time.sleep(_PIN_POLL_SECS)
+        return self._registrar.idle
 
     def warm_up(
         self, tensors: Sequence[torch.Tensor], copies: Sequence[ChunkCopy], volatile: Sequence[ChunkCopy]

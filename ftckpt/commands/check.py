@@ -1,6 +1,7 @@
 """``ftckpt check``: whether the machines of a job to come do what it will need of them, before it depends on it.
 
-Alone, or on every rank under torchrun or srun; the first rank prints what all of them have found.
+Alone, or on every rank under torchrun, or whatever else sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT; the first
+rank prints what all of them have found.
 """
 
 from __future__ import annotations
@@ -13,14 +14,14 @@ import platform
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from ftckpt.commands.arena_option import add_arena
 from ftckpt.commands.check_host import look_at_host
 from ftckpt.commands.findings import FAILED, PASSED, SKIPPED, WARNED, Finding
 from ftckpt.commands.page import aligned
-from ftckpt.config import Config
 from ftckpt.errors import ConfigError
 from ftckpt.model import codec
 from ftckpt.model.text import listed
@@ -33,7 +34,7 @@ def add_check(commands: Any) -> None:
     parser = commands.add_parser(
         "check", help="whether machines do what a job will need of them; run it as the job will run; status 1: no"
     )
-    parser.add_argument("--arena", type=Path, default=Path(Config().arena), help="tmpfs (default: %(default)s)")
+    add_arena(parser)
     parser.add_argument(
         "--node-gib", type=float, default=0.0, metavar="GIB", help="that a node needs, by ftckpt plan"
     )
@@ -62,7 +63,7 @@ def run(arguments: argparse.Namespace) -> int:
         found.append(finding)
         if site is None:
             print(f"{finding.state:8}{finding.area}: {finding.name}: {finding.text}", flush=True)
-    everything = {0: found} if site is None else _gathered(site, found)
+    everything = {0: found} if site is None else dict(enumerate(codec.gather(site.group, found, list[Finding])))
     if site is None or site.rank == 0:
         _show(everything, alone=site is None)
         if arguments.json is not None:
@@ -79,14 +80,9 @@ def _look(arguments: argparse.Namespace, areas: Sequence[str], site: Any) -> Ite
         yield from look_at_device(arguments.arena, arguments.mib)
     if "network" in areas:
         if site is None:
-            yield Finding("network", "ranks", SKIPPED, "alone: start it on all ranks with torchrun or srun")
+            yield Finding("network", "ranks", SKIPPED, "alone: start it on all ranks, as torchrun does")
         else:
             yield from site.look(arguments.arena)
-
-
-def _gathered(site: Any, found: list[Finding]) -> dict[int, list[Finding]]:
-    named = [replace(one, figures=dict(one.figures)) for one in found]
-    return dict(enumerate(codec.gather(site.group, named, list[Finding])))
 
 
 def _show(everything: dict[int, list[Finding]], alone: bool) -> None:

@@ -16,6 +16,7 @@ import torch
 
 from ftckpt.capture.chunks import ChunkCopy, Segment
 from ftckpt.capture.copier import Copier, Flight, make_copier
+from ftckpt.capture.device_copier import DeviceCopier
 from ftckpt.commands.findings import FAILED, PASSED, SKIPPED, WARNED, Finding, attempt
 from ftckpt.windows.bubbles import Always, Turn, Windows
 from ftckpt.windows.clock import Clock, make_clock
@@ -134,14 +135,12 @@ def _bench(arena: Path, clock: Clock, nbytes: int) -> Iterator[_Bench]:
 
 
 def _register(copier: Copier, nbytes: int) -> Finding:
-    registrar = copier._registrar  # type: ignore[attr-defined]
+    assert isinstance(copier, DeviceCopier)
     begin = time.perf_counter()
-    registrar.begin()
-    while not registrar.idle and time.perf_counter() - begin < _SECS:
-        time.sleep(0.005)
+    is_pinned = copier.pin_now(_SECS)
     secs = time.perf_counter() - begin
     figures = {"secs": secs, "bytes_per_sec": nbytes / secs}
-    if not registrar.idle:
+    if not is_pinned:
         return Finding(
             _AREA,
             "registration",
@@ -175,7 +174,7 @@ def _bytes(tensor: torch.Tensor, segment: Segment) -> torch.Tensor:
     return tensor.reshape(-1)[segment.start : segment.start + segment.numel].view(torch.uint8)
 
 
-def _verdict(name: str, differing: int, text: str) -> Finding:
+def _compared(name: str, differing: int, text: str) -> Finding:
     if differing:
         return Finding(
             _AREA, name, FAILED, f"{text}: {differing} bytes differ", "do not use ftckpt here; tell us, with the JSON"
@@ -187,7 +186,7 @@ def _exact(bench: _Bench) -> Finding:
     wanted = bench.on_host()
     for _ in range(_ROUNDS):
         bench.wait(bench.flight())
-    return _verdict("exact copies", bench.differing(wanted), "every byte of a snapshot is that of the device")
+    return _compared("exact copies", bench.differing(wanted), "every byte of a snapshot is that of the device")
 
 
 def _fenced(bench: _Bench) -> Finding:
@@ -202,7 +201,7 @@ def _fenced(bench: _Bench) -> Finding:
         bench.wait(flight)
         bench.synchronize()
         differing += bench.differing(wanted)
-    return _verdict("fence", differing, "what is written behind the fence is in no snapshot")
+    return _compared("fence", differing, "what is written behind the fence is in no snapshot")
 
 
 def _late(bench: _Bench) -> Finding:
@@ -215,7 +214,7 @@ def _late(bench: _Bench) -> Finding:
     bench.write()
     bench.wait(flight)
     bench.synchronize()
-    return _verdict("late windows", bench.differing(wanted), "copies that come late hold the optimizer up, not tear")
+    return _compared("late windows", bench.differing(wanted), "copies that come late hold the optimizer up, not tear")
 
 
 def _overwritten(bench: _Bench) -> Finding:
@@ -247,7 +246,7 @@ def _captured(bench: _Bench) -> Finding:
     bench.wait(flight)
     graph.replay()
     bench.synchronize()
-    return _verdict("graph capture", bench.differing(wanted), "copies go on beside the capture of a graph")
+    return _compared("graph capture", bench.differing(wanted), "copies go on beside the capture of a graph")
 
 
 def _rate(bench: _Bench) -> Finding:

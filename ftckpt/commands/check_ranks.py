@@ -15,6 +15,7 @@ import torch.distributed as dist
 import xxhash
 
 from ftckpt.commands.findings import FAILED, PASSED, SKIPPED, WARNED, Finding, attempt
+from ftckpt.errors import ConfigError
 from ftckpt.events import Events
 from ftckpt.frameworks.launcher import node_name
 from ftckpt.group import Group
@@ -47,8 +48,11 @@ class Rank(NamedTuple):
 
 
 class Port(NamedTuple):
-    host: str
-    number: int
+    """Where the server of a node listens; ``number`` 0: at none, for the reason ``problem``."""
+
+    host: str = ""
+    number: int = 0
+    problem: str = ""
 
 
 class Site:
@@ -142,9 +146,9 @@ class Site:
 def _serving(serves: bool, trust: Trust, machines: Sequence[str]) -> Iterator[Port]:
     """The port at which an SMP's server gives bytes away; 0 where none does."""
     if not serves:
-        yield Port("", 0)
+        yield Port()
         return
-    host, data = listening_address("", machines, os.environ), bytes(_BYTES)
+    data = bytes(_BYTES)
     views = {0: memoryview(data)[:1], 1: memoryview(data)}
     hashes = {chunk: xxhash.xxh3_64_intdigest(view) for chunk, view in views.items()}
 
@@ -154,16 +158,23 @@ def _serving(serves: bool, trust: Trust, machines: Sequence[str]) -> Iterator[Po
 
     server = Server({}, find=find, events=Events(None, 0))
     try:
-        yield Port(host, server.listen(host, trust))
+        try:
+            host = listening_address("", machines, os.environ)
+            port = Port(host, server.listen(host, trust))
+        except ConfigError as error:  # told: the others wait for this rank
+            port = Port(problem=str(error))
+        yield port
     finally:
         server.close()
 
 
 def _talk(trust: Trust, node: str, place: Port) -> Callable[[], Finding]:
     def talk() -> Finding:
+        if place.problem:
+            raise ConfigError(place.problem)
         peers = Peers(Deadlines(_SECS, _SECS, _SECS))
         try:
-            peers.configure({node: place}, trust)
+            peers.configure({node: (place.host, place.number)}, trust)
             secs: dict[int, list[float]] = {0: [], 1: []}
             for chunk in (0,) * _TRIPS + (1,) * _ROUNDS:
                 begin = time.perf_counter()

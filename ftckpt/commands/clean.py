@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import Any
 
-from ftckpt.config import Config
+from ftckpt.commands.arena_option import add_arena
 from ftckpt.store.directory import clean_job
 
 
@@ -14,7 +13,7 @@ def add_clean(commands: Any) -> None:
     """Add the sub-command to the parser of ``ftckpt``."""
     parser = commands.add_parser("clean", help="delete the arenas of a job that no longer runs, on this node")
     parser.add_argument("job", help="name of the job")
-    parser.add_argument("--arena", type=Path, default=Path(Config().arena), help="tmpfs (default: %(default)s)")
+    add_arena(parser)
     parser.set_defaults(run=run)
 
 

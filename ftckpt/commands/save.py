@@ -15,6 +15,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from ftckpt.commands.arena_option import add_arena
 from ftckpt.config import PERSIST_FORMATS, Config
 from ftckpt.errors import ArenaError, ConfigError, SmpError, StorageError
 from ftckpt.job.addresses import interfaces, listening_address, machine
@@ -45,7 +46,7 @@ def add_save(commands: Any) -> None:
         choices=PERSIST_FORMATS,
         help="what others load is made of it in STORAGE, a directory; default: nothing",
     )
-    parser.add_argument("--arena", type=Path, default=Path(Config().arena), help="tmpfs (default: %(default)s)")
+    add_arena(parser)
     parser.add_argument(
         "--at-end", action="store_true", help="only where the job wants that at its end (--ftckpt-persist-at-end)"
     )

@@ -8,20 +8,20 @@ import json
 import math
 import time
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from ftckpt.commands.arena_option import add_arena
 from ftckpt.commands.job_nodes import JobNodes, NodeState, jobs_in, nodes_here
 from ftckpt.commands.page import aligned
 from ftckpt.commands.stored import usable_at
-from ftckpt.config import Config
 from ftckpt.errors import ConfigError, FtckptError, StorageError
 from ftckpt.model.failures import LastAttempt
 from ftckpt.model.text import human, listed
 from ftckpt.model.tiers import KINDS
 from ftckpt.persist.place import Place
-from ftckpt.restore.forecast import forecast
+from ftckpt.restore.forecast import forecast, unseen_shards
 
 _WARNINGS = 5
 _ENDS = 4
@@ -50,7 +50,7 @@ def add_ls(commands: Any) -> None:
 
 
 def _add_common(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--arena", type=Path, default=Path(Config().arena), help="tmpfs (default: %(default)s)")
+    add_arena(parser)
     parser.add_argument("--json", action="store_true", help="as JSON")
 
 
@@ -103,6 +103,11 @@ def job_status(root: Path, job: str, timeout_secs: float) -> dict[str, Any]:
     storage, stored = _storage(seen)
     summary = _summary(seen.nodes)
     expected = forecast(seen.inventory, stored, seen.protection)
+    if expected.problem and not seen.description and (unseen := unseen_shards(seen.inventory)):
+        text = (
+            f"no SMP is known here, so what lies on other nodes cannot be seen ({listed(unseen)}): ask on each node"
+        )
+        expected = replace(expected, problem=text)
     lost = summary["iteration"] - expected.iteration if summary["iteration"] >= 0 else None
     return {
         "job": job,
@@ -139,7 +144,7 @@ def in_lines(status: dict[str, Any]) -> Iterator[str]:
         yield "the SMPs' last warnings:"
         yield from warnings
     yield ""
-    yield _verdict(status["restart"])
+    yield _outlook(status["restart"])
 
 
 def _facts(status: dict[str, Any]) -> Iterator[str]:
@@ -161,12 +166,11 @@ def _facts(status: dict[str, Any]) -> Iterator[str]:
         yield from (f"  {text}" for text in failures["ends"][-_ENDS:])
 
 
-def _verdict(restart: dict[str, Any]) -> str:
+def _outlook(restart: dict[str, Any]) -> str:
     gone = f" ({listed(restart['gone'])} gone)" if restart["gone"] else ""
     if restart["iteration"] < 0:
         why = restart["problem"] or "memory holds no snapshot that is whole"
-        begins = "is refused" if restart["problem"] else "begins anew"
-        return f"a restart now{gone} {begins}: {why}"
+        return f"a restart now{gone} {'finds none' if restart['problem'] else 'begins anew'}: {why}"
     parts = [f"a restart now{gone} takes iteration {restart['iteration']} from {restart['source']}"]
     if restart["rebuilt"]:
         each = [f"{shard} from {' and '.join(of) or 'its package'}" for shard, of in restart["rebuilt"].items()]

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ftckpt.config import Config, flag_of
-from ftckpt.errors import ConfigError, FtckptError
+from ftckpt.errors import ConfigError, FtckptError, Writing, settings_are_written
 from ftckpt.frameworks import launcher
 
 NAME = "ftckpt"
@@ -27,6 +27,7 @@ def configure(settings: Mapping[str, Any]) -> None:
     Raises:
         ConfigError: an unknown name or an impossible value.
     """
+    settings_are_written(Writing.JSON)
     Config.from_mapping(settings)
     _given.clear()
     _given.update(settings)
@@ -56,6 +57,7 @@ def merged(section: Any) -> Config:
     """
     if section is None:
         section = {}
+    settings_are_written(Writing.JSON)
     Config.from_mapping(section)
     for name, value in _given.items():
         if section.get(name, value) != value:

@@ -76,6 +76,12 @@ def topology_of(inventory: Inventory) -> Topology | None:
     return Topology(0, tuple(RankPlace(coordinates_of(shard), nodes.get(shard, GONE)) for shard in shards), layout)
 
 
+def unseen_shards(inventory: Inventory) -> list[str]:
+    """Those of that job of which nobody has told an arena. Raises MismatchError."""
+    topology = topology_of(inventory)
+    return [] if topology is None else [member.shard for member in topology.members if member.node == GONE]
+
+
 def _decided(
     inventory: Inventory, topology: Topology, protection: Callable[[Query], Sequence[NodeProtection]]
 ) -> Decision | None:

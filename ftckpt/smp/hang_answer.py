@@ -92,7 +92,7 @@ class HangAnswer:
             rank, pid = request.pulse.rank, pid_of(request.pulse.owner)
             for what, text in (("stacks", request.text), ("stacks with frames of C", native.texts.get(pid, ""))):
                 for part in _parts(shortened(text, room)):
-                    log.warning("%s of rank %d, pid %d:\n%s", what, rank, pid, part)
+                    log.info("%s of rank %d, pid %d:\n%s", what, rank, pid, part)
         self._events.emit(
             "stacks",
             ranks=[request.pulse.rank for request in self._requests if request.text],

@@ -7,7 +7,6 @@ import re
 from pathlib import Path
 
 _LOUD = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} (?:WARNING|ERROR|CRITICAL) (?:ftckpt \S+: )?(.+)")
-_STACKS = "stacks of rank"
 _MOST_BYTES = 256 << 10
 """As long as the log ever gets."""
 
@@ -21,7 +20,7 @@ class LogTail:
         self._last = ""  # the line of the last one
 
     def new_warnings(self) -> list[str]:
-        """Since the last call, one line each, without their times. Stacks go to the log of the rank itself."""
+        """Since the last call, one line each, without their times."""
         before, self._place = self._place, self._stat()
         if self._place == before:
             return []
@@ -31,7 +30,7 @@ class LogTail:
             lines = lines[len(lines) - lines[::-1].index(self._last) :]
         warnings = []
         for line in lines:
-            if (match := _LOUD.match(line)) and not match[1].startswith(_STACKS):
+            if match := _LOUD.match(line):
                 warnings.append(match[1])
                 self._last = line
         return warnings

@@ -21,6 +21,7 @@ import pytest
 from ftckpt.errors import SmpError
 from ftckpt.smp.client import SmpClient, Watch, find_or_start
 from ftckpt.smp.footprint import SmpConfig
+from ftckpt.store.ends import read as read_ends
 from ftckpt.store.locks import JobLock
 from ftckpt.store.outcome import LauncherRun
 from ftckpt.store.process import Process
@@ -127,6 +128,33 @@ def test_the_watch_brings_it_back_again_and_again(site: Site, tmp_path: Path) ->
     kill(client)
     assert not [thread for thread in threading.enumerate() if thread.name == "ftckpt-smp-watch"]
     assert site.pids() == [], "a watch that was stopped starts none"
+
+
+def test_what_it_sees_reaches_the_job_and_outlives_it(site: Site) -> None:
+    client, told = site.start(), list[str]()
+    client.configure(site.description())
+    watch = Watch(client, Told(), tell=told.append)
+    trainer = python(TRAIN, site.node_dir, 0, "meek", 1000)
+    try:
+        until(lambda: client.status()["trainers"])
+        time.sleep(1.0)  # two looks: one that has never seen it alive knows nothing of its end
+        trainer.kill()
+        until(lambda: read_ends(site.node_dir))
+        with suppress(SmpError):
+            client.configure({**site.description(), "job": "another"})
+        until(lambda: told)
+    finally:
+        watch.stop()
+        trainer.kill()
+        trainer.communicate(timeout=10)
+    (end,) = read_ends(site.node_dir)
+    assert end.text.startswith(f"rank 10 (pid {trainer.pid}) ended without a word, in step, forward, after iteration")
+    assert told == ["refused: configure: job is 'another', this is the SMP of 'job'"]
+    kept = Path(os.environ["XDG_STATE_HOME"]) / "ftckpt" / f"{JOB}-{NODE}.log"
+    assert not kept.exists()
+    client.end()
+    assert told[0] in kept.read_text(), "the directory of the node goes with the job"
+    kept.unlink()
 
 
 @pytest.mark.slow

@@ -66,14 +66,14 @@ def test_what_a_lost_node_held_is_rebuilt(job: Job) -> None:
     assert "takes iteration 5 from memory; rebuilding dp4 from peer_parity, dp5 from peer_parity" in text
 
 
-def test_a_restart_that_would_be_refused_says_why(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_nobody_can_be_asked_for_is_not_called_lost(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
     shutil.rmtree(job.node_dir("c"))
     for node in ("a", "b"):
         for parity in list_parity(job.node_dir(node)):
             parity.path.unlink()
     assert main(["status", "--arena", str(job.root)]) == 1
     out = capsys.readouterr().out
-    assert "a restart now is refused: iteration 6 was whole and cannot be restored" in out and "dp4" in out
+    assert "a restart now finds none: no SMP is known here" in out and "(dp4, dp5)" in out
 
 
 def test_jobs_are_listed(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
@@ -140,6 +140,11 @@ def test_other_machines_tell_by_their_smps(job: Job, apart: dict[str, SmpClient]
     assert said["restart"]["gone"] == ["c"] and said["restart"]["iteration"] == 5
     assert said["restart"]["rebuilt"] == {"dp4": ("peer_parity",), "dp5": ("peer_parity",)}
     assert "a restart now (c gone) takes iteration 5" in list(in_lines(said))[-1]
+    for node_dir in (job.node_dir("a"), job.root / "machine-b" / f"ftckpt-{JOB}" / "b"):
+        for parity in list_parity(node_dir):
+            parity.path.unlink()
+    text = list(in_lines(status(job.root)))[-1]
+    assert "finds none: iteration 6 was whole and cannot be restored: no arena of dp4, dp5" in text
 
 
 def test_who_does_not_know_the_secret_is_told_nothing(job: Job, apart: dict[str, SmpClient]) -> None:

@@ -16,7 +16,6 @@ from ftckpt.windows.bubbles import Always, Turn
 from ftckpt.windows.clock import DeviceClock, Moment
 from ftckpt.windows.node_budget import Budget, NoBudget
 from tests.support.fake_device import PAGE, SECS
-from tests.support.waiting import until
 
 CPU = torch.device("cpu")
 
@@ -116,8 +115,7 @@ def prepared(
     """A copier whose registration is through, one way or the other."""
     copier = DeviceCopier(DeviceClock(device), budget or NoBudget(), own_stream)
     copier.prepare(slots)
-    copier._registrar.begin()
-    until(lambda: copier._registrar.idle, "registered", SECS)
+    assert copier.pin_now(SECS)
     try:
         yield copier
     finally:

@@ -8,10 +8,15 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+from ftckpt.config import Config
+from ftckpt.events import Events
+from ftckpt.job.attempt import AttemptRecord
 from ftckpt.model.failures import FailureRecord
+from ftckpt.model.topology import RankPlace, Topology
 from ftckpt.smp.deaths import DeathWatch
 from ftckpt.store import ends
 from ftckpt.store.ends import End
+from ftckpt.store.outcome import LauncherRun
 from ftckpt.store.pulse import PulseSection, RankPulse
 
 ALIVE = RankPulse(0, 3, 77, 11, "forward", 5, 1, True)
@@ -101,3 +106,19 @@ def test_a_record_remembers_the_last_of_them() -> None:
     assert record.ends == ("attempt 3: one", "attempt 3: two")
     later = replace(record, number=5).with_ends([f"n{number}" for number in range(20)])
     assert len(later.ends) == 12 and later.ends[-1] == "attempt 4: n19"
+
+
+def test_the_next_attempt_forgets_them_once_it_trains(tmp_path: Path) -> None:
+    topology = Topology(0, (RankPlace({"dp": 0}, "n0"),), {"dp": 1})
+    (tmp_path / "dp0.1234").mkdir()
+    ends.tell(tmp_path, End(1.0, "rank 0 ended without a word"))
+    attempt = AttemptRecord(Config(job="job"), topology, LauncherRun(""), Events(None, 0))
+    for _ in range(2):  # a start that fails before it trains leaves them
+        sight = attempt.look(tmp_path)
+        assert [end.text for end in sight.ends] == ["rank 0 ended without a word"]
+    attempt.begin([sight])
+    attempt.learn("o", on_storage=None, lost=False, taken_back=False)
+    assert attempt.record is not None
+    assert attempt.record.ends == ("attempt 0: node n0: rank 0 ended without a word",)
+    attempt.keep()
+    assert attempt.look(tmp_path).ends == ()

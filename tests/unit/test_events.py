@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from ftckpt.events import EVENTS, Events, reference
+from ftckpt.events import ADVICE, EVENTS, Events, reference
 
 
 def lines(directory: Path, rank: int = 0) -> list[dict[str, object]]:
@@ -130,3 +130,9 @@ def test_an_event_has_all_its_fields_wherever_it_comes_from(tmp_path: Path) -> N
 def test_the_page_is_made_of_the_table() -> None:
     made = "python -m ftckpt.events > ftckpt/EVENTS.md"
     assert (PACKAGE / "EVENTS.md").read_text() == "\n".join(reference()) + "\n", f"run {made}"
+
+
+def test_a_loud_event_is_logged_with_what_to_do(caplog: pytest.LogCaptureFixture) -> None:
+    Events(None, 3).emit("storage_fails", iteration=7, error="full")
+    assert 'storage_fails {"iteration": 7, "error": "full"}; full, away, or without' in caplog.text
+    assert ADVICE.keys() <= {name for name, kind in EVENTS.items() if kind.loud}

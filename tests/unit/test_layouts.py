@@ -95,7 +95,7 @@ def test_a_list_in_json_and_a_function_are_settings() -> None:
     assert Config.from_mapping({"layouts": ["tp2pp2", "tp1"]}).layouts == "tp2pp2,tp1"
     assert Config(layouts="my.site:layout_of").layouts == "my.site:layout_of"
     for wrong in (["tp2", 3], "tp2,,pp2", "tp2;pp2", ":f", "m:"):
-        with pytest.raises(ConfigError, match='"layouts": '):
+        with pytest.raises(ConfigError, match="layouts: "):
             Config.from_mapping({"layouts": wrong})
 
 

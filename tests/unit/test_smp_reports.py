@@ -1,0 +1,47 @@
+"""What an SMP tells of its node."""
+
+from __future__ import annotations
+
+import base64
+import zlib
+
+import pytest
+
+from ftckpt.errors import SmpError
+from ftckpt.model.snapshot import SnapshotId
+from ftckpt.restore.inventory import NodeProtection, Problem
+from ftckpt.smp.reports import MarkHistory, packed, unpacked
+
+ONE, OTHER = b"a" * 16, b"b" * 16
+
+
+def test_ages_and_how_often_one_comes() -> None:
+    history = MarkHistory(0.5)
+    assert history.fields(1.0) is None
+    for place, now in enumerate((10.0, 14.0, 18.0)):
+        history.note(SnapshotId(ONE, 5 + 10 * place), now)
+        history.note(SnapshotId(ONE, 5 + 10 * place), now + 1)
+    said = history.fields(20.0)
+    assert said is not None
+    assert (said["iteration"], said["age_secs"], said["every_secs"], said["every_iterations"]) == (25, 2.0, 4.0, 10.0)
+    history.note(SnapshotId(OTHER, 25), 21.0)  # behind a restart
+    said = history.fields(22.0)
+    assert said is not None and (said["age_secs"], said["every_secs"]) == (1.0, None)
+    history.note(None, 23.0)
+    assert history.fields(24.0) is None
+
+
+def test_what_comes_more_often_than_anybody_looks_has_no_rate() -> None:
+    history = MarkHistory(0.5)
+    for iteration in range(10):
+        history.note(SnapshotId(ONE, 5 * iteration), iteration / 2)
+    said = history.fields(5.0)
+    assert said is not None and said["every_secs"] is None and said["every_iterations"] is None
+
+
+def test_protection_is_packed_and_what_is_none_is_refused() -> None:
+    told = NodeProtection(problems=(Problem("file", "text"),))
+    assert unpacked(packed(told)) == told
+    for text in ("", "%", base64.b64encode(b"x").decode(), base64.b64encode(zlib.compress(b"{}[")).decode()):
+        with pytest.raises(SmpError, match="unusable"):
+            unpacked(text)
