@@ -273,7 +273,8 @@ def _rate(bench: _Bench) -> Finding:
 
 def _beside(bench: _Bench) -> Finding:
     """Matrix products, alone and while snapshots are copied."""
-    left = torch.randn(1024, 1024, device=bench.clock.device)
+    width = 4096 if bench.clock.on_device else 512  # some ms each, so that many are beside the copies
+    left = torch.randn(width, width, device=bench.clock.device)
 
     def secs() -> float:
         begin = time.perf_counter()
