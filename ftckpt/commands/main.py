@@ -11,10 +11,12 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
+import ftckpt
 from ftckpt.commands.check import add_check
 from ftckpt.commands.clean import add_clean
 from ftckpt.commands.convert import add_convert
 from ftckpt.commands.ended import add_ended
+from ftckpt.commands.init import add_init
 from ftckpt.commands.inspect import add_inspect
 from ftckpt.commands.pin import add_pin, add_unpin
 from ftckpt.commands.plan import add_plan
@@ -35,9 +37,10 @@ class _Parser(argparse.ArgumentParser):
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line ``argv`` (default: the process's own) and return its exit status."""
     parser = _Parser(prog="ftckpt", description="in-memory snapshots of training state")
+    parser.add_argument("--version", action="version", version=f"ftckpt {ftckpt.__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True, dest="command")
     for add in (
-        add_status, add_ls, add_check, add_inspect, add_clean, add_timeline, add_report, add_plan, add_smp,
+        add_init, add_check, add_status, add_ls, add_inspect, add_clean, add_timeline, add_report, add_plan, add_smp,
         add_convert, add_save, add_list, add_verify, add_pin, add_unpin, add_ended,
     ):  # fmt: skip
         add(commands)

@@ -1,0 +1,128 @@
+"""``ftckpt init``: scripts and configurations to start a job with, written where they can be changed."""
+
+from __future__ import annotations
+
+import argparse
+import filecmp
+import shutil
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import ftckpt
+from ftckpt.errors import ConfigError
+
+
+class Kit(NamedTuple):
+    """What one way of starting jobs needs: files by their patterns, as they lie in the repository, and how to go on.
+
+    ``{here}`` in a command is the directory in front of them, as the user named it.
+    """
+
+    help: str
+    patterns: tuple[str, ...]
+    commands: tuple[str, ...]
+    trains: bool = True
+
+
+_ALWAYS = ("launch/job.sh", "launch/RUNBOOK.md", "configs/ftckpt.flags")
+_MEGATRON = (
+    "launch/torchrun.sh",
+    "launch/train_gpt.py",
+    "launch/train_plain.py",
+    "launch/text_data.py",
+    "configs/*.flags",
+)
+
+KITS = {
+    "torchrun": Kit(
+        "one or several nodes under torchrun, for Megatron or plain torch",
+        (*_ALWAYS, *_MEGATRON),
+        (
+            "bash {here}launch/torchrun.sh --job first {here}launch/train_gpt.py --pp 2 --ftckpt",
+            "bash {here}launch/torchrun.sh --job first --runner none {here}launch/train_plain.py --ftckpt",
+            "ftckpt status first",
+        ),
+    ),
+    "slurm": Kit(
+        "batch scripts for nodes with 8 A100, and for Frontier",
+        (*_ALWAYS, *_MEGATRON, "launch/slurm.sh", "launch/*.sbatch"),
+        (
+            "export FTCKPT_ROOT=$(realpath ./{here})",
+            "sbatch --nodes=3 {here}launch/a100.sbatch --nodes 2 {here}launch/train_gpt.py --pp 2 --ftckpt",
+            "sbatch -A PROJECT --nodes=3 {here}launch/frontier.sbatch --nodes 2 {here}launch/train_gpt.py --pp 2 "
+            "--ftckpt",
+        ),
+    ),
+    "deepspeed": Kit(
+        "DeepSpeed's launcher, or torchrun with DeepSpeed",
+        (*_ALWAYS, "launch/deepspeed.sh", "launch/torchrun.sh", "launch/*deepspeed*.py", "launch/text_data.py",
+         "configs/*.json"),
+        (
+            "bash {here}launch/deepspeed.sh --job first {here}launch/train_deepspeed.py --deepspeed_config "
+            "{here}configs/deepspeed_zero2.json",
+            "ftckpt status first",
+        ),
+    ),
+    "patches": Kit(
+        "source patches of Megatron-LM, for sites without hooks at run time",
+        ("patches/*.patch", "patches/apply.sh"),
+        ("bash {here}patches/apply.sh --list", "bash {here}patches/apply.sh MEGATRON-LM"),
+        trains=False,
+    ),
+}  # fmt: skip
+
+
+def add_init(commands: Any) -> None:
+    """Add ``init`` to the parser of ``ftckpt``."""
+    parser = commands.add_parser("init", help="write scripts and configurations that start a job")
+    kits = "; ".join(f"{name}: {kit.help}" for name, kit in KITS.items())
+    parser.add_argument("kit", choices=KITS, metavar="KIT", help=kits)
+    parser.add_argument("directory", type=Path, metavar="DIR", help="where they go; made where it is missing")
+    parser.add_argument("--force", action="store_true", help="replace files that differ from ftckpt's")
+    parser.set_defaults(run=run_init)
+
+
+def shipped() -> Path:
+    """The directory above ``launch``, ``configs`` and ``patches``: inside an installed package, above one in a
+    checkout."""
+    package = Path(ftckpt.__file__).parent
+    inside = package / "shipped"
+    return inside if inside.is_dir() else package.parent
+
+
+def run_init(arguments: argparse.Namespace) -> int:
+    """Write the kit.
+
+    Raises:
+        ConfigError: something else lies there under such a name; nothing was written.
+    """
+    kit, to, root = KITS[arguments.kit], arguments.directory, shipped()
+    names = sorted({str(path.relative_to(root)) for pattern in kit.patterns for path in root.glob(pattern)})
+    missing = [pattern for pattern in kit.patterns if not any(root.glob(pattern))]
+    if missing:
+        raise ConfigError(
+            f"this installation has no {', '.join(missing)} in {root}: install ftckpt's wheel, or a checkout"
+        )
+    there = [name for name in names if (to / name).exists() or (to / name).is_symlink()]
+    other = [name for name in there if not _same(root / name, to / name)]
+    if other and not arguments.force:
+        raise ConfigError(
+            f"{to} has other files under these names: {', '.join(other)}; name another directory, or replace them "
+            "with --force"
+        )
+    for name in names:
+        target = to / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if name in other:
+            target.unlink()
+        shutil.copy(root / name, target)
+        print(f"{target}{' (was there)' if name in there and name not in other else ''}")
+    here = "" if to == Path(".") else f"{to}/"
+    print("\nNow, for example:\n" + "\n".join(f"  {command.format(here=here)}" for command in kit.commands))
+    if kit.trains:
+        print("On a machine without a GPU put FTCKPT_DEVICE=cpu before it, and --nproc 4 before the script.")
+    return 0
+
+
+def _same(ours: Path, theirs: Path) -> bool:
+    return theirs.is_file() and filecmp.cmp(ours, theirs, shallow=False)

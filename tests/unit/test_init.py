@@ -1,0 +1,96 @@
+"""``ftckpt init``: what it writes can be started, and nothing of the user's is replaced."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ftckpt.commands import init
+from ftckpt.commands.main import main
+from tests.support.launching import ROOT
+
+
+def files(folder: Path) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("kit", init.KITS)
+def test_a_kit_has_all_that_its_files_and_commands_name(
+    kit: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["init", kit, str(tmp_path / "here")]) == 0
+    written = files(tmp_path / "here")
+    shown = capsys.readouterr().out
+    assert {f"{tmp_path}/here/{name}" for name in written} < set(shown.splitlines())
+    for command in re.findall(r"^  (.*)", shown, re.M):
+        named = [word for word in command.split() if word.startswith(f"{tmp_path}/here/launch")]
+        assert all(Path(word).is_file() for word in named), command
+    for name in written:
+        assert (tmp_path / "here" / name).read_bytes() == (ROOT / name).read_bytes()
+        assert os.access(tmp_path / "here" / name, os.X_OK) == os.access(ROOT / name, os.X_OK)
+        text = (ROOT / name).read_text()
+        sourced = re.findall(r'^source "\$(?:HERE|ROOT)/(?:launch/)?(\w+\.sh)"', text, re.M)
+        imported = re.findall(r"^(?:from|import) (text_data|deepspeed_model)\b", text, re.M)
+        assert {f"launch/{one}" for one in sourced} | {f"launch/{one}.py" for one in imported} <= written, name
+
+
+def test_a_script_of_a_kit_runs_where_it_was_written(tmp_path: Path) -> None:
+    assert main(["init", "torchrun", str(tmp_path)]) == 0
+    words = [
+        "bash",
+        "launch/torchrun.sh",
+        "--job",
+        "first",
+        "--nproc",
+        "4",
+        "--dry-run",
+        "launch/train_gpt.py",
+        "--ftckpt",
+    ]
+    run = subprocess.run(
+        words, cwd=tmp_path, env={**os.environ, "FTCKPT_PYTHON": sys.executable}, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert "-m ftckpt.megatron launch/train_gpt.py --ftckpt" in run.stdout
+
+
+def test_files_of_the_user_stay(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "launch").mkdir()
+    (tmp_path / "launch" / "job.sh").write_text("mine")
+    assert main(["init", "torchrun", str(tmp_path)]) == 2
+    shown = capsys.readouterr()
+    assert "launch/job.sh" in shown.err and "--force" in shown.err and not shown.out
+    assert files(tmp_path) == {"launch/job.sh"} and (tmp_path / "launch" / "job.sh").read_text() == "mine"
+    assert main(["init", "torchrun", str(tmp_path), "--force"]) == 0
+    assert (tmp_path / "launch" / "job.sh").read_bytes() == (ROOT / "launch" / "job.sh").read_bytes()
+    capsys.readouterr()
+    assert main(["init", "torchrun", str(tmp_path)]) == 0  # nothing of it differs
+    assert "job.sh (was there)" in capsys.readouterr().out
+
+
+def test_a_link_of_the_user_is_not_written_through(tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    other.write_text("elsewhere")
+    (tmp_path / "to" / "launch").mkdir(parents=True)
+    (tmp_path / "to" / "launch" / "job.sh").symlink_to(other)
+    assert main(["init", "torchrun", str(tmp_path / "to")]) == 2
+    assert main(["init", "torchrun", str(tmp_path / "to"), "--force"]) == 0
+    assert other.read_text() == "elsewhere" and not (tmp_path / "to" / "launch" / "job.sh").is_symlink()
+
+
+def test_an_installation_without_files_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(init, "shipped", lambda: tmp_path / "none")
+    assert main(["init", "patches", str(tmp_path / "to")]) == 2
+    assert "patches/*.patch" in capsys.readouterr().err and not (tmp_path / "to").exists()
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main(["--version"])
+    assert re.fullmatch(r"ftckpt \d+\.\d+\.\d+\n", capsys.readouterr().out)

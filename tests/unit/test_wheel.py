@@ -1,0 +1,75 @@
+"""The wheel, made of the source distribution, has all that users need without a checkout."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from tests.support.launching import ROOT
+
+BUILD = "import sys; from setuptools import build_meta; print(getattr(build_meta, sys.argv[1])(sys.argv[2]))"
+
+
+def build(what: str, tree: Path, to: Path) -> Path:
+    command = [sys.executable, "-c", BUILD, what, str(to)]
+    run = subprocess.run(command, cwd=tree, capture_output=True, text=True, timeout=120, check=False)
+    assert run.returncode == 0, run.stderr
+    return to / run.stdout.splitlines()[-1]
+
+
+def tracked() -> list[str]:
+    run = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    if run.returncode:
+        pytest.skip("not in a checkout")
+    return [name for name in run.stdout.split("\0") if name and (ROOT / name).is_file()]
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What ``pip`` would unpack."""
+    folder = tmp_path_factory.mktemp("wheel")
+    for name in tracked():
+        (folder / "tree" / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, folder / "tree" / name)
+    sdist = build("build_sdist", folder / "tree", folder)
+    with tarfile.open(sdist) as file:
+        file.extractall(folder / "unpacked", filter="data")
+    (unpacked,) = (folder / "unpacked").iterdir()
+    with zipfile.ZipFile(build("build_wheel", unpacked, folder)) as file:
+        file.extractall(folder / "site")
+    return folder / "site"
+
+
+def test_the_wheel_has_every_file_of_the_package(installed: Path) -> None:
+    ours = {name for name in tracked() if name.startswith("ftckpt/")}
+    there = {str(path.relative_to(installed)) for path in installed.rglob("*") if path.is_file()}
+    assert ours <= there
+    assert any(name.endswith("licenses/LICENSE") for name in there)
+    assert not {name for name in there if name.startswith("tests") or Path(name).name in ("demo.sh", "test.sh")}
+
+
+def test_kits_are_written_without_a_checkout(installed: Path, tmp_path: Path) -> None:
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"PYTHONPATH": str(installed)}
+    ftckpt = [sys.executable, "-m", "ftckpt.commands.main"]
+    for kit in ("torchrun", "slurm", "deepspeed", "patches"):
+        run = subprocess.run(
+            [*ftckpt, "init", kit, "."], cwd=tmp_path, env=env, capture_output=True, text=True, check=False
+        )
+        assert run.returncode == 0, run.stderr
+    for name in ("launch/torchrun.sh", "launch/a100.sbatch", "configs/deepspeed_zero2.json", "patches/apply.sh"):
+        assert (tmp_path / name).read_bytes() == (ROOT / name).read_bytes()
+    where = "import ftckpt; print(ftckpt.__file__)"
+    shown = subprocess.run(
+        [sys.executable, "-c", where], cwd=tmp_path, env=env, capture_output=True, text=True, check=True
+    )
+    assert Path(shown.stdout.strip()).is_relative_to(installed)
