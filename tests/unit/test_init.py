@@ -41,20 +41,11 @@ def test_a_kit_has_all_that_its_files_and_commands_name(
 
 def test_a_script_of_a_kit_runs_where_it_was_written(tmp_path: Path) -> None:
     assert main(["init", "torchrun", str(tmp_path)]) == 0
-    words = [
-        "bash",
-        "launch/torchrun.sh",
-        "--job",
-        "first",
-        "--nproc",
-        "4",
-        "--dry-run",
-        "launch/train_gpt.py",
-        "--ftckpt",
-    ]
+    words = ["--job", "first", "--nproc", "4", "--dry-run", "launch/train_gpt.py", "--ftckpt"]
+    env = {**os.environ, "FTCKPT_PYTHON": sys.executable}
     run = subprocess.run(
-        words, cwd=tmp_path, env={**os.environ, "FTCKPT_PYTHON": sys.executable}, capture_output=True, text=True, check=True,
-    )  # fmt: skip
+        ["bash", "launch/torchrun.sh", *words], cwd=tmp_path, env=env, capture_output=True, text=True, check=True
+    )
     assert "-m ftckpt.megatron launch/train_gpt.py --ftckpt" in run.stdout
 
 
