@@ -10,19 +10,24 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import deepspeed
+from packaging.version import Version
 
 from ftckpt.errors import UnsupportedError
 
 # A list, not a range: state is read from fields that no release promises.
-KNOWN_VERSIONS = ("0.19.8",)
+KNOWN_VERSIONS = ("0.19.8", "0.19.0", "0.18.9", "0.18.0", "0.17.6", "0.16.9", "0.16.0")
 
 
 class UnsupportedField(NamedTuple):
-    """A field of DeepSpeed's JSON that ftckpt refuses where it ``applies`` to an engine, and what to do about it."""
+    """A field of DeepSpeed's JSON that ftckpt refuses where it ``applies`` to an engine, and what to do about it.
+
+    Releases before ``since`` may not know of it; those from there on must show whether it is set.
+    """
 
     field: str
     applies: Callable[[Any], bool]
     fix: str
+    since: str = "0"
 
 
 def check_version() -> None:
@@ -48,8 +53,20 @@ def check(engine: Any) -> None:
     """
     check_version()
     for refusal in REFUSALS:
-        if refusal.applies(engine):
+        if _applies(refusal, engine):
             raise UnsupportedError(f"DeepSpeed's {refusal.field} is not supported by ftckpt; {refusal.fix}")
+
+
+def _applies(refusal: UnsupportedField, engine: Any) -> bool:
+    try:
+        return bool(refusal.applies(engine))
+    except AttributeError as error:
+        if Version(deepspeed.__version__) < Version(refusal.since):
+            return False
+        raise UnsupportedError(
+            f"DeepSpeed {deepspeed.__version__} does not show whether {refusal.field} is set ({error}), which ftckpt "
+            "does not support: install a release that is known"
+        ) from error
 
 
 def _offload(part: str, value: str) -> Callable[[Any], Any]:
@@ -76,9 +93,8 @@ def _quantizes(engine: Any) -> bool:
     )
 
 
-def _low_precision_masters(engine: Any) -> bool:
-    low = engine.fp16_master_weights_and_gradients() or engine.bf16_master_weights_and_gradients()
-    return bool(low or engine.bf16_optimizer_states())
+def _bf16_masters(engine: Any) -> bool:
+    return bool(engine.bf16_master_weights_and_gradients() or engine.bf16_optimizer_states())
 
 
 REFUSALS = (
@@ -104,7 +120,7 @@ REFUSALS = (
         ),
         "set it to 1: the second optimizer of a partial offload is not known",
     ),
-    UnsupportedField("zero_optimization.zenflow", lambda engine: engine.zenflow_config() is not None, "remove it"),
+    UnsupportedField("zero_optimization.zenflow", lambda engine: engine.zenflow_config() is not None, "remove it", "0.17.6"),
     UnsupportedField("zero_optimization.zero_hpz_partition_size", _has_hpz, "set it to 1"),
     UnsupportedField(
         "zero_optimization.zero_quantized_weights, _nontrainable_weights or _gradients",
@@ -112,25 +128,32 @@ REFUSALS = (
         "set them to false",
     ),
     UnsupportedField(
-        "fp16.fp16_master_weights_and_grads, bf16.bf16_master_weights_and_grads and bf16.bf16_optimizer_states",
-        _low_precision_masters,
-        "set them to false",
+        "fp16.fp16_master_weights_and_grads",
+        lambda engine: bool(engine.fp16_master_weights_and_gradients()),
+        "set it to false",
+    ),
+    UnsupportedField(
+        "bf16.bf16_master_weights_and_grads and bf16.bf16_optimizer_states", _bf16_masters, "set them to false", "0.18.9"
     ),
     UnsupportedField(
         "tensor_parallel.autotp_size",
         lambda engine: int(engine.autotp_size()) > 1,
         "divide the model by layers that mark their parameters with tensor_model_parallel and partition_dim",
+        "0.16.9",
     ),
     UnsupportedField(
         "expert_parallel (AutoEP)",
         lambda engine: bool(getattr(engine._config.expert_parallel_config, "enabled", False)),
         "use deepspeed.moe.layer.MoE",
+        "0.19.8",
     ),
     UnsupportedField(
         "sequence_parallel_size", lambda engine: int(engine.sequence_parallel_size) > 1, "set it to 1 or leave it out"
     ),
     UnsupportedField("hybrid_engine", lambda engine: bool(engine._config.hybrid_engine.enabled), "remove it"),
-    UnsupportedField("torch_autocast", lambda engine: bool(engine.torch_autocast_enabled()), "use bf16 or fp16"),
+    UnsupportedField(
+        "torch_autocast", lambda engine: bool(engine.torch_autocast_enabled()), "use bf16 or fp16", "0.17.6"
+    ),
     UnsupportedField(
         "data_efficiency",
         lambda engine: bool(engine.data_efficiency_enabled()),
@@ -140,6 +163,7 @@ REFUSALS = (
         "compile.deepcompile",
         lambda engine: bool(engine.is_deepcompile_enabled()) or bool(engine.is_compiled),
         "set it to false and do not call engine.compile()",
+        "0.16.9",
     ),
     UnsupportedField(
         "optimizer.type Muon",

@@ -33,7 +33,7 @@ from ftckpt.megatron.optimizers import leaf_optimizers
 from ftckpt.megatron.state import MegatronState
 
 # A list, not a range: the hooks rest on names and orders that no release promises.
-KNOWN_VERSIONS = ("0.15.3", "0.16.0", "0.16.1", "0.19.0", "0.19.1")
+KNOWN_VERSIONS = ("0.14.0", "0.15.0", "0.15.3", "0.16.0", "0.16.1", "0.19.0", "0.19.1")
 _SCHEDULES = (
     "forward_backward_no_pipelining",
     "forward_backward_pipelining_without_interleaving",
