@@ -202,6 +202,12 @@ class Config:
     affinity: str = _setting(
         "auto", "cores of ftckpt's threads: auto (those of the device's NUMA node), none, or a list such as 0-3,8"
     )
+    versions: str = _setting(
+        "examine",
+        "a release of Megatron or DeepSpeed that ftckpt was not tested with: its hooks and snapshots are examined in "
+        "the first iterations, or it is refused",
+        choices=("examine", "tested"),
+    )
     layouts: str = _setting(
         "",
         "layouts to restart in, the most wanted first, such as tp2pp2,tp2pp1: the first that fits the ranks there "

@@ -19,6 +19,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.pipe.schedule import (
     BackwardPass,
     ForwardPass,
+    InferenceSchedule,
     OptimizerStep,
     PipeInstruction,
     ReduceGrads,
@@ -80,18 +81,18 @@ def follow_pipeline(hooks: EngineHooks, draw_from: Callable[[Any], Any]) -> None
         draw_from: gets the iterator given to ``train_batch``, or None, and returns the one to draw from.
     """
     engine = hooks.engine
-    make_schedule = engine._train_schedule
 
     def enter(_: Any, kind: str) -> None:
         hooks.phase(kind)
 
-    def train_schedule() -> Any:
-        own = make_schedule()
-        if type(own) is TrainSchedule:
-            model = pipeline_places(own.num_stages, own.stage, own.num_micro_batches)
+    def run_schedule(original: Callable[..., Any], schedule: Any) -> Any:
+        if isinstance(schedule, InferenceSchedule):
+            return original(schedule)
+        if type(schedule) is TrainSchedule:
+            model = pipeline_places(schedule.num_stages, schedule.stage, schedule.num_micro_batches)
             if model is not None:
                 hooks.checkpointer.expect(*model)
-        return PhaseSchedule(own)
+        return original(PhaseSchedule(schedule))
 
     def train_batch(original: Callable[..., Any], data_iter: Any = None) -> Any:
         hooks.begin()
@@ -102,5 +103,5 @@ def follow_pipeline(hooks: EngineHooks, draw_from: Callable[[Any], Any]) -> None
 
     # The engine looks up what to do for an instruction by its class.
     hooks.patches.shadow(engine, "_INSTRUCTION_MAP", {**engine._INSTRUCTION_MAP, PhaseInstruction: enter})
-    hooks.patches.shadow(engine, "_train_schedule", train_schedule)
+    hooks.patches.wrap(engine, "_exec_schedule", run_schedule)
     hooks.patches.wrap(engine, "train_batch", train_batch)

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import deepspeed
 import torch.distributed as dist
 
 from ftckpt.config import DEEPSPEED, Config, program_of
@@ -21,7 +22,7 @@ from ftckpt.deepspeed.script import ScriptPosition
 from ftckpt.deepspeed.state import DeepSpeedState, counters, set_counters
 from ftckpt.deepspeed.storage import AwaitedLoad, is_named, is_whole
 from ftckpt.errors import ConfigError, LostError, UnsupportedError
-from ftckpt.frameworks import doors, launcher, schedulers
+from ftckpt.frameworks import doors, launcher, schedulers, versions
 from ftckpt.frameworks.optimizers import load_groups, save_groups
 from ftckpt.frameworks.rendezvous import check_isolated, isolate_attempts
 from ftckpt.frameworks.torch_state import Stateful
@@ -48,7 +49,7 @@ class EngineSession:
         args: what ``deepspeed.initialize`` was given as such.
 
     Raises:
-        UnsupportedError: a version, a JSON field or state that ftckpt does not know.
+        UnsupportedError: a release, a JSON field or state that ftckpt does not know.
         ConfigError: no job name can be found, or another engine is followed.
         LaunchError: a restarted attempt of torchrun could not meet.
         LostError, MismatchError, MemoryBudgetError, ArenaError: see ``Checkpointer.restore``.
@@ -69,7 +70,8 @@ class EngineSession:
         self._begins = begins
         if program_of(config.persist) == DEEPSPEED:
             saves.prepare(config)
-        self._start = doors.start(config, lambda: _place(engine), saves_of=DEEPSPEED)
+        examines = versions.admit("DeepSpeed", deepspeed.__version__, config)
+        self._start = doors.start(config, lambda: _place(engine), saves_of=DEEPSPEED, examines=examines)
         # Taken before anything is restored: see ``_forget_restored``.
         self._fresh = {name: copy.deepcopy(value.state_dict()) for name, value in self._objects.items()}
         self._fresh_scheduler = copy.deepcopy(schedulers.save(engine.lr_scheduler))
@@ -239,7 +241,6 @@ def follow(original: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[st
     Raises:
         UnsupportedError, ConfigError and others: see EngineSession.
     """
-    support.check_version()
     launcher.go_on()
     if not dist.is_initialized():
         isolate_attempts()

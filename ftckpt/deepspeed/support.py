@@ -14,9 +14,6 @@ from packaging.version import Version
 
 from ftckpt.errors import UnsupportedError
 
-# A list, not a range: state is read from fields that no release promises.
-KNOWN_VERSIONS = ("0.19.8", "0.19.0", "0.18.9", "0.18.0", "0.17.6", "0.16.9", "0.16.0")
-
 
 class UnsupportedField(NamedTuple):
     """A field of DeepSpeed's JSON that ftckpt refuses where it ``applies`` to an engine, and what to do about it.
@@ -30,28 +27,12 @@ class UnsupportedField(NamedTuple):
     since: str = "0"
 
 
-def check_version() -> None:
-    """Refuse a version of DeepSpeed that is not known.
-
-    Raises:
-        UnsupportedError: the version, and those that are known.
-    """
-    # What follows ``+`` names a build or a commit.
-    version = deepspeed.__version__.partition("+")[0]
-    if version not in KNOWN_VERSIONS:
-        raise UnsupportedError(
-            f"DeepSpeed {version} is not known to ftckpt; known are {', '.join(KNOWN_VERSIONS)}: install one of "
-            "these, or a newer ftckpt"
-        )
-
-
 def check(engine: Any) -> None:
     """Refuse an engine whose state is not known in full.
 
     Raises:
-        UnsupportedError: the version, or the JSON field and what to do.
+        UnsupportedError: the JSON field and what to do.
     """
-    check_version()
     for refusal in REFUSALS:
         if _applies(refusal, engine):
             raise UnsupportedError(f"DeepSpeed's {refusal.field} is not supported by ftckpt; {refusal.fix}")
@@ -120,7 +101,9 @@ REFUSALS = (
         ),
         "set it to 1: the second optimizer of a partial offload is not known",
     ),
-    UnsupportedField("zero_optimization.zenflow", lambda engine: engine.zenflow_config() is not None, "remove it", "0.17.6"),
+    UnsupportedField(
+        "zero_optimization.zenflow", lambda engine: engine.zenflow_config() is not None, "remove it", "0.17.6"
+    ),
     UnsupportedField("zero_optimization.zero_hpz_partition_size", _has_hpz, "set it to 1"),
     UnsupportedField(
         "zero_optimization.zero_quantized_weights, _nontrainable_weights or _gradients",
@@ -133,7 +116,10 @@ REFUSALS = (
         "set it to false",
     ),
     UnsupportedField(
-        "bf16.bf16_master_weights_and_grads and bf16.bf16_optimizer_states", _bf16_masters, "set them to false", "0.18.9"
+        "bf16.bf16_master_weights_and_grads and bf16.bf16_optimizer_states",
+        _bf16_masters,
+        "set them to false",
+        "0.18.9",
     ),
     UnsupportedField(
         "tensor_parallel.autotp_size",

@@ -10,13 +10,13 @@ from __future__ import annotations
 import functools
 import logging
 import os
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from ftckpt.config import Config, program_of
-from ftckpt.errors import ConfigError, FtckptError
+from ftckpt.errors import ConfigError, FtckptError, UnsupportedError
 from ftckpt.frameworks.launcher import code_if_over, follow_uncaught, job_name, log_to_stderr, node_name
 from ftckpt.store.outcome import LauncherRun, launcher_run
 
@@ -43,7 +43,12 @@ class Patches:
 
     def wrap(self, owner: Any, name: str, around: Callable[..., Any]) -> None:
         """Let ``around(original, *args, **kwargs)`` stand before a module's function, or a method of one object."""
-        original = getattr(owner, name)
+        original = getattr(owner, name, None)
+        if original is None:
+            raise UnsupportedError(
+                f"{getattr(owner, '__name__', type(owner).__name__)} has no {name}, from where ftckpt is called: "
+                "install a tested release"
+            )
         # None where the attribute is the class's: it is taken off again, not set.
         before = vars(owner).get(name)
         is_in_force = True
@@ -140,18 +145,40 @@ class Start:
     group: Group
     topology: Topology
     run: LauncherRun
+    examines: str
 
     def build(self, state: Callable[[], Any]) -> Any:
         """The training state that ``state`` makes. Collective: one rank's refusal is raised on all."""
         from ftckpt.group import together
 
-        return together(self.group, state)
+        def make() -> Any:
+            with naming_what_is_missing(self.examines):
+                return state()
+
+        return together(self.group, make)
 
     def checkpointer(self, state: TrainingState) -> Checkpointer:
         """A checkpointer for ``state``. Collective."""
         from ftckpt.job.checkpointer import Checkpointer
 
-        return Checkpointer(self.config, state, self.topology, group=self.group, run=self.run)
+        return Checkpointer(self.config, state, self.topology, group=self.group, run=self.run, examines=self.examines)
+
+
+@contextmanager
+def naming_what_is_missing(examines: str) -> Iterator[None]:
+    """A field that the release called so does not have is no mistake of ours; nothing where that is empty.
+
+    Raises:
+        UnsupportedError: in place of an AttributeError.
+    """
+    try:
+        yield
+    except AttributeError as error:
+        if not examines:
+            raise
+        raise UnsupportedError(
+            f"{examines} has not what ftckpt looks for: {error}; install a tested release, or switch ftckpt off"
+        ) from error
 
 
 def read_ahead(config: Config) -> None:
@@ -169,7 +196,10 @@ def read_ahead(config: Config) -> None:
 
 
 def start(
-    config: Config, place: Callable[[], tuple[Mapping[str, int], Mapping[str, Any]]], saves_of: str = ""
+    config: Config,
+    place: Callable[[], tuple[Mapping[str, int], Mapping[str, Any]]],
+    saves_of: str = "",
+    examines: str = "",
 ) -> Start:
     """Name the job and the node, and gather where every rank stands. Collective; torch.distributed is initialised.
 
@@ -177,6 +207,7 @@ def start(
         config: ``job`` and ``node`` need not be given.
         place: gives this rank's coordinates and the sizes of the layout; refuses what the framework cannot do.
         saves_of: the program in whose place ``persist`` may save.
+        examines: the release that is to show that it fits.
 
     Raises:
         ConfigError: ``persist`` is in the place of another program; a name is none, or no job name can be found;
@@ -204,15 +235,18 @@ def start(
     # Together: a node that is new knows of no earlier attempt.
     if codes := [one for one in gather(group, -1 if code is None else code, int) if one >= 0]:
         raise SystemExit(max(codes))
-    topology = _gather_topology(group, config, place)
+    topology = _gather_topology(group, config, place, examines)
     # One rank of those that a launcher started on a machine speaks for all of them.
     local = os.environ.get("LOCAL_RANK")
     speaks = topology.is_node_leader if local is None else local == "0"
-    return Start(config, group, topology, launcher_run(os.environ) if speaks else LauncherRun(""))
+    return Start(config, group, topology, launcher_run(os.environ) if speaks else LauncherRun(""), examines)
 
 
 def _gather_topology(
-    group: Group, config: Config, place: Callable[[], tuple[Mapping[str, int], Mapping[str, Any]]]
+    group: Group,
+    config: Config,
+    place: Callable[[], tuple[Mapping[str, int], Mapping[str, Any]]],
+    examines: str,
 ) -> Topology:
     """Where every rank stands, once all have one name for the job. Collective."""
     from ftckpt.group import gather_all
@@ -222,7 +256,8 @@ def _gather_topology(
 
     def arrive() -> tuple[str, RankPlace]:
         nonlocal layout
-        coords, layout = place()
+        with naming_what_is_missing(examines):
+            coords, layout = place()
         return config.job, RankPlace(coords, config.node)
 
     ranks = gather_all(group, arrive, tuple[str, RankPlace])

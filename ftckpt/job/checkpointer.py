@@ -13,8 +13,9 @@ from typing import NamedTuple
 from ftckpt.capture.affinity import Locality, locality
 from ftckpt.capture.boundary import LastBoundary
 from ftckpt.capture.capture import Capture
+from ftckpt.capture.examination import Examination
 from ftckpt.config import MEGATRON, Config, taken_over
-from ftckpt.errors import CaptureError, ConfigError, FtckptError, LaunchError, StorageError
+from ftckpt.errors import ArenaError, CaptureError, ConfigError, FtckptError, LaunchError, StorageError
 from ftckpt.events import Events
 from ftckpt.group import Group, gather_each
 from ftckpt.job.actions import (
@@ -84,6 +85,7 @@ class Checkpointer:
         topology: the place and node of every rank.
         group: all ranks; a new one if not given.
         run: what starts this process again when a rank fails; given to one of the ranks that it started here.
+        examines: a framework's release that the first iterations are to show to fit.
 
     Raises:
         ConfigError: ``job`` or ``node`` is empty; the directory for events cannot be written.
@@ -91,7 +93,7 @@ class Checkpointer:
 
     def __init__(
         self, config: Config, state: TrainingState, topology: Topology, group: Group | None = None,
-        run: LauncherRun | None = None,
+        run: LauncherRun | None = None, *, examines: str = "",
     ) -> None:  # fmt: skip
         if not config.job or not config.node:
             raise ConfigError("job and node: both need a name")
@@ -124,6 +126,7 @@ class Checkpointer:
         self._fenced = False  # since the last boundary
         self._attempt = AttemptRecord(config, topology, run or LauncherRun(""), self.events)
         self._storage = RankStorage(config, self.group, self.events, self._protection, self._state)
+        self._examination = Examination(examines) if examines else None
         self._losses = Losses(self._links, self._state, self.events)
         self.begun = -1
         """The iteration of the last snapshot that this rank has begun; -1: none."""
@@ -330,6 +333,8 @@ class Checkpointer:
     def fence(self) -> None:
         """Call before stepped state changes; returns at once unless a copy is unfinished."""
         self._state.stepped()
+        if self._examination is not None:
+            self._examination.fenced()
         if self._kept is not None:
             self._kept.pass_by()
         self._fence()
@@ -340,6 +345,7 @@ class Checkpointer:
 
         Raises:
             ConfigError: ``restore`` was not called.
+            UnsupportedError: in the first iterations: the framework's release does not fit.
             FtckptError: only under ``on_error: raise``; where a snapshot did not come to storage, on all ranks at the
                 same boundary.
         """
@@ -372,6 +378,8 @@ class Checkpointer:
                 self._pacer.learn()
         except Exception as error:  # noqa: BLE001 - promise 4: training goes on whatever a snapshot does
             self._fail(error)
+        if self._examination is not None:
+            self._examine(self._examination, iteration)
         self.phase("start")
 
     def save_universal(self, path: Path, max_file_bytes: int = MAX_FILE_BYTES, precision: str = "") -> Path:
@@ -611,6 +619,20 @@ class Checkpointer:
             slot = self._take(decision, room)
             self.begun = iteration
             self.events.emit("snapshot", iteration=iteration, slot=slot, blocked_secs=time.perf_counter() - begin)
+
+    def _examine(self, examination: Examination, iteration: int) -> None:
+        examination.bounded()
+        if self.capture is None or self.begun != iteration:
+            return
+        try:
+            examination.look(self.capture, self.config.fence_timeout_secs)
+        except (CaptureError, ArenaError) as error:
+            self._fail(error)
+        if examination.over:
+            self._examination = None
+            self.events.announce(
+                f"{examination.program} was examined: steps are fenced, and snapshots hold what training has"
+            )
 
     def _note_loss(self, error: Exception) -> bool:
         """Whether ranks have lost each other."""

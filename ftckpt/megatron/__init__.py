@@ -101,6 +101,9 @@ def attach(
     config = config or door.config
     if not config.enabled:
         return None
+    import megatron.core
+
+    from ftckpt.frameworks import versions
     from ftckpt.megatron import geometry, hooks
     from ftckpt.megatron.optimizers import is_distributed
     from ftckpt.megatron.state import MegatronState
@@ -110,6 +113,7 @@ def attach(
         config,
         lambda: (geometry.coordinates(), geometry.layout_sizes(is_distributed(optimizer))),
         saves_of=MEGATRON,
+        examines=versions.admit("megatron-core", megatron.core.__version__, config),
     )
     if config.layouts:
         _check_layout(start.topology.layout)

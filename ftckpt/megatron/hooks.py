@@ -27,13 +27,13 @@ from megatron.core.pipeline_parallel import schedules
 from megatron.core.utils import get_model_config
 
 from ftckpt.errors import UnsupportedError
+from ftckpt.frameworks import versions
 from ftckpt.job.checkpointer import Checkpointer
 from ftckpt.megatron import callbacks, door, phases
 from ftckpt.megatron.optimizers import leaf_optimizers
 from ftckpt.megatron.state import MegatronState
 
-# A list, not a range: the hooks rest on names and orders that no release promises.
-KNOWN_VERSIONS = ("0.14.0", "0.15.0", "0.15.3", "0.16.0", "0.16.1", "0.19.0", "0.19.1")
+_TESTED = versions.TESTED["megatron-core"]
 _SCHEDULES = (
     "forward_backward_no_pipelining",
     "forward_backward_pipelining_without_interleaving",
@@ -56,17 +56,13 @@ def install() -> None:
     """Wrap the schedule functions, where they are not patched; a second call does nothing.
 
     Raises:
-        UnsupportedError: this version of megatron.core is not known.
+        UnsupportedError: this release of megatron.core does not have them.
     """
-    version = megatron.core.__version__.partition("+")[0]  # what follows names a commit of whatever it lies in
-    if version not in KNOWN_VERSIONS:
-        raise UnsupportedError(
-            f"megatron-core {version} is not known to ftckpt; known are {', '.join(KNOWN_VERSIONS)}: install one of "
-            "these, or a newer ftckpt"
-        )
     missing = [name for name in _SCHEDULES if not callable(getattr(schedules, name, None))]
     if missing:
-        raise UnsupportedError(f"megatron-core {version} has no {missing[0]} in its schedules: a changed build?")
+        raise UnsupportedError(
+            f"megatron-core {megatron.core.__version__} has no {missing[0]} in its schedules: a changed build?"
+        )
     door.is_installed = True
     for name in _SCHEDULES:
         _wrap_once(schedules, name, _run_schedule)
@@ -138,7 +134,7 @@ def _wrap_once(module: Any, name: str, around: Callable[..., Any]) -> None:
     original = getattr(module, name, None)
     if not callable(original):
         raise UnsupportedError(
-            f"this Megatron-LM has no {module.__name__}.{name}; known are the releases {', '.join(KNOWN_VERSIONS)}"
+            f"this Megatron-LM has no {module.__name__}.{name}, which releases {', '.join(_TESTED)} have"
         )
     # At start, not at the first boundary: after hours of training it would be a late error.
     if around is _boundary:

@@ -278,7 +278,7 @@ def refused(rank: int, world_size: int, arena: str) -> list[str]:
         message(ftckpt_section={"enabled": False}),
     ]
     version, deepspeed.__version__ = deepspeed.__version__, "9.9.9"
-    found.append(message(ftckpt_section=section(arena)))
+    found.append(message(ftckpt_section=section(arena, versions="tested")))
     found.append(message())
     deepspeed.__version__ = version
     ftckpt.deepspeed.configure({"interval": 3})

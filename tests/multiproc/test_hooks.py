@@ -161,36 +161,3 @@ def test_a_train_loop_tells_when_it_evaluates_and_saves() -> None:
     evaluation = ["evaluation begins", "evaluation begins", "evaluate", "evaluation ends", "evaluation ends"]
     save = ["save begins", "save begins", "save ends", "save ends"]
     assert log == [*evaluation, *save, "save begins", "save ends"] and result == (5, "torch")
-
-
-def unknown_version(rank: int, world_size: int) -> str:
-    import megatron.core
-
-    from ftckpt.errors import UnsupportedError
-    from ftckpt.megatron import hooks
-
-    megatron.core.__version__ = "9.9.9"
-    try:
-        hooks.install()
-    except UnsupportedError as error:
-        return str(error)
-    return "installed"
-
-
-def test_an_unknown_version_is_refused_by_name() -> None:
-    text: Any = run_ranks(unknown_version, 1)[0].value
-    assert "9.9.9 is not known" in text and "0.16.1" in text
-
-
-def version_of_a_checkout(rank: int, world_size: int) -> bool:
-    import megatron.core
-
-    from ftckpt.megatron import door, hooks
-
-    megatron.core.__version__ = "0.19.1+0a1b2c3"
-    hooks.install()
-    return door.is_installed
-
-
-def test_a_commit_in_the_version_is_no_other_version() -> None:
-    assert run_ranks(version_of_a_checkout, 1)[0].value

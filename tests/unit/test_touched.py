@@ -45,7 +45,6 @@ def test_a_script_under_deepspeed_is_awaited_only_where_nothing_was_touched(
 
     for name, value in {"EngineSession": refuse, "AwaitedLoad": lambda *given: awaited.append(given)}.items():
         monkeypatch.setattr(session, name, value)
-    monkeypatch.setattr(session.support, "check_version", lambda: None)
     monkeypatch.setattr(session.launcher, "go_on", lambda: None)
     monkeypatch.setattr(session.dist, "is_initialized", lambda: True)
     monkeypatch.setattr(session, "release_orphans", lambda: None)

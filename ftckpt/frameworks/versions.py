@@ -1,0 +1,35 @@
+"""Which releases of a framework ftckpt was tested with, and what becomes of a job that has another one."""
+
+from __future__ import annotations
+
+from ftckpt.config import Config
+from ftckpt.errors import UnsupportedError
+from ftckpt.frameworks.launcher import log_once
+
+# Lists, not ranges: hooks rest on names, orders and fields that no release promises.
+TESTED = {
+    "megatron-core": ("0.15.3", "0.16.0", "0.16.1", "0.19.0", "0.19.1"),
+    "DeepSpeed": ("0.19.8",),
+}
+
+
+def admit(program: str, version: str, config: Config) -> str:
+    """What is to be examined in the first iterations, as ``program`` and its version; empty: nothing.
+
+    Raises:
+        UnsupportedError: the release was not tested, and only those are wanted.
+    """
+    # What follows ``+`` names a build, or a commit of whatever the program lies in.
+    if version.partition("+")[0] in TESTED[program]:
+        return ""
+    tested = ", ".join(TESTED[program])
+    if config.versions == "tested":
+        raise UnsupportedError(
+            f"{program} {version} is not known to ftckpt; tested are {tested}: install one of these, or have it "
+            "examined with --ftckpt-versions examine"
+        )
+    log_once(
+        "ftckpt was not tested with %s %s (but with %s): its hooks and what snapshots hold are examined in the first "
+        "iterations", program, version, tested,
+    )  # fmt: skip
+    return f"{program} {version}"
