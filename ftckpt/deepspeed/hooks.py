@@ -49,6 +49,8 @@ class EngineHooks:
         self.begin = begin
         self.has_trained = False
         """Whether a boundary was reached."""
+        # Releases before 0.19.4 always count micro-batches themselves.
+        self._counts_batches = getattr(engine, "managed_gradient_accumulation", lambda: True)()
         self._scheduled = False
         self._thread = threading.get_ident()
 
@@ -112,7 +114,7 @@ class EngineHooks:
         if not (self.engine.module.training and torch.is_grad_enabled()):
             return original(*args, **kwargs)
         self.begin()
-        if not self._scheduled and self.engine.managed_gradient_accumulation():
+        if not self._scheduled and self._counts_batches:
             self.checkpointer.expect(*micro_batches_in_turn(self.engine.gradient_accumulation_steps()))
         self._scheduled = True
         self.phase("forward")
@@ -133,8 +135,7 @@ class EngineHooks:
     def _step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         before = self.engine.global_steps
         # A script that accumulates by itself calls ``step`` only after its last micro-batch.
-        is_last = not self.engine.managed_gradient_accumulation()
-        self.phase("tail" if is_last else self._after_backward())
+        self.phase(self._after_backward() if self._counts_batches else "tail")
         result = original(*args, **kwargs)
         if self.engine.global_steps != before:
             self.boundary(before)
