@@ -8,8 +8,8 @@ from ftckpt.frameworks.launcher import log_once
 
 # Lists, not ranges: hooks rest on names, orders and fields that no release promises.
 TESTED = {
-    "megatron-core": ("0.15.3", "0.16.0", "0.16.1", "0.19.0", "0.19.1"),
-    "DeepSpeed": ("0.19.8",),
+    "megatron-core": ("0.14.0", "0.15.0", "0.15.1", "0.15.2", "0.15.3", "0.16.0", "0.16.1", "0.19.0", "0.19.1"),
+    "DeepSpeed": ("0.19.0", "0.19.1", "0.19.2", "0.19.3", "0.19.4", "0.19.5", "0.19.6", "0.19.7", "0.19.8"),
 }
 
 
@@ -30,6 +30,6 @@ def admit(program: str, version: str, config: Config) -> str:
         )
     log_once(
         "ftckpt was not tested with %s %s (but with %s): its hooks and what snapshots hold are examined in the first "
-        "iterations", program, version, tested,
+        "iterations, not that a restart trains on with the same bits", program, version, tested,
     )  # fmt: skip
     return f"{program} {version}"
