@@ -11,6 +11,8 @@ VENV=${FTCKPT_VENV:-$ROOT/.venv}
 PYTHON=$VENV/bin/python
 # By exact version: pip then takes a CPU build where one is at hand, instead of gigabytes for GPUs.
 TORCH="torch==2.13.0"
+# Releases with which the tests and the demo run; users keep what they have.
+CONSTRAINTS=$ROOT/launch/constraints.txt
 
 # Ranks start often: without bytecode on the disk each of them compiles ftckpt anew.
 unset PYTHONDONTWRITEBYTECODE
@@ -46,7 +48,7 @@ stamp() {
     {
         printf '%s %s %s\n' "$1" "$TORCH" "$ROOT"
         "$PYTHON" -c 'import sys; print(sys.version)'
-        cat "$ROOT/pyproject.toml" "$ROOT/launch/environment.sh"
+        cat "$ROOT/pyproject.toml" "$ROOT/launch/environment.sh" "$CONSTRAINTS"
     } | "$PYTHON" -c 'import hashlib, sys; print(hashlib.sha256(sys.stdin.buffer.read()).hexdigest())'
 }
 
@@ -84,7 +86,7 @@ prepare() {
     say "installing $TORCH (the first time takes minutes)"
     pip_install "$TORCH" || fail "pip could not install $TORCH"
     say "installing ftckpt with the extras $1"
-    (cd "$ROOT" && pip_install --editable ".[$1]") || fail "pip could not install ftckpt[$1]"
+    (cd "$ROOT" && pip_install --constraint "$CONSTRAINTS" --editable ".[$1]") || fail "pip could not install ftckpt[$1]"
     compile_all
     stamp "$1" >"$VENV/.ftckpt-$1"
 }

@@ -46,7 +46,7 @@ def _applies(refusal: UnsupportedField, engine: Any) -> bool:
             return False
         raise UnsupportedError(
             f"DeepSpeed {deepspeed.__version__} does not show whether {refusal.field} is set ({error}), which ftckpt "
-            "does not support: install a release that is known"
+            "does not support: install a tested release"
         ) from error
 
 

@@ -25,7 +25,7 @@ def admit(program: str, version: str, config: Config) -> str:
     tested = ", ".join(TESTED[program])
     if config.versions == "tested":
         raise UnsupportedError(
-            f"{program} {version} is not known to ftckpt; tested are {tested}: install one of these, or have it "
+            f"{program} {version} was not tested with ftckpt; tested are {tested}: install one of these, or have it "
             "examined with --ftckpt-versions examine"
         )
     log_once(
