@@ -95,8 +95,13 @@ if ((MAX_NODES == 1)); then
 else
     [ -n "$ENDPOINT" ] || fail "$MAX_NODES nodes need a place to meet: --endpoint HOST[:PORT], the same on all nodes"
     # torchrun asks this machine's resolver whether it is HOST, which fails where HOST is an alias or an address of
-    # another network.
-    [ "${SLURMD_NODENAME:-}" != "${ENDPOINT%:*}" ] || : "${NODE_RANK:=0}"
+    # another network. Slurm knows its nodes by name.
+    if [ "${SLURMD_NODENAME:-}" = "${ENDPOINT%:*}" ]; then
+        : "${NODE_RANK:=0}"
+    elif [ -n "${SLURM_STEP_NODELIST:-}" ] &&
+        scontrol show hostnames "$SLURM_STEP_NODELIST" 2>/dev/null | grep -qxF "${ENDPOINT%:*}"; then
+        : "${NODE_RANK:=1}"
+    fi
     if [ -n "$NODE_RANK" ]; then
         whole --node-rank "$NODE_RANK" 0
         CONF+=",is_host=$((NODE_RANK == 0))"

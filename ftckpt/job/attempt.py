@@ -196,8 +196,7 @@ class AttemptRecord:
     def _tell_end(self, owner: str) -> None:
         where = Place.of(self._config.persist, self._config.persist_format).snapshots
         try:
-            patiently(
-                lambda: tell_trained(open_storage(where, "persist"), owner, time.time(), ended=True), _TELL_SECS
-            )
+            setting = "--ftckpt-persist"
+            patiently(lambda: tell_trained(open_storage(where, setting), owner, time.time(), ended=True), _TELL_SECS)
         except StorageError as error:
             self._events.emit("failures_unknown", error=str(error))

@@ -272,7 +272,7 @@ class Checkpointer:
         prefetch.pause()
         # Before anything is read: from here on no other attempt writes these arenas.
         self._arenas.enter()
-        self._protection.smp.tell_hazards()
+        self._protection.smp.tell_hazards(self._arenas.path)
         described, near = self._meet()
         assert self._pacer is not None
         shard = self._shard = Shard(

@@ -85,9 +85,13 @@ class NodeSmp:
         self.network: NetworkLimit | None = None
         """What this node's SMP may take of the network; None before it was configured, and where it has no peers."""
 
-    def tell_hazards(self) -> None:
+    def tell_hazards(self, node_dir: Path) -> None:
         """The node's directory belongs to this attempt: say what endangers it."""
-        for hazard in hazards(Path(self._config.arena)) if self._leads else ():
+        if not self._leads:
+            return
+        # One that somebody has started may be where nothing ends it.
+        smp_pid = holder_of(node_dir / SMP_LOCK_NAME)
+        for hazard in hazards(Path(self._config.arena), smp_pid):
             self._events.emit("environment", name=hazard.name, text=hazard.text, remedy=hazard.remedy)
             self._events.announce(f"{hazard.text}; {hazard.remedy}")
 
@@ -204,7 +208,7 @@ class NodeSmp:
         told, pause_secs = "", _CLAIM_AGAIN_SECS
         while not self._setup.is_over:
             try:
-                claim(open_storage(where, "persist"), owner, job, failures)
+                claim(open_storage(where, "--ftckpt-persist"), owner, job, failures)
                 return
             except StorageError as error:
                 if str(error) != told:

@@ -112,7 +112,7 @@ def open_storage(where: str, setting: str = "") -> Storage:
     """The storage at a path, or at a URL such as ``s3://bucket/folder``.
 
     Args:
-        setting: names it in errors, as the user wrote it.
+        setting: names it in errors, by its flag.
 
     Raises:
         StorageError: an unknown kind of URL, a directory that is not there or cannot be written, a bucket that is

@@ -57,7 +57,7 @@ def rescue(group: Group, topology: Topology, node_dir: Path, events: Events) -> 
 
 def _join(request: RescueRequest) -> tuple[Group, Topology]:
     """Meet the processes of the other nodes."""
-    storage = open_storage(request.where, "persist")
+    storage = open_storage(request.where, "--ftckpt-persist")
     me = Survivor.new(request.node, request.machine, request.address)
     limit, hosted = timedelta(seconds=request.within_secs), list[TCPStore]()
 

@@ -171,7 +171,7 @@ class ShelfLook:
 def _open(where: str) -> tuple[Storage | None, str]:
     """Storage, or why it is away."""
     try:
-        return ask(lambda: open_storage(where, "persist")), ""
+        return ask(lambda: open_storage(where, "--ftckpt-persist")), ""
     except StorageError as error:
         if error.lasting:
             raise

@@ -99,7 +99,7 @@ class FinalFlush:
             self._events.emit("not_flushed", iteration=iteration, reason=self._reason)
 
     def _bring_newest(self) -> None:
-        storage = self._patiently(lambda: open_storage(self.orders.where, "persist"))
+        storage = self._patiently(lambda: open_storage(self.orders.where, "--ftckpt-persist"))
         self._bring_what_lacks(storage)
         with suppress(StorageError):  # the next start counts a failure too many
             tell_trained(storage, self.orders.owner, time.time(), ended=True)

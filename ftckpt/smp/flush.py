@@ -161,7 +161,7 @@ class Flush:
         if before is not None:
             before.join()
         try:
-            storage = self._patiently(lambda: open_storage(self._orders.where, "persist"))
+            storage = self._patiently(lambda: open_storage(self._orders.where, "--ftckpt-persist"))
             pending = PendingCheckpoint(storage, self.snapshot, self._orders.node)
             path = f"{pending.folder}/{commit.MANIFEST_NAME}"
             # Before anything is written: an earlier run that removes leftovers must see that they are of another.
