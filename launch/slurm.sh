@@ -85,9 +85,16 @@ find_arena() {
     [ -z "$PERSISTS" ] || [ "$RUNNER" = none ] || UNGUARDED=
 }
 
+# within SECS NODE COMMAND...: runs it there. On this node itself: once the job is requeued Slurm starts no more steps.
+within() {
+    local there=()
+    [ "$2" = "${SLURMD_NODENAME:-}" ] || there=(srun --overlap --nodes=1 --ntasks=1 --nodelist="$2")
+    timeout "$1" "${there[@]}" "${@:3}"
+}
+
 # on_node NODE COMMAND...: runs it there, within WAIT_SECS.
 on_node() {
-    timeout "$WAIT_SECS" srun --overlap --nodes=1 --ntasks=1 --nodelist="$1" "${@:2}"
+    within "$WAIT_SECS" "$@"
 }
 
 # answering: prints those of the allocated nodes that can run a command now. A node that has just failed is still
@@ -121,16 +128,14 @@ choose() {
 }
 
 # guard: an SMP on each node that trains, in a step of its own: with the end of a step Slurm kills all that it started.
-# It ends with the job, or is ended by the cleaning.
+# It ends with the job, or is ended by the cleaning, which it does itself where Slurm ends the job at once.
 guard() {
     local node
     [ -z "$UNGUARDED" ] || return 0
     for node in "${TRAINING[@]}"; do
         [ -z "${GUARDED[$node]:-}" ] || ! kill -0 "${GUARDED[$node]}" 2>/dev/null || continue
-        # shellcheck disable=SC2016 # expanded on the node
         srun --overlap --nodes=1 --ntasks=1 --nodelist="$node" --cpus-per-task=1 --unbuffered \
-            bash -c 'exec "$@" --node "${FTCKPT_NODE:-$SLURMD_NODENAME}"' smp \
-            "$PYTHON" -m ftckpt.smp --job "$JOB" --arena "$ARENA" </dev/null &
+            bash "$ROOT/launch/smp_step.sh" "$JOB" "$ARENA" "$PERSISTS" </dev/null &
         GUARDED[$node]=$!
     done
 }
@@ -223,7 +228,7 @@ save() {
     [ -n "$PERSISTS" ] || return 0
     save_command "$1"
     for node in "${TRAINING[@]}"; do
-        timeout "$(($1 + 15))" srun --overlap --nodes=1 --ntasks=1 --nodelist="$node" "${SAVE[@]}" </dev/null &
+        within "$(($1 + 15))" "$node" "${SAVE[@]}" </dev/null &
     done
     wait
 }

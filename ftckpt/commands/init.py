@@ -45,7 +45,7 @@ KITS = {
     ),
     "slurm": Kit(
         "batch scripts for nodes with 8 A100, and for Frontier",
-        (*_ALWAYS, *_MEGATRON, "launch/slurm.sh", "launch/*.sbatch"),
+        (*_ALWAYS, *_MEGATRON, "launch/slurm.sh", "launch/smp_step.sh", "launch/*.sbatch"),
         (
             "export FTCKPT_ROOT=$(realpath ./{here})",
             "sbatch --nodes=3 {here}launch/a100.sbatch --nodes 2 {here}launch/train_gpt.py --pp 2 --ftckpt",
