@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ftckpt.errors import ConfigError, Writing, settings_are_written
+from ftckpt.units import sized
 
 MIB = 1 << 20
+GIB = 1 << 30
 _MAX_SECS = 1e9  # what timers of the operating system and of torch.distributed can hold
 NAME_RULE = "use 1 to 64 of A-Z a-z 0-9 . _ -, the first a letter or digit"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -49,10 +51,18 @@ def is_name(text: str) -> bool:
 
 
 def _setting(
-    default: Any, text: str, choices: tuple[str, ...] = (), minimum: float | None = None, auto: bool = False
+    default: Any,
+    text: str,
+    *,
+    choices: tuple[str, ...] = (),
+    minimum: float | None = None,
+    auto: bool = False,
+    unit_bytes: int = 0,
 ) -> Any:
-    """``auto``: a whole number that may also be ``auto``."""
-    return field(default=default, metadata={"help": text, "choices": choices, "minimum": minimum, "auto": auto})
+    """``auto``: a whole number that may also be ``auto``. ``unit_bytes``: of a size, which may also be a text such as
+    ``4GiB``."""
+    rules = {"help": text, "choices": choices, "minimum": minimum, "auto": auto, "unit_bytes": unit_bytes}
+    return field(default=default, metadata=rules)
 
 
 @dataclass(frozen=True)
@@ -78,11 +88,12 @@ class Config:
         "most memory of a node that slots, parity and packages may take, in GiB: slots are fewer where they fit so, "
         "with protect auto modes, too, and else the job does not start; 0: what there is",
         minimum=0,
+        unit_bytes=GIB,
     )
     job: str = _setting("", "name of the job; default: FTCKPT_JOB, or the torchrun or Slurm job id")
     node: str = _setting("", "stable name of this machine; default: the host name")
     arena: str = _setting("/dev/shm", "directory on a tmpfs that holds the arenas")
-    chunk_mib: float = _setting(16.0, "size of a copy and of a checksum, in MiB", minimum=0.0625)
+    chunk_mib: float = _setting(16.0, "size of a copy and of a checksum, in MiB", minimum=0.0625, unit_bytes=MIB)
     protect: str = _setting(
         "auto", "what guards snapshots: auto, none, or a list of node, replica or copy, peer, such as node,peer"
     )
@@ -213,7 +224,9 @@ class Config:
         "layouts to restart in, the most wanted first, such as tp2pp2,tp2pp1: the first that fits the ranks there "
         "are is taken; or a function of their number, module:function; default: the job's own",
     )
-    objects_mib: int = _setting(4, "room for RNG, counters, schedulers and user objects in a slot, in MiB", minimum=1)
+    objects_mib: int = _setting(
+        4, "room for RNG, counters, schedulers and user objects in a slot, in MiB", minimum=1, unit_bytes=MIB
+    )
     fence_timeout_secs: float = _setting(
         120.0, "longest wait for an unfinished copy before the snapshot is dropped", minimum=0.001
     )
@@ -333,6 +346,8 @@ class Config:
             section = {**section, "network_gbps": f"{gbps:.9f}".rstrip("0").rstrip(".")}
         if isinstance(at_end := section.get("persist_at_end"), bool):
             section = {**section, "persist_at_end": "on" if at_end else "off"}
+        sizes = [one for one in fields(cls) if one.metadata["unit_bytes"] and isinstance(section.get(one.name), str)]
+        section = {**section, **{one.name: _convert(flag_of(one.name), section[one.name], one) for one in sizes}}
         return cls(**section)
 
     @classmethod
@@ -512,7 +527,7 @@ def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
             group.add_argument(flag_of(setting.name), action="store_true", help=text)
             continue
         group.add_argument(
-            flag_of(setting.name), type=_reader(setting), default=setting.default, choices=choices, help=text
+            flag_of(setting.name), type=reader_of(setting), default=setting.default, choices=choices, help=text
         )
     return parser
 
@@ -529,11 +544,19 @@ def _flag_target(flag: str) -> Field[Any]:
     return flags[flag]
 
 
-def _reader(setting: Field[Any]) -> Callable[[str], Any]:
-    kind = kind_of(setting)
+def reader_of(setting: Field[Any]) -> Callable[[str], Any]:
+    """What reads the text of a setting's value; it raises ValueError."""
+    kind, unit_bytes = kind_of(setting), setting.metadata["unit_bytes"]
 
     def read(text: str) -> Any:
-        return text if setting.metadata["auto"] and text == "auto" else kind(text)
+        if setting.metadata["auto"] and text == "auto":
+            return text
+        if not unit_bytes:
+            return kind(text)
+        size = sized(text, unit_bytes)
+        if kind(size) != size:
+            raise ValueError(f"{text!r} is no whole number of units")
+        return kind(size)
 
     read.__name__ = kind.__name__  # argparse says "invalid int value"
     return read
@@ -546,7 +569,7 @@ def kind_of(setting: Field[Any]) -> type:
 
 def _convert(flag: str, text: str, setting: Field[Any]) -> Any:
     try:
-        return _reader(setting)(text)
+        return reader_of(setting)(text)
     except ValueError:
         raise ConfigError(f"{flag}: {text!r} is not {_described(setting)}") from None
 
@@ -570,7 +593,8 @@ def _check(setting: Field[Any], value: Any) -> None:
 
 def _described(setting: Field[Any]) -> str:
     kinds = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
-    return kinds[kind_of(setting)] + (" or auto" if setting.metadata["auto"] else "")
+    size = ", or a size such as 4GiB" if setting.metadata["unit_bytes"] else ""
+    return kinds[kind_of(setting)] + (" or auto" if setting.metadata["auto"] else size)
 
 
 def _closest(name: str, known: list[str]) -> str:

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from ftckpt.commands.plan_intervals import Costs, IntervalForecast, forecast
-from ftckpt.config import Config
+from ftckpt.config import Config, reader_of
 from ftckpt.errors import ConfigError, MemoryBudgetError, Writing, settings_are_written
 from ftckpt.model.failures import FailureRecord
 from ftckpt.model.manifest import shard_name
@@ -38,6 +38,7 @@ from ftckpt.persist.storage import open_storage
 from ftckpt.smp.link import unknown_limit
 from ftckpt.store.ledger import require_limit
 from ftckpt.store.parity_file import parity_bytes
+from ftckpt.units import counted
 
 BYTES_PER_PARAM = 12
 """fp32 weights (masters where training is in 16 bits) and two fp32 moments of Adam."""
@@ -218,8 +219,10 @@ def add_plan(commands: Any) -> None:
     for name in ("tp", "pp", "dp", "cp", "ep"):
         parser.add_argument(f"--{name}", type=int, default=1, help=f"{name.upper()} size (default: 1)")
     parser.add_argument("--gpus-per-node", type=int, required=True, metavar="N", help="ranks on a node")
-    parser.add_argument("--params", type=float, required=True, help="parameters of the model, such as 34e9")
-    parser.add_argument("--expert-params", type=float, default=0, metavar="P", help="how many of them are in experts")
+    parser.add_argument("--params", type=counted, required=True, help="parameters of the model, such as 34b or 34e9")
+    parser.add_argument(
+        "--expert-params", type=counted, default=0, metavar="P", help="how many of them are in experts"
+    )
     parser.add_argument("--optimizer", choices=("distributed", "replicated"), default="distributed")
     parser.add_argument(
         "--dtype", choices=("bf16", "fp16", "fp32"), default="bf16", help="of the weights in training"
@@ -231,10 +234,13 @@ def add_plan(commands: Any) -> None:
         parser.add_argument(_flag(name), default=getattr(defaults, name), help=_help(name))
     for name in ("interval", "protect_interval", "persist_interval"):
         parser.add_argument(_flag(name), type=_interval, default=getattr(defaults, name), help=_help(name))
-    for name in ("slots", "peer_group", "peer_losses", "objects_mib"):
-        parser.add_argument(_flag(name), type=int, default=getattr(defaults, name), metavar="N", help=_help(name))
-    for name in ("chunk_mib", "memory_limit", "smp_cores", "persist_gbps", "overhead_budget"):
-        parser.add_argument(_flag(name), type=float, default=getattr(defaults, name), metavar="N", help=_help(name))
+    settings = {setting.name: setting for setting in fields(Config)}
+    for name in (
+        "slots", "peer_group", "peer_losses", "objects_mib", "chunk_mib", "memory_limit", "smp_cores", "persist_gbps",
+        "overhead_budget",
+    ):  # fmt: skip
+        reads = reader_of(settings[name])
+        parser.add_argument(_flag(name), type=reads, default=getattr(defaults, name), metavar="N", help=_help(name))
     for name in ("network_gbps", "persist", "mtbf"):
         parser.add_argument(_flag(name), default=getattr(defaults, name), help=_help(name))
     parser.add_argument(

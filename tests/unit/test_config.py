@@ -377,3 +377,28 @@ def test_a_parser_with_the_flags_knows_them_all() -> None:
 )
 def test_the_network_limit_may_be_a_number_in_a_section(given: Any, meant: str) -> None:
     assert Config.from_mapping({"network_gbps": given}) == Config(network_gbps=meant)
+
+
+@pytest.mark.parametrize(
+    ("flag", "text", "value"),
+    [
+        ("memory-limit", "4GiB", 4.0),
+        ("memory-limit", "512 MiB", 0.5),
+        ("memory-limit", "2t", 2048.0),
+        ("memory-limit", "7", 7.0),
+        ("chunk-mib", "1g", 1024.0),
+        ("objects-mib", "1GiB", 1024),
+    ],
+)
+def test_a_size_may_have_a_unit(flag: str, text: str, value: float) -> None:
+    name = flag.replace("-", "_")
+    assert getattr(Config.from_flags(["--ftckpt", f"--ftckpt-{flag}", text])[0], name) == value
+    assert getattr(Config.from_mapping({"enabled": True, name: text}), name) == value
+
+
+@pytest.mark.parametrize(
+    ("flag", "text"), [("memory-limit", "4 pounds"), ("objects-mib", "1.5"), ("objects-mib", "1k")]
+)
+def test_a_size_that_is_none_is_told_how_to_be_written(flag: str, text: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^--ftckpt-{flag}: '{text}' is not a .*number, or a size such as 4GiB$"):
+        Config.from_flags(["--ftckpt", f"--ftckpt-{flag}", text])

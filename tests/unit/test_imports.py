@@ -19,13 +19,14 @@ MODULES = {
     for path in sorted(PACKAGE.rglob("*.py"))
 }
 
-BASE = {"ftckpt", "errors", "events", "config"}
+BASE = {"ftckpt", "errors", "events", "units", "config"}
 """May be imported by all; ``ftckpt`` itself loads lazily."""
 
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "events": {"errors"},
-    "config": {"errors"},
+    "units": set(),
+    "config": {"errors", "units"},
     "notice": set(),
     "connections": {"errors"},
     "group": {"errors", "notice", "connections", "model.codec"},
@@ -142,10 +143,10 @@ def test_a_module_imports_only_what_its_stage_may(name: str) -> None:
     assert not wrong, f"{name} imports {sorted(wrong)}; {stage} may import {sorted(allowed)}"
 
 
-@pytest.mark.parametrize("name", ["ftckpt", "ftckpt.errors", "ftckpt.events", "ftckpt.config"])
-def test_base_modules_import_nothing_but_errors(name: str) -> None:
+@pytest.mark.parametrize("name", ["ftckpt", "ftckpt.errors", "ftckpt.events", "ftckpt.units", "ftckpt.config"])
+def test_base_modules_import_nothing_but_each_other(name: str) -> None:
     ours = {target for target in imports_of(name) if target.split(".")[0] == "ftckpt"}
-    assert ours <= ({"ftckpt.errors"} if name in ("ftckpt.config", "ftckpt.events") else set())
+    assert ours <= {f"ftckpt.{other}" for other in MAY_IMPORT.get(name.removeprefix("ftckpt."), ())}
 
 
 @pytest.mark.parametrize("stage", ["model", "parity", "store", "windows"])
