@@ -174,6 +174,8 @@ run_steps() {
         wait "$SRUN" || code=$?
         SRUN=
         if ((!code)); then
+            # While the job runs: what a job that has ended well leaves in memory it leaves on purpose.
+            ((!${#GUARDED[@]})) || { kill -TERM "${GUARDED[@]}" && wait "${GUARDED[@]}"; } 2>/dev/null || true
             forget
             return 0
         fi

@@ -2,7 +2,8 @@
 # The SMP of this node, as a step of its own, which slurm.sh starts: smp_step.sh JOB ARENA [PERSISTS]
 #
 # Slurm signals this step where it ends the job at once (scancel, requeue, preemption) and starts no more steps: the batch
-# script then reaches no other node. So what memory has is saved from here, where PERSISTS is not empty, and removed.
+# script then reaches no other node. So what memory has is saved from here where PERSISTS is not empty, and removed once it
+# is on storage. A job that is cancelled and saves nothing leaves no memory; one that is requeued may come back to it.
 
 set -euo pipefail
 NAME=smp_step.sh
@@ -24,16 +25,48 @@ set -m
 "$PYTHON" -m ftckpt.smp --job "$JOB" --arena "$ARENA" --node "${FTCKPT_NODE:-$SLURMD_NODENAME}" </dev/null &
 SMP=$!
 set +m
-code=0
-wait "$SMP" || code=$?
-[ -n "$TOLD" ] || exit "$code"
-
+# In turns: a signal right before the wait would be seen behind it.
+while [ -z "$TOLD" ] && kill -0 "$SMP" 2>/dev/null; do
+    sleep 5 &
+    wait -n "$SMP" "$!" || true
+done
+if [ -z "$TOLD" ]; then
+    code=0
+    wait "$SMP" || code=$?
+    exit "$code"
+fi
 trap '' TERM
-save_here || true
+
+# end_smp: memory stays as it is.
+end_smp() {
+    kill -TERM "$SMP" 2>/dev/null || true
+    wait "$SMP" || true
+    exit 143
+}
+
+# is_saved: what memory has is on storage; ranks that still end are waited for.
+is_saved() {
+    local deadline=$((SECONDS + SAVE_SECS)) said
+    [ -n "$PERSISTS" ] && [ -d "$ARENA/ftckpt-$JOB" ] || return 1
+    while ((SECONDS < deadline)); do
+        save_command $((deadline - SECONDS))
+        if said=$("${SAVE[@]}" </dev/null); then
+            printf '%s\n' "$said"
+            [[ $said == *" is at "* ]] && return 0 || return 1 # or the job wants none at its end
+        fi
+        sleep 1
+    done
+    return 1
+}
+
+STATE=$(squeue --noheader --jobs "$SLURM_JOB_ID" --format %T 2>/dev/null) || STATE=
+[ "$STATE" != RUNNING ] || end_smp # this step alone was told to end, or the steps: the job goes on
+if ! is_saved; then
+    [ -z "$PERSISTS" ] || say "nothing came to storage from here: what memory has stays on this node"
+    [ -z "$PERSISTS" ] && [ "$STATE" != PENDING ] || end_smp
+fi
 deadline=$((SECONDS + CLEAN_SECS))
 until "$PYTHON" -m ftckpt.commands.main clean "$JOB" --arena "$ARENA" >/dev/null 2>&1 || ((SECONDS >= deadline)); do
     sleep 0.5
 done
-kill -TERM "$SMP" 2>/dev/null || true
-wait "$SMP" || true
-exit 143
+end_smp

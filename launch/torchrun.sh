@@ -99,7 +99,7 @@ else
     if [ "${SLURMD_NODENAME:-}" = "${ENDPOINT%:*}" ]; then
         : "${NODE_RANK:=0}"
     elif [ -n "${SLURM_STEP_NODELIST:-}" ] &&
-        scontrol show hostnames "$SLURM_STEP_NODELIST" 2>/dev/null | grep -qxF "${ENDPOINT%:*}"; then
+        scontrol show hostnames "$SLURM_STEP_NODELIST" 2>/dev/null | grep -xF "${ENDPOINT%:*}" >/dev/null; then # not -q: scontrol may write on
         : "${NODE_RANK:=1}"
     fi
     if [ -n "$NODE_RANK" ]; then

@@ -107,6 +107,10 @@ class Capture:
         """Whether some slots cannot be written, because they have no memory yet."""
         return len(self._slots) < self.arena.control.slots
 
+    def holds(self, snapshot: SnapshotId) -> bool:
+        """Whether a slot of this arena has it sealed."""
+        return self.arena.find(snapshot) is not None
+
     def has_room(self, keep: Collection[SnapshotId]) -> bool:
         """Whether a slot can be written without losing what ``keep`` names."""
         return bool(self.writable(keep))

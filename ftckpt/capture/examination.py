@@ -20,8 +20,10 @@ _MOST_LOOKS = 50
 class Examination:
     """Of one rank, in its first iterations, until training has changed what the optimizer steps.
 
-    Each snapshot is read back as a restart reads it, and compared with the live state, while training waits. State
-    that differs from the snapshot before must have been changed behind a fence.
+    Each snapshot is read back as a restart reads it, and compared with the live state, while training waits. At the
+    first fence behind it stepped state must still be that of the snapshot; state that differs from the snapshot
+    before must have been changed behind a fence. A rank that finds a misfit ends by itself, the launcher ends the
+    others.
 
     Args:
         program: the framework and its version.
@@ -30,17 +32,28 @@ class Examination:
     def __init__(self, program: str) -> None:
         self.program = program
         self._before: SnapshotId | None = None
+        self._is_fresh = False  # nothing but forward and backward has run since that snapshot
         self._fences = 0  # since the snapshot before
         self._steps = 0  # fences since the last boundary
         self._looks = 0
-        self.over = False
+        self.fits = False
+        """Training has changed what the optimizer steps, behind a fence."""
 
-    def fenced(self) -> None:
+    @property
+    def over(self) -> bool:
+        """Whether there is nothing more to learn."""
+        return self.fits or self._looks >= _MOST_LOOKS
+
+    def fenced(self, capture: Capture | None) -> None:
         """The fence was called.
 
         Raises:
-            UnsupportedError: boundaries do not come.
+            UnsupportedError: it comes too late, or boundaries do not come.
         """
+        before = self._held_by(capture) if self._is_fresh and capture is not None else None
+        if before is not None and capture is not None and (late := capture.differing(before, stepped=True)):
+            raise self._refusal(f"{late} was changed before the hook before the optimizer's step was called")
+        self._is_fresh = False
         self._fences += 1
         self._steps += 1
         if self._steps > _MOST_STEPS:
@@ -50,34 +63,39 @@ class Examination:
 
     def bounded(self) -> None:
         """An iteration has ended."""
-        self._steps = 0
+        self._steps, self._is_fresh = 0, False
 
     def look(self, capture: Capture, timeout_secs: float) -> None:
         """Examine the snapshot that has just begun; at the boundary, before training goes on.
 
         Raises:
-            UnsupportedError: what does not fit.
+            UnsupportedError: what does not fit; a snapshot that holds other bytes is void.
             CaptureError: the snapshot has failed.
         """
         capture.fence(timeout_secs)  # copies no longer wait for windows, which do not come while training waits
         capture.settle(timeout_secs)
-        snapshot = capture.newest
-        if snapshot is None or snapshot == self._before:
+        snapshot, before = capture.newest, self._held_by(capture)
+        if snapshot is None or snapshot == before:
             return
+        fences, self._before, self._fences = self._fences, snapshot, 0
+        self._looks, self._is_fresh = self._looks + 1, True
         if different := capture.differing(snapshot):
-            raise self._refusal(
-                f"{different} in the snapshot of iteration {snapshot.iteration} is not what training has"
-            )
-        changed = capture.differing(self._before, stepped=True) if self._before is not None else None
-        if changed and not self._fences:
+            capture.forget(snapshot.iteration)
+            where = f"the snapshot of iteration {snapshot.iteration}"
+            raise self._refusal(f"{different} in {where} is not what training has")
+        changed = capture.differing(before, stepped=True) if before is not None else ""
+        if changed and not fences:
             raise self._refusal(f"{changed} was changed, and no hook was called before the optimizer's step")
-        self._before, self._fences, self._looks = snapshot, 0, self._looks + 1
-        self.over = bool(changed) or self._looks == _MOST_LOOKS
+        self.fits = bool(changed)
         if self._looks == _MOST_LOOKS and not changed:
             log.warning(
                 "ftckpt: nothing that the optimizer steps has changed in %d snapshots of %s: whether it is fenced "
                 "is not known", _MOST_LOOKS, self.program,
             )  # fmt: skip
+
+    def _held_by(self, capture: Capture) -> SnapshotId | None:
+        """The snapshot before, unless it was dropped, undone, or lies in arenas that are laid out anew."""
+        return self._before if self._before is not None and capture.holds(self._before) else None
 
     def _refusal(self, what: str) -> UnsupportedError:
         return UnsupportedError(

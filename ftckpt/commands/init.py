@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import filecmp
+import shlex
 import shutil
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,13 +16,14 @@ from ftckpt.errors import ConfigError
 class Kit(NamedTuple):
     """What one way of starting jobs needs: files by their patterns, as they lie in the repository, and how to go on.
 
-    ``{here}`` in a command is the directory in front of them, as the user named it.
+    In a command ``{here}`` is the directory in front of them, as the user named it, ``{root}`` its whole path.
+    ``on_cpus``: the commands train without a GPU, too.
     """
 
     help: str
     patterns: tuple[str, ...]
     commands: tuple[str, ...]
-    trains: bool = True
+    on_cpus: bool = False
 
 
 _ALWAYS = ("launch/job.sh", "launch/RUNBOOK.md", "configs/ftckpt.flags")
@@ -42,12 +44,13 @@ KITS = {
             "bash {here}launch/torchrun.sh --job first --runner none {here}launch/train_plain.py --ftckpt",
             "ftckpt status first",
         ),
+        on_cpus=True,
     ),
     "slurm": Kit(
         "batch scripts for nodes with 8 A100, and for Frontier",
         (*_ALWAYS, *_MEGATRON, "launch/slurm.sh", "launch/smp_step.sh", "launch/*.sbatch"),
         (
-            "export FTCKPT_ROOT=$(realpath ./{here})",
+            "export FTCKPT_ROOT={root}",
             "sbatch --nodes=3 {here}launch/a100.sbatch --nodes 2 {here}launch/train_gpt.py --pp 2 --ftckpt",
             "sbatch -A PROJECT --nodes=3 {here}launch/frontier.sbatch --nodes 2 {here}launch/train_gpt.py --pp 2 "
             "--ftckpt",
@@ -62,12 +65,12 @@ KITS = {
             "{here}configs/deepspeed_zero2.json",
             "ftckpt status first",
         ),
+        on_cpus=True,
     ),
     "patches": Kit(
         "source patches of Megatron-LM, for sites without hooks at run time",
         ("patches/*.patch", "patches/apply.sh"),
         ("bash {here}patches/apply.sh --list", "bash {here}patches/apply.sh MEGATRON-LM"),
-        trains=False,
     ),
 }  # fmt: skip
 
@@ -117,9 +120,9 @@ def run_init(arguments: argparse.Namespace) -> int:
             target.unlink()
         shutil.copy(root / name, target)
         print(f"{target}{' (was there)' if name in there and name not in other else ''}")
-    here = "" if to == Path(".") else f"{to}/"
-    print("\nNow, for example:\n" + "\n".join(f"  {command.format(here=here)}" for command in kit.commands))
-    if kit.trains:
+    places = {"here": "" if to == Path(".") else shlex.quote(f"{to}/"), "root": shlex.quote(str(to.resolve()))}
+    print("\nNow, for example:\n" + "\n".join(f"  {command.format(**places)}" for command in kit.commands))
+    if kit.on_cpus:
         print("On a machine without a GPU put FTCKPT_DEVICE=cpu before it, and --nproc 4 before the script.")
     return 0
 

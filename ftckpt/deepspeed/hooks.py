@@ -25,7 +25,9 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+import deepspeed
 import torch
+from packaging.version import Version
 
 from ftckpt.errors import UnsupportedError
 from ftckpt.frameworks.doors import Patches
@@ -49,8 +51,7 @@ class EngineHooks:
         self.begin = begin
         self.has_trained = False
         """Whether a boundary was reached."""
-        # Releases before 0.19.4 always count micro-batches themselves.
-        self._counts_batches = getattr(engine, "managed_gradient_accumulation", lambda: True)()
+        self._counts_batches = _counts_batches(engine)
         self._scheduled = False
         self._thread = threading.get_ident()
 
@@ -143,6 +144,22 @@ class EngineHooks:
 
     def _after_backward(self) -> str:
         return "tail" if self.engine.is_gradient_accumulation_boundary() else "window"
+
+
+def _counts_batches(engine: Any) -> bool:
+    """Whether the engine, and not the script, knows the last micro-batch of an iteration.
+
+    Raises:
+        UnsupportedError: this release does not show it.
+    """
+    if hasattr(engine, "managed_gradient_accumulation"):
+        return bool(engine.managed_gradient_accumulation())
+    if Version(deepspeed.__version__) < Version("0.19.4"):  # those always do
+        return True
+    raise UnsupportedError(
+        f"DeepSpeed {deepspeed.__version__} has no managed_gradient_accumulation, which tells who counts "
+        "micro-batches: install a tested release"
+    )
 
 
 def check_optimizer(engine: Any) -> None:

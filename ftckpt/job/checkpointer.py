@@ -334,7 +334,7 @@ class Checkpointer:
         """Call before stepped state changes; returns at once unless a copy is unfinished."""
         self._state.stepped()
         if self._examination is not None:
-            self._examination.fenced()
+            self._examination.fenced(self.capture)
         if self._kept is not None:
             self._kept.pass_by()
         self._fence()
@@ -354,6 +354,8 @@ class Checkpointer:
         self._protection.is_set_up = True
         self._boundary = iteration
         self._attempt.trains()
+        if self._examination is not None:
+            self._examination.bounded()
         if self.off or self._closed:
             self._let_go()
             self.phase("start")  # a sign of life: what trains without snapshots is no hang
@@ -378,8 +380,8 @@ class Checkpointer:
                 self._pacer.learn()
         except Exception as error:  # noqa: BLE001 - promise 4: training goes on whatever a snapshot does
             self._fail(error)
-        if self._examination is not None:
-            self._examine(self._examination, iteration)
+        if self._examination is not None and self.capture is not None and self.begun == iteration:
+            self._examine(self._examination, self.capture)
         self.phase("start")
 
     def save_universal(self, path: Path, max_file_bytes: int = MAX_FILE_BYTES, precision: str = "") -> Path:
@@ -620,16 +622,15 @@ class Checkpointer:
             self.begun = iteration
             self.events.emit("snapshot", iteration=iteration, slot=slot, blocked_secs=time.perf_counter() - begin)
 
-    def _examine(self, examination: Examination, iteration: int) -> None:
-        examination.bounded()
-        if self.capture is None or self.begun != iteration:
-            return
+    def _examine(self, examination: Examination, capture: Capture) -> None:
         try:
-            examination.look(self.capture, self.config.fence_timeout_secs)
+            with self.section("save"):  # all that a rank has is read: nobody is to take that for a hang
+                examination.look(capture, self.config.fence_timeout_secs)
         except (CaptureError, ArenaError) as error:
             self._fail(error)
         if examination.over:
             self._examination = None
+        if examination.fits:
             self.events.announce(
                 f"{examination.program} was examined: steps are fenced, and snapshots hold what training has"
             )

@@ -35,10 +35,12 @@ class Said(logging.Handler):
 
 def misfit(what: str, checkpointer: Any) -> None:
     """Let the release be one that does not fit."""
-    from ftckpt.capture import copier
+    from ftckpt.capture import copier, examination
 
-    if what == "no fence":
+    if what in ("no fence", "late fence"):
         checkpointer.fence = lambda: None
+    elif what == "off":
+        examination._MOST_STEPS = 3
     elif what == "no boundary":
         checkpointer.step = lambda iteration: None
     elif what == "other bytes":
@@ -65,9 +67,14 @@ def megatron(rank: int, world_size: int, arena: str, what: str, settings: dict[s
         checkpointer = ftckpt.megatron.attach(job.model, job.optimizer, job.scheduler, {}, config)
         assert checkpointer is not None
         checkpointer.restore()
+        fence = checkpointer.fence
         misfit(what, checkpointer)
         for iteration in range(1, 5):
             train_gpt.train_step(job)
+            if what == "late fence":
+                fence()
+            if what == "off" and iteration == 1:
+                checkpointer._execute([checkpointer._state.turn_off("for a test")])
             checkpointer.step(iteration)
         checkpointer.close()
     except UnsupportedError as error:
@@ -122,6 +129,7 @@ def test_a_later_release_that_fits_trains_and_says_so(framework: str, tmp_path: 
 
 MISFITS = {
     "megatron-no fence": "was changed, and no hook was called before the optimizer's step",
+    "megatron-late fence": "was changed before the hook before the optimizer's step was called",
     "megatron-other bytes": "in the snapshot of iteration 1 is not what training has",
     "deepspeed-no fence": "was changed, and no hook was called before the optimizer's step",
     "deepspeed-no boundary": "no end of an iteration: no snapshot is taken",
@@ -137,6 +145,16 @@ def test_a_later_release_that_does_not_fit_is_refused_by_what(case: str, tmp_pat
     for lines in said_by(framework, tmp_path, what):
         assert lines[-1].startswith("refused: ") and MISFITS[case] in lines[-1] and "install a tested" in lines[-1]
         assert not any(EXAMINED in line for line in lines)
+
+
+def test_a_snapshot_with_other_bytes_is_void_for_the_next_start(tmp_path: Path) -> None:
+    said_by("megatron", tmp_path, "other bytes")
+    assert any("nothing to restore" in line for line in said_by("megatron", tmp_path)[0])
+
+
+def test_a_job_that_trains_on_without_snapshots_is_not_examined(tmp_path: Path) -> None:
+    for lines in said_by("megatron", tmp_path, "off"):
+        assert not any("refused: " in line or EXAMINED in line for line in lines)
 
 
 @pytest.mark.parametrize("framework", JOBS)
