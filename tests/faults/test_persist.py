@@ -489,7 +489,7 @@ def test_where_a_flush_is_given_up_all_ranks_raise_at_one_iteration_and_wait_for
     assert all(result == results[0] for result in results), results
     iteration, text = results[0]
     assert iteration > 4 and "did not come to storage" in text
-    assert re.search(rf"node n[01]: persist: {persisting['persist']}: is not there", text), text
+    assert re.search(rf"node n[01]: --ftckpt-persist: {persisting['persist']}: is not there", text), text
 
 
 def train_until_an_error(rank: int, world_size: int, settings: dict[str, Any], place: Path) -> tuple[int, str]:

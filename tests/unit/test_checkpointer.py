@@ -148,7 +148,7 @@ def test_a_rank_that_has_turned_off_gives_signs_of_life() -> None:
     checkpointer = Checkpointer.__new__(Checkpointer)
     checkpointer._state = RankState(Config())
     checkpointer._closed, checkpointer._boundary, checkpointer._kept = False, 2, None
-    checkpointer._fenced = False
+    checkpointer._fenced, checkpointer._examination = False, None
     checkpointer._attempt = SimpleNamespace(trains=lambda: None)  # type: ignore[assignment]
     checkpointer._pacer, checkpointer._shard = SimpleNamespace(), None  # type: ignore[assignment]
     checkpointer._protection = SimpleNamespace(beat=lambda _, kind: beats.append(kind))  # type: ignore[assignment]
@@ -162,7 +162,7 @@ def test_a_rank_tells_the_section_that_it_is_in(arena_root: Path) -> None:
     checkpointer = Checkpointer.__new__(Checkpointer)
     checkpointer._state = RankState(Config())
     checkpointer._closed, checkpointer._boundary, checkpointer._kept = False, 2, None
-    checkpointer._fenced = False
+    checkpointer._fenced, checkpointer._examination = False, None
     checkpointer._attempt = SimpleNamespace(trains=lambda: None)  # type: ignore[assignment]
     checkpointer._pacer, checkpointer._shard = SimpleNamespace(pause=lambda: None), None  # type: ignore[assignment]
     checkpointer._protection = protection = Protection.__new__(Protection)
@@ -229,7 +229,7 @@ def test_a_rank_that_loses_others_in_the_fence_comes_to_nothing_collective_at_th
     checkpointer.config = Config(error_limit=1)
     checkpointer._state = state = RankState(checkpointer.config)
     checkpointer._closed, checkpointer._shard, checkpointer._kept = False, None, None
-    checkpointer._fenced = False
+    checkpointer._fenced, checkpointer._examination = False, None
     checkpointer._pacer = SimpleNamespace(
         wish=Wish(), enter=lambda kind: None, boundary=lambda flushing: entered.append("pacer")
     )  # type: ignore[assignment]
@@ -253,7 +253,7 @@ def test_what_is_evaluated_or_saved_is_no_time_of_training() -> None:
     paused: list[str] = []
     checkpointer = Checkpointer.__new__(Checkpointer)
     checkpointer._state, checkpointer._closed = RankState(Config()), False
-    checkpointer._fenced = False
+    checkpointer._fenced, checkpointer._examination = False, None
     checkpointer._pacer = SimpleNamespace(pause=lambda: paused.append("pause"))  # type: ignore[assignment]
     checkpointer._protection = SimpleNamespace(pause=lambda evaluates: None, section=lambda name: nullcontext())  # type: ignore[assignment]
     checkpointer.beat()
