@@ -25,6 +25,7 @@ def install_megatron() -> None:
     _on_import("megatron.core.transformer.moe.moe_utils", after=_bind_router_gemm)
     _on_import("megatron.core.tensor_parallel.random", after=_drop_rng_warning)
     _on_import("megatron.core.transformer.custom_layers.batch_invariant_kernels", around=_import_without_triton)
+    _on_import("megatron.core.transformer.moe.paged_stash", around=_import_without_triton)  # 0.18
     _on_import("megatron.core.transformer.moe.ops.paged_stash", around=_import_without_triton)  # 0.19
     _on_import("megatron.legacy.fused_kernels", after=_load_no_kernels)
     _on_import("megatron.core.transformer.torch_norm", after=_let_norms_be_sequence_parallel)
@@ -122,7 +123,7 @@ class _Decorator:
 def _import_without_triton() -> Iterator[None]:
     # Megatron-LM imports this module, and the module defines triton kernels, even if none is used.
     # triton goes away again: others take its presence for a sign that it works.
-    if importlib.util.find_spec("triton") is not None:
+    if "triton" in sys.modules or importlib.util.find_spec("triton") is not None:
         yield
         return
     triton, language = ModuleType("triton"), ModuleType("triton.language")
