@@ -61,9 +61,11 @@ is_saved() {
 
 STATE=$(squeue --noheader --jobs "$SLURM_JOB_ID" --format %T 2>/dev/null) || STATE=
 [ "$STATE" != RUNNING ] || end_smp # this step alone was told to end, or the steps: the job goes on
-if ! is_saved; then
-    [ -z "$PERSISTS" ] || say "nothing came to storage from here: what memory has stays on this node"
-    [ -z "$PERSISTS" ] && [ "$STATE" != PENDING ] || end_smp
+if [ -z "$PERSISTS" ]; then
+    [ "$STATE" != PENDING ] || end_smp # requeued
+elif ! is_saved; then
+    say "nothing came to storage from here: what memory has stays on this node"
+    end_smp
 fi
 deadline=$((SECONDS + CLEAN_SECS))
 until "$PYTHON" -m ftckpt.commands.main clean "$JOB" --arena "$ARENA" >/dev/null 2>&1 || ((SECONDS >= deadline)); do

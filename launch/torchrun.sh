@@ -98,8 +98,9 @@ else
     # another network. Slurm knows its nodes by name.
     if [ "${SLURMD_NODENAME:-}" = "${ENDPOINT%:*}" ]; then
         : "${NODE_RANK:=0}"
+    # Not grep -q, which ends at the first match: scontrol would die of what it writes on.
     elif [ -n "${SLURM_STEP_NODELIST:-}" ] &&
-        scontrol show hostnames "$SLURM_STEP_NODELIST" 2>/dev/null | grep -xF "${ENDPOINT%:*}" >/dev/null; then # not -q: scontrol may write on
+        scontrol show hostnames "$SLURM_STEP_NODELIST" 2>/dev/null | grep -xF "${ENDPOINT%:*}" >/dev/null; then
         : "${NODE_RANK:=1}"
     fi
     if [ -n "$NODE_RANK" ]; then

@@ -43,7 +43,6 @@ class Capture:
         windows: Windows | None = None,
     ) -> None:
         self.arena = arena
-        self._keys = [piece.fragment.key for piece in pieces]
         self._parts = parts
         self._tensors = [piece.tensor for piece in pieces]
         self._counts: Counts = array("q")
@@ -109,7 +108,7 @@ class Capture:
 
     def holds(self, snapshot: SnapshotId) -> bool:
         """Whether a slot of this arena has it sealed."""
-        return self.arena.find(snapshot) is not None
+        return snapshot in self._held.values()
 
     def has_room(self, keep: Collection[SnapshotId]) -> bool:
         """Whether a slot can be written without losing what ``keep`` names."""
@@ -223,7 +222,7 @@ class Capture:
                     spare = torch.empty_like(live)
                     spare.view(torch.uint8).numpy()[:] = stored[offset : offset + part.fragment.nbytes]
                     if not torch.equal(spare.view(torch.uint8), live.view(torch.uint8)):
-                        return self._keys[part.piece]
+                        return part.fragment.key
         return ""
 
     def forget(self, iteration: int) -> None:

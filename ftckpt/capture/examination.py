@@ -50,9 +50,8 @@ class Examination:
         Raises:
             UnsupportedError: it comes too late, or boundaries do not come.
         """
-        before = self._held_by(capture) if self._is_fresh and capture is not None else None
-        if before is not None and capture is not None and (late := capture.differing(before, stepped=True)):
-            raise self._refusal(f"{late} was changed before the hook before the optimizer's step was called")
+        if capture is not None and self._is_fresh and (late := self._changed(capture)):
+            raise self._refusal(f"{late} was changed before the hook on the optimizer's step was called")
         self._is_fresh = False
         self._fences += 1
         self._steps += 1
@@ -74,18 +73,18 @@ class Examination:
         """
         capture.fence(timeout_secs)  # copies no longer wait for windows, which do not come while training waits
         capture.settle(timeout_secs)
-        snapshot, before = capture.newest, self._held_by(capture)
-        if snapshot is None or snapshot == before:
+        snapshot = capture.newest
+        if snapshot is None or snapshot == self._before:
             return
-        fences, self._before, self._fences = self._fences, snapshot, 0
-        self._looks, self._is_fresh = self._looks + 1, True
+        changed, fences = self._changed(capture), self._fences
+        self._before, self._fences, self._is_fresh = snapshot, 0, True
+        self._looks += 1
         if different := capture.differing(snapshot):
             capture.forget(snapshot.iteration)
             where = f"the snapshot of iteration {snapshot.iteration}"
             raise self._refusal(f"{different} in {where} is not what training has")
-        changed = capture.differing(before, stepped=True) if before is not None else ""
         if changed and not fences:
-            raise self._refusal(f"{changed} was changed, and no hook was called before the optimizer's step")
+            raise self._refusal(f"{changed} was changed, and the hook on the optimizer's step was not called")
         self.fits = bool(changed)
         if self._looks == _MOST_LOOKS and not changed:
             log.warning(
@@ -93,9 +92,12 @@ class Examination:
                 "is not known", _MOST_LOOKS, self.program,
             )  # fmt: skip
 
-    def _held_by(self, capture: Capture) -> SnapshotId | None:
-        """The snapshot before, unless it was dropped, undone, or lies in arenas that are laid out anew."""
-        return self._before if self._before is not None and capture.holds(self._before) else None
+    def _changed(self, capture: Capture) -> str:
+        """What the optimizer steps and differs from the snapshot before; empty also where that was dropped, undone,
+        or lies in arenas that were laid out anew."""
+        if self._before is None or not capture.holds(self._before):
+            return ""
+        return capture.differing(self._before, stepped=True)
 
     def _refusal(self, what: str) -> UnsupportedError:
         return UnsupportedError(

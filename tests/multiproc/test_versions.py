@@ -129,10 +129,10 @@ def test_a_later_release_that_fits_trains_and_says_so(framework: str, tmp_path: 
 
 
 MISFITS = {
-    "megatron-no fence": "was changed, and no hook was called before the optimizer's step",
-    "megatron-late fence": "was changed before the hook before the optimizer's step was called",
+    "megatron-no fence": "was changed, and the hook on the optimizer's step was not called",
+    "megatron-late fence": "was changed before the hook on the optimizer's step was called",
     "megatron-other bytes": "in the snapshot of iteration 1 is not what training has",
-    "deepspeed-no fence": "was changed, and no hook was called before the optimizer's step",
+    "deepspeed-no fence": "was changed, and the hook on the optimizer's step was not called",
     "deepspeed-no boundary": "no end of an iteration: no snapshot is taken",
     "deepspeed-no method": "has no allreduce_gradients, from where ftckpt is called",
     "deepspeed-no geometry": "no attribute 'zero_optimization_stage'",

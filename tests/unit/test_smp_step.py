@@ -1,0 +1,108 @@
+"""The step of an SMP under Slurm: when a node's memory is saved and emptied, and when it stays."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.support.launching import ROOT
+from tests.support.waiting import until
+
+PYTHON = """#!/bin/bash
+cd {here}
+case "$*" in
+*" ftckpt.smp "*)
+    [ ! -f smp.ends ] || exit 3
+    trap 'echo ended >>log; exit 0' TERM
+    touch runs
+    while :; do sleep 0.05; done
+    ;;
+*" save "*)
+    echo save >>log
+    if [ -f fails ]; then [ ! -e once.left ] || rm fails once.left; exit 2; fi
+    cat saved
+    ;;
+*" clean "*) echo clean >>log && rm -r memory/ftckpt-job ;;
+esac
+"""
+SAVED = "node n: iteration 7 is at /storage, after 0.1 s\n"
+NOT_WANTED = "node n: nothing is saved: the job has --ftckpt-persist-at-end off\n"
+
+
+class Step:
+    """``smp_step.sh`` with stand-ins for Python and ``squeue``."""
+
+    def __init__(self, here: Path, persists: str, state: str, saved: str = SAVED) -> None:
+        self.here, self.memory = here, here / "memory" / "ftckpt-job"
+        self.memory.mkdir(parents=True)
+        (here / "saved").write_text(saved)
+        (here / "log").touch()
+        for name, text in (("python3", PYTHON.format(here=here)), ("squeue", f"#!/bin/bash\necho {state}\n")):
+            (here / name).write_text(text)
+            (here / name).chmod(0o755)
+        self._command = ["bash", str(ROOT / "launch" / "smp_step.sh"), "job", str(here / "memory"), persists]
+        self._env = {
+            **os.environ, "PATH": f"{here}:{os.environ['PATH']}", "FTCKPT_PYTHON": str(here / "python3"),
+            "FTCKPT_SAVE_SECS": "2", "SLURM_JOB_ID": "1", "SLURMD_NODENAME": "n",
+        }  # fmt: skip
+
+    def end(self, told: bool = True) -> tuple[int, list[str]]:
+        """The code with which it ends, and what was called."""
+        with subprocess.Popen(self._command, env=self._env, stdout=subprocess.DEVNULL) as process:
+            if told:
+                until((self.here / "runs").exists, "the SMP does not run")
+                process.send_signal(signal.SIGTERM)
+            code = process.wait(60)
+        return code, (self.here / "log").read_text().split()
+
+
+@pytest.mark.parametrize(
+    ("persists", "state", "saved", "called"),
+    [
+        ("1", "COMPLETING", SAVED, ["save", "clean", "ended"]),
+        ("1", "PENDING", SAVED, ["save", "clean", "ended"]),
+        ("", "COMPLETING", SAVED, ["clean", "ended"]),
+        ("", "PENDING", SAVED, ["ended"]),
+        ("1", "COMPLETING", NOT_WANTED, ["save", "ended"]),
+        ("1", "RUNNING", SAVED, ["ended"]),
+    ],
+    ids=[
+        "cancelled",
+        "requeued",
+        "cancelled without storage",
+        "requeued without storage",
+        "wants no save",
+        "goes on",
+    ],
+)
+def test_memory_goes_when_it_is_of_no_more_use(
+    persists: str, state: str, saved: str, called: list[str], tmp_path: Path
+) -> None:
+    step = Step(tmp_path, persists, state, saved)
+    assert step.end() == (143, called)
+    assert step.memory.exists() == ("clean" not in called)
+
+
+def test_a_save_that_fails_is_tried_again_and_memory_stays(tmp_path: Path) -> None:
+    step = Step(tmp_path, "1", "COMPLETING")
+    (tmp_path / "fails").touch()
+    code, called = step.end()
+    assert code == 143 and called.count("save") > 1 and "clean" not in called and step.memory.exists()
+
+
+def test_a_save_that_succeeds_in_the_end_counts(tmp_path: Path) -> None:
+    """Ranks take their time to end."""
+    step = Step(tmp_path, "1", "COMPLETING")
+    (tmp_path / "fails").touch()
+    (tmp_path / "once.left").touch()
+    assert step.end() == (143, ["save", "save", "clean", "ended"])
+
+
+def test_the_end_of_the_smp_is_that_of_the_step(tmp_path: Path) -> None:
+    step = Step(tmp_path, "1", "RUNNING")
+    (tmp_path / "smp.ends").touch()
+    assert step.end(told=False) == (3, []) and step.memory.exists()
