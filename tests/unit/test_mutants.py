@@ -25,7 +25,7 @@ def defined(file: str) -> frozenset[str]:
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
 def test_a_mutant_applies(mutant: Mutant, tmp_path: Path) -> None:
     copy = tmp_path / mutant.file
-    copy.parent.mkdir(parents=True)
+    copy.parent.mkdir(parents=True, exist_ok=True)
     copy.write_text((ROOT / mutant.file).read_text())
     before = mutant.apply(tmp_path)
     assert copy.read_text() != before
