@@ -60,7 +60,7 @@ from tests.support.processes import RunError
 # An exception in place of the default: ``execute`` must end what it has started, and free its memory.
 _INTERRUPTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _MOST_NAMED = 20
-_RESHAPING_ITERATIONS = 16
+_RESHAPING_ITERATIONS = 10
 KINDS = ("weights", "masters", "moments", "steps", "learning rates", "RNG states")
 _ROLES = {"weight": "weights", "master": "masters", "exp_avg": "moments", "exp_avg_sq": "moments", "step": "steps"}
 
@@ -79,12 +79,12 @@ def parse_args(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     )  # fmt: skip
     parser.add_argument("--framework", choices=list(FRAMEWORKS), default="megatron", help="default: megatron")
     parser.add_argument("--scene", choices=list(SCENES), help="this fault alone; default: all of them")
-    parser.add_argument("--iterations", type=int, help="default: 40, with --scene 16")
+    parser.add_argument("--iterations", type=int, help="default: 28, with --scene 16")
     parser.add_argument("--out", type=Path, help=f"where the report goes; default: {either('out')}")
     args, training = parser.parse_known_args(argv)
     args.framework = FRAMEWORKS[args.framework]
     args.out = args.out or args.framework.out
-    args.iterations = args.iterations or (16 if args.scene else 40)
+    args.iterations = args.iterations or (16 if args.scene else 28)
     wanted = [name for name in SCENES if args.scene in (None, name)]
     args.scenes = [name for name in wanted if name not in RESHAPING]
     args.reshaping = [name for name in wanted if name in RESHAPING and args.framework.reshapes]

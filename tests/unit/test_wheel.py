@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from ftckpt.commands.init import KITS
 from tests.support.launching import ROOT
 
 BUILD = "import sys; from setuptools import build_meta; print(getattr(build_meta, sys.argv[1])(sys.argv[2]))"
@@ -56,18 +57,20 @@ def test_the_wheel_has_every_file_of_the_package(installed: Path) -> None:
     assert not {name for name in there if name.startswith("tests") or Path(name).name in ("demo.sh", "test.sh")}
 
 
+INIT = """
+from ftckpt.commands.init import KITS
+from ftckpt.commands.main import main
+import ftckpt
+print([main(["init", kit, "."]) for kit in KITS], ftckpt.__file__, sep="\\n")
+"""
+
+
 def test_kits_are_written_without_a_checkout(installed: Path, tmp_path: Path) -> None:
-    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"PYTHONPATH": str(installed)}
-    ftckpt = [sys.executable, "-m", "ftckpt.commands.main"]
-    for kit in ("torchrun", "slurm", "deepspeed", "patches"):
-        run = subprocess.run(
-            [*ftckpt, "init", kit, "."], cwd=tmp_path, env=env, capture_output=True, text=True, check=False
-        )
-        assert run.returncode == 0, run.stderr
+    env = {**os.environ, "PYTHONPATH": str(installed)}
+    command = [sys.executable, "-c", INIT]
+    run = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    codes, where = run.stdout.splitlines()[-2:]
+    assert codes == str([0] * len(KITS)) and Path(where).is_relative_to(installed)
     for name in ("launch/torchrun.sh", "launch/a100.sbatch", "configs/deepspeed_zero2.json", "patches/apply.sh"):
         assert (tmp_path / name).read_bytes() == (ROOT / name).read_bytes()
-    where = "import ftckpt; print(ftckpt.__file__)"
-    shown = subprocess.run(
-        [sys.executable, "-c", where], cwd=tmp_path, env=env, capture_output=True, text=True, check=True
-    )
-    assert Path(shown.stdout.strip()).is_relative_to(installed)
