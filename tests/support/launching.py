@@ -61,6 +61,11 @@ def srun():
         code = next_code()
         if code == "hang":
             time.sleep(60)  # until it is killed
+        if str(code).startswith("smps:"):  # it takes longer than to start so many SMPs
+            calls, end = here / "calls.jsonl", time.monotonic() + 30
+            while calls.read_text().count("/smp_step.sh") < int(code[5:]) and time.monotonic() < end:
+                time.sleep(0.02)
+            return 0
         if str(code).startswith("dead:"):
             (here / "dead.json").write_text(json.dumps(code[5:].split(",")))
             return 1
@@ -143,7 +148,7 @@ class Standins:
 
     def codes(self, *codes: int | str) -> None:
         """Exit codes of the next steps, then 0. ``hang`` sleeps; ``slow`` ends long after it was told;
-        ``dead:n1,n2`` fails and leaves these nodes dead."""
+        ``dead:n1,n2`` fails and leaves these nodes dead; ``smps:2`` ends well once two SMPs were started."""
         (self.here / "codes.json").write_text(json.dumps(codes))
 
     def verdict(self, code: int, reason: str) -> None:

@@ -600,10 +600,22 @@ def smp_step(call: Call) -> list[str]:
 
 @pytest.mark.parametrize("script", BATCH)
 def test_each_node_that_trains_has_an_smp_in_a_step_of_its_own(standins: Standins, script: str) -> None:
+    standins.codes("smps:2")
     standins.launch(script, "--nodes", "2", str(standins.script), env=standins.slurm("n1", "n2", "n3"))
     guards = [call for call in standins.calls("srun") if smp_step(call)]
     assert sorted(call.options["--nodelist"] for call in guards) == ["n1", "n2"]
     assert smp_step(guards[0]) == [standins.steps()[0].env["FTCKPT_JOB"], "/dev/shm", ""]
+
+
+@pytest.mark.parametrize("script", BATCH)
+def test_what_is_done_on_the_first_node_needs_no_step(standins: Standins, script: str) -> None:
+    """Slurm starts none any more once the job is requeued."""
+    standins.codes(9)
+    env = {**standins.slurm("n1", "n2"), "SLURMD_NODENAME": "n1"}
+    standins.launch(script, "--steps", "1", str(standins.script), "--ftckpt-persist", "/storage", env=env)
+    for word in ("save", "clean"):
+        there = [call.options["--nodelist"] for call in standins.calls("srun") if word in call.argv]
+        assert there == ["n2"] and [word in call.argv for call in standins.calls("python3")].count(True) == 1
 
 
 @pytest.mark.parametrize("words", [["--ftckpt-protect", "none"], ["--ftckpt-protect=none"]])
