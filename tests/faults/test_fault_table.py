@@ -116,7 +116,6 @@ def slot_with(path: Path, iteration: int) -> int:
     by_default(
         [(name, protect) for name, row in DAMAGES.items() for protect in row.comes_back],
         [
-            ("stepped byte", "none"),
             ("stepped byte", "node"),
             ("arena gone", "node"),
             ("control byte", "none"),

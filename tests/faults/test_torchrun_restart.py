@@ -162,6 +162,7 @@ def test_two_c10d_agents(job: Job) -> None:
     check_finished(job, world=4, num_faults=2)
 
 
+@pytest.mark.slow
 def test_static(job: Job) -> None:
     job.start(
         *("--rdzv-backend", "static", "--nnodes", "1", "--node-rank", "0", "--nproc-per-node", "2"),

@@ -431,6 +431,7 @@ def saved_by_megatron(rank: int, world_size: int, argv: list[str], path: str) ->
     dist_checkpointing.save(state, path, content_metadata=content)
 
 
+@pytest.mark.slow
 @pytest.mark.multiproc
 def test_between_all_formats_and_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Megatron's own checkpoint through every format that holds optimizer state: the same bits at the end. And what
