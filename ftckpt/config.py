@@ -245,6 +245,12 @@ class Config:
         "longest distance of proofs that replicas hold the same bits, in iterations; 0: prove it at start only",
         minimum=0,
     )
+    slow_rank_share: float = _setting(
+        0.2,
+        "by which share a rank must compute longer than the median of its pipeline stage for the log to name it, "
+        "once in 100 iterations; 0: none is named",
+        minimum=0,
+    )
     on_error: str = _setting(
         "continue",
         "what a failed snapshot, or one that does not come to storage, does to training",

@@ -143,6 +143,11 @@ EVENTS: dict[str, EventKind] = {
     ),
     "no_budget": _loud("the node's copy budget cannot be shared: this rank copies without", error="why"),
     # Replicas and what is derived.
+    "slow_ranks": _quiet(
+        "ranks take longer for their compute steps than the median of their pipeline stage; looked at once in 100 "
+        "iterations", ranks="rank, node, compute_secs of an iteration, and the median_secs of the stage",
+        slow_rank_share="setting",
+    ),
     "replicas_differ": _loud(
         "ranks that should hold the same bits do not: each copies its own from now on", fragments="the first of them",
         num="how many",

@@ -15,6 +15,7 @@ import json
 import logging
 import os
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from types import GenericAlias
@@ -127,7 +128,7 @@ class Group:
         self._tensors: list[tuple[torch.Tensor, torch.Tensor]] = []  # each with a view of it
         make_room(OWN_DESCRIPTORS + (0 if is_lazy() else self.size), self._descriptors, self.rank)
         self._group = connect(name, job_store(), self.rank, self.size, self._timeout_secs)
-        self._spare: list[Minimum] = []
+        self._spare: defaultdict[int, list[Minimum]] = defaultdict(list)  # by the number of values
         self._reused: list[Minimum] = []  # kept for good: no thread of torch is the last to have a tensor
         self._kept: list[Any] = [self._group, self._tensors, self._reused]
         _immortal.append(self._kept)
@@ -191,8 +192,9 @@ class Group:
 
     def start_minimum(self, values: Sequence[int]) -> tuple[dist.Work, Minimum]:
         """Post an element-wise MIN; returns the work, for ``finish``, and what will have it."""
-        if self._spare:
-            minimum = self._spare.pop()
+        spare = self._spare[len(values)]
+        if spare:
+            minimum = spare.pop()
         else:
             tensor = torch.empty(len(values), dtype=torch.int64)
             minimum = Minimum(tensor, tensor.numpy())
@@ -205,7 +207,7 @@ class Group:
 
     def give_back(self, minimum: Minimum) -> None:
         """What ``start_minimum`` gave is finished and read: the next one of as many values has it again."""
-        self._spare.append(minimum)
+        self._spare[len(minimum.values)].append(minimum)
         if not any(minimum is one for one in self._reused):
             self._reused.append(minimum)
 

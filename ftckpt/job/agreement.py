@@ -39,7 +39,8 @@ class Round(NamedTuple):
     iteration that this rank has sealed in the lineage of the job, -1 for none. ``stretch``: by how much it wishes
     snapshots to be rarer; ``cost``: what one costs it, in millionths of an iteration. ``target``: the iteration of
     the target, -1 for none; ``cover``: how far its protection is. ``flush``, ``flushed``: the same of what goes to
-    storage; ``flush_interval``: the iterations between two that it wishes for, 0 where it has no wish.
+    storage; ``flush_interval``: the iterations between two that it wishes for, 0 where it has no wish. ``times``: of
+    some rounds, see ``SlowRanks``.
     """
 
     number: int
@@ -52,6 +53,7 @@ class Round(NamedTuple):
     flush: int = -1
     flushed: Coverage = Coverage.DONE
     flush_interval: int = 0
+    times: tuple[int, ...] = ()
 
     def words(self) -> tuple[int, ...]:
         """What goes into an element-wise minimum over all ranks.
@@ -63,7 +65,8 @@ class Round(NamedTuple):
         """
         wishes = -self.stretch, -self.cost, -self.flush_interval
         protect = self.target, -self.target, self.cover
-        return self.newest, -self.newest, self.will, *wishes, *protect, self.flush, -self.flush, self.flushed
+        flush = self.flush, -self.flush, self.flushed
+        return self.newest, -self.newest, self.will, *wishes, *protect, *flush, *self.times
 
 
 class Verdict(NamedTuple):
@@ -72,7 +75,7 @@ class Verdict(NamedTuple):
     ``whole``: the iteration that all ranks have sealed, -1 where they do not name the same one. ``will``: of the
     least willing. ``stretch``, ``cost``, ``flush_interval``: the largest. ``target``: what all take for the target,
     -1 where they differ. ``cover``: of the node that is least far. ``flush``, ``flushed``: the same of what goes to
-    storage.
+    storage. ``times``: of each rank, where the round had some.
     """
 
     number: int
@@ -85,12 +88,13 @@ class Verdict(NamedTuple):
     flush: int = -1
     flushed: Coverage = Coverage.DONE
     flush_interval: int = 0
+    times: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, number: int, minima: Sequence[int]) -> Verdict:
         """Read the minimum of ``Round.words`` over all ranks."""
         newest, negated_newest, will, stretch, cost, flush_interval, *tasks = minima
-        target, negated_target, cover, flush, negated_flush, flushed = tasks
+        target, negated_target, cover, flush, negated_flush, flushed, *times = tasks
         return cls(
             number,
             newest if newest == -negated_newest else -1,
@@ -102,12 +106,13 @@ class Verdict(NamedTuple):
             flush if flush == -negated_flush else -1,
             Coverage(flushed),
             -flush_interval,
+            tuple(times),
         )
 
     @classmethod
-    def from_row(cls, row: Sequence[int]) -> Verdict:
+    def from_row(cls, row: Sequence[Any]) -> Verdict:
         """Inverse of a list of its items."""
-        number, whole, will, stretch, cost, target, cover, flush, flushed, flush_interval = row
+        number, whole, will, stretch, cost, target, cover, flush, flushed, flush_interval, times = row
         return cls(
             number,
             whole,
@@ -119,6 +124,7 @@ class Verdict(NamedTuple):
             flush,
             Coverage(flushed),
             flush_interval,
+            tuple(times),
         )
 
 

@@ -41,6 +41,7 @@ from ftckpt.job.rank_storage import RankStorage
 from ftckpt.job.save import MAX_FILE_BYTES, UniversalSave
 from ftckpt.job.session import RankState
 from ftckpt.job.shard import Shard, device_of, make_pacer
+from ftckpt.job.slow_ranks import SlowRanks
 from ftckpt.model import objects
 from ftckpt.model.loaded import Checkpoint
 from ftckpt.model.snapshot import SnapshotId
@@ -117,7 +118,7 @@ class Checkpointer:
         self._arenas = NodeArenas(config, topology, self.group, self.events, self._protection.least_slots)
         # Asked once: a later layout may leave no mode, and its arena must still be made known to the SMP.
         self._protects = self._protection.on
-        self._state = RankState(config, self._protection.protects)
+        self._state = RankState(config, self._protection.protects, SlowRanks(config, topology))
         self._pacer: Pacer | None = None
         self._shard: Shard | None = None
         self._boundary = -1  # the iteration of the last one
@@ -694,6 +695,7 @@ class Checkpointer:
             self._protection.observe(self._state.targets.target),
             now_secs,
             flush=self._protection.observe_flush(self._state.flushes.current),
+            compute_secs=self._pacer.compute_secs if self._pacer is not None else 0.0,
         )
         if round_.flush >= 0 and round_.flushed == Coverage.CANNOT:
             self._storage.tell_problem(round_.flush)

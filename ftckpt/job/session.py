@@ -19,6 +19,7 @@ from ftckpt.job.ages import Ages
 from ftckpt.job.agreement import Round, Verdict, Will
 from ftckpt.job.cadence import Interval, Proofs
 from ftckpt.job.flushes import NO_FLUSH, Flushes, FlushGuard
+from ftckpt.job.slow_ranks import SlowRanks
 from ftckpt.job.targets import Guard, Targets
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.windows.cost import Wish
@@ -75,7 +76,7 @@ class RankState:
     ``lose`` to ``reunite`` boundaries bring a ``search`` and nothing else.
     """
 
-    def __init__(self, config: Config, protects: bool = False) -> None:
+    def __init__(self, config: Config, protects: bool = False, slow_ranks: SlowRanks | None = None) -> None:
         self._config = config
         self.lineage = b""
         self.whole: SnapshotId | None = None
@@ -94,6 +95,7 @@ class RankState:
         self.targets = Targets.of(config) if protects else Targets(0)
         self.flushes = Flushes.of(config)
         self.ages = Ages(config, protects)
+        self._slow_ranks = slow_ranks
         self._is_exact = bool(taken_over(config.persist))
         self._stepped = False
         self._wrong = False  # what ranks copy must change, and has not yet
@@ -153,9 +155,12 @@ class RankState:
 
     def round_to_post(
         self, newest: SnapshotId | None, will: Will, wish: Wish, guard: Guard, now_secs: float,
-        *, flush: FlushGuard = NO_FLUSH,
+        *, flush: FlushGuard = NO_FLUSH, compute_secs: float = 0.0,
     ) -> Round:  # fmt: skip
-        """This rank's round, when ``owes_round``: what it has sealed, and what it wants of the next snapshot."""
+        """This rank's round, when ``owes_round``: what it has sealed, and what it wants of the next snapshot.
+
+        ``compute_secs``: what an iteration's compute steps take it; 0: it does not know.
+        """
         assert self._round is not None
         # What was restored is of another lineage, and no snapshot of this one.
         own = newest.iteration if newest is not None and newest.lineage == self.lineage else -1
@@ -163,7 +168,8 @@ class RankState:
             will = Will.OFF  # unless one was sealed since: that ends the row of failures
         tasks = *self.targets.report(guard, now_secs), *self.flushes.report(flush, now_secs)
         cost = int(min(wish.cost, _MOST_COST) * 1e6)
-        return Round(self._round, own, will, wish.stretch, cost, *tasks, self.flushes.wish(wish))
+        times = self._slow_ranks.post(self._round, compute_secs) if self._slow_ranks is not None else ()
+        return Round(self._round, own, will, wish.stretch, cost, *tasks, self.flushes.wish(wish), times)
 
     def posted(self, round_: Round) -> None:
         """The round is on its way."""
@@ -202,6 +208,8 @@ class RankState:
         if self.marks != marks:
             actions.append(self.marks)
         actions += self.ages.look(self.iteration, self.whole, self.targets.protected, verdicts, now_secs)
+        if self._slow_ranks is not None:
+            actions += self._slow_ranks.look(verdicts)
         if self._supersedes(now_secs):
             self._old_arenas = False
             actions.append(OldArenaRemoval())

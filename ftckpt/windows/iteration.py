@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 
+COMPUTE = frozenset({"forward", "backward"})
 IDLE = frozenset({"start", "window", "tail"})
 SCHEDULED = frozenset({"window", "forward", "backward", "tail"})
 """What the model of a schedule speaks of; the rest of an iteration depends on nothing that it knows."""
@@ -111,6 +112,10 @@ class IterationForecast:
 
     kinds: tuple[str, ...]
     secs: tuple[float, ...]
+
+    def secs_of(self, kinds: frozenset[str]) -> float:
+        """Expected seconds in spans of these kinds."""
+        return sum(secs for kind, secs in zip(self.kinds, self.secs, strict=True) if kind in kinds)
 
     def distance(self, other: IterationForecast) -> float:
         """How much of the iteration lies elsewhere than in ``other``, as a share; 1 where places differ."""

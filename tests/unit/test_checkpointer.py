@@ -231,7 +231,7 @@ def test_a_rank_that_loses_others_in_the_fence_comes_to_nothing_collective_at_th
     checkpointer._closed, checkpointer._shard, checkpointer._kept = False, None, None
     checkpointer._fenced, checkpointer._examination = False, None
     checkpointer._pacer = SimpleNamespace(
-        wish=Wish(), enter=lambda kind: None, boundary=lambda flushing: entered.append("pacer")
+        wish=Wish(), compute_secs=0.0, enter=lambda kind: None, boundary=lambda flushing: entered.append("pacer")
     )  # type: ignore[assignment]
     checkpointer._protection = SimpleNamespace(
         beat=lambda *_: None, observe=lambda target: Guard(), observe_flush=lambda flush: NO_FLUSH

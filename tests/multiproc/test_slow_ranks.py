@@ -1,0 +1,46 @@
+"""A rank of a real job whose compute steps take longer is named, though an iteration takes all ranks equally long."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Any
+
+import pytest
+
+from tests.support import jobs
+from tests.support.pool import run_ranks
+
+pytestmark = [pytest.mark.multiproc, pytest.mark.slow]
+
+
+def slowed(rank: int, world_size: int, run: jobs.Run) -> Any:
+    """Rank 2 sleeps in each forward step. Ranks are compared all 10 iterations."""
+    from megatron.core.models.gpt import GPTModel
+
+    from ftckpt.job import slow_ranks
+
+    slow_ranks._ITERATIONS = 10
+    logging.getLogger("ftckpt").setLevel(logging.INFO)
+    forward = GPTModel.forward
+
+    def late(self: Any, *args: Any, **kwargs: Any) -> Any:
+        time.sleep(0.05 * (rank == 2))
+        return forward(self, *args, **kwargs)
+
+    GPTModel.forward = late
+    return jobs.train_and_tell(rank, world_size, run)
+
+
+def test_a_slow_rank_of_a_pipeline_is_named(settings: dict[str, Any]) -> None:
+    """Ranks 0 and 1 are the first stage, 2 and 3 the second, whose work is another one."""
+    # Milliseconds of four ranks on fewer cores differ by more than those of a cluster.
+    settings["slow_rank_share"] = 2.0
+    run = jobs.Run(["--pp", "2"], 24, settings=settings, nodes=["n0", "n0", "n1", "n1"])
+    results = run_ranks(slowed, 4, run)
+    found = [event for event in jobs.events(settings, "slow_ranks") if event["rank"] == 0]
+    assert found and all([one["rank"] for one in event["ranks"]] == [2] for event in found)
+    (slow,) = found[-1]["ranks"]
+    assert slow["node"] == "n1" and slow["compute_secs"] > slow["median_secs"] + 0.1, "some micro-batches"
+    logs = [result.value[1] for result in results]
+    assert "rank 2 on n1" in logs[0] and "rank 2 on n1" not in logs[1], "one rank tells it"

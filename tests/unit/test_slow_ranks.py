@@ -1,0 +1,80 @@
+"""Ranks that compute longer than others of their stage are named, by what all have posted in one round."""
+
+from __future__ import annotations
+
+from ftckpt.config import Config
+from ftckpt.job.actions import Announcement
+from ftckpt.job.agreement import Round, Verdict
+from ftckpt.job.slow_ranks import SlowRanks
+from ftckpt.model.topology import RankPlace, Topology
+
+
+def job(rank: int, num_dp: int, num_pp: int = 1) -> Topology:
+    """Two ranks of a node follow each other."""
+    places = [{"pp": pp, "dp": dp} for pp in range(num_pp) for dp in range(num_dp)]
+    members = tuple(RankPlace(coords, f"n{at // 2}") for at, coords in enumerate(places))
+    return Topology(rank, members, {"pp": num_pp, "dp": num_dp})
+
+
+def told(secs: list[float], num_pp: int = 1, **settings: object) -> list[Announcement]:
+    """What every rank says where each computes for so many seconds; in a round as all-reduce makes it."""
+    config, num_dp = Config(**settings), len(secs) // num_pp  # type: ignore[arg-type]
+    ranks = [SlowRanks(config, job(rank, num_dp, num_pp)) for rank in range(len(secs))]
+    rounds = [Round(100, 7, times=one.post(100, mine)).words() for one, mine in zip(ranks, secs, strict=True)]
+    verdict = Verdict.of(100, [min(column) for column in zip(*rounds, strict=True)])
+    said = [list(one.look([verdict])) for one in ranks]
+    assert all(one == said[0] for one in said), "the same on all ranks"
+    return said[0]
+
+
+def test_a_rank_that_computes_longer_is_named_with_its_node() -> None:
+    (news,) = told([1.0, 1.1, 1.0, 1.5])
+    assert news.event == "slow_ranks"
+    assert news.fields == {
+        "ranks": [{"rank": 3, "node": "n1", "compute_secs": 1.5, "median_secs": 1.0}], "slow_rank_share": 0.2,
+    }  # fmt: skip
+    assert news.text == (
+        "slower than the median of their stage at computing: rank 3 on n1 (1.50 times); all other ranks wait for them"
+    )
+
+
+def test_ranks_are_compared_with_those_that_have_the_same_to_do() -> None:
+    """The last stage has the head of the model, too."""
+    assert not told([1.0, 1.0, 1.0, 2.0, 2.0, 2.0], num_pp=2)
+    (news,) = told([1.0, 1.0, 1.0, 2.0, 2.5, 2.0], num_pp=2)
+    assert [one["rank"] for one in news.fields["ranks"]] == [4]
+
+
+def test_of_two_ranks_one_is_slow_and_alone_none_is() -> None:
+    (news,) = told([2.0, 1.0])
+    assert [one["rank"] for one in news.fields["ranks"]] == [0]
+    assert not told([1.0, 2.0], num_pp=2)
+
+
+def test_who_has_measured_nothing_is_left_out() -> None:
+    assert not told([0.0, 0.0, 1.0])
+    assert [one["rank"] for one in told([0.0, 1.0, 1.3])[0].fields["ranks"]] == [2]
+
+
+def test_the_share_is_a_setting_and_0_compares_nothing() -> None:
+    assert not told([1.0, 1.0, 1.3], slow_rank_share=0.5)
+    quiet = SlowRanks(Config(slow_rank_share=0.0), job(0, 2))
+    assert quiet.post(100, 1.0) == ()
+
+
+def test_it_goes_with_one_round_in_a_hundred_iterations() -> None:
+    ranks = SlowRanks(Config(), job(0, 2))
+    assert [number for number in range(301) if ranks.post(number, 1.0)] == [100, 200, 300]
+    ranks = SlowRanks(Config(interval=30), job(0, 2))
+    assert [number for number in range(10) if ranks.post(number, 1.0)] == [4, 8]
+    assert not list(ranks.look([Verdict(3, 7)])), "other rounds say nothing of it"
+
+
+def test_many_slow_ranks_are_one_line() -> None:
+    (news,) = told([1.0] * 20 + [2.0] * 12)
+    assert len(news.fields["ranks"]) == 12 and "and 4 more" in news.text and len(news.text) < 500
+
+
+def test_a_verdict_that_another_rank_hands_on_has_the_times() -> None:
+    verdict = Verdict(100, 7, times=(1, 2))
+    assert Verdict.from_row(list(verdict)) == verdict
