@@ -245,6 +245,12 @@ class Config:
         "longest distance of proofs that replicas hold the same bits, in iterations; 0: prove it at start only",
         minimum=0,
     )
+    on_corruption: str = _setting(
+        "report",
+        "what it leads to that ranks which held the same bits come to differ: it is told, and with abort the job "
+        "ends and is not started again, since nothing newer than the last proof is known to be good",
+        choices=("report", "abort"),
+    )
     slow_rank_share: float = _setting(
         0.2,
         "by which share a rank must compute longer than the median of its pipeline stage for the log to name it, "

@@ -103,6 +103,13 @@ class StalledError(FtckptError):
     final = True
 
 
+class SilentCorruptionError(FtckptError):
+    """Ranks that must hold the same bits do not: hardware that computes or remembers wrongly is to be replaced."""
+
+    final = True
+    of_all_ranks = True
+
+
 class CaptureError(FtckptError):
     """A snapshot could not be taken; training goes on unless ``on_error`` is ``raise``."""
 

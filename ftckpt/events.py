@@ -150,7 +150,7 @@ EVENTS: dict[str, EventKind] = {
     ),
     "replicas_differ": _loud(
         "ranks that should hold the same bits do not: each copies its own from now on", fragments="the first of them",
-        num="how many",
+        num="how many", odd_ranks="ranks that hold other bits than most, where there are three replicas or more",
     ),
     "not_derived": _loud(
         "weights are not the cast of their masters: copied as they are", keys="the first of them", num="how many"

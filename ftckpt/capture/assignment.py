@@ -41,6 +41,7 @@ class Assignment:
     parts: tuple[CopyPart, ...]
     derived: tuple[Piece, ...]
     differing: tuple[str, ...]
+    odd_ranks: tuple[int, ...]
     copied_bytes: int
     spill_bytes: tuple[int, int] | None
     belief: Belief
@@ -104,7 +105,7 @@ def assign(  # noqa: PLR0917 - the last ones are optional
     copied = sum(fragment.nbytes for fragment in manifest.stepped)
     derives = any(view.derives for view in views)
     belief = Belief(sets.again, look.held, derived, derives, bool(broken))
-    return Assignment(manifest, pieces, parts, derived, differing, copied, shares.spill, belief)
+    return Assignment(manifest, pieces, parts, derived, differing, sets.odd, copied, shares.spill, belief)
 
 
 def _divided(described: Description, broken: Collection[str]) -> tuple[list[Piece], tuple[Piece, ...]]:

@@ -71,6 +71,8 @@ class Proofs:
     interval: int
     last: int = -1
     """The iteration of the last proof."""
+    held: int = -1
+    """The iteration of the last proof by which everything was as it was taken to be; -1: there was none."""
     begin: int = 0
     """The last snapshot whose proof proved nothing."""
     begun: bool = False
@@ -83,8 +85,11 @@ class Proofs:
         often = bool(self.interval) and (since & (since - 1) == 0 or iteration - self.last >= self.interval)
         return number == 1 or often
 
-    def learn(self, number: int, stepped: bool) -> None:
-        """Snapshot ``number`` had a proof; ``stepped``: stepped state may have changed on some rank, as all know."""
+    def learn(self, number: int, stepped: bool, held: bool = True) -> None:
+        """Snapshot ``number`` had a proof; ``stepped``: stepped state may have changed on some rank, as all know.
+        ``held``: what was taken for granted is so."""
+        if held:
+            self.held = self.last
         self.begun = self.begun or stepped
         if not self.begun:
             self.begin = number

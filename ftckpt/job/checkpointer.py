@@ -15,7 +15,15 @@ from ftckpt.capture.boundary import LastBoundary
 from ftckpt.capture.capture import Capture
 from ftckpt.capture.examination import Examination
 from ftckpt.config import MEGATRON, Config, taken_over
-from ftckpt.errors import ArenaError, CaptureError, ConfigError, FtckptError, LaunchError, StorageError
+from ftckpt.errors import (
+    ArenaError,
+    CaptureError,
+    ConfigError,
+    FtckptError,
+    LaunchError,
+    SilentCorruptionError,
+    StorageError,
+)
 from ftckpt.events import Events
 from ftckpt.group import Group, gather_each
 from ftckpt.job.actions import (
@@ -40,7 +48,7 @@ from ftckpt.job.protection import Protection
 from ftckpt.job.rank_storage import RankStorage
 from ftckpt.job.save import MAX_FILE_BYTES, UniversalSave
 from ftckpt.job.session import RankState
-from ftckpt.job.shard import Shard, device_of, make_pacer
+from ftckpt.job.shard import Shard, corruption_text, device_of, make_pacer
 from ftckpt.job.slow_ranks import SlowRanks
 from ftckpt.model import objects
 from ftckpt.model.loaded import Checkpoint
@@ -347,6 +355,7 @@ class Checkpointer:
         Raises:
             ConfigError: ``restore`` was not called.
             UnsupportedError: in the first iterations: the framework's release does not fit.
+            SilentCorruptionError: only under ``on_corruption: abort``, on all ranks.
             FtckptError: only under ``on_error: raise``; where a snapshot did not come to storage, on all ranks at the
                 same boundary.
         """
@@ -379,6 +388,8 @@ class Checkpointer:
             else:
                 self._post()
                 self._pacer.learn()
+        except SilentCorruptionError:
+            raise  # nothing that training goes on from here is worth having
         except Exception as error:  # noqa: BLE001 - promise 4: training goes on whatever a snapshot does
             self._fail(error)
         if self._examination is not None and self.capture is not None and self.begun == iteration:
@@ -712,7 +723,10 @@ class Checkpointer:
         except FtckptError as error:
             self._execute([state.turn_off(f"no new arena: {error}")])
             return
-        state.proved(*proof)
+        proven = state.proofs.held
+        state.proved(proof.stepped, proof.changed, proof.new_arenas)
+        if proof.differing and self.config.on_corruption == "abort":
+            raise SilentCorruptionError(corruption_text(self.topology, proof, self._boundary, proven))
         if proof.new_arenas:
             self._protect_anew()
             shard.supply()

@@ -256,7 +256,7 @@ class RankState:
         Where the arenas could not be laid out anew at once, nothing is taken until they are: it would be whole, and
         wrong. In arenas that are laid out anew nothing is protected yet, and older ones hold the only whole snapshot.
         """
-        self.proofs.learn(self.interval.number, stepped)
+        self.proofs.learn(self.interval.number, stepped, not changed)
         self._wrong = changed and not new_arenas
         if new_arenas:
             self.targets.forget()

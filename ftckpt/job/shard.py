@@ -23,6 +23,7 @@ from ftckpt.job.arenas import Beside, NodeArenas
 from ftckpt.model import codec
 from ftckpt.model.replicas import Sharing
 from ftckpt.model.snapshot import SnapshotId
+from ftckpt.model.text import listed
 from ftckpt.model.topology import Topology
 from ftckpt.model.training_state import Description
 from ftckpt.store.arena import Arena
@@ -31,17 +32,23 @@ from ftckpt.windows.clock import make_clock
 from ftckpt.windows.node_budget import NodeBudget
 from ftckpt.windows.pacer import Pacer
 
+_MOST_NAMED = 5
+"""Fragments in an event, or in what ranks tell each other."""
+
 
 class Proof(NamedTuple):
     """What a proof came to, the same on all ranks.
 
     ``stepped``: stepped state may have changed on some rank since the start. ``changed``: some rank must copy other
-    things than it does. ``new_arenas``: the arenas were laid out anew for that.
+    things than it does. ``new_arenas``: the arenas were laid out anew for that. ``differing``: names of fragments
+    whose holders were taken to have the same bits, and have not; ``odd_ranks`` hold others than most of them.
     """
 
     stepped: bool
     changed: bool
     new_arenas: bool
+    differing: tuple[str, ...] = ()
+    odd_ranks: tuple[int, ...] = ()
 
 
 class Shard:
@@ -139,13 +146,15 @@ class Shard:
         changed = checked.manifest != assignment.manifest
         if changed:
             self._tell_broken(assignment, checked)
-        posts = [json.loads(data) for data in self._group.gather(json.dumps([stepped, late, changed]).encode())]
+        found = [name for name in checked.differing if name not in assignment.differing]
+        post = json.dumps([stepped, late, changed, found[:_MOST_NAMED]]).encode()
+        steps, lates, changes, names = zip(*(json.loads(data) for data in self._group.gather(post)), strict=True)
         # A rank that has not read the last verdict must not take its arena for an old one.
-        new_arenas = any(changed for _, _, changed in posts) and not any(late for _, late, _ in posts)
+        new_arenas = any(changes) and not any(lates)
         if new_arenas:
             self._lay_out_anew(capture, checked, whole)
-        stepped, _, changed = (any(column) for column in zip(*posts, strict=True))
-        return Proof(stepped, changed, new_arenas)
+        differing = tuple(dict.fromkeys(name for rank in names for name in rank))
+        return Proof(any(steps), any(changes), new_arenas, differing, checked.odd_ranks)
 
     def _look(self, assignment: Assignment, stepped: bool) -> tuple[bool, bool]:
         """Whether state may have changed on some rank, and what is believed still holds on all. Collective."""
@@ -197,8 +206,8 @@ class Shard:
 
     def _use(self, assignment: Assignment, arena: Arena) -> None:
         if assignment.differing:
-            names = assignment.differing
-            self._events.emit("replicas_differ", fragments=names[:5], num=len(names))
+            names, odd = assignment.differing, self._topology.named(assignment.odd_ranks)
+            self._events.emit("replicas_differ", fragments=names[:_MOST_NAMED], num=len(names), odd_ranks=odd)
         pacer, own_stream = self._pacer, self._config.schedule != "thread"
         copier = make_copier(
             pacer.clock, pacer.budget, own_stream, locality=self._locality, turns=self._arenas.path / PINNING_NAME,
@@ -233,7 +242,21 @@ class Shard:
         still = {piece.fragment.key for piece in checked.derived}
         broken = [piece.fragment.key for piece in assignment.derived if piece.fragment.key not in still]
         if broken:
-            self._events.emit("not_derived", keys=broken[:5], num=len(broken))
+            self._events.emit("not_derived", keys=broken[:_MOST_NAMED], num=len(broken))
+
+
+def corruption_text(topology: Topology, proof: Proof, iteration: int, proven: int) -> str:
+    """What ranks that must hold the same and do not are to be told; ``proven``: when they did for the last time."""
+    odd = topology.named(proof.odd_ranks)
+    who = f"{listed(odd)} hold(s) other bits than most" if odd else "nobody can say which rank is right"
+    since, back = "the start", "from a checkpoint"
+    if proven >= 0:
+        since, back = f"iteration {proven}", f"with --ftckpt-restore-before {proven + 1}, which goes back to there"
+    return (
+        f"replicas of {listed(proof.differing[:_MOST_NAMED])} differ at iteration {iteration}: {who}; they were the "
+        f"same at {since}: have that hardware tested, then start again {back}; where the script lets them drift, "
+        "--ftckpt-on-corruption report goes on"
+    )
 
 
 def make_pacer(config: Config, topology: Topology, device: torch.device, directory: Path, events: Events) -> Pacer:

@@ -26,13 +26,15 @@ class ReplicaSets:
     ``runs`` are the same on all ranks, in the same order, without fragments whose holders differ.
     ``private[rank]``, int64, are bytes that only this rank copies: fragments of its own and differing ones.
     ``group_of[i]`` is the index into ``runs`` of this rank's fragment ``i``, or ``PRIVATE`` or ``DIFFERING``.
-    ``again`` tells later whether all holders still agree.
+    ``again`` tells later whether all holders still agree. ``odd``: ranks that hold other bits of some fragment than
+    more than half of its holders do, where it has three or more.
     """
 
     runs: tuple[Run, ...]
     private: Array
     group_of: Array
     again: Recheck
+    odd: tuple[int, ...] = ()
 
 
 def identity(fragment: Fragment) -> bytes:
@@ -133,15 +135,17 @@ class Sharing:
         only where replicas differ: then it takes one message, the hash of each fragment of the groups that do."""
         private, totals, unequal = _compare(self.groups, summaries, self.num_ranks)
         again = Recheck(self.groups, holdings, bool(unequal))
+        odd: set[int] = set()
         if unequal:
             details = gather(lambda: holdings.details(unequal))
-            for group, differ in _settle(self.groups, unequal, details, private, totals).items():
+            for group, hashes in _settle(self.groups, unequal, details, private, totals).items():
                 own = holdings.of(group)
                 # Nothing where this rank is no member.
-                holdings.group_of[own[differ[: len(own)]]] = DIFFERING
+                holdings.group_of[own[_differ(hashes)[: len(own)]]] = DIFFERING
+                odd.update(self.groups.members[group][_is_odd(hashes)].tolist())
         members = self.groups.members
         runs = tuple(Run(ranks, int(total)) for ranks, total in zip(members, totals, strict=True))
-        return ReplicaSets(runs, private, holdings.group_of, again)
+        return ReplicaSets(runs, private, holdings.group_of, again, tuple(sorted(odd)))
 
 
 def find_sharing(gather: Gather, rank: int, num_ranks: int, fragments: Sequence[Fragment]) -> Sharing:
@@ -294,8 +298,9 @@ def _compare(groups: Groups, summaries: list[bytes], num_ranks: int) -> tuple[Ar
 def _settle(
     groups: Groups, unequal: Sequence[int], details: Sequence[bytes], private: Array, totals: Array
 ) -> dict[int, Array]:
-    """Which fragments of the ``unequal`` groups differ; their bytes are moved from ``totals`` to ``private``."""
-    differing: dict[int, Array] = {}
+    """Of the ``unequal`` groups the hashes of their fragments, a row for each member; the bytes of those that differ
+    are moved from ``totals`` to ``private``."""
+    settled: dict[int, Array] = {}
     position = [0] * len(details)
     for group in unequal:
         members, length = groups.members[group], int(groups.lengths[group])
@@ -305,8 +310,23 @@ def _settle(
             rows.append(np.frombuffer(details[rank], np.int64, 2 * length, position[rank]))
             position[rank] += 16 * length
         hashes, nbytes = np.split(np.stack(rows), 2, axis=1)
-        differ = (hashes != hashes[0]).any(axis=0)
+        differ = _differ(hashes)
         private[members] += (nbytes * differ).sum(axis=1)
         totals[group] = nbytes[0, ~differ].sum()
-        differing[group] = differ
-    return differing
+        settled[group] = hashes
+    return settled
+
+
+def _differ(hashes: Array) -> Array:
+    """Which fragments are not the same on all members, who have a row each."""
+    differ: Array = (hashes != hashes[0]).any(axis=0)
+    return differ
+
+
+def _is_odd(hashes: Array) -> Array:
+    """Which members hold other bits of some fragment than more than half of them do."""
+    # What more than half hold lies in the middle of all in order. Of two, nobody can say which is right.
+    middle = np.sort(hashes, axis=0)[len(hashes) // 2]
+    others = hashes != middle
+    odd: Array = (others & (2 * others.sum(axis=0) < len(hashes))).any(axis=1)
+    return odd

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any
@@ -57,6 +57,10 @@ class Topology:
     def ranks_on(self, node: str) -> list[int]:
         """Ranks of one node, ascending."""
         return [rank for rank, member in enumerate(self.members) if member.node == node]
+
+    def named(self, ranks: Iterable[int]) -> list[str]:
+        """Ranks for people: ``rank 5 on n1``."""
+        return [f"rank {rank} on {self.members[rank].node}" for rank in ranks]
 
     @property
     def is_node_leader(self) -> bool:

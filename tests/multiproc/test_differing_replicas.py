@@ -17,6 +17,7 @@ pytestmark = pytest.mark.multiproc
 
 ARGV = ["--pp", "2", "--no-distributed-optimizer"]
 RANKS = 4
+THREE = ["--no-distributed-optimizer", "--global-batch", "6"]
 DIFFERING_AT = 8
 KEY = "exp_avg_sq/decoder.layers.0.mlp.linear_fc1.weight"
 
@@ -40,6 +41,26 @@ def spoiled(rank: int, world_size: int, run: jobs.Run, no_room: bool = False) ->
 
     Shard.prove = spoil  # type: ignore[method-assign]
     return jobs.train(rank, world_size, run)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("on_corruption", ["abort", "report"])
+def test_of_three_replicas_the_one_that_goes_wrong_is_named(settings: dict[str, Any], on_corruption: str) -> None:
+    settings["on_corruption"] = on_corruption
+    run = jobs.Run(THREE, until=12, settings=settings, nodes=["n0", "n0", "n1"])
+    results = run_ranks(spoiled, 3, run, expect_failures=on_corruption == "abort", grace_secs=10.0)
+    told = jobs.events(settings, "replicas_differ")
+    assert told and all(one["odd_ranks"] == ["rank 1 on n0"] and KEY in one["fragments"][0] for one in told)
+    if on_corruption == "report":
+        return
+    for result in results:
+        assert result.error is not None, "every rank ends by it"
+        for text in ("SilentCorruptionError", "rank 1 on n0", KEY, "at iteration 8", "same at iteration 4"):
+            assert text in result.error
+    # What nobody doubts is still there, though newer snapshots are whole.
+    back = jobs.Run(THREE, until=12, settings={**settings, "restore_before": 8}, nodes=run.nodes)
+    reference = jobs.outcomes(3, jobs.Run(THREE, until=12))
+    assert jobs.assert_continues(reference, jobs.outcomes(3, back)) == 7
 
 
 def full(path: Path, need_bytes: int) -> None:

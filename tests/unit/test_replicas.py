@@ -198,6 +198,29 @@ def test_differing_replicas_are_captured_whole_by_each_holder(job: Job) -> None:
             assert whole.with_key(f"{whole.key}@dp{rank}") in [part for _, part in parts[rank]]
 
 
+@pytest.mark.parametrize(
+    ("bits", "odd"),
+    [
+        ("aab", (2,)),
+        ("aabaa", (2,)),
+        ("ab", ()),
+        ("aabb", ()),
+        ("abc", ()),
+        ("abcde", ()),
+        ("baaac", (0, 4)),
+        ("aaab" + "aaaa", (3,)),
+    ],
+)
+def test_a_rank_that_differs_from_more_than_half_is_named(bits: str, odd: Ranks) -> None:
+    """Of two nobody can say which is right, and where all differ the script lets them drift."""
+    whole = [Fragment.whole(key, "F32", (4, 4), Box((0, 0), (4, 4))) for key in ("v", "w")]
+
+    def run(rank: int, gather: Gather) -> ReplicaSets:
+        return replica_sets(gather, rank, len(bits), whole, lambda indices: [7, ord(bits[rank])])
+
+    assert {sets.odd for sets in in_lockstep(run, len(bits))} == {odd}
+
+
 @given(jobs())
 def test_the_work_of_a_set_is_even_and_cut_at_whole_lines(job: Job) -> None:
     held, holders, _ = job

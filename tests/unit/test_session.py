@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from ftckpt.config import Config
 from ftckpt.job.agreement import Coverage, Verdict
 from ftckpt.job.cadence import Interval, Proofs
+from ftckpt.job.session import RankState
 from ftckpt.job.targets import Guard, Targets
 from ftckpt.model.snapshot import SnapshotId
 
@@ -200,6 +201,17 @@ def test_proofs_are_close_from_where_steps_begin() -> None:
 
 def test_without_an_interval_proofs_are_at_the_start_only() -> None:
     assert proven(Proofs(0), 40, steps_from=6) == [1]
+
+
+def test_what_was_proven_last_is_what_held() -> None:
+    state = RankState(Config())
+    held = []
+    for iteration, changed in ((1, False), (2, False), (4, True), (8, False)):
+        state.boundary(iteration)
+        state.proves()
+        state.proved(stepped=True, changed=changed, new_arenas=changed)
+        held.append(state.proofs.held)
+    assert held == [1, 2, 2, 8]
 
 
 def test_an_interval_changes_at_the_same_snapshot_for_all() -> None:
