@@ -72,6 +72,7 @@ def measure(micro_batches: int, folder: Path | None) -> list[float]:
 def case_of(micro_batches: int, folder: Path) -> dict[str, Any]:
     """With and without an event log."""
     off, on = measure(micro_batches, None), measure(micro_batches, folder / str(micro_batches))
+    log_bytes = (folder / str(micro_batches) / "rank0.jsonl").stat().st_size
     whole = micro_batches * STEP_SECS
     return {
         "micro_batches": micro_batches,
@@ -81,6 +82,8 @@ def case_of(micro_batches: int, folder: Path) -> dict[str, Any]:
         "recorded_ms_mean": sum(on) / len(on) * 1e3,
         "recording_share": (sum(on) - sum(off)) / len(on) / whole,
         "share": sum(on) / len(on) / whole,
+        "log_bytes_per_iteration": log_bytes / ITERATIONS,
+        "log_mib_per_day": log_bytes / ITERATIONS * 86400 / whole / (1 << 20),
     }
 
 
@@ -91,14 +94,24 @@ def main(argv: Sequence[str]) -> int:
     args = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as folder:
         cases = [case_of(micro_batches, Path(folder)) for micro_batches in (8, 32, 128, 512)]
-    heads = ["micro-batches", "iteration s", "following ms", "with events ms", "mean ms", "events %", "all %"]
+    heads = [
+        "micro-batches",
+        "iteration s",
+        "following ms",
+        "with events ms",
+        "mean ms",
+        "events %",
+        "all %",
+        "log B",
+        "log MiB/day",
+    ]
     print_table(
         heads,
         [
             [
                 str(c["micro_batches"]), f"{c['iteration_secs']:.2f}", f"{c['followed_ms_median']:.3f}",
                 f"{c['recorded_ms_median']:.3f}", f"{c['recorded_ms_mean']:.3f}", f"{c['recording_share']:.4%}",
-                f"{c['share']:.4%}",
+                f"{c['share']:.4%}", f"{c['log_bytes_per_iteration']:.0f}", f"{c['log_mib_per_day']:.1f}",
             ]
             for c in cases
         ],

@@ -270,6 +270,12 @@ class Config:
         choices=("storage", "fail", "fresh"),
     )
     events: str = _setting("", "directory for event logs (JSON lines); default: none")
+    events_mib: float = _setting(
+        128.0,
+        "most that the event log of one process takes, in MiB, before its older half goes; 0: no limit",
+        minimum=0,
+        unit_bytes=MIB,
+    )
     timeline_interval: int = _setting(
         50, "snapshots between two that leave a timeline in the event log; 0: none", minimum=0
     )
@@ -339,6 +345,11 @@ class Config:
     def events_dir(self) -> Path | None:
         """Directory for event logs, or None."""
         return Path(self.events) if self.events else None
+
+    @property
+    def events_bytes(self) -> int:
+        """The limit of one event log; 0: there is none."""
+        return int(self.events_mib * MIB)
 
     @classmethod
     def from_mapping(cls, section: Mapping[str, Any]) -> Config:

@@ -9,9 +9,10 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from ftckpt.errors import written
+from ftckpt.event_file import EventFile
 
 log = logging.getLogger("ftckpt")
 
@@ -46,6 +47,11 @@ _COSTS = {
 }
 
 EVENTS: dict[str, EventKind] = {
+    "log_rotated": _quiet(
+        "this event log has come to its limit and was begun anew: what is older is in the file of the same name with "
+        ".1 behind it", lost_bytes="of what was there before that, and is gone",
+        session="events by which the lines that follow are understood",
+    ),
     # A rank's session.
     "joined": _quiet("restore() begins", job="name", node="name"),
     "conditions": _quiet(
@@ -347,6 +353,9 @@ ADVICE = {
 
 _UNKNOWN = EventKind("")
 
+_SESSION = ("joined", "conditions", "restored", "protection", "plan")
+"""What a log that was begun anew repeats: whose lines these are, and which attempt's."""
+
 
 class Progress:
     """Logs how far a long piece of work is, every ``every_secs``; silent where it takes less."""
@@ -371,19 +380,20 @@ class Events:
     Every line has ``time`` (seconds since the epoch), ``event`` and ``rank`` (or ``process``, the name); durations
     end in ``_secs``, sizes in ``_bytes``. ``blocked_secs`` is time the training thread waited; background time has
     its own name. Lines go to ``directory/rank<R>.jsonl`` or ``directory/<name>.jsonl`` (appended, so that attempts
-    follow each other); without a directory there are only loud events, as log messages. Safe to call from several
-    threads: each line is one ``write`` of an unbuffered file. A file that cannot be written any more is given up
-    with a warning.
+    follow each other) until they take ``limit_bytes`` (0: there is no limit), of which the older half goes then;
+    without a directory there are only loud events, as log messages. Safe to call from several threads. A file that
+    cannot be written any more is given up with a warning.
     """
 
-    def __init__(self, directory: Path | None, rank: int, name: str = "") -> None:
+    def __init__(self, directory: Path | None, rank: int, name: str = "", limit_bytes: int = 0) -> None:
         self._rank = rank
         self._who: dict[str, Any] = {"process": name} if name else {"rank": rank}
         self._name = name or f"rank {rank}"
-        self._file: IO[bytes] | None = None
-        self.direct(directory)
+        self._file: EventFile | None = None
+        self._session: dict[str, dict[str, Any]] = {}
+        self.direct(directory, limit_bytes)
 
-    def direct(self, directory: Path | None) -> None:
+    def direct(self, directory: Path | None, limit_bytes: int = 0) -> None:
         """Let lines go to a file in ``directory`` from now on; it is made. None: to no file.
 
         Raises:
@@ -392,7 +402,7 @@ class Events:
         fresh = None
         if directory is not None:
             directory.mkdir(parents=True, exist_ok=True)
-            fresh = open(directory / f"{self._name.replace(' ', '')}.jsonl", "ab", buffering=0)
+            fresh = EventFile(directory / f"{self._name.replace(' ', '')}.jsonl", self._heading, limit_bytes)
         # Swapped first: another thread that comes now writes to the new file.
         old, self._file = self._file, fresh
         if old is not None:
@@ -413,16 +423,25 @@ class Events:
             text = "; ".join([json.dumps(fields, default=str), *filter(None, [ADVICE.get(event)])])
             log.warning("ftckpt %s: %s %s", self._name, event, written(text))
         file = self._file
-        if file is not None:
-            line = {"time": time.time(), "event": event, **self._who, "pid": os.getpid()}
-            line |= dict.fromkeys(kind.fields) | fields
-            data = json.dumps(line, default=str).encode() + b"\n"
-            try:
-                if not file.closed:  # another thread has directed lines elsewhere
-                    file.write(data)
-            except OSError as error:
-                log.warning("ftckpt %s: no more events: %s", self._name, error)
-                self.close()
+        if file is None:
+            return
+        line = self._line(event, fields)
+        if event in _SESSION:
+            self._session[event] = line
+        try:
+            file.write(_encoded(line))
+        except OSError as error:
+            log.warning("ftckpt %s: no more events: %s", self._name, error)
+            self.close()
+
+    def _line(self, event: str, fields: Mapping[str, Any]) -> dict[str, Any]:
+        line: dict[str, Any] = {"time": time.time(), "event": event, **self._who, "pid": os.getpid()}
+        return line | dict.fromkeys(EVENTS.get(event, _UNKNOWN).fields) | fields
+
+    def _heading(self, lost_bytes: int) -> bytes:
+        return _encoded(
+            self._line("log_rotated", {"lost_bytes": lost_bytes, "session": list(self._session.values())})
+        )
 
     def announce(self, text: str) -> None:
         """One line for people, from rank 0 and from processes with a name alone."""
@@ -436,13 +455,19 @@ class Events:
             self._file = None
 
 
+def _encoded(line: Mapping[str, Any]) -> bytes:
+    return json.dumps(line, default=str).encode() + b"\n"
+
+
 def reference() -> Iterator[str]:
     yield "# Events"
     yield ""
     yield "With `--ftckpt-events DIR` each rank writes `DIR/rank<R>.jsonl`, and each SMP a file of its own: one JSON"
     yield "object a line. Every line has `time` (seconds since the epoch), `event`, `rank` (or `process`) and `pid`,"
-    yield "and the fields of its row, null where they do not apply. Loud events are logged as warnings too. Made of"
-    yield "the table in `events.py`: `python -m ftckpt.events > ftckpt/EVENTS.md`."
+    yield "and the fields of its row, null where they do not apply. Loud events are logged as warnings too. A file"
+    yield "that has come to half of `--ftckpt-events-mib` gets `.1` behind its name, and a new one is begun; a rank"
+    yield "writes 1 to 3 KB per snapshot (`benchmarks/events.py`), so 10 to 30 MB a day where one takes ten seconds."
+    yield "Made of the table in `events.py`: `python -m ftckpt.events > ftckpt/EVENTS.md`."
     yield ""
     yield "| event | loud | meaning | fields |"
     yield "|---|---|---|---|"

@@ -7,9 +7,10 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ftckpt.errors import FtckptError
+from ftckpt.event_file import with_older
 from ftckpt.model.text import listed
 
 _RANK_FILE = re.compile(r"rank(\d+)\.jsonl")
@@ -19,8 +20,16 @@ class EventLogError(FtckptError):
     """Events are missing; the text says which, and how to get them."""
 
 
+class LinePlace(NamedTuple):
+    """The file that a line stands in, and where."""
+
+    path: Path
+    offset: int
+
+
 class EventLog:
-    """The event files of one directory; ``num_broken`` counts the lines that could not be read."""
+    """The event files of one directory; ``num_broken`` counts the lines that could not be read; ``is_cut``: of
+    some file what was first is gone."""
 
     def __init__(self, directory: Path) -> None:
         names = sorted(path.name for path in directory.iterdir() if path.suffix == ".jsonl")
@@ -29,9 +38,25 @@ class EventLog:
         self.rank_files = [directory / name for name in sorted(numbers, key=numbers.__getitem__)]
         self.other_files = [directory / name for name in names if name not in numbers]
         self.num_broken = 0
+        self.is_cut = False
 
-    def lines(self, path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
-        """Offset and fields of every whole line; one without an end may still be in the writing."""
+    def lines(self, path: Path) -> Iterator[tuple[LinePlace, Mapping[str, Any]]]:
+        """Place and fields of every whole line, those of the older half first; one without an end may still be in the
+        writing."""
+        is_first = True
+        for file in with_older(path):
+            for place, fields in self._lines(file):
+                if fields.get("event") != "log_rotated":
+                    yield place, fields
+                elif is_first:  # what it repeats is gone
+                    self.is_cut = True
+                    session = fields.get("session")
+                    for line in session if isinstance(session, list) else ():
+                        if isinstance(line, dict):
+                            yield place, line
+                is_first = False
+
+    def _lines(self, path: Path) -> Iterator[tuple[LinePlace, Mapping[str, Any]]]:
         offset = 0
         with open(path, "rb") as file:
             for line in file:
@@ -39,14 +64,17 @@ class EventLog:
                     if (fields := parse_line(line)) is None:
                         self.num_broken += 1
                     else:
-                        yield offset, fields
+                        yield LinePlace(path, offset), fields
                 # In bytes, as ``seek`` takes them: tracks are read again by their offsets.
                 offset += len(line)
 
     @property
     def notes(self) -> list[str]:
         """That lines were left out, if any were."""
-        return [f"{count(self.num_broken, 'broken line')} of the event logs left out"] if self.num_broken else []
+        notes = [f"{count(self.num_broken, 'broken line')} of the event logs left out"] if self.num_broken else []
+        if self.is_cut:
+            notes.append("the oldest events are gone: their logs have come to --ftckpt-events-mib")
+        return notes
 
 
 def event_logs(run: Path, remedy: str) -> list[EventLog]:

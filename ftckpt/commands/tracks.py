@@ -14,7 +14,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from ftckpt.commands.event_log import EventLog, EventLogError, event_logs, note_of_choice, whole_number
+from ftckpt.commands.event_log import EventLog, EventLogError, LinePlace, event_logs, note_of_choice, whole_number
 
 IDLE = ("start", "window", "tail")
 """Spans in which a rank neither computes nor waits in the fence."""
@@ -211,8 +211,7 @@ class _Entry:
     begin: float
     end: float
     warm: bool
-    path: Path
-    offset: int
+    place: LinePlace
 
 
 @dataclass
@@ -290,7 +289,7 @@ def _index(log: EventLog, path: Path, attempts: dict[str | None, _Attempt]) -> N
     pid: Any = None
     lineage: str | None = None
     earliest: int | None = None
-    for offset, line in log.lines(path):
+    for place, line in log.lines(path):
         # A new process: until it has restored, its lines belong to no lineage that is known.
         if line.get("event") == "joined" or line.get("pid") != pid:
             pid, lineage, earliest = line.get("pid"), None, None
@@ -310,12 +309,12 @@ def _index(log: EventLog, path: Path, attempts: dict[str | None, _Attempt]) -> N
                 continue
             attempt = attempts[lineage]
             attempt.ranks.add(track.rank)
-            entry = _Entry(track.rank, track.begin, track.begin + track.secs, iteration > earliest, path, offset)
+            entry = _Entry(track.rank, track.begin, track.begin + track.secs, iteration > earliest, place)
             attempt.entries[iteration][track.rank] = entry
 
 
 def _load(entry: _Entry) -> Track:
-    with open(entry.path, "rb") as file:
+    with open(entry.place.path, "rb") as file:
         # Read again: of all tracks in the log only those of one iteration are in memory.
-        file.seek(entry.offset)
+        file.seek(entry.place.offset)
         return parse_track(json.loads(file.readline()))

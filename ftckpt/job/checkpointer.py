@@ -113,7 +113,7 @@ class Checkpointer:
             )
         self.topology = topology
         try:
-            self.events = Events(config.events_dir, topology.rank)
+            self.events = Events(config.events_dir, topology.rank, limit_bytes=config.events_bytes)
         except OSError as error:
             raise ConfigError(
                 f"--ftckpt-events: {config.events} cannot be written: {error.strerror}; name another directory"

@@ -318,7 +318,7 @@ class Daemon:
         self._idle_secs = settings.smp_idle_secs if "smp_idle_secs" in given else self._idle_secs
         self._config.description, self._digest = description, guard_digest(description)
         try:
-            self.events.direct(settings.events_dir)
+            self.events.direct(settings.events_dir, settings.events_bytes)
         except OSError as error:
             log.warning("no events are written: %s", error)
 

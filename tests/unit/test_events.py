@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from ftckpt.commands.event_log import EventLog
 from ftckpt.events import ADVICE, EVENTS, Events, reference
 
 
@@ -83,6 +84,64 @@ def test_after_close_only_the_log_is_left(tmp_path: Path, caplog: pytest.LogCapt
     events.emit("turned_off", reason="closed")
     assert lines(tmp_path) == []
     assert "turned_off" in caplog.text
+
+
+MIB = 1 << 20
+
+
+def test_a_log_that_comes_to_its_limit_loses_its_older_half(tmp_path: Path) -> None:
+    """Lines stay whole, in their order, and the log says when the first of them are gone."""
+    events = Events(tmp_path, 0, limit_bytes=2 * MIB)
+    events.emit("joined", job="j")
+    events.emit("restored", lineage="first")
+    events.emit("restored", lineage="second")
+    for number in range(3000):
+        events.emit("copied", iteration=number, moved_bytes="x" * 1000)
+    events.close()
+    sizes = {path.name: path.stat().st_size for path in tmp_path.iterdir()}
+    assert set(sizes) == {"rank0.jsonl", "rank0.jsonl.1"} and sum(sizes.values()) <= 2 * MIB
+    log = EventLog(tmp_path)
+    (path,) = log.rank_files
+    joined, restored, *found = (line for _, line in log.lines(path))
+    assert (joined["job"], restored["lineage"]) == ("j", "second"), "which attempt the rest is of"
+    numbers = [line["iteration"] for line in found]
+    assert numbers == list(range(numbers[0], 3000)) and numbers[0] > 500
+    assert ["oldest events are gone" in note for note in log.notes] == [True]
+
+
+def test_nothing_is_said_to_be_gone_before_it_is(tmp_path: Path) -> None:
+    events = Events(tmp_path, 0, limit_bytes=2 * MIB)
+    for number in range(1500):
+        events.emit("copied", iteration=number, moved_bytes="x" * 1000)
+    log = EventLog(tmp_path)
+    assert (tmp_path / "rank0.jsonl.1").exists()
+    assert [line["iteration"] for _, line in log.lines(log.rank_files[0])] == list(range(1500)) and not log.notes
+
+
+def test_what_earlier_attempts_wrote_counts(tmp_path: Path) -> None:
+    for attempt in range(4):
+        events = Events(tmp_path, 0, limit_bytes=2 * MIB)
+        for _ in range(400):
+            events.emit("joined", job="x" * 1000, node=attempt)
+        events.close()
+    assert (tmp_path / "rank0.jsonl.1").exists() and (tmp_path / "rank0.jsonl").stat().st_size < MIB
+
+
+def test_threads_that_write_while_a_log_is_begun_anew_lose_no_line(tmp_path: Path) -> None:
+    events = Events(tmp_path, 0, limit_bytes=4 * MIB)
+
+    def emit(thread: int) -> None:
+        for index in range(700):
+            events.emit("copied", iteration=index, moved_bytes="x" * 1000, secs=thread)
+
+    threads = [threading.Thread(target=emit, args=(n,)) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    log = EventLog(tmp_path)
+    found = [(line["secs"], line["iteration"]) for _, line in log.lines(log.rank_files[0])]
+    assert sorted(found) == [(thread, index) for thread in range(4) for index in range(700)] and not log.num_broken
 
 
 def test_a_full_disk_does_not_stop_training(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

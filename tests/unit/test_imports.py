@@ -19,12 +19,13 @@ MODULES = {
     for path in sorted(PACKAGE.rglob("*.py"))
 }
 
-BASE = {"ftckpt", "errors", "events", "units", "config"}
+BASE = {"ftckpt", "errors", "event_file", "events", "units", "config"}
 """May be imported by all; ``ftckpt`` itself loads lazily."""
 
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
-    "events": {"errors"},
+    "event_file": set(),
+    "events": {"errors", "event_file"},
     "units": set(),
     "config": {"errors", "units"},
     "notice": set(),
