@@ -18,6 +18,7 @@ from ftckpt.units import sized
 MIB = 1 << 20
 GIB = 1 << 30
 _MAX_SECS = 1e9  # what timers of the operating system and of torch.distributed can hold
+_MOST_PORT = 65535
 NAME_RULE = "use 1 to 64 of A-Z a-z 0-9 . _ -, the first a letter or digit"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _CORES = re.compile(r"\d{1,5}(-\d{1,5})?(,\d{1,5}(-\d{1,5})?)*")
@@ -276,6 +277,16 @@ class Config:
         minimum=0,
         unit_bytes=MIB,
     )
+    metrics_port: int | Literal["auto"] = _setting(
+        0,
+        "port of the loopback interface at which each SMP serves metrics to Prometheus; auto: one that is free, "
+        "which ftckpt status tells; 0: none",
+        minimum=0,
+        auto=True,
+    )
+    metrics_dir: str = _setting(
+        "", "directory of each node to which its SMP writes metrics, for a node exporter's textfile collector"
+    )
     timeline_interval: int = _setting(
         50, "snapshots between two that leave a timeline in the event log; 0: none", minimum=0
     )
@@ -310,16 +321,14 @@ class Config:
         if not self.arena:
             raise ConfigError("--ftckpt-arena: no directory is named; name one on a tmpfs")
         # A script may go to another directory, and an SMP has one of its own.
-        for name in ("arena", "events", "secret_file", "persist"):
+        for name in ("arena", "events", "metrics_dir", "secret_file", "persist"):
             object.__setattr__(self, name, _absolute(getattr(self, name)))
         _check_persist(self.persist, self.persist_format)
         if program_of(self.persist) == DEEPSPEED:
             _check_follows_script(self)
-        if self.persist_compress == "zstd" and importlib.util.find_spec("zstandard") is None:
-            raise ConfigError(
-                "--ftckpt-persist-compress: zstd needs zstandard, which is not installed: pip install "
-                "'ftckpt[storage]'"
-            )
+        if self.persist_compress == "zstd":
+            _require_installed("zstandard", "--ftckpt-persist-compress: zstd", "storage")
+        _check_metrics(self)
 
     @property
     def least_interval(self) -> int:
@@ -525,6 +534,19 @@ def check_mtbf(mtbf: str) -> dict[str, float]:
             )
         hours[match[1]] = float(match[2])
     return hours
+
+
+def _require_installed(package: str, who: str, extra: str) -> None:
+    if importlib.util.find_spec(package) is None:
+        raise ConfigError(f"{who} needs {package}, which is not installed: pip install 'ftckpt[{extra}]'")
+
+
+def _check_metrics(config: Config) -> None:
+    if config.metrics_port or config.metrics_dir:
+        flag = "--ftckpt-metrics-port" if config.metrics_port else "--ftckpt-metrics-dir"
+        _require_installed("prometheus_client", f"{flag}: this", "metrics")
+    if config.metrics_port != "auto" and config.metrics_port > _MOST_PORT:
+        raise ConfigError(f"--ftckpt-metrics-port: {config.metrics_port} is too large; the most is {_MOST_PORT}")
 
 
 def _check_layouts(layouts: str) -> None:

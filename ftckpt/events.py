@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -391,6 +392,8 @@ class Events:
         self._name = name or f"rank {rank}"
         self._file: EventFile | None = None
         self._session: dict[str, dict[str, Any]] = {}
+        self.loud: Counter[str] = Counter()
+        """How many loud events there were, by name."""
         self.direct(directory, limit_bytes)
 
     def direct(self, directory: Path | None, limit_bytes: int = 0) -> None:
@@ -420,6 +423,7 @@ class Events:
         """
         kind = EVENTS.get(event, _UNKNOWN)
         if kind.loud:
+            self.loud[event] += 1
             text = "; ".join([json.dumps(fields, default=str), *filter(None, [ADVICE.get(event)])])
             log.warning("ftckpt %s: %s %s", self._name, event, written(text))
         file = self._file
@@ -435,8 +439,8 @@ class Events:
             self.close()
 
     def _line(self, event: str, fields: Mapping[str, Any]) -> dict[str, Any]:
-        line: dict[str, Any] = {"time": time.time(), "event": event, **self._who, "pid": os.getpid()}
-        return line | dict.fromkeys(EVENTS.get(event, _UNKNOWN).fields) | fields
+        empty = dict.fromkeys(EVENTS.get(event, _UNKNOWN).fields)
+        return {"time": time.time(), "event": event, **self._who, "pid": os.getpid(), **empty, **fields}
 
     def _heading(self, lost_bytes: int) -> bytes:
         return _encoded(

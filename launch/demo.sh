@@ -27,7 +27,7 @@ megatron | deepspeed) ;;
 *) fail "--framework: '$framework' is not one of megatron, deepspeed" ;;
 esac
 
-prepare "$framework"
+prepare "$framework,metrics"
 cd "$ROOT"
 export PYTHONUNBUFFERED=1
 exec "$PYTHON" -m launch.demo "$@"

@@ -287,7 +287,7 @@ def _starter(run: Run, processes: Processes, plan: Path) -> Start:
     outputs = ["--log-file", str(run.log.resolve()), "--dump-final", str(run.final.resolve())]
     if run.digested is not None:
         outputs += ["--log-digest", str(run.digests.resolve()), "--digest-until", str(run.digested)]
-    settings = {**run.ftckpt, "events": str(run.event_dir.resolve())} if run.ftckpt else {}
+    settings = run.ftckpt and {**run.ftckpt, "events": str(run.event_dir.resolve()), "metrics_port": "auto"}
     module = run.framework.command(run.folder, [*run.training, *outputs], settings)
     last_call = 1 if run.least_nodes == len(NODES) else _LAST_CALL_SECS
 

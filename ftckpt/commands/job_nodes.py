@@ -3,7 +3,6 @@ their SMPs, whose addresses and secret an SMP on this machine has stored."""
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -22,12 +21,13 @@ from ftckpt.restore.locations import OpenArenas
 from ftckpt.smp.channel import Deadlines, PeerError, Trust, connect
 from ftckpt.smp.client import SmpClient
 from ftckpt.smp.footprint import SmpConfig
-from ftckpt.smp.hangs import Limits, describe
-from ftckpt.smp.reports import unpacked
+from ftckpt.smp.hangs import Limits
+from ftckpt.smp.reports import rank_report, unpacked
 from ftckpt.smp.requests import MAX_REPLY_BYTES, ProtectionRequest, Reply, ReportRequest, SmpRequest, exchange
 from ftckpt.store.directory import PULSE_NAME, SMP_LOCK_NAME, job_node_path, list_arenas
 from ftckpt.store.failures import read_failures
 from ftckpt.store.locks import holder_of
+from ftckpt.store.memory import used_bytes
 from ftckpt.store.pulse import Pulse
 
 _MOST_AT_ONCE = 32
@@ -42,9 +42,9 @@ class NodeState:
     """What is known of one node.
 
     ``told``: its memory was seen, ``inventory`` is what lies there, and ``trainers`` are its ranks as
-    ``smp.hangs.describe`` has them. ``whole``, ``protected``: the newest such snapshot, by its marks. ``smp``: the
-    answer of its SMP to ``status``; None: none answers, for the reason ``problem``. Of nodes on this machine, which
-    ``is_here``, alone: ``nbytes`` of memory, ``last``, the last attempt that has trained there.
+    ``smp.reports.rank_report`` has them. ``whole``, ``protected``: the newest such snapshot, by its marks. ``smp``:
+    the answer of its SMP to ``status``; None: none answers, for the reason ``problem``. Of nodes on this machine,
+    which ``is_here``, alone: ``nbytes`` of memory, ``last``, the last attempt that has trained there.
     """
 
     node: str
@@ -165,13 +165,12 @@ def _look(root: Path, job: str, name: str, timeout_secs: float) -> NodeState:
             whole = _newest(control.whole() for control in controls)
             protected = _newest(control.protected() for control in controls)
         state = replace(state, told=True, inventory=inventory, whole=whole, protected=protected)
-        state = replace(state, nbytes=_memory_bytes(node_dir))
+        state = replace(state, nbytes=used_bytes(node_dir))
     except FtckptError as error:
         state = replace(state, problem=str(error))
     if (node_dir / PULSE_NAME).exists():  # to open it would make it
-        now_ns = time.monotonic_ns()
         ranks = Pulse.open(node_dir, None).ranks()
-        state = replace(state, trainers=tuple(describe(pulse, now_ns, Limits()) for pulse in ranks))
+        state = replace(state, trainers=tuple(rank_report(pulse, Limits()) for pulse in ranks))
     with suppress(OSError, ValueError):
         state = replace(state, last=read_failures(node_dir))
     if holder_of(node_dir / SMP_LOCK_NAME) is None:
@@ -185,16 +184,6 @@ def _look(root: Path, job: str, name: str, timeout_secs: float) -> NodeState:
 def _newest(marks: Iterable[SnapshotId | None]) -> int:
     """The newest iteration that they name, -1: none."""
     return max((snapshot.iteration for snapshot in marks if snapshot is not None), default=-1)
-
-
-def _memory_bytes(node_dir: Path) -> int:
-    """Of the memory that the node's files take."""
-    nbytes = 0
-    for directory, _, names in os.walk(node_dir):
-        for name in names:
-            with suppress(OSError):  # files come and go
-                nbytes += 512 * os.lstat(os.path.join(directory, name)).st_blocks
-    return nbytes
 
 
 def _is_node(path: Path) -> bool:

@@ -151,6 +151,17 @@ def _facts(status: dict[str, Any]) -> Iterator[str]:
     for name in ("whole", "protected"):
         told = [node[name] for node in status["nodes"] if node[name]["iteration"] == status[name] >= 0]
         yield f"newest {name}: {_in_words(told[0]) if told else 'none'}"
+    slow = [
+        f"rank {trainer['rank']} on {node['node']}"
+        for node in status["nodes"]
+        for trainer in node["trainers"]
+        if trainer.get("counts", {}).get("slow")
+    ]
+    if slow:
+        yield f"slower than others of their stage: {listed(slow)}"
+    served = [f"{node['node']}: {node['metrics']}" for node in status["nodes"] if node["metrics"]]
+    if served:
+        yield f"metrics: {', '.join(served)}"
     yield f"in slots: iterations {', '.join(map(str, status['slots'])) or 'none'}"
     storage = status["storage"]
     if storage["where"]:
@@ -255,6 +266,7 @@ def _node(node: NodeState) -> dict[str, Any]:
         "iteration": max((trainer["iteration"] for trainer in node.trainers), default=-1),
         "bytes": node.nbytes or None,
         "warnings": smp.get("warnings", []),
+        "metrics": smp.get("metrics", ""),
         # The SMP knows since when; the marks themselves are there without one.
         **{name: smp.get(name) or {"iteration": getattr(node, name)} for name in ("whole", "protected")},
     }

@@ -30,8 +30,12 @@ import torch
 from packaging.version import Version
 
 from ftckpt.errors import UnsupportedError
+from ftckpt.frameworks import charts
 from ftckpt.frameworks.doors import Patches
 from ftckpt.job.checkpointer import Checkpointer
+
+_STEPS_PER_PRINT = 10
+"""Where the JSON does not say it: the default of most releases."""
 
 
 class EngineHooks:
@@ -53,6 +57,7 @@ class EngineHooks:
         """Whether a boundary was reached."""
         self._counts_batches = _counts_batches(engine)
         self._scheduled = False
+        self._draws = True
         self._thread = threading.get_ident()
 
     def phase(self, kind: str) -> None:
@@ -68,6 +73,20 @@ class EngineHooks:
         if self.engine.global_steps != steps_before:
             self.has_trained = True
             self.checkpointer.step(self.engine.global_steps)
+            self._draw()
+
+    def _draw(self) -> None:
+        """Scalars beside those of the engine's monitor, as often as it prints."""
+        engine, monitor = self.engine, getattr(self.engine, "monitor", None)
+        if not self._draws or engine.global_rank != 0 or monitor is None or not monitor.enabled:
+            return
+        if engine.global_steps % (engine.steps_per_print() or _STEPS_PER_PRINT) == 0:
+            self._draws = charts.draw(
+                self.checkpointer,
+                lambda scalars: monitor.write_events(
+                    [(*scalar, engine.global_samples) for scalar in scalars.items()]
+                ),
+            )
 
     def follow_micro_batches(self) -> None:
         """Listen to an engine without a pipeline."""

@@ -44,6 +44,7 @@ from ftckpt.job.garbage import no_collections
 from ftckpt.job.last_snapshot import RankEnd
 from ftckpt.job.links import Links
 from ftckpt.job.losses import Losses
+from ftckpt.job.numbers import RankNumbers
 from ftckpt.job.protection import Protection
 from ftckpt.job.rank_storage import RankStorage
 from ftckpt.job.save import MAX_FILE_BYTES, UniversalSave
@@ -60,6 +61,7 @@ from ftckpt.restore import prefetch
 from ftckpt.restore.restart import Restart
 from ftckpt.store.arena import Arena
 from ftckpt.store.outcome import LauncherRun
+from ftckpt.store.pulse import PulseCount
 from ftckpt.windows.cost import Wish
 from ftckpt.windows.pacer import Pacer
 
@@ -126,7 +128,9 @@ class Checkpointer:
         self._arenas = NodeArenas(config, topology, self.group, self.events, self._protection.least_slots)
         # Asked once: a later layout may leave no mode, and its arena must still be made known to the SMP.
         self._protects = self._protection.on
-        self._state = RankState(config, self._protection.protects, SlowRanks(config, topology))
+        self._slow_ranks = SlowRanks(config, topology)
+        self._numbers = RankNumbers()
+        self._state = RankState(config, self._protection.protects, self._slow_ranks)
         self._pacer: Pacer | None = None
         self._shard: Shard | None = None
         self._boundary = -1  # the iteration of the last one
@@ -394,7 +398,26 @@ class Checkpointer:
             self._fail(error)
         if self._examination is not None and self.capture is not None and self.begun == iteration:
             self._examine(self._examination, self.capture)
+        self._tell_counts()
         self.phase("start")
+
+    def numbers(self) -> dict[str, float]:
+        """For charts, by name; counted since the last call. Not collective; takes microseconds.
+
+        ``blocked_ms`` per snapshot and ``blocked_ms_most``: for how long training waited; ``snapshots``, ``skipped``,
+        ``failed``: how many; ``copied_bytes_per_sec`` of this rank; ``whole_age``, ``protected_age``: iterations
+        since the newest such snapshot, absent where there is none; ``restarts`` of the job so far.
+        """
+        attempt = self._attempt.record.number if self._attempt.record is not None else 1
+        return self._numbers.report(self._boundary, self.whole, self.protected, attempt)
+
+    def _tell_counts(self) -> None:
+        counts, persisted = self._numbers.counts, self.persisted
+        counts[PulseCount.SLOW] = int(self._slow_ranks.has_me)
+        counts[PulseCount.DIFFERING] = self._shard.num_differing if self._shard is not None else 0
+        counts[PulseCount.PERSISTED] = persisted.iteration + 1 if persisted is not None else 0
+        counts[PulseCount.COMPUTE_US] = round(self._slow_ranks.compute_secs * 1e6)
+        self._protection.tell_counts(counts)
 
     def save_universal(self, path: Path, max_file_bytes: int = MAX_FILE_BYTES, precision: str = "") -> Path:
         """Write the newest snapshot that every rank has sealed to the directory ``path``, which all nodes reach.
@@ -599,7 +622,8 @@ class Checkpointer:
                     action()
                 except Exception as error:  # noqa: BLE001 - promise 4: training goes on whatever a snapshot does
                     self._fail(error)
-            self.events.emit("fence", blocked_secs=time.perf_counter() - begin)
+            self._numbers.fenced(secs := time.perf_counter() - begin)
+            self.events.emit("fence", blocked_secs=secs)
         self.phase("optimizer")
 
     def _wait_for_copies(self) -> None:
@@ -628,11 +652,13 @@ class Checkpointer:
         room = capture.writable(self._state.keep) if capture is not None else []
         decision = self._state.take(has_room=bool(room))
         if isinstance(decision, Skip):
+            self._numbers.counts[PulseCount.SKIPPED] += 1
             self.events.emit("skipped", iteration=iteration, reason=decision.reason)
         elif decision is not None and capture is not None:
             slot = self._take(decision, room)
             self.begun = iteration
-            self.events.emit("snapshot", iteration=iteration, slot=slot, blocked_secs=time.perf_counter() - begin)
+            self._numbers.took(secs := time.perf_counter() - begin, capture.stepped_bytes)
+            self.events.emit("snapshot", iteration=iteration, slot=slot, blocked_secs=secs)
 
     def _examine(self, examination: Examination, capture: Capture) -> None:
         try:
@@ -706,7 +732,7 @@ class Checkpointer:
             self._protection.observe(self._state.targets.target),
             now_secs,
             flush=self._protection.observe_flush(self._state.flushes.current),
-            compute_secs=self._pacer.compute_secs if self._pacer is not None else 0.0,
+            compute_secs=self._pacer.compute_secs if self._pacer is not None else float,
         )
         if round_.flush >= 0 and round_.flushed == Coverage.CANNOT:
             self._storage.tell_problem(round_.flush)
@@ -780,6 +806,7 @@ class Checkpointer:
 
     def _fail(self, error: Exception) -> None:
         """A snapshot failed: past a limit in a row ftckpt turns off. Raises under ``on_error: raise``."""
+        self._numbers.counts[PulseCount.FAILED] += 1
         if not self._note_loss(error):
             self._execute(self._state.fail(repr(error)))
         if self.config.on_error == "raise":

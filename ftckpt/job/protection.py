@@ -290,6 +290,11 @@ class Protection:
             pauses = self._pauses or ([PulseSection.EVALUATION] if evaluates else [])
             self._pulse.beat(iteration, phase, PulseSection.STEP if self.is_set_up else PulseSection.SETUP, *pauses)
 
+    def tell_counts(self, counts: Sequence[int]) -> None:
+        """What this rank has counted: who watches the node sees it."""
+        if self._pulse is not None:
+            self._pulse.tell_counts(counts)
+
     def pause(self, evaluates: bool) -> None:
         """Training stays where it is and lives; ``evaluates``: an evaluation goes on until the next ``beat``."""
         self.beat(*self._at, evaluates)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from ftckpt.config import Config, taken_over
@@ -155,11 +155,11 @@ class RankState:
 
     def round_to_post(
         self, newest: SnapshotId | None, will: Will, wish: Wish, guard: Guard, now_secs: float,
-        *, flush: FlushGuard = NO_FLUSH, compute_secs: float = 0.0,
+        *, flush: FlushGuard = NO_FLUSH, compute_secs: Callable[[], float] = float,
     ) -> Round:  # fmt: skip
         """This rank's round, when ``owes_round``: what it has sealed, and what it wants of the next snapshot.
 
-        ``compute_secs``: what an iteration's compute steps take it; 0: it does not know.
+        ``compute_secs``: see ``SlowRanks.post``.
         """
         assert self._round is not None
         # What was restored is of another lineage, and no snapshot of this one.

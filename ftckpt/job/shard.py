@@ -167,6 +167,11 @@ class Shard:
         holds = all(one[1] for one in seen) and assignment.belief.agree([one[2:] for one in seen])
         return any(one[0] for one in seen), holds
 
+    @property
+    def num_differing(self) -> int:
+        """How many fragments this rank holds with other bits than others that should hold the same."""
+        return len(self._assignment.differing) if self._assignment is not None else 0
+
     def proves(self) -> bool:
         """Whether derived pieces and replicas are on all ranks what they were taken for. Collective."""
         assignment = self._assignment

@@ -10,7 +10,7 @@ What a rank has measured goes with one round of the agreement in a hundred itera
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from math import ceil
 
 from ftckpt.config import Config
@@ -38,19 +38,31 @@ class SlowRanks:
         # Counted in rounds, whose numbers all ranks have alike.
         self._rounds = ceil(_ITERATIONS / config.least_interval)
         self._topology = topology
+        self.compute_secs = 0.0
+        """What this rank has posted last."""
+        self.has_me = False
+        """Whether this rank was among them when ranks were compared last."""
 
-    def post(self, number: int, compute_secs: float) -> tuple[int, ...]:
-        """What goes into round ``number``: of each rank microseconds, or nothing; of the same length on all ranks."""
+    def post(self, number: int, compute_secs: Callable[[], float]) -> tuple[int, ...]:
+        """What goes into round ``number``: of each rank microseconds, or nothing; of the same length on all ranks.
+
+        ``compute_secs`` gives what an iteration's compute steps take this rank, 0 where it does not know; only asked
+        where it is needed: of a long pipeline it is the sum of thousands.
+        """
         if not self._share or number == 0 or number % self._rounds:
             return ()
         times = [_OTHERS] * len(self._topology.members)
-        times[self._topology.rank] = round(compute_secs * 1e6)
+        self.compute_secs = compute_secs()
+        times[self._topology.rank] = round(self.compute_secs * 1e6)
         return tuple(times)
 
     def look(self, verdicts: Sequence[Verdict]) -> Iterator[Announcement]:
         """What verdicts that were read say of slow ranks."""
         for verdict in verdicts:
+            if not verdict.times:
+                continue
             slow = self._slow(verdict.times)
+            self.has_me = any(one["rank"] == self._topology.rank for one in slow)
             if slow:
                 yield Announcement("slow_ranks", {"ranks": slow, "slow_rank_share": self._share}, _in_words(slow))
 

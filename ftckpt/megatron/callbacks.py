@@ -28,6 +28,7 @@ from ftckpt.job.compile_locks import release_orphans
 from ftckpt.megatron import door
 
 if TYPE_CHECKING:
+    from ftckpt.megatron.charts import Charts
     from ftckpt.megatron.counters import Counters
 
 ALIAS = "ftckpt"
@@ -38,6 +39,7 @@ CORE = ("megatron.core.pipeline_parallel.schedules", "megatron.core.optimizer.op
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 _counters: Counters | None = None
+_charts: Charts | None = None
 
 
 def is_patched(module: ModuleType) -> bool:
@@ -132,10 +134,11 @@ def restore(model: Any, optimizer: Any, scheduler: Any) -> None:
     if optimizer is None:
         return
     _require_lines_in_core()
+    from ftckpt.megatron.charts import Charts
     from ftckpt.megatron.counters import Counters
 
-    global _counters
-    _counters = Counters(args)
+    global _charts, _counters
+    _counters, _charts = Counters(args), Charts(args)
     config = door.config
     if config.persist == schema.MEGATRON:
         from ftckpt.megatron import saves
@@ -179,6 +182,8 @@ def boundary(iteration: int, num_floating_point_operations_so_far: float) -> Non
             "num_floating_point_operations_so_far": num_floating_point_operations_so_far,
         }
         door.checkpointer.step(iteration)
+        if _charts is not None:
+            _charts.draw(door.checkpointer, iteration)
 
 
 def listen(config: Any, num_microbatches: int, forward_only: bool) -> Any:

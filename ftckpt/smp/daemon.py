@@ -6,7 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +19,11 @@ from ftckpt.restore.locations import OpenArenas
 from ftckpt.smp.channel import Trust
 from ftckpt.smp.deaths import DeathWatch
 from ftckpt.smp.duties import Duties
+from ftckpt.smp.exporter import Exporter
 from ftckpt.smp.footprint import BoundedLog, SmpConfig, anon_bytes
 from ftckpt.smp.hang_answer import HangAnswer
-from ftckpt.smp.hangs import Hang, HangPlace, HangWatch, Limits, describe
-from ftckpt.smp.reports import MarkHistory, packed
+from ftckpt.smp.hangs import Hang, HangPlace, HangWatch, Limits
+from ftckpt.smp.reports import MarkHistory, packed, rank_report
 from ftckpt.smp.requests import (
     VERSION,
     ConfigureRequest,
@@ -48,7 +49,9 @@ from ftckpt.store.directory import (
     remove_smp_files,
 )
 from ftckpt.store.ends import End, tell
+from ftckpt.store.failures import read_failures
 from ftckpt.store.locks import JOB_LOCK_NAME, FileLock, holder_of
+from ftckpt.store.memory import used_bytes
 from ftckpt.store.outcome import LauncherRun
 from ftckpt.store.pulse import Pulse, RankPulse, SmpState
 
@@ -95,6 +98,7 @@ class Daemon:
         if self._pulse.problem is not None:
             self.events.emit("smp_error", error=self._pulse.problem)
         self._duties = Duties(self.node_dir, self.events)
+        self._exporter = Exporter(job, node, self._measured)
         self._config, self._digest = SmpConfig(), 0
         self._idle_secs = idle_secs
         self._limits, self._on_hang, self._run_name = Limits(), "report", ""
@@ -126,6 +130,7 @@ class Daemon:
                 worked = self._work()
                 self._beat()  # after work: an SMP that is stuck in it looks dead to trainers, as it should
                 self._server.poll(0 if worked else _IDLE_WAIT_SECS)
+                self._export()
                 if time.monotonic() >= self._next_look:
                     self._next_look = time.monotonic() + _LOOK_SECS
                     self._look_safely()
@@ -170,6 +175,12 @@ class Daemon:
         else:
             state = SmpState.GUARDING if self._config.description else SmpState.WAITING
             self._pulse.beat_smp(state, digest=self._digest)
+
+    def _export(self) -> None:
+        try:
+            self._exporter.step()
+        except Exception as error:  # noqa: BLE001 - nothing that is measured may end what it measures
+            self.events.emit("smp_error", error=f"metrics: {error}")
 
     def _look_safely(self) -> None:
         try:
@@ -258,10 +269,10 @@ class Daemon:
             "node": self.node,
             "configured": self._config.description is not None,
             "port": self._config.port,
+            "metrics": self._exporter.url,
         }
 
     def _status(self, _request: StatusRequest | None = None) -> dict[str, Any]:
-        now_ns = time.monotonic_ns()
         return {
             **self._hello(),
             "uptime_secs": round(time.monotonic() - self._begun, 3),
@@ -270,9 +281,18 @@ class Daemon:
             "warnings": list(self.log.warnings),
             "whole": self._whole.fields(time.monotonic()),
             "protected": self._protected.fields(time.monotonic()),
-            "trainers": [describe(pulse, now_ns, self._limits) for pulse in self._pulse.ranks()],
+            "trainers": [rank_report(pulse, self._limits) for pulse in self._pulse.ranks()],
             "duties": {**self._duties.status(), "port": self._server.port, "connections": self._server.connections},
         }
+
+    def _measured(self) -> dict[str, Any]:
+        """What metrics are made of."""
+        failures: dict[str, Any] = {}
+        with suppress(OSError, ValueError):
+            if (last := read_failures(self.node_dir)) is not None:
+                failures = {"attempt": last.record.number, "seen": dict(last.record.seen)}
+        memory_bytes = used_bytes(self.node_dir)
+        return {**self._status(), "loud": dict(self.events.loud), "memory_bytes": memory_bytes, "failures": failures}
 
     def _report(self, _request: ReportRequest) -> dict[str, Any]:
         with closing(OpenArenas(self.node_dir, self._duties.open_arenas)) as arenas:
@@ -321,6 +341,10 @@ class Daemon:
             self.events.direct(settings.events_dir, settings.events_bytes)
         except OSError as error:
             log.warning("no events are written: %s", error)
+        try:
+            self._exporter.configure(settings.metrics_port, settings.metrics_dir)
+        except SmpError as error:
+            self.events.emit("smp_error", error=str(error))
 
     def _store(self) -> None:
         try:
@@ -349,6 +373,7 @@ class Daemon:
         if self._answer is not None:
             self._answer.close()
         self._server.close()
+        self._exporter.close()
         self._duties.close()
         # Not so where the directory was removed, and another SMP may serve in a new one of its name.
         mine = holder_of(self.node_dir / SMP_LOCK_NAME) == os.getpid()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import time
 import zlib
 from collections import deque
 from typing import Any
@@ -11,6 +12,8 @@ from ftckpt.errors import SmpError
 from ftckpt.model import codec
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.restore.inventory import NodeProtection
+from ftckpt.smp.hangs import Limits, describe
+from ftckpt.store.pulse import PulseCount, RankPulse
 
 _MOST_BYTES = 64 << 20
 """Of what is unpacked: hundreds of times what a node of eight large arenas has."""
@@ -34,6 +37,12 @@ def unpacked(text: str) -> NodeProtection:
         return codec.decode(data, NodeProtection)
     except (ValueError, zlib.error) as error:
         raise SmpError(f"what it says protects the snapshot is unusable: {error}") from None
+
+
+def rank_report(pulse: RankPulse, limits: Limits) -> dict[str, Any]:
+    """Where a rank is now, as ``hangs.describe`` has it, and its ``counts`` by ``PulseCount``."""
+    counts = {count.label: pulse.counts[count] for count in PulseCount}
+    return {**describe(pulse, time.monotonic_ns(), limits), "counts": counts}
 
 
 class MarkHistory:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
@@ -199,3 +200,13 @@ def _statistic(path: Path, name: str) -> int:
         if key == name and value.isdigit():
             return int(value)
     return 0
+
+
+def used_bytes(directory: Path) -> int:
+    """Of the memory that files at or below ``directory``, on a tmpfs, take."""
+    nbytes = 0
+    for place, _, names in os.walk(directory):
+        for name in names:
+            with suppress(OSError):  # files come and go
+                nbytes += 512 * os.lstat(os.path.join(place, name)).st_blocks
+    return nbytes

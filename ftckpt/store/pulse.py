@@ -1,7 +1,7 @@
 """Who of a node moves: the ranks' places in training, and the sign of life of the node's SMP.
 
-``.pulse`` in the node's directory is a page of shared memory with one 128-byte entry per rank, indexed by the rank's
-place on the node; the last entry is the SMP's. An entry is sixteen native 64-bit words with one writer:
+``.pulse`` in the node's directory is shared memory with one 256-byte entry per rank, indexed by the rank's place on
+the node; the last entry is the SMP's. An entry is 32 native 64-bit words with one writer:
 
 * 0: owner: pid in the low 22 bits, above them the process's start time in clock ticks since boot; 0: nobody
 * 1: inode of the owner's pid namespace
@@ -15,6 +15,7 @@ place on the node; the last entry is the SMP's. An entry is sixteen native 64-bi
 * 9: what makes a rank write its stacks (``stacks.StackSignals``); 0: nothing does; of the SMP the CLOCK_MONOTONIC in
   ns until which it rests, once it has protected the target
 * 10 to 14: of each section the longest time between two beats of this rank, of those that have ended, in ns
+* 16 to 24: what a rank counts, see ``PulseCount``
 
 Readers take no lock, and no two words must agree: a lock of a killed process would stop the others. A file
 needs no header: zeros and foreign bytes name no live owner, and each writer overwrites its own entry as a whole.
@@ -25,6 +26,7 @@ from __future__ import annotations
 import math
 import os
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
@@ -36,11 +38,12 @@ from ftckpt.store.directory import PULSE_NAME
 from ftckpt.store.page import map_page, owner_lives, owner_word, pid_namespace, private_page
 
 MAX_PLACES = 255
-"""With the entry of the SMP they fill the page."""
-_ENTRY_WORDS = 16
+"""With the entry of the SMP they fill 64 KiB."""
+_ENTRY_WORDS = 32
 _PAGE_BYTES = (MAX_PLACES + 1) * _ENTRY_WORDS * 8
 _OWNER, _NAMESPACE, _BEAT_NS, _BEATS, _ITERATION, _PHASE, _PHASE_END, _RANK, _SECTION, _STACKS, _LONGEST = range(11)
 _STATE, _CANNOT, _DIGEST, _FLUSHED, _FLUSH_STATE, _REST_NS = _ITERATION, _PHASE, _PHASE_END, _RANK, _SECTION, _STACKS
+_COUNTS = 16
 _SMP = MAX_PLACES
 _PHASE_BYTES = 16
 
@@ -82,6 +85,32 @@ class PulseSection(IntEnum):
         return "set-up" if self is PulseSection.SETUP else self.name.lower()
 
 
+class PulseCount(IntEnum):
+    """What a rank counts since it was started, for those who watch the job."""
+
+    SNAPSHOTS = 0
+    """That it has begun."""
+    SKIPPED = 1
+    """Snapshots that were due."""
+    FAILED = 2
+    BLOCKED_US = 3
+    """Microseconds for which training waited, at boundaries and in fences."""
+    COPIED_BYTES = 4
+    COMPUTE_US = 5
+    """Microseconds that the compute steps of an iteration take, as measured last."""
+    SLOW = 6
+    """1 where it was named as slower than the others of its stage when ranks were compared last."""
+    DIFFERING = 7
+    """Fragments of which it should hold the same bits as others, and does not."""
+    PERSISTED = 8
+    """The iteration of the newest snapshot on storage, plus 1."""
+
+    @property
+    def label(self) -> str:
+        """As status and metrics name it."""
+        return self.name.lower()
+
+
 PAUSES = {section.label: section for section in (PulseSection.EVALUATION, PulseSection.SAVE, PulseSection.LOAD)}
 """Sections that are told, by their label."""
 
@@ -92,7 +121,7 @@ class RankPulse:
 
     ``lives`` is None where it cannot be known: a process of another pid namespace. ``stacks`` is the word of its
     ``StackSignals``. ``longest_ns[section]`` is the longest time between two beats of this rank in that section, of
-    those that have ended.
+    those that have ended. ``counts[count]`` is what it has told of that ``PulseCount``.
     """
 
     place: int
@@ -106,6 +135,7 @@ class RankPulse:
     section: PulseSection = PulseSection.STEP
     stacks: int = 0
     longest_ns: tuple[int, ...] = (0,) * len(PulseSection)
+    counts: tuple[int, ...] = (0,) * len(PulseCount)
 
 
 _SECTIONS = frozenset(int(section) for section in PulseSection)
@@ -187,6 +217,12 @@ class Pulse:
         """What makes this rank write its stacks: the word of a ``StackSignals``."""
         if self._base is not None:
             self._words[self._base + _STACKS] = word
+
+    def tell_counts(self, counts: Sequence[int]) -> None:
+        """What this rank has counted so far, by ``PulseCount``."""
+        if self._base is not None:
+            for word, value in enumerate(counts, self._base + _COUNTS):
+                self._words[word] = value
 
     def beat_smp(self, state: SmpState = SmpState.GUARDING, cannot: int = -1, digest: int = 0) -> None:
         """The SMP is alive and in ``state``; called by nobody else.
@@ -309,6 +345,7 @@ class Pulse:
             section=PulseSection(entry[_SECTION]) if entry[_SECTION] in _SECTIONS else PulseSection.STEP,
             stacks=entry[_STACKS],
             longest_ns=tuple(entry[_LONGEST : _LONGEST + len(PulseSection)]),
+            counts=tuple(entry[_COUNTS : _COUNTS + len(PulseCount)]),
         )
 
     def _lives(self, place: int) -> bool | None:

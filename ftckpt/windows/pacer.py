@@ -125,7 +125,6 @@ class Pacer:
         """What the windows of one iteration can take; 0 until they were measured."""
         return self._capacity
 
-    @property
     def compute_secs(self) -> float:
         """What the compute steps of an iteration take; 0 until that was measured, or where training tells of none."""
         timeline = self._profile.timeline if self._profile.measured else None

@@ -20,6 +20,7 @@ from ftckpt.job.checkpointer import Checkpointer
 from ftckpt.job.flushes import NO_FLUSH
 from ftckpt.job.garbage import imports_that_stay
 from ftckpt.job.losses import Losses
+from ftckpt.job.numbers import RankNumbers
 from ftckpt.job.protection import Protection
 from ftckpt.job.session import RankState
 from ftckpt.job.targets import Guard
@@ -227,11 +228,12 @@ def test_a_rank_that_loses_others_in_the_fence_comes_to_nothing_collective_at_th
     links.agreement = SimpleNamespace(post=unreachable)
     checkpointer = Checkpointer.__new__(Checkpointer)
     checkpointer.config = Config(error_limit=1)
+    checkpointer._numbers, checkpointer._tell_counts = RankNumbers(), lambda: None  # type: ignore[method-assign]
     checkpointer._state = state = RankState(checkpointer.config)
     checkpointer._closed, checkpointer._shard, checkpointer._kept = False, None, None
     checkpointer._fenced, checkpointer._examination = False, None
     checkpointer._pacer = SimpleNamespace(
-        wish=Wish(), compute_secs=0.0, enter=lambda kind: None, boundary=lambda flushing: entered.append("pacer")
+        wish=Wish(), compute_secs=float, enter=lambda kind: None, boundary=lambda flushing: entered.append("pacer")
     )  # type: ignore[assignment]
     checkpointer._protection = SimpleNamespace(
         beat=lambda *_: None, observe=lambda target: Guard(), observe_flush=lambda flush: NO_FLUSH

@@ -45,6 +45,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "job": {"group", "notice", "model", "store", "parity", "windows", "capture", "restore", "persist", "smp"},
     "job.save": {"group", "model", "store", "restore", "convert"},
     "frameworks": {"model", "group", "store.outcome", "store.ends"},
+    "frameworks.charts": {"job"},
     "frameworks.doors": {"job", "model", "group", "frameworks", "store.outcome", "restore.prefetch"},
     "megatron": {"job", "frameworks", "windows.schedule", "model", "group"},
     "deepspeed": {

@@ -40,7 +40,7 @@ def rank(directory: Path, *arguments: object) -> subprocess.Popen[str]:
 
 
 def words(directory: Path) -> np.memmap[tuple[int, int], np.dtype[np.uint64]]:
-    return np.memmap(directory / PULSE_NAME, np.uint64, "r+", shape=(256, 16))
+    return np.memmap(directory / PULSE_NAME, np.uint64, "r+", shape=(256, 32))
 
 
 def test_an_observer_reads_what_ranks_of_other_processes_told(arena_root: Path) -> None:
@@ -165,7 +165,7 @@ def test_the_smp_is_alive_while_it_beats(arena_root: Path) -> None:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_foreign_bytes_name_no_live_process_and_hurt_nobody(arena_root: Path, seed: int) -> None:
-    (arena_root / PULSE_NAME).write_bytes(random.Random(seed).randbytes(40000))
+    (arena_root / PULSE_NAME).write_bytes(random.Random(seed).randbytes(70000))
     (arena_root / PULSE_NAME).chmod(0o644)
     mine = Pulse.open(arena_root, 3, 4)
     assert mine.problem is None and not mine.smp_alive(60)
@@ -174,7 +174,7 @@ def test_foreign_bytes_name_no_live_process_and_hurt_nobody(arena_root: Path, se
     assert all(pulse.phase.isprintable() for pulse in told.values())
     assert told[3].lives and (told[3].rank, told[3].iteration) == (4, -1)
     assert (arena_root / PULSE_NAME).stat().st_mode & 0o777 == 0o600
-    assert (arena_root / PULSE_NAME).stat().st_size == 40000, "never cut: others may have it mapped"
+    assert (arena_root / PULSE_NAME).stat().st_size == 70000, "never cut: others may have it mapped"
 
 
 def test_without_a_page_training_goes_on(arena_root: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from ftckpt.config import Config
 from ftckpt.job.actions import Announcement
 from ftckpt.job.agreement import Round, Verdict
@@ -20,10 +22,13 @@ def told(secs: list[float], num_pp: int = 1, **settings: object) -> list[Announc
     """What every rank says where each computes for so many seconds; in a round as all-reduce makes it."""
     config, num_dp = Config(**settings), len(secs) // num_pp  # type: ignore[arg-type]
     ranks = [SlowRanks(config, job(rank, num_dp, num_pp)) for rank in range(len(secs))]
-    rounds = [Round(100, 7, times=one.post(100, mine)).words() for one, mine in zip(ranks, secs, strict=True)]
+    posts = [one.post(100, partial(float, mine)) for one, mine in zip(ranks, secs, strict=True)]
+    rounds = [Round(100, 7, times=times).words() for times in posts]
     verdict = Verdict.of(100, [min(column) for column in zip(*rounds, strict=True)])
     said = [list(one.look([verdict])) for one in ranks]
     assert all(one == said[0] for one in said), "the same on all ranks"
+    named = [one["rank"] for news in said[0] for one in news.fields["ranks"]]
+    assert [rank for rank, one in enumerate(ranks) if one.has_me] == named
     return said[0]
 
 
@@ -59,14 +64,14 @@ def test_who_has_measured_nothing_is_left_out() -> None:
 def test_the_share_is_a_setting_and_0_compares_nothing() -> None:
     assert not told([1.0, 1.0, 1.3], slow_rank_share=0.5)
     quiet = SlowRanks(Config(slow_rank_share=0.0), job(0, 2))
-    assert quiet.post(100, 1.0) == ()
+    assert quiet.post(100, lambda: 1.0) == ()
 
 
 def test_it_goes_with_one_round_in_a_hundred_iterations() -> None:
     ranks = SlowRanks(Config(), job(0, 2))
-    assert [number for number in range(301) if ranks.post(number, 1.0)] == [100, 200, 300]
+    assert [number for number in range(301) if ranks.post(number, lambda: 1.0)] == [100, 200, 300]
     ranks = SlowRanks(Config(interval=30), job(0, 2))
-    assert [number for number in range(10) if ranks.post(number, 1.0)] == [4, 8]
+    assert [number for number in range(10) if ranks.post(number, lambda: 1.0)] == [4, 8]
     assert not list(ranks.look([Verdict(3, 7)])), "other rounds say nothing of it"
 
 

@@ -1,0 +1,145 @@
+"""What an SMP tells of its node to those who draw charts and set alarms: names, meanings, and where they are from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+PREFIX = "ftckpt_"
+
+Status = Mapping[str, Any]
+"""The answer of ``Daemon`` to ``status``, with the counts of ranks, ``loud`` (loud events by name), ``memory_bytes``
+and ``failures`` (``attempt`` and ``seen`` by kind, empty where nothing is known)."""
+
+Values = Iterable[tuple[str, float]]
+"""By the value of the label; of a metric without one there is one value, or none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """One row of the table. All have the labels ``job`` and ``node``, and ``label`` where it is not empty."""
+
+    kind: Literal["gauge", "counter"]
+    meaning: str
+    read: Callable[[Status], Values]
+    label: str = ""
+
+
+def _gauge(meaning: str, read: Callable[[Status], float | None]) -> Metric:
+    return Metric("gauge", meaning, lambda status: _known(read(status)))
+
+
+def _counter(meaning: str, read: Callable[[Status], float | None]) -> Metric:
+    return Metric("counter", meaning, lambda status: _known(read(status)))
+
+
+def _known(value: float | None) -> Values:
+    return [] if value is None else [("", float(value))]
+
+
+def _of_ranks(kind: Literal["gauge", "counter"], meaning: str, read: Callable[[Mapping[str, Any]], float]) -> Metric:
+    def each(status: Status) -> Iterator[tuple[str, float]]:
+        for trainer in status["trainers"]:
+            if trainer["rank"] is not None:
+                yield str(trainer["rank"]), float(read(trainer))
+
+    return Metric(kind, meaning, each, "rank")
+
+
+def _counted(name: str, unit: float = 1.0) -> Callable[[Mapping[str, Any]], float]:
+    return lambda trainer: trainer["counts"][name] * unit
+
+
+def _mark(name: str, field: str) -> Callable[[Status], float | None]:
+    return lambda status: (status[name] or {}).get(field)
+
+
+def _persisted(status: Status) -> float | None:
+    newest = max((trainer["counts"]["persisted"] for trainer in status["trainers"]), default=0)
+    return newest - 1 if newest else None
+
+
+def _iteration(status: Status) -> float | None:
+    newest = max((trainer["iteration"] for trainer in status["trainers"]), default=-1)
+    return newest if newest >= 0 else None
+
+
+METRICS: dict[str, Metric] = {
+    "iteration": _gauge("the last boundary that a rank of the node has passed", _iteration),
+    "ranks": _gauge(
+        "ranks of the node that live", lambda status: sum(one["lives"] is not False for one in status["trainers"])
+    ),
+    "whole_iteration": _gauge("the newest snapshot that all ranks have", _mark("whole", "iteration")),
+    "whole_age_seconds": _gauge("since that was first seen", _mark("whole", "age_secs")),
+    "protected_iteration": _gauge("the newest snapshot that is protected", _mark("protected", "iteration")),
+    "protected_age_seconds": _gauge("since that was first seen", _mark("protected", "age_secs")),
+    "persisted_iteration": _gauge("the newest snapshot of this attempt that is on storage", _persisted),
+    "flushing": _gauge(
+        "1 while a snapshot is on its way to storage", lambda status: status["duties"]["flushing"] is not None
+    ),
+    "storage_failing": _gauge("1 while storage fails", lambda status: bool(status["duties"]["storage"]["problem"])),
+    "cannot_protect": _gauge(
+        "1 while the snapshot that is to be protected cannot be",
+        lambda status: status["duties"]["cannot"] is not None,
+    ),
+    "memory_bytes": _gauge("what snapshots, parity and packages take on the node", lambda s: s["memory_bytes"]),
+    "smp_memory_bytes": _gauge("private memory of the SMP", lambda status: status["anon_bytes"]),
+    "received_bytes": _counter("from other nodes, for protection", lambda s: s["duties"]["received_bytes"]),
+    "sent_bytes": _counter("to other nodes, for protection", lambda status: status["duties"]["sent_bytes"]),
+    "hangs": _counter("hangs that this SMP has seen", lambda status: status["hangs"]),
+    "warnings": Metric(
+        "counter", "loud events of this SMP, by name (EVENTS.md)", lambda status: status["loud"].items(), "event"
+    ),
+    "attempt": _gauge("the number of the job's attempt, from 1", lambda status: status["failures"].get("attempt")),
+    "failures": Metric(
+        "counter",
+        "failures that have ended attempts, by kind",
+        lambda s: s["failures"].get("seen", {}).items(),
+        "kind",
+    ),
+    "rank_alive": _of_ranks("gauge", "1 while the rank lives", lambda trainer: trainer["lives"] is not False),
+    "rank_iteration": _of_ranks("gauge", "its last boundary", lambda trainer: trainer["iteration"]),
+    "rank_silent_seconds": _of_ranks("gauge", "since its last sign of life", lambda trainer: trainer["secs"]),
+    "rank_snapshots": _of_ranks("counter", "snapshots that it has begun", _counted("snapshots")),
+    "rank_snapshots_skipped": _of_ranks("counter", "snapshots that were due and left out", _counted("skipped")),
+    "rank_snapshots_failed": _of_ranks("counter", "snapshots that failed on it", _counted("failed")),
+    "rank_blocked_seconds": _of_ranks(
+        "counter", "for which its training waited, at boundaries and in fences", _counted("blocked_us", 1e-6)
+    ),
+    "rank_copied_bytes": _of_ranks("counter", "copied into its slots", _counted("copied_bytes")),
+    "rank_compute_seconds": _of_ranks(
+        "gauge", "what the compute steps of an iteration take it; 0: not measured", _counted("compute_us", 1e-6)
+    ),
+    "rank_slow": _of_ranks(
+        "gauge", "1 where it was slower than its stage when ranks were compared last", _counted("slow")
+    ),
+    "rank_replicas_differing": _of_ranks(
+        "gauge", "fragments of which it should hold the same bits as others, and does not", _counted("differing")
+    ),
+}
+"""By name, without ``PREFIX`` and, of counters, ``_total``. ``METRICS.md`` is made of it."""
+
+
+def full_name(name: str) -> str:
+    """As queries name it."""
+    return f"{PREFIX}{name}{'_total' if METRICS[name].kind == 'counter' else ''}"
+
+
+def reference() -> Iterator[str]:
+    yield "# Metrics"
+    yield ""
+    yield "With `--ftckpt-metrics-port` each SMP serves these to Prometheus on the loopback interface of its node,"
+    yield "and with `--ftckpt-metrics-dir` it writes them every 15 s to a file there, for the textfile collector of a"
+    yield "node exporter. All have the labels `job` and `node`. Counters of ranks begin anew with each attempt."
+    yield "Alerts and a dashboard that use them are in `configs/monitoring`. Made of the table in `smp/metrics.py`:"
+    yield "`python -m ftckpt.smp.metrics > ftckpt/METRICS.md`."
+    yield ""
+    yield "| metric | kind | label | meaning |"
+    yield "|---|---|---|---|"
+    for name, metric in METRICS.items():
+        yield f"| `{full_name(name)}` | {metric.kind} | {metric.label} | {metric.meaning} |"
+
+
+if __name__ == "__main__":
+    print("\n".join(reference()))
