@@ -67,6 +67,11 @@ KITS = {
         ),
         on_cpus=True,
     ),
+    "monitoring": Kit(
+        "alerts for Prometheus and a dashboard for Grafana",
+        ("configs/monitoring/*", "launch/RUNBOOK.md"),
+        ("promtool check rules {here}configs/monitoring/alerts.yaml",),
+    ),
     "patches": Kit(
         "source patches of Megatron-LM, for sites without hooks at run time",
         ("patches/*.patch", "patches/apply.sh"),
