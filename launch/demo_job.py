@@ -46,6 +46,8 @@ _POLL_SECS = 0.02
 _TIMEOUT_SECS, _STALL_SECS = 600.0, 180.0
 _OCCASIONS = 8
 """Iterations in which a snapshot may be met that is written: beside busy cores they wait for protection."""
+_WAIT_SECS = 1.0
+"""By which an iteration is longer while protection is waited for."""
 
 Settings = Mapping[str, Any]
 """Fields of ftckpt's ``Config``; empty: train without ftckpt."""
@@ -175,15 +177,22 @@ class Strike:
         return [] if rank is None else list(range(WORLD_SIZE)) if rank == "all" else [rank]
 
     def plan(self) -> list[faults.Fault]:
-        """The first of these that comes is the fault: not every iteration has a snapshot to interrupt."""
+        """The first of these that comes is the fault: not every iteration has a snapshot to interrupt.
+
+        A node that is to be lost waits for protection: until then iterations are long enough for a busy machine.
+        """
         scene = self.scene
         if scene.rank is None:
-            return []
+            waits = ((at, self.marker.with_name(f"{self.marker.name}-wait{at}")) for at in self._occasions())
+            return [faults.Fault(0, at, "boundary", marker, "stall", secs=_WAIT_SECS) for at, marker in waits]
         first = faults.Fault(
             scene.rank, self.iteration, scene.point, self.marker, "kill", scene.ordinal, scene.secs
         )  # fmt: skip
-        later = range(_OCCASIONS if scene.point == "copy" else 1)
-        return [faults.Fault(**{**vars(first), "iteration": self.iteration + more}) for more in later]
+        later = self._occasions() if scene.point == "copy" else [self.iteration]
+        return [faults.Fault(**{**vars(first), "iteration": iteration}) for iteration in later]
+
+    def _occasions(self) -> range:
+        return range(self.iteration, self.iteration + _OCCASIONS)
 
     def marks(self) -> list[dict[str, Any]]:
         """What is known of the fault once it has struck: of each rank that killed itself, or of the lost node."""
@@ -437,6 +446,8 @@ class Watch:
         if now < self._lose_at:
             return
         iteration = lines[-1]["iteration"] + 1
+        for wait in strike.plan():  # no more of them
+            wait.marker_of(0).touch()
         if not strike.scene.node:
             self._end_all(strike, iteration)
             self._start(NODES[0], alone=True)

@@ -306,10 +306,10 @@ def test_a_section_is_all_that_the_run_with_faults_has_more(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        ([], "PREPARES megatron"),
-        (["--scene", "all"], "PREPARES megatron"),
-        (["--scene", "rank", "--framework", "deepspeed"], "PREPARES deepspeed"),
-        (["--framework=deepspeed", "--scene", "rank"], "PREPARES deepspeed"),
+        ([], "PREPARES megatron,metrics"),
+        (["--scene", "all"], "PREPARES megatron,metrics"),
+        (["--scene", "rank", "--framework", "deepspeed"], "PREPARES deepspeed,metrics"),
+        (["--framework=deepspeed", "--scene", "rank"], "PREPARES deepspeed,metrics"),
         (["--framework", "jax"], "FAILS --framework: 'jax' is not one of megatron, deepspeed"),
     ],
 )
