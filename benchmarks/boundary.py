@@ -18,6 +18,7 @@ import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -36,7 +37,7 @@ MOST_OUTLIER_MS = 3.0
 MOST_RESTORE_MS = {300: 50.0, 3000: 200.0}
 """Of all that ``restore()`` takes, by pieces: states are of some MB."""
 MOST_SYNC = 1.1
-"""Of the time of a plain copy."""
+"""Of the time of a plain copy, where a node has an SMP."""
 SYNC = "sync"
 
 
@@ -109,16 +110,25 @@ def restore_row(restarts: Sequence[Sequence[Mapping[str, Any]]]) -> dict[str, An
     }  # fmt: skip
 
 
-def run_sync(mib: int, sizes: Sizes, arena: Path) -> dict[str, Any]:
-    """A boundary at which training waits for all copies, against a copy."""
-    with settings_of(arena, {}) as settings:
+def run_sync(mib: int, sizes: Sizes, arena: Path, smp: bool) -> dict[str, Any]:
+    """A boundary at which training waits for all copies, against a copy; with an ``smp``, which takes checksums, as
+    where anything is protected or persisted, or without, where the rank takes them itself."""
+    with TemporaryDirectory() as storage, settings_of(arena, {}) as settings:
+        if smp:  # nothing goes there: the first would after many more iterations
+            settings |= {"persist": storage, "persist_interval": 1 << 30, "persist_at_end": "off"}
         (rank,) = run_ranks(
             boundary_jobs.compare_sync, 1, mib, settings, sizes.rounds, stand_in=False, timeout_secs=TIMEOUT_SECS
         )
     found = rank.value
     medians = {name: statistics.median(found[name]) for name in ("sync_ms", "plain_ms")}
     least = min(found["sync_ms"]) / min(found["plain_ms"])
-    return {"mib": mib, **medians, "ratio": medians["sync_ms"] / medians["plain_ms"], "least_ratio": least}
+    return {
+        "mib": mib,
+        "smp": smp,
+        **medians,
+        "ratio": medians["sync_ms"] / medians["plain_ms"],
+        "least_ratio": least,
+    }
 
 
 def missed(rows: Sequence[Mapping[str, Any]], sync: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -138,7 +148,7 @@ def missed(rows: Sequence[Mapping[str, Any]], sync: Sequence[Mapping[str, Any]])
     lines += [
         f"sync, {row['mib']} MiB: {row['ratio']:.2f} times a plain copy, more than {MOST_SYNC}"
         for row in sync
-        if not row["ratio"] <= MOST_SYNC
+        if row["smp"] and not row["ratio"] <= MOST_SYNC
     ]
     return lines
 
@@ -176,7 +186,9 @@ def show(rows: Sequence[Mapping[str, Any]], sync: Sequence[Mapping[str, Any]]) -
             parts = ", ".join(f"{name} {ms:.{digits}f}" for name, ms in sorted(of.items(), key=lambda part: -part[1]))
             print(f"{row['framework']}, {row['pieces']}{what}: {parts}")
     for row in sync:
-        print(f"sync, {row['mib']} MiB: {row['sync_ms']:.1f} ms, plain copy {row['plain_ms']:.1f} ms")
+        who = "with an SMP" if row["smp"] else "without"
+        text = f"{row['sync_ms']:.1f} ms, plain copy {row['plain_ms']:.1f} ms, {row['ratio']:.2f} times"
+        print(f"sync, {row['mib']} MiB, {who}: {text}")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -191,7 +203,8 @@ def main(argv: Sequence[str]) -> int:
     where = environment(argv, "benchmarks/boundary.py")
     cases = [Case(name, pieces) for name in FRAMEWORKS if name in names for pieces in sizes.pieces]
     rows = [run_case(case, sizes, args.arena) for case in cases]
-    sync = [run_sync(mib, sizes, args.arena) for mib in sizes.sync_mib] if SYNC in names else []
+    sides = [(mib, smp) for mib in sizes.sync_mib for smp in (True, False)] if SYNC in names else []
+    sync = [run_sync(mib, sizes, args.arena, smp) for mib, smp in sides]
     problems = [] if args.quick else missed(rows, sync)
     show(rows, sync)
     write_json(args.json, {"environment": where, "jobs": rows, "sync": sync, "missed": problems})

@@ -322,6 +322,7 @@ def compare_sync(rank: int, world_size: int, mib: int, settings: Mapping[str, An
     checkpointer = ftckpt.plain.attach(model, optimizer, None, {}, Config(**{**settings, "schedule": "sync"}))
     assert checkpointer is not None
     checkpointer.restore()
+    assert checkpointer.has_smp(60.0 * bool(settings.get("persist"))) == bool(settings.get("persist"))
     described = checkpointer.training_state.describe()
     tensors = [piece.tensor for piece in described.stepped]
     copies = [synchronous(tensors) for _ in range(2)]  # in turn, as slots: no cache has all of one
