@@ -18,7 +18,6 @@ import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -113,9 +112,9 @@ def restore_row(restarts: Sequence[Sequence[Mapping[str, Any]]]) -> dict[str, An
 def run_sync(mib: int, sizes: Sizes, arena: Path, smp: bool) -> dict[str, Any]:
     """A boundary at which training waits for all copies, against a copy; with an ``smp``, which takes checksums, as
     where anything is protected or persisted, or without, where the rank takes them itself."""
-    with TemporaryDirectory() as storage, settings_of(arena, {}) as settings:
-        if smp:  # nothing goes there: the first would after many more iterations
-            settings |= {"persist": storage, "persist_interval": 1 << 30, "persist_at_end": "off"}
+    # Nothing goes to storage: the first snapshot would after many more iterations.
+    guarded = {"persist": True, "persist_interval": 1 << 30, "persist_at_end": "off"} if smp else {}
+    with settings_of(arena, guarded) as settings:
         (rank,) = run_ranks(
             boundary_jobs.compare_sync, 1, mib, settings, sizes.rounds, stand_in=False, timeout_secs=TIMEOUT_SECS
         )
