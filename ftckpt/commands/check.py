@@ -27,6 +27,7 @@ from ftckpt.model import codec
 from ftckpt.model.text import listed
 
 _AREAS = ("host", "device", "network")
+_THOROUGH_SECS = 120.0
 
 
 def add_check(commands: Any) -> None:
@@ -42,6 +43,10 @@ def add_check(commands: Any) -> None:
     parser.add_argument(
         "--only", choices=_AREAS, action="append", metavar="AREA", help=f"{', '.join(_AREAS)}; repeat"
     )
+    parser.add_argument(
+        "--thorough", nargs="?", type=float, const=_THOROUGH_SECS, default=0.0, metavar="SECS",
+        help="copy from the device in random orders for so long, too (default: %(const)s)",
+    )  # fmt: skip
     parser.add_argument("--json", type=Path, metavar="FILE", help="write what was found there")
     parser.set_defaults(run=run)
 
@@ -52,6 +57,8 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"--node-gib {arguments.node_gib:g}: name GiB, or 0 where nothing is known")
     if not 1 <= arguments.mib <= 1 << 20:
         raise ConfigError(f"--mib {arguments.mib}: name 1 to {1 << 20}")
+    if not 0 <= arguments.thorough < math.inf:
+        raise ConfigError(f"--thorough {arguments.thorough:g}: name seconds")
     areas, begin = arguments.only or _AREAS, time.time()
     site: Any = None
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
@@ -77,7 +84,9 @@ def _look(arguments: argparse.Namespace, areas: Sequence[str], site: Any) -> Ite
     if "device" in areas:
         from ftckpt.commands.check_device import look_at_device
 
-        yield from look_at_device(arguments.arena, arguments.mib)
+        yield from look_at_device(
+            arguments.arena, arguments.mib, arguments.thorough, None if site is None else site.as_training()
+        )
     if "network" in areas:
         if site is None:
             yield Finding("network", "ranks", SKIPPED, "alone: start it on all ranks, as torchrun does")

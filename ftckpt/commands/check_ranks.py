@@ -8,9 +8,11 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
 import xxhash
 
@@ -66,6 +68,12 @@ class Site:
         self.ranks = gather(self.group, me, Rank)
         self.rank, self.me = self.group.rank, me
         self.leads = next(rank for rank, one in enumerate(self.ranks) if one.node == me.node) == self.rank
+
+    def as_training(self) -> dist.ProcessGroup:
+        """All ranks, connected as training connects them."""
+        backend = "nccl" if torch.cuda.is_available() else "gloo"  # under ROCm RCCL goes by this name
+        group: dist.ProcessGroup = dist.new_group(backend=backend, timeout=timedelta(seconds=2 * _SECS))
+        return group
 
     @property
     def local(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from contextlib import closing
@@ -11,12 +12,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from ftckpt.capture.copier import Flight, HostCopier
-from ftckpt.commands import check_device
+from ftckpt.commands import check_device, device_bench
 from ftckpt.commands.check_host import look_at_host
+from ftckpt.commands.check_thorough import look_thoroughly
+from ftckpt.commands.device_bench import bench_on
 from ftckpt.commands.findings import FAILED, PASSED, SKIPPED, WARNED, Finding, attempt
 from ftckpt.commands.main import main
+from ftckpt.windows.clock import make_clock
 
 pytestmark = pytest.mark.multiproc
 
@@ -86,19 +91,33 @@ class Careless(HostCopier):
 
 
 def test_a_copier_that_tears_or_loses_bytes_is_found(arena_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(check_device, "_SECS", 1.0)
-    monkeypatch.setattr(check_device, "make_copier", lambda clock, budget: Hasty(budget))
+    monkeypatch.setattr(device_bench, "FLIGHT_SECS", 1.0)
+    monkeypatch.setattr(device_bench, "make_copier", lambda clock, budget: Hasty(budget))
     assert found_of(arena_root, "late windows").state == FAILED
-    monkeypatch.setattr(check_device, "make_copier", lambda clock, budget: Careless(budget))
+    monkeypatch.setattr(device_bench, "make_copier", lambda clock, budget: Careless(budget))
     found = found_of(arena_root, "exact copies")
     assert found.state == FAILED and "bytes differ" in found.text
+
+
+def test_random_orders_find_what_tears_and_say_how_to_do_it_again(
+    arena_root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, told = make_clock(torch.device("cpu")), list[str]()
+    with bench_on(arena_root, clock, 4 << 20) as bench:
+        found = look_thoroughly(bench, 1.0, seed=7, tell=told.append)
+    assert found.state == PASSED and "seed 7" in found.text and found.figures["rounds"] > 3, found
+    monkeypatch.setattr(device_bench, "FLIGHT_SECS", 0.5)
+    monkeypatch.setattr(device_bench, "make_copier", lambda clock, budget: Hasty(budget))
+    with bench_on(arena_root, clock, 4 << 20) as bench:
+        found = look_thoroughly(bench, 60.0, seed=7, tell=told.append)
+    assert found.state == FAILED and "seed 7" in found.text and found.remedy
 
 
 def test_ranks_of_two_nodes(arena_root: Path, tmp_path: Path) -> None:
     script = tmp_path / "rank.sh"
     script.write_text(
         f"export FTCKPT_NODE=node$((LOCAL_RANK / 2))\nexec {sys.executable} -m ftckpt.commands.main check "
-        f"--arena {arena_root} --only host --only network --json {tmp_path}/found.json\n"
+        f"--arena {arena_root} --mib 4 --json {tmp_path}/found.json\n"
     )
     words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3", "--no-python"]
     environ = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
@@ -111,6 +130,7 @@ def test_ranks_of_two_nodes(arena_root: Path, tmp_path: Path) -> None:
     names = {rank: {one["name"]: one["state"] for one in found} for rank, found in ranks.items()}
     assert names["0"]["from node1"] == names["2"]["from node0"] == PASSED and "from node0" not in names["1"]
     assert {found["one directory"] for found in names.values()} == {PASSED}
+    assert "collectives beside copies" in names["1"] and "exact copies" in names["1"]
     assert "room" in names["2"] and "room" not in names["1"], "a node is looked at once"
-    assert "PASSED  host     one directory" in done.stdout
+    assert re.search("PASSED +host +one directory", done.stdout)
     assert not list(arena_root.iterdir()), "nothing is left"
