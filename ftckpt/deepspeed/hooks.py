@@ -46,15 +46,22 @@ class EngineHooks:
         engine: a DeepSpeedEngine or a PipelineEngine.
         checkpointer: may be replaced later.
         begin: called before each training batch is used.
+        counts_behind: the script counts an iteration behind the engine's step: its boundary waits for
+            ``take_boundary``.
     """
 
-    def __init__(self, patches: Patches, engine: Any, checkpointer: Checkpointer, begin: Callable[[], None]) -> None:
+    def __init__(
+        self, patches: Patches, engine: Any, checkpointer: Checkpointer, begin: Callable[[], None],
+        *, counts_behind: bool = False,
+    ) -> None:  # fmt: skip
         self.patches = patches
         self.engine = engine
         self.checkpointer = checkpointer
         self.begin = begin
         self.has_trained = False
         """Whether a boundary was reached."""
+        self._counts_behind = counts_behind
+        self._is_due = False
         self._counts_batches = _counts_batches(engine)
         self._scheduled = False
         self._draws = True
@@ -71,7 +78,14 @@ class EngineHooks:
         self._scheduled = False
         # A step that overflowed counts too: its loss scale and the number of skipped steps are state.
         if self.engine.global_steps != steps_before:
-            self.has_trained = True
+            self.has_trained = self._is_due = True
+            if not self._counts_behind:
+                self.take_boundary()
+
+    def take_boundary(self) -> None:
+        """All counters of the iteration have advanced, if one is over since the last call."""
+        if self._is_due:
+            self._is_due = False
             self.checkpointer.step(self.engine.global_steps)
             self._draw()
 

@@ -3,7 +3,7 @@
 ``deepspeed.initialize`` is replaced as soon as both ftckpt.deepspeed and deepspeed are imported, whichever comes
 first; importing ftckpt.deepspeed does not import deepspeed. What replaces it does nothing at all where ftckpt is
 not switched on. ``deepspeed.init_distributed`` is replaced too, by what keeps the attempts of torchrun apart: at that
-time nobody knows the JSON.
+time nobody knows the JSON. So are functions of Megatron-DeepSpeed's train loop, where a script imports it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from __future__ import annotations
 import importlib.abc
 import importlib.util
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
@@ -23,11 +24,12 @@ door = doors.Door()
 objects: dict[str, Any] = {}
 """The script's own, by name."""
 _runner = False
+_is_attached_later = False
 _at_end: Callable[[], None] | None = None
 
 
 class _ImportWatch(importlib.abc.MetaPathFinder):
-    """Lets the other finders find deepspeed, and ``install`` be called once it has been imported."""
+    """Lets the other finders find what is replaced here, and ``install`` be called once it has been imported."""
 
     def __init__(self) -> None:
         self._searching = False
@@ -35,7 +37,7 @@ class _ImportWatch(importlib.abc.MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if fullname != "deepspeed" or self._searching:
+        if fullname not in _REPLACED or self._searching:
             return None
         self._searching = True  # the search below asks every finder, this one too
         try:
@@ -61,18 +63,34 @@ def _call_after(loader: Any, done: Callable[[], None]) -> None:
     loader.exec_module = exec_module
 
 
-def install() -> None:
-    """Wrap ``deepspeed.initialize``, now or when deepspeed is imported; a second call does nothing."""
-    deepspeed: Any = sys.modules.get("deepspeed")
-    if deepspeed is None:
-        if _watch not in sys.meta_path:
-            # First of all finders: those behind it would find deepspeed before it is seen.
-            sys.meta_path.insert(0, _watch)
-        return
-    _unwatch()
+def _replace_in_deepspeed(deepspeed: Any) -> None:
     for name, around in (("initialize", _initialize), ("init_distributed", _init_distributed)):
         if not door.patches.has(deepspeed, name):
             door.patches.wrap(deepspeed, name, around)
+
+
+def _replace_in_megatron(training: Any) -> None:
+    from ftckpt.deepspeed import megatron_deepspeed
+
+    megatron_deepspeed.install(training)
+
+
+_REPLACED: dict[str, Callable[[Any], None]] = {
+    "deepspeed": _replace_in_deepspeed,
+    "megatron.training": _replace_in_megatron,
+}
+"""By name of a module what puts ftckpt before its functions; a second call does nothing."""
+
+
+def install() -> None:
+    """Wrap ``deepspeed.initialize`` and the train loop of Megatron-DeepSpeed, now or when they are imported; a second
+    call does nothing."""
+    for name, replace in _REPLACED.items():
+        if name in sys.modules:
+            replace(sys.modules[name])
+    if any(name not in sys.modules for name in _REPLACED) and _watch not in sys.meta_path:
+        # First of all finders: those behind it would find a module before it is seen.
+        sys.meta_path.insert(0, _watch)
 
 
 def close() -> None:
@@ -128,6 +146,17 @@ def leave_the_end_to_the_runner() -> None:
     _runner = True
 
 
+@contextmanager
+def attached_later() -> Iterator[None]:
+    """No engine that is made inside is followed: the caller does so when all that belongs to it is there."""
+    global _is_attached_later
+    before, _is_attached_later = _is_attached_later, True
+    try:
+        yield
+    finally:
+        _is_attached_later = before
+
+
 def has_runner() -> bool:
     """Whether a runner started the script."""
     return _runner
@@ -148,7 +177,7 @@ def _init_distributed(original: Callable[..., Any], *args: Any, **kwargs: Any) -
 
 def _initialize(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     config = section.merged(section.find(original, args, kwargs))
-    if not config.enabled:
+    if not config.enabled or _is_attached_later:
         return original(*args, **kwargs)
     doors.read_ahead(config)
     from ftckpt.deepspeed.session import follow

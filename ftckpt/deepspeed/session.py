@@ -47,6 +47,8 @@ class EngineSession:
         begins: of epochs that began while the engine was made.
         named: whether the user has named the checkpoint at which the engine stands.
         args: what ``deepspeed.initialize`` was given as such.
+        counts_behind: the script counts an iteration behind the engine's step, until it calls ``take_boundary``, or
+            trains, saves or loads.
 
     Raises:
         UnsupportedError: a release, a JSON field or state that ftckpt does not know.
@@ -57,7 +59,7 @@ class EngineSession:
 
     def __init__(
         self, engine: Any, objects: Mapping[str, Stateful], config: Config, begins: EpochBegins, named: bool = False,
-        *, args: Any = None,
+        *, args: Any = None, counts_behind: bool = False,
     ) -> None:  # fmt: skip
         if door.checkpointer is not None:
             raise ConfigError(
@@ -84,7 +86,7 @@ class EngineSession:
         except BaseException:
             door.leave()  # a refusal leaves the engine as it was
             raise
-        self._hooks = EngineHooks(door.hooks, engine, checkpointer, self._begin_batch)
+        self._hooks = EngineHooks(door.hooks, engine, checkpointer, self._begin_batch, counts_behind=counts_behind)
         self._saves = saves.Saves(self._hooks, self._start.config) if program_of(config.persist) else None
         self._follow()
         initialize.at_end(self._saves.end if self._saves is not None else None)
@@ -95,11 +97,16 @@ class EngineSession:
                 "object that is given to ftckpt.deepspeed.register"
             )
 
+    def take_boundary(self) -> None:
+        """The script has counted what it trained last; does nothing where it was taken already."""
+        self._hooks.take_boundary()
+
     def _new_position(self) -> DataPosition:
         return DataPosition(self._engine, self._begins, owned_by_script=_OWNS_DATA in self._objects)
 
     # Hooks outlive a position: ``load_checkpoint`` makes a new one.
     def _begin_batch(self) -> None:
+        self.take_boundary()
         self._script.begin_iteration()
         self._data.begin_training()
 
@@ -138,11 +145,17 @@ class EngineSession:
         door.hooks.wrap(self._engine, "destroy", self._destroy)
         if self._saves is not None:
             door.hooks.wrap(self._engine, "save_checkpoint", self._saves.save)
+        door.hooks.wrap(self._engine, "save_checkpoint", self._save_checkpoint)
         door.hooks.wrap(self._engine, "compile", _refuse_compile)
+
+    def _save_checkpoint(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self.take_boundary()  # what is saved is of that iteration, and may be its snapshot
+        return original(*args, **kwargs)
 
     def _load_checkpoint(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Before training has begun the newer of storage and memory counts, unless the user goes back; afterwards a
         load is the user's wish."""
+        self.take_boundary()
         self._hooks.checkpointer.fence()  # what is loaded must not be written below a copy
         with self._hooks.checkpointer.section("load"):
             result = self._load(original, args, kwargs)

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
+from ftckpt.frameworks.log_sums import LogSums
 
 _COUNTERS = (
     "iteration",
@@ -31,21 +31,20 @@ class Counters:
     def __init__(self, args: Any) -> None:
         self._args = args
         self._arguments = json.dumps(_plain_arguments(args))  # once: a snapshot copies one text
-        self._log_sums: dict[str, Any] = {}
-        self._restored_sums: dict[str, Any] | None = None
+        self._log_sums = LogSums()
         self.current: dict[str, Any] = {}
 
     def state_dict(self) -> dict[str, Any]:
         """The counters as they stand; ``arguments`` is a JSON text."""
         arguments = {name: getattr(self._args, name) for name in _COUNTERS if hasattr(self._args, name)}
         counters = {**arguments, **self.current}
-        return {"counters": counters, "log_sums": dict(self._log_sums), "arguments": self._arguments}
+        return {"counters": counters, "log_sums": self._log_sums.save(), "arguments": self._arguments}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Make the loop start there."""
         for name, value in state["counters"].items():
             setattr(self._args, name, value)
-        self._restored_sums = state["log_sums"]
+        self._log_sums.load(state["log_sums"])
 
     def load_reshaped(self, states: Sequence[Mapping[str, Any]]) -> None:
         """Of all stages of another layout: the position is everywhere the same, losses are known to the last one."""
@@ -53,13 +52,8 @@ class Counters:
 
     def follow_log(self, losses: Mapping[str, Any], sums: dict[str, Any], is_first_iteration: bool) -> bool:
         """``sums`` will be added to until the next log line; returns whether this iteration begins a log."""
-        # The loop's own dict, to which it adds until the log line: the next boundary reads it as it is then.
-        self._log_sums = sums
-        if self._restored_sums is None:
-            return is_first_iteration
-        sums.update({name: _like(losses, value) for name, value in self._restored_sums.items()})
-        self._restored_sums = None
-        return False  # the loop would set the sums to zero
+        # With restored ones the loop would set the sums to zero.
+        return not self._log_sums.follow(losses, sums) and is_first_iteration
 
 
 def _plain_arguments(args: Any) -> dict[str, Any]:
@@ -74,10 +68,3 @@ def _plain_arguments(args: Any) -> dict[str, Any]:
 def _is_plain(value: Any) -> bool:
     items = value if isinstance(value, (list, tuple)) else (value,)
     return all(type(item) in _PLAIN for item in items)
-
-
-def _like(losses: Mapping[str, Any], saved: Any) -> Any:
-    """A saved sum on the device of this iteration's losses."""
-    if isinstance(saved, torch.Tensor):
-        return next((saved.to(loss.device) for loss in losses.values()), saved)
-    return saved

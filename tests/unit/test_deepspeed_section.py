@@ -206,7 +206,6 @@ import ftckpt.deepspeed
 from deepspeed import initialize
 import deepspeed
 assert initialize is deepspeed.initialize and initialize.__wrapped__
-assert not any("ftckpt" in type(finder).__module__ for finder in sys.meta_path)
 assert "exec_module" not in vars(deepspeed.__spec__.loader)
 """
 
