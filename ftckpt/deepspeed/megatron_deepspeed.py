@@ -9,7 +9,7 @@ the loop saves: its evaluation is over by then, and has been counted.
 | function of ``megatron.training`` | what is done |
 |---|---|
 | ``setup_model_and_optimizer`` | behind it: the newer of storage and memory counts |
-| ``train_step`` | before it: the boundary of the iteration before |
+| ``train_step`` | before it: the boundary of the iteration before; after a restart, RNG |
 | ``train`` | behind it: the last boundary |
 | ``training_log`` | before it: sums of losses that wait for the next log line go on |
 
@@ -35,7 +35,7 @@ _MARK = "_create_ds_config_dict"
 """A function that neither Megatron-LM has in its module of this name nor a Megatron-DeepSpeed before 2023."""
 _COUNTERS = ("iteration", "consumed_train_samples", "consumed_valid_samples", "consumed_train_tokens")
 _DATA = "data"
-_REFUSED = ("kd", "mos", "compression_training")
+_REFUSED = {"kd": "--kd", "mos": "--mos", "compression_training": "compression_training, in the JSON,"}
 
 
 class Counters:
@@ -87,9 +87,9 @@ class TrainLoop:
             return original(*args, **kwargs)
         if not has_engine:
             raise ConfigError("ftckpt is switched on, and --deepspeed is not: without it there is nothing to follow")
-        for name in _REFUSED:
+        for name, written in _REFUSED.items():
             if getattr(arguments, name, False):
-                raise UnsupportedError(f"Megatron-DeepSpeed's {name} is not supported by ftckpt; leave it out")
+                raise UnsupportedError(f"Megatron-DeepSpeed's {written} is not supported by ftckpt; leave it out")
         with initialize.attached_later():
             made = original(*args, **kwargs)
         if arguments.inference or arguments.skip_train:
@@ -115,8 +115,9 @@ class TrainLoop:
         )
 
     def train_step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Around one iteration."""
-        self._take_boundary()
+        """Around one iteration, which draws its batches itself."""
+        if self._session is not None and door.checkpointer is not None:
+            self._session.begin_batch()
         return original(*args, **kwargs)
 
     def train(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

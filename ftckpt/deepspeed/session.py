@@ -86,7 +86,7 @@ class EngineSession:
         except BaseException:
             door.leave()  # a refusal leaves the engine as it was
             raise
-        self._hooks = EngineHooks(door.hooks, engine, checkpointer, self._begin_batch, counts_behind=counts_behind)
+        self._hooks = EngineHooks(door.hooks, engine, checkpointer, self.begin_batch, counts_behind=counts_behind)
         self._saves = saves.Saves(self._hooks, self._start.config) if program_of(config.persist) else None
         self._follow()
         initialize.at_end(self._saves.end if self._saves is not None else None)
@@ -105,7 +105,8 @@ class EngineSession:
         return DataPosition(self._engine, self._begins, owned_by_script=_OWNS_DATA in self._objects)
 
     # Hooks outlive a position: ``load_checkpoint`` makes a new one.
-    def _begin_batch(self) -> None:
+    def begin_batch(self) -> None:
+        """A training batch is about to be used; or drawn, by a script that says so before: RNG is right then, too."""
         self.take_boundary()
         self._script.begin_iteration()
         self._data.begin_training()

@@ -1,12 +1,15 @@
 #!/usr/bin/env bash
-# Trains with Megatron-LM's own pretrain_gpt.py on CPU ranks, undisturbed and under ftckpt with ranks killed, and
+# Trains with another program's own pretrain_gpt.py on CPU ranks, undisturbed and under ftckpt with ranks killed, and
 # compares what both log.
 #
 #   bash tests/probe/run.sh megatron-lm DIR [--scene NAME|all] [--ranks N] [--keep FOLDER] [pretrain_gpt.py flags...]
+#   bash tests/probe/run.sh megatron-deepspeed DIR [the same]
 #   bash tests/probe/run.sh patches DIR [pretrain_gpt.py flags...]
 #
-# DIR is a checkout of Megatron-LM: for megatron-lm core_v0.16.1, whose scenes are in tests/probe/scenes.py (try
-# --help in place of DIR); for patches any release that has one (patches/apply.sh --list), see tests/probe/patches.sh.
+# DIR is a checkout: for megatron-lm core_v0.16.1 of Megatron-LM, whose scenes are in tests/probe/scenes.py; for
+# megatron-deepspeed 4efb479d of Megatron-DeepSpeed, with those in tests/probe/megatron_deepspeed.py (try --help in
+# place of DIR); for patches any release of Megatron-LM that has one (patches/apply.sh --list), see
+# tests/probe/patches.sh.
 
 set -euo pipefail
 NAME=probe
@@ -15,12 +18,12 @@ source "$(dirname -- "${BASH_SOURCE[0]}")/../../launch/environment.sh"
 
 probe=${1:-}
 case $probe in
-megatron-lm | patches) shift ;;
-*) fail "usage: $0 megatron-lm|patches DIR [flags]" ;;
+megatron-lm | megatron-deepspeed | patches) shift ;;
+*) fail "usage: $0 megatron-lm|megatron-deepspeed|patches DIR [flags]" ;;
 esac
 case "${1:-}" in
 -h | --help) ;;
-*) [ -f "${1:-}/pretrain_gpt.py" ] || fail "usage: $0 $probe DIR [flags]; DIR holds a checkout of Megatron-LM" ;;
+*) [ -f "${1:-}/pretrain_gpt.py" ] || fail "usage: $0 $probe DIR [flags]; DIR holds a checkout" ;;
 esac
 if [ "$probe" = patches ]; then
     exec bash "$ROOT/tests/probe/patches.sh" "$@"
@@ -28,11 +31,12 @@ fi
 prepare "$ALL_EXTRAS"
 if [ -d "$1" ]; then
     pip_install six regex pybind11
-    # The wheel has the data set helpers built.
-    cp -n "$("$PYTHON" -c 'import megatron.core as m; print(m.__path__[0])')"/datasets/helpers_cpp*.so \
-        "$1/megatron/core/datasets/"
+    # The wheel has the data set helpers built; Megatron-DeepSpeed builds others by itself.
+    [ "$probe" = megatron-deepspeed ] ||
+        cp -n "$("$PYTHON" -c 'import megatron.core as m; print(m.__path__[0])')"/datasets/helpers_cpp*.so \
+            "$1/megatron/core/datasets/"
     set -- "$(cd "$1" && pwd)" "${@:2}"
 fi
 cd "$ROOT"
 export PYTHONUNBUFFERED=1 PYTHONPATH="$ROOT"
-exec "$PYTHON" -m tests.probe.megatron_lm "$@"
+exec "$PYTHON" -m tests.probe "$probe" "$@"

@@ -1,10 +1,9 @@
-"""One training run of the probe of Megatron-LM: torchrun, Megatron-LM's pretrain_gpt.py, and a hand that kills it."""
+"""One training run of a probe: torchrun, a program's pretrain_gpt.py, and a hand that kills it."""
 
 from __future__ import annotations
 
 import json
 import os
-import platform
 import re
 import shutil
 import signal
@@ -18,16 +17,14 @@ from typing import Any
 
 from ftckpt.store.directory import list_arenas
 from tests.probe.lines import Lines
-from tests.probe.scenes import COMMON, Kill, Scene
-from tests.support.processes import ARENA, ROOT, Processes, RunError
+from tests.probe.program import Program, in_front
+from tests.probe.scenes import Kill, Scene
+from tests.support.processes import ARENA, Processes, RunError
 
 _POLL_SECS = 0.02
 _LAUNCH_SECS = 300.0
-_TIMES = re.compile(r"^\[[^]]*\] *| elapsed time per iteration[^|]*\|")
-_ROW = re.compile(r"iteration .*lm loss|validation loss at iteration|number of skipped iterations")
-_END = "on test set"
 _LAYOUT = re.compile(
-    r"data-parallel size: (\d+),.*tensor-model-parallel size: (\d+), pipeline-model-parallel size: (\d+)"
+    r"data-parallel[- ]size: (\d+),.*tensor-model-parallel size: (\d+), pipeline-model-parallel size: (\d+)"
 )
 _LOADED = re.compile(r"successfully loaded checkpoint from .* at iteration (\d+)")
 
@@ -38,6 +35,7 @@ class Run:
     told apart)."""
 
     folder: Path
+    program: Program
     scene: Scene
     flags: Sequence[str]
     launches: list[int] = field(default_factory=list)
@@ -54,12 +52,12 @@ class Run:
 
     @property
     def storage(self) -> Path:
-        """Megatron's own checkpoints."""
+        """The program's own checkpoints."""
         return self.folder / "storage"
 
     @property
     def tracker(self) -> Path:
-        """Megatron's file that names its newest checkpoint."""
+        """Megatron's file that names its newest checkpoint: the last that is written of one."""
         return self.storage / "latest_checkpointed_iteration.txt"
 
     def logs(self, rank: int, stream: str) -> list[Path]:
@@ -75,18 +73,18 @@ def launch(run: Run, checkout: Path, processes: Processes, cache: Path, restarts
     """Start torchrun with the run's flags, on the ranks that ``run.launches`` has last."""
     logs = run.folder / f"launch{len(run.launches) - 1}"
     logs.mkdir(parents=True)
+    program, scene = run.program, run.scene
     command = [
         sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(run.launches[-1]),
         "--max-restarts", str(restarts), "--monitor-interval", "0.1", "--log-dir", str(logs), "--redirects", "3",
-        "-m", "ftckpt.megatron", str(checkout / "pretrain_gpt.py"), *COMMON.split(), *run.scene.schedule.split(),
-        *run.scene.flags.format(storage=run.storage).split(), "--data-cache-path", str(cache), *run.flags,
+        "-m", program.runner, str(checkout / "pretrain_gpt.py"), *program.common.split(), *scene.schedule.split(),
+        *scene.flags.format(storage=run.storage).split(), *program.data(cache),
+        *program.switched_on(run.folder, scene, run.flags),
     ]  # fmt: skip
     env = {
         **os.environ, "FTCKPT_DEVICE": "cpu", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo",
         "TORCHDYNAMO_DISABLE": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1", "PYTHONWARNINGS": "ignore",
-        "PYTHONPATH": f"{ROOT}{os.pathsep}{checkout}",
-        # Megatron-LM asks make, and make asks python3-config, whether they fit; its checkout pins another Python.
-        "PYENV_VERSION": platform.python_version(),
+        "LOCAL_SIZE": str(run.launches[-1]), **in_front(checkout, program.path), **program.env,
     }  # fmt: skip
     processes.start("node", command, env, logs / "agent.log")
 
@@ -112,9 +110,9 @@ def train(run: Run, checkout: Path, cache: Path, job: str = "") -> None:
 
 
 def _only_fell_over_at_exit(run: Run) -> bool:
-    """Megatron-LM ends without taking its groups down, and threads of gloo may abort an interpreter that exits."""
+    """A program may end without taking its groups down, and threads of gloo may abort an interpreter that exits."""
     agent = (run.folder / f"launch{len(run.launches) - 1}" / "agent.log").read_text(errors="replace")
-    ended = _END in run.logs(-1, "stdout")[-1].read_text(errors="replace")
+    ended = run.program.end in run.logs(-1, "stdout")[-1].read_text(errors="replace")
     return ended and "Signal 6 (SIGABRT)" in agent
 
 
@@ -187,8 +185,8 @@ def rows(run: Run) -> Lines:
     found: Lines = {}
     for path in run.logs(-1, "stdout"):
         for line in path.read_text(errors="replace").splitlines():
-            if _ROW.search(line):
-                row = _TIMES.sub("", line.strip())
+            if run.program.row.search(line):
+                row = run.program.times.sub("", line.strip())
                 found.setdefault(row.partition("|")[0].strip(), set()).add(row)
     if not found:
         raise RunError("nothing was logged")
@@ -196,13 +194,13 @@ def rows(run: Run) -> Lines:
 
 
 def loaded(run: Run) -> list[list[int]]:
-    """For each life the iterations of checkpoints that Megatron-LM loaded."""
+    """For each life the iterations of checkpoints that the program loaded."""
     logs = [path.read_text(errors="replace") for path in run.logs(0, "stdout")]
     return [[int(iteration) for iteration in _LOADED.findall(log)] for log in logs]
 
 
 def layouts(run: Run) -> list[str]:
-    """For each life the layout in which Megatron-LM says it trained, as ``tp2pp1dp1``."""
+    """For each life the layout in which the program says it trained, as ``tp2pp1dp1``."""
     logs = [path.read_text(errors="replace") for path in run.logs(0, "stdout")]
     return ["".join("tp{1}pp{2}dp{0}".format(*sizes) for sizes in _LAYOUT.findall(log)[:1]) for log in logs]
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 COMMON = (
     "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64 "
@@ -75,6 +77,7 @@ class Scene:
     ``rounding``: by how much losses may differ, as a part of their size. ``loads``: the disturbed run is
     not started again; its snapshot is converted and loaded so, and so is what the undisturbed run saved.
     ``takes_over``: what is loaded is what ftckpt has saved in the place of Megatron-LM, as it lies there.
+    ``deepspeed``: DeepSpeed's JSON, for a program that has one.
     """
 
     what: str
@@ -87,6 +90,7 @@ class Scene:
     rounding: float = 0.0
     loads: tuple[Load, ...] = ()
     takes_over: bool = False
+    deepspeed: Mapping[str, Any] = field(default_factory=dict)
 
 
 def layout(tp: int = 1, pp: int = 1, ep: int = 1, virtual: int = 1) -> str:

@@ -1,0 +1,144 @@
+"""A loop that counts as Megatron-DeepSpeed's does trains on to the bit, and knows where it stands."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from argparse import Namespace
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support import jobs
+from tests.support.pool import run_ranks
+from tests.support.tiers import by_default
+
+pytestmark = pytest.mark.multiproc
+pytest.importorskip("deepspeed")
+
+LOOP = Path(__file__).parents[1] / "support" / "megatron_loop"
+JSON: dict[str, Any] = {
+    "train_micro_batch_size_per_gpu": 2,
+    "gradient_accumulation_steps": 2,
+    "steps_per_print": None,
+    "optimizer": {"type": "Adam", "params": {"lr": 1e-2, "torch_adam": True}},
+    "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-2, "warmup_num_steps": 9}},
+}
+ARGUMENTS: dict[str, Any] = {
+    "deepspeed": True, "train_iters": 8, "eval_interval": 2, "log_interval": 1, "save_interval": 3, "save": None,
+    "load": None, "load_tag": None, "exit_interval": None, "inference": False, "skip_train": False,
+}  # fmt: skip
+
+
+class Crash(Exception):
+    pass
+
+
+def attempt(
+    rank: int, world_size: int, fault: tuple[str, int] | None, arguments: dict[str, Any], section: dict[str, Any],
+    *, ends: bool = False,
+) -> tuple[list[Any], int | None, str]:  # fmt: skip
+    """What one life of a job logs, what it had when it was set up, and how it ended."""
+    from ftckpt.standin import deepspeed as standin
+
+    standin.install()
+    sys.path.insert(0, str(LOOP))
+    import ftckpt.deepspeed
+    from ftckpt.errors import FtckptError
+
+    training: Any = importlib.import_module("megatron.training")  # the one of LOOP
+    begun = []
+
+    def meet(place: str, iteration: int) -> None:
+        begun.append(iteration)
+        if (place, iteration) == fault:
+            raise Crash
+
+    lines: list[Any] = []
+    config = {**JSON, "ftckpt": section}
+    given = Namespace(**{**ARGUMENTS, **arguments}, lines=lines, fault=meet, deepspeed_config=config)
+    ended = "end"
+    try:
+        training.pretrain(given)
+    except (Crash, SystemExit, FtckptError) as error:
+        ended = f"{type(error).__name__}: {error}".removesuffix(": ")
+    if ends:
+        ftckpt.deepspeed.close()
+    ftckpt.deepspeed.remove()  # the last snapshot is finished
+    return lines, begun[0] if begun else None, ended
+
+
+def saves(rank: int, world_size: int, arguments: dict[str, Any], section: dict[str, Any]) -> Any:
+    """A life without a fault, at the end of which what it has saved is there."""
+    from ftckpt.job import takeover
+
+    takeover._SMP_SECS = 300.0  # beside other jobs an SMP may take long to start
+    return attempt(rank, world_size, None, arguments, section, ends=True)
+
+
+@dataclass(frozen=True)
+class Case:
+    """``fault`` ends the first life; the second begins at ``iteration``. ``settings`` are ftckpt's."""
+
+    fault: tuple[str, int] | None
+    iteration: int
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    again: Mapping[str, Any] = field(default_factory=dict)
+
+
+CASES = {
+    # Sums of losses that wait for their line, and an evaluation that was counted before.
+    "in an iteration": Case(("train", 6), 6, {"log_interval": 3}),
+    # The boundary is behind the evaluation, which has not been.
+    "in an evaluation": Case(("evaluate", 6), 6),
+    "storage is older": Case(("train", 6), 6, {"save": "{}", "load": "{}"}),
+    "storage is newer": Case(("train", 8), 7, {"save": "{}", "load": "{}"}, {"interval": 5}),
+    "the user goes back": Case(("train", 8), 4, {"save": "{}", "load": "{}"}, {}, {"load_tag": "global_step3"}),
+    "the loop exits": Case(None, 6, {"exit_interval": 5}, {}, {"exit_interval": None}),
+}
+
+
+@pytest.mark.parametrize("name", by_default(CASES, ["in an iteration", "in an evaluation"]))
+def test_a_loop_that_counts_for_itself_trains_on_where_it_was(name: str, arena_root: Path, tmp_path: Path) -> None:
+    case = CASES[name]
+
+    (arena_root / "a").mkdir()
+    ours = {"job": "job", "node": "node", "arena": str(arena_root / "a"), "protect": "none", **case.settings}
+
+    def run(folder: str, fault: tuple[str, int] | None, more: Mapping[str, Any]) -> Any:
+        arguments = {
+            key: value.format(tmp_path / folder) if isinstance(value, str) else value
+            for key, value in {**case.arguments, **more}.items()
+        }
+        section = {"enabled": folder == "disturbed", **ours}
+        (result,) = run_ranks(attempt, 1, fault, arguments, section, stand_in=False)
+        return result.value
+
+    expected, _, _ = run("undisturbed", None, {"exit_interval": None})
+    before, begun, ended = run("disturbed", case.fault, {})
+    assert begun == 1 and ended == ("Crash" if case.fault else "SystemExit")
+    after, begun, ended = run("disturbed", None, case.again)
+    assert (begun, ended) == (case.iteration, "end")
+    assert set(before + after) == set(expected) and before == expected[: len(before)]
+    assert after == expected[-len(after) :]
+
+
+@pytest.mark.slow
+def test_a_save_of_the_loop_is_of_the_iteration_that_it_has_counted(
+    settings: dict[str, Any], arena_root: Path, tmp_path: Path
+) -> None:
+    """Taken over: at the save the snapshot of that very iteration is under way."""
+    folder = str(tmp_path / "saved")
+    ours = {**settings, "enabled": True, "node": "node", "protect": "none", "persist": f"deepspeed:{folder}"}
+    section = {**ours, "objects_mib": 1, "on_error": "raise"}
+    arguments = {"save": folder, "save_interval": 4, "train_iters": 6}
+    (taken_over,) = run_ranks(saves, 1, arguments, section, stand_in=False)
+    assert not jobs.events(settings, "not_taken_over")
+    lines, _, ended = taken_over.value
+    loading = {"save": None, "load": folder, "train_iters": 6}
+    (loaded,) = run_ranks(attempt, 1, None, loading, {"enabled": False}, stand_in=False)
+    assert ended == "end" and loaded.value == ([line for line in lines if line[0][-1] in "56"], 5, "end")

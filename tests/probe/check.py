@@ -1,0 +1,233 @@
+"""Runs of a scene, and what they logged, compared."""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from ftckpt.store.directory import clean_job
+from tests.probe.lines import Lines, compare, farthest, join, resumed
+from tests.probe.program import Program
+from tests.probe.runs import Run, layouts, loaded, restored, rows, train
+from tests.probe.scenes import SAVED, Load, Scene
+from tests.support.processes import ARENA, ROOT, RunError
+
+_CONVERT_SECS = 300.0
+
+
+@dataclass
+class Outcome:
+    """What a scene came to: a table's row."""
+
+    name: str
+    what: str
+    restored: list[str] = field(default_factory=list)
+    lines: str = ""
+    problem: str = ""
+
+
+class Check:
+    """Runs scenes; undisturbed runs of equal flags are made once."""
+
+    def __init__(self, program: Program, checkout: Path, work: Path, flags: Sequence[str]) -> None:
+        self._program, self._checkout, self._work = program, checkout, work
+        self.cache = work / "cache"
+        self._training = [flag for flag in flags if not flag.startswith("--ftckpt")]
+        self._ftckpt = [flag for flag in flags if flag.startswith("--ftckpt")]
+        self._references: dict[tuple[int, str, str, str], Run] = {}
+        self._resumed_runs: dict[Path, Run] = {}
+
+    def scene(self, name: str, scene: Scene) -> Outcome:
+        """All runs of one scene."""
+        outcome = Outcome(name, f"{scene.ranks} ranks: {scene.what}")
+        try:
+            if scene.loads:
+                self._convert(name, scene, outcome)
+            else:
+                self._restart(name, scene, outcome)
+        except RunError as error:
+            outcome.problem = str(error)
+        return outcome
+
+    def _restart(self, name: str, scene: Scene, outcome: Outcome) -> None:
+        """The disturbed run goes on, and is compared with the undisturbed one."""
+        reference = self._reference(name, scene)
+        with self._disturbed(name, scene) as (run, _):
+            outcome.restored = restored(run)
+        say(f"  restored from {', '.join(outcome.restored)}")
+        expected = rows(reference)
+        for source in outcome.restored:
+            if source.startswith("storage"):
+                join(expected, rows(self._resumed(name, scene, reference, int(source.split()[1]))))
+        lines = rows(run)
+        outcome.lines, outcome.problem = verdict(expected, lines, scene.rounding)
+        if outcome.problem:
+            again = self._train(f"{name}/again", scene, "once more undisturbed")
+            outcome.problem += ", and so do two undisturbed runs" if compare(expected, rows(again))[1] else ""
+        if not outcome.problem and not re.match(scene.source, outcome.restored[-1]):
+            outcome.problem = f"restored from {outcome.restored[-1]}, not from {scene.source}"
+
+    def _convert(self, name: str, scene: Scene, outcome: Outcome) -> None:
+        """What is left of the disturbed run is converted and loaded; so is what the undisturbed one saved."""
+        reference = self._reference(
+            name, scene if scene.takes_over else replace(scene, flags=f"{scene.flags} {SAVED}")
+        )
+        expected, counts, problems = rows(reference), [], []
+        with self._disturbed(name, scene) as (disturbed, job):
+            folder = self._work / name / "converted"
+            sources = taken_over(disturbed, folder) if scene.takes_over else converted(job, reference, folder)
+            for what, directory in sources:
+                for load in scene.loads:
+                    run = self._load(f"{name}/{what}-{load.what}", scene, load, directory)
+                    iteration = max(max(loaded(run), default=[]), default=0)
+                    lines, problem = verdict(resumed(expected, iteration), rows(run), load.rounding)
+                    if not problem and layouts(run) != [load.what]:
+                        problem = f"trained in {layouts(run)}"
+                    outcome.restored.append(f"{what} {iteration} in {load.what}")
+                    say(f"  from {outcome.restored[-1]}: {lines} {problem}".rstrip())
+                    counts.append(lines)
+                    problems += [f"{outcome.restored[-1]}: {problem}"] if problem else []
+        if problems:
+            again = self._train(f"{name}/again", scene, "once more undisturbed")
+            problems += ["two undisturbed runs differ"] if compare(expected, rows(again))[1] else []
+        outcome.lines, outcome.problem = ", ".join(counts), "; ".join(problems)
+
+    def _load(self, folder: str, scene: Scene, load: Load, directory: Path) -> Run:
+        """The program alone, from what ftckpt convert wrote."""
+        loading = ["--load", str(directory), "--exit-on-missing-checkpoint", *load.flags.split()]
+        run = self._run(folder, replace(scene, ranks=load.ranks), [*self._training, *loading])
+        return self._timed(run, f"without ftckpt in {load.what}, from what was converted")
+
+    def _reference(self, name: str, scene: Scene) -> Run:
+        key = (scene.ranks, scene.flags, scene.schedule, json.dumps(scene.deepspeed))
+        if key not in self._references:
+            self._references[key] = self._train(f"{name}/undisturbed", scene, "undisturbed")
+        return self._references[key]
+
+    def _resumed(self, name: str, scene: Scene, reference: Run, iteration: int) -> Run:
+        """The program alone, from its own checkpoint."""
+        saved = reference.storage / self._program.checkpoint.format(iteration)
+        if saved not in self._resumed_runs:
+            run = self._run(f"{name}/resumed{iteration}", scene, self._training)
+            shutil.copytree(saved, run.storage / saved.name)
+            file, names = self._program.newest
+            (run.storage / file).write_text(names.format(iteration))
+            self._resumed_runs[saved] = self._timed(run, "without ftckpt from the same checkpoint")
+        return self._resumed_runs[saved]
+
+    @contextmanager
+    def _disturbed(self, name: str, scene: Scene) -> Iterator[tuple[Run, str]]:
+        """A run that was killed, and its job's name; what it left in memory goes afterwards."""
+        job = f"check-{secrets.token_hex(4)}"
+        run = self._run(f"{name}/disturbed", scene, [])
+        ours = ["--ftckpt", f"--ftckpt-job={job}", f"--ftckpt-events={run.events}", *scene.ftckpt.split()]
+        run.flags = [*self._training, *ours, *self._ftckpt]
+        try:
+            yield self._timed(run, "under ftckpt, disturbed", job), job
+        finally:
+            clean_job(ARENA, job)
+
+    def _train(self, folder: str, scene: Scene, what: str) -> Run:
+        return self._timed(self._run(folder, scene, self._training), what)
+
+    def _run(self, folder: str, scene: Scene, flags: Sequence[str]) -> Run:
+        return Run(self._work / folder, self._program, scene, flags)
+
+    def _timed(self, run: Run, what: str, job: str = "") -> Run:
+        begin = time.monotonic()
+        train(run, self._checkout, self.cache, job)
+        say(f"  {what}: {time.monotonic() - begin:.0f} s")
+        return run
+
+
+def converted(job: str, reference: Run, folder: Path) -> Iterator[tuple[str, Path]]:
+    """What Megatron-LM shall load: what it is, and the directory for ``--load``.
+
+    The newest snapshot of ``job``, and the oldest checkpoint of ``reference``, that one by way of the universal form.
+
+    Raises:
+        RunError: a conversion failed.
+    """
+    arenas = ARENA / f"ftckpt-{job}"
+    _convert(arenas, folder / "snapshot", "megatron-dist")
+    yield "snapshot", folder / "snapshot"
+    saved = sorted(path for path in reference.storage.glob("iter_*") if path.is_dir())
+    if not saved:
+        raise RunError(f"{reference.storage} has no checkpoint")
+    _convert(saved[0], folder / "universal", "universal")
+    _convert(folder / "universal", folder / "checkpoint", "megatron-dist")
+    yield "checkpoint", folder / "checkpoint"
+
+
+def taken_over(run: Run, folder: Path) -> Iterator[tuple[str, Path]]:
+    """The newest that ftckpt has saved in the place of Megatron-LM, with the tracker as it was behind it, in a folder
+    of its own: runs that load it save, too.
+
+    Raises:
+        RunError: there is none, or Megatron-LM has saved more than where training ended.
+    """
+    saved = {int(path.name.removeprefix("iter_")): path for path in run.storage.glob("iter_*")}
+    ours = [iteration for iteration, path in saved.items() if (path / "ftckpt.json").is_file()]
+    theirs = sorted(saved.keys() - set(ours))
+    last = int(run.tracker.read_text())
+    if not ours or theirs not in ([], [last]) or last != max(saved):
+        raise RunError(f"ftckpt has saved {sorted(ours)}, Megatron-LM by itself {theirs}, the tracker says {last}")
+    source = saved[max(ours)]
+    shutil.copytree(source, folder / source.name)
+    (folder / run.tracker.name).write_text(str(max(ours)))
+    yield "takeover", folder
+
+
+def _convert(source: Path, destination: Path, to: str) -> None:
+    destination.parent.mkdir(parents=True, exist_ok=True)
+    begin = time.monotonic()
+    command = [
+        sys.executable,
+        "-m",
+        "ftckpt.commands.main",
+        "convert",
+        str(source),
+        str(destination),
+        "--to",
+        to,
+        "--verify",
+    ]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=_CONVERT_SECS, check=False)
+    if done.returncode:
+        last = (done.stderr.strip() or done.stdout.strip()).splitlines()[-1:]
+        raise RunError(f"ftckpt convert --to {to}: exit code {done.returncode}: {' '.join(last)}")
+    origin = done.stdout.partition("\n")[0].removeprefix("source").strip()
+    say(f"  {origin}, converted to {to}: {time.monotonic() - begin:.0f} s")
+
+
+def verdict(expected: Lines, actual: Lines, rounding: float) -> tuple[str, str]:
+    """How many lines are as expected and how far off, and what is wrong, if anything is."""
+    same, wrong = compare(expected, actual, rounding)
+    for line in wrong:
+        say(f"  {line}")
+    off = f" within {farthest(expected, actual):.1e}" if rounding and not wrong else ""
+    if not expected:
+        return "0 of 0", "there is nothing to compare"
+    return f"{same} of {len(expected)}{off}", "the logs differ" if wrong else ""
+
+
+def say(text: str) -> None:
+    print(text, flush=True)
+
+
+def print_table(outcomes: Sequence[Outcome]) -> None:
+    """The table."""
+    head = ("scene", "what", "restored from iteration", "equal lines", "")
+    table = [head, *((o.name, o.what, ", ".join(o.restored), o.lines, o.problem or "ok") for o in outcomes)]
+    widths = [max(len(row[column]) for row in table) for column in range(len(head))]
+    for row in table:
+        say("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
