@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ftckpt.store.directory import clean_job
-from tests.probe.lines import Lines, compare, farthest, join, resumed
+from tests.probe.lines import Lines, compare, farthest, join
 from tests.probe.program import Program
 from tests.probe.runs import Run, layouts, loaded, restored, rows, train
 from tests.probe.scenes import SAVED, Load, Scene
@@ -89,7 +89,7 @@ class Check:
                 for load in scene.loads:
                     run = self._load(f"{name}/{what}-{load.what}", scene, load, directory)
                     iteration = max(max(loaded(run), default=[]), default=0)
-                    lines, problem = verdict(resumed(expected, iteration), rows(run), load.rounding)
+                    lines, problem = verdict(self._program.after(expected, iteration), rows(run), load.rounding)
                     if not problem and layouts(run) != [load.what]:
                         problem = f"trained in {layouts(run)}"
                     outcome.restored.append(f"{what} {iteration} in {load.what}")
@@ -129,8 +129,9 @@ class Check:
         """A run that was killed, and its job's name; what it left in memory goes afterwards."""
         job = f"check-{secrets.token_hex(4)}"
         run = self._run(f"{name}/disturbed", scene, [])
-        ours = ["--ftckpt", f"--ftckpt-job={job}", f"--ftckpt-events={run.events}", *scene.ftckpt.split()]
-        run.flags = [*self._training, *ours, *self._ftckpt]
+        ours = ["--ftckpt", f"--ftckpt-job={job}", f"--ftckpt-events={run.events}"]
+        more = scene.ftckpt.format(storage=run.storage).split()
+        run.flags = [*self._training, *ours, *more, *self._ftckpt]
         try:
             yield self._timed(run, "under ftckpt, disturbed", job), job
         finally:
@@ -169,21 +170,23 @@ def converted(job: str, reference: Run, folder: Path) -> Iterator[tuple[str, Pat
 
 
 def taken_over(run: Run, folder: Path) -> Iterator[tuple[str, Path]]:
-    """The newest that ftckpt has saved in the place of Megatron-LM, with the tracker as it was behind it, in a folder
+    """The newest that ftckpt has saved in the place of the program, with the tracker as it was behind it, in a folder
     of its own: runs that load it save, too.
 
     Raises:
-        RunError: there is none, or Megatron-LM has saved more than where training ended.
+        RunError: there is none, or the program has saved more than where training ended.
     """
-    saved = {int(path.name.removeprefix("iter_")): path for path in run.storage.glob("iter_*")}
+    prefix = run.program.checkpoint.partition("{")[0]
+    saved = {int(path.name.removeprefix(prefix)): path for path in run.storage.glob(f"{prefix}*")}
     ours = [iteration for iteration, path in saved.items() if (path / "ftckpt.json").is_file()]
     theirs = sorted(saved.keys() - set(ours))
     last = int(run.tracker.read_text())
     if not ours or theirs not in ([], [last]) or last != max(saved):
-        raise RunError(f"ftckpt has saved {sorted(ours)}, Megatron-LM by itself {theirs}, the tracker says {last}")
+        raise RunError(f"ftckpt has saved {sorted(ours)}, others are {theirs}, the tracker says {last}")
     source = saved[max(ours)]
     shutil.copytree(source, folder / source.name)
-    (folder / run.tracker.name).write_text(str(max(ours)))
+    file, names = run.program.newest
+    (folder / file).write_text(names.format(max(ours)))
     yield "takeover", folder
 
 

@@ -1,4 +1,4 @@
-"""What runs of the probe of Megatron-LM logged, compared: to the last digit, or within rounding."""
+"""What runs of a probe logged, compared: to the last digit, or within rounding."""
 
 from __future__ import annotations
 
@@ -10,7 +10,14 @@ from math import inf, isfinite
 Lines = dict[str, set[str]]
 """What was logged, without times: by ``iteration 3/ 9`` or the like, every line there was about it."""
 
-_ROUNDED = {"lm loss": 1.0, "lm loss value": 1.0, "lm loss PPL": 10.0, "grad norm": 20.0, "params norm": 1.0}
+_ROUNDED = {
+    "lm loss": 1.0,
+    "lm loss value": 1.0,
+    "lm loss PPL": 10.0,
+    "grad norm": 20.0,
+    "params norm": 1.0,
+    "norm": 20.0,
+}
 """How many times farther off than a loss each may be: of norms of gradients three digits are logged."""
 _COUNTED = "num zeros"
 """Whether an element's gradient is exactly zero depends on the rounding of sums."""
@@ -25,12 +32,17 @@ def iteration_of(key: str) -> int:
     return int(match[1]) if match else 0
 
 
+def after(lines: Lines, iteration: int) -> Lines:
+    """What was logged of later iterations."""
+    return {key: set(rows) for key, rows in lines.items() if iteration_of(key) > iteration}
+
+
 def resumed(lines: Lines, iteration: int) -> Lines:
     """What Megatron-LM logs by itself where it begins after ``iteration``, if it logs each iteration.
 
     It logs the first one and goes on summing: the loss that it tells of the second is the mean of both.
     """
-    later = {key: set(rows) for key, rows in lines.items() if iteration_of(key) > iteration}
+    later = after(lines, iteration)
     trained = {iteration_of(key): key for key in later if key.startswith("iteration")}
     first, second = (trained.get(iteration + more) for more in (1, 2))
     if first is not None and second is not None:
@@ -84,6 +96,10 @@ def _off(row: str, expected: Iterable[str]) -> float:
     return min((_between(row, other) for other in expected), default=inf)
 
 
+def _number(text: str) -> float:
+    return float.fromhex(text) if "0x" in text else float(text)
+
+
 def _between(one: str, other: str) -> float:
     if one == other:
         return 0.0
@@ -92,7 +108,7 @@ def _between(one: str, other: str) -> float:
         name, _, value = field.strip().partition(": ")
         wanted_name, _, wanted_value = wanted.strip().partition(": ")
         if name == wanted_name and name in _ROUNDED:
-            found, right = float(value), float(wanted_value)
+            found, right = _number(value), _number(wanted_value)
             between = abs(found - right) / (abs(right) or 1.0) / _ROUNDED[name]
             off = max(off, between if isfinite(between) else inf)
         elif field.strip() != wanted.strip() and not (name == wanted_name == _COUNTED):

@@ -22,8 +22,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tests.probe.lines import after
 from tests.probe.program import Program, in_front
-from tests.probe.scenes import STORAGE, Kill, Scene, layout
+from tests.probe.scenes import NO_DROPOUT, RAMP_UP, ROUNDING, STORAGE, TAKEN_OVER, Kill, Load, Scene, layout
 from tests.support.processes import RunError
 
 _STANDIN = Path(__file__).parent / "standin"
@@ -96,6 +97,32 @@ _SCENES: dict[str, Scene] = {
         "DP4, ZeRO 2, bf16, no pipeline, log interval 3", f"{layout()} {_NO_PIPELINE} --log-interval 3", 2,
         kills=(Kill(5),),
     ),
+    "fp16": _scene(
+        "PP2 DP2, ZeRO 1, fp16 with overflows while the loss scale is found", f"{layout(pp=2)} --fp16", 1,
+        json={"fp16": {"enabled": True, "initial_scale_power": 26, "loss_scale_window": 3, "hysteresis": 1}},
+        kills=(Kill(3), Kill(6, "all")),
+    ),
+    "ramp-up": _scene(
+        "PP2 DP2, ZeRO 1, bf16, batch size that grows", layout(pp=2), 1, schedule=RAMP_UP, kills=(Kill(4), Kill(9)),
+    ),
+    "moe": _scene(
+        "DP4, 4 experts in EP2, ZeRO 2, bf16, no pipeline",
+        f"{layout()} {_NO_PIPELINE} --num-experts 4 --moe-expert-parallel-size 2 --create-moe-param-group", 2,
+    ),
+    "storage-gone": _scene(
+        "TP2 PP2, ZeRO 1, bf16, --save and --load, all memory lost",
+        f"{layout(tp=2, pp=2)} {STORAGE}", 1, kills=(Kill(8, "job", lose="all"),), source="storage",
+    ),
+    "takeover": _scene(
+        "TP2 PP2, ZeRO 1, bf16, persist deepspeed: loaded without ftckpt",
+        f"{layout(tp=2, pp=2)} {TAKEN_OVER}", 1, kills=(), takes_over=True, loads=(Load("tp2pp2dp1"),),
+        ftckpt="--ftckpt-persist deepspeed:{storage} --ftckpt-slots 6",
+    ),
+    "reshape": _scene(
+        "DP4, ZeRO 2, bf16, no pipeline: goes on with half the ranks, then with all of them again",
+        f"{layout()} {_NO_PIPELINE} {NO_DROPOUT}", 2, kills=(Kill(4, "job", ranks=2), Kill(7, "job")),
+        source=r"memory \d+ in tp1pp1dp4", rounding=ROUNDING,
+    ),
 }  # fmt: skip
 
 
@@ -140,6 +167,7 @@ PROGRAM = Program(
     checkpoint="global_step{}",
     newest=("latest", "global_step{}"),
     data=_data,
+    after=after,
     switched_on=_switched_on,
     make_data=_make_data,
     env=_ENV,

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tests.probe.lines import Lines, resumed
 from tests.probe.scenes import Scene
 from tests.support.processes import ROOT
 
@@ -39,6 +40,8 @@ class Program:
     """Flags for data that is, or may come, in this folder."""
     switched_on: Callable[[Path, Scene, Sequence[str]], Sequence[str]] = lambda folder, scene, flags: flags
     """The flags of a run in this folder as the program is given them; ``--ftckpt`` is among those under ftckpt."""
+    after: Callable[[Lines, int], Lines] = resumed
+    """What the program logs by itself where it begins after an iteration, of what was logged of all."""
     make_data: Callable[[Path, Path], None] = lambda checkout, cache: None
     """Make the data once, given the checkout and the folder."""
     env: Mapping[str, str] = field(default_factory=dict)
