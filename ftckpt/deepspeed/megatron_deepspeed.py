@@ -22,6 +22,7 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from ftckpt.config import Config
 from ftckpt.deepspeed import initialize, section
 from ftckpt.deepspeed.initialize import door
 from ftckpt.errors import ConfigError, UnsupportedError
@@ -98,7 +99,7 @@ class TrainLoop:
         self._follow(made[0][0], arguments, config)
         return made
 
-    def _follow(self, engine: Any, arguments: Any, config: Any) -> None:
+    def _follow(self, engine: Any, arguments: Any, config: Config) -> None:
         from ftckpt.deepspeed.data import EpochBegins
         from ftckpt.deepspeed.session import EngineSession
         from ftckpt.deepspeed.storage import is_named

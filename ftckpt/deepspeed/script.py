@@ -7,8 +7,7 @@ many iterations, or on the wrong data. Python does not show what a script counts
   that neither asks nor has registered an object cannot know, and is refused if it never asked while the snapshots
   were taken either. One that asks only behind a step (to log, or to stop) may be right or wrong, and is told.
 * fields of the ``args`` given to ``deepspeed.initialize`` which had the value of one of these counters whenever an
-  iteration began (Megatron-DeepSpeed's ``iteration`` and ``consumed_train_samples``). They must have it again, unless
-  the script asks.
+  iteration began (``iteration``, ``consumed_train_samples``). They must have it again, unless the script asks.
 """
 
 from __future__ import annotations

@@ -112,7 +112,12 @@ def derived_seed(name: str, built: Any, iteration: int) -> int:
 
 
 def device_state(seed: int) -> torch.Tensor:
-    """The state of the device's generator after ``seed``, with the generator left as it is."""
+    """The state of the device's generator after ``seed``, with the generator left as it is.
+
+    Where nothing but the CPU computes its generators are the device's.
+    """
+    if not torch.cuda.is_available():
+        return torch.Generator().manual_seed(seed).get_state()
     before = torch.cuda.get_rng_state()
     try:
         torch.cuda.manual_seed(seed)

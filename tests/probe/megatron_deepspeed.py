@@ -52,21 +52,23 @@ for length in torch.randint(40, 200, (400,), generator=generator).tolist():
     builder.end_document()
 builder.finalize(sys.argv[1] + ".idx")
 """
+_BF16 = {"bf16": {"enabled": True}}
 _NO_PIPELINE = "--no-pipeline-parallel"
+_LLAMA = (
+    "--swiglu --normalization rmsnorm --disable-bias-linear --untie-embeddings-and-output-weights "
+    "--use-rotary-position-embeddings --no-query-key-layer-scaling"
+)
+_OFFLOAD = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
 _RECOMPUTED = "--checkpoint-activations --deepspeed-activation-checkpointing"
 
 
-def _json(stage: int, bf16: bool = True, **more: Any) -> dict[str, Any]:
-    return {
+def _scene(what: str, flags: str, stage: int, *, json: Mapping[str, Any] = _BF16, **more: Any) -> Scene:
+    """A scene of the script with DeepSpeed's JSON: ``json``, and what all have in common."""
+    config = {
         "train_batch_size": 16, "train_micro_batch_size_per_gpu": 2, "steps_per_print": 1000,
-        "gradient_clipping": 1.0, "zero_optimization": {"stage": stage},
-        **({"bf16": {"enabled": True}} if bf16 else {}), **more,
+        "gradient_clipping": 1.0, "zero_optimization": {"stage": stage}, **json,
     }  # fmt: skip
-
-
-def _scene(what: str, flags: str, stage: int, *, json: Mapping[str, Any] | None = None, **more: Any) -> Scene:
-    precision = "" if json is not None else "--bf16"
-    config = _json(stage) if json is None else _json(stage, bf16=False, **json)
+    precision = "--bf16" if "bf16" in json else ""
     return Scene(what, f"{flags} --zero-stage {stage} {precision}", deepspeed=config, **more)
 
 
@@ -99,7 +101,7 @@ _SCENES: dict[str, Scene] = {
     ),
     "fp16": _scene(
         "PP2 DP2, ZeRO 1, fp16 with overflows while the loss scale is found", f"{layout(pp=2)} --fp16", 1,
-        json={"fp16": {"enabled": True, "initial_scale_power": 26, "loss_scale_window": 3, "hysteresis": 1}},
+        json={"fp16": {"enabled": True, "initial_scale_power": 22, "loss_scale_window": 3, "hysteresis": 1}},
         kills=(Kill(3), Kill(6, "all")),
     ),
     "ramp-up": _scene(
@@ -108,6 +110,14 @@ _SCENES: dict[str, Scene] = {
     "moe": _scene(
         "DP4, 4 experts in EP2, ZeRO 2, bf16, no pipeline",
         f"{layout()} {_NO_PIPELINE} --num-experts 4 --moe-expert-parallel-size 2 --create-moe-param-group", 2,
+    ),
+    "llama": _scene(
+        "Llama-like (SwiGLU, RMSNorm, untied, rotary, no bias), TP2 DP2, ZeRO 1, bf16, no pipeline",
+        f"{layout(tp=2)} {_NO_PIPELINE} {_LLAMA} {NO_DROPOUT}", 1,
+    ),
+    "offload": _scene(
+        "DP2, ZeRO 2, bf16, masters and moments on the host, no pipeline",
+        f"{layout()} {_NO_PIPELINE} --cpu-optimizer", 2, ranks=2, json={**_BF16, **_OFFLOAD},
     ),
     "storage-gone": _scene(
         "TP2 PP2, ZeRO 1, bf16, --save and --load, all memory lost",

@@ -173,7 +173,7 @@ def _reason(run: Run) -> str:
     for rank in range(max(run.launches)):
         for path in reversed(run.logs(rank, "stderr")):
             found = re.findall(
-                r"^(?:\[rank\d+\]: )?(\w+(?:Error|Exception|Interrupt)\b.*|ftckpt: .*)", path.read_text(), re.M
+                r"^(?:\[rank\d+\]: )?([\w.]+(?:Error|Exception|Interrupt)\b.*|ftckpt: .*)", path.read_text(), re.M
             )
             if found:
                 return f"rank {rank}: {found[0]}"

@@ -67,6 +67,15 @@ def test_each_name_has_its_own_seed() -> None:
     assert rng.derived_seed("torch", state.clone(), 7) == rng.derived_seed("torch", state, 7) < 2**64
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="of a machine without a device")
+def test_generators_of_a_tracker_are_the_hosts_where_there_is_no_device() -> None:
+    """DeepSpeed's trackers keep states of what its accelerator says, and its CPU has the host's."""
+    built = {"model-parallel-rng": torch.Generator().manual_seed(1).get_state()}
+    (state,) = rng.derive_tracker("tracker/megatron", built, 7).values()
+    seed = rng.derived_seed("tracker/megatron/model-parallel-rng", built["model-parallel-rng"], 7)
+    assert torch.equal(state, torch.Generator().manual_seed(seed).get_state())
+
+
 def test_a_seed_is_known_for_good() -> None:
     """Numbers after a reshape must not depend on the version of ftckpt."""
     assert rng.derived_seed("numpy", {"words": np.arange(4, dtype=np.uint32)}, 3) == 10693449236378811701
