@@ -5,6 +5,7 @@ torchrun ... -m ftckpt.deepspeed SCRIPT ARGS...
 Either way ``"ftckpt": {"enabled": true}`` in DeepSpeed's JSON switches it on. ``deepspeed.initialize`` then returns
 an engine whose state is the newest snapshot's: a script that trains ``while engine.global_steps < N`` goes on where
 it was. The snapshot of an iteration is taken when ``engine.step`` or ``train_batch`` returns.
+Megatron-DeepSpeed's own train loop counts otherwise, and is known.
 
 With the runner snapshots are removed when the script has ended well. Without it ``engine.destroy()`` or ``close()``
 shows that training is done; a script that calls neither leaves its snapshots in memory, because nothing else tells a

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from ftckpt.deepspeed.session import EngineSession
 
 _MARK = "_create_ds_config_dict"
-"""A function that neither Megatron-LM has in its module of this name nor a Megatron-DeepSpeed before 2023."""
+"""A function that Megatron-LM does not have in its module of this name."""
 _COUNTERS = ("iteration", "consumed_train_samples", "consumed_valid_samples", "consumed_train_tokens")
 _DATA = "data"
 _REFUSED = {"kd": "--kd", "mos": "--mos", "compression_training": "compression_training, in the JSON,"}

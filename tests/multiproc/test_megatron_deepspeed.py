@@ -30,6 +30,7 @@ JSON: dict[str, Any] = {
 ARGUMENTS: dict[str, Any] = {
     "deepspeed": True, "train_iters": 8, "eval_interval": 2, "log_interval": 1, "save_interval": 3, "save": None,
     "load": None, "load_tag": None, "exit_interval": None, "inference": False, "skip_train": False,
+    "finetune": False,
 }  # fmt: skip
 
 
@@ -102,29 +103,47 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", by_default(CASES, ["in an iteration", "in an evaluation"]))
-def test_a_loop_that_counts_for_itself_trains_on_where_it_was(name: str, arena_root: Path, tmp_path: Path) -> None:
-    case = CASES[name]
+class Job:
+    """Lives of one job, and of others beside it; ``{}`` in arguments is a folder."""
 
-    (arena_root / "a").mkdir()
-    ours = {"job": "job", "node": "node", "arena": str(arena_root / "a"), "protect": "none", **case.settings}
+    def __init__(self, arena: Path, folder: Path, case: Case) -> None:
+        arena.mkdir()
+        self._folder, self._arguments = folder, case.arguments
+        self._section = {"job": "job", "node": "node", "arena": str(arena), "protect": "none", **case.settings}
 
-    def run(folder: str, fault: tuple[str, int] | None, more: Mapping[str, Any]) -> Any:
+    def live(self, name: str, fault: tuple[str, int] | None, more: Mapping[str, Any]) -> Any:
+        """What ``attempt`` gives: under ftckpt where ``name`` is ``disturbed``."""
         arguments = {
-            key: value.format(tmp_path / folder) if isinstance(value, str) else value
-            for key, value in {**case.arguments, **more}.items()
+            key: value.format(self._folder / name) if isinstance(value, str) else value
+            for key, value in {**self._arguments, **more}.items()
         }
-        section = {"enabled": folder == "disturbed", **ours}
+        section = {"enabled": name == "disturbed", **self._section}
         (result,) = run_ranks(attempt, 1, fault, arguments, section, stand_in=False)
         return result.value
 
-    expected, _, _ = run("undisturbed", None, {"exit_interval": None})
-    before, begun, ended = run("disturbed", case.fault, {})
+
+@pytest.mark.parametrize("name", by_default(CASES, ["in an iteration"]))
+def test_a_loop_that_counts_for_itself_trains_on_where_it_was(name: str, arena_root: Path, tmp_path: Path) -> None:
+    case = CASES[name]
+    job = Job(arena_root / "a", tmp_path, case)
+    expected, _, _ = job.live("undisturbed", None, {"exit_interval": None})
+    before, begun, ended = job.live("disturbed", case.fault, {})
     assert begun == 1 and ended == ("Crash" if case.fault else "SystemExit")
-    after, begun, ended = run("disturbed", None, case.again)
+    after, begun, ended = job.live("disturbed", None, case.again)
     assert (begun, ended) == (case.iteration, "end")
     assert set(before + after) == set(expected) and before == expected[: len(before)]
     assert after == expected[-len(after) :]
+
+
+@pytest.mark.slow
+def test_a_loop_that_begins_with_weights_of_another_job_goes_on(arena_root: Path, tmp_path: Path) -> None:
+    job = Job(arena_root / "a", tmp_path, Case(None, 0, {"load": str(tmp_path / "base"), "finetune": True}))
+    job.live("base", None, {"save": str(tmp_path / "base"), "load": None, "finetune": False})
+    expected, begun, _ = job.live("undisturbed", None, {})
+    assert begun == 1
+    before, begun, _ = job.live("disturbed", ("train", 6), {})
+    after, again, _ = job.live("disturbed", None, {})
+    assert (begun, again) == (1, 6) and before + after == expected
 
 
 @pytest.mark.slow

@@ -59,6 +59,10 @@ def setup_model_and_optimizer(model_provider: Any, model_type: Any) -> Any:
 
 def load_checkpoint(engine: Any) -> int:
     arguments = get_args()
+    if arguments.finetune:
+        engine.load_checkpoint(arguments.load, load_module_only=True)
+        engine.global_steps = 0
+        return 0
     path, state = engine.load_checkpoint(arguments.load, tag=arguments.load_tag)
     if path is None:
         return 0
