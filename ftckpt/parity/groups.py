@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -71,22 +72,29 @@ def replica_partition(
 
 
 def mirror_nodes(
-    nodes: Sequence[str], node: str, copies: int, racks: Mapping[str, str] | None = None
-) -> tuple[str, ...]:
-    """The ``copies`` nodes that keep the packages of ``node``: the next ones in turn, those of other racks first.
+    nodes: Sequence[str], copies: int, racks: Mapping[str, str] | None = None
+) -> dict[str, tuple[str, ...]]:
+    """Of each node the ``copies`` nodes that keep its packages: the next ones in turn, those of other racks first.
 
     Every node keeps about as many as any other where racks are equally large.
     """
-    place = nodes.index(node)
-    others = [*nodes[place + 1 :], *nodes[:place]]
-    own = racks.get(node, "") if racks else ""
-    if not racks or not own:
-        return tuple(others[:copies])
-    far = [other for other in others if racks.get(other, "") != own]
-    # Nodes of one rack begin at different nodes of the others; else all would send their packages to the same ones.
-    turn = sum(racks.get(other, "") == own for other in nodes[:place]) % max(len(far), 1)
-    near = [other for other in others if racks.get(other, "") == own]
-    return (*far[turn:], *far[:turn], *near)[:copies]
+    of_rack: dict[str, list[int]] = {}
+    for place, node in enumerate(nodes):
+        # A node without a label is in no rack with others.
+        of_rack.setdefault((racks or {}).get(node, "") or f"/{place}", []).append(place)
+    keepers: dict[str, tuple[str, ...]] = {}
+    for own in of_rack.values():
+        # How many nodes of other racks stand before each of these: by it the n-th of the others is found.
+        others_before = [place - index for index, place in enumerate(own)]
+        others = len(nodes) - len(own)
+        for index, place in enumerate(own):
+            # The next of the others, as many further on as nodes of its rack stand before it: nodes of one rack begin
+            # at different nodes of the others; else all would send their packages to the same ones.
+            far = [(place + turn) % others for turn in range(min(copies, others))]
+            near = (own[index + 1 :] + own[:index])[: copies - len(far)]
+            places = [*(number + bisect_right(others_before, number) for number in far), *near]
+            keepers[nodes[place]] = tuple(nodes[keeper] for keeper in places)
+    return keepers
 
 
 SLOT_MODES = tuple(mode for mode, traits in TRAITS.items() if traits.in_slots)
@@ -294,7 +302,7 @@ def mirrors(holdings: Iterable[Holding], modes: Modes) -> dict[str, tuple[str, .
     """Shard → the nodes that keep its package, its own first."""
     arenas = list(holdings)
     racks = {holding.node: holding.rack for holding in arenas}
-    others = {node: mirror_nodes(sorted(racks), node, modes.mirror_copies, racks) for node in racks}
+    others = mirror_nodes(sorted(racks), modes.mirror_copies, racks)
     return {holding.shard: (holding.node, *others[holding.node]) for holding in arenas}
 
 

@@ -163,8 +163,10 @@ class Forecast:
     def survived(self, lost_shards: Set[str], lost_nodes: Set[str]) -> bool:
         """Whether ``survives`` names no shard."""
         lost = self._lost(lost_shards, lost_nodes)
-        if self._bare(lost, lost_nodes):
-            return False
+        return not self._bare(lost, lost_nodes) and self.recovers(lost)
+
+    def recovers(self, lost: Sequence[str]) -> bool:
+        """Whether all chunks of these arenas come back, where no package that is needed is lost."""
         # Cheap and enough in most cases; only what it leaves open is solved chunk by chunk.
         if self._by_arenas(lost):
             return True
@@ -195,6 +197,18 @@ class Forecast:
                     together[name[shard]].add(node)
                     together.setdefault(node, set()).add(name[shard])
         return {of: others - {of} for of, others in together.items()}
+
+    def groups_of(self, shard: str) -> Sequence[int]:
+        """The places in ``groups`` of those that an arena is a member of."""
+        return self._of_shard[shard]
+
+    def shape_of(self, group: int) -> int:
+        """The same number for groups of one shape."""
+        return self._shape[group]
+
+    def cut_of(self, shard: str) -> int:
+        """The same number for arenas that are cut alike."""
+        return self._cut[shard]
 
     def _lost(self, lost_shards: Set[str], lost_nodes: Set[str]) -> list[str]:
         on_nodes = {shard for node in lost_nodes for shard in self.on_node.get(node, ())}
@@ -265,6 +279,66 @@ class Forecast:
             tuple(self._shape[place] for place in places),
             tuple(members),
         )
+
+
+class LossUnits:
+    """Of what is lost together, single arenas or all arenas of a node, whether one and whether two are survived.
+
+    As ``Forecast.survived``, decided once for all that look alike: that have arenas cut alike in the same places of
+    groups of one shape, of which two share the same ones. In a job of thousands of nodes few do not.
+    """
+
+    def __init__(self, forecast: Forecast, *, nodes: bool) -> None:
+        self._forecast = forecast
+        self._nodes = nodes
+        arenas = {shard: [shard] for shard in forecast.holdings}
+        self._shards = {node: sorted(own) for node, own in forecast.on_node.items()} if nodes else arenas
+        # Of each unit its groups, each with its place among them: what two share is known by these.
+        self._groups = {
+            unit: {group: at for at, group in enumerate(dict.fromkeys(g for s in own for g in forecast.groups_of(s)))}
+            for unit, own in self._shards.items()
+        }
+        kinds: dict[Any, int] = {}
+        self._kind = {unit: kinds.setdefault(self._looks(unit), len(kinds)) for unit in self._shards}
+        self._bare = self._alone_with_packages()
+        self._known: dict[Any, bool] = {}
+
+    @property
+    def names(self) -> list[str]:
+        """Of all units, sorted."""
+        return sorted(self._shards)
+
+    def survived(self, one: str, two: str = "") -> bool:
+        """Whether the loss of a unit is, or that of both."""
+        if any(bare <= {one, two} for bare in (*self._bare.get(one, ()), *self._bare.get(two, ()))):
+            return False
+        key: Any = self._kind[one]
+        if two:
+            other = self._groups[two]
+            shared = tuple((at, other[group]) for group, at in self._groups[one].items() if group in other)
+            key = key, self._kind[two], shared
+        if key not in self._known:
+            lost = [shard for unit in (one, two) if unit for shard in self._shards[unit]]
+            self._known[key] = self._forecast.recovers(lost)
+        return self._known[key]
+
+    def _looks(self, unit: str) -> Any:
+        forecast, places = self._forecast, self._groups[unit]
+        arenas = tuple(
+            (forecast.cut_of(shard), *((places[g], forecast.groups[g].places[shard]) for g in forecast.groups_of(shard)))
+            for shard in self._shards[unit]
+        )
+        return arenas, tuple(map(forecast.shape_of, places))
+
+    def _alone_with_packages(self) -> dict[str, list[set[str]]]:
+        """Of units with arenas whose packages all lie on one or two nodes, those nodes; on none, where there are none."""
+        packages, found = self._forecast.packages, {}
+        for unit, shards in self._shards.items():
+            # An arena that is lost alone leaves the packages, on its own node too.
+            keepers = (set(packages.get(shard, ())) for shard in shards)
+            if few := [nodes for nodes in keepers if not nodes or (self._nodes and len(nodes) <= 2)]:
+                found[unit] = few
+        return found
 
 
 class _BlocksOf(Container[BlockId]):

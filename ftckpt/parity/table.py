@@ -11,7 +11,7 @@ from ftckpt.parity.groups import ParityGroup
 from ftckpt.parity.holding import Holding
 from ftckpt.parity.modes import PARITY_FILES
 from ftckpt.parity.stripes import stripes
-from ftckpt.parity.survive import Forecast
+from ftckpt.parity.survive import Forecast, LossUnits
 
 MAX_SETS = 3
 """Most snapshots of which a node keeps packages: one protected, one older, and the one to be protected."""
@@ -115,21 +115,14 @@ def protection_table(
 def failure_table(
     holdings: Sequence[Holding], groups: Sequence[ParityGroup], mirrors: Mapping[str, Sequence[str]]
 ) -> tuple[Failure, ...]:
-    """Every case of every failure, decided one by one; pairs that share neither group nor package by their parts."""
+    """Every case of every failure, decided once for all that look alike; pairs that share neither group nor package by
+    their parts."""
     forecast = Forecast(groups, mirrors, holdings)
-    nodes = sorted(forecast.on_node)
-
-    def shards_lost(shards: Iterable[str]) -> bool:
-        return forecast.survived(frozenset(shards), frozenset())
-
-    def nodes_lost(lost: Iterable[str]) -> bool:
-        return forecast.survived(frozenset(), frozenset(lost))
-
-    shards = sorted(forecast.holdings)
+    nodes = len(forecast.on_node)
     rows = [
-        *_one_and_two("one rank's arena", "any two arenas", shards, shards_lost, forecast.near(nodes=False)),
-        Failure("the SMP of a node", len(nodes), len(nodes)),  # all that it made lies in files
-        *_one_and_two("one node", "any two nodes", nodes, nodes_lost, forecast.near(nodes=True)),
+        *_one_and_two("one rank's arena", "any two arenas", forecast, nodes=False),
+        Failure("the SMP of a node", nodes, nodes),  # all that it made lies in files
+        *_one_and_two("one node", "any two nodes", forecast, nodes=True),
     ]
     racks: dict[str, list[str]] = {}
     for node, shards_there in sorted(forecast.on_node.items()):
@@ -137,22 +130,22 @@ def failure_table(
     # Nodes without a label: nobody knows which of them fail together.
     racks.pop("", None)
     if racks:
-        failed = [rack for rack, lost in racks.items() if not nodes_lost(lost)]
+        failed = [rack for rack, lost in racks.items() if not forecast.survived(frozenset(), frozenset(lost))]
         rows.append(Failure("one rack", len(racks), len(racks) - len(failed), tuple(failed[:1])))
     return tuple(rows)
 
 
-def _one_and_two(
-    one: str, two: str, names: Sequence[str], survived: Callable[[Iterable[str]], bool], near: Mapping[str, set[str]]
-) -> list[Failure]:
-    failed = {name for name in names if not survived([name])}
+def _one_and_two(one: str, two: str, forecast: Forecast, *, nodes: bool) -> list[Failure]:
+    units, near = LossUnits(forecast, nodes=nodes), forecast.near(nodes=nodes)
+    names = units.names
+    failed = {name for name in names if not units.survived(name)}
     good = [name for name in names if name not in failed]
-    bad_pairs = [(a, b) for a in good for b in sorted(near[a] - failed) if a < b and not survived([a, b])]
+    bad_pairs = [(a, b) for a in good for b in near[a] if a < b and b not in failed and not units.survived(a, b)]
     rows = [Failure(one, len(names), len(good), tuple(sorted(failed)[:1]))]
     if len(names) > 1:
         # Two that do not touch each other are survived if each of them is.
         pairs = len(good) * (len(good) - 1) // 2 - len(bad_pairs)
-        example: tuple[str, ...] = bad_pairs[0] if bad_pairs else ()
+        example: tuple[str, ...] = min(bad_pairs, default=())
         if failed and not bad_pairs:
             one_failed = min(failed)
             example = tuple(sorted([one_failed, next(name for name in names if name != one_failed)]))

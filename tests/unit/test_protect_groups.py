@@ -251,14 +251,14 @@ def test_slot_groups_are_read_from_the_sections(mode: str) -> None:
 
 def test_packages_go_to_the_next_nodes_other_racks_first() -> None:
     nodes = [f"n{i}" for i in range(6)]
-    assert mirror_nodes(nodes, "n4", 2) == ("n5", "n0")
-    assert mirror_nodes(nodes, "n4", 9) == ("n5", "n0", "n1", "n2", "n3")
-    assert mirror_nodes(["n"], "n", 2) == ()
+    assert mirror_nodes(nodes, 2)["n4"] == ("n5", "n0")
+    assert mirror_nodes(nodes, 9)["n4"] == ("n5", "n0", "n1", "n2", "n3")
+    assert mirror_nodes(["n"], 2) == {"n": ()}
     racks = {node: f"r{place // 3}" for place, node in enumerate(nodes)}
-    kept = [mirror_nodes(nodes, node, 2, racks) for node in nodes]
+    kept = list(mirror_nodes(nodes, 2, racks).values())
     assert all(racks[other] != racks[node] for node, others in zip(nodes, kept, strict=True) for other in others)
     assert set(Counter(other for others in kept for other in others).values()) == {2}  # nobody keeps all
-    assert mirror_nodes(nodes, "n0", 4, racks)[3] in ("n1", "n2")
+    assert mirror_nodes(nodes, 4, racks)["n0"][3] in ("n1", "n2")
     holdings = [holding(f"s{node}", node, private(5)) for node in nodes]
     assert mirrors(holdings, Modes(node=True))["sn3"] == ("n3",)
     assert mirrors(holdings, Modes(peer=True, peer_code="rs", peer_losses=3))["sn3"] == ("n3", "n4", "n5", "n0")
