@@ -45,23 +45,30 @@ _MOST = 1 << 30  # iterations
 class Costs:
     """What is known of a job before it runs, in seconds.
 
-    ``iteration``: its length. ``snapshot``: of training, that one takes. ``protect``: until one is protected, by the
-    network and the SMP; ``rest``: until its share of the cores is made up for. ``flush``: until one is on storage.
+    ``iteration``: its length. ``snapshot``: of training, that one takes; ``wait`` of these for copies that an
+    iteration has no room for. ``network`` and ``smp``: that those take at the least to protect one; ``rest``: until
+    its share of the cores is made up for. ``flush``: until one is on storage.
     """
 
     iteration: float
     snapshot: float
-    protect: float
+    wait: float
+    network: float
+    smp: float
     rest: float
     flush: float
+
+    @property
+    def protect(self) -> float:
+        """Until one is protected."""
+        return max(self.network, self.smp)
 
     @classmethod
     def guess(
         cls, config: Config, iteration: float, snapshot: float | None, *, rank_bytes: float, ranks: int,
-        protect: float,
+        network: float,
     ) -> Costs:  # fmt: skip
-        """``snapshot`` None: guessed as if no byte fitted into windows. ``ranks`` of a node; ``protect``: seconds of
-        the network.
+        """``snapshot`` None: guessed as if no byte fitted into windows. ``ranks`` of a node.
 
         Raises:
             ConfigError: a length that is none.
@@ -70,14 +77,16 @@ class Costs:
             raise ConfigError(f"--iteration-secs: {iteration:g} is not the length of an iteration in seconds")
         if snapshot is not None and not 0 <= snapshot < 1e6:
             raise ConfigError(f"--snapshot-cost-secs: {snapshot:g} is not a time in seconds")
+        copy_secs = rank_bytes / (COPY_GBPS * 1e9)
+        wait = max(0.0, copy_secs - iteration)
         if snapshot is None:
-            snapshot = SLOWED * rank_bytes / (COPY_GBPS * 1e9)
+            snapshot = SLOWED * (copy_secs - wait) + wait
         node_bytes = ranks * rank_bytes
-        smp = node_bytes / (SMP_GBPS * 1e9)
+        smp = node_bytes / (min(SMP_GBPS, config.smp_gbps or SMP_GBPS) * 1e9)
         share = config.smp_cores * CORES_PER_RANK * ranks if config.protect_interval == "auto" else 0.0
         rest = min(smp / share, MOST_REST_SECS) if share else 0.0
         flush = node_bytes / ((config.persist_gbps or STORE_GBPS) * 1e9)
-        return cls(iteration, snapshot, max(protect, smp), rest, flush)
+        return cls(iteration, snapshot, min(wait, snapshot), network, smp, rest, flush)
 
 
 class Answer(NamedTuple):
@@ -100,8 +109,14 @@ class IntervalForecast:
     """Iterations between snapshots at which most is trained."""
     budget: float
     """Share of training that they would take."""
+    stretched: bool
+    """Whether ``overhead_budget`` makes that longer than the interval that was set."""
+    gap: int
+    """Most iterations between snapshots: as ``interval``, or while one is protected, where slots are too few."""
     protected: int
     """Iterations from one protected snapshot to the next."""
+    limit: str
+    """The setting that keeps them from being fewer; empty: each snapshot is protected."""
     protected_age_secs: float
     """Of the newest one at most."""
 
@@ -134,28 +149,31 @@ class IntervalForecast:
             {"failures": a.kinds, "place": a.place, "interval": a.interval, **a.tier._asdict(), **a.waste._asdict()}
             for a in self.answers
         ]
-        best = {"best_interval": self.best, "best_overhead_budget": self.budget}
+        best = {"gap": self.gap, "best_interval": self.best, "best_overhead_budget": self.budget}
         return {"intervals": rows, **best, "overhead": self.waste.overhead, "lost": self.waste.lost}
 
 
 def forecast(
-    config: Config, costs: Costs, nodes: int, survives_nodes: bool, seen: FailureRecord | None = None
-) -> IntervalForecast:
+    config: Config, costs: Costs, nodes: int, survives_nodes: bool, seen: FailureRecord | None = None, *,
+    is_short: bool = False,
+) -> IntervalForecast:  # fmt: skip
     """How often snapshots are taken, protected and stored as ``config`` says, and what that wastes.
 
     ``survives_nodes``: memory survives the loss of a node; where it does not, storage answers that, too. ``seen``: of
-    failures, by a job that has trained.
+    failures, by a job that has trained. ``is_short``: a snapshot that is being protected leaves no slot for others.
     """
     failures = expected(mtbf_secs(check_mtbf(config.mtbf), nodes), seen, nodes)
     rates = {kind: rate.mtbf_secs for kind, rate in failures.items()}
     iteration = costs.iteration
     every = config.least_interval
-    if config.interval == "auto" and config.overhead_budget:
-        every = shortest_interval(costs.snapshot / iteration, config.overhead_budget, _MOST)
-    memory = Tier(rates[PROCESS], costs.snapshot, late_secs=iteration)
-    # A target that takes longer than that makes those between go unprotected.
-    least = 1 if config.protect_interval == "auto" else config.protect_interval
-    protected = max(every * least, math.ceil(max(costs.protect, costs.rest) / iteration))
+    if config.overhead_budget:
+        # Of an interval that is set, as a job does it: what training waits for makes it longer.
+        cost = costs.snapshot if config.interval == "auto" else costs.wait
+        every *= shortest_interval(cost / iteration, config.overhead_budget, _MOST)
+    # One is taken beside the one that is being protected, and no other until that is done.
+    gap = max(every, math.ceil(costs.protect / iteration)) if is_short else every
+    memory = Tier(rates[PROCESS], costs.snapshot, late_secs=(1 + gap - every) * iteration)
+    protected, limit = _protected(config, costs, every)
     answers = [_answer("a process", "memory", every, memory, iteration)]
     if survives_nodes:
         # What one costs is counted above.
@@ -174,8 +192,24 @@ def forecast(
     best = max(1, math.ceil(Tier(secs, costs.snapshot).best_secs() / iteration))
     return IntervalForecast(
         tuple(answers), tuple(_assumed(config, costs, failures, seen)), best, costs.snapshot / (best * iteration),
-        protected, (protected + 1) * iteration + costs.protect,
+        config.interval != "auto" and every > config.interval, gap, protected, limit,
+        (protected + 1) * iteration + costs.protect,
     )  # fmt: skip
+
+
+def _protected(config: Config, costs: Costs, every: int) -> tuple[int, str]:
+    """Iterations from one protected snapshot to the next, and the setting that keeps them from being fewer."""
+    least = 1 if config.protect_interval == "auto" else config.protect_interval
+    # A target that takes longer than those between makes these go unprotected.
+    longest, limit = max(
+        (costs.network, "--ftckpt-network-gbps"),
+        (costs.smp, "--ftckpt-smp-gbps" if 0 < config.smp_gbps < SMP_GBPS else "one core of the SMP"),
+        (costs.rest, "--ftckpt-smp-cores"),
+    )
+    iterations = math.ceil(longest / costs.iteration)
+    if iterations > every * least:
+        return iterations, limit
+    return every * least, "--ftckpt-protect-interval" if least > 1 else ""
 
 
 def _answer(kinds: str, place: str, interval: int, tier: Tier, iteration_secs: float) -> Answer:

@@ -27,7 +27,7 @@ from ftckpt.model.text import human
 from ftckpt.model.topology import Topology
 from ftckpt.parity.groups import ParityGroup, mirrors, node_groups, peer_groups, slot_groups
 from ftckpt.parity.holding import Holding
-from ftckpt.parity.modes import PARITY_FILES, Modes, lessened, possible_modes, resolve_modes
+from ftckpt.parity.modes import PARITY_FILES, Modes, lessened, possible_modes, require_slots, resolve_modes
 from ftckpt.parity.table import ProtectionTable, protection_table
 from ftckpt.store.arena import Arena
 from ftckpt.store.checks import CheckState
@@ -39,9 +39,6 @@ from ftckpt.store.stacks import answer_signals
 
 _SMP_SILENT_SECS = 10.0
 """An SMP that gave no sign of life for so long guards nothing."""
-
-_LEAST_SLOTS = 3
-"""One is protected, one is being protected, one is written."""
 
 
 class _Held(NamedTuple):
@@ -358,17 +355,7 @@ class Protection:
     def _first_modes(self, spans_nodes: bool) -> Modes:
         """What is protected, as far as it can be known without arenas, and that slots suffice for it."""
         modes = self._resolve(spans_nodes)
-        slots = self._config.num_slots(bool(modes.names))
-        if modes.names and slots < _LEAST_SLOTS:
-            raise ConfigError(
-                f"--ftckpt-slots: {slots} are too few with protection ({', '.join(modes.names)}): one is protected, "
-                f"one is being protected, one is written; use {_LEAST_SLOTS} or more, or 0"
-            )
-        if self._config.persist and slots < (least := (_LEAST_SLOTS if modes.names else 2) + 1):
-            raise ConfigError(
-                f"--ftckpt-slots: {slots} are too few with --ftckpt-persist: one more is kept until it is on "
-                f"storage; use {least} or more, or 0"
-            )
+        require_slots(self._config, modes)
         return modes
 
     def _resolve(self, spans_nodes: bool) -> Modes:

@@ -12,7 +12,7 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any, TypeVar
 
 import xxhash
@@ -264,7 +264,12 @@ def slot_group_name(mode: str, shards: Iterable[str], replica_set: Iterable[str]
     Its first half follows from mode and members alone, so that a reader sees whether it knows all members.
     Every member must have a section of the group, if only one with blocks.
     """
-    return _digest([mode, sorted(shards)], 8) + _digest(sorted(replica_set), 8)
+    return _digest([mode, sorted(shards)], 8) + _set_digest(tuple(replica_set))
+
+
+@lru_cache(maxsize=4)  # a large set has many groups, one after another
+def _set_digest(replica_set: tuple[str, ...]) -> str:
+    return _digest(sorted(replica_set), 8)
 
 
 def slot_group(name: str, mode: str, chunk_bytes: int, members: Iterable[Member]) -> ParityGroup:

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from ftckpt.config import CODES, check_protect
+from ftckpt.config import CODES, Config, check_protect
 from ftckpt.errors import ConfigError
 
 MOST_MEMBERS = 8
@@ -45,6 +45,10 @@ PARITY_FILES = 2
 """Parity files of an arena for each mode: one of the protected snapshot, one of the target."""
 
 
+LEAST_SLOTS = 3
+"""One is protected, one is being protected, one is written."""
+
+
 @dataclass(frozen=True)
 class Modes:
     """The kinds of protection in use. ``replica`` is "", "replica" or "copy".
@@ -79,6 +83,25 @@ def lessened(modes: Modes) -> Modes | None:
     stays, as nothing else guards a node whole: replicas are of some of the state, and what lies in slots is no file.
     """
     return replace(modes, node=False) if modes.node and modes.peer else None
+
+
+def require_slots(config: Config, modes: Modes) -> None:
+    """Make sure that the slots which a user has set suffice for what is protected.
+
+    Raises:
+        ConfigError: they do not; the text names how many do.
+    """
+    slots = config.num_slots(bool(modes.names))
+    if modes.names and slots < LEAST_SLOTS:
+        raise ConfigError(
+            f"--ftckpt-slots: {slots} are too few with protection ({', '.join(modes.names)}): one is protected, "
+            f"one is being protected, one is written; use {LEAST_SLOTS} or more, or 0"
+        )
+    if config.persist and slots < (least := (LEAST_SLOTS if modes.names else 2) + 1):
+        raise ConfigError(
+            f"--ftckpt-slots: {slots} are too few with --ftckpt-persist: one more is kept until it is on "
+            f"storage; use {least} or more, or 0"
+        )
 
 
 def resolve_modes(

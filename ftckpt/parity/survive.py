@@ -172,10 +172,10 @@ class Forecast:
             return True
         pattern = self._pattern(lost)
         if pattern not in self._known:
-            # With fewer lost chunks more can be solved: if that fails, so does the whole.
-            # Two periods of the longest group: every arrangement of holders occurs in them.
-            few = 2 * max((len(self.groups[g].members) for shard in lost for g in self._of_shard[shard]), default=0)
-            self._known[pattern] = not self._unsolved(lost, few) and not self._unsolved(lost, None)
+            # With fewer lost chunks more can be solved: if that fails, so does the whole. Two tell most of the time.
+            # In two periods of the longest group every arrangement of holders occurs.
+            longest = max((len(self.groups[g].members) for shard in lost for g in self._of_shard[shard]), default=0)
+            self._known[pattern] = not any(self._unsolved(lost, few) for few in (2, 2 * longest, None))
         return self._known[pattern]
 
     def unrecoverable(self, lost_shards: Set[str], lost_nodes: Set[str]) -> list[str]:
@@ -325,13 +325,16 @@ class LossUnits:
     def _looks(self, unit: str) -> Any:
         forecast, places = self._forecast, self._groups[unit]
         arenas = tuple(
-            (forecast.cut_of(shard), *((places[g], forecast.groups[g].places[shard]) for g in forecast.groups_of(shard)))
+            (
+                forecast.cut_of(shard),
+                *((places[g], forecast.groups[g].places[shard]) for g in forecast.groups_of(shard)),
+            )
             for shard in self._shards[unit]
         )
         return arenas, tuple(map(forecast.shape_of, places))
 
     def _alone_with_packages(self) -> dict[str, list[set[str]]]:
-        """Of units with arenas whose packages all lie on one or two nodes, those nodes; on none, where there are none."""
+        """Of units with arenas whose packages all lie on one or two nodes, or on none, those nodes."""
         packages, found = self._forecast.packages, {}
         for unit, shards in self._shards.items():
             # An arena that is lost alone leaves the packages, on its own node too.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from ftckpt.model.text import human
@@ -60,6 +60,14 @@ class ProtectionTable:
         """The memory of the node that needs most."""
         return max(self.memory.values(), key=lambda memory: memory.sum)
 
+    def with_slots(self, before: int, slots: int) -> ProtectionTable:
+        """The same with ``slots`` of an arena in the place of ``before``, on which failures do not depend."""
+        memory = {
+            node: replace(own, slots=own.slots // before * slots, in_slots=own.in_slots // before * slots)
+            for node, own in self.memory.items()
+        }
+        return replace(self, memory=memory)
+
     def lines(self) -> list[str]:
         most = self.fullest
         width = max(len(failure.lost) for failure in self.failures)
@@ -87,6 +95,17 @@ class ProtectionTable:
         }
 
 
+def memory_table(
+    holdings: Sequence[Holding],
+    groups: Sequence[ParityGroup],
+    mirrors: Mapping[str, Sequence[str]],
+    slots: int,
+    parity_bytes: FileBytes,
+) -> dict[str, Memory]:
+    """Node → its memory; arguments as for ``protection_table``."""
+    return _memory(holdings, _parity(groups, parity_bytes), mirrors, slots)
+
+
 def protection_table(
     holdings: Sequence[Holding],
     groups: Sequence[ParityGroup],
@@ -104,10 +123,9 @@ def protection_table(
     """
     if not holdings:
         raise ValueError("no holdings: nothing to report on")
-    parity = _parity(groups, parity_bytes)
     return ProtectionTable(
         failure_table(holdings, groups, mirrors),
-        _memory(holdings, parity, mirrors, slots),
+        memory_table(holdings, groups, mirrors, slots, parity_bytes),
         _network(holdings, groups, mirrors),
     )
 
@@ -115,7 +133,7 @@ def protection_table(
 def failure_table(
     holdings: Sequence[Holding], groups: Sequence[ParityGroup], mirrors: Mapping[str, Sequence[str]]
 ) -> tuple[Failure, ...]:
-    """Every case of every failure, decided once for all that look alike; pairs that share neither group nor package by
+    """Every case of every failure, decided once for all that look alike; pairs without a common group or package by
     their parts."""
     forecast = Forecast(groups, mirrors, holdings)
     nodes = len(forecast.on_node)

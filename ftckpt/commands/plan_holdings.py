@@ -1,0 +1,227 @@
+"""The arenas of a job that need not run yet, and what protects them: groups, table and sums as a real start has them.
+
+Only what ranks hold is made up, from the size of the job (``plan_job``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache
+
+from ftckpt.commands.plan_job import JobShape
+from ftckpt.config import Config
+from ftckpt.errors import MemoryBudgetError
+from ftckpt.model.shares import equal_cuts
+from ftckpt.parity.groups import (
+    Member,
+    ParityGroup,
+    mirrors,
+    node_groups,
+    peer_groups,
+    replica_partition,
+    slot_group,
+    slot_group_name,
+    slot_groups,
+)
+from ftckpt.parity.holding import Holding, HoldingSection
+from ftckpt.parity.modes import Modes, lessened, require_slots, resolve_modes
+from ftckpt.parity.stripes import blocks_bytes
+from ftckpt.parity.table import Memory, ProtectionTable, memory_table, protection_table
+from ftckpt.store.ledger import require_limit
+from ftckpt.store.parity_file import parity_bytes
+
+HEADER_BYTES = 64 << 10
+"""Assumed for the header of a slot, which its package repeats."""
+
+
+@dataclass
+class _Parts:
+    """What one rank's slot holds: private bytes, shares under groups, then copies and parity."""
+
+    private: int = 0
+    shared: dict[str, int] = field(default_factory=dict)
+    protecting: list[tuple[str, str, str, tuple[int, ...]]] = field(default_factory=list)
+
+
+def build(job: JobShape, modes: Modes) -> list[Holding]:
+    """The holdings of a job under these modes, rank by rank."""
+    parts = [_Parts(job.private_bytes) for _ in range(job.ranks)]
+    for ranks, nbytes in job.replica_sets.items():
+        cuts = equal_cuts(nbytes, len(ranks)).tolist()
+        share = {rank: cuts[place + 1] - cuts[place] for place, rank in enumerate(ranks)}
+        replica_set = tuple(job.shards[rank] for rank in ranks)
+        for group in replica_partition(ranks, job.node, job.rack):
+            if not modes.replica or len(group) < 2:
+                for rank in group:
+                    parts[rank].private += share[rank]
+                continue
+            name = slot_group_name(modes.replica, (job.shards[rank] for rank in group), replica_set)
+            for rank in group:
+                parts[rank].shared[name] = share[rank]
+            _keep_blocks(job, modes.replica, name, {job.shards[rank]: parts[rank] for rank in group})
+    return [_holding(job, rank, parts[rank]) for rank in range(job.ranks)]
+
+
+def _keep_blocks(job: JobShape, mode: str, name: str, parts: Mapping[str, _Parts]) -> None:
+    members = [Member(s, "", "", 0, _cut(part.shared[name], job.chunk_bytes)) for s, part in parts.items()]
+    group: ParityGroup = slot_group(name, mode, job.chunk_bytes, members)
+    for holder, member in enumerate(group.members):
+        # Holder 0 keeps that of the last: members copy each other in a ring.
+        kind, of = ("parity", "") if mode == "replica" else ("copy", group.members[holder - 1].shard)
+        lengths = _cut(blocks_bytes(group, holder), job.chunk_bytes)
+        parts[member.shard].protecting.append((kind, name, of, lengths))
+
+
+def _holding(job: JobShape, rank: int, parts: _Parts) -> Holding:
+    shard = job.shards[rank]
+    wanted = [("private", "", "", _cut(parts.private, job.chunk_bytes))]
+    wanted += [("shared", name, "", _cut(nbytes, job.chunk_bytes)) for name, nbytes in parts.shared.items()]
+    sections, first, data = [], 0, 0
+    for kind, group, of, lengths in wanted + sorted(parts.protecting):
+        sections.append(HoldingSection(kind, group, of, first, lengths))
+        first += len(lengths)
+        data += sum(lengths)
+    return Holding(
+        shard=shard,
+        node=job.node(rank),
+        rack=job.rack(rank),
+        # Any name that differs between ranks will do: nothing of it exists.
+        arena=shard,
+        digest="",
+        chunk_bytes=job.chunk_bytes,
+        sections=tuple(sections),
+        volatile=(first, ()),
+        slot_bytes=data + job.objects_bytes + HEADER_BYTES,
+        # 8 bytes for the checksum of each chunk.
+        package_bytes=job.objects_bytes + HEADER_BYTES + 8 * first,
+    )
+
+
+@lru_cache(maxsize=1024)  # few ranks of a job differ: thousands of the longest tuples would fill memory
+def _cut(nbytes: int, chunk_bytes: int) -> tuple[int, ...]:
+    whole, rest = divmod(nbytes, chunk_bytes)
+    return (chunk_bytes,) * whole + ((rest,) if rest else ())
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """What the ranks of a job hold under some modes, and what protects it."""
+
+    job: JobShape
+    modes: Modes
+
+    @cached_property
+    def holdings(self) -> list[Holding]:
+        return build(self.job, self.modes)
+
+    @cached_property
+    def groups(self) -> list[ParityGroup]:
+        """In the order of a start."""
+        holdings, modes = self.holdings, self.modes
+        files = [*(node_groups(holdings) if modes.node else []), *peer_groups(holdings, modes)]
+        return [*files, *slot_groups(holdings)]
+
+    @cached_property
+    def mirrors(self) -> Mapping[str, Sequence[str]]:
+        return mirrors(self.holdings, self.modes)
+
+    @property
+    def copied_bytes(self) -> int:
+        """What a rank copies of stepped state per snapshot, at the most."""
+        return max(sum(sum(section.lengths) for section in holding.sections) for holding in self.holdings)
+
+    def table(self, slots: int) -> ProtectionTable:
+        return protection_table(self.holdings, self.groups, self.mirrors, slots, parity_bytes)
+
+    def fullest(self, slots: int) -> Memory:
+        """The memory of the node that needs most, as ``table`` has it, without what is survived."""
+        memory = memory_table(self.holdings, self.groups, self.mirrors, slots, parity_bytes)
+        return max(memory.values(), key=lambda node: node.sum)
+
+
+@dataclass(frozen=True)
+class Planned:
+    """How a job would start: its modes, its slots per arena, and what protects it."""
+
+    arrangement: Arrangement
+    slots: int
+    table: ProtectionTable
+    is_short: bool
+    """Whether snapshots are left out while one is being protected, for want of a slot."""
+
+    @property
+    def modes(self) -> Modes:
+        return self.arrangement.modes
+
+
+def resolved(job: JobShape, config: Config) -> Modes:
+    """Those that ``config`` means for a job.
+
+    Raises:
+        ConfigError: modes or slots that a start refuses.
+    """
+    places = [(job.shards[rank], job.node(rank), job.rack(rank)) for rank in range(job.ranks)]
+    spans = any(job.node(ranks[0]) != job.node(rank) for ranks in job.replica_sets for rank in ranks)
+    modes = resolve_modes(
+        config.protect, places, spans, peer_code=config.peer_code, peer_losses=config.peer_losses,
+        peer_group=config.peer_group,
+    )  # fmt: skip
+    require_slots(config, modes)
+    return modes
+
+
+def plan(job: JobShape, config: Config, node_bytes: int = 0) -> Planned:
+    """How a job would start on nodes that have ``node_bytes`` of memory for it; 0: as much as it takes.
+
+    Where they have less than it needs at the least, it is planned all the same.
+
+    Raises:
+        ConfigError: as ``resolved``.
+        MemoryBudgetError: more than ``memory_limit`` with as few slots and modes as can be.
+    """
+    arrangement = Arrangement(job, resolved(job, config))
+    slots, least = (config.num_slots(bool(arrangement.modes.names), short) for short in (False, True))
+    table = arrangement.table(slots)
+    while True:
+        node, memory = max(table.memory.items(), key=lambda one: one[1].sum)
+        # As a start does: a slot first, then a mode that nobody has named, and that for the sake of the limit alone.
+        try:
+            require_limit(config.memory_limit, node, memory.slots, memory.parity, memory.packages)
+            fewer = None
+        except MemoryBudgetError:
+            fewer = lessened(arrangement.modes) if config.protect == "auto" else None
+            if slots == least and fewer is None:
+                raise
+        else:
+            if not node_bytes or memory.sum <= node_bytes or slots == least:
+                return Planned(arrangement, slots, table, bool(arrangement.modes.names) and slots < _enough(config))
+        if slots != least:
+            slots, table = least, table.with_slots(slots, least)
+        elif fewer is not None:
+            arrangement = Arrangement(job, fewer)
+            table = arrangement.table(slots)
+
+
+def _enough(config: Config) -> int:
+    """Slots with which no snapshot waits for the protection of another."""
+    return replace(config, slots=0).num_slots(protects=True)
+
+
+def leaner(planned: Planned, config: Config) -> Iterator[tuple[str, Memory]]:
+    """Settings with which a node needs less, and what of the fullest then; first what survives most."""
+    job, names = planned.arrangement.job, planned.modes.names
+    least = replace(config, slots=0).num_slots(bool(names), short=True)
+    if planned.slots > least:
+        yield f"--ftckpt-slots {least}", planned.arrangement.fullest(least)
+    # Without what stays inside a node first: that brings no node back.
+    fewer = [tuple(name for name in names if name not in without) for without in _WITHOUT]
+    for wanted in dict.fromkeys([*fewer, ("node",), ("none",)]):
+        protect, other = ",".join(wanted), replace(config, protect=",".join(wanted) or "none", slots=0)
+        if not wanted or wanted == names or not set(wanted) <= {*names, "none"}:
+            continue
+        modes = resolved(job, other)
+        yield f"--ftckpt-protect {protect}", Arrangement(job, modes).fullest(other.num_slots(bool(modes.names), True))
+
+
+_WITHOUT = (("node",), ("node", "replica", "copy"), ("node", "peer"), ("replica", "copy", "peer"))

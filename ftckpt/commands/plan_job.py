@@ -1,0 +1,314 @@
+"""The job that ``ftckpt plan`` is asked about: its layout, and which ranks hold which bytes of its state.
+
+What frameworks hold where is what their doors describe at a start; ``tests/multiproc/test_plan.py`` compares.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from ftckpt.config import Config
+from ftckpt.errors import ConfigError
+from ftckpt.model.manifest import MAX_CHUNKS, shard_name
+from ftckpt.units import counted
+
+# A holding per rank is made up in memory: a mistyped size is to be an error, not a machine without memory.
+_MOST_RANKS = 1 << 20
+
+_MASTERS_BYTES = 12
+"""Of a parameter: an fp32 weight (a master where training is in 16 bits) and two fp32 moments of Adam."""
+_PURE_BYTES = 6
+"""A weight in 16 bits that has no master, and moments of its kind."""
+
+
+@dataclass(frozen=True)
+class Holders:
+    """Who holds what the optimizer steps, of ranks that train the same parameters on other data.
+
+    ``option`` as users write it. ``copies`` of these ranks hold the same bytes: 1: each has a part of its own; 0: all
+    have all of it; others: each of so many groups has all of it, a part on each rank. ``text``: of what that is.
+    """
+
+    option: str
+    copies: int
+    bytes_per_param: int
+    text: str
+
+
+@dataclass(frozen=True)
+class JobShape:
+    """The size of a job; rank order as in Megatron: tp, cp, dp, pp, from the fastest to the slowest.
+
+    ``etp`` tensor-parallel ranks share an expert. Ranks of a stage hold experts in the order etp, ep.
+    """
+
+    tp: int
+    cp: int
+    dp: int
+    pp: int
+    vpp: int
+    ep: int
+    etp: int
+    gpus_per_node: int
+    params: int
+    expert_params: int
+    holders: Holders
+    nodes_per_rack: int
+    chunk_bytes: int
+    objects_bytes: int
+
+    @property
+    def ranks(self) -> int:
+        return self.tp * self.cp * self.dp * self.pp
+
+    @property
+    def nodes(self) -> int:
+        return self.ranks // self.gpus_per_node
+
+    @cached_property
+    def shards(self) -> Sequence[str]:
+        """Of each rank its coordinates as a name."""
+        return [
+            shard_name({"tp": tp, "pp": pp, "cp": cp, "dp": dp})
+            for pp in range(self.pp)
+            for dp in range(self.dp)
+            for cp in range(self.cp)
+            for tp in range(self.tp)
+        ]
+
+    @cached_property
+    def _node_names(self) -> Sequence[str]:
+        digits = len(str(self.nodes - 1))
+        return [f"node{number:0{digits}d}" for number in range(self.nodes)]
+
+    def node(self, rank: int) -> str:
+        """The node of a rank."""
+        return self._node_names[rank // self.gpus_per_node]
+
+    def rack(self, rank: int) -> str:
+        """The rack of a rank, "" where none are named."""
+        return f"rack{rank // self.gpus_per_node // self.nodes_per_rack}" if self.nodes_per_rack else ""
+
+    @property
+    def state_bytes(self) -> int:
+        """Of all ranks together, each byte once."""
+        return self.holders.bytes_per_param * self.params
+
+    @property
+    def private_bytes(self) -> int:
+        """What a rank alone holds."""
+        return self.state_bytes // self.ranks if self.holders.copies == 1 else 0
+
+    @cached_property
+    def replica_sets(self) -> Mapping[tuple[int, ...], int]:
+        """Ranks → bytes of state that all of them hold alike."""
+        sets: dict[tuple[int, ...], int] = {}
+        size, copies = self.tp * self.cp * self.dp, self.holders.copies
+        if copies == 1:
+            return sets
+        dense, experts = self.params - self.expert_params, self.expert_params
+        for stage in (range(size * pp, size * (pp + 1)) for pp in range(self.pp)):
+            if copies:
+                parts = size // copies
+                held = [(stage[part::parts], self.params // (self.pp * parts)) for part in range(parts)]
+            else:
+                held = [(stage[tp :: self.tp], dense // (self.pp * self.tp)) for tp in range(self.tp)]
+                # Of the experts a rank has those of its place among etp * ep, with the ranks that far from it.
+                apart = self.etp * self.ep
+                held += [(stage[place::apart], experts // (self.pp * apart)) for place in range(apart)]
+            for members, params in held:
+                if params:
+                    ranks = tuple(members)
+                    sets[ranks] = sets.get(ranks, 0) + self.holders.bytes_per_param * params
+        return sets
+
+    def assumptions(self) -> list[str]:
+        """What is taken for granted of its state."""
+        told = [
+            f"{self.holders.bytes_per_param} bytes per parameter: {self.holders.text}",
+            "parameters lie evenly over ranks, and all are trained: layernorms, embeddings, padding, frozen ones and "
+            "volatile state are not counted apart",
+        ]
+        if self.vpp > 1:
+            told.append(
+                f"vpp {self.vpp} changes which layers a stage has and when copies run, not how much a rank holds; "
+                "what a snapshot costs is guessed as if no byte fitted into windows"
+            )
+        return told
+
+
+def add_shape(parser: argparse.ArgumentParser) -> None:
+    """Add what ``job_of`` reads to the parser of a command."""
+    for name, text in (
+        ("tp", "TP size"), ("pp", "PP size"), ("vpp", "model chunks per pipeline stage"), ("dp", "DP size"),
+        ("cp", "CP size"), ("ep", "EP size"),
+    ):  # fmt: skip
+        parser.add_argument(f"--{name}", type=int, default=1, help=f"{text} (default: 1)")
+    parser.add_argument("--etp", type=int, help="TP size of experts (default: that of --tp)")
+    parser.add_argument("--gpus-per-node", type=int, required=True, metavar="N", help="ranks on a node")
+    parser.add_argument("--params", type=counted, required=True, help="parameters of the model, such as 34b or 34e9")
+    parser.add_argument(
+        "--expert-params", type=counted, default=0, metavar="P", help="how many of them are in experts"
+    )
+    parser.add_argument("--layers", type=int, metavar="N", help="of the model: whether stages divide them is checked")
+    parser.add_argument(
+        "--optimizer", choices=("distributed", "replicated"), help="Megatron's, or DDP (default: distributed)"
+    )
+    parser.add_argument("--zero", type=int, choices=(0, 1, 2, 3), help="DeepSpeed with this stage of ZeRO")
+    parser.add_argument("--fsdp", action="store_true", help="FSDP2: each data-parallel rank has a part of everything")
+    parser.add_argument(
+        "--fsdp-replicas", type=int, metavar="N", help="HSDP: so many groups of ranks have a whole model each"
+    )
+    parser.add_argument(
+        "--dtype", choices=("bf16", "fp16", "fp32"),
+        help="of the weights in training (default: bf16, with FSDP fp32, of which bf16 ones are made)",
+    )  # fmt: skip
+    parser.add_argument("--racks", type=int, default=0, metavar="N", help="spread the nodes evenly over N racks")
+    parser.add_argument("--nodes-per-rack", type=int, default=0, metavar="N", help="nodes that share a rack")
+
+
+def job_of(arguments: argparse.Namespace, config: Config) -> JobShape:
+    """The job that a command line describes.
+
+    Raises:
+        ConfigError: one that cannot be; the text names the option and the remedy.
+    """
+    etp = arguments.tp if arguments.etp is None else arguments.etp
+    _check_layout(arguments, etp)
+    ranks = arguments.tp * arguments.pp * arguments.dp * arguments.cp
+    per_node = arguments.gpus_per_node
+    if ranks > _MOST_RANKS:
+        raise ConfigError(f"tp*pp*dp*cp: {ranks} ranks are too many; the most is {_MOST_RANKS}")
+    if per_node > ranks:
+        raise ConfigError(f"--gpus-per-node: {per_node} is more than the {ranks} ranks (tp*pp*dp*cp) that there are")
+    if ranks % per_node:
+        raise ConfigError(
+            f"--gpus-per-node: {ranks} ranks (tp*pp*dp*cp) do not fill nodes of {per_node}; change --dp or it"
+        )
+    params, experts = _parameters(arguments, ranks, etp)
+    job = JobShape(
+        tp=arguments.tp, cp=arguments.cp, dp=arguments.dp, pp=arguments.pp, ep=arguments.ep, etp=etp,
+        vpp=arguments.vpp, gpus_per_node=per_node, params=params, expert_params=experts, holders=_holders(arguments),
+        nodes_per_rack=_nodes_per_rack(arguments.racks, arguments.nodes_per_rack, ranks // per_node),
+        chunk_bytes=config.chunk_bytes, objects_bytes=config.objects_mib << 20,
+    )  # fmt: skip
+    # As a start refuses it, and before tuples of that many chunks are made: a third, for parity, is not in sight yet.
+    if (chunks := job.state_bytes // job.ranks // job.chunk_bytes) > MAX_CHUNKS // 4:
+        raise ConfigError(
+            f"--params: {chunks} chunks of {config.chunk_mib:g} MiB on each rank; the most is {MAX_CHUNKS // 4}: "
+            "more ranks, or a larger --ftckpt-chunk-mib"
+        )
+    return job
+
+
+def _check_layout(arguments: argparse.Namespace, etp: int) -> None:
+    sizes: dict[str, Any] = {**vars(arguments), "etp": etp}
+    for name in ("tp", "pp", "vpp", "dp", "cp", "ep", "etp", "gpus_per_node", "layers", "fsdp_replicas"):
+        if sizes[name] is not None and sizes[name] < 1:
+            raise ConfigError(f"--{name.replace('_', '-')}: {sizes[name]} is too small; the least is 1")
+    pp, vpp, ep, layers = arguments.pp, arguments.vpp, arguments.ep, arguments.layers
+    if vpp > 1 and pp == 1:
+        raise ConfigError(f"--vpp: {vpp} chunks per stage need a pipeline; give --pp 2 or more, or leave --vpp out")
+    stage = arguments.tp * arguments.cp * arguments.dp
+    if stage % (ep * etp):
+        what = "dp*cp" if etp == arguments.tp else "tp*dp*cp"
+        size, into = (ep, stage // etp) if etp == arguments.tp else (ep * etp, stage)
+        name = f"{ep}" if etp == arguments.tp else f"ep*etp = {size}"
+        raise ConfigError(f"--ep: {name} does not divide {what} = {into}; experts would lie on a part of the ranks")
+    if layers is not None and (layers < pp * vpp or (layers % (pp * vpp) and arguments.zero is None)):
+        raise ConfigError(
+            f"--layers: {layers} do not spread evenly over pp*vpp = {pp * vpp}; change --pp or --vpp, or leave "
+            "--layers out where stages differ"
+        )
+    _check_framework(arguments)
+
+
+def _check_framework(arguments: argparse.Namespace) -> None:
+    """What neither DeepSpeed nor FSDP2 does, or ftckpt does not under them."""
+    ways = [name for name in ("optimizer", "zero") if getattr(arguments, name) is not None]
+    ways += ["fsdp"] if arguments.fsdp else []
+    if len(ways) > 1:
+        raise ConfigError(f"--{ways[1]}: beside --{ways[0]} it says a second time who holds what; give one of them")
+    if arguments.fsdp_replicas is not None and not arguments.fsdp:
+        raise ConfigError("--fsdp-replicas: needs --fsdp")
+    cannot: dict[str, str] = {}
+    if arguments.zero is not None:
+        cannot = {
+            "vpp": "DeepSpeed has no interleaved pipeline",
+            "cp": "ftckpt refuses DeepSpeed's sequence_parallel_size",
+            "etp": "DeepSpeed divides no expert",
+        }
+        if arguments.zero >= 2:
+            cannot["pp"] = "DeepSpeed's pipelines take ZeRO 0 and 1 alone"
+        if arguments.zero == 3 or arguments.pp > 1 or arguments.tp > 1:
+            cannot["ep"] = "ftckpt knows DeepSpeed's experts without tp and pp, and under ZeRO 0 to 2"
+    elif arguments.fsdp:
+        why = "with --fsdp all ranks are counted by --dp and --tp"
+        cannot = dict.fromkeys(("pp", "vpp", "cp", "ep", "etp"), why)
+    for name, why in cannot.items():
+        if (getattr(arguments, name) or 1) > 1:
+            raise ConfigError(f"--{name}: {getattr(arguments, name)} cannot be: {why}; leave it out")
+    copies = arguments.fsdp_replicas or 1
+    if arguments.dp % copies or (copies > 1 and copies == arguments.dp):
+        raise ConfigError(
+            f"--fsdp-replicas: {copies} groups do not divide dp = {arguments.dp} into groups of two ranks or more"
+        )
+
+
+def _parameters(arguments: argparse.Namespace, ranks: int, etp: int) -> tuple[int, int]:
+    """Those of the model, and how many of them are in experts."""
+    params, experts, parts = arguments.params, arguments.expert_params, arguments.pp * arguments.ep * etp
+    if not ranks <= params <= 1e18:
+        raise ConfigError(f"--params: {params:g} is not a size of a model; name at least one parameter per rank")
+    if not 0 <= experts <= params:
+        raise ConfigError(f"--expert-params: {experts:g} is not between 0 and the {params:g} of --params")
+    for name in ("ep", "etp"):
+        if (getattr(arguments, name) or 1) > 1 and not experts:
+            raise ConfigError(f"--{name}: experts need --expert-params, the number of parameters that are in experts")
+    if 0 < experts < parts:
+        raise ConfigError(
+            f"--expert-params: {experts:g} do not give each of pp*ep*etp = {parts} ranks one; name those of all"
+        )
+    return int(params), int(experts)
+
+
+def _holders(arguments: argparse.Namespace) -> Holders:
+    dtype, replicas = arguments.dtype or "bf16", arguments.dp * arguments.cp
+    masters = "fp32 weights" if dtype == "fp32" else f"fp32 masters ({dtype} weights follow from them)"
+    own, alike = "each rank holds its own part", f"{replicas} ranks hold the same"
+    if arguments.fsdp:
+        copies = arguments.fsdp_replicas or 1
+        held = own if copies == 1 else f"{copies} ranks hold the same part"
+        if arguments.dtype in ("bf16", "fp16"):
+            text = f"{dtype} weights that have no masters, two {dtype} moments; {held}"
+            return Holders("--fsdp", copies, _PURE_BYTES, text)
+        text = f"fp32 weights (what a mixed precision policy makes of them is not kept), two fp32 moments; {held}"
+        return Holders("--fsdp", copies, _MASTERS_BYTES, text)
+    if arguments.zero is None:
+        kind = arguments.optimizer or "distributed"
+        option, divided = f"--optimizer {kind}", kind == "distributed"
+    else:
+        option = f"--zero {arguments.zero}"
+        # Without ZeRO a pipeline in bf16 has DeepSpeed's BF16_Optimizer, which divides masters all the same.
+        divided = arguments.zero > 0 or (arguments.pp > 1 and dtype == "bf16")
+    text = f"{masters}, two fp32 moments; {own if divided or replicas == 1 else alike}"
+    if arguments.zero is not None:
+        text += {
+            0: " (DeepSpeed without ZeRO)", 1: " of these, and all have all weights (ZeRO 1)",
+            2: " of these, and all have all weights (ZeRO 2)", 3: ", of weights too (ZeRO 3)",
+        }[arguments.zero]  # fmt: skip
+    return Holders(option, 1 if divided else 0, _MASTERS_BYTES, text)
+
+
+def _nodes_per_rack(racks: int, per_rack: int, nodes: int) -> int:
+    if racks < 0 or per_rack < 0 or (racks and per_rack):
+        raise ConfigError("--racks, --nodes-per-rack: give one of them, 1 or more")
+    if racks > nodes:
+        raise ConfigError(f"--racks: {racks} are more than the {nodes} nodes; a rack has one node or more")
+    if racks and nodes % racks:
+        raise ConfigError(f"--racks: {nodes} nodes do not spread evenly over {racks} racks; use --nodes-per-rack")
+    return nodes // racks if racks else per_rack
