@@ -103,13 +103,14 @@ def _as_json(
 ) -> dict[str, Any]:
     job, table = planned.arrangement.job, planned.table
     sets = Counter((len(ranks), nbytes) for ranks, nbytes in job.replica_sets.items())
+    alike = [{"ranks": ranks, "bytes": nbytes, "sets": times} for (ranks, nbytes), times in sorted(sets.items())]
     value = {
         "ranks": job.ranks, "nodes": job.nodes, "protect": ",".join(planned.modes.names) or "none",
         "slots": planned.slots,
         "state": {
             "bytes": job.state_bytes, "private_bytes": job.private_bytes,
             "copied_bytes": planned.arrangement.copied_bytes,
-            "replica_sets": [{"ranks": n, "bytes": nbytes, "sets": times} for (n, nbytes), times in sorted(sets.items())],
+            "replica_sets": alike,
         },
         "protected_every": _protected_every(config, predicted),
         "network_limit": {**asdict(limit), "secs": limit.secs(max(table.network.values()))},
@@ -213,9 +214,12 @@ def _assumptions(
 
 def _node_bytes(text: str) -> int:
     """As ``memory_limit`` is written: a number alone is in GiB."""
-    nbytes = sized(text, GIB) * GIB
+    try:
+        nbytes = sized(text, GIB) * GIB
+    except ValueError:
+        nbytes = 0.0
     if not 1 <= nbytes < 1 << 60:
-        raise argparse.ArgumentTypeError(f"{text!r} is no memory of a node; give a size such as 512GiB")
+        raise ConfigError(f"--node-memory: {text!r} is no memory of a node; give a size such as 512GiB")
     return int(nbytes)
 
 

@@ -56,27 +56,41 @@ def build(job: JobShape, modes: Modes) -> list[Holding]:
                 for rank in group:
                     parts[rank].private += share[rank]
                 continue
-            name = slot_group_name(modes.replica, (job.shards[rank] for rank in group), replica_set)
-            for rank in group:
-                parts[rank].shared[name] = share[rank]
-            _keep_blocks(job, modes.replica, name, {job.shards[rank]: parts[rank] for rank in group})
+            own = {job.shards[rank]: (parts[rank], share[rank]) for rank in group}
+            _protect(job, modes.replica, own, replica_set)
     return [_holding(job, rank, parts[rank]) for rank in range(job.ranks)]
 
 
-def _keep_blocks(job: JobShape, mode: str, name: str, parts: Mapping[str, _Parts]) -> None:
-    members = [Member(s, "", "", 0, _cut(part.shared[name], job.chunk_bytes)) for s, part in parts.items()]
-    group: ParityGroup = slot_group(name, mode, job.chunk_bytes, members)
+def _protect(
+    job: JobShape, mode: str, own: Mapping[str, tuple[_Parts, int]], replica_set: tuple[str, ...]
+) -> None:  # fmt: skip
+    """Have the members of a group, by their shards, keep their shares and what guards those of the others."""
+
+    def group_of(shards: Sequence[str]) -> ParityGroup:
+        members = [Member(shard, "", "", 0, _cut(own[shard][1], job.chunk_bytes)) for shard in shards]
+        return slot_group(slot_group_name(mode, shards, replica_set), mode, job.chunk_bytes, members)
+
+    group = group_of(list(own))
+    # As a start does where there is less to share than there are ranks: who would store nothing is left out.
+    kept = [m.shard for holder, m in enumerate(group.members) if m.lengths or blocks_bytes(group, holder)]
+    if len(kept) < len(own):
+        if not kept:
+            return
+        group = group_of(kept)
     for holder, member in enumerate(group.members):
+        parts, nbytes = own[member.shard]
+        if nbytes:
+            parts.shared[group.name] = nbytes
         # Holder 0 keeps that of the last: members copy each other in a ring.
         kind, of = ("parity", "") if mode == "replica" else ("copy", group.members[holder - 1].shard)
-        lengths = _cut(blocks_bytes(group, holder), job.chunk_bytes)
-        parts[member.shard].protecting.append((kind, name, of, lengths))
+        if blocks := blocks_bytes(group, holder):
+            parts.protecting.append((kind, group.name, of, _cut(blocks, job.chunk_bytes)))
 
 
 def _holding(job: JobShape, rank: int, parts: _Parts) -> Holding:
     shard = job.shards[rank]
-    wanted = [("private", "", "", _cut(parts.private, job.chunk_bytes))]
-    wanted += [("shared", name, "", _cut(nbytes, job.chunk_bytes)) for name, nbytes in parts.shared.items()]
+    wanted = [("private", "", "", _cut(parts.private, job.chunk_bytes))] if parts.private else []
+    wanted += [("shared", name, "", _cut(nbytes, job.chunk_bytes)) for name, nbytes in sorted(parts.shared.items())]
     sections, first, data = [], 0, 0
     for kind, group, of, lengths in wanted + sorted(parts.protecting):
         sections.append(HoldingSection(kind, group, of, first, lengths))

@@ -23,6 +23,8 @@ _MASTERS_BYTES = 12
 """Of a parameter: an fp32 weight (a master where training is in 16 bits) and two fp32 moments of Adam."""
 _PURE_BYTES = 6
 """A weight in 16 bits that has no master, and moments of its kind."""
+_COUNTS_BYTES = 4096
+"""Of the steps that torch's Adam counts for each tensor, by itself and on each rank that has a part: of 1024."""
 
 
 @dataclass(frozen=True)
@@ -30,13 +32,15 @@ class Holders:
     """Who holds what the optimizer steps, of ranks that train the same parameters on other data.
 
     ``option`` as users write it. ``copies`` of these ranks hold the same bytes: 1: each has a part of its own; 0: all
-    have all of it; others: each of so many groups has all of it, a part on each rank. ``text``: of what that is.
+    have all of it; others: each of so many groups has all of it, a part on each rank. ``counts_bytes`` all ranks of
+    the job hold alike, whoever holds the rest. ``text``: of what that is.
     """
 
     option: str
     copies: int
     bytes_per_param: int
     text: str
+    counts_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -108,6 +112,8 @@ class JobShape:
         """Ranks → bytes of state that all of them hold alike."""
         sets: dict[tuple[int, ...], int] = {}
         size, copies = self.tp * self.cp * self.dp, self.holders.copies
+        if self.holders.counts_bytes:
+            sets[tuple(range(self.ranks))] = self.holders.counts_bytes
         if copies == 1:
             return sets
         dense, experts = self.params - self.expert_params, self.expert_params
@@ -285,9 +291,9 @@ def _holders(arguments: argparse.Namespace) -> Holders:
         held = own if copies == 1 else f"{copies} ranks hold the same part"
         if arguments.dtype in ("bf16", "fp16"):
             text = f"{dtype} weights that have no masters, two {dtype} moments; {held}"
-            return Holders("--fsdp", copies, _PURE_BYTES, text)
+            return Holders("--fsdp", copies, _PURE_BYTES, text, _COUNTS_BYTES)
         text = f"fp32 weights (what a mixed precision policy makes of them is not kept), two fp32 moments; {held}"
-        return Holders("--fsdp", copies, _MASTERS_BYTES, text)
+        return Holders("--fsdp", copies, _MASTERS_BYTES, text, _COUNTS_BYTES)
     if arguments.zero is None:
         kind = arguments.optimizer or "distributed"
         option, divided = f"--optimizer {kind}", kind == "distributed"

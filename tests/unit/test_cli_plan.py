@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from ftckpt.commands.main import main
-from ftckpt.commands.plan import BYTES_PER_PARAM, JobShape, build
+from ftckpt.commands.plan_holdings import build
+from ftckpt.commands.plan_job import Holders, JobShape
 from ftckpt.model.failures import FailureRecord
 from ftckpt.parity.groups import slot_groups
 from ftckpt.parity.modes import Modes, lessened
@@ -17,6 +18,7 @@ from ftckpt.persist.commit import claim
 from ftckpt.persist.failures import tell_trained
 from ftckpt.persist.storage import open_storage
 
+BYTES_PER_PARAM = 12
 SIZE = "--tp 8 --pp 8 --dp 8 --gpus-per-node 8 --params 34e9"
 
 
@@ -135,9 +137,19 @@ def test_more_losses_survive_more_and_cost_more(capsys: pytest.CaptureFixture[st
     assert one["memory_per_node"]["parity"] < two["memory_per_node"]["parity"]
 
 
+def shape(**sizes: int) -> JobShape:
+    """A million parameters, 600,000 of them in experts, that all data-parallel ranks hold alike."""
+    layout = {"tp": 2, "cp": 1, "dp": 8, "pp": 2, "vpp": 1, "ep": 4, "etp": 2, **sizes}
+    holders = Holders("", 0, BYTES_PER_PARAM, "")
+    return JobShape(
+        **layout, gpus_per_node=8, params=1_000_000, expert_params=600_000, holders=holders, nodes_per_rack=0,
+        chunk_bytes=4096, objects_bytes=4096,
+    )  # fmt: skip
+
+
 def test_experts_have_replica_sets_of_their_own() -> None:
-    job = JobShape(2, 1, 8, 2, 4, 8, 1_000_000, 600_000, False, 0, 4096, 4096)
-    sets = job.replica_sets()
+    job = shape()
+    sets = job.replica_sets
     assert sorted({len(ranks) for ranks in sets}) == [2, 8]
     assert sum(sets.values()) == BYTES_PER_PARAM * 1_000_000
     held = build(job, Modes(replica="replica"))
@@ -150,6 +162,15 @@ def test_experts_have_replica_sets_of_their_own() -> None:
         assert len({member.node for member in group.members}) == 2
 
 
+def test_tensor_parallel_ranks_of_a_layer_share_no_expert_with_etp_1() -> None:
+    """Rank order of experts is etp, ep: of two ranks side by side each has another expert."""
+    sets = shape(dp=4, pp=1, ep=4, etp=1).replica_sets
+    assert set(sets) == {(0, 2, 4, 6), (1, 3, 5, 7), (0, 4), (1, 5), (2, 6), (3, 7)}
+    assert sets[0, 4] == BYTES_PER_PARAM * 600_000 // 4 and sum(sets.values()) == BYTES_PER_PARAM * 1_000_000
+    whole = shape(dp=4, pp=1, ep=1, etp=1).replica_sets
+    assert set(whole) == {(0, 2, 4, 6), (1, 3, 5, 7), tuple(range(8))}
+
+
 def test_a_small_job_with_nothing_to_guard_it(capsys: pytest.CaptureFixture[str]) -> None:
     value = planned(capsys, "--dp 2 --gpus-per-node 2 --params 1e6")
     assert value["protect"] == "none" and value["slots"] == 2
@@ -158,9 +179,183 @@ def test_a_small_job_with_nothing_to_guard_it(capsys: pytest.CaptureFixture[str]
     assert one["ranks"] == 1 and "any two arenas" not in failures(one)
 
 
+DIVIDED = {"replica_sets": [], "private_bytes": 12_000_000}
+ALIKE = {"replica_sets": [{"ranks": 8, "bytes": 96_000_000, "sets": 1}], "private_bytes": 0}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "state"),
+    [
+        ("--zero 0", ALIKE),
+        ("--zero 0 --dtype fp16", ALIKE),
+        ("--zero 0 --pp 2 --dp 4", DIVIDED),  # DeepSpeed's BF16_Optimizer
+        ("--zero 0 --pp 2 --dp 4 --dtype fp16", {"replica_sets": [{"ranks": 4, "bytes": 48_000_000, "sets": 2}]}),
+        ("--zero 1", DIVIDED),
+        ("--zero 2", DIVIDED),
+        ("--zero 3 --dtype fp32", DIVIDED),
+        ("--optimizer distributed", DIVIDED),
+        ("--pp 2 --vpp 2 --dp 4 --layers 8", DIVIDED),
+        ("--optimizer replicated", ALIKE),
+        ("--fsdp", {"private_bytes": 12_000_000}),
+        ("--fsdp --dtype bf16", {"private_bytes": 6_000_000}),
+    ],
+)
+def test_who_holds_what(capsys: pytest.CaptureFixture[str], arguments: str, state: dict[str, Any]) -> None:
+    told = planned(capsys, f"--dp 8 --gpus-per-node 4 --params 8m {arguments}")["state"]
+    assert told == {**told, **state}
+
+
+def test_hsdp_holds_each_part_on_a_rank_of_each_group(capsys: pytest.CaptureFixture[str]) -> None:
+    value = planned(capsys, "--dp 8 --gpus-per-node 4 --params 8m --fsdp --fsdp-replicas 2")
+    assert value["protect"] == "node,replica,peer"
+    counts, parts = sorted(value["state"]["replica_sets"], key=lambda one: int(one["bytes"]))
+    assert (parts["ranks"], parts["sets"], parts["bytes"]) == (2, 4, 24_000_000) and counts["ranks"] == 8
+
+
+def test_fewer_counts_of_steps_than_ranks_are_planned(capsys: pytest.CaptureFixture[str]) -> None:
+    value = planned(capsys, "--dp 8192 --gpus-per-node 512 --params 8m --fsdp --protect replica --chunk-mib 1")
+    assert value["memory_per_node"]["in_slots"] > 0 and value["ranks"] == 8192
+
+
+def test_what_vpp_changes_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *f"{SIZE} --vpp 2".split()]) == 0
+    told = capsys.readouterr().out
+    assert "vpp 2 changes which layers a stage has" in told
+    with_vpp = planned(capsys, f"{SIZE} --vpp 2")
+    assert {**with_vpp, "assumed": 0} == {**planned(capsys, SIZE), "assumed": 0}
+
+
+NODES = f"{SIZE} --iteration-secs 6 --network-gbps 2.5"
+
+
+def answer(capsys: pytest.CaptureFixture[str], arguments: str) -> tuple[str, dict[str, Any]]:
+    """The line, and the same as JSON, of which the status is that of the line."""
+    status = main(["plan", *arguments.split()])
+    line = capsys.readouterr().out.splitlines()[0]
+    assert main(["plan", *arguments.split(), "--json"]) == status
+    value: dict[str, Any] = json.loads(capsys.readouterr().out)["verdict"]
+    assert line.partition(":")[0] == value["answer"] == ("no" if status else "yes") and status in (0, 1)
+    return line, value
+
+
+def test_what_fits_a_node_is_answered_with_yes(capsys: pytest.CaptureFixture[str]) -> None:
+    line, value = answer(capsys, f"{NODES} --node-memory 512GiB")
+    assert line == (
+        "yes: a node needs 27.6 GiB of 512.0 GiB (4 slots, protect node,peer); a snapshot every iteration; protected "
+        "every iteration"
+    )
+    assert (value["snapshot_every"], value["protected_every"], value["protected_limit"]) == (1, 1, "")
+    assert value["need"]["sum"] == planned(capsys, NODES)["memory_per_node"]["sum"] and value["faults"] == []
+    _, of_number = answer(capsys, f"{NODES} --node-memory 512")
+    assert of_number == value
+
+
+def test_a_node_of_less_memory_has_a_slot_less_as_at_a_start(capsys: pytest.CaptureFixture[str]) -> None:
+    most = planned(capsys, NODES)["memory_per_node"]["sum"]
+    line, value = answer(capsys, f"{SIZE} --iteration-secs 2 --node-memory {(most - 1) / 2**30}")
+    assert value["slots"] == 3 and value["need"]["sum"] < most - 1
+    # 8.5 s of the network: five iterations, in which one more snapshot is taken.
+    assert (value["snapshot_every"], value["snapshot_gap"], value["protected_every"]) == (1, 5, 5)
+    assert "each 5 iterations while one is being protected" in line and "as --network-gbps allows" in line
+
+
+def test_what_does_not_fit_names_the_setting_that_does(capsys: pytest.CaptureFixture[str]) -> None:
+    def sum_of(arguments: str) -> float:
+        return float(planned(capsys, f"{SIZE} {arguments}")["memory_per_node"]["sum"])
+
+    peer, none = sum_of("--protect peer --slots 3"), sum_of("--protect none")
+    line, value = answer(capsys, f"{NODES} --node-memory {(peer + 1) / 2**30}")
+    assert line.startswith("no: it does not fit: --protect peer needs ")
+    assert value["slots"] == 3 and value["need"]["sum"] > peer + 1
+    assert main(["plan", *f"{NODES} --node-memory {(peer + 1) / 2**30} --protect peer".split()]) == 0
+    assert capsys.readouterr().out.startswith("yes: ")
+    line, _ = answer(capsys, f"{NODES} --node-memory {(none - 1) / 2**30}")
+    assert "more ranks, or " in line
+    line, _ = answer(capsys, f"{NODES} --protect peer --slots 5 --node-memory {(peer + 1) / 2**30}")
+    assert "--slots 3 needs" in line
+
+
+def test_what_is_given_up_before_it_is_protected_is_answered_with_no(capsys: pytest.CaptureFixture[str]) -> None:
+    """66 s for the network, and a start gives up after 60."""
+    line, value = answer(capsys, f"{SIZE} --iteration-secs 6 --network-gbps 0.1 --node-memory 512GiB")
+    assert (
+        "takes 66 s and is given up after 60" in line and "--protect-timeout-secs 1" in value["faults"][0]["remedy"]
+    )
+    more = "--network-gbps 0.1 --node-memory 512GiB --protect-timeout-secs 140"
+    line, value = answer(capsys, f"{SIZE} --iteration-secs 6 {more}")
+    assert value["protected_every"] == 12 and line.startswith("yes") and "as --network-gbps allows" in line
+
+
+@pytest.mark.parametrize(
+    ("arguments", "every", "limit"),
+    [
+        ("--protect node", 5, "one core of the SMP"),
+        ("--protect node --smp-gbps 0.5", 13, "--smp-gbps"),
+        ("--protect node --smp-cores 0.005", 14, "--smp-cores"),
+        ("--protect node --protect-interval 20", 20, "--protect-interval"),
+        ("--protect node --protect-interval 3", 5, "one core of the SMP"),
+    ],
+)
+def test_what_keeps_snapshots_from_being_protected_is_named(
+    capsys: pytest.CaptureFixture[str], arguments: str, every: int, limit: str
+) -> None:
+    _, value = answer(capsys, f"{SIZE} --iteration-secs 1 --node-memory 512GiB {arguments}")
+    assert (value["protected_every"], value["protected_limit"]) == (every, limit)
+
+
+def test_copies_that_an_iteration_has_no_room_for_make_snapshots_rarer(capsys: pytest.CaptureFixture[str]) -> None:
+    """Of 20 GB/s 12.6 s; training waits for 2.6 of them, which is 1 % of 26 iterations."""
+    job = "--dp 8 --gpus-per-node 8 --params 168e9 --iteration-secs 10 --node-memory 40TiB --protect none"
+    line, value = answer(capsys, job)
+    assert value["snapshot_every"] == 26 and "each 26 iterations as --overhead-budget allows" in line
+    assert answer(capsys, f"{job} --overhead-budget 0")[1]["snapshot_every"] == 1
+
+
+def test_what_nobody_said_of_the_memory_of_a_node_is_assumed_aloud(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *f"{SIZE} --node-memory 30GiB".split()]) == 0
+    text = capsys.readouterr().out
+    assert "not known without --iteration-secs" in text.splitlines()[0]
+    assert "beside training" in text and "/dev/shm takes half of a node's memory" in text
+
+
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
+        ("--dp 8 --gpus-per-node 16 --params 1e9", "--gpus-per-node: 16 is more than the 8 ranks"),
+        ("--dp 8 --vpp 2 --gpus-per-node 8 --params 1e9", "--vpp: 2 chunks per stage need a pipeline; give --pp"),
+        ("--dp 8 --vpp 0 --gpus-per-node 8 --params 1e9", "--vpp: 0 is too small"),
+        ("--pp 4 --layers 6 --gpus-per-node 4 --params 1e9", "--layers: 6 do not spread evenly over pp*vpp = 4"),
+        ("--pp 4 --layers 2 --gpus-per-node 4 --params 1e9 --zero 1", "--layers: 2 do not spread"),
+        ("--tp 2 --dp 4 --ep 3 --etp 1 --gpus-per-node 8 --params 1e9 --expert-params 1e8", "ep*etp = 3 does not"),
+        ("--tp 2 --dp 4 --etp 2 --gpus-per-node 8 --params 1e9", "--etp: experts need --expert-params"),
+        ("--dp 8 --ep 8 --gpus-per-node 8 --params 1e9 --expert-params 5", "--expert-params: 5 do not give each"),
+        ("--dp 8 --gpus-per-node 8 --params 1e9 --zero 4", "argument --zero: invalid choice"),
+        ("--dp 8 --gpus-per-node 8 --params 1e9 --zero 1 --fsdp", "--fsdp: beside --zero it says a second time"),
+        ("--dp 8 --gpus-per-node 8 --params 1e9 --optimizer replicated --zero 1", "--zero: beside --optimizer"),
+        ("--dp 4 --pp 2 --gpus-per-node 8 --params 1e9 --zero 2", "--pp: 2 cannot be: DeepSpeed's pipelines"),
+        ("--dp 8 --gpus-per-node 8 --params 1e9 --zero 3 --ep 2 --expert-params 1e8", "--ep: 2 cannot be: ftckpt"),
+        ("--dp 4 --cp 2 --gpus-per-node 8 --params 1e9 --zero 1", "--cp: 2 cannot be"),
+        ("--dp 4 --pp 2 --gpus-per-node 8 --params 1e9 --fsdp", "--pp: 2 cannot be: with --fsdp"),
+        ("--dp 8 --gpus-per-node 8 --params 1e9 --fsdp-replicas 2", "--fsdp-replicas: needs --fsdp"),
+        ("--dp 8 --gpus-per-node 8 --params 1e9 --fsdp --fsdp-replicas 3", "--fsdp-replicas: 3 groups do not divide"),
+        ("--dp 8 --gpus-per-node 8 --params 1e9 --fsdp --fsdp-replicas 8", "--fsdp-replicas: 8 groups do not divide"),
+        ("--gpus-per-node 1 --params 1e17", "--params: "),
+        ("--dp 8 --gpus-per-node 8 --params -3", "--params: -3 is not a size of a model"),
+        ("--dp 8 --gpus-per-node 1 --params 1e9 --racks 9", "--racks: 9 are more than the 8 nodes"),
+        ("--dp 8 --gpus-per-node 4 --params 1e9 --slots 2", "--slots: 2 are too few with protection (node, peer)"),
+        ("--dp 8 --gpus-per-node 4 --params 1e9 --slots 3 --persist /x", "--slots: 3 are too few with --persist"),
+        ("--dp 8 --gpus-per-node 4 --params 1e9 --node-memory 0", "--node-memory: '0' is no memory of a node"),
+        ("--dp 8 --gpus-per-node 4 --params 1e9 --node-memory -5GiB", "--node-memory"),
+        ("--dp 8 --gpus-per-node 4 --params 1e9 --node-memory 5parsec", "--node-memory: '5parsec' is no memory"),
+        ("--dp 8 --gpus-per-node 4 --params 1e9 --node-memory nan", "--node-memory: 'nan' is no memory"),
+        (
+            "--dp 8 --gpus-per-node 4 --params 1e9 --node-memory 5GiB --memory-limit 6",
+            "--memory-limit: 6 GiB are more",
+        ),
+        (
+            "--dp 8 --gpus-per-node 4 --params 1e9 --snapshot-cost-secs 1",
+            "--snapshot-cost-secs: give --iteration-secs",
+        ),
         ("--dp 8 --gpus-per-node 3 --params 1e9", "--gpus-per-node: 8 ranks"),
         ("--tp 0 --gpus-per-node 3 --params 1e9", "--tp: 0 is too small"),
         ("--dp 8 --gpus-per-node 8 --params 0", "--params: 0"),

@@ -1,0 +1,230 @@
+"""What ``ftckpt plan`` says of a job is what that job's own start says: bytes of each rank, replica sets, losses.
+
+Small jobs of each way to divide state start for real, on nodes that are only names: their manifests, and the table of
+their log, against the plan of a job of that size. The tolerances are what the plan says that it does not count apart.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from ftckpt.commands.main import main
+from ftckpt.commands.plan_holdings import HEADER_BYTES, Arrangement, resolved
+from ftckpt.commands.plan_job import JobShape, add_shape, job_of
+from ftckpt.config import Config
+from tests.support import jobs
+from tests.support.ds_jobs import BF16, Shape, fp16, zero
+from tests.support.pool import run_ranks
+
+pytestmark = [pytest.mark.multiproc, pytest.mark.slow]
+
+WIDE = ["--hidden", "64"]
+TOLERANCE = 0.03
+"""Of the bytes of a rank: layernorms that tensor-parallel ranks share, rows of a tensor that divide unevenly."""
+LARGE = 0.1
+"""Of all state: replica sets that a plan must have. Others are layernorms, or an embedding that stages share."""
+NUMBERS = 4096
+"""Bytes: counts of steps."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A job of ``ranks``, two to a node, and the arguments of ``ftckpt plan`` that describe it.
+
+    ``argv`` are those of its script, or a layout of ``megatron_models``. ``tied``: stages share an embedding.
+    """
+
+    framework: str
+    ranks: int
+    plan: str
+    argv: Any = ()
+    config: Mapping[str, Any] | None = None
+    tied: bool = False
+
+
+CASES = {
+    "zero0-fp32": Case("deepspeed", 4, "--zero 0 --dtype fp32", config={}),
+    "zero0-fp16": Case("deepspeed", 4, "--zero 0 --dtype fp16", config=fp16(8)),
+    "zero0-bf16": Case("deepspeed", 4, "--zero 0", config=BF16),
+    "zero0-bf16-pp2": Case("deepspeed", 4, "--zero 0 --pp 2", ["--pp", "2"], BF16),
+    "zero1": Case("deepspeed", 4, "--zero 1", config=BF16 | zero(1)),
+    "zero1-fp32": Case("deepspeed", 4, "--zero 1 --dtype fp32", config=zero(1)),
+    "zero1-ep2": Case("deepspeed", 4, "--zero 1 --ep 2", ["--num-experts", "4", "--ep", "2"], BF16 | zero(1)),
+    "zero2": Case("deepspeed", 4, "--zero 2", config=BF16 | zero(2)),
+    "zero3": Case("deepspeed", 4, "--zero 3", config=BF16 | zero(3)),
+    "zero3-fp32": Case("deepspeed", 4, "--zero 3 --dtype fp32", config=zero(3)),
+    "fsdp": Case("plain", 4, "--fsdp", ["--wrap", "fsdp2"]),
+    "fsdp-bf16": Case("plain", 4, "--fsdp --dtype bf16", ["--wrap", "fsdp2", "--precision", "bf16"]),
+    "hsdp": Case("plain", 4, "--fsdp --fsdp-replicas 2", ["--wrap", "fsdp2", "--replicas", "2"]),
+    "ddp": Case("plain", 4, "--optimizer replicated --dtype fp32", ["--wrap", "ddp"]),
+    "distributed": Case("megatron", 4, "--tp 2", ["--tp", "2"]),
+    "replicated": Case("megatron", 4, "--tp 2 --optimizer replicated", ["--tp", "2", "--no-distributed-optimizer"]),
+    "vpp": Case("megatron", 4, "--pp 2 --vpp 2 --layers 4", ["--pp", "2", "--vpp", "2", "--layers", "4"], tied=True),
+    "experts": Case("layout", 4, "--tp 2 --ep 2", {"tp": 2, "ep": 2}),
+    "experts-etp1": Case("layout", 4, "--tp 2 --ep 2 --etp 1", {"tp": 2, "ep": 2, "etp": 1}),
+    "experts-ep4-replicated": Case(
+        "layout", 4, "--tp 2 --ep 4 --etp 1 --optimizer replicated", {"tp": 2, "ep": 4, "etp": 1}
+    ),
+    "experts-ep1-replicated": Case("layout", 4, "--tp 2 --etp 1 --optimizer replicated", {"tp": 2, "etp": 1}),
+}
+
+
+@dataclass(frozen=True)
+class Started:
+    """What one rank holds, and what the start has told. ``sections``: kind, group and bytes. ``numels``: of each
+    parameter of which it has a moment, all of its elements."""
+
+    shard: str
+    modes: tuple[str, ...]
+    sections: list[tuple[str, str, int]]
+    slot_bytes: int
+    numels: dict[str, int]
+
+
+def start(rank: int, world_size: int, case: Case, settings: dict[str, Any]) -> Started:
+    config = Config(
+        enabled=True, **settings, node=f"n{rank // 2}", chunk_mib=0.0625, objects_mib=1, schedule="thread"
+    )
+    if case.framework == "layout":
+        from tests.support import megatron_models as models
+
+        with models.parallel(case.argv):
+            return _told(_layout(case, config))
+    return _told(_script(case, config))
+
+
+def _script(case: Case, config: Any) -> Any:
+    """The checkpointer of an example job that its door has started."""
+    if case.framework == "deepspeed":
+        from tests.support.adapters.deepspeed import DeepSpeedJob
+
+        return DeepSpeedJob(Shape(case.ranks, [*WIDE, *case.argv], case.config or {})).attach(config)
+    if case.framework == "plain":
+        from tests.support.adapters.plain import PlainJob
+
+        return PlainJob((*WIDE, *case.argv)).attach(config)
+    from tests.support.adapters.megatron import MegatronJob
+
+    return MegatronJob((*WIDE, *case.argv)).attach(config)
+
+
+def _layout(case: Case, config: Any) -> Any:
+    """The same of a model of experts in a layout that the example script cannot have."""
+    import torch
+
+    from ftckpt.frameworks import doors
+    from ftckpt.job.checkpointer import Checkpointer
+    from ftckpt.megatron.geometry import coordinates, layout_sizes
+    from ftckpt.megatron.state import MegatronState
+    from tests.support import megatron_models as models
+
+    sharded = "replicated" not in case.plan
+    model = models.Model({"num_moe_experts": 4, "moe_router_topk": 2}, sharded=sharded)
+    built = models.build(model, case.argv)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(torch.optim.SGD([torch.zeros(1)], lr=1.0), lambda _: 1.0)
+    state = MegatronState(built.chunks, built.optimizer, scheduler, {})
+    begun = doors.start(config, lambda: (coordinates(), layout_sizes(sharded)))
+    checkpointer = Checkpointer(begun.config, state, begun.topology, group=begun.group)
+    checkpointer.restore()
+    return checkpointer
+
+
+def _told(checkpointer: Any) -> Started:
+    image = checkpointer._shard.capture.arena.image
+    holding = image.holding("", "", "")
+    sections = [(section.kind, section.group, sum(section.lengths)) for section in holding.sections]
+    numels = {
+        piece.fragment.key: _numel(piece.fragment.global_shape)
+        for piece in checkpointer._shard._described.stepped
+        if piece.fragment.key.startswith("exp_avg/")
+    }
+    modes = checkpointer._protection.modes.names
+    checkpointer.close(remove=True)
+    return Started(holding.shard, modes, sections, holding.slot_bytes, numels)
+
+
+def _numel(shape: tuple[int, ...]) -> int:
+    numel = 1
+    for size in shape:
+        numel *= size
+    return numel
+
+
+def planned(case: Case, numels: Mapping[str, int], capsys: pytest.CaptureFixture[str]) -> tuple[JobShape, Any]:
+    """The plan of a job of as many parameters: the job as it is understood, and what is printed."""
+    experts = sum(numel for key, numel in numels.items() if ".experts." in key)
+    words = case.plan.split()
+    sizes = {name: int(words[words.index(f"--{name}") + 1]) for name in ("tp", "pp") if f"--{name}" in words}
+    dp = case.ranks // sizes.get("tp", 1) // sizes.get("pp", 1)
+    text = f"--dp {dp} --gpus-per-node 2 --params {sum(numels.values())} --chunk-mib 0.0625 --objects-mib 1"
+    words += [*text.split(), *(["--expert-params", str(experts)] if experts else [])]
+    assert main(["plan", *words, "--json"]) == 0
+    parser = argparse.ArgumentParser()
+    add_shape(parser)
+    arguments, _ = parser.parse_known_args(words)
+    return job_of(arguments, Config(chunk_mib=0.0625, objects_mib=1)), json.loads(capsys.readouterr().out)
+
+
+def held(sections: Iterable[tuple[str, str, int]], *kinds: str) -> int:
+    return sum(nbytes for kind, _, nbytes in sections if kind in kinds)
+
+
+def replica_sets(ranks: Sequence[Started]) -> dict[tuple[int, ...], int]:
+    """Ranks → bytes, of what the second half of a group's name tells apart."""
+    members: dict[str, dict[int, int]] = defaultdict(dict)
+    for rank, started in enumerate(ranks):
+        for kind, group, nbytes in started.sections:
+            if kind == "shared":
+                members[group[8:]][rank] = nbytes
+    return {tuple(sorted(own)): sum(own.values()) for own in members.values()}
+
+
+def large(sets: Mapping[tuple[int, ...], int], state_bytes: int) -> dict[tuple[int, ...], int]:
+    return {ranks: n for ranks, n in sets.items() if len(ranks) > 1 and n > LARGE * state_bytes}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_plan_says_what_the_start_of_that_job_says(
+    name: str, settings: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    case = CASES[name]
+    pool = {} if case.framework in ("megatron", "layout") else {"stand_in": False}
+    ranks = [result.value for result in run_ranks(start, case.ranks, case, settings, **pool)]
+    numels = {key: numel for rank in ranks for key, numel in rank.numels.items()}
+    job, said = planned(case, numels, capsys)
+    told = jobs.events(settings, "protection")[0]
+    copied = [held(rank.sections, "private", "shared") for rank in ranks]
+    assert sum(copied) == pytest.approx(job.state_bytes, rel=TOLERANCE)
+
+    modes = tuple(said["protect"].split(","))
+    holdings = Arrangement(job, resolved(job, Config(chunk_mib=0.0625, objects_mib=1))).holdings
+    for rank, holding in zip(ranks, holdings, strict=True):
+        of_plan = [(section.kind, "", sum(section.lengths)) for section in holding.sections]
+        about = {"rel": TOLERANCE, "abs": NUMBERS}
+        assert held(rank.sections, "private", "shared") == pytest.approx(held(of_plan, "private", "shared"), **about)
+        if not case.tied:
+            assert held(rank.sections, "private") == pytest.approx(held(of_plan, "private"), **about)
+            assert held(rank.sections, "parity") == pytest.approx(held(of_plan, "parity"), **about)
+        assert abs(holding.slot_bytes - rank.slot_bytes) <= HEADER_BYTES + TOLERANCE * rank.slot_bytes
+    found, wanted = large(replica_sets(ranks), job.state_bytes), large(job.replica_sets, job.state_bytes)
+    assert found.keys() == wanted.keys()
+    assert found == pytest.approx(wanted, abs=TOLERANCE * job.state_bytes)
+
+    # Of numbers alone that ranks share a plan knows under FSDP2, where torch's optimizers have one for each tensor.
+    numbers = "replica" in told["modes"] and "replica" not in modes
+    assert not numbers or held((s for rank in ranks for s in rank.sections), "shared") < LARGE * job.state_bytes
+    assert modes == tuple(mode for mode in told["modes"] if mode != "replica" or not numbers)
+    for row, real in zip(said["failures"], told["failures"], strict=True):
+        assert (row["lost"], row["cases"]) == (real["lost"], real["cases"])
+        assert real["survived"] <= row["survived"] <= real["survived"] + numbers, row["lost"]
+    for what in ("memory_per_node", "network_bytes"):
+        for part, nbytes in told[what].items():
+            room = case.ranks * 4 * HEADER_BYTES  # a header in each slot, and in each of as many packages
+            assert said[what][part] == pytest.approx(nbytes, rel=TOLERANCE, abs=room), part
