@@ -1,7 +1,8 @@
 """The ``ftckpt`` command: say what a job has, look at arenas, delete those of a dead job, show what a run went
 through and what was copied when, plan protection, convert checkpoints, look at those on storage.
 
-Exit status: 0 good, 1 something inspected is corrupt, 2 the command could not be carried out.
+Exit status: 0 good, 1 something inspected is corrupt or what was asked for cannot be had, 2 the command could not be
+carried out.
 """
 
 from __future__ import annotations

@@ -310,7 +310,8 @@ class LossUnits:
 
     def survived(self, one: str, two: str = "") -> bool:
         """Whether the loss of a unit is, or that of both."""
-        if any(bare <= {one, two} for bare in (*self._bare.get(one, ()), *self._bare.get(two, ()))):
+        bare = (*self._bare.get(one, ()), *self._bare.get(two, ())) if self._bare else ()
+        if any(nodes <= {one, two} for nodes in bare):
             return False
         key: Any = self._kind[one]
         if two:

@@ -225,7 +225,9 @@ def test_what_vpp_changes_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     assert {**with_vpp, "assumed": 0} == {**planned(capsys, SIZE), "assumed": 0}
 
 
-NODES = f"{SIZE} --iteration-secs 6 --network-gbps 2.5"
+EIGHT = "--tp 8 --dp 8 --gpus-per-node 8 --params 4.25e9"
+"""A node has as much, and groups are as large, as in ``SIZE``."""
+NODES = f"{EIGHT} --iteration-secs 6 --network-gbps 2.5"
 
 
 def answer(capsys: pytest.CaptureFixture[str], arguments: str) -> tuple[str, dict[str, Any]]:
@@ -252,7 +254,7 @@ def test_what_fits_a_node_is_answered_with_yes(capsys: pytest.CaptureFixture[str
 
 def test_a_node_of_less_memory_has_a_slot_less_as_at_a_start(capsys: pytest.CaptureFixture[str]) -> None:
     most = planned(capsys, NODES)["memory_per_node"]["sum"]
-    line, value = answer(capsys, f"{SIZE} --iteration-secs 2 --node-memory {(most - 1) / 2**30}")
+    line, value = answer(capsys, f"{EIGHT} --iteration-secs 2 --node-memory {(most - 1) / 2**30}")
     assert value["slots"] == 3 and value["need"]["sum"] < most - 1
     # 8.5 s of the network: five iterations, in which one more snapshot is taken.
     assert (value["snapshot_every"], value["snapshot_gap"], value["protected_every"]) == (1, 5, 5)
@@ -261,7 +263,7 @@ def test_a_node_of_less_memory_has_a_slot_less_as_at_a_start(capsys: pytest.Capt
 
 def test_what_does_not_fit_names_the_setting_that_does(capsys: pytest.CaptureFixture[str]) -> None:
     def sum_of(arguments: str) -> float:
-        return float(planned(capsys, f"{SIZE} {arguments}")["memory_per_node"]["sum"])
+        return float(planned(capsys, f"{EIGHT} {arguments}")["memory_per_node"]["sum"])
 
     peer, none = sum_of("--protect peer --slots 3"), sum_of("--protect none")
     line, value = answer(capsys, f"{NODES} --node-memory {(peer + 1) / 2**30}")
@@ -277,12 +279,12 @@ def test_what_does_not_fit_names_the_setting_that_does(capsys: pytest.CaptureFix
 
 def test_what_is_given_up_before_it_is_protected_is_answered_with_no(capsys: pytest.CaptureFixture[str]) -> None:
     """66 s for the network, and a start gives up after 60."""
-    line, value = answer(capsys, f"{SIZE} --iteration-secs 6 --network-gbps 0.1 --node-memory 512GiB")
+    line, value = answer(capsys, f"{EIGHT} --iteration-secs 6 --network-gbps 0.1 --node-memory 512GiB")
     assert (
         "takes 66 s and is given up after 60" in line and "--protect-timeout-secs 1" in value["faults"][0]["remedy"]
     )
     more = "--network-gbps 0.1 --node-memory 512GiB --protect-timeout-secs 140"
-    line, value = answer(capsys, f"{SIZE} --iteration-secs 6 {more}")
+    line, value = answer(capsys, f"{EIGHT} --iteration-secs 6 {more}")
     assert value["protected_every"] == 12 and line.startswith("yes") and "as --network-gbps allows" in line
 
 
@@ -299,7 +301,7 @@ def test_what_is_given_up_before_it_is_protected_is_answered_with_no(capsys: pyt
 def test_what_keeps_snapshots_from_being_protected_is_named(
     capsys: pytest.CaptureFixture[str], arguments: str, every: int, limit: str
 ) -> None:
-    _, value = answer(capsys, f"{SIZE} --iteration-secs 1 --node-memory 512GiB {arguments}")
+    _, value = answer(capsys, f"{EIGHT} --iteration-secs 1 --node-memory 512GiB {arguments}")
     assert (value["protected_every"], value["protected_limit"]) == (every, limit)
 
 
@@ -312,7 +314,7 @@ def test_copies_that_an_iteration_has_no_room_for_make_snapshots_rarer(capsys: p
 
 
 def test_what_nobody_said_of_the_memory_of_a_node_is_assumed_aloud(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", *f"{SIZE} --node-memory 30GiB".split()]) == 0
+    assert main(["plan", *f"{EIGHT} --node-memory 30GiB".split()]) == 0
     text = capsys.readouterr().out
     assert "not known without --iteration-secs" in text.splitlines()[0]
     assert "beside training" in text and "/dev/shm takes half of a node's memory" in text

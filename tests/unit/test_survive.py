@@ -28,7 +28,7 @@ from ftckpt.parity.groups import (
 from ftckpt.parity.holding import Holding, HoldingSection
 from ftckpt.parity.modes import Modes
 from ftckpt.parity.stripes import Stripe, blocks_bytes, stripes
-from ftckpt.parity.survive import BlockId, ChunkId, Forecast, Repair, block_chunk, solve, survives
+from ftckpt.parity.survive import BlockId, ChunkId, Forecast, LossUnits, Repair, block_chunk, solve, survives
 
 CHUNK = 8
 
@@ -354,6 +354,21 @@ def test_two_that_share_nothing_are_survived_if_each_is(data: st.DataObject) -> 
                 alone = [forecast.survived(set(), {n}) if nodes else forecast.survived({n}, set()) for n in pair]
                 both = forecast.survived(set(), set(pair)) if nodes else forecast.survived(set(pair), set())
                 assert both == all(alone)
+
+
+@given(st.data())
+def test_what_is_decided_once_for_all_that_look_alike_is_so_for_each(data: st.DataObject) -> None:
+    """Wherever packages lie: on every node that there is, or on few."""
+    job, _, _ = data.draw(damaged_jobs())
+    on = sorted({holding.node for holding in job.holdings})
+    packages = {h.shard: data.draw(st.lists(st.sampled_from(on), max_size=3)) for h in job.holdings}
+    for keepers in (mirrors(job.holdings, job.modes), packages):
+        forecast = Forecast(job.groups, keepers, job.holdings)
+        for nodes in (False, True):
+            units = LossUnits(forecast, nodes=nodes)
+            for lost in chain.from_iterable(combinations(units.names, count) for count in (1, 2)):
+                each = (set[str](), set(lost)) if nodes else (set(lost), set[str]())
+                assert units.survived(*lost) == forecast.survived(*each), lost
 
 
 def test_a_lost_node_takes_its_packages_along() -> None:

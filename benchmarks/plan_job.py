@@ -1,0 +1,79 @@
+"""How long ``ftckpt plan`` takes for jobs of up to 100,352 ranks, each in a process of its own.
+
+CPU seconds count, start of Python and imports among them: they are what a quiet machine takes. Wall seconds are those
+of the machine as it was.
+
+Exits with 1 where a job takes 10 s of a core or more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.common import ROOT, environment, print_table, write_json
+
+JOBS = {
+    "distributed optimizer, 4,096 ranks": "--tp 8 --pp 8 --dp 64 --params 400e9",
+    "distributed optimizer": "--tp 8 --pp 16 --dp 784 --params 1e12",
+    "distributed optimizer, experts, racks": "--tp 4 --pp 16 --dp 1568 --ep 32 --etp 1 --params 2e12 "
+    "--expert-params 18e11 --racks 98",
+    "replicated optimizer": "--tp 8 --pp 16 --dp 784 --optimizer replicated --params 1e12",
+    "ZeRO 3": "--dp 100352 --zero 3 --params 1e12",
+    "FSDP2": "--dp 100352 --fsdp --params 1e12",
+    "verdict": "--tp 8 --pp 16 --dp 784 --params 1e12 --iteration-secs 5 --node-memory 64GiB",
+}
+LIMIT_SECS = 10.0
+
+
+def run_job(arguments: str) -> dict[str, Any]:
+    """Seconds and MiB of one plan."""
+    words = ["-m", "ftckpt.commands.main", "plan", "--gpus-per-node", "8", *arguments.split()]
+    before, began = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
+    path = {"PYTHONPATH": str(ROOT)}
+    told = subprocess.run(
+        [sys.executable, *words], env={**os.environ, **path}, capture_output=True, text=True, check=False
+    )
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    if told.returncode:
+        raise SystemExit(f"ftckpt plan {arguments}: {told.stderr}")
+    lines = told.stdout.splitlines()
+    return {
+        "arguments": arguments,
+        "told": next(line for line in lines if " ranks on " in line),
+        "cpu_secs": after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime,
+        "wall_secs": time.perf_counter() - began,
+        "peak_mib": after.ru_maxrss / 1024,  # of the largest so far
+    }
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run all jobs; returns the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, required=True, help="where the result goes")
+    args = parser.parse_args(argv)
+    where = environment(argv, "benchmarks/plan_job.py")
+    cases = []
+    for name, arguments in JOBS.items():
+        print(f"{name} …", file=sys.stderr, flush=True)
+        cases.append({"job": name, **run_job(arguments)})
+    rows = [[c["job"], c["told"], f"{c['cpu_secs']:.1f}", f"{c['wall_secs']:.1f}"] for c in cases]
+    print_table(["job", "", "CPU s", "wall s"], rows)
+    write_json(args.json, {"benchmark": "plan_job", "environment": where, "cases": cases})
+    slow = [case["job"] for case in cases if case["cpu_secs"] >= LIMIT_SECS]
+    for job in slow:
+        print(f"FAILED: {job}: {LIMIT_SECS:g} s of a core or more", file=sys.stderr)
+    return 1 if slow else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
