@@ -34,6 +34,8 @@ from ftckpt.store.parity_file import parity_bytes
 HEADER_BYTES = 64 << 10
 """Assumed for the header of a slot, which its package repeats."""
 
+_ELEMENT_BYTES = 4
+
 
 @dataclass
 class _Parts:
@@ -48,7 +50,8 @@ def build(job: JobShape, modes: Modes) -> list[Holding]:
     """The holdings of a job under these modes, rank by rank."""
     parts = [_Parts(job.private_bytes) for _ in range(job.ranks)]
     for ranks, nbytes in job.replica_sets.items():
-        cuts = equal_cuts(nbytes, len(ranks)).tolist()
+        # Between elements, of which there may be fewer than ranks.
+        cuts = (equal_cuts(nbytes // _ELEMENT_BYTES, len(ranks)) * _ELEMENT_BYTES).tolist()
         share = {rank: cuts[place + 1] - cuts[place] for place, rank in enumerate(ranks)}
         replica_set = tuple(job.shards[rank] for rank in ranks)
         for group in replica_partition(ranks, job.node, job.rack):
@@ -65,6 +68,8 @@ def _protect(
     job: JobShape, mode: str, own: Mapping[str, tuple[_Parts, int]], replica_set: tuple[str, ...]
 ) -> None:  # fmt: skip
     """Have the members of a group, by their shards, keep their shares and what guards those of the others."""
+    if not any(nbytes for _, nbytes in own.values()):
+        return
 
     def group_of(shards: Sequence[str]) -> ParityGroup:
         members = [Member(shard, "", "", 0, _cut(own[shard][1], job.chunk_bytes)) for shard in shards]
@@ -74,8 +79,6 @@ def _protect(
     # As a start does where there is less to share than there are ranks: who would store nothing is left out.
     kept = [m.shard for holder, m in enumerate(group.members) if m.lengths or blocks_bytes(group, holder)]
     if len(kept) < len(own):
-        if not kept:
-            return
         group = group_of(kept)
     for holder, member in enumerate(group.members):
         parts, nbytes = own[member.shard]
