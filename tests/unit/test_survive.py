@@ -371,6 +371,18 @@ def test_what_is_decided_once_for_all_that_look_alike_is_so_for_each(data: st.Da
                 assert units.survived(*lost) == forecast.survived(*each), lost
 
 
+@pytest.mark.parametrize("nodes", [False, True])
+def test_two_of_one_group_do_not_look_like_two_of_groups_of_that_shape(nodes: bool) -> None:
+    job = small(Modes(node=nodes, peer=True, peer_group=2), nodes=6, per_node=2)
+    forecast = Forecast(job.groups, mirrors(job.holdings, job.modes), job.holdings)
+    units, told = LossUnits(forecast, nodes=nodes), set()
+    for lost in combinations(units.names, 2):
+        each = (set[str](), set(lost)) if nodes else (set(lost), set[str]())
+        told.add(units.survived(*lost))
+        assert units.survived(*lost) == forecast.survived(*each), lost
+    assert told == {False, True}
+
+
 def test_a_lost_node_takes_its_packages_along() -> None:
     job = small(Modes(peer=True), nodes=4, per_node=1)
     own_only: Mapping[str, Sequence[str]] = {h.shard: (h.node,) for h in job.holdings}
