@@ -373,7 +373,7 @@ def test_what_is_decided_once_for_all_that_look_alike_is_so_for_each(data: st.Da
 
 @pytest.mark.parametrize("nodes", [False, True])
 def test_two_of_one_group_do_not_look_like_two_of_groups_of_that_shape(nodes: bool) -> None:
-    job = small(Modes(node=nodes, peer=True, peer_group=2), nodes=6, per_node=2)
+    job = build(Modes(node=nodes, peer=True, peer_group=2), 6, 2, [40 * CHUNK] * 12, [0] * 12)
     forecast = Forecast(job.groups, mirrors(job.holdings, job.modes), job.holdings)
     units, told = LossUnits(forecast, nodes=nodes), set()
     for lost in combinations(units.names, 2):
