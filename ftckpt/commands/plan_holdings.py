@@ -71,23 +71,32 @@ def _protect(
     if not any(nbytes for _, nbytes in own.values()):
         return
 
-    def group_of(shards: Sequence[str]) -> ParityGroup:
-        members = [Member(shard, "", "", 0, _cut(own[shard][1], job.chunk_bytes)) for shard in shards]
-        return slot_group(slot_group_name(mode, shards, replica_set), mode, job.chunk_bytes, members)
+    def blocks_of(shards: Sequence[str]) -> tuple[int, ...]:
+        return _blocks(mode, job.chunk_bytes, tuple(_cut(own[shard][1], job.chunk_bytes) for shard in shards))
 
-    group = group_of(list(own))
+    shards = sorted(own)
+    blocks = blocks_of(shards)
     # As a start does where there is less to share than there are ranks: who would store nothing is left out.
-    kept = [m.shard for holder, m in enumerate(group.members) if m.lengths or blocks_bytes(group, holder)]
-    if len(kept) < len(own):
-        group = group_of(kept)
-    for holder, member in enumerate(group.members):
-        parts, nbytes = own[member.shard]
+    kept = [shard for shard, nbytes in zip(shards, blocks, strict=True) if own[shard][1] or nbytes]
+    if len(kept) < len(shards):
+        shards, blocks = kept, blocks_of(kept)
+    name = slot_group_name(mode, shards, replica_set)
+    for holder, (shard, stored) in enumerate(zip(shards, blocks, strict=True)):
+        parts, nbytes = own[shard]
         if nbytes:
-            parts.shared[group.name] = nbytes
+            parts.shared[name] = nbytes
         # Holder 0 keeps that of the last: members copy each other in a ring.
-        kind, of = ("parity", "") if mode == "replica" else ("copy", group.members[holder - 1].shard)
-        if blocks := blocks_bytes(group, holder):
-            parts.protecting.append((kind, group.name, of, _cut(blocks, job.chunk_bytes)))
+        kind, of = ("parity", "") if mode == "replica" else ("copy", shards[holder - 1])
+        if stored:
+            parts.protecting.append((kind, name, of, _cut(stored, job.chunk_bytes)))
+
+
+@lru_cache(maxsize=1024)  # few groups of a job differ
+def _blocks(mode: str, chunk_bytes: int, lengths: tuple[tuple[int, ...], ...]) -> tuple[int, ...]:
+    """What each member of a group in slots stores for the others, in bytes, by the lengths of all their chunks."""
+    members = [Member(f"{place:06d}", "", "", 0, of_member) for place, of_member in enumerate(lengths)]
+    group = slot_group("0" * 16, mode, chunk_bytes, members)
+    return tuple(blocks_bytes(group, holder) for holder in range(len(lengths)))
 
 
 def _holding(job: JobShape, rank: int, parts: _Parts) -> Holding:
