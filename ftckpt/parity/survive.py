@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -168,20 +168,22 @@ class Forecast:
     def recovers(self, lost: Sequence[str]) -> bool:
         """Whether all chunks of these arenas come back, where no package that is needed is lost."""
         # Cheap and enough in most cases; only what it leaves open is solved chunk by chunk.
-        if self._by_arenas(lost):
+        left = self._left_by_arenas(lost)
+        if not left:
             return True
         pattern = self._pattern(lost)
         if pattern not in self._known:
-            # With fewer lost chunks more can be solved: if that fails, so does the whole. Two tell most of the time.
-            # In two periods of the longest group every arrangement of holders occurs.
+            # With fewer lost chunks more can be solved: if that fails, so does the whole. The first ones tell most of
+            # the time. In two periods of the longest group every arrangement of holders occurs.
             longest = max((len(self.groups[g].members) for shard in lost for g in self._of_shard[shard]), default=0)
-            self._known[pattern] = not any(self._unsolved(lost, few) for few in (2, 2 * longest, None))
+            whole = not self._unsolved(lost, 1, left)
+            self._known[pattern] = whole and not any(self._unsolved(lost, few) for few in (2 * longest, None))
         return self._known[pattern]
 
     def unrecoverable(self, lost_shards: Set[str], lost_nodes: Set[str]) -> list[str]:
         lost = self._lost(lost_shards, lost_nodes)
         bare = self._bare(lost, lost_nodes)
-        return sorted(bare if self._by_arenas(lost) else bare | self._unsolved(lost, None))
+        return sorted(bare | self._unsolved(lost, None) if self._left_by_arenas(lost) else bare)
 
     def near(self, *, nodes: bool) -> dict[str, set[str]]:
         """Of each shard, or node, the others that may make its loss worse: those of its groups and packages."""
@@ -236,10 +238,11 @@ class Forecast:
                 parts.append(tuple(covers))
         return parts
 
-    def _by_arenas(self, lost: Sequence[str]) -> bool:
-        """Whether groups that lack no more members than they can spare bring back everything, one after another.
+    def _left_by_arenas(self, lost: Sequence[str]) -> Collection[tuple[str, int]]:
+        """What groups that lack no more members than they can spare do not bring back, one after another: shards with
+        the places of sections among those that are not empty.
 
-        Sufficient, not necessary: a group that lacks more members may still solve some of its stripes.
+        That nothing is left suffices, but need not be: a group that lacks more members may solve some of its stripes.
         """
         parts = {(shard, part): covers for shard in lost for part, covers in enumerate(self._parts[shard])}
         while parts:
@@ -253,17 +256,21 @@ class Forecast:
             }
             left = {at: covers for at, covers in parts.items() if spare.isdisjoint(covers)}
             if len(left) == len(parts):
-                return False
+                break
             parts = left
-        return True
+        return parts
 
-    def _unsolved(self, lost: Sequence[str], few: int | None) -> set[str]:
-        """Shards of which chunks stay unsolved; only the first ``few`` chunks of each section are lost, None: all."""
+    def _unsolved(
+        self, lost: Sequence[str], few: int | None, among: Collection[tuple[str, int]] | None = None
+    ) -> set[str]:  # fmt: skip
+        """Shards of which chunks stay unsolved. Lost are only the first ``few`` chunks of each section, None: all, and
+        only of the sections ``among``, which ``_left_by_arenas`` names."""
         places = {place for shard in lost for place in self._of_shard[shard]}
         chunks = {
             (shard, section.first + chunk)
             for shard in lost
-            for section in self.holdings[shard].sections
+            for part, section in enumerate(s for s in self.holdings[shard].sections if s.lengths)
+            if among is None or (shard, part) in among
             for chunk in range(len(section.lengths))[:few]
         }
         groups = [self.groups[place] for place in sorted(places)]
