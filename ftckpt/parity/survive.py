@@ -262,9 +262,12 @@ class Forecast:
 
     def _unsolved(
         self, lost: Sequence[str], few: int | None, among: Collection[tuple[str, int]] | None = None
-    ) -> set[str]:  # fmt: skip
-        """Shards of which chunks stay unsolved. Lost are only the first ``few`` chunks of each section, None: all, and
-        only of the sections ``among``, which ``_left_by_arenas`` names."""
+    ) -> set[str]:
+        """Shards of which chunks stay unsolved.
+
+        Lost are only the first ``few`` chunks of each section, None: all, and only of the sections ``among``, which
+        ``_left_by_arenas`` names.
+        """
         places = {place for shard in lost for place in self._of_shard[shard]}
         chunks = {
             (shard, section.first + chunk)
