@@ -357,6 +357,7 @@ def test_two_that_share_nothing_are_survived_if_each_is(data: st.DataObject) -> 
 
 
 @given(st.data())
+@settings(max_examples=20)
 def test_what_is_decided_once_for_all_that_look_alike_is_so_for_each(data: st.DataObject) -> None:
     """Wherever packages lie: on every node that there is, or on few."""
     job, _, _ = data.draw(damaged_jobs())
