@@ -127,10 +127,11 @@ def test_the_plan_of_a_large_job_names_what_it_survives() -> None:
     planned = run(block("bash", "--protect node,peer"))
     assert planned.returncode == 0, planned.stderr
     assert "512 ranks on 64 nodes" in planned.stdout and re.search(r"one node +64 +all", planned.stdout)
+    assert all(f"\n{told}" in planned.stdout for told in ("yes: a node needs", "--zero 3: ", "--fsdp: "))
 
 
 def test_intervals_of_a_large_job_are_predicted() -> None:
-    planned = run(block("bash", "--iteration-secs"))
+    planned = run(block("bash", "--snapshot-cost-secs"))
     assert planned.returncode == 0, planned.stderr
     assert "memory has one iteration of 5" in planned.stdout and "most is trained with one" in planned.stdout
 
