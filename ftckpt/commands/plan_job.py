@@ -190,7 +190,10 @@ def job_of(arguments: argparse.Namespace, config: Config) -> JobShape:
     if ranks > _MOST_RANKS:
         raise ConfigError(f"tp*pp*dp*cp: {ranks} ranks are too many; the most is {_MOST_RANKS}")
     if per_node > ranks:
-        raise ConfigError(f"--gpus-per-node: {per_node} is more than the {ranks} ranks (tp*pp*dp*cp) that there are")
+        raise ConfigError(
+            f"--gpus-per-node: {per_node} is more than the {ranks} ranks (tp*pp*dp*cp) that there are; give {ranks}, "
+            "or a larger --dp"
+        )
     if ranks % per_node:
         raise ConfigError(
             f"--gpus-per-node: {ranks} ranks (tp*pp*dp*cp) do not fill nodes of {per_node}; change --dp or it"
@@ -224,7 +227,7 @@ def _check_layout(arguments: argparse.Namespace, etp: int) -> None:
         what = "dp*cp" if etp == arguments.tp else "tp*dp*cp"
         size, into = (ep, stage // etp) if etp == arguments.tp else (ep * etp, stage)
         name = f"{ep}" if etp == arguments.tp else f"ep*etp = {size}"
-        raise ConfigError(f"--ep: {name} does not divide {what} = {into}; experts would lie on a part of the ranks")
+        raise ConfigError(f"--ep: {name} does not divide {what} = {into}; use sizes that do")
     if layers is not None and (layers < pp * vpp or (layers % (pp * vpp) and arguments.zero is None)):
         raise ConfigError(
             f"--layers: {layers} do not spread evenly over pp*vpp = {pp * vpp}; change --pp or --vpp, or leave "
