@@ -7,6 +7,7 @@ import difflib
 import importlib.util
 import os
 import re
+import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
@@ -49,6 +50,14 @@ MEGATRON, DEEPSPEED = "megatron", "deepspeed"
 def is_name(text: str) -> bool:
     """Whether a job, a node or a rack may be called so: the names become parts of paths and of socket addresses."""
     return bool(_NAME.fullmatch(text))
+
+
+def node_here(env: Mapping[str, str]) -> tuple[str, str]:
+    """What this node is called where nobody has configured a name, and what says so."""
+    for variable in ("FTCKPT_NODE", "SLURMD_NODENAME"):
+        if env.get(variable):
+            return env[variable], variable
+    return socket.gethostname(), "the host name (FTCKPT_NODE overrides it)"
 
 
 def _setting(

@@ -92,7 +92,7 @@ save_memory() {
 
 # save_here: the same for this node, where the job names storage and a rank has got so far as to have any memory.
 save_here() {
-    [ -n "$PERSISTS" ] && [ -d "$ARENA/ftckpt-$JOB" ] || return 0
+    [ -n "$PERSISTS" ] && compgen -G "$ARENA/ftckpt-$JOB/*/*/" >/dev/null || return 0
     save_command "$SAVE_SECS"
     save_memory
 }

@@ -10,6 +10,8 @@ NAME=smp_step.sh
 HERE=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd)
 # shellcheck source=launch/job.sh
 source "$HERE/job.sh"
+# shellcheck source=launch/smp_process.sh
+source "$HERE/smp_process.sh"
 
 PYTHON=${FTCKPT_PYTHON:-python3}
 SAVE_SECS=${FTCKPT_SAVE_SECS:-90}
@@ -17,32 +19,8 @@ JOB=$1
 ARENA=$2
 PERSISTS=${3:-}
 CLEAN_SECS=30 # longest wait for ranks to end
-TOLD=
-trap 'TOLD=1' TERM
-
-# In a process group of its own: what tells this step to end must not end the SMP, which saves.
-set -m
-"$PYTHON" -m ftckpt.smp --job "$JOB" --arena "$ARENA" --node "${FTCKPT_NODE:-$SLURMD_NODENAME}" </dev/null &
-SMP=$!
-set +m
-# In turns: a signal right before the wait would be seen behind it.
-while [ -z "$TOLD" ] && kill -0 "$SMP" 2>/dev/null; do
-    sleep 5 &
-    wait -n "$SMP" "$!" || true
-done
-if [ -z "$TOLD" ]; then
-    code=0
-    wait "$SMP" || code=$?
-    exit "$code"
-fi
-trap '' TERM
-
-# end_smp: memory stays as it is.
-end_smp() {
-    kill -TERM "$SMP" 2>/dev/null || true
-    wait "$SMP" || true
-    exit 143
-}
+NODE=${FTCKPT_NODE:-$SLURMD_NODENAME}
+run_smp
 
 # is_saved: what memory has is on storage; ranks that still end are waited for.
 is_saved() {

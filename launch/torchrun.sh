@@ -23,7 +23,8 @@
 # FTCKPT_PYTHON names the interpreter (default: python3). An option wins over its variable.
 #
 # With --ftckpt-persist: on SIGTERM, SIGINT or SIGUSR1, and when torchrun has given up, the newest whole snapshot goes to
-# storage, within FTCKPT_SAVE_SECS (90); the last line says what came there. The ranks have FTCKPT_GRACE_SECS (40) before
+# storage, within FTCKPT_SAVE_SECS (90; 0: somebody else saves, as the SMP's container of a pod does); the last line says
+# what came there. The ranks have FTCKPT_GRACE_SECS (40) before
 # that to end: torchrun itself waits 30 s for one that does not. A second SIGINT leaves at once.
 
 set -euo pipefail
@@ -78,7 +79,7 @@ whole --nodes "${NODES%:*}" 1
 whole --nodes "${NODES#*:}" "${NODES%:*}"
 [ "$NPROC" = gpu ] || whole --nproc "$NPROC" 1
 whole --restarts "$RESTARTS" 0
-whole FTCKPT_SAVE_SECS "$SAVE_SECS" 1
+whole FTCKPT_SAVE_SECS "$SAVE_SECS" 0
 whole FTCKPT_GRACE_SECS "$GRACE_SECS" 1
 [[ $MONITOR_INTERVAL =~ ^[0-9]*\.?[0-9]+$ ]] || fail "--monitor-interval: '$MONITOR_INTERVAL' is not a number of seconds"
 checked_module "$RUNNER"
@@ -127,6 +128,7 @@ PROGRAM=("$SCRIPT" "${FLAGS[@]}" "$@")
 find_storage "${PROGRAM[@]}"
 [ -z "$PERSISTS" ] || [[ " ${PROGRAM[*]}" != *" --ftckpt-job"* ]] ||
     fail "name the job with --job: the save at the end needs it too"
+((SAVE_SECS)) || PERSISTS=
 [ "$RUNNER" = none ] || PROGRAM=(-m "$RUNNER" "${PROGRAM[@]}")
 if [ -n "$CORES" ]; then
     read -ra LISTS <<<"$CORES"

@@ -138,7 +138,7 @@ def _smp_of(arguments: argparse.Namespace, node: str, node_dir: Path) -> SmpClie
 
 def _require_no_ranks(client: SmpClient, deadline: float) -> None:
     """What trains would write over what is saved. Raises SmpError where ranks do not end."""
-    while living := [one["rank"] for one in client.status()["trainers"] if one["lives"]]:
+    while living := [one["rank"] for one in client.status()["trainers"] if one["lives"] is not False]:
         if time.monotonic() >= deadline:
             raise SmpError(
                 f"node {client.node}: ranks {', '.join(map(str, living))} of job {client.job!r} train: end them "

@@ -9,7 +9,7 @@ import sys
 from typing import Any
 
 from ftckpt.errors import SmpError
-from ftckpt.smp.__main__ import add_arguments
+from ftckpt.smp.__main__ import add_arguments, alive
 from ftckpt.smp.client import SmpClient, environment
 from ftckpt.store.directory import end_smp, job_node_path
 
@@ -29,6 +29,8 @@ def add_smp(commands: Any) -> None:
 
 def _smp(arguments: argparse.Namespace) -> int:
     node_dir = job_node_path(arguments.arena, arguments.job, arguments.node)
+    if arguments.alive:
+        return alive(arguments)
     if arguments.status:
         client = SmpClient(node_dir, arguments.arena, arguments.job, arguments.node, {})
         print(json.dumps(client.status(), indent=2))
@@ -43,6 +45,7 @@ def _become_smp(arguments: argparse.Namespace) -> None:
     """This process has loaded more than an SMP needs: it goes on as a fresh one with the same pid."""
     command = [sys.executable, "-m", "ftckpt.smp", "--job", arguments.job, "--node", arguments.node]
     command += ["--arena", str(arguments.arena), "--idle-secs", str(arguments.idle_secs)]
+    command += ["--stand-by"] * arguments.stand_by
     # What is buffered would be lost: the process image is replaced.
     sys.stdout.flush()
     os.execve(command[0], command, environment())

@@ -16,7 +16,6 @@ import logging
 import os
 import re
 import runpy
-import socket
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -26,7 +25,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import NoReturn
 
-from ftckpt.config import NAME_RULE, add_flags, is_name
+from ftckpt.config import NAME_RULE, add_flags, is_name, node_here
 from ftckpt.errors import ConfigError, FtckptError
 from ftckpt.store import ends
 from ftckpt.store.outcome import agent_of, launcher_run
@@ -90,10 +89,7 @@ def node_name(configured: str | None, env: Mapping[str, str]) -> str:
     """
     if configured:
         return _checked(configured, "the configured node name")
-    for var in ("FTCKPT_NODE", "SLURMD_NODENAME"):
-        if env.get(var):
-            return _checked(env[var], var)
-    return _checked(socket.gethostname(), "the host name (FTCKPT_NODE overrides it)")
+    return _checked(*node_here(env))
 
 
 def _static_name(env: Mapping[str, str]) -> str:

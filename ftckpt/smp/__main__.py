@@ -1,4 +1,4 @@
-"""``python -m ftckpt.smp --job J --node N [--arena ROOT] [--detach]``: start an SMP."""
+"""``python -m ftckpt.smp --job J [--node N] [--arena ROOT] [--detach]``: start an SMP; ``--alive``: does one live?"""
 
 from __future__ import annotations
 
@@ -7,15 +7,23 @@ import logging
 import os
 import signal
 import sys
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from ftckpt.config import Config
+from ftckpt.config import Config, node_here
 from ftckpt.errors import FtckptError, SmpError, Writing, settings_are_written
 from ftckpt.smp import BUSY_STATUS
 
+if TYPE_CHECKING:
+    from ftckpt.smp.daemon import Daemon
+
+_STAND_BY_SECS = 0.5
+_MOST_SILENT_SECS = 60.0
+"""Between two pieces of work an SMP gives signs of life; trainers replace one by the same measure."""
 _READY = b"ready\n"
 _BUSY = b"busy "
 
@@ -23,11 +31,21 @@ _BUSY = b"busy "
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of an SMP, for ``ftckpt smp`` too."""
     parser.add_argument("--job", required=True, help="name of the job")
-    parser.add_argument("--node", required=True, help="stable name of this machine")
+    parser.add_argument(
+        "--node", default=node_here(os.environ)[0],
+        help="stable name of this machine (default: FTCKPT_NODE, Slurm's name of it, or the host name: %(default)s)",
+    )  # fmt: skip
     parser.add_argument("--arena", type=Path, default=Path(Config().arena), help="tmpfs (default: %(default)s)")
     parser.add_argument(
         "--idle-secs", type=float, default=Config().smp_idle_secs, metavar="SECS",
         help="time without any trainer after which it ends (default: %(default)s)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--stand-by", action="store_true", help="where another one serves, wait for its end and serve then"
+    )
+    parser.add_argument(
+        "--alive", action="store_true",
+        help="only say whether one lives, by the exit status: 0, or 1 where none has given a sign of life lately",
     )  # fmt: skip
 
 
@@ -39,12 +57,11 @@ def serve(arguments: argparse.Namespace, ready: Callable[[], None]) -> int:
         ArenaError: the directory cannot be used.
     """
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # before numpy: each of its threads has memory of its own
-    from ftckpt.smp.daemon import Daemon
     from ftckpt.smp.footprint import bound_process
 
     # Before the daemon starts threads: it sets the size of their stacks.
     bound_process(own_session=arguments.detach)
-    daemon = Daemon(arguments.arena, arguments.job, arguments.node, arguments.idle_secs)
+    daemon = _daemon(arguments)
     logging.getLogger("ftckpt").setLevel(logging.INFO)
     if arguments.detach:
         # What the interpreter itself prints, a traceback at the end, goes to the log too.
@@ -53,6 +70,40 @@ def serve(arguments: argparse.Namespace, ready: Callable[[], None]) -> int:
     ready()
     daemon.run()
     return 0
+
+
+def _daemon(arguments: argparse.Namespace) -> Daemon:
+    from ftckpt.smp.daemon import Daemon
+
+    told = False
+    while True:
+        try:
+            return Daemon(arguments.arena, arguments.job, arguments.node, arguments.idle_secs)
+        except SmpError as error:
+            if not arguments.stand_by:
+                raise
+            if not told:
+                logging.getLogger("ftckpt").warning("standing by: %s", error)
+            told = True
+            time.sleep(_STAND_BY_SECS)
+
+
+def alive(arguments: argparse.Namespace) -> int:
+    """Exit status 0 where the SMP of the node lives and moves; otherwise 1, and why on stderr. It is not disturbed:
+    one that has much to do on a busy node answers late, and is healthy."""
+    from ftckpt.store.directory import SMP_LOCK_NAME, job_node_path
+    from ftckpt.store.locks import holder_of
+    from ftckpt.store.pulse import Pulse
+
+    node_dir = job_node_path(arguments.arena, arguments.job, arguments.node)
+    if holder_of(node_dir / SMP_LOCK_NAME) is None:
+        problem = "has no SMP"
+    elif (secs := Pulse.open(node_dir, None).smp()[1]) > _MOST_SILENT_SECS:
+        problem = f"has an SMP that has given no sign of life for {secs:.0f} s"
+    else:
+        return 0
+    print(f"ftckpt: job {arguments.job!r} on node {arguments.node!r} {problem}", file=sys.stderr)
+    return 1
 
 
 def detached(arguments: argparse.Namespace) -> int:
@@ -83,6 +134,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--detach", action="store_true", help="run in the background; return when it answers")
     arguments = parser.parse_args(argv)
     settings_are_written(Writing.FLAG)  # trainers, who are told, write them as their users do
+    if arguments.alive:
+        return alive(arguments)
     return detached(arguments) if arguments.detach else foreground(arguments)
 
 

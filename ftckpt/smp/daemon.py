@@ -23,6 +23,7 @@ from ftckpt.smp.exporter import Exporter
 from ftckpt.smp.footprint import BoundedLog, SmpConfig, anon_bytes
 from ftckpt.smp.hang_answer import HangAnswer
 from ftckpt.smp.hangs import Hang, HangPlace, HangWatch, Limits
+from ftckpt.smp.living import Living
 from ftckpt.smp.reports import MarkHistory, packed, rank_report
 from ftckpt.smp.requests import (
     VERSION,
@@ -39,18 +40,16 @@ from ftckpt.smp.requests import (
 )
 from ftckpt.smp.server import Handler, Server
 from ftckpt.store.directory import (
-    LOCK_NAME,
     SMP_LOCK_NAME,
     SMP_LOG_NAME,
     SMP_STATE_NAME,
-    list_arenas,
     node_directory,
     remove_job_if_empty,
     remove_smp_files,
 )
 from ftckpt.store.ends import End, tell
 from ftckpt.store.failures import read_failures
-from ftckpt.store.locks import JOB_LOCK_NAME, FileLock, holder_of
+from ftckpt.store.locks import FileLock, holder_of
 from ftckpt.store.memory import used_bytes
 from ftckpt.store.outcome import LauncherRun
 from ftckpt.store.pulse import Pulse, RankPulse, SmpState
@@ -97,6 +96,7 @@ class Daemon:
         self._pulse = Pulse.open(self.node_dir, None)
         if self._pulse.problem is not None:
             self.events.emit("smp_error", error=self._pulse.problem)
+        self._living = Living(self.node_dir)
         self._duties = Duties(self.node_dir, self.events)
         self._exporter = Exporter(job, node, self._measured)
         self._config, self._digest = SmpConfig(), 0
@@ -202,7 +202,7 @@ class Daemon:
             self._last_trainer = now
         elif now - self._last_trainer >= self._idle_secs:
             self._end_for(f"no trainer for {self._idle_secs:g} s; arenas stay")
-        pulses = self._pulse.ranks()
+        pulses = self._ranks()
         for text in self._deaths.look(pulses):
             tell(self.node_dir, End(time.time(), text))
             self.events.emit("ended_without_a_word", text=text)
@@ -213,10 +213,10 @@ class Daemon:
 
     def _trainer_lives(self) -> bool:
         """Whether a process trains on this node; locks show those in other containers, too."""
-        if any(pulse.lives for pulse in self._pulse.ranks()):
-            return True
-        locks = [self.node_dir / JOB_LOCK_NAME, *(arena / LOCK_NAME for arena in list_arenas(self.node_dir))]
-        return any(holder_of(lock) is not None for lock in locks)
+        return any(pulse.lives for pulse in self._pulse.ranks()) or self._living.any_lock_is_held()
+
+    def _ranks(self) -> list[RankPulse]:
+        return self._living.judge(self._pulse.ranks())
 
     def _look_for_hangs(self, pulses: Sequence[RankPulse]) -> None:
         now_ns = time.monotonic_ns()
@@ -236,7 +236,7 @@ class Daemon:
 
     def _meet(self, hang: Hang) -> None:
         self._num_hangs += 1
-        ends = self._on_hang == "abort" and hang.is_known
+        ends = self._on_hang == "abort" and hang.is_known and not hang.elsewhere
         place = hang.place(self._run_name)
         is_again = place.repeats(self._config.hang)
         self.events.emit(
@@ -281,7 +281,7 @@ class Daemon:
             "warnings": list(self.log.warnings),
             "whole": self._whole.fields(time.monotonic()),
             "protected": self._protected.fields(time.monotonic()),
-            "trainers": [rank_report(pulse, self._limits) for pulse in self._pulse.ranks()],
+            "trainers": [rank_report(pulse, self._limits) for pulse in self._ranks()],
             "duties": {**self._duties.status(), "port": self._server.port, "connections": self._server.connections},
         }
 
@@ -333,6 +333,7 @@ class Daemon:
         self._duties.configure(description)
         if description.get("secret") and self._server.port:  # without one the duties go on with what they had
             self._server.replace_trust(self._duties.trust)
+        self._living.know(description.get("places", {}))
         self._limits.hang_secs, self._on_hang = settings.hang_secs, settings.on_hang
         self._run_name = str(description.get("run", ""))
         self._idle_secs = settings.smp_idle_secs if "smp_idle_secs" in given else self._idle_secs
@@ -353,7 +354,7 @@ class Daemon:
             raise SmpError(f"{self.node_dir}: the configuration cannot be stored: {error.strerror}") from None
 
     def _persist(self, request: PersistRequest) -> dict[str, Any]:
-        if any(pulse.lives for pulse in self._pulse.ranks()):
+        if any(pulse.lives is not False for pulse in self._ranks()):
             raise SmpError("ranks of the job train on this node: end them first")
         return self._duties.persist(request)
 

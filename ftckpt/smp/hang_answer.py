@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 
 from ftckpt.events import Events, log
+from ftckpt.model.text import listed
 from ftckpt.smp.hangs import Hang
 from ftckpt.store.page import pid_of
 from ftckpt.store.process import Process
@@ -19,6 +20,8 @@ _MESSAGE_CHARS = 3500
 """Of the log: a longer message would be cut."""
 _TOLD_CHARS = 100_000
 """Of the stacks of all ranks: the log keeps its newest 128 KiB, and all of them must be in it."""
+_MOST_NAMED = 8
+_SHARE_PIDS = "let trainers and SMP share their process ids (Kubernetes: shareProcessNamespace: true)"
 
 
 class HangAnswer:
@@ -31,7 +34,7 @@ class HangAnswer:
 
     def __init__(self, hang: Hang, events: Events, ends: bool, before: Callable[[], None]) -> None:
         self._hang, self._events, self._ends, self._before = hang, events, ends, before
-        self._requests = [StackRequest(pulse) for pulse in hang.ranks if pulse.lives]
+        self._requests = [StackRequest(pulse) for pulse in hang.ranks if pulse.lives and pulse.is_here]
         self._hidden = list(self._requests)  # whose stacks are not in the rank's own log yet
         self._native: NativeStacks | None = None
         self._abort: Abort | None = None
@@ -93,11 +96,13 @@ class HangAnswer:
             for what, text in (("stacks", request.text), ("stacks with frames of C", native.texts.get(pid, ""))):
                 for part in _parts(shortened(text, room)):
                     log.info("%s of rank %d, pid %d:\n%s", what, rank, pid, part)
-        self._events.emit(
-            "stacks",
-            ranks=[request.pulse.rank for request in self._requests if request.text],
-            missing={request.pulse.rank: request.problem for request in self._requests if request.problem},
-        )
+        missing = {request.pulse.rank: request.problem for request in self._requests if request.problem}
+        if elsewhere := [pulse.rank for pulse in self._hang.elsewhere]:
+            missing |= dict.fromkeys(elsewhere, "it runs in another container")
+            who = listed([str(rank) for rank in elsewhere], _MOST_NAMED)
+            log.warning("ranks %s hang in another container, which nobody ends from here: %s", who, _SHARE_PIDS)
+        ranks = [request.pulse.rank for request in self._requests if request.text]
+        self._events.emit("stacks", ranks=ranks, missing=missing)
 
 
 def shortened(text: str, room: int) -> str:
@@ -127,7 +132,8 @@ class Abort:
     """
 
     def __init__(self, pulses: Sequence[RankPulse], grace_secs: float = GRACE_SECS) -> None:
-        processes = (Process.open(pid_of(pulse.owner), pulse.owner) for pulse in pulses if pulse.lives)
+        there = (pulse for pulse in pulses if pulse.lives and pulse.is_here)
+        processes = (Process.open(pid_of(pulse.owner), pulse.owner) for pulse in there)
         self._targets = [process for process in processes if process is not None]
         self.pids = [process.pid for process in self._targets if process.send(signal.SIGTERM)]
         self._kill_at = time.monotonic() + grace_secs

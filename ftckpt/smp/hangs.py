@@ -99,6 +99,11 @@ class Hang:
     limits: Limits
     is_known: bool
 
+    @property
+    def elsewhere(self) -> list[RankPulse]:
+        """Those of other containers: nobody here can look into their processes, or end them."""
+        return [pulse for pulse in self.ranks if pulse.lives is not False and not pulse.is_here]
+
     def fields(self) -> dict[str, Any]:
         """For the event: who waits where, and for how long."""
         ranks = [describe(pulse, self.now_ns, self.limits) for pulse in self.ranks]

@@ -40,13 +40,14 @@ def hazards(
     What cannot be read is taken for harmless.
 
     Args:
-        smp_pid: process of the SMP; None: it runs where this process runs, as one that a trainer starts does.
+        smp_pid: process of the SMP; None: it runs where this process runs, as one that a trainer starts does; 0: in
+            another pid namespace.
         root: where ``proc``, ``sys``, ``etc``, ``run``, ``usr`` and ``var`` are.
         uid: user of the job; None: the effective one of this process.
     """
     checks = [
         _remove_ipc(arena_root, root, os.geteuid() if uid is None else uid),
-        _container(arena_root, root) or _private_mount(arena_root, root),
+        None if _outlasts(root, smp_pid) else _container(arena_root, root) or _private_mount(arena_root, root),
         _small_tmpfs(arena_root, root),
         _charged(arena_root, root),
         _out_of_memory_group(root, smp_pid),
@@ -78,6 +79,14 @@ def _remove_ipc(arena_root: Path, root: Path, uid: int) -> Hazard | None:
     )
 
 
+def _outlasts(root: Path, smp_pid: int | None) -> bool:
+    """Whether the SMP runs in another container: that has the tmpfs mounted, too, and keeps it when this one ends."""
+    if smp_pid is None:
+        return False
+    spaces = {_link(root / "proc" / process / "ns" / "mnt") for process in ("self", str(smp_pid))}
+    return smp_pid == 0 or (len(spaces) == 2 and "" not in spaces)
+
+
 def _container(arena_root: Path, root: Path) -> Hazard | None:
     """Whether this is a container: its /dev/shm and its processes end with it."""
     marks = [mark for mark in (".dockerenv", "run/.containerenv", "run/systemd/container") if (root / mark).exists()]
@@ -96,8 +105,8 @@ def _container(arena_root: Path, root: Path) -> Hazard | None:
         f"the job runs in a container ({marks[0]}) and {mount.point}, which holds the arenas, {own}: "
         "snapshots and the SMP end when the container ends, not when the trainers do",
         "run trainers and SMP in one container and keep it: let the launcher restart the trainers inside it; "
-        "or give it memory that outlives it (docker: --ipc=host; Kubernetes: a hostPath on the host's /dev/shm "
-        "named with --ftckpt-arena)",
+        "or give it memory that outlives it (docker: --ipc=host; Kubernetes: an emptyDir of medium Memory, and the "
+        "SMP in a sidecar that mounts it, too: ftckpt init k8s)",
     )
 
 

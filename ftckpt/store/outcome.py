@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import socket
 import tempfile
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -20,6 +19,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
+from ftckpt.config import node_here
 from ftckpt.errors import FtckptError
 from ftckpt.store.directory import clean_job, fresh_name, require_own
 from ftckpt.store.locks import FileLock
@@ -209,7 +209,7 @@ def launcher_run(env: Mapping[str, str]) -> LauncherRun:
     name = ""
     if _NAME.fullmatch(given := env.get(RUN_VARIABLE, "")):
         # Nodes of a cluster may share what is temporary.
-        name = f"{given}.{env.get('FTCKPT_NODE') or env.get('SLURMD_NODENAME') or socket.gethostname()}"
+        name = f"{given}.{node_here(env)[0]}"
     elif (agent := agent_of(env)) is not None:
         name = f"{agent.owner:x}-{_machine()}"
     return _runs.setdefault(name, LauncherRun(name))

@@ -119,7 +119,8 @@ PAUSES = {section.label: section for section in (PulseSection.EVALUATION, PulseS
 class RankPulse:
     """A rank's last sign of life. ``beat_ns`` is CLOCK_MONOTONIC; ``iteration`` and ``rank`` are -1 where unknown.
 
-    ``lives`` is None where it cannot be known: a process of another pid namespace. ``stacks`` is the word of its
+    ``is_here`` is False for a process of another pid namespace, whose pid means nothing here: it cannot be signalled,
+    and ``lives`` is None where nothing else tells (``ftckpt.smp.living``). ``stacks`` is the word of its
     ``StackSignals``. ``longest_ns[section]`` is the longest time between two beats of this rank in that section, of
     those that have ended. ``counts[count]`` is what it has told of that ``PulseCount``.
     """
@@ -136,6 +137,7 @@ class RankPulse:
     stacks: int = 0
     longest_ns: tuple[int, ...] = (0,) * len(PulseSection)
     counts: tuple[int, ...] = (0,) * len(PulseCount)
+    is_here: bool = True
 
 
 _SECTIONS = frozenset(int(section) for section in PulseSection)
@@ -346,6 +348,7 @@ class Pulse:
             stacks=entry[_STACKS],
             longest_ns=tuple(entry[_LONGEST : _LONGEST + len(PulseSection)]),
             counts=tuple(entry[_COUNTS : _COUNTS + len(PulseCount)]),
+            is_here=entry[_NAMESPACE] == self._namespace,
         )
 
     def _lives(self, place: int) -> bool | None:

@@ -219,7 +219,7 @@ def test_what_memory_has_is_saved_where_the_launcher_ends(
 ) -> None:
     """Told to stop as a kubelet does it: this one process alone."""
     arena = standins.here / "arena"
-    (arena if how == "nothing there" else arena / "ftckpt-mine" / "n").mkdir(parents=True)
+    (arena / "ftckpt-mine" / ("n" if how == "nothing there" else "n/shard.0")).mkdir(parents=True)
     stops = how.startswith("SIG")
     standins.codes("hang" if stops else 0 if how == "done" else 1)
     words = ["--job", "mine", "--restarts", "0", "--runner", "none", str(standins.script), f"--ftckpt-arena={arena}"]
@@ -241,7 +241,7 @@ def test_what_memory_has_is_saved_where_the_launcher_ends(
 
 @LAUNCHERS
 def test_ranks_have_ended_before_memory_is_saved(standins: Standins, script: str, launcher: str) -> None:
-    (standins.here / "arena" / "ftckpt-mine").mkdir(parents=True)
+    (standins.here / "arena" / "ftckpt-mine" / "n" / "shard.0").mkdir(parents=True)
     standins.codes("slow")
     words = ["--job", "mine", str(standins.script), "--ftckpt-arena", str(standins.here / "arena")]
     command = standins.command(script, *words, "--ftckpt-persist=/x")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ftckpt.smp import daemon
+from ftckpt.smp import daemon, living
 from ftckpt.smp.daemon import Daemon
 
 
@@ -33,7 +33,7 @@ def test_a_look_that_fails_is_told_once_and_taken_again(
             raise OSError("vanished")
         return []
 
-    monkeypatch.setattr(daemon, "list_arenas", list_failing)
+    monkeypatch.setattr(living, "list_arenas", list_failing)
     monkeypatch.setattr(daemon, "_LOOK_SECS", 0.0)
     with caplog.at_level(logging.WARNING, "ftckpt"):
         Daemon(arena_root, "test", "node", idle_secs=0.3).run()
