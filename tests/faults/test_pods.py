@@ -70,13 +70,19 @@ class Job:
     @property
     def iteration(self) -> int:
         """The last one that was trained."""
-        log = self.stored / "log.jsonl"
-        lines = log.read_text().splitlines() if log.exists() else []
+        lines = self._lines()
         return int(json.loads(lines[-1])["iteration"]) if lines else 0
 
-    def trains_beyond(self, iteration: int) -> int:
-        until(lambda: self.iteration > iteration, self.told, 120)
+    def trains_on(self, iterations: int) -> int:
+        """Until so many more are trained; returns the last one."""
+        wanted = len(self._lines()) + iterations
+        until(lambda: len(self._lines()) >= wanted, self.told, 120)
         return self.iteration
+
+    def _lines(self) -> list[str]:
+        """One of each iteration, and another one where it was trained again."""
+        log = self.stored / "log.jsonl"
+        return log.read_text().splitlines() if log.exists() else []
 
     def told(self) -> str:
         return f"{[pod.problem for pod in self.pods]}{self.cluster.logs()}"
@@ -147,10 +153,10 @@ def _command(pid: int) -> str:
         return ""
 
 
-def iteration_at(stored: Path, capsys: pytest.CaptureFixture[str]) -> int:
+def iteration_at(job: Job, capsys: pytest.CaptureFixture[str]) -> int:
     """That a restart would take from storage, every byte read."""
     capsys.readouterr()
-    assert main(["verify", str(stored)]) == 0
+    assert main(["verify", str(job.stored)]) == 0, job.told()
     return int(capsys.readouterr().out.split()[-1])
 
 
@@ -159,7 +165,7 @@ def iteration_at(stored: Path, capsys: pytest.CaptureFixture[str]) -> int:
 def test_a_whole_life(cluster: Cluster, shares_pids: bool, capsys: pytest.CaptureFixture[str]) -> None:
     job = Job(cluster, "jobset", shares_pids=shares_pids)
     job.says(r"4 ranks: nothing to restore")
-    job.trains_beyond(10)
+    job.trains_on(10)
     sidecar, trainers = (job.pods[1].container(name) for name in ("smp", "train"))
     assert job.smp(1) in sidecar.pids(), "the SMP does not run in its sidecar"
     assert "runs in a container" not in cluster.logs(), "memory and SMP outlive the container, and it complains"
@@ -169,20 +175,21 @@ def test_a_whole_life(cluster: Cluster, shares_pids: bool, capsys: pytest.Captur
     trainers.kill()
     assert int(job.says(r"4 ranks: iteration (\d+) from memory")[1]) >= before - 2
     assert job.smp(1) == smp and sidecar.starts == 1 and trainers.starts == 2
-    job.trains_beyond(before + 20)
+    job.trains_on(20)
 
-    # The SMP is killed: trainers start another one, for which the sidecar stands by until it ends with their container.
+    # The SMP is killed: trainers start another one. The sidecar stands by until that ends with their container.
     before = job.iteration
     sidecar.kill()
     until(lambda: job.smp(1) not in (0, smp), job.told)
     until(lambda: sidecar.starts == 2 and sidecar.pid != 0, job.told)
+    until(lambda: "standing by" in cluster.logs(), job.told)
     assert sidecar.probe("livenessProbe"), "a sidecar that stands by would be killed"
-    job.trains_beyond(before + 20)
+    job.trains_on(20)
     before = job.iteration
     trainers.kill()
     assert int(job.says(r"4 ranks: iteration (\d+) from memory")[1]) >= before - 2
     until(lambda: job.smp(1) in sidecar.pids(), job.told)
-    job.trains_beyond(before + 20)
+    job.trains_on(20)
 
     # A pod is lost with its memory, and another one comes at another address.
     before = job.iteration
@@ -190,31 +197,31 @@ def test_a_whole_life(cluster: Cluster, shares_pids: bool, capsys: pytest.Captur
     job.pods[1] = job.start(1)
     rebuilt = job.says(r"4 ranks: iteration (\d+) from (.*)")
     assert 0 < int(rebuilt[1]) <= before + 1 and "parity" in rebuilt[2] and "storage" not in rebuilt[2], rebuilt[0]
-    before = job.trains_beyond(int(rebuilt[1]) + 20)
+    before = job.trains_on(20)
     assert not list(job.stored.glob("iter_*"))
 
     # The job is deleted: what memory has is on storage before the grace ends.
     assert job.delete() == []
     trained = job.iteration
-    saved = iteration_at(job.stored, capsys)
+    saved = iteration_at(job, capsys)
     assert trained - 2 <= saved <= trained + 1 and saved >= before
 
     # It comes again, and goes on from there.
     job.pods = [job.start(number) for number in range(2)]
     assert int(job.says(r"4 ranks: iteration (\d+) from [^\n]*storage")[1]) == saved
-    job.trains_beyond(saved + 5)
+    job.trains_on(5)
 
 
 @pytest.mark.timeout(400)
 def test_the_pod_where_ranks_meet_is_lost(cluster: Cluster) -> None:
     job = Job(cluster, "pytorchjob")
     job.says(r"4 ranks: nothing to restore")
-    before = job.trains_beyond(20)
+    before = job.trains_on(20)
     job.pods[0].kill()
     job.pods[0] = job.start(0)
     rebuilt = job.says(r"4 ranks: iteration (\d+) from (.*)")
     assert 0 < int(rebuilt[1]) <= before + 1 and "parity" in rebuilt[2], rebuilt[0]
-    job.trains_beyond(int(rebuilt[1]) + 5)
+    job.trains_on(5)
     assert job.delete() == [] and len(list(job.stored.glob("iter_*"))) == 1
 
 
@@ -223,7 +230,7 @@ def test_a_job_that_ends_leaves_nothing_and_its_pods_succeed(
 ) -> None:
     job = Job(cluster, "jobset", iterations=40)
     until(lambda: all(pod.has_succeeded for pod in job.pods), job.told, 150)
-    assert job.iteration == iteration_at(job.stored, capsys) == 40
+    assert job.iteration == iteration_at(job, capsys) == 40
     for pod in job.pods:
         assert not list(pod.inside("memory").iterdir()), cluster.logs()
     assert job.delete() == []

@@ -1,4 +1,5 @@
-"""The step of an SMP under Slurm: when a node's memory is saved and emptied, and when it stays."""
+"""The SMP by itself, in a step under Slurm or in a container of a pod: when memory is saved and emptied, and when it
+stays."""
 
 from __future__ import annotations
 
@@ -17,11 +18,13 @@ cd {here}
 case "$*" in
 *" ftckpt.smp "*)
     [ ! -f smp.ends ] || exit 3
+    echo "$@" >words
     trap 'echo ended >>log; exit 0' TERM
     touch runs
     while :; do sleep 0.05; done
     ;;
 *" save "*)
+    echo save "${{@: -1}}" >>times
     echo save >>log
     if [ -f fails ]; then [ ! -e once.left ] || rm fails once.left; exit 2; fi
     cat saved
@@ -36,6 +39,8 @@ NOT_WANTED = "node n: nothing is saved: the job has --ftckpt-persist-at-end off\
 class Step:
     """``smp_step.sh`` with stand-ins for Python and ``squeue``."""
 
+    SCRIPT = "smp_step.sh"
+
     def __init__(self, here: Path, persists: str, state: str, saved: str = SAVED) -> None:
         self.here, self.memory = here, here / "memory" / "ftckpt-job"
         self.memory.mkdir(parents=True)
@@ -44,7 +49,7 @@ class Step:
         for name, text in (("python3", PYTHON.format(here=here)), ("squeue", f"#!/bin/bash\necho {state}\n")):
             (here / name).write_text(text)
             (here / name).chmod(0o755)
-        self._command = ["bash", str(ROOT / "launch" / "smp_step.sh"), "job", str(here / "memory"), persists]
+        self._command = ["bash", str(ROOT / "launch" / self.SCRIPT), "job", str(here / "memory"), persists]
         self._env = {
             **os.environ, "PATH": f"{here}:{os.environ['PATH']}", "FTCKPT_PYTHON": str(here / "python3"),
             "FTCKPT_SAVE_SECS": "2", "SLURM_JOB_ID": "1", "SLURMD_NODENAME": "n",
@@ -106,3 +111,38 @@ def test_the_end_of_the_smp_is_that_of_the_step(tmp_path: Path) -> None:
     step = Step(tmp_path, "1", "RUNNING")
     (tmp_path / "smp.ends").touch()
     assert step.end(told=False) == (3, []) and step.memory.exists()
+
+
+class PodStep(Step):
+    """``smp_pod.sh`` with a stand-in for Python; a rank has got so far as to have memory."""
+
+    SCRIPT = "smp_pod.sh"
+
+    def __init__(self, here: Path, *, has_memory: bool = True) -> None:
+        super().__init__(here, "", "")
+        (self.memory / "n" / (".mirror" if not has_memory else "dp0.00000000")).mkdir(parents=True)
+        self._env |= {"FTCKPT_NODE": "n", "FTCKPT_SAVE_SECS": "7"}
+
+
+def test_a_pod_that_goes_saves_and_keeps_its_memory(tmp_path: Path) -> None:
+    step = PodStep(tmp_path)
+    assert step.end() == (143, ["save", "ended"]) and step.memory.exists()
+    assert (tmp_path / "times").read_text() == "save 7\n"
+    words = (tmp_path / "words").read_text()
+    assert "--node n " in words and "--stand-by" in words, "another SMP may serve when it starts again"
+
+
+def test_a_pod_without_memory_has_nothing_to_save(tmp_path: Path) -> None:
+    assert PodStep(tmp_path, has_memory=False).end() == (143, ["ended"])
+
+
+def test_the_smp_of_a_pod_ends_whatever_became_of_the_save(tmp_path: Path) -> None:
+    step = PodStep(tmp_path)
+    (tmp_path / "fails").touch()
+    assert step.end() == (143, ["save", "ended"])
+
+
+def test_the_end_of_the_smp_is_that_of_the_container(tmp_path: Path) -> None:
+    step = PodStep(tmp_path)
+    (tmp_path / "smp.ends").touch()
+    assert step.end(told=False) == (3, [])
