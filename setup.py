@@ -9,7 +9,7 @@ from setuptools import setup
 from setuptools.command.build_py import build_py
 
 SHIPPED = ("launch", "configs", "patches")
-LEFT_OUT = ("__pycache__", "demo*", "test.sh", "environment.sh", "constraints.txt")
+LEFT_OUT = ("__pycache__", "demo*", "test.sh", "environment.sh", "constraints.txt", "Containerfile")
 """What only a checkout can run."""
 
 

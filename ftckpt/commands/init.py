@@ -48,12 +48,21 @@ KITS = {
     ),
     "slurm": Kit(
         "batch scripts for nodes with 8 A100, and for Frontier",
-        (*_ALWAYS, *_MEGATRON, "launch/slurm.sh", "launch/smp_step.sh", "launch/*.sbatch"),
+        (*_ALWAYS, *_MEGATRON, "launch/slurm.sh", "launch/smp_step.sh", "launch/smp_process.sh",
+         "launch/*.sbatch"),
         (
             "export FTCKPT_ROOT={root}",
             "sbatch --nodes=3 {here}launch/a100.sbatch --nodes 2 {here}launch/train_gpt.py --pp 2 --ftckpt",
             "sbatch -A PROJECT --nodes=3 {here}launch/frontier.sbatch --nodes 2 {here}launch/train_gpt.py --pp 2 "
             "--ftckpt",
+        ),
+    ),
+    "k8s": Kit(
+        "pods under Kubernetes, by JobSet or Kubeflow's training operator",
+        (*_ALWAYS, *_MEGATRON, "launch/smp_pod.sh", "launch/smp_process.sh", "launch/k8s/*"),
+        (
+            "head -c 32 /dev/urandom | kubectl create secret generic run1-ftckpt --from-file=secret=/dev/stdin",
+            "kubectl apply --dry-run=server -f {here}launch/k8s/jobset.yaml",
         ),
     ),
     "deepspeed": Kit(

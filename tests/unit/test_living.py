@@ -102,7 +102,9 @@ def test_nobody_is_ended_or_asked_whose_pid_means_nothing_here(node_dir: Path, t
 def test_ranks_of_this_namespace_are_judged_by_their_pids(node_dir: Path) -> None:
     """A lock may be another process's by now."""
     with subprocess.Popen(
-        [sys.executable, "-c", RANK, str(node_dir), str(node_dir / ARENA / LOCK_NAME)], stdout=subprocess.PIPE, cwd=ROOT
+        [sys.executable, "-c", RANK, str(node_dir), str(node_dir / ARENA / LOCK_NAME)],
+        stdout=subprocess.PIPE,
+        cwd=ROOT,
     ) as process:
         assert process.stdout is not None and process.stdout.readline() == b"up\n"
         observer = Pulse.open(node_dir, None)

@@ -1,0 +1,218 @@
+"""The manifests: valid by published schemas, and right where a schema says nothing."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from ftckpt.config import Config
+from tests.support.launching import ROOT
+
+MANIFESTS = sorted((ROOT / "launch" / "k8s").glob("*.yaml"))
+RELEASES = ("1.29", "1.37")
+"""Of Kubernetes: the first in which sidecars are there by default, and the newest that is known here."""
+TORCHRUN_SECS = 30
+"""How long torchrun waits for ranks that it has told to end: its own default."""
+SAVE_MORE_SECS = 15
+"""What ``job.sh`` leaves a save beyond its time, and an SMP needs to end (20 s are the most)."""
+QUANTITY = re.compile(r"[0-9]+(\.[0-9]+)?(m|k|[KMGT]i?)?")
+Json = dict[str, Any]
+
+
+def load(path: Path) -> Json:
+    manifest: Json = yaml.safe_load(path.read_text())
+    return manifest
+
+
+def template_of(manifest: Json) -> Json:
+    """That of all pods."""
+    spec = manifest["spec"]
+    if manifest["kind"] == "JobSet":
+        found = [job["template"]["spec"]["template"] for job in spec["replicatedJobs"]]
+    else:
+        found = [replica["template"] for replica in spec["pytorchReplicaSpecs"].values()]
+    assert all(one == found[0] for one in found)
+    template: Json = found[0]
+    return template
+
+
+OF_PODS = pytest.mark.parametrize("path", MANIFESTS, ids=[path.stem for path in MANIFESTS])
+
+
+def spec_of(path: Path) -> Json:
+    spec: Json = template_of(load(path))["spec"]
+    return spec
+
+
+def problems(resource: Json, release: str) -> str:
+    """What the schemas of a release say of a resource of the core; "" where nothing. One that they do not know is a
+    problem."""
+    validate = pytest.importorskip("kubernetes_validate")
+    try:
+        validate.validate(resource, release, strict=True)
+    except (validate.ValidationError, validate.SchemaNotFoundError) as error:
+        return str(getattr(error, "message", error)) or type(error).__name__
+    return ""
+
+
+@pytest.mark.parametrize("release", RELEASES)
+@OF_PODS
+def test_the_pods_are_valid(path: Path, release: str) -> None:
+    template = template_of(load(path))
+    spec = {"restartPolicy": "OnFailure", **template["spec"]}  # as the operator sets it
+    pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "run1", **template["metadata"]}, "spec": spec}
+    assert problems(pod, release) == ""
+
+
+def test_a_schema_that_is_not_there_is_a_problem() -> None:
+    assert problems({"apiVersion": "jobset.x-k8s.io/v1alpha2", "kind": "JobSet"}, "1.37")
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_the_jobs_of_the_jobset_are_valid(release: str) -> None:
+    (job,) = load(ROOT / "launch/k8s/jobset.yaml")["spec"]["replicatedJobs"]
+    resource = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "run1"}, **job["template"]}
+    assert problems(resource, release) == ""
+
+
+def test_the_jobset_is_one() -> None:
+    """By the models that Kubeflow's trainer publishes, made of the resource's schema: types as they are read, names
+    by what comes back."""
+    models = pytest.importorskip("kubeflow_trainer_api.models")
+    manifest = load(ROOT / "launch/k8s/jobset.yaml")
+    (job,) = manifest["spec"]["replicatedJobs"]
+    template = job["template"].pop("spec")  # the test above has that
+    job["template"]["spec"] = {"template": {"spec": {"containers": template["template"]["spec"]["containers"][:0]}}}
+    model = models.JobsetV1alpha2JobSet.from_dict(json.loads(json.dumps(manifest)))
+    assert differences(manifest, model.to_dict()) == []
+
+
+def test_the_pytorchjob_is_one() -> None:
+    """By the models that Kubeflow's training operator publishes: required fields as they are read, names by what
+    comes back."""
+    training = pytest.importorskip("kubeflow.training")
+    manifest = load(ROOT / "launch/k8s/pytorchjob.yaml")
+    reply = type("Reply", (), {"data": json.dumps(manifest)})
+    client = training.ApiClient()
+    model = client.deserialize(reply, "KubeflowOrgV1PyTorchJob")
+    for replica in manifest["spec"]["pytorchReplicaSpecs"].values():
+        del replica["template"]  # of the core, which the tests above have
+    assert differences(manifest, client.sanitize_for_serialization(model)) == []
+
+
+def differences(wanted: Any, got: Any, where: str = "") -> list[str]:
+    """What of ``wanted`` is not in ``got``."""
+    if isinstance(wanted, dict):
+        inside = got if isinstance(got, dict) else {}
+        return [one for name in wanted for one in differences(wanted[name], inside.get(name), f"{where}.{name}")]
+    if isinstance(wanted, list) and isinstance(got, list) and len(wanted) == len(got):
+        return [one for a, b in zip(wanted, got, strict=True) for one in differences(a, b, f"{where}[]")]
+    return [] if wanted == got else [f"{where}: {wanted!r}, not {got!r}"]
+
+
+def test_what_is_wrong_is_seen() -> None:
+    manifest = load(ROOT / "launch/k8s/jobset.yaml")
+    spec = template_of(manifest)["spec"]
+    spec["terminationGracePeriodSecs"] = 1
+    assert "terminationGracePeriodSecs" in problems(
+        {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "a"}, "spec": spec}, "1.37"
+    )
+    assert differences({"a": [{"b": 1}]}, {"a": [{"c": 1}]}) == [".a[].b: 1, not None"]
+
+
+# what no schema says
+
+
+@OF_PODS
+def test_the_smp_outlives_trainers_and_has_their_memory(path: Path) -> None:
+    spec = spec_of(path)
+    (smp,), (trainers,) = spec["initContainers"], spec["containers"]
+    assert smp["restartPolicy"] == "Always" and smp["command"] == ["bash", "launch/smp_pod.sh"]
+    assert spec["shareProcessNamespace"] is True
+    job, arena = smp["args"]
+    assert trainers["args"][:2] == ["--job", job] and arena == Config().arena
+    assert not [word for word in trainers["args"] if word.startswith("--ftckpt-arena")]
+    (memory,) = [volume["name"] for volume in spec["volumes"] if volume.get("emptyDir", {}).get("medium") == "Memory"]
+    for container in (smp, trainers):
+        assert {"name": memory, "mountPath": arena} in container["volumeMounts"]
+    stored = trainers["args"][trainers["args"].index("--ftckpt-persist") + 1]
+    for container in (smp, trainers):
+        assert [mount["name"] for mount in container["volumeMounts"] if mount["mountPath"] == stored] == [
+            "checkpoints"
+        ]
+
+
+@OF_PODS
+def test_the_grace_is_long_enough_for_ranks_to_end_and_for_the_save(path: Path) -> None:
+    spec = spec_of(path)
+    smp, trainers = settings(spec["initContainers"][0]), settings(spec["containers"][0])
+    assert trainers["FTCKPT_SAVE_SECS"] == "0", "trainers would save first, and the SMP again"
+    needed = TORCHRUN_SECS + int(smp["FTCKPT_SAVE_SECS"]) + 2 * SAVE_MORE_SECS
+    assert spec["terminationGracePeriodSeconds"] >= needed
+
+
+@OF_PODS
+def test_a_probe_asks_for_the_smp_of_this_job_and_leaves_it_time(path: Path) -> None:
+    (smp,) = spec_of(path)["initContainers"]
+    job, arena = smp["args"]
+    assert arena == Config().arena and "readinessProbe" not in smp
+    for name in ("startupProbe", "livenessProbe"):
+        command = smp[name]["exec"]["command"]
+        assert command == ["python3", "-m", "ftckpt.smp", "--alive", "--job", job]
+        ran = subprocess.run([sys.executable, *command[1:], "--arena", "/nowhere"], capture_output=True, check=False)
+        assert ran.returncode == 1 and b"has no SMP" in ran.stderr
+        assert smp[name]["timeoutSeconds"] >= 10, "Python starts slowly where all cores train"
+    liveness = smp["livenessProbe"]
+    assert liveness["periodSeconds"] * liveness["failureThreshold"] >= 120, "one that is only slow would be killed"
+
+
+@OF_PODS
+def test_the_secret_is_as_ftckpt_wants_it(path: Path) -> None:
+    spec = spec_of(path)
+    words = spec["containers"][0]["args"]
+    where = Path(words[words.index("--ftckpt-secret-file") + 1]).parent
+    (mount,) = [one for one in spec["containers"][0]["volumeMounts"] if one["mountPath"] == str(where)]
+    (secret,) = [volume["secret"] for volume in spec["volumes"] if volume["name"] == mount["name"]]
+    assert not secret["defaultMode"] & 0o077
+
+
+@OF_PODS
+def test_memory_of_the_arenas_counts_in_the_limits(path: Path) -> None:
+    spec = spec_of(path)
+    (volume,) = [volume["emptyDir"] for volume in spec["volumes"] if "emptyDir" in volume]
+    limits = [
+        container["resources"]["limits"]["memory"] for container in (*spec["initContainers"], *spec["containers"])
+    ]
+    assert all(QUANTITY.fullmatch(text) for text in (volume["sizeLimit"], *limits))
+    gib = [int(text.removesuffix("Gi")) for text in (volume["sizeLimit"], *limits)]
+    assert gib[2] > gib[0], "what is written to the volume is charged to who writes it"
+    for container in (*spec["initContainers"], *spec["containers"]):
+        assert container["resources"]["requests"]["memory"] == container["resources"]["limits"]["memory"]
+
+
+def settings(container: Json) -> dict[str, str]:
+    return {one["name"]: one["value"] for one in container["env"] if "value" in one}
+
+
+def test_nodes_meet_at_the_first_one() -> None:
+    jobset = load(ROOT / "launch/k8s/jobset.yaml")
+    name, (job,) = jobset["metadata"]["name"], jobset["spec"]["replicatedJobs"]
+    words = template_of(jobset)["spec"]["containers"][0]["args"]
+    assert words[words.index("--endpoint") + 1] == f"{name}-{job['name']}-0-0.{name}:29400"
+    assert jobset["spec"]["network"]["enableDNSHostnames"] and jobset["spec"]["network"]["publishNotReadyAddresses"]
+    run = job["template"]["spec"]
+    assert run["completionMode"] == "Indexed" and run["parallelism"] == run["completions"]
+    assert words[words.index("--nodes") + 1] == str(run["completions"] * job["replicas"])
+    pytorch = load(ROOT / "launch/k8s/pytorchjob.yaml")
+    replicas = pytorch["spec"]["pytorchReplicaSpecs"]
+    words = replicas["Worker"]["template"]["spec"]["containers"][0]["args"]
+    assert words[words.index("--endpoint") + 1] == f"{pytorch['metadata']['name']}-master-0:29400"
+    assert words[words.index("--nodes") + 1] == str(sum(replica["replicas"] for replica in replicas.values()))
+    assert {replica["template"]["spec"]["containers"][0]["name"] for replica in replicas.values()} == {"pytorch"}
