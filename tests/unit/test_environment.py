@@ -135,6 +135,17 @@ def test_a_container_is_known_by_its_mark(host: Host, mark: str) -> None:
     assert "may be the container's own" in hazard.text and "in one container and keep it" in hazard.remedy
 
 
+def test_an_smp_in_another_container_keeps_the_memory(host: Host) -> None:
+    host.put(".dockerenv")
+    host.link("proc/self/ns/mnt", "mnt:[4026532001]")
+    host.link("proc/77/ns/mnt", "mnt:[4026532001]")
+    assert "container" in host.find(smp_pid=77)
+    host.link("proc/77/ns/mnt", "mnt:[4026532002]")
+    assert not host.find(smp_pid=77) and not host.find(smp_pid=0), "of another pid namespace: pid 0"
+    (host.root / "proc/77/ns/mnt").unlink()
+    assert "container" in host.find(smp_pid=77), "where that cannot be read"
+
+
 def test_a_container_is_known_by_its_pids(host: Host) -> None:
     host.link("proc/self/ns/pid", "pid:[4026532567]")
     assert "pid namespace" in host.find()["container"].text

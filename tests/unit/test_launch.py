@@ -239,6 +239,18 @@ def test_what_memory_has_is_saved_where_the_launcher_ends(
     assert saves == ([expected] if stops or how == "restarts used" else [])
 
 
+def test_a_launcher_leaves_the_save_to_another_container(standins: Standins) -> None:
+    words = ["--job", "mine", "--dry-run", str(standins.script), "--ftckpt-persist", "/x"]
+    env = standins.environment(FTCKPT_SAVE_SECS="0")
+    shown = standins.launch("torchrun.sh", *words, env=env)
+    assert shown.returncode == 0, shown.stderr
+    (standins.here / "arena" / "ftckpt-mine" / "n" / "shard.0").mkdir(parents=True)
+    standins.codes(1)
+    words = ["--job", "mine", str(standins.script), f"--ftckpt-arena={standins.here}/arena", "--ftckpt-persist", "/x"]
+    assert standins.launch("torchrun.sh", *words, env=env).returncode == 1
+    assert not [call for call in standins.calls("python3") if "save" in call.argv]
+
+
 @LAUNCHERS
 def test_ranks_have_ended_before_memory_is_saved(standins: Standins, script: str, launcher: str) -> None:
     (standins.here / "arena" / "ftckpt-mine" / "n" / "shard.0").mkdir(parents=True)

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -20,22 +17,11 @@ from ftckpt.smp.living import Living
 from ftckpt.store.directory import LOCK_NAME, node_directory
 from ftckpt.store.locks import JOB_LOCK_NAME
 from ftckpt.store.pulse import Pulse
+from tests.support.containers import RANK, rank_elsewhere
 from tests.support.event_logs import read_events
 from tests.support.launching import ROOT
 
 ARENA = "dp0.00000000"
-RANK = """
-import sys, time
-from pathlib import Path
-from ftckpt.store.locks import FileLock
-from ftckpt.store.pulse import Pulse
-node_dir = Path(sys.argv[1])
-pulse = Pulse.open(node_dir, 0, 5)
-locks = [FileLock(Path(path), 0, "it", "") for path in sys.argv[2:]]
-pulse.beat(7, "forward")
-print("up", flush=True)
-time.sleep(60)
-"""
 
 
 @pytest.fixture
@@ -43,21 +29,6 @@ def node_dir(arena_root: Path) -> Path:
     directory = node_directory(arena_root, "job", "n")
     (directory / ARENA).mkdir()
     return directory
-
-
-@contextmanager
-def elsewhere(node_dir: Path, *locks: Path) -> Iterator[subprocess.Popen[str]]:
-    """A rank in a pid namespace of its own, which holds these locks; it can be killed."""
-    spaces = ["unshare", "--pid", "--fork", "--kill-child"]
-    if os.geteuid() or subprocess.run([*spaces, "true"], check=False).returncode:
-        pytest.skip("a pid namespace of one's own needs root")
-    command = [*spaces, sys.executable, "-c", RANK, str(node_dir), *map(str, locks)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
-        assert process.stdout is not None and process.stdout.readline() == "up\n"
-        try:
-            yield process
-        finally:
-            process.kill()
 
 
 def living(node_dir: Path) -> Living:
@@ -68,7 +39,7 @@ def living(node_dir: Path) -> Living:
 
 def test_one_that_writes_its_arena_lives_until_its_lock_is_gone(node_dir: Path) -> None:
     observer, judge = Pulse.open(node_dir, None), living(node_dir)
-    with elsewhere(node_dir, node_dir / ARENA / LOCK_NAME):
+    with rank_elsewhere(node_dir, node_dir / ARENA / LOCK_NAME):
         (seen,) = observer.ranks()
         assert (seen.lives, seen.is_here) == (None, False)
         (judged,) = judge.judge([seen])
@@ -80,14 +51,14 @@ def test_one_that_writes_its_arena_lives_until_its_lock_is_gone(node_dir: Path) 
 
 def test_one_that_begins_may_live(node_dir: Path) -> None:
     observer, judge = Pulse.open(node_dir, None), living(node_dir)
-    with elsewhere(node_dir, node_dir / JOB_LOCK_NAME):
+    with rank_elsewhere(node_dir, node_dir / JOB_LOCK_NAME):
         assert [one.lives for one in judge.judge(observer.ranks())] == [None]
     assert [one.lives for one in judge.judge(observer.ranks())] == [False]
 
 
 def test_nobody_is_ended_or_asked_whose_pid_means_nothing_here(node_dir: Path, tmp_path: Path) -> None:
     observer, judge = Pulse.open(node_dir, None), living(node_dir)
-    with elsewhere(node_dir, node_dir / ARENA / LOCK_NAME) as process:
+    with rank_elsewhere(node_dir, node_dir / ARENA / LOCK_NAME) as process:
         pulses = judge.judge(observer.ranks())
         hang = HangWatch().look(pulses, Limits(1.0), time.monotonic_ns() + 60 * 10**9)
         assert hang is not None and [pulse.rank for pulse in hang.elsewhere] == [5]
@@ -110,5 +81,5 @@ def test_ranks_of_this_namespace_are_judged_by_their_pids(node_dir: Path) -> Non
         observer = Pulse.open(node_dir, None)
         assert [one.lives for one in living(node_dir).judge(observer.ranks())] == [True]
         process.send_signal(signal.SIGKILL)
-    with elsewhere(node_dir.parent, node_dir / ARENA / LOCK_NAME):
+    with rank_elsewhere(node_dir.parent, node_dir / ARENA / LOCK_NAME):
         assert [one.lives for one in living(node_dir).judge(observer.ranks())] == [False]
