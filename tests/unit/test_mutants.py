@@ -9,6 +9,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+import yaml
 
 from tests.mutants import ROOT, Mutant, read_mutants
 
@@ -31,6 +32,8 @@ def test_a_mutant_applies(mutant: Mutant, tmp_path: Path) -> None:
     assert copy.read_text() != before
     if copy.suffix == ".sh":
         subprocess.run(["bash", "-n", str(copy)], check=True)
+    elif copy.suffix == ".yaml":
+        yaml.safe_load(copy.read_text())
     else:
         ast.parse(copy.read_text())
     assert mutant.why and 1 <= mutant.promise <= 8
