@@ -96,11 +96,11 @@ class HangAnswer:
             for what, text in (("stacks", request.text), ("stacks with frames of C", native.texts.get(pid, ""))):
                 for part in _parts(shortened(text, room)):
                     log.info("%s of rank %d, pid %d:\n%s", what, rank, pid, part)
-        missing = {request.pulse.rank: request.problem for request in self._requests if request.problem}
-        if elsewhere := [pulse.rank for pulse in self._hang.elsewhere]:
-            missing |= dict.fromkeys(elsewhere, "it runs in another container")
-            who = listed([str(rank) for rank in elsewhere], _MOST_NAMED)
+        missing = dict.fromkeys((pulse.rank for pulse in self._hang.elsewhere), "it runs in another container")
+        if missing:
+            who = listed([str(rank) for rank in missing], _MOST_NAMED)
             log.warning("ranks %s hang in another container, which nobody ends from here: %s", who, _SHARE_PIDS)
+        missing |= {request.pulse.rank: request.problem for request in self._requests if request.problem}
         ranks = [request.pulse.rank for request in self._requests if request.text]
         self._events.emit("stacks", ranks=ranks, missing=missing)
 
