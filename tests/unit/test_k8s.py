@@ -216,3 +216,17 @@ def test_nodes_meet_at_the_first_one() -> None:
     assert words[words.index("--endpoint") + 1] == f"{pytorch['metadata']['name']}-master-0:29400"
     assert words[words.index("--nodes") + 1] == str(sum(replica["replicas"] for replica in replicas.values()))
     assert {replica["template"]["spec"]["containers"][0]["name"] for replica in replicas.values()} == {"pytorch"}
+
+
+def test_the_image_has_what_manifests_and_demo_start() -> None:
+    lines = (ROOT / "launch" / "Containerfile").read_text().splitlines()
+    copied = [word for line in lines if line.startswith("COPY ") for word in line.split()[1:-1]]
+    assert all((ROOT / name).exists() for name in copied), copied
+    (where,) = [line.removeprefix("WORKDIR ") for line in lines if line.startswith("WORKDIR ")]
+    for path in MANIFESTS:
+        spec = spec_of(path)
+        for container in (*spec["initContainers"], *spec["containers"]):
+            assert container["workingDir"] == where
+            scripts = [word for word in (*container["command"], *container["args"]) if word.startswith("launch/")]
+            assert scripts and all((ROOT / script).is_file() for script in scripts) and "launch" in copied
+    assert {"launch", "tests", "ftckpt"} < set(copied), "the demo imports all three"
