@@ -361,9 +361,9 @@ class Pod:
             elif code is None:
                 self._look_at(container)
         if all(container.ended() == 0 for container in self.main):
-            self.has_succeeded = True
             self._leaving.set()
             self._end_sidecars(time.monotonic() + self.grace_secs)
+            self.has_succeeded = True
 
     def _look_at(self, container: Container) -> None:
         probe = container.spec.get("livenessProbe")
