@@ -37,6 +37,8 @@ MODEL = [
 ]
 NEVER = ["--ftckpt-persist-interval", "1000000"]
 """Only the end of a pod brings anything to storage."""
+SETTLED = 100
+"""Iterations, of some hundredths of a second, behind a restart, by which the SMPs of all nodes have heard of it."""
 
 
 class Job:
@@ -197,7 +199,7 @@ def test_a_whole_life(cluster: Cluster, shares_pids: bool, capsys: pytest.Captur
     job.pods[1] = job.start(1)
     rebuilt = job.says(r"4 ranks: iteration (\d+) from (.*)")
     assert 0 < int(rebuilt[1]) <= before + 1 and "parity" in rebuilt[2] and "storage" not in rebuilt[2], rebuilt[0]
-    before = job.trains_on(20)
+    before = job.trains_on(SETTLED)
     assert not list(job.stored.glob("iter_*"))
 
     # The job is deleted: what memory has is on storage before the grace ends.
@@ -221,7 +223,7 @@ def test_the_pod_where_ranks_meet_is_lost(cluster: Cluster) -> None:
     job.pods[0] = job.start(0)
     rebuilt = job.says(r"4 ranks: iteration (\d+) from (.*)")
     assert 0 < int(rebuilt[1]) <= before + 1 and "parity" in rebuilt[2], rebuilt[0]
-    job.trains_on(5)
+    job.trains_on(SETTLED)
     assert job.delete() == [] and len(list(job.stored.glob("iter_*"))) == 1
 
 
