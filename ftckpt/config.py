@@ -264,7 +264,7 @@ class Config:
     slow_rank_share: float = _setting(
         0.2,
         "by which share a rank must compute longer than the median of its pipeline stage for the log to name it, "
-        "once in 100 iterations; 0: none is named",
+        "once in 100 iterations or more; 0: none is named",
         minimum=0,
     )
     on_error: str = _setting(
@@ -282,7 +282,7 @@ class Config:
     events: str = _setting("", "directory for event logs (JSON lines); default: none")
     events_mib: float = _setting(
         128.0,
-        "most that the event log of one process takes, in MiB, before its older half goes; 0: no limit",
+        "most that the event log of one process takes, in MiB, 2 at least, before its older half goes; 0: no limit",
         minimum=0,
         unit_bytes=MIB,
     )
@@ -294,7 +294,7 @@ class Config:
         auto=True,
     )
     metrics_dir: str = _setting(
-        "", "directory of each node to which its SMP writes metrics, for a node exporter's textfile collector"
+        "", "local directory of each node to which its SMP writes metrics, for a node exporter's textfile collector"
     )
     timeline_interval: int = _setting(
         50, "snapshots between two that leave a timeline in the event log; 0: none", minimum=0

@@ -30,18 +30,18 @@ T = TypeVar("T")
 class Assignment:
     """What this rank copies: ``parts[i]`` of ``pieces`` becomes ``manifest.fragments[i]``.
 
-    ``derived`` pieces are not copied. ``differing`` names fragments whose replicas do not hold the same
-    bits; every holder copies its own. ``copied_bytes`` are the stepped bytes of this rank per snapshot.
-    ``spill_bytes``, known only where capacities are, is what of the job's stepped bytes is predicted not to fit
-    in windows: with equal shares, and with those that were chosen. ``belief`` is what all of it rests on.
+    ``derived`` pieces are not copied. ``differing`` names fragments whose replicas do not hold the same bits, with
+    the ranks that hold others than most; every holder copies its own. ``copied_bytes`` are the stepped bytes of this
+    rank per snapshot. ``spill_bytes``, known only where capacities are, is what of the job's stepped bytes is
+    predicted not to fit in windows: with equal shares, and with those that were chosen. ``belief`` is what all of it
+    rests on.
     """
 
     manifest: Manifest
     pieces: tuple[Piece, ...]
     parts: tuple[CopyPart, ...]
     derived: tuple[Piece, ...]
-    differing: tuple[str, ...]
-    odd_ranks: tuple[int, ...]
+    differing: Mapping[str, tuple[int, ...]]
     copied_bytes: int
     spill_bytes: tuple[int, int] | None
     belief: Belief
@@ -101,11 +101,12 @@ def assign(  # noqa: PLR0917 - the last ones are optional
         capacity=int(weights[group.rank]) if weights is not None and shares.weighted else 0,
     )  # fmt: skip
     pieces, parts = (*stepped, *described.volatile), (*slot_parts.parts, *volatile)
-    differing = tuple(f.name for f, at in zip(fragments, sets.group_of, strict=True) if at == DIFFERING)
+    at_odds = (index for index, group in enumerate(sets.group_of.tolist()) if group == DIFFERING)
+    differing = {fragments[index].name: sets.odd.get(index, ()) for index in at_odds}
     copied = sum(fragment.nbytes for fragment in manifest.stepped)
     derives = any(view.derives for view in views)
     belief = Belief(sets.again, look.held, derived, derives, bool(broken))
-    return Assignment(manifest, pieces, parts, derived, differing, sets.odd, copied, shares.spill, belief)
+    return Assignment(manifest, pieces, parts, derived, differing, copied, shares.spill, belief)
 
 
 def _divided(described: Description, broken: Collection[str]) -> tuple[list[Piece], tuple[Piece, ...]]:

@@ -32,6 +32,13 @@ class Coverage(IntEnum):
     CANNOT, WORKING, DONE, READY = -1, 0, 1, 2
 
 
+UNKNOWN_TIME = 1 << 62
+"""In the place of another rank's time, so that the minimum of all is what that rank has posted."""
+
+NO_TIMES = (UNKNOWN_TIME,) * 8
+"""Of as many ranks with each round."""
+
+
 class Round(NamedTuple):
     """What one rank posts.
 
@@ -39,8 +46,8 @@ class Round(NamedTuple):
     iteration that this rank has sealed in the lineage of the job, -1 for none. ``stretch``: by how much it wishes
     snapshots to be rarer; ``cost``: what one costs it, in millionths of an iteration. ``target``: the iteration of
     the target, -1 for none; ``cover``: how far its protection is. ``flush``, ``flushed``: the same of what goes to
-    storage; ``flush_interval``: the iterations between two that it wishes for, 0 where it has no wish. ``times``: of
-    some rounds, see ``SlowRanks``.
+    storage; ``flush_interval``: the iterations between two that it wishes for, 0 where it has no wish. ``times``: see
+    ``SlowRanks``.
     """
 
     number: int
@@ -53,7 +60,7 @@ class Round(NamedTuple):
     flush: int = -1
     flushed: Coverage = Coverage.DONE
     flush_interval: int = 0
-    times: tuple[int, ...] = ()
+    times: tuple[int, ...] = NO_TIMES
 
     def words(self) -> tuple[int, ...]:
         """What goes into an element-wise minimum over all ranks.
@@ -75,7 +82,7 @@ class Verdict(NamedTuple):
     ``whole``: the iteration that all ranks have sealed, -1 where they do not name the same one. ``will``: of the
     least willing. ``stretch``, ``cost``, ``flush_interval``: the largest. ``target``: what all take for the target,
     -1 where they differ. ``cover``: of the node that is least far. ``flush``, ``flushed``: the same of what goes to
-    storage. ``times``: of each rank, where the round had some.
+    storage. ``times``: of the ranks whose turn it was.
     """
 
     number: int
@@ -88,7 +95,7 @@ class Verdict(NamedTuple):
     flush: int = -1
     flushed: Coverage = Coverage.DONE
     flush_interval: int = 0
-    times: tuple[int, ...] = ()
+    times: tuple[int, ...] = NO_TIMES
 
     @classmethod
     def of(cls, number: int, minima: Sequence[int]) -> Verdict:
@@ -110,9 +117,9 @@ class Verdict(NamedTuple):
         )
 
     @classmethod
-    def from_row(cls, row: Sequence[Any]) -> Verdict:
-        """Inverse of a list of its items."""
-        number, whole, will, stretch, cost, target, cover, flush, flushed, flush_interval, times = row
+    def from_row(cls, row: Sequence[int]) -> Verdict:
+        """Inverse of ``row``."""
+        number, whole, will, stretch, cost, target, cover, flush, flushed, flush_interval = row
         return cls(
             number,
             whole,
@@ -124,8 +131,15 @@ class Verdict(NamedTuple):
             flush,
             Coverage(flushed),
             flush_interval,
-            tuple(times),
         )
+
+    @property
+    def row(self) -> tuple[int, ...]:
+        """For a rank that has missed it: all but times, which are told anew."""
+        return (
+            self.number, self.whole, self.will, self.stretch, self.cost, self.target, self.cover, self.flush,
+            self.flushed, self.flush_interval,
+        )  # fmt: skip
 
 
 class AgreementError(RuntimeError):

@@ -372,6 +372,7 @@ class Checkpointer:
             self._examination.bounded()
         if self.off or self._closed:
             self._let_go()
+            self._tell_counts()
             self.phase("start")  # a sign of life: what trains without snapshots is no hang
             return
         if self._state.undoes(iteration):
@@ -392,8 +393,9 @@ class Checkpointer:
             else:
                 self._post()
                 self._pacer.learn()
-        except SilentCorruptionError:
-            raise  # nothing that training goes on from here is worth having
+        except SilentCorruptionError:  # nothing that training goes on from here is worth having
+            self._tell_counts()
+            raise
         except Exception as error:  # noqa: BLE001 - promise 4: training goes on whatever a snapshot does
             self._fail(error)
         if self._examination is not None and self.capture is not None and self.begun == iteration:
@@ -413,7 +415,7 @@ class Checkpointer:
 
     def _tell_counts(self) -> None:
         counts, persisted = self._numbers.counts, self.persisted
-        counts[PulseCount.SLOW] = int(self._slow_ranks.has_me)
+        counts[PulseCount.SLOW] = int(self._slow_ranks.has_me and not self.off)
         counts[PulseCount.DIFFERING] = self._shard.num_differing if self._shard is not None else 0
         counts[PulseCount.PERSISTED] = persisted.iteration + 1 if persisted is not None else 0
         counts[PulseCount.COMPUTE_US] = round(self._slow_ranks.compute_secs * 1e6)

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from ftckpt.config import Config, taken_over
 from ftckpt.job.actions import Action, Announcement, OldArenaRemoval, Skip, Take, TargetMarks, TurnOff, WholeMark
 from ftckpt.job.ages import Ages
-from ftckpt.job.agreement import Round, Verdict, Will
+from ftckpt.job.agreement import NO_TIMES, Round, Verdict, Will
 from ftckpt.job.cadence import Interval, Proofs
 from ftckpt.job.flushes import NO_FLUSH, Flushes, FlushGuard
 from ftckpt.job.slow_ranks import SlowRanks
@@ -59,7 +59,7 @@ class Standing(NamedTuple):
         return self.verdicts[-1].number if self.verdicts else 0
 
     def encode(self) -> bytes:
-        return json.dumps(self).encode()
+        return json.dumps([*self[:-1], [verdict.row for verdict in self.verdicts]]).encode()
 
     @classmethod
     def decode(cls, data: bytes) -> Standing:
@@ -168,7 +168,7 @@ class RankState:
             will = Will.OFF  # unless one was sealed since: that ends the row of failures
         tasks = *self.targets.report(guard, now_secs), *self.flushes.report(flush, now_secs)
         cost = int(min(wish.cost, _MOST_COST) * 1e6)
-        times = self._slow_ranks.post(self._round, compute_secs) if self._slow_ranks is not None else ()
+        times = self._slow_ranks.post(self._round, compute_secs) if self._slow_ranks is not None else NO_TIMES
         return Round(self._round, own, will, wish.stretch, cost, *tasks, self.flushes.wish(wish), times)
 
     def posted(self, round_: Round) -> None:

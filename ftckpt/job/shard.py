@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
@@ -84,6 +85,9 @@ class Shard:
         self.capture: Capture | None = None
         self._assignment: Assignment | None = None
         self._sharing: Sharing | None = None
+        self._told: set[str] = set()  # differing fragments: a proof that is late comes to the same ones again
+        self.num_differing = 0
+        """Fragments that proofs have found to differ from what other ranks hold, which had held the same."""
 
     def find_sharing(self) -> None:
         """Learn which ranks hold the same. Collective; raises on all ranks together.
@@ -102,6 +106,7 @@ class Shard:
         ``cast``: see ``assign``.
         """
         assignment = self._assign(cast)
+        self._tell_differing(assignment.differing)
         while True:
             try:
                 arena = self._arenas.open(assignment.manifest, whole, partial(self._use, assignment), beside)
@@ -146,15 +151,18 @@ class Shard:
         changed = checked.manifest != assignment.manifest
         if changed:
             self._tell_broken(assignment, checked)
-        found = [name for name in checked.differing if name not in assignment.differing]
-        post = json.dumps([stepped, late, changed, found[:_MOST_NAMED]]).encode()
-        steps, lates, changes, names = zip(*(json.loads(data) for data in self._group.gather(post)), strict=True)
-        # A rank that has not read the last verdict must not take its arena for an old one.
-        new_arenas = any(changes) and not any(lates)
+        found = {name: odd for name, odd in checked.differing.items() if name not in assignment.differing}
+        self.num_differing += self._tell_differing(found)
+        post = json.dumps([stepped, late, changed, list(found)[:_MOST_NAMED], odd_ranks(found)]).encode()
+        steps, lates, changes, names, odd = zip(*(json.loads(data) for data in self._group.gather(post)), strict=True)
+        differing = tuple(dict.fromkeys(chain.from_iterable(names)))
+        # A rank that has not read the last verdict must not take its arena for an old one. And where the job is to
+        # end, what it has in memory stays as it is.
+        ends = bool(differing) and self._config.on_corruption == "abort"
+        new_arenas = any(changes) and not any(lates) and not ends
         if new_arenas:
             self._lay_out_anew(capture, checked, whole)
-        differing = tuple(dict.fromkeys(name for rank in names for name in rank))
-        return Proof(any(steps), any(changes), new_arenas, differing, checked.odd_ranks)
+        return Proof(any(steps), any(changes), new_arenas, differing, tuple(sorted({*chain.from_iterable(odd)})))
 
     def _look(self, assignment: Assignment, stepped: bool) -> tuple[bool, bool]:
         """Whether state may have changed on some rank, and what is believed still holds on all. Collective."""
@@ -166,11 +174,6 @@ class Shard:
         seen = gather_bytes(self._group, look)
         holds = all(one[1] for one in seen) and assignment.belief.agree([one[2:] for one in seen])
         return any(one[0] for one in seen), holds
-
-    @property
-    def num_differing(self) -> int:
-        """How many fragments this rank holds with other bits than others that should hold the same."""
-        return len(self._assignment.differing) if self._assignment is not None else 0
 
     def proves(self) -> bool:
         """Whether derived pieces and replicas are on all ranks what they were taken for. Collective."""
@@ -210,9 +213,6 @@ class Shard:
         self._arenas.replace(capture.arena, whole, checked.manifest, partial(self._use, checked))
 
     def _use(self, assignment: Assignment, arena: Arena) -> None:
-        if assignment.differing:
-            names, odd = assignment.differing, self._topology.named(assignment.odd_ranks)
-            self._events.emit("replicas_differ", fragments=names[:_MOST_NAMED], num=len(names), odd_ranks=odd)
         pacer, own_stream = self._pacer, self._config.schedule != "thread"
         copier = make_copier(
             pacer.clock, pacer.budget, own_stream, locality=self._locality, turns=self._arenas.path / PINNING_NAME,
@@ -243,11 +243,25 @@ class Shard:
     def _tell_far(self, node: int, pages: Mapping[int, int]) -> None:
         self._events.emit("far_slots", device_node=node, pages={str(other): num for other, num in pages.items()})
 
+    def _tell_differing(self, found: Mapping[str, tuple[int, ...]]) -> int:
+        """Returns how many were not told before."""
+        fresh = {name: odd for name, odd in found.items() if name not in self._told}
+        if fresh:
+            names, odd = list(fresh)[:_MOST_NAMED], self._topology.named(odd_ranks(fresh))
+            self._events.emit("replicas_differ", fragments=names, num=len(fresh), odd_ranks=odd)
+        self._told.update(fresh)
+        return len(fresh)
+
     def _tell_broken(self, assignment: Assignment, checked: Assignment) -> None:
         still = {piece.fragment.key for piece in checked.derived}
         broken = [piece.fragment.key for piece in assignment.derived if piece.fragment.key not in still]
         if broken:
             self._events.emit("not_derived", keys=broken[:_MOST_NAMED], num=len(broken))
+
+
+def odd_ranks(found: Mapping[str, Iterable[int]]) -> list[int]:
+    """Of all of these fragments."""
+    return sorted({*chain.from_iterable(found.values())})
 
 
 def corruption_text(topology: Topology, proof: Proof, iteration: int, proven: int) -> str:
@@ -256,7 +270,8 @@ def corruption_text(topology: Topology, proof: Proof, iteration: int, proven: in
     who = f"{listed(odd)} hold(s) other bits than most" if odd else "nobody can say which rank is right"
     since, back = "the start", "from a checkpoint"
     if proven >= 0:
-        since, back = f"iteration {proven}", f"with --ftckpt-restore-before {proven + 1}, which goes back to there"
+        since = f"iteration {proven}"
+        back = f"with --ftckpt-restore-before {proven + 1}: newer snapshots may hold those bits, on storage, too"
     return (
         f"replicas of {listed(proof.differing[:_MOST_NAMED])} differ at iteration {iteration}: {who}; they were the "
         f"same at {since}: have that hardware tested, then start again {back}; where the script lets them drift, "

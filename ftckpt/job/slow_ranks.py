@@ -4,7 +4,7 @@ An iteration takes all ranks equally long, as they wait for the slowest. So what
 takes for its own compute steps, forward and backward, between ranks of one stage of the pipeline, which have the same
 to do. Ranks that reduce over tensor parallelism inside a step wait there for each other, and are slow together.
 
-What a rank has measured goes with one round of the agreement in a hundred iterations: nobody waits for it.
+What ranks have measured goes with the rounds of the agreement, a few ranks at a time, so that nobody waits for it.
 """
 
 from __future__ import annotations
@@ -15,19 +15,17 @@ from math import ceil
 
 from ftckpt.config import Config
 from ftckpt.job.actions import Announcement
-from ftckpt.job.agreement import Verdict
+from ftckpt.job.agreement import NO_TIMES, UNKNOWN_TIME, Verdict
 from ftckpt.model.text import listed
 from ftckpt.model.topology import Topology
 
 _ITERATIONS = 100
-"""Between two comparisons."""
-
-_OTHERS = 1 << 62
-"""What a rank posts in the places of others, so that the minimum of all is what each has posted in its own. 0 there:
-it has not measured anything."""
+"""Between two comparisons, where nothing makes snapshots rarer."""
 
 _MOST_TOLD = 8
-"""Ranks in one line of the log."""
+"""Ranks in one line of the log, and in an event: the slowest."""
+
+_WORDS = len(NO_TIMES)
 
 
 class SlowRanks:
@@ -35,41 +33,51 @@ class SlowRanks:
 
     def __init__(self, config: Config, topology: Topology) -> None:
         self._share = config.slow_rank_share
-        # Counted in rounds, whose numbers all ranks have alike.
-        self._rounds = ceil(_ITERATIONS / config.least_interval)
         self._topology = topology
+        self._sweep = ceil(len(topology.members) / _WORDS)
+        # Counted in rounds, whose numbers all ranks have alike. In the first of them each rank has its turn.
+        self._rounds = max(self._sweep, ceil(_ITERATIONS / config.least_interval))
+        self._times = [0] * len(topology.members)
         self.compute_secs = 0.0
         """What this rank has posted last."""
         self.has_me = False
         """Whether this rank was among them when ranks were compared last."""
 
     def post(self, number: int, compute_secs: Callable[[], float]) -> tuple[int, ...]:
-        """What goes into round ``number``: of each rank microseconds, or nothing; of the same length on all ranks.
+        """What goes into round ``number``: microseconds of the ranks whose turn it is, as far as this one is among
+        them. As many numbers in each round: ranks that have lost count of rounds must still fit each other.
 
         ``compute_secs`` gives what an iteration's compute steps take this rank, 0 where it does not know; only asked
         where it is needed: of a long pipeline it is the sum of thousands.
         """
-        if not self._share or number == 0 or number % self._rounds:
-            return ()
-        times = [_OTHERS] * len(self._topology.members)
-        self.compute_secs = compute_secs()
-        times[self._topology.rank] = round(self.compute_secs * 1e6)
+        times, place = list(NO_TIMES), self._topology.rank - _WORDS * (number % self._rounds)
+        if self._share and 0 <= place < _WORDS:
+            self.compute_secs = compute_secs()
+            times[place] = round(self.compute_secs * 1e6)
         return tuple(times)
 
     def look(self, verdicts: Sequence[Verdict]) -> Iterator[Announcement]:
-        """What verdicts that were read say of slow ranks."""
+        """What verdicts that were read say of slow ranks; told by one rank."""
         for verdict in verdicts:
-            if not verdict.times:
+            turn = verdict.number % self._rounds
+            if not self._share or turn >= self._sweep:
                 continue
-            slow = self._slow(verdict.times)
+            known = zip(range(_WORDS * turn, len(self._times)), verdict.times, strict=False)
+            for rank, micros in known:
+                self._times[rank] = micros if micros < UNKNOWN_TIME else 0
+            if turn < self._sweep - 1:
+                continue
+            slow = self._slow()
             self.has_me = any(one["rank"] == self._topology.rank for one in slow)
-            if slow:
-                yield Announcement("slow_ranks", {"ranks": slow, "slow_rank_share": self._share}, _in_words(slow))
+            if slow and self._topology.rank == 0:
+                ordered = sorted(slow, key=lambda one: float(one["median_secs"]) / float(one["compute_secs"]))
+                fields = {"ranks": ordered[:_MOST_TOLD], "num": len(slow), "slow_rank_share": self._share}
+                yield Announcement("slow_ranks", fields, _in_words(ordered))
 
-    def _slow(self, times: Sequence[int]) -> list[dict[str, int | float | str]]:
+    def _slow(self) -> list[dict[str, int | float | str]]:
         stages: dict[int, dict[int, int]] = {}
-        for rank, micros in enumerate(times):
-            if 0 < micros < _OTHERS:
+        for rank, micros in enumerate(self._times):
+            if micros > 0:
                 stages.setdefault(self._topology.members[rank].coords.get("pp", 0), {})[rank] = micros
         # The lower of two medians: of two ranks one is to count as slow, and by what the other takes.
         medians = {stage: statistics.median_low(micros.values()) for stage, micros in stages.items()}
@@ -87,10 +95,9 @@ class SlowRanks:
 
 
 def _in_words(slow: Sequence[dict[str, int | float | str]]) -> str:
-    ordered = sorted(slow, key=lambda one: float(one["median_secs"]) / float(one["compute_secs"]))
     each = [
         f"rank {one['rank']} on {one['node']} ({float(one['compute_secs']) / float(one['median_secs']):.2f} times)"
-        for one in ordered[:_MOST_TOLD]
+        for one in slow[:_MOST_TOLD]
     ]
     more = f" and {len(slow) - _MOST_TOLD} more" if len(slow) > _MOST_TOLD else ""
     return f"slower than the median of their stage at computing: {listed(each)}{more}; all other ranks wait for them"

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import xxhash
@@ -26,15 +26,15 @@ class ReplicaSets:
     ``runs`` are the same on all ranks, in the same order, without fragments whose holders differ.
     ``private[rank]``, int64, are bytes that only this rank copies: fragments of its own and differing ones.
     ``group_of[i]`` is the index into ``runs`` of this rank's fragment ``i``, or ``PRIVATE`` or ``DIFFERING``.
-    ``again`` tells later whether all holders still agree. ``odd``: ranks that hold other bits of some fragment than
-    more than half of its holders do, where it has three or more.
+    ``again`` tells later whether all holders still agree. ``odd[i]``, where this
+    rank's fragment ``i`` differs: ranks that hold other bits of it than more than half of its holders do.
     """
 
     runs: tuple[Run, ...]
     private: Array
     group_of: Array
     again: Recheck
-    odd: tuple[int, ...] = ()
+    odd: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
 
 
 def identity(fragment: Fragment) -> bytes:
@@ -135,17 +135,18 @@ class Sharing:
         only where replicas differ: then it takes one message, the hash of each fragment of the groups that do."""
         private, totals, unequal = _compare(self.groups, summaries, self.num_ranks)
         again = Recheck(self.groups, holdings, bool(unequal))
-        odd: set[int] = set()
+        odd: dict[int, tuple[int, ...]] = {}
         if unequal:
             details = gather(lambda: holdings.details(unequal))
             for group, hashes in _settle(self.groups, unequal, details, private, totals).items():
-                own = holdings.of(group)
+                own, holders, is_odd = holdings.of(group), self.groups.members[group], _is_odd(hashes)
                 # Nothing where this rank is no member.
-                holdings.group_of[own[_differ(hashes)[: len(own)]]] = DIFFERING
-                odd.update(self.groups.members[group][_is_odd(hashes)].tolist())
+                for place in np.flatnonzero(_differ(hashes)[: len(own)]).tolist():
+                    odd[int(own[place])] = tuple(holders[is_odd[:, place]].tolist())
+                holdings.group_of[list(odd)] = DIFFERING
         members = self.groups.members
         runs = tuple(Run(ranks, int(total)) for ranks, total in zip(members, totals, strict=True))
-        return ReplicaSets(runs, private, holdings.group_of, again, tuple(sorted(odd)))
+        return ReplicaSets(runs, private, holdings.group_of, again, odd)
 
 
 def find_sharing(gather: Gather, rank: int, num_ranks: int, fragments: Sequence[Fragment]) -> Sharing:
@@ -324,9 +325,9 @@ def _differ(hashes: Array) -> Array:
 
 
 def _is_odd(hashes: Array) -> Array:
-    """Which members hold other bits of some fragment than more than half of them do."""
+    """By member and fragment, whether it holds other bits than more than half of them do."""
     # What more than half hold lies in the middle of all in order. Of two, nobody can say which is right.
     middle = np.sort(hashes, axis=0)[len(hashes) // 2]
     others = hashes != middle
-    odd: Array = (others & (2 * others.sum(axis=0) < len(hashes))).any(axis=1)
+    odd: Array = others & (2 * others.sum(axis=0) < len(hashes))
     return odd

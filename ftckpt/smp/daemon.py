@@ -98,7 +98,7 @@ class Daemon:
             self.events.emit("smp_error", error=self._pulse.problem)
         self._living = Living(self.node_dir)
         self._duties = Duties(self.node_dir, self.events)
-        self._exporter = Exporter(job, node, self._measured)
+        self._exporter = Exporter(job, node, self._measured, lambda text: self.events.emit("smp_error", error=text))
         self._config, self._digest = SmpConfig(), 0
         self._idle_secs = idle_secs
         self._limits, self._on_hang, self._run_name = Limits(), "report", ""
@@ -342,10 +342,7 @@ class Daemon:
             self.events.direct(settings.events_dir, settings.events_bytes)
         except OSError as error:
             log.warning("no events are written: %s", error)
-        try:
-            self._exporter.configure(settings.metrics_port, settings.metrics_dir)
-        except SmpError as error:
-            self.events.emit("smp_error", error=str(error))
+        self._exporter.configure(settings.metrics_port, settings.metrics_dir)
 
     def _store(self) -> None:
         try:

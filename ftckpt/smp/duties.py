@@ -249,6 +249,7 @@ class Duties:
         state = "idle" if self._description is None else "cannot" if self._cannot else "working"
         return {
             "state": state,
+            "protects": bool(self._duty.groups or self._duty.mirror_from),
             "target": _named(self._target),
             "cannot": self._cannot and {**(_named(self._cannot[0]) or {}), "reason": self._cannot[1]},
             "covering": self._cover.active,

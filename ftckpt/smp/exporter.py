@@ -5,11 +5,12 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ftckpt.errors import SmpError
-from ftckpt.smp.metrics import METRICS, PREFIX, Status
+from ftckpt.errors import in_words
+from ftckpt.smp.metrics import METRICS, PREFIX, SILENCE, Status
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
@@ -17,9 +18,11 @@ if TYPE_CHECKING:
 
 _HOST = "127.0.0.1"
 _FILE_SECS = 15.0
-"""Between two writes of the file: node exporters are asked about as often."""
+"""Between two writes of the file, as often as node exporters are asked, and between two tries for a port."""
 _PATIENCE_SECS = 2.0
 """Longest wait of a reader for the SMP, which may be at a piece of work; then it gets what was known before."""
+_READABLE, _ENTERABLE = 0o644, 0o755
+"""A node exporter is another user; the SMP makes everything else for its own."""
 
 
 class Exporter:
@@ -27,11 +30,14 @@ class Exporter:
 
     Args:
         status: gives what metrics are made of.
+        tell: of what fails, once until it works again.
     """
 
-    def __init__(self, job: str, node: str, status: Callable[[], Status]) -> None:
+    def __init__(self, job: str, node: str, status: Callable[[], Status], tell: Callable[[str], None]) -> None:
         self._labels = {"job": job, "node": node}
         self._status = status
+        self._tell = tell
+        self._told: set[str] = set()
         self._port: int | str = 0
         self._path: Path | None = None
         self._registry: CollectorRegistry | None = None
@@ -39,8 +45,8 @@ class Exporter:
         self._families: list[Family] = []
         self._asked, self._answered = threading.Event(), threading.Condition()
         self._num_answers = 0
-        self._next_file = 0.0
-        self._loop = threading.get_ident()
+        self._next_try = 0.0
+        self._loop, self._stepped = threading.get_ident(), time.monotonic()
 
     @property
     def url(self) -> str:
@@ -49,30 +55,25 @@ class Exporter:
 
     def configure(self, port: int | str, directory: str) -> None:
         """Serve at ``port`` (0: not at all; ``auto``: any that is free), and write to ``directory`` (empty: nowhere).
-
-        Raises:
-            SmpError: the port is taken, or the directory cannot be had; the other is done nevertheless.
-        """
-        self._write_to(Path(directory) if directory else None)
-        if port == self._port:
-            return
-        self._stop_serving()
-        if port:
-            self._serve(0 if port == "auto" else int(port))
-        self._port = port
+        What cannot be had is tried for again and again."""
+        name = "-".join(["ftckpt", *self._labels.values()])
+        path = Path(directory) / f"{name}.prom" if directory else None
+        if path != self._path:
+            self._remove_file()
+            self._path = path
+        if port != self._port:
+            self._stop_serving()
+            self._port = port
+        self._next_try = 0.0
+        self._try()
 
     def step(self) -> None:
         """Answer who has asked, and write the file if it is time."""
-        is_due = self._path is not None and time.monotonic() >= self._next_file
-        if not is_due and not self._asked.is_set():
-            return
-        self._asked.clear()
-        self._families = list(self._made(self._status()))
-        with self._answered:
-            self._num_answers += 1
-            self._answered.notify_all()
-        if is_due:
-            self._write()
+        self._stepped = time.monotonic()
+        if self._asked.is_set():
+            self._answer()
+        if (self._port or self._path is not None) and self._stepped >= self._next_try:
+            self._try()
 
     def collect(self) -> list[Family]:
         """For prometheus_client, on any thread: what the loop says within a moment."""
@@ -81,17 +82,26 @@ class Exporter:
                 before = self._num_answers
                 self._asked.set()
                 self._answered.wait_for(lambda: self._num_answers > before, _PATIENCE_SECS)
-        return self._families
+        return [*self._families, self._silence()]
 
     def close(self) -> None:
         """Serve no more; the file goes, so that nobody takes it for news."""
         self._stop_serving()
-        self._write_to(None)
+        self._remove_file()
+
+    def _answer(self) -> None:
+        self._asked.clear()
+        self._families = list(self._made(self._status()))
+        with self._answered:
+            self._num_answers += 1
+            self._answered.notify_all()
 
     def _made(self, status: Status) -> Iterator[Family]:
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
         for name, metric in METRICS.items():
+            if name == SILENCE:
+                continue
             labels = [*self._labels, *filter(None, [metric.label])]
             make = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
             family = make(f"{PREFIX}{name}", metric.meaning, labels=labels)
@@ -99,41 +109,55 @@ class Exporter:
                 family.add_metric([*self._labels.values(), *filter(None, [label])], value)
             yield family
 
-    def _serve(self, port: int) -> None:
+    def _silence(self) -> Family:
+        """Here, and not in the loop: it says that the loop does not move, and all else is old."""
+        from prometheus_client.core import GaugeMetricFamily
+
+        family = GaugeMetricFamily(f"{PREFIX}{SILENCE}", METRICS[SILENCE].meaning, labels=[*self._labels])
+        family.add_metric([*self._labels.values()], time.monotonic() - self._stepped)
+        return family
+
+    def _try(self) -> None:
+        self._next_try = time.monotonic() + _FILE_SECS
+        for action in (self._serve, self._write):
+            try:
+                action()
+                self._told.discard(action.__name__)
+            except (OSError, ImportError) as error:
+                if action.__name__ not in self._told:
+                    self._tell(_IN_VAIN[action.__name__].format(self._port, self._path, in_words(error)))
+                self._told.add(action.__name__)
+
+    def _serve(self) -> None:
         from prometheus_client import start_http_server
 
-        try:
+        if self._port and self._server is None:
+            port = 0 if self._port == "auto" else int(self._port)
             self._server, _ = start_http_server(port, _HOST, self._registry_of_mine())
-        except OSError as error:
-            raise SmpError(f"--ftckpt-metrics-port: {port} of this node cannot be had: {error.strerror}") from None
 
     def _stop_serving(self) -> None:
         if self._server is not None:
             self._server.shutdown()
             self._server.server_close()
             self._server = None
-        self._port = 0
-
-    def _write_to(self, directory: Path | None) -> None:
-        name = "-".join(["ftckpt", *self._labels.values()])
-        path = directory / f"{name}.prom" if directory is not None else None
-        if path == self._path:
-            return
-        if self._path is not None:
-            self._path.unlink(missing_ok=True)
-        self._path, self._next_file = path, 0.0
 
     def _write(self) -> None:
         from prometheus_client import write_to_textfile
 
-        assert self._path is not None
-        self._next_file = time.monotonic() + _FILE_SECS
-        try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            write_to_textfile(str(self._path), self._registry_of_mine())
-        except OSError as error:
-            path, self._path = self._path, None
-            raise SmpError(f"--ftckpt-metrics-dir: {path} cannot be written: {error.strerror}") from None
+        if self._path is None:
+            return
+        self._answer()
+        if not self._path.parent.exists():
+            self._path.parent.mkdir(parents=True)
+            self._path.parent.chmod(_ENTERABLE)
+        write_to_textfile(str(self._path), self._registry_of_mine())
+        self._path.chmod(_READABLE)
+
+    def _remove_file(self) -> None:
+        path, self._path = self._path, None
+        if path is not None:
+            with suppress(OSError):
+                path.unlink(missing_ok=True)
 
     def _registry_of_mine(self) -> CollectorRegistry:
         from prometheus_client import CollectorRegistry
@@ -142,3 +166,10 @@ class Exporter:
             self._registry = CollectorRegistry()
             self._registry.register(self)
         return self._registry
+
+
+_IN_VAIN = {
+    Exporter._serve.__name__: "--ftckpt-metrics-port: {0} of this node cannot be had, and is tried for again: {2}; "
+    "another program has it, or the SMP of another job (ftckpt ls); auto takes one that is free",
+    Exporter._write.__name__: "--ftckpt-metrics-dir: {1} cannot be written, and is tried again: {2}",
+}

@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from ftckpt.events import EVENTS
+
 PREFIX = "ftckpt_"
 
 Status = Mapping[str, Any]
@@ -40,9 +42,14 @@ def _known(value: float | None) -> Values:
 
 def _of_ranks(kind: Literal["gauge", "counter"], meaning: str, read: Callable[[Mapping[str, Any]], float]) -> Metric:
     def each(status: Status) -> Iterator[tuple[str, float]]:
-        for trainer in status["trainers"]:
+        # Ranks that have come to other places of the node may have two entries: of these the one that lives counts,
+        # or has moved last.
+        trainers = {}
+        for trainer in sorted(status["trainers"], key=lambda one: (one["lives"] is not False, -one["secs"])):
             if trainer["rank"] is not None:
-                yield str(trainer["rank"]), float(read(trainer))
+                trainers[trainer["rank"]] = trainer
+        for rank, trainer in sorted(trainers.items()):
+            yield str(rank), float(read(trainer))
 
     return Metric(kind, meaning, each, "rank")
 
@@ -65,7 +72,16 @@ def _iteration(status: Status) -> float | None:
     return newest if newest >= 0 else None
 
 
+SILENCE = "smp_silent_seconds"
+
+
+def _loud(status: Status) -> Values:
+    """All of them, from the start: an alarm is on the increase of a series, and the first event is one."""
+    return [(name, status["loud"].get(name, 0)) for name, kind in EVENTS.items() if kind.loud]
+
+
 METRICS: dict[str, Metric] = {
+    SILENCE: _gauge("since the SMP's loop has moved; all other values are as old", lambda status: 0.0),
     "iteration": _gauge("the last boundary that a rank of the node has passed", _iteration),
     "ranks": _gauge(
         "ranks of the node that live", lambda status: sum(one["lives"] is not False for one in status["trainers"])
@@ -79,6 +95,7 @@ METRICS: dict[str, Metric] = {
         "1 while a snapshot is on its way to storage", lambda status: status["duties"]["flushing"] is not None
     ),
     "storage_failing": _gauge("1 while storage fails", lambda status: bool(status["duties"]["storage"]["problem"])),
+    "protects": _gauge("1 where snapshots are to be protected", lambda status: status["duties"]["protects"]),
     "cannot_protect": _gauge(
         "1 while the snapshot that is to be protected cannot be",
         lambda status: status["duties"]["cannot"] is not None,
@@ -88,9 +105,7 @@ METRICS: dict[str, Metric] = {
     "received_bytes": _counter("from other nodes, for protection", lambda s: s["duties"]["received_bytes"]),
     "sent_bytes": _counter("to other nodes, for protection", lambda status: status["duties"]["sent_bytes"]),
     "hangs": _counter("hangs that this SMP has seen", lambda status: status["hangs"]),
-    "warnings": Metric(
-        "counter", "loud events of this SMP, by name (EVENTS.md)", lambda status: status["loud"].items(), "event"
-    ),
+    "warnings": Metric("counter", "loud events of this SMP, by name (EVENTS.md)", _loud, "event"),
     "attempt": _gauge("the number of the job's attempt, from 1", lambda status: status["failures"].get("attempt")),
     "failures": Metric(
         "counter",
@@ -115,7 +130,9 @@ METRICS: dict[str, Metric] = {
         "gauge", "1 where it was slower than its stage when ranks were compared last", _counted("slow")
     ),
     "rank_replicas_differing": _of_ranks(
-        "gauge", "fragments of which it should hold the same bits as others, and does not", _counted("differing")
+        "gauge",
+        "fragments of which it came to hold other bits than ranks that should hold the same",
+        _counted("differing"),
     ),
 }
 """By name, without ``PREFIX`` and, of counters, ``_total``. ``METRICS.md`` is made of it."""

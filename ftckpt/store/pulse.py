@@ -101,7 +101,7 @@ class PulseCount(IntEnum):
     SLOW = 6
     """1 where it was named as slower than the others of its stage when ranks were compared last."""
     DIFFERING = 7
-    """Fragments of which it should hold the same bits as others, and does not."""
+    """Fragments of which it held the same bits as others, and came to hold other ones."""
     PERSISTED = 8
     """The iteration of the newest snapshot on storage, plus 1."""
 

@@ -42,8 +42,8 @@ def test_one_framework_and_the_copy_that_training_waits_for(tmp_path: Path, aren
     restore = row["restore"]
     assert 0 < restore["cpu_ms_median"] <= restore["wall_ms_median"]
     assert {"describe", "look", "plan", "copy", "lay out", "rest"} <= restore["parts_ms"].keys()
-    (sync,) = found["sync"]
-    assert sync["sync_ms"] > 0 and sync["plain_ms"] > 0
+    assert [sync["smp"] for sync in found["sync"]] == [True, False]
+    assert all(sync["sync_ms"] > 0 and sync["plain_ms"] > 0 for sync in found["sync"])
 
 
 @pytest.mark.slow
@@ -56,7 +56,7 @@ def test_each_framework(name: str, tmp_path: Path, arena_root: Path) -> None:
 def test_goals_can_be_missed() -> None:
     good = {"framework": "plain", "asked": 300, "pieces": 309, "cpu_ms_median": 0.2, "cpu_ms_most": 2.0}
     row = {**good, "proofs_ms": {"1": 1.0}, "restore": {"wall_ms_median": 40.0}}
-    sync = {"mib": 64, "ratio": 1.05}
+    sync = {"mib": 64, "smp": True, "ratio": 1.05}
     assert "60 ms" in boundary.missed([{**row, "restore": {"wall_ms_median": 60.0}}], [])[0]
     assert boundary.missed([row], [sync]) == []
     assert "0.40 ms" in boundary.missed([{**row, "cpu_ms_median": 0.4}], [])[0]

@@ -36,7 +36,15 @@ CASES: dict[str, tuple[list[dict[str, str]], str]] = {
     "never": ([series("ftckpt_ranks", "8x60")], "FtckptNoWholeSnapshot"),
     "well": ([series("ftckpt_ranks", "8x60"), series("ftckpt_whole_age_seconds", "1x60")], ""),
     "ended": ([series("ftckpt_ranks", "0x60")], ""),
-    "unprotected": ([series("ftckpt_cannot_protect", "1x60")], "FtckptNotProtected"),
+    "unprotected": (
+        [
+            series("ftckpt_ranks", "8x60"),
+            series("ftckpt_whole_age_seconds", "1x60"),
+            series("ftckpt_protects", "1x60"),
+        ],
+        "FtckptNotProtected",
+    ),
+    "stuck": ([series("ftckpt_smp_silent_seconds", "1x50 130x10")], "FtckptSmpStandsStill"),
     "left out": (
         [
             series("ftckpt_rank_snapshots_skipped_total", "0+10x60", rank="0"),
@@ -45,9 +53,22 @@ CASES: dict[str, tuple[list[dict[str, str]], str]] = {
         "FtckptSnapshotsSkipped",
     ),
     "corrupt": ([series("ftckpt_warnings_total", "0x50 1x10", event="corrupt")], "FtckptCorruption"),
-    "differ": ([series("ftckpt_rank_replicas_differing", "0x50 3x10", rank="5")], "FtckptReplicasDiffer"),
-    "differ by design": ([series("ftckpt_rank_replicas_differing", "3x60", rank="5")], ""),
-    "slow": ([series("ftckpt_rank_slow", "1x60", rank="5")], "FtckptSlowRank"),
+    "differ": (
+        [series("ftckpt_rank_replicas_differing", "0x50 3x10", rank="5"), series("ftckpt_iteration", "5000x60")],
+        "FtckptReplicasDiffer",
+    ),
+    "differ by design": (
+        [series("ftckpt_rank_replicas_differing", "3x60", rank="5"), series("ftckpt_iteration", "8x60")],
+        "",
+    ),
+    "slow": (
+        [series("ftckpt_rank_slow", "1x60", rank="5"), series("ftckpt_rank_alive", "1x60", rank="5")],
+        "FtckptSlowRank",
+    ),
+    "slow and gone": (
+        [series("ftckpt_rank_slow", "1x60", rank="5"), series("ftckpt_rank_alive", "0x60", rank="5")],
+        "",
+    ),
     "slow once": ([series("ftckpt_rank_slow", "0x40 1x5 0x15", rank="5")], ""),
     "hang": ([series("ftckpt_hangs_total", "0x55 1x5")], "FtckptHang"),
     "storage": ([series("ftckpt_storage_failing", "1x60")], "FtckptStorageFails"),

@@ -27,6 +27,7 @@ LAYOUTS = ["", "tp2pp2", "tp2pp2dp2,tp1, dp4ep2etp1cp2vpp2", "site.layouts:of"]
 SAMPLES = {
     "arena": "/x",
     "events": "/e",
+    "metrics_dir": "/m",
     "secret_file": "/s",
     "persist": "/y",
     "affinity": "0-3,8",
@@ -47,6 +48,8 @@ def configs(draw: st.DrawFn) -> Config:
             strategy: st.SearchStrategy[Any] = st.sampled_from(choices)
         elif setting.name == "smp_cores":
             strategy = st.floats(0, 1)
+        elif setting.name == "metrics_port":
+            strategy = st.integers(0, 65535) | st.just("auto")
         elif kind_of(setting) is int:
             strategy = st.integers(int(least), 1 << 40).filter(lambda n, name=setting.name: (name, n) != ("slots", 1))
             if setting.metadata["auto"]:

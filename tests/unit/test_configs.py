@@ -257,4 +257,6 @@ def test_every_option_of_the_deepspeed_files_is_explained_once() -> None:
 
 def test_the_page_lists_every_file() -> None:
     linked = set(re.findall(r"\]\(([a-z0-9._-]+)\)", (CONFIGS / "README.md").read_text()))
-    assert linked == {path.name for path in CONFIGS.iterdir()} - {"README.md"}
+    linked |= set(re.findall(r"\]\((monitoring/[a-z.]+)\)", (CONFIGS / "README.md").read_text()))
+    files = (path.relative_to(CONFIGS) for path in CONFIGS.rglob("*") if path.is_file())
+    assert linked == {str(file) for file in files} - {"README.md"}

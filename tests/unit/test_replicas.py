@@ -218,7 +218,8 @@ def test_a_rank_that_differs_from_more_than_half_is_named(bits: str, odd: Ranks)
     def run(rank: int, gather: Gather) -> ReplicaSets:
         return replica_sets(gather, rank, len(bits), whole, lambda indices: [7, ord(bits[rank])])
 
-    assert {sets.odd for sets in in_lockstep(run, len(bits))} == {odd}
+    told = [sets.odd for sets in in_lockstep(run, len(bits))]
+    assert told == [{1: odd}] * len(bits) if len({*bits}) > 1 else told == [{}] * len(bits)
 
 
 @given(jobs())

@@ -13,6 +13,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from ftckpt.commands.job_nodes import nodes_here
+from ftckpt.smp.exporter import Exporter
 from ftckpt.smp.metrics import METRICS, PREFIX, full_name
 from ftckpt.store.directory import clean_job, end_smp, node_directory
 from ftckpt.store.pulse import Pulse, PulseCount, PulseSection
@@ -73,7 +74,7 @@ def test_who_asks_gets_what_is_so_at_that_moment(site: Site) -> None:
         scraped(url)
 
 
-def test_loud_events_are_counted(site: Site) -> None:
+def test_a_port_that_is_taken_is_tried_again_and_loud_events_are_counted(site: Site) -> None:
     client = site.start()
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
@@ -81,9 +82,12 @@ def test_loud_events_are_counted(site: Site) -> None:
         port = other.getsockname()[1]
         client.configure(site.description(metrics_port=port))
         assert client.hello()["metrics"] == ""
-    assert f"{port} of this node cannot be had" in site.log
-    client.configure(site.description(metrics_port="auto"))
-    assert scraped(client.hello()["metrics"])[full_name("warnings"), "smp_error"] == 1
+    assert f"{port} of this node cannot be had" in site.log and "ftckpt ls" in site.log
+    until(lambda: bool(client.hello()["metrics"]), secs=40)
+    found = scraped(client.hello()["metrics"])
+    assert found[full_name("warnings"), "smp_error"] == 1
+    assert found[full_name("warnings"), "corrupt"] == 0, "an alarm is on the increase"
+    assert site.log.count("cannot be had") == 1
 
 
 def test_a_file_has_them_until_the_smp_ends(site: Site, tmp_path: Path) -> None:
@@ -91,6 +95,8 @@ def test_a_file_has_them_until_the_smp_ends(site: Site, tmp_path: Path) -> None:
     client.configure(site.description(metrics_dir=str(path.parent)))
     until(path.exists)
     assert parsed(path.read_text())[full_name("ranks"), ""] == 0
+    # A node exporter is another user.
+    assert (path.stat().st_mode & 0o777, path.parent.stat().st_mode & 0o777) == (0o644, 0o755)
     client.end()
     until(lambda: not path.exists())
     assert os.listdir(path.parent) == []
@@ -100,9 +106,23 @@ def test_a_directory_that_cannot_be_written_is_told_once_and_ends_nothing(site: 
     (tmp_path / "file").write_text("")
     client = site.start()
     client.configure(site.description(metrics_dir=str(tmp_path / "file")))
-    until(lambda: "cannot be written" in site.log)
     assert client.hello()["job"] == JOB
+    client.configure(site.description(metrics_dir=str(tmp_path / "file"), scrub_secs=0.0))
     assert site.log.count("cannot be written") == 1
+    client.end()
+    until(lambda: not site.files())
+
+
+def test_an_smp_that_stands_still_is_seen(site: Site) -> None:
+    client = site.start()
+    client.configure(site.description(metrics_port="auto"))
+    url = client.hello()["metrics"]
+    assert scraped(url)[full_name("smp_silent_seconds"), ""] < 2
+    exporter = Exporter(JOB, NODE, dict, lambda text: None)
+    exporter._loop = -1  # asked by another thread than the loop, which never answers
+    exporter._stepped -= 100
+    (family,) = exporter.collect()
+    assert family.samples[0].value > 100
 
 
 @pytest.mark.slow
