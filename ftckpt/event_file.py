@@ -30,9 +30,7 @@ class EventFile:
         self._heading = heading
         self._limit_bytes = max(limit_bytes // 2, _LEAST_BYTES) if limit_bytes else 0
         self._lock = threading.Lock()
-        # Unbuffered: a line is there as soon as it was written, whatever becomes of this process.
-        self._file = open(path, "ab", buffering=0)
-        self._bytes = os.fstat(self._file.fileno()).st_size
+        self._open()
 
     def write(self, line: bytes) -> None:
         """Append ``line``.
@@ -43,7 +41,7 @@ class EventFile:
         with self._lock:
             if self._file.closed:  # another thread has closed it meanwhile
                 return
-            if self._limit_bytes and self._bytes + len(line) > self._limit_bytes:
+            if self._limit_bytes and self._bytes + len(line) > self._limit_bytes and self._is_in_place():
                 self._begin_anew()
             self._append(line)
 
@@ -55,12 +53,29 @@ class EventFile:
         self._file.write(line)
         self._bytes += len(line)
 
+    def _is_in_place(self) -> bool:
+        """Whether the file is still the one that it was; else another process of this name, one that hangs, say, has
+        begun it anew, and both go on in that."""
+        try:
+            if os.path.samestat(os.fstat(self._file.fileno()), os.stat(self._path)):
+                return True
+        except FileNotFoundError:
+            pass
+        self._file.close()
+        self._open()
+        return False
+
+    def _open(self) -> None:
+        # Unbuffered: a line is there as soon as it was written, whatever becomes of this process.
+        self._file = open(self._path, "ab", buffering=0)
+        self._bytes = os.fstat(self._file.fileno()).st_size
+
     def _begin_anew(self) -> None:
         older = self._path.with_name(self._path.name + OLDER)
         lost = older.stat().st_size if older.exists() else 0
         self._path.rename(older)
         self._file.close()
-        self._file, self._bytes = open(self._path, "ab", buffering=0), 0
+        self._open()
         self._append(self._heading(lost))
 
 

@@ -152,7 +152,8 @@ EVENTS: dict[str, EventKind] = {
     # Replicas and what is derived.
     "slow_ranks": _quiet(
         "ranks take longer for their compute steps than the median of their pipeline stage; looked at once in 100 "
-        "iterations", ranks="rank, node, compute_secs of an iteration, and the median_secs of the stage",
+        "iterations or more", ranks="the slowest: rank, node, compute_secs of an iteration, median_secs of the stage",
+        num="how many",
         slow_rank_share="setting",
     ),
     "replicas_differ": _loud(
@@ -430,10 +431,10 @@ class Events:
         if file is None:
             return
         line = self._line(event, fields)
-        if event in _SESSION:
-            self._session[event] = line
         try:
             file.write(_encoded(line))
+            if event in _SESSION:  # behind the line: a file that is begun anew for it does not repeat it
+                self._session[event] = line
         except OSError as error:
             log.warning("ftckpt %s: no more events: %s", self._name, error)
             self.close()

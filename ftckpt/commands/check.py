@@ -47,6 +47,7 @@ def add_check(commands: Any) -> None:
         "--thorough", nargs="?", type=float, const=_THOROUGH_SECS, default=0.0, metavar="SECS",
         help="copy from the device in random orders for so long, too (default: %(const)s)",
     )  # fmt: skip
+    parser.add_argument("--seed", type=int, metavar="N", help="of these orders, as a thorough check has told it")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write what was found there")
     parser.set_defaults(run=run)
 
@@ -83,9 +84,13 @@ def _look(arguments: argparse.Namespace, areas: Sequence[str], site: Any) -> Ite
         yield from look_at_host(arguments.arena, int(arguments.node_gib * 2**30), 1 if site is None else site.local)
     if "device" in areas:
         from ftckpt.commands.check_device import look_at_device
+        from ftckpt.commands.check_thorough import Thorough
 
         yield from look_at_device(
-            arguments.arena, arguments.mib, arguments.thorough, None if site is None else site.as_training()
+            arguments.arena,
+            arguments.mib,
+            Thorough(arguments.thorough, arguments.seed),
+            None if site is None else site.as_training(),
         )
     if "network" in areas:
         if site is None:

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from ftckpt.capture.device_copier import DeviceCopier
-from ftckpt.commands.check_thorough import look_thoroughly
+from ftckpt.commands.check_thorough import NOT_THOROUGH, Thorough, look_thoroughly
 from ftckpt.commands.device_bench import FLIGHT_SECS, Bench, Held, bench_on
 from ftckpt.commands.findings import FAILED, PASSED, SKIPPED, WARNED, Finding, attempt
 from ftckpt.windows.clock import make_clock
@@ -33,13 +33,13 @@ _MOST_SLOWER = 1.2
 
 
 def look_at_device(
-    arena: Path, mib: int, thorough_secs: float = 0.0, ranks: dist.ProcessGroup | None = None
+    arena: Path, mib: int, thorough: Thorough = NOT_THOROUGH, ranks: dist.ProcessGroup | None = None
 ) -> Iterator[Finding]:
     """Each finding as it comes; collective, where there are ``ranks``, which all-reduce over what training would.
 
     Args:
         mib: MiB of the state that is copied.
-        thorough_secs: time for copies in random orders behind that.
+        thorough: of copies in random orders behind that.
     """
     local = int(os.environ.get("LOCAL_RANK", "0"))
     device = torch.device("cuda", local) if torch.cuda.is_available() else torch.device("cpu")
@@ -59,8 +59,8 @@ def look_at_device(
     with bench_on(arena, clock, mib << 20) as bench:
         for name, look in looks:
             yield attempt(_AREA, name, partial(look, bench))
-        if thorough_secs:
-            yield attempt(_AREA, "random orders", partial(look_thoroughly, bench, thorough_secs))
+        if thorough.secs:
+            yield attempt(_AREA, "random orders", partial(look_thoroughly, bench, *thorough))
 
 
 def _registered(bench: Bench) -> Finding:

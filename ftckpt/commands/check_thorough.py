@@ -6,17 +6,29 @@ import random
 import threading
 import time
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 
 from ftckpt.commands.device_bench import FLIGHT_SECS, Bench, Held
 from ftckpt.commands.findings import FAILED, PASSED, Finding
+from ftckpt.errors import in_words
 from ftckpt.windows.bubbles import Always, Turn, Windows
 
 _AREA, _NAME = "device", "random orders"
 _MOST_PAUSE_SECS = 0.003
 """Between two chunks: about as long as one takes."""
 _TOLD_SECS = 10.0
+
+
+class Thorough(NamedTuple):
+    """For how long, and by which seed; None: by one that is drawn."""
+
+    secs: float
+    seed: int | None = None
+
+
+NOT_THOROUGH = Thorough(0.0)
 
 
 class _Pauses(Always):
@@ -43,7 +55,10 @@ def look_thoroughly(
         if passed - told >= _TOLD_SECS:
             told = passed
             tell(f"        {_AREA}: {_NAME}: {rounds} snapshots in {passed:.0f} of {secs:.0f} s")
-        fence_secs, differing = _round(bench, dice)
+        try:
+            fence_secs, differing = _round(bench, dice)
+        except Exception as error:
+            raise RuntimeError(f"snapshot {rounds + 1} of those by seed {seed}: {in_words(error)}") from error
         rounds, longest = rounds + 1, max(longest, fence_secs)
         if differing:
             text = f"snapshot {rounds} of those by seed {seed}: {differing} bytes are not those of the device"
@@ -58,7 +73,8 @@ def look_thoroughly(
 def _round(bench: Bench, dice: random.Random) -> tuple[float, int]:
     """One snapshot: how long the host waited at its fence, and how many bytes are wrong."""
     wanted = bench.on_host()
-    kinds: tuple[Callable[[], Windows], ...] = (Always, Held, lambda: _Pauses(dice))
+    # Dice of their own for windows, which are asked on another thread.
+    kinds: tuple[Callable[[], Windows], ...] = (Always, Held, lambda: _Pauses(random.Random(dice.random())))
     flight = bench.flight(dice.choice(kinds)())
     _train(bench, dice)
     begin = time.perf_counter()

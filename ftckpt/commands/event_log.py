@@ -6,8 +6,10 @@ import json
 import os
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 from ftckpt.errors import FtckptError
 from ftckpt.event_file import with_older
@@ -44,8 +46,10 @@ class EventLog:
         """Place and fields of every whole line, those of the older half first; one without an end may still be in the
         writing."""
         is_first = True
-        for file in with_older(path):
-            for place, fields in self._lines(file):
+        with ExitStack() as stack:
+            # Opened together: a file that is begun anew meanwhile is read as what it was.
+            files = [(name, stack.enter_context(open(name, "rb"))) for name in with_older(path)]
+            for place, fields in chain.from_iterable(self._lines(*one) for one in files):
                 if fields.get("event") != "log_rotated":
                     yield place, fields
                 elif is_first:  # what it repeats is gone
@@ -56,17 +60,16 @@ class EventLog:
                             yield place, line
                 is_first = False
 
-    def _lines(self, path: Path) -> Iterator[tuple[LinePlace, Mapping[str, Any]]]:
+    def _lines(self, path: Path, file: BinaryIO) -> Iterator[tuple[LinePlace, Mapping[str, Any]]]:
         offset = 0
-        with open(path, "rb") as file:
-            for line in file:
-                if line.endswith(b"\n") and line.strip():
-                    if (fields := parse_line(line)) is None:
-                        self.num_broken += 1
-                    else:
-                        yield LinePlace(path, offset), fields
-                # In bytes, as ``seek`` takes them: tracks are read again by their offsets.
-                offset += len(line)
+        for line in file:
+            if line.endswith(b"\n") and line.strip():
+                if (fields := parse_line(line)) is None:
+                    self.num_broken += 1
+                else:
+                    yield LinePlace(path, offset), fields
+            # In bytes, as ``seek`` takes them: tracks are read again by their offsets.
+            offset += len(line)
 
     @property
     def notes(self) -> list[str]:

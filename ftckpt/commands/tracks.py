@@ -6,7 +6,6 @@ an index of their places is made first.
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,7 +13,15 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from ftckpt.commands.event_log import EventLog, EventLogError, LinePlace, event_logs, note_of_choice, whole_number
+from ftckpt.commands.event_log import (
+    EventLog,
+    EventLogError,
+    LinePlace,
+    event_logs,
+    note_of_choice,
+    parse_line,
+    whole_number,
+)
 
 IDLE = ("start", "window", "tail")
 """Spans in which a rank neither computes nor waits in the fence."""
@@ -314,7 +321,10 @@ def _index(log: EventLog, path: Path, attempts: dict[str | None, _Attempt]) -> N
 
 
 def _load(entry: _Entry) -> Track:
+    # Read again: of all tracks in the log only those of one iteration are in memory.
     with open(entry.place.path, "rb") as file:
-        # Read again: of all tracks in the log only those of one iteration are in memory.
         file.seek(entry.place.offset)
-        return parse_track(json.loads(file.readline()))
+        line = parse_line(file.readline())
+    if line is None or line.get("event") != "timeline":
+        raise EventLogError(f"{entry.place.path} was begun anew while it was read: try again")
+    return parse_track(line)

@@ -378,40 +378,35 @@ class Checkpointer:
         if self._state.undoes(iteration):
             self._go_back(iteration)
             return
-        begin = time.perf_counter()
         if not self._fenced:  # by a script that calls none: at the latest here, where the next snapshot begins
             self._fence()
-        self._fenced = False
+        self._fenced, begin = False, time.perf_counter()
         if self._kept is not None:
             self._kept.keep(iteration, self.training_state.save_objects)
         self._pacer.boundary(flushing=self._state.flushes.current is not None)
         try:
-            if self._state.lost:
-                self._search(iteration)
-            elif self._state.boundary(iteration):
-                self._snapshot(iteration, begin)
-            else:
-                self._post()
-                self._pacer.learn()
+            self._act(iteration, begin)
         except SilentCorruptionError:  # nothing that training goes on from here is worth having
             self._tell_counts()
             raise
         except Exception as error:  # noqa: BLE001 - promise 4: training goes on whatever a snapshot does
             self._fail(error)
+        finally:
+            self._numbers.bounded(time.perf_counter() - begin)
         if self._examination is not None and self.capture is not None and self.begun == iteration:
             self._examine(self._examination, self.capture)
         self._tell_counts()
         self.phase("start")
 
-    def numbers(self) -> dict[str, float]:
-        """For charts, by name; counted since the last call. Not collective; takes microseconds.
+    def numbers(self, who: str = "") -> dict[str, float]:
+        """For charts, by name; counted since ``who`` has asked last. Not collective; takes microseconds.
 
         ``blocked_ms`` per snapshot and ``blocked_ms_most``: for how long training waited; ``snapshots``, ``skipped``,
         ``failed``: how many; ``copied_bytes_per_sec`` of this rank; ``whole_age``, ``protected_age``: iterations
         since the newest such snapshot, absent where there is none; ``restarts`` of the job so far.
         """
         attempt = self._attempt.record.number if self._attempt.record is not None else 1
-        return self._numbers.report(self._boundary, self.whole, self.protected, attempt)
+        return self._numbers.report(who, self._boundary, self.whole, self.protected, attempt)
 
     def _tell_counts(self) -> None:
         counts, persisted = self._numbers.counts, self.persisted
@@ -420,6 +415,16 @@ class Checkpointer:
         counts[PulseCount.PERSISTED] = persisted.iteration + 1 if persisted is not None else 0
         counts[PulseCount.COMPUTE_US] = round(self._slow_ranks.compute_secs * 1e6)
         self._protection.tell_counts(counts)
+
+    def _act(self, iteration: int, begin: float) -> None:
+        if self._state.lost:
+            self._search(iteration)
+        elif self._state.boundary(iteration):
+            self._snapshot(iteration, begin)
+        else:
+            self._post()
+            if self._pacer is not None:
+                self._pacer.learn()
 
     def save_universal(self, path: Path, max_file_bytes: int = MAX_FILE_BYTES, precision: str = "") -> Path:
         """Write the newest snapshot that every rank has sealed to the directory ``path``, which all nodes reach.
@@ -659,8 +664,8 @@ class Checkpointer:
         elif decision is not None and capture is not None:
             slot = self._take(decision, room)
             self.begun = iteration
-            self._numbers.took(secs := time.perf_counter() - begin, capture.stepped_bytes)
-            self.events.emit("snapshot", iteration=iteration, slot=slot, blocked_secs=secs)
+            self._numbers.took(capture.stepped_bytes)
+            self.events.emit("snapshot", iteration=iteration, slot=slot, blocked_secs=time.perf_counter() - begin)
 
     def _examine(self, examination: Examination, capture: Capture) -> None:
         try:
@@ -808,7 +813,7 @@ class Checkpointer:
 
     def _fail(self, error: Exception) -> None:
         """A snapshot failed: past a limit in a row ftckpt turns off. Raises under ``on_error: raise``."""
-        self._numbers.counts[PulseCount.FAILED] += 1
+        self._numbers.failed(self._state.interval.number)
         if not self._note_loss(error):
             self._execute(self._state.fail(repr(error)))
         if self.config.on_error == "raise":

@@ -3,9 +3,19 @@
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass, field
 
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.store.pulse import PulseCount
+
+
+@dataclass
+class _Reader:
+    """What one of those who ask was told last, and the longest wait of a snapshot since."""
+
+    counts: list[int] = field(default_factory=lambda: [0] * len(PulseCount))
+    at: float = field(default_factory=time.monotonic)
+    most_secs: float = 0.0
 
 
 class RankNumbers:
@@ -14,42 +24,51 @@ class RankNumbers:
     def __init__(self) -> None:
         self.counts = [0] * len(PulseCount)
         """By ``PulseCount``."""
-        self._most_secs = 0.0
+        self._readers: dict[str, _Reader] = {"": _Reader()}
         self._boundary_secs = 0.0
-        self._reported, self._reported_at = list(self.counts), time.monotonic()
+        self._failed_round = -1
 
-    def took(self, blocked_secs: float, nbytes: int) -> None:
-        """A snapshot of ``nbytes`` has begun, for which the boundary took so long."""
+    def took(self, nbytes: int) -> None:
+        """A snapshot of ``nbytes`` has begun."""
         self.counts[PulseCount.SNAPSHOTS] += 1
         self.counts[PulseCount.COPIED_BYTES] += nbytes
-        self._boundary_secs = blocked_secs
-        self._wait(blocked_secs, blocked_secs)
 
-    def fenced(self, blocked_secs: float) -> None:
-        """The fence of a snapshot took so long."""
-        self._wait(blocked_secs, self._boundary_secs + blocked_secs)
+    def failed(self, number: int) -> None:
+        """Something of snapshot ``number`` failed, perhaps not for the first time."""
+        self.counts[PulseCount.FAILED] += number != self._failed_round
+        self._failed_round = number
+
+    def bounded(self, secs: float) -> None:
+        """Training waited so long at a boundary, for whatever reason."""
+        self._boundary_secs = secs
+        self._wait(secs, secs)
+
+    def fenced(self, secs: float) -> None:
+        """Training waited so long in the fence."""
+        self._wait(secs, self._boundary_secs + secs)
+        self._boundary_secs = 0.0
 
     def _wait(self, secs: float, of_snapshot_secs: float) -> None:
         self.counts[PulseCount.BLOCKED_US] += round(secs * 1e6)
-        self._most_secs = max(self._most_secs, of_snapshot_secs)
+        for reader in self._readers.values():
+            reader.most_secs = max(reader.most_secs, of_snapshot_secs)
 
     def report(
-        self, iteration: int, whole: SnapshotId | None, protected: SnapshotId | None, attempt: int
+        self, who: str, iteration: int, whole: SnapshotId | None, protected: SnapshotId | None, attempt: int
     ) -> dict[str, float]:
         """See ``Checkpointer.numbers``."""
-        now, before, self._reported = time.monotonic(), self._reported, list(self.counts)
-        secs, self._reported_at = now - self._reported_at, now
-        since = [new - old for new, old in zip(self.counts, before, strict=True)]
+        before = self._readers.get(who, self._readers[""])
+        now = self._readers[who] = _Reader(list(self.counts))
+        since = [new - old for new, old in zip(now.counts, before.counts, strict=True)]
         numbers = {
             "blocked_ms": since[PulseCount.BLOCKED_US] / 1e3 / max(1, since[PulseCount.SNAPSHOTS]),
-            "blocked_ms_most": self._most_secs * 1e3,
+            "blocked_ms_most": before.most_secs * 1e3,
             "snapshots": float(since[PulseCount.SNAPSHOTS]),
             "skipped": float(since[PulseCount.SKIPPED]),
             "failed": float(since[PulseCount.FAILED]),
-            "copied_bytes_per_sec": since[PulseCount.COPIED_BYTES] / max(secs, 1e-9),
+            "copied_bytes_per_sec": since[PulseCount.COPIED_BYTES] / max(now.at - before.at, 1e-9),
             "restarts": float(attempt - 1),
         }
-        self._most_secs = 0.0
         for name, snapshot in (("whole_age", whole), ("protected_age", protected)):
             if snapshot is not None:
                 numbers[name] = float(max(0, iteration - snapshot.iteration))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -50,17 +51,33 @@ def test_of_three_replicas_the_one_that_goes_wrong_is_named(settings: dict[str, 
     run = jobs.Run(THREE, until=12, settings=settings, nodes=["n0", "n0", "n1"])
     results = run_ranks(spoiled, 3, run, expect_failures=on_corruption == "abort", grace_secs=10.0)
     told = jobs.events(settings, "replicas_differ")
-    assert told and all(one["odd_ranks"] == ["rank 1 on n0"] and KEY in one["fragments"][0] for one in told)
+    assert len(told) == 3, "once by each rank"
+    assert all(one["odd_ranks"] == ["rank 1 on n0"] and KEY in one["fragments"][0] for one in told)
     if on_corruption == "report":
         return
     for result in results:
         assert result.error is not None, "every rank ends by it"
         for text in ("SilentCorruptionError", "rank 1 on n0", KEY, "at iteration 8", "same at iteration 4"):
             assert text in result.error
-    # What nobody doubts is still there, though newer snapshots are whole.
-    back = jobs.Run(THREE, until=12, settings={**settings, "restore_before": 8}, nodes=run.nodes)
+        assert re.search("restore.before=? 5", result.error)
+    # Nothing was given up for arenas that nobody needs any more; what the text names is not in memory.
+    back = jobs.Run(THREE, until=12, settings={**settings, "restore_before": 5}, nodes=run.nodes)
+    assert all("no snapshot before iteration 5" in str(result.error) for result in jobs.broken(3, back))
+    newest = jobs.Run(THREE, until=12, settings=settings, nodes=run.nodes)
     reference = jobs.outcomes(3, jobs.Run(THREE, until=12))
-    assert jobs.assert_continues(reference, jobs.outcomes(3, back)) == 7
+    assert jobs.assert_continues(reference, jobs.outcomes(3, newest)) == 7
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("on_corruption", ["abort", "report"])
+def test_what_differs_is_told_where_there_is_no_room_for_new_arenas(
+    settings: dict[str, Any], on_corruption: str
+) -> None:
+    run = jobs.Run(THREE, until=12, settings={**settings, "on_corruption": on_corruption}, nodes=["n0", "n0", "n1"])
+    results = run_ranks(spoiled, 3, run, True, expect_failures=on_corruption == "abort", grace_secs=10.0)
+    assert len(jobs.events(settings, "replicas_differ")) == 3
+    ended = ["SilentCorruptionError" in str(result.error) for result in results]
+    assert ended == [on_corruption == "abort"] * 3
 
 
 def full(path: Path, need_bytes: int) -> None:

@@ -41,7 +41,7 @@ def writers(monkeypatch: pytest.MonkeyPatch) -> Writers:
 
 
 def checkpointer() -> Checkpointer:
-    return cast(Checkpointer, SimpleNamespace(numbers=lambda: {"blocked_ms": 1.5, "skipped": 0.0}))
+    return cast(Checkpointer, SimpleNamespace(numbers=lambda who: {"blocked_ms": 1.5, "skipped": 0.0}))
 
 
 def draw(charts: Charts, iterations: int) -> None:
@@ -61,7 +61,7 @@ def test_both_writers_have_them_at_the_interval_of_megatron(writers: Writers) ->
 def test_a_rank_without_writers_counts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "megatron.training.global_vars", raising=False)
     asked: list[int] = []
-    Charts(SimpleNamespace()).draw(cast(Any, SimpleNamespace(numbers=lambda: asked.append(1))), 1)
+    Charts(SimpleNamespace()).draw(cast(Any, SimpleNamespace(numbers=lambda who: asked.append(1))), 1)
     assert not asked
 
 
@@ -74,15 +74,23 @@ def test_a_writer_that_fails_is_left_alone(writers: Writers, caplog: pytest.LogC
 def test_numbers_are_of_the_time_since_they_were_asked_for() -> None:
     numbers = RankNumbers()
     for _ in range(4):
-        numbers.took(0.002, 1000)
+        numbers.took(1000)
+        numbers.bounded(0.002)
         numbers.fenced(0.001)
     numbers.counts[PulseCount.SKIPPED] += 1
-    first = numbers.report(20, SnapshotId(b"l" * 16, 18), None, 3)
+    numbers.fenced(0.0)  # of a step that no snapshot was taken before
+    first = numbers.report("", 20, SnapshotId(b"l" * 16, 18), None, 3)
     assert first["blocked_ms"] == pytest.approx(3.0) and first["blocked_ms_most"] == pytest.approx(3.0)
     assert (first["snapshots"], first["skipped"], first["failed"], first["restarts"]) == (4, 1, 0, 2)
     assert first["whole_age"] == 2 and "protected_age" not in first
     assert first["copied_bytes_per_sec"] > 0
-    numbers.took(0.5, 1000)
-    second = numbers.report(21, None, SnapshotId(b"l" * 16, 10), 3)
+    numbers.took(1000)
+    numbers.bounded(0.5)
+    for _ in range(3):
+        numbers.failed(9)  # the fence, its guard, and the boundary
+    second = numbers.report("", 21, None, SnapshotId(b"l" * 16, 10), 3)
     assert (second["snapshots"], second["skipped"]) == (1, 0) and second["blocked_ms_most"] == pytest.approx(500)
-    assert second["protected_age"] == 11 and "whole_age" not in second
+    assert second["protected_age"] == 11 and "whole_age" not in second and second["failed"] == 1
+    assert numbers.report("charts", 21, None, None, 3)["snapshots"] == 0, "who comes later begins with what was told"
+    numbers.took(1)
+    assert [numbers.report(who, 21, None, None, 3)["snapshots"] for who in ("charts", "")] == [1, 1]

@@ -150,6 +150,7 @@ def test_a_rank_that_has_turned_off_gives_signs_of_life() -> None:
     checkpointer._state = RankState(Config())
     checkpointer._closed, checkpointer._boundary, checkpointer._kept = False, 2, None
     checkpointer._fenced, checkpointer._examination = False, None
+    checkpointer._tell_counts = lambda: None  # type: ignore[method-assign]
     checkpointer._attempt = SimpleNamespace(trains=lambda: None)  # type: ignore[assignment]
     checkpointer._pacer, checkpointer._shard = SimpleNamespace(), None  # type: ignore[assignment]
     checkpointer._protection = SimpleNamespace(beat=lambda _, kind: beats.append(kind))  # type: ignore[assignment]
@@ -164,6 +165,7 @@ def test_a_rank_tells_the_section_that_it_is_in(arena_root: Path) -> None:
     checkpointer._state = RankState(Config())
     checkpointer._closed, checkpointer._boundary, checkpointer._kept = False, 2, None
     checkpointer._fenced, checkpointer._examination = False, None
+    checkpointer._tell_counts = lambda: None  # type: ignore[method-assign]
     checkpointer._attempt = SimpleNamespace(trains=lambda: None)  # type: ignore[assignment]
     checkpointer._pacer, checkpointer._shard = SimpleNamespace(pause=lambda: None), None  # type: ignore[assignment]
     checkpointer._protection = protection = Protection.__new__(Protection)
@@ -232,6 +234,7 @@ def test_a_rank_that_loses_others_in_the_fence_comes_to_nothing_collective_at_th
     checkpointer._state = state = RankState(checkpointer.config)
     checkpointer._closed, checkpointer._shard, checkpointer._kept = False, None, None
     checkpointer._fenced, checkpointer._examination = False, None
+    checkpointer._tell_counts = lambda: None  # type: ignore[method-assign]
     checkpointer._pacer = SimpleNamespace(
         wish=Wish(), compute_secs=float, enter=lambda kind: None, boundary=lambda flushing: entered.append("pacer")
     )  # type: ignore[assignment]
@@ -256,6 +259,7 @@ def test_what_is_evaluated_or_saved_is_no_time_of_training() -> None:
     checkpointer = Checkpointer.__new__(Checkpointer)
     checkpointer._state, checkpointer._closed = RankState(Config()), False
     checkpointer._fenced, checkpointer._examination = False, None
+    checkpointer._tell_counts = lambda: None  # type: ignore[method-assign]
     checkpointer._pacer = SimpleNamespace(pause=lambda: paused.append("pause"))  # type: ignore[assignment]
     checkpointer._protection = SimpleNamespace(pause=lambda evaluates: None, section=lambda name: nullcontext())  # type: ignore[assignment]
     checkpointer.beat()

@@ -6,6 +6,7 @@ import ast
 import json
 import logging
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -125,6 +126,26 @@ def test_what_earlier_attempts_wrote_counts(tmp_path: Path) -> None:
             events.emit("joined", job="x" * 1000, node=attempt)
         events.close()
     assert (tmp_path / "rank0.jsonl.1").exists() and (tmp_path / "rank0.jsonl").stat().st_size < MIB
+
+
+def test_two_processes_of_one_rank_keep_what_each_has_written(tmp_path: Path) -> None:
+    """One that hangs beside the one in its place, say: both come to the limit, and each begins the log anew."""
+    both = [Events(tmp_path, 0, limit_bytes=4 * MIB) for _ in range(2)]
+    for number in range(1500):
+        for events in both:
+            events.emit("copied", iteration=number, moved_bytes="x" * 1000)
+    log = EventLog(tmp_path)
+    found = Counter(line["iteration"] for _, line in log.lines(log.rank_files[0]))
+    assert found == dict.fromkeys(range(1500), 2)
+
+
+def test_a_line_that_a_log_is_begun_anew_for_is_there_once(tmp_path: Path) -> None:
+    events = Events(tmp_path, 0, limit_bytes=2 * MIB)
+    events.emit("copied", moved_bytes="x" * (MIB - 300))
+    events.emit("joined", job="j" * 300)
+    (tmp_path / "rank0.jsonl.1").unlink()
+    log = EventLog(tmp_path)
+    assert [line["event"] for _, line in log.lines(log.rank_files[0])] == ["joined"]
 
 
 def test_threads_that_write_while_a_log_is_begun_anew_lose_no_line(tmp_path: Path) -> None:

@@ -25,7 +25,8 @@ def status(**changes: Any) -> dict[str, Any]:
         "counts": {count.label: 10 * (count + 1) for count in PulseCount},
     }  # fmt: skip
     duties = {
-        "flushing": None, "cannot": None, "protects": True, "received_bytes": 5, "sent_bytes": 6, "storage": {"problem": ""},
+        "flushing": None, "cannot": None, "protects": True, "received_bytes": 5, "sent_bytes": 6,
+        "storage": {"problem": ""},
     }  # fmt: skip
     known = {
         "trainers": [trainer], "whole": {"iteration": 8, "age_secs": 1.5}, "protected": None, "duties": duties,
