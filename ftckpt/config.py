@@ -34,6 +34,9 @@ MOST_REST_SECS = 60.0
 PAGE_BYTES = 4096
 """What chunks, regions of slots and blocks in files begin on multiples of."""
 
+_SCHEMES = ("s3", "s3a", "gs", "az", "azure", "adl", "abfs", "abfss", "http", "https", "memory", "file")
+"""Of URLs of storage, as obstore knows them; it need not be installed where a job is planned."""
+
 MODES = ("node", "replica", "copy", "peer")
 """What guards snapshots; ``parity.modes`` has what each of them is."""
 
@@ -329,6 +332,7 @@ class Config:
             )
         if not self.arena:
             raise ConfigError("--ftckpt-arena: no directory is named; name one on a tmpfs")
+        _check_scheme(self.persist)
         # A script may go to another directory, and an SMP has one of its own.
         for name in ("arena", "events", "metrics_dir", "secret_file", "persist"):
             object.__setattr__(self, name, _absolute(getattr(self, name)))
@@ -351,7 +355,11 @@ class Config:
         is on its way to storage. Where memory is ``short`` the newest whole one is the target: until that is
         protected one snapshot is taken, and no other.
         """
-        return self.slots or (2 if not protects else 3 if short else 4) + bool(self.persist)
+        return self.slots or self.least_slots(protects) + (protects and not short)
+
+    def least_slots(self, protects: bool) -> int:
+        """The fewest with which a job can start, whatever ``slots`` says."""
+        return (3 if protects else 2) + bool(self.persist)
 
     @property
     def chunk_bytes(self) -> int:
@@ -479,6 +487,18 @@ def _absolute(place: str) -> str:
     if not place or "://" in place or (program and not taken_over(place)):
         return place
     return f"{program}:{os.path.abspath(taken_over(place))}" if program else os.path.abspath(place)
+
+
+def _check_scheme(persist: str) -> None:
+    """Refuse what looks like a place other than a directory and is none; ``persist`` as the user wrote it."""
+    begin = persist.partition("/")[0]
+    if ":" not in begin or program_of(persist) or persist.partition("://")[0] in _SCHEMES:
+        return
+    raise ConfigError(
+        f"--ftckpt-persist: {persist!r} begins with no store or program that is known; write s3://, gs:// or az:// "
+        "with bucket and folder, megatron, deepspeed:DIR, or a directory"
+        + ("" if "://" in persist else f", such as ./{persist}")
+    )
 
 
 def _check_persist(persist: str, persist_format: str) -> None:

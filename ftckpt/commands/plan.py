@@ -5,18 +5,19 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import os
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, fields
+from dataclasses import Field, asdict, fields
 from typing import Any
 
 from ftckpt.commands.plan_holdings import HEADER_BYTES, Planned, plan
 from ftckpt.commands.plan_intervals import Costs, IntervalForecast, forecast
 from ftckpt.commands.plan_job import JobShape, add_shape, job_of
 from ftckpt.commands.plan_verdict import Verdict, judge
-from ftckpt.config import GIB, Config, reader_of
+from ftckpt.config import GIB, Config, reader_of, taken_over
 from ftckpt.errors import ConfigError, Writing, settings_are_written, written
 from ftckpt.model.failures import FailureRecord
 from ftckpt.model.text import human
@@ -37,9 +38,14 @@ def add_plan(commands: Any) -> None:
     defaults = Config()
     for name in ("protect", "peer_code"):
         parser.add_argument(_flag(name), default=getattr(defaults, name), help=_help(name))
-    for name in ("interval", "protect_interval", "persist_interval"):
-        parser.add_argument(_flag(name), type=_interval, default=getattr(defaults, name), help=_help(name))
     settings = {setting.name: setting for setting in fields(Config)}
+    for name, of in (
+        ("interval", "iterations"),
+        ("protect_interval", "snapshots"),
+        ("persist_interval", "iterations"),
+    ):
+        reads = _interval(settings[name], of)
+        parser.add_argument(_flag(name), type=reads, default=getattr(defaults, name), help=_help(name))
     for name in (
         "slots", "peer_group", "peer_losses", "objects_mib", "chunk_mib", "memory_limit", "smp_cores", "smp_gbps",
         "protect_timeout_secs", "persist_gbps", "overhead_budget",
@@ -82,7 +88,10 @@ def run(arguments: argparse.Namespace) -> int:
     config = Config(**{s.name: getattr(arguments, s.name) for s in fields(Config) if hasattr(arguments, s.name)})
     job, node_bytes = job_of(arguments, config), arguments.node_memory
     if node_bytes and config.memory_limit * GIB > node_bytes:
-        raise ConfigError(f"--memory-limit: {config.memory_limit:g} GiB are more than --node-memory has")
+        raise ConfigError(
+            f"--memory-limit: {config.memory_limit:g} GiB are more than --node-memory has; give "
+            "that at most, or leave --memory-limit out"
+        )
     if job.ranks > _MANY_RANKS:
         print(f"ftckpt plan: {job.ranks} ranks: this takes a while", file=sys.stderr, flush=True)
     with _without_collection():
@@ -205,9 +214,12 @@ def _seen(arguments: argparse.Namespace) -> FailureRecord | None:
     """What the job at ``--seen`` knows of failures. Raises ConfigError where nothing is there."""
     if arguments.seen is None:
         return None
-    last = last_attempt(open_storage(snapshots_at(arguments.seen), "seen"))
+    where = taken_over(arguments.seen) or arguments.seen
+    if "://" not in where and not os.path.exists(where):
+        raise ConfigError(f"--seen: {where} is not there; name the storage that the job writes to")
+    last = last_attempt(open_storage(snapshots_at(where), "--seen"))
     if last is None:
-        raise ConfigError(f"--seen: {arguments.seen}: no job has told there what failures it has seen")
+        raise ConfigError(f"--seen: {where}: no job has told there what failures it has seen")
     return last.counted()
 
 
@@ -238,8 +250,19 @@ def _node_bytes(text: str) -> int:
     return int(nbytes)
 
 
-def _interval(text: str) -> int | str:
-    return text if text == "auto" else int(text)
+def _interval(setting: Field[Any], of: str) -> Callable[[str], int | str]:
+    """What reads an interval, which is a number ``of`` iterations or snapshots."""
+
+    def read(text: str) -> int | str:
+        try:
+            value: int | str = reader_of(setting)(text)
+        except ValueError:
+            raise ConfigError(
+                f"{_flag(setting.name)}: {text!r} is no interval; give a number of {of}, or auto"
+            ) from None
+        return value
+
+    return read
 
 
 def _flag(name: str) -> str:

@@ -25,7 +25,7 @@ from ftckpt.parity.groups import (
     slot_groups,
 )
 from ftckpt.parity.holding import Holding, HoldingSection
-from ftckpt.parity.modes import Modes, lessened, require_slots, resolve_modes
+from ftckpt.parity.modes import Modes, lessened, require_slots, resolve_modes, ways_to_need_less
 from ftckpt.parity.stripes import blocks_bytes
 from ftckpt.parity.table import Memory, ProtectionTable, memory_table, protection_table
 from ftckpt.store.ledger import require_limit
@@ -213,7 +213,10 @@ def plan(job: JobShape, config: Config, node_bytes: int = 0) -> Planned:
         node, memory = max(table.memory.items(), key=lambda one: one[1].sum)
         # As a start does: a slot first, then a mode that nobody has named, and that for the sake of the limit alone.
         try:
-            require_limit(config.memory_limit, node, memory.slots, memory.parity, memory.packages)
+            remedies = ways_to_need_less(config, slots, bool(arrangement.modes.names))
+            require_limit(
+                config.memory_limit, node, memory.slots, memory.parity, memory.packages, remedies=remedies
+            )  # fmt: skip
             fewer = None
         except MemoryBudgetError:
             fewer = lessened(arrangement.modes) if config.protect == "auto" else None
@@ -235,19 +238,29 @@ def _enough(config: Config) -> int:
 
 
 def leaner(planned: Planned, config: Config) -> Iterator[tuple[str, Memory]]:
-    """Settings with which a node needs less, and what of the fullest then; first what survives most."""
+    """Settings with which a node needs less, and what of the fullest then; first what survives most.
+
+    Slots that are set stay as they are where modes alone are named.
+    """
+    yield from _with_slots((), planned.arrangement, config)
     job, names = planned.arrangement.job, planned.modes.names
-    least = replace(config, slots=0).num_slots(bool(names), short=True)
-    if planned.slots > least:
-        yield f"--ftckpt-slots {least}", planned.arrangement.fullest(least)
     # Without what stays inside a node first: that brings no node back.
     fewer = [tuple(name for name in names if name not in without) for without in _WITHOUT]
-    for wanted in dict.fromkeys([*fewer, ("node",), ("none",)]):
-        protect, other = ",".join(wanted), replace(config, protect=",".join(wanted) or "none", slots=0)
-        if not wanted or wanted == names or not set(wanted) <= {*names, "none"}:
+    for wanted in dict.fromkeys([*filter(None, fewer), ("none",)] if names else ()):
+        if wanted == names:
             continue
-        modes = resolved(job, other)
-        yield f"--ftckpt-protect {protect}", Arrangement(job, modes).fullest(other.num_slots(bool(modes.names), True))
+        protect = ",".join(wanted)
+        arrangement = Arrangement(job, resolved(job, replace(config, protect=protect, slots=0)))
+        least = config.slots or config.least_slots(bool(arrangement.modes.names))
+        yield f"--ftckpt-protect {protect}", arrangement.fullest(least)
+        yield from _with_slots((f"--ftckpt-protect {protect}",), arrangement, config)
+
+
+def _with_slots(beside: Sequence[str], arrangement: Arrangement, config: Config) -> Iterator[tuple[str, Memory]]:
+    """With as few slots as can be, where more are set."""
+    least = config.least_slots(bool(arrangement.modes.names))
+    if config.slots > least:
+        yield " ".join([*beside, f"--ftckpt-slots {least}"]), arrangement.fullest(least)
 
 
 _WITHOUT = (("node",), ("node", "replica", "copy"), ("node", "peer"), ("replica", "copy", "peer"))

@@ -38,6 +38,9 @@ STORE_GBPS = 1.0
 FLUSH_SLOWS = 0.01
 """Share of training that a flush takes while it runs: assumed."""
 
+_LEAST_ITERATION_SECS = 1e-3
+"""A large job's takes more: what is less is a slip, of which intervals of billions of iterations would come."""
+
 _MOST = 1 << 30  # iterations
 
 
@@ -73,8 +76,11 @@ class Costs:
         Raises:
             ConfigError: a length that is none.
         """
-        if not 0 < iteration < 1e6:
-            raise ConfigError(f"--iteration-secs: {iteration:g} is not the length of an iteration in seconds")
+        if not _LEAST_ITERATION_SECS <= iteration < 1e6:
+            raise ConfigError(
+                f"--iteration-secs: {iteration:g} is not the length of an iteration in seconds; the least is "
+                f"{_LEAST_ITERATION_SECS:g}"
+            )
         if snapshot is not None and not 0 <= snapshot < 1e6:
             raise ConfigError(f"--snapshot-cost-secs: {snapshot:g} is not a time in seconds")
         copy_secs = rank_bytes / (COPY_GBPS * 1e9)

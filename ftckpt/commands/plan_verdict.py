@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -91,19 +92,20 @@ def judge(
         faults.append(("it does not fit", _fitting(planned, config, node_bytes)))
     if costs is not None and planned.modes.names and costs.protect > config.protect_timeout_secs:
         why = f"protecting one takes {costs.protect:.0f} s and is given up after {config.protect_timeout_secs:g}"
-        faults.append((why, f"--ftckpt-protect-timeout-secs {2 * costs.protect:.0f} waits for it"))
+        faults.append((why, f"--ftckpt-protect-timeout-secs {math.ceil(2 * costs.protect)} waits for it"))
     names = ",".join(planned.modes.names) or "none"
     return Verdict(node_bytes, need, planned.slots, names, predicted, tuple(faults))
 
 
 def _fitting(planned: Planned, config: Config, node_bytes: int) -> str:
     """The first setting with which a node has room, or what is lacking with all of them."""
-    least = planned.table.fullest
+    least, with_setting = planned.table.fullest, ""
     for setting, memory in leaner(planned, config):
         if memory.sum <= node_bytes:
             return f"{setting} needs {human(memory.sum)}"
-        least = min(least, memory, key=lambda one: one.sum)
-    return f"more ranks, or {human(least.sum)} of a node, as the least that any setting needs"
+        if memory.sum < least.sum:
+            least, with_setting = memory, f" with {setting}"
+    return f"more ranks, or {human(least.sum)} of a node{with_setting}, the least that any setting needs"
 
 
 def _each(iterations: int) -> str:

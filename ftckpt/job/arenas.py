@@ -23,6 +23,7 @@ from ftckpt.model.manifest import Manifest
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.model.text import human
 from ftckpt.model.topology import Topology
+from ftckpt.parity.modes import ways_to_need_less
 from ftckpt.store.arena import Arena, clear_arena
 from ftckpt.store.directory import (
     WORD_NAME,
@@ -56,12 +57,14 @@ class NodeArenas:
     """
 
     def __init__(
-        self, config: Config, topology: Topology, group: Group, events: Events, least_slots: int | None = None
-    ) -> None:
+        self, config: Config, topology: Topology, group: Group, events: Events, least_slots: int | None = None, *,
+        protects: bool = False,
+    ) -> None:  # fmt: skip
         self.path = Path()
         self.slots = config.slots
         """Of an arena, the same on all ranks; ``least_slots`` where a node has no room for more."""
         self._least_slots = config.slots if least_slots is None else least_slots
+        self._protects = protects
         self.cores: Cores = None
         """Where threads run that allocate slots: a tmpfs takes memory of the NUMA node whose core asks for it."""
         self.origin = NOTHING
@@ -444,9 +447,10 @@ class NodeArenas:
     def _require_room(self, posts: Sequence[_Post]) -> None:
         """Raise MemoryBudgetError unless the node has room for what ranks need now and when old arenas have gone."""
         self.coming_bytes = 0
+        remedies = ways_to_need_less(self._config, self.slots, self._protects)
         for node in dict.fromkeys(member.node for member in self._topology.members):  # all ranks come to the same
             slot_bytes = sum(posts[rank].slot_bytes for rank in self._topology.ranks_on(node))
-            require_limit(self._config.memory_limit, node, self.slots * slot_bytes)
+            require_limit(self._config.memory_limit, node, self.slots * slot_bytes, remedies=remedies)
         needs = [(post.now_bytes, post.later_bytes) for post in posts]
         if not any(map(any, needs)):
             return  # on all ranks: what is asked for below is asked for together

@@ -125,7 +125,10 @@ class Checkpointer:
         self.training_state = state
         self._protection = Protection(config, topology, self.group, self.events)
         self.config = config = replace(config, slots=self._protection.slots)
-        self._arenas = NodeArenas(config, topology, self.group, self.events, self._protection.least_slots)
+        self._arenas = NodeArenas(
+            config, topology, self.group, self.events, self._protection.least_slots,
+            protects=self._protection.protects,
+        )  # fmt: skip
         # Asked once: a later layout may leave no mode, and its arena must still be made known to the SMP.
         self._protects = self._protection.on
         self._slow_ranks = SlowRanks(config, topology)

@@ -27,7 +27,15 @@ from ftckpt.model.text import human
 from ftckpt.model.topology import Topology
 from ftckpt.parity.groups import ParityGroup, mirrors, node_groups, peer_groups, slot_groups
 from ftckpt.parity.holding import Holding
-from ftckpt.parity.modes import PARITY_FILES, Modes, lessened, possible_modes, require_slots, resolve_modes
+from ftckpt.parity.modes import (
+    PARITY_FILES,
+    Modes,
+    lessened,
+    possible_modes,
+    require_slots,
+    resolve_modes,
+    ways_to_need_less,
+)
 from ftckpt.parity.table import ProtectionTable, protection_table
 from ftckpt.store.arena import Arena
 from ftckpt.store.checks import CheckState
@@ -386,7 +394,10 @@ class Protection:
         for line in table.lines():
             self._events.announce(line)
         memory = table.memory[node]
-        require_limit(self._config.memory_limit, node, memory.slots, memory.parity, memory.packages)
+        remedies = ways_to_need_less(self._config, slots, bool(names))
+        require_limit(
+            self._config.memory_limit, node, memory.slots, memory.parity, memory.packages, remedies=remedies
+        )  # fmt: skip
         account = arrangement.account(node, node_dir, table.smp_bytes(node), slots)
         self._require_room(account, coming_bytes, node_dir)
         return table

@@ -85,6 +85,12 @@ def lessened(modes: Modes) -> Modes | None:
     return replace(modes, node=False) if modes.node and modes.peer else None
 
 
+def ways_to_need_less(config: Config, slots: int, protects: bool) -> tuple[str, ...]:
+    """What lessens the memory of a job that has ``slots`` per arena, as errors tell it; none where nothing can go."""
+    ways = ("take fewer slots (--ftckpt-slots)",) if slots > config.least_slots(protects) else ()
+    return (*ways, "protect less (--ftckpt-protect)") if protects else ways
+
+
 def require_slots(config: Config, modes: Modes) -> None:
     """Make sure that the slots which a user has set suffice for what is protected.
 

@@ -334,9 +334,13 @@ def require(node_dir: Path, need_bytes: int, patience_secs: float = _PATIENCE_SE
 
 
 def require_limit(
-    limit_gib: float, node: str, slot_bytes: int, parity_bytes: int = 0, package_bytes: int = 0
-) -> None:
+    limit_gib: float, node: str, slot_bytes: int, parity_bytes: int = 0, package_bytes: int = 0, *,
+    remedies: Sequence[str],
+) -> None:  # fmt: skip
     """Make sure that what a job takes of a node in all is within ``memory_limit``; 0: there is none.
+
+    Args:
+        remedies: what else helps than a higher limit.
 
     Raises:
         MemoryBudgetError: it is more; the text names each part.
@@ -346,10 +350,10 @@ def require_limit(
         parts = [f"slots {human(slot_bytes)}"]
         parts += [f"parity {human(parity_bytes)}"] if parity_bytes else []
         parts += [f"packages {human(package_bytes)}"] if package_bytes else []
+        *most, last = "raise --ftckpt-memory-limit", *remedies
         raise MemoryBudgetError(
             f"--ftckpt-memory-limit: node {node} needs {human(need_bytes)} ({' + '.join(parts)}), over "
-            f"{limit_gib:g} GiB: "
-            "raise --ftckpt-memory-limit, take fewer slots (--ftckpt-slots) or protect less (--ftckpt-protect)"
+            f"{limit_gib:g} GiB: " + (", ".join(most) + " or " if most else "") + last
         )
 
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import random
+import re
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -277,6 +280,71 @@ def test_what_does_not_fit_names_the_setting_that_does(capsys: pytest.CaptureFix
     assert "--slots 3 needs" in line
 
 
+_SETTINGS = re.compile(r"((?:--[a-z-]+ \S+ )+)(?:needs|waits) ")
+_MEMORY = re.compile(r"more ranks, or ([0-9.]+) (\S+) of a node(?: with (--.+))?, the least that any setting needs")
+
+
+def remedied(remedy: str) -> str:
+    """Options that do what a remedy says; a size is told with one digit."""
+    if found := _SETTINGS.match(remedy):
+        return found[1]
+    found = _MEMORY.fullmatch(remedy)
+    assert found is not None, remedy
+    return f"--node-memory {float(found[1]) + 0.1}{found[2]} {found[3] or ''} "
+
+
+def test_remedies_that_are_named_always_make_it_yes(capsys: pytest.CaptureFixture[str]) -> None:
+    draw, answered = random.Random(8), Counter[str]()
+    while sum(answered.values()) < 60:
+        job = " ".join(
+            (
+                f"--tp {draw.choice((1, 2))} --pp {draw.choice((1, 2))} --dp {draw.choice((4, 8))} --params 1e9",
+                f"--gpus-per-node {draw.choice((1, 2, 4))} --optimizer {draw.choice(('distributed', 'replicated'))}",
+                f"--slots {draw.choice((0, 4, 5, 7))} {draw.choice(('', '--persist /there'))}",
+                draw.choice(("", "--iteration-secs 1 --network-gbps 0.02", "--iteration-secs 1")),
+                draw.choice(("", "--protect none", "--protect peer", "--protect-timeout-secs 0.1")),
+            )
+        )
+        room = draw.uniform(0.2, 1) * planned(capsys, job)["memory_per_node"]["sum"] / 2**30
+        main(["plan", *job.split(), "--node-memory", f"{room}", "--json"])
+        faults = json.loads(capsys.readouterr().out)["verdict"]["faults"]
+        settings = "".join(remedied(fault["remedy"]) for fault in faults)
+        answered[" ".join(word for word in settings.split() if word.startswith("--"))] += 1
+        status = main(["plan", *f"{job} --node-memory {room} {settings}".split()])
+        told = capsys.readouterr()
+        assert status == 0, (job, room, faults, told)
+    assert {"--slots", "--protect", "--protect --slots", "--node-memory --protect --slots"} <= set(answered), answered
+    assert any("--protect-timeout-secs" in one for one in answered), answered
+
+
+def test_slots_that_are_set_stay_so_unless_fewer_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    job = "--tp 2 --pp 2 --dp 4 --gpus-per-node 4 --params 7b --slots 4"
+    assert "--protect none --slots 2 needs 39.2 GiB" in answer(capsys, f"{job} --node-memory 60GiB")[0]
+    assert "--protect peer --slots 3 needs 72.0 GiB" in answer(capsys, f"{job} --node-memory 79GiB")[0]
+    assert "--slots 3 needs 85.0 GiB" in answer(capsys, f"{job} --node-memory 86GiB")[0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "remedies"),
+    [
+        ("--slots 4", "raise --memory-limit, take fewer slots (--slots) or protect less (--protect)"),
+        ("", "raise --memory-limit or protect less (--protect)"),
+        ("--protect none --slots 3", "raise --memory-limit or take fewer slots (--slots)"),
+        ("--protect none", "raise --memory-limit"),
+    ],
+)
+def test_a_limit_that_is_too_low_names_what_can_be_lessened(
+    capsys: pytest.CaptureFixture[str], arguments: str, remedies: str
+) -> None:
+    assert main(["plan", *f"{EIGHT} --memory-limit 1 {arguments}".split()]) == 2
+    assert capsys.readouterr().err.endswith(f"over 1 GiB: {remedies}\n")
+
+
+@pytest.mark.parametrize("persist", ["megatron", "megatron:/there", "s3://bucket/folder", "/there", "./a:b"])
+def test_places_that_need_not_be_there_are_planned_for(capsys: pytest.CaptureFixture[str], persist: str) -> None:
+    assert planned(capsys, f"{EIGHT} --persist {persist}")["slots"] == 5
+
+
 def test_what_is_given_up_before_it_is_protected_is_answered_with_no(capsys: pytest.CaptureFixture[str]) -> None:
     """66 s for the network, and a start gives up after 60."""
     line, value = answer(capsys, f"{EIGHT} --iteration-secs 6 --network-gbps 0.1 --node-memory 512GiB")
@@ -352,7 +420,7 @@ def test_what_nobody_said_of_the_memory_of_a_node_is_assumed_aloud(capsys: pytes
         ("--dp 8 --gpus-per-node 4 --params 1e9 --node-memory nan", "--node-memory: 'nan' is no memory"),
         (
             "--dp 8 --gpus-per-node 4 --params 1e9 --node-memory 5GiB --memory-limit 6",
-            "--memory-limit: 6 GiB are more",
+            "--memory-limit: 6 GiB are more than --node-memory has; give that at most, or leave",
         ),
         (
             "--dp 8 --gpus-per-node 4 --params 1e9 --snapshot-cost-secs 1",
@@ -454,9 +522,16 @@ def test_what_is_predicted_is_told_with_what_was_assumed(capsys: pytest.CaptureF
     [
         ("--iteration-secs 0", "--iteration-secs: 0 is not the length"),
         ("--iteration-secs nan", "--iteration-secs: nan"),
+        ("--iteration-secs 1e-9", "in seconds; the least is 0.001"),
         ("--iteration-secs 1 --snapshot-cost-secs -1", "--snapshot-cost-secs: -1 is not a time"),
         ("--mtbf 5", "mtbf: '5' is not a mean time"),
-        ("--interval often", "--interval"),
+        ("--interval often", "--interval: 'often' is no interval; give a number of iterations, or auto"),
+        ("--protect-interval 1.5", "--protect-interval: '1.5' is no interval; give a number of snapshots, or auto"),
+        ("--persist-interval x", "--persist-interval: 'x' is no interval; give a number of iterations, or auto"),
+        ("--iteration-secs 1 --seen /nowhere", "--seen: /nowhere is not there; name the storage that the job writes"),
+        ("--persist foo:bar", "--persist: 'foo:bar' begins with no store or program"),
+        ("--persist foo://bar", "--persist: 'foo://bar' begins with no store or program"),
+        ("--persist deepspeed", "--persist: 'deepspeed' names no directory"),
         ("--interval 0", "interval: 0 is too small"),
     ],
 )
