@@ -11,9 +11,10 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import Field, asdict, fields
+from functools import partial
 from typing import Any
 
-from ftckpt.commands.plan_holdings import HEADER_BYTES, Planned, plan
+from ftckpt.commands.plan_holdings import HEADER_BYTES, Arrangement, Planned, plan
 from ftckpt.commands.plan_intervals import Costs, IntervalForecast, forecast
 from ftckpt.commands.plan_job import JobShape, add_shape, job_of
 from ftckpt.commands.plan_verdict import Verdict, judge
@@ -97,9 +98,9 @@ def run(arguments: argparse.Namespace) -> int:
     with _without_collection():
         planned = plan(job, config, node_bytes or 0)
     limit = unknown_limit(config.network_gbps)
-    costs = _costs(arguments, config, planned, limit)
-    predicted = _predicted(arguments, config, planned, costs)
-    verdict = judge(planned, config, node_bytes, costs, predicted) if node_bytes else None
+    costs_of = partial(_costs, arguments, config, limit)
+    predicted = _predicted(arguments, config, planned, costs_of(planned.arrangement))
+    verdict = judge(planned, config, node_bytes, costs_of, predicted) if node_bytes else None
     assumed = list(_assumptions(config, planned, predicted, verdict))
     if arguments.json:
         value = {**_as_json(config, planned, limit, predicted), "assumed": assumed}
@@ -183,14 +184,16 @@ def _protected_every(config: Config, predicted: IntervalForecast | None) -> int:
     return predicted.protected if predicted else config.least_interval * least
 
 
-def _costs(arguments: argparse.Namespace, config: Config, planned: Planned, limit: NetworkLimit) -> Costs | None:
+def _costs(
+    arguments: argparse.Namespace, config: Config, limit: NetworkLimit, arrangement: Arrangement
+) -> Costs | None:
     """None where the length of an iteration is not known."""
     if arguments.iteration_secs is None:
         return None
     return Costs.guess(
         config, arguments.iteration_secs, arguments.snapshot_cost_secs,
-        rank_bytes=planned.arrangement.copied_bytes, ranks=planned.arrangement.job.gpus_per_node,
-        network=limit.secs(max(planned.table.network.values())),
+        rank_bytes=arrangement.copied_bytes, ranks=arrangement.job.gpus_per_node,
+        network=limit.secs(arrangement.received_bytes),
     )  # fmt: skip
 
 

@@ -27,7 +27,7 @@ from ftckpt.parity.groups import (
 from ftckpt.parity.holding import Holding, HoldingSection
 from ftckpt.parity.modes import Modes, lessened, require_slots, resolve_modes, ways_to_need_less
 from ftckpt.parity.stripes import blocks_bytes
-from ftckpt.parity.table import Memory, ProtectionTable, memory_table, protection_table
+from ftckpt.parity.table import Memory, ProtectionTable, memory_table, network_table, protection_table
 from ftckpt.store.ledger import require_limit
 from ftckpt.store.parity_file import parity_bytes
 
@@ -157,6 +157,11 @@ class Arrangement:
         """What a rank copies of stepped state per snapshot, at the most."""
         return max(sum(sum(section.lengths) for section in holding.sections) for holding in self.holdings)
 
+    @property
+    def received_bytes(self) -> int:
+        """What a node receives per protected snapshot, at the most."""
+        return max(network_table(self.holdings, self.groups, self.mirrors).values())
+
     def table(self, slots: int) -> ProtectionTable:
         return protection_table(self.holdings, self.groups, self.mirrors, slots, parity_bytes)
 
@@ -237,8 +242,8 @@ def _enough(config: Config) -> int:
     return replace(config, slots=0).num_slots(protects=True)
 
 
-def leaner(planned: Planned, config: Config) -> Iterator[tuple[str, Memory]]:
-    """Settings with which a node needs less, and what of the fullest then; first what survives most.
+def leaner(planned: Planned, config: Config) -> Iterator[tuple[str, Arrangement, Memory]]:
+    """Settings with which a node needs less, what they lead to, and the fullest then; first what survives most.
 
     Slots that are set stay as they are where modes alone are named.
     """
@@ -252,15 +257,17 @@ def leaner(planned: Planned, config: Config) -> Iterator[tuple[str, Memory]]:
         protect = ",".join(wanted)
         arrangement = Arrangement(job, resolved(job, replace(config, protect=protect, slots=0)))
         least = config.slots or config.least_slots(bool(arrangement.modes.names))
-        yield f"--ftckpt-protect {protect}", arrangement.fullest(least)
+        yield f"--ftckpt-protect {protect}", arrangement, arrangement.fullest(least)
         yield from _with_slots((f"--ftckpt-protect {protect}",), arrangement, config)
 
 
-def _with_slots(beside: Sequence[str], arrangement: Arrangement, config: Config) -> Iterator[tuple[str, Memory]]:
+def _with_slots(
+    beside: Sequence[str], arrangement: Arrangement, config: Config
+) -> Iterator[tuple[str, Arrangement, Memory]]:
     """With as few slots as can be, where more are set."""
     least = config.least_slots(bool(arrangement.modes.names))
     if config.slots > least:
-        yield " ".join([*beside, f"--ftckpt-slots {least}"]), arrangement.fullest(least)
+        yield " ".join([*beside, f"--ftckpt-slots {least}"]), arrangement, arrangement.fullest(least)
 
 
 _WITHOUT = (("node",), ("node", "replica", "copy"), ("node", "peer"), ("replica", "copy", "peer"))

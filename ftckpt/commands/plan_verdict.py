@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ftckpt.commands.plan_holdings import Planned, leaner
+from ftckpt.commands.plan_holdings import Arrangement, Planned, leaner
 from ftckpt.commands.plan_intervals import Costs, IntervalForecast
 from ftckpt.config import Config
 from ftckpt.errors import written
@@ -84,28 +84,48 @@ class Verdict:
 
 
 def judge(
-    planned: Planned, config: Config, node_bytes: int, costs: Costs | None, predicted: IntervalForecast | None
-) -> Verdict:
-    """Whether ``planned`` fits nodes of ``node_bytes``, and whether its snapshots come to be protected."""
-    need, faults = planned.table.fullest, []
+    planned: Planned, config: Config, node_bytes: int, costs_of: Callable[[Arrangement], Costs | None],
+    predicted: IntervalForecast | None,
+) -> Verdict:  # fmt: skip
+    """Whether ``planned`` fits nodes of ``node_bytes``, and whether its snapshots come to be protected.
+
+    ``costs_of`` gives None where they are not known.
+    """
+
+    def protect_secs(arrangement: Arrangement) -> float:
+        costs = costs_of(arrangement) if arrangement.modes.names else None
+        return costs.protect if costs else 0.0
+
+    need, faults, timeout_secs = planned.table.fullest, [], config.protect_timeout_secs
+    secs = longest_secs = protect_secs(planned.arrangement)
     if need.sum > node_bytes:
-        faults.append(("it does not fit", _fitting(planned, config, node_bytes)))
-    if costs is not None and planned.modes.names and costs.protect > config.protect_timeout_secs:
-        why = f"protecting one takes {costs.protect:.0f} s and is given up after {config.protect_timeout_secs:g}"
-        faults.append((why, f"--ftckpt-protect-timeout-secs {math.ceil(2 * costs.protect)} waits for it"))
+        setting, arrangement, text = _fitting(planned, config, node_bytes)
+        # Peers may have to send what was made of replicas.
+        longest_secs = max(secs, protect_secs(arrangement))
+        wait = f" {_waiting(longest_secs)}" if longest_secs > timeout_secs >= secs else ""
+        faults.append(("it does not fit", f"{setting}{wait} {text}".strip()))
+    if secs > timeout_secs:
+        why = f"protecting one takes {secs:.0f} s and is given up after {timeout_secs:g}"
+        faults.append((why, f"{_waiting(longest_secs)} waits for it"))
     names = ",".join(planned.modes.names) or "none"
     return Verdict(node_bytes, need, planned.slots, names, predicted, tuple(faults))
 
 
-def _fitting(planned: Planned, config: Config, node_bytes: int) -> str:
-    """The first setting with which a node has room, or what is lacking with all of them."""
+def _waiting(secs: float) -> str:
+    return f"--ftckpt-protect-timeout-secs {math.ceil(2 * secs)}"
+
+
+def _fitting(planned: Planned, config: Config, node_bytes: int) -> tuple[str, Arrangement, str]:
+    """The first setting with which a node has room, what that leads to, and a text of it; without a setting what is
+    lacking with all of them."""
     least, with_setting = planned.table.fullest, ""
-    for setting, memory in leaner(planned, config):
+    for setting, arrangement, memory in leaner(planned, config):
         if memory.sum <= node_bytes:
-            return f"{setting} needs {human(memory.sum)}"
+            return setting, arrangement, f"needs {human(memory.sum)}"
         if memory.sum < least.sum:
             least, with_setting = memory, f" with {setting}"
-    return f"more ranks, or {human(least.sum)} of a node{with_setting}, the least that any setting needs"
+    text = f"more ranks, or {human(least.sum)} of a node{with_setting}, the least that any setting needs"
+    return "", planned.arrangement, text
 
 
 def _each(iterations: int) -> str:

@@ -126,7 +126,7 @@ def protection_table(
     return ProtectionTable(
         failure_table(holdings, groups, mirrors),
         memory_table(holdings, groups, mirrors, slots, parity_bytes),
-        _network(holdings, groups, mirrors),
+        network_table(holdings, groups, mirrors),
     )
 
 
@@ -210,7 +210,7 @@ def _memory(
     }
 
 
-def _network(
+def network_table(
     holdings: Sequence[Holding], groups: Iterable[ParityGroup], mirrors: Mapping[str, Sequence[str]]
 ) -> dict[str, int]:
     """Node → bytes that it pulls from others per protected snapshot: chunks of its peers, packages."""

@@ -295,10 +295,10 @@ def remedied(remedy: str) -> str:
 
 def test_remedies_that_are_named_always_make_it_yes(capsys: pytest.CaptureFixture[str]) -> None:
     draw, answered = random.Random(8), Counter[str]()
-    while sum(answered.values()) < 60:
+    while sum(answered.values()) < 40:
         job = " ".join(
             (
-                f"--tp {draw.choice((1, 2))} --pp {draw.choice((1, 2))} --dp {draw.choice((4, 8))} --params 1e9",
+                f"--tp {draw.choice((1, 2))} --pp {draw.choice((1, 2))} --dp {draw.choice((8, 12))} --params 1e9",
                 f"--gpus-per-node {draw.choice((1, 2, 4))} --optimizer {draw.choice(('distributed', 'replicated'))}",
                 f"--slots {draw.choice((0, 4, 5, 7))} {draw.choice(('', '--persist /there'))}",
                 draw.choice(("", "--iteration-secs 1 --network-gbps 0.02", "--iteration-secs 1")),
@@ -315,6 +315,18 @@ def test_remedies_that_are_named_always_make_it_yes(capsys: pytest.CaptureFixtur
         assert status == 0, (job, room, faults, told)
     assert {"--slots", "--protect", "--protect --slots", "--node-memory --protect --slots"} <= set(answered), answered
     assert any("--protect-timeout-secs" in one for one in answered), answered
+
+
+def test_a_remedy_counts_what_peers_send_in_the_place_of_replicas(capsys: pytest.CaptureFixture[str]) -> None:
+    """3 s of 0.02 GB/s for what is made of replicas, 152 s for all that a node holds."""
+    job = "--dp 8 --gpus-per-node 2 --params 1e9 --optimizer replicated --iteration-secs 1 --network-gbps 0.02"
+    line, _ = answer(capsys, f"{job} --slots 7 --node-memory 10.5GiB")
+    assert line.startswith("no: it does not fit: --protect peer --slots 3 --protect-timeout-secs 304 needs 10.4 GiB;")
+    _, value = answer(capsys, f"{job} --slots 7 --node-memory 10.5GiB --protect-timeout-secs 1")
+    assert [fault["remedy"] for fault in value["faults"]] == [
+        "--protect peer --slots 3 needs 10.4 GiB",
+        "--protect-timeout-secs 304 waits for it",
+    ]
 
 
 def test_slots_that_are_set_stay_so_unless_fewer_are_named(capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import threading
 from contextlib import closing
 from pathlib import Path
@@ -189,6 +190,29 @@ def test_slots_that_do_not_fit_are_fewer_once_on_all_ranks(arena_root: Path, mon
     on_all(members, settle)
     assert [files(member) for member in members] == [[3], [3]]
     assert not members[0].arenas.lessen(MemoryBudgetError("no room for three, either"))
+    end(members)
+
+
+@pytest.mark.parametrize(
+    ("slots", "protects", "remedies"),
+    [
+        (4, True, "raise memory_limit=, take fewer slots (slots=) or protect less (protect=)"),
+        (3, True, "raise memory_limit= or protect less (protect=)"),
+        (3, False, "raise memory_limit= or take fewer slots (slots=)"),
+        (2, False, "raise memory_limit="),
+    ],
+)
+def test_a_limit_that_is_too_low_names_what_can_be_lessened(
+    arena_root: Path, slots: int, protects: bool, remedies: str
+) -> None:
+    members = ranks(arena_root, 2, slots, protects=protects, memory_limit=1e-6)
+    on_all(members, lambda member: member.arenas.enter())
+
+    def refused(member: Rank) -> None:
+        with pytest.raises(MemoryBudgetError, match=f": {re.escape(remedies)}$"):
+            member.arenas.open(member.manifest(), None)
+
+    on_all(members, refused)
     end(members)
 
 
