@@ -46,13 +46,13 @@ class EngineHooks:
         engine: a DeepSpeedEngine or a PipelineEngine.
         checkpointer: may be replaced later.
         begin: called before each training batch is used.
-        counts_behind: the script counts an iteration behind the engine's step: its boundary waits for
-            ``take_boundary``.
+        check_counted: given where the script counts an iteration behind the engine's step: its boundary waits for
+            ``take_boundary``, and this raises where it has not been counted by then.
     """
 
     def __init__(
         self, patches: Patches, engine: Any, checkpointer: Checkpointer, begin: Callable[[], None],
-        *, counts_behind: bool = False,
+        *, check_counted: Callable[[], None] | None = None,
     ) -> None:  # fmt: skip
         self.patches = patches
         self.engine = engine
@@ -60,7 +60,7 @@ class EngineHooks:
         self.begin = begin
         self.has_trained = False
         """Whether a boundary was reached."""
-        self._counts_behind = counts_behind
+        self._check_counted = check_counted
         self._is_due = False
         self._counts_batches = _counts_batches(engine)
         self._scheduled = False
@@ -79,12 +79,14 @@ class EngineHooks:
         # A step that overflowed counts too: its loss scale and the number of skipped steps are state.
         if self.engine.global_steps != steps_before:
             self.has_trained = self._is_due = True
-            if not self._counts_behind:
+            if self._check_counted is None:
                 self.take_boundary()
 
     def take_boundary(self) -> None:
         """All counters of the iteration have advanced, if one is over since the last call."""
         if self._is_due:
+            if self._check_counted is not None:
+                self._check_counted()
             self._is_due = False
             self.checkpointer.step(self.engine.global_steps)
             self._draw()

@@ -83,12 +83,12 @@ _REPLACED: dict[str, Callable[[Any], None]] = {
 
 
 def install() -> None:
-    """Wrap ``deepspeed.initialize`` and the train loop of Megatron-DeepSpeed, now or when they are imported; a second
-    call does nothing."""
+    """Wrap ``deepspeed.initialize`` and the train loop of Megatron-DeepSpeed, now or when they are imported, and when
+    they are reloaded; a second call does nothing."""
     for name, replace in _REPLACED.items():
         if name in sys.modules:
             replace(sys.modules[name])
-    if any(name not in sys.modules for name in _REPLACED) and _watch not in sys.meta_path:
+    if _watch not in sys.meta_path:
         # First of all finders: those behind it would find a module before it is seen.
         sys.meta_path.insert(0, _watch)
 

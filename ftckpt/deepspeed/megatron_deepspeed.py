@@ -4,7 +4,8 @@ The loop never asks ``engine.global_steps``. It counts iterations, samples and t
 ``engine.step`` or ``train_batch``, and builds its data loaders from these counters when the engine is there and a
 checkpoint on storage has been loaded. So the counters are an object of the snapshot, the engine is followed at the
 end of ``setup_model_and_optimizer``, and the boundary of an iteration is where the next one begins, training ends, or
-the loop saves: its evaluation is over by then, and has been counted.
+the loop saves: its evaluation is over by then, and has been counted. A loop of a script's own around these functions
+may count elsewhere: its first boundary is refused.
 
 | function of ``megatron.training`` | what is done |
 |---|---|
@@ -18,7 +19,7 @@ Each is looked up through the module at run time, so that replacing the name is 
 
 from __future__ import annotations
 
-import functools
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -34,9 +35,15 @@ if TYPE_CHECKING:
 
 _MARK = "_create_ds_config_dict"
 """A function that Megatron-LM does not have in its module of this name."""
-_COUNTERS = ("iteration", "consumed_train_samples", "consumed_valid_samples", "consumed_train_tokens")
+_NEEDED = ("iteration", "consumed_train_samples")
+"""Counters without which nobody knows where the loop stands in its data."""
+_COUNTERS = (*_NEEDED, "consumed_valid_samples", "consumed_train_tokens")
+"""Some releases and forks lack the latter ones, and whatever would use them."""
 _DATA = "data"
+_FUNCTIONS = ("setup_model_and_optimizer", "train_step", "train", "training_log")
 _REFUSED = {"kd": "--kd", "mos": "--mos", "compression_training": "compression_training, in the JSON,"}
+_loops: dict[Any, TrainLoop] = {}
+"""Those of the modules before which ftckpt stands."""
 
 
 class Counters:
@@ -48,11 +55,20 @@ class Counters:
 
     def __init__(self, arguments: Any) -> None:
         self._arguments = arguments
+        self._lead = 0
         self.sums = LogSums()
+
+    def begin(self, steps: int) -> None:
+        """Training is about to begin, and the engine has counted ``steps``: not always as many, with --finetune."""
+        self._lead = self._arguments.iteration - steps
+
+    def agree(self, steps: int) -> bool:
+        """Whether the loop has counted as many iterations since then as the engine, which has counted ``steps``."""
+        return bool(self._arguments.iteration - steps == self._lead)
 
     def state_dict(self) -> dict[str, Any]:
         """The counters as they stand: the loop has counted the iteration."""
-        counters = {name: getattr(self._arguments, name) for name in _COUNTERS}
+        counters = {name: getattr(self._arguments, name) for name in _COUNTERS if hasattr(self._arguments, name)}
         return {"counters": counters, "log_sums": self.sums.save()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -67,10 +83,17 @@ class Counters:
 
 
 class TrainLoop:
-    """One ``megatron.training``, and the engine that it trains once that is followed."""
+    """One ``megatron.training``, and the engine that it trains once that is followed.
 
-    def __init__(self, training: Any) -> None:
+    Args:
+        training: the module.
+        lacks: those of the functions above that it does not have: ftckpt cannot be on then.
+    """
+
+    def __init__(self, training: Any, lacks: Sequence[str] = ()) -> None:
         self._training = training
+        self._lacks = lacks
+        self._engine: Any = None
         self._counters: Counters | None = None
         self._session: EngineSession | None = None
 
@@ -78,26 +101,40 @@ class TrainLoop:
         """Around what builds model and engine, and loads a checkpoint.
 
         Raises:
-            UnsupportedError: a flag of Megatron-DeepSpeed whose state is not known.
+            UnsupportedError: a function or a counter is missing; a flag whose state is not known.
             ConfigError: ftckpt is switched on, and DeepSpeed is not.
         """
         arguments = self._training.get_args()
-        has_engine = bool(arguments.deepspeed)
-        config = section.merged(section.of(arguments.deepspeed_config_dict) if has_engine else None)
+        has_engine = bool(getattr(arguments, "deepspeed", False))
+        json = getattr(arguments, "deepspeed_config_dict", None) if has_engine else None
+        config = section.merged(None if json is None else section.of(json))
         if not config.enabled:
             return original(*args, **kwargs)
         if not has_engine:
             raise ConfigError("ftckpt is switched on, and --deepspeed is not: without it there is nothing to follow")
+        trains = not any(getattr(arguments, name, False) for name in ("inference", "skip_train"))
+        if trains:
+            self._check(arguments)
+        with initialize.attached_later():
+            made = original(*args, **kwargs)
+        if not trains:
+            launcher.log_once("nothing is trained here (--inference, --skip-train), and ftckpt does nothing")
+            return made
+        _check_counters(arguments, _NEEDED)
+        self._follow(made[0][0], arguments, config)
+        return made
+
+    def _check(self, arguments: Any) -> None:
+        if self._lacks:
+            raise UnsupportedError(
+                f"megatron.training has no {', '.join(self._lacks)}, from where ftckpt is called: install a tested "
+                "release, or switch ftckpt off"
+            )
+        # Not ``iteration``, which is set while model and engine are built.
+        _check_counters(arguments, [name for name in _NEEDED if name != "iteration"])
         for name, written in _REFUSED.items():
             if getattr(arguments, name, False):
                 raise UnsupportedError(f"Megatron-DeepSpeed's {written} is not supported by ftckpt; leave it out")
-        with initialize.attached_later():
-            made = original(*args, **kwargs)
-        if arguments.inference or arguments.skip_train:
-            launcher.log_once("nothing is trained here (--inference, --skip-train), and ftckpt does nothing")
-            return made
-        self._follow(made[0][0], arguments, config)
-        return made
 
     def _follow(self, engine: Any, arguments: Any, config: Config) -> None:
         from ftckpt.deepspeed.data import EpochBegins
@@ -108,12 +145,35 @@ class TrainLoop:
             raise ConfigError(f"register: the name {_DATA!r} is taken, by the counters of Megatron-DeepSpeed")
         # Not with --finetune, which begins to count at 0, whatever is loaded.
         named = engine.global_steps > 0 and is_named(
-            engine.load_checkpoint, (arguments.load,), {"tag": arguments.load_tag}
+            engine.load_checkpoint, (arguments.load,), {"tag": _load_tag(arguments)}
         )
-        self._counters = Counters(arguments)
-        self._session = EngineSession(
-            engine, {**initialize.objects, _DATA: self._counters}, config, EpochBegins(), named, counts_behind=True
+        counters, objects = Counters(arguments), initialize.objects
+        session = EngineSession(
+            engine, {**objects, _DATA: counters}, config, EpochBegins(), named, check_counted=self.check_counted
         )
+        self.follow(engine, counters, session)
+
+    def follow(self, engine: Any, counters: Counters, session: EngineSession) -> None:
+        """``engine`` is about to be trained: it and ``counters`` are where they were."""
+        self._engine, self._counters, self._session = engine, counters, session
+        counters.begin(engine.global_steps)
+
+    def check_counted(self) -> None:
+        """At the boundary of an iteration.
+
+        Raises:
+            ConfigError: it is not counted where the counters are, and a restart would begin elsewhere.
+        """
+        if not self._has_counted():
+            arguments = self._training.get_args()
+            raise ConfigError(
+                f"args.iteration is {arguments.iteration} and engine.global_steps {self._engine.global_steps}: the "
+                "loop counts elsewhere, and a restart would begin in the wrong place; let it set args.iteration and "
+                "args.consumed_train_samples behind each train_step, or call megatron.training.train"
+            )
+
+    def _has_counted(self) -> bool:
+        return self._counters is not None and self._counters.agree(self._engine.global_steps)
 
     def train_step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Around one iteration, which draws its batches itself."""
@@ -125,34 +185,56 @@ class TrainLoop:
         """Around all iterations; the loop may exit between two of them."""
         try:
             result = original(*args, **kwargs)
-        except SystemExit:
-            self._take_boundary()
+        except SystemExit as ended:
+            # All ranks take a boundary together. One that exits by itself, in the middle or for an error, must not
+            # wait for the others.
+            if ended.code in (None, 0) and self._has_counted():
+                self._take_boundary()
             raise
         self._take_boundary()
         return result
 
-    def training_log(self, original: Callable[..., Any], losses: Any, sums: Any, *args: Any, **kwargs: Any) -> Any:
-        """Around what adds this iteration's losses to the sums."""
+    def training_log(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Around what adds this iteration's losses, its first argument, to the sums, its second."""
         if self._counters is not None and door.checkpointer is not None:
+            bound = inspect.signature(original).bind(*args, **kwargs)
+            losses, sums, *_ = *bound.args, *bound.kwargs.values()
             self._counters.sums.follow(losses, sums)
-        return original(losses, sums, *args, **kwargs)
+        return original(*args, **kwargs)
 
     def _take_boundary(self) -> None:
         if self._session is not None and door.checkpointer is not None:
             self._session.take_boundary()
 
 
+def _check_counters(arguments: Any, names: Sequence[str]) -> None:
+    if lacks := [f"args.{name}" for name in names if not hasattr(arguments, name)]:
+        raise UnsupportedError(
+            f"this Megatron-DeepSpeed has no {', '.join(lacks)}, by which ftckpt knows where it stands in its data: "
+            "install a tested release, or switch ftckpt off"
+        )
+
+
+def _load_tag(arguments: Any) -> str | None:
+    """What --load-tag says; releases before February 2024 have no such flag, and load what ``latest`` names."""
+    tag: str | None = getattr(arguments, "load_tag", None)
+    return tag
+
+
 def install(training: Any) -> None:
     """Put ftckpt before the functions of this ``megatron.training``, if it is Megatron-DeepSpeed's.
 
-    Raises:
-        UnsupportedError: it lacks one of them.
+    One that lacks a function is refused only where ftckpt is switched on.
     """
-    if not hasattr(training, _MARK) or door.patches.has(training, "train_step"):
+    if not hasattr(training, _MARK):
         return
-    loop = TrainLoop(training)
-    wrap = functools.partial(door.patches.wrap, training)
-    wrap("setup_model_and_optimizer", loop.set_up)
-    wrap("train_step", loop.train_step)
-    wrap("train", loop.train)
-    wrap("training_log", loop.training_log)
+    lacks = [name for name in _FUNCTIONS if not hasattr(training, name)]
+    # A module that was reloaded has the session of before.
+    if (loop := _loops.get(training)) is None:
+        loop = _loops[training] = TrainLoop(training, lacks)
+        door.patches.undo.append(lambda: _loops.pop(training))
+    around = (loop.set_up, loop.train_step, loop.train, loop.training_log)
+    for name, function in zip(_FUNCTIONS, around, strict=True):
+        is_wanted = name == "setup_model_and_optimizer" or not lacks
+        if is_wanted and name not in lacks and not door.patches.has(training, name):
+            door.patches.wrap(training, name, function)

@@ -47,8 +47,8 @@ class EngineSession:
         begins: of epochs that began while the engine was made.
         named: whether the user has named the checkpoint at which the engine stands.
         args: what ``deepspeed.initialize`` was given as such.
-        counts_behind: the script counts an iteration behind the engine's step, until it calls ``take_boundary``, or
-            trains, saves or loads.
+        check_counted: given where the script counts an iteration behind the engine's step, until it calls
+            ``take_boundary``, or trains, saves or loads; raises where it has not counted it by then.
 
     Raises:
         UnsupportedError: a release, a JSON field or state that ftckpt does not know.
@@ -59,7 +59,7 @@ class EngineSession:
 
     def __init__(
         self, engine: Any, objects: Mapping[str, Stateful], config: Config, begins: EpochBegins, named: bool = False,
-        *, args: Any = None, counts_behind: bool = False,
+        *, args: Any = None, check_counted: Callable[[], None] | None = None,
     ) -> None:  # fmt: skip
         if door.checkpointer is not None:
             raise ConfigError(
@@ -86,7 +86,7 @@ class EngineSession:
         except BaseException:
             door.leave()  # a refusal leaves the engine as it was
             raise
-        self._hooks = EngineHooks(door.hooks, engine, checkpointer, self.begin_batch, counts_behind=counts_behind)
+        self._hooks = EngineHooks(door.hooks, engine, checkpointer, self.begin_batch, check_counted=check_counted)
         self._saves = saves.Saves(self._hooks, self._start.config) if program_of(config.persist) else None
         self._follow()
         initialize.at_end(self._saves.end if self._saves is not None else None)

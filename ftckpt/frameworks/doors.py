@@ -13,6 +13,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from ftckpt.config import Config, program_of
@@ -35,11 +36,20 @@ class Patches:
 
     def __init__(self) -> None:
         self.undo: list[Callable[[], Any]] = []
-        self._wrapped: list[tuple[Any, str]] = []
+        self._wrapped: list[tuple[Any, str, Callable[..., Any]]] = []
 
     def has(self, owner: Any, name: str) -> bool:
-        """Whether ``wrap`` was called so, and not undone."""
-        return any(other is owner and of_other == name for other, of_other in self._wrapped)
+        """Whether ``wrap`` was called so, not undone, and is still in place, perhaps behind somebody else's wrapper.
+
+        It is not where a module that was reloaded has defined its function anew.
+        """
+        ours = [wrapped for other, of_other, wrapped in self._wrapped if other is owner and of_other == name]
+        now: Any = getattr(owner, name, None)
+        while now not in ours and hasattr(now, "__wrapped__"):
+            now = now.__wrapped__
+        # Somebody else's wrapper need not say what is behind it; a module's own function has nothing behind it.
+        is_own = isinstance(owner, ModuleType) and getattr(now, "__module__", None) == owner.__name__
+        return now in ours or (bool(ours) and not is_own)
 
     def wrap(self, owner: Any, name: str, around: Callable[..., Any]) -> None:
         """Let ``around(original, *args, **kwargs)`` stand before a module's function, or a method of one object."""
@@ -61,7 +71,7 @@ class Patches:
         def undo() -> None:
             nonlocal is_in_force
             is_in_force = False
-            self._wrapped.remove((owner, name))
+            self._wrapped.remove(entry)
             # Somebody else's wrapper stands before ours now, and is not ours to take off.
             if vars(owner).get(name) is not wrapped:
                 return
@@ -70,8 +80,9 @@ class Patches:
             else:
                 setattr(owner, name, before)
 
+        entry = owner, name, wrapped
         setattr(owner, name, wrapped)
-        self._wrapped.append((owner, name))
+        self._wrapped.append(entry)
         self.undo.append(undo)
 
     def shadow(self, owner: Any, name: str, value: Any) -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import sys
 from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -40,7 +41,7 @@ class Crash(Exception):
 
 def attempt(
     rank: int, world_size: int, fault: tuple[str, int] | None, arguments: dict[str, Any], section: dict[str, Any],
-    *, ends: bool = False,
+    *, ends: bool = False, loop: Callable[[Any, Namespace], None] | None = None,
 ) -> tuple[list[Any], int | None, str]:  # fmt: skip
     """What one life of a job logs, what it had when it was set up, and how it ended."""
     from ftckpt.standin import deepspeed as standin
@@ -63,13 +64,38 @@ def attempt(
     given = Namespace(**{**ARGUMENTS, **arguments}, lines=lines, fault=meet, deepspeed_config=config)
     ended = "end"
     try:
-        training.pretrain(given)
+        if loop is not None:
+            loop(training, given)
+        else:
+            training.pretrain(given)
     except (Crash, SystemExit, FtckptError) as error:
         ended = f"{type(error).__name__}: {error}".removesuffix(": ")
     if ends:
         ftckpt.deepspeed.close()
     ftckpt.deepspeed.remove()  # the last snapshot is finished
     return lines, begun[0] if begun else None, ended
+
+
+def own_loop(training: Any, arguments: Namespace, *, counts: bool) -> None:
+    """A script's own, around ``train_step``; where it ``counts``, the loop's arguments know."""
+    training.initialize(arguments)
+    model, *_ = training.setup_model_and_optimizer(None, None)
+    iteration, data = arguments.iteration, training.batches(arguments.consumed_train_samples)
+    while iteration < arguments.train_iters:
+        arguments.curr_iteration = iteration
+        losses, *_ = training.train_step(data, model)
+        iteration += 1
+        arguments.lines.append((iteration, losses["lm loss"].item().hex()))
+        if counts:
+            arguments.iteration = iteration
+            arguments.consumed_train_samples += training.MICRO * model[0].gradient_accumulation_steps()
+
+
+def loops(
+    rank: int, world_size: int, fault: tuple[str, int] | None, counts: bool, section: dict[str, Any]
+) -> tuple[list[Any], int | None, str]:
+    """A life of a job with a loop of its own."""
+    return attempt(rank, world_size, fault, {}, section, loop=functools.partial(own_loop, counts=counts))
 
 
 def saves(rank: int, world_size: int, arguments: dict[str, Any], section: dict[str, Any]) -> Any:
@@ -133,6 +159,27 @@ def test_a_loop_that_counts_for_itself_trains_on_where_it_was(name: str, arena_r
     assert (begun, ended) == (case.iteration, "end")
     assert set(before + after) == set(expected) and before == expected[: len(before)]
     assert after == expected[-len(after) :]
+
+
+@pytest.mark.slow
+def test_a_loop_of_the_scripts_own_goes_on_where_it_counts_and_is_refused_where_not(arena_root: Path) -> None:
+    (arena_root / "a").mkdir()
+    section = {"enabled": True, "node": "node", "arena": str(arena_root / "a"), "protect": "none"}
+
+    def live(fault: tuple[str, int] | None, counts: bool, **more: Any) -> Any:
+        job = {"job": f"counts-{counts}".lower(), **section, **more}
+        return run_ranks(loops, 1, fault, counts, job, stand_in=False)[0].value
+
+    for _ in range(2):  # no snapshot of the first counts in the second
+        lines, begun, ended = live(None, counts=False)
+        assert begun == 1 and len(lines) == 1
+        assert ended.startswith(
+            "ConfigError: args.iteration is 0 and engine.global_steps 1: the loop counts elsewhere"
+        )
+    expected, _, _ = live(None, counts=True, enabled=False)
+    before, _, _ = live(("train", 6), counts=True)
+    after, begun, ended = live(None, counts=True)
+    assert (begun, ended) == (6, "end") and before + after == expected
 
 
 @pytest.mark.slow

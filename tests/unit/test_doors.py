@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import random
 import sys
 import types
@@ -67,6 +68,24 @@ def test_a_function_of_a_module_comes_back() -> None:
     assert module.step() == "STEPPED"
     patches.remove()
     assert module.step is original
+
+
+def test_a_patch_is_there_behind_what_others_put_before_it_and_not_where_a_module_was_reloaded() -> None:
+    patches, module = Patches(), types.ModuleType(__name__)
+    original = module.shout = shout  # type: ignore[attr-defined]
+    assert not patches.has(module, "shout")
+    patches.wrap(module, "shout", shout)
+    ours = module.shout
+    module.shout = functools.wraps(ours)(functools.partial(ours))
+    assert patches.has(module, "shout")
+    module.shout = functools.partial(ours)  # says nothing of what is behind it
+    assert patches.has(module, "shout")
+    module.shout = original
+    assert not patches.has(module, "shout")
+    patches.wrap(module, "shout", shout)
+    assert patches.has(module, "shout") and module.shout.__wrapped__ is original
+    patches.remove()
+    assert module.shout is original and not patches.has(module, "shout")
 
 
 def test_patches_on_patches_are_taken_back_in_any_case() -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from ftckpt.deepspeed import initialize, section
+from ftckpt.deepspeed import initialize, megatron_deepspeed, section
 from ftckpt.deepspeed.megatron_deepspeed import Counters, TrainLoop, install
 from ftckpt.errors import ConfigError, FtckptError, UnsupportedError
 from tests.support.errors import raises
@@ -33,7 +33,7 @@ def door() -> Iterator[None]:
 def loop_of(**arguments: Any) -> ModuleType:
     """A ``megatron.training`` with the functions that are replaced; each returns its name."""
     training: Any = ModuleType("megatron.training")
-    given = Namespace(deepspeed=True, deepspeed_config_dict={}, inference=False, skip_train=False, **arguments)
+    given = Namespace(deepspeed=True, deepspeed_config_dict={}, consumed_train_samples=0, **arguments)
     training.get_args = lambda: given
     training._create_ds_config_dict = dict
     for name in NAMES:
@@ -43,7 +43,29 @@ def loop_of(**arguments: Any) -> ModuleType:
 
 
 def replaced(training: ModuleType) -> list[str]:
-    return [name for name in NAMES if hasattr(getattr(training, name), "__wrapped__")]
+    return [name for name in NAMES if hasattr(getattr(training, name, None), "__wrapped__")]
+
+
+def replaced_twice(training: ModuleType) -> list[str]:
+    return [name for name in replaced(training) if hasattr(getattr(training, name).__wrapped__, "__wrapped__")]
+
+
+class Session:
+    """Counts the boundaries that an engine's session would take."""
+
+    def __init__(self) -> None:
+        self.boundaries = 0
+
+    def take_boundary(self) -> None:
+        self.boundaries += 1
+
+
+def follow_with(loop: TrainLoop, counters: Counters, monkeypatch: pytest.MonkeyPatch) -> tuple[Namespace, Session]:
+    """An engine, which stands where ``counters`` do, and what takes its boundaries."""
+    engine, session = Namespace(global_steps=5), Session()
+    monkeypatch.setattr(initialize.door, "checkpointer", object())
+    loop.follow(engine, counters, session)  # type: ignore[arg-type]
+    return engine, session
 
 
 def test_the_loop_is_replaced_once_and_put_back() -> None:
@@ -64,14 +86,44 @@ def test_the_loop_of_megatron_lm_is_left_alone() -> None:
     assert not replaced(training)
 
 
-def test_a_loop_without_one_of_the_functions_is_refused_by_name() -> None:
+def test_a_loop_without_one_of_the_functions_is_refused_by_name_once_ftckpt_is_on() -> None:
     training = loop_of()
     del training.train_step
+    install(training)
+    assert replaced(training) == ["setup_model_and_optimizer"]
+    assert training.setup_model_and_optimizer() == "setup_model_and_optimizer"
+    section.configure({"enabled": True})
     with raises(UnsupportedError, "megatron.training has no train_step"):
-        install(training)
+        training.setup_model_and_optimizer()
+    initialize.remove()
+    assert not replaced(training)
+    del training.setup_model_and_optimizer
+    install(training)
+    assert not replaced(training)
 
 
-def test_the_loop_is_replaced_as_it_is_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_arguments_are_handed_on_as_they_are_given() -> None:
+    training = loop_of()
+    training.training_log = lambda loss_dict, total_loss_dict, rate: (loss_dict, total_loss_dict, rate)
+    install(training)
+    assert training.training_log(rate=3, total_loss_dict=2, loss_dict=1) == (1, 2, 3)
+
+
+def test_losses_are_followed_however_they_are_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop, counters, seen = TrainLoop(loop_of()), Counters(Namespace(**COUNTED)), dict[str, Any]()
+    follow_with(loop, counters, monkeypatch)
+
+    def log(loss_dict: dict[str, Any], total_loss_dict: dict[str, Any], rate: float) -> str:
+        return "logged"
+
+    assert loop.training_log(log, rate=0.1, total_loss_dict=seen, loss_dict={}) == "logged"
+    seen["lm loss"] = 4.0
+    assert counters.state_dict()["log_sums"] == {"lm loss": 4.0}
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A ``megatron.training`` that can be imported; whatever is called so is put back."""
     (tmp_path / "megatron").mkdir()
     functions = "".join(f"def {name}(*_): pass\n" for name in ("_create_ds_config_dict", *NAMES))
     (tmp_path / "megatron" / "training.py").write_text(functions)
@@ -79,11 +131,34 @@ def test_the_loop_is_replaced_as_it_is_imported(tmp_path: Path, monkeypatch: pyt
     monkeypatch.syspath_prepend(tmp_path)
     for name in [name for name in sys.modules if name.partition(".")[0] == "megatron"]:
         monkeypatch.delitem(sys.modules, name)
-    initialize.install()
-    importlib.import_module("megatron.training")  # of the folder
+    # What the test imports is taken out again before those others come back.
+    for name in ("megatron", "megatron.training"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+        del sys.modules[name]
 
-    assert replaced(sys.modules.pop("megatron.training")) == list(NAMES)
-    del sys.modules["megatron"]
+
+@pytest.mark.usefixtures("package")
+def test_the_loop_is_replaced_as_it_is_imported_and_reloaded() -> None:
+    initialize.install()
+    training = importlib.import_module("megatron.training")  # of the folder
+    assert replaced(training) == list(NAMES)
+    loop = megatron_deepspeed._loops[training]
+    importlib.reload(training)
+    assert replaced(training) == list(NAMES) and not replaced_twice(training)
+    assert megatron_deepspeed._loops[training] is loop
+    initialize.remove()
+    assert not replaced(training) and not megatron_deepspeed._loops
+
+
+@pytest.mark.usefixtures("package")
+def test_a_loop_that_was_there_before_is_seen_as_it_is_reloaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    deepspeed: Any = ModuleType("deepspeed")
+    deepspeed.initialize = deepspeed.init_distributed = lambda: None
+    monkeypatch.setitem(sys.modules, "deepspeed", deepspeed)
+    training = importlib.import_module("megatron.training")  # of the folder
+    initialize.install()
+    importlib.reload(training)
+    assert replaced(training) == list(NAMES)
 
 
 def test_the_loop_is_made_to_stand_where_it_stood() -> None:
@@ -107,13 +182,17 @@ def test_the_loop_is_made_to_stand_where_it_stood() -> None:
         ({"compression_training": True}, UnsupportedError, "compression_training, in the JSON, is not supported"),
         ({"mos": True}, UnsupportedError, "Megatron-DeepSpeed's --mos is not supported"),
         ({"deepspeed": False}, ConfigError, "ftckpt is switched on, and --deepspeed is not"),
+        ({"consumed_train_samples": None}, UnsupportedError, "Megatron-DeepSpeed has no args.consumed_train_samples"),
     ],
 )
 def test_what_is_not_known_is_refused_before_anything_is_built(
     arguments: dict[str, Any], error: type[FtckptError], words: str
 ) -> None:
     training = loop_of()
-    vars(training.get_args()).update(arguments)
+    given = vars(training.get_args())
+    given.update(arguments)
+    for name in [name for name, value in given.items() if value is None]:
+        del given[name]
     section.configure({"enabled": True})
 
     def build() -> None:
@@ -135,3 +214,49 @@ def test_where_nothing_is_trained_nothing_is_followed(name: str) -> None:
         return ["engine"], None, None
 
     assert TrainLoop(training).set_up(build) == (["engine"], None, None) and seen == ["engine"]
+
+
+def test_a_fork_has_what_it_has() -> None:
+    arguments = Namespace(iteration=5, consumed_train_samples=40)  # of none of the later flags and counters
+    state = Counters(arguments).state_dict()
+    assert state["counters"] == vars(arguments) and megatron_deepspeed._load_tag(arguments) is None
+    restored = Namespace(iteration=0, consumed_train_samples=0)
+    Counters(restored).load_state_dict(state)
+    assert restored == arguments
+
+
+@pytest.mark.parametrize("iteration", [0, 9], ids=["with the engine", "with --finetune"])
+def test_a_loop_that_counts_elsewhere_is_told_so_at_its_boundary(
+    iteration: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training = loop_of(iteration=iteration)
+    loop, arguments = TrainLoop(training), training.get_args()
+    engine, _ = follow_with(loop, Counters(arguments), monkeypatch)
+    loop.check_counted()
+    for _ in range(2):
+        engine.global_steps += 1
+        with raises(ConfigError, f"args.iteration is {arguments.iteration}", "megatron.training.train"):
+            loop.check_counted()
+        arguments.iteration += 1
+        loop.check_counted()
+    arguments.iteration += 1  # before the step: a restart would leave out an iteration
+    with raises(ConfigError, f"args.iteration is {arguments.iteration}"):
+        loop.check_counted()
+
+
+@pytest.mark.parametrize(
+    ("code", "trained", "taken"), [(None, 0, 1), (0, 0, 1), (1, 0, 0), ("told to stop", 0, 0), (None, 1, 0)]
+)
+def test_only_a_loop_that_exits_well_between_iterations_has_a_last_boundary(
+    code: Any, trained: int, taken: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop = TrainLoop(loop_of())
+    engine, session = follow_with(loop, Counters(Namespace(**COUNTED)), monkeypatch)
+
+    def train() -> None:
+        engine.global_steps += trained
+        sys.exit(code)
+
+    with pytest.raises(SystemExit) as ended:
+        loop.train(train)
+    assert (ended.value.code, session.boundaries) == (code, taken)

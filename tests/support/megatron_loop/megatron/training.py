@@ -28,13 +28,17 @@ def _create_ds_config_dict() -> dict[str, Any]:
     return config
 
 
-def pretrain(arguments: Namespace) -> None:
+def initialize(arguments: Namespace) -> None:
     global _arguments
     _arguments = arguments
     arguments.iteration = arguments.consumed_train_samples = 0
     arguments.consumed_valid_samples = arguments.consumed_train_tokens = 0
     if arguments.deepspeed:
         arguments.deepspeed_config_dict = _create_ds_config_dict()
+
+
+def pretrain(arguments: Namespace) -> None:
+    initialize(arguments)
     model, optimizer, _ = setup_model_and_optimizer(None, None)
     trained, valid = batches(arguments.consumed_train_samples), batches(5 + arguments.consumed_valid_samples)
     train(model, optimizer, trained, valid)
