@@ -155,6 +155,7 @@ def test_a_loop_that_was_there_before_is_seen_as_it_is_reloaded(monkeypatch: pyt
     deepspeed: Any = ModuleType("deepspeed")
     deepspeed.initialize = deepspeed.init_distributed = lambda: None
     monkeypatch.setitem(sys.modules, "deepspeed", deepspeed)
+    initialize.remove()  # what importing ftckpt.deepspeed has put there
     training = importlib.import_module("megatron.training")  # of the folder
     initialize.install()
     importlib.reload(training)
@@ -214,6 +215,12 @@ def test_where_nothing_is_trained_nothing_is_followed(name: str) -> None:
         return ["engine"], None, None
 
     assert TrainLoop(training).set_up(build) == (["engine"], None, None) and seen == ["engine"]
+
+
+def test_a_fork_that_counts_no_iterations_is_refused_by_name() -> None:
+    section.configure({"enabled": True})
+    with raises(UnsupportedError, "Megatron-DeepSpeed has no args.iteration"):
+        TrainLoop(loop_of()).set_up(lambda: (["engine"], None, None))
 
 
 def test_a_fork_has_what_it_has() -> None:
