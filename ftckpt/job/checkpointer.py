@@ -761,7 +761,7 @@ class Checkpointer:
             return
         proven = state.proofs.held
         state.proved(proof.stepped, proof.changed, proof.new_arenas)
-        if proof.differing and self.config.on_corruption == "abort":
+        if proof.ends:
             raise SilentCorruptionError(corruption_text(self.topology, proof, self._boundary, proven))
         if proof.new_arenas:
             self._protect_anew()

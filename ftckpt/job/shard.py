@@ -43,6 +43,7 @@ class Proof(NamedTuple):
     ``stepped``: stepped state may have changed on some rank since the start. ``changed``: some rank must copy other
     things than it does. ``new_arenas``: the arenas were laid out anew for that. ``differing``: names of fragments
     whose holders were taken to have the same bits, and have not; ``odd_ranks`` hold others than most of them.
+    ``ends``: a rank was told to end the job for that.
     """
 
     stepped: bool
@@ -50,6 +51,7 @@ class Proof(NamedTuple):
     new_arenas: bool
     differing: tuple[str, ...] = ()
     odd_ranks: tuple[int, ...] = ()
+    ends: bool = False
 
 
 class Shard:
@@ -153,16 +155,19 @@ class Shard:
             self._tell_broken(assignment, checked)
         found = {name: odd for name, odd in checked.differing.items() if name not in assignment.differing}
         self.num_differing += self._tell_differing(found)
-        post = json.dumps([stepped, late, changed, list(found)[:_MOST_NAMED], odd_ranks(found)]).encode()
-        steps, lates, changes, names, odd = zip(*(json.loads(data) for data in self._group.gather(post)), strict=True)
+        ends = bool(found) and self._config.on_corruption == "abort"
+        post = json.dumps([stepped, late, changed, ends, list(found)[:_MOST_NAMED], odd_ranks(found)]).encode()
+        posts = [json.loads(data) for data in self._group.gather(post)]
+        steps, lates, changes, all_ends, names, odd = zip(*posts, strict=True)
         differing = tuple(dict.fromkeys(chain.from_iterable(names)))
         # A rank that has not read the last verdict must not take its arena for an old one. And where the job is to
-        # end, what it has in memory stays as it is.
-        ends = bool(differing) and self._config.on_corruption == "abort"
+        # end, on all ranks whatever each was told, what it has in memory stays as it is.
+        ends = any(all_ends)
         new_arenas = any(changes) and not any(lates) and not ends
         if new_arenas:
             self._lay_out_anew(capture, checked, whole)
-        return Proof(any(steps), any(changes), new_arenas, differing, tuple(sorted({*chain.from_iterable(odd)})))
+        all_odd = tuple(sorted({*chain.from_iterable(odd)}))
+        return Proof(any(steps), any(changes), new_arenas, differing, all_odd, ends)
 
     def _look(self, assignment: Assignment, stepped: bool) -> tuple[bool, bool]:
         """Whether state may have changed on some rank, and what is believed still holds on all. Collective."""

@@ -26,8 +26,8 @@ class ReplicaSets:
     ``runs`` are the same on all ranks, in the same order, without fragments whose holders differ.
     ``private[rank]``, int64, are bytes that only this rank copies: fragments of its own and differing ones.
     ``group_of[i]`` is the index into ``runs`` of this rank's fragment ``i``, or ``PRIVATE`` or ``DIFFERING``.
-    ``again`` tells later whether all holders still agree. ``odd[i]``, where this
-    rank's fragment ``i`` differs: ranks that hold other bits of it than more than half of its holders do.
+    ``again`` tells later whether all holders still agree. ``odd[i]``, where this rank's fragment ``i`` differs: ranks
+    that hold other bits of it than more than half of its holders do.
     """
 
     runs: tuple[Run, ...]
